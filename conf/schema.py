@@ -1,0 +1,375 @@
+"""The typed schema of a configuration: one frozen dataclass per group, enums whose names equal their values.
+
+Standard library only. Units stand in the names (`_s` seconds, `_bytes`, `_gib`); batch sizes are in sequences
+unless they say tokens. The values here are the defaults; `conf/<group>/*.yaml` are presets on top of them.
+Rules that span fields live in `orchestra.config.rules`, and reading a frozen run in `orchestra.frozen`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+
+class Family(Enum):
+    """`llama`: RMSNorm, rotary positions, SwiGLU, no biases. `gpt`: LayerNorm, learned positions, GELU, biases."""
+
+    llama = "llama"
+    gpt = "gpt"
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3's frequency scaling of rotary positions (Hugging Face's `rope_scaling`, `rope_type: llama3`)."""
+
+    enabled: bool = False
+    factor: float = 8.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape of the model, in Hugging Face's names. The defaults are the preset `debug`."""
+
+    name: str = "debug"
+    family: Family = Family.llama
+    hidden_size: int = 128
+    intermediate_size: int = 352
+    num_hidden_layers: int = 4
+    num_attention_heads: int = 8
+    num_key_value_heads: int = 4
+    # Width of one head; null means hidden_size / num_attention_heads.
+    head_dim: int | None = None
+    # 256 bytes, the document separator (256), and padding to a multiple of 16.
+    vocab_size: int = 272
+    max_position_embeddings: int = 2048
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling = field(default_factory=RopeScaling)
+    norm_eps: float = 1e-5
+    tie_word_embeddings: bool = False
+    # Standard deviation of the initial weights; residual projections get it divided by sqrt(2 · layers).
+    init_std: float = 0.02
+    # Folder with a Hugging Face Llama checkpoint to start from; null: initial values from train.seed.
+    init_from: str | None = None
+
+
+@dataclass(frozen=True)
+class ParallelismConfig:
+    """Degrees of the mesh axes. World size = dp × tp × pp × cp; ep lies inside dp."""
+
+    # `auto`: whatever the world size leaves over.
+    dp: int | str = "auto"
+    zero: int = 0
+    # Ranks over which ZeRO shards; null: all of dp. Smaller than dp: hybrid sharding.
+    shard_degree: int | None = None
+    tp: int = 1
+    sequence_parallel: bool = False
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    # Bytes of gradient in one all-reduce, in MiB (overlapped with the backward pass).
+    bucket_mib: float = 25.0
+
+
+class PrecisionName(Enum):
+    """What parameters, gradients and products are kept and computed in."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+    bf16_fp32_grad = "bf16_fp32_grad"
+    fp16 = "fp16"
+    fp8 = "fp8"
+
+
+class DType(Enum):
+    """Data types by their usual short names."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """Names a policy of `orchestra.precision`; the fields below it override single choices."""
+
+    name: PrecisionName = PrecisionName.fp32
+    # Data type in which gradients are summed over ranks; null: as the policy says.
+    reduce_dtype: DType | None = None
+
+
+class Source(Enum):
+    """`stdlib`: the running interpreter's own *.py files as bytes. `tokens`: files written by `orchestra data pack`."""
+
+    stdlib = "stdlib"
+    tokens = "tokens"
+
+
+@dataclass(frozen=True)
+class BlendPart:
+    """One token file of a blend and its share of the samples (shares need not sum to 1)."""
+
+    path: str
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where the text comes from. The order of samples is a function of (train.seed, step) alone."""
+
+    source: Source = Source.stdlib
+    # Prefix or .bin file written by `orchestra data pack`, or any fsspec URL of one. Only for source=tokens.
+    path: str | None = None
+    # Several files with weights instead of one path.
+    blend: list[BlendPart] = field(default_factory=list)
+    # Node-local folder for copies of remote files; null: under the user's cache folder.
+    cache_dir: str | None = None
+    # Batches that the loader's thread prepares ahead of the step.
+    prefetch_batches: int = 4
+    # Write each step's sample ids to <run>/samples/.
+    ledger: bool = False
+
+
+class Schedule(Enum):
+    """Shape of the learning rate after warm-up. `wsd`: constant, then a linear decay over the last fifth."""
+
+    constant = "constant"
+    linear = "linear"
+    cosine = "cosine"
+    wsd = "wsd"
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """AdamW and its learning-rate schedule."""
+
+    lr: float = 3e-4
+    # Learning rate at the last step; null: a tenth of lr.
+    min_lr: float | None = None
+    # null: 10 % of the steps, at most 2,000.
+    warmup_steps: int | None = None
+    schedule: Schedule = Schedule.cosine
+    # Only matrices (two or more dims) decay; norms and biases do not.
+    weight_decay: float = 0.1
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    eps: float = 1e-8
+    # Largest global L2 norm of the gradient; null: no clipping.
+    clip_norm: float | None = 1.0
+    # Share of the steps in which schedule=wsd decays.
+    wsd_decay_fraction: float = 0.2
+
+
+class Recompute(Enum):
+    """Which activations are computed again in the backward pass instead of being kept."""
+
+    none = "none"
+    selective = "selective"
+    full = "full"
+
+
+class OnNonfinite(Enum):
+    """What a step with a non-finite loss or gradient does. `skip`: no update, counted. `stop`: exit 93."""
+
+    skip = "skip"
+    stop = "stop"
+
+
+@dataclass(frozen=True)
+class ProfileConfig:
+    """torch profiler trace (and, on a GPU, a memory snapshot) of a few steps, written to <run>/profile/."""
+
+    enabled: bool = False
+    # First and last step that are traced, both included.
+    steps: list[int] = field(default_factory=lambda: [5, 7])
+    ranks: list[int] = field(default_factory=lambda: [0])
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Length, batch, and how a step is computed. GBS = MBS × GA × DP; the accumulation GA is derived."""
+
+    steps: int = 100
+    seq_len: int = 256
+    # Sequences in one optimizer step over all ranks; null only where global_batch_tokens is given.
+    global_batch_size: int | None = 16
+    # The same in tokens (a multiple of seq_len); takes the place of global_batch_size.
+    global_batch_tokens: int | None = None
+    micro_batch_size: int | str = 8
+    recompute: Recompute = Recompute.none
+    compile: bool = False
+    log_every: int = 1
+    seed: int = 0
+    # Bit-identical repeats: deterministic kernels, fixed reduction order.
+    deterministic: bool = False
+    on_nonfinite: OnNonfinite = OnNonfinite.skip
+    # Skipped steps in a row after which even on_nonfinite=skip stops with exit 93.
+    max_nonfinite_steps: int = 10
+    # Rows of logits that exist at once in the loss; null: chosen from the vocabulary.
+    loss_chunk_tokens: int | None = None
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+
+
+class WhenBusy(Enum):
+    """What a due save does while the one before is still being written."""
+
+    skip = "skip"
+    wait = "wait"
+
+
+class Restore(Enum):
+    """Who reads a checkpoint: one reader per replica group and a broadcast, rank 0 alone, or every rank its own."""
+
+    broadcast = "broadcast"
+    rank0 = "rank0"
+    direct = "direct"
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Saving and restoring. `every_steps=null` saves nothing."""
+
+    every_steps: int | None = None
+    keep_last: int = 3
+    async_save: bool = True
+    when_busy: WhenBusy = WhenBusy.skip
+    restore: Restore = Restore.broadcast
+    # Any fsspec URL; null: <run>/checkpoints.
+    dir: str | None = None
+
+
+class LauncherName(Enum):
+    """Who starts the nodes."""
+
+    local = "local"
+    slurm = "slurm"
+
+
+class Device(Enum):
+    """What the ranks compute on; `auto` takes CUDA where a node has it."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class Requeue(Enum):
+    """How a stopped Slurm job continues: the same job again, a follow-up job by dependency, or not at all."""
+
+    requeue = "requeue"
+    chain = "chain"
+    never = "never"
+
+
+@dataclass(frozen=True)
+class NetworkConfig:
+    """Bandwidth (bytes per second and direction, per device) and latency inside and between nodes; null: unknown."""
+
+    interface: str | None = None
+    intra_node_bytes_per_s: float | None = None
+    inter_node_bytes_per_s: float | None = None
+    intra_node_latency_s: float | None = None
+    inter_node_latency_s: float | None = None
+
+
+@dataclass(frozen=True)
+class ContainerConfig:
+    """Image the ranks run in: Pyxis (`image`, `mounts`) or a command prefix such as `apptainer exec image.sif`."""
+
+    image: str | None = None
+    mounts: list[str] = field(default_factory=list)
+    prefix: str | None = None
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    """The machines: who starts them, how many, what they are and what the scheduler is told."""
+
+    name: str = "local"
+    launcher: LauncherName = LauncherName.local
+    nodes: int = 1
+    # Ranks per node, on CPU too. `auto`: all GPUs of the node, or 2 CPU ranks.
+    gpus_per_node: int | str = "auto"
+    device: Device = Device.auto
+    # Threads per rank on CPU; null: cores ÷ ranks.
+    threads_per_rank: int | None = None
+    spare_nodes: int = 0
+    requeue: Requeue = Requeue.requeue
+    # Row of orchestra/hardware.py that names the device; `auto`: asked of the device itself.
+    hardware: str = "auto"
+    # Dense peak of one device for the run's dtype, in TFLOP/s; null: from the hardware table, on CPU measured.
+    peak_tflops: float | None = None
+    network: NetworkConfig = field(default_factory=NetworkConfig)
+    setup: list[str] = field(default_factory=list)
+    container: ContainerConfig = field(default_factory=ContainerConfig)
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    # Slurm's own forms: minutes, H:MM:SS or D-HH:MM:SS.
+    time_limit: str | None = None
+    constraint: str | None = None
+    exclude: list[str] = field(default_factory=list)
+    # Any other sbatch option by its long name: {reservation: maintenance}.
+    slurm_extra: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RecoveryConfig:
+    """How failures are noticed and how often a run is started again."""
+
+    max_restarts: int = 3
+    # Fewest nodes the run may shrink to; null: all of cluster.nodes.
+    min_nodes: int | None = None
+    heartbeat_timeout_s: float = 60.0
+    collective_timeout_s: float = 600.0
+    memory_copy_every_steps: int | None = None
+    # Faults for rehearsals: [{at_step: 30, rank: 1, fault: sigkill}].
+    inject: list[dict[str, Any]] = field(default_factory=list)
+
+
+class WandbMode(Enum):
+    """Where Weights & Biases records go: a folder of the run, their server, or nowhere."""
+
+    offline = "offline"
+    online = "online"
+    disabled = "disabled"
+
+
+@dataclass(frozen=True)
+class WandbConfig:
+    """Weights & Biases. A process of its own reads metrics.jsonl: it can neither stop nor slow training."""
+
+    mode: WandbMode = WandbMode.offline
+    project: str = "orchestra"
+    entity: str | None = None
+    group: str | None = None
+    tags: list[str] = field(default_factory=list)
+    # How long the end of a run waits for the last upload.
+    finish_timeout_s: float = 30.0
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Identity. `name=null`: composed from the model's name, the date and a short signature."""
+
+    name: str | None = None
+    dir: str = "runs"
+
+
+@dataclass(frozen=True)
+class Config:
+    """A whole run. Everything that changes its result is in here."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+    run: RunConfig = field(default_factory=RunConfig)

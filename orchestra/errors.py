@@ -1,0 +1,61 @@
+"""The exceptions that end a command, and the exit code of each. Standard library only.
+
+    OrchestraError            1   anything below; catch this to catch all
+    ├── ConfigError           2   a configuration or a command line is wrong; nothing was started
+    ├── LaunchError           1   processes could not be started or kept
+    ├── DataError             1   a data file cannot be read as what it claims to be
+    ├── TrainingError         1   training cannot go on
+    │   └── NonFiniteError   93   the loss or gradient stays non-finite: starting again would not help
+    └── StopRequested        75   stopped on request; to be continued
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+EXIT_DONE = 0
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_STOPPED = 75
+EXIT_DO_NOT_RESTART = 93
+EXIT_INTERRUPTED = 130
+
+
+class OrchestraError(Exception):
+    """Any failure that orchestra explains: the message says what was found, what was expected and what to do."""
+
+    exit_code = EXIT_FAILED
+
+
+class ConfigError(OrchestraError):
+    """Raised before anything is started; carries every violation found, not only the first."""
+
+    exit_code = EXIT_USAGE
+
+    def __init__(self, problems: str | Sequence[str]) -> None:
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        super().__init__("\n".join(self.problems))
+
+
+class LaunchError(OrchestraError):
+    """Raised when processes cannot be started or kept on a machine."""
+
+
+class DataError(OrchestraError):
+    """Raised when a data file is missing, torn or not what its index says; names the file and the offset."""
+
+
+class TrainingError(OrchestraError):
+    """Raised in a worker when training cannot go on."""
+
+
+class NonFiniteError(TrainingError):
+    """Raised when the loss or gradient is non-finite and the policy is to stop, or skipping did not help."""
+
+    exit_code = EXIT_DO_NOT_RESTART
+
+
+class StopRequested(OrchestraError):
+    """Raised in a worker that stopped because it was asked to; the run is to be continued."""
+
+    exit_code = EXIT_STOPPED

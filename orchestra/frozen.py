@@ -1,0 +1,46 @@
+"""Writes and reads the frozen `config.yaml` of a run as the typed schema. It composes and checks nothing.
+
+Workers and the control plane read a run's configuration only through here, never the YAML tree it was made from.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import cast
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from conf.schema import Config
+from orchestra.errors import ConfigError
+
+
+def write_config(path: Path, config: Config) -> None:
+    """Write every value of `config`, defaults too, as YAML."""
+    path.write_text(to_yaml(config))
+
+
+def to_yaml(config: Config) -> str:
+    """Return every value of `config`, defaults too, as YAML."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def read_config(path: Path) -> Config:
+    """Read a frozen configuration. Raises ConfigError naming the file when it is not one of this version."""
+    schema = OmegaConf.structured(Config)
+    OmegaConf.set_readonly(schema, False)
+    try:
+        merged = OmegaConf.merge(_writable(schema), OmegaConf.load(path))
+    except (OmegaConfBaseException, OSError, ValueError) as error:
+        raise ConfigError(f"{path}: not a frozen configuration of this version: {error}") from error
+    return cast(Config, OmegaConf.to_object(merged))
+
+
+def _writable(node: object) -> object:
+    """Clear the read-only flags that frozen dataclasses leave on every section (omegaconf 2.3)."""
+    if OmegaConf.is_config(node):
+        OmegaConf.set_readonly(node, None)  # type: ignore[arg-type]
+        if OmegaConf.is_dict(node):
+            for key in node:  # type: ignore[attr-defined]
+                _writable(node._get_node(key))  # type: ignore[attr-defined]
+    return node

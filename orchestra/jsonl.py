@@ -1,0 +1,104 @@
+"""JSON-lines files with one writer: appended line by line, safe to read while they grow, safe after a crash.
+
+A process that dies in the middle of a write leaves a torn last line. Readers pass over it; whoever reopens the
+file for writing cuts it first, so that a torn line never ends up in the middle. Standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+Record = dict[str, Any]
+
+_TAIL_BYTES = 1 << 16
+
+
+def finite_or_null(value: Any) -> Any:
+    """Replace non-finite floats, which JSON cannot hold, by null, at any depth."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: finite_or_null(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite_or_null(item) for item in value]
+    return value
+
+
+class JsonLinesWriter:
+    """Appends records to one file. Each record is a single write, so that readers see whole lines or nothing."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        cut_torn_line(path)
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+    def write(self, record: Record) -> None:
+        """Append one record. Floats keep full precision (`repr`); non-finite ones become null."""
+        line = json.dumps(finite_or_null(record), separators=(",", ":"), allow_nan=False) + "\n"
+        os.write(self._fd, line.encode())
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def cut_torn_line(path: Path) -> int:
+    """Cut an unfinished last line off a file; return the number of bytes cut. A missing file is left missing."""
+    try:
+        with path.open("r+b") as file:
+            size = file.seek(0, os.SEEK_END)
+            end = _end_of_last_line(file, size)
+            if end < size:
+                file.truncate(end)
+            return size - end
+    except FileNotFoundError:
+        return 0
+
+
+def _end_of_last_line(file: Any, size: int) -> int:
+    position = size
+    while position > 0:
+        start = max(0, position - _TAIL_BYTES)
+        file.seek(start)
+        newline = file.read(position - start).rfind(b"\n")
+        if newline >= 0:
+            return start + newline + 1
+        position = start
+    return 0
+
+
+def read_json_lines(path: Path) -> Iterator[Record]:
+    """Yield the whole records of a file in order; a torn last line or a missing file yields nothing more."""
+    yield from JsonLinesReader(path).read_new()
+
+
+class JsonLinesReader:
+    """Follows a growing file by polling (network file systems have no change notices)."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def read_new(self) -> list[Record]:
+        """Return the records completed since the last call; lines that are not JSON objects are passed over."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                block = file.read()
+        except FileNotFoundError:
+            return []
+        end = block.rfind(b"\n") + 1
+        self._offset += end
+        return [record for line in block[:end].splitlines() if (record := _parsed(line)) is not None]
+
+
+def _parsed(line: bytes) -> Record | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None

@@ -1,0 +1,75 @@
+"""Every path inside a run directory, named once. Standard library only; it reads and writes nothing itself.
+
+    runs/<name>/
+    ├── config.yaml              resolved and frozen; the only configuration that workers read
+    ├── run.json                 name, signature, overrides, code revision, jobs, wandb id
+    ├── metrics.jsonl            rank 0, one line per logged step
+    ├── events/<writer>.jsonl    append-only, one writer per file
+    ├── logs/attempt-000/        node-000.log (agent and torchrun), rank-00000.log (each worker)
+    ├── samples/  checkpoints/  control/  heartbeats/  profile/  wandb/
+    └── report.html
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """A run directory by its path; the directory need not exist."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def record(self) -> Path:
+        return self.path / "run.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events"
+
+    @property
+    def samples(self) -> Path:
+        return self.path / "samples"
+
+    @property
+    def control(self) -> Path:
+        return self.path / "control"
+
+    @property
+    def profile(self) -> Path:
+        return self.path / "profile"
+
+    @property
+    def wandb(self) -> Path:
+        return self.path / "wandb"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    def event_file(self, writer: str) -> Path:
+        return self.events / f"{writer}.jsonl"
+
+    def attempt_logs(self, attempt: int) -> Path:
+        return self.logs / f"attempt-{attempt:03d}"
+
+    def node_log(self, attempt: int, node: int) -> Path:
+        return self.attempt_logs(attempt) / f"node-{node:03d}.log"
+
+    def rank_log(self, attempt: int, rank: int) -> Path:
+        return self.attempt_logs(attempt) / f"rank-{rank:05d}.log"
