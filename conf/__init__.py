@@ -1,1 +1,3 @@
-"""The configuration tree: Hydra's YAML groups and their typed schema. Standard library only; it composes nothing."""
+"""The configuration tree: Hydra's YAML groups and their typed schema. Standard library only; it composes
+nothing.
+"""

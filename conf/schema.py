@@ -13,7 +13,7 @@ from typing import Any
 
 
 class Family(Enum):
-    """`llama`: RMSNorm, rotary positions, SwiGLU, no biases. `gpt`: LayerNorm, learned positions, GELU, biases."""
+    """`llama`: RMSNorm, rotary positions, SwiGLU, no biases. `gpt`: LayerNorm, learned positions, GELU."""
 
     llama = "llama"
     gpt = "gpt"
@@ -21,7 +21,7 @@ class Family(Enum):
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3's frequency scaling of rotary positions (Hugging Face's `rope_scaling`, `rope_type: llama3`)."""
+    """Llama 3's scaling of rotary positions (Hugging Face's `rope_scaling`, `rope_type: llama3`)."""
 
     enabled: bool = False
     factor: float = 8.0
@@ -102,7 +102,7 @@ class PrecisionConfig:
 
 
 class Source(Enum):
-    """`stdlib`: the running interpreter's own *.py files as bytes. `tokens`: files written by `orchestra data pack`."""
+    """`stdlib`: the running interpreter's own *.py as bytes. `tokens`: files of `orchestra data pack`."""
 
     stdlib = "stdlib"
     tokens = "tokens"
@@ -197,7 +197,8 @@ class TrainConfig:
     global_batch_size: int | None = 16
     # The same in tokens (a multiple of seq_len); takes the place of global_batch_size.
     global_batch_tokens: int | None = None
-    micro_batch_size: int | str = 8
+    # Sequences in one forward and backward pass of a rank; null: the largest divisor of its share up to 8.
+    micro_batch_size: int | str | None = None
     recompute: Recompute = Recompute.none
     compile: bool = False
     log_every: int = 1
@@ -220,7 +221,7 @@ class WhenBusy(Enum):
 
 
 class Restore(Enum):
-    """Who reads a checkpoint: one reader per replica group and a broadcast, rank 0 alone, or every rank its own."""
+    """Who reads a checkpoint: one per replica group and a broadcast, rank 0 alone, or every rank its own."""
 
     broadcast = "broadcast"
     rank0 = "rank0"
@@ -265,7 +266,7 @@ class Requeue(Enum):
 
 @dataclass(frozen=True)
 class NetworkConfig:
-    """Bandwidth (bytes per second and direction, per device) and latency inside and between nodes; null: unknown."""
+    """Bandwidth (bytes per second, per direction and device) and latency; null: unknown."""
 
     interface: str | None = None
     intra_node_bytes_per_s: float | None = None
@@ -276,7 +277,7 @@ class NetworkConfig:
 
 @dataclass(frozen=True)
 class ContainerConfig:
-    """Image the ranks run in: Pyxis (`image`, `mounts`) or a command prefix such as `apptainer exec image.sif`."""
+    """Image the ranks run in: Pyxis (`image`, `mounts`) or a prefix such as `apptainer exec image.sif`."""
 
     image: str | None = None
     mounts: list[str] = field(default_factory=list)
@@ -299,7 +300,7 @@ class ClusterConfig:
     requeue: Requeue = Requeue.requeue
     # Row of orchestra/hardware.py that names the device; `auto`: asked of the device itself.
     hardware: str = "auto"
-    # Dense peak of one device for the run's dtype, in TFLOP/s; null: from the hardware table, on CPU measured.
+    # Dense peak of one device for the run's dtype in TFLOP/s; null: from the table, on CPU measured.
     peak_tflops: float | None = None
     network: NetworkConfig = field(default_factory=NetworkConfig)
     setup: list[str] = field(default_factory=list)

@@ -1,12 +1,12 @@
 """The exceptions that end a command, and the exit code of each. Standard library only.
 
-    OrchestraError            1   anything below; catch this to catch all
-    ├── ConfigError           2   a configuration or a command line is wrong; nothing was started
-    ├── LaunchError           1   processes could not be started or kept
-    ├── DataError             1   a data file cannot be read as what it claims to be
-    ├── TrainingError         1   training cannot go on
-    │   └── NonFiniteError   93   the loss or gradient stays non-finite: starting again would not help
-    └── StopRequested        75   stopped on request; to be continued
+OrchestraError            1   anything below; catch this to catch all
+├── ConfigError           2   a configuration or a command line is wrong; nothing was started
+├── LaunchError           1   processes could not be started or kept
+├── DataError             1   a data file cannot be read as what it claims to be
+├── TrainingError         1   training cannot go on
+│   └── NonFiniteError   93   the loss or gradient stays non-finite: starting again would not help
+└── StopRequested        75   stopped on request; to be continued
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ EXIT_INTERRUPTED = 130
 
 
 class OrchestraError(Exception):
-    """Any failure that orchestra explains: the message says what was found, what was expected and what to do."""
+    """Any failure that orchestra explains: the message says what was found, what was expected and
+    what to do.
+    """
 
     exit_code = EXIT_FAILED
 
@@ -55,7 +57,7 @@ class NonFiniteError(TrainingError):
     exit_code = EXIT_DO_NOT_RESTART
 
 
-class StopRequested(OrchestraError):
+class StopRequested(OrchestraError):  # noqa: N818  a request, not an error
     """Raised in a worker that stopped because it was asked to; the run is to be continued."""
 
     exit_code = EXIT_STOPPED

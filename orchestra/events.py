@@ -1,7 +1,7 @@
 """The event records of a run: who saw what, when, with which evidence. Standard library only.
 
-Every process writes a file of its own under <run>/events/; readers merge them by time. Unknown event names are
-kept, so that an older reader can show a newer run.
+Every process writes a file of its own under <run>/events/; readers merge them by time. Unknown event names
+are kept, so that an older reader can show a newer run.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from orchestra.rundir import RunDir
 
 
 class EventWriter:
-    """Appends events of one process. `writer` names the file and must be unique among processes and attempts."""
+    """Appends events of one process. `writer` names the file and must be unique among processes and
+    attempts.
+    """
 
     def __init__(self, run: RunDir, writer: str, attempt: int, **context: Any) -> None:
         self._file = JsonLinesWriter(run.event_file(writer))
@@ -23,7 +25,9 @@ class EventWriter:
         self._context = {"host": socket.gethostname(), **context}
 
     def write(self, event: str, **evidence: Any) -> None:
-        """Append `event` with its evidence (step, cause, seconds …), the time (Unix seconds) and the attempt."""
+        """Append `event` with its evidence (step, cause, seconds …), the time (Unix seconds) and the
+        attempt.
+        """
         stamp = {"time": time.time(), "attempt": self._attempt, "event": event}
         self._file.write({**stamp, **self._context, **evidence})
 

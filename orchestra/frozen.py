@@ -1,6 +1,7 @@
 """Writes and reads the frozen `config.yaml` of a run as the typed schema. It composes and checks nothing.
 
-Workers and the control plane read a run's configuration only through here, never the YAML tree it was made from.
+Workers and the control plane read a run's configuration only through here, never the YAML tree it was made
+from.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """JSON-lines files with one writer: appended line by line, safe to read while they grow, safe after a crash.
 
-A process that dies in the middle of a write leaves a torn last line. Readers pass over it; whoever reopens the
-file for writing cuts it first, so that a torn line never ends up in the middle. Standard library only.
+A process that dies in the middle of a write leaves a torn last line. Readers pass over it; whoever reopens
+the file for writing cuts it first, so that a torn line never ends up in the middle. Standard library only.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ def finite_or_null(value: Any) -> Any:
 
 
 class JsonLinesWriter:
-    """Appends records to one file. Each record is a single write, so that readers see whole lines or nothing."""
+    """Appends records to one file. Each record is a single write, so that readers see whole lines or
+    nothing.
+    """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -47,7 +49,9 @@ class JsonLinesWriter:
 
 
 def cut_torn_line(path: Path) -> int:
-    """Cut an unfinished last line off a file; return the number of bytes cut. A missing file is left missing."""
+    """Cut an unfinished last line off a file; return the number of bytes cut. A missing file is left
+    missing.
+    """
     try:
         with path.open("r+b") as file:
             size = file.seek(0, os.SEEK_END)
@@ -84,7 +88,9 @@ class JsonLinesReader:
         self._offset = 0
 
     def read_new(self) -> list[Record]:
-        """Return the records completed since the last call; lines that are not JSON objects are passed over."""
+        """Return the records completed since the last call; lines that are not JSON objects are
+        passed over.
+        """
         try:
             with self._path.open("rb") as file:
                 file.seek(self._offset)

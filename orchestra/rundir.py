@@ -1,13 +1,13 @@
 """Every path inside a run directory, named once. Standard library only; it reads and writes nothing itself.
 
-    runs/<name>/
-    ├── config.yaml              resolved and frozen; the only configuration that workers read
-    ├── run.json                 name, signature, overrides, code revision, jobs, wandb id
-    ├── metrics.jsonl            rank 0, one line per logged step
-    ├── events/<writer>.jsonl    append-only, one writer per file
-    ├── logs/attempt-000/        node-000.log (agent and torchrun), rank-00000.log (each worker)
-    ├── samples/  checkpoints/  control/  heartbeats/  profile/  wandb/
-    └── report.html
+runs/<name>/
+├── config.yaml              resolved and frozen; the only configuration that workers read
+├── run.json                 name, signature, overrides, code revision, jobs, wandb id
+├── metrics.jsonl            rank 0, one line per logged step
+├── events/<writer>.jsonl    append-only, one writer per file
+├── logs/attempt-000/        node-000.log (agent and torchrun), rank-00000.log (each worker)
+├── samples/  checkpoints/  control/  heartbeats/  profile/  wandb/
+└── report.html
 """
 
 from __future__ import annotations

@@ -1,0 +1,171 @@
+"""The node agent: starts torchrun on this node, watches it, and leaves nothing of it behind.
+
+It does not decide what an ending means or whether to start again: it hands an `Ending` to its caller. It must
+be used from one thread that outlives it: the kernel ties torchrun's life to the thread that started it.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from launchers import processes, torchrun
+from launchers.errors import LauncherError
+from launchers.processes import Process
+from launchers.spec import Ending, LaunchSpec, Place
+
+_MARK_VARIABLE = "LAUNCHERS_MARK"
+_POLL_S = 0.1
+# As much of torchrun's output as is searched for its report: that stands at the end.
+_OUTPUT_BYTES = 1 << 18
+# How long SIGKILL may take before a process counts as unkillable.
+_KILL_TIMEOUT_S = 15.0
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long what is to end may take, in seconds, before it is killed."""
+
+    # Workers after SIGTERM, where they handle it.
+    stop_s: float = 10.0
+    # Workers that torchrun closes because another one failed (torchrun itself would wait 30 s).
+    failed_peer_s: float = 5.0
+    # What workers leave behind, such as uploaders that finish by themselves.
+    linger_s: float = 10.0
+
+
+class NodeAgent:
+    """One torchrun and everything below it, until `sweep` has returned. Made by `start_agent`."""
+
+    def __init__(self, process: subprocess.Popen[bytes], log: Path, mark: str, patience: Patience) -> None:
+        self._torchrun = process
+        self._log = log
+        self._mark = mark
+        self._patience = patience
+        self._workers: set[Process] = set()
+        self._log_size = 0
+        self._kill_at: float | None = None
+
+    def poll(self) -> int | None:
+        """Return torchrun's exit code (negative: a signal) once it has ended; until then keep deadlines."""
+        code = self._torchrun.poll()
+        if code is None:
+            self._workers.update(processes.children(self._torchrun.pid))
+            self._keep_deadlines()
+        return code
+
+    def _keep_deadlines(self) -> None:
+        size = self._log.stat().st_size
+        if self._kill_at is None and size != self._log_size and torchrun.closing(self.output()):
+            self._kill_at = time.monotonic() + self._patience.failed_peer_s
+        self._log_size = size
+        if self._kill_at is not None and time.monotonic() >= self._kill_at:
+            processes.send(self._workers, signal.SIGKILL)
+
+    def output(self) -> str:
+        """Return the end of what torchrun has written so far."""
+        with self._log.open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - _OUTPUT_BYTES))
+            return log.read().decode(errors="replace")
+
+    def stop(self) -> None:
+        """Ask the workers to end (SIGTERM) and give them time; kill those at once that ignore it."""
+        workers = processes.children(self._torchrun.pid)
+        deaf = [worker for worker in workers if processes.ignores(worker, signal.SIGTERM)]
+        if len(deaf) == len(workers):
+            self.kill()
+            return
+        processes.send(deaf, signal.SIGKILL)
+        processes.send(workers, signal.SIGTERM)
+        self._kill_at = time.monotonic() + self._patience.stop_s
+
+    def kill(self) -> None:
+        """Kill torchrun and its workers at once."""
+        below = processes.children(self._torchrun.pid)
+        self._torchrun.kill()
+        processes.send({*below, *self._workers}, signal.SIGKILL)
+
+    def _remaining(self) -> list[Process]:
+        return processes.marked(f"{_MARK_VARIABLE}={self._mark}")
+
+    def sweep(self, hurried: Callable[[], bool], tick: Callable[[], None]) -> tuple[int, ...]:
+        """End what an ended torchrun left behind; return the ids of those that even SIGKILL did not end.
+
+        Workers are killed; other processes may finish by themselves until the patience ends or `hurried`
+        says so.
+        """
+        self._torchrun.wait()
+        processes.send(self._workers, signal.SIGKILL)
+        deadline = time.monotonic() + self._patience.linger_s
+        while self._remaining() and time.monotonic() < deadline and not hurried():
+            tick()
+            time.sleep(_POLL_S)
+        deadline = time.monotonic() + _KILL_TIMEOUT_S
+        while (left := self._remaining()) and time.monotonic() < deadline:
+            processes.send(left, signal.SIGKILL)
+            time.sleep(_POLL_S)
+        return tuple(process.pid for process in left)
+
+
+def start_agent(spec: LaunchSpec, place: Place, patience: Patience | None = None) -> NodeAgent:
+    """Start torchrun in a session of its own, its output in the node's log. Raises LauncherError."""
+    log_path = spec.node_logs[place.node]
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    command = torchrun.command(spec, place)
+    tether = (sys.executable, "-m", "launchers.tether", str(os.getpid()))
+    mark = secrets.token_hex(8)
+    environment = {**os.environ, **spec.environment, _MARK_VARIABLE: mark}
+    with log_path.open("ab") as log:
+        log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} agent {os.getpid()}: {' '.join(command)}\n".encode())
+        log.flush()
+        process = _popen((*tether, *command), environment, log)
+    return NodeAgent(process, log_path, mark, patience or Patience())
+
+
+def _popen(command: tuple[str, ...], environment: dict[str, str], log: IO[bytes]) -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise LauncherError(f"cannot start {Path(command[0]).name}: {error}") from error
+
+
+def supervise(agent: NodeAgent, stops: Callable[[], int], tick: Callable[[], None]) -> Ending:
+    """Watch a started agent to its end and return that; whatever happens, nothing of it is left running.
+
+    `stops` counts the stop requests so far (one: SIGTERM and patience; two: SIGKILL). `tick` is called
+    about ten times a second for whatever the caller shows meanwhile.
+    """
+    try:
+        code = _watch(agent, stops, tick)
+    except BaseException:
+        agent.kill()
+        agent.sweep(lambda: True, lambda: None)
+        raise
+    survivors = agent.sweep(lambda: stops() > 1, tick)
+    return Ending(code, stops(), torchrun.failures(agent.output()), survivors)
+
+
+def _watch(agent: NodeAgent, stops: Callable[[], int], tick: Callable[[], None]) -> int:
+    heard = 0
+    while (code := agent.poll()) is None:
+        if (count := stops()) > heard:
+            heard = count
+            agent.stop() if count == 1 else agent.kill()
+        tick()
+        time.sleep(_POLL_S)
+    return code

@@ -1,0 +1,108 @@
+"""Finds and signals processes through /proc. It starts none, and knows nothing of what they do.
+
+A process is its id together with its start time, so that a reused id is never mistaken for the process it
+was. Workers of torchrun have sessions of their own: a process group does not hold them. They are found by
+their parents, and after their parent died by a mark in their environment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_PROC = Path("/proc")
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process for good: `started` is in clock ticks since boot (field 22 of /proc/<pid>/stat)."""
+
+    pid: int
+    started: int
+
+
+@dataclass(frozen=True)
+class _Status:
+    process: Process
+    parent: int
+    # One letter: R running, S sleeping, D uninterruptible, Z zombie …
+    state: str
+
+
+def _status(pid: int) -> _Status | None:
+    try:
+        text = (_PROC / str(pid) / "stat").read_text()
+    except (OSError, UnicodeDecodeError):
+        return None
+    # The name stands in parentheses and may hold spaces and parentheses itself.
+    fields = text[text.rindex(")") + 2 :].split()
+    return _Status(Process(pid, int(fields[19])), int(fields[1]), fields[0])
+
+
+def _all() -> Iterator[_Status]:
+    for entry in _PROC.iterdir():
+        if entry.name.isdigit() and (status := _status(int(entry.name))) is not None:
+            yield status
+
+
+def find(pid: int) -> Process | None:
+    """Return the process that has this id now, or None; a zombie counts as gone."""
+    status = _status(pid)
+    return status.process if status is not None and status.state != "Z" else None
+
+
+def is_alive(process: Process) -> bool:
+    """Tell whether this very process still runs; a zombie counts as gone."""
+    return find(process.pid) == process
+
+
+def children(pid: int) -> list[Process]:
+    """Return the living children of a process."""
+    try:
+        lists = [path.read_text() for path in (_PROC / str(pid) / "task").glob("*/children")]
+    except OSError:
+        lists = []
+    if lists:
+        found = [find(int(child)) for text in lists for child in text.split()]
+        return [process for process in found if process is not None]
+    # Kernels without CONFIG_PROC_CHILDREN: look at every process.
+    return [status.process for status in _all() if status.parent == pid and status.state != "Z"]
+
+
+def marked(mark: str) -> list[Process]:
+    """Return this user's living processes that were started with `mark` ("NAME=value") in the environment."""
+    wanted = mark.encode()
+    return [
+        status.process
+        for status in _all()
+        if status.state != "Z" and wanted in _environment(status.process.pid).split(b"\0")
+    ]
+
+
+def _environment(pid: int) -> bytes:
+    try:
+        return (_PROC / str(pid) / "environ").read_bytes()
+    except OSError:
+        return b""
+
+
+def ignores(process: Process, number: signal.Signals) -> bool:
+    """Tell whether the process ignores a signal (or is gone)."""
+    try:
+        status = (_PROC / str(process.pid) / "status").read_text()
+    except OSError:
+        return True
+    mask = next((line.split()[1] for line in status.splitlines() if line.startswith("SigIgn:")), "0")
+    return bool(int(mask, 16) >> (number - 1) & 1)
+
+
+def send(processes: Iterable[Process], number: signal.Signals) -> None:
+    """Send a signal to those that still run."""
+    for process in processes:
+        if is_alive(process):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, number)

@@ -1,0 +1,72 @@
+"""torchrun's command line and what it says about ended workers.
+
+Text in, text out: it starts nothing, imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+
+from launchers.spec import LaunchSpec, Place, RankFailure
+
+_LOOPBACK = "127.0.0.1"
+
+
+def command(spec: LaunchSpec, place: Place) -> tuple[str, ...]:
+    """Return the command that starts and watches one node's ranks.
+
+    torchrun never restarts workers itself (the agent's caller decides), writes no files of its own, and
+    forwards only SIGQUIT: with SIGTERM left out it lives on when Slurm warns all processes of a job.
+    """
+    local = ("--local-addr", _LOOPBACK) if spec.num_nodes == 1 else ()
+    return (
+        sys.executable,
+        *("-m", "torch.distributed.run"),
+        *("--nnodes", str(spec.num_nodes)),
+        *("--node-rank", str(place.node)),
+        *("--nproc-per-node", str(spec.ranks_per_node)),
+        *("--rdzv-backend", "static"),
+        *("--master-addr", place.master_address),
+        *("--master-port", str(place.master_port)),
+        # Without it torchrun looks up this host's full name, which hangs where the name server does not
+        # answer.
+        *local,
+        *("--max-restarts", "0"),
+        *("--log-dir", os.devnull),
+        "--signals-to-handle=SIGQUIT",
+        *("-m", spec.module),
+        *spec.arguments,
+    )
+
+
+_FAILURE = re.compile(
+    r"rank\s*: (?P<rank>\d+) \(local_rank: (?P<local_rank>\d+)\)\s*"
+    r"exitcode\s*: (?P<exit_code>-?\d+) \(pid: (?P<pid>\d+)\)"
+)
+_CLOSING = re.compile(r"Sending process (\d+) closing signal")
+
+
+def failures(log: str) -> tuple[RankFailure, ...]:
+    """Return the failed workers in torchrun's closing report, those it did not end itself first.
+
+    `log` is torchrun's output. A report that was cut off (torchrun was killed) yields nothing.
+    """
+    ended_by_torchrun = closing(log)
+    found = [
+        RankFailure(
+            rank=int(match["rank"]),
+            local_rank=int(match["local_rank"]),
+            pid=int(match["pid"]),
+            exit_code=int(match["exit_code"]),
+            cleaned_up=int(match["pid"]) in ended_by_torchrun,
+        )
+        for match in _FAILURE.finditer(log)
+    ]
+    return tuple(sorted(found, key=lambda failure: (failure.cleaned_up, failure.rank)))
+
+
+def closing(log: str) -> frozenset[int]:
+    """Return the process ids of the workers that torchrun asked to end because another one had failed."""
+    return frozenset(int(pid) for pid in _CLOSING.findall(log))

@@ -1,0 +1,144 @@
+"""The command: finds the verb, runs it, and turns what ends it into one line and an exit code.
+
+A verb is a module with `add_arguments(parser)` and `run(arguments) -> exit code`. Only the module of the
+verb that was asked for is imported, and none of them imports torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn, Protocol, cast
+
+from orchestra import __version__
+from orchestra.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USAGE, ConfigError, OrchestraError
+
+_ERROR = "error: "
+
+
+class VerbModule(Protocol):
+    """What the module of a verb offers."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Describe the verb's arguments, and whatever its --help explains."""
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Do it and return the exit code. Raises OrchestraError for what ends it otherwise."""
+
+
+@dataclass(frozen=True)
+class Verb:
+    """A verb as the help lists it: one or two words, where it lives, what it does."""
+
+    name: str
+    module: str
+    summary: str
+
+
+VERBS = (
+    Verb("run", "orchestra.cli.run", "train on this machine, in the foreground"),
+    Verb("status", "orchestra.cli.status", "list runs: state, step, loss, tokens/s, MFU, time left"),
+    Verb("logs", "orchestra.cli.logs", "print or follow the logs of a run"),
+    Verb("why", "orchestra.cli.why", "tell what ended a run: first failing rank, host, traceback"),
+    Verb("data pack", "orchestra.cli.data", "turn text into token files"),
+)
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises ConfigError where argparse would print its usage and exit, and never guesses abbreviations."""
+
+    def __init__(self, prog: str, description: str) -> None:
+        super().__init__(
+            prog=prog,
+            description=description,
+            allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see `{self.prog} --help`")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `orchestra ARGV…` and return its exit code (see orchestra.errors)."""
+    try:
+        code = _dispatch(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+        return code
+    except OrchestraError as error:
+        _complain(error)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read the output has seen enough. Python flushes stdout once more at exit: give it somewhere
+        # to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_DONE
+
+
+def _complain(error: OrchestraError) -> None:
+    problems = error.problems if isinstance(error, ConfigError) else [str(error)]
+    for problem in problems:
+        print(_ERROR + problem.replace("\n", "\n" + " " * len(_ERROR)), file=sys.stderr)
+
+
+def _dispatch(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(_help())
+        return EXIT_DONE if argv else EXIT_USAGE
+    if argv[0] in ("-V", "--version", "version"):
+        print(f"orchestra {__version__}")
+        return EXIT_DONE
+    verb, rest = _find(argv)
+    module = cast(VerbModule, importlib.import_module(verb.module))
+    parser = Parser(f"orchestra {verb.name}", verb.summary[0].upper() + verb.summary[1:] + ".")
+    module.add_arguments(parser)
+    try:
+        # Options and positional arguments in any order.
+        arguments = parser.parse_intermixed_args(rest)
+    except SystemExit:
+        # Only --help ends the parser: errors are ConfigErrors.
+        return EXIT_DONE
+    return module.run(arguments)
+
+
+def _find(argv: list[str]) -> tuple[Verb, list[str]]:
+    for verb in VERBS:
+        words = verb.name.split()
+        if argv[: len(words)] == words:
+            return verb, argv[len(words) :]
+    raise ConfigError(_unknown(argv))
+
+
+def _unknown(argv: list[str]) -> str:
+    import difflib
+
+    if argv[0].startswith("-"):
+        return f"orchestra takes a verb first, found {argv[0]}; see `orchestra --help`"
+    inner = [verb.name for verb in VERBS if verb.name.split()[0] == argv[0]]
+    if inner:
+        return (
+            f"orchestra {' '.join(argv[:2])}: expected {' or '.join(f'`orchestra {name}`' for name in inner)}"
+        )
+    names = [verb.name for verb in VERBS]
+    near = difflib.get_close_matches(argv[0], names, n=1, cutoff=0.5)
+    advice = f"did you mean `orchestra {near[0]}`?" if near else f"the verbs are {', '.join(names)}"
+    return f"orchestra has no verb {argv[0]!r}; {advice}"
+
+
+def _help() -> str:
+    width = max(len(verb.name) for verb in VERBS)
+    verbs = "\n".join(f"  {verb.name:<{width}}  {verb.summary}" for verb in VERBS)
+    return (
+        "usage: orchestra VERB [arguments]\n\n"
+        "Trains language models; every verb explains itself with --help.\n\n"
+        f"{verbs}\n\n"
+        "A RUN is the name of a run, the unique start of one, or a path.\n"
+        "Exit codes: 0 done, 1 failed, 2 wrong configuration or usage (nothing was started),\n"
+        "75 stopped on request, to be continued, 93 starting again would not help, 130 interrupted."
+    )

@@ -1,0 +1,101 @@
+"""A configuration and an ending in a few lines for people. Pure text: it reads no files but logs, and starts nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from conf.schema import Config, Device, WandbMode
+from orchestra.cli import figures
+from orchestra.cli.curve import chart
+from orchestra.cli.progress import Summary
+from orchestra.flops import num_parameters
+from orchestra.report.verdict import Verdict
+from orchestra.rundir import RunDir
+from orchestra.submit.environment import threads_per_rank, usable_cores
+from orchestra.topology import Layout, batch_shape, layout
+
+_TRACEBACK_LINES = 12
+_CHART_HEIGHT = 8
+
+
+def header(config: Config, run: RunDir) -> list[str]:
+    """Return what is about to be trained: run, model, layout, batch and device, one line each."""
+    mesh = layout(config.parallelism, world_size(config))
+    batch = batch_shape(config.train, mesh.dp)
+    model = config.model
+    return [
+        f"run     {run.name}",
+        f"model   {model.name}: {num_parameters(model):,} parameters, {config.precision.name.value}",
+        f"layout  {_layout(mesh, config)}",
+        f"batch   {batch.global_batch_size} × {batch.seq_len} = {batch.tokens_per_step:,} tokens per step "
+        f"(micro-batch {batch.micro_batch_size} × accumulation {batch.accumulation} × dp {batch.dp})",
+        f"device  {_device(config)}",
+    ]
+
+
+def world_size(config: Config) -> int:
+    """Return the number of ranks of a resolved configuration."""
+    return config.cluster.nodes * int(config.cluster.gpus_per_node)
+
+
+def _layout(mesh: Layout, config: Config) -> str:
+    degrees = {"tp": mesh.tp, "pp": mesh.pp, "cp": mesh.cp, "ep": mesh.ep, "zero": config.parallelism.zero}
+    used = [f"{axis} {degree}" for axis, degree in degrees.items() if degree > (0 if axis == "zero" else 1)]
+    ranks = f"{mesh.world_size} rank{'s' if mesh.world_size > 1 else ''}"
+    return f"{ranks}: {', '.join([f'dp {mesh.dp}', *used])}"
+
+
+def _device(config: Config) -> str:
+    ranks = int(config.cluster.gpus_per_node)
+    if config.cluster.device is not Device.cpu:
+        return f"{ranks} × {config.cluster.device.value}"
+    threads = threads_per_rank(config, ranks, usable_cores())
+    return f"cpu, {ranks} × {threads} thread{'s' if threads > 1 else ''}"
+
+
+def summary_lines(config: Config, run: RunDir, summary: Summary, verdict: Verdict) -> list[str]:
+    """Return how it went, in numbers, and where everything lies."""
+    step = summary.step or 0
+    lines = ["", f"{verdict.state} after {step} of {summary.steps} steps, {figures.duration(summary.wall_s)}"]
+    if summary.first_loss is not None:
+        lines.append(
+            f"loss    {figures.loss(summary.first_loss)} → {figures.loss(summary.last_loss)} nats per token"
+        )
+        lines.append(f"speed   {figures.quantity(summary.tokens_per_s)} tokens/s (median), {_mfu(summary)}")
+    lines.append(f"metrics {shown(run.metrics)}")
+    lines.append(f"logs    {shown(run.logs)}/")
+    if config.wandb.mode is not WandbMode.disabled:
+        lines.append(f"wandb   {shown(run.wandb)}/ ({config.wandb.mode.value})")
+    return lines
+
+
+def _mfu(summary: Summary) -> str:
+    if summary.mfu is None:
+        return "MFU n/a (the device's peak is unknown: set cluster.peak_tflops)"
+    convention = f" ({summary.mfu_convention})" if summary.mfu_convention else ""
+    causal = f", {figures.percent(summary.mfu_causal)} with causal attention" if summary.mfu_causal else ""
+    return f"MFU {figures.percent(summary.mfu)}{convention}{causal}"
+
+
+def loss_chart(losses: list[float], width: int) -> list[str]:
+    """Return the loss over the steps as a chart, nothing for fewer than two points."""
+    return ["", "loss", *chart(losses, width, _CHART_HEIGHT)] if len(losses) > 1 else []
+
+
+def shown(path: Path) -> str:
+    """Return a path relative to the working directory where it lies below it."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)
+
+
+def failure(run: RunDir, attempt: int, verdict: Verdict) -> str:
+    """Return what ended an attempt: who, where, when, why, the last lines of the traceback and the log."""
+    who = "the run" if verdict.rank is None else f"rank {verdict.rank}"
+    where = f" on {verdict.host}" if verdict.host and verdict.rank is not None else ""
+    when = f" at step {verdict.step}" if verdict.step is not None else ""
+    why = f"{verdict.cause}: {verdict.message}" if verdict.message else verdict.cause
+    log = run.node_log(attempt, 0) if verdict.rank is None else run.rank_log(attempt, verdict.rank)
+    trace = (verdict.traceback or "").rstrip().splitlines()[-_TRACEBACK_LINES:]
+    return "\n".join([f"{who}{where} failed{when}: {why}", *trace, f"log: {shown(log)}"])

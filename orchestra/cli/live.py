@@ -1,0 +1,174 @@
+"""What a person sees while a run trains here: one live line on a terminal, plain lines anywhere else.
+
+The view reads metrics.jsonl like anybody could; it has no part in the training and cannot slow it. When
+nobody reads its output any more (a closed pipe) it falls silent, and the training goes on.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterable
+from typing import IO, TYPE_CHECKING, Protocol
+
+from orchestra.cli import figures
+from orchestra.cli.curve import sparkline
+from orchestra.cli.progress import Progress
+from orchestra.jsonl import Record
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+_WIDTH = 80
+_PLAIN_LINES = 50
+_REFRESH_S = 0.5
+
+
+class View(Protocol):
+    """Shows a run's progress."""
+
+    def tick(self, stops: int) -> None:
+        """Show what is new; called about ten times a second. `stops` counts the requests to stop so far."""
+
+    def close(self, lines: Iterable[str]) -> None:
+        """Show the last state and then `lines`."""
+
+
+def open_view(progress: Progress, header: Iterable[str], waiting: str, stream: IO[str]) -> View:
+    """Return the view that fits `stream`; `waiting` is shown until the first metric."""
+    is_terminal = stream.isatty() and os.environ.get("TERM") != "dumb"
+    view: View = TerminalView(progress, waiting) if is_terminal else PlainView(progress, stream)
+    lines = [*header] if is_terminal else [*header, waiting]
+    for line in lines:
+        _print(line, stream)
+    return view
+
+
+def speaks_unicode(stream: IO[str]) -> bool:
+    """Tell whether blocks and braille dots can be written to `stream`."""
+    return (stream.encoding or "").lower().replace("-", "").startswith("utf")
+
+
+def width_of(stream: IO[str]) -> int:
+    """Return the columns to fill: the terminal's, 80 elsewhere."""
+    return shutil.get_terminal_size((_WIDTH, 24)).columns if stream.isatty() else _WIDTH
+
+
+def _print(line: str, stream: IO[str]) -> bool:
+    """Print a line; return False when nobody reads any more."""
+    try:
+        print(line, file=stream, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        return False
+    return True
+
+
+class PlainView:
+    """At most about fifty lines over a whole run, each complete in itself."""
+
+    def __init__(self, progress: Progress, stream: IO[str]) -> None:
+        self._progress = progress
+        self._stream = stream
+        self._every = max(1, math.ceil(progress.steps / _PLAIN_LINES))
+        self._next_step = 1
+        self._stops = 0
+
+    def tick(self, stops: int) -> None:
+        for row in self._progress.update():
+            if row["step"] >= self._next_step or row["step"] == self._progress.steps:
+                self._next_step = (row["step"] // self._every + 1) * self._every
+                _print(self._line(row), self._stream)
+        if stops > self._stops:
+            self._stops = stops
+            _print("stopping", self._stream)
+
+    def _line(self, row: Record) -> str:
+        steps = self._progress.steps
+        width = len(str(steps))
+        return f"step {row['step']:>{width}}/{steps}  {measures(row)}  ETA {_eta(self._progress, row)}"
+
+    def close(self, lines: Iterable[str]) -> None:
+        self.tick(self._stops)
+        for line in lines:
+            _print(line, self._stream)
+
+
+def measures(row: Record) -> str:
+    """Return loss, speed, MFU and gradient norm of a row, in that order."""
+    return "  ".join(
+        [
+            f"loss {figures.loss(row.get('loss'))}",
+            f"{figures.quantity(row.get('tokens_per_s'))} tok/s",
+            f"MFU {figures.percent(row.get('mfu'))}",
+            f"|g| {figures.quantity(row.get('grad_norm'))}",
+        ]
+    )
+
+
+def _eta(progress: Progress, row: Record) -> str:
+    left = progress.seconds_left
+    return "0:00" if row["step"] >= progress.steps else figures.duration(left)
+
+
+class TerminalView:
+    """One line that stays in place, and the loss so far as a second one."""
+
+    def __init__(self, progress: Progress, waiting: str) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._progress = progress
+        self._waiting = waiting
+        self._drawn = 0.0
+        self._live = Live(console=Console(), auto_refresh=False)
+        self._live.start()
+
+    def tick(self, stops: int) -> None:
+        self._progress.update()
+        if time.monotonic() - self._drawn >= _REFRESH_S:
+            self._drawn = time.monotonic()
+            self._live.update(self._drawing(stops), refresh=True)
+
+    def _drawing(self, stops: int) -> RenderableType:
+        from rich.console import Group
+        from rich.text import Text
+
+        if not self._progress.rows:
+            return Text(f"{self._waiting} {self._progress.wall_s:.0f} s", style="dim")
+        width = width_of(sys.stdout)
+        lines = [Text(self._curve(width), style="cyan", no_wrap=True), self._bar(width)]
+        if stops:
+            lines.append(Text("stopping (Ctrl-C again: at once)", style="yellow"))
+        return Group(*lines)
+
+    def _curve(self, width: int) -> str:
+        losses = self._progress.losses
+        if not losses or not speaks_unicode(sys.stdout):
+            return ""
+        first, last = f"loss {losses[0]:.2f} ", f" {losses[-1]:.2f}"
+        return first + sparkline(losses, width - len(first) - len(last)) + last
+
+    def _bar(self, width: int) -> RenderableType:
+        from rich.text import Text
+
+        row, steps = self._progress.last, self._progress.steps
+        figures_text = f" {row['step']}/{steps}  {measures(row)}  ETA {_eta(self._progress, row)}"
+        room = width - len(figures_text)
+        if room < 4:
+            return Text(figures_text.strip(), no_wrap=True)
+        done = min(room, room * row["step"] // steps)
+        full, empty = ("━", "─") if speaks_unicode(sys.stdout) else ("#", ".")
+        return Text.assemble(
+            (full * done, "green"), (empty * (room - done), "dim"), figures_text, no_wrap=True
+        )
+
+    def close(self, lines: Iterable[str]) -> None:
+        self._progress.update()
+        self._live.update(self._drawing(stops=0), refresh=True)
+        self._live.stop()
+        for line in lines:
+            _print(line, sys.stdout)

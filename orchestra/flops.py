@@ -1,0 +1,101 @@
+"""How many parameters a model has and how many floating-point operations a token costs; exact integers.
+
+Conventions differ, and one and the same run is printed with utilizations far apart, so each has its name.
+N parameters, V vocabulary, h hidden size, L layers, s sequence length; in the attention terms h is query
+heads × head width. FLOPs per token, forward and backward together:
+
+    6·(N − lookup) + 12·L·h·s   PaLM (arXiv:2204.02311, appendix B), torchtitan since 2025, Megatron-LM's
+                                Llama examples; here `model_flops_per_token`
+    6·(N − lookup) + 6·L·h·s    causal: NVIDIA Megatron-Bridge; here `model_flops_per_token_causal`
+    … + repeated forwards       hardware FLOPs; here `hardware_flops_per_token`
+    6·N + 12·L·h·s              MosaicML llm-foundry, torchtitan in 2024; not used
+    6·(N + V·h) + 12·L·h·s      nanotron's playbook for tied models under pipeline parallelism; not used
+
+The lookup is the tables that are only read: input embeddings and learned positions. A tied embedding is also
+the matrix of the output product and is counted as that. This module knows no device and no time.
+"""
+
+from __future__ import annotations
+
+from conf.schema import Family, ModelConfig, Recompute
+
+
+def head_dim(model: ModelConfig) -> int:
+    """Return the width of one attention head."""
+    return model.head_dim or model.hidden_size // model.num_attention_heads
+
+
+def attention_width(model: ModelConfig) -> int:
+    """Return query heads × head width: the hidden size in most models."""
+    return model.num_attention_heads * head_dim(model)
+
+
+def num_parameters(model: ModelConfig) -> int:
+    """Return the number of trainable parameters, a tied embedding counted once."""
+    num_tables = 1 if model.tie_word_embeddings else 2
+    tables = num_tables * model.vocab_size * model.hidden_size + _num_position_parameters(model)
+    return tables + model.num_hidden_layers * num_layer_parameters(model) + _num_norm_parameters(model)
+
+
+def num_layer_parameters(model: ModelConfig) -> int:
+    """Return the parameters of one decoder layer: attention, feed-forward and its two norms."""
+    hidden, wide = model.hidden_size, model.intermediate_size
+    query, key_value = attention_width(model), model.num_key_value_heads * head_dim(model)
+    matrices = 2 * hidden * query + 2 * hidden * key_value
+    if model.family is Family.gpt:
+        biases = query + 2 * key_value + hidden + wide + hidden
+        return matrices + 2 * hidden * wide + biases + 2 * _num_norm_parameters(model)
+    return matrices + 3 * hidden * wide + 2 * _num_norm_parameters(model)
+
+
+def num_embedding_parameters(model: ModelConfig) -> int:
+    """Return the parameters that are only looked up and multiply nothing.
+
+    A tied embedding is not among them: the same matrix makes the output product.
+    """
+    num_tokens = 0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size
+    return num_tokens + _num_position_parameters(model)
+
+
+def model_flops_per_token(model: ModelConfig, seq_len: int) -> int:
+    """Return 6·(N − lookup) + 12·L·h·s: forward and backward, attention in full (PaLM, appendix B)."""
+    return 6 * _num_multiplied_parameters(model) + 3 * _attention_forward_flops(model, seq_len)
+
+
+def model_flops_per_token_causal(model: ModelConfig, seq_len: int) -> int:
+    """Return 6·(N − lookup) + 6·L·h·s: attention counted only where the causal mask leaves it (half)."""
+    return 6 * _num_multiplied_parameters(model) + 3 * _attention_forward_flops(model, seq_len) // 2
+
+
+def hardware_flops_per_token(model: ModelConfig, seq_len: int, recompute: Recompute) -> int:
+    """Return the model's FLOPs plus the forward passes that recomputation runs again.
+
+    `selective` repeats the attention core (4·L·h·s), `full` whole layers (2·(parameters of the layers) +
+    4·L·h·s); the output product is never repeated, as in Narayanan et al. (arXiv:2104.04473, equation 3).
+    Korthikanti et al. (arXiv:2205.05198) count 12·L·h·s for `selective`, three times what is run again.
+    """
+    flops = model_flops_per_token(model, seq_len)
+    if recompute is Recompute.none:
+        return flops
+    flops += _attention_forward_flops(model, seq_len)
+    if recompute is Recompute.full:
+        flops += 2 * model.num_hidden_layers * num_layer_parameters(model)
+    return flops
+
+
+def _num_multiplied_parameters(model: ModelConfig) -> int:
+    return num_parameters(model) - num_embedding_parameters(model)
+
+
+def _attention_forward_flops(model: ModelConfig, seq_len: int) -> int:
+    """Scores and weighted sum, two products of 2·h·s per token and layer."""
+    return 4 * model.num_hidden_layers * attention_width(model) * seq_len
+
+
+def _num_position_parameters(model: ModelConfig) -> int:
+    return model.max_position_embeddings * model.hidden_size if model.family is Family.gpt else 0
+
+
+def _num_norm_parameters(model: ModelConfig) -> int:
+    """Gain, and for LayerNorm a bias."""
+    return (2 if model.family is Family.gpt else 1) * model.hidden_size

@@ -1,0 +1,132 @@
+"""The few operators that are written by hand: each saves passes over memory that composed operators would
+make.
+
+Every one is an autograd function with the plain formula in its docstring, and is tested against that formula
+in float64. Under torch.compile the plain formulas are used instead, since the compiler fuses them itself.
+
+Shape letters: B batch, S sequence, H heads, D head width, E hidden size, T tokens (B·S), V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class _RMSNorm(torch.autograd.Function):
+    """y = w · x · rsqrt(mean(x²) + eps); keeps x and one number a row instead of four intermediate
+    tensors.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+        inverse: Tensor = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
+        inverse.div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, inverse)
+        return (wide * inverse).mul_(weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        (grad,) = grads
+        x, weight, inverse = ctx.saved_tensors
+        wide_grad = grad.to(inverse.dtype)
+        # x̂ = x·inverse;  dw = Σ g·x̂;  dx = inverse · (g·w − x̂ · mean(g·w·x̂))
+        normed = x * inverse
+        grad_normed = wide_grad * normed
+        grad_weight = grad_normed.flatten(0, -2).sum(0)
+        projection = torch.matmul(grad_normed, weight.to(inverse.dtype)).div_(x.shape[-1]).unsqueeze(-1)
+        grad_x = normed.mul_(projection).neg_().addcmul_(wide_grad, weight.to(inverse.dtype)).mul_(inverse)
+        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return w · x · rsqrt(mean(x²) + eps) over the last dim; statistics in fp32 for 16-bit inputs."""
+    if torch.compiler.is_compiling() or x.is_cuda:
+        return F.rms_norm(x, (x.shape[-1],), weight, eps)
+    return _RMSNorm.apply(x, weight, eps)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _SwiGLU(torch.autograd.Function):
+    """y = silu(gate) · up; keeps gate and up only, and computes silu again in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        (grad,) = grads
+        gate, up = ctx.saved_tensors
+        grad_up = F.silu(gate).mul_(grad)
+        return torch.ops.aten.silu_backward(grad * up, gate), grad_up
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Return silu(gate) · up."""
+    if torch.compiler.is_compiling():
+        return F.silu(gate) * up
+    return _SwiGLU.apply(gate, up)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _rotated(x_BSHD: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
+    half = x_BSHD.shape[-1] // 2
+    first, second = x_BSHD[..., :half], x_BSHD[..., half:]
+    out = torch.empty_like(x_BSHD, memory_format=torch.contiguous_format)
+    torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-sign)
+    torch.mul(second, cos, out=out[..., half:]).addcmul_(first, sin, value=sign)
+    return out
+
+
+class _Rotate(torch.autograd.Function):
+    """(x₁, x₂) ↦ (x₁·cos − x₂·sin, x₂·cos + x₁·sin); its backward is the rotation by the negative angle."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BSHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotated(x_BSHD, cos, sin, 1.0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotated(grads[0], cos, sin, -1.0), None, None
+
+
+def rotate(x_BSHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the pairs (i, i + D/2) of each head by the angles whose cos and sin [S, 1, D/2] are given."""
+    if torch.compiler.is_compiling():
+        first, second = x_BSHD.chunk(2, dim=-1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_BSHD.dtype)
+    return _Rotate.apply(x_BSHD, cos, sin)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _SharedInputLinear(torch.autograd.Function):
+    """Several products of one input. The gradients for the input accumulate inside the products (beta
+    = 1).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(x, *weights)
+        return tuple(F.linear(x, weight) for weight in weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        x, *weights = ctx.saved_tensors
+        x_TE = x.flatten(0, -2)
+        flat = [grad.flatten(0, -2) for grad in grads]
+        grad_x = flat[0] @ weights[0]
+        for grad, weight in zip(flat[1:], weights[1:], strict=True):
+            grad_x.addmm_(grad, weight)
+        return grad_x.view_as(x), *(grad.t() @ x_TE for grad in flat)
+
+
+def shared_input_linear(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+    """Return x @ wᵀ for each weight; one tensor holds the input's gradient instead of a sum over several."""
+    if torch.compiler.is_compiling():
+        return tuple(F.linear(x, weight) for weight in weights)
+    return _SharedInputLinear.apply(x, *weights)  # type: ignore[no-any-return, no-untyped-call]

@@ -1,0 +1,142 @@
+"""The layers of the decoder: norms, rotary positions, attention and the two feed-forward forms. Single
+device.
+
+Parameter names are Hugging Face Llama's, so that weights go in and out without a table of names.
+
+Shape letters: B batch, S sequence, E hidden size, H attention heads, K key-value heads, D head width,
+F feed-forward width.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from conf.schema import Family, ModelConfig, RopeScaling
+from orchestra.model.kernels import rms_norm, rotate, shared_input_linear, swiglu
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm with a gain and no bias (Zhang and Sennrich, 2019)."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+def make_norm(model: ModelConfig) -> nn.Module:
+    """Return the norm of the model's family."""
+    if model.family is Family.gpt:
+        return nn.LayerNorm(model.hidden_size, eps=model.norm_eps)
+    return RMSNorm(model.hidden_size, model.norm_eps)
+
+
+def head_dim(model: ModelConfig) -> int:
+    """Return the width of one attention head."""
+    return model.head_dim or model.hidden_size // model.num_attention_heads
+
+
+def rotary_frequencies(model: ModelConfig) -> Tensor:
+    """Return the fp32 angular frequencies [D/2] of rotary positions, scaled as Llama 3 where configured."""
+    exponent = torch.arange(0, head_dim(model), 2, dtype=torch.int64).float() / head_dim(model)
+    frequencies = 1.0 / (model.rope_theta**exponent)
+    return _llama3_scaled(frequencies, model.rope_scaling) if model.rope_scaling.enabled else frequencies
+
+
+def _llama3_scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """Slow down low frequencies by `factor`, keep high ones, blend between (Llama 3, as in transformers)."""
+    context = scaling.original_max_position_embeddings
+    wavelength = 2 * math.pi / frequencies
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    blend = ((context / wavelength - low) / (high - low)).clamp(0.0, 1.0)
+    return (1 - blend) * frequencies / scaling.factor + blend * frequencies
+
+
+class Attention(nn.Module):
+    """Causal self-attention with H query heads that share K key-value heads (K = H: multi-head, K =
+    1: MQA).
+    """
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        width, has_bias = head_dim(model), model.family is Family.gpt
+        self.head_dim = width
+        self.q_proj = nn.Linear(model.hidden_size, model.num_attention_heads * width, bias=has_bias)
+        self.k_proj = nn.Linear(model.hidden_size, model.num_key_value_heads * width, bias=has_bias)
+        self.v_proj = nn.Linear(model.hidden_size, model.num_key_value_heads * width, bias=has_bias)
+        self.o_proj = nn.Linear(model.num_attention_heads * width, model.hidden_size, bias=has_bias)
+
+    def forward(self, x_BSE: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+        """Return the attention's output [B, S, E]. `rotary`: cos and sin [S, 1, D/2], None for the GPT
+        family.
+        """
+        batch, sequence, _ = x_BSE.shape
+        heads = (batch, sequence, -1, self.head_dim)
+        q_BSHD, k_BSKD, v_BSKD = (projected.view(heads) for projected in self._project(x_BSE))
+        if rotary is not None:
+            q_BSHD, k_BSKD = rotate(q_BSHD, *rotary), rotate(k_BSKD, *rotary)
+        out_BHSD = F.scaled_dot_product_attention(
+            q_BSHD.transpose(1, 2),
+            k_BSKD.transpose(1, 2),
+            v_BSKD.transpose(1, 2),
+            is_causal=True,
+            enable_gqa=q_BSHD.shape[2] != k_BSKD.shape[2],
+        )
+        out: Tensor = self.o_proj(out_BHSD.transpose(1, 2).reshape(batch, sequence, -1))
+        return out
+
+    def _project(self, x_BSE: Tensor) -> tuple[Tensor, ...]:
+        if self.q_proj.bias is not None:
+            return self.q_proj(x_BSE), self.k_proj(x_BSE), self.v_proj(x_BSE)
+        return shared_input_linear(x_BSE, self.q_proj.weight, self.k_proj.weight, self.v_proj.weight)
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) · up(x)), without biases (Shazeer, 2020)."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(model.hidden_size, model.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(model.hidden_size, model.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(model.intermediate_size, model.hidden_size, bias=False)
+
+    def forward(self, x_BSE: Tensor) -> Tensor:
+        gate_BSF, up_BSF = shared_input_linear(x_BSE, self.gate_proj.weight, self.up_proj.weight)
+        out: Tensor = self.down_proj(swiglu(gate_BSF, up_BSF))
+        return out
+
+
+class GeluMLP(nn.Module):
+    """down(gelu(up(x))), with biases, as in GPT-2 and GPT-3 (tanh form of GELU)."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        self.up_proj = nn.Linear(model.hidden_size, model.intermediate_size)
+        self.down_proj = nn.Linear(model.intermediate_size, model.hidden_size)
+
+    def forward(self, x_BSE: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(F.gelu(self.up_proj(x_BSE), approximate="tanh"))
+        return out
+
+
+class Block(nn.Module):
+    """One decoder layer: x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        self.input_layernorm = make_norm(model)
+        self.self_attn = Attention(model)
+        self.post_attention_layernorm = make_norm(model)
+        self.mlp = GeluMLP(model) if model.family is Family.gpt else SwiGLU(model)
+
+    def forward(self, x_BSE: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+        x_BSE = x_BSE + self.self_attn(self.input_layernorm(x_BSE), rotary)
+        out: Tensor = x_BSE + self.mlp(self.post_attention_layernorm(x_BSE))
+        return out

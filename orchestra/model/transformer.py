@@ -1,0 +1,103 @@
+"""The decoder-only transformer of both families, built from a ModelConfig. Single device, no training state.
+
+Shape letters: B batch, S sequence, E hidden size, V vocabulary, T = B·S tokens.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from conf.schema import Family, ModelConfig
+from orchestra.model.initial import normal_slice, parameter_key
+from orchestra.model.layers import Block, make_norm, rotary_frequencies
+from orchestra.model.loss import cross_entropy_sum
+
+
+class Transformer(nn.Module):
+    """Token embeddings, a stack of blocks, a final norm and an output matrix (shared with the embedding if
+    tied).
+
+    Built on the meta device it costs no memory; `fill_initial_values` then makes the weights.
+    """
+
+    def __init__(self, model: ModelConfig, loss_chunk_tokens: int | None = None) -> None:
+        super().__init__()
+        self.config = model
+        self.loss_chunk_tokens = loss_chunk_tokens
+        self.embed_tokens = nn.Embedding(model.vocab_size, model.hidden_size)
+        has_positions = model.family is Family.gpt
+        self.embed_positions = (
+            nn.Embedding(model.max_position_embeddings, model.hidden_size) if has_positions else None
+        )
+        self.layers = nn.ModuleList(Block(model) for _ in range(model.num_hidden_layers))
+        self.norm = make_norm(model)
+        self.lm_head = nn.Linear(model.hidden_size, model.vocab_size, bias=False)
+        self._rotary: tuple[Tensor, Tensor] | None = None
+        self.tie_weights()
+
+    def tie_weights(self) -> None:
+        """Share the embedding's matrix with the output where configured; again after moving off the meta
+        device.
+        """
+        if self.config.tie_word_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+
+    def forward(self, tokens_BS: Tensor, targets_BS: Tensor | None = None) -> Tensor:
+        """Return the logits [B, S, V], or with targets the summed cross-entropy in nats (fp32 scalar)."""
+        hidden_BSE = self.hidden(tokens_BS)
+        if targets_BS is None:
+            logits_BSV: Tensor = self.lm_head(hidden_BSE)
+            return logits_BSV
+        return cross_entropy_sum(
+            hidden_BSE.flatten(0, 1), self.lm_head.weight, targets_BS.flatten(), self.loss_chunk_tokens
+        )
+
+    def hidden(self, tokens_BS: Tensor) -> Tensor:
+        """Return the hidden states [B, S, E] after the final norm."""
+        x_BSE: Tensor = self.embed_tokens(tokens_BS)
+        if self.embed_positions is not None:
+            x_BSE = x_BSE + self.embed_positions.weight[: tokens_BS.shape[1]]
+        rotary = self._rotary_tables(tokens_BS.shape[1], x_BSE)
+        for layer in self.layers:
+            x_BSE = layer(x_BSE, rotary)
+        out: Tensor = self.norm(x_BSE)
+        return out
+
+    def _rotary_tables(self, sequence: int, like: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return cos and sin [S, 1, D/2] in the activations' dtype; computed in fp32 once per length."""
+        if self.config.family is Family.gpt:
+            return None
+        kept = self._rotary
+        if kept is None or kept[0].shape[0] != sequence or kept[0].dtype != like.dtype:
+            frequencies = rotary_frequencies(self.config).to(like.device)
+            angles = torch.arange(sequence, device=like.device).float()[:, None, None] * frequencies
+            kept = self._rotary = (angles.cos().to(like.dtype), angles.sin().to(like.dtype))
+        return kept
+
+
+def initial_std(model: ModelConfig, name: str) -> float:
+    """Return the standard deviation of a matrix's initial values: residual outputs are scaled by
+    1/sqrt(2·L).
+    """
+    is_residual_output = name.endswith(("o_proj.weight", "down_proj.weight"))
+    return model.init_std / math.sqrt(2 * model.num_hidden_layers) if is_residual_output else model.init_std
+
+
+@torch.no_grad()
+def fill_initial_values(transformer: Transformer, seed: int) -> None:
+    """Set every parameter to its initial value: matrices normal, norm gains 1, biases 0. Any device, any
+    dtype.
+
+    Values are a pure function of (seed, parameter name, global index) and rounded from fp32 last.
+    """
+    for name, parameter in transformer.named_parameters():
+        if parameter.dim() >= 2:
+            std = initial_std(transformer.config, name)
+            shape = tuple(parameter.shape)
+            values = normal_slice(parameter_key(seed, name), shape, (0,) * len(shape), shape, std)
+            parameter.copy_(values)
+        else:
+            parameter.fill_(1.0 if name.endswith("norm.weight") else 0.0)

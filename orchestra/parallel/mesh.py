@@ -1,0 +1,106 @@
+"""This process's place in the mesh: rank, coordinates, device and the process groups of its axes.
+
+It starts and ends torch.distributed. Layout arithmetic is in `orchestra.topology`; nothing here knows a
+model.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from conf.schema import Config, Device
+from orchestra.errors import TrainingError
+from orchestra.topology import Coordinates, Layout, layout
+
+
+@dataclass(frozen=True)
+class RankEnvironment:
+    """What torchrun tells each process. The defaults are those of a process started alone."""
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+
+
+def rank_environment() -> RankEnvironment:
+    """Read the ranks that torchrun set."""
+    return RankEnvironment(
+        rank=int(os.environ.get("RANK", "0")),
+        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        world_size=int(os.environ.get("WORLD_SIZE", "1")),
+    )
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """One rank's place. `dp_group` is None where there is nothing to reduce over."""
+
+    rank: int
+    layout: Layout
+    coordinates: Coordinates
+    device: torch.device
+    dp_group: dist.ProcessGroup | None
+
+    @property
+    def world_size(self) -> int:
+        return self.layout.world_size
+
+
+@contextmanager
+def open_mesh(config: Config, ranks: RankEnvironment) -> Iterator[Mesh]:
+    """Join the process group and leave it at the end. *Collective* over all ranks.
+
+    Raises TrainingError when the device that the configuration asks for is not there.
+    """
+    device = choose_device(config.cluster.device, ranks.local_rank)
+    degrees = layout(config.parallelism, ranks.world_size)
+    if ranks.world_size > 1:
+        _join(config, device, ranks)
+    try:
+        yield Mesh(
+            rank=ranks.rank,
+            layout=degrees,
+            coordinates=degrees.coordinates(ranks.rank),
+            device=device,
+            dp_group=dist.group.WORLD if degrees.dp > 1 else None,
+        )
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def choose_device(wanted: Device, local_rank: int) -> torch.device:
+    """Return this rank's device: its GPU, or the CPU where there is none or it was asked for."""
+    has_gpu = torch.cuda.is_available()
+    if wanted is Device.cuda and not has_gpu:
+        raise TrainingError(
+            "cluster.device=cuda but torch sees no GPU on this node; use cluster.device=auto, "
+            "or check the driver"
+        )
+    if wanted is Device.cpu or not has_gpu:
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise TrainingError(
+            f"local rank {local_rank} has no GPU: this node shows {torch.cuda.device_count()}; "
+            "lower cluster.gpus_per_node"
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _join(config: Config, device: torch.device, ranks: RankEnvironment) -> None:
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        timeout=timedelta(seconds=config.recovery.collective_timeout_s),
+        device_id=device if device.type == "cuda" else None,
+    )

@@ -1,0 +1,1 @@
+"""Which data type each part of training is kept in."""

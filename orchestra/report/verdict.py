@@ -1,0 +1,116 @@
+"""What ended an attempt, from its events alone. It starts, ends and writes nothing.
+
+Every rank writes its own verdict; a rank that was killed could not, so the node agent writes `rank_failed`
+for it. The first failure counts, since the others mostly follow from it: a peer's collective breaks when a
+rank is gone. For the same reason a rank killed by a signal comes before all that had the time to write.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from orchestra.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED
+from orchestra.jsonl import Record
+
+_STATES = {EXIT_DONE: "finished", EXIT_INTERRUPTED: "interrupted", EXIT_STOPPED: "stopped"}
+_VERDICTS = ("finished", "failed", "rank_failed")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How an attempt ended, and who was first."""
+
+    # What `orchestra run` exits with: the codes of orchestra.errors.
+    code: int
+    cause: str
+    message: str = ""
+    rank: int | None = None
+    host: str | None = None
+    step: int | None = None
+    traceback: str | None = None
+
+    @property
+    def state(self) -> str:
+        """One word: finished, interrupted, stopped (to be continued) or failed."""
+        return _STATES.get(self.code, "failed")
+
+
+def of_attempt(events: Iterable[Record], attempt: int) -> list[Record]:
+    """Return the events of one attempt, in their order."""
+    return [event for event in events if event.get("attempt") == attempt]
+
+
+def last_attempt(events: Iterable[Record]) -> int | None:
+    """Return the number of the newest attempt that was started."""
+    started = [int(event["attempt"]) for event in events if event.get("event") == "attempt_started"]
+    return max(started, default=None)
+
+
+def node_verdict(events: Iterable[Record]) -> Verdict | None:
+    """Return what the node agent wrote as the end of an attempt, from its events; None without one."""
+    ends = [event for event in events if event.get("event") in ("finished", "failed") and "rank" not in event]
+    if not ends:
+        return None
+    return _with_first_failure(int(ends[-1].get("code", EXIT_FAILED)), ends[-1], events)
+
+
+def _with_first_failure(code: int, end: Record, events: Iterable[Record]) -> Verdict:
+    failure = first_failure(events) if code not in (EXIT_DONE, EXIT_INTERRUPTED) else None
+    source = failure or end
+    return Verdict(
+        code=code,
+        cause=str(source.get("cause") or end["event"]),
+        message=str(source.get("message") or ""),
+        rank=source.get("rank"),
+        host=source.get("host"),
+        step=source.get("step"),
+        traceback=source.get("traceback"),
+    )
+
+
+def first_failure(events: Iterable[Record]) -> Record | None:
+    """Return the failure of a rank that came first among the events of one attempt."""
+    failures = [
+        event for event in events if event.get("event") in ("failed", "rank_failed") and "rank" in event
+    ]
+    return min(failures, key=lambda event: ("signal" not in event, event.get("time") or 0.0), default=None)
+
+
+def ranks_with_verdict(events: Iterable[Record]) -> frozenset[int]:
+    """Return the ranks whose end is known."""
+    return frozenset(int(event["rank"]) for event in _of_ranks(events))
+
+
+def _of_ranks(events: Iterable[Record]) -> list[Record]:
+    return [event for event in events if event.get("event") in _VERDICTS and "rank" in event]
+
+
+def judge(events: Sequence[Record], *, exit_code: int, stop_signal: str | None) -> Verdict:
+    """Judge an attempt that is over from its events, torchrun's exit code and the signal that stopped it."""
+    finished = [event for event in _of_ranks(events) if event["event"] == "finished"]
+    if exit_code == EXIT_DONE and finished:
+        return Verdict(EXIT_DONE, "finished", step=finished[0].get("step"))
+    if stop_signal is not None:
+        return Verdict(EXIT_INTERRUPTED, "interrupted", f"{stop_signal} received")
+    failure = first_failure(events)
+    if failure is not None:
+        return _with_first_failure(int(failure.get("code", EXIT_FAILED)) or EXIT_FAILED, failure, events)
+    return Verdict(
+        EXIT_FAILED, "no verdict", f"{_ended(exit_code)}, and no rank said why; see the node's log"
+    )
+
+
+def _ended(exit_code: int) -> str:
+    if exit_code < 0:
+        return f"torchrun was ended by {signal_name(-exit_code)}"
+    return f"torchrun ended with code {exit_code}"
+
+
+def signal_name(number: int) -> str:
+    """Return "SIGKILL" for 9; numbers without a name stay numbers."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

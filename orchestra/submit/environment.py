@@ -1,0 +1,63 @@
+"""The environment variables of torchrun and the workers, as a pure function. It reads no variable of this
+process.
+
+What a variable decides here is decided by the configuration: a variable that the user's shell happens to
+hold is replaced, since no environment variable beats an explicit setting.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import orchestra
+from conf.schema import Config, LauncherName
+
+# Seconds that torchrun gives workers after its own closing signal before it kills them.
+_SHUTDOWN_TIMEOUT_S = 5
+
+
+def source_root() -> Path:
+    """Return the folder that `orchestra`, `conf` and `launchers` are imported from."""
+    return Path(orchestra.__file__).resolve().parent.parent
+
+
+def usable_cores() -> int:
+    """Return the number of processor cores that this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def threads_per_rank(config: Config, ranks_per_node: int, cores: int) -> int:
+    """Return the threads one rank computes with: as configured, or its share of the cores (at least 1)."""
+    return config.cluster.threads_per_rank or max(1, cores // ranks_per_node)
+
+
+def worker_environment(
+    config: Config, ranks_per_node: int, *, cores: int | None = None, search_path: Sequence[str] = ()
+) -> dict[str, str]:
+    """Return what is added to the environment of torchrun and the workers of one node.
+
+    `cores` are the node's (default: those usable here). `search_path` follows the packages' own folder in
+    PYTHONPATH.
+    """
+    threads = threads_per_rank(config, ranks_per_node, usable_cores() if cores is None else cores)
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        # Keeps a `conf` or `orchestra` in the working directory from shadowing the real ones.
+        "PYTHONSAFEPATH": "1",
+        "PYTHONPATH": os.pathsep.join([str(source_root()), *search_path]),
+        "PYTHONUNBUFFERED": "1",
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(_SHUTDOWN_TIMEOUT_S),
+        **_network(config),
+    }
+
+
+def _network(config: Config) -> dict[str, str]:
+    interface = config.cluster.network.interface
+    if interface is not None:
+        return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+    if config.cluster.launcher is LauncherName.local and Path("/sys/class/net/lo").exists():
+        # gloo looks up the host's name otherwise, which fails or hangs where no name server knows it.
+        return {"GLOO_SOCKET_IFNAME": "lo"}
+    return {}

@@ -1,0 +1,194 @@
+"""Where a rank stands in the mesh and how a global batch is shared out. Integers only: no torch, no devices.
+
+Ranks are numbered with `tp` fastest, then `cp`, then `dp`, and `pp` slowest (Megatron's `tp-cp-dp-pp`).
+torchrun numbers the ranks of a node consecutively, so the axis that talks most, several times per layer,
+stays inside a node; `cp` talks once per layer, `dp` once per step and behind the backward pass, and `pp` sends
+one activation per micro-batch, which the slowest link carries. Expert parallelism (`ep`) divides `dp` and has
+no coordinate here.
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from conf.schema import OptimConfig, ParallelismConfig, TrainConfig
+from orchestra.errors import ConfigError
+
+# Warm-up without a configured length: a tenth of the run, at most this many steps (Llama 2 used 2,000).
+_WARMUP_SHARE = 10
+_MAX_DEFAULT_WARMUP_STEPS = 2000
+# Micro-batch without a configured size: enough rows to fill two CPU cores on the smallest presets.
+_MAX_DEFAULT_MICRO_BATCH_SIZE = 8
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """A rank's place on each axis of the mesh, counted from 0."""
+
+    dp: int
+    tp: int
+    pp: int
+    cp: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Degrees of the mesh axes, all resolved to integers. `ep` divides `dp`."""
+
+    dp: int
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.dp * self.tp * self.pp * self.cp
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """Return the place of `rank`; IndexError outside 0 … world size − 1."""
+        if not 0 <= rank < self.world_size:
+            raise IndexError(f"rank {rank} is not in 0 … {self.world_size - 1}")
+        rest, tp = divmod(rank, self.tp)
+        rest, cp = divmod(rest, self.cp)
+        pp, dp = divmod(rest, self.dp)
+        return Coordinates(dp=dp, tp=tp, pp=pp, cp=cp)
+
+    def rank(self, place: Coordinates) -> int:
+        """Return the rank at `place` (inverse of `coordinates`); IndexError when an axis is too short."""
+        axes = ((place.tp, self.tp), (place.cp, self.cp), (place.dp, self.dp), (place.pp, self.pp))
+        if any(not 0 <= index < degree for index, degree in axes):
+            raise IndexError(f"{place} is not in {self}")
+        return place.tp + self.tp * (place.cp + self.cp * (place.dp + self.dp * place.pp))
+
+
+def layout(parallelism: ParallelismConfig, world_size: int) -> Layout:
+    """Resolve `dp=auto` for a world size. Raises ConfigError when the degrees do not multiply out to it."""
+    problems = list(layout_problems(parallelism, world_size))
+    if problems:
+        raise ConfigError(problems)
+    inner = parallelism.tp * parallelism.pp * parallelism.cp
+    dp = world_size // inner if isinstance(parallelism.dp, str) else parallelism.dp
+    return Layout(dp=dp, tp=parallelism.tp, pp=parallelism.pp, cp=parallelism.cp, ep=parallelism.ep)
+
+
+def layout_problems(parallelism: ParallelismConfig, world_size: int) -> Iterator[str]:
+    """Yield what keeps the degrees from giving a layout of `world_size` ranks."""
+    wrong = list(_degree_problems(parallelism))
+    yield from wrong
+    if wrong:
+        return
+    inner = parallelism.tp * parallelism.pp * parallelism.cp
+    product = f"tp·pp·cp = {parallelism.tp}·{parallelism.pp}·{parallelism.cp} = {inner}"
+    ranks = f"the world size {world_size} (cluster.nodes × cluster.gpus_per_node)"
+    if world_size % inner:
+        advice = f"use a multiple of {inner} ranks or smaller degrees"
+        yield f"parallelism: {product} does not divide {ranks}; {advice}"
+        return
+    dp = world_size // inner
+    if parallelism.dp not in ("auto", dp):
+        yield f"parallelism.dp={parallelism.dp} × ({product}) is not {ranks}; use parallelism.dp={dp} or auto"
+    elif dp % parallelism.ep:
+        yield f"parallelism.ep={parallelism.ep} does not divide dp={dp}; use {listed(divisors(dp))}"
+
+
+def _degree_problems(parallelism: ParallelismConfig) -> Iterator[str]:
+    for axis in ("dp", "tp", "pp", "cp", "ep"):
+        degree = getattr(parallelism, axis)
+        if axis == "dp" and degree == "auto":
+            continue
+        if not isinstance(degree, int) or degree < 1:
+            expected = "auto or a whole number" if axis == "dp" else "a whole number"
+            yield f"parallelism.{axis}={degree} is not a degree; use {expected} of at least 1"
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """How one optimizer step's sequences are shared out: global = micro · accumulation · dp."""
+
+    global_batch_size: int
+    micro_batch_size: int
+    accumulation: int
+    dp: int
+    seq_len: int
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one optimizer step over all ranks."""
+        return self.global_batch_size * self.seq_len
+
+
+def batch_shape(train: TrainConfig, dp: int) -> BatchShape:
+    """Derive micro-batch and accumulation for `dp` data-parallel ranks.
+
+    Raises ConfigError when no whole accumulation fits. Without a configured micro-batch size it is the
+    largest divisor of a rank's share up to 8; `auto` must have been replaced by a number before.
+    """
+    problems = list(batch_problems(train, dp))
+    if problems:
+        raise ConfigError(problems)
+    size = global_batch_size(train)
+    micro = train.micro_batch_size
+    if micro is None:
+        micro = max(part for part in divisors(size // dp) if part <= _MAX_DEFAULT_MICRO_BATCH_SIZE)
+    return BatchShape(size, int(micro), size // (int(micro) * dp), dp, train.seq_len)
+
+
+def global_batch_size(train: TrainConfig) -> int:
+    """Return the sequences of one optimizer step; a configured number of tokens takes over."""
+    if train.global_batch_tokens is not None:
+        return train.global_batch_tokens // train.seq_len
+    return train.global_batch_size or 0
+
+
+def batch_problems(train: TrainConfig, dp: int) -> Iterator[str]:
+    """Yield what keeps GBS = MBS × GA × DP from having a whole GA, with the nearest sizes that work."""
+    size = global_batch_size(train)
+    micro = 1 if train.micro_batch_size is None else train.micro_batch_size
+    if size < 1:
+        yield "train.global_batch_size must be at least 1 sequence (or give train.global_batch_tokens)"
+        return
+    if not isinstance(micro, int) or micro < 1:
+        yield f"train.micro_batch_size={micro} is not a number of sequences; use 1 or more"
+        return
+    if size % (micro * dp) == 0:
+        return
+    nearest = nearest_multiples(size, micro * dp)
+    if train.global_batch_tokens is None:
+        found, advice = f"train.global_batch_size={size}", f"use global_batch_size={listed(nearest)}"
+    else:
+        found = f"train.global_batch_tokens={train.global_batch_tokens} ({size} sequences)"
+        advice = f"use global_batch_tokens={listed([near * train.seq_len for near in nearest])}"
+    if size % dp == 0:
+        fitting = min(divisors(size // dp), key=lambda part: abs(part - micro))
+        advice += f", or micro_batch_size={fitting}"
+    product = f"micro_batch_size={micro} × dp={dp}" if train.micro_batch_size else f"dp={dp}"
+    yield f"{found} is not a multiple of {product} (GBS = MBS × GA × DP for a whole GA); {advice}"
+
+
+def warmup_steps(optim: OptimConfig, train: TrainConfig) -> int:
+    """Return the warm-up's length: as configured, else 10 % of the steps, at most 2,000."""
+    if optim.warmup_steps is not None:
+        return optim.warmup_steps
+    return min(train.steps // _WARMUP_SHARE, _MAX_DEFAULT_WARMUP_STEPS)
+
+
+def divisors(number: int) -> list[int]:
+    """Return all divisors of a positive number in order."""
+    small = [candidate for candidate in range(1, int(number**0.5) + 1) if number % candidate == 0]
+    return sorted({*small, *(number // candidate for candidate in small)})
+
+
+def nearest_multiples(number: int, unit: int) -> list[int]:
+    """Return the positive multiples of `unit` just below and above `number`."""
+    below = number // unit * unit
+    return [multiple for multiple in (below, below + unit) if multiple > 0]
+
+
+def listed(numbers: list[int]) -> str:
+    """Return `1, 2 or 4`, the middle left out of long lists."""
+    words = [str(number) for number in numbers]
+    if len(words) > 12:
+        words = [*words[:6], "…", *words[-5:]]
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"

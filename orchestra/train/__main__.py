@@ -1,0 +1,66 @@
+"""`python -m orchestra.train RUN_DIR [--attempt N]`: the entry point of every rank.
+
+Before torch is imported (two seconds of processor time) the process ties its life to its parent's, takes its
+own log file, and lets the node agent alone react to the scheduler's signals.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import signal
+import sys
+from pathlib import Path
+
+from orchestra.rundir import RunDir
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """Ask Linux to kill this process when its parent ends: under torchrun every worker has its own session,
+    so that killing torchrun's process group would leave it behind.
+    """
+    parent = os.getppid()
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # the parent ended before the request was in force
+            os._exit(1)
+
+
+def ignore_scheduler_signals() -> None:
+    """Ignore USR1 and USR2: Slurm's warning reaches every process of a job, and without a handler it
+    kills.
+    """
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+
+
+def redirect_output(path: Path) -> None:
+    """Send this process's standard output and error to its own file, which is only ever appended to."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab", buffering=0) as log:
+        os.dup2(log.fileno(), sys.stdout.fileno())
+        os.dup2(log.fileno(), sys.stderr.fileno())
+
+
+def main() -> int:
+    """Run this rank and return its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m orchestra.train", description=__doc__.splitlines()[0])
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--attempt", type=int, default=0)
+    arguments = parser.parse_args()
+    die_with_parent()
+    ignore_scheduler_signals()
+    run = RunDir(arguments.run_dir.resolve())
+    if "RANK" in os.environ:
+        redirect_output(run.rank_log(arguments.attempt, int(os.environ["RANK"])))
+
+    from orchestra.train.worker import run_rank
+
+    return run_rank(run, arguments.attempt)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,86 @@
+"""Builds the parts of a training run from its configuration: one small function for each, and no class."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from conf.schema import Config
+from orchestra.data.loader import BatchPlan, Loader
+from orchestra.data.source import open_source
+from orchestra.model.transformer import Transformer, fill_initial_values
+from orchestra.optim.adamw import make_adamw
+from orchestra.parallel.apply import Parallelized, parallelize
+from orchestra.parallel.mesh import Mesh
+from orchestra.topology import BatchShape, batch_shape
+from orchestra.train.step import TrainingStep
+
+
+@dataclass(frozen=True)
+class Training:
+    """Everything the loop drives."""
+
+    parallelized: Parallelized
+    optimizer: torch.optim.AdamW
+    step: TrainingStep
+    loader: Loader
+    batch: BatchShape
+
+
+def build_training(config: Config, mesh: Mesh) -> Training:
+    """Build model, optimizer, step and loader for one rank. *Collective*."""
+    batch = batch_shape(config.train, mesh.layout.dp)
+    parallelized = parallelize(build_model(config, mesh.device), config, mesh)
+    optimizer = make_adamw(parallelized.trained, config.optim)
+    return Training(
+        parallelized=parallelized,
+        optimizer=optimizer,
+        step=TrainingStep(parallelized, optimizer, config, mesh, batch.tokens_per_step),
+        loader=build_loader(config, mesh, batch),
+        batch=batch,
+    )
+
+
+def build_model(config: Config, device: torch.device) -> Transformer:
+    """Build the model on `device` with its initial values; no memory is touched twice."""
+    with torch.device("meta"):
+        model = Transformer(config.model, config.train.loss_chunk_tokens)
+    model.to_empty(device=device)
+    model.tie_weights()
+    fill_initial_values(model, config.train.seed)
+    return model
+
+
+def build_loader(config: Config, mesh: Mesh, batch: BatchShape) -> Loader:
+    """Open the data and start to prefetch this rank's share of each global batch."""
+    source = open_source(config.data, config.train.seq_len)
+    plan = BatchPlan(
+        global_batch_size=batch.global_batch_size,
+        micro_batch_size=batch.micro_batch_size,
+        accumulation=batch.accumulation,
+        dp_coordinate=mesh.coordinates.dp,
+        dp_size=mesh.layout.dp,
+        seq_len=batch.seq_len,
+    )
+    return Loader(
+        source,
+        plan,
+        seed=config.train.seed,
+        prefetch_batches=config.data.prefetch_batches,
+        pin_memory=mesh.device.type == "cuda",
+    )
+
+
+def set_numerics(config: Config, device: torch.device) -> None:
+    """Set torch's process-wide numeric switches, once, before anything is built."""
+    torch.manual_seed(config.train.seed)
+    if device.type == "cpu" and config.cluster.threads_per_rank:
+        torch.set_num_threads(config.cluster.threads_per_rank)
+    # Full-precision products for fp32: a run that asks for fp32 gets it, TF32 included in "not".
+    torch.set_float32_matmul_precision("highest")
+    if config.train.deterministic:
+        # cuBLAS needs its workspace fixed before the first product (torch's note on reproducibility).
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        torch.use_deterministic_algorithms(True)

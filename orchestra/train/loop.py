@@ -1,0 +1,114 @@
+"""The training loop: batch, step, record. It builds nothing and knows no parallelism."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from conf.schema import Config, OnNonfinite
+from orchestra.data.ledger import Ledger
+from orchestra.errors import NonFiniteError
+from orchestra.events import EventWriter
+from orchestra.jsonl import JsonLinesWriter
+from orchestra.train.build import Training
+from orchestra.train.metrics import Meter
+from orchestra.train.profile import StepProfiler
+from orchestra.train.step import StepResult
+
+
+@dataclass
+class Recorder:
+    """Where the loop's records go. Only rank 0 has a meter and a metrics file."""
+
+    events: EventWriter
+    profiler: StepProfiler
+    ledger: Ledger | None
+    meter: Meter | None
+    metrics: JsonLinesWriter | None
+
+
+def train(config: Config, training: Training, recorder: Recorder, first_step: int = 1) -> None:
+    """Run the steps from first_step to train.steps. *Collective*. Raises NonFiniteError by the policy."""
+    guard = NonFiniteGuard(config, recorder.events, reads_every_step=not _is_asynchronous(training))
+    for step in range(first_step, config.train.steps + 1):
+        began = time.perf_counter()
+        batch = training.loader.next_batch()
+        data_time_s = time.perf_counter() - began
+        with recorder.profiler.step(step):
+            result = training.step.run(step, batch.tokens)
+        is_logged = step % config.train.log_every == 0 or step == config.train.steps
+        guard.check(step, result, is_logged=is_logged)
+        if recorder.ledger is not None:
+            recorder.ledger.write(step, batch.sample_ids)
+        if recorder.meter is not None:
+            loss = (
+                float(result.loss) if is_logged else np.nan
+            )  # waits for the device, so before the clock is read
+            recorder.meter.add_step(time.perf_counter() - began, data_time_s, training.batch.tokens_per_step)
+            if is_logged:
+                _log(step, loss, result, recorder, guard.num_skipped)
+
+
+def _log(step: int, loss: float, result: StepResult, recorder: Recorder, num_skipped: int) -> None:
+    assert recorder.meter is not None
+    assert recorder.metrics is not None
+    row = recorder.meter.row(
+        step, loss=loss, grad_norm=float(result.grad_norm), lr=result.lr, nonfinite_steps=num_skipped
+    )
+    recorder.metrics.write(row)
+
+
+def _is_asynchronous(training: Training) -> bool:
+    return training.parallelized.trained[0].parameter.is_cuda
+
+
+class NonFiniteGuard:
+    """Applies train.on_nonfinite to steps whose loss or gradient norm is not finite.
+
+    The update itself was already left out on the device, by all ranks alike. Reading the flag makes the host
+    wait for a GPU, so with the policy `skip` there it is read at logged steps only, with the count kept on
+    the device.
+    """
+
+    def __init__(self, config: Config, events: EventWriter, reads_every_step: bool) -> None:
+        self._policy = config.train.on_nonfinite
+        self._limit = config.train.max_nonfinite_steps
+        self._reads_every_step = reads_every_step or self._policy is OnNonfinite.stop
+        self._events = events
+        self._unread: list[tuple[int, StepResult]] = []
+        self._num_in_a_row = 0
+        self.num_skipped = 0
+
+    def check(self, step: int, result: StepResult, *, is_logged: bool) -> None:
+        """Count a skipped step; raise NonFiniteError where the policy says to stop. *Collective*: all ranks
+        agree.
+        """
+        self._unread.append((step, result))
+        if not (self._reads_every_step or is_logged):
+            return
+        unread, self._unread = self._unread, []
+        for unread_step, unread_result in unread:
+            self._count(unread_step, unread_result)
+
+    def _count(self, step: int, result: StepResult) -> None:
+        if not bool(result.was_skipped):
+            self._num_in_a_row = 0
+            return
+        self.num_skipped += 1
+        self._num_in_a_row += 1
+        loss, grad_norm = float(result.loss), float(result.grad_norm)
+        self._events.write("nonfinite_step", step=step, loss=repr(loss), grad_norm=repr(grad_norm))
+        if self._policy is OnNonfinite.stop:
+            raise NonFiniteError(
+                f"step {step}: loss {loss}, gradient norm {grad_norm}: not finite, and "
+                "train.on_nonfinite=stop; the parameters are those of the step before. Lower optim.lr or "
+                "look at this step's data (data.ledger=true writes its sample ids)"
+            )
+        if self._num_in_a_row >= self._limit:
+            raise NonFiniteError(
+                f"step {step}: {self._num_in_a_row} steps in a row were not finite and were "
+                f"skipped (train.max_nonfinite_steps={self._limit}); lower optim.lr, raise optim.warmup_steps, or use "
+                "precision=fp32 to see whether it is a matter of range"
+            )

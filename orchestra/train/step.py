@@ -1,0 +1,84 @@
+"""One optimizer step: forward and backward over the micro-batches, reduction, clipping, update.
+
+Nothing here waits for the device: the results stay on it until somebody reads them. Shape letters: A
+accumulated micro-batches, B sequences of one micro-batch, S sequence length.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from conf.schema import Config
+from orchestra.optim.adamw import global_norm, set_learning_rate, step_clipped
+from orchestra.optim.schedule import learning_rate
+from orchestra.parallel.apply import Parallelized, copy_masters
+from orchestra.parallel.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Scalars on the device: mean loss in nats per token over the global batch, gradient norm before
+    clipping, and whether the update was left out because one of the two was not finite.
+    """
+
+    loss: Tensor
+    grad_norm: Tensor
+    was_skipped: Tensor
+    lr: float
+
+
+class TrainingStep:
+    """Runs optimizer steps on one rank's share of each global batch. *Collective* over all ranks."""
+
+    def __init__(
+        self,
+        parallelized: Parallelized,
+        optimizer: torch.optim.AdamW,
+        config: Config,
+        mesh: Mesh,
+        tokens_per_step: int,
+    ) -> None:
+        self._parallel = parallelized
+        self._optimizer = optimizer
+        self._config = config
+        self._mesh = mesh
+        # The loss is normalised by the tokens of the whole global batch, so that sums over micro-batches and
+        # ranks are the gradient of the mean, whatever the layout.
+        self._share = 1.0 / tokens_per_step
+
+    def run(self, step: int, tokens_ABS: Tensor) -> StepResult:
+        """Train on this rank's micro-batches [A, B, S + 1] (int64, any device) and update the parameters."""
+        optim = self._config.optim
+        lr = learning_rate(optim, self._config.train, step)
+        set_learning_rate(self._optimizer, lr)
+        loss, loss_work = self._forward_backward(tokens_ABS)
+        gradients = self._parallel.gradients.finish()
+        grad_norm = global_norm(gradients)
+        if loss_work is not None:
+            loss_work.wait()
+        is_bad = ~(torch.isfinite(loss) & torch.isfinite(grad_norm))
+        step_clipped(self._optimizer, grad_norm, is_bad, optim.clip_norm)
+        self._parallel.gradients.release()
+        copy_masters(self._parallel.trained)
+        return StepResult(loss, grad_norm, is_bad, lr)
+
+    def _forward_backward(self, tokens_ABS: Tensor) -> tuple[Tensor, dist.Work | None]:
+        num_micro_batches = tokens_ABS.shape[0]
+        total = torch.zeros((), device=self._mesh.device)
+        work: dist.Work | None = None
+        for index in range(num_micro_batches):
+            is_last = index == num_micro_batches - 1
+            tokens_BS = tokens_ABS[index].to(self._mesh.device, non_blocking=True)
+            loss = self._parallel.model(tokens_BS[:, :-1], tokens_BS[:, 1:]) * self._share
+            total += loss.detach()
+            if is_last and self._mesh.dp_group is not None:
+                # Every rank needs the global loss to agree on a skip; its reduction hides behind the backward
+                # pass.
+                work = dist.all_reduce(total, group=self._mesh.dp_group, async_op=True)
+            self._parallel.gradients.begin(is_first=index == 0, is_last=is_last)
+            loss.backward()  # type: ignore[no-untyped-call]
+        return total, work

@@ -1,0 +1,97 @@
+"""One rank of a run: joins the mesh, builds, trains, and writes its verdict to its events.
+
+torchrun turns every exit code of a worker into 1, so what ended a rank (code, cause, step, traceback) stands
+in its event file; whoever started the run ends with that code.
+"""
+
+from __future__ import annotations
+
+import traceback
+from contextlib import closing
+
+import torch
+
+from conf.schema import Config
+from orchestra.data.ledger import Ledger
+from orchestra.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, OrchestraError
+from orchestra.events import EventWriter, rank_writer
+from orchestra.flops import num_parameters
+from orchestra.frozen import read_config
+from orchestra.jsonl import JsonLinesWriter
+from orchestra.parallel.mesh import Mesh, RankEnvironment, open_mesh, rank_environment
+from orchestra.rundir import RunDir
+from orchestra.train.build import Training, build_training, set_numerics
+from orchestra.train.loop import Recorder, train
+from orchestra.train.metrics import MFU_CONVENTION, Meter, meter_settings, past_of
+from orchestra.train.peak import device_peak_flops
+from orchestra.train.profile import StepProfiler
+from orchestra.train.wandb_mirror import WandbMirror
+
+
+def run_rank(run: RunDir, attempt: int) -> int:
+    """Train the frozen run as this process's rank; return the exit code that the verdict carries."""
+    ranks = rank_environment()
+    events = EventWriter(run, rank_writer(attempt, ranks.rank), attempt, rank=ranks.rank)
+    mirror: WandbMirror | None = None
+    try:
+        config = read_config(run.config)
+        if ranks.rank == 0:
+            mirror = WandbMirror.start(run, config, events)
+        _train(config, run, ranks, events)
+        events.write("finished", code=EXIT_DONE, step=config.train.steps)
+        return EXIT_DONE
+    except KeyboardInterrupt:
+        events.write("failed", code=EXIT_INTERRUPTED, cause="interrupted")
+        return EXIT_INTERRUPTED
+    except BaseException as error:  # noqa: BLE001  whatever ends a rank must become its verdict
+        return _failed(error, events)
+    finally:
+        # After the verdict: waiting for wandb must not hold back the news of a failure.
+        if mirror is not None:
+            mirror.close()
+
+
+def _failed(error: BaseException, events: EventWriter) -> int:
+    code = error.exit_code if isinstance(error, OrchestraError) else EXIT_FAILED
+    trace = traceback.format_exc()
+    events.write("failed", code=code, cause=type(error).__name__, message=str(error), traceback=trace)
+    traceback.print_exc()
+    return code
+
+
+def _train(config: Config, run: RunDir, ranks: RankEnvironment, events: EventWriter) -> None:
+    with open_mesh(config, ranks) as mesh:
+        set_numerics(config, mesh.device)
+        training = build_training(config, mesh)
+        with closing(training.loader):
+            train(config, training, _recorder(config, run, mesh, training, events))
+
+
+def _recorder(config: Config, run: RunDir, mesh: Mesh, training: Training, events: EventWriter) -> Recorder:
+    ledger = Ledger(run, mesh.rank) if config.data.ledger else None
+    profiler = StepProfiler(config.train.profile, run, mesh.rank)
+    if mesh.rank != 0:
+        return Recorder(events, profiler, ledger, meter=None, metrics=None)
+    peak = device_peak_flops(config, mesh.device)
+    settings = meter_settings(config, mesh.world_size, peak, mesh.device)
+    _announce(config, mesh, training, peak, events)
+    meter = Meter(settings, past_of(run, 0, training.batch.tokens_per_step))
+    return Recorder(events, profiler, ledger, meter, JsonLinesWriter(run.metrics))
+
+
+def _announce(
+    config: Config, mesh: Mesh, training: Training, peak_flops_per_s: float | None, events: EventWriter
+) -> None:
+    """Record what this attempt trains on, so that its numbers can be read without the machine at hand."""
+    is_gpu = mesh.device.type == "cuda"
+    events.write(
+        "training_started",
+        device=torch.cuda.get_device_name(mesh.device) if is_gpu else "cpu",
+        threads=None if is_gpu else torch.get_num_threads(),
+        torch=torch.__version__,
+        world_size=mesh.world_size,
+        accumulation=training.batch.accumulation,
+        num_parameters=num_parameters(config.model),
+        peak_flops_per_s=peak_flops_per_s,
+        mfu_convention=MFU_CONVENTION,
+    )

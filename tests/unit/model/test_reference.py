@@ -1,0 +1,164 @@
+"""The model against transformers' own with the same weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+
+from conf.schema import Family, ModelConfig, RopeScaling
+from orchestra.model.transformer import Transformer, fill_initial_values
+
+
+def small_llama(**changes: object) -> ModelConfig:
+    values: dict[str, object] = {
+        "hidden_size": 48,
+        "intermediate_size": 100,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "vocab_size": 97,
+        "init_std": 0.2,
+    }
+    return ModelConfig(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def reference_llama(model: ModelConfig) -> transformers.LlamaForCausalLM:
+    scaling = model.rope_scaling
+    rope = {"rope_type": "default", "rope_theta": model.rope_theta}
+    if scaling.enabled:
+        rope = {
+            "rope_type": "llama3",
+            "rope_theta": model.rope_theta,
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_max_position_embeddings,
+        }
+    config = transformers.LlamaConfig(
+        hidden_size=model.hidden_size,
+        intermediate_size=model.intermediate_size,
+        num_hidden_layers=model.num_hidden_layers,
+        num_attention_heads=model.num_attention_heads,
+        num_key_value_heads=model.num_key_value_heads,
+        head_dim=model.head_dim,
+        vocab_size=model.vocab_size,
+        rope_parameters=rope,
+        rms_norm_eps=model.norm_eps,
+        tie_word_embeddings=model.tie_word_embeddings,
+        max_position_embeddings=model.max_position_embeddings,
+        attn_implementation="sdpa",
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def built(model: ModelConfig, seed: int = 3) -> Transformer:
+    transformer = Transformer(model)
+    fill_initial_values(transformer, seed)
+    return transformer
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(small_llama(), id="grouped-query"),
+        pytest.param(small_llama(num_key_value_heads=1), id="multi-query"),
+        pytest.param(small_llama(num_key_value_heads=6), id="multi-head"),
+        pytest.param(small_llama(tie_word_embeddings=True), id="tied"),
+        pytest.param(small_llama(head_dim=16), id="own-head-width"),
+        pytest.param(
+            small_llama(
+                rope_theta=500.0,
+                rope_scaling=RopeScaling(enabled=True, original_max_position_embeddings=32, factor=4.0),
+            ),
+            id="scaled-rope",
+        ),
+    ],
+)
+def test_logits_and_gradients_equal_transformers_llama(model: ModelConfig) -> None:
+    ours, reference = built(model), reference_llama(model)
+    state = {
+        name if name.startswith("lm_head") else f"model.{name}": value
+        for name, value in ours.state_dict().items()
+    }
+    reference.load_state_dict(state)
+    tokens = torch.randint(0, model.vocab_size, (2, 65), generator=torch.Generator().manual_seed(0))
+    expected = reference(tokens[:, :-1]).logits
+    torch.testing.assert_close(ours(tokens[:, :-1]), expected, atol=1e-5, rtol=1e-5)
+
+    ours(tokens[:, :-1], tokens[:, 1:]).backward()
+    torch.nn.functional.cross_entropy(
+        expected.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum"
+    ).backward()
+    for name, parameter in ours.named_parameters():
+        twin = reference.get_parameter(name if name.startswith("lm_head") else f"model.{name}")
+        assert twin.grad is not None
+        scale = twin.grad.abs().max()
+        torch.testing.assert_close(parameter.grad / scale, twin.grad / scale, atol=2e-5, rtol=0, msg=name)
+
+
+def test_gpt_family_equals_transformers_gpt2() -> None:
+    model = small_llama(
+        family=Family.gpt, num_key_value_heads=6, tie_word_embeddings=True, max_position_embeddings=64
+    )
+    ours = built(model)
+    reference = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            vocab_size=97,
+            n_positions=64,
+            n_embd=48,
+            n_layer=3,
+            n_head=6,
+            n_inner=100,
+            layer_norm_epsilon=1e-5,
+        )
+    ).eval()
+    with torch.no_grad():
+        for parameter in ours.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+        _copy_gpt2(ours, reference.transformer)
+    tokens = torch.randint(0, 97, (2, 50))
+    torch.testing.assert_close(ours(tokens), reference(tokens).logits, atol=1e-5, rtol=1e-5)
+
+
+def _copy_gpt2(ours: Transformer, reference: transformers.GPT2Model) -> None:
+    reference.wte.weight.copy_(ours.embed_tokens.weight)
+    reference.wpe.weight.copy_(ours.get_parameter("embed_positions.weight"))
+    reference.ln_f.load_state_dict(ours.norm.state_dict())
+    for layer, twin in zip(ours.layers, reference.h, strict=True):
+        twin.ln_1.load_state_dict(layer.input_layernorm.state_dict())
+        twin.ln_2.load_state_dict(layer.post_attention_layernorm.state_dict())
+        attention = layer.self_attn
+        joined = [attention.q_proj, attention.k_proj, attention.v_proj]
+        twin.attn.c_attn.weight.copy_(torch.cat([part.weight for part in joined]).t())
+        twin.attn.c_attn.bias.copy_(torch.cat([part.bias for part in joined]))
+        pairs = [
+            (twin.attn.c_proj, attention.o_proj),
+            (twin.mlp.c_fc, layer.mlp.up_proj),
+            (twin.mlp.c_proj, layer.mlp.down_proj),
+        ]
+        for target, source in pairs:
+            target.weight.copy_(source.weight.t())
+            target.bias.copy_(source.bias)
+
+
+def test_a_position_sees_no_later_token() -> None:
+    model = small_llama()
+    transformer = built(model)
+    tokens = torch.randint(0, 97, (1, 40))
+    changed = tokens.clone()
+    changed[0, 25] = (changed[0, 25] + 1) % 97
+    before, after = transformer(tokens), transformer(changed)
+    assert torch.equal(before[:, :25], after[:, :25])
+    assert not torch.equal(before[:, 25:], after[:, 25:])
+
+
+def test_compiled_blocks_agree_with_eager_ones() -> None:
+    transformer = built(small_llama())
+    tokens = torch.randint(0, 97, (2, 33))
+    eager = transformer(tokens[:, :-1], tokens[:, 1:])
+    for layer in transformer.layers:
+        layer.compile()
+    compiled = transformer(tokens[:, :-1], tokens[:, 1:])
+    torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-4)

@@ -1,0 +1,98 @@
+"""The peak that MFU is measured against: stated, tabled or measured, and the cache of the measurement."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from conf.schema import ClusterConfig, Config
+from orchestra.train import peak
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(peak, "_BUDGET_PER_SIZE_S", 0.02)  # enough for a test
+    return tmp_path / "orchestra" / "cpu_peak.json"
+
+
+def seconds(call: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def test_measured_peak_is_not_below_a_product_timed_here() -> None:
+    measured = peak.measured_cpu_peak_flops(torch.float32, num_threads=1)
+    threads_before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        matrix = torch.rand(512, 512)
+        mine = 2 * 512**3 / min(seconds(lambda: matrix @ matrix) for _ in range(20))
+    finally:
+        torch.set_num_threads(threads_before)
+    assert measured > 0.5 * mine  # half: other load may come and go between the two
+
+
+def test_the_measurement_is_kept_by_processor_type_threads_and_version(cache: Path) -> None:
+    threads_before = torch.get_num_threads()
+    peak.measured_cpu_peak_flops(torch.float32, 1)
+    assert torch.get_num_threads() == threads_before
+    (key, value), *others = json.loads(cache.read_text()).items()
+    assert others == []
+    assert "torch.float32" in key
+    assert "1 threads" in key
+    assert torch.__version__ in key
+    assert seconds(lambda: peak.measured_cpu_peak_flops(torch.float32, 1)) < 0.05
+    assert peak.measured_cpu_peak_flops(torch.float32, 1) == value
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]", '{"key": "fast"}', "null"])
+def test_a_corrupted_cache_is_measured_again(cache: Path, content: str) -> None:
+    cache.parent.mkdir(parents=True)
+    cache.write_text(content)
+    assert peak.measured_cpu_peak_flops(torch.float32, 1) > 0
+    assert len(json.loads(cache.read_text())) == 1
+
+
+def test_a_wrong_number_in_the_cache_is_measured_again(cache: Path) -> None:
+    peak.measured_cpu_peak_flops(torch.float32, 1)
+    (key,) = json.loads(cache.read_text())
+    cache.write_text(json.dumps({key: -1.0}))
+    assert peak.measured_cpu_peak_flops(torch.float32, 1) > 0
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
+    assert peak.measured_cpu_peak_flops(torch.float32, 1) > 0
+
+
+def test_a_stated_peak_beats_everything() -> None:
+    config = Config(cluster=ClusterConfig(peak_tflops=12.5, hardware="h100"))
+    assert peak.device_peak_flops(config, CPU) == 12.5e12
+
+
+def test_named_hardware_beats_measuring(cache: Path) -> None:
+    config = Config(cluster=ClusterConfig(hardware="h100"))
+    assert peak.device_peak_flops(config, CPU) is not None
+    assert not cache.exists()
+
+
+def test_a_cpu_without_either_is_measured(cache: Path) -> None:
+    assert peak.device_peak_flops(Config(), CPU) == peak.measured_cpu_peak_flops(
+        torch.float32, torch.get_num_threads()
+    )
+    assert cache.exists()
+
+
+def test_a_device_that_nobody_knows_has_no_peak() -> None:
+    assert peak.device_peak_flops(Config(), torch.device("meta")) is None

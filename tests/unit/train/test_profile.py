@@ -1,0 +1,80 @@
+"""The step profiler: which steps and ranks it traces, what it leaves in the run directory, what it costs."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from conf.schema import ProfileConfig
+from orchestra.rundir import RunDir
+from orchestra.train.profile import StepProfiler
+
+
+def traced(run: RunDir, config: ProfileConfig, rank: int, steps: Iterable[int]) -> list[str]:
+    """Run `steps` under a profiler; return the names of the files it leaves."""
+    profiler = StepProfiler(config, run, rank)
+    matrix = torch.rand(32, 32)
+    for step in steps:
+        with profiler.step(step):
+            matrix = (matrix @ matrix).softmax(0)
+    profiler.close()
+    return sorted(path.name for path in run.profile.glob("*"))
+
+
+def names_in(trace: Path) -> set[str]:
+    return {event.get("name", "") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
+
+
+def test_the_named_steps_are_traced_both_ends_included(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    files = traced(run, ProfileConfig(enabled=True, steps=[5, 7], ranks=[0]), rank=0, steps=range(1, 12))
+    assert files == ["rank-00000-steps-5-7.json.gz", "rank-00000-steps-5-7.txt"]
+    names = names_in(run.profile / files[0])
+    assert {name for name in names if name.startswith("step ")} == {"step 5", "step 6", "step 7"}
+    assert "aten::mm" in names
+    assert "aten::mm" in (run.profile / files[1]).read_text()
+
+
+def test_other_ranks_and_disabled_profiling_leave_nothing(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    assert traced(run, ProfileConfig(enabled=True, steps=[1, 2], ranks=[1]), rank=0, steps=range(1, 4)) == []
+    assert traced(run, ProfileConfig(enabled=False, steps=[1, 2]), rank=0, steps=range(1, 4)) == []
+
+
+def test_a_run_that_ends_inside_the_range_writes_on_close(tmp_path: Path) -> None:
+    config = ProfileConfig(enabled=True, steps=[2, 50])
+    files = traced(RunDir(tmp_path), config, rank=0, steps=range(1, 5))
+    assert files == ["rank-00000-steps-2-4.json.gz", "rank-00000-steps-2-4.txt"]
+
+
+def test_a_run_that_resumes_inside_the_range_traces_the_rest(tmp_path: Path) -> None:
+    config = ProfileConfig(enabled=True, steps=[2, 6])
+    files = traced(RunDir(tmp_path), config, rank=0, steps=range(5, 9))
+    assert files == ["rank-00000-steps-5-6.json.gz", "rank-00000-steps-5-6.txt"]
+
+
+def test_an_error_in_a_traced_step_passes_through(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    profiler = StepProfiler(ProfileConfig(enabled=True, steps=[1, 3]), run, 0)
+    try:
+        with profiler.step(1):
+            raise ZeroDivisionError
+    except ZeroDivisionError:
+        profiler.close()
+    assert (run.profile / "rank-00000-steps-1-1.json.gz").exists()
+
+
+def test_disabled_profiling_costs_microseconds(tmp_path: Path) -> None:
+    profiler = StepProfiler(ProfileConfig(), RunDir(tmp_path), 0)
+    costs = []
+    for step in range(1000):
+        began = time.perf_counter()
+        with profiler.step(step):
+            pass
+        costs.append(time.perf_counter() - began)
+    assert sorted(costs)[500] < 50e-6

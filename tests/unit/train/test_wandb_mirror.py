@@ -1,0 +1,242 @@
+"""The wandb mirror against the real wandb: what it records, and that nothing it meets reaches training."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conf.schema import Config, WandbConfig, WandbMode
+from orchestra.events import EventWriter, read_events
+from orchestra.frozen import write_config
+from orchestra.jsonl import JsonLinesWriter, Record
+from orchestra.rundir import RunDir
+from orchestra.train.wandb_mirror import WandbMirror
+
+CLOSED_PORT = "http://127.0.0.1:9"
+
+
+@dataclass
+class Trainer:
+    """The training side of one attempt: it writes rows and holds the mirror."""
+
+    run: RunDir
+    config: Config
+    metrics: JsonLinesWriter
+    mirror: WandbMirror
+
+    @property
+    def pid(self) -> int:
+        assert self.mirror._process is not None
+        return self.mirror._process.pid
+
+    def train(self, steps: range) -> None:
+        for step in steps:
+            self.metrics.write(
+                {"step": step, "time": 1.7e9 + step, "loss": 5.0 / step, "lr": None, "mfu": 0.25}
+            )
+
+
+def begin(run: RunDir, **settings: Any) -> Trainer:
+    config = Config(wandb=WandbConfig(**settings))
+    run.path.mkdir(parents=True, exist_ok=True)
+    write_config(run.config, config)
+    run.record.write_text(json.dumps({"name": run.name, "wandb_id": "abcd1234"}))
+    mirror = WandbMirror.start(run, config, EventWriter(run, "attempt-000.rank-00000", 0))
+    return Trainer(run, config, JsonLinesWriter(run.metrics), mirror)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return RunDir(tmp_path / "debug-run")
+
+
+@pytest.fixture
+def unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_BASE_URL", CLOSED_PORT)
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+
+
+def failures(run: RunDir) -> list[Record]:
+    return [event for event in read_events(run) if event["event"] == "wandb_failed"]
+
+
+def wait_until(is_done: Callable[[], object], limit_s: float = 20.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not is_done():
+        assert time.monotonic() < deadline, "not within the limit"
+        time.sleep(0.05)
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process is gone or only waits to be reaped."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def recorded_rows(file: Path) -> list[dict[str, Any]]:
+    """Read the history of a .wandb file: LevelDB's log format around wandb's own protocol buffers."""
+    from wandb.proto import wandb_internal_pb2
+
+    rows = []
+    for block in log_records(file.read_bytes()):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(block)
+        if record.WhichOneof("record_type") == "history":
+            items = record.history.item
+            rows.append({item.key or item.nested_key[0]: json.loads(item.value_json) for item in items})
+    return rows
+
+
+def log_records(content: bytes) -> Iterator[bytes]:
+    """Yield the records of a LevelDB log: blocks of 32 KiB, 7-byte headers, after wandb's 7 bytes of identity."""
+    position, parts = 7, b""
+    while position + 7 <= len(content):
+        left_in_block = 32768 - position % 32768
+        if left_in_block < 7:
+            position += left_in_block
+            continue
+        _, length, kind = struct.unpack("<IHB", content[position : position + 7])
+        parts += content[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):  # whole, last
+            yield parts
+            parts = b""
+
+
+def offline_files(run: RunDir) -> list[Path]:
+    return sorted(run.wandb.glob("offline-run-*/*.wandb"))
+
+
+def test_offline_run_holds_every_row_written_before_close(run: RunDir) -> None:
+    trainer = begin(run, mode=WandbMode.offline, project="probe", tags=["one", "two"])
+    trainer.train(range(1, 301))
+    trainer.mirror.close()
+    (file,) = offline_files(run)
+    assert file.name == "run-abcd1234.wandb"
+    rows = recorded_rows(file)
+    assert [row["step"] for row in rows] == list(range(1, 301))
+    assert [row["loss"] for row in rows] == [5.0 / step for step in range(1, 301)]
+    assert [row["_timestamp"] for row in rows] == [1.7e9 + step for step in range(1, 301)]
+    assert "lr" not in rows[0]
+    assert failures(run) == []
+
+
+def test_second_attempt_replays_the_rows_under_the_same_id(run: RunDir) -> None:
+    for steps in (range(1, 6), range(4, 9)):
+        trainer = begin(run, mode=WandbMode.offline)
+        trainer.train(steps)
+        trainer.mirror.close()
+        trainer.metrics.close()
+        time.sleep(1)  # wandb names its folders by the second
+    first, second = offline_files(run)
+    assert first.name == second.name == "run-abcd1234.wandb"
+    assert [row["step"] for row in recorded_rows(second)] == [1, 2, 3, 4, 5, 4, 5, 6, 7, 8]
+    assert [row["_step"] for row in recorded_rows(second)] == list(range(10))
+
+
+def test_disabled_starts_no_process(run: RunDir) -> None:
+    trainer = begin(run, mode=WandbMode.disabled)
+    trainer.train(range(1, 3))
+    assert trainer.mirror._process is None
+    trainer.mirror.close()
+    assert not run.wandb.exists()
+    assert failures(run) == []
+
+
+@pytest.mark.usefixtures("unreachable")
+def test_unreachable_server_is_given_up_in_time_and_the_rows_stay_here(run: RunDir) -> None:
+    began = time.monotonic()
+    trainer = begin(run, mode=WandbMode.online, finish_timeout_s=8.0)
+    trainer.train(range(1, 51))
+    assert time.monotonic() - began < 1.0
+    trainer.mirror.close()
+    assert time.monotonic() - began < 10.0
+    (failure,) = failures(run)
+    assert "could not be reached" in failure["cause"]
+    assert "wandb sync" in failure["advice"]
+    (file,) = offline_files(run)
+    assert [row["step"] for row in recorded_rows(file)] == list(range(1, 51))
+
+
+def test_online_without_a_key_is_kept_offline(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_BASE_URL", CLOSED_PORT)
+    monkeypatch.setenv("HOME", str(run.path.parent))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    trainer = begin(run, mode=WandbMode.online)
+    trainer.train(range(1, 4))
+    trainer.mirror.close()
+    assert len(failures(run)) == 1
+    assert len(recorded_rows(offline_files(run)[0])) == 3
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_killed_or_stopped_mirror_leaves_training_alone(run: RunDir, number: signal.Signals) -> None:
+    trainer = begin(run, mode=WandbMode.offline, finish_timeout_s=2.0)
+    wait_until(lambda: offline_files(run))
+    os.kill(trainer.pid, number)
+    began = time.monotonic()
+    trainer.train(range(1, 100))
+    assert time.monotonic() - began < 0.5
+    trainer.mirror.close()
+    assert time.monotonic() - began < 4.0
+    (failure,) = failures(run)
+    assert "signal 9" in failure["cause"] or "not finished within 2 s" in failure["cause"]
+
+
+def test_mirror_finishes_by_itself_when_the_trainer_is_killed(run: RunDir) -> None:
+    run.path.mkdir(parents=True)
+    script = (
+        "import sys, time; sys.path.insert(0, sys.argv[2])\n"
+        "from pathlib import Path; from test_wandb_mirror import *\n"
+        "trainer = begin(RunDir(Path(sys.argv[1])), mode=WandbMode.offline)\n"
+        "trainer.train(range(1, 21)); print(trainer.pid, flush=True); time.sleep(60)\n"
+    )
+    arguments = [sys.executable, "-c", script, str(run.path), str(Path(__file__).parent)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    trainer = subprocess.Popen(arguments, stdout=subprocess.PIPE, env=environment)
+    assert trainer.stdout is not None
+    mirror_pid = int(trainer.stdout.readline())
+    trainer.kill()
+    trainer.wait()
+    trainer.stdout.close()
+    wait_until(lambda: has_ended(mirror_pid))
+    (file,) = offline_files(run)
+    assert [row["step"] for row in recorded_rows(file)] == list(range(1, 21))
+
+
+def test_interrupt_from_the_terminal_does_not_end_the_mirror(run: RunDir) -> None:
+    trainer = begin(run, mode=WandbMode.offline)
+    wait_until(lambda: offline_files(run))
+    os.killpg(trainer.pid, signal.SIGINT)
+    trainer.train(range(1, 11))
+    trainer.mirror.close()
+    assert failures(run) == []
+    assert len(recorded_rows(offline_files(run)[0])) == 10
+
+
+def test_a_mirror_that_cannot_start_is_an_event(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", str(run.path / "no-such-python"))
+    trainer = begin(run, mode=WandbMode.offline)
+    trainer.train(range(1, 3))
+    trainer.mirror.close()
+    (failure,) = failures(run)
+    assert "could not be started" in failure["cause"]
+
+
+def test_the_trainer_does_not_import_wandb() -> None:
+    code = "import sys, orchestra.train.wandb_mirror; sys.exit('wandb' in sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0
