@@ -9,8 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import cast
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from conf.schema import Config
 from orchestra.errors import ConfigError
@@ -28,13 +29,18 @@ def to_yaml(config: Config) -> str:
 
 def read_config(path: Path) -> Config:
     """Read a frozen configuration. Raises ConfigError naming the file when it is not one of this version."""
-    schema = OmegaConf.structured(Config)
-    OmegaConf.set_readonly(schema, False)
     try:
-        merged = OmegaConf.merge(_writable(schema), OmegaConf.load(path))
-    except (OmegaConfBaseException, OSError, ValueError) as error:
+        merged = OmegaConf.merge(writable_schema(), OmegaConf.load(path))
+    except (OmegaConfBaseException, YAMLError, OSError, ValueError) as error:
         raise ConfigError(f"{path}: not a frozen configuration of this version: {error}") from error
     return cast(Config, OmegaConf.to_object(merged))
+
+
+def writable_schema() -> DictConfig:
+    """Return the typed schema as a node that takes values; frozen dataclasses alone give a read-only one."""
+    schema = OmegaConf.structured(Config)
+    OmegaConf.set_readonly(schema, False)
+    return cast(DictConfig, _writable(schema))
 
 
 def _writable(node: object) -> object:

@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 Record = dict[str, Any]
 
@@ -63,7 +63,7 @@ def cut_torn_line(path: Path) -> int:
         return 0
 
 
-def _end_of_last_line(file: Any, size: int) -> int:
+def _end_of_last_line(file: BinaryIO, size: int) -> int:
     position = size
     while position > 0:
         start = max(0, position - _TAIL_BYTES)

@@ -26,8 +26,12 @@ def sparkline(values: Sequence[float], width: int) -> str:
     if not points:
         return ""
     low, high = min(points), max(points)
-    scale = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_BLOCKS[round((point - low) * scale)] for point in points)
+    return "".join(_BLOCKS[_level(point, low, high, len(_BLOCKS))] for point in points)
+
+
+def _level(value: float, low: float, high: float, count: int) -> int:
+    """Return which of `count` equal steps from `low` to `high` is nearest to `value`."""
+    return round((value - low) / (high - low) * (count - 1)) if high > low else 0
 
 
 def chart(values: Sequence[float], width: int, height: int) -> list[str]:
@@ -45,12 +49,11 @@ def _plot(values: Sequence[float], width: int, height: int) -> list[list[int]]:
     columns, lines = 2 * width, 4 * height
     points = resampled(values, columns)
     low, high = min(values), max(values)
-    scale = (lines - 1) / (high - low) if high > low else 0.0
     cells = [[0] * width for _ in range(height)]
     before = None
     for column in range(columns):
         point = points[column * len(points) // columns]
-        line = round((high - point) * scale)
+        line = lines - 1 - _level(point, low, high, lines)
         start = line if before is None or before == line else before + (1 if line > before else -1)
         for dot in range(min(start, line), max(start, line) + 1):
             cells[dot // 4][column // 2] |= _DOTS[dot % 4][column % 2]

@@ -1,10 +1,11 @@
-"""A configuration and an ending in a few lines for people. Pure text: it reads no files but logs, and starts nothing."""
+"""A configuration and an ending in a few lines for people. It reads no file but the end of a log."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
-from conf.schema import Config, Device, WandbMode
+from conf.schema import Config, Device
 from orchestra.cli import figures
 from orchestra.cli.curve import chart
 from orchestra.cli.progress import Summary
@@ -15,6 +16,7 @@ from orchestra.submit.environment import threads_per_rank, usable_cores
 from orchestra.topology import Layout, batch_shape, layout
 
 _TRACEBACK_LINES = 12
+_LOG_BYTES = 1 << 14
 _CHART_HEIGHT = 8
 
 
@@ -27,8 +29,8 @@ def header(config: Config, run: RunDir) -> list[str]:
         f"run     {run.name}",
         f"model   {model.name}: {num_parameters(model):,} parameters, {config.precision.name.value}",
         f"layout  {_layout(mesh, config)}",
-        f"batch   {batch.global_batch_size} × {batch.seq_len} = {batch.tokens_per_step:,} tokens per step "
-        f"(micro-batch {batch.micro_batch_size} × accumulation {batch.accumulation} × dp {batch.dp})",
+        f"batch   {batch.global_batch_size} × {batch.seq_len} = {batch.tokens_per_step:,} tokens per step",
+        f"        micro-batch {batch.micro_batch_size} × accumulation {batch.accumulation} × dp {batch.dp}",
         f"device  {_device(config)}",
     ]
 
@@ -53,7 +55,7 @@ def _device(config: Config) -> str:
     return f"cpu, {ranks} × {threads} thread{'s' if threads > 1 else ''}"
 
 
-def summary_lines(config: Config, run: RunDir, summary: Summary, verdict: Verdict) -> list[str]:
+def summary_lines(run: RunDir, summary: Summary, verdict: Verdict) -> list[str]:
     """Return how it went, in numbers, and where everything lies."""
     step = summary.step or 0
     lines = ["", f"{verdict.state} after {step} of {summary.steps} steps, {figures.duration(summary.wall_s)}"]
@@ -62,10 +64,8 @@ def summary_lines(config: Config, run: RunDir, summary: Summary, verdict: Verdic
             f"loss    {figures.loss(summary.first_loss)} → {figures.loss(summary.last_loss)} nats per token"
         )
         lines.append(f"speed   {figures.quantity(summary.tokens_per_s)} tokens/s (median), {_mfu(summary)}")
-    lines.append(f"metrics {shown(run.metrics)}")
-    lines.append(f"logs    {shown(run.logs)}/")
-    if config.wandb.mode is not WandbMode.disabled:
-        lines.append(f"wandb   {shown(run.wandb)}/ ({config.wandb.mode.value})")
+    written = {"metrics": run.metrics, "logs": run.logs, "wandb": run.wandb}
+    lines += [f"{name:<7} {shown(path)}" for name, path in written.items() if path.exists()]
     return lines
 
 
@@ -91,11 +91,21 @@ def shown(path: Path) -> str:
 
 
 def failure(run: RunDir, attempt: int, verdict: Verdict) -> str:
-    """Return what ended an attempt: who, where, when, why, the last lines of the traceback and the log."""
+    """Return what ended an attempt: who, where, when, why, the end of the traceback or log, and the log."""
     who = "the run" if verdict.rank is None else f"rank {verdict.rank}"
     where = f" on {verdict.host}" if verdict.host and verdict.rank is not None else ""
     when = f" at step {verdict.step}" if verdict.step is not None else ""
     why = f"{verdict.cause}: {verdict.message}" if verdict.message else verdict.cause
     log = run.node_log(attempt, 0) if verdict.rank is None else run.rank_log(attempt, verdict.rank)
-    trace = (verdict.traceback or "").rstrip().splitlines()[-_TRACEBACK_LINES:]
-    return "\n".join([f"{who}{where} failed{when}: {why}", *trace, f"log: {shown(log)}"])
+    trace = verdict.traceback or _end_of(log)
+    last_lines = [f"  {line}" for line in trace.rstrip().splitlines()[-_TRACEBACK_LINES:]]
+    return "\n".join([f"{who}{where} failed{when}: {why}", *last_lines, f"log: {shown(log)}"])
+
+
+def _end_of(log: Path) -> str:
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_BYTES))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""

@@ -9,10 +9,9 @@ from __future__ import annotations
 import math
 import os
 import shutil
-import sys
 import time
 from collections.abc import Iterable
-from typing import IO, TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TextIO
 
 from orchestra.cli import figures
 from orchestra.cli.curve import sparkline
@@ -37,27 +36,25 @@ class View(Protocol):
         """Show the last state and then `lines`."""
 
 
-def open_view(progress: Progress, header: Iterable[str], waiting: str, stream: IO[str]) -> View:
+def open_view(progress: Progress, header: Iterable[str], waiting: str, stream: TextIO) -> View:
     """Return the view that fits `stream`; `waiting` is shown until the first metric."""
     is_terminal = stream.isatty() and os.environ.get("TERM") != "dumb"
-    view: View = TerminalView(progress, waiting) if is_terminal else PlainView(progress, stream)
-    lines = [*header] if is_terminal else [*header, waiting]
-    for line in lines:
+    for line in [*header] if is_terminal else [*header, waiting]:
         _print(line, stream)
-    return view
+    return TerminalView(progress, waiting, stream) if is_terminal else PlainView(progress, stream)
 
 
-def speaks_unicode(stream: IO[str]) -> bool:
+def speaks_unicode(stream: TextIO) -> bool:
     """Tell whether blocks and braille dots can be written to `stream`."""
     return (stream.encoding or "").lower().replace("-", "").startswith("utf")
 
 
-def width_of(stream: IO[str]) -> int:
+def width_of(stream: TextIO) -> int:
     """Return the columns to fill: the terminal's, 80 elsewhere."""
     return shutil.get_terminal_size((_WIDTH, 24)).columns if stream.isatty() else _WIDTH
 
 
-def _print(line: str, stream: IO[str]) -> bool:
+def _print(line: str, stream: TextIO) -> bool:
     """Print a line; return False when nobody reads any more."""
     try:
         print(line, file=stream, flush=True)
@@ -70,7 +67,7 @@ def _print(line: str, stream: IO[str]) -> bool:
 class PlainView:
     """At most about fifty lines over a whole run, each complete in itself."""
 
-    def __init__(self, progress: Progress, stream: IO[str]) -> None:
+    def __init__(self, progress: Progress, stream: TextIO) -> None:
         self._progress = progress
         self._stream = stream
         self._every = max(1, math.ceil(progress.steps / _PLAIN_LINES))
@@ -117,14 +114,15 @@ def _eta(progress: Progress, row: Record) -> str:
 class TerminalView:
     """One line that stays in place, and the loss so far as a second one."""
 
-    def __init__(self, progress: Progress, waiting: str) -> None:
+    def __init__(self, progress: Progress, waiting: str, stream: TextIO) -> None:
         from rich.console import Console
         from rich.live import Live
 
         self._progress = progress
         self._waiting = waiting
+        self._stream = stream
         self._drawn = 0.0
-        self._live = Live(console=Console(), auto_refresh=False)
+        self._live = Live(console=Console(file=stream), auto_refresh=False)
         self._live.start()
 
     def tick(self, stops: int) -> None:
@@ -139,7 +137,8 @@ class TerminalView:
 
         if not self._progress.rows:
             return Text(f"{self._waiting} {self._progress.wall_s:.0f} s", style="dim")
-        width = width_of(sys.stdout)
+        # Room for the "^C" that a terminal echoes: where it wraps, the lines above are not drawn over.
+        width = width_of(self._stream) - len("^C")
         lines = [Text(self._curve(width), style="cyan", no_wrap=True), self._bar(width)]
         if stops:
             lines.append(Text("stopping (Ctrl-C again: at once)", style="yellow"))
@@ -147,7 +146,7 @@ class TerminalView:
 
     def _curve(self, width: int) -> str:
         losses = self._progress.losses
-        if not losses or not speaks_unicode(sys.stdout):
+        if not losses or not speaks_unicode(self._stream):
             return ""
         first, last = f"loss {losses[0]:.2f} ", f" {losses[-1]:.2f}"
         return first + sparkline(losses, width - len(first) - len(last)) + last
@@ -161,7 +160,7 @@ class TerminalView:
         if room < 4:
             return Text(figures_text.strip(), no_wrap=True)
         done = min(room, room * row["step"] // steps)
-        full, empty = ("━", "─") if speaks_unicode(sys.stdout) else ("#", ".")
+        full, empty = ("━", "─") if speaks_unicode(self._stream) else ("#", ".")
         return Text.assemble(
             (full * done, "green"), (empty * (room - done), "dim"), figures_text, no_wrap=True
         )
@@ -171,4 +170,4 @@ class TerminalView:
         self._live.update(self._drawing(stops=0), refresh=True)
         self._live.stop()
         for line in lines:
-            _print(line, sys.stdout)
+            _print(line, self._stream)

@@ -34,12 +34,13 @@ class _RMSNorm(torch.autograd.Function):
         (grad,) = grads
         x, weight, inverse = ctx.saved_tensors
         wide_grad = grad.to(inverse.dtype)
-        # x̂ = x·inverse;  dw = Σ g·x̂;  dx = inverse · (g·w − x̂ · mean(g·w·x̂))
-        normed = x * inverse
-        grad_normed = wide_grad * normed
-        grad_weight = grad_normed.flatten(0, -2).sum(0)
-        projection = torch.matmul(grad_normed, weight.to(inverse.dtype)).div_(x.shape[-1]).unsqueeze(-1)
-        grad_x = normed.mul_(projection).neg_().addcmul_(wide_grad, weight.to(inverse.dtype)).mul_(inverse)
+        wide_weight, size = weight.to(inverse.dtype), x.shape[-1]
+        # With r = inverse: dw = Σ g·x·r;  dx = g·w·r − x · r³ · mean(g·w·x). The sums are matrix-vector
+        # products.
+        product = (wide_grad * x).flatten(0, -2)
+        grad_weight = inverse.flatten() @ product
+        mean = (product @ wide_weight).view_as(inverse).div_(size)
+        grad_x = (wide_grad * wide_weight).mul_(inverse).addcmul_(x, mean * inverse**3, value=-1.0)
         return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
 
 

@@ -60,7 +60,8 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
 def global_norm(grads: Sequence[Tensor]) -> Tensor:
     """Return the L2 norm over all gradients as an fp32 scalar on their device."""
     norms = torch._foreach_norm(list(grads))
-    return torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms]))
+    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms]))
+    return total
 
 
 def step_clipped(

@@ -63,7 +63,7 @@ class _Bucket:
     num_missing: int = 0
 
     def views(self) -> Iterator[tuple[Trained, Tensor]]:
-        parts = self.flat.split([item.parameter.numel() for item in self.members])
+        parts = torch.split(self.flat, [item.parameter.numel() for item in self.members])
         for item, part in zip(self.members, parts, strict=True):
             yield item, part.view_as(item.parameter)
 
@@ -92,7 +92,9 @@ class GradientBuckets:
         ]
         for bucket in self._buckets:
             for item, view in bucket.views():
-                item.parameter.register_post_accumulate_grad_hook(self._taker(bucket, view))
+                item.parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    self._taker(bucket, view)
+                )
 
     def begin(self, *, is_first: bool, is_last: bool) -> None:
         self._is_first, self._is_last = is_first, is_last

@@ -70,7 +70,7 @@ def read_state(run: RunDir, now: float) -> RunState:
     """Read the state of a run at Unix time `now`; damaged records make fields None, never an error."""
     events = read_events(run)
     rows = recent_rows(run)
-    state, verdict = _state(run, events, now)
+    state, verdict = read_ending(run, events, now)
     config = _config(run)
     steps = config.train.steps if config is not None else None
     last = rows[-1] if rows else {}
@@ -135,7 +135,8 @@ def seconds_left(rows: Sequence[Record], steps: int | None) -> float | None:
     return max(0, steps - int(rows[-1]["step"])) * step_time_s
 
 
-def _state(run: RunDir, events: list[Record], now: float) -> tuple[str, Verdict | None]:
+def read_ending(run: RunDir, events: list[Record], now: float) -> tuple[str, Verdict | None]:
+    """Return a run's state in a word, and the verdict of its last attempt where there is one."""
     attempt = last_attempt(events)
     if attempt is None:
         return "not started", None

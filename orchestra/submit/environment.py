@@ -46,7 +46,7 @@ def worker_environment(
         "OMP_NUM_THREADS": str(threads),
         # Keeps a `conf` or `orchestra` in the working directory from shadowing the real ones.
         "PYTHONSAFEPATH": "1",
-        "PYTHONPATH": os.pathsep.join([str(source_root()), *search_path]),
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys([str(source_root()), *search_path])),
         "PYTHONUNBUFFERED": "1",
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(_SHUTDOWN_TIMEOUT_S),
         **_network(config),

@@ -6,6 +6,7 @@ the attempt, the ranks that died without a word, and the verdict of the whole.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from orchestra.events import EventWriter, node_writer, read_events
 from orchestra.report.verdict import Verdict, judge, node_verdict, of_attempt, ranks_with_verdict, signal_name
 from orchestra.rundir import RunDir
 from orchestra.submit.launch import launch_spec
+from orchestra.topology import batch_shape, layout
 
 _NODE = 0
 # What most often sends these signals to a worker.
@@ -74,13 +76,23 @@ def _cause(exit_code: int) -> dict[str, object]:
     return {"code": EXIT_FAILED, "cause": f"killed by {name}", "message": message, "signal": name}
 
 
+def _layout(config: Config, world_size: int) -> dict[str, object]:
+    mesh = layout(config.parallelism, world_size)
+    batch = batch_shape(config.train, mesh.dp)
+    return {
+        "layout": dataclasses.asdict(mesh),
+        "micro_batch_size": batch.micro_batch_size,
+        "accumulation": batch.accumulation,
+    }
+
+
 def train_here(
-    config: Config, run: RunDir, attempt: int, *, tick: Callable[[], None], search_path: Sequence[str] = ()
+    config: Config, run: RunDir, attempt: int, *, tick: Callable[[int], None], search_path: Sequence[str] = ()
 ) -> Verdict:
     """Run one attempt to its end on this machine; SIGINT, SIGTERM and SIGHUP end it and every process of it.
 
-    Main thread only. `config` is resolved; `tick` is called about ten times a second. Raises LaunchError when
-    torchrun cannot be started.
+    Main thread only. `config` is resolved; `tick` is called about ten times a second with the number of stop
+    requests so far. Raises LaunchError when torchrun cannot be started.
     """
     events = EventWriter(run, node_writer(attempt, _NODE), attempt)
     spec = launch_spec(config, run, attempt, search_path)
@@ -94,9 +106,10 @@ def train_here(
             pid_started=None if leader is None else leader.started,
             nodes=spec.num_nodes,
             ranks_per_node=spec.ranks_per_node,
+            **_layout(config, spec.world_size),
         )
         try:
-            run_local(spec, verdict=current.conclude, stops=stops.count, tick=tick)
+            run_local(spec, verdict=current.conclude, stops=stops.count, tick=lambda: tick(stops.count()))
         except LauncherError as error:
             events.write("failed", node=_NODE, code=EXIT_FAILED, cause="LaunchError", message=str(error))
             raise LaunchError(str(error)) from error

@@ -67,15 +67,18 @@ def _taken(run: RunDir) -> str:
     )
 
 
+def frozen_config(request: RunRequest, run: RunDir) -> Config:
+    """Return the configuration as the run directory keeps it: with the run's name and place."""
+    identity = dataclasses.replace(request.config.run, name=run.name, dir=str(run.path.parent))
+    return dataclasses.replace(request.config, run=identity)
+
+
 def prepare(request: RunRequest, run: RunDir) -> None:
     """Write the run directory `run`: config.yaml and run.json. Any moment before the end leaves nothing in
     its place.
 
     Raises ConfigError when the name is taken meanwhile or the parent cannot be written.
     """
-    config = dataclasses.replace(
-        request.config, run=dataclasses.replace(request.config.run, name=run.name, dir=str(run.path.parent))
-    )
     draft = RunDir(run.path.with_name(f".{run.name}.{secrets.token_hex(4)}"))
     try:
         draft.path.mkdir(parents=True)
@@ -85,7 +88,7 @@ def prepare(request: RunRequest, run: RunDir) -> None:
             f"choose another run.dir"
         ) from error
     try:
-        write_config(draft.config, config)
+        write_config(draft.config, frozen_config(request, run))
         draft.record.write_text(json.dumps(_record(request, run), indent=2) + "\n")
         _claim(draft, run)
     except BaseException:

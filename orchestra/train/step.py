@@ -80,5 +80,5 @@ class TrainingStep:
                 # pass.
                 work = dist.all_reduce(total, group=self._mesh.dp_group, async_op=True)
             self._parallel.gradients.begin(is_first=index == 0, is_last=is_last)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
         return total, work

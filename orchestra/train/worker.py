@@ -18,11 +18,12 @@ from orchestra.events import EventWriter, rank_writer
 from orchestra.flops import num_parameters
 from orchestra.frozen import read_config
 from orchestra.jsonl import JsonLinesWriter
+from orchestra.metrics_file import MFU_CONVENTION
 from orchestra.parallel.mesh import Mesh, RankEnvironment, open_mesh, rank_environment
 from orchestra.rundir import RunDir
 from orchestra.train.build import Training, build_training, set_numerics
 from orchestra.train.loop import Recorder, train
-from orchestra.train.metrics import MFU_CONVENTION, Meter, meter_settings, past_of
+from orchestra.train.metrics import Meter, meter_settings, past_of
 from orchestra.train.peak import device_peak_flops
 from orchestra.train.profile import StepProfiler
 from orchestra.train.wandb_mirror import WandbMirror
@@ -63,8 +64,9 @@ def _train(config: Config, run: RunDir, ranks: RankEnvironment, events: EventWri
     with open_mesh(config, ranks) as mesh:
         set_numerics(config, mesh.device)
         training = build_training(config, mesh)
-        with closing(training.loader):
-            train(config, training, _recorder(config, run, mesh, training, events))
+        recorder = _recorder(config, run, mesh, training, events)
+        with closing(training.loader), closing(recorder.profiler):
+            train(config, training, recorder)
 
 
 def _recorder(config: Config, run: RunDir, mesh: Mesh, training: Training, events: EventWriter) -> Recorder:

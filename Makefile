@@ -1,0 +1,67 @@
+# The repository's commands. Everything is installed into .venv here; nothing else on the machine is changed,
+# except that `make test` as root adds missing Debian packages (.ci/system-packages).
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PYTEST_ARGS ?=
+OVERRIDES ?=
+
+# What an installation depends on: a change of these files installs again, a second call does nothing.
+PINS := pyproject.toml constraints.txt
+
+.PHONY: help demo test lint format bench clean
+
+help: ## show this list
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1	\2/p' $(MAKEFILE_LIST) | expand -t 16
+
+demo: $(VENV)/installed ## install, then train a small Llama on this machine's own Python files (about a minute)
+	$(BIN)/orchestra run experiment=demo $(OVERRIDES)
+
+test: system-packages $(VENV)/installed-test lint ## install what tests need, lint, run all tests
+	$(BIN)/python -m pytest --durations=15 $(PYTEST_ARGS)
+
+lint: $(VENV)/installed-test ## ruff and mypy, as strict as pyproject.toml says
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/installed-test ## rewrite the files as ruff wants them
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/installed-bench ## time the training step against bare loops (benchmarks/RESULTS.md)
+	$(BIN)/python benchmarks/train_step.py
+
+clean: ## remove .venv, caches and built files; runs/ stays
+	rm -rf $(VENV) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.PHONY: system-packages
+system-packages:
+	@.ci/system-packages
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "error: '$(PYTHON)' is $$($(PYTHON) --version 2>&1 || true); orchestra needs Python 3.11 or newer:" \
+	    "make PYTHON=/path/to/python3.11 ..." >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
+	  echo "error: '$(PYTHON) -m venv' failed; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+
+# $(1): extras in brackets, or nothing. Quiet, because pip's own account fills a screen.
+define install
+	@echo "installing into $(VENV) (torch and its dependencies: some minutes the first time)"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.$(1)'
+endef
+
+$(VENV)/installed: $(PINS) | $(BIN)/python
+	$(call install)
+	@touch $@
+
+$(VENV)/installed-test: $(PINS) | $(BIN)/python
+	$(call install,[test])
+	@touch $@ $(VENV)/installed
+
+$(VENV)/installed-bench: $(PINS) | $(BIN)/python
+	$(call install,[bench])
+	@touch $@ $(VENV)/installed

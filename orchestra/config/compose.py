@@ -1,0 +1,172 @@
+"""Composes a configuration from presets and overrides, types it, checks every rule, and reports all problems.
+
+Hydra's compose API does the composing; none of its exceptions leaves this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
+
+from conf.schema import Config
+from orchestra.config.situation import Situation, resolved, this_machine
+from orchestra.errors import ConfigError
+
+if TYPE_CHECKING:
+    from orchestra.config.overrides import Checked
+    from orchestra.config.tree import Tree
+
+_MAIN = "train"
+
+
+@dataclass(frozen=True)
+class Composed:
+    """A checked configuration and what it was made from."""
+
+    config: Config
+    overrides: tuple[str, ...]
+    # The preset of each group, as in {"model": "debug"}.
+    presets: dict[str, str]
+
+
+@dataclass(frozen=True)
+class _Merged:
+    """What Hydra returned."""
+
+    values: Any
+    presets: dict[str, str]
+
+
+def compose(overrides: Sequence[str], situation: Situation | None = None) -> Composed:
+    """Compose, type, resolve and check a configuration for a situation (`orchestra run` here by default).
+
+    Device and ranks per node are put in the place of `auto` where this machine is the one that trains. Raises
+    ConfigError with every problem found: unreadable and unknown overrides, wrong types, then broken rules.
+    """
+    from orchestra.config.overrides import check_overrides
+    from orchestra.config.rules import problems_of
+
+    situation = situation or this_machine()
+    checked = check_overrides(overrides)
+    problems = list(checked.problems)
+    config = merged = None
+    try:
+        merged = _merge(checked)
+        typed = _typed(merged)
+        problems += _batch_said_twice(typed, checked.keys)
+        config = resolved(_batch_size_last_said(typed, checked.keys), situation)
+    except ConfigError as error:
+        problems += error.problems
+    if config is not None and not checked.lacks_preset:
+        problems += problems_of(config, situation)
+    if problems or config is None or merged is None:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    return Composed(config, tuple(overrides), merged.presets)
+
+
+def _merge(checked: Checked) -> _Merged:
+    """Let Hydra merge the presets and the accepted overrides onto the schema."""
+    import hydra
+    from hydra.core.config_store import ConfigStore
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    from orchestra.config.tree import GROUPS, own_folder
+    from orchestra.frozen import writable_schema
+
+    ConfigStore.instance().store(name="schema", node=writable_schema())
+    try:
+        with hydra.initialize_config_dir(str(own_folder()), job_name="orchestra", version_base="1.3"):
+            whole = hydra.compose(_MAIN, checked.accepted, return_hydra_config=True)
+    except (HydraException, OmegaConfBaseException, YAMLError, OSError, ValueError, TypeError) as error:
+        raise ConfigError(_tree_problems(checked) or [_in_one_line(error)]) from error
+    choices = OmegaConf.to_container(whole.hydra.runtime.choices)
+    assert isinstance(choices, dict)
+    presets = {group: str(choices[group]) for group in GROUPS if choices.get(group) is not None}
+    problems = _quoting_problems(checked.tree, presets)
+    if problems:
+        raise ConfigError(problems)
+    OmegaConf.set_struct(whole, False)
+    del whole["hydra"]
+    return _Merged(whole, presets)
+
+
+def _typed(merged: _Merged) -> Config:
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        missing = sorted(OmegaConf.missing_keys(merged.values))
+        if missing:
+            raise ConfigError([f"{name}: no value given (???); set {name}=…" for name in missing])
+        return cast(Config, OmegaConf.to_object(merged.values))
+    except OmegaConfBaseException as error:
+        reason = str(error.msg or error).splitlines()[0]
+        raise ConfigError(f"{error.full_key or 'a value'}: {reason}") from error
+
+
+def _tree_problems(checked: Checked) -> list[str]:
+    """Return what is wrong inside the YAML files that the overrides choose, each sentence naming its file.
+
+    First their headers, since Hydra finds no further file behind a wrong one, then every value.
+    """
+    from hydra import initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import HydraException
+    from hydra.types import RunMode
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    from orchestra.config.tree import own_folder
+    from orchestra.config.values import file_problems, header_problems
+
+    problems: list[str] = []
+    try:
+        for group, preset in checked.presets.items():
+            file = checked.tree.file(f"{group}/{preset}")
+            problems += [] if file is None else header_problems(file, group, checked.tree)
+        if problems:
+            return problems
+        with initialize_config_dir(str(own_folder()), job_name="orchestra", version_base="1.3"):
+            loader = GlobalHydra.instance().config_loader()
+            defaults = loader.compute_defaults_list(_MAIN, checked.accepted, RunMode.RUN).defaults
+        for default in defaults:
+            file = checked.tree.file(default.config_path or "")
+            problems += [] if file is None else file_problems(file, default.package or "")
+    except (HydraException, OmegaConfBaseException, YAMLError, OSError, ValueError, TypeError) as error:
+        problems.append(_in_one_line(error))
+    return problems
+
+
+def _quoting_problems(tree: Tree, presets: dict[str, str]) -> list[str]:
+    from orchestra.config.values import unquoted_times
+
+    files = (tree.file(f"{group}/{preset}") for group, preset in presets.items())
+    return [problem for file in files if file is not None for problem in unquoted_times(file)]
+
+
+def _batch_size_last_said(config: Config, keys: set[str]) -> Config:
+    """Keep one global batch size: an override's, else the number of tokens where there is one."""
+    train = config.train
+    if "train.global_batch_size" in keys and "train.global_batch_tokens" not in keys:
+        return replace(config, train=replace(train, global_batch_tokens=None))
+    if train.global_batch_tokens is not None:
+        return replace(config, train=replace(train, global_batch_size=None))
+    return config
+
+
+def _batch_said_twice(config: Config, keys: set[str]) -> list[str]:
+    size, tokens = config.train.global_batch_size, config.train.global_batch_tokens
+    both_said = {"train.global_batch_size", "train.global_batch_tokens"} <= keys
+    if both_said and size is not None and tokens is not None:
+        return ["train.global_batch_size and train.global_batch_tokens are both given; give one of them"]
+    return []
+
+
+def _in_one_line(error: Exception) -> str:
+    """Return Hydra's message without the folders it looked in."""
+    lines = (line.strip() for line in str(error).partition("Config search path:")[0].splitlines())
+    return "; ".join(line for line in lines if line) or type(error).__name__

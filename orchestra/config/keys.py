@@ -1,0 +1,183 @@
+"""The schema's keys: which exist, what each accepts, which one a mistyped key meant. It changes no value."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+from typing import Any
+
+from conf.schema import Config
+
+# Similarity below which a suggestion would rather mislead (difflib's ratio).
+_LIKENESS = 0.6
+_NUMBER_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+_EXAMPLES = {int: "1", float: "0.1", bool: "true", str: "name"}
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of the schema: its dotted name, type and default. A section's type is its dataclass."""
+
+    name: str
+    type: Any
+    default: Any
+
+    @property
+    def is_section(self) -> bool:
+        return dataclasses.is_dataclass(self.type)
+
+    @property
+    def is_free(self) -> bool:
+        """Whether anything may stand below this key (a dictionary)."""
+        return typing.get_origin(self.type) is dict
+
+
+@cache
+def known_keys() -> dict[str, Key]:
+    """Return every key of the schema by its dotted name, sections included."""
+    return {key.name: key for key in _keys_of(Config, "", Config())}
+
+
+def _keys_of(section: Any, prefix: str, defaults: Any) -> list[Key]:
+    hints = typing.get_type_hints(section)
+    keys: list[Key] = []
+    for field in dataclasses.fields(section):
+        name, default = prefix + field.name, getattr(defaults, field.name)
+        keys.append(Key(name, hints[field.name], default))
+        if dataclasses.is_dataclass(hints[field.name]):
+            keys += _keys_of(hints[field.name], name + ".", default)
+    return keys
+
+
+def find_key(name: str) -> Key | None:
+    """Return the key `name`, or the list or dictionary that `name` points into; None when there is none."""
+    known = known_keys()
+    if name in known:
+        return known[name]
+    parent, _, last = name.rpartition(".")
+    above = find_key(parent) if parent else None
+    if above is None or above.is_section:
+        return None
+    is_element = typing.get_origin(above.type) is list and last.isdecimal()
+    return above if above.is_free or is_element else None
+
+
+def unknown_key(name: str) -> str:
+    """Return the sentence for a key that does not exist, with the nearest ones that do."""
+    meant = nearest_keys(name)
+    if meant:
+        return f"{name}: no such key; did you mean {' or '.join(meant)}?"
+    section = name.rpartition(".")[0]
+    while section and not (section in known_keys() and known_keys()[section].is_section):
+        section = section.rpartition(".")[0]
+    return f"{name}: no such key; {section or 'a configuration'} has {', '.join(children(section))}"
+
+
+def children(section: str) -> list[str]:
+    """Return the names directly below a section; of the whole configuration for the empty name."""
+    depth = section.count(".") + 1 if section else 0
+    prefix = section + "." if section else ""
+    return [
+        name[len(prefix) :]
+        for name in known_keys()
+        if name.startswith(prefix) and name.count(".") == depth and name != section
+    ]
+
+
+def nearest_keys(name: str) -> list[str]:
+    """Return up to two keys that `name` may have meant: the same last word elsewhere, else a similar one."""
+    known = known_keys()
+    leaves = [key for key in known if not known[key].is_section]
+    last = name.rpartition(".")[2]
+    same_word = [key for key in leaves if key.rpartition(".")[2] == last]
+    similar = difflib.get_close_matches(name, known, n=1, cutoff=_LIKENESS)
+    if same_word:
+        return difflib.get_close_matches(name, same_word, n=2, cutoff=0.0)
+    if similar and similar[0].rpartition(".")[0] == name.rpartition(".")[0]:
+        return similar
+    words: dict[str, list[str]] = {}
+    for key in leaves:
+        words.setdefault(key.rpartition(".")[2], []).append(key)
+    near_words = difflib.get_close_matches(last, words, n=2, cutoff=_LIKENESS)
+    return [words[word][0] for word in near_words] or similar
+
+
+def nearest(word: str, options: list[str]) -> str | None:
+    """Return the option most like `word`; None when none is like it."""
+    return next(iter(difflib.get_close_matches(word, options, n=1, cutoff=_LIKENESS)), None)
+
+
+def wrong_type(key: Key, name: str, value: Any) -> str:
+    """Return the sentence for a value that `key` does not accept: found, expected, example."""
+    found = f"{name}={shown(value)}"
+    if key.is_section:
+        inside = ", ".join(f"{key.name}.{child}" for child in children(key.name))
+        return f"{found}: {key.name} is a section; set one of {inside}"
+    hint = _without_none(key.type)
+    if hint is int and isinstance(value, float) and value.is_integer():
+        return f"{found}: expected a whole number without a point or exponent; write {int(value)}"
+    or_null = " or null" if hint is not key.type else ""
+    return f"{found}: found {_kind(value)}, expected {_accepted(hint)}{or_null}, e.g. {_example(key, hint)}"
+
+
+def _accepted(hint: Any) -> str:
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return "one of " + ", ".join(member.name for member in hint)
+    if hint in _NUMBER_WORDS:
+        return _NUMBER_WORDS[hint]
+    if typing.get_origin(hint) is list:
+        (inner,) = typing.get_args(hint)
+        if dataclasses.is_dataclass(inner):
+            return f"a list of {{{', '.join(field.name for field in dataclasses.fields(inner))}}}"
+        return "a list, each element " + _accepted(inner)
+    if typing.get_origin(hint) is dict:
+        return "names with values, {name: value}"
+    return "a whole number or auto"
+
+
+def _example(key: Key, hint: Any) -> str:
+    default = key.default
+    if isinstance(default, (int, float, str, Enum)) or (isinstance(default, list) and default):
+        return f"{key.name}={shown(default)}"
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return f"{key.name}={next(iter(hint)).name}"
+    if typing.get_origin(hint) is list:
+        return f"{key.name}=[]"
+    return f"{key.name}={'{}' if typing.get_origin(hint) is dict else _EXAMPLES.get(hint, '1')}"
+
+
+def _without_none(hint: Any) -> Any:
+    """Return `X` of `X | None`, and `X | Y` of `X | Y | None`; anything else as it is."""
+    if typing.get_origin(hint) not in (types.UnionType, typing.Union):
+        return hint
+    inner = [part for part in typing.get_args(hint) if part is not type(None)]
+    if len(inner) == len(typing.get_args(hint)):
+        return hint
+    return inner[0] if len(inner) == 1 else typing.Union[tuple(inner)]  # noqa: UP007
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "null"
+    for kind, word in ((bool, "true or false"), (int, "a whole number"), (float, "a number"), (str, "text")):
+        if isinstance(value, kind):
+            return word
+    return "a list" if isinstance(value, (list, tuple)) else "a section {…}"
+
+
+def shown(value: Any) -> str:
+    """Return a value as it would be written in an override."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, (list, tuple)):
+        return "[" + ",".join(shown(element) for element in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{name}:{shown(element)}" for name, element in value.items()) + "}"
+    return str(value)

@@ -1,0 +1,105 @@
+"""What the configuration can say and orchestra cannot do yet, in one table.
+
+Who builds a feature deletes its row. The planner knows all of it; `run` and `submit` refuse it before anything
+starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+from conf.schema import Config, LauncherName, PrecisionName, Recompute
+from orchestra.config.keys import shown
+from orchestra.config.situation import Situation
+
+
+@dataclass(frozen=True)
+class NotYet:
+    """A key, the values of it that are not built, the feature's name and what to use until it is."""
+
+    key: str
+    is_asked_for: Callable[[Any], bool]
+    feature: str
+    instead: str
+    part: str = "trainer"
+
+
+def _is_split(degree: Any) -> bool:
+    return isinstance(degree, int) and degree > 1
+
+
+def _is_given(value: Any) -> bool:
+    return value is not None
+
+
+TABLE: tuple[NotYet, ...] = (
+    NotYet("parallelism.zero", lambda stage: stage in (1, 2, 3), "ZeRO sharding", "parallelism.zero=0"),
+    NotYet("parallelism.shard_degree", _is_given, "hybrid sharding", "parallelism.shard_degree=null"),
+    NotYet("parallelism.tp", _is_split, "tensor parallelism", "parallelism.tp=1"),
+    NotYet(
+        "parallelism.sequence_parallel", bool, "sequence parallelism", "parallelism.sequence_parallel=false"
+    ),
+    NotYet("parallelism.pp", _is_split, "pipeline parallelism", "parallelism.pp=1"),
+    NotYet("parallelism.cp", _is_split, "context parallelism", "parallelism.cp=1"),
+    NotYet("parallelism.ep", _is_split, "expert parallelism", "parallelism.ep=1"),
+    NotYet(
+        "precision.name", lambda name: name is PrecisionName.fp16, "loss scaling for fp16", "precision=bf16"
+    ),
+    NotYet("precision.name", lambda name: name is PrecisionName.fp8, "fp8 products", "precision=bf16"),
+    NotYet(
+        "precision.reduce_dtype", _is_given, "a reduction dtype of its own", "precision.reduce_dtype=null"
+    ),
+    NotYet(
+        "train.recompute", lambda what: what is not Recompute.none, "recomputation", "train.recompute=none"
+    ),
+    NotYet(
+        "train.micro_batch_size",
+        lambda size: size == "auto",
+        "a search for the micro-batch size",
+        "a number or null",
+    ),
+    NotYet("model.init_from", _is_given, "starting from Hugging Face weights", "model.init_from=null"),
+    NotYet("checkpoint.every_steps", _is_given, "checkpoints", "checkpoint.every_steps=null"),
+    NotYet(
+        "cluster.launcher",
+        lambda name: name is LauncherName.slurm,
+        "a way to start Slurm jobs",
+        "cluster=local",
+        part="launcher",
+    ),
+    NotYet(
+        "cluster.spare_nodes",
+        lambda nodes: nodes > 0,
+        "spare nodes",
+        "cluster.spare_nodes=0",
+        part="launcher",
+    ),
+    NotYet("recovery.inject", bool, "fault injection", "recovery.inject=[]"),
+    NotYet(
+        "recovery.min_nodes",
+        _is_given,
+        "shrinking to fewer nodes",
+        "recovery.min_nodes=null",
+        part="launcher",
+    ),
+    NotYet(
+        "recovery.memory_copy_every_steps",
+        _is_given,
+        "copies of its state in memory",
+        "recovery.memory_copy_every_steps=null",
+    ),
+)
+
+
+def not_yet(config: Config, situation: Situation) -> Iterator[str]:
+    """Yield a sentence for each feature that is asked for and not built; nothing for the planner."""
+    if situation.verb == "plan":
+        return
+    for row in TABLE:
+        value = attrgetter(row.key)(config)
+        if row.is_asked_for(value):
+            found = f"{row.key}={shown(value)}"
+            yield f"{found}: orchestra's {row.part} does not have {row.feature} yet; use {row.instead}"

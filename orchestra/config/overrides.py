@@ -1,0 +1,173 @@
+"""Checks overrides one by one, so that all their problems are reported and not only the first.
+
+Hydra stops at the first override it cannot use. Here each is parsed with Hydra's own grammar and tried on the
+schema; those that are fine are handed on. It composes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+
+from orchestra.config.keys import Key, find_key, nearest, shown, unknown_key
+from orchestra.config.tree import GROUPS, Tree, own_folder
+from orchestra.config.values import Scratch
+
+_SEARCH_PATH = "hydra.searchpath"
+
+
+@dataclass
+class Checked:
+    """What the check found: overrides that Hydra will accept, and sentences about the others."""
+
+    tree: Tree
+    accepted: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    # The preset chosen for each group.
+    presets: dict[str, str] = field(default_factory=dict)
+    # Keys that were given a value, for rules about what was said explicitly.
+    keys: set[str] = field(default_factory=set)
+    # Whether a preset is missing: the values of its group are then not what was meant.
+    lacks_preset: bool = False
+
+
+def check_overrides(overrides: Sequence[str]) -> Checked:
+    """Parse and try each override on its own; never raises for what a user wrote."""
+    parsed: list[Override] = []
+    problems: list[str] = []
+    for text in overrides:
+        try:
+            parsed.append(OverridesParser.create().parse_override(text))
+        except (HydraException, ValueError, RecursionError) as error:
+            problems.append(_unreadable(text, error))
+    checked = Checked(tree=_tree(parsed), problems=problems)
+    scratch, chosen = Scratch(), dict[str, Override]()
+    for override in parsed:
+        if override.key_or_group in GROUPS:
+            chosen_problems = list(_group_problems(override, checked.tree))
+            chosen_problems += _chosen_twice(chosen.setdefault(override.key_or_group, override), override)
+            checked.lacks_preset |= bool(chosen_problems)
+            _sort_in(checked, override, chosen_problems)
+            if not chosen_problems and not override.is_delete():
+                checked.presets[override.key_or_group] = shown(override.value())
+        else:
+            _sort_in(checked, override, list(_value_problems(override, scratch)))
+    return checked
+
+
+def _sort_in(checked: Checked, override: Override, problems: list[str]) -> None:
+    checked.problems += problems
+    if not problems:
+        checked.keys.add(override.key_or_group)
+        checked.accepted.append(_accepted(override))
+
+
+def _accepted(override: Override) -> str:
+    """Return the text for Hydra: what stands below a dictionary needs Hydra's `++` to be new there."""
+    text = str(override.input_line)
+    if override.key_or_group == _SEARCH_PATH:
+        return f"{_SEARCH_PATH}=[{','.join(_folder_url(folder) for folder in _folders(override))}]"
+    key = find_key(override.key_or_group)
+    is_new_below = key is not None and key.is_free and not override.is_delete()
+    return "++" + text.lstrip("+") if is_new_below else text
+
+
+def _unreadable(text: str, error: Exception) -> str:
+    if text.startswith("-"):
+        return f"{text}: not an option; overrides are written key=value"
+    if "=" not in text:
+        return f"{text}: not an override; write key=value, without spaces around ="
+    reason = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
+    return f"{text}: cannot be read ({reason}); put values with special characters in quotes: 'key=\"value\"'"
+
+
+def _sweep(override: Override) -> str:
+    return (
+        f"{override.input_line}: several values for one run; give one value (a list is written "
+        f"{override.key_or_group}=[…]), or sweep over them with `orchestra submit -m`"
+    )
+
+
+def _group_problems(override: Override, tree: Tree) -> Iterator[str]:
+    group, options = override.key_or_group, tree.options(override.key_or_group)
+    if override.is_sweep_override():
+        yield _sweep(override)
+        return
+    value = override.value()
+    if override.package is not None:
+        yield f"{override.input_line}: groups always go to their own section; write {group}={shown(value)}"
+    elif override.is_add():
+        yield f"{override.input_line}: {group} has its place already; write {group}={shown(value)}"
+    elif override.is_delete() or value is None:
+        return
+    elif isinstance(value, (dict, list)):
+        yield (
+            f"{override.input_line}: {group} takes the name of a preset ({', '.join(options)}); "
+            f"set single values with {group}.key=value"
+        )
+    elif shown(value) not in options:
+        meant = nearest(shown(value), options)
+        hint = f"did you mean {group}={meant}? There are" if meant else "there are"
+        yield f"{group}={shown(value)}: no such preset; {hint} {', '.join(options)}"
+
+
+def _chosen_twice(first: Override, override: Override) -> list[str]:
+    if first is override:
+        return []
+    return [f"{override.input_line}: {override.key_or_group} is chosen twice, before as {first.input_line}"]
+
+
+def _value_problems(override: Override, scratch: Scratch) -> Iterator[str]:
+    name, text = override.key_or_group, override.input_line
+    if name == _SEARCH_PATH:
+        yield from _search_path_problems(override)
+    elif name.startswith(("hydra.", "hydra/")) or name == "hydra":
+        yield f"{text}: Hydra's own settings have no effect here, except {_SEARCH_PATH}=[folder]"
+    elif "/" in name or override.package is not None:
+        yield f"{text}: no such group; the groups are {', '.join(GROUPS)}"
+    elif override.is_sweep_override() and find_key(name) is not None:
+        yield _sweep(override)
+    elif override.is_delete():
+        yield from _delete_problems(name, find_key(name))
+    elif override.is_add() and (key := find_key(name)) is not None and not key.is_free:
+        yield f"{text}: {name} exists already; write {str(text).lstrip('+')}"
+    elif find_key(name) is None:
+        yield unknown_key(name)
+    else:
+        yield from scratch.problems(name, override.value())
+
+
+def _delete_problems(name: str, key: Key | None) -> Iterator[str]:
+    if key is None:
+        yield unknown_key(name)
+    elif not key.is_free or key.name == name:
+        yield f"~{name}: a key cannot be deleted; give it another value, such as {name}={shown(key.default)}"
+
+
+def _search_path_problems(override: Override) -> Iterator[str]:
+    for folder in _folders(override):
+        if not folder.is_dir():
+            yield f"{override.input_line}: {folder} is not a folder; give folders with YAML groups inside"
+
+
+def _tree(parsed: Sequence[Override]) -> Tree:
+    folders = [own_folder()]
+    for override in parsed:
+        if override.key_or_group == _SEARCH_PATH:
+            folders += _folders(override)
+    return Tree(tuple(folders))
+
+
+def _folders(override: Override) -> list[Path]:
+    value = None if override.is_sweep_override() or override.is_delete() else override.value()
+    names = value if isinstance(value, list) else [value]
+    return [Path(str(name).removeprefix("file://")).expanduser().absolute() for name in names]
+
+
+def _folder_url(folder: Path) -> str:
+    return f"'file://{folder}'"

@@ -1,0 +1,108 @@
+"""Rules about what a run finds where it runs: machines, devices and data files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from conf.schema import Config, DataConfig, Device, LauncherName, PrecisionName, Source
+from orchestra.config.situation import Situation
+
+# 256 byte values and the document separator.
+_STDLIB_VOCABULARY = 257
+
+
+def rule_nodes(config: Config, _: Situation) -> Iterator[str]:
+    cluster = config.cluster
+    if cluster.launcher is LauncherName.local and cluster.nodes > 1:
+        yield f"cluster.nodes={cluster.nodes}: launcher=local is this machine alone; use 1 or cluster=slurm"
+    least = config.recovery.min_nodes
+    if least is not None and least > cluster.nodes:
+        yield f"recovery.min_nodes={least} is above cluster.nodes={cluster.nodes}; use at most that"
+
+
+def rule_ranks_per_node(config: Config, _: Situation) -> Iterator[str]:
+    ranks = config.cluster.gpus_per_node
+    if ranks != "auto" and (isinstance(ranks, str) or ranks < 1):
+        yield f"cluster.gpus_per_node={ranks} is not a number of ranks; use 1 or more, or auto"
+
+
+def rule_gpus(config: Config, situation: Situation) -> Iterator[str]:
+    cluster, num_gpus = config.cluster, situation.num_gpus
+    if (
+        cluster.launcher is not LauncherName.local
+        or cluster.device is not Device.cuda
+        or situation.verb == "plan"
+    ):
+        return
+    ranks = cluster.gpus_per_node
+    if num_gpus == 0:
+        yield "cluster.device=cuda, but no NVIDIA GPU is visible on this machine; use cluster.device=cpu"
+    elif isinstance(ranks, int) and ranks > num_gpus:
+        yield (
+            f"cluster.gpus_per_node={ranks}, but {num_gpus} GPU(s) are visible on this machine; use at most "
+            f"{num_gpus}, or cluster.device=cpu"
+        )
+
+
+def rule_precision_on_cpu(config: Config, _: Situation) -> Iterator[str]:
+    name = config.precision.name
+    if config.cluster.device is Device.cpu and name in (PrecisionName.fp16, PrecisionName.fp8):
+        yield f"precision={name.name} has no CPU kernels; use precision=fp32 or bf16, or cluster.device=cuda"
+
+
+def rule_data_source(config: Config, _: Situation) -> Iterator[str]:
+    data = config.data
+    if data.source is Source.stdlib:
+        if data.path is not None or data.blend:
+            yield "data.path and data.blend are for data=tokens; choose it, or leave them out for data=stdlib"
+    elif data.path is None and not data.blend:
+        yield "data.source=tokens needs files of `orchestra data pack`; give data.path=PREFIX or data.blend"
+    elif data.path is not None and data.blend:
+        yield "data.path and data.blend are both given; give one of them"
+    for part in data.blend:
+        if not 0 < part.weight < float("inf"):
+            yield f"data.blend: weight {part.weight} of {part.path} is not a positive number; use one above 0"
+
+
+def rule_data_files(config: Config, _: Situation) -> Iterator[str]:
+    """Local files must be there, and the model must know every token in them."""
+    vocab_size = config.model.vocab_size
+    if config.data.source is Source.stdlib:
+        if vocab_size < _STDLIB_VOCABULARY:
+            yield (
+                f"model.vocab_size={vocab_size} is below the {_STDLIB_VOCABULARY} tokens of "
+                f"data.source=stdlib (256 byte values, one separator); use {_STDLIB_VOCABULARY} or more"
+            )
+        return
+    for path in _local_paths(config.data):
+        prefix = path.removesuffix(".bin").removesuffix(".json")
+        missing = [
+            name for name in (prefix + ".bin", prefix + ".json") if not Path(name).expanduser().is_file()
+        ]
+        if missing:
+            yield f"data: no file {' and no file '.join(missing)}; write them with `orchestra data pack`"
+            continue
+        in_file = _vocab_size(Path(prefix + ".json").expanduser())
+        if in_file is not None and in_file > vocab_size:
+            yield f"model.vocab_size={vocab_size} is below the {in_file} tokens of {path}; raise it"
+
+
+def _local_paths(data: DataConfig) -> list[str]:
+    paths = [data.path, *(part.path for part in data.blend)]
+    return [
+        path.removeprefix("file://") for path in paths if path and ("://" not in path or "file://" in path)
+    ]
+
+
+def _vocab_size(index: Path) -> int | None:
+    """Return the index's vocabulary; None where it cannot be read, which opening the data explains better."""
+    try:
+        size = json.loads(index.read_text())["vocab_size"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return size if isinstance(size, int) else None
+
+
+RULES = (rule_nodes, rule_ranks_per_node, rule_gpus, rule_precision_on_cpu, rule_data_source, rule_data_files)

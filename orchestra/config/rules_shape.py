@@ -1,0 +1,181 @@
+"""Rules about how model, layout and batch fit together: everything that must divide something."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from conf.schema import Config, Family
+from orchestra.config.situation import Situation, world_size
+from orchestra.errors import ConfigError
+from orchestra.flops import head_dim
+from orchestra.topology import (
+    batch_problems,
+    divisors,
+    layout,
+    layout_problems,
+    listed,
+    nearest_multiples,
+)
+
+
+def rule_heads(config: Config, _: Situation) -> Iterator[str]:
+    model = config.model
+    heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
+    if not _positive(model.hidden_size, heads):
+        return
+    if model.head_dim is None and model.hidden_size % heads:
+        yield (
+            f"model.num_attention_heads={heads} does not divide model.hidden_size={model.hidden_size}; use "
+            f"{listed(divisors(model.hidden_size))} heads, or set model.head_dim"
+        )
+    elif model.family is Family.llama and head_dim(model) % 2:
+        yield (
+            f"a head of {head_dim(model)} numbers is odd and rotary positions turn pairs; choose "
+            f"model.num_attention_heads so that hidden_size / heads is even, or set model.head_dim"
+        )
+    if _positive(kv_heads) and heads % kv_heads:
+        yield (
+            f"model.num_key_value_heads={kv_heads} does not divide model.num_attention_heads={heads}; use "
+            f"{listed(divisors(heads))}"
+        )
+
+
+def rule_positions(config: Config, _: Situation) -> Iterator[str]:
+    model, seq_len = config.model, config.train.seq_len
+    longest = model.max_position_embeddings
+    if model.family is Family.gpt and seq_len > longest:
+        yield (
+            f"train.seq_len={seq_len} is longer than the {longest} learned positions of the model; use at "
+            f"most {longest}, or raise model.max_position_embeddings"
+        )
+
+
+def rule_tensor_parallel(config: Config, _: Situation) -> Iterator[str]:
+    model, tp = config.model, config.parallelism.tp
+    heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
+    if not _positive(tp, heads, kv_heads, model.intermediate_size):
+        return
+    for name, size in (("num_attention_heads", heads), ("intermediate_size", model.intermediate_size)):
+        if size % tp:
+            fitting = listed(_small_divisors(size))
+            yield f"parallelism.tp={tp} does not divide model.{name}={size}; use {fitting}"
+    if kv_heads % tp and tp % kv_heads:
+        degrees = [degree for degree in divisors(heads) if kv_heads % degree == 0 or degree % kv_heads == 0]
+        yield (
+            f"parallelism.tp={tp} and model.num_key_value_heads={kv_heads}: neither divides the other; use "
+            f"tp={listed(degrees)}"
+        )
+
+
+def rule_sequence_parallel(config: Config, _: Situation) -> Iterator[str]:
+    parallelism, seq_len = config.parallelism, config.train.seq_len
+    tp = parallelism.tp
+    if not parallelism.sequence_parallel or not _positive(tp, seq_len):
+        return
+    if tp == 1:
+        yield (
+            "parallelism.sequence_parallel=true needs parallelism.tp of 2 or more; set "
+            "parallelism.sequence_parallel=false or choose tp"
+        )
+    elif seq_len % tp:
+        yield (
+            f"train.seq_len={seq_len} is not divisible by parallelism.tp={tp}, as sequence_parallel=true "
+            f"needs; use {listed(nearest_multiples(seq_len, tp))}"
+        )
+
+
+def rule_context_parallel(config: Config, _: Situation) -> Iterator[str]:
+    cp, seq_len = config.parallelism.cp, config.train.seq_len
+    if _positive(cp, seq_len) and seq_len % cp:
+        yield (
+            f"train.seq_len={seq_len} is not divisible by parallelism.cp={cp}; use "
+            f"{listed(nearest_multiples(seq_len, cp))}"
+        )
+
+
+def rule_pipeline(config: Config, _: Situation) -> Iterator[str]:
+    pp, layers = config.parallelism.pp, config.model.num_hidden_layers
+    if _positive(pp, layers) and pp > layers:
+        yield f"parallelism.pp={pp} is more than model.num_hidden_layers={layers}; use at most {layers}"
+
+
+def rule_layout(config: Config, _: Situation) -> Iterator[str]:
+    """World size ≠ nodes × gpus_per_node; where ranks per node are unknown, only what is wrong anyway."""
+    parallelism = config.parallelism
+    ranks = world_size(config)
+    if ranks is not None:
+        yield from layout_problems(parallelism, ranks)
+    elif isinstance(parallelism.dp, str) and parallelism.dp != "auto":
+        yield f"parallelism.dp={parallelism.dp} is not a degree; use auto or a whole number of at least 1"
+
+
+def rule_sharding(config: Config, _: Situation) -> Iterator[str]:
+    parallelism, degree, dp = config.parallelism, config.parallelism.shard_degree, _dp(config)
+    if degree is None or degree < 1:
+        return
+    if parallelism.zero == 0:
+        yield f"parallelism.shard_degree={degree} needs parallelism.zero=1, 2 or 3; set it, or use null"
+    if dp is not None and dp % degree:
+        yield f"parallelism.shard_degree={degree} does not divide dp={dp}; use {listed(divisors(dp))}"
+
+
+def rule_batch(config: Config, _: Situation) -> Iterator[str]:
+    """GBS = MBS × GA × DP for a whole GA."""
+    train = config.train
+    if not _positive(train.seq_len) or train.micro_batch_size == "auto":
+        return
+    tokens = train.global_batch_tokens
+    if tokens is not None and (tokens < train.seq_len or tokens % train.seq_len):
+        if tokens >= 1:
+            yield (
+                f"train.global_batch_tokens={tokens} is not a whole number of sequences of "
+                f"train.seq_len={train.seq_len}; use {listed(nearest_multiples(tokens, train.seq_len))}"
+            )
+        return
+    # Where the layout is not known or itself wrong, what must hold for any is checked.
+    yield from batch_problems(train, _dp(config) or 1)
+
+
+def rule_profiled_ranks(config: Config, _: Situation) -> Iterator[str]:
+    profile, ranks = config.train.profile, world_size(config)
+    if not profile.enabled:
+        return
+    if not profile.ranks:
+        yield "train.profile.enabled=true and train.profile.ranks=[]: nothing would be traced; use e.g. [0]"
+    strangers = [rank for rank in profile.ranks if rank < 0 or (ranks is not None and rank >= ranks)]
+    if strangers:
+        within = f"0 to {ranks - 1}" if ranks is not None else "0 and above"
+        yield f"train.profile.ranks: no rank {listed(strangers)} in this run; use {within}"
+
+
+def _dp(config: Config) -> int | None:
+    ranks = world_size(config)
+    if ranks is None:
+        return None
+    try:
+        return layout(config.parallelism, ranks).dp
+    except ConfigError:
+        return None
+
+
+def _positive(*numbers: int) -> bool:
+    return all(number > 0 for number in numbers)
+
+
+def _small_divisors(size: int) -> list[int]:
+    """Degrees that fit `size` and a machine: beyond 64 nobody splits a layer."""
+    return [degree for degree in divisors(size) if degree <= 64]
+
+
+RULES = (
+    rule_heads,
+    rule_positions,
+    rule_tensor_parallel,
+    rule_sequence_parallel,
+    rule_context_parallel,
+    rule_pipeline,
+    rule_layout,
+    rule_sharding,
+    rule_batch,
+    rule_profiled_ranks,
+)

@@ -1,0 +1,195 @@
+"""Rules about single values: what is a size, a rate, a share, a name."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from operator import attrgetter
+
+from conf.schema import Config
+from orchestra import hardware
+from orchestra.config.keys import nearest, shown
+from orchestra.config.situation import Situation
+from orchestra.units import slurm_time_s
+
+# Smallest whole number of each key; null passes where the schema allows it.
+_AT_LEAST = {
+    "model.hidden_size": 1,
+    "model.intermediate_size": 1,
+    "model.num_hidden_layers": 1,
+    "model.num_attention_heads": 1,
+    "model.num_key_value_heads": 1,
+    "model.head_dim": 1,
+    "model.vocab_size": 2,
+    "model.max_position_embeddings": 1,
+    "model.rope_scaling.original_max_position_embeddings": 1,
+    "parallelism.shard_degree": 1,
+    "data.prefetch_batches": 1,
+    "optim.warmup_steps": 0,
+    "train.steps": 1,
+    "train.seq_len": 1,
+    "train.global_batch_tokens": 1,
+    "train.log_every": 1,
+    "train.seed": 0,
+    "train.max_nonfinite_steps": 1,
+    "train.loss_chunk_tokens": 1,
+    "checkpoint.every_steps": 1,
+    "checkpoint.keep_last": 1,
+    "cluster.nodes": 1,
+    "cluster.threads_per_rank": 1,
+    "cluster.spare_nodes": 0,
+    "recovery.max_restarts": 0,
+    "recovery.min_nodes": 1,
+    "recovery.memory_copy_every_steps": 1,
+}
+# Numbers that must be finite and larger than zero.
+_POSITIVE = (
+    "model.rope_theta",
+    "model.rope_scaling.factor",
+    "model.rope_scaling.low_freq_factor",
+    "model.rope_scaling.high_freq_factor",
+    "model.norm_eps",
+    "model.init_std",
+    "parallelism.bucket_mib",
+    "optim.lr",
+    "optim.eps",
+    "optim.clip_norm",
+    "cluster.peak_tflops",
+    "cluster.network.intra_node_bytes_per_s",
+    "cluster.network.inter_node_bytes_per_s",
+    "recovery.heartbeat_timeout_s",
+    "recovery.collective_timeout_s",
+)
+# Numbers that must be finite and may be zero.
+_NOT_NEGATIVE = (
+    "optim.min_lr",
+    "optim.weight_decay",
+    "cluster.network.intra_node_latency_s",
+    "cluster.network.inter_node_latency_s",
+    "wandb.finish_timeout_s",
+)
+# Texts that must say something where they are given.
+_NOT_EMPTY = ("model.name", "data.path", "data.cache_dir", "checkpoint.dir", "run.dir", "wandb.project")
+_LARGEST_SEED = 2**63 - 1
+_RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+def rule_sizes(config: Config, _: Situation) -> Iterator[str]:
+    for name, least in _AT_LEAST.items():
+        value = attrgetter(name)(config)
+        if value is not None and value < least:
+            yield f"{name}={value} is too small; use {least} or more"
+    if config.train.seed > _LARGEST_SEED:
+        yield f"train.seed={config.train.seed} does not fit 63 bits; use at most {_LARGEST_SEED}"
+
+
+def rule_numbers(config: Config, _: Situation) -> Iterator[str]:
+    for name in _POSITIVE:
+        value = attrgetter(name)(config)
+        if value is not None and not (math.isfinite(value) and value > 0):
+            yield f"{name}={value} is not a positive number; use one above 0"
+    for name in _NOT_NEGATIVE:
+        value = attrgetter(name)(config)
+        if value is not None and not (math.isfinite(value) and value >= 0):
+            yield f"{name}={value} is not a number of at least 0; use 0 or more"
+
+
+def rule_texts(config: Config, _: Situation) -> Iterator[str]:
+    for name in _NOT_EMPTY:
+        value = attrgetter(name)(config)
+        if value is not None and not value.strip():
+            yield f"{name} is empty; give a text or leave it out"
+
+
+def rule_zero_stage(config: Config, _: Situation) -> Iterator[str]:
+    if config.parallelism.zero not in (0, 1, 2, 3):
+        yield f"parallelism.zero={config.parallelism.zero} is no stage of ZeRO; use 0, 1, 2 or 3"
+
+
+def rule_betas(config: Config, _: Situation) -> Iterator[str]:
+    betas = config.optim.betas
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        yield f"optim.betas={shown(betas)} are not two numbers from 0 to below 1; use e.g. [0.9,0.95]"
+
+
+def rule_learning_rates(config: Config, _: Situation) -> Iterator[str]:
+    low, high = config.optim.min_lr, config.optim.lr
+    if low is not None and low > high:
+        yield f"optim.min_lr={low} is above optim.lr={high}; use at most {high}, or null for a tenth of it"
+
+
+def rule_schedule(config: Config, _: Situation) -> Iterator[str]:
+    warmup, steps = config.optim.warmup_steps, config.train.steps
+    if warmup is not None and warmup > steps:
+        yield (
+            f"optim.warmup_steps={warmup} is longer than the run, train.steps={steps}; use at most {steps}, "
+            f"or null for 10 % of the steps"
+        )
+    share = config.optim.wsd_decay_fraction
+    if not 0 < share <= 1:
+        yield f"optim.wsd_decay_fraction={share} is not a share of the steps; use one above 0 and up to 1"
+
+
+def rule_profile(config: Config, _: Situation) -> Iterator[str]:
+    profile, steps = config.train.profile, config.train.steps
+    if len(profile.steps) != 2:
+        yield f"train.profile.steps={shown(profile.steps)} is not a first and a last step; use e.g. [5,7]"
+    elif profile.enabled and not 1 <= profile.steps[0] <= profile.steps[1] <= steps:
+        first, last = max(1, min(profile.steps[0], steps)), max(1, min(profile.steps[1], steps))
+        yield (
+            f"train.profile.steps={shown(profile.steps)} does not lie inside the run, steps 1 to {steps}; "
+            f"use e.g. train.profile.steps=[{min(first, last)},{last}]"
+        )
+
+
+def rule_rope_scaling(config: Config, _: Situation) -> Iterator[str]:
+    scaling = config.model.rope_scaling
+    if scaling.enabled and scaling.low_freq_factor >= scaling.high_freq_factor:
+        yield (
+            f"model.rope_scaling.low_freq_factor={scaling.low_freq_factor} is not below "
+            f"high_freq_factor={scaling.high_freq_factor}; Llama 3 uses 1 and 4"
+        )
+
+
+def rule_hardware_name(config: Config, _: Situation) -> Iterator[str]:
+    name, names = config.cluster.hardware, ["auto", *(row.name for row in hardware.TABLE)]
+    if name not in names:
+        meant = nearest(name.lower(), names)
+        hint = f"did you mean {meant}? There are" if meant else "there are"
+        yield f"cluster.hardware={name}: no such hardware; {hint} {', '.join(names)}"
+
+
+def rule_time_limit(config: Config, _: Situation) -> Iterator[str]:
+    limit = config.cluster.time_limit
+    if limit is None:
+        return
+    try:
+        slurm_time_s(limit)
+    except ValueError:
+        yield f"cluster.time_limit={limit} is no time limit of Slurm's; use minutes, H:MM:SS or D-HH:MM:SS"
+
+
+def rule_run_name(config: Config, _: Situation) -> Iterator[str]:
+    name = config.run.name
+    if name is not None and not _RUN_NAME.fullmatch(name):
+        yield (
+            f"run.name={name} cannot name a directory everywhere; use up to 100 letters, digits, dots, "
+            f"dashes and underscores, the first a letter or digit"
+        )
+
+
+RULES = (
+    rule_sizes,
+    rule_numbers,
+    rule_texts,
+    rule_zero_stage,
+    rule_betas,
+    rule_learning_rates,
+    rule_schedule,
+    rule_profile,
+    rule_rope_scaling,
+    rule_hardware_name,
+    rule_time_limit,
+    rule_run_name,
+)

@@ -1,0 +1,115 @@
+"""Batches of token samples, prepared ahead of the step by one thread.
+
+The global batch at position p is the samples at positions p … p + GBS − 1 of the order. Micro-batch m of
+data-parallel coordinate d takes the MBS sequences from (m · dp + d) · MBS on: every world size sees the same global
+batch, and one rank with two micro-batches sees the same micro-batches as two ranks with one.
+
+Shape letters: A accumulated micro-batches, B sequences of one micro-batch, S sequence length.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from orchestra.data.order import Int64
+from orchestra.data.source import SampleSource
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """Which part of each global batch this rank reads."""
+
+    global_batch_size: int
+    micro_batch_size: int
+    accumulation: int
+    dp_coordinate: int
+    dp_size: int
+    seq_len: int
+
+    def rows(self) -> Int64:
+        """Return this rank's places [A, B] in the global batch."""
+        micro_batch = np.arange(self.accumulation)[:, None] * self.dp_size + self.dp_coordinate
+        return micro_batch * self.micro_batch_size + np.arange(self.micro_batch_size)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One rank's share of a global batch."""
+
+    # int64 [A, B, S + 1]; pinned when it will go to a GPU.
+    tokens: Tensor
+    # int64 [A, B].
+    sample_ids: Int64
+    # Samples consumed by the whole run once this batch is trained: where the next one begins.
+    position: int
+
+
+class Loader:
+    """Reads ahead in a daemon thread; what goes wrong there is raised by `next_batch`."""
+
+    def __init__(
+        self,
+        source: SampleSource,
+        plan: BatchPlan,
+        *,
+        seed: int,
+        position: int = 0,
+        prefetch_batches: int = 4,
+        pin_memory: bool = False,
+    ) -> None:
+        self._source = source
+        self._plan = plan
+        self._seed = seed
+        self._pin_memory = pin_memory
+        self._ready: queue.Queue[Batch | BaseException] = queue.Queue(maxsize=max(1, prefetch_batches))
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(target=self._read_ahead, args=(position,), name="loader", daemon=True)
+        self._thread.start()
+
+    def next_batch(self) -> Batch:
+        """Return the next batch; raises what the reading thread met, DataError above all."""
+        item = self._ready.get()
+        if isinstance(item, BaseException):
+            self._ready.put(item)  # whoever asks again gets the same answer and does not wait for ever
+            raise item
+        return item
+
+    def close(self) -> None:
+        """End the thread. Batches that were read ahead are dropped."""
+        self._is_closed.set()
+        while self._thread.is_alive():
+            _drain(self._ready)
+            self._thread.join(0.05)
+
+    def _read_ahead(self, position: int) -> None:
+        while not self._is_closed.is_set():
+            try:
+                batch = self._read(position)
+            except BaseException as error:  # noqa: BLE001  raised again in the training thread
+                self._ready.put(error)
+                return
+            self._ready.put(batch)
+            position = batch.position
+
+    def _read(self, position: int) -> Batch:
+        plan = self._plan
+        ids = self._source.ids_at(position, plan.global_batch_size, self._seed)[plan.rows()]
+        tokens = torch.empty((*ids.shape, plan.seq_len + 1), dtype=torch.int64, pin_memory=self._pin_memory)
+        view = tokens.numpy()
+        for place, sample_id in np.ndenumerate(ids):
+            self._source.read(int(sample_id), view[place])
+        return Batch(tokens, ids, position + plan.global_batch_size)
+
+
+def _drain(waiting: queue.Queue[Batch | BaseException]) -> None:
+    while True:
+        try:
+            waiting.get_nowait()
+        except queue.Empty:
+            return

@@ -1,0 +1,46 @@
+"""The running interpreter's own library as text: real prose and code on every machine, nothing to download.
+
+All *.py files of the standard library in the order of their names, as bytes, each followed by SEPARATOR. Tests,
+site-packages and IDLE are left out. The text depends on the version of Python, so a run resumed under another one
+would see other samples; `fingerprint` tells them apart.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+# The id after the 256 byte values; follows each document.
+SEPARATOR = 256
+VOCAB_SIZE = 257
+
+_LEFT_OUT = {"test", "tests", "idle_test", "idlelib", "site-packages", "dist-packages", "__pycache__"}
+
+
+def stdlib_files() -> list[Path]:
+    """Return the library's source files, sorted by their path below the library."""
+    root = Path(sysconfig.get_path("stdlib"))
+    found = []
+    for folder, children, names in os.walk(root):
+        children[:] = [child for child in children if child not in _LEFT_OUT]
+        found += [Path(folder, name) for name in names if name.endswith(".py")]
+    return sorted(found, key=lambda path: path.relative_to(root).as_posix())
+
+
+def stdlib_tokens() -> npt.NDArray[np.uint16]:
+    """Return the text as tokens (uint16): bytes, with SEPARATOR after each file. About 12 million."""
+    parts = []
+    separator = np.array([SEPARATOR], dtype=np.uint16)
+    for path in stdlib_files():
+        parts += [np.frombuffer(path.read_bytes(), dtype=np.uint8).astype(np.uint16), separator]
+    return np.concatenate(parts)
+
+
+def fingerprint(tokens: npt.NDArray[np.uint16]) -> str:
+    """Return a short hash of the text, the same wherever the library is the same."""
+    return hashlib.blake2b(tokens.tobytes(), digest_size=8).hexdigest()

@@ -1,0 +1,32 @@
+"""Units, and durations as Slurm writes them. Standard library only; it reads no clock and prints nothing."""
+
+from __future__ import annotations
+
+import re
+
+MIB = 1 << 20
+GIB = 1 << 30
+TERA = 1e12
+
+_MINUTES = re.compile(r"(\d+)(?::(\d+))?")
+_CLOCK = re.compile(r"(\d+):(\d+):(\d+)")
+_DAYS = re.compile(r"(\d+)-(\d+)(?::(\d+))?(?::(\d+))?")
+
+
+def slurm_time_s(text: str) -> int | None:
+    """Return the seconds of a Slurm time limit; None for `UNLIMITED`. Raises ValueError for any other form.
+
+    Slurm's forms (sbatch, --time): M, M:SS, H:MM:SS, D-HH, D-HH:MM and D-HH:MM:SS.
+    """
+    text = text.strip()
+    if text.upper() in ("UNLIMITED", "INFINITE"):
+        return None
+    if match := _DAYS.fullmatch(text):
+        days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    elif match := _CLOCK.fullmatch(text):
+        days, (hours, minutes, seconds) = 0, (int(part) for part in match.groups())
+    elif match := _MINUTES.fullmatch(text):
+        days, hours, (minutes, seconds) = 0, 0, (int(part or 0) for part in match.groups())
+    else:
+        raise ValueError(f"{text!r} is not a time limit; use minutes, H:MM:SS or D-HH:MM:SS")
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds

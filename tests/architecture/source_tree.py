@@ -1,0 +1,106 @@
+"""Reads the repository's Python files as syntax: modules by name, and what each of them imports."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("orchestra", "conf", "launchers", "checkpointing")
+
+
+@dataclass(frozen=True)
+class Module:
+    """One Python file by its dotted name."""
+
+    name: str
+    path: Path
+    is_package: bool
+    tree: ast.Module
+
+
+@cache
+def modules() -> dict[str, Module]:
+    """Return the modules of all packages by dotted name."""
+    files = [file for package in PACKAGES for file in sorted((ROOT / package).rglob("*.py"))]
+    return {module.name: module for file in files for module in [_module(file)]}
+
+
+def _module(file: Path) -> Module:
+    parts = list(file.relative_to(ROOT).with_suffix("").parts)
+    is_package = parts[-1] == "__init__"
+    name = ".".join(parts[:-1] if is_package else parts)
+    return Module(name, file, is_package, ast.parse(file.read_text(), str(file)))
+
+
+def imports(module: Module, *, with_lazy: bool) -> set[str]:
+    """Return the dotted names that a module imports; `with_lazy` counts imports inside functions too.
+
+    `from a import b` counts as a.b where that is one of our modules, else as a. Imports for type checkers
+    alone are left out.
+    """
+    found: set[str] = set()
+    for node in _statements(module.tree, with_lazy=with_lazy):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = _absolute(module, node)
+            found.update(
+                f"{base}.{alias.name}" if f"{base}.{alias.name}" in modules() else base
+                for alias in node.names
+            )
+    return found
+
+
+def _statements(node: ast.AST, *, with_lazy: bool) -> Iterator[ast.AST]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and not with_lazy:
+            continue
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            continue
+        yield child
+        yield from _statements(child, with_lazy=with_lazy)
+
+
+def _absolute(module: Module, node: ast.ImportFrom) -> str:
+    if not node.level:
+        return node.module or ""
+    parts = module.name.split(".")
+    kept = len(parts) - node.level + (1 if module.is_package else 0)
+    return ".".join([*parts[:kept], *([node.module] if node.module else [])])
+
+
+def ancestors(name: str) -> list[str]:
+    """Return the packages around a dotted name: a and a.b for a.b.c."""
+    parts = name.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts))]
+
+
+def reached(start: str) -> dict[str, str]:
+    """Return everything that importing and using `start` may import, each with the module that imports it.
+
+    Names outside our packages are ends; imports inside functions count, and so do packages around a module.
+    """
+    importer = {start: ""}
+    queue = [start]
+    while queue:
+        name = queue.pop()
+        targets = set(imports(modules()[name], with_lazy=True))
+        for target in list(targets):
+            targets.update(package for package in ancestors(target) if package in modules())
+        for target in sorted(targets - importer.keys()):
+            importer[target] = name
+            if target in modules():
+                queue.append(target)
+    return importer
+
+
+def trail(importer: dict[str, str], name: str) -> str:
+    """Return how `name` was reached, as `a → b → name`."""
+    steps = [name]
+    while importer[steps[-1]]:
+        steps.append(importer[steps[-1]])
+    return " → ".join(reversed(steps))

@@ -1,0 +1,55 @@
+"""Decides in one place what runs where: cheap tests first, and tests whose machine is not here say why.
+
+A test's folder names its stage, and the folders that need something of the machine mark their tests.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+# Stages in the order they run: a mistake shows in the cheapest test that can see it.
+STAGES = ("unit", "architecture", "ranks", "e2e", "slurm", "gpu")
+MARKED_STAGES = {"ranks", "slurm", "gpu"}
+HERE = Path(__file__).parent
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--must-run",
+        default="",
+        metavar="MARKERS",
+        help="fail instead of skip tests with one of these markers (comma-separated) that cannot run here",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        stage = stage_of(item)
+        if stage in MARKED_STAGES:
+            item.add_marker(stage)
+    items.sort(key=lambda item: STAGES.index(stage_of(item)))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for marker, is_here, reason in REQUIREMENTS:
+        if item.get_closest_marker(marker) and not is_here():
+            outcome = pytest.fail if marker in item.config.getoption("--must-run").split(",") else pytest.skip
+            outcome(reason)
+
+
+def stage_of(item: pytest.Item) -> str:
+    """Return the folder of tests/ that an item lies in."""
+    return item.path.relative_to(HERE).parts[0]
+
+
+def has_gpu() -> bool:
+    """Whether torch sees a CUDA device; torch is imported only when a test asks."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
+# Marker, whether this machine has what it needs, and the one reason that is given otherwise.
+REQUIREMENTS = (("gpu", has_gpu, "needs an NVIDIA GPU: torch sees no CUDA device here"),)

@@ -1,0 +1,161 @@
+"""The command itself: verbs, usage errors, what it prints, and how fast it answers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from orchestra import __version__
+from orchestra.cli import VERBS, main
+from orchestra.errors import EXIT_USAGE
+from orchestra.events import EventWriter, node_writer, rank_writer
+from orchestra.jsonl import JsonLinesWriter
+from orchestra.rundir import RunDir
+
+_ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture
+def failed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    monkeypatch.chdir(tmp_path)
+    run = RunDir(tmp_path / "runs" / "broken-1")
+    run.path.mkdir(parents=True)
+    run.record.write_text(json.dumps({"created": time.time()}))
+    node = EventWriter(run, node_writer(0, 0), 0)
+    node.write("attempt_started", pid=os.getpid())
+    trace = "Traceback (most recent call last):\n  …\nValueError: bad"
+    rank = EventWriter(run, rank_writer(0, 1), 0, rank=1)
+    rank.write("failed", code=1, cause="ValueError", message="bad", step=4, traceback=trace)
+    node.write("failed", node=0, code=1, cause="ValueError")
+    JsonLinesWriter(run.metrics).write({"step": 3, "loss": 2.5, "tokens_per_s": 1234.5, "mfu": None})
+    run.attempt_logs(0).mkdir(parents=True)
+    run.node_log(0, 0).write_text("torchrun says\n")
+    run.rank_log(0, 0).write_text("rank 0 says\n")
+    run.rank_log(0, 1).write_text("rank 1 says\n")
+    return run
+
+
+def test_help_lists_every_verb_and_only_those_that_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(verb.name in text for verb in VERBS)
+    assert "submit" not in text
+
+
+@pytest.mark.parametrize("verb", [verb.name.split() for verb in VERBS], ids=str)
+def test_every_verb_explains_itself(verb: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*verb, "--help"]) == 0
+    assert "usage: orchestra" in capsys.readouterr().out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == f"orchestra {__version__}"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["stauts"], "did you mean `orchestra status`"),
+        (["zzz"], "the verbs are run, status"),
+        (["--json"], "takes a verb first"),
+        (["data"], "expected `orchestra data pack`"),
+        (["status", "--jsn"], "unrecognized arguments: --jsn"),
+        (["why"], "required: RUN"),
+        (["logs", "nothing"], "there is no run"),
+        (["run", "--multirun", "train.seed=1,2"], "one run"),
+        (["run", "-m"], "one run"),
+        (["run", "--dry"], "unrecognized arguments: --dry"),
+    ],
+)
+def test_usage_errors_end_with_2_and_one_line(
+    words: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == EXIT_USAGE
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith("error: ")
+    assert message in output.err
+    assert len(output.err.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_status_shows_a_run_and_says_the_same_as_json(
+    failed_run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["status"]) == 0
+    header, row = capsys.readouterr().out.splitlines()
+    assert header.split() == ["RUN", "STATE", "STEP", "LOSS", "TOK/S", "MFU", "ATTEMPTS", "ETA", "AGE"]
+    assert row.split()[:8] == ["broken-1", "failed", "3/?", "2.5000", "1.23k", "n/a", "1", "-"]
+    assert main(["status", "--json", "bro"]) == 0
+    (state,) = json.loads(capsys.readouterr().out)
+    assert (state["name"], state["step"], state["mfu"], state["cause"]) == ("broken-1", 3, None, "ValueError")
+
+
+def test_why_names_rank_host_step_traceback_and_log(
+    failed_run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["why", "broken-1"]) == 0
+    text = capsys.readouterr().out
+    for words in ("exit code 1", "rank 1 on ", "at step 4", "ValueError: bad", "Traceback", "rank-00001.log"):
+        assert words in text
+    assert main(["why", "broken-1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["verdict"]["rank"] == 1
+
+
+def test_logs_show_node_rank_0_and_the_rank_that_failed(
+    failed_run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["logs", "broken-1"]) == 0
+    text = capsys.readouterr().out
+    assert [line for line in text.splitlines() if line.endswith("says")] == [
+        "torchrun says",
+        "rank 0 says",
+        "rank 1 says",
+    ]
+    assert main(["logs", "broken-1", "--rank", "1", "-f"]) == 0
+    assert capsys.readouterr().out == "rank 1 says\n"
+
+
+def test_logs_that_do_not_exist_say_which_do(failed_run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["logs", "broken-1", "--rank", "7"]) == EXIT_USAGE
+    assert "rank-00001.log" in capsys.readouterr().err
+    assert main(["logs", "broken-1", "--attempt", "2"]) == EXIT_USAGE
+    assert "attempt-000" in capsys.readouterr().err
+
+
+def test_the_command_answers_from_a_bare_checkout_and_survives_a_closed_pipe(failed_run: RunDir) -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    program = 'cd "$1" && "$0" -m orchestra status --dir "$2" | true; echo ${PIPESTATUS[0]}'
+    words = [sys.executable, str(_ROOT), str(failed_run.path.parent)]
+    done = subprocess.run(["bash", "-c", program, *words], env=environment, capture_output=True, text=True)
+    assert done.stdout.strip() == "0"
+    assert done.stderr == ""
+
+
+def test_help_is_fast_and_imports_nothing_heavy(tmp_path: Path) -> None:
+    program = (
+        "import sys; from orchestra.cli import main; main(['--help']); main(['status'])\n"
+        "heavy = {'torch', 'hydra', 'rich', 'numpy', 'wandb'} & set(sys.modules)\n"
+        "sys.exit(f'imported: {heavy}' if heavy else 0)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(_ROOT)}
+    times = []
+    for _ in range(3):
+        began = time.perf_counter()
+        subprocess.run(
+            [sys.executable, "-c", program], env=environment, cwd=tmp_path, check=True, capture_output=True
+        )
+        times.append(time.perf_counter() - began)
+    assert min(times) < 0.4

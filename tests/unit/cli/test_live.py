@@ -1,0 +1,88 @@
+"""What is shown while a run trains: on a real pseudo-terminal and in a pipe."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import re
+from pathlib import Path
+
+import pytest
+
+from orchestra.cli.live import PlainView, open_view
+from orchestra.cli.progress import Progress
+from orchestra.jsonl import JsonLinesWriter
+from orchestra.rundir import RunDir
+
+
+def _row(step: int, loss: float, mfu: float | None = 0.25) -> dict[str, object]:
+    speed = {"tokens_per_s": 12345.6, "mfu": mfu, "grad_norm": 0.5, "step_time_s": 2.0, "tokens": step * 10}
+    return {"step": step, "loss": loss, "mfu_convention": "palm", **speed}
+
+
+def test_a_long_run_is_told_in_about_fifty_lines_with_first_and_last(tmp_path: Path) -> None:
+    run, stream = RunDir(tmp_path), io.StringIO()
+    metrics, view = JsonLinesWriter(run.metrics), PlainView(Progress(RunDir(tmp_path), 1003), stream)
+    for step in range(1, 1004):
+        metrics.write(_row(step, 5.0))
+        view.tick(0)
+    view.close(["the end"])
+    lines = stream.getvalue().splitlines()
+    assert 40 <= len(lines) <= 53
+    assert (lines[0][:14], lines[-2][:14], lines[-1]) == ("step    1/1003", "step 1003/1003", "the end")
+
+
+def test_an_unknown_mfu_is_said_to_be_unknown(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    JsonLinesWriter(RunDir(tmp_path).metrics).write(_row(1, 5.0, mfu=None))
+    PlainView(Progress(RunDir(tmp_path), 4), stream).close([])
+    assert stream.getvalue() == "step 1/4  loss 5.0000  12.3k tok/s  MFU n/a  |g| 0.50  ETA 0:06\n"
+
+
+def test_the_summary_counts_what_was_trained_again_once(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    metrics, progress = JsonLinesWriter(run.metrics), Progress(run, 4)
+    for step, loss in ((1, 5.0), (2, 4.0), (3, 9.0)):
+        metrics.write(_row(step, loss))
+    progress.update()
+    for step, loss in ((2, 3.5), (3, 3.0), (4, float("nan"))):
+        metrics.write(_row(step, loss))
+    progress.update()
+    assert progress.losses == [5.0, 3.5, 3.0]
+    summary = progress.summary()
+    assert (summary.step, summary.first_loss, summary.last_loss, summary.tokens) == (4, 5.0, 3.0, 40)
+
+
+def test_a_terminal_gets_one_line_that_fits_and_the_loss_as_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    reader, writer = pty.openpty()
+    run = RunDir(tmp_path)
+    with os.fdopen(writer, "w", encoding="utf-8") as stream:
+        progress = Progress(run, 20)
+        view = open_view(progress, ["run     x"], "starting 2 ranks …", stream)
+        view.tick(0)
+        metrics = JsonLinesWriter(run.metrics)
+        for step in range(1, 11):
+            metrics.write(_row(step, 6.0 - step / 4))
+        view.close(["the end"])
+        stream.flush()
+        shown = os.read(reader, 1 << 16).decode()
+    os.close(reader)
+    text = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\r", "", line) for line in shown.splitlines()]
+    assert "starting 2 ranks … 0 s" in text[1]
+    (bar,) = [line for line in text if "10/20" in line]
+    assert "loss 3.5000  12.3k tok/s  MFU 25.0%  |g| 0.50  ETA 0:20" in bar
+    assert any("▇" in line and line.rstrip().endswith("3.50") for line in text)
+    assert max(len(line) for line in text) <= 80
+
+
+def test_a_closed_pipe_silences_the_view(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stream:
+        view = PlainView(Progress(RunDir(tmp_path), 2), stream)
+        view.close(["nobody reads this", "nor this"])

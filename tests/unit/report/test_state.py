@@ -1,0 +1,128 @@
+"""A run's state from its records: real files, real processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from conf.schema import Config
+from launchers import processes
+from orchestra.events import EventWriter, node_writer, rank_writer
+from orchestra.frozen import write_config
+from orchestra.jsonl import JsonLinesWriter
+from orchestra.report.state import RunState, read_state
+from orchestra.rundir import RunDir
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run = RunDir(tmp_path / "a-run")
+    run.path.mkdir()
+    config = Config()
+    write_config(run.config, dataclasses.replace(config, train=dataclasses.replace(config.train, steps=50)))
+    run.record.write_text(json.dumps({"name": run.name, "created": time.time() - 60}))
+    return run
+
+
+def _state(run: RunDir) -> RunState:
+    return read_state(run, time.time())
+
+
+def _start(run: RunDir, pid: int, started: int | None = None, attempt: int = 0) -> EventWriter:
+    events = EventWriter(run, node_writer(attempt, 0), attempt)
+    if started is None:
+        found = processes.find(pid)
+        started = found.started if found else 0
+    events.write("attempt_started", pid=pid, pid_started=started)
+    return events
+
+
+def _train(run: RunDir, steps: int) -> None:
+    metrics = JsonLinesWriter(run.metrics)
+    for step in range(1, steps + 1):
+        speed = {"tokens_per_s": 100.0, "mfu": 0.5, "step_time_s": 2.0}
+        metrics.write({"step": step, "loss": 5.0 - step, **speed})
+
+
+def test_a_run_whose_leader_lives_is_running_with_numbers_and_time_left(run: RunDir) -> None:
+    _start(run, os.getpid())
+    _train(run, 3)
+    state = _state(run)
+    assert (state.state, state.step, state.steps, state.loss) == ("running", 3, 50, 2.0)
+    assert (state.tokens_per_s, state.mfu, state.eta_s) == (100.0, 0.5, 94.0)
+    assert state.age_s == pytest.approx(60, abs=5)
+
+
+def test_a_prepared_run_has_not_started(run: RunDir) -> None:
+    assert _state(run).state == "not started"
+
+
+@pytest.mark.parametrize(
+    ("event", "code", "word"),
+    [
+        ("finished", 0, "finished"),
+        ("failed", 1, "failed"),
+        ("failed", 130, "interrupted"),
+        ("failed", 75, "stopped"),
+    ],
+)
+def test_the_recorded_end_is_the_state(run: RunDir, event: str, code: int, word: str) -> None:
+    _start(run, os.getpid()).write(event, code=code, cause="x")
+    state = _state(run)
+    assert (state.state, state.code, state.eta_s) == (word, code, None)
+
+
+def test_a_run_whose_leader_is_gone_without_a_verdict_died(run: RunDir) -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    _start(run, gone.pid, started=1)
+    assert _state(run).state == "died"
+
+
+def test_a_process_that_got_the_leaders_id_later_is_not_the_leader(run: RunDir) -> None:
+    _start(run, os.getpid(), started=1)
+    assert _state(run).state == "died"
+
+
+def test_what_the_ranks_wrote_counts_when_the_leader_is_gone(run: RunDir) -> None:
+    _start(run, os.getpid(), started=1)
+    rank = EventWriter(run, rank_writer(0, 0), 0, rank=0)
+    rank.write("failed", code=93, cause="NonFiniteError", message="nan")
+    state = _state(run)
+    assert (state.state, state.code, state.cause) == ("failed", 93, "NonFiniteError")
+
+
+def test_a_run_of_another_host_is_running_while_its_files_grow(run: RunDir) -> None:
+    events = JsonLinesWriter(run.event_file(node_writer(0, 0)))
+    other = "not-" + socket.gethostname()
+    events.write({"time": time.time(), "attempt": 0, "event": "attempt_started", "host": other, "pid": 1})
+    assert _state(run).state == "running"
+    assert read_state(run, time.time() + 3600).state == "unknown"
+
+
+def test_the_last_attempt_counts(run: RunDir) -> None:
+    _start(run, os.getpid()).write("failed", code=1, cause="x")
+    _start(run, os.getpid(), attempt=1)
+    state = _state(run)
+    assert (state.state, state.attempts) == ("running", 2)
+
+
+def test_damaged_records_make_unknowns_and_no_errors(run: RunDir) -> None:
+    run.record.write_text("{")
+    run.config.write_text("train: [")
+    run.metrics.write_text('{"step": 1, "loss": 3.0}\n{"step": "x"}\n[1]\n{"step": 2, "lo')
+    state = _state(run)
+    assert (state.steps, state.step, state.loss, state.age_s) == (None, 1, 3.0, None)
+
+
+def test_only_the_end_of_long_metrics_is_read(run: RunDir) -> None:
+    _train(run, 3000)
+    assert run.metrics.stat().st_size > 2 * (1 << 16)
+    assert _state(run).step == 3000

@@ -1,0 +1,86 @@
+"""What ended an attempt, judged from events as workers and agents write them."""
+
+from __future__ import annotations
+
+import pytest
+
+from orchestra.errors import EXIT_DO_NOT_RESTART, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED
+from orchestra.jsonl import Record
+from orchestra.report.verdict import first_failure, judge, last_attempt, node_verdict, of_attempt, signal_name
+
+
+def _event(event: str, time: float, **evidence: object) -> Record:
+    return {"time": time, "attempt": 0, "event": event, "host": "node-a", **evidence}
+
+
+def _failed(time: float, rank: int, code: int = 1, **evidence: object) -> Record:
+    return _event("failed", time, rank=rank, code=code, cause="Error", **evidence)
+
+
+def test_all_ranks_finished_and_torchrun_agrees() -> None:
+    verdict = judge([_event("finished", 2.0, rank=0, code=0, step=7)], exit_code=0, stop_signal=None)
+    assert (verdict.code, verdict.state, verdict.step) == (0, "finished", 7)
+
+
+def test_the_first_failing_rank_by_time_gives_code_and_cause() -> None:
+    events = [_failed(3.0, 0, 1), _failed(2.0, 1, EXIT_DO_NOT_RESTART, step=5, message="loss is nan")]
+    verdict = judge(events, exit_code=1, stop_signal=None)
+    assert (verdict.code, verdict.rank, verdict.step) == (EXIT_DO_NOT_RESTART, 1, 5)
+    assert (verdict.message, verdict.state) == ("loss is nan", "failed")
+
+
+def test_a_killed_rank_comes_before_the_peers_that_noticed_first() -> None:
+    killed = _event("rank_failed", 9.0, rank=3, code=1, cause="killed by SIGKILL", signal="SIGKILL")
+    verdict = judge([_failed(2.0, 0), killed], exit_code=1, stop_signal=None)
+    assert (verdict.rank, verdict.cause) == (3, "killed by SIGKILL")
+
+
+def test_a_stop_request_explains_whatever_broke_after_it() -> None:
+    verdict = judge([_failed(2.0, 0)], exit_code=1, stop_signal="SIGINT")
+    assert (verdict.code, verdict.state, verdict.rank) == (EXIT_INTERRUPTED, "interrupted", None)
+
+
+def test_a_stop_request_that_came_too_late_does_not_undo_the_end() -> None:
+    assert judge([_event("finished", 2.0, rank=0, code=0)], exit_code=0, stop_signal="SIGINT").code == 0
+
+
+def test_a_rank_that_stopped_on_request_is_to_be_continued() -> None:
+    verdict = judge([_failed(2.0, 0, EXIT_STOPPED)], exit_code=1, stop_signal=None)
+    assert (verdict.code, verdict.state) == (EXIT_STOPPED, "stopped")
+
+
+@pytest.mark.parametrize(("exit_code", "words"), [(1, "code 1"), (-9, "SIGKILL"), (0, "code 0")])
+def test_silence_is_a_failure(exit_code: int, words: str) -> None:
+    verdict = judge([], exit_code=exit_code, stop_signal=None)
+    assert verdict.code == EXIT_FAILED
+    assert words in verdict.message
+
+
+def test_a_failure_never_ends_with_code_0() -> None:
+    assert judge([_failed(1.0, 0, 0)], exit_code=1, stop_signal=None).code == EXIT_FAILED
+
+
+def test_the_recorded_end_is_read_back_with_the_rank_that_caused_it() -> None:
+    events = [
+        _failed(2.0, 1, step=5, traceback="Traceback …"),
+        _event("failed", 3.0, node=0, code=1, cause="Error"),
+    ]
+    verdict = node_verdict(events)
+    assert verdict is not None
+    assert (verdict.code, verdict.rank, verdict.traceback) == (1, 1, "Traceback …")
+    assert node_verdict(events[:1]) is None
+
+
+def test_events_are_told_apart_by_attempt() -> None:
+    events = [
+        _event("attempt_started", 1.0),
+        _failed(2.0, 0),
+        {**_event("attempt_started", 3.0), "attempt": 1},
+    ]
+    assert last_attempt(events) == 1
+    assert first_failure(of_attempt(events, 1)) is None
+    assert last_attempt([]) is None
+
+
+def test_signals_have_names_and_unknown_ones_numbers() -> None:
+    assert (signal_name(11), signal_name(250)) == ("SIGSEGV", "signal 250")

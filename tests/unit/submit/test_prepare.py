@@ -1,0 +1,132 @@
+"""The run directory: all at once or not at all, and never over somebody's run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from conf.schema import ClusterConfig, Config, Device, NetworkConfig, RunConfig
+from orchestra.errors import ConfigError
+from orchestra.frozen import read_config
+from orchestra.rundir import RunDir
+from orchestra.submit.environment import source_root, worker_environment
+from orchestra.submit.launch import launch_spec
+from orchestra.submit.prepare import RunRequest, planned_run, prepare
+from orchestra.submit.revision import code_revision
+
+
+def _request(parent: Path, name: str | None = "mine") -> RunRequest:
+    cluster = ClusterConfig(gpus_per_node=2, device=Device.cpu)
+    config = dataclasses.replace(Config(), run=RunConfig(name=name, dir=str(parent)), cluster=cluster)
+    return RunRequest(config, "0123456789abcdef", ["train.steps=3"], ["orchestra", "run"])
+
+
+def _prepared(parent: Path) -> RunDir:
+    request = _request(parent)
+    run = planned_run(request, now=0.0)
+    prepare(request, run)
+    return run
+
+
+def test_the_directory_holds_the_frozen_configuration_and_the_record(tmp_path: Path) -> None:
+    run = _prepared(tmp_path / "runs")
+    assert sorted(path.name for path in run.path.iterdir()) == ["config.yaml", "run.json"]
+    config = read_config(run.config)
+    assert (config.run.name, config.cluster.gpus_per_node) == ("mine", 2)
+    record = json.loads(run.record.read_text())
+    assert (record["name"], record["signature"]) == ("mine", "0123456789abcdef")
+    assert record["overrides"] == ["train.steps=3"]
+    assert len(record["wandb_id"]) == 8
+    assert {"created", "host", "user", "command", "code_revision", "versions"} <= set(record)
+
+
+def test_every_run_has_a_wandb_id_of_its_own(tmp_path: Path) -> None:
+    ids = {json.loads(_prepared(tmp_path / str(index)).record.read_text())["wandb_id"] for index in range(5)}
+    assert len(ids) == 5
+
+
+def test_a_name_is_made_of_model_time_and_signature(tmp_path: Path) -> None:
+    name = planned_run(_request(tmp_path, name=None), now=1e9).name
+    model, date, clock, signature = name.split("-")
+    assert (model, signature, len(date), len(clock)) == ("debug", "012345", 8, 6)
+
+
+def test_an_existing_name_is_refused_whatever_it_is(tmp_path: Path) -> None:
+    _prepared(tmp_path)
+    (tmp_path / "link").symlink_to("nowhere")
+    for name in ("mine", "link"):
+        with pytest.raises(ConfigError, match=f"run.name={name}.*exists already; choose another"):
+            planned_run(_request(tmp_path, name), now=0.0)
+
+
+def test_two_that_want_the_same_name_at_once_do_not_share_it(tmp_path: Path) -> None:
+    request = _request(tmp_path)
+    first, second = planned_run(request, 0.0), planned_run(request, 0.0)
+    prepare(request, first)
+    (first.path / "metrics.jsonl").write_text("kept")
+    with pytest.raises(ConfigError, match="exists already"):
+        prepare(request, second)
+    assert (first.path / "metrics.jsonl").read_text() == "kept"
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_a_parent_that_cannot_be_made_is_a_configuration_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    request = _request(tmp_path / "file")
+    with pytest.raises(ConfigError, match=r"run\.dir=.*choose another run\.dir"):
+        prepare(request, planned_run(request, 0.0))
+
+
+def test_the_environment_shares_the_cores_and_keeps_the_packages_importable() -> None:
+    config = _request(Path()).config
+    root = str(source_root())
+    environment = worker_environment(config, 2, cores=9, search_path=["/elsewhere", root])
+    assert environment["OMP_NUM_THREADS"] == "4"
+    assert environment["PYTHONSAFEPATH"] == "1"
+    assert environment["PYTHONPATH"].split(":") == [root, "/elsewhere"]
+    assert worker_environment(config, 16, cores=2)["OMP_NUM_THREADS"] == "1"
+    fixed = dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, threads_per_rank=3))
+    assert worker_environment(fixed, 2, cores=64)["OMP_NUM_THREADS"] == "3"
+
+
+def test_a_configured_network_interface_is_used() -> None:
+    config = _request(Path()).config
+    cluster = dataclasses.replace(config.cluster, network=NetworkConfig(interface="eth7"))
+    environment = worker_environment(dataclasses.replace(config, cluster=cluster), 2, cores=2)
+    assert (environment["GLOO_SOCKET_IFNAME"], environment["NCCL_SOCKET_IFNAME"]) == ("eth7", "eth7")
+
+
+def test_the_launch_follows_from_the_configuration_alone(tmp_path: Path) -> None:
+    config, run = _request(tmp_path).config, RunDir(tmp_path / "mine")
+    spec = launch_spec(config, run, attempt=2)
+    assert spec == launch_spec(config, run, attempt=2)
+    assert spec.arguments == (str(run.path), "--attempt", "2")
+    assert (spec.world_size, spec.node_logs) == (2, (run.node_log(2, 0),))
+    assert list(tmp_path.iterdir()) == []
+
+
+def _git(folder: Path, *words: str) -> None:
+    identity = ["-c", "user.name=t", "-c", "user.email=t@t"]
+    subprocess.run(["git", "-C", str(folder), *identity, *words], check=True, capture_output=True)
+
+
+def test_the_revision_knows_a_clean_tree_from_a_changed_one_and_from_none(tmp_path: Path) -> None:
+    package = tmp_path / "orchestra"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    assert code_revision(tmp_path) is None
+    _git(tmp_path, "init")
+    assert code_revision(tmp_path) is None, "inside a repository, but not of it"
+    _git(tmp_path, "add", ".")
+    _git(tmp_path, "commit", "-m", "first")
+    revision = code_revision(tmp_path)
+    assert revision is not None
+    assert (len(revision.commit), revision.dirty) == (40, False)
+    (package / "__init__.py").write_text("changed")
+    changed = code_revision(tmp_path)
+    assert changed is not None
+    assert changed.dirty

@@ -1,0 +1,31 @@
+"""Slurm's forms of a time limit."""
+
+from __future__ import annotations
+
+import pytest
+
+from orchestra.units import slurm_time_s
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("30", 1800),
+        ("30:15", 1815),
+        ("4:00:00", 14400),
+        ("1-12", 129600),
+        ("1-00:30", 88200),
+        ("2-01:02:03", 176523),
+        (" 10 ", 600),
+        ("UNLIMITED", None),
+        ("infinite", None),
+    ],
+)
+def test_every_form_of_slurm_is_read(text: str, seconds: int | None) -> None:
+    assert slurm_time_s(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "4h", "1:2:3:4", "-5", "1-", "1.5", "tomorrow"])
+def test_other_forms_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="time limit"):
+        slurm_time_s(text)
