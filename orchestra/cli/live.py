@@ -167,7 +167,8 @@ class TerminalView:
 
     def close(self, lines: Iterable[str]) -> None:
         self._progress.update()
-        self._live.update(self._drawing(stops=0), refresh=True)
+        # Drawn by stop().
+        self._live.update(self._drawing(stops=0))
         self._live.stop()
         for line in lines:
             _print(line, self._stream)

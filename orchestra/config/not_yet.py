@@ -1,7 +1,6 @@
 """What the configuration can say and orchestra cannot do yet, in one table.
 
-Who builds a feature deletes its row. The planner knows all of it; `run` and `submit` refuse it before anything
-starts.
+Who builds a feature deletes its row. The planner knows all of it; `run` and `submit` refuse it at once.
 """
 
 from __future__ import annotations

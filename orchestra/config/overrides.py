@@ -124,7 +124,9 @@ def _chosen_twice(first: Override, override: Override) -> list[str]:
 
 def _value_problems(override: Override, scratch: Scratch) -> Iterator[str]:
     name, text = override.key_or_group, override.input_line
-    if name == _SEARCH_PATH:
+    if not name:
+        yield _unreadable(str(text), ValueError("no key"))
+    elif name == _SEARCH_PATH:
         yield from _search_path_problems(override)
     elif name.startswith(("hydra.", "hydra/")) or name == "hydra":
         yield f"{text}: Hydra's own settings have no effect here, except {_SEARCH_PATH}=[folder]"
@@ -170,4 +172,5 @@ def _folders(override: Override) -> list[Path]:
 
 
 def _folder_url(folder: Path) -> str:
-    return f"'file://{folder}'"
+    escaped = str(folder).replace("'", "\\'")
+    return f"'file://{escaped}'"

@@ -14,6 +14,10 @@ from pathlib import Path
 import orchestra
 from conf.schema import Config, LauncherName
 
+# glibc gives large freed blocks back to the kernel, which clears them again page by page when the next step
+# asks: 10,000 to 20,000 page faults a step on CPU, 60 to 120 ms of a 1.4 s step (benchmarks/RESULTS.md). Kept
+# instead.
+_KEEP_FREED_MEMORY = "glibc.malloc.mmap_threshold=33554432:glibc.malloc.trim_threshold=100000000000"
 # Seconds that torchrun gives workers after its own closing signal before it kills them.
 _SHUTDOWN_TIMEOUT_S = 5
 
@@ -48,6 +52,7 @@ def worker_environment(
         "PYTHONSAFEPATH": "1",
         "PYTHONPATH": os.pathsep.join(dict.fromkeys([str(source_root()), *search_path])),
         "PYTHONUNBUFFERED": "1",
+        "GLIBC_TUNABLES": _KEEP_FREED_MEMORY,
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(_SHUTDOWN_TIMEOUT_S),
         **_network(config),
     }

@@ -109,6 +109,6 @@ class NonFiniteGuard:
         if self._num_in_a_row >= self._limit:
             raise NonFiniteError(
                 f"step {step}: {self._num_in_a_row} steps in a row were not finite and were "
-                f"skipped (train.max_nonfinite_steps={self._limit}); lower optim.lr, raise optim.warmup_steps, or use "
-                "precision=fp32 to see whether it is a matter of range"
+                f"skipped (train.max_nonfinite_steps={self._limit}); lower optim.lr, raise "
+                "optim.warmup_steps, or use precision=fp32 to see whether it is a matter of range"
             )

@@ -1,4 +1,4 @@
-"""Parameter and FLOP counts against published tables. Each table's convention is named in orchestra/flops.py."""
+"""Parameter and FLOP counts against published tables, whose conventions are named in orchestra/flops.py."""
 
 from __future__ import annotations
 

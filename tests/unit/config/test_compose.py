@@ -1,0 +1,215 @@
+"""Overrides in Hydra's syntax: what they give, and how everything wrong with them is reported at once."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from conf.schema import PrecisionName, Schedule
+from orchestra.config.compose import compose
+from orchestra.config.keys import known_keys
+from orchestra.config.situation import Situation
+from orchestra.config.tree import GROUPS
+from orchestra.errors import ConfigError
+
+HERE = Situation("run", num_gpus=0)
+
+
+def problems(*overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        compose(overrides, HERE)
+    return caught.value.problems
+
+
+def test_groups_and_values_are_overridden_in_hydras_syntax() -> None:
+    made = compose(
+        [
+            "precision=bf16",
+            "optim=adamw_wsd",
+            "train.steps=7",
+            "optim.betas=[0.8,0.9]",
+            "+cluster.slurm_extra.qos=x",
+        ],
+        HERE,
+    )
+    assert made.config.precision.name is PrecisionName.bf16
+    assert made.config.optim.schedule is Schedule.wsd
+    assert made.config.optim.betas == [0.8, 0.9]
+    assert made.config.train.steps == 7
+    assert made.config.cluster.slurm_extra == {"qos": "x"}
+    assert made.presets["optim"] == "adamw_wsd"
+    assert made.overrides[0] == "precision=bf16"
+
+
+@pytest.mark.parametrize(
+    "override", ["cluster.slurm_extra.qos=x", "++cluster.slurm_extra.qos=x", "cluster.slurm_extra={qos: x}"]
+)
+def test_free_dictionaries_take_new_keys_with_and_without_a_plus(override: str) -> None:
+    assert compose([override], HERE).config.cluster.slurm_extra == {"qos": "x"}
+
+
+def test_an_override_beats_an_experiment_and_an_experiment_beats_its_presets() -> None:
+    config = compose(["experiment=demo", "train.steps=5", "optim.warmup_steps=1"], HERE).config
+    assert (config.train.steps, config.train.global_batch_size) == (5, 16)
+
+
+def test_the_batch_size_that_was_said_last_counts() -> None:
+    tokens = compose(["train.global_batch_tokens=8192"], HERE).config.train
+    assert (tokens.global_batch_size, tokens.global_batch_tokens) == (None, 8192)
+    sequences = compose(["train=pretrain_2k", "train.global_batch_size=4"], HERE).config.train
+    assert (sequences.global_batch_size, sequences.global_batch_tokens) == (4, None)
+    assert problems("train.global_batch_size=4", "train.global_batch_tokens=8192") == [
+        "train.global_batch_size and train.global_batch_tokens are both given; give one of them"
+    ]
+
+
+def test_three_different_mistakes_are_reported_together() -> None:
+    found = problems("train.stepz=3", "optim.lr=abc", "parallelism.tp=3")
+    assert found[0] == "train.stepz: no such key; did you mean train.steps?"
+    assert found[1] == "optim.lr=abc: found text, expected a number, e.g. optim.lr=0.0003"
+    assert any(problem.startswith("parallelism.tp=3 does not divide") for problem in found[2:])
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("model.hiden_size=3", ["did you mean model.hidden_size?"]),
+        ("lr=3", ["lr: no such key; did you mean optim.lr?"]),
+        ("train.lr=3", ["did you mean optim.lr?"]),
+        ("model.batch_size=3", ["batch_size"]),
+        ("modell=debug", ["did you mean model?"]),
+        ("train.zzzzzz=3", ["train has steps, seq_len"]),
+        ("+optim.foo=3", ["optim.foo: no such key"]),
+        ("train.steps=1e3", ["whole number", "write 1000"]),
+        ("train.steps=true", ["found true or false", "expected a whole number"]),
+        ("train.steps=null", ["found null"]),
+        ("train.steps=[1]", ["found a list"]),
+        ("train.compile=maybe", ["expected true or false"]),
+        ("train.recompute=some", ["expected one of none, selective, full"]),
+        ("precision.reduce_dtype=fp64", ["one of fp32, bf16, fp16 or null"]),
+        ("optim.betas=0.9", ["expected a list, each element a number", "optim.betas=[0.9,0.95]"]),
+        ("data.blend=[{pth: x}]", ["a list of {path, weight}"]),
+        ("cluster.slurm_extra=x", ["{name: value}"]),
+        ("parallelism.dp=2.5", ["a whole number or auto"]),
+        ("train.profile=true", ["train.profile is a section; set one of train.profile.enabled"]),
+        ("train.profile={enabledd: true}", ["train.profile.enabledd: no such key"]),
+        ("optim.lr.x=3", ["optim.lr.x: no such key"]),
+        ("model=llama3_9b", ["no such preset; did you mean model=llama3_8b?", "gpt3_175b"]),
+        ("precision=int4", ["precision=int4: no such preset", "bf16_fp32_grad"]),
+        ("model={hidden_size: 3}", ["takes the name of a preset", "model.key=value"]),
+        ("model@foo=debug", ["write model=debug"]),
+        ("foo/bar=debug", ["no such group"]),
+        ("+experiment=demo", ["write experiment=demo"]),
+        ("+optim.lr=2", ["optim.lr exists already; write optim.lr=2"]),
+        ("~optim.lr", ["cannot be deleted", "optim.lr=0.0003"]),
+        ("~optim.foo", ["optim.foo: no such key"]),
+        ("optim.lr=1,2", ["several values", "orchestra submit -m"]),
+        ("model=debug,llama_1b", ["several values", "orchestra submit -m"]),
+        ("train.steps=range(1,3)", ["several values"]),
+        ("hydra.run.dir=x", ["Hydra's own settings"]),
+        ("hydra.searchpath=[nowhere]", ["is not a folder"]),
+        ("--multirun", ["not an option"]),
+        ("train.steps", ["write key=value"]),
+        ("=", ["cannot be read"]),
+        ("data.path=a(b", ["cannot be read", "quotes"]),
+        ("train.steps=${train.stepz}", ["train.steps: Interpolation key 'train.stepz' not found"]),
+        ("train.steps=???", ["train.steps: no value given"]),
+    ],
+)
+def test_a_mistake_is_explained_in_one_line(override: str, words: Sequence[str]) -> None:
+    found = problems(override)
+    assert any(all(word in problem for word in words) for problem in found), found
+    assert not any("\n" in problem for problem in found)
+
+
+def test_a_preset_chosen_twice_is_refused() -> None:
+    assert any("chosen twice" in problem for problem in problems("model=debug", "model=llama_1b"))
+
+
+def test_a_missing_preset_does_not_blame_the_values_of_the_default_one() -> None:
+    assert len(problems("model=llama3_9b", "parallelism.tp=3")) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("train: {stepz: 3}", ["train.stepz: no such key; did you mean train.steps?"]),
+        ("train: {seq_len: abc}", ["train.seq_len=abc: found text, expected a whole number"]),
+        ("optim: 3", ["optim is a section"]),
+        ("defaults: [{override /model: nope}]", ["nope: no such preset", "debug"]),
+        ("defaults: [{override /modl: debug}]", ["no such group"]),
+        ("defaults: [{model: debug}]", ["override /model: debug"]),
+        ("train: [", ["mine.yaml"]),
+        ("cluster:\n  time_limit: 4:00:00", ['time_limit: "4:00:00"']),
+        ("optim: {lr: '${nothing}'}", ["optim.lr: Interpolation key 'nothing' not found"]),
+    ],
+)
+def test_a_mistake_inside_a_file_names_the_file(tmp_path: Path, text: str, words: Sequence[str]) -> None:
+    file = tmp_path / "experiment" / "mine.yaml"
+    file.parent.mkdir()
+    file.write_text(f"# @package _global_\n{text}\n")
+    found = problems(f"hydra.searchpath=[{tmp_path}]", "experiment=mine")
+    assert len(found) == 1
+    assert all(word in found[0] for word in words), found
+    if "Interpolation" not in found[0]:
+        assert str(file) in found[0]
+
+
+def test_presets_of_ones_own_come_from_the_search_path(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine.yaml").write_text("name: mine\nhidden_size: 64\n")
+    assert compose([f"hydra.searchpath=[{tmp_path}]", "model=mine"], HERE).config.model.hidden_size == 64
+
+
+def test_an_experiment_without_its_package_line_is_explained(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("train: {steps: 3}\n")
+    assert "# @package _global_" in problems(f"hydra.searchpath=[{tmp_path}]", "experiment=mine")[0]
+
+
+def test_a_config_error_comes_without_torch_and_fast() -> None:
+    code = """
+        import sys
+        from orchestra.config.compose import compose
+        from orchestra.errors import ConfigError
+        try:
+            compose(["train.stepz=3"])
+        except ConfigError:
+            sys.exit("torch" if "torch" in sys.modules else 0)
+        sys.exit("no error")
+    """
+    root = Path(__file__).resolve().parents[3]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], env=environment, check=True, timeout=60)
+
+
+words = st.one_of(st.sampled_from([*known_keys(), *GROUPS]), st.text(max_size=12))
+values = st.one_of(
+    st.sampled_from(
+        ["null", "true", "[]", "{}", "[1,2]", "{a: 1}", "???", "${x}", "1e400", "-1", "0", "nan", "debug"]
+    ),
+    st.integers().map(str),
+    st.floats().map(str),
+    st.text(max_size=12),
+)
+signs = st.sampled_from(["", "", "", "+", "++", "~", "--"])
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(
+        st.builds("{}{}{}{}".format, signs, words, st.sampled_from(["=", "=", "=", ""]), values), max_size=3
+    )
+)
+def test_whatever_is_typed_nothing_but_a_config_error_comes_out(overrides: list[str]) -> None:
+    with contextlib.suppress(ConfigError):
+        compose(overrides, HERE)
