@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 from conf.schema import Config, DataConfig, Device, LauncherName, PrecisionName, Source
 from orchestra.config.situation import Situation
+from orchestra.data.index import check_size, local_prefix, read_index, token_file_prefix
+from orchestra.errors import DataError
 
 # 256 byte values and the document separator.
 _STDLIB_VOCABULARY = 257
@@ -76,33 +77,36 @@ def rule_data_files(config: Config, _: Situation) -> Iterator[str]:
                 f"data.source=stdlib (256 byte values, one separator); use {_STDLIB_VOCABULARY} or more"
             )
         return
-    for path in _local_paths(config.data):
-        prefix = path.removesuffix(".bin").removesuffix(".json")
-        missing = [
-            name for name in (prefix + ".bin", prefix + ".json") if not Path(name).expanduser().is_file()
-        ]
-        if missing:
-            yield f"data: no file {' and no file '.join(missing)}; write them with `orchestra data pack`"
-            continue
-        in_file = _vocab_size(Path(prefix + ".json").expanduser())
-        if in_file is not None and in_file > vocab_size:
-            yield f"model.vocab_size={vocab_size} is below the {in_file} tokens of {path}; raise it"
+    for path in _data_paths(config.data):
+        prefix = token_file_prefix(path)
+        local = local_prefix(prefix)
+        if local is not None:
+            yield from _problems_of_files(Path(f"{local}.bin"), Path(f"{local}.json"), config)
 
 
-def _local_paths(data: DataConfig) -> list[str]:
-    paths = [data.path, *(part.path for part in data.blend)]
-    return [
-        path.removeprefix("file://") for path in paths if path and ("://" not in path or "file://" in path)
-    ]
-
-
-def _vocab_size(index: Path) -> int | None:
-    """Return the index's vocabulary; None where it cannot be read, which opening the data explains better."""
+def _problems_of_files(binary: Path, index_file: Path, config: Config) -> Iterator[str]:
+    missing = [str(name) for name in (binary, index_file) if not name.is_file()]
+    if missing:
+        yield f"data: no file {' and no file '.join(missing)}; write them with `orchestra data pack`"
+        return
     try:
-        size = json.loads(index.read_text())["vocab_size"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return size if isinstance(size, int) else None
+        index = read_index(index_file)
+        check_size(binary.stat().st_size, index, str(binary))
+    except DataError as error:
+        yield f"data: {error}"
+        return
+    vocab_size, seq_len = config.model.vocab_size, config.train.seq_len
+    if index.vocab_size > vocab_size:
+        yield f"model.vocab_size={vocab_size} is below the {index.vocab_size} tokens of {binary}; raise it"
+    if index.num_tokens <= seq_len:
+        yield (
+            f"train.seq_len={seq_len} needs {seq_len + 1} tokens for one sample, but {binary} holds "
+            f"{index.num_tokens}; lower it or pack more text"
+        )
+
+
+def _data_paths(data: DataConfig) -> list[str]:
+    return [path for path in (data.path, *(part.path for part in data.blend)) if path]
 
 
 RULES = (rule_nodes, rule_ranks_per_node, rule_gpus, rule_precision_on_cpu, rule_data_source, rule_data_files)

@@ -5,6 +5,7 @@ It asks the machine for nothing but the number of its GPUs.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 
 from conf.schema import Config, Device, LauncherName
@@ -28,6 +29,29 @@ def this_machine(verb: str = "run") -> Situation:
 
 
 def resolved(config: Config, situation: Situation) -> Config:
+    """Put what is known here in the place of what depends on it: the machine's numbers and the
+    working directory.
+    """
+    return _with_absolute_paths(_with_machine(config, situation))
+
+
+def absolute(path: str) -> str:
+    """Return a local path from the root, so that a frozen run means the same from any directory; URLs
+    stay.
+    """
+    return path if "://" in path else os.path.abspath(os.path.expanduser(path))  # noqa: PTH100,PTH111  text, not files
+
+
+def _with_absolute_paths(config: Config) -> Config:
+    data, model = config.data, config.model
+    blend = [replace(part, path=absolute(part.path)) for part in data.blend]
+    data = replace(data, blend=blend, path=data.path and absolute(data.path))
+    return replace(
+        config, data=data, model=replace(model, init_from=model.init_from and absolute(model.init_from))
+    )
+
+
+def _with_machine(config: Config, situation: Situation) -> Config:
     """Put the machine's numbers in the place of `auto` for device and ranks per node.
 
     On a cluster they stay `auto`: a login node cannot know them. `cluster.device=cuda` without a GPU keeps

@@ -1,8 +1,9 @@
-"""Token files mixed by weight: which file each position reads is a fixed pattern, each file keeps its own order.
+"""Token files mixed by weight: a fixed pattern says which file a position reads, each file keeps its order.
 
-A pattern of SLOTS slots repeats for ever. Every part owns a number of them in proportion to its weight, spread as
-evenly as they go, so that every batch has the right mixture and a position is resolved in O(1) without state.
-Each part runs through its own epochs: every sample of it exactly once per epoch of that part.
+A pattern of SLOTS slots repeats for ever. Every part owns a number of them in proportion to its weight,
+spread as evenly as they go, so that every batch has the right mixture and a position is resolved in O(1)
+without state. Each part runs through its own epochs: every sample of it exactly once per epoch of that
+part.
 """
 
 from __future__ import annotations
@@ -87,10 +88,15 @@ def blend_pattern(weights: Sequence[float]) -> Pattern:
     return Pattern(part[order], rank[order], counts)
 
 
+def _tokenizer(file: TokenFile) -> str:
+    sha256 = file.index.tokenizer_sha256
+    return file.index.tokenizer + (f" (sha256 {sha256[:12]}…)" if sha256 else "")
+
+
 def _slot_counts(weights: npt.NDArray[np.float64]) -> Int64:
     """Share SLOTS out by the largest remainder."""
     exact = weights / weights.sum() * SLOTS
-    counts = np.maximum(1, np.floor(exact).astype(np.int64))
+    counts: Int64 = np.maximum(1, np.floor(exact).astype(np.int64))
     missing = SLOTS - int(counts.sum())
     if missing > 0:
         counts[np.argsort(counts - exact, kind="stable")[:missing]] += 1
@@ -104,7 +110,6 @@ def _check_one_tokenizer(files: Sequence[TokenFile]) -> None:
     for file in files[1:]:
         if file.index.tokenizer_sha256 != first.index.tokenizer_sha256:
             raise DataError(
-                f"data.blend: {first.name} was packed with tokenizer {first.index.tokenizer}, {file.name} with "
-                f"{file.index.tokenizer} (sha256 {first.index.tokenizer_sha256[:12] or '–'} and "
-                f"{file.index.tokenizer_sha256[:12] or '–'}); pack them with the same one"
+                f"data.blend: {first.name} was packed with {_tokenizer(first)}, {file.name} with "
+                f"{_tokenizer(file)}; pack them with the same one"
             )

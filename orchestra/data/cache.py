@@ -1,8 +1,8 @@
 """Copies of remote token files on this node: made once, checked on the way, and visible only when whole.
 
-The folder of a copy is named by its URL and its index's bytes, so a file that changed gets a new one and an old
-one never needs to be asked whether it is fresh. Ranks of a node take a lock on that folder; the kernel drops it
-when its holder dies. Nothing is ever deleted here but unfinished copies.
+The folder of a copy is named by its URL and its index's bytes, so a file that changed gets a new one and an
+old one never needs to be asked whether it is fresh. Ranks of a node take a lock on that folder; the kernel
+drops it when its holder dies. Nothing is ever deleted here but unfinished copies.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ def local_copy(prefix: str, cache_dir: str | None) -> str:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder / "lock"):
-            # The index is written last, so where it stands the tokens are whole.
-            if not Path(f"{copy}.json").exists():
+            # The index is written last, so where it stands the tokens were whole; somebody may have tidied
+            # up since.
+            if not (Path(f"{copy}.json").exists() and Path(f"{copy}.bin").exists()):
                 _copy_tokens(system, f"{path}.bin", f"{prefix}.bin", Path(f"{copy}.bin"), index)
                 _write_whole(Path(f"{copy}.json"), text)
     except OSError as error:

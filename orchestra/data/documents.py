@@ -1,4 +1,4 @@
-"""Blocks of input files, and the documents in them. What cannot be decoded is named by file and line, row or byte.
+"""Blocks of input files, and the documents in them. What cannot be decoded is named by file and line or byte.
 
 It knows no compression and no tokens; blocks are values that travel to the worker processes.
 """
@@ -53,9 +53,8 @@ class TextBlock:
         try:
             text = self.content.decode()
         except UnicodeDecodeError as error:
-            offset = self.offset + error.start
-            raise DataError(f"{self.url}: byte {self.content[error.start]:#04x} at offset {offset} is not UTF-8; "
-                            "convert the file to UTF-8") from error  # fmt: skip
+            found = f"byte {self.content[error.start]:#04x} at offset {self.offset + error.start}"
+            raise DataError(f"{self.url}: {found} is not UTF-8; convert the file to UTF-8") from error
         yield Piece(text.removeprefix("\ufeff") if self.offset == 0 else text, self.ends_document)
 
 
@@ -77,11 +76,15 @@ class LineBlock:
             try:
                 record = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
             except UnicodeDecodeError as error:
-                raise DataError(f"{where}, byte {error.start}: not UTF-8; convert the file to UTF-8") from error
+                raise DataError(
+                    f"{where}, byte {error.start}: not UTF-8; convert the file to UTF-8"
+                ) from error
             except (ValueError, RecursionError) as error:
                 raise DataError(f"{where}: not JSON ({error}); expected an object with {field!r}") from error
             if not isinstance(record, dict) or field not in record:
-                found = f"the fields {', '.join(record)}" if isinstance(record, dict) else type(record).__name__
+                found = (
+                    f"the fields {', '.join(record)}" if isinstance(record, dict) else type(record).__name__
+                )
                 raise DataError(f"{where}: no field {field!r}, found {found}; give --field")
             yield Piece(_checked(record[field], f"{where}, field {field!r}"), True)
 

@@ -1,8 +1,9 @@
 """The JSON index beside a token file: what the tokens are, and the sums that prove they are whole.
 
-`PREFIX.bin` holds nothing but tokens, little-endian; `PREFIX.json` says the rest and is written last, so a token
-file exists if and only if its index does. Each document ends with the separator, so offsets of documents are not
-stored. Standard library only: the rules of a configuration read the index too. It opens no tokens.
+`PREFIX.bin` holds nothing but tokens, little-endian; `PREFIX.json` says the rest and is written last, so a
+token file exists if and only if its index does. Each document ends with the separator, so offsets of
+documents are not stored. Standard library only: the rules of a configuration read the index too. It opens
+no tokens.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from orchestra.units import MIB
 FORMAT = "orchestra tokens"
 VERSION = 1
 DTYPE_BYTES = {"uint16": 2, "uint32": 4}
-# One checksum for this many bytes: small enough to say where a file is damaged, and 15e12 tokens of 4 bytes still
-# need only 3 MB of index.
+# One checksum for this many bytes: small enough to say where a file is damaged, and 15e12 tokens of 4 bytes
+# still need only 3 MB of index.
 BLOCK_BYTES = 256 * MIB
 
 
@@ -54,6 +55,15 @@ def token_file_prefix(path: str) -> str:
     return path.removesuffix(".bin").removesuffix(".json")
 
 
+def local_prefix(prefix: str) -> str | None:
+    """Return `prefix` as a path on this machine, or None for a URL of somewhere else."""
+    if prefix.startswith(("file://", "local://")):
+        prefix = prefix.split("://", 1)[1]
+    elif "://" in prefix:
+        return None
+    return str(Path(prefix).expanduser())
+
+
 def dtype_for(vocab_size: int) -> str:
     """Return the smallest type that holds every token."""
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
@@ -65,7 +75,7 @@ def index_text(index: TokenIndex) -> str:
 
 
 def read_index(path: Path) -> TokenIndex:
-    """Read the index at `path`. Raises DataError that names the file when it is missing, torn or a stranger."""
+    """Read the index at `path`. Raises DataError naming the file when it is missing, torn or a stranger."""
     try:
         text = path.read_bytes()
     except FileNotFoundError as error:
@@ -99,10 +109,11 @@ def parse_index(text: bytes, name: str) -> TokenIndex:
 def check_size(num_bytes: int, index: TokenIndex, name: str) -> None:
     """Raise DataError when the token file `name` of `num_bytes` is not as long as its index says."""
     if num_bytes != index.num_bytes:
+        offset = min(num_bytes, index.num_bytes)
         where = "breaks off" if num_bytes < index.num_bytes else "goes on"
         raise DataError(
-            f"{name}: {where} at offset {min(num_bytes, index.num_bytes)}: {num_bytes} bytes, but its index says "
-            f"{index.num_bytes} ({index.num_tokens} tokens of {index.dtype}); copy it again or pack again"
+            f"{name}: {where} at offset {offset}: it has {num_bytes} bytes, its index says {index.num_bytes} "
+            f"({index.num_tokens} tokens of {index.dtype}); copy it again or pack again"
         )
 
 

@@ -1,7 +1,8 @@
 """The files that text is packed from: found by path, URL or pattern, and cut into blocks for the workers.
 
-A reader knows formats and compression, never tokens. Blocks come in the order of the files and of their lines, and
-depend on nothing but the files. What a block cannot be decoded as is found by the worker (orchestra.data.documents).
+A reader knows formats and compression, never tokens. Blocks come in the order of the files and of their
+lines, and depend on nothing but the files. What a block cannot be decoded as is found by the worker
+(orchestra.data.documents).
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class InputFile:
 
 
 def find_inputs(patterns: list[str]) -> list[InputFile]:
-    """Return the files that paths, folders, patterns (`*`, `**`) and URLs name: in the order given, then by name.
+    """Return the files that paths, folders, patterns (`*`, `**`) and URLs name: as given, then by name.
 
     Raises ConfigError with all that is wrong: nothing found, or a format that is not known.
     """
@@ -71,7 +72,7 @@ def find_inputs(patterns: list[str]) -> list[InputFile]:
 
 
 def read_blocks(file: InputFile) -> Iterator[Block]:
-    """Yield the file's text in blocks. Raises DataError that names the file and the offset where it breaks off."""
+    """Yield the file's text in blocks. Raises DataError naming the file and where it breaks off."""
     try:
         if file.suffix in ROWS:
             yield from _row_blocks(file)
@@ -192,7 +193,7 @@ def _gzip_chunks(file: InputFile, stream: BinaryIO) -> Iterator[tuple[bytes, int
 
 
 def _zstd_chunks(file: InputFile, stream: BinaryIO) -> Iterator[tuple[bytes, int]]:
-    """Frames one after the other. zstandard's own stream reader takes a frame that breaks off for a whole one."""
+    """Frames one after the other. (zstandard's own reader takes one that breaks off for a whole one.)"""
     import zstandard
 
     frame: Any = None
@@ -218,5 +219,5 @@ def _zstd_chunks(file: InputFile, stream: BinaryIO) -> Iterator[tuple[bytes, int
 
 def _broken_off(file: InputFile) -> DataError:
     return DataError(
-        f"{file.url}: breaks off at offset {file.num_bytes}, in the middle of the compressed data; copy it again"
+        f"{file.url}: breaks off at offset {file.num_bytes}, inside the compressed data; copy it again"
     )

@@ -1,4 +1,4 @@
-"""The record of which samples each step trained on (`data.ledger=true`), so that exactly-once can be proved."""
+"""The record of which samples each step trained on (`data.ledger=true`), to prove exactly-once."""
 
 from __future__ import annotations
 

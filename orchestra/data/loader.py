@@ -1,8 +1,8 @@
 """Batches of token samples, prepared ahead of the step by one thread.
 
 The global batch at position p is the samples at positions p … p + GBS − 1 of the order. Micro-batch m of
-data-parallel coordinate d takes the MBS sequences from (m · dp + d) · MBS on: every world size sees the same global
-batch, and one rank with two micro-batches sees the same micro-batches as two ranks with one.
+data-parallel coordinate d takes the MBS sequences from (m · dp + d) · MBS on: every world size sees the
+same global batch, and one rank with two micro-batches sees the same micro-batches as two ranks with one.
 
 Shape letters: A accumulated micro-batches, B sequences of one micro-batch, S sequence length.
 """
@@ -86,6 +86,8 @@ class Loader:
         while self._thread.is_alive():
             _drain(self._ready)
             self._thread.join(0.05)
+        _drain(self._ready)
+        self._ready.put(RuntimeError("the loader is closed"))  # for whoever asks once more, or still waits
 
     def _read_ahead(self, position: int) -> None:
         while not self._is_closed.is_set():

@@ -1,8 +1,8 @@
-"""The order of samples: a keyed permutation of each epoch, computed where it is needed. No index array, no state.
+"""The order of samples: a keyed permutation of each epoch, computed where it is needed. No index array.
 
-Position p of the endless sequence of samples lies in epoch p // N at index p % N, and the index goes through a
-permutation of 0 … N−1 keyed by (seed, epoch). Any position is found in O(1) time and memory, every sample comes
-exactly once per epoch, and neither the world size nor the batch size plays a part.
+Position p of the endless sequence of samples lies in epoch p // N at index p % N, and the index goes
+through a permutation of 0 … N−1 keyed by (seed, epoch). Any position is found in O(1) time and memory,
+every sample comes exactly once per epoch, and neither the world size nor the batch size plays a part.
 
 The permutation is a balanced Feistel network over the smallest even number of bits that holds N, with cycle
 walking for the values above N (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002).
@@ -18,7 +18,8 @@ import numpy.typing as npt
 Int64 = npt.NDArray[np.int64]
 _UInt64 = npt.NDArray[np.uint64]
 
-# Few bits per half need more rounds than the four of theory to look random; this many pass the tests down to N = 2.
+# Few bits per half need more rounds than the four of theory to look random; this many pass the tests down
+# to N = 2.
 _ROUNDS = 8
 
 

@@ -1,7 +1,7 @@
 """What the loader asks of a source of samples, and the choice of one by configuration. It imports no torch.
 
-A sample is `seq_len + 1` consecutive tokens: sample i of a token array starts at token i · seq_len, so that each
-token is a target exactly once; what is left at the end is dropped.
+A sample is `seq_len + 1` consecutive tokens: sample i of a token array starts at token i · seq_len, so that
+each token is a target exactly once; what is left at the end is dropped.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class SampleSource(Protocol):
     vocab_size: int
 
     def ids_at(self, position: int, count: int, seed: int) -> Int64:
-        """Return the sample ids at positions [position, position + count): a pure function of its arguments."""
+        """Return the sample ids at positions [position, position + count): a pure function."""
 
     def read(self, sample_id: int, out: Int64) -> None:
-        """Write the sample's seq_len + 1 tokens into `out`. Raises DataError for a token outside the vocabulary."""
+        """Write the sample's seq_len + 1 tokens into `out`. Raises DataError for a token that cannot be."""
 
 
 class TokenSamples:
@@ -41,8 +41,8 @@ class TokenSamples:
         self.num_samples = (len(tokens) - 1) // seq_len
         if self.num_samples < 1:
             raise DataError(
-                f"{name}: {len(tokens)} tokens hold no sample of train.seq_len={seq_len} tokens and its target; "
-                "give it more text or lower train.seq_len"
+                f"{name}: {len(tokens)} tokens hold no sample of train.seq_len={seq_len} tokens and one "
+                "target; give it more text or lower train.seq_len"
             )
 
     def ids_at(self, position: int, count: int, seed: int) -> Int64:
@@ -54,9 +54,10 @@ class TokenSamples:
         # A token beyond the vocabulary would index past the embedding: on a GPU an error without a place.
         if out.max() >= self.vocab_size:
             offset = start + int(np.flatnonzero(out >= self.vocab_size)[0])
+            found = f"token {int(self._tokens[offset])} at offset {offset * self._tokens.itemsize}"
             raise DataError(
-                f"{self._name}: token {int(self._tokens[offset])} at offset {offset} is outside the vocabulary of "
-                f"{self.vocab_size}; the file is damaged or its index belongs to another file: pack it again"
+                f"{self._name}: {found} (token {offset}) is outside the vocabulary of {self.vocab_size}; the "
+                "file is damaged or its index belongs to another file: pack it again"
             )
 
 

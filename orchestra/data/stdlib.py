@@ -1,8 +1,8 @@
 """The running interpreter's own library as text: real prose and code on every machine, nothing to download.
 
-All *.py files of the standard library in the order of their names, as bytes, each followed by SEPARATOR. Tests,
-site-packages and IDLE are left out. The text depends on the version of Python, so a run resumed under another one
-would see other samples; `fingerprint` tells them apart.
+All *.py files of the standard library in the order of their names, as bytes, each followed by SEPARATOR.
+Tests, site-packages and IDLE are left out. The text depends on the version of Python, so a run resumed
+under another one would see other samples; `fingerprint` tells them apart.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+
+from orchestra.errors import DataError
 
 # The id after the 256 byte values; follows each document.
 SEPARATOR = 256
@@ -33,11 +35,20 @@ def stdlib_files() -> list[Path]:
 
 
 def stdlib_tokens() -> npt.NDArray[np.uint16]:
-    """Return the text as tokens (uint16): bytes, with SEPARATOR after each file. About 12 million."""
+    """Return the text as tokens (uint16): bytes, with SEPARATOR after each file. About 12 million.
+
+    Raises DataError where the library cannot be read.
+    """
     parts = []
     separator = np.array([SEPARATOR], dtype=np.uint16)
-    for path in stdlib_files():
-        parts += [np.frombuffer(path.read_bytes(), dtype=np.uint8).astype(np.uint16), separator]
+    try:
+        for path in stdlib_files():
+            parts += [np.frombuffer(path.read_bytes(), dtype=np.uint8).astype(np.uint16), separator]
+    except OSError as error:
+        raise DataError(f"data.source=stdlib: cannot read {error.filename} ({error.strerror})") from error
+    if not parts:
+        folder = sysconfig.get_path("stdlib")
+        raise DataError(f"data.source=stdlib: this Python has no *.py files in {folder}; use data=tokens")
     return np.concatenate(parts)
 
 

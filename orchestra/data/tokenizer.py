@@ -18,8 +18,9 @@ BYTES = "bytes"
 Encoded = npt.NDArray[np.uint32] | npt.NDArray[np.uint8]
 
 # Names that the usual tokenizers give their end of text, tried in this order.
-_END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end▁of▁sentence|>", "<EOS>", "[EOS]")
-# A tokenizer keeps about 100 bytes for each token it makes: longer text goes through it in parts, cut between lines.
+_END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end▁of▁sentence|>", "[EOS]")
+# A tokenizer keeps about 100 bytes for each token it makes: longer text goes through it in parts, cut
+# between lines.
 _PART_CHARACTERS = 1 << 20
 _LINE_END = re.compile(r"\n(?=\S)")
 
@@ -76,8 +77,8 @@ class HuggingFaceTokenizer:
 def open_tokenizer(name: str, separator: str | None = None) -> Tokenizer:
     """Open `bytes`, or the tokenizer.json at a path (or in a folder).
 
-    `separator` names the token that ends a document; None: the eos_token of a tokenizer_config.json beside it, or
-    one of the usual names. Raises ConfigError.
+    `separator` names the token that ends a document; None: the eos_token of a tokenizer_config.json beside
+    it, or one of the usual names. Raises ConfigError.
     """
     if name == BYTES:
         if separator is not None:
@@ -92,7 +93,7 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise ConfigError(
-            f"--tokenizer {path}: cannot be read ({error.strerror}); give {BYTES} or the path of a tokenizer.json"
+            f"--tokenizer {path}: cannot be read ({error.strerror}); give {BYTES} or a tokenizer.json"
         ) from error
 
 
@@ -110,7 +111,9 @@ def _separator_id(vocabulary: dict[str, int], separator: str | None, path: Path)
     for name in names:
         if name in vocabulary:
             return vocabulary[name]
-    found = f"has no token {separator!r}" if separator is not None else "has no end-of-text token of a usual name"
+    found = (
+        f"has no token {separator!r}" if separator is not None else "has no end-of-text token of a usual name"
+    )
     special = [name for name in vocabulary if re.fullmatch(r"[<\[].+[>\]]", name)][:20]
     raise ConfigError(
         f"--tokenizer {path}: {found}; give --separator one of {', '.join(special) or 'its tokens'}"
@@ -128,7 +131,7 @@ def _configured(path: Path) -> list[str]:
 
 
 def _parts(text: str) -> list[str]:
-    """Cut text behind the last line end of each part; a part without one stays whole up to the next."""
+    """Cut text at the first line end behind each _PART_CHARACTERS; without one it stays whole."""
     parts, start = [], 0
     while len(text) - start > _PART_CHARACTERS:
         end = _LINE_END.search(text, start + _PART_CHARACTERS)

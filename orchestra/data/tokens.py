@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from orchestra.data.cache import local_copy
-from orchestra.data.index import TokenIndex, check_size, read_index, token_file_prefix
+from orchestra.data.index import TokenIndex, check_size, local_prefix, read_index, token_file_prefix
 from orchestra.data.source import Tokens
 from orchestra.errors import DataError
 
@@ -25,9 +25,9 @@ class TokenFile:
 def open_tokens(path: str, cache_dir: str | None = None) -> TokenFile:
     """Open the token file at `path`: PREFIX, PREFIX.bin, or any fsspec URL of one.
 
-    A remote file is copied once per node into `cache_dir` (null: the user's cache folder) and checked on the
-    way; ranks that need the same file wait for that copy. Raises DataError that names the file and, where there
-    is one, the offset.
+    A remote file is copied once per node into `cache_dir` (null: the user's cache folder) and checked on
+    the way; ranks that need the same file wait for that copy. Raises DataError that names the file and,
+    where there is one, the offset.
     """
     prefix = token_file_prefix(path)
     local = local_prefix(prefix)
@@ -46,12 +46,3 @@ def open_tokens(path: str, cache_dir: str | None = None) -> TokenFile:
         raise DataError(f"{binary}: cannot be opened ({error.strerror or error})") from error
     # Slices of a memmap carry Python attributes along; those of a plain view of it cost a third.
     return TokenFile(f"{prefix}.bin", index, mapped.view(np.ndarray))
-
-
-def local_prefix(prefix: str) -> str | None:
-    """Return `prefix` as a path on this machine, or None for a URL of somewhere else."""
-    if prefix.startswith(("file://", "local://")):
-        prefix = prefix.split("://", 1)[1]
-    elif "://" in prefix:
-        return None
-    return str(Path(prefix).expanduser())

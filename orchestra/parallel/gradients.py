@@ -90,6 +90,10 @@ class GradientBuckets:
             _Bucket(_flat(members, dtype), members)
             for members in _in_buckets(list(reversed(trained)), dtype, bucket_bytes)
         ]
+        views = {item.name: view for bucket in self._buckets for item, view in bucket.views()}
+        # One view for each parameter, not one tensor for each bucket: the norm is then summed in the same
+        # order whatever the buckets, and two ranks follow the very bits of one rank with two micro-batches.
+        self._in_model_order = [views[item.name] for item in trained]
         for bucket in self._buckets:
             for item, view in bucket.views():
                 item.parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
@@ -110,7 +114,7 @@ class GradientBuckets:
             for item, view in bucket.views():
                 # The fused optimizer wants gradients of its own dtype; where they differ this is a copy.
                 item.master.grad = view.to(item.master.dtype)
-        return [bucket.flat for bucket in self._buckets]
+        return self._in_model_order
 
     def release(self) -> None:
         for bucket in self._buckets:

@@ -16,13 +16,15 @@ from pathlib import Path
 from orchestra.rundir import RunDir
 
 _PR_SET_PDEATHSIG = 1
+# Process id of torchrun, set by whoever starts it (launchers/tether.py).
+_PARENT_VARIABLE = "LAUNCHERS_TORCHRUN_PID"
 
 
 def die_with_parent() -> None:
     """Ask Linux to kill this process when its parent ends: under torchrun every worker has its own session,
     so that killing torchrun's process group would leave it behind.
     """
-    parent = os.getppid()
+    parent = int(os.environ.get(_PARENT_VARIABLE, os.getppid()))
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # the parent ended before the request was in force

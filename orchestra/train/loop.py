@@ -19,10 +19,18 @@ from orchestra.train.step import StepResult
 
 
 @dataclass
+class Progress:
+    """The step that is being trained, for whoever has to say where it ended; 0 before the first."""
+
+    step: int = 0
+
+
+@dataclass
 class Recorder:
     """Where the loop's records go. Only rank 0 has a meter and a metrics file."""
 
     events: EventWriter
+    progress: Progress
     profiler: StepProfiler
     ledger: Ledger | None
     meter: Meter | None
@@ -33,6 +41,7 @@ def train(config: Config, training: Training, recorder: Recorder, first_step: in
     """Run the steps from first_step to train.steps. *Collective*. Raises NonFiniteError by the policy."""
     guard = NonFiniteGuard(config, recorder.events, reads_every_step=not _is_asynchronous(training))
     for step in range(first_step, config.train.steps + 1):
+        recorder.progress.step = step
         began = time.perf_counter()
         batch = training.loader.next_batch()
         data_time_s = time.perf_counter() - began

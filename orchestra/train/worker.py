@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import traceback
 from contextlib import closing
+from dataclasses import dataclass
 
 import torch
 
@@ -22,63 +23,83 @@ from orchestra.metrics_file import MFU_CONVENTION
 from orchestra.parallel.mesh import Mesh, RankEnvironment, open_mesh, rank_environment
 from orchestra.rundir import RunDir
 from orchestra.train.build import Training, build_training, set_numerics
-from orchestra.train.loop import Recorder, train
+from orchestra.train.loop import Progress, Recorder, train
 from orchestra.train.metrics import Meter, meter_settings, past_of
 from orchestra.train.peak import device_peak_flops
 from orchestra.train.profile import StepProfiler
 from orchestra.train.wandb_mirror import WandbMirror
 
 
+@dataclass(frozen=True)
+class Records:
+    """Where one rank writes, and how far it has come."""
+
+    run: RunDir
+    events: EventWriter
+    progress: Progress
+
+
 def run_rank(run: RunDir, attempt: int) -> int:
     """Train the frozen run as this process's rank; return the exit code that the verdict carries."""
     ranks = rank_environment()
     events = EventWriter(run, rank_writer(attempt, ranks.rank), attempt, rank=ranks.rank)
+    records = Records(run, events, Progress())
     mirror: WandbMirror | None = None
     try:
         config = read_config(run.config)
         if ranks.rank == 0:
             mirror = WandbMirror.start(run, config, events)
-        _train(config, run, ranks, events)
+        _train(config, ranks, records)
         events.write("finished", code=EXIT_DONE, step=config.train.steps)
         return EXIT_DONE
-    except KeyboardInterrupt:
-        events.write("failed", code=EXIT_INTERRUPTED, cause="interrupted")
-        return EXIT_INTERRUPTED
     except BaseException as error:  # noqa: BLE001  whatever ends a rank must become its verdict
-        return _failed(error, events)
+        return _failed(error, records)
     finally:
         # After the verdict: waiting for wandb must not hold back the news of a failure.
         if mirror is not None:
             mirror.close()
 
 
-def _failed(error: BaseException, events: EventWriter) -> int:
-    code = error.exit_code if isinstance(error, OrchestraError) else EXIT_FAILED
-    trace = traceback.format_exc()
-    events.write("failed", code=code, cause=type(error).__name__, message=str(error), traceback=trace)
+def _failed(error: BaseException, records: Records) -> int:
+    code = _exit_code(error)
+    records.events.write(
+        "failed",
+        code=code,
+        cause=type(error).__name__,
+        step=records.progress.step,
+        message=str(error),
+        traceback=traceback.format_exc(),
+    )
     traceback.print_exc()
     return code
 
 
-def _train(config: Config, run: RunDir, ranks: RankEnvironment, events: EventWriter) -> None:
+def _exit_code(error: BaseException) -> int:
+    if isinstance(error, OrchestraError):
+        return error.exit_code
+    return EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else EXIT_FAILED
+
+
+def _train(config: Config, ranks: RankEnvironment, records: Records) -> None:
     with open_mesh(config, ranks) as mesh:
         set_numerics(config, mesh.device)
         training = build_training(config, mesh)
-        recorder = _recorder(config, run, mesh, training, events)
+        recorder = _recorder(config, mesh, training, records)
         with closing(training.loader), closing(recorder.profiler):
             train(config, training, recorder)
 
 
-def _recorder(config: Config, run: RunDir, mesh: Mesh, training: Training, events: EventWriter) -> Recorder:
+def _recorder(config: Config, mesh: Mesh, training: Training, records: Records) -> Recorder:
+    run, events = records.run, records.events
     ledger = Ledger(run, mesh.rank) if config.data.ledger else None
     profiler = StepProfiler(config.train.profile, run, mesh.rank)
     if mesh.rank != 0:
-        return Recorder(events, profiler, ledger, meter=None, metrics=None)
+        return Recorder(events, records.progress, profiler, ledger, meter=None, metrics=None)
     peak = device_peak_flops(config, mesh.device)
-    settings = meter_settings(config, mesh.world_size, peak, mesh.device)
     _announce(config, mesh, training, peak, events)
+    settings = meter_settings(config, mesh.world_size, peak, mesh.device)
     meter = Meter(settings, past_of(run, 0, training.batch.tokens_per_step))
-    return Recorder(events, profiler, ledger, meter, JsonLinesWriter(run.metrics))
+    return Recorder(events, records.progress, profiler, ledger, meter, JsonLinesWriter(run.metrics))
 
 
 def _announce(

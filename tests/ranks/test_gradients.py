@@ -85,6 +85,22 @@ def test_two_ranks_train_like_one(
         assert torch.equal(value, results[1][1][name]), name
 
 
+def test_two_ranks_follow_the_bits_of_one_rank_with_two_micro_batches(
+    ranks: Callable[[int], RankPool],
+) -> None:
+    batch = {"global_batch": 4, "micro_batch": 2, "steps": 20}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as the ranks: products are split differently over two threads
+    try:
+        history, parameters = train_steps(0, dp=1, **batch)
+    finally:
+        torch.set_num_threads(threads)
+    (first, final), _ = ranks(2).run(train_steps, dp=2, **batch)
+    assert first == history
+    for name, value in final.items():
+        assert torch.equal(value, parameters[name]), name
+
+
 def test_three_ranks_train_like_one(ranks: Callable[[int], RankPool]) -> None:
     expected, _ = train_steps(0, dp=1, global_batch=6, micro_batch=2, steps=20)
     for history, _ in ranks(3).run(train_steps, dp=3, global_batch=6, micro_batch=2, steps=20):
