@@ -106,9 +106,9 @@ def transformers_llama(model: ModelConfig) -> nn.Module:
 class MeanLoss(Transformer):
     """orchestra's own model with the signature of the others."""
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, loss_scale: float = 1.0) -> Tensor:
         assert targets is not None
-        return super().forward(tokens, targets) / targets.numel()
+        return super().forward(tokens, targets, loss_scale / targets.numel())
 
 
 def bare_step(module: nn.Module, tokens_BS: Tensor, lr: float = 3e-4) -> Callable[[], Any]:

@@ -45,7 +45,12 @@ def absolute(path: str) -> str:
 def _with_absolute_paths(config: Config) -> Config:
     data, model = config.data, config.model
     blend = [replace(part, path=absolute(part.path)) for part in data.blend]
-    data = replace(data, blend=blend, path=data.path and absolute(data.path))
+    data = replace(
+        data,
+        blend=blend,
+        path=data.path and absolute(data.path),
+        cache_dir=data.cache_dir and absolute(data.cache_dir),
+    )
     return replace(
         config, data=data, model=replace(model, init_from=model.init_from and absolute(model.init_from))
     )

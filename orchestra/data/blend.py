@@ -1,15 +1,16 @@
-"""Token files mixed by weight: a fixed pattern says which file a position reads, each file keeps its order.
+"""Token files mixed by weight: which file a position reads is computed, and each file keeps its own order.
 
-A pattern of SLOTS slots repeats for ever. Every part owns a number of them in proportion to its weight,
-spread as evenly as they go, so that every batch has the right mixture and a position is resolved in O(1)
-without state. Each part runs through its own epochs: every sample of it exactly once per epoch of that
-part.
+A binary tree halves the list of parts. Of the first p positions at a node, round(p · left weight ÷ weight
+of both) belong to its left side, so that both sides see a contiguous range of positions of their own, down
+to the parts. A position is resolved in O(1) without state, shares are right to one sample for each level of
+the tree at every moment, and each part runs through its own epochs: every sample of it exactly once per
+epoch of that part.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -20,51 +21,48 @@ from orchestra.data.source import SampleSource, TokenSamples
 from orchestra.data.tokens import TokenFile, open_tokens
 from orchestra.errors import DataError
 
-# 2⁴ · 3² · 5⁴: weights with up to four decimals, and thirds, get their share exactly.
-SLOTS = 90_000
-
-
-@dataclass(frozen=True)
-class Pattern:
-    """Which part each slot belongs to."""
-
-    # int64 [SLOTS]: the part of each slot, and the number of earlier slots of the same part.
-    part: Int64
-    rank: Int64
-    # int64 [parts]: slots of each part.
-    counts: Int64
+# Weights become whole numbers of about this sum: their products with the positions of a batch fit in int64.
+_RESOLUTION = 1 << 30
 
 
 class Blend:
-    """Samples of several sources. Ids are unambiguous: those of part k follow those of part k − 1."""
+    """Samples of several sources. Ids are unambiguous: those of part k follow those of part k − 1.
+
+    `weights` are positive and need not sum to 1; a share below 1e-9 of the whole counts as that much.
+    """
 
     def __init__(self, parts: Sequence[TokenSamples], weights: Sequence[float]) -> None:
         self._parts = list(parts)
-        self._pattern = blend_pattern(weights)
+        self._weights = [max(1, round(weight / sum(weights) * _RESOLUTION)) for weight in weights]
         self._offsets = np.cumsum([0] + [part.num_samples for part in parts])
         self.vocab_size = max(part.vocab_size for part in parts)
 
     def ids_at(self, position: int, count: int, seed: int) -> Int64:
-        pattern = self._pattern
-        slots = (position % SLOTS + np.arange(count)) % SLOTS
-        of_slot = pattern.part[slots]
-        out = np.empty(count, dtype=np.int64)
-        for number, part in enumerate(self._parts):
-            places = np.flatnonzero(of_slot == number)
-            if places.size == 0:
-                continue
-            block, slot = divmod(position + int(places[0]), SLOTS)
-            own_position = block * int(pattern.counts[number]) + int(pattern.rank[slot])
-            # A key of its own for each part: files of one size would else be read in the same order.
-            own_seed = seed * len(self._parts) + number
-            out[places] = self._offsets[number] + sample_ids(
-                own_position, places.size, num_samples=part.num_samples, seed=own_seed
-            )
-        return out
+        ids = np.empty(count, dtype=np.int64)
+        self._fill(ids, np.arange(count), position, (0, len(self._parts)), seed)
+        return ids
 
     def read(self, sample_id: int, out: Int64) -> None:
         number = int(np.searchsorted(self._offsets, sample_id, side="right")) - 1
         self._parts[number].read(sample_id - int(self._offsets[number]), out)
+
+    def _fill(
+        self, ids: Int64, places: npt.NDArray[np.intp], position: int, among: tuple[int, int], seed: int
+    ) -> None:
+        """Fill ids[places], the positions from `position` on of the parts `among` (first, end)."""
+        first, end = among
+        if places.size == 0:
+            return
+        if end - first == 1:
+            size, own_seed = self._parts[first].num_samples, _seed_of(seed, first)
+            own = sample_ids(position, places.size, num_samples=size, seed=own_seed)
+            ids[places] = self._offsets[first] + own
+            return
+        middle = (first + end) // 2
+        left, whole = sum(self._weights[first:middle]), sum(self._weights[first:end])
+        before, is_left = _split(position, places.size, left, whole)
+        self._fill(ids, places[is_left], before, (first, middle), seed)
+        self._fill(ids, places[~is_left], position - before, (middle, end), seed)
 
 
 def open_blend(data: DataConfig, seq_len: int) -> SampleSource:
@@ -78,38 +76,30 @@ def open_blend(data: DataConfig, seq_len: int) -> SampleSource:
     return Blend(samples, [part.weight for part in parts])
 
 
-def blend_pattern(weights: Sequence[float]) -> Pattern:
-    """Return the pattern of these positive weights; even the smallest gets one slot."""
-    counts = _slot_counts(np.asarray(weights, dtype=np.float64))
-    part = np.repeat(np.arange(len(counts)), counts)
-    rank = np.concatenate([np.arange(count) for count in counts])
-    # Slot j of a part with c slots is due at (j + ½) / c of the pattern.
-    order = np.argsort((rank + 0.5) / counts[part], kind="stable")
-    return Pattern(part[order], rank[order], counts)
+def _split(position: int, count: int, left: int, whole: int) -> tuple[int, npt.NDArray[np.bool_]]:
+    """Return how many positions before `position` go left, and which [count] of those from it on do."""
+    # Whole numbers of Python: positions × weights may pass 64 bits; inside the batch they cannot.
+    before, rest = divmod(position * left + whole // 2, whole)
+    return before, np.diff((rest + np.arange(count + 1, dtype=np.int64) * left) // whole) > 0
 
 
-def _tokenizer(file: TokenFile) -> str:
-    sha256 = file.index.tokenizer_sha256
-    return file.index.tokenizer + (f" (sha256 {sha256[:12]}…)" if sha256 else "")
-
-
-def _slot_counts(weights: npt.NDArray[np.float64]) -> Int64:
-    """Share SLOTS out by the largest remainder."""
-    exact = weights / weights.sum() * SLOTS
-    counts: Int64 = np.maximum(1, np.floor(exact).astype(np.int64))
-    missing = SLOTS - int(counts.sum())
-    if missing > 0:
-        counts[np.argsort(counts - exact, kind="stable")[:missing]] += 1
-    else:
-        counts[np.argmax(counts)] += missing
-    return counts
+def _seed_of(seed: int, number: int) -> int:
+    """Parts of the same size must not go through their samples in the same order."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{number}".encode(), digest_size=8).digest())
 
 
 def _check_one_tokenizer(files: Sequence[TokenFile]) -> None:
+    """A token must mean the same in every part."""
     first = files[0]
     for file in files[1:]:
-        if file.index.tokenizer_sha256 != first.index.tokenizer_sha256:
+        if _tokenizer(file) != _tokenizer(first):
             raise DataError(
                 f"data.blend: {first.name} was packed with {_tokenizer(first)}, {file.name} with "
                 f"{_tokenizer(file)}; pack them with the same one"
             )
+
+
+def _tokenizer(file: TokenFile) -> str:
+    index = file.index
+    sha256 = f"sha256 {index.tokenizer_sha256[:16]}, " if index.tokenizer_sha256 else ""
+    return f"{'tokenizer.json' if sha256 else index.tokenizer} ({sha256}separator {index.separator_id})"

@@ -2,7 +2,7 @@
 
 The folder of a copy is named by its URL and its index's bytes, so a file that changed gets a new one and an
 old one never needs to be asked whether it is fresh. Ranks of a node take a lock on that folder; the kernel
-drops it when its holder dies. Nothing is ever deleted here but unfinished copies.
+drops it when its holder dies. Nothing here is ever deleted.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def _read_remote(system: Any, path: str, name: str) -> bytes:
         return bytes(system.cat_file(path))
     except FileNotFoundError as error:
         raise DataError(f"{name}: no such file; write it with `orchestra data pack`") from error
-    except OSError as error:
-        raise DataError(f"{name}: cannot be read ({error})") from error
+    except Exception as error:  # drivers raise what their own libraries do: no credentials, no route …
+        raise DataError(f"{name}: cannot be read ({type(error).__name__}: {error})") from error
 
 
 def _copy_tokens(system: Any, path: str, name: str, target: Path, index: TokenIndex) -> None:

@@ -82,10 +82,8 @@ class LineBlock:
             except (ValueError, RecursionError) as error:
                 raise DataError(f"{where}: not JSON ({error}); expected an object with {field!r}") from error
             if not isinstance(record, dict) or field not in record:
-                found = (
-                    f"the fields {', '.join(record)}" if isinstance(record, dict) else type(record).__name__
-                )
-                raise DataError(f"{where}: no field {field!r}, found {found}; give --field")
+                found = ", ".join(record) if isinstance(record, dict) else _kind(record)
+                raise DataError(f"{where}: no field {field!r}, found {found or 'none'}; give --field")
             yield Piece(_checked(record[field], f"{where}, field {field!r}"), True)
 
 
@@ -134,4 +132,6 @@ def _checked(value: object, where: str) -> str:
 
 
 def _kind(value: object) -> str:
-    return "null" if value is None else f"a {type(value).__name__}"
+    """Return JSON's word for a value's type."""
+    kinds = {list: "an array", dict: "an object", bool: "a boolean", int: "a number", float: "a number"}
+    return "null" if value is None else kinds.get(type(value), f"a {type(value).__name__}")

@@ -56,7 +56,7 @@ def find_inputs(patterns: list[str]) -> list[InputFile]:
     for pattern in patterns:
         try:
             files = _matches(pattern)
-        except (DataError, OSError) as error:
+        except DataError as error:
             problems.append(str(error))
             continue
         if not files:
@@ -88,13 +88,19 @@ def read_blocks(file: InputFile) -> Iterator[Block]:
 
 def _matches(pattern: str) -> list[InputFile]:
     system, path = file_system(pattern)
+    try:
+        return _found(system, path, is_local="://" not in pattern)
+    except Exception as error:  # drivers raise what their own libraries do: no credentials, no route …
+        raise DataError(f"{pattern}: cannot be listed ({type(error).__name__}: {error})") from error
+
+
+def _found(system: Any, path: str, *, is_local: bool) -> list[InputFile]:
     if system.isfile(path):
         paths = [path]
     elif system.isdir(path):
         paths = [each for each in system.find(path) if _is_known(InputFile(each, 0))]
     else:
         paths = [each for each in system.glob(path) if system.isfile(each)]
-    is_local = "://" not in pattern
     urls = {each: each if is_local else system.unstrip_protocol(each) for each in sorted(paths)}
     return [InputFile(url, int(system.size(each))) for each, url in urls.items()]
 

@@ -2,12 +2,11 @@
 
 All *.py files of the standard library in the order of their names, as bytes, each followed by SEPARATOR.
 Tests, site-packages and IDLE are left out. The text depends on the version of Python, so a run resumed
-under another one would see other samples; `fingerprint` tells them apart.
+under another one would see other samples.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import sysconfig
 from pathlib import Path
@@ -50,8 +49,3 @@ def stdlib_tokens() -> npt.NDArray[np.uint16]:
         folder = sysconfig.get_path("stdlib")
         raise DataError(f"data.source=stdlib: this Python has no *.py files in {folder}; use data=tokens")
     return np.concatenate(parts)
-
-
-def fingerprint(tokens: npt.NDArray[np.uint16]) -> str:
-    """Return a short hash of the text, the same wherever the library is the same."""
-    return hashlib.blake2b(tokens.tobytes(), digest_size=8).hexdigest()

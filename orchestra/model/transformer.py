@@ -45,14 +45,18 @@ class Transformer(nn.Module):
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
 
-    def forward(self, tokens_BS: Tensor, targets_BS: Tensor | None = None) -> Tensor:
-        """Return the logits [B, S, V], or with targets the summed cross-entropy in nats (fp32 scalar)."""
+    def forward(self, tokens_BS: Tensor, targets_BS: Tensor | None = None, loss_scale: float = 1.0) -> Tensor:
+        """Return the logits [B, S, V], or with targets loss_scale · the summed cross-entropy (nats, fp32)."""
         hidden_BSE = self.hidden(tokens_BS)
         if targets_BS is None:
             logits_BSV: Tensor = self.lm_head(hidden_BSE)
             return logits_BSV
         return cross_entropy_sum(
-            hidden_BSE.flatten(0, 1), self.lm_head.weight, targets_BS.flatten(), self.loss_chunk_tokens
+            hidden_BSE.flatten(0, 1),
+            self.lm_head.weight,
+            targets_BS.flatten(),
+            scale=loss_scale,
+            chunk=self.loss_chunk_tokens,
         )
 
     def hidden(self, tokens_BS: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from conf.schema import Config
 from orchestra.data.loader import BatchPlan, Loader
 from orchestra.data.source import open_source
+from orchestra.errors import DataError
 from orchestra.model.transformer import Transformer, fill_initial_values
 from orchestra.optim.adamw import make_adamw
 from orchestra.parallel.apply import Parallelized, parallelize
@@ -56,6 +57,12 @@ def build_model(config: Config, device: torch.device) -> Transformer:
 def build_loader(config: Config, mesh: Mesh, batch: BatchShape) -> Loader:
     """Open the data and start to prefetch this rank's share of each global batch."""
     source = open_source(config.data, config.train.seq_len)
+    if source.vocab_size > config.model.vocab_size:
+        # The rules see this before anything starts where the index is a local file; here for all others.
+        raise DataError(
+            f"the data has {source.vocab_size} tokens in its vocabulary, the model model.vocab_size="
+            f"{config.model.vocab_size}; use at least model.vocab_size={source.vocab_size}"
+        )
     plan = BatchPlan(
         global_batch_size=batch.global_batch_size,
         micro_batch_size=batch.micro_batch_size,

@@ -73,7 +73,7 @@ class TrainingStep:
         for index in range(num_micro_batches):
             is_last = index == num_micro_batches - 1
             tokens_BS = tokens_ABS[index].to(self._mesh.device, non_blocking=True)
-            loss = self._parallel.model(tokens_BS[:, :-1], tokens_BS[:, 1:]) * self._share
+            loss = self._parallel.model(tokens_BS[:, :-1], tokens_BS[:, 1:], self._share)
             total += loss.detach()
             if is_last and self._mesh.dp_group is not None:
                 # Every rank needs the global loss to agree on a skip; its reduction hides behind the backward

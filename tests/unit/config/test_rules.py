@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from operator import attrgetter
 from pathlib import Path
@@ -15,6 +14,7 @@ from conf.schema import Config
 from orchestra.config import not_yet, rules
 from orchestra.config.rules import RULES, check, problems_of
 from orchestra.config.situation import Situation, resolved, world_size
+from orchestra.data.pack import PackRequest, pack, plan_pack
 from orchestra.errors import ConfigError
 from orchestra.frozen import writable_schema
 
@@ -175,7 +175,7 @@ CASES: list[tuple[str, Change, Sequence[str]]] = [
     (
         "rule_data_files",
         {"data.source": "tokens", "data.path": "nowhere/corpus"},
-        ["no file nowhere/corpus.bin", "orchestra data pack"],
+        ["/nowhere/corpus.bin", "orchestra data pack"],
     ),
     ("rule_data_files", {"model.vocab_size": 256}, ["model.vocab_size=256", "257"]),
 ]
@@ -295,12 +295,12 @@ def test_impossible_sizes_break_no_other_rule_by_accident() -> None:
 
 def test_packed_files_are_found_by_prefix_or_name_and_their_vocabulary_is_checked(tmp_path: Path) -> None:
     prefix = tmp_path / "corpus"
-    prefix.with_suffix(".bin").write_bytes(b"")
-    prefix.with_suffix(".json").write_text(json.dumps({"vocab_size": 300}))
+    (tmp_path / "text.txt").write_text("some text " * 100)
+    pack(plan_pack(PackRequest([str(tmp_path / "text.txt")], str(prefix))))
     for path in (str(prefix), f"{prefix}.bin", f"file://{prefix}"):
         changes = {"data.source": "tokens", "data.path": path}
-        assert any("300 tokens" in problem for problem in broken(changes)), path
-        assert broken({**changes, "model.vocab_size": 300}) == []
+        assert any("257 tokens" in problem for problem in broken({**changes, "model.vocab_size": 256})), path
+        assert broken({**changes, "model.vocab_size": 257}) == []
 
 
 def test_remote_files_are_not_looked_for() -> None:

@@ -42,7 +42,7 @@ class Slow:
         self.fails_from = fails_from
         self.num_reads = 0
 
-    def ids_at(self, position: int, count: int, seed: int) -> Int64:
+    def ids_at(self, position: int, count: int, seed: int) -> Int64:  # noqa: ARG002  its order is the plain one
         return np.arange(position, position + count)
 
     def read(self, sample_id: int, out: Int64) -> None:

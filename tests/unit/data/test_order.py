@@ -50,7 +50,9 @@ def test_order_does_not_depend_on_how_the_range_is_cut(
 
 
 def test_seeds_and_epochs_have_orders_of_their_own() -> None:
-    orders = [sample_ids(epoch * 1000, 1000, num_samples=1000, seed=seed) for seed in range(3) for epoch in range(3)]
+    orders = [
+        sample_ids(epoch * 1000, 1000, num_samples=1000, seed=seed) for seed in range(3) for epoch in range(3)
+    ]
     for number, order in enumerate(orders):
         for other in orders[:number]:
             # Two random permutations agree in one place on average.

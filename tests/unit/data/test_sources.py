@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,7 @@ import pytest
 from conf.schema import DataConfig
 from orchestra.data.ledger import Ledger
 from orchestra.data.source import TokenSamples, open_source
-from orchestra.data.stdlib import SEPARATOR, VOCAB_SIZE, fingerprint, stdlib_files, stdlib_tokens
+from orchestra.data.stdlib import SEPARATOR, VOCAB_SIZE, stdlib_files, stdlib_tokens
 from orchestra.errors import DataError
 from orchestra.jsonl import read_json_lines
 from orchestra.rundir import RunDir
@@ -49,8 +48,7 @@ def test_stdlib_is_the_interpreters_text_with_a_separator_after_each_file() -> N
     first = files[0].read_bytes()
     assert tokens[: len(first)].astype(np.uint8).tobytes() == first
     assert tokens.max() < VOCAB_SIZE
-    assert fingerprint(tokens) == fingerprint(stdlib_tokens())
-    assert fingerprint(tokens) != fingerprint(tokens[1:])
+    assert np.array_equal(tokens, stdlib_tokens())
 
 
 def test_stdlib_leaves_out_tests_and_installed_packages() -> None:
@@ -71,16 +69,6 @@ def test_default_configuration_opens_the_standard_library() -> None:
     source.read(int(source.ids_at(0, 1, 0)[0]), out)
     assert source.vocab_size == VOCAB_SIZE
     assert out.max() < VOCAB_SIZE
-
-
-def test_sources_and_packing_need_no_torch() -> None:
-    import subprocess
-
-    code = (
-        "import sys; import orchestra.data.blend, orchestra.data.pack, orchestra.data.source, orchestra.data.stdlib; "
-        "assert 'torch' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_ledger_holds_a_line_of_ids_for_each_step_and_mends_a_torn_one(tmp_path: Path) -> None:

@@ -1,0 +1,124 @@
+"""Blends: shares by weight everywhere, each part once per epoch of its own, ids without ambiguity."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from conf.schema import BlendPart, DataConfig, Source
+from orchestra.data.blend import Blend, open_blend
+from orchestra.data.source import TokenSamples
+from orchestra.errors import DataError
+
+WriteTokens = Callable[..., str]
+SIZES = (50, 400, 70)
+EQUAL = 5000
+
+
+def part(num_samples: int, first: int = 0) -> TokenSamples:
+    """A part whose sample i begins with the token first + i."""
+    return TokenSamples(np.arange(first, first + num_samples + 1, dtype=np.uint32), 1, 1 << 30, "array")
+
+
+def blend(*weights: float) -> Blend:
+    return Blend([part(size, 1000 * number) for number, size in enumerate(SIZES)], weights)
+
+
+def shares_of(source: Blend, num_parts: int, position: int, count: int) -> np.ndarray:
+    """Return how many of the positions belong to each part of EQUAL samples."""
+    return np.bincount(source.ids_at(position, count, 0) // EQUAL, minlength=num_parts)
+
+
+@settings(max_examples=40, deadline=None)
+@given(weights=st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=12), count=st.integers(0, 3000))
+def test_shares_are_right_at_every_moment(weights: list[float], count: int) -> None:
+    source = Blend([part(EQUAL) for _ in weights], weights)
+    due = np.array(weights) / sum(weights) * count
+    levels = np.ceil(np.log2(len(weights)))
+    assert np.abs(shares_of(source, len(weights), 0, count) - due).max() <= levels + 1e-3
+
+
+def test_shares_are_right_far_from_the_beginning() -> None:
+    source = Blend([part(EQUAL) for _ in range(3)], [0.7123, 0.2, 0.0877])
+    counts = shares_of(source, 3, 10**14, 10_000)
+    assert np.abs(counts - [7123, 2000, 877]).max() <= 2
+
+
+def test_a_weight_next_to_nothing_still_gets_its_turn() -> None:
+    source = Blend([part(EQUAL), part(EQUAL)], [1e-300, 1.0])
+    # One position of about 2³⁰, and the first of them half-way.
+    assert shares_of(source, 2, 0, 100).tolist() == [0, 100]
+    assert shares_of(source, 2, (1 << 29) - 50, 100).tolist() == [1, 99]
+
+
+def test_each_part_keeps_its_own_order_and_epochs() -> None:
+    source = blend(0.5, 0.3, 0.2)
+    ids = source.ids_at(0, 3000, seed=4)
+    offsets = np.cumsum([0, *SIZES])
+    for number, size in enumerate(SIZES):
+        own = ids[(ids >= offsets[number]) & (ids < offsets[number + 1])] - offsets[number]
+        for epoch in range(own.size // size):
+            assert np.array_equal(np.sort(own[epoch * size : (epoch + 1) * size]), np.arange(size))
+
+
+@settings(max_examples=40, deadline=None)
+@given(position=st.integers(0, 10**15), first=st.integers(0, 50), second=st.integers(0, 50))
+def test_order_does_not_depend_on_how_the_range_is_cut(position: int, first: int, second: int) -> None:
+    source = blend(5, 3, 2)
+    parts = [source.ids_at(position, first, 1), source.ids_at(position + first, second, 1)]
+    assert np.array_equal(np.concatenate(parts), source.ids_at(position, first + second, 1))
+
+
+def test_ids_name_one_sample_of_one_part() -> None:
+    source = blend(1, 1, 1)
+    out = np.empty(2, dtype=np.int64)
+    for sample_id, token in [(0, 0), (49, 49), (50, 1000), (449, 1399), (450, 2000), (519, 2069)]:
+        source.read(sample_id, out)
+        assert out.tolist() == [token, token + 1]
+
+
+def test_parts_of_one_size_are_not_read_in_step() -> None:
+    source = Blend([part(500), part(500)], [1, 1])
+    ids = source.ids_at(0, 1000, 0)
+    first, second = ids[ids < 500], ids[ids >= 500] - 500
+    assert (first == second).sum() < 10
+
+
+def test_a_batch_late_in_a_long_run_costs_no_more_than_the_first() -> None:
+    source = blend(1, 1, 1)
+
+    def seconds(position: int) -> float:
+        began = time.perf_counter()
+        source.ids_at(position, 256, 0)
+        return time.perf_counter() - began
+
+    assert min(seconds(10**14) for _ in range(5)) < 0.01
+
+
+def test_configuration_opens_one_file_or_a_blend(write_tokens: WriteTokens) -> None:
+    first = write_tokens("first", np.full(1000, 1, dtype=np.uint16))
+    second = write_tokens("second", np.full(500, 2, dtype=np.uint32))
+    alone = open_blend(DataConfig(source=Source.tokens, path=first), 10)
+    assert isinstance(alone, TokenSamples)
+    parts = [BlendPart(first, 3.0), BlendPart(second, 1.0)]
+    mixed = open_blend(DataConfig(source=Source.tokens, blend=parts), 10)
+    assert mixed.vocab_size == 257
+    out = np.empty(11, dtype=np.int64)
+    found = []
+    for sample_id in mixed.ids_at(0, 400, 0):
+        mixed.read(int(sample_id), out)
+        found.append(int(out[0]))
+    assert (found.count(1), found.count(2)) == (300, 100)
+
+
+def test_files_of_different_tokenizers_are_not_mixed(write_tokens: WriteTokens) -> None:
+    first = write_tokens("first", np.zeros(100, dtype=np.uint16))
+    second = write_tokens("second", np.zeros(100, dtype=np.uint16), tokenizer_sha256="ab" * 32)
+    parts = [BlendPart(first), BlendPart(second)]
+    with pytest.raises(DataError, match=r"first\.bin was packed with bytes .*second\.bin with .*sha256 abab"):
+        open_blend(DataConfig(source=Source.tokens, blend=parts), 10)
