@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from orchestra.data.pack import PackPlan, PackResult
 
 _EXPLAINED = """\
-Reads .txt (one document), .jsonl and .ndjson (one document a line), each also as .gz or .zst, and
-.parquet (one document a row). Each document is followed by the separator: 256 for bytes, else the
-tokenizer's end of text.
+Reads .txt, .md and .rst (one document), .jsonl and .ndjson (one document a line), each also as .gz or
+.zst, and .parquet (one document a row). Each document is followed by the separator: 256 for bytes, else
+the tokenizer's end of text.
 Writes PREFIX.bin and PREFIX.json for `data=tokens data.path=PREFIX`.
 
   orchestra data pack 'corpus/**/*.jsonl.zst' --output data/corpus --tokenizer tokenizer.json

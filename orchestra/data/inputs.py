@@ -18,7 +18,7 @@ from orchestra.data.documents import Block, LineBlock, RowBlock, TextBlock
 from orchestra.errors import ConfigError, DataError
 from orchestra.units import MIB
 
-TEXT, LINES, ROWS = (".txt",), (".jsonl", ".ndjson"), (".parquet",)
+TEXT, LINES, ROWS = (".txt", ".md", ".rst"), (".jsonl", ".ndjson"), (".parquet",)
 COMPRESSIONS = (".gz", ".zst")
 # Of text: long enough that the hand-over costs nothing, short enough that all workers end together.
 _BLOCK_BYTES = 2 * MIB

@@ -40,7 +40,7 @@ OnProgress = Callable[["Progress"], None]
 class PackRequest:
     """What to pack, and where to."""
 
-    # Files, folders, patterns or fsspec URLs: .txt, .jsonl (also .gz, .zst) or .parquet.
+    # Files, folders, patterns or fsspec URLs: .txt, .md, .rst, .jsonl (also .gz, .zst) or .parquet.
     inputs: list[str]
     # PREFIX of the token file: writes PREFIX.bin and PREFIX.json; any fsspec URL.
     output: str

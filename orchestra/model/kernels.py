@@ -76,10 +76,10 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 def _rotated(x_BSHD: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
     half = x_BSHD.shape[-1] // 2
-    first, second = x_BSHD[..., :half], x_BSHD[..., half:]
-    out = torch.empty_like(x_BSHD, memory_format=torch.contiguous_format)
-    torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-sign)
-    torch.mul(second, cos, out=out[..., half:]).addcmul_(first, sin, value=sign)
+    # One product over whole heads, then the other halves: inner loops of D and not of D/2 elements.
+    out = x_BSHD * cos
+    out[..., :half].addcmul_(x_BSHD[..., half:], sin, value=-sign)
+    out[..., half:].addcmul_(x_BSHD[..., :half], sin, value=sign)
     return out
 
 
@@ -98,10 +98,14 @@ class _Rotate(torch.autograd.Function):
 
 
 def rotate(x_BSHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + D/2) of each head by the angles whose cos and sin [S, 1, D/2] are given."""
+    """Rotate the pairs (i, i + D/2) of each head by angles given as cos [S, 1, D], both halves alike, and
+    sin [S, 1, D/2].
+    """
     if torch.compiler.is_compiling():
         first, second = x_BSHD.chunk(2, dim=-1)
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_BSHD.dtype)
+        cos_half = cos[..., : cos.shape[-1] // 2]
+        rotated = (first * cos_half - second * sin, second * cos_half + first * sin)
+        return torch.cat(rotated, dim=-1)
     return _Rotate.apply(x_BSHD, cos, sin)  # type: ignore[no-any-return, no-untyped-call]
 
 

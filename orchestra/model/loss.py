@@ -95,7 +95,8 @@ def _loss_and_gradient(logits_CV: Tensor, target_C: Tensor, scale: float) -> tup
     loss = ((normalizer.squeeze(1).log() - target_logit) * taken).sum() * scale
     factor = taken.unsqueeze(1).to(gradient.dtype) * scale
     gradient.mul_(factor / normalizer)
-    gradient.scatter_add_(1, index, -factor)
+    # Not scatter_add_, which has no deterministic form on a GPU.
+    gradient.scatter_(1, index, gradient.gather(1, index) - factor)
     return loss, gradient
 
 

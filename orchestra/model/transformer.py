@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from conf.schema import Family, ModelConfig
-from orchestra.model.initial import normal_slice, parameter_key
+from orchestra.model.initial import fill_normal_, parameter_key
 from orchestra.model.layers import Block, make_norm, rotary_frequencies
 from orchestra.model.loss import cross_entropy_sum
 
@@ -71,14 +71,15 @@ class Transformer(nn.Module):
         return out
 
     def _rotary_tables(self, sequence: int, like: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return cos and sin [S, 1, D/2] in the activations' dtype; computed in fp32 once per length."""
+        """Return cos [S, 1, D] and sin [S, 1, D/2] in the activations' dtype, computed in fp32 once a length."""
         if self.config.family is Family.gpt:
             return None
         kept = self._rotary
         if kept is None or kept[0].shape[0] != sequence or kept[0].dtype != like.dtype:
             frequencies = rotary_frequencies(self.config).to(like.device)
             angles = torch.arange(sequence, device=like.device).float()[:, None, None] * frequencies
-            kept = self._rotary = (angles.cos().to(like.dtype), angles.sin().to(like.dtype))
+            cos = angles.cos().repeat(1, 1, 2)
+            kept = self._rotary = (cos.to(like.dtype), angles.sin().to(like.dtype))
         return kept
 
 
@@ -100,8 +101,7 @@ def fill_initial_values(transformer: Transformer, seed: int) -> None:
     for name, parameter in transformer.named_parameters():
         if parameter.dim() >= 2:
             std = initial_std(transformer.config, name)
-            shape = tuple(parameter.shape)
-            values = normal_slice(parameter_key(seed, name), shape, (0,) * len(shape), shape, std)
-            parameter.copy_(values)
+            shape = parameter.shape
+            fill_normal_(parameter, parameter_key(seed, name), shape, (0,) * len(shape), std)
         else:
             parameter.fill_(1.0 if name.endswith("norm.weight") else 0.0)

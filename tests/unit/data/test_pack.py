@@ -204,7 +204,7 @@ def test_tokenizer_that_is_none_is_refused(tmp_path: Path) -> None:
 
 
 def test_folders_and_patterns_are_found_in_the_order_of_their_names(tmp_path: Path) -> None:
-    for name in ("b.txt", "a.txt", "deep/c.jsonl", "notes.md", "deep/d.parquet"):
+    for name in ("b.txt", "a.txt", "deep/c.jsonl", "notes.csv", "deep/d.parquet"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("x")
 
@@ -218,10 +218,10 @@ def test_folders_and_patterns_are_found_in_the_order_of_their_names(tmp_path: Pa
 
 
 def test_all_that_is_wrong_with_a_request_is_told_at_once(tmp_path: Path) -> None:
-    (tmp_path / "a.md").write_text("x")
+    (tmp_path / "a.csv").write_text("x")
     (tmp_path / "out.json").write_text("x")
     request = PackRequest(
-        [str(tmp_path / "nowhere.txt"), str(tmp_path / "a.md")],
+        [str(tmp_path / "nowhere.txt"), str(tmp_path / "a.csv")],
         str(tmp_path / "out"),
         tokenizer=str(tmp_path / "t.json"),
         num_workers=0,
@@ -230,7 +230,7 @@ def test_all_that_is_wrong_with_a_request_is_told_at_once(tmp_path: Path) -> Non
         plan_pack(request)
     for problem, expected in zip(
         caught.value.problems,
-        ("nowhere.txt: no such", "a.md: not a", "t.json: ", "--workers 0", "exists"),
+        ("nowhere.txt: no such", "a.csv: not a", "t.json: ", "--workers 0", "exists"),
         strict=True,
     ):
         assert expected in problem

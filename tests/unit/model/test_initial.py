@@ -2,47 +2,93 @@
 
 from __future__ import annotations
 
-import numpy as np
+import math
+
 import torch
 
 from conf.schema import ModelConfig
-from orchestra.model.initial import normal_slice, parameter_key, standard_normal
+from orchestra.model.initial import _cos_of_turns, _log, fill_normal_, parameter_key, standard_normal
 from orchestra.model.transformer import Transformer, fill_initial_values, initial_std
+
+
+def normal_slice(
+    key: int, shape: tuple[int, int], offsets: tuple[int, int], size: tuple[int, int]
+) -> torch.Tensor:
+    out = torch.empty(size)
+    fill_normal_(out, key, shape, offsets, 0.02)
+    return out
 
 
 def test_any_slice_equals_the_slice_of_the_whole() -> None:
     key, shape = parameter_key(7, "layers.0.mlp.up_proj.weight"), (13, 37)
-    whole = normal_slice(key, shape, (0, 0), shape, 0.02)
+    whole = normal_slice(key, shape, (0, 0), shape)
     for offsets, size in [((0, 0), (13, 37)), ((5, 0), (8, 37)), ((0, 11), (13, 3)), ((12, 36), (1, 1))]:
-        part = normal_slice(key, shape, offsets, size, 0.02)
+        part = normal_slice(key, shape, offsets, size)
         rows = slice(offsets[0], offsets[0] + size[0])
         columns = slice(offsets[1], offsets[1] + size[1])
         assert torch.equal(part, whole[rows, columns])
 
 
 def test_empty_slice_is_empty() -> None:
-    assert normal_slice(1, (4, 4), (4, 0), (0, 4), 1.0).shape == (0, 4)
+    assert normal_slice(1, (4, 4), (4, 0), (0, 4)).shape == (0, 4)
+
+
+def test_values_do_not_depend_on_blocks_or_threads() -> None:
+    key, shape = parameter_key(0, "w"), (700, 500)  # more than one block
+    whole = normal_slice(key, shape, (0, 0), shape)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        assert torch.equal(normal_slice(key, shape, (0, 0), shape), whole)
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(normal_slice(key, shape, (699, 0), (1, 500)), whole[699:])
+
+
+def test_the_bits_are_those_of_exact_arithmetic() -> None:
+    """Python's own integers, fractions rounded once, and C's log and cos give the same fp32 numbers."""
+    key, mask = parameter_key(3, "w"), (1 << 64) - 1
+    for index in (0, 1, 77, 405_000_000_000):
+        value = (index * 0x9E3779B97F4A7C15 + key) & mask
+        for _ in range(2):
+            value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & mask
+            value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & mask
+            value = ((value ^ (value >> 31)) + key) & mask
+        radius = math.sqrt(-2.0 * math.log(((value >> 32) + 0.5) * 2.0**-32))
+        expected = radius * math.cos(2.0 * math.pi * (value & 0xFFFFFFFF) * 2.0**-32)
+        assert standard_normal(torch.tensor([index]), key).item() == torch.tensor(expected).float().item()
+
+
+def test_the_series_are_exact_to_1e_10() -> None:
+    uniform = torch.rand(100_000, dtype=torch.float64).clamp_(min=2.0**-33)
+    torch.testing.assert_close(_log(uniform), uniform.log(), rtol=1e-10, atol=1e-11)
+    turns = torch.linspace(0, 1, 10_001, dtype=torch.float64)[:-1]
+    torch.testing.assert_close(_cos_of_turns(turns), (2 * torch.pi * turns).cos(), rtol=0, atol=1e-11)
+
+
+def correlation(first: torch.Tensor, second: torch.Tensor) -> float:
+    return float(torch.corrcoef(torch.stack((first, second)))[0, 1])
 
 
 def test_seed_and_name_give_unrelated_values() -> None:
     keys = [parameter_key(0, "a"), parameter_key(1, "a"), parameter_key(0, "b")]
-    values = [standard_normal(np.arange(20_000), key) for key in keys]
+    values = [standard_normal(torch.arange(20_000), key) for key in keys]
     for first, second in [(0, 1), (0, 2), (1, 2)]:
-        assert abs(np.corrcoef(values[first], values[second])[0, 1]) < 0.03
+        assert abs(correlation(values[first], values[second])) < 0.03
 
 
 def test_values_are_standard_normal() -> None:
-    values = standard_normal(np.arange(400_000), parameter_key(0, "w")).astype(np.float64)
+    values = standard_normal(torch.arange(400_000), parameter_key(0, "w")).double()
     assert abs(values.mean()) < 0.01
     assert abs(values.std() - 1) < 0.01
     assert abs((values**4).mean() - 3) < 0.1
-    assert abs(np.corrcoef(values[:-1], values[1:])[0, 1]) < 0.01
+    assert 4.2 < values.abs().max() < 6.7
+    assert abs(correlation(values[:-1], values[1:])) < 0.01
 
 
 def test_large_indices_do_not_repeat() -> None:
-    start = np.uint64(405_000_000_000)
-    far = standard_normal(np.arange(1000, dtype=np.uint64) + start, 5)
-    assert not np.array_equal(far, standard_normal(np.arange(1000), 5))
+    far = standard_normal(torch.arange(1000) + 405_000_000_000, 5)
+    assert not torch.equal(far, standard_normal(torch.arange(1000), 5))
 
 
 def test_building_on_the_meta_device_gives_the_same_tied_model() -> None:
