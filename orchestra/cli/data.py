@@ -44,7 +44,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Pack, or show what would be packed."""
-    from orchestra.data.pack import PackRequest, plan_pack
+    from orchestra.data.pack import plan_pack
+    from orchestra.data.request import PackRequest
 
     workers = arguments.workers if arguments.workers is not None else _default_workers(arguments.tokenizer)
     request = PackRequest(

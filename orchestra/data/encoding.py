@@ -15,17 +15,14 @@ from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from orchestra.data.documents import Block, Piece
 from orchestra.data.index import dtype_for
+from orchestra.data.request import PackRequest
 from orchestra.data.tokenizer import Encoded, Tokenizer, open_tokenizer
 from orchestra.errors import DataError
-
-if TYPE_CHECKING:
-    from orchestra.data.pack import PackRequest
 
 # Blocks on their way for each worker: one in work, one waiting, one done behind a slower one.
 _BLOCKS_PER_WORKER = 3

@@ -1,4 +1,4 @@
-"""What the loader asks of a source of samples, and the choice of one by configuration. It imports no torch.
+"""What the loader asks of a source of samples. It imports no torch.
 
 A sample is `seq_len + 1` consecutive tokens: sample i of a token array starts at token i · seq_len, so that
 each token is a target exactly once; what is left at the end is dropped.
@@ -11,7 +11,6 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from conf.schema import DataConfig, Source
 from orchestra.data.order import Int64, sample_ids
 from orchestra.errors import DataError
 
@@ -59,14 +58,3 @@ class TokenSamples:
                 f"{self._name}: {found} (token {offset}) is outside the vocabulary of {self.vocab_size}; the "
                 "file is damaged or its index belongs to another file: pack it again"
             )
-
-
-def open_source(data: DataConfig, seq_len: int) -> SampleSource:
-    """Open the source that a checked configuration names. Raises DataError where it cannot be read."""
-    if data.source is Source.stdlib:
-        from orchestra.data.stdlib import VOCAB_SIZE, stdlib_tokens
-
-        return TokenSamples(stdlib_tokens(), seq_len, VOCAB_SIZE, "data.source=stdlib")
-    from orchestra.data.blend import open_blend
-
-    return open_blend(data, seq_len)

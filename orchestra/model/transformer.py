@@ -71,7 +71,7 @@ class Transformer(nn.Module):
         return out
 
     def _rotary_tables(self, sequence: int, like: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return cos [S, 1, D] and sin [S, 1, D/2] in the activations' dtype, computed in fp32 once a length."""
+        """Return cos [S, 1, D] and sin [S, 1, D/2] in the activations' dtype, computed in fp32 once."""
         if self.config.family is Family.gpt:
             return None
         kept = self._rotary

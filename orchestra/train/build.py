@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from conf.schema import Config
+from orchestra.data.choice import open_source
 from orchestra.data.loader import BatchPlan, Loader
-from orchestra.data.source import open_source
 from orchestra.errors import DataError
 from orchestra.model.transformer import Transformer, fill_initial_values
 from orchestra.optim.adamw import make_adamw

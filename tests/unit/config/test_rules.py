@@ -14,7 +14,8 @@ from conf.schema import Config
 from orchestra.config import not_yet, rules
 from orchestra.config.rules import RULES, check, problems_of
 from orchestra.config.situation import Situation, resolved, world_size
-from orchestra.data.pack import PackRequest, pack, plan_pack
+from orchestra.data.pack import pack, plan_pack
+from orchestra.data.request import PackRequest
 from orchestra.errors import ConfigError
 from orchestra.frozen import writable_schema
 

@@ -12,7 +12,7 @@ from conf.schema import BlendPart, Config, DataConfig, ModelConfig, Source, Trai
 from orchestra.cli import main
 from orchestra.config.rules_place import rule_data_files
 from orchestra.config.situation import Situation
-from orchestra.data.source import open_source
+from orchestra.data.choice import open_source
 from orchestra.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE
 
 

@@ -19,7 +19,8 @@ import zstandard
 from orchestra.data import inputs, pack, tokenizer
 from orchestra.data.index import read_index
 from orchestra.data.inputs import find_inputs
-from orchestra.data.pack import PackRequest, PackResult, Progress, plan_pack
+from orchestra.data.pack import PackResult, Progress, plan_pack
+from orchestra.data.request import PackRequest
 from orchestra.data.tokens import open_tokens
 from orchestra.errors import ConfigError
 

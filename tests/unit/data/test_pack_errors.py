@@ -13,7 +13,8 @@ import pytest
 import zstandard
 
 from orchestra.data import encoding, inputs
-from orchestra.data.pack import PackRequest, pack, plan_pack
+from orchestra.data.pack import pack, plan_pack
+from orchestra.data.request import PackRequest
 from orchestra.errors import DataError
 
 LINE = json.dumps({"text": "some text"}).encode() + b"\n"

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from conf.schema import DataConfig
+from orchestra.data.choice import open_source
 from orchestra.data.ledger import Ledger
-from orchestra.data.source import TokenSamples, open_source
+from orchestra.data.source import TokenSamples
 from orchestra.data.stdlib import SEPARATOR, VOCAB_SIZE, stdlib_files, stdlib_tokens
 from orchestra.errors import DataError
 from orchestra.jsonl import read_json_lines
