@@ -15,7 +15,7 @@ PINS := pyproject.toml constraints.txt
 help: ## show this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1	\2/p' $(MAKEFILE_LIST) | expand -t 16
 
-demo: $(VENV)/installed ## install, then train a small Llama on this machine's own Python files (about a minute)
+demo: $(VENV)/installed ## install, then train a small Llama on this machine's own Python files (two minutes)
 	$(BIN)/orchestra run experiment=demo $(OVERRIDES)
 
 test: system-packages $(VENV)/installed-test lint ## install what tests need, lint, run all tests

@@ -6,6 +6,7 @@ the file for writing cuts it first, so that a torn line never ends up in the mid
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -41,8 +42,13 @@ class JsonLinesWriter:
 
     def write(self, record: Record) -> None:
         """Append one record. Floats keep full precision (`repr`); non-finite ones become null."""
-        line = json.dumps(finite_or_null(record), separators=(",", ":"), allow_nan=False) + "\n"
-        os.write(self._fd, line.encode())
+        line = json.dumps(finite_or_null(record), separators=(",", ":"), allow_nan=False).encode() + b"\n"
+        written = os.write(self._fd, line)
+        if written < len(
+            line
+        ):  # the disk is full: take the part back, or the next record would end up inside it
+            os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def close(self) -> None:
         os.close(self._fd)

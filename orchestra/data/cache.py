@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from orchestra.data.index import TokenIndex, check_size, parse_index
 from orchestra.errors import DataError
@@ -83,7 +83,7 @@ def _copy_tokens(system: Any, path: str, name: str, target: Path, index: TokenIn
     with source, unfinished.open("wb") as file:
         for number, expected in enumerate(index.block_crc32):
             found, left = 0, min(index.block_bytes, index.num_bytes - number * index.block_bytes)
-            while left and (piece := source.read(min(_READ_BYTES, left))):
+            while left and (piece := _read(source, min(_READ_BYTES, left), name)):
                 file.write(piece)
                 found, left = zlib.crc32(piece, found), left - len(piece)
             if left or found != expected:
@@ -93,6 +93,13 @@ def _copy_tokens(system: Any, path: str, name: str, target: Path, index: TokenIn
                     f"{found:08x}, its index says {expected:08x}; upload it again or pack again"
                 )
     unfinished.replace(target)
+
+
+def _read(source: Any, count: int, name: str) -> bytes:
+    try:
+        return cast(bytes, source.read(count))
+    except Exception as error:
+        raise DataError(f"{name}: cannot be read: {type(error).__name__}: {error}") from error
 
 
 def _write_whole(path: Path, content: bytes) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +20,8 @@ from torch import Tensor
 
 from orchestra.data.order import Int64
 from orchestra.data.source import SampleSource
+
+_CLOSE_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -81,9 +84,10 @@ class Loader:
         return item
 
     def close(self) -> None:
-        """End the thread. Batches that were read ahead are dropped."""
+        """End the thread and drop what was read ahead; a read that hangs is left to the process's end."""
         self._is_closed.set()
-        while self._thread.is_alive():
+        deadline = time.monotonic() + _CLOSE_TIMEOUT_S
+        while self._thread.is_alive() and time.monotonic() < deadline:
             _drain(self._ready)
             self._thread.join(0.05)
         _drain(self._ready)

@@ -59,8 +59,9 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
 
 def global_norm(grads: Sequence[Tensor]) -> Tensor:
     """Return the L2 norm over all gradients as an fp32 scalar on their device."""
-    norms = torch._foreach_norm(list(grads))
-    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms]))
+    # In fp32 from the first sum: the norm of bf16 gradients would itself be rounded to 8 bits.
+    norms = torch._foreach_norm(list(grads), 2, dtype=torch.float32)
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return total
 
 

@@ -55,25 +55,25 @@ class Mesh:
 
 @contextmanager
 def open_mesh(config: Config, ranks: RankEnvironment) -> Iterator[Mesh]:
-    """Join the process group and leave it at the end. *Collective* over all ranks.
+    """Join the process group, and leave it when all went well. *Collective* over all ranks.
 
-    Raises TrainingError when the device that the configuration asks for is not there.
+    After an exception the group is left standing: ending it waits for the other ranks (NCCL), which wait for
+    this one. The process is to write its verdict and exit. Raises TrainingError when the device that the
+    configuration asks for is not there.
     """
     device = choose_device(config.cluster.device, ranks.local_rank)
     degrees = layout(config.parallelism, ranks.world_size)
     if ranks.world_size > 1:
         _join(config, device, ranks)
-    try:
-        yield Mesh(
-            rank=ranks.rank,
-            layout=degrees,
-            coordinates=degrees.coordinates(ranks.rank),
-            device=device,
-            dp_group=dist.group.WORLD if degrees.dp > 1 else None,
-        )
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    yield Mesh(
+        rank=ranks.rank,
+        layout=degrees,
+        coordinates=degrees.coordinates(ranks.rank),
+        device=device,
+        dp_group=dist.group.WORLD if degrees.dp > 1 else None,
+    )
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def choose_device(wanted: Device, local_rank: int) -> torch.device:
@@ -81,8 +81,8 @@ def choose_device(wanted: Device, local_rank: int) -> torch.device:
     has_gpu = torch.cuda.is_available()
     if wanted is Device.cuda and not has_gpu:
         raise TrainingError(
-            "cluster.device=cuda but torch sees no GPU on this node; use cluster.device=auto, "
-            "or check the driver"
+            f"cluster.device=cuda, but torch {torch.__version__} sees no GPU on this node ({_why_no_gpu()}); "
+            "use cluster.device=cpu to train without"
         )
     if wanted is Device.cpu or not has_gpu:
         return torch.device("cpu")
@@ -94,6 +94,12 @@ def choose_device(wanted: Device, local_rank: int) -> torch.device:
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
+
+
+def _why_no_gpu() -> str:
+    if torch.version.cuda is None:
+        return "this build of torch has no CUDA: install one that has"
+    return "see what `nvidia-smi` and CUDA_VISIBLE_DEVICES say"
 
 
 def _join(config: Config, device: torch.device, ranks: RankEnvironment) -> None:

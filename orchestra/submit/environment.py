@@ -48,6 +48,7 @@ def worker_environment(
     threads = threads_per_rank(config, ranks_per_node, usable_cores() if cores is None else cores)
     return {
         "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
         # Keeps a `conf` or `orchestra` in the working directory from shadowing the real ones.
         "PYTHONSAFEPATH": "1",
         "PYTHONPATH": os.pathsep.join(dict.fromkeys([str(source_root()), *search_path])),

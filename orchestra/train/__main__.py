@@ -13,6 +13,7 @@ import signal
 import sys
 from pathlib import Path
 
+from orchestra.errors import EXIT_DONE
 from orchestra.rundir import RunDir
 
 _PR_SET_PDEATHSIG = 1
@@ -61,7 +62,13 @@ def main() -> int:
 
     from orchestra.train.worker import run_rank
 
-    return run_rank(run, arguments.attempt)
+    code = run_rank(run, arguments.attempt)
+    if code != EXIT_DONE:
+        # The verdict is written. Threads and process groups of a failed rank may never end by themselves.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
 
 
 if __name__ == "__main__":

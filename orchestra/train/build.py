@@ -83,8 +83,10 @@ def build_loader(config: Config, mesh: Mesh, batch: BatchShape) -> Loader:
 def set_numerics(config: Config, device: torch.device) -> None:
     """Set torch's process-wide numeric switches, once, before anything is built."""
     torch.manual_seed(config.train.seed)
-    if device.type == "cpu" and config.cluster.threads_per_rank:
-        torch.set_num_threads(config.cluster.threads_per_rank)
+    if device.type == "cpu" and "OMP_NUM_THREADS" in os.environ:
+        # Whoever started this rank has shared out the cores; an MKL_NUM_THREADS of the shell must not undo
+        # it.
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     # Full-precision products for fp32: a run that asks for fp32 gets it, TF32 included in "not".
     torch.set_float32_matmul_precision("highest")
     if config.train.deterministic:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
-
-import numpy as np
 
 from conf.schema import Config, OnNonfinite
 from orchestra.data.ledger import Ledger
@@ -47,17 +46,20 @@ def train(config: Config, training: Training, recorder: Recorder, first_step: in
         data_time_s = time.perf_counter() - began
         with recorder.profiler.step(step):
             result = training.step.run(step, batch.tokens)
-        is_logged = step % config.train.log_every == 0 or step == config.train.steps
-        guard.check(step, result, is_logged=is_logged)
         if recorder.ledger is not None:
             recorder.ledger.write(step, batch.sample_ids)
+        is_logged = step % config.train.log_every == 0 or step == config.train.steps
+        failure = guard.failure(step, result, is_logged=is_logged)
         if recorder.meter is not None:
+            is_row = is_logged or failure is not None
             loss = (
-                float(result.loss) if is_logged else np.nan
-            )  # waits for the device, so before the clock is read
+                float(result.loss) if is_row else math.nan
+            )  # waits for the device: before the clock is read
             recorder.meter.add_step(time.perf_counter() - began, data_time_s, training.batch.tokens_per_step)
-            if is_logged:
+            if is_row:
                 _log(step, loss, result, recorder, guard.num_skipped)
+        if failure is not None:
+            raise failure
 
 
 def _log(step: int, loss: float, result: StepResult, recorder: Recorder, num_skipped: int) -> None:
@@ -83,41 +85,43 @@ class NonFiniteGuard:
 
     def __init__(self, config: Config, events: EventWriter, reads_every_step: bool) -> None:
         self._policy = config.train.on_nonfinite
-        self._limit = config.train.max_nonfinite_steps
+        self._limit = 1 if self._policy is OnNonfinite.stop else config.train.max_nonfinite_steps
         self._reads_every_step = reads_every_step or self._policy is OnNonfinite.stop
         self._events = events
         self._unread: list[tuple[int, StepResult]] = []
         self._num_in_a_row = 0
         self.num_skipped = 0
 
-    def check(self, step: int, result: StepResult, *, is_logged: bool) -> None:
-        """Count a skipped step; raise NonFiniteError where the policy says to stop. *Collective*: all ranks
-        agree.
-        """
+    def failure(self, step: int, result: StepResult, *, is_logged: bool) -> NonFiniteError | None:
+        """Count a skipped step; return the error to raise where the policy says to stop. All ranks agree."""
         self._unread.append((step, result))
         if not (self._reads_every_step or is_logged):
-            return
+            return None
         unread, self._unread = self._unread, []
         for unread_step, unread_result in unread:
-            self._count(unread_step, unread_result)
+            if bool(unread_result.was_skipped):
+                self._count(unread_step, unread_result)
+            else:
+                self._num_in_a_row = 0
+            if self._num_in_a_row >= self._limit:
+                return NonFiniteError(self._explained(unread_step, unread_result))
+        return None
 
     def _count(self, step: int, result: StepResult) -> None:
-        if not bool(result.was_skipped):
-            self._num_in_a_row = 0
-            return
         self.num_skipped += 1
         self._num_in_a_row += 1
-        loss, grad_norm = float(result.loss), float(result.grad_norm)
-        self._events.write("nonfinite_step", step=step, loss=repr(loss), grad_norm=repr(grad_norm))
+        loss, grad_norm = repr(float(result.loss)), repr(float(result.grad_norm))
+        self._events.write("nonfinite_step", step=step, loss=loss, grad_norm=grad_norm)
+
+    def _explained(self, step: int, result: StepResult) -> str:
+        found = f"step {step}: loss {float(result.loss)}, gradient norm {float(result.grad_norm)}: not finite"
         if self._policy is OnNonfinite.stop:
-            raise NonFiniteError(
-                f"step {step}: loss {loss}, gradient norm {grad_norm}: not finite, and "
-                "train.on_nonfinite=stop; the parameters are those of the step before. Lower optim.lr or "
-                "look at this step's data (data.ledger=true writes its sample ids)"
+            return (
+                f"{found}, and train.on_nonfinite=stop; the parameters are those of the step before. Lower "
+                "optim.lr or look at this step's data (data.ledger=true writes its sample ids)"
             )
-        if self._num_in_a_row >= self._limit:
-            raise NonFiniteError(
-                f"step {step}: {self._num_in_a_row} steps in a row were not finite and were "
-                f"skipped (train.max_nonfinite_steps={self._limit}); lower optim.lr, raise "
-                "optim.warmup_steps, or use precision=fp32 to see whether it is a matter of range"
-            )
+        return (
+            f"{found}; {self._num_in_a_row} steps in a row were skipped "
+            f"(train.max_nonfinite_steps={self._limit}). Lower optim.lr, raise optim.warmup_steps, or use "
+            "precision=fp32 to see whether it is a matter of range"
+        )

@@ -33,6 +33,7 @@ from orchestra.rundir import RunDir
 EXIT_MIRRORED = 0
 EXIT_KEPT_OFFLINE = 3  # the server could not be reached: the records lie in the run directory
 EXIT_GAVE_UP = 4  # not finished within wandb.finish_timeout_s
+EXIT_REFUSED = 5  # wandb refused the settings, a missing API key above all: kept in the run directory
 
 _POLL_S = 1.0
 # Part of wandb.finish_timeout_s that wandb.init may take, so that a run that ends at once is kept offline.
@@ -89,6 +90,7 @@ class WandbMirror:
     def _report(self, code: int, limit_s: float) -> None:
         causes = {
             EXIT_KEPT_OFFLINE: "the server could not be reached; the records were kept offline",
+            EXIT_REFUSED: "wandb refused to go online (no API key? `wandb login`); kept offline, see the log",
             EXIT_GAVE_UP: f"not finished within {limit_s:g} s",
         }
         ended = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
@@ -187,7 +189,9 @@ def _open(run: RunDir, config: WandbConfig) -> tuple[Any, int]:
             raise
         sys.stderr.write(f"wandb online failed, keeping the records offline: {error}\n")
         wandb.teardown(exit_code=1)
-        return _init(run, config, WandbMode.offline.value), EXIT_KEPT_OFFLINE
+        is_refused = isinstance(error, wandb.errors.UsageError)
+        kept = _init(run, config, WandbMode.offline.value)
+        return kept, EXIT_REFUSED if is_refused else EXIT_KEPT_OFFLINE
 
 
 def _init(run: RunDir, config: WandbConfig, mode: Any) -> Any:

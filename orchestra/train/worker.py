@@ -7,7 +7,6 @@ in its event file; whoever started the run ends with that code.
 from __future__ import annotations
 
 import traceback
-from contextlib import closing
 from dataclasses import dataclass
 
 import torch
@@ -81,12 +80,16 @@ def _exit_code(error: BaseException) -> int:
 
 
 def _train(config: Config, ranks: RankEnvironment, records: Records) -> None:
+    """Train to the end. After an exception nothing is closed here: that could wait for ranks that wait for
+    this one, and the verdict comes first.
+    """
     with open_mesh(config, ranks) as mesh:
         set_numerics(config, mesh.device)
         training = build_training(config, mesh)
         recorder = _recorder(config, mesh, training, records)
-        with closing(training.loader), closing(recorder.profiler):
-            train(config, training, recorder)
+        train(config, training, recorder)
+        recorder.profiler.close()
+        training.loader.close()
 
 
 def _recorder(config: Config, mesh: Mesh, training: Training, records: Records) -> Recorder:

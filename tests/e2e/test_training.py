@@ -130,6 +130,10 @@ def test_on_nonfinite_stop_ends_at_the_first_bad_step(folder: Path) -> None:
     done = run(folder, "stopping", *exploding, "cluster.gpus_per_node=1", expected_code=93)
     assert len([event for event in read_events(done) if event["event"] == "nonfinite_step"]) == 1
     assert "train.on_nonfinite=stop" in verdict(done)["message"]
+    # The advice in the message holds: the step's samples and its row are there.
+    step = verdict(done)["step"]
+    ledger = list(read_json_lines(done.samples / "rank-00000.jsonl"))
+    assert ledger[-1]["step"] == read_metrics(done)[-1]["step"] == step
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16_fp32_grad"])

@@ -1,0 +1,67 @@
+"""fp32 masters keep what bf16 parameters cannot hold."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from conf.schema import Config, ModelConfig, OptimConfig, PrecisionConfig, PrecisionName, TrainConfig
+from orchestra.model.transformer import Transformer, fill_initial_values
+from orchestra.optim.adamw import global_norm, make_adamw
+from orchestra.parallel.apply import Parallelized, parallelize
+from orchestra.parallel.mesh import Mesh
+from orchestra.topology import Layout
+from orchestra.train.step import TrainingStep
+
+STEPS = 5
+SEQUENCE = 16
+
+
+def trained_with(precision: PrecisionName, lr: float) -> tuple[Parallelized, dict[str, torch.Tensor]]:
+    """Train a few steps; return the result and the initial values in fp32."""
+    config = Config(
+        model=ModelConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=1, vocab_size=64),
+        precision=PrecisionConfig(name=precision),
+        optim=OptimConfig(lr=lr, min_lr=lr, warmup_steps=0, weight_decay=0.0),
+        train=TrainConfig(steps=STEPS, seq_len=SEQUENCE),
+    )
+    model = Transformer(config.model)
+    fill_initial_values(model, 0)
+    initial = {name: value.detach().clone() for name, value in model.named_parameters()}
+    degrees = Layout(dp=1)
+    mesh = Mesh(0, degrees, degrees.coordinates(0), torch.device("cpu"), None)
+    parallelized = parallelize(model, config, mesh)
+    optimizer = make_adamw(parallelized.trained, config.optim)
+    training = TrainingStep(parallelized, optimizer, config, mesh, 2 * SEQUENCE)
+    for step in range(1, STEPS + 1):
+        tokens = torch.randint(0, 64, (1, 2, SEQUENCE + 1), generator=torch.Generator().manual_seed(step))
+        training.run(step, tokens)
+    return parallelized, initial
+
+
+@pytest.mark.parametrize("precision", [PrecisionName.bf16, PrecisionName.bf16_fp32_grad])
+def test_updates_below_the_resolution_of_bf16_are_not_lost(precision: PrecisionName) -> None:
+    parallelized, initial = trained_with(precision, lr=1e-6)
+    for item in parallelized.trained:
+        before = initial[item.name]
+        if before.dim() < 2:
+            continue
+        assert item.parameter.dtype == torch.bfloat16
+        # Each step of AdamW moves an element by about the learning rate; bf16 resolves 1/256 of its size.
+        moved = (item.master - before).abs()
+        assert float(moved.mean()) == pytest.approx(STEPS * 1e-6, rel=0.7), item.name
+        assert torch.equal(item.parameter, item.master.to(torch.bfloat16))
+        large = before.abs() > 1e-2
+        unmoved = item.parameter[large] == before[large].to(torch.bfloat16)
+        assert float(unmoved.float().mean()) > 0.8, item.name
+
+
+def test_fp32_has_no_second_copy() -> None:
+    parallelized, _ = trained_with(PrecisionName.fp32, lr=1e-3)
+    assert all(item.master is item.parameter for item in parallelized.trained)
+
+
+def test_the_norm_of_bf16_gradients_is_not_rounded_to_bf16() -> None:
+    gradients = [torch.randn(1000).to(torch.bfloat16) for _ in range(3)]
+    exact = torch.cat(gradients).double().norm()
+    torch.testing.assert_close(global_norm(gradients).double(), exact, rtol=1e-6, atol=0)
