@@ -107,6 +107,8 @@ class GradientBuckets:
             bucket.num_missing = len(bucket.members)
 
     def finish(self) -> Sequence[Tensor]:
+        # A parameter that took no part in the loss would leave its bucket unsummed, and the ranks would part.
+        assert not any(bucket.num_missing for bucket in self._buckets), "a parameter got no gradient"
         for work in self._works:
             work.wait()
         self._works.clear()
