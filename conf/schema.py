@@ -193,8 +193,9 @@ class TrainConfig:
 
     steps: int = 100
     seq_len: int = 256
-    # Sequences in one optimizer step over all ranks; null only where global_batch_tokens is given.
-    global_batch_size: int | None = 16
+    # Sequences in one optimizer step over all ranks; null (without global_batch_tokens): 16, rounded up to a
+    # multiple of MBS × DP.
+    global_batch_size: int | None = None
     # The same in tokens (a multiple of seq_len); takes the place of global_batch_size.
     global_batch_tokens: int | None = None
     # Sequences in one forward and backward pass of a rank; null: the largest divisor of its share up to 8.

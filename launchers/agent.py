@@ -63,7 +63,7 @@ class NodeAgent:
         return code
 
     def _keep_deadlines(self) -> None:
-        size = self._log.stat().st_size
+        size = _size(self._log)
         if self._kill_at is None and size != self._log_size and torchrun.closing(self.output()):
             self._kill_at = time.monotonic() + self._patience.failed_peer_s
         self._log_size = size
@@ -71,10 +71,13 @@ class NodeAgent:
             processes.send(self._workers, signal.SIGKILL)
 
     def output(self) -> str:
-        """Return the end of what torchrun has written so far."""
-        with self._log.open("rb") as log:
-            log.seek(max(0, log.seek(0, os.SEEK_END) - _OUTPUT_BYTES))
-            return log.read().decode(errors="replace")
+        """Return the end of what torchrun has written so far; nothing when its log was removed."""
+        try:
+            with self._log.open("rb") as log:
+                log.seek(max(0, log.seek(0, os.SEEK_END) - _OUTPUT_BYTES))
+                return log.read().decode(errors="replace")
+        except OSError:
+            return ""
 
     def stop(self) -> None:
         """Ask the workers to end (SIGTERM) and give them time; kill those at once that ignore it."""
@@ -115,19 +118,36 @@ class NodeAgent:
         return tuple(process.pid for process in left)
 
 
+def _size(log: Path) -> int:
+    """Return a log's bytes; 0 when somebody removed it: that ends no training."""
+    try:
+        return log.stat().st_size
+    except OSError:
+        return 0
+
+
 def start_agent(spec: LaunchSpec, place: Place, patience: Patience | None = None) -> NodeAgent:
     """Start torchrun in a session of its own, its output in the node's log. Raises LauncherError."""
     log_path = spec.node_logs[place.node]
-    log_path.parent.mkdir(parents=True, exist_ok=True)
     command = torchrun.command(spec, place)
     tether = (sys.executable, "-m", "launchers.tether", str(os.getpid()))
     mark = secrets.token_hex(8)
     environment = {**os.environ, **spec.environment, _MARK_VARIABLE: mark}
-    with log_path.open("ab") as log:
-        log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} agent {os.getpid()}: {' '.join(command)}\n".encode())
-        log.flush()
+    with _opened(log_path, f"agent {os.getpid()}: {' '.join(command)}") as log:
         process = _popen((*tether, *command), environment, log)
     return NodeAgent(process, log_path, mark, patience or Patience())
+
+
+def _opened(log_path: Path, first_words: str) -> IO[bytes]:
+    """Open a node's log for torchrun to append to, after a line of the agent's own."""
+    try:
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        # Without a buffer of this process's: torchrun writes to the same file.
+        log = log_path.open("ab", buffering=0)
+        log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {first_words}\n".encode())
+    except OSError as error:
+        raise LauncherError(f"cannot write {log_path}: {error.strerror}") from error
+    return log
 
 
 def _popen(command: tuple[str, ...], environment: dict[str, str], log: IO[bytes]) -> subprocess.Popen[bytes]:

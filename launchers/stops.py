@@ -1,4 +1,8 @@
-"""Counts the signals that ask this process to stop, instead of dying of them. It stops nothing itself."""
+"""Counts the signals that ask this process to stop, instead of dying of them. It stops nothing itself.
+
+A signal that this process was started to ignore stays ignored: `nohup` ignores SIGHUP so that a command
+outlives its terminal, and a shell without job control ignores SIGINT in what it starts with `&`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ _ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopRequests:
-    """While entered, SIGINT, SIGTERM and SIGHUP only count.
+    """While entered, SIGINT, SIGTERM and SIGHUP only count, those excepted that are ignored already.
 
     Main thread only; the handlers before are put back.
     """
@@ -21,6 +25,8 @@ class StopRequests:
 
     def __enter__(self) -> StopRequests:
         for number in _ASKING:
+            if signal.getsignal(number) is signal.SIG_IGN:
+                continue
             self._before[number] = signal.signal(number, self._receive)
         return self
 

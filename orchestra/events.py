@@ -1,17 +1,24 @@
 """The event records of a run: who saw what, when, with which evidence. Standard library only.
 
 Every process writes a file of its own under <run>/events/; readers merge them by time. Unknown event names
-are kept, so that an older reader can show a newer run.
+are kept, so that an older reader can show a newer run. What readers rely on is checked once, here: a record
+that somebody edited or a disk damaged is passed over, and never ends the command that reads it.
 """
 
 from __future__ import annotations
 
+import math
 import socket
 import time
-from typing import Any
+from typing import Any, TypeGuard
 
 from orchestra.jsonl import JsonLinesWriter, Record, read_json_lines
 from orchestra.rundir import RunDir
+
+_WHOLE_NUMBERS = ("code", "step", "pid", "pid_started")
+_TEXTS = ("host", "cause", "message", "traceback", "signal", "advice")
+# What fits into 64 bits; Python reads longer ones from JSON as well.
+_LARGEST = 1 << 63
 
 
 class EventWriter:
@@ -33,13 +40,45 @@ class EventWriter:
 
 
 def read_events(run: RunDir) -> list[Record]:
-    """Return all events of a run, ordered by time."""
+    """Return all events of a run, ordered by time.
+
+    Each has a name, a finite `time` and an integer `attempt`; where it has a `rank`, `code`, `step` or `pid`
+    these are integers, and `cause` and `message` are texts. Records without the former, or with a rank that
+    is no integer, are passed over; other fields of a wrong type are left out.
+    """
     files = sorted(run.events.glob("*.jsonl"))
-    return sorted((record for file in files for record in read_json_lines(file)), key=_time)
+    records = (record for file in files for record in read_json_lines(file))
+    return sorted((_cleaned(record) for record in records if _is_event(record)), key=_time)
+
+
+def _is_event(record: Record) -> bool:
+    # Without its rank, an event of a rank would pass for one of the whole run.
+    return (
+        isinstance(record.get("event"), str)
+        and is_whole(record.get("attempt"))
+        and is_number(record.get("time"))
+        and ("rank" not in record or is_whole(record["rank"]))
+    )
+
+
+def _cleaned(record: Record) -> Record:
+    wrong = {key for key in _WHOLE_NUMBERS if key in record and not is_whole(record[key])}
+    wrong |= {key for key in _TEXTS if key in record and not isinstance(record[key], str)}
+    return {key: value for key, value in record.items() if key not in wrong} if wrong else record
 
 
 def _time(record: Record) -> float:
-    return float(record.get("time") or 0.0)
+    return float(record["time"])
+
+
+def is_whole(value: object) -> TypeGuard[int]:
+    """Tell whether a value read from JSON is an integer of at most 64 bits; true and false are none."""
+    return isinstance(value, int) and not isinstance(value, bool) and -_LARGEST <= value < _LARGEST
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Tell whether a value read from JSON is a finite number: Python's reader takes NaN and Infinity too."""
+    return is_whole(value) or (isinstance(value, float) and math.isfinite(value))
 
 
 def rank_writer(attempt: int, rank: int) -> str:

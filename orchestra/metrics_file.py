@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from orchestra.events import is_number, is_whole
 from orchestra.jsonl import Record, read_json_lines
 from orchestra.rundir import RunDir
 
@@ -36,6 +37,8 @@ METRIC_KEYS = (
     "nonfinite_steps",
 )
 
+_NUMBERS = tuple(key for key in METRIC_KEYS if key not in ("step", "mfu_convention"))
+
 
 def read_metrics(run: RunDir) -> list[Record]:
     """Return the rows that count, by rising step; a run without metrics yet has none."""
@@ -45,16 +48,26 @@ def read_metrics(run: RunDir) -> list[Record]:
 def rows_that_count(rows: Iterable[Record]) -> list[Record]:
     """Drop what a rollback made void: a row ends the validity of all earlier rows of its step and later ones.
 
-    Rows without an integer `step` are passed over.
+    The rows come out as `sound_row` makes them; those that have no step are passed over.
     """
     kept: list[Record] = []
-    for row in rows:
-        if not isinstance(row.get("step"), int):
+    for row in map(sound_row, rows):
+        if row is None:
             continue
         while kept and kept[-1]["step"] >= row["step"]:
             kept.pop()
         kept.append(row)
     return kept
+
+
+def sound_row(row: Record) -> Record | None:
+    """Return a row in which every metric is a finite number or None; None for one without a step ≥ 0."""
+    if not is_whole(row.get("step")) or row["step"] < 0:
+        return None
+    wrong = {key: None for key in _NUMBERS if key in row and not is_number(row[key])}
+    if not isinstance(row.get("mfu_convention", ""), str):
+        wrong["mfu_convention"] = None
+    return {**row, **wrong} if wrong else row
 
 
 def productive_seconds(rows: Sequence[Record]) -> float:

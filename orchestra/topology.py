@@ -9,6 +9,7 @@ and has no coordinate here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -20,6 +21,12 @@ _WARMUP_SHARE = 10
 _MAX_DEFAULT_WARMUP_STEPS = 2000
 # Micro-batch without a configured size: enough rows to fill two CPU cores on the smallest presets.
 _MAX_DEFAULT_MICRO_BATCH_SIZE = 8
+# Sequences of a global batch that nobody configured, before rounding up to what the ranks can share.
+_DEFAULT_GLOBAL_BATCH_SIZE = 16
+# Trial division ends here, so that a mistyped number cannot keep a command busy (5 ms).
+_LARGEST_TRIAL_DIVISOR = 100_000
+# Where the search for a micro-batch size to advise begins at the latest.
+_LARGEST_ADVISED_MICRO_BATCH_SIZE = 1024
 
 
 @dataclass(frozen=True)
@@ -129,23 +136,30 @@ def batch_shape(train: TrainConfig, dp: int) -> BatchShape:
     problems = list(batch_problems(train, dp))
     if problems:
         raise ConfigError(problems)
-    size = global_batch_size(train)
+    size = global_batch_size(train, dp)
     micro = train.micro_batch_size
     if micro is None:
-        micro = max(part for part in divisors(size // dp) if part <= _MAX_DEFAULT_MICRO_BATCH_SIZE)
+        micro = largest_divisor(size // dp, _MAX_DEFAULT_MICRO_BATCH_SIZE)
     return BatchShape(size, int(micro), size // (int(micro) * dp), dp, train.seq_len)
 
 
-def global_batch_size(train: TrainConfig) -> int:
-    """Return the sequences of one optimizer step; a configured number of tokens takes over."""
+def global_batch_size(train: TrainConfig, dp: int) -> int:
+    """Return the sequences of one optimizer step; a configured number of tokens takes over.
+
+    With neither configured it is 16, rounded up to a multiple of `dp` (times a configured micro-batch).
+    """
     if train.global_batch_tokens is not None:
         return train.global_batch_tokens // train.seq_len
-    return train.global_batch_size or 0
+    if train.global_batch_size is not None:
+        return train.global_batch_size
+    micro = train.micro_batch_size
+    unit = dp * (micro if isinstance(micro, int) and micro > 0 else 1)
+    return -(-_DEFAULT_GLOBAL_BATCH_SIZE // unit) * unit
 
 
 def batch_problems(train: TrainConfig, dp: int) -> Iterator[str]:
     """Yield what keeps GBS = MBS × GA × DP from having a whole GA, with the nearest sizes that work."""
-    size = global_batch_size(train)
+    size = global_batch_size(train, dp)
     micro = 1 if train.micro_batch_size is None else train.micro_batch_size
     if size < 1:
         yield "train.global_batch_size must be at least 1 sequence (or give train.global_batch_tokens)"
@@ -162,7 +176,7 @@ def batch_problems(train: TrainConfig, dp: int) -> Iterator[str]:
         found = f"train.global_batch_tokens={train.global_batch_tokens} ({size} sequences)"
         advice = f"use global_batch_tokens={listed([near * train.seq_len for near in nearest])}"
     if size % dp == 0:
-        fitting = min(divisors(size // dp), key=lambda part: abs(part - micro))
+        fitting = largest_divisor(size // dp, min(micro, _LARGEST_ADVISED_MICRO_BATCH_SIZE))
         advice += f", or micro_batch_size={fitting}"
     product = f"micro_batch_size={micro} × dp={dp}" if train.micro_batch_size else f"dp={dp}"
     yield f"{found} is not a multiple of {product} (GBS = MBS × GA × DP for a whole GA); {advice}"
@@ -176,9 +190,17 @@ def warmup_steps(optim: OptimConfig, train: TrainConfig) -> int:
 
 
 def divisors(number: int) -> list[int]:
-    """Return all divisors of a positive number in order."""
-    small = [candidate for candidate in range(1, int(number**0.5) + 1) if number % candidate == 0]
+    """Return all divisors of a positive number in order; above 10^10, which no size reaches, only those of
+    which one factor is at most 10^5.
+    """
+    end = min(math.isqrt(number), _LARGEST_TRIAL_DIVISOR) + 1
+    small = [candidate for candidate in range(1, end) if number % candidate == 0]
     return sorted({*small, *(number // candidate for candidate in small)})
+
+
+def largest_divisor(number: int, limit: int) -> int:
+    """Return the largest divisor of a positive number that is not above `limit` (at least 1)."""
+    return next(part for part in range(min(number, limit), 0, -1) if number % part == 0)
 
 
 def nearest_multiples(number: int, unit: int) -> list[int]:

@@ -7,7 +7,9 @@ verb that was asked for is imported, and none of them imports torch.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -15,7 +17,14 @@ from dataclasses import dataclass
 from typing import NoReturn, Protocol, cast
 
 from orchestra import __version__
-from orchestra.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USAGE, ConfigError, OrchestraError
+from orchestra.errors import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_USAGE,
+    ConfigError,
+    OrchestraError,
+)
 
 _ERROR = "error: "
 
@@ -65,26 +74,50 @@ class Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `orchestra ARGV…` and return its exit code (see orchestra.errors)."""
+    _make_streams_safe()
     try:
         code = _dispatch(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
         return code
     except OrchestraError as error:
-        _complain(error)
+        _complain(error.problems if isinstance(error, ConfigError) else [str(error)])
         return error.exit_code
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # Whoever read the output has seen enough. Python flushes stdout once more at exit: give it somewhere
-        # to go.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # Whoever read the output has seen enough.
         return EXIT_DONE
+    except OSError as error:
+        reason = error.strerror or str(error)
+        _complain([reason if error.filename is None else f"{error.filename}: {reason}"])
+        return EXIT_FAILED
+    finally:
+        _flush_or_drop()
 
 
-def _complain(error: OrchestraError) -> None:
-    problems = error.problems if isinstance(error, ConfigError) else [str(error)]
-    for problem in problems:
-        print(_ERROR + problem.replace("\n", "\n" + " " * len(_ERROR)), file=sys.stderr)
+def _make_streams_safe() -> None:
+    """Let no character that a stream cannot encode, and no stream that was closed (`>&-`), end a command."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, io.TextIOWrapper(io.FileIO(os.open(os.devnull, os.O_WRONLY), "w")))
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
+def _flush_or_drop() -> None:
+    """Drop what cannot be written: Python flushes once more at exit, and would change the exit code."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _complain(problems: Sequence[str]) -> None:
+    with contextlib.suppress(OSError):
+        for problem in problems:
+            print(_ERROR + problem.replace("\n", "\n" + " " * len(_ERROR)), file=sys.stderr)
 
 
 def _dispatch(argv: list[str]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from conf.schema import Config, Device
@@ -10,6 +11,7 @@ from orchestra.cli import figures
 from orchestra.cli.curve import chart
 from orchestra.cli.progress import Summary
 from orchestra.flops import num_parameters
+from orchestra.jsonl import Record
 from orchestra.report.verdict import Verdict
 from orchestra.rundir import RunDir
 from orchestra.submit.environment import threads_per_rank, usable_cores
@@ -69,6 +71,15 @@ def summary_lines(run: RunDir, summary: Summary, verdict: Verdict) -> list[str]:
     return lines
 
 
+def mirror_lines(events: Iterable[Record]) -> list[str]:
+    """Return a line that says why Weights & Biases did not get everything and what to do; none if it did."""
+    failed = [event for event in events if event["event"] == "wandb_failed"]
+    if not failed:
+        return []
+    words = (failed[-1].get("cause", "not everything was mirrored"), failed[-1].get("advice"))
+    return [f"wandb   incomplete: {'; '.join(word for word in words if word)}"]
+
+
 def _mfu(summary: Summary) -> str:
     if summary.mfu is None:
         return "MFU n/a (the device's peak is unknown: set cluster.peak_tflops)"
@@ -99,7 +110,8 @@ def failure(run: RunDir, attempt: int, verdict: Verdict) -> str:
     log = run.node_log(attempt, 0) if verdict.rank is None else run.rank_log(attempt, verdict.rank)
     trace = verdict.traceback or _end_of(log)
     last_lines = [f"  {line}" for line in trace.rstrip().splitlines()[-_TRACEBACK_LINES:]]
-    return "\n".join([f"{who}{where} failed{when}: {why}", *last_lines, f"log: {shown(log)}"])
+    place = [f"log: {shown(log)}"] if log.exists() else []
+    return "\n".join([f"{who}{where} failed{when}: {why}", *last_lines, *place])
 
 
 def _end_of(log: Path) -> str:

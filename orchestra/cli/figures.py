@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 _UNKNOWN = "-"
 _MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86400
 
@@ -33,7 +35,7 @@ def percent(share: float | None) -> str:
 
 def duration(seconds: float | None) -> str:
     """Return "0:42", "1:02:03" or "3d 04:05"."""
-    if seconds is None:
+    if seconds is None or not math.isfinite(seconds):
         return _UNKNOWN
     whole = round(seconds)
     days, rest = divmod(whole, _DAY_S)

@@ -1,16 +1,18 @@
 """What a person sees while a run trains here: one live line on a terminal, plain lines anywhere else.
 
-The view reads metrics.jsonl like anybody could; it has no part in the training and cannot slow it. When
-nobody reads its output any more (a closed pipe) it falls silent, and the training goes on.
+The view reads metrics.jsonl like anybody could; it has no part in the training and cannot slow it. When its
+output goes nowhere any more (a closed pipe, a full disk, a terminal that is gone) it falls silent, when it
+fails itself it says so in the end, and the training goes on.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Protocol, TextIO
 
 from orchestra.cli import figures
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 _WIDTH = 80
 _PLAIN_LINES = 50
 _REFRESH_S = 0.5
+_SHORTEST_BAR = 4
 
 
 class View(Protocol):
@@ -41,7 +44,11 @@ def open_view(progress: Progress, header: Iterable[str], waiting: str, stream: T
     is_terminal = stream.isatty() and os.environ.get("TERM") != "dumb"
     for line in [*header] if is_terminal else [*header, waiting]:
         _print(line, stream)
-    return TerminalView(progress, waiting, stream) if is_terminal else PlainView(progress, stream)
+
+    def make() -> View:
+        return TerminalView(progress, waiting, stream) if is_terminal else PlainView(progress, stream)
+
+    return GuardedView(make, stream)
 
 
 def speaks_unicode(stream: TextIO) -> bool:
@@ -54,14 +61,51 @@ def width_of(stream: TextIO) -> int:
     return shutil.get_terminal_size((_WIDTH, 24)).columns if stream.isatty() else _WIDTH
 
 
-def _print(line: str, stream: TextIO) -> bool:
-    """Print a line; return False when nobody reads any more."""
+def silence(stream: TextIO) -> None:
+    """Send whatever is still written to `stream`, its buffer included, to nowhere."""
+    with contextlib.suppress(OSError, ValueError):  # a stream without a file cannot and need not
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+
+
+def _print(line: str, stream: TextIO) -> None:
+    """Print a line; the first one that cannot be written silences the stream."""
     try:
         print(line, file=stream, flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-        return False
-    return True
+    except OSError:
+        silence(stream)
+
+
+class GuardedView:
+    """A view whose failure ends the view, never the training."""
+
+    def __init__(self, make: Callable[[], View], stream: TextIO) -> None:
+        self._stream = stream
+        self._view: View | None = None
+        self._problem: str | None = None
+        self._safely(lambda: setattr(self, "_view", make()))
+
+    def tick(self, stops: int) -> None:
+        view = self._view
+        if view is not None and self._problem is None:
+            self._safely(lambda: view.tick(stops))
+
+    def close(self, lines: Iterable[str]) -> None:
+        view = self._view
+        if view is not None:
+            # After a failure too: a terminal is put back as it was.
+            self._safely(lambda: view.close(()))
+        for line in [*([] if self._problem is None else [self._problem]), *lines]:
+            _print(line, self._stream)
+
+    def _safely(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except OSError:
+            silence(self._stream)
+        except (Exception, SystemExit) as error:  # noqa: BLE001  rich exits where a pipe is closed
+            self._problem = f"the progress could not be shown: {type(error).__name__}: {error}"
 
 
 class PlainView:
@@ -94,16 +138,15 @@ class PlainView:
             _print(line, self._stream)
 
 
-def measures(row: Record) -> str:
-    """Return loss, speed, MFU and gradient norm of a row, in that order."""
-    return "  ".join(
-        [
-            f"loss {figures.loss(row.get('loss'))}",
-            f"{figures.quantity(row.get('tokens_per_s'))} tok/s",
-            f"MFU {figures.percent(row.get('mfu'))}",
-            f"|g| {figures.quantity(row.get('grad_norm'))}",
-        ]
-    )
+def measures(row: Record, omitted: int = 0) -> str:
+    """Return loss, speed, MFU and gradient norm of a row, in that order, the last `omitted` left out."""
+    found = [
+        f"loss {figures.loss(row.get('loss'))}",
+        f"{figures.quantity(row.get('tokens_per_s'))} tok/s",
+        f"MFU {figures.percent(row.get('mfu'))}",
+        f"|g| {figures.quantity(row.get('grad_norm'))}",
+    ]
+    return "  ".join(found[: len(found) - omitted])
 
 
 def _eta(progress: Progress, row: Record) -> str:
@@ -135,29 +178,29 @@ class TerminalView:
         from rich.console import Group
         from rich.text import Text
 
+        stopping = [Text("stopping (Ctrl-C again: at once)", style="yellow")] if stops else []
         if not self._progress.rows:
-            return Text(f"{self._waiting} {self._progress.wall_s:.0f} s", style="dim")
+            return Group(Text(f"{self._waiting} {self._progress.wall_s:.0f} s", style="dim"), *stopping)
         # Room for the "^C" that a terminal echoes: where it wraps, the lines above are not drawn over.
         width = width_of(self._stream) - len("^C")
-        lines = [Text(self._curve(width), style="cyan", no_wrap=True), self._bar(width)]
-        if stops:
-            lines.append(Text("stopping (Ctrl-C again: at once)", style="yellow"))
-        return Group(*lines)
+        curve = Text(self._curve(width), style="cyan", no_wrap=True)
+        return Group(curve, self._bar(width), *stopping)
 
     def _curve(self, width: int) -> str:
         losses = self._progress.losses
-        if not losses or not speaks_unicode(self._stream):
+        first, last = (f"loss {losses[0]:.2f} ", f" {losses[-1]:.2f}") if losses else ("", "")
+        room = width - len(first) - len(last)
+        if not losses or room < 1 or not speaks_unicode(self._stream):
             return ""
-        first, last = f"loss {losses[0]:.2f} ", f" {losses[-1]:.2f}"
-        return first + sparkline(losses, width - len(first) - len(last)) + last
+        return first + sparkline(losses, room) + last
 
     def _bar(self, width: int) -> RenderableType:
         from rich.text import Text
 
         row, steps = self._progress.last, self._progress.steps
-        figures_text = f" {row['step']}/{steps}  {measures(row)}  ETA {_eta(self._progress, row)}"
+        figures_text = self._figures(width)
         room = width - len(figures_text)
-        if room < 4:
+        if room < _SHORTEST_BAR:
             return Text(figures_text.strip(), no_wrap=True)
         done = min(room, room * row["step"] // steps)
         full, empty = ("━", "─") if speaks_unicode(self._stream) else ("#", ".")
@@ -165,10 +208,19 @@ class TerminalView:
             (full * done, "green"), (empty * (room - done), "dim"), figures_text, no_wrap=True
         )
 
+    def _figures(self, width: int) -> str:
+        """Return as many figures as fit, the least important left out first: |g|, MFU, tokens/s."""
+        row, eta = self._progress.last, _eta(self._progress, self._progress.last)
+        step = f" {row['step']}/{self._progress.steps}"
+        texts = [f"{step}  {measures(row, omitted)}  ETA {eta}" for omitted in range(4)]
+        return next((text for text in texts if len(text) <= width), texts[-1])
+
     def close(self, lines: Iterable[str]) -> None:
         self._progress.update()
-        # Drawn by stop().
-        self._live.update(self._drawing(stops=0))
-        self._live.stop()
+        try:
+            # Drawn by stop().
+            self._live.update(self._drawing(stops=0))
+        finally:
+            self._live.stop()
         for line in lines:
             _print(line, self._stream)

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 
 from orchestra.jsonl import JsonLinesReader, Record
-from orchestra.metrics_file import rows_that_count
+from orchestra.metrics_file import rows_that_count, sound_row
 from orchestra.report.state import median_of, seconds_left
 from orchestra.rundir import RunDir
 
@@ -28,7 +28,7 @@ class Progress:
 
     def update(self) -> list[Record]:
         """Read the rows written since the last call and return them."""
-        new = [row for row in self._reader.read_new() if isinstance(row.get("step"), int)]
+        new = [row for read in self._reader.read_new() if (row := sound_row(read)) is not None]
         if new:
             rows = [{key: row.get(key) for key in _KEPT} for row in new]
             if self.rows and rows[0]["step"] <= self.rows[-1]["step"]:

@@ -38,8 +38,10 @@ def all_runs(parent: Path) -> list[RunDir]:
 
 def _created(path: Path) -> tuple[float, str]:
     # run.json is written once, when the run is made.
-    record = RunDir(path).record
-    return (record.stat().st_mtime if record.exists() else 0.0, path.name)
+    try:
+        return (RunDir(path).record.stat().st_mtime, path.name)
+    except OSError:
+        return (0.0, path.name)
 
 
 def resolve(text: str, parent: Path) -> RunDir:

@@ -6,6 +6,7 @@ exists.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -19,6 +20,7 @@ from conf.schema import Config
 from orchestra.cli import describe, live
 from orchestra.cli.progress import Progress
 from orchestra.errors import EXIT_DONE, EXIT_INTERRUPTED
+from orchestra.events import read_events
 from orchestra.report.verdict import Verdict
 from orchestra.rundir import RunDir
 from orchestra.submit.prepare import RunRequest, frozen_config, planned_run, prepare
@@ -69,20 +71,20 @@ def _presets() -> str:
 
 def run(arguments: Namespace) -> int:
     """Train and return the exit code of the verdict. Raises ConfigError before anything is started."""
-    request = _request(arguments.overrides)
+    request = _request(arguments.overrides, starts=not arguments.dry_run)
     target = planned_run(request, time.time())
     if arguments.dry_run:
         _print_plan(request, target, as_json=arguments.json)
         return EXIT_DONE
-    prepare(request, target)
-    return _train(request.config, target, as_json=arguments.json)
+    return _train(request.config, prepare(request, target), as_json=arguments.json)
 
 
-def _request(overrides: list[str]) -> RunRequest:
+def _request(overrides: list[str], *, starts: bool) -> RunRequest:
     from orchestra.config.compose import compose
     from orchestra.config.signature import signature
+    from orchestra.config.situation import this_machine
 
-    config = compose(overrides).config
+    config = compose(overrides, this_machine(starts=starts)).config
     return RunRequest(config, signature(config), overrides, sys.argv)
 
 
@@ -119,27 +121,45 @@ def _train(config: Config, target: RunDir, *, as_json: bool) -> int:
     stream = sys.stderr if as_json else sys.stdout
     progress = Progress(target, config.train.steps)
     ranks = describe.world_size(config)
-    view = live.open_view(progress, describe.header(config, target), f"starting {ranks} ranks …", stream)
+    waiting = f"starting {ranks} rank{'s' if ranks > 1 else ''} …"
+    view = live.open_view(progress, describe.header(config, target), waiting, stream)
     verdict: Verdict | None = None
     try:
         verdict = train_here(config, target, _ATTEMPT, tick=view.tick, search_path=_search_path())
     finally:
         view.close(_closing(target, progress, verdict, live.speaks_unicode(stream)))
     if verdict.code not in (EXIT_DONE, EXIT_INTERRUPTED):
-        print("error: " + describe.failure(target, _ATTEMPT, verdict), file=sys.stderr)
+        with contextlib.suppress(OSError):
+            print("error: " + describe.failure(target, _ATTEMPT, verdict), file=sys.stderr)
     if as_json:
-        numbers = {**dataclasses.asdict(verdict), **dataclasses.asdict(progress.summary())}
-        identity = {"name": target.name, "path": str(target.path), "state": verdict.state}
-        print(json.dumps({**identity, **numbers}))
+        _print_result(target, progress, verdict)
     return verdict.code
 
 
+def _print_result(target: RunDir, progress: Progress, verdict: Verdict) -> None:
+    """Print the result; where that fails the exit code is still the training's."""
+    numbers = {**dataclasses.asdict(verdict), **dataclasses.asdict(progress.summary())}
+    identity = {"name": target.name, "path": str(target.path), "state": verdict.state}
+    try:
+        print(json.dumps({**identity, **numbers}), flush=True)
+    except OSError as error:
+        live.silence(sys.stdout)
+        with contextlib.suppress(OSError):
+            print(f"error: the result could not be printed: {error.strerror}", file=sys.stderr)
+
+
 def _closing(target: RunDir, progress: Progress, verdict: Verdict | None, with_chart: bool) -> list[str]:
-    progress.update()
+    """Return the last words; nothing when the run never ended by itself or its files cannot be read."""
     if verdict is None:
         return []
+    try:
+        progress.update()
+        events = read_events(target)
+    except OSError as error:
+        return [f"the summary could not be made: {error}"]
     drawn = describe.loss_chart(progress.losses, _WIDTH) if with_chart else []
-    return [*drawn, *describe.summary_lines(target, progress.summary(), verdict)]
+    mirrored = describe.mirror_lines(events)
+    return [*drawn, *describe.summary_lines(target, progress.summary(), verdict), *mirrored]
 
 
 def _search_path() -> list[str]:

@@ -5,6 +5,7 @@ Hydra's compose API does the composing; none of its exceptions leaves this modul
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
@@ -59,10 +60,15 @@ def compose(overrides: Sequence[str], situation: Situation | None = None) -> Com
     except ConfigError as error:
         problems += error.problems
     if config is not None and not checked.lacks_preset:
-        problems += problems_of(config, situation)
+        problems += [problem for problem in problems_of(config, situation) if not _is_about(problem, checked)]
     if problems or config is None or merged is None:
         raise ConfigError(list(dict.fromkeys(problems)))
     return Composed(config, tuple(overrides), merged.presets)
+
+
+def _is_about(problem: str, checked: Checked) -> bool:
+    """Whether a rule's sentence names a key whose given value was refused: its default was not meant."""
+    return any(re.search(rf"(?<![\w.]){re.escape(key)}(?![\w.])", problem) for key in checked.refused if key)
 
 
 def _merge(checked: Checked) -> _Merged:
@@ -151,7 +157,8 @@ def _quoting_problems(tree: Tree, presets: dict[str, str]) -> list[str]:
 def _batch_size_last_said(config: Config, keys: set[str]) -> Config:
     """Keep one global batch size: an override's, else the number of tokens where there is one."""
     train = config.train
-    if "train.global_batch_size" in keys and "train.global_batch_tokens" not in keys:
+    size_said = "train.global_batch_size" in keys and train.global_batch_size is not None
+    if size_said and "train.global_batch_tokens" not in keys:
         return replace(config, train=replace(train, global_batch_tokens=None))
     if train.global_batch_tokens is not None:
         return replace(config, train=replace(train, global_batch_size=None))

@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import types
 import typing
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -121,8 +122,42 @@ def wrong_type(key: Key, name: str, value: Any) -> str:
     hint = _without_none(key.type)
     if hint is int and isinstance(value, float) and value.is_integer():
         return f"{found}: expected a whole number without a point or exponent; write {int(value)}"
+    return f"{found}: found {_kind(value)}, {_expected(key)}"
+
+
+def empty(key: Key, name: str) -> str:
+    """Return the sentence for `name=` with nothing behind it."""
+    return f"{name} is empty; {_expected(key)}"
+
+
+def takes_text(key: Key) -> bool:
+    """Return whether `key` takes a text (or null), so that 1.10 is meant as it is typed."""
+    return _without_none(key.type) is str
+
+
+def takes_texts(key: Key) -> bool:
+    """Return whether `key` takes a list of texts."""
+    return typing.get_origin(key.type) is list and typing.get_args(key.type) == (str,)
+
+
+def element_problems(key: Key, name: str, elements: Any) -> Iterator[str]:
+    """Yield a sentence for each unknown key inside the sections of a list (data.blend)."""
+    inner = typing.get_args(key.type)[0] if typing.get_origin(key.type) is list else None
+    if not dataclasses.is_dataclass(inner) or not isinstance(elements, list):
+        return
+    known = [field.name for field in dataclasses.fields(inner)]
+    for index, element in enumerate(elements):
+        for child in element if isinstance(element, dict) else ():
+            if child not in known:
+                meant = nearest(str(child), known)
+                hint = f"did you mean {meant}?" if meant else f"an element has {', '.join(known)}"
+                yield f"{name}[{index}].{child}: no such key; {hint}"
+
+
+def _expected(key: Key) -> str:
+    hint = _without_none(key.type)
     or_null = " or null" if hint is not key.type else ""
-    return f"{found}: found {_kind(value)}, expected {_accepted(hint)}{or_null}, e.g. {_example(key, hint)}"
+    return f"expected {_accepted(hint)}{or_null}, e.g. {_example(key, hint)}"
 
 
 def _accepted(hint: Any) -> str:

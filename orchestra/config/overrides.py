@@ -6,6 +6,7 @@ schema; those that are fine are handed on. It composes nothing.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,11 +15,23 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
-from orchestra.config.keys import Key, find_key, nearest, shown, unknown_key
+from orchestra.config.keys import (
+    Key,
+    empty,
+    find_key,
+    nearest,
+    shown,
+    takes_text,
+    takes_texts,
+    unknown_key,
+)
+from orchestra.config.rules_values import run_name_problems
 from orchestra.config.tree import GROUPS, Tree, own_folder
 from orchestra.config.values import Scratch
 
 _SEARCH_PATH = "hydra.searchpath"
+# A number or a truth value as Hydra reads it: no quotes, no brackets, no function call.
+_PLAIN = re.compile(r"[A-Za-z0-9_.+-]+")
 
 
 @dataclass
@@ -34,18 +47,22 @@ class Checked:
     keys: set[str] = field(default_factory=set)
     # Whether a preset is missing: the values of its group are then not what was meant.
     lacks_preset: bool = False
+    # Keys whose value was refused: what a rule says about their default is not what was meant.
+    refused: set[str] = field(default_factory=set)
 
 
 def check_overrides(overrides: Sequence[str]) -> Checked:
     """Parse and try each override on its own; never raises for what a user wrote."""
     parsed: list[Override] = []
     problems: list[str] = []
+    refused: set[str] = set()
     for text in overrides:
         try:
             parsed.append(OverridesParser.create().parse_override(text))
         except (HydraException, ValueError, RecursionError) as error:
             problems.append(_unreadable(text, error))
-    checked = Checked(tree=_tree(parsed), problems=problems)
+            refused.add(_split(text)[0])
+    checked = Checked(tree=_tree(parsed), problems=problems, refused=refused)
     scratch, chosen = Scratch(), dict[str, Override]()
     for override in parsed:
         if override.key_or_group in GROUPS:
@@ -54,7 +71,7 @@ def check_overrides(overrides: Sequence[str]) -> Checked:
             checked.lacks_preset |= bool(chosen_problems)
             _sort_in(checked, override, chosen_problems)
             if not chosen_problems and not override.is_delete():
-                checked.presets[override.key_or_group] = shown(override.value())
+                checked.presets[override.key_or_group] = _preset(override)
         else:
             _sort_in(checked, override, list(_value_problems(override, scratch)))
     return checked
@@ -62,7 +79,9 @@ def check_overrides(overrides: Sequence[str]) -> Checked:
 
 def _sort_in(checked: Checked, override: Override, problems: list[str]) -> None:
     checked.problems += problems
-    if not problems:
+    if problems:
+        checked.refused.add(override.key_or_group)
+    else:
         checked.keys.add(override.key_or_group)
         checked.accepted.append(_accepted(override))
 
@@ -74,7 +93,46 @@ def _accepted(override: Override) -> str:
         return f"{_SEARCH_PATH}=[{','.join(_folder_url(folder) for folder in _folders(override))}]"
     key = find_key(override.key_or_group)
     is_new_below = key is not None and key.is_free and not override.is_delete()
-    return "++" + text.lstrip("+") if is_new_below else text
+    return "++" + text.lstrip("+") if is_new_below else _as_typed(override, key)
+
+
+def _as_typed(override: Override, key: Key | None) -> str:
+    """Return the override, quoted where a text is expected but Hydra reads a number: 1e5 stays 1e5."""
+    text, raw = str(override.input_line), _raw(override)
+    if override.is_delete() or override.is_sweep_override():
+        return text
+    value, before = override.value(), text.partition("=")[0]
+    if _is_number(value) and _PLAIN.fullmatch(raw):
+        is_text = override.key_or_group in GROUPS or (key is not None and takes_text(key))
+        return f"{before}='{raw}'" if is_text else text
+    if key is not None and takes_texts(key) and isinstance(value, list) and raw.startswith("["):
+        elements = [element.strip() for element in raw[1:-1].split(",")]
+        if any(map(_is_number, value)) and all(map(_PLAIN.fullmatch, elements)):
+            quoted = (
+                f"'{raw}'" if _is_number(one) else raw for one, raw in zip(value, elements, strict=True)
+            )
+            return f"{before}=[{','.join(quoted)}]"
+    return text
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (bool, int, float))
+
+
+def _split(text: str) -> tuple[str, str]:
+    """Return key and value of an override as they were typed."""
+    name, _, raw = text.partition("=")
+    return name.strip().lstrip("+~"), raw.strip()
+
+
+def _raw(override: Override) -> str:
+    return _split(str(override.input_line))[1]
+
+
+def _preset(override: Override) -> str:
+    """Return the name of the chosen preset; one that looks like a number as it was typed."""
+    value = override.value()
+    return _raw(override) if _is_number(value) else shown(value)
 
 
 def _unreadable(text: str, error: Exception) -> str:
@@ -82,6 +140,9 @@ def _unreadable(text: str, error: Exception) -> str:
         return f"{text}: not an option; overrides are written key=value"
     if "=" not in text:
         return f"{text}: not an override; write key=value, without spaces around ="
+    name, raw = _split(text)
+    if name == "run.name" and (problem := next(run_name_problems(raw), None)):
+        return problem
     reason = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
     return f"{text}: cannot be read ({reason}); put values with special characters in quotes: 'key=\"value\"'"
 
@@ -89,7 +150,8 @@ def _unreadable(text: str, error: Exception) -> str:
 def _sweep(override: Override) -> str:
     return (
         f"{override.input_line}: several values for one run; give one value (a list is written "
-        f"{override.key_or_group}=[…]), or sweep over them with `orchestra submit -m`"
+        f"{override.key_or_group}=[…]) and run one value after the other; sweeps come with "
+        f"`orchestra submit`, which is not there yet"
     )
 
 
@@ -110,10 +172,12 @@ def _group_problems(override: Override, tree: Tree) -> Iterator[str]:
             f"{override.input_line}: {group} takes the name of a preset ({', '.join(options)}); "
             f"set single values with {group}.key=value"
         )
-    elif shown(value) not in options:
-        meant = nearest(shown(value), options)
+    elif value == "":
+        yield f"{group} is empty; there are {', '.join(options)}"
+    elif _preset(override) not in options:
+        meant = nearest(_preset(override), options)
         hint = f"did you mean {group}={meant}? There are" if meant else "there are"
-        yield f"{group}={shown(value)}: no such preset; {hint} {', '.join(options)}"
+        yield f"{group}={_preset(override)}: no such preset; {hint} {', '.join(options)}"
 
 
 def _chosen_twice(first: Override, override: Override) -> list[str]:
@@ -138,8 +202,10 @@ def _value_problems(override: Override, scratch: Scratch) -> Iterator[str]:
         yield from _delete_problems(name, find_key(name))
     elif override.is_add() and (key := find_key(name)) is not None and not key.is_free:
         yield f"{text}: {name} exists already; write {str(text).lstrip('+')}"
-    elif find_key(name) is None:
+    elif (key := find_key(name)) is None:
         yield unknown_key(name)
+    elif not _raw(override) and not key.is_free and not takes_text(key):
+        yield empty(key, name)
     else:
         yield from scratch.problems(name, override.value())
 

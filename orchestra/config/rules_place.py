@@ -6,18 +6,27 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from conf.schema import Config, DataConfig, Device, LauncherName, PrecisionName, Source
-from orchestra.config.situation import Situation
+from orchestra.config.situation import Situation, world_size
 from orchestra.data.index import check_size, local_prefix, read_index, token_file_prefix
 from orchestra.errors import DataError
+from orchestra.flops import num_parameters
+from orchestra.units import MIB
 
 # 256 byte values and the document separator.
 _STDLIB_VOCABULARY = 257
+# Ranks on CPU compute; a few per core are slow but can show how a layout behaves.
+_MAX_RANKS_PER_CORE = 8
+# Parameter, gradient and Adam's two moments in fp32; the bf16 policies need as much or more.
+_BYTES_PER_PARAMETER = 16
 
 
 def rule_nodes(config: Config, _: Situation) -> Iterator[str]:
     cluster = config.cluster
     if cluster.launcher is LauncherName.local and cluster.nodes > 1:
-        yield f"cluster.nodes={cluster.nodes}: launcher=local is this machine alone; use 1 or cluster=slurm"
+        yield (
+            f"cluster.nodes={cluster.nodes}: launcher=local is this machine alone, and orchestra cannot "
+            f"start several nodes yet; use cluster.nodes=1"
+        )
     least = config.recovery.min_nodes
     if least is not None and least > cluster.nodes:
         yield f"recovery.min_nodes={least} is above cluster.nodes={cluster.nodes}; use at most that"
@@ -47,10 +56,50 @@ def rule_gpus(config: Config, situation: Situation) -> Iterator[str]:
         )
 
 
+def rule_cores(config: Config, situation: Situation) -> Iterator[str]:
+    """Ranks on CPU that would only wait for each other."""
+    ranks, cores = config.cluster.gpus_per_node, situation.num_cores
+    if not _starts_on_cpu(config) or cores is None or not isinstance(ranks, int):
+        return
+    most = cores * _MAX_RANKS_PER_CORE
+    if ranks > most:
+        yield (
+            f"cluster.gpus_per_node={ranks} ranks on {cores} usable core(s) of this machine; use at most "
+            f"{most} ({_MAX_RANKS_PER_CORE} per core)"
+        )
+
+
+def rule_memory(config: Config, situation: Situation) -> Iterator[str]:
+    """Parameters, gradients and optimizer state of all ranks on CPU must fit this machine's memory."""
+    ranks, memory, model = world_size(config), situation.memory_bytes, config.model
+    if not _starts_on_cpu(config) or memory is None or ranks is None or model.num_attention_heads < 1:
+        return
+    if any(rule_cores(config, situation)):
+        return
+    parameters = num_parameters(model)
+    needed = parameters * _BYTES_PER_PARAMETER * ranks
+    if needed > memory:
+        yield (
+            f"model={model.name}: {parameters:,} parameters × {_BYTES_PER_PARAMETER} bytes (parameter, "
+            f"gradient, optimizer state) × {ranks} rank(s) on CPU = {needed // MIB:,} MiB, but this machine "
+            f"has {memory // MIB:,} MiB; use a smaller model or fewer ranks (cluster.gpus_per_node)"
+        )
+
+
+def _starts_on_cpu(config: Config) -> bool:
+    return config.cluster.launcher is LauncherName.local and config.cluster.device is Device.cpu
+
+
 def rule_precision_on_cpu(config: Config, _: Situation) -> Iterator[str]:
     name = config.precision.name
     if config.cluster.device is Device.cpu and name in (PrecisionName.fp16, PrecisionName.fp8):
         yield f"precision={name.name} has no CPU kernels; use precision=fp32 or bf16, or cluster.device=cuda"
+
+
+def rule_local_folders(config: Config, _: Situation) -> Iterator[str]:
+    for name, folder in (("run.dir", config.run.dir), ("data.cache_dir", config.data.cache_dir)):
+        if folder is not None and "://" in folder:
+            yield f"{name}={folder} is a URL; give the path of a folder, such as /tmp/orchestra"
 
 
 def rule_data_source(config: Config, _: Situation) -> Iterator[str]:
@@ -109,4 +158,14 @@ def _data_paths(data: DataConfig) -> list[str]:
     return [path for path in (data.path, *(part.path for part in data.blend)) if path]
 
 
-RULES = (rule_nodes, rule_ranks_per_node, rule_gpus, rule_precision_on_cpu, rule_data_source, rule_data_files)
+RULES = (
+    rule_nodes,
+    rule_ranks_per_node,
+    rule_gpus,
+    rule_cores,
+    rule_memory,
+    rule_precision_on_cpu,
+    rule_local_folders,
+    rule_data_source,
+    rule_data_files,
+)

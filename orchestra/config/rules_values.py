@@ -43,6 +43,32 @@ _AT_LEAST = {
     "recovery.min_nodes": 1,
     "recovery.memory_copy_every_steps": 1,
 }
+# Largest number of each key: far beyond any run, well below what overflows or never ends.
+_AT_MOST: dict[str, float] = {
+    "model.hidden_size": 2**20,
+    "model.intermediate_size": 2**24,
+    "model.num_hidden_layers": 2**16,
+    "model.num_attention_heads": 2**16,
+    "model.num_key_value_heads": 2**16,
+    "model.head_dim": 2**16,
+    # Token ids have 32 bits.
+    "model.vocab_size": 2**31 - 1,
+    "model.max_position_embeddings": 2**30,
+    "parallelism.bucket_mib": 2**20,
+    "data.prefetch_batches": 2**16,
+    "train.steps": 10**12,
+    "train.seq_len": 2**30,
+    "train.global_batch_size": 2**30,
+    "train.global_batch_tokens": 2**40,
+    "train.micro_batch_size": 2**20,
+    "cluster.nodes": 2**20,
+    "cluster.gpus_per_node": 1024,
+    "cluster.threads_per_rank": 4096,
+    # About four months.
+    "recovery.heartbeat_timeout_s": 10**7,
+    "recovery.collective_timeout_s": 10**7,
+    "wandb.finish_timeout_s": 10**7,
+}
 # Numbers that must be finite and larger than zero.
 _POSITIVE = (
     "model.rope_theta",
@@ -71,7 +97,8 @@ _NOT_NEGATIVE = (
 )
 # Texts that must say something where they are given.
 _NOT_EMPTY = ("model.name", "data.path", "data.cache_dir", "checkpoint.dir", "run.dir", "wandb.project")
-_LARGEST_SEED = 2**63 - 1
+# What torch and the data files count with.
+_LARGEST_INTEGER = 2**63 - 1
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -80,8 +107,11 @@ def rule_sizes(config: Config, _: Situation) -> Iterator[str]:
         value = attrgetter(name)(config)
         if value is not None and value < least:
             yield f"{name}={value} is too small; use {least} or more"
-    if config.train.seed > _LARGEST_SEED:
-        yield f"train.seed={config.train.seed} does not fit 63 bits; use at most {_LARGEST_SEED}"
+    for name in dict.fromkeys((*_AT_LEAST, *_AT_MOST)):
+        value, most = attrgetter(name)(config), _AT_MOST.get(name, _LARGEST_INTEGER)
+        # Infinity is no number of any size; rule_numbers says so.
+        if isinstance(value, (int, float)) and most < value < math.inf:
+            yield f"{name}={value} is too large; use at most {most}"
 
 
 def rule_numbers(config: Config, _: Situation) -> Iterator[str]:
@@ -171,11 +201,18 @@ def rule_time_limit(config: Config, _: Situation) -> Iterator[str]:
 
 
 def rule_run_name(config: Config, _: Situation) -> Iterator[str]:
-    name = config.run.name
-    if name is not None and not _RUN_NAME.fullmatch(name):
+    if config.run.name is not None:
+        yield from run_name_problems(config.run.name)
+
+
+def run_name_problems(name: str) -> Iterator[str]:
+    """Yield what keeps `name` from naming a run."""
+    if not name.strip():
+        yield "run.name is empty; give a name, or leave it out to have one made"
+    elif not _RUN_NAME.fullmatch(name):
         yield (
-            f"run.name={name} cannot name a directory everywhere; use up to 100 letters, digits, dots, "
-            f"dashes and underscores, the first a letter or digit"
+            f"run.name={name} cannot name a directory everywhere; use up to 100 letters (A to Z, a to z), "
+            f"digits, dots, dashes and underscores, the first a letter or digit"
         )
 
 

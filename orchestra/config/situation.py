@@ -1,38 +1,57 @@
 """What a configuration meets: the command, the machine; and the numbers that follow from both.
 
-It asks the machine for nothing but the number of its GPUs.
+It asks the machine for its GPUs, and for its cores and memory only where something is about to start on it.
 """
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from conf.schema import Config, Device, LauncherName
+from orchestra.errors import ConfigError
 from orchestra.hardware import detect_gpus
+from orchestra.topology import global_batch_size, layout
 
 # Ranks of a run on CPU when nothing is configured: the fewest that show data parallelism.
 _CPU_RANKS = 2
+# The memory limit of a container (cgroup version 2, then 1), as seen from inside.
+_MEMORY_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
 @dataclass(frozen=True)
 class Situation:
-    """The command a configuration is meant for (`run`, `submit`, `plan`) and the GPUs of this machine."""
+    """The command a configuration is meant for (`run`, `submit`, `plan`) and this machine.
+
+    Cores and memory are None where nothing is about to start here: a dry run may be about a larger machine.
+    """
 
     verb: str = "run"
     num_gpus: int = 0
+    num_cores: int | None = None
+    memory_bytes: int | None = None
 
 
-def this_machine(verb: str = "run") -> Situation:
-    """Return the situation of a command that is typed on this machine."""
-    return Situation(verb, detect_gpus())
+def this_machine(verb: str = "run", *, starts: bool = False) -> Situation:
+    """Return the situation of a command that is typed on this machine; `starts`: ranks start here, now."""
+    if not starts:
+        return Situation(verb, detect_gpus())
+    return Situation(verb, detect_gpus(), len(os.sched_getaffinity(0)), _memory_bytes())
+
+
+def _memory_bytes() -> int:
+    """Return the memory that this process's container, else the machine, has in total."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limits = (file.read_text().strip() for file in _MEMORY_LIMITS if file.is_file())
+    return min([total, *(int(limit) for limit in limits if limit.isdecimal())])
 
 
 def resolved(config: Config, situation: Situation) -> Config:
-    """Put what is known here in the place of what depends on it: the machine's numbers and the
-    working directory.
+    """Put what is known here in the place of what depends on it: the machine's numbers, the global batch
+    size that follows from them, and the working directory.
     """
-    return _with_absolute_paths(_with_machine(config, situation))
+    return _with_absolute_paths(_with_batch_size(_with_machine(config, situation)))
 
 
 def absolute(path: str) -> str:
@@ -73,6 +92,21 @@ def _with_machine(config: Config, situation: Situation) -> Config:
         on_gpu = situation.num_gpus or "auto"
         ranks = _CPU_RANKS if device is Device.cpu else on_gpu
     return replace(config, cluster=replace(cluster, device=device, gpus_per_node=ranks))
+
+
+def _with_batch_size(config: Config) -> Config:
+    """Write down the global batch size that follows from the number of ranks where none was given.
+
+    What is not known yet (ranks of a cluster) or wrong stays null; for the latter a rule has the words.
+    """
+    train, ranks = config.train, world_size(config)
+    if train.global_batch_size is not None or train.global_batch_tokens is not None or ranks is None:
+        return config
+    try:
+        size = global_batch_size(train, layout(config.parallelism, ranks).dp)
+    except ConfigError:
+        return config
+    return replace(config, train=replace(train, global_batch_size=size))
 
 
 def world_size(config: Config) -> int | None:

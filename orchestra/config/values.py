@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from orchestra.config.keys import find_key, unknown_key, wrong_type
+from orchestra.config.keys import element_problems, find_key, unknown_key, wrong_type
 from orchestra.config.tree import GROUPS, Tree
 from orchestra.frozen import writable_schema
 
@@ -36,10 +36,12 @@ class Scratch:
         elif key.is_section and isinstance(value, dict):
             for child, inner in value.items():
                 yield from self.problems(f"{name}.{child}", inner)
+        elif inner_problems := list(element_problems(key, name, value)):
+            yield from inner_problems
         else:
             try:
                 OmegaConf.update(self._node, name, value)
-            except (OmegaConfBaseException, ValueError, TypeError, IndexError):
+            except (OmegaConfBaseException, ValueError, TypeError, IndexError, OverflowError):
                 yield wrong_type(key, name, value)
 
 

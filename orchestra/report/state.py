@@ -1,7 +1,8 @@
 """The state of a run as its own records tell it: alive or how it ended, how far, how fast. Read-only.
 
 A run without a verdict counts as running while the process that leads it lives; on another host, while its
-files still grow. A scheduler's word is not asked for.
+files still grow. One that was prepared here and whose preparing process is gone died before it started. A
+scheduler's word is not asked for.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 from conf.schema import Config
 from launchers import processes
 from orchestra.errors import ConfigError
-from orchestra.events import read_events
+from orchestra.events import is_number, is_whole, read_events
 from orchestra.frozen import read_config
 from orchestra.jsonl import Record
 from orchestra.metrics_file import rows_that_count
@@ -53,8 +54,11 @@ class RunState:
 
 
 def is_run(path: Path) -> bool:
-    """Tell whether a directory is a run's."""
-    return RunDir(path).record.is_file() or RunDir(path).config.is_file()
+    """Tell whether a directory is a run's; one that may not be read counts as none."""
+    try:
+        return RunDir(path).record.is_file() or RunDir(path).config.is_file()
+    except OSError:
+        return False
 
 
 def read_record(run: RunDir) -> dict[str, Any]:
@@ -67,7 +71,17 @@ def read_record(run: RunDir) -> dict[str, Any]:
 
 
 def read_state(run: RunDir, now: float) -> RunState:
-    """Read the state of a run at Unix time `now`; damaged records make fields None, never an error."""
+    """Read the state of a run at Unix time `now`; damaged records make fields None, never an error.
+
+    A run whose files may not be read has the state "unreadable", and the cause says why.
+    """
+    try:
+        return _read_state(run, now)
+    except OSError as error:
+        return RunState(run.name, str(run.path), "unreadable", attempts=0, cause=str(error))
+
+
+def _read_state(run: RunDir, now: float) -> RunState:
     events = read_events(run)
     rows = recent_rows(run)
     state, verdict = read_ending(run, events, now)
@@ -86,7 +100,7 @@ def read_state(run: RunDir, now: float) -> RunState:
         tokens_per_s=median_of(rows[-_RECENT_ROWS:], "tokens_per_s"),
         mfu=median_of(rows[-_RECENT_ROWS:], "mfu"),
         eta_s=seconds_left(rows, steps) if state == "running" else None,
-        age_s=now - created if isinstance(created, int | float) else None,
+        age_s=now - created if is_number(created) else None,
         code=verdict.code if verdict is not None else None,
         cause=verdict.cause if verdict is not None else None,
     )
@@ -123,7 +137,7 @@ def _parsed(line: bytes) -> Record | None:
 
 def median_of(rows: Sequence[Record], key: str) -> float | None:
     """Return the median of a key over the rows that have a number there."""
-    values = [row[key] for row in rows if isinstance(row.get(key), int | float)]
+    values = [row[key] for row in rows if is_number(row.get(key))]
     return statistics.median(values) if values else None
 
 
@@ -139,13 +153,13 @@ def read_ending(run: RunDir, events: list[Record], now: float) -> tuple[str, Ver
     """Return a run's state in a word, and the verdict of its last attempt where there is one."""
     attempt = last_attempt(events)
     if attempt is None:
-        return "not started", None
+        return ("not started" if _may_still_start(read_record(run)) else "died"), None
     current = of_attempt(events, attempt)
     verdict = node_verdict(current)
     if verdict is not None:
         return verdict.state, verdict
     start = next(event for event in current if event["event"] == "attempt_started")
-    if start.get("host") != socket.gethostname():
+    if not _is_of_this_host(start):
         return ("running" if now - _last_sign_of_life(run) < _SILENCE_S else "unknown"), None
     if _leader_lives(start):
         return "running", None
@@ -161,14 +175,32 @@ def _without_leader(events: list[Record]) -> tuple[str, Verdict | None]:
     return "died", None
 
 
+def _is_of_this_host(record: Record) -> bool:
+    return record.get("host") == socket.gethostname()
+
+
+def _may_still_start(record: Record) -> bool:
+    """Whoever prepares a run starts it; whether that process is gone can be told on its own host only."""
+    if not _is_of_this_host(record) or not is_whole(record.get("pid")):
+        return True
+    return _leader_lives(record)
+
+
 def _leader_lives(start: Record) -> bool:
+    """Tell whether the process that `start` names (`pid`, `pid_started`) still runs on this host."""
     pid, started = start.get("pid"), start.get("pid_started")
-    if not isinstance(pid, int):
+    if not is_whole(pid):
         return False
     process = processes.find(pid)
     return process is not None and (started is None or process.started == started)
 
 
 def _last_sign_of_life(run: RunDir) -> float:
-    files = [run.metrics, *run.events.glob("*.jsonl")]
-    return max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
+    return max((_modified(file) for file in [run.metrics, *run.events.glob("*.jsonl")]), default=0.0)
+
+
+def _modified(file: Path) -> float:
+    try:
+        return file.stat().st_mtime
+    except OSError:
+        return 0.0

@@ -6,6 +6,7 @@ the attempt, the ranks that died without a word, and the verdict of the whole.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Callable, Sequence
@@ -15,9 +16,9 @@ from conf.schema import Config
 from launchers import processes
 from launchers.errors import LauncherError
 from launchers.local import run_local
-from launchers.spec import Ending
+from launchers.spec import Ending, LaunchSpec
 from launchers.stops import StopRequests
-from orchestra.errors import EXIT_DONE, EXIT_FAILED, LaunchError
+from orchestra.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, LaunchError
 from orchestra.events import EventWriter, node_writer, read_events
 from orchestra.report.verdict import Verdict, judge, node_verdict, of_attempt, ranks_with_verdict, signal_name
 from orchestra.rundir import RunDir
@@ -34,20 +35,33 @@ _HINTS = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Attempt:
     run: RunDir
     number: int
     events: EventWriter
     stops: StopRequests
+    verdict: Verdict | None = None
 
     def seen(self) -> list[dict[str, object]]:
         return of_attempt(read_events(self.run), self.number)
 
     def conclude(self, ending: Ending) -> int:
-        """Write down the ending and return its exit code."""
-        self._record_killed_ranks(ending)
-        verdict = judge(self.seen(), exit_code=ending.exit_code, stop_signal=self.stops.first)
+        """Judge the ending, write that down and return its exit code."""
+        # A full disk takes the record, not the verdict.
+        with contextlib.suppress(OSError):
+            self._record_killed_ranks(ending)
+        self.verdict = judge(self.seen(), exit_code=ending.exit_code, stop_signal=self.stops.first)
+        if not self.run.events.is_dir() and self.verdict.code != EXIT_INTERRUPTED:
+            gone = f"{self.run.path} was removed while it trained, and its records with it"
+            self.verdict = Verdict(EXIT_FAILED, "run directory removed", gone)
+        with contextlib.suppress(OSError):
+            self._record(self.verdict, ending)
+        # As everybody reads it from now on.
+        self.verdict = node_verdict(self.seen()) or self.verdict
+        return self.verdict.code
+
+    def _record(self, verdict: Verdict, ending: Ending) -> None:
         survivors = {"survivors": list(ending.survivors)} if ending.survivors else {}
         self.events.write(
             "finished" if verdict.code == EXIT_DONE else "failed",
@@ -58,7 +72,6 @@ class _Attempt:
             step=verdict.step,
             **survivors,
         )
-        return verdict.code
 
     def _record_killed_ranks(self, ending: Ending) -> None:
         spoke = ranks_with_verdict(self.seen())
@@ -92,13 +105,27 @@ def train_here(
     """Run one attempt to its end on this machine; SIGINT, SIGTERM and SIGHUP end it and every process of it.
 
     Main thread only. `config` is resolved; `tick` is called about ten times a second with the number of stop
-    requests so far. Raises LaunchError when torchrun cannot be started.
+    requests so far. Raises LaunchError when torchrun cannot be started or the run directory not be written.
     """
-    events = EventWriter(run, node_writer(attempt, _NODE), attempt)
     spec = launch_spec(config, run, attempt, search_path)
-    leader = processes.find(os.getpid())
     with StopRequests() as stops:
+        events = _announced(config, run, attempt, spec)
         current = _Attempt(run, attempt, events, stops)
+        try:
+            run_local(spec, verdict=current.conclude, stops=stops.count, tick=lambda: tick(stops.count()))
+        except LauncherError as error:
+            with contextlib.suppress(OSError):
+                events.write("failed", node=_NODE, code=EXIT_FAILED, cause="LaunchError", message=str(error))
+            raise LaunchError(str(error)) from error
+    assert current.verdict is not None
+    return current.verdict
+
+
+def _announced(config: Config, run: RunDir, attempt: int, spec: LaunchSpec) -> EventWriter:
+    """Write that the attempt starts, and return the writer for what follows."""
+    leader = processes.find(os.getpid())
+    try:
+        events = EventWriter(run, node_writer(attempt, _NODE), attempt)
         events.write(
             "attempt_started",
             node=_NODE,
@@ -108,11 +135,6 @@ def train_here(
             ranks_per_node=spec.ranks_per_node,
             **_layout(config, spec.world_size),
         )
-        try:
-            run_local(spec, verdict=current.conclude, stops=stops.count, tick=lambda: tick(stops.count()))
-        except LauncherError as error:
-            events.write("failed", node=_NODE, code=EXIT_FAILED, cause="LaunchError", message=str(error))
-            raise LaunchError(str(error)) from error
-    verdict = node_verdict(current.seen())
-    assert verdict is not None
-    return verdict
+    except OSError as error:
+        raise LaunchError(f"{run.events}: cannot be written: {error.strerror}") from error
+    return events

@@ -5,9 +5,12 @@ It checks no configuration (orchestra.config.rules does) and starts nothing.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
 import getpass
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -16,13 +19,14 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import orchestra
 from conf.schema import Config
+from launchers import processes
 from orchestra.errors import ConfigError
 from orchestra.frozen import write_config
 from orchestra.rundir import RunDir
@@ -31,6 +35,8 @@ from orchestra.submit.revision import code_revision
 
 # What Weights & Biases accepts as an id, and short enough to be typed.
 _WANDB_ID_BYTES = 4
+# How rename(2) says that something stands where the run directory is to go.
+_TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
 
 
 @dataclass(frozen=True)
@@ -53,9 +59,16 @@ def run_name(request: RunRequest, now: float) -> str:
 
 
 def planned_run(request: RunRequest, now: float) -> RunDir:
-    """Return the directory that the run would get. Raises ConfigError when something is in its place."""
-    run = RunDir(Path(request.config.run.dir).expanduser().absolute() / run_name(request, now))
-    if os.path.lexists(run.path):
+    """Return the directory that the run would get, for a made name the first choice (see `prepare`).
+
+    Raises ConfigError when something is in the place of a configured name.
+    """
+    try:
+        parent = Path(request.config.run.dir).expanduser().absolute()
+    except RuntimeError as error:
+        raise ConfigError(f"run.dir={request.config.run.dir}: {error}; write the path out") from error
+    run = RunDir(parent / run_name(request, now))
+    if request.config.run.name is not None and os.path.lexists(run.path):
         raise ConfigError(_taken(run))
     return run
 
@@ -73,39 +86,68 @@ def frozen_config(request: RunRequest, run: RunDir) -> Config:
     return dataclasses.replace(request.config, run=identity)
 
 
-def prepare(request: RunRequest, run: RunDir) -> None:
-    """Write the run directory `run`: config.yaml and run.json. Any moment before the end leaves nothing in
-    its place.
+def prepare(request: RunRequest, planned: RunDir) -> RunDir:
+    """Write the run directory: config.yaml and run.json, and return it. Any moment before the end leaves
+    nothing in its place.
 
-    Raises ConfigError when the name is taken meanwhile or the parent cannot be written.
+    It is `planned`, or with a made name that is taken the first free one of `planned`-2, -3 … Raises
+    ConfigError when a configured name was taken meanwhile, or when nothing can be written there.
     """
+    for run in _choices(planned) if request.config.run.name is None else [planned]:
+        if not os.path.lexists(run.path) and _is_written(request, run):
+            return run
+    raise ConfigError(_taken(planned))
+
+
+def _choices(first: RunDir) -> Iterator[RunDir]:
+    yield first
+    for number in itertools.count(2):
+        yield RunDir(first.path.with_name(f"{first.name}-{number}"))
+
+
+def _is_written(request: RunRequest, run: RunDir) -> bool:
+    """Write `run` beside its place and move it there; return False when the place was taken meanwhile."""
     draft = RunDir(run.path.with_name(f".{run.name}.{secrets.token_hex(4)}"))
+    made = [parent for parent in draft.path.parents if not os.path.lexists(parent)]
     try:
         draft.path.mkdir(parents=True)
-    except OSError as error:
-        raise ConfigError(
-            f"run.dir={run.path.parent}: cannot make a directory there: {error.strerror}; "
-            f"choose another run.dir"
-        ) from error
-    try:
         write_config(draft.config, frozen_config(request, run))
         draft.record.write_text(json.dumps(_record(request, run), indent=2) + "\n")
-        _claim(draft, run)
+        return _claim(draft, run)
+    except OSError as error:
+        _discard(draft, made)
+        raise ConfigError(
+            f"run.dir={run.path.parent}: cannot make a run directory there: {error.strerror}; "
+            f"choose another run.dir"
+        ) from error
     except BaseException:
-        shutil.rmtree(draft.path, ignore_errors=True)
+        _discard(draft, made)
         raise
 
 
-def _claim(draft: RunDir, run: RunDir) -> None:
+def _claim(draft: RunDir, run: RunDir) -> bool:
     """Move the draft in place; a rename refuses a directory with files in it: no run is ever overwritten."""
     try:
         draft.path.rename(run.path)
     except OSError as error:
-        raise ConfigError(_taken(run)) from error
+        if error.errno not in _TAKEN:
+            raise
+        _discard(draft, [])
+        return False
+    return True
+
+
+def _discard(draft: RunDir, made: list[Path]) -> None:
+    """Remove the draft, and the folders `made` for it (innermost first) unless somebody uses them by now."""
+    shutil.rmtree(draft.path, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        for folder in made:
+            folder.rmdir()
 
 
 def _record(request: RunRequest, run: RunDir) -> dict[str, Any]:
     revision = code_revision(source_root())
+    process = processes.find(os.getpid())
     return {
         "name": run.name,
         "signature": request.signature,
@@ -113,6 +155,9 @@ def _record(request: RunRequest, run: RunDir) -> dict[str, Any]:
         "command": list(request.command),
         "created": time.time(),
         "host": socket.gethostname(),
+        # Whoever prepares a run starts it: a run without an attempt and without this process died.
+        "pid": os.getpid(),
+        "pid_started": None if process is None else process.started,
         "user": _user(),
         "code_revision": None if revision is None else dataclasses.asdict(revision),
         "versions": {

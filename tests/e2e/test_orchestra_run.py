@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -82,8 +83,9 @@ class Started:
         return _eventually(lambda: not _processes_of(self.run), limit_s)
 
 
-def _start(folder: Path, *overrides: str) -> Started:
-    words = _words("run", "run.name=endless", *_ENDLESS, *overrides)
+def _start(folder: Path, *overrides: str, through: tuple[str, ...] = ()) -> Started:
+    """Start an endless run, `through` a command that takes one, and wait for its first steps."""
+    words = [*through, *_words("run", "run.name=endless", *_ENDLESS, *overrides)]
     process = subprocess.Popen(
         words,
         cwd=folder,
@@ -92,6 +94,8 @@ def _start(folder: Path, *overrides: str) -> Started:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        # Tests that a script started with `&` ignore Ctrl-C, and so would their command.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     started = Started(RunDir(folder / "runs" / "endless"), process)
     is_up = _eventually(lambda: len(read_metrics(started.run)) > 2 or process.poll() is not None, _START_S)
@@ -264,3 +268,28 @@ def test_a_reader_that_goes_away_does_not_end_the_training(tmp_path: Path) -> No
     assert done.stdout.splitlines()[-1] == "code 0"
     assert done.stderr == ""
     assert len(read_metrics(RunDir(tmp_path / "runs" / "alone"))) == 3
+
+
+def test_a_run_under_nohup_outlives_its_terminal_and_its_removed_directory_ends_in_words(
+    tmp_path: Path,
+) -> None:
+    started = _start(tmp_path, "cluster.gpus_per_node=1", through=("nohup",))
+    steps = len(read_metrics(started.run))
+    started.process.send_signal(signal.SIGHUP)
+    assert _eventually(lambda: len(read_metrics(started.run)) > steps + 20, 20.0)
+    shutil.rmtree(started.run.path)
+    time.sleep(1.0)
+    assert started.process.poll() is None
+    started.process.terminate()
+    code, out, err = started.end()
+    assert (code, "Traceback" in out + err) == (130, False)
+    assert _processes_of(started.run) == []
+
+
+def test_output_to_a_full_disk_does_not_end_the_training(tmp_path: Path) -> None:
+    small = ("train.steps=3", "train.seq_len=32", "train.global_batch_size=2", "wandb.mode=disabled")
+    program = '"$0" -m orchestra run "$@" >/dev/full; echo "code $?"'
+    words = ["bash", "-c", program, sys.executable, *small, "run.name=full", "cluster.gpus_per_node=1"]
+    done = subprocess.run(words, cwd=tmp_path, env=_environment(), capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("code 0\n", "")
+    assert len(read_metrics(RunDir(tmp_path / "runs" / "full"))) == 3

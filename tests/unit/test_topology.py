@@ -13,6 +13,8 @@ from orchestra.topology import (
     Layout,
     batch_shape,
     divisors,
+    global_batch_size,
+    largest_divisor,
     layout,
     listed,
     nearest_multiples,
@@ -113,6 +115,33 @@ def test_without_a_configured_size_the_micro_batch_is_the_largest_divisor_up_to_
 ) -> None:
     shape = batch_shape(TrainConfig(global_batch_size=2 * share), 2)
     assert (shape.micro_batch_size, shape.accumulation) == (micro, share // micro)
+
+
+def test_a_batch_that_nobody_configured_is_16_or_the_next_size_that_the_ranks_can_share() -> None:
+    sizes = {dp: batch_shape(TrainConfig(), dp).global_batch_size for dp in (1, 2, 3, 4, 5, 6, 7, 8, 16, 64)}
+    assert sizes == {1: 16, 2: 16, 3: 18, 4: 16, 5: 20, 6: 18, 7: 21, 8: 16, 16: 16, 64: 64}
+    assert batch_shape(TrainConfig(micro_batch_size=3), 2).global_batch_size == 18
+    assert global_batch_size(TrainConfig(micro_batch_size="auto"), 3) == 18
+
+
+def test_absurd_batches_are_shared_out_or_refused_at_once() -> None:
+    assert batch_shape(TrainConfig(global_batch_size=10**18), 2).micro_batch_size == 8
+    prime = 2**89 - 1
+    assert batch_shape(TrainConfig(global_batch_size=prime), 1).micro_batch_size == 1
+    for micro in (2, 10**18):
+        with pytest.raises(ConfigError, match=r"or micro_batch_size=1$"):
+            batch_shape(TrainConfig(global_batch_size=prime, micro_batch_size=micro), 1)
+
+
+@given(number=st.integers(1, 5000), limit=st.integers(1, 60))
+def test_the_largest_divisor_is_one_of_all_divisors(number: int, limit: int) -> None:
+    assert largest_divisor(number, limit) == max(part for part in divisors(number) if part <= limit)
+
+
+def test_divisors_of_an_absurd_number_are_found_at_once() -> None:
+    assert divisors(2**89 - 1) == [1, 2**89 - 1]
+    assert divisors(10**10) == [part for part in divisors(10**10) if 10**10 % part == 0]
+    assert len(divisors(10**10)) == 121
 
 
 def test_warmup_is_a_tenth_of_the_run_up_to_2000_steps() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from orchestra import __version__
-from orchestra.cli import VERBS, main
+from orchestra.cli import VERBS, describe, main
 from orchestra.errors import EXIT_USAGE
 from orchestra.events import EventWriter, node_writer, rank_writer
 from orchestra.jsonl import JsonLinesWriter
@@ -159,3 +159,27 @@ def test_help_is_fast_and_imports_nothing_heavy(tmp_path: Path) -> None:
         )
         times.append(time.perf_counter() - began)
     assert min(times) < 0.4
+
+
+@pytest.mark.parametrize(
+    ("redirection", "encoding", "code"),
+    [(">/dev/full", "utf-8", "1"), (">&-", "utf-8", "0"), (">/dev/null", "ascii", "0"), ("", "latin-1", "0")],
+)
+def test_output_that_cannot_be_written_is_told_in_one_line(
+    failed_run: RunDir, redirection: str, encoding: str, code: str
+) -> None:
+    (failed_run.path / "config.yaml").write_text("…")
+    failed_run.path.rename(failed_run.path.with_name("größe-λ"))
+    environment = {**os.environ, "PYTHONPATH": str(_ROOT), "PYTHONIOENCODING": encoding}
+    program = f'"$0" -m orchestra status --dir "$1" {redirection}; echo $?'
+    words = ["bash", "-c", program, sys.executable, str(failed_run.path.parent)]
+    done = subprocess.run(words, env=environment, capture_output=True)
+    assert done.stdout.splitlines()[-1].decode() == code
+    assert done.stderr.decode() == ("error: No space left on device\n" if code == "1" else "")
+
+
+def test_what_the_mirror_missed_is_told_with_its_advice() -> None:
+    failed = {"event": "wandb_failed", "cause": "the server could not be reached", "advice": "wandb sync x"}
+    (line,) = describe.mirror_lines([{"event": "other"}, failed])
+    assert line == "wandb   incomplete: the server could not be reached; wandb sync x"
+    assert describe.mirror_lines([{"event": "finished"}]) == []

@@ -6,11 +6,12 @@ import io
 import os
 import pty
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
-from orchestra.cli.live import PlainView, open_view
+from orchestra.cli.live import GuardedView, PlainView, open_view
 from orchestra.cli.progress import Progress
 from orchestra.jsonl import JsonLinesWriter
 from orchestra.rundir import RunDir
@@ -96,3 +97,75 @@ def test_a_closed_pipe_silences_the_view(tmp_path: Path) -> None:
     with os.fdopen(writer, "w") as stream:
         view = PlainView(Progress(RunDir(tmp_path), 2), stream)
         view.close(["nobody reads this", "nor this"])
+
+
+def _on_a_terminal(tmp_path: Path, columns: int, rows: int, stops: int = 0) -> str:
+    """Return what a terminal of so many columns was sent, colours and movements left out."""
+    reader, writer = pty.openpty()
+    metrics = JsonLinesWriter(RunDir(tmp_path).metrics)
+    with pytest.MonkeyPatch.context() as patch, os.fdopen(writer, "w", encoding="utf-8") as stream:
+        patch.setenv("TERM", "xterm")
+        patch.setenv("COLUMNS", str(columns))
+        view = open_view(Progress(RunDir(tmp_path), 3000), [], "starting 2 ranks …", stream)
+        for step in range(1, rows + 1):
+            metrics.write(_row(step, 6.0))
+        view.tick(stops)
+        view.close(["the end"])
+        shown = _read_until("the end", reader)
+    os.close(reader)
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown)
+
+
+@pytest.mark.parametrize(
+    ("columns", "kept", "dropped"),
+    [(70, "|g| 0.50", "?"), (60, "MFU 25.0%", "|g|"), (48, "tok/s", "MFU"), (36, "loss 6.0000", "tok")],
+)
+def test_a_narrow_terminal_gets_fewer_figures_but_whole_ones(
+    tmp_path: Path, columns: int, kept: str, dropped: str
+) -> None:
+    shown = _on_a_terminal(tmp_path, columns, 9)
+    (line, *_) = [line for line in re.split(r"[\r\n]+", shown) if "9/3000" in line]
+    assert kept in line
+    assert dropped not in line
+    assert line.rstrip().endswith("ETA 1:39:42")
+    assert len(line) <= columns
+
+
+def test_a_stop_is_confirmed_before_the_first_step_too(tmp_path: Path) -> None:
+    assert "stopping (Ctrl-C again: at once)" in _on_a_terminal(tmp_path, 80, 0, stops=1)
+
+
+def test_a_full_disk_silences_the_view(tmp_path: Path) -> None:
+    JsonLinesWriter(RunDir(tmp_path).metrics).write(_row(1, 5.0))
+    with Path("/dev/full").open("w") as stream:
+        view = open_view(Progress(RunDir(tmp_path), 2), ["run     x"], "starting", stream)
+        view.tick(1)
+        view.close(["the end"])
+
+
+def test_a_terminal_that_is_gone_silences_the_view(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    reader, writer = pty.openpty()
+    metrics = JsonLinesWriter(RunDir(tmp_path).metrics)
+    with os.fdopen(writer, "w") as stream:
+        view = open_view(Progress(RunDir(tmp_path), 2), ["run     x"], "starting", stream)
+        os.close(reader)
+        metrics.write(_row(1, 5.0))
+        view.tick(0)
+        view.close(["the end"])
+
+
+def test_a_view_that_fails_says_so_and_ends_nothing() -> None:
+    class Failing:
+        def tick(self, stops: int) -> None:  # noqa: ARG002  a View's
+            raise ValueError("bad row")
+
+        def close(self, lines: Iterable[str]) -> None:
+            assert list(lines) == []
+
+    stream = io.StringIO()
+    view = GuardedView(Failing, stream)
+    view.tick(0)
+    view.tick(0)
+    view.close(["the end"])
+    assert stream.getvalue() == "the progress could not be shown: ValueError: bad row\nthe end\n"

@@ -72,6 +72,43 @@ def test_the_batch_size_that_was_said_last_counts() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    "name", ["2026_11_21", "1e5", "1.10", "true", "False", "007", "1_0.5", "nan", "-1", "0x10", "+5", "v1"]
+)
+def test_a_text_that_looks_like_a_number_stays_as_it_was_typed(name: str) -> None:
+    made = compose([f"model.name={name}", f"cluster.account={name}", f"wandb.tags=[a, {name}]"], HERE)
+    assert (made.config.model.name, made.config.cluster.account) == (name, name)
+    assert made.config.wandb.tags == ["a", name]
+    assert made.overrides[0] == f"model.name={name}"
+
+
+def test_a_run_may_be_called_by_a_date_or_a_version() -> None:
+    for name in ("2026_11_21", "1e5", "1.10", "true"):
+        assert compose([f"run.name={name}"], HERE).config.run.name == name
+        assert compose([f"++run.name={name}"], HERE).config.run.name == name
+    assert compose(["run.name=null"], HERE).config.run.name is None
+
+
+def test_a_preset_may_be_called_by_a_date(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "2026_11_21.yaml").write_text("name: dated\n")
+    made = compose([f"hydra.searchpath=[{tmp_path}]", "model=2026_11_21"], HERE)
+    assert (made.config.model.name, made.presets["model"]) == ("dated", "2026_11_21")
+
+
+def test_the_batch_fits_the_ranks_unless_its_size_was_given() -> None:
+    assert compose(["cluster.gpus_per_node=3"], HERE).config.train.global_batch_size == 18
+    assert "=15 or 18" in problems("cluster.gpus_per_node=3", "train.global_batch_size=16")[0]
+    kept = compose(["train=pretrain_2k", "train.global_batch_size=null"], HERE).config.train
+    assert (kept.global_batch_size, kept.global_batch_tokens) == (None, 524288)
+
+
+def test_a_refused_value_is_not_blamed_for_being_missing() -> None:
+    found = problems("data=tokens", "data.blend=[{path: x, wieght: 2}]")
+    assert found == ["data.blend[0].wieght: no such key; did you mean weight?"]
+    assert len(problems("data=tokens", "data.path=a(b")) == 1
+
+
 def test_three_different_mistakes_are_reported_together() -> None:
     found = problems("train.stepz=3", "optim.lr=abc", "parallelism.tp=3")
     assert found[0] == "train.stepz: no such key; did you mean train.steps?"
@@ -97,7 +134,15 @@ def test_three_different_mistakes_are_reported_together() -> None:
         ("train.recompute=some", ["expected one of none, selective, full"]),
         ("precision.reduce_dtype=fp64", ["one of fp32, bf16, fp16 or null"]),
         ("optim.betas=0.9", ["expected a list, each element a number", "optim.betas=[0.9,0.95]"]),
-        ("data.blend=[{pth: x}]", ["a list of {path, weight}"]),
+        ("data.blend=[{pth: x}]", ["data.blend[0].pth: no such key; did you mean path?"]),
+        ("data.blend=[{path: x, wieght: 2}]", ["data.blend[0].wieght: no such key; did you mean weight?"]),
+        ("data.blend=[x]", ["a list of {path, weight}"]),
+        ("train.steps=", ["train.steps is empty; expected a whole number, e.g. train.steps=100"]),
+        ("cluster.gpus_per_node=", ["cluster.gpus_per_node is empty; expected a whole number or auto"]),
+        ("run.name=", ["run.name is empty"]),
+        ("model=", ["model is empty; there are debug"]),
+        ("run.name=ünï", ["run.name=ünï cannot name a directory", "letters (A to Z, a to z)"]),
+        ("optim.lr=" + "9" * 400, ["optim.lr=999"]),
         ("cluster.slurm_extra=x", ["{name: value}"]),
         ("parallelism.dp=2.5", ["a whole number or auto"]),
         ("train.profile=true", ["train.profile is a section; set one of train.profile.enabled"]),
@@ -112,8 +157,8 @@ def test_three_different_mistakes_are_reported_together() -> None:
         ("+optim.lr=2", ["optim.lr exists already; write optim.lr=2"]),
         ("~optim.lr", ["cannot be deleted", "optim.lr=0.0003"]),
         ("~optim.foo", ["optim.foo: no such key"]),
-        ("optim.lr=1,2", ["several values", "orchestra submit -m"]),
-        ("model=debug,llama_1b", ["several values", "orchestra submit -m"]),
+        ("optim.lr=1,2", ["several values", "one value after the other", "not there yet"]),
+        ("model=debug,llama_1b", ["several values", "one value after the other"]),
         ("train.steps=range(1,3)", ["several values"]),
         ("hydra.run.dir=x", ["Hydra's own settings"]),
         ("hydra.searchpath=[nowhere]", ["is not a folder"]),

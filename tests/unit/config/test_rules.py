@@ -11,9 +11,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from conf.schema import Config
-from orchestra.config import not_yet, rules
+from orchestra.config import not_yet, rules_values
 from orchestra.config.rules import RULES, check, problems_of
-from orchestra.config.situation import Situation, resolved, world_size
+from orchestra.config.situation import Situation, resolved
 from orchestra.data.pack import pack, plan_pack
 from orchestra.data.request import PackRequest
 from orchestra.errors import ConfigError
@@ -42,7 +42,11 @@ CASES: list[tuple[str, Change, Sequence[str]]] = [
     ("rule_sizes", {"train.seq_len": 0}, ["train.seq_len=0"]),
     ("rule_sizes", {"train.log_every": 0}, ["train.log_every=0"]),
     ("rule_sizes", {"train.seed": -1}, ["train.seed=-1"]),
-    ("rule_sizes", {"train.seed": 2**63}, ["train.seed=9223372036854775808", "63 bits"]),
+    (
+        "rule_sizes",
+        {"train.seed": 2**63},
+        ["train.seed=9223372036854775808", "use at most 9223372036854775807"],
+    ),
     ("rule_sizes", {"model.num_hidden_layers": 0}, ["model.num_hidden_layers=0"]),
     ("rule_sizes", {"model.num_attention_heads": 0}, ["model.num_attention_heads=0"]),
     ("rule_sizes", {"model.num_key_value_heads": 0}, ["model.num_key_value_heads=0"]),
@@ -52,6 +56,13 @@ CASES: list[tuple[str, Change, Sequence[str]]] = [
     ("rule_sizes", {"cluster.nodes": 0}, ["cluster.nodes=0"]),
     ("rule_sizes", {"cluster.threads_per_rank": 0}, ["cluster.threads_per_rank=0"]),
     ("rule_sizes", {"checkpoint.every_steps": 0}, ["checkpoint.every_steps=0"]),
+    ("rule_sizes", {"model.vocab_size": 99999999999999}, ["model.vocab_size=99999999999999", "2147483647"]),
+    ("rule_sizes", {"train.global_batch_size": 10**18}, ["train.global_batch_size=1000000000", "too large"]),
+    ("rule_sizes", {"train.micro_batch_size": 10**18}, ["train.micro_batch_size=1000000000", "too large"]),
+    ("rule_sizes", {"cluster.gpus_per_node": 100000}, ["cluster.gpus_per_node=100000", "at most 1024"]),
+    ("rule_sizes", {"recovery.collective_timeout_s": 1e300}, ["collective_timeout_s=1e+300", "10000000"]),
+    ("rule_sizes", {"recovery.heartbeat_timeout_s": 1e300}, ["heartbeat_timeout_s=1e+300", "10000000"]),
+    ("rule_sizes", {"wandb.finish_timeout_s": 1e300}, ["wandb.finish_timeout_s=1e+300", "10000000"]),
     ("rule_numbers", {"optim.lr": 0.0}, ["optim.lr=0.0", "above 0"]),
     ("rule_numbers", {"optim.lr": float("nan")}, ["optim.lr=nan"]),
     ("rule_numbers", {"optim.lr": float("inf")}, ["optim.lr=inf"]),
@@ -81,6 +92,7 @@ CASES: list[tuple[str, Change, Sequence[str]]] = [
     ("rule_hardware_name", {"cluster.hardware": "H100s"}, ["cluster.hardware=H100s", "did you mean h100?"]),
     ("rule_time_limit", {"cluster.time_limit": "4h"}, ["cluster.time_limit=4h", "D-HH:MM:SS"]),
     ("rule_run_name", {"run.name": "../x"}, ["run.name=../x", "letters"]),
+    ("rule_run_name", {"run.name": ""}, ["run.name is empty", "leave it out"]),
     ("rule_run_name", {"run.name": "x" * 101}, ["100 letters"]),
     ("rule_heads", {"model.num_attention_heads": 12}, ["num_attention_heads=12", "hidden_size=128"]),
     ("rule_heads", {"model.num_key_value_heads": 3}, ["num_key_value_heads=3", "use 1, 2, 4 or 8"]),
@@ -138,7 +150,7 @@ CASES: list[tuple[str, Change, Sequence[str]]] = [
         ["train.global_batch_size=6", "micro_batch_size=2 × dp=2", "=4 or 8", "micro_batch_size=1"],
     ),
     ("rule_batch", {"train.global_batch_size": 7}, ["train.global_batch_size=7", "dp=2", "6 or 8"]),
-    ("rule_batch", {"train.global_batch_size": None}, ["train.global_batch_tokens"]),
+    ("rule_batch", {"train.global_batch_size": 0}, ["train.global_batch_tokens"]),
     ("rule_batch", {"train.micro_batch_size": 0}, ["train.micro_batch_size=0"]),
     ("rule_batch", {"train.micro_batch_size": "big"}, ["train.micro_batch_size=big"]),
     (
@@ -152,7 +164,7 @@ CASES: list[tuple[str, Change, Sequence[str]]] = [
         ["no rank 2", "0 to 1"],
     ),
     ("rule_profiled_ranks", {"train.profile.enabled": True, "train.profile.ranks": []}, ["nothing would be"]),
-    ("rule_nodes", {"cluster.nodes": 2}, ["cluster.nodes=2", "cluster=slurm"]),
+    ("rule_nodes", {"cluster.nodes": 2}, ["cluster.nodes=2", "yet", "use cluster.nodes=1"]),
     ("rule_nodes", {"recovery.min_nodes": 2}, ["recovery.min_nodes=2", "cluster.nodes=1"]),
     ("rule_ranks_per_node", {"cluster.gpus_per_node": "many"}, ["cluster.gpus_per_node=many", "auto"]),
     ("rule_ranks_per_node", {"cluster.gpus_per_node": 0}, ["cluster.gpus_per_node=0"]),
@@ -161,6 +173,8 @@ CASES: list[tuple[str, Change, Sequence[str]]] = [
         {"precision.name": "fp8", "cluster.device": "cpu"},
         ["precision=fp8", "cluster.device=cuda"],
     ),
+    ("rule_local_folders", {"run.dir": "s3://bucket/x"}, ["run.dir=s3://bucket/x", "is a URL"]),
+    ("rule_local_folders", {"data.cache_dir": "gs://b"}, ["data.cache_dir=gs://b", "is a URL"]),
     ("rule_data_source", {"data.path": "corpus"}, ["data=tokens"]),
     ("rule_data_source", {"data.source": "tokens"}, ["data.path=PREFIX"]),
     (
@@ -196,7 +210,7 @@ def test_a_broken_rule_says_what_was_found_and_what_to_do(
 
 
 def test_every_rule_is_broken_by_some_case() -> None:
-    tested = {rule for rule, _, _ in CASES} | {"rule_gpus", "not_yet"}
+    tested = {rule for rule, _, _ in CASES} | {"rule_gpus", "rule_cores", "rule_memory", "not_yet"}
     assert tested == {rule.__name__ for rule in RULES}
 
 
@@ -217,24 +231,9 @@ def test_gpus_that_are_not_there_are_missed(num_gpus: int, changes: Change, word
     assert not any(words in problem for problem in broken(on_cluster, Situation("run", num_gpus)))
 
 
-@pytest.mark.parametrize(
-    ("num_gpus", "changes", "device", "ranks"),
-    [
-        (0, {}, "cpu", 2),
-        (4, {}, "cuda", 4),
-        (4, {"cluster.device": "cpu"}, "cpu", 2),
-        (4, {"cluster.gpus_per_node": 1}, "cuda", 1),
-        (0, {"cluster.gpus_per_node": 5}, "cpu", 5),
-        (0, {"cluster.device": "cuda"}, "cuda", None),
-        (4, {"cluster.launcher": "slurm"}, "auto", None),
-    ],
-)
-def test_auto_becomes_what_this_machine_has(
-    num_gpus: int, changes: Change, device: str, ranks: int | None
-) -> None:
-    config = resolved(changed(changes), Situation("run", num_gpus))
-    assert config.cluster.device.value == device
-    assert world_size(config) == ranks
+def test_numbers_that_no_float_can_hold_are_refused_like_others() -> None:
+    for name in rules_values._AT_LEAST:
+        assert problems_of(resolved(changed({name: 10**400}), CPU), CPU), name
 
 
 NOT_BUILT: dict[str, list[Any]] = {
@@ -283,7 +282,7 @@ def test_all_violations_come_in_one_error() -> None:
 
 def test_impossible_sizes_break_no_other_rule_by_accident() -> None:
     names = [
-        *rules.rules_values._AT_LEAST,
+        *rules_values._AT_LEAST,
         "parallelism.tp",
         "parallelism.pp",
         "parallelism.cp",

@@ -181,3 +181,22 @@ def test_more_than_one_node_is_refused(tmp_path: Path) -> None:
     spec = LaunchSpec("m", (), {}, 1, (tmp_path / "a", tmp_path / "b"))
     with pytest.raises(LauncherError, match="2 were asked for"):
         run_local(spec, verdict=lambda _: 0, stops=lambda: 0, tick=lambda: None)
+
+
+def test_a_removed_log_ends_nothing(tmp_path: Path) -> None:
+    trial = _Trial(tmp_path, "time.sleep(1.0)\n(here / f'done-{rank}').touch()")
+
+    def stops() -> int:
+        if trial.is_up():
+            (tmp_path / "logs" / "node-000.log").unlink(missing_ok=True)
+        return 0
+
+    assert trial.run(stops=stops).exit_code == 0
+    assert len(list(tmp_path.glob("done-*"))) == 2
+
+
+def test_a_log_that_cannot_be_written_is_a_launcher_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    spec = LaunchSpec("m", (), {}, 1, (tmp_path / "file" / "node-000.log",))
+    with pytest.raises(LauncherError, match=r"cannot write .*node-000\.log"):
+        run_local(spec, verdict=lambda _: 0, stops=lambda: 0, tick=lambda: None)

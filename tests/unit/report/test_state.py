@@ -14,6 +14,7 @@ import pytest
 
 from conf.schema import Config
 from launchers import processes
+from orchestra.cli import main
 from orchestra.events import EventWriter, node_writer, rank_writer
 from orchestra.frozen import write_config
 from orchestra.jsonl import JsonLinesWriter
@@ -126,3 +127,76 @@ def test_only_the_end_of_long_metrics_is_read(run: RunDir) -> None:
     _train(run, 3000)
     assert run.metrics.stat().st_size > 2 * (1 << 16)
     assert _state(run).step == 3000
+
+
+def _prepared_by(run: RunDir, pid: int, host: str) -> None:
+    run.record.write_text(json.dumps({"name": run.name, "pid": pid, "pid_started": 1, "host": host}))
+
+
+def test_a_run_that_was_prepared_by_a_process_that_is_gone_died(run: RunDir) -> None:
+    _prepared_by(run, os.getpid(), socket.gethostname())
+    assert _state(run).state == "died"
+    _prepared_by(run, os.getpid(), "not-" + socket.gethostname())
+    assert _state(run).state == "not started"
+
+
+_DAMAGED_EVENTS = (
+    {"event": "attempt_started"},
+    {"event": "attempt_started", "time": 1.0},
+    {"event": "attempt_started", "time": "abc", "attempt": 0},
+    {"event": "attempt_started", "time": 1.0, "attempt": "x"},
+    {"event": "attempt_started", "time": 1.0, "attempt": 10**400},
+    {"event": ["list"], "time": 1.0, "attempt": 0},
+    {"event": "failed", "time": float("nan"), "attempt": 0, "code": 1},
+    {"event": "failed", "time": 1.0, "attempt": 0, "rank": "zero", "code": 1},
+    {"event": "failed", "time": 1.0, "attempt": 0, "rank": None, "code": 1},
+    {"event": "attempt_started", "time": 1.0, "attempt": 0, "pid": "me", "host": 3},
+    {"event": "finished", "time": 1.0, "attempt": 0, "code": None},
+    {"event": "failed", "time": 1.0, "attempt": 0, "rank": 1, "code": "one", "traceback": 7, "host": {}},
+)
+
+
+@pytest.mark.parametrize("damaged", _DAMAGED_EVENTS, ids=str)
+def test_a_damaged_event_changes_no_running_run_into_an_error(
+    run: RunDir, damaged: dict[str, object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    _start(run, os.getpid())
+    with run.event_file("damaged").open("w") as file:
+        file.write(json.dumps(damaged) + "\n")
+    assert _state(run).name == run.name
+    for verb in ("status", "why", "logs"):
+        assert main([verb, run.name, "--dir", str(run.path.parent)]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_a_rank_that_is_no_number_does_not_end_the_run(run: RunDir) -> None:
+    events = _start(run, os.getpid())
+    events.write("failed", rank="zero", code=1)
+    assert _state(run).state == "running"
+
+
+def test_damaged_metrics_are_unknown(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    _start(run, os.getpid())
+    rows = ('{"step": 1, "loss": 3.0}', '{"step": 2, "loss": "high", "mfu": NaN, "step_time_s": 1e999}')
+    run.metrics.write_text("\n".join([*rows, '{"step": -5, "loss": 1.0}', '{"step": true}', ""]))
+    state = _state(run)
+    assert (state.step, state.loss, state.mfu, state.eta_s) == (2, None, None, None)
+    assert main(["status", "--dir", str(run.path.parent)]) == 0
+    assert "2/50" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", ["[]", "3", "train: 3", "a: b: c", "train: {steps: x}", "\0"])
+def test_a_damaged_configuration_is_unknown(run: RunDir, text: str) -> None:
+    run.config.write_text(text)
+    assert _state(run).steps is None
+
+
+def test_one_unreadable_run_does_not_hide_the_others(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    other = RunDir(run.path.with_name("other"))
+    other.metrics.mkdir(parents=True)
+    other.events.mkdir()
+    (other.events / "node.jsonl").mkdir()
+    other.record.write_text('{"created": NaN}')
+    assert main(["status", "--dir", str(run.path.parent)]) == 0
+    rows = {line.split()[0]: line.split()[1] for line in capsys.readouterr().out.splitlines()}
+    assert rows == {"RUN": "STATE", "a-run": "not", "other": "unreadable"}

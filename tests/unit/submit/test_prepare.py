@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import resource
 import subprocess
 from pathlib import Path
 
@@ -130,3 +131,37 @@ def test_the_revision_knows_a_clean_tree_from_a_changed_one_and_from_none(tmp_pa
     changed = code_revision(tmp_path)
     assert changed is not None
     assert changed.dirty
+
+
+def test_unnamed_runs_of_the_same_second_get_names_of_their_own(tmp_path: Path) -> None:
+    request = _request(tmp_path, name=None)
+    runs = [prepare(request, planned_run(request, now=1e9)) for _ in range(3)]
+    first = runs[0].name
+    assert [run.name for run in runs] == [first, f"{first}-2", f"{first}-3"]
+    assert [json.loads(run.record.read_text())["name"] for run in runs] == [run.name for run in runs]
+    assert read_config(runs[1].config).run.name == f"{first}-2"
+
+
+def test_a_full_disk_is_a_configuration_error_and_leaves_nothing(tmp_path: Path) -> None:
+    request = _request(tmp_path / "deep" / "runs")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # Files end after 100 bytes, as they do where the disk is full.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        with pytest.raises(ConfigError, match=r"run\.dir=.*cannot make a run directory.*choose another"):
+            prepare(request, planned_run(request, 0.0))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_fails_for_another_reason_is_not_called_taken(tmp_path: Path) -> None:
+    request = _request(tmp_path, name="n" * 300)
+    with pytest.raises(ConfigError, match="too long") as caught:
+        prepare(request, planned_run(request, 0.0))
+    assert "exists already" not in str(caught.value)
+
+
+def test_a_home_that_does_not_exist_is_a_configuration_error() -> None:
+    with pytest.raises(ConfigError, match=r"run\.dir=~nobody-here"):
+        planned_run(_request(Path("~nobody-here/runs")), 0.0)

@@ -1,0 +1,97 @@
+"""What a configuration meets: numbers that the machine decides, and sizes that it cannot carry."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import pytest
+from omegaconf import OmegaConf
+
+from conf.schema import Config
+from orchestra.config.rules import problems_of
+from orchestra.config.situation import Situation, resolved, this_machine, world_size
+from orchestra.frozen import writable_schema
+
+PLAN = Situation("plan", num_gpus=0)
+DRY_RUN = Situation("run", num_gpus=0)
+LAPTOP = Situation("run", num_gpus=0, num_cores=2, memory_bytes=16 * 2**30)
+
+Change = dict[str, Any]
+
+
+def met(changes: Change, situation: Situation) -> Config:
+    """The default configuration with some keys changed, where it is resolved."""
+    node = writable_schema()
+    for name, value in changes.items():
+        OmegaConf.update(node, name, value)
+    return resolved(cast(Config, OmegaConf.to_object(node)), situation)
+
+
+def broken(changes: Change, situation: Situation) -> list[str]:
+    return problems_of(met(changes, situation), situation)
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "changes", "device", "ranks"),
+    [
+        (0, {}, "cpu", 2),
+        (4, {}, "cuda", 4),
+        (4, {"cluster.device": "cpu"}, "cpu", 2),
+        (4, {"cluster.gpus_per_node": 1}, "cuda", 1),
+        (0, {"cluster.gpus_per_node": 5}, "cpu", 5),
+        (0, {"cluster.device": "cuda"}, "cuda", None),
+        (4, {"cluster.launcher": "slurm"}, "auto", None),
+    ],
+)
+def test_auto_becomes_what_this_machine_has(
+    num_gpus: int, changes: Change, device: str, ranks: int | None
+) -> None:
+    config = met(changes, Situation("run", num_gpus))
+    assert config.cluster.device.value == device
+    assert world_size(config) == ranks
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"cluster.gpus_per_node": 17}, ["gpus_per_node=17", "2 usable core(s)", "use at most 16"]),
+        (
+            {"model.vocab_size": 10**7},
+            ["2,560,738,432 parameters × 16 bytes", "× 2 rank(s)", "78,147 MiB", "16,384 MiB"],
+        ),
+    ],
+)
+def test_what_cannot_run_on_this_machine_is_refused_where_it_would_start(
+    changes: Change, words: Sequence[str]
+) -> None:
+    found = broken(changes, LAPTOP)
+    assert any(all(word in problem for word in words) for problem in found), found
+    assert broken(changes, DRY_RUN) == []
+    assert broken({}, LAPTOP) == []
+
+
+def test_a_machine_on_which_ranks_start_says_its_cores_and_memory() -> None:
+    machine = this_machine(starts=True)
+    assert machine.num_cores is not None
+    assert machine.num_cores >= 1
+    assert machine.memory_bytes is not None
+    assert machine.memory_bytes > 2**27
+    assert this_machine() == Situation("run", machine.num_gpus)
+
+
+@pytest.mark.parametrize(
+    ("changes", "size"),
+    [
+        ({}, 16),
+        ({"cluster.gpus_per_node": 3}, 18),
+        ({"cluster.gpus_per_node": 6, "parallelism.tp": 2}, 18),
+        ({"train.micro_batch_size": 5}, 20),
+        ({"train.global_batch_size": 6}, 6),
+        ({"train.global_batch_tokens": 1024}, None),
+        ({"cluster.launcher": "slurm"}, None),
+        ({"parallelism.tp": 3}, None),
+    ],
+)
+def test_a_batch_size_that_nobody_gave_is_written_down(changes: Change, size: int | None) -> None:
+    assert met(changes, PLAN).train.global_batch_size == size
