@@ -3,7 +3,8 @@
     python benchmarks/observers.py [--pairs 5] [--steps 200]
 
 Both are whole runs by `orchestra run` of the model `debug` on two CPU ranks, in turn. Printed are the median
-time of a step in each, their ratio, and the share of a step that waits for data.
+time of a step in the second half of each (wandb has started by then), their ratio, and the share of a step
+that waits for data.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ WATCHED = ("train.log_every=1", "wandb.mode=offline")
 
 
 def step_times(folder: Path, name: str, steps: int, *overrides: str) -> tuple[float, float]:
-    """Run and return the mean seconds of a step and of its wait for data, the first tenth left out."""
+    """Run and return the mean seconds of a step and of its wait for data, the first half left out."""
     from orchestra.metrics_file import read_metrics
     from orchestra.rundir import RunDir
 
@@ -31,7 +32,7 @@ def step_times(folder: Path, name: str, steps: int, *overrides: str) -> tuple[fl
     common = (f"train.steps={steps}", "cluster.device=cpu", "cluster.gpus_per_node=2")
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     subprocess.run([*words, *common, *overrides], check=True, stdout=subprocess.DEVNULL, env=environment)
-    kept = [row for row in read_metrics(RunDir(folder / name)) if row["step"] > steps // 10]
+    kept = [row for row in read_metrics(RunDir(folder / name)) if row["step"] > steps // 2]
     return (
         statistics.mean(row["step_time_s"] for row in kept),
         statistics.mean(row["data_time_s"] for row in kept),

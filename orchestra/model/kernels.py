@@ -64,7 +64,10 @@ class _SwiGLU(torch.autograd.Function):
         (grad,) = grads
         gate, up = ctx.saved_tensors
         grad_up = F.silu(gate).mul_(grad)
-        return torch.ops.aten.silu_backward(grad * up, gate), grad_up
+        grad_gate = grad * up
+        # In its own memory: a fresh tensor of this size costs as much as the arithmetic.
+        torch.ops.aten.silu_backward.grad_input(grad_gate, gate, grad_input=grad_gate)
+        return grad_gate, grad_up
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
