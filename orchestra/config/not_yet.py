@@ -62,6 +62,7 @@ TABLE: tuple[NotYet, ...] = (
     ),
     NotYet("model.init_from", _is_given, "starting from Hugging Face weights", "model.init_from=null"),
     NotYet("checkpoint.every_steps", _is_given, "checkpoints", "checkpoint.every_steps=null"),
+    NotYet("checkpoint.dir", _is_given, "checkpoints", "checkpoint.dir=null"),
     NotYet(
         "cluster.launcher",
         lambda name: name is LauncherName.slurm,

@@ -250,6 +250,7 @@ NOT_BUILT: dict[str, list[Any]] = {
     "train.micro_batch_size": ["auto"],
     "model.init_from": ["weights"],
     "checkpoint.every_steps": [10],
+    "checkpoint.dir": ["s3://bucket/checkpoints"],
     "cluster.launcher": ["slurm"],
     "cluster.spare_nodes": [1],
     "recovery.inject": [[{"at_step": 3}]],
