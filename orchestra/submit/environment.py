@@ -15,8 +15,7 @@ import orchestra
 from conf.schema import Config, LauncherName
 
 # glibc gives large freed blocks back to the kernel, which clears them again page by page when the next step
-# asks: 10,000 to 20,000 page faults a step on CPU, 60 to 120 ms of a 1.4 s step (benchmarks/RESULTS.md). Kept
-# instead.
+# asks. Kept instead: half the system time of a step on CPU (benchmarks/RESULTS.md).
 _KEEP_FREED_MEMORY = "glibc.malloc.mmap_threshold=33554432:glibc.malloc.trim_threshold=100000000000"
 # Seconds that torchrun gives workers after its own closing signal before it kills them.
 _SHUTDOWN_TIMEOUT_S = 5
