@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 # Targets with this value take no part in the loss (torch's own default of cross_entropy).
@@ -116,9 +115,3 @@ def cross_entropy_sum(
     num_tokens, vocab_size = hidden_TE.shape[0], weight_VE.shape[0]
     rows = chunk or chunk_tokens(num_tokens, vocab_size, hidden_TE.is_cuda)
     return _ChunkedCrossEntropy.apply(hidden_TE, weight_VE, target_T, scale, rows)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def plain_cross_entropy_sum(hidden_TE: Tensor, weight_VE: Tensor, target_T: Tensor) -> Tensor:
-    """The same without chunks: the reference that tests and benchmarks compare with."""
-    logits = (hidden_TE @ weight_VE.t()).to(torch.promote_types(hidden_TE.dtype, torch.float32))
-    return F.cross_entropy(logits, target_T, ignore_index=IGNORED_TARGET, reduction="sum")
