@@ -1,0 +1,14 @@
+"""Sharded, asynchronous, pickle-free checkpoints that restore on any other layout.
+
+It takes (name, global shape, offsets, local tensor) and JSON, and knows no model, configuration or trainer.
+Importing the package, and every module but `shards`, `peers`, `staging`, `save`, `restore`, `transfer` and
+`checkpointer`, needs no torch.
+
+<place>/step-00000100/
+├── manifest.json                every tensor's shape, dtype and chunks, every file's size and checksum, the
+│                                layout that wrote it, the generation, and the state that is no tensor
+└── 00000-00.safetensors …       one or more per writing rank; any safetensors reader opens them
+
+A checkpoint exists if and only if its manifest does. Words: a *shard* is the part of a tensor that one rank
+holds, a *chunk* is the part of a shard that is written, checked and read as one piece of a file.
+"""

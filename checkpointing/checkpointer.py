@@ -1,0 +1,93 @@
+"""The library's front door: one object per rank that saves, waits and restores.
+
+All ranks make one with the same place and options and call its methods in the same order. Nothing here knows
+what the tensors are for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from checkpointing import catalog
+from checkpointing.manifest import Manifest
+from checkpointing.options import Event, Needs, Options, Phase, no_event, no_fault
+from checkpointing.peers import Peers
+from checkpointing.restore import Restored, restore
+from checkpointing.save import Saver
+from checkpointing.shards import Shard
+from checkpointing.storage import open_storage
+
+
+class Checkpointer:
+    """Saves and restores this rank's part of a state under one place: a local path or any fsspec URL."""
+
+    def __init__(
+        self,
+        place: str,
+        peers: Peers,
+        options: Options,
+        *,
+        group: dist.ProcessGroup | None = None,
+        on_event: Event = no_event,
+        at_phase: Phase = no_fault,
+    ) -> None:
+        """`group` carries the tensors' bytes on restore (None: world size 1); its backend must take tensors
+        of the shards' device. `on_event` may be called from a background thread.
+        """
+        self._storage = open_storage(place)
+        self._peers = peers
+        self._options = options
+        self._group = group
+        self._at_phase = at_phase
+        self._saver = Saver(self._storage, peers, options, on_event, at_phase)
+
+    def prepare(self, shards: Sequence[Shard]) -> Needs:
+        """Agree on who writes what, and return what a save takes; nothing is taken yet. *Collective*.
+
+        Removes what interrupted saves left. The same shards (names, shapes, offsets) must be passed to each
+        `save`. Raises MismatchError where the ranks' shards do not make up each tensor once.
+        """
+        if self._peers.is_coordinator:
+            catalog.remove_leftovers(self._storage)
+        return self._saver.prepare(shards)
+
+    def reserve(self, shards: Sequence[Shard]) -> None:
+        """Take the staging memory, so that a save only copies; else the first one does. *Any rank*."""
+        self._saver.reserve(shards)
+
+    def committed_steps(self) -> list[int]:
+        """Return the steps of the committed checkpoints, ascending. *Any rank*; it looks at the storage."""
+        return catalog.committed_steps(self._storage)
+
+    def save(self, step: int, shards: Sequence[Shard], state: Mapping[str, Any]) -> bool:
+        """Copy the shards and return; threads write and commit. *Collective*.
+
+        Returns False where the save before is still under way and `when_busy` is skip. Never raises for a
+        failing storage: the event `checkpoint_failed` tells, on every rank, and the next save tries again.
+        """
+        return self._saver.save(step, shards, state)
+
+    def wait(self) -> None:
+        """Wait for the save in flight. *Collective*. Raises SaveFailedError when it was not committed."""
+        self._saver.wait()
+
+    def restore(
+        self, wanted: Callable[[Manifest], Sequence[Shard]], step: int | None = None
+    ) -> Restored | None:
+        """Fill the wanted shards from the newest intact checkpoint, or from that of `step`. *Collective*.
+
+        `wanted` is called with the manifest of each checkpoint that is tried. Returns None where the place
+        holds no committed checkpoint at all; raises NoCheckpointError where none is intact.
+        """
+        return restore(
+            self._storage,
+            self._peers,
+            self._group,
+            wanted,
+            how=self._options.restore,
+            step=step,
+            at_phase=self._at_phase,
+        )

@@ -1,0 +1,159 @@
+"""The ranks of a run, talking through a key-value store: JSON only, a limit on every wait, missing ranks
+named.
+
+No collective of the training is ever used here, so a save can be voted on by background threads while the
+training talks on its own groups.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+from checkpointing.errors import CheckpointError, MissingRanksError
+
+# The pause between two questions is this share of the time that was waited already, within limits: an answer
+# is learnt late by a twentieth at most, and a long wait asks little of the store.
+_PAUSE_SHARE = 0.05
+_SHORTEST_PAUSE_S = 0.0003
+_LONGEST_PAUSE_S = 0.1
+# Answers are kept for this many topics, for ranks that read them late.
+_KEPT_ANSWERS = 32
+
+
+class Peers:
+    """One rank's end of the conversation. Safe to use from several threads, for different topics.
+
+    A topic is a text that all ranks use alike and only once.
+    """
+
+    def __init__(self, rank: int, world_size: int, store: Store, limit_s: float = 600.0) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.limit_s = limit_s
+        self._store = store
+        self._answered: deque[str] = deque()
+        self._asked: Counter[str] = Counter()
+
+    @classmethod
+    def alone(cls) -> Peers:
+        """Return the peers of a single process."""
+        return cls(0, 1, dist.HashStore())  # type: ignore[attr-defined]
+
+    @property
+    def is_coordinator(self) -> bool:
+        return self.rank == 0
+
+    def unused(self, topic: str) -> str:
+        """Return the topic with a number behind it, another one at each call; equal on all ranks that ask
+        equally often.
+        """
+        self._asked[topic] += 1
+        return f"{topic}/{self._asked[topic]}"
+
+    def tell(self, topic: str, value: Any) -> None:
+        """Leave this rank's word on a topic for the coordinator. Never waits."""
+        with _explained():
+            self._store.set(f"{topic}/{self.rank}", _packed(value))
+
+    def hear_all(self, topic: str, limit_s: float | None = None) -> list[Any]:
+        """Return every rank's word on a topic, by rank. Coordinator only. Raises MissingRanksError."""
+        keys = [f"{topic}/{rank}" for rank in range(self.world_size)]
+        self._wait(keys, topic, limit_s)
+        with _explained():
+            values = [_unpacked(content) for content in self._store.multi_get(keys)]
+            for key in keys:
+                self._store.delete_key(key)
+        return values
+
+    def answer(self, topic: str, value: Any, *, until_forgotten: bool = False) -> None:
+        """Leave the coordinator's answer for all ranks. Coordinator only. Never waits.
+
+        It is there for the next 32 answers, or until `forget`: for ranks that may come very late.
+        """
+        if not until_forgotten:
+            self._answered.append(topic)
+        with _explained():
+            self._store.set(f"{topic}/answer", _packed(value))
+            if len(self._answered) > _KEPT_ANSWERS:
+                self._store.delete_key(f"{self._answered.popleft()}/answer")
+
+    def forget(self, topic: str) -> None:
+        """Remove an answer that every rank has read. Coordinator only. Never waits."""
+        with _explained():
+            self._store.delete_key(f"{topic}/answer")
+
+    def await_answer(self, topic: str, limit_s: float | None = None) -> Any:
+        """Return the coordinator's answer. Raises MissingRanksError naming rank 0."""
+        key = f"{topic}/answer"
+        self._wait([key], topic, limit_s)
+        with _explained():
+            return _unpacked(self._store.get(key))
+
+    def exchange(self, topic: str, value: Any, limit_s: float | None = None) -> list[Any]:
+        """Return every rank's value, by rank, on every rank. *Collective*. Raises MissingRanksError.
+
+        Equal values travel once.
+        """
+        self.tell(topic, value)
+        if self.is_coordinator:
+            try:
+                values = self.hear_all(topic, limit_s)
+            except MissingRanksError as error:
+                self.answer(topic, {"missing": error.ranks})
+                raise
+            self.answer(topic, _without_repeats(values))
+        # The coordinator may come just before its limit, and then wait for the others as long again.
+        limit = self.limit_s if limit_s is None else limit_s
+        answer = self.await_answer(topic, 2 * limit)
+        if "missing" in answer:
+            raise MissingRanksError(answer["missing"], topic, limit)
+        return [answer["values"][index] for index in answer["of_rank"]]
+
+    def _wait(self, keys: Sequence[str], topic: str, limit_s: float | None) -> None:
+        """Wait by asking: a blocking wait would lock the store's client for this process's other threads."""
+        limit = self.limit_s if limit_s is None else limit_s
+        began = time.monotonic()
+        while not self._are_there(keys):
+            waited = time.monotonic() - began
+            if waited > limit:
+                raise MissingRanksError(self._missing(keys), topic, limit)
+            time.sleep(min(max(_SHORTEST_PAUSE_S, waited * _PAUSE_SHARE), _LONGEST_PAUSE_S))
+
+    def _are_there(self, keys: Sequence[str]) -> bool:
+        with _explained():
+            return bool(self._store.check(list(keys)))
+
+    def _missing(self, keys: Sequence[str]) -> list[int]:
+        if keys[0].endswith("/answer"):
+            return [0]
+        return [rank for rank, key in enumerate(keys) if not self._are_there([key])]
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, dist.DistError) as error:
+        raise CheckpointError(f"the ranks' store does not answer, rank 0 may have ended: {error}") from error
+
+
+def _without_repeats(values: Sequence[Any]) -> dict[str, Any]:
+    places: dict[str, int] = {}
+    of_rank = [places.setdefault(json.dumps(value), len(places)) for value in values]
+    return {"values": [json.loads(text) for text in places], "of_rank": of_rank}
+
+
+def _packed(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))
+
+
+def _unpacked(content: bytes) -> Any:
+    return json.loads(content)

@@ -1,0 +1,227 @@
+"""Any fsspec URL as a storage: object stores and whatever else has a protocol. It knows no checkpoints.
+
+Nothing is renamed and no listing is taken from a cache. What may pass is tried again; every failure in the
+end is a StorageError with its reason. Where a service lies and who we are is the client's own matter: s3://
+reads AWS_ENDPOINT_URL, AWS_PROFILE and the rest of AWS's variables and files, and fsspec's configuration
+(FSSPEC_S3_ENDPOINT_URL) works for every protocol.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from fsspec.core import url_to_fs
+from fsspec.spec import AbstractBufferedFile
+
+from checkpointing.errors import StorageError
+from checkpointing.retry import Retries, reason, service_code
+from checkpointing.storage import WritableFile
+
+Result = TypeVar("Result")
+
+# S3 takes 10,000 parts at most, each of 5 MiB at least.
+_PART_BYTES = 32 << 20
+_MAX_PARTS = 9_000
+# A folder is removed again when others added to it meanwhile.
+_NUM_REMOVALS = 3
+_PASSWORD = re.compile(r"(?<=://)([^/:@]*):[^/@]*@")
+
+
+class RemoteStorage:
+    """A folder behind an fsspec URL; it need not exist before something is written."""
+
+    renames = False
+
+    def __init__(self, url: str, retries: Retries = Retries()) -> None:  # noqa: B008  a frozen value
+        """Raise StorageError where fsspec has no such protocol, or its package is missing."""
+        self.place = _PASSWORD.sub(r"\1:…@", url.rstrip("/"))
+        self._retries = retries
+        self._fs, root = _opened(url, self.place)
+        self._root = root.rstrip("/")
+
+    def create(self, path: str, num_bytes: int) -> WritableFile:
+        """Open a new file of `num_bytes`; it is there when it is committed."""
+        return _RemoteFile(self, path, max(_PART_BYTES, -(-num_bytes // _MAX_PARTS)))
+
+    def put(self, path: str, content: bytes) -> None:
+        """Write a small file: one request to an object store, and so one act."""
+        self.run(path, lambda: self.in_folder(path, lambda: self._fs.pipe_file(self._full(path), content)))
+
+    def get(self, path: str) -> bytes:
+        """Return a whole file."""
+        return bytes(self.run(path, lambda: self._fs.cat_file(self._full(path))))
+
+    def read_into(self, path: str, begin: int, buffer: memoryview) -> None:
+        """Fill `buffer` with the bytes from `begin` on."""
+        if not buffer:
+            return
+        end = begin + len(buffer)
+        content = self.run(path, lambda: self._fs.cat_file(self._full(path), start=begin, end=end))
+        if len(content) != len(buffer):
+            missing = len(buffer) - len(content)
+            raise StorageError(
+                f"{self.place}/{path}: ends at {begin + len(content)} bytes, {missing} more are expected"
+            )
+        buffer[:] = content
+
+    def size(self, path: str) -> int | None:
+        """Return a file's size in bytes, None where there is no such file."""
+        entry = self.run(path, lambda: self._unless_missing(lambda: self._fs.info(self._full(path)), None))
+        return int(entry["size"]) if entry is not None and entry["type"] == "file" else None
+
+    def names(self, path: str = "") -> list[str]:
+        """Return the names of what lies directly in a folder, sorted."""
+        full = self._full(path)
+        entries = self.run(path, lambda: self._unless_missing(lambda: self._fs.ls(full, detail=False), []))
+        # A folder's own marker object, or a file of that name, is nothing in it.
+        return sorted(
+            {entry.rstrip("/").rsplit("/", 1)[-1] for entry in entries if entry.rstrip("/") != full}
+        )
+
+    def rename(self, source: str, target: str) -> None:
+        """Refuse: no object store moves a folder as one act."""
+        raise StorageError(f"{self.place}: {source} cannot be renamed to {target} here")
+
+    def sync(self, path: str) -> None:
+        """Do nothing: what is written is durable when the storage says so."""
+
+    def remove(self, path: str) -> None:
+        """Remove a file or a folder with all it holds; several processes may do so at once."""
+        if not path:
+            for name in self.names():
+                self.remove(name)
+            return
+        full = self._full(path)
+        left: list[str] = []
+        for _ in range(_NUM_REMOVALS):
+            self.run(path, lambda: self._unless_missing(lambda: self._fs.rm(full, recursive=True), None))
+            # A bulk removal does not tell what was refused.
+            left = self.run(path, lambda: self._unless_missing(lambda: self._fs.find(full), []))
+            if not left:
+                return
+        raise StorageError(f"{self.place}/{path}: {len(left)} files could not be removed, such as {left[0]}")
+
+    def free_bytes(self) -> int | None:
+        """Return None: fsspec does not tell."""
+        return None
+
+    # For files that are being written.
+
+    def open(self, path: str, part_bytes: int) -> Any:
+        """Return fsspec's file for writing, sent in parts of `part_bytes`. Raises what fsspec raises."""
+        return self.in_folder(path, lambda: self._fs.open(self._full(path), "wb", block_size=part_bytes))
+
+    def in_folder(self, path: str, act: Callable[[], Result]) -> Result:
+        """Call `act`, which writes to `path`; where the folder is missing, make it first.
+
+        Object stores have no folders: asked for one, some would make a bucket.
+        """
+        try:
+            return act()
+        except FileNotFoundError as error:
+            if service_code(error) is not None:
+                raise
+            self._fs.makedirs(self._full(path).rsplit("/", 1)[0], exist_ok=True)
+            return act()
+
+    def run(self, path: str, act: Callable[[], Result]) -> Result:
+        """Call `act`, again if its failure may pass; raise what fails in the end as a StorageError."""
+        try:
+            return self._retries.run(act)
+        except Exception as error:
+            where = f"{self.place}/{path}" if path else self.place
+            raise StorageError(f"{where}: {reason(error)}") from error
+
+    def _full(self, path: str) -> str:
+        return f"{self._root}/{path}" if path else self._root
+
+    def _unless_missing(self, act: Callable[[], Any], otherwise: Any) -> Any:
+        self._fs.invalidate_cache()
+        try:
+            return act()
+        except FileNotFoundError as error:
+            # An empty place is one thing, a bucket that is not there another.
+            if service_code(error) == "NoSuchBucket":
+                raise
+            return otherwise
+
+
+class _RemoteFile:
+    """A file on its way. What was written so far is remembered, not copied: where a connection breaks for
+    longer than the client itself tries, all of it is sent again.
+    """
+
+    def __init__(self, storage: RemoteStorage, path: str, part_bytes: int) -> None:
+        self._storage = storage
+        self._path = path
+        self._part_bytes = part_bytes
+        self._contents: list[memoryview] = []
+        self._num_sent = 0
+        self._file: Any = None
+
+    def write(self, content: memoryview) -> None:
+        self._contents.append(content)
+        self._storage.run(self._path, self._send)
+
+    def commit(self) -> None:
+        self._storage.run(self._path, self._finish)
+        self._file = None
+        self._contents.clear()
+
+    def discard(self) -> None:
+        self._drop()
+        self._contents.clear()
+
+    def _send(self) -> None:
+        """Send what was not sent yet: all of it where the file had to be dropped."""
+        try:
+            if self._file is None:
+                self._file = self._storage.open(self._path, self._part_bytes)
+                self._num_sent = 0
+            while self._num_sent < len(self._contents):
+                self._file.write(self._contents[self._num_sent])
+                self._num_sent += 1
+        except BaseException:
+            self._drop()
+            raise
+
+    def _finish(self) -> None:
+        self._send()
+        try:
+            self._file.close()
+        except BaseException:
+            self._drop()
+            raise
+
+    def _drop(self) -> None:
+        """Give the unfinished file up. It may fail in any way that a client can: nothing rests on it."""
+        file, self._file = self._file, None
+        if isinstance(file, AbstractBufferedFile):
+            # First: else fsspec finishes the file when its memory is freed.
+            file.closed = True
+            with contextlib.suppress(Exception):
+                file.discard()
+        elif file is not None:
+            with contextlib.suppress(Exception):
+                file.close()
+
+
+def _opened(url: str, place: str) -> tuple[Any, str]:
+    """Return a file system of our own, which keeps no listings, and the place's path in it."""
+    try:
+        file_system, root = url_to_fs(url, skip_instance_cache=True)
+    except ImportError as error:
+        # fsspec's own words name the package.
+        raise StorageError(f"{place}: {error.args[0] or error.__cause__}") from error
+    except Exception as error:
+        if "Protocol not known" in str(error):
+            said = "fsspec has no such protocol; give a path, or a URL such as s3://bucket/folder"
+            raise StorageError(f"{place}: {said}") from error
+        raise StorageError(f"{place}: {reason(error)}") from error
+    listings = getattr(file_system, "dircache", None)
+    if listings is not None:
+        listings.use_listings_cache = False
+    return file_system, str(root)

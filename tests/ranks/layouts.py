@@ -1,0 +1,234 @@
+"""A small state of odd shapes, the ways in which ranks can share it, and how to save and restore it so.
+
+Everything here is run by the ranks of a pool. It knows no trainer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from checkpointing import digest, manifest, nearby
+from checkpointing.boxes import Box
+from checkpointing.local import LocalStorage
+from checkpointing.options import Options
+from checkpointing.peers import Peers
+from checkpointing.restore import restore
+from checkpointing.save import Saver
+from checkpointing.shards import Shard, as_bytes
+
+LAYOUTS = ("replicated", "rows", "columns", "grid", "uneven", "striped", "one rank", "mixture")
+# Minus zero, quiet and signalling NaN with payloads, infinity, a denormal: arithmetic would change some.
+_ODD_BITS = (0x80000000, 0x7FC12345, 0x7F812345, 0xFFC00001, 0x7F800000, 0x00000001)
+
+
+def state(seed: int = 0) -> dict[str, Tensor]:
+    """Return the whole state, equal on all ranks."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def bits(*shape: int) -> Tensor:
+        return torch.randint(-(2**31), 2**31 - 1, shape, generator=generator).to(torch.int32)
+
+    matrix = bits(37, 13)
+    matrix.view(-1)[: len(_ODD_BITS)] = torch.tensor(_ODD_BITS, dtype=torch.int64).to(torch.int32)
+    matrix[20, :6] = matrix[0, :6]
+    return {
+        "matrix": matrix.view(torch.float32),
+        "bias": bits(13).view(torch.float32),
+        "scalar": bits(1).view(torch.float32).reshape(()),
+        "half": bits(37, 13).view(torch.bfloat16),
+        "counts": bits(13, 74).view(torch.int64),
+        "cube": bits(5, 6, 7).view(torch.float32),
+        "bytes": bits(5).view(torch.uint8),
+        "nothing": torch.zeros(0, 4),
+    }
+
+
+def boxes(shape: Sequence[int], layout: str, rank: int, world: int) -> list[Box]:
+    """Return what a rank holds of a tensor."""
+    whole = Box.whole(shape)
+    if layout == "one rank":
+        return [whole] if rank == world - 1 else []
+    if layout == "replicated" or not shape:
+        return [whole]
+    if layout == "rows":
+        return [_slab(whole, 0, *_even(shape[0], rank, world))]
+    if layout == "columns":
+        return [_slab(whole, len(shape) - 1, *_even(shape[-1], rank, world))]
+    if layout == "grid":
+        # The first ranks share the first dim, their neighbours the last; a 1-D tensor has two replicas.
+        rows = max(1, world // 2)
+        row, column = rank % rows, rank // rows
+        slab = _slab(whole, 0, *_even(shape[0], row, rows))
+        if len(shape) == 1:
+            return [slab]
+        num_columns = -(-world // rows)
+        return [_slab(slab, len(shape) - 1, *_even(shape[-1], column, num_columns))]
+    if layout == "uneven":
+        # Rank 0 has nothing (unless alone), each other one twice as much as the one before.
+        weights = [0 if other == 0 and world > 1 else 2**other for other in range(world)]
+        ends = [shape[0] * sum(weights[:upto]) // sum(weights) for upto in range(world + 1)]
+        return [_slab(whole, 0, ends[rank], ends[rank + 1])]
+    if layout == "striped":
+        starts = range(rank * 3, shape[0], world * 3)
+        return [_slab(whole, 0, start, min(start + 3, shape[0])) for start in starts] or [
+            _slab(whole, 0, 0, 0)
+        ]
+    raise ValueError(layout)
+
+
+def shards(whole: dict[str, Tensor], layout: str, rank: int, world: int, *, is_filled: bool) -> list[Shard]:
+    """Return a rank's shards, some of them strided; filled from `whole`, or with a value that is nowhere."""
+    found = []
+    for index, (name, tensor) in enumerate(whole.items()):
+        its_layout = LAYOUTS[index % (len(LAYOUTS) - 1)] if layout == "mixture" else layout
+        for number, box in enumerate(boxes(tuple(tensor.shape), its_layout, rank, world)):
+            local = tensor[box.within(Box.whole(tensor.shape))].clone()
+            if (index + number) % 3 == 1 and local.dim() > 1:
+                local = local.transpose(0, -1).contiguous().transpose(0, -1)
+            if not is_filled:
+                local.copy_(torch.full_like(local, 77))
+            found.append(Shard(name, tuple(tensor.shape), box.offsets, local))
+    return found
+
+
+def _slab(box: Box, dim: int, begin: int, end: int) -> Box:
+    offsets, shape = list(box.offsets), list(box.shape)
+    offsets[dim], shape[dim] = begin, end - begin
+    return Box(tuple(offsets), tuple(shape))
+
+
+def _even(size: int, part: int, num_parts: int) -> tuple[int, int]:
+    """Return the begin and end of a part as torch cuts: equal ones first, short and empty ones last."""
+    each = -(-size // num_parts)
+    return min(part * each, size), min((part + 1) * each, size)
+
+
+def is_equal(shard: Shard, whole: dict[str, Tensor]) -> bool:
+    """Whether a shard holds the bits of the state."""
+    expected = whole[shard.name][shard.box.within(Box.whole(shard.shape))]
+    return torch.equal(as_bytes(shard.tensor.contiguous()), as_bytes(expected.contiguous()))
+
+
+def peers(rank: int, world: int, topic: str, limit_s: float = 30.0) -> Peers:
+    """Return this rank's end of a conversation that no other test has."""
+    store = dist.PrefixStore(topic, dist.distributed_c10d._get_default_store())
+    return Peers(rank, world, store, limit_s)
+
+
+class CountingStorage(LocalStorage):
+    """A folder that counts what is asked of it."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.calls: Counter[str] = Counter()
+        self.bytes_read = 0
+
+    def read_into(self, path: str, begin: int, buffer: memoryview) -> None:
+        self.calls["read_into"] += 1
+        self.bytes_read += len(buffer)
+        super().read_into(path, begin, buffer)
+
+    def get(self, path: str) -> bytes:
+        self.calls["get"] += 1
+        return super().get(path)
+
+    def names(self, path: str = "") -> list[str]:
+        self.calls["names"] += 1
+        return super().names(path)
+
+
+def machine_of(rank: int, machines: str) -> str:
+    """Return the machine that a rank thinks it runs on: `one`, `two` neighbours each, or `own`."""
+    return {"one": "it", "two": str(rank // 2), "own": str(rank)}[machines]
+
+
+def save_all(rank: int, world: int, folder: Path) -> None:
+    """Save the state in every layout, each under a place of its own: <folder>/<world>/<layout>."""
+    whole = state()
+    for layout in LAYOUTS:
+        save(rank, world, folder / str(world) / layout, layout, {1: whole})
+
+
+def save(rank: int, world: int, place: Path, layout: str, states: dict[int, dict[str, Tensor]]) -> None:
+    """Save some states as steps of one place."""
+    topic = hashlib.sha256(str(place).encode()).hexdigest()
+    saver = Saver(
+        LocalStorage(place), peers(rank, world, topic), Options(keep_last=9), lambda *_: None, lambda *_: None
+    )
+    for step, whole in states.items():
+        saver.save(step, shards(whole, layout, rank, world, is_filled=True), {"step": step})
+        saver.wait()
+
+
+@dataclass(frozen=True)
+class Case:
+    """One restore: from which place, onto which layout, how, by ranks on which machines."""
+
+    place: Path
+    layout: str
+    how: str
+    machines: str
+
+
+def restore_all(rank: int, world: int, cases: Sequence[Case], topic: str) -> list[dict[str, Any]]:
+    """Restore each case; say what is not as it was and how much was read."""
+    return [_restored(rank, world, case, f"{topic}/{number}") for number, case in enumerate(cases)]
+
+
+def _restored(rank: int, world: int, case: Case, topic: str) -> dict[str, Any]:
+    whole = state()
+    mine = shards(whole, case.layout, rank, world, is_filled=False)
+    storage = CountingStorage(case.place)
+    true_machine, nearby._machine = nearby._machine, lambda: machine_of(rank, case.machines)
+    try:
+        group = dist.group.WORLD if world > 1 else None
+        found = restore(storage, peers(rank, world, topic), group, lambda _: mine, how=case.how)
+    finally:
+        nearby._machine = true_machine
+    assert found is not None
+    return {
+        "wrong": [(it.name, it.offsets) for it in mine if not is_equal(it, whole)],
+        "state_digest": found.manifest.state_digest,
+        "parts": dict(_parts(mine)),
+        "said": found.bytes_read,
+        "read": storage.bytes_read,
+        "calls": dict(storage.calls),
+        "size": sum(tensor.num_bytes for tensor in found.manifest.tensors.values()),
+    }
+
+
+def _parts(mine: Sequence[Shard]) -> Iterator[tuple[tuple[str, Box], int]]:
+    """Yield the digest of each shard, to be put together over the ranks."""
+    for shard in mine:
+        content = as_bytes(shard.tensor.contiguous()).numpy().tobytes()
+        yield (shard.name, shard.box), digest.part_digest(content, shard.dtype, shard.box)
+
+
+def digest_of(results: Sequence[dict[str, Any]], whole: dict[str, Tensor]) -> str:
+    """Return the digest of the state that all ranks hold together."""
+    parts: dict[tuple[str, Box], int] = {}
+    for result in results:
+        parts |= result["parts"]
+    totals: dict[str, list[int]] = {name: [] for name in whole}
+    for (name, _), part in parts.items():
+        totals[name].append(part)
+    rows = []
+    for name, tensor in whole.items():
+        kind = Shard(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor).dtype
+        rows.append((name, kind, tuple(tensor.shape), digest.written(digest.combined(totals[name]))))
+    return digest.state_digest(rows)
+
+
+def rewritten(place: Path, step: int, change: Any) -> None:
+    """Change a manifest as a document and give it a checksum that fits again."""
+    file = place / f"step-{step:08d}" / manifest.MANIFEST
+    file.write_bytes(manifest.encode(change(manifest.decode(file.read_bytes()))))

@@ -1,0 +1,172 @@
+"""S3 over real HTTP: uploads in parts, missing buckets, endpoints, answers of a service in trouble."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import uuid
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, TypeAlias
+
+import boto3
+import fsspec
+import pytest
+import s3fs.core
+import torch
+
+from checkpointing import catalog
+from checkpointing.checkpointer import Checkpointer
+from checkpointing.errors import StorageError
+from checkpointing.options import Options
+from checkpointing.peers import Peers
+from checkpointing.remote import RemoteStorage
+from checkpointing.retry import Retries
+from checkpointing.shards import whole
+from checkpointing.storage import Storage, open_storage
+from checkpointing.verify import verify
+
+MIB = 1 << 20
+AT_ONCE = Retries(num_tries=3, first_delay_s=0.0)
+Send: TypeAlias = Callable[[Storage, str, bytes], None]
+
+
+def uploads(bucket: str) -> list[Any]:
+    """Return the uploads in parts that were begun and neither finished nor given up."""
+    return boto3.client("s3").list_multipart_uploads(Bucket=bucket).get("Uploads", [])
+
+
+def test_a_discarded_upload_leaves_nothing_in_the_bucket(bucket: str, small_parts: None) -> None:
+    storage = open_storage(f"s3://{bucket}/checkpoints")
+    file = storage.create("a", 14 * MIB)
+    content = memoryview(bytes(7 * MIB))
+    file.write(content)
+    file.write(content)
+    assert len(uploads(bucket)) == 1
+    file.discard()
+    file.discard()
+    del file
+    gc.collect()
+    assert uploads(bucket) == []
+    assert storage.names() == []
+
+
+def test_a_part_that_fails_sends_the_file_again(
+    bucket: str, small_parts: None, send: Send, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = RemoteStorage(f"s3://{bucket}/checkpoints", AT_ONCE)
+    failures: list[Exception] = [ConnectionResetError(), TimeoutError()]
+    upload = s3fs.core.S3File._upload_chunk
+
+    def flaky(self: Any, final: bool = False) -> Any:
+        if self.parts and failures:
+            raise failures.pop()
+        return upload(self, final)
+
+    monkeypatch.setattr(s3fs.core.S3File, "_upload_chunk", flaky)
+    content = os.urandom(16 * MIB)
+    send(storage, "a", content)
+    assert failures == []
+    assert storage.get("a") == content
+    assert uploads(bucket) == []
+
+
+def test_a_bucket_that_is_not_there_is_an_error_and_no_empty_place(endpoint: str) -> None:
+    storage = open_storage(f"s3://absent-{uuid.uuid4()}/checkpoints")
+    for act in (storage.names, lambda: storage.size("a"), lambda: storage.put("a", b"1")):
+        with pytest.raises(StorageError, match="bucket does not exist"):
+            act()
+    assert not any("absent" in it["Name"] for it in boto3.client("s3").list_buckets()["Buckets"])
+
+
+def test_the_endpoint_may_come_from_fsspecs_configuration(
+    bucket: str, endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("AWS_ENDPOINT_URL")
+    monkeypatch.setitem(fsspec.config.conf, "s3", {"endpoint_url": endpoint})
+    storage = open_storage(f"s3://{bucket}/checkpoints")
+    storage.put("a", b"1")
+    assert storage.names() == ["a"]
+
+
+def test_a_state_is_saved_to_a_bucket_and_restored_from_it(bucket: str) -> None:
+    place = f"s3://{bucket}/runs/one"
+    values = torch.randn(37, 13, generator=torch.Generator().manual_seed(0))
+    checkpointer = Checkpointer(place, Peers.alone(), Options(keep_last=2, when_busy="wait"))
+    for step in (1, 2, 3):
+        assert checkpointer.save(step, [whole("w", values + step)], {"samples": step})
+    checkpointer.wait()
+    storage = open_storage(place)
+    assert catalog.committed_steps(storage) == [2, 3]
+    assert verify(storage, 3).is_intact
+    found = torch.zeros(37, 13)
+    restored = Checkpointer(place, Peers.alone(), Options()).restore(lambda _: [whole("w", found)])
+    assert restored is not None
+    assert (restored.step, restored.state) == (3, {"samples": 3})
+    assert torch.equal(found, values + 3)
+
+
+class Service(ThreadingHTTPServer):
+    """An S3 service that answers the first requests with a failure, and the others with success."""
+
+    def __init__(self, status: int, code: str, num_failures: int) -> None:
+        self.status, self.code = status, code
+        self.num_failures = num_failures
+        self.num_requests = 0
+        super().__init__(("127.0.0.1", 0), Answers)
+
+
+class Answers(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Service
+
+    def do_PUT(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.num_requests += 1
+        fails = self.server.num_requests <= self.server.num_failures
+        body = f"<Error><Code>{self.server.code}</Code><Message>no</Message></Error>" if fails else ""
+        self.send_response(self.server.status if fails else 200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing."""
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "num_failures", "num_requests", "words"),
+    [
+        (500, "InternalError", 2, 3, None),
+        (503, "ServiceUnavailable", 2, 3, None),
+        (503, "SlowDown", 2, 3, None),
+        (500, "InternalError", 9, 3, "no"),
+        (403, "AccessDenied", 9, 1, "no"),
+    ],
+)
+def test_answers_of_a_service_are_told_apart(
+    endpoint: str,
+    monkeypatch: pytest.MonkeyPatch,
+    status: int,
+    code: str,
+    num_failures: int,
+    num_requests: int,
+    words: str | None,
+) -> None:
+    service = Service(status, code, num_failures)
+    threading.Thread(target=service.serve_forever, daemon=True).start()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{service.server_port}")
+    # The client itself would try again for half a minute.
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    storage = RemoteStorage("s3://bucket/checkpoints", AT_ONCE)
+    try:
+        if words is None:
+            storage.put("a", b"1")
+        else:
+            with pytest.raises(StorageError, match=f"s3://bucket/checkpoints/a: {words}"):
+                storage.put("a", b"1")
+    finally:
+        service.shutdown()
+        service.server_close()
+    assert service.num_requests == num_requests
