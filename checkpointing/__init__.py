@@ -1,8 +1,9 @@
 """Sharded, asynchronous, pickle-free checkpoints that restore on any other layout.
 
 It takes (name, global shape, offsets, local tensor) and JSON, and knows no model, configuration or trainer.
-Importing the package, and every module but `shards`, `peers`, `staging`, `save`, `restore`, `transfer` and
-`checkpointer`, needs no torch.
+Importing the package needs no torch, nor do the modules that hold no tensors: what a checkpoint is
+(`manifest`, `catalog`, `verify`, `retention`), where it lies (`storage`, `local`, `remote`), who writes and
+reads what (`write_plan`, `read_plan`).
 
 <place>/step-00000100/
 ├── manifest.json                every tensor's shape, dtype and chunks, every file's size and checksum, the

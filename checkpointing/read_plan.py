@@ -7,13 +7,13 @@ and no transport.
 
 from __future__ import annotations
 
-import heapq
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+from checkpointing.balance import Loads
 from checkpointing.boxes import Box, contiguous_parts
 from checkpointing.dtypes import ITEM_BYTES
 from checkpointing.errors import MismatchError
@@ -107,7 +107,7 @@ def read_plan(
     has read.
     """
     runs = list(_runs(_needed(tensors, wanted)))
-    loads = _Loads()
+    loads = Loads()
     read_by: dict[int, list[Transfer]] = {}
     # What only one rank wants is fixed and comes first; what many want evens it out, large before small.
     for parts, ranks in sorted(runs, key=_by_freedom_and_size):
@@ -207,30 +207,6 @@ def _joins(first: Chunk, last: Chunk, part: Part) -> bool:
         # In the buffer, too, every element has to lie at a multiple of its width.
         and (chunk.begin - first.begin) % ITEM_BYTES[part.dtype] == 0
     )
-
-
-class _Loads:
-    """The bytes that each rank reads so far."""
-
-    def __init__(self) -> None:
-        self._bytes: dict[int, int] = {}
-        self._queues: dict[tuple[int, ...], list[tuple[int, int]]] = {}
-
-    def add(self, rank: int, num_bytes: int) -> None:
-        self._bytes[rank] = self._bytes.get(rank, 0) + num_bytes
-
-    def least(self, ranks: tuple[int, ...]) -> int:
-        """Return which of the ranks reads least. Loads only grow, so a stale entry is renewed when it comes
-        up.
-        """
-        if ranks not in self._queues:
-            self._queues[ranks] = [(0, rank) for rank in ranks]
-        queue = self._queues[ranks]
-        while True:
-            load, rank = queue[0]
-            if load == self._bytes.get(rank, 0):
-                return rank
-            heapq.heapreplace(queue, (self._bytes[rank], rank))
 
 
 def _side_by_side(read_by: Mapping[int, Sequence[Transfer]]) -> list[Transfer]:

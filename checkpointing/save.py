@@ -79,7 +79,7 @@ class Saver:
     def prepare(self, shards: Sequence[Shard]) -> Needs:
         """See `Checkpointer.prepare`."""
         held = [Piece(shard.name, shard.box, shard.dtype, shard.shape) for shard in shards]
-        values = self._peers.exchange("prepare", declaration(held))
+        values = self._peers.exchange(self._peers.unused("prepare"), declaration(held))
         self._plan = write_plan([declared(value) for value in values])
         self._images = images(self._plan[self._peers.rank], self._peers.rank)
         return Needs(

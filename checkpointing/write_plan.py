@@ -6,13 +6,13 @@ so that the replicas share the work evenly.
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from checkpointing.balance import Loads
 from checkpointing.boxes import Box, contiguous_parts, overlapping
 from checkpointing.dtypes import ITEM_BYTES
 from checkpointing.errors import MismatchError
@@ -84,27 +84,13 @@ def _assigned(holders: Mapping[Piece, tuple[int, ...]], world_size: int) -> list
     """Give each piece to the holder with the least to write: those with the fewest holders first (the others
     even it out), then the largest.
     """
-    loads = [0] * world_size
+    loads = Loads()
     plan: list[list[Piece]] = [[] for _ in range(world_size)]
-    waiting: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     for piece in sorted(holders, key=lambda it: (len(holders[it]), -it.num_bytes, it)):
-        ranks = holders[piece]
-        if ranks not in waiting:
-            waiting[ranks] = [(loads[rank], rank) for rank in ranks]
-            heapq.heapify(waiting[ranks])
-        rank = _least_loaded(waiting[ranks], loads)
-        loads[rank] += piece.num_bytes
+        rank = loads.least(holders[piece])
+        loads.add(rank, piece.num_bytes)
         plan[rank].append(piece)
     return plan
-
-
-def _least_loaded(queue: list[tuple[int, int]], loads: Sequence[int]) -> int:
-    """Return the rank with the smallest load; entries that became stale in other queues are renewed."""
-    while True:
-        load, rank = queue[0]
-        if load == loads[rank]:
-            return rank
-        heapq.heapreplace(queue, (loads[rank], rank))
 
 
 def _check(held: Sequence[Sequence[Piece]], holders: Mapping[Piece, Sequence[int]]) -> None:

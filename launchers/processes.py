@@ -83,6 +83,23 @@ def marked(mark: str) -> list[Process]:
     ]
 
 
+def with_words(*words: str) -> list[Process]:
+    """Return the living processes that have each of `words` as a whole word on their command line."""
+    wanted = {word.encode() for word in words}
+    return [
+        status.process
+        for status in _all()
+        if status.state != "Z" and wanted <= set(_command_line(status.process.pid).split(b"\0"))
+    ]
+
+
+def _command_line(pid: int) -> bytes:
+    try:
+        return (_PROC / str(pid) / "cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
 def _environment(pid: int) -> bytes:
     try:
         return (_PROC / str(pid) / "environ").read_bytes()

@@ -5,7 +5,8 @@ OrchestraError            1   anything below; catch this to catch all
 ├── LaunchError           1   processes could not be started or kept
 ├── DataError             1   a data file cannot be read as what it claims to be
 ├── TrainingError         1   training cannot go on
-│   └── NonFiniteError   93   the loss or gradient stays non-finite: starting again would not help
+│   ├── NonFiniteError   93   the loss or gradient stays non-finite: starting again would not help
+│   └── UnusableCheckpointError   93   what lies in the run's place of checkpoints is not the run's own
 └── StopRequested        75   stopped on request; to be continued
 """
 
@@ -53,6 +54,12 @@ class TrainingError(OrchestraError):
 
 class NonFiniteError(TrainingError):
     """Raised when the loss or gradient is non-finite and the policy is to stop, or skipping did not help."""
+
+    exit_code = EXIT_DO_NOT_RESTART
+
+
+class UnusableCheckpointError(TrainingError):
+    """Raised when a run finds checkpoints it must not take, or misses those it must continue from."""
 
     exit_code = EXIT_DO_NOT_RESTART
 

@@ -10,6 +10,7 @@ import errno
 import json
 import math
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -31,24 +32,26 @@ def finite_or_null(value: Any) -> Any:
 
 
 class JsonLinesWriter:
-    """Appends records to one file. Each record is a single write, so that readers see whole lines or
-    nothing.
+    """Appends records to one file, from any thread. Each record is a single write, so that readers see whole
+    lines or nothing.
     """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         cut_torn_line(path)
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        # Two threads at once would be fine, were it not for the part of a record that is taken back.
+        self._lock = threading.Lock()
 
     def write(self, record: Record) -> None:
         """Append one record. Floats keep full precision (`repr`); non-finite ones become null."""
         line = json.dumps(finite_or_null(record), separators=(",", ":"), allow_nan=False).encode() + b"\n"
-        written = os.write(self._fd, line)
-        if written < len(
-            line
-        ):  # the disk is full: take the part back, or the next record would end up inside it
-            os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        with self._lock:
+            written = os.write(self._fd, line)
+            if written < len(line):
+                # The disk is full: take the part back, or the next record would end up inside it.
+                os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def close(self) -> None:
         os.close(self._fd)

@@ -6,7 +6,7 @@ steps again and appends their rows a second time; reading keeps the newer ones. 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from orchestra.events import is_number, is_whole
 from orchestra.jsonl import Record, read_json_lines
@@ -68,12 +68,3 @@ def sound_row(row: Record) -> Record | None:
     if not isinstance(row.get("mfu_convention", ""), str):
         wrong["mfu_convention"] = None
     return {**row, **wrong} if wrong else row
-
-
-def productive_seconds(rows: Sequence[Record]) -> float:
-    """Return the seconds spent in the steps that `rows` (rising, complete from step 1) cover."""
-    seconds, previous = 0.0, 0
-    for row in rows:
-        seconds += float(row.get("step_time_s") or 0.0) * (row["step"] - previous)
-        previous = row["step"]
-    return seconds

@@ -2,11 +2,14 @@
 
 runs/<name>/
 ├── config.yaml              resolved and frozen; the only configuration that workers read
-├── run.json                 name, signature, overrides, code revision, jobs, wandb id
+├── config.attempt-000.yaml  what config.yaml was up to that attempt, where a resume changed it
+├── run.json                 name, signature, overrides, code revision, jobs, wandb id, resumes
 ├── metrics.jsonl            rank 0, one line per logged step
 ├── events/<writer>.jsonl    append-only, one writer per file
 ├── logs/attempt-000/        node-000.log (agent and torchrun), rank-00000.log (each worker)
-├── samples/  checkpoints/  control/  heartbeats/  profile/  wandb/
+├── checkpoints/             step-00000100/ with manifest.json, unless checkpoint.dir says another place
+├── control/                 attempt-001.claim: who leads that attempt
+├── samples/  heartbeats/  profile/  wandb/
 └── report.html
 """
 
@@ -47,6 +50,10 @@ class RunDir:
         return self.path / "samples"
 
     @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
     def control(self) -> Path:
         return self.path / "control"
 
@@ -61,6 +68,12 @@ class RunDir:
     @property
     def logs(self) -> Path:
         return self.path / "logs"
+
+    def config_of_attempt(self, attempt: int) -> Path:
+        return self.path / f"config.attempt-{attempt:03d}.yaml"
+
+    def claim(self, attempt: int) -> Path:
+        return self.control / f"attempt-{attempt:03d}.claim"
 
     def event_file(self, writer: str) -> Path:
         return self.events / f"{writer}.jsonl"

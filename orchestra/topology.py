@@ -10,7 +10,7 @@ and has no coordinate here.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from conf.schema import OptimConfig, ParallelismConfig, TrainConfig
@@ -209,7 +209,7 @@ def nearest_multiples(number: int, unit: int) -> list[int]:
     return [multiple for multiple in (below, below + unit) if multiple > 0]
 
 
-def listed(numbers: list[int]) -> str:
+def listed(numbers: Sequence[int | str]) -> str:
     """Return `1, 2 or 4`, the middle left out of long lists."""
     words = [str(number) for number in numbers]
     if len(words) > 12:

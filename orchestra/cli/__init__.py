@@ -50,9 +50,14 @@ class Verb:
 
 VERBS = (
     Verb("run", "orchestra.cli.run", "train on this machine, in the foreground"),
+    Verb("resume", "orchestra.cli.resume", "train a run on, from its newest checkpoint"),
     Verb("status", "orchestra.cli.status", "list runs: state, step, loss, tokens/s, MFU, time left"),
     Verb("logs", "orchestra.cli.logs", "print or follow the logs of a run"),
     Verb("why", "orchestra.cli.why", "tell what ended a run: first failing rank, host, traceback"),
+    Verb("checkpoint ls", "orchestra.cli.checkpoint_ls", "list the checkpoints of a run"),
+    Verb("checkpoint verify", "orchestra.cli.checkpoint_verify", "check every byte of a checkpoint"),
+    Verb("checkpoint export", "orchestra.cli.checkpoint_export", "write a checkpoint for Hugging Face"),
+    Verb("checkpoint import", "orchestra.cli.checkpoint_import", "check a Hugging Face folder to start from"),
     Verb("data pack", "orchestra.cli.data", "turn text into token files"),
 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -10,8 +11,10 @@ from conf.schema import Config, Device
 from orchestra.cli import figures
 from orchestra.cli.curve import chart
 from orchestra.cli.progress import Summary
+from orchestra.errors import EXIT_DO_NOT_RESTART, EXIT_DONE
 from orchestra.flops import num_parameters
 from orchestra.jsonl import Record
+from orchestra.report.checkpoints import failed_save, newest_checkpoint
 from orchestra.report.verdict import Verdict
 from orchestra.rundir import RunDir
 from orchestra.submit.environment import threads_per_rank, usable_cores
@@ -22,8 +25,11 @@ _LOG_BYTES = 1 << 14
 _CHART_HEIGHT = 8
 
 
-def header(config: Config, run: RunDir) -> list[str]:
-    """Return what is about to be trained: run, model, layout, batch and device, one line each."""
+def header(config: Config, run: RunDir, attempt: int = 0, from_step: int | None = None) -> list[str]:
+    """Return what is about to be trained: run, model, layout, batch and device, one line each.
+
+    An attempt after the first says from which step it is expected to go on.
+    """
     mesh = layout(config.parallelism, world_size(config))
     batch = batch_shape(config.train, mesh.dp)
     model = config.model
@@ -34,7 +40,13 @@ def header(config: Config, run: RunDir) -> list[str]:
         f"batch   {batch.global_batch_size} × {batch.seq_len} = {batch.tokens_per_step:,} tokens per step",
         f"        micro-batch {batch.micro_batch_size} × accumulation {batch.accumulation} × dp {batch.dp}",
         f"device  {_device(config)}",
+        *([_attempt(attempt, from_step)] if attempt else []),
     ]
+
+
+def _attempt(attempt: int, from_step: int | None) -> str:
+    where = "from step 1: nothing was committed" if from_step is None else f"from step {from_step}"
+    return f"attempt {attempt}, {where}"
 
 
 def world_size(config: Config) -> int:
@@ -69,6 +81,34 @@ def summary_lines(run: RunDir, summary: Summary, verdict: Verdict) -> list[str]:
     written = {"metrics": run.metrics, "logs": run.logs, "wandb": run.wandb}
     lines += [f"{name:<7} {shown(path)}" for name, path in written.items() if path.exists()]
     return lines
+
+
+def checkpoint_lines(config: Config, run: RunDir, events: Iterable[Record]) -> list[str]:
+    """Return what can be gone on from, and why a save failed where the newest one did."""
+    seen = [event for event in events if event["event"] in ("checkpoint_committed", "checkpoint_failed")]
+    step = newest_checkpoint(events)
+    lines = []
+    if step is not None:
+        place = config.checkpoint.dir or shown(run.checkpoints)
+        lines.append(f"saved   step {step} in {place}")
+    if seen and seen[-1]["event"] == "checkpoint_failed":
+        lines.append(f"warning {failed_save(seen[-1])}")
+    return lines
+
+
+def resume_lines(run: RunDir, verdict: Verdict, events: Iterable[Record]) -> list[str]:
+    """Return how to go on with a run that is not finished; nothing where starting again would not help."""
+    if verdict.code in (EXIT_DONE, EXIT_DO_NOT_RESTART):
+        return []
+    step = newest_checkpoint(events)
+    where = "starts again at step 1: nothing was committed" if step is None else f"goes on from step {step}"
+    return [f"resume  `{invocation('resume', run)}` {where}"]
+
+
+def invocation(verb: str, run: RunDir) -> str:
+    """Return the command that means this run from the working directory."""
+    is_named = run.path.parent == Path.cwd() / "runs"
+    return f"orchestra {verb} {run.name if is_named else shlex.quote(str(run.path))}"
 
 
 def mirror_lines(events: Iterable[Record]) -> list[str]:

@@ -119,7 +119,10 @@ class PlainView:
         self._stops = 0
 
     def tick(self, stops: int) -> None:
-        for row in self._progress.update():
+        rows = self._progress.update()
+        for notice in self._progress.take_notices():
+            _print(notice, self._stream)
+        for row in rows:
             if row["step"] >= self._next_step or row["step"] == self._progress.steps:
                 self._next_step = (row["step"] // self._every + 1) * self._every
                 _print(self._line(row), self._stream)
@@ -169,17 +172,23 @@ class TerminalView:
         self._live.start()
 
     def tick(self, stops: int) -> None:
-        self._progress.update()
+        self._update()
         if time.monotonic() - self._drawn >= _REFRESH_S:
             self._drawn = time.monotonic()
             self._live.update(self._drawing(stops), refresh=True)
+
+    def _update(self) -> None:
+        self._progress.update()
+        for notice in self._progress.take_notices():
+            # Above the line that stays in place.
+            self._live.console.print(notice, markup=False, highlight=False)
 
     def _drawing(self, stops: int) -> RenderableType:
         from rich.console import Group
         from rich.text import Text
 
         stopping = [Text("stopping (Ctrl-C again: at once)", style="yellow")] if stops else []
-        if not self._progress.rows:
+        if not self._progress.has_begun:
             return Group(Text(f"{self._waiting} {self._progress.wall_s:.0f} s", style="dim"), *stopping)
         # Room for the "^C" that a terminal echoes: where it wraps, the lines above are not drawn over.
         width = width_of(self._stream) - len("^C")
@@ -212,11 +221,12 @@ class TerminalView:
         """Return as many figures as fit, the least important left out first: |g|, MFU, tokens/s."""
         row, eta = self._progress.last, _eta(self._progress, self._progress.last)
         step = f" {row['step']}/{self._progress.steps}"
-        texts = [f"{step}  {measures(row, omitted)}  ETA {eta}" for omitted in range(4)]
+        saving = "  saving" if self._progress.saving is not None else ""
+        texts = [f"{step}  {measures(row, omitted)}  ETA {eta}{saving}" for omitted in range(4)]
         return next((text for text in texts if len(text) <= width), texts[-1])
 
     def close(self, lines: Iterable[str]) -> None:
-        self._progress.update()
+        self._update()
         try:
             # Drawn by stop().
             self._live.update(self._drawing(stops=0))

@@ -6,8 +6,10 @@ import math
 import time
 from dataclasses import dataclass
 
+from orchestra.events import is_whole, rank_writer
 from orchestra.jsonl import JsonLinesReader, Record
 from orchestra.metrics_file import rows_that_count, sound_row
+from orchestra.report.checkpoints import failed_save, passed_over
 from orchestra.report.state import median_of, seconds_left
 from orchestra.rundir import RunDir
 
@@ -16,20 +18,35 @@ _KEPT = ("step", "loss", "tokens_per_s", "mfu", "mfu_causal", "step_time_s")
 
 
 class Progress:
-    """The rows of one run so far. `update` reads what is new; the rest are views of it."""
+    """The rows of one run so far, and what becomes of its checkpoints in the attempt that is watched.
 
-    def __init__(self, run: RunDir, steps: int) -> None:
+    `update` reads what is new; the rest are views of it.
+    """
+
+    def __init__(self, run: RunDir, steps: int, attempt: int = 0) -> None:
         self.steps = steps
         self.rows: list[Record] = []
         # The newest row, whole; empty before the first.
         self.last: Record = {}
         self.began = time.monotonic()
+        # Whether anything was trained since this object was made.
+        self.has_begun = False
+        # The step whose checkpoint is being written.
+        self.saving: int | None = None
+        self._notices: list[str] = []
         self._reader = JsonLinesReader(run.metrics)
+        self._events = JsonLinesReader(run.event_file(rank_writer(attempt, 0)))
+        if attempt:
+            # What the attempts before trained is no news.
+            self.update()
+            self.has_begun = False
 
     def update(self) -> list[Record]:
         """Read the rows written since the last call and return them."""
         new = [row for read in self._reader.read_new() if (row := sound_row(read)) is not None]
+        self._follow_checkpoints()
         if new:
+            self.has_begun = True
             rows = [{key: row.get(key) for key in _KEPT} for row in new]
             if self.rows and rows[0]["step"] <= self.rows[-1]["step"]:
                 self.rows = rows_that_count([*self.rows, *rows])
@@ -37,6 +54,26 @@ class Progress:
                 self.rows += rows_that_count(rows)
             self.last = new[-1]
         return new
+
+    def _follow_checkpoints(self) -> None:
+        for event in self._events.read_new():
+            name, step = event.get("event"), event.get("step")
+            if not is_whole(step):
+                continue
+            if name == "checkpoint_started":
+                self.saving = step
+            elif name == "checkpoint_committed":
+                self.saving = None
+            elif name == "checkpoint_failed":
+                self.saving = None
+                self._notices.append(failed_save(event))
+            elif name == "restored":
+                self._notices += [*passed_over(event), _restored(event, step)]
+
+    def take_notices(self) -> list[str]:
+        """Return what a person should read of restores and failed saves; each is given once."""
+        taken, self._notices = self._notices, []
+        return taken
 
     @property
     def losses(self) -> list[float]:
@@ -86,6 +123,13 @@ class Summary:
     mfu_causal: float | None
     mfu_convention: str | None
     wall_s: float
+
+
+def _restored(event: Record, step: int) -> str:
+    if step:
+        return f"restored the checkpoint of step {step}"
+    reason = event.get("reason")
+    return f"begins at step 1{f': {reason}' if isinstance(reason, str) else ''}"
 
 
 def _is_finite(value: object) -> bool:

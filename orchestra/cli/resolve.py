@@ -37,7 +37,7 @@ def all_runs(parent: Path) -> list[RunDir]:
 
 
 def _created(path: Path) -> tuple[float, str]:
-    # run.json is written once, when the run is made.
+    # run.json is written when the run is made and when it is resumed.
     try:
         return (RunDir(path).record.stat().st_mtime, path.name)
     except OSError:

@@ -12,7 +12,7 @@ from orchestra.cli.resolve import add_directory_option, all_runs, resolve
 from orchestra.errors import EXIT_DONE
 from orchestra.report.state import RunState, read_state
 
-_HEADER = ("RUN", "STATE", "STEP", "LOSS", "TOK/S", "MFU", "ATTEMPTS", "ETA", "AGE")
+_HEADER = ("RUN", "STATE", "STEP", "LOSS", "TOK/S", "MFU", "SAVED", "ATTEMPTS", "ETA", "AGE")
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -49,6 +49,7 @@ def _row(state: RunState) -> tuple[str, ...]:
         figures.loss(state.loss),
         figures.quantity(state.tokens_per_s),
         figures.percent(state.mfu),
+        "-" if state.checkpoint_step is None else str(state.checkpoint_step),
         str(state.attempts),
         figures.duration(state.eta_s),
         figures.age(state.age_s),

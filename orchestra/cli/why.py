@@ -7,12 +7,15 @@ import json
 import time
 from argparse import ArgumentParser, Namespace
 
-from orchestra.cli.describe import failure
+from orchestra.cli.describe import failure, resume_lines
 from orchestra.cli.resolve import add_directory_option, resolve
-from orchestra.errors import EXIT_DONE
+from orchestra.errors import EXIT_DONE, EXIT_FAILED
 from orchestra.events import read_events
+from orchestra.jsonl import Record
+from orchestra.report.checkpoints import newest_checkpoint
 from orchestra.report.state import read_ending
-from orchestra.report.verdict import last_attempt
+from orchestra.report.verdict import Verdict, last_attempt
+from orchestra.rundir import RunDir
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -30,10 +33,11 @@ def run(arguments: Namespace) -> int:
     state, verdict = read_ending(chosen, events, time.time())
     if arguments.json:
         found = None if verdict is None else dataclasses.asdict(verdict)
-        print(
-            json.dumps({"name": chosen.name, "state": state, "attempt": attempt, "verdict": found}, indent=2)
-        )
-    elif verdict is None or attempt is None:
+        saved = newest_checkpoint(events)
+        told = {"name": chosen.name, "state": state, "attempt": attempt, "checkpoint_step": saved}
+        print(json.dumps({**told, "verdict": found}, indent=2))
+        return EXIT_DONE
+    if verdict is None or attempt is None:
         print(f"{chosen.name}: {state}{_EXPLAINED.get(state, '')}")
     elif verdict.state == "failed":
         print(f"{chosen.name}: failed with exit code {verdict.code}, attempt {attempt}")
@@ -41,7 +45,16 @@ def run(arguments: Namespace) -> int:
     else:
         step = "" if verdict.step is None else f" at step {verdict.step}"
         print(f"{chosen.name}: {verdict.state}{step}{': ' + verdict.message if verdict.message else ''}")
+    for line in _how_to_go_on(chosen, state, verdict, events):
+        print(line)
     return EXIT_DONE
+
+
+def _how_to_go_on(run: RunDir, state: str, verdict: Verdict | None, events: list[Record]) -> list[str]:
+    """Return the command that goes on with a run that ended too early."""
+    if verdict is None and state != "died":
+        return []
+    return resume_lines(run, verdict or Verdict(EXIT_FAILED, state), events)
 
 
 _EXPLAINED = {

@@ -32,7 +32,7 @@ class Composed:
 
 
 @dataclass(frozen=True)
-class _Merged:
+class Merged:
     """What Hydra returned."""
 
     values: Any
@@ -53,25 +53,25 @@ def compose(overrides: Sequence[str], situation: Situation | None = None) -> Com
     problems = list(checked.problems)
     config = merged = None
     try:
-        merged = _merge(checked)
+        merged = merge(checked)
         typed = _typed(merged)
-        problems += _batch_said_twice(typed, checked.keys)
-        config = resolved(_batch_size_last_said(typed, checked.keys), situation)
+        problems += batch_said_twice(typed, checked.keys)
+        config = resolved(batch_size_last_said(typed, checked.keys), situation)
     except ConfigError as error:
         problems += error.problems
     if config is not None and not checked.lacks_preset:
-        problems += [problem for problem in problems_of(config, situation) if not _is_about(problem, checked)]
+        problems += [problem for problem in problems_of(config, situation) if not is_about(problem, checked)]
     if problems or config is None or merged is None:
         raise ConfigError(list(dict.fromkeys(problems)))
     return Composed(config, tuple(overrides), merged.presets)
 
 
-def _is_about(problem: str, checked: Checked) -> bool:
+def is_about(problem: str, checked: Checked) -> bool:
     """Whether a rule's sentence names a key whose given value was refused: its default was not meant."""
     return any(re.search(rf"(?<![\w.]){re.escape(key)}(?![\w.])", problem) for key in checked.refused if key)
 
 
-def _merge(checked: Checked) -> _Merged:
+def merge(checked: Checked) -> Merged:
     """Let Hydra merge the presets and the accepted overrides onto the schema."""
     import hydra
     from hydra.core.config_store import ConfigStore
@@ -97,10 +97,10 @@ def _merge(checked: Checked) -> _Merged:
         raise ConfigError(problems)
     OmegaConf.set_struct(whole, False)
     del whole["hydra"]
-    return _Merged(whole, presets)
+    return Merged(whole, presets)
 
 
-def _typed(merged: _Merged) -> Config:
+def _typed(merged: Merged) -> Config:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -154,7 +154,7 @@ def _quoting_problems(tree: Tree, presets: dict[str, str]) -> list[str]:
     return [problem for file in files if file is not None for problem in unquoted_times(file)]
 
 
-def _batch_size_last_said(config: Config, keys: set[str]) -> Config:
+def batch_size_last_said(config: Config, keys: set[str]) -> Config:
     """Keep one global batch size: an override's, else the number of tokens where there is one."""
     train = config.train
     size_said = "train.global_batch_size" in keys and train.global_batch_size is not None
@@ -165,7 +165,7 @@ def _batch_size_last_said(config: Config, keys: set[str]) -> Config:
     return config
 
 
-def _batch_said_twice(config: Config, keys: set[str]) -> list[str]:
+def batch_said_twice(config: Config, keys: set[str]) -> list[str]:
     size, tokens = config.train.global_batch_size, config.train.global_batch_tokens
     both_said = {"train.global_batch_size", "train.global_batch_tokens"} <= keys
     if both_said and size is not None and tokens is not None:

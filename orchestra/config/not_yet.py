@@ -60,9 +60,6 @@ TABLE: tuple[NotYet, ...] = (
         "a search for the micro-batch size",
         "a number or null",
     ),
-    NotYet("model.init_from", _is_given, "starting from Hugging Face weights", "model.init_from=null"),
-    NotYet("checkpoint.every_steps", _is_given, "checkpoints", "checkpoint.every_steps=null"),
-    NotYet("checkpoint.dir", _is_given, "checkpoints", "checkpoint.dir=null"),
     NotYet(
         "cluster.launcher",
         lambda name: name is LauncherName.slurm,
@@ -77,7 +74,6 @@ TABLE: tuple[NotYet, ...] = (
         "cluster.spare_nodes=0",
         part="launcher",
     ),
-    NotYet("recovery.inject", bool, "fault injection", "recovery.inject=[]"),
     NotYet(
         "recovery.min_nodes",
         _is_given,

@@ -9,14 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from conf.schema import Config
-from orchestra.config import rules_place, rules_shape, rules_values
+from orchestra.config import rules_checkpoint, rules_place, rules_shape, rules_values
 from orchestra.config.not_yet import not_yet
 from orchestra.config.situation import Situation, this_machine
 from orchestra.errors import ConfigError
 
 Rule = Callable[[Config, Situation], Iterator[str]]
 
-RULES: tuple[Rule, ...] = (*rules_values.RULES, *rules_shape.RULES, *rules_place.RULES, not_yet)
+RULES: tuple[Rule, ...] = (
+    *rules_values.RULES,
+    *rules_shape.RULES,
+    *rules_place.RULES,
+    *rules_checkpoint.RULES,
+    not_yet,
+)
 
 
 def problems_of(config: Config, situation: Situation) -> list[str]:

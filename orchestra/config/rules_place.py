@@ -10,6 +10,7 @@ from orchestra.config.situation import Situation, world_size
 from orchestra.data.index import check_size, local_prefix, read_index, token_file_prefix
 from orchestra.errors import DataError
 from orchestra.flops import num_parameters
+from orchestra.huggingface.start import init_from_problems
 from orchestra.units import MIB
 
 # 256 byte values and the document separator.
@@ -17,7 +18,7 @@ _STDLIB_VOCABULARY = 257
 # Ranks on CPU compute; a few per core are slow but can show how a layout behaves.
 _MAX_RANKS_PER_CORE = 8
 # Parameter, gradient and Adam's two moments in fp32; the bf16 policies need as much or more.
-_BYTES_PER_PARAMETER = 16
+BYTES_PER_PARAMETER = 16
 
 
 def rule_nodes(config: Config, _: Situation) -> Iterator[str]:
@@ -77,10 +78,10 @@ def rule_memory(config: Config, situation: Situation) -> Iterator[str]:
     if any(rule_cores(config, situation)):
         return
     parameters = num_parameters(model)
-    needed = parameters * _BYTES_PER_PARAMETER * ranks
+    needed = parameters * BYTES_PER_PARAMETER * ranks
     if needed > memory:
         yield (
-            f"model={model.name}: {parameters:,} parameters × {_BYTES_PER_PARAMETER} bytes (parameter, "
+            f"model={model.name}: {parameters:,} parameters × {BYTES_PER_PARAMETER} bytes (parameter, "
             f"gradient, optimizer state) × {ranks} rank(s) on CPU = {needed // MIB:,} MiB, but this machine "
             f"has {memory // MIB:,} MiB; use a smaller model or fewer ranks (cluster.gpus_per_node)"
         )
@@ -154,6 +155,12 @@ def _problems_of_files(binary: Path, index_file: Path, config: Config) -> Iterat
         )
 
 
+def rule_init_from(config: Config, situation: Situation) -> Iterator[str]:
+    """The weights to start from must be the model's; a plan needs none, nor does a run that goes on."""
+    if situation.verb in ("run", "submit"):
+        yield from init_from_problems(config)
+
+
 def _data_paths(data: DataConfig) -> list[str]:
     return [path for path in (data.path, *(part.path for part in data.blend)) if path]
 
@@ -168,4 +175,5 @@ RULES = (
     rule_local_folders,
     rule_data_source,
     rule_data_files,
+    rule_init_from,
 )

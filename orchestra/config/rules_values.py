@@ -36,6 +36,8 @@ _AT_LEAST = {
     "train.loss_chunk_tokens": 1,
     "checkpoint.every_steps": 1,
     "checkpoint.keep_last": 1,
+    "checkpoint.keep_every_steps": 1,
+    "checkpoint.keep_best": 0,
     "cluster.nodes": 1,
     "cluster.threads_per_rank": 1,
     "cluster.spare_nodes": 0,
@@ -65,6 +67,7 @@ _AT_MOST: dict[str, float] = {
     "cluster.gpus_per_node": 1024,
     "cluster.threads_per_rank": 4096,
     # About four months.
+    "checkpoint.timeout_s": 10**7,
     "recovery.heartbeat_timeout_s": 10**7,
     "recovery.collective_timeout_s": 10**7,
     "wandb.finish_timeout_s": 10**7,
@@ -84,6 +87,7 @@ _POSITIVE = (
     "cluster.peak_tflops",
     "cluster.network.intra_node_bytes_per_s",
     "cluster.network.inter_node_bytes_per_s",
+    "checkpoint.timeout_s",
     "recovery.heartbeat_timeout_s",
     "recovery.collective_timeout_s",
 )
@@ -96,7 +100,15 @@ _NOT_NEGATIVE = (
     "wandb.finish_timeout_s",
 )
 # Texts that must say something where they are given.
-_NOT_EMPTY = ("model.name", "data.path", "data.cache_dir", "checkpoint.dir", "run.dir", "wandb.project")
+_NOT_EMPTY = (
+    "model.name",
+    "model.init_from",
+    "data.path",
+    "data.cache_dir",
+    "checkpoint.dir",
+    "run.dir",
+    "wandb.project",
+)
 # What torch and the data files count with.
 _LARGEST_INTEGER = 2**63 - 1
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")

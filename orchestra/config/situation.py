@@ -22,7 +22,7 @@ _MEMORY_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory
 
 @dataclass(frozen=True)
 class Situation:
-    """The command a configuration is meant for (`run`, `submit`, `plan`) and this machine.
+    """The command a configuration is meant for (`run`, `resume`, `submit`, `plan`) and this machine.
 
     Cores and memory are None where nothing is about to start here: a dry run may be about a larger machine.
     """
@@ -31,6 +31,11 @@ class Situation:
     num_gpus: int = 0
     num_cores: int | None = None
     memory_bytes: int | None = None
+
+    @property
+    def starts_here(self) -> bool:
+        """Whether ranks start on this machine, now."""
+        return self.memory_bytes is not None
 
 
 def this_machine(verb: str = "run", *, starts: bool = False) -> Situation:
@@ -56,13 +61,13 @@ def resolved(config: Config, situation: Situation) -> Config:
 
 def absolute(path: str) -> str:
     """Return a local path from the root, so that a frozen run means the same from any directory; URLs
-    stay.
+    stay, and so does what says nothing.
     """
-    return path if "://" in path else os.path.abspath(os.path.expanduser(path))  # noqa: PTH100,PTH111  text, not files
+    return path if "://" in path or not path.strip() else os.path.abspath(os.path.expanduser(path))  # noqa: PTH100,PTH111  text, not files
 
 
 def _with_absolute_paths(config: Config) -> Config:
-    data, model = config.data, config.model
+    data, model, checkpoint = config.data, config.model, config.checkpoint
     blend = [replace(part, path=absolute(part.path)) for part in data.blend]
     data = replace(
         data,
@@ -71,7 +76,10 @@ def _with_absolute_paths(config: Config) -> Config:
         cache_dir=data.cache_dir and absolute(data.cache_dir),
     )
     return replace(
-        config, data=data, model=replace(model, init_from=model.init_from and absolute(model.init_from))
+        config,
+        data=data,
+        model=replace(model, init_from=model.init_from and absolute(model.init_from)),
+        checkpoint=replace(checkpoint, dir=checkpoint.dir and absolute(checkpoint.dir)),
     )
 
 

@@ -4,6 +4,10 @@ kernel.
 The kernel divides gradients by `grad_scale` and leaves everything as it is where `found_inf` is 1. These are
 the two attributes that torch's own gradient scaler sets; clipping and skipping through them costs no extra
 pass over the gradients and no wait for the device.
+
+The optimizer's state is made with it, not at the first step: what a run needs is taken before it trains, and
+a restored state is written into it in place. It consists of two moments for each master and one count of
+updates, which torch keeps once per parameter and which is the same for all of them.
 """
 
 from __future__ import annotations
@@ -15,6 +19,9 @@ import torch
 from torch import Tensor
 
 from conf.schema import OptimConfig
+
+# torch's names of the state that has a master's shape.
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
@@ -42,13 +49,33 @@ def make_adamw(trained: Iterable[Trained], optim: OptimConfig) -> torch.optim.Ad
         {"params": [master for master in masters if not decays(master)], "weight_decay": 0.0},
     ]
     first, second = optim.betas
-    return torch.optim.AdamW(
+    optimizer = torch.optim.AdamW(
         [group for group in groups if group["params"]],
         lr=optim.lr,
         betas=(first, second),
         eps=optim.eps,
         fused=True,
     )
+    for master in masters:
+        optimizer.state[master] = _empty_state(master)
+    return optimizer
+
+
+def _empty_state(master: Tensor) -> dict[str, Tensor]:
+    """Return what torch's fused AdamW would make for a parameter at its first step."""
+    state = {name: torch.zeros_like(master, memory_format=torch.preserve_format) for name in MOMENTS}
+    return {"step": torch.zeros((), dtype=torch.float32, device=master.device), **state}
+
+
+def num_updates(optimizer: torch.optim.AdamW) -> int:
+    """Return how many updates were made; skipped steps do not count. Waits for the device."""
+    return int(next(iter(optimizer.state.values()))["step"])
+
+
+def set_num_updates(optimizer: torch.optim.AdamW, value: int) -> None:
+    """Set how many updates were made: the correction of both moments' bias follows from it."""
+    for state in optimizer.state.values():
+        state["step"].fill_(value)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:

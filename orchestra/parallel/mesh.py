@@ -27,6 +27,10 @@ class RankEnvironment:
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
+    # Ranks on this node.
+    local_world_size: int = 1
+    # Where rank 0 can be reached.
+    master_address: str = "127.0.0.1"
 
 
 def rank_environment() -> RankEnvironment:
@@ -35,6 +39,8 @@ def rank_environment() -> RankEnvironment:
         rank=int(os.environ.get("RANK", "0")),
         local_rank=int(os.environ.get("LOCAL_RANK", "0")),
         world_size=int(os.environ.get("WORLD_SIZE", "1")),
+        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        master_address=os.environ.get("MASTER_ADDR", "127.0.0.1"),
     )
 
 

@@ -23,6 +23,7 @@ from orchestra.events import is_number, is_whole, read_events
 from orchestra.frozen import read_config
 from orchestra.jsonl import Record
 from orchestra.metrics_file import rows_that_count
+from orchestra.report.checkpoints import newest_checkpoint
 from orchestra.report.verdict import Verdict, first_failure, judge, last_attempt, node_verdict, of_attempt
 from orchestra.rundir import RunDir
 
@@ -51,6 +52,8 @@ class RunState:
     age_s: float | None = None
     code: int | None = None
     cause: str | None = None
+    # The step that a resume would go on from.
+    checkpoint_step: int | None = None
 
 
 def is_run(path: Path) -> bool:
@@ -103,6 +106,7 @@ def _read_state(run: RunDir, now: float) -> RunState:
         age_s=now - created if is_number(created) else None,
         code=verdict.code if verdict is not None else None,
         cause=verdict.cause if verdict is not None else None,
+        checkpoint_step=newest_checkpoint(events),
     )
 
 

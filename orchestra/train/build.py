@@ -21,17 +21,16 @@ from orchestra.train.step import TrainingStep
 
 @dataclass(frozen=True)
 class Training:
-    """Everything the loop drives."""
+    """What is trained, and how a step of it is taken."""
 
     parallelized: Parallelized
     optimizer: torch.optim.AdamW
     step: TrainingStep
-    loader: Loader
     batch: BatchShape
 
 
 def build_training(config: Config, mesh: Mesh) -> Training:
-    """Build model, optimizer, step and loader for one rank. *Collective*."""
+    """Build model, optimizer and step for one rank. *Collective*."""
     batch = batch_shape(config.train, mesh.layout.dp)
     parallelized = parallelize(build_model(config, mesh.device), config, mesh)
     optimizer = make_adamw(parallelized.trained, config.optim)
@@ -39,7 +38,6 @@ def build_training(config: Config, mesh: Mesh) -> Training:
         parallelized=parallelized,
         optimizer=optimizer,
         step=TrainingStep(parallelized, optimizer, config, mesh, batch.tokens_per_step),
-        loader=build_loader(config, mesh, batch),
         batch=batch,
     )
 
@@ -54,8 +52,11 @@ def build_model(config: Config, device: torch.device) -> Transformer:
     return model
 
 
-def build_loader(config: Config, mesh: Mesh, batch: BatchShape) -> Loader:
-    """Open the data and start to prefetch this rank's share of each global batch."""
+def build_loader(config: Config, mesh: Mesh, batch: BatchShape, position: int) -> Loader:
+    """Open the data and start to prefetch this rank's share of each global batch.
+
+    `position` is the number of samples that the run consumed before.
+    """
     source = open_source(config.data, config.train.seq_len)
     if source.vocab_size > config.model.vocab_size:
         # The rules see this before anything starts where the index is a local file; here for all others.
@@ -75,6 +76,7 @@ def build_loader(config: Config, mesh: Mesh, batch: BatchShape) -> Loader:
         source,
         plan,
         seed=config.train.seed,
+        position=position,
         prefetch_batches=config.data.prefetch_batches,
         pin_memory=mesh.device.type == "cuda",
     )

@@ -1,4 +1,4 @@
-"""The training loop: batch, step, record. It builds nothing and knows no parallelism."""
+"""The training loop: batch, step, record, save. It builds nothing and knows no parallelism."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ import math
 import time
 from dataclasses import dataclass
 
-from conf.schema import Config, OnNonfinite
+from conf.schema import Config
 from orchestra.data.ledger import Ledger
-from orchestra.errors import NonFiniteError
+from orchestra.data.loader import Batch, Loader
 from orchestra.events import EventWriter
 from orchestra.jsonl import JsonLinesWriter
 from orchestra.train.build import Training
+from orchestra.train.checkpoints import Checkpoints
+from orchestra.train.faults import Faults
 from orchestra.train.metrics import Meter
+from orchestra.train.nonfinite import NonFiniteGuard
+from orchestra.train.position import Position
 from orchestra.train.profile import StepProfiler
 from orchestra.train.step import StepResult
 
@@ -36,30 +40,49 @@ class Recorder:
     metrics: JsonLinesWriter | None
 
 
-def train(config: Config, training: Training, recorder: Recorder, first_step: int = 1) -> None:
-    """Run the steps from first_step to train.steps. *Collective*. Raises NonFiniteError by the policy."""
-    guard = NonFiniteGuard(config, recorder.events, reads_every_step=not _is_asynchronous(training))
-    for step in range(first_step, config.train.steps + 1):
+@dataclass(frozen=True)
+class Course:
+    """What feeds, keeps and disturbs the training: the data, the checkpoints, the planned faults."""
+
+    loader: Loader
+    checkpoints: Checkpoints
+    faults: Faults
+
+
+def train(config: Config, training: Training, course: Course, recorder: Recorder, begin: Position) -> None:
+    """Run the steps after `begin` up to train.steps. *Collective*. Raises NonFiniteError by the policy."""
+    guard = _guard(config, training, recorder, begin)
+    for step in range(begin.step + 1, config.train.steps + 1):
         recorder.progress.step = step
+        course.faults.strike("step", step)
         began = time.perf_counter()
-        batch = training.loader.next_batch()
+        batch = course.loader.next_batch()
         data_time_s = time.perf_counter() - began
         with recorder.profiler.step(step):
             result = training.step.run(step, batch.tokens)
         if recorder.ledger is not None:
             recorder.ledger.write(step, batch.sample_ids)
         is_logged = step % config.train.log_every == 0 or step == config.train.steps
-        failure = guard.failure(step, result, is_logged=is_logged)
+        is_saved = course.checkpoints.is_due(step)
+        failure = guard.failure(step, result, must_read=is_logged or is_saved)
         if recorder.meter is not None:
             is_row = is_logged or failure is not None
-            loss = (
-                float(result.loss) if is_row else math.nan
-            )  # waits for the device: before the clock is read
+            # Waits for the device: before the clock is read.
+            loss = float(result.loss) if is_row else math.nan
             recorder.meter.add_step(time.perf_counter() - began, data_time_s, training.batch.tokens_per_step)
             if is_row:
                 _log(step, loss, result, recorder, guard.num_skipped)
         if failure is not None:
             raise failure
+        if is_saved:
+            course.checkpoints.save(_position(step, batch, result, guard, recorder))
+
+
+def _guard(config: Config, training: Training, recorder: Recorder, begin: Position) -> NonFiniteGuard:
+    is_asynchronous = training.parallelized.trained[0].parameter.is_cuda
+    return NonFiniteGuard(
+        config, recorder.events, reads_every_step=not is_asynchronous, before=begin.nonfinite
+    )
 
 
 def _log(step: int, loss: float, result: StepResult, recorder: Recorder, num_skipped: int) -> None:
@@ -71,57 +94,15 @@ def _log(step: int, loss: float, result: StepResult, recorder: Recorder, num_ski
     recorder.metrics.write(row)
 
 
-def _is_asynchronous(training: Training) -> bool:
-    return training.parallelized.trained[0].parameter.is_cuda
-
-
-class NonFiniteGuard:
-    """Applies train.on_nonfinite to steps whose loss or gradient norm is not finite.
-
-    The update itself was already left out on the device, by all ranks alike. Reading the flag makes the host
-    wait for a GPU, so with the policy `skip` there it is read at logged steps only, with the count kept on
-    the device.
-    """
-
-    def __init__(self, config: Config, events: EventWriter, reads_every_step: bool) -> None:
-        self._policy = config.train.on_nonfinite
-        self._limit = 1 if self._policy is OnNonfinite.stop else config.train.max_nonfinite_steps
-        self._reads_every_step = reads_every_step or self._policy is OnNonfinite.stop
-        self._events = events
-        self._unread: list[tuple[int, StepResult]] = []
-        self._num_in_a_row = 0
-        self.num_skipped = 0
-
-    def failure(self, step: int, result: StepResult, *, is_logged: bool) -> NonFiniteError | None:
-        """Count a skipped step; return the error to raise where the policy says to stop. All ranks agree."""
-        self._unread.append((step, result))
-        if not (self._reads_every_step or is_logged):
-            return None
-        unread, self._unread = self._unread, []
-        for unread_step, unread_result in unread:
-            if bool(unread_result.was_skipped):
-                self._count(unread_step, unread_result)
-            else:
-                self._num_in_a_row = 0
-            if self._num_in_a_row >= self._limit:
-                return NonFiniteError(self._explained(unread_step, unread_result))
-        return None
-
-    def _count(self, step: int, result: StepResult) -> None:
-        self.num_skipped += 1
-        self._num_in_a_row += 1
-        loss, grad_norm = repr(float(result.loss)), repr(float(result.grad_norm))
-        self._events.write("nonfinite_step", step=step, loss=loss, grad_norm=grad_norm)
-
-    def _explained(self, step: int, result: StepResult) -> str:
-        found = f"step {step}: loss {float(result.loss)}, gradient norm {float(result.grad_norm)}: not finite"
-        if self._policy is OnNonfinite.stop:
-            return (
-                f"{found}, and train.on_nonfinite=stop; the parameters are those of the step before. Lower "
-                "optim.lr or look at this step's data (data.ledger=true writes its sample ids)"
-            )
-        return (
-            f"{found}; {self._num_in_a_row} steps in a row were skipped "
-            f"(train.max_nonfinite_steps={self._limit}). Lower optim.lr, raise optim.warmup_steps, or use "
-            "precision=fp32 to see whether it is a matter of range"
-        )
+def _position(
+    step: int, batch: Batch, result: StepResult, guard: NonFiniteGuard, recorder: Recorder
+) -> Position:
+    """Return where the run stands behind `step`. The totals are rank 0's, which alone writes them down."""
+    loss = float(result.loss)
+    return Position(
+        step=step,
+        samples=batch.position,
+        nonfinite=guard.counts(),
+        totals=None if recorder.meter is None else recorder.meter.totals(),
+        score=loss if math.isfinite(loss) else None,
+    )

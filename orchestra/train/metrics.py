@@ -21,7 +21,7 @@ from orchestra.flops import (
     model_flops_per_token_causal,
 )
 from orchestra.jsonl import Record
-from orchestra.metrics_file import MFU_CONVENTION, productive_seconds, read_metrics
+from orchestra.metrics_file import MFU_CONVENTION
 from orchestra.rundir import RunDir
 
 
@@ -39,8 +39,8 @@ class MeterSettings:
 
 
 @dataclass(frozen=True)
-class Past:
-    """What the run did before this attempt: its begin (Unix seconds), tokens consumed, seconds that count."""
+class Totals:
+    """What a run did so far: its begin (Unix seconds), tokens consumed, seconds in steps that count."""
 
     started_at: float
     tokens: int
@@ -62,15 +62,10 @@ def meter_settings(
     )
 
 
-def past_of(run: RunDir, last_step: int, tokens_per_step: int) -> Past:
-    """Read what a run did up to `last_step`, the step it continues from (0: it begins)."""
+def totals_of_nothing(run: RunDir) -> Totals:
+    """Return the totals of a run that begins at its first step, perhaps not in its first attempt."""
     starts = [record["time"] for record in read_events(run) if record.get("event") == "attempt_started"]
-    kept = [row for row in read_metrics(run) if row["step"] <= last_step]
-    return Past(
-        started_at=min(starts, default=time.time()),
-        tokens=last_step * tokens_per_step,
-        productive_s=productive_seconds(kept),
-    )
+    return Totals(started_at=min(starts, default=time.time()), tokens=0, productive_s=0.0)
 
 
 class Meter:
@@ -82,7 +77,7 @@ class Meter:
     over all seconds since the run's first attempt began, start-up, restarts and repeated steps included.
     """
 
-    def __init__(self, settings: MeterSettings, past: Past) -> None:
+    def __init__(self, settings: MeterSettings, past: Totals) -> None:
         self._settings = settings
         self._started_at = past.started_at
         self._tokens = past.tokens
@@ -94,6 +89,10 @@ class Meter:
         self._tokens += num_tokens
         self._productive_s += step_time_s
         self._window.add(step_time_s, data_time_s, num_tokens)
+
+    def totals(self) -> Totals:
+        """Return the totals up to the last step that was added."""
+        return Totals(self._started_at, self._tokens, self._productive_s)
 
     def row(self, step: int, *, loss: float, grad_norm: float, lr: float, nonfinite_steps: int = 0) -> Record:
         """Return the row of `step` (the last one added) over the steps since the last row, and forget them.

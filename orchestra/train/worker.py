@@ -20,12 +20,17 @@ from orchestra.frozen import read_config
 from orchestra.jsonl import JsonLinesWriter
 from orchestra.metrics_file import MFU_CONVENTION
 from orchestra.parallel.mesh import Mesh, RankEnvironment, open_mesh, rank_environment
+from orchestra.parallel.peers import open_peers
 from orchestra.rundir import RunDir
-from orchestra.train.build import Training, build_training, set_numerics
-from orchestra.train.loop import Progress, Recorder, train
-from orchestra.train.metrics import Meter, meter_settings, past_of
+from orchestra.train.build import Training, build_loader, build_training, set_numerics
+from orchestra.train.checkpoints import Checkpoints, Setting
+from orchestra.train.faults import Faults, planned_faults
+from orchestra.train.loop import Course, Progress, Recorder, train
+from orchestra.train.metrics import Meter, meter_settings, totals_of_nothing
 from orchestra.train.peak import device_peak_flops
+from orchestra.train.position import Position
 from orchestra.train.profile import StepProfiler
+from orchestra.train.state import TensorState
 from orchestra.train.wandb_mirror import WandbMirror
 
 
@@ -34,6 +39,7 @@ class Records:
     """Where one rank writes, and how far it has come."""
 
     run: RunDir
+    attempt: int
     events: EventWriter
     progress: Progress
 
@@ -42,7 +48,7 @@ def run_rank(run: RunDir, attempt: int) -> int:
     """Train the frozen run as this process's rank; return the exit code that the verdict carries."""
     ranks = rank_environment()
     events = EventWriter(run, rank_writer(attempt, ranks.rank), attempt, rank=ranks.rank)
-    records = Records(run, events, Progress())
+    records = Records(run, attempt, events, Progress())
     mirror: WandbMirror | None = None
     try:
         config = read_config(run.config)
@@ -85,23 +91,47 @@ def _train(config: Config, ranks: RankEnvironment, records: Records) -> None:
     """
     with open_mesh(config, ranks) as mesh:
         set_numerics(config, mesh.device)
-        training = build_training(config, mesh)
-        recorder = _recorder(config, mesh, training, records)
-        train(config, training, recorder)
-        recorder.profiler.close()
-        training.loader.close()
+        train_on(mesh, config, ranks, records)
 
 
-def _recorder(config: Config, mesh: Mesh, training: Training, records: Records) -> Recorder:
+def train_on(mesh: Mesh, config: Config, ranks: RankEnvironment, records: Records) -> Training:
+    """Build, restore and train to the end on a mesh that is open; return what was trained. *Collective*."""
+    training = build_training(config, mesh)
+    faults = Faults(planned_faults(config.recovery.inject), records.attempt, mesh.rank)
+    checkpoints = _checkpoints(config, ranks, mesh, training, records, faults)
+    begin = checkpoints.begin()
+    loader = build_loader(config, mesh, training.batch, begin.samples)
+    recorder = _recorder(config, mesh, training, records, begin)
+    train(config, training, Course(loader, checkpoints, faults), recorder, begin)
+    recorder.profiler.close()
+    loader.close()
+    return training
+
+
+def _checkpoints(
+    config: Config,
+    ranks: RankEnvironment,
+    mesh: Mesh,
+    training: Training,
+    records: Records,
+    faults: Faults,
+) -> Checkpoints:
+    peers = open_peers(mesh, ranks, records.attempt, config.checkpoint.timeout_s)
+    state = TensorState(training.parallelized.trained, training.optimizer, mesh)
+    setting = Setting(config, records.run, records.attempt, ranks, mesh, peers, records.events)
+    return Checkpoints(setting, state, faults)
+
+
+def _recorder(config: Config, mesh: Mesh, training: Training, records: Records, begin: Position) -> Recorder:
     run, events = records.run, records.events
-    ledger = Ledger(run, mesh.rank) if config.data.ledger else None
+    ledger = Ledger(run, mesh.rank, records.attempt) if config.data.ledger else None
     profiler = StepProfiler(config.train.profile, run, mesh.rank)
     if mesh.rank != 0:
         return Recorder(events, records.progress, profiler, ledger, meter=None, metrics=None)
     peak = device_peak_flops(config, mesh.device)
     _announce(config, mesh, training, peak, events)
     settings = meter_settings(config, mesh.world_size, peak, mesh.device)
-    meter = Meter(settings, past_of(run, 0, training.batch.tokens_per_step))
+    meter = Meter(settings, begin.totals or totals_of_nothing(run))
     return Recorder(events, records.progress, profiler, ledger, meter, JsonLinesWriter(run.metrics))
 
 

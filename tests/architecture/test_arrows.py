@@ -14,6 +14,8 @@ ORDER = (
     *("errors", "units", "rundir", "jsonl", "events", "frozen", "metrics_file"),
     # integers and tables
     *("topology", "hardware", "flops"),
+    # shapes and bytes of published weights
+    "huggingface",
     # one device
     *("precision", "model", "data", "optim"),
     "parallel",
@@ -30,7 +32,7 @@ WITHOUT_TORCH = CONTROL_PLANE | set(ORDER[: ORDER.index("precision")])
 THIRD_PARTY = {
     "conf": set(),
     "launchers": {"submitit"},
-    "checkpointing": {"torch", "safetensors", "fsspec", "numpy"},
+    "checkpointing": {"torch", "safetensors", "fsspec", "numpy", "xxhash"},
 }
 OF_OURS = {
     "conf": {"conf"},

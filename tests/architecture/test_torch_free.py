@@ -14,6 +14,12 @@ HEAVY = ("torch", "wandb", "transformers")
 # What help does not need; a verb's own help may load what its module reads configurations with.
 SLOW_TO_IMPORT = (*HEAVY, "hydra", "rich", "numpy", "pyarrow", "submitit")
 
+# The modules of checkpointing that hold tensors; all others serve commands too.
+HOLDING_TENSORS = (
+    *("shards", "peers", "staging", "save", "restore", "transfer", "checkpointer"),
+    *("placement", "nearby", "routes"),
+)
+
 REPORT = "; print(*sorted({name.split('.')[0] for name in sys.modules}))"
 
 
@@ -45,3 +51,13 @@ def test_launchers_load_only_the_standard_library() -> None:
     names = [name for name in modules() if name.startswith("launchers") and "plugin" not in name]
     before = loaded_by("pass")
     assert loaded_by(f"import {', '.join(names)}") - before <= set(sys.stdlib_module_names) | {"launchers"}
+
+
+def test_checkpointing_without_tensors_loads_no_torch() -> None:
+    names = [
+        name
+        for name in modules()
+        if name.split(".")[0] == "checkpointing" and name.split(".")[-1] not in HOLDING_TENSORS
+    ]
+    assert "checkpointing.verify" in names
+    assert not loaded_by(f"import {', '.join(names)}") & set(HEAVY)

@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 from orchestra.jsonl import JsonLinesReader, JsonLinesWriter, cut_torn_line, read_json_lines
@@ -69,3 +70,21 @@ def test_a_full_disk_raises_and_leaves_no_half_record(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     subprocess.run([sys.executable, "-c", _WRITE_UNTIL_FULL, str(path)], check=True)
     assert [json.loads(line) for line in path.read_text().splitlines()] == [{"step": 1}, {"s": 3}]
+
+
+def test_records_of_several_threads_stay_whole(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    writer = JsonLinesWriter(path)
+
+    def write(thread: int) -> None:
+        for index in range(200):
+            writer.write({"thread": thread, "index": index, "padding": "x" * 500})
+
+    threads = [threading.Thread(target=write, args=[number]) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    records = list(read_json_lines(path))
+    for number in range(4):
+        assert [it["index"] for it in records if it["thread"] == number] == list(range(200))

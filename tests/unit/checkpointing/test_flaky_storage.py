@@ -174,3 +174,32 @@ def test_a_missing_file_is_not_waited_for(flaky: RemoteStorage) -> None:
     with pytest.raises(StorageError, match="gone: No such file or directory"):
         flaky.get("gone")
     assert Flaky.calls == ["cat_file"] or Flaky.calls == ["cat_file", "open"]
+
+
+def test_files_that_a_removal_silently_left_are_told(
+    flaky: RemoteStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a bulk removal on S3 does with what it may not remove."""
+    flaky.put("step/a", b"12345")
+    monkeypatch.setattr(Flaky, "rm", lambda *_arguments, **_options: None)
+    with pytest.raises(
+        StorageError, match="checkpoints/step: 1 files could not be removed, such as .*/step/a"
+    ):
+        flaky.remove("step")
+
+
+def test_files_that_were_added_during_a_removal_go_too(
+    flaky: RemoteStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flaky.put("step/a", b"12345")
+    remove = Flaky.rm
+    late = ["step/b", "step/c"]
+
+    def interrupted(self: Flaky, path: str, **options: Any) -> None:
+        remove(self, path, **options)
+        if late:
+            flaky.put(late.pop(), b"1")
+
+    monkeypatch.setattr(Flaky, "rm", interrupted)
+    flaky.remove("step")
+    assert flaky.names() == []

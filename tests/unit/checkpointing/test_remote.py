@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import tracemalloc
@@ -167,6 +168,17 @@ def test_a_file_on_its_way_takes_the_memory_of_a_part_not_of_the_file() -> None:
         tracemalloc.stop()
     assert sum(Counting.sizes) == len(content)
     assert peak < 100 * MIB
+
+
+def test_a_discarded_file_sends_nothing_more_not_even_when_it_is_freed() -> None:
+    fsspec.register_implementation("counting", Counting, clobber=True)
+    Counting.sizes.clear()
+    file = open_storage("counting://place").create("a", 1)
+    file.write(memoryview(b"1"))
+    file.discard()
+    del file
+    gc.collect()
+    assert Counting.sizes == []
 
 
 # What a URL means.

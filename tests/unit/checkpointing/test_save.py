@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from checkpointing.verify import verify
 from safetensors import safe_open
 from test_peers import peers_of
 from torch import Tensor
@@ -28,6 +27,7 @@ from checkpointing.options import Options, no_fault
 from checkpointing.save import Saver
 from checkpointing.shards import Shard, as_bytes, whole
 from checkpointing.storage import WritableFile
+from checkpointing.verify import verify
 
 OPTIONS = Options(layout={"dp": 2}, limit_s=20.0)
 

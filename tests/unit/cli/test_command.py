@@ -63,7 +63,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     ("words", "message"),
     [
         (["stauts"], "did you mean `orchestra status`"),
-        (["zzz"], "the verbs are run, status"),
+        (["zzz"], "the verbs are run, resume, status"),
         (["--json"], "takes a verb first"),
         (["data"], "expected `orchestra data pack`"),
         (["status", "--jsn"], "unrecognized arguments: --jsn"),
@@ -96,8 +96,19 @@ def test_status_shows_a_run_and_says_the_same_as_json(
 ) -> None:
     assert main(["status"]) == 0
     header, row = capsys.readouterr().out.splitlines()
-    assert header.split() == ["RUN", "STATE", "STEP", "LOSS", "TOK/S", "MFU", "ATTEMPTS", "ETA", "AGE"]
-    assert row.split()[:8] == ["broken-1", "failed", "3/?", "2.5000", "1.23k", "n/a", "1", "-"]
+    assert header.split() == [
+        "RUN",
+        "STATE",
+        "STEP",
+        "LOSS",
+        "TOK/S",
+        "MFU",
+        "SAVED",
+        "ATTEMPTS",
+        "ETA",
+        "AGE",
+    ]
+    assert row.split()[:9] == ["broken-1", "failed", "3/?", "2.5000", "1.23k", "n/a", "-", "1", "-"]
     assert main(["status", "--json", "bro"]) == 0
     (state,) = json.loads(capsys.readouterr().out)
     assert (state["name"], state["step"], state["mfu"], state["cause"]) == ("broken-1", 3, None, "ValueError")

@@ -13,6 +13,7 @@ import pytest
 
 from orchestra.cli.live import GuardedView, PlainView, open_view
 from orchestra.cli.progress import Progress
+from orchestra.events import EventWriter, rank_writer
 from orchestra.jsonl import JsonLinesWriter
 from orchestra.rundir import RunDir
 
@@ -89,6 +90,36 @@ def test_a_terminal_gets_one_line_that_fits_and_the_loss_as_blocks(
     assert "loss 3.5000  12.3k tok/s  MFU 25.0%  |g| 0.50  ETA 0:20" in bar
     assert any("▇" in line and line.rstrip().endswith("3.50") for line in text)
     assert max(len(line) for line in text) <= 80
+
+
+def test_a_resumed_run_shows_only_what_is_new_and_what_was_restored(tmp_path: Path) -> None:
+    run, stream = RunDir(tmp_path), io.StringIO()
+    metrics = JsonLinesWriter(run.metrics)
+    for step in (1, 2, 3):
+        metrics.write(_row(step, 5.0))
+    view = PlainView(Progress(run, 4, attempt=1), stream)
+    events = EventWriter(run, rank_writer(1, 0), 1, rank=0)
+    skipped = [{"step": 3, "reason": "a file is too short"}]
+    events.write("restored", step=2, skipped=skipped)
+    metrics.write(_row(3, 4.0))
+    events.write("checkpoint_failed", step=3, reasons={"0": "No space left", "1": "No space left"})
+    view.close(["the end"])
+    assert stream.getvalue().splitlines() == [
+        "the checkpoint of step 3 was passed over: a file is too short",
+        "restored the checkpoint of step 2",
+        "the checkpoint of step 3 was not saved: No space left (rank 0, 1)",
+        "step 3/4  loss 4.0000  12.3k tok/s  MFU 25.0%  |g| 0.50  ETA 0:02",
+        "the end",
+    ]
+
+
+def test_a_terminal_says_when_a_checkpoint_is_being_saved(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    events = EventWriter(run, rank_writer(0, 0), 0, rank=0)
+    events.write("checkpoint_started", step=2)
+    assert "ETA 1:39:56  saving" in _on_a_terminal(tmp_path, 80, 2)
+    events.write("checkpoint_committed", step=2)
+    assert "saving" not in _on_a_terminal(tmp_path, 80, 2)
 
 
 def test_a_closed_pipe_silences_the_view(tmp_path: Path) -> None:

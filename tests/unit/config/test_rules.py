@@ -10,7 +10,8 @@ from typing import Any, cast
 import pytest
 from omegaconf import OmegaConf
 
-from conf.schema import Config
+from checkpointing.options import PHASES
+from conf.schema import Config, FaultPhase
 from orchestra.config import not_yet, rules_values
 from orchestra.config.rules import RULES, check, problems_of
 from orchestra.config.situation import Situation, resolved
@@ -193,7 +194,61 @@ CASES: list[tuple[str, Change, Sequence[str]]] = [
         ["/nowhere/corpus.bin", "orchestra data pack"],
     ),
     ("rule_data_files", {"model.vocab_size": 256}, ["model.vocab_size=256", "257"]),
+    ("rule_sizes", {"checkpoint.keep_every_steps": 0}, ["checkpoint.keep_every_steps=0", "1 or more"]),
+    ("rule_sizes", {"checkpoint.keep_best": -1}, ["checkpoint.keep_best=-1", "0 or more"]),
+    ("rule_numbers", {"checkpoint.timeout_s": 0.0}, ["checkpoint.timeout_s=0.0", "above 0"]),
+    ("rule_texts", {"checkpoint.dir": " "}, ["checkpoint.dir is empty"]),
+    (
+        "rule_checkpoint_steps",
+        {"checkpoint.every_steps": None, "checkpoint.keep_every_steps": 10},
+        ["keep_every_steps=10", "every_steps=null saves nothing"],
+    ),
+    (
+        "rule_checkpoint_steps",
+        {"checkpoint.every_steps": 20, "checkpoint.keep_every_steps": 50},
+        ["keep_every_steps=50 is no multiple of checkpoint.every_steps=20", "use e.g. 40"],
+    ),
+    ("rule_checkpoint_place", {"checkpoint.dir": "s4://b"}, ["checkpoint.dir=s4://b", "no protocol s4://"]),
+    ("rule_checkpoint_place", {"checkpoint.dir": "simplecache::s5://b"}, ["no protocol s5://"]),
+    ("rule_checkpoint_place", {"checkpoint.dir": "memory://b"}, ["memory://b", "each process's own memory"]),
+    ("rule_injected_faults", {"recovery.inject": [{"rank": 0}]}, ["inject[0]", "at_step=null", "1 to 100"]),
+    (
+        "rule_injected_faults",
+        {"recovery.inject": [{"at_step": 3, "rank": 0}, {"at_step": 3, "rank": 2}]},
+        ["inject[1]", "rank=2", "0 to 1", "or all"],
+    ),
+    (
+        "rule_injected_faults",
+        {"recovery.inject": [{"at_step": 3, "rank": 0, "when": 1}]},
+        ["no such key when", "attempt, at_step, rank, fault, phase"],
+    ),
+    (
+        "rule_injected_faults",
+        {"recovery.inject": [{"at_step": 3, "rank": "all", "fault": "sigfault"}]},
+        ["fault=sigfault", "use sigkill"],
+    ),
+    (
+        "rule_injected_faults",
+        {"recovery.inject": [{"at_step": 3, "rank": "all", "phase": "midfile"}]},
+        ["phase=midfile", "mid_file", "before_prune or restore"],
+    ),
+    (
+        "rule_injected_faults",
+        {"recovery.inject": [{"at_step": 3, "rank": 0, "attempt": -1}]},
+        ["attempt=-1", "from 0 on"],
+    ),
 ]
+
+# Rules that only break where ranks start, or that have tests of their own.
+ELSEWHERE = {
+    "rule_gpus",
+    "rule_cores",
+    "rule_memory",
+    "rule_checkpoint_space",
+    "rule_checkpoint_memory",
+    "rule_init_from",
+    "not_yet",
+}
 
 
 @pytest.mark.parametrize(
@@ -210,7 +265,7 @@ def test_a_broken_rule_says_what_was_found_and_what_to_do(
 
 
 def test_every_rule_is_broken_by_some_case() -> None:
-    tested = {rule for rule, _, _ in CASES} | {"rule_gpus", "rule_cores", "rule_memory", "not_yet"}
+    tested = {rule for rule, _, _ in CASES} | ELSEWHERE
     assert tested == {rule.__name__ for rule in RULES}
 
 
@@ -248,12 +303,8 @@ NOT_BUILT: dict[str, list[Any]] = {
     "precision.reduce_dtype": ["bf16"],
     "train.recompute": ["selective", "full"],
     "train.micro_batch_size": ["auto"],
-    "model.init_from": ["weights"],
-    "checkpoint.every_steps": [10],
-    "checkpoint.dir": ["s3://bucket/checkpoints"],
     "cluster.launcher": ["slurm"],
     "cluster.spare_nodes": [1],
-    "recovery.inject": [[{"at_step": 3}]],
     "recovery.min_nodes": [1],
     "recovery.memory_copy_every_steps": [5],
 }
@@ -270,6 +321,13 @@ def test_what_is_not_built_is_refused_by_run_and_known_to_plan(row: not_yet.NotY
             assert not any("does not have" in problem for problem in broken(changes, PLAN))
     assert refused
     assert not row.is_asked_for(attrgetter(row.key)(Config()))
+
+
+def test_faults_can_strike_in_every_phase_that_the_library_has() -> None:
+    assert set(FaultPhase.__members__) == {"step", *PHASES}
+    for phase in FaultPhase:
+        fault = {"attempt": 2, "at_step": 100, "rank": "all", "fault": "sigkill", "phase": phase.name}
+        assert broken({"recovery.inject": [fault]}) == []
 
 
 def test_all_violations_come_in_one_error() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -95,3 +98,56 @@ def test_a_machine_on_which_ranks_start_says_its_cores_and_memory() -> None:
 )
 def test_a_batch_size_that_nobody_gave_is_written_down(changes: Change, size: int | None) -> None:
     assert met(changes, PLAN).train.global_batch_size == size
+
+
+def test_a_checkpoint_must_fit_the_disk_it_goes_to(tmp_path: Path) -> None:
+    free = shutil.disk_usage(tmp_path).free
+    # Just enough tokens that 12 bytes for each of their parameters are more than what is free.
+    changes = {"model.vocab_size": free // (12 * 256) + 1, "model.tie_word_embeddings": False}
+    huge = Situation("run", num_gpus=0, num_cores=2, memory_bytes=2**60)
+    for place, name in (
+        ({"run.dir": str(tmp_path)}, "run.dir"),
+        ({"checkpoint.dir": f"file://{tmp_path}/new"}, "checkpoint.dir"),
+    ):
+        found = [
+            problem for problem in broken({**changes, **place}, huge) if "one checkpoint needs" in problem
+        ]
+        assert len(found) == 1, found
+        for word in (f"{name}=", "parameters × 12 bytes", "MiB are free", "checkpoint.every_steps=null"):
+            assert word in found[0]
+    assert broken({**changes, "checkpoint.dir": "s3://bucket/x"}, huge) == []
+    assert broken({**changes, "run.dir": str(tmp_path), "checkpoint.every_steps": None}, huge) == []
+    assert broken({**changes, "run.dir": str(tmp_path)}, DRY_RUN) == []
+
+
+def test_a_checkpoint_must_fit_host_memory_beside_the_training() -> None:
+    # 808,064 parameters: 2 ranks × 16 bytes for training and 12 bytes for one staged copy.
+    just_enough = 808_064 * (2 * 16 + 12)
+    on_cpu = {"cluster.device": "cpu", "cluster.gpus_per_node": 2}
+    machine = replace(LAPTOP, memory_bytes=just_enough)
+    assert broken(on_cpu, machine) == []
+    (problem,) = broken(on_cpu, replace(machine, memory_bytes=just_enough - 1))
+    for word in (
+        "808,064 parameters × 12 bytes = 9 MiB of host memory",
+        "beside the 24 MiB",
+        "every_steps=null",
+    ):
+        assert word in problem
+    assert (
+        broken({**on_cpu, "checkpoint.every_steps": None}, replace(machine, memory_bytes=just_enough - 1))
+        == []
+    )
+
+
+def test_a_folder_for_checkpoints_must_be_one(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (problem,) = broken({"checkpoint.dir": str(tmp_path / "file" / "checkpoints")}, LAPTOP)
+    assert f"{tmp_path}/file is not a folder" in problem
+
+
+def test_a_folder_for_checkpoints_means_the_same_from_anywhere(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert met({"checkpoint.dir": "saved"}, PLAN).checkpoint.dir == str(tmp_path / "saved")
+    assert met({"checkpoint.dir": "s3://bucket/saved"}, PLAN).checkpoint.dir == "s3://bucket/saved"

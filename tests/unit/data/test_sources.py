@@ -74,12 +74,12 @@ def test_default_configuration_opens_the_standard_library() -> None:
 
 def test_ledger_holds_a_line_of_ids_for_each_step_and_mends_a_torn_one(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
-    Ledger(run, 3).write(1, np.array([[5, 6], [7, 8]]))
+    Ledger(run, 3, attempt=0).write(1, np.array([[5, 6], [7, 8]]))
     file = tmp_path / "samples" / "rank-00003.jsonl"
     with file.open("a") as stream:
         stream.write('{"step": 2, "samp')
-    Ledger(run, 3).write(2, np.array([[9, 10], [11, 12]]))
+    Ledger(run, 3, attempt=1).write(2, np.array([[9, 10], [11, 12]]))
     assert list(read_json_lines(file)) == [
-        {"step": 1, "sample_ids": [[5, 6], [7, 8]]},
-        {"step": 2, "sample_ids": [[9, 10], [11, 12]]},
+        {"step": 1, "attempt": 0, "sample_ids": [[5, 6], [7, 8]]},
+        {"step": 2, "attempt": 1, "sample_ids": [[9, 10], [11, 12]]},
     ]

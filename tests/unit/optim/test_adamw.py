@@ -7,7 +7,15 @@ import torch
 from torch import Tensor, nn
 
 from conf.schema import OptimConfig
-from orchestra.optim.adamw import Trained, global_norm, make_adamw, set_learning_rate, step_clipped
+from orchestra.optim.adamw import (
+    Trained,
+    global_norm,
+    make_adamw,
+    num_updates,
+    set_learning_rate,
+    set_num_updates,
+    step_clipped,
+)
 
 
 def trained_pair(seed: int = 0) -> list[Trained]:
@@ -91,3 +99,29 @@ def test_only_matrices_decay_and_the_rate_reaches_all_groups() -> None:
     step_clipped(optimizer, torch.tensor(0.0), torch.tensor(False), None)
     torch.testing.assert_close(trained[0].master, before[0] * (1 - 0.2 * 0.5))
     assert torch.equal(trained[1].master, before[1])
+
+
+def test_a_state_made_beforehand_trains_like_one_that_torch_makes_at_the_first_step() -> None:
+    ours, theirs = trained_pair(), trained_pair()
+    early, late = make_adamw(ours, OptimConfig()), make_adamw(theirs, OptimConfig())
+    late.state.clear()
+    for _ in range(3):
+        for trained, optimizer in ((ours, early), (theirs, late)):
+            step_clipped(optimizer, global_norm(give_gradients(trained, 1.0)), torch.tensor(False), 1.0)
+    for item, twin in zip(ours, theirs, strict=True):
+        assert torch.equal(item.master, twin.master)
+        assert early.state[item.master].keys() == late.state[twin.master].keys()
+        for key, value in early.state[item.master].items():
+            assert torch.equal(value, late.state[twin.master][key]), key
+            assert value.dtype == late.state[twin.master][key].dtype
+
+
+def test_the_number_of_updates_leaves_out_skipped_steps_and_can_be_set() -> None:
+    trained = trained_pair()
+    optimizer = make_adamw(trained, OptimConfig())
+    assert num_updates(optimizer) == 0
+    for is_bad in (False, True, False):
+        step_clipped(optimizer, global_norm(give_gradients(trained, 1.0)), torch.tensor(is_bad), 1.0)
+    assert num_updates(optimizer) == 2
+    set_num_updates(optimizer, 2_000_001)
+    assert {int(state["step"]) for state in optimizer.state.values()} == {2_000_001}

@@ -9,17 +9,24 @@ import pytest
 import torch
 
 from conf.schema import Config, ModelConfig, Recompute, TrainConfig
-from orchestra.events import EventWriter, node_writer
+from orchestra.events import EventWriter, node_writer, read_events
 from orchestra.flops import hardware_flops_per_token, model_flops_per_token, model_flops_per_token_causal
 from orchestra.jsonl import JsonLinesWriter, Record
-from orchestra.metrics_file import METRIC_KEYS, productive_seconds, read_metrics, rows_that_count
+from orchestra.metrics_file import METRIC_KEYS, read_metrics, rows_that_count
 from orchestra.rundir import RunDir
-from orchestra.train.metrics import Meter, MeterSettings, Past, memory_peak_bytes, meter_settings, past_of
+from orchestra.train.metrics import (
+    Meter,
+    MeterSettings,
+    Totals,
+    memory_peak_bytes,
+    meter_settings,
+    totals_of_nothing,
+)
 
 CPU = torch.device("cpu")
 
 
-def make_meter(peak: float | None = 1e12, num_devices: int = 4, past: Past | None = None) -> Meter:
+def make_meter(peak: float | None = 1e12, num_devices: int = 4, past: Totals | None = None) -> Meter:
     settings = MeterSettings(
         model_flops=6_000_000,
         model_flops_causal=5_000_000,
@@ -28,7 +35,7 @@ def make_meter(peak: float | None = 1e12, num_devices: int = 4, past: Past | Non
         peak_flops_per_s=peak,
         device=CPU,
     )
-    return Meter(settings, past or Past(started_at=time.time() - 10, tokens=0, productive_s=0.0))
+    return Meter(settings, past or Totals(started_at=time.time() - 10, tokens=0, productive_s=0.0))
 
 
 def make_row(meter: Meter, step: int) -> Record:
@@ -84,7 +91,7 @@ def test_settings_come_from_the_formulas_of_the_model() -> None:
 
 
 def test_goodput_is_time_in_steps_that_count_over_time_since_the_first_attempt() -> None:
-    meter = make_meter(past=Past(started_at=time.time() - 100, tokens=7000, productive_s=30.0))
+    meter = make_meter(past=Totals(started_at=time.time() - 100, tokens=7000, productive_s=30.0))
     meter.add_step(20.0, 0.0, 1000)
     row = make_row(meter, 8)
     assert row["goodput"] == pytest.approx(0.5, rel=1e-3)
@@ -102,18 +109,23 @@ def test_floats_keep_full_precision_in_the_file(tmp_path: Path) -> None:
     assert read_metrics(run) == [row]
 
 
-def test_past_counts_only_what_the_restored_step_keeps(tmp_path: Path) -> None:
+def test_totals_go_on_where_an_earlier_attempt_s_stood() -> None:
+    first = make_meter(past=Totals(started_at=1.7e9, tokens=7000, productive_s=30.0))
+    first.add_step(0.25, 0.0, 1000)
+    assert first.totals() == Totals(started_at=1.7e9, tokens=8000, productive_s=30.25)
+    second = make_meter(past=first.totals())
+    second.add_step(0.5, 0.0, 1000)
+    assert make_row(second, 9)["tokens"] == 9000
+    assert second.totals().productive_s == 30.75
+
+
+def test_a_run_that_begins_late_counts_from_its_first_attempt(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     for attempt in range(2):
         EventWriter(run, node_writer(attempt, 0), attempt).write("attempt_started")
-    writer = JsonLinesWriter(run.metrics)
-    for step in (2, 4, 6):
-        writer.write({"step": step, "step_time_s": 1.5})
-    writer.close()
-    past = past_of(run, last_step=4, tokens_per_step=100)
-    assert past.tokens == 400
-    assert past.productive_s == pytest.approx(6.0)
-    assert abs(past.started_at - time.time()) < 60
+    totals = totals_of_nothing(run)
+    assert (totals.tokens, totals.productive_s) == (0, 0.0)
+    assert totals.started_at == read_events(run)[0]["time"]
 
 
 def test_retrained_steps_replace_earlier_rows_and_void_the_later_ones() -> None:
@@ -129,10 +141,6 @@ def test_a_missing_file_has_no_rows_and_a_torn_line_is_passed_over(tmp_path: Pat
     assert read_metrics(run) == []
     run.metrics.write_text('{"step":1,"loss":1.0}\n{"step":2,"lo')
     assert [row["step"] for row in read_metrics(run)] == [1]
-
-
-def test_productive_seconds_weigh_a_row_by_the_steps_it_covers() -> None:
-    assert productive_seconds([{"step": 10, "step_time_s": 0.5}, {"step": 15, "step_time_s": 2.0}]) == 15.0
 
 
 def test_memory_of_a_cpu_rank_is_its_largest_resident_size() -> None:

@@ -1,0 +1,214 @@
+"""A folder of Hugging Face weights as something to restore from: its model, and a manifest of its tensors.
+
+It reads config.json, the index and the headers of all files, and no weights. The folder may be a fsspec URL.
+There are no checksums in such a folder, so its chunks have none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from checkpointing.boxes import Box
+from checkpointing.dtypes import ITEM_BYTES
+from checkpointing.errors import CheckpointError
+from checkpointing.manifest import Chunk, File, Manifest, Tensor
+from checkpointing.storage import Storage, open_storage
+from conf.schema import ModelConfig
+from orchestra.errors import DataError
+from orchestra.huggingface.headers import Entry, Header, read_header
+from orchestra.huggingface.llama_config import model_of
+from orchestra.huggingface.parameters import (
+    CHECKPOINT_PREFIX,
+    hugging_face_name,
+    is_superfluous,
+    parameter_shapes,
+)
+
+CONFIG = "config.json"
+SINGLE_FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+# Types whose every number fp32 holds, and fp64, which is rounded.
+FLOAT_TYPES = ("F64", "F32", "BF16", "F16")
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+_NUM_LISTED = 4
+_PARAMETERS_PER_LAYER = 9
+
+
+@dataclass(frozen=True)
+class Folder:
+    """What was found: the model, and a manifest in the names of a checkpoint (`model.<parameter>`).
+
+    The files lie in `name` of `storage`, which is the place above the folder, as those of a checkpoint do.
+    """
+
+    place: str
+    storage: Storage
+    name: str
+    model: ModelConfig
+    manifest: Manifest
+
+    @property
+    def dtypes(self) -> list[str]:
+        """safetensors' names of the types of its tensors."""
+        return sorted({tensor.dtype for tensor in self.manifest.tensors.values()})
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(Box.whole(tensor.shape).num_elements for tensor in self.manifest.tensors.values())
+
+
+def open_folder(place: str) -> Folder:
+    """Read what a folder (a path or a fsspec URL) holds and check that it is one whole Llama. No weights.
+
+    Raises DataError naming the file and the tensor: no such folder, pickled weights only, another
+    architecture, tensors that are missing, superfluous, of another shape or of no floating-point type.
+    """
+    if "://" not in place:
+        place = os.path.abspath(os.path.expanduser(place))  # noqa: PTH100,PTH111  text, not files
+    parent, name = _parted(place)
+    if not name or parent.endswith(":/"):
+        raise DataError(f"{place}: expected a folder with config.json and *.safetensors in it")
+    try:
+        return _opened(place, open_storage(parent), name)
+    except CheckpointError as error:
+        raise DataError(f"{place}: cannot be read: {error}") from error
+
+
+def _parted(place: str) -> tuple[str, str]:
+    """Return the place above a folder, and the folder's name."""
+    parent, _, name = place.rstrip("/").rpartition("/")
+    return parent or "/", name
+
+
+def _opened(place: str, storage: Storage, name: str) -> Folder:
+    present = storage.names(name)
+    if CONFIG not in present:
+        found = "is not there or empty" if not present else f"has no {CONFIG}"
+        raise DataError(f"{place} {found}; give a folder with {CONFIG} and *.safetensors in it")
+    document = _json(storage, f"{name}/{CONFIG}", f"{place}/{CONFIG}")
+    model = model_of(document, f"{place}/{CONFIG}", name)
+    headers = {file: read_header(storage, f"{name}/{file}", file) for file in _files(storage, name, present)}
+    entries = _entries(headers, place)
+    _check(entries, model, place)
+    return Folder(place, storage, name, model, _manifest(headers, entries, model))
+
+
+def _json(storage: Storage, path: str, place: str) -> Any:
+    try:
+        return json.loads(storage.get(path))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{place}: not JSON: {error}") from error
+
+
+def _files(storage: Storage, name: str, present: list[str]) -> list[str]:
+    """Return the files that hold the weights: what the index lists, else the one file there is."""
+    place = f"{storage.place}/{name}"
+    if INDEX in present:
+        document = _json(storage, f"{name}/{INDEX}", f"{place}/{INDEX}")
+        mapping = document.get("weight_map") if isinstance(document, dict) else None
+        files = sorted({str(file) for file in mapping.values()}) if isinstance(mapping, dict) else []
+        strange = [file for file in files if "/" in file or not file.endswith(".safetensors")]
+        if not files or strange:
+            found = f"names {strange[0]!r}" if strange else "has no weight_map"
+            raise DataError(f"{place}/{INDEX}: {found}, expected names of *.safetensors beside it")
+        return files
+    files = [file for file in present if file.endswith(".safetensors")]
+    if SINGLE_FILE in files:
+        return [SINGLE_FILE]
+    if len(files) > 1:
+        raise DataError(f"{place}: {len(files)} *.safetensors and no {INDEX}; copy the folder again, with it")
+    if not files:
+        raise DataError(_no_weights(place, present))
+    return files
+
+
+def _no_weights(place: str, present: list[str]) -> str:
+    pickles = [file for file in present if file.endswith(_PICKLES)]
+    if not pickles:
+        return f"{place}: no *.safetensors in it; copy the weights too"
+    return (
+        f"{place}: the weights are pickles ({_listed(pickles)}), which can run any code when read; "
+        "orchestra reads *.safetensors only: save the model again with transformers' save_pretrained"
+    )
+
+
+def _entries(headers: dict[str, Header], place: str) -> dict[str, Entry]:
+    entries: dict[str, Entry] = {}
+    for header in headers.values():
+        for tensor, entry in header.entries.items():
+            if tensor in entries:
+                raise DataError(f"{place}: {tensor} is in {entries[tensor].file} and in {entry.file}")
+            entries[tensor] = entry
+    return entries
+
+
+def _check(entries: dict[str, Entry], model: ModelConfig, place: str) -> None:
+    # Before names are made for each: the number is a stranger's.
+    if model.num_hidden_layers * _PARAMETERS_PER_LAYER > len(entries):
+        raise DataError(
+            f"{place}: {len(entries)} tensors are too few for "
+            f"num_hidden_layers={model.num_hidden_layers} of {CONFIG}"
+        )
+    expected = {hugging_face_name(name): shape for name, shape in parameter_shapes(model).items()}
+    missing = [name for name in expected if name not in entries]
+    if missing:
+        raise DataError(f"{place}: tensors are missing: {_listed(missing)}")
+    strange = [name for name in entries if name not in expected and not is_superfluous(name, model)]
+    if strange:
+        raise DataError(f"{place}: tensors that this Llama does not have: {_listed(strange)}")
+    for name, shape in expected.items():
+        entry = entries[name]
+        if entry.shape != shape:
+            raise DataError(
+                f"{place}/{entry.file}: {name} has shape {list(entry.shape)}, by {CONFIG} it is {list(shape)}"
+            )
+        if entry.dtype not in FLOAT_TYPES:
+            raise DataError(
+                f"{place}/{entry.file}: {name} is {entry.dtype}, expected {', '.join(FLOAT_TYPES)}"
+            )
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _NUM_LISTED} more" if len(names) > _NUM_LISTED else ""
+    return ", ".join(names[:_NUM_LISTED]) + more
+
+
+def _manifest(headers: dict[str, Header], entries: dict[str, Entry], model: ModelConfig) -> Manifest:
+    names = {CHECKPOINT_PREFIX + name: hugging_face_name(name) for name in parameter_shapes(model)}
+    tensors = {name: entries[its] for name, its in names.items()}
+    return _manifest_of({file: header.num_bytes for file, header in headers.items()}, tensors)
+
+
+def _manifest_of(sizes: Mapping[str, int], entries: Mapping[str, Entry]) -> Manifest:
+    tensors = {name: _tensor(entry) for name, entry in entries.items()}
+    files = {file: File(num_bytes, checksum="") for file, num_bytes in sizes.items()}
+    return Manifest(step=0, generation=0, created=0.0, layout={}, tensors=tensors, files=files, state={})
+
+
+def _tensor(entry: Entry) -> Tensor:
+    chunk = Chunk(Box.whole(entry.shape), entry.file, entry.begin, entry.num_bytes, checksum="")
+    return Tensor(entry.dtype, entry.shape, digest="", chunks=(chunk,))
+
+
+def to_json(folder: Folder) -> dict[str, Any]:
+    """Return where the weights lie as JSON, so that one rank reads the headers for all."""
+    tensors = {
+        name: [tensor.dtype, tensor.shape, tensor.chunks[0].file, tensor.chunks[0].begin]
+        for name, tensor in folder.manifest.tensors.items()
+    }
+    files = {name: file.num_bytes for name, file in folder.manifest.files.items()}
+    return {"place": folder.place, "files": files, "tensors": tensors}
+
+
+def from_json(value: Mapping[str, Any]) -> tuple[Storage, str, Manifest]:
+    """Return storage, folder and manifest of what `to_json` gave."""
+    entries = {
+        name: Entry(file, dtype, tuple(shape), begin, Box.whole(shape).num_elements * ITEM_BYTES[dtype])
+        for name, (dtype, shape, file, begin) in value["tensors"].items()
+    }
+    parent, name = _parted(value["place"])
+    return open_storage(parent), name, _manifest_of(value["files"], entries)

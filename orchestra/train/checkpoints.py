@@ -1,0 +1,273 @@
+"""When a run saves and what it continues from: the rules of `checkpoint.*` on top of the library.
+
+The library knows tensors and JSON; here they become a run's state, which `state` and `position` describe.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch.distributed as dist
+
+from checkpointing.checkpointer import Checkpointer
+from checkpointing.errors import NoCheckpointError, SaveFailedError
+from checkpointing.manifest import Manifest
+from checkpointing.options import Options
+from checkpointing.peers import Peers
+from checkpointing.restore import Restored
+from checkpointing.shards import Shard
+from conf.schema import Config
+from orchestra.errors import TrainingError, UnusableCheckpointError
+from orchestra.events import EventWriter, read_events
+from orchestra.parallel.mesh import Mesh, RankEnvironment
+from orchestra.rundir import RunDir
+from orchestra.train import position, preflight
+from orchestra.train.faults import Faults
+from orchestra.train.init_from import load_start
+from orchestra.train.position import Position
+from orchestra.train.record import wandb_id
+from orchestra.train.state import TensorState, changes, digest, facts
+
+# How often the checkpoint of the last step is tried: nothing comes after it that could make up for it.
+_LAST_TRIES = 2
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Whose checkpoints they are, and who this rank is among its peers."""
+
+    config: Config
+    run: RunDir
+    attempt: int
+    ranks: RankEnvironment
+    mesh: Mesh
+    peers: Peers
+    events: EventWriter
+
+    @property
+    def place(self) -> str:
+        """The folder or URL of the run's checkpoints."""
+        return self.config.checkpoint.dir or str(self.run.checkpoints)
+
+
+class Checkpoints:
+    """One rank's saves and its restore. All methods but `is_due` are *collective*, in the same order."""
+
+    def __init__(self, setting: Setting, state: TensorState, faults: Faults) -> None:
+        self._setting = setting
+        self._state = state
+        self._peers = setting.peers
+        self._last_step = setting.config.train.steps
+        self._every_steps = setting.config.checkpoint.every_steps
+        self._facts = facts(setting.config)
+        self._id = wandb_id(setting.run)
+        self._checkpointer = Checkpointer(
+            setting.place,
+            setting.peers,
+            options(setting),
+            group=dist.group.WORLD if setting.mesh.world_size > 1 else None,
+            on_event=self._tell,
+            at_phase=faults.strike,
+        )
+
+    def begin(self) -> Position:
+        """Return where to continue from, the state filled, and make ready to save.
+
+        The first attempt of a run begins at 0, any other one with the newest intact checkpoint. Raises
+        UnusableCheckpointError where the place holds another run's, where the run's own are gone, or where
+        they are of another model, or where none is intact; TrainingError where a save will not fit.
+        """
+        begin = self._restored() if self._setting.attempt > 0 else self._fresh()
+        if begin.step == 0 and self._setting.config.model.init_from is not None:
+            self._take_weights()
+        if self._every_steps is not None:
+            self._prepare()
+        return begin
+
+    def is_due(self, step: int) -> bool:
+        """Whether the state behind `step` is to be saved."""
+        return self._every_steps is not None and (step % self._every_steps == 0 or step == self._last_step)
+
+    def save(self, behind: Position) -> None:
+        """Save the state as it is now. Training goes on whatever becomes of it: the events tell.
+
+        Only with `checkpoint.async_save=false` and at the last step it waits. Raises TrainingError where the
+        last one cannot be written.
+        """
+        if behind.step == self._last_step:
+            self._save_last(behind)
+            return
+        self._checkpointer.save(behind.step, self._state.snapshot(), self._document(behind))
+        if not self._setting.config.checkpoint.async_save:
+            self._failure()
+
+    # Saving.
+
+    def _save_last(self, behind: Position) -> None:
+        self._failure()  # of the save before: the last one must be neither skipped nor too late
+        for number in range(_LAST_TRIES):
+            is_begun = self._checkpointer.save(behind.step, self._state.snapshot(), self._document(behind))
+            found = self._failure() if is_begun else "the save before it has not ended"
+            # All ranks must agree on whether to try again.
+            reasons = self._peers.exchange(f"last/{number}", found)
+            reason = next((it for it in reasons if it is not None), None)
+            if reason is None:
+                return
+        raise TrainingError(
+            f"step {behind.step} was trained, but its checkpoint could not be written, tried {_LAST_TRIES} "
+            f"times: {reason}; repair {self._setting.place}, then `orchestra resume "
+            f"{self._setting.run.name}` trains again what comes after the newest checkpoint"
+        )
+
+    def _failure(self) -> str | None:
+        """Wait for the save in flight; return why it was not committed, None where it was."""
+        try:
+            self._checkpointer.wait()
+        except SaveFailedError as error:
+            return str(error)
+        return None
+
+    def _document(self, behind: Position) -> dict[str, Any]:
+        """Return the state that is no tensor. Rank 0's is what is written; the others have no totals."""
+        if behind.totals is None:
+            return {}
+        full = replace(behind, num_updates=self._state.num_updates)
+        identity = {"wandb_id": self._id, "config": self._facts}
+        return {**position.to_json(full), **identity}
+
+    # Beginning.
+
+    def _fresh(self) -> Position:
+        if self._every_steps is None:
+            return Position()
+        found = self._answered("committed", self._checkpointer.committed_steps)
+        if found:
+            raise UnusableCheckpointError(
+                f"{self._setting.place} holds checkpoints already (newest: step {found[-1]}), and this run "
+                "has only begun: they are another run's; continue that one with `orchestra resume RUN`, or "
+                "give this run a folder of its own (checkpoint.dir)"
+            )
+        return Position()
+
+    def _restored(self) -> Position:
+        try:
+            restored = self._checkpointer.restore(self._wanted)
+        except NoCheckpointError as error:
+            # Whoever starts again finds the same.
+            raise UnusableCheckpointError(str(error)) from error
+        if restored is None:
+            return self._from_the_beginning()
+        begin = position.from_json(restored.state)
+        self._state.take_back(restored.manifest, begin.num_updates)
+        self._announce(restored)
+        return begin
+
+    def _wanted(self, manifest: Manifest) -> list[Shard]:
+        theirs = manifest.state.get("wandb_id")
+        if None not in (theirs, self._id) and theirs != self._id:
+            raise UnusableCheckpointError(
+                f"{self._setting.place} holds checkpoints of another run (its wandb id is {theirs}, this "
+                f"run's is {self._id}); give this run a folder of its own (checkpoint.dir)"
+            )
+        changes(_saved_facts(manifest), self._facts)
+        return self._state.wanted(manifest)
+
+    def _from_the_beginning(self) -> Position:
+        lost = self._answered("lost", self._step_that_was_committed)
+        if lost is not None:
+            raise UnusableCheckpointError(
+                f"the run's events record a checkpoint of step {lost}, but {self._setting.place} holds none; "
+                "bring the folder back, or begin a new run"
+            )
+        if self._peers.is_coordinator:
+            nothing = {"step": 0, "seconds": 0.0, "bytes_read": 0, "skipped": []}
+            self._tell("restored", {**nothing, "reason": "no checkpoint was committed yet"})
+        return Position()
+
+    def _take_weights(self) -> None:
+        """Begin with given weights in the place of those from the seed."""
+        setting = self._setting
+        group = dist.group.WORLD if setting.mesh.world_size > 1 else None
+        start = load_start(setting.config, self._state.masters, self._peers, group)
+        self._state.masters_were_filled()
+        if self._peers.is_coordinator:
+            self._tell("weights_loaded", asdict(start))
+
+    def _step_that_was_committed(self) -> int | None:
+        events = read_events(self._setting.run)
+        steps = [it["step"] for it in events if it["event"] == "checkpoint_committed" and "step" in it]
+        return max(steps, default=None)
+
+    def _answered(self, topic: str, question: Any) -> Any:
+        """Return rank 0's answer to a question, so that all ranks go the same way."""
+        if self._peers.is_coordinator:
+            self._peers.answer(topic, question())
+        return self._peers.await_answer(topic)
+
+    def _announce(self, restored: Restored) -> None:
+        bytes_read = sum(self._peers.exchange("bytes read", restored.bytes_read))
+        if not self._peers.is_coordinator:
+            return
+        evidence = {
+            "step": restored.step,
+            "seconds": restored.seconds,
+            "bytes_read": bytes_read,
+            "skipped": [{"step": step, "reason": reason} for step, reason in restored.skipped],
+            "layout_saved": dict(restored.manifest.layout),
+            "layout": asdict(self._setting.mesh.layout),
+            "generation": restored.manifest.generation,
+            "digest": digest(restored.manifest),
+            "changes": changes(_saved_facts(restored.manifest), self._facts),
+        }
+        self._tell("restored", evidence)
+
+    def _prepare(self) -> None:
+        setting = self._setting
+        shards = self._state.snapshot()
+        needs = self._checkpointer.prepare(shards)
+        preflight.check_storage(needs, setting.place)
+        # All ranks look before any takes.
+        available = preflight.available_host_bytes()
+        self._peers.exchange("host memory", available)
+        preflight.check_host_memory(needs.staging_bytes, setting.ranks.local_world_size, available)
+        self._checkpointer.reserve(shards)
+        if not self._peers.is_coordinator:
+            return
+        evidence = {**asdict(needs), "place": setting.place, "host_available_bytes": available}
+        self._tell("checkpoint_needs", evidence)
+        kept = setting.config.checkpoint.keep_last + 1
+        to_come = max(1, kept - len(self._checkpointer.committed_steps()))
+        missing = preflight.missing_storage_bytes(needs, to_come)
+        if missing:
+            cause = f"{to_come} more checkpoints are to lie there before the first one is removed"
+            self._tell("checkpoint_space_low", {**evidence, "missing_bytes": missing, "cause": cause})
+
+    def _tell(self, event: str, evidence: Mapping[str, Any]) -> None:
+        """Write an event, from any thread; a full disk may take the record, never the checkpoint."""
+        try:
+            self._setting.events.write(event, **evidence)
+        except OSError as error:
+            sys.stderr.write(f"event {event} {dict(evidence)} could not be written: {error}\n")
+
+
+def options(setting: Setting) -> Options:
+    """Return the library's options for a run."""
+    chosen = setting.config.checkpoint
+    return Options(
+        generation=setting.attempt,
+        layout=asdict(setting.mesh.layout),
+        keep_last=chosen.keep_last,
+        keep_every_steps=chosen.keep_every_steps,
+        keep_best=chosen.keep_best,
+        when_busy=chosen.when_busy.name,
+        restore=chosen.restore.name,
+        limit_s=chosen.timeout_s,
+    )
+
+
+def _saved_facts(manifest: Manifest) -> Mapping[str, Any]:
+    saved = manifest.state.get("config")
+    return saved if isinstance(saved, Mapping) else {}

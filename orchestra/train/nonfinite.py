@@ -1,0 +1,79 @@
+"""What happens to steps whose loss or gradient norm is not finite: counted, told, and in the end an error."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from conf.schema import Config, OnNonfinite
+from orchestra.errors import NonFiniteError
+from orchestra.events import EventWriter
+from orchestra.train.step import StepResult
+
+
+@dataclass(frozen=True)
+class NonFiniteSteps:
+    """How many steps were skipped since the run began, and how many of them were the last ones in a row."""
+
+    num_skipped: int = 0
+    num_in_a_row: int = 0
+
+
+class NonFiniteGuard:
+    """Applies train.on_nonfinite to steps whose loss or gradient norm is not finite.
+
+    The update itself was already left out on the device, by all ranks alike. Reading the flag makes the host
+    wait for a GPU, so with the policy `skip` there it is read at logged and saved steps only, with the count
+    kept on the device.
+    """
+
+    def __init__(
+        self, config: Config, events: EventWriter, reads_every_step: bool, before: NonFiniteSteps
+    ) -> None:
+        self._policy = config.train.on_nonfinite
+        self._limit = 1 if self._policy is OnNonfinite.stop else config.train.max_nonfinite_steps
+        self._reads_every_step = reads_every_step or self._policy is OnNonfinite.stop
+        self._events = events
+        self._unread: list[tuple[int, StepResult]] = []
+        self._num_in_a_row = before.num_in_a_row
+        self.num_skipped = before.num_skipped
+
+    def failure(self, step: int, result: StepResult, *, must_read: bool) -> NonFiniteError | None:
+        """Count a skipped step; return the error to raise where the policy says to stop. All ranks agree.
+
+        With `must_read` the counts are complete afterwards.
+        """
+        self._unread.append((step, result))
+        if not (self._reads_every_step or must_read):
+            return None
+        unread, self._unread = self._unread, []
+        for unread_step, unread_result in unread:
+            if bool(unread_result.was_skipped):
+                self._count(unread_step, unread_result)
+            else:
+                self._num_in_a_row = 0
+            if self._num_in_a_row >= self._limit:
+                return NonFiniteError(self._explained(unread_step, unread_result))
+        return None
+
+    def counts(self) -> NonFiniteSteps:
+        """Return the counts up to the last step that was read."""
+        return NonFiniteSteps(self.num_skipped, self._num_in_a_row)
+
+    def _count(self, step: int, result: StepResult) -> None:
+        self.num_skipped += 1
+        self._num_in_a_row += 1
+        loss, grad_norm = repr(float(result.loss)), repr(float(result.grad_norm))
+        self._events.write("nonfinite_step", step=step, loss=loss, grad_norm=grad_norm)
+
+    def _explained(self, step: int, result: StepResult) -> str:
+        found = f"step {step}: loss {float(result.loss)}, gradient norm {float(result.grad_norm)}: not finite"
+        if self._policy is OnNonfinite.stop:
+            return (
+                f"{found}, and train.on_nonfinite=stop; the parameters are those of the step before. Lower "
+                "optim.lr or look at this step's data (data.ledger=true writes its sample ids)"
+            )
+        return (
+            f"{found}; {self._num_in_a_row} steps in a row were skipped "
+            f"(train.max_nonfinite_steps={self._limit}). Lower optim.lr, raise optim.warmup_steps, or use "
+            "precision=fp32 to see whether it is a matter of range"
+        )

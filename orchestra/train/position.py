@@ -1,0 +1,88 @@
+"""Where a run stands between two steps: all of its state that is no tensor, as a value and as JSON.
+
+The learning rate is not in it: it follows from the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from orchestra.errors import UnusableCheckpointError
+from orchestra.events import is_number, is_whole
+from orchestra.train.metrics import Totals
+from orchestra.train.nonfinite import NonFiniteSteps
+
+
+@dataclass(frozen=True)
+class Position:
+    """The last step that was trained, and the samples that the whole run consumed up to it.
+
+    `num_updates` counts the optimizer's updates (skipped steps left out). `score` is the last loss, None
+    where it was not finite. `totals` is None before the first step, and on ranks that keep none.
+    """
+
+    step: int = 0
+    samples: int = 0
+    num_updates: int = 0
+    nonfinite: NonFiniteSteps = field(default_factory=NonFiniteSteps)
+    totals: Totals | None = None
+    score: float | None = None
+
+
+def to_json(position: Position) -> dict[str, Any]:
+    """Return a position with its totals as it stands in a checkpoint's manifest."""
+    assert position.totals is not None
+    totals = asdict(position.totals)
+    return {
+        "step": position.step,
+        "samples": position.samples,
+        "tokens": totals.pop("tokens"),
+        "optimizer": {"step": position.num_updates},
+        "nonfinite": asdict(position.nonfinite),
+        "metrics": totals,
+        "score": position.score,
+    }
+
+
+def from_json(state: Mapping[str, Any]) -> Position:
+    """Return the position that a manifest holds. Raises UnusableCheckpointError where it holds none."""
+    nonfinite, metrics = _Reader(state, "nonfinite"), _Reader(state, "metrics")
+    top = _Reader(state)
+    score = state.get("score")
+    return Position(
+        step=top.whole("step"),
+        samples=top.whole("samples"),
+        num_updates=_Reader(state, "optimizer").whole("step"),
+        nonfinite=NonFiniteSteps(nonfinite.whole("num_skipped"), nonfinite.whole("num_in_a_row")),
+        totals=Totals(metrics.number("started_at"), top.whole("tokens"), metrics.number("productive_s")),
+        score=score if is_number(score) else None,
+    )
+
+
+class _Reader:
+    """Takes checked values out of a section of the state."""
+
+    def __init__(self, state: Mapping[str, Any], section: str | None = None) -> None:
+        values = state if section is None else state.get(section)
+        self._values: Mapping[str, Any] = values if isinstance(values, Mapping) else {}
+        self._prefix = "" if section is None else f"{section}."
+
+    def whole(self, key: str) -> int:
+        value = self._values.get(key)
+        if not is_whole(value) or value < 0:
+            raise self._wrong(key, value)
+        return value
+
+    def number(self, key: str) -> float:
+        value = self._values.get(key)
+        if not is_number(value):
+            raise self._wrong(key, value)
+        return float(value)
+
+    def _wrong(self, key: str, value: object) -> UnusableCheckpointError:
+        return UnusableCheckpointError(
+            f"the checkpoint's state has {self._prefix}{key}={value!r}: it was not written by this trainer; "
+            "choose the folder of a run's checkpoints (checkpoint.dir)"
+        )

@@ -1,0 +1,196 @@
+"""The tensors of a training run's state, as shards by name, and how they are taken back from a checkpoint.
+
+model.<parameter>                   the fp32 master; 16-bit parameters are rounded from it again
+optimizer.exp_avg.<parameter>       AdamW's first moment, and exp_avg_sq its second
+rng.cpu.<coordinates>               torch's generator (uint8) of the rank at these coordinates of the mesh,
+rng.cuda.<coordinates>              keyed by place and not by rank, so that no rank gets another one's
+
+Nothing here knows where checkpoints lie or when they are written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from checkpointing.manifest import Manifest
+from checkpointing.shards import Shard, whole
+from conf.schema import Config, Family
+from orchestra.errors import UnusableCheckpointError
+from orchestra.optim.adamw import MOMENTS, Trained, num_updates, set_num_updates
+from orchestra.parallel.apply import copy_masters
+from orchestra.parallel.mesh import Mesh
+from orchestra.topology import Coordinates
+
+_RNG_PREFIX = "rng."
+# Choices that decide what a tensor of the state means, beyond its name and shape.
+_SHAPE_KEYS = (
+    *("family", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "vocab_size", "tie_word_embeddings"),
+)
+# Names that an error lists before it says how many more there are.
+_MAX_LISTED = 5
+
+
+class TensorState:
+    """The tensors of one rank's part of the state. The shards are the live tensors: a restore fills them."""
+
+    def __init__(self, trained: Sequence[Trained], optimizer: torch.optim.AdamW, mesh: Mesh) -> None:
+        self._trained = list(trained)
+        self._optimizer = optimizer
+        self._generators = _generators(mesh)
+        self._shards = [*_masters(self._trained), *_moments(self._trained, optimizer)]
+
+    @property
+    def num_updates(self) -> int:
+        """Updates of the optimizer so far. Waits for the device."""
+        return num_updates(self._optimizer)
+
+    @property
+    def masters(self) -> list[Shard]:
+        """The shards of the parameters alone."""
+        return _masters(self._trained)
+
+    def masters_were_filled(self) -> None:
+        """Round the model's 16-bit parameters, where it has them, from masters that were filled."""
+        copy_masters(self._trained)
+
+    def snapshot(self) -> list[Shard]:
+        """Return the shards, with the generators as they are now."""
+        for name, kept in self._generators.items():
+            kept.copy_(_generator_state(name))
+        return [*self._shards, *(whole(name, kept) for name, kept in self._generators.items())]
+
+    def wanted(self, manifest: Manifest) -> list[Shard]:
+        """Return the shards to fill: all of model and optimizer, and the generators that the checkpoint has.
+
+        Raises UnusableCheckpointError where the checkpoint is that of another model.
+        """
+        self._refuse_others(manifest)
+        kept = [
+            whole(name, kept)
+            for name, kept in self._generators.items()
+            if name in manifest.tensors and manifest.tensors[name].shape == tuple(kept.shape)
+        ]
+        return [*self._shards, *kept]
+
+    def take_back(self, manifest: Manifest, updates: int) -> None:
+        """Make the rest of the state follow from the filled shards."""
+        copy_masters(self._trained)
+        set_num_updates(self._optimizer, updates)
+        for name, kept in self._generators.items():
+            if name in manifest.tensors:
+                _set_generator_state(name, kept)
+
+    def _refuse_others(self, manifest: Manifest) -> None:
+        expected = {shard.name: shard.shape for shard in self._shards}
+        found = {name: tensor.shape for name, tensor in manifest.tensors.items() if not _is_rng(name)}
+        if expected != found:
+            raise UnusableCheckpointError(
+                f"the checkpoint of step {manifest.step} is that of another model: "
+                f"{_difference(expected, found)}; use that run's model.* or another checkpoint.dir"
+            )
+
+
+def digest(manifest: Manifest) -> str:
+    """Return the digest of model and optimizer: equal for equal states, whatever the layout.
+
+    The generators are left out: how many there are depends on the layout.
+    """
+    return manifest.digest_of(name for name in manifest.tensors if not _is_rng(name))
+
+
+def facts(config: Config) -> dict[str, Any]:
+    """Return what a checkpoint tells of the configuration that wrote it, as JSON: by dotted key."""
+    model = dataclasses.asdict(config.model)
+    shape = {f"model.{key}": model[key] for key in _SHAPE_KEYS}
+    shape["model.family"] = config.model.family.name
+    shape["model.head_dim"] = config.model.head_dim or (
+        config.model.hidden_size // config.model.num_attention_heads
+    )
+    if config.model.family is Family.gpt:
+        shape["model.max_position_embeddings"] = config.model.max_position_embeddings
+    others = {
+        "model.rope_theta": config.model.rope_theta,
+        "model.norm_eps": config.model.norm_eps,
+        "train.seed": config.train.seed,
+        "train.seq_len": config.train.seq_len,
+        "data.source": config.data.source.name,
+        "data.path": config.data.path,
+        "precision": config.precision.name.name,
+    }
+    return {**shape, **others}
+
+
+def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Return what differs between two configurations' facts: by key the saved value and today's.
+
+    Raises UnusableCheckpointError where the model's shape does: its tensors would mean something else.
+    """
+    differing = {
+        key: [saved[key], value] for key, value in now.items() if key in saved and saved[key] != value
+    }
+    shapes = [key for key in differing if key.removeprefix("model.") in (*_SHAPE_KEYS, "head_dim")]
+    if shapes:
+        found = ", ".join(f"{key}={saved[key]}" for key in shapes)
+        expected = ", ".join(f"{key}={now[key]}" for key in shapes)
+        raise UnusableCheckpointError(
+            f"the checkpoint was written with {found}, this run has {expected}; use the same values, or "
+            "another checkpoint.dir"
+        )
+    return differing
+
+
+def _masters(trained: Sequence[Trained]) -> list[Shard]:
+    return [whole(f"model.{item.name}", item.master.detach()) for item in trained]
+
+
+def _moments(trained: Sequence[Trained], optimizer: torch.optim.AdamW) -> list[Shard]:
+    return [
+        whole(f"optimizer.{moment}.{item.name}", optimizer.state[item.master][moment])
+        for moment in MOMENTS
+        for item in trained
+    ]
+
+
+def _generators(mesh: Mesh) -> dict[str, Tensor]:
+    """Return a tensor for the state of each generator of this rank, by its name in checkpoints."""
+    devices = ["cpu", "cuda"] if mesh.device.type == "cuda" else ["cpu"]
+    names = [f"{_RNG_PREFIX}{device}.{_place(mesh.coordinates)}" for device in devices]
+    return {name: _generator_state(name).clone() for name in names}
+
+
+def _place(coordinates: Coordinates) -> str:
+    return f"pp{coordinates.pp}-dp{coordinates.dp}-cp{coordinates.cp}-tp{coordinates.tp}"
+
+
+def _is_rng(name: str) -> bool:
+    return name.startswith(_RNG_PREFIX)
+
+
+def _generator_state(name: str) -> Tensor:
+    return torch.cuda.get_rng_state() if name.startswith(f"{_RNG_PREFIX}cuda.") else torch.get_rng_state()
+
+
+def _set_generator_state(name: str, state: Tensor) -> None:
+    if name.startswith(f"{_RNG_PREFIX}cuda."):
+        torch.cuda.set_rng_state(state)
+    else:
+        torch.set_rng_state(state)
+
+
+def _difference(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> str:
+    shapes = [
+        f"{name} is {list(found[name])} there and {list(shape)} here"
+        for name, shape in expected.items()
+        if name in found and found[name] != shape
+    ]
+    missing = [f"{name} is not in it" for name in expected if name not in found]
+    unknown = [f"{name} is unknown here" for name in found if name not in expected]
+    all_of_them = [*shapes, *missing, *unknown]
+    more = len(all_of_them) - _MAX_LISTED
+    return "; ".join(all_of_them[:_MAX_LISTED]) + (f"; and {more} more" if more > 0 else "")

@@ -1,0 +1,210 @@
+"""A storage that is full, read-only, broken or stalled: training goes on, and the next save works."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from commands import TINY, events_of, eventually, start
+
+from orchestra.jsonl import Record
+from orchestra.metrics_file import read_metrics
+from orchestra.rundir import RunDir
+
+pytestmark = pytest.mark.ranks
+
+_ENDLESS = (
+    "run.name=endless",
+    *TINY,
+    "train.steps=1000000",
+    "train.log_every=10",
+    "checkpoint.every_steps=100",
+    "checkpoint.keep_last=1",
+)
+_START_S = 60.0
+_SOON_S = 30.0
+_STALL_S = 60.0
+
+_FAULTY_FILE_SYSTEM = '''
+"""A folder behind fsspec that fails while a file says so."""
+
+import errno
+import os
+import pathlib
+import time
+
+from fsspec.implementations.local import LocalFileSystem
+
+
+class FaultyFileSystem(LocalFileSystem):
+    protocol = "faulty"
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return super()._strip_protocol(os.fspath(path).replace("faulty://", "file://"))
+
+    def _open(self, path, mode="rb", **options):
+        if "r" not in mode:
+            fail_if_told()
+        return super()._open(path, mode, **options)
+
+
+def fail_if_told():
+    fault = pathlib.Path(os.environ["FAULTY_CONTROL"])
+    if not fault.exists():
+        return
+    word, _, rank = fault.read_text().partition(" ")
+    if rank and rank != os.environ.get("RANK"):
+        return
+    if word == "eio":
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+    while fault.exists():
+        time.sleep(0.1)
+'''
+
+
+@dataclass
+class Started:
+    """An endless run that has committed its first checkpoint."""
+
+    run: RunDir
+    process: subprocess.Popen[str]
+
+    def count(self, event: str) -> int:
+        return len(events_of(self.run, event))
+
+    def wait_for(self, claim: Callable[[], bool], limit_s: float = _SOON_S) -> None:
+        holds = eventually(lambda: claim() or self.process.poll() is not None, limit_s)
+        assert holds, events_of(self.run, "checkpoint_failed")
+        assert self.process.poll() is None, self.process.communicate()
+
+    def failures_after(self, count: int) -> list[Record]:
+        """Wait until a further save has failed, and each rank has told; return what they tell."""
+        self.wait_for(lambda: self.count("checkpoint_failed") >= count + 2)
+        step = events_of(self.run, "checkpoint_failed")[count]["step"]
+        return [event for event in events_of(self.run, "checkpoint_failed") if event["step"] == step]
+
+    def trains_and_saves_again(self) -> None:
+        """Wait for steps and a commit that come after now."""
+        step, commits = read_metrics(self.run)[-1]["step"], self.count("checkpoint_committed")
+        self.wait_for(lambda: read_metrics(self.run)[-1]["step"] > step)
+        self.wait_for(lambda: self.count("checkpoint_committed") > commits + 1)
+
+
+@contextmanager
+def _started(folder: Path, *overrides: str, extra: dict[str, str] | None = None) -> Iterator[Started]:
+    process = start(folder, "run", *_ENDLESS, *overrides, extra=extra)
+    started = Started(RunDir(folder / "runs" / "endless"), process)
+    try:
+        started.wait_for(lambda: started.count("checkpoint_committed") > 0, _START_S)
+        yield started
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+        assert (process.returncode, err) == (130, ""), out
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def _mount(*words: str) -> None:
+    subprocess.run(["mount", *words], check=True, capture_output=True)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of two megabytes: a tmpfs of its own."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    _mount("-t", "tmpfs", "-o", "size=2m", "tmpfs", str(place))
+    yield place
+    subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+def _fill(file: Path) -> None:
+    with file.open("wb", buffering=0) as ballast:
+        try:
+            while ballast.write(b"\0" * 4096):
+                pass
+        except OSError:
+            return
+
+
+@pytest.mark.mount
+def test_a_full_and_a_read_only_disk_cost_only_the_saves_they_refuse(
+    tmp_path: Path, small_disk: Path
+) -> None:
+    with _started(tmp_path, f"checkpoint.dir={small_disk}") as started:
+        _fill(small_disk / "ballast")
+        failures = started.failures_after(0)
+        assert {event["rank"] for event in failures} == {0, 1}
+        assert all("No space left on device" in str(event["reasons"]) for event in failures)
+        (small_disk / "ballast").unlink()
+        started.trains_and_saves_again()
+
+        failed = started.count("checkpoint_failed")
+        _mount("-o", "remount,ro", str(small_disk))
+        failures = started.failures_after(failed)
+        assert {event["rank"] for event in failures} == {0, 1}
+        assert all("Read-only file system" in str(event["reasons"]) for event in failures)
+        _mount("-o", "remount,rw", str(small_disk))
+        started.trains_and_saves_again()
+
+
+@pytest.fixture
+def faulty(tmp_path: Path) -> tuple[dict[str, str], Path]:
+    """An fsspec protocol `faulty://` for every process of a run, and the file that makes it fail."""
+    package = tmp_path / "faulty"
+    information = package / "faulty_file_system-1.0.dist-info"
+    information.mkdir(parents=True)
+    (package / "faulty_file_system.py").write_text(_FAULTY_FILE_SYSTEM)
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: faulty-file-system\nVersion: 1.0\n")
+    entry = "[fsspec.specs]\nfaulty = faulty_file_system.FaultyFileSystem\n"
+    (information / "entry_points.txt").write_text(entry)
+    control = tmp_path / "fault"
+    root = str(Path(__file__).resolve().parents[2])
+    return {"PYTHONPATH": os.pathsep.join([root, str(package)]), "FAULTY_CONTROL": str(control)}, control
+
+
+def test_an_input_output_error_costs_only_the_saves_it_hits(
+    tmp_path: Path, faulty: tuple[dict[str, str], Path]
+) -> None:
+    extra, control = faulty
+    with _started(tmp_path, f"checkpoint.dir=faulty://{tmp_path}/saved", extra=extra) as started:
+        control.write_text("eio 1")
+        failures = started.failures_after(0)
+        assert {event["rank"] for event in failures} == {0, 1}
+        assert all("Input/output error" in event["reasons"]["1"] for event in failures)
+        control.unlink()
+        started.trains_and_saves_again()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_stalled_storage_costs_only_the_saves_that_wait_for_it(
+    tmp_path: Path, faulty: tuple[dict[str, str], Path]
+) -> None:
+    extra, control = faulty
+    place = (f"checkpoint.dir=faulty://{tmp_path}/saved", "checkpoint.timeout_s=10")
+    with _started(tmp_path, *place, extra=extra) as started:
+        control.write_text("stall 1")
+        started.wait_for(lambda: started.count("checkpoint_failed") > 0)
+        (failure,) = events_of(started.run, "checkpoint_failed")
+        assert failure["rank"] == 0
+        assert "no answer within 10 s from rank 1" in failure["reasons"]["1"]
+        step, began = read_metrics(started.run)[-1]["step"], failure["time"]
+        started.wait_for(lambda: read_metrics(started.run)[-1]["time"] > began + _STALL_S, 2 * _STALL_S)
+        assert read_metrics(started.run)[-1]["step"] > step
+        assert started.count("checkpoint_skipped")
+        control.unlink()
+        # The rank that was stuck in its storage tells as soon as it can.
+        told = started.failures_after(0)
+        assert sorted((event["rank"], event["step"]) for event in told) == [
+            (rank, failure["step"]) for rank in (0, 1)
+        ]
+        started.trains_and_saves_again()

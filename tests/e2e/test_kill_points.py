@@ -1,0 +1,29 @@
+"""A kill -9 at any instant costs at most the steps since the last commit, and changes no bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from kill_points import PHASES, Torture, planned_kills, train_alone
+
+pytestmark = pytest.mark.ranks
+
+_KILLS = 12
+_SEED = 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_killed_at_every_phase_ends_as_if_left_alone(tmp_path: Path) -> None:
+    torture = Torture(tmp_path, planned_kills(_KILLS, _SEED))
+    torture.kill_all()
+    torture.finish()
+    torture.compare(train_alone(tmp_path, "alone", torture.steps))
+
+
+def test_every_phase_is_among_the_kills() -> None:
+    for seed in range(20):
+        kills = planned_kills(_KILLS, seed)
+        assert {kill.phase for kill in kills} == set(PHASES)
+        assert kills == planned_kills(_KILLS, seed)

@@ -1,0 +1,156 @@
+"""Starting from a folder of weights on several ranks: read once, the same bits everywhere, failing as one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from pool import RankPool
+from safetensors.torch import load_file, save_file
+
+from checkpointing.peers import Peers
+from checkpointing.shards import Shard
+from conf.schema import CheckpointConfig, Config, ModelConfig, PrecisionConfig, PrecisionName, Restore
+from orchestra.errors import TrainingError
+from orchestra.model.transformer import Transformer, fill_initial_values
+from orchestra.parallel.apply import copy_masters, split_masters
+from orchestra.precision.policy import policy
+from orchestra.train import init_from
+from orchestra.train.init_from import load_start
+
+pytestmark = pytest.mark.ranks
+
+MODEL = ModelConfig(
+    hidden_size=36,
+    intermediate_size=37,
+    num_hidden_layers=2,
+    num_attention_heads=3,
+    num_key_value_heads=1,
+    vocab_size=259,
+    norm_eps=1e-6,
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    config = transformers.LlamaConfig(
+        hidden_size=36,
+        intermediate_size=37,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        vocab_size=259,
+        initializer_range=0.3,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "llama", max_shard_size="40KB")
+    return tmp_path / "llama"
+
+
+def convert(folder: Path, dtype: torch.dtype) -> None:
+    for file in folder.glob("*.safetensors"):
+        save_file({name: tensor.to(dtype) for name, tensor in load_file(file).items()}, file)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    found = {name: it for file in folder.glob("*.safetensors") for name, it in load_file(file).items()}
+    return {name.removeprefix("model."): tensor for name, tensor in found.items()}
+
+
+def config_of(folder: Path, how: str = "broadcast", **changes: Any) -> Config:
+    model = replace(MODEL, init_from=str(folder), **changes)
+    return Config(model=model, checkpoint=CheckpointConfig(restore=Restore(how)))
+
+
+def peers_of(rank: int, world: int, topic: str) -> Peers:
+    store = dist.PrefixStore(f"init_from/{topic}", dist.distributed_c10d._get_default_store())
+    return Peers(rank, world, store, 30.0)
+
+
+def filled(rank: int, world: int, config: Config, is_cut: bool = False) -> tuple[dict[str, Any], int]:
+    """Start on this rank, with all of each parameter or uneven rows; return what it has and was read."""
+    model = Transformer(config.model)
+    fill_initial_values(model, 1)
+    shards = []
+    for name, parameter in model.named_parameters():
+        rows = parameter.shape[0]
+        first = rank * (rows // world + 1) if is_cut else 0
+        mine = parameter.detach()[first : first + rows // world + 1] if is_cut else parameter.detach()
+        offsets = (min(first, rows), *(0 for _ in parameter.shape[1:]))
+        shards.append(Shard(f"model.{name}", tuple(parameter.shape), offsets, mine.clone()))
+    init_from._BYTES_AT_ONCE = 20_000  # several batches
+    start = load_start(config, shards, peers_of(rank, world, str(config)), dist.group.WORLD)
+    return {shard.name: (shard.offsets, shard.tensor) for shard in shards}, start.bytes_read
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_every_rank_has_the_weights_and_each_byte_was_read_once(
+    ranks: Callable[[int], RankPool], folder: Path, dtype: torch.dtype
+) -> None:
+    convert(folder, dtype)
+    expected = weights(folder)
+    for found, bytes_read in ranks(2).run(filled, world=2, config=config_of(folder)):
+        assert set(found) == {f"model.{name}" for name in expected}
+        for name, weight in expected.items():
+            assert torch.equal(found[f"model.{name}"][1], weight.to(torch.float32))
+        assert bytes_read == sum(it.numel() * it.element_size() for it in expected.values())
+
+
+@pytest.mark.parametrize("how", ["broadcast", "rank0", "direct"])
+def test_ranks_with_uneven_rows_get_theirs(ranks: Callable[[int], RankPool], folder: Path, how: str) -> None:
+    convert(folder, torch.bfloat16)
+    expected = weights(folder)
+    for found, _ in ranks(3).run(filled, world=3, config=config_of(folder, how), is_cut=True):
+        for name, weight in expected.items():
+            offsets, tensor = found[f"model.{name}"]
+            begin = offsets[0]
+            assert torch.equal(tensor, weight[begin : begin + tensor.shape[0]].to(torch.float32))
+
+
+def refused(rank: int, world: int, config: Config) -> str:
+    try:
+        filled(rank, world, config)
+    except TrainingError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_what_is_wrong_ends_all_ranks_alike(ranks: Callable[[int], RankPool], folder: Path) -> None:
+    first, second = ranks(2).run(refused, world=2, config=config_of(folder, vocab_size=260))
+    assert first == second
+    assert "model.vocab_size=259 (configured 260)" in first
+    file = sorted(folder.glob("*.safetensors"))[-1]
+    tensors = load_file(file)
+    name = sorted(tensors)[0]
+    tensors[name].view(-1)[3] = float("nan")
+    save_file(tensors, file)
+    first, second = ranks(2).run(refused, world=2, config=config_of(folder, norm_eps=1e-6))
+    assert first == second
+    assert f"{name.removeprefix('model.')} holds numbers that are not finite" in first
+    assert (
+        ranks(2)
+        .run(refused, world=2, config=config_of(folder.parent / "gone"))[1]
+        .startswith("model.init_from: ")
+    )
+
+
+def test_16_bit_parameters_are_rounded_from_the_weights(folder: Path) -> None:
+    config = config_of(folder)
+    model = Transformer(config.model)
+    fill_initial_values(model, 0)
+    trained = split_masters(model, policy(PrecisionConfig(name=PrecisionName.bf16)))
+    shards = [
+        Shard(f"model.{it.name}", tuple(it.master.shape), (0,) * it.master.dim(), it.master.detach())
+        for it in trained
+    ]
+    load_start(config, shards, Peers.alone(), None)
+    copy_masters(trained)
+    for item in trained:
+        weight = weights(folder)[item.name]
+        assert torch.equal(item.master, weight)
+        assert torch.equal(item.parameter, weight.to(torch.bfloat16))

@@ -1,0 +1,105 @@
+"""Overrides on top of a frozen run: what they change, and what a run keeps for its whole life."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from conf.schema import Config, PrecisionName
+from orchestra.config.change import FIXED, changed_config
+from orchestra.config.compose import compose
+from orchestra.config.keys import known_keys
+from orchestra.config.situation import Situation
+from orchestra.errors import ConfigError
+from orchestra.frozen import read_config, write_config
+
+CPU = Situation("run", num_gpus=0)
+
+
+@pytest.fixture
+def frozen(tmp_path: Path) -> Config:
+    """What a run directory holds: resolved, written and read again."""
+    composed = compose(["train.steps=60", "run.name=mine", "checkpoint.every_steps=20"], CPU)
+    write_config(tmp_path / "config.yaml", composed.config)
+    return read_config(tmp_path / "config.yaml")
+
+
+def problems(frozen: Config, *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        changed_config(frozen, overrides, CPU)
+    assert caught.value.exit_code == 2
+    return caught.value.problems
+
+
+def test_without_overrides_nothing_changes(frozen: Config) -> None:
+    assert changed_config(frozen, [], CPU) == frozen
+
+
+def test_only_what_was_said_changes(frozen: Config) -> None:
+    overrides = ["train.steps=200", "cluster.gpus_per_node=4", "precision.name=bf16", "cluster.exclude=[1e5]"]
+    config = changed_config(frozen, overrides, CPU)
+    expected = dataclasses.replace(
+        frozen,
+        train=dataclasses.replace(frozen.train, steps=200),
+        cluster=dataclasses.replace(frozen.cluster, gpus_per_node=4, exclude=["1e5"]),
+        precision=dataclasses.replace(frozen.precision, name=PrecisionName.bf16),
+    )
+    assert config == expected
+
+
+def test_a_preset_replaces_its_section(frozen: Config) -> None:
+    config = changed_config(frozen, ["optim=adamw_constant", "optim.lr=1e-3"], CPU)
+    assert config.optim == compose(["optim=adamw_constant", "optim.lr=1e-3"], CPU).config.optim
+    assert config.train == frozen.train
+
+
+def test_tokens_take_the_place_of_the_batch_size_and_back(frozen: Config) -> None:
+    tokens = changed_config(frozen, ["train.global_batch_tokens=2048"], CPU)
+    assert (tokens.train.global_batch_size, tokens.train.global_batch_tokens) == (None, 2048)
+    again = changed_config(tokens, ["train.global_batch_size=4"], CPU)
+    assert (again.train.global_batch_size, again.train.global_batch_tokens) == (4, None)
+
+
+def test_free_keys_are_set_and_deleted(frozen: Config) -> None:
+    config = changed_config(frozen, ["cluster.slurm_extra.reservation=night"], CPU)
+    assert config.cluster.slurm_extra == {"reservation": "night"}
+    assert changed_config(config, ["~cluster.slurm_extra.reservation"], CPU).cluster.slurm_extra == {}
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("model.hidden_size=256", ["model.hidden_size=256", "hidden_size=128", "hold this model"]),
+        ("model=llama_125m", ["model.hidden_size=768", "keeps it"]),
+        ("train.seed=1", ["train.seed=1", "train.seed=0", "samples"]),
+        ("train.seq_len=128", ["train.seq_len=128", "train.seq_len=256"]),
+        ("run.name=other", ["run.name=other", "run.name=mine", "records and checkpoints"]),
+        ("run.dir=elsewhere", ["run.dir=elsewhere", "orchestra run"]),
+        ("data=tokens", ["data.source=tokens", "data.source=stdlib"]),
+        ("experiment=demo", ["experiment=demo", "new run"]),
+        ("train.stepz=3", ["train.stepz", "train.steps"]),
+        ("train.steps=0", ["train.steps=0", "1 or more"]),
+        ("cluster.gpus_per_node=3", ["train.global_batch_size=16"]),
+    ],
+)
+def test_what_would_break_the_run_is_refused_with_its_reason(
+    frozen: Config, override: str, words: list[str]
+) -> None:
+    found = problems(frozen, override)
+    assert any(all(word in problem for word in words) for problem in found), found
+
+
+def test_all_problems_come_together(frozen: Config) -> None:
+    found = "\n".join(problems(frozen, "train.seed=1", "optim.lr=-1", "no.such=2"))
+    for word in ("train.seed=1", "optim.lr=-1", "no.such"):
+        assert word in found
+
+
+def test_saying_what_is_so_already_is_no_change(frozen: Config) -> None:
+    assert changed_config(frozen, ["train.seed=0", "model.hidden_size=128"], CPU) == frozen
+
+
+def test_every_fixed_key_exists() -> None:
+    assert set(FIXED) <= set(known_keys())

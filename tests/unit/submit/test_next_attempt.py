@@ -1,0 +1,187 @@
+"""Which attempt comes next and with what: from records alone, and for one process only."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from launchers import processes
+from orchestra.config.compose import compose
+from orchestra.config.signature import signature
+from orchestra.config.situation import Situation
+from orchestra.errors import ConfigError
+from orchestra.events import EventWriter, node_writer, rank_writer
+from orchestra.frozen import read_config, write_config
+from orchestra.rundir import RunDir
+from orchestra.submit.prepare import RunRequest, planned_run, prepare
+from orchestra.submit.resume import NextAttempt, claim, next_attempt
+
+CPU = Situation("run", num_gpus=0)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    """A run of 60 steps that failed in attempt 0, after it had committed step 20."""
+    overrides = ["train.steps=60", "run.name=mine", f"run.dir={tmp_path}", "checkpoint.every_steps=20"]
+    config = compose(overrides, CPU).config
+    request = RunRequest(config, signature(config), overrides)
+    run = prepare(request, planned_run(request, 0.0))
+    _attempt(run, 0, ended=("failed", 1))
+    EventWriter(run, rank_writer(0, 0), 0, rank=0).write("checkpoint_committed", step=20)
+    return run
+
+
+def _attempt(run: RunDir, number: int, ended: tuple[str, int] | None = None, pid: int | None = None) -> None:
+    events = EventWriter(run, node_writer(number, 0), number)
+    found = processes.find(pid or os.getpid())
+    events.write("attempt_started", pid=pid or os.getpid(), pid_started=found.started if found else 0)
+    if ended is not None:
+        events.write(ended[0], code=ended[1], cause="x")
+
+
+def planned(run: RunDir, *overrides: str) -> NextAttempt:
+    return next_attempt(run, overrides, CPU, time.time())
+
+
+def refused(run: RunDir, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        planned(run, *overrides)
+    return str(caught.value)
+
+
+def test_the_next_attempt_goes_on_from_the_newest_commit(run: RunDir) -> None:
+    before = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
+    plan = planned(run)
+    assert (plan.number, plan.checkpoint_step, plan.is_finished) == (1, 20, False)
+    assert plan.config == plan.before == read_config(run.config)
+    assert {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()} == before
+
+
+def test_a_run_that_never_started_begins_with_attempt_0(tmp_path: Path) -> None:
+    request = RunRequest(compose([f"run.dir={tmp_path}", "run.name=new"], CPU).config, "0" * 16)
+    run = prepare(request, planned_run(request, 0.0))
+    assert "is being started" in refused(run)
+    record = json.loads(run.record.read_text())
+    run.record.write_text(json.dumps({**record, "pid_started": record["pid_started"] + 1}))
+    assert (planned(run).number, planned(run).checkpoint_step) == (0, None)
+
+
+def test_a_run_that_is_alive_is_refused_with_its_process(run: RunDir) -> None:
+    _attempt(run, 1)
+    assert f"mine is running, attempt 1: process {os.getpid()} on " in refused(run)
+
+
+def test_a_finished_run_is_finished_unless_more_steps_are_asked_for(run: RunDir) -> None:
+    _attempt(run, 1, ended=("finished", 0))
+    assert planned(run).is_finished
+    assert planned(run, "checkpoint.keep_last=1").is_finished
+    plan = planned(run, "train.steps=61")
+    assert (plan.is_finished, plan.number, plan.config.train.steps) == (False, 2, 61)
+
+
+def test_a_finished_run_without_a_checkpoint_cannot_be_trained_further(tmp_path: Path) -> None:
+    request = RunRequest(compose([f"run.dir={tmp_path}", "run.name=new"], CPU).config, "0" * 16)
+    run = prepare(request, planned_run(request, 0.0))
+    _attempt(run, 0, ended=("finished", 0))
+    assert "recorded no checkpoint" in refused(run, "train.steps=200")
+
+
+def test_fewer_steps_than_are_committed_are_refused(run: RunDir) -> None:
+    assert "train.steps=10 ends before step 20" in refused(run, "train.steps=10")
+    assert planned(run, "train.steps=20").config.train.steps == 20
+
+
+def test_a_claim_freezes_the_change_and_keeps_what_was(run: RunDir) -> None:
+    old = run.config.read_text()
+    claim(planned(run, "train.steps=80"), ["orchestra", "resume", "mine"])
+    assert read_config(run.config).train.steps == 80
+    assert run.config_of_attempt(0).read_text() == old
+    (resumed,) = json.loads(run.record.read_text())["resumes"]
+    assert (resumed["attempt"], resumed["overrides"]) == (1, ["train.steps=80"])
+    assert {"time", "host", "command", "code_revision"} <= set(resumed)
+    assert not [path for path in run.path.iterdir() if path.name.startswith(".")]
+
+
+def test_without_overrides_the_configuration_is_left_alone(run: RunDir) -> None:
+    before = run.config.stat().st_mtime_ns
+    claim(planned(run), [])
+    assert run.config.stat().st_mtime_ns == before
+    assert not run.config_of_attempt(0).exists()
+
+
+def test_of_two_that_planned_the_same_attempt_one_gets_it(run: RunDir) -> None:
+    first, second = planned(run, "train.steps=70"), planned(run, "train.steps=90")
+    claim(first, [])
+    with pytest.raises(ConfigError, match=rf"being resumed already: process {os.getpid()} on .* attempt 1"):
+        claim(second, [])
+    assert read_config(run.config).train.steps == 70
+    assert "being resumed already" in refused(run), "its process lives, though nothing was heard of it"
+
+
+def test_a_claim_whose_process_died_is_passed_over(run: RunDir) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True
+    )
+    claim(planned(run), [])
+    content = json.loads(run.claim(1).read_text())
+    run.claim(1).write_text(json.dumps({**content, "pid": int(done.stdout)}))
+    assert planned(run).number == 2
+
+
+@pytest.mark.parametrize("content", ["", json.dumps({"host": "elsewhere", "pid": 1})])
+def test_a_claim_that_nobody_can_check_counts_for_a_while(run: RunDir, content: str) -> None:
+    run.control.mkdir()
+    run.claim(1).write_text(content)
+    assert "being resumed already" in refused(run)
+    long_ago = time.time() - 3600
+    os.utime(run.claim(1), (long_ago, long_ago))
+    assert planned(run).number == 2
+
+
+def test_the_configuration_of_an_attempt_that_trained_is_never_overwritten(run: RunDir) -> None:
+    old = run.config.read_text()
+    claim(planned(run, "train.steps=70"), [])
+    # The process died before the attempt began.
+    content = json.loads(run.claim(1).read_text())
+    run.claim(1).write_text(json.dumps({**content, "pid_started": -1}))
+    claim(planned(run, "train.steps=90"), [])
+    assert run.config_of_attempt(0).read_text() == old
+    assert read_config(run.config).train.steps == 90
+
+
+def test_ranks_of_a_killed_command_are_awaited(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("orchestra.submit.resume._ORPHANS_END_S", 0.2)
+    plan = planned(run)
+    words = [sys.executable, "-c", "import time; time.sleep(60)", "orchestra.train", str(run.path)]
+    orphan = subprocess.Popen(words)
+    try:
+        with pytest.raises(ConfigError, match=f"still run .{orphan.pid}.; end them first"):
+            claim(plan, [])
+    finally:
+        orphan.kill()
+        orphan.wait()
+    claim(replace(plan, number=2), [])
+
+
+def test_failures_that_were_rehearsed_before_are_dropped(run: RunDir) -> None:
+    past, coming = "{at_step: 50, rank: 1}", "{attempt: 1, at_step: 50, rank: 0}"
+    config = planned(run, f"recovery.inject=[{past},{coming}]").config
+    write_config(run.config, config)
+    assert planned(run, "cluster.gpus_per_node=1").config.recovery.inject == [
+        {"attempt": 1, "at_step": 50, "rank": 0}
+    ]
+
+
+def test_a_full_disk_is_an_error_and_leaves_the_configuration(run: RunDir) -> None:
+    plan, before = planned(run, "train.steps=70"), run.config.read_text()
+    run.control.write_text("")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        claim(plan, [])
+    assert run.config.read_text() == before

@@ -1,0 +1,55 @@
+"""The state that is no tensor: the same value through JSON, and clear words for anything else."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+
+from orchestra.errors import EXIT_DO_NOT_RESTART, UnusableCheckpointError
+from orchestra.train.metrics import Totals
+from orchestra.train.nonfinite import NonFiniteSteps
+from orchestra.train.position import Position, from_json, to_json
+
+POSITION = Position(
+    step=7,
+    samples=84,
+    num_updates=6,
+    nonfinite=NonFiniteSteps(num_skipped=1, num_in_a_row=0),
+    totals=Totals(started_at=1.7e9 + 0.1, tokens=1344, productive_s=0.1 + 0.2),
+    score=1 / 3,
+)
+
+
+def test_a_position_survives_json_bit_for_bit() -> None:
+    assert from_json(json.loads(json.dumps(to_json(POSITION)))) == POSITION
+
+
+def test_a_loss_that_is_not_finite_is_no_score() -> None:
+    state = to_json(Position(step=1, totals=POSITION.totals))
+    assert state["score"] is None
+    assert from_json(state).score is None
+
+
+@pytest.mark.parametrize(
+    ("section", "key"),
+    [
+        *((None, key) for key in ("step", "samples", "tokens", "optimizer", "nonfinite", "metrics")),
+        ("optimizer", "step"),
+        ("nonfinite", "num_in_a_row"),
+        ("metrics", "productive_s"),
+    ],
+)
+@pytest.mark.parametrize("value", [None, -1, "7", True, [], {"a": 1}])
+def test_a_state_of_somebody_else_is_refused_by_the_key_that_is_wrong(
+    section: str | None, key: str, value: Any
+) -> None:
+    state: dict[str, Any] = copy.deepcopy(to_json(POSITION))
+    (state if section is None else state[section])[key] = value
+    if (key, value) == ("productive_s", -1):
+        return  # a number all the same
+    with pytest.raises(UnusableCheckpointError, match=section or key) as caught:
+        from_json(state)
+    assert caught.value.exit_code == EXIT_DO_NOT_RESTART
