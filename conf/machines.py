@@ -112,6 +112,8 @@ class RecoveryConfig:
     min_nodes: int | None = None
     heartbeat_timeout_s: float = 60.0
     collective_timeout_s: float = 600.0
+    # How long ranks that were asked to stop may take to save, before they are killed.
+    stop_timeout_s: float = 120.0
     memory_copy_every_steps: int | None = None
     # Rehearsals: [{at_step: 30, rank: 1}]; rank may be `all`; attempt (0), phase (step), fault (sigkill).
     inject: list[dict[str, Any]] = field(default_factory=list)

@@ -39,6 +39,10 @@ class Place:
     node: int
     master_address: str
     master_port: int
+    # This node's own address as the others reach it; None: torchrun finds one by this host's name.
+    local_address: str | None = None
+    # The same on all nodes and in no other attempt, so that ranks of two of them never meet.
+    meeting_id: str | None = None
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,9 @@ def command(spec: LaunchSpec, place: Place) -> tuple[str, ...]:
     torchrun never restarts workers itself (the agent's caller decides), writes no files of its own, and
     forwards only SIGQUIT: with SIGTERM left out it lives on when Slurm warns all processes of a job.
     """
-    local = ("--local-addr", _LOOPBACK) if spec.num_nodes == 1 else ()
+    address = place.local_address or (_LOOPBACK if spec.num_nodes == 1 else None)
+    local = ("--local-addr", address) if address is not None else ()
+    meeting = ("--rdzv-id", place.meeting_id) if place.meeting_id is not None else ()
     return (
         sys.executable,
         *("-m", "torch.distributed.run"),
@@ -28,6 +30,7 @@ def command(spec: LaunchSpec, place: Place) -> tuple[str, ...]:
         *("--node-rank", str(place.node)),
         *("--nproc-per-node", str(spec.ranks_per_node)),
         *("--rdzv-backend", "static"),
+        *meeting,
         *("--master-addr", place.master_address),
         *("--master-port", str(place.master_port)),
         # Without it torchrun looks up this host's full name, which hangs where the name server does not

@@ -7,8 +7,12 @@ runs/<name>/
 ├── metrics.jsonl            rank 0, one line per logged step
 ├── events/<writer>.jsonl    append-only, one writer per file
 ├── logs/attempt-000/        node-000.log (agent and torchrun), rank-00000.log (each worker)
+├── logs/jobs/               what Slurm's jobs wrote themselves: <job>_<node>_log.out
+├── code/                    snapshot of the packages, for a run that was submitted
+├── job.sbatch               the batch script, word for word
 ├── checkpoints/             step-00000100/ with manifest.json, unless checkpoint.dir says another place
-├── control/                 attempt-001.claim: who leads that attempt
+├── control/                 attempt-001.claim: who leads that attempt; attempt-001.stop-….json: who asks it
+│                            to stop
 ├── samples/  heartbeats/  profile/  wandb/
 └── report.html
 """
@@ -69,11 +73,34 @@ class RunDir:
     def logs(self) -> Path:
         return self.path / "logs"
 
+    @property
+    def job_logs(self) -> Path:
+        return self.logs / "jobs"
+
+    @property
+    def code(self) -> Path:
+        return self.path / "code"
+
+    @property
+    def batch_script(self) -> Path:
+        return self.path / "job.sbatch"
+
     def config_of_attempt(self, attempt: int) -> Path:
         return self.path / f"config.attempt-{attempt:03d}.yaml"
 
     def claim(self, attempt: int) -> Path:
         return self.control / f"attempt-{attempt:03d}.claim"
+
+    def stop_request(self, attempt: int, token: str) -> Path:
+        return self.control / f"attempt-{attempt:03d}.stop-{token}.json"
+
+    def meeting(self, job: str, restart: int) -> Path:
+        """Where the nodes of one start of a job learn which attempt it is and where they meet."""
+        return self.control / f"job-{job}.start-{restart}.json"
+
+    def broken(self, attempt: int) -> Path:
+        """What the first node of an attempt leaves whose ranks failed."""
+        return self.control / f"attempt-{attempt:03d}.broken"
 
     def event_file(self, writer: str) -> Path:
         return self.events / f"{writer}.jsonl"

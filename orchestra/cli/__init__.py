@@ -50,8 +50,10 @@ class Verb:
 
 VERBS = (
     Verb("run", "orchestra.cli.run", "train on this machine, in the foreground"),
+    Verb("submit", "orchestra.cli.submit", "check, freeze and submit a Slurm job, and exit"),
     Verb("resume", "orchestra.cli.resume", "train a run on, from its newest checkpoint"),
     Verb("status", "orchestra.cli.status", "list runs: state, step, loss, tokens/s, MFU, time left"),
+    Verb("cancel", "orchestra.cli.cancel", "stop runs behind a step, with a checkpoint"),
     Verb("logs", "orchestra.cli.logs", "print or follow the logs of a run"),
     Verb("why", "orchestra.cli.why", "tell what ended a run: first failing rank, host, traceback"),
     Verb("checkpoint ls", "orchestra.cli.checkpoint_ls", "list the checkpoints of a run"),

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from conf.schema import Config
 from orchestra.cli import describe, live
 from orchestra.cli.progress import Progress
-from orchestra.errors import EXIT_DONE, EXIT_INTERRUPTED
+from orchestra.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_STOPPED
 from orchestra.events import read_events
 from orchestra.jsonl import Record
 from orchestra.report.checkpoints import newest_checkpoint
@@ -95,7 +95,7 @@ def train(attempt: Attempt, *, as_json: bool) -> int:
         verdict = train_here(config, run, attempt.number, tick=view.tick, search_path=_search_path())
     finally:
         view.close(_closing(attempt, progress, verdict, live.speaks_unicode(stream)))
-    if verdict.code not in (EXIT_DONE, EXIT_INTERRUPTED):
+    if verdict.code not in (EXIT_DONE, EXIT_STOPPED, EXIT_INTERRUPTED):
         with contextlib.suppress(OSError):
             print("error: " + describe.failure(run, attempt.number, verdict), file=sys.stderr)
     if as_json:

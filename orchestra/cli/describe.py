@@ -11,7 +11,7 @@ from conf.schema import Config, Device
 from orchestra.cli import figures
 from orchestra.cli.curve import chart
 from orchestra.cli.progress import Summary
-from orchestra.errors import EXIT_DO_NOT_RESTART, EXIT_DONE
+from orchestra.errors import EXIT_DO_NOT_RESTART, EXIT_DONE, EXIT_STOPPED
 from orchestra.flops import num_parameters
 from orchestra.jsonl import Record
 from orchestra.report.checkpoints import failed_save, newest_checkpoint
@@ -73,6 +73,8 @@ def summary_lines(run: RunDir, summary: Summary, verdict: Verdict) -> list[str]:
     """Return how it went, in numbers, and where everything lies."""
     step = summary.step or 0
     lines = ["", f"{verdict.state} after {step} of {summary.steps} steps, {figures.duration(summary.wall_s)}"]
+    if verdict.code == EXIT_STOPPED:
+        lines.append(f"reason  {verdict.message}")
     if summary.first_loss is not None:
         lines.append(
             f"loss    {figures.loss(summary.first_loss)} → {figures.loss(summary.last_loss)} nats per token"
@@ -100,9 +102,13 @@ def resume_lines(run: RunDir, verdict: Verdict, events: Iterable[Record]) -> lis
     """Return how to go on with a run that is not finished; nothing where starting again would not help."""
     if verdict.code in (EXIT_DONE, EXIT_DO_NOT_RESTART):
         return []
-    step = newest_checkpoint(events)
+    return [resume_line(run, newest_checkpoint(events))]
+
+
+def resume_line(run: RunDir, step: int | None) -> str:
+    """Return the command that goes on with a run, and from which checkpoint (None: there is none)."""
     where = "starts again at step 1: nothing was committed" if step is None else f"goes on from step {step}"
-    return [f"resume  `{invocation('resume', run)}` {where}"]
+    return f"resume  `{invocation('resume', run)}` {where}"
 
 
 def invocation(verb: str, run: RunDir) -> str:

@@ -35,28 +35,45 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(arguments: Namespace) -> int:
     """Print the logs and return 0."""
     chosen = resolve(arguments.run, arguments.dir)
-    attempt = arguments.attempt if arguments.attempt is not None else last_attempt(read_events(chosen)) or 0
-    files = _wanted(chosen, attempt, arguments)
-    printer = _Printer(with_titles=len(files) > 1)
+    files = _wanted(chosen, _attempt(chosen, arguments), arguments)
+    printer = _Printer(with_titles=not (arguments.node or arguments.rank) or len(files) > 1)
     while True:
         # Asked before printing, so that what a run writes up to its end is printed too.
         goes_on = arguments.follow and read_ending(chosen, read_events(chosen), time.time())[0] in _ALIVE
         for file in files:
             printer.print_new(file)
+        # A run that is started again goes on in other files.
+        files = _files(chosen, _attempt(chosen, arguments), arguments)
         if not goes_on:
             return EXIT_DONE
         time.sleep(_POLL_S)
 
 
+def _attempt(run: RunDir, arguments: Namespace) -> int:
+    """Return the attempt asked for, else the newest one."""
+    return arguments.attempt if arguments.attempt is not None else last_attempt(read_events(run)) or 0
+
+
 def _wanted(run: RunDir, attempt: int, arguments: Namespace) -> list[Path]:
     """Return the log files asked for; those asked for by number must exist."""
-    named = [run.node_log(attempt, node) for node in arguments.node]
-    named += [run.rank_log(attempt, rank) for rank in arguments.rank]
+    named = _named(run, attempt, arguments)
     missing = [file for file in named if not file.exists()]
     if missing or (arguments.attempt is not None and not run.attempt_logs(attempt).is_dir()):
         raise ConfigError(_missing(run, attempt, missing))
-    if named:
+    return _files(run, attempt, arguments)
+
+
+def _named(run: RunDir, attempt: int, arguments: Namespace) -> list[Path]:
+    nodes = [run.node_log(attempt, node) for node in arguments.node]
+    return nodes + [run.rank_log(attempt, rank) for rank in arguments.rank]
+
+
+def _files(run: RunDir, attempt: int, arguments: Namespace) -> list[Path]:
+    """Return the files asked for, else those that say most; without an attempt what the run's jobs wrote."""
+    if named := _named(run, attempt, arguments):
         return named
+    if not run.attempt_logs(attempt).is_dir() and run.job_logs.is_dir():
+        return sorted(run.job_logs.iterdir())
     failed = first_failure(of_attempt(read_events(run), attempt))
     ranks = sorted({0, *([] if failed is None else [int(failed["rank"])])})
     return [run.node_log(attempt, 0), *(run.rank_log(attempt, rank) for rank in ranks)]

@@ -67,11 +67,13 @@ class Progress:
             elif name == "checkpoint_failed":
                 self.saving = None
                 self._notices.append(failed_save(event))
+            elif name == "stop_requested":
+                self._notices.append(f"stopping behind step {step}: {event.get('reason', 'asked to')}")
             elif name == "restored":
                 self._notices += [*passed_over(event), _restored(event, step)]
 
     def take_notices(self) -> list[str]:
-        """Return what a person should read of restores and failed saves; each is given once."""
+        """Return what a person should read of restores, failed saves and stops; each is given once."""
         taken, self._notices = self._notices, []
         return taken
 

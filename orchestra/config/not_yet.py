@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
-from conf.schema import Config, LauncherName, PrecisionName, Recompute
+from conf.schema import Config, PrecisionName, Recompute
 from orchestra.config.keys import shown
 from orchestra.config.situation import Situation
 
@@ -59,13 +59,6 @@ TABLE: tuple[NotYet, ...] = (
         lambda size: size == "auto",
         "a search for the micro-batch size",
         "a number or null",
-    ),
-    NotYet(
-        "cluster.launcher",
-        lambda name: name is LauncherName.slurm,
-        "a way to start Slurm jobs",
-        "cluster=local",
-        part="launcher",
     ),
     NotYet(
         "cluster.spare_nodes",

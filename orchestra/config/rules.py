@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from conf.schema import Config
-from orchestra.config import rules_checkpoint, rules_place, rules_shape, rules_values
+from orchestra.config import rules_checkpoint, rules_place, rules_shape, rules_slurm, rules_values
 from orchestra.config.not_yet import not_yet
 from orchestra.config.situation import Situation, this_machine
 from orchestra.errors import ConfigError
@@ -20,6 +20,7 @@ RULES: tuple[Rule, ...] = (
     *rules_values.RULES,
     *rules_shape.RULES,
     *rules_place.RULES,
+    *rules_slurm.RULES,
     *rules_checkpoint.RULES,
     not_yet,
 )

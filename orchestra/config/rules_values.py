@@ -70,6 +70,7 @@ _AT_MOST: dict[str, float] = {
     "checkpoint.timeout_s": 10**7,
     "recovery.heartbeat_timeout_s": 10**7,
     "recovery.collective_timeout_s": 10**7,
+    "recovery.stop_timeout_s": 10**7,
     "wandb.finish_timeout_s": 10**7,
 }
 # Numbers that must be finite and larger than zero.
@@ -97,6 +98,7 @@ _NOT_NEGATIVE = (
     "optim.weight_decay",
     "cluster.network.intra_node_latency_s",
     "cluster.network.inter_node_latency_s",
+    "recovery.stop_timeout_s",
     "wandb.finish_timeout_s",
 )
 # Texts that must say something where they are given.

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from conf.schema import Config, Device
-from orchestra.errors import TrainingError
+from orchestra.errors import StopRequested, TrainingError
 from orchestra.topology import Coordinates, Layout, layout
 
 
@@ -63,21 +63,30 @@ class Mesh:
 def open_mesh(config: Config, ranks: RankEnvironment) -> Iterator[Mesh]:
     """Join the process group, and leave it when all went well. *Collective* over all ranks.
 
-    After an exception the group is left standing: ending it waits for the other ranks (NCCL), which wait for
-    this one. The process is to write its verdict and exit. Raises TrainingError when the device that the
-    configuration asks for is not there.
+    All went well too where the ranks stopped on request. After any other exception the group is left
+    standing: ending it waits for the other ranks (NCCL), which wait for this one. The process is to write its
+    verdict and exit. Raises TrainingError when the device that the configuration asks for is not there.
     """
     device = choose_device(config.cluster.device, ranks.local_rank)
     degrees = layout(config.parallelism, ranks.world_size)
     if ranks.world_size > 1:
         _join(config, device, ranks)
-    yield Mesh(
+    mesh = Mesh(
         rank=ranks.rank,
         layout=degrees,
         coordinates=degrees.coordinates(ranks.rank),
         device=device,
         dp_group=dist.group.WORLD if degrees.dp > 1 else None,
     )
+    try:
+        yield mesh
+    except StopRequested:
+        _leave()
+        raise
+    _leave()
+
+
+def _leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -54,6 +54,9 @@ class RunState:
     cause: str | None = None
     # The step that a resume would go on from.
     checkpoint_step: int | None = None
+    # The scheduler's job and its word for it, where it was asked (orchestra.report.scheduler).
+    job: str | None = None
+    job_state: str | None = None
 
 
 def is_run(path: Path) -> bool:
@@ -174,7 +177,7 @@ def _without_leader(events: list[Record]) -> tuple[str, Verdict | None]:
     """The leading process died without a verdict of its own; what the ranks wrote still counts."""
     is_finished = any(event["event"] == "finished" and event.get("rank") == 0 for event in events)
     if is_finished or first_failure(events) is not None:
-        verdict = judge(events, exit_code=0 if is_finished else 1, stop_signal=None)
+        verdict = judge(events, exit_code=0 if is_finished else 1, interruption=None)
         return verdict.state, verdict
     return "died", None
 

@@ -15,6 +15,8 @@ from orchestra.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOP
 from orchestra.jsonl import Record
 
 _STATES = {EXIT_DONE: "finished", EXIT_INTERRUPTED: "interrupted", EXIT_STOPPED: "stopped"}
+# Ends that no rank is to blame for.
+_IN_GOOD_ORDER = (EXIT_DONE, EXIT_INTERRUPTED, EXIT_STOPPED)
 _VERDICTS = ("finished", "failed", "rank_failed")
 
 
@@ -57,7 +59,7 @@ def node_verdict(events: Iterable[Record]) -> Verdict | None:
 
 
 def _with_first_failure(code: int, end: Record, events: Iterable[Record]) -> Verdict:
-    failure = first_failure(events) if code not in (EXIT_DONE, EXIT_INTERRUPTED) else None
+    failure = None if code in _IN_GOOD_ORDER else first_failure(events)
     source = failure or end
     return Verdict(
         code=code,
@@ -78,6 +80,11 @@ def first_failure(events: Iterable[Record]) -> Record | None:
     return min(failures, key=lambda event: ("signal" not in event, event.get("time") or 0.0), default=None)
 
 
+def _only_stopped(events: Iterable[Record]) -> bool:
+    failed = [event for event in _of_ranks(events) if event["event"] != "finished"]
+    return all(event.get("code") == EXIT_STOPPED for event in failed)
+
+
 def ranks_with_verdict(events: Iterable[Record]) -> frozenset[int]:
     """Return the ranks whose end is known."""
     return frozenset(int(event["rank"]) for event in _of_ranks(events))
@@ -87,14 +94,22 @@ def _of_ranks(events: Iterable[Record]) -> list[Record]:
     return [event for event in events if event.get("event") in _VERDICTS and "rank" in event]
 
 
-def judge(events: Sequence[Record], *, exit_code: int, stop_signal: str | None) -> Verdict:
-    """Judge an attempt that is over from its events, torchrun's exit code and the signal that stopped it."""
+def judge(events: Sequence[Record], *, exit_code: int, interruption: str | None) -> Verdict:
+    """Judge an attempt that is over from its events, torchrun's exit code and why it was ended at once, if it
+    was.
+
+    One rank that stopped on request is enough for that verdict, unless another one failed: ranks write it
+    when all of them have saved.
+    """
     finished = [event for event in _of_ranks(events) if event["event"] == "finished"]
     if exit_code == EXIT_DONE and finished:
         return Verdict(EXIT_DONE, "finished", step=finished[0].get("step"))
-    if stop_signal is not None:
-        return Verdict(EXIT_INTERRUPTED, "interrupted", f"{stop_signal} received")
     failure = first_failure(events)
+    if failure is not None and _only_stopped(events):
+        cause, message = str(failure.get("cause")), str(failure.get("message") or "")
+        return Verdict(EXIT_STOPPED, cause, message, step=failure.get("step"))
+    if interruption is not None:
+        return Verdict(EXIT_INTERRUPTED, "interrupted", interruption)
     if failure is not None:
         return _with_first_failure(int(failure.get("code", EXIT_FAILED)) or EXIT_FAILED, failure, events)
     return Verdict(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import getpass
 import importlib.metadata
 import itertools
 import json
@@ -19,7 +18,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from typing import Any
 import orchestra
 from conf.schema import Config
 from launchers import processes
+from orchestra.control import user_name
 from orchestra.errors import ConfigError
 from orchestra.frozen import write_config
 from orchestra.rundir import RunDir
@@ -86,15 +86,21 @@ def frozen_config(request: RunRequest, run: RunDir) -> Config:
     return dataclasses.replace(request.config, run=identity)
 
 
-def prepare(request: RunRequest, planned: RunDir) -> RunDir:
-    """Write the run directory: config.yaml and run.json, and return it. Any moment before the end leaves
-    nothing in its place.
+# Writes further files of a run into a draft of its directory (first argument; the second is its place to be)
+# and returns what run.json says beyond the usual.
+Addition = Callable[[RunDir, RunDir], dict[str, Any]]
+
+
+def prepare(request: RunRequest, planned: RunDir, add: Addition | None = None) -> RunDir:
+    """Write the run directory: config.yaml, run.json and what `add` adds, and return it.
+
+    Any moment before the end leaves nothing in its place.
 
     It is `planned`, or with a made name that is taken the first free one of `planned`-2, -3 … Raises
     ConfigError when a configured name was taken meanwhile, or when nothing can be written there.
     """
     for run in _choices(planned) if request.config.run.name is None else [planned]:
-        if not os.path.lexists(run.path) and _is_written(request, run):
+        if not os.path.lexists(run.path) and _is_written(request, run, add):
             return run
     raise ConfigError(_taken(planned))
 
@@ -105,14 +111,15 @@ def _choices(first: RunDir) -> Iterator[RunDir]:
         yield RunDir(first.path.with_name(f"{first.name}-{number}"))
 
 
-def _is_written(request: RunRequest, run: RunDir) -> bool:
+def _is_written(request: RunRequest, run: RunDir, add: Addition | None) -> bool:
     """Write `run` beside its place and move it there; return False when the place was taken meanwhile."""
     draft = RunDir(run.path.with_name(f".{run.name}.{secrets.token_hex(4)}"))
     made = [parent for parent in draft.path.parents if not os.path.lexists(parent)]
     try:
         draft.path.mkdir(parents=True)
         write_config(draft.config, frozen_config(request, run))
-        draft.record.write_text(json.dumps(_record(request, run), indent=2) + "\n")
+        added = {} if add is None else add(draft, run)
+        draft.record.write_text(json.dumps({**_record(request, run), **added}, indent=2) + "\n")
         return _claim(draft, run)
     except OSError as error:
         _discard(draft, made)
@@ -155,10 +162,11 @@ def _record(request: RunRequest, run: RunDir) -> dict[str, Any]:
         "command": list(request.command),
         "created": time.time(),
         "host": socket.gethostname(),
-        # Whoever prepares a run starts it: a run without an attempt and without this process died.
+        # Whoever prepares a run starts it, unless it is submitted: a run without an attempt and without this
+        # process died.
         "pid": os.getpid(),
         "pid_started": None if process is None else process.started,
-        "user": _user(),
+        "user": user_name(),
         "code_revision": None if revision is None else dataclasses.asdict(revision),
         "versions": {
             "orchestra": orchestra.__version__,
@@ -168,11 +176,3 @@ def _record(request: RunRequest, run: RunDir) -> dict[str, Any]:
         "python": sys.executable,
         "wandb_id": secrets.token_hex(_WANDB_ID_BYTES),
     }
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        # A container's user id without a name.
-        return str(os.getuid())

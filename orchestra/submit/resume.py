@@ -7,14 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import secrets
 import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from conf.schema import Config
 from launchers import processes
@@ -28,6 +24,7 @@ from orchestra.report.checkpoints import newest_checkpoint
 from orchestra.report.state import read_ending, read_record
 from orchestra.report.verdict import last_attempt
 from orchestra.rundir import RunDir
+from orchestra.submit.claims import claimed_attempt, read_claim, take, write_whole
 from orchestra.submit.environment import source_root
 from orchestra.submit.launch import WORKER_MODULE
 from orchestra.submit.revision import code_revision
@@ -66,10 +63,10 @@ def next_attempt(run: RunDir, overrides: Sequence[str], situation: Situation, no
     state, _ = read_ending(run, events, now)
     if state in _ALIVE:
         raise ConfigError(_alive(run, events, state))
-    claimed = _claimed(run)
+    claimed = claimed_attempt(run)
     last = last_attempt(events)
-    if claimed is not None and (last is None or claimed > last) and _counts(run, claimed, now):
-        raise ConfigError(_being_resumed(run, claimed))
+    if (pending := pending_attempt(run, last, now)) is not None:
+        raise ConfigError(_being_resumed(run, pending))
     number = max([-1, *(number for number in (last, claimed) if number is not None)]) + 1
     before = read_config(run.config)
     config = changed_config(_without_past_faults(before, number), overrides, situation)
@@ -105,21 +102,26 @@ def _alive(run: RunDir, events: list[Record], state: str) -> str:
     started = [it for it in events if it.get("event") == "attempt_started" and it.get("attempt") == last]
     record = started[-1] if started else read_record(run)
     what = "is being started" if state == "not started" else f"is running, attempt {last}"
+    leader = f"process {record.get('pid', '?')} on {record.get('host', '?')} leads it"
+    if not started and record.get("jobs"):
+        leader = "a Slurm job is to start it (`orchestra status` tells more)"
     return (
-        f"{run.name} {what}: process {record.get('pid', '?')} on {record.get('host', '?')} leads it; let it "
-        f"end or stop it there (Ctrl-C) first"
+        f"{run.name} {what}: {leader}; let it "
+        f"end, or stop it first: `orchestra cancel` (which saves), or Ctrl-C there"
     )
 
 
-def _claimed(run: RunDir) -> int | None:
-    """Return the highest attempt that somebody claimed."""
-    numbers = [file.stem.removeprefix("attempt-") for file in run.control.glob("attempt-*.claim")]
-    return max((int(number) for number in numbers if number.isdecimal()), default=None)
+def pending_attempt(run: RunDir, last: int | None, now: float) -> int | None:
+    """Return the attempt after `last`, the newest begun, which somebody is making ready; None without one."""
+    claimed = claimed_attempt(run)
+    if claimed is None or (last is not None and claimed <= last):
+        return None
+    return claimed if _counts(run, claimed, now) else None
 
 
 def _counts(run: RunDir, attempt: int, now: float) -> bool:
     """Whether the process that claimed an attempt, of which nothing was heard since, may still begin it."""
-    claim = _read_claim(run, attempt)
+    claim = read_claim(run, attempt)
     pid, started = claim.get("pid"), claim.get("pid_started")
     if claim.get("host") == socket.gethostname() and is_whole(pid):
         process = processes.find(pid)
@@ -131,16 +133,8 @@ def _counts(run: RunDir, attempt: int, now: float) -> bool:
     return now - float(made) < _CLAIM_COUNTS_S
 
 
-def _read_claim(run: RunDir, attempt: int) -> dict[str, Any]:
-    try:
-        claim = json.loads(run.claim(attempt).read_text())
-    except (OSError, ValueError):
-        return {}
-    return claim if isinstance(claim, dict) else {}
-
-
 def _being_resumed(run: RunDir, attempt: int) -> str:
-    claim = _read_claim(run, attempt)
+    claim = read_claim(run, attempt)
     return (
         f"{run.name} is being resumed already: process {claim.get('pid', '?')} on {claim.get('host', '?')} "
         f"starts attempt {attempt}"
@@ -167,19 +161,8 @@ def claim(plan: NextAttempt, command: Sequence[str]) -> None:
 
 
 def _take(plan: NextAttempt) -> None:
-    process = processes.find(os.getpid())
-    content = {
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "pid_started": None if process is None else process.started,
-        "time": time.time(),
-    }
-    # Exclusive creation works on every file system that clusters share, locks do not.
-    try:
-        with plan.run.claim(plan.number).open("x") as file:
-            file.write(json.dumps(content) + "\n")
-    except FileExistsError as error:
-        raise ConfigError(_being_resumed(plan.run, plan.number)) from error
+    if not take(plan.run, plan.number):
+        raise ConfigError(_being_resumed(plan.run, plan.number))
 
 
 def _await_end_of_orphans(run: RunDir) -> None:
@@ -198,8 +181,8 @@ def _replace_config(plan: NextAttempt) -> None:
     """Put the new configuration in place as one act; the older stays beside it, under its last attempt."""
     run = plan.run
     if plan.last_attempt is not None and not run.config_of_attempt(plan.last_attempt).exists():
-        _write(run.config_of_attempt(plan.last_attempt), run.config.read_text())
-    _write(run.config, to_yaml(plan.config))
+        write_whole(run.config_of_attempt(plan.last_attempt), run.config.read_text())
+    write_whole(run.config, to_yaml(plan.config))
 
 
 def _record_resume(plan: NextAttempt, command: Sequence[str]) -> None:
@@ -215,18 +198,4 @@ def _record_resume(plan: NextAttempt, command: Sequence[str]) -> None:
         "code_revision": None if revision is None else dataclasses.asdict(revision),
     }
     record["resumes"] = [*(resumes if isinstance(resumes, list) else []), entry]
-    _write(plan.run.record, json.dumps(record, indent=2) + "\n")
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a file as one act, its bytes on disk before its name."""
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        with draft.open("w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise
+    write_whole(plan.run.record, json.dumps(record, indent=2) + "\n")

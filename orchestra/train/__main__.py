@@ -13,7 +13,7 @@ import signal
 import sys
 from pathlib import Path
 
-from orchestra.errors import EXIT_DONE
+from orchestra.errors import EXIT_DONE, EXIT_STOPPED
 from orchestra.rundir import RunDir
 
 _PR_SET_PDEATHSIG = 1
@@ -49,7 +49,11 @@ def redirect_output(path: Path) -> None:
 
 
 def main() -> int:
-    """Run this rank and return its exit code."""
+    """Run this rank and return its exit code.
+
+    Under torchrun a stop on request ends with 0 like any end in good order, and its verdict is in the events:
+    after another code torchrun would end the ranks that still have to close what they hold.
+    """
     parser = argparse.ArgumentParser(prog="python -m orchestra.train", description=__doc__.splitlines()[0])
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--attempt", type=int, default=0)
@@ -57,12 +61,15 @@ def main() -> int:
     die_with_parent()
     ignore_scheduler_signals()
     run = RunDir(arguments.run_dir.resolve())
-    if "RANK" in os.environ:
+    is_under_torchrun = "RANK" in os.environ
+    if is_under_torchrun:
         redirect_output(run.rank_log(arguments.attempt, int(os.environ["RANK"])))
 
     from orchestra.train.worker import run_rank
 
     code = run_rank(run, arguments.attempt)
+    if code == EXIT_STOPPED:
+        return EXIT_DONE if is_under_torchrun else code
     if code != EXIT_DONE:
         # The verdict is written. Threads and process groups of a failed rank may never end by themselves.
         sys.stdout.flush()

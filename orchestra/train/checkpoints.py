@@ -87,17 +87,19 @@ class Checkpoints:
             self._prepare()
         return begin
 
-    def is_due(self, step: int) -> bool:
-        """Whether the state behind `step` is to be saved."""
-        return self._every_steps is not None and (step % self._every_steps == 0 or step == self._last_step)
+    def is_due(self, step: int, *, is_last: bool = False) -> bool:
+        """Whether the state behind `step` is to be saved; `is_last`: this attempt ends there."""
+        if self._every_steps is None:
+            return False
+        return is_last or step % self._every_steps == 0 or step == self._last_step
 
-    def save(self, behind: Position) -> None:
+    def save(self, behind: Position, *, is_last: bool = False) -> None:
         """Save the state as it is now. Training goes on whatever becomes of it: the events tell.
 
-        Only with `checkpoint.async_save=false` and at the last step it waits. Raises TrainingError where the
-        last one cannot be written.
+        Only with `checkpoint.async_save=false`, at the last step and where it `is_last` of the attempt it
+        waits until it is committed. Raises TrainingError where such a last one cannot be written.
         """
-        if behind.step == self._last_step:
+        if is_last or behind.step == self._last_step:
             self._save_last(behind)
             return
         self._checkpointer.save(behind.step, self._state.snapshot(), self._document(behind))

@@ -1,12 +1,14 @@
-"""The training loop: batch, step, record, save. It builds nothing and knows no parallelism."""
+"""The training loop: batch, step, record, save, stop. It builds nothing and knows no parallelism."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from dataclasses import dataclass
 
 from conf.schema import Config
+from orchestra.control import StopRequest
 from orchestra.data.ledger import Ledger
 from orchestra.data.loader import Batch, Loader
 from orchestra.events import EventWriter
@@ -19,6 +21,7 @@ from orchestra.train.nonfinite import NonFiniteGuard
 from orchestra.train.position import Position
 from orchestra.train.profile import StepProfiler
 from orchestra.train.step import StepResult
+from orchestra.train.stopping import Stopping
 
 
 @dataclass
@@ -42,17 +45,28 @@ class Recorder:
 
 @dataclass(frozen=True)
 class Course:
-    """What feeds, keeps and disturbs the training: the data, the checkpoints, the planned faults."""
+    """What feeds, keeps, ends and disturbs the training: data, checkpoints, stop requests, planned faults."""
 
     loader: Loader
     checkpoints: Checkpoints
+    stopping: Stopping
     faults: Faults
 
 
-def train(config: Config, training: Training, course: Course, recorder: Recorder, begin: Position) -> None:
-    """Run the steps after `begin` up to train.steps. *Collective*. Raises NonFiniteError by the policy."""
+def train(
+    config: Config, training: Training, course: Course, recorder: Recorder, begin: Position
+) -> StopRequest | None:
+    """Run the steps after `begin` up to train.steps, or until a stop is asked for. *Collective*.
+
+    Returns the request where it ended before the last step, its state saved; all ranks then stand behind the
+    same step. Raises NonFiniteError by the policy.
+    """
     guard = _guard(config, training, recorder, begin)
-    for step in range(begin.step + 1, config.train.steps + 1):
+    last_step = config.train.steps
+    recorder.progress.step = begin.step
+    if begin.step < last_step and course.stopping.begin(begin.step):
+        return _requested(begin.step, course, recorder)
+    for step in range(begin.step + 1, last_step + 1):
         recorder.progress.step = step
         course.faults.strike("step", step)
         began = time.perf_counter()
@@ -62,8 +76,10 @@ def train(config: Config, training: Training, course: Course, recorder: Recorder
             result = training.step.run(step, batch.tokens)
         if recorder.ledger is not None:
             recorder.ledger.write(step, batch.sample_ids)
-        is_logged = step % config.train.log_every == 0 or step == config.train.steps
-        is_saved = course.checkpoints.is_due(step)
+        is_stop = course.stopping.is_due(step) and step < last_step
+        request = _requested(step, course, recorder) if is_stop else None
+        is_logged = step % config.train.log_every == 0 or step == last_step or request is not None
+        is_saved = course.checkpoints.is_due(step, is_last=request is not None)
         failure = guard.failure(step, result, must_read=is_logged or is_saved)
         if recorder.meter is not None:
             is_row = is_logged or failure is not None
@@ -75,7 +91,23 @@ def train(config: Config, training: Training, course: Course, recorder: Recorder
         if failure is not None:
             raise failure
         if is_saved:
-            course.checkpoints.save(_position(step, batch, result, guard, recorder))
+            behind = _position(step, batch, result, guard, recorder)
+            course.checkpoints.save(behind, is_last=request is not None)
+        if request is not None:
+            return request
+    return None
+
+
+def _requested(step: int, course: Course, recorder: Recorder) -> StopRequest:
+    """Return the request that ends the training behind `step`; rank 0 records it."""
+    request = course.stopping.request()
+    if recorder.meter is not None:
+        evidence = {"reason": request.reason, "user": request.user, "asked_on": request.host}
+        since = {"asked_at": request.time, "seconds": time.time() - request.time}
+        # A full disk takes the record; the other ranks go on to the save, and so must this one.
+        with contextlib.suppress(OSError):
+            recorder.events.write("stop_requested", step=step, **evidence, **since)
+    return request
 
 
 def _guard(config: Config, training: Training, recorder: Recorder, begin: Position) -> NonFiniteGuard:

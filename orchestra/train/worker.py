@@ -6,14 +6,23 @@ in its event file; whoever started the run ends with that code.
 
 from __future__ import annotations
 
+import sys
 import traceback
 from dataclasses import dataclass
 
 import torch
 
+from checkpointing.peers import Peers
 from conf.schema import Config
 from orchestra.data.ledger import Ledger
-from orchestra.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, OrchestraError
+from orchestra.errors import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_STOPPED,
+    OrchestraError,
+    StopRequested,
+)
 from orchestra.events import EventWriter, rank_writer
 from orchestra.flops import num_parameters
 from orchestra.frozen import read_config
@@ -31,6 +40,7 @@ from orchestra.train.peak import device_peak_flops
 from orchestra.train.position import Position
 from orchestra.train.profile import StepProfiler
 from orchestra.train.state import TensorState
+from orchestra.train.stopping import RequestWatch, Stopping
 from orchestra.train.wandb_mirror import WandbMirror
 
 
@@ -57,12 +67,21 @@ def run_rank(run: RunDir, attempt: int) -> int:
         _train(config, ranks, records)
         events.write("finished", code=EXIT_DONE, step=config.train.steps)
         return EXIT_DONE
+    except StopRequested as stop:
+        _stopped(stop, records)
+        return EXIT_STOPPED
     except BaseException as error:  # noqa: BLE001  whatever ends a rank must become its verdict
         return _failed(error, records)
     finally:
         # After the verdict: waiting for wandb must not hold back the news of a failure.
         if mirror is not None:
             mirror.close()
+
+
+def _stopped(stop: StopRequested, records: Records) -> None:
+    step, cause = records.progress.step, type(stop).__name__
+    records.events.write("failed", code=EXIT_STOPPED, cause=cause, step=step, message=str(stop))
+    sys.stderr.write(f"stopped behind step {step}: {stop}\n")
 
 
 def _failed(error: BaseException, records: Records) -> int:
@@ -95,16 +114,28 @@ def _train(config: Config, ranks: RankEnvironment, records: Records) -> None:
 
 
 def train_on(mesh: Mesh, config: Config, ranks: RankEnvironment, records: Records) -> Training:
-    """Build, restore and train to the end on a mesh that is open; return what was trained. *Collective*."""
+    """Build, restore and train to the end on a mesh that is open; return what was trained. *Collective*.
+
+    Raises StopRequested, on all ranks behind the same step, where somebody asked for it before the end.
+    """
     training = build_training(config, mesh)
     faults = Faults(planned_faults(config.recovery.inject), records.attempt, mesh.rank)
-    checkpoints = _checkpoints(config, ranks, mesh, training, records, faults)
+    peers = open_peers(mesh, ranks, records.attempt, config.checkpoint.timeout_s)
+    checkpoints = _checkpoints(config, ranks, mesh, training, records, faults, peers)
     begin = checkpoints.begin()
     loader = build_loader(config, mesh, training.batch, begin.samples)
     recorder = _recorder(config, mesh, training, records, begin)
-    train(config, training, Course(loader, checkpoints, faults), recorder, begin)
+    watch = RequestWatch(records.run, records.attempt) if mesh.rank == 0 else None
+    stopping = Stopping(peers, watch)
+    try:
+        request = train(config, training, Course(loader, checkpoints, stopping, faults), recorder, begin)
+    finally:
+        stopping.close()
     recorder.profiler.close()
     loader.close()
+    stopping.leave()
+    if request is not None:
+        raise StopRequested(str(request))
     return training
 
 
@@ -115,8 +146,8 @@ def _checkpoints(
     training: Training,
     records: Records,
     faults: Faults,
+    peers: Peers,
 ) -> Checkpoints:
-    peers = open_peers(mesh, ranks, records.attempt, config.checkpoint.timeout_s)
     state = TensorState(training.parallelized.trained, training.optimizer, mesh)
     setting = Setting(config, records.run, records.attempt, ranks, mesh, peers, records.events)
     return Checkpoints(setting, state, faults)

@@ -199,19 +199,17 @@ def test_a_dry_run_prints_the_command_and_writes_nothing(tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("number", "to_group"), [(signal.SIGINT, False), (signal.SIGINT, True), (signal.SIGTERM, False)]
-)
-def test_ctrl_c_ends_every_process_with_130(tmp_path: Path, number: signal.Signals, to_group: bool) -> None:
+@pytest.mark.parametrize("to_group", [False, True])
+def test_ctrl_c_ends_every_process_with_130(tmp_path: Path, to_group: bool) -> None:
     started = _start(tmp_path)
     assert len(_processes_of(started.run)) >= 3, "torchrun and two workers"
-    (os.killpg if to_group else os.kill)(started.process.pid, number)
+    (os.killpg if to_group else os.kill)(started.process.pid, signal.SIGINT)
     code, out, err = started.end()
     assert code == 130
     assert "Traceback" not in out + err
     assert "interrupted after" in out
     assert _processes_of(started.run) == []
-    assert _events(started.run, "failed")[-1]["message"] == f"{number.name} received"
+    assert _events(started.run, "failed")[-1]["message"] == "SIGINT received"
 
 
 def test_nothing_outlives_a_command_that_is_killed(tmp_path: Path) -> None:

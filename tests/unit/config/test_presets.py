@@ -26,7 +26,7 @@ def composed(group: str, preset: str, situation: Situation) -> Composed:
     if group == "experiment" and preset != "demo":
         needed = ["data.path=s3://bucket/corpus"]
     if group == "parallelism" and preset.startswith("tp8_"):
-        needed = ["cluster=slurm", "cluster.nodes=8", "train.global_batch_size=64"]
+        needed = ["cluster=slurm", "cluster.nodes=8", "cluster.gpus_per_node=8", "train.global_batch_size=64"]
     return compose([chosen, *needed], situation)
 
 

@@ -72,6 +72,8 @@ CASES: list[tuple[str, Change, Sequence[str]]] = [
     ("rule_numbers", {"optim.weight_decay": -0.1}, ["optim.weight_decay=-0.1", "0 or more"]),
     ("rule_numbers", {"cluster.peak_tflops": 0.0}, ["cluster.peak_tflops=0.0"]),
     ("rule_numbers", {"recovery.collective_timeout_s": 0.0}, ["recovery.collective_timeout_s=0.0"]),
+    ("rule_numbers", {"recovery.stop_timeout_s": -1.0}, ["recovery.stop_timeout_s=-1.0"]),
+    ("rule_sizes", {"recovery.stop_timeout_s": 1e300}, ["stop_timeout_s=1e+300", "10000000"]),
     ("rule_texts", {"run.dir": " "}, ["run.dir is empty"]),
     ("rule_zero_stage", {"parallelism.zero": 4}, ["parallelism.zero=4", "0, 1, 2 or 3"]),
     ("rule_betas", {"optim.betas": [0.9]}, ["optim.betas=[0.9]", "[0.9,0.95]"]),
@@ -92,6 +94,13 @@ CASES: list[tuple[str, Change, Sequence[str]]] = [
     ),
     ("rule_hardware_name", {"cluster.hardware": "H100s"}, ["cluster.hardware=H100s", "did you mean h100?"]),
     ("rule_time_limit", {"cluster.time_limit": "4h"}, ["cluster.time_limit=4h", "D-HH:MM:SS"]),
+    (
+        "rule_time_for_warning",
+        {"cluster.launcher": "slurm", "cluster.time_limit": "4"},
+        ["cluster.time_limit=4", "150 s before its end", "use 5 minutes or more"],
+    ),
+    ("rule_slurm_extra", {"cluster.slurm_extra": {"nodes": 3}}, ["slurm_extra.nodes", "cluster.nodes"]),
+    ("rule_slurm_extra", {"cluster.slurm_extra": {"array": "0-3"}}, ["slurm_extra.array", "sweep"]),
     ("rule_run_name", {"run.name": "../x"}, ["run.name=../x", "letters"]),
     ("rule_run_name", {"run.name": ""}, ["run.name is empty", "leave it out"]),
     ("rule_run_name", {"run.name": "x" * 101}, ["100 letters"]),
@@ -247,6 +256,7 @@ ELSEWHERE = {
     "rule_checkpoint_space",
     "rule_checkpoint_memory",
     "rule_init_from",
+    "rule_launcher",
     "not_yet",
 }
 
@@ -267,6 +277,24 @@ def test_a_broken_rule_says_what_was_found_and_what_to_do(
 def test_every_rule_is_broken_by_some_case() -> None:
     tested = {rule for rule, _, _ in CASES} | ELSEWHERE
     assert tested == {rule.__name__ for rule in RULES}
+
+
+@pytest.mark.parametrize(
+    ("verb", "launcher", "advice"),
+    [
+        ("run", "slurm", "use `orchestra submit`"),
+        ("resume", "slurm", "use cluster=local"),
+        ("submit", "local", "use cluster=slurm"),
+        ("submit", "slurm", None),
+        ("plan", "slurm", None),
+    ],
+)
+def test_each_command_says_where_it_trains(verb: str, launcher: str, advice: str | None) -> None:
+    problems = [
+        text for text in broken({"cluster.launcher": launcher}, Situation(verb)) if "launcher" in text
+    ]
+    assert len(problems) == (advice is not None)
+    assert advice is None or advice in problems[0]
 
 
 def test_the_default_configuration_breaks_no_rule() -> None:
@@ -303,7 +331,6 @@ NOT_BUILT: dict[str, list[Any]] = {
     "precision.reduce_dtype": ["bf16"],
     "train.recompute": ["selective", "full"],
     "train.micro_batch_size": ["auto"],
-    "cluster.launcher": ["slurm"],
     "cluster.spare_nodes": [1],
     "recovery.min_nodes": [1],
     "recovery.memory_copy_every_steps": [5],

@@ -35,6 +35,15 @@ def test_a_single_node_is_not_looked_up_by_name() -> None:
     assert "--local-addr" not in torchrun.command(_spec(2), Place(0, "node-a", 20001))
 
 
+def test_nodes_of_one_attempt_meet_under_its_name_at_addresses_of_their_own() -> None:
+    from torch.distributed.run import get_args_parser
+
+    place = Place(1, "10.0.0.1", 20001, local_address="10.0.0.2", meeting_id="12.0-3")
+    words = torchrun.command(_spec(num_nodes=2), place)
+    arguments = get_args_parser().parse_args(list(words[3:]))
+    assert (arguments.rdzv_id, arguments.local_addr) == ("12.0-3", "10.0.0.2")
+
+
 _REPORT = """\
 W1121 07:08:25 4677 api.py:1028] Sending process 4680 closing signal SIGTERM
 E1121 07:08:30 4677 api.py:1002] failed (exitcode: 3) local_rank: 1 (pid: 4681) of binary: python

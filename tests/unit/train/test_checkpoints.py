@@ -60,14 +60,14 @@ class Attempt:
         setting = Setting(config, self.run, number, ALONE, mesh, peers, events)
         self.checkpoints = Checkpoints(setting, self.state, faults or Faults([], number, 0))
 
-    def save(self, step: int) -> None:
+    def save(self, step: int, *, is_last: bool = False) -> None:
         """Save with every element of the state set to `step`."""
         for shard in self.state.snapshot():
             if shard.name.startswith(("model.", "optimizer.")):
                 shard.tensor.fill_(step)
-        self.checkpoints.save(
-            Position(step=step, samples=step * 16, totals=Totals(1.0, step * 128, 0.5), score=1.0 / step)
-        )
+        totals = Totals(1.0, step * 128, 0.5)
+        behind = Position(step=step, samples=step * 16, totals=totals, score=1.0 / step)
+        self.checkpoints.save(behind, is_last=is_last)
 
     def holds(self, value: float) -> bool:
         shards = (it for it in self.state.snapshot() if not it.name.startswith("rng."))
@@ -114,6 +114,18 @@ def test_a_synchronous_save_is_committed_when_it_returns(tmp_path: Path) -> None
     for step in (5, 10):
         attempt.save(step)
         assert steps_of(tmp_path / "run")[-1] == step
+
+
+def test_the_last_save_of_an_attempt_that_stops_early_is_committed_when_it_returns(tmp_path: Path) -> None:
+    attempt = Attempt(tmp_path / "run", 0, config_of(async_save=True))
+    attempt.checkpoints.begin()
+    attempt.save(5)
+    assert attempt.checkpoints.is_due(7, is_last=True)
+    attempt.save(7, is_last=True)
+    assert steps_of(tmp_path / "run") == [5, 7]
+    assert events(tmp_path / "run", "checkpoint_skipped") == []
+    never = Attempt(tmp_path / "other", 0, config_of(every_steps=None))
+    assert not never.checkpoints.is_due(7, is_last=True)
 
 
 def test_a_new_run_refuses_a_folder_that_holds_checkpoints(tmp_path: Path) -> None:

@@ -1,0 +1,64 @@
+"""Runs one of Slurm's commands with a time-out, and tells a refusal from silence."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Sequence
+
+from launchers.errors import SlurmMissing, SlurmRefused, SlurmSilent
+from launchers.slurm.environment import scrubbed
+
+QUERY_TIMEOUT_S = 20.0
+# What Slurm's commands write when no controller or database answered them.
+_SILENCE = re.compile(
+    r"unable to contact slurm controller|socket timed out|connection (refused|timed out)|zero bytes were"
+    r"|communication connection failure|no route to host|unable to connect|establish a configuration source",
+    re.IGNORECASE,
+)
+
+
+def output_of(words: Sequence[str], *, stdin: str = "", timeout_s: float = QUERY_TIMEOUT_S) -> str:
+    """Run a command of Slurm's and return what it printed.
+
+    Raises SlurmMissing when this machine does not have it, SlurmRefused with its words when it said no, and
+    SlurmSilent when nobody answered: then what was asked for may or may not have happened.
+    """
+    return both_outputs_of(words, stdin=stdin, timeout_s=timeout_s)[0]
+
+
+def both_outputs_of(
+    words: Sequence[str], *, stdin: str = "", timeout_s: float = QUERY_TIMEOUT_S
+) -> tuple[str, str]:
+    """Do what `output_of` does and return standard output and standard error."""
+    name = words[0]
+    try:
+        done = subprocess.run(
+            words,
+            input=stdin,
+            env=scrubbed(os.environ),
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+            check=False,
+        )
+    except FileNotFoundError as error:
+        raise SlurmMissing(
+            f"{name} is not on this machine; type this on a login node of the cluster"
+        ) from error
+    except subprocess.TimeoutExpired as error:
+        raise SlurmSilent(f"{name} got no answer from Slurm's controller within {timeout_s:g} s") from error
+    if done.returncode != 0:
+        said = _last_words(done.stderr, name) or f"exit code {done.returncode}"
+        kind = SlurmSilent if _SILENCE.search(done.stderr) else SlurmRefused
+        raise kind(f"{name}: {said}")
+    return done.stdout, done.stderr
+
+
+def _last_words(stderr: str, name: str) -> str:
+    lines = [
+        re.sub(rf"^{re.escape(name)}:\s*(error|fatal):\s*", "", line.strip()) for line in stderr.splitlines()
+    ]
+    return "; ".join(line for line in lines if line)

@@ -1,0 +1,69 @@
+"""What a cluster has: partitions, and in each the kinds of nodes. It asks sinfo once and decides nothing."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from launchers.slurm.commands import output_of
+
+_FORMAT = "%P|%a|%l|%D|%c|%T|%G"
+# Type and count of a gres: gpu:4, gpu:h100:8(S:0-1).
+_GPUS = re.compile(r"(?:^|,)gpu:(?:[^,:()]+:)?(\d+)")
+
+
+@dataclass(frozen=True)
+class NodeKind:
+    """Nodes of a partition that are alike."""
+
+    num_nodes: int
+    num_cpus: int
+    num_gpus: int
+    # Slurm's word, such as idle or down*.
+    state: str
+
+
+@dataclass(frozen=True)
+class Partition:
+    """One partition; its time limit as Slurm writes it, such as 1-00:00:00 or infinite."""
+
+    name: str
+    is_default: bool
+    is_up: bool
+    time_limit: str
+    kinds: tuple[NodeKind, ...]
+
+    def num_nodes(self, gpus: int = 0) -> int:
+        """Return how many of its nodes have at least so many GPUs, whatever their state."""
+        return sum(kind.num_nodes for kind in self.kinds if kind.num_gpus >= gpus)
+
+    @property
+    def most_gpus(self) -> int:
+        """The GPUs of its best nodes."""
+        return max((kind.num_gpus for kind in self.kinds), default=0)
+
+
+def partitions() -> tuple[Partition, ...]:
+    """Return the cluster's partitions. Raises SlurmMissing, SlurmRefused and SlurmSilent."""
+    return parsed(output_of(("sinfo", "--noheader", "--exact", f"--format={_FORMAT}")))
+
+
+def parsed(text: str) -> tuple[Partition, ...]:
+    """Return the partitions in what sinfo printed; lines that say something else are passed over."""
+    found: dict[str, list[tuple[bool, str, NodeKind]]] = {}
+    defaults = set()
+    for line in text.splitlines():
+        parts = line.strip().split("|", 6)
+        if len(parts) != 7 or not parts[3].isdecimal():
+            continue
+        name, available, limit, count, cpus, state, gres = parts
+        if name.endswith("*"):
+            name = name.removesuffix("*")
+            defaults.add(name)
+        gpus = sum(int(number) for number in _GPUS.findall(gres))
+        kind = NodeKind(int(count), int(cpus.rstrip("+") or 0), gpus, state)
+        found.setdefault(name, []).append((available == "up", limit, kind))
+    return tuple(
+        Partition(name, name in defaults, lines[0][0], lines[0][1], tuple(kind for _, _, kind in lines))
+        for name, lines in found.items()
+    )

@@ -1,0 +1,95 @@
+"""From a configuration to the Slurm job that trains it: a pure function. It asks and submits nothing."""
+
+from __future__ import annotations
+
+import secrets
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from conf.schema import Config, ContainerConfig, Device, Requeue
+from launchers.slurm.script import BatchJob
+from orchestra.config.rules_slurm import warning_lead_s
+from orchestra.rundir import RunDir
+
+NODE_MODULE = "orchestra.submit.node"
+_TOKEN_BYTES = 8
+_GPU_OPTIONS = ("gres", "gpus", "gpus_per_task", "gpus_per_socket")
+_TOKEN_PREFIX = "orchestra:"
+
+
+def new_token() -> str:
+    """Return what a job carries in its comment, so that it is found again; no two are the same."""
+    return _TOKEN_PREFIX + secrets.token_hex(_TOKEN_BYTES)
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one node gives a job, where the configuration leaves it open: processor cores, None: unknown."""
+
+    cpus: int | None = None
+
+
+def batch_job(config: Config, run: RunDir, token: str, share: Share | None = None) -> BatchJob:
+    """Return the job that trains `run`; `config` says the ranks per node and the device."""
+    cluster = config.cluster
+    ranks = int(cluster.gpus_per_node)
+    options = {
+        "partition": cluster.partition,
+        "account": cluster.account,
+        "qos": cluster.qos,
+        "time": cluster.time_limit,
+        "constraint": cluster.constraint,
+        "exclude": cluster.exclude or None,
+        **cluster.slurm_extra,
+    }
+    prefix, srun_options = _container(cluster.container, run)
+    return BatchJob(
+        name=run.name,
+        num_nodes=cluster.nodes,
+        command=(*prefix, _python(cluster.container), "-u", "-m", NODE_MODULE, str(run.path)),
+        log_folder=run.job_logs,
+        directory=run.path,
+        comment=token,
+        exports={"PYTHONPATH": str(run.code), "PYTHONSAFEPATH": "1"},
+        warning_lead_s=warning_lead_s(config),
+        requeue=cluster.requeue is Requeue.requeue,
+        gpus_per_node=None if cluster.device is Device.cpu or _asks_for_gpus(options) else ranks,
+        cpus_per_task=_cpus(config, ranks, share or Share()),
+        setup=tuple(cluster.setup),
+        srun_options=srun_options,
+        options=options,
+    )
+
+
+def _asks_for_gpus(options: Mapping[str, object]) -> bool:
+    """Whether GPUs are asked for in a site's own words, beside which Slurm takes no second ones."""
+    return any(name.removeprefix("--").replace("-", "_") in _GPU_OPTIONS for name in options)
+
+
+def _cpus(config: Config, ranks: int, share: Share) -> int | None:
+    """Cores of the one task per node: for the threads that are configured, else the node's fair share."""
+    threads = config.cluster.threads_per_rank
+    if threads is not None:
+        return ranks * threads
+    return ranks if config.cluster.device is Device.cpu else share.cpus
+
+
+def _python(container: ContainerConfig) -> str:
+    """The interpreter of this machine is not the container's."""
+    return "python3" if container.image or container.prefix else sys.executable
+
+
+def _container(container: ContainerConfig, run: RunDir) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the words before the command, and the options of srun (Pyxis), that put it into a container."""
+    if container.image is None and container.prefix is None:
+        return (), ()
+    # Said again inside: an image's own variables may be stronger than the job's.
+    inside = ("env", f"PYTHONPATH={run.code}", "PYTHONSAFEPATH=1")
+    words = (*shlex.split(container.prefix or ""), *inside)
+    if container.image is None:
+        return words, ()
+    parent = run.path.parent
+    mounts = ",".join([f"{parent}:{parent}", *container.mounts])
+    return words, (f"--container-image={container.image}", f"--container-mounts={mounts}")

@@ -1,0 +1,139 @@
+"""What the control plane writes about one attempt: that it starts, who died without a word, how it ended.
+
+The node agents' side of the two planes' meeting place: workers write their own verdicts. The same for an
+attempt in the foreground and for one over several nodes, where only node 0 speaks for the whole. It starts
+and ends no process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from conf.schema import Config
+from launchers import processes
+from launchers.spec import Ending, LaunchSpec
+from orchestra.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, LaunchError
+from orchestra.events import EventWriter, node_writer, read_events
+from orchestra.report.verdict import Verdict, judge, node_verdict, of_attempt, ranks_with_verdict, signal_name
+from orchestra.rundir import RunDir
+from orchestra.topology import batch_shape, layout
+
+# What most often sends these signals to a worker.
+_HINTS = {
+    "SIGKILL": "from outside: often the kernel when memory runs out (dmesg tells), or a user's kill -9",
+    "SIGSEGV": "a crash in native code; the rank's log may hold its last words",
+    "SIGABRT": "an assertion in native code; the rank's log may hold its last words",
+    "SIGBUS": "a memory-mapped file was cut short or a device went away; /dev/shm may be full",
+}
+
+
+@dataclass(frozen=True)
+class AttemptRecord:
+    """The record that one node's agent keeps of an attempt, in an event file of its own."""
+
+    run: RunDir
+    number: int
+    node: int
+    events: EventWriter
+
+    def seen(self) -> list[dict[str, object]]:
+        """Return what everybody has written about this attempt so far."""
+        return of_attempt(read_events(self.run), self.number)
+
+    def conclude(self, ending: Ending, interruption: str | None) -> Verdict:
+        """Judge how the whole attempt ended, write that down and return it. *Node 0 only*.
+
+        `interruption` says why the ranks were ended at once, None where they ended by themselves, be it
+        because they were asked to.
+        """
+        # A full disk takes the record, not the verdict.
+        with contextlib.suppress(OSError):
+            self.write_killed_ranks(ending, was_stopped=ending.stops > 0)
+        verdict = judge(self.seen(), exit_code=ending.exit_code, interruption=interruption)
+        if not self.run.events.is_dir() and verdict.code != EXIT_INTERRUPTED:
+            gone = f"{self.run.path} was removed while it trained, and its records with it"
+            verdict = Verdict(EXIT_FAILED, "run directory removed", gone)
+        with contextlib.suppress(OSError):
+            self._write_verdict(verdict, ending)
+        # As everybody reads it from now on.
+        return node_verdict(self.seen()) or verdict
+
+    def _write_verdict(self, verdict: Verdict, ending: Ending) -> None:
+        survivors = {"survivors": list(ending.survivors)} if ending.survivors else {}
+        self.events.write(
+            "finished" if verdict.code == EXIT_DONE else "failed",
+            node=self.node,
+            code=verdict.code,
+            cause=verdict.cause,
+            message=verdict.message,
+            step=verdict.step,
+            **survivors,
+        )
+
+    def write_failed(self, error: Exception) -> None:
+        """Write that the attempt failed before torchrun could say anything; a full disk is passed over."""
+        cause = type(error).__name__
+        with contextlib.suppress(OSError):
+            self.events.write("failed", node=self.node, code=EXIT_FAILED, cause=cause, message=str(error))
+
+    def write_killed_ranks(self, ending: Ending, *, was_stopped: bool) -> None:
+        """Write a `rank_failed` for each rank of this node that died without a verdict of its own."""
+        spoke = ranks_with_verdict(self.seen())
+        for failure in ending.failures:
+            if failure.cleaned_up or failure.rank in spoke or was_stopped:
+                continue
+            self.events.write("rank_failed", rank=failure.rank, pid=failure.pid, **_cause(failure.exit_code))
+
+
+def _cause(exit_code: int) -> dict[str, object]:
+    if exit_code >= 0:
+        return {"code": EXIT_FAILED, "cause": f"exit code {exit_code}", "message": "it wrote no verdict"}
+    name = signal_name(-exit_code)
+    message = _HINTS.get(name, "")
+    return {"code": EXIT_FAILED, "cause": f"killed by {name}", "message": message, "signal": name}
+
+
+def announced(config: Config, run: RunDir, attempt: int, spec: LaunchSpec, **context: Any) -> AttemptRecord:
+    """Write that the attempt starts, led by this process, and return the record for what follows.
+
+    *Node 0 only*. `context` goes into the event, such as the scheduler's job. Raises LaunchError when the run
+    directory cannot be written.
+    """
+    leader = processes.find(os.getpid())
+    record = joined(run, attempt, 0)
+    try:
+        record.events.write(
+            "attempt_started",
+            node=0,
+            pid=os.getpid(),
+            pid_started=None if leader is None else leader.started,
+            nodes=spec.num_nodes,
+            ranks_per_node=spec.ranks_per_node,
+            **_layout(config, spec.world_size),
+            **context,
+        )
+    except OSError as error:
+        raise LaunchError(f"{run.events}: cannot be written: {error.strerror}") from error
+    return record
+
+
+def joined(run: RunDir, attempt: int, node: int) -> AttemptRecord:
+    """Return the record of a node of an attempt. Raises LaunchError when nothing can be written there."""
+    try:
+        return AttemptRecord(run, attempt, node, EventWriter(run, node_writer(attempt, node), attempt))
+    except OSError as error:
+        raise LaunchError(f"{run.events}: cannot be written: {error.strerror}") from error
+
+
+def _layout(config: Config, world_size: int) -> dict[str, object]:
+    mesh = layout(config.parallelism, world_size)
+    batch = batch_shape(config.train, mesh.dp)
+    return {
+        "layout": dataclasses.asdict(mesh),
+        "micro_batch_size": batch.micro_batch_size,
+        "accumulation": batch.accumulation,
+    }

@@ -1,0 +1,165 @@
+"""Questions to Slurm and their answers: stand-ins for its commands print what the real ones were seen to."""
+
+from __future__ import annotations
+
+import getpass
+from pathlib import Path
+
+import pytest
+
+from launchers.errors import LauncherError, SlurmMissing, SlurmRefused, SlurmSilent
+from launchers.slurm import sbatch, states
+from launchers.slurm.commands import output_of
+from launchers.slurm.site import parsed
+from launchers.slurm.states import GONE, UNKNOWN, SubmittedJob, job_states
+from launchers.slurm.task import job_task
+
+SILENCE = "squeue: error: slurm_receive_msg: Zero Bytes were transmitted or received"
+ME = getpass.getuser()
+FIRST = SubmittedJob("orchestra:aa", "11", "first", ME, 1e9)
+LOST = SubmittedJob("orchestra:bb", None, "lost", ME, 1e9)
+
+
+class Commands:
+    """Stand-ins for Slurm's commands, first in PATH; each call is written down."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def put(self, name: str, *, prints: str = "", complains: str = "", code: int = 0) -> None:
+        text = f"#!/bin/sh\necho \"$0 $@\" >> {self.folder}/calls\ncat <<'END'\n{prints}\nEND\n"
+        file = self.folder / name
+        file.write_text(f"{text}echo '{complains}' >&2\nexit {code}\n")
+        file.chmod(0o755)
+
+    def num_calls(self) -> int:
+        calls = self.folder / "calls"
+        return len(calls.read_text().splitlines()) if calls.exists() else 0
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(sbatch, "_LOOK_AGAIN_S", (0.0, 0.0))
+    return Commands(tmp_path)
+
+
+def queue_line(job: str, state: str, name: str, comment: str, user: str = ME) -> str:
+    return f"{job}|{state}|{user}|Resources|node[1-2]|N/A|{name}|{comment}"
+
+
+def test_one_question_answers_for_all_jobs(slurm: Commands) -> None:
+    lines = [
+        queue_line("11", "PENDING", "first", FIRST.token),
+        queue_line("12", "RUNNING", "lost", LOST.token),
+    ]
+    slurm.put("squeue", prints="\n".join(lines))
+    found, problems = job_states([FIRST, LOST], past={FIRST.token, LOST.token})
+    assert (found[FIRST.token].state, found[FIRST.token].reason) == ("PENDING", "Resources")
+    assert (found[LOST.token].job, found[LOST.token].state) == ("12", "RUNNING"), "found by its token alone"
+    assert (problems, slurm.num_calls()) == ([], 1)
+
+
+def test_a_recycled_id_is_not_the_job(slurm: Commands) -> None:
+    slurm.put("squeue", prints=queue_line("11", "RUNNING", "first", "orchestra:cc"))
+    slurm.put("sacct", prints=f"11|COMPLETED|somebody|0:0|node1|first\n11|FAILED|{ME}|1:0|node1|other")
+    found, _ = job_states([FIRST], past={FIRST.token})
+    assert found[FIRST.token].state == GONE
+
+
+def test_accounting_is_asked_for_what_left_the_queue_and_may_be_missing(slurm: Commands) -> None:
+    slurm.put("squeue")
+    slurm.put("sacct", prints=f"11|CANCELLED by 1000|{ME}|0:15|node1|first")
+    found, problems = job_states([FIRST, LOST], past={FIRST.token, LOST.token})
+    assert (found[FIRST.token].state, found[LOST.token].state) == ("CANCELLED", GONE)
+    slurm.put("sacct", complains="Slurm accounting storage is disabled", code=1)
+    found, problems = job_states([FIRST], past={FIRST.token})
+    assert (found[FIRST.token].state, problems) == (GONE, [])
+
+
+def test_a_question_that_fails_is_no_answer(slurm: Commands) -> None:
+    slurm.put("squeue", complains=SILENCE, code=1)
+    found, problems = job_states([FIRST], past={FIRST.token})
+    assert found[FIRST.token].state == UNKNOWN
+    assert not found[FIRST.token].is_over
+    assert "Zero Bytes" in problems[0]
+
+
+def test_refusal_silence_and_absence_are_told_apart(slurm: Commands) -> None:
+    slurm.put("squeue", complains="squeue: error: Invalid user: x", code=1)
+    with pytest.raises(SlurmRefused, match=r"squeue: Invalid user: x$"):
+        output_of(("squeue",))
+    slurm.put("squeue", complains=SILENCE, code=1)
+    with pytest.raises(SlurmSilent):
+        output_of(("squeue",))
+    with pytest.raises(SlurmMissing, match="login node"):
+        output_of(("sbatch-of-nowhere",))
+    (slurm.folder / "squeue").write_text("#!/bin/sh\nexec sleep 60\n")
+    with pytest.raises(SlurmSilent, match=r"within 0\.2 s"):
+        output_of(("squeue",), timeout_s=0.2)
+
+
+def test_a_job_whose_answer_was_lost_is_found_and_not_submitted_again(
+    slurm: Commands, tmp_path: Path
+) -> None:
+    slurm.put("sbatch", complains="sbatch: error: Socket timed out on send/recv operation", code=1)
+    slurm.put("squeue", prints=queue_line("77", "PENDING", "x", f"{LOST.token} of mine"))
+    assert sbatch.submit(tmp_path / "script", LOST.token) == "77"
+    assert slurm.num_calls() == 2
+
+
+def test_a_job_that_slurm_does_not_have_was_not_submitted(slurm: Commands, tmp_path: Path) -> None:
+    slurm.put("sbatch", complains="sbatch: error: Socket timed out on send/recv operation", code=1)
+    slurm.put("squeue")
+    with pytest.raises(SlurmRefused, match="holds no such job"):
+        sbatch.submit(tmp_path / "script", LOST.token)
+    slurm.put("squeue", complains=SILENCE, code=1)
+    with pytest.raises(SlurmSilent):
+        sbatch.submit(tmp_path / "script", LOST.token)
+
+
+def test_an_id_and_an_estimate_are_read(slurm: Commands, tmp_path: Path) -> None:
+    slurm.put("sbatch", prints="42;cluster")
+    assert sbatch.submit(tmp_path / "script", LOST.token) == "42"
+    where = "using 6 processors on nodes node[1-3] in partition main"
+    said = f"sbatch: Job 9 to start at 2026-01-02T03:04:05 {where}"
+    slurm.put("sbatch", complains=said)
+    assert sbatch.tested("") == sbatch.Estimate("2026-01-02T03:04:05", "node[1-3]")
+
+
+def test_partitions_and_their_kinds_of_nodes_are_read() -> None:
+    text = """\
+main*|up|infinite|3|16|idle|gpu:4(S:0)
+main*|up|infinite|1|16+|down*|gpu:h100:8,shard:2
+cpu|inact|1-00:00:00|10|128|mixed|(null)
+slurm_load: something else
+"""
+    main, cpu = parsed(text)
+    assert (main.name, main.is_default, main.num_nodes(), main.num_nodes(8), main.most_gpus) == (
+        "main",
+        True,
+        4,
+        1,
+        8,
+    )
+    assert (cpu.is_up, cpu.time_limit, cpu.most_gpus) == (False, "1-00:00:00", 0)
+
+
+def test_a_task_knows_its_place() -> None:
+    inside = {"SLURM_JOB_ID": "12", "SLURM_PROCID": "2", "SLURM_NTASKS": "3", "SLURM_NNODES": "3"}
+    task = job_task({**inside, "SLURM_RESTART_COUNT": "1", "SLURMD_NODENAME": "node3"})
+    assert (task.job, task.restart, task.node, task.num_nodes, task.host) == ("12", 1, 2, 3, "node3")
+    member = job_task({**inside, "SLURM_ARRAY_JOB_ID": "10", "SLURM_ARRAY_TASK_ID": "4"})
+    assert (member.job, member.restart) == ("10_4", 0)
+    with pytest.raises(LauncherError, match="SLURM_JOB_ID"):
+        job_task({})
+    with pytest.raises(LauncherError, match="one task on each"):
+        job_task({**inside, "SLURM_NTASKS": "6"})
+
+
+def test_states_say_whether_a_job_is_over() -> None:
+    over = {
+        word: states.JobState("1", word).is_over
+        for word in ("PENDING", "COMPLETING", "TIMEOUT", GONE, UNKNOWN)
+    }
+    assert over == {"PENDING": False, "COMPLETING": False, "TIMEOUT": True, GONE: True, UNKNOWN: False}

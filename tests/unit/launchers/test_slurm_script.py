@@ -1,0 +1,115 @@
+"""The batch script and the environment of Slurm's commands: text that is compared with what Slurm needs."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from launchers.errors import LauncherError
+from launchers.slurm.environment import scrubbed
+from launchers.slurm.script import BatchJob, rendered
+
+JOB = BatchJob(
+    name="first",
+    num_nodes=3,
+    command=("python", "-u", "-m", "node", "/runs/my first"),
+    log_folder=Path("/runs/my first/logs"),
+    directory=Path("/runs/my first"),
+    comment="orchestra:0123",
+    exports={"PYTHONPATH": "/runs/my first/code", "PYTHONSAFEPATH": "1"},
+    warning_lead_s=150,
+)
+
+
+def options(script: str) -> dict[str, str]:
+    """Return the options in a script's #SBATCH lines."""
+    lines = [line.removeprefix("#SBATCH --") for line in script.splitlines() if line.startswith("#SBATCH")]
+    assert len({line.partition("=")[0] for line in lines}) == len(lines), "an option stands there twice"
+    return {name: value for name, _, value in (line.partition("=") for line in lines)}
+
+
+def srun_line(script: str) -> str:
+    (line,) = [line for line in script.splitlines() if line.startswith("srun ")]
+    return line
+
+
+def changed(**fields: object) -> str:
+    return rendered(dataclasses.replace(JOB, **fields))  # type: ignore[arg-type]
+
+
+def test_one_task_on_each_node_is_warned_and_its_job_found_again() -> None:
+    said = options(rendered(JOB))
+    assert (said["nodes"], said["ntasks-per-node"], said["signal"]) == ("3", "1", "USR2@150")
+    assert (said["comment"], said["job-name"]) == ("orchestra:0123", "first")
+    assert (said["open-mode"], said["requeue"]) == ("append", "")
+    assert "time" not in said, "without a limit the partition's own holds"
+    assert "wckey" not in said, "sites that check them refuse submitit's"
+
+
+def test_srun_is_told_what_it_does_not_take_from_the_job() -> None:
+    line = srun_line(changed(cpus_per_task=12))
+    for word in ("--kill-on-bad-exit=1", "--wait=180", "--cpus-per-task=12", "--open-mode=append"):
+        assert f" {word} " in line
+    assert line.endswith("python -u -m node '/runs/my first'")
+
+
+def test_set_up_comes_before_the_exports_and_they_before_the_command() -> None:
+    script = changed(setup=("module load cuda/13", "source /venv/bin/activate"))
+    order = ["module load cuda/13", "source /venv/bin/activate", "export PYTHONPATH=", "srun "]
+    places = [script.index(f"\n{words}") for words in order]
+    assert places == sorted(places)
+
+
+def test_the_snapshot_comes_first_in_the_search_path_and_keeps_the_rest(tmp_path: Path) -> None:
+    exports = [line for line in rendered(JOB).splitlines() if line.startswith("export PYTHON")]
+    shell = "\n".join([*exports, 'echo "$PYTHONPATH $PYTHONSAFEPATH"'])
+    for before, after in (("", ""), ("/site/packages", ":/site/packages")):
+        environment = {"PATH": os.environ["PATH"], **({"PYTHONPATH": before} if before else {})}
+        done = subprocess.run(
+            ["bash", "-c", shell], env=environment, capture_output=True, text=True, check=True
+        )
+        assert done.stdout == f"/runs/my first/code{after} 1\n"
+
+
+def test_every_option_of_sbatch_can_be_said_once() -> None:
+    extra = {
+        "reservation": "night",
+        "mail_type": ["END", "FAIL"],
+        "exclusive": True,
+        "hint": None,
+        "cpus-per-task": 9,
+    }
+    script = changed(options=extra, cpus_per_task=2)
+    said = options(script)
+    assert (said["reservation"], said["mail-type"], said["exclusive"]) == ("night", "END,FAIL", "")
+    assert (said["cpus-per-task"], "--cpus-per-task=9" in srun_line(script)) == ("9", True)
+    assert "hint" not in said
+
+
+@pytest.mark.parametrize("name", ["signal", "--comment", "ntasks-per-node", "open_mode"])
+def test_options_that_the_script_depends_on_are_refused(name: str) -> None:
+    with pytest.raises(LauncherError, match=name):
+        changed(options={name: "x"})
+
+
+def test_gpus_and_requeue_follow_the_job() -> None:
+    said = options(changed(gpus_per_node=8, requeue=False))
+    assert (said["gpus-per-node"], "no-requeue" in said, "requeue" in said) == ("8", True, False)
+    assert "gpus-per-node" not in options(rendered(JOB))
+
+
+def test_bash_reads_the_script() -> None:
+    script = changed(setup=("module load 'a b'",), options={"constraint": "[a|b]*2", "begin": "now+1hour"})
+    done = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_callers_allocation_is_scrubbed_and_the_cluster_kept() -> None:
+    kept = {"SLURM_CONF": "/etc/slurm.conf", "HOME": "/home", "SLURMCTLD": "x", "PATH": "/bin"}
+    dropped = ("SLURM_JOB_ID", "SBATCH_PARTITION", "PMIX_RANK", "SRUN_CPUS_PER_TASK", "SLURMD_NODENAME")
+    environment = {**kept, **dict.fromkeys(dropped, "1"), "SQUEUE_FORMAT": "%i"}
+    assert scrubbed(environment) == kept

@@ -1,0 +1,101 @@
+"""What a configuration asks of a cluster against what it has."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conf.schema import ClusterConfig, Config, Device, LauncherName
+from launchers.slurm.site import NodeKind, Partition
+from orchestra.submit.site import (
+    cpus_of_share,
+    file_system_of,
+    folder_problems,
+    numbers_for_auto,
+    site_problems,
+)
+
+GPU_NODES = NodeKind(num_nodes=3, num_cpus=64, num_gpus=4, state="idle")
+BIG_NODE = NodeKind(num_nodes=1, num_cpus=96, num_gpus=8, state="mixed")
+MAIN = Partition("main", True, True, "1-00:00:00", (GPU_NODES, BIG_NODE))
+CPU = Partition("cpu", False, True, "infinite", (NodeKind(10, 128, 0, "idle"),))
+SITE = (MAIN, CPU)
+MOUNTS = """\
+22 1 0:20 / / rw - ext4 /dev/sda rw
+23 22 0:21 / /dev/shm rw,nosuid shared:2 - tmpfs tmpfs rw
+24 22 0:22 / /home\\040dirs rw - nfs4 server:/home rw
+"""
+
+
+def asked(**cluster: Any) -> Config:
+    base = ClusterConfig(launcher=LauncherName.slurm, device=Device.cuda, gpus_per_node=4)
+    return dataclasses.replace(Config(), cluster=dataclasses.replace(base, **cluster))
+
+
+@pytest.mark.parametrize(
+    ("wishes", "words"),
+    [
+        ({"nodes": 4}, None),
+        ({"nodes": 1, "gpus_per_node": 8}, None),
+        ({"partition": "cpu", "device": Device.cpu, "nodes": 10}, None),
+        ({"partition": "main,cpu", "nodes": 4}, None),
+        ({"partition": "man"}, "did you mean main? There are main*, cpu"),
+        ({"partition": "main,old"}, "no such partition"),
+        ({"nodes": 5}, "partition main has 4 nodes; use at most that"),
+        ({"nodes": 2, "gpus_per_node": 8}, "only 1 node of partition main have as many GPUs"),
+        ({"gpus_per_node": 9}, "have 8 GPUs each"),
+        ({"partition": "cpu"}, "no node of partition cpu has GPUs; use cluster.device=cpu"),
+        ({"time_limit": "2-00:00:00"}, "is above the limit of main 1-00:00:00"),
+        ({"time_limit": "UNLIMITED", "partition": "cpu", "device": Device.cpu}, None),
+    ],
+)
+def test_what_the_cluster_cannot_give_is_one_sentence(wishes: dict[str, Any], words: str | None) -> None:
+    problems = list(site_problems(asked(**wishes), SITE))
+    assert len(problems) == (0 if words is None else 1), problems
+    assert words is None or words in problems[0]
+
+
+def test_without_a_default_partition_one_must_be_named() -> None:
+    (problem,) = site_problems(asked(), (CPU,))
+    assert "no default one; there are cpu" in problem
+
+
+def test_closed_partitions_take_no_jobs() -> None:
+    (problem,) = site_problems(asked(), (dataclasses.replace(MAIN, is_up=False),))
+    assert "takes no jobs now" in problem
+
+
+@pytest.mark.parametrize(
+    ("wishes", "overrides"),
+    [
+        ({}, []),
+        (
+            {"device": Device.auto, "gpus_per_node": "auto"},
+            ["cluster.device=cuda", "cluster.gpus_per_node=8"],
+        ),
+        ({"device": Device.cpu, "gpus_per_node": "auto"}, ["cluster.gpus_per_node=2"]),
+        (
+            {"device": Device.auto, "gpus_per_node": "auto", "partition": "cpu"},
+            ["cluster.device=cpu", "cluster.gpus_per_node=2"],
+        ),
+    ],
+)
+def test_auto_becomes_what_the_partition_has(wishes: dict[str, Any], overrides: list[str]) -> None:
+    assert numbers_for_auto(asked(**wishes), SITE) == overrides
+
+
+def test_cores_go_with_the_gpus() -> None:
+    assert cpus_of_share(asked(gpus_per_node=2), SITE) == 24
+    assert cpus_of_share(asked(gpus_per_node=8), SITE) == 96
+    assert cpus_of_share(asked(partition="cpu"), SITE) is None
+
+
+def test_folders_in_memory_are_not_shared() -> None:
+    assert file_system_of(Path("/dev/shm/runs/x"), MOUNTS) == "tmpfs"
+    assert file_system_of(Path("/home dirs/me"), MOUNTS) == "nfs4"
+    assert list(folder_problems(Path("/home dirs/me"), MOUNTS)) == []
+    (problem,) = folder_problems(Path("/dev/shm/runs"), MOUNTS)
+    assert "tmpfs" in problem
