@@ -66,8 +66,9 @@ def read_manifest(storage: Storage, step: int) -> Manifest:
 
 def check_sizes(storage: Storage, manifest: Manifest) -> None:
     """Raise DamagedError for a file that is missing, too short or too long."""
+    sizes = storage.sizes(step_name(manifest.step))
     for name, expected in manifest.files.items():
-        found = storage.size(file_path(manifest.step, name))
+        found = sizes.get(name)
         if found is None:
             raise DamagedError("it is missing", file=name)
         if found != expected.num_bytes:

@@ -13,6 +13,7 @@ import fcntl
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -77,16 +78,26 @@ class LocalStorage:
         """Return a file's size in bytes, None where there is no such file."""
         with _explained(self._folder / path):
             try:
-                return (self._folder / path).stat().st_size
-            except FileNotFoundError:
+                status = (self._folder / path).stat()
+            except (FileNotFoundError, NotADirectoryError):
                 return None
+            return status.st_size if stat.S_ISREG(status.st_mode) else None
+
+    def sizes(self, path: str) -> dict[str, int]:
+        """Return the size in bytes of each file directly in a folder, by name."""
+        with _explained(self._folder / path):
+            try:
+                entries = list(os.scandir(self._folder / path))
+            except (FileNotFoundError, NotADirectoryError):
+                return {}
+            return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
 
     def names(self, path: str = "") -> list[str]:
         """Return the names of what lies directly in a folder, sorted."""
         with _explained(self._folder / path):
             try:
                 return sorted(os.listdir(self._folder / path))  # noqa: PTH208  names, not paths
-            except FileNotFoundError:
+            except (FileNotFoundError, NotADirectoryError):
                 return []
 
     def rename(self, source: str, target: str) -> None:

@@ -72,6 +72,13 @@ class RemoteStorage:
         entry = self.run(path, lambda: self._unless_missing(lambda: self._fs.info(self._full(path)), None))
         return int(entry["size"]) if entry is not None and entry["type"] == "file" else None
 
+    def sizes(self, path: str) -> dict[str, int]:
+        """Return the size in bytes of each file directly in a folder, by name."""
+        full = self._full(path)
+        entries = self.run(path, lambda: self._unless_missing(lambda: self._fs.ls(full, detail=True), []))
+        files = [entry for entry in entries if entry["type"] == "file" and entry["name"].rstrip("/") != full]
+        return {entry["name"].rsplit("/", 1)[-1]: int(entry["size"]) for entry in files}
+
     def names(self, path: str = "") -> list[str]:
         """Return the names of what lies directly in a folder, sorted."""
         full = self._full(path)

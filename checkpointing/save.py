@@ -254,10 +254,13 @@ class Saver:
         files: dict[str, File] = {}
         chunks: dict[Piece, Chunk] = {}
         digests: dict[str, list[int]] = {}
+        sizes = self._storage.sizes(job.draft.folder)
         for rank, outcome in enumerate(outcomes):
             for image, found in zip(images(self._plan[rank], rank), outcome["files"], strict=True):
                 name = job.draft.prefix + image.name
-                self._compare(job.draft, name, image)
+                if sizes.get(name) != image.num_bytes:
+                    what = f"{sizes.get(name)} bytes on storage, {image.num_bytes} were written"
+                    raise CheckpointError(f"{name} has {what}")
                 files[name] = File(image.num_bytes, found["checksum"])
                 rows = zip(image.pieces, image.begins, found["chunks"], strict=True)
                 for piece, begin, (checksum, part) in rows:
@@ -271,11 +274,6 @@ class Saver:
         }
         options = self._options
         return Manifest(job.step, options.generation, time.time(), options.layout, tensors, files, job.state)
-
-    def _compare(self, draft: Draft, name: str, image: Image) -> None:
-        found = self._storage.size(f"{draft.folder}/{name}")
-        if found != image.num_bytes:
-            raise CheckpointError(f"{name} has {found} bytes on storage, {image.num_bytes} were written")
 
     def _announce_and_prune(self, job: _Save) -> None:
         evidence = {

@@ -45,6 +45,9 @@ class Storage(Protocol):
     def size(self, path: str) -> int | None:
         """Return a file's size in bytes, None where there is no such file."""
 
+    def sizes(self, path: str) -> dict[str, int]:
+        """Return the bytes of each file directly in a folder, by name; {} where there is no folder."""
+
     def names(self, path: str = "") -> list[str]:
         """Return the names of what lies directly in a folder, sorted; [] where there is no such folder."""
 

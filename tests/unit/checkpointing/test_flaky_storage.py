@@ -183,7 +183,7 @@ def test_files_that_a_removal_silently_left_are_told(
     flaky.put("step/a", b"12345")
     monkeypatch.setattr(Flaky, "rm", lambda *_arguments, **_options: None)
     with pytest.raises(
-        StorageError, match="checkpoints/step: 1 files could not be removed, such as .*/step/a"
+        StorageError, match=r"checkpoints/step: 1 files could not be removed, such as .*/step/a"
     ):
         flaky.remove("step")
 
