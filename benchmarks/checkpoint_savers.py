@@ -158,6 +158,7 @@ class Orchestra:
         self._shards = state.shards()
         self._checkpointer = self.checkpointer(str(place))
         self.needs = self._checkpointer.prepare(self._shards)
+        self._checkpointer.reserve(self._shards)
 
     def save(self) -> Finish:
         assert self._checkpointer is not None
