@@ -116,11 +116,21 @@ def remove_checkpoint(storage: Storage, step: int) -> None:
     storage.remove(step_name(step))
 
 
-def prune(storage: Storage, policy: Policy) -> list[int]:
-    """Remove the checkpoints that the policy does not keep, and return their steps."""
-    removed = to_remove([_as_kept(storage, step) for step in committed_steps(storage)], policy)
+def prune(storage: Storage, policy: Policy, known: dict[int, Kept] | None = None) -> list[int]:
+    """Remove the checkpoints that the policy does not keep, and return their steps.
+
+    `known` holds what was found out about checkpoints before, so that many that are kept for good are not
+    read again after every save; whoever writes one anew takes it out.
+    """
+    known = {} if known is None else known
+    steps = committed_steps(storage)
+    for step in steps:
+        if step not in known:
+            known[step] = _as_kept(storage, step)
+    removed = to_remove([known[step] for step in steps], policy)
     for step in removed:
         remove_checkpoint(storage, step)
+        del known[step]
     return removed
 
 

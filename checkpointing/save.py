@@ -22,7 +22,7 @@ from checkpointing.images import Image, images
 from checkpointing.manifest import Chunk, File, Manifest, Tensor
 from checkpointing.options import Event, Needs, Options, Phase
 from checkpointing.peers import Peers
-from checkpointing.retention import Policy
+from checkpointing.retention import Kept, Policy
 from checkpointing.shards import Shard
 from checkpointing.staging import Staging, staging_bytes
 from checkpointing.storage import Storage
@@ -75,6 +75,7 @@ class Saver:
         self._images: list[Image] = []
         self._staging: Staging | None = None
         self._current: _Save | None = None
+        self._known: dict[int, Kept] = {}
 
     def prepare(self, shards: Sequence[Shard]) -> Needs:
         """See `Checkpointer.prepare`."""
@@ -285,12 +286,13 @@ class Saver:
         }
         self._on_event("checkpoint_committed", evidence)
         self._at_phase("before_prune", job.step)
-        self._quietly(self._prune)
+        self._quietly(lambda: self._prune(job))
 
-    def _prune(self) -> None:
+    def _prune(self, job: _Save) -> None:
         options = self._options
         policy = Policy(options.keep_last, options.keep_every_steps, options.keep_best)
-        catalog.prune(self._storage, policy)
+        self._known.pop(job.step, None)
+        catalog.prune(self._storage, policy, self._known)
 
     def _quietly(self, act: Callable[[], object]) -> None:
         """Clean up as far as the storage lets us: what is left is found by `remove_leftovers`."""

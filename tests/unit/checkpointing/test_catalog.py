@@ -14,7 +14,7 @@ from checkpointing.errors import DamagedError, StorageError
 from checkpointing.local import LocalStorage
 from checkpointing.manifest import MANIFEST, encode
 from checkpointing.remote import RemoteStorage
-from checkpointing.retention import Policy
+from checkpointing.retention import Kept, Policy
 from checkpointing.storage import Storage
 from checkpointing.verify import verify
 
@@ -219,3 +219,28 @@ def test_a_manifest_that_cannot_be_read_is_the_storages_error(storage: Storage) 
 def test_the_manifest_says_the_same_whoever_reads_it(storage: Storage) -> None:
     manifest = write(storage, 7, state={"samples": 3, "score": 0.1})
     assert encode(catalog.read_manifest(storage, 7)) == encode(manifest)
+
+
+class Reading(LocalStorage):
+    """A local folder that remembers what was read."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.read: list[str] = []
+
+    def get(self, path: str) -> bytes:
+        self.read.append(path)
+        return super().get(path)
+
+
+def test_pruning_reads_a_checkpoint_that_stays_only_once(tmp_path: Path) -> None:
+    storage = Reading(tmp_path)
+    known: dict[int, Kept] = {}
+    for step in (1, 2, 3):
+        write(storage, step)
+        catalog.prune(storage, Policy(keep_last=2), known)
+    assert catalog.committed_steps(storage) == [2, 3]
+    assert sorted(known) == [2, 3]
+    assert [path for path in storage.read if path.startswith(catalog.step_name(2))] == [
+        "step-00000002/manifest.json"
+    ]
