@@ -11,13 +11,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from checkpointing import catalog
-from checkpointing.manifest import Manifest
+from checkpointing.format.manifest import Manifest
 from checkpointing.options import Event, Needs, Options, Phase, no_event, no_fault
 from checkpointing.peers import Peers
-from checkpointing.restore import Restored, restore
-from checkpointing.save import Saver
+from checkpointing.restoring.restore import Restored, restore
+from checkpointing.saving.save import Saver
 from checkpointing.shards import Shard
+from checkpointing.shelf import catalog
 from checkpointing.storage import open_storage
 
 

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from checkpointing.catalog import check_sizes, committed_steps, read_manifest
 from checkpointing.errors import CheckpointError
-from checkpointing.manifest import Manifest
+from checkpointing.format.manifest import Manifest
+from checkpointing.shelf.catalog import check_sizes, committed_steps, read_manifest
 from checkpointing.storage import Storage, open_storage
 from conf.schema import Config
 from orchestra.cli.resolve import add_directory_option, resolve

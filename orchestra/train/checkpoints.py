@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from checkpointing.checkpointer import Checkpointer
 from checkpointing.errors import NoCheckpointError, SaveFailedError
-from checkpointing.manifest import Manifest
+from checkpointing.format.manifest import Manifest
 from checkpointing.options import Options
 from checkpointing.peers import Peers
-from checkpointing.restore import Restored
+from checkpointing.restoring.restore import Restored
 from checkpointing.shards import Shard
 from conf.schema import Config
 from orchestra.errors import TrainingError, UnusableCheckpointError

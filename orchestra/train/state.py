@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from checkpointing.manifest import Manifest
+from checkpointing.format.manifest import Manifest
 from checkpointing.shards import Shard, whole
 from conf.schema import Config, Family
 from orchestra.errors import UnusableCheckpointError

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from sample_checkpoint import arrays, write, write_draft
 
-from checkpointing import catalog
 from checkpointing.errors import DamagedError, StorageError
-from checkpointing.local import LocalStorage
-from checkpointing.manifest import MANIFEST, encode
-from checkpointing.remote import RemoteStorage
-from checkpointing.retention import Kept, Policy
+from checkpointing.format.manifest import MANIFEST, encode
+from checkpointing.shelf import catalog
+from checkpointing.shelf.retention import Kept, Policy
+from checkpointing.shelf.verify import verify
 from checkpointing.storage import Storage
-from checkpointing.verify import verify
+from checkpointing.storage.local import LocalStorage
+from checkpointing.storage.remote import RemoteStorage
 
 
 @pytest.fixture(params=["local", "memory"])

@@ -13,9 +13,9 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 
 from checkpointing.errors import StorageError
-from checkpointing.remote import RemoteStorage
-from checkpointing.retry import Retries
 from checkpointing.storage import Storage
+from checkpointing.storage.remote import RemoteStorage
+from checkpointing.storage.retry import Retries
 
 AT_ONCE = Retries(num_tries=3, first_delay_s=0.0)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from checkpointing.errors import StorageError
-from checkpointing.local import LocalStorage
+from checkpointing.storage.local import LocalStorage
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 4095, 4096, 3 * 4096, 5 * 4096 + 17])

@@ -18,16 +18,16 @@ from safetensors import safe_open
 from test_peers import peers_of
 from torch import Tensor
 
-from checkpointing import catalog
-from checkpointing.boxes import Box
-from checkpointing.digest import combined, part_digest, written
 from checkpointing.errors import MismatchError, SaveFailedError, StorageError
-from checkpointing.local import LocalStorage
+from checkpointing.format.boxes import Box
+from checkpointing.format.digest import combined, part_digest, written
 from checkpointing.options import Options, no_fault
-from checkpointing.save import Saver
+from checkpointing.saving.save import Saver
 from checkpointing.shards import Shard, as_bytes, whole
+from checkpointing.shelf import catalog
+from checkpointing.shelf.verify import verify
 from checkpointing.storage import WritableFile
-from checkpointing.verify import verify
+from checkpointing.storage.local import LocalStorage
 
 OPTIONS = Options(layout={"dp": 2}, limit_s=20.0)
 

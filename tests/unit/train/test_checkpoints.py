@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from checkpointing import catalog
 from checkpointing.checkpointer import Checkpointer
+from checkpointing.shelf import catalog
 from checkpointing.storage import open_storage
 from conf.schema import CheckpointConfig, Config, ModelConfig, TrainConfig, WhenBusy
 from orchestra.errors import TrainingError, UnusableCheckpointError

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from checkpointing.manifest import Manifest, Tensor
+from checkpointing.format.manifest import Manifest, Tensor
 from checkpointing.shards import Shard
 from conf.schema import Config, ModelConfig, PrecisionConfig, PrecisionName, TrainConfig
 from orchestra.errors import UnusableCheckpointError

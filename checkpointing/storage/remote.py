@@ -17,8 +17,8 @@ from fsspec.core import url_to_fs
 from fsspec.spec import AbstractBufferedFile
 
 from checkpointing.errors import StorageError
-from checkpointing.retry import Retries, reason, service_code
 from checkpointing.storage import WritableFile
+from checkpointing.storage.retry import Retries, reason, service_code
 
 Result = TypeVar("Result")
 

@@ -11,8 +11,8 @@ import secrets
 from dataclasses import dataclass
 
 from checkpointing.errors import DamagedError
-from checkpointing.manifest import MANIFEST, Manifest, decode, encode
-from checkpointing.retention import Kept, Policy, to_remove
+from checkpointing.format.manifest import MANIFEST, Manifest, decode, encode
+from checkpointing.shelf.retention import Kept, Policy, to_remove
 from checkpointing.storage import Storage
 
 _STEP = re.compile(r"step-(\d{8,})")

@@ -15,18 +15,19 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from checkpointing import catalog, checksums, digest
-from checkpointing.catalog import Draft
 from checkpointing.errors import CheckpointError, MissingRanksError, SaveFailedError
-from checkpointing.images import Image, images
-from checkpointing.manifest import Chunk, File, Manifest, Tensor
+from checkpointing.format import checksums, digest
+from checkpointing.format.manifest import Chunk, File, Manifest, Tensor
 from checkpointing.options import Event, Needs, Options, Phase
 from checkpointing.peers import Peers
-from checkpointing.retention import Kept, Policy
+from checkpointing.planning.write_plan import Piece, declaration, declared, write_plan
+from checkpointing.saving.images import Image, images
+from checkpointing.saving.staging import Staging, staging_bytes
 from checkpointing.shards import Shard
-from checkpointing.staging import Staging, staging_bytes
+from checkpointing.shelf import catalog
+from checkpointing.shelf.catalog import Draft
+from checkpointing.shelf.retention import Kept, Policy
 from checkpointing.storage import Storage
-from checkpointing.write_plan import Piece, declaration, declared, write_plan
 
 # Bytes handed to the storage at once: a multiple of every alignment, enough for a disk's bandwidth, and so
 # much that the interpreter's lock, which the training's thread holds now and then, is asked for seldom.

@@ -71,9 +71,9 @@ def open_storage(place: str | Path) -> Storage:
     """
     text = str(place)
     if "://" not in text or text.startswith(("file://", "local://")):
-        from checkpointing.local import LocalStorage
+        from checkpointing.storage.local import LocalStorage
 
         return LocalStorage(Path(text.split("://", 1)[-1]))
-    from checkpointing.remote import RemoteStorage
+    from checkpointing.storage.remote import RemoteStorage
 
     return RemoteStorage(text)
