@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -128,6 +128,10 @@ class Saver:
         if job.verdict.get("reasons"):
             raise SaveFailedError(job.step, {int(rank): why for rank, why in job.verdict["reasons"].items()})
 
+    def distrust(self, steps: Iterable[int]) -> None:
+        """Count these checkpoints for damaged from now on, whatever their files' sizes say."""
+        self._known.update({step: Kept(step, is_intact=False) for step in steps})
+
     def _is_our_turn(self, index: int, step: int) -> bool:
         """Decide for all ranks alike whether the save before is over. The coordinator's word counts."""
         topic = f"save/{index}/turn"
@@ -138,11 +142,18 @@ class Saver:
             is_busy = thread is not None and thread.is_alive()
             self._peers.answer(topic, not is_busy)
             if is_busy:
-                self._num_skipped += 1
-                assert self._current is not None
-                why = f"the save of step {self._current.step} is still being written"
-                self._on_event("checkpoint_skipped", {"step": step, "count": self._num_skipped, "why": why})
+                self._tell_skipped(step)
         return bool(self._peers.await_answer(topic, self._options.limit_s + 2 * _SLACK_S))
+
+    def _tell_skipped(self, step: int) -> None:
+        """Tell of a skipped save, of many the first, second, fourth, eighth …: a disk that is too slow for
+        good must not fill the records.
+        """
+        self._num_skipped += 1
+        if self._num_skipped & (self._num_skipped - 1) == 0:
+            assert self._current is not None
+            why = f"the save of step {self._current.step} is still being written"
+            self._on_event("checkpoint_skipped", {"step": step, "count": self._num_skipped, "why": why})
 
     def _stage(self, job: _Save, shards: Sequence[Shard]) -> None:
         assert self._staging is not None

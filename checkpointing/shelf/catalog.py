@@ -6,18 +6,20 @@ nor their order in time. A save under way writes to a draft; `commit` makes it a
 
 from __future__ import annotations
 
+import contextlib
 import re
 import secrets
 from dataclasses import dataclass
 
-from checkpointing.errors import DamagedError
+from checkpointing.errors import DamagedError, StorageError
 from checkpointing.format.manifest import MANIFEST, Manifest, decode, encode
 from checkpointing.shelf.retention import Kept, Policy, to_remove
 from checkpointing.storage import Storage
 
 _STEP = re.compile(r"step-(\d{8,})")
-_DRAFT = re.compile(r"\.step-\d{8,}\..*\.tmp")
-_REPLACED = re.compile(r"\.(step-\d{8,})\.replaced-[0-9a-f]+")
+# A file of a save on a storage without renames: of which generation, which save, and which rank.
+_OURS = re.compile(r"g\d{3,}-\d{2,}-\d{5,}-\d{2,}\.safetensors")
+_OWNER = ".owner"
 
 
 @dataclass(frozen=True)
@@ -41,13 +43,14 @@ def file_path(step: int, file: str) -> str:
 
 def committed_steps(storage: Storage) -> list[int]:
     """Return the steps that have a manifest, ascending. Nothing is said of their content."""
-    steps = (_step_of(name) for name in storage.names())
+    steps = (step_of(name) for name in storage.names())
     return sorted(
         step for step in steps if step is not None and storage.size(file_path(step, MANIFEST)) is not None
     )
 
 
-def _step_of(name: str) -> int | None:
+def step_of(name: str) -> int | None:
+    """Return the step of a folder's name, None where it is not exactly that of a step."""
     match = _STEP.fullmatch(name)
     if match is None:
         return None
@@ -84,20 +87,50 @@ def draft(storage: Storage, step: int, generation: int, index: int) -> Draft:
 
 
 def commit(storage: Storage, draft: Draft, manifest: Manifest) -> None:
-    """Make a draft, its files durable already, the checkpoint of its step, in place of an older one."""
+    """Make a draft, its files durable already, the checkpoint of its step, in place of an older one.
+
+    Once the manifest is in place nothing fails any more: what cannot be cleaned up then is left over.
+    """
     content = encode(manifest)
-    storage.put(f"{draft.folder}/{MANIFEST}", content)
-    target = step_name(draft.step)
+    path = f"{draft.folder}/{MANIFEST}"
     if not storage.renames:
-        _remove_stale_files(storage, draft.step, manifest)
+        _put_surely(storage, path, content)
+        with contextlib.suppress(StorageError):
+            remove_stale_files(storage, draft.step, manifest)
         return
-    aside = None
-    if storage.names(target):
-        aside = f".{target}.replaced-{secrets.token_hex(4)}"
-        storage.rename(target, aside)
+    storage.put(path, content)
+    target = step_name(draft.step)
+    aside = _move_aside(storage, target)
     storage.rename(draft.folder, target)
     if aside is not None:
-        storage.remove(aside)
+        with contextlib.suppress(StorageError):
+            storage.remove(aside)
+
+
+def _put_surely(storage: Storage, path: str, content: bytes) -> None:
+    """Put a manifest; where the answer was lost, look whether it is there."""
+    try:
+        storage.put(path, content)
+    except StorageError:
+        if storage.size(path) is None or storage.get(path) != content:
+            raise
+
+
+def _move_aside(storage: Storage, target: str) -> str | None:
+    """Make way for a checkpoint; return the older one's new name where it is to be removed afterwards.
+
+    A folder without a manifest is nothing that was written here, or has lost what makes it a checkpoint: it
+    is kept under another name.
+    """
+    if not storage.names(target):
+        return None
+    mark = secrets.token_hex(4)
+    if storage.size(f"{target}/{MANIFEST}") is None:
+        storage.rename(target, f"{target}.without-manifest-{mark}")
+        return None
+    aside = f".{target}.replaced-{mark}"
+    storage.rename(target, aside)
+    return aside
 
 
 def discard(storage: Storage, draft: Draft) -> None:
@@ -105,15 +138,57 @@ def discard(storage: Storage, draft: Draft) -> None:
     if storage.renames:
         storage.remove(draft.folder)
         return
+    path = f"{draft.folder}/{MANIFEST}"
+    if storage.size(path) is not None and f'"{draft.prefix}' in storage.get(path).decode(errors="replace"):
+        # It was committed after all, and only the answer was lost.
+        return
     for name in storage.names(draft.folder):
         if name.startswith(draft.prefix):
             storage.remove(f"{draft.folder}/{name}")
 
 
 def remove_checkpoint(storage: Storage, step: int) -> None:
-    """Remove a checkpoint, its manifest first: half removed it is none."""
+    """Remove a checkpoint; half removed it is none. Of one that lies elsewhere, behind a link, only the link
+    goes.
+    """
+    if storage.renames:
+        gone = f".{step_name(step)}.removed-{secrets.token_hex(4)}"
+        storage.rename(step_name(step), gone)
+        storage.remove(gone)
+        return
     storage.remove(file_path(step, MANIFEST))
-    storage.remove(step_name(step))
+    for name in storage.names(step_name(step)):
+        if is_ours(name):
+            storage.remove(file_path(step, name))
+
+
+def is_ours(name: str) -> bool:
+    """Whether a file's name is one that a save gives on a storage without renames."""
+    return _OURS.fullmatch(name) is not None
+
+
+def remove_stale_files(storage: Storage, step: int, manifest: Manifest) -> list[str]:
+    """Remove, on a storage without renames, what other saves of this step wrote; return the paths."""
+    names = [name for name in storage.names(step_name(step)) if is_ours(name)]
+    stale = [file_path(step, name) for name in names if name not in manifest.files]
+    for path in stale:
+        storage.remove(path)
+    return stale
+
+
+def claim(storage: Storage, owner: str) -> str:
+    """Write down whose checkpoints lie here, unless that is written already; return who it is. *One process*.
+
+    Of two that come at the same moment to a local place, one is told the other's name.
+    """
+    if storage.put_new(_OWNER, owner.encode()):
+        return owner
+    return storage.get(_OWNER).decode(errors="replace")
+
+
+def owner(storage: Storage) -> str | None:
+    """Return who has claimed the place, None where nobody has."""
+    return None if storage.size(_OWNER) is None else storage.get(_OWNER).decode(errors="replace")
 
 
 def prune(storage: Storage, policy: Policy, known: dict[int, Kept] | None = None) -> list[int]:
@@ -143,47 +218,3 @@ def _as_kept(storage: Storage, step: int) -> Kept:
         return Kept(step, is_intact=False)
     score = manifest.state.get("score")
     return Kept(step, float(score) if isinstance(score, int | float) else None)
-
-
-def remove_leftovers(storage: Storage) -> list[str]:
-    """Remove what interrupted saves and removals left, and return the paths. *One process, at the start.*
-
-    A checkpoint that was moved aside when the power went, with nothing in its place, is moved back.
-    """
-    removed = []
-    for name in storage.names():
-        replaced = _REPLACED.fullmatch(name)
-        if replaced is not None and storage.size(f"{replaced[1]}/{MANIFEST}") is None:
-            storage.remove(replaced[1])
-            storage.rename(name, replaced[1])
-        elif replaced is not None or _DRAFT.fullmatch(name):
-            storage.remove(name)
-            removed.append(name)
-        else:
-            removed += _remove_strays(storage, name)
-    return removed
-
-
-def _remove_strays(storage: Storage, name: str) -> list[str]:
-    """Remove a step's files that belong to no checkpoint: all of them where there is no manifest."""
-    step = _step_of(name)
-    if step is None:
-        return []
-    if storage.size(f"{name}/{MANIFEST}") is None:
-        storage.remove(name)
-        return [name]
-    if storage.renames:
-        return []
-    try:
-        return _remove_stale_files(storage, step, read_manifest(storage, step))
-    except DamagedError:
-        # Whatever can be told from it later, it is evidence now.
-        return []
-
-
-def _remove_stale_files(storage: Storage, step: int, manifest: Manifest) -> list[str]:
-    keep = {MANIFEST, *manifest.files}
-    stale = [file_path(step, name) for name in storage.names(step_name(step)) if name not in keep]
-    for path in stale:
-        storage.remove(path)
-    return stale

@@ -36,6 +36,9 @@ class Storage(Protocol):
     def put(self, path: str, content: bytes) -> None:
         """Write a small file as one act: it is there with all its bytes and durable, or not at all."""
 
+    def put_new(self, path: str, content: bytes) -> bool:
+        """Write a small file unless there is one; return whether it was written."""
+
     def get(self, path: str) -> bytes:
         """Return a whole file."""
 

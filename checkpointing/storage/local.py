@@ -44,20 +44,20 @@ class LocalStorage:
     def put(self, path: str, content: bytes) -> None:
         """Write a small file as one durable act."""
         target = self._folder / path
-        draft = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
-        with _explained(target):
-            _make_folders(target.parent)
-            try:
-                with draft.open("xb") as file:
-                    file.write(content)
-                    file.flush()
-                    os.fsync(file.fileno())
-                draft.rename(target)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    draft.unlink()
-                raise
+        with _explained(target), _drafted(target, content) as draft:
+            draft.rename(target)
             _sync_folder(target.parent)
+
+    def put_new(self, path: str, content: bytes) -> bool:
+        """Write a small file unless there is one: of several who try, one succeeds."""
+        target = self._folder / path
+        with _explained(target), _drafted(target, content) as draft:
+            try:
+                target.hardlink_to(draft)
+            except FileExistsError:
+                return False
+            _sync_folder(target.parent)
+        return True
 
     def get(self, path: str) -> bytes:
         """Return a whole file."""
@@ -184,6 +184,22 @@ class _LocalFile:
             with contextlib.suppress(OSError):
                 os.close(self._descriptor)
             self._descriptor = -1
+
+
+@contextlib.contextmanager
+def _drafted(target: Path, content: bytes) -> Iterator[Path]:
+    """Write a durable file beside its place; whatever is left of it at the end is removed."""
+    draft = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+    _make_folders(target.parent)
+    try:
+        with draft.open("xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        yield draft
+    finally:
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -50,6 +50,15 @@ class RemoteStorage:
         """Write a small file: one request to an object store, and so one act."""
         self.run(path, lambda: self.in_folder(path, lambda: self._fs.pipe_file(self._full(path), content)))
 
+    def put_new(self, path: str, content: bytes) -> bool:
+        """Write a small file unless there is one. Two who try at the same moment may both succeed: few stores
+        offer more.
+        """
+        if self.size(path) is not None:
+            return False
+        self.put(path, content)
+        return True
+
     def get(self, path: str) -> bytes:
         """Return a whole file."""
         return bytes(self.run(path, lambda: self._fs.cat_file(self._full(path))))

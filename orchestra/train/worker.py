@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
+from checkpointing.errors import CheckpointError
 from conf.schema import Config
 from orchestra.data.ledger import Ledger
-from orchestra.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, OrchestraError
+from orchestra.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, OrchestraError, UnusableCheckpointError
 from orchestra.events import EventWriter, rank_writer
 from orchestra.flops import num_parameters
 from orchestra.frozen import read_config
@@ -73,6 +74,8 @@ def _failed(error: BaseException, records: Records) -> int:
         cause=type(error).__name__,
         step=records.progress.step,
         message=str(error),
+        # The message tells users all; the traceback is for whoever reads the code.
+        explained=isinstance(error, OrchestraError | CheckpointError),
         traceback=traceback.format_exc(),
     )
     traceback.print_exc()
@@ -100,12 +103,21 @@ def train_on(mesh: Mesh, config: Config, ranks: RankEnvironment, records: Record
     faults = Faults(planned_faults(config.recovery.inject), records.attempt, mesh.rank)
     checkpoints = _checkpoints(config, ranks, mesh, training, records, faults)
     begin = checkpoints.begin()
+    _refuse_past_end(config, begin)
     loader = build_loader(config, mesh, training.batch, begin.samples)
     recorder = _recorder(config, mesh, training, records, begin)
     train(config, training, Course(loader, checkpoints, faults), recorder, begin)
     recorder.profiler.close()
     loader.close()
     return training
+
+
+def _refuse_past_end(config: Config, begin: Position) -> None:
+    if begin.step > config.train.steps:
+        raise UnusableCheckpointError(
+            f"the newest checkpoint is of step {begin.step}, and train.steps={config.train.steps} ends "
+            f"before it; use more than {begin.step}, or another checkpoint.dir"
+        )
 
 
 def _checkpoints(

@@ -280,6 +280,24 @@ def test_old_checkpoints_are_removed_after_the_new_one_is_committed(place: Path)
     assert catalog.committed_steps(LocalStorage(place)) == [4, 6, 7]
 
 
+def test_a_checkpoint_that_was_found_damaged_pushes_no_intact_one_out(place: Path) -> None:
+    options = replace(OPTIONS, keep_last=1, when_busy="wait")
+    storage = LocalStorage(place)
+    for step in (20, 30):
+        other = ranks_on(storage, options=replace(options, keep_last=9))
+        other.save(step, state())
+        other.wait()
+    ranks = ranks_on(storage, options=options)
+    for saver in ranks.savers:
+        saver.distrust([30])
+    ranks.save(25, state())
+    ranks.wait()
+    assert catalog.committed_steps(storage) == [25, 30]
+    ranks.save(30, state())
+    ranks.wait()
+    assert catalog.committed_steps(storage) == [30]
+
+
 def test_a_step_that_is_saved_again_replaces_the_older_one(place: Path) -> None:
     storage = LocalStorage(place)
     for generation in (0, 1):
