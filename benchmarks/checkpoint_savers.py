@@ -28,7 +28,7 @@ from torch.distributed.tensor import Shard as AlongDim
 from checkpointing.checkpointer import Checkpointer
 from checkpointing.options import Needs, Options
 from checkpointing.peers import Peers
-from checkpointing.restore import Restored
+from checkpointing.restoring.restore import Restored
 from checkpointing.shards import Shard
 
 Shapes = dict[str, tuple[int, ...]]
@@ -158,6 +158,7 @@ class Orchestra:
         self._shards = state.shards()
         self._checkpointer = self.checkpointer(str(place))
         self.needs = self._checkpointer.prepare(self._shards)
+        self._checkpointer.reserve(self._shards)
 
     def save(self) -> Finish:
         assert self._checkpointer is not None

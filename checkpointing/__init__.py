@@ -1,9 +1,16 @@
 """Sharded, asynchronous, pickle-free checkpoints that restore on any other layout.
 
 It takes (name, global shape, offsets, local tensor) and JSON, and knows no model, configuration or trainer.
-Importing the package needs no torch, nor do the modules that hold no tensors: what a checkpoint is
-(`manifest`, `catalog`, `verify`, `retention`), where it lies (`storage`, `local`, `remote`), who writes and
-reads what (`write_plan`, `read_plan`).
+Importing the package needs no torch, nor does what holds no tensors: `format`, `storage`, `shelf`,
+`planning`.
+
+checkpointer      the front door: prepare, save, wait, restore
+shards, peers     what a user hands in: its part of each tensor, and how its ranks talk
+format            what a checkpoint is made of: boxes, bytes, checksums, the manifest
+storage           where it lies: local folders, any fsspec URL
+shelf             which checkpoints there are, which may go, whether they are intact
+planning          who writes and who reads what
+saving, restoring from tensors to files and back
 
 <place>/step-00000100/
 ├── manifest.json                every tensor's shape, dtype and chunks, every file's size and checksum, the

@@ -6,18 +6,21 @@ what the tensors are for.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
-from checkpointing import catalog
-from checkpointing.manifest import Manifest
+from checkpointing.errors import StorageError
+from checkpointing.format.manifest import Manifest
 from checkpointing.options import Event, Needs, Options, Phase, no_event, no_fault
 from checkpointing.peers import Peers
-from checkpointing.restore import Restored, restore
-from checkpointing.save import Saver
+from checkpointing.restoring.restore import Restored, restore
+from checkpointing.saving.save import Saver
 from checkpointing.shards import Shard
+from checkpointing.shelf import catalog
+from checkpointing.shelf.leftovers import move_back, remove_leftovers
 from checkpointing.storage import open_storage
 
 
@@ -51,7 +54,7 @@ class Checkpointer:
         `save`. Raises MismatchError where the ranks' shards do not make up each tensor once.
         """
         if self._peers.is_coordinator:
-            catalog.remove_leftovers(self._storage)
+            remove_leftovers(self._storage)
         return self._saver.prepare(shards)
 
     def reserve(self, shards: Sequence[Shard]) -> None:
@@ -82,7 +85,11 @@ class Checkpointer:
         `wanted` is called with the manifest of each checkpoint that is tried. Returns None where the place
         holds no committed checkpoint at all; raises NoCheckpointError where none is intact.
         """
-        return restore(
+        if self._peers.is_coordinator:
+            # What cannot be brought back is not there to be listed either.
+            with contextlib.suppress(StorageError):
+                move_back(self._storage)
+        restored = restore(
             self._storage,
             self._peers,
             self._group,
@@ -91,3 +98,13 @@ class Checkpointer:
             step=step,
             at_phase=self._at_phase,
         )
+        if restored is not None:
+            self._saver.distrust(step for step, _ in restored.skipped)
+        return restored
+
+    def claim(self, owner: str) -> str:
+        """Write down whose checkpoints these are, unless that is written already; return who it is.
+
+        *One rank only*, before the first save. A place has one owner for good.
+        """
+        return catalog.claim(self._storage, owner)

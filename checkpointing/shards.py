@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from checkpointing.boxes import Box
 from checkpointing.errors import MismatchError
+from checkpointing.format.boxes import Box
 
 _SAFETENSORS_NAMES = {
     torch.float64: "F64",

@@ -1,4 +1,6 @@
-"""Units, and durations as Slurm writes them. Standard library only; it reads no clock and prints nothing."""
+"""Units, sizes as people read them, and durations as Slurm writes them. Standard library only; it reads no
+clock and prints nothing.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +8,22 @@ import re
 
 MIB = 1 << 20
 GIB = 1 << 30
+_BINARY_UNITS = ((1 << 40, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (1 << 10, "KiB"))
 TERA = 1e12
 
 _MINUTES = re.compile(r"(\d+)(?::(\d+))?")
 _CLOCK = re.compile(r"(\d+):(\d+):(\d+)")
 _DAYS = re.compile(r"(\d+)-(\d+)(?::(\d+))?(?::(\d+))?")
+
+
+def binary(num_bytes: int) -> str:
+    """Return a number of bytes with three digits, in the largest unit of which it is at least one."""
+    for unit, name in _BINARY_UNITS:
+        if num_bytes >= unit:
+            value = num_bytes / unit
+            # Between 1000 and 1024 three digits would be written as 1e+03.
+            return f"{value:.0f} {name}" if value >= 999.5 else f"{value:.3g} {name}"
+    return f"{num_bytes} byte{'' if num_bytes == 1 else 's'}"
 
 
 def slurm_time_s(text: str) -> int | None:

@@ -5,9 +5,16 @@ A test's folder names its stage, and the folders that need something of the mach
 
 from __future__ import annotations
 
+import os
+import subprocess
+import tempfile
+from functools import cache
 from pathlib import Path
 
 import pytest
+
+from slurm.cluster.errors import ClusterError
+from slurm.cluster.packages import missing_packages, require_namespaces
 
 # Stages in the order they run: a mistake shows in the cheapest test that can see it.
 STAGES = ("unit", "architecture", "ranks", "e2e", "slurm", "gpu")
@@ -51,5 +58,36 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
+@cache
+def can_mount() -> bool:
+    """Whether this process may mount file systems; root in a container often may not."""
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(["mount", "-t", "tmpfs", "tmpfs", folder], capture_output=True, check=False)
+        if done.returncode == 0:
+            subprocess.run(["umount", folder], check=True)
+        return done.returncode == 0
+
+
+@cache
+def has_slurm() -> bool:
+    """Whether slurm/devcluster can start a cluster here: root that may make namespaces, and its packages."""
+    missing = missing_packages(accounting=True)
+    if os.geteuid() != 0 or missing:
+        return False
+    try:
+        require_namespaces()
+    except ClusterError:
+        return False
+    return True
+
+
 # Marker, whether this machine has what it needs, and the one reason that is given otherwise.
-REQUIREMENTS = (("gpu", has_gpu, "needs an NVIDIA GPU: torch sees no CUDA device here"),)
+REQUIREMENTS = (
+    ("gpu", has_gpu, "needs an NVIDIA GPU: torch sees no CUDA device here"),
+    (
+        "slurm",
+        has_slurm,
+        "needs root that may make namespaces, and Slurm's packages (`make test` as root installs them)",
+    ),
+    ("mount", can_mount, "needs root that may mount: mounting a tmpfs fails here"),
+)

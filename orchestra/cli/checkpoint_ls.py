@@ -10,7 +10,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
 from typing import Any
 
-from checkpointing.catalog import committed_steps
+from checkpointing.shelf.catalog import committed_steps
 from orchestra.cli import figures
 from orchestra.cli.checkpoints import Look, Place, add_run_arguments, explained, first_look, open_place
 from orchestra.errors import EXIT_DONE

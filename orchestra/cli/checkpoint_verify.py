@@ -27,7 +27,7 @@ from orchestra.errors import EXIT_DONE, EXIT_FAILED, ConfigError
 from orchestra.events import EventWriter
 
 if TYPE_CHECKING:
-    from checkpointing.verify import Report
+    from checkpointing.shelf.verify import Report
 
 _WIDTH = 80
 _MAX_THREADS = 8
@@ -56,7 +56,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Verify, oldest first, and return 0, or 1 when something is damaged."""
-    from checkpointing.verify import verify
+    from checkpointing.shelf.verify import verify
 
     threads = arguments.threads
     if threads is None:

@@ -12,14 +12,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from checkpointing.catalog import check_sizes, committed_steps, read_manifest
 from checkpointing.errors import CheckpointError
-from checkpointing.manifest import Manifest
+from checkpointing.format.manifest import Manifest
+from checkpointing.shelf.catalog import check_sizes, committed_steps, owner, read_manifest
 from checkpointing.storage import Storage, open_storage
 from conf.schema import Config
 from orchestra.cli.resolve import add_directory_option, resolve
 from orchestra.errors import ConfigError, OrchestraError
 from orchestra.frozen import read_config
+from orchestra.report.state import read_record
 from orchestra.rundir import RunDir
 
 _NUM_LISTED = 8
@@ -60,12 +61,23 @@ def _step(text: str) -> int:
 def open_place(text: str, parent: Path) -> Place:
     """Return the run that `text` means among those in `parent`, and where its checkpoints lie.
 
-    Raises ConfigError where there is no such run or none that can be read.
+    Raises ConfigError where there is no such run, none that can be read, or the place is another run's.
     """
     run = resolve(text, parent)
     config = read_config(run.config)
     with explained():
-        return Place(run, config, open_storage(config.checkpoint.dir or run.checkpoints))
+        storage = open_storage(config.checkpoint.dir or run.checkpoints)
+        _refuse_others(run, storage)
+    return Place(run, config, storage)
+
+
+def _refuse_others(run: RunDir, storage: Storage) -> None:
+    """Refuse a place that another run has claimed: its checkpoints would pass for this run's."""
+    theirs, mine = owner(storage), read_record(run).get("wandb_id")
+    if theirs is not None and mine is not None and theirs != mine:
+        raise ConfigError(
+            f"{storage.place} belongs to another run: its wandb id is {theirs}, that of {run.name} is {mine}"
+        )
 
 
 @contextlib.contextmanager

@@ -148,13 +148,16 @@ def shown(path: Path) -> str:
 
 
 def failure(run: RunDir, attempt: int, verdict: Verdict) -> str:
-    """Return what ended an attempt: who, where, when, why, the end of the traceback or log, and the log."""
+    """Return what ended an attempt: who, where, when, why, the end of the traceback or log, and the log.
+
+    An error that explains itself comes without its traceback: it is in the log.
+    """
     who = "the run" if verdict.rank is None else f"rank {verdict.rank}"
     where = f" on {verdict.host}" if verdict.host and verdict.rank is not None else ""
     when = f" at step {verdict.step}" if verdict.step is not None else ""
     why = f"{verdict.cause}: {verdict.message}" if verdict.message else verdict.cause
     log = run.node_log(attempt, 0) if verdict.rank is None else run.rank_log(attempt, verdict.rank)
-    trace = verdict.traceback or _end_of(log)
+    trace = "" if verdict.explained else verdict.traceback or _end_of(log)
     last_lines = [f"  {line}" for line in trace.rstrip().splitlines()[-_TRACEBACK_LINES:]]
     place = [f"log: {shown(log)}"] if log.exists() else []
     return "\n".join([f"{who}{where} failed{when}: {why}", *last_lines, *place])

@@ -18,11 +18,19 @@ from orchestra.config.situation import Situation, absolute, world_size
 from orchestra.events import is_whole
 from orchestra.flops import num_parameters
 from orchestra.topology import listed
-from orchestra.units import MIB
+from orchestra.units import binary
 
 # The fp32 master of a parameter and Adam's two moments.
 _BYTES_SAVED = 12
 _LOCAL_PROTOCOLS = ("file", "local")
+# Protocols whose files fsspec only reads, or reads as parts of one.
+_ONLY_READ = (
+    *("http", "https", "data", "git", "github", "gist", "dvc", "pyscript"),
+    *("zip", "tar", "libarchive", "reference"),
+)
+# In these one rank acts for all.
+_OF_COORDINATOR = (FaultPhase.before_manifest.name, FaultPhase.before_prune.name)
+_NOT_OF_SAVES = (FaultPhase.step.name, FaultPhase.restore.name)
 _FAULT_KEYS = ("attempt", "at_step", "rank", "fault", "phase")
 
 
@@ -43,13 +51,13 @@ def rule_checkpoint_steps(config: Config, _: Situation) -> Iterator[str]:
 
 
 def rule_checkpoint_place(config: Config, situation: Situation) -> Iterator[str]:
-    """A URL's protocol must be known here; a local folder must be one that can be written."""
+    """A URL's protocol must be known here and one to write to; a local folder one that can be written."""
     place = config.checkpoint.dir
     if place is None or not place.strip():
         return
     protocols = place.rpartition("://")[0].split("::") if "://" in place else []
     for protocol in protocols:
-        yield from _protocol_problems(place, protocol.rpartition("://")[2])
+        yield from _protocol_problems(place, protocol.partition("://")[0])
     folder = local_folder(place)
     if folder is None or not situation.starts_here:
         return
@@ -65,6 +73,12 @@ def _protocol_problems(place: str, protocol: str) -> Iterator[str]:
 
     if protocol == "memory":
         yield f"checkpoint.dir={place} lies in each process's own memory and ends with it; give a folder"
+        return
+    if protocol in _ONLY_READ:
+        yield (
+            f"checkpoint.dir={place}: {protocol}:// cannot hold checkpoints, it is only read from; use e.g. "
+            f"s3://, gs:// or the path of a folder"
+        )
         return
     try:
         fsspec.get_filesystem_class(protocol)
@@ -93,8 +107,8 @@ def rule_checkpoint_space(config: Config, situation: Situation) -> Iterator[str]
     needed = checkpoint_bytes(config)
     if needed > free:
         yield (
-            f"{name}={place}: one checkpoint needs {_counted(config)} = {_mib(needed)} MiB, but "
-            f"{_mib(free)} MiB are free there; free some, choose another checkpoint.dir, or save nothing "
+            f"{name}={place}: one checkpoint needs {_counted(config)} = {binary(needed)}, but "
+            f"{binary(free)} are free there; free some, choose another checkpoint.dir, or save nothing "
             f"with checkpoint.every_steps=null"
         )
 
@@ -111,11 +125,11 @@ def rule_checkpoint_memory(config: Config, situation: Situation) -> Iterator[str
     )
     needed = trained + checkpoint_bytes(config)
     if needed > memory:
-        beside = f" beside the {_mib(trained)} MiB that training takes" if trained else ""
+        beside = f" beside the {binary(trained)} that training takes" if trained else ""
         yield (
             f"model={config.model.name}: saving a checkpoint needs {_counted(config)} = "
-            f"{_mib(checkpoint_bytes(config))} MiB of host memory{beside}, but this machine has "
-            f"{_mib(memory)} MiB; use a smaller model, fewer ranks, or save nothing with "
+            f"{binary(checkpoint_bytes(config))} of host memory{beside}, but this machine has "
+            f"{binary(memory)}; use a smaller model, fewer ranks, or save nothing with "
             f"checkpoint.every_steps=null"
         )
 
@@ -131,8 +145,10 @@ def _fault_problems(entry: dict[str, Any], config: Config) -> Iterator[str]:
         if key not in _FAULT_KEYS:
             yield f"no such key {key}; an entry has {', '.join(_FAULT_KEYS)}"
     step, rank, attempt = entry.get("at_step"), entry.get("rank"), entry.get("attempt", 0)
-    if not is_whole(step) or not 0 <= step <= config.train.steps:
+    if not is_whole(step) or not 1 <= step <= config.train.steps:
         yield f"at_step={shown(step)} is no step of the run; use 1 to {config.train.steps}"
+    else:
+        yield from _save_problems(entry, step, config)
     ranks = world_size(config)
     if rank != "all" and not (is_whole(rank) and 0 <= rank < (ranks or rank + 1)):
         within = f"0 to {ranks - 1}" if ranks is not None else "a number from 0 on"
@@ -143,6 +159,23 @@ def _fault_problems(entry: dict[str, Any], config: Config) -> Iterator[str]:
         value, names = entry.get(key, default.name), list(kind.__members__)
         if value not in names:
             yield f"{key}={shown(value)}: no such {key}; use {listed(names)}"
+
+
+def _save_problems(entry: dict[str, Any], step: int, config: Config) -> Iterator[str]:
+    """Say why a fault in the midst of a save would never strike."""
+    phase, rank, every = entry.get("phase"), entry.get("rank"), config.checkpoint.every_steps
+    if phase not in FaultPhase.__members__ or phase in _NOT_OF_SAVES:
+        return
+    if phase in _OF_COORDINATOR and rank not in (0, "all"):
+        yield f"rank={shown(rank)}: phase={phase} is of rank 0 alone; use rank: 0"
+    if every is None:
+        yield f"phase={phase} is part of a save, and checkpoint.every_steps=null saves nothing"
+    elif every >= 1 and step % every and step != config.train.steps:
+        saved = min(max(1, round(step / every)) * every, config.train.steps)
+        yield (
+            f"at_step={step} is not saved (checkpoint.every_steps={every}), so phase={phase} never comes "
+            f"there; use e.g. {saved}"
+        )
 
 
 def checkpoint_bytes(config: Config) -> int:
@@ -164,10 +197,6 @@ def _saves(config: Config) -> bool:
 
 def _counted(config: Config) -> str:
     return f"{num_parameters(config.model):,} parameters × {_BYTES_SAVED} bytes"
-
-
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes // MIB:,}"
 
 
 def _existing(folder: Path) -> Path:

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from checkpointing import checksums
-from checkpointing.boxes import Box
-from checkpointing.catalog import file_path
-from checkpointing.dtypes import ITEM_BYTES
 from checkpointing.errors import DamagedError
-from checkpointing.manifest import Chunk, Manifest
+from checkpointing.format import checksums
+from checkpointing.format.boxes import Box
+from checkpointing.format.dtypes import ITEM_BYTES
+from checkpointing.format.manifest import Chunk, Manifest
+from checkpointing.shelf.catalog import file_path
 from checkpointing.storage import Storage
 from orchestra.errors import DataError
 from orchestra.huggingface.parameters import CHECKPOINT_PREFIX, hugging_face_name

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from checkpointing.boxes import Box
-from checkpointing.dtypes import ITEM_BYTES
-from checkpointing.manifest import Manifest
+from checkpointing.format.boxes import Box
+from checkpointing.format.dtypes import ITEM_BYTES
+from checkpointing.format.manifest import Manifest
 from checkpointing.storage import Storage
 from conf.schema import ModelConfig
 from orchestra.errors import ConfigError, DataError

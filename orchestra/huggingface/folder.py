@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from checkpointing.boxes import Box
-from checkpointing.dtypes import ITEM_BYTES
 from checkpointing.errors import CheckpointError
-from checkpointing.manifest import Chunk, File, Manifest, Tensor
+from checkpointing.format.boxes import Box
+from checkpointing.format.dtypes import ITEM_BYTES
+from checkpointing.format.manifest import Chunk, File, Manifest, Tensor
 from checkpointing.storage import Storage, open_storage
 from conf.schema import ModelConfig
 from orchestra.errors import DataError

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from checkpointing.dtypes import ITEM_BYTES
+from checkpointing.format.dtypes import ITEM_BYTES
 from checkpointing.storage import Storage
 from orchestra.errors import DataError
 

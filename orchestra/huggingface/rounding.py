@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from checkpointing.checksums import Buffer
+from checkpointing.format.checksums import Buffer
 
 Numbers: TypeAlias = npt.NDArray[Any]
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from checkpointing.dtypes import ITEM_BYTES
+from checkpointing.format.dtypes import ITEM_BYTES
 from orchestra.huggingface.folder import SINGLE_FILE
 
 # So that the numbers behind the header are aligned, as safetensors writes it.

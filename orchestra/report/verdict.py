@@ -32,6 +32,8 @@ class Verdict:
     host: str | None = None
     step: int | None = None
     traceback: str | None = None
+    # Whether the message says all that a user needs, and the traceback nothing more.
+    explained: bool = False
 
     @property
     def state(self) -> str:
@@ -69,6 +71,7 @@ def _with_first_failure(code: int, end: Record, events: Iterable[Record]) -> Ver
         host=source.get("host"),
         step=source.get("step"),
         traceback=source.get("traceback"),
+        explained=source.get("explained") is True,
     )
 
 

@@ -1,6 +1,7 @@
 """Makes the next attempt of a run ready: which one it is, from where, with which configuration; once only.
 
-It decides from the run's records alone. The checkpoints themselves are read by the ranks.
+It decides from the run's records, and lists the checkpoints of a place that is new to the run. Their
+content is read by the ranks.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from checkpointing.errors import CheckpointError
+from checkpointing.shelf.catalog import committed_steps
+from checkpointing.storage import open_storage
 from conf.schema import Config
 from launchers import processes
 from orchestra.config.change import changed_config
@@ -74,6 +78,8 @@ def next_attempt(run: RunDir, overrides: Sequence[str], situation: Situation, no
     is_finished = state == "finished" and config.train.steps <= before.train.steps
     if not is_finished:
         _refuse_impossible(run, config, step, is_finished_before=state == "finished")
+        if step is not None and config.checkpoint.dir != before.checkpoint.dir:
+            _refuse_empty_place(run, before, config, step)
     return NextAttempt(run, number, before, config, tuple(overrides), step, last, is_finished)
 
 
@@ -94,6 +100,25 @@ def _refuse_impossible(run: RunDir, config: Config, step: int | None, *, is_fini
         raise ConfigError(
             f"train.steps={steps} ends before step {step}, which the newest checkpoint of {run.name} holds; "
             f"use more than {step}"
+        )
+
+
+def _refuse_empty_place(run: RunDir, before: Config, config: Config, step: int) -> None:
+    """Look into a new checkpoint.dir before it is frozen: a run that goes on needs its checkpoints there."""
+    old, new = (it.checkpoint.dir or str(run.checkpoints) for it in (before, config))
+    try:
+        newest = max(committed_steps(open_storage(new)), default=None)
+    except CheckpointError as error:
+        raise ConfigError(f"checkpoint.dir={new}: it cannot be looked into: {error}") from error
+    if newest is None:
+        raise ConfigError(
+            f"checkpoint.dir={new} holds no checkpoint, but {run.name} goes on from step {step}, which lies "
+            f"in {old}; copy that folder there first, or leave checkpoint.dir as it is"
+        )
+    if newest > config.train.steps:
+        raise ConfigError(
+            f"train.steps={config.train.steps} ends before step {newest}, which checkpoint.dir={new} holds; "
+            f"use more than {newest}"
         )
 
 

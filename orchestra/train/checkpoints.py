@@ -13,11 +13,11 @@ from typing import Any
 import torch.distributed as dist
 
 from checkpointing.checkpointer import Checkpointer
-from checkpointing.errors import NoCheckpointError, SaveFailedError
-from checkpointing.manifest import Manifest
+from checkpointing.errors import CheckpointError, NoCheckpointError, SaveFailedError
+from checkpointing.format.manifest import Manifest
 from checkpointing.options import Options
 from checkpointing.peers import Peers
-from checkpointing.restore import Restored
+from checkpointing.restoring.restore import Restored
 from checkpointing.shards import Shard
 from conf.schema import Config
 from orchestra.errors import TrainingError, UnusableCheckpointError
@@ -142,6 +142,21 @@ class Checkpoints:
 
     # Beginning.
 
+    def _claim(self) -> None:
+        """Make a place outside the run's directory this run's own: two runs in one would remove each other's
+        checkpoints.
+        """
+        setting = self._setting
+        if setting.config.checkpoint.dir is None or self._every_steps is None:
+            return
+        mine = self._id or setting.run.name
+        owner = self._answered("owner", lambda: self._checkpointer.claim(mine))
+        if owner != mine:
+            raise UnusableCheckpointError(
+                f"{setting.place} belongs to another run (its wandb id is {owner}, this run's is {mine}); "
+                "give this run a folder of its own (checkpoint.dir)"
+            )
+
     def _fresh(self) -> Position:
         if self._every_steps is None:
             return Position()
@@ -152,9 +167,11 @@ class Checkpoints:
                 "has only begun: they are another run's; continue that one with `orchestra resume RUN`, or "
                 "give this run a folder of its own (checkpoint.dir)"
             )
+        self._claim()
         return Position()
 
     def _restored(self) -> Position:
+        self._claim()
         try:
             restored = self._checkpointer.restore(self._wanted)
         except NoCheckpointError as error:
@@ -206,18 +223,29 @@ class Checkpoints:
     def _answered(self, topic: str, question: Any) -> Any:
         """Return rank 0's answer to a question, so that all ranks go the same way."""
         if self._peers.is_coordinator:
-            self._peers.answer(topic, question())
-        return self._peers.await_answer(topic)
+            try:
+                self._peers.answer(topic, {"is": question()})
+            except CheckpointError as error:
+                self._peers.answer(topic, {"failed": str(error)})
+        answer = self._peers.await_answer(topic)
+        if "failed" in answer:
+            raise TrainingError(answer["failed"])
+        return answer["is"]
 
     def _announce(self, restored: Restored) -> None:
         bytes_read = sum(self._peers.exchange("bytes read", restored.bytes_read))
         if not self._peers.is_coordinator:
             return
+        skipped = [{"step": step, "reason": reason} for step, reason in restored.skipped]
+        gone = _newest_recorded(self._setting.run)
+        if gone > max([restored.step, *(step for step, _ in restored.skipped)]):
+            reason = "its manifest is not there any more, though it was committed"
+            skipped.insert(0, {"step": gone, "reason": reason})
         evidence = {
             "step": restored.step,
             "seconds": restored.seconds,
             "bytes_read": bytes_read,
-            "skipped": [{"step": step, "reason": reason} for step, reason in restored.skipped],
+            "skipped": skipped,
             "layout_saved": dict(restored.manifest.layout),
             "layout": asdict(self._setting.mesh.layout),
             "generation": restored.manifest.generation,
@@ -268,6 +296,15 @@ def options(setting: Setting) -> Options:
         restore=chosen.restore.name,
         limit_s=chosen.timeout_s,
     )
+
+
+def _newest_recorded(run: RunDir) -> int:
+    """Return the step that the run's events expect to be restored: committed last, or gone back to since."""
+    last = 0
+    for event in read_events(run):
+        if event["event"] in ("checkpoint_committed", "restored"):
+            last = event.get("step", last)
+    return last
 
 
 def _saved_facts(manifest: Manifest) -> Mapping[str, Any]:

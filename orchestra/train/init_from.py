@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from checkpointing.manifest import Manifest
+from checkpointing.format.manifest import Manifest
 from checkpointing.peers import Peers
-from checkpointing.restore import fetch
+from checkpointing.restoring.restore import fetch
 from checkpointing.shards import Shard, torch_dtype
 from conf.schema import Config
 from orchestra.errors import DataError, TrainingError

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from checkpointing.options import Needs
 from orchestra.errors import TrainingError
-from orchestra.units import MIB
+from orchestra.units import binary
 
 _MEMORY = Path("/proc/meminfo")
 _OWN_GROUPS = Path("/proc/self/cgroup")
@@ -18,8 +18,8 @@ def check_host_memory(staging_bytes: int, num_local_ranks: int, available: int |
     needed = staging_bytes * num_local_ranks
     if available is not None and needed > available:
         raise TrainingError(
-            f"saving a checkpoint takes {needed // MIB:,} MiB of host memory on this node "
-            f"({num_local_ranks} × {staging_bytes // MIB:,} MiB), and {available // MIB:,} MiB are free; "
+            f"saving a checkpoint takes {binary(needed)} of host memory on this node "
+            f"({num_local_ranks} × {binary(staging_bytes)}), and {binary(available)} are free; "
             "use more nodes, a smaller model, or save nothing with checkpoint.every_steps=null"
         )
 
@@ -29,7 +29,7 @@ def check_storage(needs: Needs, place: str) -> None:
     free, needed = needs.free_storage_bytes, needs.checkpoint_bytes
     if free is not None and needed > free:
         raise TrainingError(
-            f"{place}: one checkpoint takes {needed // MIB:,} MiB, and {free // MIB:,} MiB are free there; "
+            f"{place}: one checkpoint takes {binary(needed)}, and {binary(free)} are free there; "
             "free some, choose another checkpoint.dir, or save nothing with checkpoint.every_steps=null"
         )
 

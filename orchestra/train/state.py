@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from checkpointing.manifest import Manifest
+from checkpointing.format.manifest import Manifest
 from checkpointing.shards import Shard, whole
 from conf.schema import Config, Family
 from orchestra.errors import UnusableCheckpointError
@@ -32,6 +32,8 @@ _SHAPE_KEYS = (
     *("family", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "vocab_size", "tie_word_embeddings"),
 )
+# Choices that decide which samples come next: a run keeps them, as `orchestra resume` says too.
+_ORDER_KEYS = ("train.seed", "train.seq_len", "data.source", "data.path")
 # Names that an error lists before it says how many more there are.
 _MAX_LISTED = 5
 
@@ -129,7 +131,8 @@ def facts(config: Config) -> dict[str, Any]:
 def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list[Any]]:
     """Return what differs between two configurations' facts: by key the saved value and today's.
 
-    Raises UnusableCheckpointError where the model's shape does: its tensors would mean something else.
+    Raises UnusableCheckpointError where the model's shape does, since its tensors would mean something else,
+    and where another order of samples would follow, some of which would come twice or never.
     """
     differing = {
         key: [saved[key], value] for key, value in now.items() if key in saved and saved[key] != value
@@ -141,6 +144,13 @@ def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list[
         raise UnusableCheckpointError(
             f"the checkpoint was written with {found}, this run has {expected}; use the same values, or "
             "another checkpoint.dir"
+        )
+    order = [f"{key}={saved[key]} (this run has {now[key]})" for key in _ORDER_KEYS if key in differing]
+    if order:
+        raise UnusableCheckpointError(
+            f"the checkpoint was written with {', '.join(order)}: other samples would come next, some twice "
+            "or never; put the old values back into the run's config.yaml, or begin a new run with a "
+            "checkpoint.dir of its own"
         )
     return differing
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from checkpointing.errors import CheckpointError
 from checkpointing.peers import Peers
 from conf.schema import Config
 from orchestra.data.ledger import Ledger
@@ -22,6 +23,7 @@ from orchestra.errors import (
     EXIT_STOPPED,
     OrchestraError,
     StopRequested,
+    UnusableCheckpointError,
 )
 from orchestra.events import EventWriter, rank_writer
 from orchestra.flops import num_parameters
@@ -92,6 +94,8 @@ def _failed(error: BaseException, records: Records) -> int:
         cause=type(error).__name__,
         step=records.progress.step,
         message=str(error),
+        # The message tells users all; the traceback is for whoever reads the code.
+        explained=isinstance(error, OrchestraError | CheckpointError),
         traceback=traceback.format_exc(),
     )
     traceback.print_exc()
@@ -123,6 +127,7 @@ def train_on(mesh: Mesh, config: Config, ranks: RankEnvironment, records: Record
     peers = open_peers(mesh, ranks, records.attempt, config.checkpoint.timeout_s)
     checkpoints = _checkpoints(config, ranks, mesh, training, records, faults, peers)
     begin = checkpoints.begin()
+    _refuse_past_end(config, begin)
     loader = build_loader(config, mesh, training.batch, begin.samples)
     recorder = _recorder(config, mesh, training, records, begin)
     watch = RequestWatch(records.run, records.attempt) if mesh.rank == 0 else None
@@ -137,6 +142,14 @@ def train_on(mesh: Mesh, config: Config, ranks: RankEnvironment, records: Record
     if request is not None:
         raise StopRequested(str(request))
     return training
+
+
+def _refuse_past_end(config: Config, begin: Position) -> None:
+    if begin.step > config.train.steps:
+        raise UnusableCheckpointError(
+            f"the newest checkpoint is of step {begin.step}, and train.steps={config.train.steps} ends "
+            f"before it; use more than {begin.step}, or another checkpoint.dir"
+        )
 
 
 def _checkpoints(

@@ -59,5 +59,5 @@ def test_checkpointing_without_tensors_loads_no_torch() -> None:
         for name in modules()
         if name.split(".")[0] == "checkpointing" and name.split(".")[-1] not in HOLDING_TENSORS
     ]
-    assert "checkpointing.verify" in names
+    assert "checkpointing.shelf.verify" in names
     assert not loaded_by(f"import {', '.join(names)}") & set(HEAVY)

@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from checkpointing.catalog import committed_steps, read_manifest
-from checkpointing.manifest import Manifest
+from checkpointing.format.manifest import Manifest
+from checkpointing.shelf.catalog import committed_steps, read_manifest
 from checkpointing.storage import open_storage
 from launchers import processes
 from orchestra.events import read_events

@@ -32,9 +32,9 @@ from commands import (
     trained_rows,
 )
 
-from checkpointing.catalog import committed_steps
+from checkpointing.shelf.catalog import committed_steps
+from checkpointing.shelf.verify import verify
 from checkpointing.storage import open_storage
-from checkpointing.verify import verify
 from orchestra.rundir import RunDir
 
 # Each comes once in every block of kills. `anytime`: the command itself, from outside, at a random moment.

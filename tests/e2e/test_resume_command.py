@@ -75,6 +75,7 @@ def test_a_failed_run_says_how_to_go_on(failed: subprocess.CompletedProcess[str]
         (("failed", "train.seed=3"), "which samples come next"),
         (("failed", "train.stepz=3"), "train.steps"),
         (("failed", "train.steps=4"), "train.steps=4 ends before step 8"),
+        (("failed", "checkpoint.dir=nowhere"), "holds no checkpoint, but failed goes on from step 8"),
         (("failed", "parallelism.pp=2"), "pipeline parallelism"),
         (("failed", "-m"), "orchestra resume --help"),
     ],

@@ -16,14 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from checkpointing import digest, manifest, nearby
-from checkpointing.boxes import Box
-from checkpointing.local import LocalStorage
+from checkpointing.format import digest, manifest
+from checkpointing.format.boxes import Box
 from checkpointing.options import Options
 from checkpointing.peers import Peers
-from checkpointing.restore import restore
-from checkpointing.save import Saver
+from checkpointing.restoring import nearby
+from checkpointing.restoring.restore import restore
+from checkpointing.saving.save import Saver
 from checkpointing.shards import Shard, as_bytes
+from checkpointing.storage.local import LocalStorage
 
 LAYOUTS = ("replicated", "rows", "columns", "grid", "uneven", "striped", "one rank", "mixture")
 # Minus zero, quiet and signalling NaN with payloads, infinity, a denormal: arithmetic would change some.

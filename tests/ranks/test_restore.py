@@ -13,14 +13,14 @@ import torch.distributed as dist
 from layouts import LAYOUTS, Case
 from pool import RankPool
 
-from checkpointing import digest
-from checkpointing.boxes import Box
-from checkpointing.catalog import read_manifest, step_name
 from checkpointing.errors import MismatchError
-from checkpointing.local import LocalStorage
-from checkpointing.manifest import Manifest
-from checkpointing.restore import MODES, fetch, restore
+from checkpointing.format import digest
+from checkpointing.format.boxes import Box
+from checkpointing.format.manifest import Manifest
+from checkpointing.restoring.restore import MODES, fetch, restore
 from checkpointing.shards import Shard, as_bytes, whole
+from checkpointing.shelf.catalog import read_manifest, step_name
+from checkpointing.storage.local import LocalStorage
 
 pytestmark = pytest.mark.ranks
 

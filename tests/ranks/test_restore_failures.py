@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from pool import RankPool
 
-from checkpointing import nearby
 from checkpointing.errors import (
     CheckpointError,
     MismatchError,
@@ -25,10 +24,11 @@ from checkpointing.errors import (
     NoCheckpointError,
     StorageError,
 )
-from checkpointing.local import LocalStorage
-from checkpointing.manifest import Manifest, decode
-from checkpointing.restore import MODES, restore
+from checkpointing.format.manifest import Manifest, decode
+from checkpointing.restoring import nearby
+from checkpointing.restoring.restore import MODES, restore
 from checkpointing.shards import whole
+from checkpointing.storage.local import LocalStorage
 
 pytestmark = pytest.mark.ranks
 

@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from pool import RankPool
 
-from checkpointing import catalog, digest
+from checkpointing.format import digest
 from checkpointing.shards import Shard, as_bytes
+from checkpointing.shelf import catalog
 from checkpointing.storage import open_storage
 from conf.schema import (
     CheckpointConfig,

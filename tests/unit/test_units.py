@@ -1,10 +1,10 @@
-"""Slurm's forms of a time limit."""
+"""Slurm's forms of a time limit, and sizes as people read them."""
 
 from __future__ import annotations
 
 import pytest
 
-from orchestra.units import slurm_time_s
+from orchestra.units import binary, slurm_time_s
 
 
 @pytest.mark.parametrize(
@@ -29,3 +29,21 @@ def test_every_form_of_slurm_is_read(text: str, seconds: int | None) -> None:
 def test_other_forms_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="time limit"):
         slurm_time_s(text)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, "0 bytes"),
+        (1, "1 byte"),
+        (1023, "1023 bytes"),
+        (1024, "1 KiB"),
+        (600_000, "586 KiB"),
+        ((1 << 20) - 1, "1024 KiB"),
+        (9_696_768, "9.25 MiB"),
+        (5 << 30, "5 GiB"),
+        (3 << 41, "6 TiB"),
+    ],
+)
+def test_a_size_has_three_digits_in_the_unit_that_fits(num_bytes: int, text: str) -> None:
+    assert binary(num_bytes) == text

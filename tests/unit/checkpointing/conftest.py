@@ -10,8 +10,7 @@ import boto3
 import pytest
 from moto.server import ThreadedMotoServer
 
-from checkpointing import remote
-from checkpointing.storage import Storage
+from checkpointing.storage import Storage, remote
 
 MIB = 1 << 20
 

@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from checkpointing import catalog, checksums, digest
-from checkpointing.boxes import Box
-from checkpointing.images import Image, images
-from checkpointing.manifest import Chunk, File, Manifest, Tensor
+from checkpointing.format import checksums, digest
+from checkpointing.format.boxes import Box
+from checkpointing.format.manifest import Chunk, File, Manifest, Tensor
+from checkpointing.planning.write_plan import Piece, write_plan
+from checkpointing.saving.images import Image, images
+from checkpointing.shelf import catalog
 from checkpointing.storage import Storage
-from checkpointing.write_plan import Piece, write_plan
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 

@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 from sample_checkpoint import arrays, write, write_draft
 
-from checkpointing import catalog
 from checkpointing.errors import DamagedError, StorageError
-from checkpointing.local import LocalStorage
-from checkpointing.manifest import MANIFEST, encode
-from checkpointing.remote import RemoteStorage
-from checkpointing.retention import Policy
+from checkpointing.format.manifest import MANIFEST, encode
+from checkpointing.shelf import catalog
+from checkpointing.shelf.leftovers import move_back, remove_leftovers
+from checkpointing.shelf.retention import Kept, Policy
+from checkpointing.shelf.verify import verify
 from checkpointing.storage import Storage
-from checkpointing.verify import verify
+from checkpointing.storage.local import LocalStorage
+from checkpointing.storage.remote import RemoteStorage
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -37,7 +38,7 @@ def files_of(storage: Storage) -> set[str]:
 
 def test_a_place_that_is_not_there_holds_no_checkpoints(storage: Storage) -> None:
     assert catalog.committed_steps(storage) == []
-    assert catalog.remove_leftovers(storage) == []
+    assert remove_leftovers(storage) == []
 
 
 def test_a_committed_checkpoint_is_found_and_read(storage: Storage) -> None:
@@ -125,26 +126,94 @@ def test_leftovers_go_and_checkpoints_stay(storage: Storage) -> None:
     kept = write(storage, 7)
     for step, generation in ((7, 1), (8, 0)):
         write_draft(storage, catalog.draft(storage, step, generation, 3))
-    write(storage, 6)
-    storage.remove(catalog.file_path(6, MANIFEST))
-    removed = catalog.remove_leftovers(storage)
-    assert len(removed) >= 3
+    removed = remove_leftovers(storage)
+    assert len(removed) >= 2
     assert files_of(storage) == {catalog.file_path(7, name) for name in (MANIFEST, *kept.files)}
-    assert catalog.remove_leftovers(storage) == []
+    assert remove_leftovers(storage) == []
 
 
 def test_what_is_not_ours_is_left_alone(storage: Storage) -> None:
     storage.put("notes.txt", b"mine")
     storage.put("other/data.bin", b"mine")
-    assert catalog.remove_leftovers(storage) == []
+    assert remove_leftovers(storage) == []
     assert files_of(storage) == {"notes.txt", "other/data.bin"}
+
+
+def test_another_tools_step_folder_is_never_removed(storage: Storage) -> None:
+    foreign = "step-00000007/lit_model.pth"
+    storage.put(foreign, b"weeks of work")
+    assert remove_leftovers(storage) == []
+    assert storage.get(foreign) == b"weeks of work"
+    write(storage, 7)
+    catalog.prune(storage, Policy(keep_last=1))
+    assert verify(storage, 7).is_intact
+    kept = [name for name in storage.names() if storage.size(f"{name}/lit_model.pth") is not None]
+    assert len(kept) == 1
+
+
+def test_a_checkpoint_behind_a_link_loses_only_the_link(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path / "place")
+    for step in (1, 2):
+        write(storage, step)
+    (tmp_path / "place" / "step-00000001").rename(tmp_path / "archived")
+    (tmp_path / "place" / "step-00000001").symlink_to(tmp_path / "archived")
+    assert catalog.prune(storage, Policy(keep_last=1)) == [1]
+    assert (tmp_path / "archived" / MANIFEST).is_file()
+    assert storage.names() == ["step-00000002"]
+
+
+def test_a_checkpoint_that_was_moved_aside_comes_back(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    write(storage, 7)
+    storage.rename("step-00000007", ".step-00000007.replaced-0123abcd")
+    assert catalog.committed_steps(storage) == []
+    assert move_back(storage) == ["step-00000007"]
+    assert verify(storage, 7).is_intact
+    assert move_back(storage) == []
+
+
+def test_nothing_after_the_manifest_can_fail_a_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = RemoteStorage(f"memory://{uuid.uuid4()}/checkpoints")
+    write(storage, 7)
+
+    def fail(*_: object) -> None:
+        raise StorageError("the connection broke")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RemoteStorage, "names", fail)
+        write(storage, 7, arrays(seed=1), generation=1)
+    assert catalog.read_manifest(storage, 7).generation == 1
+    assert verify(storage, 7).is_intact
+
+
+def test_a_commit_whose_answer_was_lost_is_a_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = RemoteStorage(f"memory://{uuid.uuid4()}/checkpoints")
+    put = RemoteStorage.put
+
+    def lose_the_answer(self: RemoteStorage, path: str, content: bytes) -> None:
+        put(self, path, content)
+        if path.endswith(MANIFEST):
+            raise StorageError("time-out")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RemoteStorage, "put", lose_the_answer)
+        write(storage, 7)
+    catalog.discard(storage, catalog.draft(storage, 7, 0, 0))
+    assert verify(storage, 7).is_intact
+
+
+def test_a_place_has_one_owner(storage: Storage) -> None:
+    assert catalog.owner(storage) is None
+    assert [catalog.claim(storage, name) for name in ("first", "second", "first")] == ["first"] * 3
+    assert catalog.owner(storage) == "first"
+    assert catalog.committed_steps(storage) == []
 
 
 def test_the_files_of_a_damaged_checkpoint_stay_as_evidence(storage: Storage) -> None:
     write(storage, 7)
     storage.put(catalog.file_path(7, MANIFEST), b"{}")
     before = files_of(storage)
-    catalog.remove_leftovers(storage)
+    remove_leftovers(storage)
     assert files_of(storage) == before
 
 
@@ -166,7 +235,7 @@ def test_a_half_removed_checkpoint_is_none(storage: Storage, monkeypatch: pytest
         with pytest.raises(PowerLostError):
             catalog.remove_checkpoint(storage, 7)
     assert catalog.committed_steps(storage) == []
-    catalog.remove_leftovers(storage)
+    remove_leftovers(storage)
     assert files_of(storage) == set()
 
 
@@ -194,7 +263,7 @@ def test_power_lost_at_any_act_of_a_commit_leaves_the_old_or_the_new_one(
             patch.setattr(type(storage), name, counted)
         with contextlib.suppress(PowerLostError):
             catalog.commit(storage, draft, new)
-    catalog.remove_leftovers(storage)
+    remove_leftovers(storage)
     assert catalog.committed_steps(storage) == [7]
     found = catalog.read_manifest(storage, 7)
     assert found in (old, new)
@@ -219,3 +288,28 @@ def test_a_manifest_that_cannot_be_read_is_the_storages_error(storage: Storage) 
 def test_the_manifest_says_the_same_whoever_reads_it(storage: Storage) -> None:
     manifest = write(storage, 7, state={"samples": 3, "score": 0.1})
     assert encode(catalog.read_manifest(storage, 7)) == encode(manifest)
+
+
+class Reading(LocalStorage):
+    """A local folder that remembers what was read."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.read: list[str] = []
+
+    def get(self, path: str) -> bytes:
+        self.read.append(path)
+        return super().get(path)
+
+
+def test_pruning_reads_a_checkpoint_that_stays_only_once(tmp_path: Path) -> None:
+    storage = Reading(tmp_path)
+    known: dict[int, Kept] = {}
+    for step in (1, 2, 3):
+        write(storage, step)
+        catalog.prune(storage, Policy(keep_last=2), known)
+    assert catalog.committed_steps(storage) == [2, 3]
+    assert sorted(known) == [2, 3]
+    assert [path for path in storage.read if path.startswith(catalog.step_name(2))] == [
+        "step-00000002/manifest.json"
+    ]

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointing import digest
-from checkpointing.boxes import Box
-from checkpointing.digest import combined, part_digest, state_digest, written
+from checkpointing.format import digest
+from checkpointing.format.boxes import Box
+from checkpointing.format.digest import combined, part_digest, state_digest, written
 
 # Bytes per element, and a dtype that has them.
 WIDTHS = {1: "U8", 2: "BF16", 4: "F32", 8: "I64"}

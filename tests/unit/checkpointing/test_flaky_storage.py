@@ -13,9 +13,9 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 
 from checkpointing.errors import StorageError
-from checkpointing.remote import RemoteStorage
-from checkpointing.retry import Retries
 from checkpointing.storage import Storage
+from checkpointing.storage.remote import RemoteStorage
+from checkpointing.storage.retry import Retries
 
 AT_ONCE = Retries(num_tries=3, first_delay_s=0.0)
 
@@ -183,7 +183,7 @@ def test_files_that_a_removal_silently_left_are_told(
     flaky.put("step/a", b"12345")
     monkeypatch.setattr(Flaky, "rm", lambda *_arguments, **_options: None)
     with pytest.raises(
-        StorageError, match="checkpoints/step: 1 files could not be removed, such as .*/step/a"
+        StorageError, match=r"checkpoints/step: 1 files could not be removed, such as .*/step/a"
     ):
         flaky.remove("step")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from checkpointing.errors import StorageError
-from checkpointing.local import LocalStorage
+from checkpointing.storage.local import LocalStorage
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 4095, 4096, 3 * 4096, 5 * 4096 + 17])
@@ -83,3 +83,15 @@ def test_a_discarded_file_can_be_removed_with_its_folder(tmp_path: Path) -> None
     storage.remove("draft")
     assert storage.names() == []
     assert (storage.free_bytes() or 0) > 0
+
+
+def test_only_files_have_a_size_and_strays_do_no_harm(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    storage.put("step/a", b"12345")
+    storage.put("step/inner/b", b"1")
+    storage.put("stray", b"a file in the place of a folder")
+    assert storage.sizes("step") == {"a": 5}
+    assert storage.size("step") is None
+    assert storage.size("stray/manifest.json") is None
+    assert storage.sizes("stray") == storage.sizes("gone") == {}
+    assert storage.names("stray") == []

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from checkpointing.boxes import Box, contiguous_parts
-from checkpointing.dtypes import ITEM_BYTES
 from checkpointing.errors import MismatchError
-from checkpointing.manifest import Chunk, Tensor
-from checkpointing.read_plan import (
+from checkpointing.format.boxes import Box, contiguous_parts
+from checkpointing.format.dtypes import ITEM_BYTES
+from checkpointing.format.manifest import Chunk, Tensor
+from checkpointing.planning.read_plan import (
     Part,
     Transfer,
     Want,

@@ -16,16 +16,16 @@ import pytest
 import s3fs.core
 import torch
 
-from checkpointing import catalog
 from checkpointing.checkpointer import Checkpointer
 from checkpointing.errors import StorageError
 from checkpointing.options import Options
 from checkpointing.peers import Peers
-from checkpointing.remote import RemoteStorage
-from checkpointing.retry import Retries
 from checkpointing.shards import whole
+from checkpointing.shelf import catalog
+from checkpointing.shelf.verify import verify
 from checkpointing.storage import Storage, open_storage
-from checkpointing.verify import verify
+from checkpointing.storage.remote import RemoteStorage
+from checkpointing.storage.retry import Retries
 
 MIB = 1 << 20
 AT_ONCE = Retries(num_tries=3, first_delay_s=0.0)

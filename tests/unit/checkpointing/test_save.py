@@ -18,16 +18,16 @@ from safetensors import safe_open
 from test_peers import peers_of
 from torch import Tensor
 
-from checkpointing import catalog
-from checkpointing.boxes import Box
-from checkpointing.digest import combined, part_digest, written
 from checkpointing.errors import MismatchError, SaveFailedError, StorageError
-from checkpointing.local import LocalStorage
+from checkpointing.format.boxes import Box
+from checkpointing.format.digest import combined, part_digest, written
 from checkpointing.options import Options, no_fault
-from checkpointing.save import Saver
+from checkpointing.saving.save import Saver
 from checkpointing.shards import Shard, as_bytes, whole
+from checkpointing.shelf import catalog
+from checkpointing.shelf.verify import verify
 from checkpointing.storage import WritableFile
-from checkpointing.verify import verify
+from checkpointing.storage.local import LocalStorage
 
 OPTIONS = Options(layout={"dp": 2}, limit_s=20.0)
 
@@ -278,6 +278,24 @@ def test_old_checkpoints_are_removed_after_the_new_one_is_committed(place: Path)
         ranks.save(step, shards)
     ranks.wait()
     assert catalog.committed_steps(LocalStorage(place)) == [4, 6, 7]
+
+
+def test_a_checkpoint_that_was_found_damaged_pushes_no_intact_one_out(place: Path) -> None:
+    options = replace(OPTIONS, keep_last=1, when_busy="wait")
+    storage = LocalStorage(place)
+    for step in (20, 30):
+        other = ranks_on(storage, options=replace(options, keep_last=9))
+        other.save(step, state())
+        other.wait()
+    ranks = ranks_on(storage, options=options)
+    for saver in ranks.savers:
+        saver.distrust([30])
+    ranks.save(25, state())
+    ranks.wait()
+    assert catalog.committed_steps(storage) == [25, 30]
+    ranks.save(30, state())
+    ranks.wait()
+    assert catalog.committed_steps(storage) == [30]
 
 
 def test_a_step_that_is_saved_again_replaces_the_older_one(place: Path) -> None:

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointing.boxes import Box, overlapping
 from checkpointing.errors import MismatchError
-from checkpointing.images import images
-from checkpointing.write_plan import Piece, declaration, declared, write_plan
+from checkpointing.format.boxes import Box, overlapping
+from checkpointing.planning.write_plan import Piece, declaration, declared, write_plan
+from checkpointing.saving.images import images
 
 MIB = 1 << 20
 

@@ -124,6 +124,23 @@ def test_why_names_rank_host_step_traceback_and_log(
     assert json.loads(capsys.readouterr().out)["verdict"]["rank"] == 1
 
 
+def test_an_error_that_explains_itself_comes_without_its_traceback(
+    failed_run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failed_run.event_file(rank_writer(0, 1)).unlink()
+    rank = EventWriter(failed_run, rank_writer(0, 1), 0, rank=1)
+    trace = "Traceback (most recent call last):\n  …"
+    found = {"code": 93, "cause": "UnusableCheckpointError", "message": "another model", "explained": True}
+    rank.write("failed", step=0, traceback=trace, **found)
+    assert main(["why", "broken-1"]) == 0
+    text = capsys.readouterr().out
+    assert "UnusableCheckpointError: another model\nlog: " in text
+    assert "Traceback" not in text
+    assert "rank 1 says" not in text
+    assert main(["why", "broken-1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["verdict"]["traceback"] == trace
+
+
 def test_logs_show_node_rank_0_and_the_rank_that_failed(
     failed_run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -220,6 +220,28 @@ CASES: list[tuple[str, Change, Sequence[str]]] = [
     ("rule_checkpoint_place", {"checkpoint.dir": "s4://b"}, ["checkpoint.dir=s4://b", "no protocol s4://"]),
     ("rule_checkpoint_place", {"checkpoint.dir": "simplecache::s5://b"}, ["no protocol s5://"]),
     ("rule_checkpoint_place", {"checkpoint.dir": "memory://b"}, ["memory://b", "each process's own memory"]),
+    ("rule_checkpoint_place", {"checkpoint.dir": "https://b/c"}, ["https:// cannot hold", "s3://"]),
+    ("rule_checkpoint_place", {"checkpoint.dir": "zip:///tmp/a.zip"}, ["zip:// cannot hold checkpoints"]),
+    ("rule_checkpoint_place", {"checkpoint.dir": "zip://a.zip::s3://b/c"}, ["zip:// cannot hold"]),
+    ("rule_injected_faults", {"recovery.inject": [{"at_step": 0, "rank": 0}]}, ["at_step=0", "1 to 100"]),
+    (
+        "rule_injected_faults",
+        {
+            "checkpoint.every_steps": 3,
+            "recovery.inject": [{"at_step": 3, "rank": 1, "phase": "before_manifest"}],
+        },
+        ["inject[0]", "rank=1", "before_manifest is of rank 0 alone", "use rank: 0"],
+    ),
+    (
+        "rule_injected_faults",
+        {"checkpoint.every_steps": 10, "recovery.inject": [{"at_step": 24, "rank": 1, "phase": "mid_file"}]},
+        ["at_step=24 is not saved", "checkpoint.every_steps=10", "use e.g. 20"],
+    ),
+    (
+        "rule_injected_faults",
+        {"checkpoint.every_steps": None, "recovery.inject": [{"at_step": 1, "rank": 0, "phase": "staging"}]},
+        ["phase=staging is part of a save", "checkpoint.every_steps=null"],
+    ),
     ("rule_injected_faults", {"recovery.inject": [{"rank": 0}]}, ["inject[0]", "at_step=null", "1 to 100"]),
     (
         "rule_injected_faults",
@@ -355,6 +377,12 @@ def test_faults_can_strike_in_every_phase_that_the_library_has() -> None:
     for phase in FaultPhase:
         fault = {"attempt": 2, "at_step": 100, "rank": "all", "fault": "sigkill", "phase": phase.name}
         assert broken({"recovery.inject": [fault]}) == []
+
+
+@pytest.mark.parametrize("phase", ["step", "restore"])
+def test_faults_outside_of_saves_strike_at_any_step(phase: str) -> None:
+    fault = {"at_step": 7, "rank": 1, "phase": phase}
+    assert broken({"checkpoint.every_steps": 3, "recovery.inject": [fault]}) == []
 
 
 def test_all_violations_come_in_one_error() -> None:

@@ -44,7 +44,7 @@ def config_of(run: RunDir, **changes: Any) -> Config:
 
 def flip(run: RunDir, step: int, tensor: str = "model.norm.weight") -> None:
     """Change one bit of a tensor."""
-    from checkpointing.catalog import file_path, read_manifest
+    from checkpointing.shelf.catalog import file_path, read_manifest
 
     manifest = read_manifest(open_storage(run.checkpoints), step)
     chunk = manifest.tensors[tensor].chunks[0]

@@ -13,10 +13,10 @@ import transformers
 from llamas import MODELS, SCALED, save, small, transformer
 from safetensors import safe_open
 
-from checkpointing.boxes import Box
 from checkpointing.errors import DamagedError
-from checkpointing.local import LocalStorage
-from checkpointing.manifest import Manifest
+from checkpointing.format.boxes import Box
+from checkpointing.format.manifest import Manifest
+from checkpointing.storage.local import LocalStorage
 from conf.schema import Family, ModelConfig
 from orchestra.errors import ConfigError, DataError
 from orchestra.huggingface.copying import runs

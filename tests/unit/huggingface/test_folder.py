@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from llamas import MODELS, SCALED, save, small, transformer
 from safetensors.torch import load_file, save_file
 
-from checkpointing.local import LocalStorage
+from checkpointing.storage.local import LocalStorage
 from conf.schema import Config, ModelConfig
 from orchestra.errors import DataError
 from orchestra.huggingface.export import Wanted, plan_export, write_export

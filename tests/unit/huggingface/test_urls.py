@@ -12,8 +12,8 @@ import s3fs
 from llamas import save, small, transformer
 from moto.server import ThreadedMotoServer
 
-from checkpointing.catalog import read_manifest
-from checkpointing.local import LocalStorage
+from checkpointing.shelf.catalog import read_manifest
+from checkpointing.storage.local import LocalStorage
 from conf.schema import CheckpointConfig, Config, RunConfig
 from orchestra.cli import main
 from orchestra.frozen import write_config

@@ -98,6 +98,29 @@ def test_fewer_steps_than_are_committed_are_refused(run: RunDir) -> None:
     assert planned(run, "train.steps=20").config.train.steps == 20
 
 
+def _put_checkpoint(folder: Path, step: int) -> None:
+    checkpoint = folder / f"step-{step:08d}"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").write_text("{}")
+
+
+def test_a_new_place_without_checkpoints_is_refused_before_it_is_frozen(run: RunDir, tmp_path: Path) -> None:
+    place = tmp_path / "elsewhere"
+    text = refused(run, f"checkpoint.dir={place}")
+    assert f"checkpoint.dir={place} holds no checkpoint" in text
+    assert "step 20" in text
+    assert str(run.checkpoints) in text
+    _put_checkpoint(place, 20)
+    assert planned(run, f"checkpoint.dir={place}").config.checkpoint.dir == str(place)
+
+
+def test_a_new_place_that_holds_later_steps_than_asked_for_is_refused(run: RunDir, tmp_path: Path) -> None:
+    place = tmp_path / "elsewhere"
+    _put_checkpoint(place, 80)
+    assert "train.steps=60 ends before step 80" in refused(run, f"checkpoint.dir={place}")
+    assert planned(run, f"checkpoint.dir={place}", "train.steps=80").config.train.steps == 80
+
+
 def test_a_claim_freezes_the_change_and_keeps_what_was(run: RunDir) -> None:
     old = run.config.read_text()
     claim(planned(run, "train.steps=80"), ["orchestra", "resume", "mine"])

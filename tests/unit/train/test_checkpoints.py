@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from checkpointing import catalog
 from checkpointing.checkpointer import Checkpointer
+from checkpointing.shelf import catalog
 from checkpointing.storage import open_storage
 from conf.schema import CheckpointConfig, Config, ModelConfig, TrainConfig, WhenBusy
 from orchestra.errors import TrainingError, UnusableCheckpointError
@@ -128,6 +128,25 @@ def test_the_last_save_of_an_attempt_that_stops_early_is_committed_when_it_retur
     assert not never.checkpoints.is_due(7, is_last=True)
 
 
+def test_a_checkpoint_whose_manifest_is_gone_is_reported(tmp_path: Path) -> None:
+    first = Attempt(tmp_path / "run", 0, config_of(async_save=False))
+    first.checkpoints.begin()
+    for step in (5, 10):
+        first.save(step)
+    (tmp_path / "run" / "checkpoints" / "step-00000010" / "manifest.json").unlink()
+    assert Attempt(tmp_path / "run", 1, config_of()).checkpoints.begin().step == 5
+    (skipped,) = events(tmp_path / "run", "restored")[0]["skipped"]
+    assert skipped["step"] == 10
+    assert "manifest is not there any more" in skipped["reason"]
+
+
+def test_two_runs_that_begin_in_one_place_do_not_both_train(tmp_path: Path) -> None:
+    place = str(tmp_path / "shared")
+    Attempt(tmp_path / "first", 0, config_of(dir=place)).checkpoints.begin()
+    with pytest.raises(UnusableCheckpointError, match=r"belongs to another run .*id-of-first"):
+        Attempt(tmp_path / "second", 0, config_of(dir=place)).checkpoints.begin()
+
+
 def test_a_new_run_refuses_a_folder_that_holds_checkpoints(tmp_path: Path) -> None:
     place = str(tmp_path / "shared")
     first = Attempt(tmp_path / "first", 0, config_of(dir=place, async_save=False))
@@ -198,13 +217,13 @@ def test_a_checkpoint_of_another_model_is_refused_by_its_keys(
         ).checkpoints.begin()
 
 
-def test_other_data_is_told_and_not_refused(tmp_path: Path) -> None:
+def test_another_order_of_samples_is_refused(tmp_path: Path) -> None:
     first = Attempt(tmp_path / "run", 0, config_of(async_save=False))
     first.checkpoints.begin()
     first.save(5)
     config = replace(config_of(), train=TrainConfig(steps=STEPS, seq_len=16))
-    Attempt(tmp_path / "run", 1, config).checkpoints.begin()
-    assert events(tmp_path / "run", "restored")[0]["changes"] == {"train.seq_len": [8, 16]}
+    with pytest.raises(UnusableCheckpointError, match=r"train\.seq_len=8 \(this run has 16\)"):
+        Attempt(tmp_path / "run", 1, config).checkpoints.begin()
 
 
 def test_a_failed_save_is_an_event_and_the_next_one_works(tmp_path: Path) -> None:
@@ -272,7 +291,7 @@ def test_storage_without_room_is_an_error_and_with_room_for_few_a_warning(
         "prepare",
         lambda self, shards: replace(prepare(self, shards), free_storage_bytes=free),
     )
-    with pytest.raises(TrainingError, match="0 MiB are free there"):
+    with pytest.raises(TrainingError, match="0 bytes are free there"):
         Attempt(tmp_path / "none", 0, config_of()).checkpoints.begin()
     free = 10**6
     Attempt(tmp_path / "little", 0, config_of(keep_last=50)).checkpoints.begin()

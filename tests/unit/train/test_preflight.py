@@ -17,7 +17,7 @@ GIB = 1024 * MIB
 def test_copies_of_all_ranks_of_a_node_must_fit_into_its_memory() -> None:
     preflight.check_host_memory(3 * GIB, 2, 6 * GIB)
     preflight.check_host_memory(3 * GIB, 2, None)
-    with pytest.raises(TrainingError, match=r"6,144 MiB .* \(2 × 3,072 MiB\), and 5,120 MiB are free"):
+    with pytest.raises(TrainingError, match=r"6 GiB .* \(2 × 3 GiB\), and 5 GiB are free"):
         preflight.check_host_memory(3 * GIB, 2, 5 * GIB)
 
 
@@ -28,7 +28,7 @@ def needs(free: int | None) -> Needs:
 def test_one_checkpoint_must_fit_on_storage() -> None:
     preflight.check_storage(needs(2 * GIB), "s3://bucket/run")
     preflight.check_storage(needs(None), "s3://bucket/run")
-    with pytest.raises(TrainingError, match=r"s3://bucket/run: .* 2,048 MiB, and 1,024 MiB are free there"):
+    with pytest.raises(TrainingError, match=r"s3://bucket/run: .* 2 GiB, and 1 GiB are free there"):
         preflight.check_storage(needs(GIB), "s3://bucket/run")
 
 

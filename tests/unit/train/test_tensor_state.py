@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from checkpointing.manifest import Manifest, Tensor
+from checkpointing.format.manifest import Manifest, Tensor
 from checkpointing.shards import Shard
 from conf.schema import Config, ModelConfig, PrecisionConfig, PrecisionName, TrainConfig
 from orchestra.errors import UnusableCheckpointError
 from orchestra.parallel.mesh import Mesh
 from orchestra.topology import Layout
 from orchestra.train.build import Training, build_training
-from orchestra.train.state import TensorState
+from orchestra.train.state import TensorState, changes, facts
 
 CONFIG = Config(
     model=ModelConfig(
@@ -99,3 +99,21 @@ def test_a_checkpoint_of_other_tensors_is_refused_and_the_first_few_are_named() 
     assert "more" in str(caught.value)
     with pytest.raises(UnusableCheckpointError, match=r"model\.norm\.weight is not in it"):
         state.wanted(manifest_of([it for it in state.snapshot() if it.name != "model.norm.weight"]))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("train.seed", 99), ("train.seq_len", 4), ("data.source", "jsonl"), ("data.path", "/elsewhere")],
+)
+def test_another_order_of_samples_is_refused_with_both_values(key: str, value: object) -> None:
+    now = facts(CONFIG)
+    with pytest.raises(UnusableCheckpointError) as caught:
+        changes({**now, key: value}, now)
+    assert f"{key}={value} (this run has {now[key]})" in str(caught.value)
+    assert "config.yaml" in str(caught.value)
+
+
+def test_a_change_that_a_run_may_make_is_told_and_not_refused() -> None:
+    now = facts(CONFIG)
+    assert changes(now, now) == {}
+    assert changes({**now, "precision": "fp32"}, now) == {"precision": ["fp32", "bf16"]}

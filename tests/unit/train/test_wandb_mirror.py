@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import struct
 import subprocess
@@ -165,7 +166,8 @@ def test_unreachable_server_is_given_up_in_time_and_the_rows_stay_here(run: RunD
     trainer.mirror.close()
     assert time.monotonic() - began < 17.0
     (failure,) = failures(run)
-    assert "could not be reached" in failure["cause"]
+    # On a busy machine wandb itself may not even be up by then.
+    assert re.search("could not be reached|not finished within", failure["cause"])
     assert "wandb sync" in failure["advice"]
     (file,) = offline_files(run)
     assert [row["step"] for row in recorded_rows(file)] == list(range(1, 51))

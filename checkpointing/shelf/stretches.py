@@ -7,10 +7,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from checkpointing.boxes import Box, contiguous_parts
-from checkpointing.dtypes import ITEM_BYTES
-from checkpointing.manifest import Chunk
-from checkpointing.read_plan import Part
+from checkpointing.format.boxes import Box, contiguous_parts
+from checkpointing.format.dtypes import ITEM_BYTES
+from checkpointing.format.manifest import Chunk
+from checkpointing.planning.read_plan import Part
 
 # Read at once: enough for a disk's or a bucket's bandwidth.
 BLOCK_BYTES = 8 << 20

@@ -17,9 +17,9 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from checkpointing.boxes import Box
-from checkpointing.checksums import Buffer, of_chunk
-from checkpointing.dtypes import ITEM_BYTES
+from checkpointing.format.boxes import Box
+from checkpointing.format.checksums import Buffer, of_chunk
+from checkpointing.format.dtypes import ITEM_BYTES
 
 _NUM_LANES = 2
 # Elements that are worked on at a time, so that they and their weights stay in the cache.

@@ -13,6 +13,7 @@ import fcntl
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,20 +44,20 @@ class LocalStorage:
     def put(self, path: str, content: bytes) -> None:
         """Write a small file as one durable act."""
         target = self._folder / path
-        draft = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
-        with _explained(target):
-            _make_folders(target.parent)
-            try:
-                with draft.open("xb") as file:
-                    file.write(content)
-                    file.flush()
-                    os.fsync(file.fileno())
-                draft.rename(target)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    draft.unlink()
-                raise
+        with _explained(target), _drafted(target, content) as draft:
+            draft.rename(target)
             _sync_folder(target.parent)
+
+    def put_new(self, path: str, content: bytes) -> bool:
+        """Write a small file unless there is one: of several who try, one succeeds."""
+        target = self._folder / path
+        with _explained(target), _drafted(target, content) as draft:
+            try:
+                target.hardlink_to(draft)
+            except FileExistsError:
+                return False
+            _sync_folder(target.parent)
+        return True
 
     def get(self, path: str) -> bytes:
         """Return a whole file."""
@@ -77,16 +78,26 @@ class LocalStorage:
         """Return a file's size in bytes, None where there is no such file."""
         with _explained(self._folder / path):
             try:
-                return (self._folder / path).stat().st_size
-            except FileNotFoundError:
+                status = (self._folder / path).stat()
+            except (FileNotFoundError, NotADirectoryError):
                 return None
+            return status.st_size if stat.S_ISREG(status.st_mode) else None
+
+    def sizes(self, path: str) -> dict[str, int]:
+        """Return the size in bytes of each file directly in a folder, by name."""
+        with _explained(self._folder / path):
+            try:
+                entries = list(os.scandir(self._folder / path))
+            except (FileNotFoundError, NotADirectoryError):
+                return {}
+            return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
 
     def names(self, path: str = "") -> list[str]:
         """Return the names of what lies directly in a folder, sorted."""
         with _explained(self._folder / path):
             try:
                 return sorted(os.listdir(self._folder / path))  # noqa: PTH208  names, not paths
-            except FileNotFoundError:
+            except (FileNotFoundError, NotADirectoryError):
                 return []
 
     def rename(self, source: str, target: str) -> None:
@@ -173,6 +184,22 @@ class _LocalFile:
             with contextlib.suppress(OSError):
                 os.close(self._descriptor)
             self._descriptor = -1
+
+
+@contextlib.contextmanager
+def _drafted(target: Path, content: bytes) -> Iterator[Path]:
+    """Write a durable file beside its place; whatever is left of it at the end is removed."""
+    draft = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+    _make_folders(target.parent)
+    try:
+        with draft.open("xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        yield draft
+    finally:
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

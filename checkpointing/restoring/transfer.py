@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from checkpointing.errors import CheckpointError, StorageError
-from checkpointing.nearby import Nearby
-from checkpointing.placement import Placement
-from checkpointing.read_plan import Transfer
-from checkpointing.routes import Routes
+from checkpointing.planning.read_plan import Transfer
+from checkpointing.restoring.nearby import Nearby
+from checkpointing.restoring.placement import Placement
+from checkpointing.restoring.routes import Routes
 
 # Fills the memory with a transfer's bytes. It never raises: it remembers what went wrong.
 Read = Callable[[Transfer, memoryview], None]

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from checkpointing.balance import Loads
-from checkpointing.boxes import Box, contiguous_parts, overlapping
-from checkpointing.dtypes import ITEM_BYTES
 from checkpointing.errors import MismatchError
+from checkpointing.format.boxes import Box, contiguous_parts, overlapping
+from checkpointing.format.dtypes import ITEM_BYTES
+from checkpointing.planning.balance import Loads
 
 # One chunk is read, checked and sent as a whole: large enough for a disk's bandwidth, small enough to hold a
 # few.

@@ -36,6 +36,9 @@ class Storage(Protocol):
     def put(self, path: str, content: bytes) -> None:
         """Write a small file as one act: it is there with all its bytes and durable, or not at all."""
 
+    def put_new(self, path: str, content: bytes) -> bool:
+        """Write a small file unless there is one; return whether it was written."""
+
     def get(self, path: str) -> bytes:
         """Return a whole file."""
 
@@ -44,6 +47,9 @@ class Storage(Protocol):
 
     def size(self, path: str) -> int | None:
         """Return a file's size in bytes, None where there is no such file."""
+
+    def sizes(self, path: str) -> dict[str, int]:
+        """Return the bytes of each file directly in a folder, by name; {} where there is no folder."""
 
     def names(self, path: str = "") -> list[str]:
         """Return the names of what lies directly in a folder, sorted; [] where there is no such folder."""
@@ -68,9 +74,9 @@ def open_storage(place: str | Path) -> Storage:
     """
     text = str(place)
     if "://" not in text or text.startswith(("file://", "local://")):
-        from checkpointing.local import LocalStorage
+        from checkpointing.storage.local import LocalStorage
 
         return LocalStorage(Path(text.split("://", 1)[-1]))
-    from checkpointing.remote import RemoteStorage
+    from checkpointing.storage.remote import RemoteStorage
 
     return RemoteStorage(text)

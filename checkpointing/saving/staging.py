@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from checkpointing.errors import MismatchError
-from checkpointing.images import Image
-from checkpointing.local import ALIGNMENT
+from checkpointing.planning.write_plan import Piece
+from checkpointing.saving.images import Image
 from checkpointing.shards import Shard, torch_dtype
-from checkpointing.write_plan import Piece
+from checkpointing.storage.local import ALIGNMENT
 
 
 def staging_bytes(images: Sequence[Image]) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 import torch.distributed as dist
 from torch import Tensor
 
-from checkpointing.read_plan import Transfer, busiest_sets
+from checkpointing.planning.read_plan import Transfer, busiest_sets
 
 # Messages between the same two ranks differ in their tag (gloo; NCCL keeps their order by itself).
 _NUM_TAGS = 1 << 16

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from checkpointing.errors import CheckpointError
 from checkpointing.peers import Peers
-from checkpointing.read_plan import Transfer
+from checkpointing.planning.read_plan import Transfer
 
 # One is filled while the other is copied.
 NUM_SLOTS = 2

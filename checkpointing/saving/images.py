@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from checkpointing.dtypes import ITEM_BYTES
-from checkpointing.write_plan import Piece
+from checkpointing.format.dtypes import ITEM_BYTES
+from checkpointing.planning.write_plan import Piece
 
 # Object stores and some tools handle larger files badly; a rank writes as many as it needs.
 _MAX_FILE_BYTES = 4 << 30

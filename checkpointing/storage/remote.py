@@ -17,8 +17,8 @@ from fsspec.core import url_to_fs
 from fsspec.spec import AbstractBufferedFile
 
 from checkpointing.errors import StorageError
-from checkpointing.retry import Retries, reason, service_code
 from checkpointing.storage import WritableFile
+from checkpointing.storage.retry import Retries, reason, service_code
 
 Result = TypeVar("Result")
 
@@ -50,6 +50,15 @@ class RemoteStorage:
         """Write a small file: one request to an object store, and so one act."""
         self.run(path, lambda: self.in_folder(path, lambda: self._fs.pipe_file(self._full(path), content)))
 
+    def put_new(self, path: str, content: bytes) -> bool:
+        """Write a small file unless there is one. Two who try at the same moment may both succeed: few stores
+        offer more.
+        """
+        if self.size(path) is not None:
+            return False
+        self.put(path, content)
+        return True
+
     def get(self, path: str) -> bytes:
         """Return a whole file."""
         return bytes(self.run(path, lambda: self._fs.cat_file(self._full(path))))
@@ -71,6 +80,13 @@ class RemoteStorage:
         """Return a file's size in bytes, None where there is no such file."""
         entry = self.run(path, lambda: self._unless_missing(lambda: self._fs.info(self._full(path)), None))
         return int(entry["size"]) if entry is not None and entry["type"] == "file" else None
+
+    def sizes(self, path: str) -> dict[str, int]:
+        """Return the size in bytes of each file directly in a folder, by name."""
+        full = self._full(path)
+        entries = self.run(path, lambda: self._unless_missing(lambda: self._fs.ls(full, detail=True), []))
+        files = [entry for entry in entries if entry["type"] == "file" and entry["name"].rstrip("/") != full]
+        return {entry["name"].rsplit("/", 1)[-1]: int(entry["size"]) for entry in files}
 
     def names(self, path: str = "") -> list[str]:
         """Return the names of what lies directly in a folder, sorted."""

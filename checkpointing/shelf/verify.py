@@ -14,12 +14,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
-from checkpointing import catalog, checksums, digest
 from checkpointing.errors import DamagedError, NoCheckpointError, StorageError
-from checkpointing.manifest import MANIFEST, Manifest
-from checkpointing.read_plan import Part
+from checkpointing.format import checksums, digest
+from checkpointing.format.manifest import MANIFEST, Manifest
+from checkpointing.planning.read_plan import Part
+from checkpointing.shelf import catalog
+from checkpointing.shelf.stretches import Stretch, blocks, contents, end_of, stretches_of
 from checkpointing.storage import Storage
-from checkpointing.stretches import Stretch, blocks, contents, end_of, stretches_of
 
 # One block is read while another one is looked at.
 _BLOCKS_PER_THREAD = 2

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from checkpointing.read_plan import Part, Transfer
+from checkpointing.planning.read_plan import Part, Transfer
 from checkpointing.shards import Shard, as_bytes, torch_dtype
 
 

@@ -10,23 +10,24 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from checkpointing import catalog, checksums, digest
-from checkpointing.catalog import Draft
 from checkpointing.errors import CheckpointError, MissingRanksError, SaveFailedError
-from checkpointing.images import Image, images
-from checkpointing.manifest import Chunk, File, Manifest, Tensor
+from checkpointing.format import checksums, digest
+from checkpointing.format.manifest import Chunk, File, Manifest, Tensor
 from checkpointing.options import Event, Needs, Options, Phase
 from checkpointing.peers import Peers
-from checkpointing.retention import Policy
+from checkpointing.planning.write_plan import Piece, declaration, declared, write_plan
+from checkpointing.saving.images import Image, images
+from checkpointing.saving.staging import Staging, staging_bytes
 from checkpointing.shards import Shard
-from checkpointing.staging import Staging, staging_bytes
+from checkpointing.shelf import catalog
+from checkpointing.shelf.catalog import Draft
+from checkpointing.shelf.retention import Kept, Policy
 from checkpointing.storage import Storage
-from checkpointing.write_plan import Piece, declaration, declared, write_plan
 
 # Bytes handed to the storage at once: a multiple of every alignment, enough for a disk's bandwidth, and so
 # much that the interpreter's lock, which the training's thread holds now and then, is asked for seldom.
@@ -75,6 +76,7 @@ class Saver:
         self._images: list[Image] = []
         self._staging: Staging | None = None
         self._current: _Save | None = None
+        self._known: dict[int, Kept] = {}
 
     def prepare(self, shards: Sequence[Shard]) -> Needs:
         """See `Checkpointer.prepare`."""
@@ -126,6 +128,10 @@ class Saver:
         if job.verdict.get("reasons"):
             raise SaveFailedError(job.step, {int(rank): why for rank, why in job.verdict["reasons"].items()})
 
+    def distrust(self, steps: Iterable[int]) -> None:
+        """Count these checkpoints for damaged from now on, whatever their files' sizes say."""
+        self._known.update({step: Kept(step, is_intact=False) for step in steps})
+
     def _is_our_turn(self, index: int, step: int) -> bool:
         """Decide for all ranks alike whether the save before is over. The coordinator's word counts."""
         topic = f"save/{index}/turn"
@@ -136,11 +142,18 @@ class Saver:
             is_busy = thread is not None and thread.is_alive()
             self._peers.answer(topic, not is_busy)
             if is_busy:
-                self._num_skipped += 1
-                assert self._current is not None
-                why = f"the save of step {self._current.step} is still being written"
-                self._on_event("checkpoint_skipped", {"step": step, "count": self._num_skipped, "why": why})
+                self._tell_skipped(step)
         return bool(self._peers.await_answer(topic, self._options.limit_s + 2 * _SLACK_S))
+
+    def _tell_skipped(self, step: int) -> None:
+        """Tell of a skipped save, of many the first, second, fourth, eighth …: a disk that is too slow for
+        good must not fill the records.
+        """
+        self._num_skipped += 1
+        if self._num_skipped & (self._num_skipped - 1) == 0:
+            assert self._current is not None
+            why = f"the save of step {self._current.step} is still being written"
+            self._on_event("checkpoint_skipped", {"step": step, "count": self._num_skipped, "why": why})
 
     def _stage(self, job: _Save, shards: Sequence[Shard]) -> None:
         assert self._staging is not None
@@ -254,10 +267,13 @@ class Saver:
         files: dict[str, File] = {}
         chunks: dict[Piece, Chunk] = {}
         digests: dict[str, list[int]] = {}
+        sizes = self._storage.sizes(job.draft.folder)
         for rank, outcome in enumerate(outcomes):
             for image, found in zip(images(self._plan[rank], rank), outcome["files"], strict=True):
                 name = job.draft.prefix + image.name
-                self._compare(job.draft, name, image)
+                if sizes.get(name) != image.num_bytes:
+                    what = f"{sizes.get(name)} bytes on storage, {image.num_bytes} were written"
+                    raise CheckpointError(f"{name} has {what}")
                 files[name] = File(image.num_bytes, found["checksum"])
                 rows = zip(image.pieces, image.begins, found["chunks"], strict=True)
                 for piece, begin, (checksum, part) in rows:
@@ -272,11 +288,6 @@ class Saver:
         options = self._options
         return Manifest(job.step, options.generation, time.time(), options.layout, tensors, files, job.state)
 
-    def _compare(self, draft: Draft, name: str, image: Image) -> None:
-        found = self._storage.size(f"{draft.folder}/{name}")
-        if found != image.num_bytes:
-            raise CheckpointError(f"{name} has {found} bytes on storage, {image.num_bytes} were written")
-
     def _announce_and_prune(self, job: _Save) -> None:
         evidence = {
             "step": job.step,
@@ -287,12 +298,13 @@ class Saver:
         }
         self._on_event("checkpoint_committed", evidence)
         self._at_phase("before_prune", job.step)
-        self._quietly(self._prune)
+        self._quietly(lambda: self._prune(job))
 
-    def _prune(self) -> None:
+    def _prune(self, job: _Save) -> None:
         options = self._options
         policy = Policy(options.keep_last, options.keep_every_steps, options.keep_best)
-        catalog.prune(self._storage, policy)
+        self._known.pop(job.step, None)
+        catalog.prune(self._storage, policy, self._known)
 
     def _quietly(self, act: Callable[[], object]) -> None:
         """Clean up as far as the storage lets us: what is left is found by `remove_leftovers`."""

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from checkpointing.balance import Loads
-from checkpointing.boxes import Box, contiguous_parts
-from checkpointing.dtypes import ITEM_BYTES
 from checkpointing.errors import MismatchError
-from checkpointing.manifest import Chunk, Tensor
+from checkpointing.format.boxes import Box, contiguous_parts
+from checkpointing.format.dtypes import ITEM_BYTES
+from checkpointing.format.manifest import Chunk, Tensor
+from checkpointing.planning.balance import Loads
 
 # Neighbours in a file travel together up to this size: one read and one message instead of hundreds.
 _RUN_BYTES = 1 << 20

@@ -17,18 +17,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from checkpointing import catalog, checksums, nearby
-from checkpointing import manifest as manifests
 from checkpointing.errors import DamagedError, MismatchError, NoCheckpointError, StorageError
-from checkpointing.manifest import Manifest
+from checkpointing.format import checksums
+from checkpointing.format import manifest as manifests
+from checkpointing.format.manifest import Manifest
 from checkpointing.options import Phase, no_fault
 from checkpointing.peers import Peers
-from checkpointing.placement import Placement
-from checkpointing.read_plan import Part, Transfer, Want, check_fit, declaration, declared, read_plan
-from checkpointing.routes import Routes
+from checkpointing.planning.read_plan import Part, Transfer, Want, check_fit, declaration, declared, read_plan
+from checkpointing.restoring import nearby
+from checkpointing.restoring.placement import Placement
+from checkpointing.restoring.routes import Routes
+from checkpointing.restoring.transfer import Mover
 from checkpointing.shards import Shard
+from checkpointing.shelf import catalog
 from checkpointing.storage import Storage
-from checkpointing.transfer import Mover
 
 MODES = ("broadcast", "rank0", "direct")
 Wanted = Callable[[Manifest], Sequence[Shard]]

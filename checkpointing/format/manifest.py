@@ -16,10 +16,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from checkpointing import checksums, digest
-from checkpointing.boxes import Box, overlapping
-from checkpointing.dtypes import ITEM_BYTES
 from checkpointing.errors import DamagedError
+from checkpointing.format import checksums, digest
+from checkpointing.format.boxes import Box, overlapping
+from checkpointing.format.dtypes import ITEM_BYTES
 
 MANIFEST = "manifest.json"
 SCHEMA_VERSION = 1

@@ -1,0 +1,1 @@
+"""From tensors to files, without holding up the training."""

@@ -1,0 +1,220 @@
+"""Which checkpoints a place holds, and the acts that make one or take it away. No torch.
+
+A checkpoint exists if and only if its manifest does. Nothing else is trusted: neither the names of folders
+nor their order in time. A save under way writes to a draft; `commit` makes it a checkpoint as one act.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import secrets
+from dataclasses import dataclass
+
+from checkpointing.errors import DamagedError, StorageError
+from checkpointing.format.manifest import MANIFEST, Manifest, decode, encode
+from checkpointing.shelf.retention import Kept, Policy, to_remove
+from checkpointing.storage import Storage
+
+_STEP = re.compile(r"step-(\d{8,})")
+# A file of a save on a storage without renames: of which generation, which save, and which rank.
+_OURS = re.compile(r"g\d{3,}-\d{2,}-\d{5,}-\d{2,}\.safetensors")
+_OWNER = ".owner"
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Where a save of `step` writes: every file goes to `folder`, its name beginning with `prefix`."""
+
+    folder: str
+    prefix: str
+    step: int
+
+
+def step_name(step: int) -> str:
+    """Return `step-00000100`."""
+    return f"step-{step:08d}"
+
+
+def file_path(step: int, file: str) -> str:
+    """Return the path of a file of a committed checkpoint."""
+    return f"{step_name(step)}/{file}"
+
+
+def committed_steps(storage: Storage) -> list[int]:
+    """Return the steps that have a manifest, ascending. Nothing is said of their content."""
+    steps = (step_of(name) for name in storage.names())
+    return sorted(
+        step for step in steps if step is not None and storage.size(file_path(step, MANIFEST)) is not None
+    )
+
+
+def step_of(name: str) -> int | None:
+    """Return the step of a folder's name, None where it is not exactly that of a step."""
+    match = _STEP.fullmatch(name)
+    if match is None:
+        return None
+    step = int(match[1])
+    # `step-000000100` is nobody's.
+    return step if step_name(step) == name else None
+
+
+def read_manifest(storage: Storage, step: int) -> Manifest:
+    """Return the manifest of a checkpoint. Raises DamagedError where it is not a whole one of that step."""
+    manifest = decode(storage.get(file_path(step, MANIFEST)))
+    if manifest.step != step:
+        raise DamagedError(f"it is that of step {manifest.step}, found in {step_name(step)}", file=MANIFEST)
+    return manifest
+
+
+def check_sizes(storage: Storage, manifest: Manifest) -> None:
+    """Raise DamagedError for a file that is missing, too short or too long."""
+    sizes = storage.sizes(step_name(manifest.step))
+    for name, expected in manifest.files.items():
+        found = sizes.get(name)
+        if found is None:
+            raise DamagedError("it is missing", file=name)
+        if found != expected.num_bytes:
+            raise DamagedError(f"it has {found} bytes, expected {expected.num_bytes}", file=name)
+
+
+def draft(storage: Storage, step: int, generation: int, index: int) -> Draft:
+    """Return where save number `index` of a generation is to write. No two saves share a place."""
+    mark = f"g{generation:03d}-{index:02d}"
+    if storage.renames:
+        return Draft(f".{step_name(step)}.{mark}.tmp", "", step)
+    return Draft(step_name(step), f"{mark}-", step)
+
+
+def commit(storage: Storage, draft: Draft, manifest: Manifest) -> None:
+    """Make a draft, its files durable already, the checkpoint of its step, in place of an older one.
+
+    Once the manifest is in place nothing fails any more: what cannot be cleaned up then is left over.
+    """
+    content = encode(manifest)
+    path = f"{draft.folder}/{MANIFEST}"
+    if not storage.renames:
+        _put_surely(storage, path, content)
+        with contextlib.suppress(StorageError):
+            remove_stale_files(storage, draft.step, manifest)
+        return
+    storage.put(path, content)
+    target = step_name(draft.step)
+    aside = _move_aside(storage, target)
+    storage.rename(draft.folder, target)
+    if aside is not None:
+        with contextlib.suppress(StorageError):
+            storage.remove(aside)
+
+
+def _put_surely(storage: Storage, path: str, content: bytes) -> None:
+    """Put a manifest; where the answer was lost, look whether it is there."""
+    try:
+        storage.put(path, content)
+    except StorageError:
+        if storage.size(path) is None or storage.get(path) != content:
+            raise
+
+
+def _move_aside(storage: Storage, target: str) -> str | None:
+    """Make way for a checkpoint; return the older one's new name where it is to be removed afterwards.
+
+    A folder without a manifest is nothing that was written here, or has lost what makes it a checkpoint: it
+    is kept under another name.
+    """
+    if not storage.names(target):
+        return None
+    mark = secrets.token_hex(4)
+    if storage.size(f"{target}/{MANIFEST}") is None:
+        storage.rename(target, f"{target}.without-manifest-{mark}")
+        return None
+    aside = f".{target}.replaced-{mark}"
+    storage.rename(target, aside)
+    return aside
+
+
+def discard(storage: Storage, draft: Draft) -> None:
+    """Remove what a save wrote that was not committed."""
+    if storage.renames:
+        storage.remove(draft.folder)
+        return
+    path = f"{draft.folder}/{MANIFEST}"
+    if storage.size(path) is not None and f'"{draft.prefix}' in storage.get(path).decode(errors="replace"):
+        # It was committed after all, and only the answer was lost.
+        return
+    for name in storage.names(draft.folder):
+        if name.startswith(draft.prefix):
+            storage.remove(f"{draft.folder}/{name}")
+
+
+def remove_checkpoint(storage: Storage, step: int) -> None:
+    """Remove a checkpoint; half removed it is none. Of one that lies elsewhere, behind a link, only the link
+    goes.
+    """
+    if storage.renames:
+        gone = f".{step_name(step)}.removed-{secrets.token_hex(4)}"
+        storage.rename(step_name(step), gone)
+        storage.remove(gone)
+        return
+    storage.remove(file_path(step, MANIFEST))
+    for name in storage.names(step_name(step)):
+        if is_ours(name):
+            storage.remove(file_path(step, name))
+
+
+def is_ours(name: str) -> bool:
+    """Whether a file's name is one that a save gives on a storage without renames."""
+    return _OURS.fullmatch(name) is not None
+
+
+def remove_stale_files(storage: Storage, step: int, manifest: Manifest) -> list[str]:
+    """Remove, on a storage without renames, what other saves of this step wrote; return the paths."""
+    names = [name for name in storage.names(step_name(step)) if is_ours(name)]
+    stale = [file_path(step, name) for name in names if name not in manifest.files]
+    for path in stale:
+        storage.remove(path)
+    return stale
+
+
+def claim(storage: Storage, owner: str) -> str:
+    """Write down whose checkpoints lie here, unless that is written already; return who it is. *One process*.
+
+    Of two that come at the same moment to a local place, one is told the other's name.
+    """
+    if storage.put_new(_OWNER, owner.encode()):
+        return owner
+    return storage.get(_OWNER).decode(errors="replace")
+
+
+def owner(storage: Storage) -> str | None:
+    """Return who has claimed the place, None where nobody has."""
+    return None if storage.size(_OWNER) is None else storage.get(_OWNER).decode(errors="replace")
+
+
+def prune(storage: Storage, policy: Policy, known: dict[int, Kept] | None = None) -> list[int]:
+    """Remove the checkpoints that the policy does not keep, and return their steps.
+
+    `known` holds what was found out about checkpoints before, so that many that are kept for good are not
+    read again after every save; whoever writes one anew takes it out.
+    """
+    known = {} if known is None else known
+    steps = committed_steps(storage)
+    for step in steps:
+        if step not in known:
+            known[step] = _as_kept(storage, step)
+    removed = to_remove([known[step] for step in steps], policy)
+    for step in removed:
+        remove_checkpoint(storage, step)
+        del known[step]
+    return removed
+
+
+def _as_kept(storage: Storage, step: int) -> Kept:
+    """Look at a checkpoint as far as that is cheap: its manifest, and the sizes of its files."""
+    try:
+        manifest = read_manifest(storage, step)
+        check_sizes(storage, manifest)
+    except DamagedError:
+        return Kept(step, is_intact=False)
+    score = manifest.state.get("score")
+    return Kept(step, float(score) if isinstance(score, int | float) else None)
