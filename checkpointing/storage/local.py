@@ -70,6 +70,9 @@ class LocalStorage:
         with _explained(source):
             descriptor = os.open(source, os.O_RDONLY)
             try:
+                # Without it the kernel reads ahead little for one large read of a file that was just opened:
+                # 0.5 instead of 2 GB/s from a disk, measured in pieces of 32 MiB.
+                os.posix_fadvise(descriptor, begin, len(buffer), os.POSIX_FADV_SEQUENTIAL)
                 _fill(descriptor, begin, buffer, source)
             finally:
                 os.close(descriptor)
