@@ -100,7 +100,12 @@ class LocalStorage:
         with _explained(self._folder / path):
             try:
                 return sorted(os.listdir(self._folder / path))  # noqa: PTH208  names, not paths
-            except (FileNotFoundError, NotADirectoryError):
+            except FileNotFoundError:
+                return []
+            except NotADirectoryError:
+                if not path:
+                    # The place itself: whoever meant a folder is to know that it is a file.
+                    raise
                 return []
 
     def rename(self, source: str, target: str) -> None:
