@@ -11,7 +11,7 @@ from source_tree import PACKAGES, Module, ancestors, imports, modules, reached, 
 # Inside orchestra each part imports only parts that stand before it.
 ORDER = (
     # what both planes know: errors, files and their paths
-    *("errors", "units", "rundir", "jsonl", "events", "control", "frozen", "metrics_file"),
+    *("errors", "units", "rundir", "sweepdir", "jsonl", "events", "control", "frozen", "metrics_file"),
     # integers and tables
     *("topology", "hardware", "flops"),
     # shapes and bytes of published weights

@@ -13,7 +13,7 @@ import pytest
 from pool import RankPool
 from test_resume import STEPS, attempt_of, config_of, digest_at, restored, rows
 
-from checkpointing import catalog
+from checkpointing.shelf import catalog
 from checkpointing.storage import open_storage
 from conf.schema import FaultPhase, RecoveryConfig
 from orchestra import control
