@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from orchestra.errors import EXIT_DONE, EXIT_STOPPED
 from orchestra.rundir import RunDir
@@ -48,8 +49,20 @@ def redirect_output(path: Path) -> None:
         os.dup2(log.fileno(), sys.stderr.fileno())
 
 
-def main() -> int:
-    """Run this rank and return its exit code.
+def _leave_at_once(code: int) -> NoReturn:
+    """End the process without Python's own winding up. The verdict and all records are written by now.
+
+    Threads and process groups of a failed rank may never end by themselves. And a rank that had finished was
+    seen to die of SIGABRT while the interpreter went down ("terminate called without an active exception",
+    twice in some hundred ends): a native thread that then asks for the interpreter's lock ends the process.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def main() -> NoReturn:
+    """Run this rank and end with its exit code.
 
     Under torchrun a stop on request ends with 0 like any end in good order, and its verdict is in the events:
     after another code torchrun would end the ranks that still have to close what they hold.
@@ -68,15 +81,8 @@ def main() -> int:
     from orchestra.train.worker import run_rank
 
     code = run_rank(run, arguments.attempt)
-    if code == EXIT_STOPPED:
-        return EXIT_DONE if is_under_torchrun else code
-    if code != EXIT_DONE:
-        # The verdict is written. Threads and process groups of a failed rank may never end by themselves.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    return code
+    _leave_at_once(EXIT_DONE if code == EXIT_STOPPED and is_under_torchrun else code)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
