@@ -243,7 +243,7 @@ def orchestra_step(config, mesh, tokens) -> Callable[[], object]:
     from orchestra.train.build import build_model
     from orchestra.train.step import TrainingStep
 
-    parallelized = parallelize(build_model(config, mesh.device), config, mesh)
+    parallelized = parallelize(build_model(config), config, mesh)
     optimizer = make_adamw(parallelized.trained, config.optim)
     step = TrainingStep(parallelized, optimizer, config, mesh, tokens[:, 1:].numel() * mesh.world_size)
     count = iter(range(1, 1_000_000))

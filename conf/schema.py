@@ -247,6 +247,11 @@ class TrainConfig:
     # Sequences in one forward and backward pass of a rank; null: the largest divisor of its share up to 8.
     micro_batch_size: int | str | None = None
     recompute: Recompute = Recompute.none
+    # Recompute the layers 0, k, 2·k, … only.
+    recompute_every: int = 1
+    # GiB that the layers' activations of a micro-batch may take on a rank; the cheapest choice of what to
+    # recompute in which layers is made for it (train.recompute must then be none). null: as said above.
+    recompute_budget_gib: float | None = None
     compile: bool = False
     log_every: int = 1
     seed: int = 0

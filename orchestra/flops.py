@@ -17,6 +17,8 @@ the matrix of the output product and is counted as that. This module knows no de
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from conf.schema import Family, ModelConfig, Recompute
 
 
@@ -67,20 +69,25 @@ def model_flops_per_token_causal(model: ModelConfig, seq_len: int) -> int:
     return 6 * _num_multiplied_parameters(model) + 3 * _attention_forward_flops(model, seq_len) // 2
 
 
-def hardware_flops_per_token(model: ModelConfig, seq_len: int, recompute: Recompute) -> int:
+def hardware_flops_per_token(
+    model: ModelConfig, seq_len: int, recompute: Recompute | Sequence[Recompute]
+) -> int:
     """Return the model's FLOPs plus the forward passes that recomputation runs again.
 
     `selective` repeats the attention core (4·L·h·s), `full` whole layers (2·(parameters of the layers) +
     4·L·h·s); the output product is never repeated, as in Narayanan et al. (arXiv:2104.04473, equation 3).
     Korthikanti et al. (arXiv:2205.05198) count 12·L·h·s for `selective`, three times what is run again.
+    `recompute` is that of all layers, or of each.
     """
-    flops = model_flops_per_token(model, seq_len)
-    if recompute is Recompute.none:
-        return flops
-    flops += _attention_forward_flops(model, seq_len)
-    if recompute is Recompute.full:
-        flops += 2 * model.num_hidden_layers * num_layer_parameters(model)
-    return flops
+    num_layers = model.num_hidden_layers
+    kinds = [recompute] * num_layers if isinstance(recompute, Recompute) else recompute
+    attention = _attention_forward_flops(model, seq_len) // num_layers
+    again = {
+        Recompute.none: 0,
+        Recompute.selective: attention,
+        Recompute.full: attention + 2 * num_layer_parameters(model),
+    }
+    return model_flops_per_token(model, seq_len) + sum(again[kind] for kind in kinds)
 
 
 def _num_multiplied_parameters(model: ModelConfig) -> int:

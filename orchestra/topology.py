@@ -4,7 +4,8 @@ Ranks are numbered with `tp` fastest, then `cp`, then `dp`, and `pp` slowest (Me
 torchrun numbers the ranks of a node consecutively, so the axis that talks most, several times per layer,
 stays inside a node; `cp` talks once per layer, `dp` once per step and behind the backward pass, and `pp`
 sends one activation per micro-batch, which the slowest link carries. Expert parallelism (`ep`) divides `dp`
-and has no coordinate here.
+and has no coordinate here. `dp` itself is `replicate` × `shard`: ZeRO shards over neighbours, which with
+hybrid sharding are the ranks of a node, and replicates over the rest.
 """
 
 from __future__ import annotations
@@ -41,18 +42,27 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class Layout:
-    """Degrees of the mesh axes, all resolved to integers. `ep` divides `dp`."""
+    """Degrees of the mesh axes, all resolved to integers. `ep` and `shard` each divide `dp`.
+
+    `shard` is the number of ranks over which ZeRO shards: 1 without ZeRO, all of `dp` unless it is hybrid.
+    """
 
     dp: int
     tp: int = 1
     pp: int = 1
     cp: int = 1
     ep: int = 1
+    shard: int = 1
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
         return self.dp * self.tp * self.pp * self.cp
+
+    @property
+    def replicate(self) -> int:
+        """Number of replicas of each shard over data parallelism."""
+        return self.dp // self.shard
 
     def coordinates(self, rank: int) -> Coordinates:
         """Return the place of `rank`; IndexError outside 0 … world size − 1."""
@@ -70,6 +80,21 @@ class Layout:
             raise IndexError(f"{place} is not in {self}")
         return place.tp + self.tp * (place.cp + self.cp * (place.dp + self.dp * place.pp))
 
+    def neighbours(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
+        """Return the ranks, in order, whose places differ from that of `rank` on no other axes than these.
+
+        Axes: tp, cp, pp, and the two of which dp consists: replicate and shard.
+        """
+        here = self._split(rank)
+        fixed = [(axis, index) for axis, index in here.items() if axis not in axes]
+        places = ((other, self._split(other)) for other in range(self.world_size))
+        return tuple(other for other, place in places if all(place[axis] == at for axis, at in fixed))
+
+    def _split(self, rank: int) -> dict[str, int]:
+        place = self.coordinates(rank)
+        replicate, shard = divmod(place.dp, self.shard)
+        return {"replicate": replicate, "shard": shard, "tp": place.tp, "pp": place.pp, "cp": place.cp}
+
 
 def layout(parallelism: ParallelismConfig, world_size: int) -> Layout:
     """Resolve `dp=auto` for a world size. Raises ConfigError when the degrees do not multiply out to it."""
@@ -78,7 +103,8 @@ def layout(parallelism: ParallelismConfig, world_size: int) -> Layout:
         raise ConfigError(problems)
     inner = parallelism.tp * parallelism.pp * parallelism.cp
     dp = world_size // inner if isinstance(parallelism.dp, str) else parallelism.dp
-    return Layout(dp=dp, tp=parallelism.tp, pp=parallelism.pp, cp=parallelism.cp, ep=parallelism.ep)
+    shard = 1 if parallelism.zero == 0 else parallelism.shard_degree or dp
+    return Layout(dp, parallelism.tp, parallelism.pp, parallelism.cp, parallelism.ep, shard)
 
 
 def layout_problems(parallelism: ParallelismConfig, world_size: int) -> Iterator[str]:

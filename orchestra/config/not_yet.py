@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
-from conf.schema import Config, PrecisionName, Recompute
+from conf.schema import Config, PrecisionName
 from orchestra.config.keys import shown
 from orchestra.config.situation import Situation
 
@@ -35,12 +35,6 @@ def _is_given(value: Any) -> bool:
 
 
 TABLE: tuple[NotYet, ...] = (
-    NotYet("parallelism.zero", lambda stage: stage in (1, 2, 3), "ZeRO sharding", "parallelism.zero=0"),
-    NotYet("parallelism.shard_degree", _is_given, "hybrid sharding", "parallelism.shard_degree=null"),
-    NotYet("parallelism.tp", _is_split, "tensor parallelism", "parallelism.tp=1"),
-    NotYet(
-        "parallelism.sequence_parallel", bool, "sequence parallelism", "parallelism.sequence_parallel=false"
-    ),
     NotYet("parallelism.pp", _is_split, "pipeline parallelism", "parallelism.pp=1"),
     NotYet("parallelism.cp", _is_split, "context parallelism", "parallelism.cp=1"),
     NotYet("parallelism.ep", _is_split, "expert parallelism", "parallelism.ep=1"),
@@ -48,12 +42,6 @@ TABLE: tuple[NotYet, ...] = (
         "precision.name", lambda name: name is PrecisionName.fp16, "loss scaling for fp16", "precision=bf16"
     ),
     NotYet("precision.name", lambda name: name is PrecisionName.fp8, "fp8 products", "precision=bf16"),
-    NotYet(
-        "precision.reduce_dtype", _is_given, "a reduction dtype of its own", "precision.reduce_dtype=null"
-    ),
-    NotYet(
-        "train.recompute", lambda what: what is not Recompute.none, "recomputation", "train.recompute=none"
-    ),
     NotYet(
         "train.micro_batch_size",
         lambda size: size == "auto",

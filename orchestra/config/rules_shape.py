@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from conf.schema import Config, Family
+from conf.schema import Config, Device, DType, Family, PrecisionName, Recompute
+from orchestra.activations import budget_problems, layer_activations
 from orchestra.config.situation import Situation, world_size
 from orchestra.errors import ConfigError
 from orchestra.flops import head_dim
@@ -119,6 +120,16 @@ def rule_sharding(config: Config, _: Situation) -> Iterator[str]:
         yield f"parallelism.shard_degree={degree} does not divide dp={dp}; use {listed(divisors(dp))}"
 
 
+def rule_reduce_dtype(config: Config, _: Situation) -> Iterator[str]:
+    """fp16 holds nothing below 6e-8: without loss scaling most gradients would vanish on their way."""
+    precision = config.precision
+    if precision.reduce_dtype is DType.fp16 and precision.name is not PrecisionName.fp16:
+        yield (
+            f"precision.reduce_dtype=fp16 with precision={precision.name.name}, which does not scale its "
+            "loss: gradients would vanish; use bf16, fp32 or null"
+        )
+
+
 def rule_batch(config: Config, _: Situation) -> Iterator[str]:
     """GBS = MBS × GA × DP for a whole GA."""
     train = config.train
@@ -134,6 +145,37 @@ def rule_batch(config: Config, _: Situation) -> Iterator[str]:
         return
     # Where the layout is not known or itself wrong, what must hold for any is checked.
     yield from batch_problems(train, _dp(config) or 1)
+
+
+def rule_recompute(config: Config, _: Situation) -> Iterator[str]:
+    train = config.train
+    if train.recompute is Recompute.none and train.recompute_every > 1:
+        yield (
+            f"train.recompute_every={train.recompute_every} says which layers to recompute, and "
+            "train.recompute=none says not to; use train.recompute=selective or full"
+        )
+    if train.recompute_budget_gib is None:
+        return
+    if train.recompute is not Recompute.none or train.recompute_every > 1:
+        yield (
+            f"train.recompute_budget_gib={train.recompute_budget_gib:g} chooses what is recomputed, and so "
+            f"do train.recompute={train.recompute.name} and train.recompute_every={train.recompute_every}; "
+            "leave out the budget, or the other two"
+        )
+    yield from _budget_problems(config, train.recompute_budget_gib)
+
+
+def _budget_problems(config: Config, budget_gib: float) -> Iterator[str]:
+    """What no rank could hold; without a known layout or micro-batch the ranks say it when they begin."""
+    model, parallelism, dp = config.model, config.parallelism, _dp(config)
+    sizes = (model.num_attention_heads, model.num_key_value_heads, config.train.seq_len, parallelism.tp)
+    if dp is None or config.train.micro_batch_size == "auto" or not _positive(*sizes):
+        return
+    try:
+        layer = layer_activations(config, dp, is_gpu=config.cluster.device is not Device.cpu)
+    except ConfigError:
+        return
+    yield from budget_problems(layer, model.num_hidden_layers, budget_gib)
 
 
 def rule_profiled_ranks(config: Config, _: Situation) -> Iterator[str]:
@@ -176,6 +218,8 @@ RULES = (
     rule_pipeline,
     rule_layout,
     rule_sharding,
+    rule_reduce_dtype,
     rule_batch,
+    rule_recompute,
     rule_profiled_ranks,
 )

@@ -10,6 +10,7 @@ F feed-forward width.
 from __future__ import annotations
 
 import math
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +37,21 @@ def make_norm(model: ModelConfig) -> nn.Module:
     if model.family is Family.gpt:
         return nn.LayerNorm(model.hidden_size, eps=model.norm_eps)
     return RMSNorm(model.hidden_size, model.norm_eps)
+
+
+class Products(Protocol):
+    """Takes the products of one input [B, S, E] with several linear layers. What cuts a layer over ranks puts
+    its own in the place of `products_of`.
+    """
+
+    def __call__(self, x_BSE: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]: ...
+
+
+def products_of(x_BSE: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
+    """Return linear(x) for each linear layer."""
+    if linears[0].bias is not None:
+        return tuple(linear(x_BSE) for linear in linears)
+    return shared_input_linear(x_BSE, *(linear.weight for linear in linears))
 
 
 def head_dim(model: ModelConfig) -> int:
@@ -68,6 +84,7 @@ class Attention(nn.Module):
         super().__init__()
         width, has_bias = head_dim(model), model.family is Family.gpt
         self.head_dim = width
+        self.products: Products = products_of
         self.q_proj = nn.Linear(model.hidden_size, model.num_attention_heads * width, bias=has_bias)
         self.k_proj = nn.Linear(model.hidden_size, model.num_key_value_heads * width, bias=has_bias)
         self.v_proj = nn.Linear(model.hidden_size, model.num_key_value_heads * width, bias=has_bias)
@@ -77,9 +94,11 @@ class Attention(nn.Module):
         """Return the attention's output [B, S, E]. `rotary`: cos and sin [S, 1, D/2], None for the GPT
         family.
         """
-        batch, sequence, _ = x_BSE.shape
+        projected = self.products(x_BSE, self.q_proj, self.k_proj, self.v_proj)
+        # The products say how long the sequence is: x may be only this rank's part of it.
+        batch, sequence, _ = projected[0].shape
         heads = (batch, sequence, -1, self.head_dim)
-        q_BSHD, k_BSKD, v_BSKD = (projected.view(heads) for projected in self._project(x_BSE))
+        q_BSHD, k_BSKD, v_BSKD = (each.view(heads) for each in projected)
         if rotary is not None:
             q_BSHD, k_BSKD = rotate(q_BSHD, *rotary), rotate(k_BSKD, *rotary)
         out_BHSD = F.scaled_dot_product_attention(
@@ -92,10 +111,13 @@ class Attention(nn.Module):
         out: Tensor = self.o_proj(out_BHSD.transpose(1, 2).reshape(batch, sequence, -1))
         return out
 
-    def _project(self, x_BSE: Tensor) -> tuple[Tensor, ...]:
-        if self.q_proj.bias is not None:
-            return self.q_proj(x_BSE), self.k_proj(x_BSE), self.v_proj(x_BSE)
-        return shared_input_linear(x_BSE, self.q_proj.weight, self.k_proj.weight, self.v_proj.weight)
+
+class Positions(nn.Embedding):
+    """Learned positions, one row of E numbers each."""
+
+    def forward(self, tokens_BS: Tensor) -> Tensor:
+        """Return what is added to the embedded tokens, broadcast over the batch: the rows [S, E]."""
+        return self.weight[: tokens_BS.shape[1]]
 
 
 class SwiGLU(nn.Module):
@@ -106,9 +128,10 @@ class SwiGLU(nn.Module):
         self.gate_proj = nn.Linear(model.hidden_size, model.intermediate_size, bias=False)
         self.up_proj = nn.Linear(model.hidden_size, model.intermediate_size, bias=False)
         self.down_proj = nn.Linear(model.intermediate_size, model.hidden_size, bias=False)
+        self.products: Products = products_of
 
     def forward(self, x_BSE: Tensor) -> Tensor:
-        gate_BSF, up_BSF = shared_input_linear(x_BSE, self.gate_proj.weight, self.up_proj.weight)
+        gate_BSF, up_BSF = self.products(x_BSE, self.gate_proj, self.up_proj)
         out: Tensor = self.down_proj(swiglu(gate_BSF, up_BSF))
         return out
 
@@ -120,9 +143,11 @@ class GeluMLP(nn.Module):
         super().__init__()
         self.up_proj = nn.Linear(model.hidden_size, model.intermediate_size)
         self.down_proj = nn.Linear(model.intermediate_size, model.hidden_size)
+        self.products: Products = products_of
 
     def forward(self, x_BSE: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(F.gelu(self.up_proj(x_BSE), approximate="tanh"))
+        (up_BSF,) = self.products(x_BSE, self.up_proj)
+        out: Tensor = self.down_proj(F.gelu(up_BSF, approximate="tanh"))
         return out
 
 

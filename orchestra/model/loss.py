@@ -7,7 +7,7 @@ numbers. Shape letters: T tokens, E hidden size, V vocabulary, C tokens of one c
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         wide = torch.promote_types(hidden_TE.dtype, torch.float32)
         total = torch.zeros((), dtype=wide, device=hidden_TE.device)
-        grads = _Grads(hidden_TE, weight_VE, wide) if any(ctx.needs_input_grad[:2]) else None
+        grads = ChunkGradients(hidden_TE, weight_VE, wide) if any(ctx.needs_input_grad[:2]) else None
         logits_CV = hidden_TE.new_empty((min(chunk, len(hidden_TE)), len(weight_VE)))
         for start in range(0, len(hidden_TE), chunk):
             rows = slice(start, start + chunk)
@@ -60,7 +60,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return grad_hidden, grad_weight, None, None, None
 
 
-class _Grads:
+class ChunkGradients:
     """The gradients of the summed loss, filled chunk by chunk; the output matrix's is summed in `wide`."""
 
     def __init__(self, hidden_TE: Tensor, weight_VE: Tensor, wide: torch.dtype) -> None:
@@ -97,6 +97,20 @@ def _loss_and_gradient(logits_CV: Tensor, target_C: Tensor, scale: float) -> tup
     # Not scatter_add_, which has no deterministic form on a GPU.
     gradient.scatter_(1, index, gradient.gather(1, index) - factor)
     return loss, gradient
+
+
+class Loss(Protocol):
+    """Sums the cross-entropy of hidden states against targets; `cross_entropy_sum` says what of."""
+
+    def __call__(
+        self,
+        hidden_TE: Tensor,
+        weight_VE: Tensor,
+        target_T: Tensor,
+        *,
+        scale: float = 1.0,
+        chunk: int | None = None,
+    ) -> Tensor: ...
 
 
 def cross_entropy_sum(

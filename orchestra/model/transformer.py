@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from conf.schema import Family, ModelConfig
 from orchestra.model.initial import fill_normal_, parameter_key
-from orchestra.model.layers import Block, make_norm, rotary_frequencies
-from orchestra.model.loss import cross_entropy_sum
+from orchestra.model.layers import Block, Positions, make_norm, rotary_frequencies
+from orchestra.model.loss import Loss, cross_entropy_sum
 
 
 class Transformer(nn.Module):
@@ -30,11 +30,13 @@ class Transformer(nn.Module):
         self.embed_tokens = nn.Embedding(model.vocab_size, model.hidden_size)
         has_positions = model.family is Family.gpt
         self.embed_positions = (
-            nn.Embedding(model.max_position_embeddings, model.hidden_size) if has_positions else None
+            Positions(model.max_position_embeddings, model.hidden_size) if has_positions else None
         )
         self.layers = nn.ModuleList(Block(model) for _ in range(model.num_hidden_layers))
         self.norm = make_norm(model)
         self.lm_head = nn.Linear(model.hidden_size, model.vocab_size, bias=False)
+        # What cuts the output matrix over ranks puts its own loss in this place.
+        self.loss: Loss = cross_entropy_sum
         self._rotary: tuple[Tensor, Tensor] | None = None
         self.tie_weights()
 
@@ -51,7 +53,7 @@ class Transformer(nn.Module):
         if targets_BS is None:
             logits_BSV: Tensor = self.lm_head(hidden_BSE)
             return logits_BSV
-        return cross_entropy_sum(
+        return self.loss(
             hidden_BSE.flatten(0, 1),
             self.lm_head.weight,
             targets_BS.flatten(),
@@ -63,7 +65,7 @@ class Transformer(nn.Module):
         """Return the hidden states [B, S, E] after the final norm."""
         x_BSE: Tensor = self.embed_tokens(tokens_BS)
         if self.embed_positions is not None:
-            x_BSE = x_BSE + self.embed_positions.weight[: tokens_BS.shape[1]]
+            x_BSE = x_BSE + self.embed_positions(tokens_BS)
         rotary = self._rotary_tables(tokens_BS.shape[1], x_BSE)
         for layer in self.layers:
             x_BSE = layer(x_BSE, rotary)

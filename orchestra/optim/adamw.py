@@ -1,13 +1,14 @@
 """AdamW over fp32 masters: decay groups, clipping and the skip of a bad step, all inside torch's fused
 kernel.
 
-The kernel divides gradients by `grad_scale` and leaves everything as it is where `found_inf` is 1. These are
-the two attributes that torch's own gradient scaler sets; clipping and skipping through them costs no extra
-pass over the gradients and no wait for the device.
+The kernel divides gradients by `grad_scale` and leaves everything as it is where `found_inf` is 1: torch's
+own gradient scaler works so. Clipping and skipping through them costs no extra pass over the gradients and no
+wait for the device.
 
-The optimizer's state is made with it, not at the first step: what a run needs is taken before it trains, and
-a restored state is written into it in place. It consists of two moments for each master and one count of
-updates, which torch keeps once per parameter and which is the same for all of them.
+Masters are updated some at a time, as their gradients come: whoever shards or rounds them can begin to send
+the first while the last are still to be done. The state is made with the optimizer, not at the first step:
+what a run needs is taken before it trains, and a restored state is written into it in place. It consists of
+two moments for each master and one count of updates for all of them.
 """
 
 from __future__ import annotations
@@ -22,18 +23,29 @@ from conf.schema import OptimConfig
 
 # torch's names of the state that has a master's shape.
 MOMENTS = ("exp_avg", "exp_avg_sq")
+# Elements of one dot product of a norm.
+_DOT_LENGTH = 1 << 16
 
 
 @dataclass(frozen=True)
 class Trained:
     """One parameter in training: the tensor the model computes with, and the one the optimizer updates.
 
-    They are the same tensor unless the model computes in 16 bits; then `master` is its fp32 original.
+    `master` holds the elements [start, stop) of the parameter as it lies in memory: in the parameter's shape
+    where these are all of it, one-dimensional where they are fewer, empty where other ranks have them all. It
+    shares the parameter's memory unless the model computes in 16 bits; then it is its fp32 original.
     """
 
     name: str
     parameter: Tensor
     master: Tensor
+    start: int
+    stop: int
+
+
+def whole_master(name: str, parameter: Tensor, master: Tensor) -> Trained:
+    """Return a parameter that this rank trains as a whole."""
+    return Trained(name, parameter, master, 0, parameter.numel())
 
 
 def decays(parameter: Tensor) -> bool:
@@ -41,66 +53,106 @@ def decays(parameter: Tensor) -> bool:
     return parameter.dim() >= 2
 
 
-def make_adamw(trained: Iterable[Trained], optim: OptimConfig) -> torch.optim.AdamW:
-    """Return the fused AdamW over the masters, in two groups: with and without weight decay."""
-    masters = [item.master for item in trained]
-    groups = [
-        {"params": [master for master in masters if decays(master)], "weight_decay": optim.weight_decay},
-        {"params": [master for master in masters if not decays(master)], "weight_decay": 0.0},
-    ]
-    first, second = optim.betas
-    optimizer = torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=optim.lr,
-        betas=(first, second),
-        eps=optim.eps,
-        fused=True,
-    )
-    for master in masters:
-        optimizer.state[master] = _empty_state(master)
-    return optimizer
+class AdamW:
+    """AdamW by torch's fused kernel. `state` has the moments by master; `lr` is set before each step."""
+
+    def __init__(self, trained: Iterable[Trained], optim: OptimConfig) -> None:
+        items = list(trained)
+        device = items[0].master.device
+        self.lr = optim.lr
+        self.state: dict[Tensor, dict[str, Tensor]] = {
+            item.master: {name: torch.zeros_like(item.master) for name in MOMENTS} for item in items
+        }
+        # In fp32 and on the device, as the kernel reads it.
+        self._num_updates = torch.zeros((), dtype=torch.float32, device=device)
+        self._weight_decay = optim.weight_decay
+        self._betas = optim.betas
+        self._eps = optim.eps
+        self._clip_norm = optim.clip_norm
+        self._grad_scale = torch.ones((), dtype=torch.float32, device=device)
+        self._found_inf = torch.zeros((), dtype=torch.float32, device=device)
+
+    @property
+    def num_updates(self) -> int:
+        """Updates so far, skipped steps left out. Waits for the device."""
+        return int(self._num_updates)
+
+    @num_updates.setter
+    def num_updates(self, value: int) -> None:
+        """Set the count: the correction of both moments' bias follows from it."""
+        self._num_updates.fill_(value)
+
+    def begin_step(self, grad_norm: Tensor, is_bad: Tensor) -> None:
+        """Begin a step whose gradients are scaled to a norm of at most clip_norm, or left out where is_bad.
+
+        grad_norm, of all gradients together, and is_bad (bool) are scalars on the device and are not read by
+        the host.
+        """
+        limit = torch.inf if self._clip_norm is None else self._clip_norm
+        divisor = torch.clamp(grad_norm / limit, min=1.0)
+        self._grad_scale = torch.where(is_bad, 1.0, divisor)
+        self._found_inf = is_bad.float()
+        self._num_updates += 1.0 - self._found_inf
+
+    def update(self, trained: Sequence[Trained], gradients: Sequence[Tensor]) -> None:
+        """Update some masters with their gradients, which have their dtype and are overwritten.
+
+        Each master once in a step; one without elements is left out.
+        """
+        for has_decay in (True, False):
+            pairs = [
+                (item.master, gradient)
+                for item, gradient in zip(trained, gradients, strict=True)
+                if decays(item.parameter) is has_decay and gradient.numel()
+            ]
+            if pairs:
+                self._update(pairs, self._weight_decay if has_decay else 0.0)
+
+    @torch.no_grad()
+    def _update(self, pairs: Sequence[tuple[Tensor, Tensor]], weight_decay: float) -> None:
+        states = [self.state[master] for master, _ in pairs]
+        torch._fused_adamw_(
+            [master for master, _ in pairs],
+            [gradient for _, gradient in pairs],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [self._num_updates] * len(pairs),
+            lr=self.lr,
+            beta1=self._betas[0],
+            beta2=self._betas[1],
+            weight_decay=weight_decay,
+            eps=self._eps,
+            amsgrad=False,
+            maximize=False,
+            grad_scale=self._grad_scale,
+            found_inf=self._found_inf,
+        )
 
 
-def _empty_state(master: Tensor) -> dict[str, Tensor]:
-    """Return what torch's fused AdamW would make for a parameter at its first step."""
-    state = {name: torch.zeros_like(master, memory_format=torch.preserve_format) for name in MOMENTS}
-    return {"step": torch.zeros((), dtype=torch.float32, device=master.device), **state}
+def make_adamw(trained: Iterable[Trained], optim: OptimConfig) -> AdamW:
+    """Return the AdamW of what is trained: matrices with weight decay, norm gains and biases without."""
+    return AdamW(trained, optim)
 
 
-def num_updates(optimizer: torch.optim.AdamW) -> int:
-    """Return how many updates were made; skipped steps do not count. Waits for the device."""
-    return int(next(iter(optimizer.state.values()))["step"])
+def squared_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """Return the sum of the squares of all gradients, which may be none, as an fp64 scalar.
 
-
-def set_num_updates(optimizer: torch.optim.AdamW, value: int) -> None:
-    """Set how many updates were made: the correction of both moments' bias follows from it."""
-    for state in optimizer.state.values():
-        state["step"].fill_(value)
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
-    """Set the learning rate of all groups."""
-    for group in optimizer.param_groups:
-        group["lr"] = value
-
-
-def global_norm(grads: Sequence[Tensor]) -> Tensor:
-    """Return the L2 norm over all gradients as an fp32 scalar on their device."""
-    # In fp32 from the first sum: the norm of bf16 gradients would itself be rounded to 8 bits.
-    norms = torch._foreach_norm(list(grads), 2, dtype=torch.float32)
-    total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
-    return total
-
-
-def step_clipped(
-    optimizer: torch.optim.AdamW, grad_norm: Tensor, is_bad: Tensor, clip_norm: float | None
-) -> None:
-    """Update with the gradients scaled so that their norm is at most clip_norm; do nothing where is_bad.
-
-    grad_norm and is_bad (bool) are scalars on the device and are not read by the host.
+    Of fp32 tensors on CPU by dot products of a limited length: as fast as torch's norm, which sums a million
+    squares with an error of 1e-5 (1e-7 so). Of 16-bit numbers in fp64, for the same reason.
     """
-    limit = torch.inf if clip_norm is None else clip_norm
-    divisor = torch.clamp(grad_norm / limit, min=1.0)
-    optimizer.grad_scale = torch.where(is_bad, 1.0, divisor)  # type: ignore[attr-defined]
-    optimizer.found_inf = is_bad.float()  # type: ignore[attr-defined]
-    optimizer.step()
+    if not gradients:
+        return torch.zeros((), dtype=torch.float64)
+    if gradients[0].is_cuda:
+        norms = torch.stack(torch._foreach_norm(list(gradients), 2, dtype=torch.float32))
+        return norms.double().square().sum()
+    flat = [gradient.view(-1) for gradient in gradients]
+    if flat[0].dtype is torch.float32:
+        pieces = [piece for part in flat for piece in torch.split(part, _DOT_LENGTH)]
+        return torch.stack([torch.dot(piece, piece) for piece in pieces]).double().sum()
+    return torch.stack(torch._foreach_norm(flat, 2, dtype=torch.float64)).square().sum()
+
+
+def global_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """Return the L2 norm over all gradients as an fp32 scalar on their device."""
+    return squared_norm(gradients).sqrt().float()

@@ -4,70 +4,59 @@ line.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from conf.schema import Config
 from orchestra.model.transformer import Transformer
 from orchestra.optim.adamw import Trained
-from orchestra.parallel.gradients import GradientBuckets, Gradients, PlainGradients
 from orchestra.parallel.mesh import Mesh
-from orchestra.precision.policy import Policy, policy
+from orchestra.parallel.places import TensorPlace
+from orchestra.parallel.recompute import recompute_blocks
+from orchestra.parallel.tensor.split import split_tensors
+from orchestra.parallel.zero.stage import Stage
+from orchestra.parallel.zero.stages import make_stage
+from orchestra.parallel.zero.storage import place_units
+from orchestra.precision.policy import policy
 
 
 @dataclass(frozen=True)
 class Parallelized:
-    """A model ready to train, its parameters with their masters, and the keeper of its gradients."""
+    """A model ready to train.
+
+    `trained` is what the optimizer updates, for every parameter in the model's order; `places` says where
+    this rank's part of each lies in the whole one; `stage` keeps gradients and parameters over the ranks.
+    """
 
     model: Transformer
     trained: list[Trained]
-    gradients: Gradients
+    places: Mapping[str, TensorPlace]
+    stage: Stage
 
 
 def parallelize(model: Transformer, config: Config, mesh: Mesh) -> Parallelized:
-    """Apply precision, compilation and data parallelism to a freshly initialised model. *Collective*.
+    """Give a model on the meta device its values, this rank's part of them, and make it train. *Collective*.
 
-    The order matters: masters are taken before the parameters are rounded, blocks are compiled in their final
-    dtype, and gradients are hooked last.
+    The order matters: tensors are cut before they exist, so that no rank ever makes what it does not hold;
+    masters are made with the parameters; blocks are compiled in their final dtype and with what they
+    recompute; the hooks of ZeRO stand around the compiled blocks, and so come last.
     """
     precision = policy(config.precision)
-    trained = split_masters(model, precision)
+    places = split_tensors(model, config, mesh)
+    units = place_units(model, places, precision, config, mesh)
+    recompute_blocks(model, config, mesh)
     compile_blocks(model, config)
-    gradients = keep_gradients(trained, precision, config, mesh.dp_group)
-    return Parallelized(model, trained, gradients)
-
-
-def split_masters(model: Transformer, precision: Policy) -> list[Trained]:
-    """Keep fp32 masters and round the model's own parameters to the policy's dtype, where the two differ."""
-    if precision.parameter is precision.master:
-        return [Trained(name, parameter, parameter) for name, parameter in model.named_parameters()]
-    masters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    model.to(precision.parameter)
-    return [Trained(name, parameter, masters[name]) for name, parameter in model.named_parameters()]
+    stage = make_stage(model, units, places, precision, config, mesh)
+    return Parallelized(model, units.trained, places, stage)
 
 
 def compile_blocks(model: Transformer, config: Config) -> None:
-    """Compile each block in place (torch.compile); equal blocks share one compilation."""
+    """Compile each block's forward in place (torch.compile); equal blocks share one compilation.
+
+    The forward and not the module: hooks of the module then run outside of what is compiled.
+    """
     if config.train.compile:
         for layer in model.layers:
-            layer.compile()
-
-
-def keep_gradients(
-    trained: list[Trained], precision: Policy, config: Config, dp_group: dist.ProcessGroup | None
-) -> Gradients:
-    """Choose who accumulates and reduces the gradients; alone in the master's dtype, autograd does."""
-    if dp_group is None and precision.gradient is precision.parameter is precision.master:
-        return PlainGradients(trained)
-    bucket_bytes = int(config.parallelism.bucket_mib * 2**20)
-    return GradientBuckets(trained, precision.gradient, bucket_bytes, dp_group)
-
-
-def copy_masters(trained: list[Trained]) -> None:
-    """Round the updated masters back into the model's parameters, where the two differ."""
-    pairs = [(item.parameter, item.master) for item in trained if item.parameter is not item.master]
-    if pairs:
-        with torch.no_grad():
-            torch._foreach_copy_([parameter for parameter, _ in pairs], [master for _, master in pairs])
+            layer.forward = torch.compile(layer.forward)

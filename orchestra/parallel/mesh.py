@@ -1,15 +1,15 @@
 """This process's place in the mesh: rank, coordinates, device and the process groups of its axes.
 
 It starts and ends torch.distributed. Layout arithmetic is in `orchestra.topology`; nothing here knows a
-model.
+model. A group of one rank is None: there is nobody to talk to.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from conf.schema import Config, Device
 from orchestra.errors import StopRequested, TrainingError
+from orchestra.parallel.traffic import Traffic
 from orchestra.topology import Coordinates, Layout, layout
 
 
@@ -46,17 +47,73 @@ def rank_environment() -> RankEnvironment:
 
 @dataclass(frozen=True)
 class Mesh:
-    """One rank's place. `dp_group` is None where there is nothing to reduce over."""
+    """One rank's place and its groups, each None where it would have one rank.
+
+    `dp_group`: ranks with other samples and the same part of the model. `tp_group`: ranks that share each
+    layer. `shard_group`: those of `dp_group` over which ZeRO shards. `replicate_group`: those of `dp_group`
+    that hold the same shards, with hybrid sharding only. `model_group`: ranks that hold one copy of the
+    training state together, each a part of its own or a replica over tp.
+    """
 
     rank: int
     layout: Layout
     coordinates: Coordinates
     device: torch.device
-    dp_group: dist.ProcessGroup | None
+    dp_group: dist.ProcessGroup | None = None
+    tp_group: dist.ProcessGroup | None = None
+    shard_group: dist.ProcessGroup | None = None
+    replicate_group: dist.ProcessGroup | None = None
+    model_group: dist.ProcessGroup | None = None
+    # Bytes that this rank has sent for the training.
+    traffic: Traffic = field(default_factory=Traffic)
 
     @property
     def world_size(self) -> int:
         return self.layout.world_size
+
+    @property
+    def shard_index(self) -> int:
+        """This rank's place in its shard group, which says what range of everything it owns."""
+        return self.coordinates.dp % self.layout.shard
+
+
+# Opens the process group of some ranks, in their order; called by these ranks alone, two or more of them.
+OpenGroup = Callable[[Sequence[int]], dist.ProcessGroup]
+
+
+def make_mesh(rank: int, degrees: Layout, device: torch.device, open_group: OpenGroup | None = None) -> Mesh:
+    """Return a rank's place in a layout of all ranks. *Collective* where there are several."""
+    opened: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+
+    def group(*axes: str) -> dist.ProcessGroup | None:
+        members = degrees.neighbours(rank, axes)
+        if len(members) == 1:
+            return None
+        if members not in opened:
+            opened[members] = (open_group or _open_group)(members)
+        return opened[members]
+
+    return Mesh(
+        rank=rank,
+        layout=degrees,
+        coordinates=degrees.coordinates(rank),
+        device=device,
+        dp_group=group("replicate", "shard"),
+        tp_group=group("tp"),
+        shard_group=group("shard"),
+        replicate_group=group("replicate") if degrees.shard > 1 else None,
+        model_group=group("shard", "tp", "pp", "cp"),
+    )
+
+
+def _open_group(members: Sequence[int]) -> dist.ProcessGroup:
+    if len(members) == dist.get_world_size():
+        world = dist.group.WORLD
+        assert world is not None
+        return world
+    # Only the members meet: of a thousand ranks none waits for groups that it is not in.
+    group: dist.ProcessGroup = dist.new_group(list(members), use_local_synchronization=True)
+    return group
 
 
 @contextmanager
@@ -71,15 +128,8 @@ def open_mesh(config: Config, ranks: RankEnvironment) -> Iterator[Mesh]:
     degrees = layout(config.parallelism, ranks.world_size)
     if ranks.world_size > 1:
         _join(config, device, ranks)
-    mesh = Mesh(
-        rank=ranks.rank,
-        layout=degrees,
-        coordinates=degrees.coordinates(ranks.rank),
-        device=device,
-        dp_group=dist.group.WORLD if degrees.dp > 1 else None,
-    )
     try:
-        yield mesh
+        yield make_mesh(ranks.rank, degrees, device)
     except StopRequested:
         _leave()
         raise

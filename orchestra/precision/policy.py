@@ -6,34 +6,40 @@
 | bf16           | bf16                 | bf16                    | fp32                        |
 | bf16_fp32_grad | bf16                 | fp32                    | fp32                        |
 
+Gradients travel between ranks in the type they accumulate in, unless precision.reduce_dtype names another.
 Norm statistics, softmax and the loss are computed in fp32 under every policy. It converts nothing itself.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from conf.schema import PrecisionConfig, PrecisionName
+from conf.schema import DType, PrecisionConfig, PrecisionName
 
 
 @dataclass(frozen=True)
 class Policy:
-    """Data types of one precision."""
+    """Data types of one precision; `reduce` is the one in which gradients travel to be summed over ranks."""
 
     parameter: torch.dtype
     gradient: torch.dtype
+    reduce: torch.dtype
     master: torch.dtype = torch.float32
 
 
 _POLICIES = {
-    PrecisionName.fp32: Policy(torch.float32, torch.float32),
-    PrecisionName.bf16: Policy(torch.bfloat16, torch.bfloat16),
-    PrecisionName.bf16_fp32_grad: Policy(torch.bfloat16, torch.float32),
+    PrecisionName.fp32: Policy(torch.float32, torch.float32, torch.float32),
+    PrecisionName.bf16: Policy(torch.bfloat16, torch.bfloat16, torch.bfloat16),
+    PrecisionName.bf16_fp32_grad: Policy(torch.bfloat16, torch.float32, torch.float32),
 }
+_TYPES = {DType.fp32: torch.float32, DType.bf16: torch.bfloat16, DType.fp16: torch.float16}
 
 
 def policy(precision: PrecisionConfig) -> Policy:
     """Return the policy of a configuration that has passed the rules."""
-    return _POLICIES[precision.name]
+    named = _POLICIES[precision.name]
+    if precision.reduce_dtype is None:
+        return named
+    return replace(named, reduce=_TYPES[precision.reduce_dtype])

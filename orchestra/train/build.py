@@ -11,8 +11,8 @@ from conf.schema import Config
 from orchestra.data.choice import open_source
 from orchestra.data.loader import BatchPlan, Loader
 from orchestra.errors import DataError
-from orchestra.model.transformer import Transformer, fill_initial_values
-from orchestra.optim.adamw import make_adamw
+from orchestra.model.transformer import Transformer
+from orchestra.optim.adamw import AdamW, make_adamw
 from orchestra.parallel.apply import Parallelized, parallelize
 from orchestra.parallel.mesh import Mesh
 from orchestra.topology import BatchShape, batch_shape
@@ -24,7 +24,7 @@ class Training:
     """What is trained, and how a step of it is taken."""
 
     parallelized: Parallelized
-    optimizer: torch.optim.AdamW
+    optimizer: AdamW
     step: TrainingStep
     batch: BatchShape
 
@@ -32,7 +32,7 @@ class Training:
 def build_training(config: Config, mesh: Mesh) -> Training:
     """Build model, optimizer and step for one rank. *Collective*."""
     batch = batch_shape(config.train, mesh.layout.dp)
-    parallelized = parallelize(build_model(config, mesh.device), config, mesh)
+    parallelized = parallelize(build_model(config), config, mesh)
     optimizer = make_adamw(parallelized.trained, config.optim)
     return Training(
         parallelized=parallelized,
@@ -42,14 +42,10 @@ def build_training(config: Config, mesh: Mesh) -> Training:
     )
 
 
-def build_model(config: Config, device: torch.device) -> Transformer:
-    """Build the model on `device` with its initial values; no memory is touched twice."""
+def build_model(config: Config) -> Transformer:
+    """Build the model on the meta device: no values and no memory yet."""
     with torch.device("meta"):
-        model = Transformer(config.model, config.train.loss_chunk_tokens)
-    model.to_empty(device=device)
-    model.tie_weights()
-    fill_initial_values(model, config.train.seed)
-    return model
+        return Transformer(config.model, config.train.loss_chunk_tokens)
 
 
 def build_loader(config: Config, mesh: Mesh, batch: BatchShape, position: int) -> Loader:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from conf.schema import Config
+from orchestra.activations import kinds_of_layers
 from orchestra.events import read_events
 from orchestra.flops import (
     hardware_flops_per_token,
@@ -23,6 +24,7 @@ from orchestra.flops import (
 from orchestra.jsonl import Record
 from orchestra.metrics_file import MFU_CONVENTION
 from orchestra.rundir import RunDir
+from orchestra.topology import layout
 
 
 @dataclass(frozen=True)
@@ -52,10 +54,12 @@ def meter_settings(
 ) -> MeterSettings:
     """Derive the settings of a meter from a configuration; `num_devices` is the world size."""
     model, seq_len = config.model, config.train.seq_len
+    dp = layout(config.parallelism, num_devices).dp
+    kinds = kinds_of_layers(config, dp, is_gpu=device.type == "cuda")
     return MeterSettings(
         model_flops=model_flops_per_token(model, seq_len),
         model_flops_causal=model_flops_per_token_causal(model, seq_len),
-        hardware_flops=hardware_flops_per_token(model, seq_len, config.train.recompute),
+        hardware_flops=hardware_flops_per_token(model, seq_len, kinds),
         num_devices=num_devices,
         peak_flops_per_s=peak_flops_per_s,
         device=device,

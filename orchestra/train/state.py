@@ -11,7 +11,7 @@ Nothing here knows where checkpoints lie or when they are written.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,9 +21,10 @@ from checkpointing.format.manifest import Manifest
 from checkpointing.shards import Shard, whole
 from conf.schema import Config, Family
 from orchestra.errors import UnusableCheckpointError
-from orchestra.optim.adamw import MOMENTS, Trained, num_updates, set_num_updates
-from orchestra.parallel.apply import copy_masters
+from orchestra.optim.adamw import MOMENTS, AdamW, Trained
+from orchestra.parallel.apply import Parallelized
 from orchestra.parallel.mesh import Mesh
+from orchestra.parallel.places import TensorPlace, parts_of
 from orchestra.topology import Coordinates
 
 _RNG_PREFIX = "rng."
@@ -41,28 +42,33 @@ _MAX_LISTED = 5
 class TensorState:
     """The tensors of one rank's part of the state. The shards are the live tensors: a restore fills them."""
 
-    def __init__(self, trained: Sequence[Trained], optimizer: torch.optim.AdamW, mesh: Mesh) -> None:
-        self._trained = list(trained)
+    def __init__(self, parallelized: Parallelized, optimizer: AdamW, mesh: Mesh) -> None:
+        self._parallelized = parallelized
         self._optimizer = optimizer
         self._generators = _generators(mesh)
-        self._shards = [*_masters(self._trained), *_moments(self._trained, optimizer)]
+        self._shards = [*self.masters, *_moments(parallelized, optimizer)]
+        places = parallelized.places
+        self._shapes = {
+            name: places[item.name].shape for item in parallelized.trained for name in _names(item)
+        }
 
     @property
     def num_updates(self) -> int:
         """Updates of the optimizer so far. Waits for the device."""
-        return num_updates(self._optimizer)
+        return self._optimizer.num_updates
 
     @property
     def masters(self) -> list[Shard]:
         """The shards of the parameters alone."""
-        return _masters(self._trained)
+        return _masters(self._parallelized)
 
     def masters_were_filled(self) -> None:
-        """Round the model's 16-bit parameters, where it has them, from masters that were filled."""
-        copy_masters(self._trained)
+        """Let the model's parameters follow masters that were filled. *Collective*."""
+        self._parallelized.stage.masters_were_filled()
 
     def snapshot(self) -> list[Shard]:
-        """Return the shards, with the generators as they are now."""
+        """Return the shards, with the generators as they are now. *Collective*."""
+        self._parallelized.stage.settle()
         for name, kept in self._generators.items():
             kept.copy_(_generator_state(name))
         return [*self._shards, *(whole(name, kept) for name, kept in self._generators.items())]
@@ -81,16 +87,16 @@ class TensorState:
         return [*self._shards, *kept]
 
     def take_back(self, manifest: Manifest, updates: int) -> None:
-        """Make the rest of the state follow from the filled shards."""
-        copy_masters(self._trained)
-        set_num_updates(self._optimizer, updates)
+        """Make the rest of the state follow from the filled shards. *Collective*."""
+        self.masters_were_filled()
+        self._optimizer.num_updates = updates
         for name, kept in self._generators.items():
             if name in manifest.tensors:
                 _set_generator_state(name, kept)
 
     def _refuse_others(self, manifest: Manifest) -> None:
-        expected = {shard.name: shard.shape for shard in self._shards}
-        found = {name: tensor.shape for name, tensor in manifest.tensors.items() if not _is_rng(name)}
+        expected = self._shapes
+        found = {name: tuple(tensor.shape) for name, tensor in manifest.tensors.items() if not _is_rng(name)}
         if expected != found:
             raise UnusableCheckpointError(
                 f"the checkpoint of step {manifest.step} is that of another model: "
@@ -155,16 +161,36 @@ def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list[
     return differing
 
 
-def _masters(trained: Sequence[Trained]) -> list[Shard]:
-    return [whole(f"model.{item.name}", item.master.detach()) for item in trained]
+def _names(item: Trained) -> list[str]:
+    """Return the names of a parameter's tensors in checkpoints: its master and its moments."""
+    return [f"model.{item.name}", *(f"optimizer.{moment}.{item.name}" for moment in MOMENTS)]
 
 
-def _moments(trained: Sequence[Trained], optimizer: torch.optim.AdamW) -> list[Shard]:
+def _masters(parallelized: Parallelized) -> list[Shard]:
+    places = parallelized.places
     return [
-        whole(f"optimizer.{moment}.{item.name}", optimizer.state[item.master][moment])
-        for moment in MOMENTS
-        for item in trained
+        shard
+        for item in parallelized.trained
+        for shard in _shards(f"model.{item.name}", item, item.master, places[item.name])
     ]
+
+
+def _moments(parallelized: Parallelized, optimizer: AdamW) -> list[Shard]:
+    places = parallelized.places
+    return [
+        shard
+        for moment in MOMENTS
+        for item in parallelized.trained
+        for shard in _shards(
+            f"optimizer.{moment}.{item.name}", item, optimizer.state[item.master][moment], places[item.name]
+        )
+    ]
+
+
+def _shards(name: str, item: Trained, like_master: Tensor, place: TensorPlace) -> list[Shard]:
+    """Return the boxes of the whole tensor that a master, or what is shaped like it, consists of."""
+    parts = parts_of(like_master.view(-1), place, item.start)
+    return [Shard(name, place.shape, part.offsets, part.tensor) for part in parts]
 
 
 def _generators(mesh: Mesh) -> dict[str, Tensor]:

@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from conf.schema import Config
-from orchestra.optim.adamw import global_norm, set_learning_rate, step_clipped
+from orchestra.optim.adamw import AdamW
 from orchestra.optim.schedule import learning_rate
-from orchestra.parallel.apply import Parallelized, copy_masters
+from orchestra.parallel.apply import Parallelized
 from orchestra.parallel.mesh import Mesh
+from orchestra.parallel.zero.stage import norm_over_ranks
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class TrainingStep:
     def __init__(
         self,
         parallelized: Parallelized,
-        optimizer: torch.optim.AdamW,
+        optimizer: AdamW,
         config: Config,
         mesh: Mesh,
         tokens_per_step: int,
@@ -52,18 +53,16 @@ class TrainingStep:
 
     def run(self, step: int, tokens_ABS: Tensor) -> StepResult:
         """Train on this rank's micro-batches [A, B, S + 1] (int64, any device) and update the parameters."""
-        optim = self._config.optim
-        lr = learning_rate(optim, self._config.train, step)
-        set_learning_rate(self._optimizer, lr)
+        lr = learning_rate(self._config.optim, self._config.train, step)
         loss, loss_work = self._forward_backward(tokens_ABS)
-        gradients = self._parallel.gradients.finish()
-        grad_norm = global_norm(gradients)
+        stage = self._parallel.stage
+        grad_norm = norm_over_ranks(stage.finish(), self._mesh)
         if loss_work is not None:
             loss_work.wait()
         is_bad = ~(torch.isfinite(loss) & torch.isfinite(grad_norm))
-        step_clipped(self._optimizer, grad_norm, is_bad, optim.clip_norm)
-        self._parallel.gradients.release()
-        copy_masters(self._parallel.trained)
+        self._optimizer.lr = lr
+        self._optimizer.begin_step(grad_norm, is_bad)
+        stage.update(self._optimizer.update)
         return StepResult(loss, grad_norm, is_bad, lr)
 
     def _forward_backward(self, tokens_ABS: Tensor) -> tuple[Tensor, dist.Work | None]:
@@ -72,6 +71,7 @@ class TrainingStep:
         work: dist.Work | None = None
         for index in range(num_micro_batches):
             is_last = index == num_micro_batches - 1
+            self._parallel.stage.begin(is_first=index == 0, is_last=is_last)
             tokens_BS = tokens_ABS[index].to(self._mesh.device, non_blocking=True)
             loss = self._parallel.model(tokens_BS[:, :-1], tokens_BS[:, 1:], self._share)
             total += loss.detach()
@@ -79,6 +79,5 @@ class TrainingStep:
                 # Every rank needs the global loss to agree on a skip; its reduction hides behind the backward
                 # pass.
                 work = dist.all_reduce(total, group=self._mesh.dp_group, async_op=True)
-            self._parallel.gradients.begin(is_first=index == 0, is_last=is_last)
             loss.backward()
         return total, work

@@ -137,6 +137,7 @@ def train_on(mesh: Mesh, config: Config, ranks: RankEnvironment, records: Record
     finally:
         stopping.close()
     recorder.profiler.close()
+    training.parallelized.stage.settle()
     loader.close()
     stopping.leave()
     if request is not None:
@@ -161,7 +162,7 @@ def _checkpoints(
     faults: Faults,
     peers: Peers,
 ) -> Checkpoints:
-    state = TensorState(training.parallelized.trained, training.optimizer, mesh)
+    state = TensorState(training.parallelized, training.optimizer, mesh)
     setting = Setting(config, records.run, records.attempt, ranks, mesh, peers, records.events)
     return Checkpoints(setting, state, faults)
 

@@ -13,7 +13,7 @@ ORDER = (
     # what both planes know: errors, files and their paths
     *("errors", "units", "rundir", "sweepdir", "jsonl", "events", "control", "frozen", "metrics_file"),
     # integers and tables
-    *("topology", "hardware", "flops"),
+    *("topology", "hardware", "flops", "activations"),
     # shapes and bytes of published weights
     "huggingface",
     # one device

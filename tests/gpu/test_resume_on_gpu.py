@@ -27,7 +27,7 @@ def state_of() -> tuple[Training, TensorState]:
     degrees = Layout(dp=1)
     mesh = Mesh(0, degrees, degrees.coordinates(0), GPU, None)
     training = build_training(CONFIG, mesh)
-    return training, TensorState(training.parallelized.trained, training.optimizer, mesh)
+    return training, TensorState(training.parallelized, training.optimizer, mesh)
 
 
 def train(training: Training, steps: range) -> list[float]:

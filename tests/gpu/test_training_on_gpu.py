@@ -9,12 +9,9 @@ import torch
 
 from conf.schema import Config, ModelConfig, OptimConfig, PrecisionConfig, PrecisionName, TrainConfig
 from orchestra.model.transformer import Transformer, fill_initial_values
-from orchestra.optim.adamw import make_adamw
-from orchestra.parallel.apply import parallelize
-from orchestra.parallel.mesh import Mesh
+from orchestra.parallel.mesh import make_mesh
 from orchestra.topology import Layout
-from orchestra.train.build import set_numerics
-from orchestra.train.step import TrainingStep
+from orchestra.train.build import build_training, set_numerics
 
 STEPS, SEQUENCE, BATCH = 10, 64, 4
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -25,24 +22,18 @@ def config_of(precision: str = "fp32", **train: bool) -> Config:
         model=ModelConfig(),
         precision=PrecisionConfig(name=PrecisionName(precision)),
         optim=OptimConfig(lr=1e-3),
-        train=replace(TrainConfig(steps=STEPS, seq_len=SEQUENCE), **train),
+        train=replace(TrainConfig(steps=STEPS, seq_len=SEQUENCE, global_batch_size=BATCH), **train),
     )
 
 
 def losses_on(device: torch.device, config: Config) -> list[float]:
     set_numerics(config, device)
-    model = Transformer(config.model).to(device)
-    fill_initial_values(model, 0)
-    degrees = Layout(dp=1)
-    mesh = Mesh(0, degrees, degrees.coordinates(0), device, None)
-    parallelized = parallelize(model, config, mesh)
-    optimizer = make_adamw(parallelized.trained, config.optim)
-    training = TrainingStep(parallelized, optimizer, config, mesh, BATCH * SEQUENCE)
+    training = build_training(config, make_mesh(0, Layout(dp=1), device))
     losses = []
     for step in range(1, STEPS + 1):
         generator = torch.Generator().manual_seed(step)
         tokens = torch.randint(0, config.model.vocab_size, (2, BATCH // 2, SEQUENCE + 1), generator=generator)
-        losses.append(float(training.run(step, tokens).loss))
+        losses.append(float(training.step.run(step, tokens).loss))
     return losses
 
 

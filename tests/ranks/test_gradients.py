@@ -1,4 +1,4 @@
-"""Bucketed, overlapped reduction against the gradients of one process."""
+"""Bucketed, overlapped reduction (ZeRO-0) against the gradients of one process."""
 
 from __future__ import annotations
 
@@ -9,60 +9,31 @@ import pytest
 import torch
 import torch.distributed as dist
 from pool import RankPool
+from small_trainings import EVEN, SEQUENCE, config_of, one_thread, start, take_steps
 
-from conf.schema import (
-    Config,
-    ModelConfig,
-    OptimConfig,
-    ParallelismConfig,
-    PrecisionConfig,
-    PrecisionName,
-    TrainConfig,
-)
-from orchestra.model.transformer import Transformer, fill_initial_values
-from orchestra.optim.adamw import make_adamw
-from orchestra.parallel.apply import parallelize
-from orchestra.parallel.mesh import Mesh
-from orchestra.topology import Layout
-from orchestra.train.step import TrainingStep
+from conf.schema import Config, DType
 
 pytestmark = pytest.mark.ranks
 
-SEQUENCE = 32
+STEPS = range(1, 21)
+History = list[tuple[float, float, bool]]
 
 
-def config_of(precision: str = "fp32", bucket_mib: float = 0.05) -> Config:
-    return Config(
-        model=ModelConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2, vocab_size=64),
-        parallelism=ParallelismConfig(bucket_mib=bucket_mib),
-        precision=PrecisionConfig(name=PrecisionName(precision)),
-        optim=OptimConfig(lr=1e-3, warmup_steps=0, clip_norm=0.5),
-        train=TrainConfig(steps=20, seq_len=SEQUENCE),
-    )
+def setting(global_batch: int, **settings: Any) -> Config:
+    train = {"global_batch_size": global_batch, "seq_len": SEQUENCE}
+    return config_of(EVEN, train=train, **{"bucket_mib": 0.05, **settings})
 
 
-def mesh_of(rank: int, dp: int) -> Mesh:
-    degrees = Layout(dp=dp)
-    group = dist.group.WORLD if dp > 1 else None
-    return Mesh(rank, degrees, degrees.coordinates(rank), torch.device("cpu"), group)
-
-
-def train_steps(rank: int, dp: int, global_batch: int, micro_batch: int, steps: int, **settings: Any) -> Any:
+def train_steps(rank: int, dp: int, config: Config) -> tuple[History, dict[str, torch.Tensor]]:
     """Train on fixed random tokens; return each step's loss and gradient norm, and the final parameters."""
-    config = config_of(**settings)
-    model = Transformer(config.model)
-    fill_initial_values(model, 0)
-    parallelized = parallelize(model, config, mesh_of(rank, dp))
-    optimizer = make_adamw(parallelized.trained, config.optim)
-    training = TrainingStep(parallelized, optimizer, config, mesh_of(rank, dp), global_batch * SEQUENCE)
-    history = []
-    for step in range(1, steps + 1):
-        generator = torch.Generator().manual_seed(step)
-        tokens = torch.randint(0, 64, (global_batch, SEQUENCE + 1), generator=generator)
-        micro_batches = tokens.view(-1, dp, micro_batch, SEQUENCE + 1)[:, rank]
-        result = training.run(step, micro_batches)
-        history.append((float(result.loss), float(result.grad_norm)))
-    return history, {item.name: item.master.detach().clone() for item in parallelized.trained}
+    training, mesh = start(rank, dp, config)
+    history = take_steps(config, training, mesh, STEPS)
+    return history, {item.name: item.master.detach().clone() for item in training.parallelized.trained}
+
+
+def alone_steps(config: Config) -> tuple[History, dict[str, torch.Tensor]]:
+    with one_thread():  # as the ranks: products are split differently over two threads
+        return train_steps(0, 1, config)
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
@@ -70,11 +41,11 @@ def train_steps(rank: int, dp: int, global_batch: int, micro_batch: int, steps: 
 def test_two_ranks_train_like_one(
     ranks: Callable[[int], RankPool], accumulation: int, bucket_mib: float
 ) -> None:
-    batch = {"global_batch": 4 * accumulation, "micro_batch": 2, "steps": 20}
-    expected, parameters = train_steps(0, dp=1, **batch)
-    results = ranks(2).run(train_steps, dp=2, bucket_mib=bucket_mib, **batch)
+    config = setting(4 * accumulation, bucket_mib=bucket_mib)
+    expected, parameters = alone_steps(config)
+    results = ranks(2).run(train_steps, dp=2, config=config)
     for history, final in results:
-        for (loss, norm), (loss_expected, norm_expected) in zip(history, expected, strict=True):
+        for (loss, norm, _), (loss_expected, norm_expected, _) in zip(history, expected, strict=True):
             assert loss == pytest.approx(loss_expected, rel=1e-6)
             assert norm == pytest.approx(norm_expected, rel=1e-5)
         for name, value in final.items():
@@ -88,47 +59,42 @@ def test_two_ranks_train_like_one(
 def test_two_ranks_follow_the_bits_of_one_rank_with_two_micro_batches(
     ranks: Callable[[int], RankPool],
 ) -> None:
-    batch = {"global_batch": 4, "micro_batch": 2, "steps": 20}
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as the ranks: products are split differently over two threads
-    try:
-        history, parameters = train_steps(0, dp=1, **batch)
-    finally:
-        torch.set_num_threads(threads)
-    (first, final), _ = ranks(2).run(train_steps, dp=2, **batch)
+    config = setting(4)
+    history, parameters = alone_steps(config)
+    (first, final), _ = ranks(2).run(train_steps, dp=2, config=config)
     assert first == history
     for name, value in final.items():
         assert torch.equal(value, parameters[name]), name
 
 
 def test_three_ranks_train_like_one(ranks: Callable[[int], RankPool]) -> None:
-    expected, _ = train_steps(0, dp=1, global_batch=6, micro_batch=2, steps=20)
-    for history, _ in ranks(3).run(train_steps, dp=3, global_batch=6, micro_batch=2, steps=20):
-        losses = [loss for loss, _ in history]
-        assert losses == pytest.approx([loss for loss, _ in expected], rel=1e-6)
+    config = setting(6)
+    expected, _ = alone_steps(config)
+    for history, _ in ranks(3).run(train_steps, dp=3, config=config):
+        losses = [loss for loss, _, _ in history]
+        assert losses == pytest.approx([loss for loss, _, _ in expected], rel=1e-6)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16_fp32_grad"])
+@pytest.mark.parametrize("reduce_dtype", [None, DType.fp32, DType.bf16])
 def test_bf16_ranks_agree_bit_for_bit_and_follow_fp32(
-    ranks: Callable[[int], RankPool], precision: str
+    ranks: Callable[[int], RankPool], precision: str, reduce_dtype: DType | None
 ) -> None:
-    batch = {"global_batch": 8, "micro_batch": 2, "steps": 20}
-    expected, _ = train_steps(0, dp=1, **batch)
-    (first, parameters), (second, others) = ranks(2).run(train_steps, dp=2, precision=precision, **batch)
+    expected, _ = alone_steps(setting(8))
+    config = setting(8, precision=precision, reduce_dtype=reduce_dtype)
+    (first, parameters), (second, others) = ranks(2).run(train_steps, dp=2, config=config)
     assert first == second
     for name, value in parameters.items():
         assert value.dtype == torch.float32
         assert torch.equal(value, others[name]), name
     # 8 bits of mantissa: losses of 20 steps stay within one per cent of fp32's.
-    assert [loss for loss, _ in first] == pytest.approx([loss for loss, _ in expected], rel=1e-2)
+    assert [row[0] for row in first] == pytest.approx([row[0] for row in expected], rel=1e-2)
 
 
 def count_reductions(rank: int) -> list[int]:
     """Return how many all-reduces had started when each backward pass of an accumulated step ended."""
-    config = config_of(bucket_mib=0.02)
-    model = Transformer(config.model)
-    fill_initial_values(model, 0)
-    parallelized = parallelize(model, config, mesh_of(rank, 2))
+    training, _ = start(rank, 2, setting(4, bucket_mib=0.02))
+    model, stage = training.parallelized.model, training.parallelized.stage
     started: list[int] = []
     reduce = dist.all_reduce
 
@@ -141,10 +107,10 @@ def count_reductions(rank: int) -> list[int]:
     dist.all_reduce = counting
     try:
         for index in range(3):
-            parallelized.gradients.begin(is_first=index == 0, is_last=index == 2)
+            stage.begin(is_first=index == 0, is_last=index == 2)
             model(tokens[:, :-1], tokens[:, 1:]).backward()
             counts.append(len(started))
-        parallelized.gradients.finish()
+        stage.finish()
     finally:
         dist.all_reduce = reduce
     return [*counts, len(started)]
@@ -158,26 +124,34 @@ def test_only_the_last_micro_batch_reduces_and_it_does_so_inside_the_backward_pa
         assert after_last_backward == total > 2
 
 
-def poisoned_step(rank: int) -> tuple[bool, bool]:
-    """Make one rank's loss non-finite; return whether this rank skipped and whether it kept its
-    parameters.
+def poisoned_step(rank: int, config: Config) -> tuple[bool, bool, bool]:
+    """Make one rank's loss non-finite; return whether this rank skipped the step and not the one after, and
+    whether the skipped one left masters, moments and the count of updates as they were.
     """
-    config = config_of()
-    model = Transformer(config.model)
-    fill_initial_values(model, 0)
-    parallelized = parallelize(model, config, mesh_of(rank, 2))
-    optimizer = make_adamw(parallelized.trained, config.optim)
-    training = TrainingStep(parallelized, optimizer, config, mesh_of(rank, 2), 4 * SEQUENCE)
-    before = [item.master.detach().clone() for item in parallelized.trained]
-    if rank == 1:
-        with torch.no_grad():
-            model.norm.weight[0] = torch.nan
-            before = [item.master.detach().clone() for item in parallelized.trained]
-    result = training.run(1, torch.randint(0, 64, (1, 2, SEQUENCE + 1)))
-    after = [item.master.detach() for item in parallelized.trained]
-    kept = all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(before, after, strict=True))
-    return bool(result.was_skipped), kept
+    training, mesh = start(rank, 2, config)
+    take_steps(config, training, mesh, [1])
+    optimizer, trained = training.optimizer, training.parallelized.trained
+
+    def state() -> list[torch.Tensor]:
+        moments = [moment for item in trained for moment in optimizer.state[item.master].values()]
+        return [it.detach().clone() for it in (*(item.master for item in trained), *moments)]
+
+    before, updates = state(), optimizer.num_updates
+    model = training.parallelized.model
+    handle = model.norm.register_forward_hook(lambda _module, _inputs, out: out * (torch.nan if rank else 1))
+    (poisoned,) = take_steps(config, training, mesh, [2])
+    handle.remove()
+    kept = all(torch.equal(a, b) for a, b in zip(before, state(), strict=True))
+    kept = kept and optimizer.num_updates == updates
+    (healthy,) = take_steps(config, training, mesh, [3])
+    training.parallelized.stage.settle()
+    return poisoned[2], healthy[2], kept
 
 
-def test_a_non_finite_value_on_one_rank_skips_the_step_on_all(ranks: Callable[[int], RankPool]) -> None:
-    assert ranks(2).run(poisoned_step) == [(True, True), (True, True)]
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_non_finite_value_on_one_rank_skips_the_step_on_all(
+    ranks: Callable[[int], RankPool], zero: int, precision: str
+) -> None:
+    config = setting(4, zero=zero, precision=precision)
+    assert ranks(2).run(poisoned_step, config=config) == [(True, False, True)] * 2

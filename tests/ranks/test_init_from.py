@@ -13,16 +13,25 @@ import torch.distributed as dist
 import transformers
 from pool import RankPool
 from safetensors.torch import load_file, save_file
+from small_trainings import start
 
 from checkpointing.peers import Peers
 from checkpointing.shards import Shard
-from conf.schema import CheckpointConfig, Config, ModelConfig, PrecisionConfig, PrecisionName, Restore
+from conf.schema import (
+    CheckpointConfig,
+    Config,
+    ModelConfig,
+    ParallelismConfig,
+    PrecisionConfig,
+    PrecisionName,
+    Restore,
+    TrainConfig,
+)
 from orchestra.errors import TrainingError
 from orchestra.model.transformer import Transformer, fill_initial_values
-from orchestra.parallel.apply import copy_masters, split_masters
-from orchestra.precision.policy import policy
 from orchestra.train import init_from
 from orchestra.train.init_from import load_start
+from orchestra.train.state import TensorState
 
 pytestmark = pytest.mark.ranks
 
@@ -139,18 +148,32 @@ def test_what_is_wrong_ends_all_ranks_alike(ranks: Callable[[int], RankPool], fo
     )
 
 
-def test_16_bit_parameters_are_rounded_from_the_weights(folder: Path) -> None:
-    config = config_of(folder)
-    model = Transformer(config.model)
-    fill_initial_values(model, 0)
-    trained = split_masters(model, policy(PrecisionConfig(name=PrecisionName.bf16)))
-    shards = [
-        Shard(f"model.{it.name}", tuple(it.master.shape), (0,) * it.master.dim(), it.master.detach())
-        for it in trained
-    ]
-    load_start(config, shards, Peers.alone(), None)
-    copy_masters(trained)
-    for item in trained:
-        weight = weights(folder)[item.name]
-        assert torch.equal(item.master, weight)
-        assert torch.equal(item.parameter, weight.to(torch.bfloat16))
+def rounded(rank: int, world: int, config: Config) -> list[tuple[str, torch.Tensor]]:
+    """Start 16-bit parameters on this rank; return those that it has as a whole."""
+    training, mesh = start(rank, world, config)
+    state = TensorState(training.parallelized, training.optimizer, mesh)
+    group = dist.group.WORLD if world > 1 else None
+    peers = peers_of(rank, world, f"rounded/{config}") if world > 1 else Peers.alone()
+    load_start(config, state.masters, peers, group)
+    state.masters_were_filled()
+    for item in training.parallelized.trained:
+        part = item.parameter.detach().view(-1)[item.start : item.stop]
+        assert torch.equal(part, item.master.view(-1).to(torch.bfloat16)), item.name
+    return [(item.name, item.parameter.detach().clone()) for item in training.parallelized.trained]
+
+
+@pytest.mark.parametrize(("world", "zero"), [(1, 0), (2, 0), (3, 1), (3, 2)])
+def test_16_bit_parameters_are_rounded_from_the_weights(
+    ranks: Callable[[int], RankPool], folder: Path, world: int, zero: int
+) -> None:
+    config = replace(
+        config_of(folder),
+        precision=PrecisionConfig(name=PrecisionName.bf16),
+        parallelism=ParallelismConfig(zero=zero, bucket_mib=0.01),
+        train=TrainConfig(global_batch_size=6, micro_batch_size=1),
+    )
+    expected = weights(folder)
+    for found in ranks(world).run(rounded, world=world, config=config):
+        assert {name for name, _ in found} == set(expected)
+        for name, parameter in found:
+            assert torch.equal(parameter, expected[name].to(torch.bfloat16)), name

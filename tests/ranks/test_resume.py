@@ -91,7 +91,7 @@ def attempt_of(rank: int, world: int, path: Path, attempt: int, config: Config) 
         return None
     finally:
         faults.os.kill = kill  # type: ignore[attr-defined]
-    state = TensorState(training.parallelized.trained, training.optimizer, mesh)
+    state = TensorState(training.parallelized, training.optimizer, mesh)
     parameters = [(item.name, item.parameter) for item in training.parallelized.trained]
     return {**digests(state.snapshot()), **{name: digest_of(value) for name, value in parameters}}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conf.schema import OptimConfig, ParallelismConfig, TrainConfig
@@ -131,6 +131,42 @@ def test_absurd_batches_are_shared_out_or_refused_at_once() -> None:
     for micro in (2, 10**18):
         with pytest.raises(ConfigError, match=r"or micro_batch_size=1$"):
             batch_shape(TrainConfig(global_batch_size=prime, micro_batch_size=micro), 1)
+
+
+@settings(deadline=None)
+@given(replicate=degrees, shard=degrees, tp=st.integers(1, 2), pp=st.integers(1, 2), data=st.data())
+def test_groups_of_axes_part_the_ranks_and_agree_on_their_members(
+    replicate: int, shard: int, tp: int, pp: int, data: st.DataObject
+) -> None:
+    mesh = Layout(dp=replicate * shard, tp=tp, pp=pp, shard=shard)
+    assert mesh.replicate == replicate
+    degree = {"replicate": replicate, "shard": shard, "tp": tp, "pp": pp, "cp": 1}
+    axes = data.draw(st.lists(st.sampled_from(list(degree)), unique=True))
+    size = 1
+    for axis in axes:
+        size *= degree[axis]
+    for rank in range(mesh.world_size):
+        members = mesh.neighbours(rank, axes)
+        assert len(members) == size
+        assert list(members) == sorted(members)
+        assert all(mesh.neighbours(other, axes) == members for other in members)
+        assert rank in members
+
+
+def test_shards_are_neighbours_behind_tp_and_replicas_are_far_apart() -> None:
+    mesh = Layout(dp=4, tp=2, shard=2)
+    assert mesh.neighbours(0, ["tp"]) == (0, 1)
+    assert mesh.neighbours(0, ["shard"]) == (0, 2)
+    assert mesh.neighbours(0, ["replicate"]) == (0, 4)
+    assert mesh.neighbours(5, ["shard", "tp"]) == (4, 5, 6, 7)
+    assert mesh.neighbours(5, ["replicate", "shard"]) == (1, 3, 5, 7)
+
+
+def test_zero_shards_over_all_of_data_parallelism_unless_told_otherwise() -> None:
+    def shard(**parallelism: int) -> int:
+        return layout(ParallelismConfig(**parallelism), 8).shard  # type: ignore[arg-type]
+
+    assert (shard(), shard(zero=1), shard(zero=3, tp=2), shard(zero=2, shard_degree=4)) == (1, 8, 4, 4)
 
 
 @given(number=st.integers(1, 5000), limit=st.integers(1, 60))

@@ -125,6 +125,26 @@ CASES: list[tuple[str, Change, Sequence[str]]] = [
     ),
     ("rule_sharding", {"parallelism.shard_degree": 2}, ["needs parallelism.zero=1, 2 or 3"]),
     (
+        "rule_reduce_dtype",
+        {"precision.reduce_dtype": "fp16"},
+        ["precision.reduce_dtype=fp16", "precision=fp32", "bf16, fp32 or null"],
+    ),
+    (
+        "rule_recompute",
+        {"train.recompute_every": 2},
+        ["train.recompute_every=2", "train.recompute=none", "use train.recompute=selective or full"],
+    ),
+    (
+        "rule_recompute",
+        {"train.recompute_budget_gib": 1.0, "train.recompute": "full"},
+        ["train.recompute_budget_gib=1", "train.recompute=full", "leave out"],
+    ),
+    (
+        "rule_recompute",
+        {"train.recompute_budget_gib": 0.001},
+        ["train.recompute_budget_gib=0.001 is below the 0.0", "8 × 256 tokens", "train.micro_batch_size"],
+    ),
+    (
         "rule_batch",
         {"train.global_batch_size": 6, "train.micro_batch_size": 2},
         ["train.global_batch_size=6", "micro_batch_size=2 × dp=2", "=4 or 8", "micro_batch_size=1"],

@@ -96,16 +96,10 @@ def test_numbers_that_no_float_can_hold_are_refused_like_others() -> None:
 
 
 NOT_BUILT: dict[str, list[Any]] = {
-    "parallelism.zero": [1, 2, 3],
-    "parallelism.shard_degree": [2],
-    "parallelism.tp": [2],
-    "parallelism.sequence_parallel": [True],
     "parallelism.pp": [2],
     "parallelism.cp": [2],
     "parallelism.ep": [2],
     "precision.name": ["fp16", "fp8"],
-    "precision.reduce_dtype": ["bf16"],
-    "train.recompute": ["selective", "full"],
     "train.micro_batch_size": ["auto"],
     "cluster.spare_nodes": [1],
     "recovery.min_nodes": [1],

@@ -7,15 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from conf.schema import OptimConfig
-from orchestra.optim.adamw import (
-    Trained,
-    global_norm,
-    make_adamw,
-    num_updates,
-    set_learning_rate,
-    set_num_updates,
-    step_clipped,
-)
+from orchestra.optim.adamw import AdamW, Trained, global_norm, make_adamw, whole_master
 
 
 def trained_pair(seed: int = 0) -> list[Trained]:
@@ -24,14 +16,17 @@ def trained_pair(seed: int = 0) -> list[Trained]:
         "matrix": nn.Parameter(torch.randn(5, 3, generator=generator)),
         "gain": nn.Parameter(torch.ones(3)),
     }
-    return [Trained(name, value, value) for name, value in parameters.items()]
+    return [whole_master(name, value, value.detach()) for name, value in parameters.items()]
 
 
-def give_gradients(trained: list[Trained], scale: float) -> list[Tensor]:
+def gradients_of(trained: list[Trained], scale: float) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
-    for item in trained:
-        item.master.grad = torch.randn(item.master.shape, generator=generator) * scale
-    return [item.master.grad for item in trained if item.master.grad is not None]
+    return [torch.randn(item.parameter.shape, generator=generator) * scale for item in trained]
+
+
+def step(optimizer: AdamW, trained: list[Trained], gradients: list[Tensor], *, is_bad: bool = False) -> None:
+    optimizer.begin_step(global_norm(gradients), torch.tensor(is_bad))
+    optimizer.update(trained, gradients)
 
 
 @pytest.mark.parametrize("scale", [0.01, 1.0, 100.0])
@@ -39,7 +34,7 @@ def test_clipped_steps_equal_torchs_clip_and_plain_adamw(scale: float) -> None:
     optim = OptimConfig(lr=0.1, clip_norm=1.0, weight_decay=0.3, eps=1e-8)
     ours, theirs = trained_pair(), trained_pair()
     optimizer = make_adamw(ours, optim)
-    matrix, gain = (item.master for item in theirs)
+    matrix, gain = (item.parameter for item in theirs)
     reference = torch.optim.AdamW(
         [{"params": [matrix], "weight_decay": 0.3}, {"params": [gain], "weight_decay": 0.0}],
         lr=0.1,
@@ -49,9 +44,8 @@ def test_clipped_steps_equal_torchs_clip_and_plain_adamw(scale: float) -> None:
         foreach=False,
     )
     for _ in range(4):
-        norm = global_norm(give_gradients(ours, scale))
-        step_clipped(optimizer, norm, torch.tensor(False), optim.clip_norm)
-        give_gradients(theirs, scale)
+        step(optimizer, ours, gradients_of(ours, scale))
+        matrix.grad, gain.grad = gradients_of(theirs, scale)
         torch.nn.utils.clip_grad_norm_([matrix, gain], 1.0)
         reference.step()
     for item, twin in zip(ours, theirs, strict=True):
@@ -61,13 +55,13 @@ def test_clipped_steps_equal_torchs_clip_and_plain_adamw(scale: float) -> None:
 def test_a_bad_step_changes_neither_parameters_nor_state() -> None:
     trained = trained_pair()
     optimizer = make_adamw(trained, OptimConfig())
-    step_clipped(optimizer, global_norm(give_gradients(trained, 1.0)), torch.tensor(False), 1.0)
+    step(optimizer, trained, gradients_of(trained, 1.0))
     before = [item.master.clone() for item in trained]
     states = [{key: value.clone() for key, value in optimizer.state[item.master].items()} for item in trained]
-    gradients = give_gradients(trained, 1.0)
+    gradients = gradients_of(trained, 1.0)
     gradients[0][0, 0] = torch.nan
-    norm = global_norm(gradients)
-    step_clipped(optimizer, norm, ~torch.isfinite(norm), 1.0)
+    step(optimizer, trained, gradients, is_bad=True)
+    assert optimizer.num_updates == 1
     for item, value, state in zip(trained, before, states, strict=True):
         assert torch.equal(item.master, value)
         for key, kept in state.items():
@@ -77,10 +71,11 @@ def test_a_bad_step_changes_neither_parameters_nor_state() -> None:
 def test_without_a_clip_norm_gradients_are_used_as_they_are() -> None:
     trained = trained_pair()
     optimizer = make_adamw(trained, OptimConfig(lr=0.0, clip_norm=None))
-    gradients = [gradient.clone() for gradient in give_gradients(trained, 100.0)]
-    step_clipped(optimizer, global_norm(gradients), torch.tensor(False), None)
+    gradients = gradients_of(trained, 100.0)
+    step(optimizer, trained, [gradient.clone() for gradient in gradients])
     for item, gradient in zip(trained, gradients, strict=True):
-        assert torch.equal(item.master.grad, gradient)
+        # The first moment after one step is (1 − β₁) times the gradient that was used.
+        torch.testing.assert_close(optimizer.state[item.master]["exp_avg"], 0.1 * gradient)
 
 
 def test_global_norm_is_the_norm_of_all_gradients_joined() -> None:
@@ -92,36 +87,45 @@ def test_global_norm_is_the_norm_of_all_gradients_joined() -> None:
 def test_only_matrices_decay_and_the_rate_reaches_all_groups() -> None:
     trained = trained_pair()
     optimizer = make_adamw(trained, OptimConfig(lr=0.1, weight_decay=0.5, clip_norm=None))
-    set_learning_rate(optimizer, 0.2)
+    optimizer.lr = 0.2
     before = [item.master.clone() for item in trained]
-    for item in trained:
-        item.master.grad = torch.zeros_like(item.master)
-    step_clipped(optimizer, torch.tensor(0.0), torch.tensor(False), None)
+    step(optimizer, trained, [torch.zeros_like(item.master) for item in trained])
     torch.testing.assert_close(trained[0].master, before[0] * (1 - 0.2 * 0.5))
     assert torch.equal(trained[1].master, before[1])
 
 
-def test_a_state_made_beforehand_trains_like_one_that_torch_makes_at_the_first_step() -> None:
-    ours, theirs = trained_pair(), trained_pair()
-    early, late = make_adamw(ours, OptimConfig()), make_adamw(theirs, OptimConfig())
-    late.state.clear()
+def test_a_part_of_a_matrix_decays_like_the_matrix_and_a_step_may_come_in_parts() -> None:
+    optim = OptimConfig(lr=0.1, weight_decay=0.5)
+    (matrix, gain), (other, _) = trained_pair(), trained_pair()
+    expected = make_adamw([matrix, gain], optim)
+    flat = other.master.view(-1)
+    parts = [
+        Trained("matrix", other.parameter, flat[:4], 0, 4),
+        Trained("matrix", other.parameter, flat[4:], 4, 15),
+        Trained("nothing", other.parameter, flat[15:], 15, 15),
+    ]
+    optimizer = make_adamw(parts, optim)
     for _ in range(3):
-        for trained, optimizer in ((ours, early), (theirs, late)):
-            step_clipped(optimizer, global_norm(give_gradients(trained, 1.0)), torch.tensor(False), 1.0)
-    for item, twin in zip(ours, theirs, strict=True):
-        assert torch.equal(item.master, twin.master)
-        assert early.state[item.master].keys() == late.state[twin.master].keys()
-        for key, value in early.state[item.master].items():
-            assert torch.equal(value, late.state[twin.master][key]), key
-            assert value.dtype == late.state[twin.master][key].dtype
+        gradient = gradients_of([matrix], 1.0)[0]
+        step(expected, [matrix], [gradient.clone()])
+        optimizer.begin_step(global_norm([gradient]), torch.tensor(False))
+        for part in parts:
+            optimizer.update([part], [gradient.view(-1)[part.start : part.stop].clone()])
+    torch.testing.assert_close(other.master, matrix.master, rtol=1e-6, atol=0)
 
 
 def test_the_number_of_updates_leaves_out_skipped_steps_and_can_be_set() -> None:
     trained = trained_pair()
     optimizer = make_adamw(trained, OptimConfig())
-    assert num_updates(optimizer) == 0
+    assert optimizer.num_updates == 0
     for is_bad in (False, True, False):
-        step_clipped(optimizer, global_norm(give_gradients(trained, 1.0)), torch.tensor(is_bad), 1.0)
-    assert num_updates(optimizer) == 2
-    set_num_updates(optimizer, 2_000_001)
-    assert {int(state["step"]) for state in optimizer.state.values()} == {2_000_001}
+        step(optimizer, trained, gradients_of(trained, 1.0), is_bad=is_bad)
+    assert optimizer.num_updates == 2
+    optimizer.num_updates = 2_000_001
+    assert optimizer.num_updates == 2_000_001
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_norm_of_a_million_numbers_is_exact_to_fp32(dtype: torch.dtype) -> None:
+    gradient = torch.randn(1000, 1000, generator=torch.Generator().manual_seed(0)).to(dtype)
+    torch.testing.assert_close(global_norm([gradient]).double(), gradient.double().norm(), rtol=1e-6, atol=0)

@@ -54,7 +54,7 @@ class Attempt:
         degrees = Layout(dp=1)
         mesh = Mesh(0, degrees, degrees.coordinates(0), torch.device("cpu"), None)
         self.training: Training = build_training(config, mesh)
-        self.state = TensorState(self.training.parallelized.trained, self.training.optimizer, mesh)
+        self.state = TensorState(self.training.parallelized, self.training.optimizer, mesh)
         events = EventWriter(self.run, rank_writer(number, 0), number, rank=0)
         peers = open_peers(mesh, ALONE, number, config.checkpoint.timeout_s)
         setting = Setting(config, self.run, number, ALONE, mesh, peers, events)

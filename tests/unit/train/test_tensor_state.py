@@ -35,7 +35,7 @@ def state_of(rank: int = 0, config: Config = CONFIG) -> tuple[Training, TensorSt
     degrees = Layout(dp=2)
     mesh = Mesh(rank, degrees, degrees.coordinates(rank), torch.device("cpu"), None)
     training = build_training(config, mesh)
-    return training, TensorState(training.parallelized.trained, training.optimizer, mesh)
+    return training, TensorState(training.parallelized, training.optimizer, mesh)
 
 
 def manifest_of(shards: list[Shard]) -> Manifest:

@@ -1,0 +1,100 @@
+"""Where this rank's part of each parameter lies in the whole one, after tensor parallelism has cut it.
+
+It is a value that the layers above read: what flat buffers hold, what a checkpoint calls it, whose gradient
+counts. It cuts nothing itself and moves nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class TensorPlace:
+    """This rank's part of one parameter.
+
+    `shape` is that of the whole parameter and `offsets` where this rank's part begins in it. The parameter
+    itself has the shape `padded`; what counts of it is `local`, its first rows and columns: the rest is
+    padding (rows beyond the vocabulary), stays zero and is in no checkpoint. `padded` is the same on all
+    ranks of the tensor-parallel group.
+    """
+
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    local: tuple[int, ...]
+    padded: tuple[int, ...]
+    # Ranks over which the gradient is still a partial sum beyond data parallelism; None mostly.
+    sum_group: dist.ProcessGroup | None = None
+    # Whether this rank's copy counts in the norm over all ranks: of replicas over tp exactly one does.
+    is_counted: bool = True
+
+
+def whole_place(shape: tuple[int, ...]) -> TensorPlace:
+    """Return the place of a parameter that this rank has as a whole."""
+    return TensorPlace(shape, (0,) * len(shape), shape, shape)
+
+
+def whole_places(model: nn.Module) -> dict[str, TensorPlace]:
+    """Return the places of a model whose parameters nobody has cut, by name."""
+    return {name: whole_place(tuple(parameter.shape)) for name, parameter in model.named_parameters()}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A box of a parameter: the memory on this rank that holds it, and where it begins in the whole one."""
+
+    offsets: tuple[int, ...]
+    tensor: Tensor
+
+
+def parts_of(flat: Tensor, place: TensorPlace, start: int) -> Iterator[Part]:
+    """Yield the boxes, as views, that make up `flat`: the elements from `start` on of a parameter's local
+    part, as it lies in memory. Padding is left out.
+    """
+    position = 0
+    for offsets, sizes in boxes(place.padded, start, start + flat.numel()):
+        size = math.prod(sizes)
+        counted = [
+            max(0, min(length, limit - offset))
+            for offset, length, limit in zip(offsets, sizes, place.local, strict=True)
+        ]
+        if math.prod(counted):
+            box = flat[position : position + size].view(sizes)
+            begin = tuple(first + offset for first, offset in zip(place.offsets, offsets, strict=True))
+            yield Part(begin, box[tuple(slice(length) for length in counted)])
+        position += size
+
+
+def boxes(shape: Sequence[int], start: int, stop: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Cut the flat range [start, stop) of a tensor of `shape` into boxes, each as (offsets, shape), in order.
+
+    Of a matrix these are at most three: the end of a row, whole rows, the begin of a row.
+    """
+    if start >= stop:
+        return []
+    if len(shape) == 0:
+        return [((), ())]
+    if len(shape) == 1:
+        return [((start,), (stop - start,))]
+    row = 1
+    for size in shape[1:]:
+        row *= size
+    first, last = -(-start // row), stop // row
+    if first > last:  # inside of one row
+        return _in_row(shape, last, start - last * row, stop - last * row)
+    found = _in_row(shape, first - 1, start - (first - 1) * row, row) if start < first * row else []
+    if first < last:
+        rest = (0,) * (len(shape) - 1)
+        found.append(((first, *rest), (last - first, *shape[1:])))
+    return found + (_in_row(shape, last, 0, stop - last * row) if last * row < stop else [])
+
+
+def _in_row(
+    shape: Sequence[int], index: int, start: int, stop: int
+) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    return [((index, *offsets), (1, *sizes)) for offsets, sizes in boxes(shape[1:], start, stop)]

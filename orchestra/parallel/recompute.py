@@ -1,0 +1,92 @@
+"""Recomputes activations of whole blocks in the backward pass, instead of keeping them.
+
+A block's forward is wrapped, not its module: hooks of the module (which gather parameters, say) stand around
+what is recomputed and are not run again with it. Random numbers are drawn again as they were. A second
+forward pass ends as soon as it has what the backward pass needs: the last product of a block and the sum
+behind it are never repeated.
+
+Selective recomputation keeps the results of matrix products and of sums over ranks, by torch's own contexts,
+and computes the rest again: norms, rotation, attention and the feed-forward's non-linearity. It sees the
+operators inside of the hand-written functions too.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from conf.schema import Config, Recompute
+from orchestra.activations import kinds_of_layers
+from orchestra.model.transformer import Transformer
+from orchestra.parallel.mesh import Mesh
+from orchestra.parallel.tensor.collectives import SUM_IN_PLACE, SUM_SCATTERED
+from orchestra.parallel.tensor.products import ColumnsProduct
+
+_aten = torch.ops.aten
+_PRODUCTS = frozenset(
+    operator
+    for operator in (
+        _aten.mm.default,
+        _aten.addmm.default,
+        _aten.bmm.default,
+        _aten.baddbmm.default,
+        _aten.linear.default,
+        _aten._scaled_mm.default,
+    )
+)
+_traced = torch.ops._c10d_functional
+_SUMS = frozenset(
+    (SUM_IN_PLACE, SUM_SCATTERED, _traced.all_reduce.default, _traced.reduce_scatter_tensor.default)
+)
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+
+def recompute_blocks(model: Transformer, config: Config, mesh: Mesh) -> None:
+    """Wrap the blocks that the configuration wants recomputed; before they are compiled. *Any rank*.
+
+    Raises ConfigError where the budget is too small for any choice.
+    """
+    kinds = kinds_of_layers(config, mesh.layout.dp, is_gpu=mesh.device.type == "cuda")
+    for layer, kind in zip(model.layers, kinds, strict=True):
+        if kind is not Recompute.none:
+            layer.forward = recomputed(layer, kind)
+
+
+def recomputed(block: nn.Module, kind: Recompute) -> Callable[..., Any]:
+    """Return the block's forward with its activations recomputed, fully or but for its products."""
+    options: dict[str, Any] = {"use_reentrant": False}
+    if kind is Recompute.selective:
+        num_sums = sum(isinstance(module, ColumnsProduct) for module in block.modules())
+        num_products = num_sums + sum(isinstance(module, nn.Linear) for module in block.modules())
+        options["context_fn"] = functools.partial(_contexts, num_products, num_sums)
+    return functools.partial(checkpoint, block.forward, **options)
+
+
+def _contexts(num_products: int, num_sums: int) -> Contexts:
+    """Return the contexts of one pass, which keeps all products and sums over ranks but the last of each.
+
+    The last ones are the block's output, which the next block keeps as its input.
+    """
+    left = {_PRODUCTS: num_products - 1, _SUMS: num_sums - 1}
+
+    def policy(_: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPolicy:
+        for kept in left:
+            if operator in kept and left[kept] > 0:
+                left[kept] -= 1
+                return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    # A sum over ranks is taken in the memory of the product that is kept.
+    return create_selective_checkpoint_contexts(  # type: ignore[no-any-return, no-untyped-call]
+        policy, allow_cache_entry_mutation=True
+    )

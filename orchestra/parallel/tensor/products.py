@@ -1,0 +1,96 @@
+"""The two products of a layer that is cut over ranks: by rows of the weights, then by columns.
+
+Between them every rank computes on its own heads or its own part of the inner width. In the backward pass the
+sum of the input's gradient over the ranks runs while the gradients of the weights are computed.
+
+Shape letters: B batch, S sequence, E hidden size, T tokens (B·S).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from orchestra.parallel.tensor.collectives import (
+    PendingGather,
+    PendingScatter,
+    TensorGroup,
+    entering,
+    gather_parts,
+    leaving,
+    start_sum,
+)
+
+
+class _RowsProducts(torch.autograd.Function):
+    """Products of one full input with weights of which this rank has rows, and biases or none."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, group: TensorGroup, num_products: int, *parameters: Tensor
+    ) -> tuple[Tensor, ...]:
+        weights, biases = parameters[:num_products], parameters[num_products:]
+        full = gather_parts(x, group) if group.is_sequence_parallel else x
+        ctx.group, ctx.has_biases = group, bool(biases)
+        ctx.save_for_backward(x if group.gathers_again else full, *weights)
+        return tuple(map(F.linear, [full] * num_products, weights, biases or [None] * num_products))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        kept, *weights = ctx.saved_tensors
+        group: TensorGroup = ctx.group
+        gathers = group.is_sequence_parallel and group.gathers_again
+        gathering = PendingGather(kept, group) if gathers else None
+        flat = [grad.flatten(0, -2) for grad in grads]
+        grad_x = flat[0] @ weights[0]
+        for grad, weight in zip(flat[1:], weights[1:], strict=True):
+            grad_x.addmm_(grad, weight)
+        grad_x = grad_x.view(*grads[0].shape[:-1], -1)
+        pending = PendingScatter(grad_x, group) if group.is_sequence_parallel else start_sum(grad_x, group)
+        x_TE = (gathering.wait() if gathering is not None else kept).flatten(0, -2)
+        grad_weights = [grad.t() @ x_TE for grad in flat]
+        grad_biases = [grad.sum(0) for grad in flat] if ctx.has_biases else []
+        arrived = pending.wait()
+        total = arrived if isinstance(pending, PendingScatter) else grad_x
+        return total, None, None, *grad_weights, *grad_biases
+
+
+@dataclass(frozen=True)
+class RowsProducts:
+    """Takes the place of `products_of` where the linear layers have some rows of their weights only."""
+
+    group: TensorGroup
+
+    def __call__(self, x_BSE: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
+        """Return this rank's outputs [B, S, …] for an input [B, S, E] or this rank's part of one.
+        *Collective* in the backward pass, and under sequence parallelism in the forward pass.
+        """
+        if torch.compiler.is_compiling():
+            full = entering(x_BSE, self.group)
+            return tuple(F.linear(full, linear.weight, linear.bias) for linear in linears)
+        weights = [linear.weight for linear in linears]
+        biases = [linear.bias for linear in linears if linear.bias is not None]
+        products: tuple[Tensor, ...] = _RowsProducts.apply(  # type: ignore[no-untyped-call]
+            x_BSE, self.group, len(weights), *weights, *biases
+        )
+        return products
+
+
+class ColumnsProduct(nn.Module):
+    """Takes the place of a linear layer that has some columns of its weight only, and the whole bias."""
+
+    def __init__(self, linear: nn.Linear, group: TensorGroup) -> None:
+        super().__init__()
+        self.weight, self.bias = linear.weight, linear.bias
+        self.group = group
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the sum over ranks [B, S, E] or this rank's part of it. *Collective*."""
+        # Two nodes and not one function: a recomputation that only needs the product's input ends before it.
+        # Summing one part of the tokens while the next is multiplied was not faster with gloo.
+        total = leaving(F.linear(x, self.weight), self.group)
+        return total if self.bias is None else total + self.bias

@@ -1,0 +1,196 @@
+"""The tensors of a rank: parameters as views into flat units, the ranges it owns, and their fp32 masters.
+
+It makes them with their initial values in the place of a model's meta parameters; no rank makes more than it
+holds. Nothing is communicated here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from conf.schema import Config
+from orchestra.model.initial import fill_normal_, parameter_key
+from orchestra.model.transformer import Transformer, initial_std
+from orchestra.optim.adamw import Trained
+from orchestra.parallel.mesh import Mesh
+from orchestra.parallel.places import TensorPlace, parts_of
+from orchestra.parallel.zero.units import UnitLayout, in_blocks, in_buckets, lay_out, slots
+from orchestra.precision.policy import Policy
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One unit's parameters on this rank.
+
+    `whole` is the flat buffer that the parameters are views of; with ZeRO-3 other units use it too, in turn.
+    `owned` is this rank's range: a part of `whole`, or with ZeRO-3 memory of its own. `masters` is the same
+    range in the masters' data type: `owned` itself where that is the parameters' own. `trained` are the
+    members in their order, and `index` says which range it is.
+    """
+
+    layout: UnitLayout
+    whole: Tensor
+    owned: Tensor
+    masters: Tensor
+    trained: tuple[Trained, ...]
+    index: int
+
+    def whole_views(self, flat: Tensor) -> list[Tensor]:
+        """Return each member's part of a flat buffer of the whole unit, in the parameter's shape."""
+        members = zip(self.layout.members, self.trained, strict=True)
+        return [flat[at.begin : at.begin + at.size].view(item.parameter.shape) for at, item in members]
+
+    def owned_views(self, flat: Tensor) -> list[Tensor]:
+        """Return each member's part of a flat buffer of the owned range, in the shape of its master."""
+        parts = _owned_parts(flat, self.layout, self.index)
+        return [part.view(item.master.shape) for part, item in zip(parts, self.trained, strict=True)]
+
+
+@dataclass(frozen=True)
+class Units:
+    """All units of a rank, in the order in which the backward pass finishes them.
+
+    `trained` are all parameters in the model's order. `is_split`: no rank keeps whole parameters (ZeRO-3).
+    """
+
+    units: list[Unit]
+    trained: list[Trained]
+    is_split: bool
+
+
+def place_units(
+    model: Transformer, places: Mapping[str, TensorPlace], precision: Policy, config: Config, mesh: Mesh
+) -> Units:
+    """Give the model its parameters, as views into units, with their initial values. *Any rank*.
+
+    `places` are those of the model's parameters after they were cut.
+    """
+    sizes = [(name, math.prod(places[name].padded)) for name, _ in model.named_parameters()]
+    is_split = config.parallelism.zero == 3 and mesh.layout.shard > 1
+    if is_split:
+        grouped = in_blocks(sizes)[::-1]
+    else:
+        bucket_bytes = config.parallelism.bucket_mib * 2**20
+        grouped = in_buckets(sizes, math.ceil(bucket_bytes / precision.gradient.itemsize))
+    layouts = [lay_out(group, mesh.layout.shard) for group in grouped]
+    numbers = slots(layouts, share_ends=not model.config.tie_word_embeddings)
+    wholes = _buffers(layouts, numbers if is_split else range(len(layouts)), precision, mesh)
+    parameters = _replaced(model, places, layouts, wholes)
+    units = []
+    for layout, whole in zip(layouts, wholes, strict=True):
+        units.append(_unit(layout, whole, parameters, precision, mesh.shard_index, is_split))
+        _fill(units[-1], places, model, config.train.seed, is_split)
+    by_name = {item.name: item for unit in units for item in unit.trained}
+    return Units(units, [by_name[name] for name, _ in sizes], is_split)
+
+
+def _buffers(
+    layouts: Sequence[UnitLayout], numbers: Sequence[int], precision: Policy, mesh: Mesh
+) -> list[Tensor]:
+    """Return a flat buffer for each unit; units of equal number get the same memory, as large as the largest
+    needs.
+    """
+    sizes: dict[int, int] = {}
+    for number, layout in zip(numbers, layouts, strict=True):
+        sizes[number] = max(layout.size, sizes.get(number, 0))
+    memory = {
+        number: torch.zeros(size, dtype=precision.parameter, device=mesh.device)
+        for number, size in sizes.items()
+    }
+    return [memory[number][: layout.size] for number, layout in zip(numbers, layouts, strict=True)]
+
+
+def _replaced(
+    model: Transformer,
+    places: Mapping[str, TensorPlace],
+    layouts: Sequence[UnitLayout],
+    wholes: Sequence[Tensor],
+) -> dict[str, nn.Parameter]:
+    """Put views of the buffers in the place of the model's parameters; return them by name."""
+    found = {}
+    for layout, whole in zip(layouts, wholes, strict=True):
+        for at in layout.members:
+            view = whole[at.begin : at.begin + at.size].view(places[at.name].padded)
+            found[at.name] = nn.Parameter(view)
+    by_old = {id(parameter): found[name] for name, parameter in model.named_parameters()}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = by_old[id(parameter)]  # tied ones stay tied
+    return found
+
+
+def _unit(
+    layout: UnitLayout,
+    whole: Tensor,
+    parameters: Mapping[str, nn.Parameter],
+    precision: Policy,
+    index: int,
+    is_split: bool,
+) -> Unit:
+    begin, end = layout.range_of(index)
+    owned = torch.zeros_like(whole[begin:end]) if is_split else whole[begin:end]
+    masters = owned
+    if precision.master is not precision.parameter:
+        masters = torch.zeros_like(owned, dtype=precision.master)
+    trained = []
+    for at, part in zip(layout.members, _owned_parts(masters, layout, index), strict=True):
+        parameter = parameters[at.name]
+        start, stop = layout.part_of(at, index)
+        # Where all of a parameter is this rank's, nothing is gained by taking its shape away.
+        master = part.view(parameter.shape) if stop - start == at.size else part
+        trained.append(Trained(at.name, parameter, master, start, stop))
+    return Unit(layout, whole, owned, masters, tuple(trained), index)
+
+
+def _owned_parts(flat: Tensor, layout: UnitLayout, index: int) -> list[Tensor]:
+    """Return what each member has in a flat buffer of the range `index`, one-dimensional."""
+    begin, _ = layout.range_of(index)
+    parts = []
+    for at in layout.members:
+        start, stop = layout.part_of(at, index)
+        first = at.begin + start - begin if start < stop else 0
+        parts.append(flat[first : first + stop - start])
+    return parts
+
+
+@torch.no_grad()
+def _fill(
+    unit: Unit, places: Mapping[str, TensorPlace], model: Transformer, seed: int, is_split: bool
+) -> None:
+    """Set masters and parameters to their initial values, each element once."""
+
+    def fill(item: Trained, out: Tensor, start: int) -> None:
+        fill_part(out.view(-1), item.name, places[item.name], start, model, seed)
+
+    for item in unit.trained:
+        fill(item, item.master, item.start)
+    if unit.masters is not unit.owned:
+        unit.owned.copy_(unit.masters)
+    if not is_split:
+        for item, view in zip(unit.trained, unit.whole_views(unit.whole), strict=True):
+            flat = view.view(-1)
+            fill(item, flat[: item.start], 0)
+            fill(item, flat[item.stop :], item.stop)
+
+
+def fill_part(out: Tensor, name: str, place: TensorPlace, start: int, model: Transformer, seed: int) -> None:
+    """Fill `out` with the initial values of the flat range of a parameter's local part that begins at
+    `start`; what is padding there becomes 0.
+    """
+    out.zero_()
+    is_matrix = len(place.padded) >= 2
+    key, std = parameter_key(seed, name), initial_std(model.config, name)
+    for part in parts_of(out, place, start):
+        if not is_matrix:
+            part.tensor.fill_(1.0 if name.endswith("norm.weight") else 0.0)
+            continue
+        dense = part.tensor.contiguous()
+        fill_normal_(dense, key, place.shape, part.offsets, std)
+        if dense is not part.tensor:
+            part.tensor.copy_(dense)

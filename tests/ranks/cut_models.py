@@ -1,0 +1,165 @@
+"""Small models cut over the ranks of a pool, against the same model on one device. Run by ranks and tests."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from conf.schema import Config, Family, ModelConfig, ParallelismConfig, TrainConfig
+from orchestra.model.initial import fill_normal_, parameter_key
+from orchestra.model.loss import IGNORED_TARGET
+from orchestra.model.transformer import Transformer, fill_initial_values, initial_std
+from orchestra.parallel.mesh import Mesh, make_mesh
+from orchestra.parallel.places import TensorPlace
+from orchestra.parallel.recompute import recompute_blocks
+from orchestra.parallel.tensor.products import RowsProducts
+from orchestra.parallel.tensor.split import split_tensors
+from orchestra.topology import Layout
+
+BATCH, SEQUENCE = 2, 8
+# Eight heads; the vocabulary divides neither by 2 nor by 4 and leaves the last of 4 ranks with fewer words.
+_LLAMA = ModelConfig(
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=8,
+    num_key_value_heads=8,
+    vocab_size=37,
+    init_std=0.2,
+)
+_GPT = replace(_LLAMA, family=Family.gpt, max_position_embeddings=16)
+MODELS = {
+    "llama mha": _LLAMA,
+    "llama gqa tied": replace(_LLAMA, num_key_value_heads=4, tie_word_embeddings=True),
+    # Fewer key-value heads than four ranks: two neighbours share each.
+    "llama gqa 2": replace(_LLAMA, num_key_value_heads=2, head_dim=6),
+    "llama mqa": replace(_LLAMA, num_key_value_heads=1),
+    "gpt": _GPT,
+    "gpt tied": replace(_GPT, tie_word_embeddings=True),
+    # One rank of four has no word at all.
+    "few words": replace(_LLAMA, vocab_size=5, num_hidden_layers=1),
+}
+Gradients = dict[str, tuple[tuple[int, ...], bool, Tensor]]
+
+
+def config_of(name: str, tp: int, *, sequence_parallel: bool = False, **train: Any) -> Config:
+    return Config(
+        model=MODELS[name],
+        parallelism=ParallelismConfig(tp=tp, sequence_parallel=sequence_parallel),
+        train=TrainConfig(seq_len=SEQUENCE, loss_chunk_tokens=6, **train),
+    )
+
+
+def tokens_of(model: ModelConfig) -> tuple[Tensor, Tensor]:
+    """Return tokens and targets [B, S], of which some take no part in the loss."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, model.vocab_size, (BATCH, SEQUENCE + 1), generator=generator)
+    targets = tokens[:, 1:].clone()
+    targets[0, 2], targets[1, 5:] = IGNORED_TARGET, IGNORED_TARGET
+    return tokens[:, :-1], targets
+
+
+def disturbed(value: Tensor, name: str, place: TensorPlace) -> Tensor:
+    """Return initial values and something for norms and biases, whose initial values would hide errors."""
+    if len(place.shape) > 1:
+        return value
+    index = torch.arange(place.shape[0])[place.offsets[0] : place.offsets[0] + place.local[0]]
+    return value + 0.1 * torch.sin(index + len(name)).to(value.dtype)
+
+
+def whole_model(config: Config) -> Transformer:
+    model = Transformer(config.model, config.train.loss_chunk_tokens)
+    fill_initial_values(model, 0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            shape = tuple(parameter.shape)
+            parameter.copy_(disturbed(parameter, name, TensorPlace(shape, (0,) * len(shape), shape, shape)))
+    return model
+
+
+def cut_model(rank: int, config: Config) -> tuple[Transformer, dict[str, TensorPlace], Mesh]:
+    """Build this rank's part of the model of `whole_model`."""
+    mesh = make_mesh(rank, Layout(dp=1, tp=config.parallelism.tp), torch.device("cpu"))
+    with torch.device("meta"):
+        model = Transformer(config.model, config.train.loss_chunk_tokens)
+    places = split_tensors(model, config, mesh)
+    model.to_empty(device="cpu")
+    model.tie_weights()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            place = places[name]
+            assert tuple(parameter.shape) == place.padded
+            parameter.zero_()
+            part = torch.zeros(place.local)
+            if len(place.shape) > 1:
+                std = initial_std(config.model, name)
+                fill_normal_(part, parameter_key(0, name), place.shape, place.offsets, std)
+            elif name.endswith("norm.weight"):
+                part.fill_(1.0)
+            counted(parameter, place).copy_(disturbed(part, name, place))
+    recompute_blocks(model, config, mesh)
+    return model, places, mesh
+
+
+def gather_again(model: Transformer) -> None:
+    """Have the products gather their input again in the backward pass, as on a GPU."""
+    for module in model.modules():
+        products = getattr(module, "products", None)
+        if isinstance(products, RowsProducts):
+            again = replace(products.group, gathers_again=True)
+            module.products = RowsProducts(again)  # type: ignore[assignment]
+
+
+def counted(tensor: Tensor, place: TensorPlace) -> Tensor:
+    """Return the view of what is no padding."""
+    for dim, size in enumerate(place.local):
+        tensor = tensor.narrow(dim, 0, size)
+    return tensor
+
+
+def cut_gradients(rank: int, config: Config, scale: float = 0.5) -> tuple[float, Gradients, Tensor]:
+    """Return the loss, this rank's parts of all gradients with their offsets, and the logits."""
+    model, places, _ = cut_model(rank, config)
+    tokens, targets = tokens_of(config.model)
+    loss = model(tokens, targets, scale)
+    loss.backward()
+    gradients: Gradients = {}
+    for name, parameter in model.named_parameters():
+        place, gradient = places[name], parameter.grad
+        assert gradient is not None, name
+        if place.sum_group is not None:
+            dist.all_reduce(gradient, group=place.sum_group)
+        padding = gradient.abs().sum() - counted(gradient, place).abs().sum()
+        assert padding == 0, f"{name} has a gradient in its padding"
+        gradients[name] = (place.offsets, place.is_counted, counted(gradient, place).clone())
+    with torch.no_grad():
+        return float(loss.detach()), gradients, model(tokens)
+
+
+def whole_gradients(config: Config, scale: float = 0.5) -> tuple[float, dict[str, Tensor], Tensor]:
+    model = whole_model(config)
+    tokens, targets = tokens_of(config.model)
+    loss = model(tokens, targets, scale)
+    loss.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    with torch.no_grad():
+        return float(loss.detach()), {k: v for k, v in gradients.items() if v is not None}, model(tokens)
+
+
+def assembled(results: list[Gradients], shapes: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Put the ranks' counted parts together; every element must be counted exactly once."""
+    whole = {name: torch.zeros_like(like) for name, like in shapes.items()}
+    times = {name: torch.zeros_like(like) for name, like in shapes.items()}
+    for gradients in results:
+        for name, (offsets, is_counted, part) in gradients.items():
+            if is_counted:
+                box = tuple(slice(o, o + n) for o, n in zip(offsets, part.shape, strict=True))
+                whole[name][box] += part
+                times[name][box] += 1
+    for name, count in times.items():
+        assert torch.equal(count, torch.ones_like(count)), f"{name} is not counted exactly once"
+    return whole

@@ -1,0 +1,300 @@
+"""ZeRO 0 to 3 and hybrid sharding against one process: results, memory and bytes on the way."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from pool import RankPool
+from small_trainings import EVEN, ODD, Trained, all_trained, alone, config_of, joined, start, take_steps
+
+from conf.schema import Config, DType, Family, ModelConfig, Recompute
+from orchestra.flops import num_parameters
+from orchestra.parallel.zero.spare import SpareMemory
+from orchestra.parallel.zero.units import in_blocks, in_buckets
+from orchestra.precision.policy import policy
+
+pytestmark = pytest.mark.ranks
+
+Ranks = Callable[[int], RankPool]
+# Stage and shard degree, by the number of ranks.
+STAGES: dict[int, list[dict[str, Any]]] = {
+    2: [{"zero": zero} for zero in (0, 1, 2, 3)],
+    3: [{"zero": zero} for zero in (1, 2, 3)],
+    4: [{"zero": zero, "shard_degree": degree} for zero in (1, 2, 3) for degree in (None, 2)],
+}
+
+
+def assert_same_training(found: list[Trained], expected: Trained) -> None:
+    """Losses, norms and final parameters agree with the reference, and the ranks' rows bit for bit."""
+    for of_rank in found:
+        assert of_rank.rows == found[0].rows
+    for (loss, norm, _), (loss_expected, norm_expected, _) in zip(found[0].rows, expected.rows, strict=True):
+        assert loss == pytest.approx(loss_expected, rel=1e-5)
+        assert norm == pytest.approx(norm_expected, rel=1e-5)
+    whole = joined([of_rank.shards for of_rank in found])
+    for name, value in joined([expected.shards]).items():
+        if name.endswith("k_proj.bias"):
+            continue  # shifts all scores of a query alike: its gradient is rounding, which AdamW scales up
+        limit = 1e-5 if name.startswith("model.") else 1e-4  # moments are sums of squares of small numbers
+        assert (whole[name] - value).norm() <= limit * value.norm(), name
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_every_stage_trains_like_one_process(ranks: Ranks, world: int, accumulation: int) -> None:
+    train = {"global_batch_size": world * accumulation, "micro_batch_size": 1}
+    expected = alone(config_of(train=train))
+    configs = [config_of(train=train, **stage) for stage in STAGES[world]]
+    results = ranks(world).run(all_trained, world=world, configs=configs)
+    for of_ranks in zip(*results, strict=True):
+        assert_same_training(list(of_ranks), expected)
+
+
+FAMILIES: dict[str, ModelConfig] = {
+    "tied": replace(ODD, tie_word_embeddings=True, num_hidden_layers=1),
+    "gpt": replace(ODD, family=Family.gpt, num_hidden_layers=2),
+    "gpt tied": replace(ODD, family=Family.gpt, num_hidden_layers=3, tie_word_embeddings=True),
+}
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tied_and_biased_models_train_like_one_process(ranks: Ranks, family: str, recompute: str) -> None:
+    train: dict[str, Any] = {"global_batch_size": 6, "micro_batch_size": 1}
+    expected = alone(config_of(FAMILIES[family], train=train))
+    train["recompute"] = Recompute(recompute)
+    configs = [config_of(FAMILIES[family], train=train, zero=zero) for zero in (1, 2, 3)]
+    results = ranks(3).run(all_trained, world=3, configs=configs)
+    for of_ranks in zip(*results, strict=True):
+        assert_same_training(list(of_ranks), expected)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_every_stage_combines_with_tensor_parallelism(ranks: Ranks, sequence_parallel: bool) -> None:
+    # Both ranks of a layer share the one key-value head, and the second has a row of padding.
+    model = replace(EVEN, num_key_value_heads=1, vocab_size=59)
+    train = {"global_batch_size": 6, "micro_batch_size": 1}
+    expected = alone(config_of(model, train=train))
+    split: dict[str, Any] = {"tp": 2, "sequence_parallel": sequence_parallel}
+    configs = [config_of(model, train=train, zero=zero, **split) for zero in (0, 1, 2, 3)]
+    results = ranks(4).run(all_trained, world=4, configs=configs)
+    for of_ranks in zip(*results, strict=True):
+        assert_same_training(list(of_ranks), expected)
+
+
+def test_compiled_blocks_train_with_the_hooks_around_them(ranks: Ranks) -> None:
+    train = {"global_batch_size": 4}
+    expected = alone(config_of(EVEN, train=train), steps=3)
+    configs = [config_of(EVEN, train={**train, "compile": True}, zero=zero) for zero in (1, 3)]
+    results = ranks(2).run(all_trained, world=2, configs=configs, steps=3)
+    for of_ranks in zip(*results, strict=True):
+        assert_same_training(list(of_ranks), expected)
+
+
+@pytest.mark.parametrize("bucket_mib", [0.001, 1.0])
+def test_stages_one_and_two_follow_the_bits_of_stage_zero(ranks: Ranks, bucket_mib: float) -> None:
+    """Two numbers have one sum. Unclipped: squares of ranges are summed in another order than of wholes."""
+    optim = {"clip_norm": None}
+    train = {"global_batch_size": 4}
+    configs = [
+        config_of(EVEN, optim=optim, train=train, zero=zero, bucket_mib=bucket_mib) for zero in (0, 1, 2, 3)
+    ]
+    results = ranks(2).run(all_trained, world=2, configs=configs)
+    zero, *others = ([of_rank[number] for of_rank in results] for number in range(4))
+    expected = joined([zero[0].shards])
+    for stage in others:
+        assert [row[0] for row in stage[0].rows] == [row[0] for row in zero[0].rows]
+        for name, value in joined([of_rank.shards for of_rank in stage]).items():
+            assert torch.equal(value, expected[name]), name
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16_fp32_grad"])
+@pytest.mark.parametrize("reduce_dtype", [None, DType.fp32])
+def test_16_bit_stages_stay_as_close_to_fp32_as_one_process_does(
+    ranks: Ranks, precision: str, reduce_dtype: DType | None
+) -> None:
+    train = {"global_batch_size": 8, "micro_batch_size": 1}
+    exact = alone(config_of(train=train))
+    settings: dict[str, Any] = {"precision": precision, "reduce_dtype": reduce_dtype, "train": train}
+    rounded = alone(config_of(**settings))
+    spread = [abs(a[0] - b[0]) for a, b in zip(rounded.rows, exact.rows, strict=True)]
+    configs = [config_of(**settings, **stage) for stage in STAGES[4]]
+    results = ranks(4).run(all_trained, world=4, configs=configs)
+    for of_ranks in zip(*results, strict=True):
+        assert all(of_rank.rows == of_ranks[0].rows for of_rank in of_ranks)
+        assert all(shard.tensor.dtype == torch.float32 for shard in of_ranks[0].shards)
+        off = [abs(a[0] - b[0]) for a, b in zip(of_ranks[0].rows, exact.rows, strict=True)]
+        assert max(off) <= max(3 * max(spread), 2e-3 * exact.rows[0][0])
+
+
+def parameters_follow_masters(rank: int, world: int, config: Config) -> bool:
+    """Whether every parameter that this rank keeps whole is its masters' rounding, over all ranks."""
+    training, mesh = start(rank, world, config)
+    take_steps(config, training, mesh, range(1, 4))
+    training.parallelized.stage.settle()
+    found = []
+    for item in training.parallelized.trained:
+        part = item.parameter.detach().view(-1)[item.start : item.stop]
+        found.append(torch.equal(part, item.master.view(-1).to(part.dtype)))
+        copies = [torch.empty_like(item.parameter.detach()) for _ in range(world)]
+        torch.distributed.all_gather(copies, item.parameter.detach().contiguous())
+        found.append(all(torch.equal(copy, copies[0]) for copy in copies))
+    return all(found)
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_all_ranks_have_the_same_parameters_behind_an_update(ranks: Ranks, zero: int, precision: str) -> None:
+    config = config_of(zero=zero, precision=precision)
+    assert all(ranks(3).run(parameters_follow_masters, world=3, config=config))
+
+
+# What a rank keeps of everything, behind a step.
+
+# Bytes per parameter by stage, whole on every rank and shared out: parameters, gradients, masters where they
+# are others, and two moments.
+FORMULAS = {
+    "fp32": [(16, 0), (8, 8), (4, 12), (0, 16)],
+    "bf16": [(16, 0), (4, 12), (2, 14), (0, 16)],
+    "bf16_fp32_grad": [(18, 0), (6, 12), (2, 16), (0, 18)],
+}
+# Odd sizes, but large against the gaps of the alignment.
+ODD_WIDE = replace(ODD, hidden_size=99, intermediate_size=201, num_hidden_layers=5, head_dim=34)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Bytes that one rank keeps: the state, the buffers that gradients and messages pass through, and those
+    that parameters are gathered into. `largest_unit`: elements.
+    """
+
+    state: int
+    passing: int
+    gathered: int
+    num_parameters: int
+    largest_unit: int
+
+
+def bytes_kept(rank: int, world: int, configs: Sequence[Config]) -> list[Kept]:
+    return [_bytes_kept(rank, world, config) for config in configs]
+
+
+def _bytes_kept(rank: int, world: int, config: Config) -> Kept:
+    """Train two steps and look at all tensors of the process that were not there before."""
+    gc.collect()
+    before, spare_before = _storages(_all_of(torch.Tensor)), _all_of(SpareMemory)
+    training, mesh = start(rank, world, config)
+    take_steps(config, training, mesh, range(1, 3))
+    training.parallelized.stage.settle()
+    gc.collect()
+    after = _storages(_all_of(torch.Tensor))
+    added = sum(size for pointer, (size, _) in after.items() if pointer not in before)
+    passing = sum(it.num_bytes for it in _all_of(SpareMemory) if it not in spare_before)
+    parameters = [item.parameter for item in training.parallelized.trained]
+    is_split = config.parallelism.zero == 3
+    gathered = sum(size for size, _ in _storages(parameters).values()) if is_split else 0
+    return Kept(
+        state=added - passing - gathered,
+        passing=passing,
+        gathered=gathered,
+        num_parameters=sum(parameter.numel() for parameter in parameters),
+        largest_unit=max(_unit_sizes(config, parameters, training)),
+    )
+
+
+def _all_of(kind: type[Any]) -> list[Any]:
+    return [it for it in gc.get_objects() if issubclass(type(it), kind)]
+
+
+def _storages(tensors: Sequence[torch.Tensor]) -> dict[int, tuple[int, torch.Tensor]]:
+    """Return the size of each storage by its address; the tensors stay alive with it, so that no address
+    comes back.
+    """
+    return {it.untyped_storage().data_ptr(): (it.untyped_storage().nbytes(), it) for it in tensors}
+
+
+def _unit_sizes(config: Config, parameters: Sequence[torch.Tensor], training: Any) -> list[int]:
+    sizes = [(item.name, item.parameter.numel()) for item in training.parallelized.trained]
+    if config.parallelism.zero == 3:
+        return [sum(size for _, size in group) for group in in_blocks(sizes)]
+    width = policy(config.precision).gradient.itemsize
+    elements = int(config.parallelism.bucket_mib * 2**20) // width
+    return [sum(size for _, size in group) for group in in_buckets(sizes, elements)]
+
+
+@pytest.mark.parametrize("precision", FORMULAS)
+def test_each_stage_keeps_the_bytes_of_its_formula(ranks: Ranks, precision: str) -> None:
+    train = {"global_batch_size": 4, "micro_batch_size": 1}
+    configs = [config_of(ODD_WIDE, precision=precision, zero=zero, train=train) for zero in (0, 1, 2, 3)]
+    for of_rank in ranks(4).run(bytes_kept, world=4, configs=configs):
+        for zero, kept in enumerate(of_rank):
+            whole, shared_out = FORMULAS[precision][zero]
+            expected = (whole + shared_out / 4) * kept.num_parameters
+            assert kept.state == pytest.approx(expected, rel=0.02), f"ZeRO-{zero}"
+            width = policy(configs[zero].precision).reduce.itemsize
+            unit_bytes = 1.05 * kept.largest_unit * width
+            # Messages of one unit; and without whole gradients one unit on its way and two that fill, since
+            # autograd begins the next one before it ends the first.
+            assert kept.passing <= [0, 1, 4, 4][zero] * unit_bytes, f"ZeRO-{zero}"
+            # Two layers, and the larger of what stands before and behind them.
+            width = policy(configs[zero].precision).parameter.itemsize
+            assert kept.gathered <= 3 * 1.05 * kept.largest_unit * width
+
+
+# Bytes on the way.
+
+PLANE = ModelConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=6, vocab_size=64)
+
+
+def bytes_sent(rank: int, world: int, configs: Sequence[Config]) -> list[dict[str, int]]:
+    """Return what one step sends, behind a first one."""
+    found = []
+    for config in configs:
+        training, mesh = start(rank, world, config)
+        take_steps(config, training, mesh, [1])
+        mesh.traffic.clear()
+        take_steps(config, training, mesh, [2])
+        training.parallelized.stage.settle()
+        found.append(dict(mesh.traffic.bytes_sent))
+    return found
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_each_stage_sends_the_bytes_of_theory(ranks: Ranks, world: int, accumulation: int) -> None:
+    train = {"global_batch_size": world * accumulation, "micro_batch_size": 1}
+    configs = [config_of(PLANE, train=train, zero=zero) for zero in (0, 1, 2, 3)]
+    num_layers, size = PLANE.num_hidden_layers, num_parameters(PLANE)
+    layer = num_parameters(replace(PLANE, num_hidden_layers=num_layers + 1)) - size
+    share = 4 * (world - 1) / world
+    # ZeRO-3: what the two buffers of layers hold is not gathered again, neither where the backward pass turns
+    # nor at the next micro-batch; and the backward passes of the ends need no parameters.
+    again = num_layers - 2
+    gathered = size + again * layer + (accumulation - 1) * (size - 2 * layer + again * layer)
+    for first, second, third, fourth in ranks(world).run(bytes_sent, world=world, configs=configs):
+        assert first == {"all_reduce": pytest.approx(2 * size * share, rel=0.02)}
+        whole = pytest.approx(size * share, rel=0.02)
+        summed = pytest.approx(accumulation * size * share, rel=0.02)
+        assert second == {"reduce_scatter": whole, "all_gather": whole}
+        assert third == {"reduce_scatter": summed, "all_gather": whole}
+        assert fourth == {
+            "reduce_scatter": summed,
+            "all_gather": pytest.approx(gathered * share, rel=0.02),
+        }
+        assert sum(fourth.values()) <= 1.02 * 3 * accumulation * size * share
+
+
+def test_hybrid_sharding_sends_one_sum_of_the_owned_ranges_more(ranks: Ranks) -> None:
+    train = {"global_batch_size": 12, "micro_batch_size": 1}
+    configs = [config_of(PLANE, train=train, zero=zero, shard_degree=2) for zero in (1, 2)]
+    size = 4 * num_parameters(PLANE)
+    for first, second in ranks(4).run(bytes_sent, world=4, configs=configs):
+        half = pytest.approx(size / 2, rel=0.02)
+        assert first == {"reduce_scatter": half, "all_gather": half, "all_reduce": half}
+        summed = pytest.approx(3 * size / 2, rel=0.02)
+        assert second == {"reduce_scatter": summed, "all_gather": half, "all_reduce": half}

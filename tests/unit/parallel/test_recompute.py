@@ -1,0 +1,251 @@
+"""Recomputation changes memory and work, and no bit; what it keeps is what the formulas say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations_with_replacement
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from live_bytes import LiveBytes
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from conf.schema import Config, Family, ModelConfig, Recompute, TrainConfig
+from orchestra.activations import (
+    LayerActivations,
+    cheapest_within,
+    every_kth,
+    kinds_of_layers,
+    peak_bytes,
+)
+from orchestra.errors import ConfigError
+from orchestra.flops import hardware_flops_per_token
+from orchestra.model.transformer import Transformer, fill_initial_values
+from orchestra.parallel.mesh import make_mesh
+from orchestra.parallel.recompute import recompute_blocks, recomputed
+from orchestra.topology import Layout
+from orchestra.units import GIB
+
+BATCH, SEQUENCE, LAYERS = 2, 128, 3
+LLAMA = ModelConfig(
+    hidden_size=64,
+    intermediate_size=192,
+    num_hidden_layers=LAYERS,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    vocab_size=64,
+)
+MODELS = {
+    "llama gqa": LLAMA,
+    "llama mha": replace(LLAMA, num_key_value_heads=8),
+    "gpt": replace(LLAMA, family=Family.gpt, num_key_value_heads=8, intermediate_size=256),
+}
+MESH = make_mesh(0, Layout(dp=1), torch.device("cpu"))
+for_each_model = pytest.mark.parametrize("name", list(MODELS))
+
+
+def config_of(name: str, **train: Any) -> Config:
+    size = {"seq_len": SEQUENCE, "micro_batch_size": BATCH, "global_batch_size": BATCH}
+    return Config(model=MODELS[name], train=TrainConfig(**{**size, **train}))
+
+
+def model_of(config: Config) -> Transformer:
+    model = Transformer(config.model)
+    fill_initial_values(model, 0)
+    recompute_blocks(model, config, MESH)
+    return model
+
+
+def tokens() -> tuple[Tensor, Tensor]:
+    both = torch.randint(0, 64, (BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(0))
+    return both[:, :-1], both[:, 1:]
+
+
+def gradients(config: Config) -> tuple[Tensor, list[Tensor]]:
+    model = model_of(config)
+    loss = model(*tokens())
+    loss.backward()
+    return loss.detach(), [it.grad for it in model.parameters() if it.grad is not None]
+
+
+@for_each_model
+@pytest.mark.parametrize(
+    "train",
+    [
+        {"recompute": Recompute.selective},
+        {"recompute": Recompute.full},
+        {"recompute": Recompute.full, "recompute_every": 2},
+        {"recompute_budget_gib": 2e6 / GIB},
+    ],
+    ids=str,
+)
+def test_recomputation_changes_no_bit(name: str, train: dict[str, Any]) -> None:
+    loss, expected = gradients(config_of(name))
+    again, found = gradients(config_of(name, **train))
+    assert torch.equal(loss, again)
+    assert len(found) == len(expected)
+    assert all(map(torch.equal, found, expected))
+
+
+def blocks_bytes(config: Config) -> tuple[int, int]:
+    """Return what the blocks keep after a forward pass, and the most that is alive up to the end of the
+    backward pass, gradients of parameters left out.
+    """
+    model = model_of(config)
+    x = model.embed_tokens(tokens()[0]).detach()
+    rotary = model._rotary_tables(SEQUENCE, x)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(drop_gradient)  # type: ignore[no-untyped-call]
+    with LiveBytes([*model.parameters(), *(rotary or ())]) as live:
+        out = first = x.clone().requires_grad_()
+        for layer in model.layers:
+            out = layer(out, rotary)
+        kept = live.now - out.nbytes
+        torch.autograd.backward(out.sum())
+    assert first.grad is not None
+    return kept, live.most
+
+
+def drop_gradient(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+@pytest.mark.parametrize("kind", list(Recompute), ids=lambda kind: kind.name)
+@for_each_model
+def test_kept_bytes_are_those_of_the_formula(name: str, kind: Recompute) -> None:
+    layer = LayerActivations(MODELS[name], BATCH, SEQUENCE, element_bytes=4)
+    kept, most = blocks_bytes(config_of(name, recompute=kind))
+    assert kept == LAYERS * layer.kept_bytes(kind)
+    # At the peak there are the gradients of one layer's inner tensors besides: less than its activations.
+    predicted = peak_bytes(layer, [kind] * LAYERS)
+    assert predicted <= most <= predicted + layer.kept_bytes(Recompute.none)
+
+
+def test_formulas_are_the_published_ones_but_for_what_fused_functions_save() -> None:
+    """Korthikanti et al. (2022), table 2, with flash attention; its Llama form in elements per token."""
+    size, tokens_bytes = LLAMA.hidden_size, 2 * BATCH * SEQUENCE
+    softmax_bytes = 4 * BATCH * SEQUENCE * 8
+    llama = LayerActivations(MODELS["llama gqa"], BATCH, SEQUENCE, element_bytes=2)
+    published = tokens_bytes * (6 * size + 2 * size * 2 // 8 + 4 * LLAMA.intermediate_size) + softmax_bytes
+    fused = tokens_bytes * LLAMA.intermediate_size
+    norms = 2 * 4 * BATCH * SEQUENCE
+    assert llama.kept_bytes(Recompute.none) == published - fused + norms
+    assert llama.kept_bytes(Recompute.full) == tokens_bytes * size
+    gpt = LayerActivations(MODELS["gpt"], BATCH, SEQUENCE, element_bytes=2)
+    # 34·sbh, of which 2·sbh are masks of dropout.
+    published = 34 * BATCH * SEQUENCE * size - 2 * BATCH * SEQUENCE * size
+    assert gpt.kept_bytes(Recompute.none) == published + softmax_bytes + 2 * norms
+
+
+@pytest.mark.parametrize("tp", [2, 4, 8])
+def test_sequence_parallelism_cuts_all_activations(tp: int) -> None:
+    model = replace(LLAMA, num_key_value_heads=8)
+    alone = LayerActivations(model, BATCH, SEQUENCE, element_bytes=2)
+    for kind in Recompute:
+        cut = replace(alone, tp=tp, is_sequence_parallel=True)
+        assert cut.kept_bytes(kind) * tp == alone.kept_bytes(kind)
+        kept = replace(cut, gathers_again=False).kept_bytes(kind)
+        extra = 2 * 2 * BATCH * SEQUENCE * 64 * (tp - 1) // tp if kind is Recompute.none else 0
+        assert kept == cut.kept_bytes(kind) + extra
+        without = replace(alone, tp=tp, gathers_again=False).kept_bytes(kind)
+        assert kept <= without <= alone.kept_bytes(kind)
+
+
+def test_a_budget_gets_the_cheapest_choice_that_fits() -> None:
+    layer = LayerActivations(LLAMA, BATCH, SEQUENCE, element_bytes=4)
+    num_layers = 6
+    kinds = (Recompute.full, Recompute.selective, Recompute.none)
+    choices = list(combinations_with_replacement(kinds, num_layers))
+    least = peak_bytes(layer, [Recompute.full] * num_layers)
+    most = peak_bytes(layer, [Recompute.none] * num_layers)
+    assert cheapest_within(layer, num_layers, least - 1) is None
+    assert cheapest_within(layer, num_layers, most) == (Recompute.none,) * num_layers
+
+    def cost(choice: tuple[Recompute, ...]) -> int:
+        return sum(layer.recomputed_flops(kind) for kind in choice)
+
+    for budget in range(least, most, (most - least) // 40):
+        found = cheapest_within(layer, num_layers, budget)
+        assert found is not None
+        assert peak_bytes(layer, found) <= budget
+        assert cost(found) == min(cost(it) for it in choices if peak_bytes(layer, it) <= budget)
+
+
+def test_a_budget_that_nothing_fits_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"recompute_budget_gib=0\.0001 is below the 0\.0\d+ GiB"):
+        kinds_of_layers(config_of("gpt", recompute_budget_gib=1e-4), 1, is_gpu=False)
+
+
+def test_every_kth_layer_is_recomputed() -> None:
+    none, full = Recompute.none, Recompute.full
+    assert every_kth(full, 2, 5) == (full, none, full, none, full)
+    assert every_kth(full, 1, 2) == (full, full)
+    none_of_it, all_of_it = (hardware_flops_per_token(LLAMA, SEQUENCE, kind) for kind in (none, full))
+    third = hardware_flops_per_token(LLAMA, SEQUENCE, every_kth(full, LAYERS, LAYERS))
+    assert LAYERS * (third - none_of_it) == all_of_it - none_of_it
+
+
+class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the matrix products."""
+
+    num = 0
+
+    def __torch_dispatch__(self, operator: Any, _: Any, arguments: Any = (), options: Any = None) -> Any:
+        self.num += operator in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return operator(*arguments, **(options or {}))
+
+
+@for_each_model
+def test_selective_repeats_no_product_and_full_not_the_last(name: str) -> None:
+    counts = {}
+    for kind in Recompute:
+        model = model_of(config_of(name, recompute=kind))
+        with Products() as products:  # type: ignore[no-untyped-call]
+            model(*tokens()).backward()
+        counts[kind] = products.num
+    num_products = 6 if name == "gpt" else 7
+    assert counts[Recompute.selective] == counts[Recompute.none]
+    assert counts[Recompute.full] == counts[Recompute.none] + LAYERS * (num_products - 1)
+
+
+@pytest.mark.parametrize("kind", [Recompute.selective, Recompute.full], ids=lambda kind: kind.name)
+def test_hooks_of_a_block_run_once_and_parameters_are_there_when_it_is_recomputed(kind: Recompute) -> None:
+    """As whoever gathers parameters does it: before the forward, and before the backward of the block."""
+    model = model_of(config_of("llama gqa", recompute=kind))
+    calls: list[str] = []
+    layer = model.get_submodule("layers.1")
+    layer.register_forward_pre_hook(lambda *_: calls.append("forward"))
+    layer.register_full_backward_pre_hook(lambda *_: calls.append("backward"))
+    layer.get_submodule("self_attn").register_forward_pre_hook(lambda *_: calls.append("attention"))
+    model(*tokens()).backward()
+    assert calls == ["forward", "attention", "backward", "attention"]
+
+
+class Dropping(nn.Module):
+    """A block with random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(self.linear(F.dropout(x, 0.5)), 0.5)
+
+
+def test_random_numbers_are_drawn_again_as_they_were() -> None:
+    block = Dropping()
+    x = torch.randn(8, 16)
+    found = []
+    for kind in Recompute:
+        forward = block.forward if kind is Recompute.none else recomputed(block, kind)
+        torch.manual_seed(3)
+        block.zero_grad()
+        torch.autograd.backward(forward(x.requires_grad_()).square().sum())
+        assert block.linear.weight.grad is not None
+        found.append((block.linear.weight.grad.clone(), torch.rand(1)))
+    for gradient, following in found[1:]:
+        assert torch.equal(gradient, found[0][0])
+        assert torch.equal(following, found[0][1])
