@@ -12,16 +12,19 @@ TORTURE_ARGS ?=
 # What an installation depends on: a change of these files installs again, a second call does nothing.
 PINS := pyproject.toml constraints.txt
 
-.PHONY: help demo test torture lint format bench clean
+.PHONY: help demo test equivalence torture lint format bench clean
 
 help: ## show this list
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1	\2/p' $(MAKEFILE_LIST) | expand -t 16
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1	\2/p' $(MAKEFILE_LIST) | expand -t 20
 
 demo: $(VENV)/installed ## install, then train a small Llama on this machine's own Python files (two minutes)
 	$(BIN)/orchestra run experiment=demo $(OVERRIDES)
 
 test: system-packages $(VENV)/installed-test lint ## install what tests need, lint, run all tests
 	$(BIN)/python -m pytest --durations=15 $(PYTEST_ARGS)
+
+equivalence: $(VENV)/installed-test ## compare every combination of the parallel methods with one process
+	ORCHESTRA_EQUIVALENCE=all $(BIN)/python -m pytest tests/ranks/test_equivalence.py $(PYTEST_ARGS)
 
 torture: $(VENV)/installed-test ## kill one run KILLS times (200) at every phase of a save and a restore
 	$(BIN)/python tests/e2e/kill_points.py --kills $(KILLS) $(TORTURE_ARGS)

@@ -97,6 +97,8 @@ def transformers_llama(model: ModelConfig) -> nn.Module:
             num_attention_heads=model.num_attention_heads,
             num_key_value_heads=model.num_key_value_heads,
             vocab_size=model.vocab_size,
+            rms_norm_eps=model.norm_eps,
+            rope_parameters={"rope_type": "default", "rope_theta": model.rope_theta},
             attn_implementation="sdpa",
             use_cache=False,
         )

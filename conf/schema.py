@@ -35,8 +35,10 @@ __all__ = [
     "Fault",
     "FaultPhase",
     "LauncherName",
+    "LossScale",
     "ModelConfig",
     "NetworkConfig",
+    "Offload",
     "OnNonfinite",
     "OptimConfig",
     "ParallelismConfig",
@@ -49,8 +51,10 @@ __all__ = [
     "Restore",
     "RopeScaling",
     "RunConfig",
+    "Scaling",
     "Schedule",
     "Source",
+    "StateDType",
     "TrainConfig",
     "WandbConfig",
     "WandbMode",
@@ -102,6 +106,16 @@ class ModelConfig:
     init_from: str | None = None
 
 
+class Offload(Enum):
+    """What lies in host memory instead of the GPU's. `optimizer`: masters and moments, which are updated
+    there. `all`: also the ranges of parameters that a rank owns, with ZeRO-3.
+    """
+
+    none = "none"
+    optimizer = "optimizer"
+    all = "all"
+
+
 @dataclass(frozen=True)
 class ParallelismConfig:
     """Degrees of the mesh axes. World size = dp × tp × pp × cp; ep lies inside dp."""
@@ -118,6 +132,7 @@ class ParallelismConfig:
     ep: int = 1
     # Bytes of gradient in one all-reduce, in MiB (overlapped with the backward pass).
     bucket_mib: float = 25.0
+    offload: Offload = Offload.none
 
 
 class PrecisionName(Enum):
@@ -138,6 +153,23 @@ class DType(Enum):
     fp16 = "fp16"
 
 
+class Scaling(Enum):
+    """What one scale of fp8 numbers is for: a whole tensor, or each row along the sum of a product."""
+
+    tensor = "tensor"
+    row = "row"
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """The factor of the loss that keeps fp16 gradients in range, and how it moves (precision=fp16 only)."""
+
+    # The first factor, a power of two. A step whose gradients overflow is left out and halves it.
+    initial: int = 65536
+    # Steps in a row without overflow after which it doubles.
+    growth_steps: int = 2000
+
+
 @dataclass(frozen=True)
 class PrecisionConfig:
     """Names a policy of `orchestra.precision`; the fields below it override single choices."""
@@ -145,6 +177,11 @@ class PrecisionConfig:
     name: PrecisionName = PrecisionName.fp32
     # Data type in which gradients are summed over ranks; null: as the policy says.
     reduce_dtype: DType | None = None
+    loss_scale: LossScale = field(default_factory=LossScale)
+    # For precision=fp8 only.
+    fp8_scaling: Scaling = Scaling.tensor
+    # Blocks at each end of the model whose products stay in bf16, with precision=fp8.
+    fp8_bf16_blocks: int = 0
 
 
 class Source(Enum):
@@ -188,6 +225,13 @@ class Schedule(Enum):
     wsd = "wsd"
 
 
+class StateDType(Enum):
+    """Data types of the optimizer's moments."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+
+
 @dataclass(frozen=True)
 class OptimConfig:
     """AdamW and its learning-rate schedule."""
@@ -206,6 +250,8 @@ class OptimConfig:
     clip_norm: float | None = 1.0
     # Share of the steps in which schedule=wsd decays.
     wsd_decay_fraction: float = 0.2
+    # Data type of both moments; bf16 is rounded stochastically. Masters are fp32 always.
+    state_dtype: StateDType = StateDType.fp32
 
 
 class Recompute(Enum):
@@ -245,6 +291,7 @@ class TrainConfig:
     # The same in tokens (a multiple of seq_len); takes the place of global_batch_size.
     global_batch_tokens: int | None = None
     # Sequences in one forward and backward pass of a rank; null: the largest divisor of its share up to 8.
+    # `auto`: the largest that fits into memory, found by the ranks whenever an attempt begins.
     micro_batch_size: int | str | None = None
     recompute: Recompute = Recompute.none
     # Recompute the layers 0, k, 2·k, … only.

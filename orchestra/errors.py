@@ -5,6 +5,7 @@ OrchestraError            1   anything below; catch this to catch all
 ├── LaunchError           1   processes could not be started or kept
 ├── DataError             1   a data file cannot be read as what it claims to be
 ├── TrainingError         1   training cannot go on
+│   ├── OutOfMemoryError  1   a rank's memory did not suffice; 93 where no step had gone well
 │   ├── NonFiniteError   93   the loss or gradient stays non-finite: starting again would not help
 │   └── UnusableCheckpointError   93   what lies in the run's place of checkpoints is not the run's own
 └── StopRequested        75   stopped on request; to be continued

@@ -162,6 +162,8 @@ def batch_shape(train: TrainConfig, dp: int) -> BatchShape:
     problems = list(batch_problems(train, dp))
     if problems:
         raise ConfigError(problems)
+    if has_open_micro_batch(train):
+        raise ConfigError("train.micro_batch_size=auto is for the ranks to find; use a number here")
     size = global_batch_size(train, dp)
     micro = train.micro_batch_size
     if micro is None:
@@ -183,10 +185,15 @@ def global_batch_size(train: TrainConfig, dp: int) -> int:
     return -(-_DEFAULT_GLOBAL_BATCH_SIZE // unit) * unit
 
 
+def has_open_micro_batch(train: TrainConfig) -> bool:
+    """Whether the ranks are still to find the size of a micro-batch."""
+    return train.micro_batch_size == "auto"
+
+
 def batch_problems(train: TrainConfig, dp: int) -> Iterator[str]:
     """Yield what keeps GBS = MBS × GA × DP from having a whole GA, with the nearest sizes that work."""
     size = global_batch_size(train, dp)
-    micro = 1 if train.micro_batch_size is None else train.micro_batch_size
+    micro = 1 if train.micro_batch_size in (None, "auto") else train.micro_batch_size
     if size < 1:
         yield "train.global_batch_size must be at least 1 sequence (or give train.global_batch_tokens)"
         return
@@ -204,7 +211,7 @@ def batch_problems(train: TrainConfig, dp: int) -> Iterator[str]:
     if size % dp == 0:
         fitting = largest_divisor(size // dp, min(micro, _LARGEST_ADVISED_MICRO_BATCH_SIZE))
         advice += f", or micro_batch_size={fitting}"
-    product = f"micro_batch_size={micro} × dp={dp}" if train.micro_batch_size else f"dp={dp}"
+    product = f"micro_batch_size={micro} × dp={dp}" if micro == train.micro_batch_size else f"dp={dp}"
     yield f"{found} is not a multiple of {product} (GBS = MBS × GA × DP for a whole GA); {advice}"
 
 

@@ -17,8 +17,9 @@ from orchestra.jsonl import Record
 from orchestra.report.checkpoints import failed_save, newest_checkpoint
 from orchestra.report.verdict import Verdict
 from orchestra.rundir import RunDir
+from orchestra.step_shares import read_shares
 from orchestra.submit.environment import threads_per_rank, usable_cores
-from orchestra.topology import Layout, batch_shape, layout
+from orchestra.topology import Layout, batch_shape, global_batch_size, has_open_micro_batch, layout
 
 _TRACEBACK_LINES = 12
 _LOG_BYTES = 1 << 14
@@ -31,17 +32,24 @@ def header(config: Config, run: RunDir, attempt: int = 0, from_step: int | None 
     An attempt after the first says from which step it is expected to go on.
     """
     mesh = layout(config.parallelism, world_size(config))
-    batch = batch_shape(config.train, mesh.dp)
-    model = config.model
+    size = global_batch_size(config.train, mesh.dp)
+    model, seq_len = config.model, config.train.seq_len
     return [
         f"run     {run.name}",
         f"model   {model.name}: {num_parameters(model):,} parameters, {config.precision.name.value}",
         f"layout  {_layout(mesh, config)}",
-        f"batch   {batch.global_batch_size} × {batch.seq_len} = {batch.tokens_per_step:,} tokens per step",
-        f"        micro-batch {batch.micro_batch_size} × accumulation {batch.accumulation} × dp {batch.dp}",
+        f"batch   {size} × {seq_len} = {size * seq_len:,} tokens per step",
+        f"        {_shares(mesh, config)}",
         f"device  {_device(config)}",
         *([_attempt(attempt, from_step)] if attempt else []),
     ]
+
+
+def _shares(mesh: Layout, config: Config) -> str:
+    if has_open_micro_batch(config.train):
+        return f"micro-batch auto: the largest that fits, found when the ranks begin; dp {mesh.dp}"
+    batch = batch_shape(config.train, mesh.dp)
+    return f"micro-batch {batch.micro_batch_size} × accumulation {batch.accumulation} × dp {batch.dp}"
 
 
 def _attempt(attempt: int, from_step: int | None) -> str:
@@ -80,6 +88,9 @@ def summary_lines(run: RunDir, summary: Summary, verdict: Verdict) -> list[str]:
             f"loss    {figures.loss(summary.first_loss)} → {figures.loss(summary.last_loss)} nats per token"
         )
         lines.append(f"speed   {figures.quantity(summary.tokens_per_s)} tokens/s (median), {_mfu(summary)}")
+    shares = read_shares(run.profile)
+    if shares is not None:
+        lines += ["profile " + shares.table()[0], *shares.table()[1:]]
     written = {"metrics": run.metrics, "logs": run.logs, "wandb": run.wandb}
     lines += [f"{name:<7} {shown(path)}" for name, path in written.items() if path.exists()]
     return lines

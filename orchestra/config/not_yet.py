@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
-from conf.schema import Config, PrecisionName
+from conf.schema import Config
 from orchestra.config.keys import shown
 from orchestra.config.situation import Situation
 
@@ -38,16 +38,6 @@ TABLE: tuple[NotYet, ...] = (
     NotYet("parallelism.pp", _is_split, "pipeline parallelism", "parallelism.pp=1"),
     NotYet("parallelism.cp", _is_split, "context parallelism", "parallelism.cp=1"),
     NotYet("parallelism.ep", _is_split, "expert parallelism", "parallelism.ep=1"),
-    NotYet(
-        "precision.name", lambda name: name is PrecisionName.fp16, "loss scaling for fp16", "precision=bf16"
-    ),
-    NotYet("precision.name", lambda name: name is PrecisionName.fp8, "fp8 products", "precision=bf16"),
-    NotYet(
-        "train.micro_batch_size",
-        lambda size: size == "auto",
-        "a search for the micro-batch size",
-        "a number or null",
-    ),
     NotYet(
         "cluster.spare_nodes",
         lambda nodes: nodes > 0,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from conf.schema import Config, DataConfig, Device, LauncherName, PrecisionName, Source
+from conf.schema import Config, DataConfig, Device, LauncherName, Offload, PrecisionName, Source
 from orchestra.config.situation import Situation, world_size
 from orchestra.data.index import check_size, local_prefix, read_index, token_file_prefix
 from orchestra.errors import DataError
@@ -93,8 +93,20 @@ def _starts_on_cpu(config: Config) -> bool:
 
 def rule_precision_on_cpu(config: Config, _: Situation) -> Iterator[str]:
     name = config.precision.name
-    if config.cluster.device is Device.cpu and name in (PrecisionName.fp16, PrecisionName.fp8):
-        yield f"precision={name.name} has no CPU kernels; use precision=fp32 or bf16, or cluster.device=cuda"
+    if config.cluster.device is Device.cpu and name is PrecisionName.fp8:
+        yield (
+            "precision=fp8 needs a GPU of compute capability 8.9 or more; use precision=fp32 or bf16, or "
+            "cluster.device=cuda"
+        )
+
+
+def rule_offload_on_cpu(config: Config, _: Situation) -> Iterator[str]:
+    offload = config.parallelism.offload
+    if config.cluster.device is Device.cpu and offload is not Offload.none:
+        yield (
+            f"parallelism.offload={offload.name} moves state from GPUs to host memory, and with "
+            "cluster.device=cpu it lies there already; use parallelism.offload=none"
+        )
 
 
 def rule_local_folders(config: Config, _: Situation) -> Iterator[str]:
@@ -172,6 +184,7 @@ RULES = (
     rule_cores,
     rule_memory,
     rule_precision_on_cpu,
+    rule_offload_on_cpu,
     rule_local_folders,
     rule_data_source,
     rule_data_files,

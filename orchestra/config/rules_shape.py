@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from conf.schema import Config, Device, DType, Family, PrecisionName, Recompute
+from conf.schema import Config, Device, DType, Family, Offload, PrecisionName, Recompute
 from orchestra.activations import budget_problems, layer_activations
 from orchestra.config.situation import Situation, world_size
 from orchestra.errors import ConfigError
 from orchestra.flops import head_dim
 from orchestra.topology import (
     batch_problems,
+    batch_shape,
     divisors,
     layout,
     layout_problems,
     listed,
     nearest_multiples,
 )
+
+# What cuBLAS wants of each size of an fp8 product.
+_FP8_MULTIPLE = 16
 
 
 def rule_heads(config: Config, _: Situation) -> Iterator[str]:
@@ -120,6 +124,59 @@ def rule_sharding(config: Config, _: Situation) -> Iterator[str]:
         yield f"parallelism.shard_degree={degree} does not divide dp={dp}; use {listed(divisors(dp))}"
 
 
+def rule_offload(config: Config, _: Situation) -> Iterator[str]:
+    parallelism, dp = config.parallelism, _dp(config)
+    if parallelism.offload is not Offload.all:
+        return
+    if parallelism.zero != 3:
+        yield (
+            f"parallelism.offload=all needs parallelism.zero=3, not {parallelism.zero}: other stages keep "
+            "whole parameters on each GPU; set it, or use parallelism.offload=optimizer"
+        )
+    elif 1 in (dp, parallelism.shard_degree):
+        yield (
+            "parallelism.offload=all with one rank to shard over: all parameters are its own and on its GPU; "
+            "use parallelism.offload=optimizer"
+        )
+
+
+def rule_fp8(config: Config, _: Situation) -> Iterator[str]:
+    """cuBLAS takes fp8 matrices whose sizes 16 divides."""
+    precision, model, tp = config.precision, config.model, config.parallelism.tp
+    heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
+    if precision.name is not PrecisionName.fp8 or not _positive(heads, kv_heads, tp, model.hidden_size):
+        return
+    if 2 * precision.fp8_bf16_blocks >= model.num_hidden_layers:
+        yield (
+            f"precision.fp8_bf16_blocks={precision.fp8_bf16_blocks} at each end leaves no block of "
+            f"model.num_hidden_layers={model.num_hidden_layers} in fp8; use fewer, or precision=bf16"
+        )
+    sizes = {
+        "model.hidden_size": model.hidden_size,
+        "model.intermediate_size / parallelism.tp": model.intermediate_size // tp,
+        "the heads' width / parallelism.tp": head_dim(model) * heads // tp,
+        "the key-value heads' width / parallelism.tp": head_dim(model) * max(1, kv_heads // tp),
+        **_fp8_tokens(config),
+    }
+    for name, size in sizes.items():
+        if size % _FP8_MULTIPLE:
+            yield (
+                f"precision=fp8 takes products of sizes that {_FP8_MULTIPLE} divides, and {name} = {size} is "
+                f"not one; use {listed(nearest_multiples(size, _FP8_MULTIPLE))}, or precision=bf16"
+            )
+
+
+def _fp8_tokens(config: Config) -> dict[str, int]:
+    dp = _dp(config)
+    if dp is None or config.train.micro_batch_size == "auto":
+        return {}
+    try:
+        batch = batch_shape(config.train, dp)
+    except ConfigError:
+        return {}
+    return {"train.micro_batch_size × train.seq_len": batch.micro_batch_size * batch.seq_len}
+
+
 def rule_reduce_dtype(config: Config, _: Situation) -> Iterator[str]:
     """fp16 holds nothing below 6e-8: without loss scaling most gradients would vanish on their way."""
     precision = config.precision
@@ -133,7 +190,7 @@ def rule_reduce_dtype(config: Config, _: Situation) -> Iterator[str]:
 def rule_batch(config: Config, _: Situation) -> Iterator[str]:
     """GBS = MBS × GA × DP for a whole GA."""
     train = config.train
-    if not _positive(train.seq_len) or train.micro_batch_size == "auto":
+    if not _positive(train.seq_len):
         return
     tokens = train.global_batch_tokens
     if tokens is not None and (tokens < train.seq_len or tokens % train.seq_len):
@@ -218,6 +275,8 @@ RULES = (
     rule_pipeline,
     rule_layout,
     rule_sharding,
+    rule_offload,
+    rule_fp8,
     rule_reduce_dtype,
     rule_batch,
     rule_recompute,

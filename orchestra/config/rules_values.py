@@ -25,6 +25,9 @@ _AT_LEAST = {
     "model.max_position_embeddings": 1,
     "model.rope_scaling.original_max_position_embeddings": 1,
     "parallelism.shard_degree": 1,
+    "precision.loss_scale.initial": 1,
+    "precision.loss_scale.growth_steps": 1,
+    "precision.fp8_bf16_blocks": 0,
     "data.prefetch_batches": 1,
     "optim.warmup_steps": 0,
     "train.steps": 1,
@@ -58,6 +61,7 @@ _AT_MOST: dict[str, float] = {
     "model.vocab_size": 2**31 - 1,
     "model.max_position_embeddings": 2**30,
     "parallelism.bucket_mib": 2**20,
+    "precision.loss_scale.initial": 2**24,
     "data.prefetch_batches": 2**16,
     "train.steps": 10**12,
     "train.seq_len": 2**30,
@@ -153,6 +157,16 @@ def rule_zero_stage(config: Config, _: Situation) -> Iterator[str]:
         yield f"parallelism.zero={config.parallelism.zero} is no stage of ZeRO; use 0, 1, 2 or 3"
 
 
+def rule_loss_scale(config: Config, _: Situation) -> Iterator[str]:
+    initial = config.precision.loss_scale.initial
+    if initial >= 1 and initial & (initial - 1):
+        below = 1 << (initial.bit_length() - 1)
+        yield (
+            f"precision.loss_scale.initial={initial} is not a power of two, and would round every gradient; "
+            f"use {below} or {2 * below}"
+        )
+
+
 def rule_betas(config: Config, _: Situation) -> Iterator[str]:
     betas = config.optim.betas
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
@@ -237,6 +251,7 @@ RULES = (
     rule_numbers,
     rule_texts,
     rule_zero_stage,
+    rule_loss_scale,
     rule_betas,
     rule_learning_rates,
     rule_schedule,

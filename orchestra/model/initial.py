@@ -39,10 +39,13 @@ def _signed(bits: int) -> int:
     return bits - (1 << 64) if bits >> 63 else bits
 
 
-def _mixed(index: Tensor, key: int) -> Tensor:
-    """Return 64 mixed bits (as int64, products modulo 2⁶⁴) for each index."""
+def mixed_bits(index: Tensor, key: int, rounds: int = 2) -> Tensor:
+    """Return 64 mixed bits (as int64, products modulo 2⁶⁴) for each index.
+
+    One round of the finaliser is enough for bits whose sums alone matter.
+    """
     value = index * _signed(0x9E3779B97F4A7C15) + key
-    for _ in range(2):
+    for _ in range(rounds):
         for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
             value = (value ^ _shifted(value, shift)) * _signed(factor)
         value = (value ^ _shifted(value, 31)) + key
@@ -85,7 +88,7 @@ def _sin_coefficient(term: int) -> float:
 
 def standard_normal(index: Tensor, key: int) -> Tensor:
     """Return fp32 normal numbers for int64 global flat indices; the same index always gives the same bits."""
-    bits = _mixed(index, key)
+    bits = mixed_bits(index, key)
     radius_uniform = (_shifted(bits, 32).to(torch.float64) + 0.5) * 2.0**-32
     turns = (bits & 0xFFFFFFFF).to(torch.float64) * 2.0**-32
     radius = (_log(radius_uniform) * -2.0).sqrt_()
@@ -103,13 +106,16 @@ def fill_normal_(
     block = _BLOCK_GPU if out.is_cuda else _BLOCK_CPU
     for start in range(0, flat.numel(), block):
         local = torch.arange(start, min(start + block, flat.numel()), device=out.device)
-        values = standard_normal(_global_flat_index(local, global_shape, offsets, out.shape), key)
+        values = standard_normal(global_flat_index(local, global_shape, offsets, out.shape), key)
         flat[start : start + block].copy_(values * std)
 
 
-def _global_flat_index(
+def global_flat_index(
     local: Tensor, global_shape: Sequence[int], offsets: Sequence[int], shape: Sequence[int]
 ) -> Tensor:
+    """Return where elements of a slice of `shape`, which begins at `offsets`, lie in the whole tensor; all
+    indices are flat ones (int64).
+    """
     if tuple(shape) == tuple(global_shape):
         return local
     index = torch.zeros_like(local)

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from orchestra.model.fake import is_fake
+
 # Targets with this value take no part in the loss (torch's own default of cross_entropy).
 IGNORED_TARGET = -100
 # Bytes of fp32 logits in one chunk when the configuration gives no size: on a GPU enough to fill the device.
@@ -31,7 +33,7 @@ def chunk_tokens(num_tokens: int, vocab_size: int, on_gpu: bool) -> int:
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_TE: Tensor, weight_VE: Tensor, target_T: Tensor, scale: float, chunk: int
+        ctx: Any, hidden_TE: Tensor, weight_VE: Tensor, target_T: Tensor, scale: float | Tensor, chunk: int
     ) -> Tensor:
         wide = torch.promote_types(hidden_TE.dtype, torch.float32)
         total = torch.zeros((), dtype=wide, device=hidden_TE.device)
@@ -53,11 +55,19 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         (grad,) = grads
         grad_hidden, grad_weight = ctx.saved_tensors
-        # The scale is in them already, so the factor is 1 in training. Looking costs nothing on CPU and saves
-        # a pass over the matrix; on a GPU looking would mean waiting for it.
-        if grad.is_cuda or grad != 1:
+        if not is_surely_one(grad):
             grad_hidden, grad_weight = grad_hidden * grad, grad_weight * grad
         return grad_hidden, grad_weight, None, None, None
+
+
+def is_surely_one(grad: Tensor) -> bool:
+    """Whether the loss' own gradient, a scalar, is 1 and can be left out.
+
+    The scale is in the gradients already, so it is 1 in training. Looking costs nothing on CPU and saves a
+    pass over the matrix; on a GPU looking would mean waiting for it, and in a dry run there is nothing to
+    see.
+    """
+    return not (grad.is_cuda or is_fake(grad)) and bool(grad == 1)
 
 
 class ChunkGradients:
@@ -81,7 +91,7 @@ class ChunkGradients:
             self.weight_VE += grad_logits_CV.t() @ hidden_TE[rows]
 
 
-def _loss_and_gradient(logits_CV: Tensor, target_C: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def _loss_and_gradient(logits_CV: Tensor, target_C: Tensor, scale: float | Tensor) -> tuple[Tensor, Tensor]:
     """Return the scaled sum of the loss and, in the logits' memory, its gradient: scale · (softmax −
     one-hot).
     """
@@ -108,7 +118,7 @@ class Loss(Protocol):
         weight_VE: Tensor,
         target_T: Tensor,
         *,
-        scale: float = 1.0,
+        scale: float | Tensor = 1.0,
         chunk: int | None = None,
     ) -> Tensor: ...
 
@@ -118,13 +128,14 @@ def cross_entropy_sum(
     weight_VE: Tensor,
     target_T: Tensor,
     *,
-    scale: float = 1.0,
+    scale: float | Tensor = 1.0,
     chunk: int | None = None,
 ) -> Tensor:
     """Return `scale` times the summed cross-entropy of hidden @ weightᵀ against the targets, in nats, as a
     scalar of at least fp32.
 
-    Targets equal to IGNORED_TARGET are left out. `chunk` is the number of tokens whose logits exist at once.
+    `scale` is a number, or one on the device. Targets equal to IGNORED_TARGET are left out. `chunk` is the
+    number of tokens whose logits exist at once.
     """
     num_tokens, vocab_size = hidden_TE.shape[0], weight_VE.shape[0]
     rows = chunk or chunk_tokens(num_tokens, vocab_size, hidden_TE.is_cuda)

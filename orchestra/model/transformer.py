@@ -47,7 +47,9 @@ class Transformer(nn.Module):
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
 
-    def forward(self, tokens_BS: Tensor, targets_BS: Tensor | None = None, loss_scale: float = 1.0) -> Tensor:
+    def forward(
+        self, tokens_BS: Tensor, targets_BS: Tensor | None = None, loss_scale: float | Tensor = 1.0
+    ) -> Tensor:
         """Return the logits [B, S, V], or with targets loss_scale · the summed cross-entropy (nats, fp32)."""
         hidden_BSE = self.hidden(tokens_BS)
         if targets_BS is None:

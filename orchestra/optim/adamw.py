@@ -9,22 +9,28 @@ Masters are updated some at a time, as their gradients come: whoever shards or r
 the first while the last are still to be done. The state is made with the optimizer, not at the first step:
 what a run needs is taken before it trains, and a restored state is written into it in place. It consists of
 two moments for each master and one count of updates for all of them.
+
+Moments may be kept in bf16. They are then updated in fp32, some elements at a time, and rounded
+stochastically. Masters may lie in host memory (see `parallel.offload`): the state lies where they do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from conf.schema import OptimConfig
+from conf.schema import OptimConfig, StateDType
+from orchestra.optim.rounding import random_bits, round_stochastically_, rounding_key
 
 # torch's names of the state that has a master's shape.
 MOMENTS = ("exp_avg", "exp_avg_sq")
 # Elements of one dot product of a norm.
 _DOT_LENGTH = 1 << 16
+# Elements of bf16 moments that are in fp32 at a time; a multiple of what any kernel takes at once.
+_ROUNDED_CPU, _ROUNDED_GPU = 1 << 16, 1 << 24
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,15 @@ def whole_master(name: str, parameter: Tensor, master: Tensor) -> Trained:
     return Trained(name, parameter, master, 0, parameter.numel())
 
 
+# Returns the int64 flat indices, in the whole parameter, of the elements [start, stop) of what a rank holds.
+GlobalIndex = Callable[[Trained, int, int], Tensor]
+
+
+def index_of_whole(item: Trained, start: int, stop: int) -> Tensor:
+    """Return the indices of a parameter that nobody has cut."""
+    return torch.arange(start, stop, device=item.master.device)
+
+
 def decays(parameter: Tensor) -> bool:
     """Matrices decay; norm gains and biases (one dim) do not."""
     return parameter.dim() >= 2
@@ -56,13 +71,24 @@ def decays(parameter: Tensor) -> bool:
 class AdamW:
     """AdamW by torch's fused kernel. `state` has the moments by master; `lr` is set before each step."""
 
-    def __init__(self, trained: Iterable[Trained], optim: OptimConfig) -> None:
+    def __init__(
+        self,
+        trained: Iterable[Trained],
+        optim: OptimConfig,
+        seed: int = 0,
+        global_index: GlobalIndex = index_of_whole,
+    ) -> None:
         items = list(trained)
         device = items[0].master.device
         self.lr = optim.lr
+        self._is_rounded = optim.state_dtype is StateDType.bf16
+        dtype = torch.bfloat16 if self._is_rounded else None
         self.state: dict[Tensor, dict[str, Tensor]] = {
-            item.master: {name: torch.zeros_like(item.master) for name in MOMENTS} for item in items
+            item.master: {name: torch.zeros_like(item.master, dtype=dtype) for name in MOMENTS}
+            for item in items
         }
+        self._seed, self._global_index = seed, global_index
+        self._step = 0
         # In fp32 and on the device, as the kernel reads it.
         self._num_updates = torch.zeros((), dtype=torch.float32, device=device)
         self._weight_decay = optim.weight_decay
@@ -82,17 +108,23 @@ class AdamW:
         """Set the count: the correction of both moments' bias follows from it."""
         self._num_updates.fill_(value)
 
-    def begin_step(self, grad_norm: Tensor, is_bad: Tensor) -> None:
+    def begin_step(
+        self, step: int, grad_norm: Tensor, is_bad: Tensor, loss_scale: Tensor | None = None
+    ) -> None:
         """Begin a step whose gradients are scaled to a norm of at most clip_norm, or left out where is_bad.
 
         grad_norm, of all gradients together, and is_bad (bool) are scalars on the device and are not read by
-        the host.
+        the host unless the masters lie there. The gradients that come are loss_scale times too large.
         """
         limit = torch.inf if self._clip_norm is None else self._clip_norm
         divisor = torch.clamp(grad_norm / limit, min=1.0)
-        self._grad_scale = torch.where(is_bad, 1.0, divisor)
-        self._found_inf = is_bad.float()
+        if loss_scale is not None:
+            divisor = divisor * loss_scale
+        device = self._num_updates.device
+        self._grad_scale = torch.where(is_bad, 1.0, divisor).to(device)
+        self._found_inf = is_bad.float().to(device)
         self._num_updates += 1.0 - self._found_inf
+        self._step = step
 
     def update(self, trained: Sequence[Trained], gradients: Sequence[Tensor]) -> None:
         """Update some masters with their gradients, which have their dtype and are overwritten.
@@ -100,24 +132,38 @@ class AdamW:
         Each master once in a step; one without elements is left out.
         """
         for has_decay in (True, False):
-            pairs = [
-                (item.master, gradient)
+            chosen = [
+                (item, gradient)
                 for item, gradient in zip(trained, gradients, strict=True)
                 if decays(item.parameter) is has_decay and gradient.numel()
             ]
-            if pairs:
-                self._update(pairs, self._weight_decay if has_decay else 0.0)
+            weight_decay = self._weight_decay if has_decay else 0.0
+            if self._is_rounded:
+                for item, gradient in chosen:
+                    self._update_rounded(item, gradient, weight_decay)
+            elif chosen:
+                states = [self.state[item.master] for item, _ in chosen]
+                self._update(
+                    [item.master for item, _ in chosen],
+                    [gradient for _, gradient in chosen],
+                    ([state[MOMENTS[0]] for state in states], [state[MOMENTS[1]] for state in states]),
+                    weight_decay,
+                )
 
     @torch.no_grad()
-    def _update(self, pairs: Sequence[tuple[Tensor, Tensor]], weight_decay: float) -> None:
-        states = [self.state[master] for master, _ in pairs]
+    def _update(
+        self,
+        masters: list[Tensor],
+        gradients: list[Tensor],
+        moments: tuple[list[Tensor], list[Tensor]],
+        weight_decay: float,
+    ) -> None:
         torch._fused_adamw_(
-            [master for master, _ in pairs],
-            [gradient for _, gradient in pairs],
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
+            masters,
+            gradients,
+            *moments,
             [],
-            [self._num_updates] * len(pairs),
+            [self._num_updates] * len(masters),
             lr=self.lr,
             beta1=self._betas[0],
             beta2=self._betas[1],
@@ -129,10 +175,34 @@ class AdamW:
             found_inf=self._found_inf,
         )
 
+    @torch.no_grad()
+    def _update_rounded(self, item: Trained, gradient: Tensor, weight_decay: float) -> None:
+        """Update one master whose moments are bf16, some elements at a time."""
+        key = rounding_key(self._seed, self._step, item.name)
+        length = _ROUNDED_GPU if item.master.is_cuda else _ROUNDED_CPU
+        master, flat_gradient = item.master.view(-1), gradient.reshape(-1)
+        moments = [self.state[item.master][name].view(-1) for name in MOMENTS]
+        for begin in range(0, master.numel(), length):
+            part = slice(begin, begin + length)
+            wide = [moment[part].float() for moment in moments]
+            self._update([master[part]], [flat_gradient[part]], ([wide[0]], [wide[1]]), weight_decay)
+            first = item.start + begin
+            bits = random_bits(self._global_index(item, first, first + wide[0].numel()), key)
+            for number, (moment, value) in enumerate(zip(moments, wide, strict=True)):
+                round_stochastically_(moment[part], value, bits, number)
 
-def make_adamw(trained: Iterable[Trained], optim: OptimConfig) -> AdamW:
-    """Return the AdamW of what is trained: matrices with weight decay, norm gains and biases without."""
-    return AdamW(trained, optim)
+
+def make_adamw(
+    trained: Iterable[Trained],
+    optim: OptimConfig,
+    seed: int = 0,
+    global_index: GlobalIndex = index_of_whole,
+) -> AdamW:
+    """Return the AdamW of what is trained: matrices with weight decay, norm gains and biases without.
+
+    `seed` and `global_index` choose the random bits of rounded moments.
+    """
+    return AdamW(trained, optim, seed, global_index)
 
 
 def squared_norm(gradients: Sequence[Tensor]) -> Tensor:

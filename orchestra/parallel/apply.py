@@ -12,13 +12,14 @@ import torch
 from conf.schema import Config
 from orchestra.model.transformer import Transformer
 from orchestra.optim.adamw import Trained
+from orchestra.parallel.low_precision import set_products
 from orchestra.parallel.mesh import Mesh
 from orchestra.parallel.places import TensorPlace
 from orchestra.parallel.recompute import recompute_blocks
 from orchestra.parallel.tensor.split import split_tensors
 from orchestra.parallel.zero.stage import Stage
 from orchestra.parallel.zero.stages import make_stage
-from orchestra.parallel.zero.storage import place_units
+from orchestra.parallel.zero.storage import Units, place_units
 from orchestra.precision.policy import policy
 
 
@@ -27,12 +28,14 @@ class Parallelized:
     """A model ready to train.
 
     `trained` is what the optimizer updates, for every parameter in the model's order; `places` says where
-    this rank's part of each lies in the whole one; `stage` keeps gradients and parameters over the ranks.
+    this rank's part of each lies in the whole one; `units` are the flat buffers that hold them; `stage` keeps
+    gradients and parameters over the ranks.
     """
 
     model: Transformer
     trained: list[Trained]
     places: Mapping[str, TensorPlace]
+    units: Units
     stage: Stage
 
 
@@ -45,11 +48,12 @@ def parallelize(model: Transformer, config: Config, mesh: Mesh) -> Parallelized:
     """
     precision = policy(config.precision)
     places = split_tensors(model, config, mesh)
+    set_products(model, config)
     units = place_units(model, places, precision, config, mesh)
     recompute_blocks(model, config, mesh)
     compile_blocks(model, config)
     stage = make_stage(model, units, places, precision, config, mesh)
-    return Parallelized(model, units.trained, places, stage)
+    return Parallelized(model, units.trained, places, units, stage)
 
 
 def compile_blocks(model: Transformer, config: Config) -> None:

@@ -45,6 +45,10 @@ def rank_environment() -> RankEnvironment:
     )
 
 
+# Opens the process group of some ranks, in their order; called by these ranks alone, two or more of them.
+OpenGroup = Callable[[Sequence[int]], dist.ProcessGroup]
+
+
 @dataclass(frozen=True)
 class Mesh:
     """One rank's place and its groups, each None where it would have one rank.
@@ -66,6 +70,8 @@ class Mesh:
     model_group: dist.ProcessGroup | None = None
     # Bytes that this rank has sent for the training.
     traffic: Traffic = field(default_factory=Traffic)
+    # For groups that are of no axis.
+    open_group: OpenGroup = field(default_factory=lambda: _open_group)
 
     @property
     def world_size(self) -> int:
@@ -77,12 +83,9 @@ class Mesh:
         return self.coordinates.dp % self.layout.shard
 
 
-# Opens the process group of some ranks, in their order; called by these ranks alone, two or more of them.
-OpenGroup = Callable[[Sequence[int]], dist.ProcessGroup]
-
-
 def make_mesh(rank: int, degrees: Layout, device: torch.device, open_group: OpenGroup | None = None) -> Mesh:
     """Return a rank's place in a layout of all ranks. *Collective* where there are several."""
+    open_group = open_group or _open_group
     opened: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
 
     def group(*axes: str) -> dist.ProcessGroup | None:
@@ -90,7 +93,7 @@ def make_mesh(rank: int, degrees: Layout, device: torch.device, open_group: Open
         if len(members) == 1:
             return None
         if members not in opened:
-            opened[members] = (open_group or _open_group)(members)
+            opened[members] = open_group(members)
         return opened[members]
 
     return Mesh(
@@ -103,6 +106,7 @@ def make_mesh(rank: int, degrees: Layout, device: torch.device, open_group: Open
         shard_group=group("shard"),
         replicate_group=group("replicate") if degrees.shard > 1 else None,
         model_group=group("shard", "tp", "pp", "cp"),
+        open_group=open_group,
     )
 
 

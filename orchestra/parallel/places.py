@@ -10,8 +10,11 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from orchestra.model.initial import global_flat_index
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,15 @@ def parts_of(flat: Tensor, place: TensorPlace, start: int) -> Iterator[Part]:
             begin = tuple(first + offset for first, offset in zip(place.offsets, offsets, strict=True))
             yield Part(begin, box[tuple(slice(length) for length in counted)])
         position += size
+
+
+def global_index(place: TensorPlace, start: int, stop: int, device: torch.device) -> Tensor:
+    """Return the flat indices in the whole parameter (int64) of the elements [start, stop) of its local part.
+
+    Padding gets indices too, which mean nothing.
+    """
+    local = torch.arange(start, stop, device=device)
+    return global_flat_index(local, place.shape, place.offsets, place.padded)
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:

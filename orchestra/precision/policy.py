@@ -5,9 +5,12 @@
 | fp32           | fp32                 | fp32                    | fp32 (the parameters)       |
 | bf16           | bf16                 | bf16                    | fp32                        |
 | bf16_fp32_grad | bf16                 | fp32                    | fp32                        |
+| fp16           | fp16                 | fp16, loss scaled       | fp32                        |
+| fp8            | bf16, fp8 in blocks  | bf16                    | fp32                        |
 
 Gradients travel between ranks in the type they accumulate in, unless precision.reduce_dtype names another.
-Norm statistics, softmax and the loss are computed in fp32 under every policy. It converts nothing itself.
+Norm statistics, softmax and the loss are computed in fp32 under every policy. It converts nothing itself;
+the loss's factor is in `loss_scale`, the products of fp8 in `fp8`.
 """
 
 from __future__ import annotations
@@ -33,6 +36,8 @@ _POLICIES = {
     PrecisionName.fp32: Policy(torch.float32, torch.float32, torch.float32),
     PrecisionName.bf16: Policy(torch.bfloat16, torch.bfloat16, torch.bfloat16),
     PrecisionName.bf16_fp32_grad: Policy(torch.bfloat16, torch.float32, torch.float32),
+    PrecisionName.fp16: Policy(torch.float16, torch.float16, torch.float16),
+    PrecisionName.fp8: Policy(torch.bfloat16, torch.bfloat16, torch.bfloat16),
 }
 _TYPES = {DType.fp32: torch.float32, DType.bf16: torch.bfloat16, DType.fp16: torch.float16}
 

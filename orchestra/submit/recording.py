@@ -20,7 +20,7 @@ from orchestra.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, LaunchErr
 from orchestra.events import EventWriter, node_writer, read_events
 from orchestra.report.verdict import Verdict, judge, node_verdict, of_attempt, ranks_with_verdict, signal_name
 from orchestra.rundir import RunDir
-from orchestra.topology import batch_shape, layout
+from orchestra.topology import batch_shape, has_open_micro_batch, layout
 
 # What most often sends these signals to a worker.
 _HINTS = {
@@ -131,6 +131,8 @@ def joined(run: RunDir, attempt: int, node: int) -> AttemptRecord:
 
 def _layout(config: Config, world_size: int) -> dict[str, object]:
     mesh = layout(config.parallelism, world_size)
+    if has_open_micro_batch(config.train):  # the ranks record what they find
+        return {"layout": dataclasses.asdict(mesh), "micro_batch_size": "auto", "accumulation": None}
     batch = batch_shape(config.train, mesh.dp)
     return {
         "layout": dataclasses.asdict(mesh),

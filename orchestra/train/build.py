@@ -6,15 +6,18 @@ import os
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from conf.schema import Config
 from orchestra.data.choice import open_source
 from orchestra.data.loader import BatchPlan, Loader
 from orchestra.errors import DataError
 from orchestra.model.transformer import Transformer
-from orchestra.optim.adamw import AdamW, make_adamw
+from orchestra.optim.adamw import AdamW, Trained, make_adamw
 from orchestra.parallel.apply import Parallelized, parallelize
 from orchestra.parallel.mesh import Mesh
+from orchestra.parallel.places import global_index
+from orchestra.precision.loss_scale import make_loss_scale
 from orchestra.topology import BatchShape, batch_shape
 from orchestra.train.step import TrainingStep
 
@@ -33,11 +36,18 @@ def build_training(config: Config, mesh: Mesh) -> Training:
     """Build model, optimizer and step for one rank. *Collective*."""
     batch = batch_shape(config.train, mesh.layout.dp)
     parallelized = parallelize(build_model(config), config, mesh)
-    optimizer = make_adamw(parallelized.trained, config.optim)
+    optimizer = build_optimizer(config, parallelized)
     return Training(
         parallelized=parallelized,
         optimizer=optimizer,
-        step=TrainingStep(parallelized, optimizer, config, mesh, batch.tokens_per_step),
+        step=TrainingStep(
+            parallelized,
+            optimizer,
+            config,
+            mesh,
+            batch.tokens_per_step,
+            make_loss_scale(config.precision, mesh.device),
+        ),
         batch=batch,
     )
 
@@ -46,6 +56,16 @@ def build_model(config: Config) -> Transformer:
     """Build the model on the meta device: no values and no memory yet."""
     with torch.device("meta"):
         return Transformer(config.model, config.train.loss_chunk_tokens)
+
+
+def build_optimizer(config: Config, parallelized: Parallelized) -> AdamW:
+    """Build the optimizer of what this rank trains."""
+    places = parallelized.places
+
+    def index(item: Trained, start: int, stop: int) -> Tensor:
+        return global_index(places[item.name], start, stop, item.master.device)
+
+    return make_adamw(parallelized.trained, config.optim, config.train.seed, index)
 
 
 def build_loader(config: Config, mesh: Mesh, batch: BatchShape, position: int) -> Loader:

@@ -13,11 +13,14 @@ from orchestra.data.ledger import Ledger
 from orchestra.data.loader import Batch, Loader
 from orchestra.events import EventWriter
 from orchestra.jsonl import JsonLinesWriter
+from orchestra.parallel.marks import marked
+from orchestra.precision.loss_scale import DynamicLossScale
+from orchestra.step_shares import Part
 from orchestra.train.build import Training
 from orchestra.train.checkpoints import Checkpoints
 from orchestra.train.faults import Faults
 from orchestra.train.metrics import Meter
-from orchestra.train.nonfinite import NonFiniteGuard
+from orchestra.train.nonfinite import NonFiniteGuard, OverflowLog
 from orchestra.train.position import Position
 from orchestra.train.profile import StepProfiler
 from orchestra.train.step import StepResult
@@ -26,9 +29,12 @@ from orchestra.train.stopping import Stopping
 
 @dataclass
 class Progress:
-    """The step that is being trained, for whoever has to say where it ended; 0 before the first."""
+    """The step that is being trained, for whoever has to say where it ended, and the one behind which the
+    attempt began; 0 before the first.
+    """
 
     step: int = 0
+    begin: int = 0
 
 
 @dataclass
@@ -62,17 +68,19 @@ def train(
     same step. Raises NonFiniteError by the policy.
     """
     guard = _guard(config, training, recorder, begin)
+    overflows = OverflowLog(training.step.loss_scale, recorder.events)
     last_step = config.train.steps
-    recorder.progress.step = begin.step
+    recorder.progress.step = recorder.progress.begin = begin.step
     if begin.step < last_step and course.stopping.begin(begin.step):
         return _requested(begin.step, course, recorder)
     for step in range(begin.step + 1, last_step + 1):
         recorder.progress.step = step
         course.faults.strike("step", step)
-        began = time.perf_counter()
-        batch = course.loader.next_batch()
-        data_time_s = time.perf_counter() - began
         with recorder.profiler.step(step):
+            began = time.perf_counter()
+            with marked(Part.data):
+                batch = course.loader.next_batch()
+            data_time_s = time.perf_counter() - began
             result = training.step.run(step, batch.tokens)
         if recorder.ledger is not None:
             recorder.ledger.write(step, batch.sample_ids)
@@ -87,11 +95,11 @@ def train(
             loss = float(result.loss) if is_row else math.nan
             recorder.meter.add_step(time.perf_counter() - began, data_time_s, training.batch.tokens_per_step)
             if is_row:
-                _log(step, loss, result, recorder, guard.num_skipped)
+                _log(step, loss, result, recorder, guard.num_skipped, overflows)
         if failure is not None:
             raise failure
         if is_saved:
-            behind = _position(step, batch, result, guard, recorder)
+            behind = _position(step, batch, result, guard, recorder, training.step.loss_scale)
             course.checkpoints.save(behind, is_last=request is not None)
         if request is not None:
             return request
@@ -117,17 +125,29 @@ def _guard(config: Config, training: Training, recorder: Recorder, begin: Positi
     )
 
 
-def _log(step: int, loss: float, result: StepResult, recorder: Recorder, num_skipped: int) -> None:
+def _log(
+    step: int,
+    loss: float,
+    result: StepResult,
+    recorder: Recorder,
+    num_skipped: int,
+    overflows: OverflowLog,
+) -> None:
     assert recorder.meter is not None
     assert recorder.metrics is not None
     row = recorder.meter.row(
         step, loss=loss, grad_norm=float(result.grad_norm), lr=result.lr, nonfinite_steps=num_skipped
     )
-    recorder.metrics.write(row)
+    recorder.metrics.write({**row, **overflows.columns(step)})
 
 
 def _position(
-    step: int, batch: Batch, result: StepResult, guard: NonFiniteGuard, recorder: Recorder
+    step: int,
+    batch: Batch,
+    result: StepResult,
+    guard: NonFiniteGuard,
+    recorder: Recorder,
+    loss_scale: DynamicLossScale | None,
 ) -> Position:
     """Return where the run stands behind `step`. The totals are rank 0's, which alone writes them down."""
     loss = float(result.loss)
@@ -137,4 +157,5 @@ def _position(
         nonfinite=guard.counts(),
         totals=None if recorder.meter is None else recorder.meter.totals(),
         score=loss if math.isfinite(loss) else None,
+        loss_scale=None if loss_scale is None else loss_scale.state,
     )

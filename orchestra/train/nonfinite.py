@@ -1,4 +1,7 @@
-"""What happens to steps whose loss or gradient norm is not finite: counted, told, and in the end an error."""
+"""What happens to steps whose loss or gradient norm is not finite: counted, told, and in the end an error.
+
+Overflows of a scaled loss are none of these: they belong to fp16, correct the factor, and are told only.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ from dataclasses import dataclass
 from conf.schema import Config, OnNonfinite
 from orchestra.errors import NonFiniteError
 from orchestra.events import EventWriter
+from orchestra.jsonl import Record
+from orchestra.precision.loss_scale import DynamicLossScale
 from orchestra.train.step import StepResult
 
 
@@ -77,3 +82,27 @@ class NonFiniteGuard:
             f"(train.max_nonfinite_steps={self._limit}). Lower optim.lr, raise optim.warmup_steps, or use "
             "precision=fp32 to see whether it is a matter of range"
         )
+
+
+class OverflowLog:
+    """Tells what a scaled loss does, at logged steps: two columns more in the metrics, and an event where
+    steps were left out since the last one. *Rank 0 only*; without a scaled loss it says nothing.
+    """
+
+    def __init__(self, loss_scale: DynamicLossScale | None, events: EventWriter) -> None:
+        self._loss_scale = loss_scale
+        self._events = events
+        self._num_told = 0 if loss_scale is None else loss_scale.state.num_overflows
+
+    def columns(self, step: int) -> Record:
+        """Return the factor of the step to come, and the steps left out since the run began. Waits for the
+        device.
+        """
+        if self._loss_scale is None:
+            return {}
+        state = self._loss_scale.state
+        num_new, self._num_told = state.num_overflows - self._num_told, state.num_overflows
+        if num_new:
+            told = {"num_skipped": num_new, "loss_scale": state.scale}
+            self._events.write("loss_scale_lowered", step=step, **told)
+        return {"loss_scale": state.scale, "overflow_steps": state.num_overflows}

@@ -5,12 +5,14 @@ The learning rate is not in it: it follows from the step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from orchestra.errors import UnusableCheckpointError
 from orchestra.events import is_number, is_whole
+from orchestra.precision.loss_scale import MOST, ScaleState
 from orchestra.train.metrics import Totals
 from orchestra.train.nonfinite import NonFiniteSteps
 
@@ -21,6 +23,7 @@ class Position:
 
     `num_updates` counts the optimizer's updates (skipped steps left out). `score` is the last loss, None
     where it was not finite. `totals` is None before the first step, and on ranks that keep none.
+    `loss_scale` is None where the loss is not scaled.
     """
 
     step: int = 0
@@ -29,12 +32,14 @@ class Position:
     nonfinite: NonFiniteSteps = field(default_factory=NonFiniteSteps)
     totals: Totals | None = None
     score: float | None = None
+    loss_scale: ScaleState | None = None
 
 
 def to_json(position: Position) -> dict[str, Any]:
     """Return a position with its totals as it stands in a checkpoint's manifest."""
     assert position.totals is not None
     totals = asdict(position.totals)
+    scaled = {} if position.loss_scale is None else {"loss_scale": asdict(position.loss_scale)}
     return {
         "step": position.step,
         "samples": position.samples,
@@ -43,6 +48,7 @@ def to_json(position: Position) -> dict[str, Any]:
         "nonfinite": asdict(position.nonfinite),
         "metrics": totals,
         "score": position.score,
+        **scaled,
     }
 
 
@@ -58,6 +64,17 @@ def from_json(state: Mapping[str, Any]) -> Position:
         nonfinite=NonFiniteSteps(nonfinite.whole("num_skipped"), nonfinite.whole("num_in_a_row")),
         totals=Totals(metrics.number("started_at"), top.whole("tokens"), metrics.number("productive_s")),
         score=score if is_number(score) else None,
+        loss_scale=_loss_scale(state),
+    )
+
+
+def _loss_scale(state: Mapping[str, Any]) -> ScaleState | None:
+    """Return the state of the loss's factor; None where the run that saved had none."""
+    if "loss_scale" not in state:
+        return None
+    values = _Reader(state, "loss_scale")
+    return ScaleState(
+        values.power_of_two("scale", MOST), values.whole("num_good_steps"), values.whole("num_overflows")
     )
 
 
@@ -80,6 +97,13 @@ class _Reader:
         if not is_number(value):
             raise self._wrong(key, value)
         return float(value)
+
+    def power_of_two(self, key: str, most: float) -> float:
+        """Return a power of two from 1 to `most`."""
+        value = self.number(key)
+        if not (1.0 <= value <= most and value == 2.0 ** round(math.log2(value))):
+            raise self._wrong(key, value)
+        return value
 
     def _wrong(self, key: str, value: object) -> UnusableCheckpointError:
         return UnusableCheckpointError(

@@ -35,6 +35,8 @@ _SHAPE_KEYS = (
 )
 # Choices that decide which samples come next: a run keeps them, as `orchestra resume` says too.
 _ORDER_KEYS = ("train.seed", "train.seq_len", "data.source", "data.path")
+# What the optimizer's moments are kept in: a checkpoint holds their bits.
+_STATE_KEY = "optim.state_dtype"
 # Names that an error lists before it says how many more there are.
 _MAX_LISTED = 5
 
@@ -130,6 +132,7 @@ def facts(config: Config) -> dict[str, Any]:
         "data.source": config.data.source.name,
         "data.path": config.data.path,
         "precision": config.precision.name.name,
+        _STATE_KEY: config.optim.state_dtype.name,
     }
     return {**shape, **others}
 
@@ -150,6 +153,11 @@ def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list[
         raise UnusableCheckpointError(
             f"the checkpoint was written with {found}, this run has {expected}; use the same values, or "
             "another checkpoint.dir"
+        )
+    if _STATE_KEY in differing:
+        raise UnusableCheckpointError(
+            f"the checkpoint was written with {_STATE_KEY}={saved[_STATE_KEY]}, this run has "
+            f"{now[_STATE_KEY]}; moments are not converted: use the same value, or another checkpoint.dir"
         )
     order = [f"{key}={saved[key]} (this run has {now[key]})" for key in _ORDER_KEYS if key in differing]
     if order:

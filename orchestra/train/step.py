@@ -16,20 +16,28 @@ from conf.schema import Config
 from orchestra.optim.adamw import AdamW
 from orchestra.optim.schedule import learning_rate
 from orchestra.parallel.apply import Parallelized
+from orchestra.parallel.marks import marked
 from orchestra.parallel.mesh import Mesh
 from orchestra.parallel.zero.stage import norm_over_ranks
+from orchestra.precision.loss_scale import DynamicLossScale
+from orchestra.step_shares import Part
 
 
 @dataclass(frozen=True)
 class StepResult:
     """Scalars on the device: mean loss in nats per token over the global batch, gradient norm before
     clipping, and whether the update was left out because one of the two was not finite.
+
+    With a scaled loss, `loss_scale` is the factor it had, and an update that was left out because of it
+    counts as `has_overflowed` and not as skipped.
     """
 
     loss: Tensor
     grad_norm: Tensor
     was_skipped: Tensor
     lr: float
+    loss_scale: Tensor | None = None
+    has_overflowed: Tensor | None = None
 
 
 class TrainingStep:
@@ -42,6 +50,7 @@ class TrainingStep:
         config: Config,
         mesh: Mesh,
         tokens_per_step: int,
+        loss_scale: DynamicLossScale | None = None,
     ) -> None:
         self._parallel = parallelized
         self._optimizer = optimizer
@@ -50,34 +59,50 @@ class TrainingStep:
         # The loss is normalised by the tokens of the whole global batch, so that sums over micro-batches and
         # ranks are the gradient of the mean, whatever the layout.
         self._share = 1.0 / tokens_per_step
+        self.loss_scale = loss_scale
 
     def run(self, step: int, tokens_ABS: Tensor) -> StepResult:
         """Train on this rank's micro-batches [A, B, S + 1] (int64, any device) and update the parameters."""
         lr = learning_rate(self._config.optim, self._config.train, step)
         loss, loss_work = self._forward_backward(tokens_ABS)
         stage = self._parallel.stage
-        grad_norm = norm_over_ranks(stage.finish(), self._mesh)
+        # The sum of squares is the first part of clipping.
+        with marked(Part.optimizer):
+            grad_norm = norm_over_ranks(stage.finish(), self._mesh)
         if loss_work is not None:
-            loss_work.wait()
+            with marked(Part.communication):
+                loss_work.wait()
+        scale = None if self.loss_scale is None else self.loss_scale.scale
+        if scale is not None:
+            loss, grad_norm = loss / scale, grad_norm / scale
         is_bad = ~(torch.isfinite(loss) & torch.isfinite(grad_norm))
         self._optimizer.lr = lr
-        self._optimizer.begin_step(grad_norm, is_bad)
-        stage.update(self._optimizer.update)
-        return StepResult(loss, grad_norm, is_bad, lr)
+        self._optimizer.begin_step(step, grad_norm, is_bad, scale)
+        with marked(Part.optimizer):
+            stage.update(self._optimizer.update)
+        if self.loss_scale is None:
+            return StepResult(loss, grad_norm, is_bad, lr)
+        has_overflowed = self.loss_scale.overflowed(loss, grad_norm)
+        self.loss_scale.follow(has_overflowed, ~is_bad)
+        return StepResult(loss, grad_norm, is_bad & ~has_overflowed, lr, scale, has_overflowed)
 
     def _forward_backward(self, tokens_ABS: Tensor) -> tuple[Tensor, dist.Work | None]:
         num_micro_batches = tokens_ABS.shape[0]
         total = torch.zeros((), device=self._mesh.device)
         work: dist.Work | None = None
+        # The loss takes its gradients in the forward pass: what scales them has to come in there.
+        share = self._share if self.loss_scale is None else self.loss_scale.scale * self._share
         for index in range(num_micro_batches):
             is_last = index == num_micro_batches - 1
             self._parallel.stage.begin(is_first=index == 0, is_last=is_last)
             tokens_BS = tokens_ABS[index].to(self._mesh.device, non_blocking=True)
-            loss = self._parallel.model(tokens_BS[:, :-1], tokens_BS[:, 1:], self._share)
+            with marked(Part.forward):
+                loss = self._parallel.model(tokens_BS[:, :-1], tokens_BS[:, 1:], share)
             total += loss.detach()
             if is_last and self._mesh.dp_group is not None:
                 # Every rank needs the global loss to agree on a skip; its reduction hides behind the backward
                 # pass.
                 work = dist.all_reduce(total, group=self._mesh.dp_group, async_op=True)
-            loss.backward()
+            with marked(Part.backward):
+                loss.backward()
         return total, work

@@ -30,6 +30,7 @@ from orchestra.flops import num_parameters
 from orchestra.frozen import read_config
 from orchestra.jsonl import JsonLinesWriter
 from orchestra.metrics_file import MFU_CONVENTION
+from orchestra.parallel.low_precision import refuse_missing_hardware
 from orchestra.parallel.mesh import Mesh, RankEnvironment, open_mesh, rank_environment
 from orchestra.parallel.peers import open_peers
 from orchestra.rundir import RunDir
@@ -37,7 +38,9 @@ from orchestra.train.build import Training, build_loader, build_training, set_nu
 from orchestra.train.checkpoints import Checkpoints, Setting
 from orchestra.train.faults import Faults, planned_faults
 from orchestra.train.loop import Course, Progress, Recorder, train
+from orchestra.train.memory_report import is_out_of_memory, out_of_memory
 from orchestra.train.metrics import Meter, meter_settings, totals_of_nothing
+from orchestra.train.micro_batch import with_micro_batch_size
 from orchestra.train.peak import device_peak_flops
 from orchestra.train.position import Position
 from orchestra.train.profile import StepProfiler
@@ -113,6 +116,7 @@ def _train(config: Config, ranks: RankEnvironment, records: Records) -> None:
     this one, and the verdict comes first.
     """
     with open_mesh(config, ranks) as mesh:
+        refuse_missing_hardware(config, mesh.device)
         set_numerics(config, mesh.device)
         train_on(mesh, config, ranks, records)
 
@@ -120,14 +124,28 @@ def _train(config: Config, ranks: RankEnvironment, records: Records) -> None:
 def train_on(mesh: Mesh, config: Config, ranks: RankEnvironment, records: Records) -> Training:
     """Build, restore and train to the end on a mesh that is open; return what was trained. *Collective*.
 
-    Raises StopRequested, on all ranks behind the same step, where somebody asked for it before the end.
+    Raises StopRequested, on all ranks behind the same step, where somebody asked for it before the end, and
+    OutOfMemoryError on a rank whose memory does not suffice.
     """
+    config = with_micro_batch_size(config, mesh, ranks, records.events)
+    try:
+        return _train_on(mesh, config, ranks, records)
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        step, begin = records.progress.step, records.progress.begin
+        raise out_of_memory(error, config, mesh.layout, mesh.device, step=step, begin=begin) from error
+
+
+def _train_on(mesh: Mesh, config: Config, ranks: RankEnvironment, records: Records) -> Training:
     training = build_training(config, mesh)
     faults = Faults(planned_faults(config.recovery.inject), records.attempt, mesh.rank)
     peers = open_peers(mesh, ranks, records.attempt, config.checkpoint.timeout_s)
     checkpoints = _checkpoints(config, ranks, mesh, training, records, faults, peers)
     begin = checkpoints.begin()
     _refuse_past_end(config, begin)
+    if training.step.loss_scale is not None and begin.loss_scale is not None:
+        training.step.loss_scale.state = begin.loss_scale
     loader = build_loader(config, mesh, training.batch, begin.samples)
     recorder = _recorder(config, mesh, training, records, begin)
     watch = RequestWatch(records.run, records.attempt) if mesh.rank == 0 else None
@@ -170,7 +188,9 @@ def _checkpoints(
 def _recorder(config: Config, mesh: Mesh, training: Training, records: Records, begin: Position) -> Recorder:
     run, events = records.run, records.events
     ledger = Ledger(run, mesh.rank, records.attempt) if config.data.ledger else None
-    profiler = StepProfiler(config.train.profile, run, mesh.rank)
+    profiler = StepProfiler(
+        config.train.profile, run, mesh.rank, mesh.traffic, training.parallelized.stage.settle
+    )
     if mesh.rank != 0:
         return Recorder(events, records.progress, profiler, ledger, meter=None, metrics=None)
     peak = device_peak_flops(config, mesh.device)

@@ -12,6 +12,7 @@ from source_tree import PACKAGES, Module, ancestors, imports, modules, reached, 
 ORDER = (
     # what both planes know: errors, files and their paths
     *("errors", "units", "rundir", "sweepdir", "jsonl", "events", "control", "frozen", "metrics_file"),
+    "step_shares",
     # integers and tables
     *("topology", "hardware", "flops", "activations"),
     # shapes and bytes of published weights

@@ -103,9 +103,9 @@ def tokens_of(config: Config, step: int, mesh: Mesh, training: Training) -> Tens
     batch = training.batch
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(
-        0, config.model.vocab_size, (batch.global_batch_size, SEQUENCE + 1), generator=generator
+        0, config.model.vocab_size, (batch.global_batch_size, batch.seq_len + 1), generator=generator
     )
-    return tokens.view(-1, batch.dp, batch.micro_batch_size, SEQUENCE + 1)[:, mesh.coordinates.dp]
+    return tokens.view(-1, batch.dp, batch.micro_batch_size, batch.seq_len + 1)[:, mesh.coordinates.dp]
 
 
 def take_steps(
@@ -125,6 +125,8 @@ def trained(rank: int, world: int, config: Config, steps: int = 20) -> Trained:
     rows = take_steps(config, training, mesh, range(1, steps + 1))
     state = TensorState(training.parallelized, training.optimizer, mesh)
     shards = [shard for shard in state.snapshot() if not shard.name.startswith("rng.")]
+    training.parallelized.stage.settle()
+    training.parallelized.stage.close()
     return Trained(rows, shards, dict(mesh.traffic.bytes_sent), training.batch.tokens_per_step)
 
 

@@ -14,6 +14,7 @@ from small_trainings import ODD, config_of, start, take_steps
 
 from checkpointing.checkpointer import Checkpointer
 from checkpointing.options import Options
+from checkpointing.shards import as_bytes
 from conf.schema import Config
 from orchestra.train.state import TensorState, digest
 
@@ -74,7 +75,7 @@ def go_on(rank: int, world: int, config: Config, place: Path, topic: str, last: 
 
 def bits(state: TensorState) -> list[tuple[str, tuple[int, ...], bytes]]:
     return [
-        (shard.name, shard.offsets, shard.tensor.detach().contiguous().numpy().tobytes())
+        (shard.name, shard.offsets, as_bytes(shard.tensor.detach().contiguous()).numpy().tobytes())
         for shard in state.snapshot()
     ]
 

@@ -13,6 +13,7 @@ Under torch.compile the functional collectives are traced instead. Nothing here 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +22,9 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
+from orchestra.parallel.marks import marked
 from orchestra.parallel.traffic import Traffic
+from orchestra.step_shares import Part
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,22 @@ def tensor_group(
     return made
 
 
+class _Work:
+    """A collective under way, the wait for which is marked in traces."""
+
+    def __init__(self, work: dist.Work) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        with marked(Part.communication):
+            self._work.wait()
+
+
+def _started(collective: Callable[..., Any], *tensors: Tensor, group: dist.ProcessGroup) -> _Work:
+    with marked(Part.communication):
+        return _Work(collective(*tensors, group=group, async_op=True))
+
+
 class PendingScatter:
     """A reduce-scatter under way; `wait` returns this rank's part of the sum."""
 
@@ -66,14 +85,14 @@ class PendingScatter:
         self._group = group
         group.traffic.add_reduce_scatter(full.nbytes, group.size)
         flat = full.contiguous().view(-1)
-        self._work: Any
         if full.is_cuda:
             self._arrived = flat.new_empty(flat.numel() // group.size)
             scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-            self._work = scatter(self._arrived, flat, group=group.process_group, async_op=True)
+            self._work = _started(scatter, self._arrived, flat, group=group.process_group)
         else:
             self._arrived = torch.empty_like(flat)
-            self._work = dist.all_to_all_single(self._arrived, flat, group=group.process_group, async_op=True)
+            exchange = dist.all_to_all_single
+            self._work = _started(exchange, self._arrived, flat, group=group.process_group)
 
     def wait(self) -> Tensor:
         self._work.wait()
@@ -99,17 +118,17 @@ class PendingGather:
         return self._full
 
 
-def _gather_into(out: Tensor, flat: Tensor, group: TensorGroup) -> Any:
+def _gather_into(out: Tensor, flat: Tensor, group: TensorGroup) -> _Work:
     group.traffic.add_all_gather(out.nbytes, group.size)
     # torch 2.13 has renamed it.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return gather(out, flat, group=group.process_group, async_op=True)
+    return _started(gather, out, flat, group=group.process_group)
 
 
 def start_sum(tensor: Tensor, group: TensorGroup) -> Any:
     """Begin to sum a contiguous tensor over the ranks in place; return what to wait for. *Collective*."""
     group.traffic.add_all_reduce(tensor.nbytes, group.size)
-    return dist.all_reduce(tensor, group=group.process_group, async_op=True)
+    return _started(dist.all_reduce, tensor, group=group.process_group)
 
 
 def gather_parts(part: Tensor, group: TensorGroup) -> Tensor:

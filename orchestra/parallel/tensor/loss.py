@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from orchestra.model.loss import IGNORED_TARGET, ChunkGradients, chunk_tokens
+from orchestra.model.loss import IGNORED_TARGET, ChunkGradients, chunk_tokens, is_surely_one
 from orchestra.parallel.tensor.collectives import (
     PendingScatter,
     TensorGroup,
@@ -55,7 +55,7 @@ class _Chunk:
         largest = logits_CV.amax(dim=1)
         return target_logit, largest, logits_CV.sub_(largest.unsqueeze(1)).exp_()
 
-    def finish(self, scale: float) -> tuple[Tensor, Tensor]:
+    def finish(self, scale: float | Tensor) -> tuple[Tensor, Tensor]:
         """Return the scaled sum of the loss, the same bits on all ranks, and the gradient of the logits."""
         self._work.wait()
         largest_NC, sums_NC, targets_NC = self._gathered.unbind(1)
@@ -80,7 +80,7 @@ class _CutCrossEntropy(torch.autograd.Function):
         hidden_TE: Tensor,
         weight_VE: Tensor,
         target_T: Tensor,
-        scale: float,
+        scale: float | Tensor,
         chunk: int,
         words: Cut,
         group: TensorGroup,
@@ -127,8 +127,7 @@ class _CutCrossEntropy(torch.autograd.Function):
             arrived = pending.wait()
             if isinstance(pending, PendingScatter):
                 grad_hidden = arrived
-        # The scale is in them already: see the loss of a single device.
-        if grad.is_cuda or grad != 1:
+        if not is_surely_one(grad):
             grad_hidden, grad_weight = grad_hidden * grad, grad_weight * grad
         return grad_hidden, grad_weight, None, None, None, None, None
 
@@ -146,7 +145,7 @@ class CutLoss:
         weight_VE: Tensor,
         target_T: Tensor,
         *,
-        scale: float = 1.0,
+        scale: float | Tensor = 1.0,
         chunk: int | None = None,
     ) -> Tensor:
         """Return `scale` times the summed cross-entropy in nats, equal on all ranks. *Collective*.

@@ -8,6 +8,7 @@ Shape letters: B batch, S sequence, E hidden size, T tokens (B·S).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from orchestra.model.layers import Products
 from orchestra.parallel.tensor.collectives import (
     PendingGather,
     PendingScatter,
@@ -64,11 +66,15 @@ class RowsProducts:
     """Takes the place of `products_of` where the linear layers have some rows of their weights only."""
 
     group: TensorGroup
+    # Takes the products of the full input in another precision; sums and products then follow each other.
+    inner: Products | None = None
 
     def __call__(self, x_BSE: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
         """Return this rank's outputs [B, S, …] for an input [B, S, E] or this rank's part of one.
         *Collective* in the backward pass, and under sequence parallelism in the forward pass.
         """
+        if self.inner is not None:
+            return self.inner(entering(x_BSE, self.group), *linears)
         if torch.compiler.is_compiling():
             full = entering(x_BSE, self.group)
             return tuple(F.linear(full, linear.weight, linear.bias) for linear in linears)
@@ -87,10 +93,12 @@ class ColumnsProduct(nn.Module):
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
         self.group = group
+        # The product of this rank's columns; another precision puts its own in this place.
+        self.product: Callable[[Tensor, Tensor], Tensor] = F.linear
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the sum over ranks [B, S, E] or this rank's part of it. *Collective*."""
         # Two nodes and not one function: a recomputation that only needs the product's input ends before it.
         # Summing one part of the tokens while the next is multiplied was not faster with gloo.
-        total = leaving(F.linear(x, self.weight), self.group)
+        total = leaving(self.product(x, self.weight), self.group)
         return total if self.bias is None else total + self.bias

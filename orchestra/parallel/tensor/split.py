@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from conf.schema import Config, ModelConfig
 from orchestra.model.layers import Attention, GeluMLP, SwiGLU
 from orchestra.model.transformer import Transformer
-from orchestra.parallel.mesh import Mesh
+from orchestra.parallel.mesh import Mesh, OpenGroup
 from orchestra.parallel.places import TensorPlace, whole_place, whole_places
 from orchestra.parallel.tensor.collectives import TensorGroup, tensor_group
 from orchestra.parallel.tensor.cuts import Cut, cut_of, num_sharing_kv
@@ -37,15 +37,15 @@ def split_tensors(model: Transformer, config: Config, mesh: Mesh) -> dict[str, T
         # A GPU gathers again behind a product, for less memory; on CPU a gather is not hidden by anything.
         gathers_again=is_sequence_parallel and mesh.device.type == "cuda",
     )
-    places = _cut_parameters(model, group, mesh.tp_group)
+    places = _cut_parameters(model, group, mesh.tp_group, mesh.open_group)
     _replace_modules(model, group)
     return places
 
 
 def _cut_parameters(
-    model: Transformer, group: TensorGroup, tp_group: dist.ProcessGroup
+    model: Transformer, group: TensorGroup, tp_group: dist.ProcessGroup, open_group: OpenGroup
 ) -> dict[str, TensorPlace]:
-    sharing = _sharing_group(model.config, group, tp_group)
+    sharing = _sharing_group(model.config, group, tp_group, open_group)
     places: dict[str, TensorPlace] = {}
     for name, parameter in list(model.named_parameters()):
         cut = cut_of(name, model.config, group.size, group.rank)
@@ -85,7 +85,7 @@ def _place(parameter: Tensor, cut: Cut, sum_group: dist.ProcessGroup | None) -> 
 
 
 def _sharing_group(
-    model: ModelConfig, group: TensorGroup, tp_group: dist.ProcessGroup
+    model: ModelConfig, group: TensorGroup, tp_group: dist.ProcessGroup, open_group: OpenGroup
 ) -> dist.ProcessGroup | None:
     """Return the neighbours that have the same key-value heads as this rank; None where nobody shares."""
     sharing = num_sharing_kv(model, group.size)
@@ -96,8 +96,7 @@ def _sharing_group(
     first = group.rank // sharing * sharing
     ranks = dist.get_process_group_ranks(tp_group)[first : first + sharing]
     # Only its members make it: other tensor-parallel groups do so at the same time.
-    neighbours: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
-    return neighbours
+    return open_group(ranks)
 
 
 def _replace_parameter(model: nn.Module, name: str, shape: tuple[int, ...]) -> None:

@@ -24,10 +24,11 @@ class Arrivals:
         unit_of = {
             id(item.parameter): number for number, unit in enumerate(units.units) for item in unit.trained
         }
+        self._hooks = []
         for block, users in _blocks(model):
             parameters = [parameter for user in users for parameter in user.parameters()]
             numbers = sorted({unit_of[id(parameter)] for parameter in parameters})
-            block.register_forward_pre_hook(self._waiter(numbers))
+            self._hooks.append(block.register_forward_pre_hook(self._waiter(numbers)))
 
     def start(self, number: int) -> None:
         """Start to bring a unit to all ranks; its owned range has its new values."""
@@ -36,6 +37,12 @@ class Arrivals:
     def settle(self) -> None:
         """Wait for all."""
         self._wait(list(self._pending))
+
+    def close(self) -> None:
+        """Watch the model no more."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
 
     def _waiter(self, numbers: Sequence[int]) -> Callable[..., None]:
         def wait(*_: Any) -> None:

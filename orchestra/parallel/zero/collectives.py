@@ -16,8 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from orchestra.parallel.marks import marked
 from orchestra.parallel.traffic import Traffic
 from orchestra.parallel.zero.spare import SpareMemory
+from orchestra.step_shares import Part
 
 # Direct messages of gathers and of sums must not be taken for each other where both are under way.
 _GATHER_TAG, _SUM_TAG = 11, 12
@@ -41,8 +43,9 @@ class _Works:
     kept: list[Tensor] = field(default_factory=list)
 
     def finish(self) -> None:
-        for work in self.works:
-            work.wait()
+        with marked(Part.communication):
+            for work in self.works:
+                work.wait()
 
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self.works)
@@ -100,7 +103,8 @@ class Collectives:
         """Sum `flat` over the ranks, in place."""
         wired = flat.to(self._wire)
         self._traffic.add_all_reduce(wired.nbytes, self.size)
-        work = dist.all_reduce(wired, group=self._group, async_op=True)
+        with marked(Part.communication):
+            work = dist.all_reduce(wired, group=self._group, async_op=True)
         assert work is not None
         if wired is flat:
             return _Works([work])
@@ -127,7 +131,8 @@ class Collectives:
                 spare=self._spare,
             )
         reduce_scatter = _named("reduce_scatter_single", "reduce_scatter_tensor")
-        work = reduce_scatter(parts[self.index], wired, group=self._group, async_op=True)
+        with marked(Part.communication):
+            work = reduce_scatter(parts[self.index], wired, group=self._group, async_op=True)
         assert work is not None
         if wired is flat:
             return _Works([work])
@@ -142,7 +147,8 @@ class Collectives:
             others = [parts[peer] for peer in self._others()]
             return _Works(self._exchange([own] * self.size, others, _GATHER_TAG))
         all_gather = _named("all_gather_single", "all_gather_into_tensor")
-        work = all_gather(flat, own, group=self._group, async_op=True)
+        with marked(Part.communication):
+            work = all_gather(flat, own, group=self._group, async_op=True)
         assert work is not None
         return _Works([work])
 
@@ -155,12 +161,13 @@ class Collectives:
     def _exchange(self, outgoing: list[Tensor], incoming: list[Tensor], tag: int) -> list[dist.Work]:
         """Send outgoing[peer] to each peer; receive from each other rank, in rank order."""
         works: list[dist.Work | None] = []
-        for peer, target in zip(self._others(), incoming, strict=True):
-            works.append(dist.irecv(target, group=self._group, group_src=peer, tag=tag))
-        for step in range(1, self.size):
-            # Each rank begins with another neighbour, so that nobody is the first target of all.
-            peer = (self.index + step) % self.size
-            works.append(dist.isend(outgoing[peer], group=self._group, group_dst=peer, tag=tag))
+        with marked(Part.communication):
+            for peer, target in zip(self._others(), incoming, strict=True):
+                works.append(dist.irecv(target, group=self._group, group_src=peer, tag=tag))
+            for step in range(1, self.size):
+                # Each rank begins with another neighbour, so that nobody is the first target of all.
+                peer = (self.index + step) % self.size
+                works.append(dist.isend(outgoing[peer], group=self._group, group_dst=peer, tag=tag))
         return [work for work in works if work is not None]
 
 

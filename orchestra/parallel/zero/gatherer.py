@@ -48,17 +48,21 @@ class Gatherer:
         self._shard = shard
         self._reducer = reducer
         self._is_backward = False
-        memories = {unit.whole.untyped_storage().data_ptr(): _Buffer() for unit in self._units}
-        self._buffers = [memories[unit.whole.untyped_storage().data_ptr()] for unit in self._units]
+        memories = {unit.whole.untyped_storage()._cdata: _Buffer() for unit in self._units}
+        self._buffers = [memories[unit.whole.untyped_storage()._cdata] for unit in self._units]
         # Collectives write through an alias that counts no versions: autograd must not take the refilling of
         # a buffer for a change of what it has kept.
         self._wholes = [unit.whole.data for unit in self._units]
         blocks = [model.embed_tokens, *model.layers, model.norm]
         assert len(blocks) == len(self._units)
-        for number, block in enumerate(blocks):
+        self._hooks = [
             block.register_forward_pre_hook(self._before_forward(number))
-        for number, block in enumerate(model.layers, 1):
+            for number, block in enumerate(blocks)
+        ]
+        self._hooks += [
             block.register_forward_hook(self._behind_forward(number))
+            for number, block in enumerate(model.layers, 1)
+        ]
 
     def begin(self) -> None:
         """Start to fetch what a forward pass needs first."""
@@ -71,6 +75,12 @@ class Gatherer:
         for buffer in self._buffers:
             buffer.settle()
             buffer.holder = None
+
+    def close(self) -> None:
+        """Watch the model no more."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
 
     def _before_forward(self, number: int) -> Callable[..., None]:
         def gather(*_: Any) -> None:
@@ -117,6 +127,6 @@ class Gatherer:
         unit, whole, buffer = self._units[number], self._wholes[number], self._buffers[number]
         buffer.settle()
         begin, end = unit.layout.range_of(unit.index)
-        whole[begin:end].copy_(unit.owned)
+        whole[begin:end].copy_(unit.owned, non_blocking=True)
         buffer.pending = self._shard.gather(whole)
         buffer.holder = number

@@ -74,11 +74,13 @@ class Reducer:
         self._of_replicas: list[Pending] = []
         self._spare = SpareMemory(precision.reduce)
         self._units = [self._made(unit, precision.gradient) for unit in units.units]
-        for gradients in self._units:
-            for number, item in enumerate(gradients.unit.trained):
-                item.parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                    self._taker(gradients, number)
-                )
+        self._hooks = [
+            item.parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                self._taker(gradients, number)
+            )
+            for gradients in self._units
+            for number, item in enumerate(gradients.unit.trained)
+        ]
 
     def begin(self, *, is_first: bool, is_last: bool) -> None:
         """Expect the gradients of a micro-batch."""
@@ -105,9 +107,21 @@ class Reducer:
         """Whether the backward pass of this micro-batch is through with a unit."""
         return self._units[number].num_missing == 0
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the gradients that are kept from one micro-batch to the next."""
+        kept = (it.whole if self._keeps_whole else it.owned for it in self._units)
+        return sum(flat.nbytes for flat in kept if flat is not None)
+
+    def close(self) -> None:
+        """Take no more gradients."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
     def _made(self, unit: Unit, dtype: torch.dtype) -> _Gradients:
         if not self._keeps_whole:
-            return _Gradients(unit, torch.zeros_like(unit.owned, dtype=dtype), None)
+            return _Gradients(unit, torch.zeros_like(unit.owned, dtype=dtype, device=unit.whole.device), None)
         whole = torch.zeros_like(unit.whole, dtype=dtype)
         begin, end = unit.layout.range_of(unit.index)
         return _Gradients(unit, whole[begin:end], whole, unit.whole_views(whole))

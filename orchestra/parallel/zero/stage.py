@@ -12,10 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from orchestra.optim.adamw import Trained, squared_norm
+from orchestra.parallel.marks import marked
 from orchestra.parallel.mesh import Mesh
 from orchestra.parallel.places import TensorPlace
 from orchestra.parallel.traffic import Traffic
-from orchestra.parallel.zero.storage import Unit, Units
+from orchestra.parallel.zero.storage import Units, follow
+from orchestra.step_shares import Part
 
 # Updates some masters with their gradients, which have the masters' dtype and shape and may be overwritten.
 Update = Callable[[Sequence[Trained], Sequence[Tensor]], None]
@@ -42,6 +44,15 @@ class Stage(Protocol):
 
     def settle(self) -> None:
         """Wait until parameters can be read outside of the forward pass. With ZeRO-3 they never can."""
+
+    def gradient_bytes(self) -> int:
+        """Return the bytes of the gradients that are kept from one micro-batch to the next. *Any rank*."""
+
+    def close(self) -> None:
+        """Let go of the model: hooks that know their owner keep each other, and all memory, alive.
+
+        *Any rank*, settled; nothing can be trained any more.
+        """
 
 
 class Alone:
@@ -73,18 +84,18 @@ class Alone:
     def settle(self) -> None:
         """Nothing is ever under way."""
 
+    def gradient_bytes(self) -> int:
+        return sum(item.parameter.nbytes for item in self._units.trained)
+
+    def close(self) -> None:
+        """There are no hooks."""
+
 
 def _gradient(parameter: Tensor) -> Tensor:
     gradient = parameter.grad
     # A parameter that took no part in the loss would stay as it is, unnoticed.
     assert gradient is not None, "a parameter got no gradient"
     return gradient
-
-
-def follow(unit: Unit) -> None:
-    """Round a unit's masters into the range of parameters that this rank owns, where the two differ."""
-    if unit.masters is not unit.owned:
-        unit.owned.copy_(unit.masters)
 
 
 class SharedGradients:
@@ -123,7 +134,8 @@ def _sum_together(parts: Sequence[Tensor], group: dist.ProcessGroup, traffic: Tr
     """Sum some tensors over a group, in place and in one message."""
     flat = torch.cat([part.reshape(-1) for part in parts])
     traffic.add_all_reduce(flat.nbytes, dist.get_world_size(group))
-    dist.all_reduce(flat, group=group)
+    with marked(Part.communication):
+        dist.all_reduce(flat, group=group)
     for part, summed in zip(parts, torch.split(flat, [part.numel() for part in parts]), strict=True):
         part.copy_(summed.view_as(part))
 
@@ -138,5 +150,6 @@ def norm_over_ranks(gradients: Sequence[Tensor], mesh: Mesh) -> Tensor:
         return squares.sqrt().float()
     # Gathered and then summed in rank order: no algorithm of the library can part the replicas.
     of_ranks = [torch.empty_like(squares) for _ in range(dist.get_world_size(mesh.model_group))]
-    dist.all_gather(of_ranks, squares, group=mesh.model_group)
+    with marked(Part.communication):
+        dist.all_gather(of_ranks, squares, group=mesh.model_group)
     return torch.stack(of_ranks).sum().sqrt().float()

@@ -18,16 +18,17 @@ from collections.abc import Mapping
 import torch.distributed as dist
 from torch import Tensor
 
-from conf.schema import Config
+from conf.schema import Config, Offload
 from orchestra.model.transformer import Transformer
 from orchestra.parallel.mesh import Mesh
+from orchestra.parallel.offload import GradientCarrier
 from orchestra.parallel.places import TensorPlace
 from orchestra.parallel.zero.arrivals import Arrivals
 from orchestra.parallel.zero.collectives import Collectives
 from orchestra.parallel.zero.gatherer import Gatherer
 from orchestra.parallel.zero.reducer import Reducer
-from orchestra.parallel.zero.stage import Alone, SharedGradients, Stage, Update, follow
-from orchestra.parallel.zero.storage import Units
+from orchestra.parallel.zero.stage import Alone, SharedGradients, Stage, Update
+from orchestra.parallel.zero.storage import Units, follow
 from orchestra.precision.policy import Policy
 
 
@@ -41,7 +42,8 @@ def make_stage(
 ) -> Stage:
     """Return the stage that the configuration asks for, hooked to the model. *Any rank*."""
     shared = SharedGradients(places, mesh.traffic)
-    if mesh.dp_group is None and precision.gradient is precision.parameter:
+    is_on_device = config.parallelism.offload is Offload.none
+    if mesh.dp_group is None and precision.gradient is precision.parameter and is_on_device:
         return Alone(units, shared)
 
     def over(group: dist.ProcessGroup | None) -> Collectives | None:
@@ -65,6 +67,7 @@ class Reduced:
         self._units = units
         self._reducer = reducer
         self._shared = shared
+        self._carrier = GradientCarrier()
 
     def begin(self, *, is_first: bool, is_last: bool) -> None:
         self._reducer.begin(is_first=is_first, is_last=is_last)
@@ -82,11 +85,13 @@ class Reduced:
 
     def update(self, update: Update) -> None:
         # In the order in which the next forward pass needs them.
-        for number in reversed(range(len(self._units.units))):
-            unit = self._units.units[number]
-            # The kernel wants gradients of the masters' dtype; where they differ, a unit's exist twice.
-            gradients = self._reducer.owned(number).to(unit.masters.dtype)
-            update(unit.trained, unit.owned_views(gradients))
+        units = self._units.units
+        numbers = list(reversed(range(len(units))))
+        carried = self._carrier.carried(
+            [self._reducer.owned(number) for number in numbers], [units[number].masters for number in numbers]
+        )
+        for number, gradients in zip(numbers, carried, strict=True):
+            update(units[number].trained, units[number].owned_views(gradients))
             self._follow(number)
 
     def masters_were_filled(self) -> None:
@@ -96,6 +101,12 @@ class Reduced:
 
     def settle(self) -> None:
         """Nothing is under way behind an update."""
+
+    def gradient_bytes(self) -> int:
+        return self._reducer.num_bytes
+
+    def close(self) -> None:
+        self._reducer.close()
 
     def _follow(self, number: int) -> None:
         follow(self._units.units[number])
@@ -110,6 +121,10 @@ class Updated(Reduced):
 
     def settle(self) -> None:
         self._arrivals.settle()
+
+    def close(self) -> None:
+        super().close()
+        self._arrivals.close()
 
     def _follow(self, number: int) -> None:
         super()._follow(number)
@@ -134,3 +149,7 @@ class Gathered(Reduced):
     def masters_were_filled(self) -> None:
         self._gatherer.forget()
         super().masters_were_filled()
+
+    def close(self) -> None:
+        super().close()
+        self._gatherer.close()

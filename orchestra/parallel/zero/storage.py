@@ -13,11 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from conf.schema import Config
+from conf.schema import Config, Offload
+from orchestra.model.fake import is_fake
 from orchestra.model.initial import fill_normal_, parameter_key
 from orchestra.model.transformer import Transformer, initial_std
 from orchestra.optim.adamw import Trained
 from orchestra.parallel.mesh import Mesh
+from orchestra.parallel.offload import host_zeros
 from orchestra.parallel.places import TensorPlace, parts_of
 from orchestra.parallel.zero.units import UnitLayout, in_blocks, in_buckets, lay_out, slots
 from orchestra.precision.policy import Policy
@@ -29,14 +31,16 @@ class Unit:
 
     `whole` is the flat buffer that the parameters are views of; with ZeRO-3 other units use it too, in turn.
     `owned` is this rank's range: a part of `whole`, or with ZeRO-3 memory of its own. `masters` is the same
-    range in the masters' data type: `owned` itself where that is the parameters' own. `trained` are the
-    members in their order, and `index` says which range it is.
+    range in the masters' data type: `owned` itself where that is the parameters' own. `outgoing` is where
+    updated parameters leave the masters' device from: `owned` itself unless that is another one. `trained`
+    are the members in their order, and `index` says which range it is.
     """
 
     layout: UnitLayout
     whole: Tensor
     owned: Tensor
     masters: Tensor
+    outgoing: Tensor
     trained: tuple[Trained, ...]
     index: int
 
@@ -49,6 +53,18 @@ class Unit:
         """Return each member's part of a flat buffer of the owned range, in the shape of its master."""
         parts = _owned_parts(flat, self.layout, self.index)
         return [part.view(item.master.shape) for part, item in zip(parts, self.trained, strict=True)]
+
+
+def follow(unit: Unit) -> None:
+    """Round a unit's masters into the range of parameters that this rank owns, where the two differ.
+
+    A copy from host memory may still be under way afterwards; the masters are not written again before the
+    host has waited for the device, as an update in host memory does.
+    """
+    if unit.masters is not unit.outgoing:
+        unit.outgoing.copy_(unit.masters)
+    if unit.outgoing is not unit.owned:
+        unit.owned.copy_(unit.outgoing, non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -83,7 +99,8 @@ def place_units(
     parameters = _replaced(model, places, layouts, wholes)
     units = []
     for layout, whole in zip(layouts, wholes, strict=True):
-        units.append(_unit(layout, whole, parameters, precision, mesh.shard_index, is_split))
+        flat = _flat(layout, whole, precision, mesh.shard_index, is_split, config.parallelism.offload)
+        units.append(_unit(layout, flat, parameters, mesh.shard_index))
         _fill(units[-1], places, model, config.train.seed, is_split)
     by_name = {item.name: item for unit in units for item in unit.trained}
     return Units(units, [by_name[name] for name, _ in sizes], is_split)
@@ -125,27 +142,44 @@ def _replaced(
     return found
 
 
-def _unit(
-    layout: UnitLayout,
-    whole: Tensor,
-    parameters: Mapping[str, nn.Parameter],
-    precision: Policy,
-    index: int,
-    is_split: bool,
-) -> Unit:
+@dataclass(frozen=True)
+class _Flat:
+    """The memory of a unit; its names are those of `Unit`."""
+
+    whole: Tensor
+    owned: Tensor
+    masters: Tensor
+    outgoing: Tensor
+
+
+def _flat(
+    layout: UnitLayout, whole: Tensor, precision: Policy, index: int, is_split: bool, offload: Offload
+) -> _Flat:
     begin, end = layout.range_of(index)
+    is_same = precision.master is precision.parameter
+    size = layout.range_size
+    if offload is Offload.none:
+        owned = torch.zeros_like(whole[begin:end]) if is_split else whole[begin:end]
+        masters = owned if is_same else torch.zeros_like(owned, dtype=precision.master)
+        return _Flat(whole, owned, masters, owned)
+    # What a forward pass gathers is copied from host memory where the owned range lies there.
+    masters = host_zeros(size, precision.master)
+    outgoing = masters if is_same else host_zeros(size, precision.parameter)
+    if is_split and offload is Offload.all:
+        return _Flat(whole, outgoing, masters, outgoing)
     owned = torch.zeros_like(whole[begin:end]) if is_split else whole[begin:end]
-    masters = owned
-    if precision.master is not precision.parameter:
-        masters = torch.zeros_like(owned, dtype=precision.master)
+    return _Flat(whole, owned, masters, outgoing)
+
+
+def _unit(layout: UnitLayout, flat: _Flat, parameters: Mapping[str, nn.Parameter], index: int) -> Unit:
     trained = []
-    for at, part in zip(layout.members, _owned_parts(masters, layout, index), strict=True):
+    for at, part in zip(layout.members, _owned_parts(flat.masters, layout, index), strict=True):
         parameter = parameters[at.name]
         start, stop = layout.part_of(at, index)
         # Where all of a parameter is this rank's, nothing is gained by taking its shape away.
         master = part.view(parameter.shape) if stop - start == at.size else part
         trained.append(Trained(at.name, parameter, master, start, stop))
-    return Unit(layout, whole, owned, masters, tuple(trained), index)
+    return Unit(layout, flat.whole, flat.owned, flat.masters, flat.outgoing, tuple(trained), index)
 
 
 def _owned_parts(flat: Tensor, layout: UnitLayout, index: int) -> list[Tensor]:
@@ -163,15 +197,16 @@ def _owned_parts(flat: Tensor, layout: UnitLayout, index: int) -> list[Tensor]:
 def _fill(
     unit: Unit, places: Mapping[str, TensorPlace], model: Transformer, seed: int, is_split: bool
 ) -> None:
-    """Set masters and parameters to their initial values, each element once."""
+    """Set masters and parameters to their initial values, each element once; in a dry run there are none."""
+    if is_fake(unit.whole):
+        return
 
     def fill(item: Trained, out: Tensor, start: int) -> None:
         fill_part(out.view(-1), item.name, places[item.name], start, model, seed)
 
     for item in unit.trained:
         fill(item, item.master, item.start)
-    if unit.masters is not unit.owned:
-        unit.owned.copy_(unit.masters)
+    follow(unit)
     if not is_split:
         for item, view in zip(unit.trained, unit.whole_views(unit.whole), strict=True):
             flat = view.view(-1)

@@ -151,6 +151,11 @@ CASES: list[tuple[str, Change, Sequence[str]]] = [
     ),
     ("rule_batch", {"train.global_batch_size": 7}, ["train.global_batch_size=7", "dp=2", "6 or 8"]),
     ("rule_batch", {"train.global_batch_size": 0}, ["train.global_batch_tokens"]),
+    (
+        "rule_batch",
+        {"train.global_batch_size": 3, "train.micro_batch_size": "auto"},
+        ["train.global_batch_size=3 is not a multiple of dp=2", "=2 or 4"],
+    ),
     ("rule_batch", {"train.micro_batch_size": 0}, ["train.micro_batch_size=0"]),
     ("rule_batch", {"train.micro_batch_size": "big"}, ["train.micro_batch_size=big"]),
     (
@@ -172,6 +177,41 @@ CASES: list[tuple[str, Change, Sequence[str]]] = [
         "rule_precision_on_cpu",
         {"precision.name": "fp8", "cluster.device": "cpu"},
         ["precision=fp8", "cluster.device=cuda"],
+    ),
+    (
+        "rule_offload_on_cpu",
+        {"parallelism.offload": "optimizer", "cluster.device": "cpu"},
+        ["parallelism.offload=optimizer", "use parallelism.offload=none"],
+    ),
+    (
+        "rule_offload",
+        {"parallelism.offload": "all", "parallelism.zero": 2},
+        ["parallelism.offload=all", "parallelism.zero=3"],
+    ),
+    (
+        "rule_offload",
+        {"parallelism.offload": "all", "parallelism.zero": 3, "cluster.gpus_per_node": 1},
+        ["one rank", "parallelism.offload=optimizer"],
+    ),
+    (
+        "rule_loss_scale",
+        {"precision.loss_scale.initial": 1000},
+        ["precision.loss_scale.initial=1000", "512 or 1024"],
+    ),
+    (
+        "rule_fp8",
+        {"precision.name": "fp8", "precision.fp8_bf16_blocks": 2},
+        ["precision.fp8_bf16_blocks=2", "num_hidden_layers=4"],
+    ),
+    (
+        "rule_fp8",
+        {"precision.name": "fp8", "model.intermediate_size": 344},
+        ["model.intermediate_size / parallelism.tp = 344", "336 or 352"],
+    ),
+    (
+        "rule_fp8",
+        {"precision.name": "fp8", "train.seq_len": 100, "train.micro_batch_size": 1},
+        ["train.micro_batch_size × train.seq_len = 100"],
     ),
     ("rule_local_folders", {"run.dir": "s3://bucket/x"}, ["run.dir=s3://bucket/x", "is a URL"]),
     ("rule_local_folders", {"data.cache_dir": "gs://b"}, ["data.cache_dir=gs://b", "is a URL"]),

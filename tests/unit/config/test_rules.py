@@ -99,8 +99,6 @@ NOT_BUILT: dict[str, list[Any]] = {
     "parallelism.pp": [2],
     "parallelism.cp": [2],
     "parallelism.ep": [2],
-    "precision.name": ["fp16", "fp8"],
-    "train.micro_batch_size": ["auto"],
     "cluster.spare_nodes": [1],
     "recovery.min_nodes": [1],
     "recovery.memory_copy_every_steps": [5],

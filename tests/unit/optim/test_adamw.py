@@ -24,8 +24,15 @@ def gradients_of(trained: list[Trained], scale: float) -> list[Tensor]:
     return [torch.randn(item.parameter.shape, generator=generator) * scale for item in trained]
 
 
-def step(optimizer: AdamW, trained: list[Trained], gradients: list[Tensor], *, is_bad: bool = False) -> None:
-    optimizer.begin_step(global_norm(gradients), torch.tensor(is_bad))
+def step(
+    optimizer: AdamW,
+    trained: list[Trained],
+    gradients: list[Tensor],
+    *,
+    is_bad: bool = False,
+    number: int = 1,
+) -> None:
+    optimizer.begin_step(number, global_norm(gradients), torch.tensor(is_bad))
     optimizer.update(trained, gradients)
 
 
@@ -105,10 +112,10 @@ def test_a_part_of_a_matrix_decays_like_the_matrix_and_a_step_may_come_in_parts(
         Trained("nothing", other.parameter, flat[15:], 15, 15),
     ]
     optimizer = make_adamw(parts, optim)
-    for _ in range(3):
+    for number in range(1, 4):
         gradient = gradients_of([matrix], 1.0)[0]
         step(expected, [matrix], [gradient.clone()])
-        optimizer.begin_step(global_norm([gradient]), torch.tensor(False))
+        optimizer.begin_step(number, global_norm([gradient]), torch.tensor(False))
         for part in parts:
             optimizer.update([part], [gradient.view(-1)[part.start : part.stop].clone()])
     torch.testing.assert_close(other.master, matrix.master, rtol=1e-6, atol=0)

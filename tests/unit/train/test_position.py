@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from orchestra.errors import EXIT_DO_NOT_RESTART, UnusableCheckpointError
+from orchestra.precision.loss_scale import ScaleState
 from orchestra.train.metrics import Totals
 from orchestra.train.nonfinite import NonFiniteSteps
 from orchestra.train.position import Position, from_json, to_json
@@ -53,3 +55,22 @@ def test_a_state_of_somebody_else_is_refused_by_the_key_that_is_wrong(
     with pytest.raises(UnusableCheckpointError, match=section or key) as caught:
         from_json(state)
     assert caught.value.exit_code == EXIT_DO_NOT_RESTART
+
+
+SCALED = replace(POSITION, loss_scale=ScaleState(4096.0, 12, 3))
+
+
+def test_the_factor_of_a_scaled_loss_survives_json() -> None:
+    assert from_json(json.loads(json.dumps(to_json(SCALED)))) == SCALED
+    assert "loss_scale" not in to_json(POSITION)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("scale", 3.0), ("scale", 0.5), ("scale", 2.0**30), ("num_good_steps", -1), ("scale", None)],
+)
+def test_a_factor_that_no_run_has_is_refused(key: str, value: Any) -> None:
+    state: dict[str, Any] = copy.deepcopy(to_json(SCALED))
+    state["loss_scale"][key] = value
+    with pytest.raises(UnusableCheckpointError, match=key):
+        from_json(state)

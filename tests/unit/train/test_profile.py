@@ -33,7 +33,7 @@ def names_in(trace: Path) -> set[str]:
 def test_the_named_steps_are_traced_both_ends_included(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     files = traced(run, ProfileConfig(enabled=True, steps=[5, 7], ranks=[0]), rank=0, steps=range(1, 12))
-    assert files == ["rank-00000-steps-5-7.json.gz", "rank-00000-steps-5-7.txt"]
+    assert files == ["rank-00000-steps-5-7.json.gz", "rank-00000-steps-5-7.txt", "summary.json"]
     names = names_in(run.profile / files[0])
     assert {name for name in names if name.startswith("step ")} == {"step 5", "step 6", "step 7"}
     assert "aten::mm" in names
@@ -49,13 +49,13 @@ def test_other_ranks_and_disabled_profiling_leave_nothing(tmp_path: Path) -> Non
 def test_a_run_that_ends_inside_the_range_writes_on_close(tmp_path: Path) -> None:
     config = ProfileConfig(enabled=True, steps=[2, 50])
     files = traced(RunDir(tmp_path), config, rank=0, steps=range(1, 5))
-    assert files == ["rank-00000-steps-2-4.json.gz", "rank-00000-steps-2-4.txt"]
+    assert files == ["rank-00000-steps-2-4.json.gz", "rank-00000-steps-2-4.txt", "summary.json"]
 
 
 def test_a_run_that_resumes_inside_the_range_traces_the_rest(tmp_path: Path) -> None:
     config = ProfileConfig(enabled=True, steps=[2, 6])
     files = traced(RunDir(tmp_path), config, rank=0, steps=range(5, 9))
-    assert files == ["rank-00000-steps-5-6.json.gz", "rank-00000-steps-5-6.txt"]
+    assert files == ["rank-00000-steps-5-6.json.gz", "rank-00000-steps-5-6.txt", "summary.json"]
 
 
 def test_an_error_in_a_traced_step_passes_through(tmp_path: Path) -> None:

@@ -1,0 +1,250 @@
+"""The promise of the parallel trainer: every combination of methods is the same training.
+
+Twenty steps of a small model, against one process that has the whole batch in one pass and recomputes
+nothing. Not all combinations are run by default: a set in which every pair of values appears. With
+ORCHESTRA_EQUIVALENCE=all (`make equivalence`) the whole product is.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import itertools
+import os
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from pool import RankPool
+from small_trainings import Trained, all_trained, alone, config_of, joined, start, take_steps
+
+from conf.schema import Config, ModelConfig, Recompute
+
+pytestmark = pytest.mark.ranks
+
+Ranks = Callable[[int], RankPool]
+Values = tuple[str, str, str, str, int]
+NUM_RANKS = 4
+NUM_SEQUENCES = 12
+# Trainings of one test: what it takes stays well below the limit of a test.
+NUM_TOGETHER = 4
+# Three layers and an odd vocabulary, which leaves the last of 2 and of 4 ranks with padding; four ranks share
+# two key-value heads.
+MODEL = ModelConfig(
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=59,
+)
+AXES: tuple[tuple[Any, ...], ...] = (
+    ("0", "1", "2", "3", "hybrid"),
+    ("tp1", "tp2", "tp4"),
+    ("whole", "sequence parallel"),
+    ("none", "selective", "full"),
+    (1, 3),
+)
+
+
+def combines(values: Sequence[Any]) -> bool:
+    """Whether four ranks can do it: two shards in two replicas need all of them, and parts of a sequence need
+    tensor parallelism. `values` may be the first few.
+    """
+    zero, tp, sequence = (*values, None, None, None)[:3]
+    return not (zero == "hybrid" and tp in ("tp2", "tp4")) and not (
+        sequence == "sequence parallel" and (tp == "tp1" or zero == "hybrid")
+    )
+
+
+def product() -> list[Values]:
+    return [values for values in itertools.product(*AXES) if combines(values)]
+
+
+def pairs_of(values: Values) -> set[tuple[tuple[int, Any], ...]]:
+    return set(itertools.combinations(enumerate(values), 2))
+
+
+def covering(candidates: Sequence[Values]) -> list[Values]:
+    """Return some of the candidates in which every pair of values appears that appears in any (greedy)."""
+    missing = set().union(*map(pairs_of, candidates))
+    chosen = []
+    while missing:
+        best = max(candidates, key=lambda values: len(pairs_of(values) & missing))
+        chosen.append(best)
+        missing -= pairs_of(best)
+    return chosen
+
+
+def chosen() -> list[Values]:
+    return product() if os.environ.get("ORCHESTRA_EQUIVALENCE") == "all" else covering(product())
+
+
+def together() -> Iterator[list[Values]]:
+    """Yield what one test trains."""
+    values = chosen()
+    for begin in range(0, len(values), NUM_TOGETHER):
+        yield values[begin : begin + NUM_TOGETHER]
+
+
+def config_with(values: Values, **settings: Any) -> Config:
+    zero, tp, sequence, recompute, accumulation = values
+    degree = int(tp.removeprefix("tp"))
+    return config_of(
+        MODEL,
+        train={
+            "global_batch_size": NUM_SEQUENCES,
+            "micro_batch_size": NUM_SEQUENCES * degree // (NUM_RANKS * accumulation),
+            "recompute": Recompute(recompute),
+        },
+        zero=3 if zero == "hybrid" else int(zero),
+        shard_degree=2 if zero == "hybrid" else None,
+        tp=degree,
+        sequence_parallel=sequence == "sequence parallel",
+        **settings,
+    )
+
+
+@functools.cache
+def reference() -> Trained:
+    """Train in one process, each batch in one pass."""
+    train = {"global_batch_size": NUM_SEQUENCES, "micro_batch_size": NUM_SEQUENCES}
+    return alone(config_of(MODEL, train=train))
+
+
+def assert_equal_trainings(found: Sequence[Trained], expected: Trained, name: str) -> None:
+    """Compare losses and gradient norms, step by step, and the parameters behind the last one."""
+    for of_rank in found:
+        assert of_rank.rows == found[0].rows, name
+    for step, (row, row_expected) in enumerate(zip(found[0].rows, expected.rows, strict=True), 1):
+        assert row[0] == pytest.approx(row_expected[0], rel=1e-5), f"{name}: loss of step {step}"
+        assert row[1] == pytest.approx(row_expected[1], rel=1e-5), f"{name}: norm of step {step}"
+        assert not row[2], f"{name}: step {step} was skipped"
+    assert distance(parameters([of_rank.shards for of_rank in found]), parameters([expected.shards])) <= 1e-5
+
+
+def parameters(of_ranks: Sequence[Sequence[Any]]) -> torch.Tensor:
+    """Return all masters one after the other."""
+    whole = joined(of_ranks)
+    masters = {name: value for name, value in whole.items() if name.startswith("model.")}
+    assert masters
+    return torch.cat([masters[name].flatten() for name in sorted(masters)])
+
+
+def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return ‖Δ‖/‖θ‖."""
+    return float((found - expected).norm() / expected.norm())
+
+
+def test_the_chosen_combinations_hold_every_pair_of_values() -> None:
+    everything, some = product(), covering(product())
+    assert set().union(*map(pairs_of, some)) == set().union(*map(pairs_of, everything))
+    assert len(some) < len(everything) / 3
+    for axis, values in enumerate(AXES):
+        assert {combination[axis] for combination in some} == set(values)
+
+
+@pytest.mark.parametrize("combinations", list(together()), ids=lambda these: f"{these[0][0]}-{len(these)}")
+def test_every_combination_is_the_same_training(ranks: Ranks, combinations: list[Values]) -> None:
+    configs = [config_with(values) for values in combinations]
+    results = ranks(NUM_RANKS).run(all_trained, world=NUM_RANKS, configs=configs)
+    for values, of_ranks in zip(combinations, zip(*results, strict=True), strict=True):
+        assert_equal_trainings(of_ranks, reference(), str(values))
+
+
+# Nothing divides by three but heads, inner width and sequence: rows, words and elements are left over
+# everywhere.
+ODD_MODEL = replace(
+    MODEL,
+    hidden_size=18,
+    intermediate_size=39,
+    num_hidden_layers=5,
+    num_attention_heads=3,
+    num_key_value_heads=1,
+)
+ODD_BATCH: dict[str, Any] = {"global_batch_size": 9, "seq_len": 15}
+ODD_CASES: dict[str, tuple[tuple[dict[str, Any], str], ...]] = {
+    "zero": (
+        ({"zero": 0}, "selective"),
+        ({"zero": 1}, "full"),
+        ({"zero": 3}, "none"),
+        ({"zero": 3}, "selective"),
+    ),
+    "tp": (
+        ({"tp": 3}, "none"),
+        ({"tp": 3, "sequence_parallel": True}, "full"),
+        ({"tp": 3, "sequence_parallel": True}, "selective"),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ODD_CASES)
+def test_three_ranks_five_layers_and_one_shared_head_are_the_same_training(ranks: Ranks, kind: str) -> None:
+    expected = alone(config_of(ODD_MODEL, train={**ODD_BATCH, "micro_batch_size": 9}))
+    cases, configs = ODD_CASES[kind], []
+    for axes, recompute in cases:
+        train = {**ODD_BATCH, "micro_batch_size": 3, "recompute": Recompute(recompute)}
+        configs.append(config_of(ODD_MODEL, train=train, **axes))
+    results = ranks(3).run(all_trained, world=3, configs=configs)
+    for case, of_ranks in zip(cases, zip(*results, strict=True), strict=True):
+        assert_equal_trainings(of_ranks, expected, str(case))
+
+
+def leaves_nothing(rank: int, world: int, configs: Sequence[Config]) -> list[bool]:
+    """Return for each training whether its parameters are gone when it is closed and dropped."""
+    return [_is_gone(_dropped(rank, world, config)) for config in configs]
+
+
+def _dropped(rank: int, world: int, config: Config) -> weakref.ref[Any]:
+    training, mesh = start(rank, world, config)
+    take_steps(config, training, mesh, [1, 2])
+    training.parallelized.stage.settle()
+    training.parallelized.stage.close()
+    return weakref.ref(training.parallelized.trained[0].parameter)
+
+
+def _is_gone(parameter: weakref.ref[Any]) -> bool:
+    gc.collect()
+    return parameter() is None
+
+
+def test_a_training_that_is_closed_leaves_no_memory(ranks: Ranks) -> None:
+    configs = [config_of(MODEL, zero=zero, precision="bf16") for zero in (0, 1, 2, 3)]
+    for of_rank in ranks(2).run(leaves_nothing, world=2, configs=configs):
+        assert of_rank == [True] * 4
+
+
+BF16_CASES: tuple[Values, ...] = (
+    ("0", "tp1", "whole", "none", 1),
+    ("1", "tp2", "sequence parallel", "selective", 3),
+    ("3", "tp4", "sequence parallel", "none", 1),
+    ("hybrid", "tp1", "whole", "full", 1),
+)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16_fp32_grad"])
+def test_16_bit_trainings_stay_within_the_spread_of_single_processes(ranks: Ranks, precision: str) -> None:
+    """Processes that sum the same batch in another order differ. Ranks must not lose more: their losses lie
+    where those of single processes do, and their parameters no farther from the exact ones.
+    """
+    singles = [
+        alone(
+            config_of(MODEL, precision, train={"global_batch_size": NUM_SEQUENCES, "micro_batch_size": size})
+        )
+        for size in (12, 4, 1)
+    ]
+    losses = torch.tensor([[row[0] for row in single.rows] for single in singles])
+    spread = float((losses.amax(0) - losses.amin(0)).max())
+    exact = parameters([reference().shards])
+    farthest = max(distance(parameters([single.shards]), exact) for single in singles)
+    configs = [config_with(values, precision=precision) for values in BF16_CASES]
+    results = ranks(NUM_RANKS).run(all_trained, world=NUM_RANKS, configs=configs)
+    for values, of_ranks in zip(BF16_CASES, zip(*results, strict=True), strict=True):
+        found = torch.tensor([row[0] for row in of_ranks[0].rows])
+        off = max(float((found - losses.amax(0)).max()), float((losses.amin(0) - found).max()))
+        assert off <= spread, f"{values}: {off} beyond the losses that single processes span ({spread})"
+        state = parameters([of_rank.shards for of_rank in of_ranks])
+        assert distance(state, exact) <= 1.25 * farthest, str(values)

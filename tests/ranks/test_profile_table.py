@@ -1,0 +1,76 @@
+"""The shares of a profiled step on two ranks: they make up the step, and the bytes are the counter's."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pool import RankPool
+from small_trainings import EVEN, config_of, start, take_steps
+
+from conf.schema import ProfileConfig
+from orchestra.rundir import RunDir
+from orchestra.step_shares import OTHER, Part, read_shares
+from orchestra.train.profile import StepProfiler
+
+pytestmark = pytest.mark.ranks
+
+FIRST, LAST = 3, 5
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "zero 1": {"zero": 1},
+    "zero 3": {"zero": 3},
+    "tp, sequence parallel": {"tp": 2, "sequence_parallel": True},
+}
+
+
+def profiled(rank: int, parallelism: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Train a few steps under the profiler; say how long they took and what they sent, by other clocks."""
+    config = config_of(EVEN, **parallelism)
+    training, mesh = start(rank, 2, config)
+    traced = ProfileConfig(enabled=True, steps=[FIRST, LAST], ranks=[0])
+    # What a step leaves under way ends before the trace does, and before the pool's next training.
+    settle = training.parallelized.stage.settle
+    profiler = StepProfiler(traced, RunDir(folder), rank, mesh.traffic, settle)
+    seconds, sent = 0.0, 0
+    for step in range(1, LAST + 2):
+        before = mesh.traffic.total_bytes
+        with profiler.step(step):
+            began = time.perf_counter()
+            take_steps(config, training, mesh, [step])
+            took = time.perf_counter() - began
+        if FIRST <= step <= LAST:
+            seconds += took
+            sent += mesh.traffic.total_bytes - before
+    profiler.close()
+    settle()
+    num_steps = LAST - FIRST + 1
+    return {"step_s": seconds / num_steps, "bytes": sent / num_steps}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_shares_make_up_the_step_and_the_bytes_are_those_that_were_counted(
+    ranks: Callable[[int], RankPool], tmp_path: Path, name: str
+) -> None:
+    expected, _ = ranks(2).run(profiled, parallelism=LAYOUTS[name], folder=tmp_path)
+    shares = read_shares(RunDir(tmp_path).profile)
+    assert shares is not None
+    assert (shares.rank, shares.first_step, shares.last_step) == (0, FIRST, LAST)
+    assert sum(shares.parts_s.values()) == pytest.approx(expected["step_s"], rel=0.05)
+    assert shares.total_bytes == pytest.approx(expected["bytes"], rel=1e-12)
+    assert shares.total_bytes > 0
+    for part in (Part.forward, Part.backward, Part.optimizer, Part.communication):
+        assert shares.parts_s[part.value] > 0, part
+    assert shares.parts_s[OTHER] < 0.5 * shares.step_s
+    assert shares.exposed_s <= shares.communication_s <= shares.step_s
+    table = "\n".join(shares.table())
+    assert "communication, exposed" in table
+    (operations,) = RunDir(tmp_path).profile.glob("rank-00000-*.txt")
+    assert operations.read_text().startswith(table)
+
+    record = json.loads((RunDir(tmp_path).profile / "summary.json").read_text())
+    assert sum(record["shares"].values()) == pytest.approx(1.0)
+    assert record["hidden_share"] == shares.hidden_share

@@ -1,0 +1,145 @@
+"""Layouts at their real size without memory: the ZeRO paper's example, every preset, and the estimate
+beside.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from conf.schema import (
+    Config,
+    Family,
+    ModelConfig,
+    ParallelismConfig,
+    PrecisionConfig,
+    PrecisionName,
+    TrainConfig,
+)
+from orchestra.config.compose import compose
+from orchestra.config.situation import Situation
+from orchestra.config.tree import Tree, own_folder
+from orchestra.errors import ConfigError
+from orchestra.flops import num_parameters
+from orchestra.frozen import write_config
+from orchestra.topology import layout
+from orchestra.train.dry_build import dry_build
+from orchestra.train.memory_report import memory_use
+
+# 7.5 billion parameters, as in the paper (Rajbhandari and others, 2020, figure 1): 16 bytes of each are kept.
+PAPER = ModelConfig(
+    family=Family.gpt,
+    hidden_size=4096,
+    intermediate_size=16384,
+    num_hidden_layers=36,
+    num_attention_heads=32,
+    num_key_value_heads=32,
+    vocab_size=60000,
+    max_position_embeddings=1024,
+    tie_word_embeddings=True,
+)
+CLUSTER = ["cluster=slurm", "cluster.gpus_per_node=8", "data=tokens", "data.path=s3://bucket/corpus"]
+PRESETS = [name for name in Tree((own_folder(),)).options("parallelism") if name != "tp8_pp4"]
+
+
+def of_preset(*overrides: str, nodes: int) -> tuple[Config, int]:
+    everything = [*CLUSTER, f"cluster.nodes={nodes}", *overrides]
+    return compose(everything, Situation("plan", num_gpus=8)).config, nodes * 8
+
+
+@pytest.mark.parametrize(("zero", "gigabytes"), [(0, 120.0), (1, 31.4), (2, 16.6), (3, 1.9)])
+def test_the_zero_papers_example_holds_what_the_paper_says(zero: int, gigabytes: float) -> None:
+    assert num_parameters(PAPER) == pytest.approx(7.5e9, rel=0.002)
+    config = Config(
+        model=PAPER,
+        precision=PrecisionConfig(PrecisionName.bf16),
+        parallelism=ParallelismConfig(zero=zero, bucket_mib=500.0),
+        train=TrainConfig(seq_len=1024, global_batch_size=64, micro_batch_size=1),
+    )
+    held = dry_build(config, 64)
+    assert held.state == pytest.approx(gigabytes * 1e9, rel=0.02)
+    assert memory_use(config, layout(config.parallelism, 64), is_gpu=False).state == pytest.approx(
+        held.state, rel=0.02
+    )
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_parallel_preset_builds_at_its_real_size(preset: str) -> None:
+    config, world_size = of_preset(
+        f"parallelism={preset}",
+        "model=llama3_8b",
+        "precision=bf16",
+        "train=pretrain_8k",
+        "train.micro_batch_size=1",
+        "parallelism.bucket_mib=500",
+        nodes=2,
+    )
+    held = dry_build(config, world_size, rank=world_size - 1)
+    expected = memory_use(config, layout(config.parallelism, world_size), is_gpu=False)
+    assert held.state == pytest.approx(expected.state, rel=0.02)
+    assert held.gathered_units == pytest.approx(expected.gathered_parameters, rel=0.05)
+
+
+@pytest.mark.parametrize("experiment", ["llama3_8b", "llama3_70b", "llama_1b", "llama_125m"])
+def test_every_experiment_builds_at_its_real_size(experiment: str) -> None:
+    path = "data.path=s3://bucket/corpus"
+    overrides = [f"experiment={experiment}", path, "parallelism.bucket_mib=500"]
+    config = compose(overrides, Situation("plan", num_gpus=8)).config
+    world_size = config.cluster.nodes * int(config.cluster.gpus_per_node)
+    held = dry_build(config, world_size)
+    expected = memory_use(config, layout(config.parallelism, world_size), is_gpu=True)
+    assert held.state == pytest.approx(expected.state, rel=0.02)
+
+
+def test_pipeline_stages_are_refused_until_the_trainer_has_them() -> None:
+    config, world_size = of_preset("parallelism=tp8_pp4", "train.global_batch_size=64", nodes=8)
+    with pytest.raises(ConfigError, match="no pipeline"):
+        dry_build(config, world_size)
+
+
+def test_the_405b_model_builds_on_1024_ranks_within_a_minute_and_8_gb(tmp_path: Path) -> None:
+    path = "data.path=s3://bucket/corpus"
+    config = compose(["experiment=llama3_405b", path], Situation("plan", num_gpus=8)).config
+    world_size = config.cluster.nodes * int(config.cluster.gpus_per_node)
+    assert world_size == 1024
+    write_config(tmp_path / "config.yaml", config)
+    command = [sys.executable, "-m", "orchestra.train.dry_build", str(tmp_path / "config.yaml")]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [*command, f"--world-size={world_size}", "--rank=1023"], capture_output=True, text=True, check=True
+    )
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert used.ru_maxrss * 1024 < 8e9
+    # The time of processors: on a busy machine the clock tells of others.
+    assert used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime < 60
+    held = json.loads(done.stdout)
+    assert held["state_bytes"] == pytest.approx(16 * num_parameters(config.model) / 1024, rel=0.02)
+
+
+@pytest.mark.parametrize("zero", [0, 2, 3])
+@pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, True)])
+def test_the_estimate_for_messages_is_what_a_dry_step_takes(
+    zero: int, tp: int, sequence_parallel: bool
+) -> None:
+    """Users read it when memory has run out, so it must not send them to the wrong place."""
+    model = ModelConfig(hidden_size=512, intermediate_size=1024, num_hidden_layers=6, vocab_size=4096)
+    config = Config(
+        model=model,
+        precision=PrecisionConfig(PrecisionName.bf16),
+        parallelism=ParallelismConfig(zero=zero, tp=tp, sequence_parallel=sequence_parallel),
+        train=TrainConfig(seq_len=1024, global_batch_size=16, micro_batch_size=4),
+    )
+    held = dry_build(config, 4, with_step=True)
+    expected = memory_use(config, layout(config.parallelism, 4), is_gpu=False)
+    assert held.passing is not None
+    assert held.state + held.gathered_units + held.passing == pytest.approx(expected.total, rel=0.15)
+    larger = dataclasses.replace(config.train, micro_batch_size=2)
+    smaller = dry_build(dataclasses.replace(config, train=larger), 4, with_step=True)
+    assert smaller.passing is not None
+    assert smaller.passing < held.passing

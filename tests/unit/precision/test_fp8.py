@@ -1,0 +1,187 @@
+"""Products in fp8 against the same arithmetic in fp32, and a whole model with them. torch's products of fp8
+on CPU stand in for those of a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from conf.schema import (
+    Config,
+    Device,
+    Family,
+    ModelConfig,
+    OptimConfig,
+    PrecisionConfig,
+    PrecisionName,
+    Recompute,
+    Scaling,
+    TrainConfig,
+)
+from orchestra.errors import TrainingError
+from orchestra.parallel.low_precision import refuse_missing_hardware
+from orchestra.parallel.mesh import make_mesh
+from orchestra.precision.fp8 import BACKWARD, FORWARD, Fp8Products, Rounded, rounded
+from orchestra.topology import Layout
+from orchestra.train.build import Training, build_training
+
+TOKENS, INPUTS, OUTPUTS = 32, 48, 64
+
+
+def numbers(seed: int, *shape: int) -> Tensor:
+    """bf16 numbers whose rows differ much in size."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.logspace(-3, 2, shape[0]).unsqueeze(1)
+    return (torch.randn(shape, generator=generator) * rows).to(torch.bfloat16)
+
+
+def wide(matrix: Rounded) -> Tensor:
+    return matrix.values.float() * matrix.scale
+
+
+def emulated(x: Tensor, weight: Tensor, grad: Tensor, scaling: Scaling) -> tuple[Tensor, Tensor, Tensor]:
+    """Return product and both gradients of the rounded factors, computed in fp32."""
+
+    def by_rows(matrix: Tensor, dtype: torch.dtype) -> Tensor:
+        return wide(rounded(matrix, dtype, scaling))
+
+    def by_columns(matrix: Tensor, dtype: torch.dtype) -> Tensor:
+        return by_rows(matrix.t().contiguous(), dtype).t()
+
+    out = by_rows(x, FORWARD) @ by_rows(weight, FORWARD).t()
+    grad_x = by_rows(grad, BACKWARD) @ by_columns(weight, FORWARD)
+    grad_weight = by_columns(grad, BACKWARD).t() @ by_columns(x, FORWARD)
+    return out, grad_x, grad_weight
+
+
+@pytest.mark.parametrize("dtype", [FORWARD, BACKWARD], ids=str)
+@pytest.mark.parametrize("scaling", Scaling)
+def test_the_largest_number_takes_the_whole_range_and_zeros_stay(
+    dtype: torch.dtype, scaling: Scaling
+) -> None:
+    matrix = numbers(0, 16, 32)
+    matrix[3] = 0.0
+    found = rounded(matrix, dtype, scaling)
+    limit = torch.finfo(dtype).max
+    assert float(found.values.float().abs().max()) == limit
+    if scaling is Scaling.row:
+        others = [row for row in range(16) if row != 3]
+        assert torch.equal(found.values.float().abs().amax(1)[others], torch.full((15,), limit))
+    assert torch.equal(wide(found)[3], torch.zeros(32))
+    digits = {FORWARD: 2**-4, BACKWARD: 2**-3}[dtype]
+    large = matrix.float().abs() > found.scale * 0.1
+    off = (wide(found) - matrix.float()).abs() / matrix.float().abs()
+    assert float(off[large].max()) <= digits
+
+
+@pytest.mark.parametrize("scaling", Scaling)
+def test_products_and_gradients_are_those_of_the_rounded_factors(scaling: Scaling) -> None:
+    x = numbers(1, TOKENS, INPUTS).requires_grad_()
+    weight = numbers(2, OUTPUTS, INPUTS).requires_grad_()
+    grad = numbers(3, TOKENS, OUTPUTS)
+    out = Fp8Products(scaling).linear(x, weight)
+    out.backward(grad)  # type: ignore[no-untyped-call]
+    assert x.grad is not None
+    assert weight.grad is not None
+    expected = emulated(x.detach(), weight.detach(), grad, scaling)
+    for found, exact in zip((out.detach(), x.grad, weight.grad), expected, strict=True):
+        assert found.dtype == torch.bfloat16
+        torch.testing.assert_close(found.float(), exact, rtol=2**-7, atol=2e-3 * float(exact.abs().max()))
+
+
+@pytest.mark.parametrize("scaling", Scaling)
+def test_a_scale_for_each_row_keeps_small_rows(scaling: Scaling) -> None:
+    """Per tensor the smallest rows are below the resolution; per row every row is as exact as another."""
+    x, weight = numbers(1, TOKENS, INPUTS), numbers(2, OUTPUTS, INPUTS)
+    exact = x.float() @ weight.float().t()
+    off = (Fp8Products(scaling).linear(x, weight).float() - exact).norm(dim=1) / exact.norm(dim=1)
+    assert float(off[-1]) < 0.1
+    assert (float(off[0]) < 0.1) is (scaling is Scaling.row)
+
+
+def test_several_products_of_one_input_add_up_its_gradients() -> None:
+    linears = [nn.Linear(INPUTS, OUTPUTS, dtype=torch.bfloat16) for _ in range(3)]
+    x = numbers(4, TOKENS, INPUTS).view(2, TOKENS // 2, INPUTS).requires_grad_()
+    products = Fp8Products(Scaling.tensor)
+    outs = products(x, *linears)
+    apart = [products.linear(x, linear.weight, linear.bias) for linear in linears]
+    for out, alone in zip(outs, apart, strict=True):
+        assert torch.equal(out, alone)
+        assert out.shape == (2, TOKENS // 2, OUTPUTS)
+    (together,) = torch.autograd.grad(sum(out.float().sum() for out in outs), x)  # type: ignore[arg-type]
+    (summed,) = torch.autograd.grad(sum(out.float().sum() for out in apart), x)  # type: ignore[arg-type]
+    torch.testing.assert_close(together, summed, rtol=0.02, atol=0.02)
+
+
+MODEL = ModelConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=3, vocab_size=64)
+STEPS, SEQUENCE = 12, 32
+
+
+def config_of(name: PrecisionName, model: ModelConfig = MODEL, **precision: object) -> Config:
+    return Config(
+        model=model,
+        precision=replace(PrecisionConfig(name=name), **precision),  # type: ignore[arg-type]
+        optim=OptimConfig(lr=3e-3, warmup_steps=0),
+        train=TrainConfig(steps=STEPS, seq_len=SEQUENCE, global_batch_size=4, micro_batch_size=2),
+    )
+
+
+def losses(config: Config) -> list[float]:
+    training = built(config)
+    found = []
+    for step in range(1, STEPS + 1):
+        generator = torch.Generator().manual_seed(step % 3)
+        tokens = torch.randint(0, 64, (2, 2, SEQUENCE + 1), generator=generator)
+        found.append(float(training.step.run(step, tokens).loss))
+    return found
+
+
+def built(config: Config) -> Training:
+    return build_training(config, make_mesh(0, Layout(dp=1), torch.device("cpu")))
+
+
+@pytest.mark.parametrize(
+    ("scaling", "family", "recompute"),
+    [
+        (Scaling.tensor, Family.llama, Recompute.selective),
+        (Scaling.tensor, Family.gpt, Recompute.none),
+        (Scaling.row, Family.llama, Recompute.none),
+        (Scaling.row, Family.gpt, Recompute.full),
+    ],
+)
+def test_losses_of_fp8_follow_those_of_bf16(scaling: Scaling, family: Family, recompute: Recompute) -> None:
+    model = replace(MODEL, family=family)
+    expected = losses(config_of(PrecisionName.bf16, model))
+    config = config_of(PrecisionName.fp8, model, fp8_scaling=scaling)
+    found = losses(replace(config, train=replace(config.train, recompute=recompute)))
+    assert expected[-1] < 0.97 * expected[0]
+    assert found == pytest.approx(expected, rel=0.01)
+    assert found != expected
+
+
+def test_only_products_of_the_blocks_that_are_not_kept_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[tuple[int, ...]] = []
+    scaled = torch._scaled_mm
+
+    def counting(*arguments: Tensor, **options: object) -> Tensor:
+        counted.append(tuple(arguments[0].shape))
+        return scaled(*arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(torch, "_scaled_mm", counting)
+    training = built(config_of(PrecisionName.fp8, fp8_bf16_blocks=1))
+    training.parallelized.model(torch.zeros(1, 16, dtype=torch.int64), torch.zeros(1, 16, dtype=torch.int64))
+    # Queries, keys, values, the attention's output; gate, up, down: of one block, forward alone.
+    assert len(counted) == 7
+    assert all(parameter.dtype == torch.bfloat16 for parameter in training.parallelized.model.parameters())
+
+
+def test_a_rank_without_fp8_says_so_before_anything_is_built() -> None:
+    config = config_of(PrecisionName.fp8)
+    with pytest.raises(TrainingError, match=r"compute capability 8\.9 .* use precision=bf16"):
+        refuse_missing_hardware(config, torch.device("cpu"))
+    refuse_missing_hardware(config_of(PrecisionName.bf16), torch.device("cpu"))
+    assert config.cluster.device is Device.auto

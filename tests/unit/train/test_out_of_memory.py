@@ -1,0 +1,171 @@
+"""Running out of memory ends a rank with what took how much and what would help: really, and on a GPU's
+error.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from conf.schema import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    ParallelismConfig,
+    Recompute,
+    TrainConfig,
+    WandbConfig,
+    WandbMode,
+)
+from orchestra.errors import EXIT_DO_NOT_RESTART, EXIT_FAILED
+from orchestra.events import EventWriter, rank_writer, read_events
+from orchestra.frozen import write_config
+from orchestra.parallel.mesh import RankEnvironment, open_mesh
+from orchestra.rundir import RunDir
+from orchestra.topology import layout
+from orchestra.train import step as training_step
+from orchestra.train.loop import Progress
+from orchestra.train.memory_report import (
+    OutOfMemoryError,
+    best_knobs,
+    is_out_of_memory,
+    memory_use,
+    out_of_memory,
+)
+from orchestra.train.worker import Records, train_on
+
+CPU = torch.device("cpu")
+COMPONENTS = ("parameters", "gradients", "optimizer state", "activations", "communication buffers")
+SMALL = Config(
+    model=ModelConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=4, vocab_size=259),
+    train=TrainConfig(steps=4, seq_len=64, global_batch_size=4, micro_batch_size=2),
+    checkpoint=CheckpointConfig(every_steps=None),
+    wandb=WandbConfig(mode=WandbMode.disabled),
+    data=DataConfig(),
+)
+# Runs a rank of a run that may map so many bytes more than it has when everything is imported.
+LIMITED = """
+import resource, sys
+from pathlib import Path
+import torch
+from orchestra.rundir import RunDir
+from orchestra.train.worker import run_rank
+torch.set_num_threads(1)
+(torch.rand(64, 64) @ torch.rand(64, 64)).sum()
+mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (mapped + int(sys.argv[2]),) * 2)
+sys.exit(run_rank(RunDir(Path(sys.argv[1])), 0))
+"""
+
+
+def run_of(tmp_path: Path, config: Config) -> RunDir:
+    run = RunDir(tmp_path)
+    run.events.mkdir(parents=True)
+    write_config(run.config, config)
+    return run
+
+
+def ended_with_limit(run: RunDir, extra_bytes: int) -> tuple[int, str]:
+    command = [sys.executable, "-c", LIMITED, str(run.path), str(extra_bytes)]
+    environment = {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(Path(__file__).parents[3]),
+        "PATH": "/usr/bin:/bin",
+    }
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=100)
+    (verdict,) = [event for event in read_events(run) if event["event"] == "failed"]
+    assert verdict["code"] == done.returncode
+    assert verdict["cause"] == "OutOfMemoryError", done.stderr[-2000:]
+    assert verdict["explained"]
+    return done.returncode, verdict["message"]
+
+
+def test_a_rank_that_really_runs_out_of_memory_says_what_took_it(tmp_path: Path) -> None:
+    # 0.4 GiB of activations in each layer, beside a model of a few MiB.
+    train = replace(SMALL.train, seq_len=2048, micro_batch_size=32, global_batch_size=32)
+    model = replace(SMALL.model, max_position_embeddings=2048)
+    code, message = ended_with_limit(run_of(tmp_path, replace(SMALL, model=model, train=train)), 700 << 20)
+    assert code == EXIT_DO_NOT_RESTART  # the first step needs no less the next time
+    assert "out of memory on cpu in step 1" in message
+    assert all(component in message for component in COMPONENTS)
+    knobs = message.split("what would help most:\n")[1].splitlines()
+    assert len(knobs) == 3
+    assert any("train.micro_batch_size=16" in knob for knob in knobs)
+    assert any("train.recompute=full" in knob for knob in knobs)
+
+
+def test_a_model_that_cannot_be_built_says_so_before_the_first_step(tmp_path: Path) -> None:
+    wide = replace(SMALL.model, hidden_size=2048, intermediate_size=8192)
+    code, message = ended_with_limit(run_of(tmp_path, replace(SMALL, model=wide)), 700 << 20)
+    assert code == EXIT_DO_NOT_RESTART
+    assert "in the build, before the first step" in message
+
+
+@pytest.mark.parametrize(("at_step", "code"), [(1, EXIT_DO_NOT_RESTART), (3, EXIT_FAILED)])
+def test_a_gpus_error_is_explained_wherever_it_comes_from(
+    tmp_path: Path, at_step: int, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only an attempt that had trained a while can hope for more memory when it begins again."""
+    true_run = training_step.TrainingStep.run
+
+    def run_out(
+        self: training_step.TrainingStep, step: int, tokens: torch.Tensor
+    ) -> training_step.StepResult:
+        if step == at_step:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nSee documentation")
+        return true_run(self, step, tokens)
+
+    monkeypatch.setattr(training_step.TrainingStep, "run", run_out)
+    run = run_of(tmp_path, SMALL)
+    records = Records(run, 0, EventWriter(run, rank_writer(0, 0), 0, rank=0), Progress())
+    alone = RankEnvironment()
+    with pytest.raises(OutOfMemoryError) as raised, open_mesh(SMALL, alone) as mesh:
+        train_on(mesh, SMALL, alone, records)
+    assert raised.value.exit_code == code
+    assert f"step {at_step}: CUDA out of memory. Tried to allocate 2.00 GiB." in str(raised.value)
+
+
+def test_other_errors_stay_what_they_are() -> None:
+    assert is_out_of_memory(
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried")
+    )
+    assert is_out_of_memory(MemoryError())
+    assert not is_out_of_memory(RuntimeError("the shapes do not match"))
+    assert not is_out_of_memory(ValueError("can't allocate memory"))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 8])
+def test_each_knob_is_one_of_this_layout_and_saves_what_it_says(world_size: int) -> None:
+    for zero, recompute in ((0, "none"), (1, "selective"), (3, "full")):
+        train = replace(SMALL.train, recompute=Recompute(recompute), global_batch_size=16)
+        config = replace(SMALL, train=train, parallelism=ParallelismConfig(zero=zero))
+        degrees = layout(config.parallelism, world_size)
+        use = memory_use(config, degrees, is_gpu=False)
+        knobs = best_knobs(config, degrees, use, CPU)
+        assert len(knobs) == 3
+        assert all(0 < knob.saved_bytes < use.total for knob in knobs)
+        assert [knob.saved_bytes for knob in knobs] == sorted(
+            (knob.saved_bytes for knob in knobs), reverse=True
+        )
+        words = " ".join(knob.text for knob in knobs)
+        assert recompute == "none" or f"recompute={recompute}" not in words
+        assert world_size > 1 or "parallelism" not in words
+
+
+def test_the_largest_component_of_a_large_model_is_what_the_advice_is_about() -> None:
+    wide = replace(SMALL.model, hidden_size=4096, intermediate_size=16384, num_hidden_layers=32)
+    config = replace(SMALL, model=wide, train=replace(SMALL.train, global_batch_size=16))
+    message = str(
+        out_of_memory(
+            MemoryError(), config, layout(config.parallelism, 8), torch.device("cpu"), step=1, begin=0
+        )
+    )
+    knobs = message.split("what would help most:\n")[1]
+    assert "parallelism.zero=3" in knobs
+    assert "recompute" not in knobs
