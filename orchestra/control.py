@@ -25,6 +25,8 @@ from orchestra.rundir import RunDir
 CANCEL = "cancel"
 TIME_LIMIT = "time_limit"
 PREEMPTED = "preempted"
+# The signal that a job's script asks Slurm for before the time limit.
+_WARNING = "SIGUSR2"
 
 _TOKEN_BYTES = 4
 
@@ -48,7 +50,7 @@ class StopRequest:
 
 def signal_reason(name: str) -> str:
     """Return the reason of a request that a signal such as "SIGTERM" led to."""
-    return f"signal {name}"
+    return TIME_LIMIT if name == _WARNING else f"signal {name}"
 
 
 def write_request(run: RunDir, attempt: int, reason: str, *, at_once: bool = False) -> StopRequest:

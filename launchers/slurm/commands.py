@@ -11,6 +11,8 @@ from launchers.errors import SlurmMissing, SlurmRefused, SlurmSilent
 from launchers.slurm.environment import scrubbed
 
 QUERY_TIMEOUT_S = 20.0
+# Lists of an array's tasks are cut at 64 characters otherwise: 12_[0,2,4,6...].
+_WHOLE = {"SLURM_BITSTR_LEN": "0"}
 # What Slurm's commands write when no controller or database answered them.
 _SILENCE = re.compile(
     r"unable to contact slurm controller|socket timed out|connection (refused|timed out)|zero bytes were"
@@ -37,7 +39,7 @@ def both_outputs_of(
         done = subprocess.run(
             words,
             input=stdin,
-            env=scrubbed(os.environ),
+            env={**scrubbed(os.environ), **_WHOLE},
             capture_output=True,
             text=True,
             errors="replace",

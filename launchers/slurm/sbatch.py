@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,15 +41,16 @@ def tested(script: str) -> Estimate | None:
     return Estimate(match["time"], match["nodes"]) if match else None
 
 
-def submit(script: Path, token: str) -> str:
+def submit(script: Path, token: str, options: Sequence[str] = ()) -> str:
     """Submit a script whose comment holds `token`, and return the job's id.
 
-    When sbatch is not answered the queue is searched for the token, so that a job that was accepted is not
-    submitted twice. Raises SlurmRefused when Slurm said no, and SlurmSilent when it stays unknown whether
-    there is a job.
+    `options` are further words for sbatch, stronger than the script's own: a script is submitted again with
+    `--comment=TOKEN` and `--array=3,7`. When sbatch is not answered the queue is searched for the token, so
+    that a job that was accepted is not submitted twice. Raises SlurmRefused when Slurm said no, and
+    SlurmSilent when it stays unknown whether there is a job.
     """
     try:
-        words = ("sbatch", "--parsable", str(script))
+        words = ("sbatch", "--parsable", *options, str(script))
         # The id, and after a semicolon the cluster's name.
         return output_of(words, timeout_s=_SUBMIT_TIMEOUT_S).strip().splitlines()[-1].partition(";")[0]
     except SlurmSilent as silence:

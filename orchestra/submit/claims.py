@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import secrets
@@ -11,9 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from launchers import processes
-from orchestra.events import read_events
+from orchestra.events import is_number, is_whole, read_events
 from orchestra.report.verdict import last_attempt
 from orchestra.rundir import RunDir
+
+# A claim of another host, or one that cannot be read yet, counts for so long.
+_CLAIM_COUNTS_S = 600.0
 
 
 def claimed_attempt(run: RunDir) -> int | None:
@@ -24,8 +28,12 @@ def claimed_attempt(run: RunDir) -> int | None:
 
 def read_claim(run: RunDir, attempt: int) -> dict[str, Any]:
     """Return who claimed an attempt: host, pid, pid_started, time; empty where that cannot be read."""
+    return _parsed(run.claim(attempt))
+
+
+def _parsed(file: Path) -> dict[str, Any]:
     try:
-        claim = json.loads(run.claim(attempt).read_text())
+        claim = json.loads(file.read_text())
     except (OSError, ValueError):
         return {}
     return claim if isinstance(claim, dict) else {}
@@ -36,6 +44,11 @@ def take(run: RunDir, attempt: int) -> bool:
 
     Raises OSError where the run directory cannot be written.
     """
+    return write_claim(run.claim(attempt))
+
+
+def write_claim(file: Path) -> bool:
+    """Write a claim that names this process; return False when somebody else's stands there already."""
     process = processes.find(os.getpid())
     content = {
         "host": socket.gethostname(),
@@ -45,11 +58,43 @@ def take(run: RunDir, attempt: int) -> bool:
     }
     # Exclusive creation works on every file system that clusters share, locks do not.
     try:
-        with run.claim(attempt).open("x") as file:
-            file.write(json.dumps(content) + "\n")
+        with file.open("x") as draft:
+            draft.write(json.dumps(content) + "\n")
     except FileExistsError:
         return False
     return True
+
+
+def is_held(file: Path, now: float) -> bool:
+    """Tell whether the process that wrote a claim may still do what it claimed.
+
+    On another host, or where the claim cannot be read yet, it may for ten minutes.
+    """
+    claim = _parsed(file)
+    pid, started = claim.get("pid"), claim.get("pid_started")
+    if claim.get("host") == socket.gethostname() and is_whole(pid):
+        process = processes.find(pid)
+        return process is not None and (started is None or process.started == started)
+    try:
+        made = claim["time"] if is_number(claim.get("time")) else file.stat().st_mtime
+    except OSError:
+        return False
+    return now - float(made) < _CLAIM_COUNTS_S
+
+
+def take_turn(run: RunDir, number: int, now: float) -> Path | None:
+    """Claim to submit the run's job of this number, and return the claim; None when somebody else does it.
+
+    Claims of processes that died over it are passed over. Raises OSError where nothing can be written.
+    """
+    run.control.mkdir(exist_ok=True)
+    for time_ in itertools.count():
+        file = run.turn(number, time_)
+        if write_claim(file):
+            return file
+        if is_held(file, now):
+            return None
+    raise AssertionError("unreachable")
 
 
 def take_next(run: RunDir) -> int:

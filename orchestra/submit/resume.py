@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import socket
 import time
 from collections.abc import Sequence
@@ -20,15 +21,16 @@ from conf.schema import Config
 from launchers import processes
 from orchestra.config.change import changed_config
 from orchestra.config.situation import Situation
-from orchestra.errors import ConfigError
-from orchestra.events import is_number, is_whole, read_events
+from orchestra.errors import ConfigError, LaunchError
+from orchestra.events import read_events
 from orchestra.frozen import read_config, to_yaml
 from orchestra.jsonl import Record
 from orchestra.report.checkpoints import newest_checkpoint
-from orchestra.report.state import read_ending, read_record
+from orchestra.report.scheduler import with_scheduler
+from orchestra.report.state import RunState, read_ending, read_record, read_state
 from orchestra.report.verdict import last_attempt
 from orchestra.rundir import RunDir
-from orchestra.submit.claims import claimed_attempt, read_claim, take, write_whole
+from orchestra.submit.claims import claimed_attempt, is_held, read_claim, take, write_whole
 from orchestra.submit.environment import source_root
 from orchestra.submit.launch import WORKER_MODULE
 from orchestra.submit.revision import code_revision
@@ -36,9 +38,10 @@ from orchestra.submit.revision import code_revision
 # Ranks end with whoever leads them, but not within the same instant.
 _ORPHANS_END_S = 10.0
 _POLL_S = 0.1
-# A claim of another host, or one that cannot be read yet, counts for so long.
-_CLAIM_COUNTS_S = 600.0
 _ALIVE = ("running", "not started")
+_ENDED = ("stopped", "failed", "interrupted")
+# Slurm's job is to begin it, or has.
+_OF_A_JOB = ("queued", "starting")
 
 
 @dataclass(frozen=True)
@@ -55,16 +58,35 @@ class NextAttempt:
     checkpoint_step: int | None
     last_attempt: int | None
     is_finished: bool = False
+    # Jobs that were submitted for it so far.
+    num_jobs: int = 0
 
 
-def next_attempt(run: RunDir, overrides: Sequence[str], situation: Situation, now: float) -> NextAttempt:
+@dataclass(frozen=True)
+class Word:
+    """What was found out about a run before it is to go on: its state with Slurm asked (None: it was never
+    submitted), and how many jobs it had before that was asked.
+    """
+
+    told: RunState | None
+    num_jobs: int
+
+
+def next_attempt(
+    run: RunDir, overrides: Sequence[str], situation: Situation, now: float, word: Word | None = None
+) -> NextAttempt:
     """Return how `run` would go on. Reads only.
 
-    `is_finished` says that nothing is left to train. Raises ConfigError when the run is alive, when overrides
-    cannot be applied, or when the rules refuse the result on this machine.
+    `word` is from `asked`, for a run that may have been submitted. `is_finished` says that nothing is left to
+    train. Raises ConfigError when the run is alive, when overrides cannot be applied, or when the rules
+    refuse the result on this machine.
     """
+    word = word or Word(None, number_of_jobs(run))
+    told = word.told
     events = read_events(run)
-    state, _ = read_ending(run, events, now)
+    state = _state(read_ending(run, events, now)[0], events, told)
+    if state in _OF_A_JOB and told is not None:
+        raise ConfigError(_has_job(run, told))
     if state in _ALIVE:
         raise ConfigError(_alive(run, events, state))
     claimed = claimed_attempt(run)
@@ -80,7 +102,53 @@ def next_attempt(run: RunDir, overrides: Sequence[str], situation: Situation, no
         _refuse_impossible(run, config, step, is_finished_before=state == "finished")
         if step is not None and config.checkpoint.dir != before.checkpoint.dir:
             _refuse_empty_place(run, before, config, step)
-    return NextAttempt(run, number, before, config, tuple(overrides), step, last, is_finished)
+    return NextAttempt(run, number, before, config, tuple(overrides), step, last, is_finished, word.num_jobs)
+
+
+def asked(run: RunDir, now: float) -> Word:
+    """Return what Slurm says of a run, if it was submitted.
+
+    Raises LaunchError when Slurm cannot be asked: nobody knows then whether a job of the run waits or trains.
+    """
+    # First: a job that is submitted later is then seen as a change.
+    num_jobs = number_of_jobs(run)
+    own = read_state(run, now)
+    if own.submitted is None or own.state == "finished":
+        return Word(None, num_jobs)
+    (told,), problems = with_scheduler([run], [own])
+    if problems and shutil.which("squeue") is None and own.state in _ENDED:
+        # A machine without the cluster, and the run's own last word is that it ended.
+        return Word(None, num_jobs)
+    if problems:
+        why = "; ".join(problems)
+        raise LaunchError(f"{why}: whether a job trains {run.name} is not known; nothing was done")
+    return Word(told, num_jobs)
+
+
+def number_of_jobs(run: RunDir) -> int:
+    """Return how many jobs were submitted for a run, intents included."""
+    jobs = read_record(run).get("jobs")
+    return len(jobs) if isinstance(jobs, list) else 0
+
+
+def _state(own: str, events: list[Record], told: RunState | None) -> str:
+    """Return a run's state; of an attempt in the foreground Slurm knows nothing."""
+    if told is None:
+        return own
+    last = last_attempt(events)
+    starts = [it for it in events if it["event"] == "attempt_started" and it["attempt"] == last]
+    is_in_foreground = bool(starts) and "job" not in starts[-1]
+    return own if own in _ALIVE and is_in_foreground and told.state not in _OF_A_JOB else told.state
+
+
+def _has_job(run: RunDir, told: RunState) -> str:
+    job = f"job {told.job}" if told.job else "a job"
+    waits = "waits in Slurm's queue" if told.state == "queued" else "is being started"
+    why = f" ({told.cause})" if told.cause else ""
+    return (
+        f"{run.name}: {job} {waits} for it{why}, and goes on from its newest checkpoint; to change "
+        f"something, take it out of the queue first: `orchestra cancel {run.name}`, then resume it"
+    )
 
 
 def _without_past_faults(config: Config, number: int) -> Config:
@@ -141,21 +209,7 @@ def pending_attempt(run: RunDir, last: int | None, now: float) -> int | None:
     claimed = claimed_attempt(run)
     if claimed is None or (last is not None and claimed <= last):
         return None
-    return claimed if _counts(run, claimed, now) else None
-
-
-def _counts(run: RunDir, attempt: int, now: float) -> bool:
-    """Whether the process that claimed an attempt, of which nothing was heard since, may still begin it."""
-    claim = read_claim(run, attempt)
-    pid, started = claim.get("pid"), claim.get("pid_started")
-    if claim.get("host") == socket.gethostname() and is_whole(pid):
-        process = processes.find(pid)
-        return process is not None and (started is None or process.started == started)
-    try:
-        made = claim["time"] if is_number(claim.get("time")) else run.claim(attempt).stat().st_mtime
-    except OSError:
-        return False
-    return now - float(made) < _CLAIM_COUNTS_S
+    return claimed if is_held(run.claim(claimed), now) else None
 
 
 def _being_resumed(run: RunDir, attempt: int) -> str:
@@ -177,10 +231,11 @@ def claim(plan: NextAttempt, command: Sequence[str]) -> None:
     try:
         run.control.mkdir(exist_ok=True)
         _take(plan)
+        if number_of_jobs(run) != plan.num_jobs:
+            raise ConfigError(f"{run.name} is being resumed already: a job was submitted for it meanwhile")
         _await_end_of_orphans(run)
-        if plan.config != plan.before:
-            _replace_config(plan)
-        _record_resume(plan, command)
+        freeze(plan)
+        record_resume(plan, command)
     except OSError as error:
         raise ConfigError(f"{run.path}: cannot be written: {error.strerror}; nothing was started") from error
 
@@ -202,15 +257,18 @@ def _await_end_of_orphans(run: RunDir) -> None:
         time.sleep(_POLL_S)
 
 
-def _replace_config(plan: NextAttempt) -> None:
+def freeze(plan: NextAttempt) -> None:
     """Put the new configuration in place as one act; the older stays beside it, under its last attempt."""
     run = plan.run
+    if plan.config == plan.before:
+        return
     if plan.last_attempt is not None and not run.config_of_attempt(plan.last_attempt).exists():
         write_whole(run.config_of_attempt(plan.last_attempt), run.config.read_text())
     write_whole(run.config, to_yaml(plan.config))
 
 
-def _record_resume(plan: NextAttempt, command: Sequence[str]) -> None:
+def record_resume(plan: NextAttempt, command: Sequence[str]) -> None:
+    """Write into the run's record who goes on with it, how, and with which code."""
     record = read_record(plan.run)
     revision = code_revision(source_root())
     resumes = record.get("resumes")

@@ -92,6 +92,8 @@ def _added(plan: PlannedJob, draft: RunDir, run: RunDir) -> dict[str, Any]:
         "user": user_name(),
         "submitted": time.time(),
         "attempt": _FIRST_ATTEMPT,
+        "task": None,
+        "after": None,
     }
     # No process of this machine leads it.
     return {"pid": None, "pid_started": None, "jobs": [intent]}
