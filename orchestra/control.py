@@ -11,6 +11,7 @@ import dataclasses
 import getpass
 import json
 import os
+import re
 import secrets
 import socket
 import time
@@ -29,6 +30,8 @@ PREEMPTED = "preempted"
 _WARNING = "SIGUSR2"
 
 _TOKEN_BYTES = 4
+# RunDir.stop_request
+_REQUEST_NAME = re.compile(r"attempt-(\d+)\.stop-.*\.json")
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,16 @@ def read_requests(run: RunDir, attempt: int) -> list[StopRequest]:
     files = [run.control / name for name in names if name.startswith(start) and name.endswith(end)]
     found = [request for file in files if (request := _read(file, attempt)) is not None]
     return sorted(found, key=lambda request: request.time)
+
+
+def requested_attempt(run: RunDir) -> int | None:
+    """Return the highest attempt that was ever asked to stop; None where none was. Raises OSError."""
+    try:
+        names = [entry.name for entry in os.scandir(run.control)]
+    except FileNotFoundError:
+        return None
+    found = [_REQUEST_NAME.match(name) for name in names]
+    return max((int(match[1]) for match in found if match is not None), default=None)
 
 
 def read_request(run: RunDir, attempt: int) -> StopRequest | None:

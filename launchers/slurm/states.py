@@ -31,6 +31,8 @@ _ACCOUNTING_FORMAT = "JobID,State,User,ExitCode,NodeList,Submit,JobName,Comment"
 _TIME_FORMAT = "%Y-%m-%dT%H:%M:%S"
 # Clocks of a login node and of the accounting may differ by so much.
 _CLOCK_SLACK_S = 600
+# A person waits for the answer, and without one the records speak; squeue itself would try for 20 s and more.
+_QUEUE_TIMEOUT_S = 8.0
 # Linux takes 131,072 bytes in one word of a command line.
 _LONGEST_WORD = 100_000
 
@@ -162,7 +164,7 @@ class _Line:
 def _queue_lines(users: Iterable[str]) -> list[_Line]:
     words = ("squeue", "--noheader", "--states=all", "--array", f"--users={','.join(sorted(users))}")
     found = []
-    for text in output_of((*words, f"--format={_QUEUE_FORMAT}")).splitlines():
+    for text in output_of((*words, f"--format={_QUEUE_FORMAT}"), timeout_s=_QUEUE_TIMEOUT_S).splitlines():
         parts = text.split("|", 7)
         if len(parts) == 8:
             label, state, user, reason, nodes, start, name, comment = parts

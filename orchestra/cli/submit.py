@@ -92,13 +92,14 @@ def _submit_one(arguments: Namespace) -> int:
 def _request(config: Config, overrides: list[str], partitions: tuple[Partition, ...] | None) -> RunRequest:
     """Check the configuration against the cluster, whose numbers take the place of `auto`."""
     from orchestra.config.signature import signature
+    from orchestra.submit.measured import with_measured_network
     from orchestra.submit.prepare import RunRequest
 
     config, problems = cluster.on_site(config, partitions)
     problems = [*cluster.place_problems(Path(config.run.dir).absolute()), *problems]
     if problems:
         raise ConfigError(problems)
-    return RunRequest(config, signature(config), overrides, sys.argv)
+    return RunRequest(with_measured_network(config), signature(config), overrides, sys.argv)
 
 
 def _print_plan(plan: PlannedJob, estimate: Estimate | None, *, as_json: bool) -> None:

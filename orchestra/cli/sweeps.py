@@ -146,13 +146,15 @@ def _planned(
     index: int, member: Member, partitions: tuple[Partition, ...] | None, name: str | None
 ) -> tuple[PlannedMember, list[str]]:
     from orchestra.config.signature import signature
+    from orchestra.submit.measured import with_measured_network
     from orchestra.submit.sweeps.plan import PlannedMember
 
     config, problems = cluster.on_site(member.config, partitions)
     if name is not None:
         config = replace(config, run=replace(config.run, name=name))
     share = cluster.share_of(config, partitions)
-    planned = PlannedMember(index, signature(config), member.overrides, member.chosen, config, share)
+    known = with_measured_network(config)
+    planned = PlannedMember(index, signature(config), member.overrides, member.chosen, known, share)
     return planned, problems
 
 

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from launchers import processes
+from orchestra import control
 from orchestra.events import is_number, is_whole, read_events
+from orchestra.report.state import read_record
 from orchestra.report.verdict import last_attempt
 from orchestra.rundir import RunDir
 
@@ -97,14 +99,33 @@ def take_turn(run: RunDir, number: int, now: float) -> Path | None:
     raise AssertionError("unreachable")
 
 
+def next_attempt_number(run: RunDir, last: int | None) -> int:
+    """Return the attempt that a resume begins: after `last`, the newest that was started, and after all that
+    were claimed or asked to stop. Raises OSError.
+    """
+    known = (last, claimed_attempt(run), control.requested_attempt(run))
+    return max((number for number in known if number is not None), default=-1) + 1
+
+
 def take_next(run: RunDir) -> int:
-    """Claim the attempt after all that were started or claimed, and return its number."""
+    """Claim the attempt after all that were started or claimed, and return its number.
+
+    It is none before the one that the newest job was submitted for: that one lies behind all stop requests
+    of the time, which are meant for attempts that will not begin any more.
+    """
     run.control.mkdir(exist_ok=True)
-    known = (last_attempt(read_events(run)), claimed_attempt(run))
+    known = (last_attempt(read_events(run)), claimed_attempt(run), _planned_attempt(run) - 1)
     number = max((number for number in known if number is not None), default=-1) + 1
     while not take(run, number):
         number += 1
     return number
+
+
+def _planned_attempt(run: RunDir) -> int:
+    """Return the attempt that the newest job was submitted for; 0 without a job."""
+    jobs = read_record(run).get("jobs")
+    newest = jobs[-1] if isinstance(jobs, list) and jobs and isinstance(jobs[-1], dict) else {}
+    return int(newest["attempt"]) if is_whole(newest.get("attempt")) else 0
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -40,8 +40,9 @@ from orchestra.submit.snapshot import take_snapshot
 WORKER_MODULE = "orchestra.train.network"
 _NODE_MODULE = "orchestra.submit.measure_node"
 _NAME = "orchestra-network"
-# Minutes; measuring takes seconds, starting the ranks may take more.
-_TIME_LIMIT = "10"
+# Minutes, whatever the cluster's profile gives its runs: measuring takes seconds, starting the ranks may take
+# more, and a short job waits less.
+_TIME_LIMIT = "15"
 _POLL_S = 0.5
 # Between two questions to Slurm, which may be busy while the job waits for hours.
 _ASK_S = 3.0
@@ -131,7 +132,7 @@ def _job(config: Config, folder: RunDir, token: str, share: Share) -> BatchJob:
     """Return the job that would train a run in `folder`, with another program, once and for minutes only."""
     job = batch_job(config, folder, token, share)
     words = tuple(_NODE_MODULE if word == NODE_MODULE else word for word in job.command)
-    options = {**job.options, "time": config.cluster.time_limit or _TIME_LIMIT}
+    options = {**job.options, "time": _TIME_LIMIT}
     return replace(job, name=_NAME, command=words, requeue=False, options=options)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import socket
 from pathlib import Path
@@ -20,11 +21,16 @@ def file_of(config: Config) -> Path:
     """
     if config.cluster.launcher is not LauncherName.slurm:
         return measured_file(os.environ, socket.gethostname())
+    return measured_file(os.environ, _slurms_name() or config.cluster.name)
+
+
+@functools.cache
+def _slurms_name() -> str | None:
+    """Ask Slurm once for its name of the cluster, however many runs are made ready."""
     try:
-        name = cluster_name(os.environ)
+        return cluster_name(os.environ)
     except LauncherError:
-        name = config.cluster.name
-    return measured_file(os.environ, name)
+        return None
 
 
 def with_measured_network(config: Config) -> Config:

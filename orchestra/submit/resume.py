@@ -30,7 +30,14 @@ from orchestra.report.scheduler import with_scheduler
 from orchestra.report.state import RunState, read_ending, read_record, read_state
 from orchestra.report.verdict import last_attempt
 from orchestra.rundir import RunDir
-from orchestra.submit.claims import claimed_attempt, is_held, read_claim, take, write_whole
+from orchestra.submit.claims import (
+    claimed_attempt,
+    is_held,
+    next_attempt_number,
+    read_claim,
+    take,
+    write_whole,
+)
 from orchestra.submit.environment import source_root
 from orchestra.submit.launch import WORKER_MODULE
 from orchestra.submit.revision import code_revision
@@ -89,11 +96,10 @@ def next_attempt(
         raise ConfigError(_has_job(run, told))
     if state in _ALIVE:
         raise ConfigError(_alive(run, events, state))
-    claimed = claimed_attempt(run)
     last = last_attempt(events)
     if (pending := pending_attempt(run, last, now)) is not None:
         raise ConfigError(_being_resumed(run, pending))
-    number = max([-1, *(number for number in (last, claimed) if number is not None)]) + 1
+    number = next_attempt_number(run, last)
     before = read_config(run.config)
     config = changed_config(_without_past_faults(before, number), overrides, situation)
     step = newest_checkpoint(events)

@@ -27,7 +27,7 @@ from orchestra.frozen import read_config, to_yaml
 from orchestra.report.state import read_record
 from orchestra.report.verdict import last_attempt
 from orchestra.rundir import RunDir
-from orchestra.submit.claims import claimed_attempt, write_whole
+from orchestra.submit.claims import next_attempt_number, write_whole
 from orchestra.submit.job import Share
 from orchestra.submit.prepare import made_as_one, origin
 from orchestra.submit.snapshot import is_snapshot, take_snapshot
@@ -146,8 +146,7 @@ def _listed(members: Sequence[str], most: int = 3) -> str:
 
 def _returning(standing: Standing, changes: Changes) -> Returning:
     member, run = standing.member, standing.run
-    known = (last_attempt(read_events(run)), claimed_attempt(run))
-    attempt = max((number for number in known if number is not None), default=-1) + 1
+    attempt = next_attempt_number(run, last_attempt(read_events(run)))
     is_new = member.adopted is not None
     if not changes.overrides and not is_new:
         return Returning(member, attempt)
