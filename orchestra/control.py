@@ -8,9 +8,9 @@ later attempt. What a request leads to is not known here. Standard library only.
 from __future__ import annotations
 
 import dataclasses
-import getpass
 import json
 import os
+import pwd
 import re
 import secrets
 import socket
@@ -133,8 +133,11 @@ def _read(file: Path, attempt: int) -> StopRequest | None:
 
 
 def user_name() -> str:
-    """Return the name of this process's user, or the number where it has none (in a container)."""
+    """Return the name of this process's user, or the number where it has none (in a container).
+
+    What the system calls it, as Slurm does: LOGNAME and USER may name somebody else (`su -m`).
+    """
     try:
-        return getpass.getuser()
-    except (KeyError, OSError):
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
         return str(os.getuid())

@@ -7,6 +7,7 @@ In an array always by the array's id and the task: the number of its last task i
 from __future__ import annotations
 
 import re
+import signal
 from dataclasses import dataclass
 
 from launchers.errors import SlurmRefused
@@ -71,6 +72,11 @@ def parsed(text: str) -> OwnJob | None:
 def requeue(job: str) -> None:
     """Have Slurm end a job and queue it again; this very step may be killed before it returns.
 
-    Raises SlurmRefused where the job may not be requeued, SlurmSilent where that stays unknown.
+    *Main thread only*: scontrol is started deaf to SIGTERM, which Slurm then sends to all processes of the
+    step. Raises SlurmRefused where the job may not be requeued, SlurmSilent where that stays unknown.
     """
-    output_of(("scontrol", "requeue", job), timeout_s=_REQUEUE_TIMEOUT_S)
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        output_of(("scontrol", "requeue", job), timeout_s=_REQUEUE_TIMEOUT_S)
+    finally:
+        signal.signal(signal.SIGTERM, before)

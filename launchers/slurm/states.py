@@ -6,7 +6,8 @@ ids are used again after years or after a reset, so a job is known by its token,
 
 from __future__ import annotations
 
-import getpass
+import os
+import pwd
 import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from dataclasses import dataclass, replace
 from launchers.errors import LauncherError
 from launchers.slurm.commands import output_of
 from launchers.slurm.jobids import job_and_tasks
+from launchers.slurm.settings import asked_cluster
 
 UNKNOWN = "UNKNOWN"
 # Slurm answered, and has no such job any more (or never had).
@@ -52,6 +54,8 @@ class SubmittedJob:
     # Unix seconds.
     submitted: float
     task: int | None = None
+    # Slurm's name of its cluster; None where the submitter did not know it.
+    cluster: str | None = None
 
     @property
     def label(self) -> str | None:
@@ -73,6 +77,8 @@ class JobState:
     exit_code: str = ""
     # The number of the user who cancelled it, where the accounting tells.
     cancelled_by: str = ""
+    # The cluster that was asked, where the job belongs to another one: the state is `UNKNOWN` then.
+    asked: str = ""
 
     @property
     def is_over(self) -> bool:
@@ -122,8 +128,12 @@ class Questions:
             self._ask(users)
         if self._queue is None:
             return {job: JobState(job.label, UNKNOWN) for job in jobs}, self._problems
-        found = {job: state for job in jobs if (state := self._queue.find(job)) is not None}
-        unclear = [job for job in past if job not in found or found[job].is_over]
+        elsewhere = _elsewhere(jobs, frozenset(past), self._queue)
+        here = [job for job in jobs if job not in elsewhere]
+        found = {job: state for job in here if (state := self._queue.find(job)) is not None}
+        unclear = [
+            job for job in past if job not in elsewhere and (job not in found or found[job].is_over)
+        ]
         if is_new:
             self._ended = _past(unclear)
         # What was submitted since the queue was listed is not gone.
@@ -131,7 +141,7 @@ class Questions:
             job: JobState(job.label, GONE if job.submitted <= self._asked_at else UNKNOWN) for job in jobs
         }
         ended = {job: state for job in unclear if (state := self._ended.get(job)) is not None}
-        return {**unheard, **found, **ended}, []
+        return {**unheard, **found, **ended, **elsewhere}, []
 
     def _ask(self, users: set[str]) -> None:
         self._users, self._asked, self._asked_at = users, time.monotonic(), time.time()
@@ -141,13 +151,49 @@ class Questions:
             self._queue, self._problems = None, [str(error)]
 
 
+def is_same_cluster(one: str | None, other: str | None) -> bool:
+    """Tell whether two names mean one cluster; Slurm itself does not mind capitals."""
+    return one is not None and other is not None and one.lower() == other.lower()
+
+
+def _elsewhere(
+    jobs: Sequence[SubmittedJob], past: Collection[SubmittedJob], queue: _Queue
+) -> dict[SubmittedJob, JobState]:
+    """Return the jobs that may be another cluster's: of those this queue says nothing.
+
+    The cluster's name is asked for only where the queue leaves that open: a token is in one queue alone, and
+    of a job that is not in `past` nobody wants to know more.
+    """
+    open_ = [
+        job
+        for job in jobs
+        if job.cluster is not None
+        and not queue.has_token(job)
+        and (job in past or queue.find(job) is not None)
+    ]
+    name = asked_cluster() if open_ else None
+    return {
+        job: JobState(job.label, UNKNOWN, asked=name or "")
+        for job in open_
+        if not is_same_cluster(job.cluster, name)
+    }
+
+
 def find_by_token(token: str) -> str | None:
     """Return the id of this user's job whose comment holds `token`; None when Slurm has none.
 
     Of an array it is the array's id. Raises LauncherError when it cannot be asked.
     """
-    lines = _queue_lines({getpass.getuser()})
+    lines = _queue_lines({_own_name()})
     return next((line.job for line in lines if token in line.comment.split()), None)
+
+
+def _own_name() -> str:
+    """Return this process's user as Slurm calls it; LOGNAME and USER may name somebody else (`su -m`)."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return str(os.getuid())
 
 
 @dataclass(frozen=True)
@@ -195,6 +241,10 @@ class _Queue:
             return None
         label = line.job if job.task is None else f"{line.job}_{job.task}"
         return replace(line.state, job=label)
+
+    def has_token(self, job: SubmittedJob) -> bool:
+        """Whether a line has the job's token, which no other cluster's queue has."""
+        return (job.token, job.task) in self._by_token or (job.token, None) in self._by_token
 
     def _find(self, job: SubmittedJob, task: int | None) -> _Line | None:
         found = self._by_token.get((job.token, task))

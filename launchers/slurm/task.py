@@ -23,6 +23,8 @@ class JobTask:
     host: str
     # Where srun runs: the first node, by an address that the others reach.
     launch_address: str | None
+    # Slurm's name of the cluster; None where Slurm did not say it.
+    cluster: str | None = None
 
     @property
     def array_task(self) -> int | None:
@@ -48,4 +50,5 @@ def job_task(environment: Mapping[str, str]) -> JobTask:
         num_nodes=num_nodes,
         host=environment.get("SLURMD_NODENAME", ""),
         launch_address=environment.get("SLURM_LAUNCH_NODE_IPADDR"),
+        cluster=environment.get("SLURM_CLUSTER_NAME") or None,
     )

@@ -92,10 +92,12 @@ def resolve_target(text: str, parent: Path) -> Target:
 
     Raises ConfigError with the candidates or the nearest names.
     """
+    if not text.strip():
+        raise ConfigError("RUN is empty; give a run's name, the unique start of one, or its directory")
     path = Path(text).expanduser()
     is_path = path.is_absolute() or len(path.parts) > 1 or text.startswith(".")
     if not is_path:
-        return _named(text, parent)
+        return _named(text.rstrip("/"), parent)
     if is_sweep(path):
         return SweepDir(path.absolute())
     if is_run(path):

@@ -22,7 +22,7 @@ from launchers.slurm.states import (
     Questions,
     SubmittedJob,
 )
-from orchestra.report.state import RunState, job_of_record, read_record, read_state
+from orchestra.report.state import RunState, job_of_record, last_growth, read_record, read_state
 from orchestra.report.waiting import how_it_ended, why_it_waits
 from orchestra.rundir import RunDir
 
@@ -30,6 +30,8 @@ from orchestra.rundir import RunDir
 OPEN = ("not started", "running", "unknown", "died", "queued")
 # A verdict that stands; yet the same job may wait to be started again.
 _MAY_WAIT_AGAIN = ("stopped", "failed", "interrupted")
+# What wrote so lately is alive, whatever Slurm does not know.
+_GROWS_S = 60.0
 # A requeued job is still running, or being cleaned up, for a moment after its attempt ended.
 _ENDING = ("COMPLETING", "REQUEUED", "SIGNALING", "STAGE_OUT", "RESIZING")
 
@@ -60,8 +62,19 @@ def with_scheduler(
         if own.state in OPEN and word.is_over:
             # It may have ended, with a verdict, between reading its records and asking Slurm.
             own = _read_again(runs[index], own)
-        told[index] = _told(own, job, word)
+        if own.state == "running" and word.state == GONE and _grows(runs[index]):
+            told[index] = replace(own, job=word.job, job_state=UNKNOWN, cause=_unknown_yet_alive(job))
+        else:
+            told[index] = _told(own, job, word)
     return told, problems
+
+
+def _grows(run: RunDir) -> bool:
+    return abs(time.time() - last_growth(run)) < _GROWS_S
+
+
+def _unknown_yet_alive(job: SubmittedJob) -> str:
+    return f"Slurm does not know job {job.label or 'with its token'}, yet the run's files grow"
 
 
 def _read_again(run: RunDir, before: RunState) -> RunState:
@@ -71,7 +84,11 @@ def _read_again(run: RunDir, before: RunState) -> RunState:
 
 def _told(own: RunState, job: SubmittedJob, word: JobState) -> RunState:
     if word.state == UNKNOWN:
-        return replace(own, job=word.job, job_state=word.state)
+        cause = elsewhere(job, word.asked) if own.state in OPEN else None
+        asked = word.asked or None
+        return replace(
+            own, job=word.job, job_state=word.state, cause=cause or own.cause, asked_cluster=asked
+        )
     start = None if word.start in ("", "N/A", "Unknown", "None") else word.start
     nodes = None if word.nodes in ("", "None assigned") else word.nodes
     state = replace(own, job=word.job, job_state=word.state, job_nodes=nodes, job_start=start)
@@ -109,6 +126,14 @@ def _cause(own: RunState, job: SubmittedJob, word: JobState) -> str:
         named = "a job with its token" if job.job is None else f"job {job.label} any more"
         return f"Slurm does not have {named}, and {began}"
     return f"{how_it_ended(word, user_name_of)}, and {began}"
+
+
+def elsewhere(job: SubmittedJob, asked: str | None) -> str | None:
+    """Return that a job belongs to another cluster than the one that was asked; None where it does not."""
+    if not asked or job.cluster is None:
+        return None
+    its = f"its job {job.label}" if job.label else "its job"
+    return f"{its} is on cluster {job.cluster}; this machine asks cluster {asked}"
 
 
 def user_name_of(number: str) -> str:

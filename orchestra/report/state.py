@@ -21,7 +21,7 @@ from typing import Any
 
 from launchers import processes
 from launchers.slurm.states import SubmittedJob
-from orchestra.errors import EXIT_STOPPED, ConfigError
+from orchestra.errors import EXIT_INTERRUPTED, EXIT_STOPPED, ConfigError
 from orchestra.events import event_files, is_number, is_whole, read_events
 from orchestra.jsonl import Record, read_last_lines
 from orchestra.metrics_file import rows_that_count
@@ -41,6 +41,8 @@ _EVENTS = (
     *("attempt_started", "requeued", "cancelled", "finished", "failed", "rank_failed"),
     *("checkpoint_committed", "restored"),
 )
+# The writers of events that stand for a command, not for an attempt.
+_OF_COMMANDS = ("submit.", "cancel.", "verify.")
 # In a frozen configuration: the key `steps` of the section `train`, which is written by OmegaConf.
 _STEPS = re.compile(r"^train:\n(?:[ #].*\n)*?  steps: (\d{1,18})$", re.MULTILINE)
 
@@ -70,6 +72,8 @@ class RunState:
     job_state: str | None = None
     job_nodes: str | None = None
     job_start: str | None = None
+    # The cluster that was asked, where the job belongs to another one.
+    asked_cluster: str | None = None
     # What was submitted last for this run.
     submitted: SubmittedJob | None = None
 
@@ -176,7 +180,9 @@ def job_of_record(run: RunDir, record: Record) -> SubmittedJob | None:
         task = None
     elif job is None:
         job = array_ids(SweepDir(run.path.parent)).get(str(token))
-    return SubmittedJob(str(token), job, str(name), str(user), float(submitted), task)
+    cluster = entry.get("cluster")
+    cluster = cluster if isinstance(cluster, str) else None
+    return SubmittedJob(str(token), job, str(name), str(user), float(submitted), task, cluster)
 
 
 def array_ids(sweep: SweepDir) -> dict[str, str]:
@@ -230,7 +236,7 @@ def _ending(run: RunDir, record: Record, events: list[Record], now: float) -> tu
     if _has_newer_job(record, attempt):
         return "queued", verdict
     if verdict is not None:
-        goes_on = verdict.code == EXIT_STOPPED and _is_requeued(current)
+        goes_on = verdict.code in (EXIT_STOPPED, EXIT_INTERRUPTED) and _is_requeued(current)
         return ("queued" if goes_on else verdict.state), verdict
     start = next(event for event in current if event["event"] == "attempt_started")
     if not _is_of_this_host(start):
@@ -297,6 +303,17 @@ def _leader_lives(start: Record) -> bool:
 
 def _last_sign_of_life(run: RunDir) -> float:
     return max((_modified(file) for file in [run.metrics, *event_files(run)]), default=0.0)
+
+
+def attempt_files(run: RunDir) -> list[Path]:
+    """Return the files that an attempt writes while it lives; those of commands about the run left out."""
+    events = [file for file in event_files(run) if not file.name.startswith(_OF_COMMANDS)]
+    return [run.metrics, *events, *run.logs.glob("attempt-*/*.log")]
+
+
+def last_growth(run: RunDir) -> float:
+    """Return when an attempt of the run last wrote something, in Unix seconds; 0 where none ever did."""
+    return max((_modified(file) for file in attempt_files(run)), default=0.0)
 
 
 def _modified(file: Path) -> float:

@@ -13,7 +13,7 @@ _REASONS = {
     "Priority": "waits behind jobs of higher priority",
     "Dependency": "waits for another job to end",
     "DependencyNeverSatisfied": "waits for a job that did not end as it had to, and never starts: cancel it",
-    "BeginTime": "may not start yet: Slurm holds a job back for a while after it was requeued",
+    "BeginTime": "may not start yet: it is to begin later, or Slurm holds it back after it was requeued",
     "JobHeldUser": _HELD.format("its user", job="{job}"),
     "JobHeldAdmin": "held by an administrator, who can let it go: `scontrol release {job}`",
     "JobArrayTaskLimit": "waits for other members of its sweep (the array's throttle)",

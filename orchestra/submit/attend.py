@@ -109,7 +109,7 @@ def _launch(part: _Part) -> tuple[LaunchSpec, Place]:
 
 
 def _record(part: _Part, spec: LaunchSpec) -> AttemptRecord:
-    facts = {"job": part.task.job, "job_start": part.task.restart}
+    facts = {"job": part.task.job, "job_start": part.task.restart, "cluster": part.task.cluster}
     if part.task.node == 0:
         return announced(part.config, part.run, part.attempt, spec, **facts)
     record = joined(part.run, part.attempt, part.task.node)

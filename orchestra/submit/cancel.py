@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from launchers.errors import LauncherError
 from launchers.slurm import scancel
-from launchers.slurm.states import GONE, UNKNOWN
+from launchers.slurm.states import GONE, RUNNING, UNKNOWN
 from orchestra import control
 from orchestra.control import StopRequest, user_name
 from orchestra.errors import OrchestraError
@@ -87,10 +87,15 @@ def _planned(run: RunDir, own: RunState, told: RunState, now: float, at_once: bo
         silent = told.state == "starting" or (own.state == "unknown" and told.state == "running")
         way = Way.kill if at_once and silent and told.job else Way.request
         plan = replace(plan, attempt=attempt, way=way)
+    elif own.state == "stopped" and told.job_state in RUNNING:
+        # Its job is about to end or to go on by itself, which it does not do when it finds the request.
+        plan = replace(plan, attempt=last, way=Way.request)
     if plan.attempt is None:
         return plan
     requests = control.read_requests(run, plan.attempt)
-    earlier = next((request for request in requests if request.at_once or not at_once), None)
+    # Only another cancel says as much: after a warning before the time limit the run goes on by itself.
+    cancels = [request for request in requests if request.reason == control.CANCEL]
+    earlier = next((request for request in cancels if request.at_once or not at_once), None)
     unreached = told.job_state == UNKNOWN and own.state in _BEFORE_A_START
     # What has not begun may still wait for a job: with no answer, that is tried as well.
     return replace(plan, earlier=earlier, is_unreached=unreached)

@@ -13,17 +13,18 @@ from dataclasses import dataclass
 from enum import Enum
 
 from conf.schema import Config, Requeue
-from launchers.errors import LauncherError, SlurmRefused
-from launchers.slurm import own_job
+from launchers.errors import LauncherError, SlurmRefused, SlurmSilent
+from launchers.slurm import own_job, scancel
 from launchers.slurm.own_job import OwnJob
 from launchers.slurm.task import JobTask
 from orchestra import control
-from orchestra.errors import EXIT_DO_NOT_RESTART, EXIT_STOPPED, LaunchError
+from orchestra.errors import EXIT_DO_NOT_RESTART, EXIT_INTERRUPTED, EXIT_STOPPED, LaunchError
 from orchestra.events import EventWriter, read_events
 from orchestra.jsonl import Record
 from orchestra.report.checkpoints import newest_checkpoint
 from orchestra.report.verdict import Verdict
 from orchestra.rundir import RunDir
+from orchestra.submit.guard import newest_entry
 from orchestra.submit.resubmission import chain
 
 # Slurm's word for what ended a job, in `scontrol show job`.
@@ -134,6 +135,8 @@ class GoingOn:
         self._task = task
         self._attempt = attempt
         self._events = events
+        # The job that goes on in the place of this one.
+        self._next_job: str | None = None
 
     def judged(self, verdict: Verdict) -> Verdict:
         """Return the verdict, or in its place that starting again would not help."""
@@ -154,16 +157,19 @@ class GoingOn:
 
     def go_on(self, verdict: Verdict) -> str:
         """Do what lets the run go on, and return in a few words what was done."""
-        if verdict.code != EXIT_STOPPED:
+        if verdict.code not in (EXIT_STOPPED, EXIT_INTERRUPTED):
             return ""
         plan = continuation(self._stop(stalled=False))
+        if verdict.code == EXIT_INTERRUPTED and plan.how is not How.leave:
+            return ""
         if plan.how is How.end:
             return f"it does not go on by itself: {plan.reason}"
         if plan.how is How.leave:
             self._write_requeued("requeue", plan.reason)
             return f"Slurm starts the job again ({plan.reason})"
         try:
-            return self._requeued(plan.reason) if plan.how is How.requeue else self._chained(plan.reason)
+            done = self._requeued(plan.reason) if plan.how is How.requeue else self._chained(plan.reason)
+            return self._taken_back() or done
         except (LauncherError, LaunchError, OSError) as error:
             return self._left_stopped(verdict, str(error))
 
@@ -188,14 +194,31 @@ class GoingOn:
             own_job.requeue(self._task.job)
         except SlurmRefused as refusal:
             return f"Slurm does not requeue this job ({refusal}); {self._chained(reason)}"
+        except SlurmSilent:
+            # Slurm ends what asks it together with the job. Only what it says of the job itself counts.
+            word = self._word()
+            if word is not None and not word.is_ending and word.restarts <= self._task.restart:
+                raise
         return f"requeued ({reason})"
 
     def _chained(self, reason: str) -> str:
         word = self._word()
         script = None if word is None else word.script
         job = chain(self._run, self._task, self._attempt + 1, script)
+        self._next_job = job
         self._write_requeued("chain", reason, job)
         return f"job {job} goes on ({reason})"
+
+    def _taken_back(self) -> str:
+        """Take the job that is to go on away again if somebody cancelled the run in this very moment."""
+        if control.CANCEL not in self._stop(stalled=False).reasons:
+            return ""
+        newest = newest_entry(self._run)
+        token = None if newest is None else newest.get("token")
+        job = self._next_job or self._task.job
+        scancel.cancel([job], only_waiting=False)
+        self._events.write("cancelled", job=job, token=token, user=control.user_name())
+        return f"it was cancelled, and job {job} with it"
 
     def _write_requeued(self, how: str, reason: str, job: str | None = None) -> None:
         with contextlib.suppress(OSError):

@@ -1,6 +1,7 @@
 """Keeps a job from training a run that another job trains or is to train. It writes nothing.
 
-The run's newest job has the right to it. An older one may be started again by an administrator, or a run be
+The run's newest job alone has the right to it, over or not: an older one may be started again by an
+administrator, after somebody cancelled the run. Jobs of other clusters may share the folder, and a run be
 trained in the foreground: two attempts at the same time would remove each other's checkpoints.
 """
 
@@ -14,17 +15,20 @@ from typing import Any
 
 from launchers.errors import LauncherError, SlurmRefused
 from launchers.slurm.own_job import OwnJob, own_job
-from launchers.slurm.states import RUNNING, WAITING, find_by_token
+from launchers.slurm.states import GONE, RUNNING, WAITING, find_by_token, is_same_cluster
 from launchers.slurm.task import JobTask
 from orchestra.events import read_events
 from orchestra.jsonl import Record
-from orchestra.report.state import read_record
+from orchestra.report.state import array_ids, attempt_files, last_growth, read_record
 from orchestra.report.verdict import last_attempt, node_verdict, of_attempt
 from orchestra.rundir import RunDir
 from orchestra.submit.claims import claimed_attempt
+from orchestra.sweepdir import SweepDir
 
 # How long the files of an attempt must be still where nobody can say whether it is alive.
 QUIET_S = 60.0
+# Files that were still for so long before are not watched: a job that Slurm has forgotten ended long ago.
+_LONG_STILL_S = 600.0
 _POLL_S = 2.0
 # From the end that Slurm began to the last process: KillWait, 30 s by default, and some.
 _COMPLETING_S = 60.0
@@ -33,10 +37,12 @@ _NOT_KNOWN = "Invalid job id"
 
 @dataclass(frozen=True)
 class _Rival:
-    """Who else may train the run; `is_alive` is None where nobody can say."""
+    """Who else may train the run; `is_alive` is None where nobody can say, and its files have to."""
 
     what: str
     is_alive: bool | None
+    # Whether files that have been still for long are enough.
+    may_be_long_gone: bool = False
 
 
 def refusal(run: RunDir, task: JobTask, quiet_s: float = QUIET_S) -> str | None:
@@ -48,10 +54,14 @@ def refusal(run: RunDir, task: JobTask, quiet_s: float = QUIET_S) -> str | None:
     alive = next((rival for rival in rivals if rival.is_alive), None)
     if alive is not None:
         return _refused(run, task, alive.what)
-    unclear = next((rival for rival in rivals if rival.is_alive is None), None)
-    if unclear is not None and _grows(run, quiet_s):
-        return _refused(run, task, f"{unclear.what}, and the run's files grow")
+    unclear = [rival for rival in rivals if rival.is_alive is None and not _is_long_gone(run, rival)]
+    if unclear and _grows(run, quiet_s):
+        return _refused(run, task, f"{unclear[0].what}, and the run's files grow")
     return None
+
+
+def _is_long_gone(run: RunDir, rival: _Rival) -> bool:
+    return rival.may_be_long_gone and time.time() - last_growth(run) > _LONG_STILL_S
 
 
 def _refused(run: RunDir, task: JobTask, what: str) -> str:
@@ -65,7 +75,7 @@ def _refused(run: RunDir, task: JobTask, what: str) -> str:
 def _rivals(run: RunDir, task: JobTask) -> Iterator[_Rival]:
     newest = newest_entry(run)
     if newest is not None:
-        yield from _newest_job(newest, task)
+        yield from _newest_job(run, newest, task)
     events = read_events(run)
     attempt = last_attempt(events)
     if attempt is not None:
@@ -82,24 +92,34 @@ def newest_entry(run: RunDir) -> dict[str, Any] | None:
     return jobs[-1] if isinstance(jobs, list) and jobs and isinstance(jobs[-1], dict) else None
 
 
-def _newest_job(entry: dict[str, Any], task: JobTask) -> Iterator[_Rival]:
+def _newest_job(run: RunDir, entry: dict[str, Any], task: JobTask) -> Iterator[_Rival]:
     """Yield the newest job where this is another one."""
-    job = _label(entry)
-    if job == task.job:
+    job, cluster = _label(run, entry), entry.get("cluster")
+    is_elsewhere = _is_elsewhere(cluster, task)
+    if job == task.job and not is_elsewhere:
         return
-    if job is None:
-        if _has_token(task.job, entry):
-            return
+    if job in (None, task.job) and _has_token(task.job, entry):
+        return
+    if job is None and not is_elsewhere:
         job = _by_token(entry)
-    if job == task.job:
-        return
-    word = "whose number is not known" if job is None else job
-    yield _Rival(f"job {word} was submitted for it later, and is queued or running", _is_alive(job))
+    if job is None:
+        # Its submitter may never have had an answer, or may be about to write it down.
+        yield _Rival("a job whose number is not known was submitted for it later", None)
+    else:
+        where = f" on cluster {cluster}" if is_elsewhere else ""
+        yield _Rival(f"job {job}{where} was submitted for it later, and it alone may train it", True)
 
 
-def _label(entry: dict[str, Any]) -> str | None:
+def _is_elsewhere(cluster: object, task: JobTask) -> bool:
+    """Whether a job belongs to another cluster than this one; not where one of them is not known."""
+    return isinstance(cluster, str) and task.cluster is not None and not is_same_cluster(cluster, task.cluster)
+
+
+def _label(run: RunDir, entry: dict[str, Any]) -> str | None:
     """Return the newest job as Slurm writes it; None while its submitter has not recorded its number."""
     job, member = entry.get("id"), entry.get("task")
+    if job is None and isinstance(member, int):
+        job = array_ids(SweepDir(run.path.parent)).get(str(entry.get("token")))
     if not isinstance(job, str):
         return None
     return f"{job}_{member}" if isinstance(member, int) else job
@@ -127,33 +147,44 @@ def _by_token(entry: dict[str, Any]) -> str | None:
 def _leader(events: list[Record], attempt: int, task: JobTask) -> Iterator[_Rival]:
     """Yield who leads the last attempt, unless it has ended or was an earlier start of this very job."""
     start = next(event for event in events if event["event"] == "attempt_started")
-    job = start.get("job")
-    if node_verdict(events) is not None or job == task.job:
+    job, cluster = start.get("job"), start.get("cluster")
+    is_elsewhere = _is_elsewhere(cluster, task)
+    if node_verdict(events) is not None or (job == task.job and not is_elsewhere):
         return
-    if isinstance(job, str):
-        yield _Rival(f"job {job} trains it, attempt {attempt}", _is_alive(job))
-    else:
+    if not isinstance(job, str):
         who = f"process {start.get('pid', '?')} on {start.get('host', '?')}"
         yield _Rival(f"{who} leads attempt {attempt}, which has not ended", None)
+    elif is_elsewhere:
+        yield _Rival(f"job {job} on cluster {cluster} leads attempt {attempt}, which has not ended", None)
+    else:
+        yield _of_this_cluster(job, attempt)
 
 
-def _is_alive(job: str | None) -> bool | None:
-    """Whether Slurm has a job queued or running; None where that cannot be told."""
-    if job is None:
-        return None
+def _of_this_cluster(job: str, attempt: int) -> _Rival:
+    word = _last_word(job)
+    if word is None or word.state == "COMPLETING":
+        return _Rival(f"job {job} leads attempt {attempt}, which has not ended", None)
+    if word.state == GONE:
+        # Slurm forgets jobs minutes after their end; or it is another Slurm.
+        what = f"Slurm does not know job {job}, which leads attempt {attempt}"
+        return _Rival(what, None, may_be_long_gone=True)
+    is_alive = word.state in RUNNING or word.state in WAITING
+    return _Rival(f"job {job} trains it, attempt {attempt}", is_alive)
+
+
+def _last_word(job: str) -> OwnJob | None:
+    """Return Slurm's word for a job, after the end of one that is being ended; None where it has none."""
     deadline = time.monotonic() + _COMPLETING_S
     while (word := _word(job)) is not None and word.state == "COMPLETING" and time.monotonic() < deadline:
         time.sleep(_POLL_S)
-    if word is None or word.state == "COMPLETING":
-        return None
-    return word.state in RUNNING or word.state in WAITING
+    return word
 
 
 def _word(job: str) -> OwnJob | None:
     try:
         return own_job(job)
     except SlurmRefused as error:
-        return OwnJob("GONE") if _NOT_KNOWN in str(error) else None
+        return OwnJob(GONE) if _NOT_KNOWN in str(error) else None
     except LauncherError:
         return None
 
@@ -170,8 +201,7 @@ def _grows(run: RunDir, quiet_s: float) -> bool:
 
 
 def _sizes(run: RunDir) -> dict[Path, int]:
-    files = [run.metrics, *run.events.glob("*.jsonl"), *run.logs.glob("attempt-*/*.log")]
-    return {file: _size(file) for file in files}
+    return {file: _size(file) for file in attempt_files(run)}
 
 
 def _size(file: Path) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 
 from launchers.errors import LauncherError, SlurmRefused
 from launchers.slurm import sbatch
+from launchers.slurm.settings import asked_cluster
 from launchers.slurm.task import JobTask
 from orchestra.control import user_name
 from orchestra.errors import LaunchError
@@ -37,14 +38,21 @@ def chain(run: RunDir, task: JobTask, attempt: int, script: str | None) -> str:
     if member is not None:
         options.append(f"--array={member}")
     place = run.batch_script if script is None else Path(script)
-    job = submit_job(run, place, intent(run, token, attempt, task=member, after=task.job), options)
+    entry = intent(run, token, attempt, task=member, after=task.job, cluster=task.cluster)
+    job = submit_job(run, place, entry, options)
     return job if member is None else f"{job}_{member}"
 
 
 def intent(
-    run: RunDir, token: str, attempt: int, *, task: int | None = None, after: str | None = None
+    run: RunDir,
+    token: str,
+    attempt: int,
+    *,
+    task: int | None = None,
+    after: str | None = None,
+    cluster: str | None = None,
 ) -> dict[str, Any]:
-    """Return what run.json says of a job before it is submitted."""
+    """Return what run.json says of a job before it is submitted; without `cluster` Slurm is asked for it."""
     return {
         "token": token,
         "id": None,
@@ -54,6 +62,7 @@ def intent(
         "attempt": attempt,
         "task": task,
         "after": after,
+        "cluster": cluster or asked_cluster(),
     }
 
 

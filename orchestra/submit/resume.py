@@ -19,6 +19,7 @@ from checkpointing.shelf.catalog import committed_steps
 from checkpointing.storage import open_storage
 from conf.schema import Config
 from launchers import processes
+from launchers.slurm.states import SubmittedJob
 from orchestra.config.change import changed_config
 from orchestra.config.situation import Situation
 from orchestra.errors import ConfigError, LaunchError
@@ -26,7 +27,6 @@ from orchestra.events import read_events
 from orchestra.frozen import read_config, to_yaml
 from orchestra.jsonl import Record
 from orchestra.report.checkpoints import newest_checkpoint
-from orchestra.report.scheduler import with_scheduler
 from orchestra.report.state import RunState, read_ending, read_record, read_state
 from orchestra.report.verdict import last_attempt
 from orchestra.rundir import RunDir
@@ -41,6 +41,7 @@ from orchestra.submit.claims import (
 from orchestra.submit.environment import source_root
 from orchestra.submit.launch import WORKER_MODULE
 from orchestra.submit.revision import code_revision
+from orchestra.submit.settling import is_being_ended, settled, unclear
 
 # Ranks end with whoever leads them, but not within the same instant.
 _ORPHANS_END_S = 10.0
@@ -90,6 +91,7 @@ def next_attempt(
     """
     word = word or Word(None, number_of_jobs(run))
     told = word.told
+    _refuse_being_submitted(run, now)
     events = read_events(run)
     state = _state(read_ending(run, events, now)[0], events, told)
     if state in _OF_A_JOB and told is not None:
@@ -114,20 +116,29 @@ def next_attempt(
 def asked(run: RunDir, now: float) -> Word:
     """Return what Slurm says of a run, if it was submitted.
 
-    Raises LaunchError when Slurm cannot be asked: nobody knows then whether a job of the run waits or trains.
+    Waits a while for the end of a job whose attempt has ended: Slurm may be about to queue it again. Raises
+    LaunchError when Slurm cannot be asked, or is not the Slurm that has the job: nobody knows then whether a
+    job of the run waits or trains.
     """
     # First: a job that is submitted later is then seen as a change.
     num_jobs = number_of_jobs(run)
     own = read_state(run, now)
     if own.submitted is None or own.state == "finished":
         return Word(None, num_jobs)
-    (told,), problems = with_scheduler([run], [own])
+    (told,), problems = settled([run], [own])
     if problems and shutil.which("squeue") is None and own.state in _ENDED:
         # A machine without the cluster, and the run's own last word is that it ended.
         return Word(None, num_jobs)
     if problems:
         why = "; ".join(problems)
         raise LaunchError(f"{why}: whether a job trains {run.name} is not known; nothing was done")
+    if (why_unclear := unclear(told)) is not None:
+        raise LaunchError(why_unclear)
+    if is_being_ended(told):
+        raise LaunchError(
+            f"{run.name}: its attempt has ended, but Slurm still ends job {told.job} ({told.job_state}) and "
+            f"may start it again; nothing was done. Try again when `squeue --jobs={told.job}` shows it no more"
+        )
     return Word(told, num_jobs)
 
 
@@ -149,12 +160,33 @@ def _state(own: str, events: list[Record], told: RunState | None) -> str:
 
 def _has_job(run: RunDir, told: RunState) -> str:
     job = f"job {told.job}" if told.job else "a job"
-    waits = "waits in Slurm's queue" if told.state == "queued" else "is being started"
+    waits = "waits in Slurm's queue for it" if told.state == "queued" else "is being started for it"
+    if told.state == "queued" and told.attempts and told.submitted and _began_it(run, told.submitted):
+        waits = "is started again by Slurm itself"
     why = f" ({told.cause})" if told.cause else ""
     return (
-        f"{run.name}: {job} {waits} for it{why}, and goes on from its newest checkpoint; to change "
+        f"{run.name}: {job} {waits}{why}, and goes on from its newest checkpoint; to change "
         f"something, take it out of the queue first: `orchestra cancel {run.name}`, then resume it"
     )
+
+
+def _began_it(run: RunDir, job: SubmittedJob) -> bool:
+    starts = read_events(run, ("attempt_started",))
+    return any(it["event"] == "attempt_started" and it.get("job") == job.label for it in starts)
+
+
+def _refuse_being_submitted(run: RunDir, now: float) -> None:
+    """Raise ConfigError while a living process waits for Slurm's answer about the run's newest job."""
+    jobs = read_record(run).get("jobs")
+    newest = jobs[-1] if isinstance(jobs, list) and jobs and isinstance(jobs[-1], dict) else None
+    if newest is None or newest.get("id") is not None or newest.get("task") is not None:
+        return
+    for file in sorted(run.control.glob(f"{run.turn(len(jobs) - 1, 0).name.rpartition('-')[0]}-*.claim")):
+        if is_held(file, now):
+            raise ConfigError(
+                f"{run.name} is being submitted by another command, which waits for Slurm's answer; see "
+                f"`orchestra status {run.name}`"
+            )
 
 
 def _without_past_faults(config: Config, number: int) -> Config:

@@ -16,6 +16,7 @@ from typing import Any
 
 from launchers.errors import LauncherError, SlurmRefused
 from launchers.slurm import sbatch, script
+from launchers.slurm.settings import asked_cluster
 from orchestra.control import user_name
 from orchestra.errors import ConfigError, LaunchError
 from orchestra.events import EventWriter
@@ -94,6 +95,7 @@ def _added(plan: PlannedJob, draft: RunDir, run: RunDir) -> dict[str, Any]:
         "attempt": _FIRST_ATTEMPT,
         "task": None,
         "after": None,
+        "cluster": asked_cluster(),
     }
     # No process of this machine leads it.
     return {"pid": None, "pid_started": None, "jobs": [intent]}

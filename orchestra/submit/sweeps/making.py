@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from launchers.slurm.settings import asked_cluster
 from orchestra.errors import ConfigError
 from orchestra.report.state import read_record
 from orchestra.rundir import RunDir
@@ -116,6 +117,7 @@ def job_entry(array: SweepArray, index: int, attempt: int = _FIRST_ATTEMPT) -> d
         "attempt": attempt,
         "task": index - array.first,
         "after": None,
+        "cluster": asked_cluster(),
     }
 
 

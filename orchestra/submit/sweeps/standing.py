@@ -10,19 +10,22 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from orchestra.errors import ConfigError, LaunchError
 from orchestra.report.scheduler import with_scheduler
 from orchestra.report.state import RunState, read_state
 from orchestra.rundir import RunDir
+from orchestra.submit.settling import is_being_ended, settled, unclear
 from orchestra.submit.sweeps.plan import SweepPlan
 from orchestra.sweepdir import Sweep, SweepDir, SweepMember, is_sweep, read_sweep
 
 DONE = "finished"
 # A member in one of these states is left alone; "unknown" and "unreadable" may be alive.
 _LEFT_ALONE = (DONE, "running", "starting", "queued", "being resumed", "unknown", "unreadable")
+# Slurm may start the job of such a member again in the next moment.
+_BEING_ENDED = "being ended"
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class Standing:
     @property
     def needs_job(self) -> bool:
         """Whether it is neither done nor, as far as anybody knows, alive."""
-        return self.state.state not in _LEFT_ALONE
+        return self.state.state not in (*_LEFT_ALONE, _BEING_ENDED)
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,8 @@ def same_sweep(plan: SweepPlan, existing: Iterable[Existing]) -> Existing | None
 def adoptable(plan: SweepPlan, existing: Iterable[Existing]) -> dict[int, Standing]:
     """Return members of other sweeps that compute what members of the plan do and are done or alive.
 
-    By the index in the plan; a finished one before one that runs. Raises LaunchError when Slurm is silent.
+    By the index in the plan; a finished one before one that runs. One of another cluster counts as alive
+    unless its own records say that it ended. Raises LaunchError when Slurm is silent.
     """
     wanted = {member.signature for member in plan.members}
     candidates = [
@@ -90,26 +94,36 @@ def adoptable(plan: SweepPlan, existing: Iterable[Existing]) -> dict[int, Standi
         is_better = signature not in best or (
             standing.state.state == DONE and best[signature].state.state != DONE
         )
-        if not standing.needs_job and standing.run.path.exists() and is_better:
+        is_alive = not standing.needs_job and standing.state.state != _BEING_ENDED
+        may_be_alive = is_alive or unclear(standing.state) is not None
+        if may_be_alive and standing.run.path.exists() and is_better:
             best[signature] = standing
     return {it.index: best[it.signature] for it in plan.members if it.signature in best}
 
 
 def standings(sweep: SweepDir, record: Sweep) -> list[Standing]:
-    """Return how a sweep's members stand. Raises LaunchError when Slurm cannot be asked about them."""
-    return _standings((record.run(sweep, member), member) for member in record.members)
+    """Return how a sweep's members stand; those whose jobs are being ended are waited for, for a while.
+
+    Raises LaunchError when Slurm cannot be asked about them, or is not the Slurm that has their jobs.
+    """
+    found = _standings(((record.run(sweep, member), member) for member in record.members), waits=True)
+    if problem := next((why for it in found if (why := unclear(it.state)) is not None), None):
+        raise LaunchError(problem)
+    return found
 
 
-def _standings(members: Iterable[tuple[RunDir, SweepMember]]) -> list[Standing]:
+def _standings(members: Iterable[tuple[RunDir, SweepMember]], *, waits: bool = False) -> list[Standing]:
     pairs = list(members)
     now = time.time()
     runs = [run for run, _ in pairs]
-    states, problems = with_scheduler(runs, [read_state(run, now) for run in runs])
+    own = [read_state(run, now) for run in runs]
+    states, problems = settled(runs, own) if waits else with_scheduler(runs, own)
     if problems:
         raise LaunchError(
             f"{'; '.join(problems)}: whether jobs of the sweep exist is not known, and nothing "
             f"was submitted; try again when Slurm answers"
         )
+    states = [replace(it, state=_BEING_ENDED) if is_being_ended(it) else it for it in states]
     return [Standing(member, run, state) for (run, member), state in zip(pairs, states, strict=True)]
 
 

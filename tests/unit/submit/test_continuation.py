@@ -115,11 +115,15 @@ class Slurm:
             file.write_text(
                 f'#!/bin/sh\necho "{name} $*" >> {folder}/calls\n'
                 f'case "$*" in *{flag}*) a="{name}-{flag}";; *) a="{name}-show";; esac\n'
-                f'cat "{folder}/$a" && exit "$(cat "{folder}/$a.code")"\n'
+                f'code="$(cat "{folder}/$a.code")"; [ "$code" = 0 ] || exec >&2\n'
+                f'[ "$code" = killed ] && kill -KILL $$; cat "{folder}/$a"; exit "$code"\n'
             )
             file.chmod(file.stat().st_mode | stat.S_IXUSR)
+        queue = folder / "squeue"
+        queue.write_text("#!/bin/sh\n")
+        queue.chmod(queue.stat().st_mode | stat.S_IXUSR)
 
-    def says(self, command: str, text: str, code: int = 0) -> None:
+    def says(self, command: str, text: str, code: int | str = 0) -> None:
         name = command.replace(" --", "-").replace(" ", "-")
         place = self._folder / name
         place.write_text(text + "\n")
@@ -193,11 +197,28 @@ def test_a_task_of_an_array_is_chained_alone(run: RunDir, slurm: Slurm) -> None:
 
 
 def test_a_refused_chain_leaves_a_stopped_run_without_a_job_that_is_none(run: RunDir, slurm: Slurm) -> None:
-    slurm.says("sbatch --parsable", "", 1)
+    slurm.says("sbatch --parsable", "Batch job submission failed: Invalid account", 1)
     assert "does not go on by itself" in going_on(run, policy="chain").go_on(STOPPED)
     assert len(jobs(run)) == 1
     assert read_events(run)[-1]["event"] == "failed"
     assert read_events(run)[-1]["code"] == EXIT_STOPPED
+
+
+def test_a_requeue_that_ends_who_asked_for_it_is_no_refusal(run: RunDir, slurm: Slurm) -> None:
+    slurm.says("scontrol requeue", "", "killed")
+    slurm.says("scontrol show", "JobId=12 JobState=COMPLETING Restarts=1 Command=/job.sbatch WorkDir=/")
+    going = going_on(run)
+    plan = Stop(Requeue.requeue, frozenset({control.TIME_LIMIT}), OwnJob("RUNNING"), 0)
+    assert continuation(plan).how is How.requeue
+    assert going._requeued("time_limit") == "requeued (time_limit)"
+    assert not [call for call in slurm.calls() if call.startswith("sbatch")]
+
+
+def test_a_requeue_by_hand_that_ended_the_ranks_at_once_is_recorded(run: RunDir, slurm: Slurm) -> None:
+    slurm.says("scontrol show", "JobId=12 JobState=COMPLETING Restarts=1 Command=/job.sbatch WorkDir=/")
+    assert "starts the job again" in going_on(run).go_on(replace(STOPPED, code=130))
+    (event,) = requeued(run)
+    assert (event["how"], event["job"]) == ("requeue", "12")
 
 
 def test_no_progress_becomes_the_verdict(run: RunDir, slurm: Slurm) -> None:

@@ -57,9 +57,10 @@ def run(tmp_path: Path, tree: Path) -> RunDir:
 def put_sbatch(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
     monkeypatch.setattr(sbatch, "_LOOK_AGAIN_S", (0.0,))
-    command = folder / "sbatch"
-    command.write_text(f"#!/bin/sh\n{text}\n")
-    command.chmod(0o755)
+    for name, content in (("sbatch", text), ("squeue", "exit 0")):
+        command = folder / name
+        command.write_text(f"#!/bin/sh\n{content}\n")
+        command.chmod(0o755)
 
 
 def planned(run: RunDir, *overrides: str) -> PlannedResume:
