@@ -131,9 +131,7 @@ class Questions:
         elsewhere = _elsewhere(jobs, frozenset(past), self._queue)
         here = [job for job in jobs if job not in elsewhere]
         found = {job: state for job in here if (state := self._queue.find(job)) is not None}
-        unclear = [
-            job for job in past if job not in elsewhere and (job not in found or found[job].is_over)
-        ]
+        unclear = [job for job in past if job not in elsewhere and (job not in found or found[job].is_over)]
         if is_new:
             self._ended = _past(unclear)
         # What was submitted since the queue was listed is not gone.
@@ -244,15 +242,22 @@ class _Queue:
 
     def has_token(self, job: SubmittedJob) -> bool:
         """Whether a line has the job's token, which no other cluster's queue has."""
-        return (job.token, job.task) in self._by_token or (job.token, None) in self._by_token
+        return any(self._with_token(job, task) is not None for task in (job.task, None))
+
+    def _with_token(self, job: SubmittedJob, task: int | None) -> _Line | None:
+        line = self._by_token.get((job.token, task))
+        # Somebody may have submitted the script by hand: that job has the token too, and another number.
+        return line if line is not None and job.job in (None, line.job) else None
 
     def _find(self, job: SubmittedJob, task: int | None) -> _Line | None:
-        found = self._by_token.get((job.token, task))
+        found = self._with_token(job, task)
         if found is not None or job.job is None:
             return found
         line = self._by_id.get((job.job, task))
         if line is None or (line.name, line.user) != (job.name, job.user):
             return None
+        if job.token in line.comment.split():
+            return line
         # A site's plugin may have replaced the comment; another token is another submission.
         return None if f"{job.token.partition(':')[0]}:" in line.comment else line
 

@@ -82,8 +82,13 @@ def _here(config: Config, arguments: Namespace) -> int:
             "cluster.gpus_per_node=1: between one rank and itself there is no network; use 2 or more, or "
             "cluster=slurm with cluster.nodes=2"
         )
+    if arguments.dry_run:
+        device = config.cluster.device.value
+        plan = {"ranks": ranks, "device": device, "nodes": 1}
+        print(json.dumps(plan) if arguments.json else f"would start {ranks} {device} ranks on this machine")
+        return EXIT_DONE
     _note(f"starting {ranks} {config.cluster.device.value} ranks on this machine")
-    return EXIT_DONE if arguments.dry_run else _finished(config, measure_here(config), arguments)
+    return _finished(config, measure_here(config), arguments)
 
 
 def _in_a_job(config: Config, overrides: list[str], arguments: Namespace) -> int:
@@ -93,7 +98,10 @@ def _in_a_job(config: Config, overrides: list[str], arguments: Namespace) -> int
     if config.cluster.nodes * int(config.cluster.gpus_per_node) < 2:
         raise ConfigError("one node with one rank has no network to measure; use cluster.nodes=2")
     if arguments.dry_run:
-        print(planned_script(config, share), end="")
+        script = planned_script(config, share)
+        print(
+            json.dumps({"script": script}) if arguments.json else script, end="\n" if arguments.json else ""
+        )
         return EXIT_DONE
     return _finished(config, measure_as_job(config, share, _show), arguments)
 

@@ -82,7 +82,8 @@ def _told(target: Target, plans: Sequence[Cancellation], arguments: Namespace) -
     if isinstance(target, RunDir):
         return [_sentence(plan, arguments) for plan in plans]
     counts = Counter(_in_short(plan, arguments) for plan in plans)
-    lines = [f"{target.name}: {figures.counts(counts)}; `{invocation('status', target)}` tells more"]
+    told = figures.counts(counts) if plans else "no member of its own"
+    lines = [f"{target.name}: {told}; `{invocation('status', target)}` tells more"]
     return lines + _left_alone(target)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -36,7 +37,8 @@ def of_all(
     sweeps = sum(isinstance(state, SweepState) for state in rest)
     if rest:
         told = [text for text in (figures.counts(runs), f"{sweeps} sweeps" if sweeps else "") if text]
-        lines.append(f"and {len(rest)} more ({', '.join(told)}): orchestra status --all")
+        last = f"and {len(rest)} more ({', '.join(told)}): orchestra status --all"
+        lines += [last] if width is None else textwrap.wrap(last, width)
     return lines
 
 

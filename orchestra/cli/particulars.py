@@ -47,7 +47,7 @@ def _job(state: RunState) -> str:
     if state.job is None:
         return ""
     if state.job_state in (None, "UNKNOWN"):
-        return f"{state.job}, of which Slurm could not be asked"
+        return f"{state.job}, of which Slurm tells nothing here"
     where = f" on {state.job_nodes}" if state.job_nodes else ""
     if state.state not in ALIVE or state.job_start is None:
         return f"{state.job}, {state.job_state}{where}"

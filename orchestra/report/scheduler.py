@@ -86,9 +86,7 @@ def _told(own: RunState, job: SubmittedJob, word: JobState) -> RunState:
     if word.state == UNKNOWN:
         cause = elsewhere(job, word.asked) if own.state in OPEN else None
         asked = word.asked or None
-        return replace(
-            own, job=word.job, job_state=word.state, cause=cause or own.cause, asked_cluster=asked
-        )
+        return replace(own, job=word.job, job_state=word.state, cause=cause or own.cause, asked_cluster=asked)
     start = None if word.start in ("", "N/A", "Unknown", "None") else word.start
     nodes = None if word.nodes in ("", "None assigned") else word.nodes
     state = replace(own, job=word.job, job_state=word.state, job_nodes=nodes, job_start=start)

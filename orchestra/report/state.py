@@ -141,8 +141,23 @@ def _read_state(run: RunDir, now: float) -> RunState:
         code=verdict.code if verdict is not None else None,
         cause=_cause(state, verdict, events),
         checkpoint_step=newest_checkpoint(events),
-        submitted=job_of_record(run, record),
+        submitted=_job_to_ask_about(run, record, events, state),
     )
+
+
+def _job_to_ask_about(run: RunDir, record: Record, events: list[Record], state: str) -> SubmittedJob | None:
+    """Return the job that decides about a run: the newest, or the one of an attempt that has not ended.
+
+    A later job may end without a word of the run, refused because of that attempt.
+    """
+    starts = [event for event in events if event["event"] == "attempt_started"]
+    if state in ("running", "unknown") and starts:
+        leader = max(starts, key=lambda it: int(it["attempt"])).get("job")
+        for entry in reversed(record.get("jobs") or []):
+            job = _job_of_entry(run, entry)
+            if job is not None and job.label == leader:
+                return job
+    return job_of_record(run, record)
 
 
 def _cause(state: str, verdict: Verdict | None, events: list[Record]) -> str | None:
@@ -170,7 +185,12 @@ def job_of_record(run: RunDir, record: Record) -> SubmittedJob | None:
     The array's id of a member of a sweep stands in the sweep's record, under the same token.
     """
     jobs = record.get("jobs")
-    entry = jobs[-1] if isinstance(jobs, list) and jobs and isinstance(jobs[-1], dict) else {}
+    return _job_of_entry(run, jobs[-1]) if isinstance(jobs, list) and jobs else None
+
+
+def _job_of_entry(run: RunDir, entry: Any) -> SubmittedJob | None:
+    if not isinstance(entry, dict):
+        return None
     token, job, name, user, task = (entry.get(key) for key in ("token", "id", "name", "user", "task"))
     submitted = entry.get("submitted")
     texts = isinstance(token, str) and isinstance(name, str) and isinstance(user, str)

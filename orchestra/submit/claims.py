@@ -50,7 +50,10 @@ def take(run: RunDir, attempt: int) -> bool:
 
 
 def write_claim(file: Path) -> bool:
-    """Write a claim that names this process; return False when somebody else's stands there already."""
+    """Write a claim that names this process; return False when somebody else's stands there already.
+
+    Raises OSError where it cannot be written, and leaves nothing then.
+    """
     process = processes.find(os.getpid())
     content = {
         "host": socket.gethostname(),
@@ -60,10 +63,16 @@ def write_claim(file: Path) -> bool:
     }
     # Exclusive creation works on every file system that clusters share, locks do not.
     try:
-        with file.open("x") as draft:
-            draft.write(json.dumps(content) + "\n")
+        draft = file.open("x")
     except FileExistsError:
         return False
+    try:
+        with draft:
+            draft.write(json.dumps(content) + "\n")
+    except OSError:
+        # On a full disk an empty claim would stand for ten minutes.
+        file.unlink(missing_ok=True)
+        raise
     return True
 
 

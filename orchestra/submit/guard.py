@@ -112,7 +112,9 @@ def _newest_job(run: RunDir, entry: dict[str, Any], task: JobTask) -> Iterator[_
 
 def _is_elsewhere(cluster: object, task: JobTask) -> bool:
     """Whether a job belongs to another cluster than this one; not where one of them is not known."""
-    return isinstance(cluster, str) and task.cluster is not None and not is_same_cluster(cluster, task.cluster)
+    return (
+        isinstance(cluster, str) and task.cluster is not None and not is_same_cluster(cluster, task.cluster)
+    )
 
 
 def _label(run: RunDir, entry: dict[str, Any]) -> str | None:

@@ -13,6 +13,7 @@ import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from checkpointing.errors import CheckpointError
 from checkpointing.shelf.catalog import committed_steps
@@ -27,7 +28,7 @@ from orchestra.events import read_events
 from orchestra.frozen import read_config, to_yaml
 from orchestra.jsonl import Record
 from orchestra.report.checkpoints import newest_checkpoint
-from orchestra.report.state import RunState, read_ending, read_record, read_state
+from orchestra.report.state import RunState, job_of_record, read_ending, read_record, read_state
 from orchestra.report.verdict import last_attempt
 from orchestra.rundir import RunDir
 from orchestra.submit.claims import (
@@ -42,6 +43,7 @@ from orchestra.submit.environment import source_root
 from orchestra.submit.launch import WORKER_MODULE
 from orchestra.submit.revision import code_revision
 from orchestra.submit.settling import is_being_ended, settled, unclear
+from orchestra.sweepdir import SweepDir, read_sweep
 
 # Ranks end with whoever leads them, but not within the same instant.
 _ORPHANS_END_S = 10.0
@@ -136,8 +138,8 @@ def asked(run: RunDir, now: float) -> Word:
         raise LaunchError(why_unclear)
     if is_being_ended(told):
         raise LaunchError(
-            f"{run.name}: its attempt has ended, but Slurm still ends job {told.job} ({told.job_state}) and "
-            f"may start it again; nothing was done. Try again when `squeue --jobs={told.job}` shows it no more"
+            f"{run.name}: its attempt has ended, its job {told.job} has not ({told.job_state}): Slurm may "
+            f"start it again, so nothing was done. Try again when `squeue --jobs={told.job}` shows it no more"
         )
     return Word(told, num_jobs)
 
@@ -177,16 +179,27 @@ def _began_it(run: RunDir, job: SubmittedJob) -> bool:
 
 def _refuse_being_submitted(run: RunDir, now: float) -> None:
     """Raise ConfigError while a living process waits for Slurm's answer about the run's newest job."""
-    jobs = read_record(run).get("jobs")
-    newest = jobs[-1] if isinstance(jobs, list) and jobs and isinstance(jobs[-1], dict) else None
-    if newest is None or newest.get("id") is not None or newest.get("task") is not None:
-        return
-    for file in sorted(run.control.glob(f"{run.turn(len(jobs) - 1, 0).name.rpartition('-')[0]}-*.claim")):
-        if is_held(file, now):
-            raise ConfigError(
-                f"{run.name} is being submitted by another command, which waits for Slurm's answer; see "
-                f"`orchestra status {run.name}`"
-            )
+    if any(is_held(file, now) for file in _claims_of_submitter(run)):
+        raise ConfigError(
+            f"{run.name} is being submitted by another command, which waits for Slurm's answer; see "
+            f"`orchestra status {run.name}`"
+        )
+
+
+def _claims_of_submitter(run: RunDir) -> list[Path]:
+    """Return the claims of whoever submits the run's newest job; none where its number is known."""
+    record = read_record(run)
+    job = job_of_record(run, record)
+    if job is None or job.job is not None:
+        return []
+    if job.task is None:
+        number = len(record["jobs"]) - 1
+        return sorted(run.control.glob(f"{run.turn(number, 0).name.rpartition('-')[0]}-*.claim"))
+    sweep = SweepDir(run.path.parent)
+    try:
+        return [sweep.claim(it.number) for it in read_sweep(sweep).arrays if it.token == job.token]
+    except (OSError, ConfigError):
+        return []
 
 
 def _without_past_faults(config: Config, number: int) -> Config:

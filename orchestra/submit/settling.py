@@ -29,18 +29,23 @@ def settled(runs: Sequence[RunDir], own: Sequence[RunState]) -> tuple[list[RunSt
     `own` are the states as the runs' records tell them. Waits up to a minute, for all of them together, while
     jobs of attempts that ended are still being ended, and says so.
     """
-    told, problems = with_scheduler(runs, own)
+    states, problems = with_scheduler(runs, own)
     deadline = time.monotonic() + _WAIT_S
-    has_said = False
-    while not problems and (ending := [state for state in told if is_being_ended(state)]):
-        if time.monotonic() >= deadline:
-            break
-        if not has_said:
-            _say(ending)
-            has_said = True
+    ending = _being_ended(states)
+    if ending and not problems:
+        _say([states[index] for index in ending])
+    while ending and not problems and time.monotonic() < deadline:
         time.sleep(_POLL_S)
-        told, problems = with_scheduler(runs, [read_state(run, time.time()) for run in runs])
-    return told, problems
+        unsettled = [runs[index] for index in ending]
+        told, problems = with_scheduler(unsettled, [read_state(run, time.time()) for run in unsettled])
+        for index, state in zip(ending, told, strict=True):
+            states[index] = state
+        ending = _being_ended(states)
+    return states, problems
+
+
+def _being_ended(states: Sequence[RunState]) -> list[int]:
+    return [index for index, state in enumerate(states) if is_being_ended(state)]
 
 
 def is_being_ended(state: RunState) -> bool:
@@ -53,14 +58,16 @@ def unclear(state: RunState) -> str | None:
     job = state.submitted
     if job is None or state.job_state != UNKNOWN or state.state not in OPEN:
         return None
-    if job.cluster is None or state.state == "running" and state.asked_cluster is None:
-        # Of a job that is younger than Slurm's answer, or of one whose run grows.
-        return None if state.state == "running" else f"{state.name}: Slurm's answer is older than its job"
-    what = elsewhere(job, state.asked_cluster) or f"its job is on cluster {job.cluster}, and Slurm does not say which one this is"
+    if state.asked_cluster is None and state.state == "running":
+        # It is left alone anyway.
+        return None
+    if job.cluster is None:
+        return f"{state.name}: Slurm was asked before it had the job; nothing was done, try again"
+    what = elsewhere(job, state.asked_cluster) or f"Slurm does not say whether this is cluster {job.cluster}"
     return (
-        f"{state.name}: {what}. Whether it lives is known there alone (its own records say: {state.state}), so "
-        f"nothing was done; go on with it on a login node of cluster {job.cluster}. Where that cluster is no "
-        f"more, remove its name from the last of the jobs in {RunDir(Path(state.path)).record}"
+        f"{state.name}: {what}. Whether it lives can be told there alone (by its records: {state.state}). "
+        f"Nothing was done; go on with it on a login node of cluster {job.cluster}. Where that cluster is no "
+        f"more, remove its name from the last job in {RunDir(Path(state.path)).record}"
     )
 
 

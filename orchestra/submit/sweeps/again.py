@@ -27,9 +27,10 @@ from orchestra.frozen import read_config, to_yaml
 from orchestra.report.state import read_record
 from orchestra.report.verdict import last_attempt
 from orchestra.rundir import RunDir
-from orchestra.submit.claims import next_attempt_number, write_whole
+from orchestra.submit.claims import next_attempt_number, take_turn, write_whole
 from orchestra.submit.job import Share
 from orchestra.submit.prepare import made_as_one, origin
+from orchestra.submit.resume import number_of_jobs
 from orchestra.submit.snapshot import is_snapshot, take_snapshot
 from orchestra.submit.sweeps import holding
 from orchestra.submit.sweeps.arrays import (
@@ -58,6 +59,8 @@ class Returning:
     config: Config | None = None
     # Whether it was another sweep's run, and gets a directory of its own now.
     is_new: bool = False
+    # How many jobs it had when this was decided.
+    num_jobs: int = 0
 
 
 @dataclass(frozen=True)
@@ -149,7 +152,7 @@ def _returning(standing: Standing, changes: Changes) -> Returning:
     attempt = next_attempt_number(run, last_attempt(read_events(run)))
     is_new = member.adopted is not None
     if not changes.overrides and not is_new:
-        return Returning(member, attempt)
+        return Returning(member, attempt, num_jobs=standing.num_jobs)
     before = changes.composed.get(member.signature) if is_new else None
     if before is None and not run.path.exists():
         raise ConfigError(
@@ -160,7 +163,7 @@ def _returning(standing: Standing, changes: Changes) -> Returning:
     # Rehearsed failures of earlier attempts may name ranks and steps that are no more.
     inject = [it for it in before.recovery.inject if is_new or it.get("attempt", 0) >= attempt]
     config = changes.made_to(replace(before, recovery=replace(before.recovery, inject=inject)))
-    return Returning(member, 0 if is_new else attempt, config, is_new)
+    return Returning(member, 0 if is_new else attempt, config, is_new, standing.num_jobs)
 
 
 def go_on(comeback: Comeback, command: Sequence[str]) -> Outcome:
@@ -170,18 +173,38 @@ def go_on(comeback: Comeback, command: Sequence[str]) -> Outcome:
     """
     sweep, record = comeback.sweep, comeback.record
     claimed = [holding.take(sweep, record)]
+    turns: list[Path] = []
     try:
+        _take_turns(comeback, turns)
         arrays = _planned(comeback, claimed)
         record = _written(comeback, arrays, command)
-    except OSError as error:
+    except BaseException as error:
         holding.release(sweep, claimed)
-        raise ConfigError(
-            f"{sweep.path}: cannot be written: {error.strerror}; nothing was submitted"
-        ) from error
-    except BaseException:
-        holding.release(sweep, claimed)
+        for turn in turns:
+            turn.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise ConfigError(
+                f"{sweep.path}: cannot be written: {error.strerror}; nothing was submitted"
+            ) from error
         raise
     return send(sweep, record, arrays, {it.member.index: it.attempt for it in comeback.members})
+
+
+def _take_turns(comeback: Comeback, turns: list[Path]) -> None:
+    """Claim each member's next job. Raises ConfigError where somebody resumes, or resumed, one by itself."""
+    now = time.time()
+    for it in comeback.members:
+        if it.is_new:
+            continue
+        run = comeback.sweep.member(it.member.index)
+        if (turn := take_turn(run, it.num_jobs, now)) is not None:
+            turns.append(turn)
+        if turn is None or number_of_jobs(run) != it.num_jobs:
+            name = f"{comeback.sweep.name}/{run.name}"
+            raise ConfigError(
+                f"{name} is being resumed by another command, and nothing was submitted by this one: look at "
+                f"it (`orchestra status {name}`) and try again"
+            )
 
 
 def planned_again(comeback: Comeback) -> list[PlannedArray]:

@@ -72,7 +72,7 @@ def course_of(plan: SweepPlan, site: Site, now: float, *, force: bool = False) -
     if same is not None:
         composed = {member.signature: member.config for member in plan.members}
         return course_again(same, site, composed=composed)
-    sweep = planned_sweep(plan, now)
+    sweep = planned_sweep(plan, now, is_forced=force)
     kept = adoptable(plan, existing)
     plan = plan.adopting({index: str(standing.run.path) for index, standing in kept.items()})
     numbering = Numbering(sweep.name, user_name(), now, site.array_size, plan.throttle)

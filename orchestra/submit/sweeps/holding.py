@@ -15,24 +15,11 @@ from launchers import processes
 from orchestra.errors import ConfigError
 from orchestra.events import is_number, is_whole
 from orchestra.jsonl import Record
+from orchestra.submit.claims import write_claim
 from orchestra.sweepdir import Sweep, SweepDir, read_sweep
 
 # A claim of another host counts for so long: sbatch and the search for a lost answer take less.
 _COUNTS_S = 600.0
-
-
-def write_claim(path: Path) -> None:
-    """Claim an array for this process. Raises FileExistsError when somebody has it already."""
-    process = processes.find(os.getpid())
-    claim = {
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "pid_started": None if process is None else process.started,
-        "time": time.time(),
-    }
-    # Exclusive creation works on every file system that clusters share, locks do not.
-    with path.open("x") as file:
-        file.write(json.dumps(claim) + "\n")
 
 
 @contextmanager
@@ -44,9 +31,7 @@ def alone(parent: Path, signature: str) -> Iterator[None]:
     lock = parent / f".sweep-{signature}.claim"
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        try:
-            write_claim(lock)
-        except FileExistsError:
+        if not write_claim(lock):
             _refuse_held(lock, "the same sweep")
             # Of a process that is no more.
             lock.unlink(missing_ok=True)
@@ -85,9 +70,7 @@ def numbers(sweep: SweepDir, record: Sweep, *, refuse: bool = False) -> Iterator
     `refuse` raises ConfigError at a number that a living process claims; else such are passed over.
     """
     for number in itertools.count(max((array.number for array in record.arrays), default=-1) + 1):
-        try:
-            write_claim(sweep.claim(number))
-        except FileExistsError:
+        if not write_claim(sweep.claim(number)):
             if refuse:
                 _refuse_held(sweep.claim(number), sweep.name)
             continue

@@ -19,10 +19,10 @@ from launchers.slurm.settings import asked_cluster
 from orchestra.errors import ConfigError
 from orchestra.report.state import read_record
 from orchestra.rundir import RunDir
+from orchestra.submit.claims import write_claim
 from orchestra.submit.prepare import RunRequest, made_as_one, origin, write_run
 from orchestra.submit.snapshot import take_snapshot
 from orchestra.submit.sweeps.arrays import Numbering, PlannedArray, Templates, planned_arrays
-from orchestra.submit.sweeps.holding import write_claim
 from orchestra.submit.sweeps.plan import PlannedMember, SweepPlan, taken
 from orchestra.sweepdir import Sweep, SweepArray, SweepDir, to_json
 

@@ -84,7 +84,7 @@ def parent_of_sweep(members: Sequence[PlannedMember]) -> Path:
     return parent_of_runs(members[0].config)
 
 
-def planned_sweep(plan: SweepPlan, now: float) -> SweepDir:
+def planned_sweep(plan: SweepPlan, now: float, *, is_forced: bool = False) -> SweepDir:
     """Return the directory that a new sweep would get, for a made name the first choice.
 
     Raises ConfigError when something is in the place of a configured name.
@@ -96,6 +96,11 @@ def planned_sweep(plan: SweepPlan, now: float) -> SweepDir:
         return SweepDir(parent / f"sweep-{stamp}-{plan.signature[:6]}")
     sweep = SweepDir(parent / name)
     if os.path.lexists(sweep.path):
+        if is_forced and is_sweep(sweep.path):
+            raise ConfigError(
+                f"--force trains all members anew, in a new sweep, and run.name={sweep.name} names one that "
+                f"is there; give another run.name, or leave it out to have one made"
+            )
         raise ConfigError(taken(sweep))
     return sweep
 

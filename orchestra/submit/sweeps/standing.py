@@ -13,10 +13,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from orchestra import control
 from orchestra.errors import ConfigError, LaunchError
+from orchestra.events import read_events
 from orchestra.report.scheduler import with_scheduler
 from orchestra.report.state import RunState, read_state
+from orchestra.report.verdict import last_attempt
 from orchestra.rundir import RunDir
+from orchestra.submit.resume import number_of_jobs
 from orchestra.submit.settling import is_being_ended, settled, unclear
 from orchestra.submit.sweeps.plan import SweepPlan
 from orchestra.sweepdir import Sweep, SweepDir, SweepMember, is_sweep, read_sweep
@@ -35,6 +39,8 @@ class Standing:
     member: SweepMember
     run: RunDir
     state: RunState
+    # How many jobs were submitted for it when its state was read.
+    num_jobs: int = 0
 
     @property
     def needs_job(self) -> bool:
@@ -95,10 +101,20 @@ def adoptable(plan: SweepPlan, existing: Iterable[Existing]) -> dict[int, Standi
             standing.state.state == DONE and best[signature].state.state != DONE
         )
         is_alive = not standing.needs_job and standing.state.state != _BEING_ENDED
-        may_be_alive = is_alive or unclear(standing.state) is not None
+        may_be_alive = (is_alive or unclear(standing.state) is not None) and not _is_to_end(standing)
         if may_be_alive and standing.run.path.exists() and is_better:
             best[signature] = standing
     return {it.index: best[it.signature] for it in plan.members if it.signature in best}
+
+
+def _is_to_end(standing: Standing) -> bool:
+    """Whether somebody cancelled a member that has not ended yet."""
+    run = standing.run
+    if standing.state.state == DONE or (asked := control.requested_attempt(run)) is None:
+        return False
+    last = last_attempt(read_events(run, ("attempt_started",)))
+    is_past = last is not None and asked < last
+    return not is_past and any(it.reason == control.CANCEL for it in control.read_requests(run, asked))
 
 
 def standings(sweep: SweepDir, record: Sweep) -> list[Standing]:
@@ -116,6 +132,8 @@ def _standings(members: Iterable[tuple[RunDir, SweepMember]], *, waits: bool = F
     pairs = list(members)
     now = time.time()
     runs = [run for run, _ in pairs]
+    # First: a job that is submitted later is then seen as a change.
+    counts = [number_of_jobs(run) for run in runs]
     own = [read_state(run, now) for run in runs]
     states, problems = settled(runs, own) if waits else with_scheduler(runs, own)
     if problems:
@@ -124,7 +142,8 @@ def _standings(members: Iterable[tuple[RunDir, SweepMember]], *, waits: bool = F
             f"was submitted; try again when Slurm answers"
         )
     states = [replace(it, state=_BEING_ENDED) if is_being_ended(it) else it for it in states]
-    return [Standing(member, run, state) for (run, member), state in zip(pairs, states, strict=True)]
+    triples = zip(pairs, states, counts, strict=True)
+    return [Standing(member, run, state, count) for (run, member), state, count in triples]
 
 
 def counted(standings: Sequence[Standing]) -> str:

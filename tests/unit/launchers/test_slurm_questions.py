@@ -170,3 +170,12 @@ def test_states_say_whether_a_job_is_over() -> None:
         for word in ("PENDING", "COMPLETING", "TIMEOUT", GONE, UNKNOWN)
     }
     assert over == {"PENDING": False, "COMPLETING": False, "TIMEOUT": True, GONE: True, UNKNOWN: False}
+
+
+def test_a_script_that_somebody_submitted_by_hand_is_another_job(slurm: Commands) -> None:
+    by_hand = queue_line("9", "FAILED", "first", FIRST.token)
+    slurm.put("squeue", prints="\n".join([by_hand, queue_line("11", "RUNNING", "first", FIRST.token)]))
+    assert job_states([FIRST], past=[FIRST])[0][FIRST].state == "RUNNING"
+    slurm.put("squeue", prints=by_hand)
+    slurm.put("sacct", code=1)
+    assert job_states([FIRST], past=[FIRST])[0][FIRST].state == GONE

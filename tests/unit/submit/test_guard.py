@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -59,14 +61,18 @@ def run(tmp_path: Path) -> RunDir:
     return run
 
 
-def recorded(run: RunDir, *jobs: str | None, task: int | None = None) -> None:
-    entries = [{"token": f"orchestra:{number}", "id": job, "task": task} for number, job in enumerate(jobs)]
+def recorded(run: RunDir, *jobs: str | None, task: int | None = None, cluster: str | None = None) -> None:
+    others = {"task": task, "cluster": cluster}
+    entries = [{"token": f"orchestra:{number}", "id": job, **others} for number, job in enumerate(jobs)]
     run.record.write_text(json.dumps({"jobs": entries}))
 
 
-def began(run: RunDir, attempt: int, job: str | None = None, *, code: int | None = None) -> EventWriter:
+def began(
+    run: RunDir, attempt: int, job: str | None = None, *, code: int | None = None, cluster: str | None = None
+) -> EventWriter:
     events = EventWriter(run, node_writer(attempt, 0), attempt)
-    events.write("attempt_started", node=0, pid=1, **({} if job is None else {"job": job}))
+    facts = {} if job is None else {"job": job, "cluster": cluster}
+    events.write("attempt_started", node=0, pid=1, **facts)
     if code is not None:
         events.write("failed", node=0, code=code)
     return events
@@ -88,12 +94,51 @@ def test_an_older_job_steps_back_for_the_newest(run: RunDir, slurm: Jobs, state:
     assert "job 12 (start 1) does not train mine: job 15 was submitted for it later" in told
 
 
-def test_an_older_job_trains_where_the_newest_is_over(run: RunDir, slurm: Jobs) -> None:
+def test_an_older_job_never_trains_again_even_where_the_newest_is_over(run: RunDir, slurm: Jobs) -> None:
     recorded(run, "12", "15")
     slurm.put("15", "CANCELLED")
-    assert refusal(run, TASK) is None
+    assert "job 15 was submitted for it later" in str(refusal(run, TASK))
     recorded(run, "12", "16")
-    assert refusal(run, TASK) is None, "Slurm has forgotten it"
+    assert "job 16" in str(refusal(run, TASK)), "Slurm has forgotten it"
+
+
+def test_a_later_job_that_slurm_may_never_have_had_keeps_nobody_away(run: RunDir, slurm: Jobs) -> None:
+    recorded(run, "12", None)
+    assert refusal(run, TASK, quiet_s=0.1) is None
+
+
+def test_the_same_number_on_another_cluster_is_another_job(run: RunDir, slurm: Jobs) -> None:
+    here = replace(TASK, cluster="here")
+    recorded(run, "12", cluster="there")
+    assert "job 12 on cluster there was submitted for it later" in str(refusal(run, here))
+    recorded(run, "12", cluster="Here")
+    assert refusal(run, here) is None
+    slurm.put("12", "RUNNING", "orchestra:0")
+    recorded(run, "12", cluster="there")
+    assert refusal(run, here) is None, "its token says that clusters work together here"
+
+
+@pytest.mark.parametrize("cluster", ["there", "here", None])
+def test_an_attempt_of_a_job_that_slurm_does_not_know_is_watched(
+    run: RunDir, slurm: Jobs, cluster: str | None
+) -> None:
+    here = replace(TASK, cluster="here")
+    recorded(run, "12")
+    began(run, 0, "77", cluster=cluster)
+    assert refusal(run, here, quiet_s=0.1) is None
+    timer = threading.Timer(0.2, run.metrics.write_text, ("{}\n",))
+    timer.start()
+    assert "leads attempt 0" in str(refusal(run, here, quiet_s=30))
+    timer.join()
+
+
+def test_a_forgotten_job_whose_files_are_long_still_is_not_waited_for(run: RunDir, slurm: Jobs) -> None:
+    recorded(run, "12")
+    began(run, 0, "77")
+    long_ago = time.time() - 3600
+    for file in run.events.iterdir():
+        os.utime(file, (long_ago, long_ago))
+    assert refusal(run, TASK, quiet_s=3600) is None
 
 
 def test_a_job_may_start_before_its_number_is_recorded(run: RunDir, slurm: Jobs) -> None:
