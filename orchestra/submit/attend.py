@@ -75,6 +75,7 @@ def attend(run: RunDir, signals: StopRequests) -> int:
         )
     meeting = _meeting(run, config, task, signals)
     if meeting is None:
+        _break_what_began(run, task)
         _say(task, f"{signals.first} came before the attempt began")
         return EXIT_STOPPED
     _say(task, f"attempt {meeting.attempt}, the ranks meet at {meeting.address}:{meeting.port}")
@@ -144,6 +145,14 @@ def _concluded(part: _Part, record: AttemptRecord, ending: Ending, interruption:
     with contextlib.suppress(OSError):
         record.events.write(_LAST_WORD, node=0)
     return verdict.code
+
+
+def _break_what_began(run: RunDir, task: JobTask) -> None:
+    """Let node 0 know that this node leaves: it may just have begun, and would wait for this one's ranks."""
+    deadline = time.monotonic() + _LOOK_S
+    met = await_meeting(run, task, lambda: time.monotonic() > deadline)
+    if met is not None:
+        _break(run, met.attempt)
 
 
 def _break(run: RunDir, attempt: int) -> None:

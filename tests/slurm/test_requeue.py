@@ -47,7 +47,7 @@ def pause_ranks(cluster: Site) -> None:
 
 @pytest.mark.timeout(240)
 def test_a_run_survives_its_time_limit_bit_for_bit(cluster: Site) -> None:
-    limited = ("cluster.nodes=3", "cluster.time_limit=1", "recovery.stop_timeout_s=5")
+    limited = ("cluster.nodes=3", "cluster.time_limit=2", "recovery.stop_timeout_s=5")
     run, job = submitted(cluster, "limited", "train.steps=300", *limited)
     trains_behind(run, 2)
     pause_ranks(cluster)
