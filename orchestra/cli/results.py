@@ -28,9 +28,9 @@ def wait(runs: Sequence[RunDir], metric: str, *, as_json: bool) -> int:
 
 
 def _result(result: Result) -> dict[str, Any]:
-    from orchestra.submit.waiting import shown_name
+    from orchestra.report.state import name_of
 
-    identity = {"name": shown_name(result.run), "path": str(result.run.path), "state": result.state}
+    identity = {"name": name_of(result.run), "path": str(result.run.path), "state": result.state}
     value = {"metric": result.metric, "value": result.value, "cause": result.cause}
     return {**identity, "code": result.code, **value}
 

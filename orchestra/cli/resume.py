@@ -18,6 +18,7 @@ from orchestra.cli.attempt import Attempt, add_output_options, print_plan, train
 from orchestra.cli.describe import invocation
 from orchestra.cli.resolve import add_directory_option, resolve_target
 from orchestra.errors import EXIT_DONE, ConfigError
+from orchestra.report.state import name_of
 from orchestra.rundir import RunDir
 from orchestra.submit.resume import NextAttempt, Word, asked, claim, next_attempt
 
@@ -127,7 +128,7 @@ def _submit(arguments: Namespace, target: RunDir, word: Word) -> int:
 def _tell(planned: PlannedResume, job: str, estimate: Estimate | None) -> None:
     run, config, step = planned.run, planned.next.config.cluster, planned.next.checkpoint_step
     nodes = f"{config.nodes} node{'' if config.nodes == 1 else 's'}"
-    print(f"run     {run.name}, attempt {planned.next.number}")
+    print(f"run     {name_of(run)}, attempt {planned.next.number}")
     print(f"job     {job}: {nodes} × {config.gpus_per_node} {config.device.value} ranks")
     print(f"goes on {'from the start' if step is None else f'from step {step}'}")
     if estimate is not None:
@@ -167,6 +168,6 @@ def _say_finished(plan: NextAttempt, *, as_json: bool) -> int:
         print(json.dumps({**identity, **numbers}))
         return EXIT_DONE
     ignored = "; the overrides were not applied" if plan.overrides else ""
-    print(f"{plan.run.name} is finished: {steps} of {steps} steps are trained{ignored}")
+    print(f"{name_of(plan.run)} is finished: {steps} of {steps} steps are trained{ignored}")
     print(f"to train it further: {invocation('resume', plan.run)} train.steps={2 * steps}")
     return EXIT_DONE

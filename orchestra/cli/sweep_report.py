@@ -149,6 +149,10 @@ def _lines(course: Course, sweep: SweepDir, outcome: Outcome, start: str | None)
         )
     elif course.kept:
         yield f"kept    {_count(len(course.kept), 'member')} as they are: {counted(course.kept)}"
+        owners = sorted({it.run.path.parent.name for it in course.kept if it.needs_job})
+        yield from (
+            f"        `orchestra resume {name}` goes on with those that are its own" for name in owners
+        )
     if not outcome.accepted and outcome.limit is None:
         yield "nothing is missing: nothing was submitted"
     if start is not None and outcome.accepted:

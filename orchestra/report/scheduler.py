@@ -109,7 +109,7 @@ def _of_a_running_job(own: RunState, word: JobState, waits: str | None) -> RunSt
 
 def _end(own: RunState, job: SubmittedJob, word: JobState) -> str:
     if own.state not in ("not started", "queued"):
-        return "died"
+        return "cancelled" if word.state == "CANCELLED" else "died"
     if own.state == "not started" and job.job is None and word.state == GONE:
         return "not submitted"
     return {"CANCELLED": "cancelled", "FAILED": "failed"}.get(word.state, "died")

@@ -107,6 +107,11 @@ def shown_name(run: RunDir, record: Record) -> str:
     return f"{sweep}/{run.name}" if isinstance(sweep, str) and run.path.parent.name == sweep else run.name
 
 
+def name_of(run: RunDir) -> str:
+    """Return the name that means a run on the command line; see `shown_name`."""
+    return shown_name(run, read_record(run))
+
+
 def read_state(run: RunDir, now: float) -> RunState:
     """Read the state of a run at Unix time `now`; damaged records make fields None, never an error.
 

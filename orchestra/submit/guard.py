@@ -19,7 +19,7 @@ from launchers.slurm.states import GONE, RUNNING, WAITING, find_by_token, is_sam
 from launchers.slurm.task import JobTask
 from orchestra.events import read_events
 from orchestra.jsonl import Record
-from orchestra.report.state import array_ids, attempt_files, last_growth, read_record
+from orchestra.report.state import array_ids, attempt_files, last_growth, name_of, read_record
 from orchestra.report.verdict import last_attempt, node_verdict, of_attempt
 from orchestra.rundir import RunDir
 from orchestra.submit.claims import claimed_attempt
@@ -65,10 +65,11 @@ def _is_long_gone(run: RunDir, rival: _Rival) -> bool:
 
 
 def _refused(run: RunDir, task: JobTask, what: str) -> str:
+    name = name_of(run)
     return (
-        f"job {task.job} (start {task.restart}) does not train {run.name}: {what}. Two jobs must not train "
-        f"one run; `orchestra cancel {run.name}` stops the other one, `scancel {task.job}` keeps this one "
-        f"from being started again"
+        f"job {task.job} (start {task.restart}) does not train {name}: {what}. Two jobs must not train one "
+        f"run; `orchestra cancel {name}` stops the other one, `scancel {task.job}` keeps this one from being "
+        f"started again"
     )
 
 

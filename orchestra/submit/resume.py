@@ -28,7 +28,7 @@ from orchestra.events import read_events
 from orchestra.frozen import read_config, to_yaml
 from orchestra.jsonl import Record
 from orchestra.report.checkpoints import newest_checkpoint
-from orchestra.report.state import RunState, job_of_record, read_ending, read_record, read_state
+from orchestra.report.state import RunState, job_of_record, name_of, read_ending, read_record, read_state
 from orchestra.report.verdict import last_attempt
 from orchestra.rundir import RunDir
 from orchestra.submit.claims import (
@@ -133,13 +133,14 @@ def asked(run: RunDir, now: float) -> Word:
         return Word(None, num_jobs)
     if problems:
         why = "; ".join(problems)
-        raise LaunchError(f"{why}: whether a job trains {run.name} is not known; nothing was done")
+        raise LaunchError(f"{why}: whether a job trains {name_of(run)} is not known; nothing was done")
     if (why_unclear := unclear(told)) is not None:
         raise LaunchError(why_unclear)
     if is_being_ended(told):
         raise LaunchError(
-            f"{run.name}: its attempt has ended, its job {told.job} has not ({told.job_state}): Slurm may "
-            f"start it again, so nothing was done. Try again when `squeue --jobs={told.job}` shows it no more"
+            f"{name_of(run)}: its attempt has ended, its job {told.job} has not ({told.job_state}): Slurm "
+            f"may start it again, so nothing was done. Try again when `squeue --jobs={told.job}` shows it "
+            f"no more"
         )
     return Word(told, num_jobs)
 
@@ -167,8 +168,8 @@ def _has_job(run: RunDir, told: RunState) -> str:
         waits = "is started again by Slurm itself"
     why = f" ({told.cause})" if told.cause else ""
     return (
-        f"{run.name}: {job} {waits}{why}, and goes on from its newest checkpoint; to change "
-        f"something, take it out of the queue first: `orchestra cancel {run.name}`, then resume it"
+        f"{name_of(run)}: {job} {waits}{why}, and goes on from its newest checkpoint; to change "
+        f"something, take it out of the queue first: `orchestra cancel {name_of(run)}`, then resume it"
     )
 
 
@@ -181,8 +182,8 @@ def _refuse_being_submitted(run: RunDir, now: float) -> None:
     """Raise ConfigError while a living process waits for Slurm's answer about the run's newest job."""
     if any(is_held(file, now) for file in _claims_of_submitter(run)):
         raise ConfigError(
-            f"{run.name} is being submitted by another command, which waits for Slurm's answer; see "
-            f"`orchestra status {run.name}`"
+            f"{name_of(run)} is being submitted by another command, which waits for Slurm's answer; see "
+            f"`orchestra status {name_of(run)}`"
         )
 
 
@@ -212,13 +213,13 @@ def _refuse_impossible(run: RunDir, config: Config, step: int | None, *, is_fini
     steps = config.train.steps
     if step is None and is_finished_before:
         raise ConfigError(
-            f"{run.name} is finished and recorded no checkpoint, so there is nothing to go on from; "
+            f"{name_of(run)} is finished and recorded no checkpoint, so there is nothing to go on from; "
             f"train.steps={steps} needs a new run"
         )
     if step is not None and steps < step:
         raise ConfigError(
-            f"train.steps={steps} ends before step {step}, which the newest checkpoint of {run.name} holds; "
-            f"use more than {step}"
+            f"train.steps={steps} ends before step {step}, which the newest checkpoint of {name_of(run)} "
+            f"holds; use more than {step}"
         )
 
 
@@ -231,8 +232,8 @@ def _refuse_empty_place(run: RunDir, before: Config, config: Config, step: int) 
         raise ConfigError(f"checkpoint.dir={new}: it cannot be looked into: {error}") from error
     if newest is None:
         raise ConfigError(
-            f"checkpoint.dir={new} holds no checkpoint, but {run.name} goes on from step {step}, which lies "
-            f"in {old}; copy that folder there first, or leave checkpoint.dir as it is"
+            f"checkpoint.dir={new} holds no checkpoint, but {name_of(run)} goes on from step {step}, which "
+            f"lies in {old}; copy that folder there first, or leave checkpoint.dir as it is"
         )
     if newest > config.train.steps:
         raise ConfigError(
@@ -250,7 +251,7 @@ def _alive(run: RunDir, events: list[Record], state: str) -> str:
     if not started and record.get("jobs"):
         leader = "a Slurm job is to start it (`orchestra status` tells more)"
     return (
-        f"{run.name} {what}: {leader}; let it "
+        f"{name_of(run)} {what}: {leader}; let it "
         f"end, or stop it first: `orchestra cancel` (which saves), or Ctrl-C there"
     )
 
@@ -266,8 +267,8 @@ def pending_attempt(run: RunDir, last: int | None, now: float) -> int | None:
 def _being_resumed(run: RunDir, attempt: int) -> str:
     claim = read_claim(run, attempt)
     return (
-        f"{run.name} is being resumed already: process {claim.get('pid', '?')} on {claim.get('host', '?')} "
-        f"starts attempt {attempt}"
+        f"{name_of(run)} is being resumed already: process {claim.get('pid', '?')} on "
+        f"{claim.get('host', '?')} starts attempt {attempt}"
     )
 
 
@@ -283,7 +284,9 @@ def claim(plan: NextAttempt, command: Sequence[str]) -> None:
         run.control.mkdir(exist_ok=True)
         _take(plan)
         if number_of_jobs(run) != plan.num_jobs:
-            raise ConfigError(f"{run.name} is being resumed already: a job was submitted for it meanwhile")
+            raise ConfigError(
+                f"{name_of(run)} is being resumed already: a job was submitted for it meanwhile"
+            )
         _await_end_of_orphans(run)
         freeze(plan)
         record_resume(plan, command)
@@ -303,7 +306,7 @@ def _await_end_of_orphans(run: RunDir) -> None:
         if time.monotonic() > deadline:
             pids = ", ".join(str(process.pid) for process in orphans)
             raise ConfigError(
-                f"{run.name}: processes of the attempt before still run ({pids}); end them first"
+                f"{name_of(run)}: processes of the attempt before still run ({pids}); end them first"
             )
         time.sleep(_POLL_S)
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from launchers.errors import LauncherError, SlurmRefused
 from launchers.slurm import script
 from orchestra.errors import ConfigError, LaunchError
-from orchestra.report.state import read_record
+from orchestra.report.state import name_of, read_record
 from orchestra.rundir import RunDir
 from orchestra.submit.claims import take_turn, write_whole
 from orchestra.submit.job import Share, batch_job, new_token
@@ -64,7 +64,7 @@ def submit_resume(plan: PlannedResume, command: Sequence[str]) -> str:
             if turn is not None:
                 turn.unlink(missing_ok=True)
             raise ConfigError(
-                f"{run.name} is being resumed already by another command; see `orchestra status`"
+                f"{name_of(run)} is being resumed already by another command; see `orchestra status`"
             )
         with ExitStack() as undo:
             undo.callback(turn.unlink, missing_ok=True)

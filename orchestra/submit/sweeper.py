@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from orchestra.errors import ConfigError, OrchestraError
+from orchestra.report.state import name_of
 from orchestra.rundir import RunDir
-from orchestra.submit.waiting import Result, shown_name, wait_for
+from orchestra.submit.waiting import Result, wait_for
 
 if TYPE_CHECKING:
     from hydra.core.utils import JobReturn
@@ -299,7 +300,7 @@ def _job_return(number: int, chosen: tuple[str, ...], end: Result | ConfigError 
     error: OrchestraError
     if isinstance(end, Result):
         why = end.cause or f"code {end.code}"
-        name = shown_name(end.run)
+        name = name_of(end.run)
         error = OrchestraError(
             f"trial {number}: {name} {end.state} ({why}); `orchestra why {name}` tells more"
         )

@@ -22,9 +22,8 @@ from orchestra.errors import (
 )
 from orchestra.events import is_number
 from orchestra.report.scheduler import with_scheduler
-from orchestra.report.state import RunState, read_state, recent_rows
+from orchestra.report.state import RunState, name_of, read_state, recent_rows
 from orchestra.rundir import RunDir
-from orchestra.sweepdir import is_sweep
 
 # Looks at the records: soon after something happened, rarely where nothing does.
 _SHORTEST_S = 0.5
@@ -174,7 +173,7 @@ class _Lines:
     def end(self, result: Result) -> None:
         value = "none" if result.value is None else f"{result.value:.6g}"
         cause = f" ({result.cause})" if result.cause and not result.is_done else ""
-        _say(f"{shown_name(result.run)}: {result.state}{cause}, {result.metric} {value}")
+        _say(f"{name_of(result.run)}: {result.state}{cause}, {result.metric} {value}")
 
     def states(self, counts: Counter[str], first: RunState | None, *, is_over: bool) -> None:
         """Show how many runs are in which state; of a single one how far it is."""
@@ -193,11 +192,6 @@ class _Lines:
                 (state,) = counts or ("waiting",)
                 step = "" if first.step is None else f", step {first.step} of {first.steps}"
                 _say(f"{first.name}: {state}{step}")
-
-
-def shown_name(run: RunDir) -> str:
-    """Return a run's name, a member's with its sweep's before it."""
-    return f"{run.path.parent.name}/{run.name}" if is_sweep(run.path.parent) else run.name
 
 
 def _runs(number: int) -> str:

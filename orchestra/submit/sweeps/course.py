@@ -96,11 +96,11 @@ def course_again(
     sweep, record = existing.sweep, existing.record
     holding.refuse_busy(sweep, record)
     all_members = standings(sweep, record)
-    needing = [standing for standing in all_members if standing.needs_job]
+    needing = [standing for standing in all_members if standing.needs_job and not standing.is_elsewhere]
     changes = Changes(tuple(overrides), situation or Situation("submit"), site.settled, composed or {})
     members = returning(needing, changes)
     comeback = Comeback(sweep, record, members, site.share, site.array_size)
-    kept = [standing for standing in all_members if not standing.needs_job]
+    kept = [standing for standing in all_members if standing not in needing]
     return Course(sweep, planned_again(comeback), kept, comeback=comeback)
 
 

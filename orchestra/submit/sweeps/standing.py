@@ -47,6 +47,11 @@ class Standing:
         """Whether it is neither done nor, as far as anybody knows, alive."""
         return self.state.state not in (*_LEFT_ALONE, _BEING_ENDED)
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether it is another sweep's run, which goes on from its checkpoints when that one is resumed."""
+        return self.member.adopted is not None and self.run.path.exists()
+
 
 @dataclass(frozen=True)
 class Existing:

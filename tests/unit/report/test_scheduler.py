@@ -73,7 +73,7 @@ def elsewhere(run: RunDir) -> EventWriter:
         ("RUNNING", "starting", "running"),
         ("COMPLETING", "starting", "running"),
         ("NODE_FAIL", "died", "died"),
-        ("CANCELLED", "cancelled", "died"),
+        ("CANCELLED", "cancelled", "cancelled"),
     ],
 )
 def test_slurm_tells_what_the_records_leave_open(
