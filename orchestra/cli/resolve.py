@@ -45,14 +45,6 @@ def all_targets(parent: Path) -> list[Target]:
     return [target for _, target in newest_first]
 
 
-def all_runs(parent: Path) -> list[RunDir]:
-    """Return the runs in `parent`, newest first, without sweeps and their members.
-
-    Raises ConfigError when it cannot be read.
-    """
-    return [target for target in all_targets(parent) if isinstance(target, RunDir)]
-
-
 def all_sweeps(parent: Path) -> list[SweepDir]:
     """Return the sweeps in `parent`, newest first. Raises ConfigError when it cannot be read."""
     return [target for target in all_targets(parent) if isinstance(target, SweepDir)]

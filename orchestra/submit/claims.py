@@ -30,10 +30,11 @@ def claimed_attempt(run: RunDir) -> int | None:
 
 def read_claim(run: RunDir, attempt: int) -> dict[str, Any]:
     """Return who claimed an attempt: host, pid, pid_started, time; empty where that cannot be read."""
-    return _parsed(run.claim(attempt))
+    return read_claim_file(run.claim(attempt))
 
 
-def _parsed(file: Path) -> dict[str, Any]:
+def read_claim_file(file: Path) -> dict[str, Any]:
+    """Return what a claim says; empty where there is none or it cannot be read."""
     try:
         claim = json.loads(file.read_text())
     except (OSError, ValueError):
@@ -81,7 +82,7 @@ def is_held(file: Path, now: float) -> bool:
 
     On another host, or where the claim cannot be read yet, it may for ten minutes.
     """
-    claim = _parsed(file)
+    claim = read_claim_file(file)
     pid, started = claim.get("pid"), claim.get("pid_started")
     if claim.get("host") == socket.gethostname() and is_whole(pid):
         process = processes.find(pid)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import socket
 import time
@@ -11,15 +10,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from launchers import processes
 from orchestra.errors import ConfigError
-from orchestra.events import is_number, is_whole
-from orchestra.jsonl import Record
-from orchestra.submit.claims import write_claim
+from orchestra.submit.claims import is_held, read_claim_file, write_claim
 from orchestra.sweepdir import Sweep, SweepDir, read_sweep
-
-# A claim of another host counts for so long: sbatch and the search for a lost answer take less.
-_COUNTS_S = 600.0
 
 
 @contextmanager
@@ -35,7 +28,8 @@ def alone(parent: Path, signature: str) -> Iterator[None]:
             _refuse_held(lock, "the same sweep")
             # Of a process that is no more.
             lock.unlink(missing_ok=True)
-            write_claim(lock)
+            if not write_claim(lock):
+                raise ConfigError("the same sweep is being submitted already by another command")
     except OSError as error:
         raise ConfigError(
             f"run.dir={parent}: cannot make a sweep there: {error.strerror}; choose another run.dir"
@@ -85,8 +79,9 @@ def refuse_busy(sweep: SweepDir, record: Sweep) -> None:
 
 
 def _refuse_held(path: Path, what: str) -> None:
-    claim = _read(path)
-    if claim is not None and _counts(claim):
+    claim = read_claim_file(path)
+    is_own = (claim.get("host"), claim.get("pid")) == (socket.gethostname(), os.getpid())
+    if not is_own and is_held(path, time.time()):
         raise ConfigError(
             f"{what} is being submitted already: process {claim.get('pid', '?')} on {claim.get('host', '?')} "
             f"does it; let it end, then look with `orchestra status`"
@@ -97,24 +92,3 @@ def release(sweep: SweepDir, numbers: Iterable[int]) -> None:
     """Give claims back, of arrays that were not submitted."""
     for number in numbers:
         sweep.claim(number).unlink(missing_ok=True)
-
-
-def _read(path: Path) -> Record | None:
-    """Return a claim; None without one. One that is being written counts from its file's time."""
-    try:
-        made = path.stat().st_mtime
-        claim = json.loads(path.read_text())
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError):
-        return {"time": made}
-    return claim if isinstance(claim, dict) else {"time": made}
-
-
-def _counts(claim: Record) -> bool:
-    pid, started = claim.get("pid"), claim.get("pid_started")
-    if claim.get("host") == socket.gethostname() and is_whole(pid):
-        process = processes.find(pid)
-        return pid != os.getpid() and process is not None and started in (None, process.started)
-    made = claim.get("time")
-    return is_number(made) and time.time() - float(made) < _COUNTS_S

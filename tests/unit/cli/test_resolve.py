@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestra.cli.resolve import all_runs, resolve
+from orchestra.cli.resolve import all_targets, resolve
 from orchestra.errors import ConfigError
 
 
@@ -48,10 +48,10 @@ def test_directories_that_are_no_runs_are_refused_and_not_listed(runs: Path) -> 
         resolve(str(runs / "notes"), runs)
     with pytest.raises(ConfigError, match="does not exist"):
         resolve("./nothing", runs)
-    assert {run.name for run in all_runs(runs)} == {"debug-1", "debug-12", "llama-a"}
+    assert {run.name for run in all_targets(runs)} == {"debug-1", "debug-12", "llama-a"}
 
 
 def test_no_runs_at_all(tmp_path: Path) -> None:
-    assert all_runs(tmp_path / "runs") == []
+    assert all_targets(tmp_path / "runs") == []
     with pytest.raises(ConfigError, match="--dir"):
         resolve("x", tmp_path / "runs")

@@ -15,7 +15,7 @@ import pytest
 
 from orchestra.cli import figures, main
 from orchestra.cli.listing import shortened
-from orchestra.cli.resolve import all_runs, all_sweeps, resolve, resolve_target
+from orchestra.cli.resolve import all_sweeps, all_targets, resolve, resolve_target
 from orchestra.control import read_requests
 from orchestra.errors import EXIT_USAGE, ConfigError
 from orchestra.events import EventWriter, node_writer, rank_writer
@@ -150,10 +150,10 @@ def test_verbs_for_one_run_say_what_to_type_for_a_sweep(
     sweep = sweep_of(work, 12)
     submitted(work, "lr-run")
     assert resolve_target("lr-sweep", Path("runs")) == sweep
-    assert (all_runs(Path("runs")), all_sweeps(Path("runs"))) == (
-        [RunDir(Path("runs/lr-run"))],
-        [SweepDir(Path("runs/lr-sweep"))],
-    )
+    run, swept = RunDir(Path("runs/lr-run")), SweepDir(Path("runs/lr-sweep"))
+    assert len(all_targets(Path("runs"))) == 2
+    assert set(all_targets(Path("runs"))) == {run, swept}
+    assert all_sweeps(Path("runs")) == [swept]
     assert main(["logs", "lr-sweep"]) == EXIT_USAGE
     told = capsys.readouterr().err
     assert "is a sweep of 12 runs; name one of them: lr-sweep/000, lr-sweep/001, …, lr-sweep/011" in told
