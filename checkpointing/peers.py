@@ -73,6 +73,16 @@ class Peers:
                 self._store.delete_key(key)
         return values
 
+    def words_of_others(self, topic: str) -> list[Any] | None:
+        """Return the newest word of every other rank on a topic, by rank, and leave them there; None as long
+        as one has not spoken. Never waits. For topics on which ranks speak again and again.
+        """
+        keys = [f"{topic}/{rank}" for rank in range(self.world_size) if rank != self.rank]
+        if not self._are_there(keys):
+            return None
+        with _explained():
+            return [_unpacked(content) for content in self._store.multi_get(keys)]
+
     def answer(self, topic: str, value: Any, *, until_forgotten: bool = False) -> None:
         """Leave the coordinator's answer for all ranks. Coordinator only. Never waits.
 

@@ -88,15 +88,32 @@ class ClusterConfig:
 
 
 class Fault(Enum):
-    """What a rehearsed failure does. `sigkill`: the rank kills itself, as the kernel does without memory."""
+    """What a rehearsed failure does: `orchestra/faults.py` has the table."""
 
     sigkill = "sigkill"
+    sigstop = "sigstop"
+    exit = "exit"
+    segfault = "segfault"
+    exception = "exception"
+    oom = "oom"
+    hang = "hang"
+    gil = "gil"
+    nan = "nan"
+    spike = "spike"
+    slow = "slow"
+    agent_kill = "agent_kill"
+    node_down = "node_down"
 
 
 class FaultPhase(Enum):
-    """When it strikes: as the step begins, or in the midst of saving that step or of restoring it."""
+    """When it strikes: before anything is restored, at a moment of the step, or in the midst of saving that
+    step or of restoring it.
+    """
 
+    setup = "setup"
     step = "step"
+    forward = "forward"
+    reduce = "reduce"
     staging = "staging"
     mid_file = "mid_file"
     before_vote = "before_vote"
@@ -105,17 +122,57 @@ class FaultPhase(Enum):
     restore = "restore"
 
 
+class OnSpike(Enum):
+    """What follows a loss far above the last ones. `warn`: an event. `skip`: an event and no update.
+    `stop`: no update, and exit 93.
+    """
+
+    none = "none"
+    warn = "warn"
+    skip = "skip"
+    stop = "stop"
+
+
+@dataclass(frozen=True)
+class LossSpikeConfig:
+    """A spike is a loss more than `factor` spreads above the median of the last `window` steps."""
+
+    action: OnSpike = OnSpike.warn
+    factor: float = 10.0
+    window: int = 64
+
+
 @dataclass(frozen=True)
 class RecoveryConfig:
     """How failures are noticed and how often a run is started again."""
 
+    # Restarts in a row without progress (a newly committed checkpoint); each progress begins the count anew.
     max_restarts: int = 3
     # Fewest nodes the run may shrink to; null: all of cluster.nodes.
     min_nodes: int | None = None
+    # A rank that shows no progress for so long counts as hung, until its own history says a shorter limit.
     heartbeat_timeout_s: float = 60.0
+    # The same before an attempt's first step: imports, connections, compilation.
+    setup_timeout_s: float = 900.0
+    # A node whose agent is silent for so long counts as lost.
+    agent_timeout_s: float = 15.0
     collective_timeout_s: float = 600.0
     # How long ranks that were asked to stop may take to save, before they are killed.
     stop_timeout_s: float = 120.0
+    # Wait before the second restart without progress; it triples with each further one, up to ten minutes.
+    backoff_s: float = 10.0
+    # One process per node keeps torch imported, and the ranks are forked from it.
+    warm_start: bool = True
+    # Each node is looked at before an attempt, and left out when it is not fit.
+    preflight: bool = True
+    # How long a node that failed twice is left out of further jobs.
+    exclude_hours: float = 24.0
     memory_copy_every_steps: int | None = None
-    # Rehearsals: [{at_step: 30, rank: 1}]; rank may be `all`; attempt (0), phase (step), fault (sigkill).
+    # One step of every so many is timed on each rank to find slow ones; null: none. A rank is slow that needs
+    # `factor` times the others' median in so many timed steps in a row.
+    straggler_every_steps: int | None = 10
+    straggler_factor: float = 1.3
+    straggler_windows: int = 5
+    loss_spike: LossSpikeConfig = field(default_factory=LossSpikeConfig)
+    # Rehearsals: [{at_step: 30, rank: 1, fault: hang}]; orchestra/faults.py says what an entry may hold.
     inject: list[dict[str, Any]] = field(default_factory=list)

@@ -6,6 +6,7 @@ be used from one thread that outlives it: the kernel ties torchrun's life to the
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import secrets
 import signal
@@ -20,9 +21,11 @@ from typing import IO
 from launchers import processes, torchrun
 from launchers.errors import LauncherError
 from launchers.processes import Process
-from launchers.spec import Ending, LaunchSpec, Place
+from launchers.spec import Ending, LaunchSpec, Place, RankFailure
+from launchers.warm import wire
+from launchers.warm.appearance import MARK_VARIABLE
+from launchers.warm.host import STUB, WarmHost, WarmProcess, WarmRefusal
 
-_MARK_VARIABLE = "LAUNCHERS_MARK"
 _POLL_S = 0.1
 # As much of torchrun's output as is searched for its report: that stands at the end.
 _OUTPUT_BYTES = 1 << 18
@@ -45,7 +48,13 @@ class Patience:
 class NodeAgent:
     """One torchrun and everything below it, until `sweep` has returned. Made by `start_agent`."""
 
-    def __init__(self, process: subprocess.Popen[bytes], log: Path, mark: str, patience: Patience) -> None:
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes] | WarmProcess,
+        log: Path,
+        mark: str,
+        patience: Patience,
+    ) -> None:
         self._torchrun = process
         self._log = log
         self._mark = mark
@@ -58,7 +67,7 @@ class NodeAgent:
         """Return torchrun's exit code (negative: a signal) once it has ended; until then keep deadlines."""
         code = self._torchrun.poll()
         if code is None:
-            self._workers.update(processes.children(self._torchrun.pid))
+            self._workers.update(self._below())
             self._keep_deadlines()
         return code
 
@@ -79,9 +88,15 @@ class NodeAgent:
         except OSError:
             return ""
 
+    def failures(self) -> tuple[RankFailure, ...]:
+        """Return the workers that failed, as torchrun reports them, with the workers' own process ids."""
+        workers = self._torchrun.workers() if isinstance(self._torchrun, WarmProcess) else {}
+        found = torchrun.failures(self.output())
+        return tuple(dataclasses.replace(one, pid=workers.get(one.pid, one.pid)) for one in found)
+
     def stop(self) -> None:
         """Ask the workers to end (SIGTERM) and give them time; kill those at once that ignore it."""
-        workers = processes.children(self._torchrun.pid)
+        workers = self._listeners()
         deaf = [worker for worker in workers if processes.ignores(worker, signal.SIGTERM)]
         if len(deaf) == len(workers):
             self.kill()
@@ -92,12 +107,31 @@ class NodeAgent:
 
     def kill(self) -> None:
         """Kill torchrun and its workers at once."""
-        below = processes.children(self._torchrun.pid)
+        below = self._below()
         self._torchrun.kill()
         processes.send({*below, *self._workers}, signal.SIGKILL)
 
+    def _below(self) -> list[Process]:
+        return [*processes.children(self._torchrun.pid), *self._forked()]
+
+    def _listeners(self) -> list[Process]:
+        """Return the workers, where they are forked too: not the stub of one, which ends with it."""
+        stubs = self._torchrun.workers() if isinstance(self._torchrun, WarmProcess) else {}
+        children = processes.children(self._torchrun.pid)
+        return [*(child for child in children if child.pid not in stubs), *self._forked()]
+
+    def _forked(self) -> list[Process]:
+        """Return the workers of this attempt among the zygote's children."""
+        if not isinstance(self._torchrun, WarmProcess):
+            return []
+        own = processes.with_mark(processes.children(self._torchrun.zygote), self._marking())
+        return [process for process in own if process.pid != self._torchrun.pid]
+
+    def _marking(self) -> str:
+        return f"{MARK_VARIABLE}={self._mark}"
+
     def _remaining(self) -> list[Process]:
-        return processes.marked(f"{_MARK_VARIABLE}={self._mark}")
+        return processes.marked(self._marking())
 
     def sweep(self, hurried: Callable[[], bool], tick: Callable[[], None]) -> tuple[int, ...]:
         """End what an ended torchrun left behind; return the ids of those that even SIGKILL did not end.
@@ -126,16 +160,45 @@ def _size(log: Path) -> int:
         return 0
 
 
-def start_agent(spec: LaunchSpec, place: Place, patience: Patience | None = None) -> NodeAgent:
-    """Start torchrun in a session of its own, its output in the node's log. Raises LauncherError."""
+def start_agent(
+    spec: LaunchSpec, place: Place, patience: Patience | None = None, warm: WarmHost | None = None
+) -> NodeAgent:
+    """Start torchrun in a session of its own, its output in the node's log. Raises LauncherError.
+
+    With a `warm` process that is ready, torchrun and the workers are forked from it. Where it is not, they
+    are started plainly, and the log says why.
+    """
     log_path = spec.node_logs[place.node]
+    mark = secrets.token_hex(8)
+    environment = {**os.environ, **spec.environment, MARK_VARIABLE: mark}
+    patience = patience or Patience()
+    if warm is not None:
+        try:
+            forked = _forked_torchrun(spec, place, environment, warm)
+            return NodeAgent(forked, log_path, mark, patience)
+        except WarmRefusal as refusal:
+            _opened(log_path, f"agent {os.getpid()}: a plain start, for {refusal}").close()
     command = torchrun.command(spec, place)
     tether = (sys.executable, "-m", "launchers.tether", str(os.getpid()))
-    mark = secrets.token_hex(8)
-    environment = {**os.environ, **spec.environment, _MARK_VARIABLE: mark}
-    with _opened(log_path, f"agent {os.getpid()}: {' '.join(command)}") as log:
-        process = _popen((*tether, *command), environment, log)
-    return NodeAgent(process, log_path, mark, patience or Patience())
+    with _opened(log_path, _first_words(command)) as log:
+        plain = _popen((*tether, *command), environment, log)
+    return NodeAgent(plain, log_path, mark, patience)
+
+
+def _forked_torchrun(
+    spec: LaunchSpec, place: Place, environment: dict[str, str], warm: WarmHost
+) -> WarmProcess:
+    if not warm.is_ready():
+        raise WarmRefusal(warm.trouble())
+    command = torchrun.command(spec, place, STUB)
+    environment = {**environment, wire.SOCKET_VARIABLE: warm.socket_name}
+    with _opened(spec.node_logs[place.node], f"{_first_words(command)} (forked)") as log:
+        # Without the interpreter and its `-m`.
+        return warm.popen(command[2:], environment, log)
+
+
+def _first_words(command: tuple[str, ...]) -> str:
+    return f"agent {os.getpid()}: {' '.join(command)}"
 
 
 def _opened(log_path: Path, first_words: str) -> IO[bytes]:
@@ -177,7 +240,7 @@ def supervise(agent: NodeAgent, stops: Callable[[], int], tick: Callable[[], Non
         agent.sweep(lambda: True, lambda: None)
         raise
     survivors = agent.sweep(lambda: stops() > 1, tick)
-    return Ending(code, stops(), torchrun.failures(agent.output()), survivors)
+    return Ending(code, stops(), agent.failures(), survivors)
 
 
 def _watch(agent: NodeAgent, stops: Callable[[], int], tick: Callable[[], None]) -> int:

@@ -75,12 +75,13 @@ def children(pid: int) -> list[Process]:
 
 def marked(mark: str) -> list[Process]:
     """Return this user's living processes that were started with `mark` ("NAME=value") in the environment."""
+    return with_mark((status.process for status in _all() if status.state != "Z"), mark)
+
+
+def with_mark(processes: Iterable[Process], mark: str) -> list[Process]:
+    """Return those of `processes` that have `mark` ("NAME=value") in their environment, as /proc shows it."""
     wanted = mark.encode()
-    return [
-        status.process
-        for status in _all()
-        if status.state != "Z" and wanted in _environment(status.process.pid).split(b"\0")
-    ]
+    return [process for process in processes if wanted in _environment(process.pid).split(b"\0")]
 
 
 def with_words(*words: str) -> list[Process]:
@@ -117,9 +118,26 @@ def ignores(process: Process, number: signal.Signals) -> bool:
     return bool(int(mask, 16) >> (number - 1) & 1)
 
 
-def send(processes: Iterable[Process], number: signal.Signals) -> None:
+def send(processes: Iterable[Process], number: signal.Signals | int) -> None:
     """Send a signal to those that still run."""
     for process in processes:
         if is_alive(process):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, number)
+
+
+def state(process: Process) -> str | None:
+    """Return the process's letter in /proc (R runs, S sleeps, T stopped, Z ended …); None when it is gone."""
+    status = _status(process.pid)
+    return status.state if status is not None and status.process == process else None
+
+
+def catches(process: Process, number: signal.Signals | int) -> bool:
+    """Tell whether the process has a handler for a signal, and does not block it."""
+    try:
+        text = (_PROC / str(process.pid) / "status").read_text()
+    except OSError:
+        return False
+    fields = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
+    caught, blocked = (int(fields.get(key, "0").strip() or "0", 16) for key in ("SigCgt", "SigBlk"))
+    return bool((caught & ~blocked) >> (number - 1) & 1)

@@ -17,8 +17,9 @@ import sys
 
 # <sys/prctl.h>
 _PR_SET_PDEATHSIG = 1
-# Set for the command: its own process id, so that a worker can tell whether torchrun is still its parent.
-PID_VARIABLE = "LAUNCHERS_TORCHRUN_PID"
+# Set for the workers: the process id of their parent, so that they can tell whether it still is. It is
+# torchrun's, or that of the process that forked them.
+PARENT_VARIABLE = "LAUNCHERS_PARENT_PID"
 # What `timeout` and `env` return for a command that cannot be started.
 _EXIT_NOT_STARTED = 127
 
@@ -40,7 +41,7 @@ def main(arguments: list[str]) -> None:
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     die_with_parent(parent)
-    os.execve(command[0], command, {**os.environ, PID_VARIABLE: str(os.getpid())})
+    os.execve(command[0], command, {**os.environ, PARENT_VARIABLE: str(os.getpid())})
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ from launchers.spec import LaunchSpec, Place, RankFailure
 _LOOPBACK = "127.0.0.1"
 
 
-def command(spec: LaunchSpec, place: Place) -> tuple[str, ...]:
-    """Return the command that starts and watches one node's ranks.
+def command(spec: LaunchSpec, place: Place, stub: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """Return the command that starts and watches one node's ranks; `stub` starts the module for it, if given.
 
     torchrun never restarts workers itself (the agent's caller decides), writes no files of its own, and
     forwards only SIGQUIT: with SIGTERM left out it lives on when Slurm warns all processes of a job.
@@ -39,7 +39,8 @@ def command(spec: LaunchSpec, place: Place) -> tuple[str, ...]:
         *("--max-restarts", "0"),
         *("--log-dir", os.devnull),
         "--signals-to-handle=SIGQUIT",
-        *("-m", spec.module),
+        *(("--no-python", *stub) if stub else ("-m",)),
+        spec.module,
         *spec.arguments,
     )
 

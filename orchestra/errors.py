@@ -8,6 +8,7 @@ OrchestraError            1   anything below; catch this to catch all
 ├── TrainingError         1   training cannot go on
 │   ├── OutOfMemoryError  1   a rank's memory did not suffice; 93 where no step had gone well
 │   ├── NonFiniteError   93   the loss or gradient stays non-finite: starting again would not help
+│   ├── LossSpikeError   93   the loss rose far above the last ones, and the policy is to stop
 │   └── UnusableCheckpointError   93   what lies in the run's place of checkpoints is not the run's own
 └── StopRequested        75   stopped on request; to be continued
 """
@@ -62,6 +63,12 @@ class TrainingError(OrchestraError):
 
 class NonFiniteError(TrainingError):
     """Raised when the loss or gradient is non-finite and the policy is to stop, or skipping did not help."""
+
+    exit_code = EXIT_DO_NOT_RESTART
+
+
+class LossSpikeError(TrainingError):
+    """Raised when the loss rises far above the last ones and the policy is to stop."""
 
     exit_code = EXIT_DO_NOT_RESTART
 

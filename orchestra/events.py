@@ -42,6 +42,10 @@ class EventWriter:
         stamp = {"time": time.time(), "attempt": self._attempt, "event": event}
         self._file.write({**stamp, **self._context, **evidence})
 
+    def sync(self) -> None:
+        """Wait until what was written is on the disk."""
+        self._file.sync()
+
     def close(self) -> None:
         """Close the file, for whoever writes into many runs."""
         self._file.close()

@@ -54,6 +54,10 @@ class JsonLinesWriter:
                 os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
+    def sync(self) -> None:
+        """Wait until what was written is on the disk."""
+        os.fsync(self._fd)
+
     def close(self) -> None:
         os.close(self._fd)
 

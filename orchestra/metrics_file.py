@@ -69,3 +69,16 @@ def sound_row(row: Record) -> Record | None:
     if not isinstance(row.get("mfu_convention", ""), str):
         wrong["mfu_convention"] = None
     return {**row, **wrong} if wrong else row
+
+
+def wall_begin(events: Iterable[Record], record: Record) -> float | None:
+    """Return when a run's wall time began: its first submission or start in Unix seconds; None without one.
+
+    `events` are the run's; `record` is its run.json, where alone a member of a sweep finds its submission.
+    `goodput` is the seconds in steps that count over all seconds since then.
+    """
+    times = [it["time"] for it in events if it.get("event") in ("submitted", "attempt_started")]
+    jobs = record.get("jobs")
+    entries = jobs if isinstance(jobs, list) else []
+    times += [it["submitted"] for it in entries if isinstance(it, dict) and is_number(it.get("submitted"))]
+    return min(times, default=None)

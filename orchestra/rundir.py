@@ -6,7 +6,8 @@ runs/<name>/
 ├── run.json                 name, signature, overrides, code revision, jobs, wandb id, resumes
 ├── metrics.jsonl            rank 0, one line per logged step
 ├── events/<writer>.jsonl    append-only, one writer per file
-├── logs/attempt-000/        node-000.log (agent and torchrun), rank-00000.log (each worker)
+├── logs/attempt-000/        node-000.log (agent and torchrun), rank-00000.log (each worker),
+│                            rank-00000.stacks (of ranks that hung)
 ├── logs/jobs/               what Slurm's jobs wrote themselves: <job>_<node>_log.out
 ├── code/                    snapshot of the packages, for a run that was submitted
 ├── code.attempt-000/        what code/ was up to that attempt, where a resume brought another
@@ -14,7 +15,8 @@ runs/<name>/
 ├── checkpoints/             step-00000100/ with manifest.json, unless checkpoint.dir says another place
 ├── control/                 attempt-001.claim: who leads that attempt; attempt-001.stop-….json: who asks it
 │                            to stop
-├── samples/  heartbeats/  profile/  wandb/
+├── heartbeats/node-000.json how far that node's ranks have come, every ten seconds anew
+├── samples/  profile/  wandb/
 └── report.html
 """
 
@@ -53,6 +55,10 @@ class RunDir:
     @property
     def samples(self) -> Path:
         return self.path / "samples"
+
+    @property
+    def heartbeats(self) -> Path:
+        return self.path / "heartbeats"
 
     @property
     def checkpoints(self) -> Path:
@@ -121,3 +127,11 @@ class RunDir:
 
     def rank_log(self, attempt: int, rank: int) -> Path:
         return self.attempt_logs(attempt) / f"rank-{rank:05d}.log"
+
+    def rank_stacks(self, attempt: int, rank: int) -> Path:
+        """What the threads of a rank were doing when it, or one that it waited for, was found to hang."""
+        return self.attempt_logs(attempt) / f"rank-{rank:05d}.stacks"
+
+    def heartbeat(self, node: int) -> Path:
+        """How far a node's ranks have come, every ten seconds anew."""
+        return self.heartbeats / f"node-{node:03d}.json"

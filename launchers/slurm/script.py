@@ -35,6 +35,8 @@ _OWN = {
 }
 # How long srun lets other tasks go on after the first has ended.
 _WAIT_S = 180
+# The step outlives a lost node and a failed task; without a limit on how long.
+_SURVIVING = ("--no-kill", "--kill-on-bad-exit=0", "--wait=0")
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,8 @@ class BatchJob:
     srun_options: tuple[str, ...] = ()
     # Several such jobs, one for each task number: 0-11, 0,3-5. None: one job.
     array: str | None = None
+    # The job goes on when nodes of it are lost or tasks fail: what it starts looks after itself.
+    survives_nodes: bool = False
     # Any option of sbatch by its long name, with dashes or underscores: partition, time, reservation …
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -109,6 +113,7 @@ def _parameters(job: BatchJob) -> dict[str, Any]:
         "chdir": str(job.directory),
         **({} if job.array is None else {"array": job.array}),
         ("requeue" if job.requeue else "no-requeue"): True,
+        **({"no-kill": True} if job.survives_nodes else {}),
     }
     return {
         "job_name": job.name,
@@ -136,8 +141,7 @@ def _srun_arguments(job: BatchJob, cpus: object) -> list[str]:
     return [
         "--open-mode=append",
         "--export=ALL",
-        "--kill-on-bad-exit=1",
-        f"--wait={_WAIT_S}",
+        *(_SURVIVING if job.survives_nodes else ("--kill-on-bad-exit=1", f"--wait={_WAIT_S}")),
         *([] if cpus is None else [f"--cpus-per-task={cpus}"]),
         *job.srun_options,
     ]

@@ -82,7 +82,7 @@ def print_plan(attempt: Attempt, facts: Record, *, as_json: bool) -> None:
 
 def train(attempt: Attempt, *, as_json: bool) -> int:
     """Train the attempt to its end, show it, and return the exit code of the verdict."""
-    from orchestra.submit.foreground import train_here
+    from orchestra.crew.foreground import train_here
 
     config, run = attempt.config, attempt.run
     stream = sys.stderr if as_json else sys.stdout
@@ -91,8 +91,16 @@ def train(attempt: Attempt, *, as_json: bool) -> int:
     waiting = f"starting {ranks} rank{'s' if ranks > 1 else ''} …"
     view = live.open_view(progress, attempt.header(), waiting, stream)
     verdict: Verdict | None = None
+
+    def tick(number: int, stops: int) -> None:
+        progress.follow(number)
+        view.tick(stops)
+
     try:
-        verdict = train_here(config, run, attempt.number, tick=view.tick, search_path=_search_path())
+        last, verdict = train_here(
+            config, run, attempt.number, tick=tick, search_path=_search_path(), say=progress.notice
+        )
+        attempt = dataclasses.replace(attempt, number=last)
     finally:
         view.close(_closing(attempt, progress, verdict, live.speaks_unicode(stream)))
     if verdict.code not in (EXIT_DONE, EXIT_STOPPED, EXIT_INTERRUPTED):

@@ -3,10 +3,12 @@ the run's events."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 from orchestra.cli import figures
 from orchestra.cli.describe import invocation, resume_line
+from orchestra.cli.spent import spent_lines
 from orchestra.errors import EXIT_DO_NOT_RESTART
 from orchestra.events import read_events
 from orchestra.report.state import RunState
@@ -32,7 +34,8 @@ def of_run(state: RunState) -> list[str]:
         "saved": _saved(state),
         "starts": _starts(state),
     }
-    return [f"{word:<7} {text}" for word, text in facts.items() if text] + _next(state, run)
+    spent = spent_lines(run, events, state.state, time.time()) if events else []
+    return [*(f"{word:<7} {text}" for word, text in facts.items() if text), *spent, *_next(state, run)]
 
 
 def _reason(state: RunState, verdict: Verdict | None) -> str:

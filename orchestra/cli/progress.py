@@ -34,12 +34,26 @@ class Progress:
         # The step whose checkpoint is being written.
         self.saving: int | None = None
         self._notices: list[str] = []
+        self._run = run
+        self._attempt = attempt
         self._reader = JsonLinesReader(run.metrics)
         self._events = JsonLinesReader(run.event_file(rank_writer(attempt, 0)))
         if attempt:
             # What the attempts before trained is no news.
             self.update()
             self.has_begun = False
+
+    def follow(self, attempt: int) -> None:
+        """Watch another attempt of the run from now on; -1, between two attempts, changes nothing."""
+        if attempt in (-1, self._attempt):
+            return
+        self._follow_checkpoints()
+        self._attempt, self.saving = attempt, None
+        self._events = JsonLinesReader(self._run.event_file(rank_writer(attempt, 0)))
+
+    def notice(self, words: str) -> None:
+        """Add what a person should read."""
+        self._notices.append(words)
 
     def update(self) -> list[Record]:
         """Read the rows written since the last call and return them."""

@@ -16,7 +16,9 @@ from pathlib import Path
 from orchestra.cli import listing, particulars
 from orchestra.cli.describe import resume_line
 from orchestra.cli.resolve import Target, add_directory_option, all_targets, resolve_target
+from orchestra.cli.spent import spent_record
 from orchestra.errors import EXIT_DONE, ConfigError
+from orchestra.events import read_events
 from orchestra.report.scheduler import with_scheduler
 from orchestra.report.state import RunState, read_state
 from orchestra.report.sweeps import SweepState, read_sweep_state, with_states
@@ -57,7 +59,7 @@ def run(arguments: Namespace) -> int:
     for problem in problems:
         print(f"note: {problem}; what follows are the runs' own records", file=sys.stderr)
     if arguments.json:
-        print(json.dumps([_record(state) for state in states], indent=2))
+        print(json.dumps([_record(state, with_accounts=bool(arguments.runs)) for state in states], indent=2))
     else:
         for line in _page(states, arguments):
             print(line)
@@ -100,8 +102,14 @@ def _with_words(state: RunState | SweepState, told: Iterable[RunState]) -> RunSt
     return next(words)
 
 
-def _record(state: RunState | SweepState) -> dict[str, object]:
-    return state.to_json() if isinstance(state, SweepState) else {"kind": "run", **state.to_json()}
+def _record(state: RunState | SweepState, *, with_accounts: bool) -> dict[str, object]:
+    if isinstance(state, SweepState):
+        return state.to_json()
+    spent: dict[str, object] = {}
+    if with_accounts and state.state != "unreadable":
+        run = RunDir(Path(state.path))
+        spent = spent_record(run, read_events(run), state.state, time.time())
+    return {"kind": "run", **state.to_json(), **spent}
 
 
 def _page(states: Sequence[RunState | SweepState], arguments: Namespace) -> list[str]:

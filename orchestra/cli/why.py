@@ -1,4 +1,5 @@
-"""`orchestra why RUN`: what ended a run: first failing rank, host, traceback, from its events.
+"""`orchestra why RUN`: what ended a run: first failing rank, host, traceback, from its events. And what ended
+each attempt before, with what was decided then.
 
 Of a run that could not say it: Slurm's word and the end of its job's log. Of a sweep: the causes, and which
 members have them. It only reads.
@@ -22,10 +23,12 @@ from orchestra.cli.describe import (
     shown,
 )
 from orchestra.cli.resolve import add_directory_option, resolve_target
+from orchestra.cli.spent import spent_lines, spent_record
 from orchestra.errors import EXIT_DONE, EXIT_FAILED
 from orchestra.events import read_events
 from orchestra.jsonl import Record
 from orchestra.report.checkpoints import newest_checkpoint
+from orchestra.report.incidents import chapters, story
 from orchestra.report.scheduler import job_logs, with_scheduler
 from orchestra.report.state import RunState, read_ending, read_state
 from orchestra.report.sweeps import ENDED_BADLY, MemberState, read_sweep_state, with_states
@@ -61,21 +64,25 @@ def _of_run(run: RunDir, arguments: Namespace) -> list[str]:
     now = time.time()
     _, verdict = read_ending(run, events, now)
     state = _told(run, read_state(run, now))
+    befell = chapters(events)
     if arguments.json:
         found = None if verdict is None else dataclasses.asdict(verdict)
         saved = newest_checkpoint(events)
         told = {"name": state.name, "state": state.state, "attempt": attempt, "checkpoint_step": saved}
         slurm = {"cause": state.cause, "job": state.job, "job_state": state.job_state}
-        return [json.dumps({**told, **slurm, "verdict": found}, indent=2)]
+        spent = spent_record(run, events, state.state, now)
+        history = {"attempts": [chapter.record() for chapter in befell]}
+        return [json.dumps({**told, **slurm, **spent, "verdict": found, **history}, indent=2)]
+    before = [*story(befell), *spent_lines(run, events, state.state, now)]
     if verdict is None or attempt is None or state.state not in ("failed", verdict.state):
-        return [*_without_verdict(run, state), *_how_to_go_on(run, state, None, events)]
+        return [*_without_verdict(run, state), *before, *_how_to_go_on(run, state, None, events)]
     if verdict.state == "failed":
         head = f"{state.name}: failed with exit code {verdict.code}, attempt {attempt}"
         lines = [head, failure(run, attempt, verdict)]
     else:
         step = "" if verdict.step is None else f" at step {verdict.step}"
         lines = [f"{state.name}: {verdict.state}{step}{': ' + verdict.message if verdict.message else ''}"]
-    return [*lines, *_how_to_go_on(run, state, verdict, events)]
+    return [*lines, *before, *_how_to_go_on(run, state, verdict, events)]
 
 
 def _told(run: RunDir, own: RunState) -> RunState:

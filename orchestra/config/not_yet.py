@@ -39,20 +39,6 @@ TABLE: tuple[NotYet, ...] = (
     NotYet("parallelism.cp", _is_split, "context parallelism", "parallelism.cp=1"),
     NotYet("parallelism.ep", _is_split, "expert parallelism", "parallelism.ep=1"),
     NotYet(
-        "cluster.spare_nodes",
-        lambda nodes: nodes > 0,
-        "spare nodes",
-        "cluster.spare_nodes=0",
-        part="launcher",
-    ),
-    NotYet(
-        "recovery.min_nodes",
-        _is_given,
-        "shrinking to fewer nodes",
-        "recovery.min_nodes=null",
-        part="launcher",
-    ),
-    NotYet(
         "recovery.memory_copy_every_steps",
         _is_given,
         "copies of its state in memory",

@@ -9,7 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from conf.schema import Config
-from orchestra.config import rules_checkpoint, rules_place, rules_shape, rules_slurm, rules_values
+from orchestra.config import (
+    rules_checkpoint,
+    rules_faults,
+    rules_place,
+    rules_recovery,
+    rules_shape,
+    rules_slurm,
+    rules_values,
+)
 from orchestra.config.not_yet import not_yet
 from orchestra.config.situation import Situation, this_machine
 from orchestra.errors import ConfigError
@@ -22,6 +30,8 @@ RULES: tuple[Rule, ...] = (
     *rules_place.RULES,
     *rules_slurm.RULES,
     *rules_checkpoint.RULES,
+    *rules_recovery.RULES,
+    *rules_faults.RULES,
     not_yet,
 )
 

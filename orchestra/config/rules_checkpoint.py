@@ -1,4 +1,4 @@
-"""Rules about checkpoints: where they go, whether one fits there and in memory, and rehearsed failures.
+"""Rules about checkpoints: where they go, and whether one fits there and in memory.
 
 Nothing is written and no remote place is asked: what only the storage knows is for the first save to say.
 """
@@ -9,15 +9,12 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from conf.schema import Config, Device, Fault, FaultPhase, LauncherName
-from orchestra.config.keys import nearest, shown
+from conf.schema import Config, Device, LauncherName
+from orchestra.config.keys import nearest
 from orchestra.config.rules_place import BYTES_PER_PARAMETER, rule_memory
 from orchestra.config.situation import Situation, absolute, world_size
-from orchestra.events import is_whole
 from orchestra.flops import num_parameters
-from orchestra.topology import listed
 from orchestra.units import binary
 
 # The fp32 master of a parameter and Adam's two moments.
@@ -28,10 +25,6 @@ _ONLY_READ = (
     *("http", "https", "data", "git", "github", "gist", "dvc", "pyscript"),
     *("zip", "tar", "libarchive", "reference"),
 )
-# In these one rank acts for all.
-_OF_COORDINATOR = (FaultPhase.before_manifest.name, FaultPhase.before_prune.name)
-_NOT_OF_SAVES = (FaultPhase.step.name, FaultPhase.restore.name)
-_FAULT_KEYS = ("attempt", "at_step", "rank", "fault", "phase")
 
 
 def rule_checkpoint_steps(config: Config, _: Situation) -> Iterator[str]:
@@ -134,50 +127,6 @@ def rule_checkpoint_memory(config: Config, situation: Situation) -> Iterator[str
         )
 
 
-def rule_injected_faults(config: Config, _: Situation) -> Iterator[str]:
-    for index, entry in enumerate(config.recovery.inject):
-        for problem in _fault_problems(entry, config):
-            yield f"recovery.inject[{index}]: {problem}"
-
-
-def _fault_problems(entry: dict[str, Any], config: Config) -> Iterator[str]:
-    for key in entry:
-        if key not in _FAULT_KEYS:
-            yield f"no such key {key}; an entry has {', '.join(_FAULT_KEYS)}"
-    step, rank, attempt = entry.get("at_step"), entry.get("rank"), entry.get("attempt", 0)
-    if not is_whole(step) or not 1 <= step <= config.train.steps:
-        yield f"at_step={shown(step)} is no step of the run; use 1 to {config.train.steps}"
-    else:
-        yield from _save_problems(entry, step, config)
-    ranks = world_size(config)
-    if rank != "all" and not (is_whole(rank) and 0 <= rank < (ranks or rank + 1)):
-        within = f"0 to {ranks - 1}" if ranks is not None else "a number from 0 on"
-        yield f"rank={shown(rank)} is no rank of the run; use {within}, or all"
-    if not is_whole(attempt) or attempt < 0:
-        yield f"attempt={shown(attempt)} is no attempt; use a whole number from 0 on"
-    for key, kind, default in (("fault", Fault, Fault.sigkill), ("phase", FaultPhase, FaultPhase.step)):
-        value, names = entry.get(key, default.name), list(kind.__members__)
-        if value not in names:
-            yield f"{key}={shown(value)}: no such {key}; use {listed(names)}"
-
-
-def _save_problems(entry: dict[str, Any], step: int, config: Config) -> Iterator[str]:
-    """Say why a fault in the midst of a save would never strike."""
-    phase, rank, every = entry.get("phase"), entry.get("rank"), config.checkpoint.every_steps
-    if phase not in FaultPhase.__members__ or phase in _NOT_OF_SAVES:
-        return
-    if phase in _OF_COORDINATOR and rank not in (0, "all"):
-        yield f"rank={shown(rank)}: phase={phase} is of rank 0 alone; use rank: 0"
-    if every is None:
-        yield f"phase={phase} is part of a save, and checkpoint.every_steps=null saves nothing"
-    elif every >= 1 and step % every and step != config.train.steps:
-        saved = min(max(1, round(step / every)) * every, config.train.steps)
-        yield (
-            f"at_step={step} is not saved (checkpoint.every_steps={every}), so phase={phase} never comes "
-            f"there; use e.g. {saved}"
-        )
-
-
 def checkpoint_bytes(config: Config) -> int:
     """Return the bytes of one checkpoint's parameters and optimizer state."""
     return num_parameters(config.model) * _BYTES_SAVED
@@ -209,5 +158,4 @@ RULES = (
     rule_checkpoint_place,
     rule_checkpoint_space,
     rule_checkpoint_memory,
-    rule_injected_faults,
 )

@@ -28,9 +28,6 @@ def rule_nodes(config: Config, _: Situation) -> Iterator[str]:
             f"cluster.nodes={cluster.nodes}: launcher=local is this machine alone, and orchestra cannot "
             f"start several nodes yet; use cluster.nodes=1"
         )
-    least = config.recovery.min_nodes
-    if least is not None and least > cluster.nodes:
-        yield f"recovery.min_nodes={least} is above cluster.nodes={cluster.nodes}; use at most that"
 
 
 def rule_ranks_per_node(config: Config, _: Situation) -> Iterator[str]:

@@ -49,6 +49,9 @@ _AT_LEAST = {
     "recovery.max_restarts": 0,
     "recovery.min_nodes": 1,
     "recovery.memory_copy_every_steps": 1,
+    "recovery.straggler_every_steps": 1,
+    "recovery.straggler_windows": 1,
+    "recovery.loss_spike.window": 8,
 }
 # Largest number of each key: far beyond any run, well below what overflows or never ends.
 _AT_MOST: dict[str, float] = {
@@ -74,9 +77,18 @@ _AT_MOST: dict[str, float] = {
     "cluster.threads_per_rank": 4096,
     # About four months.
     "checkpoint.timeout_s": 10**7,
+    "recovery.max_restarts": 10**6,
     "recovery.heartbeat_timeout_s": 10**7,
+    "recovery.setup_timeout_s": 10**7,
+    "recovery.agent_timeout_s": 10**7,
+    "recovery.backoff_s": 10**7,
+    # Ten years.
+    "recovery.exclude_hours": 87600,
     "recovery.collective_timeout_s": 10**7,
     "recovery.stop_timeout_s": 10**7,
+    "recovery.straggler_factor": 1000,
+    "recovery.straggler_windows": 10**4,
+    "recovery.loss_spike.window": 10**4,
     "wandb.finish_timeout_s": 10**7,
 }
 # Numbers that must be finite and larger than zero.
@@ -97,7 +109,10 @@ _POSITIVE = (
     "cluster.network.inter_node_bytes_per_s",
     "checkpoint.timeout_s",
     "recovery.heartbeat_timeout_s",
+    "recovery.setup_timeout_s",
+    "recovery.agent_timeout_s",
     "recovery.collective_timeout_s",
+    "recovery.loss_spike.factor",
 )
 # Numbers that must be finite and may be zero.
 _NOT_NEGATIVE = (
@@ -106,6 +121,8 @@ _NOT_NEGATIVE = (
     "cluster.network.intra_node_latency_s",
     "cluster.network.inter_node_latency_s",
     "recovery.stop_timeout_s",
+    "recovery.backoff_s",
+    "recovery.exclude_hours",
     "wandb.finish_timeout_s",
 )
 # Texts that must say something where they are given.
@@ -231,6 +248,12 @@ def rule_time_limit(config: Config, _: Situation) -> Iterator[str]:
         yield f"cluster.time_limit={limit} is no time limit of Slurm's; use minutes, H:MM:SS or D-HH:MM:SS"
 
 
+def rule_stragglers(config: Config, _: Situation) -> Iterator[str]:
+    factor = config.recovery.straggler_factor
+    if not (math.isfinite(factor) and factor > 1):
+        yield f"recovery.straggler_factor={factor}: a slow rank needs more than the others; use e.g. 1.3"
+
+
 def rule_run_name(config: Config, _: Situation) -> Iterator[str]:
     if config.run.name is not None:
         yield from run_name_problems(config.run.name)
@@ -268,6 +291,7 @@ RULES = (
     rule_rope_scaling,
     rule_hardware_name,
     rule_time_limit,
+    rule_stragglers,
     rule_run_name,
     rule_metric,
 )

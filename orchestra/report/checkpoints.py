@@ -16,7 +16,10 @@ def newest_checkpoint(events: Iterable[Record]) -> int | None:
     """
     step: int | None = None
     for event in events:
-        if event.get("event") in ("checkpoint_committed", "restored") and is_whole(event.get("step")):
+        # A restore from copies in memory touches no checkpoint.
+        is_of_storage = event.get("source") != "memory"
+        is_told = event.get("event") in ("checkpoint_committed", "restored") and is_of_storage
+        if is_told and is_whole(event.get("step")):
             step = event["step"] or None
     return step
 

@@ -93,6 +93,11 @@ def ranks_with_verdict(events: Iterable[Record]) -> frozenset[int]:
     return frozenset(int(event["rank"]) for event in _of_ranks(events))
 
 
+def finished_ranks(events: Iterable[Record]) -> frozenset[int]:
+    """Return the ranks that came to the end of the training."""
+    return frozenset(int(event["rank"]) for event in _of_ranks(events) if event["event"] == "finished")
+
+
 def _of_ranks(events: Iterable[Record]) -> list[Record]:
     return [event for event in events if event.get("event") in _VERDICTS and "rank" in event]
 

@@ -15,7 +15,7 @@ from orchestra.config.rules_slurm import warning_lead_s
 from orchestra.rundir import RunDir
 from orchestra.sweepdir import SweepDir
 
-NODE_MODULE = "orchestra.submit.node"
+NODE_MODULE = "orchestra.crew"
 _TOKEN_BYTES = 8
 _GPU_OPTIONS = ("gres", "gpus", "gpus_per_task", "gpus_per_socket")
 _TOKEN_PREFIX = "orchestra:"
@@ -77,7 +77,8 @@ def _job(config: Config, place: _Place, token: str, share: Share | None) -> Batc
     prefix, srun_options = _container(cluster.container, place)
     return BatchJob(
         name=place.name,
-        num_nodes=cluster.nodes,
+        num_nodes=cluster.nodes + cluster.spare_nodes,
+        survives_nodes=True,
         command=(*prefix, _python(cluster.container), "-u", "-m", NODE_MODULE, *place.arguments),
         log_folder=place.log_folder,
         directory=place.directory,

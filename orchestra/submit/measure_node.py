@@ -1,6 +1,6 @@
 """`python -m orchestra.submit.measure_node FOLDER`: what srun starts on each node to measure the network.
 
-The nodes meet, start torchrun and watch it as they do for a run (`orchestra.submit.node`), but nothing is
+The nodes meet, start torchrun and watch it as they do for a run (`orchestra.crew`), but nothing is
 restarted and nobody asks for a checkpoint: a signal ends the ranks at once.
 """
 
@@ -56,7 +56,10 @@ def _attend(folder: RunDir, signals: JobSignals) -> int:
         address = own_address(config.cluster.network, task)
         meeting = Meeting(0, address, free_port(), task.host, time.time())
         publish(folder, task, meeting)
-    spec, place = placed(measuring_spec(config, folder), task, meeting)
+    meeting_id = f"{task.job}.{task.restart}"
+    spec, place = placed(
+        measuring_spec(config, folder), task.node, meeting.address, meeting.port, meeting_id
+    )
     agent = start_agent(spec, place)
     ending = supervise(agent, lambda: _TOLD_AT_ONCE * signals.count(), lambda: None)
     return EXIT_DONE if ending.exit_code == EXIT_DONE else EXIT_FAILED

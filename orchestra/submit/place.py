@@ -13,7 +13,6 @@ from launchers.errors import LauncherError
 from launchers.slurm.task import JobTask
 from launchers.spec import LaunchSpec, Place
 from orchestra.errors import LaunchError
-from orchestra.submit.meeting import Meeting
 
 _LOOPBACK = "127.0.0.1"
 
@@ -28,18 +27,17 @@ def own_address(network: NetworkConfig, task: JobTask) -> str:
         raise LaunchError(f"{error} (cluster.network.interface)") from error
 
 
-def placed(spec: LaunchSpec, task: JobTask, meeting: Meeting) -> tuple[LaunchSpec, Place]:
-    """Return this node's place in an attempt, and the spec with the interface that leads there."""
-    local = _LOOPBACK if task.num_nodes == 1 else address_towards(meeting.address)
+def placed(
+    spec: LaunchSpec, node: int, address: str, port: int, meeting_id: str
+) -> tuple[LaunchSpec, Place]:
+    """Return the place of the attempt's `node`-th node, and the spec with the interface that leads to the
+    others, who meet at `address`.
+    """
+    if spec.num_nodes == 1:
+        address = _LOOPBACK
+    local = _LOOPBACK if spec.num_nodes == 1 else address_towards(address)
     interface = None if local is None else interface_of(local)
     if interface is not None and "GLOO_SOCKET_IFNAME" not in spec.environment:
         # gloo takes what this host's name means, which may be an address that nobody else reaches.
         spec = dataclasses.replace(spec, environment={**spec.environment, "GLOO_SOCKET_IFNAME": interface})
-    place = Place(
-        task.node,
-        meeting.address,
-        meeting.port,
-        local_address=local,
-        meeting_id=f"{task.job}.{task.restart}-{meeting.attempt}",
-    )
-    return spec, place
+    return spec, Place(node, address, port, local_address=local, meeting_id=meeting_id)

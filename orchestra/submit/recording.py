@@ -1,7 +1,7 @@
 """What the control plane writes about one attempt: that it starts, who died without a word, how it ended.
 
 The node agents' side of the two planes' meeting place: workers write their own verdicts. The same for an
-attempt in the foreground and for one over several nodes, where only node 0 speaks for the whole. It starts
+attempt in the foreground and for one over several nodes, where only the leader speaks for the whole. It starts
 and ends no process.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,10 +19,15 @@ from conf.schema import Config
 from launchers import processes
 from launchers.spec import Ending, LaunchSpec
 from orchestra.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, LaunchError
-from orchestra.events import EventWriter, node_writer, read_events
+from orchestra.events import EventWriter, is_number, node_writer, read_events
+from orchestra.jsonl import read_last_lines
+from orchestra.metrics_file import sound_row
 from orchestra.report.verdict import Verdict, judge, node_verdict, of_attempt, ranks_with_verdict, signal_name
 from orchestra.rundir import RunDir
 from orchestra.topology import batch_shape, has_open_micro_batch, layout
+
+# As much of the metrics as holds their last row.
+_ROW_BYTES = 1 << 14
 
 # What most often sends these signals to a worker.
 _HINTS = {
@@ -41,7 +47,7 @@ class AttemptRecord:
     node: int
     events: EventWriter
 
-    def seen(self) -> list[dict[str, object]]:
+    def seen(self) -> list[dict[str, Any]]:
         """Return what everybody has written about this attempt so far."""
         return of_attempt(read_events(self.run), self.number)
 
@@ -51,14 +57,11 @@ class AttemptRecord:
         interruption: str | None,
         amended: Callable[[Verdict], Verdict] = lambda verdict: verdict,
     ) -> Verdict:
-        """Judge how the whole attempt ended, write that down and return it. *Node 0 only*.
+        """Judge how the whole attempt ended, write that down and return it. *The leading node only*.
 
         `interruption` says why the ranks were ended at once, None where they ended by themselves, be it
         because they were asked to. What `amended` makes of the verdict is what counts.
         """
-        # A full disk takes the record, not the verdict.
-        with contextlib.suppress(OSError):
-            self.write_killed_ranks(ending, was_stopped=ending.stops > 0)
         verdict = judge(self.seen(), exit_code=ending.exit_code, interruption=interruption)
         if not self.run.events.is_dir() and verdict.code != EXIT_INTERRUPTED:
             gone = f"{self.run.path} was removed while it trained, and its records with it"
@@ -78,8 +81,19 @@ class AttemptRecord:
             cause=verdict.cause,
             message=verdict.message,
             step=verdict.step,
+            reached=self._last_logged_step(),
             **survivors,
         )
+
+    def _last_logged_step(self) -> int | None:
+        """Return the newest step that this attempt logged; None where it logged none."""
+        began = min((float(it["time"]) for it in self._starts()), default=math.inf)
+        rows = (sound_row(row) for row in read_last_lines(self.run.metrics, 1, _ROW_BYTES))
+        steps = [int(row["step"]) for row in rows if row is not None and _time_of(row) >= began]
+        return next(iter(steps), None)
+
+    def _starts(self) -> list[dict[str, Any]]:
+        return [event for event in self.seen() if event["event"] == "attempt_started"]
 
     def write_failed(self, error: Exception) -> None:
         """Write that the attempt failed before torchrun could say anything; a full disk is passed over."""
@@ -96,6 +110,10 @@ class AttemptRecord:
             self.events.write("rank_failed", rank=failure.rank, pid=failure.pid, **_cause(failure.exit_code))
 
 
+def _time_of(row: dict[str, Any]) -> float:
+    return float(row["time"]) if is_number(row.get("time")) else -math.inf
+
+
 def _cause(exit_code: int) -> dict[str, object]:
     if exit_code >= 0:
         return {"code": EXIT_FAILED, "cause": f"exit code {exit_code}", "message": "it wrote no verdict"}
@@ -104,18 +122,17 @@ def _cause(exit_code: int) -> dict[str, object]:
     return {"code": EXIT_FAILED, "cause": f"killed by {name}", "message": message, "signal": name}
 
 
-def announced(config: Config, run: RunDir, attempt: int, spec: LaunchSpec, **context: Any) -> AttemptRecord:
-    """Write that the attempt starts, led by this process, and return the record for what follows.
+def write_started(record: AttemptRecord, config: Config, spec: LaunchSpec, **context: Any) -> None:
+    """Write that an attempt starts, led by this process. *The leading node only*.
 
-    *Node 0 only*. `context` goes into the event, such as the scheduler's job. Raises LaunchError when the run
-    directory cannot be written.
+    `config` says the nodes that take part; `context` goes into the event, such as the scheduler's job. Raises
+    LaunchError when the run directory cannot be written.
     """
     leader = processes.find(os.getpid())
-    record = joined(run, attempt, 0)
     try:
         record.events.write(
             "attempt_started",
-            node=0,
+            node=record.node,
             pid=os.getpid(),
             pid_started=None if leader is None else leader.started,
             nodes=spec.num_nodes,
@@ -124,8 +141,7 @@ def announced(config: Config, run: RunDir, attempt: int, spec: LaunchSpec, **con
             **context,
         )
     except OSError as error:
-        raise LaunchError(f"{run.events}: cannot be written: {error.strerror}") from error
-    return record
+        raise LaunchError(f"{record.run.events}: cannot be written: {error.strerror}") from error
 
 
 def joined(run: RunDir, attempt: int, node: int) -> AttemptRecord:

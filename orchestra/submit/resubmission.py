@@ -25,9 +25,11 @@ from orchestra.submit.claims import write_whole
 from orchestra.submit.job import new_token
 
 
-def chain(run: RunDir, task: JobTask, attempt: int, script: str | None) -> str:
+def chain(
+    run: RunDir, task: JobTask, attempt: int, script: str | None, exclude: tuple[str, ...] = ()
+) -> str:
     """Submit a run's job again, to start when this one is over; return the new job's id, in
-    an array with the task's number. *Node 0 only*.
+    an array with the task's number. `exclude`: hosts that it must not get. *The leading node only*.
 
     `script` is the one that this job was submitted with (None: the run's own); of an array this task alone is
     submitted. Raises LauncherError where Slurm refuses or stays silent, OSError where the intent cannot be
@@ -35,6 +37,8 @@ def chain(run: RunDir, task: JobTask, attempt: int, script: str | None) -> str:
     """
     token, member = new_token(), task.array_task
     options = [f"--comment={token}", f"--dependency=afterany:{task.job}"]
+    if exclude:
+        options.append(f"--exclude={','.join(exclude)}")
     if member is not None:
         options.append(f"--array={member}")
     place = run.batch_script if script is None else Path(script)

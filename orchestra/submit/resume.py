@@ -25,6 +25,7 @@ from orchestra.config.change import changed_config
 from orchestra.config.situation import Situation
 from orchestra.errors import ConfigError, LaunchError
 from orchestra.events import read_events
+from orchestra.faults import still_to_come
 from orchestra.frozen import read_config, to_yaml
 from orchestra.jsonl import Record
 from orchestra.report.checkpoints import newest_checkpoint
@@ -205,7 +206,7 @@ def _claims_of_submitter(run: RunDir) -> list[Path]:
 
 def _without_past_faults(config: Config, number: int) -> Config:
     """Drop rehearsed failures of earlier attempts: they may name ranks and steps that are no more."""
-    to_come = [entry for entry in config.recovery.inject if entry.get("attempt", 0) >= number]
+    to_come = still_to_come(config.recovery.inject, number)
     return dataclasses.replace(config, recovery=dataclasses.replace(config.recovery, inject=to_come))
 
 

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import NoReturn
 
 from orchestra.errors import EXIT_DONE, EXIT_STOPPED
+from orchestra.heartbeat import open_heart
 from orchestra.rundir import RunDir
 
 _PR_SET_PDEATHSIG = 1
-# Process id of torchrun, set by whoever starts it (launchers/tether.py).
-_PARENT_VARIABLE = "LAUNCHERS_TORCHRUN_PID"
+# The parent's process id: torchrun, or the process that this one was forked from (launchers/tether.py).
+_PARENT_VARIABLE = "LAUNCHERS_PARENT_PID"
 
 
 def die_with_parent() -> None:
@@ -70,6 +71,7 @@ def main() -> NoReturn:
     parser = argparse.ArgumentParser(prog="python -m orchestra.train", description=__doc__.splitlines()[0])
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--attempt", type=int, default=0)
+    parser.add_argument("--from-memory", type=int, metavar="STEP")
     arguments = parser.parse_args()
     die_with_parent()
     ignore_scheduler_signals()
@@ -77,10 +79,11 @@ def main() -> NoReturn:
     is_under_torchrun = "RANK" in os.environ
     if is_under_torchrun:
         redirect_output(run.rank_log(arguments.attempt, int(os.environ["RANK"])))
+    heart = open_heart(run, arguments.attempt, int(os.environ.get("RANK", "0")))
 
     from orchestra.train.worker import run_rank
 
-    code = run_rank(run, arguments.attempt)
+    code = run_rank(run, arguments.attempt, arguments.from_memory, heart)
     _leave_at_once(EXIT_DONE if code == EXIT_STOPPED and is_under_torchrun else code)
 
 

@@ -19,6 +19,7 @@ from orchestra.parallel.mesh import Mesh
 from orchestra.parallel.places import global_index
 from orchestra.precision.loss_scale import make_loss_scale
 from orchestra.topology import BatchShape, batch_shape
+from orchestra.train.spikes import make_loss_spikes
 from orchestra.train.step import TrainingStep
 
 
@@ -47,6 +48,7 @@ def build_training(config: Config, mesh: Mesh) -> Training:
             mesh,
             batch.tokens_per_step,
             make_loss_scale(config.precision, mesh.device),
+            make_loss_spikes(config.recovery.loss_spike, mesh.device, mesh.tp_group),
         ),
         batch=batch,
     )

@@ -5,9 +5,11 @@ The library knows tensors and JSON; here they become a run's state, which `state
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -24,9 +26,11 @@ from orchestra.errors import TrainingError, UnusableCheckpointError
 from orchestra.events import EventWriter, read_events
 from orchestra.parallel.mesh import Mesh, RankEnvironment
 from orchestra.rundir import RunDir
-from orchestra.train import position, preflight
+from orchestra.train import memory_copies, position, preflight
+from orchestra.train.copy_slots import FOLDER_VARIABLE
 from orchestra.train.faults import Faults
 from orchestra.train.init_from import load_start
+from orchestra.train.memory_copies import CopySetting, MemoryCopies
 from orchestra.train.position import Position
 from orchestra.train.record import wandb_id
 from orchestra.train.state import TensorState, changes, digest, facts
@@ -46,6 +50,8 @@ class Setting:
     mesh: Mesh
     peers: Peers
     events: EventWriter
+    # The step whose copies in memory are to be taken; None: the newest checkpoint is.
+    from_memory: int | None = None
 
     @property
     def place(self) -> str:
@@ -54,7 +60,9 @@ class Setting:
 
 
 class Checkpoints:
-    """One rank's saves and its restore. All methods but `is_due` are *collective*, in the same order."""
+    """One rank's saves, on storage and in memory, and its restore. All methods but `is_due`, `is_copy_due`,
+    `let_change` and `close` are *collective*, in the same order.
+    """
 
     def __init__(self, setting: Setting, state: TensorState, faults: Faults) -> None:
         self._setting = setting
@@ -72,19 +80,23 @@ class Checkpoints:
             on_event=self._tell,
             at_phase=faults.strike,
         )
+        self._copies = self._made_copies()
 
     def begin(self) -> Position:
         """Return where to continue from, the state filled, and make ready to save.
 
-        The first attempt of a run begins at 0, any other one with the newest intact checkpoint. Raises
-        UnusableCheckpointError where the place holds another run's, where the run's own are gone, or where
-        they are of another model, or where none is intact; TrainingError where a save will not fit.
+        The first attempt of a run begins at 0, any other one with the copies in memory that it was told of or
+        with the newest intact checkpoint. Raises UnusableCheckpointError where the place holds another run's,
+        where the run's own are gone, or where they are of another model, or where none is intact;
+        TrainingError where a save will not fit.
         """
         begin = self._restored() if self._setting.attempt > 0 else self._fresh()
         if begin.step == 0 and self._setting.config.model.init_from is not None:
             self._take_weights()
         if self._every_steps is not None:
             self._prepare()
+        if self._copies is not None:
+            self._copies.prepare(begin.step)
         return begin
 
     def is_due(self, step: int, *, is_last: bool = False) -> bool:
@@ -105,6 +117,46 @@ class Checkpoints:
         self._checkpointer.save(behind.step, self._state.snapshot(), self._document(behind))
         if not self._setting.config.checkpoint.async_save:
             self._failure()
+
+    # Copies in memory.
+
+    def is_copy_due(self, step: int) -> bool:
+        """Whether the state behind `step` is to be copied in memory."""
+        return self._copies is not None and self._copies.is_due(step)
+
+    def copy(self, behind: Position) -> None:
+        """Begin to copy the state as it is now into the node's memory. A failure costs the copy alone."""
+        assert self._copies is not None
+        self._copies.take(behind.step, self._document(behind))
+
+    def let_change(self) -> None:
+        """Wait until the state may change: before each update."""
+        if self._copies is not None:
+            self._copies.let_change()
+
+    def close(self) -> None:
+        """End what is under way in memory; what was copied stays for the agent to keep or remove."""
+        if self._copies is not None:
+            self._copies.close()
+
+    def _made_copies(self) -> MemoryCopies | None:
+        setting, every_steps = self._setting, self._setting.config.recovery.memory_copy_every_steps
+        if every_steps is None:
+            return None
+        folder = os.environ.get(FOLDER_VARIABLE)
+        of_run = CopySetting(
+            folder=None if folder is None else Path(folder),
+            every_steps=every_steps,
+            last_step=self._last_step,
+            attempt=setting.attempt,
+            run=f"{setting.run.name}/{self._id}",
+            facts=self._facts,
+            mesh=setting.mesh,
+            peers=self._peers,
+            local_world_size=setting.ranks.local_world_size,
+            tell=self._tell,
+        )
+        return MemoryCopies(of_run, self._state)
 
     # Saving.
 
@@ -172,16 +224,35 @@ class Checkpoints:
 
     def _restored(self) -> Position:
         self._claim()
+        found = self._from_memory()
+        if isinstance(found, Position):
+            return found
         try:
             restored = self._checkpointer.restore(self._wanted)
         except NoCheckpointError as error:
             # Whoever starts again finds the same.
             raise UnusableCheckpointError(str(error)) from error
         if restored is None:
-            return self._from_the_beginning()
+            return self._from_the_beginning(found)
         begin = position.from_json(restored.state)
         self._state.take_back(restored.manifest, begin.num_updates)
-        self._announce(restored)
+        self._announce(restored, found)
+        return begin
+
+    def _from_memory(self) -> Position | str | None:
+        """Return where the copies in memory stand, the state filled; why it cannot be; None unless asked."""
+        step = self._setting.from_memory
+        if step is None:
+            return None
+        if self._copies is None:
+            return "recovery.memory_copy_every_steps is null"
+        found = self._copies.restore(step)
+        if isinstance(found, str):
+            return found
+        begin = position.from_json(found.document)
+        self._state.take_back_all(begin.num_updates)
+        if self._peers.is_coordinator:
+            self._tell("restored", memory_copies.evidence(found, self._setting.mesh.layout))
         return begin
 
     def _wanted(self, manifest: Manifest) -> list[Shard]:
@@ -194,7 +265,7 @@ class Checkpoints:
         changes(_saved_facts(manifest), self._facts)
         return self._state.wanted(manifest)
 
-    def _from_the_beginning(self) -> Position:
+    def _from_the_beginning(self, not_from_memory: str | None) -> Position:
         lost = self._answered("lost", self._step_that_was_committed)
         if lost is not None:
             raise UnusableCheckpointError(
@@ -203,7 +274,8 @@ class Checkpoints:
             )
         if self._peers.is_coordinator:
             nothing = {"step": 0, "seconds": 0.0, "bytes_read": 0, "skipped": []}
-            self._tell("restored", {**nothing, "reason": "no checkpoint was committed yet"})
+            told = {"source": "beginning", "not_from_memory": not_from_memory}
+            self._tell("restored", {**nothing, **told, "reason": "no checkpoint was committed yet"})
         return Position()
 
     def _take_weights(self) -> None:
@@ -232,7 +304,7 @@ class Checkpoints:
             raise TrainingError(answer["failed"])
         return answer["is"]
 
-    def _announce(self, restored: Restored) -> None:
+    def _announce(self, restored: Restored, not_from_memory: str | None) -> None:
         bytes_read = sum(self._peers.exchange("bytes read", restored.bytes_read))
         if not self._peers.is_coordinator:
             return
@@ -242,6 +314,8 @@ class Checkpoints:
             reason = "its manifest is not there any more, though it was committed"
             skipped.insert(0, {"step": gone, "reason": reason})
         evidence = {
+            "source": "checkpoint",
+            "not_from_memory": not_from_memory,
             "step": restored.step,
             "seconds": restored.seconds,
             "bytes_read": bytes_read,
@@ -302,7 +376,8 @@ def _newest_recorded(run: RunDir) -> int:
     """Return the step that the run's events expect to be restored: committed last, or gone back to since."""
     last = 0
     for event in read_events(run):
-        if event["event"] in ("checkpoint_committed", "restored"):
+        is_of_storage = event.get("source") != memory_copies.SOURCE
+        if event["event"] in ("checkpoint_committed", "restored") and is_of_storage:
             last = event.get("step", last)
     return last
 

@@ -12,18 +12,19 @@ from orchestra.control import StopRequest
 from orchestra.data.ledger import Ledger
 from orchestra.data.loader import Batch, Loader
 from orchestra.events import EventWriter
+from orchestra.heartbeat import Phase
 from orchestra.jsonl import JsonLinesWriter
 from orchestra.parallel.marks import marked
-from orchestra.precision.loss_scale import DynamicLossScale
 from orchestra.step_shares import Part
 from orchestra.train.build import Training
 from orchestra.train.checkpoints import Checkpoints
-from orchestra.train.faults import Faults
 from orchestra.train.metrics import Meter
+from orchestra.train.moments import Moments
 from orchestra.train.nonfinite import NonFiniteGuard, OverflowLog
 from orchestra.train.position import Position
 from orchestra.train.profile import StepProfiler
-from orchestra.train.step import StepResult
+from orchestra.train.step import StepResult, TrainingStep
+from orchestra.train.step_times import StepTimes
 from orchestra.train.stopping import Stopping
 
 
@@ -51,12 +52,15 @@ class Recorder:
 
 @dataclass(frozen=True)
 class Course:
-    """What feeds, keeps, ends and disturbs the training: data, checkpoints, stop requests, planned faults."""
+    """What feeds, keeps, ends and disturbs the training: data, checkpoints, stop requests, and who hears
+    of its moments and times.
+    """
 
     loader: Loader
     checkpoints: Checkpoints
     stopping: Stopping
-    faults: Faults
+    moments: Moments
+    step_times: StepTimes
 
 
 def train(
@@ -69,26 +73,32 @@ def train(
     """
     guard = _guard(config, training, recorder, begin)
     overflows = OverflowLog(training.step.loss_scale, recorder.events)
-    last_step = config.train.steps
+    last_step, moments = config.train.steps, course.moments
     recorder.progress.step = recorder.progress.begin = begin.step
     if begin.step < last_step and course.stopping.begin(begin.step):
         return _requested(begin.step, course, recorder)
     for step in range(begin.step + 1, last_step + 1):
         recorder.progress.step = step
-        course.faults.strike("step", step)
+        course.step_times.begin(step)
+        moments.enter(Phase.step, step)
         with recorder.profiler.step(step):
             began = time.perf_counter()
+            moments.enter(Phase.data, step)
             with marked(Part.data):
                 batch = course.loader.next_batch()
             data_time_s = time.perf_counter() - began
             result = training.step.run(step, batch.tokens)
+        course.step_times.end()
         if recorder.ledger is not None:
             recorder.ledger.write(step, batch.sample_ids)
+        moments.enter(Phase.agree, step)
         is_stop = course.stopping.is_due(step) and step < last_step
         request = _requested(step, course, recorder) if is_stop else None
+        moments.enter(Phase.record, step)
         is_logged = step % config.train.log_every == 0 or step == last_step or request is not None
         is_saved = course.checkpoints.is_due(step, is_last=request is not None)
-        failure = guard.failure(step, result, must_read=is_logged or is_saved)
+        is_copied = request is None and course.checkpoints.is_copy_due(step)
+        failure = guard.failure(step, result, must_read=is_logged or is_saved or is_copied)
         if recorder.meter is not None:
             is_row = is_logged or failure is not None
             # Waits for the device: before the clock is read.
@@ -98,9 +108,13 @@ def train(
                 _log(step, loss, result, recorder, guard.num_skipped, overflows)
         if failure is not None:
             raise failure
-        if is_saved:
-            behind = _position(step, batch, result, guard, recorder, training.step.loss_scale)
-            course.checkpoints.save(behind, is_last=request is not None)
+        if is_saved or is_copied:
+            moments.enter(Phase.save, step)
+            behind = _position(step, batch, result, guard, recorder, training.step)
+            if is_saved:
+                course.checkpoints.save(behind, is_last=request is not None)
+            if is_copied:
+                course.checkpoints.copy(behind)
         if request is not None:
             return request
     return None
@@ -147,7 +161,7 @@ def _position(
     result: StepResult,
     guard: NonFiniteGuard,
     recorder: Recorder,
-    loss_scale: DynamicLossScale | None,
+    trained: TrainingStep,
 ) -> Position:
     """Return where the run stands behind `step`. The totals are rank 0's, which alone writes them down."""
     loss = float(result.loss)
@@ -157,5 +171,6 @@ def _position(
         nonfinite=guard.counts(),
         totals=None if recorder.meter is None else recorder.meter.totals(),
         score=loss if math.isfinite(loss) else None,
-        loss_scale=None if loss_scale is None else loss_scale.state,
+        loss_scale=None if trained.loss_scale is None else trained.loss_scale.state,
+        recent_losses=() if trained.spikes is None else tuple(trained.spikes.recent),
     )

@@ -22,9 +22,10 @@ from orchestra.flops import (
     model_flops_per_token_causal,
 )
 from orchestra.jsonl import Record
-from orchestra.metrics_file import MFU_CONVENTION
+from orchestra.metrics_file import MFU_CONVENTION, wall_begin
 from orchestra.rundir import RunDir
 from orchestra.topology import layout
+from orchestra.train.record import run_record
 
 
 @dataclass(frozen=True)
@@ -68,8 +69,9 @@ def meter_settings(
 
 def totals_of_nothing(run: RunDir) -> Totals:
     """Return the totals of a run that begins at its first step, perhaps not in its first attempt."""
-    starts = [record["time"] for record in read_events(run) if record.get("event") == "attempt_started"]
-    return Totals(started_at=min(starts, default=time.time()), tokens=0, productive_s=0.0)
+    events = read_events(run, ("submitted", "attempt_started"))
+    began = wall_begin(events, run_record(run))
+    return Totals(started_at=time.time() if began is None else began, tokens=0, productive_s=0.0)
 
 
 class Meter:
@@ -78,7 +80,8 @@ class Meter:
     `step_time_s` is the mean wall time of one step, the wait for its data included; `data_time_s` is that
     wait. `tokens_per_s` is the window's tokens over its step times, so that pauses between steps (such as
     checkpoints) do not blur it; they show in `goodput`: the seconds spent in steps whose result still counts,
-    over all seconds since the run's first attempt began, start-up, restarts and repeated steps included.
+    over all seconds since the run was submitted or first started: the queue, starts, saves and steps trained
+    again included. `orchestra.recovery.accounting` says where the others went.
     """
 
     def __init__(self, settings: MeterSettings, past: Totals) -> None:

@@ -1,4 +1,5 @@
-"""What happens to steps whose loss or gradient norm is not finite: counted, told, and in the end an error.
+"""What happens to steps whose loss or gradient norm is not finite, or whose loss is a spike: counted, told,
+and in the end an error.
 
 Overflows of a scaled loss are none of these: they belong to fp16, correct the factor, and are told only.
 """
@@ -7,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from conf.schema import Config, OnNonfinite
-from orchestra.errors import NonFiniteError
+from conf.schema import Config, OnNonfinite, OnSpike
+from orchestra.errors import LossSpikeError, NonFiniteError, TrainingError
 from orchestra.events import EventWriter
 from orchestra.jsonl import Record
 from orchestra.precision.loss_scale import DynamicLossScale
@@ -24,11 +25,11 @@ class NonFiniteSteps:
 
 
 class NonFiniteGuard:
-    """Applies train.on_nonfinite to steps whose loss or gradient norm is not finite.
+    """Applies train.on_nonfinite to steps whose loss or gradient norm is not finite, and recovery.loss_spike
+    to those whose loss is far above the last ones.
 
-    The update itself was already left out on the device, by all ranks alike. Reading the flag makes the host
-    wait for a GPU, so with the policy `skip` there it is read at logged and saved steps only, with the count
-    kept on the device.
+    The update itself was already left out on the device, by all ranks alike. Reading the flags makes the host
+    wait for a GPU, so with policies that do not stop they are read at logged and saved steps only there.
     """
 
     def __init__(
@@ -36,13 +37,15 @@ class NonFiniteGuard:
     ) -> None:
         self._policy = config.train.on_nonfinite
         self._limit = 1 if self._policy is OnNonfinite.stop else config.train.max_nonfinite_steps
-        self._reads_every_step = reads_every_step or self._policy is OnNonfinite.stop
+        self._on_spike = config.recovery.loss_spike.action
+        stops = self._policy is OnNonfinite.stop or self._on_spike is OnSpike.stop
+        self._reads_every_step = reads_every_step or stops
         self._events = events
         self._unread: list[tuple[int, StepResult]] = []
         self._num_in_a_row = before.num_in_a_row
         self.num_skipped = before.num_skipped
 
-    def failure(self, step: int, result: StepResult, *, must_read: bool) -> NonFiniteError | None:
+    def failure(self, step: int, result: StepResult, *, must_read: bool) -> TrainingError | None:
         """Count a skipped step; return the error to raise where the policy says to stop. All ranks agree.
 
         With `must_read` the counts are complete afterwards.
@@ -58,6 +61,10 @@ class NonFiniteGuard:
                 self._num_in_a_row = 0
             if self._num_in_a_row >= self._limit:
                 return NonFiniteError(self._explained(unread_step, unread_result))
+            if unread_result.is_spike is not None and bool(unread_result.is_spike):
+                self._tell_spike(unread_step, unread_result)
+                if self._on_spike is OnSpike.stop:
+                    return LossSpikeError(_spike_explained(unread_step, unread_result))
         return None
 
     def counts(self) -> NonFiniteSteps:
@@ -69,6 +76,10 @@ class NonFiniteGuard:
         self._num_in_a_row += 1
         loss, grad_norm = repr(float(result.loss)), repr(float(result.grad_norm))
         self._events.write("nonfinite_step", step=step, loss=loss, grad_norm=grad_norm)
+
+    def _tell_spike(self, step: int, result: StepResult) -> None:
+        numbers = {"loss": float(result.loss), "grad_norm": float(result.grad_norm)}
+        self._events.write("loss_spike", step=step, action=self._on_spike.name, **numbers)
 
     def _explained(self, step: int, result: StepResult) -> str:
         found = f"step {step}: loss {float(result.loss)}, gradient norm {float(result.grad_norm)}: not finite"
@@ -82,6 +93,15 @@ class NonFiniteGuard:
             f"(train.max_nonfinite_steps={self._limit}). Lower optim.lr, raise optim.warmup_steps, or use "
             "precision=fp32 to see whether it is a matter of range"
         )
+
+
+def _spike_explained(step: int, result: StepResult) -> str:
+    return (
+        f"step {step}: the loss rose to {float(result.loss):.4g}, far above the last ones, and "
+        "recovery.loss_spike.action=stop; the parameters are those of the step before. Look at this step's "
+        "data (data.ledger=true writes its sample ids), lower optim.lr, or go on without this step's update: "
+        "`orchestra resume RUN recovery.loss_spike.action=skip`"
+    )
 
 
 class OverflowLog:

@@ -23,7 +23,7 @@ class Position:
 
     `num_updates` counts the optimizer's updates (skipped steps left out). `score` is the last loss, None
     where it was not finite. `totals` is None before the first step, and on ranks that keep none.
-    `loss_scale` is None where the loss is not scaled.
+    `loss_scale` is None where the loss is not scaled. `recent_losses` are what spikes are judged by.
     """
 
     step: int = 0
@@ -33,6 +33,7 @@ class Position:
     totals: Totals | None = None
     score: float | None = None
     loss_scale: ScaleState | None = None
+    recent_losses: tuple[float, ...] = ()
 
 
 def to_json(position: Position) -> dict[str, Any]:
@@ -48,6 +49,7 @@ def to_json(position: Position) -> dict[str, Any]:
         "nonfinite": asdict(position.nonfinite),
         "metrics": totals,
         "score": position.score,
+        "recent_losses": list(position.recent_losses),
         **scaled,
     }
 
@@ -65,6 +67,7 @@ def from_json(state: Mapping[str, Any]) -> Position:
         totals=Totals(metrics.number("started_at"), top.whole("tokens"), metrics.number("productive_s")),
         score=score if is_number(score) else None,
         loss_scale=_loss_scale(state),
+        recent_losses=_recent_losses(state),
     )
 
 
@@ -76,6 +79,14 @@ def _loss_scale(state: Mapping[str, Any]) -> ScaleState | None:
     return ScaleState(
         values.power_of_two("scale", MOST), values.whole("num_good_steps"), values.whole("num_overflows")
     )
+
+
+def _recent_losses(state: Mapping[str, Any]) -> tuple[float, ...]:
+    """Return the last losses; none where the run that saved did not look for spikes."""
+    losses = state.get("recent_losses")
+    if not isinstance(losses, list) or not all(is_number(loss) for loss in losses):
+        return ()
+    return tuple(float(loss) for loss in losses)
 
 
 class _Reader:

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import json
 
+from orchestra.jsonl import Record
 from orchestra.rundir import RunDir
+
+
+def run_record(run: RunDir) -> Record:
+    """Return the record; empty where it is missing or torn."""
+    try:
+        record = json.loads(run.record.read_text())
+    except (OSError, ValueError):
+        return {}
+    return record if isinstance(record, dict) else {}
 
 
 def wandb_id(run: RunDir) -> str | None:
     """Return the id under which Weights & Biases knows the run; None where the record has none."""
-    try:
-        record = json.loads(run.record.read_text())
-    except (OSError, ValueError):
-        return None
-    found = record.get("wandb_id") if isinstance(record, dict) else None
+    found = run_record(run).get("wandb_id")
     return found if isinstance(found, str) else None

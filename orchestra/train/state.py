@@ -71,6 +71,12 @@ class TensorState:
     def snapshot(self) -> list[Shard]:
         """Return the shards, with the generators as they are now. *Collective*."""
         self._parallelized.stage.settle()
+        return self.held()
+
+    def held(self) -> list[Shard]:
+        """Return the same without waiting for parameters on their way here: what this rank owns is not among
+        them. *Any rank*.
+        """
         for name, kept in self._generators.items():
             kept.copy_(_generator_state(name))
         return [*self._shards, *(whole(name, kept) for name, kept in self._generators.items())]
@@ -95,6 +101,13 @@ class TensorState:
         for name, kept in self._generators.items():
             if name in manifest.tensors:
                 _set_generator_state(name, kept)
+
+    def take_back_all(self, updates: int) -> None:
+        """Make the rest follow from shards that were all filled, generators too. *Collective*."""
+        self.masters_were_filled()
+        self._optimizer.num_updates = updates
+        for name, kept in self._generators.items():
+            _set_generator_state(name, kept)
 
     def _refuse_others(self, manifest: Manifest) -> None:
         expected = self._shapes

@@ -6,6 +6,7 @@ accumulated micro-batches, B sequences of one micro-batch, S sequence length.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from conf.schema import Config
+from orchestra.heartbeat import Phase
 from orchestra.optim.adamw import AdamW
 from orchestra.optim.schedule import learning_rate
 from orchestra.parallel.apply import Parallelized
@@ -21,6 +23,8 @@ from orchestra.parallel.mesh import Mesh
 from orchestra.parallel.zero.stage import norm_over_ranks
 from orchestra.precision.loss_scale import DynamicLossScale
 from orchestra.step_shares import Part
+from orchestra.train.moments import Moments
+from orchestra.train.spikes import LEAVES_OUT, LossSpikes
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,12 @@ class StepResult:
     lr: float
     loss_scale: Tensor | None = None
     has_overflowed: Tensor | None = None
+    # Whether the loss is far above the last ones; None where nobody looks.
+    is_spike: Tensor | None = None
+
+
+def _nothing() -> None:
+    pass
 
 
 class TrainingStep:
@@ -51,6 +61,7 @@ class TrainingStep:
         mesh: Mesh,
         tokens_per_step: int,
         loss_scale: DynamicLossScale | None = None,
+        spikes: LossSpikes | None = None,
     ) -> None:
         self._parallel = parallelized
         self._optimizer = optimizer
@@ -60,11 +71,16 @@ class TrainingStep:
         # ranks are the gradient of the mean, whatever the layout.
         self._share = 1.0 / tokens_per_step
         self.loss_scale = loss_scale
+        self.spikes = spikes
+        self.moments = Moments()
+        # Called when gradients are complete, before masters and moments change: whoever reads them ends then.
+        self.before_update: Callable[[], None] = _nothing
 
     def run(self, step: int, tokens_ABS: Tensor) -> StepResult:
         """Train on this rank's micro-batches [A, B, S + 1] (int64, any device) and update the parameters."""
         lr = learning_rate(self._config.optim, self._config.train, step)
-        loss, loss_work = self._forward_backward(tokens_ABS)
+        loss, loss_work = self._forward_backward(step, tokens_ABS)
+        self.moments.enter(Phase.reduce, step)
         stage = self._parallel.stage
         # The sum of squares is the first part of clipping.
         with marked(Part.optimizer):
@@ -76,23 +92,32 @@ class TrainingStep:
         if scale is not None:
             loss, grad_norm = loss / scale, grad_norm / scale
         is_bad = ~(torch.isfinite(loss) & torch.isfinite(grad_norm))
+        is_spike = None if self.spikes is None else self.spikes.is_spike(loss)
+        is_left_out = is_bad
+        if is_spike is not None and self._config.recovery.loss_spike.action in LEAVES_OUT:
+            is_left_out = is_bad | is_spike
+        self.moments.enter(Phase.update, step)
+        self.before_update()
         self._optimizer.lr = lr
-        self._optimizer.begin_step(step, grad_norm, is_bad, scale)
+        self._optimizer.begin_step(step, grad_norm, is_left_out, scale)
         with marked(Part.optimizer):
             stage.update(self._optimizer.update)
         if self.loss_scale is None:
-            return StepResult(loss, grad_norm, is_bad, lr)
+            return StepResult(loss, grad_norm, is_bad, lr, is_spike=is_spike)
         has_overflowed = self.loss_scale.overflowed(loss, grad_norm)
         self.loss_scale.follow(has_overflowed, ~is_bad)
-        return StepResult(loss, grad_norm, is_bad & ~has_overflowed, lr, scale, has_overflowed)
+        return StepResult(loss, grad_norm, is_bad & ~has_overflowed, lr, scale, has_overflowed, is_spike)
 
-    def _forward_backward(self, tokens_ABS: Tensor) -> tuple[Tensor, dist.Work | None]:
+    def _forward_backward(self, step: int, tokens_ABS: Tensor) -> tuple[Tensor, dist.Work | None]:
         num_micro_batches = tokens_ABS.shape[0]
         total = torch.zeros((), device=self._mesh.device)
         work: dist.Work | None = None
         # The loss takes its gradients in the forward pass: what scales them has to come in there.
         share = self._share if self.loss_scale is None else self.loss_scale.scale * self._share
         for index in range(num_micro_batches):
+            self.moments.enter(Phase.forward, step, index)
+            if index == 0:
+                share = share * self.moments.faults.factor(step)
             is_last = index == num_micro_batches - 1
             self._parallel.stage.begin(is_first=index == 0, is_last=is_last)
             tokens_BS = tokens_ABS[index].to(self._mesh.device, non_blocking=True)
@@ -103,6 +128,7 @@ class TrainingStep:
                 # Every rank needs the global loss to agree on a skip; its reduction hides behind the backward
                 # pass.
                 work = dist.all_reduce(total, group=self._mesh.dp_group, async_op=True)
+            self.moments.enter(Phase.backward, step, index)
             with marked(Part.backward):
                 loss.backward()
         return total, work

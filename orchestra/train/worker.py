@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -28,6 +28,7 @@ from orchestra.errors import (
 from orchestra.events import EventWriter, rank_writer
 from orchestra.flops import num_parameters
 from orchestra.frozen import read_config
+from orchestra.heartbeat import Heart, Phase, silent_heart
 from orchestra.jsonl import JsonLinesWriter
 from orchestra.metrics_file import MFU_CONVENTION
 from orchestra.parallel.low_precision import refuse_missing_hardware
@@ -41,10 +42,12 @@ from orchestra.train.loop import Course, Progress, Recorder, train
 from orchestra.train.memory_report import is_out_of_memory, out_of_memory
 from orchestra.train.metrics import Meter, meter_settings, totals_of_nothing
 from orchestra.train.micro_batch import with_micro_batch_size
+from orchestra.train.moments import Moments
 from orchestra.train.peak import device_peak_flops
 from orchestra.train.position import Position
 from orchestra.train.profile import StepProfiler
 from orchestra.train.state import TensorState
+from orchestra.train.step_times import StepTimes
 from orchestra.train.stopping import RequestWatch, Stopping
 from orchestra.train.wandb_mirror import WandbMirror
 
@@ -61,13 +64,16 @@ class Records:
     attempt: int
     events: EventWriter
     progress: Progress
+    # The step whose copies in memory the attempt begins with; None: the newest checkpoint.
+    from_memory: int | None = None
+    heart: Heart = field(default_factory=silent_heart)
 
 
-def run_rank(run: RunDir, attempt: int) -> int:
+def run_rank(run: RunDir, attempt: int, from_memory: int | None = None, heart: Heart | None = None) -> int:
     """Train the frozen run as this process's rank; return the exit code that the verdict carries."""
     ranks = rank_environment()
     events = EventWriter(run, rank_writer(attempt, ranks.rank), attempt, rank=ranks.rank)
-    records = Records(run, attempt, events, Progress())
+    records = Records(run, attempt, events, Progress(), from_memory, heart or silent_heart())
     mirror: WandbMirror | None = None
     mirror_limit_s: float | None = None
     try:
@@ -84,6 +90,7 @@ def run_rank(run: RunDir, attempt: int) -> int:
     except BaseException as error:  # noqa: BLE001  whatever ends a rank must become its verdict
         return _failed(error, records)
     finally:
+        records.heart.beat(Phase.stop, records.progress.step)
         # After the verdict: waiting for wandb must not hold back the news of a failure.
         if mirror is not None:
             mirror.close(mirror_limit_s)
@@ -145,21 +152,34 @@ def train_on(mesh: Mesh, config: Config, ranks: RankEnvironment, records: Record
 
 def _train_on(mesh: Mesh, config: Config, ranks: RankEnvironment, records: Records) -> Training:
     training = build_training(config, mesh)
-    faults = Faults(planned_faults(config.recovery.inject), records.attempt, mesh.rank)
+    planned = planned_faults(config.recovery.inject)
+    faults = Faults(planned, records.attempt, mesh.rank, records.events, mesh.device)
+    moments = training.step.moments = Moments(records.heart, faults)
+    moments.enter(Phase.setup)
     peers = open_peers(mesh, ranks, records.attempt, config.checkpoint.timeout_s)
     checkpoints = _checkpoints(config, ranks, mesh, training, records, faults, peers)
+    training.step.before_update = checkpoints.let_change
+    moments.enter(Phase.restore)
     begin = checkpoints.begin()
     _refuse_past_end(config, begin)
     if training.step.loss_scale is not None and begin.loss_scale is not None:
         training.step.loss_scale.state = begin.loss_scale
+    if training.step.spikes is not None:
+        training.step.spikes.recent = begin.recent_losses
     loader = build_loader(config, mesh, training.batch, begin.samples)
     recorder = _recorder(config, mesh, training, records, begin)
     watch = RequestWatch(records.run, records.attempt) if mesh.rank == 0 else None
     stopping = Stopping(peers, watch)
+    step_times = StepTimes(config.recovery, peers, mesh.device, records.events if mesh.rank == 0 else None)
     try:
-        request = train(config, training, Course(loader, checkpoints, stopping, faults), recorder, begin)
+        request = train(
+            config, training, Course(loader, checkpoints, stopping, moments, step_times), recorder, begin
+        )
     finally:
         stopping.close()
+        step_times.close()
+    checkpoints.close()
+    moments.enter(Phase.stop, records.progress.step)
     recorder.profiler.close()
     training.parallelized.stage.settle()
     loader.close()
@@ -187,7 +207,8 @@ def _checkpoints(
     peers: Peers,
 ) -> Checkpoints:
     state = TensorState(training.parallelized, training.optimizer, mesh)
-    setting = Setting(config, records.run, records.attempt, ranks, mesh, peers, records.events)
+    attempt, from_memory = records.attempt, records.from_memory
+    setting = Setting(config, records.run, attempt, ranks, mesh, peers, records.events, from_memory)
     return Checkpoints(setting, state, faults)
 
 

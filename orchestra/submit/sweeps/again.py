@@ -23,6 +23,7 @@ from orchestra.config.situation import Situation
 from orchestra.control import user_name
 from orchestra.errors import ConfigError
 from orchestra.events import read_events
+from orchestra.faults import still_to_come
 from orchestra.frozen import read_config, to_yaml
 from orchestra.report.state import read_record
 from orchestra.report.verdict import last_attempt
@@ -161,7 +162,7 @@ def _returning(standing: Standing, changes: Changes) -> Returning:
         )
     before = before or read_config(run.config)
     # Rehearsed failures of earlier attempts may name ranks and steps that are no more.
-    inject = [it for it in before.recovery.inject if is_new or it.get("attempt", 0) >= attempt]
+    inject = still_to_come(before.recovery.inject, 0 if is_new else attempt)
     config = changes.made_to(replace(before, recovery=replace(before.recovery, inject=inject)))
     return Returning(member, 0 if is_new else attempt, config, is_new, standing.num_jobs)
 

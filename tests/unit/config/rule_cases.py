@@ -8,6 +8,8 @@ from typing import Any
 # Keys and their values, on top of the defaults.
 Change = dict[str, Any]
 
+_ON_FOUR_NODES: Change = {"cluster.launcher": "slurm", "cluster.nodes": 4, "cluster.gpus_per_node": 2}
+
 CASES: list[tuple[str, Change, Sequence[str]]] = [
     ("rule_sizes", {"train.steps": 0}, ["train.steps=0", "1 or more"]),
     ("rule_sizes", {"train.seq_len": 0}, ["train.seq_len=0"]),
@@ -34,6 +36,9 @@ CASES: list[tuple[str, Change, Sequence[str]]] = [
     ("rule_sizes", {"recovery.collective_timeout_s": 1e300}, ["collective_timeout_s=1e+300", "10000000"]),
     ("rule_sizes", {"recovery.heartbeat_timeout_s": 1e300}, ["heartbeat_timeout_s=1e+300", "10000000"]),
     ("rule_sizes", {"wandb.finish_timeout_s": 1e300}, ["wandb.finish_timeout_s=1e+300", "10000000"]),
+    ("rule_sizes", {"recovery.straggler_every_steps": 0}, ["recovery.straggler_every_steps=0"]),
+    ("rule_sizes", {"recovery.straggler_windows": 0}, ["recovery.straggler_windows=0"]),
+    ("rule_stragglers", {"recovery.straggler_factor": 1.0}, ["recovery.straggler_factor=1.0", "e.g. 1.3"]),
     ("rule_numbers", {"optim.lr": 0.0}, ["optim.lr=0.0", "above 0"]),
     ("rule_numbers", {"optim.lr": float("nan")}, ["optim.lr=nan"]),
     ("rule_numbers", {"optim.lr": float("inf")}, ["optim.lr=inf"]),
@@ -170,7 +175,25 @@ CASES: list[tuple[str, Change, Sequence[str]]] = [
     ),
     ("rule_profiled_ranks", {"train.profile.enabled": True, "train.profile.ranks": []}, ["nothing would be"]),
     ("rule_nodes", {"cluster.nodes": 2}, ["cluster.nodes=2", "yet", "use cluster.nodes=1"]),
-    ("rule_nodes", {"recovery.min_nodes": 2}, ["recovery.min_nodes=2", "cluster.nodes=1"]),
+    ("rule_min_nodes", {"recovery.min_nodes": 2}, ["recovery.min_nodes=2", "cluster.nodes=1"]),
+    (
+        "rule_min_nodes",
+        {**_ON_FOUR_NODES, "recovery.min_nodes": 2, "parallelism.dp": 8},
+        ["recovery.min_nodes=2", "2 to 3 nodes", "parallelism.dp=8", "auto"],
+    ),
+    (
+        "rule_min_nodes",
+        {**_ON_FOUR_NODES, "recovery.min_nodes": 3, "train.global_batch_size": 8},
+        ["recovery.min_nodes=3", "3 nodes", "train.global_batch_size=8"],
+    ),
+    ("rule_spare_nodes", {"cluster.spare_nodes": 1}, ["cluster.spare_nodes=1", "launcher=local"]),
+    ("rule_agent_timeout", {"recovery.agent_timeout_s": 2.0}, ["agent_timeout_s=2", "5 or more"]),
+    ("rule_numbers", {"recovery.agent_timeout_s": 0.0}, ["recovery.agent_timeout_s=0.0", "above 0"]),
+    ("rule_numbers", {"recovery.setup_timeout_s": float("nan")}, ["recovery.setup_timeout_s=nan"]),
+    ("rule_numbers", {"recovery.backoff_s": -1.0}, ["recovery.backoff_s=-1.0", "0 or more"]),
+    ("rule_numbers", {"recovery.exclude_hours": float("inf")}, ["recovery.exclude_hours=inf"]),
+    ("rule_sizes", {"recovery.exclude_hours": 1e6}, ["recovery.exclude_hours=1000000.0", "87600"]),
+    ("rule_sizes", {"recovery.max_restarts": -1}, ["recovery.max_restarts=-1", "0 or more"]),
     ("rule_ranks_per_node", {"cluster.gpus_per_node": "many"}, ["cluster.gpus_per_node=many", "auto"]),
     ("rule_ranks_per_node", {"cluster.gpus_per_node": 0}, ["cluster.gpus_per_node=0"]),
     (
@@ -281,12 +304,12 @@ CASES: list[tuple[str, Change, Sequence[str]]] = [
     (
         "rule_injected_faults",
         {"recovery.inject": [{"at_step": 3, "rank": 0, "when": 1}]},
-        ["no such key when", "attempt, at_step, rank, fault, phase"],
+        ["no such key when", "attempt, at_step, rank, fault, phase, seconds"],
     ),
     (
         "rule_injected_faults",
         {"recovery.inject": [{"at_step": 3, "rank": "all", "fault": "sigfault"}]},
-        ["fault=sigfault", "use sigkill"],
+        ["fault=sigfault", "use sigkill, sigstop, exit"],
     ),
     (
         "rule_injected_faults",
@@ -296,7 +319,47 @@ CASES: list[tuple[str, Change, Sequence[str]]] = [
     (
         "rule_injected_faults",
         {"recovery.inject": [{"at_step": 3, "rank": 0, "attempt": -1}]},
-        ["attempt=-1", "from 0 on"],
+        ["attempt=-1", "from 0 on, or all"],
+    ),
+    (
+        "rule_injected_faults",
+        {"recovery.inject": [{"at_step": 3, "rank": 0, "phase": "setup"}]},
+        ["phase=setup comes before all steps", "leave at_step out"],
+    ),
+    (
+        "rule_injected_faults",
+        {"recovery.inject": [{"at_step": 3, "rank": 0, "fault": "slow"}]},
+        ["fault=slow needs seconds"],
+    ),
+    (
+        "rule_injected_faults",
+        {"recovery.inject": [{"at_step": 3, "rank": 0, "fault": "sigkill", "seconds": 3}]},
+        ["seconds means nothing to fault=sigkill", "hang, gil or slow"],
+    ),
+    (
+        "rule_injected_faults",
+        {"recovery.inject": [{"at_step": 3, "rank": 0, "fault": "hang", "seconds": -1}]},
+        ["seconds=-1 is no duration"],
+    ),
+    (
+        "rule_injected_faults",
+        {"recovery.inject": [{"at_step": 3, "rank": 0, "fault": "slow", "seconds": 1, "steps": 0}]},
+        ["steps=0 is no number of steps"],
+    ),
+    (
+        "rule_injected_faults",
+        {"recovery.inject": [{"at_step": 3, "rank": 0, "fault": "exit", "exit_code": 256}]},
+        ["exit_code=256 is no exit code", "0 to 255"],
+    ),
+    (
+        "rule_injected_faults",
+        {"recovery.inject": [{"at_step": 3, "rank": 0, "fault": "nan", "phase": "reduce"}]},
+        ["fault=nan befalls a whole step, not phase=reduce", "step or forward"],
+    ),
+    (
+        "rule_injected_faults",
+        {"recovery.inject": [{"at_step": 3, "rank": 0, "fault": ["hang"], "phase": {"at": 1}}]},
+        ["fault=[hang]: no such fault"],
     ),
     ("rule_metric", {"run.metric": "los"}, ["run.metric=los", "did you mean loss?"]),
     ("rule_array_throttle", {"cluster.array_throttle": 0}, ["cluster.array_throttle=0", "1 or more"]),

@@ -1,0 +1,249 @@
+"""How copies get from node to node: a server on each, a thread that sends new ones to a neighbour, a fetch.
+
+Nothing here may hold up a training: every wait has a limit, a sender that is behind skips to the newest copy,
+and one whose copy changed while it was read says so at its end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from launchers.copies import KEPT, OWN, CopyShelf, Place, copy_of
+from launchers.copy_wire import WAIT_S, Address, Wire, as_record, connected
+from launchers.errors import LauncherError
+
+# One neighbour sends, some nodes fetch.
+_MAX_CONNECTIONS = 16
+# Without a bell: how often a sender looks for new copies by itself.
+_LOOK_S = 1.0
+_LONGEST_PAUSE_S = 30.0
+_FETCHES_AT_ONCE = 4
+
+
+class CopyServer:
+    """Takes the neighbour's copies and gives copies to who fetches them, in threads of its own."""
+
+    def __init__(self, shelf: CopyShelf, host: str, secret: str) -> None:
+        """Listen on a free port of `host`, an address of this node. Raises OSError."""
+        self._shelf = shelf
+        self._secret = secret
+        self._socket = socket.create_server((host, 0), backlog=_MAX_CONNECTIONS)
+        self._attempt: int | None = None
+        self._connections: set[socket.socket] = set()
+        self._is_keeping = threading.Lock()
+        self._is_closed = False
+        threading.Thread(target=self._accept, name="copies", daemon=True).start()
+
+    @property
+    def address(self) -> Address:
+        """Where the other nodes reach it."""
+        host, port = self._socket.getsockname()[:2]
+        return Address(host, port)
+
+    def expect(self, attempt: int | None) -> None:
+        """From now on keep copies of this attempt alone: a lost node may still send an older one's."""
+        self._attempt = attempt
+
+    def close(self) -> None:
+        """Listen no more, and end what is under way."""
+        self._is_closed = True
+        for connection in (self._socket, *list(self._connections)):
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
+
+    def _accept(self) -> None:
+        while not self._is_closed:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                if self._is_closed:
+                    return
+                time.sleep(_LOOK_S)  # out of descriptors, perhaps
+                continue
+            if len(self._connections) >= _MAX_CONNECTIONS:
+                connection.close()
+                continue
+            self._connections.add(connection)
+            threading.Thread(target=self._serve, args=[connection], name="copies", daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            wire = Wire(connection, self._secret)
+            wire.greet()
+            # Between two copies a neighbour may be silent as long as it likes.
+            while (request := wire.asked()) is not None:
+                self._answer(wire, request)
+                connection.settimeout(None)
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                if not connection.recv(1, socket.MSG_PEEK):
+                    return
+                connection.settimeout(WAIT_S)
+        except (OSError, ValueError, KeyError, TypeError):
+            # Whoever asked learns it by the end of the connection, and asks again or elsewhere.
+            return
+        finally:
+            self._connections.discard(connection)
+            connection.close()
+
+    def _answer(self, wire: Wire, request: dict[str, Any]) -> None:
+        if request["verb"] == "put":
+            copy = copy_of(json.dumps(request["copy"]).encode())
+            if copy.attempt != self._attempt:
+                raise ConnectionError("a copy of another attempt")
+            record_bytes = int(request["record_bytes"])
+            # A connection that broke may still be waiting for the rest of its copy.
+            if not self._is_keeping.acquire(timeout=2 * WAIT_S):
+                raise ConnectionError("another copy is on its way")
+            try:
+                wire.say(is_kept=wire.take_copy(self._shelf, KEPT, copy, record_bytes))
+            finally:
+                self._is_keeping.release()
+            return
+        place = self._shelf.find(request["rank"], request["step"], request["attempt"])
+        if place is None:
+            wire.say(is_there=False)
+            return
+        record = place.record.read_bytes()
+        wire.say(is_there=True, copy=as_record(place.copy), record_bytes=len(record))
+        wire.send_copy(place, record)
+
+
+class CopyPusher:
+    """Sends each new copy of this node's ranks to a neighbour, in a thread. Whole steps, the newest first."""
+
+    def __init__(
+        self,
+        shelf: CopyShelf,
+        ranks: range,
+        attempt: int,
+        neighbour: Address,
+        secret: str,
+        *,
+        begun: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`begun` is called once, when the attempt's first copies are there: all its ranks train by then."""
+        self._shelf, self._ranks, self._attempt = shelf, ranks, attempt
+        self._neighbour, self._secret, self._begun = neighbour, secret, begun
+        self._wire: Wire | None = None
+        self._is_closed = False
+        self._failures = 0
+        self._has_begun = False
+        # The newest step that the neighbour has, what sending it took, and what went wrong last.
+        self.pushed_step: int | None = None
+        self.push_s: float | None = None
+        self.problem: str | None = None
+        self._thread = threading.Thread(target=self._follow, name="copies' sender", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Send nothing more; waits a moment for the thread."""
+        self._is_closed = True
+        self._hang_up()
+        self._shelf.ring()
+        self._thread.join(1.0)
+
+    def _follow(self) -> None:
+        retry_at = 0.0
+        while not self._is_closed:
+            self._shelf.await_bell(_LOOK_S)
+            places = self._newest() if not self._is_closed and time.monotonic() >= retry_at else []
+            if not places:
+                continue
+            if not self._has_begun:
+                self._has_begun = True
+                self._begun()
+            try:
+                self._push(places)
+                self._failures, self.problem = 0, None
+            except (OSError, ValueError, KeyError) as error:
+                self._hang_up()
+                self._failures += 1
+                self.problem = str(error) or type(error).__name__
+                retry_at = time.monotonic() + min(2.0**self._failures, _LONGEST_PAUSE_S)
+
+    def _newest(self) -> list[Place]:
+        """Return the copies of the newest step that all ranks here have, where the neighbour lacks it."""
+        of_step: dict[int, dict[int, Place]] = {}
+        for place in self._shelf.places(OWN):
+            if place.copy.attempt == self._attempt and place.copy.rank in self._ranks:
+                of_step.setdefault(place.copy.step, {})[place.copy.rank] = place
+        complete = [step for step, found in of_step.items() if len(found) == len(self._ranks)]
+        step = max(complete, default=None)
+        if step is None or (self.pushed_step is not None and step <= self.pushed_step):
+            return []
+        return list(of_step[step].values())
+
+    def _push(self, places: list[Place]) -> None:
+        began = time.monotonic()
+        if self._wire is None:
+            self._wire = connected(self._neighbour, self._secret)
+        wire = self._wire
+        for place in places:
+            with contextlib.suppress(FileNotFoundError):
+                record = place.record.read_bytes()
+                wire.ask(verb="put", copy=as_record(place.copy), record_bytes=len(record))
+                wire.send_copy(place, record)
+                if wire.heard()["is_kept"]:
+                    continue
+            # A rank has begun to write over it: the next copy is whole again.
+            return
+        self.pushed_step, self.push_s = places[0].copy.step, time.monotonic() - began
+
+    def _hang_up(self) -> None:
+        wire, self._wire = self._wire, None
+        if wire is not None:
+            with contextlib.suppress(OSError):
+                wire.connection.shutdown(socket.SHUT_RDWR)
+            wire.connection.close()
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A rank's copy that this node is to fetch, and from where."""
+
+    rank: int
+    source: Address
+
+
+def make_ready(
+    shelf: CopyShelf, ranks: range, step: int, attempt: int, wanted: list[Wanted], secret: str
+) -> None:
+    """Bring the copies of a step to where this node's `ranks` look for them: `wanted` from other nodes, some
+    at a time, others from the shelf of the neighbour's. Raises LauncherError where one cannot be had.
+    """
+    sources = {it.rank: it for it in wanted}
+    with ThreadPoolExecutor(_FETCHES_AT_ONCE, thread_name_prefix="copies") as pool:
+        fetched = [
+            pool.submit(_fetch, shelf, sources[rank], step, attempt, secret)
+            for rank in ranks
+            if not shelf.adopt(rank, step, attempt) and rank in sources
+        ]
+        for future in fetched:
+            future.result()
+
+
+def _fetch(shelf: CopyShelf, wanted: Wanted, step: int, attempt: int, secret: str) -> None:
+    try:
+        wire = connected(wanted.source, secret)
+        with wire.connection:
+            wire.ask(verb="get", rank=wanted.rank, step=step, attempt=attempt)
+            answer = wire.heard()
+            if not answer["is_there"]:
+                raise ConnectionError("it has no such copy any more")
+            copy = copy_of(json.dumps(answer["copy"]).encode())
+            if not wire.take_copy(shelf, OWN, copy, int(answer["record_bytes"])):
+                raise ConnectionError("the copy changed while it was read")
+    except (OSError, ValueError, KeyError) as error:
+        source = f"{wanted.source.host}:{wanted.source.port}"
+        raise LauncherError(
+            f"rank {wanted.rank}'s copy of step {step} cannot be fetched from {source}: {error}"
+        ) from error

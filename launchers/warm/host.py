@@ -1,0 +1,273 @@
+"""The agent's handle on its zygote: start it, ask whether it is ready, have it fork torchrun, close it.
+
+It never starts anything plainly: what the zygote cannot do is refused with a reason, and the caller does it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from launchers import processes
+from launchers.errors import LauncherError
+from launchers.warm import wire
+from launchers.warm.appearance import MARK_VARIABLE, NO_MARK, ROOM_BYTES
+from launchers.warm.child import differing
+
+# What torchrun runs instead of `python -m MODULE`, in front of MODULE.
+STUB = (sys.executable, "-I", "-S", str(Path(__file__).with_name("stub.py")))
+# torchrun first: every agent needs it, whatever its workers are.
+_ALWAYS = ("torch", "torch.distributed.run")
+# A fork takes milliseconds; a machine that swaps takes longer.
+_ANSWER_TIMEOUT_S = 20.0
+_CLOSE_TIMEOUT_S = 5.0
+_POLL_S = 0.02
+
+
+class WarmRefusal(LauncherError):  # noqa: N818  no error of anybody's
+    """Raised when the zygote cannot fork what it is asked for; the message says why. Start it plainly."""
+
+
+class WarmProcess:
+    """A process that the zygote forked, with as much of subprocess.Popen as an agent needs."""
+
+    def __init__(self, host: WarmHost, pid: int, zygote: int) -> None:
+        self._host = host
+        self._process = processes.find(pid)
+        self._workers: dict[int, int] = {}
+        self.pid = pid
+        # Process id of what forked it, and forks its workers.
+        self.zygote = zygote
+        self.returncode: int | None = None
+
+    def workers(self) -> dict[int, int]:
+        """Return the process ids of the workers forked for it so far, by those of their stubs."""
+        self._host.hear()
+        return self._workers
+
+    def take_in(self, message: dict[str, Any]) -> None:
+        """Note what the zygote says of this process."""
+        if "code" in message:
+            self.returncode = int(message["code"])
+        else:
+            self._workers[int(message["stub"])] = int(message["worker"])
+
+    def poll(self) -> int | None:
+        """Return the exit code (negative: a signal), or None while it runs."""
+        if self.returncode is None:
+            self._host.hear()
+        if self.returncode is None and not self._is_watched() and not self._is_alive():
+            # Killed together with its zygote.
+            self.returncode = -signal.SIGKILL
+        return self.returncode
+
+    def wait(self) -> int:
+        """Return the exit code once it has ended."""
+        while (code := self.poll()) is None:
+            time.sleep(_POLL_S)
+        return code
+
+    def kill(self) -> None:
+        """Send SIGKILL, if it still runs."""
+        if self._process is not None:
+            processes.send([self._process], signal.SIGKILL)
+
+    def _is_watched(self) -> bool:
+        return self._host.pid == self.zygote and self._host.is_alive()
+
+    def _is_alive(self) -> bool:
+        return self._process is not None and processes.is_alive(self._process)
+
+
+class WarmHost:
+    """One node's zygote. Use it from the thread that starts it: the kernel ties the zygote's life to that."""
+
+    def __init__(self, modules: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+        """`modules` are imported after torch and torchrun, `environment` is the launch specification's, and
+        what the zygote itself has to say goes to `log`.
+        """
+        self._modules = (*_ALWAYS, *modules)
+        self._environment = {**os.environ, **environment}
+        self._log = log
+        self._zygote: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._forked: dict[int, WarmProcess] = {}
+        self._answers: dict[int, dict[str, Any]] = {}
+        self._last_number = 0
+        # Why it is not ready; None: it says so when it ends.
+        self._trouble: str | None = "the warm process was not started"
+        self._ready = False
+        self.socket_name = ""
+
+    @property
+    def pid(self) -> int | None:
+        """The zygote's process id; None when there is none."""
+        return self._zygote.pid if self._zygote is not None else None
+
+    def start(self) -> None:
+        """Start a zygote unless one lives; return at once, it imports in the background.
+
+        It never raises: what went wrong is the reason of the next refusal.
+        """
+        if self.is_alive() or sys.platform != "linux":
+            return
+        self.close()
+        self._trouble = None
+        self.socket_name = f"launchers-{os.getpid()}-{secrets.token_hex(16)}"
+        ours, its = socket.socketpair()
+        try:
+            self._log.parent.mkdir(parents=True, exist_ok=True)
+            with its, self._log.open("ab", buffering=0) as log:
+                self._zygote = subprocess.Popen(
+                    self._command(its.fileno()),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=self._zygote_environment(),
+                    pass_fds=(its.fileno(),),
+                    start_new_session=True,
+                )
+        except OSError as error:
+            ours.close()
+            self._trouble = f"the warm process cannot be started: {error}"
+            return
+        self._control = ours
+
+    def _command(self, control: int) -> list[str]:
+        words = (
+            str(os.getpid()),
+            str(control),
+            self.socket_name,
+            " " * ROOM_BYTES,
+            json.dumps(self._modules),
+        )
+        return [sys.executable, "-u", "-m", "launchers.warm.zygote", *words]
+
+    def _zygote_environment(self) -> dict[str, str]:
+        # numpy's OpenBLAS starts its threads when it is imported; only one thread survives a fork.
+        return {**self._environment, "OPENBLAS_NUM_THREADS": "1", MARK_VARIABLE: NO_MARK}
+
+    def is_alive(self) -> bool:
+        """Tell whether the zygote runs, ready or not."""
+        return self._zygote is not None and self._control is not None and self._zygote.poll() is None
+
+    def is_ready(self) -> bool:
+        """Tell whether the zygote runs and has imported everything."""
+        self.hear()
+        return self._ready and self.is_alive()
+
+    def await_ready(self, timeout_s: float) -> bool:
+        """Wait until the zygote has imported everything or never will, `timeout_s` at most; tell which."""
+        deadline = time.monotonic() + timeout_s
+        while not self.is_ready() and self.is_alive() and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        return self.is_ready()
+
+    def trouble(self) -> str:
+        """Return why the zygote is not ready."""
+        self.hear()
+        if self._trouble is None and self._zygote is not None and not self.is_alive():
+            return f"the warm process ended with {self._zygote.poll()}"
+        return self._trouble or "the warm process is still importing"
+
+    def popen(self, arguments: Sequence[str], environment: Mapping[str, str], log: IO[bytes]) -> WarmProcess:
+        """Fork `python -u -m *arguments` in a session of its own, its output in `log`.
+
+        `environment` is all of it. The process is killed when the zygote or this agent dies. Raises
+        WarmRefusal.
+        """
+        if not self.is_ready():
+            raise WarmRefusal(self.trouble())
+        if (name := differing(environment, self._environment)) is not None:
+            raise WarmRefusal(f"the warm process was started with another {name}")
+        number = self._last_number = self._last_number + 1
+        answer = self._ask(
+            {
+                "number": number,
+                "arguments": list(arguments),
+                "environment": dict(environment),
+                "folder": str(Path.cwd()),
+            },
+            log.fileno(),
+        )
+        if number not in self._forked:
+            raise WarmRefusal(str(answer.get("refused")))
+        return self._forked[number]
+
+    def _ask(self, request: dict[str, Any], file: int) -> dict[str, Any]:
+        deadline = time.monotonic() + _ANSWER_TIMEOUT_S
+        try:
+            if self._control is None:
+                raise WarmRefusal(self.trouble())
+            wire.send(self._control, request, (file,))
+        except OSError as error:
+            self.close()
+            raise WarmRefusal(f"the warm process does not listen: {error}") from error
+        while (answer := self._answers.pop(request["number"], None)) is None:
+            self.hear(_POLL_S)
+            if not self.is_alive() or time.monotonic() > deadline:
+                # Whatever it forks yet dies with it.
+                self.close()
+                raise WarmRefusal("the warm process does not answer")
+        return answer
+
+    def hear(self, timeout_s: float = 0.0) -> None:
+        """Take in what the zygote has said by now, or says within `timeout_s`."""
+        while self._control is not None and _has_news(self._control, timeout_s):
+            timeout_s = 0.0
+            try:
+                found = wire.receive(self._control)
+            except OSError:
+                found = None
+            if found is None:
+                self._lose_control()
+                return
+            self._take_in(found[0])
+
+    def _take_in(self, message: dict[str, Any]) -> None:
+        if "ready" in message:
+            self._ready = bool(message["ready"])
+            self._trouble = message.get("reason")
+        elif (process := self._forked.get(int(message["number"]))) is not None:
+            process.take_in(message)
+        else:
+            # Noted at once: that it has ended may be the next message.
+            if "pid" in message and self._zygote is not None:
+                process = WarmProcess(self, int(message["pid"]), self._zygote.pid)
+                self._forked[int(message["number"])] = process
+            self._answers[int(message["number"])] = message
+
+    def _lose_control(self) -> None:
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+
+    def close(self) -> None:
+        """End the zygote and with it whatever it forked; returns when it is gone."""
+        self._lose_control()
+        if self._zygote is not None:
+            # Without its control socket it kills its children and ends.
+            try:
+                self._zygote.wait(_CLOSE_TIMEOUT_S if self._ready else 0.0)
+            except subprocess.TimeoutExpired:
+                self._zygote.kill()
+                self._zygote.wait()
+        self._zygote = None
+        self._ready = False
+        self._trouble = "the warm process was closed"
+
+
+def _has_news(channel: socket.socket, timeout_s: float) -> bool:
+    with selectors.DefaultSelector() as selector:
+        selector.register(channel, selectors.EVENT_READ)
+        return bool(selector.select(timeout_s))

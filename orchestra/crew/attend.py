@@ -1,0 +1,119 @@
+"""One agent's life: join the crew, carry out one order after another, lead when it is its turn, and leave."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+
+from launchers.crew import Order
+from launchers.errors import LauncherError
+from launchers.ports import free_port
+from orchestra.crew.leading import GATHER_TIMEOUT_S, Leading
+from orchestra.crew.part import perform
+from orchestra.crew.station import END, REFUSE, Station
+from orchestra.errors import EXIT_FAILED, LaunchError, RivalError
+
+_POLL_S = 0.2
+# Agents that have nothing to do look less often: there may be thousands of them.
+_IDLE_POLL_S = 1.0
+# How long an agent waits for an order that nobody gives, once it has carried out the one before.
+_ORPHAN_TIMEOUT_S = 900.0
+# How long the last agent gives the others to leave before it ends the job.
+_LEAVE_TIMEOUT_S = 15.0
+
+
+def attend(station: Station) -> int:
+    """Take part in all attempts of this start of the job; return the exit code that the last order names.
+
+    *Every node*, main thread only. Raises RivalError when something else trains the run, LaunchError,
+    LauncherError and OSError when this node cannot take part.
+    """
+    surroundings = station.surroundings
+    station.crew.join(surroundings.host, surroundings.own_address(), {"port": free_port()})
+    if station.warm is not None:
+        station.run.logs.mkdir(exist_ok=True)
+        station.warm.start()
+    try:
+        return _Agent(station).work()
+    finally:
+        if station.warm is not None:
+            station.warm.close()
+        station.crew.leave()
+
+
+class _Agent:
+    def __init__(self, station: Station) -> None:
+        self._station = station
+        self._crew = station.crew
+        self._leading = Leading(station)
+        # The newest order that this agent has dealt with.
+        self._done = -1
+        self._idle_since = time.monotonic()
+
+    def work(self) -> int:
+        """Carry out orders until one ends the job."""
+        while True:
+            order = self._crew.newest_order()
+            if order is not None and order.number > self._done:
+                self._done = order.number
+                if order.action in (END, REFUSE):
+                    return self._ended(order)
+                self._take_part(order)
+                self._idle_since = time.monotonic()
+                continue
+            if self._crew.leads:
+                self._leading.look(order)
+            elif self._station.signals.count() and order is None:
+                raise LaunchError(f"{self._station.signals.first} came before the first order")
+            self._refuse_to_wait_for_ever(order)
+            self._pause(order)
+
+    def _take_part(self, order: Order) -> None:
+        if order.is_for(self._station.member):
+            perform(self._station, order)
+        elif self._station.node in order.nodes:
+            # The agent before this one had a part in it, and died.
+            self._crew.mark_broken(order.number, {"cause": "agent lost", "host": self._station.member.host})
+            self._crew.report(order.number, {"code": EXIT_FAILED, "cause": "agent lost"})
+
+    def _ended(self, order: Order) -> int:
+        if order.action == REFUSE:
+            raise RivalError(str(order.facts.get("message")))
+        if self._crew.leads:
+            self._release(order)
+        return int(order.facts.get("code", EXIT_FAILED))
+
+    def _release(self, order: Order) -> None:
+        """Give the job back where whoever would have done it is gone, after the others have left."""
+        lost = [int(node) for node in order.facts.get("lost", [])]
+        deadline = time.monotonic() + _LEAVE_TIMEOUT_S
+        if self._station.is_alone:
+            return
+        while len(self._crew.members()) > 1 + len(lost) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        with contextlib.suppress(LauncherError):
+            self._station.surroundings.release(lost)
+
+    def _refuse_to_wait_for_ever(self, order: Order | None) -> None:
+        limit = GATHER_TIMEOUT_S + _ORPHAN_TIMEOUT_S if order is None else _ORPHAN_TIMEOUT_S
+        is_busy = order is not None and len(self._crew.reports(order.number, order.nodes)) == 0
+        if is_busy or self._crew.leads:
+            self._idle_since = time.monotonic()
+        if time.monotonic() - self._idle_since > limit:
+            raise LaunchError(
+                f"nobody has said for {limit:g} s what is to come next ({self._crew.folder}); the other "
+                "nodes' logs tell what became of them"
+            )
+
+    def _pause(self, order: Order | None) -> None:
+        self._station.tick(-1)
+        is_spare = order is not None and self._station.node not in order.nodes
+        time.sleep(_IDLE_POLL_S if is_spare and not self._crew.leads else _POLL_S)
+
+
+def crew_folder(control: Path, job: str, restart: int) -> Path:
+    """Return where the agents of one start of a job meet."""
+    return control / f"job-{job}.start-{restart}"
+
+

@@ -1,0 +1,101 @@
+"""Which nodes the next attempt takes: pure functions over members, events and a decision of the policy."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from conf.schema import Config
+from launchers.crew import Member, Order
+from orchestra.crew.station import Station
+from orchestra.errors import ConfigError
+from orchestra.jsonl import Record
+from orchestra.recovery.policy import Action, Decision, Resources
+from orchestra.topology import batch_shape, has_open_micro_batch, layout
+
+
+def excluded_hosts(events: Iterable[Record]) -> frozenset[str]:
+    """Return the hosts that decisions so far left out of this run."""
+    named = (event.get("exclude") for event in events if event["event"] == "restarting")
+    return frozenset(host for hosts in named if isinstance(hosts, list) for host in hosts)
+
+
+def is_fit(member: Member) -> bool:
+    """Tell whether a node's own look at itself found nothing that keeps it from training."""
+    return not member.facts.get("unfit")
+
+
+def first_nodes(
+    members: Mapping[int, Member], config: Config, events: Iterable[Record]
+) -> tuple[int, ...] | None:
+    """Return the nodes of a job's first attempt, in the scheduler's order; None where they are too few."""
+    bad = excluded_hosts(events)
+    fit = [node for node, member in sorted(members.items()) if is_fit(member) and member.host not in bad]
+    wanted = config.cluster.nodes
+    return tuple(fit[:wanted]) if len(fit) >= wanted else shrunk(fit, config)
+
+
+def shrunk(nodes: Sequence[int], config: Config) -> tuple[int, ...] | None:
+    """Return as many of the nodes as give a layout, at least recovery.min_nodes; None where none does."""
+    least = config.recovery.min_nodes
+    if least is None:
+        return None
+    for count in range(min(len(nodes), config.cluster.nodes), least - 1, -1):
+        if gives_layout(config, count):
+            return tuple(nodes[:count])
+    return None
+
+
+def gives_layout(config: Config, num_nodes: int) -> bool:
+    """Tell whether the run can train on so many nodes, with the same global batch by more accumulation."""
+    try:
+        mesh = layout(config.parallelism, num_nodes * int(config.cluster.gpus_per_node))
+        if not has_open_micro_batch(config.train):
+            batch_shape(config.train, mesh.dp)
+    except ConfigError:
+        return False
+    return True
+
+
+def resources(
+    order: Order, members: Mapping[int, Member], station: Station, events: Iterable[Record]
+) -> Resources:
+    """Return what the policy has to choose from: the nodes that live, those of the order first."""
+    bad = excluded_hosts(events)
+    fit = {node: it for node, it in members.items() if is_fit(it) and it.host not in bad}
+    hosts = tuple(fit[node].host for node in order.nodes if node in fit)
+    spares = tuple(it.host for node, it in fit.items() if node not in order.nodes)
+    wanted, least = station.config.cluster.nodes, station.config.recovery.min_nodes
+    return Resources(
+        wanted_nodes=wanted,
+        min_nodes=wanted if least is None else least,
+        in_place=True,
+        hosts=hosts,
+        spares=spares,
+        can_requeue=station.surroundings.can_requeue,
+    )
+
+
+def next_nodes(
+    order: Order, decision: Decision, members: Mapping[int, Member], config: Config
+) -> tuple[int, ...] | None:
+    """Return the nodes that the next attempt takes, in rank order; None where they do not suffice.
+
+    Who stays keeps its place, so that its ranks find what they held; a spare takes the place of who is gone.
+    """
+    fit = {node for node, it in members.items() if is_fit(it) and it.host not in decision.exclude}
+    spares = iter(sorted(fit - set(order.nodes)))
+    places: list[int | None] = [node if node in fit else None for node in order.nodes]
+    if decision.action in (Action.replace, Action.restart):
+        places = [next(spares, None) if node is None else node for node in places]
+    nodes = [node for node in places if node is not None]
+    if len(nodes) == len(order.nodes):
+        return tuple(nodes)
+    return shrunk(nodes, config)
+
+
+def evidence(decision: Decision) -> dict[str, Any]:
+    """Return what an event says of a decision."""
+    facts = dataclasses.asdict(decision)
+    return {"decision": facts.pop("action").name, **facts}

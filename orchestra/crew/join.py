@@ -1,0 +1,45 @@
+"""Makes the station of a Slurm task: from Slurm's variables and a run directory to an agent at its place."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from launchers.crew import Crew
+from launchers.slurm.task import JobTask, job_task
+from launchers.stops import StopRequests
+from orchestra.crew.attend import crew_folder
+from orchestra.crew.slurm_job import SlurmJob
+from orchestra.crew.station import Station
+from orchestra.crew.warming import warm_host
+from orchestra.errors import LaunchError
+from orchestra.frozen import read_config
+from orchestra.rundir import RunDir
+
+
+def station(run: RunDir, signals: StopRequests) -> Station:
+    """Return this task's station. Raises LaunchError and LauncherError outside a job that fits the run."""
+    task = job_task(os.environ)
+    config = read_config(run.config)
+    wanted = config.cluster.nodes + config.cluster.spare_nodes
+    if task.num_nodes != wanted:
+        raise LaunchError(
+            f"the job has {task.num_nodes} nodes, the run wants {wanted} (cluster.nodes="
+            f"{config.cluster.nodes}, cluster.spare_nodes={config.cluster.spare_nodes})"
+        )
+    folder = crew_folder(run.control, task.job, task.restart)
+    crew = Crew(folder, task.node, task.num_nodes, config.recovery.agent_timeout_s)
+    path = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    surroundings = SlurmJob(run, config, task)
+
+    def say(words: str) -> None:
+        _say(task, surroundings.host, words)
+
+    warm = warm_host(config, run, path)
+    return Station(run, config, crew, signals, surroundings, say, path, warm=warm)
+
+
+def _say(task: JobTask, host: str, words: str) -> None:
+    where = f"node {task.node} of {task.num_nodes} on {host}"
+    sys.stdout.write(f"job {task.job} start {task.restart} {where}: {words}\n")
+    sys.stdout.flush()

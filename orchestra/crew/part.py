@@ -1,0 +1,154 @@
+"""One node's part in an order: start torchrun, watch its ranks and the other nodes, report how it ended.
+
+It decides nothing about what comes next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from conf.schema import Config
+from launchers.agent import NodeAgent, start_agent, supervise
+from launchers.crew import Order
+from launchers.errors import LauncherError
+from launchers.ports import free_port
+from launchers.spec import Ending, LaunchSpec, Place, RankFailure
+from orchestra.crew.station import START, Station, attempt_of, host_of
+from orchestra.errors import EXIT_DONE, EXIT_FAILED, LaunchError
+from orchestra.submit.launch import launch_spec
+from orchestra.submit.place import placed
+from orchestra.submit.urgency import Urgency
+
+# Imports from a file system that many nodes read at once take that long.
+_WARM_TIMEOUT_S = 300.0
+# How often a node looks whether the attempt broke on another one.
+_LOOK_S = 1.0
+
+
+def config_of(config: Config, order: Order) -> Config:
+    """Return the configuration of an order's attempt: that of the run, on as many nodes as take part."""
+    return dataclasses.replace(
+        config, cluster=dataclasses.replace(config.cluster, nodes=len(order.nodes))
+    )
+
+
+def perform(station: Station, order: Order) -> None:
+    """Take this node's part in an attempt to its end and report it; nothing of it is left running then.
+
+    Raises OSError when the report cannot be written: the others take this node for lost.
+    """
+    attempt = attempt_of(order)
+    record = station.record(attempt)
+    watch = _Watch(station, order)
+    try:
+        spec, place = _launch(station, order)
+        with contextlib.suppress(OSError):
+            record.events.write("node_started", node=station.node, pid=os.getpid())
+        urgency = Urgency(station.run, attempt, station.signals, station.config.recovery.stop_timeout_s)
+        agent = _started(station, spec, place)
+        ending = _supervised(station, agent, urgency, watch, attempt)
+    except (LauncherError, LaunchError, OSError) as error:
+        record.write_failed(LaunchError(str(error)))
+        station.crew.mark_broken(order.number, {"cause": "not started", "message": str(error)})
+        station.crew.report(order.number, {"code": EXIT_FAILED, "message": str(error), "port": free_port()})
+        return
+    if ending.exit_code != EXIT_DONE:
+        station.crew.mark_broken(order.number, {"cause": "ranks failed", "host": station.member.host})
+    # A full disk takes the record, not the verdict.
+    with contextlib.suppress(OSError):
+        record.write_killed_ranks(ending, was_stopped=ending.stops > 0)
+        record.events.write("node_ended", node=station.node, code=ending.exit_code)
+    station.crew.report(order.number, _reported(ending, urgency.interruption, watch))
+
+
+def _launch(station: Station, order: Order) -> tuple[LaunchSpec, Place]:
+    attempt = attempt_of(order)
+    spec = launch_spec(config_of(station.config, order), station.run, attempt, station.search_path)
+    logs = tuple(station.run.node_log(attempt, node) for node in order.nodes)
+    spec = dataclasses.replace(spec, node_logs=logs)
+    return placed(spec, order.nodes.index(station.node), order.facts["address"], order.facts["port"],
+                  order.facts["meeting"])
+
+
+def _started(station: Station, spec: LaunchSpec, place: Place) -> NodeAgent:
+    """Start torchrun, from the warm process once that has imported torch: all ranks together do it once."""
+    if station.warm is not None:
+        station.warm.start()
+        station.warm.await_ready(_WARM_TIMEOUT_S)
+    return start_agent(spec, place, warm=station.warm)
+
+
+def _supervised(
+    station: Station, agent: NodeAgent, urgency: Urgency, watch: _Watch, attempt: int
+) -> Ending:
+    def stops() -> int:
+        if watch.is_broken():
+            # Ranks without their peers have nothing to save, and wait for nobody.
+            return max(2, urgency.level())
+        return urgency.level()
+
+    def tick() -> None:
+        watch.look()
+        station.tick(attempt)
+
+    return supervise(agent, stops, tick)
+
+
+def _reported(ending: Ending, interruption: str | None, watch: _Watch) -> dict[str, Any]:
+    stops = 0 if watch.found is not None and interruption is None else ending.stops
+    return {**dataclasses.asdict(ending), "stops": stops, "interruption": interruption, "code": ending.exit_code,
+            "port": free_port()}
+
+
+def ending_of(report: Mapping[str, Any]) -> Ending:
+    """Return the ending that a node's report tells of."""
+    failures = report.get("failures", ())
+    return Ending(
+        int(report["code"]),
+        int(report.get("stops", 0)),
+        tuple(RankFailure(**failure) for failure in failures),
+        tuple(report.get("survivors", ())),
+    )
+
+
+@dataclass
+class _Watch:
+    """Looks about once a second whether the order broke somewhere, and, where this node leads, who is gone."""
+
+    station: Station
+    order: Order
+    found: dict[str, Any] | None = None
+    _looked_at: float = field(default_factory=time.monotonic)
+
+    def is_broken(self) -> bool:
+        return self.found is not None
+
+    def look(self) -> None:
+        now = time.monotonic()
+        if self.station.is_alone or self.found is not None or now - self._looked_at < _LOOK_S:
+            return
+        if now - self._looked_at > self.station.config.recovery.agent_timeout_s:
+            # This agent itself stood still: it has not seen the others' beats.
+            self.station.crew.forget_silence()
+        self._looked_at = now
+        if self.station.crew.leads:
+            mark_lost(self.station, self.order)
+        self.found = self.station.crew.broken(self.order.number)
+
+
+def mark_lost(station: Station, order: Order) -> list[int]:
+    """Return the nodes of an order that are silent, and let all know that it is broken. *The leader only*."""
+    lost = station.crew.silent(order.nodes)
+    if lost and order.action == START:
+        hosts = [host_of(order, node) for node in lost]
+        evidence = {"cause": "nodes lost", "nodes": lost, "hosts": hosts}
+        station.crew.mark_broken(order.number, evidence)
+    return lost
+
+

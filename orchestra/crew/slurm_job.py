@@ -1,0 +1,85 @@
+"""A Slurm job as the surroundings of a crew: what it asks of Slurm, and how a run goes on in another job."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+from conf.schema import Config, Requeue
+from launchers.errors import LauncherError
+from launchers.slurm import own_job, scancel
+from launchers.slurm.task import JobTask
+from orchestra.events import EventWriter
+from orchestra.recovery.policy import Decision
+from orchestra.report.verdict import Verdict
+from orchestra.rundir import RunDir
+from orchestra.submit.continuation import GoingOn
+from orchestra.submit.guard import refusal
+from orchestra.submit.place import own_address
+from orchestra.submit.resubmission import chain
+
+# The task of the job's step on the node where its batch script and srun run.
+_BATCH_NODE = 0
+
+
+class SlurmJob:
+    """One start of a Slurm job, as one of its tasks sees it."""
+
+    def __init__(self, run: RunDir, config: Config, task: JobTask) -> None:
+        self._run = run
+        self._config = config
+        self._task = task
+
+    @property
+    def host(self) -> str:
+        return self._task.host or socket.gethostname()
+
+    @property
+    def can_requeue(self) -> bool:
+        return self._config.cluster.requeue is not Requeue.never
+
+    def facts(self) -> dict[str, Any]:
+        return {"job": self._task.job, "job_start": self._task.restart, "cluster": self._task.cluster}
+
+    def own_address(self) -> str:
+        return own_address(self._config.cluster.network, self._task)
+
+    def refusal(self) -> str | None:
+        return refusal(self._run, self._task)
+
+    def judged(self, verdict: Verdict, attempt: int, events: EventWriter) -> Verdict:
+        return self._going_on(attempt, events).judged(verdict)
+
+    def go_on(self, verdict: Verdict, attempt: int, events: EventWriter) -> str:
+        return self._going_on(attempt, events).go_on(verdict)
+
+    def _going_on(self, attempt: int, events: EventWriter) -> GoingOn:
+        return GoingOn(self._run, self._config, self._task, attempt, events)
+
+    def requeue(self, decision: Decision, attempt: int, events: EventWriter) -> str:
+        """Submit the run's job again without the nodes that failed, to start when this one is over.
+
+        A job of its own waits for no hold: one that Slurm requeues after a node failure is kept back for the
+        life of its credential (121 s and more by default).
+        """
+        script = None
+        with contextlib.suppress(LauncherError):
+            script = own_job.own_job(self._task.job).script
+        without = [*self._config.cluster.exclude, *decision.exclude]
+        job = chain(self._run, self._task, attempt + 1, script, exclude=tuple(dict.fromkeys(without)))
+        with contextlib.suppress(OSError):
+            facts = {"exclude": list(decision.exclude), "rule": decision.rule}
+            events.write(
+                "requeued", job=job, how="chain", reason=decision.reason, after=self._task.job, **facts
+            )
+        return f"job {job} goes on ({decision.reason})"
+
+    def release(self, lost: Sequence[int]) -> None:
+        """End the job where its first node is gone: srun went with it, and nobody else would end it.
+
+        Raises LauncherError.
+        """
+        if _BATCH_NODE in lost:
+            scancel.cancel([self._task.job], only_waiting=False)

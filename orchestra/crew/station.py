@@ -1,0 +1,108 @@
+"""What one node's agent works with: the run, its crew, and whatever started it. Plain values and a protocol."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from conf.schema import Config
+from launchers.crew import Crew, Member, Order
+from launchers.stops import StopRequests
+from launchers.warm.host import WarmHost
+from orchestra.events import EventWriter
+from orchestra.recovery.policy import Decision
+from orchestra.report.verdict import Verdict
+from orchestra.rundir import RunDir
+from orchestra.submit.recording import AttemptRecord, joined
+
+# The actions of an order.
+START = "start"
+END = "end"
+REFUSE = "refuse"
+
+
+class Surroundings(Protocol):
+    """What started the agents: a Slurm job, or a command in the foreground."""
+
+    @property
+    def host(self) -> str:
+        """This node's name."""
+
+    @property
+    def can_requeue(self) -> bool:
+        """Whether the run can go on in another job."""
+
+    def facts(self) -> dict[str, Any]:
+        """Return what the start of an attempt records of it."""
+
+    def own_address(self) -> str:
+        """Return the address at which this node meets the others. Raises LaunchError."""
+
+    def refusal(self) -> str | None:
+        """Return why this run must not be trained here now; None where it may."""
+
+    def judged(self, verdict: Verdict, attempt: int, events: EventWriter) -> Verdict:
+        """Return the verdict on an attempt that stopped on request, or another in its place."""
+
+    def go_on(self, verdict: Verdict, attempt: int, events: EventWriter) -> str:
+        """Let a run that was stopped go on where it is to; return in a few words what was done."""
+
+    def requeue(self, decision: Decision, attempt: int, events: EventWriter) -> str:
+        """Let the run go on in another job after a failure; return in a few words what was done.
+
+        Raises LauncherError, LaunchError and OSError.
+        """
+
+    def release(self, lost: Sequence[int]) -> None:
+        """Give back what nobody else does, when all is over. `lost`: nodes that are gone."""
+
+
+@dataclass
+class Station:
+    """One node's agent at work. `tick` is called about ten times a second with the attempt that is on."""
+
+    run: RunDir
+    config: Config
+    crew: Crew
+    signals: StopRequests
+    surroundings: Surroundings
+    say: Callable[[str], None]
+    search_path: Sequence[str] = ()
+    tick: Callable[[int], None] = lambda attempt: None
+    warm: WarmHost | None = None
+    # The first attempt where it is claimed already.
+    first_attempt: int | None = None
+    began: float = field(default_factory=time.time)
+    _records: dict[int, AttemptRecord] = field(default_factory=dict)
+
+    @property
+    def node(self) -> int:
+        return self.crew.node
+
+    @property
+    def is_alone(self) -> bool:
+        return self.crew.num_nodes == 1
+
+    @property
+    def member(self) -> Member:
+        assert self.crew.member is not None
+        return self.crew.member
+
+    def record(self, attempt: int) -> AttemptRecord:
+        """Return this node's record of an attempt: one writer for each file. Raises LaunchError."""
+        if attempt not in self._records:
+            self._records[attempt] = joined(self.run, attempt, self.node)
+        return self._records[attempt]
+
+
+def attempt_of(order: Order) -> int:
+    """Return the attempt that an order starts or ends."""
+    return int(order.facts["attempt"])
+
+
+def host_of(order: Order, node: int) -> str:
+    """Return what the host of a node was called when the order was given."""
+    hosts: Mapping[str, str] = order.facts.get("hosts", {})
+    return hosts.get(str(node), f"node {node}")

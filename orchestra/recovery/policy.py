@@ -1,0 +1,375 @@
+"""What is done after an attempt: a pure function of what became of all attempts and of the nodes at hand.
+
+The rules stand in one list, and the first that has something to say decides; its name goes into the record.
+In doubt a run is started again: a needless restart costs a minute, a needless end the night. What limits that
+is progress, and progress is only what outlived a failure: a newly committed checkpoint, or copies in memory
+from which the next attempt began. It starts and ends nothing, and reads no clock.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from conf.schema import RecoveryConfig
+from orchestra.errors import EXIT_DO_NOT_RESTART, EXIT_FAILED
+from orchestra.recovery.causes import is_from_outside
+from orchestra.recovery.incidents import Incident, Kind
+
+# Each wait is this many times the one before it, up to ten minutes, and a fifth more or less: runs that a
+# failing file system ended together do not come back together.
+_BACKOFF_FACTOR = 3.0
+_LONGEST_WAIT_S = 600.0
+_JITTER = 0.2
+# Failures of nodes in a row that are followed by a restart at once; later ones wait for an outage to end.
+_NODE_FAILURES_AT_ONCE = 3
+# Attempts in a row without progress that nobody is charged for: a node may come and go, but not for ever.
+MOST_NOT_CHARGED = 20
+# Fewer steps than that, restored from memory, are no progress: a run that fails three steps behind each start
+# would creep on for days.
+FEWEST_STEPS_OF_PROGRESS = 10
+# What no attempt is charged for.
+_NOT_CHARGED = (Kind.stopped, Kind.preempted, Kind.time_limit, Kind.node_lost, Kind.lost)
+# What may be the fault of the code or of a sample; of a hang, that is found out by its coming back.
+_OF_CODE_OR_DATA = (Kind.rank_failed, Kind.loss, Kind.hang)
+
+
+class Action(Enum):
+    """What follows an attempt."""
+
+    # The same nodes again, in the same allocation.
+    restart = "restart"
+    # As many nodes, with a spare in the place of each that is left out.
+    replace = "replace"
+    # Fewer nodes, never fewer than recovery.min_nodes.
+    shrink = "shrink"
+    # Another start of a job, on other nodes or at another time.
+    requeue = "requeue"
+    # The run is done, or somebody asked for its end.
+    end = "end"
+    give_up = "give_up"
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What there is to start again with, when an attempt is over."""
+
+    wanted_nodes: int
+    # None: all that are wanted.
+    min_nodes: int | None
+    # Of the attempt's hosts those that are alive, and the ones that wait beside them. Excluded ones left out.
+    hosts: tuple[str, ...]
+    spares: tuple[str, ...] = ()
+    can_requeue: bool = False
+    # Whether this allocation lives on.
+    in_place: bool = True
+
+    @property
+    def fewest_nodes(self) -> int:
+        return self.wanted_nodes if self.min_nodes is None else self.min_nodes
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The part of `recovery` that the policy knows."""
+
+    # Restarts in a row without progress; 0: never start again after a failure.
+    max_restarts: int = 3
+    backoff_s: float = 10.0
+    # Whether a host that failed twice is left out.
+    excludes: bool = True
+
+    @classmethod
+    def of(cls, config: RecoveryConfig) -> Rules:
+        """Return the rules that a configuration asks for."""
+        return cls(config.max_restarts, config.backoff_s, config.exclude_hours > 0)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What is to be done, and why."""
+
+    action: Action
+    # What the run ends with where it ends here.
+    code: int
+    reason: str
+    # The rule that decided.
+    rule: str = ""
+    # Hosts that the next attempt leaves out.
+    exclude: tuple[str, ...] = ()
+    # Those of them that go onto the cluster's list: they failed twice.
+    listed: tuple[str, ...] = ()
+    wait_s: float = 0.0
+    # Whether it counts against recovery.max_restarts.
+    charged: bool = False
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a rule looks at."""
+
+    # Since a person started the run last, oldest first.
+    series: Sequence[Incident]
+    # Of these the last ones, without progress between them.
+    row: Sequence[Incident]
+    resources: Resources
+    rules: Rules
+
+    @property
+    def now(self) -> Incident:
+        return self.row[-1]
+
+
+Rule = Callable[[Case], Decision | None]
+
+
+def decide(incidents: Sequence[Incident], resources: Resources, rules: Rules) -> Decision:
+    """Return what follows the newest of `incidents` (at least one, oldest first). A pure function."""
+    series = since_started_by_hand(incidents)
+    case = Case(series, without_progress(series), resources, rules)
+    for rule in RULES:
+        decision = rule(case)
+        if decision is not None:
+            return replace(decision, rule=rule.__name__)
+    raise AssertionError("the last rule always decides")
+
+
+def since_started_by_hand(incidents: Sequence[Incident]) -> Sequence[Incident]:
+    """Return the incidents since a person started or resumed the run: who does that has seen the others."""
+    begin = max((index for index, it in enumerate(incidents) if it.by_hand), default=0)
+    return incidents[begin:]
+
+
+def without_progress(series: Sequence[Incident]) -> Sequence[Incident]:
+    """Return the last incidents of a series between which nothing was kept."""
+    begin = 0
+    # High-water marks: a rollback behind them, and the way back up, is no progress.
+    committed = began = -1
+    for index, it in enumerate(series):
+        if it.committed > committed >= 0 or (began >= 0 and it.began >= began + FEWEST_STEPS_OF_PROGRESS):
+            begin = index
+        committed, began = max(committed, it.committed), max(began, it.began)
+    return series[begin:]
+
+
+def is_charged(incident: Incident) -> bool:
+    """Tell whether an incident counts against recovery.max_restarts."""
+    return incident.kind not in _NOT_CHARGED and not incident.excluded
+
+
+# The rules, in their order.
+
+
+def finished(case: Case) -> Decision | None:
+    if case.now.kind is not Kind.finished:
+        return None
+    return Decision(Action.end, case.now.code, "the run is finished")
+
+
+def asked_to_stop(case: Case) -> Decision | None:
+    if case.now.kind is not Kind.stopped:
+        return None
+    return Decision(Action.end, case.now.code, f"it was asked to stop ({case.now.cause})")
+
+
+def refused(case: Case) -> Decision | None:
+    if case.now.kind is not Kind.refused:
+        return None
+    return Decision(Action.give_up, case.now.code, f"starting again would not help: {case.now.cause}")
+
+
+def time_limit_too_short(case: Case) -> Decision | None:
+    if [it.kind for it in case.row[-2:]] != [Kind.time_limit] * 2:
+        return None
+    reason = f"the time limit ended two attempts in a row behind step {case.now.committed}"
+    return Decision(Action.give_up, EXIT_DO_NOT_RESTART, reason)
+
+
+def never_any_progress(case: Case) -> Decision | None:
+    if sum(not is_charged(it) for it in case.row) < MOST_NOT_CHARGED:
+        return None
+    reason = f"{len(case.row)} attempts in a row kept no step beyond {case.now.committed}"
+    return Decision(Action.give_up, EXIT_FAILED, reason)
+
+
+def scheduler_took_the_nodes(case: Case) -> Decision | None:
+    if case.now.kind not in (Kind.preempted, Kind.time_limit):
+        return None
+    if case.resources.can_requeue:
+        return Decision(Action.requeue, case.now.code, case.now.cause)
+    return Decision(Action.end, case.now.code, f"{case.now.cause}, and the job is not to be requeued")
+
+
+def restarts_are_off(case: Case) -> Decision | None:
+    if case.rules.max_restarts > 0:
+        return None
+    return Decision(Action.give_up, EXIT_FAILED, "recovery.max_restarts=0")
+
+
+def fails_before_first_step(case: Case) -> Decision | None:
+    """Two attempts that failed for the same cause before any step: the code or the configuration is wrong."""
+    now = case.now
+    if not now.before_first_step or not _is_suspect(now):
+        return None
+    twin = _twin(now, [it for it in case.row if it.before_first_step])
+    if twin is None or (now.kind is Kind.hang and now.blamed and now.blamed == twin.blamed):
+        return None
+    reason = f"attempts {twin.attempt} and {now.attempt} failed before their first step: {now.cause}"
+    return Decision(Action.give_up, EXIT_DO_NOT_RESTART, f"{reason}; no node is blamed")
+
+
+def fails_at_same_step(case: Case) -> Decision | None:
+    """The same cause at the same step twice: bad data or code, wherever it ran."""
+    now = case.now
+    if now.before_first_step or not now.step_is_exact or not _is_suspect(now):
+        return None
+    at_step = [
+        it for it in case.series if it.step == now.step and it.step_is_exact and not it.before_first_step
+    ]
+    twin = _twin(now, at_step)
+    if twin is None:
+        return None
+    reason = f"attempts {twin.attempt} and {now.attempt} failed at step {now.step}: {now.cause}"
+    return Decision(Action.give_up, EXIT_DO_NOT_RESTART, f"{reason}; bad data or code, no node is blamed")
+
+
+def same_host_twice(case: Case) -> Decision | None:
+    """Two failures in a row that speak against one host: it is left out, and nobody is charged."""
+    failures = [it for it in case.series if it.is_failure]
+    if not case.rules.excludes or len(failures) < 2:
+        return None
+    before, now = failures[-2:]
+    hosts = tuple(host for host in now.blamed if host in before.blamed)
+    if not hosts:
+        return None
+    reason = (
+        f"{_listed(hosts)} failed in attempts {before.attempt} and {now.attempt}: {before.cause}, {now.cause}"
+    )
+    placed = _placed(case, (*hosts, *_gone(case)))
+    # With nowhere else to go it is an ordinary failure.
+    if placed is None:
+        return None
+    listed = () if now.rehearsed or before.rehearsed else hosts
+    return replace(placed, reason=_joined(reason, placed.reason), listed=listed)
+
+
+def no_progress(case: Case) -> Decision | None:
+    charged = [it for it in case.row if is_charged(it)]
+    if not is_charged(case.now) or len(charged) <= case.rules.max_restarts:
+        return None
+    reason = f"{len(charged)} failures in a row, and no step beyond {case.now.committed} was kept"
+    return Decision(
+        Action.give_up, EXIT_FAILED, f"{reason} (recovery.max_restarts={case.rules.max_restarts})"
+    )
+
+
+def node_is_gone(case: Case) -> Decision | None:
+    """A host of the attempt does not answer any more: a spare, fewer nodes, another job, in this order."""
+    gone = _gone(case)
+    if len(case.resources.hosts) >= case.now.num_nodes and not gone:
+        return None
+    placed = _placed(case, gone)
+    if placed is None:
+        return _nowhere_to_go(case)
+    missing = _listed(gone) or f"{case.now.num_nodes - len(case.resources.hosts)} node(s)"
+    told = replace(placed, reason=_joined(f"{missing} gone ({case.now.cause})", placed.reason))
+    return replace(told, charged=is_charged(case.now), wait_s=_wait_s(case))
+
+
+def start_again(case: Case) -> Decision | None:
+    now = case.now
+    wait_s, charged = _wait_s(case), is_charged(now)
+    where = "" if now.step is None else f" at step {now.step}"
+    reason = f"{now.cause}{where}"
+    if case.resources.in_place:
+        return Decision(Action.restart, now.code, reason, wait_s=wait_s, charged=charged)
+    if case.resources.can_requeue:
+        return Decision(Action.requeue, now.code, reason, wait_s=wait_s, charged=charged)
+    return _nowhere_to_go(case)
+
+
+RULES: tuple[Rule, ...] = (
+    finished,
+    asked_to_stop,
+    refused,
+    time_limit_too_short,
+    never_any_progress,
+    scheduler_took_the_nodes,
+    restarts_are_off,
+    fails_before_first_step,
+    fails_at_same_step,
+    same_host_twice,
+    no_progress,
+    node_is_gone,
+    start_again,
+)
+
+
+# What the rules are made of.
+
+
+def _is_suspect(incident: Incident) -> bool:
+    return incident.kind in _OF_CODE_OR_DATA and not is_from_outside(incident.cause)
+
+
+def _twin(now: Incident, others: Iterable[Incident]) -> Incident | None:
+    """Return the newest earlier incident of the same kind and cause."""
+    same = [it for it in others if it is not now and (it.kind, it.cause) == (now.kind, now.cause)]
+    return same[-1] if same else None
+
+
+def _gone(case: Case) -> tuple[str, ...]:
+    """Return the hosts that were blamed for being away, and still are."""
+    if case.now.kind not in (Kind.node_lost, Kind.agent_lost):
+        return ()
+    return tuple(host for host in case.now.blamed if host not in case.resources.hosts)
+
+
+def _placed(case: Case, out: tuple[str, ...]) -> Decision | None:
+    """Return where the run goes on without the hosts in `out`; None where it cannot."""
+    resources, now = case.resources, case.now
+    out = tuple(dict.fromkeys(out))
+    members = [host for host in resources.hosts if host not in out]
+    spares = [host for host in resources.spares if host not in out]
+    num_nodes = min(resources.wanted_nodes, len(members) + len(spares))
+    if resources.in_place and num_nodes >= resources.fewest_nodes:
+        if num_nodes > len(members):
+            used = _listed(spares[: num_nodes - len(members)])
+            return Decision(Action.replace, now.code, f"{used} steps in", exclude=out)
+        if num_nodes < min(now.num_nodes, resources.wanted_nodes):
+            return Decision(Action.shrink, now.code, f"goes on with {num_nodes} nodes at most", exclude=out)
+        return Decision(Action.restart, now.code, "", exclude=out)
+    if resources.can_requeue:
+        return Decision(Action.requeue, now.code, "requeued without it" if out else "requeued", exclude=out)
+    return None
+
+
+def _nowhere_to_go(case: Case) -> Decision:
+    there = case.resources
+    left = len(there.hosts) + len(there.spares) if there.in_place else 0
+    reason = (
+        f"{case.now.cause}: {left} of at least {there.fewest_nodes} nodes are left, and no job is to follow"
+    )
+    return Decision(Action.give_up, EXIT_FAILED, reason)
+
+
+def _wait_s(case: Case) -> float:
+    """Return how long to wait: nothing at first, then ever longer. The same for the same incident."""
+    charged = is_charged(case.now)
+    failures = [it for it in case.row if it.is_failure and (is_charged(it) or not charged)]
+    num_waits = len(failures) - (1 if charged else _NODE_FAILURES_AT_ONCE)
+    if num_waits < 1:
+        return 0.0
+    wait_s = min(_LONGEST_WAIT_S, case.rules.backoff_s * _BACKOFF_FACTOR ** (num_waits - 1))
+    chance = random.Random(f"{case.now.attempt} {case.now.time}")
+    return round(wait_s * chance.uniform(1 - _JITTER, 1 + _JITTER), 1)
+
+
+def _listed(hosts: Iterable[str]) -> str:
+    return ", ".join(hosts)
+
+
+def _joined(*parts: str) -> str:
+    return "; ".join(part for part in parts if part)

@@ -1,0 +1,54 @@
+"""Reads what `orchestra.recovery.accounting` books of a run, and who is slow in it now. Read-only.
+
+It reads all of metrics.jsonl: for a run that somebody asks about, not for a table of a thousand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from orchestra.events import is_number, is_whole
+from orchestra.jsonl import Record, read_json_lines
+from orchestra.metrics_file import wall_begin
+from orchestra.recovery.accounting import Accounts, account
+from orchestra.report.state import read_record
+from orchestra.report.verdict import last_attempt, of_attempt
+from orchestra.rundir import RunDir
+
+# The states of a run whose wall time goes on.
+_GOES_ON = ("running", "queued", "not started")
+
+
+def read_accounts(run: RunDir, events: Sequence[Record], state: str, now: float) -> Accounts:
+    """Book the wall time of a run in `state` (a word of RunState) up to `now`, or up to its end."""
+    began = wall_begin(events, read_record(run))
+    rows = read_json_lines(run.metrics)
+    return account(events, rows, began=began, now=now if state in _GOES_ON else None)
+
+
+@dataclass(frozen=True)
+class SlowRank:
+    """A rank that computes slower than the others by `ratio`, behind `step`."""
+
+    rank: int
+    host: str
+    ratio: float
+    step: int | None
+
+
+def slow_ranks(events: Iterable[Record]) -> list[SlowRank]:
+    """Return the ranks that were found slow in the newest attempt and have not recovered, slowest first."""
+    events = list(events)
+    attempt = last_attempt(events)
+    found: dict[int, SlowRank] = {}
+    for event in [] if attempt is None else of_attempt(events, attempt):
+        rank, ratio = event.get("rank"), event.get("ratio")
+        if not is_whole(rank):
+            continue
+        if event["event"] == "straggler_found" and is_number(ratio):
+            host = event.get("host")
+            found[rank] = SlowRank(rank, host if isinstance(host, str) else "?", ratio, event.get("step"))
+        elif event["event"] == "straggler_gone":
+            found.pop(rank, None)
+    return sorted(found.values(), key=lambda slow: -slow.ratio)

@@ -1,0 +1,152 @@
+"""What befell a run, attempt by attempt, and what was decided: as data, and in lines of 80 columns.
+
+It decides nothing again: what is told is what the events say was decided then.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from orchestra.events import is_number
+from orchestra.jsonl import Record
+from orchestra.recovery.incidents import DECIDED, Incident, Kind, incidents
+
+_WIDTH = 80
+_INDENT = 5
+# Longer stories are told from their end; the first attempt always is.
+_MOST_TOLD = 12
+_TOLD = {
+    "restart": "restarted in place",
+    "replace": "restarted with a spare",
+    "shrink": "restarted on fewer nodes",
+    "requeue": "requeued",
+    "give_up": "gave up",
+    "end": "ended",
+}
+
+
+@dataclass(frozen=True)
+class Chapter:
+    """One attempt: what ended it, and what was decided; None where no decision was written down."""
+
+    incident: Incident
+    decision: str | None = None
+    rule: str | None = None
+    reason: str | None = None
+    wait_s: float = 0.0
+    exclude: tuple[str, ...] = ()
+    # Of each node that a spare replaced: the lost host and the spare's.
+    replaced: tuple[tuple[str, str], ...] = ()
+
+    def record(self) -> Record:
+        """Return it for `--json`."""
+        record = dataclasses.asdict(self)
+        record["incident"]["kind"] = self.incident.kind.value
+        return record
+
+
+def chapters(events: Sequence[Record], steps: Mapping[int, int] | None = None) -> list[Chapter]:
+    """Return the attempts that are over, oldest first. `events` are in the order of time."""
+    told: dict[int, list[Record]] = {}
+    for event in events:
+        if event["event"] in (*DECIDED, "node_replaced"):
+            told.setdefault(int(event["attempt"]), []).append(event)
+    return [_chapter(it, told.get(it.attempt, [])) for it in incidents(events, steps)]
+
+
+def _chapter(incident: Incident, told: Iterable[Record]) -> Chapter:
+    told = list(told)
+    decided = [event for event in told if event["event"] in DECIDED]
+    replaced = tuple(
+        (str(it.get("host")), str(it["by_host"]))
+        for it in told
+        if it["event"] == "node_replaced" and "by_host" in it
+    )
+    if not decided:
+        return Chapter(incident, replaced=replaced)
+    # A requeue is told twice: why it was decided, and by which job it goes on.
+    last, first = decided[-1], next((it for it in decided if "rule" in it), decided[-1])
+    decision = "requeue" if last["event"] == "requeued" else _text(last, "decision")
+    wait_s = first.get("wait_s")
+    return Chapter(
+        incident,
+        decision=decision,
+        rule=_text(first, "rule"),
+        reason=_text(first, "reason"),
+        wait_s=float(wait_s) if is_number(wait_s) else 0.0,
+        exclude=incident.excluded,
+        replaced=replaced,
+    )
+
+
+def _text(event: Record, key: str) -> str | None:
+    value = event.get(key)
+    return value if isinstance(value, str) and value else None
+
+
+def story(found: Sequence[Chapter]) -> list[str]:
+    """Return what befell the run, two or three lines an attempt, each of at most 80 columns.
+
+    Nothing where there was one attempt and nothing was decided about it.
+    """
+    if len(found) < 2 and not any(chapter.decision for chapter in found):
+        return []
+    left_out = len(found) - _MOST_TOLD
+    lines = ["attempts"]
+    for index, chapter in enumerate(found):
+        if left_out > 0 and 0 < index <= left_out:
+            lines += [f"  … {left_out} more"] if index == 1 else []
+            continue
+        lines += _lines(chapter)
+    return lines
+
+
+def _lines(chapter: Chapter) -> list[str]:
+    it = chapter.incident
+    head = f"{it.attempt:>3}  "
+    lines = _wrapped(f"{_steps(it)}{_what(it)}", head)
+    if chapter.decision is None:
+        return lines
+    lines += _wrapped(f"{_decided(chapter)}{_because(chapter)}", "     → ", " " * (_INDENT + 2))
+    return lines
+
+
+def _steps(incident: Incident) -> str:
+    if incident.before_first_step:
+        return "before the first step: "
+    if incident.step is None:
+        return f"from step {incident.began + 1}: "
+    about = "" if incident.step_is_exact or incident.kind is Kind.finished else "about "
+    return f"steps {incident.began + 1} to {about}{max(incident.step, incident.began + 1)}: "
+
+
+def _what(incident: Incident) -> str:
+    who = "" if incident.rank is None else f"rank {incident.rank}"
+    where = "" if incident.host is None else f"on {incident.host}" if who else incident.host
+    place = " ".join(part for part in (who, where) if part)
+    saved = f"; saved: step {incident.committed}" if incident.committed else "; nothing was saved"
+    if incident.kind is Kind.finished:
+        return "finished"
+    cause = f"stopped ({incident.cause})" if incident.kind is Kind.stopped else incident.cause
+    return f"{cause}{f' ({place})' if place else ''}{saved}"
+
+
+def _decided(chapter: Chapter) -> str:
+    words = _TOLD.get(str(chapter.decision), str(chapter.decision))
+    if chapter.replaced:
+        words += f" ({', '.join(f'{new} for {old}' for old, new in chapter.replaced)})"
+    if chapter.wait_s:
+        words += f" after {chapter.wait_s:g} s"
+    return words + (f", without {', '.join(chapter.exclude)}" if chapter.exclude else "")
+
+
+def _because(chapter: Chapter) -> str:
+    reason = f": {chapter.reason}" if chapter.reason else ""
+    return f"{reason} [{chapter.rule}]" if chapter.rule else reason
+
+
+def _wrapped(text: str, head: str, indent: str = " " * _INDENT) -> list[str]:
+    return textwrap.wrap(text, _WIDTH, initial_indent=head, subsequent_indent=indent, break_on_hyphens=False)

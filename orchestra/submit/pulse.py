@@ -1,0 +1,277 @@
+"""The node agent's ear: reads the heartbeats of its ranks, and tells which of them hang.
+
+It looks once a second into the node's memory, counts silence on its own watch only, and compares it with the
+limits of `orchestra.recovery.limits`. A hang is written down with its stacks; to kill is the caller's part.
+Time in which the agent itself did not run (a suspended job, a starved machine) counts as no silence.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from launchers import processes
+from launchers.processes import Process
+from orchestra.events import EventWriter
+from orchestra.heartbeat import Beat, Phase, beat_file, read_beat, remove_records, stacks_file
+from orchestra.recovery.culprit import Standing, furthest_behind
+from orchestra.recovery.limits import History, LimitRules, limit, step_limit
+from orchestra.rundir import RunDir
+from orchestra.submit import stacks
+from orchestra.submit.stacks import Asked
+
+LOOK_S = 1.0
+# A longer pause between two looks was the agent's own.
+_LONGEST_PAUSE_S = 3.0
+# How often the node's summary is written, and a missing record is looked for in the run's directory.
+_SUMMARY_S = 10.0
+_IN_STEPS = frozenset(range(Phase.step, Phase.save))
+
+
+@dataclass(frozen=True)
+class Watched:
+    """Whose ranks are watched: those of one node in one attempt. `folder` is what ORCHESTRA_BEATS says."""
+
+    run: RunDir
+    attempt: int
+    node: int
+    ranks: tuple[int, ...]
+    world_size: int
+    folder: Path
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no rank of the run is on another node."""
+        return len(self.ranks) == self.world_size
+
+
+@dataclass(frozen=True)
+class Hang:
+    """A rank that hangs. `stacks` is the file with what it was doing; None where none could be written."""
+
+    standing: Standing
+    limit_s: float
+    process: Process | None
+    stacks: Path | None
+
+    @property
+    def rank(self) -> int:
+        return self.standing.rank
+
+
+@dataclass
+class _Rank:
+    """One rank as it was seen last. Times are seconds on the pulse's watch."""
+
+    beat: Beat | None = None
+    changed_at: float = 0.0
+    stepped_at: float = 0.0
+    phase_since: float = 0.0
+    state: str | None = None
+    has_ended: bool = False
+    folder: Path | None = None
+    history: History = field(default_factory=History)
+
+    @property
+    def process(self) -> Process | None:
+        return None if self.beat is None else Process(self.beat.pid, self.beat.started)
+
+    def hear(self, beat: Beat, now: float) -> None:
+        """Take a new beat, and learn from what lies between it and the one before."""
+        before, self.beat = self.beat, beat
+        silence_s, self.changed_at = now - self.changed_at, now
+        if before is None or (before.pid, before.started) != (beat.pid, beat.started):
+            self.stepped_at = self.phase_since = now
+            return
+        was_training = before.phase >= Phase.step
+        if was_training and Phase.save not in (before.phase, beat.phase):
+            self.history.add_silence(silence_s)
+        if beat.step != before.step:
+            if was_training and beat.step > before.step:
+                self.history.add_steps(beat.step - before.step, now - self.stepped_at)
+            self.stepped_at = now
+        if beat.phase is not before.phase:
+            if before.phase is Phase.save:
+                self.history.saves_s.append(now - self.phase_since)
+            self.phase_since = now
+
+
+class Pulse:
+    """Watches the ranks of one node through one attempt. `look` is called about ten times a second."""
+
+    def __init__(
+        self,
+        watched: Watched,
+        rules: LimitRules,
+        events: EventWriter,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._watched = watched
+        self._rules = rules
+        self._events = events
+        self._clock = clock
+        self._looked_at = clock()
+        # The pulse's own watch, which stands still while the agent does.
+        self._now = 0.0
+        self._ranks = {rank: _Rank() for rank in watched.ranks}
+        self._host = socket.gethostname()
+        self._is_stalled = False
+        self._accused: set[int] = set()
+        self._summary_at = 0.0
+
+    def look(self) -> tuple[Hang, ...]:
+        """Return the ranks that were found to hang just now, each once; their stacks are written by then.
+
+        Once a second it reads the records of the node; when it finds a hang it takes up to two seconds more.
+        """
+        now = self._clock()
+        passed = now - self._looked_at
+        if passed < LOOK_S:
+            return ()
+        self._looked_at = now
+        self._now += min(passed, _LONGEST_PAUSE_S)
+        self._read()
+        living = {rank: it for rank, it in self._ranks.items() if not it.has_ended}
+        standings = {rank: self._standing(rank, it) for rank, it in living.items()}
+        self._tell_stall(standings)
+        if self._now >= self._summary_at:
+            self._summary_at = self._now + _SUMMARY_S
+            self._write_summary(standings)
+        limits = self._limits(standings)
+        silent = [it for rank, it in standings.items() if it.silent_s > limits[rank]]
+        hung = [it for it in furthest_behind(silent) if it.rank not in self._accused]
+        return self._accuse(hung, standings, limits) if hung else ()
+
+    def close(self) -> None:
+        """Remove the records of this attempt and of older ones. *After the ranks have ended.*"""
+        with contextlib.suppress(OSError):
+            remove_records(self._watched.folder, range(self._watched.attempt + 1))
+
+    # Looking.
+
+    def _read(self) -> None:
+        for rank, it in self._ranks.items():
+            beat = self._last_beat(rank, it)
+            if beat is not None and beat != it.beat:
+                it.hear(beat, self._now)
+            if it.process is not None:
+                it.state = processes.state(it.process)
+                # torchrun sees the end of its children, and says so.
+                it.has_ended = it.state in (None, "Z", "X")
+
+    def _last_beat(self, rank: int, it: _Rank) -> Beat | None:
+        attempt, here, far = self._watched.attempt, self._watched.folder, self._watched.run.heartbeats
+        if it.folder is not None:
+            return read_beat(beat_file(it.folder, attempt, rank))
+        # Who could not write here writes there: on a shared file system, which is asked seldom.
+        for folder in (here, far) if self._now >= self._summary_at else (here,):
+            if (beat := read_beat(beat_file(folder, attempt, rank))) is not None:
+                it.folder = folder
+                return beat
+        return None
+
+    def _standing(self, rank: int, it: _Rank) -> Standing:
+        beat = it.beat or Beat(0, Phase.setup, 0, 0, 0, 0)
+        silent_s = self._now - it.changed_at
+        return Standing(rank, self._host, beat.phase, beat.step, beat.micro_batch, silent_s, it.state)
+
+    def _limits(self, standings: dict[int, Standing]) -> dict[int, float]:
+        least = min((it.position for it in standings.values()), default=None)
+        return {
+            rank: limit(
+                it.phase,
+                self._ranks[rank].history,
+                self._rules,
+                is_stopped=it.is_stopped,
+                is_last=self._watched.is_whole and it.position == least,
+            )
+            for rank, it in standings.items()
+        }
+
+    # Telling.
+
+    def _tell_stall(self, standings: dict[int, Standing]) -> None:
+        """Write down, once, that ranks are silent for longer than a step's own work takes: with the positions
+        of all of this node, from which whoever reads all nodes' events finds the culprit.
+        """
+        in_steps = [it for it in standings.values() if it.phase in _IN_STEPS]
+        over = [it for it in in_steps if it.silent_s > step_limit(self._ranks[it.rank].history, self._rules)]
+        if over and not self._is_stalled:
+            first = furthest_behind(over)[0]
+            limit_s = step_limit(self._ranks[first.rank].history, self._rules)
+            self._write("step_stalled", first, limit_s, standings)
+        self._is_stalled = bool(over)
+
+    def _accuse(
+        self, hung: list[Standing], standings: dict[int, Standing], limits: dict[int, float]
+    ) -> tuple[Hang, ...]:
+        files = self._dump({it.rank for it in hung}, standings)
+        hangs = []
+        for it in hung:
+            self._accused.add(it.rank)
+            path = files.get(it.rank)
+            self._write(
+                "hang_detected", it, limits[it.rank], standings, stacks=None if path is None else str(path)
+            )
+            hangs.append(Hang(it, limits[it.rank], self._ranks[it.rank].process, path))
+        return tuple(hangs)
+
+    def _dump(self, suspects: set[int], standings: dict[int, Standing]) -> dict[int, Path]:
+        watched, asked = self._watched, {}
+        for rank, standing in standings.items():
+            seen = self._ranks[rank]
+            if seen.process is None or seen.folder is None:
+                continue
+            answer = stacks_file(seen.folder, watched.attempt, rank)
+            target = watched.run.rank_stacks(watched.attempt, rank)
+            words = f"silent for {standing.silent_s:.0f} s {standing.where()}"
+            asked[rank] = Asked(rank, seen.process, answer, target, rank in suspects, words)
+        return stacks.dump(asked)
+
+    def _write(
+        self,
+        event: str,
+        it: Standing,
+        limit_s: float,
+        standings: dict[int, Standing],
+        **evidence: object,
+    ) -> None:
+        process = self._ranks[it.rank].process
+        # A full disk takes the record, not the agent.
+        with contextlib.suppress(OSError):
+            self._events.write(
+                event,
+                **{**it.record(), "pid": None if process is None else process.pid},
+                node=self._watched.node,
+                limit=round(limit_s, 1),
+                ranks=[other.record() for other in standings.values()],
+                **evidence,
+            )
+
+    def _write_summary(self, standings: dict[int, Standing]) -> None:
+        steps = [it.step for it in standings.values()]
+        phases: dict[str, list[int]] = {}
+        for it in standings.values():
+            phases.setdefault(it.phase.name, []).append(it.rank)
+        summary = {
+            "time": time.time(),
+            "attempt": self._watched.attempt,
+            "node": self._watched.node,
+            "host": self._host,
+            "step": {"min": min(steps, default=None), "max": max(steps, default=None)},
+            "phases": phases,
+            "longest_silence_s": round(max((it.silent_s for it in standings.values()), default=0.0), 1),
+            "ended": [rank for rank, it in self._ranks.items() if it.has_ended],
+        }
+        path = self._watched.run.heartbeat(self._watched.node)
+        draft = path.with_suffix(f".{os.getpid()}.draft")
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            draft.write_text(json.dumps(summary) + "\n")
+            draft.replace(path)

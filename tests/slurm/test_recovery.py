@@ -1,0 +1,129 @@
+"""Ranks, agents and nodes are killed, the first node too, and the run ends with the uninterrupted run's numbers.
+
+Each fault follows an event of the run, never a clock. The oracle is the same for all: the losses and the last
+checkpoint of a run on one host that nothing happened to, each sample once, no process left, no job left.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+
+import pytest
+from sites import ROOT, Site, wait_until
+from test_submit import TINY, named, orchestra, said, state_of, submitted
+from test_survival import num_steps, wait_for_steps, wait_until_clean
+
+from orchestra.jsonl import Record, read_json_lines
+from orchestra.metrics_file import read_metrics
+from orchestra.rundir import RunDir
+
+pytestmark = pytest.mark.slow
+
+LENGTH = ("train.steps=400", "checkpoint.every_steps=10", "data.ledger=true", "cluster.gpus_per_node=1")
+QUICK = ("recovery.agent_timeout_s=5", "recovery.backoff_s=0.1")
+
+
+def reference(cluster: Site, name: str, ranks: int) -> RunDir:
+    """Train the same run on one host without a fault."""
+    here = ("run", *TINY, *LENGTH, f"run.name={name}", f"cluster.gpus_per_node={ranks}")
+    cluster.run(sys.executable, "-m", "orchestra", *here, timeout_s=150, PYTHONPATH=str(ROOT))
+    return RunDir(cluster.shared / "runs" / name)
+
+
+def losses(run: RunDir) -> list[tuple[int, float]]:
+    return [(row["step"], row["loss"]) for row in read_metrics(run)]
+
+
+def digest(cluster: Site, run: RunDir) -> str:
+    """Return the digest of the state in the last checkpoint."""
+    listed = json.loads(orchestra(cluster, "checkpoint", "ls", run.name, "--json").stdout)
+    return str(max(listed["checkpoints"], key=lambda it: it["step"])["state_digest"])
+
+
+def samples(run: RunDir) -> dict[int, list[int]]:
+    """Return the samples of each step; of a step that was trained again those of the newest attempt."""
+    newest: dict[int, int] = {}
+    rows: list[Record] = [row for file in run.samples.iterdir() for row in read_json_lines(file)]
+    for row in rows:
+        newest[row["step"]] = max(newest.get(row["step"], 0), row["attempt"])
+    found: dict[int, list[int]] = {step: [] for step in newest}
+    for row in rows:
+        if row["attempt"] == newest[row["step"]]:
+            found[row["step"]] += [sample for part in row["sample_ids"] for sample in part]
+    return {step: sorted(ids) for step, ids in found.items()}
+
+
+def process_on(cluster: Site, host: str, words: str) -> int:
+    """Return the youngest process on a host that has these words on its command line."""
+    return max(pid for pid, line in cluster.processes_on(host).items() if words in line)
+
+
+def trains_again(run: RunDir, attempt: int) -> None:
+    """Wait until an attempt has made a new step."""
+    begun = f"attempt {attempt} begins: {said(run)}"
+    wait_until(lambda: any(it["attempt"] == attempt for it in named(run, "training_started")), begun, 60)
+    wait_for_steps(run, 3)
+
+
+def hosts_of(run: RunDir, attempt: int) -> list[str]:
+    (start,) = (it for it in named(run, "attempt_started") if it["attempt"] == attempt)
+    return list(start["hosts"])
+
+
+def assert_as_if_nothing_had_happened(cluster: Site, run: RunDir, whole: RunDir) -> None:
+    wait_until(lambda: named(run, "finished") or state_of(cluster, run.name)["state"] == "failed", "it ends")
+    assert state_of(cluster, run.name)["state"] == "finished", said(run)
+    assert losses(run) == losses(whole)
+    assert digest(cluster, run) == digest(cluster, whole)
+    assert samples(run) == samples(whole)
+    wait_until_clean(cluster)
+    wait_until(lambda: not cluster.run("squeue", "--noheader").stdout.strip(), "no job is left")
+
+
+@pytest.mark.timeout(300)
+def test_rank_agent_and_first_node_are_lost_one_after_another(cluster: Site) -> None:
+    nodes = ("cluster.nodes=3", "cluster.spare_nodes=1")
+    run, _ = submitted(cluster, "hunted", *LENGTH, *QUICK, *nodes)
+    wait_until(lambda: num_steps(run) > 12, f"it trains: {said(run)}")
+    first = hosts_of(run, 0)
+    os.kill(process_on(cluster, first[1], "orchestra.train"), signal.SIGKILL)
+    trains_again(run, 1)
+    assert hosts_of(run, 1) == first
+
+    os.kill(process_on(cluster, first[2], "orchestra.crew"), signal.SIGKILL)
+    trains_again(run, 2)
+    assert hosts_of(run, 2) == first
+
+    cluster.devcluster("fail-node", first[0])
+    trains_again(run, 3)
+    (replaced,) = named(run, "node_replaced")
+    assert replaced["host"] == first[0]
+    assert hosts_of(run, 3) == [replaced["by_host"], *first[1:]]
+    assert_as_if_nothing_had_happened(cluster, run, reference(cluster, "whole-of-three", 3))
+
+
+@pytest.mark.timeout(300)
+def test_without_a_spare_it_shrinks_or_goes_on_in_another_job(cluster: Site) -> None:
+    shrinking, _ = submitted(
+        cluster, "shrinking", *LENGTH, *QUICK, "cluster.nodes=2", "recovery.min_nodes=1"
+    )
+    moving, job = submitted(cluster, "moving", *LENGTH, *QUICK, "cluster.nodes=2")
+    for run in (shrinking, moving):
+        wait_until(lambda run=run: num_steps(run) > 12, f"{run.name} trains: {said(run)}")  # type: ignore[misc]
+    gone = [hosts_of(run, 0)[1] for run in (shrinking, moving)]
+    for host in dict.fromkeys(gone):
+        cluster.devcluster("fail-node", host)
+    trains_again(shrinking, 1)
+    assert hosts_of(shrinking, 1) == hosts_of(shrinking, 0)[:1]
+    (requeued,) = named(moving, "requeued")
+    assert (requeued["how"], requeued["after"], requeued["exclude"]) == ("chain", job, [gone[1]])
+    trains_again(moving, 1)
+    assert gone[1] not in hosts_of(moving, 1)
+    assert_as_if_nothing_had_happened(cluster, moving, reference(cluster, "whole-of-two", 2))
+    wait_until(lambda: state_of(cluster, "shrinking")["state"] == "finished", said(shrinking))
+    assert samples(shrinking) == samples(RunDir(cluster.shared / "runs" / "whole-of-two"))
+
+

@@ -1,0 +1,150 @@
+"""Agents of one job meet in a folder: one leader, one order a number, and whoever is gone is noticed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from launchers.crew import Crew, Order
+from launchers.errors import LauncherError
+
+TIMEOUT_S = 2.5
+# An agent of its own process: joins, says so, and beats until it is killed.
+AGENT = """
+import sys, time
+from pathlib import Path
+from launchers.crew import Crew
+crew = Crew(Path(sys.argv[1]), int(sys.argv[2]), 3, 2.5)
+crew.join(f"host{sys.argv[2]}", "127.0.0.1", {})
+print("joined", flush=True)
+time.sleep(600)
+"""
+
+
+def joined(folder: Path, node: int, num_nodes: int = 3) -> Crew:
+    crew = Crew(folder, node, num_nodes, TIMEOUT_S)
+    crew.join(f"host{node}", "127.0.0.1", {"port": 1})
+    return crew
+
+
+def wait_until(is_so: Callable[[], bool], within_s: float = 30.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_members_and_what_they_offer_are_seen_by_all(tmp_path: Path) -> None:
+    crews = [joined(tmp_path / "crew", node) for node in (2, 0, 1)]
+    crews[0].tell({"disk": "small"})
+    members = crews[1].members()
+    assert list(members) == [0, 1, 2]
+    assert members[2].facts == {"port": 1, "disk": "small"}
+    assert members[2].host == "host2"
+    crews[0].leave()
+    assert list(crews[1].members()) == [0, 1]
+    for crew in crews[1:]:
+        crew.leave()
+
+
+def test_the_lowest_living_node_leads_and_a_stopped_one_is_silent(tmp_path: Path) -> None:
+    first = subprocess.Popen([sys.executable, "-c", AGENT, tmp_path, "0"], stdout=subprocess.PIPE)
+    assert first.stdout is not None
+    assert first.stdout.readline() == b"joined\n"
+    second, third = joined(tmp_path, 1), joined(tmp_path, 2)
+    try:
+        assert [crew.leader() for crew in (second, third)] == [0, 0]
+        os.kill(first.pid, signal.SIGSTOP)
+        wait_until(lambda: second.leads)
+        wait_until(lambda: third.leader() == 1)
+        wait_until(lambda: second.silent([0, 1, 2]) == [0])
+        os.kill(first.pid, signal.SIGCONT)
+        wait_until(lambda: third.leader() == 0)
+        assert not second.leads
+        wait_until(lambda: second.silent([0, 1, 2]) == [])
+    finally:
+        first.kill()
+        first.wait()
+        second.leave()
+        third.leave()
+
+
+def test_a_member_that_left_does_not_lead(tmp_path: Path) -> None:
+    first, second = joined(tmp_path, 0), joined(tmp_path, 1)
+    assert second.leader() == 0
+    first.leave()
+    assert second.leads
+    second.leave()
+
+
+def test_one_order_a_number_whoever_believes_to_lead(tmp_path: Path) -> None:
+    crews = [Crew(tmp_path, node, 8, TIMEOUT_S) for node in range(8)]
+    taken: list[tuple[int, int]] = []
+    start = threading.Barrier(8)
+
+    def lead(crew: Crew) -> None:
+        for number in range(20):
+            start.wait(30)
+            if crew.publish(Order(number, "start", (crew.node,))):
+                taken.append((number, crew.node))
+
+    threads = [threading.Thread(target=lead, args=(crew,)) for crew in crews]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(number for number, _ in taken) == list(range(20))
+    newest = crews[0].newest_order()
+    assert newest is not None
+    assert (newest.number, newest.nodes) == (19, (dict(taken)[19],))
+    assert not [file for file in (tmp_path / "orders").iterdir() if file.name.startswith(".")]
+
+
+def test_an_order_is_for_the_agents_of_its_time_alone(tmp_path: Path) -> None:
+    before = joined(tmp_path, 1)
+    assert before.member is not None
+    order = Order(0, "start", (1,), {"1": before.member.incarnation}, {"attempt": 4})
+    assert before.publish(order)
+    again = joined(tmp_path, 1)
+    assert again.member is not None
+    assert again.newest_order() == order
+    assert order.is_for(before.member)
+    assert not order.is_for(again.member)
+    before.leave()
+    again.leave()
+
+
+def test_reports_and_the_first_word_about_a_broken_order_stand(tmp_path: Path) -> None:
+    crews = [Crew(tmp_path, node, 2, TIMEOUT_S) for node in range(2)]
+    assert crews[0].broken(0) is None
+    crews[1].mark_broken(0, {"cause": "ranks failed"})
+    crews[0].mark_broken(0, {"cause": "nodes lost"})
+    assert crews[0].broken(0) == {"node": 1, "cause": "ranks failed"}
+    assert crews[0].broken(1) is None
+    crews[1].report(0, {"code": 1})
+    assert crews[0].reports(0, [0, 1]) == {1: {"code": 1}}
+    assert crews[0].reports(1, [0, 1]) == {}
+
+
+def test_files_that_make_no_sense_are_passed_over(tmp_path: Path) -> None:
+    crew = joined(tmp_path, 0)
+    (tmp_path / "member-001.json").write_text("{")
+    (tmp_path / "member-002.json").write_text('{"node": 2}')
+    assert list(crew.members()) == [0]
+    (tmp_path / "orders" / "0000.json").write_text("[]")
+    assert crew.newest_order() is None
+    crew.leave()
+
+
+def test_a_folder_that_cannot_be_made_is_a_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(LauncherError, match="cannot make"):
+        Crew(tmp_path / "file" / "crew", 0, 1, TIMEOUT_S)

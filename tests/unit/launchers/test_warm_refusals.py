@@ -1,0 +1,174 @@
+"""What the zygote cannot do it refuses with a reason, and the stub does without it; and what they speak."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import threading
+from pathlib import Path
+
+import pytest
+from warm_trials import environment, eventually
+
+from launchers import processes
+from launchers.warm import wire
+from launchers.warm.child import differing
+from launchers.warm.host import STUB, WarmHost, WarmRefusal
+
+
+def _host(folder: Path, body: str) -> WarmHost:
+    (folder / "early.py").write_text(body)
+    warm = WarmHost(("early",), environment(folder), folder / "logs" / "zygote.log")
+    warm.start()
+    return warm
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("raise RuntimeError('no such device')", "cannot import early: RuntimeError: no such device"),
+        ("import sys; sys.exit(4)", "cannot import early: SystemExit: 4"),
+        ("import os; os._exit(4)", "the warm process ended with 4"),
+        (
+            "import threading, time; threading.Thread(target=time.sleep, args=(60,), daemon=True).start()",
+            "the warm process has 2 threads",
+        ),
+    ],
+)
+def test_what_cannot_be_forked_from_is_refused_with_the_reason(
+    tmp_path: Path, body: str, reason: str
+) -> None:
+    warm = _host(tmp_path, body)
+    try:
+        assert not warm.await_ready(60)
+        with (tmp_path / "log").open("wb") as log, pytest.raises(WarmRefusal, match=reason):
+            warm.popen(("early",), {**os.environ, **environment(tmp_path)}, log)
+    finally:
+        warm.close()
+
+
+def test_an_importing_zygote_refuses_and_a_closed_one_is_gone(tmp_path: Path) -> None:
+    warm = _host(tmp_path, "import time; time.sleep(60)")
+    assert warm.pid is not None
+    zygote = processes.find(warm.pid)
+    assert zygote is not None
+    with (tmp_path / "log").open("wb") as log, pytest.raises(WarmRefusal, match="still importing"):
+        warm.popen(("early",), {}, log)
+    assert not warm.is_ready()
+    warm.close()
+    assert not processes.is_alive(zygote)
+
+
+@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "LD_PRELOAD", "PYTHONHASHSEED", "TORCH_LOGS"])
+def test_a_variable_that_is_read_at_the_start_cannot_differ(name: str) -> None:
+    assert differing({name: "1"}, {}) == name
+    assert differing({}, {name: "1"}) == name
+    assert differing({name: "1"}, {name: "2"}) == name
+    assert differing({name: "1", "RANK": "1"}, {name: "1", "CUDA_VISIBLE_DEVICES": "2"}) is None
+
+
+@pytest.mark.parametrize("name", [None, "launchers-of-nobody"])
+def test_a_stub_without_a_zygote_becomes_the_worker_itself(tmp_path: Path, name: str | None) -> None:
+    body = "import os, signal, sys\nprint(os.getpid(), sys.argv[1:], signal.pthread_sigmask(0, ()), flush=True)\n"
+    (tmp_path / "alone.py").write_text(body + "sys.exit(6)\n")
+    settings = {**os.environ, **environment(tmp_path)}
+    if name is not None:
+        settings[wire.SOCKET_VARIABLE] = name
+    command = [*STUB, "alone", "--word", "two words"]
+    stub = subprocess.Popen(command, env=settings, stdout=subprocess.PIPE, text=True)
+    said, _ = stub.communicate(timeout=60)
+    assert said == f"{stub.pid} ['--word', 'two words'] set()\n"
+    assert stub.returncode == 6
+
+
+@pytest.mark.parametrize(
+    ("answers", "code"),
+    [
+        ([(wire.FORKED, 1), (wire.ENDED, 0)], 0),
+        ([(wire.FORKED, 1), (wire.ENDED, 9)], 9),
+        ([(wire.FORKED, 1), (wire.ENDED, -signal.SIGABRT)], -signal.SIGABRT),
+        ([(wire.FORKED, 1), (wire.ENDED, -signal.SIGTERM)], -signal.SIGTERM),
+        # The zygote died, and with it the worker.
+        ([(wire.FORKED, 1)], -signal.SIGKILL),
+    ],
+)
+def test_a_stub_ends_as_its_worker(tmp_path: Path, answers: list[tuple[int, int]], code: int) -> None:
+    name = f"launchers-test-{os.getpid()}-{tmp_path.name}"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind("\0" + name)
+        listener.listen()
+        settings = {**os.environ, wire.SOCKET_VARIABLE: name}
+        # As torchrun's children are: deaf to what Slurm sends to all.
+        stub = subprocess.Popen(
+            [*STUB, "somebody"],
+            env=settings,
+            preexec_fn=lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN),
+        )
+        channel, _ = listener.accept()
+        with channel:
+            request = wire.receive(channel)
+            assert request is not None
+            assert request[0]["arguments"] == ["somebody"]
+            assert request[0]["torchrun"] == os.getpid()
+            for file in request[1]:
+                os.close(file)
+            for kind, number in answers:
+                wire.send_pair(channel, kind, number)
+                if kind == wire.FORKED:
+                    # This process is its parent, as torchrun would be.
+                    stub.send_signal(signal.SIGTERM)
+                    assert wire.receive_pair(channel) == (wire.SIGNAL, signal.SIGTERM)
+        assert stub.wait(30) == code
+
+
+def test_a_strangers_signal_is_not_passed_on(tmp_path: Path) -> None:
+    name = f"launchers-test-{os.getpid()}-{tmp_path.name}"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind("\0" + name)
+        listener.listen()
+        stub = subprocess.Popen([*STUB, "somebody"], env={**os.environ, wire.SOCKET_VARIABLE: name})
+        channel, _ = listener.accept()
+        with channel:
+            assert wire.receive(channel) is not None
+            wire.send_pair(channel, wire.FORKED, 1)
+            subprocess.run(["sh", "-c", f"kill -TERM {stub.pid}"], check=True)
+            found = processes.find(stub.pid)
+            assert found is not None
+            stub.send_signal(signal.SIGINT)
+            assert wire.receive_pair(channel) == (wire.SIGNAL, signal.SIGINT)
+            wire.send_pair(channel, wire.ENDED, 0)
+        assert stub.wait(30) == 0
+
+
+def test_a_message_arrives_whole_with_its_descriptors(tmp_path: Path) -> None:
+    ours, theirs = socket.socketpair()
+    # Larger than a socket's buffer, and with a byte that is no UTF-8.
+    message = {"environment": {"LONG": "x" * (1 << 20), "ODD": os.fsdecode(b"\xff/")}}
+    with ours, theirs, (tmp_path / "file").open("wb") as file:
+        sender = threading.Thread(target=wire.send, args=(ours, message, (file.fileno(),)))
+        sender.start()
+        found = wire.receive(theirs)
+        sender.join()
+        assert found is not None
+        assert found[0] == message
+        os.write(found[1][0], b"through the copy")
+        os.close(found[1][0])
+        ours.close()
+        assert wire.receive(theirs) is None
+        assert wire.receive_pair(theirs) is None
+    assert (tmp_path / "file").read_bytes() == b"through the copy"
+
+
+def test_a_worker_of_somebody_elses_torchrun_is_not_forked(tmp_path: Path) -> None:
+    warm = _host(tmp_path, "")
+    (tmp_path / "alone.py").write_text("import os\nprint(os.getppid())\n")
+    try:
+        assert warm.await_ready(60), warm.trouble()
+        settings = {**os.environ, **environment(tmp_path), wire.SOCKET_VARIABLE: warm.socket_name}
+        done = subprocess.run([*STUB, "alone"], env=settings, capture_output=True, text=True, timeout=60)
+        assert done.stdout == f"{os.getpid()}\n"
+        assert eventually(lambda: "whose torchrun is it?" in (tmp_path / "logs" / "zygote.log").read_text())
+    finally:
+        warm.close()

@@ -1,0 +1,241 @@
+"""torchrun and workers forked from a real zygote: like plainly started ones, and as dead in the end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from warm_trials import environment, eventually, written
+
+from launchers import processes
+from launchers.agent import supervise
+from launchers.warm.host import WarmHost
+
+
+@pytest.fixture(scope="module")
+def modules(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("modules")
+
+
+@pytest.fixture(scope="module")
+def host(modules: Path) -> Iterator[WarmHost]:
+    """The zygote of this file's tests; whatever they kill, the next one gets a living one."""
+    warm = WarmHost((), environment(modules), modules / "zygote.log")
+    yield warm
+    warm.close()
+
+
+@pytest.fixture
+def warm(host: WarmHost) -> WarmHost:
+    host.start()
+    assert host.await_ready(60), host.trouble()
+    return host
+
+
+def kill_once(victim: list[int]) -> None:
+    """Kill the process whose id is the list's only entry, and empty it."""
+    while victim:
+        os.kill(victim.pop(), signal.SIGKILL)
+
+
+REPORT = """
+import atexit, hashlib, logging, random, threading
+import torch
+torch.set_num_threads(2)
+torch.manual_seed(1)
+product = torch.randn(300, 300) @ torch.randn(300, 300)
+status = dict(line.split(":\\t") for line in open("/proc/self/status").read().splitlines() if ":\\t" in line)
+values = {
+    "name": __name__, "spec": __spec__.name, "file": __file__, "arguments": sys.argv, "path": sys.path,
+    "all arguments": sys.orig_argv, "flags": str(sys.flags), "through": sys.stdout.write_through, "folder": os.getcwd(),
+    "environment": {name: value for name, value in os.environ.items() if name not in (
+        "LAUNCHERS_MARK", "LAUNCHERS_PARENT_PID", "MASTER_PORT", "TORCHELASTIC_RUN_ID")},
+    "parent is told": os.environ["LAUNCHERS_PARENT_PID"] == str(os.getppid()),
+    "shown": open("/proc/self/cmdline", "rb").read().rstrip(b"\\0").decode().split("\\0"),
+    "signals": [status[name] for name in ("SigBlk", "SigIgn", "SigCgt")],
+    "nice": os.nice(0), "leads": [os.getsid(0) == os.getpid(), os.getpgid(0) == os.getpid()],
+    "files": sorted(int(name) for name in os.listdir("/proc/self/fd"))[:-1],
+    "input": sys.stdin.read(), "threads": torch.get_num_threads(),
+    "product": hashlib.sha256(product.numpy().tobytes()).hexdigest(),
+    "main": threading.current_thread() is threading.main_thread(),
+}
+logging.warning("logged by %d", rank)
+print("printed by", rank)
+atexit.register(lambda: (here / f"report-{rank}").write_text(json.dumps(values)))
+import json, numpy
+(here / f"drawn-{rank}").write_text(f"{random.random()} {numpy.random.random()}")
+threading.Thread(target=lambda: (time.sleep(0.1), (here / f"thread-{rank}").touch())).start()
+sys.exit(3 * rank)
+"""
+
+
+def test_a_forked_worker_is_like_a_plainly_started_one(modules: Path, warm: WarmHost) -> None:
+    reports = []
+    for name, host in (("report_warm", warm), ("report_plain", None)):
+        trial = written(modules, name, REPORT)
+        ending = trial.run(host)
+        assert [(one.rank, one.exit_code) for one in ending.failures] == [(1, 3)]
+        assert "logged by 1" in trial.log.read_text()
+        assert "printed by 1" in trial.log.read_text()
+        assert (trial.folder / "thread-1").exists()
+        drawn = [(trial.folder / f"drawn-{rank}").read_text().split() for rank in (0, 1)]
+        assert drawn[0][0] != drawn[1][0]
+        assert drawn[0][1] != drawn[1][1]
+        text = (trial.folder / "report-1").read_text()
+        reports.append(json.loads(text.replace(name, "NAME")))
+    assert reports[0] == reports[1]
+
+
+def test_failures_name_the_workers_own_process_and_how_it_ended(modules: Path, warm: WarmHost) -> None:
+    trial = written(modules, "segfault", "os.kill(os.getpid(), signal.SIGSEGV) if rank else time.sleep(60)")
+    ending = trial.run(warm)
+    assert ending.exit_code == 1
+    assert [(one.rank, one.exit_code, one.pid) for one in ending.failures] == [
+        (1, -signal.SIGSEGV, trial.pids()[1]),
+        (0, -signal.SIGKILL, trial.pids()[0]),
+    ]
+    assert [one.cleaned_up for one in ending.failures] == [False, True]
+    assert trial.remaining() == []
+
+
+def test_one_zygote_serves_attempt_after_attempt(modules: Path, warm: WarmHost) -> None:
+    before = warm.pid
+    for number in range(3):
+        assert written(modules, f"again_{number}", "").run(warm).exit_code == 0
+    assert warm.pid == before
+
+
+def test_torchruns_closing_signal_arrives_once_and_the_workers_own_code_counts(
+    modules: Path, warm: WarmHost
+) -> None:
+    body = """
+        def close(number, frame):
+            with (here / "heard").open("a") as file: file.write(f"{number}\\n")
+            time.sleep(0.3)
+            sys.exit(5)
+        if rank:
+            signal.signal(signal.SIGTERM, close)
+            (here / "listening").touch()
+            time.sleep(60)
+        while not (here / "listening").exists(): time.sleep(0.01)
+        sys.exit(7)
+    """
+    trial = written(modules, "closing", body)
+    ending = trial.run(warm)
+    assert [(one.rank, one.exit_code, one.cleaned_up) for one in ending.failures] == [
+        (0, 7, False),
+        (1, 5, True),
+    ]
+    assert (trial.folder / "heard").read_text() == f"{signal.SIGTERM:d}\n"
+
+
+LISTEN = """
+def close(number, frame):
+    with (here / f"heard-{rank}").open("a") as file: file.write(f"{number}\\n")
+    time.sleep(0.3)
+    os._exit(0)
+if rank or not DEAF: signal.signal(signal.SIGTERM, close)
+(here / f"set-{rank}").touch()
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("deaf", [False, True])
+def test_a_stop_reaches_workers_that_listen_and_kills_the_deaf(
+    modules: Path, warm: WarmHost, deaf: bool
+) -> None:
+    trial = written(modules, f"stopped_{deaf}", LISTEN.replace("DEAF", str(deaf)))
+    ending = trial.run(warm, stops=lambda: int(len(list(trial.folder.glob("set-*"))) == 2))
+    assert ending.stops == 1
+    heard = [file.read_text().split() for file in sorted(trial.folder.glob("heard-*"))]
+    if deaf:
+        assert [one.exit_code for one in ending.failures if one.rank == 0] == [-signal.SIGKILL]
+        assert len(heard) == 1
+    else:
+        assert ending.failures == ()
+        assert heard == [[str(int(signal.SIGTERM))]] * 2
+    assert trial.remaining() == []
+
+
+@pytest.mark.parametrize("victim", ["worker", "stub"])
+def test_a_killed_worker_or_stub_is_a_failed_rank(modules: Path, warm: WarmHost, victim: str) -> None:
+    trial = written(modules, f"killed_{victim}", "time.sleep(60)")
+    agent = trial.start(warm)
+    assert eventually(trial.is_up)
+    stubs = {worker: stub for stub, worker in agent._torchrun.workers().items()}  # type: ignore[union-attr]
+    os.kill(trial.pids()[1] if victim == "worker" else stubs[trial.pids()[1]], signal.SIGKILL)
+    ending = supervise(agent, lambda: 0, lambda: None)
+    first = ending.failures[0]
+    assert (first.rank, first.exit_code, first.pid) == (1, -signal.SIGKILL, trial.pids()[1])
+    assert trial.remaining() == []
+
+
+def test_nothing_is_left_behind_but_the_zygote(modules: Path, warm: WarmHost) -> None:
+    body = "subprocess.Popen(['setsid', 'sleep', '60']); os.fork() or time.sleep(60)"
+    trial = written(modules, "leaving", body)
+    assert trial.run(warm).survivors == ()
+    assert trial.remaining() == []
+    assert warm.pid is not None
+    assert processes.children(warm.pid) == []
+
+
+def test_killing_torchrun_kills_its_workers(modules: Path, warm: WarmHost) -> None:
+    trial = written(modules, "orphans", "time.sleep(60)")
+    agent = trial.start(warm)
+    assert eventually(trial.is_up)
+    os.kill(agent._torchrun.pid, signal.SIGKILL)
+    assert eventually(lambda: trial.remaining() == [])
+    assert agent.poll() == -signal.SIGKILL
+
+
+def test_without_its_zygote_an_attempt_ends_and_the_next_one_starts_plainly(
+    modules: Path, warm: WarmHost
+) -> None:
+    trial = written(modules, "headless", "time.sleep(60)")
+    assert warm.pid is not None
+    victim = [warm.pid]
+    ending = trial.run(warm, tick=lambda: kill_once(victim) if trial.is_up() else None)
+    assert ending.exit_code == -signal.SIGKILL
+    assert trial.remaining() == []
+    assert not warm.is_ready()
+    plain = written(modules, "plain_again", "print('parent', os.getppid())")
+    assert plain.run(warm).exit_code == 0
+    assert "a plain start, for the warm process ended with -9" in plain.log.read_text()
+
+
+def test_all_die_with_a_killed_agent(modules: Path) -> None:
+    trial = written(modules, "deserted", "time.sleep(60)")
+    program = (
+        "import sys\n"
+        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from pathlib import Path\n"
+        "from warm_trials import Trial, environment\n"
+        "from launchers.agent import supervise\n"
+        "from launchers.warm.host import WarmHost\n"
+        f"modules = Path({str(modules)!r})\n"
+        "warm = WarmHost((), environment(modules), modules / 'other.log')\n"
+        "warm.start()\n"
+        "assert warm.await_ready(60), warm.trouble()\n"
+        "print(warm.pid, flush=True)\n"
+        f"trial = Trial(modules, {trial.name!r})\n"
+        "supervise(trial.start(warm), lambda: 0, lambda: None)\n"
+    )
+    settings = {**os.environ, **environment(modules)}
+    agent = subprocess.Popen([sys.executable, "-c", program], env=settings, stdout=subprocess.PIPE, text=True)
+    assert agent.stdout is not None
+    with agent.stdout:
+        zygote = processes.find(int(agent.stdout.readline()))
+    try:
+        assert zygote is not None
+        assert eventually(trial.is_up)
+    finally:
+        agent.kill()
+        agent.wait()
+    assert eventually(lambda: trial.remaining() == [])
+    assert eventually(lambda: not processes.is_alive(zygote))

@@ -1,0 +1,243 @@
+"""Where a run's time went: known histories to the second, and any history to the sum."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from orchestra.jsonl import Record
+from orchestra.recovery.accounting import Accounts, account
+
+
+def event(time: float, name: str, attempt: int = 0, **evidence: Any) -> Record:
+    return {"time": time, "attempt": attempt, "event": name, **evidence}
+
+
+def rows_of(began: float, steps: range, step_time_s: float = 1.0, every: int = 1) -> list[Record]:
+    """Return the rows of steps trained without a pause from `began` on, one for each `every` steps."""
+    return [
+        {"step": step, "time": began + (step - steps.start + 1) * step_time_s, "step_time_s": step_time_s}
+        for step in steps
+        if step % every == 0
+    ]
+
+
+def booked(accounts: Accounts) -> dict[str, float]:
+    """Return the accounts that hold something, without rounding errors."""
+    found = accounts.to_json()
+    del found["wall_s"], found["goodput"]
+    return {name.removesuffix("_s"): round(value, 6) for name, value in found.items() if round(value, 6)}
+
+
+WITHOUT_FAILURE = [
+    event(0, "submitted", job="7"),
+    event(100, "attempt_started", job="7", job_start=0),
+    event(120, "training_started", rank=0),
+    event(132, "checkpoint_committed", rank=0, step=10),
+    event(133, "finished", rank=0, step=10),
+    event(135, "finished", code=0),
+]
+
+
+def test_a_run_without_a_failure_waits_starts_trains_and_saves() -> None:
+    accounts = account(WITHOUT_FAILURE, rows_of(120, range(1, 11)))
+    assert booked(accounts) == {"queue": 100, "restart": 23, "productive": 10, "checkpoint": 2}
+    assert accounts.wall_s == pytest.approx(135)
+    assert accounts.goodput == pytest.approx(10 / 135)
+
+
+def test_the_wait_of_a_sweeps_member_counts_from_its_submission_that_is_no_event() -> None:
+    accounts = account(WITHOUT_FAILURE[1:], rows_of(120, range(1, 11)), began=40)
+    assert booked(accounts) == {"queue": 60, "restart": 23, "productive": 10, "checkpoint": 2}
+
+
+FAILED_AND_RESTARTED = [
+    event(0, "attempt_started", pid=5, pid_started=1),
+    event(10, "training_started", rank=0),
+    event(15, "checkpoint_started", rank=0, step=5, blocked_s=0.0),
+    event(15.5, "checkpoint_committed", rank=0, step=5),
+    event(21, "rank_failed", rank=1, signal="SIGKILL"),
+    event(22, "failed", code=1),
+    event(22, "restarting"),
+    event(24, "attempt_started", 1, pid=5, pid_started=1),
+    event(34, "restored", 1, rank=0, step=5, seconds=3.0),
+    event(36, "training_started", 1, rank=0),
+    event(52, "finished", 1, code=0),
+]
+
+
+def test_steps_that_are_trained_again_are_lost_work() -> None:
+    rows = [*rows_of(10, range(1, 9)), *rows_of(36, range(6, 21))]
+    accounts = account(FAILED_AND_RESTARTED, rows)
+    # 3 s of detection, 1 to the verdict … until step 6 begins, less 3 s of restore; 10 s and 1 s at the ends.
+    assert booked(accounts) == {
+        "productive": 5 + 15,
+        "lost": 3,
+        "restart": 10 + 4 + 2 + 9 - 2 + 2 + 1,
+        "restore": 3,
+    }
+    assert accounts.wall_s == pytest.approx(52)
+
+
+def test_a_row_of_many_steps_is_lost_only_as_far_as_it_is_trained_again() -> None:
+    rows = [*rows_of(10, range(1, 9), every=4), *rows_of(36, range(6, 21), every=5)]
+    accounts = account(FAILED_AND_RESTARTED, rows)
+    assert booked(accounts)["lost"] == 3
+    assert booked(accounts)["productive"] == 20
+
+
+def test_steps_that_were_never_logged_are_known_from_saves_and_from_who_failed() -> None:
+    events = [it if it["event"] != "rank_failed" else {**it, "step": 10} for it in FAILED_AND_RESTARTED]
+    # The row of step 100 was never reached; the failure came in step 10.
+    accounts = account(events, rows_of(36, range(6, 21), every=20))
+    assert booked(accounts)["productive"] == 20
+    assert booked(accounts)["lost"] == 4
+
+
+def test_what_a_failed_run_would_train_again_is_lost_until_somebody_goes_on() -> None:
+    ended = [it for it in FAILED_AND_RESTARTED if it["attempt"] == 0 and it["event"] != "restarting"]
+    rows = rows_of(10, range(1, 9))
+    assert booked(account(ended, rows)) == {"productive": 5, "lost": 3, "restart": 14}
+    without_a_save = [it for it in ended if "checkpoint" not in it["event"]]
+    assert booked(account(without_a_save, rows)) == {"lost": 8, "restart": 14}
+
+
+def test_going_back_behind_an_earlier_attempts_begin_makes_its_steps_lost_too() -> None:
+    events = [
+        *FAILED_AND_RESTARTED[:-1],
+        event(46, "failed", 1, code=1),
+        event(46.5, "attempt_started", 2, pid=5, pid_started=1),
+        event(47, "restored", 2, rank=0, step=0, seconds=0.0),
+        event(47, "training_started", 2, rank=0),
+        event(67, "finished", 2, code=0),
+    ]
+    rows = [*rows_of(10, range(1, 9)), *rows_of(36, range(6, 16)), *rows_of(47, range(1, 21))]
+    accounts = account(events, rows)
+    assert booked(accounts)["lost"] == 8 + 10
+    assert booked(accounts)["productive"] == 20
+
+
+def test_waiting_between_steps_is_checkpoint_stall() -> None:
+    rows = [*rows_of(120, range(1, 6)), *rows_of(129, range(6, 11))]
+    events = [{**it, "time": it["time"] + 4} if it["time"] > 120 else it for it in WITHOUT_FAILURE]
+    assert booked(account(events, rows)) == {"queue": 100, "restart": 23, "productive": 10, "checkpoint": 6}
+
+
+STOPPED = [
+    event(0, "attempt_started", job="7", job_start=0),
+    event(10, "training_started", rank=0),
+    event(21, "checkpoint_committed", rank=0, step=10),
+    event(22, "failed", rank=0, code=75, step=10),
+    event(24, "failed", code=75),
+]
+CONTINUED = [
+    event(131, "restored", 1, rank=0, step=10, seconds=1.0),
+    event(131, "training_started", 1, rank=0),
+    event(141, "checkpoint_committed", 1, rank=0, step=20),
+    event(141, "finished", 1, code=0),
+]
+ROWS = [*rows_of(10, range(1, 11)), *rows_of(131, range(11, 21))]
+OTHERS = {"productive": 20, "checkpoint": 1, "restore": 1}
+
+
+def test_a_requeued_job_waits_in_the_queue() -> None:
+    start = event(124, "attempt_started", 1, job="7", job_start=1)
+    requeued = event(26, "requeued", job="7")
+    accounts = account([*STOPPED, requeued, start, *CONTINUED], ROWS)
+    assert booked(accounts) == {**OTHERS, "queue": 100, "restart": 10 + 3 + 6}
+    # Slurm may do it by itself, after the loss of a node: nobody writes an event then.
+    assert booked(account([*STOPPED, start, *CONTINUED], ROWS)) == booked(accounts)
+
+
+def test_a_run_that_a_person_went_on_with_was_idle_until_then() -> None:
+    start = event(124, "attempt_started", 1, job="8", job_start=0)
+    resubmitted = event(84, "submitted", 1, job="8")
+    accounts = account([*STOPPED, resubmitted, start, *CONTINUED], ROWS)
+    assert booked(accounts) == {**OTHERS, "idle": 60, "queue": 40, "restart": 10 + 3 + 6}
+
+
+def test_a_job_that_was_cancelled_in_the_queue_leaves_the_run_idle() -> None:
+    start = event(124, "attempt_started", 1, job="9", job_start=0)
+    events = [event(84, "submitted", 1, job="8"), event(94, "cancelled", 1, job="8")]
+    accounts = account([*STOPPED, *events, event(104, "submitted", 1, job="9"), start, *CONTINUED], ROWS)
+    assert booked(accounts) == {**OTHERS, "idle": 70, "queue": 30, "restart": 10 + 3 + 6}
+
+
+def test_a_local_run_that_is_resumed_by_another_process_was_idle() -> None:
+    local = [{key: it[key] for key in it if key != "job"} for it in STOPPED]
+    local[0].update(pid=4, pid_started=1)
+    start = event(124, "attempt_started", 1, pid=9, pid_started=2)
+    assert booked(account([*local, start, *CONTINUED], ROWS)) == {
+        **OTHERS,
+        "idle": 100,
+        "restart": 10 + 3 + 6,
+    }
+
+
+def test_a_new_attempt_in_the_same_start_of_a_job_is_a_restart() -> None:
+    start = event(124, "attempt_started", 1, job="7", job_start=0)
+    assert booked(account([*STOPPED, start, *CONTINUED], ROWS)) == {**OTHERS, "restart": 10 + 3 + 100 + 6}
+
+
+def test_a_job_that_was_submitted_before_the_end_waits_from_the_end_on() -> None:
+    start = event(124, "attempt_started", 1, job="8", job_start=0)
+    early = event(23, "submitted", 1, job="8")
+    events = sorted([*STOPPED, early, start, *CONTINUED], key=lambda it: float(it["time"]))
+    assert booked(account(events, ROWS)) == {**OTHERS, "queue": 100, "restart": 10 + 3 + 6}
+
+
+def test_a_living_run_trains_now_but_not_for_longer_than_its_steps_take() -> None:
+    events = WITHOUT_FAILURE[:3]
+    rows = rows_of(120, range(1, 9))
+    assert booked(account(events, rows, now=129.5)) == {"queue": 100, "restart": 20, "productive": 9.5}
+    silent = account(events, rows, now=228.0)
+    assert booked(silent) == {"queue": 100, "restart": 20 + 97, "productive": 11}
+
+
+def test_a_run_that_waits_for_its_first_start_spends_its_time_in_the_queue() -> None:
+    assert booked(account(WITHOUT_FAILURE[:1], [], now=50)) == {"queue": 50}
+    assert booked(account(WITHOUT_FAILURE[:2], [], now=110)) == {"queue": 100, "restart": 10}
+    assert booked(account([], [], began=10, now=30)) == {"queue": 20}
+    assert account([], []).wall_s == account([], [], began=10).wall_s == 0
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_any_history_sums_to_the_wall_time(seed: int) -> None:
+    """Events and rows at random, in no sensible order, from clocks that differ, some values missing."""
+    chance = random.Random(seed)
+    names = (
+        *("submitted", "requeued", "cancelled", "restarting", "attempt_started", "training_started"),
+        *("restored", "checkpoint_started", "checkpoint_committed", "rank_failed", "failed", "finished"),
+    )
+    evidence: dict[str, Callable[[], Any]] = {
+        "step": lambda: chance.randrange(50),
+        "seconds": lambda: chance.uniform(0, 30),
+        "blocked_s": lambda: chance.uniform(0, 5),
+        "job": lambda: chance.choice("78"),
+        "job_start": lambda: chance.randrange(2),
+        "rank": lambda: chance.randrange(2),
+        "code": lambda: chance.choice((0, 1, 75)),
+    }
+    events = [
+        event(
+            chance.uniform(0, 1000),
+            chance.choice(names),
+            chance.randrange(3),
+            **{key: value() for key, value in evidence.items() if chance.random() < 0.7},
+        )
+        for _ in range(chance.randrange(40))
+    ]
+    events.sort(key=lambda it: float(it["time"]))
+    rows = [
+        {"step": chance.randrange(50), "time": chance.uniform(0, 1000), "step_time_s": chance.uniform(0, 9)}
+        for _ in range(chance.randrange(30))
+    ]
+    began = min(
+        [it["time"] for it in events if it["event"] in ("submitted", "attempt_started")], default=None
+    )
+    accounts = account(events, rows, now=1000.0)
+    assert all(value >= 0 for value in booked(accounts).values())
+    assert accounts.wall_s == pytest.approx(0 if began is None else 1000 - began, abs=1e-6)
