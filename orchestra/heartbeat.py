@@ -58,12 +58,15 @@ class Phase(IntEnum):
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank wrote last. `started` (clock ticks since boot) tells its process from a later one."""
+    """What a rank wrote last. `first_step`: of this attempt, 0 before it. `started` (clock ticks since boot)
+    tells its process from a later one.
+    """
 
     count: int
     phase: Phase
     step: int
     micro_batch: int
+    first_step: int
     pid: int
     started: int
 
@@ -75,9 +78,9 @@ class Beat:
         return self.step, coarse, self.micro_batch if is_micro_batch else 0, self.phase
 
 
-# Magic, count, phase, step, micro-batch, pid, start, and the count again: a reader that finds the two
-# different came in the midst of a beat.
-_RECORD = struct.Struct("<8sqqqqqqq")
+# Magic, count, phase, step, micro-batch, first step, pid, start, and the count again: a reader that finds the
+# two different came in the midst of a beat.
+_RECORD = struct.Struct("<8sqqqqqqqq")
 _MAGIC = b"orchbeat"
 
 
@@ -86,15 +89,16 @@ class Heart:
 
     def __init__(self, memory: mmap.mmap | bytearray) -> None:
         self._memory = memory
-        self._count = 0
+        self._count = self._first_step = 0
         self._pid, self._started = os.getpid(), _started()
 
     def beat(self, phase: Phase, step: int = 0, micro_batch: int = 0) -> None:
         """Say where this rank stands. Never waits, never fails."""
         self._count = count = self._count + 1
-        _RECORD.pack_into(
-            self._memory, 0, _MAGIC, count, phase, step, micro_batch, self._pid, self._started, count
-        )
+        if not self._first_step and phase is Phase.step:
+            self._first_step = step
+        place = (phase, step, micro_batch, self._first_step, self._pid, self._started)
+        _RECORD.pack_into(self._memory, 0, _MAGIC, count, *place, count)
 
 
 def silent_heart() -> Heart:
@@ -169,13 +173,13 @@ def read_beat(path: Path) -> Beat | None:
             return None
         if len(content) != _RECORD.size:
             return None
-        magic, count, phase, step, micro_batch, pid, started, count_again = _RECORD.unpack(content)
+        magic, count, phase, *place, count_again = _RECORD.unpack(content)
         # A process that was stopped in the midst of a beat leaves the two different: then as it is.
         if count == count_again:
             break
     if magic != _MAGIC or phase not in Phase.__members__.values():
         return None
-    return Beat(count, Phase(phase), step, micro_batch, pid, started)
+    return Beat(count, Phase(phase), *place)
 
 
 def beats_folder(run: RunDir) -> Path:

@@ -5,14 +5,13 @@ It knows neither torchrun nor workers, and not who forked it.
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import os
-import runpy
 import signal
 import sys
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.abc import InspectLoader
 
 # Read when a process or a library starts: a fork cannot have another value than its first parent.
 _READ_AT_START = ("LD_", "GLIBC_", "MALLOC_", "PYTHON", "OMP_", "GOMP_", "KMP_", "MKL_", "TORCH_")
@@ -59,13 +58,23 @@ def become(job: Job) -> None:
     importlib.invalidate_caches()
     _draw_again()
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    module, *arguments = job.arguments
-    sys.argv[:] = [module, *arguments]
-    sys.orig_argv[:] = [sys.executable, "-u", "-m", module, *arguments]
-    if module in sys.modules:
-        # runpy's warning: that it was imported before is the point.
-        warnings.filterwarnings("ignore", message=".*found in sys.modules", category=RuntimeWarning)
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    sys.orig_argv[:] = [sys.executable, "-u", "-m", *job.arguments]
+    _run_as_main(*job.arguments)
+
+
+def _run_as_main(name: str, *arguments: str) -> None:
+    """Run a module as `python -m` does, for good: threads and exit handlers still find it as the main one."""
+    spec = importlib.util.find_spec(name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = importlib.util.find_spec(f"{name}.__main__")
+    code = spec.loader.get_code(spec.name) if spec and isinstance(spec.loader, InspectLoader) else None
+    if spec is None or code is None:
+        raise SystemExit(f"{sys.executable}: No module named {name}")
+    main = importlib.util.module_from_spec(spec)
+    main.__name__ = "__main__"
+    sys.modules["__main__"] = main
+    sys.argv[:] = [str(spec.origin), *arguments]
+    exec(code, main.__dict__)
 
 
 def _draw_again() -> None:

@@ -37,7 +37,7 @@ class Standing:
 
     @property
     def position(self) -> tuple[int, int, int, int]:
-        return Beat(0, self.phase, self.step, self.micro_batch, 0, 0).position
+        return Beat(0, self.phase, self.step, self.micro_batch, 0, 0, 0).position
 
     def record(self) -> dict[str, Any]:
         """Return what an event says of it."""

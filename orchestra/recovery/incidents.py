@@ -247,11 +247,12 @@ class _Reading:
         phase = first.get("phase")
         cause = f"hang in {phase}" if isinstance(phase, str) else "hang"
         if who is None or who.host is None:
-            return _Found(Kind.hang, cause, {"step": first.get("step")})
-        return _Found(Kind.hang, cause, first, (who.host,) if self._num_nodes() > 1 else ())
+            return _Found(Kind.hang, cause)
+        # A run on a single host has nothing to compare it with.
+        blamed = (who.host,) if self._num_nodes() > 1 else ()
+        return _Found(Kind.hang, cause, {"rank": who.rank, "host": who.host}, blamed)
 
     def _against_host(self, failure: Record) -> tuple[str, ...]:
-        # A run on a single host has nothing to compare it with.
         host = failure.get("host")
         is_evidence = host is not None and self._num_nodes() > 1 and speaks_against_host(failure)
         return (str(host),) if is_evidence else ()

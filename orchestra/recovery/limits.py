@@ -59,9 +59,9 @@ class History:
     num_steps: int = 0
 
     def add_steps(self, number: int, seconds: float) -> None:
-        """Note that `number` steps took `seconds` together; the attempt's first step teaches nothing."""
-        if self.num_steps > 0:
-            self.step_times_s.extend([seconds / number] * min(number, _RECENT_STEPS))
+        """Note that `number` steps took `seconds` together; the attempt's first step counts for nothing."""
+        num_taught = number if self.num_steps > 0 else number - 1
+        self.step_times_s.extend([seconds / number] * min(num_taught, _RECENT_STEPS))
         self.num_steps += number
 
     def add_silence(self, seconds: float) -> None:

@@ -2,8 +2,7 @@
 
 The rules stand in one list, and the first that has something to say decides; its name goes into the record.
 In doubt a run is started again: a needless restart costs a minute, a needless end the night. What limits that
-is progress, and progress is only what outlived a failure: a newly committed checkpoint, or copies in memory
-from which the next attempt began. It starts and ends nothing, and reads no clock.
+is progress (`orchestra.recovery.progress`). It starts and ends nothing, and reads no clock.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from conf.schema import RecoveryConfig
 from orchestra.errors import EXIT_DO_NOT_RESTART, EXIT_FAILED
 from orchestra.recovery.causes import is_from_outside
 from orchestra.recovery.incidents import Incident, Kind
+from orchestra.recovery.progress import is_charged, since_started_by_hand, without_progress
 
 # Each wait is this many times the one before it, up to ten minutes, and a fifth more or less: runs that a
 # failing file system ended together do not come back together.
@@ -27,11 +27,6 @@ _JITTER = 0.2
 _NODE_FAILURES_AT_ONCE = 3
 # Attempts in a row without progress that nobody is charged for: a node may come and go, but not for ever.
 MOST_NOT_CHARGED = 20
-# Fewer steps than that, restored from memory, are no progress: a run that fails three steps behind each start
-# would creep on for days.
-FEWEST_STEPS_OF_PROGRESS = 10
-# What no attempt is charged for.
-_NOT_CHARGED = (Kind.stopped, Kind.preempted, Kind.time_limit, Kind.node_lost, Kind.lost)
 # What may be the fault of the code or of a sample; of a hang, that is found out by its coming back.
 _OF_CODE_OR_DATA = (Kind.rank_failed, Kind.loss, Kind.hang)
 
@@ -134,29 +129,6 @@ def decide(incidents: Sequence[Incident], resources: Resources, rules: Rules) ->
         if decision is not None:
             return replace(decision, rule=rule.__name__)
     raise AssertionError("the last rule always decides")
-
-
-def since_started_by_hand(incidents: Sequence[Incident]) -> Sequence[Incident]:
-    """Return the incidents since a person started or resumed the run: who does that has seen the others."""
-    begin = max((index for index, it in enumerate(incidents) if it.by_hand), default=0)
-    return incidents[begin:]
-
-
-def without_progress(series: Sequence[Incident]) -> Sequence[Incident]:
-    """Return the last incidents of a series between which nothing was kept."""
-    begin = 0
-    # High-water marks: a rollback behind them, and the way back up, is no progress.
-    committed = began = -1
-    for index, it in enumerate(series):
-        if it.committed > committed >= 0 or (began >= 0 and it.began >= began + FEWEST_STEPS_OF_PROGRESS):
-            begin = index
-        committed, began = max(committed, it.committed), max(began, it.began)
-    return series[begin:]
-
-
-def is_charged(incident: Incident) -> bool:
-    """Tell whether an incident counts against recovery.max_restarts."""
-    return incident.kind not in _NOT_CHARGED and not incident.excluded
 
 
 # The rules, in their order.

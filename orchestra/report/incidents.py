@@ -140,11 +140,15 @@ def _decided(chapter: Chapter) -> str:
         words += f" ({', '.join(f'{new} for {old}' for old, new in chapter.replaced)})"
     if chapter.wait_s:
         words += f" after {chapter.wait_s:g} s"
-    return words + (f", without {', '.join(chapter.exclude)}" if chapter.exclude else "")
+    replaced = [old for old, _ in chapter.replaced]
+    others = [host for host in chapter.exclude if host not in replaced]
+    return words + (f", without {', '.join(others)}" if others else "")
 
 
 def _because(chapter: Chapter) -> str:
-    reason = f": {chapter.reason}" if chapter.reason else ""
+    # An ordinary restart has no other reason than what is told above it.
+    is_new = chapter.reason is not None and not chapter.reason.startswith(chapter.incident.cause)
+    reason = f": {chapter.reason}" if is_new else ""
     return f"{reason} [{chapter.rule}]" if chapter.rule else reason
 
 

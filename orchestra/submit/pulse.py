@@ -93,8 +93,9 @@ class _Rank:
         if was_training and Phase.save not in (before.phase, beat.phase):
             self.history.add_silence(silence_s)
         if beat.step != before.step:
-            if was_training and beat.step > before.step:
-                self.history.add_steps(beat.step - before.step, now - self.stepped_at)
+            done = beat.step - (before.step if was_training else beat.first_step)
+            if done > 0:
+                self.history.add_steps(done, now - self.stepped_at)
             self.stepped_at = now
         if beat.phase is not before.phase:
             if before.phase is Phase.save:
@@ -177,7 +178,7 @@ class Pulse:
         return None
 
     def _standing(self, rank: int, it: _Rank) -> Standing:
-        beat = it.beat or Beat(0, Phase.setup, 0, 0, 0, 0)
+        beat = it.beat or Beat(0, Phase.setup, 0, 0, 0, 0, 0)
         silent_s = self._now - it.changed_at
         return Standing(rank, self._host, beat.phase, beat.step, beat.micro_batch, silent_s, it.state)
 

@@ -51,7 +51,9 @@ from orchestra.train.worker import Records, train_on
 
 pytestmark = pytest.mark.ranks
 
-STEPS, EVERY, KILL_AT = 12, 5, 9
+STEPS, EVERY = 12, 5
+# Two updates come after the last copy: had one of them not waited for it, it would hold other values.
+COPY_EVERY, COPIED, KILL_AT = 3, 6, 9
 SECRET = "of the test"
 Ranks = Callable[[int], RankPool]
 
@@ -61,7 +63,10 @@ class Interruption(Exception):  # noqa: N818  no error, the plan
 
 
 def config_of(
-    precision: str = "fp32", state_dtype: str = "fp32", copy_every: int | None = 1, **parallelism: Any
+    precision: str = "fp32",
+    state_dtype: str = "fp32",
+    copy_every: int | None = COPY_EVERY,
+    **parallelism: Any,
 ) -> Config:
     """Return a tiny model with odd dims, whose tensors no number of ranks divides."""
     sizes = {"hidden_size": 40, "intermediate_size": 37, "num_hidden_layers": 2, "vocab_size": 259}
@@ -128,7 +133,7 @@ _copy = copy_memory.DeviceSide.copy
 
 
 def _late_copy(self: Any, *arguments: Any) -> None:
-    time.sleep(0.02)
+    time.sleep(0.15)
     _copy(self, *arguments)
 
 
@@ -187,9 +192,7 @@ def trained_until_lost(pool: RankPool, nodes: list[Node], path: Path, config: Co
     folders = [node.shelf.folder for node in nodes[:2]]
     ended = pool.run(attempt_of, world=pool.size, it=Plan(path, 0, config, folders, kill_at=KILL_AT))
     assert ended == [None] * pool.size
-    await_that(
-        lambda: all(it.pusher is not None and it.pusher.pushed_step == KILL_AT - 1 for it in nodes[:2])
-    )
+    await_that(lambda: all(it.pusher is not None and it.pusher.pushed_step == COPIED for it in nodes[:2]))
 
 
 def next_plan(nodes: list[Node], alive: Sequence[int], order: Sequence[int], path: Path, world: int) -> Any:
@@ -233,7 +236,7 @@ def test_a_lost_node_is_replaced_from_its_neighbours_memory_bit_for_bit(
     nodes[1].lose()
     found = next_plan(nodes, [0, 2], [0, 2], path, world)
     assert isinstance(found, FromMemory)
-    assert (found.step, found.attempt) == (KILL_AT - 1, 0)
+    assert (found.step, found.attempt) == (COPIED, 0)
     assert list(found.fetches) == [2]
     wanted = [Wanted(it.rank, nodes[it.source].server.address) for it in found.fetches[2]]
     lost = range(world // 2, world)
@@ -244,7 +247,7 @@ def test_a_lost_node_is_replaced_from_its_neighbours_memory_bit_for_bit(
     assert pool.run(attempt_of, world=world, it=again) == expected
     assert rows(path) == rows(alone)
     assert read_ledger(RunDir(path)) == read_ledger(RunDir(alone))
-    assert (restored(path)["source"], restored(path)["step"]) == ("memory", KILL_AT - 1)
+    assert (restored(path)["source"], restored(path)["step"]) == ("memory", COPIED)
 
 
 def test_a_node_that_takes_over_its_neighbours_ranks_needs_no_network(
@@ -336,9 +339,9 @@ def test_a_copy_that_cannot_be_used_sends_all_ranks_to_the_checkpoint(
     shutil.copytree(interrupted, tmp_path / "it", ignore=shutil.ignore_patterns("bell"))
     of_user = tmp_path / "it" / f"orchestra-{os.getuid()}"
     folders = sorted(of_user.iterdir())
-    damage(folders[1], KILL_AT - 1)
+    damage(folders[1], COPIED)
     path = tmp_path / "it" / "run"
-    again = Plan(path, 1, config_of(), folders, from_memory=KILL_AT - 1)
+    again = Plan(path, 1, config_of(), folders, from_memory=COPIED)
     assert None not in ranks(2).run(attempt_of, world=2, it=again)
     told = restored(path)
     assert (told["source"], told["step"]) == ("checkpoint", EVERY)
@@ -356,7 +359,7 @@ def test_copies_of_an_attempt_that_the_run_went_back_behind_are_not_taken(interr
     held = {0: held_copies(records)}
     upcoming = NextAttempt([0], 2)
     assert isinstance(plan(held, upcoming, {}, EVERY), FromMemory)
-    assert isinstance(plan(held, upcoming, {1: KILL_AT - 1}, EVERY), FromMemory)
+    assert isinstance(plan(held, upcoming, {1: COPIED}, EVERY), FromMemory)
     assert not isinstance(plan(held, upcoming, {1: EVERY}, EVERY), FromMemory)
 
 

@@ -40,7 +40,7 @@ def losses(run: RunDir) -> list[tuple[int, float]]:
 def digest(cluster: Site, run: RunDir) -> str:
     """Return the digest of the state in the last checkpoint."""
     listed = json.loads(orchestra(cluster, "checkpoint", "ls", run.name, "--json").stdout)
-    return str(max(listed["checkpoints"], key=lambda it: it["step"])["state_digest"])
+    return str(max(listed, key=lambda it: it["step"])["state_digest"])
 
 
 def samples(run: RunDir) -> dict[int, list[int]]:

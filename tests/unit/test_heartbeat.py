@@ -41,6 +41,17 @@ def test_the_agent_reads_what_the_rank_wrote_last(run: RunDir, tmp_path: Path) -
     assert second.count == first.count + 1
 
 
+def test_a_beat_names_the_first_step_of_the_attempt(run: RunDir, tmp_path: Path) -> None:
+    heart = open_heart(run, 0, 0)
+    path, found = beat_file(tmp_path / "beats", 0, 0), []
+    for phase, step in ((Phase.restore, 0), (Phase.step, 41), (Phase.data, 41), (Phase.step, 42)):
+        heart.beat(phase, step)
+        beat = read_beat(path)
+        assert beat is not None
+        found.append(beat.first_step)
+    assert found == [0, 41, 41, 41]
+
+
 def test_a_beat_names_its_process_for_good(run: RunDir, tmp_path: Path) -> None:
     open_heart(run, 0, 0)
     beat = read_beat(beat_file(tmp_path / "beats", 0, 0))
@@ -69,7 +80,7 @@ def test_a_folder_that_cannot_be_written_gives_way_to_the_runs(
     assert beat.step == 9
 
 
-@pytest.mark.parametrize("content", [b"", b"x" * 64, bytes(64), bytes(1000)])
+@pytest.mark.parametrize("content", [b"", b"x" * 72, bytes(72), bytes(1000)])
 def test_what_is_no_record_is_no_beat(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "beat").write_bytes(content)
     assert read_beat(tmp_path / "beat") is None
@@ -100,7 +111,7 @@ def test_positions_compare_like_progress() -> None:
         (Phase.save, 4, 0),
         (Phase.step, 5, 0),
     ]
-    positions = [Beat(0, phase, step, micro_batch, 1, 1).position for phase, step, micro_batch in ordered]
+    positions = [Beat(0, phase, step, micro_batch, 1, 1, 1).position for phase, step, micro_batch in ordered]
     assert positions == sorted(positions)
 
 

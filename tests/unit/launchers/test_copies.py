@@ -1,4 +1,4 @@
-"""The shelf of copies and its exchange between nodes: real files, real TCP on loopback, and bad neighbours."""
+"""The shelf of copies and its exchange between nodes: real files, TCP on loopback, and bad neighbours."""
 
 from __future__ import annotations
 

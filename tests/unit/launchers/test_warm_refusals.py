@@ -13,9 +13,15 @@ import pytest
 from warm_trials import environment, eventually
 
 from launchers import processes
-from launchers.warm import wire
+from launchers.warm import host, wire
 from launchers.warm.child import differing
 from launchers.warm.host import STUB, WarmHost, WarmRefusal
+
+
+@pytest.fixture(autouse=True)
+def _light(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave torch out: what is refused here does not depend on it, and it takes seconds."""
+    monkeypatch.setattr(host, "_ALWAYS", ())
 
 
 def _host(folder: Path, body: str) -> WarmHost:
@@ -71,8 +77,8 @@ def test_a_variable_that_is_read_at_the_start_cannot_differ(name: str) -> None:
 
 @pytest.mark.parametrize("name", [None, "launchers-of-nobody"])
 def test_a_stub_without_a_zygote_becomes_the_worker_itself(tmp_path: Path, name: str | None) -> None:
-    body = "import os, signal, sys\nprint(os.getpid(), sys.argv[1:], signal.pthread_sigmask(0, ()), flush=True)\n"
-    (tmp_path / "alone.py").write_text(body + "sys.exit(6)\n")
+    report = "print(os.getpid(), sys.argv[1:], signal.pthread_sigmask(0, ()), flush=True)"
+    (tmp_path / "alone.py").write_text(f"import os, signal, sys\n{report}\nsys.exit(6)\n")
     settings = {**os.environ, **environment(tmp_path)}
     if name is not None:
         settings[wire.SOCKET_VARIABLE] = name

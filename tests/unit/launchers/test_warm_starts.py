@@ -14,7 +14,7 @@ import pytest
 from warm_trials import environment, eventually, written
 
 from launchers import processes
-from launchers.agent import supervise
+from launchers.agent import Patience, supervise
 from launchers.warm.host import WarmHost
 
 
@@ -53,7 +53,9 @@ product = torch.randn(300, 300) @ torch.randn(300, 300)
 status = dict(line.split(":\\t") for line in open("/proc/self/status").read().splitlines() if ":\\t" in line)
 values = {
     "name": __name__, "spec": __spec__.name, "file": __file__, "arguments": sys.argv, "path": sys.path,
-    "all arguments": sys.orig_argv, "flags": str(sys.flags), "through": sys.stdout.write_through, "folder": os.getcwd(),
+    "all arguments": sys.orig_argv, "flags": str(sys.flags), "folder": os.getcwd(),
+    "through": [sys.stdout.write_through, sys.stderr.write_through], "cached": __cached__,
+    "main is": sys.modules["__main__"].__dict__ is globals(), "names": sorted({*globals()} - {"__annotations__"}),
     "environment": {name: value for name, value in os.environ.items() if name not in (
         "LAUNCHERS_MARK", "LAUNCHERS_PARENT_PID", "MASTER_PORT", "TORCHELASTIC_RUN_ID")},
     "parent is told": os.environ["LAUNCHERS_PARENT_PID"] == str(os.getppid()),
@@ -127,7 +129,7 @@ def test_torchruns_closing_signal_arrives_once_and_the_workers_own_code_counts(
         sys.exit(7)
     """
     trial = written(modules, "closing", body)
-    ending = trial.run(warm)
+    ending = supervise(trial.start(warm, Patience(failed_peer_s=30.0)), lambda: 0, lambda: None)
     assert [(one.rank, one.exit_code, one.cleaned_up) for one in ending.failures] == [
         (0, 7, False),
         (1, 5, True),
@@ -204,7 +206,7 @@ def test_without_its_zygote_an_attempt_ends_and_the_next_one_starts_plainly(
     assert ending.exit_code == -signal.SIGKILL
     assert trial.remaining() == []
     assert not warm.is_ready()
-    plain = written(modules, "plain_again", "print('parent', os.getppid())")
+    plain = written(modules, "plain_again", "")
     assert plain.run(warm).exit_code == 0
     assert "a plain start, for the warm process ended with -9" in plain.log.read_text()
 
@@ -216,7 +218,7 @@ def test_all_die_with_a_killed_agent(modules: Path) -> None:
         f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
         "from pathlib import Path\n"
         "from warm_trials import Trial, environment\n"
-        "from launchers.agent import supervise\n"
+        "from launchers.agent import Patience, supervise\n"
         "from launchers.warm.host import WarmHost\n"
         f"modules = Path({str(modules)!r})\n"
         "warm = WarmHost((), environment(modules), modules / 'other.log')\n"

@@ -59,10 +59,9 @@ class Trial:
     def log(self) -> Path:
         return self.folder / "node.log"
 
-    def start(self, warm: WarmHost | None, **more: str) -> NodeAgent:
-        settings = {**environment(self.modules), **more}
-        spec = LaunchSpec(self.name, (str(self.folder),), settings, 2, (self.log,))
-        return start_agent(spec, Place(0, "127.0.0.1", free_port()), _SHORT, warm)
+    def start(self, warm: WarmHost | None, patience: Patience = _SHORT) -> NodeAgent:
+        spec = LaunchSpec(self.name, (str(self.folder),), environment(self.modules), 2, (self.log,))
+        return start_agent(spec, Place(0, "127.0.0.1", free_port()), patience, warm)
 
     def run(
         self,

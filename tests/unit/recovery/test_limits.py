@@ -74,9 +74,16 @@ def test_saves_and_restores_are_learned_from_earlier_ones() -> None:
     assert limit(Phase.save, seen, RULES) == 600.0
 
 
+def test_many_steps_at_first_sight_teach_without_the_first() -> None:
+    seen = History()
+    seen.add_steps(6, 12.0)
+    assert list(seen.step_times_s) == [2.0] * 5
+    assert limit(Phase.step, seen, RULES) == pytest.approx(20.0)
+
+
 def test_more_steps_than_are_kept_are_taken_at_once() -> None:
     seen = History()
-    seen.add_steps(3, 1.0)
+    seen.add_steps(1, 1.0)
     seen.add_steps(10**9, 10**9 * 2.0)
     assert limit(Phase.step, seen, RULES) == pytest.approx(20.0)
 

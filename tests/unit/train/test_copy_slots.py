@@ -112,9 +112,9 @@ def test_a_node_needs_room_for_its_own_and_its_neighbours_copies() -> None:
         return [Room(f"node{rank // 2}", 100, free) for rank in range(4)]
 
     assert shortage(rooms(400), ranks_per_node=2) is None
-    assert "its own take 200 B, its neighbour's 200 B" in str(shortage(rooms(399), ranks_per_node=2))
+    assert "its own take 200 bytes, its neighbour's 200 bytes" in str(shortage(rooms(399), ranks_per_node=2))
     assert shortage(rooms(400), ranks_per_node=4) is None
-    assert "its neighbour's 0 B" in str(shortage(rooms(399), ranks_per_node=4))
+    assert "its neighbour's 0 bytes" in str(shortage(rooms(399), ranks_per_node=4))
 
 
 def test_a_rank_without_a_folder_says_so(tmp_path: Path) -> None:
