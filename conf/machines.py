@@ -155,7 +155,7 @@ class RecoveryConfig:
     # The same before an attempt's first step: imports, connections, compilation.
     setup_timeout_s: float = 900.0
     # A node whose agent is silent for so long counts as lost.
-    agent_timeout_s: float = 15.0
+    agent_timeout_s: float = 10.0
     collective_timeout_s: float = 600.0
     # How long ranks that were asked to stop may take to save, before they are killed.
     stop_timeout_s: float = 120.0

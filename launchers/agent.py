@@ -43,6 +43,8 @@ class Patience:
     failed_peer_s: float = 5.0
     # What workers leave behind, such as uploaders that finish by themselves.
     linger_s: float = 10.0
+    # The same after a failure: whoever starts again waits for it.
+    failed_linger_s: float = 10.0
 
 
 class NodeAgent:
@@ -139,9 +141,10 @@ class NodeAgent:
         Workers are killed; other processes may finish by themselves until the patience ends or `hurried`
         says so.
         """
-        self._torchrun.wait()
+        code = self._torchrun.wait()
         processes.send(self._workers, signal.SIGKILL)
-        deadline = time.monotonic() + self._patience.linger_s
+        linger_s = self._patience.linger_s if code == 0 else self._patience.failed_linger_s
+        deadline = time.monotonic() + linger_s
         while self._remaining() and time.monotonic() < deadline and not hurried():
             tick()
             time.sleep(_POLL_S)

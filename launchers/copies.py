@@ -125,7 +125,10 @@ class CopyShelf:
         content = record.with_suffix(".bin")
         memory = self._memory.get(content)
         if memory is None or len(memory) != copy.num_bytes:
-            memory = self._memory[content] = _taken(content, copy.num_bytes)
+            memory = _taken(content, copy.num_bytes)
+            # The ranks may resize their own files, and memory that is cut off ends who writes to it.
+            if shelf == KEPT:
+                self._memory[content] = memory
         older = sorted((slot for slot in slots if slot != record and _age(slot) > _NO_COPY), key=_age)
         return Incoming(record, memory, older[: max(0, len(older) - _NUM_KEPT + 1)])
 

@@ -148,6 +148,11 @@ class Crew:
         members = [member for record in found if record and (member := _member(record)) is not None]
         return {member.node: member for member in sorted(members, key=lambda member: member.node)}
 
+    def member_of(self, node: int) -> Member | None:
+        """Return who has joined on one node and not left; None where nobody has."""
+        record = _read(self._member_file(node))
+        return None if record is None else _member(record)
+
     def leader(self) -> int:
         """Return the lowest node that has joined and is not silent. It looks no further than that one."""
         for node in range(self.node):

@@ -41,6 +41,9 @@ from typing import Any
 
 from conf.schema import Fault, FaultPhase
 
+# What whoever starts a node's ranks tells them: the node agent's process id, and how a node is taken down.
+AGENT_VARIABLE = "LAUNCHERS_AGENT_PID"
+NODE_DOWN_VARIABLE = "ORCHESTRA_NODE_DOWN"
 # The keys of an entry.
 KEYS = ("attempt", "at_step", "rank", "fault", "phase", "seconds", "steps", "exit_code")
 ALL = "all"
@@ -89,6 +92,14 @@ def planned_faults(entries: Iterable[Mapping[str, Any]]) -> list[PlannedFault]:
             **{key: entry[key] for key in ("seconds", "steps", "exit_code") if key in entry},
         )
         for entry in entries
+    ]
+
+
+def spelled(entries: Iterable[Any]) -> list[Any]:
+    """Return entries as they were meant: Hydra and YAML take `fault: nan` for a number."""
+    return [
+        {**it, "fault": Fault.nan.name} if isinstance(it, dict) and it.get("fault") != it.get("fault") else it
+        for it in entries
     ]
 
 

@@ -52,8 +52,10 @@ class Phase(IntEnum):
     # Reads the device's results and writes them down.
     record = 9
     save = 10
+    # A save that is waited for until it is committed, such as the last one.
+    commit = 11
     # After the last step: closes what it holds.
-    stop = 11
+    stop = 12
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,18 @@ def partitions() -> tuple[Partition, ...]:
     return parsed(output_of(("sinfo", "--noheader", "--exact", f"--format={_FORMAT}")))
 
 
+def node_names(partition: str | None = None) -> frozenset[str]:
+    """Return the names of all nodes of a partition, None: of the default one where there is one, else of all.
+
+    `partition` may be several, with commas between. Raises SlurmMissing, SlurmRefused and SlurmSilent.
+    """
+    chosen = () if partition is None else (f"--partition={partition}",)
+    lines = output_of(("sinfo", "--noheader", "--Node", "--format=%N|%P", *chosen)).splitlines()
+    pairs = [(name.strip(), of.strip()) for name, _, of in (line.partition("|") for line in lines)]
+    default = frozenset(name for name, of in pairs if of.endswith("*"))
+    return default if default and partition is None else frozenset(name for name, _ in pairs)
+
+
 def parsed(text: str) -> tuple[Partition, ...]:
     """Return the partitions in what sinfo printed; lines that say something else are passed over."""
     found: dict[str, list[tuple[bool, str, NodeKind]]] = {}

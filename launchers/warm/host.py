@@ -5,6 +5,7 @@ It never starts anything plainly: what the zygote cannot do is refused with a re
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -14,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -166,10 +167,14 @@ class WarmHost:
         self.hear()
         return self._ready and self.is_alive()
 
-    def await_ready(self, timeout_s: float) -> bool:
-        """Wait until the zygote has imported everything or never will, `timeout_s` at most; tell which."""
+    def await_ready(self, timeout_s: float, hurried: Callable[[], bool] = lambda: False) -> bool:
+        """Wait until the zygote has imported everything or never will, `timeout_s` at most; tell which.
+
+        A plain start imports the same twice, one after the other: waiting is worth while at the first
+        attempt already. It ends at once where `hurried` says so.
+        """
         deadline = time.monotonic() + timeout_s
-        while not self.is_ready() and self.is_alive() and time.monotonic() < deadline:
+        while not self.is_ready() and self.is_alive() and time.monotonic() < deadline and not hurried():
             time.sleep(_POLL_S)
         return self.is_ready()
 
@@ -177,7 +182,10 @@ class WarmHost:
         """Return why the zygote is not ready."""
         self.hear()
         if self._trouble is None and self._zygote is not None and not self.is_alive():
-            return f"the warm process ended with {self._zygote.poll()}"
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                # It closes its socket a moment before it has ended.
+                self._zygote.wait(_CLOSE_TIMEOUT_S)
+            return f"the warm process ended with {self._zygote.returncode}"
         return self._trouble or "the warm process is still importing"
 
     def popen(self, arguments: Sequence[str], environment: Mapping[str, str], log: IO[bytes]) -> WarmProcess:
@@ -191,15 +199,8 @@ class WarmHost:
         if (name := differing(environment, self._environment)) is not None:
             raise WarmRefusal(f"the warm process was started with another {name}")
         number = self._last_number = self._last_number + 1
-        answer = self._ask(
-            {
-                "number": number,
-                "arguments": list(arguments),
-                "environment": dict(environment),
-                "folder": str(Path.cwd()),
-            },
-            log.fileno(),
-        )
+        request = {"number": number, "arguments": list(arguments), "environment": dict(environment)}
+        answer = self._ask(request, log.fileno())
         if number not in self._forked:
             raise WarmRefusal(str(answer.get("refused")))
         return self._forked[number]
@@ -209,7 +210,7 @@ class WarmHost:
         try:
             if self._control is None:
                 raise WarmRefusal(self.trouble())
-            wire.send(self._control, request, (file,))
+            wire.send(self._control, {**request, "folder": str(Path.cwd())}, (file,))
         except OSError as error:
             self.close()
             raise WarmRefusal(f"the warm process does not listen: {error}") from error

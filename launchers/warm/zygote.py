@@ -31,6 +31,8 @@ from launchers.warm.child import Job, become, differing
 # How long a stub that has connected may take to say what it wants: it holds up all others.
 _REQUEST_TIMEOUT_S = 10.0
 _PEER = struct.Struct("3i")
+# What `timeout` and `env` return for a command that cannot be started.
+_EXIT_NOT_STARTED = 127
 
 
 @dataclass
@@ -136,12 +138,20 @@ class Zygote:
         return None
 
     def _fork(self, job: Job) -> int:
-        """Fork; in the child (0) leave nothing open that is the zygote's, and look like the job."""
+        """Fork and return the child's id, or 0 in the child, which is no zygote any more."""
         parent = os.getpid()
         pid = os.fork()
         if pid:
             _close(job.files)
             return pid
+        try:
+            self._leave(job, parent)
+        except BaseException:  # noqa: BLE001  whatever it is: a child must never go on as a second zygote
+            os._exit(_EXIT_NOT_STARTED)
+        return 0
+
+    def _leave(self, job: Job, parent: int) -> None:
+        """In a child: leave nothing open that is the zygote's, and look like the job."""
         die_with_parent(parent)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -152,7 +162,6 @@ class Zygote:
             channel.close()
         shown = [sys.executable, "-u", "-m", *job.arguments]
         self._appearance.show(shown, job.environment.get(MARK_VARIABLE, NO_MARK))
-        return 0
 
     def _hear(self, stub: socket.socket) -> None:
         """Pass on a stub's signal to the worker's group; kill the worker of a stub that is gone."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
 
 # Whatever this machine is: a login node has neither the GPUs nor the cores of the nodes.
 SITUATION = Situation("submit")
+# What was found out about nodes that failed before serves for so long.
+_ASK_AGAIN_S = 300.0
 
 
 def note(text: str) -> None:
@@ -88,11 +92,41 @@ def _mounts() -> str:
 
 
 def share_of(config: Config, partitions: tuple[Partition, ...] | None) -> Share:
-    """Return what one node gives a job where the configuration leaves it open."""
+    """Return what the cluster adds where the configuration leaves it open; say which nodes a job does not get
+    because they failed before.
+    """
+    from orchestra.recovery.excluded import shared_folder
     from orchestra.submit.job import Share
+    from orchestra.submit.prepare import parent_of_runs
     from orchestra.submit.site import cpus_of_share
 
-    return Share(None if partitions is None else cpus_of_share(config, partitions))
+    if partitions is None:
+        return Share()
+    own = config.cluster
+    without: tuple[str, ...] = ()
+    if config.recovery.exclude_hours > 0:
+        runs = shared_folder(parent_of_runs(config))
+        recent = int(time.monotonic() / _ASK_AGAIN_S)
+        without = _left_out(runs, own.partition, own.nodes + own.spare_nodes, recent)
+    return Share(cpus_of_share(config, partitions), without)
+
+
+# The members of a sweep ask one by one for the same.
+@functools.lru_cache(maxsize=64)
+def _left_out(runs: Path, partition: str | None, wanted: int, _: int) -> tuple[str, ...]:
+    """Return the hosts on the list that such a job does not get, and say why."""
+    from launchers.slurm.settings import asked_cluster
+    from orchestra.recovery.excluded import excluded_folder
+    from orchestra.submit.left_out import left_out
+
+    if not excluded_folder(runs).exists():
+        return ()
+    found = left_out(runs, asked_cluster(), partition, wanted)
+    for text in found.notes:
+        note(text)
+    if found.hosts:
+        note("recovery.exclude_hours=0 uses them all the same; `orchestra doctor` lists them")
+    return found.hosts
 
 
 def tested(script: str) -> Estimate | None:

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from orchestra.doctor import host, slurm, software, storage
+from orchestra.doctor import excluded, host, slurm, software, storage
 from orchestra.doctor.check import Check, Finding, Mark, Subject, perform
 from orchestra.errors import EXIT_DONE, EXIT_FAILED, ConfigError
 
@@ -71,7 +71,7 @@ def run(arguments: Namespace) -> int:
 
 
 def _checks(num_nodes: int | None) -> list[Check]:
-    checks = [*software.CHECKS, *storage.CHECKS, *host.CHECKS, *slurm.CHECKS]
+    checks = [*software.CHECKS, *storage.CHECKS, *host.CHECKS, *slurm.CHECKS, *excluded.CHECKS]
     if num_nodes is None:
         return checks
     from orchestra.doctor.nodes import check_nodes

@@ -65,6 +65,9 @@ def _of_run(run: RunDir, arguments: Namespace) -> list[str]:
     _, verdict = read_ending(run, events, now)
     state = _told(run, read_state(run, now))
     befell = chapters(events)
+    if verdict is not None and befell and befell[-1].code is not None:
+        # Why the run was given up is more than what ended its last attempt.
+        verdict = dataclasses.replace(verdict, code=befell[-1].code)
     if arguments.json:
         found = None if verdict is None else dataclasses.asdict(verdict)
         saved = newest_checkpoint(events)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 from conf.schema import Config
 from orchestra.config.situation import Situation, resolved, this_machine
 from orchestra.errors import ConfigError
+from orchestra.faults import spelled
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -116,12 +117,14 @@ def typed(values: Any) -> Config:
     from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
     try:
-        return cast(Config, OmegaConf.to_object(values))
+        config = cast(Config, OmegaConf.to_object(values))
     except MissingMandatoryValue as error:
         missing = sorted(OmegaConf.missing_keys(values))
         raise ConfigError([f"{name}: no value given (???); set {name}=…" for name in missing]) from error
     except OmegaConfBaseException as error:
         raise unfit(error) from error
+    faults = spelled(config.recovery.inject)
+    return replace(config, recovery=replace(config.recovery, inject=faults))
 
 
 def unfit(error: OmegaConfBaseException) -> ConfigError:

@@ -67,7 +67,7 @@ def _fault_problems(entry: dict[str, Any]) -> Iterator[str]:
     for key, kind, default in (("fault", Fault, Fault.sigkill), ("phase", FaultPhase, FaultPhase.step)):
         value, names = entry.get(key, default.name), list(kind.__members__)
         if value not in names:
-            yield f"{key}={shown(value)}: no such {key}; use {listed(names)}"
+            yield f"{key}={shown(value)}: no such {key}; use {', '.join(names[:-1])} or {names[-1]}"
     fault = str(entry.get("fault", Fault.sigkill.name))
     phase = str(entry.get("phase", FaultPhase.step.name))
     if fault in _PHASES and phase in FaultPhase.__members__ and phase not in _PHASES[fault]:

@@ -258,6 +258,8 @@ class Leading:
         station.say(f"{decision.action.name}: {decision.reason}")
         number = order.number + 1
         if decision.action in (Action.give_up, Action.end):
+            if decision.code != verdict.code:
+                _write_final(record, verdict, decision)
             self._order_end(number, decision.code or verdict.code, decision.reason, lost)
         elif decision.action is Action.requeue:
             self._requeue(number, decision, verdict, record, lost)
@@ -295,5 +297,12 @@ class Leading:
     def _order_end(self, number: int, code: int, said: str, lost: Sequence[int] = ()) -> None:
         self._station.say(said)
         self._publish(Order(number, END, facts={"code": code, "said": said, "lost": list(lost)}))
+
+
+def _write_final(record: AttemptRecord, verdict: Verdict, decision: Decision) -> None:
+    """Write the verdict once more: with what is known of the attempts before it, it is another one."""
+    facts = {"cause": verdict.cause, "message": decision.reason, "step": verdict.step}
+    with contextlib.suppress(OSError):
+        record.events.write("failed", node=record.node, code=decision.code, **facts)
 
 

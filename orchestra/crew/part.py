@@ -14,19 +14,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from conf.schema import Config
-from launchers.agent import NodeAgent, start_agent, supervise
+from launchers.agent import NodeAgent, Patience, start_agent, supervise
 from launchers.crew import Order
 from launchers.errors import LauncherError
 from launchers.ports import free_port
 from launchers.spec import Ending, LaunchSpec, Place, RankFailure
+from orchestra.crew.listening import Listening
 from orchestra.crew.station import START, Station, attempt_of, host_of
 from orchestra.errors import EXIT_DONE, EXIT_FAILED, LaunchError
+from orchestra.faults import AGENT_VARIABLE
 from orchestra.submit.launch import launch_spec
 from orchestra.submit.place import placed
 from orchestra.submit.urgency import Urgency
 
 # Imports from a file system that many nodes read at once take that long.
 _WARM_TIMEOUT_S = 300.0
+# Ranks whose peer failed have nothing to save, and the next attempt sends what they did not.
+_PATIENCE = Patience(failed_peer_s=1.5, failed_linger_s=2.0)
 # How often a node looks whether the attempt broke on another one.
 _LOOK_S = 1.0
 
@@ -45,9 +49,10 @@ def perform(station: Station, order: Order) -> None:
     """
     attempt = attempt_of(order)
     record = station.record(attempt)
-    watch = _Watch(station, order)
+    listening = Listening(station, order)
+    watch = _Watch(station, order, listening)
     try:
-        spec, place = _launch(station, order)
+        spec, place = _launch(station, order, listening.environment)
         with contextlib.suppress(OSError):
             record.events.write("node_started", node=station.node, pid=os.getpid())
         urgency = Urgency(station.run, attempt, station.signals, station.config.recovery.stop_timeout_s)
@@ -58,6 +63,7 @@ def perform(station: Station, order: Order) -> None:
         station.crew.mark_broken(order.number, {"cause": "not started", "message": str(error)})
         station.crew.report(order.number, {"code": EXIT_FAILED, "message": str(error), "port": free_port()})
         return
+    listening.close()
     if ending.exit_code != EXIT_DONE:
         station.crew.mark_broken(order.number, {"cause": "ranks failed", "host": station.member.host})
     # A full disk takes the record, not the verdict.
@@ -67,11 +73,12 @@ def perform(station: Station, order: Order) -> None:
     station.crew.report(order.number, _reported(ending, urgency.interruption, watch))
 
 
-def _launch(station: Station, order: Order) -> tuple[LaunchSpec, Place]:
+def _launch(station: Station, order: Order, environment: Mapping[str, str]) -> tuple[LaunchSpec, Place]:
     attempt = attempt_of(order)
     spec = launch_spec(config_of(station.config, order), station.run, attempt, station.search_path)
     logs = tuple(station.run.node_log(attempt, node) for node in order.nodes)
-    spec = dataclasses.replace(spec, node_logs=logs)
+    environment = {**spec.environment, **environment, AGENT_VARIABLE: str(os.getpid())}
+    spec = dataclasses.replace(spec, node_logs=logs, environment=environment)
     return placed(spec, order.nodes.index(station.node), order.facts["address"], order.facts["port"],
                   order.facts["meeting"])
 
@@ -80,8 +87,8 @@ def _started(station: Station, spec: LaunchSpec, place: Place) -> NodeAgent:
     """Start torchrun, from the warm process once that has imported torch: all ranks together do it once."""
     if station.warm is not None:
         station.warm.start()
-        station.warm.await_ready(_WARM_TIMEOUT_S)
-    return start_agent(spec, place, warm=station.warm)
+        station.warm.await_ready(_WARM_TIMEOUT_S, lambda: station.signals.count() > 0)
+    return start_agent(spec, place, _PATIENCE, warm=station.warm)
 
 
 def _supervised(
@@ -123,6 +130,7 @@ class _Watch:
 
     station: Station
     order: Order
+    listening: Listening
     found: dict[str, Any] | None = None
     _looked_at: float = field(default_factory=time.monotonic)
 
@@ -130,6 +138,10 @@ class _Watch:
         return self.found is not None
 
     def look(self) -> None:
+        if self.found is None and (hangs := self.listening.look()):
+            ranks = [hang.rank for hang in hangs]
+            self.found = {"cause": "hang", "ranks": ranks, "host": self.station.member.host}
+            self.station.crew.mark_broken(self.order.number, self.found)
         now = time.monotonic()
         if self.station.is_alone or self.found is not None or now - self._looked_at < _LOOK_S:
             return

@@ -20,9 +20,6 @@ from orchestra.submit.guard import refusal
 from orchestra.submit.place import own_address
 from orchestra.submit.resubmission import chain
 
-# The task of the job's step on the node where its batch script and srun run.
-_BATCH_NODE = 0
-
 
 class SlurmJob:
     """One start of a Slurm job, as one of its tasks sees it."""
@@ -59,7 +56,7 @@ class SlurmJob:
         return GoingOn(self._run, self._config, self._task, attempt, events)
 
     def requeue(self, decision: Decision, attempt: int, events: EventWriter) -> str:
-        """Submit the run's job again without the nodes that failed, to start when this one is over.
+        """Submit the run's job again without the nodes that failed; this one starts nothing any more.
 
         A job of its own waits for no hold: one that Slurm requeues after a node failure is kept back for the
         life of its credential (121 s and more by default).
@@ -68,7 +65,8 @@ class SlurmJob:
         with contextlib.suppress(LauncherError):
             script = own_job.own_job(self._task.job).script
         without = [*self._config.cluster.exclude, *decision.exclude]
-        job = chain(self._run, self._task, attempt + 1, script, exclude=tuple(dict.fromkeys(without)))
+        exclude = tuple(dict.fromkeys(without))
+        job = chain(self._run, self._task, attempt + 1, script, exclude, at_once=True)
         with contextlib.suppress(OSError):
             facts = {"exclude": list(decision.exclude), "rule": decision.rule}
             events.write(
@@ -77,9 +75,10 @@ class SlurmJob:
         return f"job {job} goes on ({decision.reason})"
 
     def release(self, lost: Sequence[int]) -> None:
-        """End the job where its first node is gone: srun went with it, and nobody else would end it.
+        """End the job where a node of it is gone. Raises LauncherError.
 
-        Raises LauncherError.
+        Where it was the first one, srun went with it, and nobody else would end the job. Else srun waits for
+        the lost node's task until Slurm has noticed, minutes by default, and the job keeps its nodes.
         """
-        if _BATCH_NODE in lost:
+        if lost:
             scancel.cancel([self._task.job], only_waiting=False)

@@ -9,7 +9,8 @@ from launchers.warm.host import WarmHost
 from orchestra.rundir import RunDir
 from orchestra.submit.environment import worker_environment
 
-_WORKER_MODULES = ("orchestra.train.worker",)
+# The last two are imported by torch itself when an optimizer and a mesh are made: a second per rank.
+_WORKER_MODULES = ("orchestra.train.worker", "torch._dynamo", "torch.distributed.tensor")
 
 
 def warm_host(config: Config, run: RunDir, search_path: Sequence[str] = ()) -> WarmHost | None:

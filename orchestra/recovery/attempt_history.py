@@ -14,7 +14,6 @@ from typing import Any
 
 from orchestra.events import is_number, is_whole
 from orchestra.jsonl import Record
-from orchestra.metrics_file import sound_row
 
 # Events that a command writes about a run, at any time.
 _OF_COMMANDS = ("submitted", "cancelled", "requeued", "checkpoint_verified")
@@ -59,9 +58,10 @@ class Attempt:
     @property
     def step_time_s(self) -> float | None:
         """The usual time of a step, from what was logged or saved; None where nothing was."""
-        times = [float(row["step_time_s"]) for row in self.rows if is_number(row.get("step_time_s"))]
+        recent = self.rows[-20:]
+        times = [float(row["step_time_s"]) for row in recent if is_number(row.get("step_time_s"))]
         if times:
-            return statistics.median(times[-20:])
+            return statistics.median(times)
         if self.saves and self.training_at is not None:
             step, time, blocked_s = self.saves[-1]
             num_steps = step - (self.begin or 0)
@@ -150,8 +150,8 @@ def _follow(attempt: Attempt, event: Record) -> None:
 def _spread(attempts: Sequence[Attempt], rows: Iterable[Record]) -> None:
     """Give each row to the attempt that wrote it: rows carry a time, and attempts follow one another."""
     starts = [attempt.started for attempt in attempts]
-    for row in map(sound_row, rows):
-        if row is None or not is_number(row.get("time")) or not attempts:
+    for row in rows:
+        if not attempts or not is_whole(row.get("step")) or not is_number(row.get("time")):
             continue
         attempt = attempts[max(0, bisect.bisect_right(starts, row["time"]) - 1)]
         attempt.rows.append(row)

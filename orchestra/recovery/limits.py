@@ -12,7 +12,9 @@ configuration says. Time comes as numbers from whoever looks; there is no clock 
 | backward, reduce, update, agree | as a step where all ranks are in sight and none is further behind, |
 | | else recovery.heartbeat_timeout_s: the rank may wait for one that is not hung yet |
 | data, record | recovery.heartbeat_timeout_s: the storage's pace is not the rank's |
-| save, restore | learned: 10 × the longest so far; 60 s at least, checkpoint.timeout_s at most |
+| save (its blocking part), restore | learned: 10 × the longest so far; 60 s at least, |
+| | checkpoint.timeout_s at most |
+| commit | twice checkpoint.timeout_s: the last save is tried twice |
 | stop | the longest of the times that closing may take |
 
 None of the step's limits exceeds recovery.heartbeat_timeout_s. A stopped process is none that works: its
@@ -105,6 +107,8 @@ def limit(
         return storage_limit(history.restores_s, rules)
     if phase is Phase.save:
         return storage_limit(history.saves_s, rules)
+    if phase is Phase.commit:
+        return 2 * rules.storage_s
     if phase is Phase.stop:
         return rules.closing_s
     own = step_limit(history, rules)

@@ -16,15 +16,15 @@ from orchestra.report.state import read_record
 from orchestra.report.verdict import last_attempt, of_attempt
 from orchestra.rundir import RunDir
 
-# The states of a run whose wall time goes on.
-_GOES_ON = ("running", "queued", "not started")
+# The states of a run whose wall time is over, until somebody goes on with it.
+_OVER = ("finished", "failed", "stopped", "interrupted", "cancelled", "died", "unknown", "unreadable")
 
 
 def read_accounts(run: RunDir, events: Sequence[Record], state: str, now: float) -> Accounts:
     """Book the wall time of a run in `state` (a word of RunState) up to `now`, or up to its end."""
     began = wall_begin(events, read_record(run))
     rows = read_json_lines(run.metrics)
-    return account(events, rows, began=began, now=now if state in _GOES_ON else None)
+    return account(events, rows, began=began, now=None if state in _OVER else now)
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,13 @@ _WIDTH = 80
 _INDENT = 5
 # Longer stories are told from their end; the first attempt always is.
 _MOST_TOLD = 12
+_GAVE_UP = "give_up"
 _TOLD = {
     "restart": "restarted in place",
     "replace": "restarted with a spare",
     "shrink": "restarted on fewer nodes",
     "requeue": "requeued",
-    "give_up": "gave up",
+    _GAVE_UP: "gave up",
     "end": "ended",
 }
 
@@ -38,6 +39,8 @@ class Chapter:
     reason: str | None = None
     wait_s: float = 0.0
     exclude: tuple[str, ...] = ()
+    # What the run ended with, where it was given up.
+    code: int | None = None
     # Of each node that a spare replaced: the lost host and the spare's.
     replaced: tuple[tuple[str, str], ...] = ()
 
@@ -78,6 +81,7 @@ def _chapter(incident: Incident, told: Iterable[Record]) -> Chapter:
         reason=_text(first, "reason"),
         wait_s=float(wait_s) if is_number(wait_s) else 0.0,
         exclude=incident.excluded,
+        code=first["code"] if decision == _GAVE_UP and "code" in first else None,
         replaced=replaced,
     )
 

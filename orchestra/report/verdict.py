@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 from orchestra.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED
 from orchestra.jsonl import Record
+from orchestra.recovery.causes import follows_from_another
+from orchestra.recovery.culprit import culprit
 
 _STATES = {EXIT_DONE: "finished", EXIT_INTERRUPTED: "interrupted", EXIT_STOPPED: "stopped"}
 # Ends that no rank is to blame for.
@@ -61,11 +63,11 @@ def node_verdict(events: Iterable[Record]) -> Verdict | None:
 
 
 def _with_first_failure(code: int, end: Record, events: Iterable[Record]) -> Verdict:
-    failure = None if code in _IN_GOOD_ORDER else first_failure(events)
+    failure = None if code in _IN_GOOD_ORDER else _seen_from_outside(events) or first_failure(events)
     source = failure or end
     return Verdict(
         code=code,
-        cause=str(source.get("cause") or end["event"]),
+        cause=str(source.get("cause") or end.get("event", "failed")),
         message=str(source.get("message") or ""),
         rank=source.get("rank"),
         host=source.get("host"),
@@ -80,7 +82,30 @@ def first_failure(events: Iterable[Record]) -> Record | None:
     failures = [
         event for event in events if event.get("event") in ("failed", "rank_failed") and "rank" in event
     ]
-    return min(failures, key=lambda event: ("signal" not in event, event.get("time") or 0.0), default=None)
+    return min(failures, key=_order_of_blame, default=None)
+
+
+def _seen_from_outside(events: Iterable[Record]) -> Record | None:
+    """Return what the agents saw that no rank could say: a node that is gone, a rank that hangs.
+
+    What ranks say then follows from it: their peers are gone.
+    """
+    events = list(events)
+    lost = [event for event in events if event.get("event") in ("node_lost", "agent_lost")]
+    if lost:
+        hosts = ", ".join(dict.fromkeys(str(event.get("host")) for event in lost))
+        cause = str(lost[0]["event"]).replace("_", " ")
+        return {"cause": cause, "message": f"{hosts}: {lost[0].get('cause')}", "host": lost[0].get("host")}
+    hung = [event for event in events if event.get("event") == "hang_detected"]
+    found = culprit(events) if hung else None
+    if found is None:
+        return None
+    step = hung[0].get("step")
+    return {"cause": "hang", "message": found.why, "rank": found.rank, "host": found.host, "step": step}
+
+
+def _order_of_blame(event: Record) -> tuple[bool, bool, float]:
+    return "signal" not in event, follows_from_another(event), event.get("time") or 0.0
 
 
 def _only_stopped(events: Iterable[Record]) -> bool:
@@ -113,13 +138,15 @@ def judge(events: Sequence[Record], *, exit_code: int, interruption: str | None)
     if exit_code == EXIT_DONE and finished:
         return Verdict(EXIT_DONE, "finished", step=finished[0].get("step"))
     failure = first_failure(events)
-    if failure is not None and _only_stopped(events):
+    outside = _seen_from_outside(events)
+    if failure is not None and outside is None and _only_stopped(events):
         cause, message = str(failure.get("cause")), str(failure.get("message") or "")
         return Verdict(EXIT_STOPPED, cause, message, step=failure.get("step"))
     if interruption is not None:
         return Verdict(EXIT_INTERRUPTED, "interrupted", interruption)
-    if failure is not None:
-        return _with_first_failure(int(failure.get("code", EXIT_FAILED)) or EXIT_FAILED, failure, events)
+    if outside is not None or failure is not None:
+        code = EXIT_FAILED if failure is None or outside is not None else int(failure.get("code", 1))
+        return _with_first_failure(code or EXIT_FAILED, failure or {}, events)
     return Verdict(
         EXIT_FAILED, "no verdict", f"{_ended(exit_code)}, and no rank said why; see the node's log"
     )

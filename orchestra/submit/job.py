@@ -28,9 +28,12 @@ def new_token() -> str:
 
 @dataclass(frozen=True)
 class Share:
-    """What one node gives a job, where the configuration leaves it open: processor cores, None: unknown."""
+    """What the cluster adds where the configuration leaves it open."""
 
+    # Processor cores that one node gives a job; None: unknown.
     cpus: int | None = None
+    # Hosts on the cluster's list of those that failed.
+    without: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ def array_job(
 
 
 def _job(config: Config, place: _Place, token: str, share: Share | None) -> BatchJob:
-    cluster = config.cluster
+    cluster, share = config.cluster, share or Share()
     ranks = int(cluster.gpus_per_node)
     options = {
         "partition": cluster.partition,
@@ -71,7 +74,7 @@ def _job(config: Config, place: _Place, token: str, share: Share | None) -> Batc
         "qos": cluster.qos,
         "time": cluster.time_limit,
         "constraint": cluster.constraint,
-        "exclude": cluster.exclude or None,
+        "exclude": list(dict.fromkeys([*cluster.exclude, *share.without])) or None,
         **cluster.slurm_extra,
     }
     prefix, srun_options = _container(cluster.container, place)
@@ -87,7 +90,7 @@ def _job(config: Config, place: _Place, token: str, share: Share | None) -> Batc
         warning_lead_s=warning_lead_s(config),
         requeue=cluster.requeue is Requeue.requeue,
         gpus_per_node=None if cluster.device is Device.cpu or _asks_for_gpus(options) else ranks,
-        cpus_per_task=_cpus(config, ranks, share or Share()),
+        cpus_per_task=_cpus(config, ranks, share),
         setup=tuple(cluster.setup),
         srun_options=srun_options,
         options=options,

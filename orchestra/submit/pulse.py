@@ -12,16 +12,29 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from conf.schema import Config
 from launchers import processes
 from launchers.processes import Process
-from orchestra.events import EventWriter
-from orchestra.heartbeat import Beat, Phase, beat_file, read_beat, remove_records, stacks_file
+from launchers.spec import LaunchSpec
+from orchestra.errors import EXIT_FAILED
+from orchestra.events import EventWriter, is_number, read_events
+from orchestra.faults import AGENT_VARIABLE
+from orchestra.heartbeat import (
+    FOLDER_VARIABLE,
+    Beat,
+    Phase,
+    beat_file,
+    beats_folder,
+    read_beat,
+    remove_records,
+    stacks_file,
+)
 from orchestra.recovery.culprit import Standing, furthest_behind
-from orchestra.recovery.limits import History, LimitRules, limit, step_limit
+from orchestra.recovery.limits import History, LimitRules, limit, limit_rules, step_limit
 from orchestra.rundir import RunDir
 from orchestra.submit import stacks
 from orchestra.submit.stacks import Asked
@@ -32,6 +45,15 @@ _LONGEST_PAUSE_S = 3.0
 # How often the node's summary is written, and a missing record is looked for in the run's directory.
 _SUMMARY_S = 10.0
 _IN_STEPS = frozenset(range(Phase.step, Phase.save))
+
+
+@dataclass(frozen=True)
+class Node:
+    """This node in an attempt: its number in the job, and its place among those that take part."""
+
+    attempt: int
+    number: int
+    place: int
 
 
 @dataclass(frozen=True)
@@ -90,7 +112,7 @@ class _Rank:
             self.stepped_at = self.phase_since = now
             return
         was_training = before.phase >= Phase.step
-        if was_training and Phase.save not in (before.phase, beat.phase):
+        if {before.phase, beat.phase} <= _IN_STEPS:
             self.history.add_silence(silence_s)
         if beat.step != before.step:
             done = beat.step - (before.step if was_training else beat.first_step)
@@ -103,6 +125,27 @@ class _Rank:
             self.phase_since = now
 
 
+def pulse_environment(run: RunDir) -> dict[str, str]:
+    """Return what is added to the environment of a node's ranks, so that they beat. Raises OSError.
+
+    *The node agent*, in the process that is to be killed where a fault says so.
+    """
+    return {FOLDER_VARIABLE: str(beats_folder(run)), AGENT_VARIABLE: str(os.getpid())}
+
+
+def open_pulse(config: Config, run: RunDir, events: EventWriter, spec: LaunchSpec, node: Node) -> Pulse:
+    """Return the pulse of this node's ranks in an attempt that has just been started with
+    `pulse_environment` in its `spec`.
+    """
+    count = spec.ranks_per_node
+    ranks = tuple(range(node.place * count, (node.place + 1) * count))
+    folder = Path(spec.environment[FOLDER_VARIABLE])
+    watched = Watched(run, node.attempt, node.number, ranks, spec.world_size, folder)
+    past = read_events(run, ("restored",))
+    restores = [it["seconds"] for it in past if it["event"] == "restored" and is_number(it.get("seconds"))]
+    return Pulse(watched, limit_rules(config), events, [it for it in restores if it > 0])
+
+
 class Pulse:
     """Watches the ranks of one node through one attempt. `look` is called about ten times a second."""
 
@@ -111,8 +154,10 @@ class Pulse:
         watched: Watched,
         rules: LimitRules,
         events: EventWriter,
+        restores_s: Sequence[float] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Begin to watch, from now on. `restores_s`: how long the run's restores took so far."""
         self._watched = watched
         self._rules = rules
         self._events = events
@@ -121,6 +166,8 @@ class Pulse:
         # The pulse's own watch, which stands still while the agent does.
         self._now = 0.0
         self._ranks = {rank: _Rank() for rank in watched.ranks}
+        for it in self._ranks.values():
+            it.history.restores_s.extend(restores_s)
         self._host = socket.gethostname()
         self._is_stalled = False
         self._accused: set[int] = set()
@@ -220,6 +267,7 @@ class Pulse:
             self._write(
                 "hang_detected", it, limits[it.rank], standings, stacks=None if path is None else str(path)
             )
+            self._write_failed(it, limits[it.rank])
             hangs.append(Hang(it, limits[it.rank], self._ranks[it.rank].process, path))
         return tuple(hangs)
 
@@ -253,6 +301,17 @@ class Pulse:
                 limit=round(limit_s, 1),
                 ranks=[other.record() for other in standings.values()],
                 **evidence,
+            )
+
+    def _write_failed(self, it: Standing, limit_s: float) -> None:
+        """Write the verdict on a rank that will write none itself."""
+        message = f"silent for {it.silent_s:.0f} s {it.where()}, where {limit_s:.0f} s are the limit"
+        if it.is_stopped:
+            message += "; its process is stopped (SIGSTOP)"
+        cause = f"hang in {it.phase.name}"
+        with contextlib.suppress(OSError):
+            self._events.write(
+                "rank_failed", rank=it.rank, code=EXIT_FAILED, cause=cause, message=message, step=it.step
             )
 
     def _write_summary(self, standings: dict[int, Standing]) -> None:

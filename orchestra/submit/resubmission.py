@@ -26,17 +26,27 @@ from orchestra.submit.job import new_token
 
 
 def chain(
-    run: RunDir, task: JobTask, attempt: int, script: str | None, exclude: tuple[str, ...] = ()
+    run: RunDir,
+    task: JobTask,
+    attempt: int,
+    script: str | None,
+    exclude: tuple[str, ...] = (),
+    *,
+    at_once: bool = False,
 ) -> str:
     """Submit a run's job again, to start when this one is over; return the new job's id, in
-    an array with the task's number. `exclude`: hosts that it must not get. *The leading node only*.
+    an array with the task's number. `exclude`: hosts that it must not get. With
+    `at_once` it does not wait for this one's end, which Slurm sees late where a node is lost. *The leading
+    node only*.
 
     `script` is the one that this job was submitted with (None: the run's own); of an array this task alone is
     submitted. Raises LauncherError where Slurm refuses or stays silent, OSError where the intent cannot be
     recorded.
     """
     token, member = new_token(), task.array_task
-    options = [f"--comment={token}", f"--dependency=afterany:{task.job}"]
+    options = [f"--comment={token}"]
+    if not at_once:
+        options.append(f"--dependency=afterany:{task.job}")
     if exclude:
         options.append(f"--exclude={','.join(exclude)}")
     if member is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import faulthandler
 import os
 import signal
 import sys
@@ -79,6 +80,7 @@ def main() -> NoReturn:
     is_under_torchrun = "RANK" in os.environ
     if is_under_torchrun:
         redirect_output(run.rank_log(arguments.attempt, int(os.environ["RANK"])))
+    faulthandler.enable()  # a crash in native code leaves its stacks in the rank's log
     heart = open_heart(run, arguments.attempt, int(os.environ.get("RANK", "0")))
 
     from orchestra.train.worker import run_rank

@@ -21,7 +21,7 @@ from checkpointing.options import Options
 from checkpointing.peers import Peers
 from checkpointing.restoring.restore import Restored
 from checkpointing.shards import Shard
-from conf.schema import Config
+from conf.schema import Config, WhenBusy
 from orchestra.errors import TrainingError, UnusableCheckpointError
 from orchestra.events import EventWriter, read_events
 from orchestra.parallel.mesh import Mesh, RankEnvironment
@@ -104,6 +104,12 @@ class Checkpoints:
         if self._every_steps is None:
             return False
         return is_last or step % self._every_steps == 0 or step == self._last_step
+
+    def waits_for_storage(self, step: int, *, is_last: bool = False) -> bool:
+        """Whether the save behind `step` may hold the training until what it writes is committed."""
+        chosen = self._setting.config.checkpoint
+        is_waited_for = not chosen.async_save or chosen.when_busy is WhenBusy.wait
+        return is_waited_for or is_last or step == self._last_step
 
     def save(self, behind: Position, *, is_last: bool = False) -> None:
         """Save the state as it is now. Training goes on whatever becomes of it: the events tell.

@@ -22,16 +22,20 @@ from typing import TYPE_CHECKING
 from conf.schema import Fault
 from orchestra.errors import TrainingError
 from orchestra.events import EventWriter
-from orchestra.faults import EXIT_CODE, HANG_S, PlannedFault, planned_faults
+from orchestra.faults import (
+    AGENT_VARIABLE,
+    EXIT_CODE,
+    HANG_S,
+    NODE_DOWN_VARIABLE,
+    PlannedFault,
+    planned_faults,
+)
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = ["Faults", "PlannedFault", "planned_faults"]
 
-# What whoever starts a node's ranks tells them: the node agent's process id, and how a node is taken down.
-AGENT_VARIABLE = "LAUNCHERS_AGENT_PID"
-NODE_DOWN_VARIABLE = "ORCHESTRA_NODE_DOWN"
 _SPIKE = 1e4
 # More than any device holds.
 _TOO_MANY_BYTES = 1 << 56

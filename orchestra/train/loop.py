@@ -109,7 +109,8 @@ def train(
         if failure is not None:
             raise failure
         if is_saved or is_copied:
-            moments.enter(Phase.save, step)
+            waits = is_saved and course.checkpoints.waits_for_storage(step, is_last=request is not None)
+            moments.enter(Phase.commit if waits else Phase.save, step)
             behind = _position(step, batch, result, guard, recorder, training.step)
             if is_saved:
                 course.checkpoints.save(behind, is_last=request is not None)

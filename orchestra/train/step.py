@@ -116,8 +116,8 @@ class TrainingStep:
         share = self._share if self.loss_scale is None else self.loss_scale.scale * self._share
         for index in range(num_micro_batches):
             self.moments.enter(Phase.forward, step, index)
-            if index == 0:
-                share = share * self.moments.faults.factor(step)
+            if index == 0 and (factor := self.moments.faults.factor(step)) != 1.0:
+                share = share * factor
             is_last = index == num_micro_batches - 1
             self._parallel.stage.begin(is_first=index == 0, is_last=is_last)
             tokens_BS = tokens_ABS[index].to(self._mesh.device, non_blocking=True)

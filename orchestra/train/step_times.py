@@ -3,8 +3,10 @@
 One step of every so many is timed, on all ranks the same one: the whole step less the marked communication,
 on a GPU by events in its stream that are read much later, so that no host ever waits for a device. A rank
 leaves its times in the ranks' store and goes on; rank 0 reads all of them in a thread and writes
-`straggler_found` and `straggler_gone`. A step that is not timed costs a comparison. What is done about a
-straggler is not known here.
+`straggler_found` and `straggler_gone`. A step that is not timed costs a comparison.
+
+Communication inside of what torch compiled has no marks: waits there count as a rank's own time and hide who
+is slow, but accuse nobody. What is done about a straggler is not known here.
 """
 
 from __future__ import annotations
@@ -115,6 +117,11 @@ class DeviceClock:
         return max(0.0, whole - sum(parts)) / 1000.0
 
 
+def step_clock(device: torch.device) -> StepClock:
+    """Return the clock of ranks that compute on this device."""
+    return DeviceClock() if device.type == "cuda" else HostClock()
+
+
 def _event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
@@ -126,11 +133,11 @@ class StepTimes:
     """
 
     def __init__(
-        self, config: RecoveryConfig, peers: Peers, device: torch.device, events: EventWriter | None
+        self, config: RecoveryConfig, peers: Peers, clock: StepClock, events: EventWriter | None
     ) -> None:
         self._every_steps = config.straggler_every_steps if peers.world_size > 1 else None
         self._peers = peers
-        self._clock: StepClock = DeviceClock() if device.type == "cuda" else HostClock()
+        self._clock = clock
         self._timed: int | None = None
         self._is_running = False
         self._told: deque[tuple[int, float]] = deque(maxlen=_TOLD)
@@ -227,7 +234,7 @@ class StragglerWatch:
     def _announce(self, step: int, words: list[dict[str, Any]]) -> None:
         config = self._config
         factor, windows = config.straggler_factor, config.straggler_windows
-        judgement = judge(self._history, self._slow, factor=factor, windows=windows)
+        judgement = judge(list(self._history), self._slow, factor=factor, windows=windows)
         num_steps = windows * (config.straggler_every_steps or 1)
         # A full disk takes the record; the next one is tried again.
         with contextlib.suppress(OSError):

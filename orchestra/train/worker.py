@@ -47,7 +47,7 @@ from orchestra.train.peak import device_peak_flops
 from orchestra.train.position import Position
 from orchestra.train.profile import StepProfiler
 from orchestra.train.state import TensorState
-from orchestra.train.step_times import StepTimes
+from orchestra.train.step_times import StepTimes, step_clock
 from orchestra.train.stopping import RequestWatch, Stopping
 from orchestra.train.wandb_mirror import WandbMirror
 
@@ -170,7 +170,8 @@ def _train_on(mesh: Mesh, config: Config, ranks: RankEnvironment, records: Recor
     recorder = _recorder(config, mesh, training, records, begin)
     watch = RequestWatch(records.run, records.attempt) if mesh.rank == 0 else None
     stopping = Stopping(peers, watch)
-    step_times = StepTimes(config.recovery, peers, mesh.device, records.events if mesh.rank == 0 else None)
+    clock, listener = step_clock(mesh.device), records.events if mesh.rank == 0 else None
+    step_times = StepTimes(config.recovery, peers, clock, listener)
     try:
         request = train(
             config, training, Course(loader, checkpoints, stopping, moments, step_times), recorder, begin

@@ -30,7 +30,7 @@ class Site:
         self.state = folder / "cluster"
         self.shared = folder / "shared"
         folder.chmod(0o755)
-        self.shared.mkdir()
+        self.shared.mkdir(exist_ok=True)
         os.chown(self.shared, user.pw_uid, user.pw_gid)
 
     @property

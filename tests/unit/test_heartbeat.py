@@ -109,6 +109,7 @@ def test_positions_compare_like_progress() -> None:
         (Phase.reduce, 4, 0),
         (Phase.update, 4, 0),
         (Phase.save, 4, 0),
+        (Phase.commit, 4, 0),
         (Phase.step, 5, 0),
     ]
     positions = [Beat(0, phase, step, micro_batch, 1, 1, 1).position for phase, step, micro_batch in ordered]

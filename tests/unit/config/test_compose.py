@@ -20,6 +20,7 @@ from orchestra.config.keys import known_keys
 from orchestra.config.situation import Situation
 from orchestra.config.tree import GROUPS
 from orchestra.errors import ConfigError
+from orchestra.frozen import read_config, write_config
 
 HERE = Situation("run", num_gpus=0)
 
@@ -260,3 +261,10 @@ signs = st.sampled_from(["", "", "", "+", "++", "~", "--"])
 def test_whatever_is_typed_nothing_but_a_config_error_comes_out(overrides: list[str]) -> None:
     with contextlib.suppress(ConfigError):
         compose(overrides, HERE)
+
+
+def test_a_fault_called_nan_is_a_name_and_no_number(tmp_path: Path) -> None:
+    config = compose(["recovery.inject=[{at_step: 3, rank: 0, fault: nan}]"]).config
+    write_config(tmp_path / "config.yaml", config)
+    for it in (config, read_config(tmp_path / "config.yaml")):
+        assert it.recovery.inject == [{"at_step": 3, "rank": 0, "fault": "nan"}]

@@ -67,6 +67,22 @@ def test_an_importing_zygote_refuses_and_a_closed_one_is_gone(tmp_path: Path) ->
     assert not processes.is_alive(zygote)
 
 
+def test_another_environment_is_refused_before_anything_is_forked(tmp_path: Path) -> None:
+    warm = _host(tmp_path, "")
+    try:
+        assert warm.await_ready(60), warm.trouble()
+        other = {**os.environ, **environment(tmp_path), "OMP_NUM_THREADS": "2"}
+        with (
+            (tmp_path / "log").open("wb") as log,
+            pytest.raises(WarmRefusal, match="another OMP_NUM_THREADS"),
+        ):
+            warm.popen(("early",), other, log)
+        assert warm.pid is not None
+        assert processes.children(warm.pid) == []
+    finally:
+        warm.close()
+
+
 @pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "LD_PRELOAD", "PYTHONHASHSEED", "TORCH_LOGS"])
 def test_a_variable_that_is_read_at_the_start_cannot_differ(name: str) -> None:
     assert differing({name: "1"}, {}) == name

@@ -55,7 +55,8 @@ values = {
     "name": __name__, "spec": __spec__.name, "file": __file__, "arguments": sys.argv, "path": sys.path,
     "all arguments": sys.orig_argv, "flags": str(sys.flags), "folder": os.getcwd(),
     "through": [sys.stdout.write_through, sys.stderr.write_through], "cached": __cached__,
-    "main is": sys.modules["__main__"].__dict__ is globals(), "names": sorted({*globals()} - {"__annotations__"}),
+    "main is": sys.modules["__main__"].__dict__ is globals(),
+    "names": sorted({*globals()} - {"__annotations__"}),
     "environment": {name: value for name, value in os.environ.items() if name not in (
         "LAUNCHERS_MARK", "LAUNCHERS_PARENT_PID", "MASTER_PORT", "TORCHELASTIC_RUN_ID")},
     "parent is told": os.environ["LAUNCHERS_PARENT_PID"] == str(os.getppid()),

@@ -47,7 +47,9 @@ def test_of_each_rank_the_last_word_counts() -> None:
     found = culprit(
         [
             stalled(standing(0, Phase.forward), standing(1, Phase.reduce)),
-            stalled(standing(0, Phase.reduce, step=20), standing(1, Phase.step, step=20), event="hang_detected"),
+            stalled(
+                standing(0, Phase.reduce, step=20), standing(1, Phase.step, step=20), event="hang_detected"
+            ),
         ]
     )
     assert found is not None

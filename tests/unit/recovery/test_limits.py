@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -70,6 +71,7 @@ def test_saves_and_restores_are_learned_from_earlier_ones() -> None:
     seen.saves_s.append(2.0)
     seen.restores_s.append(20.0)
     assert (limit(Phase.save, seen, RULES), limit(Phase.restore, seen, RULES)) == (60.0, 200.0)
+    assert limit(Phase.commit, seen, RULES) == 1200.0
     seen.saves_s.append(1000.0)
     assert limit(Phase.save, seen, RULES) == 600.0
 
@@ -93,7 +95,7 @@ def test_more_steps_than_are_kept_are_taken_at_once() -> None:
     [({}, True), ({"zero": 2}, True), ({"zero": 3}, False), ({"tp": 2}, False)],
 )
 def test_a_forward_pass_with_collectives_is_no_work_of_its_own(
-    shape: dict[str, int], is_own_work: bool
+    shape: dict[str, Any], is_own_work: bool
 ) -> None:
     rules = limit_rules(Config(parallelism=ParallelismConfig(**shape)))
     assert (Phase.forward in rules.own_work) is is_own_work

@@ -1,4 +1,4 @@
-"""The node agent's ear, with real processes: who hangs is found and shows its stacks; who moves is left alone.
+"""The node agent's ear, with real processes: who hangs is found and shows its stacks, and nobody else.
 
 Time is the test's own: each look comes a second after the one before, on a clock that the test moves.
 """
@@ -18,18 +18,18 @@ from typing import Any
 import pytest
 
 from launchers import processes
-from launchers.processes import Process
 from orchestra.events import EventWriter, read_events
-from orchestra.heartbeat import FOLDER_VARIABLE, Beat, Phase, beat_file, read_beat
+from orchestra.heartbeat import FOLDER_VARIABLE, Phase, beat_file
 from orchestra.recovery.culprit import culprit
 from orchestra.recovery.limits import LimitRules
+from orchestra.report.verdict import first_failure
 from orchestra.rundir import RunDir
 from orchestra.submit.pulse import Hang, Pulse, Watched
 
 ROOT = Path(__file__).resolve().parents[3]
 RULES = LimitRules(setup_s=300.0, silent_s=60.0, storage_s=600.0, closing_s=120.0)
 
-# Does what it reads from its standard input, a line at a time: `beat PHASE STEP [MICRO_BATCH]`, or a way to hang.
+# Does what it reads, a line at a time: `beat PHASE STEP [MICRO_BATCH]`, or a way to hang.
 RANK = textwrap.dedent(
     """
     import sys, threading, time
@@ -180,6 +180,10 @@ def test_a_stopped_rank_is_found_in_whatever_phase_and_its_silence_explained(nod
     assert (event["rank"], event["step"], event["phase"], event["state"]) == (1, 12, "reduce", "T")
     assert event["stacks"] == str(node.run.rank_stacks(0, 1))
     assert event["seconds"] > event["limit"] == 10.0
+    verdict = first_failure(read_events(node.run))
+    assert verdict is not None
+    assert (verdict["rank"], verdict["cause"]) == (1, "hang in reduce")
+    assert "SIGSTOP" in verdict["message"]
     named = culprit(read_events(node.run))
     assert named is not None
     assert (named.rank, named.host) == (1, event["host"])
@@ -255,13 +259,6 @@ def test_ranks_that_have_ended_are_no_hang(nodes: Any) -> None:
     for step in range(12, 80):
         node.ranks[0].beat(Phase.step, step)
         assert node.look() == []
-
-
-def test_a_record_of_another_process_with_the_same_id_accuses_nobody(nodes: Any) -> None:
-    node = nodes(1)
-    beat = read_beat(beat_file(node.watched.folder, 0, 0))
-    assert isinstance(beat, Beat)
-    assert processes.state(Process(beat.pid, beat.started + 1)) is None
 
 
 def test_the_summary_says_where_the_ranks_stand(nodes: Any) -> None:

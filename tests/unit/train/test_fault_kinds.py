@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,9 +16,15 @@ from conf.schema import Fault, FaultPhase
 from launchers import processes
 from launchers.processes import Process
 from orchestra.events import EventWriter, read_events
-from orchestra.faults import PlannedFault, planned_faults, still_to_come
+from orchestra.faults import (
+    AGENT_VARIABLE,
+    NODE_DOWN_VARIABLE,
+    PlannedFault,
+    planned_faults,
+    still_to_come,
+)
 from orchestra.rundir import RunDir
-from orchestra.train.faults import AGENT_VARIABLE, NODE_DOWN_VARIABLE, Faults
+from orchestra.train.faults import Faults
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = """
@@ -178,7 +185,8 @@ def test_what_comes_before_all_steps_needs_no_step() -> None:
 
 
 def test_of_earlier_attempts_nothing_is_to_come() -> None:
-    entries = [{"at_step": 1, "rank": 0}, *({"at_step": 2, "rank": 0, "attempt": it} for it in (1, 2, "all"))]
+    later: list[dict[str, Any]] = [{"at_step": 2, "rank": 0, "attempt": it} for it in (1, 2, "all")]
+    entries = [{"at_step": 1, "rank": 0}, *later]
     assert [it.get("attempt") for it in still_to_come(entries, 0)] == [None, 1, 2, "all"]
     assert [it.get("attempt") for it in still_to_come(entries, 2)] == [2, "all"]
 

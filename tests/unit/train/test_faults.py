@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_an_entry_becomes_a_value_with_the_defaults_filled_in() -> None:
-    entries = [
+    entries: list[dict[str, Any]] = [
         {"at_step": 3, "rank": 1},
         {"at_step": 20, "rank": "all", "fault": "sigkill", "phase": "mid_file", "attempt": 2},
     ]

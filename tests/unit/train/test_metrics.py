@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 
@@ -96,6 +97,19 @@ def test_goodput_is_time_in_steps_that_count_over_time_since_the_first_attempt()
     row = make_row(meter, 8)
     assert row["goodput"] == pytest.approx(0.5, rel=1e-3)
     assert row["tokens"] == 8000
+
+
+def test_the_wall_time_begins_with_the_first_submission(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    JsonLinesWriter(run.event_file(node_writer(1, 0))).write(
+        {"time": 50.0, "attempt": 1, "event": "attempt_started"}
+    )
+    assert totals_of_nothing(run).started_at == 50.0
+    JsonLinesWriter(run.event_file("submit.7")).write({"time": 40.0, "attempt": 0, "event": "submitted"})
+    assert totals_of_nothing(run).started_at == 40.0
+    # A member of a sweep has no event of its submission.
+    run.record.write_text(json.dumps({"jobs": [{"submitted": 30.0}, {"submitted": 90.0}]}))
+    assert totals_of_nothing(run).started_at == 30.0
 
 
 def test_floats_keep_full_precision_in_the_file(tmp_path: Path) -> None:

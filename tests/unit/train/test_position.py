@@ -22,11 +22,20 @@ POSITION = Position(
     nonfinite=NonFiniteSteps(num_skipped=1, num_in_a_row=0),
     totals=Totals(started_at=1.7e9 + 0.1, tokens=1344, productive_s=0.1 + 0.2),
     score=1 / 3,
+    recent_losses=(2.5, 0.1 + 0.2, 1e-3),
 )
 
 
 def test_a_position_survives_json_bit_for_bit() -> None:
     assert from_json(json.loads(json.dumps(to_json(POSITION)))) == POSITION
+
+
+@pytest.mark.parametrize("losses", [None, "3.0", [1.0, "2"], [float("nan")]])
+def test_without_sound_losses_the_window_of_spikes_begins_anew(losses: Any) -> None:
+    state = {**to_json(POSITION), "recent_losses": losses}
+    assert from_json(state).recent_losses == ()
+    del state["recent_losses"]
+    assert from_json(state).recent_losses == ()
 
 
 def test_a_loss_that_is_not_finite_is_no_score() -> None:

@@ -1,0 +1,141 @@
+"""Seconds from a fault to a step that was never trained before, on a cluster of four hosts on this machine.
+
+Ranks, agents and hosts of a run are killed and stopped, and the run's own records tell where the seconds went.
+Beside it the same faults befall a plain `torchrun --max-restarts` in a job of `sbatch --requeue`, on the same
+cluster under the same Slurm settings. It needs root, to start the cluster, and Slurm's packages.
+
+    python benchmarks/recovery.py [--repeats 3] [--only rank,agent] [--peer] [--folder /tmp/recovery]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "slurm")]
+
+from matrix_field import Field, Subject, opened, until  # noqa: E402
+from recovery_torchrun import PEER_FAULTS, measure_peer  # noqa: E402
+
+from recovery_times import MEANING, Births, Recovery, new_step, recovery, table  # noqa: E402
+
+LONG = ("train.steps=1000000", "checkpoint.every_steps=10", "cluster.gpus_per_node=1")
+LIMIT_S = 240.0
+
+Blow = Callable[[Subject], None]
+
+
+def kill_rank(run: Subject) -> None:
+    run.hit_rank(1)
+
+
+def stop_rank(run: Subject) -> None:
+    run.hit_rank(1, signal.SIGSTOP)
+
+
+def kill_agent(run: Subject) -> None:
+    run.hit_agent(1)
+
+
+def lose_node(run: Subject) -> None:
+    run.fail_node(1)
+
+
+def lose_first_node(run: Subject) -> None:
+    run.fail_node(0)
+
+
+# Name, what happens, the run's own overrides. Each begins with all four hosts up.
+CASES: dict[str, tuple[str, Blow, tuple[str, ...]]] = {
+    "rank": ("rank SIGKILL", kill_rank, ("cluster.nodes=2",)),
+    "agent": ("agent SIGKILL", kill_agent, ("cluster.nodes=2",)),
+    "stop": ("rank SIGSTOP", stop_rank, ("cluster.nodes=2",)),
+    "spare": ("node lost, a spare is there", lose_node, ("cluster.nodes=2", "cluster.spare_nodes=1")),
+    "first": ("first node lost, a spare is there", lose_first_node, ("cluster.nodes=2", "cluster.spare_nodes=1")),
+    "shrink": ("node lost, min_nodes=1", lose_node, ("cluster.nodes=2", "recovery.min_nodes=1")),
+    "requeue": ("node lost, another job without it", lose_node, ("cluster.nodes=2",)),
+}
+
+
+def main() -> int:
+    """Measure, print the table, return 0; 2 on a machine that cannot start the cluster."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=3, help="faults of each kind (%(default)s)")
+    parser.add_argument("--only", default=",".join(CASES), help="cases, comma-separated (%(default)s)")
+    parser.add_argument("--peer", action="store_true", help="measure plain torchrun beside it")
+    parser.add_argument("--peer-only", default=",".join(PEER_FAULTS), help="its cases (%(default)s)")
+    parser.add_argument("--folder", type=Path, help="keep cluster and runs there; else all is removed")
+    parser.add_argument("--set", action="append", default=[], help="a further override of all runs; repeatable")
+    arguments = parser.parse_args()
+    if os.geteuid() != 0:
+        print("this needs root: it starts a development cluster", file=sys.stderr)
+        return 2
+    found: list[Recovery] = []
+    with _field(arguments.folder) as field:
+        for name in filter(None, arguments.only.split(",")):
+            found += measure(field, name, arguments.repeats, tuple(arguments.set))
+        print(table(found) if found else "")
+        if arguments.peer:
+            for line in measure_peer(field, arguments.peer_only.split(","), arguments.repeats):
+                print(line, flush=True)
+    print("\n".join(f"- {mark}: {meaning}" for mark, meaning in MEANING.items()))
+    return 0
+
+
+@contextmanager
+def _field(folder: Path | None) -> Iterator[Field]:
+    if folder is not None:
+        with opened(folder, keep=True) as field:
+            yield field
+        return
+    with tempfile.TemporaryDirectory(prefix="orchestra-") as temporary, opened(Path(temporary)) as field:
+        yield field
+
+
+def measure(field: Field, name: str, repeats: int, overrides: tuple[str, ...]) -> list[Recovery]:
+    """Let one fault happen so often; print each recovery and return them."""
+    said, blow, own = CASES[name]
+    found: list[Recovery] = []
+    for _ in range(repeats):
+        # A run of its own each time: a host that failed twice would be left out.
+        field.clear()
+        run = field.submit(f"{name}-{time.time_ns()}", *LONG, *own, *overrides)
+        births = Births(run.run)
+        births.start()
+        try:
+            run.wait_for_step(15, LIMIT_S)
+            found.append(_hurt(run, said, blow, births))
+        except AssertionError as error:
+            print(f"{said}: {str(error)[:6000]}", file=sys.stderr)
+        finally:
+            births.close()
+    field.clear()
+    return found
+
+
+def _hurt(run: Subject, said: str, blow: Blow, births: Births) -> Recovery:
+    load = os.getloadavg()[0]
+    since = time.time()
+    blow(run)
+    until(lambda: new_step(run.run, since) is not None, f"{said}: a new step", LIMIT_S)
+    births.run_once()
+    back = recovery(run.run, said, since, births, load)
+    stretches = {mark: round(seconds, 2) for mark, seconds in back.stretches().items()}
+    facts = {**asdict(back), "at": {mark: round(at, 2) for mark, at in back.at.items()}}
+    print(f"{said}: {back.total_s:.1f} s at load {load:.1f}: {stretches}", flush=True)
+    print(json.dumps(facts), file=sys.stderr, flush=True)
+    return back
+
+
+if __name__ == "__main__":
+    sys.exit(main())

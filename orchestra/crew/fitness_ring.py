@@ -1,0 +1,119 @@
+"""How fast this node reaches the next one: each agent sends a little to its neighbour, in a ring.
+
+Plain sockets, no torch: it finds an interface that fell back to a slower speed or loses packets, not what NCCL
+makes of the network (`orchestra bench network` measures that). It measures; who is slow is the leader's to say.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+_CHUNK = bytes(1 << 18)
+# One measurement ends after that much, or that long.
+_MOST_BYTES, _MOST_S = 16 << 20, 0.1
+_MEASUREMENTS, _PINGS = 2, 5
+# Two rounds apart: what slowed down the first one may be over.
+_ROUNDS, _PAUSE_S = 2, 0.3
+_TIMEOUT_S = 5.0
+_LOOK_S = 0.5
+_PING, _DONE = b"p", b"d"
+
+
+class Ring:
+    """Answers the neighbour before and measures the one behind, on threads of its own; `close` ends them."""
+
+    def __init__(self, address: str) -> None:
+        """`address`: this node's, at which the others reach it. Raises OSError."""
+        self._listener = socket.create_server((address, 0), backlog=4)
+        self._listener.settimeout(_LOOK_S)
+        self._is_over = threading.Event()
+        self._found: dict[str, Any] | None = None
+        threading.Thread(target=self._answer, name="ring", daemon=True).start()
+
+    @property
+    def port(self) -> int:
+        """Where this node answers."""
+        return int(self._listener.getsockname()[1])
+
+    def measure(self, neighbour: Callable[[], tuple[str, int] | None]) -> None:
+        """Begin to measure the way to the neighbour, as soon as it is known where that is."""
+        threading.Thread(target=self._measure, args=(neighbour,), name="ring", daemon=True).start()
+
+    def taken(self) -> dict[str, Any] | None:
+        """Return what was measured, once: `bytes_per_s` of each round and `latency_s`, or an `error`."""
+        found, self._found = self._found, None
+        return found
+
+    def close(self) -> None:
+        """Answer and measure no more."""
+        self._is_over.set()
+        self._listener.close()
+
+    def _answer(self) -> None:
+        while not self._is_over.is_set():
+            with contextlib.suppress(OSError):
+                connection, _ = self._listener.accept()
+                # One at a time: there is one node before this one.
+                with connection:
+                    connection.settimeout(_TIMEOUT_S)
+                    _swallow(connection)
+
+    def _measure(self, neighbour: Callable[[], tuple[str, int] | None]) -> None:
+        place = neighbour()
+        while place is None:
+            if self._is_over.wait(_LOOK_S):
+                return
+            place = neighbour()
+        rounds: list[tuple[float, float]] = []
+        try:
+            for _ in range(_ROUNDS):
+                rounds.append(_round(place))
+                self._is_over.wait(_PAUSE_S)
+        except OSError as error:
+            self._found = {"error": str(error)}
+            return
+        self._found = {
+            "bytes_per_s": [round(rate) for rate, _ in rounds],
+            "latency_s": round(min(seconds for _, seconds in rounds), 6),
+        }
+
+
+def _swallow(connection: socket.socket) -> None:
+    """Take what comes, and answer each single byte of a kind with the same one."""
+    buffer = bytearray(len(_CHUNK))
+    while num_bytes := connection.recv_into(buffer):
+        last = bytes(buffer[num_bytes - 1 : num_bytes])
+        if last in (_PING, _DONE):
+            connection.sendall(last)
+
+
+def _round(place: tuple[str, int]) -> tuple[float, float]:
+    """Return the best bytes per second and the shortest time to the neighbour and back. Raises OSError."""
+    with socket.create_connection(place, timeout=_TIMEOUT_S) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        pings = [_ping(connection, _PING) for _ in range(_PINGS)]
+        rates = [_rate(connection) for _ in range(_MEASUREMENTS)]
+    return max(rates), min(pings)
+
+
+def _ping(connection: socket.socket, word: bytes) -> float:
+    begin = time.perf_counter()
+    connection.sendall(word)
+    if connection.recv(1) != word:
+        raise OSError("the neighbour hung up")
+    return time.perf_counter() - begin
+
+
+def _rate(connection: socket.socket) -> float:
+    """Return the bytes per second of one stream, counted until the neighbour has taken the last one."""
+    begin, sent = time.perf_counter(), 0
+    while sent < _MOST_BYTES and time.perf_counter() - begin < _MOST_S:
+        connection.sendall(_CHUNK)
+        sent += len(_CHUNK)
+    _ping(connection, _DONE)
+    return sent / (time.perf_counter() - begin)

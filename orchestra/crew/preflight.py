@@ -1,0 +1,64 @@
+"""The leader's part in the preflight: waits for the nodes' looks, chooses the first nodes, writes it down.
+
+What the nodes found stands in what they say of themselves, so that another agent can lead at any time. What it
+means is `orchestra.crew.suitability`'s to say.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+from launchers.crew import Member
+from orchestra.crew import choice
+from orchestra.crew.station import Station
+from orchestra.crew.suitability import doubts, have_looked, preferred, slow, words_of, write_findings
+from orchestra.events import EventWriter, read_events
+
+
+class Preflight:
+    """What the leader knows of its nodes before an attempt."""
+
+    def __init__(self, station: Station) -> None:
+        self._station = station
+        self._all_there_since: float | None = None
+        self._listed: Mapping[str, str] | None = None
+
+    def is_over(self, members: Mapping[int, Member]) -> bool:
+        """Tell whether the nodes that came have looked at themselves, or are waited for no longer."""
+        now = time.monotonic()
+        self._all_there_since = self._all_there_since or now
+        return have_looked(members, self._station.crew.num_nodes, now - self._all_there_since)
+
+    def first_nodes(self, members: Mapping[int, Member]) -> tuple[int, ...] | None:
+        """Return the nodes of a job's first attempt, in the scheduler's order; None where they are too few."""
+        config = self._station.config
+        bad = choice.excluded_hosts(read_events(self._station.run))
+        fit = [
+            node for node, it in sorted(members.items()) if choice.is_fit(it) and it.host not in bad
+        ]
+        return preferred(
+            fit,
+            config.cluster.nodes,
+            slow(members),
+            doubts(members, self.listed),
+            lambda nodes: choice.shrunk(nodes, config),
+        )
+
+    def tell(self, events: EventWriter, members: Mapping[int, Member], taken: Sequence[int]) -> None:
+        """Write down and say what was found; of sound nodes one event alone."""
+        write_findings(events, members, self.listed, taken)
+        for words in words_of(members, self.listed, taken):
+            self._station.say(words)
+
+    def unfit_words(self, members: Mapping[int, Member]) -> str:
+        """Return which nodes cannot train, and why; empty where all can."""
+        found = [f"{it.host}: {it.facts['unfit']}" for it in members.values() if not choice.is_fit(it)]
+        return "; ".join(found)
+
+    @property
+    def listed(self) -> Mapping[str, str]:
+        """Hosts on the cluster's list, and why; read once for a start of a job."""
+        if self._listed is None:
+            self._listed = self._station.surroundings.excluded()
+        return self._listed

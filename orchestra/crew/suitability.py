@@ -1,0 +1,202 @@
+"""Which nodes had better not train: pure functions over what the nodes say of themselves and of each other.
+
+Three degrees: *unfit* nodes cannot train and are never taken; *slow* ones are left out where a spare is there;
+*doubtful* ones (on the cluster's list, or with signs of a failing device) also where fewer nodes will do. Where
+they are needed they are used, and the event says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from launchers.crew import Member
+from orchestra.events import EventWriter, is_number
+
+# With fewer nodes the others' median says too little.
+_FEWEST_NODES = 4
+# A node is slow that reaches this share of the others' median, in all its measurements.
+_SLOW_SHARE = 1 / 3
+# Above that a single stream tells more about how busy a host is than about its network: a link of 10 Gb/s that
+# fell back to 1 Gb/s carries 0.12 GB/s.
+_FAST_BYTES_PER_S = 0.25e9
+_CLOCK_SLACK_S = 2.0
+# How long the first attempt waits for the nodes' looks at themselves, once all nodes are there.
+LOOKS_TIMEOUT_S = 10.0
+
+Nodes = tuple[int, ...]
+# Returns as many of the nodes as give a layout, None where too few do.
+Shrink = Callable[[Sequence[int]], Nodes | None]
+
+
+def have_looked(members: Mapping[int, Member], num_nodes: int, waited_s: float) -> bool:
+    """Tell whether all nodes that came have looked at themselves and their neighbours, or are not waited for
+    longer; `num_nodes`: of the whole job.
+    """
+    if waited_s > LOOKS_TIMEOUT_S:
+        return True
+    looking = {node: it.facts for node, it in members.items() if it.facts.get("looks")}
+    ends = {node for node, facts in looking.items() if "ring_port" in facts}
+    return all(
+        "checked" in facts
+        and ("ring" in facts or node not in ends or (node + 1) % num_nodes not in ends)
+        for node, facts in looking.items()
+    )
+
+
+def slow(members: Mapping[int, Member]) -> dict[int, str]:
+    """Return the nodes that are far behind the others, with what was measured."""
+    return {**_far_behind(_rates(members), _rate_words), **_far_behind(_core_rates(members), _core_words)}
+
+
+def doubts(members: Mapping[int, Member], listed: Mapping[str, str]) -> dict[int, str]:
+    """Return the nodes that something speaks against; `listed`: hosts on the cluster's list, and why."""
+    found = {}
+    for node, member in members.items():
+        reasons = [member.facts.get("doubt"), listed.get(member.host)]
+        words = "; ".join(str(reason) for reason in reasons if reason)
+        if words:
+            found[node] = words
+    return found
+
+
+def preferred(
+    fit: Sequence[int],
+    wanted: int,
+    slow_nodes: Mapping[int, str],
+    doubtful: Mapping[int, str],
+    shrink: Shrink,
+) -> Nodes | None:
+    """Return the nodes of an attempt, in their order: without those that something speaks against where the
+    others suffice. None where even all are too few.
+    """
+    sound = [node for node in fit if node not in slow_nodes and node not in doubtful]
+    with_slow = [node for node in fit if node not in doubtful]
+    for pool, first in ((with_slow, sound), (list(fit), with_slow)):
+        if len(pool) >= wanted:
+            chosen = [*first, *(node for node in pool if node not in first)][:wanted]
+            taken = tuple(node for node in fit if node in chosen)
+            if pool is with_slow or (smaller := shrink(with_slow)) is None:
+                return taken
+            return smaller
+    return shrink(with_slow) or shrink(fit)
+
+
+def by_preference(
+    nodes: Sequence[int], slow_nodes: Mapping[int, str], doubtful: Mapping[int, str]
+) -> list[int]:
+    """Return spares in the order in which they step in."""
+    return sorted(nodes, key=lambda node: (node in doubtful, node in slow_nodes, node))
+
+
+def write_findings(
+    events: EventWriter, members: Mapping[int, Member], listed: Mapping[str, str], taken: Sequence[int]
+) -> None:
+    """Write down what the nodes' looks found, in one event, and one for each slow node. *The leader only*."""
+    facts = _summary(members, listed, taken)
+    with contextlib.suppress(OSError):
+        events.write("node_checked", **facts)
+        for node, words in slow(members).items():
+            host = members[node].host
+            events.write("node_slow", node=node, host=host, cause=words, used=node in taken)
+
+
+def words_of(members: Mapping[int, Member], listed: Mapping[str, str], taken: Sequence[int]) -> list[str]:
+    """Return what a person is to know of the nodes, a line for each; none where all are well."""
+    lines = []
+    slow_nodes, doubtful = slow(members), doubts(members, listed)
+    for node, member in sorted(members.items()):
+        reasons = [member.facts.get("unfit"), doubtful.get(node), slow_nodes.get(node)]
+        words = "; ".join(str(reason) for reason in reasons if reason)
+        if words:
+            lines.append(f"{member.host}: {words} ({'used all the same' if node in taken else 'left out'})")
+    off = _clocks_off(members)
+    return [*lines, *(f"{host}: its clock differs from the others' by {s:.1f} s" for host, s in off.items())]
+
+
+def _summary(
+    members: Mapping[int, Member], listed: Mapping[str, str], taken: Sequence[int]
+) -> dict[str, Any]:
+    looked = [it.facts["checked"] for it in members.values() if isinstance(it.facts.get("checked"), dict)]
+    seconds = max((it.get("seconds", 0.0) for it in looked), default=0.0)
+    facts: dict[str, Any] = {"nodes": len(members), "looked": len(looked), "seconds": seconds}
+    unfit = {it.host: it.facts["unfit"] for it in members.values() if it.facts.get("unfit")}
+    doubtful = {members[node].host: words for node, words in doubts(members, listed).items()}
+    left_out = [it.host for node, it in members.items() if node not in taken and _is_named(it, unfit, doubtful)]
+    found = {"unfit": unfit, "doubt": doubtful, "left_out": left_out, "clock_off_s": _clocks_off(members)}
+    return {**facts, **{name: value for name, value in found.items() if value}}
+
+
+def _is_named(member: Member, *found: Mapping[str, str]) -> bool:
+    return any(member.host in it for it in found)
+
+
+def _clocks_off(members: Mapping[int, Member]) -> dict[str, float]:
+    """Return the hosts whose clock differs from the others', as compared with that of the file system."""
+    ahead = {it.host: s for it in members.values() if (s := _number(it, "checked", "clock_ahead_s")) is not None}
+    if not ahead:
+        return {}
+    middle = statistics.median(ahead.values())
+    return {host: round(s - middle, 1) for host, s in ahead.items() if abs(s - middle) > _CLOCK_SLACK_S}
+
+
+# Who is slow.
+
+
+def _rates(members: Mapping[int, Member]) -> dict[int, float]:
+    """Return the best rate in which a node had a part, as sender or as receiver, in bytes per second.
+
+    A slow link has two ends, and the better of a node's two links tells which of them is slow.
+    """
+    best: dict[int, float] = {}
+    for node, member in members.items():
+        ring = member.facts.get("ring")
+        if not isinstance(ring, dict):
+            continue
+        for end in (node, ring.get("to")):
+            if end in members:
+                best[end] = max(best.get(end, 0.0), *_rounds(ring))
+    return best
+
+
+def _rounds(ring: Mapping[str, Any]) -> list[float]:
+    """Return the rates of both rounds; where the neighbour was not reached nothing came through."""
+    rounds = ring.get("bytes_per_s")
+    return [0.0, *(float(it) for it in rounds if is_number(it))] if isinstance(rounds, list) else [0.0]
+
+
+def _core_rates(members: Mapping[int, Member]) -> dict[int, float]:
+    """Return how often in a second one core of a node does the same piece of work."""
+    seconds = {node: _number(it, "checked", "core_s") for node, it in members.items()}
+    return {node: 1.0 / value for node, value in seconds.items() if value}
+
+
+def _number(member: Member, *keys: str) -> float | None:
+    value: Any = member.facts
+    for key in keys:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return float(value) if is_number(value) else None
+
+
+def _far_behind(rates: Mapping[int, float], words: Callable[[float, float], str]) -> dict[int, str]:
+    if len(rates) < _FEWEST_NODES:
+        return {}
+    found = {}
+    for node, rate in rates.items():
+        median = statistics.median(other for key, other in rates.items() if key != node)
+        said = words(rate, median) if rate < _SLOW_SHARE * median else ""
+        if said:
+            found[node] = said
+    return found
+
+
+def _rate_words(rate: float, median: float) -> str:
+    if rate >= _FAST_BYTES_PER_S:
+        return ""
+    return f"sends and receives {rate / 1e6:.0f} MB/s at best, the others' median is {median / 1e6:.0f}"
+
+
+def _core_words(rate: float, median: float) -> str:
+    return f"a core takes {median / rate:.1f} times the others' median for the same work"

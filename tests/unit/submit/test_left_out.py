@@ -1,0 +1,140 @@
+"""Jobs are submitted without the nodes that failed before, and the user is told which, why and how to undo it."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from orchestra.cli import cluster, main
+from orchestra.recovery.excluded import ExcludeList, Listed
+from orchestra.submit.left_out import chosen
+
+WORDS = ["submit", "cluster.device=cpu", "cluster.gpus_per_node=2", "cluster.nodes=2", "run.name=mine"]
+NODES = [f"node{number}" for number in range(1, 5)]
+
+
+def listed(host: str, age_s: float = 60.0) -> Listed:
+    now = time.time() - age_s
+    return Listed(host, f"{host} failed twice", "runs/first", (1, 2), ("hang", "hang"), now, now + 3600)
+
+
+@pytest.fixture
+def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ExcludeList:
+    """A list beside the runs of a cluster whose commands answer; one more node is in another partition."""
+    monkeypatch.chdir(tmp_path)
+    bin_folder = tmp_path / "bin"
+    bin_folder.mkdir()
+    per_node = "\\n".join([*(f"{node}|main*" for node in NODES), "big1|big"])
+    answers = {
+        "sinfo": f'case "$*" in *--Node*) printf "{per_node}\\n";; '
+        '*) printf "main*|up|infinite|4|2|idle|(null)\\nbig|up|infinite|1|2|idle|(null)\\n";; esac',
+        "scontrol": 'echo "ClusterName = alps"',
+        "sbatch": "exit 0",
+    }
+    for name, text in answers.items():
+        (bin_folder / name).write_text(f"#!/bin/sh\n{text}\n")
+        (bin_folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{bin_folder}:/usr/bin:/bin")
+    cluster._left_out.cache_clear()
+    return ExcludeList(tmp_path / "runs", "alps")
+
+
+def exclude_line(said: str) -> str | None:
+    return next((line for line in said.splitlines() if "--exclude" in line), None)
+
+
+def test_a_listed_node_is_excluded_and_the_user_is_told_why(
+    known: ExcludeList, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known.add(listed("node3"))
+    assert main([*WORDS, "cluster.exclude=[node1]", "--dry-run"]) == 0
+    said = capsys.readouterr()
+    assert exclude_line(said.out) == "#SBATCH --exclude=node1,node3"
+    assert "note: without node3: node3 failed twice (run first; until " in said.err
+    assert "recovery.exclude_hours=0" in said.err
+
+
+def test_the_frozen_configuration_does_not_hold_the_list(
+    known: ExcludeList, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known.add(listed("node3"))
+    assert main([*WORDS, "--dry-run", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert "node3" in plan["script"]
+    assert "node3" not in plan["config"]
+
+
+def test_the_list_can_be_passed_over(known: ExcludeList, capsys: pytest.CaptureFixture[str]) -> None:
+    known.add(listed("node3"))
+    assert main([*WORDS, "recovery.exclude_hours=0", "--dry-run"]) == 0
+    said = capsys.readouterr()
+    assert exclude_line(said.out) is None
+    assert "node3" not in said.err
+
+
+def test_nobody_is_excluded_without_a_list_or_by_another_clusters(
+    known: ExcludeList, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*WORDS, "--dry-run"]) == 0
+    cluster._left_out.cache_clear()
+    ExcludeList(tmp_path / "runs", "jura").add(listed("node3"))
+    assert main([*WORDS, "--dry-run"]) == 0
+    said = capsys.readouterr()
+    assert exclude_line(said.out) is None
+    assert "failed" not in said.err
+
+
+def test_members_of_a_sweep_are_submitted_without_it_too_and_the_user_is_told_once(
+    known: ExcludeList, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known.add(listed("node3"))
+    assert main(["submit", "-m", *WORDS[1:], "optim.lr=1e-4,3e-4,1e-3", "--dry-run"]) == 0
+    said = capsys.readouterr()
+    assert exclude_line(said.out) == "#SBATCH --exclude=node3"
+    assert said.err.count("without node3") == 1
+
+
+def test_names_that_slurm_does_not_know_any_more_are_no_words_for_it() -> None:
+    entries = [listed("gone1"), listed("node2")]
+    assert chosen(entries, frozenset(NODES), wanted=2).hosts == ("node2",)
+
+
+def test_so_many_nodes_stay_as_the_job_needs() -> None:
+    entries = [listed("node1", 10.0), listed("node2", 20.0), listed("node3", 30.0)]
+    found = chosen(entries, frozenset(NODES), wanted=3)
+    assert found.hosts == ("node1",)
+    assert found.notes[-1] == "node2, node3 failed before, and may be used: too few other nodes are there"
+    assert chosen(entries, frozenset(NODES), wanted=9).hosts == ()
+
+
+def test_a_silent_cluster_is_a_note(known: ExcludeList, tmp_path: Path) -> None:
+    from orchestra.submit.left_out import left_out
+
+    known.add(listed("node3"))
+    (tmp_path / "bin" / "sinfo").write_text("#!/bin/sh\necho 'slurm_load_partitions: refused' >&2\nexit 1\n")
+    found = left_out(tmp_path / "runs", "alps", None, 2)
+    assert found.hosts == ()
+    assert "are not left out: " in found.notes[0]
+
+
+def test_doctor_lists_them_with_evidence_and_how_to_take_one_off(
+    known: ExcludeList, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from orchestra.doctor import excluded
+    from orchestra.doctor.check import Mark, Subject, perform
+
+    known.add(listed("node3"))
+    known.file("node4").write_text("{")
+    found = list(perform(excluded.CHECKS, Subject(run_dir=Path("runs"))))
+    assert [it.mark for it in found] == [Mark.warning, Mark.note]
+    assert "node3 of cluster alps until " in found[0].found
+    assert "attempts 1, 2 of run first (hang)" in found[0].found
+    assert f"rm {known.file('node3')}" in found[0].advice
+    known.file("node3").unlink()
+    known.file("node4").unlink()
+    (last,) = perform(excluded.CHECKS, Subject(run_dir=Path("runs")))
+    assert (last.mark, last.found) == (Mark.ok, "no node of cluster alps")
+    assert list(perform(excluded.CHECKS, Subject(run_dir=Path("elsewhere")))) == []

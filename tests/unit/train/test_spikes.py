@@ -1,0 +1,119 @@
+"""Which losses are spikes: against a reference, and what follows from one."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from pathlib import Path
+
+import pytest
+import torch
+
+from conf.schema import Config, LossSpikeConfig, OnSpike, RecoveryConfig
+from orchestra.errors import LossSpikeError
+from orchestra.events import EventWriter, read_events
+from orchestra.rundir import RunDir
+from orchestra.train.nonfinite import NonFiniteGuard, NonFiniteSteps
+from orchestra.train.spikes import LossSpikes, make_loss_spikes
+from orchestra.train.step import StepResult
+
+CPU = torch.device("cpu")
+WINDOW, FACTOR = 9, 10.0
+CONFIG = LossSpikeConfig(action=OnSpike.warn, factor=FACTOR, window=WINDOW)
+
+
+def judged(spikes: LossSpikes, losses: list[float]) -> list[bool]:
+    return [bool(spikes.is_spike(torch.tensor(loss))) for loss in losses]
+
+
+def noisy(number: int, seed: int = 0, level: float = 3.0) -> list[float]:
+    chance = random.Random(seed)
+    return [chance.gauss(level, 0.05) for _ in range(number)]
+
+
+def expected(losses: list[float]) -> list[bool]:
+    found = []
+    for index, loss in enumerate(losses):
+        window = losses[index - WINDOW : index] if index >= WINDOW else []
+        if not window:
+            found.append(False)
+            continue
+        median = statistics.median(window)
+        spread = 1.4826 * statistics.median(abs(value - median) for value in window)
+        found.append(loss > median + FACTOR * max(spread, 0.01 * median))
+    return found
+
+
+def test_spikes_are_those_of_the_definition() -> None:
+    losses = noisy(200)
+    for index in (5, 30, 31, 90, 150):
+        losses[index] += 2.0
+    wanted = expected(losses)
+    assert sum(wanted) == 4
+    assert judged(LossSpikes(CONFIG, CPU), losses) == wanted
+
+
+def test_noise_and_a_falling_loss_are_no_spikes() -> None:
+    falling = [10 - 7 * step / 2000 + noise - 3 for step, noise in enumerate(noisy(2000, seed=1))]
+    assert not any(judged(LossSpikes(LossSpikeConfig(), CPU), falling))
+
+
+def test_a_higher_level_for_good_becomes_the_usual_one() -> None:
+    found = judged(LossSpikes(CONFIG, CPU), [*noisy(WINDOW), *noisy(4 * WINDOW, level=6.0)])
+    assert found[WINDOW]
+    assert not any(found[-WINDOW:])
+
+
+def test_a_loss_that_is_not_finite_is_no_spike_and_leaves_no_trace() -> None:
+    spikes = LossSpikes(CONFIG, CPU)
+    assert not any(judged(spikes, [*noisy(WINDOW), float("nan"), float("inf"), float("-inf")]))
+    assert all(2 < loss < 4 for loss in spikes.recent)
+    assert judged(spikes, [9.0]) == [True]
+
+
+@pytest.mark.parametrize("at", [3, WINDOW, 40])
+def test_what_was_saved_goes_on_as_if_nothing_had_happened(at: int) -> None:
+    losses = [*noisy(60), 7.0, *noisy(20, seed=3)]
+    whole = LossSpikes(CONFIG, CPU)
+    first = LossSpikes(CONFIG, CPU)
+    before = judged(first, losses[:at])
+    second = LossSpikes(CONFIG, CPU)
+    second.recent = first.recent
+    assert [*before, *judged(second, losses[at:])] == judged(whole, losses)
+
+
+def result(loss: float, is_spike: bool) -> StepResult:
+    return StepResult(
+        torch.tensor(loss), torch.tensor(1.0), torch.tensor(False), 1e-3, is_spike=torch.tensor(is_spike)
+    )
+
+
+def guard_of(run: RunDir, action: OnSpike) -> NonFiniteGuard:
+    config = Config(recovery=RecoveryConfig(loss_spike=LossSpikeConfig(action=action)))
+    events = EventWriter(run, "rank", 0)
+    return NonFiniteGuard(config, events, reads_every_step=False, before=NonFiniteSteps())
+
+
+@pytest.mark.parametrize("action", [OnSpike.warn, OnSpike.skip])
+def test_a_spike_is_told_when_results_are_read_and_ends_nothing(action: OnSpike, tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    guard = guard_of(run, action)
+    assert guard.failure(7, result(9.0, is_spike=True), must_read=False) is None
+    assert read_events(run) == []
+    assert guard.failure(8, result(3.0, is_spike=False), must_read=True) is None
+    (event,) = read_events(run)
+    assert (event["event"], event["step"], event["loss"]) == ("loss_spike", 7, 9.0)
+    assert event["action"] == action.name
+    assert guard.num_skipped == 0
+
+
+def test_stop_ends_at_the_spike_itself(tmp_path: Path) -> None:
+    guard = guard_of(RunDir(tmp_path), OnSpike.stop)
+    failure = guard.failure(7, result(9.0, is_spike=True), must_read=False)
+    assert isinstance(failure, LossSpikeError)
+    assert failure.exit_code == 93
+    assert "step 7" in str(failure)
+
+
+def test_none_judges_nothing() -> None:
+    assert make_loss_spikes(LossSpikeConfig(action=OnSpike.none), CPU, None) is None
