@@ -13,7 +13,7 @@ from typing import Any
 
 from conf.schema import Config, Device, Fault, FaultPhase, LauncherName
 from orchestra.config.keys import nearest, shown
-from orchestra.config.rules_place import BYTES_PER_PARAMETER, rule_memory
+from orchestra.config.rules_place import rule_memory, trained_bytes
 from orchestra.config.situation import Situation, absolute, world_size
 from orchestra.events import is_whole
 from orchestra.flops import num_parameters
@@ -120,9 +120,7 @@ def rule_checkpoint_memory(config: Config, situation: Situation) -> Iterator[str
         return
     if any(rule_memory(config, situation)):
         return
-    trained = (
-        num_parameters(config.model) * BYTES_PER_PARAMETER * ranks if cluster.device is Device.cpu else 0
-    )
+    trained = trained_bytes(config, ranks) if cluster.device is Device.cpu else 0
     needed = trained + checkpoint_bytes(config)
     if needed > memory:
         beside = f" beside the {binary(trained)} that training takes" if trained else ""

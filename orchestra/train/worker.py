@@ -153,9 +153,9 @@ def _train_on(mesh: Mesh, config: Config, ranks: RankEnvironment, records: Recor
     if training.step.loss_scale is not None and begin.loss_scale is not None:
         training.step.loss_scale.state = begin.loss_scale
     loader = build_loader(config, mesh, training.batch, begin.samples)
-    recorder = _recorder(config, mesh, training, records, begin)
     watch = RequestWatch(records.run, records.attempt) if mesh.rank == 0 else None
     stopping = Stopping(peers, watch)
+    recorder = _recorder(config, mesh, training, stopping, records, begin)
     try:
         request = train(config, training, Course(loader, checkpoints, stopping, faults), recorder, begin)
     finally:
@@ -191,12 +191,17 @@ def _checkpoints(
     return Checkpoints(setting, state, faults)
 
 
-def _recorder(config: Config, mesh: Mesh, training: Training, records: Records, begin: Position) -> Recorder:
+def _recorder(
+    config: Config, mesh: Mesh, training: Training, stopping: Stopping, records: Records, begin: Position
+) -> Recorder:
     run, events = records.run, records.events
     ledger = Ledger(run, mesh.rank, records.attempt) if config.data.ledger else None
-    profiler = StepProfiler(
-        config.train.profile, run, mesh.rank, mesh.traffic, training.parallelized.stage.settle
-    )
+
+    def settle() -> None:
+        training.parallelized.stage.settle()
+        stopping.settle()
+
+    profiler = StepProfiler(config.train.profile, run, mesh.rank, mesh.traffic, settle)
     if mesh.rank != 0:
         return Recorder(events, records.progress, profiler, ledger, meter=None, metrics=None)
     peak = device_peak_flops(config, mesh.device)

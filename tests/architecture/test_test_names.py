@@ -1,4 +1,4 @@
-"""Test files have one name each over all of tests/: pytest imports them by it, and a second one is an error."""
+"""Test files have one name each over all of tests/: pytest imports them by it, and a second is an error."""
 
 from __future__ import annotations
 
