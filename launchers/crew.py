@@ -61,9 +61,7 @@ class Order:
 
     def is_for(self, member: Member) -> bool:
         """Tell whether this very agent has a part in it."""
-        return (
-            member.node in self.nodes and self.incarnations.get(str(member.node)) == member.incarnation
-        )
+        return member.node in self.nodes and self.incarnations.get(str(member.node)) == member.incarnation
 
 
 @dataclass

@@ -198,7 +198,7 @@ def batch_problems(train: TrainConfig, dp: int) -> Iterator[str]:
         yield "train.global_batch_size must be at least 1 sequence (or give train.global_batch_tokens)"
         return
     if not isinstance(micro, int) or micro < 1:
-        yield f"train.micro_batch_size={micro} is not a number of sequences; use 1 or more"
+        yield f"train.micro_batch_size={micro} is not a number of sequences; use 1 or more, or auto"
         return
     if size % (micro * dp) == 0:
         return

@@ -71,6 +71,10 @@ def world_size(config: Config) -> int:
 def _layout(mesh: Layout, config: Config) -> str:
     degrees = {"tp": mesh.tp, "pp": mesh.pp, "cp": mesh.cp, "ep": mesh.ep, "zero": config.parallelism.zero}
     used = [f"{axis} {degree}" for axis, degree in degrees.items() if degree > (0 if axis == "zero" else 1)]
+    if config.parallelism.sequence_parallel:
+        used.insert(1, "sequence parallel")
+    if config.parallelism.zero and mesh.shard < mesh.dp:
+        used[-1] += f" over {mesh.shard}"
     ranks = f"{mesh.world_size} rank{'s' if mesh.world_size > 1 else ''}"
     return f"{ranks}: {', '.join([f'dp {mesh.dp}', *used])}"
 

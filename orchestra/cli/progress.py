@@ -72,6 +72,9 @@ class Progress:
     def _follow_checkpoints(self) -> None:
         for event in self._events.read_new():
             name, step = event.get("event"), event.get("step")
+            if name == "micro_batch_chosen":
+                chosen = f"micro-batch {event.get('size')} × accumulation {event.get('accumulation')}"
+                self._notices.append(f"{chosen}: the largest that fits")
             if not is_whole(step):
                 continue
             if name == "checkpoint_started":
@@ -87,7 +90,7 @@ class Progress:
                 self._notices += [*passed_over(event), _restored(event, step)]
 
     def take_notices(self) -> list[str]:
-        """Return what a person should read of restores, failed saves and stops; each is given once."""
+        """Return what a person should read of choices, restores, failed saves, stops; each is given once."""
         taken, self._notices = self._notices, []
         return taken
 

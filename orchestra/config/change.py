@@ -41,6 +41,7 @@ FIXED = {
     "data.source": _ORDER,
     "data.path": f"{_ORDER}; where the same files were moved, leave a link behind",
     "data.blend": _ORDER,
+    "optim.state_dtype": "the checkpoints hold its moments in this type, and they are not converted",
     "run.name": _PLACE,
     "run.dir": _PLACE,
 }

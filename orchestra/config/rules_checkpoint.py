@@ -12,7 +12,7 @@ from pathlib import Path
 
 from conf.schema import Config, Device, LauncherName
 from orchestra.config.keys import nearest
-from orchestra.config.rules_place import BYTES_PER_PARAMETER, rule_memory
+from orchestra.config.rules_place import rule_memory, trained_bytes
 from orchestra.config.situation import Situation, absolute, world_size
 from orchestra.flops import num_parameters
 from orchestra.units import binary
@@ -113,9 +113,7 @@ def rule_checkpoint_memory(config: Config, situation: Situation) -> Iterator[str
         return
     if any(rule_memory(config, situation)):
         return
-    trained = (
-        num_parameters(config.model) * BYTES_PER_PARAMETER * ranks if cluster.device is Device.cpu else 0
-    )
+    trained = trained_bytes(config, ranks) if cluster.device is Device.cpu else 0
     needed = trained + checkpoint_bytes(config)
     if needed > memory:
         beside = f" beside the {binary(trained)} that training takes" if trained else ""

@@ -5,20 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from conf.schema import Config, DataConfig, Device, LauncherName, Offload, PrecisionName, Source
+from conf.schema import (
+    Config,
+    DataConfig,
+    Device,
+    LauncherName,
+    Offload,
+    PrecisionName,
+    Source,
+    StateDType,
+)
 from orchestra.config.situation import Situation, world_size
 from orchestra.data.index import check_size, local_prefix, read_index, token_file_prefix
-from orchestra.errors import DataError
+from orchestra.errors import ConfigError, DataError
 from orchestra.flops import num_parameters
 from orchestra.huggingface.start import init_from_problems
+from orchestra.topology import layout
 from orchestra.units import MIB
 
 # 256 byte values and the document separator.
 _STDLIB_VOCABULARY = 257
 # Ranks on CPU compute; a few per core are slow but can show how a layout behaves.
 _MAX_RANKS_PER_CORE = 8
-# Parameter, gradient and Adam's two moments in fp32; the bf16 policies need as much or more.
-BYTES_PER_PARAMETER = 16
 
 
 def rule_nodes(config: Config, _: Situation) -> Iterator[str]:
@@ -75,13 +83,38 @@ def rule_memory(config: Config, situation: Situation) -> Iterator[str]:
     if any(rule_cores(config, situation)):
         return
     parameters = num_parameters(model)
-    needed = parameters * BYTES_PER_PARAMETER * ranks
+    needed = trained_bytes(config, ranks)
     if needed > memory:
+        fewer = "a smaller model or fewer ranks (cluster.gpus_per_node)"
+        if config.parallelism.zero < 3 and ranks > 1:
+            fewer += ", or parallelism=zero3"
         yield (
-            f"model={model.name}: {parameters:,} parameters × {BYTES_PER_PARAMETER} bytes (parameter, "
-            f"gradient, optimizer state) × {ranks} rank(s) on CPU = {needed // MIB:,} MiB, but this machine "
-            f"has {memory // MIB:,} MiB; use a smaller model or fewer ranks (cluster.gpus_per_node)"
+            f"model={model.name}: {parameters:,} parameters × {needed / (parameters * ranks):.4g} bytes "
+            f"(parameter, gradient, optimizer state) × {ranks} rank(s) on CPU = {needed // MIB:,} MiB, but "
+            f"this machine has {memory // MIB:,} MiB; use {fewer}"
         )
+
+
+def trained_bytes(config: Config, ranks: int) -> int:
+    """Return the bytes of parameters, gradients and optimizer state on all ranks together.
+
+    0 where the layout is wrong, which another rule says. What else a step needs comes on top.
+    """
+    try:
+        degrees = layout(config.parallelism, ranks)
+    except ConfigError:
+        return 0
+    zero, precision = config.parallelism.zero, config.precision.name
+    moments = 4 if config.optim.state_dtype is StateDType.bf16 else 8
+    parameter, gradient, state = 4, 4, moments
+    if precision is not PrecisionName.fp32:
+        # 16-bit parameters, with masters in fp32.
+        parameter, gradient, state = 2, 2, moments + 4
+        if precision is PrecisionName.bf16_fp32_grad:
+            gradient = 4
+    widths = ((parameter, 3), (gradient, 2), (state, 1))
+    each = sum(width / (degrees.shard if zero >= stage else 1) for width, stage in widths)
+    return round(num_parameters(config.model) * each * ranks / (degrees.tp * degrees.pp))
 
 
 def _starts_on_cpu(config: Config) -> bool:

@@ -213,11 +213,12 @@ def rule_recompute(config: Config, _: Situation) -> Iterator[str]:
         )
     if train.recompute_budget_gib is None:
         return
-    if train.recompute is not Recompute.none or train.recompute_every > 1:
+    said = [f"train.recompute={train.recompute.name}"] if train.recompute is not Recompute.none else []
+    said += [f"train.recompute_every={train.recompute_every}"] if train.recompute_every > 1 else []
+    if said:
         yield (
             f"train.recompute_budget_gib={train.recompute_budget_gib:g} chooses what is recomputed, and so "
-            f"do train.recompute={train.recompute.name} and train.recompute_every={train.recompute_every}; "
-            "leave out the budget, or the other two"
+            f"do{'' if len(said) > 1 else 'es'} {' with '.join(said)}; leave out one or the other"
         )
     yield from _budget_problems(config, train.recompute_budget_gib)
 

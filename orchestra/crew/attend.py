@@ -115,5 +115,3 @@ class _Agent:
 def crew_folder(control: Path, job: str, restart: int) -> Path:
     """Return where the agents of one start of a job meet."""
     return control / f"job-{job}.start-{restart}"
-
-

@@ -271,7 +271,12 @@ def _asked(names: tuple[str, ...]) -> list[dict[str, str]] | None:
     if visible and not visible.startswith(("MIG", "NoDevFiles", "-")):
         words.append(f"--id={visible}")
     done = subprocess.run(
-        words, check=False, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S, stdin=subprocess.DEVNULL
+        words,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=_COMMAND_TIMEOUT_S,
+        stdin=subprocess.DEVNULL,
     )
     if done.returncode:
         return None

@@ -210,7 +210,9 @@ class Leading:
         for node, report in reports.items():
             if report.get("cause") == "agent lost":
                 with contextlib.suppress(OSError):
-                    record.events.write("agent_lost", node=node, host=host_of(order, node), cause="agent lost")
+                    record.events.write(
+                        "agent_lost", node=node, host=host_of(order, node), cause="agent lost"
+                    )
         return lost
 
     def _merged(
@@ -304,5 +306,3 @@ def _write_final(record: AttemptRecord, verdict: Verdict, decision: Decision) ->
     facts = {"cause": verdict.cause, "message": decision.reason, "step": verdict.step}
     with contextlib.suppress(OSError):
         record.events.write("failed", node=record.node, code=decision.code, **facts)
-
-

@@ -19,12 +19,11 @@ from launchers.crew import Order
 from launchers.errors import LauncherError
 from launchers.ports import free_port
 from launchers.spec import Ending, LaunchSpec, Place, RankFailure
-from orchestra.crew.listening import Listening
 from orchestra.crew.station import START, Station, attempt_of, host_of
 from orchestra.errors import EXIT_DONE, EXIT_FAILED, LaunchError
-from orchestra.faults import AGENT_VARIABLE
 from orchestra.submit.launch import launch_spec
 from orchestra.submit.place import placed
+from orchestra.submit.pulse import Node, Pulse, open_pulse, pulse_environment
 from orchestra.submit.urgency import Urgency
 
 # Imports from a file system that many nodes read at once take that long.
@@ -37,9 +36,7 @@ _LOOK_S = 1.0
 
 def config_of(config: Config, order: Order) -> Config:
     """Return the configuration of an order's attempt: that of the run, on as many nodes as take part."""
-    return dataclasses.replace(
-        config, cluster=dataclasses.replace(config.cluster, nodes=len(order.nodes))
-    )
+    return dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, nodes=len(order.nodes)))
 
 
 def perform(station: Station, order: Order) -> None:
@@ -49,21 +46,22 @@ def perform(station: Station, order: Order) -> None:
     """
     attempt = attempt_of(order)
     record = station.record(attempt)
-    listening = Listening(station, order)
-    watch = _Watch(station, order, listening)
+    watch = _Watch(station, order)
     try:
-        spec, place = _launch(station, order, listening.environment)
+        spec, place = _launch(station, order)
         with contextlib.suppress(OSError):
             record.events.write("node_started", node=station.node, pid=os.getpid())
         urgency = Urgency(station.run, attempt, station.signals, station.config.recovery.stop_timeout_s)
         agent = _started(station, spec, place)
+        node = Node(attempt, station.node, place.node)
+        watch.pulse = open_pulse(config_of(station.config, order), station.run, record.events, spec, node)
         ending = _supervised(station, agent, urgency, watch, attempt)
     except (LauncherError, LaunchError, OSError) as error:
         record.write_failed(LaunchError(str(error)))
         station.crew.mark_broken(order.number, {"cause": "not started", "message": str(error)})
         station.crew.report(order.number, {"code": EXIT_FAILED, "message": str(error), "port": free_port()})
         return
-    listening.close()
+    watch.pulse.close()
     if ending.exit_code != EXIT_DONE:
         station.crew.mark_broken(order.number, {"cause": "ranks failed", "host": station.member.host})
     # A full disk takes the record, not the verdict.
@@ -73,14 +71,19 @@ def perform(station: Station, order: Order) -> None:
     station.crew.report(order.number, _reported(ending, urgency.interruption, watch))
 
 
-def _launch(station: Station, order: Order, environment: Mapping[str, str]) -> tuple[LaunchSpec, Place]:
+def _launch(station: Station, order: Order) -> tuple[LaunchSpec, Place]:
     attempt = attempt_of(order)
     spec = launch_spec(config_of(station.config, order), station.run, attempt, station.search_path)
     logs = tuple(station.run.node_log(attempt, node) for node in order.nodes)
-    environment = {**spec.environment, **environment, AGENT_VARIABLE: str(os.getpid())}
+    environment = {**spec.environment, **pulse_environment(station.run)}
     spec = dataclasses.replace(spec, node_logs=logs, environment=environment)
-    return placed(spec, order.nodes.index(station.node), order.facts["address"], order.facts["port"],
-                  order.facts["meeting"])
+    return placed(
+        spec,
+        order.nodes.index(station.node),
+        order.facts["address"],
+        order.facts["port"],
+        order.facts["meeting"],
+    )
 
 
 def _started(station: Station, spec: LaunchSpec, place: Place) -> NodeAgent:
@@ -91,9 +94,7 @@ def _started(station: Station, spec: LaunchSpec, place: Place) -> NodeAgent:
     return start_agent(spec, place, _PATIENCE, warm=station.warm)
 
 
-def _supervised(
-    station: Station, agent: NodeAgent, urgency: Urgency, watch: _Watch, attempt: int
-) -> Ending:
+def _supervised(station: Station, agent: NodeAgent, urgency: Urgency, watch: _Watch, attempt: int) -> Ending:
     def stops() -> int:
         if watch.is_broken():
             # Ranks without their peers have nothing to save, and wait for nobody.
@@ -109,8 +110,13 @@ def _supervised(
 
 def _reported(ending: Ending, interruption: str | None, watch: _Watch) -> dict[str, Any]:
     stops = 0 if watch.found is not None and interruption is None else ending.stops
-    return {**dataclasses.asdict(ending), "stops": stops, "interruption": interruption, "code": ending.exit_code,
-            "port": free_port()}
+    return {
+        **dataclasses.asdict(ending),
+        "stops": stops,
+        "interruption": interruption,
+        "code": ending.exit_code,
+        "port": free_port(),
+    }
 
 
 def ending_of(report: Mapping[str, Any]) -> Ending:
@@ -130,7 +136,7 @@ class _Watch:
 
     station: Station
     order: Order
-    listening: Listening
+    pulse: Pulse | None = None
     found: dict[str, Any] | None = None
     _looked_at: float = field(default_factory=time.monotonic)
 
@@ -138,7 +144,8 @@ class _Watch:
         return self.found is not None
 
     def look(self) -> None:
-        if self.found is None and (hangs := self.listening.look()):
+        hangs = () if self.pulse is None or self.found is not None else self.pulse.look()
+        if hangs:
             ranks = [hang.rank for hang in hangs]
             self.found = {"cause": "hang", "ranks": ranks, "host": self.station.member.host}
             self.station.crew.mark_broken(self.order.number, self.found)
@@ -162,5 +169,3 @@ def mark_lost(station: Station, order: Order) -> list[int]:
         evidence = {"cause": "nodes lost", "nodes": lost, "hosts": hosts}
         station.crew.mark_broken(order.number, evidence)
     return lost
-
-

@@ -34,9 +34,7 @@ class Preflight:
         """Return the nodes of a job's first attempt, in the scheduler's order; None where they are too few."""
         config = self._station.config
         bad = choice.excluded_hosts(read_events(self._station.run))
-        fit = [
-            node for node, it in sorted(members.items()) if choice.is_fit(it) and it.host not in bad
-        ]
+        fit = [node for node, it in sorted(members.items()) if choice.is_fit(it) and it.host not in bad]
         return preferred(
             fit,
             config.cluster.nodes,

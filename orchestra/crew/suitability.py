@@ -40,8 +40,7 @@ def have_looked(members: Mapping[int, Member], num_nodes: int, waited_s: float) 
     looking = {node: it.facts for node, it in members.items() if it.facts.get("looks")}
     ends = {node for node, facts in looking.items() if "ring_port" in facts}
     return all(
-        "checked" in facts
-        and ("ring" in facts or node not in ends or (node + 1) % num_nodes not in ends)
+        "checked" in facts and ("ring" in facts or node not in ends or (node + 1) % num_nodes not in ends)
         for node, facts in looking.items()
     )
 
@@ -124,7 +123,9 @@ def _summary(
     facts: dict[str, Any] = {"nodes": len(members), "looked": len(looked), "seconds": seconds}
     unfit = {it.host: it.facts["unfit"] for it in members.values() if it.facts.get("unfit")}
     doubtful = {members[node].host: words for node, words in doubts(members, listed).items()}
-    left_out = [it.host for node, it in members.items() if node not in taken and _is_named(it, unfit, doubtful)]
+    left_out = [
+        it.host for node, it in members.items() if node not in taken and _is_named(it, unfit, doubtful)
+    ]
     found = {"unfit": unfit, "doubt": doubtful, "left_out": left_out, "clock_off_s": _clocks_off(members)}
     return {**facts, **{name: value for name, value in found.items() if value}}
 
@@ -135,7 +136,9 @@ def _is_named(member: Member, *found: Mapping[str, str]) -> bool:
 
 def _clocks_off(members: Mapping[int, Member]) -> dict[str, float]:
     """Return the hosts whose clock differs from the others', as compared with that of the file system."""
-    ahead = {it.host: s for it in members.values() if (s := _number(it, "checked", "clock_ahead_s")) is not None}
+    ahead = {
+        it.host: s for it in members.values() if (s := _number(it, "checked", "clock_ahead_s")) is not None
+    }
     if not ahead:
         return {}
     middle = statistics.median(ahead.values())

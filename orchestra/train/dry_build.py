@@ -17,19 +17,15 @@ import dataclasses
 import importlib
 import json
 import sys
-import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from conf.schema import Config
 from orchestra.errors import ConfigError
@@ -37,6 +33,7 @@ from orchestra.frozen import read_config
 from orchestra.parallel.mesh import Mesh, make_mesh
 from orchestra.topology import layout
 from orchestra.train.build import Training, build_training
+from orchestra.train.live_bytes import LiveBytes
 
 _FAKE_GROUP = "torch.testing._internal.distributed.fake_pg"
 
@@ -136,42 +133,6 @@ def step_bytes(training: Training, mesh: Mesh) -> int:
     return int(live.most)
 
 
-class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts in `now` what operators have made since it was entered and nobody has let go of; in `most` its
-    peak.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.now = self.most = 0
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(self, operator: Any, _: Any, arguments: Any = (), options: Any = None) -> Any:
-        before = {_key(it) for it in tree_leaves((arguments, options)) if isinstance(it, Tensor)}
-        made = operator(*arguments, **(options or {}))
-        for tensor in tree_leaves(made):
-            if isinstance(tensor, Tensor) and _key(tensor) not in before:
-                self._see(tensor)
-        return made
-
-    def _see(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
-        if key not in self._known:
-            self._known.add(key)
-            self.now += size
-            self.most = max(self.most, self.now)
-            weakref.finalize(storage, self._lose, key, size)
-
-    def _lose(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.now -= size
-
-
-def _key(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
 def main(arguments: list[str] | None = None) -> None:
     """Print what one rank of a frozen configuration holds, as JSON."""
     parser = argparse.ArgumentParser(prog="python -m orchestra.train.dry_build", description=__doc__)
@@ -180,8 +141,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--step", action="store_true", help="take one step of one micro-batch too")
     asked = parser.parse_args(arguments)
-    config = read_config(asked.config)
-    held = dry_build(config, asked.world_size, asked.rank, with_step=asked.step)
+    try:
+        held = dry_build(read_config(asked.config), asked.world_size, asked.rank, with_step=asked.step)
+    except ConfigError as error:
+        for problem in error.problems:
+            sys.stderr.write(f"error: {problem}\n")
+        raise SystemExit(error.exit_code) from None
     row = {f"{name}_bytes": value for name, value in dataclasses.asdict(held).items()}
     sys.stdout.write(json.dumps({**row, "state_bytes": held.state}) + "\n")
 

@@ -101,6 +101,11 @@ class Stopping:
             self._send(step, span)
         return False
 
+    def settle(self) -> None:
+        """Wait for the word that is under way, without reading it. *Any rank*: every rank has sent it."""
+        if self._work is not None:
+            self._work.wait()
+
     def _send(self, step: int, span: int) -> None:
         """Start a round of `span` steps; 0: it is read at once, and so is the next, one step later."""
         self._word = torch.zeros(2, dtype=torch.int64)

@@ -167,11 +167,11 @@ def _train_on(mesh: Mesh, config: Config, ranks: RankEnvironment, records: Recor
     if training.step.spikes is not None:
         training.step.spikes.recent = begin.recent_losses
     loader = build_loader(config, mesh, training.batch, begin.samples)
-    recorder = _recorder(config, mesh, training, records, begin)
     watch = RequestWatch(records.run, records.attempt) if mesh.rank == 0 else None
     stopping = Stopping(peers, watch)
     clock, listener = step_clock(mesh.device), records.events if mesh.rank == 0 else None
     step_times = StepTimes(config.recovery, peers, clock, listener)
+    recorder = _recorder(config, mesh, training, stopping, records, begin)
     try:
         request = train(
             config, training, Course(loader, checkpoints, stopping, moments, step_times), recorder, begin
@@ -213,12 +213,17 @@ def _checkpoints(
     return Checkpoints(setting, state, faults)
 
 
-def _recorder(config: Config, mesh: Mesh, training: Training, records: Records, begin: Position) -> Recorder:
+def _recorder(
+    config: Config, mesh: Mesh, training: Training, stopping: Stopping, records: Records, begin: Position
+) -> Recorder:
     run, events = records.run, records.events
     ledger = Ledger(run, mesh.rank, records.attempt) if config.data.ledger else None
-    profiler = StepProfiler(
-        config.train.profile, run, mesh.rank, mesh.traffic, training.parallelized.stage.settle
-    )
+
+    def settle() -> None:
+        training.parallelized.stage.settle()
+        stopping.settle()
+
+    profiler = StepProfiler(config.train.profile, run, mesh.rank, mesh.traffic, settle)
     if mesh.rank != 0:
         return Recorder(events, records.progress, profiler, ledger, meter=None, metrics=None)
     peak = device_peak_flops(config, mesh.device)

@@ -73,6 +73,7 @@ def test_a_failed_run_says_how_to_go_on(failed: subprocess.CompletedProcess[str]
         ((), "orchestra resume --help"),
         (("failed", "model.hidden_size=32"), "keeps it"),
         (("failed", "train.seed=3"), "which samples come next"),
+        (("failed", "optim.state_dtype=bf16"), "they are not converted"),
         (("failed", "train.stepz=3"), "train.steps"),
         (("failed", "train.steps=4"), "train.steps=4 ends before step 8"),
         (("failed", "checkpoint.dir=nowhere"), "holds no checkpoint, but failed goes on from step 8"),
@@ -139,12 +140,16 @@ def test_a_finished_run_says_so_and_can_be_trained_further_on_another_layout(
     assert (result["state"], result["code"], result["checkpoint_step"]) == ("finished", 0, 12)
     assert _content(alone) == before
 
-    further = ("train.steps=14", "cluster.gpus_per_node=1", "precision.name=bf16", "--json")
+    # Two micro-batches on one rank, in 16 bits with a loss scale that no checkpoint has yet.
+    further = ("train.steps=14", "cluster.gpus_per_node=1", "train.micro_batch_size=2", "--json")
+    further += ("precision.name=fp16",)
     done = orchestra(folder, "resume", "alone", *further)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert (result["attempt"], result["step"], result["checkpoint_step"]) == (1, 14, 14)
-    assert [row["step"] for row in read_metrics(alone)] == list(range(1, 15))
+    rows = read_metrics(alone)
+    assert [row["step"] for row in rows] == list(range(1, 15))
+    assert rows[-1]["loss_scale"] >= 1
     (restored,) = events_of(alone, "restored")
     assert (restored["step"], restored["layout"]["dp"]) == (12, 1)
 

@@ -107,9 +107,7 @@ def test_rank_agent_and_first_node_are_lost_one_after_another(cluster: Site) -> 
 
 @pytest.mark.timeout(300)
 def test_without_a_spare_it_shrinks_or_goes_on_in_another_job(cluster: Site) -> None:
-    shrinking, _ = submitted(
-        cluster, "shrinking", *LENGTH, *QUICK, "cluster.nodes=2", "recovery.min_nodes=1"
-    )
+    shrinking, _ = submitted(cluster, "shrinking", *LENGTH, *QUICK, "cluster.nodes=2", "recovery.min_nodes=1")
     moving, job = submitted(cluster, "moving", *LENGTH, *QUICK, "cluster.nodes=2")
     for run in (shrinking, moving):
         wait_until(lambda run=run: num_steps(run) > 12, f"{run.name} trains: {said(run)}")  # type: ignore[misc]
@@ -125,5 +123,3 @@ def test_without_a_spare_it_shrinks_or_goes_on_in_another_job(cluster: Site) -> 
     assert_as_if_nothing_had_happened(cluster, moving, reference(cluster, "whole-of-two", 2))
     wait_until(lambda: state_of(cluster, "shrinking")["state"] == "finished", said(shrinking))
     assert samples(shrinking) == samples(RunDir(cluster.shared / "runs" / "whole-of-two"))
-
-

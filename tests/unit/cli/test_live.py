@@ -113,6 +113,17 @@ def test_a_resumed_run_shows_only_what_is_new_and_what_was_restored(tmp_path: Pa
     ]
 
 
+def test_the_micro_batch_that_the_ranks_have_found_is_told(tmp_path: Path) -> None:
+    run, stream = RunDir(tmp_path), io.StringIO()
+    view = PlainView(Progress(run, 4), stream)
+    EventWriter(run, rank_writer(0, 0), 0, rank=0).write("micro_batch_chosen", size=4, accumulation=3)
+    view.close(["the end"])
+    assert stream.getvalue().splitlines() == [
+        "micro-batch 4 × accumulation 3: the largest that fits",
+        "the end",
+    ]
+
+
 def test_a_terminal_says_when_a_checkpoint_is_being_saved(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     events = EventWriter(run, rank_writer(0, 0), 0, rank=0)

@@ -142,7 +142,7 @@ CASES: list[tuple[str, Change, Sequence[str]]] = [
     (
         "rule_recompute",
         {"train.recompute_budget_gib": 1.0, "train.recompute": "full"},
-        ["train.recompute_budget_gib=1", "train.recompute=full", "leave out"],
+        ["train.recompute_budget_gib=1", "so does train.recompute=full; leave out"],
     ),
     (
         "rule_recompute",
@@ -162,7 +162,7 @@ CASES: list[tuple[str, Change, Sequence[str]]] = [
         ["train.global_batch_size=3 is not a multiple of dp=2", "=2 or 4"],
     ),
     ("rule_batch", {"train.micro_batch_size": 0}, ["train.micro_batch_size=0"]),
-    ("rule_batch", {"train.micro_batch_size": "big"}, ["train.micro_batch_size=big"]),
+    ("rule_batch", {"train.micro_batch_size": "big"}, ["train.micro_batch_size=big", "1 or more, or auto"]),
     (
         "rule_batch",
         {"train.global_batch_tokens": 1000},

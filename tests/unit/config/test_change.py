@@ -78,6 +78,7 @@ def test_free_keys_are_set_and_deleted(frozen: Config) -> None:
         ("run.name=other", ["run.name=other", "run.name=mine", "records and checkpoints"]),
         ("run.dir=elsewhere", ["run.dir=elsewhere", "orchestra run"]),
         ("data=tokens", ["data.source=tokens", "data.source=stdlib"]),
+        ("optim.state_dtype=bf16", ["optim.state_dtype=bf16", "optim.state_dtype=fp32", "not converted"]),
         ("experiment=demo", ["experiment=demo", "new run"]),
         ("train.stepz=3", ["train.stepz", "train.steps"]),
         ("train.steps=0", ["train.steps=0", "1 or more"]),

@@ -120,6 +120,32 @@ def test_a_checkpoint_must_fit_the_disk_it_goes_to(tmp_path: Path) -> None:
     assert broken({**changes, "run.dir": str(tmp_path)}, DRY_RUN) == []
 
 
+@pytest.mark.parametrize(
+    ("changes", "each"),
+    [
+        ({}, 16),
+        ({"parallelism.zero": 1}, 8 + 8 / 4),
+        ({"parallelism.zero": 2}, 4 + 12 / 4),
+        ({"parallelism.zero": 3}, 16 / 4),
+        ({"parallelism.zero": 3, "parallelism.shard_degree": 2}, 16 / 2),
+        ({"parallelism.tp": 2}, 16 / 2),
+        ({"parallelism.tp": 2, "parallelism.zero": 3}, 16 / 4),
+        ({"precision.name": "bf16", "parallelism.zero": 1}, 4 + 12 / 4),
+        ({"optim.state_dtype": "bf16"}, 12),
+    ],
+    ids=str,
+)
+def test_training_on_cpu_must_fit_host_memory_as_its_layout_shares_it_out(
+    changes: Change, each: float
+) -> None:
+    on_cpu = {"cluster.device": "cpu", "cluster.gpus_per_node": 4, "checkpoint.every_steps": None, **changes}
+    needed = round(808_064 * 4 * each)
+    assert broken(on_cpu, replace(LAPTOP, memory_bytes=needed)) == []
+    (problem,) = broken(on_cpu, replace(LAPTOP, memory_bytes=needed - 1))
+    assert f"808,064 parameters × {each:g} bytes" in problem
+    assert ("or parallelism=zero3" in problem) is (changes.get("parallelism.zero") != 3)
+
+
 def test_a_checkpoint_must_fit_host_memory_beside_the_training() -> None:
     # 808,064 parameters: 2 ranks × 16 bytes for training and 12 bytes for one staged copy.
     just_enough = 808_064 * (2 * 16 + 12)

@@ -29,7 +29,7 @@ from orchestra.errors import ConfigError
 from orchestra.flops import num_parameters
 from orchestra.frozen import write_config
 from orchestra.topology import layout
-from orchestra.train.dry_build import dry_build
+from orchestra.train.dry_build import dry_build, main
 from orchestra.train.memory_report import memory_use
 
 # 7.5 billion parameters, as in the paper (Rajbhandari and others, 2020, figure 1): 16 bytes of each are kept.
@@ -120,6 +120,16 @@ def test_the_405b_model_builds_on_1024_ranks_within_a_minute_and_8_gb(tmp_path: 
     assert used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime < 60
     held = json.loads(done.stdout)
     assert held["state_bytes"] == pytest.approx(16 * num_parameters(config.model) / 1024, rel=0.02)
+
+
+def test_the_command_says_what_does_not_fit_and_ends_with_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_config(tmp_path / "config.yaml", Config(train=TrainConfig(global_batch_size=16)))
+    with pytest.raises(SystemExit) as ended:
+        main([str(tmp_path / "config.yaml"), "--world-size=64"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith("error: train.global_batch_size=16 is not a multiple of dp=64")
 
 
 @pytest.mark.parametrize("zero", [0, 2, 3])

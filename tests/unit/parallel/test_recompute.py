@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from live_bytes import LiveBytes
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -27,6 +26,7 @@ from orchestra.model.transformer import Transformer, fill_initial_values
 from orchestra.parallel.mesh import make_mesh
 from orchestra.parallel.recompute import recompute_blocks, recomputed
 from orchestra.topology import Layout
+from orchestra.train.live_bytes import LiveBytes
 from orchestra.units import GIB
 
 BATCH, SEQUENCE, LAYERS = 2, 128, 3
@@ -99,7 +99,7 @@ def blocks_bytes(config: Config) -> tuple[int, int]:
     rotary = model._rotary_tables(SEQUENCE, x)
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(drop_gradient)  # type: ignore[no-untyped-call]
-    with LiveBytes([*model.parameters(), *(rotary or ())]) as live:
+    with LiveBytes() as live:
         out = first = x.clone().requires_grad_()
         for layer in model.layers:
             out = layer(out, rotary)

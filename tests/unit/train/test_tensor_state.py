@@ -113,6 +113,14 @@ def test_another_order_of_samples_is_refused_with_both_values(key: str, value: o
     assert "config.yaml" in str(caught.value)
 
 
+def test_moments_of_another_type_are_refused_with_both_values() -> None:
+    now = facts(CONFIG)
+    with pytest.raises(UnusableCheckpointError, match=r"optim\.state_dtype=bf16, this run has fp32; moments"):
+        changes({**now, "optim.state_dtype": "bf16"}, now)
+    # Checkpoints of before there was a choice say nothing.
+    assert changes({key: value for key, value in now.items() if key != "optim.state_dtype"}, now) == {}
+
+
 def test_a_change_that_a_run_may_make_is_told_and_not_refused() -> None:
     now = facts(CONFIG)
     assert changes(now, now) == {}

@@ -1,9 +1,11 @@
-"""Counts the bytes of all tensors that are alive, at every operator."""
+"""Counts the bytes of tensors that are alive while operators run, also of fake tensors, which have none.
+
+It sees operators and what they return, so what a library takes for itself is not counted. It knows no model.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
@@ -16,15 +18,16 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     peak.
     """
 
-    def __init__(self, known: Iterable[Tensor] = ()) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.most = 0
-        self._known = {tensor.untyped_storage()._cdata for tensor in known}
+        self._known: set[int] = set()
 
     def __torch_dispatch__(self, operator: Any, _: Any, arguments: Any = (), options: Any = None) -> Any:
+        before = {_key(it) for it in tree_leaves((arguments, options)) if isinstance(it, Tensor)}
         made = operator(*arguments, **(options or {}))
         for tensor in tree_leaves(made):
-            if isinstance(tensor, Tensor):
+            if isinstance(tensor, Tensor) and _key(tensor) not in before:
                 self._see(tensor)
         return made
 
@@ -40,3 +43,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _lose(self, key: int, size: int) -> None:
         self._known.discard(key)
         self.now -= size
+
+
+def _key(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
