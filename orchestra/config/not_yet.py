@@ -30,20 +30,10 @@ def _is_split(degree: Any) -> bool:
     return isinstance(degree, int) and degree > 1
 
 
-def _is_given(value: Any) -> bool:
-    return value is not None
-
-
 TABLE: tuple[NotYet, ...] = (
     NotYet("parallelism.pp", _is_split, "pipeline parallelism", "parallelism.pp=1"),
     NotYet("parallelism.cp", _is_split, "context parallelism", "parallelism.cp=1"),
     NotYet("parallelism.ep", _is_split, "expert parallelism", "parallelism.ep=1"),
-    NotYet(
-        "recovery.memory_copy_every_steps",
-        _is_given,
-        "copies of its state in memory",
-        "recovery.memory_copy_every_steps=null",
-    ),
 )
 
 

@@ -1,1 +1,1 @@
-"""What runs on each node of a run: the agents that meet, train one attempt after another, and end together."""
+"""What runs on each node of a run: agents that meet, train one attempt after another, and end together."""

@@ -2,9 +2,9 @@
 
 For an array of a sweep it is `SWEEP_DIR --first F`: task t trains the member with index F + t.
 
-The process that srun starts does nothing but keep an agent alive: it forks it before anything else is imported,
-and forks it again when it was killed, after everything that the dead one had started is gone. Signals are the
-agent's to hear: Slurm sends them to every process of the step.
+The process that srun starts does nothing but keep an agent alive: it forks it before anything else is
+imported, and forks it again when it was killed, after everything that the dead one had started is gone.
+Signals are the agent's to hear: Slurm sends them to every process of the step.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from pathlib import Path
 from launchers.crew import Order
 from launchers.errors import LauncherError
 from launchers.ports import free_port
+from orchestra.crew.copying import COPIES, open_copies
 from orchestra.crew.leading import GATHER_TIMEOUT_S, Leading
 from orchestra.crew.part import perform
 from orchestra.crew.station import END, REFUSE, Station
@@ -34,9 +35,14 @@ def attend(station: Station) -> int:
     if station.warm is not None:
         station.run.logs.mkdir(exist_ok=True)
         station.warm.start()
+    station.copies = open_copies(station)
+    if station.copies is not None:
+        station.crew.tell({COPIES: station.copies.address})
     try:
         return _Agent(station).work()
     finally:
+        if station.copies is not None:
+            station.copies.close()
         if station.warm is not None:
             station.warm.close()
         station.crew.leave()
@@ -75,7 +81,9 @@ class _Agent:
         elif self._station.node in order.nodes:
             # The agent before this one had a part in it, and died.
             self._crew.mark_broken(order.number, {"cause": "agent lost", "host": self._station.member.host})
-            self._crew.report(order.number, {"code": EXIT_FAILED, "cause": "agent lost"})
+            copies = self._station.copies
+            held = {} if copies is None else {COPIES: copies.held()}
+            self._crew.report(order.number, {"code": EXIT_FAILED, "cause": "agent lost", **held})
 
     def _ended(self, order: Order) -> int:
         if order.action == REFUSE:
@@ -86,14 +94,19 @@ class _Agent:
 
     def _release(self, order: Order) -> None:
         """Give the job back where whoever would have done it is gone, after the others have left."""
-        lost = [int(node) for node in order.facts.get("lost", [])]
+        lost = {int(node) for node in order.facts.get("lost", [])}
         deadline = time.monotonic() + _LEAVE_TIMEOUT_S
         if self._station.is_alone:
             return
-        while len(self._crew.members()) > 1 + len(lost) and time.monotonic() < deadline:
+        while time.monotonic() < deadline:
+            members = self._crew.members()
+            # Those that were lost in earlier attempts too: they never took their names off the list.
+            lost.update(self._crew.silent(members))
+            if members.keys() <= {self._station.node, *lost}:
+                break
             time.sleep(_POLL_S)
         with contextlib.suppress(LauncherError):
-            self._station.surroundings.release(lost)
+            self._station.surroundings.release(sorted(lost))
 
     def _refuse_to_wait_for_ever(self, order: Order | None) -> None:
         limit = GATHER_TIMEOUT_S + _ORPHAN_TIMEOUT_S if order is None else _ORPHAN_TIMEOUT_S

@@ -1,8 +1,8 @@
 """One agent's part in the preflight: it looks at its node and its neighbour, and says what it found.
 
-Before the first attempt all looks have time, since nothing trains yet; behind an attempt's end the newest word
-is waited for a moment only; spares look while they are idle. What was found goes into what the agent says of
-itself (`unfit`, `doubt`, `checked`, `ring`). What follows from it is `orchestra.crew.suitability`'s to say.
+Before the first attempt all looks have time, since nothing trains yet; behind an attempt's end the newest
+word is waited for a moment only; spares look while they are idle. What was found goes into what the agent
+says of itself (`unfit`, `doubt`, `checked`, `ring`). What follows is `orchestra.crew.suitability`'s to say.
 """
 
 from __future__ import annotations

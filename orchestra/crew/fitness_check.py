@@ -75,7 +75,7 @@ class NodeCheck:
         return self._process is not None
 
     def begin(self) -> None:
-        """Begin a look, unless one is on, or one before still hangs. A node without a process left has none."""
+        """Begin a look, unless one is on or an earlier one still hangs, or no process is to be had."""
         if self._process is not None or (self._stuck is not None and self._stuck.poll() is None):
             return
         self._stuck = None

@@ -1,8 +1,8 @@
 """Looks at one node: devices, memory, disks, kernel log, clock, speed of a core. A program of its own.
 
-`python -I -S fitness_probe.py WISHES` (JSON) prints a JSON line for each check as soon as it is done, and ends.
-A dead file server or device can hold a process for ever: whoever started this one does not wait for it, and
-takes a check without a line for one that hangs. It needs nothing but the standard library, decides nothing
+`python -I -S fitness_probe.py WISHES` (JSON) prints a JSON line for each check as soon as it is done, and
+ends. A dead file server or device holds a process for ever: whoever started this one does not wait for it,
+and takes a check without a line for one that hangs. It needs the standard library alone, decides nothing
 about training, and knows the same signs as `slurm/healthcheck`, which stands alone as well.
 
 A line says what keeps the node from training (`unfit`), what speaks against it where there is another
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import hashlib
 import json
 import os
@@ -63,9 +64,8 @@ def main(words: list[str]) -> int:
 
 def checks(wishes: dict[str, Any]) -> list[tuple[str, Callable[[], Finding]]]:
     """Return what is looked at: `folder` (shared), `rooms` (places of this node), `gpus` (0: none)."""
-    found: list[tuple[str, Callable[[], Finding]]] = [
-        (f"room in {place}", lambda place=place: room(place)) for place in wishes.get("rooms", [])
-    ]
+    found: list[tuple[str, Callable[[], Finding]]] = []
+    found += [(f"room in {place}", functools.partial(room, place)) for place in wishes.get("rooms", [])]
     found += [("memory", host_memory), ("kernel log", kernel_log), ("core", core_speed)]
     if wishes.get("folder"):
         found.append(("run directory", lambda: keeps_a_file(wishes["folder"])))
@@ -116,8 +116,8 @@ def keeps_a_file(folder: str) -> Finding:
 
 
 def clock_ahead_s(before: float, after: float, stamp: float) -> float:
-    """Return by how much this host's clock is ahead of the one that stamped a file in between; 0: no more than
-    a stamp in whole seconds tells.
+    """Return by how much this host's clock is ahead of the one that stamped a file in between; 0: no more
+    than a stamp in whole seconds tells.
     """
     behind = stamp - after
     ahead = before - (stamp + 1.0)

@@ -1,7 +1,8 @@
 """How fast this node reaches the next one: each agent sends a little to its neighbour, in a ring.
 
-Plain sockets, no torch: it finds an interface that fell back to a slower speed or loses packets, not what NCCL
-makes of the network (`orchestra bench network` measures that). It measures; who is slow is the leader's to say.
+Plain sockets, no torch: it finds an interface that fell back to a slower speed or loses packets, not what
+NCCL makes of the network (`orchestra bench network` measures that). It measures; who is slow is the leader's
+to say.
 """
 
 from __future__ import annotations

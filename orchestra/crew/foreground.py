@@ -45,16 +45,16 @@ class Foreground:
     def refusal(self) -> str | None:
         return None
 
-    def judged(self, verdict: Verdict, attempt: int, events: EventWriter) -> Verdict:
+    def judged(self, verdict: Verdict, _attempt: int, _events: EventWriter, /) -> Verdict:
         return verdict
 
-    def go_on(self, verdict: Verdict, attempt: int, events: EventWriter) -> str:
+    def go_on(self, _verdict: Verdict, _attempt: int, _events: EventWriter, /) -> str:
         return ""
 
-    def requeue(self, decision: Decision, attempt: int, events: EventWriter) -> str:
+    def requeue(self, _decision: Decision, _attempt: int, _events: EventWriter, /) -> str:
         raise LaunchError("a run in the foreground has no other job to go on in")
 
-    def release(self, lost: Sequence[int]) -> None:
+    def release(self, _lost: Sequence[int], /) -> None:
         return
 
 

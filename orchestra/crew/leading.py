@@ -16,6 +16,7 @@ from launchers.errors import LauncherError
 from launchers.spec import Ending
 from orchestra import control
 from orchestra.crew import choice
+from orchestra.crew.copying import MEMORY, memory_of
 from orchestra.crew.part import config_of, ending_of, mark_lost
 from orchestra.crew.station import END, REFUSE, START, Station, attempt_of, host_of
 from orchestra.errors import (
@@ -238,7 +239,7 @@ class Leading:
         return Ending(code, stops, failures, survivors), next(iter(interruptions), None)
 
     def _is_asked(self, attempt: int) -> bool:
-        """Tell whether somebody wants the run to stop: a failure in the midst of that starts nothing again."""
+        """Tell whether somebody wants the run to stop: a failure in that moment starts nothing again."""
         if self._station.signals.count():
             return True
         try:
@@ -271,7 +272,16 @@ class Leading:
                 self._requeue(number, decision, verdict, record, lost)
                 return
             self._write_replaced(order, nodes, members, record)
-            self._start(number, nodes, members, decision.wait_s)
+            memory = self._memory(order, nodes, set(members))
+            self._start(number, nodes, members, decision.wait_s, **memory)
+
+    def _memory(self, order: Order, nodes: Sequence[int], living: set[int]) -> dict[str, Any]:
+        """Return what the next order says of copies in memory, empty where it begins with the checkpoint."""
+        reports = self._crew.reports(order.number, order.nodes)
+        memory, reason = memory_of(self._station, reports, nodes, living)
+        if reason is not None:
+            self._station.say(f"it begins with the checkpoint: {reason}")
+        return {} if memory is None else {MEMORY: memory}
 
     def _write_replaced(
         self, order: Order, nodes: Sequence[int], members: dict[int, Member], record: AttemptRecord

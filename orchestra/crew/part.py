@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,8 @@ from launchers.crew import Order
 from launchers.errors import LauncherError
 from launchers.ports import free_port
 from launchers.spec import Ending, LaunchSpec, Place, RankFailure
+from orchestra.crew import copying
+from orchestra.crew.copying import COPIES
 from orchestra.crew.station import START, Station, attempt_of, host_of
 from orchestra.errors import EXIT_DONE, EXIT_FAILED, LaunchError
 from orchestra.submit.launch import launch_spec
@@ -59,7 +61,7 @@ def perform(station: Station, order: Order) -> None:
     except (LauncherError, LaunchError, OSError) as error:
         record.write_failed(LaunchError(str(error)))
         station.crew.mark_broken(order.number, {"cause": "not started", "message": str(error)})
-        station.crew.report(order.number, {"code": EXIT_FAILED, "message": str(error), "port": free_port()})
+        _report(station, order, {"code": EXIT_FAILED, "message": str(error)})
         return
     watch.pulse.close()
     if ending.exit_code != EXIT_DONE:
@@ -67,16 +69,27 @@ def perform(station: Station, order: Order) -> None:
     # A full disk takes the record, not the verdict.
     with contextlib.suppress(OSError):
         record.write_killed_ranks(ending, was_stopped=ending.stops > 0)
-        record.events.write("node_ended", node=station.node, code=ending.exit_code)
-    station.crew.report(order.number, _reported(ending, urgency.interruption, watch))
+        sent = {} if station.copies is None else station.copies.end()
+        record.events.write("node_ended", node=station.node, code=ending.exit_code, **sent)
+    _report(station, order, _reported(ending, urgency.interruption, watch))
+
+
+def _report(station: Station, order: Order, ended: dict[str, Any]) -> None:
+    """Say how it ended, what lies here in memory, and where the next attempt may meet."""
+    with contextlib.suppress(LauncherError):
+        station.crew.tell({"port": free_port()})
+    held = {} if station.copies is None else {COPIES: station.copies.held()}
+    station.crew.report(order.number, {**ended, **held})
 
 
 def _launch(station: Station, order: Order) -> tuple[LaunchSpec, Place]:
     attempt = attempt_of(order)
     spec = launch_spec(config_of(station.config, order), station.run, attempt, station.search_path)
     logs = tuple(station.run.node_log(attempt, node) for node in order.nodes)
-    environment = {**spec.environment, **pulse_environment(station.run)}
-    spec = dataclasses.replace(spec, node_logs=logs, environment=environment)
+    copied, arguments = copying.begin(station, order)
+    environment = {**spec.environment, **pulse_environment(station.run), **copied}
+    arguments = (*spec.arguments, *arguments)
+    spec = dataclasses.replace(spec, node_logs=logs, environment=environment, arguments=arguments)
     return placed(
         spec,
         order.nodes.index(station.node),
@@ -115,7 +128,6 @@ def _reported(ending: Ending, interruption: str | None, watch: _Watch) -> dict[s
         "stops": stops,
         "interruption": interruption,
         "code": ending.exit_code,
-        "port": free_port(),
     }
 
 
@@ -132,7 +144,7 @@ def ending_of(report: Mapping[str, Any]) -> Ending:
 
 @dataclass
 class _Watch:
-    """Looks about once a second whether the order broke somewhere, and, where this node leads, who is gone."""
+    """Looks once a second whether the order broke somewhere, and, where this node leads, who is gone."""
 
     station: Station
     order: Order

@@ -1,7 +1,7 @@
 """The leader's part in the preflight: waits for the nodes' looks, chooses the first nodes, writes it down.
 
-What the nodes found stands in what they say of themselves, so that another agent can lead at any time. What it
-means is `orchestra.crew.suitability`'s to say.
+What the nodes found stands in what they say of themselves, so that another agent can lead at any time. What
+it means is `orchestra.crew.suitability`'s to say.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Preflight:
         return have_looked(members, self._station.crew.num_nodes, now - self._all_there_since)
 
     def first_nodes(self, members: Mapping[int, Member]) -> tuple[int, ...] | None:
-        """Return the nodes of a job's first attempt, in the scheduler's order; None where they are too few."""
+        """Return the nodes of a job's first attempt, in the scheduler's order; None: they are too few."""
         config = self._station.config
         bad = choice.excluded_hosts(read_events(self._station.run))
         fit = [node for node, it in sorted(members.items()) if choice.is_fit(it) and it.host not in bad]

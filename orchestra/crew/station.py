@@ -1,4 +1,4 @@
-"""What one node's agent works with: the run, its crew, and whatever started it. Plain values and a protocol."""
+"""What one node's agent works with: the run, its crew, and what started it. Plain values and a protocol."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from conf.schema import Config
 from launchers.crew import Crew, Member, Order
+from launchers.node_copies import NodeCopies
 from launchers.stops import StopRequests
 from launchers.warm.host import WarmHost
 from orchestra.events import EventWriter
@@ -43,19 +44,19 @@ class Surroundings(Protocol):
     def refusal(self) -> str | None:
         """Return why this run must not be trained here now; None where it may."""
 
-    def judged(self, verdict: Verdict, attempt: int, events: EventWriter) -> Verdict:
+    def judged(self, verdict: Verdict, attempt: int, events: EventWriter, /) -> Verdict:
         """Return the verdict on an attempt that stopped on request, or another in its place."""
 
-    def go_on(self, verdict: Verdict, attempt: int, events: EventWriter) -> str:
+    def go_on(self, verdict: Verdict, attempt: int, events: EventWriter, /) -> str:
         """Let a run that was stopped go on where it is to; return in a few words what was done."""
 
-    def requeue(self, decision: Decision, attempt: int, events: EventWriter) -> str:
+    def requeue(self, decision: Decision, attempt: int, events: EventWriter, /) -> str:
         """Let the run go on in another job after a failure; return in a few words what was done.
 
         Raises LauncherError, LaunchError and OSError.
         """
 
-    def release(self, lost: Sequence[int]) -> None:
+    def release(self, lost: Sequence[int], /) -> None:
         """Give back what nobody else does, when all is over. `lost`: nodes that are gone."""
 
 
@@ -70,8 +71,9 @@ class Station:
     surroundings: Surroundings
     say: Callable[[str], None]
     search_path: Sequence[str] = ()
-    tick: Callable[[int], None] = lambda attempt: None
+    tick: Callable[[int], None] = lambda _: None
     warm: WarmHost | None = None
+    copies: NodeCopies | None = None
     # The first attempt where it is claimed already.
     first_attempt: int | None = None
     began: float = field(default_factory=time.time)

@@ -1,8 +1,8 @@
 """Which nodes had better not train: pure functions over what the nodes say of themselves and of each other.
 
-Three degrees: *unfit* nodes cannot train and are never taken; *slow* ones are left out where a spare is there;
-*doubtful* ones (on the cluster's list, or with signs of a failing device) also where fewer nodes will do. Where
-they are needed they are used, and the event says so.
+Three degrees: *unfit* nodes cannot train and are never taken; *slow* ones are left out where a spare is
+there; *doubtful* ones (on the cluster's list, or with signs of a failing device) also where fewer nodes will
+do. Where they are needed they are used, and the event says so.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from orchestra.events import EventWriter, is_number
 _FEWEST_NODES = 4
 # A node is slow that reaches this share of the others' median, in all its measurements.
 _SLOW_SHARE = 1 / 3
-# Above that a single stream tells more about how busy a host is than about its network: a link of 10 Gb/s that
-# fell back to 1 Gb/s carries 0.12 GB/s.
+# Above that a single stream tells more about how busy a host is than about its network: a link of 10 Gb/s
+# that fell back to 1 Gb/s carries 0.12 GB/s.
 _FAST_BYTES_PER_S = 0.25e9
 _CLOCK_SLACK_S = 2.0
 # How long the first attempt waits for the nodes' looks at themselves, once all nodes are there.
@@ -123,26 +123,21 @@ def _summary(
     facts: dict[str, Any] = {"nodes": len(members), "looked": len(looked), "seconds": seconds}
     unfit = {it.host: it.facts["unfit"] for it in members.values() if it.facts.get("unfit")}
     doubtful = {members[node].host: words for node, words in doubts(members, listed).items()}
-    left_out = [
-        it.host for node, it in members.items() if node not in taken and _is_named(it, unfit, doubtful)
-    ]
+    slow_hosts = {members[node].host: words for node, words in slow(members).items()}
+    against = {**unfit, **doubtful, **slow_hosts}
+    left_out = [it.host for node, it in members.items() if node not in taken and it.host in against]
     found = {"unfit": unfit, "doubt": doubtful, "left_out": left_out, "clock_off_s": _clocks_off(members)}
     return {**facts, **{name: value for name, value in found.items() if value}}
 
 
-def _is_named(member: Member, *found: Mapping[str, str]) -> bool:
-    return any(member.host in it for it in found)
-
-
 def _clocks_off(members: Mapping[int, Member]) -> dict[str, float]:
     """Return the hosts whose clock differs from the others', as compared with that of the file system."""
-    ahead = {
-        it.host: s for it in members.values() if (s := _number(it, "checked", "clock_ahead_s")) is not None
-    }
-    if not ahead:
+    ahead = {it.host: _number(it, "checked", "clock_ahead_s") for it in members.values()}
+    known = {host: seconds for host, seconds in ahead.items() if seconds is not None}
+    if not known:
         return {}
-    middle = statistics.median(ahead.values())
-    return {host: round(s - middle, 1) for host, s in ahead.items() if abs(s - middle) > _CLOCK_SLACK_S}
+    middle = statistics.median(known.values())
+    return {host: round(s - middle, 1) for host, s in known.items() if abs(s - middle) > _CLOCK_SLACK_S}
 
 
 # Who is slow.
@@ -159,7 +154,7 @@ def _rates(members: Mapping[int, Member]) -> dict[int, float]:
         if not isinstance(ring, dict):
             continue
         for end in (node, ring.get("to")):
-            if end in members:
+            if isinstance(end, int) and end in members:
                 best[end] = max(best.get(end, 0.0), *_rounds(ring))
     return best
 

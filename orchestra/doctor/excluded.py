@@ -1,4 +1,4 @@
-"""Lists the nodes that failed twice and that jobs are submitted without, with the evidence; a person decides."""
+"""Lists the nodes that failed twice and that jobs are submitted without, with the evidence against each."""
 
 from __future__ import annotations
 

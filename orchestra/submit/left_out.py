@@ -1,7 +1,7 @@
 """Which hosts a job is submitted without: those of the configuration, and those on the cluster's list.
 
-The list is beside the runs (`orchestra.recovery.excluded`). Its hosts go into the batch script and not into the
-frozen configuration: whatever is submitted later asks the list again.
+The list is beside the runs (`orchestra.recovery.excluded`). Its hosts go into the batch script and not into
+the frozen configuration: whatever is submitted later asks the list again.
 """
 
 from __future__ import annotations

@@ -38,6 +38,8 @@ RANK = "-m orchestra.train "
 # A host's own first process and its daemon.
 _OF_THE_HOST = ("slurm.cluster.host", "slurmd -D")
 _POLL_S = 0.05
+# Of each log, where a test fails.
+_SAID_CHARACTERS = 1500
 
 
 class TooLateError(AssertionError):
@@ -152,9 +154,10 @@ class Subject:
         return not self.on.site.run("squeue", "--noheader", f"--name={self.run.name}").stdout.strip()
 
     def said(self) -> str:
-        """Return everything that its logs hold."""
-        files = sorted(self.run.logs.rglob("*.log*"))
-        return "\n".join(f"==> {file} <==\n{file.read_text(errors='replace')}" for file in files)
+        """Return what its agents said, and the ends of its other logs."""
+        files = sorted(self.run.job_logs.glob("*")), sorted(self.run.logs.glob("attempt-*/*.log"))
+        texts = [(file, file.read_text(errors="replace")) for file in (*files[0], *files[1])]
+        return "\n".join(f"==> {file} <==\n{text[-_SAID_CHARACTERS:]}" for file, text in texts)
 
     # Its processes.
 

@@ -51,7 +51,7 @@ POLICY_CASES = (
         "before-first",
         "11",
         "an error before the first step",
-        "{attempt:all,rank:1,phase:setup,at_step:0,fault:exception}",
+        "{attempt:all,rank:1,phase:setup,fault:exception}",
         code=93,
         attempts=2,
         says="no node is blamed",
@@ -60,8 +60,8 @@ POLICY_CASES = (
         "alternating",
         "12",
         "causes that alternate, no progress",
-        "{attempt:0,rank:0,at_step:12,fault:exit,exit_code:7},{attempt:1,rank:1,at_step:13,fault:sigkill},"
-        "{attempt:2,rank:0,at_step:14,fault:exit,exit_code:7},{attempt:3,rank:1,at_step:15,fault:sigkill}",
+        "{attempt:0,rank:0,at_step:5,fault:exit,exit_code:7},{attempt:1,rank:1,at_step:6,fault:sigkill},"
+        "{attempt:2,rank:0,at_step:7,fault:exit,exit_code:7},{attempt:3,rank:1,at_step:8,fault:sigkill}",
         code=1,
         attempts=4,
         says="recovery.max_restarts=3",

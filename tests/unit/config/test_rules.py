@@ -100,9 +100,6 @@ NOT_BUILT: dict[str, list[Any]] = {
     "parallelism.pp": [2],
     "parallelism.cp": [2],
     "parallelism.ep": [2],
-    "cluster.spare_nodes": [1],
-    "recovery.min_nodes": [1],
-    "recovery.memory_copy_every_steps": [5],
 }
 
 

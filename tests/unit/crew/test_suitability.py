@@ -25,17 +25,13 @@ GB = 1e9
 
 
 def members(*facts: dict[str, Any]) -> dict[int, Member]:
-    return {
-        node: Member(node, f"node{node + 1}", "10.0.0.1", "x", 1, it) for node, it in enumerate(facts)
-    }
+    return {node: Member(node, f"node{node + 1}", "10.0.0.1", "x", 1, it) for node, it in enumerate(facts)}
 
 
 def in_ring(*rates: list[float]) -> dict[int, Member]:
     """Members of which node n measured rates[n] on the way to the next one."""
     last = len(rates)
-    return members(
-        *({"ring": {"to": (node + 1) % last, "bytes_per_s": it}} for node, it in enumerate(rates))
-    )
+    return members(*({"ring": {"to": (node + 1) % last, "bytes_per_s": it}} for node, it in enumerate(rates)))
 
 
 def of_cores(*seconds: float) -> dict[int, Member]:

@@ -1,4 +1,4 @@
-"""Jobs are submitted without the nodes that failed before, and the user is told which, why and how to undo it."""
+"""Jobs are submitted without the nodes that failed before; the user is told which, why, how to undo it."""
 
 from __future__ import annotations
 
