@@ -30,6 +30,8 @@ PREEMPTED = "preempted"
 _WARNING = "SIGUSR2"
 
 _TOKEN_BYTES = 4
+# RunDir.claim
+_CLAIM_NAME = re.compile(r"attempt-(\d+)\.claim$")
 # RunDir.stop_request
 _REQUEST_NAME = re.compile(r"attempt-(\d+)\.stop-.*\.json")
 
@@ -100,6 +102,16 @@ def requested_attempt(run: RunDir) -> int | None:
     except FileNotFoundError:
         return None
     found = [_REQUEST_NAME.match(name) for name in names]
+    return max((int(match[1]) for match in found if match is not None), default=None)
+
+
+def claimed_attempt(run: RunDir) -> int | None:
+    """Return the highest attempt that somebody claimed; None where none was. Raises OSError."""
+    try:
+        names = [entry.name for entry in os.scandir(run.control)]
+    except FileNotFoundError:
+        return None
+    found = [_CLAIM_NAME.match(name) for name in names]
     return max((int(match[1]) for match in found if match is not None), default=None)
 
 

@@ -31,7 +31,11 @@ def attend(station: Station) -> int:
     LauncherError and OSError when this node cannot take part.
     """
     surroundings = station.surroundings
-    station.crew.join(surroundings.host, surroundings.own_address(), {"port": free_port()})
+    address, fitness = surroundings.own_address(), station.fitness
+    offered = {} if fitness is None else fitness.offers(address)
+    station.crew.join(surroundings.host, address, {"port": free_port(), **offered})
+    if fitness is not None:
+        fitness.begin()
     if station.warm is not None:
         station.run.logs.mkdir(exist_ok=True)
         station.warm.start()
@@ -43,6 +47,8 @@ def attend(station: Station) -> int:
     finally:
         if station.copies is not None:
             station.copies.close()
+        if fitness is not None:
+            fitness.close()
         if station.warm is not None:
             station.warm.close()
         station.crew.leave()
@@ -122,6 +128,8 @@ class _Agent:
     def _pause(self, order: Order | None) -> None:
         self._station.tick(-1)
         is_spare = order is not None and self._station.node not in order.nodes
+        if self._station.fitness is not None:
+            self._station.fitness.tick(is_idle=is_spare)
         time.sleep(_IDLE_POLL_S if is_spare and not self._crew.leads else _POLL_S)
 
 

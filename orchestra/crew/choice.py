@@ -9,6 +9,7 @@ from typing import Any
 from conf.schema import Config
 from launchers.crew import Member, Order
 from orchestra.crew.station import Station
+from orchestra.crew.suitability import by_preference, doubts, slow
 from orchestra.errors import ConfigError
 from orchestra.jsonl import Record
 from orchestra.recovery.policy import Action, Decision, Resources
@@ -24,16 +25,6 @@ def excluded_hosts(events: Iterable[Record]) -> frozenset[str]:
 def is_fit(member: Member) -> bool:
     """Tell whether a node's own look at itself found nothing that keeps it from training."""
     return not member.facts.get("unfit")
-
-
-def first_nodes(
-    members: Mapping[int, Member], config: Config, events: Iterable[Record]
-) -> tuple[int, ...] | None:
-    """Return the nodes of a job's first attempt, in the scheduler's order; None where they are too few."""
-    bad = excluded_hosts(events)
-    fit = [node for node, member in sorted(members.items()) if is_fit(member) and member.host not in bad]
-    wanted = config.cluster.nodes
-    return tuple(fit[:wanted]) if len(fit) >= wanted else shrunk(fit, config)
 
 
 def shrunk(nodes: Sequence[int], config: Config) -> tuple[int, ...] | None:
@@ -78,14 +69,19 @@ def resources(
 
 
 def next_nodes(
-    order: Order, decision: Decision, members: Mapping[int, Member], config: Config
+    order: Order,
+    decision: Decision,
+    members: Mapping[int, Member],
+    config: Config,
+    listed: Mapping[str, str],
 ) -> tuple[int, ...] | None:
     """Return the nodes that the next attempt takes, in rank order; None where they do not suffice.
 
-    Who stays keeps its place, so that its ranks find what they held; a spare takes the place of who is gone.
+    Who stays keeps its place, so that its ranks find what they held; a spare takes the place of who is gone,
+    and one that something speaks against (`listed`: hosts on the cluster's list) only where no other is.
     """
     fit = {node for node, it in members.items() if is_fit(it) and it.host not in decision.exclude}
-    spares = iter(sorted(fit - set(order.nodes)))
+    spares = iter(by_preference(sorted(fit - set(order.nodes)), slow(members), doubts(members, listed)))
     places: list[int | None] = [node if node in fit else None for node in order.nodes]
     if decision.action in (Action.replace, Action.restart):
         places = [next(spares, None) if node is None else node for node in places]
@@ -93,6 +89,16 @@ def next_nodes(
     if len(nodes) == len(order.nodes):
         return tuple(nodes)
     return shrunk(nodes, config)
+
+
+def without_unfit(order: Order, decision: Decision, members: Mapping[int, Member]) -> Decision:
+    """Return a decision that also leaves out the nodes of an attempt that found themselves unfit, unless all
+    did: then no node is to blame.
+    """
+    unfit = [members[node].host for node in order.nodes if node in members and not is_fit(members[node])]
+    if not unfit or len(unfit) == len(order.nodes) or decision.action in (Action.give_up, Action.end):
+        return decision
+    return dataclasses.replace(decision, exclude=tuple(dict.fromkeys([*decision.exclude, *unfit])))
 
 
 def evidence(decision: Decision) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from orchestra.crew.station import Station
 from orchestra.crew.warming import warm_host
 from orchestra.errors import LaunchError
 from orchestra.events import EventWriter, read_events
+from orchestra.recovery.incidents import Incident
 from orchestra.recovery.policy import Decision
 from orchestra.report.verdict import Verdict, last_attempt, node_verdict, of_attempt
 from orchestra.rundir import RunDir
@@ -53,6 +54,12 @@ class Foreground:
 
     def requeue(self, _decision: Decision, _attempt: int, _events: EventWriter, /) -> str:
         raise LaunchError("a run in the foreground has no other job to go on in")
+
+    def excluded(self) -> Mapping[str, str]:
+        return {}
+
+    def exclude(self, _decision: Decision, _log: Sequence[Incident], /) -> None:
+        return
 
     def release(self, _lost: Sequence[int], /) -> None:
         return

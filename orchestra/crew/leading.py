@@ -18,6 +18,7 @@ from orchestra import control
 from orchestra.crew import choice
 from orchestra.crew.copying import MEMORY, memory_of
 from orchestra.crew.part import config_of, ending_of, mark_lost
+from orchestra.crew.preflight import Preflight
 from orchestra.crew.station import END, REFUSE, START, Station, attempt_of, host_of
 from orchestra.errors import (
     EXIT_DONE,
@@ -50,6 +51,7 @@ class Leading:
     def __init__(self, station: Station) -> None:
         self._station = station
         self._crew = station.crew
+        self._preflight = Preflight(station)
         self._began = time.monotonic()
         self._ended_since: float | None = None
         # What is to follow and when (this host's own clock): the policy may want to wait.
@@ -72,15 +74,19 @@ class Leading:
         if station.signals.count():
             self._order_end(0, EXIT_STOPPED, f"{station.signals.first} came before the attempt began")
             return
-        if not self._are_enough(members):
+        if not self._are_enough(members) or not self._preflight.is_over(members):
             return
         rival = station.surroundings.refusal()
         if rival is not None:
             self._publish(Order(0, REFUSE, facts={"message": rival}))
             return
-        hosts = choice.first_nodes(members, station.config, read_events(station.run))
+        hosts = self._preflight.first_nodes(members)
         if hosts is None:
-            raise LaunchError(self._too_few(members))
+            said = self._preflight.go_elsewhere(members)
+            if said is None:
+                raise LaunchError(self._preflight.unfit_words(members) or self._too_few(members))
+            self._order_end(0, EXIT_FAILED, said)
+            return
         self._start(0, hosts, members, wait_s=0.0)
 
     def _are_enough(self, members: dict[int, Member]) -> bool:
@@ -146,6 +152,8 @@ class Leading:
         write_started(record, config, spec, **started)
         station.say(f"attempt {attempt} on {', '.join(started['hosts'])}")
         self._forward_requests(attempt)
+        if order.number == 0:
+            self._preflight.tell(record.events, self._crew.members(), order.nodes)
 
     def _publish(self, order: Order) -> bool:
         self._ended_since = None
@@ -255,9 +263,12 @@ class Leading:
         members = {node: it for node, it in members.items() if node not in self._crew.silent(members)}
         events = read_events(station.run)
         resources = choice.resources(order, members, station, events)
-        decision = decide(incidents(events), resources, Rules.of(station.config.recovery))
+        log = incidents(events)
+        decision = decide(log, resources, Rules.of(station.config.recovery))
+        decision = choice.without_unfit(order, decision, members)
         with contextlib.suppress(OSError):
             record.events.write("restarting", **choice.evidence(decision), after=verdict.cause)
+            station.surroundings.exclude(decision, log)
         station.say(f"{decision.action.name}: {decision.reason}")
         number = order.number + 1
         if decision.action in (Action.give_up, Action.end):
@@ -267,7 +278,8 @@ class Leading:
         elif decision.action is Action.requeue:
             self._requeue(number, decision, verdict, record, lost)
         else:
-            nodes = choice.next_nodes(order, decision, members, station.config)
+            listed = self._preflight.listed
+            nodes = choice.next_nodes(order, decision, members, station.config, listed)
             if nodes is None:
                 self._requeue(number, decision, verdict, record, lost)
                 return

@@ -76,6 +76,9 @@ def perform(station: Station, order: Order) -> None:
 
 def _report(station: Station, order: Order, ended: dict[str, Any]) -> None:
     """Say how it ended, what lies here in memory, and where the next attempt may meet."""
+    if station.fitness is not None and ended["code"] != EXIT_DONE:
+        # The leader is to know of it before it chooses the next attempt's nodes.
+        station.fitness.look_again()
     with contextlib.suppress(LauncherError):
         station.crew.tell({"port": free_port()})
     held = {} if station.copies is None else {COPIES: station.copies.held()}
@@ -117,6 +120,8 @@ def _supervised(station: Station, agent: NodeAgent, urgency: Urgency, watch: _Wa
     def tick() -> None:
         watch.look()
         station.tick(attempt)
+        if station.fitness is not None:
+            station.fitness.tick(is_idle=False)
 
     return supervise(agent, stops, tick)
 

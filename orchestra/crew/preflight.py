@@ -7,13 +7,20 @@ it means is `orchestra.crew.suitability`'s to say.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from launchers.crew import Member
 from orchestra.crew import choice
 from orchestra.crew.station import Station
 from orchestra.crew.suitability import doubts, have_looked, preferred, slow, words_of, write_findings
+from orchestra.errors import EXIT_FAILED
 from orchestra.events import EventWriter, read_events
+from orchestra.jsonl import Record
+from orchestra.recovery.policy import Action, Decision
+
+_RULE = "nodes_unfit"
+# Jobs in a row that may find too few fit nodes: what all nodes lack is no node's fault.
+_MOST_MOVES = 3
 
 
 class Preflight:
@@ -49,6 +56,27 @@ class Preflight:
         for words in words_of(members, self.listed, taken):
             self._station.say(words)
 
+    def go_elsewhere(self, members: Mapping[int, Member]) -> str | None:
+        """Let the run go on in another job without the nodes that are unfit; return what was done, None where
+        that is not to be: nobody is, no job may follow, or several before this one did no better.
+
+        Raises LauncherError, LaunchError and OSError.
+        """
+        station = self._station
+        unfit = tuple(it.host for it in members.values() if not choice.is_fit(it))
+        events = read_events(station.run)
+        if not unfit or not station.surroundings.can_requeue or _moves(events) >= _MOST_MOVES:
+            return None
+        attempt = max((int(event["attempt"]) for event in events), default=0)
+        writer = EventWriter(station.run, f"crew.{station.crew.folder.name}", attempt)
+        write_findings(writer, members, self.listed, taken=())
+        words = self.unfit_words(members)
+        decision = Decision(Action.requeue, EXIT_FAILED, words, rule=_RULE, exclude=unfit)
+        try:
+            return station.surroundings.requeue(decision, attempt, writer)
+        finally:
+            writer.close()
+
     def unfit_words(self, members: Mapping[int, Member]) -> str:
         """Return which nodes cannot train, and why; empty where all can."""
         found = [f"{it.host}: {it.facts['unfit']}" for it in members.values() if not choice.is_fit(it)]
@@ -60,3 +88,13 @@ class Preflight:
         if self._listed is None:
             self._listed = self._station.surroundings.excluded()
         return self._listed
+
+
+def _moves(events: Iterable[Record]) -> int:
+    """Return how many jobs since the last attempt began ended before theirs because of unfit nodes."""
+    count = 0
+    for event in events:
+        if event["event"] == "attempt_started":
+            count = 0
+        count += event["event"] == "requeued" and event.get("rule") == _RULE
+    return count

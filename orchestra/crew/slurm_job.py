@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import time
 from collections.abc import Sequence
 from typing import Any
 
 from conf.schema import Config, Requeue
 from launchers.errors import LauncherError
 from launchers.slurm import own_job, scancel
+from launchers.slurm.settings import asked_cluster
 from launchers.slurm.task import JobTask
-from orchestra.events import EventWriter
+from orchestra.crew.choice import excluded_hosts
+from orchestra.events import EventWriter, read_events
+from orchestra.recovery.excluded import ExcludeList, entries_of, shared_folder
+from orchestra.recovery.incidents import Incident
 from orchestra.recovery.policy import Decision
 from orchestra.report.verdict import Verdict
 from orchestra.rundir import RunDir
 from orchestra.submit.continuation import GoingOn
 from orchestra.submit.guard import refusal
+from orchestra.submit.left_out import hosts_without, words
 from orchestra.submit.place import own_address
 from orchestra.submit.resubmission import chain
 
@@ -64,7 +70,9 @@ class SlurmJob:
         script = None
         with contextlib.suppress(LauncherError):
             script = own_job.own_job(self._task.job).script
-        without = [*self._config.cluster.exclude, *decision.exclude]
+        of_run = excluded_hosts(read_events(self._run))
+        listed = hosts_without(self._config, self._run, self._cluster)
+        without = [*self._config.cluster.exclude, *decision.exclude, *sorted(of_run), *listed]
         exclude = tuple(dict.fromkeys(without))
         job = chain(self._run, self._task, attempt + 1, script, exclude, at_once=True)
         with contextlib.suppress(OSError):
@@ -73,6 +81,24 @@ class SlurmJob:
                 "requeued", job=job, how="chain", reason=decision.reason, after=self._task.job, **facts
             )
         return f"job {job} goes on ({decision.reason})"
+
+    def excluded(self) -> dict[str, str]:
+        if self._config.recovery.exclude_hours <= 0:
+            return {}
+        return {entry.host: words(entry) for entry in self._list.entries(time.time())}
+
+    def exclude(self, decision: Decision, log: Sequence[Incident]) -> None:
+        hours = self._config.recovery.exclude_hours
+        for entry in entries_of(decision, log, self._run, time.time(), hours):
+            self._list.add(entry)
+
+    @property
+    def _list(self) -> ExcludeList:
+        return ExcludeList(shared_folder(self._run.path.parent), self._cluster)
+
+    @property
+    def _cluster(self) -> str | None:
+        return self._task.cluster or asked_cluster()
 
     def release(self, lost: Sequence[int]) -> None:
         """End the job where a node of it is gone. Raises LauncherError.

@@ -12,7 +12,9 @@ from launchers.crew import Crew, Member, Order
 from launchers.node_copies import NodeCopies
 from launchers.stops import StopRequests
 from launchers.warm.host import WarmHost
+from orchestra.crew.fitness import Fitness
 from orchestra.events import EventWriter
+from orchestra.recovery.incidents import Incident
 from orchestra.recovery.policy import Decision
 from orchestra.report.verdict import Verdict
 from orchestra.rundir import RunDir
@@ -56,6 +58,12 @@ class Surroundings(Protocol):
         Raises LauncherError, LaunchError and OSError.
         """
 
+    def excluded(self) -> Mapping[str, str]:
+        """Return the hosts on the cluster's list of those that failed twice, and why."""
+
+    def exclude(self, decision: Decision, log: Sequence[Incident], /) -> None:
+        """Put the hosts that a decision lists onto the cluster's list. Raises OSError."""
+
     def release(self, lost: Sequence[int], /) -> None:
         """Give back what nobody else does, when all is over. `lost`: nodes that are gone."""
 
@@ -73,6 +81,8 @@ class Station:
     search_path: Sequence[str] = ()
     tick: Callable[[int], None] = lambda _: None
     warm: WarmHost | None = None
+    # None: nodes are not looked at.
+    fitness: Fitness | None = None
     copies: NodeCopies | None = None
     # The first attempt where it is claimed already.
     first_attempt: int | None = None

@@ -13,14 +13,13 @@ from launchers.errors import LauncherError
 from launchers.slurm import scancel
 from launchers.slurm.states import GONE, RUNNING, UNKNOWN
 from orchestra import control
-from orchestra.control import StopRequest, user_name
+from orchestra.control import StopRequest, claimed_attempt, user_name
 from orchestra.errors import OrchestraError
 from orchestra.events import EventWriter, read_events
 from orchestra.report.scheduler import with_scheduler
 from orchestra.report.state import RunState, read_state
 from orchestra.report.verdict import last_attempt
 from orchestra.rundir import RunDir
-from orchestra.submit.claims import claimed_attempt
 from orchestra.submit.resume import pending_attempt
 
 # States of runs that may hear a request: of a silent one on another host nobody knows.

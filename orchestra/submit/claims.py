@@ -13,6 +13,7 @@ from typing import Any
 
 from launchers import processes
 from orchestra import control
+from orchestra.control import claimed_attempt
 from orchestra.events import is_number, is_whole, read_events
 from orchestra.report.state import read_record
 from orchestra.report.verdict import last_attempt
@@ -20,12 +21,6 @@ from orchestra.rundir import RunDir
 
 # A claim of another host, or one that cannot be read yet, counts for so long.
 _CLAIM_COUNTS_S = 600.0
-
-
-def claimed_attempt(run: RunDir) -> int | None:
-    """Return the highest attempt that somebody claimed."""
-    numbers = [file.stem.removeprefix("attempt-") for file in run.control.glob("attempt-*.claim")]
-    return max((int(number) for number in numbers if number.isdecimal()), default=None)
 
 
 def read_claim(run: RunDir, attempt: int) -> dict[str, Any]:

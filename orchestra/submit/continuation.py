@@ -25,6 +25,7 @@ from orchestra.report.checkpoints import newest_checkpoint
 from orchestra.report.verdict import Verdict
 from orchestra.rundir import RunDir
 from orchestra.submit.guard import newest_entry
+from orchestra.submit.left_out import hosts_without
 from orchestra.submit.resubmission import chain
 
 # Slurm's word for what ended a job, in `scontrol show job`.
@@ -204,7 +205,8 @@ class GoingOn:
     def _chained(self, reason: str) -> str:
         word = self._word()
         script = None if word is None else word.script
-        job = chain(self._run, self._task, self._attempt + 1, script)
+        without = hosts_without(self._config, self._run, self._task.cluster)
+        job = chain(self._run, self._task, self._attempt + 1, script, without)
         self._next_job = job
         self._write_requeued("chain", reason, job)
         return f"job {job} goes on ({reason})"

@@ -17,12 +17,12 @@ from launchers.errors import LauncherError, SlurmRefused
 from launchers.slurm.own_job import OwnJob, own_job
 from launchers.slurm.states import GONE, RUNNING, WAITING, find_by_token, is_same_cluster
 from launchers.slurm.task import JobTask
+from orchestra.control import claimed_attempt
 from orchestra.events import read_events
 from orchestra.jsonl import Record
 from orchestra.report.state import array_ids, attempt_files, last_growth, name_of, read_record
 from orchestra.report.verdict import last_attempt, node_verdict, of_attempt
 from orchestra.rundir import RunDir
-from orchestra.submit.claims import claimed_attempt
 from orchestra.sweepdir import SweepDir
 
 # How long the files of an attempt must be still where nobody can say whether it is alive.

@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from conf.schema import Config
 from launchers.errors import LauncherError
 from launchers.slurm.site import node_names
-from orchestra.recovery.excluded import ExcludeList, Listed
+from orchestra.recovery.excluded import ExcludeList, Listed, shared_folder
+from orchestra.rundir import RunDir
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,17 @@ def left_out(runs: Path, cluster: str | None, partition: str | None, wanted: int
     except LauncherError as error:
         return LeftOut((), (f"nodes that failed before are not left out: {error}",))
     return chosen(entries, names, wanted)
+
+
+def hosts_without(config: Config, run: RunDir, cluster: str | None) -> tuple[str, ...]:
+    """Return all hosts that the next job of a run is submitted without because of the configuration and of the
+    list; none where the list adds nobody, since the script says the configuration's.
+    """
+    if config.recovery.exclude_hours <= 0:
+        return ()
+    own = config.cluster
+    found = left_out(shared_folder(run.path.parent), cluster, own.partition, own.nodes + own.spare_nodes)
+    return tuple(dict.fromkeys([*own.exclude, *found.hosts])) if found.hosts else ()
 
 
 def chosen(entries: Sequence[Listed], names: frozenset[str], wanted: int) -> LeftOut:

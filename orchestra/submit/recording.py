@@ -1,8 +1,8 @@
 """What the control plane writes about one attempt: that it starts, who died without a word, how it ended.
 
 The node agents' side of the two planes' meeting place: workers write their own verdicts. The same for an
-attempt in the foreground and for one over several nodes, where only the leader speaks for the whole. It starts
-and ends no process.
+attempt in the foreground and for one over several nodes, where only the leader speaks for the whole. It
+starts and ends no process.
 """
 
 from __future__ import annotations

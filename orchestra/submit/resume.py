@@ -23,6 +23,7 @@ from launchers import processes
 from launchers.slurm.states import SubmittedJob
 from orchestra.config.change import changed_config
 from orchestra.config.situation import Situation
+from orchestra.control import claimed_attempt
 from orchestra.errors import ConfigError, LaunchError
 from orchestra.events import read_events
 from orchestra.faults import still_to_come
@@ -33,7 +34,6 @@ from orchestra.report.state import RunState, job_of_record, name_of, read_ending
 from orchestra.report.verdict import last_attempt
 from orchestra.rundir import RunDir
 from orchestra.submit.claims import (
-    claimed_attempt,
     is_held,
     next_attempt_number,
     read_claim,

@@ -17,12 +17,12 @@ from typing import Any
 from launchers.errors import LauncherError, SlurmRefused
 from launchers.slurm import sbatch, script
 from launchers.slurm.settings import asked_cluster
-from orchestra.control import user_name
+from orchestra.control import claimed_attempt, user_name
 from orchestra.errors import ConfigError, LaunchError
 from orchestra.events import EventWriter
 from orchestra.report.state import read_record
 from orchestra.rundir import RunDir
-from orchestra.submit.claims import claimed_attempt, write_claim, write_whole
+from orchestra.submit.claims import write_claim, write_whole
 from orchestra.submit.job import Share, batch_job, new_token
 from orchestra.submit.prepare import RunRequest, frozen_config, prepare
 from orchestra.submit.snapshot import take_snapshot

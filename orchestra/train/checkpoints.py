@@ -29,6 +29,7 @@ from orchestra.rundir import RunDir
 from orchestra.train import memory_copies, position, preflight
 from orchestra.train.copy_slots import FOLDER_VARIABLE
 from orchestra.train.faults import Faults
+from orchestra.train.fence import fenced
 from orchestra.train.init_from import load_start
 from orchestra.train.memory_copies import CopySetting, MemoryCopies
 from orchestra.train.position import Position
@@ -78,7 +79,7 @@ class Checkpoints:
             options(setting),
             group=dist.group.WORLD if setting.mesh.world_size > 1 else None,
             on_event=self._tell,
-            at_phase=faults.strike,
+            at_phase=fenced(setting.run, setting.attempt, setting.events, faults.strike),
         )
         self._copies = self._made_copies()
 

@@ -70,10 +70,11 @@ def samples(run: RunDir) -> dict[int, list[int]]:
 
 
 def accounts(run: RunDir) -> tuple[Accounts, float]:
-    """Return a finished run's accounts, and the seconds from its first record to its last."""
+    """Return a finished run's accounts, and the seconds from its first start to its last end."""
     events, rows = read_events(run), read_json_lines(run.metrics)
-    times = [it["time"] for it in events if it["event"] in ("submitted", "attempt_started")]
-    return account(events, rows), max(it["time"] for it in events) - min(times)
+    begins = [it["time"] for it in events if it["event"] in ("submitted", "attempt_started")]
+    ends = [it["time"] for it in events if it["event"] in ("finished", "node_ended")]
+    return account(events, rows), max(ends) - min(begins)
 
 
 def published_late(run: RunDir) -> list[Record]:

@@ -122,7 +122,7 @@ def try_policy(case: PolicyCase, on: Field, references: References, seed: int) -
         wrong.append(f"{len(starts)} attempts, not {case.attempts}")
     if case.says not in said:
         wrong.append(f"it said {said!r}")
-    if case.row == "33" and not any(it["event"] == "straggler" and it.get("rank") == 1 for it in events):
+    if case.row == "33" and not any(it["event"] == "straggler_found" and it.get("rank") == 1 for it in events):
         wrong.append("the slow rank is not told of")
     if case.heals and not wrong:
         wrong += faults_of(run, references.of(2), on)

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from launchers.slurm.task import JobTask
+from orchestra.control import claimed_attempt
 from orchestra.errors import LaunchError
 from orchestra.events import EventWriter, node_writer
 from orchestra.rundir import RunDir
-from orchestra.submit.claims import claimed_attempt, take, take_next, take_turn
+from orchestra.submit.claims import take, take_next, take_turn
 from orchestra.submit.meeting import Meeting, await_meeting, publish
 
 TASK = JobTask("12", 0, 1, 2, "node2", None)

@@ -1,0 +1,54 @@
+"""A crew whose nodes are processes of this machine: `python local_crew.py RUN_DIR NODE NUM_NODES`.
+
+Each finds in its own environment what makes nodes differ: TMPDIR is one of the places that a node looks at,
+and with LOSE_TMPDIR it goes away as soon as an attempt is on.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from launchers.crew import Crew
+from launchers.stops import StopRequests
+from orchestra.crew.attend import attend, crew_folder
+from orchestra.crew.fitness import fitness_of
+from orchestra.crew.foreground import Foreground
+from orchestra.crew.station import Station
+from orchestra.frozen import read_config
+from orchestra.rundir import RunDir
+
+
+class Node(Foreground):
+    """One of several nodes on this machine."""
+
+    @property
+    def host(self) -> str:
+        return f"node{int(sys.argv[2]) + 1}"
+
+
+def main() -> int:
+    """Be one node's agent to the end."""
+    run, node, num_nodes = RunDir(Path(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3])
+    config = read_config(run.config)
+    with StopRequests() as signals:
+        crew = Crew(crew_folder(run.control, "here", 0), node, num_nodes, 15.0)
+        station = Station(run, config, crew, signals, Node(), _say)
+        station.tick = _tick
+        station.fitness = fitness_of(config, run, crew)
+        return attend(station)
+
+
+def _say(words: str) -> None:
+    sys.stdout.write(f"{words}\n")
+    sys.stdout.flush()
+
+
+def _tick(attempt: int) -> None:
+    if attempt >= 0 and "LOSE_TMPDIR" in os.environ and (place := Path(os.environ["TMPDIR"])).exists():
+        place.rmdir()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

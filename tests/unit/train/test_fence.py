@@ -1,0 +1,43 @@
+"""A process of an attempt that a newer one has replaced publishes nothing: it ends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from orchestra.events import read_events
+from orchestra.rundir import RunDir
+
+SAVES = """
+import sys
+from pathlib import Path
+from orchestra.events import EventWriter
+from orchestra.rundir import RunDir
+from orchestra.train.fence import fenced
+run = RunDir(Path(sys.argv[1]))
+look = fenced(run, 3, EventWriter(run, "rank", 3), lambda phase, step: print(phase, flush=True))
+for phase in ("staging", "mid_file", "before_vote", sys.argv[2], "after"):
+    look(phase, 10)
+"""
+
+
+@pytest.mark.parametrize("phase", ["before_manifest", "before_prune"])
+@pytest.mark.parametrize(("claims", "is_void"), [((), False), ((2, 3), False), ((3, 4), True)])
+def test_a_rank_ends_before_it_publishes_when_a_newer_attempt_was_claimed(
+    tmp_path: Path, phase: str, claims: tuple[int, ...], is_void: bool
+) -> None:
+    run = RunDir(tmp_path / "run")
+    for path in (run.control, run.events):
+        path.mkdir(parents=True)
+    for attempt in claims:
+        run.claim(attempt).write_text("{}")
+    words = [sys.executable, "-c", SAVES, str(run.path), phase]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    begun = ["staging", "mid_file", "before_vote", phase]
+    assert done.stdout.split() == (begun if is_void else [*begun, "after"]), done.stderr
+    assert done.returncode == (1 if is_void else 0)
+    told = [(event["event"], event["newest"], event["phase"]) for event in read_events(run)]
+    assert told == ([("fenced", 4, phase)] if is_void else [])
