@@ -47,8 +47,8 @@ def left_out(runs: Path, cluster: str | None, partition: str | None, wanted: int
 
 
 def hosts_without(config: Config, run: RunDir, cluster: str | None) -> tuple[str, ...]:
-    """Return all hosts that the next job of a run is submitted without because of the configuration and of the
-    list; none where the list adds nobody, since the script says the configuration's.
+    """Return all hosts that the next job of a run is submitted without, by its configuration and by the list;
+    none where the list adds nobody, since the script says the configuration's.
     """
     if config.recovery.exclude_hours <= 0:
         return ()

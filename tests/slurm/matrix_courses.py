@@ -140,9 +140,8 @@ def go_through(course: Course, on: Field, references: References, seed: int) -> 
 def _befall(
     blow: Blow, run: Subject, chance: random.Random, last: str | None, *, is_planned: bool, number: int
 ) -> tuple[str | None, Shown]:
-    before = len(_decisions(run)) if not is_planned else number
-    attempt = run.attempt() if blow.moment == "training" or is_planned else run.attempt()
-    host = last
+    before = number if is_planned else len(_decisions(run))
+    attempt, host = run.attempt(), last
     if not is_planned:
         await_moment(blow, run, max(attempt, 0))
         attempt = run.attempt()
@@ -156,6 +155,8 @@ def _befall(
     if run.is_finished() and len(_decisions(run)) <= before:
         return host, Shown(blow.row, blow.what, "FAILED: nothing happened")
     decision = _decisions(run)[before]
+    if is_planned:
+        host = str(run.events("fault_injected")[-1]["host"])
     run.wait(lambda: _trains_behind(run, decision["attempt"]), f"{blow.what}: it goes on", blow.within_s)
     if blow.after is not None:
         blow.after(run)

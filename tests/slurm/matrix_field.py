@@ -39,7 +39,7 @@ RANK = "-m orchestra.train "
 _OF_THE_HOST = ("slurm.cluster.host", "slurmd -D")
 _POLL_S = 0.05
 # Of each log, where a test fails.
-_SAID_CHARACTERS = 1500
+_SAID_CHARACTERS = 1000
 
 
 class TooLateError(AssertionError):
@@ -154,10 +154,11 @@ class Subject:
         return not self.on.site.run("squeue", "--noheader", f"--name={self.run.name}").stdout.strip()
 
     def said(self) -> str:
-        """Return what its agents said, and the ends of its other logs."""
-        files = sorted(self.run.job_logs.glob("*")), sorted(self.run.logs.glob("attempt-*/*.log"))
-        texts = [(file, file.read_text(errors="replace")) for file in (*files[0], *files[1])]
-        return "\n".join(f"==> {file} <==\n{text[-_SAID_CHARACTERS:]}" for file, text in texts)
+        """Return the ends of what its agents said and of its newest attempt's logs."""
+        newest = self.run.attempt_logs(max(0, self.attempt()))
+        files = (*sorted(self.run.job_logs.glob("*")), *sorted(newest.glob("*.log")))
+        texts = [(file.name, file.read_text(errors="replace")) for file in files]
+        return "\n".join(f"==> {name} <==\n{text[-_SAID_CHARACTERS:]}" for name, text in texts if text)
 
     # Its processes.
 

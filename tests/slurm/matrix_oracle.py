@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -38,7 +39,7 @@ class References:
 
     def of(self, ranks: int) -> RunDir:
         if ranks not in self._trained:
-            name = f"whole-{self.label}-{ranks}"
+            name = f"whole-{self.label}-{ranks}-{time.time_ns() // 1_000_000}"
             self._trained[ranks] = self.on.train_here(
                 name, *self.overrides, f"cluster.gpus_per_node={ranks}", timeout_s=600
             )

@@ -116,6 +116,7 @@ def test_without_a_spare_it_shrinks_or_goes_on_in_another_job(cluster: Site) -> 
         cluster.devcluster("fail-node", host)
     trains_again(shrinking, 1)
     assert hosts_of(shrinking, 1) == hosts_of(shrinking, 0)[:1]
+    wait_until(lambda: named(moving, "requeued"), f"it goes on in another job: {said(moving)}")
     (requeued,) = named(moving, "requeued")
     assert (requeued["how"], requeued["after"], requeued["exclude"]) == ("chain", job, [gone[1]])
     trains_again(moving, 1)

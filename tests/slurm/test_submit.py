@@ -110,7 +110,8 @@ def test_failing_run_is_failed_in_slurm_with_its_exit_code(cluster: Site) -> Non
 
 def test_rank_that_is_killed_on_another_node_ends_all_nodes(cluster: Site) -> None:
     fault = "recovery.inject=[{at_step: 3, rank: 3}]"
-    run, job = submitted(cluster, "killed", "cluster.nodes=2", "train.steps=1000", fault)
+    once = "recovery.max_restarts=0"
+    run, job = submitted(cluster, "killed", "cluster.nodes=2", "train.steps=1000", fault, once)
     assert ended(cluster, job) == "FAILED", said(run)
     (failure,) = named(run, "rank_failed")
     assert (failure["rank"], failure["signal"]) == (3, "SIGKILL")
