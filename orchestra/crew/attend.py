@@ -36,7 +36,6 @@ def attend(station: Station) -> int:
     station.crew.join(surroundings.host, address, {"port": free_port(), **offered})
     if fitness is not None:
         fitness.begin()
-    station.say("joined the others")
     if station.warm is not None:
         station.run.logs.mkdir(exist_ok=True)
         station.warm.start()

@@ -35,6 +35,7 @@ def station(run: RunDir, signals: StopRequests) -> Station:
     def say(words: str) -> None:
         _say(task, surroundings.host, words)
 
+    say("joins the others")
     warm = warm_host(config, run, path)
     return Station(run, config, crew, signals, surroundings, say, path, warm=warm)
 
