@@ -150,7 +150,8 @@ class Leading:
         spec = launch_spec(config, station.run, attempt)
         started = {"hosts": [host_of(order, node) for node in order.nodes], **station.surroundings.facts()}
         write_started(record, config, spec, **started)
-        station.say(f"attempt {attempt} on {', '.join(started['hosts'])}")
+        if not (station.is_alone and order.number == 0):
+            station.say(f"attempt {attempt} on {', '.join(started['hosts'])}")
         self._forward_requests(attempt)
         if order.number == 0:
             self._preflight.tell(record.events, self._crew.members(), order.nodes)
@@ -269,23 +270,21 @@ class Leading:
         with contextlib.suppress(OSError):
             record.events.write("restarting", **choice.evidence(decision), after=verdict.cause)
             station.surroundings.exclude(decision, log)
-        station.say(f"{decision.action.name}: {decision.reason}")
         number = order.number + 1
         if decision.action in (Action.give_up, Action.end):
             if decision.code != verdict.code:
                 _write_final(record, verdict, decision)
             self._order_end(number, decision.code or verdict.code, decision.reason, lost)
-        elif decision.action is Action.requeue:
+            return
+        station.say(f"{decision.action.name}: {decision.reason}")
+        listed = self._preflight.listed
+        nodes = choice.next_nodes(order, decision, members, station.config, listed)
+        if decision.action is Action.requeue or nodes is None:
             self._requeue(number, decision, verdict, record, lost)
-        else:
-            listed = self._preflight.listed
-            nodes = choice.next_nodes(order, decision, members, station.config, listed)
-            if nodes is None:
-                self._requeue(number, decision, verdict, record, lost)
-                return
-            self._write_replaced(order, nodes, members, record)
-            memory = self._memory(order, nodes, set(members))
-            self._start(number, nodes, members, decision.wait_s, **memory)
+            return
+        self._write_replaced(order, nodes, members, record)
+        memory = self._memory(order, nodes, set(members))
+        self._start(number, nodes, members, decision.wait_s, **memory)
 
     def _memory(self, order: Order, nodes: Sequence[int], living: set[int]) -> dict[str, Any]:
         """Return what the next order says of copies in memory, empty where it begins with the checkpoint."""
