@@ -21,7 +21,7 @@ demo: $(VENV)/installed ## install, then train a small Llama on this machine's o
 	$(BIN)/orchestra run experiment=demo $(OVERRIDES)
 
 test: system-packages $(VENV)/installed-test lint ## install what tests need, lint, run all tests
-	$(BIN)/python -m pytest --durations=15 $(PYTEST_ARGS)
+	@$(PYTHON) .ci/lanes $(BIN)/python --durations=15 $(PYTEST_ARGS)
 
 equivalence: $(VENV)/installed-test ## compare every combination of the parallel methods with one process
 	ORCHESTRA_EQUIVALENCE=all $(BIN)/python -m pytest tests/ranks/test_equivalence.py $(PYTEST_ARGS)

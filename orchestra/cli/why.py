@@ -29,6 +29,7 @@ from orchestra.events import read_events
 from orchestra.jsonl import Record
 from orchestra.report.checkpoints import newest_checkpoint
 from orchestra.report.incidents import chapters, story
+from orchestra.report.nodes import node_lines
 from orchestra.report.scheduler import job_logs, with_scheduler
 from orchestra.report.state import RunState, read_ending, read_state
 from orchestra.report.sweeps import ENDED_BADLY, MemberState, read_sweep_state, with_states
@@ -76,7 +77,7 @@ def _of_run(run: RunDir, arguments: Namespace) -> list[str]:
         spent = spent_record(run, events, state.state, now)
         history = {"attempts": [chapter.record() for chapter in befell]}
         return [json.dumps({**told, **slurm, **spent, "verdict": found, **history}, indent=2)]
-    before = [*story(befell), *spent_lines(run, events, state.state, now)]
+    before = [*story(befell), *node_lines(events), *spent_lines(run, events, state.state, now)]
     if verdict is None or attempt is None or state.state not in ("failed", verdict.state):
         return [*_without_verdict(run, state), *before, *_how_to_go_on(run, state, None, events)]
     if verdict.state == "failed":

@@ -95,10 +95,13 @@ def without_unfit(order: Order, decision: Decision, members: Mapping[int, Member
     """Return a decision that also leaves out the nodes of an attempt that found themselves unfit, unless all
     did: then no node is to blame.
     """
-    unfit = [members[node].host for node in order.nodes if node in members and not is_fit(members[node])]
+    taking_part = [members[node] for node in order.nodes if node in members]
+    unfit = {it.host: it.facts["unfit"] for it in taking_part if not is_fit(it)}
     if not unfit or len(unfit) == len(order.nodes) or decision.action in (Action.give_up, Action.end):
         return decision
-    return dataclasses.replace(decision, exclude=tuple(dict.fromkeys([*decision.exclude, *unfit])))
+    reason = "; ".join([decision.reason, *(f"{host} is not fit: {words}" for host, words in unfit.items())])
+    exclude = tuple(dict.fromkeys([*decision.exclude, *unfit]))
+    return dataclasses.replace(decision, exclude=exclude, reason=reason)
 
 
 def evidence(decision: Decision) -> dict[str, Any]:

@@ -51,18 +51,19 @@ class Ring:
         return found
 
     def close(self) -> None:
-        """Answer and measure no more."""
+        """Answer and measure no more; the threads end within a second."""
         self._is_over.set()
-        self._listener.close()
 
     def _answer(self) -> None:
-        while not self._is_over.is_set():
-            with contextlib.suppress(OSError):
-                connection, _ = self._listener.accept()
-                # One at a time: there is one node before this one.
-                with connection:
-                    connection.settimeout(_TIMEOUT_S)
-                    _swallow(connection)
+        # Closed where it is used: its number could mean another socket by then.
+        with self._listener:
+            while not self._is_over.is_set():
+                with contextlib.suppress(OSError):
+                    connection, _ = self._listener.accept()
+                    # One at a time: there is one node before this one.
+                    with connection:
+                        connection.settimeout(_TIMEOUT_S)
+                        _swallow(connection)
 
     def _measure(self, neighbour: Callable[[], tuple[str, int] | None]) -> None:
         place = neighbour()
@@ -72,9 +73,9 @@ class Ring:
             place = neighbour()
         rounds: list[tuple[float, float]] = []
         try:
-            for _ in range(_ROUNDS):
+            for number in range(_ROUNDS):
+                self._is_over.wait(_PAUSE_S if number else 0.0)
                 rounds.append(_round(place))
-                self._is_over.wait(_PAUSE_S)
         except OSError as error:
             self._found = {"error": str(error)}
             return

@@ -5,14 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from orchestra.doctor.check import Check, Finding, Mark, Subject
-from orchestra.recovery.excluded import ExcludeList, Listed, all_lists
+
+if TYPE_CHECKING:
+    from orchestra.recovery.excluded import ExcludeList, Listed
 
 _NAME = "left out"
 
 
 def _left_out(subject: Subject) -> Iterator[Finding]:
+    # Late: it knows the configuration's schema, which another package may shadow.
+    from orchestra.recovery.excluded import all_lists
+
     runs = subject.run_dir.expanduser().absolute()
     for known in all_lists(runs):
         entries = known.entries(time.time())

@@ -40,6 +40,8 @@ class Blow:
     node: int | None = None
     # What is left to be done once the next attempt trains, and must have followed.
     after: Callable[[Subject], None] | None = None
+    # Whether nobody is left to decide: Slurm starts the job again.
+    by_slurm: bool = False
     # How long the next attempt's first step may take.
     within_s: float = 90.0
 
@@ -124,7 +126,8 @@ LOOPS = Blow("3", "rank loops in Python", ("restart",), planned={"fault": "hang"
 AGENT_KILLED = Blow("4", "agent gets SIGKILL", ("restart",), _kill_agent, says="agent lost")
 NODE_DOWN = Blow("5", "node loses power", ("replace", "shrink", "requeue"), _fail, says="gone")
 FIRST_DOWN = Blow("6", "first node loses power", ("replace", "shrink", "requeue"), _fail, says="gone", node=0)
-BOTH_DOWN = Blow("7, 16", "all nodes lose power at once", ("replace", "requeue"), _fail_all)
+BOTH_DOWN = Blow("7", "two nodes lose power at once", ("replace", "requeue"), _fail_all)
+POWER_CUT = Blow("16", "all nodes of the job lose power at once", ("requeue",), _fail_all, by_slurm=True)
 DOWN_IN_START = Blow("7", "node loses power as an attempt starts", ("replace", "requeue"), _fail, moment="starting")
 CUT_SHORTLY = Blow("8", "node is cut off for 8 s", (), _cut_for_a_while)
 MUTE = Blow("9", "node hears and is not heard", ("replace", "restart", "requeue"), mute, within_s=150)

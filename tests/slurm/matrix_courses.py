@@ -108,7 +108,7 @@ COURSES = (
     Course("network", nodes=2, spares=1, blows=(blows.CUT_SHORTLY, blows.MUTE)),
     Course("shrink", nodes=3, spares=0, blows=(blows.NODE_DOWN,), min_nodes=1),
     Course("queue", nodes=2, spares=0, blows=(blows.NODE_DOWN,)),
-    Course("power", nodes=2, spares=0, blows=(blows.BOTH_DOWN,)),
+    Course("power", nodes=2, spares=0, blows=(blows.POWER_CUT,)),
 )
 
 
@@ -151,6 +151,11 @@ def _befall(
         run.wait_for_step(run.step() + 5, blow.within_s)
         went_on = run.attempt() == attempt
         return host, Shown(blow.row, blow.what, "passed" if went_on else f"FAILED: {_decisions(run)[-1]}")
+    if blow.by_slurm:
+        run.wait(lambda: _trains_behind(run, attempt), f"{blow.what}: Slurm starts it again", blow.within_s)
+        job = run.events("attempt_started")[-1]
+        took = f"start {job['job_start']} of the job, {_trained_at(run, attempt) - since:.1f} s"
+        return host, Shown(blow.row, blow.what, f"passed: {took}")
     run.wait(lambda: len(_decisions(run)) > before or run.is_finished(), f"{blow.what}: a decision", blow.within_s)
     if run.is_finished() and len(_decisions(run)) <= before:
         return host, Shown(blow.row, blow.what, "FAILED: nothing happened")

@@ -132,9 +132,8 @@ def test_a_node_without_neighbour_goes_on_without_a_ring(tmp_path: Path) -> None
 
 
 def test_a_neighbour_that_hangs_up_or_is_gone_is_an_error_and_no_rate() -> None:
-    gone = Ring(LOOPBACK)
-    place = (LOOPBACK, gone.port)
-    gone.close()
+    with socket.create_server((LOOPBACK, 0)) as gone:
+        place = (LOOPBACK, int(gone.getsockname()[1]))
     ring = Ring(LOOPBACK)
     ring.measure(lambda: place)
     assert "error" in _taken(ring)

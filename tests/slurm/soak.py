@@ -1,0 +1,197 @@
+"""A run that is hurt at random for half an hour and must end as if nothing had happened.
+
+`python tests/slurm/soak.py --seconds 1800 --seed 7` (`make soak`): blows come as a Poisson process (a mean of
+60 s between two) to ranks, agents and nodes, the first one too, at whatever phase the run is in; lost nodes
+come back later. Then the run is left alone, and what it ends with is held to the oracle of the fault matrix.
+Each blow and each recovery is printed, and the accounts at the end. It needs root and Slurm's packages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from matrix_blows import mean_time  # noqa: E402
+from matrix_field import Field, Subject, opened  # noqa: E402
+from matrix_oracle import References, accounts, faults_of, left_behind  # noqa: E402
+
+NODES, SPARES, HOSTS = 2, 1, 4
+# A blow that comes before the run made any progress since the last one is due like any other: a run that is
+# hit more often than it can save would end by the policy's rules, so that the mean is not made much shorter.
+MEAN_S = 60.0
+_HEALED_AFTER_S = 25.0
+_TRAINS_WITHIN_S = 240.0
+_POLL_S = 0.2
+
+
+@dataclass
+class Soak:
+    """One run under blows. `down`: hosts without power, and when they come back."""
+
+    on: Field
+    run: Subject
+    chance: random.Random
+    down: dict[str, float] = field(default_factory=dict)
+    last: str | None = None
+    num_blows: int = 0
+
+    def go_on_for(self, seconds: float, mean_s: float) -> None:
+        """Hurt the run for so long. Raises TooLateError where it does not come back."""
+        end = time.monotonic() + seconds
+        due = time.monotonic() + self.chance.expovariate(1 / mean_s)
+        heard = time.monotonic()
+        step = self.run.step()
+        while time.monotonic() < end:
+            self._heal(time.monotonic())
+            if self.run.step() != step:
+                step, heard = self.run.step(), time.monotonic()
+            if time.monotonic() - heard > _TRAINS_WITHIN_S:
+                self.run.wait(lambda: False, f"no step for {_TRAINS_WITHIN_S:g} s behind {step}", 0)
+            if self.run.is_finished():
+                return
+            if time.monotonic() >= due:
+                self._hit()
+                due = time.monotonic() + self.chance.expovariate(1 / mean_s)
+            time.sleep(_POLL_S)
+
+    def heal_all(self) -> None:
+        self._heal(float("inf"))
+
+    def _heal(self, now: float) -> None:
+        for host in [host for host, at in self.down.items() if at <= now]:
+            self.on.heal(host)
+            del self.down[host]
+            tell(f"{host} is back")
+
+    def _hit(self) -> None:
+        """Do one of five things to a node of the attempt that is on, if there is one."""
+        if self.run.attempt() < 0:
+            return
+        what, do = self.chance.choice(BLOWS)
+        node = self.chance.randrange(len(self.run.hosts()))
+        host = self.run.hosts()[node]
+        is_loss = do is _fail
+        if is_loss and len(self.down) >= HOSTS - NODES:
+            what, do, is_loss = "rank gets SIGKILL", _kill_rank, False
+        if host in self.down:
+            return
+        # The victim may have ended by itself, or not have begun.
+        with contextlib.suppress(IndexError, ValueError, ProcessLookupError):
+            do(self.run, node)
+            self.num_blows += 1
+            tell(f"step {self.run.step()}, attempt {self.run.attempt()}: {what} on {host}")
+        if is_loss:
+            self.down[host] = time.monotonic() + _HEALED_AFTER_S
+
+
+def _kill_rank(run: Subject, node: int) -> None:
+    run.hit_rank(node)
+
+
+def _stop_rank(run: Subject, node: int) -> None:
+    run.hit_rank(node, signal.SIGSTOP)
+
+
+def _kill_agent(run: Subject, node: int) -> None:
+    run.hit_agent(node)
+
+
+def _fail(run: Subject, node: int) -> None:
+    run.fail_node(node)
+
+
+BLOWS: tuple[tuple[str, Callable[[Subject, int], None]], ...] = (
+    ("rank gets SIGKILL", _kill_rank),
+    ("rank gets SIGKILL", _kill_rank),
+    ("rank gets SIGSTOP", _stop_rank),
+    ("agent gets SIGKILL", _kill_agent),
+    ("node loses power", _fail),
+)
+
+
+def main() -> int:
+    """Run it, print all that befalls and the accounts; 1 where the run did not end as it must."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=1800, help="how long there are blows (%(default)s)")
+    parser.add_argument("--mean", type=float, default=MEAN_S, help="seconds between two (%(default)s)")
+    parser.add_argument("--seed", type=int, default=None, help="chosen and printed where it is not given")
+    parser.add_argument("--step", type=float, default=0.05, help="seconds a step takes about (%(default)s)")
+    parser.add_argument("--folder", type=Path, help="keep cluster and runs there; else all is removed")
+    arguments = parser.parse_args()
+    seed = random.randrange(10**6) if arguments.seed is None else arguments.seed
+    tell(f"seed {seed}, {arguments.seconds:g} s, a blow every {arguments.mean:g} s")
+    with _field(arguments.folder) as on:
+        return soak(on, arguments, seed)
+
+
+def soak(on: Field, arguments: argparse.Namespace, seed: int) -> int:
+    """Soak one run and hold it to the oracle; return the exit code."""
+    # Steps that would fill the time if nothing happened, and no fewer: the run outlives the blows.
+    steps = max(200, int(arguments.seconds / arguments.step))
+    length = (f"train.steps={steps}", "checkpoint.every_steps=20", "data.ledger=true")
+    quick = ("cluster.gpus_per_node=1", "recovery.agent_timeout_s=5", "recovery.backoff_s=1")
+    more = ("recovery.heartbeat_timeout_s=8", "recovery.exclude_hours=0", f"cluster.nodes={NODES}")
+    on.clear()
+    name = f"soak-{seed}-{time.time_ns() // 1_000_000}"
+    run = on.submit(name, *length, *quick, *more, f"cluster.spare_nodes={SPARES}", *_slowed(arguments.step))
+    soaked = Soak(on, run, random.Random(seed))
+    try:
+        run.wait_for_step(5)
+        soaked.go_on_for(arguments.seconds, arguments.mean)
+        soaked.heal_all()
+        tell(f"{soaked.num_blows} blows; from step {run.step()} on it is left alone")
+        run.wait(lambda: run.is_finished() or run.is_over(), "it ends", 2 * arguments.seconds + 300)
+    except AssertionError as error:
+        tell(f"FAILED: {error}")
+        return 1
+    whole = References(on, (*length,), "soak").of(NODES)
+    wrong = faults_of(run.run, whole, on) + left_behind(on, run)
+    _tell_recoveries(run)
+    tell(f"FAILED: {'; '.join(wrong)}" if wrong else "passed: losses, state and samples are those of a run left alone")
+    return int(bool(wrong))
+
+
+def _slowed(step_s: float) -> list[str]:
+    """Return what lets each step of rank 0's first attempt take longer; none for steps as quick as can be."""
+    return [f"recovery.inject=[{mean_time(step_s)}]"] if step_s > 0 else []
+
+
+def _tell_recoveries(run: Subject) -> None:
+    for it in run.events("restarting", "requeued", "node_replaced", "hang_detected"):
+        facts = {key: it[key] for key in ("decision", "reason", "how", "by_host") if it.get(key)}
+        tell(f"attempt {it['attempt']} {it['event']}: {facts}")
+    booked, wall_s = accounts(run.run)
+    for name, seconds in booked.to_json().items():
+        tell(f"{name}: {seconds:.3f}" if isinstance(seconds, float) else f"{name}: {seconds}")
+    tell(f"{run.attempt() + 1} attempts in {wall_s:.0f} s")
+
+
+def tell(words: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {words}", flush=True)
+
+
+@contextmanager
+def _field(folder: Path | None) -> Iterator[Field]:
+    if folder is not None:
+        with opened(folder, HOSTS, keep=True) as on:
+            yield on
+        return
+    with tempfile.TemporaryDirectory(prefix="orchestra-") as temporary, opened(Path(temporary), HOSTS) as on:
+        yield on
+
+
+if __name__ == "__main__":
+    sys.exit(main())
