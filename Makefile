@@ -8,11 +8,14 @@ PYTEST_ARGS ?=
 OVERRIDES ?=
 KILLS ?= 200
 TORTURE_ARGS ?=
+SEEDS ?= 3
+MATRIX_ARGS ?=
+SOAK_ARGS ?= --seconds 1800
 
 # What an installation depends on: a change of these files installs again, a second call does nothing.
 PINS := pyproject.toml constraints.txt
 
-.PHONY: help demo test equivalence torture lint format bench clean
+.PHONY: help demo test equivalence torture matrix soak lint format bench clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1	\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -28,6 +31,12 @@ equivalence: $(VENV)/installed-test ## compare every combination of the parallel
 
 torture: $(VENV)/installed-test ## kill one run KILLS times (200) at every phase of a save and a restore
 	$(BIN)/python tests/e2e/kill_points.py --kills $(KILLS) $(TORTURE_ARGS)
+
+matrix: system-packages $(VENV)/installed-test ## hurt runs on a cluster in every way that can be shown here, SEEDS times (3)
+	$(BIN)/python tests/slurm/matrix.py --seeds $(SEEDS) $(MATRIX_ARGS)
+
+soak: system-packages $(VENV)/installed-test ## kill ranks, agents and nodes of one run for half an hour (SOAK_ARGS)
+	$(BIN)/python tests/slurm/soak.py $(SOAK_ARGS)
 
 lint: $(VENV)/installed-test ## ruff and mypy, as strict as pyproject.toml says
 	$(BIN)/ruff check .

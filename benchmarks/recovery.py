@@ -1,6 +1,6 @@
-"""Seconds from a fault to a step that was never trained before, on a cluster of four hosts on this machine.
+"""Seconds from a fault to a step that was never trained before, on a cluster of four hosts of this machine.
 
-Ranks, agents and hosts of a run are killed and stopped, and the run's own records tell where the seconds went.
+Ranks, agents and hosts of a run are killed and stopped, and the run's own records tell where the time went.
 Beside it the same faults befall a plain `torchrun --max-restarts` in a job of `sbatch --requeue`, on the same
 cluster under the same Slurm settings. It needs root, to start the cluster, and Slurm's packages.
 
@@ -25,9 +25,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "slurm")]
 
 from matrix_field import Field, Subject, opened, until  # noqa: E402
-from recovery_torchrun import PEER_FAULTS, measure_peer  # noqa: E402
-
 from recovery_times import MEANING, Births, Recovery, new_step, recovery, table  # noqa: E402
+from recovery_torchrun import PEER_FAULTS, measure_peer  # noqa: E402
 
 LONG = ("train.steps=1000000", "checkpoint.every_steps=10", "cluster.gpus_per_node=1")
 LIMIT_S = 240.0
@@ -61,7 +60,11 @@ CASES: dict[str, tuple[str, Blow, tuple[str, ...]]] = {
     "agent": ("agent SIGKILL", kill_agent, ("cluster.nodes=2",)),
     "stop": ("rank SIGSTOP", stop_rank, ("cluster.nodes=2",)),
     "spare": ("node lost, a spare is there", lose_node, ("cluster.nodes=2", "cluster.spare_nodes=1")),
-    "first": ("first node lost, a spare is there", lose_first_node, ("cluster.nodes=2", "cluster.spare_nodes=1")),
+    "first": (
+        "first node lost, a spare is there",
+        lose_first_node,
+        ("cluster.nodes=2", "cluster.spare_nodes=1"),
+    ),
     "shrink": ("node lost, min_nodes=1", lose_node, ("cluster.nodes=2", "recovery.min_nodes=1")),
     "requeue": ("node lost, another job without it", lose_node, ("cluster.nodes=2",)),
 }
@@ -75,7 +78,9 @@ def main() -> int:
     parser.add_argument("--peer", action="store_true", help="measure plain torchrun beside it")
     parser.add_argument("--peer-only", default=",".join(PEER_FAULTS), help="its cases (%(default)s)")
     parser.add_argument("--folder", type=Path, help="keep cluster and runs there; else all is removed")
-    parser.add_argument("--set", action="append", default=[], help="a further override of all runs; repeatable")
+    parser.add_argument(
+        "--set", action="append", default=[], help="a further override of all runs; repeatable"
+    )
     arguments = parser.parse_args()
     if os.geteuid() != 0:
         print("this needs root: it starts a development cluster", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Where the seconds of a recovery went, read from a run's files: from the fault to a step never trained before.
+"""Where the seconds of a recovery went, from a run's files: from the fault to a step never trained before.
 
 All hosts of a development cluster share one clock, so that times of different writers can be compared. It
 hurts nothing and starts nothing.

@@ -79,7 +79,9 @@ def _hit(field: Field, fault: str, hosts: list[str]) -> None:
         return
     lines = field.processes(hosts[1]).items()
     is_agent = "torch.distributed.run"
-    wanted = [pid for pid, line in lines if "recovery_peer" in line and (is_agent in line) == (fault == "agent")]
+    wanted = [
+        pid for pid, line in lines if "recovery_peer" in line and (is_agent in line) == (fault == "agent")
+    ]
     with contextlib.suppress(ProcessLookupError):
         os.kill(max(wanted), signal.SIGSTOP if fault == "stop" else signal.SIGKILL)
 

@@ -9,8 +9,8 @@ orders/0002.broken     left by the first agent that found that order broken
 end-0002-003.json      how node 3's part of order 2 ended
 
 The leader, who writes the orders, is the lowest node whose beat moves. Two agents may believe for a moment
-that they lead: an order number is taken once, and what a leader needs is in these files, so that any agent can
-go on where another one died. What an order means is not known here.
+that they lead: an order number is taken once, and what a leader needs is in these files, so that any agent
+can go on where another one died. What an order means is not known here.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ class Crew:
                 self._write(place, {"node": self.node, **evidence})
 
     def broken(self, number: int) -> dict[str, Any] | None:
-        """Return why an order broke; None while it has not. It lists the folder, which NFS asks for afresh."""
+        """Return why an order broke; None while it has not. It lists the folder: NFS asks for that afresh."""
         name = f"{number:04d}.broken"
         return (_read(self._orders / name) or {}) if name in self._order_names() else None
 

@@ -9,6 +9,7 @@ from launchers.crew import Crew
 from launchers.slurm.task import JobTask, job_task
 from launchers.stops import StopRequests
 from orchestra.crew.attend import crew_folder
+from orchestra.crew.fitness import fitness_of
 from orchestra.crew.slurm_job import SlurmJob
 from orchestra.crew.station import Station
 from orchestra.crew.warming import warm_host
@@ -37,7 +38,8 @@ def station(run: RunDir, signals: StopRequests) -> Station:
 
     say("joins the others")
     warm = warm_host(config, run, path)
-    return Station(run, config, crew, signals, surroundings, say, path, warm=warm)
+    fitness = fitness_of(config, run, crew)
+    return Station(run, config, crew, signals, surroundings, say, path, warm=warm, fitness=fitness)
 
 
 def _say(task: JobTask, host: str, words: str) -> None:

@@ -101,10 +101,13 @@ class SlurmJob:
         return self._task.cluster or asked_cluster()
 
     def release(self, lost: Sequence[int]) -> None:
-        """End the job where a node of it is gone. Raises LauncherError.
+        """End this start of the job where a node of it is gone. Raises LauncherError.
 
         Where it was the first one, srun went with it, and nobody else would end the job. Else srun waits for
         the lost node's task until Slurm has noticed, minutes by default, and the job keeps its nodes.
         """
-        if lost:
+        if not lost:
+            return
+        # Slurm may have put the job back into the queue: its first node came back without the batch script.
+        if own_job.own_job(self._task.job).restarts <= self._task.restart:
             scancel.cancel([self._task.job], only_waiting=False)

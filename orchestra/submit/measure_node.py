@@ -57,9 +57,7 @@ def _attend(folder: RunDir, signals: JobSignals) -> int:
         meeting = Meeting(0, address, free_port(), task.host, time.time())
         publish(folder, task, meeting)
     meeting_id = f"{task.job}.{task.restart}"
-    spec, place = placed(
-        measuring_spec(config, folder), task.node, meeting.address, meeting.port, meeting_id
-    )
+    spec, place = placed(measuring_spec(config, folder), task.node, meeting.address, meeting.port, meeting_id)
     agent = start_agent(spec, place)
     ending = supervise(agent, lambda: _TOLD_AT_ONCE * signals.count(), lambda: None)
     return EXIT_DONE if ending.exit_code == EXIT_DONE else EXIT_FAILED

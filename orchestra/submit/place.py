@@ -27,9 +27,7 @@ def own_address(network: NetworkConfig, task: JobTask) -> str:
         raise LaunchError(f"{error} (cluster.network.interface)") from error
 
 
-def placed(
-    spec: LaunchSpec, node: int, address: str, port: int, meeting_id: str
-) -> tuple[LaunchSpec, Place]:
+def placed(spec: LaunchSpec, node: int, address: str, port: int, meeting_id: str) -> tuple[LaunchSpec, Place]:
     """Return the place of the attempt's `node`-th node, and the spec with the interface that leads to the
     others, who meet at `address`.
     """

@@ -28,7 +28,9 @@ from matrix_rest import ELSEWHERE, STORM_RESTARTS, storm  # noqa: E402
 def main() -> int:
     """Go through all of it, print each line when it is known and the table at last."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=1, help="how often each course is gone through (%(default)s)")
+    parser.add_argument(
+        "--seeds", type=int, default=1, help="how often each course is gone through (%(default)s)"
+    )
     parser.add_argument("--first-seed", type=int, default=0, help="(%(default)s)")
     parser.add_argument("--only", default="", help="courses, cases and `storm`, comma-separated (all)")
     parser.add_argument("--restarts", type=int, default=STORM_RESTARTS, help="of the storm (%(default)s)")
@@ -37,11 +39,16 @@ def main() -> int:
     wanted = set(filter(None, arguments.only.split(",")))
     shown: list[Shown] = []
     with _field(arguments.folder) as field:
-        for lines in _all(field, wanted, range(arguments.first_seed, arguments.first_seed + arguments.seeds), arguments.restarts):
+        for lines in _all(
+            field,
+            wanted,
+            range(arguments.first_seed, arguments.first_seed + arguments.seeds),
+            arguments.restarts,
+        ):
             shown += lines
             for line in lines:
-                print(f"{line.row:8} {line.what}: {line.result}", flush=True)
-    print(table([*shown, *ELSEWHERE]))
+                tell(f"{line.row:8} {line.what}: {line.result}")
+    tell(table([*shown, *ELSEWHERE]))
     return int(any(line.result.startswith("FAILED") for line in shown))
 
 
@@ -56,6 +63,11 @@ def _all(field: Field, wanted: set[str], seeds: range, restarts: int) -> Iterabl
                 yield try_policy(case, field, references, seed)
     if not wanted or "storm" in wanted:
         yield storm(field, restarts)
+
+
+def tell(words: str) -> None:
+    sys.stdout.write(words + "\n")
+    sys.stdout.flush()
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """What can befall a run: blows from outside and planned faults, as values with what must follow them.
 
-A blow waits for an event of the run, never for a clock. Which blow is tried where is `matrix_courses`' to say.
+A blow waits for an event of the run, never for a clock. Which one is tried where is `matrix_courses`' to say.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from matrix_field import Subject, until
 
 # How far an attempt is trained before a blow: far enough for a checkpoint of its own.
 STEPS_BEFORE = 12
+# Shorter than what the course takes for a hang, with the time that TCP then waits before it tries again.
+_CUT_S = 2.0
 
 
 @dataclass(frozen=True)
 class Blow:
-    """One fault and what must follow. `row`: of the matrix in the README of faults."""
+    """One fault and what must follow. `row`: its number in the matrix."""
 
     row: str
     what: str
@@ -89,7 +91,7 @@ def _send(pids: list[int], number: int) -> None:
 def _cut_for_a_while(run: Subject, node: int) -> None:
     host = run.hosts()[node]
     run.on.inside(host, "ip", "link", "set", "eth0", "down")
-    time.sleep(8)
+    time.sleep(_CUT_S)
     run.on.inside(host, "ip", "link", "set", "eth0", "up")
 
 
@@ -116,20 +118,26 @@ def _stop_controller(run: Subject, _: int) -> None:
 
 
 RANK_KILLED = Blow("1", "rank gets SIGKILL", ("restart",), _signal_rank(signal.SIGKILL), says="SIGKILL")
-RANK_CRASHES = Blow("1", "rank crashes in native code", ("restart",), planned={"fault": "segfault"}, says="SIGSEGV")
+RANK_CRASHES = Blow(
+    "1", "rank crashes in native code", ("restart",), planned={"fault": "segfault"}, says="SIGSEGV"
+)
 RANK_EXITS = Blow(
     "1", "rank ends with code 7", ("restart",), planned={"fault": "exit", "exit_code": 7}, says="exit code 7"
 )
 RANK_STOPPED = Blow("2", "rank gets SIGSTOP", ("restart",), _signal_rank(signal.SIGSTOP), says="hang")
-LOCK_HELD = Blow("3", "rank holds the interpreter's lock", ("restart",), planned={"fault": "gil"}, says="hang")
+LOCK_HELD = Blow(
+    "3", "rank holds the interpreter's lock", ("restart",), planned={"fault": "gil"}, says="hang"
+)
 LOOPS = Blow("3", "rank loops in Python", ("restart",), planned={"fault": "hang"}, says="hang")
 AGENT_KILLED = Blow("4", "agent gets SIGKILL", ("restart",), _kill_agent, says="agent lost")
 NODE_DOWN = Blow("5", "node loses power", ("replace", "shrink", "requeue"), _fail, says="gone")
 FIRST_DOWN = Blow("6", "first node loses power", ("replace", "shrink", "requeue"), _fail, says="gone", node=0)
 BOTH_DOWN = Blow("7", "two nodes lose power at once", ("replace", "requeue"), _fail_all)
 POWER_CUT = Blow("16", "all nodes of the job lose power at once", ("requeue",), _fail_all, by_slurm=True)
-DOWN_IN_START = Blow("7", "node loses power as an attempt starts", ("replace", "requeue"), _fail, moment="starting")
-CUT_SHORTLY = Blow("8", "node is cut off for 8 s", (), _cut_for_a_while)
+DOWN_IN_START = Blow(
+    "7", "node loses power as an attempt starts", ("replace", "requeue"), _fail, moment="starting"
+)
+CUT_SHORTLY = Blow("8", f"node is cut off for {_CUT_S:g} s", (), _cut_for_a_while)
 MUTE = Blow("9", "node hears and is not heard", ("replace", "restart", "requeue"), mute, within_s=150)
 DIES_IN_RESTORE = Blow(
     "26", "rank dies in the midst of a restore", ("restart",), planned={"phase": "restore"}, says="SIGKILL"

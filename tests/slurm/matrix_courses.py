@@ -39,10 +39,11 @@ class Course:
     spares: int
     blows: tuple[Blow, ...]
     min_nodes: int | None = None
+    more: tuple[str, ...] = ()
 
     def overrides(self, chance: random.Random) -> list[str]:
         """Return the run's own settings, with its planned faults."""
-        own = [f"cluster.nodes={self.nodes}", f"cluster.spare_nodes={self.spares}"]
+        own = [f"cluster.nodes={self.nodes}", f"cluster.spare_nodes={self.spares}", *self.more]
         if self.min_nodes is not None:
             own.append(f"recovery.min_nodes={self.min_nodes}")
         entries = list(self._planned(chance))
@@ -59,7 +60,11 @@ class Course:
             values = {"attempt": attempt, "rank": rank, **blow.planned}
             if values.get("phase") == "restore":
                 at_step = (_FIRST_AT + _APART * (attempt - 1)) // 10 * 10
-            yield "{" + ",".join(f"{key}:{value}" for key, value in {**values, "at_step": at_step}.items()) + "}"
+            yield (
+                "{"
+                + ",".join(f"{key}:{value}" for key, value in {**values, "at_step": at_step}.items())
+                + "}"
+            )
 
 
 @dataclass(frozen=True)
@@ -78,11 +83,12 @@ QUICK_COURSES = (
         spares=2,
         blows=(
             blows.RANK_CRASHES,
+            blows.LOCK_HELD,
             blows.DIES_IN_RESTORE,
             blows.RANK_KILLED,
             blows.AGENT_KILLED,
+            blows.FROZEN,
             blows.FIRST_DOWN,
-            blows.NODE_DOWN,
         ),
     ),
 )
@@ -101,11 +107,19 @@ COURSES = (
             blows.NODE_DOWN,
         ),
     ),
-    Course("hangs", nodes=2, spares=1, blows=(blows.LOCK_HELD, blows.LOOPS, blows.RANK_STOPPED, blows.FROZEN)),
+    Course(
+        "hangs", nodes=2, spares=1, blows=(blows.LOCK_HELD, blows.LOOPS, blows.RANK_STOPPED, blows.FROZEN)
+    ),
     Course("first", nodes=2, spares=2, blows=(blows.RANK_KILLED, blows.FIRST_DOWN, blows.FIRST_DOWN)),
     Course("both", nodes=2, spares=2, blows=(blows.BOTH_DOWN,)),
     Course("start", nodes=2, spares=2, blows=(blows.RANK_KILLED, blows.DOWN_IN_START)),
-    Course("network", nodes=2, spares=1, blows=(blows.CUT_SHORTLY, blows.MUTE)),
+    Course(
+        "network",
+        nodes=2,
+        spares=1,
+        blows=(blows.CUT_SHORTLY, blows.MUTE),
+        more=("recovery.setup_timeout_s=25",),
+    ),
     Course("shrink", nodes=3, spares=0, blows=(blows.NODE_DOWN,), min_nodes=1),
     Course("queue", nodes=2, spares=0, blows=(blows.NODE_DOWN,)),
     Course("power", nodes=2, spares=0, blows=(blows.POWER_CUT,)),
@@ -134,7 +148,10 @@ def go_through(course: Course, on: Field, references: References, seed: int) -> 
     is_same = course.min_nodes is None
     wrong = faults_of(run.run, references.of(course.nodes), on, same_layout=is_same) + left_behind(on, run)
     said = "; ".join(wrong)
-    return [*shown, Shown("", f"{course.name}, seed {seed}: the oracle", f"FAILED: {said}" if wrong else "passed")]
+    return [
+        *shown,
+        Shown("", f"{course.name}, seed {seed}: the oracle", f"FAILED: {said}" if wrong else "passed"),
+    ]
 
 
 def _befall(
@@ -156,7 +173,9 @@ def _befall(
         job = run.events("attempt_started")[-1]
         took = f"start {job['job_start']} of the job, {_trained_at(run, attempt) - since:.1f} s"
         return host, Shown(blow.row, blow.what, f"passed: {took}")
-    run.wait(lambda: len(_decisions(run)) > before or run.is_finished(), f"{blow.what}: a decision", blow.within_s)
+    run.wait(
+        lambda: len(_decisions(run)) > before or run.is_finished(), f"{blow.what}: a decision", blow.within_s
+    )
     if run.is_finished() and len(_decisions(run)) <= before:
         return host, Shown(blow.row, blow.what, "FAILED: nothing happened")
     decision = _decisions(run)[before]

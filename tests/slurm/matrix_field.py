@@ -21,9 +21,9 @@ from pathlib import Path
 from sites import ROOT, Site
 
 from orchestra.events import read_events
-from orchestra.jsonl import Record
-from orchestra.metrics_file import read_metrics
+from orchestra.jsonl import Record, read_last_lines
 from orchestra.rundir import RunDir
+from slurm.cluster.errors import ClusterError
 from slurm.cluster.hosts import enter
 from slurm.cluster.operations import fail_node, heal_node
 
@@ -38,6 +38,8 @@ RANK = "-m orchestra.train "
 # A host's own first process and its daemon.
 _OF_THE_HOST = ("slurm.cluster.host", "slurmd -D")
 _POLL_S = 0.05
+# As much of the metrics as holds their last row.
+_ROW_BYTES = 1 << 14
 # Of each log, where a test fails.
 _SAID_CHARACTERS = 1000
 
@@ -112,8 +114,14 @@ class Field:
 
     def clear(self) -> None:
         """End all jobs, bring back all nodes, and wait until nothing is left of them."""
+        for node in self.layout.nodes:
+            # What a course may have done to its network; a host that is down forgot it.
+            with contextlib.suppress(subprocess.CalledProcessError, ClusterError):
+                self.inside(node, "ip", "neigh", "flush", "dev", "eth0", "nud", "permanent")
         self.site.cancel_all_jobs()
-        self.site.devcluster("up", "--nodes", str(len(self.layout.nodes)), "--gpus", "4")
+        words = ("up", "--nodes", str(len(self.layout.nodes)), "--gpus", "4")
+        # A controller that asks a dead node something may not answer for a while.
+        until(lambda: self.site.devcluster(*words, check=False).returncode == 0, "the cluster is up", 120)
         until(lambda: not self.at_work(), "no process of a job is left", 60)
 
 
@@ -133,11 +141,12 @@ class Subject:
 
     def events(self, *names: str) -> list[Record]:
         """Return its events of these names (all), oldest first."""
-        return [it for it in read_events(self.run) if not names or it["event"] in names]
+        return [it for it in read_events(self.run, names) if not names or it["event"] in names]
 
     def step(self) -> int:
-        """Return the newest step that a row tells of; 0 before the first."""
-        return int(max((row["step"] for row in read_metrics(self.run)), default=0))
+        """Return the step that the last row tells of; 0 before the first."""
+        rows = read_last_lines(self.run.metrics, 1, _ROW_BYTES)
+        return next((int(row["step"]) for row in rows if "step" in row), 0)
 
     def attempt(self) -> int:
         """Return the newest attempt that was started; -1 before the first."""
@@ -170,7 +179,9 @@ class Subject:
 
     def agent_pid(self, host: str) -> int:
         """Return its agent on a host: the youngest of the two processes that look like it."""
-        return max(pid for pid, line in self.own_processes(host).items() if AGENT in line and "srun" not in line)
+        return max(
+            pid for pid, line in self.own_processes(host).items() if AGENT in line and "srun" not in line
+        )
 
     def own_processes(self, host: str) -> dict[int, str]:
         """Return what of it runs on a host, its zygote and torchrun included."""

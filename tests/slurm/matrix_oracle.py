@@ -133,7 +133,9 @@ def left_behind(on: Field, run: Subject) -> list[str]:
 
 def _processes(on: Field, run: RunDir) -> Mapping[str, dict[int, str]]:
     path = str(run.path)
-    busy = {host: {pid: line for pid, line in own.items() if path in line} for host, own in on.at_work().items()}
+    busy = {
+        host: {pid: line for pid, line in own.items() if path in line} for host, own in on.at_work().items()
+    }
     return {host: own for host, own in busy.items() if own}
 
 

@@ -34,7 +34,9 @@ class PolicyCase:
 
 
 def _each(attempts: int, fault: str, *, apart: int = 20) -> str:
-    return ",".join(f"{{attempt:{it},rank:{it % 2},at_step:{15 + apart * it},fault:{fault}}}" for it in range(attempts))
+    return ",".join(
+        f"{{attempt:{it},rank:{it % 2},at_step:{15 + apart * it},fault:{fault}}}" for it in range(attempts)
+    )
 
 
 POLICY_CASES = (
@@ -122,9 +124,13 @@ def try_policy(case: PolicyCase, on: Field, references: References, seed: int) -
         wrong.append(f"{len(starts)} attempts, not {case.attempts}")
     if case.says not in said:
         wrong.append(f"it said {said!r}")
-    if case.row == "33" and not any(it["event"] == "straggler_found" and it.get("rank") == 1 for it in events):
+    if case.row == "33" and not any(
+        it["event"] == "straggler_found" and it.get("rank") == 1 for it in events
+    ):
         wrong.append("the slow rank is not told of")
     if case.heals and not wrong:
         wrong += faults_of(run, references.of(2), on)
-    result = f"FAILED: {'; '.join(wrong)}" if wrong else f"passed: exit code {case.code}, {len(starts)} attempts"
+    result = (
+        f"FAILED: {'; '.join(wrong)}" if wrong else f"passed: exit code {case.code}, {len(starts)} attempts"
+    )
     return [Shown(case.row, case.what, result)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
@@ -26,7 +25,11 @@ _LOG_BYTES_PER_RESTART = 64_000
 
 ELSEWHERE = (
     Shown("8", "30 % of packets lost, 500 ms of delay", "cannot be shown here: needs the kernel's sch_netem"),
-    Shown("14", "a node fails in two attempts in a row", "tests/unit/recovery; the requeue in benchmarks/recovery.py"),
+    Shown(
+        "14",
+        "a node fails in two attempts in a row",
+        "tests/unit/recovery; the requeue in benchmarks/recovery.py",
+    ),
     Shown("15", "killed at each moment of a save", "tests/e2e/kill_points.py (make torture)"),
     Shown("17-24", "full disks, damage, other layouts, the ledger", "tests/e2e, tests/ranks"),
     Shown("27-29", "warning, time limit, preemption, requeue", "tests/slurm/test_requeue.py"),
@@ -52,7 +55,13 @@ def storm(on: Field, restarts: int) -> list[Shown]:
     plan = ",".join(
         f"{{attempt:{it},rank:{it % 2},at_step:{_EVERY * (it + 1) + 1}}}" for it in range(restarts)
     )
-    words = ("run", *TINY, f"run.name={name}", f"train.steps={_EVERY * (restarts + 3)}", "cluster.gpus_per_node=2")
+    words = (
+        "run",
+        *TINY,
+        f"run.name={name}",
+        f"train.steps={_EVERY * (restarts + 3)}",
+        "cluster.gpus_per_node=2",
+    )
     more = (f"checkpoint.every_steps={_EVERY}", "recovery.backoff_s=0.1", f"recovery.inject=[{plan}]")
     command = (sys.executable, "-m", "orchestra", *words, *more)
     run = RunDir(on.site.shared / "runs" / name)
@@ -68,7 +77,9 @@ def storm(on: Field, restarts: int) -> list[Shown]:
             gauges.setdefault(attempt, _gauge(process.pid))
             time.sleep(0.5)
     took = time.monotonic() - begin
-    return [Shown("40", f"{restarts} restarts in a row", _told(run, process.returncode, gauges, restarts, took))]
+    return [
+        Shown("40", f"{restarts} restarts in a row", _told(run, process.returncode, gauges, restarts, took))
+    ]
 
 
 def _told(run: RunDir, code: int, gauges: dict[int, _Gauge], restarts: int, took: float) -> str:
@@ -88,7 +99,8 @@ def _told(run: RunDir, code: int, gauges: dict[int, _Gauge], restarts: int, took
             wrong.append(f"{what} grew from {least} to {most}")
     if logs > _LOG_BYTES_PER_RESTART * (restarts + 1):
         wrong.append(f"{logs} bytes of logs")
-    facts = f"{took / max(1, attempts):.1f} s each, {late.files} files, {late.threads} threads, {logs} bytes of logs"
+    held = f"{late.files} files, {late.threads} threads, {logs:,} bytes of logs"
+    facts = f"{took / max(1, attempts):.1f} s each; {held}"
     return f"FAILED: {'; '.join(wrong)}" if wrong else f"passed: {facts}"
 
 
@@ -97,11 +109,15 @@ def _gauge(pid: int) -> _Gauge:
     files = threads = 0
     for one in (pid, *_zygotes(pid)):
         try:
-            files += len(os.listdir(f"/proc/{one}/fd"))
-            threads += len(os.listdir(f"/proc/{one}/task"))
+            files += _num_entries(f"/proc/{one}/fd")
+            threads += _num_entries(f"/proc/{one}/task")
         except OSError:
             continue
-    return _Gauge(files, threads, len(os.listdir("/dev/shm")))
+    return _Gauge(files, threads, _num_entries("/dev/shm"))
+
+
+def _num_entries(folder: str) -> int:
+    return sum(1 for _ in Path(folder).iterdir())
 
 
 def _zygotes(pid: int) -> list[int]:

@@ -24,7 +24,6 @@ ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from matrix_blows import mean_time  # noqa: E402
 from matrix_field import Field, Subject, opened  # noqa: E402
 from matrix_oracle import References, accounts, faults_of, left_behind  # noqa: E402
 
@@ -60,9 +59,10 @@ class Soak:
                 step, heard = self.run.step(), time.monotonic()
             if time.monotonic() - heard > _TRAINS_WITHIN_S:
                 self.run.wait(lambda: False, f"no step for {_TRAINS_WITHIN_S:g} s behind {step}", 0)
-            if self.run.is_finished():
-                return
             if time.monotonic() >= due:
+                if self.run.is_finished():
+                    tell("it has finished before its time: use a smaller --step")
+                    return
                 self._hit()
                 due = time.monotonic() + self.chance.expovariate(1 / mean_s)
             time.sleep(_POLL_S)
@@ -128,7 +128,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=1800, help="how long there are blows (%(default)s)")
     parser.add_argument("--mean", type=float, default=MEAN_S, help="seconds between two (%(default)s)")
     parser.add_argument("--seed", type=int, default=None, help="chosen and printed where it is not given")
-    parser.add_argument("--step", type=float, default=0.05, help="seconds a step takes about (%(default)s)")
+    parser.add_argument("--step", type=float, default=0.015, help="seconds a step takes here (%(default)s)")
     parser.add_argument("--folder", type=Path, help="keep cluster and runs there; else all is removed")
     arguments = parser.parse_args()
     seed = random.randrange(10**6) if arguments.seed is None else arguments.seed
@@ -141,12 +141,12 @@ def soak(on: Field, arguments: argparse.Namespace, seed: int) -> int:
     """Soak one run and hold it to the oracle; return the exit code."""
     # Steps that would fill the time if nothing happened, and no fewer: the run outlives the blows.
     steps = max(200, int(arguments.seconds / arguments.step))
-    length = (f"train.steps={steps}", "checkpoint.every_steps=20", "data.ledger=true")
+    length = (f"train.steps={steps}", "checkpoint.every_steps=50", "train.log_every=10", "data.ledger=true")
     quick = ("cluster.gpus_per_node=1", "recovery.agent_timeout_s=5", "recovery.backoff_s=1")
     more = ("recovery.heartbeat_timeout_s=8", "recovery.exclude_hours=0", f"cluster.nodes={NODES}")
     on.clear()
     name = f"soak-{seed}-{time.time_ns() // 1_000_000}"
-    run = on.submit(name, *length, *quick, *more, f"cluster.spare_nodes={SPARES}", *_slowed(arguments.step))
+    run = on.submit(name, *length, *quick, *more, f"cluster.spare_nodes={SPARES}")
     soaked = Soak(on, run, random.Random(seed))
     try:
         run.wait_for_step(5)
@@ -160,13 +160,12 @@ def soak(on: Field, arguments: argparse.Namespace, seed: int) -> int:
     whole = References(on, (*length,), "soak").of(NODES)
     wrong = faults_of(run.run, whole, on) + left_behind(on, run)
     _tell_recoveries(run)
-    tell(f"FAILED: {'; '.join(wrong)}" if wrong else "passed: losses, state and samples are those of a run left alone")
+    tell(
+        f"FAILED: {'; '.join(wrong)}"
+        if wrong
+        else "passed: losses, state and samples are those of a run left alone"
+    )
     return int(bool(wrong))
-
-
-def _slowed(step_s: float) -> list[str]:
-    """Return what lets each step of rank 0's first attempt take longer; none for steps as quick as can be."""
-    return [f"recovery.inject=[{mean_time(step_s)}]"] if step_s > 0 else []
 
 
 def _tell_recoveries(run: Subject) -> None:
@@ -180,7 +179,8 @@ def _tell_recoveries(run: Subject) -> None:
 
 
 def tell(words: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {words}", flush=True)
+    sys.stdout.write(f"{time.strftime('%H:%M:%S')} {words}\n")
+    sys.stdout.flush()
 
 
 @contextmanager

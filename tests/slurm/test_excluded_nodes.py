@@ -1,4 +1,4 @@
-"""Nodes that failed before are left out of jobs, and all nodes look at themselves and their neighbours first."""
+"""Nodes that failed before are left out of jobs, and all nodes look at themselves and each other first."""
 
 from __future__ import annotations
 

@@ -183,21 +183,16 @@ def test_the_command_answers_from_a_bare_checkout_and_survives_a_closed_pipe(fai
     assert done.stderr == ""
 
 
-def test_help_is_fast_and_imports_nothing_heavy(tmp_path: Path) -> None:
+def test_help_and_status_import_nothing_heavy(tmp_path: Path) -> None:
     program = (
         "import sys; from orchestra.cli import main; main(['--help']); main(['status'])\n"
         "heavy = {'torch', 'hydra', 'rich', 'numpy', 'wandb'} & set(sys.modules)\n"
         "sys.exit(f'imported: {heavy}' if heavy else 0)"
     )
     environment = {**os.environ, "PYTHONPATH": str(_ROOT)}
-    times = []
-    for _ in range(3):
-        began = time.perf_counter()
-        subprocess.run(
-            [sys.executable, "-c", program], env=environment, cwd=tmp_path, check=True, capture_output=True
-        )
-        times.append(time.perf_counter() - began)
-    assert min(times) < 0.4
+    words = [sys.executable, "-c", program]
+    done = subprocess.run(words, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def test_the_directory_holds_record_code_script_and_the_members_runs(tmp_path: P
     assert {"000", "001", "002", "array-000.sbatch", "code", "control", "logs", "sweep.json"} == {
         path.name for path in sweep.path.iterdir()
     }
-    assert (sweep.code / "orchestra" / "submit" / "node.py").is_file()
+    assert (sweep.code / "orchestra" / "crew" / "__main__.py").is_file()
     run = sweep.member(2)
     config = read_config(run.config)
     assert (config.optim.lr, config.run.name, config.run.dir) == (2.1, "002", str(sweep.path))
