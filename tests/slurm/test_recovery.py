@@ -1,4 +1,4 @@
-"""Ranks, agents and nodes are killed, the first node too, and the run ends with the uninterrupted run's numbers.
+"""Ranks, agents and nodes are killed, the first node too; the run ends with the uninterrupted run's numbers.
 
 Each fault follows an event of the run, never a clock. The oracle is the same for all: the losses and the last
 checkpoint of a run on one host that nothing happened to, each sample once, no process left, no job left.
