@@ -72,6 +72,8 @@ class _Agent:
                 if order.action in (END, REFUSE):
                     return self._ended(order)
                 self._take_part(order)
+                if self._station.untold is not None:
+                    return self._station.untold.code
                 self._idle_since = time.monotonic()
                 continue
             if self._crew.leads:

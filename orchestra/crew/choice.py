@@ -12,14 +12,30 @@ from orchestra.crew.station import Station
 from orchestra.crew.suitability import by_preference, doubts, slow
 from orchestra.errors import ConfigError
 from orchestra.jsonl import Record
-from orchestra.recovery.policy import Action, Decision, Resources
+from orchestra.recovery.policy import Action, Decision, Resources, node_is_gone
 from orchestra.topology import batch_shape, has_open_micro_batch, layout
 
 
-def excluded_hosts(events: Iterable[Record]) -> frozenset[str]:
-    """Return the hosts that decisions so far left out of this run."""
-    named = (event.get("exclude") for event in events if event["event"] == "restarting")
-    return frozenset(host for hosts in named if isinstance(hosts, list) for host in hosts)
+def excluded_hosts(events: Iterable[Record], here: Mapping[str, Any]) -> frozenset[str]:
+    """Return the hosts that decisions so far left out of this run. `here`: the facts of this start of a job.
+
+    A host that was merely gone is left out of the start that it left: Slurm gives none to a later one before
+    it answers again, and a long run would in time be left without nodes.
+    """
+    hosts: set[str] = set()
+    starts: dict[int, tuple[object, object]] = {}
+    for event in events:
+        if event["event"] == "attempt_started":
+            starts[event["attempt"]] = _start_of_job(event)
+        elif event["event"] == "restarting" and isinstance(event.get("exclude"), list):
+            is_of_here = starts.get(event["attempt"]) == _start_of_job(here)
+            if is_of_here or event.get("rule") != node_is_gone.__name__:
+                hosts.update(event["exclude"])
+    return frozenset(hosts)
+
+
+def _start_of_job(facts: Mapping[str, Any]) -> tuple[object, object]:
+    return facts.get("job"), facts.get("job_start")
 
 
 def is_fit(member: Member) -> bool:
@@ -53,7 +69,7 @@ def resources(
     order: Order, members: Mapping[int, Member], station: Station, events: Iterable[Record]
 ) -> Resources:
     """Return what the policy has to choose from: the nodes that live, those of the order first."""
-    bad = excluded_hosts(events)
+    bad = excluded_hosts(events, station.surroundings.facts())
     fit = {node: it for node, it in members.items() if is_fit(it) and it.host not in bad}
     hosts = tuple(fit[node].host for node in order.nodes if node in fit)
     spares = tuple(it.host for node, it in fit.items() if node not in order.nodes)

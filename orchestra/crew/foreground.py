@@ -103,5 +103,5 @@ def train_here(
     events = read_events(run)
     last = last_attempt(events)
     last = attempt if last is None else last
-    verdict = node_verdict(of_attempt(events, last))
+    verdict = station.untold or node_verdict(of_attempt(events, last))
     return last, verdict or Verdict(code, "no verdict", "the attempt left no record of its end")

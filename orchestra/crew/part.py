@@ -44,7 +44,8 @@ def config_of(config: Config, order: Order) -> Config:
 def perform(station: Station, order: Order) -> None:
     """Take this node's part in an attempt to its end and report it; nothing of it is left running then.
 
-    Raises OSError when the report cannot be written: the others take this node for lost.
+    Raises OSError when the report cannot be written: the others take this node for lost. An agent that is
+    alone leaves the verdict in `station.untold` instead.
     """
     attempt = attempt_of(order)
     record = station.record(attempt)
@@ -71,7 +72,12 @@ def perform(station: Station, order: Order) -> None:
         record.write_killed_ranks(ending, was_stopped=ending.stops > 0)
         sent = {} if station.copies is None else station.copies.end()
         record.events.write("node_ended", node=station.node, code=ending.exit_code, **sent)
-    _report(station, order, _reported(ending, urgency.interruption, watch))
+    try:
+        _report(station, order, _reported(ending, urgency.interruption, watch))
+    except OSError:
+        if not station.is_alone:
+            raise
+        station.untold = record.conclude(ending, urgency.interruption)
 
 
 def _report(station: Station, order: Order, ended: dict[str, Any]) -> None:

@@ -40,7 +40,7 @@ class Preflight:
     def first_nodes(self, members: Mapping[int, Member]) -> tuple[int, ...] | None:
         """Return the nodes of a job's first attempt, in the scheduler's order; None: they are too few."""
         config = self._station.config
-        bad = choice.excluded_hosts(read_events(self._station.run))
+        bad = choice.excluded_hosts(read_events(self._station.run), self._station.surroundings.facts())
         fit = [node for node, it in sorted(members.items()) if choice.is_fit(it) and it.host not in bad]
         return preferred(
             fit,

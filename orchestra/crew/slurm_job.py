@@ -70,7 +70,9 @@ class SlurmJob:
         script = None
         with contextlib.suppress(LauncherError):
             script = own_job.own_job(self._task.job).script
-        of_run = excluded_hosts(read_events(self._run))
+        # Of those that were merely gone only the last ones, which Slurm may not have missed yet: a job that
+        # leaves out too many of a small cluster's nodes can never run, and Slurm lets it fail.
+        of_run = excluded_hosts(read_events(self._run), {})
         listed = hosts_without(self._config, self._run, self._cluster)
         without = [*self._config.cluster.exclude, *decision.exclude, *sorted(of_run), *listed]
         exclude = tuple(dict.fromkeys(without))

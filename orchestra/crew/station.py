@@ -86,6 +86,8 @@ class Station:
     copies: NodeCopies | None = None
     # The first attempt where it is claimed already.
     first_attempt: int | None = None
+    # Of an attempt whose end nobody could be told: the run directory is gone or its disk is full.
+    untold: Verdict | None = None
     began: float = field(default_factory=time.time)
     _records: dict[int, AttemptRecord] = field(default_factory=dict)
 

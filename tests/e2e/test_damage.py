@@ -120,7 +120,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def failed(folder: Path) -> RunDir:
     """A run that was killed at its last step and kept every checkpoint."""
     fault = f"recovery.inject=[{{at_step: {_STEPS}, rank: all}}]"
-    done = orchestra(folder, "run", "run.name=failed", *_SETTINGS, fault)
+    done = orchestra(folder, "run", "run.name=failed", *_SETTINGS, fault, "recovery.max_restarts=0")
     assert done.returncode == 1, done.stdout + done.stderr
     return RunDir(folder / "runs" / "failed")
 

@@ -48,8 +48,8 @@ def alone(folder: Path) -> RunDir:
 @pytest.fixture(scope="module")
 def failed(folder: Path) -> subprocess.CompletedProcess[str]:
     """The same run, killed at step 10."""
-    fault = "recovery.inject=[{at_step: 10, rank: 1}]"
-    return orchestra(folder, "run", "run.name=failed", f"train.steps={_STEPS}", *TINY, *_SAVING, fault)
+    fault = ("recovery.inject=[{at_step: 10, rank: 1}]", "recovery.max_restarts=0")
+    return orchestra(folder, "run", "run.name=failed", f"train.steps={_STEPS}", *TINY, *_SAVING, *fault)
 
 
 def _content(run: RunDir) -> dict[Path, bytes]:

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from matrix_courses import COURSES, LENGTH, Shown, go_through, table  # noqa: E402
+from matrix_courses import COURSES, LENGTH, QUICK_COURSES, Shown, go_through, table  # noqa: E402
 from matrix_field import Field, opened  # noqa: E402
 from matrix_oracle import References  # noqa: E402
 from matrix_policy import POLICY_CASES, try_policy  # noqa: E402
@@ -55,9 +55,9 @@ def main() -> int:
 def _all(field: Field, wanted: set[str], seeds: range, restarts: int) -> Iterable[list[Shown]]:
     references = References(field, LENGTH, "matrix")
     for seed in seeds:
-        for course in COURSES:
-            if not wanted or course.name in wanted:
-                yield go_through(course, field, references, seed)
+        named = [course for course in (*COURSES, *QUICK_COURSES) if course.name in wanted]
+        for course in named if wanted else COURSES:
+            yield go_through(course, field, references, seed)
         for case in POLICY_CASES:
             if not wanted or case.name in wanted:
                 yield try_policy(case, field, references, seed)

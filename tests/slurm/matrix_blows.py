@@ -11,7 +11,7 @@ import random
 import signal
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from matrix_field import Subject, until
@@ -143,6 +143,10 @@ DIES_IN_RESTORE = Blow(
     "26", "rank dies in the midst of a restore", ("restart",), planned={"phase": "restore"}, says="SIGKILL"
 )
 CONTROLLER_SILENT = Blow("30", "slurmctld is silent", (), _stop_controller)
+LEMON = (
+    replace(RANK_KILLED, row="14", what="rank on one node gets SIGKILL", node=1),
+    replace(RANK_KILLED, row="14", what="and on the same node again", node=1, follows=("replace",)),
+)
 FROZEN = Blow("31", "node is frozen, and thawed behind the next start", ("replace",), freeze, after=thaw)
 
 

@@ -87,8 +87,9 @@ QUICK_COURSES = (
             blows.DIES_IN_RESTORE,
             blows.RANK_KILLED,
             blows.AGENT_KILLED,
-            blows.FROZEN,
             blows.FIRST_DOWN,
+            # At last: until its zombies have ended the run may reach its end.
+            blows.FROZEN,
         ),
     ),
 )
@@ -111,15 +112,11 @@ COURSES = (
         "hangs", nodes=2, spares=1, blows=(blows.LOCK_HELD, blows.LOOPS, blows.RANK_STOPPED, blows.FROZEN)
     ),
     Course("first", nodes=2, spares=2, blows=(blows.RANK_KILLED, blows.FIRST_DOWN, blows.FIRST_DOWN)),
+    Course("lemon", nodes=2, spares=1, blows=blows.LEMON),
     Course("both", nodes=2, spares=2, blows=(blows.BOTH_DOWN,)),
     Course("start", nodes=2, spares=2, blows=(blows.RANK_KILLED, blows.DOWN_IN_START)),
-    Course(
-        "network",
-        nodes=2,
-        spares=1,
-        blows=(blows.CUT_SHORTLY, blows.MUTE),
-        more=("recovery.setup_timeout_s=25",),
-    ),
+    Course("network", nodes=2, spares=0, blows=(blows.CUT_SHORTLY,)),
+    Course("mute", nodes=2, spares=1, blows=(blows.MUTE,), more=("recovery.setup_timeout_s=25",)),
     Course("shrink", nodes=3, spares=0, blows=(blows.NODE_DOWN,), min_nodes=1),
     Course("queue", nodes=2, spares=0, blows=(blows.NODE_DOWN,)),
     Course("power", nodes=2, spares=0, blows=(blows.POWER_CUT,)),
@@ -184,6 +181,8 @@ def _befall(
     run.wait(lambda: _trains_behind(run, decision["attempt"]), f"{blow.what}: it goes on", blow.within_s)
     if blow.after is not None:
         blow.after(run)
+    if not _trains_behind(run, decision["attempt"]) or _gave_up(run):
+        return host, Shown(blow.row, blow.what, f"FAILED: it gave up: {_decisions(run)[-1]['reason']}")
     took = "" if is_planned else f", {_trained_at(run, decision['attempt']) - since:.1f} s"
     reason = f"{decision['decision']} ({decision['reason']})"
     is_right = decision["decision"] in blow.follows and blow.says in decision["reason"]

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import pwd
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from sites import ROOT, Site
 
 from orchestra.events import read_events
 from orchestra.jsonl import Record, read_last_lines
+from orchestra.recovery.excluded import excluded_folder
 from orchestra.rundir import RunDir
 from slurm.cluster.errors import ClusterError
 from slurm.cluster.hosts import enter
@@ -118,6 +120,8 @@ class Field:
             # What a course may have done to its network; a host that is down forgot it.
             with contextlib.suppress(subprocess.CalledProcessError, ClusterError):
                 self.inside(node, "ip", "neigh", "flush", "dev", "eth0", "nud", "permanent")
+        # Hosts that failed twice would be left out of the next run too.
+        shutil.rmtree(excluded_folder(self.site.shared / "runs"), ignore_errors=True)
         self.site.cancel_all_jobs()
         words = ("up", "--nodes", str(len(self.layout.nodes)), "--gpus", "4")
         # A controller that asks a dead node something may not answer for a while.

@@ -25,11 +25,6 @@ _LOG_BYTES_PER_RESTART = 64_000
 
 ELSEWHERE = (
     Shown("8", "30 % of packets lost, 500 ms of delay", "cannot be shown here: needs the kernel's sch_netem"),
-    Shown(
-        "14",
-        "a node fails in two attempts in a row",
-        "tests/unit/recovery; the requeue in benchmarks/recovery.py",
-    ),
     Shown("15", "killed at each moment of a save", "tests/e2e/kill_points.py (make torture)"),
     Shown("17-24", "full disks, damage, other layouts, the ledger", "tests/e2e, tests/ranks"),
     Shown("27-29", "warning, time limit, preemption, requeue", "tests/slurm/test_requeue.py"),

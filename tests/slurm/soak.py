@@ -84,7 +84,7 @@ class Soak:
         node = self.chance.randrange(len(self.run.hosts()))
         host = self.run.hosts()[node]
         is_loss = do is _fail
-        if is_loss and len(self.down) >= HOSTS - NODES:
+        if is_loss and len(self.down) >= HOSTS - NODES - SPARES:
             what, do, is_loss = "rank gets SIGKILL", _kill_rank, False
         if host in self.down:
             return

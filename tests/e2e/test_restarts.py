@@ -1,0 +1,70 @@
+"""A run in the foreground goes on by itself when ranks die or hang, as if nothing had happened, and never for
+ever."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from commands import TINY, events_of, newest_manifest, orchestra, processes_of, trained_digest, trained_rows
+
+from orchestra.rundir import RunDir
+
+STEPS = ("train.steps=40", "checkpoint.every_steps=5", "checkpoint.async_save=false", "data.ledger=true")
+# In attempt 1 the faults come behind the step that attempt 0 was killed at, so that there is progress.
+FAULTS = (
+    "recovery.inject=["
+    "{at_step: 12, rank: 1, fault: sigkill},"
+    "{attempt: 1, at_step: 22, rank: 0, fault: sigstop},"
+    "{attempt: 2, at_step: 33, rank: 1, fault: exception}]"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("restarts")
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> RunDir:
+    done = orchestra(folder, "run", "run.name=alone", *TINY, *STEPS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return RunDir(folder / "runs" / "alone")
+
+
+@pytest.mark.parametrize("copies", ["null", "1"])
+def test_a_killed_a_stopped_and_a_failing_rank_cost_nothing_but_time(
+    folder: Path, alone: RunDir, copies: str
+) -> None:
+    name = f"copies-{copies}"
+    words = ("run", f"run.name={name}", *TINY, *STEPS, FAULTS, f"recovery.memory_copy_every_steps={copies}")
+    done = orchestra(folder, *words, limit_s=200)
+    run = RunDir(folder / "runs" / name)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert trained_rows(run) == trained_rows(alone)
+    assert trained_digest(newest_manifest(run.checkpoints)) == trained_digest(newest_manifest(alone.checkpoints))
+    restored = [event for attempt in range(1, 4) for event in events_of(run, "restored", attempt)]
+    lost = [12 - restored[0]["step"], 22 - restored[1]["step"], 33 - restored[2]["step"]]
+    if copies == "1":
+        assert ({it["source"] for it in restored}, max(lost)) == ({"memory"}, 1)
+    else:
+        assert ({it["source"] for it in restored}, lost) == ({"checkpoint"}, [2, 2, 3])
+    (hang,) = events_of(run, "hang_detected", 1)
+    assert (hang["rank"], hang["state"]) == (0, "T")
+    assert processes_of(run) == []
+    (state,) = json.loads(orchestra(folder, "status", name, "--json").stdout)
+    assert (state["state"], state["attempts"]) == ("finished", 4)
+    told = orchestra(folder, "why", name).stdout
+    assert told.count("restarted") == 3
+
+
+def test_the_same_error_at_the_same_step_ends_the_run_with_93(folder: Path) -> None:
+    fault = "recovery.inject=[{attempt: all, at_step: 7, rank: 1, fault: exception}]"
+    done = orchestra(folder, "run", "run.name=bad", *TINY, *STEPS, fault)
+    run = RunDir(folder / "runs" / "bad")
+    assert done.returncode == 93, done.stdout + done.stderr
+    assert "bad data or code" in done.stdout + done.stderr
+    (state,) = json.loads(orchestra(folder, "status", "bad", "--json").stdout)
+    assert (state["state"], state["code"], state["attempts"]) == ("failed", 93, 2)
+    assert processes_of(run) == []
