@@ -186,7 +186,8 @@ def fails_before_first_step(case: Case) -> Decision | None:
     if not now.before_first_step or not _is_suspect(now):
         return None
     twin = _twin(now, [it for it in case.row if it.before_first_step])
-    if twin is None or (now.kind is Kind.hang and now.blamed and now.blamed == twin.blamed):
+    # Nodes that cannot reach each other hang there too, and that may pass.
+    if twin is None or (now.kind is Kind.hang and now.num_nodes > 1):
         return None
     reason = f"attempts {twin.attempt} and {now.attempt} failed before their first step: {now.cause}"
     return Decision(Action.give_up, EXIT_DO_NOT_RESTART, f"{reason}; no node is blamed")

@@ -146,9 +146,11 @@ def test_a_crash_in_native_code_is_suspected() -> None:
     assert after(early, early).rule == "fails_before_first_step"
 
 
-def test_a_hang_before_the_first_step_is_the_hosts_if_it_was_the_same() -> None:
+def test_a_hang_before_the_first_step_may_be_the_networks_or_a_hosts_but_on_one_node_it_is_the_codes() -> None:
     hang = replace(ERROR, kind=Kind.hang, cause="hang in setup", before_first_step=True)
-    assert after(hang, hang).rule == "fails_before_first_step"
+    alone = replace(hang, num_nodes=1)
+    assert after(alone, alone).rule == "fails_before_first_step"
+    assert after(hang, hang).action is Action.restart
     blamed = replace(hang, blamed=("node2",))
     decision = after(blamed, blamed)
     assert (decision.rule, decision.exclude, decision.listed) == ("same_host_twice", ("node2",), ("node2",))
