@@ -43,7 +43,8 @@ def test_a_killed_a_stopped_and_a_failing_rank_cost_nothing_but_time(
     run = RunDir(folder / "runs" / name)
     assert done.returncode == 0, done.stdout + done.stderr
     assert trained_rows(run) == trained_rows(alone)
-    assert trained_digest(newest_manifest(run.checkpoints)) == trained_digest(newest_manifest(alone.checkpoints))
+    ours, theirs = newest_manifest(run.checkpoints), newest_manifest(alone.checkpoints)
+    assert trained_digest(ours) == trained_digest(theirs)
     restored = [event for attempt in range(1, 4) for event in events_of(run, "restored", attempt)]
     lost = [12 - restored[0]["step"], 22 - restored[1]["step"], 33 - restored[2]["step"]]
     if copies == "1":

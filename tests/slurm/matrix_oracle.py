@@ -7,7 +7,6 @@ start, the accounts sum to the wall time, and no process and no job is left. It 
 
 from __future__ import annotations
 
-import itertools
 import json
 import time
 from collections.abc import Mapping
@@ -22,6 +21,8 @@ from orchestra.recovery.accounting import Accounts, account
 from orchestra.rundir import RunDir
 
 _GONE_WITHIN_S = 60.0
+# Step, loss and gradient norm.
+Row = tuple[int, float, float]
 # Of the wall time.
 _ACCOUNTS_MAY_DIFFER = 0.01
 
@@ -46,7 +47,7 @@ class References:
         return self._trained[ranks]
 
 
-def losses(run: RunDir) -> list[tuple[int, float, float]]:
+def losses(run: RunDir) -> list[Row]:
     """Return step, loss and gradient norm of each step; of a step trained again what counts."""
     return [(row["step"], row["loss"], row["grad_norm"]) for row in read_metrics(run)]
 
@@ -55,6 +56,15 @@ def digest(on: Field, run: RunDir) -> str:
     """Return the digest of the state in the last checkpoint."""
     listed = json.loads(on.orchestra("checkpoint", "ls", str(run.path), "--json").stdout)
     return str(max(listed, key=lambda it: it["step"])["state_digest"])
+
+
+def _unlike(own: list[Row], whole: list[Row]) -> list[tuple[Row | None, Row]]:
+    """Return the rows of the whole run that the other lacks or tells otherwise.
+
+    An attempt logs its first step whatever train.log_every says, so that the other may have more of them.
+    """
+    by_step = {row[0]: row for row in own}
+    return [(by_step.get(row[0]), row) for row in whole if by_step.get(row[0]) != row]
 
 
 def samples(run: RunDir) -> dict[int, list[int]]:
@@ -99,9 +109,8 @@ def faults_of(run: RunDir, whole: RunDir, on: Field, *, same_layout: bool = True
     if not any("node" in it and it.get("code") == 0 for it in read_events(run) if it["event"] == "finished"):
         found.append(f"it is not finished: {_last_words(run)}")
         return found
-    if same_layout and losses(run) != losses(whole):
-        pairs = itertools.zip_longest(losses(run), losses(whole))
-        found.append(f"its losses differ: {next(pair for pair in pairs if pair[0] != pair[1])}")
+    if same_layout and (unlike := _unlike(losses(run), losses(whole))):
+        found.append(f"its losses differ: {unlike[:3]}")
     if same_layout and digest(on, run) != digest(on, whole):
         found.append("its last state differs")
     if samples(run) != samples(whole):

@@ -146,7 +146,7 @@ def test_a_crash_in_native_code_is_suspected() -> None:
     assert after(early, early).rule == "fails_before_first_step"
 
 
-def test_a_hang_before_the_first_step_may_be_the_networks_or_a_hosts_but_on_one_node_it_is_the_codes() -> None:
+def test_a_hang_before_the_first_step_may_be_the_networks_and_on_one_node_is_the_codes() -> None:
     hang = replace(ERROR, kind=Kind.hang, cause="hang in setup", before_first_step=True)
     alone = replace(hang, num_nodes=1)
     assert after(alone, alone).rule == "fails_before_first_step"
