@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -101,12 +100,3 @@ def _back_at(folder: Path, before: int, old_pid: float) -> float | None:
     highest = max(row["step"] for row in rows if row["pid"] == old_pid)
     later = (row for row in rows[before:] if row["pid"] != old_pid and row["step"] > highest)
     return next((row["time"] for row in later), None)
-
-
-def cluster_words(field: Field) -> str:
-    """Return what Slurm's settings are called that decide how long a lost node takes."""
-    shown = subprocess.run(
-        ["scontrol", "show", "config"], env=field.site.environment, capture_output=True, text=True, check=True
-    ).stdout
-    wanted = ("SlurmdTimeout", "AuthInfo", "KillWait")
-    return "; ".join(line.strip() for line in shown.splitlines() if line.startswith(wanted))

@@ -139,8 +139,9 @@ DOWN_IN_START = Blow(
 )
 CUT_SHORTLY = Blow("8", f"node is cut off for {_CUT_S:g} s", (), _cut_for_a_while)
 MUTE = Blow("9", "node hears and is not heard", ("replace", "restart", "requeue"), mute, within_s=150)
+# Its peers may be the first to tell, of a connection that broke.
 DIES_IN_RESTORE = Blow(
-    "26", "rank dies in the midst of a restore", ("restart",), planned={"phase": "restore"}, says="SIGKILL"
+    "26", "rank dies in the midst of a restore", ("restart",), planned={"phase": "restore"}
 )
 CONTROLLER_SILENT = Blow("30", "slurmctld is silent", (), _stop_controller)
 LEMON = (
