@@ -66,10 +66,10 @@ class Order:
 
 @dataclass
 class _Seen:
-    """A beat as last read, and when it moved last by this host's own clock."""
+    """A beat as last read, and how often this agent's own had moved then."""
 
     value: bytes | None
-    moved_at: float
+    own_beats: int
 
 
 class Crew:
@@ -82,7 +82,11 @@ class Crew:
         self.folder = folder
         self.node = node
         self.num_nodes = num_nodes
-        self._timeout_s = timeout_s
+        self._patience = max(1, round(timeout_s / _BEAT_S))
+        # Those that were really written. Silence is counted in them: while the file system stands still for
+        # everybody, or this agent itself does, nobody is silent.
+        self._own_beats = 0
+        self._last_order: Order | None = None
         self._seen: dict[int, _Seen] = {}
         self._looked_at = -float(num_nodes)
         self._is_over = threading.Event()
@@ -129,6 +133,7 @@ class Crew:
             # A file system that fails now may answer the next time; if not, the others go on without us.
             with contextlib.suppress(OSError):
                 self._beat(count)
+                self._own_beats = count
 
     def _beat(self, count: int) -> None:
         assert self.member is not None
@@ -169,34 +174,33 @@ class Crew:
         """
         now = time.monotonic()
         if now - self._looked_at < max(_BEAT_S, self.num_nodes / _BEATS_READ_PER_S):
-            return [node for node in nodes if self._was_silent(node, now)]
+            return [node for node in nodes if self._was_silent(node)]
         self._looked_at = now
         return [node for node in nodes if node != self.node and self._is_silent(node)]
 
-    def _was_silent(self, node: int, now: float) -> bool:
+    def _was_silent(self, node: int) -> bool:
         seen = self._seen.get(node)
-        return node != self.node and seen is not None and now - seen.moved_at > self._timeout_s
+        return node != self.node and seen is not None and self._own_beats - seen.own_beats > self._patience
 
     def _is_silent(self, node: int) -> bool:
-        now = time.monotonic()
         value = _bytes(self._beat_file(node))
         seen = self._seen.get(node)
         if seen is None or (value is not None and value != seen.value):
-            self._seen[node] = _Seen(value, now)
+            self._seen[node] = _Seen(value, self._own_beats)
             return False
-        return now - seen.moved_at > self._timeout_s
-
-    def forget_silence(self) -> None:
-        """Give every node the whole time-out from now on: this agent itself may have stood still."""
-        self._seen.clear()
+        return self._was_silent(node)
 
     # What comes next.
 
     def newest_order(self) -> Order | None:
-        """Return the order with the highest number; None before the first."""
+        """Return the order with the highest number; None before the first.
+
+        One that cannot be read at the moment is none yet: the one before it still holds.
+        """
         numbers = [int(name[:4]) for name in self._order_names() if name.endswith(".json")]
         record = _read(self._orders / f"{max(numbers):04d}.json") if numbers else None
-        return None if record is None else _order(record)
+        self._last_order = (None if record is None else _order(record)) or self._last_order
+        return self._last_order
 
     def publish(self, order: Order) -> bool:
         """Give an order; return False where another agent took its number before. Raises OSError."""
@@ -207,7 +211,8 @@ class Crew:
             # Exclusive creation of the whole content at once, on every file system that clusters share.
             os.link(draft, place)
         except FileExistsError:
-            return False
+            # An NFS client that asked twice hears "exists" of its own link.
+            return draft.stat().st_nlink > 1
         finally:
             draft.unlink(missing_ok=True)
         return True

@@ -86,7 +86,7 @@ class _Agent:
     def _take_part(self, order: Order) -> None:
         if order.is_for(self._station.member):
             perform(self._station, order)
-        elif self._station.node in order.nodes:
+        elif self._station.node in order.nodes and not self._crew.reports(order.number, [self._crew.node]):
             # The agent before this one had a part in it, and died.
             self._crew.mark_broken(order.number, {"cause": "agent lost", "host": self._station.member.host})
             copies = self._station.copies

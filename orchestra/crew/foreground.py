@@ -19,7 +19,7 @@ from orchestra.errors import LaunchError
 from orchestra.events import EventWriter, read_events
 from orchestra.recovery.incidents import Incident
 from orchestra.recovery.policy import Decision
-from orchestra.report.verdict import Verdict, last_attempt, node_verdict, of_attempt
+from orchestra.report.verdict import Verdict, node_verdict, of_attempt
 from orchestra.rundir import RunDir
 
 _LOOPBACK = "127.0.0.1"
@@ -101,7 +101,6 @@ def train_here(
         except (LauncherError, OSError) as error:
             raise LaunchError(str(error)) from error
     events = read_events(run)
-    last = last_attempt(events)
-    last = attempt if last is None else last
+    last = attempt if station.last_attempt is None else station.last_attempt
     verdict = station.untold or node_verdict(of_attempt(events, last))
     return last, verdict or Verdict(code, "no verdict", "the attempt left no record of its end")

@@ -13,11 +13,11 @@ from typing import Any
 
 from launchers.crew import Member, Order
 from launchers.errors import LauncherError
-from launchers.spec import Ending
 from orchestra import control
 from orchestra.crew import choice
 from orchestra.crew.copying import MEMORY, memory_of
-from orchestra.crew.part import config_of, ending_of, mark_lost
+from orchestra.crew.judging import as_stopped, conclude, is_fenced, newest_restart, requests_of
+from orchestra.crew.part import config_of, mark_lost
 from orchestra.crew.preflight import Preflight
 from orchestra.crew.station import END, REFUSE, START, Station, attempt_of, host_of
 from orchestra.errors import (
@@ -28,10 +28,10 @@ from orchestra.errors import (
     LaunchError,
 )
 from orchestra.events import read_events
-from orchestra.recovery.incidents import incidents
+from orchestra.recovery.incidents import Incident, incidents
 from orchestra.recovery.policy import Action, Decision, Rules, decide
-from orchestra.report.verdict import Verdict, finished_ranks
-from orchestra.submit.claims import take_next
+from orchestra.report.verdict import Verdict
+from orchestra.submit.claims import rival_claim, take_next
 from orchestra.submit.launch import launch_spec
 from orchestra.submit.recording import AttemptRecord, write_started
 
@@ -42,7 +42,6 @@ _STRAGGLERS_S = 15.0
 _MIN_NODES_WAIT_S = 60.0
 # How long nodes that live are waited for at an attempt's end: their ranks may still write a checkpoint.
 _END_TIMEOUT_S = 120.0
-_HURRIED_END_TIMEOUT_S = 15.0
 
 
 class Leading:
@@ -59,6 +58,9 @@ class Leading:
 
     def look(self, order: Order | None) -> None:
         """Do what is due. Raises LaunchError and OSError."""
+        if self._next is not None and order is not None and order.number >= self._next[1].number:
+            # Another agent went on while this one stood still.
+            self._next = None
         if self._next is not None:
             self._publish_when_due(*self._next)
         elif order is None:
@@ -78,7 +80,7 @@ class Leading:
             return
         rival = station.surroundings.refusal()
         if rival is not None:
-            self._publish(Order(0, REFUSE, facts={"message": rival}))
+            self._refuse(0, rival)
             return
         hosts = self._preflight.first_nodes(members)
         if hosts is None:
@@ -126,46 +128,80 @@ class Leading:
 
     def _publish_when_due(self, due: float, order: Order) -> None:
         station = self._station
-        if station.signals.count():
+        before = order.facts.get("after")
+        if before is not None and self._is_stopped_between(order.number, int(before)):
             self._next = None
-            self._order_end(order.number, EXIT_STOPPED, f"{station.signals.first} came between two attempts")
             return
         if time.monotonic() < due:
             return
         self._next = None
+        members = self._crew.members()
+        silent = self._crew.silent(order.nodes)
+        if any(node not in members or node in silent for node in order.nodes):
+            # Somebody left meanwhile: what is to follow is decided again.
+            return
+        crew = self._crew.folder.name
+        if before is not None and (rival := rival_claim(station.run, int(before), crew)) is not None:
+            self._refuse(order.number, f"attempt {rival} of {station.run.name} was begun by somebody else")
+            return
         claimed = station.first_attempt if order.number == 0 else None
-        attempt = take_next(station.run) if claimed is None else claimed
-        first = self._crew.members().get(order.nodes[0])
-        if first is None:
-            raise LaunchError(f"{host_of(order, order.nodes[0])} left before the attempt began")
+        attempt = take_next(station.run, crew) if claimed is None else claimed
+        first = members[order.nodes[0]]
         meeting = {"attempt": attempt, "address": first.address, "port": first.facts["port"]}
-        meeting["meeting"] = f"{self._crew.folder.name}-{attempt}"
+        meeting["meeting"] = f"{crew}-{attempt}"
         order = Order(order.number, START, order.nodes, order.incarnations, {**order.facts, **meeting})
-        record = station.record(attempt)
         if not self._publish(order):
             # Another agent leads, and has claimed an attempt of its own.
             station.run.claim(attempt).unlink(missing_ok=True)
             return
+        self._write_started(order, attempt)
+        self._forward_requests(before, attempt)
+
+    def _write_started(self, order: Order, attempt: int) -> None:
+        station = self._station
+        record = station.record(attempt)
         config = config_of(station.config, order)
+        hosts = [host_of(order, node) for node in order.nodes]
         spec = launch_spec(config, station.run, attempt)
-        started = {"hosts": [host_of(order, node) for node in order.nodes], **station.surroundings.facts()}
-        write_started(record, config, spec, **started)
+        facts = {"crew": self._crew.folder.name, **station.surroundings.facts()}
+        write_started(record, config, spec, hosts=hosts, **facts)
         if not (station.is_alone and order.number == 0):
-            station.say(f"attempt {attempt} on {', '.join(started['hosts'])}")
-        self._forward_requests(attempt)
+            station.say(f"attempt {attempt} on {', '.join(hosts)}")
         if order.number == 0:
             self._preflight.tell(record.events, self._crew.members(), order.nodes)
+
+    def _is_stopped_between(self, number: int, before: int) -> bool:
+        """End the run here if a stop was asked for since attempt `before` ended; tell whether it was."""
+        station = self._station
+        first = station.signals.first
+        if first is not None:
+            # As a request it is read by whatever decides whether the run goes on by itself.
+            with contextlib.suppress(OSError):
+                at_once = first == "SIGINT"
+                control.write_request(station.run, before, control.signal_reason(first), at_once=at_once)
+        requests = requests_of(station, before)
+        if first is None and not requests:
+            return False
+        is_urgent = first == "SIGINT" or any(request.at_once for request in requests)
+        words = f"{first} received" if first is not None else str(requests[0])
+        cause = "interrupted" if is_urgent else "StopRequested"
+        verdict = Verdict(EXIT_INTERRUPTED if is_urgent else EXIT_STOPPED, cause, words)
+        record = station.record(before)
+        with contextlib.suppress(OSError):
+            told = {"code": verdict.code, "cause": cause, "message": words}
+            record.events.write("failed", node=record.node, **told)
+        said = "" if is_urgent else station.surroundings.go_on(verdict, before, record.events)
+        self._order_end(number, verdict.code, said or words)
+        return True
 
     def _publish(self, order: Order) -> bool:
         self._ended_since = None
         return self._crew.publish(order)
 
-    def _forward_requests(self, attempt: int) -> None:
-        """Ask the new attempt to stop where the one before was asked in the moment that it ended."""
-        with contextlib.suppress(OSError):
-            earlier = control.read_requests(self._station.run, attempt - 1) if attempt else []
-            late = [request for request in earlier if request.time >= self._station.began]
-            for request in late:
+    def _forward_requests(self, before: int | None, attempt: int) -> None:
+        """Ask the new attempt to stop where the one before was asked in the moment that this one began."""
+        for request in [] if before is None else requests_of(self._station, before):
+            with contextlib.suppress(OSError):
                 control.write_request(self._station.run, attempt, request.reason, at_once=request.at_once)
 
     # Ending.
@@ -184,77 +220,27 @@ class Leading:
             return False
         now = time.monotonic()
         self._ended_since = self._ended_since or now
-        limit = _HURRIED_END_TIMEOUT_S if self._station.signals.count() else _END_TIMEOUT_S
-        return now - self._ended_since > limit
+        # They may still write their last checkpoint.
+        return now - self._ended_since > max(_END_TIMEOUT_S, self._station.config.recovery.stop_timeout_s)
 
     def _conclude(self, order: Order) -> None:
         """Judge the attempt, write that down, and prepare what follows."""
         station, attempt = self._station, attempt_of(order)
+        verdict, lost = conclude(station, order)
         record = station.record(attempt)
-        reports = self._crew.reports(order.number, order.nodes)
-        lost = self._write_lost(order, record, reports)
-        ending, interruption = self._merged(order, record, reports, lost)
-        verdict = record.conclude(
-            ending, interruption, lambda it: station.surroundings.judged(it, attempt, record.events)
-        )
-        station.say(f"attempt {attempt} {verdict.state}: {verdict.message or verdict.cause}")
         number = order.number + 1
+        if is_fenced(record):
+            self._refuse(number, f"a newer attempt of {station.run.name} was begun by somebody else")
+            return
+        requests = requests_of(station, attempt)
         if verdict.code == EXIT_DONE:
             self._order_end(number, EXIT_DONE, "finished", lost)
-        elif verdict.code in (EXIT_STOPPED, EXIT_INTERRUPTED) or self._is_asked(attempt):
-            said = station.surroundings.go_on(verdict, attempt, record.events)
+        elif verdict.code in (EXIT_STOPPED, EXIT_INTERRUPTED) or requests or station.signals.count():
+            stopped = as_stopped(verdict, requests)
+            said = station.surroundings.go_on(stopped, attempt, record.events)
             self._order_end(number, verdict.code, said or verdict.cause, lost)
         else:
             self._recover(order, verdict, record, lost)
-
-    def _write_lost(
-        self, order: Order, record: AttemptRecord, reports: dict[int, dict[str, Any]]
-    ) -> list[int]:
-        """Write down who did not report, and return these nodes."""
-        silent = self._crew.silent(order.nodes)
-        lost = [node for node in order.nodes if node not in reports]
-        for node in lost:
-            cause = "its agent is silent" if node in silent else "it did not report its end"
-            with contextlib.suppress(OSError):
-                record.events.write("node_lost", node=node, host=host_of(order, node), cause=cause)
-        for node, report in reports.items():
-            if report.get("cause") == "agent lost":
-                with contextlib.suppress(OSError):
-                    record.events.write(
-                        "agent_lost", node=node, host=host_of(order, node), cause="agent lost"
-                    )
-        return lost
-
-    def _merged(
-        self,
-        order: Order,
-        record: AttemptRecord,
-        reports: dict[int, dict[str, Any]],
-        lost: list[int],
-    ) -> tuple[Ending, str | None]:
-        endings = {node: ending_of(report) for node, report in reports.items()}
-        finished = finished_ranks(record.seen())
-        per_node = int(self._station.config.cluster.gpus_per_node)
-        codes = [ending.exit_code for ending in endings.values()]
-        for node in lost:
-            first = order.nodes.index(node) * per_node
-            is_done = finished >= set(range(first, first + per_node))
-            codes.append(EXIT_DONE if is_done else EXIT_FAILED)
-        code = next((code for code in codes if code != EXIT_DONE), EXIT_DONE)
-        failures = tuple(it for ending in endings.values() for it in ending.failures)
-        survivors = tuple(it for ending in endings.values() for it in ending.survivors)
-        stops = max((ending.stops for ending in endings.values()), default=0)
-        interruptions = [str(it["interruption"]) for it in reports.values() if it.get("interruption")]
-        return Ending(code, stops, failures, survivors), next(iter(interruptions), None)
-
-    def _is_asked(self, attempt: int) -> bool:
-        """Tell whether somebody wants the run to stop: a failure in that moment starts nothing again."""
-        if self._station.signals.count():
-            return True
-        try:
-            return bool(control.read_requests(self._station.run, attempt))
-        except OSError:
-            return False
 
     # Going on.
 
@@ -267,9 +253,7 @@ class Leading:
         log = incidents(events)
         decision = decide(log, resources, Rules.of(station.config.recovery))
         decision = choice.without_unfit(order, decision, members)
-        with contextlib.suppress(OSError):
-            record.events.write("restarting", **choice.evidence(decision), after=verdict.cause)
-            station.surroundings.exclude(decision, log)
+        waited_s = self._announce(record, verdict, decision, log)
         number = order.number + 1
         if decision.action in (Action.give_up, Action.end):
             if decision.code != verdict.code:
@@ -284,7 +268,20 @@ class Leading:
             return
         self._write_replaced(order, nodes, members, record)
         memory = self._memory(order, nodes, set(members))
-        self._start(number, nodes, members, decision.wait_s, **memory)
+        wait_s = max(0.0, decision.wait_s - waited_s)
+        self._start(number, nodes, members, wait_s, after=record.number, **memory)
+
+    def _announce(
+        self, record: AttemptRecord, verdict: Verdict, decision: Decision, log: list[Incident]
+    ) -> float:
+        """Write down what follows; return how long it has been waited for by an agent that died meanwhile."""
+        told = newest_restart(record)
+        if told is not None and told.get("decision") == decision.action.name:
+            return max(0.0, time.time() - float(told["time"]))
+        with contextlib.suppress(OSError):
+            record.events.write("restarting", **choice.evidence(decision), after=verdict.cause)
+            self._station.surroundings.exclude(decision, log)
+        return 0.0
 
     def _memory(self, order: Order, nodes: Sequence[int], living: set[int]) -> dict[str, Any]:
         """Return what the next order says of copies in memory, empty where it begins with the checkpoint."""
@@ -316,6 +313,9 @@ class Leading:
         except (LauncherError, LaunchError, OSError) as error:
             said = f"it does not go on by itself: {error}"
         self._order_end(number, verdict.code, said, lost)
+
+    def _refuse(self, number: int, message: str) -> None:
+        self._publish(Order(number, REFUSE, facts={"message": message}))
 
     def _order_end(self, number: int, code: int, said: str, lost: Sequence[int] = ()) -> None:
         self._station.say(said)

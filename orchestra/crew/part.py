@@ -32,6 +32,8 @@ from orchestra.submit.urgency import Urgency
 _WARM_TIMEOUT_S = 300.0
 # Ranks whose peer failed have nothing to save, and the next attempt sends what they did not.
 _PATIENCE = Patience(failed_peer_s=1.5, failed_linger_s=2.0)
+# How long an agent tries to say how its part ended.
+_REPORT_TIMEOUT_S = 60.0
 # How often a node looks whether the attempt broke on another one.
 _LOOK_S = 1.0
 
@@ -85,10 +87,19 @@ def _report(station: Station, order: Order, ended: dict[str, Any]) -> None:
     if station.fitness is not None and ended["code"] != EXIT_DONE:
         # The leader is to know of it before it chooses the next attempt's nodes.
         station.fitness.look_again()
-    with contextlib.suppress(LauncherError):
+    with contextlib.suppress(LauncherError, OSError):
         station.crew.tell({"port": free_port()})
     held = {} if station.copies is None else {COPIES: station.copies.held()}
-    station.crew.report(order.number, {**ended, **held})
+    deadline = time.monotonic() + (0.0 if station.is_alone else _REPORT_TIMEOUT_S)
+    while True:
+        try:
+            station.crew.report(order.number, {**ended, **held})
+            return
+        except OSError:
+            # A full or silent file system may answer the next time.
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(_LOOK_S)
 
 
 def _launch(station: Station, order: Order) -> tuple[LaunchSpec, Place]:
@@ -175,9 +186,6 @@ class _Watch:
         now = time.monotonic()
         if self.station.is_alone or self.found is not None or now - self._looked_at < _LOOK_S:
             return
-        if now - self._looked_at > self.station.config.recovery.agent_timeout_s:
-            # This agent itself stood still: it has not seen the others' beats.
-            self.station.crew.forget_silence()
         self._looked_at = now
         if self.station.crew.leads:
             mark_lost(self.station, self.order)
@@ -186,7 +194,9 @@ class _Watch:
 
 def mark_lost(station: Station, order: Order) -> list[int]:
     """Return the nodes of an order that are silent, and let all know that it is broken. *The leader only*."""
-    lost = station.crew.silent(order.nodes)
+    # Spares too: who died long ago must not be chosen.
+    silent = station.crew.silent(range(station.crew.num_nodes))
+    lost = [node for node in order.nodes if node in silent]
     if lost and order.action == START:
         hosts = [host_of(order, node) for node in lost]
         evidence = {"cause": "nodes lost", "nodes": lost, "hosts": hosts}

@@ -104,9 +104,16 @@ class Station:
         assert self.crew.member is not None
         return self.crew.member
 
+    @property
+    def last_attempt(self) -> int | None:
+        """The newest attempt that this agent had to do with."""
+        return max(self._records, default=None)
+
     def record(self, attempt: int) -> AttemptRecord:
         """Return this node's record of an attempt: one writer for each file. Raises LaunchError."""
         if attempt not in self._records:
+            for number in [it for it in self._records if it < attempt]:
+                self._records.pop(number).events.close()
             self._records[attempt] = joined(self.run, attempt, self.node)
         return self._records[attempt]
 

@@ -37,15 +37,14 @@ def read_claim_file(file: Path) -> dict[str, Any]:
     return claim if isinstance(claim, dict) else {}
 
 
-def take(run: RunDir, attempt: int) -> bool:
-    """Claim an attempt for this process; return False when somebody has it already.
-
-    Raises OSError where the run directory cannot be written.
+def take(run: RunDir, attempt: int, crew: str | None = None) -> bool:
+    """Claim an attempt for this process, and for its crew where it has one; return False when somebody has it
+    already. Raises OSError where the run directory cannot be written.
     """
-    return write_claim(run.claim(attempt))
+    return write_claim(run.claim(attempt), crew)
 
 
-def write_claim(file: Path) -> bool:
+def write_claim(file: Path, crew: str | None = None) -> bool:
     """Write a claim that names this process; return False when somebody else's stands there already.
 
     Raises OSError where it cannot be written, and leaves nothing then.
@@ -56,6 +55,7 @@ def write_claim(file: Path) -> bool:
         "pid": os.getpid(),
         "pid_started": None if process is None else process.started,
         "time": time.time(),
+        **({} if crew is None else {"crew": crew}),
     }
     # Exclusive creation works on every file system that clusters share, locks do not.
     try:
@@ -112,7 +112,22 @@ def next_attempt_number(run: RunDir, last: int | None) -> int:
     return max((number for number in known if number is not None), default=-1) + 1
 
 
-def take_next(run: RunDir) -> int:
+def rival_claim(run: RunDir, attempt: int, crew: str) -> int | None:
+    """Return an attempt after `attempt` that somebody outside `crew` has claimed and may train; None without.
+
+    What a dead leader of the same crew claimed and never began counts for nothing.
+    """
+    newest = claimed_attempt(run)
+    for number in range(attempt + 1, (attempt if newest is None else newest) + 1):
+        claim = read_claim(run, number)
+        if claim.get("crew") != crew and (claim or run.claim(number).exists()):
+            began = any(event["attempt"] == number for event in read_events(run, ("attempt_started",)))
+            if began or is_held(run.claim(number), time.time()):
+                return number
+    return None
+
+
+def take_next(run: RunDir, crew: str | None = None) -> int:
     """Claim the attempt after all that were started or claimed, and return its number.
 
     It is none before the one that the newest job was submitted for: that one lies behind all stop requests
@@ -121,7 +136,7 @@ def take_next(run: RunDir) -> int:
     run.control.mkdir(exist_ok=True)
     known = (last_attempt(read_events(run)), claimed_attempt(run), _planned_attempt(run) - 1)
     number = max((number for number in known if number is not None), default=-1) + 1
-    while not take(run, number):
+    while not take(run, number, crew):
         number += 1
     return number
 

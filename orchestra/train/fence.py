@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from orchestra import control
 from orchestra.errors import EXIT_FAILED
-from orchestra.events import EventWriter
+from orchestra.events import EventWriter, read_events
 from orchestra.rundir import RunDir
 
 # Before a checkpoint is made valid, and before older ones are removed.
@@ -34,7 +34,7 @@ def fenced(
             return
         # A file system that cannot be asked now cannot take the manifest either.
         newest = control.claimed_attempt(run)
-        if newest is not None and newest > attempt:
+        if newest is not None and newest > attempt and _has_begun(run, attempt):
             with contextlib.suppress(OSError):
                 events.write("fenced", step=step, phase=phase, newest=newest, cause="a newer attempt began")
             sys.stderr.write(f"attempt {newest} has begun: this process of attempt {attempt} ends\n")
@@ -42,3 +42,9 @@ def fenced(
             os._exit(EXIT_FAILED)
 
     return look
+
+
+def _has_begun(run: RunDir, attempt: int) -> bool:
+    """Tell whether an attempt after this one was started: a claim alone may be a dead leader's."""
+    started = read_events(run, ("attempt_started",))
+    return any(it["event"] == "attempt_started" and it["attempt"] > attempt for it in started)

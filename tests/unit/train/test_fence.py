@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestra.events import read_events
+from orchestra.events import EventWriter, read_events
 from orchestra.rundir import RunDir
 
 SAVES = """
@@ -25,19 +25,25 @@ for phase in ("staging", "mid_file", "before_vote", sys.argv[2], "after"):
 
 
 @pytest.mark.parametrize("phase", ["before_manifest", "before_prune"])
-@pytest.mark.parametrize(("claims", "is_void"), [((), False), ((2, 3), False), ((3, 4), True)])
-def test_a_rank_ends_before_it_publishes_when_a_newer_attempt_was_claimed(
-    tmp_path: Path, phase: str, claims: tuple[int, ...], is_void: bool
+@pytest.mark.parametrize(
+    ("claims", "is_begun", "is_void"),
+    [((), True, False), ((2, 3), True, False), ((3, 4), True, True), ((3, 4), False, False)],
+)
+def test_a_rank_ends_before_it_publishes_when_a_newer_attempt_has_begun(
+    tmp_path: Path, phase: str, claims: tuple[int, ...], is_begun: bool, is_void: bool
 ) -> None:
     run = RunDir(tmp_path / "run")
     for path in (run.control, run.events):
         path.mkdir(parents=True)
     for attempt in claims:
         run.claim(attempt).write_text("{}")
+        if is_begun:
+            EventWriter(run, f"node-{attempt}", attempt).write("attempt_started")
     words = [sys.executable, "-c", SAVES, str(run.path), phase]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
     begun = ["staging", "mid_file", "before_vote", phase]
     assert done.stdout.split() == (begun if is_void else [*begun, "after"]), done.stderr
     assert done.returncode == (1 if is_void else 0)
-    told = [(event["event"], event["newest"], event["phase"]) for event in read_events(run)]
+    fenced = [event for event in read_events(run) if event["event"] == "fenced"]
+    told = [(event["event"], event["newest"], event["phase"]) for event in fenced]
     assert told == ([("fenced", 4, phase)] if is_void else [])
