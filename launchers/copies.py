@@ -218,7 +218,12 @@ def remove_dead(of_user: Path) -> None:
 
 
 def _last_used(folder: Path) -> float:
-    return max(path.stat().st_mtime for path in (folder, folder / OWN, folder / KEPT) if path.exists())
+    """Return when something was put into a folder last, in Unix seconds. Raises OSError where it is gone."""
+    times = [folder.stat().st_mtime]
+    for shelf in (OWN, KEPT):
+        with contextlib.suppress(FileNotFoundError):
+            times.append((folder / shelf).stat().st_mtime)
+    return max(times)
 
 
 def _locked(folder: Path) -> int | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from launchers.slurm.commands import output_of
 
+_UNUSABLE = ("down", "drain", "fail", "error", "unknown", "maint", "future", "inval")
 _FORMAT = "%P|%a|%l|%D|%c|%T|%G"
 # Type and count of a gres: gpu:4, gpu:h100:8(S:0-1).
 _GPUS = re.compile(r"(?:^|,)gpu:(?:[^,:()]+:)?(\d+)")
@@ -53,11 +54,22 @@ def node_names(partition: str | None = None) -> frozenset[str]:
 
     `partition` may be several, with commas between. Raises SlurmMissing, SlurmRefused and SlurmSilent.
     """
+    return frozenset(node_states(partition))
+
+
+def node_states(partition: str | None = None) -> dict[str, str]:
+    """Return Slurm's word, such as idle or down*, for each node that `node_names` names; raises what it does."""
     chosen = () if partition is None else (f"--partition={partition}",)
-    lines = output_of(("sinfo", "--noheader", "--Node", "--format=%N|%P", *chosen)).splitlines()
-    pairs = [(name.strip(), of.strip()) for name, _, of in (line.partition("|") for line in lines)]
-    default = frozenset(name for name, of in pairs if of.endswith("*"))
-    return default if default and partition is None else frozenset(name for name, _ in pairs)
+    text = output_of(("sinfo", "--noheader", "--Node", "--format=%N|%P|%T", *chosen))
+    lines = [[part.strip() for part in (*line.split("|", 2), "", "")] for line in text.splitlines()]
+    default = {name: state for name, of, state, *_ in lines if of.endswith("*")}
+    return default if default and partition is None else {name: state for name, _, state, *_ in lines}
+
+
+def is_usable(state: str) -> bool:
+    """Whether Slurm gives a node in this state to jobs, now or when others have ended."""
+    # With a star: it does not answer.
+    return not state.endswith("*") and not state.startswith(_UNUSABLE)
 
 
 def parsed(text: str) -> tuple[Partition, ...]:

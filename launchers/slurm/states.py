@@ -138,7 +138,12 @@ class Questions:
         unheard = {
             job: JobState(job.label, GONE if job.submitted <= self._asked_at else UNKNOWN) for job in jobs
         }
-        ended = {job: state for job in unclear if (state := self._ended.get(job)) is not None}
+        # Why it ended as it did only the queue says.
+        ended = {
+            job: replace(state, reason=found[job].reason if job in found else "")
+            for job in unclear
+            if (state := self._ended.get(job)) is not None
+        }
         return {**unheard, **found, **ended, **elsewhere}, []
 
     def _ask(self, users: set[str]) -> None:

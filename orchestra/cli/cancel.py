@@ -140,6 +140,8 @@ def _sentence(plan: Cancellation, arguments: Namespace) -> str:
         ago = figures.age(seconds_ago(plan.earlier))
         hint = "" if arguments.now else f"; to end it at once: {invocation('cancel', plan.run)} --now"
         return f"{name}: was asked to stop {ago} ago already ({plan.earlier}){hint}"
+    if plan.state == "restarting":
+        return f"{name}: {would}asked not to begin again after attempt {plan.attempt}; {follow}"
     doubt = ", of which nothing was heard for long" if plan.state == "unknown" else ""
     return f"{name}: attempt {plan.attempt}{doubt} {would}asked to {_how(arguments)}; {follow}"
 

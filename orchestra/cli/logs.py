@@ -77,7 +77,8 @@ class _Watch:
     def goes_on(self) -> bool:
         """Whether more may be written: the run trains, waits, or nobody can say that it does not."""
         own = read_state(self._run, time.time())
-        if own.state not in _OPEN or own.submitted is None:
+        is_open = own.state in _OPEN or own.restart is not None
+        if not is_open or own.submitted is None:
             self._state = own
         elif own.state != "running" or self._questions.is_due():
             ((self._state,), _) = with_scheduler([self._run], [own], self._questions)
@@ -110,7 +111,10 @@ def _news(state: RunState) -> str | None:
         return f"{state.state}{job}; Slurm could not be asked what becomes of it"
     cause = f": {state.cause}" if state.cause else ""
     start = f"; expected to start {state.job_start.replace('T', ' ')}" if state.job_start else ""
-    return f"{state.state}{job}{cause}{start if state.state == 'queued' else ''}"
+    if state.state == "restarting" and state.restart is not None:
+        # The time of day, not what is left: said once.
+        start = f"; the next attempt is due at {time.strftime('%H:%M:%S', time.localtime(state.restart.due))}"
+    return f"{state.state}{job}{cause}{start if state.state in ('queued', 'restarting') else ''}"
 
 
 def _say_why_nothing(run: RunDir) -> None:

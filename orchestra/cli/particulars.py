@@ -28,6 +28,7 @@ def of_run(state: RunState) -> list[str]:
     hosts = sorted({str(event["host"]) for event in current if "host" in event and "node" in event})
     facts = {
         "reason": _reason(state, node_verdict(current)),
+        "restart": _restart(state, time.time()),
         "job": _job(state),
         # Where Slurm names the nodes they stand with the job.
         "nodes": ", ".join(hosts) if state.state == "running" and not state.job_nodes else "",
@@ -44,6 +45,14 @@ def _reason(state: RunState, verdict: Verdict | None) -> str:
     message = verdict.message if verdict is not None and verdict.cause == state.cause else ""
     first_line = message.partition("\n")[0]
     return f"{state.cause}: {first_line}" if first_line else state.cause
+
+
+def _restart(state: RunState, now: float) -> str:
+    if state.state != "restarting" or state.restart is None:
+        return ""
+    left = state.restart.due - now
+    when = "now" if left < 1 else f"in {figures.duration(left)}"
+    return f"{state.restart.decision}: the next attempt begins {when}"
 
 
 def _job(state: RunState) -> str:

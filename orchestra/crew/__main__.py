@@ -22,8 +22,9 @@ from launchers.slurm.signals import JobSignals
 from launchers.tether import die_with_parent
 
 _MARK = "LAUNCHERS_NODE_MARK"
-# An agent that is killed over and over takes its node along.
+# An agent that is killed over and over takes its node along. What lived for a while is no such agent.
 _MOST_STARTS = 5
+_LONG_LIFE_S = 600.0
 _LEFTOVERS_TIMEOUT_S = 30.0
 _POLL_S = 0.05
 
@@ -32,7 +33,10 @@ def main(argv: list[str]) -> int:
     """Keep this node's agent alive until it ends by itself; return its exit code."""
     os.environ[_MARK] = mark = secrets.token_hex(8)
     signals = _Heard()
-    for _ in range(_MOST_STARTS):
+    num_starts = 0
+    while num_starts < _MOST_STARTS:
+        num_starts += 1
+        began = time.monotonic()
         parent = os.getpid()
         child = os.fork()
         if child == 0:
@@ -47,6 +51,8 @@ def main(argv: list[str]) -> int:
         if signals.is_any:
             break
         sys.stderr.write(f"this node's agent (process {child}) was killed by signal {-code}\n")
+        if time.monotonic() - began >= _LONG_LIFE_S:
+            num_starts = 0
     sys.stderr.write("error: this node's agent is not started again\n")
     return 1
 

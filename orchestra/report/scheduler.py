@@ -22,18 +22,21 @@ from launchers.slurm.states import (
     Questions,
     SubmittedJob,
 )
+from orchestra.report.restart import RESTARTING
 from orchestra.report.state import RunState, job_of_record, last_growth, read_record, read_state
 from orchestra.report.waiting import how_it_ended, why_it_waits
 from orchestra.rundir import RunDir
 
 # Own records that leave open what became of the job.
-OPEN = ("not started", "running", "unknown", "died", "queued")
+OPEN = ("not started", "running", RESTARTING, "unknown", "died", "queued")
 # A verdict that stands; yet the same job may wait to be started again.
 _MAY_WAIT_AGAIN = ("stopped", "failed", "interrupted")
 # What wrote so lately is alive, whatever Slurm does not know.
 _GROWS_S = 60.0
 # A requeued job is still running, or being cleaned up, for a moment after its attempt ended.
 _ENDING = ("COMPLETING", "REQUEUED", "SIGNALING", "STAGE_OUT", "RESIZING")
+# Its processes are gone: what led a run there begins nothing any more.
+_LEFT = ("COMPLETING", "STAGE_OUT")
 
 
 def newest_job(run: RunDir) -> SubmittedJob | None:
@@ -62,7 +65,8 @@ def with_scheduler(
         if own.state in OPEN and word.is_over:
             # It may have ended, with a verdict, between reading its records and asking Slurm.
             own = _read_again(runs[index], own)
-        if own.state == "running" and word.state == GONE and _grows(runs[index]):
+        is_led = own.state == "running" or (own.state == RESTARTING and _is_of_leader(own, job, word))
+        if is_led and word.state == GONE and _grows(runs[index]):
             told[index] = replace(own, job=word.job, job_state=UNKNOWN, cause=_unknown_yet_alive(job))
         else:
             told[index] = _told(own, job, word)
@@ -93,11 +97,31 @@ def _told(own: RunState, job: SubmittedJob, word: JobState) -> RunState:
     waits = why_it_waits(word) or None
     if word.state in WAITING:
         return replace(state, state="queued", cause=waits, eta_s=None)
+    if own.restart is not None and _is_of_leader(own, job, word):
+        return _of_a_restart(state, word, waits)
+    if own.state == RESTARTING:
+        # Its leader is in no job, or in another one, of which this one's state says nothing.
+        return own
     if own.state not in OPEN:
         return state
     if word.state in RUNNING:
         return _of_a_running_job(state, word, waits)
     return replace(state, state=_end(own, job, word), cause=_cause(own, job, word), code=None, eta_s=None)
+
+
+def _is_of_leader(own: RunState, job: SubmittedJob, word: JobState) -> bool:
+    """Whether the job is the one whose leader decided to begin another attempt."""
+    leader = None if own.restart is None else own.restart.job
+    return leader is not None and leader in (job.label, word.job)
+
+
+def _of_a_restart(own: RunState, word: JobState, waits: str | None) -> RunState:
+    """Return the state of a run whose leader waits to begin again, for as long as its job runs."""
+    restart = own.restart
+    if restart is not None and word.state in RUNNING and word.state not in _LEFT:
+        return replace(own, state=RESTARTING, cause=waits or restart.reason)
+    cause = own.cause if restart is None or own.state != RESTARTING else restart.after
+    return replace(own, state="failed", cause=cause)
 
 
 def _of_a_running_job(own: RunState, word: JobState, waits: str | None) -> RunState:

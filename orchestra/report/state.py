@@ -2,8 +2,9 @@
 
 A run without a verdict counts as running while the process that leads it lives; on another host, while its
 files still grow. One that was prepared here and whose preparing process is gone died before it started. One
-that stopped and goes on by itself is queued until its next attempt starts. A scheduler's word is not asked
-for, and YAML is not parsed: a thousand runs are read in less than a second.
+that stopped and goes on by itself is queued until its next attempt starts; one whose leader waits after a
+failure to begin again is restarting. A scheduler's word is not asked for, and YAML is not parsed: a thousand
+runs are read in less than a second.
 """
 
 from __future__ import annotations
@@ -12,20 +13,26 @@ import dataclasses
 import functools
 import json
 import re
-import socket
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launchers import processes
 from launchers.slurm.states import SubmittedJob
 from orchestra.errors import EXIT_INTERRUPTED, EXIT_STOPPED, ConfigError
 from orchestra.events import event_files, is_number, is_whole, read_events
 from orchestra.jsonl import Record, read_last_lines
 from orchestra.metrics_file import rows_that_count
 from orchestra.report.checkpoints import newest_checkpoint
+from orchestra.report.restart import (
+    RESTARTING,
+    Restart,
+    is_awaited,
+    is_of_this_host,
+    leader_lives,
+    restart_to_come,
+)
 from orchestra.report.verdict import Verdict, first_failure, judge, last_attempt, node_verdict, of_attempt
 from orchestra.rundir import RunDir
 from orchestra.sweepdir import SweepDir, read_sweep
@@ -38,7 +45,7 @@ _RECENT_ROWS = 20
 _TAIL_BYTES = 1 << 15
 # The events that a state is made of.
 _EVENTS = (
-    *("attempt_started", "requeued", "cancelled", "finished", "failed", "rank_failed"),
+    *("attempt_started", "restarting", "requeued", "cancelled", "finished", "failed", "rank_failed"),
     *("checkpoint_committed", "restored"),
 )
 # The writers of events that stand for a command, not for an attempt.
@@ -76,11 +83,15 @@ class RunState:
     asked_cluster: str | None = None
     # What was submitted last for this run.
     submitted: SubmittedJob | None = None
+    # What its leader decided after a failure; whether that leader lives, `state` says: restarting or failed.
+    restart: Restart | None = None
 
     def to_json(self) -> Record:
         """Return what `--json` prints: all but how the job is found again."""
         record = dataclasses.asdict(dataclasses.replace(self, submitted=None))
         record.pop("submitted")
+        if self.state != RESTARTING:
+            record["restart"] = None
         return record
 
 
@@ -130,6 +141,7 @@ def _read_state(run: RunDir, now: float) -> RunState:
     state, verdict = _ending(run, record, events, now)
     steps = _steps(run, record)
     last = rows[-1] if rows else {}
+    restart = _restart(events, state)
     created = record.get("created")
     return RunState(
         name=shown_name(run, record),
@@ -144,10 +156,18 @@ def _read_state(run: RunDir, now: float) -> RunState:
         eta_s=seconds_left(rows, steps) if state == "running" else None,
         age_s=now - created if is_number(created) else None,
         code=verdict.code if verdict is not None else None,
-        cause=_cause(state, verdict, events),
+        cause=restart.reason if restart and state == RESTARTING else _cause(state, verdict, events),
         checkpoint_step=newest_checkpoint(events),
         submitted=_job_to_ask_about(run, record, events, state),
+        restart=restart,
     )
+
+
+def _restart(events: list[Record], state: str) -> Restart | None:
+    attempt = last_attempt(events)
+    if attempt is None or state not in (RESTARTING, "failed"):
+        return None
+    return restart_to_come(of_attempt(events, attempt))
 
 
 def _job_to_ask_about(run: RunDir, record: Record, events: list[Record], state: str) -> SubmittedJob | None:
@@ -156,7 +176,7 @@ def _job_to_ask_about(run: RunDir, record: Record, events: list[Record], state: 
     A later job may end without a word of the run, refused because of that attempt.
     """
     starts = [event for event in events if event["event"] == "attempt_started"]
-    if state in ("running", "unknown") and starts:
+    if state in ("running", "unknown", RESTARTING) and starts:
         leader = max(starts, key=lambda it: int(it["attempt"])).get("job")
         for entry in reversed(record.get("jobs") or []):
             job = _job_of_entry(run, entry)
@@ -261,12 +281,15 @@ def _ending(run: RunDir, record: Record, events: list[Record], now: float) -> tu
     if _has_newer_job(record, attempt):
         return "queued", verdict
     if verdict is not None:
+        restart = restart_to_come(current)
+        if restart is not None and is_awaited(restart, current, now, last_growth(run)):
+            return RESTARTING, verdict
         goes_on = verdict.code in (EXIT_STOPPED, EXIT_INTERRUPTED) and _is_requeued(current)
         return ("queued" if goes_on else verdict.state), verdict
     start = next(event for event in current if event["event"] == "attempt_started")
-    if not _is_of_this_host(start):
+    if not is_of_this_host(start):
         return ("running" if now - _last_sign_of_life(run) < _SILENCE_S else "unknown"), None
-    if _leader_lives(start):
+    if leader_lives(start):
         return "running", None
     return _without_leader(current)
 
@@ -306,24 +329,11 @@ def _without_leader(events: list[Record]) -> tuple[str, Verdict | None]:
     return "died", None
 
 
-def _is_of_this_host(record: Record) -> bool:
-    return record.get("host") == socket.gethostname()
-
-
 def _may_still_start(record: Record) -> bool:
     """Whoever prepares a run starts it; whether that process is gone can be told on its own host only."""
-    if not _is_of_this_host(record) or not is_whole(record.get("pid")):
+    if not is_of_this_host(record) or not is_whole(record.get("pid")):
         return True
-    return _leader_lives(record)
-
-
-def _leader_lives(start: Record) -> bool:
-    """Tell whether the process that `start` names (`pid`, `pid_started`) still runs on this host."""
-    pid, started = start.get("pid"), start.get("pid_started")
-    if not is_whole(pid):
-        return False
-    process = processes.find(pid)
-    return process is not None and (started is None or process.started == started)
+    return leader_lives(record)
 
 
 def _last_sign_of_life(run: RunDir) -> float:

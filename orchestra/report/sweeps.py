@@ -13,10 +13,10 @@ from orchestra.sweepdir import Sweep, SweepDir, SweepMember, read_sweep
 
 # The order in which counts are told: what is done, what is under way, what needs somebody.
 _ORDER = (
-    *("finished", "running", "starting", "queued", "not started", "being resumed"),
+    *("finished", "running", "restarting", "starting", "queued", "not started", "being resumed"),
     *("stopped", "interrupted", "cancelled", "failed", "died", "unknown", "not submitted", "unreadable"),
 )
-ALIVE = ("running", "starting", "queued", "not started")
+ALIVE = ("running", "restarting", "starting", "queued", "not started")
 ENDED_BADLY = ("failed", "died", "not submitted", "unreadable")
 
 

@@ -52,6 +52,10 @@ _STATES = {
     "STAGE_OUT": "its files are being moved out of the burst buffer",
     "RESIZING": "a node is being cut off",
 }
+# Why Slurm let a job fail that never began.
+_NOT_PLACED = {
+    "BadConstraints": "no nodes have what it asks for, or too few are left beside those that it leaves out",
+}
 _ENDS = {
     "OUT_OF_MEMORY": "the kernel killed it because its memory ran out on a node (ask for more with "
     "cluster.slurm_extra.mem, or make the batch smaller)",
@@ -90,6 +94,8 @@ def how_it_ended(word: JobState, user_of: Callable[[str], str]) -> str:
         by = f" by {user_of(word.cancelled_by)}" if word.cancelled_by else ""
         return f"job {word.job} was cancelled{by}"
     code, _, signal = word.exit_code.partition(":")
+    if word.state == "FAILED" and word.reason in _NOT_PLACED:
+        return f"Slurm could not place job {word.job}: {_NOT_PLACED[word.reason]} ({word.reason})"
     if word.state == "FAILED":
         exit_code = f" with exit code {code}" if code not in ("", "0") else ""
         killed = f" by signal {signal}" if signal not in ("", "0") else ""

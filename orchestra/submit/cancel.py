@@ -23,7 +23,9 @@ from orchestra.rundir import RunDir
 from orchestra.submit.resume import pending_attempt
 
 # States of runs that may hear a request: of a silent one on another host nobody knows.
-_MAY_HEAR = ("running", "not started", "unknown", "starting")
+_MAY_HEAR = ("running", "restarting", "not started", "unknown", "starting")
+# Own records that say nothing new, and Slurm's word that the job lives all the same.
+_SILENT = (("unknown", "running"), ("failed", "restarting"))
 # Own records of runs whose job has not begun, or not gone on, as far as they know.
 _BEFORE_A_START = ("not started", "queued")
 
@@ -83,7 +85,7 @@ def _planned(run: RunDir, own: RunState, told: RunState, now: float, at_once: bo
         plan = replace(plan, attempt=pending, way=Way.request, state="being resumed")
     elif told.state in _MAY_HEAR:
         attempt = following if last is None or own.state == "queued" else last
-        silent = told.state == "starting" or (own.state == "unknown" and told.state == "running")
+        silent = told.state == "starting" or (own.state, told.state) in _SILENT
         way = Way.kill if at_once and silent and told.job else Way.request
         plan = replace(plan, attempt=attempt, way=way)
     elif own.state == "stopped" and told.job_state in RUNNING:

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from launchers.errors import LauncherError, SlurmRefused
-from launchers.slurm import sbatch
+from launchers.slurm import own_job, sbatch
 from launchers.slurm.settings import asked_cluster
+from launchers.slurm.states import find_by_token
 from launchers.slurm.task import JobTask
 from orchestra.control import user_name
 from orchestra.errors import LaunchError
@@ -22,7 +23,13 @@ from orchestra.events import EventWriter
 from orchestra.report.state import read_record
 from orchestra.rundir import RunDir
 from orchestra.submit.claims import write_whole
+from orchestra.submit.guard import newest_entry
 from orchestra.submit.job import new_token
+
+# How long a job that may have been submitted is looked for where Slurm does not answer.
+_LOOK_AGAIN_S = (0.0, 2.0, 5.0, 10.0)
+# Slurm's word for a job that no nodes can be found for.
+_NO_NODES = "BadConstraints"
 
 
 def chain(
@@ -33,28 +40,96 @@ def chain(
     exclude: tuple[str, ...] = (),
     *,
     at_once: bool = False,
+    delay_s: int = 0,
 ) -> str:
-    """Submit a run's job again, to start when this one is over; return the new job's id, in
-    an array with the task's number. `exclude`: hosts that it must not get. With
-    `at_once` it does not wait for this one's end, which Slurm sees late where a node is lost. *The leading
-    node only*.
+    """Submit a run's job again, to start when this one is over; return the new job's id, in an array with the
+    task's number. *The leading node only*.
 
-    `script` is the one that this job was submitted with (None: the run's own); of an array this task alone is
-    submitted. Raises LauncherError where Slurm refuses or stays silent, OSError where the intent cannot be
-    recorded.
+    `exclude`: hosts that it must not get. With `at_once` it does not wait for this one's end, which Slurm
+    sees late where a node is lost; with `delay_s` it starts no sooner than in so many seconds. `script` is
+    the one that this job was submitted with (None: the run's own); of an array this task alone is submitted.
+    A job that a leader submitted before this one and did not live to tell of is taken over.
+
+    Raises LauncherError where Slurm refuses, lets the job fail at once or stays silent, LaunchError where it
+    stays unknown whether Slurm has it, OSError where the intent cannot be recorded.
     """
+    member = task.array_task
+    job = _submitted_before(run, task) or _submit_again(run, task, attempt, script, exclude, at_once, delay_s)
+    label = job if member is None else f"{job}_{member}"
+    _refuse_what_failed(run, job, label)
+    return label
+
+
+def _submit_again(
+    run: RunDir,
+    task: JobTask,
+    attempt: int,
+    script: str | None,
+    exclude: tuple[str, ...],
+    at_once: bool,
+    delay_s: int,
+) -> str:
     token, member = new_token(), task.array_task
     options = [f"--comment={token}"]
     if not at_once:
         options.append(f"--dependency=afterany:{task.job}")
+    if delay_s > 0:
+        options.append(f"--begin=now+{delay_s}")
     if exclude:
         options.append(f"--exclude={','.join(exclude)}")
     if member is not None:
         options.append(f"--array={member}")
     place = run.batch_script if script is None else Path(script)
     entry = intent(run, token, attempt, task=member, after=task.job, cluster=task.cluster)
-    job = submit_job(run, place, entry, options)
-    return job if member is None else f"{job}_{member}"
+    return submit_job(run, place, entry, options)
+
+
+def _submitted_before(run: RunDir, task: JobTask) -> str | None:
+    """Return the job that was submitted already to follow this one; None where there is none.
+
+    A leader that dies while it submits leaves the intent, and Slurm has the job or not. Raises LaunchError
+    where Slurm does not say.
+    """
+    entry = newest_entry(run)
+    if entry is None or entry.get("after") != task.job or not isinstance(entry.get("token"), str):
+        return None
+    if isinstance(entry.get("id"), str):
+        return str(entry["id"])
+    problem: LauncherError | None = None
+    for pause_s in _LOOK_AGAIN_S:
+        time.sleep(pause_s)
+        try:
+            job = find_by_token(entry["token"])
+        except LauncherError as error:
+            problem = error
+            continue
+        if job is not None:
+            attempt = entry.get("attempt")
+            _record_id(run, entry["token"], job, attempt if isinstance(attempt, int) else 0)
+        return job
+    raise LaunchError(
+        f"{problem}: a job may have been submitted already; its token {entry['token']} is recorded in "
+        f"{run.record}: `orchestra status {run.name}` finds the job when Slurm answers"
+    ) from problem
+
+
+def _refuse_what_failed(run: RunDir, job: str, label: str) -> None:
+    """Take a job off the run's record that Slurm accepted and let fail at once. Raises SlurmRefused then.
+
+    It looks once: a job that Slurm tries to place later fails later.
+    """
+    try:
+        word = own_job.own_job(label)
+    except LauncherError:
+        return
+    if word.state != "FAILED" or word.reason != _NO_NODES:
+        return
+    # As the newest one it would keep this job from training the run again where Slurm requeues it.
+    with contextlib.suppress(OSError):
+        _change_jobs(run, lambda jobs: [it for it in jobs if it.get("id") != job])
+    raise SlurmRefused(
+        f"Slurm let job {label} fail at once ({_NO_NODES}): too few nodes are left that it may use"
+    )
 
 
 def intent(

@@ -49,7 +49,7 @@ from orchestra.sweepdir import SweepDir, read_sweep
 # Ranks end with whoever leads them, but not within the same instant.
 _ORPHANS_END_S = 10.0
 _POLL_S = 0.1
-_ALIVE = ("running", "not started")
+_ALIVE = ("running", "restarting", "not started")
 _ENDED = ("stopped", "failed", "interrupted")
 # Slurm's job is to begin it, or has.
 _OF_A_JOB = ("queued", "starting")
@@ -248,6 +248,8 @@ def _alive(run: RunDir, events: list[Record], state: str) -> str:
     started = [it for it in events if it.get("event") == "attempt_started" and it.get("attempt") == last]
     record = started[-1] if started else read_record(run)
     what = "is being started" if state == "not started" else f"is running, attempt {last}"
+    if state == "restarting":
+        what = f"is restarting after attempt {last}, and the next one begins by itself"
     leader = f"process {record.get('pid', '?')} on {record.get('host', '?')} leads it"
     if not started and record.get("jobs"):
         leader = "a Slurm job is to start it (`orchestra status` tells more)"

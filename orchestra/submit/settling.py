@@ -58,7 +58,7 @@ def unclear(state: RunState) -> str | None:
     job = state.submitted
     if job is None or state.job_state != UNKNOWN or state.state not in OPEN:
         return None
-    if state.asked_cluster is None and state.state == "running":
+    if state.asked_cluster is None and state.state in ("running", "restarting"):
         # It is left alone anyway.
         return None
     if job.cluster is None:

@@ -35,7 +35,7 @@ _ASK_S = 10.0
 _SHOW_S = 60.0
 _SHOW_SEVERAL_S = 600.0
 # Words for runs that go on, or of which nobody can tell.
-_GOES_ON = ("not started", "queued", "starting", "running", "unknown", "unreadable")
+_GOES_ON = ("not started", "queued", "starting", "running", "restarting", "unknown", "unreadable")
 # From the best end to the worst.
 _SEVERITY = (EXIT_DONE, EXIT_STOPPED, EXIT_INTERRUPTED, EXIT_FAILED, EXIT_DO_NOT_RESTART)
 

@@ -27,7 +27,10 @@ from orchestra.sweepdir import Sweep, SweepDir, SweepMember, is_sweep, read_swee
 
 DONE = "finished"
 # A member in one of these states is left alone; "unknown" and "unreadable" may be alive.
-_LEFT_ALONE = (DONE, "running", "starting", "queued", "being resumed", "unknown", "unreadable")
+_LEFT_ALONE = (
+    *(DONE, "running", "restarting", "starting", "queued", "being resumed"),
+    *("unknown", "unreadable"),
+)
 # Slurm may start the job of such a member again in the next moment.
 _BEING_ENDED = "being ended"
 
