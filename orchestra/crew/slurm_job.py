@@ -82,7 +82,8 @@ class SlurmJob:
             script = own_job.own_job(self._task.job).script
         # Of those that were merely gone only the last ones, which Slurm may not have missed yet: a job that
         # leaves out too many of a small cluster's nodes can never run, and Slurm lets it fail.
-        of_run = excluded_hosts(read_events(self._run), {})
+        past = read_events(self._run)
+        of_run = excluded_hosts(past, {})
         found = elsewhere(self._config, self._run, self._cluster, decision.exclude, sorted(of_run))
         delay_s = _noticed_s() if found.missed else 0
         try:
@@ -93,11 +94,12 @@ class SlurmJob:
                 raise LaunchError(f"Slurm does not take the next job: {refusal}") from refusal
             delay_s = _noticed_s() if decision.exclude else 0
             job, exclude = self._chain_with_all(attempt, script, delay_s), ()
-        with contextlib.suppress(OSError):
-            facts = {"exclude": list(exclude), "rule": decision.rule}
-            events.write(
-                "requeued", job=job, how="chain", reason=decision.reason, after=self._task.job, **facts
-            )
+        out = [host for host in decision.exclude if host in exclude]
+        facts = {"job": job, "after": self._task.job, "exclude": out, "rule": decision.rule}
+        # The leader before this one may have come so far.
+        if not any(it["event"] == "requeued" and it.get("job") == job for it in past):
+            with contextlib.suppress(OSError):
+                events.write("requeued", how="chain", reason=decision.reason, **facts)
         late = f"; it begins in {delay_s} s, since it may get the nodes that failed"
         return f"job {job} goes on ({decision.reason}){late if delay_s else ''}"
 
