@@ -10,7 +10,8 @@ from launchers.crew import Order
 from launchers.errors import LauncherError
 from launchers.ports import free_port
 from orchestra.crew.copying import COPIES, open_copies
-from orchestra.crew.leading import GATHER_TIMEOUT_S, Leading
+from orchestra.crew.gathering import GATHER_TIMEOUT_S
+from orchestra.crew.leading import Leading
 from orchestra.crew.part import perform
 from orchestra.crew.station import END, REFUSE, Station
 from orchestra.errors import EXIT_FAILED, LaunchError, RivalError

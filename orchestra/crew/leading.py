@@ -16,6 +16,7 @@ from launchers.errors import LauncherError
 from orchestra import control
 from orchestra.crew import choice
 from orchestra.crew.copying import MEMORY, memory_of
+from orchestra.crew.gathering import Gathering
 from orchestra.crew.judging import as_stopped, conclude, is_fenced, newest_restart, requests_of
 from orchestra.crew.part import config_of, mark_lost
 from orchestra.crew.preflight import Preflight
@@ -35,11 +36,6 @@ from orchestra.submit.claims import rival_claim, take_next
 from orchestra.submit.launch import launch_spec
 from orchestra.submit.recording import AttemptRecord, write_started
 
-# From the start of the first node's task to the last one's: images are pulled, Python is loaded by many.
-GATHER_TIMEOUT_S = 600.0
-# How long spares, and with recovery.min_nodes the last of the others, are waited for.
-_STRAGGLERS_S = 15.0
-_MIN_NODES_WAIT_S = 60.0
 # How long nodes that live are waited for at an attempt's end: their ranks may still write a checkpoint.
 _END_TIMEOUT_S = 120.0
 
@@ -51,7 +47,7 @@ class Leading:
         self._station = station
         self._crew = station.crew
         self._preflight = Preflight(station)
-        self._began = time.monotonic()
+        self._gathering = Gathering(station)
         self._ended_since: float | None = None
         # What is to follow and when (this host's own clock): the policy may want to wait.
         self._next: tuple[float, Order] | None = None
@@ -76,7 +72,7 @@ class Leading:
         if station.signals.count():
             self._order_end(0, EXIT_STOPPED, f"{station.signals.first} came before the attempt began")
             return
-        if not self._are_enough(members) or not self._preflight.is_over(members):
+        if not self._gathering.is_over(members) or not self._preflight.is_over(members):
             return
         rival = station.surroundings.refusal()
         if rival is not None:
@@ -86,31 +82,10 @@ class Leading:
         if hosts is None:
             said = self._preflight.go_elsewhere(members)
             if said is None:
-                raise LaunchError(self._preflight.unfit_words(members) or self._too_few(members))
+                raise LaunchError(self._preflight.unfit_words(members) or self._gathering.too_few(members))
             self._order_end(0, EXIT_FAILED, said)
             return
         self._start(0, hosts, members, wait_s=0.0)
-
-    def _are_enough(self, members: dict[int, Member]) -> bool:
-        waited = time.monotonic() - self._began
-        if len(members) == self._crew.num_nodes:
-            return True
-        wanted, least = self._station.config.cluster.nodes, self._station.config.recovery.min_nodes
-        if len(members) >= wanted and waited > _STRAGGLERS_S:
-            return True
-        if least is not None and len(members) >= least and waited > _MIN_NODES_WAIT_S:
-            return True
-        if waited > GATHER_TIMEOUT_S:
-            raise LaunchError(self._too_few(members))
-        return False
-
-    def _too_few(self, members: dict[int, Member]) -> str:
-        missing = sorted(set(range(self._crew.num_nodes)) - set(members))
-        return (
-            f"only {len(members)} of {self._crew.num_nodes} nodes came within {GATHER_TIMEOUT_S:g} s or are "
-            f"fit; missing: {', '.join(map(str, missing)) or 'none'}. Their logs tell what became of them, "
-            f"or they do not share {self._station.run.path}"
-        )
 
     def _start(
         self, number: int, nodes: Sequence[int], members: dict[int, Member], wait_s: float, **facts: Any

@@ -32,6 +32,9 @@ from orchestra.submit.urgency import Urgency
 _WARM_TIMEOUT_S = 300.0
 # Ranks whose peer failed have nothing to save, and the next attempt sends what they did not.
 _PATIENCE = Patience(failed_peer_s=1.5, failed_linger_s=2.0)
+# Why an order broke where ranks ended by themselves; how long others of them are given to say the same.
+RANKS_FAILED = "ranks failed"
+_OWN_WORD_S = 1.0
 # How long an agent tries to say how its part ended.
 _REPORT_TIMEOUT_S = 60.0
 # How often a node looks whether the attempt broke on another one.
@@ -68,7 +71,7 @@ def perform(station: Station, order: Order) -> None:
         return
     watch.pulse.close()
     if ending.exit_code != EXIT_DONE:
-        station.crew.mark_broken(order.number, {"cause": "ranks failed", "host": station.member.host})
+        station.crew.mark_broken(order.number, {"cause": RANKS_FAILED, "host": station.member.host})
     # A full disk takes the record, not the verdict.
     with contextlib.suppress(OSError):
         record.write_killed_ranks(ending, was_stopped=ending.stops > 0)
@@ -175,7 +178,15 @@ class _Watch:
     _looked_at: float = field(default_factory=time.monotonic)
 
     def is_broken(self) -> bool:
-        return self.found is not None
+        """Tell whether this node's ranks are to be ended.
+
+        Where ranks of another node failed, those of this one may just be failing too, for the true reason:
+        torchrun is left the time to see it.
+        """
+        if self.found is None:
+            return False
+        grace_s = _OWN_WORD_S if self.found.get("cause") == RANKS_FAILED else 0.0
+        return time.monotonic() - self._looked_at >= grace_s
 
     def look(self) -> None:
         hangs = () if self.pulse is None or self.found is not None else self.pulse.look()
