@@ -58,7 +58,7 @@ def node_names(partition: str | None = None) -> frozenset[str]:
 
 
 def node_states(partition: str | None = None) -> dict[str, str]:
-    """Return Slurm's word, such as idle or down*, for each node that `node_names` names; raise what it does."""
+    """Return Slurm's word (idle, down*) for each node that `node_names` names. Raises what that does."""
     chosen = () if partition is None else (f"--partition={partition}",)
     text = output_of(("sinfo", "--noheader", "--Node", "--format=%N|%P|%T", *chosen))
     lines = [[part.strip() for part in (*line.split("|", 2), "", "")] for line in text.splitlines()]

@@ -43,6 +43,6 @@ class Gathering:
         missing = sorted(set(range(num_nodes)) - set(members))
         return (
             f"only {len(members)} of {num_nodes} nodes came within {GATHER_TIMEOUT_S:g} s or are fit; "
-            f"missing: {', '.join(map(str, missing)) or 'none'}. Their logs tell what became of them, or they "
-            f"do not share {self._station.run.path}"
+            f"missing: {', '.join(map(str, missing)) or 'none'}. Their logs tell what became of them, or "
+            f"they do not share {self._station.run.path}"
         )
