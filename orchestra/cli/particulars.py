@@ -17,6 +17,8 @@ from orchestra.report.verdict import Verdict, last_attempt, node_verdict, of_att
 from orchestra.rundir import RunDir
 
 _WAITING = ("queued", "not started")
+# By the decision that another attempt follows: on which nodes.
+_NODES = {"replace": ", on other nodes where these failed", "shrink": ", on fewer nodes"}
 
 
 def of_run(state: RunState) -> list[str]:
@@ -52,7 +54,7 @@ def _restart(state: RunState, now: float) -> str:
         return ""
     left = state.restart.due - now
     when = "now" if left < 1 else f"in {figures.duration(left)}"
-    return f"{state.restart.decision}: the next attempt begins {when}"
+    return f"{when}{_NODES.get(state.restart.decision, '')}"
 
 
 def _job(state: RunState) -> str:

@@ -248,11 +248,14 @@ def _alive(run: RunDir, events: list[Record], state: str) -> str:
     started = [it for it in events if it.get("event") == "attempt_started" and it.get("attempt") == last]
     record = started[-1] if started else read_record(run)
     what = "is being started" if state == "not started" else f"is running, attempt {last}"
-    if state == "restarting":
-        what = f"is restarting after attempt {last}, and the next one begins by itself"
     leader = f"process {record.get('pid', '?')} on {record.get('host', '?')} leads it"
     if not started and record.get("jobs"):
         leader = "a Slurm job is to start it (`orchestra status` tells more)"
+    if state == "restarting":
+        return (
+            f"{name_of(run)} is restarting after attempt {last}: {leader}, and the next begins by itself; "
+            f"to change something, stop it first: `orchestra cancel {name_of(run)}`"
+        )
     return (
         f"{name_of(run)} {what}: {leader}; let it "
         f"end, or stop it first: `orchestra cancel` (which saves), or Ctrl-C there"

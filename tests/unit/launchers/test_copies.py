@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 import stat
 import subprocess
@@ -250,6 +251,25 @@ def test_a_killed_agents_folder_is_gone_on_with_and_a_dead_runs_is_removed(
     assert (shelf.folder / OWN / "it").exists()
     assert [it.name for it in shelf.folder.parent.iterdir()] == ["first.node"]
     shelf.close()
+
+
+def test_folders_that_another_agent_removes_at_the_same_time_are_no_trouble(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("dead.node1", "dying.node1"):
+        (tmp_path / name / OWN).mkdir(parents=True)
+    (tmp_path / "a file").touch()
+    monkeypatch.setattr(copies, "_ORPHAN_S", 0.0)
+    looked = copies._last_used
+
+    def removed_meanwhile(folder: Path) -> float:
+        if folder.name == "dead.node1":
+            shutil.rmtree(folder)
+        return looked(folder)
+
+    monkeypatch.setattr(copies, "_last_used", removed_meanwhile)
+    copies.remove_dead(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["a file"]
 
 
 def test_all_nodes_get_the_same_secret(tmp_path: Path) -> None:

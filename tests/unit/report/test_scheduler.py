@@ -192,3 +192,23 @@ def test_where_nobody_says_which_cluster_this_is_nothing_is_known(tmp_path: Path
     put(bin_folder, "squeue", "true")
     put(bin_folder, "scontrol", "exit 1")
     assert (told(run).state, told(run).job_state) == ("not started", "UNKNOWN")
+
+
+@pytest.mark.parametrize("has_accounting", [False, True])
+def test_a_follow_up_that_slurm_could_not_place_has_failed_and_says_so(
+    tmp_path: Path, bin_folder: Path, has_accounting: bool
+) -> None:
+    run = submitted(tmp_path, "one", attempt=1)
+    events = elsewhere(run)
+    events.write("failed", node=0, code=1, cause="node lost")
+    events.write("requeued", job="7", how="chain", reason="requeued without it")
+    queue(bin_folder, "one", "PENDING")
+    assert told(run).state == "queued"
+    put(bin_folder, "squeue", f"echo '7|FAILED|{ME}|BadConstraints||N/A|one|orchestra:one'")
+    if has_accounting:
+        now = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime())
+        put(bin_folder, "sacct", f"echo '7|FAILED|{ME}|1:0|None assigned|{now}|one|orchestra:one'")
+    state = told(run)
+    assert (state.state, state.job_state) == ("failed", "FAILED")
+    assert str(state.cause).startswith("Slurm could not place job 7: ")
+    assert str(state.cause).endswith("(BadConstraints), and the run had not gone on")

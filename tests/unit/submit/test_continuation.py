@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from conf.schema import Config, Requeue
+from launchers.errors import SlurmRefused
 from launchers.slurm.own_job import OwnJob, parsed
 from launchers.slurm.task import JobTask
 from orchestra import control
@@ -194,6 +195,13 @@ def test_a_task_of_an_array_is_chained_alone(run: RunDir, slurm: Slurm) -> None:
     going_on(run, task=replace(TASK, job="11_5"), policy="chain").go_on(STOPPED)
     assert "--dependency=afterany:11_5 --array=5 /job.sbatch" in slurm.calls()[-1]
     assert [(job["id"], job.get("task")) for job in jobs(run)][-1] == ("13", 5)
+
+
+def test_a_chain_that_slurm_lets_fail_at_once_is_refused(run: RunDir, slurm: Slurm) -> None:
+    slurm.says("scontrol show", "JobId=13 JobState=FAILED Reason=BadConstraints Restarts=0")
+    with pytest.raises(SlurmRefused, match="let job 13 fail at once"):
+        going_on(run, policy="chain")._chained("time_limit")
+    assert [job["id"] for job in jobs(run)] == ["12"]
 
 
 def test_a_refused_chain_leaves_a_stopped_run_without_a_job_that_is_none(run: RunDir, slurm: Slurm) -> None:

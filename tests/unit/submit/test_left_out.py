@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from launchers.slurm.site import is_usable
 from orchestra.cli import cluster, main
 from orchestra.recovery.excluded import ExcludeList, Listed
-from orchestra.submit.left_out import chosen
+from orchestra.submit.left_out import Elsewhere, bounded, chosen, left_out
 
 WORDS = ["submit", "cluster.device=cpu", "cluster.gpus_per_node=2", "cluster.nodes=2", "run.name=mine"]
 NODES = [f"node{number}" for number in range(1, 5)]
@@ -110,9 +111,37 @@ def test_so_many_nodes_stay_as_the_job_needs() -> None:
     assert chosen(entries, frozenset(NODES), wanted=9).hosts == ()
 
 
-def test_a_silent_cluster_is_a_note(known: ExcludeList, tmp_path: Path) -> None:
-    from orchestra.submit.left_out import left_out
+def test_nodes_that_the_user_leaves_out_are_no_room_for_others(known: ExcludeList, tmp_path: Path) -> None:
+    known.add(listed("node3"))
+    assert left_out(tmp_path / "runs", "alps", None, 3).hosts == ("node3",)
+    assert left_out(tmp_path / "runs", "alps", None, 3, ["node1"]).hosts == ()
 
+
+@pytest.mark.parametrize(
+    ("states", "wanted", "found"),
+    [
+        # As many as there is room for, those that failed just now first.
+        ("idle idle idle idle", 1, Elsewhere(("node2", "node3", "node1"))),
+        ("idle idle idle idle", 2, Elsewhere(("node2", "node3"))),
+        ("idle allocated mixed idle", 3, Elsewhere(("node2",), ("node3",))),
+        ("idle idle idle idle", 4, Elsewhere((), ("node2", "node3"))),
+        # Slurm does not give those to anybody: neither room, nor in need of it.
+        ("idle down idle idle", 2, Elsewhere(("node2", "node3"))),
+        ("idle down idle idle", 3, Elsewhere(("node2",), ("node3",))),
+        ("idle idle* allocated* idle", 2, Elsewhere(("node2", "node3"))),
+        # The job needs one that may come back.
+        ("drained idle* idle idle", 3, Elsewhere((), ("node3",))),
+    ],
+)
+def test_whom_the_next_job_does_not_get(states: str, wanted: int, found: Elsewhere) -> None:
+    words = dict(zip(NODES, states.split(), strict=True))
+    failed, before = ["node2", "gone1", "node3", "node2"], ["node1", "node3", "gone2"]
+    assert bounded(failed, before, words, wanted) == found
+    usable = {host for host, state in words.items() if is_usable(state)}
+    assert len(usable - set(found.exclude)) >= min(wanted, len(usable))
+
+
+def test_a_silent_cluster_is_a_note(known: ExcludeList, tmp_path: Path) -> None:
     known.add(listed("node3"))
     (tmp_path / "bin" / "sinfo").write_text("#!/bin/sh\necho 'slurm_load_partitions: refused' >&2\nexit 1\n")
     found = left_out(tmp_path / "runs", "alps", None, 2)
