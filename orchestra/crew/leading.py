@@ -232,7 +232,7 @@ class Leading:
         number = order.number + 1
         if decision.action in (Action.give_up, Action.end):
             if decision.code != verdict.code:
-                _write_final(record, verdict, decision)
+                _write_final(record, verdict, decision.code, decision.reason)
             self._order_end(number, decision.code or verdict.code, decision.reason, lost)
             return
         station.say(f"{decision.action.name}: {decision.reason}")
@@ -280,13 +280,13 @@ class Leading:
         self, number: int, decision: Decision, verdict: Verdict, record: AttemptRecord, lost: list[int]
     ) -> None:
         station = self._station
-        if not station.surroundings.can_requeue:
-            self._order_end(number, verdict.code, f"no node is left for it: {decision.reason}", lost)
-            return
         try:
+            if not station.surroundings.can_requeue:
+                raise LaunchError(f"no node is left for it ({decision.reason})")
             said = station.surroundings.requeue(decision, record.number, record.events)
         except (LauncherError, LaunchError, OSError) as error:
             said = f"it does not go on by itself: {error}"
+            _write_final(record, verdict, verdict.code, said)
         self._order_end(number, verdict.code, said, lost)
 
     def _refuse(self, number: int, message: str) -> None:
@@ -297,8 +297,8 @@ class Leading:
         self._publish(Order(number, END, facts={"code": code, "said": said, "lost": list(lost)}))
 
 
-def _write_final(record: AttemptRecord, verdict: Verdict, decision: Decision) -> None:
+def _write_final(record: AttemptRecord, verdict: Verdict, code: int, message: str) -> None:
     """Write the verdict once more: with what is known of the attempts before it, it is another one."""
-    facts = {"cause": verdict.cause, "message": decision.reason, "step": verdict.step}
+    facts = {"cause": verdict.cause, "message": message, "step": verdict.step}
     with contextlib.suppress(OSError):
-        record.events.write("failed", node=record.node, code=decision.code, **facts)
+        record.events.write("failed", node=record.node, code=code, **facts)
