@@ -34,7 +34,7 @@ _WARM_TIMEOUT_S = 300.0
 _PATIENCE = Patience(failed_peer_s=1.5, failed_linger_s=2.0)
 # Why an order broke where ranks ended by themselves; how long others of them are given to say the same.
 RANKS_FAILED = "ranks failed"
-_OWN_WORD_S = 1.0
+_OWN_WORD_S = 1.5
 # How long an agent tries to say how its part ended.
 _REPORT_TIMEOUT_S = 60.0
 # How often a node looks whether the attempt broke on another one.
