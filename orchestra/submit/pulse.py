@@ -110,6 +110,9 @@ class _Rank:
         silence_s, self.changed_at = now - self.changed_at, now
         if before is None or (before.pid, before.started) != (beat.pid, beat.started):
             self.stepped_at = self.phase_since = now
+            # Fast steps may lie behind it before anybody looked: then this is not its first one.
+            if beat.first_step and beat.step > beat.first_step:
+                self.history.add_steps(beat.step - beat.first_step, max(now, LOOK_S))
             return
         was_training = before.phase >= Phase.step
         if {before.phase, beat.phase} <= _IN_STEPS:

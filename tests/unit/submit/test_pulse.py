@@ -234,6 +234,15 @@ def test_slow_ranks_that_move_and_a_slow_first_step_are_no_hang(nodes: Any) -> N
     assert node.events("hang_detected") == []
 
 
+def test_steps_that_passed_before_anybody_looked_end_the_patience_with_the_first_one(nodes: Any) -> None:
+    node = nodes(1)
+    for step in range(31, 37):
+        node.ranks[0].beat(Phase.step, step)
+    assert node.look() == []
+    (hang,) = node.look(62)
+    assert (hang.rank, hang.standing.step) == (0, 36)
+
+
 def test_a_rank_that_never_beats_is_found_after_the_time_for_setup(nodes: Any, tmp_path: Path) -> None:
     node = nodes(1)
     beat_file(node.watched.folder, 0, 0).unlink()
