@@ -19,8 +19,11 @@ from orchestra.errors import EXIT_FAILED, LaunchError, RivalError
 _POLL_S = 0.2
 # Agents that have nothing to do look less often: there may be thousands of them.
 _IDLE_POLL_S = 1.0
+_MANY_NODES = 64
 # How long an agent waits for an order that nobody gives, once it has carried out the one before.
 _ORPHAN_TIMEOUT_S = 900.0
+# How often it looks whether it has been forgotten: that lists a file for each node.
+_CHECK_S = 30.0
 # How long the last agent gives the others to leave before it ends the job.
 _LEAVE_TIMEOUT_S = 15.0
 
@@ -62,7 +65,7 @@ class _Agent:
         self._leading = Leading(station)
         # The newest order that this agent has dealt with.
         self._done = -1
-        self._idle_since = time.monotonic()
+        self._idle_since = self._checked_at = time.monotonic()
 
     def work(self) -> int:
         """Carry out orders until one ends the job."""
@@ -118,11 +121,15 @@ class _Agent:
             self._station.surroundings.release(sorted(lost))
 
     def _refuse_to_wait_for_ever(self, order: Order | None) -> None:
+        now = time.monotonic()
+        if now - self._checked_at < _CHECK_S:
+            return
+        self._checked_at = now
         limit = GATHER_TIMEOUT_S + _ORPHAN_TIMEOUT_S if order is None else _ORPHAN_TIMEOUT_S
         is_busy = order is not None and len(self._crew.reports(order.number, order.nodes)) == 0
         if is_busy or self._crew.leads:
-            self._idle_since = time.monotonic()
-        if time.monotonic() - self._idle_since > limit:
+            self._idle_since = now
+        if now - self._idle_since > limit:
             raise LaunchError(
                 f"nobody has said for {limit:g} s what is to come next ({self._crew.folder}); the other "
                 "nodes' logs tell what became of them"
@@ -133,7 +140,8 @@ class _Agent:
         is_spare = order is not None and self._station.node not in order.nodes
         if self._station.fitness is not None:
             self._station.fitness.tick(is_idle=is_spare)
-        time.sleep(_IDLE_POLL_S if is_spare and not self._crew.leads else _POLL_S)
+        is_patient = is_spare or self._crew.num_nodes > _MANY_NODES
+        time.sleep(_IDLE_POLL_S if is_patient and not self._crew.leads else _POLL_S)
 
 
 def crew_folder(control: Path, job: str, restart: int) -> Path:

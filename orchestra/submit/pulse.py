@@ -335,6 +335,7 @@ class Pulse:
         path = self._watched.run.heartbeat(self._watched.node)
         draft = path.with_suffix(f".{os.getpid()}.draft")
         with contextlib.suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
+            # Not its parents: a run's directory that somebody removed must not come back.
+            path.parent.mkdir(exist_ok=True)
             draft.write_text(json.dumps(summary) + "\n")
             draft.replace(path)

@@ -24,6 +24,8 @@ pytestmark = pytest.mark.slow
 
 LENGTH = ("train.steps=400", "checkpoint.every_steps=10", "data.ledger=true", "cluster.gpus_per_node=1")
 QUICK = ("recovery.agent_timeout_s=5", "recovery.backoff_s=0.1")
+# So that the first attempt is not over before it is hurt, however fast the machine is.
+PACE = "recovery.inject=[{at_step: 1, rank: 0, fault: slow, seconds: 0.1}]"
 
 
 def reference(cluster: Site, name: str, ranks: int) -> RunDir:
@@ -86,7 +88,7 @@ def assert_as_if_nothing_had_happened(cluster: Site, run: RunDir, whole: RunDir)
 @pytest.mark.timeout(300)
 def test_rank_agent_and_first_node_are_lost_one_after_another(cluster: Site) -> None:
     nodes = ("cluster.nodes=3", "cluster.spare_nodes=1")
-    run, _ = submitted(cluster, "hunted", *LENGTH, *QUICK, *nodes)
+    run, _ = submitted(cluster, "hunted", *LENGTH, *QUICK, PACE, *nodes)
     wait_until(lambda: num_steps(run) > 12, f"it trains: {said(run)}")
     first = hosts_of(run, 0)
     os.kill(process_on(cluster, first[1], "orchestra.train"), signal.SIGKILL)
@@ -107,8 +109,10 @@ def test_rank_agent_and_first_node_are_lost_one_after_another(cluster: Site) -> 
 
 @pytest.mark.timeout(300)
 def test_without_a_spare_it_shrinks_or_goes_on_in_another_job(cluster: Site) -> None:
-    shrinking, _ = submitted(cluster, "shrinking", *LENGTH, *QUICK, "cluster.nodes=2", "recovery.min_nodes=1")
-    moving, job = submitted(cluster, "moving", *LENGTH, *QUICK, "cluster.nodes=2")
+    shrinking, _ = submitted(
+        cluster, "shrinking", *LENGTH, *QUICK, PACE, "cluster.nodes=2", "recovery.min_nodes=1"
+    )
+    moving, job = submitted(cluster, "moving", *LENGTH, *QUICK, PACE, "cluster.nodes=2")
     for run in (shrinking, moving):
         wait_until(lambda run=run: num_steps(run) > 12, f"{run.name} trains: {said(run)}")  # type: ignore[misc]
     gone = [hosts_of(run, 0)[1] for run in (shrinking, moving)]

@@ -18,6 +18,14 @@ from launchers.agent import Patience, supervise
 from launchers.warm.host import WarmHost
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _ordinary_signals() -> Iterator[None]:
+    """Begin as from a terminal: what a script starts with `&` ignores SIGQUIT, and so would what it starts."""
+    before = signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGQUIT, before)
+
+
 @pytest.fixture(scope="module")
 def modules(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("modules")
