@@ -20,7 +20,7 @@ from launchers.warm.host import WarmHost
 
 @pytest.fixture(scope="module", autouse=True)
 def _ordinary_signals() -> Iterator[None]:
-    """Begin as from a terminal: what a script starts with `&` ignores SIGQUIT, and so would what it starts."""
+    """Begin as from a terminal: what a script starts with `&` ignores SIGQUIT, and so would workers."""
     before = signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGQUIT, before)
