@@ -14,17 +14,15 @@ import json
 import os
 import signal
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "slurm")]
 
-from matrix_field import Field, Subject, opened, until  # noqa: E402
+from matrix_field import Field, Subject, opened_at, until  # noqa: E402
 from recovery_times import MEANING, Births, Recovery, new_step, recovery, table  # noqa: E402
 from recovery_torchrun import PEER_FAULTS, measure_peer  # noqa: E402
 
@@ -86,7 +84,7 @@ def main() -> int:
         print("this needs root: it starts a development cluster", file=sys.stderr)
         return 2
     found: list[Recovery] = []
-    with _field(arguments.folder) as field:
+    with opened_at(arguments.folder) as field:
         for name in filter(None, arguments.only.split(",")):
             found += measure(field, name, arguments.repeats, tuple(arguments.set))
         print(table(found) if found else "")
@@ -95,16 +93,6 @@ def main() -> int:
                 print(line, flush=True)
     print("\n".join(f"- {mark}: {meaning}" for mark, meaning in MEANING.items()))
     return 0
-
-
-@contextmanager
-def _field(folder: Path | None) -> Iterator[Field]:
-    if folder is not None:
-        with opened(folder, keep=True) as field:
-            yield field
-        return
-    with tempfile.TemporaryDirectory(prefix="orchestra-") as temporary, opened(Path(temporary)) as field:
-        yield field
 
 
 def measure(field: Field, name: str, repeats: int, overrides: tuple[str, ...]) -> list[Recovery]:

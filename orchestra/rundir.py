@@ -112,10 +112,6 @@ class RunDir:
         """Where the nodes of one start of a job learn which attempt it is and where they meet."""
         return self.control / f"job-{job}.start-{restart}.json"
 
-    def broken(self, attempt: int) -> Path:
-        """What the first node of an attempt leaves whose ranks failed."""
-        return self.control / f"attempt-{attempt:03d}.broken"
-
     def event_file(self, writer: str) -> Path:
         return self.events / f"{writer}.jsonl"
 

@@ -33,8 +33,8 @@ def rule_nodes(config: Config, _: Situation) -> Iterator[str]:
     cluster = config.cluster
     if cluster.launcher is LauncherName.local and cluster.nodes > 1:
         yield (
-            f"cluster.nodes={cluster.nodes}: launcher=local is this machine alone, and orchestra cannot "
-            f"start several nodes yet; use cluster.nodes=1"
+            f"cluster.nodes={cluster.nodes}: cluster.launcher=local is this machine alone; use "
+            f"cluster.nodes=1, or `orchestra submit` with cluster=slurm"
         )
 
 

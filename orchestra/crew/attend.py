@@ -38,15 +38,15 @@ def attend(station: Station) -> int:
     address, fitness = surroundings.own_address(), station.fitness
     offered = {} if fitness is None else fitness.offers(address)
     station.crew.join(surroundings.host, address, {"port": free_port(), **offered})
-    if fitness is not None:
-        fitness.begin()
-    if station.warm is not None:
-        station.run.logs.mkdir(exist_ok=True)
-        station.warm.start()
-    station.copies = open_copies(station)
-    if station.copies is not None:
-        station.crew.tell({COPIES: station.copies.address})
     try:
+        if fitness is not None:
+            fitness.begin()
+        if station.warm is not None:
+            station.run.logs.mkdir(exist_ok=True)
+            station.warm.start()
+        station.copies = open_copies(station)
+        if station.copies is not None:
+            station.crew.tell({COPIES: station.copies.address})
         return _Agent(station).work()
     finally:
         if station.copies is not None:

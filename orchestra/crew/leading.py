@@ -14,6 +14,7 @@ from typing import Any
 from launchers.crew import Member, Order
 from launchers.errors import LauncherError
 from orchestra import control
+from orchestra.control import StopRequest
 from orchestra.crew import choice
 from orchestra.crew.copying import MEMORY, memory_of
 from orchestra.crew.gathering import Gathering
@@ -147,14 +148,8 @@ class Leading:
 
     def _is_stopped_between(self, number: int, before: int) -> bool:
         """End the run here if a stop was asked for since attempt `before` ended; tell whether it was."""
-        station = self._station
-        first = station.signals.first
-        if first is not None:
-            # As a request it is read by whatever decides whether the run goes on by itself.
-            with contextlib.suppress(OSError):
-                at_once = first == "SIGINT"
-                control.write_request(station.run, before, control.signal_reason(first), at_once=at_once)
-        requests = requests_of(station, before)
+        station, first = self._station, self._station.signals.first
+        requests = self._asked(before)
         if first is None and not requests:
             return False
         is_urgent = first == "SIGINT" or any(request.at_once for request in requests)
@@ -168,6 +163,19 @@ class Leading:
         said = "" if is_urgent else station.surroundings.go_on(verdict, before, record.events)
         self._order_end(number, verdict.code, said or words)
         return True
+
+    def _asked(self, attempt: int) -> list[StopRequest]:
+        """Return the requests to stop an attempt; a signal that no rank was left to hear is one of them.
+
+        As a request it is read by whatever decides whether the run goes on by itself.
+        """
+        station, first = self._station, self._station.signals.first
+        requests = requests_of(station, attempt)
+        if first is not None and not requests:
+            with contextlib.suppress(OSError):
+                reason = control.signal_reason(first)
+                requests = [control.write_request(station.run, attempt, reason, at_once=first == "SIGINT")]
+        return requests
 
     def _publish(self, order: Order) -> bool:
         self._ended_since = None
@@ -207,10 +215,11 @@ class Leading:
         if is_fenced(record):
             self._refuse(number, f"a newer attempt of {station.run.name} was begun by somebody else")
             return
-        requests = requests_of(station, attempt)
         if verdict.code == EXIT_DONE:
             self._order_end(number, EXIT_DONE, "finished", lost)
-        elif verdict.code in (EXIT_STOPPED, EXIT_INTERRUPTED) or requests or station.signals.count():
+            return
+        requests = self._asked(attempt)
+        if verdict.code in (EXIT_STOPPED, EXIT_INTERRUPTED) or requests or station.signals.count():
             stopped = as_stopped(verdict, requests)
             said = station.surroundings.go_on(stopped, attempt, record.events)
             self._order_end(number, verdict.code, said or verdict.cause, lost)

@@ -72,10 +72,10 @@ def perform(station: Station, order: Order) -> None:
     watch.pulse.close()
     if ending.exit_code != EXIT_DONE:
         station.crew.mark_broken(order.number, {"cause": RANKS_FAILED, "host": station.member.host})
+    sent = {} if station.copies is None else station.copies.end()
     # A full disk takes the record, not the verdict.
     with contextlib.suppress(OSError):
         record.write_killed_ranks(ending, was_stopped=ending.stops > 0)
-        sent = {} if station.copies is None else station.copies.end()
         record.events.write("node_ended", node=station.node, code=ending.exit_code, **sent)
     try:
         _report(station, order, _reported(ending, urgency.interruption, watch))

@@ -1,4 +1,4 @@
-"""How the nodes of one start of a job agree on what they begin: node 0 decides and writes, the others read.
+"""How the nodes of a measuring job agree on where they meet: node 0 decides and writes, the others read.
 
 A file in <run>/control/ that belongs to this start of this job alone. It opens no connection.
 """
@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from launchers.slurm.task import JobTask
-from orchestra.errors import LaunchError, RivalError
+from orchestra.errors import LaunchError
 from orchestra.rundir import RunDir
 from orchestra.submit.claims import write_whole
 
 # From the start of the first node's task to the last one's: images are pulled, Python is loaded by many.
 MEETING_TIMEOUT_S = 600.0
 _POLL_S = 0.5
-_REFUSAL = "refusal"
 
 
 @dataclass(frozen=True)
@@ -41,18 +40,12 @@ def publish(run: RunDir, task: JobTask, meeting: Meeting) -> None:
     write_whole(run.meeting(task.job, task.restart), json.dumps(dataclasses.asdict(meeting)) + "\n")
 
 
-def publish_refusal(run: RunDir, task: JobTask, text: str) -> None:
-    """Let the other nodes of this start know that the job does not train. *Node 0 only*. Raises OSError."""
-    write_whole(run.meeting(task.job, task.restart), json.dumps({_REFUSAL: text}) + "\n")
-
-
 def await_meeting(
     run: RunDir, task: JobTask, is_stopped: Callable[[], bool], timeout_s: float = MEETING_TIMEOUT_S
 ) -> Meeting | None:
     """Return what node 0 decided, None when `is_stopped` said so before. *All nodes but 0*.
 
-    Raises RivalError when node 0 found that another job trains the run, LaunchError when it says nothing for
-    `timeout_s`.
+    Raises LaunchError when it says nothing for `timeout_s`.
     """
     place = run.meeting(task.job, task.restart)
     deadline = time.monotonic() + timeout_s
@@ -82,8 +75,6 @@ def _read(place: Path) -> Meeting | None:
         if not is_there(place):
             return None
         record: dict[str, Any] = json.loads(place.read_text())
-        if isinstance(record.get(_REFUSAL), str):
-            raise RivalError(record[_REFUSAL])
         return Meeting(**record)
     except (OSError, ValueError, TypeError, AttributeError):
         return None

@@ -4,10 +4,21 @@ ever."""
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
-from commands import TINY, events_of, newest_manifest, orchestra, processes_of, trained_digest, trained_rows
+from commands import (
+    TINY,
+    events_of,
+    eventually,
+    newest_manifest,
+    orchestra,
+    processes_of,
+    start,
+    trained_digest,
+    trained_rows,
+)
 
 from orchestra.rundir import RunDir
 
@@ -70,4 +81,21 @@ def test_the_same_error_at_the_same_step_ends_the_run_with_93(folder: Path) -> N
     assert "bad data or code" in done.stdout + done.stderr
     (state,) = json.loads(orchestra(folder, "status", "bad", "--json").stdout)
     assert (state["state"], state["code"], state["attempts"]) == ("failed", 93, 2)
+    assert processes_of(run) == []
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_a_signal_in_the_wait_between_two_attempts_ends_the_run_in_its_own_way(
+    folder: Path, number: signal.Signals, code: int
+) -> None:
+    name = f"waits-for-{number.name}"
+    fault = "recovery.inject=[{attempt: all, at_step: 3, rank: 1}]"
+    process = start(folder, "run", f"run.name={name}", *TINY, *STEPS, fault, "recovery.backoff_s=600")
+    run = RunDir(folder / "runs" / name)
+    assert eventually(lambda: bool(events_of(run, "restarting", 1)), 90)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == code, out + err
+    (state,) = json.loads(orchestra(folder, "status", name, "--json").stdout)
+    assert (state["code"], state["attempts"]) == (code, 2)
     assert processes_of(run) == []

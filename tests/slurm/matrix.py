@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,7 +17,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from matrix_courses import COURSES, LENGTH, QUICK_COURSES, Shown, go_through, table  # noqa: E402
-from matrix_field import Field, opened  # noqa: E402
+from matrix_field import Field, opened_at  # noqa: E402
 from matrix_oracle import References  # noqa: E402
 from matrix_policy import POLICY_CASES, try_policy  # noqa: E402
 from matrix_rest import ELSEWHERE, STORM_RESTARTS, storm  # noqa: E402
@@ -38,7 +36,7 @@ def main() -> int:
     arguments = parser.parse_args()
     wanted = set(filter(None, arguments.only.split(",")))
     shown: list[Shown] = []
-    with _field(arguments.folder) as field:
+    with opened_at(arguments.folder) as field:
         for lines in _all(
             field,
             wanted,
@@ -68,16 +66,6 @@ def _all(field: Field, wanted: set[str], seeds: range, restarts: int) -> Iterabl
 def tell(words: str) -> None:
     sys.stdout.write(words + "\n")
     sys.stdout.flush()
-
-
-@contextmanager
-def _field(folder: Path | None) -> Iterator[Field]:
-    if folder is not None:
-        with opened(folder, keep=True) as field:
-            yield field
-        return
-    with tempfile.TemporaryDirectory(prefix="orchestra-") as temporary, opened(Path(temporary)) as field:
-        yield field
 
 
 if __name__ == "__main__":

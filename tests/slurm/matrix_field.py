@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -270,10 +271,11 @@ def until(is_true: Callable[[], object], what: str, within_s: float = 90) -> Non
 
 
 @contextlib.contextmanager
-def opened(folder: Path, nodes: int = 4, *, keep: bool = False) -> Iterator[Field]:
-    """Yield root's field below `folder`; its cluster ends with it unless it is to be kept."""
-    found = Field.open(folder, nodes)
-    try:
-        yield found
-    finally:
-        found.clear() if keep else found.close()
+def opened_at(folder: Path | None, nodes: int = 4) -> Iterator[Field]:
+    """Yield root's field: below `folder` one that stays, without it one that ends."""
+    with tempfile.TemporaryDirectory(prefix="orchestra-") as temporary:
+        found = Field.open(folder or Path(temporary), nodes)
+        try:
+            yield found
+        finally:
+            found.clear() if folder is not None else found.close()

@@ -13,10 +13,8 @@ import contextlib
 import random
 import signal
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from matrix_field import Field, Subject, opened  # noqa: E402
+from matrix_field import Field, Subject, opened_at  # noqa: E402
 from matrix_oracle import References, accounts, faults_of, left_behind  # noqa: E402
 
 NODES, SPARES, HOSTS = 2, 1, 4
@@ -133,7 +131,7 @@ def main() -> int:
     arguments = parser.parse_args()
     seed = random.randrange(10**6) if arguments.seed is None else arguments.seed
     tell(f"seed {seed}, {arguments.seconds:g} s, a blow every {arguments.mean:g} s")
-    with _field(arguments.folder) as on:
+    with opened_at(arguments.folder, HOSTS) as on:
         return soak(on, arguments, seed)
 
 
@@ -181,16 +179,6 @@ def _tell_recoveries(run: Subject) -> None:
 def tell(words: str) -> None:
     sys.stdout.write(f"{time.strftime('%H:%M:%S')} {words}\n")
     sys.stdout.flush()
-
-
-@contextmanager
-def _field(folder: Path | None) -> Iterator[Field]:
-    if folder is not None:
-        with opened(folder, HOSTS, keep=True) as on:
-            yield on
-        return
-    with tempfile.TemporaryDirectory(prefix="orchestra-") as temporary, opened(Path(temporary), HOSTS) as on:
-        yield on
 
 
 if __name__ == "__main__":

@@ -12,12 +12,11 @@ import signal
 import sys
 
 import pytest
+from matrix_oracle import losses, samples
 from sites import ROOT, Site, wait_until
 from test_submit import TINY, named, orchestra, said, state_of, submitted
 from test_survival import num_steps, wait_for_steps, wait_until_clean
 
-from orchestra.jsonl import Record, read_json_lines
-from orchestra.metrics_file import read_metrics
 from orchestra.rundir import RunDir
 
 pytestmark = pytest.mark.slow
@@ -35,27 +34,10 @@ def reference(cluster: Site, name: str, ranks: int) -> RunDir:
     return RunDir(cluster.shared / "runs" / name)
 
 
-def losses(run: RunDir) -> list[tuple[int, float]]:
-    return [(row["step"], row["loss"]) for row in read_metrics(run)]
-
-
 def digest(cluster: Site, run: RunDir) -> str:
     """Return the digest of the state in the last checkpoint."""
     listed = json.loads(orchestra(cluster, "checkpoint", "ls", run.name, "--json").stdout)
     return str(max(listed, key=lambda it: it["step"])["state_digest"])
-
-
-def samples(run: RunDir) -> dict[int, list[int]]:
-    """Return the samples of each step; of a step that was trained again those of the newest attempt."""
-    newest: dict[int, int] = {}
-    rows: list[Record] = [row for file in run.samples.iterdir() for row in read_json_lines(file)]
-    for row in rows:
-        newest[row["step"]] = max(newest.get(row["step"], 0), row["attempt"])
-    found: dict[int, list[int]] = {step: [] for step in newest}
-    for row in rows:
-        if row["attempt"] == newest[row["step"]]:
-            found[row["step"]] += [sample for part in row["sample_ids"] for sample in part]
-    return {step: sorted(ids) for step, ids in found.items()}
 
 
 def process_on(cluster: Site, host: str, words: str) -> int:

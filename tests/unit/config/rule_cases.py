@@ -174,7 +174,7 @@ CASES: list[tuple[str, Change, Sequence[str]]] = [
         ["no rank 2", "0 to 1"],
     ),
     ("rule_profiled_ranks", {"train.profile.enabled": True, "train.profile.ranks": []}, ["nothing would be"]),
-    ("rule_nodes", {"cluster.nodes": 2}, ["cluster.nodes=2", "yet", "use cluster.nodes=1"]),
+    ("rule_nodes", {"cluster.nodes": 2}, ["cluster.nodes=2", "orchestra submit", "use cluster.nodes=1"]),
     ("rule_min_nodes", {"recovery.min_nodes": 2}, ["recovery.min_nodes=2", "cluster.nodes=1"]),
     (
         "rule_min_nodes",

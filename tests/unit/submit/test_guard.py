@@ -12,13 +12,11 @@ from pathlib import Path
 import pytest
 
 from launchers.slurm.task import JobTask
-from orchestra.errors import RivalError
 from orchestra.events import EventWriter, node_writer
 from orchestra.rundir import RunDir
 from orchestra.submit import guard
 from orchestra.submit.claims import take_next
 from orchestra.submit.guard import refusal
-from orchestra.submit.meeting import await_meeting, publish_refusal
 
 TASK = JobTask("12", 0, 0, 2, "node1", None)
 GONE = "slurm_load_jobs error: Invalid job id specified"
@@ -189,10 +187,3 @@ def test_a_claim_of_somebody_who_said_nothing_yet_is_waited_for(run: RunDir, slu
     timer.start()
     assert "attempt 0 was claimed by another process" in str(refusal(run, TASK, quiet_s=30))
     timer.join()
-
-
-def test_all_nodes_hear_of_the_refusal_and_nothing_else_is_written(run: RunDir) -> None:
-    publish_refusal(run, TASK, "another one trains it")
-    with pytest.raises(RivalError, match="another one trains it"):
-        await_meeting(run, replace(TASK, node=1), lambda: False, timeout_s=1)
-    assert not run.events.exists()
