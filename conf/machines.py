@@ -80,6 +80,8 @@ class ClusterConfig:
     # Slurm's own forms: minutes, H:MM:SS or D-HH:MM:SS.
     time_limit: str | None = None
     constraint: str | None = None
+    # Jobs of one sweep that run at the same time; null: as many as the site allows.
+    array_throttle: int | None = None
     exclude: list[str] = field(default_factory=list)
     # Any other sbatch option by its long name: {reservation: maintenance}.
     slurm_extra: dict[str, Any] = field(default_factory=dict)

@@ -321,6 +321,8 @@ class RunConfig:
 
     name: str | None = None
     dir: str = "runs"
+    # Column of metrics.jsonl that `submit --wait` and the sweepers which choose values go by: its last row's.
+    metric: str = "loss"
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,10 @@ later attempt. What a request leads to is not known here. Standard library only.
 from __future__ import annotations
 
 import dataclasses
-import getpass
 import json
 import os
+import pwd
+import re
 import secrets
 import socket
 import time
@@ -25,8 +26,12 @@ from orchestra.rundir import RunDir
 CANCEL = "cancel"
 TIME_LIMIT = "time_limit"
 PREEMPTED = "preempted"
+# The signal that a job's script asks Slurm for before the time limit.
+_WARNING = "SIGUSR2"
 
 _TOKEN_BYTES = 4
+# RunDir.stop_request
+_REQUEST_NAME = re.compile(r"attempt-(\d+)\.stop-.*\.json")
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,7 @@ class StopRequest:
 
 def signal_reason(name: str) -> str:
     """Return the reason of a request that a signal such as "SIGTERM" led to."""
-    return f"signal {name}"
+    return TIME_LIMIT if name == _WARNING else f"signal {name}"
 
 
 def write_request(run: RunDir, attempt: int, reason: str, *, at_once: bool = False) -> StopRequest:
@@ -88,6 +93,16 @@ def read_requests(run: RunDir, attempt: int) -> list[StopRequest]:
     return sorted(found, key=lambda request: request.time)
 
 
+def requested_attempt(run: RunDir) -> int | None:
+    """Return the highest attempt that was ever asked to stop; None where none was. Raises OSError."""
+    try:
+        names = [entry.name for entry in os.scandir(run.control)]
+    except FileNotFoundError:
+        return None
+    found = [_REQUEST_NAME.match(name) for name in names]
+    return max((int(match[1]) for match in found if match is not None), default=None)
+
+
 def read_request(run: RunDir, attempt: int) -> StopRequest | None:
     """Return the oldest request to stop `attempt`, None without one; see `read_requests`."""
     return next(iter(read_requests(run, attempt)), None)
@@ -118,8 +133,11 @@ def _read(file: Path, attempt: int) -> StopRequest | None:
 
 
 def user_name() -> str:
-    """Return the name of this process's user, or the number where it has none (in a container)."""
+    """Return the name of this process's user, or the number where it has none (in a container).
+
+    What the system calls it, as Slurm does: LOGNAME and USER may name somebody else (`su -m`).
+    """
     try:
-        return getpass.getuser()
-    except (KeyError, OSError):
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
         return str(os.getuid())

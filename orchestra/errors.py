@@ -3,6 +3,7 @@
 OrchestraError            1   anything below; catch this to catch all
 ├── ConfigError           2   a configuration or a command line is wrong; nothing was started
 ├── LaunchError           1   processes could not be started or kept
+│   └── RivalError       93   another job trains the run, or is to train it
 ├── DataError             1   a data file cannot be read as what it claims to be
 ├── TrainingError         1   training cannot go on
 │   ├── NonFiniteError   93   the loss or gradient stays non-finite: starting again would not help
@@ -42,6 +43,12 @@ class ConfigError(OrchestraError):
 
 class LaunchError(OrchestraError):
     """Raised when processes cannot be started or kept on a machine."""
+
+
+class RivalError(LaunchError):
+    """Raised in a job that must not train its run because another one does, or is to."""
+
+    exit_code = EXIT_DO_NOT_RESTART
 
 
 class DataError(OrchestraError):

@@ -7,9 +7,13 @@ that somebody edited or a disk damaged is passed over, and never ends the comman
 
 from __future__ import annotations
 
+import functools
 import math
+import os
+import re
 import socket
 import time
+from pathlib import Path
 from typing import Any, TypeGuard
 
 from orchestra.jsonl import JsonLinesWriter, Record, read_json_lines
@@ -38,17 +42,37 @@ class EventWriter:
         stamp = {"time": time.time(), "attempt": self._attempt, "event": event}
         self._file.write({**stamp, **self._context, **evidence})
 
+    def close(self) -> None:
+        """Close the file, for whoever writes into many runs."""
+        self._file.close()
 
-def read_events(run: RunDir) -> list[Record]:
-    """Return all events of a run, ordered by time.
+
+def read_events(run: RunDir, names: tuple[str, ...] = ()) -> list[Record]:
+    """Return all events of a run, ordered by time; with `names` at least all those that are called so.
 
     Each has a name, a finite `time` and an integer `attempt`; where it has a `rank`, `code`, `step` or `pid`
     these are integers, and `cause` and `message` are texts. Records without the former, or with a rank that
     is no integer, are passed over; other fields of a wrong type are left out.
     """
-    files = sorted(run.events.glob("*.jsonl"))
-    records = (record for file in files for record in read_json_lines(file))
+    wanted = _called(names) if names else None
+    records = (record for file in event_files(run) for record in read_json_lines(file, wanted))
     return sorted((_cleaned(record) for record in records if _is_event(record)), key=_time)
+
+
+def event_files(run: RunDir) -> list[Path]:
+    """Return all writers' files, in the order of their names."""
+    try:
+        with os.scandir(run.events) as entries:
+            names = sorted(entry.name for entry in entries if entry.name.endswith(".jsonl"))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return [run.events / name for name in names]
+
+
+@functools.cache
+def _called(names: tuple[str, ...]) -> re.Pattern[bytes]:
+    """Match the lines of events with these names, and perhaps others: whoever reads them looks again."""
+    return re.compile(rb'"event"\s*:\s*"(?:' + "|".join(names).encode() + rb')"')
 
 
 def _is_event(record: Record) -> bool:
@@ -78,7 +102,7 @@ def is_whole(value: object) -> TypeGuard[int]:
 
 def is_number(value: object) -> TypeGuard[int | float]:
     """Tell whether a value read from JSON is a finite number: Python's reader takes NaN and Infinity too."""
-    return is_whole(value) or (isinstance(value, float) and math.isfinite(value))
+    return math.isfinite(value) if isinstance(value, float) else is_whole(value)
 
 
 def rank_writer(attempt: int, rank: int) -> str:

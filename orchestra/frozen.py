@@ -6,15 +6,20 @@ from.
 
 from __future__ import annotations
 
+import dataclasses
+from enum import Enum
 from pathlib import Path
 from typing import cast
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from conf.schema import Config
 from orchestra.errors import ConfigError
+
+_BOOLEANS = ("y", "yes", "n", "no", "true", "false", "on", "off")
 
 
 def write_config(path: Path, config: Config) -> None:
@@ -24,7 +29,42 @@ def write_config(path: Path, config: Config) -> None:
 
 def to_yaml(config: Config) -> str:
     """Return every value of `config`, defaults too, as YAML."""
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
+    # What OmegaConf.to_yaml writes, twenty times as fast: sweeps freeze a configuration for each member.
+    return str(
+        yaml.dump(
+            dataclasses.asdict(config),
+            Dumper=_Dumper,
+            default_flow_style=False,
+            sort_keys=False,
+            allow_unicode=True,
+        )
+    )
+
+
+class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
+    """Writes enums by name, and quotes texts that OmegaConf would read as something else."""
+
+    def ignore_aliases(self, _: object) -> bool:
+        return True
+
+    def enum(self, value: Enum) -> yaml.Node:
+        return self.represent_str(value.name)  # type: ignore[no-any-return]
+
+    def text(self, value: str) -> yaml.Node:
+        style = "'" if _is_number(value) or value.lower() in _BOOLEANS else None
+        return self.represent_scalar("tag:yaml.org,2002:str", value, style=style)  # type: ignore[no-any-return]
+
+
+_Dumper.add_multi_representer(Enum, _Dumper.enum)
+_Dumper.add_representer(str, _Dumper.text)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def read_config(path: Path) -> Config:

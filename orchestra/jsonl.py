@@ -10,8 +10,9 @@ import errno
 import json
 import math
 import os
+import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -84,16 +85,35 @@ def _end_of_last_line(file: BinaryIO, size: int) -> int:
     return 0
 
 
-def read_json_lines(path: Path) -> Iterator[Record]:
-    """Yield the whole records of a file in order; a torn last line or a missing file yields nothing more."""
-    yield from JsonLinesReader(path).read_new()
+def read_json_lines(path: Path, wanted: re.Pattern[bytes] | None = None) -> Iterator[Record]:
+    """Yield the whole records of a file in order; a torn last line or a missing file yields nothing more.
+
+    `wanted` picks lines by their bytes, so that no others need to be parsed.
+    """
+    yield from JsonLinesReader(path, wanted).read_new()
+
+
+def read_last_lines(path: Path, num_lines: int, num_bytes: int) -> list[Record]:
+    """Return the last whole records of a file, of at most so many lines and bytes; none of a missing file."""
+    try:
+        with path.open("rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            start = max(0, size - num_bytes)
+            file.seek(start)
+            block = file.read(num_bytes)
+    except FileNotFoundError:
+        return []
+    # The last piece is no whole line, and neither is the first one when it was cut into.
+    lines = block.split(b"\n")[1 if start else 0 : -1]
+    return [record for line in lines[-num_lines:] if (record := _parsed(line)) is not None]
 
 
 class JsonLinesReader:
     """Follows a growing file by polling (network file systems have no change notices)."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, wanted: re.Pattern[bytes] | None = None) -> None:
         self._path = path
+        self._wanted = wanted
         self._offset = 0
 
     def read_new(self) -> list[Record]:
@@ -108,7 +128,10 @@ class JsonLinesReader:
             return []
         end = block.rfind(b"\n") + 1
         self._offset += end
-        return [record for line in block[:end].splitlines() if (record := _parsed(line)) is not None]
+        lines: Iterable[bytes] = block[:end].splitlines()
+        if self._wanted is not None:
+            lines = filter(self._wanted.search, lines)
+        return [record for line in lines if (record := _parsed(line)) is not None]
 
 
 def _parsed(line: bytes) -> Record | None:

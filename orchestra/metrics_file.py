@@ -37,7 +37,8 @@ METRIC_KEYS = (
     "nonfinite_steps",
 )
 
-_NUMBERS = tuple(key for key in METRIC_KEYS if key not in ("step", "mfu_convention"))
+# Those that are numbers, and of which a run can have a last one.
+NUMBER_KEYS = tuple(key for key in METRIC_KEYS if key not in ("step", "mfu_convention"))
 
 
 def read_metrics(run: RunDir) -> list[Record]:
@@ -64,7 +65,7 @@ def sound_row(row: Record) -> Record | None:
     """Return a row in which every metric is a finite number or None; None for one without a step ≥ 0."""
     if not is_whole(row.get("step")) or row["step"] < 0:
         return None
-    wrong = {key: None for key in _NUMBERS if key in row and not is_number(row[key])}
+    wrong = {key: None for key in NUMBER_KEYS if key in row and not is_number(row[key])}
     if not isinstance(row.get("mfu_convention", ""), str):
         wrong["mfu_convention"] = None
     return {**row, **wrong} if wrong else row

@@ -9,6 +9,7 @@ runs/<name>/
 ├── logs/attempt-000/        node-000.log (agent and torchrun), rank-00000.log (each worker)
 ├── logs/jobs/               what Slurm's jobs wrote themselves: <job>_<node>_log.out
 ├── code/                    snapshot of the packages, for a run that was submitted
+├── code.attempt-000/        what code/ was up to that attempt, where a resume brought another
 ├── job.sbatch               the batch script, word for word
 ├── checkpoints/             step-00000100/ with manifest.json, unless checkpoint.dir says another place
 ├── control/                 attempt-001.claim: who leads that attempt; attempt-001.stop-….json: who asks it
@@ -90,6 +91,13 @@ class RunDir:
 
     def claim(self, attempt: int) -> Path:
         return self.control / f"attempt-{attempt:03d}.claim"
+
+    def code_of_attempt(self, attempt: int) -> Path:
+        return self.path / f"code.attempt-{attempt:03d}"
+
+    def turn(self, number: int, time: int) -> Path:
+        """Who submits the run's job of this number, as often as somebody died over it."""
+        return self.control / f"job-{number:03d}.turn-{time}.claim"
 
     def stop_request(self, attempt: int, token: str) -> Path:
         return self.control / f"attempt-{attempt:03d}.stop-{token}.json"

@@ -3,6 +3,7 @@
 runs/<sweep>/
 ├── sweep.json            name, signature, overrides, members, arrays; written as one act
 ├── code/                 snapshot of the packages, for all members
+├── code.array-002/       what later arrays are trained with, where the packages had changed by then
 ├── array-000.sbatch      the batch scripts, word for word
 ├── logs/jobs/            what Slurm's jobs wrote themselves: <array>_<task>_<node>_log.out
 ├── control/              who submits: one claim per array
@@ -40,6 +41,13 @@ class SweepDir:
     @property
     def code(self) -> Path:
         return self.path / "code"
+
+    def code_of_array(self, array: int) -> Path:
+        return self.path / f"code.array-{array:03d}"
+
+    def newest_code(self) -> Path:
+        """Return the snapshot that was taken last."""
+        return max(self.path.glob("code.array-*"), default=self.code)
 
     @property
     def job_logs(self) -> Path:

@@ -11,10 +11,14 @@ from launchers.errors import SlurmMissing, SlurmRefused, SlurmSilent
 from launchers.slurm.environment import scrubbed
 
 QUERY_TIMEOUT_S = 20.0
+# Lists of an array's tasks are cut at 64 characters otherwise: 12_[0,2,4,6...].
+_WHOLE = {"SLURM_BITSTR_LEN": "0"}
 # What Slurm's commands write when no controller or database answered them.
 _SILENCE = re.compile(
-    r"unable to contact slurm controller|socket timed out|connection (refused|timed out)|zero bytes were"
-    r"|communication connection failure|no route to host|unable to connect|establish a configuration source",
+    r"unable to contact slurm controller|socket timed out|connection (refused|timed out|reset)"
+    r"|zero bytes were|communication (connection failure|shutdown)|no route to host|unable to connect"
+    r"|establish a configuration source|message (receive|send|sent) (failure|failed)|unexpected message"
+    r"|transport endpoint|insane message|broken pipe|unspecified error",
     re.IGNORECASE,
 )
 
@@ -37,7 +41,7 @@ def both_outputs_of(
         done = subprocess.run(
             words,
             input=stdin,
-            env=scrubbed(os.environ),
+            env={**scrubbed(os.environ), **_WHOLE},
             capture_output=True,
             text=True,
             errors="replace",
@@ -50,9 +54,14 @@ def both_outputs_of(
         ) from error
     except subprocess.TimeoutExpired as error:
         raise SlurmSilent(f"{name} got no answer from Slurm's controller within {timeout_s:g} s") from error
+    if done.returncode < 0:
+        # Slurm ends the commands of a job's step with the job, perhaps after they were heard.
+        raise SlurmSilent(f"{name} was ended by signal {-done.returncode}")
     if done.returncode != 0:
         said = _last_words(done.stderr, name) or f"exit code {done.returncode}"
-        kind = SlurmSilent if _SILENCE.search(done.stderr) else SlurmRefused
+        # Slurm says why it refuses; who ends without a word may have been heard.
+        is_silent = not done.stderr.strip() or _SILENCE.search(done.stderr)
+        kind = SlurmSilent if is_silent else SlurmRefused
         raise kind(f"{name}: {said}")
     return done.stdout, done.stderr
 

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 _OF_AN_ALLOCATION = re.compile(r"(SLURM|SLURMD|SBATCH|SALLOC|SRUN|PMIX|PMI|PMI2)_")
 # Which cluster is meant, not what was allocated on it.
 _KEPT = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS"})
-# How commands print, which would change what is read from them here.
-_FORMATS = frozenset({"SQUEUE_FORMAT", "SQUEUE_FORMAT2", "SQUEUE_SORT", "SINFO_FORMAT", "SACCT_FORMAT"})
+# What commands print and which jobs they show or end: a filter would make a job look gone.
+_OF_A_COMMAND = re.compile(r"(SQUEUE|SINFO|SACCT|SCANCEL|SCONTROL|SPRIO|SSTAT|SACCTMGR)_")
 
 
 def scrubbed(environment: Mapping[str, str]) -> dict[str, str]:
@@ -21,5 +21,5 @@ def scrubbed(environment: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in environment.items()
-        if name in _KEPT or not (_OF_AN_ALLOCATION.match(name) or name in _FORMATS)
+        if name in _KEPT or not (_OF_AN_ALLOCATION.match(name) or _OF_A_COMMAND.match(name))
     }

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launchers.errors import SlurmRefused, SlurmSilent
+from launchers.errors import LauncherError, SlurmRefused, SlurmSilent
 from launchers.slurm.commands import both_outputs_of, output_of
 from launchers.slurm.states import find_by_token
 
@@ -40,38 +41,47 @@ def tested(script: str) -> Estimate | None:
     return Estimate(match["time"], match["nodes"]) if match else None
 
 
-def submit(script: Path, token: str) -> str:
+def submit(script: Path, token: str, options: Sequence[str] = ()) -> str:
     """Submit a script whose comment holds `token`, and return the job's id.
 
-    When sbatch is not answered the queue is searched for the token, so that a job that was accepted is not
-    submitted twice. Raises SlurmRefused when Slurm said no, and SlurmSilent when it stays unknown whether
-    there is a job.
+    `options` are further words for sbatch, stronger than the script's own: a script is submitted again with
+    `--comment=TOKEN` and `--array=3,7`. Whatever else than an id sbatch answers, the queue is searched for
+    the token: a site's wrapper or a dying command may complain of a job that Slurm has. Raises SlurmRefused
+    when Slurm said no and has no such job, and SlurmSilent when it stays unknown whether there is one.
     """
+    words = ("sbatch", "--parsable", *options, str(script))
     try:
-        words = ("sbatch", "--parsable", str(script))
         # The id, and after a semicolon the cluster's name.
-        return output_of(words, timeout_s=_SUBMIT_TIMEOUT_S).strip().splitlines()[-1].partition(";")[0]
-    except SlurmSilent as silence:
-        found = _found_later(token, silence)
-        if found is None:
-            raise SlurmRefused(f"{silence}; the queue holds no such job") from silence
+        answer = output_of(words, timeout_s=_SUBMIT_TIMEOUT_S).strip().splitlines()[-1:]
+        if answer and answer[0]:
+            return answer[0].partition(";")[0]
+        problem: SlurmRefused | SlurmSilent = SlurmSilent("sbatch printed no job id")
+    except (SlurmRefused, SlurmSilent) as error:
+        problem = error
+    found = _found_later(token, problem)
+    if found is not None:
         return found
-    except IndexError as error:
-        raise SlurmSilent("sbatch printed no job id") from error
+    if isinstance(problem, SlurmRefused):
+        raise problem
+    raise SlurmRefused(f"{problem}; the queue holds no such job") from problem
 
 
-def _found_later(token: str, silence: SlurmSilent) -> str | None:
-    """Look for the job several times; None when Slurm answered to the last and did not have it."""
-    last = silence
-    for pause_s in _LOOK_AGAIN_S:
+def _found_later(token: str, problem: LauncherError) -> str | None:
+    """Look for the job, after silence several times; None when Slurm answered last and did not have it.
+
+    Raises SlurmSilent where the queue cannot be looked into: nothing may be concluded from that.
+    """
+    last: LauncherError | None = None
+    for pause_s in _LOOK_AGAIN_S if isinstance(problem, SlurmSilent) else _LOOK_AGAIN_S[:1]:
         time.sleep(pause_s)
         try:
             found = find_by_token(token)
-        except SlurmSilent as error:
+        except LauncherError as error:
             last = error
             continue
         if found is not None:
             return found
-    if last is not silence:
-        raise SlurmSilent(f"{silence}, and then: {last}") from last
+        last = None
+    if last is not None:
+        raise SlurmSilent(f"{problem}, and then: {last}") from last
     return None

@@ -60,6 +60,8 @@ class BatchJob:
     setup: tuple[str, ...] = ()
     # Pyxis and the like: options of srun.
     srun_options: tuple[str, ...] = ()
+    # Several such jobs, one for each task number: 0-11, 0,3-5. None: one job.
+    array: str | None = None
     # Any option of sbatch by its long name, with dashes or underscores: partition, time, reservation …
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -79,6 +81,9 @@ def rendered(job: BatchJob) -> str:
         # About combinations of options, which are the user's choice.
         warnings.simplefilter("ignore")
         executor.update_parameters(**_parameters(job))
+        if job.array is not None:
+            # Names the log files <array>_<task>_<node>_log.out; the tasks themselves are ours.
+            executor.parameters["map_count"] = 1
         return str(executor._make_submission_file_text(shlex.join(job.command), "")) + "\n"
 
 
@@ -102,6 +107,7 @@ def _parameters(job: BatchJob) -> dict[str, Any]:
         # submitit's own defaults, which sites may refuse, unless they are asked for.
         **{name.replace("_", "-"): value for name, value in options.items()},
         "chdir": str(job.directory),
+        **({} if job.array is None else {"array": job.array}),
         ("requeue" if job.requeue else "no-requeue"): True,
     }
     return {

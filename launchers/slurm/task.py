@@ -12,7 +12,8 @@ from launchers.errors import LauncherError
 class JobTask:
     """One task of a job's step; with one task per node also that node's number."""
 
-    # The id of the array and the member's number, where the job is one of an array: 12_3.
+    # The id of the array and the member's number, where the job is one of an array: 12_3. Slurm's commands
+    # take it; the job's own number may be the whole array's id.
     job: str
     # How often the job has been started before this time.
     restart: int
@@ -22,6 +23,14 @@ class JobTask:
     host: str
     # Where srun runs: the first node, by an address that the others reach.
     launch_address: str | None
+    # Slurm's name of the cluster; None where Slurm did not say it.
+    cluster: str | None = None
+
+    @property
+    def array_task(self) -> int | None:
+        """The number of the job in its array; None for a job of its own."""
+        member = self.job.partition("_")[2]
+        return int(member) if member else None
 
 
 def job_task(environment: Mapping[str, str]) -> JobTask:
@@ -41,4 +50,5 @@ def job_task(environment: Mapping[str, str]) -> JobTask:
         num_nodes=num_nodes,
         host=environment.get("SLURMD_NODENAME", ""),
         launch_address=environment.get("SLURM_LAUNCH_NODE_IPADDR"),
+        cluster=environment.get("SLURM_CLUSTER_NAME") or None,
     )

@@ -62,6 +62,8 @@ VERBS = (
     Verb("checkpoint export", "orchestra.cli.checkpoint_export", "write a checkpoint for Hugging Face"),
     Verb("checkpoint import", "orchestra.cli.checkpoint_import", "check a Hugging Face folder to start from"),
     Verb("data pack", "orchestra.cli.data", "turn text into token files"),
+    Verb("doctor", "orchestra.cli.doctor", "check this machine and the cluster"),
+    Verb("bench network", "orchestra.cli.bench_network", "measure bandwidth inside and between nodes"),
 )
 
 

@@ -6,19 +6,21 @@ import os
 import shlex
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from conf.schema import Config, Device
 from orchestra.cli import figures
-from orchestra.cli.curve import chart
-from orchestra.cli.progress import Summary
 from orchestra.errors import EXIT_DO_NOT_RESTART, EXIT_DONE, EXIT_STOPPED
-from orchestra.flops import num_parameters
 from orchestra.jsonl import Record
 from orchestra.report.checkpoints import failed_save, newest_checkpoint
 from orchestra.report.verdict import Verdict
 from orchestra.rundir import RunDir
-from orchestra.submit.environment import threads_per_rank, usable_cores
-from orchestra.topology import Layout, batch_shape, layout
+from orchestra.sweepdir import SweepDir, is_sweep
+
+if TYPE_CHECKING:
+    # `status` and its like need none of these, and answer faster without.
+    from conf.schema import Config
+    from orchestra.cli.progress import Summary
+    from orchestra.topology import Layout
 
 _TRACEBACK_LINES = 12
 _LOG_BYTES = 1 << 14
@@ -30,6 +32,9 @@ def header(config: Config, run: RunDir, attempt: int = 0, from_step: int | None 
 
     An attempt after the first says from which step it is expected to go on.
     """
+    from orchestra.flops import num_parameters
+    from orchestra.topology import batch_shape, layout
+
     mesh = layout(config.parallelism, world_size(config))
     batch = batch_shape(config.train, mesh.dp)
     model = config.model
@@ -62,6 +67,9 @@ def _layout(mesh: Layout, config: Config) -> str:
 
 
 def _device(config: Config) -> str:
+    from conf.schema import Device
+    from orchestra.submit.environment import threads_per_rank, usable_cores
+
     ranks = int(config.cluster.gpus_per_node)
     if config.cluster.device is not Device.cpu:
         return f"{ranks} × {config.cluster.device.value}"
@@ -111,10 +119,19 @@ def resume_line(run: RunDir, step: int | None) -> str:
     return f"resume  `{invocation('resume', run)}` {where}"
 
 
-def invocation(verb: str, run: RunDir) -> str:
-    """Return the command that means this run from the working directory."""
-    is_named = run.path.parent == Path.cwd() / "runs"
-    return f"orchestra {verb} {run.name if is_named else shlex.quote(str(run.path))}"
+def invocation(verb: str, run: RunDir | SweepDir) -> str:
+    """Return the command that means this run or sweep from the working directory."""
+    return f"orchestra {verb} {typed_name(run)}"
+
+
+def typed_name(run: RunDir | SweepDir) -> str:
+    """Return what to type for a run or a sweep: its name where it lies in ./runs, else its path."""
+    named = Path.cwd() / "runs"
+    if run.path.parent == named:
+        return run.name
+    if run.path.parent.parent == named and is_sweep(run.path.parent):
+        return f"{run.path.parent.name}/{run.name}"
+    return shlex.quote(str(run.path))
 
 
 def mirror_lines(events: Iterable[Record]) -> list[str]:
@@ -136,6 +153,8 @@ def _mfu(summary: Summary) -> str:
 
 def loss_chart(losses: list[float], width: int) -> list[str]:
     """Return the loss over the steps as a chart, nothing for fewer than two points."""
+    from orchestra.cli.curve import chart
+
     return ["", "loss", *chart(losses, width, _CHART_HEIGHT)] if len(losses) > 1 else []
 
 
@@ -157,13 +176,19 @@ def failure(run: RunDir, attempt: int, verdict: Verdict) -> str:
     when = f" at step {verdict.step}" if verdict.step is not None else ""
     why = f"{verdict.cause}: {verdict.message}" if verdict.message else verdict.cause
     log = run.node_log(attempt, 0) if verdict.rank is None else run.rank_log(attempt, verdict.rank)
-    trace = "" if verdict.explained else verdict.traceback or _end_of(log)
-    last_lines = [f"  {line}" for line in trace.rstrip().splitlines()[-_TRACEBACK_LINES:]]
+    trace = "" if verdict.explained else verdict.traceback or end_of(log)
+    last_lines = last_lines_of(trace)
     place = [f"log: {shown(log)}"] if log.exists() else []
     return "\n".join([f"{who}{where} failed{when}: {why}", *last_lines, *place])
 
 
-def _end_of(log: Path) -> str:
+def last_lines_of(text: str) -> list[str]:
+    """Return the end of a traceback or of a log, indented."""
+    return [f"  {line}" for line in text.rstrip().splitlines()[-_TRACEBACK_LINES:]]
+
+
+def end_of(log: Path) -> str:
+    """Return the last 16 KiB of a log; nothing where it cannot be read."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_BYTES))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Mapping, Sequence
 
 _UNKNOWN = "-"
 _MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86400
@@ -56,12 +57,47 @@ def age(seconds: float | None) -> str:
     return f"{max(0, int(seconds))}s"
 
 
-def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    """Align columns: the first to the left, the others to the right. Nothing is cut off."""
-    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
+def table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    """Align columns: the first to the left, the others to the right. Nothing is cut off.
+
+    A row of two cells under more columns is a name and a text that goes over all the others.
+    """
+    full = [row for row in (header, *rows) if len(row) == len(header)]
+    names = max(len(row[0]) for row in (header, *rows))
+    widths = [max(len(row[column]) for row in full) for column in range(1, len(header))]
     lines = []
-    for row in [header, *rows]:
-        first = row[0].ljust(widths[0])
-        others = (cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))
-        lines.append("  ".join([first, *others]).rstrip())
+    for row in (header, *rows):
+        is_full = len(row) == len(header)
+        others = (
+            [cell.rjust(width) for cell, width in zip(row[1:], widths, strict=True)] if is_full else row[1:]
+        )
+        lines.append("  ".join([row[0].ljust(names), *others]).rstrip())
     return "\n".join(lines)
+
+
+def without(table_: tuple[str, ...], header: tuple[str, ...], dropped: Collection[str]) -> tuple[str, ...]:
+    """Return a row without the columns whose titles are dropped; rows of two cells stay as they are."""
+    if len(table_) != len(header):
+        return table_
+    return tuple(cell for cell, title in zip(table_, header, strict=True) if title not in dropped)
+
+
+def fitting_table(
+    header: tuple[str, ...], rows: Sequence[tuple[str, ...]], width: int | None, drop: Sequence[str]
+) -> str:
+    """Return the table without as many of the columns in `drop`, in that order, as do not fit into `width`.
+
+    None: whoever reads it is no terminal, and gets all.
+    """
+    for num_dropped in range(len(drop) + 1):
+        titles = drop[:num_dropped]
+        shown = table(without(header, header, titles), [without(row, header, titles) for row in rows])
+        full = [line for line, row in zip(shown.splitlines(), (header, *rows), strict=True) if len(row) > 2]
+        if width is None or max(map(len, full)) <= width:
+            break
+    return shown
+
+
+def counts(numbers: Mapping[str, int]) -> str:
+    """Return "8 finished, 2 running"."""
+    return ", ".join(f"{number} {word}" for word, number in numbers.items())

@@ -68,6 +68,8 @@ def _request(overrides: list[str], *, starts: bool) -> RunRequest:
     from orchestra.config.compose import compose
     from orchestra.config.signature import signature
     from orchestra.config.situation import this_machine
+    from orchestra.submit.measured import with_measured_network
 
     config = compose(overrides, this_machine(starts=starts)).config
-    return RunRequest(config, signature(config), overrides, sys.argv)
+    # Measured figures are no part of what was asked for: the signature stays the same.
+    return RunRequest(with_measured_network(config), signature(config), overrides, sys.argv)

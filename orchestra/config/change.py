@@ -11,13 +11,21 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, cast
 
 from conf.schema import Config
-from orchestra.config.compose import batch_said_twice, batch_size_last_said, is_about, merge
+from orchestra.config.compose import (
+    batch_said_twice,
+    batch_size_last_said,
+    is_about,
+    merge,
+    put,
+    typed,
+)
 from orchestra.config.keys import shown
 from orchestra.config.overrides import check_overrides
 from orchestra.config.situation import Situation, resolved
 from orchestra.errors import ConfigError
 
 if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
     from omegaconf import DictConfig
 
     from orchestra.config.overrides import Checked
@@ -50,9 +58,9 @@ def changed_config(frozen: Config, overrides: Sequence[str], situation: Situatio
     problems = [*checked.problems, *_experiment_problems(checked)]
     config = None
     try:
-        typed = _applied(frozen, checked)
-        problems += batch_said_twice(typed, checked.keys)
-        config = resolved(batch_size_last_said(typed, checked.keys), situation)
+        applied = _applied(frozen, checked)
+        problems += batch_said_twice(applied, checked.keys)
+        config = resolved(batch_size_last_said(applied, checked.keys), situation)
     except ConfigError as error:
         problems += error.problems
     if config is not None:
@@ -89,23 +97,13 @@ def _shown(value: Any) -> str:
 def _applied(frozen: Config, checked: Checked) -> Config:
     """Put presets and values on top of the frozen values. Raises ConfigError for what does not fit a key."""
     from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
 
     from orchestra.frozen import to_yaml, writable_schema
 
     node = cast("DictConfig", OmegaConf.merge(writable_schema(), OmegaConf.create(to_yaml(frozen))))
     node = _with_presets(node, checked)
-    try:
-        for name, change in _values(checked):
-            if change.is_delete():
-                above, _, last = name.rpartition(".")
-                OmegaConf.select(node, above).pop(last, None)
-            else:
-                OmegaConf.update(node, name, change.value(), merge=True, force_add=True)
-        return cast(Config, OmegaConf.to_object(node))
-    except OmegaConfBaseException as error:
-        reason = str(error.msg or error).splitlines()[0]
-        raise ConfigError(f"{error.full_key or 'a value'}: {reason}") from error
+    put(node, _values(checked))
+    return typed(node)
 
 
 def _with_presets(node: DictConfig, checked: Checked) -> DictConfig:
@@ -119,14 +117,14 @@ def _with_presets(node: DictConfig, checked: Checked) -> DictConfig:
     return node
 
 
-def _values(checked: Checked) -> Iterator[tuple[str, Any]]:
-    """Yield name and parsed override of everything that sets a value, in the order given."""
+def _values(checked: Checked) -> Iterator[Override]:
+    """Yield the parsed override of everything that sets a value, in the order given."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     for text in checked.accepted:
         name = _name(text)
         if name not in checked.presets and name != "hydra.searchpath":
-            yield name, OverridesParser.create().parse_override(text)
+            yield OverridesParser.create().parse_override(text)
 
 
 def _name(text: str) -> str:

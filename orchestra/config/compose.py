@@ -6,7 +6,7 @@ Hydra's compose API does the composing; none of its exceptions leaves this modul
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,6 +15,9 @@ from orchestra.config.situation import Situation, resolved, this_machine
 from orchestra.errors import ConfigError
 
 if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
+    from omegaconf.errors import OmegaConfBaseException
+
     from orchestra.config.overrides import Checked
     from orchestra.config.tree import Tree
 
@@ -46,7 +49,6 @@ def compose(overrides: Sequence[str], situation: Situation | None = None) -> Com
     ConfigError with every problem found: unreadable and unknown overrides, wrong types, then broken rules.
     """
     from orchestra.config.overrides import check_overrides
-    from orchestra.config.rules import problems_of
 
     situation = situation or this_machine()
     checked = check_overrides(overrides)
@@ -54,16 +56,24 @@ def compose(overrides: Sequence[str], situation: Situation | None = None) -> Com
     config = merged = None
     try:
         merged = merge(checked)
-        typed = _typed(merged)
-        problems += batch_said_twice(typed, checked.keys)
-        config = resolved(batch_size_last_said(typed, checked.keys), situation)
+        config, broken = settled(typed(merged.values), checked, situation)
+        problems += broken
     except ConfigError as error:
         problems += error.problems
-    if config is not None and not checked.lacks_preset:
-        problems += [problem for problem in problems_of(config, situation) if not is_about(problem, checked)]
     if problems or config is None or merged is None:
         raise ConfigError(list(dict.fromkeys(problems)))
     return Composed(config, tuple(overrides), merged.presets)
+
+
+def settled(config: Config, checked: Checked, situation: Situation) -> tuple[Config, list[str]]:
+    """Return a typed configuration resolved for a situation, and a sentence for each rule that it breaks."""
+    from orchestra.config.rules import problems_of
+
+    problems = batch_said_twice(config, checked.keys)
+    config = resolved(batch_size_last_said(config, checked.keys), situation)
+    if not checked.lacks_preset:
+        problems += [problem for problem in problems_of(config, situation) if not is_about(problem, checked)]
+    return config, problems
 
 
 def is_about(problem: str, checked: Checked) -> bool:
@@ -100,18 +110,44 @@ def merge(checked: Checked) -> Merged:
     return Merged(whole, presets)
 
 
-def _typed(merged: Merged) -> Config:
+def typed(values: Any) -> Config:
+    """Turn merged values into the typed configuration. Raises ConfigError naming the key that has none."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+    try:
+        return cast(Config, OmegaConf.to_object(values))
+    except MissingMandatoryValue as error:
+        missing = sorted(OmegaConf.missing_keys(values))
+        raise ConfigError([f"{name}: no value given (???); set {name}=…" for name in missing]) from error
+    except OmegaConfBaseException as error:
+        raise unfit(error) from error
+
+
+def unfit(error: OmegaConfBaseException) -> ConfigError:
+    """Return the error for a value that does not fit its key."""
+    reason = str(error.msg or error).splitlines()[0]
+    return ConfigError(f"{error.full_key or 'a value'}: {reason}")
+
+
+def put(values: Any, accepted: Iterable[Override]) -> None:
+    """Set the values of accepted overrides in composed ones, in their order, as Hydra does.
+
+    Raises ConfigError for one that does not fit its key.
+    """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     try:
-        missing = sorted(OmegaConf.missing_keys(merged.values))
-        if missing:
-            raise ConfigError([f"{name}: no value given (???); set {name}=…" for name in missing])
-        return cast(Config, OmegaConf.to_object(merged.values))
+        for override in accepted:
+            name = override.key_or_group
+            if override.is_delete():
+                above, _, last = name.rpartition(".")
+                OmegaConf.select(values, above).pop(last, None)
+            else:
+                OmegaConf.update(values, name, override.value(), merge=True, force_add=True)
     except OmegaConfBaseException as error:
-        reason = str(error.msg or error).splitlines()[0]
-        raise ConfigError(f"{error.full_key or 'a value'}: {reason}") from error
+        raise unfit(error) from error
 
 
 def _tree_problems(checked: Checked) -> list[str]:

@@ -37,11 +37,6 @@ def rule_launcher(config: Config, situation: Situation) -> Iterator[str]:
             "cluster.launcher=slurm: `orchestra run` trains on this machine; use `orchestra submit` for a "
             "job on the cluster, or cluster=local"
         )
-    elif is_slurm and situation.verb == "resume":
-        yield (
-            "cluster.launcher=slurm: `orchestra resume` trains on this machine; use cluster=local to go on "
-            "here: resuming as a job on the cluster is not built yet"
-        )
     elif not is_slurm and situation.verb == "submit":
         yield (
             "cluster.launcher=local is this machine alone; use cluster=slurm to submit a job, or "
@@ -78,4 +73,10 @@ def rule_slurm_extra(config: Config, _: Situation) -> Iterator[str]:
         yield f"cluster.slurm_extra.{problem}; leave it out"
 
 
-RULES = (rule_launcher, rule_time_for_warning, rule_slurm_extra)
+def rule_array_throttle(config: Config, _: Situation) -> Iterator[str]:
+    throttle = config.cluster.array_throttle
+    if throttle is not None and throttle < 1:
+        yield f"cluster.array_throttle={throttle} lets no job of a sweep run; use 1 or more, or leave it out"
+
+
+RULES = (rule_array_throttle, rule_launcher, rule_time_for_warning, rule_slurm_extra)

@@ -11,6 +11,7 @@ from conf.schema import Config
 from orchestra import hardware
 from orchestra.config.keys import nearest, shown
 from orchestra.config.situation import Situation
+from orchestra.metrics_file import NUMBER_KEYS
 from orchestra.units import slurm_time_s
 
 # Smallest whole number of each key; null passes where the schema allows it.
@@ -219,6 +220,14 @@ def rule_run_name(config: Config, _: Situation) -> Iterator[str]:
         yield from run_name_problems(config.run.name)
 
 
+def rule_metric(config: Config, _: Situation) -> Iterator[str]:
+    metric = config.run.metric
+    if metric not in NUMBER_KEYS:
+        meant = nearest(metric, list(NUMBER_KEYS))
+        hint = f"did you mean {meant}? There are" if meant else "there are"
+        yield f"run.metric={metric}: metrics.jsonl has no such number; {hint} {', '.join(NUMBER_KEYS)}"
+
+
 def run_name_problems(name: str) -> Iterator[str]:
     """Yield what keeps `name` from naming a run."""
     if not name.strip():
@@ -243,4 +252,5 @@ RULES = (
     rule_hardware_name,
     rule_time_limit,
     rule_run_name,
+    rule_metric,
 )

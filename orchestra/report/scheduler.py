@@ -1,4 +1,5 @@
-"""Slurm's word on runs, after their own records: who waits, who is being started, who was ended silently.
+"""Slurm's word on runs, after their own records: who waits and for what, who is being started, who was ended
+silently.
 
 What a run wrote itself comes first; then the queue; then the accounting. Where Slurm cannot be asked nothing
 changes. It asks Slurm once for all runs, and only those that it may know more about.
@@ -6,71 +7,150 @@ changes. It asks Slurm once for all runs, and only those that it may know more a
 
 from __future__ import annotations
 
+import pwd
+import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
-from launchers.slurm.states import GONE, RUNNING, UNKNOWN, WAITING, JobState, SubmittedJob, job_states
-from orchestra.events import is_number
-from orchestra.report.state import RunState, read_record
+from launchers.slurm.states import (
+    GONE,
+    RUNNING,
+    UNKNOWN,
+    WAITING,
+    JobState,
+    Questions,
+    SubmittedJob,
+)
+from orchestra.report.state import RunState, job_of_record, last_growth, read_record, read_state
+from orchestra.report.waiting import how_it_ended, why_it_waits
 from orchestra.rundir import RunDir
 
 # Own records that leave open what became of the job.
-_OPEN = ("not started", "running", "unknown", "died")
+OPEN = ("not started", "running", "unknown", "died", "queued")
 # A verdict that stands; yet the same job may wait to be started again.
 _MAY_WAIT_AGAIN = ("stopped", "failed", "interrupted")
+# What wrote so lately is alive, whatever Slurm does not know.
+_GROWS_S = 60.0
+# A requeued job is still running, or being cleaned up, for a moment after its attempt ended.
+_ENDING = ("COMPLETING", "REQUEUED", "SIGNALING", "STAGE_OUT", "RESIZING")
 
 
 def newest_job(run: RunDir) -> SubmittedJob | None:
     """Return the job that was submitted last for a run; None for a run that never was."""
-    jobs = read_record(run).get("jobs")
-    entry = jobs[-1] if isinstance(jobs, list) and jobs and isinstance(jobs[-1], dict) else {}
-    token, job, name, user = (entry.get(key) for key in ("token", "id", "name", "user"))
-    submitted = entry.get("submitted")
-    texts = isinstance(token, str) and isinstance(name, str) and isinstance(user, str)
-    if not texts or not is_number(submitted) or not (job is None or isinstance(job, str)):
-        return None
-    return SubmittedJob(str(token), job, str(name), str(user), float(submitted))
+    return job_of_record(run, read_record(run))
 
 
-def with_scheduler(runs: Sequence[RunDir], states: Sequence[RunState]) -> tuple[list[RunState], list[str]]:
+def with_scheduler(
+    runs: Sequence[RunDir], states: Sequence[RunState], questions: Questions | None = None
+) -> tuple[list[RunState], list[str]]:
     """Return the states with Slurm's word where it says more, and why it could not be asked if it could not.
 
-    `states` are those of `runs`, from their own records.
+    `states` are those of `runs`, from their own records. Whoever asks again and again hands in the same
+    `questions` each time.
     """
     jobs = {
-        index: job
+        index: state.submitted
         for index, state in enumerate(states)
-        if state.state in (*_OPEN, *_MAY_WAIT_AGAIN) and (job := newest_job(runs[index])) is not None
+        if state.submitted is not None and state.state in (*OPEN, *_MAY_WAIT_AGAIN)
     }
-    wanted = {job.token for index, job in jobs.items() if states[index].state in _OPEN}
-    words, problems = job_states(list(jobs.values()), past=wanted)
+    wanted = [job for index, job in jobs.items() if states[index].state in OPEN]
+    words, problems = (questions or Questions()).states(list(jobs.values()), past=wanted)
     told = list(states)
     for index, job in jobs.items():
-        told[index] = _told(states[index], job, words[job.token])
+        own, word = states[index], words[job]
+        if own.state in OPEN and word.is_over:
+            # It may have ended, with a verdict, between reading its records and asking Slurm.
+            own = _read_again(runs[index], own)
+        if own.state == "running" and word.state == GONE and _grows(runs[index]):
+            told[index] = replace(own, job=word.job, job_state=UNKNOWN, cause=_unknown_yet_alive(job))
+        else:
+            told[index] = _told(own, job, word)
     return told, problems
 
 
+def _grows(run: RunDir) -> bool:
+    return abs(time.time() - last_growth(run)) < _GROWS_S
+
+
+def _unknown_yet_alive(job: SubmittedJob) -> str:
+    return f"Slurm does not know job {job.label or 'with its token'}, yet the run's files grow"
+
+
+def _read_again(run: RunDir, before: RunState) -> RunState:
+    now = read_state(run, time.time())
+    return replace(now, name=before.name)
+
+
 def _told(own: RunState, job: SubmittedJob, word: JobState) -> RunState:
-    state = replace(own, job=word.job, job_state=word.state)
+    if word.state == UNKNOWN:
+        cause = elsewhere(job, word.asked) if own.state in OPEN else None
+        asked = word.asked or None
+        return replace(own, job=word.job, job_state=word.state, cause=cause or own.cause, asked_cluster=asked)
+    start = None if word.start in ("", "N/A", "Unknown", "None") else word.start
+    nodes = None if word.nodes in ("", "None assigned") else word.nodes
+    state = replace(own, job=word.job, job_state=word.state, job_nodes=nodes, job_start=start)
+    waits = why_it_waits(word) or None
     if word.state in WAITING:
-        return replace(state, state="queued", cause=word.reason or None, eta_s=None)
-    if own.state not in _OPEN or word.state == UNKNOWN:
+        return replace(state, state="queued", cause=waits, eta_s=None)
+    if own.state not in OPEN:
         return state
     if word.state in RUNNING:
-        return replace(state, state="starting" if own.state == "not started" else "running")
-    return replace(state, state=_end(own, job, word), cause=_cause(job, word), eta_s=None)
+        return _of_a_running_job(state, word, waits)
+    return replace(state, state=_end(own, job, word), cause=_cause(own, job, word), code=None, eta_s=None)
+
+
+def _of_a_running_job(own: RunState, word: JobState, waits: str | None) -> RunState:
+    if own.state in ("not started", "queued"):
+        is_ending = own.state == "queued" and word.state in _ENDING
+        return replace(own, state="queued" if is_ending else "starting", cause=waits)
+    return replace(own, state="running", cause=waits or own.cause)
 
 
 def _end(own: RunState, job: SubmittedJob, word: JobState) -> str:
-    if own.state != "not started":
-        return "died"
-    if job.job is None and word.state == GONE:
+    if own.state not in ("not started", "queued"):
+        return "cancelled" if word.state == "CANCELLED" else "died"
+    if own.state == "not started" and job.job is None and word.state == GONE:
         return "not submitted"
-    return "cancelled" if word.state == "CANCELLED" else "died"
+    return {"CANCELLED": "cancelled", "FAILED": "failed"}.get(word.state, "died")
 
 
-def _cause(job: SubmittedJob, word: JobState) -> str:
+def _cause(own: RunState, job: SubmittedJob, word: JobState) -> str:
+    began = {
+        "not started": "the run had not begun",
+        "queued": "the run had not gone on",
+    }.get(own.state, "the run left no verdict")
     if word.state == GONE:
-        named = "a job with its token" if job.job is None else f"job {job.job} any more"
-        return f"Slurm does not have {named}, and the run left no verdict"
-    return f"Slurm says {word.state} of job {word.job}, and the run left no verdict"
+        named = "a job with its token" if job.job is None else f"job {job.label} any more"
+        return f"Slurm does not have {named}, and {began}"
+    return f"{how_it_ended(word, user_name_of)}, and {began}"
+
+
+def elsewhere(job: SubmittedJob, asked: str | None) -> str | None:
+    """Return that a job belongs to another cluster than the one that was asked; None where it does not."""
+    if not asked or job.cluster is None:
+        return None
+    its = f"its job {job.label}" if job.label else "its job"
+    return f"{its} is on cluster {job.cluster}; this machine asks cluster {asked}"
+
+
+def user_name_of(number: str) -> str:
+    """Return the name of a user by number as the accounting prints it, or what it printed."""
+    try:
+        return pwd.getpwuid(int(number)).pw_name
+    except (KeyError, ValueError, OverflowError):
+        return number
+
+
+def job_logs(run: RunDir, job: SubmittedJob | None) -> list[Path]:
+    """Return what the newest job of a run wrote itself, node by node; that of all its jobs while its id is
+    not known.
+
+    The jobs of a sweep's members write into the sweep's folder.
+    """
+    if job is not None and job.task is not None:
+        folder, pattern = RunDir(run.path.parent).job_logs, f"{job.label or '*_' + str(job.task)}_*_log.out"
+    else:
+        folder, pattern = run.job_logs, f"{job.label}_*_log.out" if job and job.label else "*"
+    files = sorted(folder.glob(pattern), key=lambda file: (len(file.name), file.name))
+    return files or (sorted(folder.glob("*")) if job is None or job.task is None else [])

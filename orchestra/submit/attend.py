@@ -16,32 +16,35 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from conf.schema import Config
-from launchers.addresses import address_towards, interface_of, reachable_address
 from launchers.agent import start_agent, supervise
 from launchers.errors import LauncherError
 from launchers.ports import free_port
 from launchers.slurm.task import JobTask, job_task
 from launchers.spec import Ending, LaunchSpec, Place
 from launchers.stops import StopRequests
-from orchestra.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, LaunchError
+from orchestra.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, LaunchError, RivalError
 from orchestra.events import node_writer
 from orchestra.frozen import read_config
 from orchestra.jsonl import Record, read_json_lines
 from orchestra.report.verdict import node_verdict
 from orchestra.rundir import RunDir
 from orchestra.submit.claims import take_next
+from orchestra.submit.continuation import GoingOn
+from orchestra.submit.guard import refusal
 from orchestra.submit.launch import launch_spec
-from orchestra.submit.meeting import Meeting, await_meeting, is_there, publish
+from orchestra.submit.meeting import Meeting, await_meeting, is_there, publish, publish_refusal
+from orchestra.submit.place import own_address, placed
 from orchestra.submit.recording import AttemptRecord, announced, joined
 from orchestra.submit.urgency import Urgency
 
-_LOOPBACK = "127.0.0.1"
 # How often a node looks whether the attempt broke on another one.
 _LOOK_S = 2.0
 # How long nodes wait for each other's end; less where Slurm is about to kill (KillWait, 30 s by default).
 _END_TIMEOUT_S = 120.0
 _HURRIED_END_TIMEOUT_S = 15.0
 _POLL_S = 0.2
+# Node 0's last event. The other nodes wait for it: srun ends all tasks when the first one ends with a code.
+_LAST_WORD = "node_left"
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,7 @@ def attend(run: RunDir, signals: StopRequests) -> int:
         )
     meeting = _meeting(run, config, task, signals)
     if meeting is None:
+        _break_what_began(run, task)
         _say(task, f"{signals.first} came before the attempt began")
         return EXIT_STOPPED
     _say(task, f"attempt {meeting.attempt}, the ranks meet at {meeting.address}:{meeting.port}")
@@ -89,40 +93,24 @@ def attend(run: RunDir, signals: StopRequests) -> int:
 def _meeting(run: RunDir, config: Config, task: JobTask, signals: StopRequests) -> Meeting | None:
     if task.node > 0:
         return await_meeting(run, task, lambda: signals.count() > 0)
-    address = _LOOPBACK if task.num_nodes == 1 else _own_address(config, task)
+    if (rival := refusal(run, task)) is not None:
+        publish_refusal(run, task, rival)
+        raise RivalError(rival)
     host = task.host or socket.gethostname()
+    address = own_address(config.cluster.network, task)
     meeting = Meeting(take_next(run), address, free_port(), host, time.time())
     publish(run, task, meeting)
     return meeting
 
 
-def _own_address(config: Config, task: JobTask) -> str:
-    try:
-        return reachable_address(config.cluster.network.interface, task.host, task.launch_address)
-    except LauncherError as error:
-        raise LaunchError(f"{error} (cluster.network.interface)") from error
-
-
 def _launch(part: _Part) -> tuple[LaunchSpec, Place]:
     path = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     spec = launch_spec(part.config, part.run, part.attempt, path)
-    local = _LOOPBACK if part.task.num_nodes == 1 else address_towards(part.meeting.address)
-    interface = None if local is None else interface_of(local)
-    if interface is not None and "GLOO_SOCKET_IFNAME" not in spec.environment:
-        # gloo takes what this host's name means, which may be an address that nobody else reaches.
-        spec = dataclasses.replace(spec, environment={**spec.environment, "GLOO_SOCKET_IFNAME": interface})
-    place = Place(
-        part.task.node,
-        part.meeting.address,
-        part.meeting.port,
-        local_address=local,
-        meeting_id=f"{part.task.job}.{part.task.restart}-{part.attempt}",
-    )
-    return spec, place
+    return placed(spec, part.task, part.meeting)
 
 
 def _record(part: _Part, spec: LaunchSpec) -> AttemptRecord:
-    facts = {"job": part.task.job, "job_start": part.task.restart}
+    facts = {"job": part.task.job, "job_start": part.task.restart, "cluster": part.task.cluster}
     if part.task.node == 0:
         return announced(part.config, part.run, part.attempt, spec, **facts)
     record = joined(part.run, part.attempt, part.task.node)
@@ -144,9 +132,27 @@ def _train(part: _Part, record: AttemptRecord, spec: LaunchSpec, place: Place) -
         record.events.write("node_ended", node=part.task.node, code=ending.exit_code)
     if part.task.node > 0:
         return _code_of_node_0(part, ending)
-    verdict = record.conclude(_of_all_nodes(part, record, ending), urgency.interruption)
+    return _concluded(part, record, _of_all_nodes(part, record, ending), urgency.interruption)
+
+
+def _concluded(part: _Part, record: AttemptRecord, ending: Ending, interruption: str | None) -> int:
+    """Write the verdict, let the run go on where it is to, and return the verdict's code. *Node 0 only*."""
+    going_on = GoingOn(part.run, part.config, part.task, part.attempt, record.events)
+    verdict = record.conclude(ending, interruption, going_on.judged)
     _say(part.task, f"{verdict.state}: {verdict.message or verdict.cause}")
+    if done := going_on.go_on(verdict):
+        _say(part.task, done)
+    with contextlib.suppress(OSError):
+        record.events.write(_LAST_WORD, node=0)
     return verdict.code
+
+
+def _break_what_began(run: RunDir, task: JobTask) -> None:
+    """Let node 0 know that this node leaves: it may just have begun, and would wait for this one's ranks."""
+    deadline = time.monotonic() + _LOOK_S
+    met = await_meeting(run, task, lambda: time.monotonic() > deadline)
+    if met is not None:
+        _break(run, met.attempt)
 
 
 def _break(run: RunDir, attempt: int) -> None:
@@ -201,14 +207,14 @@ def _code_of_node_0(part: _Part, ending: Ending) -> int:
     """Wait for the verdict and return its code; without one, whether this node's own part went well."""
     found: list[int] = []
 
-    def is_judged() -> bool:
-        verdict = node_verdict(_events(part, 0))
-        if verdict is not None:
+    def has_left() -> bool:
+        events = _events(part, 0)
+        if (verdict := node_verdict(events)) is not None:
             found.append(verdict.code)
-        return verdict is not None
+        return any(event["event"] == _LAST_WORD for event in events)
 
-    _wait(part, is_judged)
-    return found[0] if found else (EXIT_DONE if ending.exit_code == EXIT_DONE else EXIT_FAILED)
+    _wait(part, has_left)
+    return found[-1] if found else (EXIT_DONE if ending.exit_code == EXIT_DONE else EXIT_FAILED)
 
 
 def _wait(part: _Part, is_over: Callable[[], bool]) -> None:

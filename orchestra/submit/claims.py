@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import secrets
@@ -11,9 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from launchers import processes
-from orchestra.events import read_events
+from orchestra import control
+from orchestra.events import is_number, is_whole, read_events
+from orchestra.report.state import read_record
 from orchestra.report.verdict import last_attempt
 from orchestra.rundir import RunDir
+
+# A claim of another host, or one that cannot be read yet, counts for so long.
+_CLAIM_COUNTS_S = 600.0
 
 
 def claimed_attempt(run: RunDir) -> int | None:
@@ -24,8 +30,12 @@ def claimed_attempt(run: RunDir) -> int | None:
 
 def read_claim(run: RunDir, attempt: int) -> dict[str, Any]:
     """Return who claimed an attempt: host, pid, pid_started, time; empty where that cannot be read."""
+    return _parsed(run.claim(attempt))
+
+
+def _parsed(file: Path) -> dict[str, Any]:
     try:
-        claim = json.loads(run.claim(attempt).read_text())
+        claim = json.loads(file.read_text())
     except (OSError, ValueError):
         return {}
     return claim if isinstance(claim, dict) else {}
@@ -36,6 +46,14 @@ def take(run: RunDir, attempt: int) -> bool:
 
     Raises OSError where the run directory cannot be written.
     """
+    return write_claim(run.claim(attempt))
+
+
+def write_claim(file: Path) -> bool:
+    """Write a claim that names this process; return False when somebody else's stands there already.
+
+    Raises OSError where it cannot be written, and leaves nothing then.
+    """
     process = processes.find(os.getpid())
     content = {
         "host": socket.gethostname(),
@@ -45,21 +63,78 @@ def take(run: RunDir, attempt: int) -> bool:
     }
     # Exclusive creation works on every file system that clusters share, locks do not.
     try:
-        with run.claim(attempt).open("x") as file:
-            file.write(json.dumps(content) + "\n")
+        draft = file.open("x")
     except FileExistsError:
         return False
+    try:
+        with draft:
+            draft.write(json.dumps(content) + "\n")
+    except OSError:
+        # On a full disk an empty claim would stand for ten minutes.
+        file.unlink(missing_ok=True)
+        raise
     return True
 
 
-def take_next(run: RunDir) -> int:
-    """Claim the attempt after all that were started or claimed, and return its number."""
+def is_held(file: Path, now: float) -> bool:
+    """Tell whether the process that wrote a claim may still do what it claimed.
+
+    On another host, or where the claim cannot be read yet, it may for ten minutes.
+    """
+    claim = _parsed(file)
+    pid, started = claim.get("pid"), claim.get("pid_started")
+    if claim.get("host") == socket.gethostname() and is_whole(pid):
+        process = processes.find(pid)
+        return process is not None and (started is None or process.started == started)
+    try:
+        made = claim["time"] if is_number(claim.get("time")) else file.stat().st_mtime
+    except OSError:
+        return False
+    return now - float(made) < _CLAIM_COUNTS_S
+
+
+def take_turn(run: RunDir, number: int, now: float) -> Path | None:
+    """Claim to submit the run's job of this number, and return the claim; None when somebody else does it.
+
+    Claims of processes that died over it are passed over. Raises OSError where nothing can be written.
+    """
     run.control.mkdir(exist_ok=True)
-    known = (last_attempt(read_events(run)), claimed_attempt(run))
+    for time_ in itertools.count():
+        file = run.turn(number, time_)
+        if write_claim(file):
+            return file
+        if is_held(file, now):
+            return None
+    raise AssertionError("unreachable")
+
+
+def next_attempt_number(run: RunDir, last: int | None) -> int:
+    """Return the attempt that a resume begins: after `last`, the newest that was started, and after all that
+    were claimed or asked to stop. Raises OSError.
+    """
+    known = (last, claimed_attempt(run), control.requested_attempt(run))
+    return max((number for number in known if number is not None), default=-1) + 1
+
+
+def take_next(run: RunDir) -> int:
+    """Claim the attempt after all that were started or claimed, and return its number.
+
+    It is none before the one that the newest job was submitted for: that one lies behind all stop requests
+    of the time, which are meant for attempts that will not begin any more.
+    """
+    run.control.mkdir(exist_ok=True)
+    known = (last_attempt(read_events(run)), claimed_attempt(run), _planned_attempt(run) - 1)
     number = max((number for number in known if number is not None), default=-1) + 1
     while not take(run, number):
         number += 1
     return number
+
+
+def _planned_attempt(run: RunDir) -> int:
+    """Return the attempt that the newest job was submitted for; 0 without a job."""
+    jobs = read_record(run).get("jobs")
+    newest = jobs[-1] if isinstance(jobs, list) and jobs and isinstance(jobs[-1], dict) else {}
+    return int(newest["attempt"]) if is_whole(newest.get("attempt")) else 0
 
 
 def write_whole(path: Path, text: str) -> None:

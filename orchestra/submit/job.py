@@ -6,12 +6,14 @@ import secrets
 import shlex
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from conf.schema import Config, ContainerConfig, Device, Requeue
 from launchers.slurm.script import BatchJob
 from orchestra.config.rules_slurm import warning_lead_s
 from orchestra.rundir import RunDir
+from orchestra.sweepdir import SweepDir
 
 NODE_MODULE = "orchestra.submit.node"
 _TOKEN_BYTES = 8
@@ -31,8 +33,36 @@ class Share:
     cpus: int | None = None
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Where a job belongs: its name, its folders, and what the node's entry point is told."""
+
+    name: str
+    directory: Path
+    code: Path
+    log_folder: Path
+    arguments: tuple[str, ...]
+
+
 def batch_job(config: Config, run: RunDir, token: str, share: Share | None = None) -> BatchJob:
     """Return the job that trains `run`; `config` says the ranks per node and the device."""
+    place = _Place(run.name, run.path, run.code, run.job_logs, (str(run.path),))
+    return _job(config, place, token, share)
+
+
+def array_job(
+    config: Config, sweep: SweepDir, token: str, first: int, tasks: str, share: Share | None = None
+) -> BatchJob:
+    """Return the array that trains members of a sweep which all need what `config` says of the machines.
+
+    Task t trains the member with index `first` + t; `tasks` are their numbers in sbatch's form.
+    """
+    arguments = (str(sweep.path), "--first", str(first))
+    place = _Place(sweep.name, sweep.path, sweep.code, sweep.job_logs, arguments)
+    return replace(_job(config, place, token, share), array=tasks)
+
+
+def _job(config: Config, place: _Place, token: str, share: Share | None) -> BatchJob:
     cluster = config.cluster
     ranks = int(cluster.gpus_per_node)
     options = {
@@ -44,15 +74,15 @@ def batch_job(config: Config, run: RunDir, token: str, share: Share | None = Non
         "exclude": cluster.exclude or None,
         **cluster.slurm_extra,
     }
-    prefix, srun_options = _container(cluster.container, run)
+    prefix, srun_options = _container(cluster.container, place)
     return BatchJob(
-        name=run.name,
+        name=place.name,
         num_nodes=cluster.nodes,
-        command=(*prefix, _python(cluster.container), "-u", "-m", NODE_MODULE, str(run.path)),
-        log_folder=run.job_logs,
-        directory=run.path,
+        command=(*prefix, _python(cluster.container), "-u", "-m", NODE_MODULE, *place.arguments),
+        log_folder=place.log_folder,
+        directory=place.directory,
         comment=token,
-        exports={"PYTHONPATH": str(run.code), "PYTHONSAFEPATH": "1"},
+        exports={"PYTHONPATH": str(place.code), "PYTHONSAFEPATH": "1"},
         warning_lead_s=warning_lead_s(config),
         requeue=cluster.requeue is Requeue.requeue,
         gpus_per_node=None if cluster.device is Device.cpu or _asks_for_gpus(options) else ranks,
@@ -81,15 +111,15 @@ def _python(container: ContainerConfig) -> str:
     return "python3" if container.image or container.prefix else sys.executable
 
 
-def _container(container: ContainerConfig, run: RunDir) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _container(container: ContainerConfig, place: _Place) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the words before the command, and the options of srun (Pyxis), that put it into a container."""
     if container.image is None and container.prefix is None:
         return (), ()
     # Said again inside: an image's own variables may be stronger than the job's.
-    inside = ("env", f"PYTHONPATH={run.code}", "PYTHONSAFEPATH=1")
+    inside = ("env", f"PYTHONPATH={place.code}", "PYTHONSAFEPATH=1")
     words = (*shlex.split(container.prefix or ""), *inside)
     if container.image is None:
         return words, ()
-    parent = run.path.parent
+    parent = place.directory.parent
     mounts = ",".join([f"{parent}:{parent}", *container.mounts])
     return words, (f"--container-image={container.image}", f"--container-mounts={mounts}")

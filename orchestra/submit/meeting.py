@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from launchers.slurm.task import JobTask
-from orchestra.errors import LaunchError
+from orchestra.errors import LaunchError, RivalError
 from orchestra.rundir import RunDir
 from orchestra.submit.claims import write_whole
 
 # From the start of the first node's task to the last one's: images are pulled, Python is loaded by many.
 MEETING_TIMEOUT_S = 600.0
 _POLL_S = 0.5
+_REFUSAL = "refusal"
 
 
 @dataclass(frozen=True)
@@ -40,12 +41,18 @@ def publish(run: RunDir, task: JobTask, meeting: Meeting) -> None:
     write_whole(run.meeting(task.job, task.restart), json.dumps(dataclasses.asdict(meeting)) + "\n")
 
 
+def publish_refusal(run: RunDir, task: JobTask, text: str) -> None:
+    """Let the other nodes of this start know that the job does not train. *Node 0 only*. Raises OSError."""
+    write_whole(run.meeting(task.job, task.restart), json.dumps({_REFUSAL: text}) + "\n")
+
+
 def await_meeting(
     run: RunDir, task: JobTask, is_stopped: Callable[[], bool], timeout_s: float = MEETING_TIMEOUT_S
 ) -> Meeting | None:
     """Return what node 0 decided, None when `is_stopped` said so before. *All nodes but 0*.
 
-    Raises LaunchError when node 0 says nothing for `timeout_s`.
+    Raises RivalError when node 0 found that another job trains the run, LaunchError when it says nothing for
+    `timeout_s`.
     """
     place = run.meeting(task.job, task.restart)
     deadline = time.monotonic() + timeout_s
@@ -75,6 +82,8 @@ def _read(place: Path) -> Meeting | None:
         if not is_there(place):
             return None
         record: dict[str, Any] = json.loads(place.read_text())
+        if isinstance(record.get(_REFUSAL), str):
+            raise RivalError(record[_REFUSAL])
         return Meeting(**record)
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, AttributeError):
         return None

@@ -18,7 +18,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,14 +63,18 @@ def planned_run(request: RunRequest, now: float) -> RunDir:
 
     Raises ConfigError when something is in the place of a configured name.
     """
-    try:
-        parent = Path(request.config.run.dir).expanduser().absolute()
-    except RuntimeError as error:
-        raise ConfigError(f"run.dir={request.config.run.dir}: {error}; write the path out") from error
-    run = RunDir(parent / run_name(request, now))
+    run = RunDir(parent_of_runs(request.config) / run_name(request, now))
     if request.config.run.name is not None and os.path.lexists(run.path):
         raise ConfigError(_taken(run))
     return run
+
+
+def parent_of_runs(config: Config) -> Path:
+    """Return run.dir from the root. Raises ConfigError for somebody's home that does not exist."""
+    try:
+        return Path(config.run.dir).expanduser().absolute()
+    except RuntimeError as error:
+        raise ConfigError(f"run.dir={config.run.dir}: {error}; write the path out") from error
 
 
 def _taken(run: RunDir) -> str:
@@ -99,32 +103,65 @@ def prepare(request: RunRequest, planned: RunDir, add: Addition | None = None) -
     It is `planned`, or with a made name that is taken the first free one of `planned`-2, -3 … Raises
     ConfigError when a configured name was taken meanwhile, or when nothing can be written there.
     """
-    for run in _choices(planned) if request.config.run.name is None else [planned]:
-        if not os.path.lexists(run.path) and _is_written(request, run, add):
-            return run
-    raise ConfigError(_taken(planned))
+
+    def write(draft: Path, place: Path) -> None:
+        write_run(request, RunDir(draft), RunDir(place), origin(), add)
+
+    is_named = request.config.run.name is not None
+    path = made_as_one(planned.path, write, may_rename=not is_named)
+    if path is None:
+        raise ConfigError(_taken(planned))
+    return RunDir(path)
 
 
-def _choices(first: RunDir) -> Iterator[RunDir]:
+def write_run(
+    request: RunRequest, draft: RunDir, run: RunDir, facts: Mapping[str, Any], add: Addition | None = None
+) -> None:
+    """Write the files of `run` into the new folder `draft`; `facts` are those of `origin`."""
+    draft.path.mkdir(parents=True)
+    write_config(draft.config, frozen_config(request, run))
+    added = {} if add is None else add(draft, run)
+    own = {
+        "name": run.name,
+        "signature": request.signature,
+        "overrides": list(request.overrides),
+        "command": list(request.command),
+        "steps": request.config.train.steps,
+        "wandb_id": secrets.token_hex(_WANDB_ID_BYTES),
+    }
+    draft.record.write_text(json.dumps({**own, **facts, **added}, indent=2) + "\n")
+
+
+def made_as_one(planned: Path, write: Callable[[Path, Path], None], *, may_rename: bool) -> Path | None:
+    """Make a directory with all that is in it or not at all, and return it.
+
+    `write` makes the draft (its first argument) of what is going to be at its second. Where something stands
+    in the place the next free one of `planned`-2, -3 … is taken if that is allowed; else None is returned.
+    Raises ConfigError when nothing can be written there.
+    """
+    for path in _choices(planned) if may_rename else [planned]:
+        if not os.path.lexists(path) and _is_made(path, write):
+            return path
+    return None
+
+
+def _choices(first: Path) -> Iterator[Path]:
     yield first
     for number in itertools.count(2):
-        yield RunDir(first.path.with_name(f"{first.name}-{number}"))
+        yield first.with_name(f"{first.name}-{number}")
 
 
-def _is_written(request: RunRequest, run: RunDir, add: Addition | None) -> bool:
-    """Write `run` beside its place and move it there; return False when the place was taken meanwhile."""
-    draft = RunDir(run.path.with_name(f".{run.name}.{secrets.token_hex(4)}"))
-    made = [parent for parent in draft.path.parents if not os.path.lexists(parent)]
+def _is_made(path: Path, write: Callable[[Path, Path], None]) -> bool:
+    """Write beside the place and move it there; return False when the place was taken meanwhile."""
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    made = [parent for parent in draft.parents if not os.path.lexists(parent)]
     try:
-        draft.path.mkdir(parents=True)
-        write_config(draft.config, frozen_config(request, run))
-        added = {} if add is None else add(draft, run)
-        draft.record.write_text(json.dumps({**_record(request, run), **added}, indent=2) + "\n")
-        return _claim(draft, run)
+        write(draft, path)
+        return _claim(draft, path)
     except OSError as error:
         _discard(draft, made)
         raise ConfigError(
-            f"run.dir={run.path.parent}: cannot make a run directory there: {error.strerror}; "
+            f"run.dir={path.parent}: cannot make a run directory there: {error.strerror}; "
             f"choose another run.dir"
         ) from error
     except BaseException:
@@ -132,10 +169,10 @@ def _is_written(request: RunRequest, run: RunDir, add: Addition | None) -> bool:
         raise
 
 
-def _claim(draft: RunDir, run: RunDir) -> bool:
+def _claim(draft: Path, path: Path) -> bool:
     """Move the draft in place; a rename refuses a directory with files in it: no run is ever overwritten."""
     try:
-        draft.path.rename(run.path)
+        draft.rename(path)
     except OSError as error:
         if error.errno not in _TAKEN:
             raise
@@ -144,22 +181,21 @@ def _claim(draft: RunDir, run: RunDir) -> bool:
     return True
 
 
-def _discard(draft: RunDir, made: list[Path]) -> None:
+def _discard(draft: Path, made: list[Path]) -> None:
     """Remove the draft, and the folders `made` for it (innermost first) unless somebody uses them by now."""
-    shutil.rmtree(draft.path, ignore_errors=True)
+    shutil.rmtree(draft, ignore_errors=True)
     with contextlib.suppress(OSError):
         for folder in made:
             folder.rmdir()
 
 
-def _record(request: RunRequest, run: RunDir) -> dict[str, Any]:
+def origin() -> dict[str, Any]:
+    """Return what a run's record says of the process that prepares it and of the code, which is asked once
+    for all members of a sweep.
+    """
     revision = code_revision(source_root())
     process = processes.find(os.getpid())
     return {
-        "name": run.name,
-        "signature": request.signature,
-        "overrides": list(request.overrides),
-        "command": list(request.command),
         "created": time.time(),
         "host": socket.gethostname(),
         # Whoever prepares a run starts it, unless it is submitted: a run without an attempt and without this
@@ -174,5 +210,4 @@ def _record(request: RunRequest, run: RunDir) -> dict[str, Any]:
             "torch": importlib.metadata.version("torch"),
         },
         "python": sys.executable,
-        "wandb_id": secrets.token_hex(_WANDB_ID_BYTES),
     }

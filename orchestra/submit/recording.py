@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,11 +45,16 @@ class AttemptRecord:
         """Return what everybody has written about this attempt so far."""
         return of_attempt(read_events(self.run), self.number)
 
-    def conclude(self, ending: Ending, interruption: str | None) -> Verdict:
+    def conclude(
+        self,
+        ending: Ending,
+        interruption: str | None,
+        amended: Callable[[Verdict], Verdict] = lambda verdict: verdict,
+    ) -> Verdict:
         """Judge how the whole attempt ended, write that down and return it. *Node 0 only*.
 
         `interruption` says why the ranks were ended at once, None where they ended by themselves, be it
-        because they were asked to.
+        because they were asked to. What `amended` makes of the verdict is what counts.
         """
         # A full disk takes the record, not the verdict.
         with contextlib.suppress(OSError):
@@ -57,6 +63,7 @@ class AttemptRecord:
         if not self.run.events.is_dir() and verdict.code != EXIT_INTERRUPTED:
             gone = f"{self.run.path} was removed while it trained, and its records with it"
             verdict = Verdict(EXIT_FAILED, "run directory removed", gone)
+        verdict = amended(verdict)
         with contextlib.suppress(OSError):
             self._write_verdict(verdict, ending)
         # As everybody reads it from now on.

@@ -6,6 +6,7 @@ Everything that is wrong is found before anything exists: each problem is a sent
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from conf.schema import Config, Device
@@ -33,16 +34,34 @@ def numbers_for_auto(config: Config, partitions: Sequence[Partition]) -> list[st
 
     GPUs are taken where the chosen partition's nodes have them, all that its best node has.
     """
+    device, ranks = _for_auto(config, partitions)
+    overrides = [] if device is None else [f"cluster.device={device.value}"]
+    return overrides if ranks is None else [*overrides, f"cluster.gpus_per_node={ranks}"]
+
+
+def with_numbers(config: Config, partitions: Sequence[Partition]) -> Config:
+    """Return the configuration with the cluster's own numbers in the place of `auto`; it is to be resolved
+    and checked again.
+    """
+    device, ranks = _for_auto(config, partitions)
+    cluster = config.cluster
+    numbers = (
+        cluster.device if device is None else device,
+        cluster.gpus_per_node if ranks is None else ranks,
+    )
+    return replace(config, cluster=replace(cluster, device=numbers[0], gpus_per_node=numbers[1]))
+
+
+def _for_auto(config: Config, partitions: Sequence[Partition]) -> tuple[Device | None, int | None]:
+    """Return device and ranks per node, each None where it is given or not known."""
     cluster = config.cluster
     gpus = max((partition.most_gpus for partition in chosen(config, partitions)), default=0)
-    device = cluster.device
-    overrides = []
+    device, ranks = cluster.device, None
     if device is Device.auto:
         device = Device.cuda if gpus else Device.cpu
-        overrides.append(f"cluster.device={device.value}")
     if cluster.gpus_per_node == "auto" and (gpus or device is Device.cpu):
-        overrides.append(f"cluster.gpus_per_node={gpus if device is Device.cuda else _CPU_RANKS}")
-    return overrides
+        ranks = gpus if device is Device.cuda else _CPU_RANKS
+    return (device if cluster.device is Device.auto else None), ranks
 
 
 def cpus_of_share(config: Config, partitions: Sequence[Partition]) -> int | None:

@@ -44,6 +44,18 @@ def take_snapshot(target: Path, root: Path | None = None, max_bytes: int = MAX_B
         shutil.copyfile(file, copy)
 
 
+def is_snapshot(target: Path, root: Path | None = None) -> bool:
+    """Tell whether a folder holds the same packages, byte for byte, as those below `root` (default: those
+    that are running).
+    """
+    root = root or source_root()
+    found, now = (
+        {file.relative_to(top) for package in PACKAGES for file in _files(top / package)}
+        for top in (target, root)
+    )
+    return found == now and all((target / file).read_bytes() == (root / file).read_bytes() for file in now)
+
+
 def _files(folder: Path) -> Iterator[Path]:
     leave_out = shutil.ignore_patterns(*_LEFT_OUT)
     for parent, folders, names in os.walk(folder):

@@ -16,17 +16,19 @@ from typing import Any
 
 from launchers.errors import LauncherError, SlurmRefused
 from launchers.slurm import sbatch, script
+from launchers.slurm.settings import asked_cluster
 from orchestra.control import user_name
 from orchestra.errors import ConfigError, LaunchError
 from orchestra.events import EventWriter
 from orchestra.report.state import read_record
 from orchestra.rundir import RunDir
-from orchestra.submit.claims import write_whole
+from orchestra.submit.claims import claimed_attempt, write_claim, write_whole
 from orchestra.submit.job import Share, batch_job, new_token
 from orchestra.submit.prepare import RunRequest, frozen_config, prepare
 from orchestra.submit.snapshot import take_snapshot
 
 _FIRST_ATTEMPT = 0
+_FIRST_JOB = 0
 
 
 @dataclass(frozen=True)
@@ -69,15 +71,33 @@ def submit(plan: PlannedJob) -> Submitted:
     try:
         job = sbatch.submit(run.batch_script, plan.token)
     except SlurmRefused as error:
-        shutil.rmtree(run.path, ignore_errors=True)
+        _discard(run, plan.token)
         raise ConfigError(f"Slurm refuses the job: {error}") from error
     except LauncherError as error:
-        raise LaunchError(
-            f"{error}: Slurm may have the job or not. {run.path} is kept, with the job's token {plan.token}: "
-            f"`orchestra status {run.name}` finds the job when Slurm answers; do not submit it again before"
-        ) from error
+        raise LaunchError(f"{error}: {_unknown(run, plan.token)}") from error
+    except KeyboardInterrupt:
+        with contextlib.suppress(OSError):
+            sys.stderr.write(f"\ninterrupted while Slurm was asked: {_unknown(run, plan.token)}\n")
+        raise
+    finally:
+        run.turn(_FIRST_JOB, 0).unlink(missing_ok=True)
     _record_job(run, plan.token, job)
     return Submitted(run, job)
+
+
+def _unknown(run: RunDir, token: str) -> str:
+    return (
+        f"Slurm may have the job or not. {run.path} is kept, with the job's token {token}: `orchestra status "
+        f"{run.name}` finds the job when Slurm answers; do not submit it again before"
+    )
+
+
+def _discard(run: RunDir, token: str) -> None:
+    """Remove a run whose job was refused, unless somebody went on with it meanwhile."""
+    jobs = read_record(run).get("jobs")
+    is_ours = isinstance(jobs, list) and [it.get("token") for it in jobs if isinstance(it, dict)] == [token]
+    if is_ours and claimed_attempt(run) is None:
+        shutil.rmtree(run.path, ignore_errors=True)
 
 
 def _added(plan: PlannedJob, draft: RunDir, run: RunDir) -> dict[str, Any]:
@@ -85,6 +105,9 @@ def _added(plan: PlannedJob, draft: RunDir, run: RunDir) -> dict[str, Any]:
     take_snapshot(draft.code)
     draft.job_logs.mkdir(parents=True)
     draft.batch_script.write_text(plan.script(run))
+    draft.control.mkdir()
+    # Whoever resumes the run meanwhile finds that it is being submitted.
+    write_claim(draft.turn(_FIRST_JOB, 0))
     intent = {
         "token": plan.token,
         "id": None,
@@ -92,6 +115,9 @@ def _added(plan: PlannedJob, draft: RunDir, run: RunDir) -> dict[str, Any]:
         "user": user_name(),
         "submitted": time.time(),
         "attempt": _FIRST_ATTEMPT,
+        "task": None,
+        "after": None,
+        "cluster": asked_cluster(),
     }
     # No process of this machine leads it.
     return {"pid": None, "pid_started": None, "jobs": [intent]}

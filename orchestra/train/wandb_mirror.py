@@ -210,12 +210,13 @@ def _init(run: RunDir, config: WandbConfig, mode: Any) -> Any:
     wandb_run = wandb.init(
         mode=mode,
         id=record["wandb_id"],
-        name=run.name,
+        # Of a sweep's member: its own name is a number.
+        name=f"{record['sweep']}/{run.name}" if "sweep" in record else run.name,
         dir=run.path,
         resume="allow",
         project=config.project,
         entity=config.entity,
-        group=config.group,
+        group=config.group or record.get("sweep"),
         tags=config.tags,
         config={**_as_dictionary(run.config), "mfu_convention": MFU_CONVENTION},
         settings=settings,

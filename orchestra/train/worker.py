@@ -45,6 +45,10 @@ from orchestra.train.state import TensorState
 from orchestra.train.stopping import RequestWatch, Stopping
 from orchestra.train.wandb_mirror import WandbMirror
 
+# How long a stopped run waits for wandb. Slurm kills 30 s after SIGTERM, the save included, and the node
+# agent gives what is left 10 s more; the next attempt's mirror sends all rows that are not there.
+_STOPPED_MIRROR_S = 8.0
+
 
 @dataclass(frozen=True)
 class Records:
@@ -62,6 +66,7 @@ def run_rank(run: RunDir, attempt: int) -> int:
     events = EventWriter(run, rank_writer(attempt, ranks.rank), attempt, rank=ranks.rank)
     records = Records(run, attempt, events, Progress())
     mirror: WandbMirror | None = None
+    mirror_limit_s: float | None = None
     try:
         config = read_config(run.config)
         if ranks.rank == 0:
@@ -70,6 +75,7 @@ def run_rank(run: RunDir, attempt: int) -> int:
         events.write("finished", code=EXIT_DONE, step=config.train.steps)
         return EXIT_DONE
     except StopRequested as stop:
+        mirror_limit_s = min(config.wandb.finish_timeout_s, _STOPPED_MIRROR_S)
         _stopped(stop, records)
         return EXIT_STOPPED
     except BaseException as error:  # noqa: BLE001  whatever ends a rank must become its verdict
@@ -77,7 +83,7 @@ def run_rank(run: RunDir, attempt: int) -> int:
     finally:
         # After the verdict: waiting for wandb must not hold back the news of a failure.
         if mirror is not None:
-            mirror.close()
+            mirror.close(mirror_limit_s)
 
 
 def _stopped(stop: StopRequested, records: Records) -> None:

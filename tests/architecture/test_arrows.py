@@ -12,6 +12,7 @@ from source_tree import PACKAGES, Module, ancestors, imports, modules, reached, 
 ORDER = (
     # what both planes know: errors, files and their paths
     *("errors", "units", "rundir", "sweepdir", "jsonl", "events", "control", "frozen", "metrics_file"),
+    "network",
     # integers and tables
     *("topology", "hardware", "flops"),
     # shapes and bytes of published weights
@@ -23,9 +24,9 @@ ORDER = (
     "train",
     # the control plane
     *("recovery", "plan", "report"),
-    *("config", "submit", "cli", "__main__"),
+    *("config", "submit", "doctor", "cli", "__main__"),
 )
-CONTROL_PLANE = {"recovery", "plan", "report", "config", "submit", "cli", "__main__"}
+CONTROL_PLANE = {"recovery", "plan", "report", "config", "submit", "doctor", "cli", "__main__"}
 WITHOUT_TORCH = CONTROL_PLANE | set(ORDER[: ORDER.index("precision")])
 
 # Packages outside the standard library that each of ours may import; orchestra may import any of pyproject's.

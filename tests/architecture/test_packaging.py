@@ -1,10 +1,11 @@
-"""What a wheel carries: the packages and the configuration tree, nothing else, and a command that works."""
+"""What a wheel carries: the packages, the configuration tree and Hydra's plugin, and a command that works."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -12,15 +13,18 @@ import pytest
 from source_tree import ROOT
 
 
+def built(folder: Path, target: str, source: Path = ROOT) -> Path:
+    """Build with the project's own build backend, which needs no network."""
+    command = [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", str(folder)]
+    done = subprocess.run(command, cwd=source, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (made,) = folder.iterdir()
+    return made
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the wheel with the project's own build backend, which needs no network."""
-    folder = tmp_path_factory.mktemp("dist")
-    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    (built,) = folder.glob("*.whl")
-    return built
+    return built(tmp_path_factory.mktemp("dist"), "wheel")
 
 
 def test_wheel_carries_the_packages_and_every_preset(wheel: Path) -> None:
@@ -45,3 +49,42 @@ def test_command_works_from_an_unpacked_wheel(wheel: Path, tmp_path: Path) -> No
     command = [sys.executable, "-m", "orchestra", "--version"]
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_hydra_finds_the_launcher_of_an_unpacked_wheel(wheel: Path, tmp_path: Path) -> None:
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    # Hydra's plugins of several packages share this folder: none of them may claim it.
+    assert not (tmp_path / "hydra_plugins" / "__init__.py").exists()
+    assert not (tmp_path / "launchers" / "plugin").exists()
+    script = (
+        "import sys; from hydra.core.plugins import Plugins; from hydra.plugins.launcher import Launcher;"
+        "found = {it.__name__: it.__module__ for it in Plugins.instance().discover(Launcher)};"
+        "print(sys.modules[found['OrchestraLauncher']].__file__)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONSAFEPATH": "1"}
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(tmp_path / "hydra_plugins" / "orchestra_launcher.py")
+
+
+def test_an_sdist_makes_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
+    for folder in ("sdist", "source", "wheel"):
+        (tmp_path / folder).mkdir()
+    with tarfile.open(built(tmp_path / "sdist", "sdist")) as archive:
+        archive.extractall(tmp_path / "source", filter="data")
+    (source,) = (tmp_path / "source").iterdir()
+    again = built(tmp_path / "wheel", "wheel", source)
+    assert set(zipfile.ZipFile(again).namelist()) == set(zipfile.ZipFile(wheel).namelist())
+
+
+def test_an_editable_install_points_at_the_plugin_too(tmp_path: Path) -> None:
+    script = "import sys, hatchling.build; print(hatchling.build.build_editable(sys.argv[1]))"
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (made,) = tmp_path.glob("*.whl")
+    editable = zipfile.ZipFile(made)
+    (pointer,) = [name for name in editable.namelist() if name.endswith(".pth")]
+    folders = editable.read(pointer).decode().split()
+    assert folders == [str(ROOT), str(ROOT / "launchers" / "plugin")]

@@ -59,6 +59,12 @@ def shared_cluster(new_site: Callable[..., Site]) -> Site:
     return new_site("--nodes", "4", "--gpus", "4")
 
 
+@pytest.fixture(scope="session")
+def site_without_accounting(new_site: Callable[..., Site]) -> Site:
+    """Return a cluster of three nodes as small sites have it: no slurmdbd, so no sacct."""
+    return new_site("--nodes", "3", "--gpus", "4", "--no-accounting")
+
+
 @pytest.fixture
 def cluster(shared_cluster: Site) -> Iterator[Site]:
     """Return the shared cluster, with all nodes up and no jobs; a test's jobs end with it."""

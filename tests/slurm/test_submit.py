@@ -120,7 +120,7 @@ def test_rank_that_is_killed_on_another_node_ends_all_nodes(cluster: Site) -> No
 
 
 def test_warning_to_all_processes_stops_all_nodes_behind_one_step_with_a_checkpoint(cluster: Site) -> None:
-    run, job = submitted(cluster, "warned", "cluster.nodes=2", "train.steps=100000")
+    run, job = submitted(cluster, "warned", "cluster.nodes=2", "train.steps=100000", "cluster.requeue=never")
     wait_until(lambda: len(read_metrics(run)) > 2, "the run trains")
     cluster.run("scancel", "--signal=USR2", job)
     assert ended(cluster, job) == "FAILED", said(run)

@@ -54,13 +54,36 @@ def test_dry_run_in_json_holds_script_and_configuration(capsys: pytest.CaptureFi
         (["submit", *CPU, "cluster.time_limit=4", "--dry-run"], "leaves no time to train"),
         (["submit", *CPU, "cluster.slurm_extra.time=10", "--dry-run"], "cluster.time_limit says that"),
         (["submit", *CPU, "cluster.slurm_extra.ntasks=10", "--dry-run"], "one task per node"),
-        (["submit", "-m", "train.seed=1,2"], "sweeps are not built yet"),
+        (["submit", "-m", *CPU, "train.seed=1,2"], "not on this machine"),
+        (
+            ["submit", "-m", *CPU, "train.seed=1,2", "cluster.array_throttle=0", "--dry-run"],
+            "no job of a sweep",
+        ),
+        (["submit", "-m", *CPU, "train.steps=1,0", "--dry-run"], "train.steps=0"),
+        (["submit", *CPU, "--force"], "--force is about the members of a sweep"),
+        (["submit", *CPU, "--wait", "--dry-run"], "nothing to wait for"),
         (["run", "cluster=slurm", "cluster.gpus_per_node=2"], "use `orchestra submit`"),
     ],
 )
 def test_wrong_wishes_end_with_2(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 2
     assert message in capsys.readouterr().err
+
+
+def test_dry_run_of_a_sweep_prints_one_script_for_members_with_equal_jobs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["submit", "-m", *CPU[:2], "cluster.nodes=1,2", "optim.lr=1e-4,3e-4,1e-3", "run.name=grid"]
+    assert main([*words, "cluster.array_throttle=4", "--dry-run"]) == 0
+    said = capsys.readouterr()
+    assert said.out.count("#!/bin/bash\n") == 2
+    assert "#SBATCH --array=0-2%2\n" in said.out
+    assert f"-m orchestra.submit.node {tmp_path}/runs/grid --first 3\n" in said.out
+    assert "005  cluster.nodes=2 optim.lr=0.001  (array 1)" in said.err
+    assert list(tmp_path.iterdir()) == []
+    assert main([*words, "--dry-run", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert [it["members"] for it in plan["arrays"]] == [[0, 1, 2], [3, 4, 5]]
 
 
 def config(**cluster: object) -> Config:

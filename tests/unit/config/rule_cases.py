@@ -238,6 +238,8 @@ CASES: list[tuple[str, Change, Sequence[str]]] = [
         {"recovery.inject": [{"at_step": 3, "rank": 0, "attempt": -1}]},
         ["attempt=-1", "from 0 on"],
     ),
+    ("rule_metric", {"run.metric": "los"}, ["run.metric=los", "did you mean loss?"]),
+    ("rule_array_throttle", {"cluster.array_throttle": 0}, ["cluster.array_throttle=0", "1 or more"]),
 ]
 
 # Rules that only break where ranks start, or that have tests of their own.

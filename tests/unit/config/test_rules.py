@@ -59,10 +59,11 @@ def test_every_rule_is_broken_by_some_case() -> None:
     ("verb", "launcher", "advice"),
     [
         ("run", "slurm", "use `orchestra submit`"),
-        ("resume", "slurm", "use cluster=local"),
         ("submit", "local", "use cluster=slurm"),
         ("submit", "slurm", None),
         ("plan", "slurm", None),
+        ("resume", "slurm", None),
+        ("resume", "local", None),
     ],
 )
 def test_each_command_says_where_it_trains(verb: str, launcher: str, advice: str | None) -> None:

@@ -48,40 +48,47 @@ def queue_line(job: str, state: str, name: str, comment: str, user: str = ME) ->
     return f"{job}|{state}|{user}|Resources|node[1-2]|N/A|{name}|{comment}"
 
 
+def past_line(
+    job: str, state: str, name: str, user: str = ME, submitted: str = "2026-01-01T00:00:00", comment: str = ""
+) -> str:
+    return f"{job}|{state}|{user}|0:15|node1|{submitted}|{name}|{comment}"
+
+
 def test_one_question_answers_for_all_jobs(slurm: Commands) -> None:
     lines = [
         queue_line("11", "PENDING", "first", FIRST.token),
         queue_line("12", "RUNNING", "lost", LOST.token),
     ]
     slurm.put("squeue", prints="\n".join(lines))
-    found, problems = job_states([FIRST, LOST], past={FIRST.token, LOST.token})
-    assert (found[FIRST.token].state, found[FIRST.token].reason) == ("PENDING", "Resources")
-    assert (found[LOST.token].job, found[LOST.token].state) == ("12", "RUNNING"), "found by its token alone"
+    found, problems = job_states([FIRST, LOST], past=[FIRST, LOST])
+    assert (found[FIRST].state, found[FIRST].reason) == ("PENDING", "Resources")
+    assert (found[LOST].job, found[LOST].state) == ("12", "RUNNING"), "found by its token alone"
     assert (problems, slurm.num_calls()) == ([], 1)
 
 
 def test_a_recycled_id_is_not_the_job(slurm: Commands) -> None:
     slurm.put("squeue", prints=queue_line("11", "RUNNING", "first", "orchestra:cc"))
-    slurm.put("sacct", prints=f"11|COMPLETED|somebody|0:0|node1|first\n11|FAILED|{ME}|1:0|node1|other")
-    found, _ = job_states([FIRST], past={FIRST.token})
-    assert found[FIRST.token].state == GONE
+    others = [past_line("11", "COMPLETED", "first", user="somebody"), past_line("11", "FAILED", "other")]
+    slurm.put("sacct", prints="\n".join(others))
+    found, _ = job_states([FIRST], past=[FIRST])
+    assert found[FIRST].state == GONE
 
 
 def test_accounting_is_asked_for_what_left_the_queue_and_may_be_missing(slurm: Commands) -> None:
     slurm.put("squeue")
-    slurm.put("sacct", prints=f"11|CANCELLED by 1000|{ME}|0:15|node1|first")
-    found, problems = job_states([FIRST, LOST], past={FIRST.token, LOST.token})
-    assert (found[FIRST.token].state, found[LOST.token].state) == ("CANCELLED", GONE)
+    slurm.put("sacct", prints=past_line("11", "CANCELLED by 1000", "first"))
+    found, problems = job_states([FIRST, LOST], past=[FIRST, LOST])
+    assert (found[FIRST].state, found[LOST].state) == ("CANCELLED", GONE)
     slurm.put("sacct", complains="Slurm accounting storage is disabled", code=1)
-    found, problems = job_states([FIRST], past={FIRST.token})
-    assert (found[FIRST.token].state, problems) == (GONE, [])
+    found, problems = job_states([FIRST], past=[FIRST])
+    assert (found[FIRST].state, problems) == (GONE, [])
 
 
 def test_a_question_that_fails_is_no_answer(slurm: Commands) -> None:
     slurm.put("squeue", complains=SILENCE, code=1)
-    found, problems = job_states([FIRST], past={FIRST.token})
-    assert found[FIRST.token].state == UNKNOWN
-    assert not found[FIRST.token].is_over
+    found, problems = job_states([FIRST], past=[FIRST])
+    assert found[FIRST].state == UNKNOWN
+    assert not found[FIRST].is_over
     assert "Zero Bytes" in problems[0]
 
 
@@ -163,3 +170,12 @@ def test_states_say_whether_a_job_is_over() -> None:
         for word in ("PENDING", "COMPLETING", "TIMEOUT", GONE, UNKNOWN)
     }
     assert over == {"PENDING": False, "COMPLETING": False, "TIMEOUT": True, GONE: True, UNKNOWN: False}
+
+
+def test_a_script_that_somebody_submitted_by_hand_is_another_job(slurm: Commands) -> None:
+    by_hand = queue_line("9", "FAILED", "first", FIRST.token)
+    slurm.put("squeue", prints="\n".join([by_hand, queue_line("11", "RUNNING", "first", FIRST.token)]))
+    assert job_states([FIRST], past=[FIRST])[0][FIRST].state == "RUNNING"
+    slurm.put("squeue", prints=by_hand)
+    slurm.put("sacct", code=1)
+    assert job_states([FIRST], past=[FIRST])[0][FIRST].state == GONE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import getpass
 import json
+import os
 import time
 from pathlib import Path
 
@@ -34,10 +35,17 @@ def put(folder: Path, name: str, script: str) -> None:
     file.chmod(0o755)
 
 
-def submitted(parent: Path, name: str, job: str | None = "7") -> RunDir:
+def submitted(parent: Path, name: str, job: str | None = "7", **more: object) -> RunDir:
     run = RunDir(parent / "runs" / name)
     run.path.mkdir(parents=True)
-    intent = {"token": f"orchestra:{name}", "id": job, "name": name, "user": ME, "submitted": time.time()}
+    intent = {
+        "token": f"orchestra:{name}",
+        "id": job,
+        "name": name,
+        "user": ME,
+        "submitted": time.time(),
+        **more,
+    }
     run.record.write_text(json.dumps({"name": name, "created": time.time(), "pid": None, "jobs": [intent]}))
     return run
 
@@ -65,7 +73,7 @@ def elsewhere(run: RunDir) -> EventWriter:
         ("RUNNING", "starting", "running"),
         ("COMPLETING", "starting", "running"),
         ("NODE_FAIL", "died", "died"),
-        ("CANCELLED", "cancelled", "died"),
+        ("CANCELLED", "cancelled", "cancelled"),
     ],
 )
 def test_slurm_tells_what_the_records_leave_open(
@@ -123,3 +131,64 @@ def test_runs_of_no_job_ask_nobody(tmp_path: Path, bin_folder: Path) -> None:
         assert newest_job(run) is None
         assert told(run) == read_state(run, time.time())
     assert not (tmp_path / "asked").exists()
+
+
+def still(run: RunDir) -> None:
+    """Let the run's files be as old as those of an attempt that ended a while ago."""
+    before = time.time() - 120
+    for file in run.events.iterdir():
+        os.utime(file, (before, before))
+
+
+def test_what_grows_has_not_died_because_slurm_does_not_know_its_job(
+    tmp_path: Path, bin_folder: Path
+) -> None:
+    run = submitted(tmp_path, "one")
+    put(bin_folder, "squeue", "true")
+    elsewhere(run)
+    state = told(run)
+    assert (state.state, state.job_state) == ("running", "UNKNOWN")
+    assert state.cause == "Slurm does not know job 7, yet the run's files grow"
+    still(run)
+    EventWriter(run, "cancel.7", 0).write("cancelled", token="another")
+    assert told(run).state == "died", "a command about the run is no sign of life"
+
+
+@pytest.mark.parametrize(
+    ("begun", "own"), [("no", "not started"), ("yes", "running"), ("stopped, and goes on", "queued")]
+)
+def test_a_job_of_another_cluster_is_not_gone(tmp_path: Path, bin_folder: Path, begun: str, own: str) -> None:
+    run = submitted(tmp_path, "one", cluster="alpha")
+    put(bin_folder, "squeue", "true")
+    put(bin_folder, "scontrol", f"echo asked >> {tmp_path}/calls; echo 'ClusterName             = beta'")
+    if begun != "no":
+        events = elsewhere(run)
+        still(run)
+        if begun != "yes":
+            events.write("failed", node=0, code=130)
+            events.write("requeued", job="7")
+    for _ in range(2):
+        state = told(run)
+        assert (state.state, state.job_state, state.asked_cluster) == (own, "UNKNOWN", "beta")
+        assert state.cause == "its job 7 is on cluster alpha; this machine asks cluster beta"
+    assert (tmp_path / "calls").read_text() == "asked\n", "once for all"
+
+
+def test_the_clusters_name_is_asked_for_only_where_the_queue_leaves_it_open(
+    tmp_path: Path, bin_folder: Path
+) -> None:
+    run = submitted(tmp_path, "one", cluster="alpha")
+    put(bin_folder, "scontrol", f"touch {tmp_path}/asked; echo 'ClusterName = alpha'")
+    queue(bin_folder, "one", "PENDING")
+    assert told(run).state == "queued"
+    assert not (tmp_path / "asked").exists()
+    put(bin_folder, "squeue", "true")
+    assert told(run).state == "died", "this cluster's job, and it is gone"
+    assert (tmp_path / "asked").exists()
+
+
+def test_where_nobody_says_which_cluster_this_is_nothing_is_known(tmp_path: Path, bin_folder: Path) -> None:
+    run = submitted(tmp_path, "one", cluster="alpha")
+    put(bin_folder, "squeue", "true")
+    put(bin_folder, "scontrol", "exit 1")
+    assert (told(run).state, told(run).job_state) == ("not started", "UNKNOWN")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from launchers.slurm.task import JobTask
 from orchestra.errors import LaunchError
 from orchestra.events import EventWriter, node_writer
 from orchestra.rundir import RunDir
-from orchestra.submit.claims import claimed_attempt, take, take_next
+from orchestra.submit.claims import claimed_attempt, take, take_next, take_turn
 from orchestra.submit.meeting import Meeting, await_meeting, publish
 
 TASK = JobTask("12", 0, 1, 2, "node2", None)
@@ -54,3 +56,13 @@ def test_each_attempt_is_claimed_once_and_follows_all_before(run: RunDir) -> Non
     EventWriter(run, node_writer(4, 0), 4).write("attempt_started")
     assert take_next(run) == 5
     assert (claimed_attempt(run), take(run, 5), take(run, 6)) == (5, False, True)
+
+
+def test_a_job_is_submitted_by_one_command_unless_that_died(run: RunDir) -> None:
+    now = time.time()
+    first = take_turn(run, 1, now)
+    assert first is not None
+    assert (take_turn(run, 1, now), take_turn(run, 2, now) is None) == (None, False)
+    first.write_text(json.dumps({**json.loads(first.read_text()), "pid_started": -1}))
+    assert take_turn(run, 1, now) is not None
+    assert take_turn(run, 1, now) is None

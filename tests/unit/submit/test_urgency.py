@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from launchers.slurm.signals import JobSignals
 from launchers.stops import StopRequests
 from orchestra import control
 from orchestra.rundir import RunDir
@@ -117,3 +118,22 @@ def test_a_signal_that_cannot_be_passed_on_ends_at_once(tmp_path: Path, signals:
     assert urgency.level() == 1
     assert urgency.interruption is not None
     assert "No such file" in urgency.interruption
+
+
+def test_what_slurm_sends_before_the_time_limit_and_at_it_is_one_request(tmp_path: Path) -> None:
+    numbers = (signal.SIGUSR2, signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        with JobSignals() as signals:
+            urgency = Urgency(RunDir(tmp_path), 2, signals, 1000.0)
+            _kill(signal.SIGUSR2)
+            assert urgency.level() == 0
+            _kill(signal.SIGTERM)
+            _kill(signal.SIGTERM)
+            assert [urgency.level(), urgency.level()] == [0, 0]
+            assert urgency.num_asked() == 1
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    (request,) = control.read_requests(RunDir(tmp_path), 2)
+    assert request.reason == control.TIME_LIMIT

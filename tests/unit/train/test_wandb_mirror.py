@@ -6,16 +6,16 @@ import json
 import os
 import re
 import signal
-import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from wandb_records import recorded_rows
 
 from conf.schema import Config, WandbConfig, WandbMode
 from orchestra.events import EventWriter, read_events
@@ -85,36 +85,6 @@ def has_ended(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
     except OSError:
         return True
-
-
-def recorded_rows(file: Path) -> list[dict[str, Any]]:
-    """Read the history of a .wandb file: LevelDB's log format around wandb's own protocol buffers."""
-    from wandb.proto import wandb_internal_pb2
-
-    rows = []
-    for block in log_records(file.read_bytes()):
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(block)
-        if record.WhichOneof("record_type") == "history":
-            items = record.history.item
-            rows.append({item.key or item.nested_key[0]: json.loads(item.value_json) for item in items})
-    return rows
-
-
-def log_records(content: bytes) -> Iterator[bytes]:
-    """Yield the records of a LevelDB log: 32 KiB blocks, 7-byte headers, after 7 bytes that name wandb."""
-    position, parts = 7, b""
-    while position + 7 <= len(content):
-        left_in_block = 32768 - position % 32768
-        if left_in_block < 7:
-            position += left_in_block
-            continue
-        _, length, kind = struct.unpack("<IHB", content[position : position + 7])
-        parts += content[position + 7 : position + 7 + length]
-        position += 7 + length
-        if kind in (1, 4):  # whole, last
-            yield parts
-            parts = b""
 
 
 def offline_files(run: RunDir) -> list[Path]:

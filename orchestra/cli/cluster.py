@@ -1,0 +1,114 @@
+"""What a cluster has and takes, asked and checked for the commands that submit. It submits nothing itself."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from orchestra.config.situation import Situation
+from orchestra.errors import ConfigError, LaunchError
+
+if TYPE_CHECKING:
+    from conf.schema import Config
+    from launchers.slurm.sbatch import Estimate
+    from launchers.slurm.site import Partition
+    from orchestra.submit.job import Share
+
+# Whatever this machine is: a login node has neither the GPUs nor the cores of the nodes.
+SITUATION = Situation("submit")
+
+
+def note(text: str) -> None:
+    """Tell something beside the result."""
+    print(f"note: {text}", file=sys.stderr)
+
+
+def with_cluster(overrides: Sequence[str]) -> list[str]:
+    """Return overrides with cluster=slurm before them where they choose no cluster."""
+    chosen = ("cluster=", "+cluster=", "cluster.launcher=", "experiment=")
+    if any(override.startswith(chosen) for override in overrides):
+        return list(overrides)
+    return ["cluster=slurm", *overrides]
+
+
+def partitions_or_none(*, is_needed: bool) -> tuple[Partition, ...] | None:
+    """Ask the cluster what it has; None on a machine without Slurm where nothing is to be submitted."""
+    from launchers.errors import LauncherError, SlurmMissing
+    from launchers.slurm.site import partitions
+
+    try:
+        return partitions()
+    except SlurmMissing as error:
+        if is_needed:
+            raise ConfigError(f"{error}, or train here with `orchestra run`") from error
+        note(f"{error}: what the cluster has was not checked")
+    except LauncherError as error:
+        if is_needed:
+            raise LaunchError(f"{error}; nothing was submitted") from error
+        note(f"{error}: what the cluster has was not checked")
+    return None
+
+
+def on_site(
+    config: Config, partitions: tuple[Partition, ...] | None, situation: Situation = SITUATION
+) -> tuple[Config, list[str]]:
+    """Return the configuration with the cluster's numbers in the place of `auto`, and what the cluster cannot
+    give.
+    """
+    from orchestra.config.rules import problems_of
+    from orchestra.config.situation import resolved
+    from orchestra.submit.site import site_problems, with_numbers
+
+    problems: list[str] = []
+    if partitions is not None:
+        numbered = resolved(with_numbers(config, partitions), situation)
+        if numbered != config:
+            config = numbered
+            problems += problems_of(config, situation)
+        problems += site_problems(config, partitions)
+    if config.cluster.gpus_per_node == "auto" and not problems:
+        problems.append("cluster.gpus_per_node=auto: what the nodes have is not known; give a number")
+    return config, problems
+
+
+def place_problems(folder: Path) -> Iterator[str]:
+    """Yield why the nodes cannot share a folder."""
+    from orchestra.submit.site import folder_problems
+
+    return folder_problems(folder, _mounts())
+
+
+def _mounts() -> str:
+    try:
+        return Path("/proc/self/mountinfo").read_text()
+    except OSError:
+        return ""
+
+
+def share_of(config: Config, partitions: tuple[Partition, ...] | None) -> Share:
+    """Return what one node gives a job where the configuration leaves it open."""
+    from orchestra.submit.job import Share
+    from orchestra.submit.site import cpus_of_share
+
+    return Share(None if partitions is None else cpus_of_share(config, partitions))
+
+
+def tested(script: str) -> Estimate | None:
+    """Let Slurm judge a script. Its silence here is no verdict, and a limit on the number of jobs none on
+    this one: the submission itself will tell.
+    """
+    from launchers.errors import LauncherError, SlurmRefused
+    from launchers.slurm import sbatch
+    from launchers.slurm.limits import is_full
+
+    try:
+        return sbatch.tested(script)
+    except SlurmRefused as error:
+        if is_full(str(error)):
+            return None
+        raise ConfigError(f"Slurm refuses the job: {error}") from error
+    except LauncherError as error:
+        note(f"the job was not tested beforehand: {error}")
+        return None

@@ -1,0 +1,86 @@
+"""The states of a sweep's members, and what a sweep comes to. It reads the records and asks no scheduler."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from orchestra.report.state import RunState, read_state
+from orchestra.rundir import RunDir
+from orchestra.sweepdir import Sweep, SweepDir, SweepMember, read_sweep
+
+# The order in which counts are told: what is done, what is under way, what needs somebody.
+_ORDER = (
+    *("finished", "running", "starting", "queued", "not started", "being resumed"),
+    *("stopped", "interrupted", "cancelled", "failed", "died", "unknown", "not submitted", "unreadable"),
+)
+ALIVE = ("running", "starting", "queued", "not started")
+ENDED_BADLY = ("failed", "died", "not submitted", "unreadable")
+
+
+@dataclass(frozen=True)
+class MemberState:
+    """One member of a sweep: which, what distinguishes it, and the state of its run."""
+
+    member: SweepMember
+    run: RunDir
+    state: RunState
+
+
+@dataclass(frozen=True)
+class SweepState:
+    """A sweep as `orchestra status` tells of it; `problem` says why its record could not be read."""
+
+    sweep: SweepDir
+    members: tuple[MemberState, ...]
+    created: float = 0.0
+    problem: str | None = None
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many members are in which state, in the order in which they are told."""
+        return counted(member.state for member in self.members)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what `--json` prints: all members with what distinguishes them."""
+        members = [
+            {"index": each.member.index, "overrides": list(each.member.overrides), **each.state.to_json()}
+            for each in self.members
+        ]
+        identity = {"name": self.sweep.name, "path": str(self.sweep.path), "created": self.created}
+        told = {"counts": self.counts, "problem": self.problem, "members": members}
+        return {"kind": "sweep", **identity, **told}
+
+
+def counted(states: Iterable[RunState]) -> dict[str, int]:
+    """Return how many there are of each state."""
+    found = Counter(state.state for state in states)
+    return {word: found[word] for word in (*_ORDER, *sorted(set(found) - set(_ORDER))) if found[word]}
+
+
+def read_sweep_state(sweep: SweepDir, now: float) -> SweepState:
+    """Read a sweep's record and the states of its members. Raises ConfigError when there is no record."""
+    record = read_sweep(sweep)
+    members = tuple(
+        MemberState(member, run, replace(read_state(run, now), name=member_name(sweep, member)))
+        for member, run in runs_of(sweep, record)
+    )
+    return SweepState(sweep, members, record.created)
+
+
+def runs_of(sweep: SweepDir, record: Sweep) -> list[tuple[SweepMember, RunDir]]:
+    """Return the members with their runs, wherever these lie."""
+    return [(member, record.run(sweep, member)) for member in record.members]
+
+
+def member_name(sweep: SweepDir, member: SweepMember) -> str:
+    """Return what to type for a member."""
+    return f"{sweep.name}/{member.index:03d}"
+
+
+def with_states(sweep: SweepState, states: Sequence[RunState]) -> SweepState:
+    """Return the sweep with other states of its members, in their order."""
+    members = zip(sweep.members, states, strict=True)
+    return replace(sweep, members=tuple(replace(member, state=state) for member, state in members))

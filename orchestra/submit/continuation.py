@@ -1,0 +1,235 @@
+"""How a run goes on by itself when its attempt was stopped by the time limit or by a job of more weight.
+
+What is to be done is a pure function of what is known; doing it is a second step. Node 0's agent alone does
+it, after the verdict is written: Slurm may kill the agent the moment that it is asked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+from conf.schema import Config, Requeue
+from launchers.errors import LauncherError, SlurmRefused, SlurmSilent
+from launchers.slurm import own_job, scancel
+from launchers.slurm.own_job import OwnJob
+from launchers.slurm.task import JobTask
+from orchestra import control
+from orchestra.errors import EXIT_DO_NOT_RESTART, EXIT_INTERRUPTED, EXIT_STOPPED, LaunchError
+from orchestra.events import EventWriter, read_events
+from orchestra.jsonl import Record
+from orchestra.report.checkpoints import newest_checkpoint
+from orchestra.report.verdict import Verdict
+from orchestra.rundir import RunDir
+from orchestra.submit.guard import newest_entry
+from orchestra.submit.resubmission import chain
+
+# Slurm's word for what ended a job, in `scontrol show job`.
+_ENDED_BY_LIMIT = "TimeLimit"
+
+
+class How(Enum):
+    """What is done so that a run goes on."""
+
+    end = "end"
+    give_up = "give_up"
+    # Slurm starts the job again by itself.
+    leave = "leave"
+    requeue = "requeue"
+    chain = "chain"
+
+
+@dataclass(frozen=True)
+class Stop:
+    """What is known of an attempt that stopped on request."""
+
+    policy: Requeue
+    # Of the requests to stop it.
+    reasons: frozenset[str]
+    # Slurm's word; None where it could not be asked.
+    job: OwnJob | None
+    # How often the job had been started before this start.
+    restart: int
+    # Whether the attempt before ended by the limit too, at the same checkpoint.
+    is_stalled: bool = False
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """What is to be done, and because of what: `time_limit`, `preempted`, or why the run does not go on."""
+
+    how: How
+    reason: str
+
+
+def continuation(stop: Stop) -> Continuation:
+    """Return what is to be done after a stop. A pure function.
+
+    Whoever cancels a run means it, and so does whoever sends a signal to one of its processes.
+    """
+    if control.CANCEL in stop.reasons:
+        return Continuation(How.end, "it was cancelled")
+    job = stop.job
+    if job is not None and job.restarts > stop.restart:
+        reason = control.TIME_LIMIT if control.TIME_LIMIT in stop.reasons else "requeued in Slurm"
+        return Continuation(How.leave, reason)
+    ended_by = _reason(stop)
+    if ended_by is None:
+        return Continuation(How.end, _why_not(stop))
+    if stop.policy is Requeue.never:
+        return Continuation(How.end, f"cluster.requeue=never ({ended_by})")
+    if stop.is_stalled and ended_by == control.TIME_LIMIT:
+        return Continuation(How.give_up, "no progress")
+    return Continuation(How.chain if stop.policy is Requeue.chain else How.requeue, ended_by)
+
+
+def _reason(stop: Stop) -> str | None:
+    """Return what ended the attempt if the run is to go on after that, else None."""
+    job = stop.job
+    if job is not None and job.is_preempted:
+        return control.PREEMPTED
+    if job is not None and job.is_ending:
+        # By the limit, or because somebody cancelled the job.
+        return control.TIME_LIMIT if job.reason == _ENDED_BY_LIMIT else None
+    return control.TIME_LIMIT if control.TIME_LIMIT in stop.reasons else None
+
+
+def _why_not(stop: Stop) -> str:
+    if stop.job is None:
+        return f"{_named(stop.reasons)}, and Slurm could not be asked what that means"
+    if stop.job.is_ending:
+        return f"Slurm ends the job ({stop.job.state})"
+    return _named(stop.reasons)
+
+
+def _named(reasons: Iterable[str]) -> str:
+    return ", ".join(sorted(reasons)) or "it was asked to stop"
+
+
+def is_stalled(events: Iterable[Record], attempt: int) -> bool:
+    """Tell whether an attempt got no further than the one before it, which went on because of the limit."""
+    events = list(events)
+    started = {it["attempt"] for it in events if it["event"] == "attempt_started" and it["attempt"] < attempt}
+    before = max(started, default=None)
+    went_on = any(
+        it["event"] == "requeued" and it["attempt"] == before and it.get("reason") == control.TIME_LIMIT
+        for it in events
+    )
+    return went_on and _committed(events, before) == _committed(events, attempt)
+
+
+def _committed(events: Iterable[Record], attempt: int | None) -> int | None:
+    """Return the newest checkpoint at the end of an attempt."""
+    return newest_checkpoint([it for it in events if attempt is not None and it["attempt"] <= attempt])
+
+
+class GoingOn:
+    """Lets a run go on after one attempt of it. *Node 0 only*."""
+
+    def __init__(self, run: RunDir, config: Config, task: JobTask, attempt: int, events: EventWriter) -> None:
+        self._run = run
+        self._config = config
+        self._task = task
+        self._attempt = attempt
+        self._events = events
+        # The job that goes on in the place of this one.
+        self._next_job: str | None = None
+
+    def judged(self, verdict: Verdict) -> Verdict:
+        """Return the verdict, or in its place that starting again would not help."""
+        if verdict.code != EXIT_STOPPED or not is_stalled(read_events(self._run), self._attempt):
+            return verdict
+        if continuation(self._stop(stalled=True)).how is not How.give_up:
+            return verdict
+        limit = self._config.cluster.time_limit
+        return Verdict(
+            EXIT_DO_NOT_RESTART,
+            "no progress",
+            f"the time limit ended two attempts in a row behind step {verdict.step or 0}: what comes before "
+            f"the next step and the save behind it takes longer than a job has "
+            f"(cluster.time_limit={limit}); resume it with a longer one: `orchestra resume {self._run.name} "
+            f"cluster.time_limit=…`",
+            step=verdict.step,
+        )
+
+    def go_on(self, verdict: Verdict) -> str:
+        """Do what lets the run go on, and return in a few words what was done."""
+        if verdict.code not in (EXIT_STOPPED, EXIT_INTERRUPTED):
+            return ""
+        plan = continuation(self._stop(stalled=False))
+        if verdict.code == EXIT_INTERRUPTED and plan.how is not How.leave:
+            return ""
+        if plan.how is How.end:
+            return f"it does not go on by itself: {plan.reason}"
+        if plan.how is How.leave:
+            self._write_requeued("requeue", plan.reason)
+            return f"Slurm starts the job again ({plan.reason})"
+        try:
+            done = self._requeued(plan.reason) if plan.how is How.requeue else self._chained(plan.reason)
+            return self._taken_back() or done
+        except (LauncherError, LaunchError, OSError) as error:
+            return self._left_stopped(verdict, str(error))
+
+    def _stop(self, *, stalled: bool) -> Stop:
+        try:
+            requests = control.read_requests(self._run, self._attempt)
+        except OSError:
+            requests = []
+        reasons = frozenset(request.reason for request in requests)
+        return Stop(self._config.cluster.requeue, reasons, self._word(), self._task.restart, stalled)
+
+    def _word(self) -> OwnJob | None:
+        try:
+            return own_job.own_job(self._task.job)
+        except LauncherError:
+            return None
+
+    def _requeued(self, reason: str) -> str:
+        # First: this process may end within the question.
+        self._write_requeued("requeue", reason)
+        try:
+            own_job.requeue(self._task.job)
+        except SlurmRefused as refusal:
+            return f"Slurm does not requeue this job ({refusal}); {self._chained(reason)}"
+        except SlurmSilent:
+            # Slurm ends what asks it together with the job. Only what it says of the job itself counts.
+            word = self._word()
+            if word is not None and not word.is_ending and word.restarts <= self._task.restart:
+                raise
+        return f"requeued ({reason})"
+
+    def _chained(self, reason: str) -> str:
+        word = self._word()
+        script = None if word is None else word.script
+        job = chain(self._run, self._task, self._attempt + 1, script)
+        self._next_job = job
+        self._write_requeued("chain", reason, job)
+        return f"job {job} goes on ({reason})"
+
+    def _taken_back(self) -> str:
+        """Take the job that is to go on away again if somebody cancelled the run in this very moment."""
+        if control.CANCEL not in self._stop(stalled=False).reasons:
+            return ""
+        newest = newest_entry(self._run)
+        token = None if newest is None else newest.get("token")
+        job = self._next_job or self._task.job
+        scancel.cancel([job], only_waiting=False)
+        self._events.write("cancelled", job=job, token=token, user=control.user_name())
+        return f"it was cancelled, and job {job} with it"
+
+    def _write_requeued(self, how: str, reason: str, job: str | None = None) -> None:
+        with contextlib.suppress(OSError):
+            facts = {"after": self._task.job} if job else {}
+            self._events.write("requeued", job=job or self._task.job, how=how, reason=reason, **facts)
+
+    def _left_stopped(self, verdict: Verdict, problem: str) -> str:
+        """Write the verdict once more: what was to come does not."""
+        message = f"{verdict.message}; it does not go on by itself: {problem}"
+        with contextlib.suppress(OSError):
+            facts = {"cause": verdict.cause, "message": message, "step": verdict.step}
+            self._events.write("failed", node=0, code=verdict.code, **facts)
+        sys.stderr.write(f"error: {self._run.name} does not go on by itself: {problem}\n")
+        return f"it does not go on by itself: {problem}"

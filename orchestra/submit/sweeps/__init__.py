@@ -1,0 +1,1 @@
+"""Sweeps: many runs as few Slurm arrays, recorded, submitted once, and gone on with. It trains nothing."""

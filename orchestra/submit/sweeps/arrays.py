@@ -1,0 +1,176 @@
+"""Which members of a sweep go into which Slurm array, and each array's script. Pure: it asks and writes
+nothing.
+
+Members whose batch scripts are equal share an array. A template is such a script without what differs from
+array to array: its tasks, its token and the index of its first member.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from conf.schema import Config
+from launchers.slurm.script import rendered
+from orchestra.submit.job import NODE_MODULE, Share, array_job, new_token
+from orchestra.sweepdir import SweepArray, SweepDir
+
+_TASKS = re.compile(r"^#SBATCH --array=.*$", re.MULTILINE)
+_COMMENT = re.compile(r"^#SBATCH --comment=.*$", re.MULTILINE)
+_NODES = re.compile(r"^#SBATCH --nodes=(\d+)$", re.MULTILINE)
+_FIRST = re.compile(rf"({re.escape(NODE_MODULE)} .*--first )\d+$", re.MULTILINE)
+
+
+class Templates:
+    """Renders templates for one sweep, each kind of job once."""
+
+    def __init__(self, sweep: SweepDir) -> None:
+        self._sweep = sweep
+        self._rendered: dict[str, str] = {}
+
+    def of(self, config: Config, share: Share) -> str:
+        """Return the template of the member with this configuration."""
+        job = array_job(config, self._sweep, "", 0, "0", share)
+        key = repr(job)
+        if key not in self._rendered:
+            self._rendered[key] = template_of(rendered(job))
+        return self._rendered[key]
+
+
+def template_of(script: str) -> str:
+    """Return an array's script without its tasks, its token and its first member."""
+    return _filled(script, "0", "", 0)
+
+
+def with_code(template: str, sweep: SweepDir, code: Path) -> str:
+    """Return a template whose jobs import the packages from another of the sweep's snapshots."""
+    folder = re.escape(str(sweep.path))
+    return re.sub(rf"{folder}/code(\.array-\d+)?(?![\w.-])", lambda _: str(code), template)
+
+
+def _filled(script: str, tasks: str, token: str, first: int) -> str:
+    script = _TASKS.sub(f"#SBATCH --array={tasks}", script, count=1)
+    script = _COMMENT.sub(f"#SBATCH --comment={token}", script, count=1)
+    return _FIRST.sub(rf"\g<1>{first}", script)
+
+
+@dataclass(frozen=True)
+class PlannedArray:
+    """An array that is to be submitted, and what its script is made of."""
+
+    array: SweepArray
+    template: str
+    # How many of its tasks may run at a time.
+    throttle: int | None = None
+
+    def script(self) -> str:
+        """Return its batch script, word for word."""
+        limit = "" if self.throttle is None else f"%{self.throttle}"
+        tasks = f"{task_ranges(self.array.tasks)}{limit}"
+        return _filled(self.template, tasks, self.array.token, self.array.first)
+
+    def split(self, num_tasks: int, number: int) -> tuple[PlannedArray, PlannedArray]:
+        """Return the array with its first tasks alone, and a new one of this number with the others."""
+        tasks = self.array.tasks
+        head = replace(self.array, tasks=tasks[:num_tasks])
+        rest = replace(self.array, number=number, token=new_token(), tasks=tasks[num_tasks:])
+        return replace(self, array=head), replace(self, array=rest)
+
+
+@dataclass(frozen=True)
+class Numbering:
+    """What is the same for all arrays that one command submits."""
+
+    name: str
+    user: str
+    # Unix seconds.
+    now: float
+    # Tasks that one array may hold.
+    array_size: int
+    # Jobs of the sweep that may run at a time.
+    throttle: int | None = None
+
+
+def planned_arrays(
+    templates: Mapping[int, str], numbering: Numbering, numbers: Iterator[int]
+) -> list[PlannedArray]:
+    """Return the arrays that train members, given the template of each by the member's index.
+
+    Equal templates go to one array; one that would be too large is split. `numbers` are the arrays' own.
+    """
+    groups: dict[str, list[int]] = {}
+    for index in sorted(templates):
+        groups.setdefault(templates[index], []).append(index)
+    parts = [
+        (template, part)
+        for template, members in groups.items()
+        for part in _parts(members, numbering.array_size)
+    ]
+    total = len(templates)
+    return [
+        PlannedArray(
+            SweepArray(
+                number=next(numbers),
+                token=new_token(),
+                first=members[0],
+                tasks=tuple(index - members[0] for index in members),
+                name=numbering.name,
+                user=numbering.user,
+                submitted=numbering.now,
+            ),
+            template,
+            _share_of(numbering.throttle, len(members), total),
+        )
+        for template, members in parts
+    ]
+
+
+def _share_of(throttle: int | None, members: int, total: int) -> int | None:
+    """Several arrays share what the sweep may run at a time, each at least one."""
+    return None if throttle is None else max(1, throttle * members // total)
+
+
+def _parts(members: Sequence[int], array_size: int) -> Iterator[list[int]]:
+    """Cut members into pieces whose task numbers, counted from a piece's first member, stay below the
+    size.
+    """
+    part: list[int] = []
+    for index in members:
+        if part and index - part[0] >= array_size:
+            yield part
+            part = []
+        part.append(index)
+    if part:
+        yield part
+
+
+def task_ranges(tasks: Sequence[int]) -> str:
+    """Return ascending task numbers as sbatch takes them: 0-3,7 or 0-8:2."""
+    words = []
+    position = 0
+    while position < len(tasks):
+        end = _end_of_run(tasks, position)
+        first, last = tasks[position], tasks[end]
+        step = tasks[position + 1] - first if end > position else 1
+        words.append(str(first) if end == position else f"{first}-{last}" + (f":{step}" if step > 1 else ""))
+        position = end + 1
+    return ",".join(words)
+
+
+def _end_of_run(tasks: Sequence[int], begin: int) -> int:
+    """Return the place of the last number that follows in equal steps; two with a gap are no run."""
+    if begin + 1 >= len(tasks):
+        return begin
+    step = tasks[begin + 1] - tasks[begin]
+    end = begin + 1
+    while end + 1 < len(tasks) and tasks[end + 1] - tasks[end] == step:
+        end += 1
+    return end if step == 1 or end - begin > 1 else begin
+
+
+def num_nodes(script: str) -> int | None:
+    """Return the nodes that each of a script's jobs gets; None where it does not say."""
+    found = _NODES.search(script)
+    return None if found is None else int(found[1])

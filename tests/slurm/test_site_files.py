@@ -1,0 +1,131 @@
+"""What a site installs and what its users type, on a real cluster: health check, site file, README."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from sites import ROOT, Site, wait_until
+
+HEALTHCHECK = ROOT / "slurm" / "healthcheck"
+MIB = 2**20
+README = (ROOT / "README.md").read_text()
+# What is typed on a cluster; the README's other commands are run where there is none.
+COMMANDS = [
+    line.partition("  #")[0].strip()
+    for block in re.findall(r"```sh\n(.*?)```", README, flags=re.DOTALL)
+    for line in block.splitlines()
+]
+(SITE_FILE,) = re.findall(r"```yaml\n(.*?)```", README, flags=re.DOTALL)
+
+
+@pytest.fixture
+def configuration() -> Iterator[Path]:
+    """Return the health check's configuration file, in a folder that root's daemons on all hosts see."""
+    with tempfile.TemporaryDirectory(prefix="orchestra-health-") as folder:
+        yield Path(folder) / "healthcheck.conf"
+
+
+def node(site: Site, name: str) -> tuple[str, str]:
+    """Return Slurm's state of a node and the reason for it."""
+    query = ("sinfo", "--noheader", "--partition=main", f"--nodes={name}", "--format=%T|%E")
+    state, _, reason = site.run(*query).stdout.strip().partition("|")
+    return state, reason
+
+
+def test_node_with_a_full_disk_is_drained_by_slurmd_and_comes_back_when_it_is_not(
+    new_site: Callable[..., Site], configuration: Path
+) -> None:
+    """Nobody else's drain is taken back. The disk is each host's own /dev/shm."""
+    program = configuration.with_name("program")
+    program.write_text(f"#!/bin/sh\nexec {shlex.quote(str(HEALTHCHECK))} --config {configuration}\n")
+    program.chmod(0o755)
+    configuration.write_text("gpus = 0\nfree = /tmp=1M\n")
+    site = new_site(
+        *("--nodes", "2", "--no-accounting"),
+        *("--set", f"HealthCheckProgram={program}", "--set", "HealthCheckInterval=2"),
+    )
+    site.devcluster("exec", "controller", "--", *drained("node2", "a fan is broken"))
+    free = free_in_memory(site)
+    lines = [
+        "gpus = 0  # there are none behind the pretended ones",
+        "drain",
+        "heal",
+        f"slurm-conf = {site.layout.slurm_conf}",
+        f"shared-write = {site.shared}",
+        f"free = /dev/shm={(free - 64 * MIB) // MIB}M",
+    ]
+    configuration.write_text("\n".join(lines))
+    site.devcluster("exec", "node1", "--", "sh", "-c", "head -c 100M /dev/zero > /dev/shm/full")
+    wait_until(lambda: node(site, "node1")[0] == "drained", "node1 is drained")
+    assert node(site, "node1")[1].startswith("orchestra: free /dev/shm: ")
+    assert node(site, "node2") == ("drained", "a fan is broken")
+    site.devcluster("exec", "node1", "--", "rm", "/dev/shm/full")
+    wait_until(lambda: node(site, "node1")[0] == "idle", "node1 is given jobs again")
+    assert node(site, "node2") == ("drained", "a fan is broken")
+    assert site.run("srun", "--nodelist=node1", "echo", "well").stdout == "well\n"
+
+
+def drained(name: str, reason: str) -> list[str]:
+    return ["scontrol", "update", f"NodeName={name}", "State=DRAIN", f"Reason={reason}"]
+
+
+def free_in_memory(site: Site) -> int:
+    """Return the bytes that are free in a host's /dev/shm."""
+    command = ["df", "--output=avail", "--block-size=1", "/dev/shm"]
+    return int(site.devcluster("exec", "node1", "--", *command).stdout.split()[-1])
+
+
+@pytest.fixture(scope="module")
+def lab(new_site: Callable[..., Site]) -> Iterator[Site]:
+    """Return the README's cluster: its partition, and a job that keeps all nodes but one busy.
+
+    What the commands submit needs more nodes than one or comes after what does, so that nothing is trained.
+    """
+    partition = "PartitionName=gpu Nodes=ALL MaxTime=2-00:00:00"
+    site = new_site("--nodes", "5", "--gpus", "8", "--no-accounting", "--set", partition)
+    blocker = site.submit("--nodes=4", "--exclusive", "--partition=gpu", "--wrap", "srun sleep 1000")
+    wait_until(lambda: site.job_state(blocker) == "RUNNING", "the nodes are busy")
+    tree = site.shared / "tree"
+    for package in ("conf", "orchestra", "launchers", "checkpointing"):
+        shutil.copytree(ROOT / package, tree / package, ignore=shutil.ignore_patterns("__pycache__"))
+    (tree / "conf" / "cluster" / "lab.yaml").write_text(SITE_FILE)
+    site.devcluster("exec", "controller", "--", "chown", "-R", site.user.pw_name, str(tree))
+    yield site
+    site.cancel_all_jobs()
+
+
+def typed(site: Site, command: str) -> str:
+    """Run a command of the README and return what it printed; what would wait for nodes is only planned."""
+    words = shlex.split(command)
+    assert words[0] == "orchestra"
+    dry = ["--dry-run"] if words[1] == "bench" else []
+    module = (sys.executable, "-m", "orchestra", *words[1:], *dry)
+    return site.run(*module, PYTHONPATH=str(site.shared / "tree")).stdout
+
+
+@pytest.mark.slow
+def test_commands_of_the_readme_work_on_a_cluster_in_their_order(lab: Site) -> None:
+    said = {command: typed(lab, command) for command in COMMANDS}
+    assert len(said) == len(COMMANDS) >= 10
+    scripts = [text for text in said.values() if text.startswith("#!/bin/bash")]
+    for line in ("#SBATCH --partition=gpu", "#SBATCH --gpus-per-node=8", "#SBATCH --exclusive"):
+        assert all(f"{line}\n" in script for script in scripts)
+    assert "export NCCL_DEBUG=WARN\n" in scripts[0]
+    waiting = lab.run("squeue", "--noheader", "--array", "--format=%j").stdout.split()
+    assert (waiting.count("big"), waiting.count("rates")) == (1, 4)
+
+
+def test_site_file_may_lie_in_a_folder_of_ones_own(lab: Site) -> None:
+    folder = lab.shared / "sites" / "cluster"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "own.yaml").write_text(SITE_FILE.replace("partition: gpu", "partition: main"))
+    place = f"hydra.searchpath=[{folder.parent}]"
+    script = typed(lab, f"orchestra submit {place} cluster=own run.name=elsewhere --dry-run")
+    assert "#SBATCH --partition=main\n" in script

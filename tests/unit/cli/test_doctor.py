@@ -1,0 +1,226 @@
+"""`orchestra doctor` on a machine without Slurm, and its judgement of what nodes answered."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launchers.slurm.settings import parsed
+from launchers.slurm.site import NodeKind, Partition
+from orchestra.cli import main
+from orchestra.doctor import host, probe, slurm, software
+from orchestra.doctor.check import Check, Finding, Mark, Subject, perform
+from orchestra.doctor.nodes import judged
+from orchestra.doctor.probe import Probe
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def _quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave Slurm's commands out of sight, and torch unasked: importing it costs seconds."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(software, "CHECKS", software.CHECKS[:-1])
+
+
+def findings(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, dict[str, str]]]:
+    code = main(["doctor", *words, "--json"])
+    record = json.loads(capsys.readouterr().out)
+    assert record["ok"] == (code == 0)
+    return code, {finding["name"]: finding for finding in record["findings"]}
+
+
+@pytest.mark.usefixtures("_quick")
+def test_healthy_machine_passes_and_nothing_is_left_behind(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, found = findings(capsys)
+    assert (code, found["slurm"]["mark"], found["run.dir"]["mark"]) == (0, "note", "ok"), found
+    assert {"python", "orchestra", "imports", "libraries", "clock", "host name", "ports"} <= set(found)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("_quick")
+def test_lines_fit_80_columns_and_end_with_a_count(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert all(len(line) <= 80 or "/" in line for line in lines)
+    assert " ok, " in lines[-1]
+
+
+@pytest.mark.usefixtures("_quick")
+@pytest.mark.parametrize(
+    ("override", "name", "words"),
+    [
+        ("cluster=slurm", "slurm", "sbatch"),
+        ("wandb.mode=online", "wandb", "WANDB_API_KEY"),
+        ("cluster.network.interface=nowhere0", "ports", "no IPv4 address"),
+        ("run.dir=/proc/nowhere", "run.dir", "cannot write"),
+    ],
+)
+def test_what_is_missing_fails_with_advice(
+    override: str, name: str, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", "/nowhere")
+    code, found = findings(capsys, override)
+    assert (code, found[name]["mark"], words in found[name]["found"]) == (1, "failed", True), found[name]
+    assert found[name]["advice"]
+
+
+@pytest.mark.usefixtures("_quick")
+def test_wrong_override_ends_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "cluster.nods=2"]) == 2
+    assert main(["doctor", "--nodes", "0"]) == 2
+
+
+def test_foreign_conf_in_the_working_directory_is_named(tmp_path: Path) -> None:
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "__init__.py").touch()
+    only = "from orchestra.doctor import software as s; s.CHECKS = s.CHECKS[:-1]"
+    code = f"{only}; from orchestra.cli import main; raise SystemExit(main(['doctor', '--json']))"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(["", str(ROOT)]), "PATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1, done.stderr
+    found = {finding["name"]: finding for finding in json.loads(done.stdout)["findings"]}
+    assert str(tmp_path / "conf") in found["imports"]["found"]
+    assert found["configuration"]["mark"] == "failed"
+    assert found["host name"]["mark"] != "failed"
+
+
+def test_broken_and_hanging_checks_are_failures_of_their_own() -> None:
+    gate = threading.Event()
+
+    def breaks(_: Subject) -> list[Finding]:
+        raise RuntimeError("no such luck")
+
+    def hangs(_: Subject) -> list[Finding]:
+        gate.wait()
+        return []
+
+    def works(_: Subject) -> list[Finding]:
+        return [Finding("works", Mark.ok, "fine")]
+
+    checks = [Check("breaks", breaks), Check("hangs", hangs, limit_s=0.2), Check("works", works)]
+    found = list(perform(checks, Subject()))
+    gate.set()
+    assert [(finding.name, finding.mark) for finding in found] == [
+        ("breaks", Mark.failed),
+        ("hangs", Mark.failed),
+        ("works", Mark.ok),
+    ]
+    assert "no such luck" in found[0].found
+
+
+@pytest.fixture
+def probed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, Any]]]:
+    """Return a function that runs one probe per folder at the same time, each a node with that run.dir."""
+    monkeypatch.delenv("SLURMD_NODENAME", raising=False)
+
+    def run(*folders: Path) -> list[dict[str, Any]]:
+        probes = [
+            Probe({"folder": str(folder), "interface": "lo", "wait_s": 1.5}, node, len(folders))
+            for node, folder in enumerate(folders)
+        ]
+        threads = [threading.Thread(target=probe.look) for probe in probes]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return [{**probe.answer, "host": f"node{probe.node + 1}"} for probe in probes]
+
+    return run
+
+
+def marks(answers: list[dict[str, Any]], run_dir: Path) -> dict[str, Finding]:
+    found = judged(answers, ROOT, Subject(run_dir=run_dir), Path(sys.executable))
+    return {finding.name: finding for finding in found}
+
+
+def test_nodes_that_share_a_folder_pass(tmp_path: Path, probed: Callable[..., list[dict[str, Any]]]) -> None:
+    (tmp_path / probe.LOGIN).touch()
+    found = marks(probed(tmp_path, tmp_path, tmp_path), tmp_path)
+    assert {finding.mark for finding in found.values()} == {Mark.ok}, found
+    assert "127.0.0.1" in found["nodes' network"].found
+
+
+def test_node_with_a_folder_of_its_own_is_named(
+    tmp_path: Path, probed: Callable[..., list[dict[str, Any]]]
+) -> None:
+    shared, own, nowhere = tmp_path / "shared", tmp_path / "own", tmp_path / "nowhere"
+    shared.mkdir()
+    own.mkdir()
+    (shared / probe.LOGIN).touch()
+    found = marks(probed(shared, own, nowhere), tmp_path)["shared run.dir"]
+    assert found.mark is Mark.failed
+    assert "node1 sees nothing of node2, node3" in found.found
+    assert "node2 sees nothing of node1, node3, this machine" in found.found
+    assert "node3 cannot write there (it is not there)" in found.found
+
+
+def test_unreachable_late_and_different_nodes_are_named(tmp_path: Path) -> None:
+    names = [probe.LOGIN, "node-0", "node-1"]
+    usual = {"python": "3.11", "orchestra": "1", "root": str(ROOT), "torch": True, "saw": names, "gpus": 4}
+    first = {**usual, "node": 0, "host": "a", "address": "10.0.0.1"}
+    other = {**usual, "node": 1, "host": "b", "reached": False, "reach_problem": "10.0.0.1:1: refused"}
+    other |= {"python": "3.12", "root": "/elsewhere", "gpus": 3}
+    found = marks([first, other], tmp_path)
+    failed = {name for name, finding in found.items() if finding.mark is Mark.failed}
+    assert failed == {"nodes' python", "nodes' orchestra", "nodes' network"}
+    assert found["nodes' gpus"].mark is Mark.note
+    late = {**usual, "node": 1, "host": "b", "reached": True, "clock_offset_s": -7.2, "lookup_s": 4.0}
+    found = marks([first, late], tmp_path)
+    assert (found["nodes' clocks"].mark, "b -7.2 s" in found["nodes' clocks"].found) == (Mark.warning, True)
+    assert found["nodes' look-ups"].mark is Mark.warning
+
+
+def test_settings_of_a_cluster_that_matter_are_told() -> None:
+    found = parsed("ClusterName = big\nJobRequeue = 0\nKillWait = 2 sec\nMaxArraySize = 1\n not a setting\n")
+    told = {finding.name: finding for finding in slurm._rules(found)}
+    assert "cluster.requeue=chain" in told["requeueing"].advice
+    assert [told[name].mark for name in ("requeueing", "kill wait", "arrays")] == [Mark.note] * 3
+    assert slurm._accounting(found).mark is Mark.note
+
+
+def test_partitions_without_usable_nodes_and_unknown_ones_are_named() -> None:
+    nodes = (NodeKind(3, 8, 4, "down*"), NodeKind(1, 8, 4, "drained"))
+    partitions = [Partition("main", True, True, "1:00:00", nodes), Partition("old", False, False, "1:00", ())]
+    default, closed = slurm._partitions(partitions, Subject())
+    assert (default.mark, "0 of 4 nodes usable" in default.found) == (Mark.warning, True)
+    assert closed.mark is Mark.note
+    unknown, *_ = slurm._partitions(partitions, Subject(partition="mian"))
+    assert (unknown.mark, "main, old" in unknown.found) == (Mark.failed, True)
+
+
+def test_gpus_that_torch_does_not_see_are_a_failure() -> None:
+    facts = {"names": [], "cuda": None}
+    assert software._gpus(facts, ["GPU 0: A"], Subject()).mark is Mark.failed
+    assert software._gpus(facts, None, Subject()).mark is Mark.note
+    assert software._gpus(facts, None, Subject(device="cuda")).mark is Mark.failed
+    assert software._gpus({"names": ["A"], "cuda": "12"}, ["GPU 0: A"], Subject()).mark is Mark.ok
+
+
+def test_slow_names_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(_: str) -> str:
+        raise OSError(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "gethostbyname", unknown)
+    (found,) = host._host_name(Subject())
+    assert (found.mark, "/etc/hosts" in found.advice) == (Mark.warning, True)

@@ -1,0 +1,207 @@
+"""States of a sweep's members: found by the array's id and the task's number, counted, and told as one."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from launchers.slurm.jobids import job_and_tasks, joined
+from launchers.slurm.states import GONE, UNKNOWN, JobState, Questions, SubmittedJob, job_states
+from orchestra.events import EventWriter, node_writer
+from orchestra.report.scheduler import with_scheduler
+from orchestra.report.state import read_state
+from orchestra.report.sweeps import SweepState, read_sweep_state, with_states
+from orchestra.report.waiting import how_it_ended, why_it_waits
+from orchestra.sweepdir import Sweep, SweepArray, SweepDir, SweepMember, to_json
+
+ME = getpass.getuser()
+TOKEN = "orchestra:aa"
+
+
+class Commands:
+    """Stand-ins for Slurm's commands, first in PATH; each call is written down."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir()
+        self.put("squeue", "")
+        self.put("sacct", "")
+
+    def put(self, name: str, prints: str, code: int = 0) -> None:
+        (self.folder / f"{name}.out").write_text(prints)
+        script = f'echo "{name} $*" >> {self.folder}/calls\ncat {self.folder}/{name}.out\nexit {code}\n'
+        (self.folder / name).write_text(f"#!/bin/sh\n{script}")
+        (self.folder / name).chmod(0o755)
+
+    def calls(self, name: str) -> list[str]:
+        file = self.folder / "calls"
+        lines = file.read_text().splitlines() if file.exists() else []
+        return [line for line in lines if line.startswith(name)]
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
+    commands = Commands(tmp_path / "bin")
+    monkeypatch.setenv("PATH", f"{commands.folder}:/usr/bin:/bin")
+    return commands
+
+
+def sweep_of(parent: Path, num_members: int, array: str | None = "50") -> SweepDir:
+    sweep = SweepDir(parent / "runs" / "sweep")
+    now = time.time()
+    job = {"token": TOKEN, "id": None, "name": "sweep", "user": ME, "submitted": now}
+    for index in range(num_members):
+        run = sweep.member(index)
+        run.path.mkdir(parents=True)
+        record = {"sweep": "sweep", "member": index, "pid": None, "jobs": [{**job, "task": index}]}
+        run.record.write_text(json.dumps(record))
+    members = tuple(SweepMember(index, str(index), (f"optim.lr={index}",)) for index in range(num_members))
+    arrays = (SweepArray(0, TOKEN, 0, tuple(range(num_members)), "sweep", ME, now, array),)
+    sweep.record.write_text(to_json(Sweep("sweep", "x", (), members, arrays, now)))
+    return sweep
+
+
+def line(label: str, state: str, reason: str = "Priority", comment: str = TOKEN) -> str:
+    return f"{label}|{state}|{ME}|{reason}|node1|N/A|sweep|{comment}\n"
+
+
+def told(sweep: SweepDir) -> SweepState:
+    own = read_sweep_state(sweep, time.time())
+    states, _ = with_scheduler([each.run for each in own.members], [each.state for each in own.members])
+    return with_states(own, states)
+
+
+def test_each_member_is_its_task_whatever_became_of_the_comment(tmp_path: Path, slurm: Commands) -> None:
+    sweep = sweep_of(tmp_path, 4)
+    for comment in (TOKEN, "(null)"):
+        slurm.put(
+            "squeue", line("50_0", "RUNNING", comment=comment) + line("50_2", "PENDING", comment=comment)
+        )
+        states = told(sweep).members
+        assert [each.state.state for each in states] == ["starting", "died", "queued", "died"]
+        assert [each.state.job for each in states][::2] == ["50_0", "50_2"]
+    assert states[0].state.name == "sweep/000"
+    assert len(slurm.calls("squeue")) == 2
+
+
+def test_an_array_whose_id_was_lost_is_found_by_its_token(tmp_path: Path, slurm: Commands) -> None:
+    sweep = sweep_of(tmp_path, 2, array=None)
+    slurm.put("squeue", line("50_0", "RUNNING") + line("50_1", "PENDING"))
+    assert told(sweep).counts == {"starting": 1, "queued": 1}
+
+
+def test_tasks_that_were_cancelled_before_they_began_are_one_line(tmp_path: Path, slurm: Commands) -> None:
+    sweep = sweep_of(tmp_path, 3)
+    slurm.put("squeue", line("50", "CANCELLED") + line("50_0", "RUNNING"))
+    assert told(sweep).counts == {"starting": 1, "cancelled": 2}
+    assert told(sweep).to_json()["members"][2]["overrides"] == ["optim.lr=2"]
+
+
+def test_accounting_is_asked_by_array_and_its_ranges_are_read(tmp_path: Path, slurm: Commands) -> None:
+    sweep = sweep_of(tmp_path, 1000)
+    lines = [
+        f"50_[5-999%2]|CANCELLED by 0|{ME}|0:0|None assigned|2999-01-01T00:00:00|sweep|",
+        f"50_0|OUT_OF_MEMORY|{ME}|0:125|node1|2999-01-01T00:00:00|sweep|",
+        f"50_1|RUNNING|{ME}|0:0|node1|2999-01-01T00:00:00|sweep|",
+        f"50_2|FAILED|{ME}|3:0|node1|1999-01-01T00:00:00|sweep|",
+        f"50_3|FAILED|{ME}|3:0|node1|2999-01-01T00:00:00|sweep|orchestra:bb",
+        f"50_4|FAILED|{ME}|3:0|node1|2999-01-01T00:00:00|sweep|",
+    ]
+    slurm.put("sacct", "\n".join(lines))
+    state = told(sweep)
+    assert state.counts == {"cancelled": 995, "failed": 1, "died": 4}
+    causes = [member.state.cause or "" for member in state.members]
+    assert "the kernel killed it because its memory ran out" in causes[0]
+    assert all("Slurm does not have job 50_" in cause for cause in causes[1:4]), "stale, recycled, another's"
+    assert causes[4] == "job 50_4 failed with exit code 3, and the run had not begun"
+    assert causes[5] == "job 50_5 was cancelled by root, and the run had not begun"
+    (question,) = slurm.calls("sacct")
+    assert "--jobs=50 " in question
+    assert len(slurm.calls("squeue")) == 1
+
+
+def test_ranges_of_tasks_come_and_go() -> None:
+    assert job_and_tasks("12") == ("12", None)
+    assert job_and_tasks("12_4") == ("12", (4,))
+    assert job_and_tasks("12_[1-3,7,10-14:2%5]") == ("12", (1, 2, 3, 7, 10, 12, 14))
+    assert job_and_tasks("12_[1,3,...]") == ("12", (1, 3))
+    assert joined(["12_4", "12_1", "13", "12_2"]) == ["12_[1-2,4]", "13"]
+
+
+def test_slurm_is_asked_again_only_after_a_pause_and_newer_jobs_are_unknown_until_then(
+    slurm: Commands,
+) -> None:
+    first = SubmittedJob(TOKEN, "11", "a", ME, time.time() - 5)
+    questions = Questions()
+    slurm.put("squeue", f"11|RUNNING|{ME}|None|node1|N/A|a|{TOKEN}\n")
+    for _ in range(3):
+        assert questions.states([first], [first])[0][first].state == "RUNNING"
+    later = SubmittedJob("orchestra:bb", "12", "b", ME, time.time() + 1)
+    gone = SubmittedJob("orchestra:cc", "13", "c", ME, time.time() - 5)
+    words, _ = questions.states([first, later, gone], [])
+    assert (words[later].state, words[gone].state) == (UNKNOWN, GONE)
+    assert len(slurm.calls("squeue")) == 1
+    eager = Questions(pause_s=0.0)
+    eager.states([first], [])
+    eager.states([first], [])
+    assert len(slurm.calls("squeue")) == 3
+    assert job_states([], []) == ({}, [])
+
+
+def test_a_run_that_goes_on_by_itself_is_queued_until_its_next_attempt(
+    tmp_path: Path, slurm: Commands
+) -> None:
+    run = sweep_of(tmp_path, 1).member(0)
+    events = EventWriter(run, node_writer(0, 0), 0, host="node1")
+    events.write("attempt_started", pid=1, pid_started=1)
+    events.write("failed", node=0, code=75, cause="StopRequested")
+    assert read_state(run, time.time()).state == "stopped"
+    events.write("requeued", job="50_0", how="requeue", reason="time_limit")
+    assert read_state(run, time.time()).state == "queued"
+    for word, state in (("COMPLETING", "queued"), ("PENDING", "queued"), ("RUNNING", "starting")):
+        slurm.put("squeue", line("50_0", word, "BeginTime"))
+        ((now,), _) = with_scheduler([run], [read_state(run, time.time())])
+        assert now.state == state
+    slurm.put("squeue", "")
+    ((now,), _) = with_scheduler([run], [read_state(run, time.time())])
+    assert (now.state, now.cause) == (
+        "died",
+        "Slurm does not have job 50_0 any more, and the run had not gone on",
+    )
+    slurm.put("squeue", "", code=1)
+    ((now,), problems) = with_scheduler([run], [read_state(run, time.time())])
+    assert (now.state, len(problems)) == ("queued", 1)
+    EventWriter(run, node_writer(1, 0), 1, host="node1").write("attempt_started", pid=1, pid_started=1)
+    assert read_state(run, time.time()).state == "running"
+
+
+@pytest.mark.parametrize(
+    ("state", "reason", "words"),
+    [
+        ("PENDING", "Resources", "nodes to become free"),
+        ("PENDING", "Priority", "higher priority"),
+        ("PENDING", "Dependency", "another job to end"),
+        ("PENDING", "BeginTime", "after it was requeued"),
+        ("PENDING", "JobHeldAdmin", "held by an administrator, who can let it go: `scontrol release 7`"),
+        ("PENDING", "QOSMaxCpuPerUserLimit", "a limit of its QOS (QOSMaxCpuPerUserLimit)"),
+        ("PENDING", "Something New", "waits (Something New)"),
+        ("REQUEUE_HOLD", "x", "scontrol release 7"),
+        ("SUSPENDED", "None", "stand still"),
+        ("CONFIGURING", "None", "being made ready"),
+        ("COMPLETING", "None", "cleaning its nodes up"),
+    ],
+)
+def test_reasons_are_told_in_words(state: str, reason: str, words: str) -> None:
+    assert words in why_it_waits(JobState("7", state, reason))
+
+
+def test_what_trains_waits_for_nothing_and_ends_are_told_with_who_and_what() -> None:
+    assert why_it_waits(JobState("7", "RUNNING", "None")) == ""
+    cancelled = JobState("7", "CANCELLED", cancelled_by="12")
+    assert how_it_ended(cancelled, lambda number: f"user {number}") == "job 7 was cancelled by user 12"
+    assert how_it_ended(JobState("7", "TIMEOUT"), str) == "job 7 ended as TIMEOUT: it reached its time limit"
+    assert how_it_ended(JobState("7", "FAILED", exit_code="0:9"), str) == "job 7 failed by signal 9"

@@ -1,0 +1,164 @@
+"""Waiting for runs to be over: real records, real processes, and a stand-in squeue where Slurm has a word."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from launchers import processes
+from orchestra.events import EventWriter, node_writer
+from orchestra.jsonl import JsonLinesWriter
+from orchestra.rundir import RunDir
+from orchestra.submit import waiting
+from orchestra.submit.waiting import Result, exit_code, wait_for
+
+ME = getpass.getuser()
+
+
+@pytest.fixture
+def bin_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    monkeypatch.setattr(waiting, "_ASK_S", 0.2)
+    put(folder, "sacct", "exit 1")
+    put(folder, "squeue", "exit 0")
+    return folder
+
+
+def put(folder: Path, name: str, script: str) -> None:
+    draft = folder / f".{name}"
+    draft.write_text(f"#!/bin/sh\n{script}\n")
+    draft.chmod(0o755)
+    draft.rename(folder / name)
+
+
+def begun(parent: Path, name: str, job: str | None = None, host: str | None = None) -> RunDir:
+    """Make a run whose first attempt has begun: led by this process, or on another host."""
+    run = RunDir(parent / name)
+    run.path.mkdir(parents=True)
+    intent = {"token": f"orchestra:{name}", "id": job, "name": name, "user": ME, "submitted": time.time()}
+    jobs = [{**intent, "attempt": 0, "task": None, "after": None}] if job else []
+    run.record.write_text(json.dumps({"name": name, "created": time.time(), "pid": None, "jobs": jobs}))
+    me = processes.find(os.getpid())
+    where = {} if host is None else {"host": host}
+    events = EventWriter(run, node_writer(0, 0), 0, **where)
+    events.write("attempt_started", pid=os.getpid(), pid_started=me.started if me else 0)
+    return run
+
+
+def ended(run: RunDir, code: int = 0, cause: str = "finished", **last_row: float) -> RunDir:
+    rows = JsonLinesWriter(run.metrics)
+    for step, row in enumerate([{"loss": 9.0, "mfu": 0.1}, {"loss": 2.5, **last_row}], 1):
+        rows.write({"step": step, **row})
+    EventWriter(run, node_writer(0, 0), 0).write("failed" if code else "finished", code=code, cause=cause)
+    return run
+
+
+def test_finished_runs_are_returned_in_order_with_the_last_value_of_the_metric(tmp_path: Path) -> None:
+    runs = [ended(begun(tmp_path, "b"), mfu=0.5), ended(begun(tmp_path, "a"))]
+    assert wait_for(runs, "loss") == [Result(run, "finished", 0, "loss", 2.5, "finished") for run in runs]
+    # The last row's, not the last that there was: without a number there is none.
+    assert [result.value for result in wait_for(runs, "mfu")] == [0.5, None]
+
+
+def test_a_run_that_trains_is_waited_for_and_its_steps_are_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = begun(tmp_path, "slow")
+    later = threading.Timer(0.7, ended, [run])
+    later.start()
+    began = time.monotonic()
+    (result,) = wait_for([run], "loss")
+    assert time.monotonic() - began >= 0.7
+    later.join()
+    assert (result.is_done, result.value) == (True, 2.5)
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "slow: running" in shown.err
+    assert "slow: finished, loss 2.5" in shown.err
+
+
+def test_an_end_without_a_job_in_slurm_needs_two_looks(tmp_path: Path, bin_folder: Path) -> None:
+    """A failed run whose job Slurm starts again goes on, until Slurm has it no more."""
+    run = ended(begun(tmp_path, "one", job="7", host="node1"), code=1, cause="OutOfMemory")
+    row = f"7|{{}}|{ME}|Priority|node1|N/A|one|orchestra:one"
+    put(bin_folder, "squeue", f"echo '{row.format('PENDING')}'")
+    gone = threading.Timer(1.5, put, [bin_folder, "squeue", "exit 0"])
+    gone.start()
+    began = time.monotonic()
+    (result,) = wait_for([run], "loss")
+    assert time.monotonic() - began >= 1.5
+    gone.join()
+    assert (result.state, result.code, result.cause, result.value) == ("failed", 1, "OutOfMemory", 2.5)
+
+
+def test_a_question_that_fails_decides_nothing(
+    tmp_path: Path, bin_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [
+        ended(begun(tmp_path, "one", job="7", host="node1"), code=75, cause="stopped"),
+        ended(begun(tmp_path, "two", job="8", host="node1")),
+    ]
+    put(bin_folder, "squeue", "echo 'Unable to contact slurm controller' >&2; exit 1")
+    answers = threading.Timer(1.5, put, [bin_folder, "squeue", "exit 0"])
+    answers.start()
+    began = time.monotonic()
+    results = wait_for(runs, "loss")
+    assert time.monotonic() - began >= 1.5
+    answers.join()
+    assert [(result.state, result.code) for result in results] == [("stopped", 75), ("finished", 0)]
+    assert capsys.readouterr().err.count("Unable to contact") == 1
+
+
+def test_a_job_that_vanished_without_a_verdict_counts_as_failed(tmp_path: Path, bin_folder: Path) -> None:
+    (result,) = wait_for([begun(tmp_path, "one", job="7", host="node1")], "loss")
+    assert (result.state, result.code, result.value) == ("died", 1, None)
+
+
+def test_ctrl_c_leaves_the_jobs_alone_and_says_so(tmp_path: Path) -> None:
+    run = begun(tmp_path, "long")
+    script = textwrap.dedent(
+        f"""\
+        from pathlib import Path
+        from orchestra.rundir import RunDir
+        from orchestra.submit.waiting import wait_for
+        wait_for([RunDir(Path({str(run.path)!r}))], "loss")
+        """
+    )
+    waiter = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True)
+    assert waiter.stderr is not None
+    assert "waiting for 1 run" in waiter.stderr.readline()
+    assert "long: running" in waiter.stderr.readline()
+    waiter.send_signal(signal.SIGINT)
+    said = waiter.communicate(timeout=60)[1]
+    assert "its job goes on" in said
+    assert "KeyboardInterrupt" in said
+    assert not run.control.exists()
+
+
+@pytest.mark.parametrize(
+    ("codes", "worst"),
+    [
+        ([], 0),
+        ([0, 0], 0),
+        ([0, 75], 75),
+        ([75, 130], 130),
+        ([130, 1, 75], 1),
+        ([93, 1], 93),
+        ([139, 75], 139),
+    ],
+)
+def test_the_exit_code_is_that_of_the_worst_end(codes: list[int], worst: int) -> None:
+    results = [Result(RunDir(Path("x")), "?", code, "loss", None) for code in codes]
+    assert exit_code(results) == worst
