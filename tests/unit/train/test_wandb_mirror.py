@@ -177,7 +177,8 @@ def test_mirror_finishes_by_itself_when_the_trainer_is_killed(run: RunDir) -> No
         "trainer.train(range(1, 21)); print(trainer.pid, flush=True); time.sleep(60)\n"
     )
     arguments = [sys.executable, "-c", script, str(run.path), str(Path(__file__).parent)]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    folders = (Path(__file__).parents[3], Path(__file__).parents[2])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders))}
     trainer = subprocess.Popen(arguments, stdout=subprocess.PIPE, env=environment)
     assert trainer.stdout is not None
     mirror_pid = int(trainer.stdout.readline())
@@ -210,5 +211,6 @@ def test_a_mirror_that_cannot_start_is_an_event(run: RunDir, monkeypatch: pytest
 
 def test_the_trainer_does_not_import_wandb() -> None:
     code = "import sys, orchestra.train.wandb_mirror; sys.exit('wandb' in sys.modules)"
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    folders = (Path(__file__).parents[3], Path(__file__).parents[2])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders))}
     assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0
