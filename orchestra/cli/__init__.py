@@ -51,6 +51,7 @@ class Verb:
 VERBS = (
     Verb("run", "orchestra.cli.run", "train on this machine, in the foreground"),
     Verb("submit", "orchestra.cli.submit", "check, freeze and submit a Slurm job, and exit"),
+    Verb("plan", "orchestra.cli.plan", "predict memory, speed and cost of a configuration or a table"),
     Verb("resume", "orchestra.cli.resume", "train a run on, from its newest checkpoint"),
     Verb("status", "orchestra.cli.status", "list runs: state, step, loss, tokens/s, MFU, time left"),
     Verb("cancel", "orchestra.cli.cancel", "stop runs behind a step, with a checkpoint"),

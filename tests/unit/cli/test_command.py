@@ -62,7 +62,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     ("words", "message"),
     [
         (["stauts"], "did you mean `orchestra status`"),
-        (["zzz"], "the verbs are run, submit, resume, status"),
+        (["zzz"], "the verbs are run, submit, plan, resume, status"),
         (["--json"], "takes a verb first"),
         (["data"], "expected `orchestra data pack`"),
         (["status", "--jsn"], "unrecognized arguments: --jsn"),

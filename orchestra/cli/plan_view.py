@@ -1,0 +1,168 @@
+"""A prediction as lines for people and as facts for programs. It predicts nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from typing import Any
+
+from conf.schema import Config
+from orchestra.cli import figures
+from orchestra.flops import num_parameters
+from orchestra.plan.case import Case
+from orchestra.plan.memory import Memory
+from orchestra.plan.prediction import Prediction
+from orchestra.plan.step_time import StepTime
+from orchestra.units import GIB
+
+_HOUR_S = 3600
+_BAR_WIDTH = 40
+_NAME_WIDTH = 26
+
+_COMPONENTS = {
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "accumulation": "fp32 gradients",
+    "masters": "master weights",
+    "optimizer": "optimizer state",
+    "activations": "activations",
+    "logits": "logits and loss",
+    "buffers": "communication buffers",
+    "framework": "framework",
+}
+_PARTS = {
+    "compute": "compute",
+    "tensor_parallel": "collectives in the layers",
+    "host": "waiting for the host",
+    "hand_over": "between stages",
+    "bubble": "pipeline bubble",
+    "reduction": "reducing gradients",
+    "optimizer": "optimizer",
+}
+
+
+def lines(config: Config, prediction: Prediction) -> list[str]:
+    """Return what a person reads, at most 80 columns wide."""
+    case = prediction.case
+    return [
+        *_header(case),
+        "",
+        *_memory(prediction),
+        "",
+        *_time(prediction.time),
+        "",
+        *_speed(prediction),
+        *_cost(config, prediction),
+        f"profile {case.framework.name} ({case.framework.source});",
+        f"        network: {case.network.source}",
+    ]
+
+
+def _header(case: Case) -> list[str]:
+    model, mesh = case.model, case.layout
+    degrees = {"tp": mesh.tp, "pp": mesh.pp, "cp": mesh.cp, "ep": mesh.ep}
+    used = [f"dp {mesh.dp}", *(f"{axis} {size}" for axis, size in degrees.items() if size > 1)]
+    used += [f"zero {case.zero}"] if case.zero else []
+    used += ["sequence parallel"] if case.sequence_parallel and mesh.tp > 1 else []
+    size = case.tokens_per_step // case.seq_len
+    parts = f"micro-batch {case.micro_batch_size} × accumulation {case.accumulation} × dp {mesh.dp}"
+    nodes = f"{case.num_nodes} node{'s' if case.num_nodes > 1 else ''}"
+    return [
+        f"model   {model.name}: {num_parameters(model):,} parameters, {case.precision.value}",
+        f"layout  {', '.join(used)}",
+        f"batch   {size:,} × {case.seq_len:,} = {case.tokens_per_step:,} tokens",
+        f"        {parts}, recompute {case.recompute.value}",
+        f"device  {mesh.world_size:,} × {case.device.name} on {nodes}",
+    ]
+
+
+def _memory(prediction: Prediction) -> list[str]:
+    peak, device = prediction.peak, prediction.case.device
+    stage = prediction.stages.index(peak) + 1
+    where = f", stage {stage} of {len(prediction.stages)}" if len(prediction.stages) > 1 else ""
+    total, limit = peak.total / GIB, device.memory_bytes / GIB
+    verdict = "fits" if prediction.fits else "does not fit"
+    return [
+        f"memory  {total:.1f} of {limit:.1f} GiB{where}: {verdict}",
+        *_bars({name: value / GIB for name, value in _components(peak).items()}, "GiB", total),
+    ]
+
+
+def _time(time: StepTime) -> list[str]:
+    scale, unit = (1.0, "s") if time.total >= 1 else (1e3, "ms")
+    parts = {name: scale * value for name, value in _parts(time).items()}
+    return [f"step    {_three_digits(scale * time.total)} {unit}", *_bars(parts, unit, scale * time.total)]
+
+
+def _bars(values: Mapping[str, float], unit: str, total: float) -> list[str]:
+    """One line for each value that is a thousandth of the total or more, with a bar by the largest."""
+    largest = max([*values.values(), 1e-12])
+    shown = {name: value for name, value in values.items() if value >= total / 1000}
+    bars = {name: "█" * round(_BAR_WIDTH * value / largest) for name, value in shown.items()}
+    return [
+        f"  {name:<{_NAME_WIDTH}}{_three_digits(value):>7} {unit:<3} {bars[name]}".rstrip()
+        for name, value in shown.items()
+    ]
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:,.0f}" if value >= 99.5 else f"{value:.1f}" if value >= 9.95 else f"{value:.2f}"
+
+
+def _components(memory: Memory) -> dict[str, float]:
+    return {title: float(getattr(memory, name)) for name, title in _COMPONENTS.items()}
+
+
+def _parts(time: StepTime) -> dict[str, float]:
+    return {title: float(getattr(time, name)) for name, title in _PARTS.items()}
+
+
+def _speed(prediction: Prediction) -> list[str]:
+    each, whole = prediction.tokens_per_s_per_device, prediction.tokens_per_s
+    shares = f"MFU {figures.percent(prediction.mfu)}, HFU {figures.percent(prediction.hfu)}"
+    return [f"speed   {each:,.0f} tokens/s per device, {figures.quantity(whole)} in all; {shares}"]
+
+
+def _cost(config: Config, prediction: Prediction) -> list[str]:
+    seconds = config.train.steps * prediction.time.total
+    hours = seconds / _HOUR_S * prediction.case.layout.world_size
+    tokens = config.train.steps * prediction.case.tokens_per_step
+    amount = f"{figures.quantity(float(tokens))} tokens in {figures.duration(seconds)}"
+    return [f"cost    {config.train.steps:,} steps: {amount}, {_three_digits(hours)} GPU-hours"]
+
+
+def facts(config: Config, prediction: Prediction) -> dict[str, Any]:
+    """Return the same for programs: bytes, seconds, shares of 1."""
+    case, seconds = prediction.case, config.train.steps * prediction.time.total
+    return {
+        "model": case.model.name,
+        "num_parameters": num_parameters(case.model),
+        "layout": asdict(case.layout),
+        "zero": case.zero,
+        "sequence_parallel": case.sequence_parallel,
+        "recompute": case.recompute.value,
+        "precision": case.precision.value,
+        "micro_batch_size": case.micro_batch_size,
+        "accumulation": case.accumulation,
+        "tokens_per_step": case.tokens_per_step,
+        "device": case.device.name,
+        "num_nodes": case.num_nodes,
+        "framework": case.framework.name,
+        "device_memory_bytes": round(case.device.memory_bytes),
+        "fits": prediction.fits,
+        "peak_memory_bytes": round(prediction.peak.total),
+        "stages": [_whole_bytes(memory) for memory in prediction.stages],
+        "step_time_s": prediction.time.total,
+        "step_time_parts_s": {name: getattr(prediction.time, name) for name in _PARTS},
+        "tokens_per_s": prediction.tokens_per_s,
+        "tokens_per_s_per_device": prediction.tokens_per_s_per_device,
+        "mfu": prediction.mfu,
+        "hfu": prediction.hfu,
+        "steps": config.train.steps,
+        "run_s": seconds,
+        "gpu_hours": seconds / _HOUR_S * case.layout.world_size,
+    }
+
+
+def _whole_bytes(memory: Memory) -> dict[str, int]:
+    return {f"{field.name}_bytes": round(getattr(memory, field.name)) for field in fields(memory)}

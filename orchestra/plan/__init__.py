@@ -1,0 +1,18 @@
+"""The planner: memory per device and step time of a layout, from integers and a few measured constants.
+
+`prediction.predict` is the way in. It loads no torch, starts no process and knows no run directory.
+
+What it assumes. Every rank of a stage is alike, and every node. A step is m micro-batches on the slowest
+stage, a bubble, and what the backward pass does not hide of the gradients' reduction. A layer takes the
+longer of what the device and what the host need. Products reach one share of the peak, whatever their shape;
+everything that is neither product nor attention is memory traffic in proportion to tokens × hidden size.
+Collectives do not overlap with products. Attention is causal flash attention. A mixture of experts is not
+described (`ep` changes nothing).
+
+Where it fails. Single runs on a real cluster stray far: of the playbook's pipelines over several nodes a
+third waits half a second at each hand-over, and about three in ten of those cannot be told beforehand; such
+rows are off by up to thirty times. Tensor parallelism over four nodes without a pipeline is slower than
+predicted for wide models. Long sequences depend on the attention kernel. Peak memory near the device's limit
+depends on the allocator. Overlap, host time and networks of other trainers than nanotron are assumed, and
+their profiles say so.
+"""

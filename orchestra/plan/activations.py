@@ -1,0 +1,104 @@
+"""Closed forms for the activations that a layer keeps for the backward pass, in bytes.
+
+s sequence length, b micro-batch size, h hidden size, a query heads, F feed-forward width, t tensor-parallel
+degree. Activations are 2 bytes wide unless `width` says otherwise.
+
+    GPT (Korthikanti et al., arXiv:2205.05198, table 2; biases, dropout, scores kept)
+        none  s·b·h·(10 + 24/t + 5·a·s/(h·t))    selective  s·b·h·(10 + 24/t)    full  2·s·b·h
+        with sequence parallelism everything is divided by t: s·b·h/t·(34 + 5·a·s/h), and so on
+    Llama (RMSNorm, SwiGLU, grouped queries, no dropout, flash attention; counted on saved tensors)
+        s·b·(12·h + 4·kv + 8·F) + 4·s·b·a; 8·s·b·h of it whole on each rank without sequence parallelism
+        (kv: width of the keys; terms: norm inputs 2 + 2, inputs of qkv and feed-forward 2 + 2, q 2, k and v
+        4·kv/h, attention's output 2, gate, up, silu and product 8·F/h, log-sum-exp 4·a/h)
+
+Nothing here knows a framework: what one keeps on top of this stands in its profile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from conf.schema import Family, ModelConfig, Recompute
+from orchestra.flops import attention_width, head_dim
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What one micro-batch brings to a rank: sequences, the length of each that this rank holds (a context
+    parallel rank holds a part), and how tensor parallelism divides what comes of them.
+    """
+
+    num_sequences: int
+    seq_len: float
+    tp: int = 1
+    sequence_parallel: bool = False
+    width_bytes: int = 2
+
+    @property
+    def count(self) -> float:
+        """Tokens of one micro-batch on one rank."""
+        return self.num_sequences * self.seq_len
+
+    @property
+    def outer(self) -> int:
+        """What divides the tensors between the tensor-parallel regions."""
+        return self.tp if self.sequence_parallel else 1
+
+
+def gpt_layer_bytes(hidden: int, heads: int, tokens: Tokens, recompute: Recompute) -> float:
+    """Return the bytes one GPT layer keeps (Korthikanti et al., table 2), scores and dropout included."""
+    whole = tokens.count * hidden / 2 * tokens.width_bytes
+    if recompute is Recompute.full:
+        return 2 * whole / tokens.outer
+    split = 24.0
+    if recompute is Recompute.none:
+        split += 5 * heads * tokens.seq_len / hidden
+    return whole * (10 / tokens.outer + split / tokens.tp)
+
+
+def llama_layer_bytes(model: ModelConfig, tokens: Tokens, recompute: Recompute) -> float:
+    """Return the bytes one Llama layer keeps. `selective` repeats the attention core, of which flash
+    attention keeps only its output and the log-sum-exp.
+    """
+    outer, inner, statistics = _llama_bytes_per_token(model, tokens.width_bytes)
+    if recompute is Recompute.full:
+        return tokens.count * model.hidden_size * tokens.width_bytes / tokens.outer
+    if recompute is Recompute.selective:
+        inner, statistics = inner - tokens.width_bytes * attention_width(model), 0
+    return tokens.count * (outer / tokens.outer + (inner + statistics) / tokens.tp)
+
+
+def _llama_bytes_per_token(model: ModelConfig, width: int) -> tuple[float, float, float]:
+    hidden, query = model.hidden_size, attention_width(model)
+    keys_and_values = 2 * model.num_key_value_heads * head_dim(model)
+    outer = 4 * hidden * width
+    inner = (2 * query + keys_and_values + 4 * model.intermediate_size) * width
+    return outer, inner, 4 * model.num_attention_heads
+
+
+def layer_bytes(model: ModelConfig, tokens: Tokens, recompute: Recompute) -> float:
+    """Return the bytes one layer keeps under flash attention.
+
+    A GPT layer without scores is Korthikanti's `selective` form; nothing further is saved by `selective`.
+    """
+    if model.family is Family.llama:
+        return llama_layer_bytes(model, tokens, recompute)
+    kept = Recompute.selective if recompute is Recompute.none else recompute
+    return gpt_layer_bytes(model.hidden_size, model.num_attention_heads, tokens, kept)
+
+
+def num_in_flight(stage: int, pp: int, accumulation: int) -> int:
+    """Return how many micro-batches stage `stage` (from 0) of a 1F1B pipeline holds at once."""
+    return min(pp - stage, accumulation)
+
+
+def interleaved_share(pp: int, num_chunks: int) -> float:
+    """Return how much more the first stage keeps when each rank holds `num_chunks` parts of the model
+    (Korthikanti et al., section 4.2.3): 1 + (p − 1)/(p·v).
+    """
+    return 1 + (pp - 1) / (pp * num_chunks) if num_chunks > 1 else 1.0
+
+
+def bubble_ratio(pp: int, accumulation: int, num_chunks: int = 1) -> float:
+    """Return idle ÷ busy time of a pipeline: (p − 1)/(v·m), for AFAB, 1F1B and its interleaved form."""
+    return (pp - 1) / (num_chunks * accumulation)

@@ -1,0 +1,67 @@
+"""One thing to predict: a model, a layout, a batch, a device and a trainer. It computes nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from conf.schema import ModelConfig, PrecisionName, Recompute
+from orchestra.plan.activations import Tokens
+from orchestra.plan.devices import Device
+from orchestra.plan.frameworks import Framework
+from orchestra.plan.networks import Group, Network
+from orchestra.plan.stages import Stage, stages
+from orchestra.topology import Layout
+
+
+@dataclass(frozen=True)
+class Case:
+    """Everything a prediction depends on, in sequences and tokens; `num_shards` ranks share ZeRO's part."""
+
+    model: ModelConfig
+    layout: Layout
+    seq_len: int
+    micro_batch_size: int
+    accumulation: int
+    zero: int
+    num_shards: int
+    sequence_parallel: bool
+    recompute: Recompute
+    precision: PrecisionName
+    device: Device
+    devices_per_node: int
+    network: Network
+    framework: Framework
+
+    @property
+    def tokens(self) -> Tokens:
+        """What a micro-batch brings to one rank."""
+        layout, width = self.layout, 4 if self.precision is PrecisionName.fp32 else 2
+        return Tokens(
+            self.micro_batch_size, self.seq_len / layout.cp, layout.tp, self.sequence_parallel, width
+        )
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one optimizer step over all ranks."""
+        return self.seq_len * self.micro_batch_size * self.accumulation * self.layout.dp
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes that the ranks fill."""
+        return -(-self.layout.world_size // self.devices_per_node)
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The pipeline stages as this trainer cuts them."""
+        return stages(self.model, self.layout.pp, by_cost=self.framework.cuts_by_cost)
+
+    def group(self, num_ranks: int, stride: int) -> Group:
+        """Return the group of `num_ranks` ranks that are `stride` apart: tp 1, cp tp, data-parallel tp."""
+        return Group(num_ranks, min(num_ranks, -(-num_ranks * stride // self.devices_per_node)))
+
+
+def num_chunks(case: Case) -> int:
+    """Return how many parts of the model each pipeline rank holds: as usual, at most one a layer."""
+    if case.layout.pp == 1:
+        return 1
+    return max(1, min(case.framework.pipeline_chunks, case.model.num_hidden_layers // case.layout.pp))

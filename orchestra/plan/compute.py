@@ -1,0 +1,176 @@
+"""How long a rank works on one micro-batch: products, attention, memory traffic, collectives, and the host.
+
+A layer takes the longer of two times: what the device needs, and what the host needs to issue it. In
+nanotron's runs the second rules for small work (4.4 ms a layer, whatever the width), and grows by about 2 ms
+per tensor-parallel rank once a pipeline spans nodes. It knows no pipeline schedule and no optimizer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from conf.schema import Recompute
+from orchestra.flops import attention_width, num_layer_parameters
+from orchestra.plan.case import Case
+
+# Forward, and backward twice that; recomputation adds a forward.
+_PASSES = 3
+# Collectives of a layer under sequence parallelism: gather and scatter around attention and around the
+# feed-forward, forward and backward (Korthikanti et al., figure 5). All-reduces instead move as much.
+_COLLECTIVES = 8
+# Share of the memory traffic between the tensor-parallel regions: 8 of some 48 saved bytes (activations.py).
+_OUTER_TRAFFIC = 1 / 6
+
+
+@dataclass(frozen=True)
+class LayerTime:
+    """Seconds of one layer on one micro-batch, forward and backward, recomputation included."""
+
+    products: float
+    attention: float
+    elementwise: float
+    collectives: float
+    context: float
+    sharded: float
+    host: float
+    pressed: float
+
+    @property
+    def device(self) -> float:
+        """What the device takes."""
+        return (
+            self.products + self.attention + self.elementwise + self.collectives + self.context + self.sharded
+        )
+
+    @property
+    def total(self) -> float:
+        """What the layer takes."""
+        return max(self.device, self.host) + self.pressed
+
+    @property
+    def waits_for_host(self) -> bool:
+        """Whether the host is the slower of the two."""
+        return self.host > self.device
+
+
+def layer_time(case: Case, *, is_pressed: bool = False) -> LayerTime:
+    """Return the times of one layer; `is_pressed`: on a device that is nearly full (see `Stalls`)."""
+    model, device, tokens = case.model, case.device, case.tokens
+    again = 1 + _repeated(case) / _PASSES
+    attention_again = 1 + (1 / _PASSES if case.recompute is not Recompute.none else 0)
+    products = 2 * _PASSES * num_layer_parameters(model) * tokens.count / tokens.tp / device.product_flops
+    # Causal: half of 4·h·s per token and forward pass.
+    scores = 2 * _PASSES * attention_width(model) * case.seq_len * tokens.count / tokens.tp
+    rate = device.attention_flops * case.framework.attention_rate
+    attention = scores / rate * attention_again
+    traffic = case.framework.elementwise_bytes * tokens.width_bytes / 2 * model.hidden_size * tokens.count
+    traffic *= _OUTER_TRAFFIC / tokens.outer + (1 - _OUTER_TRAFFIC) / tokens.tp
+    elementwise = traffic / device.memory_bytes_per_s * again
+    busy = products + attention + elementwise
+    return LayerTime(
+        products=products * again,
+        attention=attention,
+        elementwise=elementwise,
+        collectives=_tensor_collectives(case) * (1.5 if case.recompute is Recompute.full else 1),
+        context=max(0.0, _ring_attention(case) - attention),
+        sharded=_gathered_parameters(case, busy),
+        host=_host(case) * again,
+        pressed=_pressed(case) if is_pressed else 0.0,
+    )
+
+
+def _repeated(case: Case) -> float:
+    """Share of the forward pass, attention aside, that runs again in the backward pass."""
+    if case.recompute is Recompute.full:
+        return 1.0
+    return 1 - case.framework.selective_share if case.recompute is Recompute.selective else 0.0
+
+
+def _host(case: Case) -> float:
+    """Issuing one layer. In a pipeline between nodes each collective waits, longer with more ranks."""
+    framework, tp = case.framework, case.layout.tp
+    if tp == 1 or case.layout.pp == 1 or case.num_nodes == 1:
+        return framework.host_layer_s
+    group = case.group(tp, 1)
+    slow = case.network.between_latency_s * (tp - 1) if group.num_nodes > 1 else 0.0
+    waits = framework.host_contention_s * tp
+    if case.zero == 0 and case.layout.dp > 1:
+        waits *= framework.unsharded_contention
+    return framework.host_layer_s + waits + (_COLLECTIVES * slow if waits else 0.0)
+
+
+def _pressed(case: Case) -> float:
+    return 0.0 if case.framework.stalls is None else case.framework.stalls.pressed_layer_s
+
+
+def _tensor_collectives(case: Case) -> float:
+    tokens = case.tokens
+    if tokens.tp == 1:
+        return 0.0
+    whole = tokens.count * case.model.hidden_size * tokens.width_bytes
+    link = case.device.link_bytes_per_s
+    return _COLLECTIVES * case.network.all_gather_s(whole, case.group(tokens.tp, 1), link)
+
+
+def _ring_attention(case: Case) -> float:
+    """Keys and values go round once forward, and with their gradients twice as much backward."""
+    cp, tokens, model = case.layout.cp, case.tokens, case.model
+    if cp == 1:
+        return 0.0
+    width = 2 * attention_width(model) / model.num_attention_heads * model.num_key_value_heads / tokens.tp
+    block = tokens.count * width * tokens.width_bytes
+    group = case.group(cp, tokens.tp)
+    return _PASSES * case.network.all_gather_s(block * cp, group, case.device.link_bytes_per_s)
+
+
+def _gathered_parameters(case: Case, busy: float) -> float:
+    """ZeRO-3 gathers a layer for the forward and for the backward pass and scatters its gradients.
+
+    Hidden behind the layer's own work but for the framework's exposed share.
+    """
+    if case.zero < 3 or case.num_shards == 1:
+        return 0.0
+    size = num_layer_parameters(case.model) / case.layout.tp * case.tokens.width_bytes
+    group = case.group(case.num_shards, case.layout.tp)
+    moved = _PASSES * case.network.all_gather_s(size, group, case.device.link_bytes_per_s)
+    hidden = busy * (1 - case.framework.exposed_reduction)
+    return max(case.framework.exposed_reduction * moved, moved - hidden)
+
+
+def head_time(case: Case) -> float:
+    """Return the seconds of the output product and the loss on one micro-batch, where they are."""
+    model, device, tokens = case.model, case.device, case.tokens
+    logits = tokens.count * model.vocab_size / tokens.tp
+    products = 2 * _PASSES * model.hidden_size * logits / device.product_flops
+    return products + logits * case.framework.loss_bytes / device.memory_bytes_per_s
+
+
+def waits_at_hand_over(case: Case) -> bool:
+    """Whether this is one of the pipelines that wait at every hand-over (see `frameworks.Stalls`)."""
+    stalls = case.framework.stalls
+    if stalls is None or case.layout.pp == 1 or case.num_nodes == 1:
+        return False
+    is_large = case.model.hidden_size > stalls.above_hidden_size
+    is_wide = case.num_nodes >= stalls.from_nodes and case.micro_batch_size >= stalls.from_micro_batch_size
+    return case.layout.tp >= stalls.from_tp or (is_wide and is_large)
+
+
+def hand_over_time(case: Case, *, is_pressed: bool = False) -> float:
+    """Return the seconds one micro-batch spends between stages, there and back, on the slowest stage."""
+    pp, tokens = case.layout.pp, case.tokens
+    if pp == 1:
+        return 0.0
+    neighbours = 2 if pp > 2 else 1
+    size = tokens.count * case.model.hidden_size * tokens.width_bytes / tokens.outer
+    rate = _hand_over_rate(case)
+    stalls = case.framework.stalls
+    waits = stalls is not None and (is_pressed or waits_at_hand_over(case))
+    waiting = stalls.hand_over_s if stalls is not None and waits else 0.0
+    return neighbours * (waiting + 2 * size / rate)
+
+
+def _hand_over_rate(case: Case) -> float:
+    if case.num_nodes == 1:
+        return case.device.link_bytes_per_s
+    # One adapter of 400 Gbit/s per device where the network does not say.
+    return case.network.adapter_bytes_per_s or 50e9

@@ -1,0 +1,196 @@
+"""What differs between trainers on the same device: kernels, host work, memory kept, how it is reported.
+
+The constants of `NANOTRON` are fitted on the Ultra-Scale Playbook's runs (`benchmarks/planner.py --fit` does
+it again). Other trainers start from them, without nanotron's host work and stalls; one or two constants are
+then set on what they publish (`benchmarks/data/published_speed.csv`), the rest is assumed. A profile knows no
+model and no layout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from conf.schema import PrecisionName
+from orchestra.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Stalls:
+    """Runs that wait: what was seen on one cluster, of which only the last part is understood.
+
+    In the playbook's runs about a third of the multi-node pipelines lose close to half a second at each
+    hand-over between stages, whatever is sent. Two properties tell most of them apart; the rest looks random.
+    The limits were chosen on all of these runs; that of nodes and width has no known cause and may belong to
+    that cluster in those weeks.
+    Runs that come close to the device's memory wait too: the allocator frees what it holds and asks again.
+    """
+
+    hand_over_s: float
+    # Tensor parallelism over at least so many ranks (four nodes): all of them wait.
+    from_tp: int
+    # From so many nodes on, with several sequences in a micro-batch and more than so wide a model.
+    from_nodes: int
+    from_micro_batch_size: int
+    above_hidden_size: int
+    # Share of the device's memory from which the allocator has to free, and what that takes per layer.
+    pressed_share: float
+    pressed_layer_s: float
+
+
+@dataclass(frozen=True)
+class Framework:
+    """A trainer on GPUs. Times in seconds, shares of 1."""
+
+    name: str
+    # Rate of its attention kernel beside FlashAttention-2's.
+    attention_rate: float
+    # Memory traffic beside products and attention, forward and backward, in bytes per token and hidden unit.
+    elementwise_bytes: float
+    # Memory traffic of loss and softmax per logit.
+    loss_bytes: float
+    # Host time to issue one layer, forward and backward: the device waits where its own work is shorter.
+    host_layer_s: float
+    # Further host time per layer and tensor-parallel rank when a pipeline leaves the node (see compute.py).
+    host_contention_s: float
+    # The contention is so many times larger with whole gradients on each rank (ZeRO 0, dp > 1).
+    unsharded_contention: float
+    # Share of the gradients' reduction that the backward pass does not hide; of ZeRO-3's gathers likewise.
+    exposed_reduction: float
+    # The optimizer's passes over its state, as a multiple of reading it once; and what a step costs besides.
+    optimizer_passes: float
+    step_s: float
+    stalls: Stalls | None
+    # What `selective` recomputation keeps of a layer: everything but the attention core (1), or a share of
+    # all operations.
+    selective_share: float
+    # Memory: bytes per logit, and of the previous micro-batch's logits that are still alive.
+    logit_bytes: float
+    stale_logit_bytes: float
+    # Tokens whose logits exist at once; None: all of the micro-batch.
+    loss_chunk_tokens: int | None
+    # Gathered inputs of the two column-parallel products that stay alive, in bytes per token and hidden unit.
+    gathered_bytes: float
+    # The same while the host is behind the device and freed blocks are used again at once.
+    gathered_bytes_waiting: float
+    # Whole activations (bytes per token and hidden unit) and layers' worth of temporaries at the peak.
+    whole_bytes: float
+    layer_temporaries: float
+    # Bytes the allocator holds for nothing that is counted here, and more with tensor parallelism.
+    fixed_bytes: float
+    # Whether layers are cut by cost, with the output product as a block, or evenly.
+    cuts_by_cost: bool
+    # Parts of the model on each pipeline rank (interleaved 1F1B): a smaller bubble, more activations.
+    pipeline_chunks: int
+    # What a row of a table means that says neither: precision, and whether tensor parallelism comes with
+    # sequence parallelism.
+    usual_precision: PrecisionName
+    usual_sequence_parallel: bool
+    # Which rank's peak its benchmark reports: the first stage's, or the largest of all.
+    reports_first_stage: bool
+    source: str
+
+
+# What the CUDA context, NCCL and fragmentation take of a device's memory before an allocation fails.
+USABLE_SHARE = 0.91
+
+NANOTRON = Framework(
+    name="nanotron",
+    selective_share=1.0,
+    attention_rate=1.0,
+    elementwise_bytes=900.0,
+    loss_bytes=30.0,
+    host_layer_s=4.4e-3,
+    host_contention_s=2.24e-3,
+    unsharded_contention=1.35,
+    exposed_reduction=0.84,
+    optimizer_passes=1.6,
+    step_s=42e-3,
+    stalls=Stalls(
+        0.45,
+        from_tp=32,
+        from_nodes=32,
+        from_micro_batch_size=2,
+        above_hidden_size=2048,
+        pressed_share=0.925,
+        pressed_layer_s=0.035,
+    ),
+    logit_bytes=8.1,
+    stale_logit_bytes=4.5,
+    loss_chunk_tokens=None,
+    gathered_bytes=2.75,
+    gathered_bytes_waiting=0.17,
+    whole_bytes=3.7,
+    layer_temporaries=4.0,
+    fixed_bytes=0.12 * 2**30,
+    cuts_by_cost=True,
+    pipeline_chunks=1,
+    usual_precision=PrecisionName.bf16_fp32_grad,
+    usual_sequence_parallel=True,
+    reports_first_stage=True,
+    source="fitted on the Ultra-Scale Playbook's H100 runs",
+)
+
+_EFFICIENT = replace(
+    NANOTRON,
+    elementwise_bytes=850.0,
+    loss_bytes=20.0,
+    host_layer_s=1.0e-3,
+    host_contention_s=0.0,
+    exposed_reduction=0.25,
+    optimizer_passes=1.5,
+    step_s=5e-3,
+    stalls=None,
+    stale_logit_bytes=0.0,
+    gathered_bytes=0.0,
+    gathered_bytes_waiting=0.0,
+    whole_bytes=4.0,
+    layer_temporaries=1.0,
+    fixed_bytes=1.0 * 2**30,
+    cuts_by_cost=False,
+    usual_precision=PrecisionName.bf16,
+    reports_first_stage=False,
+)
+
+FRAMEWORKS = {
+    framework.name: framework
+    for framework in (
+        NANOTRON,
+        replace(
+            _EFFICIENT,
+            name="orchestra",
+            loss_chunk_tokens=1024,
+            usual_sequence_parallel=False,
+            source="nanotron's device constants, host and overlap assumed",
+        ),
+        replace(
+            _EFFICIENT,
+            name="megatron",
+            pipeline_chunks=3,
+            elementwise_bytes=700.0,
+            source="nanotron's constants; fused kernels assumed",
+        ),
+        replace(
+            _EFFICIENT,
+            name="torchtitan",
+            elementwise_bytes=800.0,
+            selective_share=0.5,
+            source="set on its published figures",
+        ),
+        replace(
+            _EFFICIENT,
+            name="llm-foundry",
+            attention_rate=0.6,
+            elementwise_bytes=650.0,
+            logit_bytes=4.0,
+            source="set on its published figures",
+        ),
+    )
+}
+
+
+def framework(name: str) -> Framework:
+    """Return a profile by name. Raises ConfigError with the names that exist."""
+    try:
+        return FRAMEWORKS[name]
+    except KeyError:
+        raise ConfigError(f"framework={name} is not known; use {', '.join(FRAMEWORKS)}") from None

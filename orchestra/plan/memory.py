@@ -1,0 +1,120 @@
+"""Peak memory of one rank by component, for each pipeline stage, as a caching allocator counts it.
+
+Model states by ZeRO's division, activations by the closed forms times the micro-batches in flight, the loss
+where the output product is, and what the trainer's profile says it keeps besides. What the driver and NCCL
+take outside the allocator is not in the sum: `fits` leaves a share of the device free for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from conf.schema import Recompute
+from orchestra.flops import num_layer_parameters
+from orchestra.plan.activations import layer_bytes, num_in_flight
+from orchestra.plan.case import Case, num_chunks
+from orchestra.plan.compute import LayerTime, waits_at_hand_over
+from orchestra.plan.frameworks import USABLE_SHARE
+from orchestra.plan.stages import Stage, stage_parameters
+from orchestra.plan.states import PER_PARAMETER, state_bytes
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank at its peak, by component."""
+
+    parameters: float
+    gradients: float
+    accumulation: float
+    masters: float
+    optimizer: float
+    activations: float
+    logits: float
+    buffers: float
+    framework: float
+
+    @property
+    def total(self) -> float:
+        """The sum."""
+        return float(sum(getattr(self, field.name) for field in fields(self)))
+
+
+def stage_memory(case: Case, layer: LayerTime, *, is_pressed: bool = False) -> tuple[Memory, ...]:
+    """Return the peak of a rank on each stage, in order; `is_pressed`: on a device that is nearly full."""
+    kept = _gathered_bytes(case, layer, is_pressed=is_pressed)
+    return tuple(_of_stage(case, stage, kept) for stage in case.stages)
+
+
+def fits(case: Case, memory: tuple[Memory, ...]) -> bool:
+    """Whether the largest stage leaves room for what the allocator does not count."""
+    return max(each.total for each in memory) <= USABLE_SHARE * case.device.memory_bytes
+
+
+def is_pressed(case: Case, memory: tuple[Memory, ...]) -> bool:
+    """Whether the allocator has to free what it holds, so that everything waits (see `frameworks.Stalls`)."""
+    stalls = case.framework.stalls
+    limit = float("inf") if stalls is None else stalls.pressed_share * case.device.memory_bytes
+    return max(each.total for each in memory) > limit
+
+
+def _of_stage(case: Case, stage: Stage, gathered: float) -> Memory:
+    framework, tokens, model = case.framework, case.tokens, case.model
+    num_parameters = stage_parameters(model, stage, case.layout.pp) / tokens.tp
+    states = state_bytes(num_parameters, case.zero, case.num_shards, PER_PARAMETER[case.precision])
+    hidden = tokens.count * model.hidden_size * tokens.width_bytes
+    layer = _kept(case)
+    working = layer_bytes(model, tokens, Recompute.none)
+    per_layer = layer + gathered * hidden / tokens.width_bytes * (1 - 1 / tokens.tp)
+    in_flight = num_in_flight(stage.index, case.layout.pp, case.accumulation)
+    # Interleaving starts (p − 1)/v more (Korthikanti et al., section 4.2.3).
+    ahead = (case.layout.pp - 1) / num_chunks(case) if num_chunks(case) > 1 else 0.0
+    activations = stage.num_layers * per_layer * (in_flight + ahead)
+    activations += framework.layer_temporaries * working
+    if case.recompute is Recompute.full:
+        activations += working
+    return Memory(
+        parameters=states.parameters,
+        gradients=states.gradients,
+        accumulation=states.accumulation,
+        masters=states.masters,
+        optimizer=states.optimizer,
+        activations=activations,
+        logits=_logits(case) if stage.has_head else 0.0,
+        buffers=framework.whole_bytes * hidden / 2 + _live_parameters(case),
+        framework=framework.fixed_bytes * (2 if tokens.tp > 1 else 1),
+    )
+
+
+def _kept(case: Case) -> float:
+    share = case.framework.selective_share
+    if case.recompute is Recompute.selective and share < 1:
+        return share * layer_bytes(case.model, case.tokens, Recompute.none)
+    return layer_bytes(case.model, case.tokens, case.recompute)
+
+
+def _gathered_bytes(case: Case, layer: LayerTime, *, is_pressed: bool) -> float:
+    """Blocks freed by a communication stream are used again only when the device has passed them. A host that
+    runs ahead therefore holds the gathered inputs of all layers; one that is behind does not.
+    """
+    framework, layout = case.framework, case.layout
+    if layout.tp == 1 or not case.sequence_parallel:
+        return 0.0
+    is_behind = layout.pp == 2 and case.num_nodes > 1 and layer.waits_for_host
+    waits = is_pressed or is_behind or waits_at_hand_over(case)
+    return framework.gathered_bytes_waiting if waits else framework.gathered_bytes
+
+
+def _logits(case: Case) -> float:
+    framework, tokens = case.framework, case.tokens
+    count = tokens.count
+    if framework.loss_chunk_tokens is not None:
+        count = min(count, framework.loss_chunk_tokens)
+    width = framework.logit_bytes + (framework.stale_logit_bytes if case.accumulation > 1 else 0.0)
+    return count * case.model.vocab_size / tokens.tp * width
+
+
+def _live_parameters(case: Case) -> float:
+    """ZeRO-3 holds the layer at work and the one fetched ahead of it, whole."""
+    if case.zero < 3 or case.num_shards == 1:
+        return 0.0
+    return 2 * num_layer_parameters(case.model) / case.layout.tp * case.tokens.width_bytes

@@ -1,0 +1,76 @@
+"""Which layers a pipeline stage holds, and how many parameters one of its ranks has. Integers only.
+
+Two ways of cutting: evenly by layers, as most do, or by cost with the output product counted as a block
+(nanotron), which gives the last stage fewer layers when the vocabulary is large.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from conf.schema import ModelConfig
+from orchestra.flops import num_layer_parameters, num_parameters
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One pipeline stage: its layers, and whether token embedding and output product are on it."""
+
+    index: int
+    num_layers: int
+    has_embedding: bool
+    has_head: bool
+
+
+@lru_cache(maxsize=4096)
+def stages(model: ModelConfig, pp: int, *, by_cost: bool = False) -> tuple[Stage, ...]:
+    """Return the stages in order. More stages than layers leave some without any."""
+    layers, head = _by_cost(model, pp) if by_cost else _evenly(model.num_hidden_layers, pp)
+    return tuple(
+        Stage(index, layers[index], has_embedding=index == 0, has_head=index == head) for index in range(pp)
+    )
+
+
+def _evenly(num_layers: int, pp: int) -> tuple[list[int], int]:
+    """Layers left over go to the middle: the ends have embedding and output besides."""
+    least, rest = divmod(num_layers, pp)
+    first = max(0, (pp - rest) // 2)
+    return [least + (first <= index < first + rest) for index in range(pp)], pp - 1
+
+
+def _by_cost(model: ModelConfig, pp: int) -> tuple[list[int], int]:
+    """Cut where the running sum of matrix products passes each p-th of the whole; the embedding is free."""
+    hidden = model.hidden_size
+    layer = 4 * hidden * hidden + 3 * hidden * model.intermediate_size
+    head = model.vocab_size * hidden
+    share = (model.num_hidden_layers * layer + head) / pp
+    counts, stage, done = [0] * pp, 0, 0
+    for _ in range(model.num_hidden_layers):
+        stage = _stage_at(done, share, stage, pp)
+        counts[stage] += 1
+        done += layer
+    return counts, _stage_at(done, share, stage, pp)
+
+
+def _stage_at(done: int, share: float, stage: int, pp: int) -> int:
+    while stage < pp - 1 and done >= share * (stage + 1) - 1e-9:
+        stage += 1
+    return stage
+
+
+def stage_parameters(model: ModelConfig, stage: Stage, pp: int) -> int:
+    """Return the parameters of a stage over all its tensor-parallel ranks.
+
+    A tied embedding stands on the first stage and, in a pipeline, once more where the output product is.
+    """
+    table = model.vocab_size * model.hidden_size
+    layers = model.num_hidden_layers * num_layer_parameters(model)
+    tables = table * (1 if model.tie_word_embeddings else 2)
+    beside = num_parameters(model) - layers - tables  # final norm, and learned positions
+    count = stage.num_layers * num_layer_parameters(model)
+    count += table if stage.has_embedding else 0
+    if stage.has_head:
+        shares_table = model.tie_word_embeddings and (pp == 1 or stage.has_embedding)
+        count += beside + (0 if shares_table else table)
+    return count

@@ -1,0 +1,247 @@
+"""Predicts every row of a CSV table of layouts, with columns as in the Ultra-Scale Playbook's benchmark.
+
+Needed: num_hidden_layers hidden_size intermediate_size num_attention_heads vocab_size tied seq_len num_gpus
+micro_batch_size grad_accum dp tp pp zero. May be there: gpu (h100), gpu_memory_gib (the device's),
+num_key_value_heads (all heads), recompute (none), precision and sequence_parallel (the framework's usual),
+cp (1), framework (nanotron). An empty cell means the value in brackets; all other columns pass through. Rows
+are checked before the first is predicted, and nothing here writes a file.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+from pathlib import Path
+from typing import TypeVar
+
+from conf.schema import ModelConfig, PrecisionName, Recompute
+from orchestra.errors import ConfigError
+from orchestra.plan.assemble import network_of
+from orchestra.plan.case import Case
+from orchestra.plan.devices import Device, device
+from orchestra.plan.frameworks import NANOTRON, framework
+from orchestra.plan.prediction import Prediction, predict
+from orchestra.topology import Layout
+from orchestra.units import GIB
+
+NEEDED = (
+    *("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "tied"),
+    *("seq_len", "num_gpus", "micro_batch_size", "grad_accum", "dp", "tp", "pp", "zero"),
+)
+PREDICTED = ("pred_tokens_per_s_per_gpu", "pred_mfu_pct", "pred_peak_memory_gib", "pred_fits")
+
+_DEVICES_PER_NODE = 8
+_LARGEST_ZERO = 3
+# A table with a mistake in every row is told by its first ones.
+_MAX_PROBLEMS = 20
+_YES, _NO = ("1", "true", "yes"), ("0", "false", "no")
+
+Row = Mapping[str, str]
+Choice = TypeVar("Choice", bound=Enum)
+cached_device: Callable[[str, PrecisionName, float | None], Device] = cache(device)
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table as it was read: its columns in order, its rows as text, and the line each row ends on."""
+
+    columns: tuple[str, ...]
+    rows: tuple[Row, ...]
+    lines: tuple[int, ...]
+
+
+class _Cells:
+    """Reads one row's cells and collects what is wrong with them."""
+
+    def __init__(self, row: Row) -> None:
+        self._row = row
+        self.problems: list[str] = []
+
+    def text(self, column: str, default: str) -> str:
+        return self._row.get(column, "").strip() or default
+
+    def number(self, column: str, *, least: int = 1, default: int | None = None) -> int:
+        found = self._row.get(column, "").strip()
+        if not found and default is not None:
+            return default
+        try:
+            value = float(found)
+            if value != int(value) or value < least:
+                raise ValueError
+        except (ValueError, OverflowError):
+            self._wrong(column, found, f"a whole number of at least {least}")
+            return least or 1
+        return int(value)
+
+    def measure(self, column: str) -> float | None:
+        found = self._row.get(column, "").strip()
+        try:
+            value = float(found) if found else None
+            if value is not None and not 0 < value < float("inf"):
+                raise ValueError
+        except ValueError:
+            self._wrong(column, found, "a number above 0")
+            return None
+        return value
+
+    def flag(self, column: str, default: bool | None = None) -> bool:
+        found = self._row.get(column, "").strip().lower()
+        if not found and default is not None:
+            return default
+        if found not in _YES + _NO:
+            self._wrong(column, found, "1 or 0")
+        return found in _YES
+
+    def choice(self, column: str, kind: type[Choice], default: Choice) -> Choice:
+        found = self.text(column, str(default.value))
+        try:
+            return kind(found)
+        except ValueError:
+            self._wrong(column, found, " or ".join(str(member.value) for member in kind))
+            return default
+
+    def _wrong(self, column: str, found: str, expected: str) -> None:
+        self.problems.append(f"{column}={found or '(empty)'}: expected {expected}")
+
+
+def read_table(file: Path) -> Table:
+    """Read a table as text. Raises ConfigError when it is no CSV with the needed columns and full rows."""
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{file}: expected a CSV file in UTF-8, found other bytes: {error.reason}"
+        ) from error
+    reader = csv.reader(io.StringIO(text, newline=""))
+    columns = tuple(name.strip() for name in next(reader, []))
+    missing = [name for name in NEEDED if name not in columns]
+    if missing:
+        raise ConfigError(f"{file}: line 1: the columns {', '.join(missing)} are missing; expected them all")
+    repeated = sorted({name for name in columns if columns.count(name) > 1})
+    if repeated:
+        raise ConfigError(
+            f"{file}: line 1: {', '.join(repeated)} stands there twice; expected each column once"
+        )
+    rows, lines, problems = [], [], []
+    for cells in reader:
+        if not any(cell.strip() for cell in cells):
+            continue
+        if len(cells) != len(columns):
+            problems.append(
+                f"line {reader.line_num}: {len(cells)} cells; expected {len(columns)} as in line 1"
+            )
+        rows.append(dict(zip(columns, cells, strict=False)))
+        lines.append(reader.line_num)
+    _refuse(file, problems)
+    return Table(columns, tuple(rows), tuple(lines))
+
+
+def cases(file: Path, table: Table) -> list[Case]:
+    """Return the case of each row. Raises ConfigError naming lines, what was found and what was expected."""
+    found, problems = [], []
+    for row, line in zip(table.rows, table.lines, strict=True):
+        case, wrong = case_of_row(row)
+        problems += [f"line {line}: {problem}" for problem in wrong]
+        if case is not None:
+            found.append(case)
+    _refuse(file, problems)
+    return found
+
+
+def _refuse(file: Path, problems: list[str]) -> None:
+    if problems:
+        more = len(problems) - _MAX_PROBLEMS
+        shown = [f"{file}: {problem}" for problem in problems[:_MAX_PROBLEMS]]
+        raise ConfigError([*shown, *([f"{file}: and {more} more like these"] if more > 0 else [])])
+
+
+def case_of_row(row: Row) -> tuple[Case | None, list[str]]:
+    """Return the case that a row describes, or None and what is wrong with it."""
+    cells = _Cells(row)
+    model, mesh = _model(cells), _layout(cells)
+    zero = cells.number("zero", least=0)
+    if zero > _LARGEST_ZERO:
+        cells.problems.append(f"zero={zero}: expected 0, 1, 2 or 3")
+    try:
+        profile = framework(cells.text("framework", NANOTRON.name))
+    except ConfigError as error:
+        return None, [*cells.problems, str(error)]
+    precision = cells.choice("precision", PrecisionName, profile.usual_precision)
+    try:
+        accelerator = cached_device(cells.text("gpu", "h100"), precision, cells.measure("gpu_memory_gib"))
+    except ConfigError as error:
+        return None, [*cells.problems, str(error).replace("cluster.hardware=", "gpu=")]
+    case = Case(
+        model=model,
+        layout=mesh,
+        seq_len=cells.number("seq_len"),
+        micro_batch_size=cells.number("micro_batch_size"),
+        accumulation=cells.number("grad_accum"),
+        zero=zero,
+        num_shards=mesh.dp * mesh.cp,
+        sequence_parallel=cells.flag("sequence_parallel", profile.usual_sequence_parallel),
+        recompute=cells.choice("recompute", Recompute, Recompute.none),
+        precision=precision,
+        device=accelerator,
+        devices_per_node=_DEVICES_PER_NODE,
+        network=network_of(profile, accelerator.name),
+        framework=profile,
+    )
+    return (None if cells.problems else case), cells.problems
+
+
+def _model(cells: _Cells) -> ModelConfig:
+    heads = cells.number("num_attention_heads")
+    model = ModelConfig(
+        name=cells.text("model", "model"),
+        hidden_size=cells.number("hidden_size"),
+        intermediate_size=cells.number("intermediate_size"),
+        num_hidden_layers=cells.number("num_hidden_layers"),
+        num_attention_heads=heads,
+        num_key_value_heads=cells.number("num_key_value_heads", default=heads),
+        vocab_size=cells.number("vocab_size"),
+        tie_word_embeddings=cells.flag("tied"),
+    )
+    if not cells.problems and model.hidden_size % heads:
+        cells.problems.append(f"hidden_size={model.hidden_size}: expected a multiple of {heads} heads")
+    if not cells.problems and heads % model.num_key_value_heads:
+        found = f"num_key_value_heads={model.num_key_value_heads}"
+        cells.problems.append(f"{found}: expected a divisor of {heads} heads")
+    return model
+
+
+def _layout(cells: _Cells) -> Layout:
+    mesh = Layout(
+        dp=cells.number("dp"), tp=cells.number("tp"), pp=cells.number("pp"), cp=cells.number("cp", default=1)
+    )
+    ranks = cells.number("num_gpus")
+    if not cells.problems and mesh.world_size != ranks:
+        product = f"dp·tp·pp·cp = {mesh.dp}·{mesh.tp}·{mesh.pp}·{mesh.cp} = {mesh.world_size}"
+        cells.problems.append(f"num_gpus={ranks}: expected {product}")
+    return mesh
+
+
+def predicted_cells(prediction: Prediction) -> dict[str, str]:
+    """Return a prediction as the table's own columns have it; MFU in PaLM's convention."""
+    values = (
+        f"{prediction.tokens_per_s_per_device:.2f}",
+        f"{100 * prediction.mfu:.3f}",
+        f"{prediction.reported_peak.total / GIB:.3f}",
+        str(int(prediction.fits)),
+    )
+    return dict(zip(PREDICTED, values, strict=True))
+
+
+def with_predictions(table: Table, all_cases: Iterable[Case]) -> str:
+    """Return the table as CSV, each row as it was and what is predicted behind it."""
+    text = io.StringIO(newline="")
+    columns = [name for name in table.columns if name not in PREDICTED]
+    writer = csv.DictWriter(text, [*columns, *PREDICTED], extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    for row, case in zip(table.rows, all_cases, strict=True):
+        writer.writerow({**row, **predicted_cells(predict(case))})
+    return text.getvalue()

@@ -1,0 +1,114 @@
+"""Memory by component: invariants, and the measured forms for Llama layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from plan_cases import LLAMA_8B, case
+
+from conf.schema import ModelConfig, Recompute
+from orchestra.flops import num_parameters
+from orchestra.plan.activations import Tokens, llama_layer_bytes
+from orchestra.plan.memory import Memory
+from orchestra.plan.prediction import predict
+from orchestra.plan.stages import stage_parameters, stages
+
+# Saved-tensor bytes per token and hidden unit, measured with flash attention in bf16.
+MEASURED = [
+    (replace(LLAMA_8B, hidden_size=2048, intermediate_size=8192, num_key_value_heads=32), 48),
+    (LLAMA_8B, 41),
+    (replace(LLAMA_8B, intermediate_size=11008, num_key_value_heads=32), 37.5),
+]
+
+
+@pytest.mark.parametrize(("model", "per_unit"), MEASURED)
+def test_a_llama_layer_keeps_what_was_measured(model: ModelConfig, per_unit: float) -> None:
+    tokens = Tokens(1, 4096)
+    statistics = 4 * 4096 * model.num_attention_heads
+    kept = llama_layer_bytes(model, tokens, Recompute.none) - statistics
+    assert kept / (4096 * model.hidden_size) == pytest.approx(per_unit)
+
+
+def test_sequence_parallelism_divides_what_tensor_parallelism_leaves_whole() -> None:
+    def kept(*, sequence_parallel: bool) -> float:
+        return llama_layer_bytes(LLAMA_8B, Tokens(1, 4096, 8, sequence_parallel), Recompute.none)
+
+    whole = llama_layer_bytes(LLAMA_8B, Tokens(1, 4096), Recompute.none)
+    assert kept(sequence_parallel=True) == pytest.approx(whole / 8)
+    assert kept(sequence_parallel=False) - kept(sequence_parallel=True) == 8 * 4096 * 4096 * (1 - 1 / 8)
+
+
+@pytest.mark.parametrize("by_cost", [False, True])
+@pytest.mark.parametrize("pp", [1, 2, 3, 8, 32])
+@pytest.mark.parametrize("tied", [False, True])
+def test_stages_hold_every_layer_and_parameter_once(pp: int, by_cost: bool, tied: bool) -> None:
+    model = replace(LLAMA_8B, tie_word_embeddings=tied)
+    found = stages(model, pp, by_cost=by_cost)
+    assert sum(stage.num_layers for stage in found) == model.num_hidden_layers
+    assert sum(stage.has_head for stage in found) == sum(stage.has_embedding for stage in found) == 1
+    held = sum(stage_parameters(model, stage, pp) for stage in found)
+    # A tied table stands at both ends of a pipeline.
+    second_table = model.vocab_size * model.hidden_size if tied and pp > 1 else 0
+    assert held == num_parameters(model) + second_table
+
+
+def test_cutting_by_cost_gives_the_stage_with_a_large_output_fewer_layers() -> None:
+    small = replace(
+        LLAMA_8B, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, vocab_size=131072
+    )
+    assert [stage.num_layers for stage in stages(small, 4, by_cost=True)] == [5, 5, 5, 1]
+    assert [stage.num_layers for stage in stages(small, 4)] == [4, 4, 4, 4]
+
+
+def total(**changes: object) -> float:
+    return predict(case(**changes)).peak.total
+
+
+@pytest.mark.parametrize("framework", ["nanotron", "orchestra", "megatron", "torchtitan", "llm-foundry"])
+def test_each_stage_of_zero_takes_less(framework: str) -> None:
+    taken = [total(zero=zero, framework=framework) for zero in (0, 1, 2, 3)]
+    assert taken == sorted(taken, reverse=True)
+    assert taken[3] < 0.5 * taken[0]
+
+
+def test_recomputation_takes_less_the_more_is_repeated() -> None:
+    none, selective, full = (total(recompute=how, zero=3) for how in ("none", "selective", "full"))
+    assert none > selective > full
+
+
+def test_states_of_a_rank_add_up_to_twenty_bytes_a_parameter() -> None:
+    memory = predict(case(precision="bf16_fp32_grad")).peak
+    states = memory.parameters + memory.gradients + memory.accumulation + memory.masters + memory.optimizer
+    multi_head = replace(LLAMA_8B, num_key_value_heads=32)
+    assert states == 20 * num_parameters(multi_head)
+
+
+def test_components_add_up_and_none_is_negative() -> None:
+    changes = {"tp": 2, "pp": 2, "dp": 2, "zero": 1, "framework": "nanotron"}
+    for memory in predict(case(**changes)).stages:
+        parts = [getattr(memory, name) for name in Memory.__dataclass_fields__]
+        assert min(parts) >= 0
+        assert memory.total == sum(parts)
+
+
+def test_the_first_stage_holds_one_micro_batch_per_stage() -> None:
+    first, second = predict(case(pp=2, dp=4)).stages
+    assert first.activations > 1.5 * second.activations
+    alone, _ = predict(case(pp=2, dp=4, grad_accum=1)).stages
+    assert alone.activations < first.activations
+
+
+def test_nanotron_reports_the_first_stage_and_others_the_fullest() -> None:
+    deep = {"pp": 8, "dp": 1, "grad_accum": 1, "micro_batch_size": 4, "vocab_size": 512000}
+    told = predict(case(framework="nanotron", **deep))
+    assert told.reported_peak == told.stages[0] != told.peak
+    other = predict(case(framework="megatron", **deep))
+    assert other.reported_peak == other.peak
+
+
+def test_a_full_device_does_not_fit() -> None:
+    assert not predict(case()).fits
+    assert predict(case(zero=3)).fits
+    assert not predict(case(zero=3, gpu_memory_gib=24)).fits
+    assert predict(case(gpu="b200")).fits

@@ -1,0 +1,119 @@
+"""A table of layouts: what passes through, what is added, and how a bad row is told."""
+
+from __future__ import annotations
+
+import csv
+import io
+from pathlib import Path
+
+import pytest
+from plan_cases import row
+
+from orchestra.errors import ConfigError
+from orchestra.plan.table import PREDICTED, cases, read_table, with_predictions
+
+
+def written(tmp_path: Path, *rows: dict[str, str], name: str = "layouts.csv") -> Path:
+    file = tmp_path / name
+    with file.open("w", newline="") as stream:
+        writer = csv.DictWriter(stream, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    return file
+
+
+def predicted(file: Path) -> list[dict[str, str]]:
+    table = read_table(file)
+    return list(csv.DictReader(io.StringIO(with_predictions(table, cases(file, table)))))
+
+
+def problems(file: Path) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        cases(file, read_table(file))
+    return caught.value.problems
+
+
+def test_input_columns_pass_through_and_predictions_stand_behind_them(tmp_path: Path) -> None:
+    given = row(note="kept, with a comma", peak_memory_gib="", zero=3)
+    [found] = predicted(written(tmp_path, given))
+    assert list(found) == [*given, *PREDICTED]
+    assert {name: found[name] for name in given} == given
+    assert float(found["pred_tokens_per_s_per_gpu"]) > 0
+    assert 0 < float(found["pred_mfu_pct"]) < 100
+    assert found["pred_fits"] == "1"
+
+
+def test_rows_that_do_not_fit_are_predicted_too(tmp_path: Path) -> None:
+    [found] = predicted(written(tmp_path, row(micro_batch_size=64)))
+    assert found["pred_fits"] == "0"
+    assert float(found["pred_peak_memory_gib"]) > 100
+    assert float(found["pred_tokens_per_s_per_gpu"]) > 0
+
+
+def test_an_earlier_prediction_is_replaced(tmp_path: Path) -> None:
+    first = predicted(written(tmp_path, row()))
+    again = predicted(written(tmp_path, *first, name="again.csv"))
+    assert again == first
+
+
+def test_empty_optional_cells_mean_the_usual_value(tmp_path: Path) -> None:
+    optional = ("gpu", "gpu_memory_gib", "num_key_value_heads", "recompute", "precision", "cp", "framework")
+    empty = {**row(), **dict.fromkeys((*optional, "sequence_parallel"), "")}
+    said = {
+        "gpu": "h100",
+        "num_key_value_heads": "32",
+        "recompute": "none",
+        "cp": "1",
+        "framework": "nanotron",
+    }
+    full = {**empty, **said, "precision": "bf16_fp32_grad", "sequence_parallel": "1"}
+    first, second = predicted(written(tmp_path, empty, full))
+    assert {name: first[name] for name in PREDICTED} == {name: second[name] for name in PREDICTED}
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"tp": 0, "dp": 8}, "tp=0: expected a whole number of at least 1"),
+        ({"hidden_size": "wide"}, "hidden_size=wide: expected a whole number of at least 1"),
+        ({"seq_len": ""}, "seq_len=(empty): expected a whole number of at least 1"),
+        ({"dp": 4}, "num_gpus=8: expected dp·tp·pp·cp = 4·1·1·1 = 4"),
+        ({"zero": 4}, "zero=4: expected 0, 1, 2 or 3"),
+        ({"tied": "maybe"}, "tied=maybe: expected 1 or 0"),
+        ({"recompute": "some"}, "recompute=some: expected none or selective or full"),
+        ({"gpu": "abacus"}, "gpu=abacus: its figures for bf16 are not known"),
+        ({"framework": "none"}, "framework=none is not known; use nanotron, orchestra"),
+        ({"gpu_memory_gib": "-1"}, "gpu_memory_gib=-1: expected a number above 0"),
+        ({"num_key_value_heads": 5}, "num_key_value_heads=5: expected a divisor of 32 heads"),
+        ({"hidden_size": 4095}, "hidden_size=4095: expected a multiple of 32 heads"),
+    ],
+)
+def test_a_bad_row_is_told_by_its_line(tmp_path: Path, changes: dict[str, object], told: str) -> None:
+    bad = row(**changes)
+    file = written(tmp_path, {**dict.fromkeys(bad, ""), **row()}, bad)
+    [problem] = problems(file)
+    assert problem.startswith(f"{file}: line 3: {told}")
+
+
+def test_every_bad_row_is_told_and_many_are_counted(tmp_path: Path) -> None:
+    found = problems(written(tmp_path, *[row(tp=0)] * 30))
+    assert len(found) == 21
+    assert found[-1].endswith("and 10 more like these")
+
+
+def test_a_table_without_the_needed_columns_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "short.csv"
+    file.write_text("model,tp\n8B,1\n")
+    with pytest.raises(
+        ConfigError, match=r"line 1: the columns num_hidden_layers, hidden_size, .* are missing"
+    ):
+        read_table(file)
+
+
+def test_a_torn_row_is_told_by_its_line(tmp_path: Path) -> None:
+    file = written(tmp_path, row(), row())
+    file.write_text(file.read_text().rstrip()[:-12] + "\n")
+    text = file.read_text().splitlines()
+    file.write_text("\n".join([*text[:2], text[2].rsplit(",", 2)[0]]) + "\n")
+    with pytest.raises(ConfigError, match=r"line 3: 1\d cells; expected 16 as in line 1"):
+        read_table(file)

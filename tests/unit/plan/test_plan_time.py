@@ -1,0 +1,104 @@
+"""Step time: what must hold whatever the constants are, and published rates of other trainers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from plan_cases import case
+
+from orchestra.plan.networks import EFA_H100, INFINIBAND_400, Group
+from orchestra.plan.prediction import Prediction, predict
+
+
+def speed(**changes: object) -> float:
+    return predict(case(**changes)).tokens_per_s_per_device
+
+
+def test_parts_of_a_step_add_up_to_sum_of_stages_and_waiting() -> None:
+    time = predict(case(pp=4, dp=2, grad_accum=64)).time
+    busy = time.compute + time.tensor_parallel + time.host + time.hand_over
+    # (p − 1)/m of the work on equal stages; here the last one, which has the output, is the slowest.
+    assert 0.8 * 3 / 64 < time.bubble / busy < 3 / 64
+    assert time.total == pytest.approx(busy + time.bubble + time.reduction + time.optimizer)
+
+
+def test_full_recomputation_costs_thirty_to_forty_per_cent_of_the_time() -> None:
+    large = {"hidden_size": 12288, "intermediate_size": 32768, "num_attention_heads": 96, "tp": 8, "dp": 1}
+    kept, repeated = (predict(case(recompute=how, **large)).time for how in ("none", "full"))
+    assert 1.30 <= repeated.total / kept.total <= 1.40
+
+
+def test_hardware_flops_count_what_is_repeated() -> None:
+    repeated: Prediction = predict(case(recompute="full", zero=3))
+    assert repeated.hfu > 1.25 * repeated.mfu
+    kept = predict(case(zero=3))
+    assert kept.hfu == kept.mfu
+
+
+@pytest.mark.parametrize(
+    "field", ["product_flops", "attention_flops", "memory_bytes_per_s", "link_bytes_per_s"]
+)
+def test_a_faster_device_is_not_slower(field: str) -> None:
+    usual = case(tp=4, dp=2)
+    faster = replace(usual, device=replace(usual.device, **{field: 2 * getattr(usual.device, field)}))
+    assert predict(faster).time.total < predict(usual).time.total
+
+
+def test_more_devices_on_one_batch_are_less_efficient_each() -> None:
+    rates = [speed(num_gpus=8 * n, dp=8 * n, grad_accum=64 // n, zero=1) for n in (1, 4, 16, 64)]
+    assert rates == sorted(rates, reverse=True)
+
+
+def test_tensor_parallelism_across_nodes_is_slow() -> None:
+    inside = speed(num_gpus=32, tp=8, dp=4)
+    across = speed(num_gpus=32, tp=32, dp=1, grad_accum=64)
+    assert across < 0.7 * inside
+
+
+def test_a_nanotron_run_short_of_memory_waits() -> None:
+    changes = {"framework": "nanotron", "num_gpus": 32, "dp": 4, "tp": 4, "pp": 2, "zero": 1}
+    roomy = speed(micro_batch_size=4, grad_accum=16, **changes)
+    pressed = speed(micro_batch_size=9, grad_accum=7, **changes)
+    assert pressed < 0.6 * roomy
+
+
+def test_bandwidth_between_nodes_meets_the_measured_points() -> None:
+    # 256 MB over 16 nodes of 8 at a measured bus bandwidth of 84.74 GB/s.
+    latency = EFA_H100.between_latency_s * 127
+    taken = EFA_H100.all_reduce_s(256e6, Group(128, 16), 450e9)
+    assert taken == pytest.approx(2 * 256e6 * 127 / 128 / 84.74e9 + 2 * latency)
+    # Between and beyond the points it neither jumps nor rises.
+    rates = [1 / EFA_H100.all_gather_s(1e12, Group(8 * n, n), 450e9) for n in (2, 3, 4, 6, 8, 64, 100, 128)]
+    assert rates == sorted(rates, reverse=True)
+
+
+def test_one_adapter_per_rank_limits_rings_with_one_rank_a_node() -> None:
+    one, eight = (
+        INFINIBAND_400.all_reduce_s(1e9, Group(4, 4), 450e9),
+        INFINIBAND_400.all_reduce_s(1e9, Group(32, 4), 450e9),
+    )
+    assert one > 4 * eight
+
+
+# Published tokens/s per GPU; profiles of other frameworks have one or two constants set on some of such rows.
+PUBLISHED = [
+    # torchtitan docs/performance.md: Llama 3 8B and 70B, FSDP2 on 64 A100.
+    (2973, {"gpu": "a100_80", "micro_batch_size": 1, "recompute": "selective"}),
+    (
+        331,
+        {"gpu": "a100_80", "num_hidden_layers": 80, "hidden_size": 8192, "intermediate_size": 28672}
+        | {"num_attention_heads": 64, "micro_batch_size": 1, "recompute": "full"},
+    ),
+    # torchtitan benchmarks/llama3_8b_h200_2025-06_torchtitan.md: fp8, 64 H200.
+    (10753, {"gpu": "h200", "micro_batch_size": 2, "recompute": "selective", "precision": "fp8"}),
+]
+
+
+@pytest.mark.parametrize(("published", "changes"), PUBLISHED)
+def test_other_frameworks_and_devices_are_within_an_eighth(
+    published: float, changes: dict[str, object]
+) -> None:
+    shape = {"num_gpus": 64, "dp": 64, "grad_accum": 1, "seq_len": 8192, "num_key_value_heads": 8, "zero": 3}
+    found = speed(framework="torchtitan", **{**shape, **changes})
+    assert found == pytest.approx(published, rel=1 / 8)
