@@ -10,7 +10,7 @@ from launchers.slurm.commands import output_of
 _UNUSABLE = ("down", "drain", "fail", "error", "unknown", "maint", "future", "inval")
 _FORMAT = "%P|%a|%l|%D|%c|%T|%G"
 # Type and count of a gres: gpu:4, gpu:h100:8(S:0-1).
-_GPUS = re.compile(r"(?:^|,)gpu:(?:[^,:()]+:)?(\d+)")
+_GPUS = re.compile(r"(?:^|,)gpu:(?:([^,:()]+):)?(\d+)")
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,8 @@ class NodeKind:
     num_gpus: int
     # Slurm's word, such as idle or down*.
     state: str
+    # The site's words for its GPUs, such as h100; none where they have no type.
+    gpu_types: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -84,8 +86,10 @@ def parsed(text: str) -> tuple[Partition, ...]:
         if name.endswith("*"):
             name = name.removesuffix("*")
             defaults.add(name)
-        gpus = sum(int(number) for number in _GPUS.findall(gres))
-        kind = NodeKind(int(count), int(cpus.rstrip("+") or 0), gpus, state)
+        gpus = _GPUS.findall(gres)
+        types = frozenset(name for name, _ in gpus if name)
+        num_gpus = sum(int(number) for _, number in gpus)
+        kind = NodeKind(int(count), int(cpus.rstrip("+") or 0), num_gpus, state, types)
         found.setdefault(name, []).append((available == "up", limit, kind))
     return tuple(
         Partition(name, name in defaults, lines[0][0], lines[0][1], tuple(kind for _, _, kind in lines))

@@ -6,6 +6,7 @@ import functools
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -75,6 +76,18 @@ def on_site(
     if config.cluster.gpus_per_node == "auto" and not problems:
         problems.append("cluster.gpus_per_node=auto: what the nodes have is not known; give a number")
     return config, problems
+
+
+def memory_problems(config: Config, partitions: tuple[Partition, ...] | None) -> list[str]:
+    """Return why the devices' memory does not suffice, where the configuration or Slurm names the device."""
+    from orchestra.submit.fitting import memory_problems as problems_with
+    from orchestra.submit.site import gpu_type
+
+    if config.cluster.hardware == "auto" and partitions is not None:
+        name = gpu_type(config, partitions)
+        if name is not None:
+            config = replace(config, cluster=replace(config.cluster, hardware=name))
+    return list(problems_with(config, SITUATION))
 
 
 def place_problems(folder: Path) -> Iterator[str]:

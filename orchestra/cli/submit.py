@@ -42,7 +42,10 @@ in run.dir that compute the same are taken over.
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add what `orchestra submit` takes."""
-    parser.usage = "orchestra submit [-m] [overrides] [--dry-run] [--json] [--wait] [--force]"
+    parser.usage = (
+        "orchestra submit [-m] [overrides] [--dry-run] [--json] [--wait] [--force]\n"
+        "                        [--skip-memory-check]"
+    )
     parser.add_argument("overrides", nargs="*", metavar="overrides", help="KEY=VALUE or GROUP=NAME")
     parser.add_argument("-m", "--multirun", action="store_true", help="sweep: submit every combination")
     parser.add_argument(
@@ -50,6 +53,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument(
         "--force", action="store_true", help="with -m: train every member anew, whatever there is already"
+    )
+    parser.add_argument(
+        "--skip-memory-check", action="store_true", help="submit what the planner says does not fit, too"
     )
     add_output_options(parser)
     parser.epilog = _EXPLAINED
@@ -79,7 +85,7 @@ def _submit_one(arguments: Namespace) -> int:
     overrides = cluster.with_cluster(arguments.overrides)
     config = compose(overrides, cluster.SITUATION).config
     partitions = cluster.partitions_or_none(is_needed=not arguments.dry_run)
-    request = _request(config, overrides, partitions)
+    request = _request(config, overrides, partitions, checks_memory=not arguments.skip_memory_check)
     target = planned_run(request, time.time())
     plan = planned_job(request, target, cluster.share_of(request.config, partitions))
     estimate = None if partitions is None else cluster.tested(plan.script())
@@ -89,7 +95,9 @@ def _submit_one(arguments: Namespace) -> int:
     return _submit(plan, estimate, arguments)
 
 
-def _request(config: Config, overrides: list[str], partitions: tuple[Partition, ...] | None) -> RunRequest:
+def _request(
+    config: Config, overrides: list[str], partitions: tuple[Partition, ...] | None, *, checks_memory: bool
+) -> RunRequest:
     """Check the configuration against the cluster, whose numbers take the place of `auto`."""
     from orchestra.config.signature import signature
     from orchestra.submit.measured import with_measured_network
@@ -97,6 +105,8 @@ def _request(config: Config, overrides: list[str], partitions: tuple[Partition, 
 
     config, problems = cluster.on_site(config, partitions)
     problems = [*cluster.place_problems(Path(config.run.dir).absolute()), *problems]
+    if checks_memory and not problems:
+        problems += cluster.memory_problems(config, partitions)
     if problems:
         raise ConfigError(problems)
     return RunRequest(with_measured_network(config), signature(config), overrides, sys.argv)

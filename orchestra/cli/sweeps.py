@@ -48,7 +48,7 @@ def submit_sweep(arguments: Namespace) -> int:
 def _submit_members(arguments: Namespace, members: Sequence[Member], overrides: Sequence[str]) -> int:
     from orchestra.submit.sweeps.course import runs_of
 
-    desk = _Desk(is_needed=not arguments.dry_run)
+    desk = _Desk(is_needed=not arguments.dry_run, checks_memory=not arguments.skip_memory_check)
     plan = desk.plan(members, overrides)
     if arguments.dry_run:
         course = desk.course(plan, force=arguments.force)
@@ -69,7 +69,8 @@ def _submit_members(arguments: Namespace, members: Sequence[Member], overrides: 
 class _Desk:
     """What the cluster has, asked once, and what is submitted with it."""
 
-    def __init__(self, *, is_needed: bool) -> None:
+    def __init__(self, *, is_needed: bool, checks_memory: bool = False) -> None:
+        self._checks_memory = checks_memory
         self._partitions = cluster.partitions_or_none(is_needed=is_needed)
         self._array_size = _array_size(self._partitions)
 
@@ -83,6 +84,8 @@ class _Desk:
         planned = []
         for index, member in enumerate(members):
             it, found = _planned(index, member, self._partitions, name)
+            if self._checks_memory and not found:
+                found += cluster.memory_problems(it.config, self._partitions)
             planned.append(it)
             for problem in found:
                 problems.setdefault(problem, []).append(index)
@@ -187,7 +190,7 @@ def _submit_sweeper(arguments: Namespace, overrides: Sequence[str]) -> int:
             "--dry-run: what a sweeper chooses depends on the results of the trials before; leave "
             "hydra/sweeper out to see the jobs of a plain sweep"
         )
-    desk = _Desk(is_needed=True)
+    desk = _Desk(is_needed=True, checks_memory=not arguments.skip_memory_check)
 
     def submit_members(members: list[Member], name: str) -> list[RunDir]:
         plan = desk.plan(members, overrides, name)

@@ -64,6 +64,17 @@ def _for_auto(config: Config, partitions: Sequence[Partition]) -> tuple[Device |
     return (device if cluster.device is Device.auto else None), ranks
 
 
+def gpu_type(config: Config, partitions: Sequence[Partition]) -> str | None:
+    """Return the site's word for the GPUs of every node that the job could get; None where there are several
+    or none.
+    """
+    ranks = config.cluster.gpus_per_node
+    kinds = [kind for partition in chosen(config, partitions) for kind in partition.kinds]
+    fitting = {kind.gpu_types for kind in kinds if isinstance(ranks, int) and kind.num_gpus >= ranks}
+    types = fitting.pop() if len(fitting) == 1 else frozenset()
+    return next(iter(types)) if len(types) == 1 else None
+
+
 def cpus_of_share(config: Config, partitions: Sequence[Partition]) -> int | None:
     """Return the cores that go with the GPUs that a job takes of each node; None where that is not known."""
     kinds = [kind for partition in chosen(config, partitions) for kind in partition.kinds if kind.num_gpus]

@@ -21,8 +21,11 @@ pytestmark = pytest.mark.ranks
 
 FIRST, LAST = 3, 5
 LAYOUTS: dict[str, dict[str, Any]] = {
+    "zero 0": {"zero": 0},
     "zero 1": {"zero": 1},
+    "zero 2": {"zero": 2},
     "zero 3": {"zero": 3},
+    "tp": {"tp": 2},
     "tp, sequence parallel": {"tp": 2, "sequence_parallel": True},
 }
 

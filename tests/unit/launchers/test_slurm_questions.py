@@ -149,6 +149,7 @@ slurm_load: something else
         1,
         8,
     )
+    assert [kind.gpu_types for kind in main.kinds] == [frozenset(), {"h100"}]
     assert (cpu.is_up, cpu.time_limit, cpu.most_gpus) == (False, "1-00:00:00", 0)
 
 

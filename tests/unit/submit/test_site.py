@@ -14,6 +14,7 @@ from orchestra.submit.site import (
     cpus_of_share,
     file_system_of,
     folder_problems,
+    gpu_type,
     numbers_for_auto,
     site_problems,
 )
@@ -99,3 +100,16 @@ def test_folders_in_memory_are_not_shared() -> None:
     assert list(folder_problems(Path("/home dirs/me"), MOUNTS)) == []
     (problem,) = folder_problems(Path("/dev/shm/runs"), MOUNTS)
     assert "tmpfs" in problem
+
+
+def test_the_type_of_gpus_is_known_where_all_nodes_that_could_serve_have_it() -> None:
+    h100, a100 = frozenset({"h100"}), frozenset({"a100"})
+    small, large = (
+        dataclasses.replace(GPU_NODES, gpu_types=a100),
+        dataclasses.replace(BIG_NODE, gpu_types=h100),
+    )
+    mixed = (dataclasses.replace(MAIN, kinds=(small, large)),)
+    assert gpu_type(asked(gpus_per_node=8), mixed) == "h100"
+    assert gpu_type(asked(gpus_per_node=4), mixed) is None
+    assert gpu_type(asked(gpus_per_node="auto"), mixed) is None
+    assert gpu_type(asked(), SITE) is None

@@ -1,0 +1,86 @@
+"""A job that cannot fit is refused, with changes that do make it fit by the count of `orchestra plan`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import pytest
+
+from conf.schema import Config
+from orchestra.cli import main
+from orchestra.cli.cluster import SITUATION, with_cluster
+from orchestra.config.compose import compose
+from orchestra.submit.fitting import memory_problems
+
+NODE = ("cluster.device=cuda", "cluster.gpus_per_node=8", "cluster.hardware=h100", "data=stdlib")
+TOO_LARGE = ("model=llama3_8b", "cluster.nodes=1")
+
+
+def composed(*overrides: str) -> Config:
+    return compose(with_cluster([*NODE, *overrides]), SITUATION).config
+
+
+def problem(*overrides: str) -> str:
+    (text,) = memory_problems(composed(*overrides), SITUATION)
+    return text
+
+
+def advised(text: str) -> list[list[str]]:
+    """Return the overrides of each change that a refusal names."""
+    words = text.split("it would fit with ")[1].split("; ")[0]
+    return [re.sub(r" \([\d.]+ GiB\)", "", choice).split() for choice in words.split(" or with ")]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        TOO_LARGE,
+        ("model=llama3_70b", "cluster.nodes=2"),
+        ("model=llama3_405b", "cluster.nodes=2"),
+        (
+            *("model=llama_1b", "cluster.nodes=1", "train.seq_len=8192"),
+            *("train.micro_batch_size=8", "train.global_batch_size=64"),
+        ),
+    ],
+)
+def test_every_change_that_is_advised_makes_it_fit(overrides: Sequence[str]) -> None:
+    choices = advised(problem(*overrides))
+    assert choices
+    for changes in choices:
+        assert list(memory_problems(composed(*overrides, *changes), SITUATION)) == []
+
+
+def test_what_is_needed_and_what_is_there_are_said() -> None:
+    text = problem(*TOO_LARGE)
+    assert "of the h100's 79.6 GiB (optimizer " in text
+    assert text.endswith("--skip-memory-check submits it all the same")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("model=debug",),
+        (*TOO_LARGE, "parallelism.zero=3", "train.recompute=full"),
+        # A device without figures, and no device at all.
+        (*TOO_LARGE, "cluster.hardware=auto"),
+        (*TOO_LARGE, "cluster.hardware=unknown"),
+        (*TOO_LARGE, "cluster.device=cpu"),
+        # The ranks find the size of the micro-batch, which one sequence leaves room for.
+        ("model=llama_1b", "train.micro_batch_size=auto", "train.seq_len=8192"),
+    ],
+)
+def test_nothing_is_said_where_it_fits_or_the_device_is_not_known(overrides: Sequence[str]) -> None:
+    assert list(memory_problems(composed(*overrides), SITUATION)) == []
+
+
+@pytest.mark.parametrize("more", [(), ("-m", "train.seed=1,2")])
+def test_submit_refuses_it_unless_told_otherwise(
+    more: Sequence[str], tmp_path: object, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    words = ["submit", *more, *NODE, *TOO_LARGE, "--dry-run"]
+    assert main(words) == 2
+    assert "it would fit with parallelism.zero=2" in capsys.readouterr().err
+    assert main([*words, "--skip-memory-check"]) == 0
