@@ -120,21 +120,24 @@ def share_of(config: Config, partitions: tuple[Partition, ...] | None) -> Share:
     if config.recovery.exclude_hours > 0:
         runs = shared_folder(parent_of_runs(config))
         recent = int(time.monotonic() / _ASK_AGAIN_S)
-        without = _left_out(runs, own.partition, own.nodes + own.spare_nodes, recent)
+        wanted = own.nodes + own.spare_nodes
+        without = _left_out(runs, own.partition, wanted, tuple(own.exclude), recent)
     return Share(cpus_of_share(config, partitions), without)
 
 
 # The members of a sweep ask one by one for the same.
 @functools.lru_cache(maxsize=64)
-def _left_out(runs: Path, partition: str | None, wanted: int, _: int) -> tuple[str, ...]:
-    """Return the hosts on the list that such a job does not get, and say why."""
+def _left_out(
+    runs: Path, partition: str | None, wanted: int, own: tuple[str, ...], _: int
+) -> tuple[str, ...]:
+    """Return the hosts on the list that such a job does not get beside its `own`, and say why."""
     from launchers.slurm.settings import asked_cluster
     from orchestra.recovery.excluded import excluded_folder
     from orchestra.submit.left_out import left_out
 
     if not excluded_folder(runs).exists():
         return ()
-    found = left_out(runs, asked_cluster(), partition, wanted)
+    found = left_out(runs, asked_cluster(), partition, wanted, own)
     for text in found.notes:
         note(text)
     if found.hosts:
