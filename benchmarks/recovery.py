@@ -63,6 +63,11 @@ CASES: dict[str, tuple[str, Blow, tuple[str, ...]]] = {
         lose_first_node,
         ("cluster.nodes=2", "cluster.spare_nodes=1"),
     ),
+    "copies": (
+        "the only node lost, its copies are with a spare",
+        lose_first_node,
+        ("cluster.nodes=1", "cluster.spare_nodes=1", "recovery.memory_copy_every_steps=1"),
+    ),
     "shrink": ("node lost, min_nodes=1", lose_node, ("cluster.nodes=2", "recovery.min_nodes=1")),
     "requeue": ("node lost, another job without it", lose_node, ("cluster.nodes=2",)),
 }

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from checkpointing.errors import StorageError
+from checkpointing.errors import DamagedError, StorageError
 from checkpointing.format.manifest import Manifest
 from checkpointing.options import Event, Needs, Options, Phase, no_event, no_fault
 from checkpointing.peers import Peers
@@ -64,6 +64,27 @@ class Checkpointer:
     def committed_steps(self) -> list[int]:
         """Return the steps of the committed checkpoints, ascending. *Any rank*; it looks at the storage."""
         return catalog.committed_steps(self._storage)
+
+    def manifest(self, step: int) -> Manifest:
+        """Return the manifest of a committed checkpoint. *Any rank*; it looks at the storage.
+
+        Raises DamagedError or StorageError.
+        """
+        return catalog.read_manifest(self._storage, step)
+
+    def set_aside(self, behind: int, is_void: Callable[[Manifest], bool]) -> list[tuple[int, str]]:
+        """Keep the checkpoints of steps after `behind` that are void under other names, so that none of them
+        is restored, listed or counted any more; return their steps and new names, ascending.
+
+        *One rank only*, before `restore`. What cannot be read is left to `restore` to pass over.
+        """
+        move_back(self._storage)
+        done = []
+        for step in (it for it in self.committed_steps() if it > behind):
+            with contextlib.suppress(DamagedError):
+                if is_void(self.manifest(step)):
+                    done.append((step, catalog.set_aside(self._storage, step)))
+        return done
 
     def save(self, step: int, shards: Sequence[Shard], state: Mapping[str, Any]) -> bool:
         """Copy the shards and return; threads write and commit. *Collective*.

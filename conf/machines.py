@@ -67,10 +67,14 @@ class ClusterConfig:
     threads_per_rank: int | None = None
     spare_nodes: int = 0
     requeue: Requeue = Requeue.requeue
-    # Row of orchestra/hardware.py that names the device; `auto`: asked of the device itself.
+    # Row of orchestra/hardware.py that names the device, or a profile FILE.json that `orchestra plan
+    # --calibrate` wrote (for planning); `auto`: asked of the device itself.
     hardware: str = "auto"
     # Dense peak of one device for the run's dtype in TFLOP/s; null: from the table, on CPU measured.
     peak_tflops: float | None = None
+    # Hours between the failures of one device that end an attempt, on average; null: as Llama 3 had it on
+    # H100 (50,700; arXiv:2407.21783). For checkpoint.every_steps=auto and `orchestra plan --goodput`.
+    mtbf_device_hours: float | None = None
     network: NetworkConfig = field(default_factory=NetworkConfig)
     setup: list[str] = field(default_factory=list)
     container: ContainerConfig = field(default_factory=ContainerConfig)
@@ -100,6 +104,7 @@ class Fault(Enum):
     gil = "gil"
     nan = "nan"
     spike = "spike"
+    flip = "flip"
     slow = "slow"
     agent_kill = "agent_kill"
     node_down = "node_down"
@@ -124,12 +129,13 @@ class FaultPhase(Enum):
 
 class OnSpike(Enum):
     """What follows a loss far above the last ones. `warn`: an event. `skip`: an event and no update.
-    `stop`: no update, and exit 93.
+    `roll_back`: no update, and the run goes on as recovery.roll_back says. `stop`: no update, and exit 93.
     """
 
     none = "none"
     warn = "warn"
     skip = "skip"
+    roll_back = "roll_back"
     stop = "stop"
 
 
@@ -140,6 +146,22 @@ class LossSpikeConfig:
     action: OnSpike = OnSpike.warn
     factor: float = 10.0
     window: int = 64
+
+
+@dataclass(frozen=True)
+class RollBackConfig:
+    """Where a run goes on that is rolled back, and what it leaves out: about 100 steps before the spike, and
+    200 to 500 batches (PaLM, arXiv:2204.02311, section 5.1). Who wants that says so in
+    recovery.loss_spike.action or train.on_nonfinite.
+    """
+
+    # From the newest checkpoint so many steps before the first bad one; if none is so old, from the oldest.
+    steps_before: int = 100
+    # From there on the data of so many steps is left out, and of all steps up to the bad one if these are
+    # more.
+    skip_steps: int = 200
+    # Without progress (a checkpoint of a later step than ever) so often in a row; then exit 93.
+    max_in_a_row: int = 3
 
 
 @dataclass(frozen=True)
@@ -174,5 +196,12 @@ class RecoveryConfig:
     straggler_factor: float = 1.3
     straggler_windows: int = 5
     loss_spike: LossSpikeConfig = field(default_factory=LossSpikeConfig)
+    roll_back: RollBackConfig = field(default_factory=RollBackConfig)
+    # In one step of every so many each rank's first micro-batch is computed again by a data-parallel
+    # neighbour, and what differs tells a broken device; null: never.
+    replay_every_steps: int | None = None
+    # Largest relative difference of losses and gradient norms; null: bit for bit, which takes like devices
+    # and train.deterministic=true on GPUs.
+    replay_tolerance: float | None = None
     # Rehearsals: [{at_step: 30, rank: 1, fault: hang}]; orchestra/faults.py says what an entry may hold.
     inject: list[dict[str, Any]] = field(default_factory=list)

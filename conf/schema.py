@@ -22,6 +22,7 @@ from conf.machines import (
     OnSpike,
     RecoveryConfig,
     Requeue,
+    RollBackConfig,
 )
 from conf.methods import (
     DType,
@@ -62,6 +63,7 @@ __all__ = [
     "RecoveryConfig",
     "Requeue",
     "Restore",
+    "RollBackConfig",
     "RopeScaling",
     "RunConfig",
     "Scaling",
@@ -198,9 +200,13 @@ class Recompute(Enum):
 
 
 class OnNonfinite(Enum):
-    """What a step with a non-finite loss or gradient does. `skip`: no update, counted. `stop`: exit 93."""
+    """What a step with a non-finite loss or gradient does. `skip`: no update, counted; exit 93 after
+    train.max_nonfinite_steps in a row. `roll_back`: the same, but after so many the run goes on as
+    recovery.roll_back says. `stop`: exit 93.
+    """
 
     skip = "skip"
+    roll_back = "roll_back"
     stop = "stop"
 
 
@@ -240,7 +246,7 @@ class TrainConfig:
     # Bit-identical repeats: deterministic kernels, fixed reduction order.
     deterministic: bool = False
     on_nonfinite: OnNonfinite = OnNonfinite.skip
-    # Skipped steps in a row after which even on_nonfinite=skip stops with exit 93.
+    # Skipped steps in a row after which even on_nonfinite=skip stops with exit 93, and roll_back rolls back.
     max_nonfinite_steps: int = 10
     # Rows of logits that exist at once in the loss; null: chosen from the vocabulary.
     loss_chunk_tokens: int | None = None
@@ -266,7 +272,9 @@ class Restore(Enum):
 class CheckpointConfig:
     """Saving and restoring. The last step is saved too; `every_steps=null` saves nothing at all."""
 
-    every_steps: int | None = 1000
+    # `auto`: as often as loses least between saves and failures (orchestra/save_interval.py). The ranks
+    # decide whenever an attempt begins, by measured times once there are some.
+    every_steps: int | str | None = 1000
     # What stays: the newest so many, one every so many steps, and the best so many by their loss.
     keep_last: int = 3
     keep_every_steps: int | None = None

@@ -64,14 +64,23 @@ class NodeAgent:
         self._workers: set[Process] = set()
         self._log_size = 0
         self._kill_at: float | None = None
+        self._idle_since: float | None = None
 
     def poll(self) -> int | None:
         """Return torchrun's exit code (negative: a signal) once it has ended; until then keep deadlines."""
         code = self._torchrun.poll()
         if code is None:
-            self._workers.update(self._below())
+            below = self._below()
+            self._workers.update(below)
+            is_idle = bool(self._workers) and not below
+            self._idle_since = (self._idle_since or time.monotonic()) if is_idle else None
             self._keep_deadlines()
         return code
+
+    @property
+    def idle_s(self) -> float:
+        """For how long torchrun has gone on with all its workers ended, as `poll` saw it."""
+        return 0.0 if self._idle_since is None else time.monotonic() - self._idle_since
 
     def _keep_deadlines(self) -> None:
         size = _size(self._log)

@@ -189,7 +189,7 @@ def open_shelf(run: str, host: str, place: Path = _PLACE) -> CopyShelf:
     `run` and `host` name the folder. Raises LauncherError where it cannot be made or somebody else has it.
     """
     of_user = place / f"orchestra-{os.getuid()}"
-    folder = of_user / f"{_plain(run)}.{_plain(host)}"
+    folder = Path(f"{folders_of(run, place)}{_plain(host)}")
     try:
         _own_folder(of_user)
         _own_folder(folder)
@@ -205,6 +205,11 @@ def open_shelf(run: str, host: str, place: Path = _PLACE) -> CopyShelf:
         raise LauncherError(f"no folder for copies in memory: {error}") from error
     remove_dead(of_user)
     return shelf
+
+
+def folders_of(run: str, place: Path = _PLACE) -> Path:
+    """Return how the paths of a run's folders on this node begin; the host's name follows."""
+    return place / f"orchestra-{os.getuid()}" / f"{_plain(run)}."
 
 
 def remove_dead(of_user: Path) -> None:

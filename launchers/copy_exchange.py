@@ -95,6 +95,9 @@ class CopyServer:
             connection.close()
 
     def _answer(self, wire: Wire, request: dict[str, Any]) -> None:
+        if request["verb"] == "list":
+            wire.say(copies=[copy.to_json() for copy in self._shelf.held()])
+            return
         if request["verb"] == "put":
             copy = copy_of(json.dumps(request["copy"]).encode())
             if copy.attempt != self._attempt:
@@ -129,10 +132,16 @@ class CopyPusher:
         secret: str,
         *,
         begun: Callable[[], None] = lambda: None,
+        elsewhere: Callable[[], Address | None] = lambda: None,
     ) -> None:
-        """`begun` is called once, when the attempt's first copies are there: all its ranks train by then."""
+        """`begun` is called once, when the attempt's first copies are there: all its ranks train by then.
+
+        `elsewhere` is asked behind a failure where the copies go from then on; None: where they went. Both
+        are called from the thread.
+        """
         self._shelf, self._ranks, self._attempt = shelf, ranks, attempt
-        self._neighbour, self._secret, self._begun = neighbour, secret, begun
+        self._neighbour, self._secret = neighbour, secret
+        self._begun, self._elsewhere = begun, elsewhere
         self._wire: Wire | None = None
         self._is_closed = False
         self._failures = 0
@@ -185,6 +194,8 @@ class CopyPusher:
     def _push(self, places: list[Place]) -> None:
         began = time.monotonic()
         if self._wire is None:
+            if self._failures:
+                self._neighbour = self._elsewhere() or self._neighbour
             self._wire = connected(self._neighbour, self._secret)
         wire = self._wire
         for place in places:
@@ -204,6 +215,18 @@ class CopyPusher:
             with contextlib.suppress(OSError):
                 wire.connection.shutdown(socket.SHUT_RDWR)
             wire.connection.close()
+
+
+def listed(source: Address, secret: str) -> list[dict[str, Any]]:
+    """Return the copies that lie on another node, as JSON. Raises LauncherError where it does not say."""
+    try:
+        wire = connected(source, secret)
+        with wire.connection:
+            wire.ask(verb="list")
+            return list(wire.heard()["copies"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        where = f"{source.host}:{source.port}"
+        raise LauncherError(f"{where} does not say which copies it has: {error}") from error
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import secrets
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,10 @@ from launchers.errors import LauncherError
 _BEAT_S = 1.0
 # How many nodes' beats the leader reads in a second.
 _BEATS_READ_PER_S = 500
+# An agent that makes no progress for so many time-outs stands still, and its beat with it; never less than a
+# tool that reads a rank's stacks may take for each rank of a node.
+_STALL_TIMEOUTS = 12
+_LEAST_STALL_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -75,9 +80,17 @@ class _Seen:
 class Crew:
     """One agent's view of the others. `join` first, `leave` at last; all else from the agent's own thread."""
 
-    def __init__(self, folder: Path, node: int, num_nodes: int, timeout_s: float) -> None:
-        """`timeout_s`: a node whose beat stands still for so long is silent. Raises LauncherError where the
-        folder cannot be made.
+    def __init__(
+        self,
+        folder: Path,
+        node: int,
+        num_nodes: int,
+        timeout_s: float,
+        stalled: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`timeout_s`: a node whose beat stands still for so long is silent. `stalled` is called, from
+        another thread, when this agent has made no `progress` for so long that its beat stands still.
+        Raises LauncherError where the folder cannot be made.
         """
         self.folder = folder
         self.node = node
@@ -90,6 +103,12 @@ class Crew:
         self._seen: dict[int, _Seen] = {}
         self._looked_at = -float(num_nodes)
         self._is_over = threading.Event()
+        self._stall_s = max(_LEAST_STALL_S, _STALL_TIMEOUTS * timeout_s)
+        self._stalled = stalled
+        # How often it was time for a beat, and by when of that the agent's own thread must have made
+        # progress: where the whole job is suspended neither moves. Never before it has said so once.
+        self._num_turns = 0
+        self._progress_due = math.inf
         self.member: Member | None = None
         try:
             self._orders.mkdir(parents=True, exist_ok=True)
@@ -119,6 +138,14 @@ class Crew:
         self.member = dataclasses.replace(self.member, facts={**self.member.facts, **facts})
         self._write(self._member_file(self.node), dataclasses.asdict(self.member))
 
+    def progress(self) -> None:
+        """Say that the agent's own thread goes on: called again and again, or its beat stands still."""
+        self.allow(self._stall_s)
+
+    def allow(self, seconds: float) -> None:
+        """Let what the agent's own thread does next take so long; the next `progress` ends that."""
+        self._progress_due = self._num_turns + max(seconds, self._stall_s) / _BEAT_S
+
     def leave(self) -> None:
         """Let the beat stand still and take the name off the list; the others' orders stay."""
         self._is_over.set()
@@ -129,6 +156,11 @@ class Crew:
     def _keep_beating(self) -> None:
         count = 0
         while not self._is_over.wait(_BEAT_S):
+            self._num_turns += 1
+            if self._num_turns > self._progress_due:
+                # What moves by itself would say nothing of an agent that hangs.
+                self._stalled()
+                continue
             count += 1
             # A file system that fails now may answer the next time; if not, the others go on without us.
             with contextlib.suppress(OSError):

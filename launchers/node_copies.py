@@ -6,13 +6,13 @@ others. All methods are the agent's, from one thread.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from launchers.copies import open_shelf
-from launchers.copy_exchange import CopyPusher, CopyServer, Wanted, make_ready
+from launchers.copy_exchange import CopyPusher, CopyServer, Wanted, listed, make_ready
 from launchers.copy_wire import Address, shared_secret
 from launchers.errors import LauncherError
 
@@ -22,13 +22,15 @@ class CopyPart:
     """This node's part in an attempt: its own ranks, where their copies go, and whose come here.
 
     `neighbour` is the address that the next node told of, None where there is no other node; `kept` are the
-    ranks of the node before this one.
+    ranks of the node before this one. A spare has no ranks of its own, and may be the neighbour; `elsewhere`
+    is asked, from another thread, for an address where the neighbour takes no more.
     """
 
     attempt: int
     own: range
     neighbour: Mapping[str, Any] | None = None
     kept: range = range(0)
+    elsewhere: Callable[[], Mapping[str, Any] | None] = lambda: None
 
 
 class NodeCopies:
@@ -62,6 +64,10 @@ class NodeCopies:
         """Return the complete copies that lie here, as JSON."""
         return [copy.to_json() for copy in self._shelf.held()]
 
+    def held_at(self, address: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return the complete copies that lie on the node with this address. Raises LauncherError."""
+        return listed(Address(**address), self._secret)
+
     def fetch(self, own: range, step: int, attempt: int, sources: Mapping[int, Mapping[str, Any]]) -> None:
         """Bring the copies of a step to this node's ranks: those of `sources` (addresses by rank) from there.
 
@@ -82,6 +88,7 @@ class NodeCopies:
                 Address(**part.neighbour),
                 self._secret,
                 begun=lambda: self._shelf.keep_only(part.own, part.kept),
+                elsewhere=lambda: _address(part.elsewhere()),
             )
 
     def end(self) -> dict[str, Any]:
@@ -98,3 +105,7 @@ class NodeCopies:
         self.end()
         self._server.close()
         self._shelf.close()
+
+
+def _address(told: Mapping[str, Any] | None) -> Address | None:
+    return None if told is None else Address(**told)

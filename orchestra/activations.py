@@ -143,10 +143,11 @@ def peak_bytes(layer: LayerActivations, kinds: Sequence[Recompute]) -> int:
     A layer that is recomputed holds all its activations while its backward pass runs; the layers behind it
     have then let go of theirs.
     """
+    kept = {kind: layer.kept_bytes(kind) for kind in {Recompute.none, *kinds}}
     most = before = 0
     for kind in kinds:
-        most = max(most, before + layer.kept_bytes(Recompute.none))
-        before += layer.kept_bytes(kind)
+        most = max(most, before + kept[Recompute.none])
+        before += kept[kind]
     return most
 
 

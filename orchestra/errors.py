@@ -9,6 +9,7 @@ OrchestraError            1   anything below; catch this to catch all
 │   ├── OutOfMemoryError  1   a rank's memory did not suffice; 93 where no step had gone well
 │   ├── NonFiniteError   93   the loss or gradient stays non-finite: starting again would not help
 │   ├── LossSpikeError   93   the loss rose far above the last ones, and the policy is to stop
+│   ├── RollBackError     1   training is to go on from an earlier step: bad losses, or a broken device
 │   └── UnusableCheckpointError   93   what lies in the run's place of checkpoints is not the run's own
 └── StopRequested        75   stopped on request; to be continued
 """
@@ -71,6 +72,10 @@ class LossSpikeError(TrainingError):
     """Raised when the loss rises far above the last ones and the policy is to stop."""
 
     exit_code = EXIT_DO_NOT_RESTART
+
+
+class RollBackError(TrainingError):
+    """Raised when training is to go on from an earlier step; the next attempt does, if the policy lets it."""
 
 
 class UnusableCheckpointError(TrainingError):

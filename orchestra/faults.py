@@ -20,6 +20,7 @@ must be given:
 | gil | it sleeps in native code with the interpreter's lock held for `seconds` (an hour) |
 | nan | its loss and gradients of that step are NaN |
 | spike | its loss and gradients of that step are 10,000 times what they were |
+| flip | one bit of a gradient that it computes in that step is another one, and no error says so |
 | slow | it sleeps `seconds` in each step from that one on, for `steps` steps (to the end) |
 | agent_kill | the agent of its node gets SIGKILL |
 | node_down | its node goes down: by the command in ORCHESTRA_NODE_DOWN where that is set, else every |

@@ -28,10 +28,10 @@ class Hardware:
     device_names: tuple[str, ...] = ()
     # FLOP/s without structured sparsity, by data type of the product ("with sparsity" is twice that).
     peak_flops: Mapping[str, float] = field(default_factory=dict)
-    # What nvidia-smi shows as total, which is a little less than the chips hold.
+    # What nvidia-smi shows as total, which is a little less than the chips hold; AMD's: what they hold.
     memory_bytes: int | None = None
     memory_bytes_per_s: float | None = None
-    # NVLink, one direction, all links of one GPU together.
+    # NVLink or Infinity Fabric, one direction, all links of one GPU together.
     link_bytes_per_s: float | None = None
     source: str = ""
 
@@ -128,6 +128,31 @@ TABLE: tuple[Hardware, ...] = (
         memory_bytes_per_s=7700e9,
         link_bytes_per_s=900e9,
         source="NVIDIA HGX B200 datasheet (2025), an eighth of the board, half of the figures with sparsity",
+    ),
+    Hardware(
+        # What torch calls a device is one of the module's two dies.
+        name="mi250x",
+        device_names=("AMD Instinct MI250X",),
+        peak_flops={"fp32": 47.85 * TERA, "bf16": 191.5 * TERA, "fp16": 191.5 * TERA},
+        memory_bytes=65536 * MIB,
+        memory_bytes_per_s=1638e9,
+        link_bytes_per_s=200e9,
+        source="AMD Instinct MI250X datasheet (2021), half a module: one of two dies, matrix cores; half of "
+        "its eight links of 50 GB/s each way",
+    ),
+    Hardware(
+        name="mi300x",
+        device_names=("AMD Instinct MI300X",),
+        peak_flops={
+            "fp32": 163.4 * TERA,
+            "bf16": 1307.4 * TERA,
+            "fp16": 1307.4 * TERA,
+            "fp8": 2614.9 * TERA,
+        },
+        memory_bytes=196608 * MIB,
+        memory_bytes_per_s=5300e9,
+        link_bytes_per_s=448e9,
+        source="AMD Instinct MI300X datasheet (2023); seven links of 64 GB/s each way",
     ),
     UNKNOWN,
 )

@@ -16,6 +16,7 @@ runs/<name>/
 ├── control/                 attempt-001.claim: who leads that attempt; attempt-001.stop-….json: who asks it
 │                            to stop
 ├── heartbeats/node-000.json how far that node's ranks have come, every ten seconds anew
+├── rehearsal.json           of a rehearsal's run that faults befell: what it is compared with
 ├── samples/  profile/  wandb/
 └── report.html
 """
@@ -43,6 +44,10 @@ class RunDir:
     @property
     def record(self) -> Path:
         return self.path / "run.json"
+
+    @property
+    def rehearsal(self) -> Path:
+        return self.path / "rehearsal.json"
 
     @property
     def metrics(self) -> Path:

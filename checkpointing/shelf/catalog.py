@@ -20,6 +20,8 @@ _STEP = re.compile(r"step-(\d{8,})")
 # A file of a save on a storage without renames: of which generation, which save, and which rank.
 _OURS = re.compile(r"g\d{3,}-\d{2,}-\d{5,}-\d{2,}\.safetensors")
 _OWNER = ".owner"
+# A checkpoint that was set aside, or on a storage without renames its manifest.
+_SET_ASIDE = "set-aside"
 
 
 @dataclass(frozen=True)
@@ -97,14 +99,16 @@ def commit(storage: Storage, draft: Draft, manifest: Manifest) -> None:
         _put_surely(storage, path, content)
         with contextlib.suppress(StorageError):
             remove_stale_files(storage, draft.step, manifest)
+            _remove_set_aside(storage, draft.step)
         return
     storage.put(path, content)
     target = step_name(draft.step)
     aside = _move_aside(storage, target)
     storage.rename(draft.folder, target)
-    if aside is not None:
-        with contextlib.suppress(StorageError):
+    with contextlib.suppress(StorageError):
+        if aside is not None:
             storage.remove(aside)
+        _remove_set_aside(storage, draft.step)
 
 
 def _put_surely(storage: Storage, path: str, content: bytes) -> None:
@@ -160,6 +164,32 @@ def remove_checkpoint(storage: Storage, step: int) -> None:
     for name in storage.names(step_name(step)):
         if is_ours(name):
             storage.remove(file_path(step, name))
+
+
+def set_aside(storage: Storage, step: int) -> str:
+    """Keep a checkpoint under a name that nobody takes for one; return that.
+
+    It stays until its step is saved anew. A storage without renames keeps only its manifest: its files belong
+    to no checkpoint from then on, and are removed as such.
+    """
+    mark = f"{_SET_ASIDE}-{secrets.token_hex(4)}"
+    if storage.renames:
+        name = f"{step_name(step)}.{mark}"
+        storage.rename(step_name(step), name)
+        return name
+    path = file_path(step, f"{mark}.json")
+    storage.put(path, storage.get(file_path(step, MANIFEST)))
+    storage.remove(file_path(step, MANIFEST))
+    return path
+
+
+def _remove_set_aside(storage: Storage, step: int) -> None:
+    """Remove what was set aside of a step, once that was saved anew."""
+    folder = "" if storage.renames else step_name(step)
+    begin = f"{step_name(step)}.{_SET_ASIDE}-" if storage.renames else f"{_SET_ASIDE}-"
+    for name in storage.names(folder):
+        if name.startswith(begin):
+            storage.remove(f"{folder}/{name}" if folder else name)
 
 
 def is_ours(name: str) -> bool:

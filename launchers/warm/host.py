@@ -1,18 +1,14 @@
-"""The agent's handle on its zygote: start it, ask whether it is ready, have it fork torchrun, close it.
+"""The agent's handle on its zygote: have it started, ask whether it is ready, have it fork torchrun, end it.
 
 It never starts anything plainly: what the zygote cannot do is refused with a reason, and the caller does it.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-import secrets
 import selectors
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,8 +18,8 @@ from typing import IO, Any
 from launchers import processes
 from launchers.errors import LauncherError
 from launchers.warm import wire
-from launchers.warm.appearance import MARK_VARIABLE, NO_MARK, ROOM_BYTES
 from launchers.warm.child import differing
+from launchers.warm.owner import Held, Owner, OwnZygote, Wanted
 
 # What torchrun runs instead of `python -m MODULE`, in front of MODULE.
 STUB = (sys.executable, "-I", "-S", str(Path(__file__).with_name("stub.py")))
@@ -31,7 +27,8 @@ STUB = (sys.executable, "-I", "-S", str(Path(__file__).with_name("stub.py")))
 _ALWAYS = ("torch", "torch.distributed.run")
 # A fork takes milliseconds; a machine that swaps takes longer.
 _ANSWER_TIMEOUT_S = 20.0
-_CLOSE_TIMEOUT_S = 5.0
+# A zygote that has imported everything speaks at once: of an agent that calls, of a process that has ended.
+_SILENCE_S = 5.0
 _POLL_S = 0.02
 
 
@@ -46,6 +43,7 @@ class WarmProcess:
         self._host = host
         self._process = processes.find(pid)
         self._workers: dict[int, int] = {}
+        self._gone_since: float | None = None
         self.pid = pid
         # Process id of what forked it, and forks its workers.
         self.zygote = zygote
@@ -67,9 +65,14 @@ class WarmProcess:
         """Return the exit code (negative: a signal), or None while it runs."""
         if self.returncode is None:
             self._host.hear()
-        if self.returncode is None and not self._is_watched() and not self._is_alive():
-            # Killed together with its zygote.
+        if self.returncode is None and not self._is_alive():
+            self._gone_since = self._gone_since or time.monotonic()
+            if self._is_watched() and time.monotonic() - self._gone_since < _SILENCE_S:
+                return None
+            # Killed together with its zygote, or under one that is stopped: that says nothing any more.
             self.returncode = -signal.SIGKILL
+            if self._is_watched():
+                self._host.close()
         return self.returncode
 
     def wait(self) -> int:
@@ -91,76 +94,62 @@ class WarmProcess:
 
 
 class WarmHost:
-    """One node's zygote. Use it from the thread that starts it: the kernel ties the zygote's life to that."""
+    """One node's zygote, as its agent uses it. All calls from one thread.
 
-    def __init__(self, modules: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+    A zygote that is ill is replaced at the next `start`: dead, silent though it was ready once, or one that
+    says that it can't be forked from any more.
+    """
+
+    def __init__(
+        self, modules: Sequence[str], environment: Mapping[str, str], log: Path, owner: Owner | None = None
+    ) -> None:
         """`modules` are imported after torch and torchrun, `environment` is the launch specification's, and
-        what the zygote itself has to say goes to `log`.
+        what the zygote itself has to say goes to `log`. Without an `owner` it is this process's own.
         """
-        self._modules = (*_ALWAYS, *modules)
         self._environment = {**os.environ, **environment}
-        self._log = log
-        self._zygote: subprocess.Popen[bytes] | None = None
+        self._wanted = Wanted((*_ALWAYS, *modules), self._environment, str(log))
+        self._owner: Owner = owner or OwnZygote()
+        self._held: Held | None = None
+        self._process: processes.Process | None = None
         self._control: socket.socket | None = None
+        self._greeted_at = 0.0
         self._forked: dict[int, WarmProcess] = {}
         self._answers: dict[int, dict[str, Any]] = {}
         self._last_number = 0
         # Why it is not ready; None: it says so when it ends.
         self._trouble: str | None = "the warm process was not started"
         self._ready = False
-        self.socket_name = ""
 
     @property
     def pid(self) -> int | None:
         """The zygote's process id; None when there is none."""
-        return self._zygote.pid if self._zygote is not None else None
+        return None if self._held is None else self._held.pid
+
+    @property
+    def socket_name(self) -> str:
+        """Name of the zygote's abstract socket, for torchrun's stubs."""
+        return "" if self._held is None else self._held.socket_name
 
     def start(self) -> None:
-        """Start a zygote unless one lives; return at once, it imports in the background.
+        """Have a zygote started unless one lives; return at once, it imports in the background.
 
         It never raises: what went wrong is the reason of the next refusal.
         """
         if self.is_alive() or sys.platform != "linux":
             return
-        self.close()
-        self._trouble = None
-        self.socket_name = f"launchers-{os.getpid()}-{secrets.token_hex(16)}"
-        ours, its = socket.socketpair()
+        self._lose_control()
+        self._ready, self._trouble = False, None
         try:
-            self._log.parent.mkdir(parents=True, exist_ok=True)
-            with its, self._log.open("ab", buffering=0) as log:
-                self._zygote = subprocess.Popen(
-                    self._command(its.fileno()),
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env=self._zygote_environment(),
-                    pass_fds=(its.fileno(),),
-                    start_new_session=True,
-                )
+            self._held = self._owner.provide(self._wanted)
+            self._process = processes.find(self._held.pid)
+            self._control = _greeted(self._held.socket_name)
         except OSError as error:
-            ours.close()
             self._trouble = f"the warm process cannot be started: {error}"
-            return
-        self._control = ours
-
-    def _command(self, control: int) -> list[str]:
-        words = (
-            str(os.getpid()),
-            str(control),
-            self.socket_name,
-            " " * ROOM_BYTES,
-            json.dumps(self._modules),
-        )
-        return [sys.executable, "-u", "-m", "launchers.warm.zygote", *words]
-
-    def _zygote_environment(self) -> dict[str, str]:
-        # numpy's OpenBLAS starts its threads when it is imported; only one thread survives a fork.
-        return {**self._environment, "OPENBLAS_NUM_THREADS": "1", MARK_VARIABLE: NO_MARK}
+        self._greeted_at = time.monotonic()
 
     def is_alive(self) -> bool:
         """Tell whether the zygote runs, ready or not."""
-        return self._zygote is not None and self._control is not None and self._zygote.poll() is None
+        return self._control is not None and self._process is not None and processes.is_alive(self._process)
 
     def is_ready(self) -> bool:
         """Tell whether the zygote runs and has imported everything."""
@@ -175,17 +164,21 @@ class WarmHost:
         """
         deadline = time.monotonic() + timeout_s
         while not self.is_ready() and self.is_alive() and time.monotonic() < deadline and not hurried():
+            if self._is_ill():
+                self.close()
+                self.start()
             time.sleep(_POLL_S)
         return self.is_ready()
+
+    def _is_ill(self) -> bool:
+        was_ready = self._held is not None and self._held.was_ready
+        return was_ready and not self._ready and time.monotonic() - self._greeted_at > _SILENCE_S
 
     def trouble(self) -> str:
         """Return why the zygote is not ready."""
         self.hear()
-        if self._trouble is None and self._zygote is not None and not self.is_alive():
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                # It closes its socket a moment before it has ended.
-                self._zygote.wait(_CLOSE_TIMEOUT_S)
-            return f"the warm process ended with {self._zygote.returncode}"
+        if self._trouble is None and self._held is not None and not self.is_alive():
+            return f"the warm process ended with {self._owner.exit_code(self._held.pid)}"
         return self._trouble or "the warm process is still importing"
 
     def popen(self, arguments: Sequence[str], environment: Mapping[str, str], log: IO[bytes]) -> WarmProcess:
@@ -202,6 +195,8 @@ class WarmHost:
         request = {"number": number, "arguments": list(arguments), "environment": dict(environment)}
         answer = self._ask(request, log.fileno())
         if number not in self._forked:
+            # What keeps it from forking does not pass.
+            self.close()
             raise WarmRefusal(str(answer.get("refused")))
         return self._forked[number]
 
@@ -228,7 +223,7 @@ class WarmHost:
             timeout_s = 0.0
             try:
                 found = wire.receive(self._control)
-            except OSError:
+            except (OSError, ValueError):
                 found = None
             if found is None:
                 self._lose_control()
@@ -237,16 +232,29 @@ class WarmHost:
 
     def _take_in(self, message: dict[str, Any]) -> None:
         if "ready" in message:
-            self._ready = bool(message["ready"])
-            self._trouble = message.get("reason")
+            self._take_word(bool(message["ready"]), message.get("reason"))
         elif (process := self._forked.get(int(message["number"]))) is not None:
             process.take_in(message)
         else:
             # Noted at once: that it has ended may be the next message.
-            if "pid" in message and self._zygote is not None:
-                process = WarmProcess(self, int(message["pid"]), self._zygote.pid)
+            if "pid" in message and self._held is not None:
+                process = WarmProcess(self, int(message["pid"]), self._held.pid)
                 self._forked[int(message["number"])] = process
             self._answers[int(message["number"])] = message
+
+    def _take_word(self, is_ready: bool, reason: str | None) -> None:
+        """Take in how a zygote answers the agent's call."""
+        assert self._held is not None
+        self._ready = is_ready
+        if is_ready:
+            self._owner.note_ready(self._held.pid)
+            return
+        was_ready = self._held.was_ready
+        self.close()
+        self._trouble = reason
+        if was_ready:
+            # Another one may do better; one that never could be forked from had its chance.
+            self.start()
 
     def _lose_control(self) -> None:
         if self._control is not None:
@@ -256,16 +264,25 @@ class WarmHost:
     def close(self) -> None:
         """End the zygote and with it whatever it forked; returns when it is gone."""
         self._lose_control()
-        if self._zygote is not None:
-            # Without its control socket it kills its children and ends.
-            try:
-                self._zygote.wait(_CLOSE_TIMEOUT_S if self._ready else 0.0)
-            except subprocess.TimeoutExpired:
-                self._zygote.kill()
-                self._zygote.wait()
-        self._zygote = None
+        if self._held is not None:
+            self._owner.end(self._held.pid)
+        self._held = self._process = None
         self._ready = False
         self._trouble = "the warm process was closed"
+
+
+def _greeted(socket_name: str) -> socket.socket:
+    """Return a connection on which the zygote answers as soon as it can. Raises OSError."""
+    channel = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        # Of what it says: messages are short, and one that has begun is whole in no time.
+        channel.settimeout(_ANSWER_TIMEOUT_S)
+        channel.connect("\0" + socket_name)
+        wire.send(channel, {"agent": os.getpid()})
+    except OSError:
+        channel.close()
+        raise
+    return channel
 
 
 def _has_news(channel: socket.socket, timeout_s: float) -> bool:

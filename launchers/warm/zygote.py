@@ -1,9 +1,10 @@
-"""The process that has imported the slow modules: `python -m launchers.warm.zygote PARENT FD NAME … MODULES`.
+"""The process that has imported the slow modules: `python -m launchers.warm.zygote PARENT FD … MODULES`.
 
-It forks torchrun for its agent (control socket FD) and workers for torchrun's stubs (abstract socket NAME),
-hands back how they end, and kills them with whoever asked for them. A fork is one of a process with one
-thread that has touched no device, or it is refused. Slurm's signals do not end it; its agent's end does.
-It knows the modules by name only, and nothing of what the forked ones do.
+It listens on the socket FD, forks torchrun for its agent and workers for torchrun's stubs, hands back how
+they end, and kills them with whoever asked for them. A fork is one of a process with one thread that has
+touched no device, or it is refused. Slurm's signals do not end it. Its parent's end does, at once; when its
+agent is gone, so is all that it forked for that one, and it serves the next that calls. It knows the
+modules by name only, and nothing of what the forked ones do.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import gc
 import importlib
 import json
 import os
+import select
 import selectors
 import signal
 import socket
@@ -30,6 +32,8 @@ from launchers.warm.child import Job, become, differing
 
 # How long a stub that has connected may take to say what it wants: it holds up all others.
 _REQUEST_TIMEOUT_S = 10.0
+# How long the agent may take to ask a zygote that cannot be forked from why: it called when that was started.
+_LAST_WORD_S = 10.0
 _PEER = struct.Struct("3i")
 # What `timeout` and `env` return for a command that cannot be started.
 _EXIT_NOT_STARTED = 127
@@ -40,77 +44,119 @@ class _Child:
     """A forked process: torchrun under the agent's number for it, or a worker with its stub's channel."""
 
     pid: int
+    # Which of the zygote's agents it was forked for, by number.
+    agent: int
     number: int = 0
     stub: socket.socket | None = None
     torchrun: int = 0
 
 
 class Zygote:
-    """Serves until its agent is gone, or, in a forked process, until that is to become something else."""
+    """Serves one agent after another, or, in a forked process, until that is to become something else."""
 
-    def __init__(self, control: socket.socket, listener: socket.socket, appearance: Appearance) -> None:
-        self._control = control
+    def __init__(self, listener: socket.socket, appearance: Appearance, seconds: float) -> None:
         self._listener = listener
         self._appearance = appearance
+        # What the imports took.
+        self._seconds = seconds
+        self._control: socket.socket | None = None
+        self._num_agents = 0
         self._children: dict[int, _Child] = {}
         self._selector = selectors.DefaultSelector()
         self._wakeup, self._wakeup_end = socket.socketpair()
 
-    def serve(self) -> Job | None:
-        """Return None when the agent is gone, all children killed; a job only in a process forked for it."""
+    def serve(self) -> Job:
+        """Return only in a forked process, with its job; the zygote itself serves until it is killed."""
         for end in (self._wakeup, self._wakeup_end, self._listener):
             end.setblocking(False)
         signal.set_wakeup_fd(self._wakeup_end.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
-        for channel in (self._control, self._listener, self._wakeup):
+        for channel in (self._listener, self._wakeup):
             self._selector.register(channel, selectors.EVENT_READ)
         while True:
             for key, _ in self._selector.select():
-                job = None
-                if key.fileobj is self._control:
-                    found = wire.receive(self._control)
-                    if found is None:
-                        self._kill(list(self._children.values()))
-                        return None
-                    job = self._start_torchrun(*found)
-                elif key.fileobj is self._listener:
-                    job = self._start_worker()
-                elif key.fileobj is self._wakeup:
-                    self._reap()
-                elif isinstance(key.fileobj, socket.socket):
-                    self._hear(key.fileobj)
-                if job is not None:
+                if isinstance(key.fileobj, socket.socket) and (job := self._attend(key.fileobj)) is not None:
                     return job
+
+    def _attend(self, channel: socket.socket) -> Job | None:
+        if channel is self._control:
+            return self._hear_agent(channel)
+        if channel is self._listener:
+            return self._accept()
+        if channel is self._wakeup:
+            self._reap()
+        else:
+            self._hear(channel)
+        return None
+
+    def _accept(self) -> Job | None:
+        """Take a call: an agent's, which replaces the one before, or a stub's."""
+        try:
+            caller, _ = self._listener.accept()
+        except BlockingIOError:
+            return None
+        try:
+            caller.settimeout(_REQUEST_TIMEOUT_S)
+            if _peer(caller)[1] != os.getuid() or (found := wire.receive(caller)) is None:
+                caller.close()
+                return None
+            if "agent" in found[0]:
+                self._greet(caller)
+                return None
+            if self._control is not None and _is_gone(self._control):
+                # Whose stub this is may not have been heard of yet.
+                self._lose_agent()
+            return self._fork_worker(caller, *found)
+        except OSError:
+            caller.close()
+            return None
+
+    def _greet(self, caller: socket.socket) -> None:
+        self._lose_agent()
+        self._control = caller
+        self._selector.register(caller, selectors.EVENT_READ)
+        reason = refusal()
+        self._tell({"ready": reason is None, "reason": reason, "seconds": self._seconds})
+
+    def _lose_agent(self) -> None:
+        """Kill whatever was forked for the agent so far; it has no agent then."""
+        self._num_agents += 1
+        self._kill(list(self._children.values()))
+        if self._control is not None:
+            self._selector.unregister(self._control)
+            self._control.close()
+            self._control = None
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        """Say something to the agent; that it is gone is heard by the end of its connection."""
+        if self._control is not None:
+            with contextlib.suppress(OSError):
+                wire.send(self._control, message)
+
+    def _hear_agent(self, control: socket.socket) -> Job | None:
+        try:
+            found = wire.receive(control)
+        except OSError:
+            found = None
+        if found is None:
+            self._lose_agent()
+            return None
+        return self._start_torchrun(*found)
 
     def _start_torchrun(self, request: dict[str, Any], files: list[int]) -> Job | None:
         job = _job(request, [os.open(os.devnull, os.O_RDONLY), *files, *files])
         number = int(request["number"])
         if (reason := refusal()) is not None:
             _close(job.files)
-            wire.send(self._control, {"number": number, "refused": reason})
+            self._tell({"number": number, "refused": reason})
             return None
         if (pid := self._fork(job)) == 0:
             # As the tether does for a plain one.
             job.environment[PARENT_VARIABLE] = str(os.getpid())
             return job
-        self._children[pid] = _Child(pid, number)
-        wire.send(self._control, {"number": number, "pid": pid})
+        self._children[pid] = _Child(pid, self._num_agents, number)
+        self._tell({"number": number, "pid": pid})
         return None
-
-    def _start_worker(self) -> Job | None:
-        try:
-            stub, _ = self._listener.accept()
-        except BlockingIOError:
-            return None
-        try:
-            stub.settimeout(_REQUEST_TIMEOUT_S)
-            if _peer(stub)[1] != os.getuid() or (found := wire.receive(stub)) is None:
-                stub.close()
-                return None
-            return self._fork_worker(stub, *found)
-        except OSError:
-            stub.close()
-            return None
 
     def _fork_worker(self, stub: socket.socket, request: dict[str, Any], files: list[int]) -> Job | None:
         job = _job(request, files)
@@ -118,7 +164,8 @@ class Zygote:
         reason = refusal()
         if (name := differing(job.environment, os.environ)) is not None:
             reason = f"it wants another {name}"
-        if torchrun is None or torchrun.torchrun or reason is not None:
+        is_own = torchrun is not None and not torchrun.torchrun and torchrun.agent == self._num_agents
+        if torchrun is None or not is_own or reason is not None:
             sys.stdout.write(f"a worker is started plainly: {reason or 'whose torchrun is it?'}\n")
             sys.stdout.flush()
             _close(files)
@@ -131,10 +178,12 @@ class Zygote:
             job.environment.pop(wire.SOCKET_VARIABLE, None)
             stub.close()
             return job
-        self._children[pid] = _Child(pid, 0, stub, int(request["torchrun"]))
+        self._children[pid] = _Child(pid, self._num_agents, 0, stub, torchrun.pid)
         self._selector.register(stub, selectors.EVENT_READ)
-        wire.send(self._control, {"number": torchrun.number, "stub": _peer(stub)[0], "worker": pid})
-        wire.send_pair(stub, wire.FORKED, pid)
+        self._tell({"number": torchrun.number, "stub": _peer(stub)[0], "worker": pid})
+        # A stub that is gone meanwhile is heard of by the end of its connection.
+        with contextlib.suppress(OSError):
+            wire.send_pair(stub, wire.FORKED, pid)
         return None
 
     def _fork(self, job: Job) -> int:
@@ -158,15 +207,17 @@ class Zygote:
         os.setsid()
         self._selector.close()
         stubs = [child.stub for child in self._children.values() if child.stub is not None]
-        for channel in (self._control, self._listener, self._wakeup, self._wakeup_end, *stubs):
+        for channel in (self._listener, self._wakeup, self._wakeup_end, *stubs):
             channel.close()
+        if self._control is not None:
+            self._control.close()
         shown = [sys.executable, "-u", "-m", *job.arguments]
         self._appearance.show(shown, job.environment.get(MARK_VARIABLE, NO_MARK))
 
     def _hear(self, stub: socket.socket) -> None:
         """Pass on a stub's signal to the worker's group; kill the worker of a stub that is gone."""
         if stub.fileno() < 0:
-            # Closed since the selector saw it: its worker has ended.
+            # Closed since the selector saw it.
             return
         child = next((child for child in self._children.values() if child.stub is stub), None)
         try:
@@ -207,8 +258,8 @@ class Zygote:
             return
         # Workers live no longer than their torchrun.
         self._kill([worker for worker in self._children.values() if worker.torchrun == child.pid])
-        with contextlib.suppress(OSError):
-            wire.send(self._control, {"number": child.number, "code": code})
+        if child.agent == self._num_agents:
+            self._tell({"number": child.number, "code": code})
 
     def _kill(self, children: list[_Child]) -> None:
         for child in children:
@@ -253,41 +304,56 @@ def _imported(modules: list[str]) -> str | None:
     return None
 
 
-def _prepared(parent: int, control: socket.socket, name: str, modules: list[str]) -> Zygote | None:
-    """Import, listen, and tell the agent that forks may begin; None, and the reason, where they may not."""
+def _is_gone(channel: socket.socket) -> bool:
+    """Tell whether the other side has closed its end."""
+    poll = select.poll()
+    poll.register(channel, select.POLLIN)
+    if not poll.poll(0):
+        return False
+    try:
+        return not channel.recv(1, socket.MSG_PEEK)
+    except OSError:
+        return True
+
+
+def _prepared(parent: int, listener: socket.socket, modules: list[str]) -> Zygote | None:
+    """Import what is to be warm; None, and the agent is told why, where nothing may be forked from it."""
     begin = time.monotonic()
     try:
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        listener.bind("\0" + name)
-        listener.listen(256)
         appearance = Appearance()
         appearance.show(["warm", f"(of {parent})", "python", "-m", "launchers.warm.zygote"], NO_MARK)
         reason = _imported(modules) or refusal()
     except (OSError, ValueError) as error:
         reason = str(error)
     if reason is not None:
-        wire.send(control, {"ready": False, "reason": reason})
+        _refuse_all(listener, reason)
         return None
     # What was imported stays; without this a collection in a child would copy all its pages.
     gc.collect()
     gc.freeze()
-    wire.send(control, {"ready": True, "seconds": time.monotonic() - begin})
-    return Zygote(control, listener, appearance)
+    return Zygote(listener, appearance, time.monotonic() - begin)
+
+
+def _refuse_all(listener: socket.socket, reason: str) -> None:
+    """Tell the agent, which called before the imports began."""
+    listener.settimeout(_LAST_WORD_S)
+    with contextlib.suppress(OSError):
+        caller, _ = listener.accept()
+        wire.send(caller, {"ready": False, "reason": reason})
 
 
 def main(arguments: list[str]) -> None:
-    """Serve the agent with process id PARENT; in a forked process, run its job as `python -m` would."""
-    parent, control = int(arguments[0]), socket.socket(fileno=int(arguments[1]))
+    """Serve the agents of process PARENT; in a forked process, run its job as `python -m` would."""
+    parent, listener = int(arguments[0]), socket.socket(fileno=int(arguments[1]))
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     die_with_parent(parent)
-    os.set_inheritable(control.fileno(), False)
-    zygote = _prepared(parent, control, arguments[2], json.loads(arguments[4]))
-    job = zygote.serve() if zygote is not None else None
-    if job is None:
+    os.set_inheritable(listener.fileno(), False)
+    zygote = _prepared(parent, listener, json.loads(arguments[3]))
+    if zygote is None:
         # Winding up what was imported takes time that its agent waits.
         os._exit(0)
-    become(job)
+    become(zygote.serve())
 
 
 if __name__ == "__main__":

@@ -57,6 +57,7 @@ VERBS = (
     Verb("cancel", "orchestra.cli.cancel", "stop runs behind a step, with a checkpoint"),
     Verb("logs", "orchestra.cli.logs", "print or follow the logs of a run"),
     Verb("why", "orchestra.cli.why", "tell what ended a run: first failing rank, host, traceback"),
+    Verb("rehearse", "orchestra.cli.rehearse", "let faults befall a short copy of a run, and judge it"),
     Verb("checkpoint ls", "orchestra.cli.checkpoint_ls", "list the checkpoints of a run"),
     Verb("checkpoint verify", "orchestra.cli.checkpoint_verify", "check every byte of a checkpoint"),
     Verb("checkpoint export", "orchestra.cli.checkpoint_export", "write a checkpoint for Hugging Face"),

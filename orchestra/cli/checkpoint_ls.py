@@ -17,6 +17,7 @@ from orchestra.errors import EXIT_DONE
 from orchestra.events import is_number, read_events
 from orchestra.jsonl import Record
 from orchestra.report.checkpoints import was_verified
+from orchestra.save_interval import AUTO
 
 _HEADER = ("STEP", "SIZE", "AGE", "LAYOUT", "LOSS", "CHECKED")
 _WIDTH = 80
@@ -51,6 +52,8 @@ def run(arguments: Namespace) -> int:
         why = (
             "it saves none (checkpoint.every_steps=null)"
             if every is None
+            else "one is due as often as the ranks decide (checkpoint.every_steps=auto)"
+            if every == AUTO
             else f"one is due every {every} steps"
         )
         print(f"{place.run.name} has no checkpoint in {place.storage.place}; {why}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 _TRACEBACK_LINES = 12
 _LOG_BYTES = 1 << 14
 _CHART_HEIGHT = 8
+# Columns of a plain terminal, and of a line's first word.
+_WIDTH, _INDENT = 80, 8
 
 
 def header(config: Config, run: RunDir, attempt: int = 0, from_step: int | None = None) -> list[str]:
@@ -153,12 +156,19 @@ def typed_name(run: RunDir | SweepDir) -> str:
 
 
 def mirror_lines(events: Iterable[Record]) -> list[str]:
-    """Return a line that says why Weights & Biases did not get everything and what to do; none if it did."""
+    """Return lines that say why Weights & Biases did not get everything and what to do; none if it did."""
     failed = [event for event in events if event["event"] == "wandb_failed"]
     if not failed:
         return []
     words = (failed[-1].get("cause", "not everything was mirrored"), failed[-1].get("advice"))
-    return [f"wandb   incomplete: {'; '.join(word for word in words if word)}"]
+    # Paths and commands stay whole, however long they are.
+    return textwrap.wrap(
+        f"wandb   incomplete: {'; '.join(word for word in words if word)}",
+        _WIDTH,
+        subsequent_indent=" " * _INDENT,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def _mfu(summary: Summary) -> str:

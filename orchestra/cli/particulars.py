@@ -14,6 +14,7 @@ from orchestra.events import read_events
 from orchestra.report.state import RunState
 from orchestra.report.sweeps import ALIVE, ENDED_BADLY
 from orchestra.report.verdict import Verdict, last_attempt, node_verdict, of_attempt
+from orchestra.roll_backs import RollBack, roll_backs
 from orchestra.rundir import RunDir
 
 _WAITING = ("queued", "not started")
@@ -36,6 +37,7 @@ def of_run(state: RunState) -> list[str]:
         "nodes": ", ".join(hosts) if state.state == "running" and not state.job_nodes else "",
         "saved": _saved(state),
         "starts": _starts(state),
+        "back": _back(roll_backs(events)),
     }
     spent = spent_lines(run, events, state.state, time.time()) if events else []
     return [*(f"{word:<7} {text}" for word, text in facts.items() if text), *spent, *_next(state, run)]
@@ -81,6 +83,14 @@ def _starts(state: RunState) -> str:
         return ""
     restarts = state.attempts - 1
     return f"{state.attempts} attempts: {restarts} restart{'' if restarts == 1 else 's'}"
+
+
+def _back(found: list[RollBack]) -> str:
+    if not found:
+        return ""
+    times = "1 roll-back" if len(found) == 1 else f"{len(found)} roll-backs"
+    steps = [f"{it.data_steps[0]} to {it.data_steps[1]}" for it in found if it.data_steps is not None]
+    return times + (f": the data of steps {', '.join(steps)} is left out" if steps else "")
 
 
 def _next(state: RunState, run: RunDir) -> list[str]:

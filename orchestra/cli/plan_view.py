@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, fields
+from textwrap import wrap
 from typing import Any
 
 from conf.schema import Config
-from orchestra.cli import figures
+from orchestra.cli import figures, goodput_view
 from orchestra.flops import num_parameters
 from orchestra.plan.case import Case
 from orchestra.plan.memory import Memory
+from orchestra.plan.over_time import HostMemory, host_memory, over_time
 from orchestra.plan.prediction import Prediction
 from orchestra.plan.step_time import StepTime
-from orchestra.units import GIB
+from orchestra.units import GIB, MIB
 
 _HOUR_S = 3600
+_WIDTH = 80
 _BAR_WIDTH = 40
 _NAME_WIDTH = 26
 
@@ -45,7 +48,7 @@ def lines(config: Config, prediction: Prediction) -> list[str]:
     """Return what a person reads, at most 80 columns wide."""
     case = prediction.case
     return [
-        *_header(case),
+        *header(case),
         "",
         *_memory(prediction),
         "",
@@ -53,12 +56,29 @@ def lines(config: Config, prediction: Prediction) -> list[str]:
         "",
         *_speed(prediction),
         *_cost(config, prediction),
-        f"profile {case.framework.name} ({case.framework.source});",
-        f"        network: {case.network.source}",
+        *wrap(goodput_view.summary(config, prediction), _WIDTH, subsequent_indent=" " * 8),
+        *_sources(case),
     ]
 
 
-def _header(case: Case) -> list[str]:
+def _sources(case: Case) -> list[str]:
+    """Say what the figures rest on: what is measured or fitted, and what a data sheet says."""
+    device = case.device
+    texts = [f"profile {case.framework.name}: {case.framework.source};", f"network: {case.network.source}"]
+    # A measured profile has no data sheet.
+    if device.data_sheet:
+        texts[-1] += ";"
+        texts.append(f"device: {device.data_sheet}; shares of its peak: {device.reached}")
+    indent = " " * 8
+    return [
+        line
+        for number, text in enumerate(texts)
+        for line in wrap(text, _WIDTH, initial_indent=indent if number else "", subsequent_indent=indent)
+    ]
+
+
+def header(case: Case) -> list[str]:
+    """Return what is predicted: model, layout, batch and devices."""
     model, mesh = case.model, case.layout
     degrees = {"tp": mesh.tp, "pp": mesh.pp, "cp": mesh.cp, "ep": mesh.ep}
     used = [f"dp {mesh.dp}", *(f"{axis} {size}" for axis, size in degrees.items() if size > 1)]
@@ -80,17 +100,45 @@ def _memory(prediction: Prediction) -> list[str]:
     peak, device = prediction.peak, prediction.case.device
     stage = prediction.stages.index(peak) + 1
     where = f", stage {stage} of {len(prediction.stages)}" if len(prediction.stages) > 1 else ""
-    total, limit = peak.total / GIB, device.memory_bytes / GIB
+    scale, unit = _scale(peak)
+    total, limit = peak.total / scale, device.memory_bytes / scale
     verdict = "fits" if prediction.fits else "does not fit"
     return [
-        f"memory  {total:.1f} of {limit:.1f} GiB{where}: {verdict}",
-        *_bars({name: value / GIB for name, value in _components(peak).items()}, "GiB", total),
+        f"memory  {total:,.1f} of {limit:,.1f} {unit}{where}: {verdict}",
+        *_bars({name: value / scale for name, value in components(peak).items()}, unit, total),
+        *_over_time(prediction),
     ]
+
+
+def _over_time(prediction: Prediction) -> list[str]:
+    """What is there before training, in the first step and later; and what lies in host memory."""
+    case, index = prediction.case, prediction.stages.index(prediction.peak)
+    stage = case.stages[index]
+    times, host = over_time(case, stage, prediction.peak), host_memory(case, stage)
+    steps = [times.built, times.first_step, times.later_steps]
+    scale, unit = _scale(prediction.peak)
+    built, first, later = (_three_digits(value / scale) for value in steps)
+    found = [f"  over time: built {built}, first step {first}, later steps {later} {unit}"]
+    if host.total:
+        each, node = (_three_digits(host.total * ranks / scale) for ranks in (1, case.devices_per_node))
+        found.append(f"  host memory: {each} {unit} a rank, {node} {unit} a node:")
+        found.append(f"    {_host_words(host)}")
+    return found
+
+
+def _scale(peak: Memory) -> tuple[int, str]:
+    """GiB, or MiB for what is less than one."""
+    return (GIB, "GiB") if peak.total >= GIB else (MIB, "MiB")
+
+
+def _host_words(host: HostMemory) -> str:
+    words = {"offloaded state": host.offloaded, "image of a checkpoint": host.checkpoint_image}
+    return " and ".join(name for name, value in words.items() if value)
 
 
 def _time(time: StepTime) -> list[str]:
     scale, unit = (1.0, "s") if time.total >= 1 else (1e3, "ms")
-    parts = {name: scale * value for name, value in _parts(time).items()}
+    parts = {name: scale * value for name, value in parts_of_time(time).items()}
     return [f"step    {_three_digits(scale * time.total)} {unit}", *_bars(parts, unit, scale * time.total)]
 
 
@@ -109,11 +157,12 @@ def _three_digits(value: float) -> str:
     return f"{value:,.0f}" if value >= 99.5 else f"{value:.1f}" if value >= 9.95 else f"{value:.2f}"
 
 
-def _components(memory: Memory) -> dict[str, float]:
+def components(memory: Memory) -> dict[str, float]:
+    """Return the bytes of each component by the name people read."""
     return {title: float(getattr(memory, name)) for name, title in _COMPONENTS.items()}
 
 
-def _parts(time: StepTime) -> dict[str, float]:
+def parts_of_time(time: StepTime) -> dict[str, float]:
     return {title: float(getattr(time, name)) for name, title in _PARTS.items()}
 
 
@@ -146,12 +195,14 @@ def facts(config: Config, prediction: Prediction) -> dict[str, Any]:
         "accumulation": case.accumulation,
         "tokens_per_step": case.tokens_per_step,
         "device": case.device.name,
+        "device_sources": {"figures": case.device.data_sheet, "reached": case.device.reached},
         "num_nodes": case.num_nodes,
         "framework": case.framework.name,
         "device_memory_bytes": round(case.device.memory_bytes),
         "fits": prediction.fits,
         "peak_memory_bytes": round(prediction.peak.total),
         "stages": [_whole_bytes(memory) for memory in prediction.stages],
+        "memory_over_time_bytes": _over_time_bytes(prediction),
         "step_time_s": prediction.time.total,
         "step_time_parts_s": {name: getattr(prediction.time, name) for name in _PARTS},
         "tokens_per_s": prediction.tokens_per_s,
@@ -161,7 +212,16 @@ def facts(config: Config, prediction: Prediction) -> dict[str, Any]:
         "steps": config.train.steps,
         "run_s": seconds,
         "gpu_hours": seconds / _HOUR_S * case.layout.world_size,
+        "failures": goodput_view.summary_facts(config, prediction),
     }
+
+
+def _over_time_bytes(prediction: Prediction) -> dict[str, int]:
+    case = prediction.case
+    stage = case.stages[prediction.stages.index(prediction.peak)]
+    times, host = over_time(case, stage, prediction.peak), host_memory(case, stage)
+    found = {name: round(value) for name, value in asdict(times).items()}
+    return {**found, "host": round(host.total)}
 
 
 def _whole_bytes(memory: Memory) -> dict[str, int]:

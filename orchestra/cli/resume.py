@@ -63,12 +63,12 @@ def run(arguments: Namespace) -> int:
 
         return resume_sweep(arguments, target)
     word = asked(target, time.time())
-    if _goes_to_cluster(target, arguments.overrides):
+    if goes_to_cluster(target, arguments.overrides):
         return _submit(arguments, target, word)
     return _train_here(arguments, target, word)
 
 
-def _goes_to_cluster(run: RunDir, overrides: Sequence[str]) -> bool:
+def goes_to_cluster(run: RunDir, overrides: Sequence[str]) -> bool:
     """Tell where a run is to go on: as typed, else where it was frozen for."""
     from conf.schema import LauncherName
     from orchestra.frozen import read_config

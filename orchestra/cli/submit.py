@@ -78,21 +78,34 @@ def run(arguments: Namespace) -> int:
 
 
 def _submit_one(arguments: Namespace) -> int:
+    if arguments.dry_run:
+        return print_script(arguments)
+    plan, estimate = _planned(arguments, is_dry=False)
+    return _submit(plan, estimate, arguments)
+
+
+def print_script(arguments: Namespace) -> int:
+    """Print the script that `overrides` would be submitted as, and return 0; nothing is written or submitted.
+
+    Raises ConfigError as `run` does.
+    """
+    plan, estimate = _planned(arguments, is_dry=True)
+    _print_plan(plan, estimate, as_json=arguments.json)
+    return EXIT_DONE
+
+
+def _planned(arguments: Namespace, *, is_dry: bool) -> tuple[PlannedJob, Estimate | None]:
     from orchestra.config.compose import compose
     from orchestra.submit.prepare import planned_run
     from orchestra.submit.submission import planned_job
 
     overrides = cluster.with_cluster(arguments.overrides)
     config = compose(overrides, cluster.SITUATION).config
-    partitions = cluster.partitions_or_none(is_needed=not arguments.dry_run)
+    partitions = cluster.partitions_or_none(is_needed=not is_dry)
     request = _request(config, overrides, partitions, checks_memory=not arguments.skip_memory_check)
     target = planned_run(request, time.time())
     plan = planned_job(request, target, cluster.share_of(request.config, partitions))
-    estimate = None if partitions is None else cluster.tested(plan.script())
-    if arguments.dry_run:
-        _print_plan(plan, estimate, as_json=arguments.json)
-        return EXIT_DONE
-    return _submit(plan, estimate, arguments)
+    return plan, None if partitions is None else cluster.tested(plan.script())
 
 
 def _request(

@@ -6,7 +6,7 @@ The result passes every rule again, as a new run's does. It knows no checkpoint 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, cast
 
@@ -47,11 +47,14 @@ FIXED = {
 }
 
 
-def changed_config(frozen: Config, overrides: Sequence[str], situation: Situation) -> Config:
+def changed_config(
+    frozen: Config, overrides: Sequence[str], situation: Situation, fixed: Mapping[str, str] = FIXED
+) -> Config:
     """Return a frozen configuration with overrides on top, resolved and checked for `situation`.
 
-    GROUP=NAME replaces that whole section by the preset. Raises ConfigError with every problem found:
-    unreadable and unknown overrides, wrong types, keys that are fixed for the run's life, broken rules.
+    GROUP=NAME replaces that whole section by the preset. `fixed`: keys that may not change, and why; none for
+    a new run that is made after another one. Raises ConfigError with every problem found: unreadable and
+    unknown overrides, wrong types, keys that are fixed for the run's life, broken rules.
     """
     from orchestra.config.rules import problems_of
 
@@ -65,7 +68,7 @@ def changed_config(frozen: Config, overrides: Sequence[str], situation: Situatio
     except ConfigError as error:
         problems += error.problems
     if config is not None:
-        problems += _fixed_problems(frozen, config)
+        problems += _fixed_problems(frozen, config, fixed)
         if not checked.lacks_preset:
             problems += [text for text in problems_of(config, situation) if not is_about(text, checked)]
     if problems or config is None:
@@ -79,8 +82,8 @@ def _experiment_problems(checked: Checked) -> Iterator[str]:
         yield f"experiment={name} describes a new run; change single keys of this one"
 
 
-def _fixed_problems(before: Config, after: Config) -> Iterator[str]:
-    for name, reason in FIXED.items():
+def _fixed_problems(before: Config, after: Config, fixed: Mapping[str, str]) -> Iterator[str]:
+    for name, reason in fixed.items():
         old, new = attrgetter(name)(before), attrgetter(name)(after)
         if old != new:
             yield (

@@ -15,6 +15,7 @@ from orchestra.config.keys import nearest
 from orchestra.config.rules_place import rule_memory, trained_bytes
 from orchestra.config.situation import Situation, absolute, world_size
 from orchestra.flops import num_parameters
+from orchestra.save_interval import AUTO
 from orchestra.units import binary
 
 # The fp32 master of a parameter and Adam's two moments.
@@ -29,6 +30,15 @@ _ONLY_READ = (
 
 def rule_checkpoint_steps(config: Config, _: Situation) -> Iterator[str]:
     every, kept = config.checkpoint.every_steps, config.checkpoint.keep_every_steps
+    if isinstance(every, str):
+        if every != AUTO:
+            yield f"checkpoint.every_steps={every} is no number of steps; use one, {AUTO} or null"
+        elif kept is not None:
+            yield (
+                f"checkpoint.keep_every_steps={kept} needs a number in checkpoint.every_steps that it is a "
+                f"multiple of: with {AUTO} nobody knows beforehand which steps are saved; use e.g. {kept}"
+            )
+        return
     if kept is None or kept < 1 or (every is not None and every < 1):
         return
     if every is None:

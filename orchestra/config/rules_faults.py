@@ -20,6 +20,7 @@ _NOT_OF_SAVES = (*_OF_STEPS, FaultPhase.setup.name, FaultPhase.restore.name)
 _PHASES = {
     Fault.nan.name: (FaultPhase.step.name, FaultPhase.forward.name),
     Fault.spike.name: (FaultPhase.step.name, FaultPhase.forward.name),
+    Fault.flip.name: (FaultPhase.step.name, FaultPhase.forward.name),
     Fault.slow.name: (FaultPhase.step.name,),
 }
 # The faults that each of these keys means something to.
@@ -99,6 +100,12 @@ def _save_problems(entry: dict[str, Any], step: int, config: Config) -> Iterator
         yield f"rank={shown(rank)}: phase={phase} is of rank 0 alone; use rank: 0"
     if every is None:
         yield f"phase={phase} is part of a save, and checkpoint.every_steps=null saves nothing"
+    elif isinstance(every, str):
+        if step != config.train.steps:
+            yield (
+                f"phase={phase} is part of a save, and with checkpoint.every_steps={every} nobody knows "
+                f"beforehand whether at_step={step} is saved; give a number of steps"
+            )
     elif every >= 1 and step % every and step != config.train.steps:
         saved = min(max(1, round(step / every)) * every, config.train.steps)
         yield (

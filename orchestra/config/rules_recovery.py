@@ -1,4 +1,4 @@
-"""Rules about failures: what a run may shrink to, who stands by, and how long silence lasts.
+"""Rules about failures: what a run may shrink to, who stands by, how long silence lasts, and going back.
 
 The bounds of single numbers stand in `rules_values`, planned failures in `rules_faults`.
 """
@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from conf.schema import Config, LauncherName
-from orchestra.config.situation import Situation
+from conf.schema import Config, Device, LauncherName, OnNonfinite, OnSpike
+from orchestra.config.situation import Situation, world_size
 from orchestra.errors import ConfigError
 from orchestra.topology import batch_shape, has_open_micro_batch, layout
 
@@ -65,4 +65,71 @@ def rule_agent_timeout(config: Config, _: Situation) -> Iterator[str]:
         )
 
 
-RULES = (rule_min_nodes, rule_spare_nodes, rule_agent_timeout)
+def rule_roll_back(config: Config, _: Situation) -> Iterator[str]:
+    """Going back takes somewhere to go back to, and another start of the ranks."""
+    asked = [
+        key
+        for key, is_asked in (
+            ("recovery.loss_spike.action", config.recovery.loss_spike.action is OnSpike.roll_back),
+            ("train.on_nonfinite", config.train.on_nonfinite is OnNonfinite.roll_back),
+        )
+        if is_asked
+    ]
+    if not asked:
+        return
+    key = asked[0]
+    if config.checkpoint.every_steps is None:
+        yield (
+            f"{key}=roll_back: with checkpoint.every_steps=null there is nothing to go back to; give "
+            f"checkpoint.every_steps, or use {key}=skip"
+        )
+    if config.recovery.max_restarts == 0:
+        yield (
+            f"{key}=roll_back starts the ranks again, and recovery.max_restarts=0 forbids that; use 1 or "
+            f"more, or {key}=stop"
+        )
+
+
+def rule_replay(config: Config, _: Situation) -> Iterator[str]:
+    """A step is computed again by a rank with the same part of the model, which has to be there."""
+    every, tolerance = config.recovery.replay_every_steps, config.recovery.replay_tolerance
+    if every is None:
+        if tolerance is not None:
+            yield (
+                f"recovery.replay_tolerance={tolerance:g} means nothing without recovery.replay_every_steps; "
+                "give that too, or leave it out"
+            )
+        return
+    if config.parallelism.zero == 3:
+        yield (
+            f"recovery.replay_every_steps={every}: with parallelism.zero=3 no rank holds the parameters to "
+            "compute another one's step; use parallelism.zero=2 or less, or null"
+        )
+    if config.recovery.max_restarts == 0:
+        yield (
+            f"recovery.replay_every_steps={every} starts the ranks again once one differs, and "
+            "recovery.max_restarts=0 forbids that; use 1 or more"
+        )
+    is_gpu = config.cluster.device is Device.cuda
+    if is_gpu and tolerance is None and not config.train.deterministic:
+        yield (
+            f"recovery.replay_every_steps={every} compares bit for bit, and GPUs may compute differently "
+            "each time; use train.deterministic=true, or give recovery.replay_tolerance, e.g. 0.01"
+        )
+    ranks = world_size(config)
+    if ranks is not None and _data_parallel(config, ranks) == 1:
+        yield (
+            f"recovery.replay_every_steps={every}: the run has one data-parallel rank, and nobody else to "
+            "compute its step; use more ranks, or null"
+        )
+
+
+def _data_parallel(config: Config, num_ranks: int) -> int | None:
+    """Return the data-parallel degree; None where there is no such layout, which another rule says."""
+    try:
+        return layout(config.parallelism, num_ranks).dp
+    except ConfigError:
+        return None
+
+
+RULES = (rule_min_nodes, rule_spare_nodes, rule_agent_timeout, rule_roll_back, rule_replay)

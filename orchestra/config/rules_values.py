@@ -52,6 +52,10 @@ _AT_LEAST = {
     "recovery.straggler_every_steps": 1,
     "recovery.straggler_windows": 1,
     "recovery.loss_spike.window": 8,
+    "recovery.roll_back.steps_before": 1,
+    "recovery.roll_back.skip_steps": 1,
+    "recovery.roll_back.max_in_a_row": 1,
+    "recovery.replay_every_steps": 1,
 }
 # Largest number of each key: far beyond any run, well below what overflows or never ends.
 _AT_MOST: dict[str, float] = {
@@ -89,6 +93,10 @@ _AT_MOST: dict[str, float] = {
     "recovery.straggler_factor": 1000,
     "recovery.straggler_windows": 10**4,
     "recovery.loss_spike.window": 10**4,
+    "recovery.roll_back.steps_before": 10**9,
+    "recovery.roll_back.skip_steps": 10**9,
+    "recovery.roll_back.max_in_a_row": 10**6,
+    "recovery.replay_tolerance": 1,
     "wandb.finish_timeout_s": 10**7,
 }
 # Numbers that must be finite and larger than zero.
@@ -105,6 +113,7 @@ _POSITIVE = (
     "optim.clip_norm",
     "train.recompute_budget_gib",
     "cluster.peak_tflops",
+    "cluster.mtbf_device_hours",
     "cluster.network.intra_node_bytes_per_s",
     "cluster.network.inter_node_bytes_per_s",
     "checkpoint.timeout_s",
@@ -113,6 +122,7 @@ _POSITIVE = (
     "recovery.agent_timeout_s",
     "recovery.collective_timeout_s",
     "recovery.loss_spike.factor",
+    "recovery.replay_tolerance",
 )
 # Numbers that must be finite and may be zero.
 _NOT_NEGATIVE = (
@@ -143,7 +153,7 @@ _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 def rule_sizes(config: Config, _: Situation) -> Iterator[str]:
     for name, least in _AT_LEAST.items():
         value = attrgetter(name)(config)
-        if value is not None and value < least:
+        if isinstance(value, (int, float)) and value < least:
             yield f"{name}={value} is too small; use {least} or more"
     for name in dict.fromkeys((*_AT_LEAST, *_AT_MOST)):
         value, most = attrgetter(name)(config), _AT_MOST.get(name, _LARGEST_INTEGER)
@@ -232,7 +242,8 @@ def rule_rope_scaling(config: Config, _: Situation) -> Iterator[str]:
 
 def rule_hardware_name(config: Config, _: Situation) -> Iterator[str]:
     name, names = config.cluster.hardware, ["auto", *(row.name for row in hardware.TABLE)]
-    if name not in names:
+    # A file that the planner writes of what runs measured: orchestra plan --calibrate.
+    if name not in names and not name.endswith(".json"):
         meant = nearest(name.lower(), names)
         hint = f"did you mean {meant}? There are" if meant else "there are"
         yield f"cluster.hardware={name}: no such hardware; {hint} {', '.join(names)}"

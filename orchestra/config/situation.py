@@ -68,6 +68,9 @@ def absolute(path: str) -> str:
 
 def _with_absolute_paths(config: Config) -> Config:
     data, model, checkpoint = config.data, config.model, config.checkpoint
+    cluster = config.cluster
+    if cluster.hardware.endswith(".json"):
+        cluster = replace(cluster, hardware=absolute(cluster.hardware))
     blend = [replace(part, path=absolute(part.path)) for part in data.blend]
     data = replace(
         data,
@@ -78,6 +81,7 @@ def _with_absolute_paths(config: Config) -> Config:
     return replace(
         config,
         data=data,
+        cluster=cluster,
         model=replace(model, init_from=model.init_from and absolute(model.init_from)),
         checkpoint=replace(checkpoint, dir=checkpoint.dir and absolute(checkpoint.dir)),
     )

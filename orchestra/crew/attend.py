@@ -9,11 +9,11 @@ from pathlib import Path
 from launchers.crew import Order
 from launchers.errors import LauncherError
 from launchers.ports import free_port
-from orchestra.crew.copying import COPIES, open_copies
+from orchestra.crew.copying import COPIES, keep, open_copies
 from orchestra.crew.gathering import GATHER_TIMEOUT_S
 from orchestra.crew.leading import Leading
 from orchestra.crew.part import perform
-from orchestra.crew.station import END, REFUSE, Station
+from orchestra.crew.station import END, REFUSE, SURROUNDINGS_S, Station
 from orchestra.errors import EXIT_FAILED, LaunchError, RivalError
 
 _POLL_S = 0.2
@@ -24,6 +24,10 @@ _MANY_NODES = 64
 _ORPHAN_TIMEOUT_S = 900.0
 # How often it looks whether it has been forgotten: that lists a file for each node.
 _CHECK_S = 30.0
+# Giving back the memory of copies may take so long.
+_CLOSE_S = 900.0
+# How long an agent that is warned before the first order waits for the leader, whom Slurm warns with it.
+_WARNED_TIMEOUT_S = 20.0
 # How long the last agent gives the others to leave before it ends the job.
 _LEAVE_TIMEOUT_S = 15.0
 
@@ -49,6 +53,7 @@ def attend(station: Station) -> int:
             station.crew.tell({COPIES: station.copies.address})
         return _Agent(station).work()
     finally:
+        station.crew.allow(_CLOSE_S)
         if station.copies is not None:
             station.copies.close()
         if fitness is not None:
@@ -66,10 +71,13 @@ class _Agent:
         # The newest order that this agent has dealt with.
         self._done = -1
         self._idle_since = self._checked_at = time.monotonic()
+        # When a signal was first seen before the first order.
+        self._warned_at: float | None = None
 
     def work(self) -> int:
         """Carry out orders until one ends the job."""
         while True:
+            self._crew.progress()
             order = self._crew.newest_order()
             if order is not None and order.number > self._done:
                 self._done = order.number
@@ -83,14 +91,23 @@ class _Agent:
             if self._crew.leads:
                 self._leading.look(order)
             elif self._station.signals.count() and order is None:
-                raise LaunchError(f"{self._station.signals.first} came before the first order")
+                self._wait_for_the_leaders_word()
             self._refuse_to_wait_for_ever(order)
             self._pause(order)
+
+    def _wait_for_the_leaders_word(self) -> None:
+        """Refuse to wait long for who was warned too, and says what that leads to. Raises LaunchError."""
+        now = time.monotonic()
+        self._warned_at = self._warned_at or now
+        if now - self._warned_at > _WARNED_TIMEOUT_S:
+            raise LaunchError(f"{self._station.signals.first} came before the first order")
 
     def _take_part(self, order: Order) -> None:
         if order.is_for(self._station.member):
             perform(self._station, order)
-        elif self._station.node in order.nodes and not self._crew.reports(order.number, [self._crew.node]):
+        elif self._station.node not in order.nodes:
+            keep(self._station, order)
+        elif not self._crew.reports(order.number, [self._crew.node]):
             # The agent before this one had a part in it, and died.
             self._crew.mark_broken(order.number, {"cause": "agent lost", "host": self._station.member.host})
             copies = self._station.copies
@@ -110,6 +127,7 @@ class _Agent:
         deadline = time.monotonic() + _LEAVE_TIMEOUT_S
         if self._station.is_alone:
             return
+        self._crew.allow(SURROUNDINGS_S)
         while time.monotonic() < deadline:
             members = self._crew.members()
             # Those that were lost in earlier attempts too: they never took their names off the list.

@@ -1,19 +1,24 @@
 """Copies of the ranks' state in the nodes' memory, as the agents handle them: kept, sent on, and begun from.
 
+Each node's copies go to the next one of the attempt, those of a node that trains alone to a spare.
 `launchers.node_copies` moves them, `orchestra.recovery.copies` says which step they make up. Without
 `recovery.memory_copy_every_steps` nothing here does anything.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping, Sequence
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from launchers.crew import Member, Order
 from launchers.errors import LauncherError
 from launchers.node_copies import CopyPart, NodeCopies
-from orchestra.crew.station import Station, attempt_of
+from orchestra.crew.choice import is_fit
+from orchestra.crew.fitness_check import copies_name
+from orchestra.crew.station import START, Station, attempt_of
 from orchestra.events import read_events
 from orchestra.recovery.copies import FromMemory, NextAttempt, begins, held_copies, neighbour, plan
 from orchestra.report.checkpoints import newest_checkpoint
@@ -27,12 +32,9 @@ def open_copies(station: Station) -> NodeCopies | None:
     """Return this node's copies; None where none are asked for or there is no room for them."""
     if station.config.recovery.memory_copy_every_steps is None:
         return None
-    path_hash = hashlib.sha256(str(station.run.path).encode()).hexdigest()[:8]
     surroundings, secret = station.surroundings, station.crew.folder / "copies.secret"
     try:
-        return NodeCopies(
-            f"{station.run.name}-{path_hash}", surroundings.host, surroundings.own_address(), secret
-        )
+        return NodeCopies(copies_name(station.run), surroundings.host, surroundings.own_address(), secret)
     except LauncherError as error:
         station.say(f"no copies in memory: {error}")
         return None
@@ -56,11 +58,45 @@ def begin(station: Station, order: Order) -> tuple[dict[str, str], tuple[str, ..
             copies.fetch(own, memory["step"], memory["attempt"], {k: v for k, v in sources.items() if v})
         except LauncherError as error:
             station.say(str(error))
-    following = neighbour(order.nodes, station.node)
+    following = neighbour(order.nodes, station.node, _spares(station, order, members))
     address = None if following is None else _address(members, following)
     kept = _ranks(before, count) if len(order.nodes) > 1 else range(0)
-    copies.begin(CopyPart(attempt_of(order), own, address, kept))
+    part = CopyPart(attempt_of(order), own, address, kept)
+    if len(order.nodes) == 1:
+        # A spare's agent may die without a word: no attempt of its own ends with it.
+        part = dataclasses.replace(part, elsewhere=_another(station, order))
+    copies.begin(part)
     return copies.environment, () if memory is None else ("--from-memory", str(memory["step"]))
+
+
+def keep(station: Station, order: Order) -> None:
+    """Be ready to keep the copies of an attempt that this node has no ranks in. *Spares*."""
+    if station.copies is not None and order.action == START:
+        station.copies.begin(CopyPart(attempt_of(order), range(0)))
+
+
+def _spares(station: Station, order: Order, members: Mapping[int, Member]) -> list[int]:
+    """Return the nodes beside an attempt that may keep copies, those that speak first."""
+    beside = _beside(order, members)
+    silent = set(station.crew.silent(beside))
+    return sorted(beside, key=lambda node: (node in silent, node))
+
+
+def _beside(order: Order, members: Mapping[int, Member]) -> list[int]:
+    fit = (node for node, it in sorted(members.items()) if COPIES in it.facts and is_fit(it))
+    return [node for node in fit if node not in order.nodes]
+
+
+def _another(station: Station, order: Order) -> Callable[[], Mapping[str, Any] | None]:
+    """Return what names one spare's address after another, as each of them says it now."""
+    tried = itertools.count()
+
+    def named() -> Mapping[str, Any] | None:
+        members = station.crew.members()
+        beside = _beside(order, members)
+        return _address(members, beside[next(tried) % len(beside)]) if beside else None
+
+    return named
 
 
 def _ranks(index: int, count: int) -> range:
@@ -72,6 +108,23 @@ def _address(members: Mapping[int, Member], node: int) -> Mapping[str, Any] | No
     return None if member is None else member.facts.get(COPIES)
 
 
+def _of_spares(station: Station, nodes: set[int]) -> dict[int, object]:
+    """Return what nodes hold that had no ranks in the attempt, by asking each; the silent hold nothing."""
+    order = station.crew.newest_order()
+    if station.copies is None or order is None or len(order.nodes) > 1:
+        return {}
+    found: dict[int, object] = {}
+    members = station.crew.members()
+    for node in sorted(nodes):
+        address = _address(members, node)
+        with contextlib.suppress(LauncherError, TypeError):
+            if node == station.node:
+                found[node] = station.copies.held()
+            elif address is not None:
+                found[node] = station.copies.held_at(address)
+    return found
+
+
 def memory_of(
     station: Station, reports: Mapping[int, Mapping[str, Any]], nodes: Sequence[int], living: set[int]
 ) -> tuple[dict[str, Any] | None, str | None]:
@@ -81,7 +134,8 @@ def memory_of(
     """
     if station.config.recovery.memory_copy_every_steps is None:
         return None, None
-    held = {node: held_copies(it.get(COPIES)) for node, it in reports.items() if node in living}
+    said = {node: it.get(COPIES) for node, it in reports.items()} | _of_spares(station, living - set(reports))
+    held = {node: held_copies(said[node]) for node in said if node in living}
     events = read_events(station.run)
     upcoming = NextAttempt(nodes, int(station.config.cluster.gpus_per_node))
     found = plan(held, upcoming, begins(events), newest_checkpoint(events))

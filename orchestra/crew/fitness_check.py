@@ -7,6 +7,7 @@ agent, and is found out by its silence. When to look, and what follows from it, 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.schema import Config, Device
+from launchers.copies import folders_of
 from orchestra.crew import fitness_probe
 from orchestra.rundir import RunDir
 
@@ -34,7 +36,17 @@ def wishes_of(config: Config, run: RunDir) -> dict[str, Any]:
     ranks = config.cluster.gpus_per_node
     on_cuda = config.cluster.device is Device.cuda and isinstance(ranks, int)
     rooms = dict.fromkeys((os.environ.get("TMPDIR") or "/tmp", "/dev/shm"))
-    return {"folder": str(run.control), "rooms": list(rooms), "gpus": ranks if on_cuda else 0}
+    return {
+        "folder": str(run.control),
+        "rooms": list(rooms),
+        "gpus": ranks if on_cuda else 0,
+        "copies": str(folders_of(copies_name(run))),
+    }
+
+
+def copies_name(run: RunDir) -> str:
+    """Return what a run's folders for copies in memory are called by; no other run of this user has it."""
+    return f"{run.name}-{hashlib.sha256(str(run.path).encode()).hexdigest()[:8]}"
 
 
 @dataclass(frozen=True)

@@ -63,10 +63,16 @@ def main(words: list[str]) -> int:
 
 
 def checks(wishes: dict[str, Any]) -> list[tuple[str, Callable[[], Finding]]]:
-    """Return what is looked at: `folder` (shared), `rooms` (places of this node), `gpus` (0: none)."""
+    """Return what is looked at: `folder` (shared), `rooms` (places of this node), `gpus` (0: none).
+
+    `copies` is how the paths of the run's own copies in memory begin: what they take the next attempt has.
+    """
     found: list[tuple[str, Callable[[], Finding]]] = []
-    found += [(f"room in {place}", functools.partial(room, place)) for place in wishes.get("rooms", [])]
-    found += [("memory", host_memory), ("kernel log", kernel_log), ("core", core_speed)]
+    copies = wishes.get("copies", "")
+    rooms = wishes.get("rooms", [])
+    found += [(f"room in {place}", functools.partial(room, place, copies)) for place in rooms]
+    found += [("memory", functools.partial(host_memory, copies))]
+    found += [("kernel log", kernel_log), ("core", core_speed)]
     if wishes.get("folder"):
         found.append(("run directory", lambda: keeps_a_file(wishes["folder"])))
     if wishes.get("gpus"):
@@ -124,13 +130,15 @@ def clock_ahead_s(before: float, after: float, stamp: float) -> float:
     return round(-behind if behind > 0 else max(ahead, 0.0), 3)
 
 
-def room(place: str) -> Finding:
+def room(place: str, copies: str = "") -> Finding:
     """Look at the free bytes and files of a place of this node alone."""
     if not os.path.isdir(place):  # noqa: PTH112
         return {"unfit": f"{place} is no folder here"}
     state = os.statvfs(place)
     free, size = state.f_bavail * state.f_frsize, state.f_blocks * state.f_frsize
     least = min(LEAST_ROOM_BYTES, int(size * LEAST_ROOM_SHARE))
+    if free < least and copies.startswith(f"{place}/"):
+        free += bytes_of(copies)
     if free < least:
         return {"unfit": f"{place} has {_shown(free)} free, at least {_shown(least)} are needed"}
     if state.f_files and not state.f_favail:
@@ -138,12 +146,26 @@ def room(place: str) -> Finding:
     return {}
 
 
-def host_memory() -> Finding:
+def bytes_of(beginning: str) -> int:
+    """Return what the files take whose paths begin so."""
+    total = 0
+    for folder, _, names in os.walk(os.path.dirname(beginning)):  # noqa: PTH120
+        for name in names:
+            # Ranks replace their copies all the time.
+            with contextlib.suppress(OSError):
+                if (path := os.path.join(folder, name)).startswith(beginning):  # noqa: PTH118
+                    total += os.stat(path).st_blocks * 512  # noqa: PTH116
+    return total
+
+
+def host_memory(copies: str = "") -> Finding:
     """Look at the memory that nobody uses."""
     with open("/proc/meminfo") as file:  # noqa: PTH123
         text = file.read()
     size, free = (_kib(text, name) * 1024 for name in ("MemTotal", "MemAvailable"))
     least = min(4 * GIB, int(size * LEAST_ROOM_SHARE))
+    if free < least and copies:
+        free += bytes_of(copies)
     if free < least:
         return {"doubt": f"{_shown(free)} of host memory are free, at least {_shown(least)} are needed"}
     return {}

@@ -13,7 +13,7 @@ from launchers.crew import Crew
 from launchers.errors import LauncherError
 from launchers.stops import StopRequests
 from orchestra.crew.attend import attend, crew_folder
-from orchestra.crew.station import Station
+from orchestra.crew.station import Reasons, Station
 from orchestra.crew.warming import warm_host
 from orchestra.errors import LaunchError
 from orchestra.events import EventWriter, read_events
@@ -49,7 +49,9 @@ class Foreground:
     def judged(self, verdict: Verdict, _attempt: int, _events: EventWriter, /) -> Verdict:
         return verdict
 
-    def go_on(self, _verdict: Verdict, _attempt: int, _events: EventWriter, /) -> str:
+    def go_on(
+        self, _verdict: Verdict, _attempt: int, _events: EventWriter, _reasons: Reasons | None = None, /
+    ) -> str:
         return ""
 
     def requeue(self, _decision: Decision, _attempt: int, _events: EventWriter, /) -> str:

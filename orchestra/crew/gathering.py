@@ -1,19 +1,30 @@
-"""How long a crew waits for its members before the first attempt. It begins nothing."""
+"""The time before a job's first attempt: how long its nodes are waited for, and what a warning means then.
+
+It begins nothing.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from launchers.crew import Member
+from orchestra import control
+from orchestra.crew.judging import requests_of
 from orchestra.crew.station import Station
-from orchestra.errors import LaunchError
+from orchestra.errors import EXIT_DO_NOT_RESTART, EXIT_INTERRUPTED, EXIT_STOPPED, LaunchError
+from orchestra.events import EventWriter, read_events
+from orchestra.jsonl import Record
+from orchestra.report.verdict import Verdict
+from orchestra.submit.claims import upcoming_attempt
 
 # From the start of the first node's task to the last one's: images are pulled, Python is loaded by many.
 GATHER_TIMEOUT_S = 600.0
 # How long spares, and with recovery.min_nodes the last of the others, are waited for.
 _STRAGGLERS_S = 15.0
 _MIN_NODES_WAIT_S = 60.0
+# Starts of jobs in a row that may reach their time limit before an attempt begins.
+_MOST_TOO_LATE = 3
 
 
 class Gathering:
@@ -46,3 +57,43 @@ class Gathering:
             f"missing: {', '.join(map(str, missing)) or 'none'}. Their logs tell what became of them, or "
             f"they do not share {self._station.run.path}"
         )
+
+
+def called_off(station: Station) -> tuple[int, str]:
+    """Let the run go on where an attempt that was warned now would; return the exit code, and in a few words
+    what was done. *The leader only*, before the first order. Raises OSError.
+
+    The time limit and a preemption say nothing against the run, whether its nodes had met or not.
+    """
+    first = station.signals.first or ""
+    words = f"{first} came before the attempt began"
+    if first == "SIGINT":
+        return EXIT_INTERRUPTED, words
+    attempt = upcoming_attempt(station.run)
+    reason = control.signal_reason(first)
+    if reason == control.TIME_LIMIT and _too_late(read_events(station.run)) >= _MOST_TOO_LATE:
+        limit = station.config.cluster.time_limit
+        said = f"{_MOST_TOO_LATE} starts in a row ended before an attempt began (cluster.time_limit={limit})"
+        return EXIT_DO_NOT_RESTART, f"{words}: {said}"
+    # What follows the attempt before: this one never was, and its number is free.
+    events = EventWriter(station.run, f"crew.{station.crew.folder.name}", attempt - 1)
+    try:
+        said = station.surroundings.go_on(
+            Verdict(EXIT_STOPPED, "StopRequested", words),
+            attempt - 1,
+            events,
+            lambda: frozenset([reason, *(request.reason for request in requests_of(station, attempt))]),
+        )
+    finally:
+        events.close()
+    return EXIT_STOPPED, f"{words}: {said}" if said else words
+
+
+def _too_late(events: Iterable[Record]) -> int:
+    """Return how often since the last attempt began the run went on because of the time limit."""
+    count = 0
+    for event in events:
+        if event["event"] == "attempt_started":
+            count = 0
+        count += event["event"] == "requeued" and event.get("reason") == control.TIME_LIMIT
+    return count

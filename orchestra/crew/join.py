@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import signal
 import sys
 
 from launchers.crew import Crew
 from launchers.slurm.task import JobTask, job_task
 from launchers.stops import StopRequests
+from launchers.warm.owner import Owner
 from orchestra.crew.attend import crew_folder
 from orchestra.crew.fitness import fitness_of
 from orchestra.crew.slurm_job import SlurmJob
@@ -18,8 +21,11 @@ from orchestra.frozen import read_config
 from orchestra.rundir import RunDir
 
 
-def station(run: RunDir, signals: StopRequests) -> Station:
-    """Return this task's station. Raises LaunchError and LauncherError outside a job that fits the run."""
+def station(run: RunDir, signals: StopRequests, zygote: Owner) -> Station:
+    """Return this task's station, its warm process held by `zygote`.
+
+    Raises LaunchError and LauncherError outside a job that fits the run.
+    """
     task = job_task(os.environ)
     config = read_config(run.config)
     wanted = config.cluster.nodes + config.cluster.spare_nodes
@@ -29,7 +35,7 @@ def station(run: RunDir, signals: StopRequests) -> Station:
             f"{config.cluster.nodes}, cluster.spare_nodes={config.cluster.spare_nodes})"
         )
     folder = crew_folder(run.control, task.job, task.restart)
-    crew = Crew(folder, task.node, task.num_nodes, config.recovery.agent_timeout_s)
+    crew = Crew(folder, task.node, task.num_nodes, config.recovery.agent_timeout_s, _end_this_agent)
     path = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     surroundings = SlurmJob(run, config, task)
 
@@ -37,9 +43,17 @@ def station(run: RunDir, signals: StopRequests) -> Station:
         _say(task, surroundings.host, words)
 
     say("joins the others")
-    warm = warm_host(config, run, path)
+    warm = warm_host(config, run, path, zygote)
     fitness = fitness_of(config, run, crew)
     return Station(run, config, crew, signals, surroundings, say, path, warm=warm, fitness=fitness)
+
+
+def _end_this_agent() -> None:
+    """End this process, whose main thread stands still: whoever keeps this node's agent starts another."""
+    sys.stderr.write("error: this node's agent stands still, and is ended where it is:\n")
+    faulthandler.dump_traceback(sys.stderr)
+    sys.stderr.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _say(task: JobTask, host: str, words: str) -> None:

@@ -36,10 +36,19 @@ def conclude(station: Station, order: Order) -> tuple[Verdict, list[int]]:
     _write_lost(station, order, record, reports)
     ending, interruption = _merged(station, order, record, reports)
     verdict = record.conclude(
-        ending, interruption, lambda it: station.surroundings.judged(it, attempt, record.events)
+        ending,
+        interruption,
+        lambda it: station.surroundings.judged(it, attempt, record.events),
+        decides=lambda it: _is_for_the_policy(station, record, it),
     )
     station.say(f"attempt {attempt} {verdict.state}: {verdict.message or verdict.cause}")
     return verdict, lost
+
+
+def _is_for_the_policy(station: Station, record: AttemptRecord, verdict: Verdict) -> bool:
+    """Tell whether what follows this verdict is the policy's to say: it does so within the next second."""
+    is_stopped = station.signals.count() or requests_of(station, record.number)
+    return verdict.state == "failed" and not is_stopped and not is_fenced(record)
 
 
 def newest_restart(record: AttemptRecord) -> dict[str, Any] | None:

@@ -17,11 +17,11 @@ from orchestra import control
 from orchestra.control import StopRequest
 from orchestra.crew import choice
 from orchestra.crew.copying import MEMORY, memory_of
-from orchestra.crew.gathering import Gathering
+from orchestra.crew.gathering import Gathering, called_off
 from orchestra.crew.judging import as_stopped, conclude, is_fenced, newest_restart, requests_of
 from orchestra.crew.part import config_of, mark_lost
 from orchestra.crew.preflight import Preflight
-from orchestra.crew.station import END, REFUSE, START, Station, attempt_of, host_of
+from orchestra.crew.station import END, REFUSE, START, SURROUNDINGS_S, Station, attempt_of, host_of
 from orchestra.errors import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -68,10 +68,11 @@ class Leading:
     # Beginning.
 
     def _gather(self) -> None:
+        self._crew.allow(SURROUNDINGS_S)
         station = self._station
         members = self._crew.members()
         if station.signals.count():
-            self._order_end(0, EXIT_STOPPED, f"{station.signals.first} came before the attempt began")
+            self._end_before_beginning()
             return
         if not self._gathering.is_over(members) or not self._preflight.is_over(members):
             return
@@ -87,6 +88,14 @@ class Leading:
             self._order_end(0, EXIT_FAILED, said)
             return
         self._start(0, hosts, members, wait_s=0.0)
+
+    def _end_before_beginning(self) -> None:
+        """End this start of the job: a warning came while its nodes were gathering."""
+        rival = self._station.surroundings.refusal()
+        if rival is not None:
+            self._refuse(0, rival)
+            return
+        self._order_end(0, *called_off(self._station))
 
     def _start(
         self, number: int, nodes: Sequence[int], members: dict[int, Member], wait_s: float, **facts: Any
@@ -160,6 +169,7 @@ class Leading:
         with contextlib.suppress(OSError):
             told = {"code": verdict.code, "cause": cause, "message": words}
             record.events.write("failed", node=record.node, **told)
+        self._crew.allow(SURROUNDINGS_S)
         said = "" if is_urgent else station.surroundings.go_on(verdict, before, record.events)
         self._order_end(number, verdict.code, said or words)
         return True
@@ -187,6 +197,12 @@ class Leading:
             with contextlib.suppress(OSError):
                 control.write_request(self._station.run, attempt, request.reason, at_once=request.at_once)
 
+    def _forward_cancel(self, before: int, attempt: int) -> None:
+        """Let another job's attempt hear of a cancel that came while that job was submitted."""
+        for request in requests_of(self._station, before):
+            if request.reason == control.CANCEL:
+                control.write_request(self._station.run, attempt, request.reason, at_once=request.at_once)
+
     # Ending.
 
     def _is_over(self, order: Order) -> bool:
@@ -209,6 +225,7 @@ class Leading:
     def _conclude(self, order: Order) -> None:
         """Judge the attempt, write that down, and prepare what follows."""
         station, attempt = self._station, attempt_of(order)
+        self._crew.allow(SURROUNDINGS_S)
         verdict, lost = conclude(station, order)
         record = station.record(attempt)
         number = order.number + 1
@@ -293,6 +310,7 @@ class Leading:
             if not station.surroundings.can_requeue:
                 raise LaunchError(f"no node is left for it ({decision.reason})")
             said = station.surroundings.requeue(decision, record.number, record.events)
+            self._forward_cancel(record.number, record.number + 1)
         except (LauncherError, LaunchError, OSError) as error:
             said = f"it does not go on by itself: {error}"
             _write_final(record, verdict, verdict.code, said)

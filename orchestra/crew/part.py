@@ -21,8 +21,11 @@ from launchers.ports import free_port
 from launchers.spec import Ending, LaunchSpec, Place, RankFailure
 from orchestra.crew import copying
 from orchestra.crew.copying import COPIES
+from orchestra.crew.lingering import Lingering
 from orchestra.crew.station import START, Station, attempt_of, host_of
 from orchestra.errors import EXIT_DONE, EXIT_FAILED, LaunchError
+from orchestra.recovery.limits import limit_rules
+from orchestra.submit.far_sight import FarSight
 from orchestra.submit.launch import launch_spec
 from orchestra.submit.place import placed
 from orchestra.submit.pulse import Node, Pulse, open_pulse, pulse_environment
@@ -37,6 +40,8 @@ RANKS_FAILED = "ranks failed"
 _OWN_WORD_S = 1.5
 # How long an agent tries to say how its part ended.
 _REPORT_TIMEOUT_S = 60.0
+# How long bringing the copies here may take that its ranks begin from.
+_FETCH_S = 900.0
 # How often a node looks whether the attempt broke on another one.
 _LOOK_S = 1.0
 
@@ -62,8 +67,13 @@ def perform(station: Station, order: Order) -> None:
         urgency = Urgency(station.run, attempt, station.signals, station.config.recovery.stop_timeout_s)
         agent = _started(station, spec, place)
         node = Node(attempt, station.node, place.node)
-        watch.pulse = open_pulse(config_of(station.config, order), station.run, record.events, spec, node)
-        ending = _supervised(station, agent, urgency, watch, attempt)
+        config = config_of(station.config, order)
+        watch.pulse = open_pulse(config, station.run, record.events, spec, node)
+        others = order.nodes[1:] if place.node == 0 else ()
+        watch.afar = FarSight(station.run, attempt, others, spec.world_size, limit_rules(config))
+        own = range(place.node * spec.ranks_per_node, (place.node + 1) * spec.ranks_per_node)
+        lingering = Lingering(station, record, own, spec.world_size)
+        ending = _supervised(station, agent, urgency, watch, lingering)
     except (LauncherError, LaunchError, OSError) as error:
         record.write_failed(LaunchError(str(error)))
         station.crew.mark_broken(order.number, {"cause": "not started", "message": str(error)})
@@ -95,6 +105,7 @@ def _report(station: Station, order: Order, ended: dict[str, Any]) -> None:
     held = {} if station.copies is None else {COPIES: station.copies.held()}
     deadline = time.monotonic() + (0.0 if station.is_alone else _REPORT_TIMEOUT_S)
     while True:
+        station.crew.progress()
         try:
             station.crew.report(order.number, {**ended, **held})
             return
@@ -109,6 +120,8 @@ def _launch(station: Station, order: Order) -> tuple[LaunchSpec, Place]:
     attempt = attempt_of(order)
     spec = launch_spec(config_of(station.config, order), station.run, attempt, station.search_path)
     logs = tuple(station.run.node_log(attempt, node) for node in order.nodes)
+    # Some hundred gigabytes may have to come from another node.
+    station.crew.allow(_FETCH_S)
     copied, arguments = copying.begin(station, order)
     environment = {**spec.environment, **pulse_environment(station.run), **copied}
     arguments = (*spec.arguments, *arguments)
@@ -126,11 +139,18 @@ def _started(station: Station, spec: LaunchSpec, place: Place) -> NodeAgent:
     """Start torchrun, from the warm process once that has imported torch: all ranks together do it once."""
     if station.warm is not None:
         station.warm.start()
-        station.warm.await_ready(_WARM_TIMEOUT_S, lambda: station.signals.count() > 0)
+        station.warm.await_ready(_WARM_TIMEOUT_S, lambda: _is_hurried(station))
     return start_agent(spec, place, _PATIENCE, warm=station.warm)
 
 
-def _supervised(station: Station, agent: NodeAgent, urgency: Urgency, watch: _Watch, attempt: int) -> Ending:
+def _is_hurried(station: Station) -> bool:
+    station.crew.progress()
+    return station.signals.count() > 0
+
+
+def _supervised(
+    station: Station, agent: NodeAgent, urgency: Urgency, watch: _Watch, lingering: Lingering
+) -> Ending:
     def stops() -> int:
         if watch.is_broken():
             # Ranks without their peers have nothing to save, and wait for nobody.
@@ -138,12 +158,14 @@ def _supervised(station: Station, agent: NodeAgent, urgency: Urgency, watch: _Wa
         return urgency.level()
 
     def tick() -> None:
+        station.crew.progress()
         watch.look()
-        station.tick(attempt)
+        lingering.look(agent)
+        station.tick(attempt_of(watch.order))
         if station.fitness is not None:
             station.fitness.tick(is_idle=False)
 
-    return supervise(agent, stops, tick)
+    return lingering.amended(supervise(agent, stops, tick))
 
 
 def _reported(ending: Ending, interruption: str | None, watch: _Watch) -> dict[str, Any]:
@@ -174,6 +196,7 @@ class _Watch:
     station: Station
     order: Order
     pulse: Pulse | None = None
+    afar: FarSight | None = None
     found: dict[str, Any] | None = None
     _looked_at: float = field(default_factory=time.monotonic)
 
@@ -198,9 +221,23 @@ class _Watch:
         if self.station.is_alone or self.found is not None or now - self._looked_at < _LOOK_S:
             return
         self._looked_at = now
+        self._look_afar()
         if self.station.crew.leads:
             mark_lost(self.station, self.order)
         self.found = self.station.crew.broken(self.order.number)
+        limits = {} if self.found is None else self.found.get("limits")
+        if self.pulse is not None and isinstance(limits, dict):
+            self.pulse.confess({int(rank): float(limit_s) for rank, limit_s in limits.items()})
+
+    def _look_afar(self) -> None:
+        """Let all know which ranks hang, on whatever node, where this one sees them all."""
+        if self.afar is None or self.pulse is None:
+            return
+        if hung := self.afar.look(self.pulse.stall):
+            hosts = list(dict.fromkeys(it.host for it, _ in hung))
+            limits = {str(it.rank): limit_s for it, limit_s in hung}
+            evidence = {"cause": "hang", "ranks": [it.rank for it, _ in hung], "hosts": hosts}
+            self.station.crew.mark_broken(self.order.number, {**evidence, "limits": limits})
 
 
 def mark_lost(station: Station, order: Order) -> list[int]:

@@ -14,6 +14,7 @@ from launchers.slurm import own_job, scancel
 from launchers.slurm.settings import asked_cluster, settings
 from launchers.slurm.task import JobTask
 from orchestra.crew.choice import excluded_hosts
+from orchestra.crew.station import Reasons
 from orchestra.errors import LaunchError
 from orchestra.events import EventWriter, read_events
 from orchestra.recovery.excluded import ExcludeList, entries_of, shared_folder
@@ -63,11 +64,13 @@ class SlurmJob:
     def judged(self, verdict: Verdict, attempt: int, events: EventWriter) -> Verdict:
         return self._going_on(attempt, events).judged(verdict)
 
-    def go_on(self, verdict: Verdict, attempt: int, events: EventWriter) -> str:
-        return self._going_on(attempt, events).go_on(verdict)
+    def go_on(
+        self, verdict: Verdict, attempt: int, events: EventWriter, reasons: Reasons | None = None
+    ) -> str:
+        return self._going_on(attempt, events, reasons).go_on(verdict)
 
-    def _going_on(self, attempt: int, events: EventWriter) -> GoingOn:
-        return GoingOn(self._run, self._config, self._task, attempt, events)
+    def _going_on(self, attempt: int, events: EventWriter, reasons: Reasons | None = None) -> GoingOn:
+        return GoingOn(self._run, self._config, self._task, attempt, events, reasons)
 
     def requeue(self, decision: Decision, attempt: int, events: EventWriter) -> str:
         """Submit the run's job again without the nodes that failed; this one starts nothing any more.

@@ -24,6 +24,12 @@ from orchestra.submit.recording import AttemptRecord, joined
 START = "start"
 END = "end"
 REFUSE = "refuse"
+# What is asked of the surroundings may take so long: a controller that does not answer is asked again.
+SURROUNDINGS_S = 900.0
+
+
+# Return why a run was stopped: the reasons of requests (orchestra.control).
+Reasons = Callable[[], frozenset[str]]
 
 
 class Surroundings(Protocol):
@@ -49,8 +55,13 @@ class Surroundings(Protocol):
     def judged(self, verdict: Verdict, attempt: int, events: EventWriter, /) -> Verdict:
         """Return the verdict on an attempt that stopped on request, or another in its place."""
 
-    def go_on(self, verdict: Verdict, attempt: int, events: EventWriter, /) -> str:
-        """Let a run that was stopped go on where it is to; return in a few words what was done."""
+    def go_on(
+        self, verdict: Verdict, attempt: int, events: EventWriter, reasons: Reasons | None = None, /
+    ) -> str:
+        """Let a run that was stopped go on where it is to; return in a few words what was done.
+
+        `reasons` are asked for why it stopped; None: what the requests to stop the attempt say.
+        """
 
     def requeue(self, decision: Decision, attempt: int, events: EventWriter, /) -> str:
         """Let the run go on in another job after a failure; return in a few words what was done.

@@ -3,6 +3,7 @@
 The global batch at position p is the samples at positions p … p + GBS − 1 of the order. Micro-batch m of
 data-parallel coordinate d takes the MBS sequences from (m · dp + d) · MBS on: every world size sees the
 same global batch, and one rank with two micro-batches sees the same micro-batches as two ranks with one.
+Places that the run leaves out (`orchestra.roll_backs`) are passed over as if they were not there.
 
 Shape letters: A accumulated micro-batches, B sequences of one micro-batch, S sequence length.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +22,7 @@ from torch import Tensor
 
 from orchestra.data.order import Int64
 from orchestra.data.source import SampleSource
+from orchestra.roll_backs import Stretch, kept
 
 _CLOSE_TIMEOUT_S = 5.0
 
@@ -49,7 +52,8 @@ class Batch:
     tokens: Tensor
     # int64 [A, B].
     sample_ids: Int64
-    # Samples consumed by the whole run once this batch is trained: where the next one begins.
+    # Where the next one begins in the sequence of samples: behind all that the whole run has consumed, and
+    # left out, once this batch is trained.
     position: int
 
 
@@ -63,10 +67,12 @@ class Loader:
         *,
         seed: int,
         position: int = 0,
+        left_out: Sequence[Stretch] = (),
         prefetch_batches: int = 4,
         pin_memory: bool = False,
     ) -> None:
         self._source = source
+        self._left_out = left_out
         self._plan = plan
         self._seed = seed
         self._pin_memory = pin_memory
@@ -105,12 +111,15 @@ class Loader:
 
     def _read(self, position: int) -> Batch:
         plan = self._plan
-        ids = self._source.ids_at(position, plan.global_batch_size, self._seed)[plan.rows()]
+        parts = kept(position, plan.global_batch_size, self._left_out)
+        of_parts = [self._source.ids_at(begin, count, self._seed) for begin, count in parts]
+        ids = np.concatenate(of_parts)[plan.rows()]
         tokens = torch.empty((*ids.shape, plan.seq_len + 1), dtype=torch.int64, pin_memory=self._pin_memory)
         view = tokens.numpy()
         for place, sample_id in np.ndenumerate(ids):
             self._source.read(int(sample_id), view[place])
-        return Batch(tokens, ids, position + plan.global_batch_size)
+        begin, count = parts[-1]
+        return Batch(tokens, ids, begin + count)
 
 
 def _drain(waiting: queue.Queue[Batch | BaseException]) -> None:

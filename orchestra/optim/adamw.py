@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from conf.schema import OptimConfig, StateDType
+from orchestra.model.fake import is_fake
 from orchestra.optim.rounding import random_bits, round_stochastically_, rounding_key
 
 # torch's names of the state that has a master's shape.
@@ -179,7 +180,9 @@ class AdamW:
     def _update_rounded(self, item: Trained, gradient: Tensor, weight_decay: float) -> None:
         """Update one master whose moments are bf16, some elements at a time."""
         key = rounding_key(self._seed, self._step, item.name)
-        length = _ROUNDED_GPU if item.master.is_cuda else _ROUNDED_CPU
+        # A dry run on the CPU takes large steps too: it is about a GPU, or has too many of the small ones.
+        is_large = item.master.is_cuda or is_fake(item.master)
+        length = _ROUNDED_GPU if is_large else _ROUNDED_CPU
         master, flat_gradient = item.master.view(-1), gradient.reshape(-1)
         moments = [self.state[item.master][name].view(-1) for name in MOMENTS]
         for begin in range(0, master.numel(), length):
@@ -217,7 +220,7 @@ def squared_norm(gradients: Sequence[Tensor]) -> Tensor:
         norms = torch.stack(torch._foreach_norm(list(gradients), 2, dtype=torch.float32))
         return norms.double().square().sum()
     flat = [gradient.view(-1) for gradient in gradients]
-    if flat[0].dtype is torch.float32:
+    if flat[0].dtype is torch.float32 and not is_fake(flat[0]):
         pieces = [piece for part in flat for piece in torch.split(part, _DOT_LENGTH)]
         return torch.stack([torch.dot(piece, piece) for piece in pieces]).double().sum()
     return torch.stack(torch._foreach_norm(flat, 2, dtype=torch.float64)).square().sum()

@@ -70,12 +70,19 @@ class Mesh:
     model_group: dist.ProcessGroup | None = None
     # Bytes that this rank has sent for the training.
     traffic: Traffic = field(default_factory=Traffic)
+    # Whether it stands for a GPU's place in a count that runs without one (train.exact).
+    counts_as_gpu: bool = False
     # For groups that are of no axis.
     open_group: OpenGroup = field(default_factory=lambda: _open_group)
 
     @property
     def world_size(self) -> int:
         return self.layout.world_size
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether this rank's memory is, or is to be counted as, a GPU's."""
+        return self.counts_as_gpu or self.device.type == "cuda"
 
     @property
     def shard_index(self) -> int:

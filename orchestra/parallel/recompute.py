@@ -56,7 +56,7 @@ def recompute_blocks(model: Transformer, config: Config, mesh: Mesh) -> None:
 
     Raises ConfigError where the budget is too small for any choice.
     """
-    kinds = kinds_of_layers(config, mesh.layout.dp, is_gpu=mesh.device.type == "cuda")
+    kinds = kinds_of_layers(config, mesh.layout.dp, is_gpu=mesh.is_gpu)
     for layer, kind in zip(model.layers, kinds, strict=True):
         if kind is not Recompute.none:
             layer.forward = recomputed(layer, kind)

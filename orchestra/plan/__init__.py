@@ -1,6 +1,6 @@
 """The planner: memory per device and step time of a layout, from integers and a few measured constants.
 
-`prediction.predict` is the way in. It loads no torch, starts no process and knows no run directory.
+`prediction.predict` is the way in. It loads no torch and starts no process; `calibrate` alone reads runs.
 
 What it assumes. Every rank of a stage is alike, and every node. A step is m micro-batches on the slowest
 stage, a bubble, and what the backward pass does not hide of the gradients' reduction. A layer takes the
@@ -8,6 +8,10 @@ longer of what the device and what the host need. Products reach one share of th
 everything that is neither product nor attention is memory traffic in proportion to tokens × hidden size.
 Collectives do not overlap with products. Attention is causal flash attention. A mixture of experts is not
 described (`ep` changes nothing).
+
+Memory of orchestra's own trainer is counted as it allocates (`own_memory`, held against the real modules by
+`orchestra plan --exact`); of others by closed forms and their profiles. On CPUs ranks share the cores, the
+host's work adds to the products', and nothing hides a message.
 
 Where it fails. Single runs on a real cluster stray far: of the playbook's pipelines over several nodes a
 third waits half a second at each hand-over, and about three in ten of those cannot be told beforehand; such

@@ -4,13 +4,36 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from conf.schema import ModelConfig, PrecisionName, Recompute
+from conf.schema import ModelConfig, Offload, PrecisionName, Recompute
 from orchestra.plan.activations import Tokens
 from orchestra.plan.devices import Device
 from orchestra.plan.frameworks import Framework
 from orchestra.plan.networks import Group, Network
 from orchestra.plan.stages import Stage, stages
 from orchestra.topology import Layout
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What a configuration of orchestra's own trainer says besides; its defaults are the schema's.
+
+    `moment_bytes`: of each of the optimizer's two moments. `reduce_bytes`: of gradients on their way, None:
+    as they accumulate. `activation_bytes`: the budget that decides what is recomputed, None: `recompute`
+    does, in each `recompute_every`-th layer. `loss_chunk_tokens`: None: chosen from the vocabulary.
+    `keeps_fp8_inputs`: of fp8 products the rounded inputs are kept. `saves`: images of the state are staged
+    in host memory while training goes on.
+    """
+
+    moment_bytes: int = 4
+    reduce_bytes: int | None = None
+    bucket_bytes: float = 25 * 2**20
+    recompute_every: int = 1
+    activation_bytes: float | None = None
+    loss_chunk_tokens: int | None = None
+    keeps_fp8_inputs: bool = True
+    offload: Offload = Offload.none
+    saves: bool = False
+    is_gpu: bool = True
 
 
 @dataclass(frozen=True)
@@ -31,6 +54,7 @@ class Case:
     devices_per_node: int
     network: Network
     framework: Framework
+    choices: Choices = Choices()
 
     @property
     def tokens(self) -> Tokens:

@@ -7,11 +7,13 @@ per tensor-parallel rank once a pipeline spans nodes. It knows no pipeline sched
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, fields, replace
 
 from conf.schema import Recompute
 from orchestra.flops import attention_width, num_layer_parameters
 from orchestra.plan.case import Case
+from orchestra.plan.own_memory import kinds_of_layers
 
 # Forward, and backward twice that; recomputation adds a forward.
 _PASSES = 3
@@ -66,17 +68,40 @@ def layer_time(case: Case, *, is_pressed: bool = False) -> LayerTime:
     traffic = case.framework.elementwise_bytes * tokens.width_bytes / 2 * model.hidden_size * tokens.count
     traffic *= _OUTER_TRAFFIC / tokens.outer + (1 - _OUTER_TRAFFIC) / tokens.tp
     elementwise = traffic / device.memory_bytes_per_s * again
-    busy = products + attention + elementwise
+    is_busy_host = case.framework.computes_on_host
+    if is_busy_host:
+        elementwise += _host(case) * again + _weights_time(case, num_layer_parameters(model))
+    ring = _ring_attention(case)
+    # What hides the ring of context parallelism hides nothing else.
+    busy = products + max(0.0, attention - ring) + elementwise
     return LayerTime(
         products=products * again,
         attention=attention,
         elementwise=elementwise,
         collectives=_tensor_collectives(case) * (1.5 if case.recompute is Recompute.full else 1),
-        context=max(0.0, _ring_attention(case) - attention),
+        context=max(0.0, ring - attention),
         sharded=_gathered_parameters(case, busy),
-        host=_host(case) * again,
+        host=0.0 if is_busy_host else _host(case) * again,
         pressed=_pressed(case) if is_pressed else 0.0,
     )
+
+
+def mean_layer_time(case: Case, *, is_pressed: bool = False) -> LayerTime:
+    """Return the mean over the layers where not all of them are recomputed alike (a budget for activations,
+    or each k-th layer), else the time of any.
+    """
+    if case.choices.recompute_every == 1 and case.choices.activation_bytes is None:
+        return layer_time(case, is_pressed=is_pressed)
+    kinds = Counter(kinds_of_layers(case))
+    times = {kind: layer_time(replace(case, recompute=kind), is_pressed=is_pressed) for kind in kinds}
+    if len(kinds) == 1:
+        return next(iter(times.values()))
+    total = sum(kinds.values())
+    parts = {
+        each.name: sum(kinds[kind] * getattr(times[kind], each.name) for kind in kinds) / total
+        for each in fields(LayerTime)
+    }
+    return LayerTime(**parts)
 
 
 def _repeated(case: Case) -> float:
@@ -137,12 +162,23 @@ def _gathered_parameters(case: Case, busy: float) -> float:
     return max(case.framework.exposed_reduction * moved, moved - hidden)
 
 
+def _weights_time(case: Case, num_parameters: int) -> float:
+    """Return the seconds in which a CPU reads weights twice and writes their gradient, or adds it to those of
+    earlier micro-batches: with few tokens that is no longer hidden in the products.
+    """
+    passes = 3 if case.accumulation == 1 else 5
+    num_bytes = num_parameters / case.layout.tp * case.tokens.width_bytes
+    return passes * num_bytes / case.device.memory_bytes_per_s
+
+
 def head_time(case: Case) -> float:
     """Return the seconds of the output product and the loss on one micro-batch, where they are."""
     model, device, tokens = case.model, case.device, case.tokens
     logits = tokens.count * model.vocab_size / tokens.tp
     products = 2 * _PASSES * model.hidden_size * logits / device.product_flops
-    return products + logits * case.framework.loss_bytes / device.memory_bytes_per_s
+    found = products + logits * case.framework.loss_bytes / device.memory_bytes_per_s
+    is_busy_host = case.framework.computes_on_host
+    return found + (_weights_time(case, model.hidden_size * model.vocab_size) if is_busy_host else 0.0)
 
 
 def waits_at_hand_over(case: Case) -> bool:
@@ -151,22 +187,21 @@ def waits_at_hand_over(case: Case) -> bool:
     if stalls is None or case.layout.pp == 1 or case.num_nodes == 1:
         return False
     is_large = case.model.hidden_size > stalls.above_hidden_size
-    is_wide = case.num_nodes >= stalls.from_nodes and case.micro_batch_size >= stalls.from_micro_batch_size
-    return case.layout.tp >= stalls.from_tp or (is_wide and is_large)
+    has_more = is_large and case.micro_batch_size >= stalls.from_micro_batch_size
+    has_many_shards = case.zero > 0 and case.num_shards >= stalls.from_shards
+    is_wide = case.num_nodes >= stalls.from_nodes and (has_more or has_many_shards)
+    return case.layout.tp >= stalls.from_tp or is_wide
 
 
 def hand_over_time(case: Case, *, is_pressed: bool = False) -> float:
-    """Return the seconds one micro-batch spends between stages, there and back, on the slowest stage."""
-    pp, tokens = case.layout.pp, case.tokens
-    if pp == 1:
+    """Return the seconds one micro-batch takes over one border between stages, there and back."""
+    if case.layout.pp == 1:
         return 0.0
-    neighbours = 2 if pp > 2 else 1
+    tokens, stalls = case.tokens, case.framework.stalls
     size = tokens.count * case.model.hidden_size * tokens.width_bytes / tokens.outer
-    rate = _hand_over_rate(case)
-    stalls = case.framework.stalls
-    waits = stalls is not None and (is_pressed or waits_at_hand_over(case))
+    waits = is_pressed or waits_at_hand_over(case)
     waiting = stalls.hand_over_s if stalls is not None and waits else 0.0
-    return neighbours * (waiting + 2 * size / rate)
+    return waiting + 2 * size / _hand_over_rate(case)
 
 
 def _hand_over_rate(case: Case) -> float:

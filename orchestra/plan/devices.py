@@ -9,16 +9,33 @@ from orchestra import hardware
 from orchestra.errors import ConfigError
 from orchestra.units import GIB
 
-# Achieved share of the bf16 peak in causal flash attention, forward and backward together. FlashAttention-2
-# was written for Ampere (arXiv:2307.08691) and reaches less of a later device's peak (arXiv:2407.08608). Set
-# so that rows of 8,192 tokens and more meet torchtitan's and llm-foundry's tables.
-_FLASH_2_ON_AMPERE = 0.50
-_FLASH_2_LATER = 0.28
-# Share of the peak in large matrix products. H100: fitted on the Ultra-Scale Playbook's runs, with the
-# constants in frameworks.py. A100: with it llm-foundry's tables for both agree on everything else. All others
-# are taken to be like H100.
-_PRODUCTS_ON_AMPERE = 0.85
-_PRODUCTS_LATER = 0.757
+
+@dataclass(frozen=True)
+class Reached:
+    """Shares of the peak that kernels reach: of the data type's in large matrix products, of the bf16 one in
+    causal flash attention, forward and backward together; and where these constants come from.
+    """
+
+    products: float
+    attention: float
+    source: str
+
+
+# FlashAttention-2 was written for Ampere (arXiv:2307.08691) and reaches less of a later device's peak
+# (arXiv:2407.08608); attention's shares are set so that rows of 8,192 tokens and more meet torchtitan's and
+# llm-foundry's tables. By the beginning of a row's name.
+_REACHED = {
+    "a100": Reached(0.85, 0.50, "set on llm-foundry's published A100 runs"),
+    "h100": Reached(0.757, 0.28, "fitted on the Ultra-Scale Playbook's H100 runs"),
+    "h200": Reached(0.757, 0.28, "the H100's; they meet torchtitan's H200 runs"),
+    "b200": Reached(0.757, 0.28, "the H100's; none fitted on runs of a B200"),
+    # MI250, four modules: per module 73 to 80 % of an A100's rate in llm-foundry, 1.13 times that with
+    # FlashAttention-2 (databricks.com/blog/amd-mi250 and /training-llms-scale-amd-mi250-gpus, 2023).
+    "mi250x": Reached(0.55, 0.30, "set on Databricks' published MI250 ratios"),
+    # 620 of 1,307 TFLOP/s in bf16 products, 990 of 2,615 in fp8 (SemiAnalysis, "MI300X vs H100 vs H200
+    # Benchmark", December 2024). Attention: assumed to reach as many FLOP/s as on an H100.
+    "mi300x": Reached(0.47, 0.21, "products measured by SemiAnalysis, attention assumed"),
+}
 
 
 @dataclass(frozen=True)
@@ -33,6 +50,9 @@ class Device:
     # Achieved in large matrix products, and in causal flash attention (bf16, whatever the products are in).
     product_flops: float
     attention_flops: float
+    # Where peak, memory and links come from, and where the shares that are reached.
+    data_sheet: str = ""
+    reached: str = ""
 
 
 def device(name: str, precision: PrecisionName, memory_gib: float | None = None) -> Device:
@@ -48,7 +68,7 @@ def device(name: str, precision: PrecisionName, memory_gib: float | None = None)
             f"cluster.hardware={name}: its figures for {precision.value} are not known;"
             f" use {', '.join(known)}"
         )
-    is_ampere = row.name.startswith("a100")
+    reached = _REACHED[next(name for name in _REACHED if row.name.startswith(name))]
     attention = min(peak, row.peak_flops.get("bf16", peak))
     return Device(
         name=row.name,
@@ -56,6 +76,8 @@ def device(name: str, precision: PrecisionName, memory_gib: float | None = None)
         memory_bytes=memory,
         memory_bytes_per_s=row.memory_bytes_per_s,
         link_bytes_per_s=row.link_bytes_per_s,
-        product_flops=peak * (_PRODUCTS_ON_AMPERE if is_ampere else _PRODUCTS_LATER),
-        attention_flops=attention * (_FLASH_2_ON_AMPERE if is_ampere else _FLASH_2_LATER),
+        product_flops=peak * reached.products,
+        attention_flops=attention * reached.attention,
+        data_sheet=row.source,
+        reached=reached.source,
     )

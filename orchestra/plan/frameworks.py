@@ -18,18 +18,20 @@ from orchestra.errors import ConfigError
 class Stalls:
     """Runs that wait: what was seen on one cluster, of which only the last part is understood.
 
-    In the playbook's runs about a third of the multi-node pipelines lose close to half a second at each
-    hand-over between stages, whatever is sent. Two properties tell most of them apart; the rest looks random.
-    The limits were chosen on all of these runs; that of nodes and width has no known cause and may belong to
-    that cluster in those weeks.
+    In the playbook's runs about a third of the multi-node pipelines lose about half a second at each border
+    between stages and micro-batch, whatever is sent. Three properties tell most of them apart; the rest looks
+    random. The limits were chosen on all of these runs; those of many nodes have no known cause and may
+    belong to that cluster in those weeks.
     Runs that come close to the device's memory wait too: the allocator frees what it holds and asks again.
     """
 
     hand_over_s: float
     # Tensor parallelism over at least so many ranks (four nodes): all of them wait.
     from_tp: int
-    # From so many nodes on, with several sequences in a micro-batch and more than so wide a model.
+    # From so many nodes on, with several sequences in a micro-batch of more than so wide a model, or with
+    # ZeRO over so many ranks (12 of 13 such runs wait, and 1 of 9 under ZeRO 0).
     from_nodes: int
+    from_shards: int
     from_micro_batch_size: int
     above_hidden_size: int
     # Share of the device's memory from which the allocator has to free, and what that takes per layer.
@@ -88,7 +90,14 @@ class Framework:
     # Which rank's peak its benchmark reports: the first stage's, or the largest of all.
     reports_first_stage: bool
     source: str
+    # Of orchestra's own memory: what a step adds, as a multiple of its tensors.
+    step_share: float = 1.0
+    # Whether the host's time comes on top because the host is what computes (CPUs).
+    computes_on_host: bool = False
 
+
+# The trainer whose memory is counted in full (own_memory.py) and not by the constants below.
+OWN = "orchestra"
 
 # What the CUDA context, NCCL and fragmentation take of a device's memory before an allocation fails.
 USABLE_SHARE = 0.91
@@ -97,22 +106,23 @@ NANOTRON = Framework(
     name="nanotron",
     selective_share=1.0,
     attention_rate=1.0,
-    elementwise_bytes=900.0,
-    loss_bytes=30.0,
+    elementwise_bytes=862.0,
+    loss_bytes=32.0,
     host_layer_s=4.4e-3,
-    host_contention_s=2.24e-3,
-    unsharded_contention=1.35,
-    exposed_reduction=0.84,
-    optimizer_passes=1.6,
-    step_s=42e-3,
+    host_contention_s=2.22e-3,
+    unsharded_contention=1.37,
+    exposed_reduction=0.81,
+    optimizer_passes=1.56,
+    step_s=39e-3,
     stalls=Stalls(
-        0.45,
+        0.56,
         from_tp=32,
         from_nodes=32,
+        from_shards=32,
         from_micro_batch_size=2,
         above_hidden_size=2048,
         pressed_share=0.925,
-        pressed_layer_s=0.035,
+        pressed_layer_s=0.032,
     ),
     logit_bytes=8.1,
     stale_logit_bytes=4.5,
@@ -157,7 +167,7 @@ FRAMEWORKS = {
         NANOTRON,
         replace(
             _EFFICIENT,
-            name="orchestra",
+            name=OWN,
             loss_chunk_tokens=1024,
             usual_sequence_parallel=False,
             source="nanotron's device constants, host and overlap assumed",
@@ -165,9 +175,11 @@ FRAMEWORKS = {
         replace(
             _EFFICIENT,
             name="megatron",
+            # cuDNN's attention on Hopper and later; on Ampere attention of short sequences costs little.
+            attention_rate=1.5,
             pipeline_chunks=3,
             elementwise_bytes=700.0,
-            source="nanotron's constants; fused kernels assumed",
+            source="set on Megatron Bridge's published figures",
         ),
         replace(
             _EFFICIENT,
@@ -188,9 +200,17 @@ FRAMEWORKS = {
 }
 
 
+# Other names of the same code, or of what is built on it.
+_ALSO = {
+    **dict.fromkeys(("megatron-lm", "megatron-core", "megatron-bridge", "nemo"), "megatron"),
+    **dict.fromkeys(("llmfoundry", "composer"), "llm-foundry"),
+}
+
+
 def framework(name: str) -> Framework:
-    """Return a profile by name. Raises ConfigError with the names that exist."""
+    """Return a profile by one of its names. Raises ConfigError with the names that exist."""
+    wanted = name.lower().replace("_", "-")
     try:
-        return FRAMEWORKS[name]
+        return FRAMEWORKS[_ALSO.get(wanted, wanted)]
     except KeyError:
         raise ConfigError(f"framework={name} is not known; use {', '.join(FRAMEWORKS)}") from None

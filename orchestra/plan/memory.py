@@ -7,14 +7,15 @@ take outside the allocator is not in the sum: `fits` leaves a share of the devic
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
-from conf.schema import Recompute
+from conf.schema import PrecisionName, Recompute
 from orchestra.flops import num_layer_parameters
 from orchestra.plan.activations import layer_bytes, num_in_flight
 from orchestra.plan.case import Case, num_chunks
 from orchestra.plan.compute import LayerTime, waits_at_hand_over
-from orchestra.plan.frameworks import USABLE_SHARE
+from orchestra.plan.frameworks import OWN, USABLE_SHARE
+from orchestra.plan.own_memory import own_bytes
 from orchestra.plan.stages import Stage, stage_parameters
 from orchestra.plan.states import PER_PARAMETER, state_bytes
 
@@ -36,13 +37,23 @@ class Memory:
     @property
     def total(self) -> float:
         """The sum."""
-        return float(sum(getattr(self, field.name) for field in fields(self)))
+        states = self.parameters + self.gradients + self.accumulation + self.masters + self.optimizer
+        return states + self.activations + self.logits + self.buffers + self.framework
 
 
 def stage_memory(case: Case, layer: LayerTime, *, is_pressed: bool = False) -> tuple[Memory, ...]:
     """Return the peak of a rank on each stage, in order; `is_pressed`: on a device that is nearly full."""
     kept = _gathered_bytes(case, layer, is_pressed=is_pressed)
     return tuple(_of_stage(case, stage, kept) for stage in case.stages)
+
+
+def fullest_stage_bytes(case: Case, layer: LayerTime) -> float:
+    """Return the peak of the fullest stage alone, in less time: of stages alike the first holds the most
+    micro-batches.
+    """
+    firsts = {(it.num_layers, it.has_embedding, it.has_head): it for it in reversed(case.stages)}
+    kept = _gathered_bytes(case, layer, is_pressed=False)
+    return max(_of_stage(case, stage, kept).total for stage in firsts.values())
 
 
 def fits(case: Case, memory: tuple[Memory, ...]) -> bool:
@@ -57,7 +68,26 @@ def is_pressed(case: Case, memory: tuple[Memory, ...]) -> bool:
     return max(each.total for each in memory) > limit
 
 
+def _of_own_stage(case: Case, stage: Stage) -> Memory:
+    own, is_wide = own_bytes(case, stage), case.precision is PrecisionName.bf16_fp32_grad
+    framework = case.framework
+    is_twice = case.layout.tp > 1 and not framework.computes_on_host
+    return Memory(
+        parameters=own.parameters,
+        gradients=0.0 if is_wide else own.gradients,
+        accumulation=own.gradients if is_wide else 0.0,
+        masters=own.masters,
+        optimizer=own.optimizer,
+        activations=own.step.activations * framework.step_share,
+        logits=own.step.logits * framework.step_share,
+        buffers=own.buffers,
+        framework=framework.fixed_bytes * (2 if is_twice else 1),
+    )
+
+
 def _of_stage(case: Case, stage: Stage, gathered: float) -> Memory:
+    if case.framework.name == OWN:
+        return _of_own_stage(case, stage)
     framework, tokens, model = case.framework, case.tokens, case.model
     num_parameters = stage_parameters(model, stage, case.layout.pp) / tokens.tp
     states = state_bytes(num_parameters, case.zero, case.num_shards, PER_PARAMETER[case.precision])
@@ -70,8 +100,9 @@ def _of_stage(case: Case, stage: Stage, gathered: float) -> Memory:
     ahead = (case.layout.pp - 1) / num_chunks(case) if num_chunks(case) > 1 else 0.0
     activations = stage.num_layers * per_layer * (in_flight + ahead)
     activations += framework.layer_temporaries * working
-    if case.recompute is Recompute.full:
-        activations += working
+    if case.recompute is Recompute.full and stage.num_layers:
+        # One layer is whole again, its input among it.
+        activations += working - layer
     return Memory(
         parameters=states.parameters,
         gradients=states.gradients,

@@ -95,7 +95,7 @@ EFA_H100 = Network(
     ),
     between_all_gather=((2, 184.6e9), (4, 117e9), (8, 69e9), (16, 55e9), (32, 28e9), (64, 11.05e9)),
     adapter_bytes_per_s=None,
-    inside_latency_s=60e-6,
+    inside_latency_s=67e-6,
     between_latency_s=54e-6,
     steps_by_rank=True,
     source="measured: Ultra-Scale Playbook, H100 nodes on EFA",

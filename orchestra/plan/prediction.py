@@ -7,12 +7,17 @@ from dataclasses import dataclass
 from orchestra.flops import hardware_flops_per_token, model_flops_per_token
 from orchestra.plan.case import Case
 from orchestra.plan.memory import Memory, fits, is_pressed, stage_memory
+from orchestra.plan.own_memory import kinds_of_layers
+from orchestra.plan.stages import has_idle_stage
 from orchestra.plan.step_time import StepTime, step_time
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a case takes. MFU and HFU in PaLM's convention (see `orchestra.flops`), as shares of the peak."""
+    """What a case takes. MFU and HFU in PaLM's convention (see `orchestra.flops`), as shares of the peak.
+
+    `fits`: memory suffices and every pipeline stage has something to do.
+    """
 
     case: Case
     stages: tuple[Memory, ...]
@@ -50,8 +55,8 @@ def predict(case: Case) -> Prediction:
         case=case,
         stages=memory,
         time=time,
-        fits=fits(case, memory),
+        fits=fits(case, memory) and not has_idle_stage(case.stages),
         tokens_per_s=rate,
         mfu=share * model_flops_per_token(case.model, case.seq_len),
-        hfu=share * hardware_flops_per_token(case.model, case.seq_len, case.recompute),
+        hfu=share * hardware_flops_per_token(case.model, case.seq_len, kinds_of_layers(case)),
     )

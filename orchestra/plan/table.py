@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from conf.schema import ModelConfig, PrecisionName, Recompute
+from orchestra import hardware
 from orchestra.errors import ConfigError
 from orchestra.plan.assemble import network_of
 from orchestra.plan.case import Case
@@ -36,9 +38,10 @@ PREDICTED = ("pred_tokens_per_s_per_gpu", "pred_mfu_pct", "pred_peak_memory_gib"
 
 _DEVICES_PER_NODE = 8
 _LARGEST_ZERO = 3
+_SMALL_A100_GIB = 40
 # A table with a mistake in every row is told by its first ones.
 _MAX_PROBLEMS = 20
-_YES, _NO = ("1", "true", "yes"), ("0", "false", "no")
+_YES, _NO = ("1", "1.0", "true", "yes"), ("0", "0.0", "false", "no")
 
 Row = Mapping[str, str]
 Choice = TypeVar("Choice", bound=Enum)
@@ -99,7 +102,7 @@ class _Cells:
     def choice(self, column: str, kind: type[Choice], default: Choice) -> Choice:
         found = self.text(column, str(default.value))
         try:
-            return kind(found)
+            return kind(found.lower())
         except ValueError:
             self._wrong(column, found, " or ".join(str(member.value) for member in kind))
             return default
@@ -171,8 +174,10 @@ def case_of_row(row: Row) -> tuple[Case | None, list[str]]:
     except ConfigError as error:
         return None, [*cells.problems, str(error)]
     precision = cells.choice("precision", PrecisionName, profile.usual_precision)
+    memory_gib = cells.measure("gpu_memory_gib")
+    name = _device_name(cells.text("gpu", "h100"), memory_gib)
     try:
-        accelerator = cached_device(cells.text("gpu", "h100"), precision, cells.measure("gpu_memory_gib"))
+        accelerator = cached_device(name, precision, memory_gib)
     except ConfigError as error:
         return None, [*cells.problems, str(error).replace("cluster.hardware=", "gpu=")]
     case = Case(
@@ -192,6 +197,19 @@ def case_of_row(row: Row) -> tuple[Case | None, list[str]]:
         framework=profile,
     )
     return (None if cells.problems else case), cells.problems
+
+
+def _device_name(found: str, memory_gib: float | None) -> str:
+    """Return a device's name as `orchestra.hardware` has it. Tables also say H100-SXM5-80GB, or A100 beside
+    its memory, which is 80 GB unless one of them says 40.
+    """
+    name = re.sub(r"[\s-]+", "_", found.lower()).removesuffix("gb")
+    plain = re.sub(r"(_sxm\d?|_\d+)+$", "", name)
+    if plain == "a100":
+        is_small = name.endswith("_40") or (memory_gib is not None and memory_gib <= _SMALL_A100_GIB)
+        plain = "a100_40" if is_small else "a100_80"
+    known = (each for each in (found, name, plain) if hardware.row(each) is not hardware.UNKNOWN)
+    return next(known, found)
 
 
 def _model(cells: _Cells) -> ModelConfig:

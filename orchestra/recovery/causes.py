@@ -9,10 +9,11 @@ from __future__ import annotations
 import re
 from pathlib import PurePath
 
+from orchestra import roll_backs
 from orchestra.jsonl import Record
 
 BROKEN_PEER = "lost the connection to another rank"
-BROKEN_DEVICE = "broken device"
+BROKEN_DEVICE = roll_backs.BROKEN_DEVICE
 _KILLED_BY = "killed by "
 # Sent to a process by the kernel for want of memory, by Slurm or by a person.
 _SIGNALS_FROM_OUTSIDE = frozenset(
@@ -37,7 +38,7 @@ _WORDS_OF_BROKEN_DEVICE = re.compile(
     r"uncorrectable (ECC|NVLink)|fallen off the bus|GPU is lost|hardware stack error|ECC error",
     re.IGNORECASE,
 )
-_LOSS_ERRORS = ("NonFiniteError", "LossSpikeError")
+_LOSS_ERRORS = ("NonFiniteError", "LossSpikeError", "RollBackError")
 _FRAME = re.compile(r'^ *File "(?P<file>[^"]+)", line \d+, in (?P<function>\S+)', re.MULTILINE)
 _NOT_OWN = re.compile(r"/(site|dist)-packages/|/lib(64)?/python3|^<|\.zip/")
 _CHANGING = re.compile(r"0x[0-9a-fA-F]+|\d+")

@@ -14,6 +14,7 @@ from typing import Any
 
 from orchestra.events import is_whole
 from orchestra.jsonl import Record
+from orchestra.roll_backs import roll_backs
 
 
 @dataclass(frozen=True, order=True)
@@ -63,12 +64,18 @@ def held_copies(records: object) -> list[Held]:
 
 
 def begins(events: Iterable[Record]) -> dict[int, int]:
-    """Return the step behind which each attempt began, for those that went back or on."""
-    return {
+    """Return the step behind which each attempt began, for those that went back or on; behind a roll-back
+    the next one counts, which has not begun yet.
+    """
+    events = list(events)
+    found = {
         event["attempt"]: event["step"]
         for event in events
         if event.get("event") == "restored" and is_whole(event.get("step"))
     }
+    for it in roll_backs(events):
+        found[it.attempt + 1] = min(it.to, found.get(it.attempt + 1, it.to))
+    return found
 
 
 def is_of_history(copy: Held, begins: Mapping[int, int]) -> bool:

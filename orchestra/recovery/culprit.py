@@ -85,7 +85,7 @@ def culprit(events: Iterable[Mapping[str, Any]]) -> Culprit | None:
     newest: dict[int, Standing] = {}
     for event in events:
         if event.get("event") in EVENTS:
-            newest.update({it.rank: it for it in _standings(event)})
+            newest.update({it.rank: it for it in standings_of(event)})
     return among(list(newest.values())) if newest else None
 
 
@@ -107,7 +107,7 @@ def among(standings: Sequence[Standing]) -> Culprit:
     return Culprit(first.rank, first.host, why)
 
 
-def _standings(event: Mapping[str, Any]) -> list[Standing]:
+def standings_of(event: Mapping[str, Any]) -> list[Standing]:
     """Return the positions that an event carries; what is damaged is passed over."""
     host, ranks = event.get("host"), event.get("ranks")
     found = []

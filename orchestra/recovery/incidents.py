@@ -21,8 +21,15 @@ from orchestra.errors import (
 )
 from orchestra.events import is_whole
 from orchestra.jsonl import Record
-from orchestra.recovery.causes import fingerprint, follows_from_another, is_of_loss, speaks_against_host
+from orchestra.recovery.causes import (
+    BROKEN_DEVICE,
+    fingerprint,
+    follows_from_another,
+    is_of_loss,
+    speaks_against_host,
+)
 from orchestra.recovery.culprit import culprit
+from orchestra.roll_backs import RollBack, roll_backs
 
 # The events that say what was decided after an attempt: decision, rule, reason, wait_s and exclude.
 DECIDED = ("restarting", "requeued")
@@ -40,8 +47,10 @@ class Kind(Enum):
     time_limit = "time_limit"
     # A rank or the launcher said that starting again would not help (exit code 93 or 2).
     refused = "refused"
-    # The loss was not finite or leapt.
+    # The loss was not finite or leapt, and the run is to be rolled back.
     loss = "loss"
+    # A step was computed twice with different results.
+    replay = "replay"
     rank_failed = "rank_failed"
     hang = "hang"
     node_lost = "node_lost"
@@ -84,6 +93,8 @@ class Incident:
     excluded: tuple[str, ...] = ()
     # Whether somebody had planned a failure (recovery.inject): it says nothing of the machines.
     rehearsed: bool = False
+    # Where the run goes on and without which data, where the attempt said so.
+    roll_back: RollBack | None = None
 
     @property
     def is_failure(self) -> bool:
@@ -191,6 +202,7 @@ class _Reading:
             by_hand=self.before is None or not _went_on(self.before, start),
             excluded=_excluded(self.own),
             rehearsed=bool(self._all("fault_injected")),
+            roll_back=self._rolled_back(),
         )
 
     def _all(self, *names: str) -> list[Record]:
@@ -225,12 +237,37 @@ class _Reading:
             return _Found(Kind.agent_lost, "agent lost", lost[0], self._hosts(lost))
         if hung := self._all("hang_detected"):
             return self._hang(hung)
+        if (rolled := self._rolled_back()) is not None:
+            return self._of_roll_back(rolled)
         if first is not None:
             kind = Kind.loss if is_of_loss(first) else Kind.rank_failed
             return _Found(kind, fingerprint(first), first, self._against_host(first))
         if _verdict(self.own) is None:
             return _Found(Kind.lost, "its leader went away")
         return _Found(Kind.rank_failed, fingerprint(_verdict(self.own) or {}))
+
+    def _rolled_back(self) -> RollBack | None:
+        return next(iter(roll_backs(self.own)), None)
+
+    def _of_roll_back(self, rolled: RollBack) -> _Found:
+        """Bad losses are nobody's fault; of a step that was computed again the events may say whose."""
+        if rolled.cause != BROKEN_DEVICE:
+            return _Found(Kind.loss, rolled.cause)
+        broken = [it for it in self._all("replay_differs") if it.get("is_settled") is True and "rank" in it]
+        hosts = tuple(dict.fromkeys(self._host_of(it) for it in broken))
+        first = {"rank": broken[0]["rank"], "host": hosts[0]} if broken else None
+        return _Found(Kind.replay, rolled.cause, first, hosts)
+
+    def _host_of(self, event: Record) -> str:
+        """Return the host of an event's rank, by the name that the attempt began with: a rank may call its
+        host otherwise.
+        """
+        hosts = (_start(self.own) or {}).get("hosts")
+        sizes = [it.get("world_size") for it in self._all("training_started")]
+        size = next((it for it in sizes if is_whole(it) and it > 0), None)
+        if not isinstance(hosts, list) or not hosts or size is None or not 0 <= event["rank"] < size:
+            return str(event.get("host"))
+        return str(hosts[event["rank"] * len(hosts) // size])
 
     def _first_failure(self) -> Record | None:
         failures = [it for it in self._all("failed", "rank_failed") if "rank" in it]

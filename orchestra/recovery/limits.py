@@ -9,7 +9,8 @@ configuration says. Time comes as numbers from whoever looks; there is no clock 
 | setup, and the attempt's first step | recovery.setup_timeout_s (connections, compilation) |
 | step, forward | learned: 10 × the median step, 3 × the longest silence; 10 s at least |
 | the same, behind fewer than 5 steps | recovery.heartbeat_timeout_s |
-| backward, reduce, update, agree | as a step where all ranks are in sight and none is further behind, |
+| backward, reduce, update, agree | as a step where all ranks are in sight and none is further behind |
+| | (`orchestra.recovery.afar`: those of other nodes too, twice as long where all stand at the same place), |
 | | else recovery.heartbeat_timeout_s: the rank may wait for one that is not hung yet |
 | data, record | recovery.heartbeat_timeout_s: the storage's pace is not the rank's |
 | save (its blocking part), restore | learned: 10 × the longest so far; 60 s at least, |

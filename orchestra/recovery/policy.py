@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from enum import Enum
+from dataclasses import replace
 
-from conf.schema import RecoveryConfig
 from orchestra.errors import EXIT_DO_NOT_RESTART, EXIT_FAILED
 from orchestra.recovery.causes import is_from_outside
+from orchestra.recovery.decisions import Action, Case, Decision, Resources, Rules
 from orchestra.recovery.incidents import Incident, Kind
 from orchestra.recovery.progress import is_charged, since_started_by_hand, without_progress
+
+__all__ = ["MOST_NOT_CHARGED", "RULES", "Action", "Decision", "Resources", "Rules", "decide"]
 
 # Each wait is this many times the one before it, up to ten minutes, and a fifth more or less: runs that a
 # failing file system ended together do not come back together.
@@ -28,93 +29,7 @@ _NODE_FAILURES_AT_ONCE = 3
 # Attempts in a row without progress that nobody is charged for: a node may come and go, but not for ever.
 MOST_NOT_CHARGED = 20
 # What may be the fault of the code or of a sample; of a hang, that is found out by its coming back.
-_OF_CODE_OR_DATA = (Kind.rank_failed, Kind.loss, Kind.hang)
-
-
-class Action(Enum):
-    """What follows an attempt."""
-
-    # The same nodes again, in the same allocation.
-    restart = "restart"
-    # As many nodes, with a spare in the place of each that is left out.
-    replace = "replace"
-    # Fewer nodes, never fewer than recovery.min_nodes.
-    shrink = "shrink"
-    # Another start of a job, on other nodes or at another time.
-    requeue = "requeue"
-    # The run is done, or somebody asked for its end.
-    end = "end"
-    give_up = "give_up"
-
-
-@dataclass(frozen=True)
-class Resources:
-    """What there is to start again with, when an attempt is over."""
-
-    wanted_nodes: int
-    # None: all that are wanted.
-    min_nodes: int | None
-    # Of the attempt's hosts those that are alive, and the ones that wait beside them. Excluded ones left out.
-    hosts: tuple[str, ...]
-    spares: tuple[str, ...] = ()
-    can_requeue: bool = False
-    # Whether this allocation lives on.
-    in_place: bool = True
-
-    @property
-    def fewest_nodes(self) -> int:
-        return self.wanted_nodes if self.min_nodes is None else self.min_nodes
-
-
-@dataclass(frozen=True)
-class Rules:
-    """The part of `recovery` that the policy knows."""
-
-    # Restarts in a row without progress; 0: never start again after a failure.
-    max_restarts: int = 3
-    backoff_s: float = 10.0
-    # Whether a host that failed twice is left out.
-    excludes: bool = True
-
-    @classmethod
-    def of(cls, config: RecoveryConfig) -> Rules:
-        """Return the rules that a configuration asks for."""
-        return cls(config.max_restarts, config.backoff_s, config.exclude_hours > 0)
-
-
-@dataclass(frozen=True)
-class Decision:
-    """What is to be done, and why."""
-
-    action: Action
-    # What the run ends with where it ends here.
-    code: int
-    reason: str
-    # The rule that decided.
-    rule: str = ""
-    # Hosts that the next attempt leaves out.
-    exclude: tuple[str, ...] = ()
-    # Those of them that go onto the cluster's list: they failed twice.
-    listed: tuple[str, ...] = ()
-    wait_s: float = 0.0
-    # Whether it counts against recovery.max_restarts.
-    charged: bool = False
-
-
-@dataclass(frozen=True)
-class Case:
-    """What a rule looks at."""
-
-    # Since a person started the run last, oldest first.
-    series: Sequence[Incident]
-    # Of these the last ones, without progress between them.
-    row: Sequence[Incident]
-    resources: Resources
-    rules: Rules
-
-    @property
-    def now(self) -> Incident:
-        return self.row[-1]
+_OF_CODE_OR_DATA = (Kind.rank_failed, Kind.hang)
 
 
 Rule = Callable[[Case], Decision | None]
@@ -180,6 +95,20 @@ def restarts_are_off(case: Case) -> Decision | None:
     return Decision(Action.give_up, EXIT_FAILED, "recovery.max_restarts=0")
 
 
+def rolled_back_too_often(case: Case) -> Decision | None:
+    """Losses that stay bad, whatever data is left out."""
+    rules = case.rules
+    rolled = [it for it in case.row if it.kind is Kind.loss]
+    if case.now.kind is not Kind.loss or len(rolled) <= min(rules.max_roll_backs, rules.max_restarts):
+        return None
+    times = "1 roll-back" if len(rolled) == 2 else f"{len(rolled) - 1} roll-backs in a row"
+    reason = f"{case.now.cause} at step {case.now.step} after {times}, and no later step than ever was kept"
+    limits = f"recovery.roll_back.max_in_a_row={rules.max_roll_backs}"
+    if rules.max_restarts < rules.max_roll_backs:
+        limits = f"recovery.max_restarts={rules.max_restarts}"
+    return Decision(Action.give_up, EXIT_DO_NOT_RESTART, f"{reason} ({limits})")
+
+
 def fails_before_first_step(case: Case) -> Decision | None:
     """Two attempts that failed for the same cause before any step: the code or the configuration is wrong."""
     now = case.now
@@ -228,6 +157,19 @@ def same_host_twice(case: Case) -> Decision | None:
     return replace(placed, reason=_joined(reason, placed.reason), listed=listed)
 
 
+def broken_device(case: Case) -> Decision | None:
+    """A step that was computed twice, differently, and a third rank that says whose device is broken."""
+    now = case.now
+    if now.kind is not Kind.replay or not now.blamed or not case.rules.excludes:
+        return None
+    placed = _placed(case, now.blamed)
+    if placed is None:
+        return None
+    listed = () if now.rehearsed else now.blamed
+    words = f"{_listed(now.blamed)} computed step {now.step} differently from two others"
+    return replace(placed, reason=_joined(words, _back(now), placed.reason), listed=listed)
+
+
 def no_progress(case: Case) -> Decision | None:
     charged = [it for it in case.row if is_charged(it)]
     if not is_charged(case.now) or len(charged) <= case.rules.max_restarts:
@@ -251,6 +193,18 @@ def node_is_gone(case: Case) -> Decision | None:
     return replace(told, charged=is_charged(case.now), wait_s=_wait_s(case))
 
 
+def roll_back(case: Case) -> Decision | None:
+    """The attempt said where the run is to go on: nothing is waited for."""
+    now = case.now
+    if now.roll_back is None or now.kind not in (Kind.loss, Kind.replay):
+        return None
+    if case.resources.in_place:
+        return Decision(Action.restart, now.code, _back(now), charged=is_charged(now))
+    if case.resources.can_requeue:
+        return Decision(Action.requeue, now.code, _back(now), charged=is_charged(now))
+    return _nowhere_to_go(case)
+
+
 def start_again(case: Case) -> Decision | None:
     now = case.now
     wait_s, charged = _wait_s(case), is_charged(now)
@@ -271,11 +225,14 @@ RULES: tuple[Rule, ...] = (
     never_any_progress,
     scheduler_took_the_nodes,
     restarts_are_off,
+    rolled_back_too_often,
     fails_before_first_step,
     fails_at_same_step,
     same_host_twice,
     no_progress,
+    broken_device,
     node_is_gone,
+    roll_back,
     start_again,
 )
 
@@ -317,6 +274,10 @@ def _placed(case: Case, out: tuple[str, ...]) -> Decision | None:
     if resources.can_requeue:
         return Decision(Action.requeue, now.code, "requeued without it" if out else "requeued", exclude=out)
     return None
+
+
+def _back(incident: Incident) -> str:
+    return "" if incident.roll_back is None else incident.roll_back.words
 
 
 def _nowhere_to_go(case: Case) -> Decision:

@@ -17,6 +17,7 @@ from orchestra.errors import (
 )
 from orchestra.recovery.incidents import Incident, Kind
 from orchestra.recovery.policy import MOST_NOT_CHARGED, Action, Decision, Resources, Rules, decide
+from orchestra.roll_backs import BROKEN_DEVICE, SPIKE, RollBack
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,10 @@ _EARLY = replace(_ERROR, step=100, before_first_step=True)
 _HANG = replace(_KILLED, kind=Kind.hang, cause="hang in forward", step_is_exact=True)
 _NODE = replace(_KILLED, kind=Kind.node_lost, cause="node lost")
 _AGENT = replace(_KILLED, kind=Kind.agent_lost, cause="agent lost")
-_LOSS = replace(_ERROR, kind=Kind.loss, cause="LossSpikeError in train/nonfinite.py:check", host=None)
+_LOSS = replace(_ERROR, kind=Kind.loss, cause=SPIKE, host=None, roll_back=RollBack(0, 150, 50, SPIKE))
+_REPLAY = replace(
+    _ERROR, kind=Kind.replay, cause=BROKEN_DEVICE, roll_back=RollBack(0, 150, 100, BROKEN_DEVICE)
+)
 _LIMIT = replace(_ERROR, kind=Kind.time_limit, cause="time limit", code=EXIT_STOPPED, host=None)
 _LEADER = replace(_NODE, kind=Kind.lost, cause="its leader went away", blamed=(), host=None)
 
@@ -158,6 +162,14 @@ ENDS: Sequence[Row] = (
         code=EXIT_DO_NOT_RESTART,
     ),
     Row(
+        "`recovery.roll_back.max_in_a_row` (3) roll-backs without progress, and the loss is bad again",
+        Action.give_up,
+        _log(*[replace(_LOSS, step=step) for step in (150, 120, 141, 133)]),
+        _WITH_SPARE,
+        "gives up",
+        code=EXIT_DO_NOT_RESTART,
+    ),
+    Row(
         "`recovery.max_restarts` (3) restarts in a row without progress",
         Action.give_up,
         _log(*_FOUR_ERRORS),
@@ -225,7 +237,24 @@ GOES_ON: Sequence[Row] = (
         Action.restart,
         _log(_LOSS),
         _FOUR,
-        "restarts from the last checkpoint",
+        "restarts from a checkpoint before it, without that data",
+        charged=True,
+        wait="none",
+    ),
+    Row(
+        "a rank computed a step differently from two others (`recovery.replay_every_steps`)",
+        Action.replace,
+        _log(replace(_REPLAY, blamed=("node2",))),
+        _WITH_SPARE,
+        "left out and put on the cluster's list; from the last checkpoint before that",
+        wait="none",
+    ),
+    Row(
+        "two ranks computed a step differently, and there is no third one",
+        Action.restart,
+        _log(_REPLAY),
+        _FOUR,
+        "restarts from the last checkpoint before that; no host is blamed",
         charged=True,
         wait="none",
     ),

@@ -6,10 +6,11 @@ from collections.abc import Iterable
 
 from orchestra.events import is_whole
 from orchestra.jsonl import Record
+from orchestra.roll_backs import EVENT
 
 
 def newest_checkpoint(events: Iterable[Record]) -> int | None:
-    """Return the step that the run would go on from: what was committed last, or restored since.
+    """Return the step that the run would go on from: what was committed last, restored or gone back to since.
 
     A restore passes over damaged checkpoints, so it counts whatever had been committed before. `events` are
     in the order of time. None where nothing was committed.
@@ -21,6 +22,8 @@ def newest_checkpoint(events: Iterable[Record]) -> int | None:
         is_told = event.get("event") in ("checkpoint_committed", "restored") and is_of_storage
         if is_told and is_whole(event.get("step")):
             step = event["step"] or None
+        elif event.get("event") == EVENT and is_whole(event.get("to")):
+            step = event["to"] or None
     return step
 
 

@@ -1,4 +1,4 @@
-"""The time between an attempt that failed and the next one that its leader decided on: what follows, when.
+"""The time between an attempt that failed and the next one: what its leader decided, and when that is due.
 
 From the events of one attempt, and from whether the process that leads it lives. It asks no scheduler and
 does not decide what follows a failure.
@@ -15,8 +15,11 @@ from orchestra.events import is_number, is_whole
 from orchestra.jsonl import Record
 
 RESTARTING = "restarting"
-# Decisions that another attempt of the same crew follows; after the others its leader ends.
-_BEGIN_AGAIN = ("restart", "replace", "shrink")
+# Decisions that another attempt of the same crew follows, and the one that another job does; after the others
+# its leader ends.
+_GO_ON = ("restart", "replace", "shrink", "requeue")
+# A verdict carries this while its leader has yet to say what follows.
+_UNDECIDED = "undecided"
 # Where nobody can tell whether the leader lives, it may begin the next attempt so long after it is due.
 _LATE_S = 120.0
 
@@ -25,6 +28,7 @@ _LATE_S = 120.0
 class Restart:
     """Another attempt is to begin once a failed one's leader has waited for a while."""
 
+    # The policy's action, or "undecided" for the moment before it says.
     decision: str
     reason: str
     # Unix seconds: when it was decided, and when the next attempt is to begin.
@@ -37,17 +41,24 @@ class Restart:
 
 
 def restart_to_come(own: Sequence[Record]) -> Restart | None:
-    """Return what its leader decided after an attempt's last verdict, if that is that another one begins.
+    """Return what its leader decided after an attempt's last verdict, if that is that another one begins, or
+    that it has yet to decide.
 
     `own` are the events of the newest attempt, by time. Whether the leader still lives is another question:
     `is_awaited`.
     """
-    for event in reversed(own):
-        if event["event"] == RESTARTING:
-            return _restart(event, _start(own)) if event.get("decision") in _BEGIN_AGAIN else None
-        if event["event"] in ("finished", "failed", "requeued") and "rank" not in event:
-            return None
-    return None
+    event = _last_word(own)
+    if event is None:
+        return None
+    if event["event"] == RESTARTING:
+        return _restart(event, _start(own)) if event.get("decision") in _GO_ON else None
+    return _restart(event, _start(own)) if event.get(_UNDECIDED) is True else None
+
+
+def _last_word(own: Sequence[Record]) -> Record | None:
+    """Return the last thing that was said about the whole attempt's end; None while nothing was."""
+    words = ("finished", "failed", "requeued", RESTARTING)
+    return next((it for it in reversed(own) if it["event"] in words and "rank" not in it), None)
 
 
 def is_awaited(restart: Restart, own: Sequence[Record], now: float, last_growth: float) -> bool:
@@ -57,7 +68,7 @@ def is_awaited(restart: Restart, own: Sequence[Record], now: float, last_growth:
     from the last word of the run, at `last_growth` by the file server's clock.
     """
     start = _start(own)
-    decided = next(event for event in reversed(own) if event["event"] == RESTARTING)
+    decided = _last_word(own) or {}
     if start is not None and is_of_this_host(start) and _is_same_leader(start, decided):
         lives = leader_lives(start)
         # Of several nodes the next one's agent leads where this one's is gone.
@@ -86,11 +97,13 @@ def _start(own: Sequence[Record]) -> Record | None:
 
 
 def _restart(event: Record, start: Record | None) -> Restart:
-    wait_s, reason, after = event.get("wait_s"), event.get("reason"), event.get("after")
+    is_decided = event["event"] == RESTARTING
+    wait_s, reason = event.get("wait_s"), event.get("reason") if is_decided else event.get("cause")
+    after = event.get("after") if is_decided else event.get("cause")
     decided = float(event["time"])
     job = None if start is None else start.get("job")
     return Restart(
-        decision=str(event["decision"]),
+        decision=str(event["decision"]) if is_decided else _UNDECIDED,
         reason=reason if isinstance(reason, str) else "",
         decided=decided,
         due=decided + (max(0.0, float(wait_s)) if is_number(wait_s) else 0.0),

@@ -134,11 +134,16 @@ def take_next(run: RunDir, crew: str | None = None) -> int:
     of the time, which are meant for attempts that will not begin any more.
     """
     run.control.mkdir(exist_ok=True)
-    known = (last_attempt(read_events(run)), claimed_attempt(run), _planned_attempt(run) - 1)
-    number = max((number for number in known if number is not None), default=-1) + 1
+    number = upcoming_attempt(run)
     while not take(run, number, crew):
         number += 1
     return number
+
+
+def upcoming_attempt(run: RunDir) -> int:
+    """Return the attempt that `take_next` would claim. Raises OSError."""
+    known = (last_attempt(read_events(run)), claimed_attempt(run), _planned_attempt(run) - 1)
+    return max((number for number in known if number is not None), default=-1) + 1
 
 
 def _planned_attempt(run: RunDir) -> int:

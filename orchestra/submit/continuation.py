@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -130,12 +130,22 @@ def _committed(events: Iterable[Record], attempt: int | None) -> int | None:
 class GoingOn:
     """Lets a run go on after one attempt of it. *Node 0 only*."""
 
-    def __init__(self, run: RunDir, config: Config, task: JobTask, attempt: int, events: EventWriter) -> None:
+    def __init__(
+        self,
+        run: RunDir,
+        config: Config,
+        task: JobTask,
+        attempt: int,
+        events: EventWriter,
+        reasons: Callable[[], frozenset[str]] | None = None,
+    ) -> None:
+        """`reasons`: why it stopped, where that is not what the requests to stop the attempt say."""
         self._run = run
         self._config = config
         self._task = task
         self._attempt = attempt
         self._events = events
+        self._reasons = reasons or self._asked
         # The job that goes on in the place of this one.
         self._next_job: str | None = None
 
@@ -175,12 +185,15 @@ class GoingOn:
             return self._left_stopped(verdict, str(error))
 
     def _stop(self, *, stalled: bool) -> Stop:
+        policy, restart = self._config.cluster.requeue, self._task.restart
+        return Stop(policy, self._reasons(), self._word(), restart, stalled)
+
+    def _asked(self) -> frozenset[str]:
         try:
             requests = control.read_requests(self._run, self._attempt)
         except OSError:
-            requests = []
-        reasons = frozenset(request.reason for request in requests)
-        return Stop(self._config.cluster.requeue, reasons, self._word(), self._task.restart, stalled)
+            return frozenset()
+        return frozenset(request.reason for request in requests)
 
     def _word(self) -> OwnJob | None:
         try:

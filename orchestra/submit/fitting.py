@@ -38,11 +38,14 @@ def memory_problems(config: Config, situation: Situation) -> Iterator[str]:
     shares = ", ".join(f"{name} {parts[name] / GIB:.1f}" for name in largest)
     found = f"a rank would need about {peak.total / GIB:.1f} GiB of the {device.name}'s"
     limit = f"{device.memory_bytes / GIB:.1f} GiB ({shares})"
-    yield f"memory: {found} {limit}; {_advice(config, situation)}; {SKIP} submits it all the same"
+    yield f"memory: {found} {limit}; {advice(config, situation)}; {SKIP} submits it all the same"
 
 
-def _advice(config: Config, situation: Situation) -> str:
-    """Return what makes it fit: single changes, of each kind the smallest; else as few kinds as will do."""
+def advice(config: Config, situation: Situation) -> str:
+    """Return what makes it fit: single changes, of each kind the smallest; else as few kinds as will do.
+
+    Only what orchestra's trainer has, and only where the device is a known GPU.
+    """
     kinds = (_recompute, _micro_batch, _zero, _tensor, _nodes)
     single = [_first_fitting(config, kind(config), situation) for kind in kinds]
     words = [found for found in single if found is not None]

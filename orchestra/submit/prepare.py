@@ -30,6 +30,7 @@ from orchestra.control import user_name
 from orchestra.errors import ConfigError
 from orchestra.frozen import write_config
 from orchestra.rundir import RunDir
+from orchestra.save_interval import AUTO
 from orchestra.submit.environment import source_root
 from orchestra.submit.revision import code_revision
 
@@ -128,8 +129,19 @@ def write_run(
         "command": list(request.command),
         "steps": request.config.train.steps,
         "wandb_id": secrets.token_hex(_WANDB_ID_BYTES),
+        **_save_interval(request.config),
     }
     draft.record.write_text(json.dumps({**own, **facts, **added}, indent=2) + "\n")
+
+
+def _save_interval(config: Config) -> dict[str, Any]:
+    """Return what checkpoint.every_steps=auto comes to by the predicted step time: the first attempt's."""
+    if config.checkpoint.every_steps != AUTO:
+        return {}
+    from orchestra.plan.goodput import planned_interval
+
+    planned = planned_interval(config)
+    return {} if planned is None else {"save_interval": planned.to_json()}
 
 
 def made_as_one(planned: Path, write: Callable[[Path, Path], None], *, may_rename: bool) -> Path | None:

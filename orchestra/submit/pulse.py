@@ -12,7 +12,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -37,6 +37,7 @@ from orchestra.recovery.culprit import Standing, furthest_behind
 from orchestra.recovery.limits import History, LimitRules, limit, limit_rules, step_limit
 from orchestra.rundir import RunDir
 from orchestra.submit import stacks
+from orchestra.submit.far_sight import STALLED, WENT_ON, Stall
 from orchestra.submit.stacks import Asked
 
 LOOK_S = 1.0
@@ -172,7 +173,9 @@ class Pulse:
         for it in self._ranks.values():
             it.history.restores_s.extend(restores_s)
         self._host = socket.gethostname()
-        self._is_stalled = False
+        # Of each rank the position that was told when they fell silent; None while they move.
+        self._told: dict[int, tuple[int, ...]] | None = None
+        self.stall: Stall | None = None
         self._accused: set[int] = set()
         self._summary_at = 0.0
 
@@ -248,16 +251,43 @@ class Pulse:
     # Telling.
 
     def _tell_stall(self, standings: dict[int, Standing]) -> None:
-        """Write down, once, that ranks are silent for longer than a step's own work takes: with the positions
-        of all of this node, from which whoever reads all nodes' events finds the culprit.
+        """Write down that ranks are silent for longer than a step's own work takes, with the positions of all
+        of this node, and again when one of them moves: whoever reads all nodes' events finds the culprit.
         """
         in_steps = [it for it in standings.values() if it.phase in _IN_STEPS]
         over = [it for it in in_steps if it.silent_s > step_limit(self._ranks[it.rank].history, self._rules)]
-        if over and not self._is_stalled:
-            first = furthest_behind(over)[0]
-            limit_s = step_limit(self._ranks[first.rank].history, self._rules)
-            self._write("step_stalled", first, limit_s, standings)
-        self._is_stalled = bool(over)
+        if not over:
+            if self._told is not None and not self._watched.is_whole:
+                self._write_for_others(WENT_ON)
+            self._told = self.stall = None
+            return
+        first = furthest_behind(over)[0]
+        history = self._ranks[first.rank].history
+        self.stall = Stall(tuple(standings.values()), history, self._now)
+        positions = {rank: it.position for rank, it in standings.items()}
+        if positions != self._told:
+            self._told = dict(positions)
+            self._write(STALLED, first, step_limit(history, self._rules), standings)
+            self._write_for_others()
+
+    def _write_for_others(self, *events: str) -> None:
+        """Write events without evidence, and let other nodes see all that was written."""
+        # A full disk takes the record, not the agent.
+        with contextlib.suppress(OSError):
+            for event in events:
+                self._events.write(event, node=self._watched.node)
+            self._events.sync()
+
+    def confess(self, limits: Mapping[int, float]) -> tuple[Hang, ...]:
+        """Write down that ranks of this node hang, as whoever sees all nodes found, with their stacks.
+
+        `limits`: how long each accused rank of the run might have been silent; those of others are passed
+        over. Takes up to two seconds.
+        """
+        living = {rank: it for rank, it in self._ranks.items() if not it.has_ended}
+        standings = {rank: self._standing(rank, it) for rank, it in living.items()}
+        hung = [it for rank, it in standings.items() if rank in limits and rank not in self._accused]
+        return self._accuse(hung, standings, dict(limits)) if hung else ()
 
     def _accuse(
         self, hung: list[Standing], standings: dict[int, Standing], limits: dict[int, float]

@@ -56,11 +56,14 @@ class AttemptRecord:
         ending: Ending,
         interruption: str | None,
         amended: Callable[[Verdict], Verdict] = lambda verdict: verdict,
+        *,
+        decides: Callable[[Verdict], bool] = lambda _: False,
     ) -> Verdict:
         """Judge how the whole attempt ended, write that down and return it. *The leading node only*.
 
         `interruption` says why the ranks were ended at once, None where they ended by themselves, be it
-        because they were asked to. What `amended` makes of the verdict is what counts.
+        because they were asked to. What `amended` makes of the verdict is what counts; `decides` says
+        whether whoever asks is about to decide what follows it, and readers are to wait for that.
         """
         verdict = judge(self.seen(), exit_code=ending.exit_code, interruption=interruption)
         if not self.run.events.is_dir() and verdict.code != EXIT_INTERRUPTED:
@@ -68,12 +71,13 @@ class AttemptRecord:
             verdict = Verdict(EXIT_FAILED, "run directory removed", gone)
         verdict = amended(verdict)
         with contextlib.suppress(OSError):
-            self._write_verdict(verdict, ending)
+            self._write_verdict(verdict, ending, is_decided_next=decides(verdict))
         # As everybody reads it from now on.
         return node_verdict(self.seen()) or verdict
 
-    def _write_verdict(self, verdict: Verdict, ending: Ending) -> None:
+    def _write_verdict(self, verdict: Verdict, ending: Ending, *, is_decided_next: bool) -> None:
         survivors = {"survivors": list(ending.survivors)} if ending.survivors else {}
+        following = {"undecided": True} if is_decided_next else {}
         self.events.write(
             "finished" if verdict.code == EXIT_DONE else "failed",
             node=self.node,
@@ -83,6 +87,7 @@ class AttemptRecord:
             step=verdict.step,
             reached=self._last_logged_step(),
             **survivors,
+            **following,
         )
 
     def _last_logged_step(self) -> int | None:
@@ -99,7 +104,8 @@ class AttemptRecord:
         """Write that the attempt failed before torchrun could say anything; a full disk is passed over."""
         cause = type(error).__name__
         with contextlib.suppress(OSError):
-            self.events.write("failed", node=self.node, code=EXIT_FAILED, cause=cause, message=str(error))
+            facts = {"cause": cause, "message": str(error), "undecided": True}
+            self.events.write("failed", node=self.node, code=EXIT_FAILED, **facts)
 
     def write_killed_ranks(self, ending: Ending, *, was_stopped: bool) -> None:
         """Write a `rank_failed` for each rank of this node that died without a verdict of its own."""

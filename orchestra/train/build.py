@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,7 @@ from orchestra.parallel.apply import Parallelized, parallelize
 from orchestra.parallel.mesh import Mesh
 from orchestra.parallel.places import global_index
 from orchestra.precision.loss_scale import make_loss_scale
+from orchestra.roll_backs import Stretch
 from orchestra.topology import BatchShape, batch_shape
 from orchestra.train.spikes import make_loss_spikes
 from orchestra.train.step import TrainingStep
@@ -70,10 +72,13 @@ def build_optimizer(config: Config, parallelized: Parallelized) -> AdamW:
     return make_adamw(parallelized.trained, config.optim, config.train.seed, index)
 
 
-def build_loader(config: Config, mesh: Mesh, batch: BatchShape, position: int) -> Loader:
+def build_loader(
+    config: Config, mesh: Mesh, batch: BatchShape, position: int, left_out: Sequence[Stretch] = ()
+) -> Loader:
     """Open the data and start to prefetch this rank's share of each global batch.
 
-    `position` is the number of samples that the run consumed before.
+    `position` is the number of samples that the run consumed, or left out, before; `left_out` is what it
+    leaves out from now on too.
     """
     source = open_source(config.data, config.train.seq_len)
     if source.vocab_size > config.model.vocab_size:
@@ -95,6 +100,7 @@ def build_loader(config: Config, mesh: Mesh, batch: BatchShape, position: int) -
         plan,
         seed=config.train.seed,
         position=position,
+        left_out=left_out,
         prefetch_batches=config.data.prefetch_batches,
         pin_memory=mesh.device.type == "cuda",
     )

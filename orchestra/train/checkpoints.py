@@ -1,4 +1,4 @@
-"""When a run saves and what it continues from: the rules of `checkpoint.*` on top of the library.
+"""When a run saves: the rules of `checkpoint.*` on top of the library. What it continues from is `beginning`.
 
 The library knows tensors and JSON; here they become a run's state, which `state` and `position` describe.
 """
@@ -8,56 +8,32 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from checkpointing.checkpointer import Checkpointer
-from checkpointing.errors import CheckpointError, NoCheckpointError, SaveFailedError
-from checkpointing.format.manifest import Manifest
-from checkpointing.options import Options
-from checkpointing.peers import Peers
-from checkpointing.restoring.restore import Restored
-from checkpointing.shards import Shard
-from conf.schema import Config, WhenBusy
-from orchestra.errors import TrainingError, UnusableCheckpointError
-from orchestra.events import EventWriter, read_events
-from orchestra.parallel.mesh import Mesh, RankEnvironment
-from orchestra.rundir import RunDir
-from orchestra.train import memory_copies, position, preflight
+from checkpointing.errors import SaveFailedError
+from checkpointing.options import Options, no_fault
+from conf.schema import WhenBusy
+from orchestra.errors import RollBackError, TrainingError
+from orchestra.roll_backs import BadSteps, Stretch
+from orchestra.train import position, preflight, rolling_back
+from orchestra.train.beginning import Beginning, Setting, answered
 from orchestra.train.copy_slots import FOLDER_VARIABLE
 from orchestra.train.faults import Faults
 from orchestra.train.fence import fenced
-from orchestra.train.init_from import load_start
 from orchestra.train.memory_copies import CopySetting, MemoryCopies
 from orchestra.train.position import Position
 from orchestra.train.record import wandb_id
-from orchestra.train.state import TensorState, changes, digest, facts
+from orchestra.train.rolling_back import Seen
+from orchestra.train.save_rhythm import SaveRhythm
+from orchestra.train.state import TensorState, facts
 
 # How often the checkpoint of the last step is tried: nothing comes after it that could make up for it.
 _LAST_TRIES = 2
-
-
-@dataclass(frozen=True)
-class Setting:
-    """Whose checkpoints they are, and who this rank is among its peers."""
-
-    config: Config
-    run: RunDir
-    attempt: int
-    ranks: RankEnvironment
-    mesh: Mesh
-    peers: Peers
-    events: EventWriter
-    # The step whose copies in memory are to be taken; None: the newest checkpoint is.
-    from_memory: int | None = None
-
-    @property
-    def place(self) -> str:
-        """The folder or URL of the run's checkpoints."""
-        return self.config.checkpoint.dir or str(self.run.checkpoints)
 
 
 class Checkpoints:
@@ -70,7 +46,8 @@ class Checkpoints:
         self._state = state
         self._peers = setting.peers
         self._last_step = setting.config.train.steps
-        self._every_steps = setting.config.checkpoint.every_steps
+        self._saves = setting.config.checkpoint.every_steps is not None
+        self._rhythm = SaveRhythm(setting, self._tell)
         self._facts = facts(setting.config)
         self._id = wandb_id(setting.run)
         self._checkpointer = Checkpointer(
@@ -82,6 +59,7 @@ class Checkpoints:
             at_phase=fenced(setting.run, setting.attempt, setting.events, faults.strike),
         )
         self._copies = self._made_copies()
+        self._left_out: tuple[Stretch, ...] = ()
 
     def begin(self) -> Position:
         """Return where to continue from, the state filled, and make ready to save.
@@ -91,10 +69,11 @@ class Checkpoints:
         where the run's own are gone, or where they are of another model, or where none is intact;
         TrainingError where a save will not fit.
         """
-        begin = self._restored() if self._setting.attempt > 0 else self._fresh()
-        if begin.step == 0 and self._setting.config.model.init_from is not None:
-            self._take_weights()
-        if self._every_steps is not None:
+        beginning = Beginning(self._setting, self._state, self._checkpointer, self._copies, self._tell)
+        begin = beginning.find()
+        self._left_out = begin.left_out
+        self._rhythm.begin(begin.step)
+        if self._saves:
             self._prepare()
         if self._copies is not None:
             self._copies.prepare(begin.step)
@@ -102,9 +81,8 @@ class Checkpoints:
 
     def is_due(self, step: int, *, is_last: bool = False) -> bool:
         """Whether the state behind `step` is to be saved; `is_last`: this attempt ends there."""
-        if self._every_steps is None:
-            return False
-        return is_last or step % self._every_steps == 0 or step == self._last_step
+        is_due = self._rhythm.is_due(step)
+        return self._saves and (is_due or is_last or step == self._last_step)
 
     def waits_for_storage(self, step: int, *, is_last: bool = False) -> bool:
         """Whether the save behind `step` may hold the training until what it writes is committed."""
@@ -124,6 +102,31 @@ class Checkpoints:
         self._checkpointer.save(behind.step, self._state.snapshot(), self._document(behind))
         if not self._setting.config.checkpoint.async_save:
             self._failure()
+
+    def roll_back(self, bad: BadSteps, reached: int, global_batch_size: int) -> RollBackError:
+        """Decide where the run goes back to from some bad steps, and put it on the disk; return the error
+        that ends this attempt.
+
+        `reached`: where the data stands behind the last bad step. Waits for the save under way.
+        """
+        setting, seen = self._setting, Seen(reached, global_batch_size, self._left_out)
+        # What it writes is of a step before: it may be the one to go back to.
+        self._failure()
+
+        def order() -> str:
+            # Whoever has been replaced has no say in where the run goes on.
+            fenced(setting.run, setting.attempt, setting.events, no_fault)("before_manifest", bad.last)
+            config = setting.config.recovery.roll_back
+            return rolling_back.order(
+                self._checkpointer, bad, seen, config, setting.attempt, setting.events
+            ).words
+
+        words = answered(self._peers, "roll back", order)
+        self._peers.tell("rolled back", None)
+        if self._peers.is_coordinator:
+            # Its store ends with it: the other ranks are to have read the answer.
+            self._peers.hear_all("rolled back")
+        return RollBackError(f"{bad.words}: {words}")
 
     # Copies in memory.
 
@@ -195,145 +198,11 @@ class Checkpoints:
         """Return the state that is no tensor. Rank 0's is what is written; the others have no totals."""
         if behind.totals is None:
             return {}
-        full = replace(behind, num_updates=self._state.num_updates)
+        full = replace(behind, num_updates=self._state.num_updates, left_out=self._left_out)
         identity = {"wandb_id": self._id, "config": self._facts}
         return {**position.to_json(full), **identity}
 
-    # Beginning.
-
-    def _claim(self) -> None:
-        """Make a place outside the run's directory this run's own: two runs in one would remove each other's
-        checkpoints.
-        """
-        setting = self._setting
-        if setting.config.checkpoint.dir is None or self._every_steps is None:
-            return
-        mine = self._id or setting.run.name
-        owner = self._answered("owner", lambda: self._checkpointer.claim(mine))
-        if owner != mine:
-            raise UnusableCheckpointError(
-                f"{setting.place} belongs to another run (its wandb id is {owner}, this run's is {mine}); "
-                "give this run a folder of its own (checkpoint.dir)"
-            )
-
-    def _fresh(self) -> Position:
-        if self._every_steps is None:
-            return Position()
-        found = self._answered("committed", self._checkpointer.committed_steps)
-        if found:
-            raise UnusableCheckpointError(
-                f"{self._setting.place} holds checkpoints already (newest: step {found[-1]}), and this run "
-                "has only begun: they are another run's; continue that one with `orchestra resume RUN`, or "
-                "give this run a folder of its own (checkpoint.dir)"
-            )
-        self._claim()
-        return Position()
-
-    def _restored(self) -> Position:
-        self._claim()
-        found = self._from_memory()
-        if isinstance(found, Position):
-            return found
-        try:
-            restored = self._checkpointer.restore(self._wanted)
-        except NoCheckpointError as error:
-            # Whoever starts again finds the same.
-            raise UnusableCheckpointError(str(error)) from error
-        if restored is None:
-            return self._from_the_beginning(found)
-        begin = position.from_json(restored.state)
-        self._state.take_back(restored.manifest, begin.num_updates)
-        self._announce(restored, found)
-        return begin
-
-    def _from_memory(self) -> Position | str | None:
-        """Return where the copies in memory stand, the state filled; why it cannot be; None unless asked."""
-        step = self._setting.from_memory
-        if step is None:
-            return None
-        if self._copies is None:
-            return "recovery.memory_copy_every_steps is null"
-        found = self._copies.restore(step)
-        if isinstance(found, str):
-            return found
-        begin = position.from_json(found.document)
-        self._state.take_back_all(begin.num_updates)
-        if self._peers.is_coordinator:
-            self._tell("restored", memory_copies.evidence(found, self._setting.mesh.layout))
-        return begin
-
-    def _wanted(self, manifest: Manifest) -> list[Shard]:
-        theirs = manifest.state.get("wandb_id")
-        if None not in (theirs, self._id) and theirs != self._id:
-            raise UnusableCheckpointError(
-                f"{self._setting.place} holds checkpoints of another run (its wandb id is {theirs}, this "
-                f"run's is {self._id}); give this run a folder of its own (checkpoint.dir)"
-            )
-        changes(_saved_facts(manifest), self._facts)
-        return self._state.wanted(manifest)
-
-    def _from_the_beginning(self, not_from_memory: str | None) -> Position:
-        lost = self._answered("lost", self._step_that_was_committed)
-        if lost is not None:
-            raise UnusableCheckpointError(
-                f"the run's events record a checkpoint of step {lost}, but {self._setting.place} holds none; "
-                "bring the folder back, or begin a new run"
-            )
-        if self._peers.is_coordinator:
-            nothing = {"step": 0, "seconds": 0.0, "bytes_read": 0, "skipped": []}
-            told = {"source": "beginning", "not_from_memory": not_from_memory}
-            self._tell("restored", {**nothing, **told, "reason": "no checkpoint was committed yet"})
-        return Position()
-
-    def _take_weights(self) -> None:
-        """Begin with given weights in the place of those from the seed."""
-        setting = self._setting
-        group = dist.group.WORLD if setting.mesh.world_size > 1 else None
-        start = load_start(setting.config, self._state.masters, self._peers, group)
-        self._state.masters_were_filled()
-        if self._peers.is_coordinator:
-            self._tell("weights_loaded", asdict(start))
-
-    def _step_that_was_committed(self) -> int | None:
-        events = read_events(self._setting.run)
-        steps = [it["step"] for it in events if it["event"] == "checkpoint_committed" and "step" in it]
-        return max(steps, default=None)
-
-    def _answered(self, topic: str, question: Any) -> Any:
-        """Return rank 0's answer to a question, so that all ranks go the same way."""
-        if self._peers.is_coordinator:
-            try:
-                self._peers.answer(topic, {"is": question()})
-            except CheckpointError as error:
-                self._peers.answer(topic, {"failed": str(error)})
-        answer = self._peers.await_answer(topic)
-        if "failed" in answer:
-            raise TrainingError(answer["failed"])
-        return answer["is"]
-
-    def _announce(self, restored: Restored, not_from_memory: str | None) -> None:
-        bytes_read = sum(self._peers.exchange("bytes read", restored.bytes_read))
-        if not self._peers.is_coordinator:
-            return
-        skipped = [{"step": step, "reason": reason} for step, reason in restored.skipped]
-        gone = _newest_recorded(self._setting.run)
-        if gone > max([restored.step, *(step for step, _ in restored.skipped)]):
-            reason = "its manifest is not there any more, though it was committed"
-            skipped.insert(0, {"step": gone, "reason": reason})
-        evidence = {
-            "source": "checkpoint",
-            "not_from_memory": not_from_memory,
-            "step": restored.step,
-            "seconds": restored.seconds,
-            "bytes_read": bytes_read,
-            "skipped": skipped,
-            "layout_saved": dict(restored.manifest.layout),
-            "layout": asdict(self._setting.mesh.layout),
-            "generation": restored.manifest.generation,
-            "digest": digest(restored.manifest),
-            "changes": changes(_saved_facts(restored.manifest), self._facts),
-        }
-        self._tell("restored", evidence)
+    # Making ready.
 
     def _prepare(self) -> None:
         setting = self._setting
@@ -377,18 +246,3 @@ def options(setting: Setting) -> Options:
         restore=chosen.restore.name,
         limit_s=chosen.timeout_s,
     )
-
-
-def _newest_recorded(run: RunDir) -> int:
-    """Return the step that the run's events expect to be restored: committed last, or gone back to since."""
-    last = 0
-    for event in read_events(run):
-        is_of_storage = event.get("source") != memory_copies.SOURCE
-        if event["event"] in ("checkpoint_committed", "restored") and is_of_storage:
-            last = event.get("step", last)
-    return last
-
-
-def _saved_facts(manifest: Manifest) -> Mapping[str, Any]:
-    saved = manifest.state.get("config")
-    return saved if isinstance(saved, Mapping) else {}

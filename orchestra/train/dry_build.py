@@ -53,6 +53,8 @@ class HeldBytes:
     optimizer: int
     gathered_units: int
     passing: int | None = None
+    # How much of `optimizer` are masters.
+    masters: int = 0
 
     @property
     def state(self) -> int:
@@ -69,7 +71,7 @@ def dry_build(config: Config, world_size: int, rank: int = 0, *, with_step: bool
     degrees = layout(config.parallelism, world_size)
     if max(degrees.pp, degrees.cp, degrees.ep) > 1:
         raise ConfigError("the trainer has no pipeline, context or expert parallelism yet; use pp=cp=ep=1")
-    with _fake_ranks(world_size, rank), FakeTensorMode():
+    with fake_ranks(world_size, rank), FakeTensorMode():
         mesh = make_mesh(rank, degrees, torch.device("cpu"))
         training = build_training(config, mesh)
         held = held_bytes(training)
@@ -77,7 +79,7 @@ def dry_build(config: Config, world_size: int, rank: int = 0, *, with_step: bool
 
 
 @contextmanager
-def _fake_ranks(world_size: int, rank: int) -> Iterator[None]:
+def fake_ranks(world_size: int, rank: int) -> Iterator[None]:
     """Join a group in which nobody else is: its collectives end at once and move nothing."""
     if world_size == 1:
         yield
@@ -115,6 +117,7 @@ def held_bytes(training: Training) -> HeldBytes:
         gradients=training.parallelized.stage.gradient_bytes(),
         optimizer=bytes_of([*masters, *moments]),
         gathered_units=bytes_of(wholes) if units.is_split else 0,
+        masters=bytes_of(masters),
     )
 
 

@@ -67,6 +67,7 @@ class Faults:
         self._device = device
         self._slow: list[PlannedFault] = []
         self._poison: tuple[int, float] = (0, 1.0)
+        self._flip = 0
 
     def strike(self, phase: str, step: int) -> None:
         """Fail if a fault is planned for this moment: then this call mostly never returns."""
@@ -81,6 +82,10 @@ class Faults:
         """Return what the loss of this rank in `step` is to be multiplied with; 1: nothing is planned."""
         poisoned, factor = self._poison
         return factor if poisoned == step else 1.0
+
+    def flips(self, step: int) -> bool:
+        """Whether a bit of a gradient that this rank computes in `step` is to be flipped."""
+        return self._flip == step
 
     def _tell(self, fault: PlannedFault, step: int) -> None:
         if self._events is not None:
@@ -111,6 +116,8 @@ class Faults:
                 self._poison = (step, math.nan)
             case Fault.spike:
                 self._poison = (step, _SPIKE)
+            case Fault.flip:
+                self._flip = step
             case Fault.slow:
                 self._slow.append(fault)
             case Fault.agent_kill:
@@ -128,6 +135,18 @@ def ask_for_too_much(device: torch.device | None) -> None:
     import torch
 
     torch.empty(_TOO_MANY_BYTES, dtype=torch.uint8, device=device)
+
+
+def flip_bit(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a gradient with one bit of its first element flipped: the number stays finite, mostly."""
+    import torch
+
+    flipped = gradient.detach().clone(memory_format=torch.contiguous_format)
+    size = flipped.element_size()
+    # The highest bits of the mantissa of fp32, and within that of 16-bit numbers.
+    bits = flipped.view(-1).view(torch.int32 if size == 4 else torch.int16)
+    bits[0] ^= 1 << (8 * size - 10)
+    return flipped
 
 
 def loop_in_python(seconds: float) -> None:

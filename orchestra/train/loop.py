@@ -11,10 +11,12 @@ from conf.schema import Config
 from orchestra.control import StopRequest
 from orchestra.data.ledger import Ledger
 from orchestra.data.loader import Batch, Loader
+from orchestra.errors import TrainingError
 from orchestra.events import EventWriter
 from orchestra.heartbeat import Phase
 from orchestra.jsonl import JsonLinesWriter
 from orchestra.parallel.marks import marked
+from orchestra.roll_backs import BadSteps
 from orchestra.step_shares import Part
 from orchestra.train.build import Training
 from orchestra.train.checkpoints import Checkpoints
@@ -23,6 +25,7 @@ from orchestra.train.moments import Moments
 from orchestra.train.nonfinite import NonFiniteGuard, OverflowLog
 from orchestra.train.position import Position
 from orchestra.train.profile import StepProfiler
+from orchestra.train.replay import ReplayError
 from orchestra.train.step import StepResult, TrainingStep
 from orchestra.train.step_times import StepTimes
 from orchestra.train.stopping import Stopping
@@ -69,7 +72,7 @@ def train(
     """Run the steps after `begin` up to train.steps, or until a stop is asked for. *Collective*.
 
     Returns the request where it ended before the last step, its state saved; all ranks then stand behind the
-    same step. Raises NonFiniteError by the policy.
+    same step. Raises NonFiniteError, LossSpikeError or RollBackError by the policy.
     """
     guard = _guard(config, training, recorder, begin)
     overflows = OverflowLog(training.step.loss_scale, recorder.events)
@@ -83,11 +86,7 @@ def train(
         moments.enter(Phase.step, step)
         with recorder.profiler.step(step):
             began = time.perf_counter()
-            moments.enter(Phase.data, step)
-            with marked(Part.data):
-                batch = course.loader.next_batch()
-            data_time_s = time.perf_counter() - began
-            result = training.step.run(step, batch.tokens)
+            batch, result, data_time_s = _trained(step, training, course)
         course.step_times.end()
         if recorder.ledger is not None:
             recorder.ledger.write(step, batch.sample_ids)
@@ -107,6 +106,8 @@ def train(
             if is_row:
                 _log(step, loss, result, recorder, guard.num_skipped, overflows)
         if failure is not None:
+            if isinstance(failure, BadSteps):
+                failure = _rolled_back(failure, step, batch, training, course)
             raise failure
         if is_saved or is_copied:
             waits = is_saved and course.checkpoints.waits_for_storage(step, is_last=request is not None)
@@ -119,6 +120,27 @@ def train(
         if request is not None:
             return request
     return None
+
+
+def _trained(step: int, training: Training, course: Course) -> tuple[Batch, StepResult, float]:
+    """Train a step; return its batch, its result and the seconds that the batch was waited for."""
+    began = time.perf_counter()
+    course.moments.enter(Phase.data, step)
+    with marked(Part.data):
+        batch = course.loader.next_batch()
+    data_time_s = time.perf_counter() - began
+    try:
+        return batch, training.step.run(step, batch.tokens), data_time_s
+    except ReplayError as error:
+        raise _rolled_back(error.bad, step, batch, training, course) from error
+
+
+def _rolled_back(bad: BadSteps, step: int, batch: Batch, training: Training, course: Course) -> TrainingError:
+    """Decide where the run goes back to; return the error that ends the attempt. *Collective*."""
+    size = training.batch.global_batch_size
+    # The data of the last bad step ends before that of the steps that were trained since.
+    reached = batch.position - (step - bad.last) * size
+    return course.checkpoints.roll_back(bad, reached, size)
 
 
 def _requested(step: int, course: Course, recorder: Recorder) -> StopRequest:

@@ -1,5 +1,5 @@
 """What happens to steps whose loss or gradient norm is not finite, or whose loss is a spike: counted, told,
-and in the end an error.
+and in the end an error, or what the run is to go back behind.
 
 Overflows of a scaled loss are none of these: they belong to fp16, correct the factor, and are told only.
 """
@@ -13,6 +13,7 @@ from orchestra.errors import LossSpikeError, NonFiniteError, TrainingError
 from orchestra.events import EventWriter
 from orchestra.jsonl import Record
 from orchestra.precision.loss_scale import DynamicLossScale
+from orchestra.roll_backs import NOT_FINITE, SPIKE, BadSteps
 from orchestra.train.step import StepResult
 
 
@@ -45,8 +46,9 @@ class NonFiniteGuard:
         self._num_in_a_row = before.num_in_a_row
         self.num_skipped = before.num_skipped
 
-    def failure(self, step: int, result: StepResult, *, must_read: bool) -> TrainingError | None:
-        """Count a skipped step; return the error to raise where the policy says to stop. All ranks agree.
+    def failure(self, step: int, result: StepResult, *, must_read: bool) -> TrainingError | BadSteps | None:
+        """Count a skipped step; return the error to raise where the policy says to stop, the steps to go back
+        behind where it says so. All ranks agree.
 
         With `must_read` the counts are complete afterwards.
         """
@@ -60,11 +62,16 @@ class NonFiniteGuard:
             else:
                 self._num_in_a_row = 0
             if self._num_in_a_row >= self._limit:
-                return NonFiniteError(self._explained(unread_step, unread_result))
+                words = self._explained(unread_step, unread_result)
+                if self._policy is not OnNonfinite.roll_back:
+                    return NonFiniteError(words)
+                return BadSteps(unread_step - self._num_in_a_row + 1, unread_step, NOT_FINITE, words)
             if unread_result.is_spike is not None and bool(unread_result.is_spike):
                 self._tell_spike(unread_step, unread_result)
                 if self._on_spike is OnSpike.stop:
                     return LossSpikeError(_spike_explained(unread_step, unread_result))
+                if self._on_spike is OnSpike.roll_back:
+                    return BadSteps(unread_step, unread_step, SPIKE, _spike_found(unread_step, unread_result))
         return None
 
     def counts(self) -> NonFiniteSteps:
@@ -88,16 +95,25 @@ class NonFiniteGuard:
                 f"{found}, and train.on_nonfinite=stop; the parameters are those of the step before. Lower "
                 "optim.lr or look at this step's data (data.ledger=true writes its sample ids)"
             )
-        return (
+        in_a_row = (
             f"{found}; {self._num_in_a_row} steps in a row were skipped "
-            f"(train.max_nonfinite_steps={self._limit}). Lower optim.lr, raise optim.warmup_steps, or use "
+            f"(train.max_nonfinite_steps={self._limit})"
+        )
+        if self._policy is OnNonfinite.roll_back:
+            return in_a_row
+        return (
+            f"{in_a_row}. Lower optim.lr, raise optim.warmup_steps, or use "
             "precision=fp32 to see whether it is a matter of range"
         )
 
 
+def _spike_found(step: int, result: StepResult) -> str:
+    return f"step {step}: the loss rose to {float(result.loss):.4g}, far above the last ones"
+
+
 def _spike_explained(step: int, result: StepResult) -> str:
     return (
-        f"step {step}: the loss rose to {float(result.loss):.4g}, far above the last ones, and "
+        f"{_spike_found(step, result)}, and "
         "recovery.loss_spike.action=stop; the parameters are those of the step before. Look at this step's "
         "data (data.ledger=true writes its sample ids), lower optim.lr, or go on without this step's update: "
         "`orchestra resume RUN recovery.loss_spike.action=skip`"

@@ -13,17 +13,19 @@ from typing import Any
 from orchestra.errors import UnusableCheckpointError
 from orchestra.events import is_number, is_whole
 from orchestra.precision.loss_scale import MOST, ScaleState
+from orchestra.roll_backs import Stretch, from_lists, to_lists
 from orchestra.train.metrics import Totals
 from orchestra.train.nonfinite import NonFiniteSteps
 
 
 @dataclass(frozen=True)
 class Position:
-    """The last step that was trained, and the samples that the whole run consumed up to it.
+    """The last step that was trained, and the samples that the whole run consumed, or left out, up to it.
 
     `num_updates` counts the optimizer's updates (skipped steps left out). `score` is the last loss, None
     where it was not finite. `totals` is None before the first step, and on ranks that keep none.
-    `loss_scale` is None where the loss is not scaled. `recent_losses` are what spikes are judged by.
+    `loss_scale` is None where the loss is not scaled. `recent_losses` are what spikes are judged by, and
+    `left_out` the data that no step trains on.
     """
 
     step: int = 0
@@ -34,13 +36,18 @@ class Position:
     score: float | None = None
     loss_scale: ScaleState | None = None
     recent_losses: tuple[float, ...] = ()
+    left_out: tuple[Stretch, ...] = ()
 
 
 def to_json(position: Position) -> dict[str, Any]:
     """Return a position with its totals as it stands in a checkpoint's manifest."""
     assert position.totals is not None
     totals = asdict(position.totals)
-    scaled = {} if position.loss_scale is None else {"loss_scale": asdict(position.loss_scale)}
+    others: dict[str, Any] = {}
+    if position.loss_scale is not None:
+        others["loss_scale"] = asdict(position.loss_scale)
+    if position.left_out:
+        others["left_out"] = to_lists(position.left_out)
     return {
         "step": position.step,
         "samples": position.samples,
@@ -50,7 +57,7 @@ def to_json(position: Position) -> dict[str, Any]:
         "metrics": totals,
         "score": position.score,
         "recent_losses": list(position.recent_losses),
-        **scaled,
+        **others,
     }
 
 
@@ -68,6 +75,7 @@ def from_json(state: Mapping[str, Any]) -> Position:
         score=score if is_number(score) else None,
         loss_scale=_loss_scale(state),
         recent_losses=_recent_losses(state),
+        left_out=from_lists(state.get("left_out")),
     )
 
 

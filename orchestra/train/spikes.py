@@ -21,7 +21,7 @@ from conf.schema import LossSpikeConfig, OnSpike
 _NORMAL = 1.4826
 _LEAST_SPREAD = 0.01
 # What is done to a spike's update where it is not trained.
-LEAVES_OUT = (OnSpike.skip, OnSpike.stop)
+LEAVES_OUT = (OnSpike.skip, OnSpike.roll_back, OnSpike.stop)
 
 
 class LossSpikes:

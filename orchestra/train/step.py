@@ -6,7 +6,8 @@ accumulated micro-batches, B sequences of one micro-batch, S sequence length.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +24,9 @@ from orchestra.parallel.mesh import Mesh
 from orchestra.parallel.zero.stage import norm_over_ranks
 from orchestra.precision.loss_scale import DynamicLossScale
 from orchestra.step_shares import Part
+from orchestra.train.faults import flip_bit
 from orchestra.train.moments import Moments
+from orchestra.train.replay import Replay
 from orchestra.train.spikes import LEAVES_OUT, LossSpikes
 
 
@@ -75,11 +78,20 @@ class TrainingStep:
         self.moments = Moments()
         # Called when gradients are complete, before masters and moments change: whoever reads them ends then.
         self.before_update: Callable[[], None] = _nothing
+        # Computes other ranks' steps again; None: nobody does.
+        self.replay: Replay | None = None
 
     def run(self, step: int, tokens_ABS: Tensor) -> StepResult:
-        """Train on this rank's micro-batches [A, B, S + 1] (int64, any device) and update the parameters."""
+        """Train on this rank's micro-batches [A, B, S + 1] (int64, any device) and update the parameters.
+
+        Raises ReplayError, on all ranks and before the update, where a micro-batch that was computed twice
+        came out differently.
+        """
         lr = learning_rate(self._config.optim, self._config.train, step)
-        loss, loss_work = self._forward_backward(step, tokens_ABS)
+        replay = self.replay if self.replay is not None and self.replay.is_due(step) else None
+        loss, loss_work = self._forward_backward(step, tokens_ABS, replay)
+        if replay is not None:
+            replay.compare()
         self.moments.enter(Phase.reduce, step)
         stage = self._parallel.stage
         # The sum of squares is the first part of clipping.
@@ -108,12 +120,16 @@ class TrainingStep:
         self.loss_scale.follow(has_overflowed, ~is_bad)
         return StepResult(loss, grad_norm, is_bad & ~has_overflowed, lr, scale, has_overflowed, is_spike)
 
-    def _forward_backward(self, step: int, tokens_ABS: Tensor) -> tuple[Tensor, dist.Work | None]:
+    def _forward_backward(
+        self, step: int, tokens_ABS: Tensor, replay: Replay | None
+    ) -> tuple[Tensor, dist.Work | None]:
         num_micro_batches = tokens_ABS.shape[0]
         total = torch.zeros((), device=self._mesh.device)
         work: dist.Work | None = None
         # The loss takes its gradients in the forward pass: what scales them has to come in there.
         share = self._share if self.loss_scale is None else self.loss_scale.scale * self._share
+        if replay is not None:
+            replay.begin(step, tokens_ABS[0], share)
         for index in range(num_micro_batches):
             self.moments.enter(Phase.forward, step, index)
             if index == 0 and (factor := self.moments.faults.factor(step)) != 1.0:
@@ -129,6 +145,21 @@ class TrainingStep:
                 # pass.
                 work = dist.all_reduce(total, group=self._mesh.dp_group, async_op=True)
             self.moments.enter(Phase.backward, step, index)
-            with marked(Part.backward):
+            with marked(Part.backward), self._disturbed_and_watched(step, index, loss, replay):
                 loss.backward()
         return total, work
+
+    @contextmanager
+    def _disturbed_and_watched(
+        self, step: int, index: int, loss: Tensor, replay: Replay | None
+    ) -> Iterator[None]:
+        """Flip a bit of a gradient where that is planned; let it be seen by who compares."""
+        with ExitStack() as stack:
+            if index == 0 and self.moments.faults.flips(step):
+                # Before the gradients are looked at: so does a broken device.
+                parameter = self._parallel.trained[-1].parameter
+                stack.callback(parameter.register_hook(flip_bit).remove)  # type: ignore[no-untyped-call]
+            if index == 0 and replay is not None:
+                replay.saw(loss)
+                stack.enter_context(replay.watched())
+            yield

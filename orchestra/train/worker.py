@@ -35,8 +35,9 @@ from orchestra.parallel.low_precision import refuse_missing_hardware
 from orchestra.parallel.mesh import Mesh, RankEnvironment, open_mesh, rank_environment
 from orchestra.parallel.peers import open_peers
 from orchestra.rundir import RunDir
+from orchestra.train.beginning import Setting
 from orchestra.train.build import Training, build_loader, build_training, set_numerics
-from orchestra.train.checkpoints import Checkpoints, Setting
+from orchestra.train.checkpoints import Checkpoints
 from orchestra.train.faults import Faults, planned_faults
 from orchestra.train.loop import Course, Progress, Recorder, train
 from orchestra.train.memory_report import is_out_of_memory, out_of_memory
@@ -46,6 +47,7 @@ from orchestra.train.moments import Moments
 from orchestra.train.peak import device_peak_flops
 from orchestra.train.position import Position
 from orchestra.train.profile import StepProfiler
+from orchestra.train.replay import Replay
 from orchestra.train.state import TensorState
 from orchestra.train.step_times import StepTimes, step_clock
 from orchestra.train.stopping import RequestWatch, Stopping
@@ -166,12 +168,13 @@ def _train_on(mesh: Mesh, config: Config, ranks: RankEnvironment, records: Recor
         training.step.loss_scale.state = begin.loss_scale
     if training.step.spikes is not None:
         training.step.spikes.recent = begin.recent_losses
-    loader = build_loader(config, mesh, training.batch, begin.samples)
+    loader = build_loader(config, mesh, training.batch, begin.samples, begin.left_out)
     watch = RequestWatch(records.run, records.attempt) if mesh.rank == 0 else None
     stopping = Stopping(peers, watch)
     clock, listener = step_clock(mesh.device), records.events if mesh.rank == 0 else None
     step_times = StepTimes(config.recovery, peers, clock, listener)
     recorder = _recorder(config, mesh, training, stopping, records, begin)
+    training.step.replay = _replay(config, mesh, training, peers, listener, begin)
     try:
         request = train(
             config, training, Course(loader, checkpoints, stopping, moments, step_times), recorder, begin
@@ -188,6 +191,19 @@ def _train_on(mesh: Mesh, config: Config, ranks: RankEnvironment, records: Recor
     if request is not None:
         raise StopRequested(str(request))
     return training
+
+
+def _replay(
+    config: Config,
+    mesh: Mesh,
+    training: Training,
+    peers: Peers,
+    events: EventWriter | None,
+    begin: Position,
+) -> Replay | None:
+    if config.recovery.replay_every_steps is None:
+        return None
+    return Replay(config, training.parallelized, mesh, peers, events, begin.step)
 
 
 def _refuse_past_end(config: Config, begin: Position) -> None:

@@ -12,9 +12,9 @@ from source_tree import PACKAGES, Module, ancestors, imports, modules, reached, 
 ORDER = (
     # what both planes know: errors, files and their paths
     *("errors", "units", "rundir", "sweepdir", "jsonl", "events", "control", "frozen", "metrics_file"),
-    *("network", "step_shares", "heartbeat", "faults"),
+    *("network", "step_shares", "heartbeat", "faults", "roll_backs"),
     # integers and tables
-    *("topology", "hardware", "flops", "activations"),
+    *("topology", "hardware", "flops", "activations", "save_interval"),
     # shapes and bytes of published weights
     "huggingface",
     # one device
@@ -24,9 +24,11 @@ ORDER = (
     "train",
     # the control plane
     *("recovery", "plan", "report"),
-    *("config", "submit", "doctor", "crew", "cli", "__main__"),
+    *("config", "submit", "doctor", "crew", "rehearsal", "cli", "__main__"),
 )
-CONTROL_PLANE = {"recovery", "plan", "report", "config", "submit", "doctor", "crew", "cli", "__main__"}
+CONTROL_PLANE = {
+    *("recovery", "plan", "report", "config", "submit", "doctor", "crew", "rehearsal", "cli", "__main__")
+}
 WITHOUT_TORCH = CONTROL_PLANE | set(ORDER[: ORDER.index("precision")])
 
 # Packages outside the standard library that each of ours may import; orchestra may import any of pyproject's.

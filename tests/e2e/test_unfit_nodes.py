@@ -26,8 +26,8 @@ TIMEOUT_S = 240.0
 
 def train(folder: Path, *overrides: str, environments: dict[int, dict[str, str]]) -> tuple[RunDir, list[str]]:
     """Train on two of three nodes of this machine to the end; return the run and what the agents said."""
-    words = ["cluster=slurm", "cluster.nodes=2", "cluster.spare_nodes=1", "cluster.device=cpu", *overrides]
-    words += ["cluster.gpus_per_node=1", "train.steps=3", "run.name=mine", f"run.dir={folder}"]
+    words = ["cluster=slurm", "cluster.nodes=2", "cluster.spare_nodes=1", "cluster.device=cpu"]
+    words += ["cluster.gpus_per_node=1", "train.steps=3", "run.name=mine", f"run.dir={folder}", *overrides]
     config = compose(words, Situation("submit")).config
     request = RunRequest(config, signature(config), words)
     run = prepare(request, planned_run(request, 0.0))

@@ -35,7 +35,7 @@ def split_tensors(model: Transformer, config: Config, mesh: Mesh) -> dict[str, T
         mesh.traffic,
         is_sequence_parallel=is_sequence_parallel,
         # A GPU gathers again behind a product, for less memory; on CPU a gather is not hidden by anything.
-        gathers_again=is_sequence_parallel and mesh.device.type == "cuda",
+        gathers_again=is_sequence_parallel and mesh.is_gpu,
     )
     places = _cut_parameters(model, group, mesh.tp_group, mesh.open_group)
     _replace_modules(model, group)

@@ -88,11 +88,15 @@ class Collectives:
     """The collectives of one group. *Collective*: all its ranks call the same methods in the same order.
 
     Gathers and sums may overtake each other. `wire` is the data type in which numbers travel that are to be
-    summed; messages between the ranks of a gloo group are summed in fp32 whatever it is.
+    summed; messages between the ranks of a gloo group are summed in fp32 whatever it is. `is_direct=False`
+    uses the library's collectives on CPU too.
     """
 
-    def __init__(self, group: dist.ProcessGroup, wire: torch.dtype, traffic: Traffic) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, wire: torch.dtype, traffic: Traffic, *, is_direct: bool = True
+    ) -> None:
         self._group = group
+        self._may_be_direct = is_direct
         self._wire = wire
         self._traffic = traffic
         self.size = dist.get_world_size(group)
@@ -153,7 +157,7 @@ class Collectives:
         return _Works([work])
 
     def _is_direct(self, flat: Tensor) -> bool:
-        return not flat.is_cuda
+        return self._may_be_direct and not flat.is_cuda
 
     def _others(self) -> list[int]:
         return [peer for peer in range(self.size) if peer != self.index]

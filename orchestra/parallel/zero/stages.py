@@ -47,7 +47,11 @@ def make_stage(
         return Alone(units, shared)
 
     def over(group: dist.ProcessGroup | None) -> Collectives | None:
-        return None if group is None else Collectives(group, precision.reduce, mesh.traffic)
+        return (
+            None
+            if group is None
+            else Collectives(group, precision.reduce, mesh.traffic, is_direct=not mesh.is_gpu)
+        )
 
     shard = over(mesh.shard_group)
     # Without ranges to share out, all of data parallelism are replicas.

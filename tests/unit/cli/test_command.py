@@ -217,3 +217,7 @@ def test_what_the_mirror_missed_is_told_with_its_advice() -> None:
     (line,) = describe.mirror_lines([{"event": "other"}, failed])
     assert line == "wandb   incomplete: the server could not be reached; wandb sync x"
     assert describe.mirror_lines([{"event": "finished"}]) == []
+    path = f"/{'long/' * 20}run"
+    *lines, last = describe.mirror_lines([{**failed, "cause": "it did not end " * 8, "advice": path}])
+    assert max(map(len, lines)) <= 80
+    assert last.split()[-1] == path

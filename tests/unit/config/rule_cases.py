@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from going_back_cases import GOING_BACK
+
 # Keys and their values, on top of the defaults.
 Change = dict[str, Any]
 
 _ON_FOUR_NODES: Change = {"cluster.launcher": "slurm", "cluster.nodes": 4, "cluster.gpus_per_node": 2}
 
 CASES: list[tuple[str, Change, Sequence[str]]] = [
+    *GOING_BACK,
     ("rule_sizes", {"train.steps": 0}, ["train.steps=0", "1 or more"]),
     ("rule_sizes", {"train.seq_len": 0}, ["train.seq_len=0"]),
     ("rule_sizes", {"train.log_every": 0}, ["train.log_every=0"]),

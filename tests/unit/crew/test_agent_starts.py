@@ -1,4 +1,7 @@
-"""A node's agent that is killed is started again: not for ever, but a long life makes up for earlier ends."""
+"""A node's agent that is killed is started again: not for ever, but a long life makes up for earlier ends.
+
+One that stands still ends itself, and is started again too.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from orchestra.crew import __main__ as node
 place, num_deaths = Path(sys.argv[1]), int(sys.argv[2])
 node._LONG_LIFE_S = float(sys.argv[3])
 
-def work(argv, signals):
+def work(argv, signals, zygote):
     with place.open("a") as file:
         file.write("x")
     if len(place.read_text()) <= num_deaths:
@@ -43,3 +46,63 @@ def test_deaths_count_until_an_agent_lives_for_long(
     assert done.returncode == code, done.stderr
     assert len(place.read_text()) == num_starts
     assert ("is not started again" in done.stderr) == (code == 1)
+
+
+# The first agent never comes back from its work, though its other threads go on.
+_STANDING_STILL = """
+import sys, time
+from pathlib import Path
+from launchers import crew
+from orchestra.crew import __main__ as node
+from orchestra.crew import join
+
+place = Path(sys.argv[1])
+crew._LEAST_STALL_S, crew._STALL_TIMEOUTS = 1.0, 0
+
+def work(argv, signals, zygote):
+    me = crew.Crew(place, 0, 1, 10.0, join._end_this_agent)
+    me.join("host", "127.0.0.1", {})
+    with (place / "lives").open("a") as file:
+        file.write("x")
+    me.progress()
+    if len((place / "lives").read_text()) == 1:
+        time.sleep(600)
+    me.leave()
+    return 0
+
+node._work = work
+sys.exit(node.main([]))
+"""
+
+
+def test_an_agent_that_stands_still_ends_itself_and_is_started_again(tmp_path: Path) -> None:
+    words = [sys.executable, "-c", _STANDING_STILL, str(tmp_path / "crew")]
+    done = subprocess.run(words, env=os.environ, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "crew" / "lives").read_text() == "xx"
+    assert "stands still" in done.stderr
+    assert "was killed by signal 9" in done.stderr
+    # Where it stood.
+    assert "in work" in done.stderr
+
+
+# The job is warned while the node's first process still imports.
+_EARLY = """
+import os, signal, sys, time
+from orchestra.crew import __main__ as node
+
+def work(argv, signals, zygote):
+    deadline = time.monotonic() + 30
+    while not signals.count() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return {"SIGUSR2": 7}.get(signals.first, 1)
+
+node._import_ahead = lambda: os.kill(os.getpid(), signal.SIGUSR2)
+node._work = work
+sys.exit(node.main([]))
+"""
+
+
+def test_a_signal_that_comes_before_there_is_an_agent_is_handed_on() -> None:
+    done = subprocess.run([sys.executable, "-c", _EARLY], env=os.environ, check=False, timeout=120)
+    assert done.returncode == 7

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from conf.schema import ClusterConfig, Config, Device
+from launchers.copies import OWN, folders_of, open_shelf
 from orchestra.crew import fitness_probe
-from orchestra.crew.fitness_check import Findings, NodeCheck, wishes_of
+from orchestra.crew.fitness_check import Findings, NodeCheck, copies_name, wishes_of
 from orchestra.rundir import RunDir
 
 GENEROUS_S = 60.0
@@ -74,6 +75,24 @@ def test_a_full_place_makes_a_node_unfit(tmp_path: Path) -> None:
             (place / "more").write_bytes(bytes(65536))
         found = fitness_probe.keeps_a_file(str(place))
         assert "unfit" not in found
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
+
+
+@pytest.mark.mount
+def test_the_runs_own_copies_in_memory_leave_a_place_as_free_as_it_was(tmp_path: Path) -> None:
+    place, run = tmp_path / "small", RunDir(tmp_path / "runs" / "mine")
+    place.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)], check=True)
+    try:
+        shelf = open_shelf(copies_name(run), "here", place)
+        (shelf.folder / OWN / "rank-00000.slot-0.bin").write_bytes(bytes(1000 * 1024))
+        assert "free" in fitness_probe.room(str(place))["unfit"]
+        own = str(folders_of(copies_name(run), place))
+        assert fitness_probe.room(str(place), own) == {}
+        others = str(folders_of(copies_name(RunDir(tmp_path / "elsewhere" / "mine")), place))
+        assert "free" in fitness_probe.room(str(place), others)["unfit"]
+        shelf.close()
     finally:
         subprocess.run(["umount", str(place)], check=True)
 
@@ -218,4 +237,5 @@ def test_devices_are_looked_at_where_the_run_wants_them(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     on_cuda = Config(cluster=ClusterConfig(device=Device.cuda, gpus_per_node=8))
     assert wishes_of(on_cuda, run)["gpus"] == 8
+    assert wishes_of(on_cuda, run)["copies"] == str(folders_of(copies_name(run)))
     assert wishes_of(Config(cluster=ClusterConfig(device=Device.cpu, gpus_per_node=2)), run)["gpus"] == 0

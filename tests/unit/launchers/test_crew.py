@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from launchers import crew as crew_module
 from launchers.crew import Crew, Order
 from launchers.errors import LauncherError
 
@@ -75,6 +76,33 @@ def test_the_lowest_living_node_leads_and_a_stopped_one_is_silent(tmp_path: Path
         first.wait()
         second.leave()
         third.leave()
+
+
+def test_an_agent_that_makes_no_progress_falls_silent_and_is_told_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(crew_module, "_LEAST_STALL_S", 1.0)
+    monkeypatch.setattr(crew_module, "_STALL_TIMEOUTS", 0)
+    told = threading.Event()
+    first = Crew(tmp_path, 0, 2, TIMEOUT_S, told.set)
+    first.join("host0", "127.0.0.1", {})
+    second = joined(tmp_path, 1, 2)
+    try:
+        # Never before it has said once that it goes on, and not within what it said it needs.
+        assert second.silent([0]) == []
+        first.allow(6.0)
+        assert not told.wait(4.0)
+        assert second.silent([0]) == []
+        assert told.wait(30)
+        wait_until(lambda: second.silent([0]) == [0])
+        assert second.leads
+        told.clear()
+        first.progress()
+        wait_until(lambda: second.silent([0]) == [])
+        assert second.leader() == 0
+    finally:
+        first.leave()
+        second.leave()
 
 
 def test_a_member_that_left_does_not_lead(tmp_path: Path) -> None:

@@ -63,6 +63,50 @@ def test_a_spare_goes_on_with_what_a_lost_node_had(tmp_path: Path, monkeypatch: 
         assert not folder.exists()
 
 
+def test_a_spare_keeps_what_a_node_has_that_trains_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_copies, "open_shelf", lambda run, host: open_shelf(run, host, tmp_path))
+    alone, spare, other = (NodeCopies("run", f"node{it}", "127.0.0.1", tmp_path / "secret") for it in "123")
+    spare.begin(CopyPart(3, range(0)))
+    alone.begin(CopyPart(3, range(2), spare.address))
+    for rank in (0, 1):
+        put(alone, 4, rank, attempt=3)
+    await_that(lambda: held(spare) == [(3, 4, 0), (3, 4, 1)])
+    alone.close()
+    # Whoever decides asks the spare: it had no part whose end it would report.
+    told = other.held_at(spare.address)
+    assert told == spare.held()
+    assert [(it["attempt"], it["step"], it["rank"]) for it in told] == [(3, 4, 0), (3, 4, 1)]
+    address = spare.address
+    spare.fetch(range(2), 4, 3, {})
+    assert [place.record.parent.name for place in spare._shelf.places()] == [OWN, OWN]
+    spare.close()
+    with pytest.raises(LauncherError, match="does not say which copies it has"):
+        other.held_at(address)
+    other.close()
+
+
+def test_copies_go_to_a_spares_next_agent_when_its_first_one_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_copies, "open_shelf", lambda run, host: open_shelf(run, host, tmp_path))
+    alone, first = (NodeCopies("run", f"node{it}", "127.0.0.1", tmp_path / "secret") for it in "12")
+    addresses = [first.address]
+    first.begin(CopyPart(0, range(0)))
+    alone.begin(CopyPart(0, range(1), first.address, elsewhere=lambda: addresses[-1]))
+    put(alone, 1, 0, attempt=0)
+    await_that(lambda: held(first) == [(0, 1, 0)])
+    first.close()
+    second = NodeCopies("run", "node2", "127.0.0.1", tmp_path / "secret")
+    second.begin(CopyPart(0, range(0)))
+    addresses.append(second.address)
+    put(alone, 2, 0, attempt=0)
+    await_that(lambda: held(second) == [(0, 2, 0)])
+    for node in (alone, second):
+        node.close()
+
+
 def test_an_address_that_is_not_here_is_told_and_leaves_no_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

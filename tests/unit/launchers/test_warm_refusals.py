@@ -16,6 +16,7 @@ from launchers import processes
 from launchers.warm import host, wire
 from launchers.warm.child import differing
 from launchers.warm.host import STUB, WarmHost, WarmRefusal
+from launchers.warm.owner import OwnZygote
 
 
 @pytest.fixture(autouse=True)
@@ -24,9 +25,9 @@ def _light(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "_ALWAYS", ())
 
 
-def _host(folder: Path, body: str) -> WarmHost:
+def _host(folder: Path, body: str, owner: OwnZygote | None = None) -> WarmHost:
     (folder / "early.py").write_text(body)
-    warm = WarmHost(("early",), environment(folder), folder / "logs" / "zygote.log")
+    warm = WarmHost(("early",), environment(folder), folder / "logs" / "zygote.log", owner)
     warm.start()
     return warm
 
@@ -65,6 +66,36 @@ def test_an_importing_zygote_refuses_and_a_closed_one_is_gone(tmp_path: Path) ->
     assert not warm.is_ready()
     warm.close()
     assert not processes.is_alive(zygote)
+
+
+LATE_THREAD = """
+import signal, threading, time
+def begin(number, frame): threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+signal.signal(signal.SIGALRM, begin)
+"""
+
+
+@pytest.mark.parametrize("by", ["the agent that forks", "the next agent that calls"])
+def test_a_zygote_that_has_begun_a_thread_is_replaced(tmp_path: Path, by: str) -> None:
+    owner = OwnZygote()
+    warm = _host(tmp_path, LATE_THREAD, owner)
+    try:
+        assert warm.await_ready(60), warm.trouble()
+        first = owner.pid
+        assert first is not None
+        os.kill(first, signal.SIGALRM)
+        assert eventually(lambda: len(list(Path(f"/proc/{first}/task").iterdir())) == 2)
+        if by == "the agent that forks":
+            with (tmp_path / "log").open("wb") as log, pytest.raises(WarmRefusal, match="has 2 threads"):
+                warm.popen(("early",), {**os.environ, **environment(tmp_path)}, log)
+            warm.start()
+        else:
+            warm = _host(tmp_path, LATE_THREAD, owner)
+        assert warm.await_ready(60), warm.trouble()
+        assert warm.pid != first
+        assert processes.find(first) is None
+    finally:
+        warm.close()
 
 
 def test_another_environment_is_refused_before_anything_is_forked(tmp_path: Path) -> None:

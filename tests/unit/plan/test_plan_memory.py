@@ -7,12 +7,13 @@ from dataclasses import replace
 import pytest
 from plan_cases import LLAMA_8B, case
 
-from conf.schema import ModelConfig, Recompute
+from conf.schema import ModelConfig, Offload, Recompute
 from orchestra.flops import num_parameters
 from orchestra.plan.activations import Tokens, llama_layer_bytes
 from orchestra.plan.memory import Memory
+from orchestra.plan.over_time import host_memory, over_time
 from orchestra.plan.prediction import predict
-from orchestra.plan.stages import stage_parameters, stages
+from orchestra.plan.stages import has_idle_stage, stage_parameters, stages
 
 # Saved-tensor bytes per token and hidden unit, measured with flash attention in bf16.
 MEASURED = [
@@ -78,7 +79,7 @@ def test_recomputation_takes_less_the_more_is_repeated() -> None:
 
 
 def test_states_of_a_rank_add_up_to_twenty_bytes_a_parameter() -> None:
-    memory = predict(case(precision="bf16_fp32_grad")).peak
+    memory = predict(case(precision="bf16_fp32_grad", framework="nanotron")).peak
     states = memory.parameters + memory.gradients + memory.accumulation + memory.masters + memory.optimizer
     multi_head = replace(LLAMA_8B, num_key_value_heads=32)
     assert states == 20 * num_parameters(multi_head)
@@ -112,3 +113,64 @@ def test_a_full_device_does_not_fit() -> None:
     assert predict(case(zero=3)).fits
     assert not predict(case(zero=3, gpu_memory_gib=24)).fits
     assert predict(case(gpu="b200")).fits
+
+
+@pytest.mark.parametrize("pp", [1, 4, 32])
+@pytest.mark.parametrize("framework", ["nanotron", "megatron", "llm-foundry"])
+def test_recomputation_takes_no_memory_even_with_a_layer_per_stage(framework: str, pp: int) -> None:
+    changes = {"framework": framework, "num_gpus": 32, "pp": pp, "dp": 32 // pp, "grad_accum": 1}
+    kept, repeated = (
+        predict(case(recompute=how, gpu_memory_gib=1000, **changes)).peak.total for how in ("none", "full")
+    )
+    assert repeated <= kept
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "hidden_size", "pp", "is_idle"),
+    # nanotron's 1B (16 layers, an output as dear as four) and 8B (32 and two): cast and loss fill two stages.
+    [(16, 2048, 8, False), (16, 2048, 16, True), (32, 4096, 32, False), (32, 4096, 64, True)],
+)
+def test_a_pipeline_with_a_stage_that_has_nothing_does_not_fit(
+    num_layers: int, hidden_size: int, pp: int, is_idle: bool
+) -> None:
+    shape = {
+        "num_hidden_layers": num_layers,
+        "hidden_size": hidden_size,
+        "intermediate_size": 7 * hidden_size // 2,
+    }
+    deep = case(framework="nanotron", num_gpus=pp, pp=pp, dp=1, **shape)
+    assert has_idle_stage(deep.stages) is is_idle
+    roomy = replace(deep, device=replace(deep.device, memory_bytes=1e13))
+    assert predict(roomy).fits is not is_idle
+
+
+def test_even_stages_are_idle_only_beyond_layers_and_both_ends() -> None:
+    assert not has_idle_stage(stages(replace(LLAMA_8B, num_hidden_layers=6), 8))
+    assert has_idle_stage(stages(replace(LLAMA_8B, num_hidden_layers=5), 8))
+
+
+def test_the_second_step_of_torchs_optimizers_takes_their_moments_more() -> None:
+    plan = predict(case(framework="torchtitan", zero=3))
+    found = over_time(plan.case, plan.case.stages[0], plan.peak)
+    assert found.growth == plan.peak.optimizer > 0
+    assert found.built < found.first_step < found.later_steps == plan.peak.total
+
+
+def test_orchestra_has_its_moments_before_it_trains() -> None:
+    plan = predict(case(zero=2, grad_accum=1))
+    found = over_time(plan.case, plan.case.stages[0], plan.peak)
+    assert found.built > plan.peak.parameters + plan.peak.masters + plan.peak.optimizer
+    # What grows are the buffers of sums over ranks.
+    assert 0 < found.growth < plan.peak.buffers + 1
+
+
+def test_offloaded_state_and_images_of_checkpoints_lie_in_host_memory() -> None:
+    usual = case(zero=1)
+    moved = replace(usual, choices=replace(usual.choices, offload=Offload.optimizer, saves=True))
+    assert host_memory(usual, usual.stages[0]).total == 0
+    host = host_memory(moved, moved.stages[0])
+    multi_head = num_parameters(replace(LLAMA_8B, num_key_value_heads=32))
+    # Masters, two moments and the rounded parameters of an eighth; masters and moments once over the ranks.
+    assert host.offloaded == pytest.approx(14 * multi_head / 8)
+    assert host.checkpoint_image == pytest.approx(12 * multi_head / 8)
+    assert predict(moved).peak.optimizer == predict(moved).peak.masters == 0

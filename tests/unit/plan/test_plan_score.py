@@ -21,6 +21,13 @@ def test_a_row_with_a_much_faster_twin_is_sick() -> None:
     assert without_sick([fast, near, slow]) == [fast, near]
 
 
+def test_a_row_is_sick_by_a_twin_that_is_scored_elsewhere() -> None:
+    fast, slow, other = measured(90, 1, twin="a"), measured(50, 1, twin="a"), measured(70, 1)
+    assert without_sick([slow, other]) == [slow, other]
+    assert without_sick([slow, other], [fast, slow, other]) == [other]
+    assert score([slow, other, fast], [fast]).num_rows == 2
+
+
 def test_errors_ranks_and_memory_of_a_small_table() -> None:
     found = score([measured(100, 110), measured(200, 180), measured(300, 300), measured(400, 500)])
     assert found.num_rows == 4

@@ -10,7 +10,7 @@ import pytest
 from plan_cases import row
 
 from orchestra.errors import ConfigError
-from orchestra.plan.table import PREDICTED, cases, read_table, with_predictions
+from orchestra.plan.table import PREDICTED, case_of_row, cases, read_table, with_predictions
 
 
 def written(tmp_path: Path, *rows: dict[str, str], name: str = "layouts.csv") -> Path:
@@ -69,6 +69,26 @@ def test_empty_optional_cells_mean_the_usual_value(tmp_path: Path) -> None:
     full = {**empty, **said, "precision": "bf16_fp32_grad", "sequence_parallel": "1"}
     first, second = predicted(written(tmp_path, empty, full))
     assert {name: first[name] for name in PREDICTED} == {name: second[name] for name in PREDICTED}
+
+
+@pytest.mark.parametrize(
+    ("said", "meant"),
+    [
+        ({"gpu": "A100"}, {"gpu": "a100_80"}),
+        ({"gpu": "A100", "gpu_memory_gib": 40}, {"gpu": "a100_40"}),
+        ({"gpu": "a100-40"}, {"gpu": "a100_40"}),
+        ({"gpu": "A100-SXM4-80GB"}, {"gpu": "a100_80"}),
+        ({"gpu": "H100-SXM5-80GB"}, {"gpu": "h100"}),
+        ({"gpu": "MI300X"}, {"gpu": "mi300x"}),
+        ({"framework": "Megatron-LM"}, {"framework": "megatron"}),
+        ({"precision": "BF16", "recompute": "Full"}, {"precision": "bf16", "recompute": "full"}),
+        ({"tied": "1.0", "sequence_parallel": "0.0"}, {"tied": 1, "sequence_parallel": 0}),
+    ],
+)
+def test_other_spellings_mean_the_same(said: dict[str, object], meant: dict[str, object]) -> None:
+    first, second = case_of_row(row(**said)), case_of_row(row(**meant))
+    assert first == second
+    assert not first[1]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from plan_cases import case
 
 from orchestra.plan.networks import EFA_H100, INFINIBAND_400, Group
 from orchestra.plan.prediction import Prediction, predict
+from orchestra.plan.step_time import step_time
 
 
 def speed(**changes: object) -> float:
@@ -63,6 +64,34 @@ def test_a_nanotron_run_short_of_memory_waits() -> None:
     assert pressed < 0.6 * roomy
 
 
+@pytest.mark.parametrize(
+    ("pp", "accumulation", "hand_overs"), [(2, 1, 1), (2, 4, 4), (4, 1, 3), (8, 16, 2 * 16 + 8 - 3)]
+)
+def test_a_step_hands_over_at_each_border_of_the_slowest_stage_and_once_along_the_pipeline(
+    pp: int, accumulation: int, hand_overs: int
+) -> None:
+    waits = case(framework="nanotron", num_gpus=32 * pp, tp=32, pp=pp, dp=1, grad_accum=accumulation)
+    stalls = waits.framework.stalls
+    assert stalls is not None
+    a_second_more = replace(stalls, hand_over_s=stalls.hand_over_s + 1)
+    longer = replace(waits, framework=replace(waits.framework, stalls=a_second_more))
+    assert step_time(longer).total - step_time(waits).total == pytest.approx(hand_overs)
+
+
+def test_a_nanotron_pipeline_with_zero_over_many_ranks_of_many_nodes_waits() -> None:
+    changes = {"framework": "nanotron", "pp": 2, "tp": 2, "grad_accum": 4}
+    few, many = ({"num_gpus": n, "dp": n // 4, **changes} for n in (64, 256))
+    assert speed(zero=1, **many) < 0.5 * speed(zero=0, **many)
+    assert speed(zero=1, **few) > 0.9 * speed(zero=0, **few)
+
+
+def test_what_hides_the_ring_hides_no_gathers_besides() -> None:
+    changes = {"framework": "llm-foundry", "num_gpus": 1024, "tp": 2, "dp": 64, "cp": 8, "zero": 3}
+    none, selective = (predict(case(recompute=how, **changes)).time for how in ("none", "selective"))
+    assert selective.layer.context < none.layer.context
+    assert selective.total >= none.total * (1 - 1e-9)
+
+
 def test_bandwidth_between_nodes_meets_the_measured_points() -> None:
     # 256 MB over 16 nodes of 8 at a measured bus bandwidth of 84.74 GB/s.
     latency = EFA_H100.between_latency_s * 127
@@ -102,3 +131,12 @@ def test_other_frameworks_and_devices_are_within_an_eighth(
     shape = {"num_gpus": 64, "dp": 64, "grad_accum": 1, "seq_len": 8192, "num_key_value_heads": 8, "zero": 3}
     found = speed(framework="torchtitan", **{**shape, **changes})
     assert found == pytest.approx(published, rel=1 / 8)
+
+
+def test_recomputing_every_second_layer_costs_half_of_recomputing_all() -> None:
+    kept, repeated = case(zero=3), case(zero=3, recompute="full")
+    half = replace(repeated, choices=replace(repeated.choices, recompute_every=2))
+    times = [predict(each).time.total for each in (kept, half, repeated)]
+    assert times[1] - times[0] == pytest.approx(times[2] - times[1])
+    assert predict(half).hfu / predict(half).mfu < predict(repeated).hfu / predict(repeated).mfu
+    assert predict(kept).peak.total > predict(half).peak.total > predict(repeated).peak.total

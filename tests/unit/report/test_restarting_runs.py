@@ -89,8 +89,9 @@ class Attempt:
         started = 1 if process is None else process.started
         self.events.write("attempt_started", node=0, pid=self.pid, pid_started=started, **self.facts)
 
-    def fail(self, code: int = 1) -> None:
-        self.events.write("failed", node=0, code=code, cause="killed by SIGKILL", message="from outside")
+    def fail(self, code: int = 1, **following: object) -> None:
+        facts = {"cause": "killed by SIGKILL", "message": "from outside", **following}
+        self.events.write("failed", node=0, code=code, **facts)
 
     def decide(self, decision: str = "restart", wait_s: float = 300.0) -> Attempt:
         self.fail()
@@ -108,7 +109,7 @@ def told(run: RunDir, later_s: float = 0.0) -> RunState:
     return state
 
 
-@pytest.mark.parametrize("decision", ["restart", "replace", "shrink"])
+@pytest.mark.parametrize("decision", ["restart", "replace", "shrink", "requeue"])
 def test_a_run_whose_leader_waits_to_begin_again_is_restarting(tmp_path: Path, decision: str) -> None:
     run = Attempt(tmp_path).decide(decision).run
     state = state_of(run)
@@ -120,11 +121,27 @@ def test_a_run_whose_leader_waits_to_begin_again_is_restarting(tmp_path: Path, d
     assert state_of(run, later_s=7200).state == "restarting", "a process that lives is believed"
 
 
-@pytest.mark.parametrize("decision", ["give_up", "end", "requeue", None, ["restart"]])
+@pytest.mark.parametrize("decision", ["give_up", "end", None, ["restart"]])
 def test_decisions_that_begin_nothing_here_leave_the_verdict(tmp_path: Path, decision: object) -> None:
     run = Attempt(tmp_path).decide(decision).run  # type: ignore[arg-type]
     assert (state_of(run).state, state_of(run).restart) == ("failed", None)
     assert state_of(run).to_json()["restart"] is None
+
+
+def test_between_a_verdict_and_the_decision_the_run_is_restarting_already(tmp_path: Path) -> None:
+    attempt = Attempt(tmp_path)
+    attempt.fail(undecided=True)
+    state = state_of(attempt.run)
+    assert (state.state, state.cause) == ("restarting", "killed by SIGKILL")
+    assert state.to_json()["restart"]["decision"] == "undecided"
+    attempt.events.write("restarting", decision="give_up", code=1, reason=REASON)
+    assert state_of(attempt.run).state == "failed"
+
+
+def test_a_leader_that_died_before_it_could_decide_leaves_a_failed_run(tmp_path: Path) -> None:
+    attempt = Attempt(tmp_path, pid=gone())
+    attempt.fail(undecided=True)
+    assert state_of(attempt.run).state == "failed"
 
 
 def test_a_later_verdict_or_attempt_ends_the_waiting(tmp_path: Path) -> None:

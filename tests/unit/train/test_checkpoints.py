@@ -23,8 +23,9 @@ from orchestra.parallel.peers import open_peers
 from orchestra.rundir import RunDir
 from orchestra.topology import Layout
 from orchestra.train import preflight
+from orchestra.train.beginning import Setting
 from orchestra.train.build import Training, build_training
-from orchestra.train.checkpoints import Checkpoints, Setting
+from orchestra.train.checkpoints import Checkpoints
 from orchestra.train.faults import Faults
 from orchestra.train.metrics import Totals
 from orchestra.train.position import Position

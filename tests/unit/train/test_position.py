@@ -11,6 +11,7 @@ import pytest
 
 from orchestra.errors import EXIT_DO_NOT_RESTART, UnusableCheckpointError
 from orchestra.precision.loss_scale import ScaleState
+from orchestra.roll_backs import Stretch
 from orchestra.train.metrics import Totals
 from orchestra.train.nonfinite import NonFiniteSteps
 from orchestra.train.position import Position, from_json, to_json
@@ -23,6 +24,7 @@ POSITION = Position(
     totals=Totals(started_at=1.7e9 + 0.1, tokens=1344, productive_s=0.1 + 0.2),
     score=1 / 3,
     recent_losses=(2.5, 0.1 + 0.2, 1e-3),
+    left_out=(Stretch(40, 80), Stretch(96, 100)),
 )
 
 

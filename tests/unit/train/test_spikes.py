@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import random
 import statistics
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from conf.schema import Config, LossSpikeConfig, OnSpike, RecoveryConfig
+from conf.schema import Config, LossSpikeConfig, OnNonfinite, OnSpike, RecoveryConfig, TrainConfig
 from orchestra.errors import LossSpikeError
 from orchestra.events import EventWriter, read_events
+from orchestra.roll_backs import NOT_FINITE, SPIKE, BadSteps
 from orchestra.rundir import RunDir
 from orchestra.train.nonfinite import NonFiniteGuard, NonFiniteSteps
 from orchestra.train.spikes import LossSpikes, make_loss_spikes
@@ -117,3 +119,31 @@ def test_stop_ends_at_the_spike_itself(tmp_path: Path) -> None:
 
 def test_none_judges_nothing() -> None:
     assert make_loss_spikes(LossSpikeConfig(action=OnSpike.none), CPU, None) is None
+
+
+@pytest.mark.parametrize("must_read", [False, True])
+def test_a_spike_that_is_to_be_rolled_back_is_the_bad_step_whenever_it_is_read(
+    tmp_path: Path, must_read: bool
+) -> None:
+    guard = guard_of(RunDir(tmp_path), OnSpike.roll_back)
+    assert guard.failure(6, result(3.0, is_spike=False), must_read=False) is None
+    found = guard.failure(7, result(9.0, is_spike=True), must_read=must_read)
+    if not must_read:
+        assert found is None
+        found = guard.failure(9, result(3.0, is_spike=False), must_read=True)
+    assert isinstance(found, BadSteps)
+    assert (found.first, found.last, found.cause, found.leaves_out) == (7, 7, SPIKE, True)
+    assert "step 7: the loss rose to 9" in found.words
+
+
+def test_steps_that_stay_not_finite_are_rolled_back_from_the_first_of_them(tmp_path: Path) -> None:
+    train = TrainConfig(on_nonfinite=OnNonfinite.roll_back, max_nonfinite_steps=3)
+    events = EventWriter(RunDir(tmp_path), "rank", 0)
+    # The last step before this attempt was one already.
+    guard = NonFiniteGuard(Config(train=train), events, True, NonFiniteSteps(4, 1))
+    bad = replace(result(float("nan"), is_spike=False), was_skipped=torch.tensor(True))
+    assert guard.failure(11, bad, must_read=False) is None
+    found = guard.failure(12, bad, must_read=False)
+    assert isinstance(found, BadSteps)
+    assert (found.first, found.last, found.cause) == (10, 12, NOT_FINITE)
+    assert "3 steps in a row" in found.words

@@ -1,0 +1,130 @@
+"""How layouts and what binds them are written: one row of a table, one line, one JSON object. Pure text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from conf.schema import Recompute
+from orchestra.cli import figures
+from orchestra.plan.binding import MEMORY, PARTS, Bound
+from orchestra.plan.prediction import Prediction
+from orchestra.plan.space import Value, choice_of
+from orchestra.units import GIB
+
+HEADER = ("dp", "tp", "pp", "cp", "zero", "batch", "recompute", "tok/s", "MFU", "GiB")
+KNOB_WORDS = {
+    "tp": "tp",
+    "sequence_parallel": "sequence parallel",
+    "pp": "pp",
+    "cp": "cp",
+    "zero": "zero",
+    "micro_batch_size": "micro-batch",
+    "recompute": "recompute",
+}
+
+
+def row(found: Prediction) -> tuple[str, ...]:
+    """Return a layout as cells under `HEADER`; tokens/s are per device, `batch` is micro-batch × steps."""
+    case, choice = found.case, choice_of(found.case)
+    mesh = choice.mesh
+    return (
+        str(mesh.dp),
+        f"{mesh.tp}+sp" if choice.sequence_parallel else str(mesh.tp),
+        str(mesh.pp),
+        str(mesh.cp),
+        str(choice.zero),
+        f"{choice.micro_batch_size}×{case.accumulation}",
+        choice.recompute.value,
+        figures.quantity(found.tokens_per_s_per_device),
+        figures.percent(found.mfu),
+        f"{gib(found.peak.total)}",
+    )
+
+
+def gib(num_bytes: float) -> str:
+    """Return bytes in GiB: one decimal, two below 1."""
+    return f"{num_bytes / GIB:.1f}" if num_bytes >= GIB else f"{num_bytes / GIB:.2f}"
+
+
+def table(titles: Sequence[str], rows: Sequence[tuple[str, ...]], width: int | None = 80) -> list[str]:
+    """Return a table of layouts, without pp and cp where nobody uses them."""
+    unused = [
+        title
+        for title in ("pp", "cp")
+        if title in titles and all(it[list(titles).index(title)] == "1" for it in rows)
+    ]
+    header = figures.without(tuple(titles), tuple(titles), unused)
+    kept = [figures.without(it, tuple(titles), unused) for it in rows]
+    return figures.fitting_table(header, kept, width, ("MFU",)).splitlines()
+
+
+def line(found: Prediction) -> str:
+    """Return a layout in one line: dp 4, tp 8 with sequence parallelism, zero 1, micro-batch 2 × 8, …"""
+    choice = choice_of(found.case)
+    mesh = choice.mesh
+    words = [f"dp {mesh.dp}"]
+    if mesh.tp > 1:
+        words.append(f"tp {mesh.tp}{'+sp' if choice.sequence_parallel else ''}")
+    words += [f"{axis} {size}" for axis, size in (("pp", mesh.pp), ("cp", mesh.cp)) if size > 1]
+    shards = found.case.num_shards
+    over = f" over {shards} ranks" if shards < mesh.dp * mesh.cp else ""
+    words += [f"zero {choice.zero}{over}"] if choice.zero else []
+    words.append(f"micro-batch {choice.micro_batch_size} × {found.case.accumulation}")
+    words += [f"recompute {choice.recompute.value}"] if choice.recompute is not Recompute.none else []
+    return ", ".join(words)
+
+
+def value(of: Value) -> str:
+    """Return a knob's value as it is written in a configuration."""
+    if isinstance(of, Recompute):
+        return of.value
+    return str(of).lower() if isinstance(of, bool) else str(of)
+
+
+def knob(name: str, of: Value) -> str:
+    """Return a knob with a value: tp 8, no sequence parallelism."""
+    if name == "sequence_parallel":
+        return "sequence parallelism" if of else "no sequence parallelism"
+    return f"{KNOB_WORDS[name]} {value(of)}"
+
+
+def bound(of: Bound, usable_bytes: float) -> str:
+    """Return what binds a layout as a sentence."""
+    if of.name != MEMORY or of.faster is None or of.knob is None:
+        return f"{of.name}: {figures.percent(of.share)} of the step"
+    need = f"{gib(of.faster.peak.total)} of {gib(usable_bytes)} GiB"
+    turned = knob(of.knob, choice_of(of.faster.case).value(of.knob))
+    return f"memory: {figures.percent(of.share)} less time with {turned}, but that takes {need}"
+
+
+def facts(found: Prediction) -> dict[str, Any]:
+    """Return a layout for programs: bytes, seconds, shares of 1."""
+    case, choice = found.case, choice_of(found.case)
+    return {
+        **choice.mesh._asdict(),
+        "ep": case.layout.ep,
+        "zero": choice.zero,
+        "shard": case.layout.shard,
+        "sequence_parallel": choice.sequence_parallel,
+        "micro_batch_size": choice.micro_batch_size,
+        "accumulation": case.accumulation,
+        "recompute": choice.recompute.value,
+        "tokens_per_s": found.tokens_per_s,
+        "tokens_per_s_per_device": found.tokens_per_s_per_device,
+        "mfu": found.mfu,
+        "hfu": found.hfu,
+        "fits": found.fits,
+        "peak_memory_bytes": round(found.peak.total),
+        "step_time_s": found.time.total,
+        "step_time_parts_s": {name: getattr(found.time, name) for name in PARTS},
+    }
+
+
+def bound_facts(of: Bound) -> dict[str, Any]:
+    """Return what binds a layout for programs."""
+    told: dict[str, Any] = {"name": of.name, "share": of.share}
+    if of.faster is not None and of.knob is not None:
+        told |= {"knob": of.knob, "value": value(choice_of(of.faster.case).value(of.knob))}
+        told |= {"peak_memory_bytes": round(of.faster.peak.total)}
+    return told

@@ -1,0 +1,51 @@
+"""Has this machine's CPU measured, once, where a plan is about CPUs and nobody has: `plan` does it first.
+
+A process of the data plane measures (`python -m orchestra.train.cpu_rates`); the figures are kept for the
+next plan. It predicts nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+from orchestra.errors import OrchestraError
+
+if TYPE_CHECKING:
+    from conf.schema import Config
+
+
+def measure_if_needed(config: Config) -> None:
+    """Measure and keep the rates that a plan for CPUs starts from; says so on stderr, as it takes seconds.
+
+    Raises OrchestraError where measuring fails.
+    """
+    from conf.schema import Device
+    from orchestra.plan.cpu import keep_rates, known_rates
+    from orchestra.plan.profiles import is_profile
+
+    precision = config.precision.name.value
+    if config.cluster.device is not Device.cpu or is_profile(config.cluster.hardware):
+        return
+    if known_rates(precision) is not None:
+        return
+    print(f"measuring this machine's CPU in {precision}, once; it takes some seconds", file=sys.stderr)
+    keep_rates(precision, _measured(precision))
+
+
+def _measured(precision: str) -> dict[str, float]:
+    from orchestra.submit.environment import source_root
+
+    environment = {**os.environ, "PYTHONPATH": str(source_root()), "PYTHONSAFEPATH": "1"}
+    command = [sys.executable, "-m", "orchestra.train.cpu_rates", precision]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    if done.returncode:
+        last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+        raise OrchestraError(
+            f"measuring the CPU failed: {last[0]}; give a profile with cluster.hardware=FILE.json"
+        )
+    rates: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return rates

@@ -1,0 +1,62 @@
+"""`orchestra plan --table FILE [--output FILE]`: predicts every row of a CSV table of layouts.
+
+The table itself is never changed, and nothing is written when a row is wrong.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+from orchestra.errors import EXIT_DONE, ConfigError
+
+NAME = "table"
+OPTIONS: tuple[str, ...] = ("output",)
+
+EXPLAINED = """\
+A table has one layout a row, in the columns num_hidden_layers hidden_size intermediate_size
+num_attention_heads vocab_size tied seq_len num_gpus micro_batch_size grad_accum dp tp pp zero and, where it
+likes, gpu gpu_memory_gib num_key_value_heads recompute precision cp sequence_parallel framework. Each row
+comes back with pred_tokens_per_s_per_gpu, pred_mfu_pct (PaLM's convention), pred_peak_memory_gib and
+pred_fits (1 or 0). For framework=nanotron, a table's usual one, the peak is the first pipeline stage's, as
+its benchmark reports it; for all others the fullest stage's. pred_fits looks at all stages.
+"""
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add --table and what belongs to it."""
+    parser.add_argument("--table", type=Path, metavar="FILE", help="predict every row of a CSV table")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the table here, not to the screen")
+
+
+def run(arguments: Namespace) -> int:
+    """Write or print the table with its predictions and return 0. Raises ConfigError before it writes."""
+    from orchestra.plan.table import cases, read_table, with_predictions
+
+    beside = [*arguments.overrides, *(["--json"] * arguments.json)]
+    beside += [f"--framework {arguments.framework}"] if arguments.framework else []
+    if beside:
+        raise ConfigError(f"--table takes everything from its rows; leave out {' '.join(beside)}")
+    source, target = arguments.table, arguments.output
+    if target is not None and target.exists() and source.exists() and target.samefile(source):
+        raise ConfigError(f"--output {target} is the table itself, which is never changed; give another file")
+    table = read_table(source)
+    text = with_predictions(table, cases(source, table))
+    if target is None:
+        print(text, end="")
+    else:
+        _write_whole(target, text)
+        print(f"{len(table.rows)} rows predicted, written to {target}", file=sys.stderr)
+    return EXIT_DONE
+
+
+def _write_whole(target: Path, text: str) -> None:
+    """Write beside the target and put it in place at once, so that nobody reads half a table."""
+    unfinished = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        unfinished.write_text(text, encoding="utf-8", newline="")
+        unfinished.replace(target)
+    finally:
+        unfinished.unlink(missing_ok=True)

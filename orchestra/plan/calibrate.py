@@ -1,0 +1,218 @@
+"""Fits a profile's constants to what runs measured, from their own `config.yaml` and `metrics.jsonl`.
+
+A step time is the median over a run's rows behind its first steps; a peak is the last row's. The constants
+have physical meaning (see `profiles`) and few runs decide them: two sizes or more on one rank, and one run
+for each thing that is to be predicted (more ranks, ZeRO-3, tensor parallelism). What no run decides stays
+where it starts and is told. It reads run directories and starts nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from conf.schema import Config, Device
+from orchestra.errors import ConfigError
+from orchestra.flops import model_flops_per_token
+from orchestra.frozen import read_config
+from orchestra.metrics_file import read_metrics
+from orchestra.plan.assemble import case_of, threads_of
+from orchestra.plan.cpu import usual_profile
+from orchestra.plan.fit import fitted
+from orchestra.plan.prediction import Prediction, predict
+from orchestra.plan.profiles import CPU, PRODUCT, Constants, Profile, Residual, with_profile
+from orchestra.rundir import RunDir
+
+# The first steps compile, allocate and open connections.
+_FIRST_STEPS = 2
+# Errors beyond these (in logarithms) count less.
+_TIME_SCALE, _MEMORY_SCALE = 0.1, 0.05
+# Weight of staying where it starts, in units of a run's residual; what products reach is free.
+_PULL, _PULL_OF_PRODUCTS = 0.003, 1e-4
+# A constant that changes no prediction by more when it is doubled was decided by nobody.
+_LEAST_EFFECT = 0.02
+_OF_TIME = (
+    *("memory_bytes_per_s", "link_bytes_per_s", "attention_flops", "inside_latency_s"),
+    *("host_layer_s", "step_s"),
+)
+_OF_MEMORY = ("fixed_bytes", "step_share")
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """What one run says: its configuration, and medians of what it measured."""
+
+    name: str
+    config: Config
+    step_s: float
+    peak_bytes: float
+    # What the run's MFU is a share of, per rank; None where it had none.
+    peak_flops: float | None
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.config.cluster.device is Device.cpu
+
+
+def measured_run(run: RunDir) -> MeasuredRun:
+    """Read a run. Raises ConfigError where it has too few rows, or a configuration that was not resolved."""
+    config = read_config(run.config)
+    rows = [row for row in read_metrics(run) if row.get("step_time_s") and row.get("memory_peak_bytes")]
+    later = [row for row in rows if row["step"] > rows[0]["step"] + _FIRST_STEPS - 1]
+    if not later:
+        raise ConfigError(
+            f"run {run.name}: {len(rows)} rows of metrics; expected more than {_FIRST_STEPS}, since the "
+            "first steps are slower; train a few more steps with train.log_every=1"
+        )
+    if not isinstance(config.cluster.gpus_per_node, int):
+        raise ConfigError(
+            f"run {run.name}: cluster.gpus_per_node=auto is not resolved in its config.yaml; calibrate on "
+            "runs that were given a number"
+        )
+    return MeasuredRun(
+        name=run.name,
+        config=config,
+        step_s=statistics.median(row["step_time_s"] for row in later),
+        peak_bytes=float(rows[-1]["memory_peak_bytes"]),
+        peak_flops=_peak(config, later[-1]),
+    )
+
+
+def _peak(config: Config, row: Mapping[str, object]) -> float | None:
+    """Return the peak that the run's MFU was measured against."""
+    mfu, rate = row.get("mfu"), row.get("tokens_per_s_per_device")
+    if not isinstance(mfu, float) or not isinstance(rate, float) or mfu <= 0:
+        return None
+    return model_flops_per_token(config.model, config.train.seq_len) * rate / mfu
+
+
+def prediction_of(run: MeasuredRun, profile: Profile) -> Prediction:
+    """Return what the planner would have said of a run with a profile."""
+    return predict(
+        with_profile(case_of(run.config, profile=profile), profile, threads_of(run.config, profile))
+    )
+
+
+def calibrated(runs: Sequence[MeasuredRun], cores: int, memory_bytes: float) -> Profile:
+    """Fit a profile to runs on one kind of device. `cores` and `memory_bytes`: of a node of CPUs.
+
+    Raises ConfigError where there are none, or where they are of several kinds.
+    """
+    if not runs:
+        raise ConfigError("--calibrate needs at least one run; name one with metrics.jsonl")
+    kinds = {CPU if run.is_cpu else run.config.cluster.hardware for run in runs}
+    if len(kinds) > 1:
+        found = ", ".join(sorted(kinds))
+        raise ConfigError(
+            f"--calibrate: the runs are of several devices: {found}; calibrate on one at a time"
+        )
+    start = _start(runs, kinds.pop(), cores, memory_bytes)
+    times = _fitted_times(runs, start)
+    profile = _fitted_memory(runs, times)
+    residuals = [_residual(run, profile) for run in runs]
+    names = ", ".join(run.name for run in runs)
+    return replace(
+        profile,
+        source=f"fitted on {len(runs)} run{'s' if len(runs) > 1 else ''}: {names}",
+        undecided=_undecided(runs, profile),
+        residuals=residuals,
+    )
+
+
+def _start(runs: Sequence[MeasuredRun], kind: str, cores: int, memory_bytes: float) -> Profile:
+    """Return the profile that the fit begins with."""
+    peaks: dict[str, float] = {}
+    products: Constants = {}
+    for run in runs:
+        name = run.config.precision.name.value
+        peak = run.peak_flops or 0.0
+        ranks = int(run.config.cluster.gpus_per_node)
+        used = min(cores, ranks * (run.config.cluster.threads_per_rank or max(1, cores // ranks))) / ranks
+        each = used if kind == CPU else 1.0
+        peaks[name] = max(peaks.get(name, 0.0), peak / each)
+        tokens = run.config.train.seq_len * (run.config.train.global_batch_size or 1)
+        reached = model_flops_per_token(run.config.model, run.config.train.seq_len) * tokens / run.step_s
+        products[PRODUCT + name] = max(products.get(PRODUCT + name, 0.0), 1.2 * reached / ranks / each)
+    peaks = {name: peak or products[PRODUCT + name] for name, peak in peaks.items()}
+    if kind == CPU:
+        return usual_profile(peaks, products, cores, memory_bytes)
+    case = case_of(runs[0].config)
+    constants = {
+        "memory_bytes_per_s": case.device.memory_bytes_per_s,
+        "link_bytes_per_s": case.device.link_bytes_per_s,
+        "attention_flops": case.device.attention_flops,
+        "inside_latency_s": case.network.inside_latency_s,
+        "host_layer_s": case.framework.host_layer_s,
+        "step_s": case.framework.step_s,
+        "fixed_bytes": case.framework.fixed_bytes,
+        "step_share": 1.0,
+    }
+    tabled = {run.config.precision.name.value: case_of(run.config).device for run in runs}
+    return Profile(
+        device=kind,
+        constants=constants | {PRODUCT + name: device.product_flops for name, device in tabled.items()},
+        peak_flops={name: device.peak_flops for name, device in tabled.items()},
+    )
+
+
+def _fit(
+    runs: Sequence[MeasuredRun],
+    profile: Profile,
+    names: Sequence[str],
+    scale: float,
+    off: Callable[[Prediction, MeasuredRun], float],
+) -> Profile:
+    """Return the profile with the named constants fitted; `off` is log(predicted ÷ measured) of a run."""
+    cases = [case_of(run.config, profile=profile) for run in runs]
+    threads = [threads_of(run.config, profile) for run in runs]
+
+    def residuals(constants: Constants) -> list[float]:
+        changed = replace(profile, constants=profile.constants | constants)
+        return [
+            off(predict(with_profile(case, changed, thread)), run)
+            for case, thread, run in zip(cases, threads, runs, strict=True)
+        ]
+
+    start = {name: profile.constants[name] for name in names}
+    pulls = {name: _PULL_OF_PRODUCTS if name.startswith(PRODUCT) else _PULL for name in names}
+    return replace(profile, constants=profile.constants | fitted(residuals, start, scale, pulls))
+
+
+def _fitted_times(runs: Sequence[MeasuredRun], profile: Profile) -> Profile:
+    products = [name for name in profile.constants if name.startswith(PRODUCT)]
+    return _fit(
+        runs,
+        profile,
+        [*products, *_OF_TIME],
+        _TIME_SCALE,
+        lambda it, run: math.log(it.time.total / run.step_s),
+    )
+
+
+def _fitted_memory(runs: Sequence[MeasuredRun], profile: Profile) -> Profile:
+    return _fit(
+        runs, profile, _OF_MEMORY, _MEMORY_SCALE, lambda it, run: math.log(it.peak.total / run.peak_bytes)
+    )
+
+
+def _residual(run: MeasuredRun, profile: Profile) -> Residual:
+    found = prediction_of(run, profile)
+    return Residual(run.name, run.step_s, found.time.total, run.peak_bytes, found.peak.total)
+
+
+def _undecided(runs: Sequence[MeasuredRun], profile: Profile) -> list[str]:
+    """Return the constants that, doubled, change no run's time or peak by two per cent."""
+    usual = [prediction_of(run, profile) for run in runs]
+
+    def has_effect(name: str) -> bool:
+        doubled = replace(profile, constants=profile.constants | {name: 2 * profile.constants[name]})
+        changed = [prediction_of(run, doubled) for run in runs]
+        return any(
+            abs(now.time.total / was.time.total - 1) > _LEAST_EFFECT
+            or abs(now.peak.total / was.peak.total - 1) > _LEAST_EFFECT
+            for now, was in zip(changed, usual, strict=True)
+        )
+
+    return [name for name in profile.constants if not has_effect(name)]

@@ -1,0 +1,183 @@
+"""Profiles of hardware that `orchestra plan --calibrate` writes and `cluster.hardware=FILE.json` names.
+
+A profile holds the constants of one kind of device, fitted on runs there, and takes their place in a case; it
+says what each was fitted from and how far its own runs are off. Of CPUs it holds figures for one core: a rank
+has as many cores as it has threads, and less where ranks share cores. Reading and writing JSON only.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from conf.schema import PrecisionName
+from orchestra.errors import ConfigError
+from orchestra.plan.case import Case
+from orchestra.plan.devices import Device
+from orchestra.plan.frameworks import Framework
+from orchestra.plan.networks import Network
+
+_VERSION = 1
+CPU = "cpu"
+SUFFIX = ".json"
+
+# Constants by name; those of precisions are called product_flops.<precision>.
+Constants = dict[str, float]
+OF_DEVICE = ("memory_bytes_per_s", "link_bytes_per_s", "attention_flops")
+OF_NETWORK = ("inside_latency_s",)
+OF_FRAMEWORK = ("host_layer_s", "step_s", "exposed_reduction", "fixed_bytes", "step_share")
+PRODUCT = "product_flops."
+
+Place = TypeVar("Place", Device, Network, Framework)
+
+
+@dataclass(frozen=True)
+class Residual:
+    """One run that a profile was fitted on: measured and predicted."""
+
+    run: str
+    step_s: float
+    predicted_step_s: float
+    peak_bytes: float
+    predicted_peak_bytes: float
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Constants of a kind of device. `cores` and `memory_bytes` are a node's, and of CPUs only.
+
+    `peak_flops` is what MFU is a share of, by precision. `undecided` names the constants that no run of the
+    fit had a say in: they are as they were.
+    """
+
+    device: str
+    constants: Constants
+    peak_flops: Mapping[str, float]
+    cores: int | None = None
+    memory_bytes: float | None = None
+    source: str = ""
+    undecided: Sequence[str] = field(default_factory=list)
+    residuals: Sequence[Residual] = field(default_factory=list)
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.device == CPU
+
+
+def is_profile(hardware: str) -> bool:
+    """Whether `cluster.hardware` names a profile's file and not a row of the table."""
+    return hardware.endswith(SUFFIX)
+
+
+def write_profile(path: Path, profile: Profile) -> None:
+    """Write a profile as JSON."""
+    path.write_text(json.dumps({"profile": _VERSION, **asdict(profile)}, indent=1) + "\n")
+
+
+def read_profile(path: Path) -> Profile:
+    """Read a profile. Raises ConfigError naming the file when it is none of this version."""
+    advice = "write one with orchestra plan --calibrate RUN… --output FILE.json"
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+        if found.pop("profile", None) != _VERSION:
+            raise ValueError(f"not a profile of version {_VERSION}")
+        residuals = [Residual(**each) for each in found.pop("residuals", [])]
+        profile = Profile(residuals=residuals, **found)
+        if not all(value > 0 for value in [*profile.constants.values(), *profile.peak_flops.values()]):
+            raise ValueError("a constant is not above 0")
+    except OSError as error:
+        raise ConfigError(f"cluster.hardware={path}: {error.strerror}; {advice}") from error
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(f"cluster.hardware={path}: not a profile: {error}; {advice}") from error
+    return profile
+
+
+def cpu_device(profile: Profile, ranks: int, threads: int, precision: PrecisionName) -> Device:
+    """Return what one of `ranks` ranks on a node of CPUs has, with so many threads each.
+
+    Raises ConfigError where the profile has no figures for the precision.
+    """
+    constants, cores = profile.constants, profile.cores or 1
+    product, peak = _of_precision(profile, precision)
+    own = threads * shared(profile, ranks, threads)
+    return Device(
+        name=CPU,
+        peak_flops=peak * own,
+        memory_bytes=(profile.memory_bytes or 0.0) / ranks,
+        memory_bytes_per_s=constants["memory_bytes_per_s"] * own,
+        # Messages are sent by one thread, which needs a core like any other.
+        link_bytes_per_s=constants["link_bytes_per_s"] * min(1.0, cores / ranks),
+        product_flops=product * own,
+        attention_flops=constants["attention_flops"] * own,
+        data_sheet="a rank's share of a node's cores",
+        reached=profile.source,
+    )
+
+
+def _of_precision(profile: Profile, precision: PrecisionName) -> tuple[float, float]:
+    product = profile.constants.get(PRODUCT + precision.value)
+    peak = profile.peak_flops.get(precision.value)
+    if product is None or peak is None:
+        known = [name.removeprefix(PRODUCT) for name in profile.constants if name.startswith(PRODUCT)]
+        raise ConfigError(
+            f"precision={precision.value}: the profile has figures for {', '.join(known) or 'nothing'} only; "
+            "calibrate on runs with it"
+        )
+    return product, peak
+
+
+def shared(profile: Profile, ranks: int, threads: int) -> float:
+    """Return the share of a core that a thread has where all ranks of a node compute."""
+    return min(1.0, (profile.cores or 1) / (ranks * threads))
+
+
+def cpu_network(profile: Profile, ranks: int, network: Network) -> Network:
+    """Return gloo between ranks of one node: collectives reach the link's rate as it was fitted."""
+    latency = profile.constants["inside_latency_s"] / min(1.0, (profile.cores or 1) / ranks)
+    return replace(
+        network,
+        name="gloo",
+        inside_all_reduce=1.0,
+        inside_all_gather=1.0,
+        inside_latency_s=latency,
+        source=profile.source,
+    )
+
+
+def with_profile(case: Case, profile: Profile, threads: int = 1) -> Case:
+    """Return the case with the profile's constants. `threads`: of a rank, on CPUs.
+
+    Raises ConfigError where the profile says nothing of the precision.
+    """
+    constants, ranks = profile.constants, case.devices_per_node
+    framework = replace(_changed(case.framework, OF_FRAMEWORK, constants), source=profile.source)
+    if profile.is_cpu:
+        share = shared(profile, ranks, threads)
+        framework = replace(
+            framework,
+            host_layer_s=framework.host_layer_s / share,
+            step_s=framework.step_s / share,
+            computes_on_host=True,
+        )
+        return replace(
+            case,
+            device=cpu_device(profile, ranks, threads, case.precision),
+            network=cpu_network(profile, ranks, case.network),
+            framework=framework,
+        )
+    product, peak = _of_precision(profile, case.precision)
+    return replace(
+        case,
+        device=replace(_changed(case.device, OF_DEVICE, constants), product_flops=product, peak_flops=peak),
+        network=replace(_changed(case.network, OF_NETWORK, constants), source=profile.source),
+        framework=framework,
+    )
+
+
+def _changed(place: Place, names: Sequence[str], constants: Constants) -> Place:
+    """Return a place of constants with those of these names that a profile has."""
+    found: dict[str, Any] = {name: constants[name] for name in names if name in constants}
+    return replace(place, **found)

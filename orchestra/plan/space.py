@@ -1,0 +1,216 @@
+"""Which layouts there are for a model, a number of devices and a global batch. It predicts nothing.
+
+A layout here is a mesh (dp × tp × pp × cp), ZeRO's stage, how the batch is shared out, whether norms are
+sequence parallel, and what is recomputed. What must hold: tp divides heads and feed-forward width, and
+divides or is divided by the key-value heads; pp is at most the number of layers; cp and, with sequence
+parallelism, tp divide the sequence; dp divides the global batch, which is met exactly. The schema's models
+have no experts, so ep is 1.
+
+Two limits hold unless a space is `wide`: tp stays inside a node, and cp leaves each rank 4,096 tokens of a
+sequence. Beyond them there is next to nothing measured, and predictions are too good: products are taken to
+reach the same rate whatever their size, and rings of small blocks to hide behind attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from conf.schema import Config, ModelConfig, Recompute
+from orchestra.plan.assemble import case_of
+from orchestra.plan.case import Case
+from orchestra.topology import Layout, divisors
+
+ZERO_STAGES = (0, 1, 2, 3)
+# What a search turns, by its key in a configuration. Data parallelism takes what the other axes leave.
+KEYS = {
+    "tp": "parallelism.tp",
+    "sequence_parallel": "parallelism.sequence_parallel",
+    "pp": "parallelism.pp",
+    "cp": "parallelism.cp",
+    "zero": "parallelism.zero",
+    "micro_batch_size": "train.micro_batch_size",
+    "recompute": "train.recompute",
+}
+KNOBS = tuple(KEYS)
+# The shortest sequences in the runs that the planner's constants are fitted on.
+_LEAST_TOKENS = 4096
+# By what they leave in memory, the least first.
+RECOMPUTES = (Recompute.full, Recompute.selective, Recompute.none)
+
+
+Value = int | bool | Recompute
+
+
+class Mesh(NamedTuple):
+    """Degrees of the axes; ranks are their product."""
+
+    dp: int
+    tp: int
+    pp: int
+    cp: int
+
+
+class Choice(NamedTuple):
+    """Everything that a search chooses."""
+
+    mesh: Mesh
+    zero: int
+    sequence_parallel: bool
+    recompute: Recompute
+    micro_batch_size: int
+
+    def value(self, knob: str) -> Value:
+        """Return the value of a knob, or of dp."""
+        value: Value = getattr(self.mesh if knob in Mesh._fields else self, knob)
+        return value
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """Values that a search keeps as they are; None: it chooses. The names are those of the schema."""
+
+    dp: int | None = None
+    tp: int | None = None
+    pp: int | None = None
+    cp: int | None = None
+    zero: int | None = None
+    sequence_parallel: bool | None = None
+    recompute: Recompute | None = None
+    micro_batch_size: int | None = None
+
+
+@dataclass(frozen=True)
+class Space:
+    """All layouts of one model on one cluster. `base` says everything that no search changes; its own layout
+    only gives the number of ranks. A step has `num_sequences`.
+    """
+
+    base: Case
+    num_sequences: int
+    fixed: Fixed = Fixed()
+    # Ranks that ZeRO shards over; None: all that hold the same parameters.
+    shard_degree: int | None = None
+    # Whether tp may leave the node, and cp cut sequences into any length.
+    wide: bool = False
+
+    def meshes(self) -> Iterator[Mesh]:
+        """Yield every mesh that fills the devices and shares out the batch."""
+        base, fixed = self.base, self.fixed
+        ranks = base.layout.world_size
+        for tp in self._degrees(fixed.tp, self._tensor_degrees(ranks)):
+            for pp in self._degrees(fixed.pp, divisors(ranks // tp)):
+                if pp > base.model.num_hidden_layers:
+                    continue
+                for cp in self._degrees(fixed.cp, self._context_degrees(ranks // tp // pp)):
+                    dp = ranks // tp // pp // cp
+                    if self.num_sequences % dp == 0 and fixed.dp in (None, dp):
+                        yield Mesh(dp, tp, pp, cp)
+
+    def _degrees(self, kept: int | None, possible: list[int]) -> list[int]:
+        return possible if kept is None else [degree for degree in possible if degree == kept]
+
+    def _tensor_degrees(self, ranks: int) -> list[int]:
+        most = ranks if self.wide or self.fixed.tp is not None else self.base.devices_per_node
+        return [tp for tp in _splits_of(self.base.model) if tp <= most and ranks % tp == 0]
+
+    def _context_degrees(self, ranks: int) -> list[int]:
+        seq_len = self.base.seq_len
+        most = seq_len if self.wide or self.fixed.cp is not None else max(1, seq_len // _LEAST_TOKENS)
+        return [cp for cp in divisors(ranks) if cp <= most and seq_len % cp == 0]
+
+    def zero_stages(self, mesh: Mesh) -> list[int]:
+        """Return the stages that differ: all are the same where nobody holds the same parameters."""
+        if self.fixed.zero is not None:
+            return [self.fixed.zero]
+        return list(ZERO_STAGES if mesh.dp * mesh.cp > 1 else ZERO_STAGES[:1])
+
+    def kinds(self, mesh: Mesh) -> Iterator[tuple[bool, Recompute]]:
+        """Yield what else changes activations: sequence parallelism, and what is recomputed."""
+        fixed = self.fixed
+        can_split = mesh.tp > 1 and self.base.seq_len % (mesh.tp * mesh.cp) == 0
+        for split in (False, True) if can_split else (False,):
+            for recompute in RECOMPUTES:
+                if fixed.sequence_parallel in (None, split) and fixed.recompute in (None, recompute):
+                    yield split, recompute
+
+    def micro_batch_sizes(self, mesh: Mesh) -> list[int]:
+        """Return what divides the share of a data-parallel rank, the smallest first."""
+        kept = self.fixed.micro_batch_size
+        return [size for size in divisors(self.num_sequences // mesh.dp) if kept in (None, size)]
+
+    def choices(self) -> Iterator[Choice]:
+        """Yield every layout."""
+        for mesh in self.meshes():
+            for zero in self.zero_stages(mesh):
+                for split, recompute in self.kinds(mesh):
+                    for size in self.micro_batch_sizes(mesh):
+                        yield Choice(mesh, zero, split, recompute, size)
+
+    def case(self, choice: Choice) -> Case:
+        """Return the case of a choice."""
+        mesh, zero = choice.mesh, choice.zero
+        return replace(
+            self.base,
+            layout=Layout(mesh.dp, mesh.tp, mesh.pp, mesh.cp, shard=1 if zero == 0 else self._shard(mesh)),
+            micro_batch_size=choice.micro_batch_size,
+            accumulation=self.num_sequences // mesh.dp // choice.micro_batch_size,
+            zero=zero,
+            num_shards=self._num_shards(mesh),
+            sequence_parallel=choice.sequence_parallel,
+            recompute=choice.recompute,
+        )
+
+    def _shard(self, mesh: Mesh) -> int:
+        degree = self.shard_degree
+        return mesh.dp if degree is None or mesh.dp % degree else degree
+
+    def _num_shards(self, mesh: Mesh) -> int:
+        degree = self.shard_degree
+        return mesh.dp * mesh.cp if degree is None or mesh.dp % degree else degree
+
+
+def space_of(config: Config, framework_name: str, num_sequences: int, fixed: Fixed) -> Space:
+    """Return the space of a configuration, of whose layout and batch only what is fixed counts.
+
+    Raises ConfigError where the device's figures or the number of ranks are not known.
+    """
+    given = config.parallelism
+    whole = replace(given, dp="auto", tp=1, pp=1, cp=1, ep=1, zero=0, shard_degree=None)
+    train = replace(config.train, global_batch_size=None, global_batch_tokens=None, micro_batch_size=1)
+    # What is recomputed is chosen for all layers alike.
+    train = replace(train, recompute_budget_gib=None, recompute_every=1)
+    base = case_of(replace(config, parallelism=whole, train=train), framework_name)
+    return Space(base, num_sequences, fixed, given.shard_degree)
+
+
+def values_of(space: Space) -> dict[str, list[Value]]:
+    """Return for each knob, and for dp, the values that occur in a space, in order."""
+    found: dict[str, set[Value]] = {knob: set() for knob in (*KNOBS, "dp")}
+    for mesh in space.meshes():
+        for axis in Mesh._fields:
+            found[axis].add(getattr(mesh, axis))
+        found["zero"].update(space.zero_stages(mesh))
+        found["micro_batch_size"].update(space.micro_batch_sizes(mesh))
+        for split, recompute in space.kinds(mesh):
+            found["sequence_parallel"].add(split)
+            found["recompute"].add(recompute)
+    order = {recompute: place for place, recompute in enumerate(RECOMPUTES)}
+    return {
+        knob: sorted(values, key=lambda it: order[it] if isinstance(it, Recompute) else it)
+        for knob, values in found.items()
+    }
+
+
+def _splits_of(model: ModelConfig) -> list[int]:
+    """Return the degrees by which a model's layers can be split."""
+    heads, kv_heads, width = model.num_attention_heads, model.num_key_value_heads, model.intermediate_size
+    return [tp for tp in divisors(heads) if width % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)]
+
+
+def choice_of(case: Case) -> Choice:
+    """Return what a case chose."""
+    mesh = Mesh(case.layout.dp, case.layout.tp, case.layout.pp, case.layout.cp)
+    split = case.sequence_parallel and mesh.tp > 1
+    return Choice(mesh, case.zero, split, case.recompute, case.micro_batch_size)

@@ -1,0 +1,176 @@
+"""What layouts of real runs reached: tokens/s, MFU and peak memory beside what is predicted of them.
+
+A run is read from its own files: the frozen configuration, the event that began its last attempt (which knows
+the layout that `auto` became) and the metrics since then. The first rows are left out, in which kernels are
+compiled and memory is first asked for. Runs are compared that train the same model on the same batch.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from conf.schema import Config
+from orchestra.errors import ConfigError
+from orchestra.events import is_number, is_whole, read_events
+from orchestra.frozen import read_config
+from orchestra.jsonl import Record
+from orchestra.metrics_file import read_metrics
+from orchestra.plan.assemble import case_of
+from orchestra.plan.prediction import Prediction, predict
+from orchestra.report.state import name_of, read_state
+from orchestra.rundir import RunDir
+from orchestra.topology import Layout, batch_shape, layout
+
+# Rows at the beginning that do not count, where there are more than that.
+_WARM_ROWS = 3
+
+
+@dataclass(frozen=True)
+class Place:
+    """What must be equal for layouts to be compared: model, sequence length, sequences of a step, precision;
+    and the number of devices.
+    """
+
+    model: str
+    seq_len: int
+    global_batch_size: int
+    precision: str
+    num_devices: int
+
+    @property
+    def work(self) -> tuple[str, int, int, str]:
+        """The same without the devices: what may run on more or fewer of them."""
+        return self.model, self.seq_len, self.global_batch_size, self.precision
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The layout of a run, all of it resolved."""
+
+    mesh: Layout
+    zero: int
+    sequence_parallel: bool
+    micro_batch_size: int
+    accumulation: int
+    recompute: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run: None where it says nothing, such as `mfu` on a device without a known peak. `problem` says why
+    there is no speed, `unpredicted` why there is no prediction.
+    """
+
+    name: str
+    place: Place
+    setting: Setting
+    num_rows: int
+    tokens_per_s_per_device: float | None
+    mfu: float | None
+    peak_memory_bytes: int | None
+    prediction: Prediction | None
+    problem: str | None
+    unpredicted: str | None
+
+
+def read_run(run: RunDir, now: float) -> Run:
+    """Read what a run's layout reached, at Unix time `now`.
+
+    Raises ConfigError where its layout cannot be told.
+    """
+    config, begin = _as_it_ran(read_config(run.config), run)
+    ranks = config.cluster.gpus_per_node
+    if not isinstance(ranks, int):
+        raise ConfigError(f"{run.path}: it never started, so that its number of ranks is not known")
+    mesh = layout(config.parallelism, config.cluster.nodes * ranks)
+    batch = batch_shape(config.train, mesh.dp)
+    rows = [
+        row for row in read_metrics(run) if row.get("time", begin) is None or row.get("time", begin) >= begin
+    ]
+    steady = rows[_WARM_ROWS:] or rows[-1:]
+    prediction, unpredicted = _predicted(config)
+    return Run(
+        name=name_of(run),
+        place=Place(
+            config.model.name,
+            config.train.seq_len,
+            batch.global_batch_size,
+            config.precision.name.value,
+            mesh.world_size,
+        ),
+        setting=Setting(
+            mesh,
+            config.parallelism.zero,
+            config.parallelism.sequence_parallel,
+            batch.micro_batch_size,
+            batch.accumulation,
+            config.train.recompute.value,
+        ),
+        num_rows=len(steady),
+        tokens_per_s_per_device=_median(steady, "tokens_per_s_per_device"),
+        mfu=_median(steady, "mfu"),
+        peak_memory_bytes=_largest(rows, "memory_peak_bytes"),
+        prediction=prediction,
+        problem=None if steady else _why_nothing(run, now),
+        unpredicted=unpredicted,
+    )
+
+
+def _as_it_ran(config: Config, run: RunDir) -> tuple[Config, float]:
+    """Return the configuration with what its last attempt found for `auto`, and when that began."""
+    starts = [
+        event for event in read_events(run, ("attempt_started",)) if is_whole(event.get("ranks_per_node"))
+    ]
+    if not starts:
+        return config, 0.0
+    last = max(starts, key=lambda event: float(event["time"]))
+    cluster = replace(config.cluster, gpus_per_node=last["ranks_per_node"])
+    if is_whole(last.get("nodes")):
+        cluster = replace(cluster, nodes=last["nodes"])
+    train = config.train
+    if is_whole(last.get("micro_batch_size")):
+        train = replace(train, micro_batch_size=last["micro_batch_size"])
+    return replace(config, cluster=cluster, train=train), float(last["time"])
+
+
+def _predicted(config: Config) -> tuple[Prediction | None, str | None]:
+    try:
+        return predict(case_of(config)), None
+    except ConfigError as error:
+        return None, "; ".join(error.problems)
+
+
+def _why_nothing(run: RunDir, now: float) -> str:
+    state = read_state(run, now)
+    cause = f" ({state.cause})" if state.cause else ""
+    return f"no step was logged, {state.state}{cause}"
+
+
+def _median(rows: Sequence[Record], key: str) -> float | None:
+    values = [float(row[key]) for row in rows if is_number(row.get(key))]
+    return statistics.median(values) if values else None
+
+
+def _largest(rows: Iterable[Record], key: str) -> int | None:
+    return max((int(row[key]) for row in rows if is_number(row.get(key))), default=None)
+
+
+def by_place(runs: Iterable[Run]) -> dict[Place, list[Run]]:
+    """Return the runs of each place, the fastest first, those without a speed last."""
+    places: dict[Place, list[Run]] = defaultdict(list)
+    for run in runs:
+        places[run.place].append(run)
+    ordered = sorted(places, key=lambda it: (*it.work, it.num_devices))
+    return {place: sorted(places[place], key=_slowness) for place in ordered}
+
+
+def _slowness(run: Run) -> float:
+    return -(run.tokens_per_s_per_device or 0.0)
+
+
+def best_of(places: Mapping[Place, Sequence[Run]]) -> dict[Place, Run]:
+    """Return the fastest run of each place; places where none ran are left out."""
+    return {place: runs[0] for place, runs in places.items() if runs[0].tokens_per_s_per_device is not None}

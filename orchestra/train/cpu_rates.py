@@ -1,0 +1,59 @@
+"""Measures what the planner needs to know of this machine's CPU, and keeps it in the user's cache folder.
+
+`python -m orchestra.train.cpu_rates PRECISION` takes some seconds: the fastest product of one thread, how
+fast one thread copies memory, and the resident memory of a process that has loaded what a worker loads. One
+thread, because a rank's threads share cores and memory with other ranks. It trains nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import time
+from collections.abc import Mapping
+
+import torch
+
+from conf.schema import PrecisionConfig, PrecisionName
+from orchestra.precision.policy import policy
+from orchestra.train.metrics import memory_peak_bytes
+from orchestra.train.peak import measured_cpu_peak_flops
+
+# Larger than any cache, and long enough for a clock.
+_COPIED_BYTES = 128 << 20
+_BUDGET_S = 0.5
+
+
+def cpu_rates(precision: PrecisionName) -> Mapping[str, float]:
+    """Return FLOP/s of products and bytes/s of memory traffic of one thread, and bytes of an idle worker."""
+    importlib.import_module("orchestra.train.worker")
+    fixed = memory_peak_bytes(torch.device("cpu"))
+    torch.set_num_threads(1)
+    dtype = policy(PrecisionConfig(precision)).parameter
+    return {
+        "peak_flops": measured_cpu_peak_flops(dtype, 1),
+        "memory_bytes_per_s": _memory_bytes_per_s(),
+        "fixed_bytes": float(fixed),
+    }
+
+
+def _memory_bytes_per_s() -> float:
+    """Return bytes read and written per second by the fastest copy of a large tensor."""
+    source = torch.ones(_COPIED_BYTES // 4)
+    target = torch.empty_like(source)
+    target.copy_(source)
+    fastest, deadline = float("inf"), time.perf_counter() + _BUDGET_S
+    while (began := time.perf_counter()) < deadline:
+        target.copy_(source)
+        fastest = min(fastest, time.perf_counter() - began)
+    return 2 * _COPIED_BYTES / fastest
+
+
+def main() -> None:
+    """Print the rates as JSON."""
+    sys.stdout.write(json.dumps(cpu_rates(PrecisionName[sys.argv[1]])) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""Which ranks hold up a run over several nodes: those that stand no further than anybody else's last word."""
+
+from __future__ import annotations
+
+import pytest
+
+from orchestra.heartbeat import Phase
+from orchestra.recovery.afar import hung_afar
+from orchestra.recovery.culprit import Standing
+from orchestra.recovery.limits import History, LimitRules
+
+RULES = LimitRules(setup_s=300.0, silent_s=60.0, storage_s=600.0, closing_s=120.0)
+
+
+def history(step_s: float = 0.1) -> History:
+    found = History()
+    found.add_steps(1, 5.0)
+    found.add_steps(20, 20 * step_s)
+    return found
+
+
+def at(rank: int, phase: Phase, step: int = 8, micro_batch: int = 0, silent_s: float = 12.0) -> Standing:
+    return Standing(rank, f"node{rank}", phase, step, micro_batch, silent_s, "S")
+
+
+def ranks(*standings: Standing, world_size: int = 3, step_s: float = 0.1) -> list[int]:
+    return [it.rank for it, _ in hung_afar(standings, world_size, history(step_s), RULES)]
+
+
+def test_the_rank_that_all_wait_for_is_found_at_a_steps_own_limit() -> None:
+    behind = at(1, Phase.backward, micro_batch=1)
+    assert ranks(at(0, Phase.reduce), behind, at(2, Phase.reduce)) == [1]
+    ((_, limit_s),) = hung_afar([at(0, Phase.reduce), behind, at(2, Phase.reduce)], 3, history(), RULES)
+    assert limit_s == 10.0
+    assert ranks(at(0, Phase.reduce), at(1, Phase.backward, silent_s=9.0), at(2, Phase.reduce)) == []
+
+
+def test_nobody_is_found_before_all_ranks_are_in_sight() -> None:
+    assert ranks(at(0, Phase.reduce), at(1, Phase.backward)) == []
+
+
+def test_slow_steps_are_waited_for_as_long_as_they_take() -> None:
+    behind, others = at(1, Phase.backward, silent_s=29.0), (at(0, Phase.reduce), at(2, Phase.reduce))
+    assert ranks(*others, behind, step_s=3.0) == []
+    assert ranks(*others, behind, step_s=2.0) == [1]
+
+
+@pytest.mark.parametrize("phase", [Phase.data, Phase.record, Phase.save, Phase.commit, Phase.restore])
+def test_whoever_waits_for_storage_has_the_time_that_storage_takes(phase: Phase) -> None:
+    behind = at(1, phase, step=7, silent_s=59.0)
+    assert ranks(at(0, Phase.reduce, silent_s=59.0), behind, at(2, Phase.reduce, silent_s=59.0)) == []
+
+
+def test_where_all_stand_at_the_same_place_the_network_has_time_to_come_back() -> None:
+    for silent_s, found in ((12.0, []), (19.0, []), (21.0, [0, 1, 2])):
+        same = [at(rank, Phase.reduce, silent_s=silent_s) for rank in range(3)]
+        assert ranks(*same) == found
+    same = [at(rank, Phase.reduce, silent_s=61.0) for rank in range(3)]
+    assert ranks(*same, step_s=5.9) == [0, 1, 2], "never longer than without a look at the others"
+
+
+def test_an_old_word_of_somebody_further_is_enough_and_one_of_somebody_behind_is_not_believed_alone() -> None:
+    """Positions only grow: rank 0 is behind what rank 2 said long ago."""
+    assert ranks(at(0, Phase.reduce, 8), at(1, Phase.reduce, 9), at(2, Phase.step, 9, silent_s=500.0)) == [0]
+    assert ranks(at(0, Phase.reduce, 8, silent_s=2.0), at(1, Phase.reduce, 9), at(2, Phase.reduce, 9)) == []

@@ -1,0 +1,148 @@
+"""`orchestra plan --scan`: what layouts of runs reached, read from run directories as runs leave them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from conf.schema import Config
+from orchestra.cli import main
+from orchestra.config.compose import compose
+from orchestra.config.situation import Situation
+from orchestra.errors import EXIT_USAGE
+from orchestra.frozen import write_config
+from orchestra.plan.assemble import case_of
+from orchestra.plan.prediction import predict
+from orchestra.report.layouts import Run, best_of, by_place, read_run
+from orchestra.rundir import RunDir
+from orchestra.sweepdir import Sweep, SweepDir, SweepMember, to_json
+
+H100 = [
+    *("cluster=slurm", "cluster.device=cuda", "cluster.gpus_per_node=8", "cluster.hardware=h100"),
+    *("model=llama_1b", "precision=bf16", "data=stdlib", "train.seq_len=4096", "train.global_batch_size=64"),
+]
+
+
+def config(*overrides: str) -> Config:
+    return compose([*H100, *overrides], Situation("plan")).config
+
+
+def leave(path: Path, of: Config, rates: list[float], *, begin: float = 100.0, **event: object) -> RunDir:
+    """Write the files that a run leaves which logged these rates, one second apart."""
+    run = RunDir(path)
+    path.mkdir(parents=True, exist_ok=True)
+    write_config(run.config, of)
+    run.events.mkdir(exist_ok=True)
+    started = {"time": begin, "attempt": 0, "event": "attempt_started", "nodes": of.cluster.nodes}
+    started |= {"ranks_per_node": of.cluster.gpus_per_node, **event}
+    with (run.events / "agent.jsonl").open("a") as events:
+        events.write(json.dumps(started) + "\n")
+    with run.metrics.open("a") as metrics:
+        for step, rate in enumerate(rates, start=1):
+            row = {"step": step, "time": begin + step, "tokens_per_s_per_device": rate, "mfu": rate / 1e5}
+            metrics.write(json.dumps({**row, "memory_peak_bytes": (step + 10) << 30}) + "\n")
+    return run
+
+
+def read_at(run: RunDir) -> Run:
+    return read_run(run, 1000.0)
+
+
+def test_a_run_is_measured_behind_its_first_rows_and_predicted_as_configured(tmp_path: Path) -> None:
+    of = config("parallelism.tp=2", "train.micro_batch_size=4")
+    run = read_at(leave(tmp_path / "one", of, [1.0, 2.0, 3.0, 40.0, 60.0, 50.0]))
+    assert run.tokens_per_s_per_device == 50.0
+    assert run.mfu == pytest.approx(50.0 / 1e5)
+    assert run.peak_memory_bytes == 16 << 30
+    assert (run.setting.mesh.dp, run.setting.mesh.tp, run.place.num_devices) == (4, 2, 8)
+    assert (run.setting.micro_batch_size, run.setting.accumulation) == (4, 4)
+    assert run.prediction == predict(case_of(of))
+
+
+def test_only_the_last_attempt_counts_with_what_it_found_for_auto(tmp_path: Path) -> None:
+    cluster = config().cluster
+    auto = replace(config(), cluster=replace(cluster, gpus_per_node="auto"))
+    leave(tmp_path / "one", auto, [9.0] * 8, begin=100.0, ranks_per_node=8)
+    run = read_at(leave(tmp_path / "one", auto, [5.0] * 8, begin=200.0, ranks_per_node=4))
+    assert run.tokens_per_s_per_device == 5.0
+    assert run.setting.mesh.dp == run.place.num_devices == 4
+
+
+def test_what_cannot_be_predicted_or_never_trained_says_so(tmp_path: Path) -> None:
+    unknown = replace(config(), cluster=replace(config().cluster, hardware="auto"))
+    run = read_at(leave(tmp_path / "one", unknown, [7.0]))
+    assert run.tokens_per_s_per_device == 7.0
+    assert run.prediction is None
+    assert "cluster.hardware=auto" in (run.unpredicted or "")
+    silent = read_at(leave(tmp_path / "two", config(), []))
+    assert silent.tokens_per_s_per_device is None
+    assert (silent.problem or "").startswith("no step was logged")
+
+
+def test_layouts_are_compared_where_model_batch_and_devices_are_the_same(tmp_path: Path) -> None:
+    runs = [
+        read_at(leave(tmp_path / "slow", config("parallelism.zero=3"), [10.0] * 5)),
+        read_at(leave(tmp_path / "fast", config(), [30.0] * 5)),
+        read_at(leave(tmp_path / "silent", config("parallelism.tp=8"), [])),
+        read_at(leave(tmp_path / "more", config("cluster.nodes=2"), [20.0] * 5)),
+        read_at(leave(tmp_path / "longer", config("train.seq_len=8192"), [90.0] * 5)),
+    ]
+    places = by_place(runs)
+    assert [[run.name for run in each] for each in places.values()] == [
+        ["fast", "slow", "silent"],
+        ["more"],
+        ["longer"],
+    ]
+    assert [run.name for run in best_of(places).values()] == ["fast", "more", "longer"]
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Path:
+    """A sweep of four layouts, of which one never trained."""
+    variants = [
+        ("parallelism.zero=0",),
+        ("parallelism.zero=1",),
+        ("parallelism.tp=2",),
+        ("parallelism.tp=8",),
+    ]
+    folder = SweepDir(tmp_path / "runs" / "layouts")
+    members = tuple(SweepMember(index, f"s{index}", each) for index, each in enumerate(variants))
+    for index, each in enumerate(variants):
+        rates = [] if index == 3 else [1000.0 * (index + 1)] * 5
+        leave(folder.member(index).path, config(*each), rates)
+    folder.record.write_text(to_json(Sweep("layouts", "s", (), members)))
+    return tmp_path / "runs"
+
+
+def test_a_sweep_becomes_a_table_and_a_map(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    leave(sweep / "larger", config("cluster.nodes=2"), [2000.0] * 5)
+    assert main(["plan", "--scan", "layouts", "larger", "--dir", str(sweep)]) == 0
+    text = capsys.readouterr().out
+    assert max(len(line) for line in text.splitlines()) <= 80
+    rows = [line.split() for line in text.splitlines()]
+    assert ["4", "2", "0", "8×2", "3.00k", "3.0%", "15.0"] in [row[:7] for row in rows]
+    assert "no step was logged" in text
+    assert "8 devices" in text
+    assert "16 devices" in text
+
+
+def test_json_has_measured_beside_predicted(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--scan", str(sweep / "layouts"), "--json"]) == 0
+    [place] = json.loads(capsys.readouterr().out)["places"]
+    assert place["num_devices"] == 8
+    assert len(place["runs"]) == 4
+    fastest = place["runs"][0]
+    assert fastest["tokens_per_s_per_device"] == 3000.0
+    assert fastest["tp"] == 2
+    assert fastest["predicted_tokens_per_s_per_device"] > 0
+    assert fastest["predicted_peak_memory_bytes"] > 0
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--scan", "nothing", "--dir", str(tmp_path)]) == EXIT_USAGE
+    assert "there is no run in" in capsys.readouterr().err
+    assert main(["plan", "--dir", str(tmp_path)]) == EXIT_USAGE
+    assert "--dir belongs to --scan" in capsys.readouterr().err

@@ -1,0 +1,118 @@
+"""The count of the real modules' tensors beside the planner's closed forms, without memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from conf.schema import Config
+from orchestra.config.compose import compose
+from orchestra.config.situation import Situation
+from orchestra.config.tree import Tree, own_folder
+from orchestra.errors import ConfigError
+from orchestra.plan.assemble import case_of
+from orchestra.plan.own_memory import OwnBytes, own_bytes, rank_parameters
+from orchestra.train.exact import ExactBytes, exact_bytes
+
+RANKS = 8
+# Few layers and a small vocabulary, so that the layers decide; and the other way round.
+LAYERS = (
+    *("model=llama_1b", "model.num_hidden_layers=3", "model.vocab_size=2048"),
+    *("train.seq_len=1024", "train.micro_batch_size=2", "train.global_batch_size=16"),
+)
+WORDS = (*LAYERS[:1], "model.num_hidden_layers=2", "model.vocab_size=65536", *LAYERS[3:])
+PRESETS = [name for name in Tree((own_folder(),)).options("parallelism") if name != "tp8_pp4"]
+
+
+def config_of(*overrides: str) -> Config:
+    cluster = ["cluster=slurm", f"cluster.gpus_per_node={RANKS}", "cluster.hardware=h100"]
+    everything = [*cluster, "cluster.device=cuda", "data=stdlib", *overrides]
+    return compose(everything, Situation("plan", num_gpus=RANKS)).config
+
+
+def both(*overrides: str, as_gpu: bool = True) -> tuple[OwnBytes, ExactBytes]:
+    config = config_of(*overrides)
+    case = case_of(config)
+    case = replace(case, choices=replace(case.choices, is_gpu=as_gpu))
+    return own_bytes(case, case.stages[0]), exact_bytes(config, RANKS, as_gpu=as_gpu)
+
+
+def peak(own: OwnBytes) -> float:
+    states = own.parameters + own.gradients + own.masters + own.optimizer
+    return states + own.step.activations + own.step.logits + own.buffers
+
+
+def assert_alike(own: OwnBytes, counted: ExactBytes) -> None:
+    """States and what is gathered meet the count within 1 % each, the peak within 2 %."""
+    pairs = {
+        "parameters": (own.parameters, counted.parameters),
+        "gradients": (own.gradients, counted.gradients),
+        "masters": (own.masters, counted.masters),
+        "optimizer": (own.optimizer, counted.optimizer),
+        "gathered": (own.first_buffers, counted.gathered),
+        "host": (own.host, counted.host),
+    }
+    for name, (closed, found) in pairs.items():
+        assert closed == pytest.approx(found, rel=0.01), name
+    assert peak(own) == pytest.approx(counted.peak, rel=0.02)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_closed_forms_meet_the_count_for_every_parallelism_preset(preset: str) -> None:
+    assert_alike(*both(*LAYERS, f"parallelism={preset}", "precision=bf16"))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_fp32_grad", "fp16", "fp8"])
+@pytest.mark.parametrize("model", [LAYERS, WORDS], ids=["layers", "words"])
+def test_closed_forms_meet_the_count_for_every_precision(precision: str, model: tuple[str, ...]) -> None:
+    assert_alike(*both(*model, f"precision={precision}", "parallelism=zero1"))
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        ("train.recompute=selective",),
+        ("train.recompute=full",),
+        ("train.recompute=full", "train.recompute_every=2"),
+        ("train.recompute_budget_gib=0.4",),
+        ("optim.state_dtype=bf16",),
+        ("precision.reduce_dtype=fp32",),
+        ("parallelism=zero1", "parallelism.offload=optimizer"),
+        ("parallelism=zero3", "parallelism.offload=all"),
+        ("train.loss_chunk_tokens=128",),
+        ("parallelism=tp2", "parallelism.sequence_parallel=false"),
+        ("parallelism.bucket_mib=200", "parallelism=zero2"),
+        ("model.tie_word_embeddings=true", "parallelism=zero3"),
+    ],
+    ids=" ".join,
+)
+def test_closed_forms_meet_the_count_for_what_saves_memory(choice: tuple[str, ...]) -> None:
+    assert_alike(*both(*LAYERS, "precision=bf16", *choice))
+
+
+@pytest.mark.parametrize("preset", ["ddp", "zero2", "zero3", "tp2"])
+def test_closed_forms_meet_the_count_on_cpus_too(preset: str) -> None:
+    assert_alike(*both(*LAYERS, f"parallelism={preset}", as_gpu=False))
+
+
+def test_a_second_step_of_zero_2_keeps_what_the_first_one_made() -> None:
+    own, counted = both(*WORDS, "parallelism=zero2", "precision=bf16", "train.global_batch_size=16")
+    assert counted.later_steps > counted.first_step
+    assert own.growing_buffers > 0
+
+
+def test_a_gpt_rank_holds_the_parameters_that_the_closed_form_says() -> None:
+    gpt = ("model=gpt2_xl", "model.num_hidden_layers=2", "train.micro_batch_size=1", "train.seq_len=256")
+    for tp in (1, 5):
+        config = config_of(*gpt, f"parallelism.tp={tp}", "cluster.gpus_per_node=5")
+        counted = exact_bytes(config, 5, as_gpu=True)
+        parts = rank_parameters(config.model, tp)
+        assert parts.before + 2 * parts.layer + parts.behind == counted.num_parameters
+
+
+@pytest.mark.parametrize("axis", ["pp", "cp"])
+def test_axes_that_the_trainer_lacks_are_refused(axis: str) -> None:
+    config = config_of(*LAYERS, f"parallelism.{axis}=2")
+    with pytest.raises(ConfigError, match=rf"parallelism.{axis}=2: the trainer has no pipeline"):
+        exact_bytes(config, RANKS)
