@@ -9,17 +9,17 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from typing import Protocol
 
-from orchestra.cli import (
-    plan_calibrate,
-    plan_exact,
-    plan_explain,
-    plan_goodput,
-    plan_plot,
-    plan_scan,
-    plan_script,
-    plan_search,
-    plan_single,
-    plan_table,
+from orchestra.cli.planning import (
+    calibrate,
+    exact,
+    explain,
+    goodput,
+    plot,
+    scan,
+    script,
+    search,
+    single,
+    table,
 )
 from orchestra.errors import ConfigError
 
@@ -41,8 +41,8 @@ class Mode(Protocol):
 
 
 MODES: tuple[Mode, ...] = (
-    *(plan_search, plan_explain, plan_goodput, plan_scan, plan_table),
-    *(plan_exact, plan_calibrate, plan_plot, plan_script),
+    *(search, explain, goodput, scan, table),
+    *(exact, calibrate, plot, script),
 )
 
 _EXPLAINED = """\
@@ -78,7 +78,7 @@ def run(arguments: Namespace) -> int:
                 raise ConfigError(
                     f"{_option(name)} belongs to {_option(mode.NAME)}; leave it out or add that"
                 )
-    return (asked[0] if asked else plan_single).run(arguments)
+    return (asked[0] if asked else single).run(arguments)
 
 
 def _is_given(arguments: Namespace, name: str) -> bool:

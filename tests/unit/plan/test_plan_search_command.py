@@ -10,8 +10,8 @@ import sys
 import pytest
 
 from orchestra.cli import main
-from orchestra.cli.layout_command import overrides_of, runs_today
-from orchestra.cli.plan_search import ask
+from orchestra.cli.planning.layout_command import overrides_of, runs_today
+from orchestra.cli.planning.search import ask
 from orchestra.config.compose import compose
 from orchestra.config.situation import Situation
 from orchestra.errors import EXIT_FAILED, EXIT_USAGE

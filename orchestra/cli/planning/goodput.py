@@ -59,7 +59,7 @@ class Asked:
 
 def run(arguments: Namespace) -> int:
     """Print what failures cost and return 0. Raises ConfigError for what cannot be reckoned with."""
-    from orchestra.cli import goodput_view
+    from orchestra.cli.planning import goodput_view
 
     found = goodput_view.reckoned(ask(arguments))
     if arguments.json:

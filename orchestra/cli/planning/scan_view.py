@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from orchestra.cli import figures, layout_words
+from orchestra.cli import figures
+from orchestra.cli.planning import layout_words
 from orchestra.report.layouts import Place, Run, best_of
 
 if TYPE_CHECKING:

@@ -36,7 +36,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Print the comparison and return 0. Raises ConfigError when a RUN means none, or no run has a layout."""
-    from orchestra.cli import scan_view
+    from orchestra.cli.planning import scan_view
     from orchestra.report.layouts import by_place
 
     if arguments.overrides or arguments.framework:

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 def run(arguments: Namespace) -> int:
     """Print the prediction and return 0. Raises ConfigError for what cannot be predicted."""
-    from orchestra.cli import plan_view
+    from orchestra.cli.planning import view
 
     config, prediction = predicted(arguments)
     if arguments.json:
-        print(json.dumps(plan_view.facts(config, prediction), indent=2))
+        print(json.dumps(view.facts(config, prediction), indent=2))
         return EXIT_DONE
-    for line in plan_view.lines(config, prediction):
+    for line in view.lines(config, prediction):
         print(line)
     if not prediction.fits:
         _note_what_would_help(config)
@@ -32,7 +32,7 @@ def run(arguments: Namespace) -> int:
 
 def predicted(arguments: Namespace) -> tuple[Config, Prediction]:
     """Return the configuration that the command line gives, and what is predicted of it."""
-    from orchestra.cli.plan_cpu import measure_if_needed
+    from orchestra.cli.planning.cpu import measure_if_needed
     from orchestra.config.compose import compose
     from orchestra.config.situation import Situation
     from orchestra.plan.assemble import case_of, for_planning

@@ -9,8 +9,9 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
-from orchestra.cli import figures, layout_words
-from orchestra.cli.layout_command import Asked, command, overrides_of, runs_today
+from orchestra.cli import figures
+from orchestra.cli.planning import layout_words
+from orchestra.cli.planning.layout_command import Asked, command, overrides_of, runs_today
 from orchestra.flops import num_parameters
 from orchestra.plan.binding import Bound, bounds, main_loss
 from orchestra.plan.frameworks import USABLE_SHARE

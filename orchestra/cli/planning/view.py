@@ -8,7 +8,8 @@ from textwrap import wrap
 from typing import Any
 
 from conf.schema import Config
-from orchestra.cli import figures, goodput_view
+from orchestra.cli import figures
+from orchestra.cli.planning import goodput_view
 from orchestra.flops import num_parameters
 from orchestra.plan.case import Case
 from orchestra.plan.memory import Memory

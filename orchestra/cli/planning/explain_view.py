@@ -9,7 +9,8 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from orchestra.cli import figures, layout_words, plan_view
+from orchestra.cli import figures
+from orchestra.cli.planning import layout_words, view
 from orchestra.plan.binding import main_loss
 from orchestra.plan.explain import Explanation, Option
 from orchestra.plan.prediction import Prediction
@@ -28,7 +29,7 @@ _SAME = 5e-4
 
 def lines(told: Explanation, knobs: Sequence[str]) -> list[str]:
     """Return what a person reads about these knobs."""
-    text = [*plan_view.header(told.here.case), ""]
+    text = [*view.header(told.here.case), ""]
     text += ["1  fit a step in memory", *_memory(told), ""]
     text += ["2  reach the global batch", *_batch(told.here), ""]
     text += ["3  throughput", *_throughput(told)]
@@ -49,7 +50,7 @@ def _memory(told: Explanation) -> Iterator[str]:
     if size > 1:
         fits = "fits" if smallest.fits else "does not fit"
         yield from _wrapped(f"A micro-batch of 1 sequence takes {_of(smallest, usable)}: {fits}.")
-    parts = plan_view.components(here.peak)
+    parts = view.components(here.peak)
     largest = sorted(parts.items(), key=lambda it: -it[1])[:4]
     words = ", ".join(f"{name} {layout_words.gib(value)}" for name, value in largest)
     fits = "fits" if here.fits else "does not fit"

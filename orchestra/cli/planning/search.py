@@ -15,7 +15,7 @@ from orchestra.errors import EXIT_DONE, EXIT_FAILED, ConfigError
 
 if TYPE_CHECKING:
     from conf.schema import Config
-    from orchestra.cli.layout_command import Asked
+    from orchestra.cli.planning.layout_command import Asked
     from orchestra.config.overrides import Checked
     from orchestra.plan.space import Fixed
 
@@ -40,9 +40,9 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Print what was found and return 0, or 1 where nothing fits. Raises ConfigError for wrong overrides."""
-    from orchestra.cli import search_view
-    from orchestra.cli.layout_command import runs_today
-    from orchestra.cli.plan_cpu import measure_if_needed
+    from orchestra.cli.planning import search_view
+    from orchestra.cli.planning.cpu import measure_if_needed
+    from orchestra.cli.planning.layout_command import runs_today
     from orchestra.plan.search import search
     from orchestra.plan.space import space_of
 
@@ -70,7 +70,7 @@ def ask(typed: list[str]) -> Asked:
 
     Raises ConfigError with every problem that no layout would cure.
     """
-    from orchestra.cli.layout_command import Asked
+    from orchestra.cli.planning.layout_command import Asked
     from orchestra.config.compose import batch_said_twice, merge, settled
     from orchestra.config.compose import typed as typed_config
     from orchestra.config.overrides import check_overrides

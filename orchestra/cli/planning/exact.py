@@ -68,7 +68,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Print both counts and return 0. Raises ConfigError for what the trainer does not have."""
-    from orchestra.cli.plan_cpu import measure_if_needed
+    from orchestra.cli.planning.cpu import measure_if_needed
     from orchestra.config.compose import compose
     from orchestra.config.situation import Situation
     from orchestra.plan.assemble import case_of, for_planning

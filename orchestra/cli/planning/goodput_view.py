@@ -11,7 +11,7 @@ from typing import Any
 from conf.schema import Config
 from orchestra import save_interval
 from orchestra.cli import figures
-from orchestra.cli.plan_goodput import Asked
+from orchestra.cli.planning.goodput import Asked
 from orchestra.plan.failures.scenario import Scenario
 from orchestra.plan.failures.simulator import Result, simulate
 from orchestra.plan.goodput import (

@@ -31,8 +31,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Print the explanation and return 0. Raises ConfigError for a key that is none of them."""
-    from orchestra.cli import explain_view
-    from orchestra.cli.plan_cpu import measure_if_needed
+    from orchestra.cli.planning import explain_view
+    from orchestra.cli.planning.cpu import measure_if_needed
     from orchestra.config.compose import compose
     from orchestra.config.situation import Situation
     from orchestra.plan.assemble import case_of, for_planning

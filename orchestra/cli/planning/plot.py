@@ -54,7 +54,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Write the picture and return 0. Raises ConfigError before anything is written."""
-    from orchestra.cli.plan_single import predicted
+    from orchestra.cli.planning.single import predicted
 
     target: Path = arguments.plot
     write = _WRITERS.get(target.suffix.lower())
@@ -88,7 +88,7 @@ def _figure(prediction: Prediction) -> Figure:
 
 
 def _draw_memory(axes: Axes, prediction: Prediction) -> None:
-    from orchestra.cli.plan_view import components
+    from orchestra.cli.planning.view import components
 
     stages = list(enumerate(prediction.stages, 1))
     shown = [*stages[: _MOST_STAGES - 1], stages[-1]] if len(stages) > _MOST_STAGES else stages
@@ -103,7 +103,7 @@ def _draw_memory(axes: Axes, prediction: Prediction) -> None:
 
 
 def _draw_time(axes: Axes, prediction: Prediction) -> None:
-    from orchestra.cli.plan_view import parts_of_time
+    from orchestra.cli.planning.view import parts_of_time
 
     _stack(axes, ["a step"], {part: [seconds] for part, seconds in parts_of_time(prediction.time).items()})
     axes.set_xlabel("seconds")
@@ -134,7 +134,7 @@ def _write_picture(figure: Figure, target: Path, *_: Any) -> None:
 
 
 def _write_page(figure: Figure, target: Path, config: Config, prediction: Prediction) -> None:
-    from orchestra.cli.plan_view import lines
+    from orchestra.cli.planning.view import lines
 
     picture = io.StringIO()
     figure.savefig(picture, format="svg")
