@@ -13,6 +13,8 @@ import os
 import platform
 import tempfile
 import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -26,6 +28,24 @@ from orchestra.precision.policy import policy
 _SIZES = (512, 768, 1024, 1536, 2048, 3072, 4096)
 _PRODUCT_S = 0.03
 _BUDGET_PER_SIZE_S = 0.1
+
+
+@dataclass(frozen=True)
+class _Peak:
+    """A measured figure, and whether the machine had nothing else to do meanwhile."""
+
+    flops: float
+    is_sure: bool
+
+    @staticmethod
+    def read(value: object) -> _Peak | None:
+        """Return what the cache says, None where it is no such thing."""
+        if not isinstance(value, dict):
+            return None
+        flops, is_sure = value.get("flops"), value.get("is_sure")
+        if not isinstance(flops, int | float) or flops <= 0 or not isinstance(is_sure, bool):
+            return None
+        return _Peak(float(flops), is_sure)
 
 
 def device_peak_flops(config: Config, device: torch.device) -> float | None:
@@ -52,14 +72,21 @@ def measured_cpu_peak_flops(dtype: torch.dtype, num_threads: int) -> float:
     """Return the FLOP/s of the fastest large square product in `dtype` on `num_threads` threads.
 
     Takes about a second the first time on a machine and then reads the cache, `orchestra/cpu_peak.json` under
-    XDG_CACHE_HOME or ~/.cache. Torch's number of threads is as before when it returns.
+    XDG_CACHE_HOME or ~/.cache. What was measured beside other work is too low: it serves until the machine is
+    found quiet. Torch's number of threads is as before when it returns.
     """
     key = f"{_cpu_name()} | {dtype} | {num_threads} threads | torch {torch.__version__}"
     known = _read_cache()
-    if key not in known:
-        known[key] = _measure(dtype, num_threads)
+    is_busy = _is_busy()
+    if key not in known or not (known[key].is_sure or is_busy):
+        known[key] = _Peak(_measure(dtype, num_threads), is_sure=not is_busy)
         _write_cache(known)
-    return known[key]
+    return known[key].flops
+
+
+def _is_busy() -> bool:
+    """Whether more processes than there are cores wanted to run in the last minute."""
+    return os.getloadavg()[0] > (os.cpu_count() or 1)
 
 
 def _measure(dtype: torch.dtype, num_threads: int) -> float:
@@ -105,7 +132,7 @@ def _cache_file() -> Path:
     return Path(folder) / "orchestra" / "cpu_peak.json"
 
 
-def _read_cache() -> dict[str, float]:
+def _read_cache() -> dict[str, _Peak]:
     """Return the measured peaks by key; what is missing, torn or not a positive number is measured again."""
     try:
         known = json.loads(_cache_file().read_text())
@@ -113,15 +140,16 @@ def _read_cache() -> dict[str, float]:
         return {}
     if not isinstance(known, dict):
         return {}
-    return {key: float(peak) for key, peak in known.items() if isinstance(peak, int | float) and peak > 0}
+    found = {key: _Peak.read(value) for key, value in known.items()}
+    return {key: peak for key, peak in found.items() if peak is not None}
 
 
-def _write_cache(known: dict[str, float]) -> None:
+def _write_cache(known: Mapping[str, _Peak]) -> None:
     """Replace the cache atomically, since ranks may write together; a read-only home is no error."""
     cache = _cache_file()
     with contextlib.suppress(OSError):
         cache.parent.mkdir(parents=True, exist_ok=True)
         descriptor, name = tempfile.mkstemp(dir=cache.parent, prefix=cache.name)
         with os.fdopen(descriptor, "w") as file:
-            json.dump(known, file, indent=1)
+            json.dump({key: asdict(peak) for key, peak in known.items()}, file, indent=1)
         Path(name).replace(cache)
