@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from launchers.errors import LauncherError
+from launchers.processes import waits_for_a_device
 
 # One small write a second and node is what a shared file system bears from thousands of nodes.
 _BEAT_S = 1.0
@@ -38,6 +39,8 @@ _BEATS_READ_PER_S = 500
 # tool that reads a rank's stacks may take for each rank of a node.
 _STALL_TIMEOUTS = 12
 _LEAST_STALL_S = 120.0
+# What storage that fails over may take beyond that: the ranks may train on meanwhile.
+_STORAGE_S = 900.0
 
 
 @dataclass(frozen=True)
@@ -157,7 +160,7 @@ class Crew:
         count = 0
         while not self._is_over.wait(_BEAT_S):
             self._num_turns += 1
-            if self._num_turns > self._progress_due:
+            if self._num_turns > self._progress_due + self._patience_with_storage():
                 # What moves by itself would say nothing of an agent that hangs.
                 self._stalled()
                 continue
@@ -166,6 +169,10 @@ class Crew:
             with contextlib.suppress(OSError):
                 self._beat(count)
                 self._own_beats = count
+
+    def _patience_with_storage(self) -> float:
+        """Return how many turns more an agent gets whose thread waits for storage that does not answer."""
+        return _STORAGE_S / _BEAT_S if waits_for_a_device(os.getpid()) else 0.0
 
     def _beat(self, count: int) -> None:
         assert self.member is not None

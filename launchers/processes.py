@@ -55,6 +55,14 @@ def find(pid: int) -> Process | None:
     return status.process if status is not None and status.state != "Z" else None
 
 
+def waits_for_a_device(pid: int) -> bool:
+    """Tell whether a process's first thread waits in the kernel where no signal reaches it: for a disk or a
+    network file system.
+    """
+    status = _status(pid)
+    return status is not None and status.state == "D"
+
+
 def is_alive(process: Process) -> bool:
     """Tell whether this very process still runs; a zombie counts as gone."""
     return find(process.pid) == process

@@ -169,8 +169,8 @@ def remove_checkpoint(storage: Storage, step: int) -> None:
 def set_aside(storage: Storage, step: int) -> str:
     """Keep a checkpoint under a name that nobody takes for one; return that.
 
-    It stays until its step is saved anew. A storage without renames keeps only its manifest: its files belong
-    to no checkpoint from then on, and are removed as such.
+    It stays until its step, or one behind it, is saved anew. A storage without renames keeps only its
+    manifest: its files belong to no checkpoint from then on, and are removed as such.
     """
     mark = f"{_SET_ASIDE}-{secrets.token_hex(4)}"
     if storage.renames:
@@ -184,12 +184,20 @@ def set_aside(storage: Storage, step: int) -> str:
 
 
 def _remove_set_aside(storage: Storage, step: int) -> None:
-    """Remove what was set aside of a step, once that was saved anew."""
-    folder = "" if storage.renames else step_name(step)
-    begin = f"{step_name(step)}.{_SET_ASIDE}-" if storage.renames else f"{_SET_ASIDE}-"
-    for name in storage.names(folder):
-        if name.startswith(begin):
-            storage.remove(f"{folder}/{name}" if folder else name)
+    """Remove what was set aside of a step that was saved anew, and of those before it: the interval may be
+    another one since. On a storage without renames only manifests were kept, of which those of other steps
+    stay.
+    """
+    if not storage.renames:
+        for name in storage.names(step_name(step)):
+            if name.startswith(f"{_SET_ASIDE}-"):
+                storage.remove(f"{step_name(step)}/{name}")
+        return
+    for name in storage.names():
+        begin, mark, _ = name.partition(f".{_SET_ASIDE}-")
+        of = step_of(begin) if mark else None
+        if of is not None and of <= step:
+            storage.remove(name)
 
 
 def is_ours(name: str) -> bool:

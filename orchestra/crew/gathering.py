@@ -76,7 +76,8 @@ def called_off(station: Station) -> tuple[int, str]:
         said = f"{_MOST_TOO_LATE} starts in a row ended before an attempt began (cluster.time_limit={limit})"
         return EXIT_DO_NOT_RESTART, f"{words}: {said}"
     # What follows the attempt before: this one never was, and its number is free.
-    events = EventWriter(station.run, f"crew.{station.crew.folder.name}", attempt - 1)
+    name = f"crew.{station.crew.folder.name}"
+    events = EventWriter(station.run, name, attempt - 1, before_start=True)
     try:
         said = station.surroundings.go_on(
             Verdict(EXIT_STOPPED, "StopRequested", words),
@@ -90,10 +91,11 @@ def called_off(station: Station) -> tuple[int, str]:
 
 
 def _too_late(events: Iterable[Record]) -> int:
-    """Return how often since the last attempt began the run went on because of the time limit."""
+    """Return how often since the last attempt began a start was called off because of the time limit."""
     count = 0
     for event in events:
         if event["event"] == "attempt_started":
             count = 0
-        count += event["event"] == "requeued" and event.get("reason") == control.TIME_LIMIT
+        is_requeue = event["event"] == "requeued" and event.get("reason") == control.TIME_LIMIT
+        count += is_requeue and event.get("before_start") is True
     return count

@@ -201,7 +201,8 @@ class Leading:
         """Let another job's attempt hear of a cancel that came while that job was submitted."""
         for request in requests_of(self._station, before):
             if request.reason == control.CANCEL:
-                control.write_request(self._station.run, attempt, request.reason, at_once=request.at_once)
+                with contextlib.suppress(OSError):
+                    control.write_request(self._station.run, attempt, request.reason, at_once=request.at_once)
 
     # Ending.
 

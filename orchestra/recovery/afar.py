@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from orchestra.recovery.culprit import Standing
 from orchestra.recovery.limits import History, LimitRules, limit
 
-# Where all ranks of several nodes stand at the same place the network itself may be away. TCP doubles the
-# wait before each new try (RFC 6298, 5.5): what was cut off for a while is silent for at most twice as long.
+# The network itself may be away, and whom that catches behind the others waits for it as they do: only a
+# process that is stopped is known to be at fault. TCP doubles the wait before each new try (RFC 6298, 5.5):
+# what was cut off for a while is silent for at most twice as long.
 _OF_A_NETWORK = 2.0
 
 
@@ -32,7 +33,7 @@ def hung_afar(
     found = []
     for it in behind:
         limit_s = limit(it.phase, history, rules, is_last=True)
-        if len(behind) == len(standings):
+        if not it.is_stopped:
             limit_s = max(limit_s, min(_OF_A_NETWORK * limit_s, rules.silent_s))
         if it.silent_s > limit_s:
             found.append((it, limit_s))

@@ -217,12 +217,14 @@ class _Reading:
             return _Found(Kind.finished, "finished")
         if code not in (EXIT_STOPPED, EXIT_INTERRUPTED):
             return None
-        reasons = [str(it.get("reason")) for it in self._all("stop_requested", "requeued")]
+        # What is written under an attempt's number of a later start that was called off is not its own.
+        said = [it for it in self._all("stop_requested", "requeued") if not it.get("before_start")]
+        reasons = [str(it.get("reason")) for it in said]
         if control.CANCEL in reasons:
             return _Found(Kind.stopped, control.CANCEL)
         if control.TIME_LIMIT in reasons:
             return _Found(Kind.time_limit, "time limit")
-        if control.PREEMPTED in reasons or self._all("requeued"):
+        if control.PREEMPTED in reasons or any(it["event"] == "requeued" for it in said):
             return _Found(Kind.preempted, "preempted")
         return _Found(Kind.stopped, reasons[-1] if reasons else "asked to stop")
 

@@ -115,10 +115,9 @@ def is_stalled(events: Iterable[Record], attempt: int) -> bool:
     events = list(events)
     started = {it["attempt"] for it in events if it["event"] == "attempt_started" and it["attempt"] < attempt}
     before = max(started, default=None)
-    went_on = any(
-        it["event"] == "requeued" and it["attempt"] == before and it.get("reason") == control.TIME_LIMIT
-        for it in events
-    )
+    # A start that was called off before its attempt began says nothing of the one before it.
+    of_attempt = [it for it in events if it["attempt"] == before and not it.get("before_start")]
+    went_on = any(it["event"] == "requeued" and it.get("reason") == control.TIME_LIMIT for it in of_attempt)
     return went_on and _committed(events, before) == _committed(events, attempt)
 
 

@@ -147,7 +147,8 @@ class Beginning:
         found = _roll_backs_of(self._setting.run)
         if found:
             void = self._checkpointer.set_aside(
-                min(it.to for it in found), lambda it: roll_backs.is_void(found, it.step, it.generation)
+                min(it.to for it in found),
+                lambda it: self._is_own(it) and roll_backs.is_void(found, it.step, it.generation),
             )
             for step, name in void:
                 self._tell("checkpoint_set_aside", {"step": step, "name": name, "cause": "a roll-back"})
@@ -185,9 +186,14 @@ class Beginning:
             self._tell("restored", memory_copies.evidence(found, self._setting.mesh.layout))
         return begin
 
-    def _wanted(self, manifest: Manifest) -> list[Shard]:
+    def _is_own(self, manifest: Manifest) -> bool:
+        """Whether nothing says that a checkpoint is another run's."""
         theirs = manifest.state.get("wandb_id")
-        if None not in (theirs, self._id) and theirs != self._id:
+        return None in (theirs, self._id) or theirs == self._id
+
+    def _wanted(self, manifest: Manifest) -> list[Shard]:
+        if not self._is_own(manifest):
+            theirs = manifest.state.get("wandb_id")
             raise UnusableCheckpointError(
                 f"{self._setting.place} holds checkpoints of another run (its wandb id is {theirs}, this "
                 f"run's is {self._id}); give this run a folder of its own (checkpoint.dir)"

@@ -137,6 +137,8 @@ def _trained(step: int, training: Training, course: Course) -> tuple[Batch, Step
 
 def _rolled_back(bad: BadSteps, step: int, batch: Batch, training: Training, course: Course) -> TrainingError:
     """Decide where the run goes back to; return the error that ends the attempt. *Collective*."""
+    # It waits for the save under way, which may take as long as the storage likes.
+    course.moments.enter(Phase.commit, step)
     size = training.batch.global_batch_size
     # The data of the last bad step ends before that of the steps that were trained since.
     reached = batch.position - (step - bad.last) * size

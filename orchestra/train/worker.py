@@ -21,6 +21,7 @@ from orchestra.errors import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_STOPPED,
+    ConfigError,
     OrchestraError,
     StopRequested,
     UnusableCheckpointError,
@@ -174,7 +175,7 @@ def _train_on(mesh: Mesh, config: Config, ranks: RankEnvironment, records: Recor
     clock, listener = step_clock(mesh.device), records.events if mesh.rank == 0 else None
     step_times = StepTimes(config.recovery, peers, clock, listener)
     recorder = _recorder(config, mesh, training, stopping, records, begin)
-    training.step.replay = _replay(config, mesh, training, peers, listener, begin)
+    training.step.replay = _replay(config, mesh, training, peers, listener, begin, records.attempt)
     try:
         request = train(
             config, training, Course(loader, checkpoints, stopping, moments, step_times), recorder, begin
@@ -200,10 +201,21 @@ def _replay(
     peers: Peers,
     events: EventWriter | None,
     begin: Position,
+    attempt: int,
 ) -> Replay | None:
+    """Return what computes steps again; None where that is not asked for or not possible any more: a run that
+    goes on with other nodes or fewer is not to end for it.
+    """
     if config.recovery.replay_every_steps is None:
         return None
-    return Replay(config, training.parallelized, mesh, peers, events, begin.step)
+    try:
+        return Replay(config, training.parallelized, mesh, peers, events, begin.step)
+    except ConfigError as error:
+        if attempt == 0:
+            raise
+        if events is not None:
+            events.write("replay_off", cause=str(error))
+        return None
 
 
 def _refuse_past_end(config: Config, begin: Position) -> None:

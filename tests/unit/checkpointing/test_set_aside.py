@@ -60,7 +60,16 @@ def test_the_step_saved_anew_takes_its_place(storage: Storage) -> None:
     assert len(storage.names("")) == 1
 
 
-def test_other_steps_keep_what_was_set_aside_of_them(storage: Storage) -> None:
+def test_a_save_behind_it_ends_what_was_set_aside_too(storage: Storage) -> None:
+    """The interval of saves may have changed: the very step may never come again."""
+    write(storage, 10)
+    name = catalog.set_aside(storage, 10)
+    write(storage, 12, generation=1)
+    if storage.renames:
+        assert storage.names(name) == []
+
+
+def test_later_steps_keep_what_was_set_aside_of_them(storage: Storage) -> None:
     for step in (1, 10):
         write(storage, step)
     name = catalog.set_aside(storage, 10)

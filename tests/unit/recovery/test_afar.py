@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from orchestra.heartbeat import Phase
@@ -23,16 +25,26 @@ def at(rank: int, phase: Phase, step: int = 8, micro_batch: int = 0, silent_s: f
     return Standing(rank, f"node{rank}", phase, step, micro_batch, silent_s, "S")
 
 
+def stopped(rank: int, phase: Phase, **more: float) -> Standing:
+    return replace(at(rank, phase, **more), state="T")  # type: ignore[arg-type]
+
+
 def ranks(*standings: Standing, world_size: int = 3, step_s: float = 0.1) -> list[int]:
     return [it.rank for it, _ in hung_afar(standings, world_size, history(step_s), RULES)]
 
 
 def test_the_rank_that_all_wait_for_is_found_at_a_steps_own_limit() -> None:
-    behind = at(1, Phase.backward, micro_batch=1)
+    behind = stopped(1, Phase.backward, micro_batch=1)
     assert ranks(at(0, Phase.reduce), behind, at(2, Phase.reduce)) == [1]
     ((_, limit_s),) = hung_afar([at(0, Phase.reduce), behind, at(2, Phase.reduce)], 3, history(), RULES)
     assert limit_s == 10.0
-    assert ranks(at(0, Phase.reduce), at(1, Phase.backward, silent_s=9.0), at(2, Phase.reduce)) == []
+    assert ranks(at(0, Phase.reduce), stopped(1, Phase.backward, silent_s=9.0), at(2, Phase.reduce)) == []
+
+
+def test_whom_an_outage_of_the_network_catches_behind_the_others_has_twice_as_long() -> None:
+    others = (at(0, Phase.reduce), at(2, Phase.reduce))
+    assert ranks(*others, at(1, Phase.backward, silent_s=19.0)) == []
+    assert ranks(*others, at(1, Phase.backward, silent_s=21.0)) == [1]
 
 
 def test_nobody_is_found_before_all_ranks_are_in_sight() -> None:
@@ -40,7 +52,7 @@ def test_nobody_is_found_before_all_ranks_are_in_sight() -> None:
 
 
 def test_slow_steps_are_waited_for_as_long_as_they_take() -> None:
-    behind, others = at(1, Phase.backward, silent_s=29.0), (at(0, Phase.reduce), at(2, Phase.reduce))
+    behind, others = stopped(1, Phase.backward, silent_s=29.0), (at(0, Phase.reduce), at(2, Phase.reduce))
     assert ranks(*others, behind, step_s=3.0) == []
     assert ranks(*others, behind, step_s=2.0) == [1]
 
@@ -61,5 +73,6 @@ def test_where_all_stand_at_the_same_place_the_network_has_time_to_come_back() -
 
 def test_an_old_word_of_somebody_further_is_enough_and_one_of_somebody_behind_is_not_believed_alone() -> None:
     """Positions only grow: rank 0 is behind what rank 2 said long ago."""
-    assert ranks(at(0, Phase.reduce, 8), at(1, Phase.reduce, 9), at(2, Phase.step, 9, silent_s=500.0)) == [0]
+    first = at(0, Phase.reduce, 8, silent_s=21.0)
+    assert ranks(first, at(1, Phase.reduce, 9), at(2, Phase.step, 9, silent_s=500.0)) == [0]
     assert ranks(at(0, Phase.reduce, 8, silent_s=2.0), at(1, Phase.reduce, 9), at(2, Phase.reduce, 9)) == []

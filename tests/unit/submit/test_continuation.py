@@ -82,6 +82,8 @@ def test_progress_is_a_newer_checkpoint() -> None:
     assert not is_stalled([*went_on, event(1, "checkpoint_committed", step=6)], 1)
     assert not is_stalled([*first, event(0, "requeued", reason="preempted"), event(1, "attempt_started")], 1)
     assert not is_stalled([*first, event(1, "attempt_started")], 1)
+    called_off = event(0, "requeued", reason=LIMIT, before_start=True)
+    assert not is_stalled([*first, called_off, event(1, "attempt_started")], 1), "a later start's limit"
     assert not is_stalled(first, 0)
     # Nothing was ever saved.
     never = [event(0, "attempt_started"), event(0, "requeued", reason=LIMIT), event(1, "attempt_started")]

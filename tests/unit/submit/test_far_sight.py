@@ -77,8 +77,8 @@ def test_who_hangs_in_a_collective_on_another_node_is_found_and_shows_its_stack(
     nodes.ranks[3].tell("wait")
     began = nodes.now
     ((found, limit_s),) = nodes.look(59)
-    assert (found.rank, found.phase, limit_s) == (3, Phase.backward, 10.0)
-    assert nodes.now - began <= 16.0
+    assert (found.rank, found.phase, limit_s) == (3, Phase.backward, 20.0)
+    assert nodes.now - began <= 26.0
     assert nodes.pulses[0].confess({3: limit_s}) == ()
     (hang,) = nodes.pulses[1].confess({3: limit_s})
     assert hang.rank == 3
@@ -92,7 +92,7 @@ def test_who_hangs_in_a_collective_on_another_node_is_found_and_shows_its_stack(
 def test_who_hangs_on_the_first_node_itself_is_found_too(nodes: Nodes) -> None:
     nodes.beat(Phase.reduce, TRAINED, 1)
     nodes.ranks[1].beat(Phase.backward, TRAINED)
-    assert [it.rank for it, _ in nodes.look(16)] == [1]
+    assert [it.rank for it, _ in nodes.look(26)] == [1]
 
 
 def test_a_silence_that_ends_is_no_hang_however_often_it_comes(nodes: Nodes) -> None:
