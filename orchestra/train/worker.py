@@ -175,7 +175,7 @@ def _train_on(mesh: Mesh, config: Config, ranks: RankEnvironment, records: Recor
     clock, listener = step_clock(mesh.device), records.events if mesh.rank == 0 else None
     step_times = StepTimes(config.recovery, peers, clock, listener)
     recorder = _recorder(config, mesh, training, stopping, records, begin)
-    training.step.replay = _replay(config, mesh, training, peers, listener, begin, records.attempt)
+    training.step.replay = replay_of(config, mesh, training, peers, listener, begin, records.attempt)
     try:
         request = train(
             config, training, Course(loader, checkpoints, stopping, moments, step_times), recorder, begin
@@ -194,7 +194,7 @@ def _train_on(mesh: Mesh, config: Config, ranks: RankEnvironment, records: Recor
     return training
 
 
-def _replay(
+def replay_of(
     config: Config,
     mesh: Mesh,
     training: Training,
@@ -204,7 +204,8 @@ def _replay(
     attempt: int,
 ) -> Replay | None:
     """Return what computes steps again; None where that is not asked for or not possible any more: a run that
-    goes on with other nodes or fewer is not to end for it.
+    goes on with other nodes or fewer is not to end for it. *Collective*. Raises ConfigError in a first
+    attempt.
     """
     if config.recovery.replay_every_steps is None:
         return None

@@ -15,13 +15,16 @@ from test_zero_checkpoints import bits
 
 from checkpointing.peers import Peers
 from conf.schema import Config, RecoveryConfig
+from orchestra.errors import ConfigError
 from orchestra.events import EventWriter, read_events
 from orchestra.faults import planned_faults
 from orchestra.rundir import RunDir
 from orchestra.train.faults import Faults
 from orchestra.train.moments import Moments
+from orchestra.train.position import Position
 from orchestra.train.replay import Replay, ReplayError
 from orchestra.train.state import TensorState
+from orchestra.train.worker import replay_of
 
 pytestmark = pytest.mark.ranks
 
@@ -135,3 +138,28 @@ def test_a_bit_that_is_flipped_in_another_step_goes_unseen(ranks: Ranks, tmp_pat
 def unseen(rank: int, world: int, folder: Path) -> Any:
     inject = [{"at_step": FLIPPED_AT + 1, "rank": 1, "fault": "flip"}]
     return _trained(rank, world, config(EVERY, zero=0), 0, inject, folder)
+
+
+def test_a_later_attempt_goes_on_without_where_a_first_one_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    """Its nodes may be fewer than those that the run began on."""
+    refused = ranks(2).run(asked_for, world=2, attempt=0, folder=tmp_path / "0")
+    assert all("one data-parallel rank" in said for said in refused)
+    assert ranks(2).run(asked_for, world=2, attempt=1, folder=tmp_path / "1") == [None, None]
+    (event,) = read_events(RunDir(tmp_path / "1"))
+    assert event["event"] == "replay_off"
+    assert "one data-parallel rank" in event["cause"]
+
+
+def asked_for(rank: int, world: int, attempt: int, folder: Path) -> str | None:
+    """Return what is said against replays, None where nothing is."""
+    asked = config(EVERY, zero=0, tp=2)
+    training, mesh = start(rank, world, asked)
+    store = dist.distributed_c10d._get_default_store()
+    prefix = dist.PrefixStore(f"asked for {attempt} {folder}", store)  # type: ignore[attr-defined]
+    events = EventWriter(RunDir(folder), "rank", attempt) if rank == 0 else None
+    peers = Peers(rank, world, prefix, 60.0)
+    try:
+        assert replay_of(asked, mesh, training, peers, events, Position(), attempt) is None
+    except ConfigError as error:
+        return str(error)
+    return None
