@@ -21,6 +21,8 @@ AUTO = "auto"
 HOUR_S = 3600.0
 # Llama 3 405B (arXiv:2407.21783, section 3.3.4): 419 unexpected interruptions in 54 days on 16,384 H100.
 LLAMA3_MTBF_DEVICE_HOURS = 54 * 24 * 16384 / 419
+# Beyond a hundred million years failures count for nothing, and products of such times leave floating point.
+_LONGEST_MTBF_HOURS = 1e12
 # What a save is taken to cost where none was measured. The training waits while each rank's share is copied
 # to host memory; memcpy reaches 7 to 10 GB/s (benchmarks/RESULTS.md), and a node's ranks share it.
 ASSUMED_COPY_BYTES_PER_S = 5e9
@@ -53,13 +55,18 @@ class Interval:
         return told | ({"mttf_s": self.mttf_s} if math.isfinite(self.mttf_s) else {})
 
 
+def device_hours(mtbf_device_hours: float | None) -> float:
+    """Return the mean time to failure of a device that is reckoned with. None: as Llama 3 had it."""
+    hours = LLAMA3_MTBF_DEVICE_HOURS if mtbf_device_hours is None else mtbf_device_hours
+    return min(hours, _LONGEST_MTBF_HOURS)
+
+
 def mttf_s(num_devices: int, mtbf_device_hours: float | None) -> float:
     """Return the mean time to failure of a run on so many devices, of which any one ends an attempt.
 
     `mtbf_device_hours` None: as Llama 3 had it.
     """
-    hours = LLAMA3_MTBF_DEVICE_HOURS if mtbf_device_hours is None else mtbf_device_hours
-    return hours * HOUR_S / num_devices
+    return device_hours(mtbf_device_hours) * HOUR_S / num_devices
 
 
 def young_s(stall_s: float, mttf: float) -> float:

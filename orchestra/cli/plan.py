@@ -6,6 +6,7 @@ nothing, asks no cluster and loads no torch.
 
 from __future__ import annotations
 
+import textwrap
 from argparse import ArgumentParser, Namespace
 from typing import Protocol
 
@@ -44,6 +45,7 @@ MODES: tuple[Mode, ...] = (
     *(search, explain, goodput, scan, table),
     *(exact, calibrate, plot, script),
 )
+_WIDTH = 80
 
 _EXPLAINED = """\
   orchestra plan model=llama3_8b parallelism=zero3 train.seq_len=8192
@@ -62,11 +64,12 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object, in bytes and seconds")
     for mode in MODES:
         mode.add_arguments(parser)
-    parser.epilog = "\n".join([_EXPLAINED, *(mode.EXPLAINED for mode in MODES)])
+    parser.epilog = _wrapped("\n".join([_EXPLAINED, *(mode.EXPLAINED for mode in MODES)]))
 
 
 def run(arguments: Namespace) -> int:
     """Print the prediction, or do what an option asks for, and return the exit code."""
+    _check_empty(arguments)
     asked = [mode for mode in MODES if _is_given(arguments, mode.NAME)]
     if len(asked) > 1:
         names = " and ".join(_option(mode.NAME) for mode in asked)
@@ -75,14 +78,35 @@ def run(arguments: Namespace) -> int:
     for mode in MODES:
         for name in mode.OPTIONS:
             if _is_given(arguments, name) and name not in taken:
-                raise ConfigError(
-                    f"{_option(name)} belongs to {_option(mode.NAME)}; leave it out or add that"
-                )
+                takers = " or ".join(_option(each.NAME) for each in MODES if name in each.OPTIONS)
+                raise ConfigError(f"{_option(name)} belongs to {takers}; leave it out or add that")
     return (asked[0] if asked else single).run(arguments)
 
 
 def _is_given(arguments: Namespace, name: str) -> bool:
-    return getattr(arguments, name) not in (None, False)
+    # 0 is given, and equals False.
+    value = getattr(arguments, name)
+    return value is not None and value is not False
+
+
+def _check_empty(arguments: Namespace) -> None:
+    empty = [_option(name) for name, value in vars(arguments).items() if value == ""]
+    if empty:
+        raise ConfigError([f"{option} is empty; give a value, or leave it out" for option in empty])
+
+
+def _wrapped(text: str) -> str:
+    """Return paragraphs no wider than a terminal; indented lines are to be typed, and stay as they are."""
+    lines: list[str] = []
+    paragraph: list[str] = []
+    for line in [*text.splitlines(), ""]:
+        if line and not line.startswith(" "):
+            paragraph.append(line)
+            continue
+        lines += textwrap.wrap(" ".join(paragraph), _WIDTH, break_on_hyphens=False)
+        lines.append(line)
+        paragraph = []
+    return "\n".join(lines).rstrip()
 
 
 def _option(name: str) -> str:

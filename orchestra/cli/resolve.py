@@ -68,18 +68,18 @@ def _dated(path: Path) -> tuple[float, Target] | None:
     return None
 
 
-def resolve(text: str, parent: Path) -> RunDir:
-    """Return the run that `text` means, which may be a sweep's member.
+def resolve(text: str, parent: Path, *, takes_dir: bool = True) -> RunDir:
+    """Return the run that `text` means, which may be a sweep's member. `takes_dir`: the command has --dir.
 
     Raises ConfigError with the candidates or the nearest names; for a sweep it says how to name a member.
     """
-    target = resolve_target(text, parent)
+    target = resolve_target(text, parent, takes_dir=takes_dir)
     if isinstance(target, RunDir):
         return target
     raise ConfigError(_names_a_sweep(text, target))
 
 
-def resolve_target(text: str, parent: Path) -> Target:
+def resolve_target(text: str, parent: Path, *, takes_dir: bool = True) -> Target:
     """Return the run or the sweep that `text` means; a member of a sweep is its run.
 
     Raises ConfigError with the candidates or the nearest names.
@@ -89,7 +89,7 @@ def resolve_target(text: str, parent: Path) -> Target:
     path = Path(text).expanduser()
     is_path = path.is_absolute() or len(path.parts) > 1 or text.startswith(".")
     if not is_path:
-        return _named(text.rstrip("/"), parent)
+        return _named(text.rstrip("/"), parent, takes_dir)
     if is_sweep(path):
         return SweepDir(path.absolute())
     if is_run(path):
@@ -101,7 +101,7 @@ def resolve_target(text: str, parent: Path) -> Target:
     raise ConfigError(f"RUN {text}: the directory {found}; give a run's name or its directory")
 
 
-def _named(text: str, parent: Path) -> Target:
+def _named(text: str, parent: Path, takes_dir: bool) -> Target:
     targets = all_targets(parent)
     exact = [target for target in targets if target.name == text]
     matching = exact or [target for target in targets if target.name.startswith(text)]
@@ -110,7 +110,7 @@ def _named(text: str, parent: Path) -> Target:
         return kind((parent / matching[0].name).absolute())
     names = [target.name for target in targets]
     matches = [target.name for target in matching]
-    raise ConfigError(_several(text, matches) if matches else _none(text, names, parent))
+    raise ConfigError(_several(text, matches) if matches else _none(text, names, parent, takes_dir))
 
 
 def _sweep_called(text: str, parent: Path) -> SweepDir | None:
@@ -154,8 +154,9 @@ def _several(text: str, matching: list[str]) -> str:
     return f"RUN {text}: {len(matching)} runs start so: {names}{more}; type more of the name"
 
 
-def _none(text: str, names: list[str], parent: Path) -> str:
+def _none(text: str, names: list[str], parent: Path, takes_dir: bool) -> str:
     if not names:
-        return f"RUN {text}: there is no run in {parent}; pass --dir if they lie elsewhere"
+        advice = "pass --dir if they lie elsewhere" if takes_dir else "give its path if it lies elsewhere"
+        return f"RUN {text}: there is no run in {parent}; {advice}"
     near = difflib.get_close_matches(text, names, n=_NEAREST, cutoff=0.3) or names[:_NEAREST]
     return f"RUN {text}: no run in {parent} is called so; the nearest are {', '.join(near)}"

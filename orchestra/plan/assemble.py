@@ -26,12 +26,17 @@ _USUAL_FRAMEWORK = "orchestra"
 def case_of(config: Config, framework_name: str = _USUAL_FRAMEWORK, profile: Profile | None = None) -> Case:
     """Return the case of a configuration; `profile` takes the place of what it says of the hardware.
 
-    Raises ConfigError where the device's figures or the number of ranks are not known.
+    Raises ConfigError where the device's figures or the number of ranks are not known, and for ep > 1.
     """
     cluster, parallelism = config.cluster, config.parallelism
     ranks = cluster.gpus_per_node
     fitted = profile or profile_of(config)
     problems = []
+    if parallelism.ep > 1:
+        problems.append(
+            f"parallelism.ep={parallelism.ep}: orchestra's models have no experts to share out yet;"
+            " use parallelism.ep=1"
+        )
     if not isinstance(ranks, int):
         problems.append("cluster.gpus_per_node=auto: the planner needs a number; use cluster.gpus_per_node=8")
     if cluster.hardware == "auto" and fitted is None:
@@ -132,8 +137,8 @@ def _as_configured(network: Network, given: NetworkConfig) -> Network:
 
 
 def for_planning(overrides: Sequence[str]) -> list[str]:
-    """Return overrides that plan for nodes of GPUs where they choose no cluster of their own, and that need
-    no data where they name none: what is trained on changes nothing here.
+    """Return overrides that plan for nodes of GPUs where they choose neither a cluster nor a CPU's profile,
+    and that need no data where they name none: what is trained on changes nothing here.
     """
     chosen = ("cluster=", "+cluster=", "cluster.launcher=", "cluster.device=cpu", "experiment=")
     ours = [] if any(each.startswith(chosen) for each in overrides) else ["cluster=slurm"]
@@ -141,7 +146,7 @@ def for_planning(overrides: Sequence[str]) -> list[str]:
         ours = _for_profile(overrides)
     usual = {"cluster.device": Device.cuda.value, "cluster.gpus_per_node": "8", "cluster.hardware": "h100"}
     said = {each.partition("=")[0] for each in overrides}
-    if ours:
+    if ours == ["cluster=slurm"]:
         ours += [f"{key}={value}" for key, value in usual.items() if key not in said]
     if not any(each.lstrip("+").startswith("data") for each in said):
         ours.append("data=stdlib")

@@ -79,6 +79,11 @@ def processor() -> str:
     return f"{model}, {len(os.sched_getaffinity(0))} cores"
 
 
+def is_busy() -> bool:
+    """Whether more processes than there are cores wanted to run in the last minute."""
+    return os.getloadavg()[0] > (os.cpu_count() or 1)
+
+
 def known_rates(precision: str) -> dict[str, float] | None:
     """Return what was measured here for a precision; None where nobody has, or the file is not readable."""
     try:
@@ -89,8 +94,19 @@ def known_rates(precision: str) -> dict[str, float] | None:
     return rates if all(value > 0 for value in rates.values()) else None
 
 
-def keep_rates(precision: str, rates: Mapping[str, float]) -> None:
-    """Add what was measured here to the file; a read-only home is no error, it is then measured again."""
+def are_sure(precision: str) -> bool:
+    """Whether the known rates were measured while the machine had nothing else to do."""
+    try:
+        return json.loads(rates_file().read_text())[processor()][precision]["is_sure"] is True
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def keep_rates(precision: str, rates: Mapping[str, float], *, is_sure: bool = True) -> None:
+    """Add what was measured here to the file; a read-only home is no error, it is then measured again.
+
+    `is_sure`: measured on a quiet machine. Others are too low, and serve until it is found quiet.
+    """
     file = rates_file()
     try:
         known = json.loads(file.read_text())
@@ -98,7 +114,10 @@ def keep_rates(precision: str, rates: Mapping[str, float]) -> None:
         known = {}
     known = known if isinstance(known, dict) else {}
     here = known.get(processor())
-    known[processor()] = {**(here if isinstance(here, dict) else {}), precision: dict(rates)}
+    known[processor()] = {
+        **(here if isinstance(here, dict) else {}),
+        precision: {**rates, "is_sure": is_sure},
+    }
     unfinished = file.with_name(f".{file.name}.{os.getpid()}")
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -112,7 +131,8 @@ def measured_profile(precision: str) -> Profile:
     if rates is None:
         raise ConfigError(
             f"cluster.device=cpu: this machine's CPU has not been measured for precision={precision}; run "
-            "orchestra plan cluster.device=cpu once, or give a profile with cluster.hardware=FILE.json"
+            f"orchestra plan cluster.device=cpu precision={precision} once, or give a profile with "
+            "cluster.hardware=FILE.json"
         )
     peak = rates["peak_flops"]
     cores = len(os.sched_getaffinity(0))

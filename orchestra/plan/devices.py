@@ -55,6 +55,12 @@ class Device:
     reached: str = ""
 
 
+def _has_figures(row: hardware.Hardware, precision: PrecisionName) -> bool:
+    """Whether a row has every figure that a prediction in this precision needs."""
+    peak = hardware.peak_flops(row.name, precision.value)
+    return None not in (peak, row.memory_bytes, row.memory_bytes_per_s, row.link_bytes_per_s)
+
+
 def device(name: str, precision: PrecisionName, memory_gib: float | None = None) -> Device:
     """Return a device by its row in `orchestra.hardware`. Raises ConfigError, with the names that would do,
     where a figure is missing.
@@ -63,7 +69,7 @@ def device(name: str, precision: PrecisionName, memory_gib: float | None = None)
     peak = hardware.peak_flops(name, precision.value)
     memory = row.memory_bytes if memory_gib is None else memory_gib * GIB
     if peak is None or memory is None or row.memory_bytes_per_s is None or row.link_bytes_per_s is None:
-        known = [each.name for each in hardware.TABLE if each.peak_flops]
+        known = [each.name for each in hardware.TABLE if _has_figures(each, precision)]
         raise ConfigError(
             f"cluster.hardware={name}: its figures for {precision.value} are not known;"
             f" use {', '.join(known)}"

@@ -131,13 +131,12 @@ def scenario_of(config: Config, times: Times) -> Scenario:
     limit_s = None if cluster.time_limit is None else slurm_time_s(cluster.time_limit)
     chosen = config.checkpoint.every_steps
     every = interval_of(config, times).every_steps if chosen == save_interval.AUTO else chosen
-    hours = cluster.mtbf_device_hours
     scenario = Scenario(
         num_nodes=cluster.nodes,
         times=times,
         every_steps=int(every or _NEVER),
         devices_per_node=_num_devices(config) // cluster.nodes,
-        mtbf_device_hours=save_interval.LLAMA3_MTBF_DEVICE_HOURS if hours is None else hours,
+        mtbf_device_hours=save_interval.device_hours(cluster.mtbf_device_hours),
         memory_copy_every_steps=recovery.memory_copy_every_steps,
         spare_nodes=cluster.spare_nodes,
         min_nodes=recovery.min_nodes,

@@ -8,8 +8,9 @@ has as many cores as it has threads, and less where ranks share cores. Reading a
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +24,8 @@ from orchestra.plan.networks import Network
 _VERSION = 1
 CPU = "cpu"
 SUFFIX = ".json"
+# So much of a wrong value is shown.
+_TOLD = 40
 
 # Constants by name; those of precisions are called product_flops.<precision>.
 Constants = dict[str, float]
@@ -30,6 +33,8 @@ OF_DEVICE = ("memory_bytes_per_s", "link_bytes_per_s", "attention_flops")
 OF_NETWORK = ("inside_latency_s",)
 OF_FRAMEWORK = ("host_layer_s", "step_s", "exposed_reduction", "fixed_bytes", "step_share")
 PRODUCT = "product_flops."
+# Without these there is nothing to plan for CPUs with: no row of a table stands behind them.
+_NEEDED_OF_CPUS = (*OF_DEVICE, *OF_NETWORK)
 
 Place = TypeVar("Place", Device, Network, Framework)
 
@@ -78,21 +83,95 @@ def write_profile(path: Path, profile: Profile) -> None:
 
 
 def read_profile(path: Path) -> Profile:
-    """Read a profile. Raises ConfigError naming the file when it is none of this version."""
+    """Read a profile. Raises ConfigError that names the file and every key that is not as it must be."""
+    where = f"cluster.hardware={path}"
     advice = "write one with orchestra plan --calibrate RUN… --output FILE.json"
     try:
-        found: dict[str, Any] = json.loads(path.read_text())
-        if found.pop("profile", None) != _VERSION:
-            raise ValueError(f"not a profile of version {_VERSION}")
-        residuals = [Residual(**each) for each in found.pop("residuals", [])]
-        profile = Profile(residuals=residuals, **found)
-        if not all(value > 0 for value in [*profile.constants.values(), *profile.peak_flops.values()]):
-            raise ValueError("a constant is not above 0")
+        found = json.loads(path.read_text())
     except OSError as error:
-        raise ConfigError(f"cluster.hardware={path}: {error.strerror}; {advice}") from error
-    except (ValueError, TypeError, AttributeError) as error:
-        raise ConfigError(f"cluster.hardware={path}: not a profile: {error}; {advice}") from error
-    return profile
+        raise ConfigError(f"{where}: {error.strerror}; {advice}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where}: not a profile: {error}; {advice}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{where}: not a profile: {_told(found)}; expected an object; {advice}")
+    if found.pop("profile", None) != _VERSION:
+        raise ConfigError(f"{where}: not a profile of version {_VERSION}; {advice}")
+    problems = _problems(found)
+    if problems:
+        raise ConfigError(
+            [*(f"{where}: {each}" for each in problems[:-1]), f"{where}: {problems[-1]}; {advice}"]
+        )
+    residuals = [Residual(**each) for each in found.pop("residuals", [])]
+    return Profile(residuals=residuals, **found)
+
+
+def _problems(found: Mapping[str, Any]) -> list[str]:
+    """Return what is wrong with a profile's keys, each with what is there and what was expected."""
+    names = [each.name for each in fields(Profile)]
+    problems = [
+        f"{key}: there is no such key; expected {', '.join(names)}" for key in found if key not in names
+    ]
+    is_cpu = found.get("device") == CPU
+    wanted: dict[str, tuple[Callable[[Any], bool], str]] = {
+        "device": (lambda it: isinstance(it, str) and it != "", f"{CPU} or a device's name"),
+        "constants": (lambda it: isinstance(it, dict), "an object of numbers"),
+        "peak_flops": (lambda it: isinstance(it, dict), "an object of numbers by precision"),
+        "cores": (lambda it: _is_whole(it) or (it is None and not is_cpu), "a whole number above 0"),
+        "memory_bytes": (lambda it: _is_amount(it) or (it is None and not is_cpu), "a number above 0"),
+        "source": (lambda it: isinstance(it, str), "a text"),
+        "undecided": (
+            lambda it: isinstance(it, list) and all(isinstance(each, str) for each in it),
+            "a list of names",
+        ),
+        "residuals": (lambda it: isinstance(it, list) and all(map(_is_residual, it)), "a list of residuals"),
+    }
+    needed = {"device", "constants", "peak_flops", *(("cores", "memory_bytes") if is_cpu else ())}
+    for key, (is_right, expected) in wanted.items():
+        if (key in found or key in needed) and not is_right(found.get(key)):
+            problems.append(f"{key}: {_told(found.get(key), key in found)}; expected {expected}")
+    for key in ("constants", "peak_flops"):
+        if isinstance(found.get(key), dict):
+            problems += _wrong_numbers(key, found[key], is_cpu)
+    return problems
+
+
+def _wrong_numbers(key: str, numbers: Mapping[str, Any], is_cpu: bool) -> list[str]:
+    precisions = [each.value for each in PrecisionName]
+    of_products = [PRODUCT + each for each in precisions]
+    known = precisions if key == "peak_flops" else [*OF_DEVICE, *OF_NETWORK, *OF_FRAMEWORK, *of_products]
+    needed = _NEEDED_OF_CPUS if is_cpu and key == "constants" else ()
+    problems = [f"{key}.{name}: missing; expected a number above 0" for name in needed if name not in numbers]
+    for name, value in numbers.items():
+        if name not in known:
+            problems.append(f"{key}.{name}: there is no such key; expected {', '.join(known)}")
+        elif not _is_amount(value):
+            problems.append(f"{key}.{name}: {_told(value)}; expected a number above 0")
+    return problems
+
+
+def _told(value: object, is_there: bool = True) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return f"found {text if len(text) <= _TOLD else text[:_TOLD] + '…'}" if is_there else "missing"
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and _is_amount(value)
+
+
+def _is_amount(value: object) -> bool:
+    """Whether it is a number above 0 that a float can hold."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        return value > 0 and math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def _is_residual(value: object) -> bool:
+    if not isinstance(value, dict) or set(value) != {each.name for each in fields(Residual)}:
+        return False
+    return isinstance(value["run"], str) and all(_is_amount(value[name]) for name in value if name != "run")
 
 
 def cpu_device(profile: Profile, ranks: int, threads: int, precision: PrecisionName) -> Device:

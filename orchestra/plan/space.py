@@ -3,8 +3,8 @@
 A layout here is a mesh (dp × tp × pp × cp), ZeRO's stage, how the batch is shared out, whether norms are
 sequence parallel, and what is recomputed. What must hold: tp divides heads and feed-forward width, and
 divides or is divided by the key-value heads; pp is at most the number of layers; cp and, with sequence
-parallelism, tp divide the sequence; dp divides the global batch, which is met exactly. The schema's models
-have no experts, so ep is 1.
+parallelism, tp divide the sequence; dp divides the global batch, which is met exactly; parameters in host
+memory need ZeRO 3. The schema's models have no experts, so ep is 1.
 
 Two limits hold unless a space is `wide`: tp stays inside a node, and cp leaves each rank 4,096 tokens of a
 sequence. Beyond them there is next to nothing measured, and predictions are too good: products are taken to
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from conf.schema import Config, ModelConfig, Recompute
+from conf.schema import Config, ModelConfig, Offload, Recompute
 from orchestra.plan.assemble import case_of
 from orchestra.plan.case import Case
 from orchestra.topology import Layout, divisors
@@ -96,7 +96,7 @@ class Space:
     wide: bool = False
 
     def meshes(self) -> Iterator[Mesh]:
-        """Yield every mesh that fills the devices and shares out the batch."""
+        """Yield every mesh that fills the devices, shares out the batch and has a stage of ZeRO."""
         base, fixed = self.base, self.fixed
         ranks = base.layout.world_size
         for tp in self._degrees(fixed.tp, self._tensor_degrees(ranks)):
@@ -105,8 +105,9 @@ class Space:
                     continue
                 for cp in self._degrees(fixed.cp, self._context_degrees(ranks // tp // pp)):
                     dp = ranks // tp // pp // cp
-                    if self.num_sequences % dp == 0 and fixed.dp in (None, dp):
-                        yield Mesh(dp, tp, pp, cp)
+                    mesh = Mesh(dp, tp, pp, cp)
+                    if self.num_sequences % dp == 0 and fixed.dp in (None, dp) and self.zero_stages(mesh):
+                        yield mesh
 
     def _degrees(self, kept: int | None, possible: list[int]) -> list[int]:
         return possible if kept is None else [degree for degree in possible if degree == kept]
@@ -121,9 +122,16 @@ class Space:
         return [cp for cp in divisors(ranks) if cp <= most and seq_len % cp == 0]
 
     def zero_stages(self, mesh: Mesh) -> list[int]:
-        """Return the stages that differ: all are the same where nobody holds the same parameters."""
-        if self.fixed.zero is not None:
-            return [self.fixed.zero]
+        """Return the stages that differ: all are the same where nobody holds the same parameters.
+
+        Parameters in host memory need the last one and ranks to shard over.
+        """
+        kept = self.fixed.zero
+        if self.base.choices.offload is Offload.all:
+            is_shared = 1 not in (mesh.dp, self.shard_degree)
+            return list(ZERO_STAGES[-1:]) if is_shared and kept in (None, ZERO_STAGES[-1]) else []
+        if kept is not None:
+            return [kept]
         return list(ZERO_STAGES if mesh.dp * mesh.cp > 1 else ZERO_STAGES[:1])
 
     def kinds(self, mesh: Mesh) -> Iterator[tuple[bool, Recompute]]:
@@ -174,10 +182,10 @@ class Space:
 def space_of(config: Config, framework_name: str, num_sequences: int, fixed: Fixed) -> Space:
     """Return the space of a configuration, of whose layout and batch only what is fixed counts.
 
-    Raises ConfigError where the device's figures or the number of ranks are not known.
+    Raises ConfigError where the device's figures or the number of ranks are not known, and for ep > 1.
     """
     given = config.parallelism
-    whole = replace(given, dp="auto", tp=1, pp=1, cp=1, ep=1, zero=0, shard_degree=None)
+    whole = replace(given, dp="auto", tp=1, pp=1, cp=1, zero=0, shard_degree=None)
     train = replace(config.train, global_batch_size=None, global_batch_tokens=None, micro_batch_size=1)
     # What is recomputed is chosen for all layers alike.
     train = replace(train, recompute_budget_gib=None, recompute_every=1)
@@ -207,6 +215,14 @@ def _splits_of(model: ModelConfig) -> list[int]:
     """Return the degrees by which a model's layers can be split."""
     heads, kv_heads, width = model.num_attention_heads, model.num_key_value_heads, model.intermediate_size
     return [tp for tp in divisors(heads) if width % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)]
+
+
+def is_possible(case: Case) -> bool:
+    """Whether the degrees of a case divide what they split, as `plan` demands of a configuration."""
+    mesh, seq_len = case.layout, case.seq_len
+    parts = [mesh.cp, *([mesh.tp] if case.sequence_parallel else [])]
+    has_layers = mesh.pp <= case.model.num_hidden_layers
+    return has_layers and mesh.tp in _splits_of(case.model) and not any(seq_len % part for part in parts)
 
 
 def choice_of(case: Case) -> Choice:

@@ -27,6 +27,7 @@ from orchestra.plan.case import Case
 from orchestra.plan.devices import Device, device
 from orchestra.plan.frameworks import NANOTRON, framework
 from orchestra.plan.prediction import Prediction, predict
+from orchestra.plan.space import is_possible
 from orchestra.topology import Layout
 from orchestra.units import GIB
 
@@ -244,12 +245,16 @@ def _layout(cells: _Cells) -> Layout:
 
 
 def predicted_cells(prediction: Prediction) -> dict[str, str]:
-    """Return a prediction as the table's own columns have it; MFU in PaLM's convention."""
+    """Return a prediction as the table's own columns have it; MFU in PaLM's convention.
+
+    A layout whose degrees do not divide what they split does not fit, whatever memory it takes.
+    """
+    fits = prediction.fits and is_possible(prediction.case)
     values = (
         f"{prediction.tokens_per_s_per_device:.2f}",
         f"{100 * prediction.mfu:.3f}",
         f"{prediction.reported_peak.total / GIB:.3f}",
-        str(int(prediction.fits)),
+        str(int(fits)),
     )
     return dict(zip(PREDICTED, values, strict=True))
 

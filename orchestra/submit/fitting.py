@@ -1,13 +1,14 @@
 """Whether a configuration fits into its devices' memory, by the planner's count, and what would make it fit.
 
-It says something only where the device is known by name, and nothing of CPUs. The count errs by 7 % in the
-mean (benchmarks/RESULTS.md), so whoever knows better may submit all the same.
+It says something only where the device is known by name or profile, and nothing of CPUs. The count errs by
+7 % in the mean (benchmarks/RESULTS.md), so whoever knows better may submit all the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 
 from conf.schema import Config, Device, Recompute
 from orchestra.config.keys import shown
@@ -15,7 +16,9 @@ from orchestra.config.rules import problems_of
 from orchestra.config.situation import Situation
 from orchestra.errors import ConfigError
 from orchestra.plan.assemble import case_of
+from orchestra.plan.frameworks import OWN, USABLE_SHARE
 from orchestra.plan.prediction import Prediction, predict
+from orchestra.plan.profiles import is_profile, read_profile
 from orchestra.topology import batch_shape, divisors, has_open_micro_batch, layout
 from orchestra.units import GIB
 
@@ -28,8 +31,11 @@ Changes = dict[str, int | str | bool]
 
 
 def memory_problems(config: Config, situation: Situation) -> Iterator[str]:
-    """Yield why the devices' memory does not suffice, with the changes that would help."""
-    prediction = _prediction(config)
+    """Yield why the devices' memory does not suffice, with the changes that would help.
+
+    Raises ConfigError where the configuration names a profile that cannot be read.
+    """
+    prediction = _prediction(config, OWN)
     if prediction is None or prediction.fits:
         return
     device, peak = prediction.case.device, prediction.peak
@@ -37,33 +43,43 @@ def memory_problems(config: Config, situation: Situation) -> Iterator[str]:
     largest = sorted(parts, key=lambda name: -parts[name])[:_NUM_COMPONENTS]
     shares = ", ".join(f"{name} {parts[name] / GIB:.1f}" for name in largest)
     found = f"a rank would need about {peak.total / GIB:.1f} GiB of the {device.name}'s"
-    limit = f"{device.memory_bytes / GIB:.1f} GiB ({shares})"
-    yield f"memory: {found} {limit}; {advice(config, situation)}; {SKIP} submits it all the same"
+    usable = f"{USABLE_SHARE * device.memory_bytes / GIB:.1f} usable"
+    limit = f"{device.memory_bytes / GIB:.1f} GiB, {usable} ({shares})"
+    yield f"memory: {found} {limit}; {_what_helps(config, situation, OWN)}; {SKIP} submits it all the same"
 
 
-def advice(config: Config, situation: Situation) -> str:
-    """Return what makes it fit: single changes, of each kind the smallest; else as few kinds as will do.
-
-    Only what orchestra's trainer has, and only where the device is a known GPU.
+def advice(config: Config, situation: Situation, framework_name: str) -> str | None:
+    """Return what makes it fit by a framework's count: single changes, of each kind the smallest; else as few
+    kinds as will do. Only what orchestra's trainer has; None where the device is no known GPU.
     """
+    if _prediction(config, framework_name) is None:
+        return None
+    return _what_helps(config, situation, framework_name)
+
+
+def _what_helps(config: Config, situation: Situation, framework_name: str) -> str:
     kinds = (_recompute, _micro_batch, _zero, _tensor, _nodes)
-    single = [_first_fitting(config, kind(config), situation) for kind in kinds]
+    single = [_first_fitting(config, kind(config), situation, framework_name) for kind in kinds]
     words = [found for found in single if found is not None]
     if not words:
-        words = [found for found in (_together(config, kinds, situation),) if found is not None]
+        together = _together(config, kinds, situation, framework_name)
+        words = [together] if together is not None else []
     if words:
         return f"it would fit with {' or with '.join(words)}"
     return "neither recomputation nor ZeRO nor tensor parallelism nor more nodes make it fit"
 
 
 def _together(
-    config: Config, kinds: Sequence[Callable[[Config], list[Changes]]], situation: Situation
+    config: Config,
+    kinds: Sequence[Callable[[Config], list[Changes]]],
+    situation: Situation,
+    framework_name: str,
 ) -> str | None:
     """Return the first that fits, of one kind after the other on top of the strongest of those before."""
     base: Changes = {}
     for kind in kinds:
         on_top = [{**base, **changes} for changes in kind(_changed(config, base))]
-        found = _first_fitting(config, on_top, situation)
+        found = _first_fitting(config, on_top, situation, framework_name)
         if found is not None:
             return found
         legal = [changes for changes in on_top if not problems_of(_changed(config, changes), situation)]
@@ -71,22 +87,28 @@ def _together(
     return None
 
 
-def _first_fitting(config: Config, choices: Sequence[Changes], situation: Situation) -> str | None:
+def _first_fitting(
+    config: Config, choices: Sequence[Changes], situation: Situation, framework_name: str
+) -> str | None:
     """Return the first legal choice that fits, as overrides with what it needs."""
     for changes in choices:
         candidate = _changed(config, changes)
         if problems_of(candidate, situation):
             continue
-        prediction = _prediction(candidate)
+        prediction = _prediction(candidate, framework_name)
         if prediction is not None and prediction.fits:
             words = " ".join(f"{key}={shown(value)}" for key, value in changes.items())
             return f"{words} ({prediction.peak.total / GIB:.1f} GiB)"
     return None
 
 
-def _prediction(config: Config) -> Prediction | None:
-    """Return the prediction; None where the device's figures are not known."""
+def _prediction(config: Config, framework_name: str) -> Prediction | None:
+    """Return the prediction; None where the device's figures are not known.
+
+    Raises ConfigError where the configuration names a profile that cannot be read.
+    """
     cluster = config.cluster
+    profile = read_profile(Path(cluster.hardware)) if is_profile(cluster.hardware) else None
     is_open = cluster.hardware == "auto" or not isinstance(cluster.gpus_per_node, int)
     if cluster.device is not Device.cuda or is_open:
         return None
@@ -94,7 +116,7 @@ def _prediction(config: Config) -> Prediction | None:
         # The ranks will find the largest that fits: only a single sequence that does not is a problem.
         config = _changed(config, {"train.micro_batch_size": 1})
     try:
-        return predict(case_of(config))
+        return predict(case_of(config, framework_name, profile))
     except ConfigError:
         # A device without figures is no reason to refuse a job.
         return None

@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 import os
 import sys
+import textwrap
 from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from orchestra.cli.planning.files import check_target
 from orchestra.errors import EXIT_DONE, ConfigError
 
 if TYPE_CHECKING:
@@ -24,7 +26,7 @@ OPTIONS: tuple[str, ...] = ("output",)
 
 EXPLAINED = """\
   orchestra plan --calibrate RUN RUN RUN --output cpu.json
-  orchestra plan cluster.hardware=cpu.json cluster.gpus_per_node=4 model=llama_125m
+  orchestra plan cluster.hardware=cpu.json cluster.gpus_per_node=4 model=debug
 
 --calibrate fits what products, memory traffic, collectives, the host and a step's fixed work take, and what a
 rank holds besides its tensors, to the runs' own config.yaml and metrics.jsonl (medians of later steps). It
@@ -55,6 +57,7 @@ _MEANING = {
     "step_share": "memory of a step beside its tensors",
 }
 _MIB = 1 << 20
+_WIDTH, _NAMES = 80, 26
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -70,13 +73,17 @@ def run(arguments: Namespace) -> int:
     from orchestra.plan.calibrate import calibrated, measured_run
     from orchestra.plan.profiles import write_profile
 
-    if arguments.overrides:
-        raise ConfigError(
-            f"--calibrate takes everything from its runs; leave out {' '.join(arguments.overrides)}"
-        )
-    if arguments.output is not None and arguments.output.suffix != ".json":
-        raise ConfigError(f"--output {arguments.output}: a profile's name ends in .json; give such a name")
-    runs = [measured_run(resolve(text, Path("runs"))) for text in arguments.calibrate]
+    wrong = list(arguments.overrides)
+    wrong += [f"--framework {arguments.framework}"] if arguments.framework is not None else []
+    if wrong:
+        raise ConfigError(f"--calibrate takes everything from its runs; leave out {' '.join(wrong)}")
+    if arguments.output is not None:
+        if arguments.output.suffix != ".json":
+            raise ConfigError(
+                f"--output {arguments.output}: a profile's name ends in .json; give such a name"
+            )
+        check_target("--output", arguments.output)
+    runs = [measured_run(resolve(text, Path("runs"), takes_dir=False)) for text in arguments.calibrate]
     memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     profile = calibrated(runs, len(os.sched_getaffinity(0)), memory)
     if arguments.json:
@@ -92,13 +99,19 @@ def run(arguments: Namespace) -> int:
 def lines(profile: Profile) -> list[str]:
     """Return the constants and the residuals as people read them."""
     where = f"{profile.device}, figures of one core" if profile.is_cpu else profile.device
-    found = [f"profile of {where}; {profile.source}", ""]
+    title = f"profile of {where}; {profile.source}"
+    found = [*textwrap.wrap(title, _WIDTH, subsequent_indent="  ", break_on_hyphens=False), ""]
     found += [_constant(name, value, profile) for name, value in sorted(profile.constants.items())]
-    found += ["", f"{'run':<28}{'step s':>9}{'fitted':>9}{'off':>8}{'peak MiB':>11}{'fitted':>9}{'off':>8}"]
+    heads = f"{'step s':>9}{'fitted':>9}{'off':>8}{'peak MiB':>11}{'fitted':>9}{'off':>8}"
+    found += ["", f"{'run':<{_NAMES}}{heads}"]
     for it in profile.residuals:
         times, memory = it.predicted_step_s / it.step_s - 1, it.predicted_peak_bytes / it.peak_bytes - 1
         peaks = f"{it.peak_bytes / _MIB:>11,.0f}{it.predicted_peak_bytes / _MIB:>9,.0f}{memory:>+8.1%}"
-        found.append(f"{it.run:<28}{it.step_s:>9.3f}{it.predicted_step_s:>9.3f}{times:>+8.1%}{peaks}")
+        figures = f"{it.step_s:>9.3f}{it.predicted_step_s:>9.3f}{times:>+8.1%}{peaks}"
+        # A longer name has a line of its own.
+        found += (
+            [it.run, " " * _NAMES + figures] if len(it.run) > _NAMES else [f"{it.run:<{_NAMES}}{figures}"]
+        )
     return found
 
 
@@ -107,6 +120,6 @@ def _constant(name: str, value: float, profile: Profile) -> str:
     precision = name.partition(".")[2]
     meaning = _MEANING.get(name, f"products in {precision}")
     if precision and profile.peak_flops.get(precision):
-        meaning += f" ({value / profile.peak_flops[precision]:.0%} of the measured peak)"
-    note = "  (no run decides it)" if name in profile.undecided else ""
-    return f"  {meaning:<46}{value / scale:>10,.3g} {unit}{note}"
+        meaning += f" ({value / profile.peak_flops[precision]:.0%} of peak)"
+    note = "  (no run decides)" if name in profile.undecided else ""
+    return f"  {meaning:<42}{value / scale:>10,.3g} {unit}{note}"

@@ -1,7 +1,7 @@
 """Has this machine's CPU measured, once, where a plan is about CPUs and nobody has: `plan` does it first.
 
 A process of the data plane measures (`python -m orchestra.train.cpu_rates`); the figures are kept for the
-next plan. It predicts nothing.
+next plan, and those of a busy machine only until a plan finds it quiet. It predicts nothing.
 """
 
 from __future__ import annotations
@@ -24,16 +24,22 @@ def measure_if_needed(config: Config) -> None:
     Raises OrchestraError where measuring fails.
     """
     from conf.schema import Device
-    from orchestra.plan.cpu import keep_rates, known_rates
+    from orchestra.plan.cpu import are_sure, is_busy, keep_rates, known_rates
     from orchestra.plan.profiles import is_profile
 
     precision = config.precision.name.value
     if config.cluster.device is not Device.cpu or is_profile(config.cluster.hardware):
         return
-    if known_rates(precision) is not None:
+    was_busy, is_known = is_busy(), known_rates(precision) is not None
+    if is_known and (was_busy or are_sure(precision)):
         return
-    print(f"measuring this machine's CPU in {precision}, once; it takes some seconds", file=sys.stderr)
-    keep_rates(precision, _measured(precision))
+    why = "again, now that it is quiet" if is_known else "once"
+    print(f"measuring this machine's CPU in {precision}, {why}; it takes some seconds", file=sys.stderr)
+    rates = _measured(precision)
+    is_sure = not was_busy and not is_busy()
+    keep_rates(precision, rates, is_sure=is_sure)
+    if not is_sure:
+        print("it is busy: these figures are low, and are measured again once it is quiet", file=sys.stderr)
 
 
 def _measured(precision: str) -> dict[str, float]:

@@ -159,8 +159,9 @@ def lines(compared: list[Compared]) -> list[str]:
 
 
 _NOTE = """\
-Counted are tensors, of rank 0's place; the libraries, the allocator's gaps and the driver come on top.
-A step's most holds activations, logits, messages and temporary tensors."""
+Counted are tensors, of rank 0's place; the libraries, the allocator's gaps and
+the driver come on top. A step's most holds activations, logits, messages and
+temporary tensors."""
 
 
 def _line(row: Compared) -> str:

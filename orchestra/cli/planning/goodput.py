@@ -87,6 +87,7 @@ def ask(arguments: Namespace) -> Asked:
 
 
 def _planned(arguments: Namespace) -> tuple[Config, Times, dict[str, str]]:
+    from orchestra.cli.planning.cpu import measure_if_needed
     from orchestra.config.compose import compose
     from orchestra.config.situation import Situation
     from orchestra.plan.assemble import case_of, for_planning
@@ -94,6 +95,7 @@ def _planned(arguments: Namespace) -> tuple[Config, Times, dict[str, str]]:
     from orchestra.plan.prediction import predict
 
     config = compose(for_planning(arguments.overrides), Situation("plan")).config
+    measure_if_needed(config)
     case = case_of(config, arguments.framework or "orchestra")
     times = assumed_times(config, predict(case).time.total, case.layout.world_size)
     return config, times, {"step_s": "predicted"}
@@ -107,7 +109,7 @@ def _of_run(arguments: Namespace) -> tuple[Config, Times, dict[str, str]]:
     from orchestra.jsonl import read_json_lines
     from orchestra.plan.goodput import assumed_times, measured
 
-    run_dir = resolve(arguments.like, Path("runs"))
+    run_dir = resolve(arguments.like, Path("runs"), takes_dir=False)
     known = measured(read_events(run_dir), read_json_lines(run_dir.metrics)).known
     if not known:
         raise ConfigError(

@@ -104,7 +104,10 @@ def _header(found: Reckoned) -> list[str]:
         source = found.asked.sources.get(name, "assumed")
         title = "times" if name == "step_s" else ""
         rows.append(f"{title:<10}{words:<15} {_seconds(getattr(scenario.times, name)):>9}  {source}")
-    return rows
+    indent = " " * 10
+    return [
+        part for row in rows for part in wrap(row, _WIDTH, subsequent_indent=indent, break_on_hyphens=False)
+    ]
 
 
 def _seconds(seconds: float) -> str:
@@ -139,13 +142,15 @@ def _save(found: Reckoned) -> list[str]:
         f"{name} {figures.duration(seconds)}, {max(1, round(seconds / step_s)):,} steps"
         for name, seconds in (("Young", found.young_s), ("Daly", found.daly_s))
     )
-    return [f"save every: {young}; {daly}; simulated {best.value:,}"]
+    told = f"save every: {young}; {daly}; simulated {best.value:,}"
+    return wrap(told, _WIDTH, subsequent_indent=" " * 12)
 
 
 def _spare(found: Reckoned) -> list[str]:
     best = best_of(found.spares)
     waits = f"a job waits {figures.duration(found.asked.scenario.queue_wait_s)} in the queue"
-    return [f"spares that pay: {best.value} (work per allocated device; {waits})"]
+    told = f"spares that pay: {best.value} (work per allocated device; {waits})"
+    return wrap(told, _WIDTH, subsequent_indent=" " * 17)
 
 
 def _table(title: str, unit: str, points: Sequence[Point], chosen: int) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
-from conf.schema import Config, LauncherName, Offload
+from conf.schema import Config, LauncherName
 from orchestra.config.keys import shown
 from orchestra.config.not_yet import TABLE
 from orchestra.plan.case import Case
@@ -44,13 +44,9 @@ def overrides_of(asked: Asked, case: Case) -> list[str]:
     parallelism, train = config.parallelism, config.train
     if parallelism.dp not in ("auto", case.layout.dp):
         wanted["parallelism.dp"] = "auto"
-    if parallelism.ep != case.layout.ep:
-        wanted["parallelism.ep"] = case.layout.ep
     degree = parallelism.shard_degree
     if degree is not None and (case.zero == 0 or case.layout.dp % degree):
         wanted["parallelism.shard_degree"] = None
-    if parallelism.offload is Offload.all and case.zero != 3:
-        wanted["parallelism.offload"] = Offload.none
     wanted["train.recompute_every"] = 1
     wanted["train.recompute_budget_gib"] = None
     if train.global_batch_tokens is None:

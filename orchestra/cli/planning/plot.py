@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from orchestra.cli.planning.files import check_target, named
 from orchestra.errors import EXIT_DONE, ConfigError
 from orchestra.units import GIB
 
@@ -49,7 +50,7 @@ pre {{ overflow-x: auto; }}
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add --plot."""
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it: .png, .svg or .html")
+    parser.add_argument("--plot", type=named, metavar="FILE", help="draw it: .png, .svg or .html")
 
 
 def run(arguments: Namespace) -> int:
@@ -62,8 +63,7 @@ def run(arguments: Namespace) -> int:
         raise ConfigError(f"--plot {target}: {target.suffix or 'no ending'}; use {', '.join(_WRITERS)}")
     if arguments.json:
         raise ConfigError("--plot draws and --json prints; ask for one of them")
-    if not target.parent.is_dir():
-        raise ConfigError(f"--plot {target}: there is no folder {target.parent}")
+    check_target("--plot", target)
     config, prediction = predicted(arguments)
     write(_figure(prediction), target, config, prediction)
     print(f"drawn to {target}", file=sys.stderr)

@@ -12,6 +12,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from orchestra.cli.planning.files import named
 from orchestra.errors import EXIT_DONE, ConfigError
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ known; then the map of the best ones. The first three logged rows do not count.
 def add_arguments(parser: ArgumentParser) -> None:
     """Add --scan and what belongs to it."""
     parser.add_argument("--scan", nargs="+", metavar="RUN", help="compare the layouts of runs and sweeps")
-    parser.add_argument("--dir", type=Path, metavar="DIR", help="where the runs lie (default: runs)")
+    parser.add_argument("--dir", type=named, metavar="DIR", help="where the runs lie (default: runs)")
 
 
 def run(arguments: Namespace) -> int:

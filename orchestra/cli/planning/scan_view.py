@@ -6,6 +6,7 @@ Colours go by MFU, from none to the best of the map; without them the numbers sa
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 _WIDTH = 80
+# What is to be done is told in keys, as to those who configure a run; --scan takes none.
+_WHERE = "keys above count where a run is started: --scan reads each run's own config.yaml"
 _HEADER = (
     "dp",
     "tp",
@@ -68,9 +71,12 @@ def _place(place: Place, runs: Sequence[Run]) -> list[str]:
     kept = [figures.without(row, _HEADER, same) for row in rows]
     told = [f"{_title(place)} on {place.num_devices:,} device{'s' if place.num_devices > 1 else ''}"]
     told += figures.fitting_table(header, kept, _WIDTH, _DROPPED).splitlines() if rows else []
-    told += [f"{run.name}: {_words(run)}: {run.problem}" for run in runs if run.problem is not None]
+    notes = [f"{run.name}: {_words(run)}: {run.problem}" for run in runs if run.problem is not None]
     unpredicted = {run.unpredicted for run in runs if run.unpredicted is not None}
-    return [*told, *(f"not predicted: {each}" for each in sorted(unpredicted))]
+    notes += [f"not predicted: {each}" for each in sorted(unpredicted)]
+    notes += [_WHERE] * bool(unpredicted)
+    wrapped = [textwrap.wrap(note, _WIDTH, subsequent_indent="  ", break_on_hyphens=False) for note in notes]
+    return [*told, *(line for lines in wrapped for line in lines)]
 
 
 def _title(place: Place) -> str:

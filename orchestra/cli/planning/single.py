@@ -25,7 +25,7 @@ def run(arguments: Namespace) -> int:
     for line in view.lines(config, prediction):
         print(line)
     if not prediction.fits:
-        _note_what_would_help(config)
+        _note_what_would_help(config, prediction)
     _note_what_was_assumed(arguments.overrides, prediction)
     return EXIT_DONE
 
@@ -43,11 +43,16 @@ def predicted(arguments: Namespace) -> tuple[Config, Prediction]:
     return config, predict(case_of(config, arguments.framework or "orchestra"))
 
 
-def _note_what_would_help(config: Config) -> None:
+def _note_what_would_help(config: Config, prediction: Prediction) -> None:
+    """Say what saves enough memory; where a stage is idle, no memory helps."""
     from orchestra.config.situation import Situation
+    from orchestra.plan.stages import has_idle_stage
     from orchestra.submit.fitting import advice
 
-    print(f"note: {advice(config, Situation('submit'))}", file=sys.stderr)
+    case = prediction.case
+    found = None if has_idle_stage(case.stages) else advice(config, Situation("plan"), case.framework.name)
+    if found is not None:
+        print(f"note: {found}", file=sys.stderr)
 
 
 def _note_what_was_assumed(typed: list[str], prediction: Prediction) -> None:

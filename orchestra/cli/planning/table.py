@@ -10,6 +10,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
+from orchestra.cli.planning.files import check_target, named
 from orchestra.errors import EXIT_DONE, ConfigError
 
 NAME = "table"
@@ -27,8 +28,8 @@ its benchmark reports it; for all others the fullest stage's. pred_fits looks at
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add --table and what belongs to it."""
-    parser.add_argument("--table", type=Path, metavar="FILE", help="predict every row of a CSV table")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the table here, not to the screen")
+    parser.add_argument("--table", type=named, metavar="FILE", help="predict every row of a CSV table")
+    parser.add_argument("--output", type=named, metavar="FILE", help="write the table, or the profile, to it")
 
 
 def run(arguments: Namespace) -> int:
@@ -36,13 +37,18 @@ def run(arguments: Namespace) -> int:
     from orchestra.plan.table import cases, read_table, with_predictions
 
     beside = [*arguments.overrides, *(["--json"] * arguments.json)]
-    beside += [f"--framework {arguments.framework}"] if arguments.framework else []
+    beside += [f"--framework {arguments.framework}"] if arguments.framework is not None else []
     if beside:
         raise ConfigError(f"--table takes everything from its rows; leave out {' '.join(beside)}")
     source, target = arguments.table, arguments.output
     if target is not None and target.exists() and source.exists() and target.samefile(source):
         raise ConfigError(f"--output {target} is the table itself, which is never changed; give another file")
-    table = read_table(source)
+    if target is not None:
+        check_target("--output", target)
+    try:
+        table = read_table(source)
+    except OSError as error:
+        raise ConfigError(f"--table {source}: {error.strerror}; give a table in CSV") from error
     text = with_predictions(table, cases(source, table))
     if target is None:
         print(text, end="")

@@ -12,9 +12,11 @@ from orchestra.cli import figures
 from orchestra.cli.planning import goodput_view
 from orchestra.flops import num_parameters
 from orchestra.plan.case import Case
-from orchestra.plan.memory import Memory
+from orchestra.plan.frameworks import USABLE_SHARE
+from orchestra.plan.memory import Memory, fits
 from orchestra.plan.over_time import HostMemory, host_memory, over_time
 from orchestra.plan.prediction import Prediction
+from orchestra.plan.stages import has_idle_stage
 from orchestra.plan.step_time import StepTime
 from orchestra.units import GIB, MIB
 
@@ -57,9 +59,14 @@ def lines(config: Config, prediction: Prediction) -> list[str]:
         "",
         *_speed(prediction),
         *_cost(config, prediction),
-        *wrap(goodput_view.summary(config, prediction), _WIDTH, subsequent_indent=" " * 8),
+        *wrap(_goodput(config, prediction), _WIDTH, subsequent_indent=" " * 8),
         *_sources(case),
     ]
+
+
+def _goodput(config: Config, prediction: Prediction) -> str:
+    found = goodput_view.summary(config, prediction)
+    return found if config.checkpoint.every_steps is None else f"{found}; by Daly's formula"
 
 
 def _sources(case: Case) -> list[str]:
@@ -81,9 +88,10 @@ def _sources(case: Case) -> list[str]:
 def header(case: Case) -> list[str]:
     """Return what is predicted: model, layout, batch and devices."""
     model, mesh = case.model, case.layout
-    degrees = {"tp": mesh.tp, "pp": mesh.pp, "cp": mesh.cp, "ep": mesh.ep}
+    degrees = {"tp": mesh.tp, "pp": mesh.pp, "cp": mesh.cp}
     used = [f"dp {mesh.dp}", *(f"{axis} {size}" for axis, size in degrees.items() if size > 1)]
-    used += [f"zero {case.zero}"] if case.zero else []
+    over = f" over {case.num_shards} ranks" if case.num_shards < mesh.dp * mesh.cp else ""
+    used += [f"zero {case.zero}{over}"] if case.zero else []
     used += ["sequence parallel"] if case.sequence_parallel and mesh.tp > 1 else []
     size = case.tokens_per_step // case.seq_len
     parts = f"micro-batch {case.micro_batch_size} × accumulation {case.accumulation} × dp {mesh.dp}"
@@ -103,12 +111,22 @@ def _memory(prediction: Prediction) -> list[str]:
     where = f", stage {stage} of {len(prediction.stages)}" if len(prediction.stages) > 1 else ""
     scale, unit = _scale(peak)
     total, limit = peak.total / scale, device.memory_bytes / scale
-    verdict = "fits" if prediction.fits else "does not fit"
+    suffices = fits(prediction.case, prediction.stages)
+    verdict = "fits" if suffices else "does not fit"
     return [
-        f"memory  {total:,.1f} of {limit:,.1f} {unit}{where}: {verdict}",
+        f"memory  {total:,.1f} of {limit:,.1f} {unit}, {USABLE_SHARE * limit:,.1f} usable{where}: {verdict}",
+        *_idle(prediction.case, suffices),
         *_bars({name: value / scale for name, value in components(peak).items()}, unit, total),
         *_over_time(prediction),
     ]
+
+
+def _idle(case: Case, suffices: bool) -> list[str]:
+    """Say why a layout does not do whose memory may suffice."""
+    if not has_idle_stage(case.stages):
+        return []
+    joint = "but" if suffices else "and"
+    return [f"        {joint} a pipeline stage has nothing to do: use a smaller parallelism.pp"]
 
 
 def _over_time(prediction: Prediction) -> list[str]:

@@ -55,3 +55,5 @@ def test_no_runs_at_all(tmp_path: Path) -> None:
     assert all_targets(tmp_path / "runs") == []
     with pytest.raises(ConfigError, match="--dir"):
         resolve("x", tmp_path / "runs")
+    with pytest.raises(ConfigError, match="give its path if it lies elsewhere"):
+        resolve("x", tmp_path / "runs", takes_dir=False)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from orchestra.cli import main
+from orchestra.cli.planning.calibrate import lines
 from orchestra.config.compose import compose
 from orchestra.config.situation import Situation
 from orchestra.errors import EXIT_USAGE, ConfigError
@@ -96,6 +97,7 @@ def test_calibrating_prints_residuals_and_writes_a_profile_to_plan_with(
     runs = [str(written(tmp_path, name, overrides).path) for name, overrides in FIT.items()]
     assert main(["plan", "--calibrate", *runs, "--output", str(tmp_path / "here.json")]) == 0
     printed = capsys.readouterr().out
+    assert max(len(line) for line in printed.splitlines()) <= 80
     assert "products in fp32" in printed
     assert all(name in printed for name in FIT)
     sizes = ["cluster.gpus_per_node=2", "model.hidden_size=256", "--json"]
@@ -103,6 +105,37 @@ def test_calibrating_prints_residuals_and_writes_a_profile_to_plan_with(
     assert json.loads(capsys.readouterr().out)["device"] == "cpu"
     assert main(["plan", "--calibrate", runs[0], "--output", str(tmp_path / "here.csv")]) == EXIT_USAGE
     assert main(["plan", "--calibrate", str(tmp_path / "nothing")]) == EXIT_USAGE
+
+
+def test_calibrating_fits_eighty_columns_with_long_names(tmp_path: Path) -> None:
+    name = "a-run-whose-name-says-all-that-it-was-for"
+    profile = calibrated([measured_run(written(tmp_path, name, FIT["small"]))], CORES, MEMORY)
+    slower = {"product_flops.bf16_fp32_grad": 1.234e9}
+    told = lines(
+        replace(
+            profile,
+            constants=profile.constants | slower,
+            peak_flops={"bf16_fp32_grad": 1.234e9},
+            undecided=[*profile.constants, *slower],
+        )
+    )
+    assert max(len(line) for line in told) <= 80
+    assert name in told
+
+
+def test_calibrating_refuses_before_it_reads_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for words, told in (
+        (["x", "--output", "/nonexistent/x.json"], "there is no folder /nonexistent"),
+        (["x", "--framework", "megatron"], "leave out --framework megatron"),
+        (["x"], "there is no run in runs; give its path"),
+    ):
+        assert main(["plan", "--calibrate", *words]) == EXIT_USAGE
+        said = capsys.readouterr().err
+        assert told in said
+        assert "--dir" not in said
 
 
 def test_a_fit_of_a_power_law_finds_both_constants() -> None:

@@ -110,15 +110,50 @@ def test_a_run_that_trained_lends_its_times(tmp_path: Path, capsys: pytest.Captu
     assert other["num_devices"] == 128
 
 
-def test_what_means_nothing_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_times_of_a_run_with_a_long_name_fit_eighty_columns(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunDir(trained(tmp_path).path.rename(tmp_path / "a-run-whose-name-says-all-that-it-was-for"))
+    text = printed(
+        capsys, "--goodput", "--like", str(run.path), "cluster.mtbf_device_hours=3", *CLUSTER, *LAYOUT
+    )
+    assert max(len(line) for line in text.splitlines()) <= 80
+    assert run.name in text
+
+
+def test_devices_that_never_fail_are_reckoned_with(capsys: pytest.CaptureFixture[str]) -> None:
+    never = "cluster.mtbf_device_hours=1e308"
+    assert json.loads(printed(capsys, "--json", *CLUSTER, *LAYOUT, never))["failures"]["goodput"] > 0.9
+    text = printed(capsys, "--goodput", *CLUSTER, *LAYOUT, never)
+    assert max(len(line) for line in text.splitlines()) <= 80
+    assert " inf" not in text
+    assert " nan" not in text
+
+
+def test_a_cpu_is_measured_where_nobody_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    rates = {"peak_flops": 1e11, "memory_bytes_per_s": 1e10, "fixed_bytes": 3e8}
+    monkeypatch.setattr("orchestra.cli.planning.cpu._measured", lambda _: rates)
+    words = ["cluster.device=cpu", "cluster.gpus_per_node=2", "model=debug", "--json"]
+    assert json.loads(printed(capsys, "--goodput", *words))["num_devices"] == 2
+
+
+def test_what_means_nothing_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     empty = RunDir(tmp_path / "runs" / "empty")
     empty.path.mkdir(parents=True)
     empty.record.write_text("{}")
     write_config(empty.config, Config())
+    monkeypatch.chdir(tmp_path / "runs")
     for words, told in (
         (["--goodput", "--stall-s", "-1"], "expected seconds, 0 or more"),
         (["--goodput", "--like", str(empty.path)], "no attempt yet"),
         (["--like", "x"], "--like belongs to --goodput"),
+        (["--goodput", "--like", "x"], "there is no run in runs; give its path"),
+        (["--goodput", "--like", ""], "--like is empty"),
         (["--goodput", "cluster.mtbf_device_hours=0"], "cluster.mtbf_device_hours=0"),
         (["--goodput", "checkpoint.every_steps=often"], "use one, auto or null"),
     ):

@@ -90,6 +90,47 @@ def test_options_that_do_not_belong_together_are_refused(
     assert main(["plan", "--output", "x.csv"]) == EXIT_USAGE
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--top", "0"], "--top belongs to --search"),
+        (["--stall-s", "0"], "--stall-s belongs to --goodput"),
+        (["--mix-seed", "0"], "--mix-seed belongs to --goodput"),
+        (["--output", "x.csv"], "--output belongs to --table or --calibrate"),
+        (["--framework", ""], "--framework is empty"),
+        (["--table", ""], "--table: it is empty"),
+        (["--table", "missing.csv"], "--table missing.csv: No such file"),
+        (["--table", "."], "--table .: Is a directory"),
+        (["--table", "missing.csv", "--output", ""], "--output: it is empty"),
+        (
+            ["--table", "missing.csv", "--output", "none/o.csv"],
+            "--output none/o.csv: there is no folder none",
+        ),
+        (["--table", "missing.csv", "--output", "."], "--output .: it is a folder"),
+    ],
+)
+def test_wrong_options_are_told_before_anything_is_read(
+    words: list[str],
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", *words]) == EXIT_USAGE
+    assert told in capsys.readouterr().err
+
+
+def test_the_help_fits_eighty_columns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["plan", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert max(len(line) for line in text.splitlines()) <= 80
+    assert "  orchestra plan --table layouts.csv --output predicted.csv" in text.splitlines()
+
+
 def test_planning_loads_no_torch() -> None:
     code = "import sys; from orchestra.cli import main; main(['plan']); print(sorted(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

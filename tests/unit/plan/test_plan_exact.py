@@ -7,6 +7,7 @@ import json
 import pytest
 
 from orchestra.cli import main
+from orchestra.cli.planning.exact import Compared, lines
 from orchestra.errors import EXIT_USAGE
 
 MODEL = ("model.hidden_size=256", "model.num_hidden_layers=2", "train.seq_len=128", "precision=bf16")
@@ -21,6 +22,11 @@ def test_both_counts_and_their_difference_are_told(capsys: pytest.CaptureFixture
             row["closed_form_bytes"] / row["counted_bytes"] - 1, abs=1e-6
         )
         assert abs(row["difference"]) < 0.02
+
+
+def test_the_comparison_fits_eighty_columns() -> None:
+    text = "\n".join(lines([Compared("later_steps", 3e13, 2 * 10**13), Compared("gathered", 3e9, 0)]))
+    assert max(len(line) for line in text.splitlines()) <= 80
 
 
 def test_layouts_that_the_trainer_lacks_are_refused_with_what_to_use(

@@ -67,3 +67,11 @@ def test_wrong_wishes_write_nothing(
     assert main(["plan", "model=debug", "--plot", str(tmp_path / name), *more]) == 2
     assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_is_no_picture_and_nothing_is_predicted_for_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "plan.png").mkdir()
+    assert main(["plan", "model=none", "--plot", str(tmp_path / "plan.png")]) == 2
+    assert "plan.png: it is a folder" in capsys.readouterr().err

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from conf.schema import Offload
 from orchestra.cli import main
 from orchestra.cli.planning.layout_command import overrides_of, runs_today
 from orchestra.cli.planning.search import ask
@@ -83,6 +84,26 @@ def test_json_lists_layouts_by_speed_with_what_binds_them(capsys: pytest.Capture
         assert it["bound_by"]
         assert it["runs_today"] == (it["pp"] == it["cp"] == it["ep"] == 1)
     assert told["runs_today"][0]["runs_today"]
+
+
+OFFLOADED = ["experiment=llama3_70b", "cluster.nodes=4", "parallelism.offload=all", "train.seq_len=2048"]
+
+
+def test_parameters_in_host_memory_are_searched_with_zero_3_alone() -> None:
+    asked = ask(OFFLOADED)
+    space = space_of(asked.config, "orchestra", asked.num_sequences, asked.fixed)
+    assert {it.zero for it in space.choices()} == {3}
+    assert min(it.mesh.dp for it in space.choices()) > 1
+    best = search(space, 1).ranked[0].case
+    overrides = [*asked.overrides, *overrides_of(asked, best)]
+    again = case_of(compose(overrides, Situation("plan")).config)
+    assert again.choices.offload is Offload.all
+    assert predict(again).fits
+
+
+def test_parameters_in_host_memory_with_another_stage_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--search", *OFFLOADED, "parallelism.zero=1"]) == EXIT_USAGE
+    assert "parallelism.offload=all needs parallelism.zero=3" in capsys.readouterr().err
 
 
 def test_a_key_that_is_given_stays_and_a_preset_does_not(capsys: pytest.CaptureFixture[str]) -> None:

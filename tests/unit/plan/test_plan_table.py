@@ -50,6 +50,25 @@ def test_rows_that_do_not_fit_are_predicted_too(tmp_path: Path) -> None:
     assert float(found["pred_tokens_per_s_per_gpu"]) > 0
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tp": 3, "num_gpus": 24},
+        {"tp": 16, "num_gpus": 128, "num_key_value_heads": 8, "intermediate_size": 14344},
+        {"cp": 3, "num_gpus": 24},
+        {"tp": 8, "num_gpus": 64, "seq_len": 4100, "sequence_parallel": 1},
+        {"pp": 33, "num_gpus": 264, "framework": "nanotron"},
+    ],
+)
+def test_rows_whose_degrees_divide_nothing_do_not_fit_and_are_predicted(
+    tmp_path: Path, changes: dict[str, object]
+) -> None:
+    [found] = predicted(written(tmp_path, row(**{"zero": 3, **changes})))
+    assert found["pred_fits"] == "0"
+    assert 0 < float(found["pred_peak_memory_gib"]) < 70
+    assert float(found["pred_tokens_per_s_per_gpu"]) > 0
+
+
 def test_an_earlier_prediction_is_replaced(tmp_path: Path) -> None:
     first = predicted(written(tmp_path, row()))
     again = predicted(written(tmp_path, *first, name="again.csv"))

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from plan_cases import case
 
 from conf.schema import PrecisionName
+from orchestra.cli.planning import cpu as measuring
 from orchestra.config.compose import compose
 from orchestra.config.situation import Situation
 from orchestra.errors import ConfigError
 from orchestra.plan.assemble import case_of, for_planning
-from orchestra.plan.cpu import keep_rates, known_rates, measured_profile, usual_profile
+from orchestra.plan.cpu import are_sure, keep_rates, known_rates, measured_profile, usual_profile
 from orchestra.plan.prediction import predict
 from orchestra.plan.profiles import Profile, cpu_device, read_profile, with_profile, write_profile
 
@@ -42,6 +45,53 @@ def test_what_is_no_profile_is_told_with_what_writes_one(tmp_path: Path, text: s
     assert "orchestra plan --calibrate" in str(caught.value)
     with pytest.raises(ConfigError, match="No such file"):
         read_profile(tmp_path / "missing.json")
+
+
+def test_all_that_is_wrong_in_a_profile_is_told_at_once(tmp_path: Path) -> None:
+    found: dict[str, Any] = {"profile": 1, **asdict(CPU)}
+    found |= {"cores": "4", "memory_bytes": -3, "source": None, "residuals": [{"run": "a"}]}
+    constants = {**found["constants"], "step_s": float("inf"), "host_layer_s": True, "wheels": 1.0}
+    del constants["memory_bytes_per_s"]
+    found |= {"constants": constants, "peak_flops": {"fp32": None}}
+    file = tmp_path / "x.json"
+    file.write_text(json.dumps(found))
+    with pytest.raises(ConfigError) as caught:
+        read_profile(file)
+    problems = caught.value.problems
+    assert all(problem.startswith(f"cluster.hardware={file}: ") for problem in problems)
+    for told in (
+        'cores: found "4"; expected a whole number above 0',
+        "memory_bytes: found -3; expected a number above 0",
+        "source: found null; expected a text",
+        'residuals: found [{"run": "a"}]; expected a list of residuals',
+        "constants.memory_bytes_per_s: missing; expected a number above 0",
+        "constants.step_s: found Infinity; expected a number above 0",
+        "constants.host_layer_s: found true; expected a number above 0",
+        "constants.wheels: there is no such key",
+        "peak_flops.fp32: found null; expected a number above 0",
+    ):
+        assert sum(told in problem for problem in problems) == 1, told
+    assert len(problems) == 9
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("null", "found null; expected an object"),
+        (
+            '{"profile": 1, "device": 5, "constants": {}, "peak_flops": {}}',
+            "device: found 5; expected cpu or",
+        ),
+        (
+            '{"profile": 1, "device": "h100", "peak_flops": []}',
+            r"constants: missing; [\s\S]*peak_flops: found",
+        ),
+    ],
+)
+def test_other_json_is_no_profile(tmp_path: Path, text: str, told: str) -> None:
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(ConfigError, match=told):
+        read_profile(tmp_path / "x.json")
 
 
 def test_ranks_share_a_nodes_cores() -> None:
@@ -91,3 +141,31 @@ def test_a_plan_for_cpus_without_a_profile_needs_rates_that_were_measured_here(
     keep_rates("bf16", {**rates, "peak_flops": 2e11})
     assert known_rates("fp32") == rates
     assert measured_profile("bf16").peak_flops == {"bf16": 2e11}
+
+
+def test_rates_of_a_busy_machine_serve_until_it_is_quiet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    config = compose(["cluster.device=cpu"], Situation("plan")).config
+    load, rates = [1e3], {"peak_flops": 1e10, "memory_bytes_per_s": 1e9, "fixed_bytes": 3e8}
+    monkeypatch.setattr("os.getloadavg", lambda: (load[0], 0.0, 0.0))
+    monkeypatch.setattr(measuring, "_measured", lambda _: {**rates, "peak_flops": 1e13 / max(1.0, load[0])})
+
+    def peak() -> tuple[float, bool]:
+        measuring.measure_if_needed(config)
+        found = known_rates("fp32")
+        assert found is not None
+        return found["peak_flops"], are_sure("fp32")
+
+    assert peak() == (1e10, False)
+    assert "it is busy" in capsys.readouterr().err
+    load[0] = 500.0
+    # Busy still: what is known serves.
+    assert peak() == (1e10, False)
+    assert capsys.readouterr().err == ""
+    load[0] = 0.0
+    assert peak() == (1e13, True)
+    assert "again, now that it is quiet" in capsys.readouterr().err
+    load[0] = 1e3
+    assert peak() == (1e13, True)

@@ -46,6 +46,13 @@ def test_without_failures_goodput_is_what_saves_leave() -> None:
     assert save_interval.daly_goodput(1e6, 5.0, 300.0, 1.0) == 0.0
 
 
+def test_devices_that_never_fail_have_a_finite_interval() -> None:
+    mttf = save_interval.mttf_s(8, 1e308)
+    found = save_interval.chosen(1e-6, 5.0, mttf)
+    assert found.every_steps > 1e9
+    assert save_interval.daly_goodput(found.seconds, 5.0, 300.0, mttf) == pytest.approx(1.0, rel=1e-6)
+
+
 def test_llama_3_fails_every_three_hours() -> None:
     found = save_interval.mttf_s(LLAMA3_DEVICES, None)
     assert found * LLAMA3_FAILURES == pytest.approx(LLAMA3_DAYS * 24 * HOUR_S)

@@ -129,6 +129,20 @@ def test_a_sweep_becomes_a_table_and_a_map(sweep: Path, capsys: pytest.CaptureFi
     assert "16 devices" in text
 
 
+def test_what_is_not_predicted_is_told_in_eighty_columns_and_so_that_it_can_be_done(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unknown = replace(config(), cluster=replace(config().cluster, hardware="auto"))
+    run = leave(tmp_path / "a-run-whose-name-says-all-that-it-was-for", unknown, [7.0])
+    silent = leave(tmp_path / "another-run-whose-name-says-all-that-it-was-for", unknown, [])
+    assert main(["plan", "--scan", str(run.path), str(silent.path)]) == 0
+    text = capsys.readouterr().out
+    assert max(len(line) for line in text.splitlines()) <= 80
+    words = " ".join(text.split())
+    assert "not predicted: cluster.hardware=auto" in words
+    assert "keys above count where a run is started" in words
+
+
 def test_json_has_measured_beside_predicted(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--scan", str(sweep / "layouts"), "--json"]) == 0
     [place] = json.loads(capsys.readouterr().out)["places"]

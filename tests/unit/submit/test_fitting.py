@@ -11,7 +11,11 @@ from conf.schema import Config
 from orchestra.cli import main
 from orchestra.cli.cluster import SITUATION, with_cluster
 from orchestra.config.compose import compose
-from orchestra.submit.fitting import memory_problems
+from orchestra.config.situation import Situation
+from orchestra.errors import ConfigError
+from orchestra.plan.assemble import case_of
+from orchestra.plan.prediction import predict
+from orchestra.submit.fitting import advice, memory_problems
 
 NODE = ("cluster.device=cuda", "cluster.gpus_per_node=8", "cluster.hardware=h100", "data=stdlib")
 TOO_LARGE = ("model=llama3_8b", "cluster.nodes=1")
@@ -53,7 +57,7 @@ def test_every_change_that_is_advised_makes_it_fit(overrides: Sequence[str]) -> 
 
 def test_what_is_needed_and_what_is_there_are_said() -> None:
     text = problem(*TOO_LARGE)
-    assert "of the h100's 79.6 GiB (optimizer " in text
+    assert "of the h100's 79.6 GiB, 72.5 usable (optimizer " in text
     assert text.endswith("--skip-memory-check submits it all the same")
 
 
@@ -72,6 +76,33 @@ def test_what_is_needed_and_what_is_there_are_said() -> None:
 )
 def test_nothing_is_said_where_it_fits_or_the_device_is_not_known(overrides: Sequence[str]) -> None:
     assert list(memory_problems(composed(*overrides), SITUATION)) == []
+
+
+def test_a_profile_that_cannot_be_read_is_an_error() -> None:
+    config = composed(*TOO_LARGE, "cluster.hardware=nowhere.json")
+    with pytest.raises(ConfigError, match=r"nowhere.json: No such file"):
+        list(memory_problems(config, SITUATION))
+
+
+def test_advice_counts_as_the_framework_does() -> None:
+    config = composed(*TOO_LARGE)
+    told = {name: str(advice(config, SITUATION, name)) for name in ("orchestra", "nanotron")}
+    assert told["orchestra"] != told["nanotron"]
+    for name, text in told.items():
+        choices = advised(text)
+        assert choices
+        for changes in choices:
+            assert predict(case_of(composed(*TOO_LARGE, *changes), name)).fits
+
+
+def test_a_layout_that_only_the_planner_knows_is_advised_on() -> None:
+    words = ("model=llama3_8b", "parallelism.cp=2", "precision=bf16", "train.seq_len=8192")
+    config = compose(with_cluster([*NODE, *words]), Situation("plan")).config
+    assert "it would fit with parallelism.tp=4" in str(advice(config, Situation("plan"), "orchestra"))
+
+
+def test_nothing_is_advised_where_nothing_can_be_predicted() -> None:
+    assert advice(composed(*TOO_LARGE, "cluster.device=cpu"), SITUATION, "orchestra") is None
 
 
 @pytest.mark.parametrize("more", [(), ("-m", "train.seed=1,2")])
