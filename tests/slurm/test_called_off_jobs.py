@@ -23,7 +23,7 @@ def test_a_warning_before_the_first_attempt_puts_the_job_back_into_the_queue(clu
     script.chmod(0o755)
     late = f"cluster.container.prefix={script}"
     run, job = submitted(
-        cluster, "warned", "cluster.nodes=2", "cluster.gpus_per_node=1", "train.steps=5", late
+        cluster, "too-late", "cluster.nodes=2", "cluster.gpus_per_node=1", "train.steps=5", late
     )
     member = run.control / f"job-{job}.start-0" / "member-000.json"
     wait_until(member.exists, f"the first node waits for the other one: {said(run)}")
@@ -34,4 +34,4 @@ def test_a_warning_before_the_first_attempt_puts_the_job_back_into_the_queue(clu
     assert [(it["how"], it["reason"]) for it in named(run, "requeued")] == [("requeue", "time_limit")]
     (start,) = named(run, "attempt_started")
     assert (start["attempt"], start["job_start"]) == (0, 1)
-    assert state_of(cluster, "warned")["state"] == "finished"
+    assert state_of(cluster, "too-late")["state"] == "finished"
