@@ -60,4 +60,4 @@ def _note_what_was_assumed(typed: list[str], prediction: Prediction) -> None:
         return
     case = prediction.case
     words = f"one node of {case.devices_per_node} {case.device.name}"
-    print(f"note: no cluster chosen, {words} assumed; cluster.nodes and cluster.hardware", file=sys.stderr)
+    print(f"note: {words} assumed (cluster.nodes, cluster.hardware)", file=sys.stderr)
