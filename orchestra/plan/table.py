@@ -39,6 +39,8 @@ PREDICTED = ("pred_tokens_per_s_per_gpu", "pred_mfu_pct", "pred_peak_memory_gib"
 
 _DEVICES_PER_NODE = 8
 _LARGEST_ZERO = 3
+# No size of a model, a batch or a cluster comes near it, and products of such numbers can be computed with.
+_LARGEST_NUMBER = 10**12
 _SMALL_A100_GIB = 40
 # A table with a mistake in every row is told by its first ones.
 _MAX_PROBLEMS = 20
@@ -74,10 +76,10 @@ class _Cells:
             return default
         try:
             value = float(found)
-            if value != int(value) or value < least:
+            if value != int(value) or not least <= value <= _LARGEST_NUMBER:
                 raise ValueError
         except (ValueError, OverflowError):
-            self._wrong(column, found, f"a whole number of at least {least}")
+            self._wrong(column, found, f"a whole number of at least {least}, at most 10¹²")
             return least or 1
         return int(value)
 
