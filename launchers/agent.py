@@ -62,6 +62,8 @@ class NodeAgent:
         self._mark = mark
         self._patience = patience
         self._workers: set[Process] = set()
+        # Those that were killed for taking too long to end.
+        self._killed: set[int] = set()
         self._log_size = 0
         self._kill_at: float | None = None
         self._idle_since: float | None = None
@@ -88,7 +90,7 @@ class NodeAgent:
             self._kill_at = time.monotonic() + self._patience.failed_peer_s
         self._log_size = size
         if self._kill_at is not None and time.monotonic() >= self._kill_at:
-            processes.send(self._workers, signal.SIGKILL)
+            self._killed.update(it.pid for it in processes.send(self._workers, signal.SIGKILL))
 
     def output(self) -> str:
         """Return the end of what torchrun has written so far; nothing when its log was removed."""
@@ -102,8 +104,16 @@ class NodeAgent:
     def failures(self) -> tuple[RankFailure, ...]:
         """Return the workers that failed, as torchrun reports them, with the workers' own process ids."""
         workers = self._torchrun.workers() if isinstance(self._torchrun, WarmProcess) else {}
-        found = torchrun.failures(self.output())
-        return tuple(dataclasses.replace(one, pid=workers.get(one.pid, one.pid)) for one in found)
+        output = self.output()
+        killed = self._killed | torchrun.killed(output)
+        found = []
+        for one in torchrun.failures(output):
+            pid = workers.get(one.pid, one.pid)
+            # A process that is being killed loses its connections before its parent learns of it, so that
+            # torchrun may well see a peer's failure first and close what is dying already.
+            by_others = one.exit_code == -signal.SIGKILL and not killed & {one.pid, pid}
+            found.append(dataclasses.replace(one, pid=pid, cleaned_up=one.cleaned_up and not by_others))
+        return tuple(sorted(found, key=lambda failure: (failure.cleaned_up, failure.rank)))
 
     def stop(self) -> None:
         """Ask the workers to end (SIGTERM) and give them time; kill those at once that ignore it."""

@@ -126,12 +126,15 @@ def ignores(process: Process, number: signal.Signals) -> bool:
     return bool(int(mask, 16) >> (number - 1) & 1)
 
 
-def send(processes: Iterable[Process], number: signal.Signals | int) -> None:
-    """Send a signal to those that still run."""
+def send(processes: Iterable[Process], number: signal.Signals | int) -> list[Process]:
+    """Send a signal to those that still run; return them."""
+    reached = []
     for process in processes:
         if is_alive(process):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, number)
+                reached.append(process)
+    return reached
 
 
 def state(process: Process) -> str | None:

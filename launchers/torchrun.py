@@ -50,15 +50,16 @@ _FAILURE = re.compile(
     r"exitcode\s*: (?P<exit_code>-?\d+) \(pid: (?P<pid>\d+)\)"
 )
 _CLOSING = re.compile(r"Sending process (\d+) closing signal")
+_KILLING = re.compile(r"Unable to shutdown process (\d+) ")
 
 
 def failures(log: str) -> tuple[RankFailure, ...]:
-    """Return the failed workers in torchrun's closing report, those it did not end itself first.
+    """Return the failed workers in torchrun's closing report, as it names them.
 
     `log` is torchrun's output. A report that was cut off (torchrun was killed) yields nothing.
     """
     ended_by_torchrun = closing(log)
-    found = [
+    return tuple(
         RankFailure(
             rank=int(match["rank"]),
             local_rank=int(match["local_rank"]),
@@ -67,10 +68,14 @@ def failures(log: str) -> tuple[RankFailure, ...]:
             cleaned_up=int(match["pid"]) in ended_by_torchrun,
         )
         for match in _FAILURE.finditer(log)
-    ]
-    return tuple(sorted(found, key=lambda failure: (failure.cleaned_up, failure.rank)))
+    )
 
 
 def closing(log: str) -> frozenset[int]:
     """Return the process ids of the workers that torchrun asked to end because another one had failed."""
     return frozenset(int(pid) for pid in _CLOSING.findall(log))
+
+
+def killed(log: str) -> frozenset[int]:
+    """Return the process ids of the workers that torchrun killed because they did not end when asked to."""
+    return frozenset(int(pid) for pid in _KILLING.findall(log))

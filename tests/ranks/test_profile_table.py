@@ -62,7 +62,9 @@ def test_the_shares_make_up_the_step_and_the_bytes_are_those_that_were_counted(
     shares = read_shares(RunDir(tmp_path).profile)
     assert shares is not None
     assert (shares.rank, shares.first_step, shares.last_step) == (0, FIRST, LAST)
-    assert sum(shares.parts_s.values()) == pytest.approx(expected["step_s"], rel=0.05)
+    assert sum(shares.parts_s.values()) == pytest.approx(shares.step_s, rel=1e-6)
+    # The step encloses what the other clock saw, and whatever a busy machine did in between.
+    assert 0.99 * expected["step_s"] < shares.step_s < 1.3 * expected["step_s"]
     assert shares.total_bytes == pytest.approx(expected["bytes"], rel=1e-12)
     assert shares.total_bytes > 0
     for part in (Part.forward, Part.backward, Part.optimizer, Part.communication):

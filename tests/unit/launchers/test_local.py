@@ -87,6 +87,28 @@ def test_a_killed_rank_is_told_by_its_signal(tmp_path: Path) -> None:
     assert (ending.failures[0].rank, ending.failures[0].exit_code) == (0, -signal.SIGKILL)
 
 
+_DIES_LATE = """
+def die(*_): os.kill(os.getpid(), signal.SIGKILL)
+if rank:
+    signal.signal(signal.SIGTERM, die)
+    (here / "dying").touch()
+    time.sleep(60)
+while not (here / "dying").exists(): time.sleep(0.01)
+sys.exit(7)
+"""
+
+
+def test_a_rank_killed_by_others_is_named_first_though_torchrun_saw_its_peer_fail_before(
+    tmp_path: Path,
+) -> None:
+    # As where a rank dies slowly: its peer's connection broke, the peer failed, and torchrun closed both.
+    ending = _Trial(tmp_path, _DIES_LATE).run(patience=Patience(failed_peer_s=20.0))
+    assert [(one.rank, one.exit_code, one.cleaned_up) for one in ending.failures] == [
+        (0, 7, False),
+        (1, -signal.SIGKILL, False),
+    ]
+
+
 def test_a_stop_lets_workers_that_listen_finish(tmp_path: Path) -> None:
     body = """
         def finish(*_):

@@ -69,10 +69,10 @@ Root Cause (first observed failure):
 """
 
 
-def test_the_report_puts_what_torchrun_ended_itself_last() -> None:
+def test_the_report_tells_what_torchrun_ended_itself() -> None:
     assert torchrun.failures(_REPORT) == (
-        RankFailure(rank=5, local_rank=1, pid=4681, exit_code=3),
         RankFailure(rank=4, local_rank=0, pid=4680, exit_code=-9, cleaned_up=True),
+        RankFailure(rank=5, local_rank=1, pid=4681, exit_code=3),
     )
 
 
