@@ -6,9 +6,9 @@ The table has the columns of the Ultra-Scale Playbook's benchmark (nanotron on H
 crude roofline with eight constants is fitted on the same half. A row is sick by its twin in the whole table,
 whichever half that is in. `--leave-out` fits without one model size, or one number of GPUs, and predicts it.
 What runs this noisy let anybody reach stands in front (planner_noise.py). `--fit` fits on all rows and prints
-the constants, as they stand in `orchestra/plan/frameworks.py`; the shipped ones are scored too, but on rows
-they have seen. Published rates of other trainers and devices follow (data/published_speed.csv, a source a
-row).
+the constants, as they stand in `orchestra/plan/cases/frameworks.py`; the shipped ones are scored too, but on
+rows they have seen. Published rates of other trainers and devices follow (data/published_speed.csv, a source
+a row).
 
 What a half does not fit is the model's form and the limits in `frameworks.Stalls`: both were chosen on all
 rows, so the other half is not quite unseen. How much the least certain of these limits gives is shown by a
@@ -28,8 +28,8 @@ from planner_fit import Constants, fitted
 from planner_noise import rank_correlation_within_reach
 from planner_roofline import ROOFLINE, roofline_tokens_per_s
 
-from orchestra.plan.case import Case
-from orchestra.plan.frameworks import NANOTRON, Framework
+from orchestra.plan.cases.case import Case
+from orchestra.plan.cases.frameworks import NANOTRON, Framework
 from orchestra.plan.prediction import predict
 from orchestra.plan.score import Measured, Score, score, without_sick
 from orchestra.plan.table import Row, cases, read_table

@@ -84,7 +84,7 @@ def calibrated(runs: list[Path], profile: Path) -> None:
 
 def table(chosen: list[Run], folder: Path, profile: Path) -> None:
     from orchestra.plan.calibrate import measured_run, prediction_of
-    from orchestra.plan.profiles import read_profile
+    from orchestra.plan.cases.profiles import read_profile
     from orchestra.rundir import RunDir
 
     known = read_profile(profile)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from planner_fit import Constants
 
 from orchestra.flops import model_flops_per_token, num_parameters
-from orchestra.plan.case import Case
+from orchestra.plan.cases.case import Case
 
 ROOFLINE: Constants = {
     "product_share": 0.5,

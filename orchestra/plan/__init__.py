@@ -9,8 +9,8 @@ everything that is neither product nor attention is memory traffic in proportion
 Collectives do not overlap with products. Attention is causal flash attention. A mixture of experts is not
 described (`ep` changes nothing).
 
-Memory of orchestra's own trainer is counted as it allocates (`own_memory`, held against the real modules by
-`orchestra plan --exact`); of others by closed forms and their profiles. On CPUs ranks share the cores, the
+Memory of orchestra's own trainer is counted as it allocates (`costs.own_memory`, held against real modules
+by `orchestra plan --exact`); of others by closed forms and their profiles. On CPUs ranks share the cores, the
 host's work adds to the products', and nothing hides a message.
 
 Where it fails. Single runs on a real cluster stray far: of the playbook's pipelines over several nodes a

@@ -18,11 +18,11 @@ from orchestra.errors import ConfigError
 from orchestra.flops import model_flops_per_token
 from orchestra.frozen import read_config
 from orchestra.metrics_file import read_metrics
-from orchestra.plan.assemble import case_of, threads_of
-from orchestra.plan.cpu import usual_profile
+from orchestra.plan.cases.assemble import case_of, threads_of
+from orchestra.plan.cases.cpu import usual_profile
+from orchestra.plan.cases.profiles import CPU, PRODUCT, Constants, Profile, Residual, with_profile
 from orchestra.plan.fit import fitted
 from orchestra.plan.prediction import Prediction, predict
-from orchestra.plan.profiles import CPU, PRODUCT, Constants, Profile, Residual, with_profile
 from orchestra.rundir import RunDir
 
 # The first steps compile, allocate and open connections.

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from orchestra.flops import hardware_flops_per_token, model_flops_per_token
-from orchestra.plan.case import Case
-from orchestra.plan.memory import Memory, fits, is_pressed, stage_memory
-from orchestra.plan.own_memory import kinds_of_layers
-from orchestra.plan.stages import has_idle_stage
-from orchestra.plan.step_time import StepTime, step_time
+from orchestra.plan.cases.case import Case
+from orchestra.plan.cases.stages import has_idle_stage
+from orchestra.plan.costs.memory import Memory, fits, is_pressed, stage_memory
+from orchestra.plan.costs.own_memory import kinds_of_layers
+from orchestra.plan.costs.step_time import StepTime, step_time
 
 
 @dataclass(frozen=True)

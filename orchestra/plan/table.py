@@ -22,12 +22,12 @@ from typing import TypeVar
 from conf.schema import ModelConfig, PrecisionName, Recompute
 from orchestra import hardware
 from orchestra.errors import ConfigError
-from orchestra.plan.assemble import network_of
-from orchestra.plan.case import Case
-from orchestra.plan.devices import Device, device
-from orchestra.plan.frameworks import NANOTRON, framework
+from orchestra.plan.cases.assemble import network_of
+from orchestra.plan.cases.case import Case
+from orchestra.plan.cases.devices import Device, device
+from orchestra.plan.cases.frameworks import NANOTRON, framework
+from orchestra.plan.layouts.space import is_possible
 from orchestra.plan.prediction import Prediction, predict
-from orchestra.plan.space import is_possible
 from orchestra.topology import Layout
 from orchestra.units import GIB
 

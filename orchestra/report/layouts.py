@@ -18,7 +18,7 @@ from orchestra.events import is_number, is_whole, read_events
 from orchestra.frozen import read_config
 from orchestra.jsonl import Record
 from orchestra.metrics_file import read_metrics
-from orchestra.plan.assemble import case_of
+from orchestra.plan.cases.assemble import case_of
 from orchestra.plan.prediction import Prediction, predict
 from orchestra.report.state import name_of, read_state
 from orchestra.rundir import RunDir

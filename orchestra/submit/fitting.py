@@ -15,10 +15,10 @@ from orchestra.config.keys import shown
 from orchestra.config.rules import problems_of
 from orchestra.config.situation import Situation
 from orchestra.errors import ConfigError
-from orchestra.plan.assemble import case_of
-from orchestra.plan.frameworks import OWN, USABLE_SHARE
+from orchestra.plan.cases.assemble import case_of
+from orchestra.plan.cases.frameworks import OWN, USABLE_SHARE
+from orchestra.plan.cases.profiles import is_profile, read_profile
 from orchestra.plan.prediction import Prediction, predict
-from orchestra.plan.profiles import is_profile, read_profile
 from orchestra.topology import batch_shape, divisors, has_open_micro_batch, layout
 from orchestra.units import GIB
 

@@ -138,7 +138,7 @@ def _save_interval(config: Config) -> dict[str, Any]:
     """Return what checkpoint.every_steps=auto comes to by the predicted step time: the first attempt's."""
     if config.checkpoint.every_steps != AUTO:
         return {}
-    from orchestra.plan.goodput import planned_interval
+    from orchestra.plan.failures.goodput import planned_interval
 
     planned = planned_interval(config)
     return {} if planned is None else {"save_interval": planned.to_json()}

@@ -257,7 +257,7 @@ def test_a_reader_that_goes_away_does_not_end_the_training(tmp_path: Path) -> No
     program = '"$0" -m orchestra run "$@" | head -1; echo "code ${PIPESTATUS[0]}"'
     words = [
         sys.executable,
-        "train.steps=3",
+        *("train.steps=3", "train.seq_len=32", "train.global_batch_size=2"),
         "run.name=alone",
         "cluster.gpus_per_node=1",
         "wandb.mode=disabled",

@@ -17,8 +17,8 @@ from orchestra.train.state import TensorState
 pytestmark = pytest.mark.ranks
 
 Ranks = Callable[[int], RankPool]
-STEPS, WINDOW = 24, 8
-TRAIN: dict[str, Any] = {"global_batch_size": 8, "micro_batch_size": 1}
+STEPS, WINDOW = 16, 6
+TRAIN: dict[str, Any] = {"global_batch_size": 8, "micro_batch_size": 2}
 LAYOUTS: list[dict[str, Any]] = [
     {"zero": 0},
     {"zero": 3},

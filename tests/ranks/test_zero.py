@@ -21,6 +21,8 @@ from orchestra.precision.policy import policy
 pytestmark = pytest.mark.ranks
 
 Ranks = Callable[[int], RankPool]
+# Steps where the comparison does not sharpen with more; test_equivalence takes twenty.
+FEW = 8
 # Stage and shard degree, by the number of ranks.
 STAGES: dict[int, list[dict[str, Any]]] = {
     2: [{"zero": zero} for zero in (0, 1, 2, 3)],
@@ -48,9 +50,9 @@ def assert_same_training(found: list[Trained], expected: Trained) -> None:
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_every_stage_trains_like_one_process(ranks: Ranks, world: int, accumulation: int) -> None:
     train = {"global_batch_size": world * accumulation, "micro_batch_size": 1}
-    expected = alone(config_of(train=train))
+    expected = alone(config_of(train=train), steps=FEW)
     configs = [config_of(train=train, **stage) for stage in STAGES[world]]
-    results = ranks(world).run(all_trained, world=world, configs=configs)
+    results = ranks(world).run(all_trained, world=world, configs=configs, steps=FEW)
     for of_ranks in zip(*results, strict=True):
         assert_same_training(list(of_ranks), expected)
 
@@ -79,10 +81,10 @@ def test_every_stage_combines_with_tensor_parallelism(ranks: Ranks, sequence_par
     # Both ranks of a layer share the one key-value head, and the second has a row of padding.
     model = replace(EVEN, num_key_value_heads=1, vocab_size=59)
     train = {"global_batch_size": 6, "micro_batch_size": 1}
-    expected = alone(config_of(model, train=train))
+    expected = alone(config_of(model, train=train), steps=FEW)
     split: dict[str, Any] = {"tp": 2, "sequence_parallel": sequence_parallel}
     configs = [config_of(model, train=train, zero=zero, **split) for zero in (0, 1, 2, 3)]
-    results = ranks(4).run(all_trained, world=4, configs=configs)
+    results = ranks(4).run(all_trained, world=4, configs=configs, steps=FEW)
     for of_ranks in zip(*results, strict=True):
         assert_same_training(list(of_ranks), expected)
 
@@ -119,12 +121,12 @@ def test_16_bit_stages_stay_as_close_to_fp32_as_one_process_does(
     ranks: Ranks, precision: str, reduce_dtype: DType | None
 ) -> None:
     train = {"global_batch_size": 8, "micro_batch_size": 1}
-    exact = alone(config_of(train=train))
+    exact = alone(config_of(train=train), steps=FEW)
     settings: dict[str, Any] = {"precision": precision, "reduce_dtype": reduce_dtype, "train": train}
-    rounded = alone(config_of(**settings))
+    rounded = alone(config_of(**settings), steps=FEW)
     spread = [abs(a[0] - b[0]) for a, b in zip(rounded.rows, exact.rows, strict=True)]
     configs = [config_of(**settings, **stage) for stage in STAGES[4]]
-    results = ranks(4).run(all_trained, world=4, configs=configs)
+    results = ranks(4).run(all_trained, world=4, configs=configs, steps=FEW)
     for of_ranks in zip(*results, strict=True):
         assert all(of_rank.rows == of_ranks[0].rows for of_rank in of_ranks)
         assert all(shard.tensor.dtype == torch.float32 for shard in of_ranks[0].shards)

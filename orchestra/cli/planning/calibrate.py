@@ -19,7 +19,7 @@ from orchestra.cli.planning.files import check_target
 from orchestra.errors import EXIT_DONE, ConfigError
 
 if TYPE_CHECKING:
-    from orchestra.plan.profiles import Profile
+    from orchestra.plan.cases.profiles import Profile
 
 NAME = "calibrate"
 OPTIONS: tuple[str, ...] = ("output",)
@@ -71,7 +71,7 @@ def run(arguments: Namespace) -> int:
     """Print what was fitted, write the profile where asked, and return 0. Raises ConfigError before that."""
     from orchestra.cli.resolve import resolve
     from orchestra.plan.calibrate import calibrated, measured_run
-    from orchestra.plan.profiles import write_profile
+    from orchestra.plan.cases.profiles import write_profile
 
     wrong = list(arguments.overrides)
     wrong += [f"--framework {arguments.framework}"] if arguments.framework is not None else []

@@ -24,8 +24,8 @@ def measure_if_needed(config: Config) -> None:
     Raises OrchestraError where measuring fails.
     """
     from conf.schema import Device
-    from orchestra.plan.cpu import are_sure, is_busy, keep_rates, known_rates
-    from orchestra.plan.profiles import is_profile
+    from orchestra.plan.cases.cpu import are_sure, is_busy, keep_rates, known_rates
+    from orchestra.plan.cases.profiles import is_profile
 
     precision = config.precision.name.value
     if config.cluster.device is not Device.cpu or is_profile(config.cluster.hardware):

@@ -21,7 +21,7 @@ from orchestra.errors import EXIT_DONE, EXIT_USAGE, ConfigError, OrchestraError
 
 if TYPE_CHECKING:
     from conf.schema import Config
-    from orchestra.plan.case import Case
+    from orchestra.plan.cases.case import Case
 
 NAME = "exact"
 OPTIONS: tuple[str, ...] = ()
@@ -71,8 +71,8 @@ def run(arguments: Namespace) -> int:
     from orchestra.cli.planning.cpu import measure_if_needed
     from orchestra.config.compose import compose
     from orchestra.config.situation import Situation
-    from orchestra.plan.assemble import case_of, for_planning
-    from orchestra.plan.frameworks import OWN
+    from orchestra.plan.cases.assemble import case_of, for_planning
+    from orchestra.plan.cases.frameworks import OWN
 
     if arguments.framework not in (None, OWN):
         raise ConfigError(
@@ -120,7 +120,7 @@ def counted(config: Config, case: Case) -> Mapping[str, int]:
 
 def compare(case: Case, count: Mapping[str, int]) -> list[Compared]:
     """Return the components of a rank, those that neither side has left out."""
-    from orchestra.plan.own_memory import own_bytes
+    from orchestra.plan.costs.own_memory import own_bytes
 
     own = own_bytes(case, case.stages[0])
     step = own.step.activations + own.step.logits

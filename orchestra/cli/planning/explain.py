@@ -35,8 +35,8 @@ def run(arguments: Namespace) -> int:
     from orchestra.cli.planning.cpu import measure_if_needed
     from orchestra.config.compose import compose
     from orchestra.config.situation import Situation
-    from orchestra.plan.assemble import case_of, for_planning
-    from orchestra.plan.explain import explain
+    from orchestra.plan.cases.assemble import case_of, for_planning
+    from orchestra.plan.layouts.explain import explain
 
     key, overrides = arguments.explain, list(arguments.overrides)
     if "=" in key:
@@ -55,7 +55,7 @@ def run(arguments: Namespace) -> int:
 
 def _knobs(key: str) -> list[str]:
     from orchestra.config.keys import nearest
-    from orchestra.plan.space import KEYS
+    from orchestra.plan.layouts.space import KEYS
 
     keys = {**KEYS, "dp": "parallelism.dp"}
     if key == _ALL:

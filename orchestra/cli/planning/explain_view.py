@@ -11,10 +11,10 @@ from typing import Any
 
 from orchestra.cli import figures
 from orchestra.cli.planning import layout_words, view
-from orchestra.plan.binding import main_loss
-from orchestra.plan.explain import Explanation, Option
+from orchestra.plan.layouts.binding import main_loss
+from orchestra.plan.layouts.explain import Explanation, Option
+from orchestra.plan.layouts.space import KEYS, choice_of
 from orchestra.plan.prediction import Prediction
-from orchestra.plan.space import KEYS, choice_of
 
 _WIDTH = 80
 _INDENT = "   "

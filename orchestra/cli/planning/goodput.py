@@ -1,7 +1,7 @@
 """`orchestra plan --goodput [overrides]`: what failures cost, how often to save, how many spares pay.
 
 It composes or reads a configuration, takes times from the prediction or from a run's records, and lets
-`orchestra.plan.goodput` reckon. It starts nothing.
+`orchestra.plan.failures.goodput` reckon. It starts nothing.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def run(arguments: Namespace) -> int:
 
 def ask(arguments: Namespace) -> Asked:
     """Return what the options mean. Raises ConfigError for a run without records, or a time that is none."""
-    from orchestra.plan.goodput import scenario_of
+    from orchestra.plan.failures.goodput import scenario_of
 
     for name in (*_GIVEN, "queue_s"):
         value = getattr(arguments, name)
@@ -90,8 +90,8 @@ def _planned(arguments: Namespace) -> tuple[Config, Times, dict[str, str]]:
     from orchestra.cli.planning.cpu import measure_if_needed
     from orchestra.config.compose import compose
     from orchestra.config.situation import Situation
-    from orchestra.plan.assemble import case_of, for_planning
-    from orchestra.plan.goodput import assumed_times
+    from orchestra.plan.cases.assemble import case_of, for_planning
+    from orchestra.plan.failures.goodput import assumed_times
     from orchestra.plan.prediction import predict
 
     config = compose(for_planning(arguments.overrides), Situation("plan")).config
@@ -107,7 +107,7 @@ def _of_run(arguments: Namespace) -> tuple[Config, Times, dict[str, str]]:
     from orchestra.events import read_events
     from orchestra.frozen import read_config
     from orchestra.jsonl import read_json_lines
-    from orchestra.plan.goodput import assumed_times, measured
+    from orchestra.plan.failures.goodput import assumed_times, measured
 
     run_dir = resolve(arguments.like, Path("runs"), takes_dir=False)
     known = measured(read_events(run_dir), read_json_lines(run_dir.metrics)).known

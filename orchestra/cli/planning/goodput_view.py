@@ -12,9 +12,7 @@ from conf.schema import Config
 from orchestra import save_interval
 from orchestra.cli import figures
 from orchestra.cli.planning.goodput import Asked
-from orchestra.plan.failures.scenario import Scenario
-from orchestra.plan.failures.simulator import Result, simulate
-from orchestra.plan.goodput import (
+from orchestra.plan.failures.goodput import (
     ATTENDED_AFTER_S,
     Point,
     assumed_times,
@@ -26,6 +24,8 @@ from orchestra.plan.goodput import (
     interval_of,
     scenario_of,
 )
+from orchestra.plan.failures.scenario import Scenario
+from orchestra.plan.failures.simulator import Result, simulate
 from orchestra.plan.prediction import Prediction
 from orchestra.recovery.policy import Action, Rules
 

@@ -10,8 +10,8 @@ from typing import Any
 from conf.schema import Config, LauncherName
 from orchestra.config.keys import shown
 from orchestra.config.not_yet import TABLE
-from orchestra.plan.case import Case
-from orchestra.plan.space import KEYS, Fixed, choice_of
+from orchestra.plan.cases.case import Case
+from orchestra.plan.layouts.space import KEYS, Fixed, choice_of
 
 _WIDTH = 80
 

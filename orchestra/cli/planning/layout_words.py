@@ -7,9 +7,9 @@ from typing import Any
 
 from conf.schema import Recompute
 from orchestra.cli import figures
-from orchestra.plan.binding import MEMORY, PARTS, Bound
+from orchestra.plan.layouts.binding import MEMORY, PARTS, Bound
+from orchestra.plan.layouts.space import Value, choice_of
 from orchestra.plan.prediction import Prediction
-from orchestra.plan.space import Value, choice_of
 from orchestra.units import GIB
 
 HEADER = ("dp", "tp", "pp", "cp", "zero", "batch", "recompute", "tok/s", "MFU", "GiB")

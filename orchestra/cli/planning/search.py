@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from conf.schema import Config
     from orchestra.cli.planning.layout_command import Asked
     from orchestra.config.overrides import Checked
-    from orchestra.plan.space import Fixed
+    from orchestra.plan.layouts.space import Fixed
 
 NAME = "search"
 OPTIONS: tuple[str, ...] = ("top",)
@@ -43,8 +43,8 @@ def run(arguments: Namespace) -> int:
     from orchestra.cli.planning import search_view
     from orchestra.cli.planning.cpu import measure_if_needed
     from orchestra.cli.planning.layout_command import runs_today
-    from orchestra.plan.search import search
-    from orchestra.plan.space import space_of
+    from orchestra.plan.layouts.search import search
+    from orchestra.plan.layouts.space import space_of
 
     top = _USUAL_TOP if arguments.top is None else arguments.top
     if top < 1:
@@ -75,7 +75,7 @@ def ask(typed: list[str]) -> Asked:
     from orchestra.config.compose import typed as typed_config
     from orchestra.config.overrides import check_overrides
     from orchestra.config.situation import Situation
-    from orchestra.plan.assemble import for_planning
+    from orchestra.plan.cases.assemble import for_planning
 
     overrides = for_planning(typed)
     checked = check_overrides(overrides)
@@ -133,7 +133,7 @@ def _fixed(config: Config, checked: Checked) -> Fixed:
     """Return what was given as KEY=VALUE."""
     from operator import attrgetter
 
-    from orchestra.plan.space import KEYS, Fixed
+    from orchestra.plan.layouts.space import KEYS, Fixed
 
     keys = {**KEYS, "dp": "parallelism.dp"}
     said = {knob: attrgetter(key)(config) for knob, key in keys.items() if key in checked.keys}

@@ -13,12 +13,12 @@ from orchestra.cli import figures
 from orchestra.cli.planning import layout_words
 from orchestra.cli.planning.layout_command import Asked, command, overrides_of, runs_today
 from orchestra.flops import num_parameters
-from orchestra.plan.binding import Bound, bounds, main_loss
-from orchestra.plan.frameworks import USABLE_SHARE
+from orchestra.plan.cases.frameworks import USABLE_SHARE
+from orchestra.plan.layouts.binding import Bound, bounds, main_loss
+from orchestra.plan.layouts.remedies import remedies
+from orchestra.plan.layouts.search import Found
+from orchestra.plan.layouts.space import choice_of
 from orchestra.plan.prediction import Prediction
-from orchestra.plan.remedies import remedies
-from orchestra.plan.search import Found
-from orchestra.plan.space import choice_of
 
 _WIDTH = 80
 _INDENT = " " * 8

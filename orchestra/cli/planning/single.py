@@ -35,7 +35,7 @@ def predicted(arguments: Namespace) -> tuple[Config, Prediction]:
     from orchestra.cli.planning.cpu import measure_if_needed
     from orchestra.config.compose import compose
     from orchestra.config.situation import Situation
-    from orchestra.plan.assemble import case_of, for_planning
+    from orchestra.plan.cases.assemble import case_of, for_planning
     from orchestra.plan.prediction import predict
 
     config = compose(for_planning(arguments.overrides), Situation("plan")).config
@@ -46,7 +46,7 @@ def predicted(arguments: Namespace) -> tuple[Config, Prediction]:
 def _note_what_would_help(config: Config, prediction: Prediction) -> None:
     """Say what saves enough memory; where a stage is idle, no memory helps."""
     from orchestra.config.situation import Situation
-    from orchestra.plan.stages import has_idle_stage
+    from orchestra.plan.cases.stages import has_idle_stage
     from orchestra.submit.fitting import advice
 
     case = prediction.case

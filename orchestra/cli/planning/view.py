@@ -11,13 +11,13 @@ from conf.schema import Config
 from orchestra.cli import figures
 from orchestra.cli.planning import goodput_view
 from orchestra.flops import num_parameters
-from orchestra.plan.case import Case
-from orchestra.plan.frameworks import USABLE_SHARE
-from orchestra.plan.memory import Memory, fits
-from orchestra.plan.over_time import HostMemory, host_memory, over_time
+from orchestra.plan.cases.case import Case
+from orchestra.plan.cases.frameworks import USABLE_SHARE
+from orchestra.plan.cases.stages import has_idle_stage
+from orchestra.plan.costs.memory import Memory, fits
+from orchestra.plan.costs.over_time import HostMemory, host_memory, over_time
+from orchestra.plan.costs.step_time import StepTime
 from orchestra.plan.prediction import Prediction
-from orchestra.plan.stages import has_idle_stage
-from orchestra.plan.step_time import StepTime
 from orchestra.units import GIB, MIB
 
 _HOUR_S = 3600

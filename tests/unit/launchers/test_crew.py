@@ -90,9 +90,10 @@ def test_an_agent_that_makes_no_progress_falls_silent_and_is_told_of_it(
     try:
         # Never before it has said once that it goes on, and not within what it said it needs.
         assert second.silent([0]) == []
-        first.allow(6.0)
+        first.allow(8.0)
         assert not told.wait(4.0)
-        assert second.silent([0]) == []
+        # One beat may come late on a busy machine.
+        wait_until(lambda: second.silent([0]) == [])
         assert told.wait(30)
         wait_until(lambda: second.silent([0]) == [0])
         assert second.leads

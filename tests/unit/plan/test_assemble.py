@@ -12,10 +12,10 @@ from orchestra.cli.planning.search import ask
 from orchestra.config.compose import compose
 from orchestra.config.situation import Situation
 from orchestra.errors import ConfigError
-from orchestra.plan.assemble import case_of, for_planning
-from orchestra.plan.devices import device
-from orchestra.plan.profiles import Profile, write_profile
-from orchestra.plan.space import space_of
+from orchestra.plan.cases.assemble import case_of, for_planning
+from orchestra.plan.cases.devices import device
+from orchestra.plan.cases.profiles import Profile, write_profile
+from orchestra.plan.layouts.space import space_of
 
 CONSTANTS = {
     "product_flops.fp32": 5e10,

@@ -15,12 +15,12 @@ from orchestra.config.situation import Situation
 from orchestra.errors import EXIT_USAGE, ConfigError
 from orchestra.flops import model_flops_per_token
 from orchestra.frozen import write_config
-from orchestra.plan.assemble import case_of
 from orchestra.plan.calibrate import calibrated, measured_run, prediction_of
-from orchestra.plan.cpu import usual_profile
+from orchestra.plan.cases.assemble import case_of
+from orchestra.plan.cases.cpu import usual_profile
+from orchestra.plan.cases.profiles import Profile
 from orchestra.plan.fit import fitted, solved
 from orchestra.plan.prediction import predict
-from orchestra.plan.profiles import Profile
 from orchestra.rundir import RunDir
 
 CORES, MEMORY = 4, 32e9

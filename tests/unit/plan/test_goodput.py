@@ -19,8 +19,7 @@ from conf.schema import (
 )
 from orchestra import save_interval
 from orchestra.jsonl import Record
-from orchestra.plan.failures.scenario import Scenario, Times
-from orchestra.plan.goodput import (
+from orchestra.plan.failures.goodput import (
     Measured,
     assumed_times,
     best_of,
@@ -33,6 +32,7 @@ from orchestra.plan.goodput import (
     planned_interval,
     scenario_of,
 )
+from orchestra.plan.failures.scenario import Scenario, Times
 from orchestra.recovery.policy import Rules
 
 TIMES = Times(step_s=10.0, stall_s=5.0, write_s=30.0, restart_s=120.0, restore_s=30.0)

@@ -10,13 +10,13 @@ from plan_cases import case
 from conf.schema import ClusterConfig, Config, LauncherName, ParallelismConfig, Recompute, TrainConfig
 from orchestra.config.rules import problems_of
 from orchestra.config.situation import Situation
-from orchestra.plan.binding import MEMORY, bounds, differences
-from orchestra.plan.networks import data_sheet_network
+from orchestra.plan.cases.networks import data_sheet_network
+from orchestra.plan.layouts.binding import MEMORY, bounds, differences
+from orchestra.plan.layouts.remedies import remedies
+from orchestra.plan.layouts.search import Found, search
+from orchestra.plan.layouts.space import Choice, Fixed, Mesh, Space, choice_of
+from orchestra.plan.layouts.turns import turns
 from orchestra.plan.prediction import Prediction, predict
-from orchestra.plan.remedies import remedies
-from orchestra.plan.search import Found, search
-from orchestra.plan.space import Choice, Fixed, Mesh, Space, choice_of
-from orchestra.plan.turns import turns
 
 # A quarter of an 8B model's layers on two nodes: everything fits or does not for several reasons.
 SMALL = {"num_hidden_layers": 8, "num_key_value_heads": 8, "num_gpus": 16, "dp": 16, "seq_len": 8192}

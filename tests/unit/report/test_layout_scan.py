@@ -14,7 +14,7 @@ from orchestra.config.compose import compose
 from orchestra.config.situation import Situation
 from orchestra.errors import EXIT_USAGE
 from orchestra.frozen import write_config
-from orchestra.plan.assemble import case_of
+from orchestra.plan.cases.assemble import case_of
 from orchestra.plan.prediction import predict
 from orchestra.report.layouts import Run, best_of, by_place, read_run
 from orchestra.rundir import RunDir

@@ -13,7 +13,7 @@ from orchestra.cli.cluster import SITUATION, with_cluster
 from orchestra.config.compose import compose
 from orchestra.config.situation import Situation
 from orchestra.errors import ConfigError
-from orchestra.plan.assemble import case_of
+from orchestra.plan.cases.assemble import case_of
 from orchestra.plan.prediction import predict
 from orchestra.submit.fitting import advice, memory_problems
 

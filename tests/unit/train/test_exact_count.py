@@ -11,8 +11,8 @@ from orchestra.config.compose import compose
 from orchestra.config.situation import Situation
 from orchestra.config.tree import Tree, own_folder
 from orchestra.errors import ConfigError
-from orchestra.plan.assemble import case_of
-from orchestra.plan.own_memory import OwnBytes, own_bytes, rank_parameters
+from orchestra.plan.cases.assemble import case_of
+from orchestra.plan.costs.own_memory import OwnBytes, own_bytes, rank_parameters
 from orchestra.train.exact import ExactBytes, exact_bytes
 
 RANKS = 8

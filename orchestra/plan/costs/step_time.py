@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from orchestra.plan.case import Case, num_chunks
-from orchestra.plan.compute import LayerTime, hand_over_time, head_time, mean_layer_time
-from orchestra.plan.stages import stage_parameters
-from orchestra.plan.states import PER_PARAMETER, state_bytes
+from orchestra.plan.cases.case import Case, num_chunks
+from orchestra.plan.cases.stages import stage_parameters
+from orchestra.plan.costs.compute import LayerTime, hand_over_time, head_time, mean_layer_time
+from orchestra.plan.costs.states import PER_PARAMETER, state_bytes
 
 
 @dataclass(frozen=True)

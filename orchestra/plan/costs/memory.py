@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 from conf.schema import PrecisionName, Recompute
 from orchestra.flops import num_layer_parameters
-from orchestra.plan.activations import layer_bytes, num_in_flight
-from orchestra.plan.case import Case, num_chunks
-from orchestra.plan.compute import LayerTime, waits_at_hand_over
-from orchestra.plan.frameworks import OWN, USABLE_SHARE
-from orchestra.plan.own_memory import own_bytes
-from orchestra.plan.stages import Stage, stage_parameters
-from orchestra.plan.states import PER_PARAMETER, state_bytes
+from orchestra.plan.cases.case import Case, num_chunks
+from orchestra.plan.cases.frameworks import OWN, USABLE_SHARE
+from orchestra.plan.cases.stages import Stage, stage_parameters
+from orchestra.plan.costs.activations import layer_bytes, num_in_flight
+from orchestra.plan.costs.compute import LayerTime, waits_at_hand_over
+from orchestra.plan.costs.own_memory import own_bytes
+from orchestra.plan.costs.states import PER_PARAMETER, state_bytes
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 
 from conf.schema import PrecisionName
 from orchestra.errors import ConfigError
-from orchestra.plan.case import Case
-from orchestra.plan.devices import Device
-from orchestra.plan.frameworks import Framework
-from orchestra.plan.networks import Network
+from orchestra.plan.cases.case import Case
+from orchestra.plan.cases.devices import Device
+from orchestra.plan.cases.frameworks import Framework
+from orchestra.plan.cases.networks import Network
 
 _VERSION = 1
 CPU = "cpu"

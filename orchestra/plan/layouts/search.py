@@ -17,14 +17,14 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from conf.schema import Recompute
-from orchestra.plan.case import Case
-from orchestra.plan.compute import head_time, layer_time
-from orchestra.plan.frameworks import USABLE_SHARE
-from orchestra.plan.memory import fullest_stage_bytes
+from orchestra.plan.cases.case import Case
+from orchestra.plan.cases.frameworks import USABLE_SHARE
+from orchestra.plan.cases.stages import has_idle_stage
+from orchestra.plan.costs.compute import head_time, layer_time
+from orchestra.plan.costs.memory import fullest_stage_bytes
+from orchestra.plan.costs.step_time import step_time
+from orchestra.plan.layouts.space import Choice, Mesh, Space, Value, values_of
 from orchestra.plan.prediction import Prediction, predict
-from orchestra.plan.space import Choice, Mesh, Space, Value, values_of
-from orchestra.plan.stages import has_idle_stage
-from orchestra.plan.step_time import step_time
 
 # Times that differ by less are the same but for rounding, and so, to those who choose, are peaks within 5 %.
 _SAME_TIME = 1e-9

@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from conf.schema import Config, ModelConfig, Offload, Recompute
-from orchestra.plan.assemble import case_of
-from orchestra.plan.case import Case
+from orchestra.plan.cases.assemble import case_of
+from orchestra.plan.cases.case import Case
 from orchestra.topology import Layout, divisors
 
 ZERO_STAGES = (0, 1, 2, 3)

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from orchestra.errors import ConfigError
-from orchestra.plan.profiles import CPU, PRODUCT, Constants, Profile
+from orchestra.plan.cases.profiles import CPU, PRODUCT, Constants, Profile
 
 # Fitted with `orchestra plan --calibrate` on runs on a CPU with AVX-512 (benchmarks/planner_cpu.py), beside
 # measured rates: what training reaches of the fastest product, and attention of what products reach.

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from conf.schema import ModelConfig, Offload, PrecisionName, Recompute
-from orchestra.plan.activations import Tokens
-from orchestra.plan.devices import Device
-from orchestra.plan.frameworks import Framework
-from orchestra.plan.networks import Group, Network
-from orchestra.plan.stages import Stage, stages
+from orchestra.plan.cases.devices import Device
+from orchestra.plan.cases.frameworks import Framework
+from orchestra.plan.cases.networks import Group, Network
+from orchestra.plan.cases.stages import Stage, stages
 from orchestra.topology import Layout
 
 
@@ -34,6 +33,29 @@ class Choices:
     offload: Offload = Offload.none
     saves: bool = False
     is_gpu: bool = True
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What one micro-batch brings to a rank: sequences, the length of each that this rank holds (a context
+    parallel rank holds a part), and how tensor parallelism divides what comes of them.
+    """
+
+    num_sequences: int
+    seq_len: float
+    tp: int = 1
+    sequence_parallel: bool = False
+    width_bytes: int = 2
+
+    @property
+    def count(self) -> float:
+        """Tokens of one micro-batch on one rank."""
+        return self.num_sequences * self.seq_len
+
+    @property
+    def outer(self) -> int:
+        """What divides the tensors between the tensor-parallel regions."""
+        return self.tp if self.sequence_parallel else 1
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,9 @@ from orchestra.activations import (
     peak_bytes,
 )
 from orchestra.flops import attention_width, head_dim
-from orchestra.plan.activations import num_in_flight
-from orchestra.plan.case import Case, num_chunks
-from orchestra.plan.stages import Stage
+from orchestra.plan.cases.case import Case, num_chunks
+from orchestra.plan.cases.stages import Stage
+from orchestra.plan.costs.activations import num_in_flight
 
 _FP32 = 4
 # As in orchestra.model.loss, which this plane cannot load: bytes of fp32 logits that exist at once where the

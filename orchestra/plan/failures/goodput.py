@@ -17,7 +17,7 @@ from orchestra import save_interval
 from orchestra.errors import ConfigError
 from orchestra.flops import num_parameters
 from orchestra.jsonl import Record
-from orchestra.plan.assemble import case_of
+from orchestra.plan.cases.assemble import case_of
 from orchestra.plan.failures.causes import Cause
 from orchestra.plan.failures.scenario import Scenario, Times
 from orchestra.plan.failures.simulator import simulate

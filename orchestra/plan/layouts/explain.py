@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from orchestra.plan.binding import Bound, bounds
-from orchestra.plan.case import Case
-from orchestra.plan.frameworks import USABLE_SHARE
+from orchestra.plan.cases.case import Case
+from orchestra.plan.cases.frameworks import USABLE_SHARE
+from orchestra.plan.layouts.binding import Bound, bounds
+from orchestra.plan.layouts.search import Found, search
+from orchestra.plan.layouts.space import Fixed, Space, Value, choice_of
+from orchestra.plan.layouts.turns import turns
 from orchestra.plan.prediction import Prediction, predict
-from orchestra.plan.search import Found, search
-from orchestra.plan.space import Fixed, Space, Value, choice_of
-from orchestra.plan.turns import turns
 
 
 @dataclass(frozen=True)

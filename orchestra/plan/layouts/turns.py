@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from orchestra.plan.case import Case
-from orchestra.plan.space import KNOBS, Choice, Space, choice_of
+from orchestra.plan.cases.case import Case
+from orchestra.plan.layouts.space import KNOBS, Choice, Space, choice_of
 
 
 def turns(space: Space, case: Case) -> Iterator[tuple[str, Case]]:

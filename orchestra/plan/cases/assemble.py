@@ -8,14 +8,14 @@ from pathlib import Path
 
 from conf.schema import Config, Device, DType, NetworkConfig, Scaling, StateDType
 from orchestra.errors import ConfigError
-from orchestra.plan import networks
-from orchestra.plan.case import Case, Choices
-from orchestra.plan.cpu import measured_profile
-from orchestra.plan.devices import Device as Accelerator
-from orchestra.plan.devices import device
-from orchestra.plan.frameworks import NANOTRON, Framework, framework
-from orchestra.plan.networks import Network
-from orchestra.plan.profiles import Profile, cpu_device, is_profile, read_profile, with_profile
+from orchestra.plan.cases import networks
+from orchestra.plan.cases.case import Case, Choices
+from orchestra.plan.cases.cpu import measured_profile
+from orchestra.plan.cases.devices import Device as Accelerator
+from orchestra.plan.cases.devices import device
+from orchestra.plan.cases.frameworks import NANOTRON, Framework, framework
+from orchestra.plan.cases.networks import Network
+from orchestra.plan.cases.profiles import Profile, cpu_device, is_profile, read_profile, with_profile
 from orchestra.topology import batch_shape, layout
 from orchestra.units import GIB, MIB, TERA
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, fields, replace
 
 from conf.schema import Recompute
 from orchestra.flops import attention_width, num_layer_parameters
-from orchestra.plan.case import Case
-from orchestra.plan.own_memory import kinds_of_layers
+from orchestra.plan.cases.case import Case
+from orchestra.plan.costs.own_memory import kinds_of_layers
 
 # Forward, and backward twice that; recomputation adds a forward.
 _PASSES = 3

@@ -16,33 +16,9 @@ Nothing here knows a framework: what one keeps on top of this stands in its prof
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from conf.schema import Family, ModelConfig, Recompute
 from orchestra.flops import attention_width, head_dim
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """What one micro-batch brings to a rank: sequences, the length of each that this rank holds (a context
-    parallel rank holds a part), and how tensor parallelism divides what comes of them.
-    """
-
-    num_sequences: int
-    seq_len: float
-    tp: int = 1
-    sequence_parallel: bool = False
-    width_bytes: int = 2
-
-    @property
-    def count(self) -> float:
-        """Tokens of one micro-batch on one rank."""
-        return self.num_sequences * self.seq_len
-
-    @property
-    def outer(self) -> int:
-        """What divides the tensors between the tensor-parallel regions."""
-        return self.tp if self.sequence_parallel else 1
+from orchestra.plan.cases.case import Tokens
 
 
 def gpt_layer_bytes(hidden: int, heads: int, tokens: Tokens, recompute: Recompute) -> float:

@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from conf.schema import Recompute
-from orchestra.plan.case import Case
-from orchestra.plan.frameworks import USABLE_SHARE
-from orchestra.plan.memory import fullest_stage_bytes
+from orchestra.plan.cases.case import Case
+from orchestra.plan.cases.frameworks import USABLE_SHARE
+from orchestra.plan.costs.memory import fullest_stage_bytes
+from orchestra.plan.costs.step_time import step_time
+from orchestra.plan.layouts.space import Space
+from orchestra.plan.layouts.turns import turns
 from orchestra.plan.prediction import Prediction, predict
-from orchestra.plan.space import Space
-from orchestra.plan.step_time import step_time
-from orchestra.plan.turns import turns
 
 # The parts of `StepTime`, as people call them.
 PARTS = {

@@ -10,11 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from conf.schema import Offload
-from orchestra.plan.case import Case
-from orchestra.plan.frameworks import OWN
-from orchestra.plan.memory import Memory
-from orchestra.plan.own_memory import own_bytes, rank_parameters
-from orchestra.plan.stages import Stage
+from orchestra.plan.cases.case import Case
+from orchestra.plan.cases.frameworks import OWN
+from orchestra.plan.cases.stages import Stage
+from orchestra.plan.costs.memory import Memory
+from orchestra.plan.costs.own_memory import own_bytes, rank_parameters
 
 _FP32 = 4
 

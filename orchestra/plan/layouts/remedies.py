@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from conf.schema import Offload, PrecisionName
 from orchestra import hardware
 from orchestra.errors import ConfigError
-from orchestra.plan.devices import device
-from orchestra.plan.frameworks import OWN
-from orchestra.plan.search import peak_that_fits
-from orchestra.plan.space import Fixed, Space
+from orchestra.plan.cases.devices import device
+from orchestra.plan.cases.frameworks import OWN
+from orchestra.plan.layouts.search import peak_that_fits
+from orchestra.plan.layouts.space import Fixed, Space
 
 # More than this many times the nodes helps nobody.
 _MOST_TIMES = 64
