@@ -6,7 +6,9 @@ from.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 from enum import Enum
 from pathlib import Path
 from typing import cast
@@ -78,6 +80,12 @@ def read_config(path: Path) -> Config:
 
 def writable_schema() -> DictConfig:
     """Return the typed schema as a node that takes values; frozen dataclasses alone give a read-only one."""
+    return copy.deepcopy(_schema())
+
+
+@functools.cache
+def _schema() -> DictConfig:
+    """Return the node that is copied: reading the dataclasses takes five times as long as a copy (24 ms)."""
     schema = OmegaConf.structured(Config)
     OmegaConf.set_readonly(schema, False)
     return cast(DictConfig, _writable(schema))

@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from slurm.cluster.errors import ClusterError
 from slurm.cluster.packages import missing_packages, require_namespaces
@@ -20,6 +21,10 @@ from slurm.cluster.packages import missing_packages, require_namespaces
 STAGES = ("unit", "architecture", "ranks", "e2e", "slurm", "gpu")
 MARKED_STAGES = {"ranks", "slurm", "gpu"}
 HERE = Path(__file__).parent
+
+# An example may take as long as a busy machine needs: slowness is no wrong result.
+settings.register_profile("unhurried", deadline=None)
+settings.load_profile("unhurried")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 from checkpointing.errors import CheckpointError, MissingRanksError, SaveFailedError
 from checkpointing.format import checksums, digest
 from checkpointing.format.manifest import Chunk, File, Manifest, Tensor
+from checkpointing.format.part_digest import part_digest
 from checkpointing.options import Event, Needs, Options, Phase
 from checkpointing.peers import Peers
 from checkpointing.planning.write_plan import Piece, declaration, declared, write_plan
@@ -322,7 +323,7 @@ def _sums(image: Image, content: memoryview) -> dict[str, Any]:
     for piece, begin in zip(image.pieces, image.begins, strict=True):
         part = content[begin : begin + piece.num_bytes]
         whole.add(part)
-        bits = digest.part_digest(part, piece.dtype, piece.box)
+        bits = part_digest(part, piece.dtype, piece.box)
         chunks.append((checksums.of_chunk(part), digest.written(bits)))
     return {"checksum": whole.value(), "chunks": chunks}
 

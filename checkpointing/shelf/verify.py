@@ -17,6 +17,7 @@ from queue import SimpleQueue
 from checkpointing.errors import DamagedError, NoCheckpointError, StorageError
 from checkpointing.format import checksums, digest
 from checkpointing.format.manifest import MANIFEST, Manifest
+from checkpointing.format.part_digest import part_digest
 from checkpointing.planning.read_plan import Part
 from checkpointing.shelf import catalog
 from checkpointing.shelf.stretches import Stretch, blocks, contents, end_of, stretches_of
@@ -178,7 +179,7 @@ class _Check:
     def _digests(self, block: memoryview, stretches: Sequence[Stretch]) -> list[tuple[str, int]]:
         try:
             return [
-                (part.name, digest.part_digest(content, part.dtype, stretch.box))
+                (part.name, part_digest(content, part.dtype, stretch.box))
                 for stretch, part, content in contents(block, stretches)
                 if part is not None
             ]

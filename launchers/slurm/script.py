@@ -66,6 +66,8 @@ class BatchJob:
     array: str | None = None
     # The job goes on when nodes of it are lost or tasks fail: what it starts looks after itself.
     survives_nodes: bool = False
+    # What the batch script runs when srun failed, srun's exit code as its last word. The job's stays srun's.
+    after_failure: tuple[str, ...] = ()
     # Any option of sbatch by its long name, with dashes or underscores: partition, time, reservation …
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -131,9 +133,16 @@ def _parameters(job: BatchJob) -> dict[str, Any]:
             *([""] if job.setup else []),
             *(_export(*pair) for pair in job.exports.items()),
         ],
+        "teardown": _teardown(job),
         "additional_parameters": additional,
         "srun_args": _srun_arguments(job, cpus),
     }
+
+
+def _teardown(job: BatchJob) -> list[str] | None:
+    if not job.after_failure:
+        return None
+    return ["code=$?", f'[ "$code" -eq 0 ] || {shlex.join(job.after_failure)} "$code"', 'exit "$code"']
 
 
 def _srun_arguments(job: BatchJob, cpus: object) -> list[str]:

@@ -129,9 +129,10 @@ def _start(runs: Sequence[MeasuredRun], kind: str, cores: int, memory_bytes: flo
         name = run.config.precision.name.value
         peak = run.peak_flops or 0.0
         ranks = int(run.config.cluster.gpus_per_node)
-        used = min(cores, ranks * (run.config.cluster.threads_per_rank or max(1, cores // ranks))) / ranks
-        each = used if kind == CPU else 1.0
-        peaks[name] = max(peaks.get(name, 0.0), peak / each)
+        threads = run.config.cluster.threads_per_rank or max(1, cores // ranks)
+        each = min(cores, ranks * threads) / ranks if kind == CPU else 1.0
+        # MFU is told against a rank's threads, whether or not each of them had a core to itself.
+        peaks[name] = max(peaks.get(name, 0.0), peak / (threads if kind == CPU else 1))
         tokens = run.config.train.seq_len * (run.config.train.global_batch_size or 1)
         reached = model_flops_per_token(run.config.model, run.config.train.seq_len) * tokens / run.step_s
         products[PRODUCT + name] = max(products.get(PRODUCT + name, 0.0), 1.2 * reached / ranks / each)

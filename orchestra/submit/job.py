@@ -16,6 +16,7 @@ from orchestra.rundir import RunDir
 from orchestra.sweepdir import SweepDir
 
 NODE_MODULE = "orchestra.crew"
+_UNSTARTED_MODULE = "orchestra.crew.unstarted"
 _TOKEN_BYTES = 8
 _GPU_OPTIONS = ("gres", "gpus", "gpus_per_task", "gpus_per_socket")
 _TOKEN_PREFIX = "orchestra:"
@@ -83,6 +84,8 @@ def _job(config: Config, place: _Place, token: str, share: Share | None) -> Batc
         num_nodes=cluster.nodes + cluster.spare_nodes,
         survives_nodes=True,
         command=(*prefix, _python(cluster.container), "-u", "-m", NODE_MODULE, *place.arguments),
+        # On the first node itself, where a container's interpreter is not.
+        after_failure=(sys.executable, "-u", "-m", _UNSTARTED_MODULE, *place.arguments),
         log_folder=place.log_folder,
         directory=place.directory,
         comment=token,

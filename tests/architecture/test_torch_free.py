@@ -47,6 +47,11 @@ def test_help_loads_no_slow_library(arguments: str) -> None:
     assert not loaded_by(code) & set(SLOW_TO_IMPORT)
 
 
+def test_a_plan_loads_no_numpy() -> None:
+    code = "from orchestra.cli import main; main(['plan', 'model=llama_1b', 'cluster=slurm'])"
+    assert not loaded_by(code) & {*HEAVY, "numpy", "matplotlib"}
+
+
 def test_launchers_load_only_the_standard_library() -> None:
     names = [name for name in modules() if name.startswith("launchers") and "plugin" not in name]
     before = loaded_by("pass")

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from checkpointing.format import digest, manifest
 from checkpointing.format.boxes import Box
+from checkpointing.format.part_digest import part_digest
 from checkpointing.options import Options
 from checkpointing.peers import Peers
 from checkpointing.restoring import nearby
@@ -211,7 +212,7 @@ def _parts(mine: Sequence[Shard]) -> Iterator[tuple[tuple[str, Box], int]]:
     """Yield the digest of each shard, to be put together over the ranks."""
     for shard in mine:
         content = as_bytes(shard.tensor.contiguous()).numpy().tobytes()
-        yield (shard.name, shard.box), digest.part_digest(content, shard.dtype, shard.box)
+        yield (shard.name, shard.box), part_digest(content, shard.dtype, shard.box)
 
 
 def digest_of(results: Sequence[dict[str, Any]], whole: dict[str, Tensor]) -> str:

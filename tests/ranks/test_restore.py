@@ -14,9 +14,9 @@ from layouts import LAYOUTS, Case
 from pool import RankPool
 
 from checkpointing.errors import MismatchError
-from checkpointing.format import digest
 from checkpointing.format.boxes import Box
 from checkpointing.format.manifest import Manifest
+from checkpointing.format.part_digest import part_digest
 from checkpointing.restoring.restore import MODES, fetch, restore
 from checkpointing.shards import Shard, as_bytes, whole
 from checkpointing.shelf.catalog import read_manifest, step_name
@@ -198,4 +198,4 @@ def test_the_bits_of_the_state_are_such_that_arithmetic_would_change_them() -> N
     summed = matrix + torch.zeros_like(matrix)
     assert not torch.equal(as_bytes(summed), as_bytes(matrix))
     content = as_bytes(matrix).numpy().tobytes()
-    assert digest.part_digest(content, "F32", Box.whole((37, 13)))
+    assert part_digest(content, "F32", Box.whole((37, 13)))

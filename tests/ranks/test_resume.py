@@ -14,6 +14,8 @@ import torch.distributed as dist
 from pool import RankPool
 
 from checkpointing.format import digest
+from checkpointing.format.boxes import Box
+from checkpointing.format.part_digest import part_digest
 from checkpointing.shards import Shard, as_bytes
 from checkpointing.shelf import catalog
 from checkpointing.storage import open_storage
@@ -107,7 +109,7 @@ def digests(shards: Sequence[Shard]) -> dict[str, str]:
 def digest_of(tensor: torch.Tensor) -> str:
     dtype = {torch.float32: "F32", torch.bfloat16: "BF16", torch.uint8: "U8"}[tensor.dtype]
     content = as_bytes(tensor.detach().contiguous()).numpy()
-    return digest.written(digest.part_digest(memoryview(content), dtype, digest.Box.whole(tensor.shape)))
+    return digest.written(part_digest(memoryview(content), dtype, Box.whole(tensor.shape)))
 
 
 def tensors(found: dict[str, str]) -> dict[str, str]:

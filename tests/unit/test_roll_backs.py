@@ -6,7 +6,7 @@ import itertools
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestra.jsonl import Record
@@ -41,7 +41,6 @@ def test_merged_stretches_are_the_same_places_in_order_and_apart(stretches: list
     assert merged(found) == found
 
 
-@settings(deadline=None)
 @given(some_stretches, st.integers(0, 70), st.integers(1, 30))
 def test_the_next_samples_are_the_first_places_that_are_not_left_out(
     stretches: list[Stretch], position: int, count: int

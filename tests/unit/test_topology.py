@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from conf.schema import OptimConfig, ParallelismConfig, TrainConfig
@@ -133,7 +133,6 @@ def test_absurd_batches_are_shared_out_or_refused_at_once() -> None:
             batch_shape(TrainConfig(global_batch_size=prime, micro_batch_size=micro), 1)
 
 
-@settings(deadline=None)
 @given(replicate=degrees, shard=degrees, tp=st.integers(1, 2), pp=st.integers(1, 2), data=st.data())
 def test_groups_of_axes_part_the_ranks_and_agree_on_their_members(
     replicate: int, shard: int, tp: int, pp: int, data: st.DataObject

@@ -21,12 +21,12 @@ _PRODUCT_SHARE, _ATTENTION_SHARE = 0.8, 0.5
 # Bytes per second of one core where nobody has measured them.
 _MEMORY_BYTES_PER_S = 8e9
 _USUAL: Constants = {
-    # gloo over the loopback device, one rank's messages.
-    "link_bytes_per_s": 1.0e9,
-    "inside_latency_s": 150e-6,
+    # gloo over the loopback device, between ranks that keep all cores busy (benchmarks/planner_cpu.py).
+    "link_bytes_per_s": 0.9e9,
+    "inside_latency_s": 1.5e-3,
     # The interpreter's own time for a layer, forward and backward, and for a step.
-    "host_layer_s": 1.35e-3,
-    "step_s": 4.5e-3,
+    "host_layer_s": 1.3e-3,
+    "step_s": 4.3e-3,
     # Cores that compute are busy: nothing is hidden.
     "exposed_reduction": 1.0,
     # Resident memory of a rank before it trains: interpreter, torch and what they load.

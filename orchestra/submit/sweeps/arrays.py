@@ -20,7 +20,8 @@ from orchestra.sweepdir import SweepArray, SweepDir
 _TASKS = re.compile(r"^#SBATCH --array=.*$", re.MULTILINE)
 _COMMENT = re.compile(r"^#SBATCH --comment=.*$", re.MULTILINE)
 _NODES = re.compile(r"^#SBATCH --nodes=(\d+)$", re.MULTILINE)
-_FIRST = re.compile(rf"({re.escape(NODE_MODULE)} .*--first )\d+$", re.MULTILINE)
+# On the line of srun, and on that of what is done where it failed.
+_FIRST = re.compile(rf"({re.escape(NODE_MODULE)}(?:\.\w+)? .*--first )\d+(?= |$)", re.MULTILINE)
 
 
 class Templates:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from checkpointing.format import checksums, digest
 from checkpointing.format.boxes import Box
 from checkpointing.format.manifest import Chunk, File, Manifest, Tensor
+from checkpointing.format.part_digest import part_digest
 from checkpointing.planning.write_plan import Piece, write_plan
 from checkpointing.saving.images import Image, images
 from checkpointing.shelf import catalog
@@ -75,7 +76,7 @@ def write_draft(
             for piece, begin in zip(image.pieces, image.begins, strict=True):
                 part = content[begin : begin + piece.num_bytes]
                 chunk = Chunk(piece.box, name, begin, len(part), checksums.of_chunk(part))
-                parts[piece.name].append((chunk, digest.part_digest(part, piece.dtype, piece.box)))
+                parts[piece.name].append((chunk, part_digest(part, piece.dtype, piece.box)))
     tensors = {
         name: Tensor(
             _DTYPES[str(values[name].dtype)],

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointing.format import digest
+from checkpointing.format import part_digest as part_digest_module
 from checkpointing.format.boxes import Box
-from checkpointing.format.digest import combined, part_digest, state_digest, written
+from checkpointing.format.digest import combined, state_digest, written
+from checkpointing.format.part_digest import part_digest
 
 # Bytes per element, and a dtype that has them.
 WIDTHS = {1: "U8", 2: "BF16", 4: "F32", 8: "I64"}
@@ -52,7 +53,7 @@ def test_a_digest_does_not_depend_on_the_cut(
     values = random_words(width)
     whole = digest_of(values)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(digest, "_ELEMENTS_AT_ONCE", at_once)
+        patch.setattr(part_digest_module, "_ELEMENTS_AT_ONCE", at_once)
         assert digest_of_cells(values, rows, columns) == whole
 
 

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from checkpointing.errors import MismatchError, SaveFailedError, StorageError
 from checkpointing.format.boxes import Box
-from checkpointing.format.digest import combined, part_digest, written
+from checkpointing.format.digest import combined, written
+from checkpointing.format.part_digest import part_digest
 from checkpointing.options import Options, no_fault
 from checkpointing.saving.save import Saver
 from checkpointing.shards import Shard, as_bytes, whole

@@ -124,7 +124,7 @@ def sweeps(draw: st.DrawFn) -> list[str]:
     return [f"{key}={','.join(dict.fromkeys(values))}" for key, values in chosen.items()]
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=4)
 @given(sweeps(), st.data())
 def test_any_member_of_any_sweep_equals_a_run_of_its_own(overrides: list[str], data: st.DataObject) -> None:
     made = members(*overrides)

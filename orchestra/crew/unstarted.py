@@ -1,0 +1,139 @@
+"""`python -m orchestra.crew.unstarted RUN_DIR CODE`: what a batch script does when srun failed.
+
+Slurm starts a step on all nodes or on none: where one is lost in that moment, srun kills the agents that are
+there already (seen after 24 s: "Task launch failed …: Communication connection failure"), and nobody is left
+who could let the run go on. It goes on in another job then, without the nodes that never came. For an array
+of a sweep the arguments are `SWEEP_DIR --first F CODE`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from launchers.crew import Crew
+from launchers.errors import LauncherError
+from launchers.slurm import own_job
+from launchers.slurm.commands import output_of
+from launchers.slurm.task import JobTask, job_task
+from orchestra.crew.attend import crew_folder
+from orchestra.crew.slurm_job import SlurmJob
+from orchestra.crew.station import END, REFUSE
+from orchestra.errors import EXIT_FAILED, OrchestraError
+from orchestra.events import EventWriter, read_events
+from orchestra.frozen import read_config
+from orchestra.jsonl import Record
+from orchestra.recovery.decisions import Action, Decision
+from orchestra.rundir import RunDir
+from orchestra.submit.claims import upcoming_attempt
+from orchestra.sweepdir import SweepDir
+
+_RULE = "step_not_started"
+# Jobs in a row whose step could not be started: then it is no node that fails.
+_MOST_MOVES = 3
+# Agents that live write a beat every second.
+_BEATS_S = 5.0
+_QUESTION_TIMEOUT_S = 30.0
+# As `sinfo` begins the states of nodes that start nothing; an asterisk behind it says that one is silent.
+_GONE = ("down", "drain", "fail", "power", "reboot", "unk")
+
+
+def main(argv: list[str]) -> int:
+    """Let the run go on in another job if its step was never started; return the given code."""
+    code = int(argv[-1])
+    try:
+        said = moved(_run_of(argv[:-1]), job_task(_as_task(os.environ)), os.environ["SLURM_JOB_NODELIST"])
+    except (OrchestraError, LauncherError, OSError) as error:
+        sys.stderr.write(f"error: the run does not go on by itself: {error}\n")
+        return code
+    if said:
+        sys.stdout.write(said + "\n")
+    return code
+
+
+def _run_of(words: list[str]) -> RunDir:
+    if len(words) == 1:
+        return RunDir(Path(words[0]))
+    path, _, first = words
+    return SweepDir(Path(path)).member(int(first) + int(os.environ["SLURM_ARRAY_TASK_ID"]))
+
+
+def _as_task(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the batch script's variables as the step's first task would see them: one task on each node."""
+    num_nodes = environment.get("SLURM_JOB_NUM_NODES", environment.get("SLURM_NNODES", "1"))
+    return {**environment, "SLURM_NTASKS": num_nodes, "SLURM_NNODES": num_nodes, "SLURM_PROCID": "0"}
+
+
+def moved(run: RunDir, task: JobTask, nodes: str) -> str | None:
+    """Submit the run again without the nodes that never came; return what was done, None where that is not
+    to be. `nodes`: the job's, as Slurm writes them. Raises LauncherError, LaunchError and OSError.
+    """
+    config, events = read_config(run.config), read_events(run)
+    slurm = SlurmJob(run, config, task)
+    timeout_s = config.recovery.agent_timeout_s
+    crew = Crew(crew_folder(run.control, task.job, task.restart), 0, task.num_nodes, timeout_s)
+    missing = _missing(crew, nodes)
+    if not missing or not slurm.can_requeue or _moves(events) >= _MOST_MOVES or _is_alive(crew):
+        return None
+    word = own_job.own_job(task.job)
+    # Slurm ends it, or starts it again by itself.
+    if word.is_ending or word.restarts > task.restart:
+        return None
+    # What follows the attempt before: this one never was, and its number is free.
+    attempt = upcoming_attempt(run) - 1
+    reason = f"{', '.join(missing)} was lost while the job's step was starting"
+    decision = Decision(Action.requeue, EXIT_FAILED, reason, rule=_RULE, exclude=missing)
+    writer = EventWriter(run, f"crew.{crew.folder.name}", attempt, before_start=True)
+    try:
+        return slurm.requeue(decision, attempt, writer)
+    finally:
+        writer.close()
+
+
+def _missing(crew: Crew, nodes: str) -> tuple[str, ...]:
+    """Return the hosts whose agents never came; none where somebody decided already, or where no host is to
+    blame: then the step ended by itself.
+    """
+    members, order = crew.members(), crew.newest_order()
+    if order is not None and order.action in (END, REFUSE):
+        return ()
+    there = {member.host for member in members.values()}
+    hosts = output_of(("scontrol", "show", "hostnames", nodes), timeout_s=_QUESTION_TIMEOUT_S).split()
+    # Where no agent had the time to come, Slurm must say whose fault that is.
+    return tuple(host for host in hosts if host not in there) if there else _gone(hosts)
+
+
+def _gone(hosts: list[str]) -> tuple[str, ...]:
+    words = ("sinfo", "--noheader", "--Node", "--nodes", ",".join(hosts), "--format=%N %T")
+    states = dict(line.split() for line in output_of(words, timeout_s=_QUESTION_TIMEOUT_S).splitlines())
+    return tuple(
+        host for host in hosts if states.get(host, "").endswith("*") or states.get(host, "").startswith(_GONE)
+    )
+
+
+def _is_alive(crew: Crew) -> bool:
+    """Whether any agent still beats: what this job started goes on without srun."""
+    before = _beats(crew)
+    time.sleep(_BEATS_S)
+    return _beats(crew) != before
+
+
+def _beats(crew: Crew) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in sorted(crew.folder.glob("beat-*"))}
+
+
+def _moves(events: Iterable[Record]) -> int:
+    """Return how many jobs since the last attempt began ended because their step could not be started."""
+    count = 0
+    for event in events:
+        if event["event"] == "attempt_started":
+            count = 0
+        count += event["event"] == "requeued" and event.get("rule") == _RULE
+    return count
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
