@@ -18,6 +18,7 @@ from launchers.crew import Crew
 from launchers.errors import LauncherError
 from launchers.slurm import own_job
 from launchers.slurm.commands import output_of
+from launchers.slurm.site import is_usable, node_states
 from launchers.slurm.task import JobTask, job_task
 from orchestra.crew.attend import crew_folder
 from orchestra.crew.slurm_job import SlurmJob
@@ -37,8 +38,6 @@ _MOST_MOVES = 3
 # Agents that live write a beat every second.
 _BEATS_S = 5.0
 _QUESTION_TIMEOUT_S = 30.0
-# As `sinfo` begins the states of nodes that start nothing; an asterisk behind it says that one is silent.
-_GONE = ("down", "drain", "fail", "power", "reboot", "unk")
 
 
 def main(argv: list[str]) -> int:
@@ -75,7 +74,7 @@ def moved(run: RunDir, task: JobTask, nodes: str) -> str | None:
     slurm = SlurmJob(run, config, task)
     timeout_s = config.recovery.agent_timeout_s
     crew = Crew(crew_folder(run.control, task.job, task.restart), 0, task.num_nodes, timeout_s)
-    missing = _missing(crew, nodes)
+    missing = _missing(crew, nodes, config.cluster.partition)
     if not missing or not slurm.can_requeue or _moves(events) >= _MOST_MOVES or _is_alive(crew):
         return None
     word = own_job.own_job(task.job)
@@ -93,7 +92,7 @@ def moved(run: RunDir, task: JobTask, nodes: str) -> str | None:
         writer.close()
 
 
-def _missing(crew: Crew, nodes: str) -> tuple[str, ...]:
+def _missing(crew: Crew, nodes: str, partition: str | None) -> tuple[str, ...]:
     """Return the hosts whose agents never came; none where somebody decided already, or where no host is to
     blame: then the step ended by itself.
     """
@@ -102,16 +101,11 @@ def _missing(crew: Crew, nodes: str) -> tuple[str, ...]:
         return ()
     there = {member.host for member in members.values()}
     hosts = output_of(("scontrol", "show", "hostnames", nodes), timeout_s=_QUESTION_TIMEOUT_S).split()
-    # Where no agent had the time to come, Slurm must say whose fault that is.
-    return tuple(host for host in hosts if host not in there) if there else _gone(hosts)
-
-
-def _gone(hosts: list[str]) -> tuple[str, ...]:
-    words = ("sinfo", "--noheader", "--Node", "--nodes", ",".join(hosts), "--format=%N %T")
-    states = dict(line.split() for line in output_of(words, timeout_s=_QUESTION_TIMEOUT_S).splitlines())
-    return tuple(
-        host for host in hosts if states.get(host, "").endswith("*") or states.get(host, "").startswith(_GONE)
-    )
+    if there:
+        return tuple(host for host in hosts if host not in there)
+    # No agent had the time to come: Slurm must say whose fault that is.
+    states = node_states(partition)
+    return tuple(host for host in hosts if host in states and not is_usable(states[host]))
 
 
 def _is_alive(crew: Crew) -> bool:

@@ -1,0 +1,118 @@
+"""A job whose step could not be started goes on without the nodes that never came, and only then. The agents'
+files are real; Slurm's commands are stand-ins.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from test_slurm_job import TASK, Slurm, jobs, options, requeued
+
+from conf.schema import Config
+from launchers.crew import Crew, Order
+from orchestra.crew import unstarted
+from orchestra.crew.attend import crew_folder
+from orchestra.crew.station import END, START
+from orchestra.events import EventWriter, node_writer
+from orchestra.frozen import to_yaml
+from orchestra.rundir import RunDir
+
+NODES = "node[1-2]"
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    monkeypatch.setattr(unstarted, "_BEATS_S", 0.01)
+    slurm = Slurm(folder, {f"node{number}": "allocated" for number in (1, 2, 3, 4)})
+    # What the stand-in prints for its last word.
+    slurm.put(f"job-{NODES}", "node1\nnode2\n")
+    return slurm
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run = RunDir(tmp_path / "runs" / "mine")
+    run.control.mkdir(parents=True)
+    run.config.write_text(to_yaml(Config()))
+    run.record.write_text('{"name": "mine", "jobs": [{"token": "orchestra:0", "id": "12"}]}')
+    return run
+
+
+def came(run: RunDir, *nodes: int) -> Crew:
+    """Let the agents of some nodes join, and end without a word."""
+    for node in nodes:
+        crew = Crew(crew_folder(run.control, TASK.job, TASK.restart), node, 2, 60.0)
+        crew.join(f"node{node + 1}", "127.0.0.1", {})
+        crew._is_over.set()
+    return crew
+
+
+def test_the_node_that_never_came_is_left_out_of_the_next_job(run: RunDir, slurm: Slurm) -> None:
+    came(run, 0)
+    said = unstarted.moved(run, TASK, NODES)
+    assert said == "job 20 goes on (node2 was lost while the job's step was starting)"
+    (call,) = slurm.calls("sbatch")
+    assert options(call, "exclude") == "node2"
+    (event,) = requeued(run)
+    assert (event["rule"], event["attempt"], event["before_start"]) == ("step_not_started", -1, True)
+    assert [it["id"] for it in jobs(run)] == ["12", "20"]
+
+
+def test_where_no_agent_came_slurm_says_who_is_gone(run: RunDir, slurm: Slurm) -> None:
+    assert unstarted.moved(run, TASK, NODES) is None
+    slurm.put("nodes", "node1|main*|down*\nnode2|main*|allocated\nnode3|main*|idle\nnode4|main*|idle\n")
+    assert "node1 was lost" in (unstarted.moved(run, TASK, NODES) or "")
+
+
+@pytest.mark.parametrize("action", [START, END])
+def test_what_all_agents_saw_or_one_decided_is_left_alone(run: RunDir, slurm: Slurm, action: str) -> None:
+    crew = came(run, 0, 1) if action == START else came(run, 0)
+    crew.publish(Order(0, action, (0, 1)))
+    assert unstarted.moved(run, TASK, NODES) is None
+    assert requeued(run) == []
+
+
+def test_an_agent_that_lives_is_left_alone(
+    run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unstarted, "_BEATS_S", 3.0)
+    crew = Crew(crew_folder(run.control, TASK.job, TASK.restart), 0, 2, 60.0)
+    crew.join("node1", "127.0.0.1", {})
+    try:
+        assert unstarted.moved(run, TASK, NODES) is None
+    finally:
+        crew.leave()
+
+
+@pytest.mark.parametrize("word", ["JobState=COMPLETING Restarts=0", "JobState=RUNNING Restarts=1"])
+def test_a_job_that_slurm_ends_or_starts_again_is_left_alone(run: RunDir, slurm: Slurm, word: str) -> None:
+    came(run, 0)
+    slurm.put("job-12", f"JobId=12 {word} Reason=None\n")
+    assert unstarted.moved(run, TASK, NODES) is None
+
+
+def test_three_jobs_in_a_row_are_enough_until_an_attempt_begins(run: RunDir, slurm: Slurm) -> None:
+    came(run, 0)
+    before = EventWriter(run, "crew.before", -1, before_start=True)
+    for _ in range(3):
+        before.write("requeued", rule="step_not_started")
+    assert unstarted.moved(run, TASK, NODES) is None
+    EventWriter(run, node_writer(0, 0), 0).write("attempt_started")
+    assert unstarted.moved(run, TASK, NODES) is not None
+
+
+def test_srun_failing_is_told_by_its_own_code(
+    run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    came(run, 0)
+    for name, value in {"JOB_ID": "12", "JOB_NUM_NODES": "2", "JOB_NODELIST": NODES}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    assert unstarted.main([str(run.path), "233"]) == 233
+    assert "job 20 goes on" in capsys.readouterr().out
+    slurm.put("silent")
+    assert unstarted.main([str(run.path), "233"]) == 233
+    assert "error: the run does not go on by itself: " in capsys.readouterr().err
