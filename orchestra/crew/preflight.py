@@ -19,8 +19,8 @@ from orchestra.jsonl import Record
 from orchestra.recovery.policy import Action, Decision
 
 _RULE = "nodes_unfit"
-# Jobs in a row that may find too few fit nodes: what all nodes lack is no node's fault.
-_MOST_MOVES = 3
+# Jobs in a row that may end before their attempt because of nodes: what all nodes lack is no node's fault.
+MOST_MOVES = 3
 
 
 class Preflight:
@@ -65,7 +65,7 @@ class Preflight:
         station = self._station
         unfit = tuple(it.host for it in members.values() if not choice.is_fit(it))
         events = read_events(station.run)
-        if not unfit or not station.surroundings.can_requeue or _moves(events) >= _MOST_MOVES:
+        if not unfit or not station.surroundings.can_requeue or moves(events, _RULE) >= MOST_MOVES:
             return None
         attempt = max((int(event["attempt"]) for event in events), default=0)
         writer = EventWriter(station.run, f"crew.{station.crew.folder.name}", attempt)
@@ -90,11 +90,11 @@ class Preflight:
         return self._listed
 
 
-def _moves(events: Iterable[Record]) -> int:
-    """Return how many jobs since the last attempt began ended before theirs because of unfit nodes."""
+def moves(events: Iterable[Record], rule: str) -> int:
+    """Return how many jobs since the last attempt began ended before theirs by a rule."""
     count = 0
     for event in events:
         if event["event"] == "attempt_started":
             count = 0
-        count += event["event"] == "requeued" and event.get("rule") == _RULE
+        count += event["event"] == "requeued" and event.get("rule") == rule
     return count

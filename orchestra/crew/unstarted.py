@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from launchers.crew import Crew
@@ -21,20 +21,18 @@ from launchers.slurm.commands import output_of
 from launchers.slurm.site import is_usable, node_states
 from launchers.slurm.task import JobTask, job_task
 from orchestra.crew.attend import crew_folder
+from orchestra.crew.preflight import MOST_MOVES, moves
 from orchestra.crew.slurm_job import SlurmJob
 from orchestra.crew.station import END, REFUSE
 from orchestra.errors import EXIT_FAILED, OrchestraError
 from orchestra.events import EventWriter, read_events
 from orchestra.frozen import read_config
-from orchestra.jsonl import Record
 from orchestra.recovery.decisions import Action, Decision
 from orchestra.rundir import RunDir
 from orchestra.submit.claims import upcoming_attempt
 from orchestra.sweepdir import SweepDir
 
 _RULE = "step_not_started"
-# Jobs in a row whose step could not be started: then it is no node that fails.
-_MOST_MOVES = 3
 # Agents that live write a beat every second.
 _BEATS_S = 5.0
 _QUESTION_TIMEOUT_S = 30.0
@@ -75,7 +73,7 @@ def moved(run: RunDir, task: JobTask, nodes: str) -> str | None:
     timeout_s = config.recovery.agent_timeout_s
     crew = Crew(crew_folder(run.control, task.job, task.restart), 0, task.num_nodes, timeout_s)
     missing = _missing(crew, nodes, config.cluster.partition)
-    if not missing or not slurm.can_requeue or _moves(events) >= _MOST_MOVES or _is_alive(crew):
+    if not missing or not slurm.can_requeue or moves(events, _RULE) >= MOST_MOVES or _is_alive(crew):
         return None
     word = own_job.own_job(task.job)
     # Slurm ends it, or starts it again by itself.
@@ -117,16 +115,6 @@ def _is_alive(crew: Crew) -> bool:
 
 def _beats(crew: Crew) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in sorted(crew.folder.glob("beat-*"))}
-
-
-def _moves(events: Iterable[Record]) -> int:
-    """Return how many jobs since the last attempt began ended because their step could not be started."""
-    count = 0
-    for event in events:
-        if event["event"] == "attempt_started":
-            count = 0
-        count += event["event"] == "requeued" and event.get("rule") == _RULE
-    return count
 
 
 if __name__ == "__main__":
