@@ -9,6 +9,7 @@ of a sweep the arguments are `SWEEP_DIR --first F CODE`.
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections.abc import Mapping
@@ -36,13 +37,18 @@ _RULE = "step_not_started"
 # Agents that live write a beat every second.
 _BEATS_S = 5.0
 _QUESTION_TIMEOUT_S = 30.0
+_LAUNCH_FAILED = re.compile(r"Task launch for \S+ failed on node ([^\s:]+)")
+# What srun says stands in the batch script's own output, which is this process's.
+_OUTPUT = Path("/proc/self/fd/1")
+_OUTPUT_BYTES = 1 << 16
 
 
 def main(argv: list[str]) -> int:
     """Let the run go on in another job if its step was never started; return the given code."""
     code = int(argv[-1])
     try:
-        said = moved(_run_of(argv[:-1]), job_task(_as_task(os.environ)), os.environ["SLURM_JOB_NODELIST"])
+        run, task = _run_of(argv[:-1]), job_task(_as_task(os.environ))
+        said = moved(run, task, os.environ["SLURM_JOB_NODELIST"], _OUTPUT)
     except (OrchestraError, LauncherError, OSError) as error:
         sys.stderr.write(f"error: the run does not go on by itself: {error}\n")
         return code
@@ -64,15 +70,16 @@ def _as_task(environment: Mapping[str, str]) -> dict[str, str]:
     return {**environment, "SLURM_NTASKS": num_nodes, "SLURM_NNODES": num_nodes, "SLURM_PROCID": "0"}
 
 
-def moved(run: RunDir, task: JobTask, nodes: str) -> str | None:
+def moved(run: RunDir, task: JobTask, nodes: str, output: Path) -> str | None:
     """Submit the run again without the nodes that never came; return what was done, None where that is not
-    to be. `nodes`: the job's, as Slurm writes them. Raises LauncherError, LaunchError and OSError.
+    to be. `nodes`: the job's, as Slurm writes them; `output`: where srun wrote. Raises LauncherError,
+    LaunchError and OSError.
     """
     config, events = read_config(run.config), read_events(run)
     slurm = SlurmJob(run, config, task)
     timeout_s = config.recovery.agent_timeout_s
     crew = Crew(crew_folder(run.control, task.job, task.restart), 0, task.num_nodes, timeout_s)
-    missing = _missing(crew, nodes, config.cluster.partition)
+    missing = _missing(crew, nodes, output, config.cluster.partition)
     if not missing or not slurm.can_requeue or moves(events, _RULE) >= MOST_MOVES or _is_alive(crew):
         return None
     word = own_job.own_job(task.job)
@@ -81,7 +88,7 @@ def moved(run: RunDir, task: JobTask, nodes: str) -> str | None:
         return None
     # What follows the attempt before: this one never was, and its number is free.
     attempt = upcoming_attempt(run) - 1
-    reason = f"{', '.join(missing)} was lost while the job's step was starting"
+    reason = f"lost while the job's step was starting: {', '.join(missing)}"
     decision = Decision(Action.requeue, EXIT_FAILED, reason, rule=_RULE, exclude=missing)
     writer = EventWriter(run, f"crew.{crew.folder.name}", attempt, before_start=True)
     try:
@@ -90,7 +97,7 @@ def moved(run: RunDir, task: JobTask, nodes: str) -> str | None:
         writer.close()
 
 
-def _missing(crew: Crew, nodes: str, partition: str | None) -> tuple[str, ...]:
+def _missing(crew: Crew, nodes: str, output: Path, partition: str | None) -> tuple[str, ...]:
     """Return the hosts whose agents never came; none where somebody decided already, or where no host is to
     blame: then the step ended by itself.
     """
@@ -101,9 +108,21 @@ def _missing(crew: Crew, nodes: str, partition: str | None) -> tuple[str, ...]:
     hosts = output_of(("scontrol", "show", "hostnames", nodes), timeout_s=_QUESTION_TIMEOUT_S).split()
     if there:
         return tuple(host for host in hosts if host not in there)
-    # No agent had the time to come: Slurm must say whose fault that is.
+    # No agent had the time to come: srun or Slurm must say whose fault that is.
+    if named := [host for host in hosts if host in _named_by_srun(output)]:
+        return tuple(named)
     states = node_states(partition)
     return tuple(host for host in hosts if host in states and not is_usable(states[host]))
+
+
+def _named_by_srun(output: Path) -> frozenset[str]:
+    """Return the hosts on which it could not start its task; none where what it wrote cannot be read."""
+    try:
+        with output.open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - _OUTPUT_BYTES))
+            return frozenset(_LAUNCH_FAILED.findall(log.read().decode(errors="replace")))
+    except OSError:
+        return frozenset()
 
 
 def _is_alive(crew: Crew) -> bool:

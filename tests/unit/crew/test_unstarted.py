@@ -17,6 +17,7 @@ from orchestra.crew.station import END, START
 from orchestra.events import EventWriter, node_writer
 from orchestra.frozen import to_yaml
 from orchestra.rundir import RunDir
+from orchestra.sweepdir import SweepDir
 
 NODES = "node[1-2]"
 
@@ -53,8 +54,8 @@ def came(run: RunDir, *nodes: int) -> Crew:
 
 def test_the_node_that_never_came_is_left_out_of_the_next_job(run: RunDir, slurm: Slurm) -> None:
     came(run, 0)
-    said = unstarted.moved(run, TASK, NODES)
-    assert said == "job 20 goes on (node2 was lost while the job's step was starting)"
+    said = unstarted.moved(run, TASK, NODES, run.path / "output")
+    assert said == "job 20 goes on (lost while the job's step was starting: node2)"
     (call,) = slurm.calls("sbatch")
     assert options(call, "exclude") == "node2"
     (event,) = requeued(run)
@@ -62,17 +63,23 @@ def test_the_node_that_never_came_is_left_out_of_the_next_job(run: RunDir, slurm
     assert [it["id"] for it in jobs(run)] == ["12", "20"]
 
 
+def test_where_no_agent_came_srun_names_the_node(run: RunDir, slurm: Slurm) -> None:
+    said = "srun: error: Task launch for StepId=12.0 failed on node node2: Communication connection failure"
+    (run.path / "output").write_text(f"{said}\nsrun: error: Application launch failed\n")
+    assert "starting: node2)" in (unstarted.moved(run, TASK, NODES, run.path / "output") or "")
+
+
 def test_where_no_agent_came_slurm_says_who_is_gone(run: RunDir, slurm: Slurm) -> None:
-    assert unstarted.moved(run, TASK, NODES) is None
+    assert unstarted.moved(run, TASK, NODES, run.path / "output") is None
     slurm.put("nodes", "node1|main*|down*\nnode2|main*|allocated\nnode3|main*|idle\nnode4|main*|idle\n")
-    assert "node1 was lost" in (unstarted.moved(run, TASK, NODES) or "")
+    assert "starting: node1)" in (unstarted.moved(run, TASK, NODES, run.path / "output") or "")
 
 
 @pytest.mark.parametrize("action", [START, END])
 def test_what_all_agents_saw_or_one_decided_is_left_alone(run: RunDir, slurm: Slurm, action: str) -> None:
     crew = came(run, 0, 1) if action == START else came(run, 0)
     crew.publish(Order(0, action, (0, 1)))
-    assert unstarted.moved(run, TASK, NODES) is None
+    assert unstarted.moved(run, TASK, NODES, run.path / "output") is None
     assert requeued(run) == []
 
 
@@ -83,7 +90,7 @@ def test_an_agent_that_lives_is_left_alone(
     crew = Crew(crew_folder(run.control, TASK.job, TASK.restart), 0, 2, 60.0)
     crew.join("node1", "127.0.0.1", {})
     try:
-        assert unstarted.moved(run, TASK, NODES) is None
+        assert unstarted.moved(run, TASK, NODES, run.path / "output") is None
     finally:
         crew.leave()
 
@@ -92,7 +99,7 @@ def test_an_agent_that_lives_is_left_alone(
 def test_a_job_that_slurm_ends_or_starts_again_is_left_alone(run: RunDir, slurm: Slurm, word: str) -> None:
     came(run, 0)
     slurm.put("job-12", f"JobId=12 {word} Reason=None\n")
-    assert unstarted.moved(run, TASK, NODES) is None
+    assert unstarted.moved(run, TASK, NODES, run.path / "output") is None
 
 
 def test_three_jobs_in_a_row_are_enough_until_an_attempt_begins(run: RunDir, slurm: Slurm) -> None:
@@ -100,9 +107,9 @@ def test_three_jobs_in_a_row_are_enough_until_an_attempt_begins(run: RunDir, slu
     before = EventWriter(run, "crew.before", -1, before_start=True)
     for _ in range(3):
         before.write("requeued", rule="step_not_started")
-    assert unstarted.moved(run, TASK, NODES) is None
+    assert unstarted.moved(run, TASK, NODES, run.path / "output") is None
     EventWriter(run, node_writer(0, 0), 0).write("attempt_started")
-    assert unstarted.moved(run, TASK, NODES) is not None
+    assert unstarted.moved(run, TASK, NODES, run.path / "output") is not None
 
 
 def test_srun_failing_is_told_by_its_own_code(
@@ -116,3 +123,8 @@ def test_srun_failing_is_told_by_its_own_code(
     slurm.put("silent")
     assert unstarted.main([str(run.path), "233"]) == 233
     assert "error: the run does not go on by itself: " in capsys.readouterr().err
+
+
+def test_a_member_of_a_sweep_is_found_by_its_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "2")
+    assert unstarted._run_of([str(tmp_path), "--first", "3"]) == SweepDir(tmp_path).member(5)

@@ -76,6 +76,13 @@ def test_the_report_tells_what_torchrun_ended_itself() -> None:
     )
 
 
+def test_what_torchrun_killed_is_told_apart_from_what_it_asked_to_end() -> None:
+    asked = "W1121 api.py:1010] Sending process 4680 closing signal SIGTERM\n"
+    forced = "W1121 api.py:1048] Unable to shutdown process 4680 via 15, forcefully exiting via 9\n"
+    assert (torchrun.closing(asked), torchrun.killed(asked)) == (frozenset({4680}), frozenset())
+    assert torchrun.killed(asked + forced) == frozenset({4680})
+
+
 def test_a_report_that_was_cut_off_names_nobody() -> None:
     assert torchrun.failures(_REPORT[:300]) == ()
     assert torchrun.failures("") == ()
