@@ -36,6 +36,8 @@ class OwnJob:
     comment: str = ""
     # The script that was submitted.
     script: str | None = None
+    # The nodes that it has now, as Slurm writes them; empty: unknown or none.
+    nodes: str = ""
 
     @property
     def is_ending(self) -> bool:
@@ -66,6 +68,7 @@ def parsed(text: str) -> OwnJob | None:
         is_preempted="PreemptTime" in fields,
         comment=fields.get("Comment", ""),
         script=fields.get("Command"),
+        nodes=fields.get("NodeList", ""),
     )
 
 

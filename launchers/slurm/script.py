@@ -66,6 +66,8 @@ class BatchJob:
     array: str | None = None
     # The job goes on when nodes of it are lost or tasks fail: what it starts looks after itself.
     survives_nodes: bool = False
+    # What the batch script runs beside srun, the shell's process id as its last word.
+    beside_step: tuple[str, ...] = ()
     # What the batch script runs when srun failed, srun's exit code as its last word. The job's stays srun's.
     after_failure: tuple[str, ...] = ()
     # Any option of sbatch by its long name, with dashes or underscores: partition, time, reservation …
@@ -132,6 +134,7 @@ def _parameters(job: BatchJob) -> dict[str, Any]:
             *job.setup,
             *([""] if job.setup else []),
             *(_export(*pair) for pair in job.exports.items()),
+            *([f'{shlex.join(job.beside_step)} "$$" &'] if job.beside_step else []),
         ],
         "teardown": _teardown(job),
         "additional_parameters": additional,

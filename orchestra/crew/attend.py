@@ -13,6 +13,7 @@ from orchestra.crew.copying import COPIES, keep, open_copies
 from orchestra.crew.gathering import GATHER_TIMEOUT_S
 from orchestra.crew.leading import Leading
 from orchestra.crew.part import perform
+from orchestra.crew.reach import Asking
 from orchestra.crew.station import END, REFUSE, SURROUNDINGS_S, Station
 from orchestra.errors import EXIT_FAILED, LaunchError, RivalError
 
@@ -68,6 +69,7 @@ class _Agent:
         self._station = station
         self._crew = station.crew
         self._leading = Leading(station)
+        self._asking = Asking(station)
         # The newest order that this agent has dealt with.
         self._done = -1
         self._idle_since = self._checked_at = time.monotonic()
@@ -157,6 +159,7 @@ class _Agent:
         self._station.tick(-1)
         is_spare = order is not None and self._station.node not in order.nodes
         if self._station.fitness is not None:
+            self._asking.look(order)
             self._station.fitness.tick(is_idle=is_spare)
         is_patient = is_spare or self._crew.num_nodes > _MANY_NODES
         time.sleep(_IDLE_POLL_S if is_patient and not self._crew.leads else _POLL_S)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from conf.schema import Config
@@ -90,13 +90,16 @@ def next_nodes(
     members: Mapping[int, Member],
     config: Config,
     listed: Mapping[str, str],
+    excluded: Collection[str] = (),
 ) -> tuple[int, ...] | None:
     """Return the nodes that the next attempt takes, in rank order; None where they do not suffice.
 
     Who stays keeps its place, so that its ranks find what they held; a spare takes the place of who is gone,
     and one that something speaks against (`listed`: hosts on the cluster's list) only where no other is.
+    `excluded`: what earlier decisions left out.
     """
-    fit = {node for node, it in members.items() if is_fit(it) and it.host not in decision.exclude}
+    bad = {*excluded, *decision.exclude}
+    fit = {node for node, it in members.items() if is_fit(it) and it.host not in bad}
     spares = iter(by_preference(sorted(fit - set(order.nodes)), slow(members), doubts(members, listed)))
     places: list[int | None] = [node if node in fit else None for node in order.nodes]
     if decision.action in (Action.replace, Action.restart):

@@ -45,8 +45,12 @@ class Fitness:
     def begin(self) -> None:
         """Begin the looks of a start of a job. The agent has joined."""
         self._check.begin()
+        self.measure_ring()
+
+    def measure_ring(self, **facts: Any) -> None:
+        """Begin to measure the way to the neighbour; `facts` stand in what is told of it."""
         if self._ring is not None:
-            self._ring.measure(self._neighbour)
+            self._ring.measure(self._neighbour, **facts)
 
     def tick(self, *, is_idle: bool) -> None:
         """Take what was found meanwhile and tell it; look again where the node has long been idle."""

@@ -41,9 +41,13 @@ class Ring:
         """Where this node answers."""
         return int(self._listener.getsockname()[1])
 
-    def measure(self, neighbour: Callable[[], tuple[str, int] | None]) -> None:
-        """Begin to measure the way to the neighbour, as soon as it is known where that is."""
-        threading.Thread(target=self._measure, args=(neighbour,), name="ring", daemon=True).start()
+    def measure(self, neighbour: Callable[[], tuple[str, int] | None], **facts: Any) -> None:
+        """Begin to measure the way to the neighbour, as soon as it is known where that is.
+
+        `facts` come back with what is measured.
+        """
+        arguments = (neighbour, facts)
+        threading.Thread(target=self._measure, args=arguments, name="ring", daemon=True).start()
 
     def taken(self) -> dict[str, Any] | None:
         """Return what was measured, once: `bytes_per_s` of each round and `latency_s`, or an `error`."""
@@ -65,7 +69,7 @@ class Ring:
                         connection.settimeout(_TIMEOUT_S)
                         _swallow(connection)
 
-    def _measure(self, neighbour: Callable[[], tuple[str, int] | None]) -> None:
+    def _measure(self, neighbour: Callable[[], tuple[str, int] | None], facts: dict[str, Any]) -> None:
         place = neighbour()
         while place is None:
             if self._is_over.wait(_LOOK_S):
@@ -77,11 +81,12 @@ class Ring:
                 self._is_over.wait(_PAUSE_S if number else 0.0)
                 rounds.append(_round(place))
         except OSError as error:
-            self._found = {"error": str(error)}
+            self._found = {"error": str(error), **facts}
             return
         self._found = {
             "bytes_per_s": [round(rate) for rate, _ in rounds],
             "latency_s": round(min(seconds for _, seconds in rounds), 6),
+            **facts,
         }
 
 

@@ -6,6 +6,7 @@ The leader writes it down; what follows is not said here.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 from launchers.crew import Order
@@ -13,6 +14,7 @@ from launchers.spec import Ending
 from orchestra import control
 from orchestra.control import StopRequest
 from orchestra.crew.part import ending_of
+from orchestra.crew.reach import cut_off
 from orchestra.crew.station import Station, attempt_of, host_of
 from orchestra.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED
 from orchestra.report.verdict import Verdict, finished_ranks, node_verdict
@@ -22,18 +24,21 @@ Reports = dict[int, dict[str, Any]]
 
 
 def conclude(station: Station, order: Order) -> tuple[Verdict, list[int]]:
-    """Judge an attempt whose nodes have all reported or are lost; return the verdict and the lost nodes.
+    """Judge an attempt whose nodes have all reported or are lost; return the verdict and the lost nodes, with
+    those that no other node reaches.
 
     It is written down once: an agent that leads after another one died over it takes that one's word.
     """
     attempt = attempt_of(order)
     record = station.record(attempt)
     reports = station.crew.reports(order.number, order.nodes)
-    lost = [node for node in order.nodes if node not in reports]
+    missing = [node for node in order.nodes if node not in reports]
+    alone = [node for node in cut_off(station, order) if node in reports]
+    lost = [*missing, *alone]
     told = node_verdict(record.seen()) if newest_restart(record) is not None else None
     if told is not None:
         return told, lost
-    _write_lost(station, order, record, reports)
+    _write_lost(station, order, record, reports, alone)
     ending, interruption = _merged(station, order, record, reports)
     verdict = record.conclude(
         ending,
@@ -77,14 +82,18 @@ def as_stopped(verdict: Verdict, requests: list[StopRequest]) -> Verdict:
     return Verdict(EXIT_STOPPED, verdict.cause, verdict.message, step=verdict.step) if is_warned else verdict
 
 
-def _write_lost(station: Station, order: Order, record: AttemptRecord, reports: Reports) -> None:
-    """Write down who did not report, and whose agent died."""
+def _write_lost(
+    station: Station, order: Order, record: AttemptRecord, reports: Reports, alone: Sequence[int]
+) -> None:
+    """Write down who did not report or is not reached, and whose agent died."""
     silent = station.crew.silent(order.nodes)
     for node in order.nodes:
         report = reports.get(node)
         if report is None:
             cause = "its agent is silent" if node in silent else "it did not report its end"
             event = "node_lost"
+        elif node in alone:
+            cause, event = "no other node reaches it", "node_lost"
         elif report.get("cause") == "agent lost":
             cause = event = "agent_lost"
         else:

@@ -21,6 +21,7 @@ from orchestra.crew.gathering import Gathering, called_off
 from orchestra.crew.judging import as_stopped, conclude, is_fenced, newest_restart, requests_of
 from orchestra.crew.part import config_of, mark_lost
 from orchestra.crew.preflight import Preflight
+from orchestra.crew.reach import Answers
 from orchestra.crew.station import END, REFUSE, START, SURROUNDINGS_S, Station, attempt_of, host_of
 from orchestra.errors import (
     EXIT_DONE,
@@ -49,6 +50,7 @@ class Leading:
         self._crew = station.crew
         self._preflight = Preflight(station)
         self._gathering = Gathering(station)
+        self._answers = Answers(station)
         self._ended_since: float | None = None
         # What is to follow and when (this host's own clock): the policy may want to wait.
         self._next: tuple[float, Order] | None = None
@@ -62,7 +64,7 @@ class Leading:
             self._publish_when_due(*self._next)
         elif order is None:
             self._gather()
-        elif order.action == START and self._is_over(order):
+        elif order.action == START and self._is_over(order) and self._answers.are_in(order):
             self._conclude(order)
 
     # Beginning.
@@ -264,7 +266,8 @@ class Leading:
             return
         station.say(f"{decision.action.name}: {decision.reason}")
         listed = self._preflight.listed
-        nodes = choice.next_nodes(order, decision, members, station.config, listed)
+        excluded = choice.excluded_hosts(events, station.surroundings.facts())
+        nodes = choice.next_nodes(order, decision, members, station.config, listed, excluded)
         if decision.action is Action.requeue or nodes is None:
             self._requeue(number, decision, verdict, record, lost)
             return

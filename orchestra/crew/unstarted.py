@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
     """Let the run go on in another job if its step was never started; return the given code."""
     code = int(argv[-1])
     try:
-        run, task = _run_of(argv[:-1]), job_task(_as_task(os.environ))
+        run, task = of_batch_script(argv[:-1])
         said = moved(run, task, os.environ["SLURM_JOB_NODELIST"], _OUTPUT)
     except (OrchestraError, LauncherError, OSError) as error:
         sys.stderr.write(f"error: the run does not go on by itself: {error}\n")
@@ -57,11 +57,15 @@ def main(argv: list[str]) -> int:
     return code
 
 
-def _run_of(words: list[str]) -> RunDir:
+def of_batch_script(words: list[str]) -> tuple[RunDir, JobTask]:
+    """Return the run that a batch script is to train, by what it passes on, and its job. Raises
+    LauncherError and OSError.
+    """
+    task = job_task(_as_task(os.environ))
     if len(words) == 1:
-        return RunDir(Path(words[0]))
+        return RunDir(Path(words[0])), task
     path, _, first = words
-    return SweepDir(Path(path)).member(int(first) + int(os.environ["SLURM_ARRAY_TASK_ID"]))
+    return SweepDir(Path(path)).member(int(first) + int(os.environ["SLURM_ARRAY_TASK_ID"])), task
 
 
 def _as_task(environment: Mapping[str, str]) -> dict[str, str]:
@@ -79,12 +83,12 @@ def moved(run: RunDir, task: JobTask, nodes: str, output: Path) -> str | None:
     slurm = SlurmJob(run, config, task)
     timeout_s = config.recovery.agent_timeout_s
     crew = Crew(crew_folder(run.control, task.job, task.restart), 0, task.num_nodes, timeout_s)
-    missing = _missing(crew, nodes, output, config.cluster.partition)
-    if not missing or not slurm.can_requeue or moves(events, _RULE) >= MOST_MOVES or _is_alive(crew):
-        return None
     word = own_job.own_job(task.job)
     # Slurm ends it, or starts it again by itself.
     if word.is_ending or word.restarts > task.restart:
+        return None
+    missing = _missing(crew, nodes, word.nodes, output, config.cluster.partition)
+    if not missing or not slurm.can_requeue or moves(events, _RULE) >= MOST_MOVES or _is_alive(crew):
         return None
     # What follows the attempt before: this one never was, and its number is free.
     attempt = upcoming_attempt(run) - 1
@@ -97,22 +101,29 @@ def moved(run: RunDir, task: JobTask, nodes: str, output: Path) -> str | None:
         writer.close()
 
 
-def _missing(crew: Crew, nodes: str, output: Path, partition: str | None) -> tuple[str, ...]:
+def _missing(crew: Crew, nodes: str, left: str, output: Path, partition: str | None) -> tuple[str, ...]:
     """Return the hosts whose agents never came; none where somebody decided already, or where no host is to
-    blame: then the step ended by itself.
+    blame: then the step ended by itself. `nodes`: what the job began with, `left`: what it has now.
     """
     members, order = crew.members(), crew.newest_order()
     if order is not None and order.action in (END, REFUSE):
         return ()
     there = {member.host for member in members.values()}
-    hosts = output_of(("scontrol", "show", "hostnames", nodes), timeout_s=_QUESTION_TIMEOUT_S).split()
+    hosts = names_of(nodes)
     if there:
         return tuple(host for host in hosts if host not in there)
     # No agent had the time to come: srun or Slurm must say whose fault that is.
+    if left and (taken := [host for host in hosts if host not in names_of(left)]):
+        return tuple(taken)
     if named := [host for host in hosts if host in _named_by_srun(output)]:
         return tuple(named)
     states = node_states(partition)
     return tuple(host for host in hosts if host in states and not is_usable(states[host]))
+
+
+def names_of(nodes: str) -> list[str]:
+    """Return the hosts in a list as Slurm writes it. Raises LauncherError."""
+    return output_of(("scontrol", "show", "hostnames", nodes), timeout_s=_QUESTION_TIMEOUT_S).split()
 
 
 def _named_by_srun(output: Path) -> frozenset[str]:

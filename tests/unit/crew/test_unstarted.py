@@ -75,6 +75,12 @@ def test_where_no_agent_came_slurm_says_who_is_gone(run: RunDir, slurm: Slurm) -
     assert "starting: node1)" in (unstarted.moved(run, TASK, NODES, run.path / "output") or "")
 
 
+def test_where_no_agent_came_the_node_that_slurm_took_away_is_named(run: RunDir, slurm: Slurm) -> None:
+    slurm.put("job-12", "JobId=12 JobState=RUNNING Restarts=0 Reason=None NodeList=node2\n")
+    slurm.put("job-node2", "node2\n")
+    assert "starting: node1)" in (unstarted.moved(run, TASK, NODES, run.path / "output") or "")
+
+
 @pytest.mark.parametrize("action", [START, END])
 def test_what_all_agents_saw_or_one_decided_is_left_alone(run: RunDir, slurm: Slurm, action: str) -> None:
     crew = came(run, 0, 1) if action == START else came(run, 0)
@@ -127,4 +133,6 @@ def test_srun_failing_is_told_by_its_own_code(
 
 def test_a_member_of_a_sweep_is_found_by_its_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "2")
-    assert unstarted._run_of([str(tmp_path), "--first", "3"]) == SweepDir(tmp_path).member(5)
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    run, task = unstarted.of_batch_script([str(tmp_path), "--first", "3"])
+    assert (run, task.job) == (SweepDir(tmp_path).member(5), "12")
