@@ -45,7 +45,8 @@ def key_of(choice: Choice) -> Key:
 
 def possible(space: Space) -> Iterator[Choice]:
     for choice in space.choices():
-        if choice.zero <= _LARGEST_ZERO and choice.sequence_parallel == (choice.mesh.tp > 1):
+        is_split = choice.sequence_parallel == (choice.mesh.tp > 1)
+        if choice.zero <= _LARGEST_ZERO and choice.shard_degree is None and is_split:
             yield choice
 
 

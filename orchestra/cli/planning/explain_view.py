@@ -113,7 +113,8 @@ def _throughput(told: Explanation) -> Iterator[str]:
 def _knob(told: Explanation, knob: str) -> list[str]:
     header = ("value", "", "GiB", "tok/s", "vs now", "best with it", "GiB ")
     now = choice_of(told.here.case).value(knob)
-    best = None if told.best is None else choice_of(told.best.case).value(knob)
+    # Not None where nothing fits: that is a value too.
+    best = "" if told.best is None else choice_of(told.best.case).value(knob)
     chosen = _near(told.options[knob], now, best)
     rows = [_row(told, option, is_now=option.value == now, is_best=option.value == best) for option in chosen]
     name = KEYS.get(knob, f"parallelism.{knob}")
@@ -157,7 +158,7 @@ def _row(told: Explanation, option: Option, *, is_now: bool, is_best: bool) -> t
 def _advice(told: Explanation, knob: str, now: object, best: object) -> list[str]:
     """Say which value is recommended, and why."""
     options = {option.value: option for option in told.options[knob]}
-    if best is None or told.best is None:
+    if told.best is None:
         return _wrapped("No value makes it fit on this cluster.")
     others = [it.best for value, it in options.items() if value != best and it.best is not None]
     second = min(others, key=lambda it: it.time.total, default=None)

@@ -44,9 +44,6 @@ def overrides_of(asked: Asked, case: Case) -> list[str]:
     parallelism, train = config.parallelism, config.train
     if parallelism.dp not in ("auto", case.layout.dp):
         wanted["parallelism.dp"] = "auto"
-    degree = parallelism.shard_degree
-    if degree is not None and (case.zero == 0 or case.layout.dp % degree):
-        wanted["parallelism.shard_degree"] = None
     wanted["train.recompute_every"] = 1
     wanted["train.recompute_budget_gib"] = None
     if train.global_batch_tokens is None:

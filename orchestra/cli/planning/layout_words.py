@@ -19,13 +19,16 @@ KNOB_WORDS = {
     "pp": "pp",
     "cp": "cp",
     "zero": "zero",
+    "shard_degree": "zero over",
     "micro_batch_size": "micro-batch",
     "recompute": "recompute",
 }
 
 
 def row(found: Prediction) -> tuple[str, ...]:
-    """Return a layout as cells under `HEADER`; tokens/s are per device, `batch` is micro-batch × steps."""
+    """Return a layout as cells under `HEADER`; tokens/s are per device, `batch` is micro-batch × steps,
+    and zero 3/8 shards over 8 of the data-parallel ranks.
+    """
     case, choice = found.case, choice_of(found.case)
     mesh = choice.mesh
     return (
@@ -33,7 +36,7 @@ def row(found: Prediction) -> tuple[str, ...]:
         f"{mesh.tp}+sp" if choice.sequence_parallel else str(mesh.tp),
         str(mesh.pp),
         str(mesh.cp),
-        str(choice.zero),
+        str(choice.zero) if choice.shard_degree is None else f"{choice.zero}/{choice.shard_degree}",
         f"{choice.micro_batch_size}×{case.accumulation}",
         choice.recompute.value,
         figures.quantity(found.tokens_per_s_per_device),
@@ -77,6 +80,8 @@ def line(found: Prediction) -> str:
 
 def value(of: Value) -> str:
     """Return a knob's value as it is written in a configuration."""
+    if of is None:
+        return "null"
     if isinstance(of, Recompute):
         return of.value
     return str(of).lower() if isinstance(of, bool) else str(of)
@@ -86,6 +91,8 @@ def knob(name: str, of: Value) -> str:
     """Return a knob with a value: tp 8, no sequence parallelism."""
     if name == "sequence_parallel":
         return "sequence parallelism" if of else "no sequence parallelism"
+    if name == "shard_degree":
+        return f"{KNOB_WORDS[name]} {'all' if of is None else value(of)}"
     return f"{KNOB_WORDS[name]} {value(of)}"
 
 

@@ -25,10 +25,11 @@ OPTIONS: tuple[str, ...] = ("top",)
 _USUAL_TOP = 10
 
 EXPLAINED = """\
---search tries every layout: dp, tp, sequence parallelism, pp, cp, ZeRO's stage, micro-batch and accumulation
-(the global batch is met exactly), recomputation. A key of these that is given as KEY=VALUE stays as it is;
-what a preset says of them does not count. It lists the best layout of each mesh, what binds it, and what
-memory buys; for the best one, and for the best that orchestra's trainer can run, the command to submit it.
+--search tries every layout: dp, tp, sequence parallelism, pp, cp, ZeRO's stage over all ranks or those of one
+node, micro-batch and accumulation (the global batch is met exactly), recomputation. A key of these that is
+given as KEY=VALUE stays as it is; what a preset says of them does not count. It lists the best layout of each
+mesh, what binds it, and what memory buys; for the best one, and for the best that orchestra's trainer can
+run, the command to submit it.
 """
 
 

@@ -47,7 +47,7 @@ class Explanation:
 def explain(here: Case) -> Explanation:
     """Explain the layout of a case, whether it fits or not."""
     alike = replace(here, choices=replace(here.choices, activation_bytes=None, recompute_every=1))
-    space = Space(alike, here.tokens_per_step // here.seq_len, Fixed(), _shard_degree(here))
+    space = Space(alike, here.tokens_per_step // here.seq_len, Fixed())
     now = predict(here)
     found = search(space, top=1)
     turned = [(knob, predict(case)) for knob, case in turns(space, here)]
@@ -61,11 +61,6 @@ def explain(here: Case) -> Explanation:
         best=found.ranked[0] if found.ranked else None,
         options={knob: _options(found, now, knob, turned) for knob in found.by_value},
     )
-
-
-def _shard_degree(case: Case) -> int | None:
-    """Return the ranks that ZeRO shards over where they are fewer than could."""
-    return case.num_shards if case.num_shards < case.layout.dp * case.layout.cp else None
 
 
 def _with_smallest_micro_batch(case: Case) -> Case:

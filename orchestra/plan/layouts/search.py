@@ -100,7 +100,7 @@ def peak_that_fits(space: Space) -> float | None:
     for mesh in space.meshes():
         sizes, kinds = space.micro_batch_sizes(mesh)[:1], list(space.kinds(mesh))
         for size, zero, (split, recompute) in itertools.product(sizes, space.zero_stages(mesh)[-2:], kinds):
-            case = space.case(Choice(mesh, zero, split, recompute, size))
+            case = space.case(Choice(mesh, zero, split, recompute, size, space.shard_degrees(mesh, zero)[0]))
             if recompute is not kinds[0][1] or has_idle_stage(case.stages):
                 continue
             peak = fullest_stage_bytes(case, layer_time(case))
@@ -116,10 +116,10 @@ def _survey(space: Space) -> tuple[int, list[Candidate], Case | None]:
     nearest: tuple[float, Case | None] = (float("inf"), None)
     for mesh in space.meshes():
         sizes = space.micro_batch_sizes(mesh)
-        for zero, (split, recompute) in _kinds(space, mesh):
+        for zero, degree, (split, recompute) in _kinds(space, mesh):
             num_layouts += len(sizes)
             for size in sizes:
-                choice = Choice(mesh, zero, split, recompute, size)
+                choice = Choice(mesh, zero, split, recompute, size, degree)
                 candidate = _candidate(choice, space.case(choice))
                 if has_idle_stage(candidate.case.stages):
                     break
@@ -131,8 +131,10 @@ def _survey(space: Space) -> tuple[int, list[Candidate], Case | None]:
     return num_layouts, fitting, nearest[1]
 
 
-def _kinds(space: Space, mesh: Mesh) -> Iterator[tuple[int, tuple[bool, Recompute]]]:
-    return ((zero, kind) for zero in space.zero_stages(mesh) for kind in space.kinds(mesh))
+def _kinds(space: Space, mesh: Mesh) -> Iterator[tuple[int, int | None, tuple[bool, Recompute]]]:
+    for zero in space.zero_stages(mesh):
+        for degree in space.shard_degrees(mesh, zero):
+            yield from ((zero, degree, kind) for kind in space.kinds(mesh))
 
 
 def _candidate(choice: Choice, case: Case) -> Candidate:

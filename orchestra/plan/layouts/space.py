@@ -1,7 +1,8 @@
 """Which layouts there are for a model, a number of devices and a global batch. It predicts nothing.
 
-A layout here is a mesh (dp × tp × pp × cp), ZeRO's stage, how the batch is shared out, whether norms are
-sequence parallel, and what is recomputed. What must hold: tp divides heads and feed-forward width, and
+A layout here is a mesh (dp × tp × pp × cp), ZeRO's stage and the ranks that it shards over (all, or without
+cp those of one node: hybrid sharding), how the batch is shared out, whether norms are sequence parallel, and
+what is recomputed. What must hold: tp divides heads and feed-forward width, and
 divides or is divided by the key-value heads; pp is at most the number of layers; cp and, with sequence
 parallelism, tp divide the sequence; dp divides the global batch, which is met exactly; parameters in host
 memory need ZeRO 3. The schema's models have no experts, so ep is 1.
@@ -30,6 +31,7 @@ KEYS = {
     "pp": "parallelism.pp",
     "cp": "parallelism.cp",
     "zero": "parallelism.zero",
+    "shard_degree": "parallelism.shard_degree",
     "micro_batch_size": "train.micro_batch_size",
     "recompute": "train.recompute",
 }
@@ -40,7 +42,7 @@ _LEAST_TOKENS = 4096
 RECOMPUTES = (Recompute.full, Recompute.selective, Recompute.none)
 
 
-Value = int | bool | Recompute
+Value = int | bool | Recompute | None
 
 
 class Mesh(NamedTuple):
@@ -60,6 +62,8 @@ class Choice(NamedTuple):
     sequence_parallel: bool
     recompute: Recompute
     micro_batch_size: int
+    # Data-parallel ranks that ZeRO shards over; None: all that hold the same parameters.
+    shard_degree: int | None = None
 
     def value(self, knob: str) -> Value:
         """Return the value of a knob, or of dp."""
@@ -76,6 +80,8 @@ class Fixed:
     pp: int | None = None
     cp: int | None = None
     zero: int | None = None
+    # Where it does not divide dp all ranks are taken.
+    shard_degree: int | None = None
     sequence_parallel: bool | None = None
     recompute: Recompute | None = None
     micro_batch_size: int | None = None
@@ -90,8 +96,6 @@ class Space:
     base: Case
     num_sequences: int
     fixed: Fixed = Fixed()
-    # Ranks that ZeRO shards over; None: all that hold the same parameters.
-    shard_degree: int | None = None
     # Whether tp may leave the node, and cp cut sequences into any length.
     wide: bool = False
 
@@ -128,11 +132,23 @@ class Space:
         """
         kept = self.fixed.zero
         if self.base.choices.offload is Offload.all:
-            is_shared = 1 not in (mesh.dp, self.shard_degree)
+            is_shared = 1 not in (mesh.dp, self.fixed.shard_degree)
             return list(ZERO_STAGES[-1:]) if is_shared and kept in (None, ZERO_STAGES[-1]) else []
         if kept is not None:
             return [kept]
         return list(ZERO_STAGES if mesh.dp * mesh.cp > 1 else ZERO_STAGES[:1])
+
+    def shard_degrees(self, mesh: Mesh, zero: int) -> list[int | None]:
+        """Return the data-parallel ranks that a stage of ZeRO can shard over; None: all. The one that takes
+        the least memory comes first.
+        """
+        if zero == 0:
+            return [None]
+        if self.fixed.shard_degree is not None:
+            return [within(self.fixed.shard_degree, mesh)]
+        inside = self.base.devices_per_node // mesh.tp
+        is_hybrid = inside > 1 and mesh.cp == 1 and within(inside, mesh) is not None
+        return [None, inside] if is_hybrid else [None]
 
     def kinds(self, mesh: Mesh) -> Iterator[tuple[bool, Recompute]]:
         """Yield what else changes activations: sequence parallelism, and what is recomputed."""
@@ -152,31 +168,30 @@ class Space:
         """Yield every layout."""
         for mesh in self.meshes():
             for zero in self.zero_stages(mesh):
-                for split, recompute in self.kinds(mesh):
-                    for size in self.micro_batch_sizes(mesh):
-                        yield Choice(mesh, zero, split, recompute, size)
+                for degree in self.shard_degrees(mesh, zero):
+                    for split, recompute in self.kinds(mesh):
+                        for size in self.micro_batch_sizes(mesh):
+                            yield Choice(mesh, zero, split, recompute, size, degree)
 
     def case(self, choice: Choice) -> Case:
         """Return the case of a choice."""
-        mesh, zero = choice.mesh, choice.zero
+        mesh, zero, degree = choice.mesh, choice.zero, choice.shard_degree
+        shard = 1 if zero == 0 else degree or mesh.dp
         return replace(
             self.base,
-            layout=Layout(mesh.dp, mesh.tp, mesh.pp, mesh.cp, shard=1 if zero == 0 else self._shard(mesh)),
+            layout=Layout(mesh.dp, mesh.tp, mesh.pp, mesh.cp, shard=shard),
             micro_batch_size=choice.micro_batch_size,
             accumulation=self.num_sequences // mesh.dp // choice.micro_batch_size,
             zero=zero,
-            num_shards=self._num_shards(mesh),
+            num_shards=degree or mesh.dp * mesh.cp,
             sequence_parallel=choice.sequence_parallel,
             recompute=choice.recompute,
         )
 
-    def _shard(self, mesh: Mesh) -> int:
-        degree = self.shard_degree
-        return mesh.dp if degree is None or mesh.dp % degree else degree
 
-    def _num_shards(self, mesh: Mesh) -> int:
-        degree = self.shard_degree
-        return mesh.dp * mesh.cp if degree is None or mesh.dp % degree else degree
+def within(degree: int | None, mesh: Mesh) -> int | None:
+    """Return a shard degree as it is on a mesh: None, all ranks, where it does not divide dp or is dp."""
+    return None if degree is None or mesh.dp % degree or degree >= mesh.dp * mesh.cp else degree
 
 
 def space_of(config: Config, framework_name: str, num_sequences: int, fixed: Fixed) -> Space:
@@ -190,7 +205,7 @@ def space_of(config: Config, framework_name: str, num_sequences: int, fixed: Fix
     # What is recomputed is chosen for all layers alike.
     train = replace(train, recompute_budget_gib=None, recompute_every=1)
     base = case_of(replace(config, parallelism=whole, train=train), framework_name)
-    return Space(base, num_sequences, fixed, given.shard_degree)
+    return Space(base, num_sequences, fixed)
 
 
 def values_of(space: Space) -> dict[str, list[Value]]:
@@ -199,16 +214,20 @@ def values_of(space: Space) -> dict[str, list[Value]]:
     for mesh in space.meshes():
         for axis in Mesh._fields:
             found[axis].add(getattr(mesh, axis))
-        found["zero"].update(space.zero_stages(mesh))
+        found["zero"].update(stages := space.zero_stages(mesh))
+        found["shard_degree"].update(degree for zero in stages for degree in space.shard_degrees(mesh, zero))
         found["micro_batch_size"].update(space.micro_batch_sizes(mesh))
         for split, recompute in space.kinds(mesh):
             found["sequence_parallel"].add(split)
             found["recompute"].add(recompute)
-    order = {recompute: place for place, recompute in enumerate(RECOMPUTES)}
-    return {
-        knob: sorted(values, key=lambda it: order[it] if isinstance(it, Recompute) else it)
-        for knob, values in found.items()
-    }
+    return {knob: sorted(values, key=_place) for knob, values in found.items()}
+
+
+def _place(value: Value) -> float:
+    """Return where a value stands among those of its knob: all ranks stand last."""
+    if isinstance(value, Recompute):
+        return RECOMPUTES.index(value)
+    return float("inf") if value is None else value
 
 
 def _splits_of(model: ModelConfig) -> list[int]:
@@ -229,4 +248,5 @@ def choice_of(case: Case) -> Choice:
     """Return what a case chose."""
     mesh = Mesh(case.layout.dp, case.layout.tp, case.layout.pp, case.layout.cp)
     split = case.sequence_parallel and mesh.tp > 1
-    return Choice(mesh, case.zero, split, case.recompute, case.micro_batch_size)
+    degree = within(case.num_shards, mesh) if case.zero else None
+    return Choice(mesh, case.zero, split, case.recompute, case.micro_batch_size, degree)

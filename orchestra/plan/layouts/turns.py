@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from orchestra.plan.cases.case import Case
-from orchestra.plan.layouts.space import KNOBS, Choice, Space, choice_of
+from orchestra.plan.layouts.space import KNOBS, Choice, Space, choice_of, within
 
 
 def turns(space: Space, case: Case) -> Iterator[tuple[str, Case]]:
@@ -22,7 +22,11 @@ def turns(space: Space, case: Case) -> Iterator[tuple[str, Case]]:
 
 def _turned(space: Space, here: Choice, knob: str) -> Iterator[Choice]:
     if knob == "zero":
-        yield from (here._replace(zero=zero) for zero in space.zero_stages(here.mesh))
+        for zero in space.zero_stages(here.mesh):
+            yield here._replace(zero=zero, shard_degree=here.shard_degree if zero else None)
+    elif knob == "shard_degree":
+        degrees = space.shard_degrees(here.mesh, here.zero)
+        yield from (here._replace(shard_degree=degree) for degree in degrees)
     elif knob == "micro_batch_size":
         sizes = space.micro_batch_sizes(here.mesh)
         yield from (here._replace(micro_batch_size=size) for size in sizes)
@@ -50,4 +54,5 @@ def _other_meshes(space: Space, here: Choice, axis: str) -> Iterator[Choice]:
         split = wanted if wanted in kinds else kinds[0]
         stages = space.zero_stages(mesh)
         zero = here.zero if here.zero in stages else stages[-1]
-        yield Choice(mesh, zero, split, here.recompute, sizes[-1])
+        degree = within(here.shard_degree, mesh) if zero else None
+        yield Choice(mesh, zero, split, here.recompute, sizes[-1], degree)

@@ -64,6 +64,33 @@ def test_overrides_turn_an_experiment_into_each_layout() -> None:
         assert case_of(compose(said, Situation("plan")).config) == it.case
 
 
+def test_a_layout_that_shards_inside_a_node_is_searched_and_said(capsys: pytest.CaptureFixture[str]) -> None:
+    """Stage 3 over slow nodes: to gather inside one costs less time and more memory."""
+    typed = [
+        *MODEL,
+        "cluster.nodes=8",
+        "cluster.gpus_per_node=8",
+        "cluster.hardware=a100_80",
+        "parallelism.zero=3",
+    ]
+    typed += ["parallelism.tp=1", "parallelism.pp=1", "parallelism.cp=1"]
+    asked = ask(typed)
+    space = space_of(asked.config, "orchestra", 64, asked.fixed)
+    assert {it.shard_degree for it in space.choices()} == {None, 8}
+    at = search(space, 1).by_value["shard_degree"]
+    whole, inside = at[None], at[8]
+    assert whole is not None
+    assert inside is not None
+    assert (inside.case.num_shards, inside.case.layout.shard) == (8, 8)
+    assert inside.peak.total > whole.peak.total
+    said = overrides_of(asked, inside.case)
+    assert "parallelism.shard_degree=8" in said
+    assert case_of(compose(for_planning([*typed, *said]), Situation("plan")).config) == inside.case
+    kept = ask([*typed, "parallelism.shard_degree=16"])
+    assert {it.shard_degree for it in space_of(kept.config, "orchestra", 64, kept.fixed).choices()} == {16}
+    assert "zero 3 over 8 ranks" in printed([*typed, "parallelism.shard_degree=8"], capsys)
+
+
 def test_the_output_fits_eighty_columns(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed([*MODEL, *NODES], capsys)
     assert max(len(line) for line in text.splitlines()) <= 80
