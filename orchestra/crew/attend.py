@@ -158,10 +158,10 @@ class _Agent:
     def _pause(self, order: Order | None) -> None:
         self._station.tick(-1)
         is_spare = order is not None and self._station.node not in order.nodes
+        is_awaited = self._asking.look(order)
         if self._station.fitness is not None:
-            self._asking.look(order)
             self._station.fitness.tick(is_idle=is_spare)
-        is_patient = is_spare or self._crew.num_nodes > _MANY_NODES
+        is_patient = not is_awaited and (is_spare or self._crew.num_nodes > _MANY_NODES)
         time.sleep(_IDLE_POLL_S if is_patient and not self._crew.leads else _POLL_S)
 
 

@@ -27,13 +27,17 @@ class Asking:
         self._station = station
         self._asked = -1
 
-    def look(self, order: Order | None) -> None:
-        """Begin to measure where the order has hung. Called while this agent has nothing to do."""
+    def look(self, order: Order | None) -> bool:
+        """Begin to measure where the order has hung; return whether the leader waits for this agent's answer.
+        Called while this agent has nothing to do.
+        """
         fitness = self._station.fitness
-        if fitness is None or order is None or order.number == self._asked or not _hung(self._station, order):
-            return
-        self._asked = order.number
-        fitness.measure_ring(order=order.number)
+        if fitness is None or order is None or not _hung(self._station, order):
+            return False
+        if order.number != self._asked:
+            self._asked = order.number
+            fitness.measure_ring(order=order.number)
+        return True
 
 
 class Answers:

@@ -24,7 +24,7 @@ from launchers.slurm.states import (
 )
 from orchestra.report.restart import RESTARTING
 from orchestra.report.state import RunState, job_of_record, last_growth, read_record, read_state
-from orchestra.report.waiting import how_it_ended, why_it_waits
+from orchestra.report.waiting import how_it_ended, why_it_waits, why_nothing_begins
 from orchestra.rundir import RunDir
 
 # Own records that leave open what became of the job.
@@ -70,7 +70,14 @@ def with_scheduler(
             told[index] = replace(own, job=word.job, job_state=UNKNOWN, cause=_unknown_yet_alive(job))
         else:
             told[index] = _told(own, job, word)
+        if told[index].state == "starting" and not told[index].cause and not _has_come(runs[index], word):
+            told[index] = replace(told[index], cause=why_nothing_begins(word, time.time()) or None)
     return told, problems
+
+
+def _has_come(run: RunDir, word: JobState) -> bool:
+    """Tell whether an agent of any start of a job has ever come."""
+    return any(run.control.glob(f"job-{word.job}.start-*"))
 
 
 def _grows(run: RunDir) -> bool:

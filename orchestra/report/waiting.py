@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from launchers.slurm.states import JobState
 
+# From a job's start to its first agent: images are pulled, set-up lines run.
+_SILENT_S = 600.0
+_TIME_FORMAT = "%Y-%m-%dT%H:%M:%S"
 _HELD = "held by {}; `scontrol release {job}` lets it go"
 # Slurm's reasons (squeue %r) in words; {job} is the job's id.
 _REASONS = {
@@ -76,6 +80,23 @@ def why_it_waits(word: JobState) -> str:
     if word.state == "RUNNING" or word.reason in ("", "None"):
         return ""
     return _reason(word.reason).format(job=word.job, reason=word.reason)
+
+
+def why_nothing_begins(word: JobState, now: float) -> str:
+    """Return what may be the matter with a running job of which no agent has ever come; empty while that is
+    nothing unusual.
+    """
+    try:
+        since_s = now - time.mktime(time.strptime(word.start, _TIME_FORMAT))
+    except (ValueError, OverflowError):
+        return ""
+    if since_s < _SILENT_S:
+        return ""
+    return (
+        f"nothing of it has come to life for {since_s / 60:.0f} minutes: its set-up lines still run, or the "
+        "node that ran them is lost, and the job holds the others until its time limit; `orchestra cancel` "
+        "and `orchestra resume` begin it anew"
+    )
 
 
 def _reason(reason: str) -> str:

@@ -87,6 +87,22 @@ def test_slurm_tells_what_the_records_leave_open(
     assert (state.state, state.job, state.job_state) == (after, "7", word)
 
 
+def test_a_job_of_which_nothing_comes_to_life_says_so(tmp_path: Path, bin_folder: Path) -> None:
+    run = submitted(tmp_path, "one")
+
+    def since(minutes: float) -> str | None:
+        start = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() - 60 * minutes))
+        put(bin_folder, "squeue", f"echo '7|RUNNING|{ME}|None|node1|{start}|one|orchestra:one'")
+        state = told(run)
+        assert state.state == "starting"
+        return state.cause
+
+    assert since(1) is None
+    assert "nothing of it has come to life for 12 minutes" in (since(12) or "")
+    (run.control / "job-7.start-0").mkdir(parents=True)
+    assert since(12) is None
+
+
 def test_a_verdict_of_the_run_is_stronger_but_a_stopped_run_may_wait_again(
     tmp_path: Path, bin_folder: Path
 ) -> None:
