@@ -36,13 +36,14 @@ class References:
     on: Field
     overrides: tuple[str, ...]
     label: str
+    timeout_s: float = 600
     _trained: dict[int, RunDir] = field(default_factory=dict)
 
     def of(self, ranks: int) -> RunDir:
         if ranks not in self._trained:
             name = f"whole-{self.label}-{ranks}-{time.time_ns() // 1_000_000}"
             self._trained[ranks] = self.on.train_here(
-                name, *self.overrides, f"cluster.gpus_per_node={ranks}", timeout_s=600
+                name, *self.overrides, f"cluster.gpus_per_node={ranks}", timeout_s=self.timeout_s
             )
         return self._trained[ranks]
 

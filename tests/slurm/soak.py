@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -126,7 +127,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=1800, help="how long there are blows (%(default)s)")
     parser.add_argument("--mean", type=float, default=MEAN_S, help="seconds between two (%(default)s)")
     parser.add_argument("--seed", type=int, default=None, help="chosen and printed where it is not given")
-    parser.add_argument("--step", type=float, default=0.015, help="seconds a step takes here (%(default)s)")
+    parser.add_argument("--step", type=float, default=0.0105, help="seconds a step takes here (%(default)s)")
     parser.add_argument("--folder", type=Path, help="keep cluster and runs there; else all is removed")
     arguments = parser.parse_args()
     seed = random.randrange(10**6) if arguments.seed is None else arguments.seed
@@ -146,6 +147,10 @@ def soak(on: Field, arguments: argparse.Namespace, seed: int) -> int:
     name = f"soak-{seed}-{time.time_ns() // 1_000_000}"
     run = on.submit(name, *length, *quick, *more, f"cluster.spare_nodes={SPARES}")
     soaked = Soak(on, run, random.Random(seed))
+    # Beside it: as many steps again would take as long again.
+    aside = ThreadPoolExecutor(1)
+    reference = References(on, (*length,), "soak", timeout_s=3 * arguments.seconds + 600)
+    alone = aside.submit(reference.of, NODES)
     try:
         run.wait_for_step(5)
         soaked.go_on_for(arguments.seconds, arguments.mean)
@@ -155,8 +160,7 @@ def soak(on: Field, arguments: argparse.Namespace, seed: int) -> int:
     except AssertionError as error:
         tell(f"FAILED: {error}")
         return 1
-    whole = References(on, (*length,), "soak").of(NODES)
-    wrong = faults_of(run.run, whole, on) + left_behind(on, run)
+    wrong = faults_of(run.run, alone.result(), on) + left_behind(on, run)
     _tell_recoveries(run)
     tell(
         f"FAILED: {'; '.join(wrong)}"
