@@ -107,7 +107,9 @@ class Case:
 
 
 def num_chunks(case: Case) -> int:
-    """Return how many parts of the model each pipeline rank holds: as usual, at most one a layer."""
-    if case.layout.pp == 1:
+    """Return how many parts of the model each pipeline rank holds: as usual, at most one a layer, and one
+    where the stages do not divide the micro-batches, as interleaving demands (Megatron-LM).
+    """
+    if case.layout.pp == 1 or case.accumulation % case.layout.pp:
         return 1
     return max(1, min(case.framework.pipeline_chunks, case.model.num_hidden_layers // case.layout.pp))

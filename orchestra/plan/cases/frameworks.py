@@ -90,6 +90,8 @@ class Framework:
     # Which rank's peak its benchmark reports: the first stage's, or the largest of all.
     reports_first_stage: bool
     source: str
+    # Whether SiLU's output is computed again, and in fp8 products' inputs are kept in 8 bits.
+    fuses_kernels: bool = False
     # Of orchestra's own memory: what a step adds, as a multiple of its tensors.
     step_share: float = 1.0
     # Whether the host's time comes on top because the host is what computes (CPUs).
@@ -177,7 +179,8 @@ FRAMEWORKS = {
             name="megatron",
             # cuDNN's attention on Hopper and later; on Ampere attention of short sequences costs little.
             attention_rate=1.5,
-            pipeline_chunks=3,
+            pipeline_chunks=5,
+            fuses_kernels=True,
             elementwise_bytes=700.0,
             source="set on Megatron Bridge's published figures",
         ),

@@ -63,6 +63,21 @@ def layer_bytes(model: ModelConfig, tokens: Tokens, recompute: Recompute) -> flo
     return gpt_layer_bytes(model.hidden_size, model.num_attention_heads, tokens, kept)
 
 
+def fused_savings_bytes(model: ModelConfig, tokens: Tokens, *, in_8_bits: bool) -> float:
+    """Return what a Llama layer need not keep with Megatron's kernels: SiLU's output, which the fused product
+    computes again from its inputs; `in_8_bits`: half of the inputs of the products, kept as they were
+    multiplied. Attention keeps its output twice then: wide for itself and narrow for the projection.
+    """
+    if model.family is not Family.llama:
+        return 0.0
+    width, hidden, query = tokens.width_bytes, model.hidden_size, attention_width(model)
+    outer, inner = 0.0, float(width * model.intermediate_size)
+    if in_8_bits:
+        outer = 2 * hidden * (width - 1)
+        inner += model.intermediate_size * (width - 1) - query
+    return tokens.count * (outer / tokens.outer + inner / tokens.tp)
+
+
 def num_in_flight(stage: int, pp: int, accumulation: int) -> int:
     """Return how many micro-batches stage `stage` (from 0) of a 1F1B pipeline holds at once."""
     return min(pp - stage, accumulation)

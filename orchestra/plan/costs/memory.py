@@ -14,7 +14,7 @@ from orchestra.flops import num_layer_parameters
 from orchestra.plan.cases.case import Case, num_chunks
 from orchestra.plan.cases.frameworks import OWN, USABLE_SHARE
 from orchestra.plan.cases.stages import Stage, stage_parameters
-from orchestra.plan.costs.activations import layer_bytes, num_in_flight
+from orchestra.plan.costs.activations import fused_savings_bytes, layer_bytes, num_in_flight
 from orchestra.plan.costs.compute import LayerTime, waits_at_hand_over
 from orchestra.plan.costs.own_memory import own_bytes
 from orchestra.plan.costs.states import PER_PARAMETER, state_bytes
@@ -92,13 +92,9 @@ def _of_stage(case: Case, stage: Stage, gathered: float) -> Memory:
     num_parameters = stage_parameters(model, stage, case.layout.pp) / tokens.tp
     states = state_bytes(num_parameters, case.zero, case.num_shards, PER_PARAMETER[case.precision])
     hidden = tokens.count * model.hidden_size * tokens.width_bytes
-    layer = _kept(case)
-    working = layer_bytes(model, tokens, Recompute.none)
+    layer, working = _kept(case, case.recompute), _kept(case, Recompute.none)
     per_layer = layer + gathered * hidden / tokens.width_bytes * (1 - 1 / tokens.tp)
-    in_flight = num_in_flight(stage.index, case.layout.pp, case.accumulation)
-    # Interleaving starts (p − 1)/v more (Korthikanti et al., section 4.2.3).
-    ahead = (case.layout.pp - 1) / num_chunks(case) if num_chunks(case) > 1 else 0.0
-    activations = stage.num_layers * per_layer * (in_flight + ahead)
+    activations = stage.num_layers * per_layer * _in_flight(case, stage)
     activations += framework.layer_temporaries * working
     if case.recompute is Recompute.full and stage.num_layers:
         # One layer is whole again, its input among it.
@@ -116,11 +112,24 @@ def _of_stage(case: Case, stage: Stage, gathered: float) -> Memory:
     )
 
 
-def _kept(case: Case) -> float:
-    share = case.framework.selective_share
-    if case.recompute is Recompute.selective and share < 1:
-        return share * layer_bytes(case.model, case.tokens, Recompute.none)
-    return layer_bytes(case.model, case.tokens, case.recompute)
+def _in_flight(case: Case, stage: Stage) -> float:
+    """Return the micro-batches that a stage holds at once, in wholes: interleaving begins (p − 1)/v more of
+    them (Korthikanti et al., section 4.2.3), but never more than there are.
+    """
+    pp, chunks = case.layout.pp, num_chunks(case)
+    ahead = (pp - 1) / chunks if chunks > 1 else 0.0
+    return min(num_in_flight(stage.index, pp, case.accumulation) + ahead, case.accumulation)
+
+
+def _kept(case: Case, recompute: Recompute) -> float:
+    """Return the bytes that a layer keeps of one micro-batch with a kind of recomputation."""
+    model, tokens, framework = case.model, case.tokens, case.framework
+    if recompute is Recompute.selective and framework.selective_share < 1:
+        return framework.selective_share * layer_bytes(model, tokens, Recompute.none)
+    kept = layer_bytes(model, tokens, recompute)
+    if framework.fuses_kernels and recompute is not Recompute.full:
+        kept -= fused_savings_bytes(model, tokens, in_8_bits=case.precision is PrecisionName.fp8)
+    return kept
 
 
 def _gathered_bytes(case: Case, layer: LayerTime, *, is_pressed: bool) -> float:

@@ -109,6 +109,24 @@ def test_nanotron_reports_the_first_stage_and_others_the_fullest() -> None:
     assert other.reported_peak == other.peak
 
 
+def test_an_interleaved_pipeline_needs_micro_batches_that_its_stages_divide() -> None:
+    deep = {"pp": 4, "dp": 2, "num_hidden_layers": 32, "framework": "megatron"}
+    whole, broken = (predict(case(grad_accum=count, **deep)) for count in (32, 33))
+    assert broken.time.bubble > 2 * whole.time.bubble
+    # It begins more of them at once.
+    assert broken.stages[0].activations < whole.stages[0].activations
+    # But never more than there are.
+    assert predict(case(grad_accum=4, **deep)).peak.activations < whole.peak.activations
+
+
+def test_fused_kernels_keep_less_and_in_8_bits_still_less() -> None:
+    wide, narrow, plain = (
+        predict(case(precision=precision, framework=name)).peak.activations
+        for precision, name in (("bf16", "megatron"), ("fp8", "megatron"), ("bf16", "torchtitan"))
+    )
+    assert narrow < wide < plain
+
+
 def test_a_full_device_does_not_fit() -> None:
     assert not predict(case()).fits
     assert predict(case(zero=3)).fits

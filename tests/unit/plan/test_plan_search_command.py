@@ -190,7 +190,9 @@ def test_a_405b_model_on_16384_devices_is_split_inside_nodes_and_into_stages(
     assert best["tp"] == 8
     theirs = next(it for it in told["layouts"] if (it["dp"], it["tp"], it["pp"]) == (128, 8, 16))
     assert theirs["tokens_per_s"] >= 0.95 * best["tokens_per_s"]
-    assert all(it["tp"] in (4, 8) and it["pp"] > 1 for it in told["layouts"])
+    assert all(it["tp"] in (4, 8) for it in told["layouts"])
+    # Table 4 of the paper: 41 % for this mesh.
+    assert 0.37 < theirs["mfu"] < 0.45
 
 
 def test_searching_loads_no_torch() -> None:
