@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, fields, replace
 
 from conf.schema import Recompute
-from orchestra.flops import attention_width, num_layer_parameters
+from orchestra.flops import attention_width, head_dim, num_layer_parameters
 from orchestra.plan.cases.case import Case
 from orchestra.plan.costs.own_memory import kinds_of_layers
 
@@ -22,6 +22,8 @@ _PASSES = 3
 _COLLECTIVES = 8
 # Share of the memory traffic between the tensor-parallel regions: 8 of some 48 saved bytes (activations.py).
 _OUTER_TRAFFIC = 1 / 6
+# A number in 16 bits written and read, and the sum in 32 bits read and written.
+_MERGE_BYTES = 12
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,7 @@ def layer_time(case: Case, *, is_pressed: bool = False) -> LayerTime:
     traffic = case.framework.elementwise_bytes * tokens.width_bytes / 2 * model.hidden_size * tokens.count
     traffic *= _OUTER_TRAFFIC / tokens.outer + (1 - _OUTER_TRAFFIC) / tokens.tp
     elementwise = traffic / device.memory_bytes_per_s * again
+    elementwise += _merging(case) * attention_again
     is_busy_host = case.framework.computes_on_host
     if is_busy_host:
         elementwise += _host(case) * again + _weights_time(case, num_layer_parameters(model))
@@ -146,6 +149,15 @@ def _ring_attention(case: Case) -> float:
     block = tokens.count * width * tokens.width_bytes
     group = case.group(cp, tokens.tp)
     return _PASSES * case.network.all_gather_s(block * cp, group, case.device.link_bytes_per_s)
+
+
+def _merging(case: Case) -> float:
+    """Each block that came round the ring gives a part of attention's output, and backward of the gradients
+    of queries, keys and values: written and read in 16 bits, added to a sum in 32.
+    """
+    model, tokens, further = case.model, case.tokens, case.layout.cp - 1
+    widths = 2 * attention_width(model) + 2 * model.num_key_value_heads * head_dim(model)
+    return further * tokens.count * widths / tokens.tp * _MERGE_BYTES / case.device.memory_bytes_per_s
 
 
 def _gathered_parameters(case: Case, busy: float) -> float:
