@@ -68,7 +68,7 @@ class BatchJob:
     survives_nodes: bool = False
     # What the batch script runs beside srun, the shell's process id as its last word.
     beside_step: tuple[str, ...] = ()
-    # What the batch script runs when srun failed, srun's exit code as its last word. The job's stays srun's.
+    # What the batch script becomes when srun failed, srun's exit code as its last word.
     after_failure: tuple[str, ...] = ()
     # Any option of sbatch by its long name, with dashes or underscores: partition, time, reservation …
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -145,7 +145,7 @@ def _parameters(job: BatchJob) -> dict[str, Any]:
 def _teardown(job: BatchJob) -> list[str] | None:
     if not job.after_failure:
         return None
-    return ["code=$?", f'[ "$code" -eq 0 ] || {shlex.join(job.after_failure)} "$code"', 'exit "$code"']
+    return ["code=$?", f'[ "$code" -eq 0 ] || exec {shlex.join(job.after_failure)} "$code"']
 
 
 def _srun_arguments(job: BatchJob, cpus: object) -> list[str]:

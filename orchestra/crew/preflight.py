@@ -90,11 +90,11 @@ class Preflight:
         return self._listed
 
 
-def moves(events: Iterable[Record], rule: str) -> int:
-    """Return how many jobs since the last attempt began ended before theirs by a rule."""
+def moves(events: Iterable[Record], rule: str, since: str = "attempt_started") -> int:
+    """Return how often the run was moved to another job by a rule since the last event of a kind."""
     count = 0
     for event in events:
-        if event["event"] == "attempt_started":
+        if event["event"] == since:
             count = 0
         count += event["event"] == "requeued" and event.get("rule") == rule
     return count

@@ -2,7 +2,7 @@
 
 Where Slurm has taken a lost node out of the job before srun asks for the step, srun asks for ever for nodes
 that the job no longer has ("step creation temporarily disabled, retrying"). It is ended then, and what
-follows is `orchestra.crew.unstarted`'s to say. SHELL: the process id of the batch script, whose child srun
+follows is `orchestra.crew.aftermath`'s to say. SHELL: the process id of the batch script, whose child srun
 is. For an array of a sweep the arguments are `SWEEP_DIR --first F SHELL`.
 """
 
@@ -17,8 +17,8 @@ from pathlib import Path
 
 from launchers.errors import LauncherError
 from launchers.slurm import own_job
+from orchestra.crew.aftermath import names_of, of_batch_script
 from orchestra.crew.attend import crew_folder
-from orchestra.crew.unstarted import names_of, of_batch_script
 from orchestra.errors import OrchestraError
 
 _LOOK_S = 1.0

@@ -16,7 +16,7 @@ from orchestra.rundir import RunDir
 from orchestra.sweepdir import SweepDir
 
 NODE_MODULE = "orchestra.crew"
-_UNSTARTED_MODULE = "orchestra.crew.unstarted"
+_AFTERMATH_MODULE = "orchestra.crew.aftermath"
 _WATCH_MODULE = "orchestra.crew.step_watch"
 _TOKEN_BYTES = 8
 _GPU_OPTIONS = ("gres", "gpus", "gpus_per_task", "gpus_per_socket")
@@ -87,7 +87,7 @@ def _job(config: Config, place: _Place, token: str, share: Share | None) -> Batc
         command=(*prefix, _python(cluster.container), "-u", "-m", NODE_MODULE, *place.arguments),
         # On the first node itself, where a container's interpreter is not.
         beside_step=(sys.executable, "-m", _WATCH_MODULE, *place.arguments),
-        after_failure=(sys.executable, "-u", "-m", _UNSTARTED_MODULE, *place.arguments),
+        after_failure=(sys.executable, "-u", "-m", _AFTERMATH_MODULE, *place.arguments),
         log_folder=place.log_folder,
         directory=place.directory,
         comment=token,

@@ -95,7 +95,7 @@ def test_the_script_names_tasks_token_and_first_member_and_gives_its_template_ba
     assert "#SBATCH --array=0-2%1\n" in script
     assert f"#SBATCH --comment={second.array.token}\n" in script
     assert "-m orchestra.crew '/runs/my grid' --first 4\n" in script
-    assert "-m orchestra.crew.unstarted '/runs/my grid' --first 4 \"$code\"\n" in script
+    assert "-m orchestra.crew.aftermath '/runs/my grid' --first 4 \"$code\"\n" in script
     assert "%A_%a_%t_log.out" in script
     assert "export PYTHONPATH='/runs/my grid/code'" in script
     assert template_of(script) == template

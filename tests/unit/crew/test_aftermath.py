@@ -1,9 +1,10 @@
-"""A job whose step could not be started goes on without the nodes that never came, and only then. The agents'
-files are real; Slurm's commands are stand-ins.
+"""What a batch script does when srun failed: who decides, and where nobody can, how the run goes on. The
+agents' files are real; Slurm's commands are stand-ins.
 """
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,10 @@ from test_slurm_job import TASK, Slurm, jobs, options, requeued
 
 from conf.schema import Config
 from launchers.crew import Crew, Order
-from orchestra.crew import unstarted
+from orchestra import control
+from orchestra.crew import aftermath
 from orchestra.crew.attend import crew_folder
-from orchestra.crew.station import END, START
+from orchestra.crew.station import END, REFUSE, START
 from orchestra.events import EventWriter, node_writer
 from orchestra.frozen import to_yaml
 from orchestra.rundir import RunDir
@@ -27,7 +29,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
-    monkeypatch.setattr(unstarted, "_BEATS_S", 0.01)
+    monkeypatch.setattr(aftermath, "_BEATS_S", 0.01)
     slurm = Slurm(folder, {f"node{number}": "allocated" for number in (1, 2, 3, 4)})
     # What the stand-in prints for its last word.
     slurm.put(f"job-{NODES}", "node1\nnode2\n")
@@ -54,7 +56,7 @@ def came(run: RunDir, *nodes: int) -> Crew:
 
 def test_the_node_that_never_came_is_left_out_of_the_next_job(run: RunDir, slurm: Slurm) -> None:
     came(run, 0)
-    said = unstarted.moved(run, TASK, NODES, run.path / "output")
+    said = aftermath.moved(run, TASK, NODES, run.path / "output")
     assert said == "job 20 goes on (lost while the job's step was starting: node2)"
     (call,) = slurm.calls("sbatch")
     assert options(call, "exclude") == "node2"
@@ -66,46 +68,88 @@ def test_the_node_that_never_came_is_left_out_of_the_next_job(run: RunDir, slurm
 def test_where_no_agent_came_srun_names_the_node(run: RunDir, slurm: Slurm) -> None:
     said = "srun: error: Task launch for StepId=12.0 failed on node node2: Communication connection failure"
     (run.path / "output").write_text(f"{said}\nsrun: error: Application launch failed\n")
-    assert "starting: node2)" in (unstarted.moved(run, TASK, NODES, run.path / "output") or "")
+    assert "starting: node2)" in (aftermath.moved(run, TASK, NODES, run.path / "output") or "")
 
 
 def test_where_no_agent_came_slurm_says_who_is_gone(run: RunDir, slurm: Slurm) -> None:
-    assert unstarted.moved(run, TASK, NODES, run.path / "output") is None
+    assert aftermath.moved(run, TASK, NODES, run.path / "output") is None
     slurm.put("nodes", "node1|main*|down*\nnode2|main*|allocated\nnode3|main*|idle\nnode4|main*|idle\n")
-    assert "starting: node1)" in (unstarted.moved(run, TASK, NODES, run.path / "output") or "")
+    assert "starting: node1)" in (aftermath.moved(run, TASK, NODES, run.path / "output") or "")
 
 
 def test_where_no_agent_came_the_node_that_slurm_took_away_is_named(run: RunDir, slurm: Slurm) -> None:
     slurm.put("job-12", "JobId=12 JobState=RUNNING Restarts=0 Reason=None NodeList=node2\n")
     slurm.put("job-node2", "node2\n")
-    assert "starting: node1)" in (unstarted.moved(run, TASK, NODES, run.path / "output") or "")
+    assert "starting: node1)" in (aftermath.moved(run, TASK, NODES, run.path / "output") or "")
 
 
-@pytest.mark.parametrize("action", [START, END])
-def test_what_all_agents_saw_or_one_decided_is_left_alone(run: RunDir, slurm: Slurm, action: str) -> None:
-    crew = came(run, 0, 1) if action == START else came(run, 0)
-    crew.publish(Order(0, action, (0, 1)))
-    assert unstarted.moved(run, TASK, NODES, run.path / "output") is None
+@pytest.mark.parametrize("action", [REFUSE, END])
+def test_what_an_agent_decided_is_left_alone(run: RunDir, slurm: Slurm, action: str) -> None:
+    came(run, 0).publish(Order(0, action, (0, 1)))
+    assert aftermath.moved(run, TASK, NODES, run.path / "output") is None
     assert requeued(run) == []
 
 
-def test_an_agent_that_lives_is_left_alone(
+def attempted(run: RunDir) -> None:
+    """Let an attempt begin, and all agents go in it."""
+    run.attempt_logs(0).mkdir(parents=True)
+    EventWriter(run, node_writer(0, 0), 0).write("attempt_started")
+    came(run, 0, 1).publish(Order(0, START, (0, 1)))
+
+
+def test_an_attempt_whose_agents_went_with_srun_is_followed_by_another(run: RunDir, slurm: Slurm) -> None:
+    attempted(run)
+    said = aftermath.moved(run, TASK, NODES, run.path / "output")
+    assert said == "job 20 goes on (srun gave the job's step up)"
+    (event,) = requeued(run)
+    assert (event["rule"], event["attempt"], event["exclude"]) == ("step_lost", 0, [])
+    assert not event["before_start"]
+
+
+def test_an_srun_that_gives_up_again_and_again_is_no_loop(run: RunDir, slurm: Slurm) -> None:
+    attempted(run)
+    lost = EventWriter(run, "crew.before", 0)
+    for number in range(3):
+        lost.write("requeued", rule="step_lost", job=str(number))
+    assert aftermath.moved(run, TASK, NODES, run.path / "output") is None
+    EventWriter(run, node_writer(0, 1), 0).write("checkpoint_committed", step=10)
+    assert aftermath.moved(run, TASK, NODES, run.path / "output") is not None
+
+
+def test_an_attempt_that_was_to_be_cancelled_is_not_followed(run: RunDir, slurm: Slurm) -> None:
+    attempted(run)
+    control.write_request(run, 0, control.CANCEL)
+    assert aftermath.moved(run, TASK, NODES, run.path / "output") is None
+
+
+def as_batch_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"JOB_ID": "12", "JOB_NUM_NODES": "2", "JOB_NODELIST": NODES}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+
+
+def test_the_job_is_held_for_an_agent_that_lives_and_ends_with_its_word(
     run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(unstarted, "_BEATS_S", 3.0)
+    monkeypatch.setattr(aftermath, "_BEATS_S", 2.0)
+    as_batch_script(monkeypatch)
     crew = Crew(crew_folder(run.control, TASK.job, TASK.restart), 0, 2, 60.0)
     crew.join("node1", "127.0.0.1", {})
+    crew.publish(Order(0, START, (0, 1)))
+    ends = threading.Timer(5.0, lambda: crew.publish(Order(1, END, facts={"code": 75})))
+    ends.start()
     try:
-        assert unstarted.moved(run, TASK, NODES, run.path / "output") is None
+        assert aftermath.main([str(run.path), "137"]) == 75
+        assert not ends.is_alive()
     finally:
         crew.leave()
+    assert requeued(run) == []
 
 
 @pytest.mark.parametrize("word", ["JobState=COMPLETING Restarts=0", "JobState=RUNNING Restarts=1"])
 def test_a_job_that_slurm_ends_or_starts_again_is_left_alone(run: RunDir, slurm: Slurm, word: str) -> None:
     came(run, 0)
     slurm.put("job-12", f"JobId=12 {word} Reason=None\n")
-    assert unstarted.moved(run, TASK, NODES, run.path / "output") is None
+    assert aftermath.moved(run, TASK, NODES, run.path / "output") is None
 
 
 def test_three_jobs_in_a_row_are_enough_until_an_attempt_begins(run: RunDir, slurm: Slurm) -> None:
@@ -113,26 +157,25 @@ def test_three_jobs_in_a_row_are_enough_until_an_attempt_begins(run: RunDir, slu
     before = EventWriter(run, "crew.before", -1, before_start=True)
     for _ in range(3):
         before.write("requeued", rule="step_not_started")
-    assert unstarted.moved(run, TASK, NODES, run.path / "output") is None
+    assert aftermath.moved(run, TASK, NODES, run.path / "output") is None
     EventWriter(run, node_writer(0, 0), 0).write("attempt_started")
-    assert unstarted.moved(run, TASK, NODES, run.path / "output") is not None
+    assert aftermath.moved(run, TASK, NODES, run.path / "output") is not None
 
 
 def test_srun_failing_is_told_by_its_own_code(
     run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     came(run, 0)
-    for name, value in {"JOB_ID": "12", "JOB_NUM_NODES": "2", "JOB_NODELIST": NODES}.items():
-        monkeypatch.setenv(f"SLURM_{name}", value)
-    assert unstarted.main([str(run.path), "233"]) == 233
+    as_batch_script(monkeypatch)
+    assert aftermath.main([str(run.path), "233"]) == 233
     assert "job 20 goes on" in capsys.readouterr().out
     slurm.put("silent")
-    assert unstarted.main([str(run.path), "233"]) == 233
+    assert aftermath.main([str(run.path), "233"]) == 233
     assert "error: the run does not go on by itself: " in capsys.readouterr().err
 
 
 def test_a_member_of_a_sweep_is_found_by_its_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "2")
     monkeypatch.setenv("SLURM_JOB_ID", "12")
-    run, task = unstarted.of_batch_script([str(tmp_path), "--first", "3"])
+    run, task = aftermath.of_batch_script([str(tmp_path), "--first", "3"])
     assert (run, task.job) == (SweepDir(tmp_path).member(5), "12")
