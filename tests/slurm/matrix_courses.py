@@ -162,7 +162,8 @@ def _befall(
     if not blow.follows:
         run.wait_for_step(run.step() + 5, blow.within_s)
         went_on = run.attempt() == attempt
-        return host, Shown(blow.row, blow.what, "passed" if went_on else f"FAILED: {_decisions(run)[-1]}")
+        # What no attempt failed of does not part two failures of one host.
+        return last, Shown(blow.row, blow.what, "passed" if went_on else f"FAILED: {_decisions(run)[-1]}")
     if blow.by_slurm:
         run.wait(lambda: _trains_behind(run, attempt), f"{blow.what}: Slurm starts it again", blow.within_s)
         job = run.events("attempt_started")[-1]
