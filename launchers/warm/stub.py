@@ -29,6 +29,8 @@ def main(arguments: list[str]) -> NoReturn:
         code = _worker_code(channel)
         if code is not None:
             _end_like(code)
+        # Or its hang-up could still send a SIGIO, of which the worker would die.
+        channel.close()
     _become_the_worker(arguments, mask)
 
 
