@@ -7,8 +7,9 @@ crude roofline with eight constants is fitted on the same half. A row is sick by
 whichever half that is in. `--leave-out` fits without one model size, or one number of GPUs, and predicts it.
 What runs this noisy let anybody reach stands in front (planner_noise.py). `--fit` fits on all rows and prints
 the constants, as they stand in `orchestra/plan/cases/frameworks.py`; the shipped ones are scored too, but on
-rows they have seen. Published rates of other trainers and devices follow (data/published_speed.csv, a source
-a row).
+rows they have seen. Published rates of other trainers and devices follow (data/published_speed.csv and
+published_experts.csv, a source a row; `inferred` where the source leaves a field open, mostly the micro-batch
+or what is recomputed, and recipes or neighbouring rows say it).
 
 What a half does not fit is the model's form and the limits in `frameworks.Stalls`: both were chosen on all
 rows, so the other half is not quite unseen. How much the least certain of these limits gives is shown by a
@@ -197,10 +198,10 @@ def without_node_limit(rows: Sequence[Sample]) -> list[Sample]:
     return [replace(sample, case=replace(sample.case, framework=framework)) for sample in rows]
 
 
-def published_lines() -> list[str]:
-    """Return for each trainer and device how far predictions are from published rates and peaks."""
+def published_lines(file: str) -> list[str]:
+    """Return for each trainer and device how far predictions are from a file's published rates and peaks."""
     groups: dict[str, list[tuple[float, float | None]]] = {}
-    for sample in published():
+    for sample in published(file):
         row, prediction = sample.row, predict(sample.case)
         speed = prediction.tokens_per_s_per_device / float(row["tokens_per_s_per_gpu"])
         peak = prediction.reported_peak.total / GIB
@@ -209,13 +210,16 @@ def published_lines() -> list[str]:
     return [_published_line(name, found) for name, found in groups.items()]
 
 
-def published() -> list[Sample]:
-    return samples(Path(__file__).parent / "data" / "published_speed.csv")
+def published(file: str) -> list[Sample]:
+    return samples(Path(__file__).parent / "data" / file)
 
 
 def _published_line(name: str, found: list[tuple[float, float | None]]) -> str:
     off = [abs(speed - 1) for speed, _ in found]
-    text = f"{name:<28}{len(found):>5}{statistics.median(off):>8.1%}    worst {max(off):.0%}"
+    ratio = statistics.median(speed for speed, _ in found)
+    text = (
+        f"{name:<32}{len(found):>5}{statistics.median(off):>8.1%}   ratio {ratio:.2f}, worst {max(off):.0%}"
+    )
     memory = [abs(share - 1) for _, share in found if share is not None]
     return text + (f", memory {statistics.mean(memory):.0%} off in the mean" if memory else "")
 
@@ -257,7 +261,8 @@ def main() -> None:
     print(HEADER)
     print(line("shipped constants, all rows", planner_score(rows, {}, rows)))
     print(line("without the limit of 32 nodes", planner_score(without_node_limit(rows), {}, rows)))
-    print("\n".join(published_lines()))
+    print("\n".join(published_lines("published_speed.csv")))
+    print("mixtures of experts:\n" + "\n".join(published_lines("published_experts.csv")))
     if arguments.fit:
         constants = fit_planner(rows, rows)
         print(line("fitted on all rows", planner_score(rows, constants, rows)))

@@ -115,6 +115,12 @@ class ModelConfig:
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
     norm_eps: float = 1e-5
     tie_word_embeddings: bool = False
+    # Experts in each layer's feed-forward, of which a token goes through some; 0: the layers are dense.
+    num_experts: int = 0
+    num_experts_per_tok: int = 2
+    # Inner width of one expert, null: intermediate_size; and of one that every token goes through, 0: none.
+    moe_intermediate_size: int | None = None
+    shared_expert_intermediate_size: int = 0
     # Standard deviation of the initial weights; residual projections get it divided by sqrt(2 · layers).
     init_std: float = 0.02
     # Folder with a Hugging Face Llama checkpoint to start from; null: initial values from train.seed.

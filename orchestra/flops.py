@@ -1,8 +1,9 @@
 """How many parameters a model has and how many floating-point operations a token costs; exact integers.
 
 Conventions differ, and one and the same run is printed with utilizations far apart, so each has its name.
-N parameters, V vocabulary, h hidden size, L layers, s sequence length; in the attention terms h is query
-heads × head width. FLOPs per token, forward and backward together:
+N parameters (of a mixture of experts those that a token goes through), V vocabulary, h hidden size, L layers,
+s sequence length; in the attention terms h is query heads × head width. FLOPs per token, forward and backward
+together:
 
     6·(N − lookup) + 12·L·h·s   PaLM (arXiv:2204.02311, appendix B), torchtitan since 2025, Megatron-LM's
                                 Llama examples; here `model_flops_per_token`
@@ -40,14 +41,63 @@ def num_parameters(model: ModelConfig) -> int:
 
 
 def num_layer_parameters(model: ModelConfig) -> int:
-    """Return the parameters of one decoder layer: attention, feed-forward and its two norms."""
+    """Return the parameters of one decoder layer: attention, feed-forward or experts, and its two norms."""
+    return _num_parameters_of_all_tokens(model) + num_expert_parameters(model)
+
+
+def num_active_layer_parameters(model: ModelConfig) -> int:
+    """Return the parameters of one decoder layer that a token goes through: all of them but for experts."""
+    routed = num_expert_parameters(model)
+    share = routed // model.num_experts * model.num_experts_per_tok if model.num_experts else 0
+    return _num_parameters_of_all_tokens(model) + share
+
+
+def num_active_parameters(model: ModelConfig) -> int:
+    """Return the parameters that a token goes through: all of them but for experts."""
+    idle = num_layer_parameters(model) - num_active_layer_parameters(model)
+    return num_parameters(model) - model.num_hidden_layers * idle
+
+
+def num_expert_parameters(model: ModelConfig) -> int:
+    """Return the parameters of all experts of one layer that tokens are routed to; 0 in a dense model."""
+    return model.num_experts * 3 * model.hidden_size * expert_width(model)
+
+
+def expert_width(model: ModelConfig) -> int:
+    """Return the inner width of one expert."""
+    return model.moe_intermediate_size or model.intermediate_size
+
+
+def feed_forward_width(model: ModelConfig) -> int:
+    """Return the inner width that a token meets in one layer: of a mixture, of all its experts together."""
+    if not model.num_experts:
+        return model.intermediate_size
+    return model.num_experts_per_tok * expert_width(model) + model.shared_expert_intermediate_size
+
+
+def inner_widths(model: ModelConfig) -> dict[str, int]:
+    """Return the inner widths that a model's layers have, which tensor parallelism cuts, by their keys."""
+    if not model.num_experts:
+        return {"intermediate_size": model.intermediate_size}
+    routed = "intermediate_size" if model.moe_intermediate_size is None else "moe_intermediate_size"
+    shared = model.shared_expert_intermediate_size
+    return {routed: expert_width(model), **({"shared_expert_intermediate_size": shared} if shared else {})}
+
+
+def _num_parameters_of_all_tokens(model: ModelConfig) -> int:
+    """Attention, norms, and the feed-forward or, in a mixture, the router and the shared expert."""
     hidden, wide = model.hidden_size, model.intermediate_size
     query, key_value = attention_width(model), model.num_key_value_heads * head_dim(model)
     matrices = 2 * hidden * query + 2 * hidden * key_value
     if model.family is Family.gpt:
         biases = query + 2 * key_value + hidden + wide + hidden
         return matrices + 2 * hidden * wide + biases + 2 * _num_norm_parameters(model)
-    return matrices + 3 * hidden * wide + 2 * _num_norm_parameters(model)
+    if model.num_experts:
+        router = hidden * model.num_experts
+        matrices += router + 3 * hidden * model.shared_expert_intermediate_size
+    else:
+        matrices += 3 * hidden * wide
+    return matrices + 2 * _num_norm_parameters(model)
 
 
 def num_embedding_parameters(model: ModelConfig) -> int:
@@ -85,13 +135,13 @@ def hardware_flops_per_token(
     again = {
         Recompute.none: 0,
         Recompute.selective: attention,
-        Recompute.full: attention + 2 * num_layer_parameters(model),
+        Recompute.full: attention + 2 * num_active_layer_parameters(model),
     }
     return model_flops_per_token(model, seq_len) + sum(again[kind] for kind in kinds)
 
 
 def _num_multiplied_parameters(model: ModelConfig) -> int:
-    return num_parameters(model) - num_embedding_parameters(model)
+    return num_active_parameters(model) - num_embedding_parameters(model)
 
 
 def _attention_forward_flops(model: ModelConfig, seq_len: int) -> int:

@@ -30,9 +30,14 @@ def _is_split(degree: Any) -> bool:
     return isinstance(degree, int) and degree > 1
 
 
+def _is_mixture(num_experts: Any) -> bool:
+    return isinstance(num_experts, int) and num_experts > 0
+
+
 TABLE: tuple[NotYet, ...] = (
     NotYet("parallelism.pp", _is_split, "pipeline parallelism", "parallelism.pp=1"),
     NotYet("parallelism.cp", _is_split, "context parallelism", "parallelism.cp=1"),
+    NotYet("model.num_experts", _is_mixture, "mixtures of experts", "model.num_experts=0"),
     NotYet("parallelism.ep", _is_split, "expert parallelism", "parallelism.ep=1"),
 )
 

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 from conf.schema import Config, Device, DType, Family, Offload, PrecisionName, Recompute
 from orchestra.activations import budget_problems, layer_activations
+from orchestra.config.keys import shown
 from orchestra.config.situation import Situation, world_size
 from orchestra.errors import ConfigError
-from orchestra.flops import head_dim
+from orchestra.flops import head_dim, inner_widths
 from orchestra.topology import (
     batch_problems,
     batch_shape,
@@ -60,7 +61,8 @@ def rule_tensor_parallel(config: Config, _: Situation) -> Iterator[str]:
     heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
     if not _positive(tp, heads, kv_heads, model.intermediate_size):
         return
-    for name, size in (("num_attention_heads", heads), ("intermediate_size", model.intermediate_size)):
+    sizes = {"num_attention_heads": heads, **inner_widths(model)}
+    for name, size in sizes.items():
         if size % tp:
             fitting = listed(_small_divisors(size))
             yield f"parallelism.tp={tp} does not divide model.{name}={size}; use {fitting}"
@@ -70,6 +72,39 @@ def rule_tensor_parallel(config: Config, _: Situation) -> Iterator[str]:
             f"parallelism.tp={tp} and model.num_key_value_heads={kv_heads}: neither divides the other; use "
             f"tp={listed(degrees)}"
         )
+
+
+def rule_experts(config: Config, _: Situation) -> Iterator[str]:
+    model, ep, num_experts = config.model, config.parallelism.ep, config.model.num_experts
+    if not _positive(num_experts):
+        if _positive(ep) and ep > 1:
+            yield (
+                f"parallelism.ep={ep} shares out experts and model.num_experts={num_experts}; use "
+                "parallelism.ep=1, or a model with experts such as model=mixtral_8x7b"
+            )
+        return
+    if model.family is not Family.llama:
+        yield (
+            f"model.num_experts={num_experts} with model.family={model.family.name}; experts are of the "
+            "family llama: set that, or use model.num_experts=0"
+        )
+    if model.num_experts_per_tok > num_experts:
+        yield (
+            f"model.num_experts_per_tok={model.num_experts_per_tok} is more than "
+            f"model.num_experts={num_experts}; use at most {num_experts}"
+        )
+    if _positive(ep) and num_experts % ep:
+        yield (
+            f"parallelism.ep={ep} does not divide model.num_experts={num_experts}; use "
+            f"{listed(divisors(num_experts))}"
+        )
+    dense_only = {
+        "parallelism.offload": (config.parallelism.offload, Offload.none),
+        "train.recompute_budget_gib": (config.train.recompute_budget_gib, None),
+    }
+    for key, (value, usual) in dense_only.items():
+        if value is not usual:
+            yield f"{key}={shown(value)} is not planned for mixtures of experts; use {key}={shown(usual)}"
 
 
 def rule_sequence_parallel(config: Config, _: Situation) -> Iterator[str]:
@@ -271,6 +306,7 @@ RULES = (
     rule_heads,
     rule_positions,
     rule_tensor_parallel,
+    rule_experts,
     rule_sequence_parallel,
     rule_context_parallel,
     rule_pipeline,

@@ -2,9 +2,11 @@
 
 Needed: num_hidden_layers hidden_size intermediate_size num_attention_heads vocab_size tied seq_len num_gpus
 micro_batch_size grad_accum dp tp pp zero. May be there: gpu (h100), gpu_memory_gib (the device's),
-num_key_value_heads (all heads), recompute (none), precision and sequence_parallel (the framework's usual),
-cp (1), framework (nanotron). An empty cell means the value in brackets; all other columns pass through. Rows
-are checked before the first is predicted, and nothing here writes a file.
+num_key_value_heads (all heads), head_dim (hidden size ÷ heads), recompute (none), precision and
+sequence_parallel (the framework's usual), cp (1), framework (nanotron), and of mixtures of experts
+num_experts (0), num_experts_per_tok (2), moe_intermediate_size (intermediate_size),
+shared_expert_intermediate_size (0) and ep (1). An empty cell means the value in brackets; all other columns
+pass through. Rows are checked before the first is predicted, and nothing here writes a file.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from orchestra.errors import ConfigError
 from orchestra.plan.cases.assemble import network_of
 from orchestra.plan.cases.case import Case
 from orchestra.plan.cases.devices import Device, device
-from orchestra.plan.cases.frameworks import NANOTRON, framework
+from orchestra.plan.cases.frameworks import NANOTRON, is_known, published
 from orchestra.plan.layouts.space import is_possible
 from orchestra.plan.prediction import Prediction, predict
 from orchestra.topology import Layout
@@ -82,6 +84,9 @@ class _Cells:
             self._wrong(column, found, f"a whole number of at least {least}, at most 10¹²")
             return least or 1
         return int(value)
+
+    def optional_number(self, column: str) -> int | None:
+        return self.number(column) if self._row.get(column, "").strip() else None
 
     def measure(self, column: str) -> float | None:
         found = self._row.get(column, "").strip()
@@ -172,13 +177,11 @@ def case_of_row(row: Row) -> tuple[Case | None, list[str]]:
     zero = cells.number("zero", least=0)
     if zero > _LARGEST_ZERO:
         cells.problems.append(f"zero={zero}: expected 0, 1, 2 or 3")
-    try:
-        profile = framework(cells.text("framework", NANOTRON.name))
-    except ConfigError as error:
-        return None, [*cells.problems, str(error)]
-    precision = cells.choice("precision", PrecisionName, profile.usual_precision)
     memory_gib = cells.measure("gpu_memory_gib")
     name = _device_name(cells.text("gpu", "h100"), memory_gib)
+    seq_len = cells.number("seq_len")
+    profile = published(cells.text("framework", NANOTRON.name), name, seq_len)
+    precision = cells.choice("precision", PrecisionName, profile.usual_precision)
     try:
         accelerator = cached_device(name, precision, memory_gib)
     except ConfigError as error:
@@ -186,7 +189,7 @@ def case_of_row(row: Row) -> tuple[Case | None, list[str]]:
     case = Case(
         model=model,
         layout=mesh,
-        seq_len=cells.number("seq_len"),
+        seq_len=seq_len,
         micro_batch_size=cells.number("micro_batch_size"),
         accumulation=cells.number("grad_accum"),
         zero=zero,
@@ -200,6 +203,12 @@ def case_of_row(row: Row) -> tuple[Case | None, list[str]]:
         framework=profile,
     )
     return (None if cells.problems else case), cells.problems
+
+
+def unknown_trainers(table: Table) -> list[str]:
+    """Return the trainers of a table's rows that have no profile, in order."""
+    names = (row.get("framework", "").strip() for row in table.rows)
+    return [name for name in dict.fromkeys(names) if name and not is_known(name)]
 
 
 def _device_name(found: str, memory_gib: float | None) -> str:
@@ -224,20 +233,32 @@ def _model(cells: _Cells) -> ModelConfig:
         num_hidden_layers=cells.number("num_hidden_layers"),
         num_attention_heads=heads,
         num_key_value_heads=cells.number("num_key_value_heads", default=heads),
+        head_dim=cells.optional_number("head_dim"),
         vocab_size=cells.number("vocab_size"),
         tie_word_embeddings=cells.flag("tied"),
+        num_experts=cells.number("num_experts", least=0, default=0),
+        num_experts_per_tok=cells.number("num_experts_per_tok", default=2),
+        moe_intermediate_size=cells.optional_number("moe_intermediate_size"),
+        shared_expert_intermediate_size=cells.number("shared_expert_intermediate_size", least=0, default=0),
     )
-    if not cells.problems and model.hidden_size % heads:
+    if not cells.problems and model.head_dim is None and model.hidden_size % heads:
         cells.problems.append(f"hidden_size={model.hidden_size}: expected a multiple of {heads} heads")
     if not cells.problems and heads % model.num_key_value_heads:
         found = f"num_key_value_heads={model.num_key_value_heads}"
         cells.problems.append(f"{found}: expected a divisor of {heads} heads")
+    if not cells.problems and 0 < model.num_experts < model.num_experts_per_tok:
+        found = f"num_experts_per_tok={model.num_experts_per_tok}"
+        cells.problems.append(f"{found}: expected at most {model.num_experts} experts")
     return model
 
 
 def _layout(cells: _Cells) -> Layout:
     mesh = Layout(
-        dp=cells.number("dp"), tp=cells.number("tp"), pp=cells.number("pp"), cp=cells.number("cp", default=1)
+        dp=cells.number("dp"),
+        tp=cells.number("tp"),
+        pp=cells.number("pp"),
+        cp=cells.number("cp", default=1),
+        ep=cells.number("ep", default=1),
     )
     ranks = cells.number("num_gpus")
     if not cells.problems and mesh.world_size != ranks:

@@ -70,6 +70,7 @@ def run(arguments: Namespace) -> int:
     """Print both counts and return 0. Raises ConfigError for what the trainer does not have."""
     from orchestra.cli.planning.cpu import measure_if_needed
     from orchestra.config.compose import compose
+    from orchestra.config.not_yet import not_yet
     from orchestra.config.situation import Situation
     from orchestra.plan.cases.assemble import case_of, for_planning
     from orchestra.plan.cases.frameworks import OWN
@@ -80,6 +81,9 @@ def run(arguments: Namespace) -> int:
             "leave --framework out, or --exact"
         )
     config = compose(for_planning(arguments.overrides), Situation("plan")).config
+    missing = [f"{problem}, or plan without --exact" for problem in not_yet(config, Situation("run"))]
+    if missing:
+        raise ConfigError(missing)
     measure_if_needed(config)
     case = case_of(config)
     compared = compare(case, counted(config, case))

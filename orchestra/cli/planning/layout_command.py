@@ -33,8 +33,9 @@ class Asked:
 
 def runs_today(case: Case) -> bool:
     """Whether orchestra's trainer can run a layout: it uses nothing that `not_yet` lists."""
-    degrees = {f"parallelism.{axis}": getattr(case.layout, axis) for axis in ("pp", "cp", "ep")}
-    return not any(row.is_asked_for(degrees[row.key]) for row in TABLE if row.key in degrees)
+    values = {f"parallelism.{axis}": getattr(case.layout, axis) for axis in ("pp", "cp", "ep")}
+    values["model.num_experts"] = case.model.num_experts
+    return not any(row.is_asked_for(values[row.key]) for row in TABLE if row.key in values)
 
 
 def overrides_of(asked: Asked, case: Case) -> list[str]:

@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from conf.schema import Recompute
+from conf.schema import ModelConfig, Recompute
 from orchestra.cli import figures
+from orchestra.flops import num_active_parameters, num_parameters
 from orchestra.plan.layouts.binding import MEMORY, PARTS, Bound
 from orchestra.plan.layouts.space import Value, choice_of
 from orchestra.plan.prediction import Prediction
 from orchestra.units import GIB
 
-HEADER = ("dp", "tp", "pp", "cp", "zero", "batch", "recompute", "tok/s", "MFU", "GiB")
+HEADER = ("dp", "tp", "pp", "cp", "ep", "zero", "batch", "recompute", "tok/s", "MFU", "GiB")
 KNOB_WORDS = {
     "tp": "tp",
     "sequence_parallel": "sequence parallel",
     "pp": "pp",
     "cp": "cp",
+    "ep": "ep",
     "zero": "zero",
     "shard_degree": "zero over",
     "micro_batch_size": "micro-batch",
@@ -36,6 +38,7 @@ def row(found: Prediction) -> tuple[str, ...]:
         f"{mesh.tp}+sp" if choice.sequence_parallel else str(mesh.tp),
         str(mesh.pp),
         str(mesh.cp),
+        str(mesh.ep),
         str(choice.zero) if choice.shard_degree is None else f"{choice.zero}/{choice.shard_degree}",
         f"{choice.micro_batch_size}×{case.accumulation}",
         choice.recompute.value,
@@ -45,16 +48,22 @@ def row(found: Prediction) -> tuple[str, ...]:
     )
 
 
+def model(of: ModelConfig) -> str:
+    """Return a model's name and size: of a mixture of experts also what one token goes through."""
+    active = f", {num_active_parameters(of):,} active" if of.num_experts else ""
+    return f"{of.name}: {num_parameters(of):,} parameters{active}"
+
+
 def gib(num_bytes: float) -> str:
     """Return bytes in GiB: one decimal, two below 1."""
     return f"{num_bytes / GIB:.1f}" if num_bytes >= GIB else f"{num_bytes / GIB:.2f}"
 
 
 def table(titles: Sequence[str], rows: Sequence[tuple[str, ...]], width: int | None = 80) -> list[str]:
-    """Return a table of layouts, without pp and cp where nobody uses them."""
+    """Return a table of layouts, without pp, cp and ep where nobody uses them."""
     unused = [
         title
-        for title in ("pp", "cp")
+        for title in ("pp", "cp", "ep")
         if title in titles and all(it[list(titles).index(title)] == "1" for it in rows)
     ]
     header = figures.without(tuple(titles), tuple(titles), unused)
@@ -69,7 +78,8 @@ def line(found: Prediction) -> str:
     words = [f"dp {mesh.dp}"]
     if mesh.tp > 1:
         words.append(f"tp {mesh.tp}{'+sp' if choice.sequence_parallel else ''}")
-    words += [f"{axis} {size}" for axis, size in (("pp", mesh.pp), ("cp", mesh.cp)) if size > 1]
+    others = {"pp": mesh.pp, "cp": mesh.cp, "ep": mesh.ep}
+    words += [f"{axis} {size}" for axis, size in others.items() if size > 1]
     shards = found.case.num_shards
     over = f" over {shards} ranks" if shards < mesh.dp * mesh.cp else ""
     words += [f"zero {choice.zero}{over}"] if choice.zero else []
@@ -110,7 +120,6 @@ def facts(found: Prediction) -> dict[str, Any]:
     case, choice = found.case, choice_of(found.case)
     return {
         **choice.mesh._asdict(),
-        "ep": case.layout.ep,
         "zero": choice.zero,
         "shard": case.layout.shard,
         "sequence_parallel": choice.sequence_parallel,

@@ -12,7 +12,7 @@ from typing import Any
 from orchestra.cli import figures
 from orchestra.cli.planning import layout_words
 from orchestra.cli.planning.layout_command import Asked, command, overrides_of, runs_today
-from orchestra.flops import num_parameters
+from orchestra.flops import num_active_parameters, num_parameters
 from orchestra.plan.cases.frameworks import USABLE_SHARE
 from orchestra.plan.layouts.binding import Bound, bounds, main_loss
 from orchestra.plan.layouts.remedies import remedies
@@ -53,11 +53,11 @@ def lines(asked: Asked, found: Found) -> list[str]:
 
 def _header(asked: Asked, found: Found) -> list[str]:
     base = found.space.base
-    model, device = base.model, base.device
+    device = base.device
     nodes = f"{base.num_nodes:,} node{'s' if base.num_nodes > 1 else ''}"
     usable = f"{layout_words.gib(_usable(found))} of {layout_words.gib(device.memory_bytes)} GiB usable"
     return [
-        f"model   {model.name}: {num_parameters(model):,} parameters, {base.precision.value}",
+        f"model   {layout_words.model(base.model)}, {base.precision.value}",
         f"batch   {asked.num_sequences:,} × {base.seq_len:,} = {asked.num_sequences * base.seq_len:,} tokens",
         f"device  {base.layout.world_size:,} × {device.name} on {nodes}, {usable}",
         f"search  {found.num_layouts:,} layouts, {found.num_fitting:,} fit; profile {base.framework.name}",
@@ -116,8 +116,9 @@ def _best(asked: Asked, found: Found) -> list[str]:
         *command(asked, best.case, "plan"),
     ]
     if runs is None:
+        missing = "pp, cp or ep" if not best.case.model.num_experts else "experts, which it does not have yet"
         none = "no layout that fits runs on orchestra's trainer today"
-        return [*told, "", *_wrapped("today", f"{none}: all of them need pp, cp or ep")]
+        return [*told, "", *_wrapped("today", f"{none}: all of them need {missing}")]
     return [*told, "", *_portrait("today", found, runs), *_loses(best, runs), "", *command(asked, runs.case)]
 
 
@@ -215,6 +216,7 @@ def facts(asked: Asked, found: Found) -> dict[str, Any]:
     return {
         "model": base.model.name,
         "num_parameters": num_parameters(base.model),
+        "num_active_parameters": num_active_parameters(base.model),
         "precision": base.precision.value,
         "framework": base.framework.name,
         "device": base.device.name,

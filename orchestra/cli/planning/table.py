@@ -19,10 +19,12 @@ OPTIONS: tuple[str, ...] = ("output",)
 EXPLAINED = """\
 A table has one layout a row, in the columns num_hidden_layers hidden_size intermediate_size
 num_attention_heads vocab_size tied seq_len num_gpus micro_batch_size grad_accum dp tp pp zero and, where it
-likes, gpu gpu_memory_gib num_key_value_heads recompute precision cp sequence_parallel framework. Each row
-comes back with pred_tokens_per_s_per_gpu, pred_mfu_pct (PaLM's convention), pred_peak_memory_gib and
-pred_fits (1 or 0). For framework=nanotron, a table's usual one, the peak is the first pipeline stage's, as
-its benchmark reports it; for all others the fullest stage's. pred_fits looks at all stages.
+likes, gpu gpu_memory_gib num_key_value_heads head_dim recompute precision cp sequence_parallel framework, and
+for mixtures of experts num_experts num_experts_per_tok moe_intermediate_size shared_expert_intermediate_size
+ep. Each row comes back with pred_tokens_per_s_per_gpu, pred_mfu_pct (PaLM's convention),
+pred_peak_memory_gib and pred_fits (1 or 0). For framework=nanotron, a table's usual one, the peak is the
+first pipeline stage's, as its benchmark reports it; for all others the fullest stage's. pred_fits looks at
+all stages. A trainer without a profile is predicted like the nearest one, and a note says so.
 """
 
 
@@ -34,7 +36,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Write or print the table with its predictions and return 0. Raises ConfigError before it writes."""
-    from orchestra.plan.table import cases, read_table, with_predictions
+    from orchestra.plan.cases.frameworks import FRAMEWORKS, NEAREST
+    from orchestra.plan.table import cases, read_table, unknown_trainers, with_predictions
 
     beside = [*arguments.overrides, *(["--json"] * arguments.json)]
     beside += [f"--framework {arguments.framework}"] if arguments.framework is not None else []
@@ -50,6 +53,12 @@ def run(arguments: Namespace) -> int:
     except OSError as error:
         raise ConfigError(f"--table {source}: {error.strerror}; give a table in CSV") from error
     text = with_predictions(table, cases(source, table))
+    for name in unknown_trainers(table):
+        print(
+            f"note: framework={name} has no profile and is predicted like {NEAREST}; "
+            f"there are {', '.join(FRAMEWORKS)}",
+            file=sys.stderr,
+        )
     if target is None:
         print(text, end="")
     else:

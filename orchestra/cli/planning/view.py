@@ -9,8 +9,8 @@ from typing import Any
 
 from conf.schema import Config
 from orchestra.cli import figures
-from orchestra.cli.planning import goodput_view
-from orchestra.flops import num_parameters
+from orchestra.cli.planning import goodput_view, layout_words
+from orchestra.flops import num_active_parameters, num_parameters
 from orchestra.plan.cases.case import Case
 from orchestra.plan.cases.frameworks import USABLE_SHARE
 from orchestra.plan.cases.stages import has_idle_stage
@@ -88,7 +88,7 @@ def _sources(case: Case) -> list[str]:
 def header(case: Case) -> list[str]:
     """Return what is predicted: model, layout, batch and devices."""
     model, mesh = case.model, case.layout
-    degrees = {"tp": mesh.tp, "pp": mesh.pp, "cp": mesh.cp}
+    degrees = {"tp": mesh.tp, "pp": mesh.pp, "cp": mesh.cp, "ep": mesh.ep}
     used = [f"dp {mesh.dp}", *(f"{axis} {size}" for axis, size in degrees.items() if size > 1)]
     over = f" over {case.num_shards} ranks" if case.num_shards < mesh.dp * mesh.cp else ""
     used += [f"zero {case.zero}{over}"] if case.zero else []
@@ -97,7 +97,7 @@ def header(case: Case) -> list[str]:
     parts = f"micro-batch {case.micro_batch_size} × accumulation {case.accumulation} × dp {mesh.dp}"
     nodes = f"{case.num_nodes} node{'s' if case.num_nodes > 1 else ''}"
     return [
-        f"model   {model.name}: {num_parameters(model):,} parameters, {case.precision.value}",
+        f"model   {layout_words.model(model)}, {case.precision.value}",
         f"layout  {', '.join(used)}",
         f"batch   {size:,} × {case.seq_len:,} = {case.tokens_per_step:,} tokens",
         f"        {parts}, recompute {case.recompute.value}",
@@ -205,6 +205,7 @@ def facts(config: Config, prediction: Prediction) -> dict[str, Any]:
     return {
         "model": case.model.name,
         "num_parameters": num_parameters(case.model),
+        "num_active_parameters": num_active_parameters(case.model),
         "layout": asdict(case.layout),
         "zero": case.zero,
         "sequence_parallel": case.sequence_parallel,

@@ -26,17 +26,12 @@ _USUAL_FRAMEWORK = "orchestra"
 def case_of(config: Config, framework_name: str = _USUAL_FRAMEWORK, profile: Profile | None = None) -> Case:
     """Return the case of a configuration; `profile` takes the place of what it says of the hardware.
 
-    Raises ConfigError where the device's figures or the number of ranks are not known, and for ep > 1.
+    Raises ConfigError where the device's figures or the number of ranks are not known.
     """
     cluster, parallelism = config.cluster, config.parallelism
     ranks = cluster.gpus_per_node
     fitted = profile or profile_of(config)
     problems = []
-    if parallelism.ep > 1:
-        problems.append(
-            f"parallelism.ep={parallelism.ep}: orchestra's models have no experts to share out yet;"
-            " use parallelism.ep=1"
-        )
     if not isinstance(ranks, int):
         problems.append("cluster.gpus_per_node=auto: the planner needs a number; use cluster.gpus_per_node=8")
     if cluster.hardware == "auto" and fitted is None:

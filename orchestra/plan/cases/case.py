@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from conf.schema import ModelConfig, Offload, PrecisionName, Recompute
 from orchestra.plan.cases.devices import Device
-from orchestra.plan.cases.frameworks import Framework
+from orchestra.plan.cases.frameworks import OWN, Framework
 from orchestra.plan.cases.networks import Group, Network
 from orchestra.plan.cases.stages import Stage, stages
 from orchestra.topology import Layout
@@ -100,6 +100,16 @@ class Case:
     def stages(self) -> tuple[Stage, ...]:
         """The pipeline stages as this trainer cuts them."""
         return stages(self.model, self.layout.pp, by_cost=self.framework.cuts_by_cost)
+
+    @property
+    def is_counted_in_full(self) -> bool:
+        """Whether memory is counted as the trainer allocates it: orchestra's own, which has no experts."""
+        return self.framework.name == OWN and not self.model.num_experts
+
+    @property
+    def num_expert_shards(self) -> int:
+        """Ranks that share ZeRO's part of the same experts."""
+        return max(1, self.num_shards // self.layout.ep)
 
     def group(self, num_ranks: int, stride: int) -> Group:
         """Return the group of `num_ranks` ranks that are `stride` apart: tp 1, cp tp, data-parallel tp."""

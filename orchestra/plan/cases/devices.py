@@ -19,6 +19,8 @@ class Reached:
     products: float
     attention: float
     source: str
+    # How much faster the vendor's own attention is (cuDNN's, from Hopper on).
+    vendor_attention: float = 1.0
 
 
 # FlashAttention-2 was written for Ampere (arXiv:2307.08691) and reaches less of a later device's peak
@@ -26,12 +28,13 @@ class Reached:
 # llm-foundry's tables. By the beginning of a row's name.
 _REACHED = {
     "a100": Reached(0.85, 0.50, "set on llm-foundry's published A100 runs"),
-    "h100": Reached(0.757, 0.28, "fitted on the Ultra-Scale Playbook's H100 runs"),
-    "h200": Reached(0.757, 0.28, "the H100's; they meet torchtitan's H200 runs"),
-    "b200": Reached(0.757, 0.28, "the H100's; none fitted on runs of a B200"),
+    "h100": Reached(0.757, 0.28, "fitted on the Ultra-Scale Playbook's H100 runs", 1.5),
+    "h200": Reached(0.757, 0.28, "the H100's; they meet torchtitan's H200 runs", 1.5),
+    "b200": Reached(0.757, 0.28, "the H100's; they meet NeMo's B200 runs", 1.5),
     # MI250, four modules: per module 73 to 80 % of an A100's rate in llm-foundry, 1.13 times that with
-    # FlashAttention-2 (databricks.com/blog/amd-mi250 and /training-llms-scale-amd-mi250-gpus, 2023).
-    "mi250x": Reached(0.55, 0.30, "set on Databricks' published MI250 ratios"),
+    # FlashAttention-2 (databricks.com/blog/amd-mi250 and /training-llms-scale-amd-mi250-gpus, 2023): 0.55.
+    # Megatron-DeepSpeed's runs on LUMI (github.com/spyysalo/lumi-llm-scaling) meet 0.45.
+    "mi250x": Reached(0.50, 0.30, "set between Databricks' MI250 ratios and LUMI's runs"),
     # 620 of 1,307 TFLOP/s in bf16 products, 990 of 2,615 in fp8 (SemiAnalysis, "MI300X vs H100 vs H200
     # Benchmark", December 2024). Attention: assumed to reach as many FLOP/s as on an H100.
     "mi300x": Reached(0.47, 0.21, "products measured by SemiAnalysis, attention assumed"),
@@ -50,6 +53,8 @@ class Device:
     # Achieved in large matrix products, and in causal flash attention (bf16, whatever the products are in).
     product_flops: float
     attention_flops: float
+    # How much faster the vendor's own attention is.
+    vendor_attention: float = 1.0
     # Where peak, memory and links come from, and where the shares that are reached.
     data_sheet: str = ""
     reached: str = ""
@@ -84,6 +89,7 @@ def device(name: str, precision: PrecisionName, memory_gib: float | None = None)
         link_bytes_per_s=row.link_bytes_per_s,
         product_flops=peak * reached.products,
         attention_flops=attention * reached.attention,
+        vendor_attention=reached.vendor_attention,
         data_sheet=row.source,
         reached=reached.source,
     )

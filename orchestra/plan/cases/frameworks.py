@@ -46,6 +46,9 @@ class Framework:
     name: str
     # Rate of its attention kernel beside FlashAttention-2's.
     attention_rate: float
+    # Memory traffic per attention score, forward and backward, where scores pass through memory; 0: flash
+    # attention.
+    score_bytes: float
     # Memory traffic beside products and attention, forward and backward, in bytes per token and hidden unit.
     elementwise_bytes: float
     # Memory traffic of loss and softmax per logit.
@@ -90,10 +93,17 @@ class Framework:
     # Which rank's peak its benchmark reports: the first stage's, or the largest of all.
     reports_first_stage: bool
     source: str
-    # Whether SiLU's output is computed again, and in fp8 products' inputs are kept in 8 bits.
+    # Whether products add to fp32 gradients themselves and SiLU's output is computed again, and in fp8
+    # weights and products' inputs are kept in 8 bits.
     fuses_kernels: bool = False
     # Of orchestra's own memory: what a step adds, as a multiple of its tensors.
     step_share: float = 1.0
+    # Whether it takes the vendor's attention kernels where there are any.
+    uses_vendor_attention: bool = False
+    # Of mixtures of experts: host time for a layer besides, and the rate of the experts' products beside that
+    # of dense ones.
+    host_experts_s: float = 7.5e-3
+    experts_rate: float = 0.45
     # Whether the host's time comes on top because the host is what computes (CPUs).
     computes_on_host: bool = False
 
@@ -108,6 +118,7 @@ NANOTRON = Framework(
     name="nanotron",
     selective_share=1.0,
     attention_rate=1.0,
+    score_bytes=0.0,
     elementwise_bytes=862.0,
     loss_bytes=32.0,
     host_layer_s=4.4e-3,
@@ -177,12 +188,20 @@ FRAMEWORKS = {
         replace(
             _EFFICIENT,
             name="megatron",
-            # cuDNN's attention on Hopper and later; on Ampere attention of short sequences costs little.
-            attention_rate=1.5,
+            uses_vendor_attention=True,
             pipeline_chunks=5,
             fuses_kernels=True,
+            elementwise_bytes=600.0,
+            source="set on published runs with H100 and B200 (Megatron Bridge, NeMo, DGX Cloud)",
+        ),
+        replace(
+            _EFFICIENT,
+            name="megatron-2022",
+            # In 16 bits: 13 forward (product, softmax, dropout with its mask, sum), 19 backward.
+            score_bytes=32.0,
+            fuses_kernels=True,
             elementwise_bytes=700.0,
-            source="set on Megatron Bridge's published figures",
+            source="Megatron's before flash attention; meets published runs on A100",
         ),
         replace(
             _EFFICIENT,
@@ -203,17 +222,46 @@ FRAMEWORKS = {
 }
 
 
-# Other names of the same code, or of what is built on it.
+# What a trainer without a profile is taken for in a table.
+NEAREST = "torchtitan"
+_OLDER_SEQ_LEN, _OLDER_DEVICES = 2048, ("a100", "mi250")
+
+# Other names of the same code, of what is built on it, or of what trains alike.
 _ALSO = {
     **dict.fromkeys(("megatron-lm", "megatron-core", "megatron-bridge", "nemo"), "megatron"),
+    **dict.fromkeys(("megatron-deepspeed", "deepspeed", "gpt-neox"), "megatron-2022"),
+    "primus-megatron": "megatron",
     **dict.fromkeys(("llmfoundry", "composer"), "llm-foundry"),
+    **dict.fromkeys(("fsdp", "pytorch", "fms-fsdp", "lit-gpt", "litgpt", "olmo", "olmo-core"), "torchtitan"),
+    **dict.fromkeys(("lingua", "maxtext", "levanter", "colossalai", "picotron"), "torchtitan"),
 }
 
 
 def framework(name: str) -> Framework:
     """Return a profile by one of its names. Raises ConfigError with the names that exist."""
+    if not is_known(name):
+        raise ConfigError(f"framework={name} is not known; use {', '.join(FRAMEWORKS)}")
+    return FRAMEWORKS[_own_name(name)]
+
+
+def is_known(name: str) -> bool:
+    """Whether there is a profile of this name."""
+    return _own_name(name) in FRAMEWORKS
+
+
+def published(name: str, device_name: str, seq_len: int) -> Framework:
+    """Return the profile for a published run: of an unknown trainer that of the usual sharded data
+    parallelism, and of Megatron's sequences of up to 2,048 tokens on devices of that time the older one.
+    """
+    if not is_known(name):
+        return FRAMEWORKS[NEAREST]
+    found = framework(name)
+    is_older = (
+        found.name == "megatron" and seq_len <= _OLDER_SEQ_LEN and device_name.startswith(_OLDER_DEVICES)
+    )
+    return FRAMEWORKS["megatron-2022"] if is_older else found
+
+
+def _own_name(name: str) -> str:
     wanted = name.lower().replace("_", "-")
-    try:
-        return FRAMEWORKS[_ALSO.get(wanted, wanted)]
-    except KeyError:
-        raise ConfigError(f"framework={name} is not known; use {', '.join(FRAMEWORKS)}") from None
+    return _ALSO.get(wanted, wanted)

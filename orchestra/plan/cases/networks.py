@@ -10,6 +10,8 @@ import itertools
 import math
 from dataclasses import dataclass
 
+_ADAPTERS_PER_NODE = 8
+
 Points = tuple[tuple[int, float], ...]
 
 
@@ -60,6 +62,18 @@ class Network:
         rate = self._rate(inside, self.between_all_gather, group)
         return num_bytes * (group.num_ranks - 1) / group.num_ranks / rate + self._latency(group)
 
+    def all_to_all_s(self, num_bytes: float, group: Group, link_bytes_per_s: float) -> float:
+        """Return the seconds in which each rank sends every other one its part of `num_bytes`. What leaves a
+        node takes the rank's own share of the node's adapters, as its neighbours use theirs.
+        """
+        inside = num_bytes * (group.per_node - 1) / group.num_ranks
+        seconds = inside / (self.inside_all_gather * link_bytes_per_s)
+        if group.num_nodes > 1:
+            leaving = num_bytes - num_bytes * group.per_node / group.num_ranks
+            rate = _interpolated(self.between_all_gather, group.num_nodes) / _ADAPTERS_PER_NODE
+            seconds = max(seconds, leaving / min(rate, self.inside_all_gather * link_bytes_per_s))
+        return seconds + self._latency(group)
+
     def _rate(self, inside: float, between: Points, group: Group) -> float:
         if group.num_nodes <= 1:
             return inside
@@ -104,12 +118,12 @@ EFA_H100 = Network(
 _NODES = (2, 1024)
 
 
-def data_sheet_network(adapter_bytes_per_s: float, adapters_per_node: int = 8) -> Network:
+def data_sheet_network(adapter_bytes_per_s: float) -> Network:
     """Return a fat-tree network from its adapters' rate. Assumed, not measured: rings reach 85 % of it
     between two nodes and half of that among 1,024; a collective takes 20 µs inside a node, and 10 µs for
     each level of a tree over the ranks, up and down, between nodes.
     """
-    node = 0.85 * adapter_bytes_per_s * adapters_per_node
+    node = 0.85 * adapter_bytes_per_s * _ADAPTERS_PER_NODE
     points = tuple((nodes, node * (0.5 if nodes > 2 else 1.0)) for nodes in _NODES)
     return Network(
         name="data sheet",

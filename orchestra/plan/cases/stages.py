@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from conf.schema import ModelConfig
-from orchestra.flops import num_layer_parameters, num_parameters
+from orchestra.flops import num_expert_parameters, num_layer_parameters, num_parameters
+from orchestra.topology import Layout
 
 # nanotron cuts behind the output product too: the cast to fp32 and the loss may have stages of their own.
 _BLOCKS_BEHIND_HEAD = 2
@@ -86,3 +87,31 @@ def stage_parameters(model: ModelConfig, stage: Stage, pp: int) -> int:
         shares_table = model.tie_word_embeddings and (pp == 1 or stage.has_embedding)
         count += beside + (0 if shares_table else table)
     return count
+
+
+@dataclass(frozen=True)
+class Held:
+    """Elements that one rank holds, before ZeRO shares them out: of routed experts, which expert parallelism
+    has divided, and of all else. Sums, such as that of a stage's layers, are taken part by part.
+    """
+
+    dense: float
+    experts: float
+
+    @property
+    def total(self) -> float:
+        """Both together."""
+        return self.dense + self.experts
+
+
+def held_by_rank(model: ModelConfig, stage: Stage, layout: Layout) -> Held:
+    """Return what a rank of a stage holds. Experts are cut by tp like all else."""
+    experts = stage.num_layers * num_expert_parameters(model)
+    dense = stage_parameters(model, stage, layout.pp) - experts
+    return Held(dense / layout.tp, experts / layout.tp / layout.ep)
+
+
+def held_of_layer(model: ModelConfig, layout: Layout) -> Held:
+    """Return what a rank holds of one layer."""
+    experts = num_expert_parameters(model)
+    return Held((num_layer_parameters(model) - experts) / layout.tp, experts / layout.tp / layout.ep)

@@ -10,6 +10,8 @@ degree. Activations are 2 bytes wide unless `width` says otherwise.
         s·b·(12·h + 4·kv + 8·F) + 4·s·b·a; 8·s·b·h of it whole on each rank without sequence parallelism
         (kv: width of the keys; terms: norm inputs 2 + 2, inputs of qkv and feed-forward 2 + 2, q 2, k and v
         4·kv/h, attention's output 2, gate, up, silu and product 8·F/h, log-sum-exp 4·a/h)
+    Mixture of experts (k experts of width E for each token, a shared one of width S)
+        as Llama with F = k·E + S, and the tokens as sorted by expert, in and out: 4·s·b·k·h
 
 Nothing here knows a framework: what one keeps on top of this stands in its profile.
 """
@@ -17,7 +19,7 @@ Nothing here knows a framework: what one keeps on top of this stands in its prof
 from __future__ import annotations
 
 from conf.schema import Family, ModelConfig, Recompute
-from orchestra.flops import attention_width, head_dim
+from orchestra.flops import attention_width, feed_forward_width, head_dim
 from orchestra.plan.cases.case import Tokens
 
 
@@ -48,7 +50,9 @@ def _llama_bytes_per_token(model: ModelConfig, width: int) -> tuple[float, float
     hidden, query = model.hidden_size, attention_width(model)
     keys_and_values = 2 * model.num_key_value_heads * head_dim(model)
     outer = 4 * hidden * width
-    inner = (2 * query + keys_and_values + 4 * model.intermediate_size) * width
+    inner = (2 * query + keys_and_values + 4 * feed_forward_width(model)) * width
+    if model.num_experts:
+        outer += 2 * model.num_experts_per_tok * hidden * width
     return outer, inner, 4 * model.num_attention_heads
 
 
@@ -71,10 +75,10 @@ def fused_savings_bytes(model: ModelConfig, tokens: Tokens, *, in_8_bits: bool) 
     if model.family is not Family.llama:
         return 0.0
     width, hidden, query = tokens.width_bytes, model.hidden_size, attention_width(model)
-    outer, inner = 0.0, float(width * model.intermediate_size)
+    outer, inner = 0.0, float(width * feed_forward_width(model))
     if in_8_bits:
         outer = 2 * hidden * (width - 1)
-        inner += model.intermediate_size * (width - 1) - query
+        inner += feed_forward_width(model) * (width - 1) - query
     return tokens.count * (outer / tokens.outer + inner / tokens.tp)
 
 

@@ -11,8 +11,10 @@ from collections import Counter
 from dataclasses import dataclass, fields, replace
 
 from conf.schema import Recompute
-from orchestra.flops import attention_width, head_dim, num_layer_parameters
+from orchestra.flops import attention_width, head_dim, num_expert_parameters, num_layer_parameters
 from orchestra.plan.cases.case import Case
+from orchestra.plan.cases.stages import Held, held_of_layer
+from orchestra.plan.costs import experts
 from orchestra.plan.costs.own_memory import kinds_of_layers
 
 # Forward, and backward twice that; recomputation adds a forward.
@@ -24,6 +26,9 @@ _COLLECTIVES = 8
 _OUTER_TRAFFIC = 1 / 6
 # A number in 16 bits written and read, and the sum in 32 bits read and written.
 _MERGE_BYTES = 12
+# Of the rate of attention that pieces of a ring reach: 0.7 to 0.77 on H100 (NeMo's long sequences, 32 k to
+# 1 M tokens), 0.75 to 1 in torchtitan's, 0.9 to 1 on B200.
+_RING_SHARE = 0.8
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,7 @@ class LayerTime:
     attention: float
     elementwise: float
     collectives: float
+    exchange: float
     context: float
     sharded: float
     host: float
@@ -42,9 +48,12 @@ class LayerTime:
     @property
     def device(self) -> float:
         """What the device takes."""
-        return (
-            self.products + self.attention + self.elementwise + self.collectives + self.context + self.sharded
-        )
+        return self.products + self.attention + self.elementwise + self.communicating
+
+    @property
+    def communicating(self) -> float:
+        """What of it the device's collectives take."""
+        return self.collectives + self.exchange + self.context + self.sharded
 
     @property
     def total(self) -> float:
@@ -62,31 +71,46 @@ def layer_time(case: Case, *, is_pressed: bool = False) -> LayerTime:
     model, device, tokens = case.model, case.device, case.tokens
     again = 1 + _repeated(case) / _PASSES
     attention_again = 1 + (1 / _PASSES if case.recompute is not Recompute.none else 0)
-    products = 2 * _PASSES * num_layer_parameters(model) * tokens.count / tokens.tp / device.product_flops
-    # Causal: half of 4·h·s per token and forward pass.
-    scores = 2 * _PASSES * attention_width(model) * case.seq_len * tokens.count / tokens.tp
-    rate = device.attention_flops * case.framework.attention_rate
-    attention = scores / rate * attention_again
+    of_all = num_layer_parameters(model) - num_expert_parameters(model)
+    products = 2 * _PASSES * of_all * tokens.count / tokens.tp / device.product_flops
+    products += _PASSES * experts.products_s(case)
+    attention = _attention(case) * attention_again
     traffic = case.framework.elementwise_bytes * tokens.width_bytes / 2 * model.hidden_size * tokens.count
     traffic *= _OUTER_TRAFFIC / tokens.outer + (1 - _OUTER_TRAFFIC) / tokens.tp
-    elementwise = traffic / device.memory_bytes_per_s * again
+    elementwise = (traffic / device.memory_bytes_per_s + experts.copying_s(case)) * again
     elementwise += _merging(case) * attention_again
     is_busy_host = case.framework.computes_on_host
     if is_busy_host:
-        elementwise += _host(case) * again + _weights_time(case, num_layer_parameters(model))
+        elementwise += _host(case) * again + _weights_time(case, held_of_layer(model, case.layout).total)
     ring = _ring_attention(case)
+    moved_again = 1.5 if case.recompute is Recompute.full else 1
     # What hides the ring of context parallelism hides nothing else.
     busy = products + max(0.0, attention - ring) + elementwise
     return LayerTime(
         products=products * again,
         attention=attention,
         elementwise=elementwise,
-        collectives=_tensor_collectives(case) * (1.5 if case.recompute is Recompute.full else 1),
+        collectives=_tensor_collectives(case) * moved_again,
+        exchange=experts.exchange_s(case) * moved_again,
         context=max(0.0, ring - attention),
         sharded=_gathered_parameters(case, busy),
         host=0.0 if is_busy_host else _host(case) * again,
         pressed=_pressed(case) if is_pressed else 0.0,
     )
+
+
+def _attention(case: Case) -> float:
+    """Seconds of the attention core: flash attention, or products whose scores pass through memory."""
+    tokens, device, framework = case.tokens, case.device, case.framework
+    pairs = tokens.count * case.seq_len / tokens.tp
+    # Causal: half of 4·h·s per token and forward pass.
+    flops = 2 * _PASSES * attention_width(case.model) * pairs
+    if framework.score_bytes:
+        traffic = framework.score_bytes * case.model.num_attention_heads * pairs
+        return 2 * flops / device.product_flops + traffic / device.memory_bytes_per_s
+    rate = device.attention_flops * framework.attention_rate
+    rate *= device.vendor_attention if framework.uses_vendor_attention else 1.0
+    return flops / rate / (_RING_SHARE if case.layout.cp > 1 else 1.0)
 
 
 def mean_layer_time(case: Case, *, is_pressed: bool = False) -> LayerTime:
@@ -117,14 +141,15 @@ def _repeated(case: Case) -> float:
 def _host(case: Case) -> float:
     """Issuing one layer. In a pipeline between nodes each collective waits, longer with more ranks."""
     framework, tp = case.framework, case.layout.tp
+    alone = framework.host_layer_s + (framework.host_experts_s if case.model.num_experts else 0.0)
     if tp == 1 or case.layout.pp == 1 or case.num_nodes == 1:
-        return framework.host_layer_s
+        return alone
     group = case.group(tp, 1)
     slow = case.network.between_latency_s * (tp - 1) if group.num_nodes > 1 else 0.0
     waits = framework.host_contention_s * tp
     if case.zero == 0 and case.layout.dp > 1:
         waits *= framework.unsharded_contention
-    return framework.host_layer_s + waits + (_COLLECTIVES * slow if waits else 0.0)
+    return alone + waits + (_COLLECTIVES * slow if waits else 0.0)
 
 
 def _pressed(case: Case) -> float:
@@ -137,7 +162,14 @@ def _tensor_collectives(case: Case) -> float:
         return 0.0
     whole = tokens.count * case.model.hidden_size * tokens.width_bytes
     link = case.device.link_bytes_per_s
-    return _COLLECTIVES * case.network.all_gather_s(whole, case.group(tokens.tp, 1), link)
+    around_each = _COLLECTIVES / 2
+    group = case.group(tokens.tp, 1)
+    once = case.network.all_gather_s(whole, group, link)
+    if tokens.outer == 1 or not case.model.num_experts:
+        return 2 * around_each * once
+    # Each of a token's experts wants all of it from ranks that have parts of the sequence.
+    copies = case.network.all_gather_s(whole * case.model.num_experts_per_tok, group, link)
+    return around_each * (once + copies)
 
 
 def _ring_attention(case: Case) -> float:
@@ -167,19 +199,29 @@ def _gathered_parameters(case: Case, busy: float) -> float:
     """
     if case.zero < 3 or case.num_shards == 1:
         return 0.0
-    size = num_layer_parameters(case.model) / case.layout.tp * case.tokens.width_bytes
-    group = case.group(case.num_shards, case.layout.tp)
-    moved = _PASSES * case.network.all_gather_s(size, group, case.device.link_bytes_per_s)
+    held = held_of_layer(case.model, case.layout)
+    moved = _PASSES * sharded_s(case, held, case.tokens.width_bytes)
     hidden = busy * (1 - case.framework.exposed_reduction)
     return max(case.framework.exposed_reduction * moved, moved - hidden)
 
 
-def _weights_time(case: Case, num_parameters: int) -> float:
+def sharded_s(case: Case, held: Held, width_bytes: float) -> float:
+    """Return the seconds to gather, or to reduce and scatter, what a rank holds over ZeRO's ranks."""
+    network, link, mesh = case.network, case.device.link_bytes_per_s, case.layout
+    group = case.group(case.num_shards, mesh.tp)
+    seconds = network.all_gather_s(held.dense * width_bytes, group, link)
+    if held.experts and case.num_expert_shards > 1:
+        group = case.group(case.num_expert_shards, mesh.tp * mesh.ep)
+        seconds += network.all_gather_s(held.experts * width_bytes, group, link)
+    return seconds
+
+
+def _weights_time(case: Case, num_parameters: float) -> float:
     """Return the seconds in which a CPU reads weights twice and writes their gradient, or adds it to those of
     earlier micro-batches: with few tokens that is no longer hidden in the products.
     """
     passes = 3 if case.accumulation == 1 else 5
-    num_bytes = num_parameters / case.layout.tp * case.tokens.width_bytes
+    num_bytes = num_parameters * case.tokens.width_bytes
     return passes * num_bytes / case.device.memory_bytes_per_s
 
 
@@ -189,8 +231,9 @@ def head_time(case: Case) -> float:
     logits = tokens.count * model.vocab_size / tokens.tp
     products = 2 * _PASSES * model.hidden_size * logits / device.product_flops
     found = products + logits * case.framework.loss_bytes / device.memory_bytes_per_s
-    is_busy_host = case.framework.computes_on_host
-    return found + (_weights_time(case, model.hidden_size * model.vocab_size) if is_busy_host else 0.0)
+    if case.framework.computes_on_host:
+        found += _weights_time(case, model.hidden_size * model.vocab_size / tokens.tp)
+    return found
 
 
 def waits_at_hand_over(case: Case) -> bool:

@@ -10,14 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from conf.schema import PrecisionName, Recompute
-from orchestra.flops import num_layer_parameters
 from orchestra.plan.cases.case import Case, num_chunks
-from orchestra.plan.cases.frameworks import OWN, USABLE_SHARE
-from orchestra.plan.cases.stages import Stage, stage_parameters
+from orchestra.plan.cases.frameworks import USABLE_SHARE
+from orchestra.plan.cases.stages import Stage, held_by_rank, held_of_layer
 from orchestra.plan.costs.activations import fused_savings_bytes, layer_bytes, num_in_flight
 from orchestra.plan.costs.compute import LayerTime, waits_at_hand_over
 from orchestra.plan.costs.own_memory import own_bytes
-from orchestra.plan.costs.states import PER_PARAMETER, state_bytes
+from orchestra.plan.costs.states import states_of_rank
 
 
 @dataclass(frozen=True)
@@ -86,11 +85,10 @@ def _of_own_stage(case: Case, stage: Stage) -> Memory:
 
 
 def _of_stage(case: Case, stage: Stage, gathered: float) -> Memory:
-    if case.framework.name == OWN:
+    if case.is_counted_in_full:
         return _of_own_stage(case, stage)
     framework, tokens, model = case.framework, case.tokens, case.model
-    num_parameters = stage_parameters(model, stage, case.layout.pp) / tokens.tp
-    states = state_bytes(num_parameters, case.zero, case.num_shards, PER_PARAMETER[case.precision])
+    states = states_of_rank(case, held_by_rank(model, stage, case.layout))
     hidden = tokens.count * model.hidden_size * tokens.width_bytes
     layer, working = _kept(case, case.recompute), _kept(case, Recompute.none)
     per_layer = layer + gathered * hidden / tokens.width_bytes * (1 - 1 / tokens.tp)
@@ -157,4 +155,4 @@ def _live_parameters(case: Case) -> float:
     """ZeRO-3 holds the layer at work and the one fetched ahead of it, whole."""
     if case.zero < 3 or case.num_shards == 1:
         return 0.0
-    return 2 * num_layer_parameters(case.model) / case.layout.tp * case.tokens.width_bytes
+    return 2 * held_of_layer(case.model, case.layout).total * case.tokens.width_bytes

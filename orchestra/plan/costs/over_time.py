@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from conf.schema import Offload
 from orchestra.plan.cases.case import Case
-from orchestra.plan.cases.frameworks import OWN
 from orchestra.plan.cases.stages import Stage
 from orchestra.plan.costs.memory import Memory
 from orchestra.plan.costs.own_memory import own_bytes, rank_parameters
@@ -36,7 +35,7 @@ class OverTime:
 def over_time(case: Case, stage: Stage, peak: Memory) -> OverTime:
     """Return how the memory of a stage's rank comes to its peak."""
     fixed = peak.parameters + peak.masters + peak.framework
-    if case.framework.name == OWN:
+    if case.is_counted_in_full:
         own = own_bytes(case, stage)
         first = peak.total - own.growing_buffers * (case.accumulation == 1)
         # Alone, gradients are autograd's own and come with the first backward pass.
@@ -62,7 +61,7 @@ def host_memory(case: Case, stage: Stage) -> HostMemory:
     """Return what is offloaded, and the image of masters and moments that is staged while training goes on:
     every element once over the ranks that have it.
     """
-    if case.framework.name != OWN:
+    if not case.is_counted_in_full:
         return HostMemory(0.0, 0.0)
     choices, parts = case.choices, rank_parameters(case.model, case.layout.tp)
     num_bytes = parts.of(stage) * (_FP32 + 2 * choices.moment_bytes)

@@ -7,15 +7,24 @@
 | bf16_fp32_grad |          2 |         2 |            4 |       4 |    8 |  20 |
 | fp8            |          4 |         2 |              |       4 |    8 |  18 |
 
-Sources: ZeRO (arXiv:1910.02054, K = 12) for 16, the Ultra-Scale Playbook for 20; fp8 is bf16 with two copies.
-It counts model states only, and knows neither layers nor tokens.
+Megatron's products add their gradients to the fp32 ones themselves, and its fp8 parameters are kept in 8 bits
+alone, as they are and transposed:
+
+| bf16_fp32_grad |          2 |           |            4 |       4 |    8 |  18 |
+| fp8            |          2 |         2 |              |       4 |    8 |  16 |
+
+Sources: ZeRO (arXiv:1910.02054, K = 12) for 16, the Ultra-Scale Playbook for 20, Megatron Core's developer
+guide for 18 ("Distributed Optimizer"; 6 + 12/d with ZeRO-1); fp8 is bf16 with two copies. It counts model
+states only, and knows neither layers nor tokens.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from conf.schema import PrecisionName
+from orchestra.plan.cases.case import Case
+from orchestra.plan.cases.stages import Held
 
 
 @dataclass(frozen=True)
@@ -27,6 +36,9 @@ class StateBytes:
     accumulation: float
     masters: float
     optimizer: float
+
+    def __add__(self, other: StateBytes) -> StateBytes:
+        return StateBytes(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     @property
     def total(self) -> float:
@@ -41,6 +53,17 @@ PER_PARAMETER = {
     PrecisionName.fp16: StateBytes(2, 2, 0, 4, 8),
     PrecisionName.fp8: StateBytes(4, 2, 0, 4, 8),
 }
+_WITH_FUSED_KERNELS = {
+    **PER_PARAMETER,
+    PrecisionName.bf16_fp32_grad: StateBytes(2, 0, 4, 4, 8),
+    PrecisionName.fp8: StateBytes(2, 2, 0, 4, 8),
+}
+
+
+def widths_of(case: Case) -> StateBytes:
+    """Return the bytes of one parameter's states in the case's precision and trainer."""
+    table = _WITH_FUSED_KERNELS if case.framework.fuses_kernels else PER_PARAMETER
+    return table[case.precision]
 
 
 def state_bytes(num_parameters: float, zero: int, num_shards: int, width: StateBytes) -> StateBytes:
@@ -57,6 +80,15 @@ def state_bytes(num_parameters: float, zero: int, num_shards: int, width: StateB
         masters=optimizer * width.masters,
         optimizer=optimizer * width.optimizer,
     )
+
+
+def states_of_rank(case: Case, held: Held) -> StateBytes:
+    """Return the bytes on one rank: fewer ranks have the same experts and share them out."""
+    width = widths_of(case)
+    dense = state_bytes(held.dense, case.zero, case.num_shards, width)
+    if not held.experts:
+        return dense
+    return dense + state_bytes(held.experts, case.zero, case.num_expert_shards, width)
 
 
 def checkpoint_bytes(num_parameters: float) -> float:

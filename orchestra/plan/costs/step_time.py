@@ -13,9 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from orchestra.plan.cases.case import Case, num_chunks
-from orchestra.plan.cases.stages import stage_parameters
-from orchestra.plan.costs.compute import LayerTime, hand_over_time, head_time, mean_layer_time
-from orchestra.plan.costs.states import PER_PARAMETER, state_bytes
+from orchestra.plan.cases.stages import Held, held_by_rank
+from orchestra.plan.costs.compute import LayerTime, hand_over_time, head_time, mean_layer_time, sharded_s
+from orchestra.plan.costs.states import states_of_rank, widths_of
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def step_time(case: Case, *, is_pressed: bool = False) -> StepTime:
     # The stage that is at work all the time decides what the time goes to.
     stage = case.stages[times.index(slowest)]
     accumulation = case.accumulation
-    communicating = layer.collectives + layer.context + layer.sharded
+    communicating = layer.communicating
     layers = stage.num_layers * accumulation
     borders = case.layout.pp - 1
     busy_borders = min(2, borders)
@@ -70,40 +70,50 @@ def step_time(case: Case, *, is_pressed: bool = False) -> StepTime:
     )
 
 
-def _largest_stage_parameters(case: Case) -> float:
-    counts = [stage_parameters(case.model, stage, case.layout.pp) for stage in case.stages]
-    return max(counts) / case.layout.tp
+def _of_largest_stage(case: Case) -> Held:
+    held = [held_by_rank(case.model, stage, case.layout) for stage in case.stages]
+    return max(held, key=lambda it: it.total)
 
 
 def _reduction(case: Case) -> float:
     """Gradients over dp · cp ranks; beyond the ranks that ZeRO shards over, an all-reduce of the shards."""
-    num_ranks = case.layout.dp * case.layout.cp
+    mesh, held = case.layout, _of_largest_stage(case)
+    num_ranks = mesh.dp * mesh.cp
     if num_ranks == 1:
         return 0.0
-    count, width = _largest_stage_parameters(case), PER_PARAMETER[case.precision]
-    network, link, tp = case.network, case.device.link_bytes_per_s, case.layout.tp
-    gradients = count * (width.accumulation or width.gradients)
+    width = widths_of(case)
+    gradients = width.accumulation or width.gradients
     if case.zero == 0 or case.num_shards == 1:
-        moved = network.all_reduce_s(gradients, case.group(num_ranks, tp), link)
+        moved = _summed(case, held.dense * gradients, num_ranks, mesh.tp)
+        moved += _summed(case, held.experts * gradients, num_ranks // mesh.ep, mesh.tp * mesh.ep)
         return case.framework.exposed_reduction * moved
-    shards = case.group(case.num_shards, tp)
     moved = 0.0
     if case.zero < 3:
         # ZeRO-2 keeps no whole gradients from one micro-batch to the next.
         times = case.accumulation if case.zero == 2 else 1
-        moved += times * network.all_gather_s(gradients, shards, link)
-        moved += network.all_gather_s(count * width.parameters, shards, link)
-    replicas = num_ranks // case.num_shards
-    if replicas > 1:
-        group = case.group(replicas, tp * case.num_shards)
-        moved += network.all_reduce_s(gradients / case.num_shards, group, link)
+        moved += times * sharded_s(case, held, gradients)
+        moved += sharded_s(case, held, width.parameters)
+    shards, of_experts = case.num_shards, case.num_expert_shards
+    moved += _summed(case, held.dense * gradients / shards, num_ranks // shards, mesh.tp * shards)
+    replicas = num_ranks // mesh.ep // of_experts
+    moved += _summed(case, held.experts * gradients / of_experts, replicas, mesh.tp * mesh.ep * of_experts)
     return case.framework.exposed_reduction * moved
 
 
+def _summed(case: Case, num_bytes: float, num_ranks: int, stride: int) -> float:
+    """Return the seconds of an all-reduce; 0 where there is nothing to sum, or nobody to sum it with."""
+    if not num_bytes or num_ranks <= 1:
+        return 0.0
+    group = case.group(num_ranks, stride)
+    return case.network.all_reduce_s(num_bytes, group, case.device.link_bytes_per_s)
+
+
 def _optimizer(case: Case) -> float:
-    count, width = _largest_stage_parameters(case), PER_PARAMETER[case.precision]
-    updated = state_bytes(count, max(1, case.zero) if case.zero else 0, case.num_shards, width)
-    share = 1 / case.num_shards if case.zero else 1.0
-    moved = updated.masters + updated.optimizer + share * count * (width.parameters + width.gradients)
+    held, width = _of_largest_stage(case), widths_of(case)
+    updated = states_of_rank(case, held)
+    count = held.total
+    if case.zero:
+        count = held.dense / case.num_shards + held.experts / case.num_expert_shards
+    moved = updated.masters + updated.optimizer + count * (width.parameters + width.gradients)
     passes = case.framework.optimizer_passes
     return passes * moved / case.device.memory_bytes_per_s + case.framework.step_s

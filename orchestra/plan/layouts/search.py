@@ -203,7 +203,7 @@ def _order(found: Result) -> tuple[float, int, int, bool, float]:
     mesh = found.choice.mesh
     return (
         float(f"{found.time_s:.9g}"),
-        sum(size > 1 for size in (mesh.tp, mesh.pp, mesh.cp)),
+        sum(size > 1 for size in (mesh.tp, mesh.pp, mesh.cp, mesh.ep)),
         round(math.log(found.peak_bytes, _SAME_PEAK)),
         found.choice.recompute is not Recompute.none,
         found.peak_bytes,

@@ -4,8 +4,8 @@ A layout here is a mesh (dp × tp × pp × cp), ZeRO's stage and the ranks that 
 cp those of one node: hybrid sharding), how the batch is shared out, whether norms are sequence parallel, and
 what is recomputed. What must hold: tp divides heads and feed-forward width, and
 divides or is divided by the key-value heads; pp is at most the number of layers; cp and, with sequence
-parallelism, tp divide the sequence; dp divides the global batch, which is met exactly; parameters in host
-memory need ZeRO 3. The schema's models have no experts, so ep is 1.
+parallelism, tp divide the sequence; ep divides dp and the experts, and is 1 without any; dp divides the
+global batch, which is met exactly; parameters in host memory need ZeRO 3.
 
 Two limits hold unless a space is `wide`: tp stays inside a node, and cp leaves each rank 4,096 tokens of a
 sequence. Beyond them there is next to nothing measured, and predictions are too good: products are taken to
@@ -14,13 +14,16 @@ reach the same rate whatever their size, and rings of small blocks to hide behin
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from conf.schema import Config, ModelConfig, Offload, Recompute
+from orchestra.flops import inner_widths
 from orchestra.plan.cases.assemble import case_of
 from orchestra.plan.cases.case import Case
+from orchestra.plan.cases.frameworks import OWN
 from orchestra.topology import Layout, divisors
 
 ZERO_STAGES = (0, 1, 2, 3)
@@ -30,6 +33,7 @@ KEYS = {
     "sequence_parallel": "parallelism.sequence_parallel",
     "pp": "parallelism.pp",
     "cp": "parallelism.cp",
+    "ep": "parallelism.ep",
     "zero": "parallelism.zero",
     "shard_degree": "parallelism.shard_degree",
     "micro_batch_size": "train.micro_batch_size",
@@ -46,12 +50,13 @@ Value = int | bool | Recompute | None
 
 
 class Mesh(NamedTuple):
-    """Degrees of the axes; ranks are their product."""
+    """Degrees of the axes; ranks are the product of all but ep, which lies inside dp."""
 
     dp: int
     tp: int
     pp: int
     cp: int
+    ep: int = 1
 
 
 class Choice(NamedTuple):
@@ -79,6 +84,7 @@ class Fixed:
     tp: int | None = None
     pp: int | None = None
     cp: int | None = None
+    ep: int | None = None
     zero: int | None = None
     # Where it does not divide dp all ranks are taken.
     shard_degree: int | None = None
@@ -111,7 +117,7 @@ class Space:
                     dp = ranks // tp // pp // cp
                     mesh = Mesh(dp, tp, pp, cp)
                     if self.num_sequences % dp == 0 and fixed.dp in (None, dp) and self.zero_stages(mesh):
-                        yield mesh
+                        yield from (mesh._replace(ep=ep) for ep in self._expert_degrees(dp))
 
     def _degrees(self, kept: int | None, possible: list[int]) -> list[int]:
         return possible if kept is None else [degree for degree in possible if degree == kept]
@@ -124,6 +130,13 @@ class Space:
         seq_len = self.base.seq_len
         most = seq_len if self.wide or self.fixed.cp is not None else max(1, seq_len // _LEAST_TOKENS)
         return [cp for cp in divisors(ranks) if cp <= most and seq_len % cp == 0]
+
+    def _expert_degrees(self, dp: int) -> list[int]:
+        """Return the degrees of expert parallelism: the fewest experts on a rank, and so the least memory,
+        come last.
+        """
+        possible = [ep for ep in divisors(math.gcd(dp, self.base.model.num_experts)) if dp % ep == 0]
+        return self._degrees(self.fixed.ep, possible if self.base.model.num_experts else [1])
 
     def zero_stages(self, mesh: Mesh) -> list[int]:
         """Return the stages that differ: all are the same where nobody holds the same parameters.
@@ -179,7 +192,7 @@ class Space:
         shard = 1 if zero == 0 else degree or mesh.dp
         return replace(
             self.base,
-            layout=Layout(mesh.dp, mesh.tp, mesh.pp, mesh.cp, shard=shard),
+            layout=Layout(*mesh, shard=shard),
             micro_batch_size=choice.micro_batch_size,
             accumulation=self.num_sequences // mesh.dp // choice.micro_batch_size,
             zero=zero,
@@ -197,10 +210,10 @@ def within(degree: int | None, mesh: Mesh) -> int | None:
 def space_of(config: Config, framework_name: str, num_sequences: int, fixed: Fixed) -> Space:
     """Return the space of a configuration, of whose layout and batch only what is fixed counts.
 
-    Raises ConfigError where the device's figures or the number of ranks are not known, and for ep > 1.
+    Raises ConfigError where the device's figures or the number of ranks are not known.
     """
     given = config.parallelism
-    whole = replace(given, dp="auto", tp=1, pp=1, cp=1, zero=0, shard_degree=None)
+    whole = replace(given, dp="auto", tp=1, pp=1, cp=1, ep=1, zero=0, shard_degree=None)
     train = replace(config.train, global_batch_size=None, global_batch_tokens=None, micro_batch_size=1)
     # What is recomputed is chosen for all layers alike.
     train = replace(train, recompute_budget_gib=None, recompute_every=1)
@@ -232,21 +245,29 @@ def _place(value: Value) -> float:
 
 def _splits_of(model: ModelConfig) -> list[int]:
     """Return the degrees by which a model's layers can be split."""
-    heads, kv_heads, width = model.num_attention_heads, model.num_key_value_heads, model.intermediate_size
-    return [tp for tp in divisors(heads) if width % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)]
+    widths = inner_widths(model).values()
+    return [tp for tp in _splits_of_heads(model) if not any(width % tp for width in widths)]
+
+
+def _splits_of_heads(model: ModelConfig) -> list[int]:
+    heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
+    return [tp for tp in divisors(heads) if kv_heads % tp == 0 or tp % kv_heads == 0]
 
 
 def is_possible(case: Case) -> bool:
     """Whether the degrees of a case divide what they split, as `plan` demands of a configuration."""
     mesh, seq_len = case.layout, case.seq_len
     parts = [mesh.cp, *([mesh.tp] if case.sequence_parallel else [])]
-    has_layers = mesh.pp <= case.model.num_hidden_layers
-    return has_layers and mesh.tp in _splits_of(case.model) and not any(seq_len % part for part in parts)
+    if mesh.pp > case.model.num_hidden_layers or mesh.dp % mesh.ep or case.model.num_experts % mesh.ep:
+        return False
+    # A GPT's feed-forward stands in tables as a gated one of the same size, whose width means nothing.
+    splits = _splits_of(case.model) if case.framework.name == OWN else _splits_of_heads(case.model)
+    return mesh.tp in splits and not any(seq_len % part for part in parts)
 
 
 def choice_of(case: Case) -> Choice:
     """Return what a case chose."""
-    mesh = Mesh(case.layout.dp, case.layout.tp, case.layout.pp, case.layout.cp)
+    mesh = Mesh(*(getattr(case.layout, axis) for axis in Mesh._fields))
     split = case.sequence_parallel and mesh.tp > 1
     degree = within(case.num_shards, mesh) if case.zero else None
     return Choice(mesh, case.zero, split, case.recompute, case.micro_batch_size, degree)

@@ -36,14 +36,14 @@ def _turned(space: Space, here: Choice, knob: str) -> Iterator[Choice]:
             rest = "recompute" if knob == "sequence_parallel" else "sequence_parallel"
             if getattr(other, rest) == getattr(here, rest):
                 yield other
-    elif knob in ("tp", "pp", "cp"):
+    elif knob in ("tp", "pp", "cp", "ep"):
         yield from _other_meshes(space, here, knob)
 
 
 def _other_meshes(space: Space, here: Choice, axis: str) -> Iterator[Choice]:
     """Meshes in which only this axis and data parallelism differ, everything else as it is or as near."""
     for mesh in space.meshes():
-        if any(getattr(mesh, it) != getattr(here.mesh, it) for it in ("tp", "pp", "cp") if it != axis):
+        if any(getattr(mesh, it) != getattr(here.mesh, it) for it in ("tp", "pp", "cp", "ep") if it != axis):
             continue
         sizes = [size for size in space.micro_batch_sizes(mesh) if size <= here.micro_batch_size]
         kinds = [split for split, recompute in space.kinds(mesh) if recompute is here.recompute]

@@ -87,6 +87,16 @@ CASES: list[tuple[str, Change, Sequence[str]]] = [
     ("rule_heads", {"model.head_dim": 15}, ["a head of 15", "rotary"]),
     ("rule_positions", {"model.family": "gpt", "train.seq_len": 4096}, ["train.seq_len=4096", "2048"]),
     (
+        "rule_experts",
+        {"parallelism.ep": 2},
+        ["parallelism.ep=2 shares out experts and model.num_experts=0", "model=mixtral_8x7b"],
+    ),
+    (
+        "rule_experts",
+        {"model.num_experts": 4, "model.num_experts_per_tok": 5},
+        ["model.num_experts_per_tok=5 is more than model.num_experts=4; use at most 4"],
+    ),
+    (
         "rule_tensor_parallel",
         {"parallelism.tp": 3, "cluster.gpus_per_node": 3},
         ["parallelism.tp=3 does not divide model.num_attention_heads=8; use 1, 2, 4 or 8"],

@@ -57,6 +57,8 @@ def test_every_preset_begins_by_saying_what_it_is_for_and_where_it_ran(group: st
         ("llama3_8b", 8_030_261_248),
         ("llama3_70b", 70_553_706_496),
         ("llama3_405b", 405_853_388_800),
+        ("mixtral_8x7b", 46_702_792_704),
+        ("qwen3_30b_a3b", 30_532_110_336),
         ("gpt2_xl", 1_557_611_200),
         ("gpt3_175b", 174_604_259_328),
     ],

@@ -100,6 +100,7 @@ NOT_BUILT: dict[str, list[Any]] = {
     "parallelism.pp": [2],
     "parallelism.cp": [2],
     "parallelism.ep": [2],
+    "model.num_experts": [8],
 }
 
 

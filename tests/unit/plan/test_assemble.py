@@ -8,14 +8,12 @@ import pytest
 
 from conf.schema import Device, PrecisionName
 from orchestra import hardware
-from orchestra.cli.planning.search import ask
 from orchestra.config.compose import compose
 from orchestra.config.situation import Situation
 from orchestra.errors import ConfigError
 from orchestra.plan.cases.assemble import case_of, for_planning
 from orchestra.plan.cases.devices import device
 from orchestra.plan.cases.profiles import Profile, write_profile
-from orchestra.plan.layouts.space import space_of
 
 CONSTANTS = {
     "product_flops.fp32": 5e10,
@@ -32,15 +30,6 @@ def test_a_profile_of_cpus_is_planned_for_cpus(tmp_path: Path) -> None:
     config = compose(for_planning([f"cluster.hardware={tmp_path}/cpu.json"]), Situation("plan")).config
     assert config.cluster.device is Device.cpu
     assert not case_of(config).choices.is_gpu
-
-
-def test_experts_are_refused_since_no_model_has_them() -> None:
-    words = ["model=llama3_8b", "parallelism.ep=2"]
-    with pytest.raises(ConfigError, match=r"have no experts to share out yet; use parallelism\.ep=1"):
-        case_of(compose(for_planning(words), Situation("plan")).config)
-    asked = ask(words)
-    with pytest.raises(ConfigError, match=r"parallelism\.ep=2"):
-        space_of(asked.config, "orchestra", asked.num_sequences, asked.fixed)
 
 
 @pytest.mark.parametrize("precision", PrecisionName)

@@ -34,7 +34,7 @@ def test_layouts_that_the_trainer_lacks_are_refused_with_what_to_use(
 ) -> None:
     assert main(["plan", "--exact", *MODEL, "parallelism.pp=2"]) == EXIT_USAGE
     said = capsys.readouterr().err
-    assert "parallelism.pp=2: the trainer has no pipeline" in said
+    assert "parallelism.pp=2: orchestra's trainer does not have pipeline parallelism yet" in said
     assert "plan without --exact" in said
     assert main(["plan", "--exact", *MODEL, "--framework", "nanotron"]) == EXIT_USAGE
     assert "there are none of nanotron here" in capsys.readouterr().err

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 from plan_cases import row
 
+from orchestra.cli import main
 from orchestra.errors import ConfigError
+from orchestra.plan.prediction import predict
 from orchestra.plan.table import PREDICTED, case_of_row, cases, read_table, with_predictions
 
 
@@ -125,7 +127,6 @@ def test_other_spellings_mean_the_same(said: dict[str, object], meant: dict[str,
         ({"tied": "maybe"}, "tied=maybe: expected 1 or 0"),
         ({"recompute": "some"}, "recompute=some: expected none or selective or full"),
         ({"gpu": "abacus"}, "gpu=abacus: its figures for bf16 are not known"),
-        ({"framework": "none"}, "framework=none is not known; use nanotron, orchestra"),
         ({"gpu_memory_gib": "-1"}, "gpu_memory_gib=-1: expected a number above 0"),
         ({"num_key_value_heads": 5}, "num_key_value_heads=5: expected a divisor of 32 heads"),
         ({"hidden_size": 4095}, "hidden_size=4095: expected a multiple of 32 heads"),
@@ -160,3 +161,52 @@ def test_a_torn_row_is_told_by_its_line(tmp_path: Path) -> None:
     file.write_text("\n".join([*text[:2], text[2].rsplit(",", 2)[0]]) + "\n")
     with pytest.raises(ConfigError, match=r"line 3: 1\d cells; expected 16 as in line 1"):
         read_table(file)
+
+
+def test_a_trainer_without_a_profile_is_predicted_and_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = written(tmp_path, row(framework="torchtitan", zero=3), row(framework="homegrown", zero=3))
+    assert main(["plan", "--table", str(file)]) == 0
+    told = capsys.readouterr()
+    usual, unknown = csv.DictReader(io.StringIO(told.out))
+    assert {name: usual[name] for name in PREDICTED} == {name: unknown[name] for name in PREDICTED}
+    assert "framework=homegrown has no profile and is predicted like torchtitan" in told.err
+
+
+@pytest.mark.parametrize(
+    ("gpu", "seq_len", "name"), [("a100", 2048, "megatron-2022"), ("a100", 4096, "megatron")]
+)
+def test_short_sequences_on_older_devices_are_of_the_older_megatron(
+    gpu: str, seq_len: int, name: str
+) -> None:
+    found, _ = case_of_row(row(gpu=gpu, seq_len=seq_len, framework="megatron-lm"))
+    assert found is not None
+    assert found.framework.name == name
+
+
+def test_scores_that_pass_through_memory_cost_more_the_longer_the_sequence(tmp_path: Path) -> None:
+    def attention(framework: str, seq_len: int) -> float:
+        found, _ = case_of_row(row(gpu="a100", seq_len=seq_len, framework=framework))
+        assert found is not None
+        return predict(found).time.layer.attention / seq_len
+
+    for seq_len in (2048, 8192):
+        assert attention("megatron-2022", seq_len) > 2 * attention("torchtitan", seq_len)
+    assert attention("megatron-2022", 8192) == pytest.approx(4 * attention("megatron-2022", 2048))
+
+
+def test_experts_are_read_from_their_columns(tmp_path: Path) -> None:
+    routed = {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 4096,
+        "ep": 8,
+        "head_dim": 64,
+    }
+    [found] = predicted(written(tmp_path, row(zero=1, framework="megatron", **routed)))
+    assert float(found["pred_tokens_per_s_per_gpu"]) > 0
+    [lone] = predicted(written(tmp_path, row(zero=1, framework="megatron", **{**routed, "ep": 1})))
+    assert float(lone["pred_peak_memory_gib"]) > 1.5 * float(found["pred_peak_memory_gib"])
+    problem = "num_experts_per_tok=9: expected at most 8 experts"
+    assert problem in problems(written(tmp_path, row(**{**routed, "num_experts_per_tok": 9})))[0]

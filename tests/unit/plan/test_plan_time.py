@@ -143,10 +143,12 @@ def test_recomputing_every_second_layer_costs_half_of_recomputing_all() -> None:
 
 
 def test_a_ring_of_keys_and_values_is_never_free() -> None:
-    """Its exchange hides behind attention over a long sequence; adding up its parts does not."""
+    """Its exchange hides behind attention over a long sequence; attention in pieces is slower, and adding up
+    the parts takes time.
+    """
     long = {"seq_len": 131072, "num_gpus": 8, "zero": 1}
     whole, cut = (
         predict(case(dp=8 // cp, cp=cp, grad_accum=cp, gpu_memory_gib=2000, **long)) for cp in (1, 4)
     )
     assert cut.time.layer.context == 0.0
-    assert 1.001 < whole.tokens_per_s / cut.tokens_per_s < 1.1
+    assert 1.1 < whole.tokens_per_s / cut.tokens_per_s < 1.3

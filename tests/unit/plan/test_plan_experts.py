@@ -1,0 +1,178 @@
+"""Mixtures of experts in the planner: published counts, what ep divides and costs, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from plan_cases import LLAMA_8B, case
+
+from conf.schema import ModelConfig, Recompute
+from orchestra.cli import main
+from orchestra.errors import EXIT_USAGE
+from orchestra.flops import (
+    feed_forward_width,
+    model_flops_per_token,
+    num_active_layer_parameters,
+    num_active_parameters,
+    num_embedding_parameters,
+    num_layer_parameters,
+    num_parameters,
+)
+from orchestra.plan.cases.case import Case, Tokens
+from orchestra.plan.cases.networks import INFINIBAND_400, Group
+from orchestra.plan.cases.stages import held_by_rank
+from orchestra.plan.costs.activations import llama_layer_bytes
+from orchestra.plan.costs.states import states_of_rank
+from orchestra.plan.layouts.search import search
+from orchestra.plan.layouts.space import Fixed, Space
+from orchestra.plan.prediction import predict
+
+MIXTRAL = ModelConfig(
+    name="mixtral_8x7b",
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    vocab_size=32000,
+    num_experts=8,
+    num_experts_per_tok=2,
+)
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "num_key_value_heads": 8, "vocab_size": 32000}
+LINK = 450e9
+
+
+def mixture(**changes: object) -> Case:
+    """Return Mixtral's shape on 64 GPUs of a trainer, by plain data parallelism unless changed."""
+    usual: dict[str, object] = {"num_gpus": 64, "dp": 64, "framework": "megatron", "precision": "bf16"}
+    return case(**{**EXPERTS, **usual, **changes})
+
+
+def test_active_parameters_are_the_published_ones() -> None:
+    # Mixtral: 12.9 B of 46.7 B (arXiv:2401.04088); Qwen3-30B-A3B: 3.3 B of 30.5 B (arXiv:2505.09388).
+    assert num_parameters(MIXTRAL) == 46_702_792_704
+    assert num_active_parameters(MIXTRAL) == pytest.approx(12.9e9, rel=0.002)
+    qwen = ModelConfig(
+        hidden_size=2048,
+        moe_intermediate_size=768,
+        num_hidden_layers=48,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        vocab_size=151936,
+        num_experts=128,
+        num_experts_per_tok=8,
+    )
+    assert num_parameters(qwen) == pytest.approx(30.5e9, rel=0.002)
+    assert num_active_parameters(qwen) == pytest.approx(3.3e9, rel=0.02)
+
+
+def test_a_token_costs_what_it_goes_through() -> None:
+    attention = 12 * MIXTRAL.num_hidden_layers * MIXTRAL.hidden_size * 4096
+    multiplied = num_active_parameters(MIXTRAL) - num_embedding_parameters(MIXTRAL)
+    assert model_flops_per_token(MIXTRAL, 4096) == 6 * multiplied + attention
+
+
+def test_one_expert_for_all_is_a_dense_layer_with_a_router() -> None:
+    single = replace(LLAMA_8B, num_experts=1, num_experts_per_tok=1)
+    assert num_layer_parameters(single) == num_layer_parameters(LLAMA_8B) + LLAMA_8B.hidden_size
+    assert num_active_layer_parameters(single) == num_layer_parameters(single)
+    assert feed_forward_width(single) == LLAMA_8B.intermediate_size
+    none = Recompute.none
+    dense, routed = (llama_layer_bytes(model, Tokens(1, 4096), none) for model in (LLAMA_8B, single))
+    assert routed - dense == 4 * 4096 * LLAMA_8B.hidden_size
+
+
+def test_a_shared_expert_is_met_by_every_token() -> None:
+    shared = replace(MIXTRAL, shared_expert_intermediate_size=1024)
+    more = 3 * 1024 * MIXTRAL.hidden_size
+    assert num_layer_parameters(shared) - num_layer_parameters(MIXTRAL) == more
+    assert num_active_layer_parameters(shared) - num_active_layer_parameters(MIXTRAL) == more
+
+
+@pytest.mark.parametrize("ep", [1, 2, 8])
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 2)])
+def test_all_ranks_together_hold_each_optimizer_state_once(ep: int, tp: int, pp: int) -> None:
+    found = mixture(ep=ep, tp=tp, pp=pp, dp=64 // tp // pp, zero=1)
+    held = [states_of_rank(found, held_by_rank(found.model, stage, found.layout)) for stage in found.stages]
+    ranks = found.layout.world_size // pp
+    assert ranks * sum(it.optimizer for it in held) == pytest.approx(8 * num_parameters(found.model))
+
+
+def test_expert_parallelism_divides_the_experts_and_nothing_else() -> None:
+    [stage] = mixture().stages
+    whole, eighth = (held_by_rank(MIXTRAL, stage, mixture(ep=ep).layout) for ep in (1, 8))
+    assert eighth.dense == whole.dense
+    assert eighth.experts == whole.experts / 8 == 32 * 3 * 4096 * 14336
+
+
+def test_memory_is_traded_for_an_exchange() -> None:
+    alone, shared = predict(mixture(zero=1)), predict(mixture(zero=1, ep=8))
+    assert not alone.fits
+    assert shared.peak.parameters < alone.peak.parameters / 4
+    assert alone.time.layer.exchange == 0 < shared.time.layer.exchange
+    assert shared.time.layer.products == alone.time.layer.products
+
+
+def test_few_tokens_wait_for_the_weights_of_experts() -> None:
+    """At 64 tokens a micro-batch all eight experts are read for two that each token goes through."""
+    few, many = (predict(mixture(seq_len=length)).time.layer.products / length for length in (64, 4096))
+    assert few > 4 * many
+
+
+def test_an_exchange_between_nodes_is_bound_by_each_ranks_own_adapter() -> None:
+    num_bytes = 1e9
+    inside = INFINIBAND_400.all_to_all_s(num_bytes, Group(8, 1), LINK)
+    rate = LINK * 250 / 450
+    assert inside == pytest.approx(num_bytes * 7 / 8 / rate + 20e-6)
+    between = INFINIBAND_400.all_to_all_s(num_bytes, Group(16, 2), LINK)
+    assert between == pytest.approx(num_bytes / 2 / (0.85 * 50e9), rel=0.01)
+
+
+def test_search_turns_ep_where_there_are_experts() -> None:
+    space = Space(mixture(), 256, Fixed(pp=1, cp=1, tp=1))
+    assert {mesh.ep for mesh in space.meshes()} == {1, 2, 4, 8}
+    found = search(space, 4)
+    assert found.ranked
+    assert all(it.case.model.num_experts % it.case.layout.ep == 0 for it in found.ranked)
+    assert {mesh.ep for mesh in Space(mixture(), 256, Fixed(ep=4)).meshes()} == {4}
+    assert {mesh.ep for mesh in Space(case(), 256, Fixed()).meshes()} == {1}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["model=llama3_8b", "parallelism.ep=4"], ("parallelism.ep=4", "model.num_experts=0")),
+        (["model=mixtral_8x7b", "parallelism.ep=3"], ("model.num_experts=8", "1, 2, 4 or 8")),
+        (["model=mixtral_8x7b", "model.num_experts_per_tok=9"], ("num_experts_per_tok=9", "at most 8")),
+        (["model=mixtral_8x7b", "parallelism.offload=optimizer"], ("parallelism.offload=none",)),
+        (["model=gpt2_xl", "model.num_experts=4"], ("model.family",)),
+        (["model=mixtral_8x7b", "--exact"], ("model.num_experts=8", "does not have mixtures of experts")),
+    ],
+)
+def test_what_cannot_be_is_refused_with_what_to_do(
+    overrides: list[str], said: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *overrides]) == EXIT_USAGE
+    told = capsys.readouterr().err
+    assert all(words in told for words in said)
+
+
+def test_the_trainer_refuses_a_mixture(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "model.num_experts=4"]) == EXIT_USAGE
+    assert "does not have mixtures of experts yet; use model.num_experts=0" in capsys.readouterr().err
+
+
+def test_plan_tells_what_is_active(capsys: pytest.CaptureFixture[str]) -> None:
+    layout = ["parallelism.ep=8", "parallelism.zero=1", "cluster.nodes=8", "train.global_batch_size=256"]
+    typed = ["plan", "model=mixtral_8x7b", *layout, "train.recompute=full", "precision=bf16"]
+    assert main(typed) == 0
+    text = capsys.readouterr().out
+    assert "12,879,925,248 active" in text
+    assert "dp 64, ep 8, zero 1" in text
+    assert main([*typed, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["num_active_parameters"] == 12_879_925_248
+    assert facts["layout"]["ep"] == 8
