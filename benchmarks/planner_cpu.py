@@ -1,11 +1,13 @@
 """Predicted against measured on this machine's own CPU: makes runs, calibrates on some, predicts others.
 
-    python benchmarks/planner_cpu.py [--dir FOLDER] [--only NAME ...] [--again]
+    python benchmarks/planner_cpu.py [--dir FOLDER] [--only NAME ...] [--rounds 3] [--again]
 
-Each run is `orchestra run` on 1, 2 or 4 ranks with models of 5 to 30 million parameters. `orchestra plan
---calibrate` fits a profile on the runs marked `fit`; the others are held out. Step times are medians over the
-later steps, peaks the resident memory of rank 0. Runs that are there already are kept (`--again` makes them
-anew). On a quiet machine all of it takes some eight minutes.
+Each run is `orchestra run` on 1, 2 or 4 ranks with models of 5 to 30 million parameters, once a round, since
+single runs stray by 15 %. `orchestra plan --calibrate` fits a profile on the runs marked `fit`; the others
+are held out. Step times are medians over the later steps and then over rounds, peaks the resident memory of
+rank 0. Behind them stands what `plan` says of the same runs without calibration, from rates measured once.
+Runs that are there already are kept (`--again` makes them anew). On a quiet machine a round takes some six
+minutes.
 """
 
 from __future__ import annotations
@@ -19,6 +21,10 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from orchestra.plan.cases.profiles import Profile
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -48,7 +54,7 @@ RUNS = (
     Run("large-1", False, 1, f"{LARGE} {SEQUENCES} train.micro_batch_size=2 cluster.threads_per_rank=1"),
     Run("middle-1-full", False, 1, f"{MIDDLE} {SEQUENCES} train.recompute=full"),
     Run("middle-1-long", False, 1, f"{MIDDLE} train.seq_len=512 train.global_batch_size=2"),
-    Run("middle-1-threads", False, 1, f"{MIDDLE} {SEQUENCES}"),
+    Run("middle-1-threads", True, 1, f"{MIDDLE} {SEQUENCES}"),
     Run("large-2", False, 2, f"{LARGE} {SEQUENCES}"),
     Run("middle-2-zero1", False, 2, f"{MIDDLE} {SEQUENCES} parallelism=zero1"),
     Run("middle-2-zero2", False, 2, f"{MIDDLE} {SEQUENCES} parallelism=zero2 train.micro_batch_size=1"),
@@ -82,27 +88,37 @@ def calibrated(runs: list[Path], profile: Path) -> None:
     subprocess.run([*command, "--output", str(profile)], check=True, env=environment)
 
 
-def table(chosen: list[Run], folder: Path, profile: Path) -> None:
+def table(chosen: list[Run], folders: list[Path], profile: Profile) -> None:
+    """Print each run's medians over the rounds beside what a profile predicts."""
     from orchestra.plan.calibrate import measured_run, prediction_of
-    from orchestra.plan.cases.profiles import read_profile
     from orchestra.rundir import RunDir
 
-    known = read_profile(profile)
     print(f"{'run':<20}{'':<6}{'step s':>9}{'predicted':>11}{'off':>8}{'MiB':>9}{'predicted':>11}{'off':>8}")
     off: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     for run in chosen:
-        measured = measured_run(RunDir(folder / run.name))
-        found = prediction_of(measured, known)
-        times = found.time.total / measured.step_s - 1
-        memory = found.peak.total / measured.peak_bytes - 1
+        rounds = [measured_run(RunDir(folder / run.name)) for folder in folders]
+        found = prediction_of(rounds[0], profile)
+        step_s = statistics.median(it.step_s for it in rounds)
+        peak_bytes = statistics.median(it.peak_bytes for it in rounds)
+        times, memory = found.time.total / step_s - 1, found.peak.total / peak_bytes - 1
         off[run.is_fit].append((abs(times), abs(memory)))
         kind, mib = "fit" if run.is_fit else "new", 2**20
-        speed = f"{measured.step_s:>9.3f}{found.time.total:>11.3f}{times:>+8.1%}"
-        peaks = f"{measured.peak_bytes / mib:>9.0f}{found.peak.total / mib:>11.0f}{memory:>+8.1%}"
+        speed = f"{step_s:>9.3f}{found.time.total:>11.3f}{times:>+8.1%}"
+        peaks = f"{peak_bytes / mib:>9.0f}{found.peak.total / mib:>11.0f}{memory:>+8.1%}"
         print(f"{run.name:<20}{kind:<6}{speed}{peaks}")
     for is_fit, errors in off.items():
         if errors:
             print(summary("fitted" if is_fit else "held out", errors))
+
+
+def uncalibrated() -> Profile:
+    """Return what `plan` rests on without calibration, measured now where nobody has."""
+    from orchestra.plan.cases.cpu import measured_profile
+
+    command = [sys.executable, "-m", "orchestra", "plan", "cluster.device=cpu", "cluster.gpus_per_node=1"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([*command, "--json"], check=True, env=environment, stdout=subprocess.DEVNULL)
+    return measured_profile("fp32")
 
 
 def summary(name: str, errors: list[tuple[float, float]]) -> str:
@@ -122,18 +138,25 @@ def main() -> None:
     )
     parser.add_argument("--dir", type=Path, help="where the runs lie (default: a new folder under /tmp)")
     parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help="some of the runs")
+    parser.add_argument("--rounds", type=int, default=3, help="how often each run is made")
     parser.add_argument("--again", action="store_true", help="make runs anew that are there")
     arguments = parser.parse_args()
+    from orchestra.plan.cases.profiles import read_profile
+
     folder = arguments.dir or Path(tempfile.mkdtemp(prefix="planner-cpu-"))
-    folder.mkdir(parents=True, exist_ok=True)
+    folders = [folder / f"round-{number}" for number in range(arguments.rounds)]
     chosen = [run for run in RUNS if not arguments.only or run.name in arguments.only]
-    for run in chosen:
-        if arguments.again or not (folder / run.name / "metrics.jsonl").exists():
-            seconds = make(run, folder)
-            print(f"{run.name}: made in {seconds:.0f} s", file=sys.stderr)
+    usual = uncalibrated()
+    for each in folders:
+        each.mkdir(parents=True, exist_ok=True)
+        for run in chosen:
+            if arguments.again or not (each / run.name / "metrics.jsonl").exists():
+                print(f"{each.name}/{run.name}: made in {make(run, each):.0f} s", file=sys.stderr)
     profile = folder / "profile.json"
-    calibrated([folder / run.name for run in chosen if run.is_fit], profile)
-    table(chosen, folder, profile)
+    calibrated([each / run.name for each in folders for run in chosen if run.is_fit], profile)
+    table(chosen, folders, read_profile(profile))
+    print("without calibration:")
+    table(chosen, folders, usual)
     print(f"runs and profile in {folder}")
 
 

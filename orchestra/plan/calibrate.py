@@ -20,7 +20,16 @@ from orchestra.frozen import read_config
 from orchestra.metrics_file import read_metrics
 from orchestra.plan.cases.assemble import case_of, threads_of
 from orchestra.plan.cases.cpu import usual_profile
-from orchestra.plan.cases.profiles import CPU, PRODUCT, Constants, Profile, Residual, with_profile
+from orchestra.plan.cases.profiles import (
+    BUSY,
+    BUSY_MEMORY,
+    CPU,
+    PRODUCT,
+    Constants,
+    Profile,
+    Residual,
+    with_profile,
+)
 from orchestra.plan.fit import fitted
 from orchestra.plan.prediction import Prediction, predict
 from orchestra.rundir import RunDir
@@ -35,7 +44,7 @@ _PULL, _PULL_OF_PRODUCTS = 0.003, 1e-4
 _LEAST_EFFECT = 0.02
 _OF_TIME = (
     *("memory_bytes_per_s", "link_bytes_per_s", "attention_flops", "inside_latency_s"),
-    *("host_layer_s", "step_s"),
+    *("host_layer_s", "step_s", BUSY, BUSY_MEMORY),
 )
 _OF_MEMORY = ("fixed_bytes", "step_share")
 
@@ -186,7 +195,7 @@ def _fitted_times(runs: Sequence[MeasuredRun], profile: Profile) -> Profile:
     return _fit(
         runs,
         profile,
-        [*products, *_OF_TIME],
+        [*products, *(name for name in _OF_TIME if name in profile.constants)],
         _TIME_SCALE,
         lambda it, run: math.log(it.time.total / run.step_s),
     )

@@ -1,14 +1,16 @@
 """Measures what the planner needs to know of this machine's CPU, and keeps it in the user's cache folder.
 
 `python -m orchestra.train.cpu_rates PRECISION` takes some seconds: the fastest product of one thread, how
-fast one thread copies memory, and the resident memory of a process that has loaded what a worker loads. One
-thread, because a rank's threads share cores and memory with other ranks. It trains nothing.
+fast one thread copies memory, what of both a core keeps while all compute, and the resident memory of a
+process that has loaded what a worker loads. One thread first, because a rank's threads share cores and memory
+with other ranks. It trains nothing.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -26,16 +28,25 @@ _BUDGET_S = 0.5
 
 
 def cpu_rates(precision: PrecisionName) -> Mapping[str, float]:
-    """Return FLOP/s of products and bytes/s of memory traffic of one thread, and bytes of an idle worker."""
+    """Return FLOP/s of products and bytes/s of memory traffic of one thread, the shares of them that a core
+    keeps while all compute, and bytes of an idle worker.
+    """
     importlib.import_module("orchestra.train.worker")
     fixed = memory_peak_bytes(torch.device("cpu"))
-    torch.set_num_threads(1)
-    dtype = policy(PrecisionConfig(precision)).parameter
+    dtype, cores = policy(PrecisionConfig(precision)).parameter, len(os.sched_getaffinity(0))
+    alone, together = (_rates(dtype, num_threads) for num_threads in (1, cores))
     return {
-        "peak_flops": measured_cpu_peak_flops(dtype, 1),
-        "memory_bytes_per_s": _memory_bytes_per_s(),
+        "peak_flops": alone[0],
+        "memory_bytes_per_s": alone[1],
         "fixed_bytes": float(fixed),
+        "busy_share": min(1.0, together[0] / alone[0] / cores),
+        "busy_memory_share": min(1.0, together[1] / alone[1] / cores),
     }
+
+
+def _rates(dtype: torch.dtype, num_threads: int) -> tuple[float, float]:
+    torch.set_num_threads(num_threads)
+    return measured_cpu_peak_flops(dtype, num_threads), _memory_bytes_per_s()
 
 
 def _memory_bytes_per_s() -> float:

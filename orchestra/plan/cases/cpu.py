@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from orchestra.errors import ConfigError
-from orchestra.plan.cases.profiles import CPU, PRODUCT, Constants, Profile
+from orchestra.plan.cases.profiles import BUSY, BUSY_MEMORY, CPU, PRODUCT, Constants, Profile
 
 # Fitted with `orchestra plan --calibrate` on runs on a CPU with AVX-512 (benchmarks/planner_cpu.py), beside
 # measured rates: what training reaches of the fastest product, and attention of what products reach.
@@ -24,6 +24,9 @@ _USUAL: Constants = {
     # gloo over the loopback device, between ranks that keep all cores busy (benchmarks/planner_cpu.py).
     "link_bytes_per_s": 0.9e9,
     "inside_latency_s": 1.5e-3,
+    # Two cores of a virtual machine keep so much beside each other (cpu_rates).
+    BUSY: 0.85,
+    BUSY_MEMORY: 0.65,
     # The interpreter's own time for a layer, forward and backward, and for a step.
     "host_layer_s": 1.3e-3,
     "step_s": 4.3e-3,
@@ -79,6 +82,10 @@ def processor() -> str:
     return f"{model}, {len(os.sched_getaffinity(0))} cores"
 
 
+# What `cpu_rates` measures.
+_MEASURED = ("peak_flops", "memory_bytes_per_s", "fixed_bytes", BUSY, BUSY_MEMORY)
+
+
 def is_busy() -> bool:
     """Whether more processes than there are cores wanted to run in the last minute."""
     return os.getloadavg()[0] > (os.cpu_count() or 1)
@@ -88,7 +95,7 @@ def known_rates(precision: str) -> dict[str, float] | None:
     """Return what was measured here for a precision; None where nobody has, or the file is not readable."""
     try:
         found = json.loads(rates_file().read_text())[processor()][precision]
-        rates = {name: float(found[name]) for name in ("peak_flops", "memory_bytes_per_s", "fixed_bytes")}
+        rates = {name: float(found[name]) for name in _MEASURED}
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return rates if all(value > 0 for value in rates.values()) else None
@@ -143,5 +150,5 @@ def measured_profile(precision: str) -> Profile:
         float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
         rates["memory_bytes_per_s"],
     )
-    profile.constants["fixed_bytes"] = rates["fixed_bytes"]
+    profile.constants.update({name: rates[name] for name in ("fixed_bytes", BUSY, BUSY_MEMORY)})
     return profile

@@ -30,6 +30,9 @@ _TOLD = 40
 # Constants by name; those of precisions are called product_flops.<precision>.
 Constants = dict[str, float]
 OF_DEVICE = ("memory_bytes_per_s", "link_bytes_per_s", "attention_flops")
+# What a core reaches while all cores of its node compute, of what it reaches alone: in products, and of
+# memory traffic, which cores share. 1 where a profile does not say.
+BUSY, BUSY_MEMORY = "busy_share", "busy_memory_share"
 OF_NETWORK = ("inside_latency_s",)
 OF_FRAMEWORK = ("host_layer_s", "step_s", "exposed_reduction", "fixed_bytes", "step_share")
 PRODUCT = "product_flops."
@@ -138,7 +141,8 @@ def _problems(found: Mapping[str, Any]) -> list[str]:
 def _wrong_numbers(key: str, numbers: Mapping[str, Any], is_cpu: bool) -> list[str]:
     precisions = [each.value for each in PrecisionName]
     of_products = [PRODUCT + each for each in precisions]
-    known = precisions if key == "peak_flops" else [*OF_DEVICE, *OF_NETWORK, *OF_FRAMEWORK, *of_products]
+    constants = [*OF_DEVICE, BUSY, BUSY_MEMORY, *OF_NETWORK, *OF_FRAMEWORK, *of_products]
+    known = precisions if key == "peak_flops" else constants
     needed = _NEEDED_OF_CPUS if is_cpu and key == "constants" else ()
     problems = [f"{key}.{name}: missing; expected a number above 0" for name in needed if name not in numbers]
     for name, value in numbers.items():
@@ -182,15 +186,17 @@ def cpu_device(profile: Profile, ranks: int, threads: int, precision: PrecisionN
     constants, cores = profile.constants, profile.cores or 1
     product, peak = _of_precision(profile, precision)
     own = threads * shared(profile, ranks, threads)
+    computing = own * while_busy(profile, BUSY, ranks, threads)
+    memory_bytes_per_s = constants["memory_bytes_per_s"] * own
     return Device(
         name=CPU,
         peak_flops=peak * own,
         memory_bytes=(profile.memory_bytes or 0.0) / ranks,
-        memory_bytes_per_s=constants["memory_bytes_per_s"] * own,
+        memory_bytes_per_s=memory_bytes_per_s * while_busy(profile, BUSY_MEMORY, ranks, threads),
         # Messages are sent by one thread, which needs a core like any other.
         link_bytes_per_s=constants["link_bytes_per_s"] * min(1.0, cores / ranks),
-        product_flops=product * own,
-        attention_flops=constants["attention_flops"] * own,
+        product_flops=product * computing,
+        attention_flops=constants["attention_flops"] * computing,
         data_sheet="a rank's share of a node's cores",
         reached=profile.source,
     )
@@ -211,6 +217,13 @@ def _of_precision(profile: Profile, precision: PrecisionName) -> tuple[float, fl
 def shared(profile: Profile, ranks: int, threads: int) -> float:
     """Return the share of a core that a thread has where all ranks of a node compute."""
     return min(1.0, (profile.cores or 1) / (ranks * threads))
+
+
+def while_busy(profile: Profile, name: str, ranks: int, threads: int) -> float:
+    """Return the share of its rate that a core keeps beside as many others as compute on the node."""
+    cores = profile.cores or 1
+    others = min(cores, ranks * threads) - 1
+    return 1 - (1 - profile.constants.get(name, 1.0)) * others / max(1, cores - 1)
 
 
 def cpu_network(profile: Profile, ranks: int, network: Network) -> Network:
@@ -234,7 +247,7 @@ def with_profile(case: Case, profile: Profile, threads: int = 1) -> Case:
     constants, ranks = profile.constants, case.devices_per_node
     framework = replace(_changed(case.framework, OF_FRAMEWORK, constants), source=profile.source)
     if profile.is_cpu:
-        share = shared(profile, ranks, threads)
+        share = shared(profile, ranks, threads) * while_busy(profile, BUSY, ranks, threads)
         framework = replace(
             framework,
             host_layer_s=framework.host_layer_s / share,

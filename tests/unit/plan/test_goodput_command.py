@@ -135,6 +135,7 @@ def test_a_cpu_is_measured_where_nobody_has(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     rates = {"peak_flops": 1e11, "memory_bytes_per_s": 1e10, "fixed_bytes": 3e8}
+    rates |= {"busy_share": 0.9, "busy_memory_share": 0.7}
     monkeypatch.setattr("orchestra.cli.planning.cpu._measured", lambda _: rates)
     words = ["cluster.device=cpu", "cluster.gpus_per_node=2", "model=debug", "--json"]
     assert json.loads(printed(capsys, "--goodput", *words))["num_devices"] == 2

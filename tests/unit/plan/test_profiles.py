@@ -17,10 +17,20 @@ from orchestra.config.situation import Situation
 from orchestra.errors import ConfigError
 from orchestra.plan.cases.assemble import case_of, for_planning
 from orchestra.plan.cases.cpu import are_sure, keep_rates, known_rates, measured_profile, usual_profile
-from orchestra.plan.cases.profiles import Profile, cpu_device, read_profile, with_profile, write_profile
+from orchestra.plan.cases.profiles import (
+    Profile,
+    cpu_device,
+    read_profile,
+    while_busy,
+    with_profile,
+    write_profile,
+)
 from orchestra.plan.prediction import predict
 
 CPU = usual_profile({"fp32": 1e11}, {"product_flops.fp32": 8e10}, cores=4, memory_bytes=32e9)
+
+# What is measured of a CPU beside its products.
+RATES = {"memory_bytes_per_s": 1e10, "fixed_bytes": 3e8, "busy_share": 0.8, "busy_memory_share": 0.5}
 
 
 def test_a_profile_comes_back_as_it_was_written(tmp_path: Path) -> None:
@@ -98,7 +108,9 @@ def test_ranks_share_a_nodes_cores() -> None:
     def product_flops(ranks: int, threads: int) -> float:
         return cpu_device(CPU, ranks, threads, PrecisionName.fp32).product_flops
 
-    assert product_flops(1, 4) == 4 * product_flops(1, 1) == 4 * product_flops(4, 1)
+    alone = product_flops(1, 1)
+    assert product_flops(1, 4) == 4 * product_flops(4, 1)
+    assert product_flops(4, 1) == pytest.approx(alone * CPU.constants["busy_share"])
     # Eight ranks on four cores have half a core each.
     assert product_flops(8, 1) == product_flops(4, 1) / 2
     assert cpu_device(CPU, 8, 1, PrecisionName.fp32).memory_bytes == 4e9
@@ -136,7 +148,7 @@ def test_a_plan_for_cpus_without_a_profile_needs_rates_that_were_measured_here(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(ConfigError, match="has not been measured for precision=fp32"):
         measured_profile("fp32")
-    rates = {"peak_flops": 1e11, "memory_bytes_per_s": 1e10, "fixed_bytes": 3e8}
+    rates = {"peak_flops": 1e11, **RATES}
     keep_rates("fp32", rates)
     keep_rates("bf16", {**rates, "peak_flops": 2e11})
     assert known_rates("fp32") == rates
@@ -148,7 +160,7 @@ def test_rates_of_a_busy_machine_serve_until_it_is_quiet(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     config = compose(["cluster.device=cpu"], Situation("plan")).config
-    load, rates = [1e3], {"peak_flops": 1e10, "memory_bytes_per_s": 1e9, "fixed_bytes": 3e8}
+    load, rates = [1e3], {"peak_flops": 1e10, **RATES}
     monkeypatch.setattr("os.getloadavg", lambda: (load[0], 0.0, 0.0))
     monkeypatch.setattr(measuring, "_measured", lambda _: {**rates, "peak_flops": 1e13 / max(1.0, load[0])})
 
@@ -169,3 +181,18 @@ def test_rates_of_a_busy_machine_serve_until_it_is_quiet(
     assert "again, now that it is quiet" in capsys.readouterr().err
     load[0] = 1e3
     assert peak() == (1e13, True)
+
+
+def test_cores_that_all_compute_slow_each_other_down() -> None:
+    constants = {**usual_profile({"fp32": 1e11}, {"product_flops.fp32": 1e11}, 4, 32e9).constants}
+    constants |= {"busy_share": 0.8, "busy_memory_share": 0.5}
+    profile = Profile("cpu", constants, {"fp32": 1e11}, cores=4, memory_bytes=32e9)
+    assert while_busy(profile, "busy_share", 1, 1) == 1.0
+    assert while_busy(profile, "busy_share", 2, 2) == pytest.approx(0.8)
+    # More threads than cores are no more than cores.
+    assert while_busy(profile, "busy_share", 4, 4) == pytest.approx(0.8)
+    alone, all_threads = (cpu_device(profile, 1, threads, PrecisionName.fp32) for threads in (1, 4))
+    assert all_threads.product_flops == pytest.approx(4 * 0.8 * alone.product_flops)
+    assert all_threads.memory_bytes_per_s == pytest.approx(4 * 0.5 * alone.memory_bytes_per_s)
+    silent = replace(profile, constants={**constants, "busy_share": 1.0})
+    assert cpu_device(silent, 1, 4, PrecisionName.fp32).product_flops == 4 * alone.product_flops
