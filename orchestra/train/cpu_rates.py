@@ -1,14 +1,12 @@
 """Measures what the planner needs to know of this machine's CPU, and keeps it in the user's cache folder.
 
 `python -m orchestra.train.cpu_rates PRECISION` takes some seconds: the fastest product of one thread, how
-fast one thread copies memory, what of both a core keeps while all compute, and the resident memory of a
-process that has loaded what a worker loads. One thread first, because a rank's threads share cores and memory
-with other ranks. It trains nothing.
+fast one thread copies memory, and what of both a core keeps while all compute. One thread first, because a
+rank's threads share cores and memory with other ranks. It trains nothing.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import sys
@@ -19,7 +17,6 @@ import torch
 
 from conf.schema import PrecisionConfig, PrecisionName
 from orchestra.precision.policy import policy
-from orchestra.train.metrics import memory_peak_bytes
 from orchestra.train.peak import measured_cpu_peak_flops
 
 # Larger than any cache, and long enough for a clock.
@@ -28,17 +25,14 @@ _BUDGET_S = 0.5
 
 
 def cpu_rates(precision: PrecisionName) -> Mapping[str, float]:
-    """Return FLOP/s of products and bytes/s of memory traffic of one thread, the shares of them that a core
-    keeps while all compute, and bytes of an idle worker.
+    """Return FLOP/s of products and bytes/s of memory traffic of one thread, and the shares of them that a
+    core keeps while all compute.
     """
-    importlib.import_module("orchestra.train.worker")
-    fixed = memory_peak_bytes(torch.device("cpu"))
     dtype, cores = policy(PrecisionConfig(precision)).parameter, len(os.sched_getaffinity(0))
     alone, together = (_rates(dtype, num_threads) for num_threads in (1, cores))
     return {
         "peak_flops": alone[0],
         "memory_bytes_per_s": alone[1],
-        "fixed_bytes": float(fixed),
         "busy_share": min(1.0, together[0] / alone[0] / cores),
         "busy_memory_share": min(1.0, together[1] / alone[1] / cores),
     }

@@ -11,6 +11,8 @@ from orchestra.plan.cases.networks import Group, Network
 from orchestra.plan.cases.stages import Stage, stages
 from orchestra.topology import Layout
 
+_WHOLE_ZERO = 3
+
 
 @dataclass(frozen=True)
 class Choices:
@@ -105,6 +107,12 @@ class Case:
     def is_counted_in_full(self) -> bool:
         """Whether memory is counted as the trainer allocates it: orchestra's own, which has no experts."""
         return self.framework.name == OWN and not self.model.num_experts
+
+    @property
+    def kept_zero(self) -> int:
+        """ZeRO's stage by what a rank keeps from one micro-batch to the next."""
+        is_kept = self.zero == _WHOLE_ZERO and self.framework.gathers_once and self.layout.pp > 1
+        return 1 if is_kept else self.zero
 
     @property
     def num_expert_shards(self) -> int:

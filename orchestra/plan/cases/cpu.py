@@ -15,25 +15,25 @@ from pathlib import Path
 from orchestra.errors import ConfigError
 from orchestra.plan.cases.profiles import BUSY, BUSY_MEMORY, CPU, PRODUCT, Constants, Profile
 
-# Fitted with `orchestra plan --calibrate` on runs on a CPU with AVX-512 (benchmarks/planner_cpu.py), beside
-# measured rates: what training reaches of the fastest product, and attention of what products reach.
-_PRODUCT_SHARE, _ATTENTION_SHARE = 0.8, 0.5
+# Between what `orchestra plan --calibrate` fits on runs on two machines, an Intel one with AVX-512 and an AMD
+# one (benchmarks/planner_cpu.py): what training reaches of the fastest product, and attention of that.
+_PRODUCT_SHARE, _ATTENTION_SHARE = 0.85, 0.5
 # Bytes per second of one core where nobody has measured them.
 _MEMORY_BYTES_PER_S = 8e9
 _USUAL: Constants = {
     # gloo over the loopback device, between ranks that keep all cores busy (benchmarks/planner_cpu.py).
-    "link_bytes_per_s": 0.9e9,
-    "inside_latency_s": 1.5e-3,
+    "link_bytes_per_s": 1.1e9,
+    "inside_latency_s": 2.0e-3,
     # Two cores of a virtual machine keep so much beside each other (cpu_rates).
     BUSY: 0.85,
     BUSY_MEMORY: 0.65,
     # The interpreter's own time for a layer, forward and backward, and for a step.
-    "host_layer_s": 1.3e-3,
-    "step_s": 4.3e-3,
+    "host_layer_s": 1.15e-3,
+    "step_s": 3.9e-3,
     # Cores that compute are busy: nothing is hidden.
     "exposed_reduction": 1.0,
-    # Resident memory of a rank before it trains: interpreter, torch and what they load.
-    "fixed_bytes": 300.0 * 2**20,
+    # Resident memory of a rank beside its tensors: interpreter, torch, what they load, text to train on.
+    "fixed_bytes": 320.0 * 2**20,
     # Of what a step adds, with gaps of the allocator and buffers of the products.
     "step_share": 1.0,
 }
@@ -60,7 +60,7 @@ def usual_profile(
         peak_flops=dict(peak_flops),
         cores=cores,
         memory_bytes=memory_bytes,
-        source="measured rates of this machine's CPU; shares of them from runs on another one",
+        source="measured rates of this machine's CPU; shares of them from runs on two others",
     )
 
 

@@ -98,6 +98,8 @@ class Framework:
     fuses_kernels: bool = False
     # Of orchestra's own memory: what a step adds, as a multiple of its tensors.
     step_share: float = 1.0
+    # Whether pipelines under ZeRO-3 keep what they gathered, and whole gradients, until the step ends.
+    gathers_once: bool = False
     # Whether it takes the vendor's attention kernels where there are any.
     uses_vendor_attention: bool = False
     # Of mixtures of experts: host time for a layer besides, and the rate of the experts' products beside that
@@ -206,8 +208,12 @@ FRAMEWORKS = {
         replace(
             _EFFICIENT,
             name="torchtitan",
+            # Its usual reshard_after_forward.
+            gathers_once=True,
             elementwise_bytes=800.0,
-            selective_share=0.5,
+            selective_share=0.42,
+            logit_bytes=10.0,
+            layer_temporaries=2.0,
             source="set on its published figures",
         ),
         replace(

@@ -197,7 +197,7 @@ def _gathered_parameters(case: Case, busy: float) -> float:
 
     Hidden behind the layer's own work but for the framework's exposed share.
     """
-    if case.zero < 3 or case.num_shards == 1:
+    if case.kept_zero < 3 or case.num_shards == 1:
         return 0.0
     held = held_of_layer(case.model, case.layout)
     moved = _PASSES * sharded_s(case, held, case.tokens.width_bytes)

@@ -153,6 +153,6 @@ def _logits(case: Case) -> float:
 
 def _live_parameters(case: Case) -> float:
     """ZeRO-3 holds the layer at work and the one fetched ahead of it, whole."""
-    if case.zero < 3 or case.num_shards == 1:
+    if case.kept_zero < 3 or case.num_shards == 1:
         return 0.0
     return 2 * held_of_layer(case.model, case.layout).total * case.tokens.width_bytes

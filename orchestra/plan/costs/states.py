@@ -85,10 +85,11 @@ def state_bytes(num_parameters: float, zero: int, num_shards: int, width: StateB
 def states_of_rank(case: Case, held: Held) -> StateBytes:
     """Return the bytes on one rank: fewer ranks have the same experts and share them out."""
     width = widths_of(case)
-    dense = state_bytes(held.dense, case.zero, case.num_shards, width)
+    zero = case.kept_zero
+    dense = state_bytes(held.dense, zero, case.num_shards, width)
     if not held.experts:
         return dense
-    return dense + state_bytes(held.experts, case.zero, case.num_expert_shards, width)
+    return dense + state_bytes(held.experts, zero, case.num_expert_shards, width)
 
 
 def checkpoint_bytes(num_parameters: float) -> float:

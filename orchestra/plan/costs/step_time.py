@@ -88,7 +88,7 @@ def _reduction(case: Case) -> float:
         moved += _summed(case, held.experts * gradients, num_ranks // mesh.ep, mesh.tp * mesh.ep)
         return case.framework.exposed_reduction * moved
     moved = 0.0
-    if case.zero < 3:
+    if case.kept_zero < 3:
         # ZeRO-2 keeps no whole gradients from one micro-batch to the next.
         times = case.accumulation if case.zero == 2 else 1
         moved += times * sharded_s(case, held, gradients)

@@ -193,3 +193,15 @@ def test_offloaded_state_and_images_of_checkpoints_lie_in_host_memory() -> None:
     assert host.offloaded == pytest.approx(14 * multi_head / 8)
     assert host.checkpoint_image == pytest.approx(12 * multi_head / 8)
     assert predict(moved).peak.optimizer == predict(moved).peak.masters == 0
+
+
+@pytest.mark.parametrize(("framework", "is_kept"), [("torchtitan", True), ("megatron", False)])
+def test_pipelines_of_torchtitan_keep_what_zero_3_gathered(framework: str, is_kept: bool) -> None:
+    whole, sharded = (
+        predict(case(framework=framework, dp=4, pp=2, zero=zero, precision="bf16")) for zero in (1, 3)
+    )
+    assert (sharded.peak.parameters == whole.peak.parameters) is is_kept
+    assert (sharded.time.layer.sharded == 0) is is_kept
+    alone = predict(case(framework=framework, zero=3, precision="bf16"))
+    assert alone.peak.parameters < whole.peak.parameters
+    assert alone.time.layer.sharded > 0
