@@ -130,6 +130,15 @@ TABLE: tuple[Hardware, ...] = (
         source="NVIDIA HGX B200 datasheet (2025), an eighth of the board, half of the figures with sparsity",
     ),
     Hardware(
+        name="gb200",
+        device_names=("NVIDIA GB200",),
+        peak_flops={"fp32": 80 * TERA, "bf16": 2500 * TERA, "fp16": 2500 * TERA, "fp8": 5000 * TERA},
+        memory_bytes=189471 * MIB,
+        memory_bytes_per_s=8000e9,
+        link_bytes_per_s=900e9,
+        source="NVIDIA GB200 NVL72 datasheet (2024), a 72nd of the rack, half of the figures with sparsity",
+    ),
+    Hardware(
         # What torch calls a device is one of the module's two dies.
         name="mi250x",
         device_names=("AMD Instinct MI250X",),

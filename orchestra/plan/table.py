@@ -40,6 +40,8 @@ NEEDED = (
 PREDICTED = ("pred_tokens_per_s_per_gpu", "pred_mfu_pct", "pred_peak_memory_gib", "pred_fits")
 
 _DEVICES_PER_NODE = 8
+# As far as NVLink reaches.
+_PER_NODE = {"gb200": 72}
 _LARGEST_ZERO = 3
 # No size of a model, a batch or a cluster comes near it, and products of such numbers can be computed with.
 _LARGEST_NUMBER = 10**12
@@ -198,7 +200,7 @@ def case_of_row(row: Row) -> tuple[Case | None, list[str]]:
         recompute=cells.choice("recompute", Recompute, Recompute.none),
         precision=precision,
         device=accelerator,
-        devices_per_node=_DEVICES_PER_NODE,
+        devices_per_node=_PER_NODE.get(accelerator.name, _DEVICES_PER_NODE),
         network=network_of(profile, accelerator.name),
         framework=profile,
     )

@@ -18,6 +18,7 @@ from orchestra.hardware import TABLE, UNKNOWN, detect_gpus, num_visible, peak_fl
         ("NVIDIA H100 NVL", "h100_nvl", 835.5),
         ("NVIDIA H200", "h200", 989.4),
         ("NVIDIA B200", "b200", 2250),
+        ("NVIDIA GB200", "gb200", 2500),
         ("AMD Instinct MI250X", "mi250x", 191.5),
         ("AMD Instinct MI300X", "mi300x", 1307.4),
     ],

@@ -31,6 +31,7 @@ _REACHED = {
     "h100": Reached(0.757, 0.28, "fitted on the Ultra-Scale Playbook's H100 runs", 1.5),
     "h200": Reached(0.757, 0.28, "the H100's; they meet torchtitan's H200 runs", 1.5),
     "b200": Reached(0.757, 0.28, "the H100's; they meet NeMo's B200 runs", 1.5),
+    "gb200": Reached(0.66, 0.25, "set on published GB200 runs (DGX Cloud, Megatron Bridge)", 1.5),
     # MI250, four modules: per module 73 to 80 % of an A100's rate in llm-foundry, 1.13 times that with
     # FlashAttention-2 (databricks.com/blog/amd-mi250 and /training-llms-scale-amd-mi250-gpus, 2023): 0.55.
     # Megatron-DeepSpeed's runs on LUMI (github.com/spyysalo/lumi-llm-scaling) meet 0.45.
