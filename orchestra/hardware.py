@@ -150,6 +150,16 @@ TABLE: tuple[Hardware, ...] = (
         "its eight links of 50 GB/s each way",
     ),
     Hardware(
+        name="mi250",
+        device_names=("AMD Instinct MI250",),
+        peak_flops={"fp32": 45.25 * TERA, "bf16": 181.05 * TERA, "fp16": 181.05 * TERA},
+        memory_bytes=65536 * MIB,
+        memory_bytes_per_s=1638e9,
+        link_bytes_per_s=150e9,
+        source="AMD Instinct MI250 datasheet (2021), half a module: one of two dies, matrix cores; half of "
+        "its six links of 50 GB/s each way",
+    ),
+    Hardware(
         name="mi300x",
         device_names=("AMD Instinct MI300X",),
         peak_flops={

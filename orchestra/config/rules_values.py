@@ -70,6 +70,7 @@ _AT_MOST: dict[str, float] = {
     "model.num_key_value_heads": 2**16,
     "model.head_dim": 2**16,
     "model.num_experts": 2**16,
+    "model.num_experts_per_tok": 2**16,
     "model.moe_intermediate_size": 2**24,
     "model.shared_expert_intermediate_size": 2**24,
     # Token ids have 32 bits.

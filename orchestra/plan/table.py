@@ -14,7 +14,7 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -27,7 +27,7 @@ from orchestra.errors import ConfigError
 from orchestra.plan.cases.assemble import network_of
 from orchestra.plan.cases.case import Case
 from orchestra.plan.cases.devices import Device, device
-from orchestra.plan.cases.frameworks import NANOTRON, is_known, published
+from orchestra.plan.cases.frameworks import NANOTRON, framework, is_taken_for_another, published
 from orchestra.plan.layouts.space import is_possible
 from orchestra.plan.prediction import Prediction, predict
 from orchestra.topology import Layout
@@ -207,10 +207,14 @@ def case_of_row(row: Row) -> tuple[Case | None, list[str]]:
     return (None if cells.problems else case), cells.problems
 
 
-def unknown_trainers(table: Table) -> list[str]:
-    """Return the trainers of a table's rows that have no profile, in order."""
-    names = (row.get("framework", "").strip() for row in table.rows)
-    return [name for name in dict.fromkeys(names) if name and not is_known(name)]
+def taken_for(table: Table, all_cases: Sequence[Case]) -> dict[str, str]:
+    """Return for each trainer of a table whose rows another one's profile predicts that profile's name."""
+    found = {}
+    for row, case in zip(table.rows, all_cases, strict=True):
+        name, used = row.get("framework", "").strip(), case.framework.name
+        if name and (is_taken_for_another(name) or framework(name).name != used):
+            found[name] = used
+    return found
 
 
 def _device_name(found: str, memory_gib: float | None) -> str:
@@ -218,7 +222,8 @@ def _device_name(found: str, memory_gib: float | None) -> str:
     its memory, which is 80 GB unless one of them says 40.
     """
     name = re.sub(r"[\s-]+", "_", found.lower()).removesuffix("gb")
-    plain = re.sub(r"(_sxm\d?|_\d+)+$", "", name)
+    name = re.sub(r"^(nvidia|amd_instinct|amd)_", "", name)
+    plain = re.sub(r"(_sxm\d?|_nvl72|_\d+)+$", "", name)
     if plain == "a100":
         is_small = name.endswith("_40") or (memory_gib is not None and memory_gib <= _SMALL_A100_GIB)
         plain = "a100_40" if is_small else "a100_80"
@@ -228,6 +233,7 @@ def _device_name(found: str, memory_gib: float | None) -> str:
 
 def _model(cells: _Cells) -> ModelConfig:
     heads = cells.number("num_attention_heads")
+    experts = cells.number("num_experts", least=0, default=0)
     model = ModelConfig(
         name=cells.text("model", "model"),
         hidden_size=cells.number("hidden_size"),
@@ -238,8 +244,8 @@ def _model(cells: _Cells) -> ModelConfig:
         head_dim=cells.optional_number("head_dim"),
         vocab_size=cells.number("vocab_size"),
         tie_word_embeddings=cells.flag("tied"),
-        num_experts=cells.number("num_experts", least=0, default=0),
-        num_experts_per_tok=cells.number("num_experts_per_tok", default=2),
+        num_experts=experts,
+        num_experts_per_tok=cells.number("num_experts_per_tok", default=min(2, experts) or 2),
         moe_intermediate_size=cells.optional_number("moe_intermediate_size"),
         shared_expert_intermediate_size=cells.number("shared_expert_intermediate_size", least=0, default=0),
     )
@@ -250,7 +256,7 @@ def _model(cells: _Cells) -> ModelConfig:
         cells.problems.append(f"{found}: expected a divisor of {heads} heads")
     if not cells.problems and 0 < model.num_experts < model.num_experts_per_tok:
         found = f"num_experts_per_tok={model.num_experts_per_tok}"
-        cells.problems.append(f"{found}: expected at most {model.num_experts} experts")
+        cells.problems.append(f"{found}: expected at most num_experts={model.num_experts}")
     return model
 
 

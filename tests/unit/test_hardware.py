@@ -20,6 +20,7 @@ from orchestra.hardware import TABLE, UNKNOWN, detect_gpus, num_visible, peak_fl
         ("NVIDIA B200", "b200", 2250),
         ("NVIDIA GB200", "gb200", 2500),
         ("AMD Instinct MI250X", "mi250x", 191.5),
+        ("AMD Instinct MI250", "mi250", 181.05),
         ("AMD Instinct MI300X", "mi300x", 1307.4),
     ],
 )

@@ -48,7 +48,7 @@ def measure_if_needed(config: Config) -> None:
     if is_known and (was_busy or are_sure(precision)):
         return
     why = "again, now that it is quiet" if is_known else "once"
-    print(f"measuring this machine's CPU in {precision}, {why}; it takes some seconds", file=sys.stderr)
+    print(f"measuring this machine's CPU in {precision}, {why}; it takes about 15 seconds", file=sys.stderr)
     rates = _measured(precision)
     is_sure = not was_busy and not is_busy()
     keep_rates(precision, rates, is_sure=is_sure)

@@ -165,7 +165,8 @@ def _advice(told: Explanation, knob: str, now: object, best: object) -> list[str
     word = layout_words.value(choice_of(told.best.case).value(knob))
     start = f"Recommended: {word}" + (", as it is" if now == best else "")
     if second is None:
-        return _wrapped(f"{start}; nothing fits with any other value.")
+        other = "nothing fits with any other value" if len(options) > 1 else "there is no other value"
+        return _wrapped(f"{start}; {other}.")
     other = layout_words.value(choice_of(second.case).value(knob))
     loss, most = 1 - told.best.time.total / second.time.total, main_loss(told.best, second)
     if loss < _SAME or most is None:

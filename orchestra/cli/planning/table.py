@@ -14,6 +14,8 @@ from orchestra.cli.planning.files import check_target, named
 from orchestra.errors import EXIT_DONE, ConfigError
 
 NAME = "table"
+# So much of a trainer's name is shown.
+_LONGEST = 32
 OPTIONS: tuple[str, ...] = ("output",)
 
 EXPLAINED = """\
@@ -24,7 +26,9 @@ for mixtures of experts num_experts num_experts_per_tok moe_intermediate_size sh
 ep. Each row comes back with pred_tokens_per_s_per_gpu, pred_mfu_pct (PaLM's convention),
 pred_peak_memory_gib and pred_fits (1 or 0). For framework=nanotron, a table's usual one, the peak is the
 first pipeline stage's, as its benchmark reports it; for all others the fullest stage's. pred_fits looks at
-all stages. A trainer without a profile is predicted like the nearest one, and a note says so.
+all stages. A trainer without a profile is predicted like torchtitan, and Megatron-LM on A100 and MI250 with
+sequences of up to 2,048 tokens as it was before flash attention (megatron-core: as it is now); a note says
+so.
 """
 
 
@@ -36,8 +40,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Write or print the table with its predictions and return 0. Raises ConfigError before it writes."""
-    from orchestra.plan.cases.frameworks import FRAMEWORKS, NEAREST
-    from orchestra.plan.table import cases, read_table, unknown_trainers, with_predictions
+    from orchestra.plan.table import cases, read_table, taken_for, with_predictions
 
     beside = [*arguments.overrides, *(["--json"] * arguments.json)]
     beside += [f"--framework {arguments.framework}"] if arguments.framework is not None else []
@@ -52,19 +55,20 @@ def run(arguments: Namespace) -> int:
         table = read_table(source)
     except OSError as error:
         raise ConfigError(f"--table {source}: {error.strerror}; give a table in CSV") from error
-    text = with_predictions(table, cases(source, table))
-    for name in unknown_trainers(table):
-        print(
-            f"note: framework={name} has no profile and is predicted like {NEAREST}; "
-            f"there are {', '.join(FRAMEWORKS)}",
-            file=sys.stderr,
-        )
+    all_cases = cases(source, table)
+    text = with_predictions(table, all_cases)
+    for name, used in taken_for(table, all_cases).items():
+        print(f"note: framework={_told(name)} is predicted like {used} in some rows or all", file=sys.stderr)
     if target is None:
         print(text, end="")
     else:
         _write_whole(target, text)
         print(f"{len(table.rows)} rows predicted, written to {target}", file=sys.stderr)
     return EXIT_DONE
+
+
+def _told(name: str) -> str:
+    return name if len(name) <= _LONGEST else f"{name[:_LONGEST]}…"
 
 
 def _write_whole(target: Path, text: str) -> None:

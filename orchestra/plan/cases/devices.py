@@ -35,7 +35,7 @@ _REACHED = {
     # MI250, four modules: per module 73 to 80 % of an A100's rate in llm-foundry, 1.13 times that with
     # FlashAttention-2 (databricks.com/blog/amd-mi250 and /training-llms-scale-amd-mi250-gpus, 2023): 0.55.
     # Megatron-DeepSpeed's runs on LUMI (github.com/spyysalo/lumi-llm-scaling) meet 0.45.
-    "mi250x": Reached(0.50, 0.30, "set between Databricks' MI250 ratios and LUMI's runs"),
+    "mi250": Reached(0.50, 0.30, "set between Databricks' MI250 ratios and LUMI's runs"),
     # 620 of 1,307 TFLOP/s in bf16 products, 990 of 2,615 in fp8 (SemiAnalysis, "MI300X vs H100 vs H200
     # Benchmark", December 2024). Attention: assumed to reach as many FLOP/s as on an H100.
     "mi300x": Reached(0.47, 0.21, "products measured by SemiAnalysis, attention assumed"),

@@ -232,14 +232,24 @@ FRAMEWORKS = {
 NEAREST = "torchtitan"
 _OLDER_SEQ_LEN, _OLDER_DEVICES = 2048, ("a100", "mi250")
 
-# Other names of the same code, of what is built on it, or of what trains alike.
+# What trains like it, as far as is known.
+_ALIKE = dict.fromkeys(
+    (
+        *("fsdp", "pytorch", "fms-fsdp", "lit-gpt", "litgpt", "olmo", "olmo-core"),
+        *("lingua", "maxtext", "levanter", "colossalai", "picotron", "deepspeed"),
+    ),
+    NEAREST,
+)
+# Names under which runs from before flash attention were published too.
+_LASTING = ("megatron", "megatron-lm")
+
+# Other names of the same code, or of what is built on it.
 _ALSO = {
+    **_ALIKE,
     **dict.fromkeys(("megatron-lm", "megatron-core", "megatron-bridge", "nemo"), "megatron"),
-    **dict.fromkeys(("megatron-deepspeed", "deepspeed", "gpt-neox"), "megatron-2022"),
+    **dict.fromkeys(("megatron-deepspeed", "gpt-neox"), "megatron-2022"),
     "primus-megatron": "megatron",
     **dict.fromkeys(("llmfoundry", "composer"), "llm-foundry"),
-    **dict.fromkeys(("fsdp", "pytorch", "fms-fsdp", "lit-gpt", "litgpt", "olmo", "olmo-core"), "torchtitan"),
-    **dict.fromkeys(("lingua", "maxtext", "levanter", "colossalai", "picotron"), "torchtitan"),
 }
 
 
@@ -257,17 +267,24 @@ def is_known(name: str) -> bool:
 
 def published(name: str, device_name: str, seq_len: int) -> Framework:
     """Return the profile for a published run: of an unknown trainer that of the usual sharded data
-    parallelism, and of Megatron's sequences of up to 2,048 tokens on devices of that time the older one.
+    parallelism, and of Megatron-LM's sequences of up to 2,048 tokens on devices of that time the older one
+    (`megatron-core` means the current one).
     """
     if not is_known(name):
         return FRAMEWORKS[NEAREST]
-    found = framework(name)
-    is_older = (
-        found.name == "megatron" and seq_len <= _OLDER_SEQ_LEN and device_name.startswith(_OLDER_DEVICES)
-    )
-    return FRAMEWORKS["megatron-2022"] if is_older else found
+    is_older = seq_len <= _OLDER_SEQ_LEN and device_name.startswith(_OLDER_DEVICES)
+    return FRAMEWORKS["megatron-2022"] if is_older and _plain(name) in _LASTING else framework(name)
+
+
+def is_taken_for_another(name: str) -> bool:
+    """Whether a trainer has no profile of its own, but that of one like it."""
+    return not is_known(name) or _plain(name) in _ALIKE
 
 
 def _own_name(name: str) -> str:
-    wanted = name.lower().replace("_", "-")
+    wanted = _plain(name)
     return _ALSO.get(wanted, wanted)
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("_", "-")

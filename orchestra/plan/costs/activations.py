@@ -82,6 +82,13 @@ def fused_savings_bytes(model: ModelConfig, tokens: Tokens, *, in_8_bits: bool) 
     return tokens.count * (outer / tokens.outer + inner / tokens.tp)
 
 
+def scores_bytes(model: ModelConfig, tokens: Tokens) -> float:
+    """Return what a layer keeps of attention's scores where they pass through memory: the softmax, dropout's
+    mask and its output (Korthikanti et al., 5·a·s²·b).
+    """
+    return 5 / 2 * tokens.width_bytes * model.num_attention_heads * tokens.seq_len * tokens.count / tokens.tp
+
+
 def num_in_flight(stage: int, pp: int, accumulation: int) -> int:
     """Return how many micro-batches stage `stage` (from 0) of a 1F1B pipeline holds at once."""
     return min(pp - stage, accumulation)

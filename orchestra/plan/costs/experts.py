@@ -38,7 +38,7 @@ def copying_s(case: Case) -> float:
 def exchange_s(case: Case) -> float:
     """Return the seconds in which tokens go to the ranks that have their experts, and back."""
     ep = case.layout.ep
-    if ep == 1:
+    if ep == 1 or not case.model.num_experts:
         return 0.0
     group = case.group(ep, case.layout.tp * case.layout.cp)
     return EXCHANGES * case.network.all_to_all_s(copies_bytes(case), group, case.device.link_bytes_per_s)

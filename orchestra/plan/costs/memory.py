@@ -7,15 +7,16 @@ take outside the allocator is not in the sum: `fits` leaves a share of the devic
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from conf.schema import PrecisionName, Recompute
 from orchestra.plan.cases.case import Case, num_chunks
 from orchestra.plan.cases.frameworks import USABLE_SHARE
 from orchestra.plan.cases.stages import Stage, held_by_rank, held_of_layer
-from orchestra.plan.costs.activations import fused_savings_bytes, layer_bytes, num_in_flight
+from orchestra.plan.costs.activations import fused_savings_bytes, layer_bytes, num_in_flight, scores_bytes
 from orchestra.plan.costs.compute import LayerTime, waits_at_hand_over
-from orchestra.plan.costs.own_memory import own_bytes
+from orchestra.plan.costs.own_memory import kinds_of_layers, own_bytes
 from orchestra.plan.costs.states import states_of_rank
 
 
@@ -90,7 +91,7 @@ def _of_stage(case: Case, stage: Stage, gathered: float) -> Memory:
     framework, tokens, model = case.framework, case.tokens, case.model
     states = states_of_rank(case, held_by_rank(model, stage, case.layout))
     hidden = tokens.count * model.hidden_size * tokens.width_bytes
-    layer, working = _kept(case, case.recompute), _kept(case, Recompute.none)
+    layer, working = _mean_kept(case), _kept(case, Recompute.none)
     per_layer = layer + gathered * hidden / tokens.width_bytes * (1 - 1 / tokens.tp)
     activations = stage.num_layers * per_layer * _in_flight(case, stage)
     activations += framework.layer_temporaries * working
@@ -119,6 +120,14 @@ def _in_flight(case: Case, stage: Stage) -> float:
     return min(num_in_flight(stage.index, pp, case.accumulation) + ahead, case.accumulation)
 
 
+def _mean_kept(case: Case) -> float:
+    """Return the bytes that a layer keeps of one micro-batch: the mean where not all are recomputed alike."""
+    if case.choices.recompute_every == 1 and case.choices.activation_bytes is None:
+        return _kept(case, case.recompute)
+    kinds = Counter(kinds_of_layers(case))
+    return sum(count * _kept(case, kind) for kind, count in kinds.items()) / sum(kinds.values())
+
+
 def _kept(case: Case, recompute: Recompute) -> float:
     """Return the bytes that a layer keeps of one micro-batch with a kind of recomputation."""
     model, tokens, framework = case.model, case.tokens, case.framework
@@ -127,6 +136,8 @@ def _kept(case: Case, recompute: Recompute) -> float:
     kept = layer_bytes(model, tokens, recompute)
     if framework.fuses_kernels and recompute is not Recompute.full:
         kept -= fused_savings_bytes(model, tokens, in_8_bits=case.precision is PrecisionName.fp8)
+    if framework.score_bytes and recompute is Recompute.none:
+        kept += scores_bytes(model, tokens)
     return kept
 
 
@@ -155,4 +166,6 @@ def _live_parameters(case: Case) -> float:
     """ZeRO-3 holds the layer at work and the one fetched ahead of it, whole."""
     if case.kept_zero < 3 or case.num_shards == 1:
         return 0.0
-    return 2 * held_of_layer(case.model, case.layout).total * case.tokens.width_bytes
+    held = held_of_layer(case.model, case.layout)
+    gathered = held.dense + (held.experts if case.num_expert_shards > 1 else 0.0)
+    return 2 * gathered * case.tokens.width_bytes

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from conf.schema import Offload
 from orchestra.plan.cases.case import Case
-from orchestra.plan.cases.stages import Stage
+from orchestra.plan.cases.frameworks import OWN
+from orchestra.plan.cases.stages import Stage, held_by_rank
 from orchestra.plan.costs.memory import Memory
 from orchestra.plan.costs.own_memory import own_bytes, rank_parameters
 
@@ -61,10 +62,13 @@ def host_memory(case: Case, stage: Stage) -> HostMemory:
     """Return what is offloaded, and the image of masters and moments that is staged while training goes on:
     every element once over the ranks that have it.
     """
-    if not case.is_counted_in_full:
+    if case.framework.name != OWN:
         return HostMemory(0.0, 0.0)
-    choices, parts = case.choices, rank_parameters(case.model, case.layout.tp)
-    num_bytes = parts.of(stage) * (_FP32 + 2 * choices.moment_bytes)
-    image = num_bytes / (case.layout.dp * case.layout.cp) if choices.saves else 0.0
+    choices, ranks = case.choices, case.layout.dp * case.layout.cp
+    held = held_by_rank(case.model, stage, case.layout)
+    count = held.dense / ranks + held.experts / max(1, ranks // case.layout.ep)
+    if case.is_counted_in_full:
+        count = rank_parameters(case.model, case.layout.tp).of(stage) / ranks
+    image = count * (_FP32 + 2 * choices.moment_bytes) if choices.saves else 0.0
     offloaded = own_bytes(case, stage).host if choices.offload is not Offload.none else 0.0
     return HostMemory(offloaded, image)

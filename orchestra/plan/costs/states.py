@@ -20,7 +20,7 @@ states only, and knows neither layers nor tokens.
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 from conf.schema import PrecisionName
 from orchestra.plan.cases.case import Case
@@ -63,7 +63,8 @@ _WITH_FUSED_KERNELS = {
 def widths_of(case: Case) -> StateBytes:
     """Return the bytes of one parameter's states in the case's precision and trainer."""
     table = _WITH_FUSED_KERNELS if case.framework.fuses_kernels else PER_PARAMETER
-    return table[case.precision]
+    width, moments = table[case.precision], 2 * case.choices.moment_bytes
+    return width if moments == width.optimizer else replace(width, optimizer=moments)
 
 
 def state_bytes(num_parameters: float, zero: int, num_shards: int, width: StateBytes) -> StateBytes:

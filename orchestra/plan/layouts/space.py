@@ -43,6 +43,8 @@ KNOBS = tuple(KEYS)
 # The shortest sequences in the runs that the planner's constants are fitted on.
 _LEAST_TOKENS = 4096
 # By what they leave in memory, the least first.
+# Matrices of a gated feed-forward: three of width 8/3·h are as large as a GPT's two of 4·h.
+_GATES = 3
 RECOMPUTES = (Recompute.full, Recompute.selective, Recompute.none)
 
 
@@ -258,10 +260,14 @@ def is_possible(case: Case) -> bool:
     """Whether the degrees of a case divide what they split, as `plan` demands of a configuration."""
     mesh, seq_len = case.layout, case.seq_len
     parts = [mesh.cp, *([mesh.tp] if case.sequence_parallel else [])]
-    if mesh.pp > case.model.num_hidden_layers or mesh.dp % mesh.ep or case.model.num_experts % mesh.ep:
+    model = case.model
+    if mesh.pp > model.num_hidden_layers or mesh.dp % mesh.ep or (model.num_experts or 1) % mesh.ep:
         return False
     # A GPT's feed-forward stands in tables as a gated one of the same size, whose width means nothing.
-    splits = _splits_of(case.model) if case.framework.name == OWN else _splits_of_heads(case.model)
+    stands_for_gpt = (
+        abs(3 * model.intermediate_size - 8 * model.hidden_size) < _GATES and not model.num_experts
+    )
+    splits = _splits_of_heads(model) if stands_for_gpt and case.framework.name != OWN else _splits_of(model)
     return mesh.tp in splits and not any(seq_len % part for part in parts)
 
 

@@ -176,3 +176,19 @@ def test_plan_tells_what_is_active(capsys: pytest.CaptureFixture[str]) -> None:
     facts = json.loads(capsys.readouterr().out)
     assert facts["num_active_parameters"] == 12_879_925_248
     assert facts["layout"]["ep"] == 8
+
+
+def test_what_only_orchestras_trainer_has_counts_for_mixtures_too() -> None:
+    full = mixture(framework="orchestra", zero=1, ep=8, recompute="full")
+    every_other = replace(full, choices=replace(full.choices, recompute_every=2))
+    kept, half = (predict(it).peak.activations for it in (full, every_other))
+    none = predict(replace(full, recompute=Recompute.none)).peak.activations
+    assert kept < half < none
+    narrow = replace(full, choices=replace(full.choices, moment_bytes=2))
+    assert predict(narrow).peak.optimizer == predict(full).peak.optimizer / 2
+
+
+def test_experts_that_nobody_shares_are_not_gathered() -> None:
+    """With ep over all ranks of ZeRO-3 each has its own experts whole."""
+    own = predict(mixture(zero=3, ep=8, dp=8, num_gpus=8))
+    assert own.peak.buffers < predict(mixture(zero=3, ep=4, dp=8, num_gpus=8)).peak.buffers / 2
