@@ -252,7 +252,7 @@ values = st.one_of(
 signs = st.sampled_from(["", "", "", "+", "++", "~", "--"])
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     st.lists(
         st.builds("{}{}{}{}".format, signs, words, st.sampled_from(["=", "=", "=", ""]), values), max_size=3
