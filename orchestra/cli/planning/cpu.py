@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,11 +24,15 @@ if TYPE_CHECKING:
     from conf.schema import Config
 
 
+# Both measurements take seconds; beside much other work a minute.
+_LIMIT_S = 300.0
 _RUN = "smallest"
 _SMALLEST = (
     *("model=debug", "model.num_hidden_layers=1", "model.hidden_size=64", "model.intermediate_size=128"),
     *("train.seq_len=64", "train.global_batch_size=2", "train.steps=3", "train.log_every=1"),
     *("cluster.device=cpu", "cluster.gpus_per_node=2", "checkpoint.every_steps=null", "wandb.mode=disabled"),
+    # Known, so that it spends no time measuring it.
+    "cluster.peak_tflops=1",
 )
 
 
@@ -60,28 +64,32 @@ def _measured(precision: str) -> dict[str, float]:
     from orchestra.submit.environment import source_root
 
     environment = {**os.environ, "PYTHONPATH": str(source_root()), "PYTHONSAFEPATH": "1"}
-    command = [sys.executable, "-m", "orchestra.train.cpu_rates", precision]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    if done.returncode:
-        last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
-        raise OrchestraError(
-            f"measuring the CPU failed: {last[0]}; give a profile with cluster.hardware=FILE.json"
-        )
-    rates: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    printed = _printed(["orchestra.train.cpu_rates", precision], environment)
+    rates: dict[str, float] = json.loads(printed.splitlines()[-1])
     return {**rates, "fixed_bytes": _smallest_peak_bytes(precision, environment)}
 
 
 def _smallest_peak_bytes(precision: str, environment: Mapping[str, str]) -> float:
-    """Return the peak of a rank that trains next to nothing: its own tensors take less than a MiB."""
+    """Return the peak of a rank that trains next to nothing: its own tensors take a few MiB."""
     with tempfile.TemporaryDirectory() as folder:
         typed = [f"run.dir={folder}", f"run.name={_RUN}", f"precision={precision}", *_SMALLEST]
-        command = [sys.executable, "-m", "orchestra", "run", *typed]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-        rows = [] if done.returncode else list(read_metrics(RunDir(Path(folder) / _RUN)))
-    if not rows:
-        last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
-        raise OrchestraError(
-            f"measuring the memory of a rank failed: {last[0]}; give a profile with "
-            "cluster.hardware=FILE.json"
+        _printed(["orchestra", "run", *typed], environment)
+        *_, last = read_metrics(RunDir(Path(folder) / _RUN))
+    return float(last["memory_peak_bytes"])
+
+
+def _printed(words: Sequence[str], environment: Mapping[str, str]) -> str:
+    """Return what a module prints, run with these arguments. Raises OrchestraError where it fails."""
+    command = [sys.executable, "-m", *words]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=True, env=environment, timeout=_LIMIT_S
         )
-    return float(rows[-1]["memory_peak_bytes"])
+    except subprocess.TimeoutExpired as error:
+        why = f"no end after {error.timeout:.0f} s"
+    except subprocess.CalledProcessError as error:
+        said = error.stderr.strip().splitlines() or [f"exit code {error.returncode}"]
+        why = said[-1].removeprefix("error: ")
+    else:
+        return done.stdout
+    raise OrchestraError(f"measuring the CPU failed: {why}; give a profile with cluster.hardware=FILE.json")

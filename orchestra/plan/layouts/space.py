@@ -137,8 +137,8 @@ class Space:
         """Return the degrees of expert parallelism: the fewest experts on a rank, and so the least memory,
         come last.
         """
-        possible = [ep for ep in divisors(math.gcd(dp, self.base.model.num_experts)) if dp % ep == 0]
-        return self._degrees(self.fixed.ep, possible if self.base.model.num_experts else [1])
+        num_experts = self.base.model.num_experts
+        return self._degrees(self.fixed.ep, divisors(math.gcd(dp, num_experts)) if num_experts else [1])
 
     def zero_stages(self, mesh: Mesh) -> list[int]:
         """Return the stages that differ: all are the same where nobody holds the same parameters.
