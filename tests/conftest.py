@@ -6,6 +6,7 @@ A test's folder names its stage, and the folders that need something of the mach
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import tempfile
 from functools import cache
@@ -25,6 +26,11 @@ HERE = Path(__file__).parent
 # An example may take as long as a busy machine needs: slowness is no wrong result.
 settings.register_profile("unhurried", deadline=None)
 settings.load_profile("unhurried")
+
+# A shell without job control starts what runs in its background with SIGINT ignored, and processes inherit that:
+# Ctrl-C would reach no command that a test starts. A handler, even one that does nothing, is not inherited.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, lambda *_: None)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
