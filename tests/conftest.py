@@ -27,8 +27,8 @@ HERE = Path(__file__).parent
 settings.register_profile("unhurried", deadline=None)
 settings.load_profile("unhurried")
 
-# A shell without job control starts what runs in its background with SIGINT ignored, and processes inherit that:
-# Ctrl-C would reach no command that a test starts. A handler, even one that does nothing, is not inherited.
+# A shell without job control starts its background processes with SIGINT ignored, and that is inherited: no
+# command that a test starts would hear Ctrl-C. A handler, even one that does nothing, is not inherited.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, lambda *_: None)
 

@@ -87,6 +87,11 @@ def has_ended(pid: int) -> bool:
         return True
 
 
+def environment() -> dict[str, str]:
+    folders = (Path(__file__).parents[3], Path(__file__).parents[2])
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders))}
+
+
 def offline_files(run: RunDir) -> list[Path]:
     return sorted(run.wandb.glob("offline-run-*/*.wandb"))
 
@@ -116,6 +121,40 @@ def test_second_attempt_replays_the_rows_under_the_same_id(run: RunDir) -> None:
     assert first.name == second.name == "run-abcd1234.wandb"
     assert [row["step"] for row in recorded_rows(second)] == [1, 2, 3, 4, 5, 4, 5, 6, 7, 8]
     assert [row["_step"] for row in recorded_rows(second)] == list(range(10))
+
+
+def test_run_that_ends_at_once_on_a_busy_machine_is_recorded(run: RunDir) -> None:
+    loop = "import time\nwhile time.sleep(0) is None: pass"
+    cores = range(len(os.sched_getaffinity(0)))
+    busy = [subprocess.Popen([sys.executable, "-c", loop], start_new_session=True) for _ in cores]
+    try:
+        trainer = begin(run, mode=WandbMode.offline)
+        trainer.train(range(1, 4))
+        trainer.mirror.close()
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+    assert failures(run) == []
+    assert len(recorded_rows(offline_files(run)[0])) == 3
+
+
+def test_an_open_mirror_leaves_the_processors_to_training(run: RunDir) -> None:
+    trainer = begin(run, mode=WandbMode.offline)
+    wait_until(lambda: os.getpriority(os.PRIO_PROCESS, trainer.pid) == 10)
+    assert offline_files(run)
+    trainer.mirror.close()
+
+
+def test_a_mirror_that_recorded_nothing_can_be_made_up_for_by_hand(run: RunDir) -> None:
+    trainer = begin(run, mode=WandbMode.offline)
+    os.kill(trainer.pid, signal.SIGKILL)
+    trainer.train(range(1, 4))
+    trainer.mirror.close()
+    (failure,) = failures(run)
+    command = failure["advice"].split("to do so now: ")[1]
+    subprocess.run(command.replace("python", sys.executable, 1), shell=True, check=True, env=environment())
+    assert len(recorded_rows(offline_files(run)[0])) == 3
 
 
 def test_disabled_starts_no_process(run: RunDir) -> None:
@@ -177,9 +216,7 @@ def test_mirror_finishes_by_itself_when_the_trainer_is_killed(run: RunDir) -> No
         "trainer.train(range(1, 21)); print(trainer.pid, flush=True); time.sleep(60)\n"
     )
     arguments = [sys.executable, "-c", script, str(run.path), str(Path(__file__).parent)]
-    folders = (Path(__file__).parents[3], Path(__file__).parents[2])
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders))}
-    trainer = subprocess.Popen(arguments, stdout=subprocess.PIPE, env=environment)
+    trainer = subprocess.Popen(arguments, stdout=subprocess.PIPE, env=environment())
     assert trainer.stdout is not None
     mirror_pid = int(trainer.stdout.readline())
     trainer.kill()
@@ -211,6 +248,4 @@ def test_a_mirror_that_cannot_start_is_an_event(run: RunDir, monkeypatch: pytest
 
 def test_the_trainer_does_not_import_wandb() -> None:
     code = "import sys, orchestra.train.wandb_mirror; sys.exit('wandb' in sys.modules)"
-    folders = (Path(__file__).parents[3], Path(__file__).parents[2])
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders))}
-    assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], env=environment(), check=False).returncode == 0
