@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from matrix_field import Subject, until
+from matrix_field import Freeze, Subject, until
 
 # How far an attempt is trained before a blow: far enough for a checkpoint of its own.
 STEPS_BEFORE = 12
@@ -68,16 +68,20 @@ def _kill_agent(run: Subject, node: int) -> None:
 def freeze(run: Subject, node: int) -> None:
     """Stop every process of the run on a node, as a host that is suspended."""
     host = run.hosts()[node]
-    run.frozen = (host, sorted(run.own_processes(host)))
-    run.blows.append((time.time(), f"{host} is frozen"))
-    _send(run.frozen[1], signal.SIGSTOP)
+    run.frozen = Freeze(host, sorted(run.own_processes(host)), time.time())
+    run.blows.append((run.frozen.since, f"{host} is frozen"))
+    _send(run.frozen.pids, signal.SIGSTOP)
+    # What comes after the look is the writing of the manifest.
+    manifests = run.run.checkpoints.glob(".step-*.tmp/*manifest.json*")
+    run.frozen.publishing = frozenset(int(it.parent.name.split(".")[1].split("-")[1]) for it in manifests)
 
 
 def thaw(run: Subject) -> None:
     """Let a frozen host's processes go on, and see them end."""
     assert run.frozen is not None
-    host, pids = run.frozen
-    _send(pids, signal.SIGCONT)
+    host = run.frozen.host
+    run.frozen.until = time.time()
+    _send(run.frozen.pids, signal.SIGCONT)
     path = str(run.run.path)
     run.wait(lambda: not run.own_processes(host), f"the zombies of {path} on {host} have ended", 60)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import matrix_blows as blows
 from matrix_blows import Blow, await_moment, strike
 from matrix_field import Field, Subject
-from matrix_oracle import References, faults_of, left_behind
+from matrix_oracle import References, cut_in_two, faults_of, left_behind
 
 from orchestra.jsonl import Record
 
@@ -141,12 +141,11 @@ def go_through(course: Course, on: Field, references: References, seed: int) -> 
     except AssertionError as error:
         return [*shown, Shown("", f"{course.name}, seed {seed}", f"FAILED: {error}")]
     is_same = course.min_nodes is None
-    wrong = faults_of(run.run, references.of(course.nodes), on, same_layout=is_same) + left_behind(on, run)
-    said = "; ".join(wrong)
-    return [
-        *shown,
-        Shown("", f"{course.name}, seed {seed}: the oracle", f"FAILED: {said}" if wrong else "passed"),
-    ]
+    whole = references.of(course.nodes)
+    wrong = faults_of(run.run, whole, on, same_layout=is_same, freeze=run.frozen) + left_behind(on, run)
+    seen = cut_in_two(run.run, run.frozen)
+    result = f"FAILED: {'; '.join(wrong + seen)}" if wrong else "; ".join(["passed", *seen])
+    return [*shown, Shown("", f"{course.name}, seed {seed}: the oracle", result)]
 
 
 def _befall(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import pwd
 import shutil
@@ -131,6 +132,20 @@ class Field:
 
 
 @dataclass
+class Freeze:
+    """All processes of a run on a host, stopped and later continued (Unix seconds).
+
+    `publishing`: the steps whose save had made its last look for a newer attempt, and was not committed yet.
+    """
+
+    host: str
+    pids: list[int]
+    since: float
+    publishing: frozenset[int] = frozenset()
+    until: float = math.inf
+
+
+@dataclass
 class Subject:
     """One submitted run. Ranks are named by their number in the newest attempt."""
 
@@ -139,8 +154,7 @@ class Subject:
     job: str
     # What was done to it, when (Unix seconds).
     blows: list[tuple[float, str]] = field(default_factory=list)
-    # A host whose processes of the run were stopped, and which these are.
-    frozen: tuple[str, list[int]] | None = None
+    frozen: Freeze | None = None
 
     # What its records say.
 

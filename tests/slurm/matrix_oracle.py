@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from matrix_field import Field, Subject, TooLateError, until
+from matrix_field import Field, Freeze, Subject, TooLateError, until
 
 from orchestra.events import read_events
 from orchestra.jsonl import Record, read_json_lines
@@ -89,22 +89,80 @@ def accounts(run: RunDir) -> tuple[Accounts, float]:
     return account(events, rows), max(ends) - min(begins)
 
 
-def published_late(run: RunDir) -> list[Record]:
-    """Return the checkpoints that an attempt committed after a newer one had restored another state."""
+@dataclass(frozen=True)
+class LateCheckpoint:
+    """A checkpoint that an attempt committed after a newer one had restored another state (Unix seconds)."""
+
+    attempt: int
+    step: int
+    host: str
+    begun: float
+    committed: float
+    newer_attempt: int
+    restored_step: int
+    restored: float
+
+    def __str__(self) -> str:
+        after_s = self.committed - self.restored
+        return (
+            f"attempt {self.attempt} on {self.host} began to save step {self.step} at {_clock(self.begun)} "
+            f"and committed it at {_clock(self.committed)}, {after_s:.2f} s after attempt "
+            f"{self.newer_attempt} had restored step {self.restored_step} at {_clock(self.restored)}"
+        )
+
+    def was_cut_in_two_by(self, freeze: Freeze | None) -> bool:
+        """Tell whether its process stood still between its last look for a newer attempt and the commit.
+
+        That no look can prevent. A look that is made after the freeze, or not at all, is another matter.
+        """
+        return (
+            freeze is not None
+            and (self.host, self.step in freeze.publishing) == (freeze.host, True)
+            and self.begun < freeze.since < self.restored < freeze.until < self.committed
+        )
+
+
+def published_late(run: RunDir) -> list[LateCheckpoint]:
+    """Return the checkpoints that an attempt committed after a newer one had restored another state.
+
+    A checkpoint that the newer attempt itself restored was there before: only the event of it came later.
+    """
     events = read_events(run)
-    began = {it["attempt"]: it["time"] for it in events if it["event"] == "restored"}
-    return [
-        it
-        for it in events
-        if it["event"] == "checkpoint_committed"
-        and any(number > it["attempt"] and time < it["time"] for number, time in began.items())
-    ]
+    found = []
+    for event in (it for it in events if it["event"] == "checkpoint_committed"):
+        saved = (event["step"], event["attempt"])
+        newer = [
+            it
+            for it in events
+            if it["event"] == "restored" and it["attempt"] > event["attempt"] and it["time"] < event["time"]
+        ]
+        if newer and (newer[0]["step"], newer[0]["generation"]) != saved:
+            found.append(
+                LateCheckpoint(
+                    event["attempt"],
+                    event["step"],
+                    event["host"],
+                    begun=event["time"] - event["seconds"],
+                    committed=event["time"],
+                    newer_attempt=newer[0]["attempt"],
+                    restored_step=newer[0]["step"],
+                    restored=newer[0]["time"],
+                )
+            )
+    return found
 
 
-def faults_of(run: RunDir, whole: RunDir, on: Field, *, same_layout: bool = True) -> list[str]:
+def _clock(unix_s: float) -> str:
+    return f"{time.strftime('%H:%M:%S', time.localtime(unix_s))}.{int(unix_s % 1 * 1000):03d}"
+
+
+def faults_of(
+    run: RunDir, whole: RunDir, on: Field, *, same_layout: bool = True, freeze: Freeze | None = None
+) -> list[str]:
     """Return in what a finished run differs from one that nothing happened to; empty: in nothing.
 
-    With another layout the sums are added up in another order: losses and state are not compared then.
+    With another layout the sums are added up in another order: losses and state are not compared then. What a
+    process published late because of a `freeze` is not counted: `cut_in_two` tells of it.
     """
     found = []
     if not any("node" in it and it.get("code") == 0 for it in read_events(run) if it["event"] == "finished"):
@@ -119,12 +177,25 @@ def faults_of(run: RunDir, whole: RunDir, on: Field, *, same_layout: bool = True
     verified = on.orchestra("checkpoint", "verify", str(run.path), check=False)
     if verified.returncode:
         found.append(f"a checkpoint does not verify: {verified.stdout}{verified.stderr}")
-    if late := published_late(run):
-        found.append(f"an older attempt published: {late}")
+    if late := [it for it in published_late(run) if not it.was_cut_in_two_by(freeze)]:
+        found.append(f"an older attempt published: {'; '.join(map(str, late))}")
     booked, wall_s = accounts(run)
     if abs(booked.wall_s - wall_s) > _ACCOUNTS_MAY_DIFFER * wall_s:
         found.append(f"{booked.wall_s:.2f} s are booked of {wall_s:.2f} s")
     return found
+
+
+def cut_in_two(run: RunDir, freeze: Freeze | None) -> list[str]:
+    """Return what a process published late because it stood still between its look and its commit.
+
+    Known, and not mended yet: whoever restores must tell which attempt a checkpoint is of. The run must end
+    as if it had not happened all the same, which `faults_of` compares.
+    """
+    if freeze is None:
+        return []
+    times = f"it was frozen from {_clock(freeze.since)} to {_clock(freeze.until)}, its manifest written"
+    late = [it for it in published_late(run) if it.was_cut_in_two_by(freeze)]
+    return [f"known race: {it}; {times}" for it in late]
 
 
 def left_behind(on: Field, run: Subject) -> list[str]:
