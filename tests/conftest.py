@@ -19,7 +19,7 @@ from slurm.cluster.errors import ClusterError
 from slurm.cluster.packages import missing_packages, require_namespaces
 
 # Stages in the order they run: a mistake shows in the cheapest test that can see it.
-STAGES = ("unit", "architecture", "ranks", "e2e", "slurm", "gpu")
+STAGES = ("unit", "architecture", "golden", "ranks", "e2e", "slurm", "gpu")
 MARKED_STAGES = {"ranks", "slurm", "gpu"}
 HERE = Path(__file__).parent
 
