@@ -7,6 +7,7 @@ so that modules may be moved and renamed.
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 import os
@@ -161,6 +162,11 @@ def differences(recorded: Any, found: Any, at: str = "") -> list[str]:
         pairs = [(f"{at}[{i}]", *pair) for i, pair in enumerate(zip(recorded, found, strict=True))]
     elif _is_same(recorded, found):
         return []
+    elif isinstance(recorded, str) and isinstance(found, str) and "\n" in recorded:
+        lines = difflib.unified_diff(
+            recorded.splitlines(), found.splitlines(), "recorded", "found", lineterm="", n=0
+        )
+        return [f"{at}:", *lines]
     else:
         return [f"{at or 'all'}: recorded {recorded!r}, found {found!r}"]
     return [line for place, before, now in pairs for line in differences(before, now, place)]
