@@ -160,6 +160,10 @@ def differences(recorded: Any, found: Any, at: str = "") -> list[str]:
         pairs = [(f"{at}.{key}", recorded.get(key, absent), found.get(key, absent)) for key in keys]
     elif isinstance(recorded, list) and isinstance(found, list) and len(recorded) == len(found):
         pairs = [(f"{at}[{i}]", *pair) for i, pair in enumerate(zip(recorded, found, strict=True))]
+    elif isinstance(recorded, list) and isinstance(found, list):
+        gone = [item for item in recorded if item not in found]
+        new = [item for item in found if item not in recorded]
+        return [f"{at}: recorded {len(recorded)} items, found {len(found)}; gone: {gone}, new: {new}"]
     elif _is_same(recorded, found):
         return []
     elif isinstance(recorded, str) and isinstance(found, str) and "\n" in recorded:
