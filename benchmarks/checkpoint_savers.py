@@ -28,7 +28,7 @@ from torch.distributed.tensor import Shard as AlongDim
 from checkpointing.checkpointer import Checkpointer
 from checkpointing.options import Needs, Options
 from checkpointing.peers import Peers
-from checkpointing.restoring.restore import Restored
+from checkpointing.restore import Restored
 from checkpointing.shards import Shard
 
 Shapes = dict[str, tuple[int, ...]]

@@ -23,8 +23,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "slurm")]
 
 from matrix_field import Field, Subject, until  # noqa: E402
 
-from orchestra.metrics_file import read_metrics  # noqa: E402
-from orchestra.rundir import RunDir  # noqa: E402
+from orchestra.run.metrics_file import read_metrics  # noqa: E402
+from orchestra.run.paths import RunDir  # noqa: E402
 
 # 50 to 60 ms a step for two ranks of one thread on the machine of RESULTS.md.
 SHAPE = (

@@ -13,14 +13,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from orchestra.events import EventWriter
-from orchestra.faults import planned_faults
-from orchestra.heartbeat import FOLDER_VARIABLE, Phase, beats_folder, open_heart, remove_records
-from orchestra.recovery.limits import LimitRules
-from orchestra.rundir import RunDir
-from orchestra.submit.pulse import LOOK_S, Pulse, Watched
-from orchestra.train.faults import Faults
-from orchestra.train.moments import Moments
+from orchestra.agents.hang_watch import LOOK_S, Pulse, Watched
+from orchestra.recovery.hangs import LimitRules
+from orchestra.run.events import EventWriter
+from orchestra.run.heartbeat import FOLDER_VARIABLE, Phase, beats_folder, open_heart, remove_records
+from orchestra.run.paths import RunDir
+from orchestra.run.planned_faults import planned_faults
+from orchestra.train.watch.inject_faults import Faults, Moments
 
 _ROUNDS = 15
 _BEATS = 20_000

@@ -62,8 +62,8 @@ def main() -> int:
 
 def measured(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
     """Start the ranks and, unless told otherwise, agents' parts that send their copies to each other."""
-    from launchers.copies import open_shelf
-    from launchers.copy_exchange import CopyPusher, CopyServer
+    from launchers.memory_store.exchange import CopyPusher, CopyServer
+    from launchers.memory_store.store import open_shelf
 
     shelves = [open_shelf("benchmark", f"node{rank}", place) for rank in range(RANKS)]
     servers = [CopyServer(shelf, "127.0.0.1", SECRET) for shelf in shelves]
@@ -99,10 +99,9 @@ def train(arguments: argparse.Namespace) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from orchestra.parallel.mesh import open_mesh, rank_environment
-    from orchestra.parallel.peers import open_peers
+    from orchestra.parallel.mesh import open_mesh, open_peers, rank_environment
     from orchestra.train.build import build_training
-    from orchestra.train.copy_slots import FOLDER_VARIABLE
+    from orchestra.train.copy_files import FOLDER_VARIABLE
     from orchestra.train.memory_copies import CopySetting, MemoryCopies
     from orchestra.train.state import TensorState
 

@@ -25,8 +25,8 @@ WATCHED = ("train.log_every=1", "wandb.mode=offline")
 
 def step_times(folder: Path, name: str, steps: int, *overrides: str) -> tuple[float, float]:
     """Run and return the mean seconds of a step and of its wait for data, the first half left out."""
-    from orchestra.metrics_file import read_metrics
-    from orchestra.rundir import RunDir
+    from orchestra.run.metrics_file import read_metrics
+    from orchestra.run.paths import RunDir
 
     words = [sys.executable, "-m", "orchestra", "run", f"run.dir={folder}", f"run.name={name}"]
     common = (f"train.steps={steps}", "cluster.device=cpu", "cluster.gpus_per_node=2")

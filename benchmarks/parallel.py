@@ -209,7 +209,7 @@ def free_port() -> str:
 
 
 def worker_settings(arguments: argparse.Namespace) -> dict[str, str]:
-    from orchestra.submit.environment import worker_environment
+    from orchestra.submit.launch import worker_environment
 
     return worker_environment(config_of(arguments, OURS), RANKS)
 

@@ -6,7 +6,7 @@ The table has the columns of the Ultra-Scale Playbook's benchmark (nanotron on H
 crude roofline with eight constants is fitted on the same half. A row is sick by its twin in the whole table,
 whichever half that is in. `--leave-out` fits without one model size, or one number of GPUs, and predicts it.
 What runs this noisy let anybody reach stands in front (planner_noise.py). `--fit` fits on all rows and prints
-the constants, as they stand in `orchestra/plan/cases/frameworks.py`; the shipped ones are scored too, but on
+the constants, as they stand in `orchestra/plan/frameworks.py`; the shipped ones are scored too, but on
 rows they have seen. Published rates of other trainers and devices follow (data/published_speed.csv and
 published_experts.csv, a source a row; `inferred` where the source leaves a field open, mostly the micro-batch
 or what is recomputed, and recipes or neighbouring rows say it).
@@ -29,12 +29,12 @@ from planner_fit import Constants, fitted
 from planner_noise import rank_correlation_within_reach
 from planner_roofline import ROOFLINE, roofline_tokens_per_s
 
-from orchestra.plan.cases.case import Case
-from orchestra.plan.cases.frameworks import NANOTRON, Framework
-from orchestra.plan.prediction import predict
+from orchestra.plan.case import Case
+from orchestra.plan.frameworks import NANOTRON, Framework
+from orchestra.plan.predict import predict
 from orchestra.plan.score import Measured, Score, score, without_sick
 from orchestra.plan.table import Row, cases, read_table
-from orchestra.units import GIB
+from orchestra.sizes.units import GIB
 
 SPEED = (
     *("elementwise_bytes", "loss_bytes", "host_layer_s", "host_contention_s"),

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from orchestra.plan.cases.profiles import Profile
+    from orchestra.plan.profiles import Profile
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -91,7 +91,7 @@ def calibrated(runs: list[Path], profile: Path) -> None:
 def table(chosen: list[Run], folders: list[Path], profile: Profile) -> None:
     """Print each run's medians over the rounds beside what a profile predicts."""
     from orchestra.plan.calibrate import measured_run, prediction_of
-    from orchestra.rundir import RunDir
+    from orchestra.run.paths import RunDir
 
     print(f"{'run':<20}{'':<6}{'step s':>9}{'predicted':>11}{'off':>8}{'MiB':>9}{'predicted':>11}{'off':>8}")
     off: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
@@ -113,7 +113,7 @@ def table(chosen: list[Run], folders: list[Path], profile: Profile) -> None:
 
 def uncalibrated() -> Profile:
     """Return what `plan` rests on without calibration, measured now where nobody has."""
-    from orchestra.plan.cases.cpu import measured_profile
+    from orchestra.plan.cpu import measured_profile
 
     command = [sys.executable, "-m", "orchestra", "plan", "cluster.device=cpu", "cluster.gpus_per_node=1"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -141,7 +141,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="how often each run is made")
     parser.add_argument("--again", action="store_true", help="make runs anew that are there")
     arguments = parser.parse_args()
-    from orchestra.plan.cases.profiles import read_profile
+    from orchestra.plan.profiles import read_profile
 
     folder = arguments.dir or Path(tempfile.mkdtemp(prefix="planner-cpu-"))
     folders = [folder / f"round-{number}" for number in range(arguments.rounds)]

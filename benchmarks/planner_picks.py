@@ -18,8 +18,8 @@ from pathlib import Path
 from planner import Sample, samples
 
 from conf.schema import Recompute
-from orchestra.plan.layouts.space import Choice, Fixed, Mesh, Space, choice_of
-from orchestra.plan.prediction import predict
+from orchestra.plan.predict import predict
+from orchestra.plan.space import Choice, Fixed, Mesh, Space, choice_of
 
 # As in `score`: a pick that reaches this share of the best measured throughput counts as right.
 _GOOD_PICK = 0.95

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from planner_fit import Constants
 
-from orchestra.flops import model_flops_per_token, num_parameters
-from orchestra.plan.cases.case import Case
+from orchestra.plan.case import Case
+from orchestra.sizes.flops import model_flops_per_token, num_parameters
 
 ROOFLINE: Constants = {
     "product_share": 0.5,

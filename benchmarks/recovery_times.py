@@ -13,9 +13,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestra.events import read_events
-from orchestra.jsonl import Record, read_json_lines
-from orchestra.rundir import RunDir
+from orchestra.run.events import read_events
+from orchestra.run.files import Record, read_json_lines
+from orchestra.run.paths import RunDir
 
 # Each mark is the end of the stretch that it names; the first one begins at the fault.
 MARKS = (

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from matrix_field import Field, TooLateError, until
 
-from orchestra.jsonl import read_json_lines
+from orchestra.run.files import read_json_lines
 
 PEER = Path(__file__).with_name("recovery_peer.py")
 PEER_FAULTS = ("rank", "agent", "stop", "node", "first")

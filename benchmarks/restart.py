@@ -17,18 +17,17 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from launchers.agent import start_agent, supervise
-from launchers.ports import free_port
+from launchers.fork_server.client import WarmHost
+from launchers.host_network import free_port
+from launchers.node_agent import start_agent, supervise
 from launchers.spec import LaunchSpec, Place
-from launchers.warm.host import WarmHost
 from orchestra.config.compose import compose
-from orchestra.config.signature import signature
-from orchestra.config.situation import this_machine
-from orchestra.frozen import read_config
-from orchestra.rundir import RunDir
+from orchestra.config.machine import signature, this_machine
+from orchestra.run.config_file import read_config
+from orchestra.run.paths import RunDir
 from orchestra.submit.claims import take_next
 from orchestra.submit.launch import launch_spec
-from orchestra.submit.prepare import RunRequest, planned_run, prepare
+from orchestra.submit.new_run import RunRequest, planned_run, prepare
 
 TINY = (
     *("model.hidden_size=16", "model.intermediate_size=32", "model.num_hidden_layers=1"),
@@ -37,7 +36,7 @@ TINY = (
     *("cluster.device=cpu", "cluster.threads_per_rank=1", "cluster.peak_tflops=1"),
 )
 # What the worker imports, now or at its first step.
-MODULES = ("orchestra.train.worker", "torch._dynamo", "torch.distributed.tensor")
+MODULES = ("orchestra.train.trainer", "torch._dynamo", "torch.distributed.tensor")
 
 
 def main() -> int:

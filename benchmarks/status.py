@@ -87,7 +87,7 @@ def make_runs(parent: Path, num_runs: int, config: str) -> str:
 
 def make_sweep(parent: Path, num_members: int, config: str) -> str:
     """Write a sweep of one array, and return squeue's answer."""
-    from orchestra.sweepdir import Sweep, SweepArray, SweepDir, SweepMember, to_json
+    from orchestra.run.paths import Sweep, SweepArray, SweepDir, SweepMember, to_json
 
     sweep = SweepDir(parent / "lr-sweep")
     token, submitted, queue = "orchestra:5eeb", time.time() - 1e5, ""
@@ -146,7 +146,7 @@ def cpu_seconds() -> float:
 
 def main() -> int:
     from conf.schema import Config
-    from orchestra.frozen import to_yaml
+    from orchestra.run.config_file import to_yaml
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -135,7 +135,7 @@ def clean_environment(arguments: argparse.Namespace) -> dict[str, str]:
 
 
 def worker_settings(arguments: argparse.Namespace) -> dict[str, str]:
-    from orchestra.submit.environment import worker_environment
+    from orchestra.submit.launch import worker_environment
 
     return worker_environment(config_of(arguments), arguments.ranks)
 
@@ -150,8 +150,8 @@ def serve(arguments: argparse.Namespace) -> None:
     """Be one rank of one variant: print the facts, then time one step for each line on standard input."""
     import torch
 
-    from orchestra.flops import num_parameters
     from orchestra.parallel.mesh import open_mesh, rank_environment
+    from orchestra.sizes.flops import num_parameters
 
     config = config_of(arguments)
     with open_mesh(config, rank_environment()) as mesh:

@@ -12,15 +12,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from checkpointing.errors import DamagedError, StorageError
-from checkpointing.format.manifest import Manifest
+from checkpointing import catalog
+from checkpointing.catalog import move_back, remove_leftovers
+from checkpointing.checkpoint_errors import DamagedError, StorageError
+from checkpointing.manifest import Manifest
 from checkpointing.options import Event, Needs, Options, Phase, no_event, no_fault
 from checkpointing.peers import Peers
-from checkpointing.restoring.restore import Restored, restore
-from checkpointing.saving.save import Saver
+from checkpointing.restore import Restored, restore
+from checkpointing.save import Saver
 from checkpointing.shards import Shard
-from checkpointing.shelf import catalog
-from checkpointing.shelf.leftovers import move_back, remove_leftovers
 from checkpointing.storage import open_storage
 
 

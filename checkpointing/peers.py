@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from checkpointing.errors import CheckpointError, MissingRanksError
+from checkpointing.checkpoint_errors import CheckpointError, MissingRanksError
 
 # The pause between two questions is this share of the time that was waited already, within limits: an answer
 # is learnt late by a twentieth at most, and a long wait asks little of the store.

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from checkpointing.errors import MismatchError
-from checkpointing.format.boxes import Box
+from checkpointing.box import Box
+from checkpointing.checkpoint_errors import MismatchError
 
 _SAFETENSORS_NAMES = {
     torch.float64: "F64",

@@ -17,7 +17,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from checkpointing.errors import StorageError
+from checkpointing.checkpoint_errors import StorageError
 from checkpointing.storage import WritableFile
 
 # The unit of O_DIRECT: no disk in use asks for more than 4 KiB.

@@ -5,10 +5,33 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from launchers.errors import SlurmMissing, SlurmRefused, SlurmSilent
-from launchers.slurm.environment import scrubbed
+from launchers.launch_errors import LauncherError, SlurmMissing, SlurmRefused, SlurmSilent
+
+# The environment that Slurm's commands get. It reads and changes none of this process's.
+#
+# sbatch takes options from variables and hands the whole environment on to the job. Typed inside another
+# allocation it would take over that one's nodes, tasks and limits.
+
+
+_OF_AN_ALLOCATION = re.compile(r"(SLURM|SLURMD|SBATCH|SALLOC|SRUN|PMIX|PMI|PMI2)_")
+# Which cluster is meant, not what was allocated on it.
+_KEPT = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS"})
+# What commands print and which jobs they show or end: a filter would make a job look gone.
+_OF_A_COMMAND = re.compile(r"(SQUEUE|SINFO|SACCT|SCANCEL|SCONTROL|SPRIO|SSTAT|SACCTMGR)_")
+
+
+def scrubbed(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment without the caller's own allocation and without options in variables."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name in _KEPT or not (_OF_AN_ALLOCATION.match(name) or _OF_A_COMMAND.match(name))
+    }
+
 
 QUERY_TIMEOUT_S = 20.0
 # Lists of an array's tasks are cut at 64 characters otherwise: 12_[0,2,4,6...].
@@ -71,3 +94,98 @@ def _last_words(stderr: str, name: str) -> str:
         re.sub(rf"^{re.escape(name)}:\s*(error|fatal):\s*", "", line.strip()) for line in stderr.splitlines()
     ]
     return "; ".join(line for line in lines if line)
+
+
+# How a cluster is set up, and its name, in the words of `scontrol show config`. It judges nothing.
+
+
+# For the name, where the queue has answered already or the records speak without it.
+_NAME_TIMEOUT_S = 8.0
+# A name that nobody said is asked for again after so long.
+_ASK_AGAIN_S = 60.0
+
+
+def settings(timeout_s: float = 20.0) -> dict[str, str]:
+    """Return the controller's settings by name. Raises SlurmMissing, SlurmRefused and SlurmSilent."""
+    return parsed_settings(output_of(("scontrol", "show", "config"), timeout_s=timeout_s))
+
+
+def parsed_settings(text: str) -> dict[str, str]:
+    """Return the settings in what scontrol printed; lines that say something else are passed over."""
+    pairs = (line.partition("=") for line in text.splitlines())
+    return {
+        name.strip(): value.strip() for name, equals, value in pairs if equals and " " not in name.strip()
+    }
+
+
+def cluster_name(environment: Mapping[str, str]) -> str:
+    """Return the cluster's name; inside a job Slurm has said it.
+
+    Raises SlurmRefused where it has to be asked and nobody says it.
+    """
+    name = environment.get("SLURM_CLUSTER_NAME") or asked_cluster()
+    if not name:
+        raise SlurmRefused("scontrol show config names no cluster")
+    return name
+
+
+# By what decides which cluster is asked: the name, and when that was asked for.
+_names: dict[tuple[str | None, ...], tuple[str | None, float]] = {}
+
+
+def asked_cluster() -> str | None:
+    """Return the name of the cluster that Slurm's commands ask from here; None where it is not to be had.
+
+    It is asked for once; where nobody answered, again after a minute. What a job around this process says is
+    passed over: the commands may be meant for another cluster.
+    """
+    where = tuple(os.environ.get(name) for name in ("SLURM_CONF", "SLURM_CLUSTERS", "PATH"))
+    name, asked_at = _names.get(where, (None, -_ASK_AGAIN_S))
+    if name is None and time.monotonic() - asked_at >= _ASK_AGAIN_S:
+        try:
+            name = settings(_NAME_TIMEOUT_S).get("ClusterName")
+        except LauncherError:
+            name = None
+        _names[where] = (name, time.monotonic())
+    return name
+
+
+# How many jobs a cluster takes at once: the size of an array, and a refusal for the sake of a limit.
+#
+# It asks the controller once and decides nothing.
+
+
+# What sbatch says when a user, an account, a QOS or the controller has as many jobs as it may have. The job
+# itself is right: it is accepted once others have ended.
+_FULL = re.compile(
+    r"submit ?limit|submit ?job ?limit|max ?submit|violates accounting/qos policy"
+    r"|job queue full|temporarily unable to accept|resource temporarily unavailable|maxjobcount",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one job array may hold: its tasks are numbered from 0 to `array_size` - 1. 0: no arrays at all."""
+
+    array_size: int
+
+
+# Slurm's own, for a controller that does not say.
+DEFAULT = Limits(array_size=1001)
+
+
+def limits() -> Limits:
+    """Return the cluster's limits. Raises SlurmMissing, SlurmRefused and SlurmSilent."""
+    return parsed(settings())
+
+
+def parsed(config: Mapping[str, str]) -> Limits:
+    """Return the limits in what `scontrol show config` printed, by name."""
+    size = config.get("MaxArraySize", "")
+    return Limits(int(size)) if size.isdecimal() else DEFAULT
+
+
+def is_full(refusal: str) -> bool:
+    """Whether Slurm refused a job only because there are too many already."""
+    return _FULL.search(refusal) is not None

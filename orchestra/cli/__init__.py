@@ -17,14 +17,7 @@ from dataclasses import dataclass
 from typing import NoReturn, Protocol, cast
 
 from orchestra import __version__
-from orchestra.errors import (
-    EXIT_DONE,
-    EXIT_FAILED,
-    EXIT_INTERRUPTED,
-    EXIT_USAGE,
-    ConfigError,
-    OrchestraError,
-)
+from orchestra.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, ConfigError, OrchestraError
 
 _ERROR = "error: "
 
@@ -49,22 +42,34 @@ class Verb:
 
 
 VERBS = (
-    Verb("run", "orchestra.cli.run", "train on this machine, in the foreground"),
-    Verb("submit", "orchestra.cli.submit", "check, freeze and submit a Slurm job, and exit"),
-    Verb("plan", "orchestra.cli.plan", "predict memory, speed and cost of a configuration or a table"),
-    Verb("resume", "orchestra.cli.resume", "train a run on, from its newest checkpoint"),
-    Verb("status", "orchestra.cli.status", "list runs: state, step, loss, tokens/s, MFU, time left"),
-    Verb("cancel", "orchestra.cli.cancel", "stop runs behind a step, with a checkpoint"),
-    Verb("logs", "orchestra.cli.logs", "print or follow the logs of a run"),
-    Verb("why", "orchestra.cli.why", "tell what ended a run: first failing rank, host, traceback"),
-    Verb("rehearse", "orchestra.cli.rehearse", "let faults befall a short copy of a run, and judge it"),
-    Verb("checkpoint ls", "orchestra.cli.checkpoint_ls", "list the checkpoints of a run"),
-    Verb("checkpoint verify", "orchestra.cli.checkpoint_verify", "check every byte of a checkpoint"),
-    Verb("checkpoint export", "orchestra.cli.checkpoint_export", "write a checkpoint for Hugging Face"),
-    Verb("checkpoint import", "orchestra.cli.checkpoint_import", "check a Hugging Face folder to start from"),
-    Verb("data pack", "orchestra.cli.data", "turn text into token files"),
-    Verb("doctor", "orchestra.cli.doctor", "check this machine and the cluster"),
-    Verb("bench network", "orchestra.cli.bench_network", "measure bandwidth inside and between nodes"),
+    Verb("run", "orchestra.cli.run_command", "train on this machine, in the foreground"),
+    Verb("submit", "orchestra.cli.submit_command", "check, freeze and submit a Slurm job, and exit"),
+    Verb(
+        "plan", "orchestra.cli.plan_command", "predict memory, speed and cost of a configuration or a table"
+    ),
+    Verb("resume", "orchestra.cli.resume_command", "train a run on, from its newest checkpoint"),
+    Verb("status", "orchestra.cli.status_command", "list runs: state, step, loss, tokens/s, MFU, time left"),
+    Verb("cancel", "orchestra.cli.cancel_command", "stop runs behind a step, with a checkpoint"),
+    Verb("logs", "orchestra.cli.logs_command", "print or follow the logs of a run"),
+    Verb("why", "orchestra.cli.why_command", "tell what ended a run: first failing rank, host, traceback"),
+    Verb(
+        "rehearse", "orchestra.cli.rehearse_command", "let faults befall a short copy of a run, and judge it"
+    ),
+    Verb("checkpoint ls", "orchestra.cli.checkpoint.ls_command", "list the checkpoints of a run"),
+    Verb("checkpoint verify", "orchestra.cli.checkpoint.verify_command", "check every byte of a checkpoint"),
+    Verb(
+        "checkpoint export", "orchestra.cli.checkpoint.export_command", "write a checkpoint for Hugging Face"
+    ),
+    Verb(
+        "checkpoint import",
+        "orchestra.cli.checkpoint.import_command",
+        "check a Hugging Face folder to start from",
+    ),
+    Verb("data pack", "orchestra.cli.data_command", "turn text into token files"),
+    Verb("doctor", "orchestra.cli.doctor_command", "check this machine and the cluster"),
+    Verb(
+        "bench network", "orchestra.cli.bench_network_command", "measure bandwidth inside and between nodes"
+    ),
 )
 
 

@@ -16,19 +16,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
-from orchestra.config.keys import (
-    Key,
-    empty,
-    find_key,
-    nearest,
-    shown,
-    takes_text,
-    takes_texts,
-    unknown_key,
-)
-from orchestra.config.rules_values import run_name_problems
-from orchestra.config.tree import GROUPS, Tree, own_folder
-from orchestra.config.values import Scratch
+from orchestra.config.keys import Key, empty, find_key, nearest, shown, takes_text, takes_texts, unknown_key
+from orchestra.config.preset_files import GROUPS, Scratch, Tree, own_folder
+from orchestra.config.rules.value_rules import run_name_problems
 
 SEARCH_PATH = "hydra.searchpath"
 # A number or a truth value as Hydra reads it: no quotes, no brackets, no function call.

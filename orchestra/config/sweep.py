@@ -8,17 +8,287 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from itertools import islice
+from operator import attrgetter
+from typing import Any, cast
+
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.override_parser.types import Glob, Override, RangeSweep
+from hydra.errors import HydraException
 
 from conf.schema import Config
 from orchestra.config.compose import merge, put, settled, typed
-from orchestra.config.overrides import combined, parse_overrides, tree_of
-from orchestra.config.situation import Situation
-from orchestra.config.sweep_axes import Choice, Reader, read_axes
-from orchestra.config.sweep_problems import Findings, shared_places
+from orchestra.config.keys import shown
+from orchestra.config.machine import Situation
+from orchestra.config.overrides import (
+    SEARCH_PATH,
+    Checked,
+    Checker,
+    chosen_twice,
+    combined,
+    hydra_setting,
+    parse_overrides,
+    tree_of,
+)
+from orchestra.config.preset_files import GROUPS, Tree
 from orchestra.errors import ConfigError
+
+# What a sweep varies: each override with the values it stands for, expanded by Hydra's own functions.
+#
+# It composes nothing. The order is Hydra's: an override that comes again takes the place of the one before.
+
+
+# Far more than anybody trains; a slip such as range(1e9) must not fill the memory first.
+MOST_MEMBERS = 10_000
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One value of one override: its text, and what its check found."""
+
+    text: str
+    key: str
+    is_swept: bool
+    checked: Checked
+    # The accepted text as Hydra's grammar reads it; empty for a refused one.
+    accepted: tuple[Override, ...] = ()
+
+    @property
+    def is_of_group(self) -> bool:
+        """Whether Hydra has to compose again for it."""
+        return self.key in GROUPS or self.key == SEARCH_PATH
+
+    @property
+    def is_mapping(self) -> bool:
+        """Whether it sets what stands in a mapping and leaves the rest of it."""
+        return any(isinstance(override.value(), dict) for override in self.accepted)
+
+
+@dataclass(frozen=True)
+class Axis:
+    """All values of one override; a single one where it is not swept."""
+
+    choices: tuple[Choice, ...]
+
+
+@dataclass
+class Axes:
+    """What the overrides of a sweep stand for, and sentences about those that cannot be read or used."""
+
+    tree: Tree
+    axes: list[Axis] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+class Reader:
+    """Reads overrides into choices, remembering those it has read: members share most of theirs."""
+
+    def __init__(self, tree: Tree) -> None:
+        self.tree = tree
+        self._checker = Checker(tree)
+        self._known: dict[tuple[str, bool], Choice] = {}
+
+    def choice(self, text: str, *, is_swept: bool) -> Choice:
+        """Return one value of an override, checked as the override of a single run is."""
+        known = self._known.get((text, is_swept))
+        if known is None:
+            known = self._known[text, is_swept] = self._read(text, is_swept)
+        return known
+
+    def _read(self, text: str, is_swept: bool) -> Choice:
+        parsed = parse_overrides([text])
+        if not parsed.overrides:
+            checked = Checked(tree=self.tree, problems=parsed.problems, refused=parsed.refused)
+            return Choice(text, next(iter(parsed.refused)), is_swept, checked)
+        checked = self._checker.check(parsed.overrides)
+        accepted = tuple(parse_overrides(checked.accepted).overrides)
+        return Choice(text, parsed.overrides[0].key_or_group, is_swept, checked, accepted)
+
+
+def read_axes(overrides: Sequence[str]) -> tuple[Reader, Axes]:
+    """Expand the overrides of a sweep. Never raises for what a user wrote, but for too many members."""
+    tree = tree_of(parse_overrides(overrides).overrides)
+    parsed = parse_overrides(overrides, cast(ConfigLoader, _Presets(tree)))
+    reader, found = Reader(tree), Axes(tree, problems=parsed.problems)
+    groups: dict[str, Override] = {}
+    by_key: dict[str, Axis] = {}
+    for override in parsed.overrides:
+        if override.key_or_group in GROUPS:
+            first = groups.setdefault(override.key_or_group, override)
+            found.problems += chosen_twice(first, override)
+        if not override.is_sweep_override():
+            axis = Axis((reader.choice(str(override.input_line), is_swept=False),))
+        elif problem := _sweep_problem(override):
+            found.problems.append(problem)
+            continue
+        else:
+            axis = _swept(override, reader, found)
+        # As a dictionary does: the place of the first, the value of the last.
+        by_key[override.get_key_element()] = axis
+    found.axes = list(by_key.values())
+    _refuse_too_many(found.axes)
+    return reader, found
+
+
+class _Presets:
+    """Answers what glob() asks Hydra's loader, from our tree and the user's own folders."""
+
+    def __init__(self, tree: Tree) -> None:
+        self._tree = tree
+
+    def get_group_options(self, group_name: str, results_filter: Any = None) -> list[str]:
+        del results_filter
+        return self._tree.options(group_name)
+
+
+def _sweep_problem(override: Override) -> str | None:
+    """Return why an override cannot be swept; what is wrong with single values of it is found later."""
+    key, text, value = override.key_or_group, override.input_line, override.value()
+    if problem := common_key_problem(override):
+        return problem
+    if override.is_interval_sweep():
+        return (
+            f"{text}: no values to try one after the other; name a sweeper that chooses them "
+            f"(hydra/sweeper=NAME), or give some: {key}=choice(…) or {key}=range(…)"
+        )
+    if isinstance(value, Glob) and key not in GROUPS:
+        return f"{text}: glob() chooses among the presets of a group; give the values of {key} themselves"
+    if isinstance(value, RangeSweep) and (problem := _range_problem(value)):
+        return f"{text}: {problem}"
+    return None
+
+
+def common_key_problem(override: Override) -> str | None:
+    """Return the sentence for a swept key that all members of a sweep, or of a sweeper, have in common."""
+    key, text = override.key_or_group, str(override.input_line)
+    if override.is_hydra_override():
+        several = f"{text}: several values for a setting of Hydra's; give one"
+        return several if key == SEARCH_PATH else hydra_setting(text)
+    if key == "run" or key.startswith("run."):
+        return (
+            f"{text}: the members of a sweep share one name, folder and metric; give {key} once: "
+            f"members are called NAME/000, NAME/001 and so on"
+        )
+    return None
+
+
+def _range_problem(values: RangeSweep) -> str | None:
+    start, stop, step = float(values.start or 0), float(values.stop or 0), float(values.step)
+    if not step or not all(map(math.isfinite, (start, stop, step))):
+        return "a range that never ends; give a step that is not 0"
+    if (stop - start) / step > MOST_MEMBERS:
+        return _too_many(int((stop - start) / step))
+    return None
+
+
+def _swept(override: Override, reader: Reader, found: Axes) -> Axis:
+    """Expand one override by Hydra's own sweeper; nothing to choose from is a mistake here, not an end."""
+    try:
+        (batch,) = BasicSweeper.split_arguments([override], None)
+    except (HydraException, ValueError, TypeError) as error:
+        found.problems.append(f"{override.input_line}: cannot be expanded: {str(error).splitlines()[0]}")
+        return Axis(())
+    choices = tuple(reader.choice(text, is_swept=True) for (text,) in islice(batch, MOST_MEMBERS + 1))
+    if not choices:
+        names = ", ".join(reader.tree.options(override.key_or_group))
+        there = f"; there are {names}" if override.key_or_group in GROUPS else ""
+        found.problems.append(f"{override.input_line}: no value at all{there}")
+    return Axis(choices)
+
+
+def _refuse_too_many(axes: Sequence[Axis]) -> None:
+    number = math.prod(len(axis.choices) for axis in axes)
+    if number > MOST_MEMBERS:
+        raise ConfigError(_too_many(number))
+
+
+def _too_many(number: int) -> str:
+    return f"{number:,} members in one sweep; use at most {MOST_MEMBERS:,}, and several sweeps for more"
+
+
+# Sums up what is wrong with the members of a sweep: each sentence once, with the values it is about.
+#
+# It knows no rule of a single run; `shared_places` holds those between the members of a sweep.
+
+
+# A screen's worth of different sentences, and of members behind one of them.
+_MOST_SENTENCES = 12
+_MOST_MEMBERS = 3
+# What the members of a sweep have in common.
+_COMMON = ("run.name", "run.dir", "run.metric")
+
+
+class Findings:
+    """Problems by the members that have them; `chosen` are the swept overrides of each member."""
+
+    def __init__(self, chosen: Sequence[tuple[str, ...]], problems: Sequence[str]) -> None:
+        self.chosen = chosen
+        self._of_all = list(problems)
+        # Members by problem, both in the order they were found.
+        self._members: dict[str, list[int]] = {}
+
+    def add(self, member: int, problems: Sequence[str]) -> None:
+        """Note what is wrong with a member."""
+        for problem in dict.fromkeys(problems):
+            self._members.setdefault(problem, []).append(member)
+
+    def about_all(self, problems: Iterator[str]) -> None:
+        """Note what is wrong with the sweep as a whole."""
+        self._of_all += problems
+
+    def sentences(self) -> list[str]:
+        """Return the problems for a person: a bounded number, each with the values it is about."""
+        sentences = [*self._of_all, *(self._with_values(problem) for problem in self._members)]
+        if len(sentences) <= _MOST_SENTENCES:
+            return sentences
+        more = len(sentences) - _MOST_SENTENCES
+        return [*sentences[:_MOST_SENTENCES], f"and {more} more problem{'' if more == 1 else 's'}"]
+
+    def _with_values(self, problem: str) -> str:
+        members = self._members[problem]
+        if len(members) == len(self.chosen):
+            return problem
+        common = [text for text in self.chosen[members[0]] if self._have(members, text)]
+        # The values that decide, where every member with them has the problem.
+        if common and self._number_with(common) == len(members):
+            named = " ".join(common)
+            said = re.search(rf"(?<![\w.]){re.escape(named)}(?![\w.])", problem)
+            return problem if said else f"{problem} (with {named})"
+        named = "; ".join(" ".join(self.chosen[member]) for member in members[:_MOST_MEMBERS])
+        more = len(members) - _MOST_MEMBERS
+        return f"{problem} (with {named}{f'; and {more} more' if more > 0 else ''})"
+
+    def _have(self, members: Sequence[int], text: str) -> bool:
+        return all(text in self.chosen[member] for member in members)
+
+    def _number_with(self, texts: Sequence[str]) -> int:
+        return sum(all(text in chosen for text in texts) for chosen in self.chosen)
+
+
+def shared_places(configs: Sequence[Config]) -> Iterator[str]:
+    """Yield a sentence for what the members of a sweep must have in common and have not, and the reverse."""
+    for name in _COMMON:
+        values = list(dict.fromkeys(attrgetter(name)(config) for config in configs))
+        if len(values) > 1:
+            yield (
+                f"{name} is not the same for all members ({shown(values[0])}, {shown(values[1])}); a "
+                f"sweep has one; leave it out of the presets that are swept"
+            )
+    seen: set[str] = set()
+    for place in (config.checkpoint.dir for config in configs):
+        if place is not None and place in seen:
+            yield (
+                f"checkpoint.dir={place} would be the place of several members, and each needs its own; "
+                f"leave it out (checkpoints then lie in each member's directory), or write a value that is "
+                f"swept into it, as in 'checkpoint.dir={place}/${{train.seed}}'"
+            )
+            return
+        seen.add(place or "")
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from typing import Any, cast
 
 from orchestra.data.index import TokenIndex, check_size, parse_index
 from orchestra.errors import DataError
-from orchestra.units import MIB
+from orchestra.sizes.units import MIB
 
 _READ_BYTES = 8 * MIB
 

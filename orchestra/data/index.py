@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestra.errors import DataError
-from orchestra.units import MIB
+from orchestra.sizes.units import MIB
 
 FORMAT = "orchestra tokens"
 VERSION = 1

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from orchestra.data.order import Int64
-from orchestra.jsonl import JsonLinesWriter, Record, read_json_lines
-from orchestra.rundir import RunDir
+from orchestra.run.files import JsonLinesWriter, Record, read_json_lines
+from orchestra.run.paths import RunDir
 
 
 class Ledger:

@@ -3,7 +3,7 @@
 The global batch at position p is the samples at positions p … p + GBS − 1 of the order. Micro-batch m of
 data-parallel coordinate d takes the MBS sequences from (m · dp + d) · MBS on: every world size sees the
 same global batch, and one rank with two micro-batches sees the same micro-batches as two ranks with one.
-Places that the run leaves out (`orchestra.roll_backs`) are passed over as if they were not there.
+Places that the run leaves out (`orchestra.run.rollback`) are passed over as if they were not there.
 
 Shape letters: A accumulated micro-batches, B sequences of one micro-batch, S sequence length.
 """
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from orchestra.data.order import Int64
 from orchestra.data.source import SampleSource
-from orchestra.roll_backs import Stretch, kept
+from orchestra.run.rollback import Stretch, kept
 
 _CLOSE_TIMEOUT_S = 5.0
 

@@ -6,11 +6,20 @@ each token is a target exactly once; what is left at the end is dropped.
 
 from __future__ import annotations
 
+import hashlib
+import os
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from conf.schema import BlendPart, DataConfig, Source
+from orchestra.data.cache import local_copy
+from orchestra.data.index import TokenIndex, check_size, local_prefix, read_index, token_file_prefix
 from orchestra.data.order import Int64, sample_ids
 from orchestra.errors import DataError
 
@@ -58,3 +67,186 @@ class TokenSamples:
                 f"{self._name}: {found} (token {offset}) is outside the vocabulary of {self.vocab_size}; the "
                 "file is damaged or its index belongs to another file: pack it again"
             )
+
+
+# Opens token files: memory-mapped where they lie on this machine, copied to it first where they do not.
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """An open token file: the tokens [num_tokens] as a read-only view of the mapped file."""
+
+    name: str
+    index: TokenIndex
+    tokens: Tokens
+
+
+def open_tokens(path: str, cache_dir: str | None = None) -> TokenFile:
+    """Open the token file at `path`: PREFIX, PREFIX.bin, or any fsspec URL of one.
+
+    A remote file is copied once per node into `cache_dir` (null: the user's cache folder) and checked on
+    the way; ranks that need the same file wait for that copy. Raises DataError that names the file and,
+    where there is one, the offset.
+    """
+    prefix = token_file_prefix(path)
+    local = local_prefix(prefix)
+    if local is None:
+        local = local_copy(prefix, cache_dir)
+    index = read_index(Path(f"{local}.json"))
+    binary = Path(f"{local}.bin")
+    try:
+        check_size(binary.stat().st_size, index, str(binary))
+        if index.num_tokens == 0:
+            raise DataError(f"{binary}: holds no tokens; pack it again")
+        mapped = np.memmap(binary, dtype=np.dtype(index.dtype).newbyteorder("<"), mode="r")
+    except FileNotFoundError as error:
+        raise DataError(f"{binary}: no such file beside its index; copy it again or pack again") from error
+    except OSError as error:
+        raise DataError(f"{binary}: cannot be opened ({error.strerror or error})") from error
+    # Slices of a memmap carry Python attributes along; those of a plain view of it cost a third.
+    return TokenFile(f"{prefix}.bin", index, mapped.view(np.ndarray))
+
+
+# Token files mixed by weight: which file a position reads is computed, and each file keeps its own order.
+#
+# A binary tree halves the list of parts. Of the first p positions at a node, round(p · left weight ÷ weight
+# of both) belong to its left side, so that both sides see a contiguous range of positions of their own, down
+# to the parts. A position is resolved in O(1) without state, shares are right to one sample for each level of
+# the tree at every moment, and each part runs through its own epochs: every sample of it exactly once per
+# epoch of that part.
+
+
+# Weights become whole numbers of about this sum: their products with the positions of a batch fit in int64.
+_RESOLUTION = 1 << 30
+
+
+class Blend:
+    """Samples of several sources. Ids are unambiguous: those of part k follow those of part k − 1.
+
+    `weights` are positive and need not sum to 1; a share below 1e-9 of the whole counts as that much.
+    """
+
+    def __init__(self, parts: Sequence[TokenSamples], weights: Sequence[float]) -> None:
+        self._parts = list(parts)
+        self._weights = [max(1, round(weight / sum(weights) * _RESOLUTION)) for weight in weights]
+        self._offsets = np.cumsum([0] + [part.num_samples for part in parts])
+        self.vocab_size = max(part.vocab_size for part in parts)
+
+    def ids_at(self, position: int, count: int, seed: int) -> Int64:
+        ids = np.empty(count, dtype=np.int64)
+        self._fill(ids, np.arange(count), position, (0, len(self._parts)), seed)
+        return ids
+
+    def read(self, sample_id: int, out: Int64) -> None:
+        number = int(np.searchsorted(self._offsets, sample_id, side="right")) - 1
+        self._parts[number].read(sample_id - int(self._offsets[number]), out)
+
+    def _fill(
+        self, ids: Int64, places: npt.NDArray[np.intp], position: int, among: tuple[int, int], seed: int
+    ) -> None:
+        """Fill ids[places], the positions from `position` on of the parts `among` (first, end)."""
+        first, end = among
+        if places.size == 0:
+            return
+        if end - first == 1:
+            size, own_seed = self._parts[first].num_samples, _seed_of(seed, first)
+            own = sample_ids(position, places.size, num_samples=size, seed=own_seed)
+            ids[places] = self._offsets[first] + own
+            return
+        middle = (first + end) // 2
+        left, whole = sum(self._weights[first:middle]), sum(self._weights[first:end])
+        before, is_left = _split(position, places.size, left, whole)
+        self._fill(ids, places[is_left], before, (first, middle), seed)
+        self._fill(ids, places[~is_left], position - before, (middle, end), seed)
+
+
+def open_blend(data: DataConfig, seq_len: int) -> SampleSource:
+    """Open data.path, or the parts of data.blend. Raises DataError for files that cannot be read together."""
+    parts = list(data.blend) or [BlendPart(path=str(data.path))]
+    files = [open_tokens(part.path, data.cache_dir) for part in parts]
+    _check_one_tokenizer(files)
+    samples = [TokenSamples(file.tokens, seq_len, file.index.vocab_size, file.name) for file in files]
+    if len(samples) == 1:
+        return samples[0]
+    return Blend(samples, [part.weight for part in parts])
+
+
+def _split(position: int, count: int, left: int, whole: int) -> tuple[int, npt.NDArray[np.bool_]]:
+    """Return how many positions before `position` go left, and which [count] of those from it on do."""
+    # Whole numbers of Python: positions × weights may pass 64 bits; inside the batch they cannot.
+    before, rest = divmod(position * left + whole // 2, whole)
+    return before, np.diff((rest + np.arange(count + 1, dtype=np.int64) * left) // whole) > 0
+
+
+def _seed_of(seed: int, number: int) -> int:
+    """Parts of the same size must not go through their samples in the same order."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{number}".encode(), digest_size=8).digest())
+
+
+def _check_one_tokenizer(files: Sequence[TokenFile]) -> None:
+    """A token must mean the same in every part."""
+    first = files[0]
+    for file in files[1:]:
+        if _tokenizer(file) != _tokenizer(first):
+            raise DataError(
+                f"data.blend: {first.name} was packed with {_tokenizer(first)}, {file.name} with "
+                f"{_tokenizer(file)}; pack them with the same one"
+            )
+
+
+def _tokenizer(file: TokenFile) -> str:
+    index = file.index
+    sha256 = f"sha256 {index.tokenizer_sha256[:16]}, " if index.tokenizer_sha256 else ""
+    return f"{'tokenizer.json' if sha256 else index.tokenizer} ({sha256}separator {index.separator_id})"
+
+
+# The running interpreter's own library as text: real prose and code on every machine, nothing to download.
+#
+# All *.py files of the standard library in the order of their names, as bytes, each followed by SEPARATOR.
+# Tests, site-packages and IDLE are left out. The text depends on the version of Python, so a run resumed
+# under another one would see other samples.
+
+
+# The id after the 256 byte values; follows each document.
+SEPARATOR = 256
+VOCAB_SIZE = 257
+
+_LEFT_OUT = {"test", "tests", "idle_test", "idlelib", "site-packages", "dist-packages", "__pycache__"}
+
+
+def stdlib_files() -> list[Path]:
+    """Return the library's source files, sorted by their path below the library."""
+    root = Path(sysconfig.get_path("stdlib"))
+    found = []
+    for folder, children, names in os.walk(root):
+        children[:] = [child for child in children if child not in _LEFT_OUT]
+        found += [Path(folder, name) for name in names if name.endswith(".py")]
+    return sorted(found, key=lambda path: path.relative_to(root).as_posix())
+
+
+def stdlib_tokens() -> npt.NDArray[np.uint16]:
+    """Return the text as tokens (uint16): bytes, with SEPARATOR after each file. About 12 million.
+
+    Raises DataError where the library cannot be read.
+    """
+    parts = []
+    separator = np.array([SEPARATOR], dtype=np.uint16)
+    try:
+        for path in stdlib_files():
+            parts += [np.frombuffer(path.read_bytes(), dtype=np.uint8).astype(np.uint16), separator]
+    except OSError as error:
+        raise DataError(f"data.source=stdlib: cannot read {error.filename} ({error.strerror})") from error
+    if not parts:
+        folder = sysconfig.get_path("stdlib")
+        raise DataError(f"data.source=stdlib: this Python has no *.py files in {folder}; use data=tokens")
+    return np.concatenate(parts)
+
+
+# Opens the source of samples that a configuration names.
+
+
+def open_source(data: DataConfig, seq_len: int) -> SampleSource:
+    """Open the source that a checked configuration names. Raises DataError where it cannot be read."""
+    if data.source is Source.stdlib:
+        return TokenSamples(stdlib_tokens(), seq_len, VOCAB_SIZE, "data.source=stdlib")
+    return open_blend(data, seq_len)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import os
 import secrets
 import shutil
@@ -16,21 +17,243 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-from checkpointing.format.boxes import Box
-from checkpointing.format.dtypes import ITEM_BYTES
-from checkpointing.format.manifest import Manifest
+import numpy as np
+import numpy.typing as npt
+
+from checkpointing import checksums
+from checkpointing.box import ITEM_BYTES, Box
+from checkpointing.catalog import file_path
+from checkpointing.checkpoint_errors import DamagedError
+from checkpointing.checksums import Buffer
+from checkpointing.manifest import Chunk, Manifest
 from checkpointing.storage import Storage
 from conf.schema import ModelConfig
 from orchestra.errors import ConfigError, DataError
-from orchestra.huggingface.copying import copies_into, copy_chunk, write_at
-from orchestra.huggingface.folder import CONFIG, INDEX
+from orchestra.huggingface.folder import (
+    CHECKPOINT_PREFIX,
+    CONFIG,
+    INDEX,
+    SINGLE_FILE,
+    hugging_face_name,
+    parameter_shapes,
+)
 from orchestra.huggingface.llama_config import config_document
-from orchestra.huggingface.parameters import CHECKPOINT_PREFIX, hugging_face_name, parameter_shapes
-from orchestra.huggingface.rounding import STORED
-from orchestra.huggingface.shard_plan import PlannedFile, index_document, plan_files
-from orchestra.units import MIB
+from orchestra.sizes.units import MIB
+
+# fp32, bf16 and fp16 numbers from one type to another, rounded to nearest, ties to even.
+#
+# numpy has no bfloat16: here it is 16 bits in a uint16. It knows no files and no tensors' names.
+
+
+Numbers: TypeAlias = npt.NDArray[Any]
+
+# How each type lies in memory, little-endian as safetensors wants it.
+STORED: Mapping[str, str] = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+# Our short names (conf.schema.DType) and safetensors' own.
+SAFETENSORS_NAMES: Mapping[str, str] = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
+_QUIET_NAN_BIT = 0x0040
+# Small enough for the cache: what is computed in between then costs neither time nor memory.
+_NUMBERS_AT_ONCE = 1 << 16
+
+
+def stored(content: Buffer, dtype: str) -> Numbers:
+    """Return the numbers that `content` holds, flat and as they are stored (a view)."""
+    return np.frombuffer(content, dtype=STORED[dtype])
+
+
+def converted(numbers: Numbers, source: str, target: str) -> tuple[Numbers, int]:
+    """Return stored numbers of type `source` as type `target`, and how many finite ones became infinite.
+
+    Infinities and NaNs stay what they are; what is beyond the range of `target` becomes an infinity.
+    """
+    if source == target:
+        return numbers, 0
+    result: Numbers = np.empty(numbers.shape, dtype=STORED[target])
+    num_overflowed = 0
+    for first in range(0, len(numbers), _NUMBERS_AT_ONCE):
+        part = slice(first, first + _NUMBERS_AT_ONCE)
+        wide: Numbers = _widened(numbers[part]) if source == "BF16" else numbers[part]
+        result[part] = _narrowed(wide, target)
+        num_overflowed += _num_overflowed(wide, result[part], target)
+    return result, num_overflowed
+
+
+def _narrowed(wide: Numbers, target: str) -> Numbers:
+    if target == "BF16":
+        return _as_bfloat16(wide.astype("<f4", copy=False))
+    with np.errstate(over="ignore", invalid="ignore"):
+        return wide.astype(STORED[target])
+
+
+def _num_overflowed(wide: Numbers, result: Numbers, target: str) -> int:
+    is_infinite = np.isinf(_widened(result) if target == "BF16" else result)
+    return int(np.count_nonzero(is_infinite & ~np.isinf(wide))) if is_infinite.any() else 0
+
+
+def _widened(bits: Numbers) -> Numbers:
+    return (bits.astype("<u4") << 16).view("<f4")
+
+
+def _as_bfloat16(singles: Numbers) -> Numbers:
+    """Round fp32 to its upper half: add just under half a unit, or half where the last bit kept is odd."""
+    bits = singles.view("<u4")
+    upper = bits >> 16
+    rounded: Numbers = ((bits + (upper & 1) + 0x7FFF) >> 16).astype("<u2")
+    # The addition would carry a NaN into infinity or zero.
+    is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    if is_nan.any():
+        rounded[is_nan] = upper[is_nan] | _QUIET_NAN_BIT
+    return rounded
+
+
+# Which tensor goes into which safetensors file, and where in it: pure, from shapes to bytes of headers.
+
+
+# So that the numbers behind the header are aligned, as safetensors writes it.
+_HEADER_ALIGNMENT = 8
+_LENGTH_BYTES = 8
+
+
+@dataclass(frozen=True)
+class PlannedFile:
+    """A file to write: its header, and by tensor the byte of the file at which its numbers begin."""
+
+    name: str
+    header: bytes
+    begins: Mapping[str, int]
+    num_bytes: int
+
+
+def plan_files(shapes: Mapping[str, tuple[int, ...]], dtype: str, max_file_bytes: int) -> list[PlannedFile]:
+    """Share tensors out to files of at most `max_file_bytes` of numbers, in order, as transformers does.
+
+    A tensor that is larger gets a file of its own: tensors are never cut.
+    """
+    groups = list(_groups(shapes, dtype, max_file_bytes))
+    if len(groups) == 1:
+        return [_planned(SINGLE_FILE, groups[0], dtype)]
+    return [
+        _planned(f"model-{number:05d}-of-{len(groups):05d}.safetensors", group, dtype)
+        for number, group in enumerate(groups, start=1)
+    ]
+
+
+def index_document(files: list[PlannedFile], total_bytes: int, num_parameters: int) -> dict[str, Any]:
+    """Return model.safetensors.index.json for several files."""
+    weight_map = {tensor: file.name for file in files for tensor in file.begins}
+    metadata = {"total_size": total_bytes, "total_parameters": num_parameters}
+    return {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
+
+
+def _groups(
+    shapes: Mapping[str, tuple[int, ...]], dtype: str, max_file_bytes: int
+) -> Iterator[dict[str, tuple[int, ...]]]:
+    group: dict[str, tuple[int, ...]] = {}
+    size = 0
+    for name, shape in shapes.items():
+        num_bytes = math.prod(shape) * ITEM_BYTES[dtype]
+        if group and size + num_bytes > max_file_bytes:
+            yield group
+            group, size = {}, 0
+        group[name] = shape
+        size += num_bytes
+    yield group
+
+
+def _planned(name: str, shapes: Mapping[str, tuple[int, ...]], dtype: str) -> PlannedFile:
+    ends = [0]
+    # transformers refuses files whose metadata do not say whose tensors these are.
+    document: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    for tensor, shape in shapes.items():
+        ends.append(ends[-1] + math.prod(shape) * ITEM_BYTES[dtype])
+        document[tensor] = {"dtype": dtype, "shape": shape, "data_offsets": ends[-2:]}
+    text = json.dumps(document, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _HEADER_ALIGNMENT)
+    header = len(text).to_bytes(_LENGTH_BYTES, "little") + text
+    begins = {tensor: len(header) + end for tensor, end in zip(shapes, ends, strict=False)}
+    return PlannedFile(name, header, begins, len(header) + ends[-1])
+
+
+# One chunk of a checkpoint on its way into a safetensors file: read, verified, rounded, written.
+#
+# A chunk may be any box of its tensor; in the file the tensor lies as a whole.
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A chunk of tensor `name` (of `shape` as a whole) from the checkpoint of `step`, its numbers from type
+    `source` to type `target`, into a file in which the tensor begins at byte `begin`.
+    """
+
+    name: str
+    step: int
+    chunk: Chunk
+    shape: tuple[int, ...]
+    source: str
+    target: str
+    begin: int
+
+
+def copies_into(file: PlannedFile, manifest: Manifest, dtype: str) -> Iterator[Copy]:
+    """Yield what fills a planned file."""
+    names = (name for name in manifest.tensors if name.startswith(CHECKPOINT_PREFIX))
+    in_checkpoint = {hugging_face_name(name.removeprefix(CHECKPOINT_PREFIX)): name for name in names}
+    for tensor, begin in file.begins.items():
+        name = in_checkpoint[tensor]
+        found = manifest.tensors[name]
+        for chunk in found.chunks:
+            if chunk.num_bytes:
+                yield Copy(name, manifest.step, chunk, found.shape, found.dtype, dtype, begin)
+
+
+def copy_chunk(copy: Copy, storage: Storage, descriptor: int) -> None:
+    """Read, verify, round and write one chunk.
+
+    Raises DamagedError where its bytes are not the manifest's, DataError where numbers leave the range of the
+    new type, StorageError, OSError.
+    """
+    chunk = copy.chunk
+    content = bytearray(chunk.num_bytes)
+    storage.read_into(file_path(copy.step, chunk.file), chunk.begin, memoryview(content))
+    found = checksums.of_chunk(content)
+    if found != chunk.checksum:
+        what = f"the bytes from {chunk.begin} on have checksum {found}, the manifest says {chunk.checksum}"
+        raise DamagedError(what, file=chunk.file, tensor=copy.name)
+    numbers, num_overflowed = converted(stored(content, copy.source), copy.source, copy.target)
+    if num_overflowed:
+        raise DataError(
+            f"{copy.name}: {num_overflowed} of its numbers are beyond the range of {copy.target}; "
+            "export with --dtype bf16 or fp32"
+        )
+    box = chunk.box
+    in_chunk = numbers.reshape(box.shape)
+    for index, first in runs(box, copy.shape):
+        write_at(descriptor, in_chunk[index].tobytes(), copy.begin + first * ITEM_BYTES[copy.target])
+
+
+def runs(box: Box, shape: Sequence[int]) -> Iterator[tuple[tuple[int, ...], int]]:
+    """Yield the parts of a box that lie side by side in the whole row-major tensor of `shape`: the index of
+    each in the box, and the flat index in the tensor of its first element.
+    """
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    first = sum(map(int.__mul__, box.offsets, strides))
+    num_outer = len(shape)
+    while num_outer > 0 and box.shape[num_outer - 1] == shape[num_outer - 1]:
+        num_outer -= 1
+    # The dims from `num_outer` on are whole; the one before is a stretch of them.
+    num_outer = max(0, num_outer - 1)
+    for index in np.ndindex(*box.shape[:num_outer]):
+        yield index, first + sum(map(int.__mul__, index, strides))
+
+
+def write_at(descriptor: int, content: bytes | memoryview, begin: int) -> None:
+    """Write all of `content` from byte `begin` of a file on."""
+    done = 0
+    while done < len(content):
+        done += os.pwrite(descriptor, content[done:], begin + done)
+
 
 # Chunks in memory at once; each is at most a few tens of MiB, and twice that while its numbers are rounded.
 _NUM_THREADS = 4

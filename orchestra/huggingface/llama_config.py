@@ -12,8 +12,8 @@ from typing import Any
 
 from conf.schema import Family, ModelConfig, RopeScaling
 from orchestra.errors import DataError
-from orchestra.events import is_number
-from orchestra.flops import head_dim
+from orchestra.run.events import is_number
+from orchestra.sizes.flops import head_dim
 
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 # What transformers' LlamaConfig takes where a key is absent.

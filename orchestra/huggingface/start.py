@@ -13,8 +13,8 @@ from typing import Any
 
 from conf.schema import Config, ModelConfig
 from orchestra.errors import DataError
-from orchestra.flops import attention_width
 from orchestra.huggingface.folder import CONFIG, Folder, open_folder
+from orchestra.sizes.flops import attention_width
 
 # In the order in which people say them.
 _KEYS = (

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 # Elements made at a time. On CPU the fp64 scratch of a block stays in the cache (twice as fast as 2²⁰ here).
 _BLOCK_CPU = 1 << 17
@@ -125,3 +126,11 @@ def global_flat_index(
         local = local // local_size
         stride *= size
     return index
+
+
+# Tells tensors that have a shape and no values: a dry run's (torch's FakeTensorMode). It makes none.
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether the tensor has a shape, a data type and a device, but no values to look at or to set."""
+    return isinstance(tensor, FakeTensor)

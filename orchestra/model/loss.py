@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from orchestra.model.fake import is_fake
+from orchestra.model.initial import is_fake
 
 # Targets with this value take no part in the loss (torch's own default of cross_entropy).
 IGNORED_TARGET = -100

@@ -1,8 +1,8 @@
 """The learning rate as a pure function of the step. Integers and floats only; it imports no torch.
 
 Steps count from 1 to `steps`. Warm-up rises linearly from lr/warmup to lr; the shape then leads from lr to
-min_lr, which is reached at the last step. The default warm-up is in `orchestra.topology`, where the rules
-find it too.
+min_lr, which is reached at the last step. The default warm-up is in `orchestra.sizes.topology`, where the
+rules find it too.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 
 from conf.schema import OptimConfig, Schedule, TrainConfig
-from orchestra.topology import warmup_steps
+from orchestra.sizes.topology import warmup_steps
 
 _MIN_LR_FRACTION = 0.1
 

@@ -17,10 +17,9 @@ from orchestra.parallel.mesh import Mesh
 from orchestra.parallel.places import TensorPlace
 from orchestra.parallel.recompute import recompute_blocks
 from orchestra.parallel.tensor.split import split_tensors
-from orchestra.parallel.zero.stage import Stage
-from orchestra.parallel.zero.stages import make_stage
-from orchestra.parallel.zero.storage import Units, place_units
-from orchestra.precision.policy import policy
+from orchestra.parallel.zero.buffers import Units, place_units
+from orchestra.parallel.zero.stages import Stage, make_stage
+from orchestra.precision.dtypes import policy
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from conf.schema import Config, PrecisionName
 from orchestra.errors import TrainingError
 from orchestra.model.layers import Attention, GeluMLP, SwiGLU
 from orchestra.model.transformer import Transformer
-from orchestra.parallel.tensor.products import ColumnsProduct, RowsProducts
+from orchestra.parallel.tensor.parallel_layers import ColumnsProduct, RowsProducts
 from orchestra.precision.fp8 import LEAST_CAPABILITY, Fp8Products
 
 

@@ -1,6 +1,6 @@
 """This process's place in the mesh: rank, coordinates, device and the process groups of its axes.
 
-It starts and ends torch.distributed. Layout arithmetic is in `orchestra.topology`; nothing here knows a
+It starts and ends torch.distributed. Layout arithmetic is in `orchestra.sizes.topology`; nothing here knows a
 model. A group of one rank is None: there is nobody to talk to.
 """
 
@@ -11,14 +11,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from checkpointing.peers import Peers
 from conf.schema import Config, Device
 from orchestra.errors import StopRequested, TrainingError
-from orchestra.parallel.traffic import Traffic
-from orchestra.topology import Coordinates, Layout, layout
+from orchestra.parallel.marks import Traffic
+from orchestra.sizes.topology import Coordinates, Layout, layout
 
 
 @dataclass(frozen=True)
@@ -185,4 +187,30 @@ def _join(config: Config, device: torch.device, ranks: RankEnvironment) -> None:
         world_size=ranks.world_size,
         timeout=timedelta(seconds=config.recovery.collective_timeout_s),
         device_id=device if device.type == "cuda" else None,
+    )
+
+
+# Opens the store through which the ranks talk beside the training's collectives. It says nothing on it.
+
+
+def open_peers(mesh: Mesh, ranks: RankEnvironment, attempt: int, limit_s: float) -> Peers:
+    """Return this rank's end of a store that rank 0 hosts on a free port. *Collective* over all ranks.
+
+    The store ends with rank 0's process. `limit_s` bounds every wait.
+    """
+    if mesh.world_size == 1:
+        return Peers.alone()
+    timeout = timedelta(seconds=limit_s)
+    # The store at MASTER_PORT belongs to torchrun and to the process groups: it is left to them.
+    host = _store(ranks.master_address, 0, timeout, is_host=True) if mesh.rank == 0 else None
+    port = torch.tensor([0 if host is None else host.port], dtype=torch.int64)
+    dist.broadcast(port, src=0)
+    store = host or _store(ranks.master_address, int(port), timeout, is_host=False)
+    prefixed = dist.PrefixStore(f"attempt-{attempt}", store)  # type: ignore[attr-defined]
+    return Peers(mesh.rank, mesh.world_size, prefixed, limit_s)
+
+
+def _store(address: str, port: int, timeout: timedelta, *, is_host: bool) -> Any:
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        address, port, is_master=is_host, timeout=timeout, wait_for_workers=False
     )

@@ -26,11 +26,11 @@ from torch.utils.checkpoint import (
 )
 
 from conf.schema import Config, Recompute
-from orchestra.activations import kinds_of_layers
 from orchestra.model.transformer import Transformer
 from orchestra.parallel.mesh import Mesh
-from orchestra.parallel.tensor.collectives import SUM_IN_PLACE, SUM_SCATTERED
-from orchestra.parallel.tensor.products import ColumnsProduct
+from orchestra.parallel.tensor.parallel_layers import ColumnsProduct
+from orchestra.parallel.tensor.tensor_collectives import SUM_IN_PLACE, SUM_SCATTERED
+from orchestra.sizes.activations import kinds_of_layers
 
 _aten = torch.ops.aten
 _PRODUCTS = frozenset(

@@ -22,16 +22,16 @@ from pathlib import Path
 from typing import TypeVar
 
 from conf.schema import ModelConfig, PrecisionName, Recompute
-from orchestra import hardware
 from orchestra.errors import ConfigError
-from orchestra.plan.cases.assemble import network_of
-from orchestra.plan.cases.case import Case
-from orchestra.plan.cases.devices import Device, device
-from orchestra.plan.cases.frameworks import NANOTRON, framework, is_taken_for_another, published
-from orchestra.plan.layouts.space import is_possible
-from orchestra.plan.prediction import Prediction, predict
-from orchestra.topology import Layout
-from orchestra.units import GIB
+from orchestra.plan.assemble import network_of
+from orchestra.plan.case import Case
+from orchestra.plan.devices import Device, device
+from orchestra.plan.frameworks import NANOTRON, framework, is_taken_for_another, published
+from orchestra.plan.predict import Prediction, predict
+from orchestra.plan.space import is_possible
+from orchestra.sizes import hardware
+from orchestra.sizes.topology import Layout
+from orchestra.sizes.units import GIB
 
 NEEDED = (
     *("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "tied"),
@@ -218,8 +218,8 @@ def taken_for(table: Table, all_cases: Sequence[Case]) -> dict[str, str]:
 
 
 def _device_name(found: str, memory_gib: float | None) -> str:
-    """Return a device's name as `orchestra.hardware` has it. Tables also say H100-SXM5-80GB, or A100 beside
-    its memory, which is 80 GB unless one of them says 40.
+    """Return a device's name as `orchestra.sizes.hardware` has it. Tables also say H100-SXM5-80GB, or A100
+    beside its memory, which is 80 GB unless one of them says 40.
     """
     name = re.sub(r"[\s-]+", "_", found.lower()).removesuffix("gb")
     name = re.sub(r"^(nvidia|amd_instinct|amd)_", "", name)

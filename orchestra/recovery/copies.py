@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from orchestra.events import is_whole
-from orchestra.jsonl import Record
-from orchestra.roll_backs import roll_backs
+from orchestra.run.events import is_whole
+from orchestra.run.files import Record
+from orchestra.run.rollback import roll_backs
 
 
 @dataclass(frozen=True, order=True)

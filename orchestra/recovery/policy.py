@@ -2,20 +2,148 @@
 
 The rules stand in one list, and the first that has something to say decides; its name goes into the record.
 In doubt a run is started again: a needless restart costs a minute, a needless end the night. What limits that
-is progress (`orchestra.recovery.progress`). It starts and ends nothing, and reads no clock.
+is progress (`orchestra.recovery.policy`). It starts and ends nothing, and reads no clock.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from enum import Enum
 
+from conf.schema import RecoveryConfig
 from orchestra.errors import EXIT_DO_NOT_RESTART, EXIT_FAILED
-from orchestra.recovery.causes import is_from_outside
-from orchestra.recovery.decisions import Action, Case, Decision, Resources, Rules
-from orchestra.recovery.incidents import Incident, Kind
-from orchestra.recovery.progress import is_charged, since_started_by_hand, without_progress
+from orchestra.recovery.history import Incident, Kind, is_from_outside
+
+# What the policy is asked and what it answers: values. Which answer follows is `policy`'s to say.
+
+
+class Action(Enum):
+    """What follows an attempt."""
+
+    # The same nodes again, in the same allocation.
+    restart = "restart"
+    # As many nodes, with a spare in the place of each that is left out.
+    replace = "replace"
+    # Fewer nodes, never fewer than recovery.min_nodes.
+    shrink = "shrink"
+    # Another start of a job, on other nodes or at another time.
+    requeue = "requeue"
+    # The run is done, or somebody asked for its end.
+    end = "end"
+    give_up = "give_up"
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What there is to start again with, when an attempt is over."""
+
+    wanted_nodes: int
+    # None: all that are wanted.
+    min_nodes: int | None
+    # Of the attempt's hosts those that are alive, and the ones that wait beside them. Excluded ones left out.
+    hosts: tuple[str, ...]
+    spares: tuple[str, ...] = ()
+    can_requeue: bool = False
+    # Whether this allocation lives on.
+    in_place: bool = True
+
+    @property
+    def fewest_nodes(self) -> int:
+        return self.wanted_nodes if self.min_nodes is None else self.min_nodes
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The part of `recovery` that the policy knows."""
+
+    # Restarts in a row without progress; 0: never start again after a failure.
+    max_restarts: int = 3
+    backoff_s: float = 10.0
+    # Whether a host that failed twice is left out.
+    excludes: bool = True
+    # Roll-backs in a row without progress.
+    max_roll_backs: int = 3
+
+    @classmethod
+    def of(cls, config: RecoveryConfig) -> Rules:
+        """Return the rules that a configuration asks for."""
+        excludes = config.exclude_hours > 0
+        return cls(config.max_restarts, config.backoff_s, excludes, config.roll_back.max_in_a_row)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What is to be done, and why."""
+
+    action: Action
+    # What the run ends with where it ends here.
+    code: int
+    reason: str
+    # The rule that decided.
+    rule: str = ""
+    # Hosts that the next attempt leaves out.
+    exclude: tuple[str, ...] = ()
+    # Those of them that go onto the cluster's list: they failed twice, or computed something wrong.
+    listed: tuple[str, ...] = ()
+    wait_s: float = 0.0
+    # Whether it counts against recovery.max_restarts.
+    charged: bool = False
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a rule looks at."""
+
+    # Since a person started the run last, oldest first.
+    series: Sequence[Incident]
+    # Of these the last ones, without progress between them.
+    row: Sequence[Incident]
+    resources: Resources
+    rules: Rules
+
+    @property
+    def now(self) -> Incident:
+        return self.row[-1]
+
+
+# What counts as progress between the failures of a run, and which of them are charged to it.
+#
+# Progress is only what outlived a failure: a newly committed checkpoint, or copies in memory from which the
+# next attempt began. Steps that were trained and lost again are none, however many: a run that saves every
+# 1,000 steps and fails around step 500 would count as getting ahead each time that it comes a little further,
+# and never save. Both marks only ever rise, so that a run has no more progress to make than it has steps.
+
+
+# Fewer steps than that, restored from memory, are no progress: a run that fails three steps behind each start
+# would creep on for days.
+FEWEST_STEPS_OF_PROGRESS = 10
+_NOT_CHARGED = (Kind.stopped, Kind.preempted, Kind.time_limit, Kind.node_lost, Kind.lost)
+
+
+def since_started_by_hand(incidents: Sequence[Incident]) -> Sequence[Incident]:
+    """Return the incidents since a person started or resumed the run: who does that has seen the others."""
+    begin = max((index for index, it in enumerate(incidents) if it.by_hand), default=0)
+    return incidents[begin:]
+
+
+def without_progress(series: Sequence[Incident]) -> Sequence[Incident]:
+    """Return the last incidents of a series between which nothing was kept."""
+    begin = 0
+    # High-water marks: a rollback behind them, and the way back up, is no progress.
+    committed = began = -1
+    for index, it in enumerate(series):
+        if it.committed > committed >= 0 or (began >= 0 and it.began >= began + FEWEST_STEPS_OF_PROGRESS):
+            begin = index
+        committed, began = max(committed, it.committed), max(began, it.began)
+    return series[begin:]
+
+
+def is_charged(incident: Incident) -> bool:
+    """Tell whether an incident counts against recovery.max_restarts."""
+    return incident.kind not in _NOT_CHARGED and not incident.excluded
+
 
 __all__ = ["MOST_NOT_CHARGED", "RULES", "Action", "Decision", "Resources", "Rules", "decide"]
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from orchestra.events import is_number, is_whole
-from orchestra.jsonl import Record, read_json_lines
-from orchestra.metrics_file import wall_begin
 from orchestra.recovery.accounting import Accounts, account
-from orchestra.report.state import read_record
-from orchestra.report.verdict import last_attempt, of_attempt
-from orchestra.rundir import RunDir
+from orchestra.recovery.history import last_attempt, of_attempt
+from orchestra.report.run_state import read_record
+from orchestra.run.events import is_number, is_whole
+from orchestra.run.files import Record, read_json_lines
+from orchestra.run.metrics_file import wall_begin
+from orchestra.run.paths import RunDir
 
 # The states of a run whose wall time is over, until somebody goes on with it.
 _OVER = ("finished", "failed", "stopped", "interrupted", "cancelled", "died", "unknown", "unreadable")

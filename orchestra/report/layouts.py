@@ -14,15 +14,15 @@ from dataclasses import dataclass, replace
 
 from conf.schema import Config
 from orchestra.errors import ConfigError
-from orchestra.events import is_number, is_whole, read_events
-from orchestra.frozen import read_config
-from orchestra.jsonl import Record
-from orchestra.metrics_file import read_metrics
-from orchestra.plan.cases.assemble import case_of
-from orchestra.plan.prediction import Prediction, predict
-from orchestra.report.state import name_of, read_state
-from orchestra.rundir import RunDir
-from orchestra.topology import Layout, batch_shape, layout
+from orchestra.plan.assemble import case_of
+from orchestra.plan.predict import Prediction, predict
+from orchestra.report.run_state import name_of, read_state
+from orchestra.run.config_file import read_config
+from orchestra.run.events import is_number, is_whole, read_events
+from orchestra.run.files import Record
+from orchestra.run.metrics_file import read_metrics
+from orchestra.run.paths import RunDir
+from orchestra.sizes.topology import Layout, batch_shape, layout
 
 # Rows at the beginning that do not count, where there are more than that.
 _WARM_ROWS = 3

@@ -7,9 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from orchestra.report.state import RunState, read_state
-from orchestra.rundir import RunDir
-from orchestra.sweepdir import Sweep, SweepDir, SweepMember, read_sweep
+from orchestra.report.run_state import RunState, read_state
+from orchestra.run.paths import RunDir, Sweep, SweepDir, SweepMember, read_sweep
 
 # The order in which counts are told: what is done, what is under way, what needs somebody.
 _ORDER = (

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from launchers import processes
-from orchestra import control
-from orchestra.control import claimed_attempt
-from orchestra.events import is_number, is_whole, read_events
-from orchestra.report.state import read_record
-from orchestra.report.verdict import last_attempt
-from orchestra.rundir import RunDir
+from orchestra.recovery.history import last_attempt
+from orchestra.report.run_state import read_record
+from orchestra.run import stop_requests
+from orchestra.run.events import is_number, is_whole, read_events
+from orchestra.run.paths import RunDir
+from orchestra.run.stop_requests import claimed_attempt
 
 # A claim of another host, or one that cannot be read yet, counts for so long.
 _CLAIM_COUNTS_S = 600.0
@@ -108,7 +108,7 @@ def next_attempt_number(run: RunDir, last: int | None) -> int:
     """Return the attempt that a resume begins: after `last`, the newest that was started, and after all that
     were claimed or asked to stop. Raises OSError.
     """
-    known = (last, claimed_attempt(run), control.requested_attempt(run))
+    known = (last, claimed_attempt(run), stop_requests.requested_attempt(run))
     return max((number for number in known if number is not None), default=-1) + 1
 
 

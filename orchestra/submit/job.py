@@ -10,14 +10,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from conf.schema import Config, ContainerConfig, Device, Requeue
-from launchers.slurm.script import BatchJob
-from orchestra.config.rules_slurm import warning_lead_s
-from orchestra.rundir import RunDir
-from orchestra.sweepdir import SweepDir
+from launchers.slurm.batch_script import BatchJob
+from orchestra.config.rules.slurm_rules import warning_lead_s
+from orchestra.run.paths import RunDir, SweepDir
 
-NODE_MODULE = "orchestra.crew"
-_AFTERMATH_MODULE = "orchestra.crew.aftermath"
-_WATCH_MODULE = "orchestra.crew.step_watch"
+NODE_MODULE = "orchestra.agents"
+_AFTERMATH_MODULE = "orchestra.agents.srun_failed"
+_WATCH_MODULE = "orchestra.agents.srun_watch"
 _TOKEN_BYTES = 8
 _GPU_OPTIONS = ("gres", "gpus", "gpus_per_task", "gpus_per_socket")
 _TOKEN_PREFIX = "orchestra:"

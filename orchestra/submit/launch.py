@@ -2,12 +2,75 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from pathlib import Path
 
-from conf.schema import Config
+import orchestra
+from conf.schema import Config, LauncherName
 from launchers.spec import LaunchSpec
-from orchestra.rundir import RunDir
-from orchestra.submit.environment import worker_environment
+from orchestra.run.paths import RunDir
+
+# The environment variables of torchrun and the workers, as a pure function. It reads no variable of this
+# process.
+#
+# What a variable decides here is decided by the configuration: a variable that the user's shell happens to
+# hold is replaced, since no environment variable beats an explicit setting.
+
+
+# glibc gives large freed blocks back to the kernel, which clears them again page by page when the next step
+# asks. Kept instead: half the system time of a step on CPU (benchmarks/RESULTS.md).
+_KEEP_FREED_MEMORY = "glibc.malloc.mmap_threshold=33554432:glibc.malloc.trim_threshold=100000000000"
+# Seconds that torchrun gives workers after its own closing signal before it kills them.
+_SHUTDOWN_TIMEOUT_S = 5
+
+
+def source_root() -> Path:
+    """Return the folder that `orchestra`, `conf` and `launchers` are imported from."""
+    return Path(orchestra.__file__).resolve().parent.parent
+
+
+def usable_cores() -> int:
+    """Return the number of processor cores that this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def threads_per_rank(config: Config, ranks_per_node: int, cores: int) -> int:
+    """Return the threads one rank computes with: as configured, or its share of the cores (at least 1)."""
+    return config.cluster.threads_per_rank or max(1, cores // ranks_per_node)
+
+
+def worker_environment(
+    config: Config, ranks_per_node: int, *, cores: int | None = None, search_path: Sequence[str] = ()
+) -> dict[str, str]:
+    """Return what is added to the environment of torchrun and the workers of one node.
+
+    `cores` are the node's (default: those usable here). `search_path` follows the packages' own folder in
+    PYTHONPATH.
+    """
+    threads = threads_per_rank(config, ranks_per_node, usable_cores() if cores is None else cores)
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        # Keeps a `conf` or `orchestra` in the working directory from shadowing the real ones.
+        "PYTHONSAFEPATH": "1",
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys([str(source_root()), *search_path])),
+        "PYTHONUNBUFFERED": "1",
+        "GLIBC_TUNABLES": _KEEP_FREED_MEMORY,
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(_SHUTDOWN_TIMEOUT_S),
+        **_network(config),
+    }
+
+
+def _network(config: Config) -> dict[str, str]:
+    interface = config.cluster.network.interface
+    if interface is not None:
+        return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+    if config.cluster.launcher is LauncherName.local and Path("/sys/class/net/lo").exists():
+        # gloo looks up the host's name otherwise, which fails or hangs where no name server knows it.
+        return {"GLOO_SOCKET_IFNAME": "lo"}
+    return {}
+
 
 WORKER_MODULE = "orchestra.train"
 

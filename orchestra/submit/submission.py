@@ -14,18 +14,18 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
-from launchers.errors import LauncherError, SlurmRefused
-from launchers.slurm import sbatch, script
-from launchers.slurm.settings import asked_cluster
-from orchestra.control import claimed_attempt, user_name
+from launchers.launch_errors import LauncherError, SlurmRefused
+from launchers.slurm import batch_script, sbatch
+from launchers.slurm.commands import asked_cluster
 from orchestra.errors import ConfigError, LaunchError
-from orchestra.events import EventWriter
-from orchestra.report.state import read_record
-from orchestra.rundir import RunDir
+from orchestra.report.run_state import read_record
+from orchestra.run.events import EventWriter
+from orchestra.run.paths import RunDir
+from orchestra.run.stop_requests import claimed_attempt, user_name
 from orchestra.submit.claims import write_claim, write_whole
+from orchestra.submit.code_snapshot import take_snapshot
 from orchestra.submit.job import Share, batch_job, new_token
-from orchestra.submit.prepare import RunRequest, frozen_config, prepare
-from orchestra.submit.snapshot import take_snapshot
+from orchestra.submit.new_run import RunRequest, frozen_config, prepare
 
 _FIRST_ATTEMPT = 0
 _FIRST_JOB = 0
@@ -43,7 +43,9 @@ class PlannedJob:
     def script(self, run: RunDir | None = None) -> str:
         """Return the batch script, word for word; for another directory where the planned one was taken."""
         place = run or self.run
-        return script.rendered(batch_job(frozen_config(self.request, place), place, self.token, self.share))
+        return batch_script.rendered(
+            batch_job(frozen_config(self.request, place), place, self.token, self.share)
+        )
 
 
 def planned_job(request: RunRequest, run: RunDir, share: Share) -> PlannedJob:

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import NoReturn
 
 from orchestra.errors import EXIT_DONE, EXIT_STOPPED
-from orchestra.heartbeat import open_heart
-from orchestra.rundir import RunDir
+from orchestra.run.heartbeat import open_heart
+from orchestra.run.paths import RunDir
 
 _PR_SET_PDEATHSIG = 1
-# The parent's process id: torchrun, or the process that this one was forked from (launchers/tether.py).
+# The parent's process id: torchrun, or the process that this one was forked from (launchers/processes.py).
 _PARENT_VARIABLE = "LAUNCHERS_PARENT_PID"
 
 
@@ -83,7 +83,7 @@ def main() -> NoReturn:
     faulthandler.enable()  # a crash in native code leaves its stacks in the rank's log
     heart = open_heart(run, arguments.attempt, int(os.environ.get("RANK", "0")))
 
-    from orchestra.train.worker import run_rank
+    from orchestra.train.trainer import run_rank
 
     code = run_rank(run, arguments.attempt, arguments.from_memory, heart)
     _leave_at_once(EXIT_DONE if code == EXIT_STOPPED and is_under_torchrun else code)

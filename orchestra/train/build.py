@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from conf.schema import Config
-from orchestra.data.choice import open_source
 from orchestra.data.loader import BatchPlan, Loader
+from orchestra.data.source import open_source
 from orchestra.errors import DataError
 from orchestra.model.transformer import Transformer
 from orchestra.optim.adamw import AdamW, Trained, make_adamw
@@ -19,10 +19,10 @@ from orchestra.parallel.apply import Parallelized, parallelize
 from orchestra.parallel.mesh import Mesh
 from orchestra.parallel.places import global_index
 from orchestra.precision.loss_scale import make_loss_scale
-from orchestra.roll_backs import Stretch
-from orchestra.topology import BatchShape, batch_shape
-from orchestra.train.spikes import make_loss_spikes
+from orchestra.run.rollback import Stretch
+from orchestra.sizes.topology import BatchShape, batch_shape
 from orchestra.train.step import TrainingStep
+from orchestra.train.watch.loss_spikes import make_loss_spikes
 
 
 @dataclass(frozen=True)

@@ -5,32 +5,182 @@ The library knows tensors and JSON; here they become a run's state, which `state
 
 from __future__ import annotations
 
+import contextlib
 import os
+import statistics
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from checkpointing.checkpoint_errors import SaveFailedError
 from checkpointing.checkpointer import Checkpointer
-from checkpointing.errors import SaveFailedError
 from checkpointing.options import Options, no_fault
 from conf.schema import WhenBusy
-from orchestra.errors import RollBackError, TrainingError
-from orchestra.roll_backs import BadSteps, Stretch
-from orchestra.train import position, preflight, rolling_back
-from orchestra.train.beginning import Beginning, Setting, answered
-from orchestra.train.copy_slots import FOLDER_VARIABLE
-from orchestra.train.faults import Faults
-from orchestra.train.fence import fenced
+from orchestra.errors import EXIT_FAILED, RollBackError, TrainingError
+from orchestra.run import stop_requests
+from orchestra.run.events import EventWriter, is_number, read_events
+from orchestra.run.metrics_file import read_metrics
+from orchestra.run.paths import RunDir
+from orchestra.run.record import run_record, wandb_id
+from orchestra.run.rollback import BadSteps, Stretch
+from orchestra.sizes import save_interval
+from orchestra.sizes.flops import num_parameters
+from orchestra.sizes.save_interval import Interval
+from orchestra.train import starting_point
+from orchestra.train.copy_files import FOLDER_VARIABLE
+from orchestra.train.memory import host_memory
 from orchestra.train.memory_copies import CopySetting, MemoryCopies
-from orchestra.train.position import Position
-from orchestra.train.record import wandb_id
-from orchestra.train.rolling_back import Seen
-from orchestra.train.save_rhythm import SaveRhythm
-from orchestra.train.state import TensorState, facts
+from orchestra.train.starting_point import Beginning, Seen, Setting, Tell, answered
+from orchestra.train.state import Position, TensorState, facts, position_to_json
+from orchestra.train.watch.inject_faults import Faults
+
+# Keeps a rank of an attempt that another one has replaced from publishing anything.
+#
+# An attempt's number is claimed once in a run's life: a higher claim means that somebody else trains the run,
+# and this process was stopped, cut off or forgotten, and woke up. What it still holds in its hands is void.
+
+
+# Before a checkpoint is made valid, and before older ones are removed.
+_PHASES = ("before_manifest", "before_prune")
+
+
+def fenced(
+    run: RunDir, attempt: int, events: EventWriter, at_phase: Callable[[str, int], None]
+) -> Callable[[str, int], None]:
+    """Return `at_phase`, and behind it a look for a newer attempt where this one is about to publish.
+
+    Called from any thread. Where there is a newer attempt this process ends at once: its peers are as void.
+    """
+
+    def look(phase: str, step: int) -> None:
+        at_phase(phase, step)
+        if phase not in _PHASES:
+            return
+        # A file system that cannot be asked now cannot take the manifest either.
+        newest = stop_requests.claimed_attempt(run)
+        if newest is not None and newest > attempt and _has_begun(run, attempt):
+            with contextlib.suppress(OSError):
+                events.write("fenced", step=step, phase=phase, newest=newest, cause="a newer attempt began")
+            sys.stderr.write(f"attempt {newest} has begun: this process of attempt {attempt} ends\n")
+            sys.stderr.flush()
+            os._exit(EXIT_FAILED)
+
+    return look
+
+
+def _has_begun(run: RunDir, attempt: int) -> bool:
+    """Tell whether an attempt after this one was started: a claim alone may be a dead leader's."""
+    started = read_events(run, ("attempt_started",))
+    return any(it["event"] == "attempt_started" and it["attempt"] > attempt for it in started)
+
+
+# At which steps an attempt saves: every so many, and for `checkpoint.every_steps=auto` how many that is.
+#
+# `auto` is decided once per attempt by rank 0, and written down: by what steps and saves of earlier attempts
+# took, else by the plan in the run's record, else by the first steps of this attempt. It saves nothing
+# itself.
+
+
+# Steps of a run's first attempt that are timed where nothing else tells a step's time; the very first is not.
+_TIMED_STEPS = 20
+# The newest so many rows and saves are believed.
+_RECENT = 20
+# The fp32 master of a parameter and Adam's two moments.
+_SAVED_BYTES = 12
+
+
+class SaveRhythm:
+    """Tells one rank when to save. All ranks ask it about the same steps in the same order."""
+
+    def __init__(self, setting: Setting, tell: Tell) -> None:
+        self._setting = setting
+        self._tell = tell
+        chosen = setting.config.checkpoint.every_steps
+        self._is_open = chosen == save_interval.AUTO
+        self._every_steps = chosen if isinstance(chosen, int) else None
+        self._begin = 0
+        self._first_over: float | None = None
+
+    def begin(self, step: int) -> None:
+        """Settle, where earlier attempts or the plan tell it, how often this one saves. *Collective*."""
+        self._begin = step
+        if self._is_open:
+            self._settle("save interval", self._known)
+
+    def is_due(self, step: int) -> bool:
+        """Whether the state behind `step` is to be saved by the rhythm. Of an attempt that has to time its
+        first steps it is *collective* behind the last of those.
+        """
+        if self._is_open:
+            self._time(step)
+        return self._every_steps is not None and step % self._every_steps == 0
+
+    def _time(self, step: int) -> None:
+        num_steps = step - self._begin
+        if num_steps == 1:
+            self._first_over = time.perf_counter()
+        if num_steps == 1 + _TIMED_STEPS:
+            self._settle("save interval timed", self._timed)
+
+    def _settle(self, topic: str, question: Callable[[], Interval | None]) -> None:
+        def told() -> dict[str, Any] | None:
+            found = question()
+            return None if found is None else found.to_json()
+
+        evidence: Mapping[str, Any] | None = answered(self._setting.peers, topic, told)
+        if evidence is None:
+            return
+        self._every_steps, self._is_open = int(evidence["every_steps"]), False
+        if self._setting.peers.is_coordinator:
+            self._tell("save_interval", evidence)
+
+    # What rank 0 knows.
+
+    def _known(self) -> Interval | None:
+        setting = self._setting
+        recent = read_metrics(setting.run)[-_RECENT:]
+        times = [float(row["step_time_s"]) for row in recent if is_number(row.get("step_time_s"))]
+        if times:
+            return self._interval(statistics.median(times))
+        planned = run_record(setting.run).get("save_interval")
+        step_time_s = planned.get("step_time_s") if isinstance(planned, dict) else None
+        if not is_number(step_time_s) or step_time_s <= 0:
+            return None
+        return self._interval(float(step_time_s), source="predicted")
+
+    def _timed(self) -> Interval | None:
+        assert self._first_over is not None
+        return self._interval((time.perf_counter() - self._first_over) / _TIMED_STEPS)
+
+    def _interval(self, step_time_s: float, source: str = "measured") -> Interval:
+        config, world_size = self._setting.config, self._setting.mesh.world_size
+        share = num_parameters(config.model) * _SAVED_BYTES / world_size
+        stalls, writes = self._measured_saves()
+        stall_s = statistics.median(stalls) if stalls else save_interval.assumed_stall_s(share)
+        write_s = statistics.median(writes) if writes else save_interval.assumed_write_s(share)
+        mttf = save_interval.mttf_s(world_size, config.cluster.mtbf_device_hours)
+        found = save_interval.chosen(max(step_time_s, 1e-6), stall_s, mttf, write_s=write_s, source=source)
+        return replace(found, every_steps=min(found.every_steps, config.train.steps))
+
+    def _measured_saves(self) -> tuple[list[float], list[float]]:
+        """Return what the newest saves took: the training's wait, and the writing behind it, in seconds."""
+        stalls: list[float] = []
+        writes: list[float] = []
+        started: dict[Any, float] = {}
+        for event in read_events(self._setting.run, ("checkpoint_started", "checkpoint_committed")):
+            step = event.get("step")
+            if event["event"] == "checkpoint_started" and is_number(event.get("blocked_s")):
+                stalls.append(float(event["blocked_s"]))
+                started[step] = event["time"]
+            elif step in started:
+                writes.append(max(0.0, event["time"] - started[step]))
+        return stalls[-_RECENT:], writes[-_RECENT:]
+
 
 # How often the checkpoint of the last step is tried: nothing comes after it that could make up for it.
 _LAST_TRIES = 2
@@ -117,7 +267,7 @@ class Checkpoints:
             # Whoever has been replaced has no say in where the run goes on.
             fenced(setting.run, setting.attempt, setting.events, no_fault)("before_manifest", bad.last)
             config = setting.config.recovery.roll_back
-            return rolling_back.order(
+            return starting_point.order(
                 self._checkpointer, bad, seen, config, setting.attempt, setting.events
             ).words
 
@@ -200,7 +350,7 @@ class Checkpoints:
             return {}
         full = replace(behind, num_updates=self._state.num_updates, left_out=self._left_out)
         identity = {"wandb_id": self._id, "config": self._facts}
-        return {**position.to_json(full), **identity}
+        return {**position_to_json(full), **identity}
 
     # Making ready.
 
@@ -208,11 +358,11 @@ class Checkpoints:
         setting = self._setting
         shards = self._state.snapshot()
         needs = self._checkpointer.prepare(shards)
-        preflight.check_storage(needs, setting.place)
+        host_memory.check_storage(needs, setting.place)
         # All ranks look before any takes.
-        available = preflight.available_host_bytes()
+        available = host_memory.available_host_bytes()
         self._peers.exchange("host memory", available)
-        preflight.check_host_memory(needs.staging_bytes, setting.ranks.local_world_size, available)
+        host_memory.check_host_memory(needs.staging_bytes, setting.ranks.local_world_size, available)
         self._checkpointer.reserve(shards)
         if not self._peers.is_coordinator:
             return
@@ -220,7 +370,7 @@ class Checkpoints:
         self._tell("checkpoint_needs", evidence)
         kept = setting.config.checkpoint.keep_last + 1
         to_come = max(1, kept - len(self._checkpointer.committed_steps()))
-        missing = preflight.missing_storage_bytes(needs, to_come)
+        missing = host_memory.missing_storage_bytes(needs, to_come)
         if missing:
             cause = f"{to_come} more checkpoints are to lie there before the first one is removed"
             self._tell("checkpoint_space_low", {**evidence, "missing_bytes": missing, "cause": cause})

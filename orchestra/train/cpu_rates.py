@@ -16,8 +16,8 @@ from collections.abc import Mapping
 import torch
 
 from conf.schema import PrecisionConfig, PrecisionName
-from orchestra.precision.policy import policy
-from orchestra.train.peak import measured_cpu_peak_flops
+from orchestra.precision.dtypes import policy
+from orchestra.train.metrics import measured_cpu_peak_flops
 
 # Larger than any cache, and long enough for a clock.
 _COPIED_BYTES = 128 << 20

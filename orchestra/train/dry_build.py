@@ -29,11 +29,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from conf.schema import Config
 from orchestra.errors import ConfigError
-from orchestra.frozen import read_config
 from orchestra.parallel.mesh import Mesh, make_mesh
-from orchestra.topology import layout
+from orchestra.run.config_file import read_config
+from orchestra.sizes.topology import layout
 from orchestra.train.build import Training, build_training
-from orchestra.train.live_bytes import LiveBytes
+from orchestra.train.memory.live_bytes import LiveBytes
 
 _FAKE_GROUP = "torch.testing._internal.distributed.fake_pg"
 

@@ -15,19 +15,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from conf.schema import Config
-from orchestra.heartbeat import Phase
 from orchestra.optim.adamw import AdamW
 from orchestra.optim.schedule import learning_rate
 from orchestra.parallel.apply import Parallelized
 from orchestra.parallel.marks import marked
 from orchestra.parallel.mesh import Mesh
-from orchestra.parallel.zero.stage import norm_over_ranks
+from orchestra.parallel.zero.stages import norm_over_ranks
 from orchestra.precision.loss_scale import DynamicLossScale
-from orchestra.step_shares import Part
-from orchestra.train.faults import flip_bit
-from orchestra.train.moments import Moments
-from orchestra.train.replay import Replay
-from orchestra.train.spikes import LEAVES_OUT, LossSpikes
+from orchestra.run.heartbeat import Phase
+from orchestra.sizes.step_shares import Part
+from orchestra.train.watch.inject_faults import Moments, flip_bit
+from orchestra.train.watch.loss_spikes import LEAVES_OUT, LossSpikes
+from orchestra.train.watch.replay import Replay
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 
 from checkpointing.peers import Peers
-from orchestra import control
-from orchestra.control import StopRequest
-from orchestra.rundir import RunDir
+from orchestra.run import stop_requests
+from orchestra.run.paths import RunDir
+from orchestra.run.stop_requests import StopRequest
 
 # How often rank 0 looks into the folder of requests.
 LOOK_S = 1.0
@@ -54,7 +54,7 @@ class RequestWatch:
     def _look(self) -> None:
         # A file system that fails now may answer the next time; training needs it for nothing here.
         with contextlib.suppress(OSError):
-            self.found = control.read_request(self._run, self._attempt)
+            self.found = stop_requests.read_request(self._run, self._attempt)
 
     def close(self) -> None:
         """End the thread; never waits for it."""
@@ -138,7 +138,7 @@ class Stopping:
         if self._watch is not None:
             assert self._watch.found is not None
             self._peers.answer("stop", dataclasses.asdict(self._watch.found))
-        request = control.from_record(self._peers.await_answer("stop"))
+        request = stop_requests.from_record(self._peers.await_answer("stop"))
         assert request is not None
         return request
 

@@ -10,11 +10,8 @@ from source_tree import PACKAGES, Module, ancestors, imports, modules, reached, 
 
 # Inside orchestra each part imports only parts that stand before it.
 ORDER = (
-    # what both planes know: errors, files and their paths
-    *("errors", "units", "rundir", "sweepdir", "jsonl", "events", "control", "frozen", "metrics_file"),
-    *("network", "step_shares", "heartbeat", "faults", "roll_backs"),
-    # integers and tables
-    *("topology", "hardware", "flops", "activations", "save_interval"),
+    # what both planes know: errors, a run on disk, arithmetic
+    *("errors", "sizes", "run"),
     # shapes and bytes of published weights
     "huggingface",
     # one device
@@ -24,10 +21,10 @@ ORDER = (
     "train",
     # the control plane
     *("recovery", "plan", "report"),
-    *("config", "submit", "doctor", "crew", "rehearsal", "cli", "__main__"),
+    *("config", "submit", "doctor", "agents", "rehearsal", "cli", "__main__"),
 )
 CONTROL_PLANE = {
-    *("recovery", "plan", "report", "config", "submit", "doctor", "crew", "rehearsal", "cli", "__main__")
+    *("recovery", "plan", "report", "config", "submit", "doctor", "agents", "rehearsal", "cli", "__main__")
 }
 WITHOUT_TORCH = CONTROL_PLANE | set(ORDER[: ORDER.index("precision")])
 

@@ -1,4 +1,4 @@
-"""Files and functions stay small enough to read in one go. The aims are 300 and 40 lines; limits are here."""
+"""Files and functions stay small enough to read in one go. A schema or a table may be long."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from source_tree import PACKAGES, ROOT
 
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 700
 MAX_FUNCTION_LINES = 60
 
 FILES = sorted(

@@ -10,14 +10,14 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from checkpointing.format.manifest import Manifest
-from checkpointing.shelf.catalog import committed_steps, read_manifest
+from checkpointing.catalog import committed_steps, read_manifest
+from checkpointing.manifest import Manifest
 from checkpointing.storage import open_storage
 from launchers import processes
-from orchestra.events import read_events
-from orchestra.jsonl import Record
-from orchestra.metrics_file import read_metrics
-from orchestra.rundir import RunDir
+from orchestra.run.events import read_events
+from orchestra.run.files import Record
+from orchestra.run.metrics_file import read_metrics
+from orchestra.run.paths import RunDir
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 100.0

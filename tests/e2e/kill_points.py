@@ -32,10 +32,10 @@ from commands import (
     trained_rows,
 )
 
-from checkpointing.shelf.catalog import committed_steps
-from checkpointing.shelf.verify import verify
+from checkpointing.catalog import committed_steps
 from checkpointing.storage import open_storage
-from orchestra.rundir import RunDir
+from checkpointing.verify import verify
+from orchestra.run.paths import RunDir
 
 # Each comes once in every block of kills. `anytime`: the command itself, from outside, at a random moment.
 PHASES = (

@@ -10,14 +10,14 @@ import os
 import sys
 from pathlib import Path
 
-from launchers.crew import Crew
-from launchers.stops import StopRequests
-from orchestra.crew.attend import attend, crew_folder
-from orchestra.crew.fitness import fitness_of
-from orchestra.crew.foreground import Foreground
-from orchestra.crew.station import Station
-from orchestra.frozen import read_config
-from orchestra.rundir import RunDir
+from launchers.node_agent import StopRequests
+from launchers.node_group import Crew
+from orchestra.agents.agent import attend, crew_folder
+from orchestra.agents.context import Station
+from orchestra.agents.foreground import Foreground
+from orchestra.agents.node_check.agent_part import fitness_of
+from orchestra.run.config_file import read_config
+from orchestra.run.paths import RunDir
 
 
 class Node(Foreground):

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from commands import orchestra
 
-from orchestra.metrics_file import read_metrics
-from orchestra.rundir import RunDir
+from orchestra.run.metrics_file import read_metrics
+from orchestra.run.paths import RunDir
 
 PLACE = ("cluster.device=cpu", "cluster.gpus_per_node=2", "model=debug")
 RUN = (

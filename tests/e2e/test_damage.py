@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from commands import TINY, events_of, newest_manifest, orchestra, trained_digest, trained_rows
 
-from checkpointing.format.manifest import MANIFEST, decode
-from checkpointing.shelf.catalog import step_name
-from orchestra.rundir import RunDir
+from checkpointing.catalog import step_name
+from checkpointing.manifest import MANIFEST, decode
+from orchestra.run.paths import RunDir
 
 pytestmark = pytest.mark.ranks
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from commands import TINY, events_of, eventually, start
 
-from orchestra.jsonl import Record
-from orchestra.metrics_file import read_metrics
-from orchestra.rundir import RunDir
+from orchestra.run.files import Record
+from orchestra.run.metrics_file import read_metrics
+from orchestra.run.paths import RunDir
 
 pytestmark = pytest.mark.ranks
 

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 import transformers
 
 from conf.schema import DataConfig
-from orchestra.data.choice import open_source
-from orchestra.events import read_events
-from orchestra.metrics_file import read_metrics
-from orchestra.rundir import RunDir
+from orchestra.data.source import open_source
+from orchestra.run.events import read_events
+from orchestra.run.metrics_file import read_metrics
+from orchestra.run.paths import RunDir
 
 pytestmark = pytest.mark.ranks
 

@@ -10,7 +10,7 @@ import pytest
 from commands import TINY, events_of, eventually, processes_of, start, trained_rows
 
 from launchers import processes
-from orchestra.rundir import RunDir
+from orchestra.run.paths import RunDir
 
 # Long enough to be stopped in the midst of it, and over soon.
 STEPS = ("train.steps=300", "checkpoint.every_steps=50")

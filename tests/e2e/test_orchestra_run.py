@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from orchestra.events import read_events
-from orchestra.metrics_file import read_metrics
-from orchestra.rundir import RunDir
+from orchestra.run.events import read_events
+from orchestra.run.metrics_file import read_metrics
+from orchestra.run.paths import RunDir
 
 pytestmark = pytest.mark.ranks
 

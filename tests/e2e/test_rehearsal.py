@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from commands import TINY, events_of, eventually, orchestra, processes_of, start
 
-from orchestra.frozen import read_config
-from orchestra.rehearsal.pair import Pair, read_pair
-from orchestra.rehearsal.report import judged
-from orchestra.rundir import RunDir
+from orchestra.rehearsal.judge import judged
+from orchestra.rehearsal.prepare_rehearsal import Pair, read_pair
+from orchestra.run.config_file import read_config
+from orchestra.run.paths import RunDir
 
 FAULTS = ("--fault", "sigkill@8:0", "--fault", "exception@20:1", "--steps", "30")
 

@@ -20,7 +20,7 @@ from commands import (
     trained_rows,
 )
 
-from orchestra.rundir import RunDir
+from orchestra.run.paths import RunDir
 
 STEPS = ("train.steps=40", "checkpoint.every_steps=5", "checkpoint.async_save=false", "data.ledger=true")
 # In attempt 1 the faults come behind the step that attempt 0 was killed at, so that there is progress.

@@ -20,9 +20,9 @@ from commands import (
     trained_rows,
 )
 
-from orchestra.frozen import read_config
-from orchestra.metrics_file import read_metrics
-from orchestra.rundir import RunDir
+from orchestra.run.config_file import read_config
+from orchestra.run.metrics_file import read_metrics
+from orchestra.run.paths import RunDir
 
 pytestmark = pytest.mark.ranks
 

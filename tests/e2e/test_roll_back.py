@@ -20,9 +20,9 @@ from commands import (
 from test_unfit_nodes import train
 
 from orchestra.data.ledger import read_ledger
-from orchestra.events import EventWriter
-from orchestra.roll_backs import EVENT
-from orchestra.rundir import RunDir
+from orchestra.run.events import EventWriter
+from orchestra.run.paths import RunDir
+from orchestra.run.rollback import EVENT
 
 NUM_STEPS, SPIKE_AT, TO, LEFT_OUT, BATCH = 40, 18, 10, (11, 22), 4
 STEPS = (

@@ -12,12 +12,11 @@ from pathlib import Path
 import pytest
 from commands import ROOT, TINY, events_of
 
-from launchers.copies import folders_of
+from launchers.memory_store.store import folders_of
+from orchestra.agents.node_check.agent_part import copies_name
 from orchestra.config.compose import compose
-from orchestra.config.signature import signature
-from orchestra.config.situation import Situation
-from orchestra.crew.fitness_check import copies_name
-from orchestra.submit.prepare import RunRequest, planned_run, prepare
+from orchestra.config.machine import Situation, signature
+from orchestra.submit.new_run import RunRequest, planned_run, prepare
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

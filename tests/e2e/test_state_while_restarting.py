@@ -7,8 +7,8 @@ from pathlib import Path
 
 from commands import TINY, start
 
-from orchestra.report.state import read_state
-from orchestra.rundir import RunDir
+from orchestra.report.run_state import read_state
+from orchestra.run.paths import RunDir
 
 FAULTS = "recovery.inject=[{at_step: 6, rank: 1}, {attempt: 1, at_step: 12, rank: 0, fault: exception}]"
 

@@ -23,9 +23,9 @@ from commands import (
     trained_rows,
 )
 
-from orchestra import control
-from orchestra.metrics_file import read_metrics
-from orchestra.rundir import RunDir
+from orchestra.run import stop_requests
+from orchestra.run.metrics_file import read_metrics
+from orchestra.run.paths import RunDir
 
 pytestmark = pytest.mark.ranks
 
@@ -132,7 +132,7 @@ def test_cancel_asks_once_saves_and_says_what_it_did(tmp_path: Path) -> None:
     started = _start(tmp_path, "checkpoint.every_steps=50")
     planned = orchestra(tmp_path, "cancel", "endless", "--dry-run")
     assert "attempt 0 would be asked to save and stop" in planned.stdout
-    assert control.read_requests(started.run, 0) == []
+    assert stop_requests.read_requests(started.run, 0) == []
     told = orchestra(tmp_path, "cancel", "end")
     assert (told.returncode, told.stderr) == (0, "")
     assert told.stdout.startswith("endless: attempt 0 asked to save and stop; `orchestra status endless`")
@@ -173,7 +173,7 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     for pid in processes_of(started.run):
         os.kill(pid, signal.SIGSTOP)
     started.process.send_signal(signal.SIGTERM)
-    assert eventually(lambda: bool(control.read_requests(started.run, 0)), 10)
+    assert eventually(lambda: bool(stop_requests.read_requests(started.run, 0)), 10)
     time.sleep(0.5)
     assert started.process.poll() is None
     started.process.send_signal(signal.SIGTERM)

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from orchestra.events import read_events
-from orchestra.jsonl import read_json_lines
-from orchestra.metrics_file import METRIC_KEYS, read_metrics
-from orchestra.rundir import RunDir
+from orchestra.run.events import read_events
+from orchestra.run.files import read_json_lines
+from orchestra.run.metrics_file import METRIC_KEYS, read_metrics
+from orchestra.run.paths import RunDir
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 20

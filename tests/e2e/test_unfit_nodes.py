@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 
 from orchestra.config.compose import compose
-from orchestra.config.signature import signature
-from orchestra.config.situation import Situation
-from orchestra.events import read_events
-from orchestra.rundir import RunDir
-from orchestra.submit.prepare import RunRequest, planned_run, prepare
+from orchestra.config.machine import Situation, signature
+from orchestra.run.events import read_events
+from orchestra.run.paths import RunDir
+from orchestra.submit.new_run import RunRequest, planned_run, prepare
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

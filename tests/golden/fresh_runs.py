@@ -110,15 +110,13 @@ def computed(run_directory: Path) -> dict[str, Any]:
 def written(run_directory: Path) -> dict[str, Any]:
     """Return the keys of everything that a run has written, and the parts of its tensors."""
     manifest = _newest_manifest(run_directory)
-    record = json.loads((run_directory / "run.json").read_text())
     metrics = {tuple(row) for row in rows(run_directory / "metrics.jsonl")}
     samples = [row for file in (run_directory / "samples").rglob("*.jsonl") for row in rows(file)]
     # Agents write heartbeats when a second has passed: a short run may have ended by then.
     names = {file.name for file in run_directory.iterdir()} - {"heartbeats"}
     return {
         "run directory": sorted(names),
-        # Without what is known of a checkout: the tree may lie in none.
-        "run.json": keys_of({**record, "code_revision": None}),
+        "run.json": keys_of(json.loads((run_directory / "run.json").read_text())),
         "metrics.jsonl": [list(columns) for columns in sorted(metrics)],
         "samples": sorted({key for row in samples for key in row}),
         "checkpoints": sorted(folder.name for folder in (run_directory / "checkpoints").iterdir()),

@@ -7,7 +7,6 @@ so that modules may be moved and renamed.
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import os
@@ -160,17 +159,8 @@ def differences(recorded: Any, found: Any, at: str = "") -> list[str]:
         pairs = [(f"{at}.{key}", recorded.get(key, absent), found.get(key, absent)) for key in keys]
     elif isinstance(recorded, list) and isinstance(found, list) and len(recorded) == len(found):
         pairs = [(f"{at}[{i}]", *pair) for i, pair in enumerate(zip(recorded, found, strict=True))]
-    elif isinstance(recorded, list) and isinstance(found, list):
-        gone = [item for item in recorded if item not in found]
-        new = [item for item in found if item not in recorded]
-        return [f"{at}: recorded {len(recorded)} items, found {len(found)}; gone: {gone}, new: {new}"]
     elif _is_same(recorded, found):
         return []
-    elif isinstance(recorded, str) and isinstance(found, str) and "\n" in recorded:
-        lines = difflib.unified_diff(
-            recorded.splitlines(), found.splitlines(), "recorded", "found", lineterm="", n=0
-        )
-        return [f"{at}:", *lines]
     else:
         return [f"{at or 'all'}: recorded {recorded!r}, found {found!r}"]
     return [line for place, before, now in pairs for line in differences(before, now, place)]

@@ -9,10 +9,10 @@ import torch
 
 from conf.schema import Config, ModelConfig, ParallelismConfig, PrecisionConfig, PrecisionName, TrainConfig
 from orchestra.parallel.mesh import RankEnvironment, open_mesh
-from orchestra.topology import divisors
+from orchestra.sizes.topology import divisors
 from orchestra.train.build import build_training
-from orchestra.train.memory_report import is_out_of_memory
-from orchestra.train.micro_batch import choose_micro_batch_size
+from orchestra.train.memory.micro_batch import choose_micro_batch_size
+from orchestra.train.memory.out_of_memory import is_out_of_memory
 
 # More sequences than any device holds: 32 MiB of activations and more in each.
 SHARE = 1 << 16

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 
 from conf.schema import ProfileConfig
-from orchestra.rundir import RunDir
+from orchestra.run.paths import RunDir
 from orchestra.train.metrics import memory_peak_bytes
-from orchestra.train.profile import StepProfiler
+from orchestra.train.watch.profile import StepProfiler
 
 GPU = torch.device("cuda")
 

@@ -24,7 +24,7 @@ from conf.schema import (
 from orchestra.parallel.low_precision import refuse_missing_hardware
 from orchestra.parallel.mesh import make_mesh
 from orchestra.precision.fp8 import LEAST_CAPABILITY, Fp8Products
-from orchestra.topology import Layout
+from orchestra.sizes.topology import Layout
 from orchestra.train.build import Training, build_training, set_numerics
 
 STEPS, SEQUENCE, BATCH = 10, 64, 4

@@ -11,7 +11,7 @@ from checkpointing.options import Options
 from checkpointing.peers import Peers
 from conf.schema import Config, ModelConfig, PrecisionConfig, PrecisionName, TrainConfig
 from orchestra.parallel.mesh import Mesh
-from orchestra.topology import Layout
+from orchestra.sizes.topology import Layout
 from orchestra.train.build import Training, build_training
 from orchestra.train.state import TensorState, digest
 

@@ -10,7 +10,7 @@ import torch
 from conf.schema import Config, ModelConfig, OptimConfig, PrecisionConfig, PrecisionName, TrainConfig
 from orchestra.model.transformer import Transformer, fill_initial_values
 from orchestra.parallel.mesh import make_mesh
-from orchestra.topology import Layout
+from orchestra.sizes.topology import Layout
 from orchestra.train.build import build_training, set_numerics
 
 STEPS, SEQUENCE, BATCH = 10, 64, 4

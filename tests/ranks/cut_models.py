@@ -16,9 +16,9 @@ from orchestra.model.transformer import Transformer, fill_initial_values, initia
 from orchestra.parallel.mesh import Mesh, make_mesh
 from orchestra.parallel.places import TensorPlace
 from orchestra.parallel.recompute import recompute_blocks
-from orchestra.parallel.tensor.products import RowsProducts
+from orchestra.parallel.tensor.parallel_layers import RowsProducts
 from orchestra.parallel.tensor.split import split_tensors
-from orchestra.topology import Layout
+from orchestra.sizes.topology import Layout
 
 BATCH, SEQUENCE = 2, 8
 # Eight heads; the vocabulary divides neither by 2 nor by 4 and leaves the last of 4 ranks with fewer words.

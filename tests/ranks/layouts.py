@@ -16,14 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from checkpointing.format import digest, manifest
-from checkpointing.format.boxes import Box
-from checkpointing.format.part_digest import part_digest
+from checkpointing import checksums, manifest, shared_memory
+from checkpointing.box import Box
 from checkpointing.options import Options
 from checkpointing.peers import Peers
-from checkpointing.restoring import nearby
-from checkpointing.restoring.restore import restore
-from checkpointing.saving.save import Saver
+from checkpointing.restore import restore
+from checkpointing.save import Saver
+from checkpointing.shard_digest import part_digest
 from checkpointing.shards import Shard, as_bytes
 from checkpointing.storage.local import LocalStorage
 
@@ -190,12 +189,12 @@ def _restored(rank: int, world: int, case: Case, topic: str) -> dict[str, Any]:
     whole = state()
     mine = shards(whole, case.layout, rank, world, is_filled=False)
     storage = CountingStorage(case.place)
-    true_machine, nearby._machine = nearby._machine, lambda: machine_of(rank, case.machines)
+    true_machine, shared_memory._machine = shared_memory._machine, lambda: machine_of(rank, case.machines)
     try:
         group = dist.group.WORLD if world > 1 else None
         found = restore(storage, peers(rank, world, topic), group, lambda _: mine, how=case.how)
     finally:
-        nearby._machine = true_machine
+        shared_memory._machine = true_machine
     assert found is not None
     return {
         "wrong": [(it.name, it.offsets) for it in mine if not is_equal(it, whole)],
@@ -226,8 +225,8 @@ def digest_of(results: Sequence[dict[str, Any]], whole: dict[str, Tensor]) -> st
     rows = []
     for name, tensor in whole.items():
         kind = Shard(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor).dtype
-        rows.append((name, kind, tuple(tensor.shape), digest.written(digest.combined(totals[name]))))
-    return digest.state_digest(rows)
+        rows.append((name, kind, tuple(tensor.shape), checksums.written(checksums.combined(totals[name]))))
+    return checksums.state_digest(rows)
 
 
 def rewritten(place: Path, step: int, change: Any) -> None:

@@ -24,7 +24,7 @@ from conf.schema import (
     TrainConfig,
 )
 from orchestra.parallel.mesh import Mesh, make_mesh
-from orchestra.topology import Layout, layout
+from orchestra.sizes.topology import Layout, layout
 from orchestra.train.build import Training, build_training
 from orchestra.train.state import TensorState
 

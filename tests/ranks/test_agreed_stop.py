@@ -13,17 +13,17 @@ import pytest
 from pool import RankPool
 from test_resume import STEPS, attempt_of, config_of, digest_at, restored, rows
 
-from checkpointing.shelf import catalog
+from checkpointing import catalog
 from checkpointing.storage import open_storage
 from conf.schema import FaultPhase, RecoveryConfig
-from orchestra import control
-from orchestra.control import StopRequest
 from orchestra.data.ledger import read_ledger
 from orchestra.errors import StopRequested, TrainingError
-from orchestra.events import read_events
-from orchestra.rundir import RunDir
+from orchestra.run import stop_requests
+from orchestra.run.events import read_events
+from orchestra.run.paths import RunDir
+from orchestra.run.stop_requests import StopRequest
 from orchestra.train import stopping
-from orchestra.train.faults import Faults
+from orchestra.train.watch.inject_faults import Faults
 
 pytestmark = pytest.mark.ranks
 
@@ -41,7 +41,7 @@ def stopped_attempt(
 
     def ask(faults: Faults, phase: str, step: int) -> None:
         if (phase, step) == ("step", ask_at) and rank == asker:
-            control.write_request(RunDir(path), attempt, control.CANCEL)
+            stop_requests.write_request(RunDir(path), attempt, stop_requests.CANCEL)
         if (phase, step) == ("step", ask_at):
             _await_sight(path, attempt)
         strike(faults, phase, step)
@@ -59,7 +59,7 @@ def stopped_attempt(
 def _await_sight(path: Path, attempt: int) -> None:
     """Wait until the request is written, and as long as rank 0 needs to see it."""
     deadline = time.monotonic() + 10
-    while control.read_request(RunDir(path), attempt) is None and time.monotonic() < deadline:
+    while stop_requests.read_request(RunDir(path), attempt) is None and time.monotonic() < deadline:
         time.sleep(0.001)
     watching = [thread for thread in threading.enumerate() if thread.name == "stop requests"]
     for thread in watching:
@@ -75,7 +75,7 @@ def committed(path: Path) -> list[int]:
 
 
 def asked(path: Path, attempt: int = 0) -> StopRequest:
-    request = control.read_request(RunDir(path), attempt)
+    request = stop_requests.read_request(RunDir(path), attempt)
     assert request is not None
     return request
 
@@ -145,7 +145,7 @@ def test_a_stop_in_the_last_step_finishes_the_run(ranks: Ranks, tmp_path: Path) 
 
 
 def test_a_stop_that_was_asked_for_before_the_first_step_trains_none(ranks: Ranks, tmp_path: Path) -> None:
-    control.write_request(RunDir(tmp_path), 0, control.signal_reason("SIGTERM"))
+    stop_requests.write_request(RunDir(tmp_path), 0, stop_requests.signal_reason("SIGTERM"))
     settings = {"world": 2, "path": tmp_path, "config": config_of(), "asker": 0, "round_s": 0.0}
     ended = ranks(2).run(stopped_attempt, **settings, attempt=0, ask_at=0)
     assert ended == [f"StopRequested: {asked(tmp_path)}"] * 2
@@ -153,7 +153,7 @@ def test_a_stop_that_was_asked_for_before_the_first_step_trains_none(ranks: Rank
     assert (rows(tmp_path), committed(tmp_path)) == ([], [])
     # The next attempt stops behind step 7, the one after it before it has trained any more.
     ranks(2).run(stopped_attempt, **settings, attempt=1, ask_at=7)
-    control.write_request(RunDir(tmp_path), 2, control.PREEMPTED)
+    stop_requests.write_request(RunDir(tmp_path), 2, stop_requests.PREEMPTED)
     ended = ranks(2).run(stopped_attempt, **settings, attempt=2, ask_at=0)
     assert ended == [f"StopRequested: {asked(tmp_path, 2)}"] * 2
     assert [event["step"] for event in stop_events(tmp_path)] == [0, 7, 7]

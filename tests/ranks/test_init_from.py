@@ -29,8 +29,8 @@ from conf.schema import (
 )
 from orchestra.errors import TrainingError
 from orchestra.model.transformer import Transformer, fill_initial_values
-from orchestra.train import init_from
-from orchestra.train.init_from import load_start
+from orchestra.train import starting_point
+from orchestra.train.starting_point import load_start
 from orchestra.train.state import TensorState
 
 pytestmark = pytest.mark.ranks
@@ -92,7 +92,7 @@ def filled(rank: int, world: int, config: Config, is_cut: bool = False) -> tuple
         mine = parameter.detach()[first : first + rows // world + 1] if is_cut else parameter.detach()
         offsets = (min(first, rows), *(0 for _ in parameter.shape[1:]))
         shards.append(Shard(f"model.{name}", tuple(parameter.shape), offsets, mine.clone()))
-    init_from._BYTES_AT_ONCE = 20_000  # several batches
+    starting_point._BYTES_AT_ONCE = 20_000  # several batches
     start = load_start(config, shards, peers_of(rank, world, str(config)), dist.group.WORLD)
     return {shard.name: (shard.offsets, shard.tensor) for shard in shards}, start.bytes_read
 

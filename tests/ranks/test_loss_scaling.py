@@ -18,8 +18,7 @@ from test_zero_checkpoints import bits, checkpointer
 from conf.schema import Config, LossScale
 from orchestra.precision.loss_scale import ScaleState
 from orchestra.train.metrics import Totals
-from orchestra.train.position import Position, from_json, to_json
-from orchestra.train.state import TensorState
+from orchestra.train.state import Position, TensorState, position_from_json, position_to_json
 
 pytestmark = pytest.mark.ranks
 
@@ -122,7 +121,7 @@ def save_and_go_on(rank: int, world: int, config: Config, place: Path) -> Any:
     )
     saver = checkpointer(rank, world, place, "save")
     saver.prepare(state.snapshot())
-    saver.save(5, state.snapshot(), to_json(behind))
+    saver.save(5, state.snapshot(), position_to_json(behind))
     saver.wait()
     rows = take_steps(config, training, mesh, range(6, 13))
     expected = repr(rows), training.step.loss_scale.state, bits(state)
@@ -131,7 +130,7 @@ def save_and_go_on(rank: int, world: int, config: Config, place: Path) -> Any:
     state = TensorState(again.parallelized, again.optimizer, mesh)
     restored = checkpointer(rank, world, place, "read").restore(state.wanted)
     assert restored is not None
-    begin = from_json(restored.state)
+    begin = position_from_json(restored.state)
     state.take_back(restored.manifest, begin.num_updates)
     assert again.step.loss_scale is not None
     assert begin.loss_scale is not None

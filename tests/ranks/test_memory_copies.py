@@ -19,7 +19,7 @@ import torch
 from pool import RankPool
 from small_trainings import mesh_of
 
-from checkpointing.format import checksums
+from checkpointing import checksums
 from checkpointing.shards import Shard, as_bytes
 from conf.schema import (
     CheckpointConfig,
@@ -34,20 +34,20 @@ from conf.schema import (
     StateDType,
     TrainConfig,
 )
-from launchers.copies import FOLDER_VARIABLE, OWN, CopyShelf, open_shelf
-from launchers.copy_exchange import CopyPusher, CopyServer, Wanted, make_ready
+from launchers.memory_store.exchange import CopyPusher, CopyServer, Wanted, make_ready
+from launchers.memory_store.store import FOLDER_VARIABLE, OWN, CopyShelf, open_shelf
 from orchestra.data.ledger import read_ledger
-from orchestra.events import EventWriter, rank_writer, read_events
-from orchestra.jsonl import Record
-from orchestra.metrics_file import read_metrics
 from orchestra.parallel.mesh import RankEnvironment
 from orchestra.recovery.copies import FromMemory, NextAttempt, begins, held_copies, plan
-from orchestra.rundir import RunDir
-from orchestra.topology import layout
-from orchestra.train import copy_memory, faults
-from orchestra.train.loop import Progress
+from orchestra.run.events import EventWriter, rank_writer, read_events
+from orchestra.run.files import Record
+from orchestra.run.metrics_file import read_metrics
+from orchestra.run.paths import RunDir
+from orchestra.sizes.topology import layout
+from orchestra.train import memory_copies
 from orchestra.train.state import TensorState
-from orchestra.train.worker import Records, train_on
+from orchestra.train.trainer import Progress, Records, train_on
+from orchestra.train.watch import inject_faults
 
 pytestmark = pytest.mark.ranks
 
@@ -107,16 +107,16 @@ def attempt_of(rank: int, world: int, it: Plan) -> dict[str, str] | None:
     mesh = mesh_of(rank, layout(it.config.parallelism, world))
     events = EventWriter(RunDir(it.path), rank_writer(it.attempt, rank), it.attempt, rank=rank)
     torch.manual_seed(it.attempt)  # so that only a restore can bring the generators back
-    strike, faults.Faults.strike = faults.Faults.strike, _interruption(it.kill_at)  # type: ignore[method-assign]
-    copy, copy_memory.DeviceSide.copy = copy_memory.DeviceSide.copy, _late_copy  # type: ignore[method-assign]
+    strike, inject_faults.Faults.strike = inject_faults.Faults.strike, _interruption(it.kill_at)  # type: ignore[method-assign]
+    copy, memory_copies.DeviceSide.copy = memory_copies.DeviceSide.copy, _late_copy  # type: ignore[method-assign]
     records = Records(RunDir(it.path), it.attempt, events, Progress(), it.from_memory)
     try:
         training = train_on(mesh, it.config, RankEnvironment(rank, rank % per_node, world, per_node), records)
     except Interruption:
         return None
     finally:
-        faults.Faults.strike = strike  # type: ignore[method-assign]
-        copy_memory.DeviceSide.copy = copy  # type: ignore[method-assign]
+        inject_faults.Faults.strike = strike  # type: ignore[method-assign]
+        memory_copies.DeviceSide.copy = copy  # type: ignore[method-assign]
     state = TensorState(training.parallelized, training.optimizer, mesh)
     return digests(state.snapshot())
 
@@ -129,7 +129,7 @@ def _interruption(kill_at: int | None) -> Callable[..., None]:
     return strike
 
 
-_copy = copy_memory.DeviceSide.copy
+_copy = memory_copies.DeviceSide.copy
 
 
 def _late_copy(self: Any, *arguments: Any) -> None:

@@ -15,12 +15,16 @@ from pool import RankPool
 from small_trainings import EVEN, config_of, mesh_of
 
 from conf.schema import Config, ModelConfig, Recompute
-from orchestra.events import EventWriter, read_events
 from orchestra.parallel.mesh import RankEnvironment
-from orchestra.rundir import RunDir
-from orchestra.topology import batch_shape, divisors, layout
-from orchestra.train import micro_batch
-from orchestra.train.micro_batch import choose_micro_batch_size, largest_that_fits, with_micro_batch_size
+from orchestra.run.events import EventWriter, read_events
+from orchestra.run.paths import RunDir
+from orchestra.sizes.topology import batch_shape, divisors, layout
+from orchestra.train.memory import micro_batch
+from orchestra.train.memory.micro_batch import (
+    choose_micro_batch_size,
+    largest_that_fits,
+    with_micro_batch_size,
+)
 
 Ranks = Callable[[int], RankPool]
 GLOBAL_BATCH = 48

@@ -12,15 +12,15 @@ import torch
 from pool import RankPool
 
 from orchestra.cli import main
-from orchestra.network import BETWEEN, EVERYWHERE, INSIDE, Link, read_measured
-from orchestra.train import bandwidth
-from orchestra.train.bandwidth import measure, scopes
+from orchestra.sizes.network import BETWEEN, EVERYWHERE, INSIDE, Link, read_measured
+from orchestra.train import network_rank
+from orchestra.train.network_rank import measure, scopes
 
 
 def measured_as_two_nodes(rank: int) -> list[Link]:
     """Measure among four ranks as if the first two and the last two were nodes. *Collective*."""
-    bandwidth._SIZES_BYTES = (8, 4096)
-    bandwidth._BUDGET_S = 0.005
+    network_rank._SIZES_BYTES = (8, 4096)
+    network_rank._BUDGET_S = 0.005
     return [measure(scope, torch.device("cpu")) for scope in scopes(2, 2)]
 
 

@@ -13,9 +13,9 @@ from pool import RankPool
 from small_trainings import EVEN, config_of, start, take_steps
 
 from conf.schema import ProfileConfig
-from orchestra.rundir import RunDir
-from orchestra.step_shares import OTHER, Part, read_shares
-from orchestra.train.profile import StepProfiler
+from orchestra.run.paths import RunDir
+from orchestra.sizes.step_shares import OTHER, Part, read_shares
+from orchestra.train.watch.profile import StepProfiler
 
 pytestmark = pytest.mark.ranks
 

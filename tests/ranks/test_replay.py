@@ -16,15 +16,13 @@ from test_zero_checkpoints import bits
 from checkpointing.peers import Peers
 from conf.schema import Config, RecoveryConfig
 from orchestra.errors import ConfigError
-from orchestra.events import EventWriter, read_events
-from orchestra.faults import planned_faults
-from orchestra.rundir import RunDir
-from orchestra.train.faults import Faults
-from orchestra.train.moments import Moments
-from orchestra.train.position import Position
-from orchestra.train.replay import Replay, ReplayError
-from orchestra.train.state import TensorState
-from orchestra.train.worker import replay_of
+from orchestra.run.events import EventWriter, read_events
+from orchestra.run.paths import RunDir
+from orchestra.run.planned_faults import planned_faults
+from orchestra.train.state import Position, TensorState
+from orchestra.train.trainer import replay_of
+from orchestra.train.watch.inject_faults import Faults, Moments
+from orchestra.train.watch.replay import Replay, ReplayError
 
 pytestmark = pytest.mark.ranks
 

@@ -13,13 +13,13 @@ import torch.distributed as dist
 from layouts import LAYOUTS, Case
 from pool import RankPool
 
-from checkpointing.errors import MismatchError
-from checkpointing.format.boxes import Box
-from checkpointing.format.manifest import Manifest
-from checkpointing.format.part_digest import part_digest
-from checkpointing.restoring.restore import MODES, fetch, restore
+from checkpointing.box import Box
+from checkpointing.catalog import read_manifest, step_name
+from checkpointing.checkpoint_errors import MismatchError
+from checkpointing.manifest import Manifest
+from checkpointing.restore import MODES, fetch, restore
+from checkpointing.shard_digest import part_digest
 from checkpointing.shards import Shard, as_bytes, whole
-from checkpointing.shelf.catalog import read_manifest, step_name
 from checkpointing.storage.local import LocalStorage
 
 pytestmark = pytest.mark.ranks

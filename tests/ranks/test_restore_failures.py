@@ -17,16 +17,16 @@ import torch
 import torch.distributed as dist
 from pool import RankPool
 
-from checkpointing.errors import (
+from checkpointing import shared_memory
+from checkpointing.checkpoint_errors import (
     CheckpointError,
     MismatchError,
     MissingRanksError,
     NoCheckpointError,
     StorageError,
 )
-from checkpointing.format.manifest import Manifest, decode
-from checkpointing.restoring import nearby
-from checkpointing.restoring.restore import MODES, restore
+from checkpointing.manifest import Manifest, decode
+from checkpointing.restore import MODES, restore
 from checkpointing.shards import whole
 from checkpointing.storage.local import LocalStorage
 
@@ -80,7 +80,7 @@ def attempt(
     failing: dict[int, str] | None = None,
 ) -> Outcome:
     """Restore onto whole replicas and say what came of it."""
-    true_machine, nearby._machine = nearby._machine, lambda: layouts.machine_of(rank, machines)
+    true_machine, shared_memory._machine = shared_memory._machine, lambda: layouts.machine_of(rank, machines)
     storage = FailingStorage(place, (failing or {}).get(rank))
     mine = layouts.shards(layouts.state(), "replicated", rank, world, is_filled=False)
     peers = layouts.peers(rank, world, f"{topic}/{place}")
@@ -90,7 +90,7 @@ def attempt(
         skipped = tuple(error.skipped) if isinstance(error, NoCheckpointError) else ()
         return Outcome(None, skipped, False, str(error), type(error).__name__)
     finally:
-        nearby._machine = true_machine
+        shared_memory._machine = true_machine
     if found is None:
         return Outcome(None, (), False)
     whole = layouts.state(found.step)
@@ -283,7 +283,7 @@ def test_a_user_that_refuses_stops_all_ranks_and_is_no_damage(ranks: Ranks, plac
 
 def attempt_with_a_death(rank: int, world: int, place: Path, machines: str, victim: int) -> str:
     """Kill one rank when half of its chunks are read; return what the others say."""
-    nearby._machine = lambda: layouts.machine_of(rank, machines)
+    shared_memory._machine = lambda: layouts.machine_of(rank, machines)
     blocks = {f"block{index}": torch.zeros(400_000) for index in range(20)}
     layouts.save(rank, world, place, "replicated", {1: blocks})
 

@@ -13,11 +13,10 @@ import torch
 import torch.distributed as dist
 from pool import RankPool
 
-from checkpointing.format import digest
-from checkpointing.format.boxes import Box
-from checkpointing.format.part_digest import part_digest
+from checkpointing import catalog, checksums
+from checkpointing.box import Box
+from checkpointing.shard_digest import part_digest
 from checkpointing.shards import Shard, as_bytes
-from checkpointing.shelf import catalog
 from checkpointing.storage import open_storage
 from conf.schema import (
     CheckpointConfig,
@@ -34,16 +33,15 @@ from conf.schema import (
     TrainConfig,
 )
 from orchestra.data.ledger import read_ledger
-from orchestra.events import EventWriter, rank_writer, read_events
-from orchestra.jsonl import Record
-from orchestra.metrics_file import read_metrics
 from orchestra.parallel.mesh import Mesh, RankEnvironment
-from orchestra.rundir import RunDir
-from orchestra.topology import Layout
-from orchestra.train import faults
-from orchestra.train.loop import Progress
+from orchestra.run.events import EventWriter, rank_writer, read_events
+from orchestra.run.files import Record
+from orchestra.run.metrics_file import read_metrics
+from orchestra.run.paths import RunDir
+from orchestra.sizes.topology import Layout
 from orchestra.train.state import TensorState
-from orchestra.train.worker import Records, train_on
+from orchestra.train.trainer import Progress, Records, train_on
+from orchestra.train.watch import inject_faults
 
 pytestmark = pytest.mark.ranks
 
@@ -86,13 +84,13 @@ def attempt_of(rank: int, world: int, path: Path, attempt: int, config: Config) 
     run = RunDir(path)
     events = EventWriter(run, rank_writer(attempt, rank), attempt, rank=rank)
     torch.manual_seed(attempt)  # so that only a restore can bring the generators back
-    kill, faults.os.kill = faults.os.kill, _interrupt  # type: ignore[attr-defined]
+    kill, inject_faults.os.kill = inject_faults.os.kill, _interrupt  # type: ignore[attr-defined]
     try:
         training = train_on(mesh, config, ranks, Records(run, attempt, events, Progress()))
     except Interruption:
         return None
     finally:
-        faults.os.kill = kill  # type: ignore[attr-defined]
+        inject_faults.os.kill = kill  # type: ignore[attr-defined]
     state = TensorState(training.parallelized, training.optimizer, mesh)
     parameters = [(item.name, item.parameter) for item in training.parallelized.trained]
     return {**digests(state.snapshot()), **{name: digest_of(value) for name, value in parameters}}
@@ -109,7 +107,7 @@ def digests(shards: Sequence[Shard]) -> dict[str, str]:
 def digest_of(tensor: torch.Tensor) -> str:
     dtype = {torch.float32: "F32", torch.bfloat16: "BF16", torch.uint8: "U8"}[tensor.dtype]
     content = as_bytes(tensor.detach().contiguous()).numpy()
-    return digest.written(part_digest(memoryview(content), dtype, Box.whole(tensor.shape)))
+    return checksums.written(part_digest(memoryview(content), dtype, Box.whole(tensor.shape)))
 
 
 def tensors(found: dict[str, str]) -> dict[str, str]:

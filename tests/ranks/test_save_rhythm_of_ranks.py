@@ -11,12 +11,12 @@ import pytest
 from pool import RankPool
 from test_resume import attempt_of, config_of
 
-from checkpointing.shelf import catalog
+from checkpointing import catalog
 from checkpointing.storage import open_storage
 from conf.schema import ClusterConfig, Config
-from orchestra.events import read_events
-from orchestra.rundir import RunDir
-from orchestra.save_interval import AUTO
+from orchestra.run.events import read_events
+from orchestra.run.paths import RunDir
+from orchestra.sizes.save_interval import AUTO
 
 pytestmark = pytest.mark.ranks
 

@@ -25,8 +25,8 @@ from pool import RankPool
 from torch import Tensor
 
 from conf.schema import Recompute
-from orchestra.activations import LayerActivations
 from orchestra.model.transformer import Transformer
+from orchestra.sizes.activations import LayerActivations
 
 pytestmark = pytest.mark.ranks
 

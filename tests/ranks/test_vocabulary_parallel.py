@@ -13,11 +13,11 @@ from pool import RankPool
 from torch import Tensor, nn
 
 from orchestra.model.loss import IGNORED_TARGET, cross_entropy_sum
-from orchestra.parallel.tensor.collectives import TensorGroup, tensor_group
+from orchestra.parallel.marks import Traffic
 from orchestra.parallel.tensor.cuts import Cut, even_cut
-from orchestra.parallel.tensor.loss import CutLoss
-from orchestra.parallel.tensor.vocabulary import CutEmbedding
-from orchestra.parallel.traffic import Traffic
+from orchestra.parallel.tensor.parallel_layers import CutEmbedding
+from orchestra.parallel.tensor.tensor_collectives import TensorGroup, tensor_group
+from orchestra.parallel.tensor.vocabulary_loss import CutLoss
 
 pytestmark = pytest.mark.ranks
 

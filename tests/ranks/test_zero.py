@@ -13,10 +13,9 @@ from pool import RankPool
 from small_trainings import EVEN, ODD, Trained, all_trained, alone, config_of, joined, start, take_steps
 
 from conf.schema import Config, DType, Family, ModelConfig, Recompute
-from orchestra.flops import num_parameters
-from orchestra.parallel.zero.spare import SpareMemory
-from orchestra.parallel.zero.units import in_blocks, in_buckets
-from orchestra.precision.policy import policy
+from orchestra.parallel.zero.buffers import SpareMemory, in_blocks, in_buckets
+from orchestra.precision.dtypes import policy
+from orchestra.sizes.flops import num_parameters
 
 pytestmark = pytest.mark.ranks
 

@@ -16,7 +16,7 @@ from matrix_blows import Blow, await_moment, strike
 from matrix_field import Field, Subject
 from matrix_oracle import References, cut_in_two, faults_of, left_behind
 
-from orchestra.jsonl import Record
+from orchestra.run.files import Record
 
 STEPS = 600
 LENGTH = (f"train.steps={STEPS}", "checkpoint.every_steps=10", "data.ledger=true")

@@ -23,10 +23,10 @@ from pathlib import Path
 
 from sites import ROOT, Site
 
-from orchestra.events import read_events
-from orchestra.jsonl import Record, read_last_lines
-from orchestra.recovery.excluded import excluded_folder
-from orchestra.rundir import RunDir
+from orchestra.recovery.excluded_hosts import excluded_folder
+from orchestra.run.events import read_events
+from orchestra.run.files import Record, read_last_lines
+from orchestra.run.paths import RunDir
 from slurm.cluster.errors import ClusterError
 from slurm.cluster.hosts import enter
 from slurm.cluster.operations import fail_node, heal_node
@@ -37,7 +37,7 @@ TINY = (
     *("model.num_attention_heads=2", "model.num_key_value_heads=1", "train.seq_len=16"),
     *("wandb.mode=disabled", "cluster.device=cpu", "cluster.threads_per_rank=1", "cluster.peak_tflops=1"),
 )
-AGENT = "-m orchestra.crew "
+AGENT = "-m orchestra.agents "
 RANK = "-m orchestra.train "
 # A host's own first process and its daemon.
 _OF_THE_HOST = ("slurm.cluster.host", "slurmd -D")
@@ -193,7 +193,7 @@ class Subject:
     def rank_pids(self, host: str) -> list[int]:
         """Return its ranks on a host, lowest first."""
         lines = self.own_processes(host).items()
-        others = ("torch.distributed.run", "stub.py", "srun")
+        others = ("torch.distributed.run", "fork_server/worker.py", "srun")
         return sorted(pid for pid, line in lines if RANK in line and not any(it in line for it in others))
 
     def agent_pid(self, host: str) -> int:

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 
 from matrix_field import Field, Freeze, Subject, TooLateError, until
 
-from orchestra.events import read_events
-from orchestra.jsonl import Record, read_json_lines
-from orchestra.metrics_file import read_metrics
 from orchestra.recovery.accounting import Accounts, account
-from orchestra.rundir import RunDir
+from orchestra.run.events import read_events
+from orchestra.run.files import Record, read_json_lines
+from orchestra.run.metrics_file import read_metrics
+from orchestra.run.paths import RunDir
 
 _GONE_WITHIN_S = 60.0
 # Step, loss and gradient norm.

@@ -11,8 +11,8 @@ from matrix_courses import LENGTH, Shown
 from matrix_field import TINY, Field
 from matrix_oracle import References, faults_of
 
-from orchestra.events import read_events
-from orchestra.rundir import RunDir
+from orchestra.run.events import read_events
+from orchestra.run.paths import RunDir
 
 _QUICK = ("recovery.backoff_s=0.1", "recovery.heartbeat_timeout_s=6", "cluster.gpus_per_node=2")
 

@@ -12,8 +12,8 @@ from matrix_courses import Shown
 from matrix_field import TINY, Field
 from sites import ROOT
 
-from orchestra.events import read_events
-from orchestra.rundir import RunDir
+from orchestra.run.events import read_events
+from orchestra.run.paths import RunDir
 
 STORM_RESTARTS = 100
 _EVERY = 2

@@ -11,7 +11,7 @@ import pytest
 from sites import Site
 from test_submit import TINY, ended, named, orchestra, said, submitted
 
-from orchestra.recovery.excluded import ExcludeList, Listed, excluded_folder
+from orchestra.recovery.excluded_hosts import ExcludeList, Listed, excluded_folder
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,7 @@ import pytest
 from sites import Site, wait_until
 from test_submit import ended, named, said, state_of, submitted
 
-from orchestra.rundir import RunDir
+from orchestra.run.paths import RunDir
 
 pytestmark = pytest.mark.slow
 

@@ -17,7 +17,7 @@ from sites import ROOT, Site, wait_until
 from test_submit import TINY, named, orchestra, said, state_of, submitted
 from test_survival import num_steps, wait_for_steps, wait_until_clean
 
-from orchestra.rundir import RunDir
+from orchestra.run.paths import RunDir
 
 pytestmark = pytest.mark.slow
 
@@ -77,12 +77,12 @@ def test_rank_agent_and_first_node_are_lost_one_after_another(cluster: Site) -> 
     trains_again(run, 1)
     assert hosts_of(run, 1) == first
 
-    warm = process_on(cluster, first[2], "launchers.warm.zygote")
-    os.kill(process_on(cluster, first[2], "orchestra.crew"), signal.SIGKILL)
+    warm = process_on(cluster, first[2], "launchers.fork_server.server")
+    os.kill(process_on(cluster, first[2], "orchestra.agents"), signal.SIGKILL)
     trains_again(run, 2)
     assert hosts_of(run, 2) == first
     # The next agent's ranks are forked from what the dead one's were.
-    assert process_on(cluster, first[2], "launchers.warm.zygote") == warm
+    assert process_on(cluster, first[2], "launchers.fork_server.server") == warm
 
     cluster.devcluster("fail-node", first[0])
     trains_again(run, 3)

@@ -13,7 +13,7 @@ import pytest
 from sites import ROOT, Site
 from test_submit import named, orchestra, submitted
 
-from orchestra.rundir import RunDir
+from orchestra.run.paths import RunDir
 
 pytestmark = pytest.mark.slow
 

@@ -8,8 +8,8 @@ import pytest
 from sites import ROOT, Site, wait_until
 from test_submit import TINY, ended, exit_code, named, orchestra, said, state_of, submitted
 
-from orchestra.metrics_file import read_metrics
-from orchestra.rundir import RunDir
+from orchestra.run.metrics_file import read_metrics
+from orchestra.run.paths import RunDir
 
 pytestmark = pytest.mark.slow
 

@@ -10,9 +10,9 @@ from sites import Site, wait_until
 from test_requeue import ENDLESS, last_step, trains_behind
 from test_submit import TINY, ended, named, orchestra, said, state_of, submitted
 
-from orchestra.frozen import read_config
-from orchestra.metrics_file import read_metrics
-from orchestra.rundir import RunDir
+from orchestra.run.config_file import read_config
+from orchestra.run.metrics_file import read_metrics
+from orchestra.run.paths import RunDir
 
 pytestmark = pytest.mark.slow
 

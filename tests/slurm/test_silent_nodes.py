@@ -8,7 +8,7 @@ import pytest
 from sites import Site, wait_until
 from test_submit import ended, named, said, submitted
 
-from orchestra.metrics_file import read_metrics
+from orchestra.run.metrics_file import read_metrics
 
 pytestmark = pytest.mark.slow
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from sites import ROOT, Site, wait_until
 
-from orchestra.events import read_events
-from orchestra.jsonl import Record
-from orchestra.metrics_file import read_metrics
-from orchestra.rundir import RunDir
+from orchestra.run.events import read_events
+from orchestra.run.files import Record
+from orchestra.run.metrics_file import read_metrics
+from orchestra.run.paths import RunDir
 
 pytestmark = pytest.mark.slow
 

@@ -12,8 +12,8 @@ from sites import Site, wait_until
 from test_submit import ended, named, orchestra, said, state_of, submitted
 from wandb_records import recorded_rows
 
-from orchestra.metrics_file import read_metrics
-from orchestra.rundir import RunDir
+from orchestra.run.metrics_file import read_metrics
+from orchestra.run.paths import RunDir
 
 pytestmark = pytest.mark.slow
 
@@ -71,7 +71,7 @@ def test_silent_controller_and_requeue_and_a_signal_to_one_agent(cluster: Site) 
     """One run of three nodes: Slurm goes silent, then starts it again, then one agent is told to stop."""
     run, job = submitted(cluster, "survivor", "cluster.nodes=3", "cluster.gpus_per_node=1", *LONG)
     wait_until(lambda: num_steps(run) > 2, "the run trains")
-    for words in ("torch.distributed.run", "orchestra.crew", "orchestra.train"):
+    for words in ("torch.distributed.run", "orchestra.agents", "orchestra.train"):
         assert len(hosts_with(cluster, words)) == 3, at_work(cluster)
     first = {pid for busy in at_work(cluster).values() for pid in busy}
 
@@ -98,7 +98,7 @@ def test_silent_controller_and_requeue_and_a_signal_to_one_agent(cluster: Site) 
         host: pid
         for host, busy in at_work(cluster).items()
         for pid, line in busy.items()
-        if "orchestra.crew" in line and "srun" not in line
+        if "orchestra.agents" in line and "srun" not in line
     }
     os.kill(agents[max(agents)], signal.SIGTERM)
     wait_until_clean(cluster)

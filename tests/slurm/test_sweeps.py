@@ -12,9 +12,9 @@ import pytest
 from sites import ROOT, Site, wait_until
 from test_submit import TINY, ended, orchestra
 
-from orchestra.events import read_events
-from orchestra.jsonl import Record
-from orchestra.sweepdir import SweepDir
+from orchestra.run.events import read_events
+from orchestra.run.files import Record
+from orchestra.run.paths import SweepDir
 
 pytestmark = pytest.mark.slow
 

@@ -16,8 +16,8 @@ import pytest
 from sites import ROOT, Site, wait_until
 from test_submit import orchestra, submitted
 
-from orchestra.jsonl import Record
-from orchestra.sweepdir import Sweep, SweepArray, SweepDir, SweepMember, to_json
+from orchestra.run.files import Record
+from orchestra.run.paths import Sweep, SweepArray, SweepDir, SweepMember, to_json
 
 pytestmark = pytest.mark.slow
 

@@ -30,6 +30,6 @@ class OrchestraLauncher(Launcher):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Return how each trial ended, with its metric. Raises ConfigError outside `orchestra submit -m`."""
-        from orchestra.submit.sweeper import launch_trials
+        from orchestra.submit.sweeps.sweeper import launch_trials
 
         return launch_trials(job_overrides, initial_job_idx)

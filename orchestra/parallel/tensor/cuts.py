@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from conf.schema import ModelConfig
-from orchestra.flops import head_dim
+from orchestra.sizes.flops import head_dim
 
 
 @dataclass(frozen=True)

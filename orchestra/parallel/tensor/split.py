@@ -15,11 +15,16 @@ from orchestra.model.layers import Attention, GeluMLP, SwiGLU
 from orchestra.model.transformer import Transformer
 from orchestra.parallel.mesh import Mesh, OpenGroup
 from orchestra.parallel.places import TensorPlace, whole_place, whole_places
-from orchestra.parallel.tensor.collectives import TensorGroup, tensor_group
 from orchestra.parallel.tensor.cuts import Cut, cut_of, num_sharing_kv
-from orchestra.parallel.tensor.loss import CutLoss
-from orchestra.parallel.tensor.products import ColumnsProduct, RowsProducts
-from orchestra.parallel.tensor.vocabulary import CutEmbedding, CutHead, CutPositions
+from orchestra.parallel.tensor.parallel_layers import (
+    ColumnsProduct,
+    CutEmbedding,
+    CutHead,
+    CutPositions,
+    RowsProducts,
+)
+from orchestra.parallel.tensor.tensor_collectives import TensorGroup, tensor_group
+from orchestra.parallel.tensor.vocabulary_loss import CutLoss
 
 
 def split_tensors(model: Transformer, config: Config, mesh: Mesh) -> dict[str, TensorPlace]:

@@ -19,10 +19,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from orchestra.parallel.zero.collectives import Collectives, Pending
-from orchestra.parallel.zero.spare import SpareMemory
-from orchestra.parallel.zero.storage import Unit, Units
-from orchestra.precision.policy import Policy
+from orchestra.parallel.zero.buffers import SpareMemory, Unit, Units
+from orchestra.parallel.zero.zero_collectives import Collectives, Pending
+from orchestra.precision.dtypes import Policy
 
 # Sums under way that need memory beside the gradients: one that is sent while the next unit fills.
 _MAX_UNDER_WAY = 1

@@ -13,23 +13,165 @@ replicas.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from conf.schema import Config, Offload
 from orchestra.model.transformer import Transformer
+from orchestra.optim.adamw import Trained, squared_norm
+from orchestra.parallel.marks import Traffic, marked
 from orchestra.parallel.mesh import Mesh
 from orchestra.parallel.offload import GradientCarrier
 from orchestra.parallel.places import TensorPlace
-from orchestra.parallel.zero.arrivals import Arrivals
-from orchestra.parallel.zero.collectives import Collectives
-from orchestra.parallel.zero.gatherer import Gatherer
+from orchestra.parallel.zero.buffers import Units, follow
+from orchestra.parallel.zero.gatherer import Arrivals, Gatherer
 from orchestra.parallel.zero.reducer import Reducer
-from orchestra.parallel.zero.stage import Alone, SharedGradients, Stage, Update
-from orchestra.parallel.zero.storage import Units, follow
-from orchestra.precision.policy import Policy
+from orchestra.parallel.zero.zero_collectives import Collectives
+from orchestra.precision.dtypes import Policy
+from orchestra.sizes.step_shares import Part
+
+# What a training step asks of whoever keeps parameters and gradients over the ranks, and the keeper of one
+# rank that is alone.
+
+
+# Updates some masters with their gradients, which have the masters' dtype and shape and may be overwritten.
+Update = Callable[[Sequence[Trained], Sequence[Tensor]], None]
+
+
+class Stage(Protocol):
+    """One of the stages of ZeRO. All methods are *collective*, in the same order on all ranks."""
+
+    def begin(self, *, is_first: bool, is_last: bool) -> None:
+        """Announce the forward and backward pass of a micro-batch: the gradients of the first overwrite,
+        later ones add; behind the last they are complete.
+        """
+
+    def finish(self) -> list[Tensor]:
+        """Wait for the gradients, summed over the ranks; return those that count in the norm on this rank:
+        over all ranks of the model group each element once.
+        """
+
+    def update(self, update: Update) -> None:
+        """Update all masters of this rank, some at a time, and let the parameters follow."""
+
+    def masters_were_filled(self) -> None:
+        """Let the parameters follow masters that were written."""
+
+    def settle(self) -> None:
+        """Wait until parameters can be read outside of the forward pass. With ZeRO-3 they never can."""
+
+    def gradient_bytes(self) -> int:
+        """Return the bytes of the gradients that are kept from one micro-batch to the next. *Any rank*."""
+
+    def close(self) -> None:
+        """Let go of the model: hooks that know their owner keep each other, and all memory, alive.
+
+        *Any rank*, settled; nothing can be trained any more.
+        """
+
+
+class Alone:
+    """Autograd's own accumulation: for one rank whose gradients have the parameters' dtype."""
+
+    def __init__(self, units: Units, shared: SharedGradients) -> None:
+        self._units = units
+        self._shared = shared
+
+    def begin(self, *, is_first: bool, is_last: bool) -> None:
+        """Nothing to prepare: `update` has left no gradient behind."""
+
+    def finish(self) -> list[Tensor]:
+        trained = self._units.trained
+        return self._shared.sum_up(trained, [_gradient(item.parameter) for item in trained])
+
+    def update(self, update: Update) -> None:
+        for unit in reversed(self._units.units):
+            gradients = [_gradient(item.parameter) for item in unit.trained]
+            update(unit.trained, [gradient.to(unit.masters.dtype) for gradient in gradients])
+            follow(unit)
+            for item in unit.trained:
+                item.parameter.grad = None
+
+    def masters_were_filled(self) -> None:
+        for unit in self._units.units:
+            follow(unit)
+
+    def settle(self) -> None:
+        """Nothing is ever under way."""
+
+    def gradient_bytes(self) -> int:
+        return sum(item.parameter.nbytes for item in self._units.trained)
+
+    def close(self) -> None:
+        """There are no hooks."""
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    gradient = parameter.grad
+    # A parameter that took no part in the loss would stay as it is, unnoticed.
+    assert gradient is not None, "a parameter got no gradient"
+    return gradient
+
+
+class SharedGradients:
+    """Gradients that are still partial sums beyond data parallelism, and which of them count here.
+
+    Ranks that share a parameter over tensor parallelism own the same range of it, since their units have the
+    same layout.
+    """
+
+    def __init__(self, places: Mapping[str, TensorPlace], traffic: Traffic) -> None:
+        self._places = places
+        self._traffic = traffic
+
+    def sum_up(self, trained: Sequence[Trained], gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Sum over each parameter's `sum_group`, in place; return what counts in the norm on this rank.
+
+        *Collective* over the groups.
+        """
+        pairs = list(zip(trained, gradients, strict=True))
+        for group, parts in self._by_group(pairs):
+            _sum_together(parts, group, self._traffic)
+        return [it for item, it in pairs if self._places[item.name].is_counted and it.numel()]
+
+    def _by_group(
+        self, pairs: Sequence[tuple[Trained, Tensor]]
+    ) -> Iterator[tuple[dist.ProcessGroup, list[Tensor]]]:
+        groups: dict[dist.ProcessGroup, list[Tensor]] = {}
+        for item, gradient in pairs:
+            group = self._places[item.name].sum_group
+            if group is not None and gradient.numel():
+                groups.setdefault(group, []).append(gradient)
+        yield from groups.items()
+
+
+def _sum_together(parts: Sequence[Tensor], group: dist.ProcessGroup, traffic: Traffic) -> None:
+    """Sum some tensors over a group, in place and in one message."""
+    flat = torch.cat([part.reshape(-1) for part in parts])
+    traffic.add_all_reduce(flat.nbytes, dist.get_world_size(group))
+    with marked(Part.communication):
+        dist.all_reduce(flat, group=group)
+    for part, summed in zip(parts, torch.split(flat, [part.numel() for part in parts]), strict=True):
+        part.copy_(summed.view_as(part))
+
+
+def norm_over_ranks(gradients: Sequence[Tensor], mesh: Mesh) -> Tensor:
+    """Return the L2 norm of all gradients of the model as an fp32 scalar: the same bits on all ranks.
+
+    `gradients` are this rank's share, as `Stage.finish` returns it. *Collective* over the model group.
+    """
+    squares = squared_norm(gradients).to(mesh.device)
+    if mesh.model_group is None:
+        return squares.sqrt().float()
+    # Gathered and then summed in rank order: no algorithm of the library can part the replicas.
+    of_ranks = [torch.empty_like(squares) for _ in range(dist.get_world_size(mesh.model_group))]
+    with marked(Part.communication):
+        dist.all_gather(of_ranks, squares, group=mesh.model_group)
+    return torch.stack(of_ranks).sum().sqrt().float()
 
 
 def make_stage(

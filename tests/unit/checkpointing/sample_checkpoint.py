@@ -8,14 +8,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from checkpointing.format import checksums, digest
-from checkpointing.format.boxes import Box
-from checkpointing.format.manifest import Chunk, File, Manifest, Tensor
-from checkpointing.format.part_digest import part_digest
-from checkpointing.planning.write_plan import Piece, write_plan
-from checkpointing.saving.images import Image, images
-from checkpointing.shelf import catalog
+from checkpointing import catalog, checksums
+from checkpointing.box import Box
+from checkpointing.manifest import Chunk, File, Manifest, Tensor
+from checkpointing.save import Image, images
+from checkpointing.shard_digest import part_digest
 from checkpointing.storage import Storage
+from checkpointing.write_plan import Piece, write_plan
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 
@@ -81,7 +80,7 @@ def write_draft(
         name: Tensor(
             _DTYPES[str(values[name].dtype)],
             values[name].shape,
-            digest.written(digest.combined(value for _, value in found)),
+            checksums.written(checksums.combined(value for _, value in found)),
             tuple(chunk for chunk, _ in found),
         )
         for name, found in parts.items()

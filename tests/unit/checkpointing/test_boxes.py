@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointing.format.boxes import Box, contiguous_parts, overlapping
+from checkpointing.box import Box, contiguous_parts, overlapping
 
 SHAPE = (5, 4, 3)
 

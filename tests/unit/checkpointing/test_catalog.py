@@ -9,15 +9,14 @@ from pathlib import Path
 import pytest
 from sample_checkpoint import arrays, write, write_draft
 
-from checkpointing.errors import DamagedError, StorageError
-from checkpointing.format.manifest import MANIFEST, encode
-from checkpointing.shelf import catalog
-from checkpointing.shelf.leftovers import move_back, remove_leftovers
-from checkpointing.shelf.retention import Kept, Policy
-from checkpointing.shelf.verify import verify
+from checkpointing import catalog
+from checkpointing.catalog import Kept, Policy, move_back, remove_leftovers
+from checkpointing.checkpoint_errors import DamagedError, StorageError
+from checkpointing.manifest import MANIFEST, encode
 from checkpointing.storage import Storage
 from checkpointing.storage.local import LocalStorage
 from checkpointing.storage.remote import RemoteStorage
+from checkpointing.verify import verify
 
 
 @pytest.fixture(params=["local", "memory"])

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointing.format import part_digest as part_digest_module
-from checkpointing.format.boxes import Box
-from checkpointing.format.digest import combined, state_digest, written
-from checkpointing.format.part_digest import part_digest
+from checkpointing import shard_digest as part_digest_module
+from checkpointing.box import Box
+from checkpointing.checksums import combined, state_digest, written
+from checkpointing.shard_digest import part_digest
 
 # Bytes per element, and a dtype that has them.
 WIDTHS = {1: "U8", 2: "BF16", 4: "F32", 8: "I64"}

@@ -12,10 +12,9 @@ import fsspec
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
-from checkpointing.errors import StorageError
+from checkpointing.checkpoint_errors import StorageError
 from checkpointing.storage import Storage
-from checkpointing.storage.remote import RemoteStorage
-from checkpointing.storage.retry import Retries
+from checkpointing.storage.remote import RemoteStorage, Retries
 
 AT_ONCE = Retries(num_tries=3, first_delay_s=0.0)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpointing.errors import StorageError
+from checkpointing.checkpoint_errors import StorageError
 from checkpointing.storage.local import LocalStorage
 
 

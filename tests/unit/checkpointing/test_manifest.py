@@ -19,10 +19,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sample_checkpoint import write
 
-from checkpointing.errors import DamagedError
-from checkpointing.format import checksums
-from checkpointing.format.boxes import overlapping
-from checkpointing.format.manifest import MANIFEST, Manifest, decode, encode
+from checkpointing import checksums
+from checkpointing.box import overlapping
+from checkpointing.checkpoint_errors import DamagedError
+from checkpointing.manifest import MANIFEST, Manifest, decode, encode
 from checkpointing.storage.local import LocalStorage
 
 NUM_EXAMPLES = int(os.environ.get("ORCHESTRA_FUZZ_EXAMPLES", "2000"))

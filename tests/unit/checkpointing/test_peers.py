@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from checkpointing.errors import CheckpointError, MissingRanksError
+from checkpointing.checkpoint_errors import CheckpointError, MissingRanksError
 from checkpointing.peers import Peers
 
 

@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from checkpointing.errors import MismatchError
-from checkpointing.format.boxes import Box, contiguous_parts
-from checkpointing.format.dtypes import ITEM_BYTES
-from checkpointing.format.manifest import Chunk, Tensor
-from checkpointing.planning.read_plan import (
+from checkpointing.box import ITEM_BYTES, Box, contiguous_parts
+from checkpointing.checkpoint_errors import MismatchError
+from checkpointing.manifest import Chunk, Tensor
+from checkpointing.read_plan import (
     Part,
     Transfer,
     Want,

@@ -15,10 +15,10 @@ import pytest
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 from sample_checkpoint import write
 
-from checkpointing.errors import StorageError
-from checkpointing.shelf import catalog
-from checkpointing.shelf.verify import verify
+from checkpointing import catalog
+from checkpointing.checkpoint_errors import StorageError
 from checkpointing.storage import Storage, open_storage
+from checkpointing.verify import verify
 
 MIB = 1 << 20
 Send: TypeAlias = Callable[[Storage, str, bytes], None]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointing.shelf.retention import Kept, Policy, to_remove
+from checkpointing.catalog import Kept, Policy, to_remove
 
 STEPS = [Kept(step) for step in range(100, 1100, 100)]
 

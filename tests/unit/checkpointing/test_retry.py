@@ -11,7 +11,7 @@ from botocore.exceptions import ClientError, EndpointConnectionError, NoCredenti
 from fsspec.exceptions import FSTimeoutError
 from s3fs.errors import translate_boto_error
 
-from checkpointing.storage.retry import Retries, is_passing, reason
+from checkpointing.storage.remote import Retries, is_passing, reason
 
 
 def answered(status: int, code: str) -> Exception:

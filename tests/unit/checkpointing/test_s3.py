@@ -16,16 +16,15 @@ import pytest
 import s3fs.core
 import torch
 
+from checkpointing import catalog
+from checkpointing.checkpoint_errors import StorageError
 from checkpointing.checkpointer import Checkpointer
-from checkpointing.errors import StorageError
 from checkpointing.options import Options
 from checkpointing.peers import Peers
 from checkpointing.shards import whole
-from checkpointing.shelf import catalog
-from checkpointing.shelf.verify import verify
 from checkpointing.storage import Storage, open_storage
-from checkpointing.storage.remote import RemoteStorage
-from checkpointing.storage.retry import Retries
+from checkpointing.storage.remote import RemoteStorage, Retries
+from checkpointing.verify import verify
 
 MIB = 1 << 20
 AT_ONCE = Retries(num_tries=3, first_delay_s=0.0)

@@ -18,17 +18,17 @@ from safetensors import safe_open
 from test_peers import peers_of
 from torch import Tensor
 
-from checkpointing.errors import MismatchError, SaveFailedError, StorageError
-from checkpointing.format.boxes import Box
-from checkpointing.format.digest import combined, written
-from checkpointing.format.part_digest import part_digest
+from checkpointing import catalog
+from checkpointing.box import Box
+from checkpointing.checkpoint_errors import MismatchError, SaveFailedError, StorageError
+from checkpointing.checksums import combined, written
 from checkpointing.options import Options, no_fault
-from checkpointing.saving.save import Saver
+from checkpointing.save import Saver
+from checkpointing.shard_digest import part_digest
 from checkpointing.shards import Shard, as_bytes, whole
-from checkpointing.shelf import catalog
-from checkpointing.shelf.verify import verify
 from checkpointing.storage import WritableFile
 from checkpointing.storage.local import LocalStorage
+from checkpointing.verify import verify
 
 OPTIONS = Options(layout={"dp": 2}, limit_s=20.0)
 

@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 from sample_checkpoint import write
 
+from checkpointing import catalog
+from checkpointing.catalog import Policy, remove_leftovers
 from checkpointing.checkpointer import Checkpointer
-from checkpointing.format.manifest import MANIFEST
+from checkpointing.manifest import MANIFEST
 from checkpointing.options import Options
 from checkpointing.peers import Peers
-from checkpointing.shelf import catalog
-from checkpointing.shelf.leftovers import remove_leftovers
-from checkpointing.shelf.retention import Policy
 from checkpointing.storage import Storage, open_storage
 
 

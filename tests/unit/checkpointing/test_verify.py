@@ -16,13 +16,14 @@ from hypothesis import strategies as st
 from safetensors.numpy import save
 from sample_checkpoint import arrays, write
 
-from checkpointing.errors import DamagedError, NoCheckpointError, StorageError
-from checkpointing.format.manifest import MANIFEST, Manifest, decode, encode
-from checkpointing.shelf import catalog, stretches
-from checkpointing.shelf.verify import Damage, Report, verify
+from checkpointing import catalog
+from checkpointing import verify as stretches
+from checkpointing.checkpoint_errors import DamagedError, NoCheckpointError, StorageError
+from checkpointing.manifest import MANIFEST, Manifest, decode, encode
 from checkpointing.storage import Storage
 from checkpointing.storage.local import LocalStorage
 from checkpointing.storage.remote import RemoteStorage
+from checkpointing.verify import Damage, Report, verify
 
 STEP = 100
 FIRST, SECOND = "00000-00.safetensors", "00001-00.safetensors"

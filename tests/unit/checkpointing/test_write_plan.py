@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointing.errors import MismatchError
-from checkpointing.format.boxes import Box, overlapping
-from checkpointing.planning.write_plan import Piece, declaration, declared, write_plan
-from checkpointing.saving.images import images
+from checkpointing.box import Box, overlapping
+from checkpointing.checkpoint_errors import MismatchError
+from checkpointing.save import images
+from checkpointing.write_plan import Piece, declaration, declared, write_plan
 
 MIB = 1 << 20
 

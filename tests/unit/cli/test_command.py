@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 from orchestra import __version__
-from orchestra.cli import VERBS, describe, main
+from orchestra.cli import VERBS, main
+from orchestra.cli.text import describe
 from orchestra.errors import EXIT_USAGE
-from orchestra.events import EventWriter, node_writer, rank_writer
-from orchestra.jsonl import JsonLinesWriter
-from orchestra.rundir import RunDir
+from orchestra.run.events import EventWriter, node_writer, rank_writer
+from orchestra.run.files import JsonLinesWriter
+from orchestra.run.paths import RunDir
 
 _ROOT = Path(__file__).resolve().parents[3]
 

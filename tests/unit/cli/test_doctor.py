@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from launchers.slurm.settings import parsed
-from launchers.slurm.site import NodeKind, Partition
+from launchers.slurm.cluster import NodeKind, Partition
+from launchers.slurm.commands import parsed_settings
 from orchestra.cli import main
-from orchestra.doctor import host, probe, slurm, software
+from orchestra.doctor import host_checks, node_probe, slurm_checks
 from orchestra.doctor.check import Check, Finding, Mark, Subject, perform
-from orchestra.doctor.nodes import judged
-from orchestra.doctor.probe import Probe
+from orchestra.doctor.node_checks import judged
+from orchestra.doctor.node_probe import Probe
 
 ROOT = Path(__file__).parents[3]
 
@@ -30,7 +30,7 @@ def _quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave Slurm's commands out of sight, and torch unasked: importing it costs seconds."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(software, "CHECKS", software.CHECKS[:-1])
+    monkeypatch.setattr(host_checks, "CHECKS", host_checks.SOFTWARE_CHECKS[:-1])
 
 
 def findings(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, dict[str, str]]]:
@@ -155,7 +155,7 @@ def marks(answers: list[dict[str, Any]], run_dir: Path) -> dict[str, Finding]:
 
 
 def test_nodes_that_share_a_folder_pass(tmp_path: Path, probed: Callable[..., list[dict[str, Any]]]) -> None:
-    (tmp_path / probe.LOGIN).touch()
+    (tmp_path / node_probe.LOGIN).touch()
     found = marks(probed(tmp_path, tmp_path, tmp_path), tmp_path)
     assert {finding.mark for finding in found.values()} == {Mark.ok}, found
     assert "127.0.0.1" in found["nodes' network"].found
@@ -167,7 +167,7 @@ def test_node_with_a_folder_of_its_own_is_named(
     shared, own, nowhere = tmp_path / "shared", tmp_path / "own", tmp_path / "nowhere"
     shared.mkdir()
     own.mkdir()
-    (shared / probe.LOGIN).touch()
+    (shared / node_probe.LOGIN).touch()
     found = marks(probed(shared, own, nowhere), tmp_path)["shared run.dir"]
     assert found.mark is Mark.failed
     assert "node1 sees nothing of node2, node3" in found.found
@@ -176,7 +176,7 @@ def test_node_with_a_folder_of_its_own_is_named(
 
 
 def test_unreachable_late_and_different_nodes_are_named(tmp_path: Path) -> None:
-    names = [probe.LOGIN, "node-0", "node-1"]
+    names = [node_probe.LOGIN, "node-0", "node-1"]
     usual = {"python": "3.11", "orchestra": "1", "root": str(ROOT), "torch": True, "saw": names, "gpus": 4}
     first = {**usual, "node": 0, "host": "a", "address": "10.0.0.1"}
     other = {**usual, "node": 1, "host": "b", "reached": False, "reach_problem": "10.0.0.1:1: refused"}
@@ -192,29 +192,31 @@ def test_unreachable_late_and_different_nodes_are_named(tmp_path: Path) -> None:
 
 
 def test_settings_of_a_cluster_that_matter_are_told() -> None:
-    found = parsed("ClusterName = big\nJobRequeue = 0\nKillWait = 2 sec\nMaxArraySize = 1\n not a setting\n")
-    told = {finding.name: finding for finding in slurm._rules(found)}
+    found = parsed_settings(
+        "ClusterName = big\nJobRequeue = 0\nKillWait = 2 sec\nMaxArraySize = 1\n not a setting\n"
+    )
+    told = {finding.name: finding for finding in slurm_checks._rules(found)}
     assert "cluster.requeue=chain" in told["requeueing"].advice
     assert [told[name].mark for name in ("requeueing", "kill wait", "arrays")] == [Mark.note] * 3
-    assert slurm._accounting(found).mark is Mark.note
+    assert slurm_checks._accounting(found).mark is Mark.note
 
 
 def test_partitions_without_usable_nodes_and_unknown_ones_are_named() -> None:
     nodes = (NodeKind(3, 8, 4, "down*"), NodeKind(1, 8, 4, "drained"))
     partitions = [Partition("main", True, True, "1:00:00", nodes), Partition("old", False, False, "1:00", ())]
-    default, closed = slurm._partitions(partitions, Subject())
+    default, closed = slurm_checks._partitions(partitions, Subject())
     assert (default.mark, "0 of 4 nodes usable" in default.found) == (Mark.warning, True)
     assert closed.mark is Mark.note
-    unknown, *_ = slurm._partitions(partitions, Subject(partition="mian"))
+    unknown, *_ = slurm_checks._partitions(partitions, Subject(partition="mian"))
     assert (unknown.mark, "main, old" in unknown.found) == (Mark.failed, True)
 
 
 def test_gpus_that_torch_does_not_see_are_a_failure() -> None:
     facts = {"names": [], "cuda": None}
-    assert software._gpus(facts, ["GPU 0: A"], Subject()).mark is Mark.failed
-    assert software._gpus(facts, None, Subject()).mark is Mark.note
-    assert software._gpus(facts, None, Subject(device="cuda")).mark is Mark.failed
-    assert software._gpus({"names": ["A"], "cuda": "12"}, ["GPU 0: A"], Subject()).mark is Mark.ok
+    assert host_checks._gpus(facts, ["GPU 0: A"], Subject()).mark is Mark.failed
+    assert host_checks._gpus(facts, None, Subject()).mark is Mark.note
+    assert host_checks._gpus(facts, None, Subject(device="cuda")).mark is Mark.failed
+    assert host_checks._gpus({"names": ["A"], "cuda": "12"}, ["GPU 0: A"], Subject()).mark is Mark.ok
 
 
 def test_slow_names_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,5 +224,5 @@ def test_slow_names_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(-2, "Name or service not known")
 
     monkeypatch.setattr(socket, "gethostbyname", unknown)
-    (found,) = host._host_name(Subject())
+    (found,) = host_checks._host_name(Subject())
     assert (found.mark, "/etc/hosts" in found.advice) == (Mark.warning, True)

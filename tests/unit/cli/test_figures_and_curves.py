@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestra.cli import figures
-from orchestra.cli.curve import chart, resampled, sparkline
+from orchestra.cli.text import figures
+from orchestra.cli.text.figures import chart, resampled, sparkline
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from orchestra.cli.live import GuardedView, PlainView, open_view
-from orchestra.cli.progress import Progress
-from orchestra.events import EventWriter, rank_writer
-from orchestra.jsonl import JsonLinesWriter
-from orchestra.rundir import RunDir
+from orchestra.cli.foreground_view import GuardedView, PlainView, open_view
+from orchestra.cli.text.progress import Progress
+from orchestra.run.events import EventWriter, rank_writer
+from orchestra.run.files import JsonLinesWriter
+from orchestra.run.paths import RunDir
 
 
 def _row(step: int, loss: float, mfu: float | None = 0.25) -> dict[str, object]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestra.cli.resolve import all_targets, resolve
+from orchestra.cli.text.resolve import all_targets, resolve
 from orchestra.errors import ConfigError
 
 

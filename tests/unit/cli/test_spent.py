@@ -10,11 +10,11 @@ import pytest
 
 from conf.schema import Config
 from orchestra.cli import main
-from orchestra.cli.spent import spent_lines
-from orchestra.events import EventWriter, node_writer, rank_writer, read_events
-from orchestra.frozen import write_config
-from orchestra.jsonl import JsonLinesWriter
-from orchestra.rundir import RunDir
+from orchestra.cli.text.describe import spent_lines
+from orchestra.run.config_file import write_config
+from orchestra.run.events import EventWriter, node_writer, rank_writer, read_events
+from orchestra.run.files import JsonLinesWriter
+from orchestra.run.paths import RunDir
 
 
 @pytest.fixture

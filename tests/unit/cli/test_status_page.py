@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from orchestra.cli import figures, main
-from orchestra.cli.listing import shortened
-from orchestra.cli.resolve import all_sweeps, all_targets, resolve, resolve_target
-from orchestra.control import read_requests
+from orchestra.cli import main
+from orchestra.cli.text import figures
+from orchestra.cli.text.listing import shortened
+from orchestra.cli.text.resolve import all_sweeps, all_targets, resolve, resolve_target
 from orchestra.errors import EXIT_USAGE, ConfigError
-from orchestra.events import EventWriter, node_writer, rank_writer
-from orchestra.jsonl import JsonLinesWriter
-from orchestra.rundir import RunDir
-from orchestra.sweepdir import Sweep, SweepArray, SweepDir, SweepMember, to_json
+from orchestra.run.events import EventWriter, node_writer, rank_writer
+from orchestra.run.files import JsonLinesWriter
+from orchestra.run.paths import RunDir, Sweep, SweepArray, SweepDir, SweepMember, to_json
+from orchestra.run.stop_requests import read_requests
 
 ROOT = Path(__file__).resolve().parents[3]
 ME = getpass.getuser()

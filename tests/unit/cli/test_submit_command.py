@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from conf.schema import ClusterConfig, Config, ContainerConfig, Device, LauncherName
-from launchers.slurm.script import rendered
+from launchers.slurm.batch_script import rendered
 from orchestra.cli import main
-from orchestra.rundir import RunDir
+from orchestra.run.paths import RunDir
 from orchestra.submit.job import Share, batch_job, new_token
 
 CPU = ["cluster.device=cpu", "cluster.gpus_per_node=2", "cluster.nodes=3", "run.name=mine"]
@@ -33,7 +33,7 @@ def test_dry_run_prints_the_exact_script_and_writes_nothing(
     for line in ("#SBATCH --nodes=3", "#SBATCH --time=1:00:00", "#SBATCH --cpus-per-task=2"):
         assert f"{line}\n" in said.out
     assert f"export PYTHONPATH={run}/code" in said.out
-    assert f"-m orchestra.crew {run}\n" in said.out
+    assert f"-m orchestra.agents {run}\n" in said.out
     assert "was not checked" in said.err
     assert list(tmp_path.iterdir()) == []
 
@@ -78,7 +78,7 @@ def test_dry_run_of_a_sweep_prints_one_script_for_members_with_equal_jobs(
     said = capsys.readouterr()
     assert said.out.count("#!/bin/bash\n") == 2
     assert "#SBATCH --array=0-2%2\n" in said.out
-    assert f"-m orchestra.crew {tmp_path}/runs/grid --first 3\n" in said.out
+    assert f"-m orchestra.agents {tmp_path}/runs/grid --first 3\n" in said.out
     assert "005  cluster.nodes=2 optim.lr=0.001  (array 1)" in said.err
     assert list(tmp_path.iterdir()) == []
     assert main([*words, "--dry-run", "--json"]) == 0
@@ -108,7 +108,7 @@ def test_gpus_are_asked_for_with_their_share_of_the_cores(tmp_path: Path) -> Non
 
 def test_containers_get_the_run_and_python_of_their_own(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "mine")
-    inside = f"env PYTHONPATH={run.code} PYTHONSAFEPATH=1 python3 -u -m orchestra.crew {run.path}\n"
+    inside = f"env PYTHONPATH={run.code} PYTHONSAFEPATH=1 python3 -u -m orchestra.agents {run.path}\n"
     pyxis = script(run, container=ContainerConfig(image="nvcr.io#nvidia/pytorch", mounts=["/data:/data"]))
     assert f"--container-mounts={tmp_path}:{tmp_path},/data:/data {inside}" in pyxis
     assert "'--container-image=nvcr.io#nvidia/pytorch'" in pyxis

@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 
 from conf.schema import Config, PrecisionName
-from orchestra.config.change import FIXED, changed_config
-from orchestra.config.compose import compose
+from orchestra.config.compose import FIXED, changed_config, compose
 from orchestra.config.keys import known_keys
-from orchestra.config.situation import Situation
+from orchestra.config.machine import Situation
 from orchestra.errors import ConfigError
-from orchestra.frozen import read_config, write_config
+from orchestra.run.config_file import read_config, write_config
 
 CPU = Situation("run", num_gpus=0)
 

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from conf.schema import PrecisionName, Schedule
 from orchestra.config.compose import compose
 from orchestra.config.keys import known_keys
-from orchestra.config.situation import Situation
-from orchestra.config.tree import GROUPS
+from orchestra.config.machine import Situation
+from orchestra.config.preset_files import GROUPS
 from orchestra.errors import ConfigError
-from orchestra.frozen import read_config, write_config
+from orchestra.run.config_file import read_config, write_config
 
 HERE = Situation("run", num_gpus=0)
 

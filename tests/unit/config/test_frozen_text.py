@@ -9,7 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from conf.schema import ClusterConfig, Config, Device
-from orchestra.frozen import read_config, to_yaml
+from orchestra.run.config_file import read_config, to_yaml
 
 TEXTS = (
     *("1e-4", "1e5", "0x1f", "12:30:00", "1_000", "nan", ".inf", "007", "2024-01-01"),

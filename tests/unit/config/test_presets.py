@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from orchestra.config.compose import Composed, compose
-from orchestra.config.situation import Situation
-from orchestra.config.tree import GROUPS, Tree, own_folder
+from orchestra.config.machine import Situation
+from orchestra.config.preset_files import GROUPS, Tree, own_folder
 from orchestra.errors import ConfigError
-from orchestra.flops import num_parameters
+from orchestra.sizes.flops import num_parameters
 
 # A machine as the presets are made for: eight GPUs, and a planner that knows every feature.
 NODE = Situation("plan", num_gpus=8)

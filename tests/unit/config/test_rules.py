@@ -13,13 +13,12 @@ from rule_cases import CASES, ELSEWHERE, Change
 
 from checkpointing.options import PHASES
 from conf.schema import Config, FaultPhase
-from orchestra.config import not_yet, rules_values
-from orchestra.config.rules import RULES, check, problems_of
-from orchestra.config.situation import Situation, resolved
-from orchestra.data.pack import pack, plan_pack
-from orchestra.data.request import PackRequest
+from orchestra.config.machine import Situation, resolved
+from orchestra.config.rules import all_rules, value_rules
+from orchestra.config.rules.all_rules import RULES, check, problems_of
+from orchestra.data.pack.command import PackRequest, pack, plan_pack
 from orchestra.errors import ConfigError
-from orchestra.frozen import writable_schema
+from orchestra.run.config_file import writable_schema
 
 CPU = Situation("run", num_gpus=0)
 PLAN = Situation("plan", num_gpus=0)
@@ -92,7 +91,7 @@ def test_gpus_that_are_not_there_are_missed(num_gpus: int, changes: Change, word
 
 
 def test_numbers_that_no_float_can_hold_are_refused_like_others() -> None:
-    for name in rules_values._AT_LEAST:
+    for name in value_rules._AT_LEAST:
         assert problems_of(resolved(changed({name: 10**400}), CPU), CPU), name
 
 
@@ -104,8 +103,8 @@ NOT_BUILT: dict[str, list[Any]] = {
 }
 
 
-@pytest.mark.parametrize("row", not_yet.TABLE, ids=lambda row: row.key)
-def test_what_is_not_built_is_refused_by_run_and_known_to_plan(row: not_yet.NotYet) -> None:
+@pytest.mark.parametrize("row", all_rules.TABLE, ids=lambda row: row.key)
+def test_what_is_not_built_is_refused_by_run_and_known_to_plan(row: all_rules.NotYet) -> None:
     refused = 0
     for value in NOT_BUILT[row.key]:
         changes = {row.key: value}
@@ -143,7 +142,7 @@ def test_all_violations_come_in_one_error() -> None:
 
 def test_impossible_sizes_break_no_other_rule_by_accident() -> None:
     names = [
-        *rules_values._AT_LEAST,
+        *value_rules._AT_LEAST,
         "parallelism.tp",
         "parallelism.pp",
         "parallelism.cp",

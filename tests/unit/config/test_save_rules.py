@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from orchestra.config.compose import compose
-from orchestra.config.situation import Situation
+from orchestra.config.machine import Situation
 from orchestra.errors import ConfigError
-from orchestra.frozen import read_config, write_config
+from orchestra.run.config_file import read_config, write_config
 
 CPU = Situation("run", num_gpus=0)
 FAULT = "recovery.inject=[{at_step: 10, rank: 0, phase: mid_file}]"

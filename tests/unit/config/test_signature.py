@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 
 from conf.schema import Config, OptimConfig, RunConfig, WandbConfig, WandbMode
-from orchestra.config.signature import signature
+from orchestra.config.machine import signature
 
 
 def test_a_signature_is_at_least_twelve_hexadecimal_digits() -> None:

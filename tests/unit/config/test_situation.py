@@ -12,9 +12,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from conf.schema import Config
-from orchestra.config.rules import problems_of
-from orchestra.config.situation import Situation, resolved, this_machine, world_size
-from orchestra.frozen import writable_schema
+from orchestra.config.machine import Situation, resolved, this_machine, world_size
+from orchestra.config.rules.all_rules import problems_of
+from orchestra.run.config_file import writable_schema
 
 PLAN = Situation("plan", num_gpus=0)
 DRY_RUN = Situation("run", num_gpus=0)

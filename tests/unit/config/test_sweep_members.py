@@ -14,10 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestra.config.compose import compose
-from orchestra.config.situation import Situation
-from orchestra.config.sweep import Member, compose_batch, compose_members
-from orchestra.config.sweep_axes import MOST_MEMBERS
-from orchestra.config.tree import own_folder
+from orchestra.config.machine import Situation
+from orchestra.config.preset_files import own_folder
+from orchestra.config.sweep import MOST_MEMBERS, Member, compose_batch, compose_members
 from orchestra.errors import ConfigError
 
 ON_CLUSTER = Situation("submit")

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conf.schema import BlendPart, DataConfig, Source
-from orchestra.data.blend import Blend, open_blend
-from orchestra.data.source import TokenSamples
+from orchestra.data.source import Blend, TokenSamples, open_blend
 from orchestra.errors import DataError
 
 WriteTokens = Callable[..., str]

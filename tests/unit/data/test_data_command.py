@@ -10,9 +10,9 @@ import pytest
 
 from conf.schema import BlendPart, Config, DataConfig, ModelConfig, Source, TrainConfig
 from orchestra.cli import main
-from orchestra.config.rules_place import rule_data_files
-from orchestra.config.situation import Situation
-from orchestra.data.choice import open_source
+from orchestra.config.machine import Situation
+from orchestra.config.rules.place_rules import rule_data_files
+from orchestra.data.source import open_source
 from orchestra.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from orchestra.data.ledger import Ledger, read_ledger
-from orchestra.rundir import RunDir
+from orchestra.run.paths import RunDir
 
 
 def trained(run: RunDir, attempt: int, num_ranks: int, steps: range) -> None:

@@ -7,7 +7,7 @@ import pytest
 from test_loader import GLOBAL_BATCH, SOURCE, plan
 
 from orchestra.data.loader import Batch, BatchPlan, Loader
-from orchestra.roll_backs import Stretch, merged
+from orchestra.run.rollback import Stretch, merged
 
 OUT = merged([Stretch(GLOBAL_BATCH, 3 * GLOBAL_BATCH), Stretch(4 * GLOBAL_BATCH + 3, 4 * GLOBAL_BATCH + 5)])
 

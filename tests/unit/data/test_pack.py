@@ -16,12 +16,11 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from orchestra.data import inputs, pack, tokenizer
 from orchestra.data.index import read_index
-from orchestra.data.inputs import find_inputs
-from orchestra.data.pack import PackResult, Progress, plan_pack
-from orchestra.data.request import PackRequest
-from orchestra.data.tokens import open_tokens
+from orchestra.data.pack import command, inputs, tokenizer
+from orchestra.data.pack.command import PackRequest, PackResult, Progress, plan_pack
+from orchestra.data.pack.inputs import find_inputs
+from orchestra.data.source import open_tokens
 from orchestra.errors import ConfigError
 
 DOCUMENTS = ["def f():\n    return 1\n", "grüße — 你好 🎼", "", "x" * 5000, "last\n\nline"] * 20
@@ -31,7 +30,7 @@ SEPARATOR = 256
 def run(tmp_path: Path, *paths: Path | str, **settings: Any) -> PackResult:
     """Pack into tmp_path/out."""
     request = PackRequest([str(path) for path in paths], str(tmp_path / "out"), **settings)
-    return pack.pack(plan_pack(request))
+    return command.pack(plan_pack(request))
 
 
 def expected_tokens(documents: list[str]) -> list[int]:
@@ -146,7 +145,7 @@ def test_result_does_not_depend_on_the_number_of_workers(
             tokenizer=str(bpe),
             num_workers=workers,
         )
-        result = pack.pack(plan_pack(request))
+        result = command.pack(plan_pack(request))
         assert result.num_documents == 2 * len(DOCUMENTS)
         written.append([(tmp_path / f"out{workers}{suffix}").read_bytes() for suffix in (".bin", ".json")])
     assert written[0] == written[1]
@@ -241,7 +240,7 @@ def test_urls_are_read_and_written(tmp_path: Path) -> None:
     system = fsspec.filesystem("memory")
     system.pipe_file("/texts/a.jsonl", json_lines(["one", "two"]))
     plan = plan_pack(PackRequest(["memory://texts/*.jsonl"], "memory://packed/corpus.bin"))
-    assert pack.pack(plan).prefix == "memory://packed/corpus"
+    assert command.pack(plan).prefix == "memory://packed/corpus"
     file = open_tokens("memory://packed/corpus", str(tmp_path / "cache"))
     assert file.tokens.tolist() == expected_tokens(["one", "two"])
     with pytest.raises(ConfigError, match=r"memory://packed/corpus\.json exists"):
@@ -256,7 +255,7 @@ def test_progress_reaches_the_size_of_the_inputs(tmp_path: Path, monkeypatch: py
     write_gzip(tmp_path / "b.jsonl.gz")
     seen: list[Progress] = []
     plan = plan_pack(PackRequest([str(tmp_path)], str(tmp_path / "out")))
-    result = pack.pack(plan, seen.append)
+    result = command.pack(plan, seen.append)
     assert len(seen) > 10
     assert seen[-1] == Progress(plan.num_bytes, result.num_tokens)
     assert all(before.input_bytes <= after.input_bytes for before, after in pairwise(seen))
@@ -268,14 +267,14 @@ def test_nothing_is_left_of_a_packing_that_fails(tmp_path: Path) -> None:
     out = tmp_path / "new" / "folder" / "corpus"
     plan = plan_pack(PackRequest([str(tmp_path / "in")], str(out)))
     with pytest.raises(Exception, match="line 2"):
-        pack.pack(plan)
+        command.pack(plan)
     assert list(out.parent.iterdir()) == []
 
 
 def test_checksums_cover_each_block_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import zlib
 
-    monkeypatch.setattr(pack, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(command, "BLOCK_BYTES", 1000)
     write_jsonl(tmp_path / "a.jsonl")
     run(tmp_path, tmp_path / "a.jsonl")
     content = (tmp_path / "out.bin").read_bytes()

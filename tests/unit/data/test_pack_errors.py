@@ -12,9 +12,8 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from orchestra.data import encoding, inputs
-from orchestra.data.pack import pack, plan_pack
-from orchestra.data.request import PackRequest
+from orchestra.data.pack import command, inputs
+from orchestra.data.pack.command import PackRequest, pack, plan_pack
 from orchestra.errors import DataError
 
 LINE = json.dumps({"text": "some text"}).encode() + b"\n"
@@ -63,7 +62,7 @@ def test_killed_worker_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     path = tmp_path / "a.jsonl"
     path.write_bytes(LINE)
     # The environment of the workers makes them die while they start, as for want of memory.
-    monkeypatch.setattr(encoding, "_start_worker", os.abort)
+    monkeypatch.setattr(command, "_start_worker", os.abort)
     request = PackRequest([str(path)], str(tmp_path / "out"), num_workers=2)
     with pytest.raises(DataError, match="worker that encodes was killed"):
         pack(plan_pack(request))

@@ -8,13 +8,18 @@ import numpy as np
 import pytest
 
 from conf.schema import DataConfig
-from orchestra.data.choice import open_source
 from orchestra.data.ledger import Ledger
-from orchestra.data.source import TokenSamples
-from orchestra.data.stdlib import SEPARATOR, VOCAB_SIZE, stdlib_files, stdlib_tokens
+from orchestra.data.source import (
+    SEPARATOR,
+    VOCAB_SIZE,
+    TokenSamples,
+    open_source,
+    stdlib_files,
+    stdlib_tokens,
+)
 from orchestra.errors import DataError
-from orchestra.jsonl import read_json_lines
-from orchestra.rundir import RunDir
+from orchestra.run.files import read_json_lines
+from orchestra.run.paths import RunDir
 
 
 def test_each_token_is_a_target_once_and_the_rest_is_dropped() -> None:

@@ -14,9 +14,8 @@ import pytest
 
 from conf.schema import DataConfig, Source
 from orchestra.data import cache
-from orchestra.data.choice import open_source
 from orchestra.data.index import read_index
-from orchestra.data.tokens import open_tokens
+from orchestra.data.source import open_source, open_tokens
 from orchestra.errors import DataError
 
 WriteTokens = Callable[..., str]

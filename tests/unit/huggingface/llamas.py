@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from checkpointing.format.boxes import Box
-from checkpointing.format.manifest import Manifest
+from checkpointing.box import Box
+from checkpointing.catalog import read_manifest
+from checkpointing.manifest import Manifest
 from checkpointing.options import Options, no_event, no_fault
 from checkpointing.peers import Peers
-from checkpointing.saving.save import Saver
+from checkpointing.save import Saver
 from checkpointing.shards import Shard
-from checkpointing.shelf.catalog import read_manifest
 from checkpointing.storage.local import LocalStorage
 from conf.schema import ModelConfig, RopeScaling
 from orchestra.model.transformer import Transformer, fill_initial_values

@@ -14,13 +14,12 @@ from llamas import save, small, transformer
 from checkpointing.storage import open_storage
 from conf.schema import CheckpointConfig, Config, DataConfig, Family, RunConfig, Source
 from orchestra.cli import main
-from orchestra.cli.checkpoint_export import tokenizer_of
-from orchestra.cli.checkpoint_ls import layout_text
-from orchestra.data.pack import pack, plan_pack
-from orchestra.data.request import PackRequest
-from orchestra.frozen import write_config
+from orchestra.cli.checkpoint.export_command import tokenizer_of
+from orchestra.cli.checkpoint.ls_command import layout_text
+from orchestra.data.pack.command import PackRequest, pack, plan_pack
 from orchestra.huggingface.folder import open_folder
-from orchestra.rundir import RunDir
+from orchestra.run.config_file import write_config
+from orchestra.run.paths import RunDir
 
 MODEL = small(vocab_size=257)
 
@@ -44,7 +43,7 @@ def config_of(run: RunDir, **changes: Any) -> Config:
 
 def flip(run: RunDir, step: int, tensor: str = "model.norm.weight") -> None:
     """Change one bit of a tensor."""
-    from checkpointing.shelf.catalog import file_path, read_manifest
+    from checkpointing.catalog import file_path, read_manifest
 
     manifest = read_manifest(open_storage(run.checkpoints), step)
     chunk = manifest.tensors[tensor].chunks[0]

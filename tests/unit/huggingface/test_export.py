@@ -13,16 +13,14 @@ import transformers
 from llamas import MODELS, SCALED, save, small, transformer
 from safetensors import safe_open
 
-from checkpointing.errors import DamagedError
-from checkpointing.format.boxes import Box
-from checkpointing.format.manifest import Manifest
+from checkpointing.box import Box
+from checkpointing.checkpoint_errors import DamagedError
+from checkpointing.manifest import Manifest
 from checkpointing.storage.local import LocalStorage
 from conf.schema import Family, ModelConfig
 from orchestra.errors import ConfigError, DataError
-from orchestra.huggingface.copying import runs
-from orchestra.huggingface.export import ExportPlan, Wanted, plan_export, write_export
-from orchestra.huggingface.folder import INDEX, open_folder
-from orchestra.huggingface.parameters import parameter_shapes
+from orchestra.huggingface.export import ExportPlan, Wanted, plan_export, runs, write_export
+from orchestra.huggingface.folder import INDEX, open_folder, parameter_shapes
 
 TOKENS = torch.arange(2 * 40).reshape(2, 40) * 7 % 97
 

@@ -20,8 +20,7 @@ from checkpointing.storage.local import LocalStorage
 from conf.schema import Config, ModelConfig
 from orchestra.errors import DataError
 from orchestra.huggingface.export import Wanted, plan_export, write_export
-from orchestra.huggingface.folder import INDEX, SINGLE_FILE, from_json, open_folder, to_json
-from orchestra.huggingface.headers import read_header
+from orchestra.huggingface.folder import INDEX, SINGLE_FILE, from_json, open_folder, read_header, to_json
 from orchestra.huggingface.start import differences, init_from_problems, overrides_for
 
 

@@ -7,7 +7,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from orchestra.huggingface.rounding import converted, stored
+from orchestra.huggingface.export import converted, stored
 
 TORCH = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 # Zeros, infinities, NaNs that signal or would carry over, the largest numbers, ties both ways, denormals.

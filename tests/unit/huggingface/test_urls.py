@@ -12,13 +12,13 @@ import s3fs
 from llamas import save, small, transformer
 from moto.server import ThreadedMotoServer
 
-from checkpointing.shelf.catalog import read_manifest
+from checkpointing.catalog import read_manifest
 from checkpointing.storage.local import LocalStorage
 from conf.schema import CheckpointConfig, Config, RunConfig
 from orchestra.cli import main
-from orchestra.frozen import write_config
 from orchestra.huggingface.folder import from_json, open_folder, to_json
-from orchestra.rundir import RunDir
+from orchestra.run.config_file import write_config
+from orchestra.run.paths import RunDir
 
 MODEL = small(vocab_size=257)
 

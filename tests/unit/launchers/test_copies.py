@@ -15,11 +15,18 @@ from pathlib import Path
 
 import pytest
 
-from launchers import copies
-from launchers.copies import KEPT, OWN, CopyShelf, open_shelf
-from launchers.copy_exchange import CopyPusher, CopyServer, Wanted, make_ready
-from launchers.copy_wire import Address, connected, shared_secret
-from launchers.errors import LauncherError
+from launchers.launch_errors import LauncherError
+from launchers.memory_store import store
+from launchers.memory_store.exchange import (
+    Address,
+    CopyPusher,
+    CopyServer,
+    Wanted,
+    connected,
+    make_ready,
+    shared_secret,
+)
+from launchers.memory_store.store import KEPT, OWN, CopyShelf, open_shelf
 
 SECRET = "of the test"
 SIZE = 300_000
@@ -229,7 +236,7 @@ def test_the_folder_is_the_users_own_and_gone_at_the_end(tmp_path: Path) -> None
     shelf = open_shelf("a run/x", "node", tmp_path)
     for folder in (shelf.folder, shelf.folder.parent, shelf.folder / OWN):
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert shelf.environment == {copies.FOLDER_VARIABLE: str(shelf.folder)}
+    assert shelf.environment == {store.FOLDER_VARIABLE: str(shelf.folder)}
     with pytest.raises(LauncherError, match="is locked"):
         open_shelf("a run/x", "node", tmp_path)
     shelf.close()
@@ -240,13 +247,14 @@ def test_a_killed_agents_folder_is_gone_on_with_and_a_dead_runs_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = (
-        "import sys, os, signal; from pathlib import Path; from launchers.copies import open_shelf;"
+        "import sys, os, signal; from pathlib import Path;"
+        "from launchers.memory_store.store import open_shelf;"
         "shelf = open_shelf(sys.argv[1], 'node', Path(sys.argv[2])); (shelf.folder / 'own' / 'it').touch();"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     for run in ("first", "second"):
         subprocess.run([sys.executable, "-c", script, run, str(tmp_path)], check=False)
-    monkeypatch.setattr(copies, "_ORPHAN_S", 0.0)
+    monkeypatch.setattr(store, "_ORPHAN_S", 0.0)
     shelf = open_shelf("first", "node", tmp_path)
     assert (shelf.folder / OWN / "it").exists()
     assert [it.name for it in shelf.folder.parent.iterdir()] == ["first.node"]
@@ -259,16 +267,16 @@ def test_folders_that_another_agent_removes_at_the_same_time_are_no_trouble(
     for name in ("dead.node1", "dying.node1"):
         (tmp_path / name / OWN).mkdir(parents=True)
     (tmp_path / "a file").touch()
-    monkeypatch.setattr(copies, "_ORPHAN_S", 0.0)
-    looked = copies._last_used
+    monkeypatch.setattr(store, "_ORPHAN_S", 0.0)
+    looked = store._last_used
 
     def removed_meanwhile(folder: Path) -> float:
         if folder.name == "dead.node1":
             shutil.rmtree(folder)
         return looked(folder)
 
-    monkeypatch.setattr(copies, "_last_used", removed_meanwhile)
-    copies.remove_dead(tmp_path)
+    monkeypatch.setattr(store, "_last_used", removed_meanwhile)
+    store.remove_dead(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["a file"]
 
 

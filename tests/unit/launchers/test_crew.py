@@ -13,16 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from launchers import crew as crew_module
-from launchers.crew import Crew, Order
-from launchers.errors import LauncherError
+from launchers import node_group as crew_module
+from launchers.launch_errors import LauncherError
+from launchers.node_group import Crew, Order
 
 TIMEOUT_S = 2.5
 # An agent of its own process: joins, says so, and beats until it is killed.
 AGENT = """
 import sys, time
 from pathlib import Path
-from launchers.crew import Crew
+from launchers.node_group import Crew
 crew = Crew(Path(sys.argv[1]), int(sys.argv[2]), 3, 2.5)
 crew.join(f"host{sys.argv[2]}", "127.0.0.1", {})
 print("joined", flush=True)

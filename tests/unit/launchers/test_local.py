@@ -15,9 +15,8 @@ from pathlib import Path
 import pytest
 
 from launchers import processes
-from launchers.agent import Patience
-from launchers.errors import LauncherError
-from launchers.local import run_local
+from launchers.launch_errors import LauncherError
+from launchers.node_agent import Patience, run_local
 from launchers.spec import Ending, LaunchSpec
 
 _ROOT = Path(__file__).resolve().parents[3]
@@ -169,11 +168,11 @@ def test_what_a_worker_leaves_behind_may_finish_but_not_stay(tmp_path: Path) -> 
 def test_nothing_survives_an_agent_that_is_killed(tmp_path: Path) -> None:
     trial = _Trial(
         tmp_path,
-        "from launchers.tether import die_with_parent\ndie_with_parent(os.getppid())\ntime.sleep(60)",
+        "from launchers.processes import die_with_parent\ndie_with_parent(os.getppid())\ntime.sleep(60)",
     )
     spec = trial.spec()
     program = (
-        "import pathlib\nfrom launchers.local import run_local\nfrom launchers.spec import LaunchSpec\n"
+        "import pathlib\nfrom launchers.node_agent import run_local\nfrom launchers.spec import LaunchSpec\n"
         f"logs = (pathlib.Path({str(spec.node_logs[0])!r}),)\n"
         f"spec = LaunchSpec('tiny_worker', (), {dict(spec.environment)!r}, 2, logs)\n"
         "run_local(spec, verdict=lambda ending: 0, stops=lambda: 0, tick=lambda: None)\n"

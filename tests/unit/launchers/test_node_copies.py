@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from launchers import node_copies
-from launchers.copies import OWN, open_shelf
-from launchers.errors import LauncherError
-from launchers.node_copies import CopyPart, NodeCopies
+from launchers.launch_errors import LauncherError
+from launchers.memory_store import node_store
+from launchers.memory_store.node_store import CopyPart, NodeCopies
+from launchers.memory_store.store import OWN, open_shelf
 
 
 def put(node: NodeCopies, step: int, rank: int, attempt: int) -> None:
@@ -36,7 +36,7 @@ def held(node: NodeCopies) -> list[tuple[int, int, int]]:
 
 
 def test_a_spare_goes_on_with_what_a_lost_node_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_copies, "open_shelf", lambda run, host: open_shelf(run, host, tmp_path))
+    monkeypatch.setattr(node_store, "open_shelf", lambda run, host: open_shelf(run, host, tmp_path))
     nodes = [NodeCopies("run", f"node{it}", "127.0.0.1", tmp_path / "secret") for it in range(3)]
     for index in (0, 1):
         other = 1 - index
@@ -66,7 +66,7 @@ def test_a_spare_goes_on_with_what_a_lost_node_had(tmp_path: Path, monkeypatch: 
 def test_a_spare_keeps_what_a_node_has_that_trains_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(node_copies, "open_shelf", lambda run, host: open_shelf(run, host, tmp_path))
+    monkeypatch.setattr(node_store, "open_shelf", lambda run, host: open_shelf(run, host, tmp_path))
     alone, spare, other = (NodeCopies("run", f"node{it}", "127.0.0.1", tmp_path / "secret") for it in "123")
     spare.begin(CopyPart(3, range(0)))
     alone.begin(CopyPart(3, range(2), spare.address))
@@ -90,7 +90,7 @@ def test_a_spare_keeps_what_a_node_has_that_trains_alone(
 def test_copies_go_to_a_spares_next_agent_when_its_first_one_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(node_copies, "open_shelf", lambda run, host: open_shelf(run, host, tmp_path))
+    monkeypatch.setattr(node_store, "open_shelf", lambda run, host: open_shelf(run, host, tmp_path))
     alone, first = (NodeCopies("run", f"node{it}", "127.0.0.1", tmp_path / "secret") for it in "12")
     addresses = [first.address]
     first.begin(CopyPart(0, range(0)))
@@ -110,7 +110,7 @@ def test_copies_go_to_a_spares_next_agent_when_its_first_one_is_gone(
 def test_an_address_that_is_not_here_is_told_and_leaves_no_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(node_copies, "open_shelf", lambda run, host: open_shelf(run, host, tmp_path))
+    monkeypatch.setattr(node_store, "open_shelf", lambda run, host: open_shelf(run, host, tmp_path))
     with pytest.raises(LauncherError, match="cannot be exchanged"):
         NodeCopies("run", "node", "192.0.2.1", tmp_path / "secret")
     assert list(next(tmp_path.glob("orchestra-*")).iterdir()) == []

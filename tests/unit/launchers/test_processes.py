@@ -78,7 +78,7 @@ def test_ignored_signals_are_seen() -> None:
 def test_a_tethered_command_dies_with_its_parent_and_ignores_the_schedulers_signals() -> None:
     program = (
         "import os, subprocess, sys, time\n"
-        "tether = [sys.executable, '-m', 'launchers.tether', str(os.getpid()), '/bin/sleep', '60']\n"
+        "tether = [sys.executable, '-m', 'launchers.processes', str(os.getpid()), '/bin/sleep', '60']\n"
         "child = subprocess.Popen(tether, start_new_session=True)\n"
         "print(child.pid, flush=True)\n"
         "time.sleep(60)\n"
@@ -99,7 +99,7 @@ def test_a_tethered_command_dies_with_its_parent_and_ignores_the_schedulers_sign
 
 
 def test_a_tether_whose_parent_is_already_gone_starts_nothing() -> None:
-    command = [sys.executable, "-m", "launchers.tether", "1", "/bin/echo", "started"]
+    command = [sys.executable, "-m", "launchers.processes", "1", "/bin/echo", "started"]
     done = subprocess.run(command, capture_output=True)
     assert done.returncode == 127
     assert done.stdout == b""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from launchers.slurm.limits import DEFAULT, is_full, parsed
+from launchers.slurm.commands import DEFAULT, is_full, parsed
 
 
 def test_the_size_of_an_array_is_the_clusters_own() -> None:

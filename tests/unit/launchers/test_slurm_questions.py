@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from launchers.errors import LauncherError, SlurmMissing, SlurmRefused, SlurmSilent
-from launchers.slurm import sbatch, states
+from launchers.launch_errors import LauncherError, SlurmMissing, SlurmRefused, SlurmSilent
+from launchers.slurm import queue, sbatch
+from launchers.slurm.cluster import parsed
 from launchers.slurm.commands import output_of
-from launchers.slurm.site import parsed
-from launchers.slurm.states import GONE, UNKNOWN, SubmittedJob, job_states
-from launchers.slurm.task import job_task
+from launchers.slurm.queue import GONE, UNKNOWN, SubmittedJob, job_states
+from launchers.slurm.this_job import job_task
 
 SILENCE = "squeue: error: slurm_receive_msg: Zero Bytes were transmitted or received"
 ME = getpass.getuser()
@@ -167,7 +167,7 @@ def test_a_task_knows_its_place() -> None:
 
 def test_states_say_whether_a_job_is_over() -> None:
     over = {
-        word: states.JobState("1", word).is_over
+        word: queue.JobState("1", word).is_over
         for word in ("PENDING", "COMPLETING", "TIMEOUT", GONE, UNKNOWN)
     }
     assert over == {"PENDING": False, "COMPLETING": False, "TIMEOUT": True, GONE: True, UNKNOWN: False}

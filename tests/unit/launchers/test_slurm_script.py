@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from launchers.errors import LauncherError
-from launchers.slurm.environment import scrubbed
-from launchers.slurm.script import BatchJob, rendered
+from launchers.launch_errors import LauncherError
+from launchers.slurm.batch_script import BatchJob, rendered
+from launchers.slurm.commands import scrubbed
 
 JOB = BatchJob(
     name="first",

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from launchers.stops import StopRequests
+from launchers.node_agent import StopRequests
 
 
 @pytest.fixture(autouse=True)

@@ -15,8 +15,8 @@ import pytest
 from warm_trials import Trial, environment, eventually, written
 
 from launchers import processes
+from launchers.fork_server.owner import OwnZygote, Wanted
 from launchers.processes import Process
-from launchers.warm.owner import OwnZygote, Wanted
 
 # A node's real keeper. Its agent trains a module, the first one until it is killed: it says what it found.
 _NODE = """
@@ -24,8 +24,8 @@ import json, os, sys
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
 from warm_trials import Trial, environment
-from launchers.warm import host
-from orchestra.crew import __main__ as node
+from launchers.fork_server import host
+from orchestra.agents import __main__ as node
 
 host._ALWAYS = ()
 modules = Path(sys.argv[2])

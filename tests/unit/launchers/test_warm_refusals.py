@@ -13,16 +13,16 @@ import pytest
 from warm_trials import environment, eventually
 
 from launchers import processes
-from launchers.warm import host, wire
-from launchers.warm.child import differing
-from launchers.warm.host import STUB, WarmHost, WarmRefusal
-from launchers.warm.owner import OwnZygote
+from launchers.fork_server import client, wire
+from launchers.fork_server.client import STUB, WarmHost, WarmRefusal
+from launchers.fork_server.owner import OwnZygote
+from launchers.fork_server.server import differing
 
 
 @pytest.fixture(autouse=True)
 def _light(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave torch out: what is refused here does not depend on it, and it takes seconds."""
-    monkeypatch.setattr(host, "_ALWAYS", ())
+    monkeypatch.setattr(client, "_ALWAYS", ())
 
 
 def _host(folder: Path, body: str, owner: OwnZygote | None = None) -> WarmHost:

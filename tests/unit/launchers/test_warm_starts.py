@@ -14,8 +14,8 @@ import pytest
 from warm_trials import environment, eventually, written
 
 from launchers import processes
-from launchers.agent import Patience, supervise
-from launchers.warm.host import WarmHost
+from launchers.fork_server.client import WarmHost
+from launchers.node_agent import Patience, supervise
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -227,8 +227,8 @@ def test_all_die_with_a_killed_agent(modules: Path) -> None:
         f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
         "from pathlib import Path\n"
         "from warm_trials import Trial, environment\n"
-        "from launchers.agent import Patience, supervise\n"
-        "from launchers.warm.host import WarmHost\n"
+        "from launchers.node_agent import Patience, supervise\n"
+        "from launchers.fork_server.client import WarmHost\n"
         f"modules = Path({str(modules)!r})\n"
         "warm = WarmHost((), environment(modules), modules / 'other.log')\n"
         "warm.start()\n"

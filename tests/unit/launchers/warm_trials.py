@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launchers import processes
-from launchers.agent import NodeAgent, Patience, start_agent, supervise
-from launchers.ports import free_port
+from launchers.fork_server.client import WarmHost
+from launchers.host_network import free_port
+from launchers.node_agent import NodeAgent, Patience, start_agent, supervise
 from launchers.processes import Process
 from launchers.spec import Ending, LaunchSpec, Place
-from launchers.warm.host import WarmHost
 
 _ROOT = Path(__file__).resolve().parents[3]
 _WAIT_S = 20.0

@@ -9,8 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from conf.schema import OptimConfig, StateDType
-from orchestra.optim.adamw import MOMENTS, AdamW, Trained, global_norm, make_adamw, whole_master
-from orchestra.optim.rounding import random_bits, round_stochastically_, rounding_key
+from orchestra.optim.adamw import (
+    MOMENTS,
+    AdamW,
+    Trained,
+    global_norm,
+    make_adamw,
+    random_bits,
+    round_stochastically_,
+    rounding_key,
+    whole_master,
+)
 
 ROUNDED = OptimConfig(lr=1e-2, weight_decay=0.1, clip_norm=1.0, state_dtype=StateDType.bf16)
 EXACT = OptimConfig(lr=1e-2, weight_decay=0.1, clip_norm=1.0)

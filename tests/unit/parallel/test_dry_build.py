@@ -23,14 +23,14 @@ from conf.schema import (
     TrainConfig,
 )
 from orchestra.config.compose import compose
-from orchestra.config.situation import Situation
-from orchestra.config.tree import Tree, own_folder
+from orchestra.config.machine import Situation
+from orchestra.config.preset_files import Tree, own_folder
 from orchestra.errors import ConfigError
-from orchestra.flops import num_parameters
-from orchestra.frozen import write_config
-from orchestra.topology import layout
+from orchestra.run.config_file import write_config
+from orchestra.sizes.flops import num_parameters
+from orchestra.sizes.topology import layout
 from orchestra.train.dry_build import dry_build, main
-from orchestra.train.memory_report import memory_use
+from orchestra.train.memory.out_of_memory import memory_use
 
 # 7.5 billion parameters, as in the paper (Rajbhandari and others, 2020, figure 1): 16 bytes of each are kept.
 PAPER = ModelConfig(

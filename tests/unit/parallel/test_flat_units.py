@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from orchestra.parallel.places import TensorPlace, boxes, parts_of, whole_place
-from orchestra.parallel.zero.units import ALIGNMENT, in_blocks, in_buckets, lay_out, slots
+from orchestra.parallel.zero.buffers import ALIGNMENT, in_blocks, in_buckets, lay_out, slots
 
 SIZES = [("embed_tokens.weight", 5 * 31), ("layers.0.norm.weight", 31), ("layers.0.up.weight", 31 * 64)]
 SIZES += [("layers.1.norm.weight", 31), ("layers.1.up.weight", 31 * 64), ("norm.weight", 31), ("lm_head", 1)]

@@ -13,21 +13,21 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from conf.schema import Config, Family, ModelConfig, Recompute, TrainConfig
-from orchestra.activations import (
+from orchestra.errors import ConfigError
+from orchestra.model.transformer import Transformer, fill_initial_values
+from orchestra.parallel.mesh import make_mesh
+from orchestra.parallel.recompute import recompute_blocks, recomputed
+from orchestra.sizes.activations import (
     LayerActivations,
     cheapest_within,
     every_kth,
     kinds_of_layers,
     peak_bytes,
 )
-from orchestra.errors import ConfigError
-from orchestra.flops import hardware_flops_per_token
-from orchestra.model.transformer import Transformer, fill_initial_values
-from orchestra.parallel.mesh import make_mesh
-from orchestra.parallel.recompute import recompute_blocks, recomputed
-from orchestra.topology import Layout
-from orchestra.train.live_bytes import LiveBytes
-from orchestra.units import GIB
+from orchestra.sizes.flops import hardware_flops_per_token
+from orchestra.sizes.topology import Layout
+from orchestra.sizes.units import GIB
+from orchestra.train.memory.live_bytes import LiveBytes
 
 BATCH, SEQUENCE, LAYERS = 2, 128, 3
 LLAMA = ModelConfig(

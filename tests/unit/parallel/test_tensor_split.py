@@ -12,7 +12,7 @@ from orchestra.model.transformer import Transformer
 from orchestra.parallel.mesh import make_mesh
 from orchestra.parallel.tensor.cuts import cut_of, even_cut, num_sharing_kv
 from orchestra.parallel.tensor.split import split_tensors
-from orchestra.topology import Layout
+from orchestra.sizes.topology import Layout
 
 MODEL = ModelConfig(hidden_size=32, intermediate_size=48, num_attention_heads=8, num_key_value_heads=2)
 

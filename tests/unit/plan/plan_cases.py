@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from conf.schema import ModelConfig
-from orchestra.plan.cases.case import Case
+from orchestra.plan.case import Case
 from orchestra.plan.table import case_of_row
 
 LLAMA_8B = ModelConfig(

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from conf.schema import Device, PrecisionName
-from orchestra import hardware
 from orchestra.config.compose import compose
-from orchestra.config.situation import Situation
+from orchestra.config.machine import Situation
 from orchestra.errors import ConfigError
-from orchestra.plan.cases.assemble import case_of, for_planning
-from orchestra.plan.cases.devices import device
-from orchestra.plan.cases.profiles import Profile, write_profile
+from orchestra.plan.assemble import case_of, for_planning
+from orchestra.plan.devices import device
+from orchestra.plan.profiles import Profile, write_profile
+from orchestra.sizes import hardware
 
 CONSTANTS = {
     "product_flops.fp32": 5e10,

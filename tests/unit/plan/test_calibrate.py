@@ -9,19 +9,18 @@ from pathlib import Path
 import pytest
 
 from orchestra.cli import main
-from orchestra.cli.planning.calibrate import lines
+from orchestra.cli.plan.calibrate_mode import lines
 from orchestra.config.compose import compose
-from orchestra.config.situation import Situation
+from orchestra.config.machine import Situation
 from orchestra.errors import EXIT_USAGE, ConfigError
-from orchestra.flops import model_flops_per_token
-from orchestra.frozen import write_config
-from orchestra.plan.calibrate import calibrated, measured_run, prediction_of
-from orchestra.plan.cases.assemble import case_of
-from orchestra.plan.cases.cpu import usual_profile
-from orchestra.plan.cases.profiles import Profile
-from orchestra.plan.fit import fitted, solved
-from orchestra.plan.prediction import predict
-from orchestra.rundir import RunDir
+from orchestra.plan.assemble import case_of
+from orchestra.plan.calibrate import calibrated, fitted, measured_run, prediction_of, solved
+from orchestra.plan.cpu import usual_profile
+from orchestra.plan.predict import predict
+from orchestra.plan.profiles import Profile
+from orchestra.run.config_file import write_config
+from orchestra.run.paths import RunDir
+from orchestra.sizes.flops import model_flops_per_token
 
 CORES, MEMORY = 4, 32e9
 USUAL = usual_profile({"fp32": 1e11}, {"product_flops.fp32": 8e10}, CORES, MEMORY)

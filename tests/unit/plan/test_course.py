@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from orchestra.plan.failures.course import Course
+from orchestra.plan.goodput.simulator import Course
 
 
 def counted(course: Course, seconds: float) -> tuple[int, int | None]:

@@ -7,13 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from orchestra.plan.failures.causes import LLAMA3_FAILURES, Cause
-from orchestra.plan.failures.scenario import DAY_S, Scenario, Times
-from orchestra.plan.failures.simulator import Result, simulate
+from orchestra.plan.goodput.scenario import DAY_S, LLAMA3_FAILURES, Cause, Scenario, Times
+from orchestra.plan.goodput.simulator import Result, simulate
 from orchestra.recovery import policy
-from orchestra.recovery.decisions import Case
-from orchestra.recovery.policy import Action, Decision, Rules
-from orchestra.save_interval import chosen, daly_goodput
+from orchestra.recovery.policy import Action, Case, Decision, Rules
+from orchestra.sizes.save_interval import chosen, daly_goodput
 
 HOUR_S = 3600.0
 # Failures that do nothing but end the ranks, and a policy that always starts them again at once.

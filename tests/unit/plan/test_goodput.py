@@ -17,9 +17,7 @@ from conf.schema import (
     Requeue,
     TrainConfig,
 )
-from orchestra import save_interval
-from orchestra.jsonl import Record
-from orchestra.plan.failures.goodput import (
+from orchestra.plan.goodput.expected_goodput import (
     Measured,
     assumed_times,
     best_of,
@@ -32,8 +30,10 @@ from orchestra.plan.failures.goodput import (
     planned_interval,
     scenario_of,
 )
-from orchestra.plan.failures.scenario import Scenario, Times
+from orchestra.plan.goodput.scenario import Scenario, Times
 from orchestra.recovery.policy import Rules
+from orchestra.run.files import Record
+from orchestra.sizes import save_interval
 
 TIMES = Times(step_s=10.0, stall_s=5.0, write_s=30.0, restart_s=120.0, restore_s=30.0)
 

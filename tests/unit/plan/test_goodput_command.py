@@ -10,10 +10,10 @@ import pytest
 from conf.schema import CheckpointConfig, ClusterConfig, Config, Device
 from orchestra.cli import main
 from orchestra.errors import EXIT_USAGE
-from orchestra.events import EventWriter, rank_writer
-from orchestra.frozen import write_config
-from orchestra.rundir import RunDir
-from orchestra.save_interval import young_s
+from orchestra.run.config_file import write_config
+from orchestra.run.events import EventWriter, rank_writer
+from orchestra.run.paths import RunDir
+from orchestra.sizes.save_interval import young_s
 
 LAYOUT = ["model=llama3_8b", "parallelism=zero3", "precision=bf16", "cluster.nodes=16", "train.steps=100000"]
 CLUSTER = ["cluster=slurm", "cluster.gpus_per_node=8", "cluster.hardware=h100", "cluster.device=cuda"]
@@ -136,7 +136,7 @@ def test_a_cpu_is_measured_where_nobody_has(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     rates = {"peak_flops": 1e11, "memory_bytes_per_s": 1e10, "fixed_bytes": 3e8}
     rates |= {"busy_share": 0.9, "busy_memory_share": 0.7}
-    monkeypatch.setattr("orchestra.cli.planning.cpu._measured", lambda _: rates)
+    monkeypatch.setattr("orchestra.cli.plan.cpu_mode._measured", lambda _: rates)
     words = ["cluster.device=cpu", "cluster.gpus_per_node=2", "model=debug", "--json"]
     assert json.loads(printed(capsys, "--goodput", *words))["num_devices"] == 2
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from orchestra.cli import main
-from orchestra.cli.planning.exact import Compared, lines
+from orchestra.cli.plan.exact_mode import Compared, lines
 from orchestra.errors import EXIT_USAGE
 
 MODEL = ("model.hidden_size=256", "model.num_hidden_layers=2", "train.seq_len=128", "precision=bf16")

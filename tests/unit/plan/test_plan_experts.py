@@ -11,7 +11,14 @@ from plan_cases import LLAMA_8B, case
 from conf.schema import ModelConfig, Recompute
 from orchestra.cli import main
 from orchestra.errors import EXIT_USAGE
-from orchestra.flops import (
+from orchestra.plan.case import Case, Tokens, held_by_rank
+from orchestra.plan.devices import INFINIBAND_400, Group
+from orchestra.plan.kept_activations import llama_layer_bytes
+from orchestra.plan.memory import states_of_rank
+from orchestra.plan.predict import predict
+from orchestra.plan.search import search
+from orchestra.plan.space import Fixed, Space
+from orchestra.sizes.flops import (
     feed_forward_width,
     model_flops_per_token,
     num_active_layer_parameters,
@@ -20,14 +27,6 @@ from orchestra.flops import (
     num_layer_parameters,
     num_parameters,
 )
-from orchestra.plan.cases.case import Case, Tokens
-from orchestra.plan.cases.networks import INFINIBAND_400, Group
-from orchestra.plan.cases.stages import held_by_rank
-from orchestra.plan.costs.activations import llama_layer_bytes
-from orchestra.plan.costs.states import states_of_rank
-from orchestra.plan.layouts.search import search
-from orchestra.plan.layouts.space import Fixed, Space
-from orchestra.plan.prediction import predict
 
 MIXTRAL = ModelConfig(
     name="mixtral_8x7b",

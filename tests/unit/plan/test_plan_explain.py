@@ -10,9 +10,9 @@ from plan_cases import case
 from conf.schema import Recompute
 from orchestra.cli import main
 from orchestra.errors import EXIT_USAGE
-from orchestra.plan.layouts.explain import Explanation, explain
-from orchestra.plan.layouts.space import KEYS, choice_of
-from orchestra.plan.prediction import predict
+from orchestra.plan.advice import Explanation, explain
+from orchestra.plan.predict import predict
+from orchestra.plan.space import KEYS, choice_of
 
 SHAPE = {"num_hidden_layers": 8, "num_key_value_heads": 8, "num_gpus": 16, "seq_len": 8192}
 TIGHT = {**SHAPE, "gpu_memory_gib": 20, "dp": 4, "tp": 4, "zero": 1, "grad_accum": 6, "recompute": "full"}

@@ -8,13 +8,11 @@ import pytest
 from plan_cases import LLAMA_8B, case
 
 from conf.schema import ModelConfig, Offload, Recompute
-from orchestra.flops import num_parameters
-from orchestra.plan.cases.case import Tokens
-from orchestra.plan.cases.stages import has_idle_stage, stage_parameters, stages
-from orchestra.plan.costs.activations import llama_layer_bytes
-from orchestra.plan.costs.memory import Memory
-from orchestra.plan.costs.over_time import host_memory, over_time
-from orchestra.plan.prediction import predict
+from orchestra.plan.case import Tokens, has_idle_stage, stage_parameters, stages
+from orchestra.plan.kept_activations import llama_layer_bytes
+from orchestra.plan.memory import Memory
+from orchestra.plan.predict import host_memory, over_time, predict
+from orchestra.sizes.flops import num_parameters
 
 # Saved-tensor bytes per token and hidden unit, measured with flash attention in bf16.
 MEASURED = [

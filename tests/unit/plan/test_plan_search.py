@@ -8,15 +8,13 @@ import pytest
 from plan_cases import case
 
 from conf.schema import ClusterConfig, Config, LauncherName, ParallelismConfig, Recompute, TrainConfig
-from orchestra.config.rules import problems_of
-from orchestra.config.situation import Situation
-from orchestra.plan.cases.networks import data_sheet_network
-from orchestra.plan.layouts.binding import MEMORY, bounds, differences
-from orchestra.plan.layouts.remedies import remedies
-from orchestra.plan.layouts.search import Found, search
-from orchestra.plan.layouts.space import Choice, Fixed, Mesh, Space, choice_of
-from orchestra.plan.layouts.turns import turns
-from orchestra.plan.prediction import Prediction, predict
+from orchestra.config.machine import Situation
+from orchestra.config.rules.all_rules import problems_of
+from orchestra.plan.advice import MEMORY, bounds, differences, remedies
+from orchestra.plan.devices import data_sheet_network
+from orchestra.plan.predict import Prediction, predict
+from orchestra.plan.search import Found, search
+from orchestra.plan.space import Choice, Fixed, Mesh, Space, choice_of, turns
 
 # A quarter of an 8B model's layers on two nodes: everything fits or does not for several reasons.
 SMALL = {"num_hidden_layers": 8, "num_key_value_heads": 8, "num_gpus": 16, "dp": 16, "seq_len": 8192}

@@ -11,15 +11,15 @@ import pytest
 
 from conf.schema import Offload
 from orchestra.cli import main
-from orchestra.cli.planning.layout_command import overrides_of, runs_today
-from orchestra.cli.planning.search import ask
+from orchestra.cli.plan.layout_words import overrides_of, runs_today
+from orchestra.cli.plan.search_mode import ask
 from orchestra.config.compose import compose
-from orchestra.config.situation import Situation
+from orchestra.config.machine import Situation
 from orchestra.errors import EXIT_FAILED, EXIT_USAGE
-from orchestra.plan.cases.assemble import case_of, for_planning
-from orchestra.plan.layouts.search import search
-from orchestra.plan.layouts.space import choice_of, space_of
-from orchestra.plan.prediction import predict
+from orchestra.plan.assemble import case_of, for_planning
+from orchestra.plan.predict import predict
+from orchestra.plan.search import search
+from orchestra.plan.space import choice_of, space_of
 
 MODEL = ["model=llama3_8b", "precision=bf16", "train.seq_len=8192", "train.global_batch_size=64"]
 NODES = ["cluster.nodes=2"]

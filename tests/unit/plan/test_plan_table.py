@@ -11,7 +11,7 @@ from plan_cases import row
 
 from orchestra.cli import main
 from orchestra.errors import ConfigError
-from orchestra.plan.prediction import predict
+from orchestra.plan.predict import predict
 from orchestra.plan.table import PREDICTED, case_of_row, cases, read_table, with_predictions
 
 

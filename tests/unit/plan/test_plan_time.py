@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 from plan_cases import case
 
-from orchestra.plan.cases.networks import EFA_H100, INFINIBAND_400, Group
-from orchestra.plan.costs.step_time import step_time
-from orchestra.plan.prediction import Prediction, predict
+from orchestra.plan.devices import EFA_H100, INFINIBAND_400, Group
+from orchestra.plan.predict import Prediction, predict, step_time
 
 
 def speed(**changes: object) -> float:

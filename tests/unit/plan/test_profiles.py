@@ -11,21 +11,14 @@ import pytest
 from plan_cases import case
 
 from conf.schema import PrecisionName
-from orchestra.cli.planning import cpu as measuring
+from orchestra.cli.plan import cpu_mode as measuring
 from orchestra.config.compose import compose
-from orchestra.config.situation import Situation
+from orchestra.config.machine import Situation
 from orchestra.errors import ConfigError
-from orchestra.plan.cases.assemble import case_of, for_planning
-from orchestra.plan.cases.cpu import are_sure, keep_rates, known_rates, measured_profile, usual_profile
-from orchestra.plan.cases.profiles import (
-    Profile,
-    cpu_device,
-    read_profile,
-    while_busy,
-    with_profile,
-    write_profile,
-)
-from orchestra.plan.prediction import predict
+from orchestra.plan.assemble import case_of, for_planning
+from orchestra.plan.cpu import are_sure, keep_rates, known_rates, measured_profile, usual_profile
+from orchestra.plan.predict import predict
+from orchestra.plan.profiles import Profile, cpu_device, read_profile, while_busy, with_profile, write_profile
 
 CPU = usual_profile({"fp32": 1e11}, {"product_flops.fp32": 8e10}, cores=4, memory_bytes=32e9)
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from conf.schema import PrecisionName, Recompute
-from orchestra.plan.cases.case import Tokens
-from orchestra.plan.costs.activations import bubble_ratio, gpt_layer_bytes, interleaved_share
-from orchestra.plan.costs.states import PER_PARAMETER, StateBytes, checkpoint_bytes, state_bytes
+from orchestra.plan.case import Tokens
+from orchestra.plan.kept_activations import bubble_ratio, gpt_layer_bytes, interleaved_share
+from orchestra.plan.memory import PER_PARAMETER, StateBytes, checkpoint_bytes, state_bytes
 
 GB, GIB = 1e9, 2.0**30
 Row = dict[str, str]

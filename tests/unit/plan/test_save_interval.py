@@ -6,8 +6,7 @@ import itertools
 
 import pytest
 
-from orchestra import save_interval
-from orchestra.plan.failures.causes import (
+from orchestra.plan.goodput.scenario import (
     LLAMA3_DAYS,
     LLAMA3_DEVICES,
     LLAMA3_FAILURES,
@@ -17,6 +16,7 @@ from orchestra.plan.failures.causes import (
     device_hours,
     failures,
 )
+from orchestra.sizes import save_interval
 
 MINUTE_S, HOUR_S = 60.0, 3600.0
 

@@ -26,7 +26,7 @@ from orchestra.errors import TrainingError
 from orchestra.parallel.low_precision import refuse_missing_hardware
 from orchestra.parallel.mesh import make_mesh
 from orchestra.precision.fp8 import BACKWARD, FORWARD, Fp8Products, Rounded, rounded
-from orchestra.topology import Layout
+from orchestra.sizes.topology import Layout
 from orchestra.train.build import Training, build_training
 
 TOKENS, INPUTS, OUTPUTS = 32, 48, 64

@@ -9,7 +9,7 @@ from conf.schema import Config, ModelConfig, OptimConfig, PrecisionConfig, Preci
 from orchestra.optim.adamw import global_norm
 from orchestra.parallel.apply import Parallelized
 from orchestra.parallel.mesh import make_mesh
-from orchestra.topology import Layout
+from orchestra.sizes.topology import Layout
 from orchestra.train.build import build_training
 
 STEPS = 5

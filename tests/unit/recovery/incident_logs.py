@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from orchestra.jsonl import Record
+from orchestra.run.files import Record
 
 TRACEBACK = """Traceback (most recent call last):
   File "/somewhere/runs/first/code/orchestra/train/worker.py", line 63, in run_rank

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from orchestra.jsonl import Record
 from orchestra.recovery.accounting import Accounts, account
+from orchestra.run.files import Record
 
 
 def event(time: float, name: str, attempt: int = 0, **evidence: Any) -> Record:

@@ -6,10 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from orchestra.heartbeat import Phase
-from orchestra.recovery.afar import hung_afar
-from orchestra.recovery.culprit import Standing
-from orchestra.recovery.limits import History, LimitRules
+from orchestra.recovery.hangs import History, LimitRules, Standing, hung_afar
+from orchestra.run.heartbeat import Phase
 
 RULES = LimitRules(setup_s=300.0, silent_s=60.0, storage_s=600.0, closing_s=120.0)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from orchestra.heartbeat import Phase
-from orchestra.recovery.culprit import Standing, culprit
+from orchestra.recovery.hangs import Standing, culprit
+from orchestra.run.heartbeat import Phase
 
 
 def standing(rank: int, phase: Phase, step: int = 8, micro_batch: int = 0, state: str = "S") -> Standing:

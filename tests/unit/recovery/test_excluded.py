@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from orchestra.recovery.excluded import ExcludeList, Listed, all_lists, entries_of, shared_folder
-from orchestra.recovery.incidents import Incident, Kind
+from orchestra.recovery.excluded_hosts import ExcludeList, Listed, all_lists, entries_of, shared_folder
+from orchestra.recovery.history import Incident, Kind
 from orchestra.recovery.policy import Action, Decision
-from orchestra.rundir import RunDir
+from orchestra.run.paths import RunDir
 
 ENTRY = Listed(
     "node7", "node7 failed in attempts 2 and 3", "runs/first", (2, 3), ("hang", "SIGBUS"), 1000, 2000

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from incident_logs import TRACEBACK, Log
 
-from orchestra.recovery.causes import BROKEN_DEVICE, BROKEN_PEER, fingerprint
-from orchestra.recovery.incidents import Incident, Kind, incidents
+from orchestra.recovery.history import BROKEN_DEVICE, BROKEN_PEER, Incident, Kind, fingerprint, incidents
 
 
 def last(log: Log) -> Incident:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from conf.schema import Config, ParallelismConfig, RecoveryConfig
-from orchestra.heartbeat import Phase
-from orchestra.recovery.limits import History, LimitRules, limit, limit_rules
+from orchestra.recovery.hangs import History, LimitRules, limit, limit_rules
+from orchestra.run.heartbeat import Phase
 
 RULES = LimitRules(setup_s=900.0, silent_s=60.0, storage_s=600.0, closing_s=120.0)
 

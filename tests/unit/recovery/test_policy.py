@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from conf.schema import RecoveryConfig
 from orchestra.errors import EXIT_DO_NOT_RESTART, EXIT_FAILED
-from orchestra.recovery import table
-from orchestra.recovery.incidents import Incident, Kind
+from orchestra.recovery import policy_table
+from orchestra.recovery.history import Incident, Kind
 from orchestra.recovery.policy import (
+    FEWEST_STEPS_OF_PROGRESS,
     MOST_NOT_CHARGED,
     RULES,
     Action,
@@ -23,8 +24,8 @@ from orchestra.recovery.policy import (
     Resources,
     Rules,
     decide,
+    is_charged,
 )
-from orchestra.recovery.progress import FEWEST_STEPS_OF_PROGRESS, is_charged
 
 ROOT = Path(__file__).resolve().parents[3]
 HOSTS = ("node1", "node2", "node3", "node4")
@@ -49,8 +50,8 @@ def after(*parts: Incident, resources: Resources = FOUR, rules: Rules | None = N
 # The table.
 
 
-@pytest.mark.parametrize("row", table.ROWS, ids=lambda row: row.situation)
-def test_each_situation_of_the_table_is_decided_as_it_says(row: table.Row) -> None:
+@pytest.mark.parametrize("row", policy_table.ROWS, ids=lambda row: row.situation)
+def test_each_situation_of_the_table_is_decided_as_it_says(row: policy_table.Row) -> None:
     decision = row.decision()
     assert decision.action is row.action, decision
     assert decision.charged is row.charged
@@ -64,14 +65,14 @@ def test_each_situation_of_the_table_is_decided_as_it_says(row: table.Row) -> No
 
 
 def test_the_table_shows_every_rule_once_at_least() -> None:
-    assert {row.decision().rule for row in table.ROWS} == {rule.__name__ for rule in RULES} - {
+    assert {row.decision().rule for row in policy_table.ROWS} == {rule.__name__ for rule in RULES} - {
         "restarts_are_off"
     }
 
 
 def test_the_readme_shows_the_table() -> None:
-    assert table.markdown() in (ROOT / "README.md").read_text(), (
-        "paste what `python -c 'from orchestra.recovery.table import markdown; print(markdown())'` prints"
+    assert policy_table.markdown() in (ROOT / "README.md").read_text(), (
+        "paste what orchestra.recovery.policy_table.markdown() returns"
     )
 
 

@@ -9,9 +9,9 @@ from incident_logs import Log
 
 from conf.schema import RecoveryConfig, RollBackConfig
 from orchestra.recovery.copies import Held, begins, is_of_history
-from orchestra.recovery.incidents import Incident, Kind, incidents
+from orchestra.recovery.history import Incident, Kind, incidents
 from orchestra.recovery.policy import Action, Decision, Resources, Rules, decide
-from orchestra.roll_backs import BROKEN_DEVICE, EVENT, NOT_FINITE, SPIKE, RollBack, Stretch
+from orchestra.run.rollback import BROKEN_DEVICE, EVENT, NOT_FINITE, SPIKE, RollBack, Stretch
 
 HOSTS = ("node1", "node2", "node3", "node4")
 FOUR = Resources(wanted_nodes=4, min_nodes=None, hosts=HOSTS, can_requeue=True)

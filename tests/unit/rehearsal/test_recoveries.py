@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from conf.schema import Fault
-from orchestra.faults import PlannedFault
-from orchestra.jsonl import Record
-from orchestra.rehearsal.recoveries import STRETCHES, Recovery, recoveries
+from orchestra.rehearsal.judge import STRETCHES, Recovery, recoveries
+from orchestra.run.files import Record
+from orchestra.run.planned_faults import PlannedFault
 
 KILLED = PlannedFault(13, 1, attempt=0)
 

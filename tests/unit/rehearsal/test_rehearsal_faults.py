@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from conf.schema import Config, Device, Fault, LauncherName, Requeue
-from orchestra.config.rules import problems_of
-from orchestra.config.situation import Situation
+from orchestra.config.machine import Situation
+from orchestra.config.rules.all_rules import problems_of
 from orchestra.errors import ConfigError
-from orchestra.rehearsal.faults import Schedule, Wish, entry, schedule, usual_wishes, wish
+from orchestra.rehearsal.prepare_rehearsal import Schedule, Wish, entry, schedule, usual_wishes, wish
 
 SLURM = {"launcher": LauncherName.slurm, "device": Device.cpu, "gpus_per_node": 2}
 

@@ -12,16 +12,20 @@ import pytest
 
 from conf.schema import Config, WandbMode
 from orchestra.config.compose import compose
-from orchestra.config.signature import signature
-from orchestra.config.situation import Situation
+from orchestra.config.machine import Situation, signature
 from orchestra.errors import ConfigError
-from orchestra.frozen import read_config
-from orchestra.rehearsal.faults import wish
-from orchestra.rehearsal.pair import Pair, read_pair, write_pair
-from orchestra.rehearsal.plan import Rehearsal, planned_rehearsal, rehearsed_config
-from orchestra.rundir import RunDir
-from orchestra.submit.prepare import RunRequest, planned_run, prepare
-from orchestra.sweepdir import SweepDir
+from orchestra.rehearsal.prepare_rehearsal import (
+    Pair,
+    Rehearsal,
+    planned_rehearsal,
+    read_pair,
+    rehearsed_config,
+    wish,
+    write_pair,
+)
+from orchestra.run.config_file import read_config
+from orchestra.run.paths import RunDir, SweepDir
+from orchestra.submit.new_run import RunRequest, planned_run, prepare
 
 HERE = Situation("run")
 

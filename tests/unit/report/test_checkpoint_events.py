@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from orchestra.report.checkpoints import failed_save, newest_checkpoint, passed_over
+from orchestra.report.run_state import failed_save, newest_checkpoint, passed_over
 
 
 def _event(name: str, step: object) -> dict[str, Any]:

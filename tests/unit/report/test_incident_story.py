@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from orchestra.cli import main
-from orchestra.events import EventWriter, node_writer, rank_writer, read_events
-from orchestra.report.incidents import chapters, story
-from orchestra.rundir import RunDir
+from orchestra.report.attempts import chapters, story
+from orchestra.run.events import EventWriter, node_writer, rank_writer, read_events
+from orchestra.run.paths import RunDir
 
 
 def attempt(run: RunDir, number: int, decision: dict[str, Any] | None = None, **failure: Any) -> EventWriter:

@@ -11,14 +11,13 @@ import pytest
 from conf.schema import Config
 from orchestra.cli import main
 from orchestra.config.compose import compose
-from orchestra.config.situation import Situation
+from orchestra.config.machine import Situation
 from orchestra.errors import EXIT_USAGE
-from orchestra.frozen import write_config
-from orchestra.plan.cases.assemble import case_of
-from orchestra.plan.prediction import predict
+from orchestra.plan.assemble import case_of
+from orchestra.plan.predict import predict
 from orchestra.report.layouts import Run, best_of, by_place, read_run
-from orchestra.rundir import RunDir
-from orchestra.sweepdir import Sweep, SweepDir, SweepMember, to_json
+from orchestra.run.config_file import write_config
+from orchestra.run.paths import RunDir, Sweep, SweepDir, SweepMember, to_json
 
 H100 = [
     *("cluster=slurm", "cluster.device=cuda", "cluster.gpus_per_node=8", "cluster.hardware=h100"),

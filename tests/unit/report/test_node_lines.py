@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from orchestra.report.nodes import node_lines
+from orchestra.report.attempts import node_lines
 
 
 def event(name: str, time: float, **evidence: Any) -> dict[str, Any]:

@@ -14,19 +14,19 @@ from pathlib import Path
 import pytest
 
 from launchers import processes
-from orchestra import control
 from orchestra.cli import main
-from orchestra.config.situation import Situation
+from orchestra.config.machine import Situation
 from orchestra.errors import ConfigError
-from orchestra.events import EventWriter, node_writer, read_events
 from orchestra.report.accounts import read_accounts
+from orchestra.report.run_state import RunState, read_state
 from orchestra.report.scheduler import with_scheduler
-from orchestra.report.state import RunState, read_state
 from orchestra.report.sweeps import ALIVE
-from orchestra.rundir import RunDir
-from orchestra.submit.cancel import Way, cancellations
+from orchestra.run import stop_requests
+from orchestra.run.events import EventWriter, node_writer, read_events
+from orchestra.run.paths import RunDir
+from orchestra.submit.cancel_jobs import Way, cancellations
 from orchestra.submit.claims import take_next
-from orchestra.submit.resume import asked, next_attempt
+from orchestra.submit.resume_run import asked, next_attempt
 
 ME = getpass.getuser()
 CPU = Situation("resume", num_gpus=0)
@@ -235,8 +235,8 @@ def test_cancel_asks_the_attempt_that_failed_and_only_once(
     run = Attempt(tmp_path).decide().run
     assert main(["cancel", "mine"]) == 0
     assert "mine: asked not to begin again after attempt 0; " in capsys.readouterr().out
-    (request,) = control.read_requests(run, 0)
-    assert request.reason == control.CANCEL
+    (request,) = stop_requests.read_requests(run, 0)
+    assert request.reason == stop_requests.CANCEL
     assert main(["cancel", "mine"]) == 0
     assert "was asked to stop 0s ago already" in capsys.readouterr().out
 
@@ -280,7 +280,7 @@ FOLLOW = "import sys; from orchestra.cli import main; sys.exit(main(['logs', 'mi
 WAIT = """
 import sys
 from pathlib import Path
-from orchestra.rundir import RunDir
+from orchestra.run.paths import RunDir
 from orchestra.submit import waiting
 waiting._ASK_S = 0.2
 (result,) = waiting.wait_for([RunDir(Path('runs/mine').resolve())], 'loss')

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from orchestra.cli import main
-from orchestra.events import EventWriter, node_writer
+from orchestra.report.run_state import RunState, read_state
 from orchestra.report.scheduler import newest_job, with_scheduler
-from orchestra.report.state import RunState, read_state
-from orchestra.rundir import RunDir
+from orchestra.run.events import EventWriter, node_writer
+from orchestra.run.paths import RunDir
 
 ME = getpass.getuser()
 SILENT = "exec >&2; echo 'squeue: error: Unable to contact slurm controller (connect failure)'; exit 1"

@@ -15,11 +15,11 @@ import pytest
 from conf.schema import Config
 from launchers import processes
 from orchestra.cli import main
-from orchestra.events import EventWriter, node_writer, rank_writer
-from orchestra.frozen import write_config
-from orchestra.jsonl import JsonLinesWriter
-from orchestra.report.state import RunState, read_state
-from orchestra.rundir import RunDir
+from orchestra.report.run_state import RunState, read_state
+from orchestra.run.config_file import write_config
+from orchestra.run.events import EventWriter, node_writer, rank_writer
+from orchestra.run.files import JsonLinesWriter
+from orchestra.run.paths import RunDir
 
 
 @pytest.fixture

@@ -9,14 +9,21 @@ from pathlib import Path
 
 import pytest
 
-from launchers.slurm.jobids import job_and_tasks, joined
-from launchers.slurm.states import GONE, UNKNOWN, JobState, Questions, SubmittedJob, job_states
-from orchestra.events import EventWriter, node_writer
-from orchestra.report.scheduler import with_scheduler
-from orchestra.report.state import read_state
+from launchers.slurm.queue import (
+    GONE,
+    UNKNOWN,
+    JobState,
+    Questions,
+    SubmittedJob,
+    job_and_tasks,
+    job_states,
+    joined,
+)
+from orchestra.report.run_state import read_state
+from orchestra.report.scheduler import how_it_ended, why_it_waits, with_scheduler
 from orchestra.report.sweeps import SweepState, read_sweep_state, with_states
-from orchestra.report.waiting import how_it_ended, why_it_waits
-from orchestra.sweepdir import Sweep, SweepArray, SweepDir, SweepMember, to_json
+from orchestra.run.events import EventWriter, node_writer
+from orchestra.run.paths import Sweep, SweepArray, SweepDir, SweepMember, to_json
 
 ME = getpass.getuser()
 TOKEN = "orchestra:aa"

@@ -5,8 +5,15 @@ from __future__ import annotations
 import pytest
 
 from orchestra.errors import EXIT_DO_NOT_RESTART, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED
-from orchestra.jsonl import Record
-from orchestra.report.verdict import first_failure, judge, last_attempt, node_verdict, of_attempt, signal_name
+from orchestra.recovery.history import (
+    first_failure,
+    judge,
+    last_attempt,
+    node_verdict,
+    of_attempt,
+    signal_name,
+)
+from orchestra.run.files import Record
 
 
 def _event(event: str, time: float, **evidence: object) -> Record:

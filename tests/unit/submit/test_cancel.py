@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from launchers import processes
-from orchestra import control
 from orchestra.cli import main
 from orchestra.errors import EXIT_USAGE
-from orchestra.events import EventWriter, node_writer
-from orchestra.rundir import RunDir
+from orchestra.run import stop_requests
+from orchestra.run.events import EventWriter, node_writer
+from orchestra.run.paths import RunDir
 
 
 @pytest.fixture
@@ -48,28 +48,28 @@ def test_a_run_is_asked_in_its_newest_attempt_and_only_once(
     assert capsys.readouterr().out.startswith(
         "first: attempt 3 asked to save and stop; `orchestra status first`"
     )
-    (request,) = control.read_requests(run, 3)
+    (request,) = stop_requests.read_requests(run, 3)
     assert (request.reason, request.at_once) == ("cancel", False)
     assert main(["cancel", "first"]) == 0
     told = capsys.readouterr().out
     assert "was asked to stop 0s ago already (cancel, asked for by " in told
     assert "orchestra cancel first --now" in told
-    assert len(control.read_requests(run, 3)) == 1
+    assert len(stop_requests.read_requests(run, 3)) == 1
 
 
 def test_now_presses_a_run_that_was_asked_before(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = _run(folder, "first")
     assert main(["cancel", "first"]) == main(["cancel", "first", "--now"]) == 0
-    assert [request.at_once for request in control.read_requests(run, 0)] == [False, True]
+    assert [request.at_once for request in stop_requests.read_requests(run, 0)] == [False, True]
     assert "attempt 0 asked to end at once" in capsys.readouterr().out
     assert main(["cancel", "first", "--now"]) == main(["cancel", "first"]) == 0
-    assert len(control.read_requests(run, 0)) == 2
+    assert len(stop_requests.read_requests(run, 0)) == 2
 
 
 def test_a_run_on_another_host_is_asked_too(folder: Path) -> None:
     run = _run(folder, "far", host="elsewhere")
     assert main(["cancel", "far"]) == 0
-    assert control.read_request(run, 0) is not None
+    assert stop_requests.read_request(run, 0) is not None
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_what_does_not_run_is_said_and_not_asked(
     run = _run(folder, "first", ended=code)
     assert main(["cancel", "first"]) == 0
     assert capsys.readouterr().out == f"first: {state}, nothing runs that could be stopped\n"
-    assert control.read_requests(run, 0) == []
+    assert stop_requests.read_requests(run, 0) == []
 
 
 def test_a_run_that_is_just_being_resumed_is_asked_in_the_attempt_to_come(folder: Path) -> None:
@@ -92,7 +92,7 @@ def test_a_run_that_is_just_being_resumed_is_asked_in_the_attempt_to_come(folder
     claim = {"host": os.uname().nodename, "pid": leader.pid, "pid_started": leader.started}
     run.claim(1).write_text(json.dumps(claim))
     assert main(["cancel", "first"]) == 0
-    assert control.read_request(run, 1) is not None
+    assert stop_requests.read_request(run, 1) is not None
 
 
 def test_several_runs_are_told_of_as_json_and_a_dry_run_asks_nobody(
@@ -101,7 +101,7 @@ def test_several_runs_are_told_of_as_json_and_a_dry_run_asks_nobody(
     runs = [_run(folder, "first"), _run(folder, "second", ended=0)]
     assert main(["cancel", "first", "second", "--dry-run"]) == 0
     assert "first: attempt 0 would be asked to save and stop" in capsys.readouterr().out
-    assert control.read_requests(runs[0], 0) == []
+    assert stop_requests.read_requests(runs[0], 0) == []
     assert main(["cancel", "first", "second", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert [(one["name"], one["asked"], one["attempt"]) for one in told] == [
@@ -116,7 +116,7 @@ def test_of_several_names_one_of_which_is_wrong_none_is_asked(
     run = _run(folder, "first")
     assert main(["cancel", "first", "nobody"]) == EXIT_USAGE
     assert "nobody" in capsys.readouterr().err
-    assert control.read_requests(run, 0) == []
+    assert stop_requests.read_requests(run, 0) == []
 
 
 def test_a_request_that_cannot_be_written_is_an_error_that_says_what_to_do(

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from launchers.slurm.site import is_usable
-from orchestra.cli import cluster, main
-from orchestra.recovery.excluded import ExcludeList, Listed
-from orchestra.submit.left_out import Elsewhere, bounded, chosen, left_out
+from launchers.slurm.cluster import is_usable
+from orchestra.cli import main, on_cluster
+from orchestra.recovery.excluded_hosts import ExcludeList, Listed
+from orchestra.submit.site import Elsewhere, bounded, chosen_to_leave_out, left_out
 
 WORDS = ["submit", "cluster.device=cpu", "cluster.gpus_per_node=2", "cluster.nodes=2", "run.name=mine"]
 NODES = [f"node{number}" for number in range(1, 5)]
@@ -39,7 +39,7 @@ def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ExcludeList:
         (bin_folder / name).write_text(f"#!/bin/sh\n{text}\n")
         (bin_folder / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{bin_folder}:/usr/bin:/bin")
-    cluster._left_out.cache_clear()
+    on_cluster._left_out.cache_clear()
     return ExcludeList(tmp_path / "runs", "alps")
 
 
@@ -80,7 +80,7 @@ def test_nobody_is_excluded_without_a_list_or_by_another_clusters(
     known: ExcludeList, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*WORDS, "--dry-run"]) == 0
-    cluster._left_out.cache_clear()
+    on_cluster._left_out.cache_clear()
     ExcludeList(tmp_path / "runs", "jura").add(listed("node3"))
     assert main([*WORDS, "--dry-run"]) == 0
     said = capsys.readouterr()
@@ -100,15 +100,15 @@ def test_members_of_a_sweep_are_submitted_without_it_too_and_the_user_is_told_on
 
 def test_names_that_slurm_does_not_know_any_more_are_no_words_for_it() -> None:
     entries = [listed("gone1"), listed("node2")]
-    assert chosen(entries, frozenset(NODES), wanted=2).hosts == ("node2",)
+    assert chosen_to_leave_out(entries, frozenset(NODES), wanted=2).hosts == ("node2",)
 
 
 def test_so_many_nodes_stay_as_the_job_needs() -> None:
     entries = [listed("node1", 10.0), listed("node2", 20.0), listed("node3", 30.0)]
-    found = chosen(entries, frozenset(NODES), wanted=3)
+    found = chosen_to_leave_out(entries, frozenset(NODES), wanted=3)
     assert found.hosts == ("node1",)
     assert found.notes[-1] == "node2, node3 failed before, and may be used: too few other nodes are there"
-    assert chosen(entries, frozenset(NODES), wanted=9).hosts == ()
+    assert chosen_to_leave_out(entries, frozenset(NODES), wanted=9).hosts == ()
 
 
 def test_nodes_that_the_user_leaves_out_are_no_room_for_others(known: ExcludeList, tmp_path: Path) -> None:
@@ -152,18 +152,18 @@ def test_a_silent_cluster_is_a_note(known: ExcludeList, tmp_path: Path) -> None:
 def test_doctor_lists_them_with_evidence_and_how_to_take_one_off(
     known: ExcludeList, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from orchestra.doctor import excluded
+    from orchestra.doctor import slurm_checks
     from orchestra.doctor.check import Mark, Subject, perform
 
     known.add(listed("node3"))
     known.file("node4").write_text("{")
-    found = list(perform(excluded.CHECKS, Subject(run_dir=Path("runs"))))
+    found = list(perform(slurm_checks.EXCLUDED_CHECKS, Subject(run_dir=Path("runs"))))
     assert [it.mark for it in found] == [Mark.warning, Mark.note]
     assert "node3 of cluster alps until " in found[0].found
     assert "attempts 1, 2 of run first (hang)" in found[0].found
     assert f"rm {known.file('node3')}" in found[0].advice
     known.file("node3").unlink()
     known.file("node4").unlink()
-    (last,) = perform(excluded.CHECKS, Subject(run_dir=Path("runs")))
+    (last,) = perform(slurm_checks.EXCLUDED_CHECKS, Subject(run_dir=Path("runs")))
     assert (last.mark, last.found) == (Mark.ok, "no node of cluster alps")
-    assert list(perform(excluded.CHECKS, Subject(run_dir=Path("elsewhere")))) == []
+    assert list(perform(slurm_checks.EXCLUDED_CHECKS, Subject(run_dir=Path("elsewhere")))) == []

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from launchers.slurm.task import JobTask
-from orchestra.control import claimed_attempt
+from launchers.slurm.this_job import JobTask
 from orchestra.errors import LaunchError
-from orchestra.events import EventWriter, node_writer
-from orchestra.rundir import RunDir
+from orchestra.run.events import EventWriter, node_writer
+from orchestra.run.paths import RunDir
+from orchestra.run.stop_requests import claimed_attempt
 from orchestra.submit.claims import take, take_next, take_turn
-from orchestra.submit.meeting import Meeting, await_meeting, publish
+from orchestra.submit.network_bench import Meeting, await_meeting, publish
 
 TASK = JobTask("12", 0, 1, 2, "node2", None)
 MEETING = Meeting(3, "10.0.0.1", 20001, "node1", 1e9)

@@ -14,14 +14,13 @@ import pytest
 
 from launchers import processes
 from orchestra.config.compose import compose
-from orchestra.config.signature import signature
-from orchestra.config.situation import Situation
+from orchestra.config.machine import Situation, signature
 from orchestra.errors import ConfigError
-from orchestra.events import EventWriter, node_writer, rank_writer
-from orchestra.frozen import read_config, write_config
-from orchestra.rundir import RunDir
-from orchestra.submit.prepare import RunRequest, planned_run, prepare
-from orchestra.submit.resume import NextAttempt, claim, next_attempt
+from orchestra.run.config_file import read_config, write_config
+from orchestra.run.events import EventWriter, node_writer, rank_writer
+from orchestra.run.paths import RunDir
+from orchestra.submit.new_run import RunRequest, planned_run, prepare
+from orchestra.submit.resume_run import NextAttempt, claim, next_attempt
 
 CPU = Situation("run", num_gpus=0)
 
@@ -180,7 +179,7 @@ def test_the_configuration_of_an_attempt_that_trained_is_never_overwritten(run: 
 
 
 def test_ranks_of_a_killed_command_are_awaited(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("orchestra.submit.resume._ORPHANS_END_S", 0.2)
+    monkeypatch.setattr("orchestra.submit.resume_run._ORPHANS_END_S", 0.2)
     plan = planned(run)
     words = [sys.executable, "-c", "import time; time.sleep(60)", "orchestra.train", str(run.path)]
     orphan = subprocess.Popen(words)

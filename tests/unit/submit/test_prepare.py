@@ -12,12 +12,10 @@ import pytest
 
 from conf.schema import CheckpointConfig, ClusterConfig, Config, Device, NetworkConfig, RunConfig
 from orchestra.errors import ConfigError
-from orchestra.frozen import read_config
-from orchestra.rundir import RunDir
-from orchestra.submit.environment import source_root, worker_environment
-from orchestra.submit.launch import launch_spec
-from orchestra.submit.prepare import RunRequest, planned_run, prepare
-from orchestra.submit.revision import code_revision
+from orchestra.run.config_file import read_config
+from orchestra.run.paths import RunDir
+from orchestra.submit.launch import launch_spec, source_root, worker_environment
+from orchestra.submit.new_run import RunRequest, code_revision, planned_run, prepare
 
 
 def _request(parent: Path, name: str | None = "mine") -> RunRequest:

@@ -10,17 +10,15 @@ import pytest
 from conf.schema import LauncherName
 from launchers.slurm import sbatch
 from orchestra.config.compose import compose
-from orchestra.config.signature import signature
-from orchestra.config.situation import Situation
+from orchestra.config.machine import Situation, signature
 from orchestra.errors import ConfigError, LaunchError
-from orchestra.events import EventWriter, node_writer
-from orchestra.frozen import read_config
-from orchestra.rundir import RunDir
-from orchestra.submit import snapshot
+from orchestra.run.config_file import read_config
+from orchestra.run.events import EventWriter, node_writer
+from orchestra.run.paths import RunDir
+from orchestra.submit import code_snapshot
 from orchestra.submit.job import Share
-from orchestra.submit.prepare import RunRequest, planned_run, prepare
-from orchestra.submit.resume import next_attempt
-from orchestra.submit.resume_job import PlannedResume, planned_resume, submit_resume
+from orchestra.submit.new_run import RunRequest, planned_run, prepare
+from orchestra.submit.resume_run import PlannedResume, next_attempt, planned_resume, submit_resume
 
 LOGIN = Situation("resume")
 
@@ -29,10 +27,10 @@ LOGIN = Situation("resume")
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the folder of a little code that is running, one file in each package."""
     root = tmp_path / "tree"
-    for package in snapshot.PACKAGES:
+    for package in code_snapshot.PACKAGES:
         (root / package).mkdir(parents=True)
         (root / package / "__init__.py").write_text(f"# {package}\n")
-    monkeypatch.setattr(snapshot, "source_root", lambda: root)
+    monkeypatch.setattr(code_snapshot, "source_root", lambda: root)
     return root
 
 
@@ -43,7 +41,7 @@ def run(tmp_path: Path, tree: Path) -> RunDir:
     config = compose([*overrides, "run.name=mine", f"run.dir={tmp_path}"], Situation("submit")).config
     request = RunRequest(config, signature(config), overrides)
     run = prepare(request, planned_run(request, 0.0))
-    snapshot.take_snapshot(run.code)
+    code_snapshot.take_snapshot(run.code)
     run.batch_script.write_text("the older script")
     record = json.loads(run.record.read_text())
     job = {"token": "orchestra:0", "id": "12", "name": "mine", "user": "me", "submitted": 1e9, "attempt": 0}

@@ -9,20 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from orchestra.config.situation import Situation
-from orchestra.control import user_name
+from orchestra.config.machine import Situation
 from orchestra.errors import ConfigError, LaunchError
-from orchestra.events import EventWriter, node_writer
+from orchestra.report.run_state import read_state
 from orchestra.report.scheduler import newest_job, with_scheduler
-from orchestra.report.state import read_state
-from orchestra.rundir import RunDir
-from orchestra.submit import settling
+from orchestra.run.events import EventWriter, node_writer
+from orchestra.run.paths import RunDir, Sweep, SweepArray, SweepDir, SweepMember, to_json
+from orchestra.run.stop_requests import user_name
+from orchestra.submit import wait
 from orchestra.submit.claims import take_turn, write_claim
 from orchestra.submit.job import Share
-from orchestra.submit.resume import asked, next_attempt
-from orchestra.submit.sweeps.again import Comeback, Returning, go_on
-from orchestra.submit.sweeps.standing import standings
-from orchestra.sweepdir import Sweep, SweepArray, SweepDir, SweepMember, to_json
+from orchestra.submit.resume_run import asked, next_attempt
+from orchestra.submit.sweeps.members import standings
+from orchestra.submit.sweeps.resume_sweep import Comeback, Returning, go_on
 
 
 class Slurm:
@@ -56,8 +55,8 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
-    monkeypatch.setattr(settling, "_POLL_S", 0.01)
-    monkeypatch.setattr(settling, "_WAIT_S", 5.0)
+    monkeypatch.setattr(wait, "_POLL_S", 0.01)
+    monkeypatch.setattr(wait, "_WAIT_S", 5.0)
     return Slurm(folder)
 
 
@@ -100,7 +99,7 @@ def test_a_job_that_is_queued_again_is_left_to_slurm(stopped: RunDir, slurm: Slu
 def test_a_job_that_does_not_end_is_an_error(
     stopped: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(settling, "_WAIT_S", 0.05)
+    monkeypatch.setattr(wait, "_WAIT_S", 0.05)
     slurm.says("COMPLETING")
     with pytest.raises(LaunchError, match=r"job 7 has not \(COMPLETING\)"):
         asked(stopped, time.time())
@@ -122,7 +121,7 @@ def test_what_may_be_alive_on_another_cluster_is_refused_and_what_ended_is_not(
 def test_of_a_sweep_what_is_being_ended_or_elsewhere_gets_no_job(
     tmp_path: Path, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(settling, "_WAIT_S", 0.05)
+    monkeypatch.setattr(wait, "_WAIT_S", 0.05)
     sweep = SweepDir(tmp_path / "sweep")
     members = tuple(SweepMember(index, str(index), ()) for index in range(2))
     submitted(sweep.member(0), code=75)

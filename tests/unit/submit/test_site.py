@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from conf.schema import ClusterConfig, Config, Device, LauncherName
-from launchers.slurm.site import NodeKind, Partition
+from launchers.slurm.cluster import NodeKind, Partition
 from orchestra.submit.site import (
     cpus_of_share,
     file_system_of,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from orchestra.errors import ConfigError
-from orchestra.submit.snapshot import PACKAGES, take_snapshot
+from orchestra.submit.code_snapshot import PACKAGES, take_snapshot
 
 
 @pytest.fixture
@@ -47,6 +47,6 @@ def test_what_is_too_large_is_named(tree: Path, tmp_path: Path) -> None:
 def test_a_copy_of_this_code_runs_by_itself(tmp_path: Path) -> None:
     take_snapshot(tmp_path / "code")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "code"), "PYTHONSAFEPATH": "1"}
-    command = [sys.executable, "-c", "import orchestra.crew.attend as it; print(it.__file__)"]
+    command = [sys.executable, "-c", "import orchestra.agents.agent as it; print(it.__file__)"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.startswith(str(tmp_path / "code"))

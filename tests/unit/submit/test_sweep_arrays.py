@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from conf.schema import ClusterConfig, Config, Device, LauncherName
+from orchestra.run.paths import SweepDir
 from orchestra.submit.job import Share
 from orchestra.submit.sweeps.arrays import (
     Numbering,
@@ -21,7 +22,6 @@ from orchestra.submit.sweeps.arrays import (
     template_of,
     with_code,
 )
-from orchestra.sweepdir import SweepDir
 
 SWEEP = SweepDir(Path("/runs/my grid"))
 
@@ -94,8 +94,8 @@ def test_the_script_names_tasks_token_and_first_member_and_gives_its_template_ba
     script = second.script()
     assert "#SBATCH --array=0-2%1\n" in script
     assert f"#SBATCH --comment={second.array.token}\n" in script
-    assert "-m orchestra.crew '/runs/my grid' --first 4\n" in script
-    assert "-m orchestra.crew.aftermath '/runs/my grid' --first 4 \"$code\"\n" in script
+    assert "-m orchestra.agents '/runs/my grid' --first 4\n" in script
+    assert "-m orchestra.agents.srun_failed '/runs/my grid' --first 4 \"$code\"\n" in script
     assert "%A_%a_%t_log.out" in script
     assert "export PYTHONPATH='/runs/my grid/code'" in script
     assert template_of(script) == template

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from orchestra.errors import ConfigError
-from orchestra.submit.sweeps import holding
+from orchestra.submit.sweeps import lock as holding
 
 NOBODY = 2**22 + 1
 

@@ -11,17 +11,16 @@ from pathlib import Path
 import pytest
 
 from conf.schema import ClusterConfig, Config, Device, LauncherName, OptimConfig, RunConfig
-from orchestra.config.signature import signature
+from orchestra.config.machine import signature
 from orchestra.errors import ConfigError
-from orchestra.frozen import read_config
+from orchestra.run.config_file import read_config
+from orchestra.run.paths import Sweep, SweepDir, read_sweep
+from orchestra.submit.code_snapshot import is_snapshot
 from orchestra.submit.job import Share
-from orchestra.submit.snapshot import is_snapshot
-from orchestra.submit.sweeps import holding
-from orchestra.submit.sweeps.arrays import Numbering
-from orchestra.submit.sweeps.making import make_sweep
-from orchestra.submit.sweeps.plan import PlannedMember, SweepPlan, planned_sweep
-from orchestra.submit.sweeps.standing import Existing, same_sweep, sweeps_in
-from orchestra.sweepdir import Sweep, SweepDir, read_sweep
+from orchestra.submit.sweeps import lock as holding
+from orchestra.submit.sweeps.arrays import Numbering, make_sweep
+from orchestra.submit.sweeps.members import Existing, same_sweep, sweeps_in
+from orchestra.submit.sweeps.sweep_plan import PlannedMember, SweepPlan, planned_sweep
 
 NUMBERING = Numbering("grid", "ada", 1.0, 1000)
 
@@ -62,7 +61,7 @@ def test_the_directory_holds_record_code_script_and_the_members_runs(tmp_path: P
     assert {"000", "001", "002", "array-000.sbatch", "code", "control", "logs", "sweep.json"} == {
         path.name for path in sweep.path.iterdir()
     }
-    assert (sweep.code / "orchestra" / "crew" / "__main__.py").is_file()
+    assert (sweep.code / "orchestra" / "agents" / "__main__.py").is_file()
     run = sweep.member(2)
     config = read_config(run.config)
     assert (config.optim.lr, config.run.name, config.run.dir) == (2.1, "002", str(sweep.path))
@@ -89,7 +88,7 @@ def test_a_taken_name_is_refused_and_a_made_one_changed(tmp_path: Path) -> None:
 
 
 def test_a_full_snapshot_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("orchestra.submit.snapshot.take_snapshot.__defaults__", (None, 1))
+    monkeypatch.setattr("orchestra.submit.code_snapshot.take_snapshot.__defaults__", (None, 1))
     with pytest.raises(ConfigError, match="the code to be copied"):
         made(tmp_path / "runs")
     assert list(tmp_path.iterdir()) == []

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from orchestra.submit.sweeper import names_sweeper
+from orchestra.submit.sweeps.sweeper import names_sweeper
 
 # A plugin as somebody else would write it: rounds of two trials, each around the better one of the last.
 PLUGIN = """
@@ -64,12 +64,12 @@ class Halving(Sweeper):
 SCRIPT = """
 import json, sys
 from pathlib import Path
-from orchestra.config.situation import Situation
+from orchestra.config.machine import Situation
 from orchestra.errors import OrchestraError
-from orchestra.events import EventWriter, node_writer
-from orchestra.jsonl import JsonLinesWriter
-from orchestra.rundir import RunDir
-from orchestra.submit.sweeper import run_sweeper
+from orchestra.run.events import EventWriter, node_writer
+from orchestra.run.files import JsonLinesWriter
+from orchestra.run.paths import RunDir
+from orchestra.submit.sweeps.sweeper import run_sweeper
 
 def submit(members, name):
     runs = []

@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 
 from launchers import processes
-from orchestra.events import EventWriter, node_writer
-from orchestra.jsonl import JsonLinesWriter
-from orchestra.rundir import RunDir
-from orchestra.submit import waiting
-from orchestra.submit.waiting import Result, exit_code, wait_for
+from orchestra.run.events import EventWriter, node_writer
+from orchestra.run.files import JsonLinesWriter
+from orchestra.run.paths import RunDir
+from orchestra.submit import wait
+from orchestra.submit.wait import Result, exit_code, wait_for
 
 ME = getpass.getuser()
 
@@ -30,7 +30,7 @@ def bin_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
-    monkeypatch.setattr(waiting, "_ASK_S", 0.2)
+    monkeypatch.setattr(wait, "_ASK_S", 0.2)
     put(folder, "sacct", "exit 1")
     put(folder, "squeue", "exit 0")
     return folder
@@ -136,8 +136,8 @@ def test_ctrl_c_leaves_the_jobs_alone_and_says_so(tmp_path: Path) -> None:
     script = textwrap.dedent(
         f"""\
         from pathlib import Path
-        from orchestra.rundir import RunDir
-        from orchestra.submit.waiting import wait_for
+        from orchestra.run.paths import RunDir
+        from orchestra.submit.wait import wait_for
         wait_for([RunDir(Path({str(run.path)!r}))], "loss")
         """
     )

@@ -11,25 +11,23 @@ from typing import Any
 import pytest
 import torch
 
+from checkpointing import catalog
 from checkpointing.checkpointer import Checkpointer
-from checkpointing.shelf import catalog
 from checkpointing.storage import open_storage
 from conf.schema import CheckpointConfig, Config, ModelConfig, TrainConfig, WhenBusy
 from orchestra.errors import TrainingError, UnusableCheckpointError
-from orchestra.events import EventWriter, rank_writer, read_events
-from orchestra.jsonl import Record
-from orchestra.parallel.mesh import Mesh, RankEnvironment
-from orchestra.parallel.peers import open_peers
-from orchestra.rundir import RunDir
-from orchestra.topology import Layout
-from orchestra.train import preflight
-from orchestra.train.beginning import Setting
+from orchestra.parallel.mesh import Mesh, RankEnvironment, open_peers
+from orchestra.run.events import EventWriter, rank_writer, read_events
+from orchestra.run.files import Record
+from orchestra.run.paths import RunDir
+from orchestra.sizes.topology import Layout
 from orchestra.train.build import Training, build_training
 from orchestra.train.checkpoints import Checkpoints
-from orchestra.train.faults import Faults
+from orchestra.train.memory import host_memory
 from orchestra.train.metrics import Totals
-from orchestra.train.position import Position
-from orchestra.train.state import TensorState
+from orchestra.train.starting_point import Setting
+from orchestra.train.state import Position, TensorState
+from orchestra.train.watch.inject_faults import Faults
 
 ALONE = RankEnvironment()
 STEPS = 20
@@ -277,7 +275,7 @@ def test_what_a_save_needs_is_known_and_checked_before_the_first_step(
     Attempt(tmp_path / "run", 0, config_of()).checkpoints.begin()
     (needs,) = events(tmp_path / "run", "checkpoint_needs")
     assert 0 < needs["checkpoint_bytes"] <= needs["staging_bytes"] < needs["free_storage_bytes"]
-    monkeypatch.setattr(preflight, "available_host_bytes", lambda: 1000)
+    monkeypatch.setattr(host_memory, "available_host_bytes", lambda: 1000)
     with pytest.raises(TrainingError, match="of host memory on this node"):
         Attempt(tmp_path / "other", 0, config_of()).checkpoints.begin()
 

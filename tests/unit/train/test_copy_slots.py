@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from checkpointing.shards import Shard, whole
-from orchestra.train.copy_memory import Room, room, shortage
-from orchestra.train.copy_slots import NUM_SLOTS, OWN, Slot, UnusableCopyError, slots_of, table_of
+from orchestra.train.copy_files import NUM_SLOTS, OWN, Slot, UnusableCopyError, slots_of, table_of
+from orchestra.train.memory_copies import Room, room, shortage
 
 FACTS = {"attempt": 0, "rank": 3}
 

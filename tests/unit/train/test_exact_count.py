@@ -8,12 +8,12 @@ import pytest
 
 from conf.schema import Config
 from orchestra.config.compose import compose
-from orchestra.config.situation import Situation
-from orchestra.config.tree import Tree, own_folder
+from orchestra.config.machine import Situation
+from orchestra.config.preset_files import Tree, own_folder
 from orchestra.errors import ConfigError
-from orchestra.plan.cases.assemble import case_of
-from orchestra.plan.costs.own_memory import OwnBytes, own_bytes, rank_parameters
-from orchestra.train.exact import ExactBytes, exact_bytes
+from orchestra.plan.assemble import case_of
+from orchestra.plan.own_memory import OwnBytes, own_bytes, rank_parameters
+from orchestra.train.memory.exact import ExactBytes, exact_bytes
 
 RANKS = 8
 # Few layers and a small vocabulary, so that the layers decide; and the other way round.

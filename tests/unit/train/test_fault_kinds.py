@@ -15,25 +15,25 @@ import pytest
 from conf.schema import Fault, FaultPhase
 from launchers import processes
 from launchers.processes import Process
-from orchestra.events import EventWriter, read_events
-from orchestra.faults import (
+from orchestra.run.events import EventWriter, read_events
+from orchestra.run.paths import RunDir
+from orchestra.run.planned_faults import (
     AGENT_VARIABLE,
     NODE_DOWN_VARIABLE,
     PlannedFault,
     planned_faults,
     still_to_come,
 )
-from orchestra.rundir import RunDir
-from orchestra.train.faults import Faults
+from orchestra.train.watch.inject_faults import Faults
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = """
 import sys
 from pathlib import Path
-from orchestra.events import EventWriter, rank_writer
-from orchestra.faults import planned_faults
-from orchestra.rundir import RunDir
-from orchestra.train.faults import Faults
+from orchestra.run.events import EventWriter, rank_writer
+from orchestra.run.planned_faults import planned_faults
+from orchestra.run.paths import RunDir
+from orchestra.train.watch.inject_faults import Faults
 
 events = EventWriter(RunDir(Path(sys.argv[1])), rank_writer(0, 1), 0, rank=1)
 faults = Faults(planned_faults([{"at_step": 4, "rank": 1, **eval(sys.argv[2])}]), 0, 1, events)

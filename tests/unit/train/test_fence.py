@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from orchestra.events import EventWriter, read_events
-from orchestra.rundir import RunDir
+from orchestra.run.events import EventWriter, read_events
+from orchestra.run.paths import RunDir
 
 SAVES = """
 import sys
 from pathlib import Path
-from orchestra.events import EventWriter
-from orchestra.rundir import RunDir
-from orchestra.train.fence import fenced
+from orchestra.run.events import EventWriter
+from orchestra.run.paths import RunDir
+from orchestra.train.checkpoints import fenced
 run = RunDir(Path(sys.argv[1]))
 look = fenced(run, 3, EventWriter(run, "rank", 3), lambda phase, step: print(phase, flush=True))
 for phase in ("staging", "mid_file", "before_vote", sys.argv[2], "after"):

@@ -10,11 +10,15 @@ import pytest
 import torch
 
 from conf.schema import Config, ModelConfig, Recompute, TrainConfig
-from orchestra.events import EventWriter, node_writer, read_events
-from orchestra.flops import hardware_flops_per_token, model_flops_per_token, model_flops_per_token_causal
-from orchestra.jsonl import JsonLinesWriter, Record
-from orchestra.metrics_file import METRIC_KEYS, read_metrics, rows_that_count
-from orchestra.rundir import RunDir
+from orchestra.run.events import EventWriter, node_writer, read_events
+from orchestra.run.files import JsonLinesWriter, Record
+from orchestra.run.metrics_file import METRIC_KEYS, read_metrics, rows_that_count
+from orchestra.run.paths import RunDir
+from orchestra.sizes.flops import (
+    hardware_flops_per_token,
+    model_flops_per_token,
+    model_flops_per_token_causal,
+)
 from orchestra.train.metrics import (
     Meter,
     MeterSettings,

@@ -24,21 +24,20 @@ from conf.schema import (
     WandbMode,
 )
 from orchestra.errors import EXIT_DO_NOT_RESTART, EXIT_FAILED
-from orchestra.events import EventWriter, rank_writer, read_events
-from orchestra.frozen import write_config
 from orchestra.parallel.mesh import RankEnvironment, open_mesh
-from orchestra.rundir import RunDir
-from orchestra.topology import layout
+from orchestra.run.config_file import write_config
+from orchestra.run.events import EventWriter, rank_writer, read_events
+from orchestra.run.paths import RunDir
+from orchestra.sizes.topology import layout
 from orchestra.train import step as training_step
-from orchestra.train.loop import Progress
-from orchestra.train.memory_report import (
+from orchestra.train.memory.out_of_memory import (
     OutOfMemoryError,
     best_knobs,
     is_out_of_memory,
     memory_use,
     out_of_memory,
 )
-from orchestra.train.worker import Records, train_on
+from orchestra.train.trainer import Progress, Records, train_on
 
 CPU = torch.device("cpu")
 COMPONENTS = ("parameters", "gradients", "optimizer state", "activations", "communication buffers")
@@ -54,8 +53,8 @@ LIMITED = """
 import resource, sys
 from pathlib import Path
 import torch
-from orchestra.rundir import RunDir
-from orchestra.train.worker import run_rank
+from orchestra.run.paths import RunDir
+from orchestra.train.trainer import run_rank
 torch.set_num_threads(1)
 (torch.rand(64, 64) @ torch.rand(64, 64)).sum()
 mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

@@ -11,10 +11,10 @@ import pytest
 
 from orchestra.errors import EXIT_DO_NOT_RESTART, UnusableCheckpointError
 from orchestra.precision.loss_scale import ScaleState
-from orchestra.roll_backs import Stretch
+from orchestra.run.rollback import Stretch
 from orchestra.train.metrics import Totals
-from orchestra.train.nonfinite import NonFiniteSteps
-from orchestra.train.position import Position, from_json, to_json
+from orchestra.train.state import Position, position_from_json, position_to_json
+from orchestra.train.watch.nonfinite import NonFiniteSteps
 
 POSITION = Position(
     step=7,
@@ -29,21 +29,21 @@ POSITION = Position(
 
 
 def test_a_position_survives_json_bit_for_bit() -> None:
-    assert from_json(json.loads(json.dumps(to_json(POSITION)))) == POSITION
+    assert position_from_json(json.loads(json.dumps(position_to_json(POSITION)))) == POSITION
 
 
 @pytest.mark.parametrize("losses", [None, "3.0", [1.0, "2"], [float("nan")]])
 def test_without_sound_losses_the_window_of_spikes_begins_anew(losses: Any) -> None:
-    state = {**to_json(POSITION), "recent_losses": losses}
-    assert from_json(state).recent_losses == ()
+    state = {**position_to_json(POSITION), "recent_losses": losses}
+    assert position_from_json(state).recent_losses == ()
     del state["recent_losses"]
-    assert from_json(state).recent_losses == ()
+    assert position_from_json(state).recent_losses == ()
 
 
 def test_a_loss_that_is_not_finite_is_no_score() -> None:
-    state = to_json(Position(step=1, totals=POSITION.totals))
+    state = position_to_json(Position(step=1, totals=POSITION.totals))
     assert state["score"] is None
-    assert from_json(state).score is None
+    assert position_from_json(state).score is None
 
 
 @pytest.mark.parametrize(
@@ -59,12 +59,12 @@ def test_a_loss_that_is_not_finite_is_no_score() -> None:
 def test_a_state_of_somebody_else_is_refused_by_the_key_that_is_wrong(
     section: str | None, key: str, value: Any
 ) -> None:
-    state: dict[str, Any] = copy.deepcopy(to_json(POSITION))
+    state: dict[str, Any] = copy.deepcopy(position_to_json(POSITION))
     (state if section is None else state[section])[key] = value
     if (key, value) == ("productive_s", -1):
         return  # a number all the same
     with pytest.raises(UnusableCheckpointError, match=section or key) as caught:
-        from_json(state)
+        position_from_json(state)
     assert caught.value.exit_code == EXIT_DO_NOT_RESTART
 
 
@@ -72,8 +72,8 @@ SCALED = replace(POSITION, loss_scale=ScaleState(4096.0, 12, 3))
 
 
 def test_the_factor_of_a_scaled_loss_survives_json() -> None:
-    assert from_json(json.loads(json.dumps(to_json(SCALED)))) == SCALED
-    assert "loss_scale" not in to_json(POSITION)
+    assert position_from_json(json.loads(json.dumps(position_to_json(SCALED)))) == SCALED
+    assert "loss_scale" not in position_to_json(POSITION)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_the_factor_of_a_scaled_loss_survives_json() -> None:
     [("scale", 3.0), ("scale", 0.5), ("scale", 2.0**30), ("num_good_steps", -1), ("scale", None)],
 )
 def test_a_factor_that_no_run_has_is_refused(key: str, value: Any) -> None:
-    state: dict[str, Any] = copy.deepcopy(to_json(SCALED))
+    state: dict[str, Any] = copy.deepcopy(position_to_json(SCALED))
     state["loss_scale"][key] = value
     with pytest.raises(UnusableCheckpointError, match=key):
-        from_json(state)
+        position_from_json(state)

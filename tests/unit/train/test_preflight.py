@@ -8,17 +8,17 @@ import pytest
 
 from checkpointing.options import Needs
 from orchestra.errors import TrainingError
-from orchestra.train import preflight
-from orchestra.units import MIB
+from orchestra.sizes.units import MIB
+from orchestra.train.memory import host_memory
 
 GIB = 1024 * MIB
 
 
 def test_copies_of_all_ranks_of_a_node_must_fit_into_its_memory() -> None:
-    preflight.check_host_memory(3 * GIB, 2, 6 * GIB)
-    preflight.check_host_memory(3 * GIB, 2, None)
+    host_memory.check_host_memory(3 * GIB, 2, 6 * GIB)
+    host_memory.check_host_memory(3 * GIB, 2, None)
     with pytest.raises(TrainingError, match=r"6 GiB .* \(2 × 3 GiB\), and 5 GiB are free"):
-        preflight.check_host_memory(3 * GIB, 2, 5 * GIB)
+        host_memory.check_host_memory(3 * GIB, 2, 5 * GIB)
 
 
 def needs(free: int | None) -> Needs:
@@ -26,16 +26,16 @@ def needs(free: int | None) -> Needs:
 
 
 def test_one_checkpoint_must_fit_on_storage() -> None:
-    preflight.check_storage(needs(2 * GIB), "s3://bucket/run")
-    preflight.check_storage(needs(None), "s3://bucket/run")
+    host_memory.check_storage(needs(2 * GIB), "s3://bucket/run")
+    host_memory.check_storage(needs(None), "s3://bucket/run")
     with pytest.raises(TrainingError, match=r"s3://bucket/run: .* 2 GiB, and 1 GiB are free there"):
-        preflight.check_storage(needs(GIB), "s3://bucket/run")
+        host_memory.check_storage(needs(GIB), "s3://bucket/run")
 
 
 def test_room_for_those_that_are_kept_is_counted() -> None:
-    assert preflight.missing_storage_bytes(needs(8 * GIB), 4) == 0
-    assert preflight.missing_storage_bytes(needs(5 * GIB), 4) == 3 * GIB
-    assert preflight.missing_storage_bytes(needs(None), 4) == 0
+    assert host_memory.missing_storage_bytes(needs(8 * GIB), 4) == 0
+    assert host_memory.missing_storage_bytes(needs(5 * GIB), 4) == 3 * GIB
+    assert host_memory.missing_storage_bytes(needs(None), 4) == 0
 
 
 @pytest.fixture
@@ -43,9 +43,9 @@ def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the root of a machine with 8 GiB available and a process in the control group /slurm/job."""
     (tmp_path / "meminfo").write_text(f"MemTotal: 99 kB\nMemAvailable:   {8 * MIB} kB\n")
     (tmp_path / "cgroup").write_text("12:devices:/elsewhere\n0::/slurm/job\n")
-    monkeypatch.setattr(preflight, "_MEMORY", tmp_path / "meminfo")
-    monkeypatch.setattr(preflight, "_OWN_GROUPS", tmp_path / "cgroup")
-    monkeypatch.setattr(preflight, "_GROUPS", tmp_path / "groups")
+    monkeypatch.setattr(host_memory, "_MEMORY", tmp_path / "meminfo")
+    monkeypatch.setattr(host_memory, "_OWN_GROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(host_memory, "_GROUPS", tmp_path / "groups")
     return tmp_path
 
 
@@ -57,18 +57,18 @@ def limit(folder: Path, maximum: int | str, used: int, inactive_file: int) -> No
 
 
 def test_without_a_limit_the_machine_s_memory_counts(system: Path) -> None:
-    assert preflight.available_host_bytes() == 8 * GIB
+    assert host_memory.available_host_bytes() == 8 * GIB
     limit(system / "groups/slurm/job", "max", GIB, 0)
-    assert preflight.available_host_bytes() == 8 * GIB
+    assert host_memory.available_host_bytes() == 8 * GIB
 
 
 def test_the_tightest_group_counts_and_file_cache_is_no_use(system: Path) -> None:
     limit(system / "groups/slurm/job", 6 * GIB, 3 * GIB, GIB)
-    assert preflight.available_host_bytes() == 4 * GIB
+    assert host_memory.available_host_bytes() == 4 * GIB
     limit(system / "groups/slurm", 5 * GIB, 4 * GIB, 0)
-    assert preflight.available_host_bytes() == GIB
+    assert host_memory.available_host_bytes() == GIB
 
 
 def test_a_system_that_does_not_tell_is_unknown(system: Path) -> None:
     (system / "meminfo").unlink()
-    assert preflight.available_host_bytes() is None
+    assert host_memory.available_host_bytes() is None

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from conf.schema import ProfileConfig
-from orchestra.rundir import RunDir
-from orchestra.train.profile import StepProfiler
+from orchestra.run.paths import RunDir
+from orchestra.train.watch.profile import StepProfiler
 
 
 def traced(run: RunDir, config: ProfileConfig, rank: int, steps: Iterable[int]) -> list[str]:

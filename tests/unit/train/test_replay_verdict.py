@@ -7,16 +7,16 @@ from itertools import product
 import pytest
 import torch
 
-from orchestra.topology import Layout
-from orchestra.train.faults import flip_bit
-from orchestra.train.replay import digest
-from orchestra.train.replay_verdict import (
+from orchestra.sizes.topology import Layout
+from orchestra.train.watch.inject_faults import flip_bit
+from orchestra.train.watch.replay import (
     SECOND,
     THIRD,
     Difference,
     Outcome,
     agree,
     differences,
+    digest,
     partner,
     settled,
 )

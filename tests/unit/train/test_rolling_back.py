@@ -11,12 +11,12 @@ from test_checkpoints import Attempt, config_of, events, steps_of
 
 from conf.schema import Config, RecoveryConfig, RollBackConfig
 from orchestra.errors import RollBackError
-from orchestra.events import read_events
 from orchestra.recovery.copies import begins
-from orchestra.report.checkpoints import newest_checkpoint
-from orchestra.roll_backs import BROKEN_DEVICE, SPIKE, BadSteps, Stretch
-from orchestra.rundir import RunDir
-from orchestra.train.rolling_back import target
+from orchestra.report.run_state import newest_checkpoint
+from orchestra.run.events import read_events
+from orchestra.run.paths import RunDir
+from orchestra.run.rollback import BROKEN_DEVICE, SPIKE, BadSteps, Stretch
+from orchestra.train.starting_point import target
 
 # What `Attempt.save` says that a step consumes.
 SIZE = 16

@@ -9,15 +9,14 @@ from typing import Any
 import torch
 
 from conf.schema import CheckpointConfig, ClusterConfig, Config, ModelConfig, TrainConfig
-from orchestra import save_interval
-from orchestra.events import EventWriter, rank_writer, read_events
-from orchestra.jsonl import Record
-from orchestra.parallel.mesh import Mesh, RankEnvironment
-from orchestra.parallel.peers import open_peers
-from orchestra.rundir import RunDir
-from orchestra.topology import Layout
-from orchestra.train.beginning import Setting
-from orchestra.train.save_rhythm import SaveRhythm
+from orchestra.parallel.mesh import Mesh, RankEnvironment, open_peers
+from orchestra.run.events import EventWriter, rank_writer, read_events
+from orchestra.run.files import Record
+from orchestra.run.paths import RunDir
+from orchestra.sizes import save_interval
+from orchestra.sizes.topology import Layout
+from orchestra.train.checkpoints import SaveRhythm
+from orchestra.train.starting_point import Setting
 
 HOURS = 1.0
 

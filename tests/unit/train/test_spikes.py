@@ -12,12 +12,12 @@ import torch
 
 from conf.schema import Config, LossSpikeConfig, OnNonfinite, OnSpike, RecoveryConfig, TrainConfig
 from orchestra.errors import LossSpikeError
-from orchestra.events import EventWriter, read_events
-from orchestra.roll_backs import NOT_FINITE, SPIKE, BadSteps
-from orchestra.rundir import RunDir
-from orchestra.train.nonfinite import NonFiniteGuard, NonFiniteSteps
-from orchestra.train.spikes import LossSpikes, make_loss_spikes
+from orchestra.run.events import EventWriter, read_events
+from orchestra.run.paths import RunDir
+from orchestra.run.rollback import NOT_FINITE, SPIKE, BadSteps
 from orchestra.train.step import StepResult
+from orchestra.train.watch.loss_spikes import LossSpikes, make_loss_spikes
+from orchestra.train.watch.nonfinite import NonFiniteGuard, NonFiniteSteps
 
 CPU = torch.device("cpu")
 WINDOW, FACTOR = 9, 10.0

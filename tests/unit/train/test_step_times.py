@@ -12,12 +12,12 @@ import torch.distributed as dist
 
 from checkpointing.peers import Peers
 from conf.schema import RecoveryConfig
-from orchestra.events import EventWriter, rank_writer, read_events
-from orchestra.jsonl import Record
 from orchestra.parallel.marks import marked, time_communication
-from orchestra.rundir import RunDir
-from orchestra.step_shares import Part
-from orchestra.train.step_times import HostClock, StepTimes
+from orchestra.run.events import EventWriter, rank_writer, read_events
+from orchestra.run.files import Record
+from orchestra.run.paths import RunDir
+from orchestra.sizes.step_shares import Part
+from orchestra.train.watch.stragglers import HostClock, StepTimes
 
 CONFIG = RecoveryConfig(straggler_every_steps=2, straggler_windows=3)
 WAIT_S = 0.05

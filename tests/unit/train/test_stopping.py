@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from checkpointing.peers import Peers
-from orchestra import control
-from orchestra.rundir import RunDir
+from orchestra.run import stop_requests
+from orchestra.run.paths import RunDir
 from orchestra.train import stopping
 from orchestra.train.stopping import RequestWatch, Stopping
 
@@ -25,15 +25,15 @@ def watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RequestWa
 
 
 def _ask(watch: RequestWatch, path: Path, attempt: int = 1) -> None:
-    control.write_request(RunDir(path), attempt, control.CANCEL)
+    stop_requests.write_request(RunDir(path), attempt, stop_requests.CANCEL)
     deadline = time.monotonic() + 10
     while watch.found is None and time.monotonic() < deadline:
         time.sleep(0.001)
 
 
 def test_a_request_from_before_the_first_step_is_found_at_once(watch: RequestWatch, tmp_path: Path) -> None:
-    control.write_request(RunDir(tmp_path), 0, "meant for another attempt")
-    asked = control.write_request(RunDir(tmp_path), 1, control.CANCEL)
+    stop_requests.write_request(RunDir(tmp_path), 0, "meant for another attempt")
+    asked = stop_requests.write_request(RunDir(tmp_path), 1, stop_requests.CANCEL)
     alone = Stopping(Peers.alone(), watch)
     assert alone.begin(7)
     assert alone.request() == asked
@@ -48,7 +48,7 @@ def test_a_run_of_slow_steps_stops_behind_the_step_in_which_it_was_asked(
     assert not any(alone.is_due(step) for step in range(1, 6))
     _ask(watch, tmp_path)
     assert alone.is_due(6)
-    assert alone.request().reason == control.CANCEL
+    assert alone.request().reason == stop_requests.CANCEL
 
 
 def test_a_run_of_fast_steps_looks_ever_less_often_and_stops_all_the_same(

@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 
-from orchestra.train.stragglers import Judgement, judge, ratios_to_others
+from orchestra.train.watch.stragglers import Judgement, judge, ratios_to_others
 
 FACTOR, WINDOWS = 1.3, 5
 

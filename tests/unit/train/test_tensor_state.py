@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from checkpointing.format.manifest import Manifest, Tensor
+from checkpointing.manifest import Manifest, Tensor
 from checkpointing.shards import Shard
 from conf.schema import Config, ModelConfig, PrecisionConfig, PrecisionName, TrainConfig
 from orchestra.errors import UnusableCheckpointError
 from orchestra.parallel.mesh import Mesh
-from orchestra.topology import Layout
+from orchestra.sizes.topology import Layout
 from orchestra.train.build import Training, build_training
 from orchestra.train.state import TensorState, changes, facts
 

@@ -18,11 +18,11 @@ import pytest
 from wandb_records import recorded_rows
 
 from conf.schema import Config, WandbConfig, WandbMode
-from orchestra.events import EventWriter, read_events
-from orchestra.frozen import write_config
-from orchestra.jsonl import JsonLinesWriter, Record
-from orchestra.rundir import RunDir
-from orchestra.train.wandb_mirror import WandbMirror
+from orchestra.run.config_file import write_config
+from orchestra.run.events import EventWriter, read_events
+from orchestra.run.files import JsonLinesWriter, Record
+from orchestra.run.paths import RunDir
+from orchestra.train.watch.wandb_mirror import WandbMirror
 
 CLOSED_PORT = "http://127.0.0.1:9"
 
@@ -247,5 +247,5 @@ def test_a_mirror_that_cannot_start_is_an_event(run: RunDir, monkeypatch: pytest
 
 
 def test_the_trainer_does_not_import_wandb() -> None:
-    code = "import sys, orchestra.train.wandb_mirror; sys.exit('wandb' in sys.modules)"
+    code = "import sys, orchestra.train.watch.wandb_mirror; sys.exit('wandb' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env=environment(), check=False).returncode == 0

@@ -1,0 +1,287 @@
+"""Restoring: the newest checkpoint that proves intact, onto whatever layout the ranks have now.
+
+The coordinator alone lists checkpoints and reads manifests; chunks are read by the ranks that a plan names,
+each checked while it passes. What one rank finds damaged, all ranks learn, and all walk back to the next
+older one.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from checkpointing import catalog, checksums, shared_memory
+from checkpointing import manifest as manifests
+from checkpointing.checkpoint_errors import DamagedError, MismatchError, NoCheckpointError, StorageError
+from checkpointing.manifest import Manifest
+from checkpointing.options import Phase, no_fault
+from checkpointing.peers import Peers
+from checkpointing.read_plan import Part, Transfer, Want, check_fit, declaration, declared, read_plan
+from checkpointing.shards import Shard
+from checkpointing.storage import Storage
+from checkpointing.transfer import Mover, Placement, Routes
+
+MODES = ("broadcast", "rank0", "direct")
+Wanted = Callable[[Manifest], Sequence[Shard]]
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What was restored: the checkpoint's manifest (its state is in `manifest.state`), the bytes that this
+    rank read from storage, the seconds since the ranks met, and why newer checkpoints were skipped.
+    """
+
+    manifest: Manifest
+    bytes_read: int
+    seconds: float
+    skipped: Sequence[tuple[int, str]]
+
+    @property
+    def step(self) -> int:
+        return self.manifest.step
+
+    @property
+    def state(self) -> Mapping[str, Any]:
+        return self.manifest.state
+
+
+def restore(
+    storage: Storage,
+    peers: Peers,
+    group: dist.ProcessGroup | None,
+    wanted: Wanted,
+    *,
+    how: str = "broadcast",
+    step: int | None = None,
+    at_phase: Phase = no_fault,
+) -> Restored | None:
+    """Fill the wanted shards from the newest intact checkpoint, or from that of `step`. *Collective*.
+
+    Returns None where the place holds no committed checkpoint at all and no step is asked for. Raises, on
+    every rank, MissingRanksError (a rank did not come), NoCheckpointError (none is intact, or not the one of
+    `step`), MismatchError (the checkpoint does not fit what is wanted), StorageError (the place cannot be
+    listed). After an error the shards hold anything.
+    """
+    topic = peers.unused("restore")
+    peers.exchange(f"{topic}/here", None)
+    began = time.monotonic()
+    walk = _Walk(storage, step) if peers.is_coordinator else None
+    skipped: list[tuple[int, str]] = []
+    while True:
+        found = _offered(peers, peers.unused(topic), walk, skipped, storage.place)
+        if found is None:
+            return None
+        folder = catalog.step_name(found.step)
+        job = _Job(storage, folder, found, peers, group, how, peers.unused(topic), at_phase)
+        num_bytes, damage = _filled(job, functools.partial(wanted, found))
+        if damage is None:
+            return Restored(found, num_bytes, time.monotonic() - began, skipped)
+        skipped.append((found.step, str(damage)))
+
+
+def fetch(
+    storage: Storage,
+    folder: str,
+    manifest: Manifest,
+    shards: Sequence[Shard],
+    peers: Peers,
+    group: dist.ProcessGroup | None,
+    *,
+    how: str = "broadcast",
+    topic: str,
+    at_phase: Phase = no_fault,
+) -> int:
+    """Fill the shards from the files in `folder` that `manifest` lists. *Collective*.
+
+    Returns the bytes that this rank read. Chunks with an empty checksum are taken as they are. Raises, on
+    every rank, DamagedError or MismatchError.
+    """
+    job = _Job(storage, folder, manifest, peers, group, how, peers.unused(topic), at_phase)
+    num_bytes, damage = _filled(job, lambda: shards)
+    if damage is not None:
+        raise damage
+    return num_bytes
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One checkpoint that is tried: what it is and who talks about it how."""
+
+    storage: Storage
+    folder: str
+    manifest: Manifest
+    peers: Peers
+    group: dist.ProcessGroup | None
+    how: str
+    topic: str
+    at_phase: Phase
+
+
+class _Walk:
+    """The coordinator's way from the newest checkpoint to the oldest. What it says is JSON."""
+
+    def __init__(self, storage: Storage, step: int | None) -> None:
+        self._storage = storage
+        self._step = step
+        self._left: list[int] | None = None
+
+    def next(self) -> dict[str, Any]:
+        """Return the next checkpoint whose manifest and files' sizes are right, and those skipped."""
+        skipped: list[tuple[int, str]] = []
+        if self._left is None:
+            try:
+                self._left = catalog.committed_steps(self._storage)
+            except StorageError as error:
+                return {"skipped": [], "unreachable": str(error)}
+            if self._step is not None and self._step not in self._left:
+                return {"skipped": [], "absent": self._step, "there": self._left}
+            if not self._left:
+                return {"skipped": [], "empty": True}
+            self._left = self._left if self._step is None else [self._step]
+        while self._left:
+            step = self._left.pop()
+            try:
+                manifest = catalog.read_manifest(self._storage, step)
+                catalog.check_sizes(self._storage, manifest)
+            except (DamagedError, StorageError) as error:
+                skipped.append((step, str(error)))
+                continue
+            return {"skipped": skipped, "manifest": manifests.encode(manifest).decode()}
+        return {"skipped": skipped}
+
+
+def _offered(
+    peers: Peers, topic: str, walk: _Walk | None, skipped: list[tuple[int, str]], place: str
+) -> Manifest | None:
+    """Return the manifest that the coordinator offers next; None where there are no checkpoints at all."""
+    if walk is not None:
+        peers.answer(topic, walk.next())
+    offer = peers.await_answer(topic, 2 * peers.limit_s)
+    skipped.extend((step, reason) for step, reason in offer["skipped"])
+    if "manifest" in offer:
+        return manifests.decode(offer["manifest"].encode())
+    if "empty" in offer:
+        return None
+    if "unreachable" in offer:
+        raise StorageError(offer["unreachable"])
+    if "absent" in offer:
+        there = ", ".join(map(str, offer["there"])) or "none"
+        raise NoCheckpointError(f"{place}: no checkpoint of step {offer['absent']}; there are: {there}")
+    raise NoCheckpointError(f"{place}: no committed checkpoint is intact", skipped)
+
+
+def _filled(job: _Job, ask: Callable[[], Sequence[Shard]]) -> tuple[int, DamagedError | None]:
+    """Fill what this rank asks for; return the bytes that it read, and what any rank found damaged."""
+    shards, words = _agreed(job, ask)
+    rank = job.peers.rank
+    transfers = _planned(job, words)
+    mine = sum(transfer.reader == rank for transfer in transfers)
+    reader = _Reader(job.storage, job.folder)
+
+    def after_read(num_read: int) -> None:
+        if num_read == (mine + 1) // 2:
+            job.at_phase("restore", job.manifest.step)
+
+    after_read(0)
+    device = _device(words)
+    # GPUs of one machine pass bytes on faster than its processors could.
+    shared = shared_memory.meet(transfers if device.type == "cpu" else [], job.peers, job.topic)
+    routes = Routes(
+        [it for it in transfers if not shared.carries(it)], None if job.how == "direct" else job.group
+    )
+    mover = Mover(transfers, Placement(shards), routes, shared, rank, device, job.peers.limit_s)
+    mover.move(reader.read, after_read)
+    verdicts = job.peers.exchange(f"{job.topic}/read", reader.verdict)
+    routes.close()
+    damage = next((verdict for verdict in verdicts if verdict is not None), None)
+    return reader.num_bytes, None if damage is None else DamagedError(**damage)
+
+
+def _agreed(job: _Job, ask: Callable[[], Sequence[Shard]]) -> tuple[Sequence[Shard], list[dict[str, Any]]]:
+    """Return this rank's shards and what every rank wants, by rank. What does not fit one fits none."""
+    shards: Sequence[Shard] = ()
+    failure: Exception | None = None
+    try:
+        shards = ask()
+        wants = [Want(shard.name, shard.dtype, tuple(shard.shape), shard.box) for shard in shards]
+        check_fit(job.manifest.tensors, wants)
+        word = {"wants": declaration(wants), "is_cuda": any(shard.tensor.is_cuda for shard in shards)}
+    except Exception as error:  # noqa: BLE001  raised below, when the other ranks know
+        failure = error
+        word = {"error": str(error) or type(error).__name__}
+    words = job.peers.exchange(f"{job.topic}/wanted", word)
+    if failure is not None:
+        raise failure
+    for rank, other in enumerate(words):
+        if "error" in other:
+            raise MismatchError(f"rank {rank}: {other['error']}")
+    return shards, words
+
+
+def _planned(job: _Job, words: Sequence[Mapping[str, Any]]) -> list[Transfer]:
+    tensors, rank = job.manifest.tensors, job.peers.rank
+    if job.how == "direct":
+        return read_plan(tensors, {rank: declared(words[rank]["wants"])})
+    if job.how not in MODES:
+        raise MismatchError(f"restore={job.how}: unknown; use {', '.join(MODES)}")
+    if job.group is None and job.peers.world_size > 1:
+        raise MismatchError(
+            f"restore={job.how} needs a process group for the bytes; use direct, or pass a group"
+        )
+    wanted = {other: declared(word["wants"]) for other, word in enumerate(words)}
+    return read_plan(tensors, wanted, reader=0 if job.how == "rank0" else None)
+
+
+def _device(words: Sequence[Mapping[str, Any]]) -> torch.device:
+    """Return where bytes are passed on: on the GPUs as soon as one rank has shards there."""
+    if any(word["is_cuda"] for word in words):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+class _Reader:
+    """Reads and checks chunks. It remembers the first damage instead of raising: the other ranks count on
+    this one to send something, and learn afterwards that it is worth nothing.
+    """
+
+    def __init__(self, storage: Storage, folder: str) -> None:
+        self._storage = storage
+        self._folder = folder
+        self._lock = threading.Lock()
+        self.num_bytes = 0
+        self.verdict: dict[str, str | None] | None = None
+
+    def read(self, transfer: Transfer, memory: memoryview) -> None:
+        """Fill the memory; called by several threads. Nothing more is read after a damage."""
+        if self.verdict is not None:
+            return
+        path = f"{self._folder}/{transfer.file}" if self._folder else transfer.file
+        try:
+            self._storage.read_into(path, transfer.begin, memory)
+            with self._lock:
+                self.num_bytes += transfer.num_bytes
+            for part in transfer.parts:
+                self._check(transfer, part, memory)
+        except Exception as error:  # noqa: BLE001  whatever failed here, all ranks are to learn of it
+            self._note(str(error) or type(error).__name__, transfer.file, transfer.parts[0].name)
+
+    def _check(self, transfer: Transfer, part: Part, memory: memoryview) -> None:
+        begin = part.chunk.begin - transfer.begin
+        found = checksums.of_chunk(memory[begin : begin + part.chunk.num_bytes])
+        if part.chunk.checksum and found != part.chunk.checksum:
+            what = (
+                f"the chunk {part.chunk.box.label()} has the checksum {found}, expected {part.chunk.checksum}"
+            )
+            self._note(what, transfer.file, part.name)
+
+    def _note(self, what: str, file: str, tensor: str) -> None:
+        with self._lock:
+            if self.verdict is None:
+                self.verdict = {"what": what, "file": file, "tensor": tensor}

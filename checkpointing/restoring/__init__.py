@@ -1,1 +1,0 @@
-"""From files to tensors, on any layout."""

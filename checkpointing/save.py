@@ -1,0 +1,474 @@
+"""Saving: copy, return, and let threads write, vote and commit while training goes on.
+
+Each rank writes its own files and tells the coordinator what it wrote; the coordinator compares all of it
+with the plan and writes the manifest, which is the commit. Ranks talk through `Peers`, never through a
+collective of the training. Whatever fails, every rank learns of it, what was written is removed, and the next
+save is new.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+
+from checkpointing import catalog, checksums
+from checkpointing.box import ITEM_BYTES
+from checkpointing.catalog import Draft, Kept, Policy
+from checkpointing.checkpoint_errors import CheckpointError, MismatchError, MissingRanksError, SaveFailedError
+from checkpointing.manifest import Chunk, File, Manifest, Tensor
+from checkpointing.options import Event, Needs, Options, Phase
+from checkpointing.peers import Peers
+from checkpointing.shard_digest import part_digest
+from checkpointing.shards import Shard, torch_dtype
+from checkpointing.storage import Storage
+from checkpointing.storage.local import ALIGNMENT
+from checkpointing.write_plan import Piece, declaration, declared, write_plan
+
+# Files as they will lie on storage: a safetensors header and the pieces behind it, byte for byte. Pure.
+#
+# A file is staged in memory in exactly this form, so it is written without another copy. The header is padded
+# with spaces (safetensors allows it) to a multiple of 4 KiB, so that the whole is aligned for direct writes.
+
+
+# Object stores and some tools handle larger files badly; a rank writes as many as it needs.
+_MAX_FILE_BYTES = 4 << 30
+_HEADER_ALIGNMENT = 4096
+_LENGTH_BYTES = 8
+
+
+@dataclass(frozen=True)
+class Image:
+    """One file: its name, its header, and its pieces with the offset in the file at which each begins."""
+
+    name: str
+    header: bytes
+    pieces: tuple[Piece, ...]
+    begins: tuple[int, ...]
+    num_bytes: int
+
+
+def images(pieces: Sequence[Piece], rank: int) -> list[Image]:
+    """Return the files that `rank` writes."""
+    return [
+        _image(f"{rank:05d}-{index:02d}.safetensors", group) for index, group in enumerate(_groups(pieces))
+    ]
+
+
+def _groups(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+    """Share the pieces out to files, wide dtypes first: every piece is then aligned to its own width."""
+    group: list[Piece] = []
+    size = 0
+    for piece in sorted(pieces, key=lambda it: (-ITEM_BYTES[it.dtype], it)):
+        if group and size + piece.num_bytes > _MAX_FILE_BYTES:
+            yield group
+            group, size = [], 0
+        group.append(piece)
+        size += piece.num_bytes
+    if group:
+        yield group
+
+
+def _image(name: str, pieces: Iterable[Piece]) -> Image:
+    entries: dict[str, Any] = {}
+    ends = [0]
+    for piece in pieces:
+        ends.append(ends[-1] + piece.num_bytes)
+        entries[piece.key] = {"dtype": piece.dtype, "shape": piece.box.shape, "data_offsets": ends[-2:]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-(_LENGTH_BYTES + len(text)) % _HEADER_ALIGNMENT)
+    header = len(text).to_bytes(_LENGTH_BYTES, "little") + text
+    begins = tuple(len(header) + end for end in ends[:-1])
+    return Image(name, header, tuple(pieces), begins, len(header) + ends[-1])
+
+
+# Host memory in which a save's files are put together: the only part of a save that training waits for.
+#
+# Taken once and used again by every save; page-locked where the tensors lie on a GPU.
+
+
+def staging_bytes(images: Sequence[Image]) -> int:
+    """Return the host memory that files take together while they are written."""
+    return sum(-(-image.num_bytes // ALIGNMENT) * ALIGNMENT for image in images)
+
+
+class Staging:
+    """The memory of a rank's files, each from an aligned address on."""
+
+    def __init__(self, images: Sequence[Image], *, pinned: bool) -> None:
+        """Take the memory, touch all of it, and write the headers, which never change."""
+        self.images = images
+        self._begins = [staging_bytes(images[:index]) for index in range(len(images))]
+        self._memory = _aligned_memory(staging_bytes(images), pinned=pinned)
+        self._pinned = pinned
+        self._copies: list[tuple[torch.Tensor, int, tuple[slice, ...]]] = []
+        for index, image in enumerate(images):
+            self.content(index)[: len(image.header)] = image.header
+
+    def content(self, index: int) -> memoryview:
+        """Return the bytes of file `index`, writable."""
+        begin = self._begins[index]
+        return memoryview(cast(Any, self._memory.numpy()))[begin : begin + self.images[index].num_bytes]
+
+    def copy_in(self, shards: Sequence[Shard]) -> None:
+        """Copy this rank's pieces out of its shards; returns when the shards may change again.
+
+        The shards are those that the images were planned for, in the same order at every call.
+        """
+        if not self._copies:
+            self._copies = list(self._planned(shards))
+        with torch.no_grad():
+            for target, index, part in self._copies:
+                target.copy_(shards[index].tensor.detach()[part], non_blocking=self._pinned)
+        if self._pinned:
+            torch.cuda.current_stream().synchronize()
+
+    def _planned(self, shards: Sequence[Shard]) -> Iterator[tuple[torch.Tensor, int, tuple[slice, ...]]]:
+        """Yield where each piece goes, the shard that holds it, and the part of that shard."""
+        holders: dict[str, list[int]] = {}
+        for index, shard in enumerate(shards):
+            holders.setdefault(shard.name, []).append(index)
+        for file_begin, image in zip(self._begins, self.images, strict=True):
+            for piece, begin in zip(image.pieces, image.begins, strict=True):
+                index = _holder(piece, holders, shards)
+                place = self._memory[file_begin + begin :][: piece.num_bytes]
+                target = place.view(torch_dtype(piece.dtype)).view(piece.box.shape)
+                yield target, index, piece.box.within(shards[index].box)
+
+
+def _holder(piece: Piece, holders: Mapping[str, Sequence[int]], shards: Sequence[Shard]) -> int:
+    for index in holders.get(piece.name, ()):
+        box = shards[index].box
+        if box == piece.box or box.overlap(piece.box) == piece.box:
+            return index
+    raise MismatchError(f"{piece.name}: prepare was told of a shard that save was not given")
+
+
+def _aligned_memory(num_bytes: int, *, pinned: bool) -> torch.Tensor:
+    if num_bytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    if pinned:
+        memory = torch.empty(num_bytes + ALIGNMENT, dtype=torch.uint8, pin_memory=True)
+        skip = -memory.data_ptr() % ALIGNMENT
+        return memory[skip : skip + num_bytes]
+    pages = mmap.mmap(-1, num_bytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    # Touched now: a save is then a copy, and memory that is not there is missed before training starts.
+    return torch.frombuffer(pages, dtype=torch.uint8).zero_()
+
+
+# Bytes handed to the storage at once: a multiple of every alignment, enough for a disk's bandwidth, and so
+# much that the interpreter's lock, which the training's thread holds now and then, is asked for seldom.
+_BLOCK_BYTES = 64 << 20
+# The other ranks wait this much longer than the coordinator waits for them.
+_SLACK_S = 30.0
+# How long `wait` gives the other ranks to learn of a verdict that is known here.
+_SETTLING_S = 5.0
+
+
+@dataclass
+class _Save:
+    """One save under way on this rank. `verdict` is what the coordinator said, once it did."""
+
+    index: int
+    step: int
+    state: Mapping[str, Any]
+    draft: Draft
+    began: float
+    blocked_s: float = 0.0
+    error: str | None = None
+    verdict: dict[str, Any] = field(default_factory=dict)
+    thread: threading.Thread | None = None
+    # Set once the verdict is known; the thread may go on, to wait for the other ranks' threads.
+    is_concluded: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def topic(self) -> str:
+        return f"save/{self.index}"
+
+
+class Saver:
+    """Saves this rank's part of a state, one save at a time."""
+
+    def __init__(
+        self, storage: Storage, peers: Peers, options: Options, on_event: Event, at_phase: Phase
+    ) -> None:
+        self._storage = storage
+        self._peers = peers
+        self._options = options
+        self._on_event = on_event
+        self._at_phase = at_phase
+        self._num_saves = 0
+        self._num_skipped = 0
+        self._plan: list[list[Piece]] = []
+        self._images: list[Image] = []
+        self._staging: Staging | None = None
+        self._current: _Save | None = None
+        self._known: dict[int, Kept] = {}
+
+    def prepare(self, shards: Sequence[Shard]) -> Needs:
+        """See `Checkpointer.prepare`."""
+        held = [Piece(shard.name, shard.box, shard.dtype, shard.shape) for shard in shards]
+        values = self._peers.exchange(self._peers.unused("prepare"), declaration(held))
+        self._plan = write_plan([declared(value) for value in values])
+        self._images = images(self._plan[self._peers.rank], self._peers.rank)
+        return Needs(
+            checkpoint_bytes=sum(piece.num_bytes for pieces in self._plan for piece in pieces),
+            staging_bytes=staging_bytes(self._images),
+            free_storage_bytes=self._storage.free_bytes(),
+        )
+
+    def reserve(self, shards: Sequence[Shard]) -> None:
+        """See `Checkpointer.reserve`."""
+        if not self._plan:
+            self.prepare(shards)
+        self._staging = Staging(self._images, pinned=any(shard.tensor.is_cuda for shard in shards))
+
+    def save(self, step: int, shards: Sequence[Shard], state: Mapping[str, Any]) -> bool:
+        """See `Checkpointer.save`."""
+        began = time.monotonic()
+        if self._staging is None:
+            self.reserve(shards)
+        index, self._num_saves = self._num_saves, self._num_saves + 1
+        if not self._is_our_turn(index, step):
+            return False
+        draft = catalog.draft(self._storage, step, self._options.generation, index)
+        job = _Save(index, step, dict(state), draft, began)
+        self._stage(job, shards)
+        job.blocked_s = time.monotonic() - began
+        job.thread = threading.Thread(target=self._finish, args=[job], name=f"save-{step}", daemon=True)
+        self._current = job
+        if self._peers.is_coordinator:
+            self._on_event("checkpoint_started", {"step": step, "blocked_s": job.blocked_s})
+        job.thread.start()
+        return True
+
+    def wait(self) -> None:
+        """See `Checkpointer.wait`."""
+        job = self._current
+        if job is None:
+            return
+        if not job.is_concluded.wait(self._options.limit_s + 2 * _SLACK_S):
+            raise SaveFailedError(job.step, {self._peers.rank: "its storage has not answered for too long"})
+        # Until the other ranks have learnt the verdict too: a save that follows at once is then not skipped.
+        assert job.thread is not None
+        job.thread.join(_SETTLING_S)
+        if job.verdict.get("reasons"):
+            raise SaveFailedError(job.step, {int(rank): why for rank, why in job.verdict["reasons"].items()})
+
+    def distrust(self, steps: Iterable[int]) -> None:
+        """Count these checkpoints for damaged from now on, whatever their files' sizes say."""
+        self._known.update({step: Kept(step, is_intact=False) for step in steps})
+
+    def _is_our_turn(self, index: int, step: int) -> bool:
+        """Decide for all ranks alike whether the save before is over. The coordinator's word counts."""
+        topic = f"save/{index}/turn"
+        if self._peers.is_coordinator:
+            thread = self._current.thread if self._current else None
+            if thread is not None and self._options.when_busy == "wait":
+                thread.join(self._options.limit_s + _SLACK_S)
+            is_busy = thread is not None and thread.is_alive()
+            self._peers.answer(topic, not is_busy)
+            if is_busy:
+                self._tell_skipped(step)
+        return bool(self._peers.await_answer(topic, self._options.limit_s + 2 * _SLACK_S))
+
+    def _tell_skipped(self, step: int) -> None:
+        """Tell of a skipped save, of many the first, second, fourth, eighth …: a disk that is too slow for
+        good must not fill the records.
+        """
+        self._num_skipped += 1
+        if self._num_skipped & (self._num_skipped - 1) == 0:
+            assert self._current is not None
+            why = f"the save of step {self._current.step} is still being written"
+            self._on_event("checkpoint_skipped", {"step": step, "count": self._num_skipped, "why": why})
+
+    def _stage(self, job: _Save, shards: Sequence[Shard]) -> None:
+        assert self._staging is not None
+        try:
+            self._staging.copy_in(shards)
+            self._at_phase("staging", job.step)
+        except Exception as error:  # noqa: BLE001
+            # The other ranks count on this one's word: it goes on, to say that it failed.
+            job.error = f"staging failed: {error}"
+
+    # From here on in the background.
+
+    def _finish(self, job: _Save) -> None:
+        """Write, vote, and learn the verdict; nothing that goes wrong here may stop the training."""
+        try:
+            self._vote(job)
+        except MissingRanksError as error:
+            job.verdict = {"reasons": {str(rank): str(error) for rank in error.ranks}}
+        except Exception as error:  # noqa: BLE001  the event below is how it is told
+            job.verdict = {"reasons": {str(self._peers.rank): str(error) or type(error).__name__}}
+        reasons = job.verdict.get("reasons")
+        if reasons:
+            if str(self._peers.rank) in reasons:
+                # Also where this rank was late and the coordinator has cleaned up long ago.
+                self._quietly(lambda: catalog.discard(self._storage, job.draft))
+            self._on_event("checkpoint_failed", {"step": job.step, "reasons": reasons})
+        job.is_concluded.set()
+        try:
+            self._peers.tell(f"{job.topic}/over", True)
+            if self._peers.is_coordinator:
+                self._await_all(job)
+        except CheckpointError:
+            # The store went with rank 0: the run is ending.
+            return
+
+    def _vote(self, job: _Save) -> None:
+        outcome: dict[str, Any]
+        try:
+            outcome = {"error": job.error} if job.error else {"files": self._write(job)}
+        except Exception as error:  # noqa: BLE001  whatever failed here, all ranks are to learn of it
+            outcome = {"error": str(error) or type(error).__name__}
+        self._at_phase("before_vote", job.step)
+        self._peers.tell(job.topic, outcome)
+        if self._peers.is_coordinator:
+            job.verdict = self._conclude(job)
+            # A rank that is stuck in its storage reads it when that answers, many skipped saves later.
+            self._peers.answer(job.topic, job.verdict, until_forgotten=True)
+            if not job.verdict["reasons"]:
+                self._announce_and_prune(job)
+        else:
+            job.verdict = self._peers.await_answer(job.topic, self._options.limit_s + _SLACK_S)
+
+    def _await_all(self, job: _Save) -> None:
+        """Stay busy until every rank's thread is through: its memory must not be staged over before."""
+        while True:
+            try:
+                self._peers.hear_all(f"{job.topic}/over", self._options.limit_s)
+                self._peers.forget(job.topic)
+                return
+            except MissingRanksError:
+                continue
+
+    def _write(self, job: _Save) -> list[dict[str, Any]]:
+        """Write this rank's files; return what the coordinator needs to know of each."""
+        assert self._staging is not None
+        staging = self._staging
+        with ThreadPoolExecutor(1, thread_name_prefix="checksums") as pool:
+            sums = [
+                pool.submit(_sums, image, staging.content(index))
+                for index, image in enumerate(staging.images)
+            ]
+            for index, image in enumerate(staging.images):
+                self._write_file(job, image, staging.content(index))
+            return [future.result() for future in sums]
+
+    def _write_file(self, job: _Save, image: Image, content: memoryview) -> None:
+        file = self._storage.create(f"{job.draft.folder}/{job.draft.prefix}{image.name}", len(content))
+        try:
+            for begin in range(0, len(content), _BLOCK_BYTES):
+                if begin <= len(content) // 2 < begin + _BLOCK_BYTES:
+                    self._at_phase("mid_file", job.step)
+                file.write(content[begin : begin + _BLOCK_BYTES])
+            file.commit()
+        except BaseException:
+            file.discard()
+            raise
+
+    # The coordinator's part.
+
+    def _conclude(self, job: _Save) -> dict[str, Any]:
+        """Hear all ranks and commit, or clean up; return the verdict for all."""
+        reasons: dict[str, str]
+        try:
+            outcomes = self._peers.hear_all(job.topic, self._options.limit_s)
+            reasons = {str(rank): it["error"] for rank, it in enumerate(outcomes) if "error" in it}
+            if not reasons:
+                self._storage.sync(job.draft.folder)
+                manifest = self._manifest(job, outcomes)
+                self._at_phase("before_manifest", job.step)
+                catalog.commit(self._storage, job.draft, manifest)
+                return {"reasons": {}, "bytes": manifest.num_bytes}
+        except MissingRanksError as error:
+            reasons = {str(rank): str(error) for rank in error.ranks}
+        except Exception as error:  # noqa: BLE001  as above
+            reasons = {"0": str(error) or type(error).__name__}
+        self._quietly(lambda: catalog.discard(self._storage, job.draft))
+        return {"reasons": reasons}
+
+    def _manifest(self, job: _Save, outcomes: Sequence[Mapping[str, Any]]) -> Manifest:
+        """Compare what the ranks wrote with the plan, and with the sizes on storage; return the manifest."""
+        files: dict[str, File] = {}
+        chunks: dict[Piece, Chunk] = {}
+        digests: dict[str, list[int]] = {}
+        sizes = self._storage.sizes(job.draft.folder)
+        for rank, outcome in enumerate(outcomes):
+            for image, found in zip(images(self._plan[rank], rank), outcome["files"], strict=True):
+                name = job.draft.prefix + image.name
+                if sizes.get(name) != image.num_bytes:
+                    what = f"{sizes.get(name)} bytes on storage, {image.num_bytes} were written"
+                    raise CheckpointError(f"{name} has {what}")
+                files[name] = File(image.num_bytes, found["checksum"])
+                rows = zip(image.pieces, image.begins, found["chunks"], strict=True)
+                for piece, begin, (checksum, part) in rows:
+                    chunks[piece] = Chunk(piece.box, name, begin, piece.num_bytes, checksum)
+                    digests.setdefault(piece.name, []).append(int(part, 16))
+        tensors = {
+            name: Tensor(
+                pieces[0].dtype, pieces[0].shape, _total(digests[name]), tuple(chunks[it] for it in pieces)
+            )
+            for name, pieces in _by_name(chunks).items()
+        }
+        options = self._options
+        return Manifest(job.step, options.generation, time.time(), options.layout, tensors, files, job.state)
+
+    def _announce_and_prune(self, job: _Save) -> None:
+        evidence = {
+            "step": job.step,
+            "generation": self._options.generation,
+            "bytes": job.verdict["bytes"],
+            "seconds": time.monotonic() - job.began,
+            "blocked_s": job.blocked_s,
+        }
+        self._on_event("checkpoint_committed", evidence)
+        self._at_phase("before_prune", job.step)
+        self._quietly(lambda: self._prune(job))
+
+    def _prune(self, job: _Save) -> None:
+        options = self._options
+        policy = Policy(options.keep_last, options.keep_every_steps, options.keep_best)
+        self._known.pop(job.step, None)
+        catalog.prune(self._storage, policy, self._known)
+
+    def _quietly(self, act: Callable[[], object]) -> None:
+        """Clean up as far as the storage lets us: what is left is found by `remove_leftovers`."""
+        try:
+            act()
+        except CheckpointError as error:
+            self._on_event("checkpoint_cleanup_failed", {"message": str(error)})
+
+
+def _sums(image: Image, content: memoryview) -> dict[str, Any]:
+    """Return the checksum of a file, and of each of its chunks with its part of the tensor's digest."""
+    whole = checksums.FileChecksum()
+    whole.add(image.header)
+    chunks = []
+    for piece, begin in zip(image.pieces, image.begins, strict=True):
+        part = content[begin : begin + piece.num_bytes]
+        whole.add(part)
+        bits = part_digest(part, piece.dtype, piece.box)
+        chunks.append((checksums.of_chunk(part), checksums.written(bits)))
+    return {"checksum": whole.value(), "chunks": chunks}
+
+
+def _total(parts: Sequence[int]) -> str:
+    return checksums.written(checksums.combined(parts))
+
+
+def _by_name(pieces: Mapping[Piece, Chunk]) -> dict[str, list[Piece]]:
+    named: dict[str, list[Piece]] = {}
+    for piece in sorted(pieces):
+        named.setdefault(piece.name, []).append(piece)
+    return named

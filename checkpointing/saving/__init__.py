@@ -1,1 +1,0 @@
-"""From tensors to files, without holding up the training."""

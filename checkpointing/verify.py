@@ -1,0 +1,336 @@
+"""Verifying offline: read every byte of a checkpoint once and compare it with the manifest. No torch.
+
+Each file is read from front to back in blocks, so that its checksum, the checksums of its chunks and the
+digests of its tensors come from the same read; memory is a few blocks per thread, whatever the sizes. Nothing
+that is read is ever executed or unpickled, and nothing is written.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+
+from checkpointing import catalog, checksums
+from checkpointing.box import ITEM_BYTES, Box, contiguous_parts
+from checkpointing.checkpoint_errors import DamagedError, NoCheckpointError, StorageError
+from checkpointing.manifest import MANIFEST, Chunk, Manifest
+from checkpointing.read_plan import Part
+from checkpointing.shard_digest import part_digest
+from checkpointing.storage import Storage
+
+# How a file is cut to be read from front to back in blocks: its chunks, the pieces of large chunks, and what
+# lies between them. Pure; it reads nothing.
+
+
+# Read at once: enough for a disk's or a bucket's bandwidth.
+BLOCK_BYTES = 8 << 20
+_NO_BOX = Box((), ())
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Bytes of a file that are looked at together: those of `box` of a chunk, or bytes of no tensor."""
+
+    begin: int
+    num_bytes: int
+    box: Box = _NO_BOX
+    part: Part | None = None
+
+    @property
+    def ends_chunk(self) -> bool:
+        if self.part is None:
+            return False
+        return not self.num_bytes or self.begin + self.num_bytes == end_of(self.part.chunk)
+
+
+def end_of(chunk: Chunk) -> int:
+    """Return where in its file a chunk ends."""
+    return chunk.begin + chunk.num_bytes
+
+
+def stretches_of(parts: Iterable[Part], size: int) -> Iterator[Stretch]:
+    """Cut a file of `size` bytes, with these chunks in order, into stretches that lie behind each other, none
+    larger than a block.
+    """
+    end = 0
+    for part in parts:
+        if not part.chunk.num_bytes:
+            # Nothing of it lies anywhere: where it is said to begin means nothing.
+            yield Stretch(end, 0, part.chunk.box, part)
+            continue
+        yield from _gap(end, part.chunk.begin)
+        end = part.chunk.begin
+        item_bytes = ITEM_BYTES[part.dtype]
+        for box in contiguous_parts(part.chunk.box, BLOCK_BYTES // item_bytes):
+            yield Stretch(end, box.num_elements * item_bytes, box, part)
+            end += box.num_elements * item_bytes
+    yield from _gap(end, size)
+
+
+def _gap(begin: int, end: int) -> Iterator[Stretch]:
+    for first in range(begin, end, BLOCK_BYTES):
+        yield Stretch(first, min(BLOCK_BYTES, end - first))
+
+
+def blocks(stretches: Iterable[Stretch]) -> Iterator[list[Stretch]]:
+    """Join neighbours to what is read at once."""
+    block: list[Stretch] = []
+    size = 0
+    for stretch in stretches:
+        if block and size + stretch.num_bytes > BLOCK_BYTES:
+            yield block
+            block, size = [], 0
+        block.append(stretch)
+        size += stretch.num_bytes
+    if block:
+        yield block
+
+
+def contents(
+    block: memoryview, stretches: Sequence[Stretch]
+) -> Iterator[tuple[Stretch, Part | None, memoryview]]:
+    """Yield each stretch of a block with its chunk and its bytes."""
+    for stretch in stretches:
+        begin = stretch.begin - stretches[0].begin
+        yield stretch, stretch.part, block[begin : begin + stretch.num_bytes]
+
+
+# One block is read while another one is looked at.
+_BLOCKS_PER_THREAD = 2
+# Tensors that a damage of a whole file names.
+_NUM_NAMED = 5
+
+
+@dataclass(frozen=True)
+class Damage:
+    """What is wrong, and where: `tensor` is None where the file as a whole is meant, `file` is None where a
+    tensor does not have its digest although each of its chunks is as it was written.
+    """
+
+    file: str | None
+    tensor: str | None
+    what: str
+
+    def __str__(self) -> str:
+        return ": ".join(part for part in (self.file, self.tensor, self.what) if part)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What verifying one checkpoint found, in order of files and tensors.
+
+    `num_bytes` were read. `strays` are files in the checkpoint's folder that it does not list: no damage,
+    since nobody reads them.
+    """
+
+    step: int
+    num_files: int
+    num_tensors: int
+    num_bytes: int
+    damages: tuple[Damage, ...]
+    strays: tuple[str, ...] = ()
+
+    @property
+    def is_intact(self) -> bool:
+        return not self.damages
+
+
+def verify(storage: Storage, step: int, num_threads: int = 4) -> Report:
+    """Read all of the checkpoint of `step` and report each damage. *One process.*
+
+    Raises NoCheckpointError where there is none of that step (any more), StorageError where not even its
+    folder can be read; a file that cannot be read counts as damaged.
+    """
+    if storage.size(catalog.file_path(step, MANIFEST)) is None:
+        raise NoCheckpointError(f"{storage.place}: no checkpoint of step {step} is committed")
+    try:
+        manifest = catalog.read_manifest(storage, step)
+    except DamagedError as error:
+        return Report(step, 0, 0, 0, (Damage(error.file, error.tensor, error.what),))
+    found = _Check(storage, manifest, num_threads).run()
+    damages = [
+        *itertools.chain.from_iterable(each.damages for each in found),
+        *_wrong_digests(manifest, found),
+    ]
+    if damages and storage.size(catalog.file_path(step, MANIFEST)) is None:
+        raise NoCheckpointError(f"{storage.place}: the checkpoint of step {step} was removed meanwhile")
+    return Report(
+        step=step,
+        num_files=len(manifest.files),
+        num_tensors=len(manifest.tensors),
+        num_bytes=sum(each.num_bytes for each in found),
+        damages=tuple(damages),
+        strays=tuple(sorted({*storage.names(catalog.step_name(step))} - {MANIFEST, *manifest.files})),
+    )
+
+
+@dataclass
+class _Found:
+    """What one file holds: its damages, the tensors that have one, and the digests of what was read of each
+    tensor. `is_whole`: all of it could be read.
+    """
+
+    name: str
+    damages: list[Damage] = field(default_factory=list)
+    damaged_tensors: set[str] = field(default_factory=set)
+    digests: list[tuple[str, int]] = field(default_factory=list)
+    num_bytes: int = 0
+    is_whole: bool = False
+
+
+class _Check:
+    """Reads the files of one checkpoint, several at once; digests are taken while the next block is read."""
+
+    def __init__(self, storage: Storage, manifest: Manifest, num_threads: int) -> None:
+        self._storage = storage
+        self._manifest = manifest
+        self._num_threads = max(1, num_threads)
+        self._parts_of: dict[str, list[Part]] = {name: [] for name in manifest.files}
+        for name, tensor in manifest.tensors.items():
+            for chunk in tensor.chunks:
+                self._parts_of[chunk.file].append(Part(name, tensor.dtype, chunk))
+        # Memory that is free; the next block waits for it.
+        self._memory: SimpleQueue[bytearray] = SimpleQueue()
+        for _ in range(self._num_threads * _BLOCKS_PER_THREAD):
+            self._memory.put(bytearray())
+
+    def run(self) -> list[_Found]:
+        """Return what each file holds, in order of their names."""
+        with (
+            ThreadPoolExecutor(self._num_threads, thread_name_prefix="verify-digest") as pool,
+            ThreadPoolExecutor(self._num_threads, thread_name_prefix="verify-read") as readers,
+        ):
+            return list(readers.map(lambda name: self._file(name, pool), sorted(self._manifest.files)))
+
+    def _file(self, name: str, pool: ThreadPoolExecutor) -> _Found:
+        found = _Found(name)
+        parts = sorted(self._parts_of[name], key=lambda it: (it.chunk.begin, it.chunk.num_bytes))
+        try:
+            size = self._storage.size(catalog.file_path(self._manifest.step, name))
+            if size is None:
+                found.damages.append(Damage(name, None, f"it is missing{_held(parts)}"))
+                return found
+            self._content(found, parts, size, pool)
+        except StorageError as error:
+            found.damages.append(Damage(name, None, f"it cannot be read: {error}"))
+        return found
+
+    def _content(self, found: _Found, parts: Sequence[Part], size: int, pool: ThreadPoolExecutor) -> None:
+        expected = self._manifest.files[found.name]
+        if size != expected.num_bytes:
+            lost = [part for part in parts if end_of(part.chunk) > size]
+            what = f"it has {size} bytes, expected {expected.num_bytes}{_held(lost)}"
+            found.damages.append(Damage(found.name, None, what))
+        there = [part for part in parts if end_of(part.chunk) <= size]
+        sums = _Sums(found)
+        taken: list[Future[list[tuple[str, int]]]] = []
+        for stretches in blocks(stretches_of(there, min(size, expected.num_bytes))):
+            block = self._read(found, stretches)
+            sums.add(block, stretches)
+            taken.append(pool.submit(self._digests, block, stretches))
+        found.digests = [entry for future in taken for entry in future.result()]
+        found.is_whole = size >= expected.num_bytes
+        sums.conclude(there, expected.checksum)
+
+    def _read(self, found: _Found, stretches: Sequence[Stretch]) -> memoryview:
+        """Read the bytes of some stretches into memory that is free; `_digests` gives it back."""
+        num_bytes = sum(stretch.num_bytes for stretch in stretches)
+        memory = self._memory.get()
+        try:
+            if len(memory) < num_bytes:
+                memory = bytearray(num_bytes)
+            block = memoryview(memory)[:num_bytes]
+            path = catalog.file_path(self._manifest.step, found.name)
+            self._storage.read_into(path, stretches[0].begin, block)
+        except BaseException:
+            self._memory.put(memory)
+            raise
+        found.num_bytes += num_bytes
+        return block
+
+    def _digests(self, block: memoryview, stretches: Sequence[Stretch]) -> list[tuple[str, int]]:
+        try:
+            return [
+                (part.name, part_digest(content, part.dtype, stretch.box))
+                for stretch, part, content in contents(block, stretches)
+                if part is not None
+            ]
+        finally:
+            memory = block.obj
+            assert isinstance(memory, bytearray)
+            self._memory.put(memory)
+
+
+class _Sums:
+    """The checksums of one file and of its chunks, while its bytes pass."""
+
+    def __init__(self, found: _Found) -> None:
+        self._found = found
+        self._file = checksums.FileChecksum()
+        self._chunk = checksums.ChunkChecksum()
+        self._differing: dict[str, list[str]] = {}
+
+    def add(self, block: memoryview, stretches: Sequence[Stretch]) -> None:
+        """Take in the file's next bytes."""
+        self._file.add(block)
+        for stretch, part, content in contents(block, stretches):
+            if part is None:
+                continue
+            self._chunk.add(content)
+            if stretch.ends_chunk:
+                self._end_chunk(part)
+
+    def _end_chunk(self, part: Part) -> None:
+        value = self._chunk.value()
+        self._chunk = checksums.ChunkChecksum()
+        if value != part.chunk.checksum:
+            what = f"{part.chunk.box.label()} has the checksum {value}, expected {part.chunk.checksum}"
+            self._differing.setdefault(part.name, []).append(what)
+
+    def conclude(self, parts: Sequence[Part], expected: str) -> None:
+        """Note what differs: the tensors, or the file where it is none of them."""
+        num_chunks = Counter(part.name for part in parts)
+        for name, differing in self._differing.items():
+            count = f"{len(differing)} of its {num_chunks[name]} chunks in this file differ: "
+            what = f"chunk {differing[0]}" if num_chunks[name] == 1 else f"{count}{differing[0]}"
+            self._found.damages.append(Damage(self._found.name, name, what))
+        self._found.damaged_tensors |= self._differing.keys()
+        value = self._file.value()
+        if not self._found.damages and value != expected:
+            what = (
+                f"it has the checksum {value}, expected {expected}; its tensors are right, its header is not"
+            )
+            self._found.damages.append(Damage(self._found.name, None, what))
+
+
+def _wrong_digests(manifest: Manifest, found: Iterable[_Found]) -> Iterator[Damage]:
+    """Yield the tensors whose chunks are all right and together are not what the digest says."""
+    parts: dict[str, list[int]] = {name: [] for name in manifest.tensors}
+    damaged: set[str] = set()
+    unread: set[str] = set()
+    for each in found:
+        damaged |= each.damaged_tensors
+        if not each.is_whole:
+            unread.add(each.name)
+        for name, value in each.digests:
+            parts[name].append(value)
+    for name, tensor in manifest.tensors.items():
+        if name in damaged or any(chunk.file in unread for chunk in tensor.chunks):
+            continue
+        total = checksums.written(checksums.combined(parts[name]))
+        if total != tensor.digest:
+            yield Damage(None, name, f"its digest is {total}, expected {tensor.digest}")
+
+
+def _held(parts: Iterable[Part]) -> str:
+    names = list(dict.fromkeys(part.name for part in parts))
+    if not names:
+        return ""
+    if len(names) == 1:
+        return f"; lost: a part of {names[0]}"
+    some = ", ".join(names[:_NUM_NAMED]) + (", …" if len(names) > _NUM_NAMED else "")
+    return f"; lost: parts of {len(names)} tensors ({some})"

@@ -1,0 +1,441 @@
+"""`python -m launchers.fork_server.server PARENT FD … MODULES`: a process that has imported the slow modules.
+
+It listens on the socket FD, forks torchrun for its agent and workers for torchrun's stubs, hands back how
+they end, and kills them with whoever asked for them. A fork is one of a process with one thread that has
+touched no device, or it is refused. Slurm's signals do not end it. Its parent's end does, at once; when its
+agent is gone, so is all that it forked for that one, and it serves the next that calls. It knows the
+modules by name only, and nothing of what the forked ones do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import importlib.util
+import json
+import os
+import select
+import selectors
+import signal
+import socket
+import struct
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.abc import InspectLoader
+from pathlib import Path
+from typing import Any
+
+from launchers.fork_server import wire
+from launchers.fork_server.appearance import MARK_VARIABLE, NO_MARK, Appearance
+from launchers.processes import PARENT_VARIABLE, die_with_parent
+
+# What a forked process does to be as if it had been started plainly: streams, environment, module.
+#
+# It knows neither torchrun nor workers, and not who forked it.
+
+
+# Read when a process or a library starts: a fork cannot have another value than its first parent.
+_READ_AT_START = ("LD_", "GLIBC_", "MALLOC_", "PYTHON", "OMP_", "GOMP_", "KMP_", "MKL_", "TORCH_")
+# … but not by whoever starts: torchrun sets these for its workers.
+_READ_LATER = ("TORCH_NCCL_",)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What `python -u -m` is to run: module and arguments, with all that a process is started with."""
+
+    arguments: list[str]
+    environment: dict[str, str]
+    folder: str
+    # Descriptors that become the standard input, output and error.
+    files: list[int]
+
+
+def differing(environment: Mapping[str, str], first: Mapping[str, str]) -> str | None:
+    """Return a variable that a process forked from one with the environment `first` cannot have otherwise,
+    but should by `environment`; None where there is none.
+    """
+    return next(
+        (
+            name
+            for name in sorted({*environment, *first})
+            if name.startswith(_READ_AT_START) and not name.startswith(_READ_LATER)
+            if environment.get(name) != first.get(name)
+        ),
+        None,
+    )
+
+
+def become(job: Job) -> None:
+    """Take on the job's streams, environment and folder, and run its module as the main one."""
+    for place, file in enumerate(job.files):
+        os.dup2(file, place)
+    for file in {file for file in job.files if file > 2}:
+        os.close(file)
+    os.environ.clear()
+    os.environ.update(job.environment)
+    os.chdir(job.folder)
+    # Folders may hold other files than when the first parent looked.
+    importlib.invalidate_caches()
+    _draw_again()
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    sys.orig_argv[:] = [sys.executable, "-u", "-m", *job.arguments]
+    _run_as_main(*job.arguments)
+
+
+def _run_as_main(name: str, *arguments: str) -> None:
+    """Run a module as `python -m` does, for good: threads and exit handlers still find it as the main one."""
+    spec = importlib.util.find_spec(name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = importlib.util.find_spec(f"{name}.__main__")
+    code = spec.loader.get_code(spec.name) if spec and isinstance(spec.loader, InspectLoader) else None
+    if spec is None or code is None:
+        raise SystemExit(f"{sys.executable}: No module named {name}")
+    main = importlib.util.module_from_spec(spec)
+    main.__name__ = "__main__"
+    sys.modules["__main__"] = main
+    sys.argv[:] = [str(spec.origin), *arguments]
+    exec(code, main.__dict__)
+
+
+def _draw_again() -> None:
+    """Give libraries that drew a seed at their import another one: siblings would all draw the same.
+
+    Python's own `random` does so by itself, and torch begins with a fixed seed.
+    """
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        numpy_random.seed()
+
+
+# How long a stub that has connected may take to say what it wants: it holds up all others.
+_REQUEST_TIMEOUT_S = 10.0
+# How long the agent may take to ask a zygote that cannot be forked from why: it called when that was started.
+_LAST_WORD_S = 10.0
+_PEER = struct.Struct("3i")
+# What `timeout` and `env` return for a command that cannot be started.
+_EXIT_NOT_STARTED = 127
+
+
+@dataclass
+class _Child:
+    """A forked process: torchrun under the agent's number for it, or a worker with its stub's channel."""
+
+    pid: int
+    # Which of the zygote's agents it was forked for, by number.
+    agent: int
+    number: int = 0
+    stub: socket.socket | None = None
+    torchrun: int = 0
+
+
+class Zygote:
+    """Serves one agent after another, or, in a forked process, until that is to become something else."""
+
+    def __init__(self, listener: socket.socket, appearance: Appearance, seconds: float) -> None:
+        self._listener = listener
+        self._appearance = appearance
+        # What the imports took.
+        self._seconds = seconds
+        self._control: socket.socket | None = None
+        self._num_agents = 0
+        self._children: dict[int, _Child] = {}
+        self._selector = selectors.DefaultSelector()
+        self._wakeup, self._wakeup_end = socket.socketpair()
+
+    def serve(self) -> Job:
+        """Return only in a forked process, with its job; the zygote itself serves until it is killed."""
+        for end in (self._wakeup, self._wakeup_end, self._listener):
+            end.setblocking(False)
+        signal.set_wakeup_fd(self._wakeup_end.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
+        for channel in (self._listener, self._wakeup):
+            self._selector.register(channel, selectors.EVENT_READ)
+        while True:
+            for key, _ in self._selector.select():
+                if isinstance(key.fileobj, socket.socket) and (job := self._attend(key.fileobj)) is not None:
+                    return job
+
+    def _attend(self, channel: socket.socket) -> Job | None:
+        if channel is self._control:
+            return self._hear_agent(channel)
+        if channel is self._listener:
+            return self._accept()
+        if channel is self._wakeup:
+            self._reap()
+        else:
+            self._hear(channel)
+        return None
+
+    def _accept(self) -> Job | None:
+        """Take a call: an agent's, which replaces the one before, or a stub's."""
+        try:
+            caller, _ = self._listener.accept()
+        except BlockingIOError:
+            return None
+        try:
+            caller.settimeout(_REQUEST_TIMEOUT_S)
+            if _peer(caller)[1] != os.getuid() or (found := wire.receive(caller)) is None:
+                caller.close()
+                return None
+            if "agent" in found[0]:
+                self._greet(caller)
+                return None
+            if self._control is not None and _is_gone(self._control):
+                # Whose stub this is may not have been heard of yet.
+                self._lose_agent()
+            return self._fork_worker(caller, *found)
+        except OSError:
+            caller.close()
+            return None
+
+    def _greet(self, caller: socket.socket) -> None:
+        self._lose_agent()
+        self._control = caller
+        self._selector.register(caller, selectors.EVENT_READ)
+        reason = refusal()
+        self._tell({"ready": reason is None, "reason": reason, "seconds": self._seconds})
+
+    def _lose_agent(self) -> None:
+        """Kill whatever was forked for the agent so far; it has no agent then."""
+        self._num_agents += 1
+        self._kill(list(self._children.values()))
+        if self._control is not None:
+            self._selector.unregister(self._control)
+            self._control.close()
+            self._control = None
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        """Say something to the agent; that it is gone is heard by the end of its connection."""
+        if self._control is not None:
+            with contextlib.suppress(OSError):
+                wire.send(self._control, message)
+
+    def _hear_agent(self, control: socket.socket) -> Job | None:
+        try:
+            found = wire.receive(control)
+        except OSError:
+            found = None
+        if found is None:
+            self._lose_agent()
+            return None
+        return self._start_torchrun(*found)
+
+    def _start_torchrun(self, request: dict[str, Any], files: list[int]) -> Job | None:
+        job = _job(request, [os.open(os.devnull, os.O_RDONLY), *files, *files])
+        number = int(request["number"])
+        if (reason := refusal()) is not None:
+            _close(job.files)
+            self._tell({"number": number, "refused": reason})
+            return None
+        if (pid := self._fork(job)) == 0:
+            # As the tether does for a plain one.
+            job.environment[PARENT_VARIABLE] = str(os.getpid())
+            return job
+        self._children[pid] = _Child(pid, self._num_agents, number)
+        self._tell({"number": number, "pid": pid})
+        return None
+
+    def _fork_worker(self, stub: socket.socket, request: dict[str, Any], files: list[int]) -> Job | None:
+        job = _job(request, files)
+        torchrun = self._children.get(int(request["torchrun"]))
+        reason = refusal()
+        if (name := differing(job.environment, os.environ)) is not None:
+            reason = f"it wants another {name}"
+        is_own = torchrun is not None and not torchrun.torchrun and torchrun.agent == self._num_agents
+        if torchrun is None or not is_own or reason is not None:
+            sys.stdout.write(f"a worker is started plainly: {reason or 'whose torchrun is it?'}\n")
+            sys.stdout.flush()
+            _close(files)
+            wire.send_pair(stub, wire.REFUSED, 0)
+            stub.close()
+            return None
+        parent = os.getpid()
+        if (pid := self._fork(job)) == 0:
+            job.environment[PARENT_VARIABLE] = str(parent)
+            job.environment.pop(wire.SOCKET_VARIABLE, None)
+            stub.close()
+            return job
+        self._children[pid] = _Child(pid, self._num_agents, 0, stub, torchrun.pid)
+        self._selector.register(stub, selectors.EVENT_READ)
+        self._tell({"number": torchrun.number, "stub": _peer(stub)[0], "worker": pid})
+        # A stub that is gone meanwhile is heard of by the end of its connection.
+        with contextlib.suppress(OSError):
+            wire.send_pair(stub, wire.FORKED, pid)
+        return None
+
+    def _fork(self, job: Job) -> int:
+        """Fork and return the child's id, or 0 in the child, which is no zygote any more."""
+        parent = os.getpid()
+        pid = os.fork()
+        if pid:
+            _close(job.files)
+            return pid
+        try:
+            self._leave(job, parent)
+        except BaseException:  # noqa: BLE001  whatever it is: a child must never go on as a second zygote
+            os._exit(_EXIT_NOT_STARTED)
+        return 0
+
+    def _leave(self, job: Job, parent: int) -> None:
+        """In a child: leave nothing open that is the zygote's, and look like the job."""
+        die_with_parent(parent)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.setsid()
+        self._selector.close()
+        stubs = [child.stub for child in self._children.values() if child.stub is not None]
+        for channel in (self._listener, self._wakeup, self._wakeup_end, *stubs):
+            channel.close()
+        if self._control is not None:
+            self._control.close()
+        shown = [sys.executable, "-u", "-m", *job.arguments]
+        self._appearance.show(shown, job.environment.get(MARK_VARIABLE, NO_MARK))
+
+    def _hear(self, stub: socket.socket) -> None:
+        """Pass on a stub's signal to the worker's group; kill the worker of a stub that is gone."""
+        if stub.fileno() < 0:
+            # Closed since the selector saw it.
+            return
+        child = next((child for child in self._children.values() if child.stub is stub), None)
+        try:
+            said = wire.receive_pair(stub)
+        except OSError:
+            said = None
+        if child is None or said is None:
+            self._selector.unregister(stub)
+            stub.close()
+            if child is not None:
+                child.stub = None
+                self._kill([child])
+        elif said[0] == wire.SIGNAL:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, said[1])
+
+    def _reap(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while self._wakeup.recv(4096):
+                pass
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if (child := self._children.pop(pid, None)) is not None:
+                self._ended(child, os.waitstatus_to_exitcode(status))
+
+    def _ended(self, child: _Child, code: int) -> None:
+        if child.torchrun:
+            if child.stub is not None:
+                self._selector.unregister(child.stub)
+                with contextlib.suppress(OSError):
+                    wire.send_pair(child.stub, wire.ENDED, code)
+                child.stub.close()
+            return
+        # Workers live no longer than their torchrun.
+        self._kill([worker for worker in self._children.values() if worker.torchrun == child.pid])
+        if child.agent == self._num_agents:
+            self._tell({"number": child.number, "code": code})
+
+    def _kill(self, children: list[_Child]) -> None:
+        for child in children:
+            # Not reaped yet, so that the id is still this child's.
+            os.kill(child.pid, signal.SIGKILL)
+
+
+def refusal() -> str | None:
+    """Return why this process must not be forked, or None."""
+    threads = len(list(Path("/proc/self/task").iterdir()))
+    if threads != 1:
+        return f"the warm process has {threads} threads, and only one survives a fork"
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if (target := str(entry.readlink())).startswith(("/dev/nvidia", "/dev/kfd", "/dev/dri")):
+                return f"the warm process has opened {target}, and a device does not survive a fork"
+    return None
+
+
+def _peer(channel: socket.socket) -> tuple[int, int]:
+    """Return the process and user id of who connected."""
+    pid, user, _ = _PEER.unpack(channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    return pid, user
+
+
+def _job(request: dict[str, Any], files: list[int]) -> Job:
+    return Job(request["arguments"], request["environment"], request["folder"], files)
+
+
+def _close(files: list[int]) -> None:
+    for file in set(files):
+        os.close(file)
+
+
+def _imported(modules: list[str]) -> str | None:
+    """Import what is to be warm; return why that failed, or None."""
+    for name in modules:
+        try:
+            importlib.import_module(name)
+        except (Exception, SystemExit) as error:  # noqa: BLE001  whatever a module does at its import
+            return f"cannot import {name}: {type(error).__name__}: {error}"
+    return None
+
+
+def _is_gone(channel: socket.socket) -> bool:
+    """Tell whether the other side has closed its end."""
+    poll = select.poll()
+    poll.register(channel, select.POLLIN)
+    if not poll.poll(0):
+        return False
+    try:
+        return not channel.recv(1, socket.MSG_PEEK)
+    except OSError:
+        return True
+
+
+def _prepared(parent: int, listener: socket.socket, modules: list[str]) -> Zygote | None:
+    """Import what is to be warm; None, and the agent is told why, where nothing may be forked from it."""
+    begin = time.monotonic()
+    try:
+        appearance = Appearance()
+        appearance.show(["warm", f"(of {parent})", "python", "-m", "launchers.fork_server.server"], NO_MARK)
+        reason = _imported(modules) or refusal()
+    except (OSError, ValueError) as error:
+        reason = str(error)
+    if reason is not None:
+        _refuse_all(listener, reason)
+        return None
+    # What was imported stays; without this a collection in a child would copy all its pages.
+    gc.collect()
+    gc.freeze()
+    return Zygote(listener, appearance, time.monotonic() - begin)
+
+
+def _refuse_all(listener: socket.socket, reason: str) -> None:
+    """Tell the agent, which called before the imports began."""
+    listener.settimeout(_LAST_WORD_S)
+    with contextlib.suppress(OSError):
+        caller, _ = listener.accept()
+        wire.send(caller, {"ready": False, "reason": reason})
+
+
+def main(arguments: list[str]) -> None:
+    """Serve the agents of process PARENT; in a forked process, run its job as `python -m` would."""
+    parent, listener = int(arguments[0]), socket.socket(fileno=int(arguments[1]))
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    die_with_parent(parent)
+    os.set_inheritable(listener.fileno(), False)
+    zygote = _prepared(parent, listener, json.loads(arguments[3]))
+    if zygote is None:
+        # Winding up what was imported takes time that its agent waits.
+        os._exit(0)
+    become(zygote.serve())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,103 @@
+"""This host's addresses as other hosts of a job can use them. Linux only; it opens no connection."""
+
+from __future__ import annotations
+
+import fcntl
+import random
+import socket
+import struct
+
+from launchers.launch_errors import LauncherError
+
+# <linux/sockios.h>
+_SIOCGIFADDR = 0x8915
+_NAME_BYTES = 15
+# Any port: connecting a datagram socket sends nothing, it only asks the routing table.
+_PORT = 9
+
+
+def address_of_interface(name: str) -> str | None:
+    """Return the IPv4 address of a network interface; None when it has none or is not there."""
+    request = struct.pack("256s", name[:_NAME_BYTES].encode())
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+        except OSError:
+            return None
+    return socket.inet_ntoa(answer[20:24])
+
+
+def address_towards(peer: str) -> str | None:
+    """Return the address of this host by which packets leave for `peer`; None where there is no way."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((peer, _PORT))
+        except OSError:
+            return None
+        return str(probe.getsockname()[0])
+
+
+def interface_of(address: str) -> str | None:
+    """Return the interface that has this address; None when no interface has it."""
+    names = (name for _, name in socket.if_nameindex())
+    return next((name for name in names if address_of_interface(name) == address), None)
+
+
+def reachable_address(interface: str | None, host: str, launch_address: str | None) -> str:
+    """Return an address of this host that the other nodes reach.
+
+    That of `interface` where one is configured, else what `host` (Slurm's name of it) means, else the one
+    from which srun launched, if that is here. A name that means this machine only to itself (127.0.1.1) does
+    not count. Raises LauncherError when none is found.
+    """
+    if interface is not None:
+        found = address_of_interface(interface)
+        if found is None:
+            names = ", ".join(name for _, name in socket.if_nameindex())
+            raise LauncherError(f"interface {interface} has no IPv4 address here; there are {names}")
+        return found
+    for name in (host, socket.gethostname(), launch_address):
+        address = _resolved(name) if name else None
+        if address is not None and not address.startswith("127.") and interface_of(address) is not None:
+            return address
+    raise LauncherError(
+        f"no address of {socket.gethostname()} is known that other nodes reach: its name means no address of "
+        f"an interface of its own; name the interface to use"
+    )
+
+
+def _resolved(name: str) -> str | None:
+    try:
+        return socket.gethostbyname(name)
+    except OSError:
+        return None
+
+
+# Finds a free TCP port. It cannot keep it free: whoever uses it does so soon.
+
+
+# Below Linux's range for outgoing connections (ip_local_port_range starts at 32768), so that none takes it
+# meanwhile.
+_FIRST, _LAST = 20000, 32767
+_TRIES = 100
+
+
+def free_port() -> int:
+    """Return a port on which nobody listens on any address of this machine.
+
+    Raises LauncherError if all tried are taken.
+    """
+    # Seeded from the system, not from a run's seed: two runs started together must not probe the same
+    # ports.
+    source = random.SystemRandom()
+    for _ in range(_TRIES):
+        port = source.randint(_FIRST, _LAST)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port
+    raise LauncherError(
+        f"no free TCP port found in {_FIRST}-{_LAST} ({_TRIES} tries); see `ss -ltn` for who listens there"
+    )

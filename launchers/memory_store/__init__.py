@@ -1,0 +1,1 @@
+"""Copies of the ranks' state in the memory of nodes: kept, exchanged and fetched back."""

@@ -1,0 +1,420 @@
+"""How copies get from node to node: a server on each, a thread that sends new ones to a neighbour, a fetch.
+
+Nothing here may hold up a training: every wait has a limit, a sender that is behind skips to the newest copy,
+and one whose copy changed while it was read says so at its end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launchers.launch_errors import LauncherError
+from launchers.memory_store.store import KEPT, OWN, Copy, CopyShelf, Place, copy_of
+
+# The words that two nodes exchange over a copy, on one TCP connection.
+#
+# The server greets with a random line; each request is a line of JSON with a code made of it and of the run's
+# secret (HMAC-SHA256), so that nobody else can read or leave copies; what is sent is not encrypted. Every
+# wait has a limit. Whose copies they are and who wants them is not known here.
+
+
+# How long a word may take, or some bytes of a copy.
+WAIT_S = 10.0
+_MAX_LINE_BYTES = 1 << 16
+_LOOK_BYTES = 1 << 12
+_MAX_RECORD_BYTES = 1 << 27
+_GOOD, _TORN = b"1", b"0"
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a node's server listens."""
+
+    host: str
+    port: int
+
+
+def shared_secret(file: Path) -> str:
+    """Return the secret that a file holds, made by whoever comes first. *Any node*. Raises OSError."""
+    draft = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as out:
+        out.write(secrets.token_hex(32))
+    try:
+        with contextlib.suppress(FileExistsError):
+            file.hardlink_to(draft)
+    finally:
+        draft.unlink()
+    return file.read_text()
+
+
+class Wire:
+    """One end of a connection."""
+
+    def __init__(self, connection: socket.socket, secret: str) -> None:
+        connection.settimeout(WAIT_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.connection = connection
+        self._secret = secret.encode()
+        self._greeting = b""
+        self._number = 0
+
+    def greet(self) -> None:
+        self._greeting = secrets.token_hex(16).encode()
+        self.connection.sendall(self._greeting + b"\n")
+
+    def be_greeted(self) -> None:
+        self._greeting = self.line()
+
+    def ask(self, **request: Any) -> None:
+        body = json.dumps(request).encode()
+        self.connection.sendall(self._code(body) + b" " + body + b"\n")
+
+    def asked(self) -> dict[str, Any] | None:
+        """Return the next request; None where there is none any more, or none of the run's own."""
+        line = self.line(must=False)
+        code, _, body = line.partition(b" ")
+        if not line or not hmac.compare_digest(code, self._code(body)):
+            return None
+        request: dict[str, Any] = json.loads(body)
+        return request
+
+    def _code(self, body: bytes) -> bytes:
+        self._number += 1
+        words = b"%s %d %s" % (self._greeting, self._number, body)
+        return hmac.new(self._secret, words, "sha256").hexdigest().encode()
+
+    def say(self, **words: Any) -> None:
+        self.connection.sendall(json.dumps(words).encode() + b"\n")
+
+    def heard(self) -> dict[str, Any]:
+        words: dict[str, Any] = json.loads(self.line())
+        return words
+
+    def line(self, *, must: bool = True) -> bytes:
+        found = b""
+        while not found.endswith(b"\n"):
+            # Looked at first: what stands behind the line belongs to the copy.
+            seen = self.connection.recv(_LOOK_BYTES, socket.MSG_PEEK)
+            if not seen or len(found) > _MAX_LINE_BYTES:
+                if must or found:
+                    raise ConnectionError("the other end left in the midst of a line")
+                return b""
+            found += self.take(seen.find(b"\n") + 1 or len(seen))
+        return found[:-1]
+
+    def take(self, num_bytes: int) -> bytes:
+        content = bytearray(num_bytes)
+        self.take_into(memoryview(content))
+        return bytes(content)
+
+    def take_into(self, memory: memoryview) -> None:
+        while len(memory):
+            count = self.connection.recv_into(memory)
+            if count == 0:
+                raise ConnectionError("the other end left in the midst of a copy")
+            memory = memory[count:]
+
+    def send_copy(self, place: Place, record: bytes) -> bool:
+        """Send record and bytes, and whether they were of one copy to the end; return that."""
+        self.connection.sendall(record)
+        with place.content.open("rb") as content:
+            sent = self.connection.sendfile(content, count=place.copy.num_bytes)
+        if sent != place.copy.num_bytes:
+            raise ConnectionError("the copy was cut off while it was sent")
+        is_good = place.is_unchanged()
+        self.connection.sendall(_GOOD if is_good else _TORN)
+        return is_good
+
+    def take_copy(self, shelf: CopyShelf, where: str, copy: Copy, record_bytes: int) -> bool:
+        """Receive what `send_copy` sends; return whether it is there now. Raises OSError without room."""
+        if not 0 < record_bytes <= _MAX_RECORD_BYTES:
+            raise ConnectionError(f"a record of {record_bytes} bytes")
+        record = self.take(record_bytes)
+        if copy_of(record.split(b"\n", 1)[0]) != copy:
+            raise ConnectionError("the record is that of another copy")
+        incoming = shelf.receive(where, copy)
+        self.take_into(memoryview(incoming.memory)[: copy.num_bytes])
+        is_good = self.take(1) == _GOOD
+        if is_good:
+            incoming.commit(record)
+        return is_good
+
+
+def as_record(copy: Copy) -> dict[str, Any]:
+    return {**copy.to_json(), "bytes": copy.num_bytes}
+
+
+def connected(address: Address, secret: str) -> Wire:
+    connection = socket.create_connection((address.host, address.port), WAIT_S)
+    try:
+        wire = Wire(connection, secret)
+        wire.be_greeted()
+    except BaseException:
+        connection.close()
+        raise
+    return wire
+
+
+# One neighbour sends, some nodes fetch.
+_MAX_CONNECTIONS = 16
+# Without a bell: how often a sender looks for new copies by itself.
+_LOOK_S = 1.0
+_LONGEST_PAUSE_S = 30.0
+_FETCHES_AT_ONCE = 4
+
+
+class CopyServer:
+    """Takes the neighbour's copies and gives copies to who fetches them, in threads of its own."""
+
+    def __init__(self, shelf: CopyShelf, host: str, secret: str) -> None:
+        """Listen on a free port of `host`, an address of this node. Raises OSError."""
+        self._shelf = shelf
+        self._secret = secret
+        self._socket = socket.create_server((host, 0), backlog=_MAX_CONNECTIONS)
+        self._attempt: int | None = None
+        self._connections: set[socket.socket] = set()
+        self._is_keeping = threading.Lock()
+        self._is_closed = False
+        threading.Thread(target=self._accept, name="copies", daemon=True).start()
+
+    @property
+    def address(self) -> Address:
+        """Where the other nodes reach it."""
+        host, port = self._socket.getsockname()[:2]
+        return Address(host, port)
+
+    def expect(self, attempt: int | None) -> None:
+        """From now on keep copies of this attempt alone: a lost node may still send an older one's."""
+        self._attempt = attempt
+
+    def close(self) -> None:
+        """Listen no more, and end what is under way."""
+        self._is_closed = True
+        for connection in (self._socket, *list(self._connections)):
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
+
+    def _accept(self) -> None:
+        while not self._is_closed:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                if self._is_closed:
+                    return
+                time.sleep(_LOOK_S)  # out of descriptors, perhaps
+                continue
+            if len(self._connections) >= _MAX_CONNECTIONS:
+                connection.close()
+                continue
+            self._connections.add(connection)
+            threading.Thread(target=self._serve, args=[connection], name="copies", daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            wire = Wire(connection, self._secret)
+            wire.greet()
+            # Between two copies a neighbour may be silent as long as it likes.
+            while (request := wire.asked()) is not None:
+                self._answer(wire, request)
+                connection.settimeout(None)
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                if not connection.recv(1, socket.MSG_PEEK):
+                    return
+                connection.settimeout(WAIT_S)
+        except (OSError, ValueError, KeyError, TypeError):
+            # Whoever asked learns it by the end of the connection, and asks again or elsewhere.
+            return
+        finally:
+            self._connections.discard(connection)
+            connection.close()
+
+    def _answer(self, wire: Wire, request: dict[str, Any]) -> None:
+        if request["verb"] == "list":
+            wire.say(copies=[copy.to_json() for copy in self._shelf.held()])
+            return
+        if request["verb"] == "put":
+            copy = copy_of(json.dumps(request["copy"]).encode())
+            if copy.attempt != self._attempt:
+                raise ConnectionError("a copy of another attempt")
+            record_bytes = int(request["record_bytes"])
+            # A connection that broke may still be waiting for the rest of its copy.
+            if not self._is_keeping.acquire(timeout=2 * WAIT_S):
+                raise ConnectionError("another copy is on its way")
+            try:
+                wire.say(is_kept=wire.take_copy(self._shelf, KEPT, copy, record_bytes))
+            finally:
+                self._is_keeping.release()
+            return
+        place = self._shelf.find(request["rank"], request["step"], request["attempt"])
+        if place is None:
+            wire.say(is_there=False)
+            return
+        record = place.record.read_bytes()
+        wire.say(is_there=True, copy=as_record(place.copy), record_bytes=len(record))
+        wire.send_copy(place, record)
+
+
+class CopyPusher:
+    """Sends each new copy of this node's ranks to a neighbour, in a thread. Whole steps, the newest first."""
+
+    def __init__(
+        self,
+        shelf: CopyShelf,
+        ranks: range,
+        attempt: int,
+        neighbour: Address,
+        secret: str,
+        *,
+        begun: Callable[[], None] = lambda: None,
+        elsewhere: Callable[[], Address | None] = lambda: None,
+    ) -> None:
+        """`begun` is called once, when the attempt's first copies are there: all its ranks train by then.
+
+        `elsewhere` is asked behind a failure where the copies go from then on; None: where they went. Both
+        are called from the thread.
+        """
+        self._shelf, self._ranks, self._attempt = shelf, ranks, attempt
+        self._neighbour, self._secret = neighbour, secret
+        self._begun, self._elsewhere = begun, elsewhere
+        self._wire: Wire | None = None
+        self._is_closed = False
+        self._failures = 0
+        self._has_begun = False
+        # The newest step that the neighbour has, what sending it took, and what went wrong last.
+        self.pushed_step: int | None = None
+        self.push_s: float | None = None
+        self.problem: str | None = None
+        self._thread = threading.Thread(target=self._follow, name="copies' sender", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Send nothing more; waits a moment for the thread."""
+        self._is_closed = True
+        self._hang_up()
+        self._shelf.ring()
+        self._thread.join(1.0)
+
+    def _follow(self) -> None:
+        retry_at = 0.0
+        while not self._is_closed:
+            self._shelf.await_bell(_LOOK_S)
+            places = self._newest() if not self._is_closed and time.monotonic() >= retry_at else []
+            if not places:
+                continue
+            if not self._has_begun:
+                self._has_begun = True
+                self._begun()
+            try:
+                self._push(places)
+                self._failures, self.problem = 0, None
+            except (OSError, ValueError, KeyError) as error:
+                self._hang_up()
+                self._failures += 1
+                self.problem = str(error) or type(error).__name__
+                retry_at = time.monotonic() + min(2.0**self._failures, _LONGEST_PAUSE_S)
+
+    def _newest(self) -> list[Place]:
+        """Return the copies of the newest step that all ranks here have, where the neighbour lacks it."""
+        of_step: dict[int, dict[int, Place]] = {}
+        for place in self._shelf.places(OWN):
+            if place.copy.attempt == self._attempt and place.copy.rank in self._ranks:
+                of_step.setdefault(place.copy.step, {})[place.copy.rank] = place
+        complete = [step for step, found in of_step.items() if len(found) == len(self._ranks)]
+        step = max(complete, default=None)
+        if step is None or (self.pushed_step is not None and step <= self.pushed_step):
+            return []
+        return list(of_step[step].values())
+
+    def _push(self, places: list[Place]) -> None:
+        began = time.monotonic()
+        if self._wire is None:
+            if self._failures:
+                self._neighbour = self._elsewhere() or self._neighbour
+            self._wire = connected(self._neighbour, self._secret)
+        wire = self._wire
+        for place in places:
+            with contextlib.suppress(FileNotFoundError):
+                record = place.record.read_bytes()
+                wire.ask(verb="put", copy=as_record(place.copy), record_bytes=len(record))
+                wire.send_copy(place, record)
+                if wire.heard()["is_kept"]:
+                    continue
+            # A rank has begun to write over it: the next copy is whole again.
+            return
+        self.pushed_step, self.push_s = places[0].copy.step, time.monotonic() - began
+
+    def _hang_up(self) -> None:
+        wire, self._wire = self._wire, None
+        if wire is not None:
+            with contextlib.suppress(OSError):
+                wire.connection.shutdown(socket.SHUT_RDWR)
+            wire.connection.close()
+
+
+def listed(source: Address, secret: str) -> list[dict[str, Any]]:
+    """Return the copies that lie on another node, as JSON. Raises LauncherError where it does not say."""
+    try:
+        wire = connected(source, secret)
+        with wire.connection:
+            wire.ask(verb="list")
+            return list(wire.heard()["copies"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        where = f"{source.host}:{source.port}"
+        raise LauncherError(f"{where} does not say which copies it has: {error}") from error
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A rank's copy that this node is to fetch, and from where."""
+
+    rank: int
+    source: Address
+
+
+def make_ready(
+    shelf: CopyShelf, ranks: range, step: int, attempt: int, wanted: list[Wanted], secret: str
+) -> None:
+    """Bring the copies of a step to where this node's `ranks` look for them: `wanted` from other nodes, some
+    at a time, others from the shelf of the neighbour's. Raises LauncherError where one cannot be had.
+    """
+    sources = {it.rank: it for it in wanted}
+    with ThreadPoolExecutor(_FETCHES_AT_ONCE, thread_name_prefix="copies") as pool:
+        fetched = [
+            pool.submit(_fetch, shelf, sources[rank], step, attempt, secret)
+            for rank in ranks
+            if not shelf.adopt(rank, step, attempt) and rank in sources
+        ]
+        for future in fetched:
+            future.result()
+
+
+def _fetch(shelf: CopyShelf, wanted: Wanted, step: int, attempt: int, secret: str) -> None:
+    try:
+        wire = connected(wanted.source, secret)
+        with wire.connection:
+            wire.ask(verb="get", rank=wanted.rank, step=step, attempt=attempt)
+            answer = wire.heard()
+            if not answer["is_there"]:
+                raise ConnectionError("it has no such copy any more")
+            copy = copy_of(json.dumps(answer["copy"]).encode())
+            if not wire.take_copy(shelf, OWN, copy, int(answer["record_bytes"])):
+                raise ConnectionError("the copy changed while it was read")
+    except (OSError, ValueError, KeyError) as error:
+        source = f"{wanted.source.host}:{wanted.source.port}"
+        raise LauncherError(
+            f"rank {wanted.rank}'s copy of step {step} cannot be fetched from {source}: {error}"
+        ) from error

@@ -1,0 +1,345 @@
+"""How the agents of one start of a job know each other, agree on what comes next, and notice who is gone.
+
+They meet in a folder that all nodes share, and open no connection:
+
+member-003.json        who the agent of node 3 is: host, address, what it offers
+beat-003               a counter that moves while that agent lives; clocks are never compared
+orders/0002.json       what all are to do next, numbered without gaps; taken by link(2), so that there is one
+orders/0002.broken     left by the first agent that found that order broken
+end-0002-003.json      how node 3's part of order 2 ended
+
+The leader, who writes the orders, is the lowest node whose beat moves. Two agents may believe for a moment
+that they lead: an order number is taken once, and what a leader needs is in these files, so that any agent
+can go on where another one died. What an order means is not known here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from launchers.launch_errors import LauncherError
+from launchers.processes import waits_for_a_device
+
+# One small write a second and node is what a shared file system bears from thousands of nodes.
+_BEAT_S = 1.0
+# How many nodes' beats the leader reads in a second.
+_BEATS_READ_PER_S = 500
+# An agent that makes no progress for so many time-outs stands still, and its beat with it; never less than a
+# tool that reads a rank's stacks may take for each rank of a node.
+_STALL_TIMEOUTS = 12
+_LEAST_STALL_S = 120.0
+# What storage that fails over may take beyond that: the ranks may train on meanwhile.
+_STORAGE_S = 900.0
+
+
+@dataclass(frozen=True)
+class Member:
+    """One node's agent. A node whose agent was started again has another incarnation."""
+
+    node: int
+    host: str
+    address: str
+    incarnation: str
+    pid: int
+    # What it offers and found out about its node, as JSON.
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Order:
+    """What the agents are to do: `action` and `facts` are the caller's; `nodes` take part, in rank order."""
+
+    number: int
+    action: str
+    nodes: tuple[int, ...] = ()
+    # By node, as text: JSON's keys are. A later incarnation of a node's agent has no part in it.
+    incarnations: Mapping[str, str] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    def is_for(self, member: Member) -> bool:
+        """Tell whether this very agent has a part in it."""
+        return member.node in self.nodes and self.incarnations.get(str(member.node)) == member.incarnation
+
+
+@dataclass
+class _Seen:
+    """A beat as last read, and how often this agent's own had moved then."""
+
+    value: bytes | None
+    own_beats: int
+
+
+class Crew:
+    """One agent's view of the others. `join` first, `leave` at last; all else from the agent's own thread."""
+
+    def __init__(
+        self,
+        folder: Path,
+        node: int,
+        num_nodes: int,
+        timeout_s: float,
+        stalled: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`timeout_s`: a node whose beat stands still for so long is silent. `stalled` is called, from
+        another thread, when this agent has made no `progress` for so long that its beat stands still.
+        Raises LauncherError where the folder cannot be made.
+        """
+        self.folder = folder
+        self.node = node
+        self.num_nodes = num_nodes
+        self._patience = max(1, round(timeout_s / _BEAT_S))
+        # Those that were really written. Silence is counted in them: while the file system stands still for
+        # everybody, or this agent itself does, nobody is silent.
+        self._own_beats = 0
+        self._last_order: Order | None = None
+        self._seen: dict[int, _Seen] = {}
+        self._looked_at = -float(num_nodes)
+        self._is_over = threading.Event()
+        self._stall_s = max(_LEAST_STALL_S, _STALL_TIMEOUTS * timeout_s)
+        self._stalled = stalled
+        # How often it was time for a beat, and by when of that the agent's own thread must have made
+        # progress: where the whole job is suspended neither moves. Never before it has said so once.
+        self._num_turns = 0
+        self._progress_due = math.inf
+        self.member: Member | None = None
+        try:
+            self._orders.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise LauncherError(f"cannot make {folder}: {error.strerror}") from error
+
+    @property
+    def _orders(self) -> Path:
+        return self.folder / "orders"
+
+    # Who is there.
+
+    def join(self, host: str, address: str, facts: Mapping[str, Any]) -> Member:
+        """Say who this node's agent is, and let its beat move from now on. Raises LauncherError."""
+        self.member = Member(self.node, host, address, secrets.token_hex(6), os.getpid(), dict(facts))
+        try:
+            self._beat(0)
+            self._write(self._member_file(self.node), dataclasses.asdict(self.member))
+        except OSError as error:
+            raise LauncherError(f"cannot write into {self.folder}: {error.strerror}") from error
+        threading.Thread(target=self._keep_beating, name="beat", daemon=True).start()
+        return self.member
+
+    def tell(self, facts: Mapping[str, Any]) -> None:
+        """Change what this agent says of itself. Raises OSError."""
+        assert self.member is not None
+        self.member = dataclasses.replace(self.member, facts={**self.member.facts, **facts})
+        self._write(self._member_file(self.node), dataclasses.asdict(self.member))
+
+    def progress(self) -> None:
+        """Say that the agent's own thread goes on: called again and again, or its beat stands still."""
+        self.allow(self._stall_s)
+
+    def allow(self, seconds: float) -> None:
+        """Let what the agent's own thread does next take so long; the next `progress` ends that."""
+        self._progress_due = self._num_turns + max(seconds, self._stall_s) / _BEAT_S
+
+    def leave(self) -> None:
+        """Let the beat stand still and take the name off the list; the others' orders stay."""
+        self._is_over.set()
+        for file in (self._member_file(self.node), self._beat_file(self.node)):
+            with contextlib.suppress(OSError):
+                file.unlink()
+
+    def _keep_beating(self) -> None:
+        count = 0
+        while not self._is_over.wait(_BEAT_S):
+            self._num_turns += 1
+            if self._num_turns > self._progress_due + self._patience_with_storage():
+                # What moves by itself would say nothing of an agent that hangs.
+                self._stalled()
+                continue
+            count += 1
+            # A file system that fails now may answer the next time; if not, the others go on without us.
+            with contextlib.suppress(OSError):
+                self._beat(count)
+                self._own_beats = count
+
+    def _patience_with_storage(self) -> float:
+        """Return how many turns more an agent gets whose thread waits for storage that does not answer."""
+        return _STORAGE_S / _BEAT_S if waits_for_a_device(os.getpid()) else 0.0
+
+    def _beat(self, count: int) -> None:
+        assert self.member is not None
+        # Opened and closed each time: that is what makes NFS send it, and show it to whoever opens it.
+        with self._beat_file(self.node).open("wb", buffering=0) as file:
+            file.write(f"{self.member.incarnation} {count:08d}\n".encode())
+
+    def members(self) -> dict[int, Member]:
+        """Return who has joined and not left, by node."""
+        try:
+            names = [entry.name for entry in os.scandir(self.folder) if entry.name.startswith("member-")]
+        except OSError:
+            return {}
+        found = (_read(self.folder / name) for name in names)
+        members = [member for record in found if record and (member := _member(record)) is not None]
+        return {member.node: member for member in sorted(members, key=lambda member: member.node)}
+
+    def member_of(self, node: int) -> Member | None:
+        """Return who has joined on one node and not left; None where nobody has."""
+        record = _read(self._member_file(node))
+        return None if record is None else _member(record)
+
+    def leader(self) -> int:
+        """Return the lowest node that has joined and is not silent. It looks no further than that one."""
+        for node in range(self.node):
+            if self._member_file(node).exists() and not self._is_silent(node):
+                return node
+        return self.node
+
+    @property
+    def leads(self) -> bool:
+        return self.leader() == self.node
+
+    def silent(self, nodes: Iterable[int]) -> list[int]:
+        """Return those of `nodes` whose beat has stood still, or was never there, for the time-out.
+
+        A node counts from the first call that names it. Reads at most some hundred beats a second.
+        """
+        now = time.monotonic()
+        if now - self._looked_at < max(_BEAT_S, self.num_nodes / _BEATS_READ_PER_S):
+            return [node for node in nodes if self._was_silent(node)]
+        self._looked_at = now
+        return [node for node in nodes if node != self.node and self._is_silent(node)]
+
+    def _was_silent(self, node: int) -> bool:
+        seen = self._seen.get(node)
+        return node != self.node and seen is not None and self._own_beats - seen.own_beats > self._patience
+
+    def _is_silent(self, node: int) -> bool:
+        value = _bytes(self._beat_file(node))
+        seen = self._seen.get(node)
+        if seen is None or (value is not None and value != seen.value):
+            self._seen[node] = _Seen(value, self._own_beats)
+            return False
+        return self._was_silent(node)
+
+    # What comes next.
+
+    def newest_order(self) -> Order | None:
+        """Return the order with the highest number; None before the first.
+
+        One that cannot be read at the moment is none yet: the one before it still holds.
+        """
+        numbers = [int(name[:4]) for name in self._order_names() if name.endswith(".json")]
+        record = _read(self._orders / f"{max(numbers):04d}.json") if numbers else None
+        self._last_order = (None if record is None else _order(record)) or self._last_order
+        return self._last_order
+
+    def publish(self, order: Order) -> bool:
+        """Give an order; return False where another agent took its number before. Raises OSError."""
+        place = self._orders / f"{order.number:04d}.json"
+        draft = self._orders / f".{place.name}.{secrets.token_hex(4)}"
+        try:
+            _write_durably(draft, dataclasses.asdict(order))
+            # Exclusive creation of the whole content at once, on every file system that clusters share.
+            os.link(draft, place)
+        except FileExistsError:
+            # An NFS client that asked twice hears "exists" of its own link.
+            return draft.stat().st_nlink > 1
+        finally:
+            draft.unlink(missing_ok=True)
+        return True
+
+    def mark_broken(self, number: int, evidence: Mapping[str, Any]) -> None:
+        """Let all agents know that an order cannot be carried out to its end; a full disk is passed over."""
+        place = self._orders / f"{number:04d}.broken"
+        with contextlib.suppress(OSError):
+            if not place.exists():
+                self._write(place, {"node": self.node, **evidence})
+
+    def broken(self, number: int) -> dict[str, Any] | None:
+        """Return why an order broke; None while it has not. It lists the folder: NFS asks for that afresh."""
+        name = f"{number:04d}.broken"
+        return (_read(self._orders / name) or {}) if name in self._order_names() else None
+
+    def _order_names(self) -> list[str]:
+        try:
+            return [entry.name for entry in os.scandir(self._orders) if not entry.name.startswith(".")]
+        except OSError:
+            return []
+
+    # How it ended.
+
+    def report(self, number: int, record: Mapping[str, Any]) -> None:
+        """Say how this node's part of an order ended. Raises OSError."""
+        self._write(self._end_file(number, self.node), record)
+
+    def reports(self, number: int, nodes: Iterable[int]) -> dict[int, dict[str, Any]]:
+        """Return what the named nodes said about the end of their part, of those that did."""
+        try:
+            names = {entry.name for entry in os.scandir(self.folder)}
+        except OSError:
+            return {}
+        files = {node: self._end_file(number, node) for node in nodes}
+        found = {node: _read(file) for node, file in files.items() if file.name in names}
+        return {node: record for node, record in found.items() if record is not None}
+
+    def _member_file(self, node: int) -> Path:
+        return self.folder / f"member-{node:03d}.json"
+
+    def _beat_file(self, node: int) -> Path:
+        return self.folder / f"beat-{node:03d}"
+
+    def _end_file(self, number: int, node: int) -> Path:
+        return self.folder / f"end-{number:04d}-{node:03d}.json"
+
+    @staticmethod
+    def _write(place: Path, record: Mapping[str, Any]) -> None:
+        draft = place.with_name(f".{place.name}.{secrets.token_hex(4)}")
+        try:
+            _write_durably(draft, record)
+            draft.replace(place)
+        finally:
+            draft.unlink(missing_ok=True)
+
+
+def _write_durably(place: Path, record: Mapping[str, Any]) -> None:
+    with place.open("w") as file:
+        file.write(json.dumps(record) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _bytes(file: Path) -> bytes | None:
+    try:
+        return file.read_bytes() or None
+    except OSError:
+        return None
+
+
+def _read(file: Path) -> dict[str, Any] | None:
+    try:
+        record = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def _member(record: dict[str, Any]) -> Member | None:
+    try:
+        return Member(**record)
+    except TypeError:
+        return None
+
+
+def _order(record: dict[str, Any]) -> Order | None:
+    try:
+        return Order(**{**record, "nodes": tuple(record["nodes"])})
+    except (TypeError, KeyError):
+        return None

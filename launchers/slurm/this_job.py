@@ -1,0 +1,173 @@
+"""What a job asks of Slurm about itself, and what it asks Slurm to do with it. It decides nothing.
+
+In an array always by the array's id and the task: the number of its last task is the array's own id, and
+`scontrol requeue` of that would start all of its tasks again.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import TracebackType
+
+from launchers.launch_errors import LauncherError, SlurmRefused
+from launchers.node_agent import StopRequests
+from launchers.slurm.commands import output_of
+
+# Slurm kills 30 s after it has asked a job to end (KillWait): who asks then must not wait for long.
+QUERY_TIMEOUT_S = 5.0
+_REQUEUE_TIMEOUT_S = 10.0
+# Values may hold spaces, names do not.
+_FIELD = re.compile(r"(?:^|\s)(\w+)=(.*?)(?=\s+[\w/:&]+=|\s*$)")
+_ENDING = "COMPLETING"
+_NOTHING = ("None", "(null)", "N/A", "Unknown")
+
+
+@dataclass(frozen=True)
+class OwnJob:
+    """A job as `scontrol show job` tells of it."""
+
+    state: str
+    # Such as TimeLimit where that ends it.
+    reason: str = ""
+    # How often it was started again, a start that is to come included.
+    restarts: int = 0
+    # Whether a job of more weight takes its nodes, which it still has for the grace time.
+    is_preempted: bool = False
+    comment: str = ""
+    # The script that was submitted.
+    script: str | None = None
+    # The nodes that it has now, as Slurm writes them; empty: unknown or none.
+    nodes: str = ""
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether Slurm has begun to end it, or it is over."""
+        return self.state not in ("RUNNING", "CONFIGURING", "RESIZING", "SIGNALING", "SUSPENDED", "STOPPED")
+
+
+def own_job(job: str, timeout_s: float = QUERY_TIMEOUT_S) -> OwnJob:
+    """Return what Slurm says of a job by its id (12, or 12_3). Raises LauncherError; SlurmRefused: gone."""
+    words = ("scontrol", "--oneliner", "show", "job", job)
+    found = parsed(output_of(words, timeout_s=timeout_s))
+    if found is None:
+        raise SlurmRefused(f"scontrol show job {job} told nothing that could be read")
+    return found
+
+
+def parsed(text: str) -> OwnJob | None:
+    """Return the job in what scontrol printed; None where it printed something else."""
+    lines = [line for line in text.splitlines() if "JobState=" in line]
+    if not lines:
+        return None
+    fields = {name: value for name, value in _FIELD.findall(lines[0]) if value not in _NOTHING}
+    restarts = fields.get("Restarts", "0")
+    return OwnJob(
+        state=fields.get("JobState", ""),
+        reason=fields.get("Reason", ""),
+        restarts=int(restarts) if restarts.isdecimal() else 0,
+        is_preempted="PreemptTime" in fields,
+        comment=fields.get("Comment", ""),
+        script=fields.get("Command"),
+        nodes=fields.get("NodeList", ""),
+    )
+
+
+def requeue(job: str) -> None:
+    """Have Slurm end a job and queue it again; this very step may be killed before it returns.
+
+    *Main thread only*: scontrol is started deaf to SIGTERM, which Slurm then sends to all processes of the
+    step. Raises SlurmRefused where the job may not be requeued, SlurmSilent where that stays unknown.
+    """
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        output_of(("scontrol", "requeue", job), timeout_s=_REQUEUE_TIMEOUT_S)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+# The signals that reach a job's tasks, counted instead of died of. It stops nothing itself.
+#
+# Slurm sends USR2 (or another warning) before the time limit, TERM at a cancel, a preemption and the limit
+# itself, some of them twice. It kills by itself when a task takes too long: no second signal makes it urgent.
+
+
+_OF_A_JOB = (signal.SIGUSR2, signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+class JobSignals(StopRequests):
+    """While entered, what Slurm sends counts as one request to stop; handlers that stood before are replaced.
+
+    Main thread only. Signals that were ignored before are heard too: submitit and shells may leave them so.
+    """
+
+    def __enter__(self) -> JobSignals:
+        for number in _OF_A_JOB:
+            self._before[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Ignore them from here on.
+
+        srun ends the other tasks when one has failed, and a task that is about to end with its own code must
+        not end with a signal's.
+        """
+        for number in self._before:
+            signal.signal(number, signal.SIG_IGN)
+
+    def count(self) -> int:
+        """Return 1 once a signal has come, however many follow."""
+        return min(1, super().count())
+
+
+# What a task knows of its job from the variables that Slurm sets. It asks Slurm nothing.
+
+
+@dataclass(frozen=True)
+class JobTask:
+    """One task of a job's step; with one task per node also that node's number."""
+
+    # The id of the array and the member's number, where the job is one of an array: 12_3. Slurm's commands
+    # take it; the job's own number may be the whole array's id.
+    job: str
+    # How often the job has been started before this time.
+    restart: int
+    node: int
+    num_nodes: int
+    # As Slurm calls this host.
+    host: str
+    # Where srun runs: the first node, by an address that the others reach.
+    launch_address: str | None
+    # Slurm's name of the cluster; None where Slurm did not say it.
+    cluster: str | None = None
+
+    @property
+    def array_task(self) -> int | None:
+        """The number of the job in its array; None for a job of its own."""
+        member = self.job.partition("_")[2]
+        return int(member) if member else None
+
+
+def job_task(environment: Mapping[str, str]) -> JobTask:
+    """Return this task's place. Raises LauncherError outside a step, and with several tasks per node."""
+    missing = [name for name in ("SLURM_JOB_ID", "SLURM_PROCID", "SLURM_NTASKS") if name not in environment]
+    if missing:
+        raise LauncherError(f"{', '.join(missing)} is not set: srun starts this inside a Slurm job")
+    num_tasks, num_nodes = int(environment["SLURM_NTASKS"]), int(environment.get("SLURM_NNODES", "1"))
+    if num_tasks != num_nodes:
+        raise LauncherError(f"{num_tasks} tasks on {num_nodes} nodes, expected one task on each")
+    array, member = environment.get("SLURM_ARRAY_JOB_ID"), environment.get("SLURM_ARRAY_TASK_ID")
+    return JobTask(
+        job=f"{array}_{member}" if array and member else environment["SLURM_JOB_ID"],
+        restart=int(environment.get("SLURM_RESTART_COUNT") or 0),
+        # The steps' tasks are numbered node by node.
+        node=int(environment["SLURM_PROCID"]),
+        num_nodes=num_nodes,
+        host=environment.get("SLURMD_NODENAME", ""),
+        launch_address=environment.get("SLURM_LAUNCH_NODE_IPADDR"),
+        cluster=environment.get("SLURM_CLUSTER_NAME") or None,
+    )

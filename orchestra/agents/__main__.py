@@ -1,0 +1,196 @@
+"""`python -m orchestra.agents RUN_DIR`: what srun starts on each node of a job.
+
+For an array of a sweep it is `SWEEP_DIR --first F`: task t trains the member with index F + t.
+
+The process that srun starts does nothing but keep an agent alive: it forks it, and forks it again when it was
+killed, after everything that the dead one had started is gone. What takes long to import it keeps for the
+next agent: the agent's own modules, and the warm process that ranks are forked from. Signals are the agent's
+to hear: Slurm sends them to every process of the step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import secrets
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from launchers import processes
+from launchers.fork_server.owner import KeptZygote, Owner, OwnZygote, serve
+from launchers.processes import die_with_parent
+from launchers.slurm.this_job import JobSignals
+
+_MARK = "LAUNCHERS_NODE_MARK"
+# An agent that is killed over and over takes its node along. What lived for a while is no such agent.
+_MOST_STARTS = 5
+_LONG_LIFE_S = 600.0
+_LEFTOVERS_TIMEOUT_S = 30.0
+_POLL_S = 0.05
+
+
+def main(argv: list[str]) -> int:
+    """Keep this node's agent alive until it ends by itself; return its exit code."""
+    signals = _Heard()
+    os.environ[_MARK] = mark = secrets.token_hex(8)
+    _import_ahead()
+    zygote = OwnZygote()
+    num_starts = 0
+    while num_starts < _MOST_STARTS:
+        num_starts += 1
+        began = time.monotonic()
+        with signals.held_back():
+            agent = _forked(argv)
+            signals.hand_to(agent.pid)
+        serve(agent.channel, zygote, agent.is_over)
+        code = agent.wait()
+        signals.hand_to(None)
+        if code >= 0:
+            return code
+        _end_leftovers(mark, zygote)
+        if signals.is_any:
+            break
+        sys.stderr.write(f"this node's agent (process {agent.pid}) was killed by signal {-code}\n")
+        if time.monotonic() - began >= _LONG_LIFE_S:
+            num_starts = 0
+    sys.stderr.write("error: this node's agent is not started again\n")
+    return 1
+
+
+class _Agent:
+    """The agent as its keeper sees it: a process id, and a socket on which it asks for the warm process."""
+
+    def __init__(self, pid: int, channel: socket.socket) -> None:
+        self.pid = pid
+        self.channel = channel
+        self._status: int | None = None
+
+    def is_over(self) -> bool:
+        """Tell whether it has ended."""
+        if self._status is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self._status = status if pid else None
+        return self._status is not None
+
+    def wait(self) -> int:
+        """Return its exit code (negative: a signal) once it has ended."""
+        if self._status is None:
+            _, self._status = os.waitpid(self.pid, 0)
+        self.channel.close()
+        return os.waitstatus_to_exitcode(self._status)
+
+
+def _forked(argv: list[str]) -> _Agent:
+    ours, its = socket.socketpair()
+    parent = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        ours.close()
+        _become_agent(parent, argv, KeptZygote(its))
+    its.close()
+    return _Agent(pid, ours)
+
+
+def _import_ahead() -> None:
+    """Import what agents need: the first one is here no later for it, and the next ones at once."""
+    for name in ("orchestra.agents.agent", "orchestra.agents.agent", "orchestra.run.paths"):
+        importlib.import_module(name)
+
+
+_HEARD = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+class _Heard:
+    """Hands what would end this process to its agent, and ends only when that does."""
+
+    def __init__(self) -> None:
+        self.is_any = False
+        self._child: int | None = None
+        # What came before there was an agent.
+        self._early: list[int] = []
+        for number in _HEARD:
+            signal.signal(number, self._hear)
+
+    def hand_to(self, child: int | None) -> None:
+        """Hand what came and comes to this process; None: to nobody, for now."""
+        self._child = child
+        while child is not None and self._early:
+            self._send(child, self._early.pop(0))
+
+    @contextlib.contextmanager
+    def held_back(self) -> Iterator[None]:
+        """Let signals wait while this process forks: those of the new one are its own to let through."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _HEARD)
+
+    def _hear(self, number: int, _: object) -> None:
+        self.is_any = True
+        if self._child is None:
+            self._early.append(number)
+        else:
+            self._send(self._child, number)
+
+    @staticmethod
+    def _send(child: int, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, number)
+
+
+def _become_agent(parent: int, argv: list[str], zygote: Owner) -> None:
+    """Be the agent to the end of this process."""
+    code = 1
+    try:
+        with JobSignals() as signals:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _HEARD)
+            die_with_parent(parent)
+            code = _work(argv, signals, zygote)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _end_leftovers(mark: str, zygote: OwnZygote) -> None:
+    """Wait until nothing of a dead agent is left but the zygote, which kills what it forked by itself; should
+    it be ill, that ends here too.
+    """
+    deadline = time.monotonic() + _LEFTOVERS_TIMEOUT_S
+    kept = {os.getpid(), zygote.pid}
+    while time.monotonic() < deadline:
+        left = [it for it in processes.marked(f"{_MARK}={mark}") if it.pid not in kept]
+        if not left:
+            return
+        processes.send(left, signal.SIGKILL)
+        time.sleep(_POLL_S)
+
+
+def _work(argv: list[str], signals: JobSignals, zygote: Owner) -> int:
+    from launchers.launch_errors import LauncherError
+    from orchestra.agents.agent import attend, station
+    from orchestra.errors import EXIT_FAILED, OrchestraError
+    from orchestra.run.paths import RunDir, SweepDir
+
+    try:
+        if len(argv) == 1:
+            return attend(station(RunDir(Path(argv[0])), signals, zygote))
+        path, _, first = argv
+        task = int(os.environ["SLURM_ARRAY_TASK_ID"])
+        return attend(station(SweepDir(Path(path)).member(int(first) + task), signals, zygote))
+    except OrchestraError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return error.exit_code
+    except (LauncherError, OSError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return EXIT_FAILED
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,177 @@
+"""What the control plane writes about one attempt: that it starts, who died without a word, how it ended.
+
+The node agents' side of the two planes' meeting place: workers write their own verdicts. The same for an
+attempt in the foreground and for one over several nodes, where only the leader speaks for the whole. It
+starts and ends no process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from conf.schema import Config
+from launchers import processes
+from launchers.spec import Ending, LaunchSpec
+from orchestra.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, LaunchError
+from orchestra.recovery.history import (
+    Verdict,
+    judge,
+    node_verdict,
+    of_attempt,
+    ranks_with_verdict,
+    signal_name,
+)
+from orchestra.run.events import EventWriter, is_number, node_writer, read_events
+from orchestra.run.files import read_last_lines
+from orchestra.run.metrics_file import sound_row
+from orchestra.run.paths import RunDir
+from orchestra.sizes.topology import batch_shape, has_open_micro_batch, layout
+
+# As much of the metrics as holds their last row.
+_ROW_BYTES = 1 << 14
+
+# What most often sends these signals to a worker.
+_HINTS = {
+    "SIGKILL": "from outside: often the kernel when memory runs out (dmesg tells), or a user's kill -9",
+    "SIGSEGV": "a crash in native code; the rank's log may hold its last words",
+    "SIGABRT": "an assertion in native code; the rank's log may hold its last words",
+    "SIGBUS": "a memory-mapped file was cut short or a device went away; /dev/shm may be full",
+}
+
+
+@dataclass(frozen=True)
+class AttemptRecord:
+    """The record that one node's agent keeps of an attempt, in an event file of its own."""
+
+    run: RunDir
+    number: int
+    node: int
+    events: EventWriter
+
+    def seen(self) -> list[dict[str, Any]]:
+        """Return what everybody has written about this attempt so far."""
+        return of_attempt(read_events(self.run), self.number)
+
+    def conclude(
+        self,
+        ending: Ending,
+        interruption: str | None,
+        amended: Callable[[Verdict], Verdict] = lambda verdict: verdict,
+        *,
+        decides: Callable[[Verdict], bool] = lambda _: False,
+    ) -> Verdict:
+        """Judge how the whole attempt ended, write that down and return it. *The leading node only*.
+
+        `interruption` says why the ranks were ended at once, None where they ended by themselves, be it
+        because they were asked to. What `amended` makes of the verdict is what counts; `decides` says
+        whether whoever asks is about to decide what follows it, and readers are to wait for that.
+        """
+        verdict = judge(self.seen(), exit_code=ending.exit_code, interruption=interruption)
+        if not self.run.events.is_dir() and verdict.code != EXIT_INTERRUPTED:
+            gone = f"{self.run.path} was removed while it trained, and its records with it"
+            verdict = Verdict(EXIT_FAILED, "run directory removed", gone)
+        verdict = amended(verdict)
+        with contextlib.suppress(OSError):
+            self._write_verdict(verdict, ending, is_decided_next=decides(verdict))
+        # As everybody reads it from now on.
+        return node_verdict(self.seen()) or verdict
+
+    def _write_verdict(self, verdict: Verdict, ending: Ending, *, is_decided_next: bool) -> None:
+        survivors = {"survivors": list(ending.survivors)} if ending.survivors else {}
+        following = {"undecided": True} if is_decided_next else {}
+        self.events.write(
+            "finished" if verdict.code == EXIT_DONE else "failed",
+            node=self.node,
+            code=verdict.code,
+            cause=verdict.cause,
+            message=verdict.message,
+            step=verdict.step,
+            reached=self._last_logged_step(),
+            **survivors,
+            **following,
+        )
+
+    def _last_logged_step(self) -> int | None:
+        """Return the newest step that this attempt logged; None where it logged none."""
+        began = min((float(it["time"]) for it in self._starts()), default=math.inf)
+        rows = (sound_row(row) for row in read_last_lines(self.run.metrics, 1, _ROW_BYTES))
+        steps = [int(row["step"]) for row in rows if row is not None and _time_of(row) >= began]
+        return next(iter(steps), None)
+
+    def _starts(self) -> list[dict[str, Any]]:
+        return [event for event in self.seen() if event["event"] == "attempt_started"]
+
+    def write_failed(self, error: Exception) -> None:
+        """Write that the attempt failed before torchrun could say anything; a full disk is passed over."""
+        cause = type(error).__name__
+        with contextlib.suppress(OSError):
+            facts = {"cause": cause, "message": str(error), "undecided": True}
+            self.events.write("failed", node=self.node, code=EXIT_FAILED, **facts)
+
+    def write_killed_ranks(self, ending: Ending, *, was_stopped: bool) -> None:
+        """Write a `rank_failed` for each rank of this node that died without a verdict of its own."""
+        spoke = ranks_with_verdict(self.seen())
+        for failure in ending.failures:
+            if failure.cleaned_up or failure.rank in spoke or was_stopped:
+                continue
+            self.events.write("rank_failed", rank=failure.rank, pid=failure.pid, **_cause(failure.exit_code))
+
+
+def _time_of(row: dict[str, Any]) -> float:
+    return float(row["time"]) if is_number(row.get("time")) else -math.inf
+
+
+def _cause(exit_code: int) -> dict[str, object]:
+    if exit_code >= 0:
+        return {"code": EXIT_FAILED, "cause": f"exit code {exit_code}", "message": "it wrote no verdict"}
+    name = signal_name(-exit_code)
+    message = _HINTS.get(name, "")
+    return {"code": EXIT_FAILED, "cause": f"killed by {name}", "message": message, "signal": name}
+
+
+def write_started(record: AttemptRecord, config: Config, spec: LaunchSpec, **context: Any) -> None:
+    """Write that an attempt starts, led by this process. *The leading node only*.
+
+    `config` says the nodes that take part; `context` goes into the event, such as the scheduler's job. Raises
+    LaunchError when the run directory cannot be written.
+    """
+    leader = processes.find(os.getpid())
+    try:
+        record.events.write(
+            "attempt_started",
+            node=record.node,
+            pid=os.getpid(),
+            pid_started=None if leader is None else leader.started,
+            nodes=spec.num_nodes,
+            ranks_per_node=spec.ranks_per_node,
+            **_layout(config, spec.world_size),
+            **context,
+        )
+    except OSError as error:
+        raise LaunchError(f"{record.run.events}: cannot be written: {error.strerror}") from error
+
+
+def joined(run: RunDir, attempt: int, node: int) -> AttemptRecord:
+    """Return the record of a node of an attempt. Raises LaunchError when nothing can be written there."""
+    try:
+        return AttemptRecord(run, attempt, node, EventWriter(run, node_writer(attempt, node), attempt))
+    except OSError as error:
+        raise LaunchError(f"{run.events}: cannot be written: {error.strerror}") from error
+
+
+def _layout(config: Config, world_size: int) -> dict[str, object]:
+    mesh = layout(config.parallelism, world_size)
+    if has_open_micro_batch(config.train):  # the ranks record what they find
+        return {"layout": dataclasses.asdict(mesh), "micro_batch_size": "auto", "accumulation": None}
+    batch = batch_shape(config.train, mesh.dp)
+    return {
+        "layout": dataclasses.asdict(mesh),
+        "micro_batch_size": batch.micro_batch_size,
+        "accumulation": batch.accumulation,
+    }

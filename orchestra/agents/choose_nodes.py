@@ -1,0 +1,322 @@
+"""Which nodes the next attempt takes: pure functions over members, events and a decision of the policy."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import statistics
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from conf.schema import Config
+from launchers.node_group import Member, Order
+from orchestra.agents.context import Station
+from orchestra.errors import ConfigError
+from orchestra.recovery.policy import Action, Decision, Resources, node_is_gone
+from orchestra.run.events import EventWriter, is_number
+from orchestra.run.files import Record
+from orchestra.sizes.topology import batch_shape, has_open_micro_batch, layout
+
+# Which nodes had better not train: pure functions over what the nodes say of themselves and of each other.
+#
+# Three degrees: *unfit* nodes cannot train and are never taken; *slow* ones are left out where a spare is
+# there; *doubtful* ones (on the cluster's list, or with signs of a failing device) also where fewer nodes
+# will do. Where they are needed they are used, and the event says so.
+
+
+# With fewer nodes the others' median says too little.
+_FEWEST_NODES = 4
+# A node is slow that reaches this share of the others' median, in all its measurements.
+_SLOW_SHARE = 1 / 3
+# Above that a single stream tells more about how busy a host is than about its network: a link of 10 Gb/s
+# that fell back to 1 Gb/s carries 0.12 GB/s.
+_FAST_BYTES_PER_S = 0.25e9
+_CLOCK_SLACK_S = 2.0
+# How long the first attempt waits for the nodes' looks at themselves, once all nodes are there.
+LOOKS_TIMEOUT_S = 10.0
+
+Nodes = tuple[int, ...]
+# Returns as many of the nodes as give a layout, None where too few do.
+Shrink = Callable[[Sequence[int]], Nodes | None]
+
+
+def have_looked(members: Mapping[int, Member], num_nodes: int, waited_s: float) -> bool:
+    """Tell whether all nodes that came have looked at themselves and their neighbours, or are not waited for
+    longer; `num_nodes`: of the whole job.
+    """
+    if waited_s > LOOKS_TIMEOUT_S:
+        return True
+    looking = {node: it.facts for node, it in members.items() if it.facts.get("looks")}
+    ends = {node for node, facts in looking.items() if "ring_port" in facts}
+    return all(
+        "checked" in facts and ("ring" in facts or node not in ends or (node + 1) % num_nodes not in ends)
+        for node, facts in looking.items()
+    )
+
+
+def slow(members: Mapping[int, Member]) -> dict[int, str]:
+    """Return the nodes that are far behind the others, with what was measured."""
+    return {**_far_behind(_rates(members), _rate_words), **_far_behind(_core_rates(members), _core_words)}
+
+
+def doubts(members: Mapping[int, Member], listed: Mapping[str, str]) -> dict[int, str]:
+    """Return the nodes that something speaks against; `listed`: hosts on the cluster's list, and why."""
+    found = {}
+    for node, member in members.items():
+        reasons = [member.facts.get("doubt"), listed.get(member.host)]
+        words = "; ".join(str(reason) for reason in reasons if reason)
+        if words:
+            found[node] = words
+    return found
+
+
+def preferred(
+    fit: Sequence[int],
+    wanted: int,
+    slow_nodes: Mapping[int, str],
+    doubtful: Mapping[int, str],
+    shrink: Shrink,
+) -> Nodes | None:
+    """Return the nodes of an attempt, in their order: without those that something speaks against where the
+    others suffice. None where even all are too few.
+    """
+    sound = [node for node in fit if node not in slow_nodes and node not in doubtful]
+    with_slow = [node for node in fit if node not in doubtful]
+    for pool, first in ((with_slow, sound), (list(fit), with_slow)):
+        if len(pool) >= wanted:
+            chosen = [*first, *(node for node in pool if node not in first)][:wanted]
+            taken = tuple(node for node in fit if node in chosen)
+            if pool is with_slow or (smaller := shrink(with_slow)) is None:
+                return taken
+            return smaller
+    return shrink(with_slow) or shrink(fit)
+
+
+def by_preference(
+    nodes: Sequence[int], slow_nodes: Mapping[int, str], doubtful: Mapping[int, str]
+) -> list[int]:
+    """Return spares in the order in which they step in."""
+    return sorted(nodes, key=lambda node: (node in doubtful, node in slow_nodes, node))
+
+
+def write_findings(
+    events: EventWriter, members: Mapping[int, Member], listed: Mapping[str, str], taken: Sequence[int]
+) -> None:
+    """Write down what the nodes' looks found, in one event, and one for each slow node. *The leader only*."""
+    facts = _summary(members, listed, taken)
+    with contextlib.suppress(OSError):
+        events.write("node_checked", **facts)
+        for node, words in slow(members).items():
+            host = members[node].host
+            events.write("node_slow", node=node, host=host, cause=words, used=node in taken)
+
+
+def words_of(members: Mapping[int, Member], listed: Mapping[str, str], taken: Sequence[int]) -> list[str]:
+    """Return what a person is to know of the nodes, a line for each; none where all are well."""
+    lines = []
+    slow_nodes, doubtful = slow(members), doubts(members, listed)
+    for node, member in sorted(members.items()):
+        reasons = [member.facts.get("unfit"), doubtful.get(node), slow_nodes.get(node)]
+        words = "; ".join(str(reason) for reason in reasons if reason)
+        if words:
+            lines.append(f"{member.host}: {words} ({'used all the same' if node in taken else 'left out'})")
+    off = _clocks_off(members)
+    return [*lines, *(f"{host}: its clock differs from the others' by {s:.1f} s" for host, s in off.items())]
+
+
+def _summary(
+    members: Mapping[int, Member], listed: Mapping[str, str], taken: Sequence[int]
+) -> dict[str, Any]:
+    looked = [it.facts["checked"] for it in members.values() if isinstance(it.facts.get("checked"), dict)]
+    seconds = max((it.get("seconds", 0.0) for it in looked), default=0.0)
+    facts: dict[str, Any] = {"nodes": len(members), "looked": len(looked), "seconds": seconds}
+    unfit = {it.host: it.facts["unfit"] for it in members.values() if it.facts.get("unfit")}
+    doubtful = {members[node].host: words for node, words in doubts(members, listed).items()}
+    slow_hosts = {members[node].host: words for node, words in slow(members).items()}
+    against = {**unfit, **doubtful, **slow_hosts}
+    left_out = [it.host for node, it in members.items() if node not in taken and it.host in against]
+    found = {"unfit": unfit, "doubt": doubtful, "left_out": left_out, "clock_off_s": _clocks_off(members)}
+    return {**facts, **{name: value for name, value in found.items() if value}}
+
+
+def _clocks_off(members: Mapping[int, Member]) -> dict[str, float]:
+    """Return the hosts whose clock differs from the others', as compared with that of the file system."""
+    ahead = {it.host: _number(it, "checked", "clock_ahead_s") for it in members.values()}
+    known = {host: seconds for host, seconds in ahead.items() if seconds is not None}
+    if not known:
+        return {}
+    middle = statistics.median(known.values())
+    return {host: round(s - middle, 1) for host, s in known.items() if abs(s - middle) > _CLOCK_SLACK_S}
+
+
+# Who is slow.
+
+
+def _rates(members: Mapping[int, Member]) -> dict[int, float]:
+    """Return the best rate in which a node had a part, as sender or as receiver, in bytes per second.
+
+    A slow link has two ends, and the better of a node's two links tells which of them is slow.
+    """
+    best: dict[int, float] = {}
+    for node, member in members.items():
+        ring = member.facts.get("ring")
+        if not isinstance(ring, dict):
+            continue
+        for end in (node, ring.get("to")):
+            if isinstance(end, int) and end in members:
+                best[end] = max(best.get(end, 0.0), *_rounds(ring))
+    return best
+
+
+def _rounds(ring: Mapping[str, Any]) -> list[float]:
+    """Return the rates of both rounds; where the neighbour was not reached nothing came through."""
+    rounds = ring.get("bytes_per_s")
+    return [0.0, *(float(it) for it in rounds if is_number(it))] if isinstance(rounds, list) else [0.0]
+
+
+def _core_rates(members: Mapping[int, Member]) -> dict[int, float]:
+    """Return how often in a second one core of a node does the same piece of work."""
+    seconds = {node: _number(it, "checked", "core_s") for node, it in members.items()}
+    return {node: 1.0 / value for node, value in seconds.items() if value}
+
+
+def _number(member: Member, *keys: str) -> float | None:
+    value: Any = member.facts
+    for key in keys:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return float(value) if is_number(value) else None
+
+
+def _far_behind(rates: Mapping[int, float], words: Callable[[float, float], str]) -> dict[int, str]:
+    if len(rates) < _FEWEST_NODES:
+        return {}
+    found = {}
+    for node, rate in rates.items():
+        median = statistics.median(other for key, other in rates.items() if key != node)
+        said = words(rate, median) if rate < _SLOW_SHARE * median else ""
+        if said:
+            found[node] = said
+    return found
+
+
+def _rate_words(rate: float, median: float) -> str:
+    if rate >= _FAST_BYTES_PER_S:
+        return ""
+    return f"sends and receives {rate / 1e6:.0f} MB/s at best, the others' median is {median / 1e6:.0f}"
+
+
+def _core_words(rate: float, median: float) -> str:
+    return f"a core takes {median / rate:.1f} times the others' median for the same work"
+
+
+def excluded_hosts(events: Iterable[Record], here: Mapping[str, Any]) -> frozenset[str]:
+    """Return the hosts that decisions so far left out of this run. `here`: the facts of this start of a job.
+
+    A host that was merely gone is left out of the start that it left: Slurm gives none to a later one before
+    it answers again, and a long run would in time be left without nodes.
+    """
+    hosts: set[str] = set()
+    starts: dict[int, tuple[object, object]] = {}
+    for event in events:
+        if event["event"] == "attempt_started":
+            starts[event["attempt"]] = _start_of_job(event)
+        elif event["event"] == "restarting" and isinstance(event.get("exclude"), list):
+            is_of_here = starts.get(event["attempt"]) == _start_of_job(here)
+            if is_of_here or event.get("rule") != node_is_gone.__name__:
+                hosts.update(event["exclude"])
+    return frozenset(hosts)
+
+
+def _start_of_job(facts: Mapping[str, Any]) -> tuple[object, object]:
+    return facts.get("job"), facts.get("job_start")
+
+
+def is_fit(member: Member) -> bool:
+    """Tell whether a node's own look at itself found nothing that keeps it from training."""
+    return not member.facts.get("unfit")
+
+
+def shrunk(nodes: Sequence[int], config: Config) -> tuple[int, ...] | None:
+    """Return as many of the nodes as give a layout, at least recovery.min_nodes; None where none does."""
+    least = config.recovery.min_nodes
+    if least is None:
+        return None
+    for count in range(min(len(nodes), config.cluster.nodes), least - 1, -1):
+        if gives_layout(config, count):
+            return tuple(nodes[:count])
+    return None
+
+
+def gives_layout(config: Config, num_nodes: int) -> bool:
+    """Tell whether the run can train on so many nodes, with the same global batch by more accumulation."""
+    try:
+        mesh = layout(config.parallelism, num_nodes * int(config.cluster.gpus_per_node))
+        if not has_open_micro_batch(config.train):
+            batch_shape(config.train, mesh.dp)
+    except ConfigError:
+        return False
+    return True
+
+
+def resources(
+    order: Order, members: Mapping[int, Member], station: Station, events: Iterable[Record]
+) -> Resources:
+    """Return what the policy has to choose from: the nodes that live, those of the order first."""
+    bad = excluded_hosts(events, station.surroundings.facts())
+    fit = {node: it for node, it in members.items() if is_fit(it) and it.host not in bad}
+    hosts = tuple(fit[node].host for node in order.nodes if node in fit)
+    spares = tuple(it.host for node, it in fit.items() if node not in order.nodes)
+    wanted, least = station.config.cluster.nodes, station.config.recovery.min_nodes
+    return Resources(
+        wanted_nodes=wanted,
+        min_nodes=wanted if least is None else least,
+        in_place=True,
+        hosts=hosts,
+        spares=spares,
+        can_requeue=station.surroundings.can_requeue,
+    )
+
+
+def next_nodes(
+    order: Order,
+    decision: Decision,
+    members: Mapping[int, Member],
+    config: Config,
+    listed: Mapping[str, str],
+    excluded: Collection[str] = (),
+) -> tuple[int, ...] | None:
+    """Return the nodes that the next attempt takes, in rank order; None where they do not suffice.
+
+    Who stays keeps its place, so that its ranks find what they held; a spare takes the place of who is gone,
+    and one that something speaks against (`listed`: hosts on the cluster's list) only where no other is.
+    `excluded`: what earlier decisions left out.
+    """
+    bad = {*excluded, *decision.exclude}
+    fit = {node for node, it in members.items() if is_fit(it) and it.host not in bad}
+    spares = iter(by_preference(sorted(fit - set(order.nodes)), slow(members), doubts(members, listed)))
+    places: list[int | None] = [node if node in fit else None for node in order.nodes]
+    if decision.action in (Action.replace, Action.restart):
+        places = [next(spares, None) if node is None else node for node in places]
+    nodes = [node for node in places if node is not None]
+    if len(nodes) == len(order.nodes):
+        return tuple(nodes)
+    return shrunk(nodes, config)
+
+
+def without_unfit(order: Order, decision: Decision, members: Mapping[int, Member]) -> Decision:
+    """Return a decision that also leaves out the nodes of an attempt that found themselves unfit, unless all
+    did: then no node is to blame.
+    """
+    taking_part = [members[node] for node in order.nodes if node in members]
+    unfit = {it.host: it.facts["unfit"] for it in taking_part if not is_fit(it)}
+    if not unfit or len(unfit) == len(order.nodes) or decision.action in (Action.give_up, Action.end):
+        return decision
+    reason = "; ".join([decision.reason, *(f"{host} is not fit: {words}" for host, words in unfit.items())])
+    exclude = tuple(dict.fromkeys([*decision.exclude, *unfit]))
+    return dataclasses.replace(decision, exclude=exclude, reason=reason)
+
+
+def evidence(decision: Decision) -> dict[str, Any]:
+    """Return what an event says of a decision."""
+    facts = dataclasses.asdict(decision)
+    return {"decision": facts.pop("action").name, **facts}

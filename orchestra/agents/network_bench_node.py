@@ -1,0 +1,66 @@
+"""`python -m orchestra.agents.network_bench_node FOLDER`: measures the network; srun starts it on each node.
+
+The nodes meet, start torchrun and watch it as they do for a run (`orchestra.agents`), but nothing is
+restarted and nobody asks for a checkpoint: a signal ends the ranks at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from launchers.slurm.this_job import JobSignals
+
+if TYPE_CHECKING:
+    from orchestra.run.paths import RunDir
+
+_TOLD_AT_ONCE = 2
+
+
+def main(argv: list[str]) -> int:
+    """Take part and return the exit code: 0 where the ranks of this node ended well."""
+    with JobSignals() as signals:
+        from pathlib import Path
+
+        from launchers.launch_errors import LauncherError
+        from orchestra.errors import EXIT_FAILED, OrchestraError
+        from orchestra.run.paths import RunDir
+
+        try:
+            return _attend(RunDir(Path(argv[0])), signals)
+        except (OrchestraError, LauncherError, OSError) as error:
+            sys.stderr.write(f"error: {error}\n")
+            return EXIT_FAILED
+
+
+def _attend(folder: RunDir, signals: JobSignals) -> int:
+    import os
+    import time
+
+    from launchers.host_network import free_port
+    from launchers.node_agent import start_agent, supervise
+    from launchers.slurm.this_job import job_task
+    from orchestra.agents.attempt import own_address, placed
+    from orchestra.errors import EXIT_DONE, EXIT_FAILED
+    from orchestra.run.config_file import read_config
+    from orchestra.submit.network_bench import Meeting, await_meeting, measuring_spec, publish
+
+    task = job_task(os.environ)
+    config = read_config(folder.config)
+    if task.node > 0:
+        meeting = await_meeting(folder, task, lambda: signals.count() > 0)
+        if meeting is None:
+            return EXIT_FAILED
+    else:
+        address = own_address(config.cluster.network, task)
+        meeting = Meeting(0, address, free_port(), task.host, time.time())
+        publish(folder, task, meeting)
+    meeting_id = f"{task.job}.{task.restart}"
+    spec, place = placed(measuring_spec(config, folder), task.node, meeting.address, meeting.port, meeting_id)
+    agent = start_agent(spec, place)
+    ending = supervise(agent, lambda: _TOLD_AT_ONCE * signals.count(), lambda: None)
+    return EXIT_DONE if ending.exit_code == EXIT_DONE else EXIT_FAILED
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,405 @@
+"""A Slurm job as the surroundings of a crew: what it asks of Slurm, and how a run goes on in another job."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from conf.schema import Config, Requeue
+from launchers.launch_errors import LauncherError, SlurmRefused, SlurmSilent
+from launchers.slurm import sbatch, this_job
+from launchers.slurm.commands import asked_cluster, settings
+from launchers.slurm.this_job import JobTask, OwnJob
+from orchestra.agents.attempt import own_address
+from orchestra.agents.choose_nodes import excluded_hosts
+from orchestra.agents.context import Reasons
+from orchestra.agents.rival_jobs import refusal
+from orchestra.errors import EXIT_DO_NOT_RESTART, EXIT_INTERRUPTED, EXIT_STOPPED, LaunchError
+from orchestra.recovery.excluded_hosts import ExcludeList, entries_of, shared_folder
+from orchestra.recovery.history import Incident, Verdict
+from orchestra.recovery.policy import Decision
+from orchestra.report.run_state import newest_checkpoint
+from orchestra.run import stop_requests
+from orchestra.run.events import EventWriter, read_events
+from orchestra.run.files import Record
+from orchestra.run.paths import RunDir
+from orchestra.submit.resubmit import chain, newest_entry
+from orchestra.submit.site import elsewhere, hosts_without, words
+
+# How a run goes on by itself when its attempt was stopped by the time limit or by a job of more weight.
+#
+# What is to be done is a pure function of what is known; doing it is a second step. Node 0's agent alone does
+# it, after the verdict is written: Slurm may kill the agent the moment that it is asked.
+
+
+# Slurm's word for what ended a job, in `scontrol show job`.
+_ENDED_BY_LIMIT = "TimeLimit"
+
+
+class How(Enum):
+    """What is done so that a run goes on."""
+
+    end = "end"
+    give_up = "give_up"
+    # Slurm starts the job again by itself.
+    leave = "leave"
+    requeue = "requeue"
+    chain = "chain"
+
+
+@dataclass(frozen=True)
+class Stop:
+    """What is known of an attempt that stopped on request."""
+
+    policy: Requeue
+    # Of the requests to stop it.
+    reasons: frozenset[str]
+    # Slurm's word; None where it could not be asked.
+    job: OwnJob | None
+    # How often the job had been started before this start.
+    restart: int
+    # Whether the attempt before ended by the limit too, at the same checkpoint.
+    is_stalled: bool = False
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """What is to be done, and because of what: `time_limit`, `preempted`, or why the run does not go on."""
+
+    how: How
+    reason: str
+
+
+def continuation(stop: Stop) -> Continuation:
+    """Return what is to be done after a stop. A pure function.
+
+    Whoever cancels a run means it, and so does whoever sends a signal to one of its processes.
+    """
+    if stop_requests.CANCEL in stop.reasons:
+        return Continuation(How.end, "it was cancelled")
+    job = stop.job
+    if job is not None and job.restarts > stop.restart:
+        reason = stop_requests.TIME_LIMIT if stop_requests.TIME_LIMIT in stop.reasons else "requeued in Slurm"
+        return Continuation(How.leave, reason)
+    ended_by = _reason(stop)
+    if ended_by is None:
+        return Continuation(How.end, _why_not(stop))
+    if stop.policy is Requeue.never:
+        return Continuation(How.end, f"cluster.requeue=never ({ended_by})")
+    if stop.is_stalled and ended_by == stop_requests.TIME_LIMIT:
+        return Continuation(How.give_up, "no progress")
+    return Continuation(How.chain if stop.policy is Requeue.chain else How.requeue, ended_by)
+
+
+def _reason(stop: Stop) -> str | None:
+    """Return what ended the attempt if the run is to go on after that, else None."""
+    job = stop.job
+    if job is not None and job.is_preempted:
+        return stop_requests.PREEMPTED
+    if job is not None and job.is_ending:
+        # By the limit, or because somebody cancelled the job.
+        return stop_requests.TIME_LIMIT if job.reason == _ENDED_BY_LIMIT else None
+    return stop_requests.TIME_LIMIT if stop_requests.TIME_LIMIT in stop.reasons else None
+
+
+def _why_not(stop: Stop) -> str:
+    if stop.job is None:
+        return f"{_named(stop.reasons)}, and Slurm could not be asked what that means"
+    if stop.job.is_ending:
+        return f"Slurm ends the job ({stop.job.state})"
+    return _named(stop.reasons)
+
+
+def _named(reasons: Iterable[str]) -> str:
+    return ", ".join(sorted(reasons)) or "it was asked to stop"
+
+
+def is_stalled(events: Iterable[Record], attempt: int) -> bool:
+    """Tell whether an attempt got no further than the one before it, which went on because of the limit."""
+    events = list(events)
+    started = {it["attempt"] for it in events if it["event"] == "attempt_started" and it["attempt"] < attempt}
+    before = max(started, default=None)
+    # A start that was called off before its attempt began says nothing of the one before it.
+    of_attempt = [it for it in events if it["attempt"] == before and not it.get("before_start")]
+    went_on = any(
+        it["event"] == "requeued" and it.get("reason") == stop_requests.TIME_LIMIT for it in of_attempt
+    )
+    return went_on and _committed(events, before) == _committed(events, attempt)
+
+
+def _committed(events: Iterable[Record], attempt: int | None) -> int | None:
+    """Return the newest checkpoint at the end of an attempt."""
+    return newest_checkpoint([it for it in events if attempt is not None and it["attempt"] <= attempt])
+
+
+class GoingOn:
+    """Lets a run go on after one attempt of it. *Node 0 only*."""
+
+    def __init__(
+        self,
+        run: RunDir,
+        config: Config,
+        task: JobTask,
+        attempt: int,
+        events: EventWriter,
+        reasons: Callable[[], frozenset[str]] | None = None,
+    ) -> None:
+        """`reasons`: why it stopped, where that is not what the requests to stop the attempt say."""
+        self._run = run
+        self._config = config
+        self._task = task
+        self._attempt = attempt
+        self._events = events
+        self._reasons = reasons or self._asked
+        # The job that goes on in the place of this one.
+        self._next_job: str | None = None
+
+    def judged(self, verdict: Verdict) -> Verdict:
+        """Return the verdict, or in its place that starting again would not help."""
+        if verdict.code != EXIT_STOPPED or not is_stalled(read_events(self._run), self._attempt):
+            return verdict
+        if continuation(self._stop(stalled=True)).how is not How.give_up:
+            return verdict
+        limit = self._config.cluster.time_limit
+        return Verdict(
+            EXIT_DO_NOT_RESTART,
+            "no progress",
+            f"the time limit ended two attempts in a row behind step {verdict.step or 0}: what comes before "
+            f"the next step and the save behind it takes longer than a job has "
+            f"(cluster.time_limit={limit}); resume it with a longer one: `orchestra resume {self._run.name} "
+            f"cluster.time_limit=…`",
+            step=verdict.step,
+        )
+
+    def go_on(self, verdict: Verdict) -> str:
+        """Do what lets the run go on, and return in a few words what was done."""
+        if verdict.code not in (EXIT_STOPPED, EXIT_INTERRUPTED):
+            return ""
+        plan = continuation(self._stop(stalled=False))
+        if verdict.code == EXIT_INTERRUPTED and plan.how is not How.leave:
+            return ""
+        if plan.how is How.end:
+            return f"it does not go on by itself: {plan.reason}"
+        if plan.how is How.leave:
+            self._write_requeued("requeue", plan.reason)
+            return f"Slurm starts the job again ({plan.reason})"
+        try:
+            done = self._requeued(plan.reason) if plan.how is How.requeue else self._chained(plan.reason)
+            return self._taken_back() or done
+        except (LauncherError, LaunchError, OSError) as error:
+            return self._left_stopped(verdict, str(error))
+
+    def _stop(self, *, stalled: bool) -> Stop:
+        policy, restart = self._config.cluster.requeue, self._task.restart
+        return Stop(policy, self._reasons(), self._word(), restart, stalled)
+
+    def _asked(self) -> frozenset[str]:
+        try:
+            requests = stop_requests.read_requests(self._run, self._attempt)
+        except OSError:
+            return frozenset()
+        return frozenset(request.reason for request in requests)
+
+    def _word(self) -> OwnJob | None:
+        try:
+            return this_job.own_job(self._task.job)
+        except LauncherError:
+            return None
+
+    def _requeued(self, reason: str) -> str:
+        # First: this process may end within the question.
+        self._write_requeued("requeue", reason)
+        try:
+            this_job.requeue(self._task.job)
+        except SlurmRefused as refusal:
+            return f"Slurm does not requeue this job ({refusal}); {self._chained(reason)}"
+        except SlurmSilent:
+            # Slurm ends what asks it together with the job. Only what it says of the job itself counts.
+            word = self._word()
+            if word is not None and not word.is_ending and word.restarts <= self._task.restart:
+                raise
+        return f"requeued ({reason})"
+
+    def _chained(self, reason: str) -> str:
+        word = self._word()
+        script = None if word is None else word.script
+        without = hosts_without(self._config, self._run, self._task.cluster)
+        job = chain(self._run, self._task, self._attempt + 1, script, without)
+        self._next_job = job
+        self._write_requeued("chain", reason, job)
+        return f"job {job} goes on ({reason})"
+
+    def _taken_back(self) -> str:
+        """Take the job that is to go on away again if somebody cancelled the run in this very moment."""
+        if stop_requests.CANCEL not in self._stop(stalled=False).reasons:
+            return ""
+        newest = newest_entry(self._run)
+        token = None if newest is None else newest.get("token")
+        job = self._next_job or self._task.job
+        sbatch.cancel([job], only_waiting=False)
+        self._events.write("cancelled", job=job, token=token, user=stop_requests.user_name())
+        return f"it was cancelled, and job {job} with it"
+
+    def _write_requeued(self, how: str, reason: str, job: str | None = None) -> None:
+        with contextlib.suppress(OSError):
+            facts = {"after": self._task.job} if job else {}
+            self._events.write("requeued", job=job or self._task.job, how=how, reason=reason, **facts)
+
+    def _left_stopped(self, verdict: Verdict, problem: str) -> str:
+        """Write the verdict once more: what was to come does not."""
+        message = f"{verdict.message}; it does not go on by itself: {problem}"
+        with contextlib.suppress(OSError):
+            facts = {"cause": verdict.cause, "message": message, "step": verdict.step}
+            self._events.write("failed", node=0, code=verdict.code, **facts)
+        sys.stderr.write(f"error: {self._run.name} does not go on by itself: {problem}\n")
+        return f"it does not go on by itself: {problem}"
+
+
+# How long Slurm's ending of a job is asked for where it does not answer.
+_RELEASE_TIMEOUT_S = 60.0
+_RELEASE_PAUSE_S = 2.0
+# After so long without an answer Slurm takes a node for dead, where it does not tell when.
+_NOTICED_S = 60
+_NOT_KNOWN = "Invalid job id"
+
+
+class SlurmJob:
+    """One start of a Slurm job, as one of its tasks sees it."""
+
+    def __init__(self, run: RunDir, config: Config, task: JobTask) -> None:
+        self._run = run
+        self._config = config
+        self._task = task
+
+    @property
+    def host(self) -> str:
+        return self._task.host or socket.gethostname()
+
+    @property
+    def can_requeue(self) -> bool:
+        return self._config.cluster.requeue is not Requeue.never
+
+    def facts(self) -> dict[str, Any]:
+        return {"job": self._task.job, "job_start": self._task.restart, "cluster": self._task.cluster}
+
+    def own_address(self) -> str:
+        return own_address(self._config.cluster.network, self._task)
+
+    def refusal(self) -> str | None:
+        return refusal(self._run, self._task)
+
+    def judged(self, verdict: Verdict, attempt: int, events: EventWriter) -> Verdict:
+        return self._going_on(attempt, events).judged(verdict)
+
+    def go_on(
+        self, verdict: Verdict, attempt: int, events: EventWriter, reasons: Reasons | None = None
+    ) -> str:
+        return self._going_on(attempt, events, reasons).go_on(verdict)
+
+    def _going_on(self, attempt: int, events: EventWriter, reasons: Reasons | None = None) -> GoingOn:
+        return GoingOn(self._run, self._config, self._task, attempt, events, reasons)
+
+    def requeue(self, decision: Decision, attempt: int, events: EventWriter) -> str:
+        """Submit the run's job again without the nodes that failed; this one starts nothing any more.
+
+        A job of its own waits for no hold: one that Slurm requeues after a node failure is kept back for the
+        life of its credential (121 s and more by default). Where there are too few other nodes it may get
+        those that failed, and begins when Slurm has noticed who is dead. Raises LauncherError, LaunchError
+        and OSError, also where Slurm accepts the job and lets it fail at once.
+        """
+        script = None
+        with contextlib.suppress(LauncherError):
+            script = this_job.own_job(self._task.job).script
+        # Of those that were merely gone only the last ones, which Slurm may not have missed yet: a job that
+        # leaves out too many of a small cluster's nodes can never run, and Slurm lets it fail.
+        past = read_events(self._run)
+        of_run = excluded_hosts(past, {})
+        found = elsewhere(self._config, self._run, self._cluster, decision.exclude, sorted(of_run))
+        delay_s = _noticed_s() if found.missed else 0
+        try:
+            job, exclude = self._chain(attempt, script, found.exclude, delay_s), found.exclude
+        except SlurmRefused as refusal:
+            # Slurm knows more of its nodes than their names: which have what the job asks for.
+            if not found.exclude:
+                raise LaunchError(f"Slurm does not take the next job: {refusal}") from refusal
+            delay_s = _noticed_s() if decision.exclude else 0
+            job, exclude = self._chain_with_all(attempt, script, delay_s), ()
+        out = [host for host in decision.exclude if host in exclude]
+        facts = {"job": job, "after": self._task.job, "exclude": out, "rule": decision.rule}
+        # The leader before this one may have come so far.
+        if not any(it["event"] == "requeued" and it.get("job") == job for it in past):
+            with contextlib.suppress(OSError):
+                events.write("requeued", how="chain", reason=decision.reason, **facts)
+        late = f"; it begins in {delay_s} s, since it may get the nodes that failed"
+        return f"job {job} goes on ({decision.reason}){late if delay_s else ''}"
+
+    def _chain(self, attempt: int, script: str | None, exclude: tuple[str, ...], delay_s: int) -> str:
+        return chain(self._run, self._task, attempt + 1, script, exclude, at_once=True, delay_s=delay_s)
+
+    def _chain_with_all(self, attempt: int, script: str | None, delay_s: int) -> str:
+        """Submit the job once more, without leaving out more hosts than its script says."""
+        try:
+            return self._chain(attempt, script, (), delay_s)
+        except SlurmRefused as refusal:
+            raise LaunchError(f"Slurm does not take the next job: {refusal}") from refusal
+
+    def excluded(self) -> dict[str, str]:
+        if self._config.recovery.exclude_hours <= 0:
+            return {}
+        return {entry.host: words(entry) for entry in self._list.entries(time.time())}
+
+    def exclude(self, decision: Decision, log: Sequence[Incident]) -> None:
+        hours = self._config.recovery.exclude_hours
+        for entry in entries_of(decision, log, self._run, time.time(), hours):
+            self._list.add(entry)
+
+    @property
+    def _list(self) -> ExcludeList:
+        return ExcludeList(shared_folder(self._run.path.parent), self._cluster)
+
+    @property
+    def _cluster(self) -> str | None:
+        return self._task.cluster or asked_cluster()
+
+    def release(self, lost: Sequence[int]) -> None:
+        """End this start of the job where a node of it is gone. Raises LauncherError after a minute.
+
+        Where it was the first one, srun went with it, and nobody else would end the job. Else srun waits for
+        the lost node's task until Slurm has noticed, minutes by default, and the job keeps its nodes.
+        """
+        if not lost:
+            return
+        deadline = time.monotonic() + _RELEASE_TIMEOUT_S
+        while True:
+            try:
+                self._end_this_start()
+                return
+            except LauncherError as error:
+                if _NOT_KNOWN in str(error):
+                    return
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(_RELEASE_PAUSE_S)
+
+    def _end_this_start(self) -> None:
+        word = this_job.own_job(self._task.job)
+        # Slurm may have put the job back into the queue: its first node came back without the batch script.
+        # It is asked anew each time, since a question that got no answer may have been heard.
+        if word.restarts <= self._task.restart and not word.is_ending:
+            sbatch.cancel([self._task.job], only_waiting=False)
+
+
+def _noticed_s() -> int:
+    """Return how long Slurm may take to notice that a node is dead, in seconds."""
+    try:
+        value = settings().get("SlurmdTimeout", "").split()
+    except LauncherError:
+        value = []
+    # 0: it never says so by itself.
+    return int(value[0]) if value and value[0].isdecimal() and int(value[0]) else _NOTICED_S

@@ -1,0 +1,199 @@
+"""`python -m orchestra.agents.srun_failed RUN_DIR CODE`: what a batch script does when srun failed.
+
+Whatever srun says, the agents decide: as long as any of them lives the job is held, and how the run ended is
+their word. Where all are gone without one, the run goes on in another job:
+
+- Slurm starts a step on all nodes or on none: where one is lost in that moment, srun kills the agents that
+  are there already ("Task launch failed …: Communication connection failure"). The next job does without the
+  nodes that never came (rule step_not_started).
+- srun gives a whole step up that runs, `--no-kill` or not, when a node of it boots again before Slurm has
+  noticed that it was gone ("Aborting, step missing and io error") (rule step_lost).
+
+For an array of a sweep the arguments are `SWEEP_DIR --first F CODE`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from conf.schema import Config
+from launchers.launch_errors import LauncherError
+from launchers.node_group import Crew
+from launchers.slurm import this_job
+from launchers.slurm.cluster import is_usable, node_states
+from launchers.slurm.commands import output_of
+from launchers.slurm.this_job import JobTask, job_task
+from orchestra.agents.agent import crew_folder
+from orchestra.agents.context import END, REFUSE
+from orchestra.agents.node_check.before_attempt import MOST_MOVES, moves
+from orchestra.agents.slurm_job import SlurmJob
+from orchestra.errors import EXIT_FAILED, OrchestraError
+from orchestra.recovery.policy import Action, Decision
+from orchestra.run import stop_requests
+from orchestra.run.config_file import read_config
+from orchestra.run.events import EventWriter, read_events
+from orchestra.run.files import Record
+from orchestra.run.paths import RunDir, SweepDir
+from orchestra.submit.claims import upcoming_attempt
+
+_UNSTARTED, _LOST = "step_not_started", "step_lost"
+# Agents that live write a beat every second.
+_BEATS_S = 5.0
+_QUESTION_TIMEOUT_S = 30.0
+_LAUNCH_FAILED = re.compile(r"Task launch for \S+ failed on node ([^\s:]+)")
+# What srun says stands in the batch script's own output, which is this process's.
+_OUTPUT = Path("/proc/self/fd/1")
+_OUTPUT_BYTES = 1 << 16
+
+
+def main(argv: list[str]) -> int:
+    """Wait for the agents, and let the run go on in another job where none of them could; return the code
+    that the agents agreed on, else the given one.
+    """
+    code = int(argv[-1])
+    try:
+        run, task = of_batch_script(argv[:-1])
+        crew = _crew(run, task)
+        while (agreed := _agreed(crew)) is None and is_alive(crew):
+            # A run is not over because srun is.
+            pass
+        if agreed is not None:
+            return agreed
+        said = moved(run, task, os.environ["SLURM_JOB_NODELIST"], _OUTPUT)
+    except (OrchestraError, LauncherError, OSError) as error:
+        sys.stderr.write(f"error: the run does not go on by itself: {error}\n")
+        return code
+    if said:
+        sys.stdout.write(said + "\n")
+    return code
+
+
+def of_batch_script(words: list[str]) -> tuple[RunDir, JobTask]:
+    """Return the run that a batch script is to train, by what it passes on, and its job. Raises
+    LauncherError and OSError.
+    """
+    task = job_task(_as_task(os.environ))
+    if len(words) == 1:
+        return RunDir(Path(words[0])), task
+    path, _, first = words
+    return SweepDir(Path(path)).member(int(first) + int(os.environ["SLURM_ARRAY_TASK_ID"])), task
+
+
+def _as_task(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the batch script's variables as the step's first task would see them: one task on each node."""
+    num_nodes = environment.get("SLURM_JOB_NUM_NODES", environment.get("SLURM_NNODES", "1"))
+    return {**environment, "SLURM_NTASKS": num_nodes, "SLURM_NNODES": num_nodes, "SLURM_PROCID": "0"}
+
+
+def _crew(run: RunDir, task: JobTask) -> Crew:
+    """Return the agents' folder as one who only looks sees it."""
+    timeout_s = read_config(run.config).recovery.agent_timeout_s
+    return Crew(crew_folder(run.control, task.job, task.restart), 0, task.num_nodes, timeout_s)
+
+
+def _agreed(crew: Crew) -> int | None:
+    """Return the exit code on which the agents ended; None where they have not."""
+    order = crew.newest_order()
+    return int(order.facts["code"]) if order is not None and order.action == END else None
+
+
+def moved(run: RunDir, task: JobTask, nodes: str, output: Path) -> str | None:
+    """Submit the run again; return what was done, None where that is not to be: somebody decided already, or
+    the step ended by itself. No agent lives any more. `nodes`: the job's, as Slurm writes them; `output`:
+    where srun wrote. Raises LauncherError, LaunchError and OSError.
+    """
+    config = read_config(run.config)
+    slurm, crew, word = SlurmJob(run, config, task), _crew(run, task), this_job.own_job(task.job)
+    order, attempt = crew.newest_order(), upcoming_attempt(run) - 1
+    # Slurm ends it, or starts it again by itself.
+    if word.is_ending or word.restarts > task.restart or not slurm.can_requeue:
+        return None
+    if order is None:
+        decision = _of_unstarted(read_events(run), _missing(crew, nodes, word.nodes, output, config))
+    else:
+        decision = None if order.action in (END, REFUSE) else _of_lost(run, attempt)
+    if decision is None:
+        return None
+    # Where no attempt began, this follows the one before, and the number is free.
+    writer = EventWriter(run, f"crew.{crew.folder.name}", attempt, before_start=order is None)
+    try:
+        return slurm.requeue(decision, attempt, writer)
+    finally:
+        writer.close()
+
+
+def _of_unstarted(events: Sequence[Record], missing: tuple[str, ...]) -> Decision | None:
+    if not missing or moves(events, _UNSTARTED) >= MOST_MOVES:
+        return None
+    reason = f"lost while the job's step was starting: {', '.join(missing)}"
+    return Decision(Action.requeue, EXIT_FAILED, reason, rule=_UNSTARTED, exclude=missing)
+
+
+def _of_lost(run: RunDir, attempt: int) -> Decision | None:
+    """Return what follows an attempt whose agents all went with srun; None where it was to be cancelled, or
+    where that came several times and nothing was saved between.
+    """
+    if any(request.reason == stop_requests.CANCEL for request in stop_requests.read_requests(run, attempt)):
+        return None
+    if moves(read_events(run), _LOST, since="checkpoint_committed") >= MOST_MOVES:
+        return None
+    return Decision(Action.requeue, EXIT_FAILED, "srun gave the job's step up", rule=_LOST)
+
+
+def _missing(crew: Crew, nodes: str, left: str, output: Path, config: Config) -> tuple[str, ...]:
+    """Return the hosts whose agents never came; none where no host is to blame: then the step ended by
+    itself. `nodes`: what the job began with, `left`: what it has now.
+    """
+    there = {member.host for member in crew.members().values()}
+    hosts = names_of(nodes)
+    if there:
+        return tuple(host for host in hosts if host not in there)
+    # No agent had the time to come: srun or Slurm must say whose fault that is.
+    if left and (taken := [host for host in hosts if host not in names_of(left)]):
+        return tuple(taken)
+    if named := [host for host in hosts if host in _named_by_srun(output)]:
+        return tuple(named)
+    states = node_states(config.cluster.partition)
+    return tuple(host for host in hosts if host in states and not is_usable(states[host]))
+
+
+def names_of(nodes: str) -> list[str]:
+    """Return the hosts in a list as Slurm writes it. Raises LauncherError."""
+    return output_of(("scontrol", "show", "hostnames", nodes), timeout_s=_QUESTION_TIMEOUT_S).split()
+
+
+def _named_by_srun(output: Path) -> frozenset[str]:
+    """Return the hosts on which it could not start its task; none where what it wrote cannot be read."""
+    try:
+        with output.open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - _OUTPUT_BYTES))
+            return frozenset(_LAUNCH_FAILED.findall(log.read().decode(errors="replace")))
+    except OSError:
+        return frozenset()
+
+
+def is_alive(crew: Crew) -> bool:
+    """Whether any agent still beats: what this job started goes on without srun. Takes some seconds."""
+    before = _beats(crew)
+    if before:
+        time.sleep(_BEATS_S)
+    return _beats(crew) != before
+
+
+def _beats(crew: Crew) -> dict[str, bytes]:
+    found = {}
+    for file in crew.folder.glob("beat-*"):
+        # Whoever leaves takes it away.
+        with contextlib.suppress(OSError):
+            found[file.name] = file.read_bytes()
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

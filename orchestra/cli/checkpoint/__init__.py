@@ -1,0 +1,1 @@
+"""`orchestra checkpoint ls | verify | export | import`, one file each."""

@@ -1,0 +1,182 @@
+"""`orchestra checkpoint export RUN [STEP] --to FOLDER`: a run's model for Hugging Face. Reads the run."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+import textwrap
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from checkpointing.checkpoint_errors import DamagedError
+from conf.schema import DataConfig, Source
+from orchestra.cli.checkpoint.checkpoint_lookup import (
+    Place,
+    add_run_arguments,
+    chosen_steps,
+    explained,
+    first_look,
+    open_place,
+)
+from orchestra.cli.text import figures
+from orchestra.errors import EXIT_DONE, ConfigError, DataError, OrchestraError
+
+if TYPE_CHECKING:
+    from orchestra.huggingface.export import ExportPlan, Wanted
+
+_WIDTH = 80
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", re.IGNORECASE)
+_DECIMAL = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_EXPLAINED = """\
+Writes config.json and safetensors files that `transformers` loads:
+
+  orchestra checkpoint export RUN --to my-model
+  python -c 'from transformers import AutoModelForCausalLM as M; M.from_pretrained("my-model")'
+
+Every byte that is read is compared with its checksum. Where no STEP is given, the newest checkpoint that is
+intact is taken. --dtype fp32 keeps the numbers as they were trained; bf16 and fp16 round to nearest.
+"""
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add what `orchestra checkpoint export` takes."""
+    add_run_arguments(parser, step_help="default: the newest that is intact")
+    parser.add_argument("--format", choices=["hf"], default="hf", help="hf: Hugging Face Llama (default)")
+    parser.add_argument("--to", required=True, metavar="FOLDER", help="a new or empty folder")
+    parser.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], default="fp32", help="default: fp32")
+    parser.add_argument(
+        "--max-shard-size", type=_size, default=5 * 10**9, metavar="SIZE", help="largest file (default: 5GB)"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="say what would be written; write nothing")
+    parser.add_argument("--json", action="store_true", help="print the result (or the plan) as JSON")
+    parser.epilog = _EXPLAINED
+
+
+def _size(text: str) -> int:
+    match = _SIZE.fullmatch(text.strip())
+    if match is None or float(match[1]) <= 0:
+        raise ArgumentTypeError(f"{text!r} is no size; give e.g. 5GB or 500MB")
+    return max(1, int(float(match[1]) * _DECIMAL[match[2].upper()]))
+
+
+def _target(text: str) -> Path:
+    if "://" in text:
+        raise ConfigError(f"--to {text}: give a folder of this machine and copy it to its place afterwards")
+    return Path(text).expanduser().absolute()
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """What turned the text into tokens: its name, and the token that ends a document; None: not known."""
+
+    name: str | None
+    end_of_text: int | None
+
+
+def run(arguments: Namespace) -> int:
+    """Export and return 0."""
+    from orchestra.huggingface.export import SAFETENSORS_NAMES, Wanted, refuse_target
+
+    place = open_place(arguments.run, arguments.dir)
+    tokenizer = tokenizer_of(place.config.data)
+    wanted = Wanted(
+        target=_target(arguments.to),
+        dtype=SAFETENSORS_NAMES[arguments.dtype],
+        max_file_bytes=arguments.max_shard_size,
+        end_of_text=tokenizer.end_of_text,
+    )
+    refuse_target(wanted.target)
+    with explained():
+        step, plan = _first_intact(place, arguments.step, wanted, is_dry_run=arguments.dry_run)
+    record = {
+        "run": place.run.name,
+        "step": step,
+        "folder": str(wanted.target),
+        "dtype": arguments.dtype,
+        "tokenizer": tokenizer.name,
+        "written": not arguments.dry_run,
+        "files": plan.names,
+        "num_bytes": plan.num_bytes,
+        "num_parameters": plan.num_parameters,
+    }
+    if arguments.json:
+        print(json.dumps(record))
+    else:
+        _print_result(record, tokenizer)
+    return EXIT_DONE
+
+
+def _first_intact(
+    place: Place, step: int | None, wanted: Wanted, *, is_dry_run: bool
+) -> tuple[int, ExportPlan]:
+    """Export the step that was asked for, else the newest that proves intact while it is read."""
+    from orchestra.huggingface.export import plan_export, write_export
+
+    steps = chosen_steps(place, step)
+    for each in steps:
+        look = first_look(place.storage, each)
+        damage = look.damage
+        if damage is None and look.manifest is not None:
+            plan = plan_export(look.manifest, place.config.model, wanted)
+            try:
+                if not is_dry_run:
+                    write_export(place.storage, look.manifest, plan)
+                return each, plan
+            except DamagedError as error:
+                damage = str(error)
+        if step is not None:
+            raise DataError(f"the checkpoint of step {each} is damaged: {damage}; nothing was written")
+        print(f"passed over step {each}: {damage}", file=sys.stderr)
+    raise OrchestraError(
+        f"none of {place.run.name}'s {len(steps)} checkpoints is intact; nothing was written"
+    )
+
+
+def tokenizer_of(data: DataConfig) -> Tokenizer:
+    """Return what a run's data says about its tokenizer, where the index of a token file can be read here."""
+    from orchestra.data.index import local_prefix, read_index, token_file_prefix
+    from orchestra.data.pack.tokenizer import BYTES
+
+    if data.source is Source.stdlib:
+        from orchestra.data.pack.tokenizer import ByteTokenizer
+
+        return Tokenizer(BYTES, ByteTokenizer.separator_id)
+    path = data.path or next((part.path for part in data.blend), None)
+    prefix = None if path is None else local_prefix(token_file_prefix(path))
+    if prefix is None:
+        return Tokenizer(None, None)
+    try:
+        index = read_index(Path(f"{prefix}.json"))
+    except DataError:
+        # The data may be gone by now; the weights do not need it.
+        return Tokenizer(None, None)
+    return Tokenizer(index.tokenizer, index.separator_id)
+
+
+def _print_result(record: dict[str, Any], tokenizer: Tokenizer) -> None:
+    files, size = len(record["files"]), figures.quantity(float(record["num_bytes"]))
+    verb = "wrote" if record["written"] else "would write"
+    print(f"{verb} {record['folder']}")
+    print(f"step {record['step']} of {record['run']}, {record['num_parameters']:,} parameters")
+    print(f"{record['dtype']}, {size}B in {files} files")
+    print(textwrap.fill(_about_tokenizer(tokenizer), _WIDTH))
+    if record["written"]:
+        print(f"start a run from it: orchestra checkpoint import {shlex.quote(record['folder'])}")
+
+
+def _about_tokenizer(tokenizer: Tokenizer) -> str:
+    if tokenizer.name == "bytes":
+        return (
+            "no tokenizer is written: this model reads bytes. Token i below 256 is the byte i of UTF-8, "
+            f"{tokenizer.end_of_text} ends a document (eos_token_id)"
+        )
+    if tokenizer.name is None:
+        return "no tokenizer is written, and eos_token_id is null: the run's token files cannot be read here"
+    return (
+        f"no tokenizer is written: copy {tokenizer.name}, which packed the data, beside the weights; "
+        f"eos_token_id is {tokenizer.end_of_text}"
+    )

@@ -1,0 +1,164 @@
+"""`orchestra doctor [overrides]`: a checklist of this machine, the cluster and, with --nodes, its nodes.
+
+It starts no training and changes nothing. It has to work where the rest does not, so it loads the
+configuration late, and a configuration that cannot be loaded is one more finding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import socket
+import sys
+import textwrap
+from argparse import ArgumentParser, Namespace
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from orchestra.doctor import host_checks, slurm_checks
+from orchestra.doctor.check import Check, Finding, Mark, Subject, perform
+from orchestra.errors import EXIT_DONE, EXIT_FAILED, ConfigError
+
+_NAME_WIDTH = 16
+_MARK_WIDTH = 7
+_WIDTH = 80
+_WIDEST = 110
+
+# Overrides that choose a cluster.
+_CHOOSING = ("cluster=", "+cluster=", "cluster.launcher=", "experiment=")
+
+_EXPLAINED = """\
+  orchestra doctor                              this machine, and Slurm where its commands are here
+  orchestra doctor --nodes 2                    also two nodes: one srun of some seconds
+  orchestra doctor run.dir=/scratch/me/runs cluster.partition=gpu --nodes 2
+
+Exit code 0 when nothing failed (notes and warnings are no failures), 1 otherwise.
+"""
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add what `orchestra doctor` takes."""
+    parser.usage = "orchestra doctor [overrides] [--nodes N] [--json]"
+    parser.add_argument("overrides", nargs="*", metavar="overrides", help="KEY=VALUE or GROUP=NAME")
+    parser.add_argument("--nodes", type=int, metavar="N", help="run a probe on so many nodes of the cluster")
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    parser.epilog = _EXPLAINED
+
+
+def run(arguments: Namespace) -> int:
+    """Check everything, print it, and return 0 when nothing failed."""
+    if arguments.nodes is not None and arguments.nodes < 1:
+        raise ConfigError(f"--nodes={arguments.nodes}: expected 1 or more")
+    subject, findings = _subject(arguments.overrides, needs_slurm=arguments.nodes is not None)
+    if not arguments.json:
+        for finding in findings:
+            _print(finding)
+    for finding in perform(_checks(arguments.nodes), subject):
+        findings.append(finding)
+        if not arguments.json:
+            _print(finding)
+    failed = any(finding.mark is Mark.failed for finding in findings)
+    if arguments.json:
+        rows = [{**dataclasses.asdict(finding), "mark": finding.mark.value} for finding in findings]
+        facts = {"host": socket.gethostname(), "ok": not failed, "findings": rows}
+        print(json.dumps(facts, indent=2))
+    else:
+        print(_counted(findings))
+    return EXIT_FAILED if failed else EXIT_DONE
+
+
+def _checks(num_nodes: int | None) -> list[Check]:
+    checks = [
+        *host_checks.SOFTWARE_CHECKS,
+        *host_checks.STORAGE_CHECKS,
+        *host_checks.CHECKS,
+        *slurm_checks.CHECKS,
+        *slurm_checks.EXCLUDED_CHECKS,
+    ]
+    if num_nodes is None:
+        return checks
+    from orchestra.doctor.node_checks import check_nodes
+
+    return [*checks, check_nodes(num_nodes)]
+
+
+def _subject(overrides: Sequence[str], *, needs_slurm: bool) -> tuple[Subject, list[Finding]]:
+    """Return what the configuration says; where it cannot be loaded its defaults, and a finding why.
+
+    Raises ConfigError for overrides that are wrong.
+    """
+    try:
+        is_chosen = any(override.startswith(_CHOOSING) for override in overrides)
+        asked_for = needs_slurm or is_chosen
+        if not is_chosen and (needs_slurm or shutil.which("sbatch") is not None):
+            overrides = ["cluster=slurm", *overrides]
+        subject = _configured(list(overrides))
+        return dataclasses.replace(subject, needs_slurm=asked_for and subject.launcher == "slurm"), []
+    except ConfigError:
+        raise
+    except Exception as error:  # noqa: BLE001  shadowed and half-installed packages raise anything
+        words = f"cannot be loaded: {type(error).__name__}: {error}"
+        finding = Finding("configuration", Mark.failed, words, "see `imports` and `libraries` below")
+        return Subject(launcher="slurm" if needs_slurm else "local", needs_slurm=needs_slurm), [finding]
+
+
+def _configured(overrides: list[str]) -> Subject:
+    from orchestra.config.compose import compose
+    from orchestra.config.machine import Situation
+
+    config = compose(overrides, Situation("doctor")).config
+    cluster = config.cluster
+    options = {
+        "partition": cluster.partition,
+        "account": cluster.account,
+        "qos": cluster.qos,
+        "constraint": cluster.constraint,
+        "exclude": tuple(cluster.exclude),
+        **cluster.slurm_extra,
+    }
+    ranks = cluster.gpus_per_node
+    return Subject(
+        launcher=cluster.launcher.value,
+        run_dir=Path(os.path.abspath(os.path.expanduser(config.run.dir))),  # noqa: PTH100,PTH111  may not exist
+        interface=cluster.network.interface,
+        device=cluster.device.value,
+        ranks_per_node=ranks if isinstance(ranks, int) else None,
+        wandb_mode=config.wandb.mode.value,
+        partition=cluster.partition,
+        slurm_options=tuple((name, value) for name, value in options.items() if value),
+        setup=tuple(cluster.setup),
+        in_container=bool(cluster.container.image or cluster.container.prefix),
+    )
+
+
+def _print(finding: Finding) -> None:
+    terminal = shutil.get_terminal_size((_WIDTH, 24)).columns if sys.stdout.isatty() else _WIDTH
+    indent = " " * (_MARK_WIDTH + _NAME_WIDTH + 2)
+    first = f"{finding.mark.value:<{_MARK_WIDTH}} {finding.name:<{_NAME_WIDTH}} "
+    for start, text in ((first, finding.found), (f"{indent}→ ", finding.advice)):
+        if text:
+            later = indent if start is first else f"{indent}  "
+            wrapper = textwrap.TextWrapper(
+                width=min(max(terminal, _WIDTH), _WIDEST),
+                initial_indent=start,
+                subsequent_indent=later,
+                # Paths stay whole, to be copied.
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+            print(wrapper.fill(text))
+    sys.stdout.flush()
+
+
+def _counted(findings: Sequence[Finding]) -> str:
+    counts = Counter(finding.mark for finding in findings)
+    words = {
+        Mark.ok: "ok",
+        Mark.note: "note" if counts[Mark.note] == 1 else "notes",
+        Mark.warning: "warning" if counts[Mark.warning] == 1 else "warnings",
+        Mark.failed: "failed",
+    }
+    return ", ".join(f"{counts[mark]} {word}" for mark, word in words.items())

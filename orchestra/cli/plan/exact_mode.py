@@ -1,0 +1,173 @@
+"""`orchestra plan --exact [overrides]`: the closed forms beside a count of the real modules' tensors.
+
+The count is made by a process of the data plane (`python -m orchestra.train.memory.exact`), which builds one
+rank with fake tensors and takes two steps with it; this side composes the configuration, asks, and compares.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from orchestra.errors import EXIT_DONE, EXIT_USAGE, ConfigError, OrchestraError
+
+if TYPE_CHECKING:
+    from conf.schema import Config
+    from orchestra.plan.case import Case
+
+NAME = "exact"
+OPTIONS: tuple[str, ...] = ()
+
+EXPLAINED = """\
+--exact counts one rank's tensors too: the modules, optimizer and collectives that would train are built with
+fake tensors (no memory, no GPU, no other ranks) and take two steps, with the recomputation that is asked for.
+Both counts are shown by component, and how far the closed form is off. It takes some seconds and loads torch.
+"""
+
+_MIB = 1 << 20
+# Closed form's component and how the count calls it; activations and logits are alive at the same time.
+_TITLES = {
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "masters": "master weights",
+    "optimizer": "optimizer state",
+    "gathered": "gathered parameters",
+    "first_step": "first step, at its most",
+    "later_steps": "later steps, at their most",
+    "peak": "peak of tensors",
+    "host": "host memory of the state",
+}
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One component in bytes, by the closed form and counted."""
+
+    name: str
+    closed: float
+    counted: int
+
+    @property
+    def difference(self) -> float | None:
+        """How far the closed form is from the count, as a share of the count; None where nothing is."""
+        return self.closed / self.counted - 1 if self.counted else None
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add --exact."""
+    parser.add_argument("--exact", action="store_true", help="count the tensors of the real modules too")
+
+
+def run(arguments: Namespace) -> int:
+    """Print both counts and return 0. Raises ConfigError for what the trainer does not have."""
+    from orchestra.cli.plan.cpu_mode import measure_if_needed
+    from orchestra.config.compose import compose
+    from orchestra.config.machine import Situation
+    from orchestra.config.rules.all_rules import not_yet
+    from orchestra.plan.assemble import case_of, for_planning
+    from orchestra.plan.frameworks import OWN
+
+    if arguments.framework not in (None, OWN):
+        raise ConfigError(
+            f"--exact counts orchestra's own modules, and there are none of {arguments.framework} here; "
+            "leave --framework out, or --exact"
+        )
+    config = compose(for_planning(arguments.overrides), Situation("plan")).config
+    missing = [f"{problem}, or plan without --exact" for problem in not_yet(config, Situation("run"))]
+    if missing:
+        raise ConfigError(missing)
+    measure_if_needed(config)
+    case = case_of(config)
+    compared = compare(case, counted(config, case))
+    if arguments.json:
+        print(json.dumps(facts(compared), indent=2))
+    else:
+        print("\n".join(lines(compared)))
+    return EXIT_DONE
+
+
+def counted(config: Config, case: Case) -> Mapping[str, int]:
+    """Start the process that counts, on rank 0's place, and return its answer in bytes."""
+    from orchestra.run.config_file import write_config
+    from orchestra.submit.launch import source_root
+
+    is_gpu = ["--as-gpu"] if case.choices.is_gpu else []
+    environment = {**os.environ, "PYTHONPATH": str(source_root()), "PYTHONSAFEPATH": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "config.yaml"
+        write_config(file, config)
+        command = [sys.executable, "-m", "orchestra.train.memory.exact", str(file)]
+        world_size = str(case.layout.world_size)
+        done = subprocess.run(
+            [*command, "--world-size", world_size, *is_gpu],
+            capture_output=True,
+            text=True,
+            check=False,
+            env=environment,
+        )
+    if done.returncode == EXIT_USAGE:
+        raise ConfigError([line.removeprefix("error: ") for line in done.stderr.splitlines()])
+    if done.returncode:
+        last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+        raise OrchestraError(f"counting the tensors failed: {last[0]}; plan without --exact")
+    answer: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+def compare(case: Case, count: Mapping[str, int]) -> list[Compared]:
+    """Return the components of a rank, those that neither side has left out."""
+    from orchestra.plan.own_memory import own_bytes
+
+    own = own_bytes(case, case.stages[0])
+    step = own.step.activations + own.step.logits
+    states = own.parameters + own.gradients + own.masters + own.optimizer
+    closed = {
+        "parameters": own.parameters,
+        "gradients": own.gradients,
+        "masters": own.masters,
+        "optimizer": own.optimizer,
+        "gathered": own.first_buffers,
+        "first_step": step + own.growing_buffers * (case.accumulation > 1),
+        "later_steps": step + own.growing_buffers,
+        "peak": states + step + own.buffers,
+        "host": own.host,
+    }
+    rows = [Compared(name, value, count[f"{name}_bytes"]) for name, value in closed.items()]
+    return [row for row in rows if row.closed or row.counted]
+
+
+def facts(compared: list[Compared]) -> dict[str, object]:
+    """Return the comparison for programs: bytes, and differences as shares of what was counted."""
+    return {
+        row.name: {
+            "closed_form_bytes": round(row.closed),
+            "counted_bytes": row.counted,
+            "difference": row.difference,
+        }
+        for row in compared
+    }
+
+
+def lines(compared: list[Compared]) -> list[str]:
+    """Return the comparison as a table."""
+    header = f"{'one rank, MiB':<28}{'closed form':>14}{'counted':>14}{'difference':>12}"
+    return [header, *(_line(row) for row in compared), "", _NOTE]
+
+
+_NOTE = """\
+Counted are tensors, of rank 0's place; the libraries, the allocator's gaps and
+the driver come on top. A step's most holds activations, logits, messages and
+temporary tensors."""
+
+
+def _line(row: Compared) -> str:
+    off = "" if row.difference is None else f"{row.difference:+.1%}"
+    return f"{_TITLES[row.name]:<28}{row.closed / _MIB:>14,.1f}{row.counted / _MIB:>14,.1f}{off:>12}"

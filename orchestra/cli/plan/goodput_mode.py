@@ -1,0 +1,413 @@
+"""`orchestra plan --goodput [overrides]`: what failures cost, how often to save, how many spares pay.
+
+It composes or reads a configuration, takes times from the prediction or from a run's records, and lets
+`orchestra.plan.goodput.expected_goodput` reckon. It starts nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from argparse import ArgumentParser, Namespace
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from orchestra.errors import EXIT_DONE, ConfigError
+
+if TYPE_CHECKING:
+    from conf.schema import Config
+    from orchestra.plan.goodput.scenario import Scenario, Times
+
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from textwrap import wrap
+from typing import Any
+
+from conf.schema import Config
+from orchestra.cli.text import figures
+from orchestra.plan.goodput.expected_goodput import (
+    ATTENDED_AFTER_S,
+    Point,
+    assumed_times,
+    best_of,
+    by_devices,
+    by_interval,
+    by_spares,
+    expected,
+    interval_of,
+    scenario_of,
+)
+from orchestra.plan.goodput.scenario import Scenario
+from orchestra.plan.goodput.simulator import Result, simulate
+from orchestra.plan.predict import Prediction
+from orchestra.recovery.policy import Action, Rules
+from orchestra.sizes import save_interval
+
+# What failures cost, as lines for people and as facts for programs. It composes nothing.
+
+
+_WIDTH = 80
+_SIZES = (16, 128, 1_024, 16_384, 131_072)
+_TIMES = {
+    "step_s": "a step",
+    "stall_s": "a save's stall",
+    "write_s": "its writing",
+    "restart_s": "a restart",
+    "restore_s": "a restore",
+}
+
+
+@dataclass(frozen=True)
+class Reckoned:
+    """What was asked, and what came of it."""
+
+    asked: Asked
+    result: Result
+    intervals: list[Point]
+    spares: list[Point]
+    devices: list[Point]
+    young_s: float
+    daly_s: float
+
+
+def reckoned(asked: Asked) -> Reckoned:
+    """Simulate the run as it is asked about, and over intervals, spares and devices."""
+    scenario, rules, seed = asked.scenario, Rules.of(asked.config.recovery), asked.seed
+    stall_s, mttf = scenario.times.stall_s, scenario.mttf_s
+    return Reckoned(
+        asked=asked,
+        result=simulate(scenario, seed, rules),
+        intervals=by_interval(scenario, rules, seed),
+        spares=by_spares(scenario, rules, seed),
+        devices=by_devices(scenario, rules, _SIZES, seed),
+        young_s=save_interval.young_s(stall_s, mttf),
+        daly_s=save_interval.daly_s(stall_s, mttf),
+    )
+
+
+def lines(found: Reckoned) -> list[str]:
+    """Return what a person reads, at most 80 columns wide."""
+    scenario, result = found.asked.scenario, found.result
+    return [
+        *_header(found),
+        "",
+        *_accounts(result),
+        "",
+        *_save(found),
+        _table("SAVE EVERY", "STEPS", found.intervals, scenario.every_steps),
+        "",
+        *_spare(found),
+        _spare_table(found.spares, scenario.spare_nodes),
+        "",
+        "the same step, saves and starts on other numbers of devices, each with its best",
+        "interval:",
+        _device_table(found.devices, scenario),
+        *_notes(found),
+    ]
+
+
+def _header(found: Reckoned) -> list[str]:
+    scenario, config = found.asked.scenario, found.asked.config
+    nodes = f"{scenario.num_nodes:,} node{'s' if scenario.num_nodes > 1 else ''}"
+    spare = f" and {scenario.spare_nodes} spare" if scenario.spare_nodes else ""
+    hours = scenario.mtbf_device_hours
+    told = f"{hours:,.0f}" if hours >= 10 else f"{hours:.2g}"
+    whose = "as Llama 3 had it" if config.cluster.mtbf_device_hours is None else "given"
+    rows = [
+        f"run       {config.model.name} on {scenario.num_devices:,} devices, {nodes}{spare}",
+        f"failures  every {figures.duration(scenario.mttf_s)} (a device: {told} h, {whose})",
+    ]
+    for name, words in _TIMES.items():
+        source = found.asked.sources.get(name, "assumed")
+        title = "times" if name == "step_s" else ""
+        rows.append(f"{title:<10}{words:<15} {_seconds(getattr(scenario.times, name)):>9}  {source}")
+    indent = " " * 10
+    return [
+        part for row in rows for part in wrap(row, _WIDTH, subsequent_indent=indent, break_on_hyphens=False)
+    ]
+
+
+def _seconds(seconds: float) -> str:
+    return f"{1000 * seconds:.0f} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def _accounts(result: Result) -> list[str]:
+    accounts = result.accounts
+    shares = {
+        "lost": accounts.lost_s,
+        "saving": accounts.checkpoint_s,
+        "restarts": accounts.restart_s,
+        "restores": accounts.restore_s,
+        "queue": accounts.queue_s,
+        "idle": accounts.idle_s,
+    }
+    told = ", ".join(
+        f"{name} {figures.percent(part / accounts.wall_s)}" for name, part in shares.items() if part
+    )
+    over = f"{result.num_failures:,} failures in {figures.duration(result.scenario.horizon_s)}"
+    indent = " " * 10
+    return [
+        f"goodput   {figures.percent(result.goodput)}, simulated over {over}",
+        *wrap(told, _WIDTH, initial_indent=indent, subsequent_indent=indent),
+    ]
+
+
+def _save(found: Reckoned) -> list[str]:
+    step_s = found.asked.scenario.times.step_s
+    best = best_of(found.intervals)
+    young, daly = (
+        f"{name} {figures.duration(seconds)}, {max(1, round(seconds / step_s)):,} steps"
+        for name, seconds in (("Young", found.young_s), ("Daly", found.daly_s))
+    )
+    told = f"save every: {young}; {daly}; simulated {best.value:,}"
+    return wrap(told, _WIDTH, subsequent_indent=" " * 12)
+
+
+def _spare(found: Reckoned) -> list[str]:
+    best = best_of(found.spares)
+    waits = f"a job waits {figures.duration(found.asked.scenario.queue_wait_s)} in the queue"
+    told = f"spares that pay: {best.value} (work per allocated device; {waits})"
+    return wrap(told, _WIDTH, subsequent_indent=" " * 17)
+
+
+def _table(title: str, unit: str, points: Sequence[Point], chosen: int) -> str:
+    best = best_of(points)
+    rows = [
+        (
+            figures.duration(point.seconds) if point.seconds >= 1 else f"{1000 * point.seconds:.0f} ms",
+            f"{point.value:,}",
+            figures.percent(point.closed),
+            figures.percent(point.simulated),
+            _mark(point, best, chosen),
+        )
+        for point in points
+    ]
+    return figures.table((title, unit, "DALY", "SIMULATED", ""), rows)
+
+
+def _spare_table(points: Sequence[Point], chosen: int) -> str:
+    best = best_of(points)
+    rows = [
+        (
+            str(point.value),
+            figures.percent(point.simulated),
+            figures.percent(point.per_device),
+            _mark(point, best, chosen),
+        )
+        for point in points
+    ]
+    return figures.table(("SPARES", "GOODPUT", "PER DEVICE", ""), rows)
+
+
+def _mark(point: Point, best: Point, chosen: int) -> str:
+    marks = [_gives_up(point)] if point.num_given_up else []
+    marks += ["best"] if point is best else []
+    marks += ["yours"] if point.value == chosen else []
+    return ", ".join(marks)
+
+
+def _gives_up(point: Point) -> str:
+    return f"gives up {point.num_given_up}×" if point.num_given_up else ""
+
+
+def _device_table(points: Sequence[Point], scenario: Scenario) -> str:
+    rows = [
+        (
+            f"{point.value:,}",
+            figures.duration(save_interval.mttf_s(point.value, scenario.mtbf_device_hours)),
+            figures.duration(point.seconds),
+            figures.percent(point.closed),
+            figures.percent(point.simulated),
+            _gives_up(point),
+        )
+        for point in points
+    ]
+    return figures.table(("DEVICES", "FAILURE EVERY", "SAVE EVERY", "DALY", "SIMULATED", ""), rows)
+
+
+def _notes(found: Reckoned) -> list[str]:
+    points = [*found.intervals, *found.spares, *found.devices]
+    if not any(point.num_given_up for point in points):
+        return []
+    restarts = found.asked.config.recovery.max_restarts
+    return [
+        "",
+        f"gives up: so often the policy ended it, and a person went on {_waited()} later;",
+        f"          so many failures take more than recovery.max_restarts={restarts}",
+    ]
+
+
+def _waited() -> str:
+    return figures.age(ATTENDED_AFTER_S)
+
+
+def facts(found: Reckoned) -> dict[str, Any]:
+    """Return the same for programs: seconds, shares of 1."""
+    scenario, result = found.asked.scenario, found.result
+    return {
+        "model": found.asked.config.model.name,
+        "num_devices": scenario.num_devices,
+        "num_nodes": scenario.num_nodes,
+        "spare_nodes": scenario.spare_nodes,
+        "mtbf_device_hours": scenario.mtbf_device_hours,
+        "mttf_s": scenario.mttf_s,
+        "times": asdict(scenario.times),
+        "sources": {name: found.asked.sources.get(name, "assumed") for name in _TIMES},
+        "every_steps": scenario.every_steps,
+        "young_s": found.young_s,
+        "daly_s": found.daly_s,
+        "goodput": result.goodput,
+        "goodput_daly": expected(scenario),
+        "num_failures": result.num_failures,
+        "failures": dict(result.failures),
+        "actions": dict(result.actions),
+        "rules": dict(result.rules),
+        "num_given_up": result.actions[Action.give_up.name],
+        "accounts": result.accounts.to_json(),
+        "intervals": [asdict(point) for point in found.intervals],
+        "best_every_steps": best_of(found.intervals).value,
+        "spares": [asdict(point) for point in found.spares],
+        "best_spare_nodes": best_of(found.spares).value,
+        "devices": [asdict(point) for point in found.devices],
+    }
+
+
+def summary(config: Config, prediction: Prediction) -> str:
+    """Return the line of a plain `orchestra plan`: goodput by Daly's formula, and the interval."""
+    scenario = _scenario(config, prediction)
+    mttf = figures.duration(scenario.mttf_s)
+    if config.checkpoint.every_steps is None:
+        return f"goodput nothing is saved, and a failure is due every {mttf}"
+    every = f"{scenario.every_steps:,}"
+    auto = " (auto)" if config.checkpoint.every_steps == save_interval.AUTO else ""
+    best = interval_of(config, scenario.times).every_steps
+    is_near = 0.5 <= scenario.every_steps / best <= 2 or scenario.every_steps >= config.train.steps
+    advice = "" if auto or is_near else f" (best {best:,})"
+    share = figures.percent(expected(scenario))
+    return f"goodput {share}, a failure every {mttf}; a save every {every} steps{auto}{advice}"
+
+
+def summary_facts(config: Config, prediction: Prediction) -> dict[str, Any]:
+    """Return the same for programs."""
+    scenario = _scenario(config, prediction)
+    return {
+        "mttf_s": scenario.mttf_s if math.isfinite(scenario.mttf_s) else None,
+        "goodput": None if config.checkpoint.every_steps is None else expected(scenario),
+        "every_steps": None if config.checkpoint.every_steps is None else scenario.every_steps,
+        "best_interval": interval_of(config, scenario.times).to_json(),
+    }
+
+
+def _scenario(config: Config, prediction: Prediction) -> Scenario:
+    case = prediction.case
+    return scenario_of(config, assumed_times(config, prediction.time.total, case.layout.world_size))
+
+
+NAME = "goodput"
+OPTIONS: tuple[str, ...] = ("like", "stall_s", "restart_s", "restore_s", "queue_s", "mix_seed")
+# The times of a run that an option can say.
+_GIVEN = {"stall_s": "a save's stall", "restart_s": "restart", "restore_s": "restore"}
+
+EXPLAINED = """\
+--goodput reckons with failures: how much of the wall time becomes work that lasts, over the steps between
+saves, the spare nodes, and the devices. DALY is his formula; SIMULATED lets failures of Llama 3's mix befall
+the run, and the recovery policy itself decide what follows. cluster.mtbf_device_hours says how often a device
+fails. Times are predicted or assumed, those of --like RUN are measured: it takes a run's own records, and
+without overrides its configuration.
+"""
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add --goodput and what belongs to it."""
+    parser.add_argument("--goodput", action="store_true", help="what failures cost, and how often to save")
+    parser.add_argument("--like", metavar="RUN", help="take its measured times of steps, saves and starts")
+    for name, what in _GIVEN.items():
+        parser.add_argument(_option(name), type=float, metavar="S", help=f"seconds of {what}")
+    parser.add_argument("--queue-s", type=float, metavar="S", help="mean wait in the queue (default: 600)")
+    parser.add_argument("--mix-seed", type=int, metavar="N", help="which failures are drawn (default: 0)")
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is reckoned with: the configuration, the times, and where each of them comes from."""
+
+    config: Config
+    scenario: Scenario
+    # By the names of `Times`: predicted, assumed, given, or the run that was measured.
+    sources: dict[str, str]
+    seed: int
+
+
+def run(arguments: Namespace) -> int:
+    """Print what failures cost and return 0. Raises ConfigError for what cannot be reckoned with."""
+
+    found = reckoned(ask(arguments))
+    if arguments.json:
+        print(json.dumps(facts(found), indent=2))
+    else:
+        print("\n".join(lines(found)))
+    return EXIT_DONE
+
+
+def ask(arguments: Namespace) -> Asked:
+    """Return what the options mean. Raises ConfigError for a run without records, or a time that is none."""
+    from orchestra.plan.goodput.expected_goodput import scenario_of
+
+    for name in (*_GIVEN, "queue_s"):
+        value = getattr(arguments, name)
+        if value is not None and not 0 <= value < float("inf"):
+            raise ConfigError(f"{_option(name)} {value}: expected seconds, 0 or more")
+    config, times, sources = _of_run(arguments) if arguments.like else _planned(arguments)
+    given = {name: getattr(arguments, name) for name in _GIVEN if getattr(arguments, name) is not None}
+    times = replace(times, **given)
+    scenario = scenario_of(config, times)
+    if arguments.queue_s is not None:
+        scenario = replace(scenario, queue_wait_s=arguments.queue_s)
+    return Asked(config, scenario, {**sources, **dict.fromkeys(given, "given")}, arguments.mix_seed or 0)
+
+
+def _planned(arguments: Namespace) -> tuple[Config, Times, dict[str, str]]:
+    from orchestra.cli.plan.cpu_mode import measure_if_needed
+    from orchestra.config.compose import compose
+    from orchestra.config.machine import Situation
+    from orchestra.plan.assemble import case_of, for_planning
+    from orchestra.plan.goodput.expected_goodput import assumed_times
+    from orchestra.plan.predict import predict
+
+    config = compose(for_planning(arguments.overrides), Situation("plan")).config
+    measure_if_needed(config)
+    case = case_of(config, arguments.framework or "orchestra")
+    times = assumed_times(config, predict(case).time.total, case.layout.world_size)
+    return config, times, {"step_s": "predicted"}
+
+
+def _of_run(arguments: Namespace) -> tuple[Config, Times, dict[str, str]]:
+    from orchestra.cli.text.resolve import resolve
+    from orchestra.config.machine import world_size
+    from orchestra.plan.goodput.expected_goodput import assumed_times, measured
+    from orchestra.run.config_file import read_config
+    from orchestra.run.events import read_events
+    from orchestra.run.files import read_json_lines
+
+    run_dir = resolve(arguments.like, Path("runs"), takes_dir=False)
+    known = measured(read_events(run_dir), read_json_lines(run_dir.metrics)).known
+    if not known:
+        raise ConfigError(
+            f"--like {arguments.like}: {run_dir.path} has no attempt yet; give a run that trained"
+        )
+    if arguments.overrides:
+        # Another model or layout: its own step time, the run's saves and starts.
+        config, times, sources = _planned(arguments)
+        known.pop("step_s", None)
+    else:
+        config, sources = read_config(run_dir.config), {}
+        if "step_s" not in known:
+            raise ConfigError(f"--like {arguments.like}: no step of {run_dir.name} is recorded yet")
+        times = assumed_times(config, known["step_s"], world_size(config) or 1)
+    return config, replace(times, **known), {**sources, **dict.fromkeys(known, f"measured in {run_dir.name}")}

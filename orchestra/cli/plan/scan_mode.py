@@ -1,0 +1,280 @@
+"""`orchestra plan --scan RUN…`: what the layouts of real runs reached, beside the prediction, and a map.
+
+It reads the runs' own files and changes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from orchestra.cli.plan.output import named
+from orchestra.errors import EXIT_DONE, ConfigError
+
+if TYPE_CHECKING:
+    from orchestra.report.layouts import Run
+    from orchestra.run.paths import RunDir
+
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from orchestra.cli.plan import layout_words
+from orchestra.cli.text import figures
+from orchestra.report.layouts import Place, Run, best_of
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from rich.text import Text
+
+
+# What `orchestra plan --scan` prints: a table of layouts for each place, and the map of the best ones.
+#
+# Colours go by MFU, from none to the best of the map; without them the numbers say the same. It reads no run.
+
+
+_WIDTH = 80
+# What is to be done is told in keys, as to those who configure a run; --scan takes none.
+_WHERE = "keys above count where a run is started: --scan reads each run's own config.yaml"
+_HEADER = (
+    "dp",
+    "tp",
+    "pp",
+    "cp",
+    "zero",
+    "batch",
+    "recompute",
+    "tok/s",
+    "MFU",
+    "GiB",
+    "pred.",
+    "error",
+    "pred. GiB",
+)
+# Left out where they would say the same in every row, or where the terminal is too narrow.
+_USUAL = {"tp": "1", "pp": "1", "cp": "1", "zero": "0", "recompute": "none"}
+_DROPPED = ("pred. GiB", "error", "recompute")
+# From slow to fast: dark blue, blue, teal, green, yellow (as in the perceptual map viridis).
+_COLOURS = ("#440154", "#414487", "#2a788e", "#22a884", "#7ad151", "#fde725")
+_DARK = 3
+
+
+def show(places: Mapping[Place, Sequence[Run]]) -> None:
+    """Print the tables and the map to standard output."""
+    from rich.console import Console
+
+    for place, runs in places.items():
+        print("\n".join(_place(place, runs)))
+        print()
+    best = best_of(places)
+    if best:
+        is_terminal = sys.stdout.isatty()
+        console = Console(width=None if is_terminal else _WIDTH, highlight=False)
+        console.print("the best of each: tokens/s per device, MFU, layout")
+        console.print(_map(best))
+
+
+def _place(place: Place, runs: Sequence[Run]) -> list[str]:
+    rows = [_row(run) for run in runs if run.problem is None]
+    same = [title for title, usual in _USUAL.items() if all(_cell(row, title) == usual for row in rows)]
+    if all(run.prediction is None for run in runs):
+        same += ["pred.", "error", "pred. GiB"]
+    if all(run.mfu is None for run in runs):
+        same.append("MFU")
+    header = figures.without(_HEADER, _HEADER, same)
+    kept = [figures.without(row, _HEADER, same) for row in rows]
+    told = [f"{_title(place)} on {place.num_devices:,} device{'s' if place.num_devices > 1 else ''}"]
+    told += figures.fitting_table(header, kept, _WIDTH, _DROPPED).splitlines() if rows else []
+    notes = [f"{run.name}: {_words(run)}: {run.problem}" for run in runs if run.problem is not None]
+    unpredicted = {run.unpredicted for run in runs if run.unpredicted is not None}
+    notes += [f"not predicted: {each}" for each in sorted(unpredicted)]
+    notes += [_WHERE] * bool(unpredicted)
+    wrapped = [textwrap.wrap(note, _WIDTH, subsequent_indent="  ", break_on_hyphens=False) for note in notes]
+    return [*told, *(line for lines in wrapped for line in lines)]
+
+
+def _title(place: Place) -> str:
+    batch = f"{place.global_batch_size:,} × {place.seq_len:,} tokens"
+    return f"{place.model}, {place.precision}, {batch}"
+
+
+def _cell(row: tuple[str, ...], title: str) -> str:
+    return row[_HEADER.index(title)]
+
+
+def _row(run: Run) -> tuple[str, ...]:
+    mesh, setting, found = run.setting.mesh, run.setting, run.prediction
+    speed, peak = run.tokens_per_s_per_device, run.peak_memory_bytes
+    error = found.tokens_per_s_per_device / speed - 1 if found is not None and speed else None
+    return (
+        str(mesh.dp),
+        f"{mesh.tp}+sp" if setting.sequence_parallel and mesh.tp > 1 else str(mesh.tp),
+        str(mesh.pp),
+        str(mesh.cp),
+        str(setting.zero),
+        f"{setting.micro_batch_size}×{setting.accumulation}",
+        setting.recompute,
+        figures.quantity(speed),
+        figures.percent(run.mfu),
+        "-" if peak is None else layout_words.gib(peak),
+        "-" if found is None else figures.quantity(found.tokens_per_s_per_device),
+        "-" if error is None else f"{100 * error:+.0f}%",
+        "-" if found is None else layout_words.gib(found.peak.total),
+    )
+
+
+def _words(run: Run) -> str:
+    mesh, setting = run.setting.mesh, run.setting
+    degrees = {"tp": mesh.tp, "pp": mesh.pp, "cp": mesh.cp}
+    words = [f"dp {mesh.dp}", *(f"{axis} {size}" for axis, size in degrees.items() if size > 1)]
+    words += [f"zero {setting.zero}"] if setting.zero else []
+    return " ".join([*words, f"{setting.micro_batch_size}×{setting.accumulation}"])
+
+
+def _map(best: Mapping[Place, Run]) -> Table:
+    """Return the map: a row for each model and batch, a column for each number of devices."""
+    from rich.table import Table
+    from rich.text import Text
+
+    devices, shares = sorted({place.num_devices for place in best}), _shares(best)
+    table = Table(box=None)
+    table.add_column("")
+    for number in devices:
+        table.add_column(f"{number:,} device{'s' if number > 1 else ''}", justify="left")
+    for work in dict.fromkeys(place.work for place in best):
+        at = {place.num_devices: place for place in best if place.work == work}
+        cells = [
+            _coloured(best[at[number]], shares[at[number]]) if number in at else Text("")
+            for number in devices
+        ]
+        model, seq_len, size, precision = work
+        table.add_row(Text(f"{model}\n{precision}\n{size:,}×{seq_len:,}"), *cells)
+    return table
+
+
+def _coloured(run: Run, share: float) -> Text:
+    """Return a cell of the map; `share` of the best decides its colour."""
+    from rich.text import Text
+
+    level = round(share * (len(_COLOURS) - 1))
+    style = f"{'white' if level < _DARK else 'black'} on {_COLOURS[level]}"
+    mfu = "" if run.mfu is None else f"  MFU {figures.percent(run.mfu)}"
+    return Text(f"{figures.quantity(run.tokens_per_s_per_device)}{mfu}\n{_words(run)}", style=style)
+
+
+def _shares(best: Mapping[Place, Run]) -> dict[Place, float]:
+    """Return what colours go by: MFU beside the best of the map; where one has none, speed in its row."""
+    highest = max((run.mfu or 0.0 for run in best.values()), default=0.0)
+    if highest and all(run.mfu is not None for run in best.values()):
+        return {place: (run.mfu or 0.0) / highest for place, run in best.items()}
+    fastest: dict[object, float] = {}
+    for place, run in best.items():
+        fastest[place.work] = max(fastest.get(place.work, 0.0), run.tokens_per_s_per_device or 0.0)
+    return {
+        place: (run.tokens_per_s_per_device or 0.0) / (fastest[place.work] or 1.0)
+        for place, run in best.items()
+    }
+
+
+def facts(places: Mapping[Place, Sequence[Run]]) -> dict[str, Any]:
+    """Return the same for programs: bytes, shares of 1."""
+    best = best_of(places)
+    return {
+        "places": [
+            {
+                **asdict(place),
+                "best": best[place].name if place in best else None,
+                "runs": [_facts(run) for run in runs],
+            }
+            for place, runs in places.items()
+        ]
+    }
+
+
+def _facts(run: Run) -> dict[str, Any]:
+    found, setting = run.prediction, run.setting
+    return {
+        "name": run.name,
+        **asdict(setting.mesh),
+        **{key: value for key, value in asdict(setting).items() if key != "mesh"},
+        "tokens_per_s_per_device": run.tokens_per_s_per_device,
+        "mfu": run.mfu,
+        "peak_memory_bytes": run.peak_memory_bytes,
+        "predicted_tokens_per_s_per_device": found and found.tokens_per_s_per_device,
+        "predicted_mfu": found and found.mfu,
+        "predicted_peak_memory_bytes": found and round(found.peak.total),
+        "predicted_fits": found and found.fits,
+        "problem": run.problem,
+        "unpredicted": run.unpredicted,
+    }
+
+
+NAME = "scan"
+OPTIONS: tuple[str, ...] = ("dir",)
+
+EXPLAINED = """\
+--scan takes runs and sweeps, by name or path, and shows for each model, batch and number of devices what each
+layout reached: tokens/s per device, MFU, peak memory, with the predictions beside them where the device is
+known; then the map of the best ones. The first three logged rows do not count.
+"""
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add --scan and what belongs to it."""
+    parser.add_argument("--scan", nargs="+", metavar="RUN", help="compare the layouts of runs and sweeps")
+    parser.add_argument("--dir", type=named, metavar="DIR", help="where the runs lie (default: runs)")
+
+
+def run(arguments: Namespace) -> int:
+    """Print the comparison and return 0. Raises ConfigError when a RUN means none, or no run has a layout."""
+    from orchestra.report.layouts import by_place
+
+    if arguments.overrides or arguments.framework:
+        wrong = [*arguments.overrides, *([f"--framework {arguments.framework}"] * bool(arguments.framework))]
+        raise ConfigError(f"--scan takes everything from the runs; leave out {' '.join(wrong)}")
+    runs, problems = _read(_runs(arguments.scan, arguments.dir or Path("runs")))
+    if not runs:
+        raise ConfigError(problems or ["--scan: there is no run in what was named"])
+    places = by_place(runs)
+    if arguments.json:
+        print(json.dumps(facts(places), indent=2))
+    else:
+        show(places)
+    for problem in problems:
+        print(f"note: left out: {problem}", file=sys.stderr)
+    return EXIT_DONE
+
+
+def _runs(texts: list[str], parent: Path) -> list[RunDir]:
+    """Return the runs that are meant, of a sweep all members; each once."""
+    from orchestra.cli.text.resolve import resolve_target
+    from orchestra.report.sweeps import runs_of
+    from orchestra.run.paths import SweepDir, read_sweep
+
+    found: dict[Path, RunDir] = {}
+    for text in texts:
+        target = resolve_target(text, parent)
+        if isinstance(target, SweepDir):
+            members = [run for _, run in runs_of(target, read_sweep(target))]
+        else:
+            members = [target]
+        found.update({run.path.resolve(): run for run in members})
+    return list(found.values())
+
+
+def _read(runs: list[RunDir]) -> tuple[list[Run], list[str]]:
+    from orchestra.report.layouts import read_run
+
+    read, problems, now = [], [], time.time()
+    for each in runs:
+        try:
+            read.append(read_run(each, now))
+        except ConfigError as error:
+            problems += error.problems
+    return read, problems

@@ -1,0 +1,403 @@
+"""`orchestra rehearse RUN`: a short copy of a run twice, once left alone and once hurt on purpose, compared.
+
+What a run does when a rank dies, hangs, or a node goes away is thus seen on one's own cluster, before weeks
+of training rest on it. The run itself is only read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from orchestra.cli import on_cluster
+from orchestra.cli.foreground_view import add_output_options
+from orchestra.cli.text.describe import invocation, typed_name
+from orchestra.cli.text.resolve import add_directory_option, resolve
+from orchestra.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_STOPPED, ConfigError, OrchestraError
+from orchestra.run.paths import RunDir
+from orchestra.run.planned_faults import NODE_DOWN_VARIABLE
+
+if TYPE_CHECKING:
+    from conf.schema import Config
+    from orchestra.config.machine import Situation
+    from orchestra.rehearsal.prepare_rehearsal import Pair, Rehearsal
+    from orchestra.submit.new_run import RunRequest
+    from orchestra.submit.submission import PlannedJob
+
+
+import textwrap
+from typing import TYPE_CHECKING
+
+from orchestra.cli.text import figures
+from orchestra.cli.text.describe import shown
+from orchestra.rehearsal.judge import STRETCHES, Recovery
+from orchestra.report.run_state import recent_rows
+
+if TYPE_CHECKING:
+    from orchestra.rehearsal.judge import Check, Judgement
+    from orchestra.rehearsal.prepare_rehearsal import Rehearsal
+    from orchestra.run.planned_faults import PlannedFault
+
+
+# A rehearsal for people: what is about to befall it, how far it is, and what was seen. Pure text.
+
+
+_WIDTH = 80
+# Lines about a run that does nothing but train.
+_SHOW_S = 10.0
+_WORDS = {True: "passed", False: "FAILED", None: "open"}
+
+
+class Follower:
+    """Says on stderr what becomes of a run in the foreground."""
+
+    def __init__(self, run: RunDir, steps: int) -> None:
+        self._run = run
+        self._steps = steps
+        self._said_at = time.monotonic()
+        self.say("starts")
+
+    def say(self, words: str) -> None:
+        """Say something that happened to it."""
+        print(f"{self._run.name}: {words}", file=sys.stderr, flush=True)
+
+    def tick(self, _attempt: int, _stops: int) -> None:
+        """Say now and then how far it is; called about ten times a second."""
+        if time.monotonic() - self._said_at >= _SHOW_S:
+            self._said_at = time.monotonic()
+            rows = recent_rows(self._run)
+            self.say(f"step {rows[-1]['step']} of {self._steps}" if rows else "starts its ranks")
+
+
+def plan_lines(plan: Rehearsal) -> list[str]:
+    """Return what is about to happen, a line for each fault."""
+    cluster, course = plan.hurt.cluster, plan.schedule
+    ranks = f"{cluster.gpus_per_node} rank{'' if cluster.gpus_per_node == 1 else 's'}"
+    nodes = f"{cluster.nodes} node{'' if cluster.nodes == 1 else 's'} × {ranks}"
+    spares = f", {cluster.spare_nodes} spare" if cluster.spare_nodes else ""
+    length = f"{course.steps} steps, a checkpoint every {course.every_steps}"
+    return [
+        f"rehearsal of {plan.of}: {nodes}{spares}, {length}",
+        f"  {plan.undisturbed.run.name}: nothing happens to it",
+        f"  {plan.hurt.run.name}:",
+        *(f"    step {it.at_step}: {it.fault.name} at rank {it.rank}" for it in course.faults),
+    ]
+
+
+def judgement_lines(found: Judgement) -> list[str]:
+    """Return the tables, the claims, and what to do."""
+    failed = [it for it in found.checks if it.is_true is False]
+    hurt = [it for it in found.recoveries if not it.is_passed]
+    lines = [*_tables(found.recoveries), "", *(_claim(it) for it in found.checks), ""]
+    pair = found.pair
+    if found.is_passed:
+        lines.append(f"{pair.of} comes back from what was rehearsed")
+    else:
+        lines.append("what to do")
+        advice = [*(_about(it, pair.hurt) for it in hurt), *(it.advice for it in failed)]
+        for words in dict.fromkeys(filter(None, advice)):
+            lines += _wrapped(words, "  ")
+        lines += _wrapped(f"`{invocation('why', pair.hurt)}` tells what befell it, attempt by attempt", "  ")
+    places = f"{shown(pair.undisturbed.path)} {shown(pair.hurt.path)}"
+    return [*lines, f"remove  rm -r {places}"]
+
+
+def _tables(recoveries: Sequence[Recovery]) -> list[str]:
+    head = ("fault", "where", "answer", "rule", "new step", "lost steps", "verdict")
+    rows = [_row(it) for it in recoveries]
+    spent = [
+        (_named(it.fault), *(_seconds(it.stretches.get(name)) for name in STRETCHES)) for it in recoveries
+    ]
+    lines = [*_aligned([head, *rows]), ""]
+    return [*lines, *figures.table(("seconds until", *STRETCHES), spent).splitlines()]
+
+
+def _row(it: Recovery) -> tuple[str, ...]:
+    lost = "" if it.lost_steps is None else str(it.lost_steps)
+    where = f"rank {it.fault.rank}" + (f" on {it.host}" if it.host else "")
+    seconds = "" if it.seconds is None else f"{it.seconds:.1f} s"
+    verdict = _WORDS[it.is_passed] + (f": {it.problem}" if it.problem else "")
+    return (_named(it.fault), where, it.decision or "", it.rule or "", seconds, lost, verdict)
+
+
+def _named(fault: PlannedFault) -> str:
+    return f"{fault.fault.name}@{fault.at_step}"
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
+
+
+def _claim(check: Check) -> str:
+    return f"{_WORDS[check.is_true]:<7} {check.claim}: {check.found}"
+
+
+def _about(it: Recovery, hurt: RunDir) -> str:
+    """Return what to do about a fault that was not answered as it must."""
+    name = _named(it.fault)
+    if it.host is None:
+        return f"{name}: {it.problem}; say another step or rank with --fault"
+    if it.decision in ("give_up", "end"):
+        return (
+            f"{name}: the policy gave up by the rule {it.rule} ({it.reason}); see recovery.max_restarts, "
+            f"recovery.min_nodes, cluster.spare_nodes and cluster.requeue"
+        )
+    log = shown(hurt.attempt_logs((it.fault.attempt or 0) + 1))
+    return f"{name}: {it.problem}; the next attempt's logs are in {log}"
+
+
+def _wrapped(text: str, indent: str) -> list[str]:
+    return textwrap.wrap(
+        text,
+        _WIDTH,
+        initial_indent=indent,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+_EXPLAINED = """\
+  orchestra rehearse first                            what the layout allows, one fault after another
+  orchestra rehearse first --dry-run                  what would befall it, and the batch script
+  orchestra rehearse first --fault sigkill@12:0 --fault node_down@30:9 --steps 50
+  orchestra rehearse first cluster.time_limit=30 cluster.partition=test
+  orchestra rehearse rehearsal-first-1-faults         wait for a rehearsal that was left, and judge it
+
+KIND is sigkill, sigstop, exit, segfault, exception, oom, hang, gil, agent_kill or node_down (the last two on
+a cluster only). Without @STEP the step is chosen, without :RANK the rank. node_down kills every process of
+the job on that node; a command in ORCHESTRA_NODE_DOWN takes the node down instead.
+
+Two new runs are made beside RUN: same model, layout, cluster, limits and storage, a few steps, a checkpoint
+every few, deterministic, Weights & Biases off. They save the full state: mind the space. On a cluster both
+are submitted at once (with ORCHESTRA_NODE_DOWN one after the other), and Ctrl-C leaves them alone. Exit code
+0: all passed; 1: something did not.
+"""
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add what `orchestra rehearse` takes."""
+    parser.usage = (
+        "orchestra rehearse RUN [overrides] [--fault KIND[@STEP[:RANK]]] [--steps N] [--dry-run] [--json]"
+    )
+    parser.add_argument("run", metavar="RUN", help="name, unique start of one, or path")
+    parser.add_argument("overrides", nargs="*", metavar="overrides", help="KEY=VALUE or GROUP=NAME")
+    parser.add_argument(
+        "--fault", action="append", default=[], metavar="KIND[@STEP[:RANK]]", help="repeatable"
+    )
+    parser.add_argument("--steps", type=int, metavar="N", help="length of each run; default: as needed")
+    add_output_options(parser)
+    add_directory_option(parser)
+    parser.epilog = _EXPLAINED
+
+
+def run(arguments: Namespace) -> int:
+    """Rehearse, print what was seen, and return 0 where everything passed, else 1.
+
+    Raises ConfigError before anything is started, LaunchError when Slurm is silent.
+    """
+    from orchestra.rehearsal.prepare_rehearsal import read_pair
+
+    target = resolve(arguments.run, arguments.dir)
+    if (pair := read_pair(target)) is not None:
+        return _judge_what_was_left(pair, arguments)
+    from orchestra.cli.resume_command import goes_to_cluster
+
+    if goes_to_cluster(target, arguments.overrides):
+        return _on_cluster(target, arguments)
+    return _here(target, arguments)
+
+
+def _judge_what_was_left(pair: Pair, arguments: Namespace) -> int:
+    if arguments.overrides or arguments.fault or arguments.steps is not None or arguments.dry_run:
+        raise ConfigError(
+            f"{pair.hurt.name} is a rehearsal already, which is waited for and judged as it is; name "
+            f"{pair.of} to rehearse anew"
+        )
+    return _wait_and_judge(pair, as_json=arguments.json)
+
+
+def _plan(target: RunDir, config: Config, arguments: Namespace, situation: Situation) -> Rehearsal:
+    from orchestra.rehearsal.prepare_rehearsal import planned_rehearsal, why_no_node_goes_down, wish
+
+    if arguments.steps is not None and arguments.steps < 1:
+        raise ConfigError(f"--steps {arguments.steps}: expected 1 or more")
+    wishes = [wish(text) for text in arguments.fault]
+    if not wishes and (why := why_no_node_goes_down(config)) is not None:
+        on_cluster.note(f"the loss of a node is not rehearsed: {why}")
+    return planned_rehearsal(target, config, wishes, arguments.steps, situation)
+
+
+def _request(config: Config, arguments: Namespace) -> RunRequest:
+    from orchestra.config.machine import signature
+    from orchestra.submit.new_run import RunRequest
+
+    return RunRequest(config, signature(config), arguments.overrides, sys.argv)
+
+
+# On this machine.
+
+
+def _here(target: RunDir, arguments: Namespace) -> int:
+    from orchestra.config.machine import this_machine
+    from orchestra.rehearsal.prepare_rehearsal import rehearsed_config
+    from orchestra.submit.new_run import planned_run, prepare
+
+    situation = this_machine("run", starts=not arguments.dry_run)
+    config = rehearsed_config(target, arguments.overrides, situation)
+    plan = _plan(target, config, arguments, situation)
+    requests = [_request(it, arguments) for it in (plan.undisturbed, plan.hurt)]
+    planned = [planned_run(request, time.time()) for request in requests]
+    if arguments.dry_run:
+        _print_plan(plan, {}, as_json=arguments.json)
+        return EXIT_DONE
+    _announce(plan)
+    for request, place in zip(requests, planned, strict=True):
+        run = prepare(request, place)
+        if request is requests[1]:
+            _record(plan, planned)
+        code = _trained(request.config, run)
+        if code in (EXIT_INTERRUPTED, EXIT_STOPPED):
+            on_cluster.note(f"the rehearsal was broken off; {run.path} keeps what was trained")
+            return code
+        if code != EXIT_DONE and request is requests[0]:
+            raise OrchestraError(
+                f"the undisturbed run failed, and nothing was hurt: `{invocation('why', run)}` tells what "
+                f"ended it"
+            )
+    return _judge(_pair(plan, planned), as_json=arguments.json)
+
+
+def _trained(config: Config, run: RunDir) -> int:
+    """Train one of the two runs in the foreground, and say now and then how far it is."""
+    from orchestra.agents.foreground import train_here
+
+    follower = Follower(run, config.train.steps)
+    path = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    _, verdict = train_here(config, run, 0, tick=follower.tick, search_path=path, say=follower.say)
+    return verdict.code
+
+
+# On a cluster.
+
+
+def _on_cluster(target: RunDir, arguments: Namespace) -> int:
+    from orchestra.rehearsal.prepare_rehearsal import rehearsed_config
+    from orchestra.submit.network_bench import with_measured_network
+    from orchestra.submit.new_run import planned_run
+    from orchestra.submit.submission import planned_job
+
+    partitions = on_cluster.partitions_or_none(is_needed=not arguments.dry_run)
+    config = rehearsed_config(target, arguments.overrides, on_cluster.SITUATION)
+    config, problems = on_cluster.on_site(config, partitions)
+    problems = [*on_cluster.place_problems(target.path.parent), *problems]
+    if problems:
+        raise ConfigError(problems)
+    plan = _plan(target, with_measured_network(config), arguments, on_cluster.SITUATION)
+    share = on_cluster.share_of(config, partitions)
+    requests = [_request(it, arguments) for it in (plan.undisturbed, plan.hurt)]
+    jobs = [planned_job(request, planned_run(request, time.time()), share) for request in requests]
+    if partitions is not None:
+        for job in jobs:
+            on_cluster.tested(job.script())
+    if arguments.dry_run:
+        _print_plan(plan, {job.run.name: job.script() for job in jobs}, as_json=arguments.json)
+        return EXIT_DONE
+    _announce(plan)
+    runs = _submitted(jobs)
+    _record(plan, runs)
+    return _wait_and_judge(_pair(plan, runs), as_json=arguments.json)
+
+
+def _submitted(jobs: Sequence[PlannedJob]) -> list[RunDir]:
+    from orchestra.submit import wait
+    from orchestra.submit.submission import submit
+
+    runs: list[RunDir] = []
+    for job in jobs:
+        if runs and NODE_DOWN_VARIABLE in os.environ:
+            # A node that really goes down takes everything along that runs there.
+            wait.wait_for(runs, job.request.config.run.metric)
+        try:
+            done = submit(job)
+        except OrchestraError:
+            for run in runs:
+                on_cluster.note(
+                    f"{run.name} is submitted: `orchestra cancel {typed_name(run)}` takes it back"
+                )
+            raise
+        runs.append(done.run)
+        on_cluster.note(f"{done.run.name} is job {done.job}")
+    return runs
+
+
+def _wait_and_judge(pair: Pair, *, as_json: bool) -> int:
+    from orchestra.run.config_file import read_config
+    from orchestra.submit import wait
+
+    metric = read_config(pair.hurt.config).run.metric
+    try:
+        wait.wait_for([pair.undisturbed, pair.hurt], metric)
+    except KeyboardInterrupt:
+        on_cluster.note(f"`orchestra rehearse {typed_name(pair.hurt)}` waits on and judges")
+        raise
+    return _judge(pair, as_json=as_json)
+
+
+# Both.
+
+
+def _pair(plan: Rehearsal, runs: Sequence[RunDir]) -> Pair:
+    from orchestra.rehearsal.prepare_rehearsal import Pair
+
+    return Pair(plan.of, runs[0], runs[1])
+
+
+def _record(plan: Rehearsal, runs: Sequence[RunDir]) -> None:
+    from orchestra.rehearsal.prepare_rehearsal import write_pair
+
+    write_pair(_pair(plan, runs))
+
+
+def _announce(plan: Rehearsal) -> None:
+
+    for line in plan_lines(plan):
+        print(line, file=sys.stderr, flush=True)
+
+
+def _print_plan(plan: Rehearsal, scripts: dict[str, str], *, as_json: bool) -> None:
+    from orchestra.run.config_file import to_yaml
+
+    if as_json:
+        faults = plan.hurt.recovery.inject
+        configs = {str(it.run.name): to_yaml(it) for it in (plan.undisturbed, plan.hurt)}
+        facts = {"of": plan.of, "steps": plan.schedule.steps, "faults": faults}
+        print(json.dumps({**facts, "scripts": scripts, "configs": configs}, indent=2))
+        return
+    print("\n".join(plan_lines(plan)))
+    for name, script in scripts.items():
+        print(f"\n# {name}\n{script}", end="")
+
+
+def _judge(pair: Pair, *, as_json: bool) -> int:
+    from orchestra.rehearsal.judge import judged
+    from orchestra.run.config_file import read_config
+
+    found = judged(pair)
+    for run in (pair.undisturbed, pair.hurt):
+        if (place := read_config(run.config).checkpoint.dir) is not None:
+            on_cluster.note(f"the checkpoints of {run.name} are in {place}")
+    print(json.dumps(found.to_json(), indent=2) if as_json else "\n".join(judgement_lines(found)))
+    return found.code

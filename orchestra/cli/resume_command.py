@@ -1,0 +1,173 @@
+"""`orchestra resume RUN [overrides]`: train a run on, from its newest committed checkpoint.
+
+Here in the foreground, or as a new job of a cluster, as the run's configuration says. What the overrides
+change is checked as for a new run. Which checkpoint is intact the ranks find out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from orchestra.cli.foreground_view import Attempt, add_output_options, print_plan, train
+from orchestra.cli.text.describe import invocation
+from orchestra.cli.text.resolve import add_directory_option, resolve_target
+from orchestra.errors import EXIT_DONE, ConfigError
+from orchestra.report.run_state import name_of
+from orchestra.run.paths import RunDir
+from orchestra.submit.resume_run import NextAttempt, Word, asked, claim, next_attempt
+
+if TYPE_CHECKING:
+    from launchers.slurm.sbatch import Estimate
+    from orchestra.submit.resume_run import PlannedResume
+
+_EXPLAINED = """\
+  orchestra resume first                              go on where the newest checkpoint is
+  orchestra resume first train.steps=2000             train a finished run further
+  orchestra resume first cluster.gpus_per_node=4      on another number of ranks
+  orchestra resume first cluster.nodes=4 cluster.time_limit=8:00:00
+  orchestra resume first cluster=local                a run of the cluster here in the foreground
+  orchestra resume first cluster=slurm cluster.nodes=2   a run of this machine on the cluster
+
+A run that was submitted is submitted again: a new job for the same run, with the code as it is now.
+KEY=VALUE changes the run's frozen configuration; GROUP=NAME replaces that whole section by a preset.
+The model, the seed, the data and the sequence length stay what they are.
+A checkpoint that turns out to be damaged is passed over for the one before.
+Of a sweep what is missing or failed is submitted again.
+"""
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add what `orchestra resume` takes."""
+    parser.usage = "orchestra resume RUN [overrides] [--dry-run] [--json] [--dir DIR]"
+    parser.add_argument("run", metavar="RUN", help="name, unique start of one, or path")
+    parser.add_argument("overrides", nargs="*", metavar="overrides", help="KEY=VALUE or GROUP=NAME")
+    add_output_options(parser)
+    add_directory_option(parser)
+    parser.epilog = _EXPLAINED
+
+
+def run(arguments: Namespace) -> int:
+    """Train on and return the exit code of the verdict, or submit and return 0.
+
+    Raises ConfigError before anything is started, LaunchError when Slurm is silent.
+    """
+    target = resolve_target(arguments.run, arguments.dir)
+    if not isinstance(target, RunDir):
+        from orchestra.cli.sweep_text import resume_sweep
+
+        return resume_sweep(arguments, target)
+    word = asked(target, time.time())
+    if goes_to_cluster(target, arguments.overrides):
+        return _submit(arguments, target, word)
+    return _train_here(arguments, target, word)
+
+
+def goes_to_cluster(run: RunDir, overrides: Sequence[str]) -> bool:
+    """Tell where a run is to go on: as typed, else where it was frozen for."""
+    from conf.schema import LauncherName
+    from orchestra.run.config_file import read_config
+
+    typed = [override.lstrip("+").partition("=") for override in overrides]
+    places = [value for key, _, value in typed if key in ("cluster", "cluster.launcher")]
+    if places:
+        return places[-1] != LauncherName.local.value
+    return read_config(run.config).cluster.launcher is LauncherName.slurm
+
+
+def _train_here(arguments: Namespace, target: RunDir, word: Word) -> int:
+    from orchestra.config.machine import this_machine
+
+    situation = this_machine("resume", starts=not arguments.dry_run)
+    plan = next_attempt(target, arguments.overrides, situation, time.time(), word)
+    if plan.is_finished:
+        return _say_finished(plan, as_json=arguments.json)
+    attempt = Attempt(plan.config, plan.run, plan.number, plan.checkpoint_step)
+    if arguments.dry_run:
+        facts = {"attempt": plan.number, "checkpoint_step": plan.checkpoint_step}
+        print_plan(attempt, facts, as_json=arguments.json)
+        return EXIT_DONE
+    claim(plan, sys.argv)
+    return train(attempt, as_json=arguments.json)
+
+
+def _submit(arguments: Namespace, target: RunDir, word: Word) -> int:
+    from orchestra.cli import on_cluster
+    from orchestra.config.machine import Situation
+    from orchestra.submit.resume_run import planned_resume, submit_resume
+
+    # Whatever this machine is: a login node has neither the GPUs nor the cores of the nodes.
+    situation = Situation("resume")
+    plan = next_attempt(target, arguments.overrides, situation, time.time(), word)
+    if plan.is_finished:
+        return _say_finished(plan, as_json=arguments.json)
+    partitions = on_cluster.partitions_or_none(is_needed=not arguments.dry_run)
+    config, problems = on_cluster.on_site(plan.config, partitions, situation)
+    problems = [*on_cluster.place_problems(target.path.parent), *problems]
+    if problems:
+        raise ConfigError(problems)
+    plan = dataclasses.replace(plan, config=config)
+    planned = planned_resume(plan, on_cluster.share_of(config, partitions))
+    estimate = None if partitions is None else on_cluster.tested(planned.script())
+    if arguments.dry_run:
+        _print_job_plan(planned, estimate, as_json=arguments.json)
+        return EXIT_DONE
+    job = submit_resume(planned, sys.argv)
+    if arguments.json:
+        print(json.dumps({**_facts(planned, estimate), "job": job}))
+    else:
+        _tell(planned, job, estimate)
+    return EXIT_DONE
+
+
+def _tell(planned: PlannedResume, job: str, estimate: Estimate | None) -> None:
+    run, config, step = planned.run, planned.next.config.cluster, planned.next.checkpoint_step
+    nodes = f"{config.nodes} node{'' if config.nodes == 1 else 's'}"
+    print(f"run     {name_of(run)}, attempt {planned.next.number}")
+    print(f"job     {job}: {nodes} × {config.gpus_per_node} {config.device.value} ranks")
+    print(f"goes on {'from the start' if step is None else f'from step {step}'}")
+    if estimate is not None:
+        print(f"starts  {estimate.start}, as Slurm expects")
+    print(f"next    `{invocation('status', run)}`, `{invocation('logs', run)} -f`")
+
+
+def _facts(planned: PlannedResume, estimate: Estimate | None) -> dict[str, object]:
+    plan = planned.next
+    return {
+        "name": plan.run.name,
+        "path": str(plan.run.path),
+        "attempt": plan.number,
+        "checkpoint_step": plan.checkpoint_step,
+        "estimated_start": None if estimate is None else estimate.start,
+    }
+
+
+def _print_job_plan(planned: PlannedResume, estimate: Estimate | None, *, as_json: bool) -> None:
+    from orchestra.cli.on_cluster import note
+    from orchestra.run.config_file import to_yaml
+
+    if as_json:
+        plan = {"script": planned.script(), "config": to_yaml(planned.next.config)}
+        print(json.dumps({**_facts(planned, estimate), **plan}, indent=2))
+        return
+    print(planned.script(), end="")
+    if estimate is not None:
+        note(f"Slurm would take it and expects it to start at {estimate.start} on {estimate.nodes}")
+
+
+def _say_finished(plan: NextAttempt, *, as_json: bool) -> int:
+    steps = plan.before.train.steps
+    if as_json:
+        identity = {"name": plan.run.name, "path": str(plan.run.path), "state": "finished", "code": EXIT_DONE}
+        numbers = {"attempt": plan.last_attempt, "checkpoint_step": plan.checkpoint_step, "steps": steps}
+        print(json.dumps({**identity, **numbers}))
+        return EXIT_DONE
+    ignored = "; the overrides were not applied" if plan.overrides else ""
+    print(f"{name_of(plan.run)} is finished: {steps} of {steps} steps are trained{ignored}")
+    print(f"to train it further: {invocation('resume', plan.run)} train.steps={2 * steps}")
+    return EXIT_DONE

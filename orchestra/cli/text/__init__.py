@@ -1,0 +1,1 @@
+"""Text that several commands print: figures, tables, progress, run names."""

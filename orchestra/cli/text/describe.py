@@ -1,0 +1,291 @@
+"""A configuration and an ending in a few lines for people. It reads no file but the end of a log."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import textwrap
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from orchestra.cli.text import figures
+from orchestra.errors import EXIT_DO_NOT_RESTART, EXIT_DONE, EXIT_STOPPED
+from orchestra.recovery.history import Verdict
+from orchestra.report.run_state import failed_save, newest_checkpoint
+from orchestra.run.files import Record
+from orchestra.run.paths import RunDir, SweepDir, is_sweep
+
+if TYPE_CHECKING:
+    # `status` and its like need none of these, and answer faster without.
+    from conf.schema import Config
+    from orchestra.cli.text.progress import Summary
+    from orchestra.sizes.topology import Layout
+
+
+import dataclasses
+from collections.abc import Sequence
+
+from orchestra.recovery.accounting import Accounts
+from orchestra.report.accounts import SlowRank, read_accounts, slow_ranks
+
+_TRACEBACK_LINES = 12
+_LOG_BYTES = 1 << 14
+_CHART_HEIGHT = 8
+# Columns of a plain terminal, and of a line's first word.
+_WIDTH, _INDENT = 80, 8
+
+
+def header(config: Config, run: RunDir, attempt: int = 0, from_step: int | None = None) -> list[str]:
+    """Return what is about to be trained: run, model, layout, batch and device, one line each.
+
+    An attempt after the first says from which step it is expected to go on.
+    """
+    from orchestra.sizes.flops import num_parameters
+    from orchestra.sizes.topology import global_batch_size, layout
+
+    mesh = layout(config.parallelism, world_size(config))
+    size = global_batch_size(config.train, mesh.dp)
+    model, seq_len = config.model, config.train.seq_len
+    return [
+        f"run     {run.name}",
+        f"model   {model.name}: {num_parameters(model):,} parameters, {config.precision.name.value}",
+        f"layout  {_layout(mesh, config)}",
+        f"batch   {size} × {seq_len} = {size * seq_len:,} tokens per step",
+        f"        {_shares(mesh, config)}",
+        f"device  {_device(config)}",
+        *([_attempt(attempt, from_step)] if attempt else []),
+    ]
+
+
+def _shares(mesh: Layout, config: Config) -> str:
+    from orchestra.sizes.topology import batch_shape, has_open_micro_batch
+
+    if has_open_micro_batch(config.train):
+        return f"micro-batch auto: the largest that fits, found when the ranks begin; dp {mesh.dp}"
+    batch = batch_shape(config.train, mesh.dp)
+    return f"micro-batch {batch.micro_batch_size} × accumulation {batch.accumulation} × dp {batch.dp}"
+
+
+def _attempt(attempt: int, from_step: int | None) -> str:
+    where = "from step 1: nothing was committed" if from_step is None else f"from step {from_step}"
+    return f"attempt {attempt}, {where}"
+
+
+def world_size(config: Config) -> int:
+    """Return the number of ranks of a resolved configuration."""
+    return config.cluster.nodes * int(config.cluster.gpus_per_node)
+
+
+def _layout(mesh: Layout, config: Config) -> str:
+    degrees = {"tp": mesh.tp, "pp": mesh.pp, "cp": mesh.cp, "ep": mesh.ep, "zero": config.parallelism.zero}
+    used = [f"{axis} {degree}" for axis, degree in degrees.items() if degree > (0 if axis == "zero" else 1)]
+    if config.parallelism.sequence_parallel:
+        used.insert(1, "sequence parallel")
+    if config.parallelism.zero and mesh.shard < mesh.dp:
+        used[-1] += f" over {mesh.shard}"
+    ranks = f"{mesh.world_size} rank{'s' if mesh.world_size > 1 else ''}"
+    return f"{ranks}: {', '.join([f'dp {mesh.dp}', *used])}"
+
+
+def _device(config: Config) -> str:
+    from conf.schema import Device
+    from orchestra.submit.launch import threads_per_rank, usable_cores
+
+    ranks = int(config.cluster.gpus_per_node)
+    if config.cluster.device is not Device.cpu:
+        return f"{ranks} × {config.cluster.device.value}"
+    threads = threads_per_rank(config, ranks, usable_cores())
+    return f"cpu, {ranks} × {threads} thread{'s' if threads > 1 else ''}"
+
+
+def summary_lines(run: RunDir, summary: Summary, verdict: Verdict) -> list[str]:
+    """Return how it went, in numbers, and where everything lies."""
+    from orchestra.sizes.step_shares import read_shares
+
+    step = summary.step or 0
+    lines = ["", f"{verdict.state} after {step} of {summary.steps} steps, {figures.duration(summary.wall_s)}"]
+    if verdict.code == EXIT_STOPPED:
+        lines.append(f"reason  {verdict.message}")
+    if summary.first_loss is not None:
+        lines.append(
+            f"loss    {figures.loss(summary.first_loss)} → {figures.loss(summary.last_loss)} nats per token"
+        )
+        lines.append(f"speed   {figures.quantity(summary.tokens_per_s)} tokens/s (median), {_mfu(summary)}")
+    shares = read_shares(run.profile)
+    if shares is not None:
+        lines += ["profile " + shares.table()[0], *shares.table()[1:]]
+    written = {"metrics": run.metrics, "logs": run.logs, "wandb": run.wandb}
+    lines += [f"{name:<7} {shown(path)}" for name, path in written.items() if path.exists()]
+    return lines
+
+
+def checkpoint_lines(config: Config, run: RunDir, events: Iterable[Record]) -> list[str]:
+    """Return what can be gone on from, and why a save failed where the newest one did."""
+    seen = [event for event in events if event["event"] in ("checkpoint_committed", "checkpoint_failed")]
+    step = newest_checkpoint(events)
+    lines = []
+    if step is not None:
+        place = config.checkpoint.dir or shown(run.checkpoints)
+        lines.append(f"saved   step {step} in {place}")
+    if seen and seen[-1]["event"] == "checkpoint_failed":
+        lines.append(f"warning {failed_save(seen[-1])}")
+    return lines
+
+
+def resume_lines(run: RunDir, verdict: Verdict, events: Iterable[Record]) -> list[str]:
+    """Return how to go on with a run that is not finished; nothing where starting again would not help."""
+    if verdict.code in (EXIT_DONE, EXIT_DO_NOT_RESTART):
+        return []
+    return [resume_line(run, newest_checkpoint(events))]
+
+
+def resume_line(run: RunDir, step: int | None) -> str:
+    """Return the command that goes on with a run, and from which checkpoint (None: there is none)."""
+    where = "starts again at step 1: nothing was committed" if step is None else f"goes on from step {step}"
+    return f"resume  `{invocation('resume', run)}` {where}"
+
+
+def invocation(verb: str, run: RunDir | SweepDir) -> str:
+    """Return the command that means this run or sweep from the working directory."""
+    return f"orchestra {verb} {typed_name(run)}"
+
+
+def typed_name(run: RunDir | SweepDir) -> str:
+    """Return what to type for a run or a sweep: its name where it lies in ./runs, else its path."""
+    named = Path.cwd() / "runs"
+    if run.path.parent == named:
+        return run.name
+    if run.path.parent.parent == named and is_sweep(run.path.parent):
+        return f"{run.path.parent.name}/{run.name}"
+    return shlex.quote(str(run.path))
+
+
+def mirror_lines(events: Iterable[Record]) -> list[str]:
+    """Return lines that say why Weights & Biases did not get everything and what to do; none if it did."""
+    failed = [event for event in events if event["event"] == "wandb_failed"]
+    if not failed:
+        return []
+    words = (failed[-1].get("cause", "not everything was mirrored"), failed[-1].get("advice"))
+    # Paths and commands stay whole, however long they are.
+    return textwrap.wrap(
+        f"wandb   incomplete: {'; '.join(word for word in words if word)}",
+        _WIDTH,
+        subsequent_indent=" " * _INDENT,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _mfu(summary: Summary) -> str:
+    if summary.mfu is None:
+        return "MFU n/a (the device's peak is unknown: set cluster.peak_tflops)"
+    convention = f" ({summary.mfu_convention})" if summary.mfu_convention else ""
+    causal = f", {figures.percent(summary.mfu_causal)} with causal attention" if summary.mfu_causal else ""
+    return f"MFU {figures.percent(summary.mfu)}{convention}{causal}"
+
+
+def loss_chart(losses: list[float], width: int) -> list[str]:
+    """Return the loss over the steps as a chart, nothing for fewer than two points."""
+    from orchestra.cli.text.figures import chart
+
+    return ["", "loss", *chart(losses, width, _CHART_HEIGHT)] if len(losses) > 1 else []
+
+
+def shown(path: Path) -> str:
+    """Return a path relative to the working directory where it lies below it."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)
+
+
+def failure(run: RunDir, attempt: int, verdict: Verdict) -> str:
+    """Return what ended an attempt: who, where, when, why, the end of the traceback or log, and the log.
+
+    An error that explains itself comes without its traceback: it is in the log.
+    """
+    who = "the run" if verdict.rank is None else f"rank {verdict.rank}"
+    where = f" on {verdict.host}" if verdict.host and verdict.rank is not None else ""
+    when = f" at step {verdict.step}" if verdict.step is not None else ""
+    why = f"{verdict.cause}: {verdict.message}" if verdict.message else verdict.cause
+    log = run.node_log(attempt, 0) if verdict.rank is None else run.rank_log(attempt, verdict.rank)
+    trace = "" if verdict.explained else verdict.traceback or end_of(log)
+    last_lines = last_lines_of(trace)
+    place = [f"log: {shown(log)}"] if log.exists() else []
+    return "\n".join([f"{who}{where} failed{when}: {why}", *last_lines, *place])
+
+
+def last_lines_of(text: str) -> list[str]:
+    """Return the end of a traceback or of a log, indented."""
+    return [f"  {line}" for line in text.rstrip().splitlines()[-_TRACEBACK_LINES:]]
+
+
+def end_of(log: Path) -> str:
+    """Return the last 16 KiB of a log; nothing where it cannot be read."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_BYTES))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+# Where a run's time went, and who is slow in it, as `status` and `why` show it. Pure text and JSON.
+
+
+_SPENT_WIDTH = 80
+_LABEL = 8
+# The words for the accounts, in the order they are shown.
+_WORDS = {
+    "productive_s": "productive",
+    "lost_s": "lost work",
+    "checkpoint_s": "saving",
+    "restart_s": "starts",
+    "restore_s": "restores",
+    "queue_s": "queue",
+    "idle_s": "idle",
+}
+# Slow ranks that are named.
+_NAMED = 4
+
+
+def spent_lines(run: RunDir, events: Sequence[Record], state: str, now: float) -> list[str]:
+    """Return where the time of a run in `state` went and which ranks are slow, in at most 80 columns."""
+    return [*_accounts_lines(read_accounts(run, events, state, now)), *_slow_lines(slow_ranks(events))]
+
+
+def spent_record(run: RunDir, events: Sequence[Record], state: str, now: float) -> Record:
+    """Return the same for `--json`: `accounts` in seconds, `goodput`, `stragglers`."""
+    accounts = read_accounts(run, events, state, now)
+    slow = [dataclasses.asdict(each) for each in slow_ranks(events)]
+    return {"goodput": accounts.goodput, "accounts": accounts.to_json(), "stragglers": slow}
+
+
+def _accounts_lines(accounts: Accounts) -> list[str]:
+    if accounts.wall_s <= 0:
+        return []
+    # What rounds to nothing says nothing.
+    parts = [
+        f"{word} {_exact(getattr(accounts, key))}"
+        for key, word in _WORDS.items()
+        if getattr(accounts, key) >= 0.05
+    ]
+    text = f"{_exact(accounts.wall_s)}, goodput {figures.percent(accounts.goodput)}: {', '.join(parts)}"
+    return _labelled("time", text)
+
+
+def _exact(seconds: float) -> str:
+    """Return a duration; below a minute with one decimal, since restarts are counted in seconds."""
+    return f"{seconds:.1f}s" if seconds < 59.95 else figures.duration(seconds)
+
+
+def _slow_lines(slow: Sequence[SlowRank]) -> list[str]:
+    named = [f"rank {each.rank} on {each.host}, {each.ratio:.1f} × the others" for each in slow[:_NAMED]]
+    more = [f"and {len(slow) - _NAMED} more"] if len(slow) > _NAMED else []
+    return _labelled("slow", "; ".join([*named, *more])) if slow else []
+
+
+def _labelled(label: str, text: str) -> list[str]:
+    indent = " " * _LABEL
+    return textwrap.wrap(text, _SPENT_WIDTH, initial_indent=label.ljust(_LABEL), subsequent_indent=indent)

@@ -1,0 +1,161 @@
+"""From what a user typed to a run or a sweep: a path, a name, or the unique start of one.
+
+SWEEP/3 is the sweep's member with index 3. It reads no records but a sweep's, for its members.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from argparse import ArgumentParser
+from collections.abc import Iterator
+from pathlib import Path
+
+from orchestra.errors import ConfigError
+from orchestra.report.run_state import is_run
+from orchestra.run.paths import RunDir, SweepDir, is_sweep, read_sweep
+
+_NEAREST = 3
+_CANDIDATES = 8
+
+Target = RunDir | SweepDir
+
+
+def add_directory_option(parser: ArgumentParser) -> None:
+    """Add --dir, the parent of run directories (a run's `run.dir`)."""
+    parser.add_argument(
+        "--dir",
+        type=Path,
+        default=Path("runs"),
+        metavar="DIR",
+        help="where the runs lie: the run.dir they were started with (default: %(default)s)",
+    )
+
+
+def all_targets(parent: Path) -> list[Target]:
+    """Return the runs and sweeps in `parent`, newest first. Raises ConfigError when it cannot be read."""
+    try:
+        found = [entry for name in _names(parent) if (entry := _dated(parent / name)) is not None]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise ConfigError(f"--dir {parent}: cannot be listed: {error.strerror}") from error
+    newest_first = sorted(found, key=lambda entry: (entry[0], entry[1].name), reverse=True)
+    return [target for _, target in newest_first]
+
+
+def all_sweeps(parent: Path) -> list[SweepDir]:
+    """Return the sweeps in `parent`, newest first. Raises ConfigError when it cannot be read."""
+    return [target for target in all_targets(parent) if isinstance(target, SweepDir)]
+
+
+def _names(parent: Path) -> Iterator[str]:
+    with os.scandir(parent) as entries:
+        for entry in entries:
+            if not entry.name.startswith(".") and entry.is_dir():
+                yield entry.name
+
+
+def _dated(path: Path) -> tuple[float, Target] | None:
+    """Return a run or a sweep and when its record was written: when it is made, submitted and resumed."""
+    run, sweep = RunDir(path), SweepDir(path)
+    for file, target in ((run.record, run), (sweep.record, sweep), (run.config, run)):
+        try:
+            return file.stat().st_mtime, target
+        except OSError:
+            continue
+    return None
+
+
+def resolve(text: str, parent: Path, *, takes_dir: bool = True) -> RunDir:
+    """Return the run that `text` means, which may be a sweep's member. `takes_dir`: the command has --dir.
+
+    Raises ConfigError with the candidates or the nearest names; for a sweep it says how to name a member.
+    """
+    target = resolve_target(text, parent, takes_dir=takes_dir)
+    if isinstance(target, RunDir):
+        return target
+    raise ConfigError(_names_a_sweep(text, target))
+
+
+def resolve_target(text: str, parent: Path, *, takes_dir: bool = True) -> Target:
+    """Return the run or the sweep that `text` means; a member of a sweep is its run.
+
+    Raises ConfigError with the candidates or the nearest names.
+    """
+    if not text.strip():
+        raise ConfigError("RUN is empty; give a run's name, the unique start of one, or its directory")
+    path = Path(text).expanduser()
+    is_path = path.is_absolute() or len(path.parts) > 1 or text.startswith(".")
+    if not is_path:
+        return _named(text.rstrip("/"), parent, takes_dir)
+    if is_sweep(path):
+        return SweepDir(path.absolute())
+    if is_run(path):
+        return RunDir(path.absolute())
+    head, _, last = text.rstrip("/").rpartition("/")
+    if last.isdecimal() and (sweep := _sweep_called(head, parent)) is not None:
+        return _member(text, sweep, int(last))
+    found = "has neither run.json, sweep.json nor config.yaml" if path.exists() else "does not exist"
+    raise ConfigError(f"RUN {text}: the directory {found}; give a run's name or its directory")
+
+
+def _named(text: str, parent: Path, takes_dir: bool) -> Target:
+    targets = all_targets(parent)
+    exact = [target for target in targets if target.name == text]
+    matching = exact or [target for target in targets if target.name.startswith(text)]
+    if len(matching) == 1:
+        kind = type(matching[0])
+        return kind((parent / matching[0].name).absolute())
+    names = [target.name for target in targets]
+    matches = [target.name for target in matching]
+    raise ConfigError(_several(text, matches) if matches else _none(text, names, parent, takes_dir))
+
+
+def _sweep_called(text: str, parent: Path) -> SweepDir | None:
+    """Return the sweep that the part before a member's number means; None where it means none."""
+    if is_sweep(Path(text).expanduser()):
+        return SweepDir(Path(text).expanduser().absolute())
+    if "/" in text or not text:
+        return None
+    names = [sweep.name for sweep in all_sweeps(parent)]
+    matching = [text] if text in names else [name for name in names if name.startswith(text)]
+    if len(matching) > 1:
+        raise ConfigError(_several(text, matching))
+    return SweepDir((parent / matching[0]).absolute()) if matching else None
+
+
+def _member(text: str, sweep: SweepDir, index: int) -> RunDir:
+    record = read_sweep(sweep)
+    for member in record.members:
+        if member.index == index:
+            return record.run(sweep, member)
+    last = max((member.index for member in record.members), default=-1)
+    raise ConfigError(
+        f"RUN {text}: {sweep.name} has no member {index}; its members are {sweep.name}/000 to "
+        f"{sweep.name}/{last:03d}"
+    )
+
+
+def _names_a_sweep(text: str, sweep: SweepDir) -> str:
+    members = read_sweep(sweep).members
+    names = [f"{sweep.name}/{member.index:03d}" for member in members]
+    listed = ", ".join(names if len(names) <= _NEAREST else [*names[:2], "…", names[-1]])
+    return (
+        f"RUN {text}: {sweep.name} is a sweep of {len(members)} runs; name one of them: {listed} "
+        f"(`orchestra status {sweep.name}` lists them)"
+    )
+
+
+def _several(text: str, matching: list[str]) -> str:
+    more = f" and {len(matching) - _CANDIDATES} more" if len(matching) > _CANDIDATES else ""
+    names = ", ".join(matching[:_CANDIDATES])
+    return f"RUN {text}: {len(matching)} runs start so: {names}{more}; type more of the name"
+
+
+def _none(text: str, names: list[str], parent: Path, takes_dir: bool) -> str:
+    if not names:
+        advice = "pass --dir if they lie elsewhere" if takes_dir else "give its path if it lies elsewhere"
+        return f"RUN {text}: there is no run in {parent}; {advice}"
+    near = difflib.get_close_matches(text, names, n=_NEAREST, cutoff=0.3) or names[:_NEAREST]
+    return f"RUN {text}: no run in {parent} is called so; the nearest are {', '.join(near)}"

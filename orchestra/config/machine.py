@@ -1,0 +1,161 @@
+"""What a configuration meets: the command, the machine; and the numbers that follow from both.
+
+It asks the machine for its GPUs, and for its cores and memory only where something is about to start on it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from dataclasses import dataclass, replace
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from conf.schema import Config, Device, LauncherName
+from orchestra.errors import ConfigError
+from orchestra.sizes.hardware import detect_gpus
+from orchestra.sizes.topology import global_batch_size, layout
+
+# Ranks of a run on CPU when nothing is configured: the fewest that show data parallelism.
+_CPU_RANKS = 2
+# The memory limit of a container (cgroup version 2, then 1), as seen from inside.
+_MEMORY_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+
+
+@dataclass(frozen=True)
+class Situation:
+    """The command a configuration is meant for (`run`, `resume`, `submit`, `plan`) and this machine.
+
+    Cores and memory are None where nothing is about to start here: a dry run may be about a larger machine.
+    """
+
+    verb: str = "run"
+    num_gpus: int = 0
+    num_cores: int | None = None
+    memory_bytes: int | None = None
+
+    @property
+    def starts_here(self) -> bool:
+        """Whether ranks start on this machine, now."""
+        return self.memory_bytes is not None
+
+
+def this_machine(verb: str = "run", *, starts: bool = False) -> Situation:
+    """Return the situation of a command that is typed on this machine; `starts`: ranks start here, now."""
+    if not starts:
+        return Situation(verb, detect_gpus())
+    return Situation(verb, detect_gpus(), len(os.sched_getaffinity(0)), _memory_bytes())
+
+
+def _memory_bytes() -> int:
+    """Return the memory that this process's container, else the machine, has in total."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limits = (file.read_text().strip() for file in _MEMORY_LIMITS if file.is_file())
+    return min([total, *(int(limit) for limit in limits if limit.isdecimal())])
+
+
+def resolved(config: Config, situation: Situation) -> Config:
+    """Put what is known here in the place of what depends on it: the machine's numbers, the global batch
+    size that follows from them, and the working directory.
+    """
+    return _with_absolute_paths(_with_batch_size(_with_machine(config, situation)))
+
+
+def absolute(path: str) -> str:
+    """Return a local path from the root, so that a frozen run means the same from any directory; URLs
+    stay, and so does what says nothing.
+    """
+    return path if "://" in path or not path.strip() else os.path.abspath(os.path.expanduser(path))  # noqa: PTH100,PTH111  text, not files
+
+
+def _with_absolute_paths(config: Config) -> Config:
+    data, model, checkpoint = config.data, config.model, config.checkpoint
+    cluster = config.cluster
+    if cluster.hardware.endswith(".json"):
+        cluster = replace(cluster, hardware=absolute(cluster.hardware))
+    blend = [replace(part, path=absolute(part.path)) for part in data.blend]
+    data = replace(
+        data,
+        blend=blend,
+        path=data.path and absolute(data.path),
+        cache_dir=data.cache_dir and absolute(data.cache_dir),
+    )
+    return replace(
+        config,
+        data=data,
+        cluster=cluster,
+        model=replace(model, init_from=model.init_from and absolute(model.init_from)),
+        checkpoint=replace(checkpoint, dir=checkpoint.dir and absolute(checkpoint.dir)),
+    )
+
+
+def _with_machine(config: Config, situation: Situation) -> Config:
+    """Put the machine's numbers in the place of `auto` for device and ranks per node.
+
+    On a cluster they stay `auto`: a login node cannot know them. `cluster.device=cuda` without a GPU keeps
+    `gpus_per_node=auto`, for a rule to refuse.
+    """
+    cluster = config.cluster
+    if cluster.launcher is not LauncherName.local:
+        return config
+    device = cluster.device
+    if device is Device.auto:
+        device = Device.cuda if situation.num_gpus else Device.cpu
+    ranks = cluster.gpus_per_node
+    if ranks == "auto":
+        on_gpu = situation.num_gpus or "auto"
+        ranks = _CPU_RANKS if device is Device.cpu else on_gpu
+    return replace(config, cluster=replace(cluster, device=device, gpus_per_node=ranks))
+
+
+def _with_batch_size(config: Config) -> Config:
+    """Write down the global batch size that follows from the number of ranks where none was given.
+
+    What is not known yet (ranks of a cluster) or wrong stays null; for the latter a rule has the words.
+    """
+    train, ranks = config.train, world_size(config)
+    if train.global_batch_size is not None or train.global_batch_tokens is not None or ranks is None:
+        return config
+    try:
+        size = global_batch_size(train, layout(config.parallelism, ranks).dp)
+    except ConfigError:
+        return config
+    return replace(config, train=replace(train, global_batch_size=size))
+
+
+def world_size(config: Config) -> int | None:
+    """Return nodes × ranks per node; None while the ranks per node are not known or not a number."""
+    ranks = config.cluster.gpus_per_node
+    if not isinstance(ranks, int) or ranks < 1 or config.cluster.nodes < 1:
+        return None
+    return config.cluster.nodes * ranks
+
+
+# A short name for what a configuration computes, so that equal runs can be recognised.
+
+
+_HEX_DIGITS = 16
+# Who the run is and who watches it; nothing here changes a result.
+_IDENTITY = ("run", "wandb")
+# Keys of the cluster that say when a job runs, never what it computes.
+_TIMING = ("array_throttle",)
+
+
+def signature(config: Config) -> str:
+    """Return 16 hexadecimal digits that are equal for configurations equal but for `run`, `wandb` and how
+    many jobs of a sweep run at a time.
+    """
+    values = {name: value for name, value in dataclasses.asdict(config).items() if name not in _IDENTITY}
+    for name in _TIMING:
+        del values["cluster"][name]
+    text = json.dumps(values, sort_keys=True, default=_name)
+    return hashlib.sha256(text.encode()).hexdigest()[:_HEX_DIGITS]
+
+
+def _name(value: Any) -> str:
+    if isinstance(value, Enum):
+        return value.name
+    raise TypeError(f"{type(value).__name__} is not a configuration value")

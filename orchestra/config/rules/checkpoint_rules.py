@@ -1,0 +1,169 @@
+"""Rules about checkpoints: where they go, and whether one fits there and in memory.
+
+Nothing is written and no remote place is asked: what only the storage knows is for the first save to say.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from conf.schema import Config, Device, LauncherName
+from orchestra.config.keys import nearest
+from orchestra.config.machine import Situation, absolute, world_size
+from orchestra.config.rules.place_rules import rule_memory, trained_bytes
+from orchestra.sizes.flops import num_parameters
+from orchestra.sizes.save_interval import AUTO
+from orchestra.sizes.units import binary
+
+# The fp32 master of a parameter and Adam's two moments.
+_BYTES_SAVED = 12
+_LOCAL_PROTOCOLS = ("file", "local")
+# Protocols whose files fsspec only reads, or reads as parts of one.
+_ONLY_READ = (
+    *("http", "https", "data", "git", "github", "gist", "dvc", "pyscript"),
+    *("zip", "tar", "libarchive", "reference"),
+)
+
+
+def rule_checkpoint_steps(config: Config, _: Situation) -> Iterator[str]:
+    every, kept = config.checkpoint.every_steps, config.checkpoint.keep_every_steps
+    if isinstance(every, str):
+        if every != AUTO:
+            yield f"checkpoint.every_steps={every} is no number of steps; use one, {AUTO} or null"
+        elif kept is not None:
+            yield (
+                f"checkpoint.keep_every_steps={kept} needs a number in checkpoint.every_steps that it is a "
+                f"multiple of: with {AUTO} nobody knows beforehand which steps are saved; use e.g. {kept}"
+            )
+        return
+    if kept is None or kept < 1 or (every is not None and every < 1):
+        return
+    if every is None:
+        yield (
+            f"checkpoint.keep_every_steps={kept}, but checkpoint.every_steps=null saves nothing; give "
+            f"checkpoint.every_steps, or use checkpoint.keep_every_steps=null"
+        )
+    elif kept % every:
+        yield (
+            f"checkpoint.keep_every_steps={kept} is no multiple of checkpoint.every_steps={every}: most of "
+            f"these steps are never saved; use e.g. {max(1, round(kept / every)) * every}"
+        )
+
+
+def rule_checkpoint_place(config: Config, situation: Situation) -> Iterator[str]:
+    """A URL's protocol must be known here and one to write to; a local folder one that can be written."""
+    place = config.checkpoint.dir
+    if place is None or not place.strip():
+        return
+    protocols = place.rpartition("://")[0].split("::") if "://" in place else []
+    for protocol in protocols:
+        yield from _protocol_problems(place, protocol.partition("://")[0])
+    folder = local_folder(place)
+    if folder is None or not situation.starts_here:
+        return
+    existing = _existing(folder)
+    if not existing.is_dir():
+        yield f"checkpoint.dir={place}: {existing} is not a folder; give the path of one"
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        yield f"checkpoint.dir={place}: nothing can be written in {existing}; choose another folder"
+
+
+def _protocol_problems(place: str, protocol: str) -> Iterator[str]:
+    import fsspec
+
+    if protocol == "memory":
+        yield f"checkpoint.dir={place} lies in each process's own memory and ends with it; give a folder"
+        return
+    if protocol in _ONLY_READ:
+        yield (
+            f"checkpoint.dir={place}: {protocol}:// cannot hold checkpoints, it is only read from; use e.g. "
+            f"s3://, gs:// or the path of a folder"
+        )
+        return
+    try:
+        fsspec.get_filesystem_class(protocol)
+    except ImportError as error:
+        yield f"checkpoint.dir={place}: {protocol}:// needs a package that is not installed here: {error}"
+    except ValueError:
+        meant = nearest(protocol, list(fsspec.available_protocols()))
+        hint = f"did you mean {meant}://?" if meant else "use e.g. s3://, gs:// or the path of a folder"
+        yield f"checkpoint.dir={place}: fsspec knows no protocol {protocol}://; {hint}"
+
+
+def rule_checkpoint_space(config: Config, situation: Situation) -> Iterator[str]:
+    """The storage must hold one checkpoint; remote storage is not asked."""
+    if not situation.starts_here or not _saves(config):
+        return
+    name = "run.dir" if config.checkpoint.dir is None else "checkpoint.dir"
+    place = config.checkpoint.dir or config.run.dir
+    folder = local_folder(place)
+    if folder is None:
+        return
+    try:
+        free = shutil.disk_usage(_existing(folder)).free
+    except OSError:
+        # Whoever writes there first says what is wrong with it.
+        return
+    needed = checkpoint_bytes(config)
+    if needed > free:
+        yield (
+            f"{name}={place}: one checkpoint needs {_counted(config)} = {binary(needed)}, but "
+            f"{binary(free)} are free there; free some, choose another checkpoint.dir, or save nothing "
+            f"with checkpoint.every_steps=null"
+        )
+
+
+def rule_checkpoint_memory(config: Config, situation: Situation) -> Iterator[str]:
+    """What is saved is first copied to host memory, on CPU beside what training itself takes."""
+    memory, ranks, cluster = situation.memory_bytes, world_size(config), config.cluster
+    if memory is None or ranks is None or cluster.launcher is not LauncherName.local or not _saves(config):
+        return
+    if any(rule_memory(config, situation)):
+        return
+    trained = trained_bytes(config, ranks) if cluster.device is Device.cpu else 0
+    needed = trained + checkpoint_bytes(config)
+    if needed > memory:
+        beside = f" beside the {binary(trained)} that training takes" if trained else ""
+        yield (
+            f"model={config.model.name}: saving a checkpoint needs {_counted(config)} = "
+            f"{binary(checkpoint_bytes(config))} of host memory{beside}, but this machine has "
+            f"{binary(memory)}; use a smaller model, fewer ranks, or save nothing with "
+            f"checkpoint.every_steps=null"
+        )
+
+
+def checkpoint_bytes(config: Config) -> int:
+    """Return the bytes of one checkpoint's parameters and optimizer state."""
+    return num_parameters(config.model) * _BYTES_SAVED
+
+
+def local_folder(place: str) -> Path | None:
+    """Return the folder that a place means on this machine; None for a URL of another."""
+    protocol, separator, path = place.rpartition("://")
+    if separator and protocol not in _LOCAL_PROTOCOLS:
+        return None
+    return Path(absolute(path))
+
+
+def _saves(config: Config) -> bool:
+    return config.checkpoint.every_steps is not None and config.model.num_attention_heads > 0
+
+
+def _counted(config: Config) -> str:
+    return f"{num_parameters(config.model):,} parameters × {_BYTES_SAVED} bytes"
+
+
+def _existing(folder: Path) -> Path:
+    """Return the folder, or what is there of the path to it."""
+    return next(path for path in (folder, *folder.parents) if path.exists())
+
+
+RULES = (
+    rule_checkpoint_steps,
+    rule_checkpoint_place,
+    rule_checkpoint_space,
+    rule_checkpoint_memory,
+)

@@ -1,0 +1,213 @@
+"""Rules about what a run finds where it runs: machines, devices and data files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from conf.schema import Config, DataConfig, Device, LauncherName, Offload, PrecisionName, Source, StateDType
+from orchestra.config.machine import Situation, world_size
+from orchestra.data.index import check_size, local_prefix, read_index, token_file_prefix
+from orchestra.errors import ConfigError, DataError
+from orchestra.huggingface.start import init_from_problems
+from orchestra.sizes.flops import num_parameters
+from orchestra.sizes.topology import layout
+from orchestra.sizes.units import MIB
+
+# 256 byte values and the document separator.
+_STDLIB_VOCABULARY = 257
+# Ranks on CPU compute; a few per core are slow but can show how a layout behaves.
+_MAX_RANKS_PER_CORE = 8
+
+
+def rule_nodes(config: Config, _: Situation) -> Iterator[str]:
+    cluster = config.cluster
+    if cluster.launcher is LauncherName.local and cluster.nodes > 1:
+        yield (
+            f"cluster.nodes={cluster.nodes}: cluster.launcher=local is this machine alone; use "
+            f"cluster.nodes=1, or `orchestra submit` with cluster=slurm"
+        )
+
+
+def rule_ranks_per_node(config: Config, _: Situation) -> Iterator[str]:
+    ranks = config.cluster.gpus_per_node
+    if ranks != "auto" and (isinstance(ranks, str) or ranks < 1):
+        yield f"cluster.gpus_per_node={ranks} is not a number of ranks; use 1 or more, or auto"
+
+
+def rule_gpus(config: Config, situation: Situation) -> Iterator[str]:
+    cluster, num_gpus = config.cluster, situation.num_gpus
+    if (
+        cluster.launcher is not LauncherName.local
+        or cluster.device is not Device.cuda
+        or situation.verb == "plan"
+    ):
+        return
+    ranks = cluster.gpus_per_node
+    if num_gpus == 0:
+        yield "cluster.device=cuda, but no NVIDIA GPU is visible on this machine; use cluster.device=cpu"
+    elif isinstance(ranks, int) and ranks > num_gpus:
+        yield (
+            f"cluster.gpus_per_node={ranks}, but {num_gpus} GPU(s) are visible on this machine; use at most "
+            f"{num_gpus}, or cluster.device=cpu"
+        )
+
+
+def rule_cores(config: Config, situation: Situation) -> Iterator[str]:
+    """Ranks on CPU that would only wait for each other."""
+    ranks, cores = config.cluster.gpus_per_node, situation.num_cores
+    if not _starts_on_cpu(config) or cores is None or not isinstance(ranks, int):
+        return
+    most = cores * _MAX_RANKS_PER_CORE
+    if ranks > most:
+        yield (
+            f"cluster.gpus_per_node={ranks} ranks on {cores} usable core(s) of this machine; use at most "
+            f"{most} ({_MAX_RANKS_PER_CORE} per core)"
+        )
+
+
+def rule_memory(config: Config, situation: Situation) -> Iterator[str]:
+    """Parameters, gradients and optimizer state of all ranks on CPU must fit this machine's memory."""
+    ranks, memory, model = world_size(config), situation.memory_bytes, config.model
+    if not _starts_on_cpu(config) or memory is None or ranks is None or model.num_attention_heads < 1:
+        return
+    if any(rule_cores(config, situation)):
+        return
+    parameters = num_parameters(model)
+    needed = trained_bytes(config, ranks)
+    if needed > memory:
+        fewer = "a smaller model or fewer ranks (cluster.gpus_per_node)"
+        if config.parallelism.zero < 3 and ranks > 1:
+            fewer += ", or parallelism=zero3"
+        yield (
+            f"model={model.name}: {parameters:,} parameters × {needed / (parameters * ranks):.4g} bytes "
+            f"(parameter, gradient, optimizer state) × {ranks} rank(s) on CPU = {needed // MIB:,} MiB, but "
+            f"this machine has {memory // MIB:,} MiB; use {fewer}"
+        )
+
+
+def trained_bytes(config: Config, ranks: int) -> int:
+    """Return the bytes of parameters, gradients and optimizer state on all ranks together.
+
+    0 where the layout is wrong, which another rule says. What else a step needs comes on top.
+    """
+    try:
+        degrees = layout(config.parallelism, ranks)
+    except ConfigError:
+        return 0
+    zero, precision = config.parallelism.zero, config.precision.name
+    moments = 4 if config.optim.state_dtype is StateDType.bf16 else 8
+    parameter, gradient, state = 4, 4, moments
+    if precision is not PrecisionName.fp32:
+        # 16-bit parameters, with masters in fp32.
+        parameter, gradient, state = 2, 2, moments + 4
+        if precision is PrecisionName.bf16_fp32_grad:
+            gradient = 4
+    widths = ((parameter, 3), (gradient, 2), (state, 1))
+    each = sum(width / (degrees.shard if zero >= stage else 1) for width, stage in widths)
+    return round(num_parameters(config.model) * each * ranks / (degrees.tp * degrees.pp))
+
+
+def _starts_on_cpu(config: Config) -> bool:
+    return config.cluster.launcher is LauncherName.local and config.cluster.device is Device.cpu
+
+
+def rule_precision_on_cpu(config: Config, _: Situation) -> Iterator[str]:
+    name = config.precision.name
+    if config.cluster.device is Device.cpu and name is PrecisionName.fp8:
+        yield (
+            "precision=fp8 needs a GPU of compute capability 8.9 or more; use precision=fp32 or bf16, or "
+            "cluster.device=cuda"
+        )
+
+
+def rule_offload_on_cpu(config: Config, _: Situation) -> Iterator[str]:
+    offload = config.parallelism.offload
+    if config.cluster.device is Device.cpu and offload is not Offload.none:
+        yield (
+            f"parallelism.offload={offload.name} moves state from GPUs to host memory, and with "
+            "cluster.device=cpu it lies there already; use parallelism.offload=none"
+        )
+
+
+def rule_local_folders(config: Config, _: Situation) -> Iterator[str]:
+    for name, folder in (("run.dir", config.run.dir), ("data.cache_dir", config.data.cache_dir)):
+        if folder is not None and "://" in folder:
+            yield f"{name}={folder} is a URL; give the path of a folder, such as /tmp/orchestra"
+
+
+def rule_data_source(config: Config, _: Situation) -> Iterator[str]:
+    data = config.data
+    if data.source is Source.stdlib:
+        if data.path is not None or data.blend:
+            yield "data.path and data.blend are for data=tokens; choose it, or leave them out for data=stdlib"
+    elif data.path is None and not data.blend:
+        yield "data.source=tokens needs files of `orchestra data pack`; give data.path=PREFIX or data.blend"
+    elif data.path is not None and data.blend:
+        yield "data.path and data.blend are both given; give one of them"
+    for part in data.blend:
+        if not 0 < part.weight < float("inf"):
+            yield f"data.blend: weight {part.weight} of {part.path} is not a positive number; use one above 0"
+
+
+def rule_data_files(config: Config, _: Situation) -> Iterator[str]:
+    """Local files must be there, and the model must know every token in them."""
+    vocab_size = config.model.vocab_size
+    if config.data.source is Source.stdlib:
+        if vocab_size < _STDLIB_VOCABULARY:
+            yield (
+                f"model.vocab_size={vocab_size} is below the {_STDLIB_VOCABULARY} tokens of "
+                f"data.source=stdlib (256 byte values, one separator); use {_STDLIB_VOCABULARY} or more"
+            )
+        return
+    for path in _data_paths(config.data):
+        prefix = token_file_prefix(path)
+        local = local_prefix(prefix)
+        if local is not None:
+            yield from _problems_of_files(Path(f"{local}.bin"), Path(f"{local}.json"), config)
+
+
+def _problems_of_files(binary: Path, index_file: Path, config: Config) -> Iterator[str]:
+    missing = [str(name) for name in (binary, index_file) if not name.is_file()]
+    if missing:
+        yield f"data: no file {' and no file '.join(missing)}; write them with `orchestra data pack`"
+        return
+    try:
+        index = read_index(index_file)
+        check_size(binary.stat().st_size, index, str(binary))
+    except DataError as error:
+        yield f"data: {error}"
+        return
+    vocab_size, seq_len = config.model.vocab_size, config.train.seq_len
+    if index.vocab_size > vocab_size:
+        yield f"model.vocab_size={vocab_size} is below the {index.vocab_size} tokens of {binary}; raise it"
+    if index.num_tokens <= seq_len:
+        yield (
+            f"train.seq_len={seq_len} needs {seq_len + 1} tokens for one sample, but {binary} holds "
+            f"{index.num_tokens}; lower it or pack more text"
+        )
+
+
+def rule_init_from(config: Config, situation: Situation) -> Iterator[str]:
+    """The weights to start from must be the model's; a plan needs none, nor does a run that goes on."""
+    if situation.verb in ("run", "submit"):
+        yield from init_from_problems(config)
+
+
+def _data_paths(data: DataConfig) -> list[str]:
+    return [path for path in (data.path, *(part.path for part in data.blend)) if path]
+
+
+RULES = (
+    rule_nodes,
+    rule_ranks_per_node,
+    rule_gpus,
+    rule_cores,
+    rule_memory,
+    rule_precision_on_cpu,
+    rule_offload_on_cpu,
+    rule_local_folders,
+    rule_data_source,
+    rule_data_files,
+    rule_init_from,
+)

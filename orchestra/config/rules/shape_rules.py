@@ -1,0 +1,321 @@
+"""Rules about how model, layout and batch fit together: everything that must divide something."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from conf.schema import Config, Device, DType, Family, Offload, PrecisionName, Recompute
+from orchestra.config.keys import shown
+from orchestra.config.machine import Situation, world_size
+from orchestra.errors import ConfigError
+from orchestra.sizes.activations import budget_problems, layer_activations
+from orchestra.sizes.flops import head_dim, inner_widths
+from orchestra.sizes.topology import (
+    batch_problems,
+    batch_shape,
+    divisors,
+    layout,
+    layout_problems,
+    listed,
+    nearest_multiples,
+)
+
+# What cuBLAS wants of each size of an fp8 product.
+_FP8_MULTIPLE = 16
+
+
+def rule_heads(config: Config, _: Situation) -> Iterator[str]:
+    model = config.model
+    heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
+    if not _positive(model.hidden_size, heads):
+        return
+    if model.head_dim is None and model.hidden_size % heads:
+        yield (
+            f"model.num_attention_heads={heads} does not divide model.hidden_size={model.hidden_size}; use "
+            f"{listed(divisors(model.hidden_size))} heads, or set model.head_dim"
+        )
+    elif model.family is Family.llama and head_dim(model) % 2:
+        yield (
+            f"a head of {head_dim(model)} numbers is odd and rotary positions turn pairs; choose "
+            f"model.num_attention_heads so that hidden_size / heads is even, or set model.head_dim"
+        )
+    if _positive(kv_heads) and heads % kv_heads:
+        yield (
+            f"model.num_key_value_heads={kv_heads} does not divide model.num_attention_heads={heads}; use "
+            f"{listed(divisors(heads))}"
+        )
+
+
+def rule_positions(config: Config, _: Situation) -> Iterator[str]:
+    model, seq_len = config.model, config.train.seq_len
+    longest = model.max_position_embeddings
+    if model.family is Family.gpt and seq_len > longest:
+        yield (
+            f"train.seq_len={seq_len} is longer than the {longest} learned positions of the model; use at "
+            f"most {longest}, or raise model.max_position_embeddings"
+        )
+
+
+def rule_tensor_parallel(config: Config, _: Situation) -> Iterator[str]:
+    model, tp = config.model, config.parallelism.tp
+    heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
+    if not _positive(tp, heads, kv_heads, model.intermediate_size):
+        return
+    sizes = {"num_attention_heads": heads, **inner_widths(model)}
+    for name, size in sizes.items():
+        if size % tp:
+            fitting = listed(_small_divisors(size))
+            yield f"parallelism.tp={tp} does not divide model.{name}={size}; use {fitting}"
+    if kv_heads % tp and tp % kv_heads:
+        degrees = [degree for degree in divisors(heads) if kv_heads % degree == 0 or degree % kv_heads == 0]
+        yield (
+            f"parallelism.tp={tp} and model.num_key_value_heads={kv_heads}: neither divides the other; use "
+            f"tp={listed(degrees)}"
+        )
+
+
+def rule_experts(config: Config, _: Situation) -> Iterator[str]:
+    model, ep, num_experts = config.model, config.parallelism.ep, config.model.num_experts
+    if not _positive(num_experts):
+        if _positive(ep) and ep > 1:
+            yield (
+                f"parallelism.ep={ep} shares out experts and model.num_experts={num_experts}; use "
+                "parallelism.ep=1, or a model with experts such as model=mixtral_8x7b"
+            )
+        return
+    if model.family is not Family.llama:
+        yield (
+            f"model.num_experts={num_experts} with model.family={model.family.name}; experts are of the "
+            "family llama: set that, or use model.num_experts=0"
+        )
+    if model.num_experts_per_tok > num_experts:
+        yield (
+            f"model.num_experts_per_tok={model.num_experts_per_tok} is more than "
+            f"model.num_experts={num_experts}; use at most {num_experts}"
+        )
+    if _positive(ep) and num_experts % ep:
+        yield (
+            f"parallelism.ep={ep} does not divide model.num_experts={num_experts}; use "
+            f"{listed(divisors(num_experts))}"
+        )
+    dense_only = {
+        "parallelism.offload": (config.parallelism.offload, Offload.none),
+        "train.recompute_budget_gib": (config.train.recompute_budget_gib, None),
+    }
+    for key, (value, usual) in dense_only.items():
+        if value is not usual:
+            yield f"{key}={shown(value)} is not planned for mixtures of experts; use {key}={shown(usual)}"
+
+
+def rule_sequence_parallel(config: Config, _: Situation) -> Iterator[str]:
+    parallelism, seq_len = config.parallelism, config.train.seq_len
+    tp = parallelism.tp
+    if not parallelism.sequence_parallel or not _positive(tp, seq_len):
+        return
+    if tp == 1:
+        yield (
+            "parallelism.sequence_parallel=true needs parallelism.tp of 2 or more; set "
+            "parallelism.sequence_parallel=false or choose tp"
+        )
+    elif seq_len % tp:
+        yield (
+            f"train.seq_len={seq_len} is not divisible by parallelism.tp={tp}, as sequence_parallel=true "
+            f"needs; use {listed(nearest_multiples(seq_len, tp))}"
+        )
+
+
+def rule_context_parallel(config: Config, _: Situation) -> Iterator[str]:
+    cp, seq_len = config.parallelism.cp, config.train.seq_len
+    if _positive(cp, seq_len) and seq_len % cp:
+        yield (
+            f"train.seq_len={seq_len} is not divisible by parallelism.cp={cp}; use "
+            f"{listed(nearest_multiples(seq_len, cp))}"
+        )
+
+
+def rule_pipeline(config: Config, _: Situation) -> Iterator[str]:
+    pp, layers = config.parallelism.pp, config.model.num_hidden_layers
+    if _positive(pp, layers) and pp > layers:
+        yield f"parallelism.pp={pp} is more than model.num_hidden_layers={layers}; use at most {layers}"
+
+
+def rule_layout(config: Config, _: Situation) -> Iterator[str]:
+    """World size ≠ nodes × gpus_per_node; where ranks per node are unknown, only what is wrong anyway."""
+    parallelism = config.parallelism
+    ranks = world_size(config)
+    if ranks is not None:
+        yield from layout_problems(parallelism, ranks)
+    elif isinstance(parallelism.dp, str) and parallelism.dp != "auto":
+        yield f"parallelism.dp={parallelism.dp} is not a degree; use auto or a whole number of at least 1"
+
+
+def rule_sharding(config: Config, _: Situation) -> Iterator[str]:
+    parallelism, degree, dp = config.parallelism, config.parallelism.shard_degree, _dp(config)
+    if degree is None or degree < 1:
+        return
+    if parallelism.zero == 0:
+        yield f"parallelism.shard_degree={degree} needs parallelism.zero=1, 2 or 3; set it, or use null"
+    if dp is not None and dp % degree:
+        yield f"parallelism.shard_degree={degree} does not divide dp={dp}; use {listed(divisors(dp))}"
+
+
+def rule_offload(config: Config, _: Situation) -> Iterator[str]:
+    parallelism, dp = config.parallelism, _dp(config)
+    if parallelism.offload is not Offload.all:
+        return
+    if parallelism.zero != 3:
+        yield (
+            f"parallelism.offload=all needs parallelism.zero=3, not {parallelism.zero}: other stages keep "
+            "whole parameters on each GPU; set it, or use parallelism.offload=optimizer"
+        )
+    elif 1 in (dp, parallelism.shard_degree):
+        yield (
+            "parallelism.offload=all with one rank to shard over: all parameters are its own and on its GPU; "
+            "use parallelism.offload=optimizer"
+        )
+
+
+def rule_fp8(config: Config, _: Situation) -> Iterator[str]:
+    """cuBLAS takes fp8 matrices whose sizes 16 divides."""
+    precision, model, tp = config.precision, config.model, config.parallelism.tp
+    heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
+    if precision.name is not PrecisionName.fp8 or not _positive(heads, kv_heads, tp, model.hidden_size):
+        return
+    if 2 * precision.fp8_bf16_blocks >= model.num_hidden_layers:
+        yield (
+            f"precision.fp8_bf16_blocks={precision.fp8_bf16_blocks} at each end leaves no block of "
+            f"model.num_hidden_layers={model.num_hidden_layers} in fp8; use fewer, or precision=bf16"
+        )
+    sizes = {
+        "model.hidden_size": model.hidden_size,
+        "model.intermediate_size / parallelism.tp": model.intermediate_size // tp,
+        "the heads' width / parallelism.tp": head_dim(model) * heads // tp,
+        "the key-value heads' width / parallelism.tp": head_dim(model) * max(1, kv_heads // tp),
+        **_fp8_tokens(config),
+    }
+    for name, size in sizes.items():
+        if size % _FP8_MULTIPLE:
+            yield (
+                f"precision=fp8 takes products of sizes that {_FP8_MULTIPLE} divides, and {name} = {size} is "
+                f"not one; use {listed(nearest_multiples(size, _FP8_MULTIPLE))}, or precision=bf16"
+            )
+
+
+def _fp8_tokens(config: Config) -> dict[str, int]:
+    dp = _dp(config)
+    if dp is None or config.train.micro_batch_size == "auto":
+        return {}
+    try:
+        batch = batch_shape(config.train, dp)
+    except ConfigError:
+        return {}
+    return {"train.micro_batch_size × train.seq_len": batch.micro_batch_size * batch.seq_len}
+
+
+def rule_reduce_dtype(config: Config, _: Situation) -> Iterator[str]:
+    """fp16 holds nothing below 6e-8: without loss scaling most gradients would vanish on their way."""
+    precision = config.precision
+    if precision.reduce_dtype is DType.fp16 and precision.name is not PrecisionName.fp16:
+        yield (
+            f"precision.reduce_dtype=fp16 with precision={precision.name.name}, which does not scale its "
+            "loss: gradients would vanish; use bf16, fp32 or null"
+        )
+
+
+def rule_batch(config: Config, _: Situation) -> Iterator[str]:
+    """GBS = MBS × GA × DP for a whole GA."""
+    train = config.train
+    if not _positive(train.seq_len):
+        return
+    tokens = train.global_batch_tokens
+    if tokens is not None and (tokens < train.seq_len or tokens % train.seq_len):
+        if tokens >= 1:
+            yield (
+                f"train.global_batch_tokens={tokens} is not a whole number of sequences of "
+                f"train.seq_len={train.seq_len}; use {listed(nearest_multiples(tokens, train.seq_len))}"
+            )
+        return
+    # Where the layout is not known or itself wrong, what must hold for any is checked.
+    yield from batch_problems(train, _dp(config) or 1)
+
+
+def rule_recompute(config: Config, _: Situation) -> Iterator[str]:
+    train = config.train
+    if train.recompute is Recompute.none and train.recompute_every > 1:
+        yield (
+            f"train.recompute_every={train.recompute_every} says which layers to recompute, and "
+            "train.recompute=none says not to; use train.recompute=selective or full"
+        )
+    if train.recompute_budget_gib is None:
+        return
+    said = [f"train.recompute={train.recompute.name}"] if train.recompute is not Recompute.none else []
+    said += [f"train.recompute_every={train.recompute_every}"] if train.recompute_every > 1 else []
+    if said:
+        yield (
+            f"train.recompute_budget_gib={train.recompute_budget_gib:g} chooses what is recomputed, and so "
+            f"do{'' if len(said) > 1 else 'es'} {' with '.join(said)}; leave out one or the other"
+        )
+    yield from _budget_problems(config, train.recompute_budget_gib)
+
+
+def _budget_problems(config: Config, budget_gib: float) -> Iterator[str]:
+    """What no rank could hold; without a known layout or micro-batch the ranks say it when they begin."""
+    model, parallelism, dp = config.model, config.parallelism, _dp(config)
+    sizes = (model.num_attention_heads, model.num_key_value_heads, config.train.seq_len, parallelism.tp)
+    if dp is None or config.train.micro_batch_size == "auto" or not _positive(*sizes):
+        return
+    try:
+        layer = layer_activations(config, dp, is_gpu=config.cluster.device is not Device.cpu)
+    except ConfigError:
+        return
+    yield from budget_problems(layer, model.num_hidden_layers, budget_gib)
+
+
+def rule_profiled_ranks(config: Config, _: Situation) -> Iterator[str]:
+    profile, ranks = config.train.profile, world_size(config)
+    if not profile.enabled:
+        return
+    if not profile.ranks:
+        yield "train.profile.enabled=true and train.profile.ranks=[]: nothing would be traced; use e.g. [0]"
+    strangers = [rank for rank in profile.ranks if rank < 0 or (ranks is not None and rank >= ranks)]
+    if strangers:
+        within = f"0 to {ranks - 1}" if ranks is not None else "0 and above"
+        yield f"train.profile.ranks: no rank {listed(strangers)} in this run; use {within}"
+
+
+def _dp(config: Config) -> int | None:
+    ranks = world_size(config)
+    if ranks is None:
+        return None
+    try:
+        return layout(config.parallelism, ranks).dp
+    except ConfigError:
+        return None
+
+
+def _positive(*numbers: int) -> bool:
+    return all(number > 0 for number in numbers)
+
+
+def _small_divisors(size: int) -> list[int]:
+    """Degrees that fit `size` and a machine: beyond 64 nobody splits a layer."""
+    return [degree for degree in divisors(size) if degree <= 64]
+
+
+RULES = (
+    rule_heads,
+    rule_positions,
+    rule_tensor_parallel,
+    rule_experts,
+    rule_sequence_parallel,
+    rule_context_parallel,
+    rule_pipeline,
+    rule_layout,
+    rule_sharding,
+    rule_offload,
+    rule_fp8,
+    rule_reduce_dtype,
+    rule_batch,
+    rule_recompute,
+    rule_profiled_ranks,
+)

@@ -1,0 +1,316 @@
+"""Rules about single values: what is a size, a rate, a share, a name."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from operator import attrgetter
+
+from conf.schema import Config
+from orchestra.config.keys import nearest, shown
+from orchestra.config.machine import Situation
+from orchestra.run.metrics_file import NUMBER_KEYS
+from orchestra.sizes import hardware
+from orchestra.sizes.units import slurm_time_s
+
+# Smallest whole number of each key; null passes where the schema allows it.
+_AT_LEAST = {
+    "model.hidden_size": 1,
+    "model.intermediate_size": 1,
+    "model.num_hidden_layers": 1,
+    "model.num_attention_heads": 1,
+    "model.num_key_value_heads": 1,
+    "model.head_dim": 1,
+    "model.num_experts": 0,
+    "model.num_experts_per_tok": 1,
+    "model.moe_intermediate_size": 1,
+    "model.shared_expert_intermediate_size": 0,
+    "model.vocab_size": 2,
+    "model.max_position_embeddings": 1,
+    "model.rope_scaling.original_max_position_embeddings": 1,
+    "parallelism.shard_degree": 1,
+    "precision.loss_scale.initial": 1,
+    "precision.loss_scale.growth_steps": 1,
+    "precision.fp8_bf16_blocks": 0,
+    "data.prefetch_batches": 1,
+    "optim.warmup_steps": 0,
+    "train.steps": 1,
+    "train.seq_len": 1,
+    "train.global_batch_tokens": 1,
+    "train.log_every": 1,
+    "train.seed": 0,
+    "train.max_nonfinite_steps": 1,
+    "train.loss_chunk_tokens": 1,
+    "train.recompute_every": 1,
+    "checkpoint.every_steps": 1,
+    "checkpoint.keep_last": 1,
+    "checkpoint.keep_every_steps": 1,
+    "checkpoint.keep_best": 0,
+    "cluster.nodes": 1,
+    "cluster.threads_per_rank": 1,
+    "cluster.spare_nodes": 0,
+    "recovery.max_restarts": 0,
+    "recovery.min_nodes": 1,
+    "recovery.memory_copy_every_steps": 1,
+    "recovery.straggler_every_steps": 1,
+    "recovery.straggler_windows": 1,
+    "recovery.loss_spike.window": 8,
+    "recovery.roll_back.steps_before": 1,
+    "recovery.roll_back.skip_steps": 1,
+    "recovery.roll_back.max_in_a_row": 1,
+    "recovery.replay_every_steps": 1,
+}
+# Largest number of each key: far beyond any run, well below what overflows or never ends.
+_AT_MOST: dict[str, float] = {
+    "model.hidden_size": 2**20,
+    "model.intermediate_size": 2**24,
+    "model.num_hidden_layers": 2**16,
+    "model.num_attention_heads": 2**16,
+    "model.num_key_value_heads": 2**16,
+    "model.head_dim": 2**16,
+    "model.num_experts": 2**16,
+    "model.num_experts_per_tok": 2**16,
+    "model.moe_intermediate_size": 2**24,
+    "model.shared_expert_intermediate_size": 2**24,
+    # Token ids have 32 bits.
+    "model.vocab_size": 2**31 - 1,
+    "model.max_position_embeddings": 2**30,
+    "parallelism.bucket_mib": 2**20,
+    "precision.loss_scale.initial": 2**24,
+    "data.prefetch_batches": 2**16,
+    "train.steps": 10**12,
+    "train.seq_len": 2**30,
+    "train.global_batch_size": 2**30,
+    "train.global_batch_tokens": 2**40,
+    "train.micro_batch_size": 2**20,
+    "cluster.nodes": 2**20,
+    "cluster.gpus_per_node": 1024,
+    "cluster.threads_per_rank": 4096,
+    # About four months.
+    "checkpoint.timeout_s": 10**7,
+    "recovery.max_restarts": 10**6,
+    "recovery.heartbeat_timeout_s": 10**7,
+    "recovery.setup_timeout_s": 10**7,
+    "recovery.agent_timeout_s": 10**7,
+    "recovery.backoff_s": 10**7,
+    # Ten years.
+    "recovery.exclude_hours": 87600,
+    "recovery.collective_timeout_s": 10**7,
+    "recovery.stop_timeout_s": 10**7,
+    "recovery.straggler_factor": 1000,
+    "recovery.straggler_windows": 10**4,
+    "recovery.loss_spike.window": 10**4,
+    "recovery.roll_back.steps_before": 10**9,
+    "recovery.roll_back.skip_steps": 10**9,
+    "recovery.roll_back.max_in_a_row": 10**6,
+    "recovery.replay_tolerance": 1,
+    "wandb.finish_timeout_s": 10**7,
+}
+# Numbers that must be finite and larger than zero.
+_POSITIVE = (
+    "model.rope_theta",
+    "model.rope_scaling.factor",
+    "model.rope_scaling.low_freq_factor",
+    "model.rope_scaling.high_freq_factor",
+    "model.norm_eps",
+    "model.init_std",
+    "parallelism.bucket_mib",
+    "optim.lr",
+    "optim.eps",
+    "optim.clip_norm",
+    "train.recompute_budget_gib",
+    "cluster.peak_tflops",
+    "cluster.mtbf_device_hours",
+    "cluster.network.intra_node_bytes_per_s",
+    "cluster.network.inter_node_bytes_per_s",
+    "checkpoint.timeout_s",
+    "recovery.heartbeat_timeout_s",
+    "recovery.setup_timeout_s",
+    "recovery.agent_timeout_s",
+    "recovery.collective_timeout_s",
+    "recovery.loss_spike.factor",
+    "recovery.replay_tolerance",
+)
+# Numbers that must be finite and may be zero.
+_NOT_NEGATIVE = (
+    "optim.min_lr",
+    "optim.weight_decay",
+    "cluster.network.intra_node_latency_s",
+    "cluster.network.inter_node_latency_s",
+    "recovery.stop_timeout_s",
+    "recovery.backoff_s",
+    "recovery.exclude_hours",
+    "wandb.finish_timeout_s",
+)
+# Texts that must say something where they are given.
+_NOT_EMPTY = (
+    "model.name",
+    "model.init_from",
+    "data.path",
+    "data.cache_dir",
+    "checkpoint.dir",
+    "run.dir",
+    "wandb.project",
+)
+# What torch and the data files count with.
+_LARGEST_INTEGER = 2**63 - 1
+_RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+def rule_sizes(config: Config, _: Situation) -> Iterator[str]:
+    for name, least in _AT_LEAST.items():
+        value = attrgetter(name)(config)
+        if isinstance(value, (int, float)) and value < least:
+            yield f"{name}={value} is too small; use {least} or more"
+    for name in dict.fromkeys((*_AT_LEAST, *_AT_MOST)):
+        value, most = attrgetter(name)(config), _AT_MOST.get(name, _LARGEST_INTEGER)
+        # Infinity is no number of any size; rule_numbers says so.
+        if isinstance(value, (int, float)) and most < value < math.inf:
+            yield f"{name}={value} is too large; use at most {most}"
+
+
+def rule_numbers(config: Config, _: Situation) -> Iterator[str]:
+    for name in _POSITIVE:
+        value = attrgetter(name)(config)
+        if value is not None and not (math.isfinite(value) and value > 0):
+            yield f"{name}={value} is not a positive number; use one above 0"
+    for name in _NOT_NEGATIVE:
+        value = attrgetter(name)(config)
+        if value is not None and not (math.isfinite(value) and value >= 0):
+            yield f"{name}={value} is not a number of at least 0; use 0 or more"
+
+
+def rule_texts(config: Config, _: Situation) -> Iterator[str]:
+    for name in _NOT_EMPTY:
+        value = attrgetter(name)(config)
+        if value is not None and not value.strip():
+            yield f"{name} is empty; give a text or leave it out"
+
+
+def rule_zero_stage(config: Config, _: Situation) -> Iterator[str]:
+    if config.parallelism.zero not in (0, 1, 2, 3):
+        yield f"parallelism.zero={config.parallelism.zero} is no stage of ZeRO; use 0, 1, 2 or 3"
+
+
+def rule_loss_scale(config: Config, _: Situation) -> Iterator[str]:
+    initial = config.precision.loss_scale.initial
+    if initial >= 1 and initial & (initial - 1):
+        below = 1 << (initial.bit_length() - 1)
+        yield (
+            f"precision.loss_scale.initial={initial} is not a power of two, and would round every gradient; "
+            f"use {below} or {2 * below}"
+        )
+
+
+def rule_betas(config: Config, _: Situation) -> Iterator[str]:
+    betas = config.optim.betas
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        yield f"optim.betas={shown(betas)} are not two numbers from 0 to below 1; use e.g. [0.9,0.95]"
+
+
+def rule_learning_rates(config: Config, _: Situation) -> Iterator[str]:
+    low, high = config.optim.min_lr, config.optim.lr
+    if low is not None and low > high:
+        yield f"optim.min_lr={low} is above optim.lr={high}; use at most {high}, or null for a tenth of it"
+
+
+def rule_schedule(config: Config, _: Situation) -> Iterator[str]:
+    warmup, steps = config.optim.warmup_steps, config.train.steps
+    if warmup is not None and warmup > steps:
+        yield (
+            f"optim.warmup_steps={warmup} is longer than the run, train.steps={steps}; use at most {steps}, "
+            f"or null for 10 % of the steps"
+        )
+    share = config.optim.wsd_decay_fraction
+    if not 0 < share <= 1:
+        yield f"optim.wsd_decay_fraction={share} is not a share of the steps; use one above 0 and up to 1"
+
+
+def rule_profile(config: Config, _: Situation) -> Iterator[str]:
+    profile, steps = config.train.profile, config.train.steps
+    if len(profile.steps) != 2:
+        yield f"train.profile.steps={shown(profile.steps)} is not a first and a last step; use e.g. [5,7]"
+    elif profile.enabled and not 1 <= profile.steps[0] <= profile.steps[1] <= steps:
+        first, last = max(1, min(profile.steps[0], steps)), max(1, min(profile.steps[1], steps))
+        yield (
+            f"train.profile.steps={shown(profile.steps)} does not lie inside the run, steps 1 to {steps}; "
+            f"use e.g. train.profile.steps=[{min(first, last)},{last}]"
+        )
+
+
+def rule_rope_scaling(config: Config, _: Situation) -> Iterator[str]:
+    scaling = config.model.rope_scaling
+    if scaling.enabled and scaling.low_freq_factor >= scaling.high_freq_factor:
+        yield (
+            f"model.rope_scaling.low_freq_factor={scaling.low_freq_factor} is not below "
+            f"high_freq_factor={scaling.high_freq_factor}; Llama 3 uses 1 and 4"
+        )
+
+
+def rule_hardware_name(config: Config, _: Situation) -> Iterator[str]:
+    name, names = config.cluster.hardware, ["auto", *(row.name for row in hardware.TABLE)]
+    # A file that the planner writes of what runs measured: orchestra plan --calibrate.
+    if name not in names and not name.endswith(".json"):
+        meant = nearest(name.lower(), names)
+        hint = f"did you mean {meant}? There are" if meant else "there are"
+        yield f"cluster.hardware={name}: no such hardware; {hint} {', '.join(names)}"
+
+
+def rule_time_limit(config: Config, _: Situation) -> Iterator[str]:
+    limit = config.cluster.time_limit
+    if limit is None:
+        return
+    try:
+        slurm_time_s(limit)
+    except ValueError:
+        yield f"cluster.time_limit={limit} is no time limit of Slurm's; use minutes, H:MM:SS or D-HH:MM:SS"
+
+
+def rule_stragglers(config: Config, _: Situation) -> Iterator[str]:
+    factor = config.recovery.straggler_factor
+    if not (math.isfinite(factor) and factor > 1):
+        yield f"recovery.straggler_factor={factor}: a slow rank needs more than the others; use e.g. 1.3"
+
+
+def rule_run_name(config: Config, _: Situation) -> Iterator[str]:
+    if config.run.name is not None:
+        yield from run_name_problems(config.run.name)
+
+
+def rule_metric(config: Config, _: Situation) -> Iterator[str]:
+    metric = config.run.metric
+    if metric not in NUMBER_KEYS:
+        meant = nearest(metric, list(NUMBER_KEYS))
+        hint = f"did you mean {meant}? There are" if meant else "there are"
+        yield f"run.metric={metric}: metrics.jsonl has no such number; {hint} {', '.join(NUMBER_KEYS)}"
+
+
+def run_name_problems(name: str) -> Iterator[str]:
+    """Yield what keeps `name` from naming a run."""
+    if not name.strip():
+        yield "run.name is empty; give a name, or leave it out to have one made"
+    elif not _RUN_NAME.fullmatch(name):
+        yield (
+            f"run.name={name} cannot name a directory everywhere; use up to 100 letters (A to Z, a to z), "
+            f"digits, dots, dashes and underscores, the first a letter or digit"
+        )
+
+
+RULES = (
+    rule_sizes,
+    rule_numbers,
+    rule_texts,
+    rule_zero_stage,
+    rule_loss_scale,
+    rule_betas,
+    rule_learning_rates,
+    rule_schedule,
+    rule_profile,
+    rule_rope_scaling,
+    rule_hardware_name,
+    rule_time_limit,
+    rule_stragglers,
+    rule_run_name,
+    rule_metric,
+)

@@ -1,0 +1,1 @@
+"""`orchestra data pack`: from text files to token files."""

@@ -1,0 +1,371 @@
+"""The tensors of a rank: parameters as views into flat units, the ranges it owns, and their fp32 masters.
+
+It makes them with their initial values in the place of a model's meta parameters; no rank makes more than it
+holds. Nothing is communicated here.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor, nn
+
+from conf.schema import Config, Offload
+from orchestra.model.initial import fill_normal_, is_fake, parameter_key
+from orchestra.model.transformer import Transformer, initial_std
+from orchestra.optim.adamw import Trained
+from orchestra.parallel.mesh import Mesh
+from orchestra.parallel.offload import host_zeros
+from orchestra.parallel.places import TensorPlace, parts_of
+from orchestra.precision.dtypes import Policy
+
+# How parameters lie in flat buffers and who owns which range of them. Integers only: no torch, no ranks.
+#
+# A unit is a group of parameters that is communicated as one: one after the other in a flat buffer, which is
+# cut into as many equal ranges as there are ranks to share it. Each parameter and each range begins at a
+# multiple of the alignment, so that no kernel meets memory that it has to treat in another way; the gaps hold
+# zeros that nobody trains.
+
+
+# Elements: 64 bytes of a 16-bit type, a line of the cache and more than any vector load.
+ALIGNMENT = 32
+_BLOCK_NAME = re.compile(r"layers\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class Member:
+    """A parameter of `size` elements that begins at the element `begin` of its unit."""
+
+    name: str
+    begin: int
+    size: int
+
+
+@dataclass(frozen=True)
+class UnitLayout:
+    """The members of one unit; the buffer has num_ranges · range_size elements."""
+
+    members: tuple[Member, ...]
+    num_ranges: int
+    range_size: int
+
+    @property
+    def size(self) -> int:
+        """Elements of the whole buffer, gaps included."""
+        return self.num_ranges * self.range_size
+
+    def range_of(self, index: int) -> tuple[int, int]:
+        """Return begin and end of the range that belongs to the rank `index` of the sharing group."""
+        return index * self.range_size, (index + 1) * self.range_size
+
+    def part_of(self, member: Member, index: int) -> tuple[int, int]:
+        """Return which elements [start, stop) of a member lie in a range: counted from the member's begin,
+        start = stop where none do.
+        """
+        begin, end = self.range_of(index)
+        start = min(max(begin - member.begin, 0), member.size)
+        return start, min(max(end - member.begin, start), member.size)
+
+
+def lay_out(sizes: Sequence[tuple[str, int]], num_ranges: int) -> UnitLayout:
+    """Lay parameters, given by name and number of elements, one after the other."""
+    members = []
+    end = 0
+    for name, size in sizes:
+        members.append(Member(name, end, size))
+        end = _rounded_up(end + size, ALIGNMENT)
+    return UnitLayout(tuple(members), num_ranges, _rounded_up(-(-end // num_ranges), ALIGNMENT))
+
+
+def in_buckets(sizes: Sequence[tuple[str, int]], min_elements: int) -> list[list[tuple[str, int]]]:
+    """Group parameters in the reverse of their order into buckets of at least so many elements.
+
+    The backward pass finishes them in about this order. The last bucket may be smaller.
+    """
+    buckets: list[list[tuple[str, int]]] = []
+    current: list[tuple[str, int]] = []
+    for entry in reversed(sizes):
+        current.append(entry)
+        if sum(size for _, size in current) >= min_elements:
+            buckets.append(current)
+            current = []
+    return [*buckets, current] if current else buckets
+
+
+def in_blocks(sizes: Sequence[tuple[str, int]]) -> list[list[tuple[str, int]]]:
+    """Group parameters by the blocks of the model: what stands before the layers, each layer, the rest."""
+    return [list(entries) for _, entries in groupby(sizes, key=lambda entry: _block(entry[0]))]
+
+
+def _block(name: str) -> str:
+    found = _BLOCK_NAME.search(name)
+    return found.group(1) if found else ""
+
+
+def slots(units: Sequence[UnitLayout], *, share_ends: bool) -> list[int]:
+    """Return the number of the buffer that each unit is gathered into, for units by blocks in either order.
+
+    Layers take turns in two buffers, so that one can be filled while the other computes. What stands before
+    the layers and what stands behind them share a third, unless one needs the other's parameters (tied).
+    """
+    found = []
+    layers_before = 0
+    for number, unit in enumerate(units):
+        if _block(unit.members[0].name):
+            found.append(layers_before % 2)
+            layers_before += 1
+        else:
+            found.append(2 if share_ends or number == 0 else 3)
+    return found
+
+
+def _rounded_up(number: int, unit: int) -> int:
+    return -(-number // unit) * unit
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One unit's parameters on this rank.
+
+    `whole` is the flat buffer that the parameters are views of; with ZeRO-3 other units use it too, in turn.
+    `owned` is this rank's range: a part of `whole`, or with ZeRO-3 memory of its own. `masters` is the same
+    range in the masters' data type: `owned` itself where that is the parameters' own. `outgoing` is where
+    updated parameters leave the masters' device from: `owned` itself unless that is another one. `trained`
+    are the members in their order, and `index` says which range it is.
+    """
+
+    layout: UnitLayout
+    whole: Tensor
+    owned: Tensor
+    masters: Tensor
+    outgoing: Tensor
+    trained: tuple[Trained, ...]
+    index: int
+
+    def whole_views(self, flat: Tensor) -> list[Tensor]:
+        """Return each member's part of a flat buffer of the whole unit, in the parameter's shape."""
+        members = zip(self.layout.members, self.trained, strict=True)
+        return [flat[at.begin : at.begin + at.size].view(item.parameter.shape) for at, item in members]
+
+    def owned_views(self, flat: Tensor) -> list[Tensor]:
+        """Return each member's part of a flat buffer of the owned range, in the shape of its master."""
+        parts = _owned_parts(flat, self.layout, self.index)
+        return [part.view(item.master.shape) for part, item in zip(parts, self.trained, strict=True)]
+
+
+def follow(unit: Unit) -> None:
+    """Round a unit's masters into the range of parameters that this rank owns, where the two differ.
+
+    A copy from host memory may still be under way afterwards; the masters are not written again before the
+    host has waited for the device, as an update in host memory does.
+    """
+    if unit.masters is not unit.outgoing:
+        unit.outgoing.copy_(unit.masters)
+    if unit.outgoing is not unit.owned:
+        unit.owned.copy_(unit.outgoing, non_blocking=True)
+
+
+@dataclass(frozen=True)
+class Units:
+    """All units of a rank, in the order in which the backward pass finishes them.
+
+    `trained` are all parameters in the model's order. `is_split`: no rank keeps whole parameters (ZeRO-3).
+    """
+
+    units: list[Unit]
+    trained: list[Trained]
+    is_split: bool
+
+
+def place_units(
+    model: Transformer, places: Mapping[str, TensorPlace], precision: Policy, config: Config, mesh: Mesh
+) -> Units:
+    """Give the model its parameters, as views into units, with their initial values. *Any rank*.
+
+    `places` are those of the model's parameters after they were cut.
+    """
+    sizes = [(name, math.prod(places[name].padded)) for name, _ in model.named_parameters()]
+    is_split = config.parallelism.zero == 3 and mesh.layout.shard > 1
+    if is_split:
+        grouped = in_blocks(sizes)[::-1]
+    else:
+        bucket_bytes = config.parallelism.bucket_mib * 2**20
+        grouped = in_buckets(sizes, math.ceil(bucket_bytes / precision.gradient.itemsize))
+    layouts = [lay_out(group, mesh.layout.shard) for group in grouped]
+    numbers = slots(layouts, share_ends=not model.config.tie_word_embeddings)
+    wholes = _buffers(layouts, numbers if is_split else range(len(layouts)), precision, mesh)
+    parameters = _replaced(model, places, layouts, wholes)
+    units = []
+    for layout, whole in zip(layouts, wholes, strict=True):
+        flat = _flat(layout, whole, precision, mesh.shard_index, is_split, config.parallelism.offload)
+        units.append(_unit(layout, flat, parameters, mesh.shard_index))
+        _fill(units[-1], places, model, config.train.seed, is_split)
+    by_name = {item.name: item for unit in units for item in unit.trained}
+    return Units(units, [by_name[name] for name, _ in sizes], is_split)
+
+
+def _buffers(
+    layouts: Sequence[UnitLayout], numbers: Sequence[int], precision: Policy, mesh: Mesh
+) -> list[Tensor]:
+    """Return a flat buffer for each unit; units of equal number get the same memory, as large as the largest
+    needs.
+    """
+    sizes: dict[int, int] = {}
+    for number, layout in zip(numbers, layouts, strict=True):
+        sizes[number] = max(layout.size, sizes.get(number, 0))
+    memory = {
+        number: torch.zeros(size, dtype=precision.parameter, device=mesh.device)
+        for number, size in sizes.items()
+    }
+    return [memory[number][: layout.size] for number, layout in zip(numbers, layouts, strict=True)]
+
+
+def _replaced(
+    model: Transformer,
+    places: Mapping[str, TensorPlace],
+    layouts: Sequence[UnitLayout],
+    wholes: Sequence[Tensor],
+) -> dict[str, nn.Parameter]:
+    """Put views of the buffers in the place of the model's parameters; return them by name."""
+    found = {}
+    for layout, whole in zip(layouts, wholes, strict=True):
+        for at in layout.members:
+            view = whole[at.begin : at.begin + at.size].view(places[at.name].padded)
+            found[at.name] = nn.Parameter(view)
+    by_old = {id(parameter): found[name] for name, parameter in model.named_parameters()}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = by_old[id(parameter)]  # tied ones stay tied
+    return found
+
+
+@dataclass(frozen=True)
+class _Flat:
+    """The memory of a unit; its names are those of `Unit`."""
+
+    whole: Tensor
+    owned: Tensor
+    masters: Tensor
+    outgoing: Tensor
+
+
+def _flat(
+    layout: UnitLayout, whole: Tensor, precision: Policy, index: int, is_split: bool, offload: Offload
+) -> _Flat:
+    begin, end = layout.range_of(index)
+    is_same = precision.master is precision.parameter
+    size = layout.range_size
+    if offload is Offload.none:
+        owned = torch.zeros_like(whole[begin:end]) if is_split else whole[begin:end]
+        masters = owned if is_same else torch.zeros_like(owned, dtype=precision.master)
+        return _Flat(whole, owned, masters, owned)
+    # What a forward pass gathers is copied from host memory where the owned range lies there.
+    masters = host_zeros(size, precision.master)
+    outgoing = masters if is_same else host_zeros(size, precision.parameter)
+    if is_split and offload is Offload.all:
+        return _Flat(whole, outgoing, masters, outgoing)
+    owned = torch.zeros_like(whole[begin:end]) if is_split else whole[begin:end]
+    return _Flat(whole, owned, masters, outgoing)
+
+
+def _unit(layout: UnitLayout, flat: _Flat, parameters: Mapping[str, nn.Parameter], index: int) -> Unit:
+    trained = []
+    for at, part in zip(layout.members, _owned_parts(flat.masters, layout, index), strict=True):
+        parameter = parameters[at.name]
+        start, stop = layout.part_of(at, index)
+        # Where all of a parameter is this rank's, nothing is gained by taking its shape away.
+        master = part.view(parameter.shape) if stop - start == at.size else part
+        trained.append(Trained(at.name, parameter, master, start, stop))
+    return Unit(layout, flat.whole, flat.owned, flat.masters, flat.outgoing, tuple(trained), index)
+
+
+def _owned_parts(flat: Tensor, layout: UnitLayout, index: int) -> list[Tensor]:
+    """Return what each member has in a flat buffer of the range `index`, one-dimensional."""
+    begin, _ = layout.range_of(index)
+    parts = []
+    for at in layout.members:
+        start, stop = layout.part_of(at, index)
+        first = at.begin + start - begin if start < stop else 0
+        parts.append(flat[first : first + stop - start])
+    return parts
+
+
+@torch.no_grad()
+def _fill(
+    unit: Unit, places: Mapping[str, TensorPlace], model: Transformer, seed: int, is_split: bool
+) -> None:
+    """Set masters and parameters to their initial values, each element once; in a dry run there are none."""
+    if is_fake(unit.whole):
+        return
+
+    def fill(item: Trained, out: Tensor, start: int) -> None:
+        fill_part(out.view(-1), item.name, places[item.name], start, model, seed)
+
+    for item in unit.trained:
+        fill(item, item.master, item.start)
+    follow(unit)
+    if not is_split:
+        for item, view in zip(unit.trained, unit.whole_views(unit.whole), strict=True):
+            flat = view.view(-1)
+            fill(item, flat[: item.start], 0)
+            fill(item, flat[item.stop :], item.stop)
+
+
+def fill_part(out: Tensor, name: str, place: TensorPlace, start: int, model: Transformer, seed: int) -> None:
+    """Fill `out` with the initial values of the flat range of a parameter's local part that begins at
+    `start`; what is padding there becomes 0.
+    """
+    out.zero_()
+    is_matrix = len(place.padded) >= 2
+    key, std = parameter_key(seed, name), initial_std(model.config, name)
+    for part in parts_of(out, place, start):
+        if not is_matrix:
+            part.tensor.fill_(1.0 if name.endswith("norm.weight") else 0.0)
+            continue
+        dense = part.tensor.contiguous()
+        fill_normal_(dense, key, place.shape, part.offsets, std)
+        if dense is not part.tensor:
+            part.tensor.copy_(dense)
+
+
+# Memory that is used again and again for a while: fresh memory of such sizes costs as much as filling it.
+
+
+class SpareMemory:
+    """Flat tensors of one dtype that nobody uses at the moment; whoever takes them decides how many."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._spare: list[Tensor] = []
+
+    def __bool__(self) -> bool:
+        """Whether any is there."""
+        return bool(self._spare)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of what is there."""
+        return sum(memory.nbytes for memory in self._spare)
+
+    def take(self, size: int, device: torch.device) -> Tensor:
+        """Return memory of at least `size` elements, with finite numbers of no meaning in it.
+
+        Where none of what is there suffices, one of it is replaced, so that no more of it gathers than was
+        ever in use at a time.
+        """
+        fitting = [number for number, memory in enumerate(self._spare) if memory.numel() >= size]
+        if fitting:
+            return self._spare.pop(min(fitting, key=lambda number: self._spare[number].numel()))
+        if self._spare:
+            self._spare.pop()
+        return torch.zeros(size, dtype=self._dtype, device=device)
+
+    def give(self, memory: Tensor) -> None:
+        """Give back what was taken, all of it."""
+        self._spare.append(memory)

@@ -1,0 +1,153 @@
+"""Builds the case to predict from a checked configuration. It composes nothing and asks no machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from conf.schema import Config, Device, DType, NetworkConfig, Scaling, StateDType
+from orchestra.errors import ConfigError
+from orchestra.plan import devices
+from orchestra.plan.case import Case, Choices
+from orchestra.plan.cpu import measured_profile
+from orchestra.plan.devices import Device as Accelerator
+from orchestra.plan.devices import Network, device
+from orchestra.plan.frameworks import NANOTRON, Framework, framework
+from orchestra.plan.profiles import Profile, cpu_device, is_profile, read_profile, with_profile
+from orchestra.sizes.topology import batch_shape, layout
+from orchestra.sizes.units import GIB, MIB, TERA
+
+# Gradients shard over all data-parallel ranks unless a configuration says fewer.
+_USUAL_FRAMEWORK = "orchestra"
+
+
+def case_of(config: Config, framework_name: str = _USUAL_FRAMEWORK, profile: Profile | None = None) -> Case:
+    """Return the case of a configuration; `profile` takes the place of what it says of the hardware.
+
+    Raises ConfigError where the device's figures or the number of ranks are not known.
+    """
+    cluster, parallelism = config.cluster, config.parallelism
+    ranks = cluster.gpus_per_node
+    fitted = profile or profile_of(config)
+    problems = []
+    if not isinstance(ranks, int):
+        problems.append("cluster.gpus_per_node=auto: the planner needs a number; use cluster.gpus_per_node=8")
+    if cluster.hardware == "auto" and fitted is None:
+        problems.append(
+            "cluster.hardware=auto: the planner needs the device's name; use cluster.hardware=h100"
+        )
+    if problems or not isinstance(ranks, int):
+        raise ConfigError(problems)
+    accelerator = _device(config, ranks, fitted)
+    if cluster.peak_tflops is not None:
+        accelerator = replace(accelerator, peak_flops=cluster.peak_tflops * TERA)
+    trainer = framework(framework_name)
+    mesh = layout(parallelism, cluster.nodes * ranks)
+    batch = batch_shape(config.train, mesh.dp)
+    case = Case(
+        model=config.model,
+        layout=mesh,
+        seq_len=config.train.seq_len,
+        micro_batch_size=batch.micro_batch_size,
+        accumulation=batch.accumulation,
+        zero=parallelism.zero,
+        num_shards=parallelism.shard_degree or mesh.dp * mesh.cp,
+        sequence_parallel=parallelism.sequence_parallel,
+        recompute=config.train.recompute,
+        precision=config.precision.name,
+        device=accelerator,
+        devices_per_node=ranks,
+        network=_as_configured(network_of(trainer, accelerator.name), cluster.network),
+        framework=trainer,
+        choices=choices_of(config),
+    )
+    return case if fitted is None else with_profile(case, fitted, threads_of(config, fitted))
+
+
+def profile_of(config: Config) -> Profile | None:
+    """Return the profile that a configuration names, on CPUs without one what was measured here; None for a
+    device of the table. Raises ConfigError where a profile cannot be read or nothing was measured.
+    """
+    if is_profile(config.cluster.hardware):
+        return read_profile(Path(config.cluster.hardware))
+    is_cpu = config.cluster.device is Device.cpu
+    return measured_profile(config.precision.name.value) if is_cpu else None
+
+
+def threads_of(config: Config, profile: Profile) -> int:
+    """Return the threads of a rank on CPUs: as configured, or its share of a node's cores (at least 1)."""
+    ranks = config.cluster.gpus_per_node
+    share = (profile.cores or 1) // ranks if isinstance(ranks, int) else 1
+    return config.cluster.threads_per_rank or max(1, share)
+
+
+def _device(config: Config, ranks: int, fitted: Profile | None) -> Accelerator:
+    precision = config.precision.name
+    if fitted is None:
+        return device(config.cluster.hardware, precision)
+    if fitted.is_cpu:
+        return cpu_device(fitted, ranks, threads_of(config, fitted), precision)
+    return device(fitted.device, precision)
+
+
+def choices_of(config: Config) -> Choices:
+    """Return what a configuration says that only orchestra's own trainer has."""
+    train, precision = config.train, config.precision
+    budget, reduce = train.recompute_budget_gib, precision.reduce_dtype
+    every = config.checkpoint.every_steps
+    # The last step alone has nothing beside it.
+    is_saved = every is not None and (isinstance(every, str) or every < train.steps)
+    return Choices(
+        moment_bytes=2 if config.optim.state_dtype is StateDType.bf16 else 4,
+        reduce_bytes=None if reduce is None else 4 if reduce is DType.fp32 else 2,
+        bucket_bytes=config.parallelism.bucket_mib * MIB,
+        recompute_every=train.recompute_every,
+        activation_bytes=None if budget is None else budget * GIB,
+        loss_chunk_tokens=train.loss_chunk_tokens,
+        keeps_fp8_inputs=precision.fp8_scaling is Scaling.tensor,
+        offload=config.parallelism.offload,
+        saves=config.checkpoint.async_save and is_saved,
+        is_gpu=config.cluster.device is not Device.cpu,
+    )
+
+
+def network_of(profile: Framework, device_name: str) -> Network:
+    """Return the network that a trainer's figures were measured on, else the device's usual one."""
+    if profile.name == NANOTRON.name:
+        return devices.EFA_H100
+    return devices.INFINIBAND_200 if device_name.startswith("a100") else devices.INFINIBAND_400
+
+
+def _as_configured(network: Network, given: NetworkConfig) -> Network:
+    """Let what a configuration says of the network take the place of the profile's figures."""
+    if given.inter_node_bytes_per_s is not None:
+        network = devices.data_sheet_network(given.inter_node_bytes_per_s)
+    if given.intra_node_latency_s is not None:
+        network = replace(network, inside_latency_s=given.intra_node_latency_s)
+    if given.inter_node_latency_s is not None:
+        network = replace(network, between_latency_s=given.inter_node_latency_s)
+    return network
+
+
+def for_planning(overrides: Sequence[str]) -> list[str]:
+    """Return overrides that plan for nodes of GPUs where they choose neither a cluster nor a CPU's profile,
+    and that need no data where they name none: what is trained on changes nothing here.
+    """
+    chosen = ("cluster=", "+cluster=", "cluster.launcher=", "cluster.device=cpu", "experiment=")
+    ours = [] if any(each.startswith(chosen) for each in overrides) else ["cluster=slurm"]
+    if ours and any(each.startswith("cluster.hardware=") and is_profile(each) for each in overrides):
+        ours = _for_profile(overrides)
+    usual = {"cluster.device": Device.cuda.value, "cluster.gpus_per_node": "8", "cluster.hardware": "h100"}
+    said = {each.partition("=")[0] for each in overrides}
+    if ours == ["cluster=slurm"]:
+        ours += [f"{key}={value}" for key, value in usual.items() if key not in said]
+    if not any(each.lstrip("+").startswith("data") for each in said):
+        ours.append("data=stdlib")
+    return [*ours, *overrides]
+
+
+def _for_profile(overrides: Sequence[str]) -> list[str]:
+    """Return the usual cluster of a profile's device: ranks of this machine for CPUs, else nodes on Slurm."""
+    name = next(each.partition("=")[2] for each in overrides if each.startswith("cluster.hardware="))
+    return ["cluster.device=cpu"] if read_profile(Path(name)).is_cpu else ["cluster=slurm"]

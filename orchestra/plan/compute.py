@@ -1,0 +1,311 @@
+"""How long a rank works on one micro-batch: products, attention, memory traffic, collectives, and the host.
+
+A layer takes the longer of two times: what the device needs, and what the host needs to issue it. In
+nanotron's runs the second rules for small work (4.4 ms a layer, whatever the width), and grows by about 2 ms
+per tensor-parallel rank once a pipeline spans nodes. It knows no pipeline schedule and no optimizer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, fields, replace
+
+from conf.schema import Recompute
+from orchestra.plan.case import Case, Held, held_of_layer
+from orchestra.plan.own_memory import kinds_of_layers
+from orchestra.sizes.flops import attention_width, head_dim, num_expert_parameters, num_layer_parameters
+
+# What a mixture of experts costs beside a dense layer: one layer, one micro-batch, one rank.
+#
+# Assumed: experts get equally many tokens, none is dropped; each rank of tensor parallelism has a part of
+# every expert that its data-parallel rank has; nothing hides the exchange. With few tokens for an expert its
+# weights take longer to read than to multiply. It knows neither attention nor what all tokens go through.
+
+
+# To the experts and back, forward and backward.
+EXCHANGES = 4
+# Copies of each token to each of its experts: sorted by expert and put back, forward and backward, each of
+# them read and written.
+_PASSES_OF_COPIES = 8
+
+
+def products_s(case: Case) -> float:
+    """Return the seconds of the experts' products in one pass: forward, or one of the two of backward."""
+    model, tokens, device = case.model, case.tokens, case.device
+    if not model.num_experts:
+        return 0.0
+    used = num_expert_parameters(model) // model.num_experts * model.num_experts_per_tok
+    rate = device.product_flops * case.framework.experts_rate
+    multiplying = 2 * used * tokens.count / tokens.tp / rate
+    reading = held_of_layer(model, case.layout).experts * tokens.width_bytes / device.memory_bytes_per_s
+    return max(multiplying, reading)
+
+
+def copying_s(case: Case) -> float:
+    """Return the seconds of memory traffic in which tokens are sorted by their experts and put back."""
+    return _PASSES_OF_COPIES * copies_bytes(case) / case.device.memory_bytes_per_s
+
+
+def exchange_s(case: Case) -> float:
+    """Return the seconds in which tokens go to the ranks that have their experts, and back."""
+    ep = case.layout.ep
+    if ep == 1 or not case.model.num_experts:
+        return 0.0
+    group = case.group(ep, case.layout.tp * case.layout.cp)
+    return EXCHANGES * case.network.all_to_all_s(copies_bytes(case), group, case.device.link_bytes_per_s)
+
+
+def copies_bytes(case: Case) -> float:
+    """Return the bytes of a micro-batch's tokens, once for each expert that they go to."""
+    tokens, model = case.tokens, case.model
+    width = model.num_experts_per_tok * model.hidden_size * tokens.width_bytes if model.num_experts else 0
+    return tokens.count * width / tokens.outer
+
+
+# Forward, and backward twice that; recomputation adds a forward.
+_PASSES = 3
+# Collectives of a layer under sequence parallelism: gather and scatter around attention and around the
+# feed-forward, forward and backward (Korthikanti et al., figure 5). All-reduces instead move as much.
+_COLLECTIVES = 8
+# Share of the memory traffic between the tensor-parallel regions: 8 of some 48 saved bytes (activations.py).
+_OUTER_TRAFFIC = 1 / 6
+# A number in 16 bits written and read, and the sum in 32 bits read and written.
+_MERGE_BYTES = 12
+# Of the rate of attention that pieces of a ring reach: 0.7 to 0.77 on H100 (NeMo's long sequences, 32 k to
+# 1 M tokens), 0.75 to 1 in torchtitan's, 0.9 to 1 on B200.
+_RING_SHARE = 0.8
+
+
+@dataclass(frozen=True)
+class LayerTime:
+    """Seconds of one layer on one micro-batch, forward and backward, recomputation included."""
+
+    products: float
+    attention: float
+    elementwise: float
+    collectives: float
+    exchange: float
+    context: float
+    sharded: float
+    host: float
+    pressed: float
+
+    @property
+    def device(self) -> float:
+        """What the device takes."""
+        return self.products + self.attention + self.elementwise + self.communicating
+
+    @property
+    def communicating(self) -> float:
+        """What of it the device's collectives take."""
+        return self.collectives + self.exchange + self.context + self.sharded
+
+    @property
+    def total(self) -> float:
+        """What the layer takes."""
+        return max(self.device, self.host) + self.pressed
+
+    @property
+    def waits_for_host(self) -> bool:
+        """Whether the host is the slower of the two."""
+        return self.host > self.device
+
+
+def layer_time(case: Case, *, is_pressed: bool = False) -> LayerTime:
+    """Return the times of one layer; `is_pressed`: on a device that is nearly full (see `Stalls`)."""
+    model, device, tokens = case.model, case.device, case.tokens
+    again = 1 + _repeated(case) / _PASSES
+    attention_again = 1 + (1 / _PASSES if case.recompute is not Recompute.none else 0)
+    of_all = num_layer_parameters(model) - num_expert_parameters(model)
+    products = 2 * _PASSES * of_all * tokens.count / tokens.tp / device.product_flops
+    products += _PASSES * products_s(case)
+    attention = _attention(case) * attention_again
+    traffic = case.framework.elementwise_bytes * tokens.width_bytes / 2 * model.hidden_size * tokens.count
+    traffic *= _OUTER_TRAFFIC / tokens.outer + (1 - _OUTER_TRAFFIC) / tokens.tp
+    elementwise = (traffic / device.memory_bytes_per_s + copying_s(case)) * again
+    elementwise += _merging(case) * attention_again
+    is_busy_host = case.framework.computes_on_host
+    if is_busy_host:
+        elementwise += _host(case) * again + _weights_time(case, held_of_layer(model, case.layout).total)
+    ring = _ring_attention(case)
+    moved_again = 1.5 if case.recompute is Recompute.full else 1
+    # What hides the ring of context parallelism hides nothing else.
+    busy = products + max(0.0, attention - ring) + elementwise
+    return LayerTime(
+        products=products * again,
+        attention=attention,
+        elementwise=elementwise,
+        collectives=_tensor_collectives(case) * moved_again,
+        exchange=exchange_s(case) * moved_again,
+        context=max(0.0, ring - attention),
+        sharded=_gathered_parameters(case, busy),
+        host=0.0 if is_busy_host else _host(case) * again,
+        pressed=_pressed(case) if is_pressed else 0.0,
+    )
+
+
+def _attention(case: Case) -> float:
+    """Seconds of the attention core: flash attention, or products whose scores pass through memory."""
+    tokens, device, framework = case.tokens, case.device, case.framework
+    pairs = tokens.count * case.seq_len / tokens.tp
+    # Causal: half of 4·h·s per token and forward pass.
+    flops = 2 * _PASSES * attention_width(case.model) * pairs
+    if framework.score_bytes:
+        traffic = framework.score_bytes * case.model.num_attention_heads * pairs
+        return 2 * flops / device.product_flops + traffic / device.memory_bytes_per_s
+    rate = device.attention_flops * framework.attention_rate
+    rate *= device.vendor_attention if framework.uses_vendor_attention else 1.0
+    return flops / rate / (_RING_SHARE if case.layout.cp > 1 else 1.0)
+
+
+def mean_layer_time(case: Case, *, is_pressed: bool = False) -> LayerTime:
+    """Return the mean over the layers where not all of them are recomputed alike (a budget for activations,
+    or each k-th layer), else the time of any.
+    """
+    if case.choices.recompute_every == 1 and case.choices.activation_bytes is None:
+        return layer_time(case, is_pressed=is_pressed)
+    kinds = Counter(kinds_of_layers(case))
+    times = {kind: layer_time(replace(case, recompute=kind), is_pressed=is_pressed) for kind in kinds}
+    if len(kinds) == 1:
+        return next(iter(times.values()))
+    total = sum(kinds.values())
+    parts = {
+        each.name: sum(kinds[kind] * getattr(times[kind], each.name) for kind in kinds) / total
+        for each in fields(LayerTime)
+    }
+    return LayerTime(**parts)
+
+
+def _repeated(case: Case) -> float:
+    """Share of the forward pass, attention aside, that runs again in the backward pass."""
+    if case.recompute is Recompute.full:
+        return 1.0
+    return 1 - case.framework.selective_share if case.recompute is Recompute.selective else 0.0
+
+
+def _host(case: Case) -> float:
+    """Issuing one layer. In a pipeline between nodes each collective waits, longer with more ranks."""
+    framework, tp = case.framework, case.layout.tp
+    alone = framework.host_layer_s + (framework.host_experts_s if case.model.num_experts else 0.0)
+    if tp == 1 or case.layout.pp == 1 or case.num_nodes == 1:
+        return alone
+    group = case.group(tp, 1)
+    slow = case.network.between_latency_s * (tp - 1) if group.num_nodes > 1 else 0.0
+    waits = framework.host_contention_s * tp
+    if case.zero == 0 and case.layout.dp > 1:
+        waits *= framework.unsharded_contention
+    return alone + waits + (_COLLECTIVES * slow if waits else 0.0)
+
+
+def _pressed(case: Case) -> float:
+    return 0.0 if case.framework.stalls is None else case.framework.stalls.pressed_layer_s
+
+
+def _tensor_collectives(case: Case) -> float:
+    tokens = case.tokens
+    if tokens.tp == 1:
+        return 0.0
+    whole = tokens.count * case.model.hidden_size * tokens.width_bytes
+    link = case.device.link_bytes_per_s
+    around_each = _COLLECTIVES / 2
+    group = case.group(tokens.tp, 1)
+    once = case.network.all_gather_s(whole, group, link)
+    if tokens.outer == 1 or not case.model.num_experts:
+        return 2 * around_each * once
+    # Each of a token's experts wants all of it from ranks that have parts of the sequence.
+    copies = case.network.all_gather_s(whole * case.model.num_experts_per_tok, group, link)
+    return around_each * (once + copies)
+
+
+def _ring_attention(case: Case) -> float:
+    """Keys and values go round once forward, and with their gradients twice as much backward."""
+    cp, tokens, model = case.layout.cp, case.tokens, case.model
+    if cp == 1:
+        return 0.0
+    width = 2 * attention_width(model) / model.num_attention_heads * model.num_key_value_heads / tokens.tp
+    block = tokens.count * width * tokens.width_bytes
+    group = case.group(cp, tokens.tp)
+    return _PASSES * case.network.all_gather_s(block * cp, group, case.device.link_bytes_per_s)
+
+
+def _merging(case: Case) -> float:
+    """Each block that came round the ring gives a part of attention's output, and backward of the gradients
+    of queries, keys and values: written and read in 16 bits, added to a sum in 32.
+    """
+    model, tokens, further = case.model, case.tokens, case.layout.cp - 1
+    widths = 2 * attention_width(model) + 2 * model.num_key_value_heads * head_dim(model)
+    return further * tokens.count * widths / tokens.tp * _MERGE_BYTES / case.device.memory_bytes_per_s
+
+
+def _gathered_parameters(case: Case, busy: float) -> float:
+    """ZeRO-3 gathers a layer for the forward and for the backward pass and scatters its gradients.
+
+    Hidden behind the layer's own work but for the framework's exposed share.
+    """
+    if case.kept_zero < 3 or case.num_shards == 1:
+        return 0.0
+    held = held_of_layer(case.model, case.layout)
+    moved = _PASSES * sharded_s(case, held, case.tokens.width_bytes)
+    hidden = busy * (1 - case.framework.exposed_reduction)
+    return max(case.framework.exposed_reduction * moved, moved - hidden)
+
+
+def sharded_s(case: Case, held: Held, width_bytes: float) -> float:
+    """Return the seconds to gather, or to reduce and scatter, what a rank holds over ZeRO's ranks."""
+    network, link, mesh = case.network, case.device.link_bytes_per_s, case.layout
+    group = case.group(case.num_shards, mesh.tp)
+    seconds = network.all_gather_s(held.dense * width_bytes, group, link)
+    if held.experts and case.num_expert_shards > 1:
+        group = case.group(case.num_expert_shards, mesh.tp * mesh.ep)
+        seconds += network.all_gather_s(held.experts * width_bytes, group, link)
+    return seconds
+
+
+def _weights_time(case: Case, num_parameters: float) -> float:
+    """Return the seconds in which a CPU reads weights twice and writes their gradient, or adds it to those of
+    earlier micro-batches: with few tokens that is no longer hidden in the products.
+    """
+    passes = 3 if case.accumulation == 1 else 5
+    num_bytes = num_parameters * case.tokens.width_bytes
+    return passes * num_bytes / case.device.memory_bytes_per_s
+
+
+def head_time(case: Case) -> float:
+    """Return the seconds of the output product and the loss on one micro-batch, where they are."""
+    model, device, tokens = case.model, case.device, case.tokens
+    logits = tokens.count * model.vocab_size / tokens.tp
+    products = 2 * _PASSES * model.hidden_size * logits / device.product_flops
+    found = products + logits * case.framework.loss_bytes / device.memory_bytes_per_s
+    if case.framework.computes_on_host:
+        found += _weights_time(case, model.hidden_size * model.vocab_size / tokens.tp)
+    return found
+
+
+def waits_at_hand_over(case: Case) -> bool:
+    """Whether this is one of the pipelines that wait at every hand-over (see `frameworks.Stalls`)."""
+    stalls = case.framework.stalls
+    if stalls is None or case.layout.pp == 1 or case.num_nodes == 1:
+        return False
+    is_large = case.model.hidden_size > stalls.above_hidden_size
+    has_more = is_large and case.micro_batch_size >= stalls.from_micro_batch_size
+    has_many_shards = case.zero > 0 and case.num_shards >= stalls.from_shards
+    is_wide = case.num_nodes >= stalls.from_nodes and (has_more or has_many_shards)
+    return case.layout.tp >= stalls.from_tp or is_wide
+
+
+def hand_over_time(case: Case, *, is_pressed: bool = False) -> float:
+    """Return the seconds one micro-batch takes over one border between stages, there and back."""
+    if case.layout.pp == 1:
+        return 0.0
+    tokens, stalls = case.tokens, case.framework.stalls
+    size = tokens.count * case.model.hidden_size * tokens.width_bytes / tokens.outer
+    waits = is_pressed or waits_at_hand_over(case)
+    waiting = stalls.hand_over_s if stalls is not None and waits else 0.0
+    return waiting + 2 * size / _hand_over_rate(case)
+
+
+def _hand_over_rate(case: Case) -> float:
+    if case.num_nodes == 1:
+        return case.device.link_bytes_per_s
+    # One adapter of 400 Gbit/s per device where the network does not say.
+    return case.network.adapter_bytes_per_s or 50e9

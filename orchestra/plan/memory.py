@@ -1,0 +1,260 @@
+"""Peak memory of one rank by component, for each pipeline stage, as a caching allocator counts it.
+
+Model states by ZeRO's division, activations by the closed forms times the micro-batches in flight, the loss
+where the output product is, and what the trainer's profile says it keeps besides. What the driver and NCCL
+take outside the allocator is not in the sum: `fits` leaves a share of the device free for it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import astuple, dataclass, replace
+
+from conf.schema import PrecisionName, Recompute
+from orchestra.plan.case import Case, Held, Stage, held_by_rank, held_of_layer, num_chunks
+from orchestra.plan.compute import LayerTime, waits_at_hand_over
+from orchestra.plan.frameworks import USABLE_SHARE
+from orchestra.plan.kept_activations import fused_savings_bytes, layer_bytes, num_in_flight, scores_bytes
+from orchestra.plan.own_memory import kinds_of_layers, own_bytes
+
+# Bytes of parameters, gradients, masters and optimizer state, and how ZeRO shares them out.
+#
+# | precision      | parameters | gradients | accumulation | masters | Adam | sum |
+# |----------------|-----------:|----------:|-------------:|--------:|-----:|----:|
+# | fp32           |          4 |         4 |              |         |    8 |  16 |
+# | bf16, fp16     |          2 |         2 |              |       4 |    8 |  16 |
+# | bf16_fp32_grad |          2 |         2 |            4 |       4 |    8 |  20 |
+# | fp8            |          4 |         2 |              |       4 |    8 |  18 |
+#
+# Megatron's products add their gradients to the fp32 ones themselves, and its fp8 parameters are kept in 8
+# bits alone, as they are and transposed:
+#
+# | bf16_fp32_grad |          2 |           |            4 |       4 |    8 |  18 |
+# | fp8            |          2 |         2 |              |       4 |    8 |  16 |
+#
+# Sources: ZeRO (arXiv:1910.02054, K = 12) for 16, the Ultra-Scale Playbook for 20, Megatron Core's developer
+# guide for 18 ("Distributed Optimizer"; 6 + 12/d with ZeRO-1); fp8 is bf16 with two copies. It counts model
+# states only, and knows neither layers nor tokens.
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes of each kind of state: per parameter in the tables, of one rank where they are multiplied out."""
+
+    parameters: float
+    gradients: float
+    accumulation: float
+    masters: float
+    optimizer: float
+
+    def __add__(self, other: StateBytes) -> StateBytes:
+        return StateBytes(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    @property
+    def total(self) -> float:
+        """All of them together."""
+        return self.parameters + self.gradients + self.accumulation + self.masters + self.optimizer
+
+
+PER_PARAMETER = {
+    PrecisionName.fp32: StateBytes(4, 4, 0, 0, 8),
+    PrecisionName.bf16: StateBytes(2, 2, 0, 4, 8),
+    PrecisionName.bf16_fp32_grad: StateBytes(2, 2, 4, 4, 8),
+    PrecisionName.fp16: StateBytes(2, 2, 0, 4, 8),
+    PrecisionName.fp8: StateBytes(4, 2, 0, 4, 8),
+}
+_WITH_FUSED_KERNELS = {
+    **PER_PARAMETER,
+    PrecisionName.bf16_fp32_grad: StateBytes(2, 0, 4, 4, 8),
+    PrecisionName.fp8: StateBytes(2, 2, 0, 4, 8),
+}
+
+
+def widths_of(case: Case) -> StateBytes:
+    """Return the bytes of one parameter's states in the case's precision and trainer."""
+    table = _WITH_FUSED_KERNELS if case.framework.fuses_kernels else PER_PARAMETER
+    width, moments = table[case.precision], 2 * case.choices.moment_bytes
+    return width if moments == width.optimizer else replace(width, optimizer=moments)
+
+
+def state_bytes(num_parameters: float, zero: int, num_shards: int, width: StateBytes) -> StateBytes:
+    """Return the bytes on one of `num_shards` ranks: ZeRO 1 divides masters and optimizer, 2 also gradients,
+    3 also parameters (arXiv:1910.02054, figure 1).
+    """
+    optimizer = num_parameters / (num_shards if zero >= 1 else 1)
+    gradients = num_parameters / (num_shards if zero >= 2 else 1)
+    parameters = num_parameters / (num_shards if zero >= 3 else 1)
+    return StateBytes(
+        parameters=parameters * width.parameters,
+        gradients=gradients * width.gradients,
+        accumulation=gradients * width.accumulation,
+        masters=optimizer * width.masters,
+        optimizer=optimizer * width.optimizer,
+    )
+
+
+def states_of_rank(case: Case, held: Held) -> StateBytes:
+    """Return the bytes on one rank: fewer ranks have the same experts and share them out."""
+    width = widths_of(case)
+    zero = case.kept_zero
+    dense = state_bytes(held.dense, zero, case.num_shards, width)
+    if not held.experts:
+        return dense
+    return dense + state_bytes(held.experts, zero, case.num_expert_shards, width)
+
+
+def checkpoint_bytes(num_parameters: float) -> float:
+    """Return the size of a checkpoint of mixed-precision Adam: 2 + 4 + 8 bytes a parameter."""
+    width = PER_PARAMETER[PrecisionName.bf16]
+    return num_parameters * (width.parameters + width.masters + width.optimizer)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank at its peak, by component."""
+
+    parameters: float
+    gradients: float
+    accumulation: float
+    masters: float
+    optimizer: float
+    activations: float
+    logits: float
+    buffers: float
+    framework: float
+
+    @property
+    def total(self) -> float:
+        """The sum."""
+        states = self.parameters + self.gradients + self.accumulation + self.masters + self.optimizer
+        return states + self.activations + self.logits + self.buffers + self.framework
+
+
+def stage_memory(case: Case, layer: LayerTime, *, is_pressed: bool = False) -> tuple[Memory, ...]:
+    """Return the peak of a rank on each stage, in order; `is_pressed`: on a device that is nearly full."""
+    kept = _gathered_bytes(case, layer, is_pressed=is_pressed)
+    return tuple(_of_stage(case, stage, kept) for stage in case.stages)
+
+
+def fullest_stage_bytes(case: Case, layer: LayerTime) -> float:
+    """Return the peak of the fullest stage alone, in less time: of stages alike the first holds the most
+    micro-batches.
+    """
+    firsts = {(it.num_layers, it.has_embedding, it.has_head): it for it in reversed(case.stages)}
+    kept = _gathered_bytes(case, layer, is_pressed=False)
+    return max(_of_stage(case, stage, kept).total for stage in firsts.values())
+
+
+def fits(case: Case, memory: tuple[Memory, ...]) -> bool:
+    """Whether the largest stage leaves room for what the allocator does not count."""
+    return max(each.total for each in memory) <= USABLE_SHARE * case.device.memory_bytes
+
+
+def is_pressed(case: Case, memory: tuple[Memory, ...]) -> bool:
+    """Whether the allocator has to free what it holds, so that everything waits (see `frameworks.Stalls`)."""
+    stalls = case.framework.stalls
+    limit = float("inf") if stalls is None else stalls.pressed_share * case.device.memory_bytes
+    return max(each.total for each in memory) > limit
+
+
+def _of_own_stage(case: Case, stage: Stage) -> Memory:
+    own, is_wide = own_bytes(case, stage), case.precision is PrecisionName.bf16_fp32_grad
+    framework = case.framework
+    is_twice = case.layout.tp > 1 and not framework.computes_on_host
+    return Memory(
+        parameters=own.parameters,
+        gradients=0.0 if is_wide else own.gradients,
+        accumulation=own.gradients if is_wide else 0.0,
+        masters=own.masters,
+        optimizer=own.optimizer,
+        activations=own.step.activations * framework.step_share,
+        logits=own.step.logits * framework.step_share,
+        buffers=own.buffers,
+        framework=framework.fixed_bytes * (2 if is_twice else 1),
+    )
+
+
+def _of_stage(case: Case, stage: Stage, gathered: float) -> Memory:
+    if case.is_counted_in_full:
+        return _of_own_stage(case, stage)
+    framework, tokens, model = case.framework, case.tokens, case.model
+    states = states_of_rank(case, held_by_rank(model, stage, case.layout))
+    hidden = tokens.count * model.hidden_size * tokens.width_bytes
+    layer, working = _mean_kept(case), _kept(case, Recompute.none)
+    per_layer = layer + gathered * hidden / tokens.width_bytes * (1 - 1 / tokens.tp)
+    activations = stage.num_layers * per_layer * _in_flight(case, stage)
+    activations += framework.layer_temporaries * working
+    if case.recompute is Recompute.full and stage.num_layers:
+        # One layer is whole again, its input among it.
+        activations += working - layer
+    return Memory(
+        parameters=states.parameters,
+        gradients=states.gradients,
+        accumulation=states.accumulation,
+        masters=states.masters,
+        optimizer=states.optimizer,
+        activations=activations,
+        logits=_logits(case) if stage.has_head else 0.0,
+        buffers=framework.whole_bytes * hidden / 2 + _live_parameters(case),
+        framework=framework.fixed_bytes * (2 if tokens.tp > 1 else 1),
+    )
+
+
+def _in_flight(case: Case, stage: Stage) -> float:
+    """Return the micro-batches that a stage holds at once, in wholes: interleaving begins (p − 1)/v more of
+    them (Korthikanti et al., section 4.2.3), but never more than there are.
+    """
+    pp, chunks = case.layout.pp, num_chunks(case)
+    ahead = (pp - 1) / chunks if chunks > 1 else 0.0
+    return min(num_in_flight(stage.index, pp, case.accumulation) + ahead, case.accumulation)
+
+
+def _mean_kept(case: Case) -> float:
+    """Return the bytes that a layer keeps of one micro-batch: the mean where not all are recomputed alike."""
+    if case.choices.recompute_every == 1 and case.choices.activation_bytes is None:
+        return _kept(case, case.recompute)
+    kinds = Counter(kinds_of_layers(case))
+    return sum(count * _kept(case, kind) for kind, count in kinds.items()) / sum(kinds.values())
+
+
+def _kept(case: Case, recompute: Recompute) -> float:
+    """Return the bytes that a layer keeps of one micro-batch with a kind of recomputation."""
+    model, tokens, framework = case.model, case.tokens, case.framework
+    if recompute is Recompute.selective and framework.selective_share < 1:
+        return framework.selective_share * layer_bytes(model, tokens, Recompute.none)
+    kept = layer_bytes(model, tokens, recompute)
+    if framework.fuses_kernels and recompute is not Recompute.full:
+        kept -= fused_savings_bytes(model, tokens, in_8_bits=case.precision is PrecisionName.fp8)
+    if framework.score_bytes and recompute is Recompute.none:
+        kept += scores_bytes(model, tokens)
+    return kept
+
+
+def _gathered_bytes(case: Case, layer: LayerTime, *, is_pressed: bool) -> float:
+    """Blocks freed by a communication stream are used again only when the device has passed them. A host that
+    runs ahead therefore holds the gathered inputs of all layers; one that is behind does not.
+    """
+    framework, layout = case.framework, case.layout
+    if layout.tp == 1 or not case.sequence_parallel:
+        return 0.0
+    is_behind = layout.pp == 2 and case.num_nodes > 1 and layer.waits_for_host
+    waits = is_pressed or is_behind or waits_at_hand_over(case)
+    return framework.gathered_bytes_waiting if waits else framework.gathered_bytes
+
+
+def _logits(case: Case) -> float:
+    framework, tokens = case.framework, case.tokens
+    count = tokens.count
+    if framework.loss_chunk_tokens is not None:
+        count = min(count, framework.loss_chunk_tokens)
+    width = framework.logit_bytes + (framework.stale_logit_bytes if case.accumulation > 1 else 0.0)
+    return count * case.model.vocab_size / tokens.tp * width
+
+
+def _live_parameters(case: Case) -> float:
+    """ZeRO-3 holds the layer at work and the one fetched ahead of it, whole."""
+    if case.kept_zero < 3 or case.num_shards == 1:
+        return 0.0
+    held = held_of_layer(case.model, case.layout)
+    gathered = held.dense + (held.experts if case.num_expert_shards > 1 else 0.0)
+    return 2 * gathered * case.tokens.width_bytes

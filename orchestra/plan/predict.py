@@ -1,0 +1,240 @@
+"""The whole prediction of one case: memory by stage, time by part, and the rates people quote."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from conf.schema import Offload
+from orchestra.plan.case import Case, Held, Stage, has_idle_stage, held_by_rank, num_chunks
+from orchestra.plan.compute import LayerTime, hand_over_time, head_time, mean_layer_time, sharded_s
+from orchestra.plan.frameworks import OWN
+from orchestra.plan.memory import Memory, fits, is_pressed, stage_memory, states_of_rank, widths_of
+from orchestra.plan.own_memory import kinds_of_layers, own_bytes, rank_parameters
+from orchestra.sizes.flops import hardware_flops_per_token, model_flops_per_token
+
+# The time of one optimizer step: the pipeline's micro-batches, the gradients' reduction, the optimizer.
+#
+#     T = m·slowest stage + Σ other stages ÷ v + hand-overs + reduction of gradients + optimizer + fixed
+#
+# which for equal stages is (m + (p − 1)/v)·stage, v parts of the model on each rank. A stage inside the
+# pipeline has two borders, so m micro-batches hand over 2·m times; the first one passes all p − 1 borders,
+# which adds p − 3 (with two stages they hand over m times). The reduction is what the backward pass of the
+# last micro-batch does not hide; ZeRO-1 reduces and scatters the gradients and gathers the parameters
+# instead.
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step on the slowest rank, by what they go to; they add up to `total`."""
+
+    compute: float
+    tensor_parallel: float
+    host: float
+    hand_over: float
+    bubble: float
+    reduction: float
+    optimizer: float
+    layer: LayerTime
+
+    @property
+    def total(self) -> float:
+        """The whole step."""
+        return (
+            self.compute
+            + self.tensor_parallel
+            + self.host
+            + self.hand_over
+            + self.bubble
+            + self.reduction
+            + self.optimizer
+        )
+
+
+def step_time(case: Case, *, is_pressed: bool = False) -> StepTime:
+    """Return the time of one step and what it goes to; `is_pressed`: on a device that is nearly full."""
+    layer, head = mean_layer_time(case, is_pressed=is_pressed), head_time(case)
+    hand_over = hand_over_time(case, is_pressed=is_pressed)
+    times = [stage.num_layers * layer.total + head * stage.has_head for stage in case.stages]
+    slowest = max(times)
+    # The stage that is at work all the time decides what the time goes to.
+    stage = case.stages[times.index(slowest)]
+    accumulation = case.accumulation
+    communicating = layer.communicating
+    layers = stage.num_layers * accumulation
+    borders = case.layout.pp - 1
+    busy_borders = min(2, borders)
+    return StepTime(
+        compute=layers * (layer.device - communicating) + accumulation * head * stage.has_head,
+        tensor_parallel=layers * communicating,
+        host=layers * (layer.total - layer.device),
+        hand_over=accumulation * busy_borders * hand_over,
+        bubble=(sum(times) - slowest) / num_chunks(case) + (borders - busy_borders) * hand_over,
+        reduction=_reduction(case),
+        optimizer=_optimizer(case),
+        layer=layer,
+    )
+
+
+def _of_largest_stage(case: Case) -> Held:
+    held = [held_by_rank(case.model, stage, case.layout) for stage in case.stages]
+    return max(held, key=lambda it: it.total)
+
+
+def _reduction(case: Case) -> float:
+    """Gradients over dp · cp ranks; beyond the ranks that ZeRO shards over, an all-reduce of the shards."""
+    mesh, held = case.layout, _of_largest_stage(case)
+    num_ranks = mesh.dp * mesh.cp
+    if num_ranks == 1:
+        return 0.0
+    width = widths_of(case)
+    gradients = width.accumulation or width.gradients
+    if case.zero == 0 or case.num_shards == 1:
+        moved = _summed(case, held.dense * gradients, num_ranks, mesh.tp)
+        moved += _summed(case, held.experts * gradients, num_ranks // mesh.ep, mesh.tp * mesh.ep)
+        return case.framework.exposed_reduction * moved
+    moved = 0.0
+    if case.kept_zero < 3:
+        # ZeRO-2 keeps no whole gradients from one micro-batch to the next.
+        times = case.accumulation if case.zero == 2 else 1
+        moved += times * sharded_s(case, held, gradients)
+        moved += sharded_s(case, held, width.parameters)
+    shards, of_experts = case.num_shards, case.num_expert_shards
+    moved += _summed(case, held.dense * gradients / shards, num_ranks // shards, mesh.tp * shards)
+    replicas = num_ranks // mesh.ep // of_experts
+    moved += _summed(case, held.experts * gradients / of_experts, replicas, mesh.tp * mesh.ep * of_experts)
+    return case.framework.exposed_reduction * moved
+
+
+def _summed(case: Case, num_bytes: float, num_ranks: int, stride: int) -> float:
+    """Return the seconds of an all-reduce; 0 where there is nothing to sum, or nobody to sum it with."""
+    if not num_bytes or num_ranks <= 1:
+        return 0.0
+    group = case.group(num_ranks, stride)
+    return case.network.all_reduce_s(num_bytes, group, case.device.link_bytes_per_s)
+
+
+def _optimizer(case: Case) -> float:
+    held, width = _of_largest_stage(case), widths_of(case)
+    updated = states_of_rank(case, held)
+    count = held.total
+    if case.zero:
+        count = held.dense / case.num_shards + held.experts / case.num_expert_shards
+    moved = updated.masters + updated.optimizer + count * (width.parameters + width.gradients)
+    passes = case.framework.optimizer_passes
+    return passes * moved / case.device.memory_bytes_per_s + case.framework.step_s
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a case takes. MFU and HFU in PaLM's convention (see `orchestra.sizes.flops`), as shares of the
+    peak.
+
+    `fits`: memory suffices and every pipeline stage has something to do.
+    """
+
+    case: Case
+    stages: tuple[Memory, ...]
+    time: StepTime
+    fits: bool
+    tokens_per_s: float
+    mfu: float
+    hfu: float
+
+    @property
+    def peak(self) -> Memory:
+        """The memory of the fullest stage, which decides whether it fits."""
+        return max(self.stages, key=lambda memory: memory.total)
+
+    @property
+    def reported_peak(self) -> Memory:
+        """The memory that the trainer's benchmark would report: of the first stage, or of the fullest."""
+        return self.stages[0] if self.case.framework.reports_first_stage else self.peak
+
+    @property
+    def tokens_per_s_per_device(self) -> float:
+        """Tokens per second and device."""
+        return self.tokens_per_s / self.case.layout.world_size
+
+
+def predict(case: Case) -> Prediction:
+    """Predict memory and speed, the latter also where the former does not fit."""
+    time = step_time(case)
+    memory = stage_memory(case, time.layer)
+    if is_pressed(case, memory):
+        memory, time = stage_memory(case, time.layer, is_pressed=True), step_time(case, is_pressed=True)
+    rate = case.tokens_per_step / time.total
+    share = rate / case.layout.world_size / case.device.peak_flops
+    return Prediction(
+        case=case,
+        stages=memory,
+        time=time,
+        fits=fits(case, memory) and not has_idle_stage(case.stages),
+        tokens_per_s=rate,
+        mfu=share * model_flops_per_token(case.model, case.seq_len),
+        hfu=share * hardware_flops_per_token(case.model, case.seq_len, kinds_of_layers(case)),
+    )
+
+
+# How a rank's memory grows: what is built, the first step, and all later ones; and what lies in host memory.
+#
+# torch's optimizers make their moments in the first update, so that a first step which fits says nothing of
+# the second one. orchestra makes them before it trains; its first sums over ranks then take buffers that
+# stay. It predicts no peak of its own: all of it is taken from `Memory`.
+
+
+_FP32 = 4
+
+
+@dataclass(frozen=True)
+class OverTime:
+    """Bytes of a rank: before it trains, at the most of the first step, and of every later one."""
+
+    built: float
+    first_step: float
+    later_steps: float
+
+    @property
+    def growth(self) -> float:
+        """What the second step takes more than the first."""
+        return self.later_steps - self.first_step
+
+
+def over_time(case: Case, stage: Stage, peak: Memory) -> OverTime:
+    """Return how the memory of a stage's rank comes to its peak."""
+    fixed = peak.parameters + peak.masters + peak.framework
+    if case.is_counted_in_full:
+        own = own_bytes(case, stage)
+        first = peak.total - own.growing_buffers * (case.accumulation == 1)
+        # Alone, gradients are autograd's own and come with the first backward pass.
+        kept = peak.gradients + peak.accumulation if case.layout.dp * case.layout.cp > 1 else 0.0
+        return OverTime(fixed + peak.optimizer + kept + own.first_buffers, first, peak.total)
+    return OverTime(fixed, peak.total - peak.optimizer, peak.total)
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Bytes of host memory that a rank of orchestra's trainer takes beside its process."""
+
+    offloaded: float
+    checkpoint_image: float
+
+    @property
+    def total(self) -> float:
+        """The sum."""
+        return self.offloaded + self.checkpoint_image
+
+
+def host_memory(case: Case, stage: Stage) -> HostMemory:
+    """Return what is offloaded, and the image of masters and moments that is staged while training goes on:
+    every element once over the ranks that have it.
+    """
+    if case.framework.name != OWN:
+        return HostMemory(0.0, 0.0)
+    choices, ranks = case.choices, case.layout.dp * case.layout.cp
+    held = held_by_rank(case.model, stage, case.layout)
+    count = held.dense / ranks + held.experts / max(1, ranks // case.layout.ep)
+    if case.is_counted_in_full:
+        count = rank_parameters(case.model, case.layout.tp).of(stage) / ranks
+    image = count * (_FP32 + 2 * choices.moment_bytes) if choices.saves else 0.0
+    offloaded = own_bytes(case, stage).host if choices.offload is not Offload.none else 0.0
+    return HostMemory(offloaded, image)

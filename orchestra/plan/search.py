@@ -1,0 +1,224 @@
+"""Finds the layouts of a space that fit, the fastest of them, and those that buy speed with memory.
+
+What it returns is predicted in full (`prediction.predict`); what it need not look at is passed over by two
+cheap facts. Memory: of a mesh's stages alike the first is the fullest, and a micro-batch of more sequences
+takes no less, so that the first size that does not fit is the last to try. Time: a step takes at least its
+micro-batches on the slowest stage, so layouts are predicted in that order until none that is left can win.
+It prints nothing, and knows no trainer's limits: who wants only some layouts gives a predicate.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from conf.schema import Recompute
+from orchestra.plan.case import Case, has_idle_stage
+from orchestra.plan.compute import head_time, layer_time
+from orchestra.plan.frameworks import USABLE_SHARE
+from orchestra.plan.memory import fullest_stage_bytes
+from orchestra.plan.predict import Prediction, predict, step_time
+from orchestra.plan.space import Choice, Mesh, Space, Value, values_of
+
+# Times that differ by less are the same but for rounding, and so, to those who choose, are peaks within 5 %.
+_SAME_TIME = 1e-9
+_SAME_PEAK = 1.05
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout that fits: its peak, and the least seconds a step can take."""
+
+    choice: Choice
+    case: Case
+    peak_bytes: float
+    least_s: float
+
+
+class Result(NamedTuple):
+    """A candidate and the seconds that its step takes."""
+
+    time_s: float
+    peak_bytes: float
+    choice: Choice
+    case: Case
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search found. `ranked` has the best layout of each mesh, the fastest first, and `pareto` all
+    layouts that no other beats in speed and memory, the fastest first. Where nothing fits both are empty and
+    `nearest` is the layout that needs the least memory.
+    """
+
+    space: Space
+    num_layouts: int
+    num_fitting: int
+    ranked: tuple[Prediction, ...]
+    chosen: tuple[Prediction, ...]
+    pareto: tuple[Prediction, ...]
+    # For each knob and each value it can take the best layout with it; None where none fits.
+    by_value: Mapping[str, Mapping[Value, Prediction | None]]
+    nearest: Prediction | None
+
+
+def search(space: Space, top: int, is_chosen: Callable[[Case], bool] = lambda _: True) -> Found:
+    """Search a space for the `top` best meshes, and for the best among those that `is_chosen` takes too.
+
+    Where nothing fits it looks again beyond the limits that a space has unless it is wide.
+    """
+    num_layouts, fitting, nearest = _survey(space)
+    if not fitting and not space.wide:
+        wider = replace(space, wide=True)
+        further, fitting, nearest_of_all = _survey(wider)
+        if further > num_layouts:
+            space, num_layouts, nearest = wider, further, nearest_of_all
+    race = _Race(fitting)
+    return Found(
+        space=space,
+        num_layouts=num_layouts,
+        num_fitting=len(fitting),
+        ranked=race.fastest(top, lambda _: True),
+        chosen=race.fastest(top, is_chosen),
+        pareto=race.pareto(),
+        by_value={knob: race.by_value(knob, values) for knob, values in values_of(space).items()},
+        nearest=None if fitting or nearest is None else predict(nearest),
+    )
+
+
+def peak_that_fits(space: Space) -> float | None:
+    """Return the peak of some layout that fits, in bytes; None where none of those fits that take little:
+    with the smallest micro-batch, the most recomputation and the last two of ZeRO's stages.
+    """
+    usable = USABLE_SHARE * space.base.device.memory_bytes
+    for mesh in space.meshes():
+        sizes, kinds = space.micro_batch_sizes(mesh)[:1], list(space.kinds(mesh))
+        for size, zero, (split, recompute) in itertools.product(sizes, space.zero_stages(mesh)[-2:], kinds):
+            case = space.case(Choice(mesh, zero, split, recompute, size, space.shard_degrees(mesh, zero)[0]))
+            if recompute is not kinds[0][1] or has_idle_stage(case.stages):
+                continue
+            peak = fullest_stage_bytes(case, layer_time(case))
+            if peak <= usable:
+                return peak
+    return None
+
+
+def _survey(space: Space) -> tuple[int, list[Candidate], Case | None]:
+    """Return how many layouts there are, those that fit, and the case that takes the least memory."""
+    usable = USABLE_SHARE * space.base.device.memory_bytes
+    num_layouts, fitting = 0, []
+    nearest: tuple[float, Case | None] = (float("inf"), None)
+    for mesh in space.meshes():
+        sizes = space.micro_batch_sizes(mesh)
+        for zero, degree, (split, recompute) in _kinds(space, mesh):
+            num_layouts += len(sizes)
+            for size in sizes:
+                choice = Choice(mesh, zero, split, recompute, size, degree)
+                candidate = _candidate(choice, space.case(choice))
+                if has_idle_stage(candidate.case.stages):
+                    break
+                if candidate.peak_bytes < nearest[0]:
+                    nearest = candidate.peak_bytes, candidate.case
+                if candidate.peak_bytes > usable:
+                    break
+                fitting.append(candidate)
+    return num_layouts, fitting, nearest[1]
+
+
+def _kinds(space: Space, mesh: Mesh) -> Iterator[tuple[int, int | None, tuple[bool, Recompute]]]:
+    for zero in space.zero_stages(mesh):
+        for degree in space.shard_degrees(mesh, zero):
+            yield from ((zero, degree, kind) for kind in space.kinds(mesh))
+
+
+def _candidate(choice: Choice, case: Case) -> Candidate:
+    layer = layer_time(case)
+    head = head_time(case)
+    slowest = max(stage.num_layers * layer.total + head * stage.has_head for stage in case.stages)
+    return Candidate(choice, case, fullest_stage_bytes(case, layer), case.accumulation * slowest)
+
+
+class _Race:
+    """Candidates by the least they can take, and what has been predicted of them."""
+
+    def __init__(self, fitting: Iterable[Candidate]) -> None:
+        self._candidates = sorted(fitting, key=lambda it: (it.least_s, it.peak_bytes))
+        self._timed: dict[Choice, Result] = {}
+        self._predicted: dict[Choice, Prediction] = {}
+
+    def _time(self, candidate: Candidate) -> Result:
+        choice, case = candidate.choice, candidate.case
+        if choice not in self._timed:
+            self._timed[choice] = Result(step_time(case).total, candidate.peak_bytes, choice, case)
+        return self._timed[choice]
+
+    def _predict(self, found: Result) -> Prediction:
+        if found.choice not in self._predicted:
+            self._predicted[found.choice] = predict(found.case)
+        return self._predicted[found.choice]
+
+    def fastest(self, top: int, is_chosen: Callable[[Case], bool]) -> tuple[Prediction, ...]:
+        """Return the best layout of each of the `top` best meshes."""
+        return self._fastest(top, lambda it: is_chosen(it.case))
+
+    def _fastest(self, top: int, is_wanted: Callable[[Candidate], bool]) -> tuple[Prediction, ...]:
+        best: dict[Mesh, Result] = {}
+        for candidate in self._candidates:
+            times = sorted(found.time_s for found in best.values())
+            if len(times) >= top and candidate.least_s > times[top - 1] * (1 + _SAME_TIME):
+                break
+            if is_wanted(candidate):
+                mesh, found = candidate.choice.mesh, self._time(candidate)
+                best[mesh] = min(best.get(mesh, found), found, key=_order)
+        return tuple(map(self._predict, sorted(best.values(), key=_order)[:top]))
+
+    def pareto(self) -> tuple[Prediction, ...]:
+        """Return what no other layout beats in both: the fastest first, each next one takes less memory."""
+        front: list[tuple[float, float]] = []
+        for candidate in self._candidates:
+            if not _is_beaten(front, candidate.least_s, candidate.peak_bytes):
+                found = self._time(candidate)
+                _put(front, found.time_s, found.peak_bytes)
+        at = {(found.time_s, found.peak_bytes): found for found in reversed(self._timed.values())}
+        return tuple(self._predict(at[point]) for point in front)
+
+    def by_value(self, knob: str, values: Iterable[Value]) -> dict[Value, Prediction | None]:
+        """Return the best layout with each value of a knob; None where none fits."""
+        return {value: next(iter(self._with(knob, value)), None) for value in values}
+
+    def _with(self, knob: str, value: Value) -> tuple[Prediction, ...]:
+        return self._fastest(1, lambda it: it.choice.value(knob) == value)
+
+
+def _order(found: Result) -> tuple[float, int, int, bool, float]:
+    """Return what results are ordered by: time; of those that take the same, the one with the fewest axes;
+    then much less memory; then what recomputes nothing.
+    """
+    mesh = found.choice.mesh
+    return (
+        float(f"{found.time_s:.9g}"),
+        sum(size > 1 for size in (mesh.tp, mesh.pp, mesh.cp, mesh.ep)),
+        round(math.log(found.peak_bytes, _SAME_PEAK)),
+        found.choice.recompute is not Recompute.none,
+        found.peak_bytes,
+    )
+
+
+def _is_beaten(front: list[tuple[float, float]], time_s: float, peak_bytes: float) -> bool:
+    """Whether a point of the front, which is sorted by time, is as fast and takes as little memory."""
+    place = bisect.bisect_right(front, (time_s, float("inf"))) - 1
+    return place >= 0 and front[place][1] <= peak_bytes
+
+
+def _put(front: list[tuple[float, float]], time_s: float, peak_bytes: float) -> None:
+    if _is_beaten(front, time_s, peak_bytes):
+        return
+    place = bisect.bisect_left(front, (time_s, peak_bytes))
+    end = place
+    while end < len(front) and front[end][1] >= peak_bytes:
+        end += 1
+    front[place:end] = [(time_s, peak_bytes)]

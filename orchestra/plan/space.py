@@ -1,0 +1,332 @@
+"""Which layouts there are for a model, a number of devices and a global batch. It predicts nothing.
+
+A layout here is a mesh (dp × tp × pp × cp), ZeRO's stage and the ranks that it shards over (all, or without
+cp those of one node: hybrid sharding), how the batch is shared out, whether norms are sequence parallel, and
+what is recomputed. What must hold: tp divides heads and feed-forward width, and
+divides or is divided by the key-value heads; pp is at most the number of layers; cp and, with sequence
+parallelism, tp divide the sequence; ep divides dp and the experts, and is 1 without any; dp divides the
+global batch, which is met exactly; parameters in host memory need ZeRO 3.
+
+Two limits hold unless a space is `wide`: tp stays inside a node, and cp leaves each rank 4,096 tokens of a
+sequence. Beyond them there is next to nothing measured, and predictions are too good: products are taken to
+reach the same rate whatever their size, and rings of small blocks to hide behind attention.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from conf.schema import Config, ModelConfig, Offload, Recompute
+from orchestra.plan.assemble import case_of
+from orchestra.plan.case import Case
+from orchestra.plan.frameworks import OWN
+from orchestra.sizes.flops import inner_widths
+from orchestra.sizes.topology import Layout, divisors
+
+ZERO_STAGES = (0, 1, 2, 3)
+# What a search turns, by its key in a configuration. Data parallelism takes what the other axes leave.
+KEYS = {
+    "tp": "parallelism.tp",
+    "sequence_parallel": "parallelism.sequence_parallel",
+    "pp": "parallelism.pp",
+    "cp": "parallelism.cp",
+    "ep": "parallelism.ep",
+    "zero": "parallelism.zero",
+    "shard_degree": "parallelism.shard_degree",
+    "micro_batch_size": "train.micro_batch_size",
+    "recompute": "train.recompute",
+}
+KNOBS = tuple(KEYS)
+# The shortest sequences in the runs that the planner's constants are fitted on.
+_LEAST_TOKENS = 4096
+# By what they leave in memory, the least first.
+# Matrices of a gated feed-forward: three of width 8/3·h are as large as a GPT's two of 4·h.
+_GATES = 3
+RECOMPUTES = (Recompute.full, Recompute.selective, Recompute.none)
+
+
+Value = int | bool | Recompute | None
+
+
+class Mesh(NamedTuple):
+    """Degrees of the axes; ranks are the product of all but ep, which lies inside dp."""
+
+    dp: int
+    tp: int
+    pp: int
+    cp: int
+    ep: int = 1
+
+
+class Choice(NamedTuple):
+    """Everything that a search chooses."""
+
+    mesh: Mesh
+    zero: int
+    sequence_parallel: bool
+    recompute: Recompute
+    micro_batch_size: int
+    # Data-parallel ranks that ZeRO shards over; None: all that hold the same parameters.
+    shard_degree: int | None = None
+
+    def value(self, knob: str) -> Value:
+        """Return the value of a knob, or of dp."""
+        value: Value = getattr(self.mesh if knob in Mesh._fields else self, knob)
+        return value
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """Values that a search keeps as they are; None: it chooses. The names are those of the schema."""
+
+    dp: int | None = None
+    tp: int | None = None
+    pp: int | None = None
+    cp: int | None = None
+    ep: int | None = None
+    zero: int | None = None
+    # Where it does not divide dp all ranks are taken.
+    shard_degree: int | None = None
+    sequence_parallel: bool | None = None
+    recompute: Recompute | None = None
+    micro_batch_size: int | None = None
+
+
+@dataclass(frozen=True)
+class Space:
+    """All layouts of one model on one cluster. `base` says everything that no search changes; its own layout
+    only gives the number of ranks. A step has `num_sequences`.
+    """
+
+    base: Case
+    num_sequences: int
+    fixed: Fixed = Fixed()
+    # Whether tp may leave the node, and cp cut sequences into any length.
+    wide: bool = False
+
+    def meshes(self) -> Iterator[Mesh]:
+        """Yield every mesh that fills the devices, shares out the batch and has a stage of ZeRO."""
+        base, fixed = self.base, self.fixed
+        ranks = base.layout.world_size
+        for tp in self._degrees(fixed.tp, self._tensor_degrees(ranks)):
+            for pp in self._degrees(fixed.pp, divisors(ranks // tp)):
+                if pp > base.model.num_hidden_layers:
+                    continue
+                for cp in self._degrees(fixed.cp, self._context_degrees(ranks // tp // pp)):
+                    dp = ranks // tp // pp // cp
+                    mesh = Mesh(dp, tp, pp, cp)
+                    if self.num_sequences % dp == 0 and fixed.dp in (None, dp) and self.zero_stages(mesh):
+                        yield from (mesh._replace(ep=ep) for ep in self._expert_degrees(dp))
+
+    def _degrees(self, kept: int | None, possible: list[int]) -> list[int]:
+        return possible if kept is None else [degree for degree in possible if degree == kept]
+
+    def _tensor_degrees(self, ranks: int) -> list[int]:
+        most = ranks if self.wide or self.fixed.tp is not None else self.base.devices_per_node
+        return [tp for tp in _splits_of(self.base.model) if tp <= most and ranks % tp == 0]
+
+    def _context_degrees(self, ranks: int) -> list[int]:
+        seq_len = self.base.seq_len
+        most = seq_len if self.wide or self.fixed.cp is not None else max(1, seq_len // _LEAST_TOKENS)
+        return [cp for cp in divisors(ranks) if cp <= most and seq_len % cp == 0]
+
+    def _expert_degrees(self, dp: int) -> list[int]:
+        """Return the degrees of expert parallelism: the fewest experts on a rank, and so the least memory,
+        come last.
+        """
+        num_experts = self.base.model.num_experts
+        return self._degrees(self.fixed.ep, divisors(math.gcd(dp, num_experts)) if num_experts else [1])
+
+    def zero_stages(self, mesh: Mesh) -> list[int]:
+        """Return the stages that differ: all are the same where nobody holds the same parameters.
+
+        Parameters in host memory need the last one and ranks to shard over.
+        """
+        kept = self.fixed.zero
+        if self.base.choices.offload is Offload.all:
+            is_shared = 1 not in (mesh.dp, self.fixed.shard_degree)
+            return list(ZERO_STAGES[-1:]) if is_shared and kept in (None, ZERO_STAGES[-1]) else []
+        if kept is not None:
+            return [kept]
+        return list(ZERO_STAGES if mesh.dp * mesh.cp > 1 else ZERO_STAGES[:1])
+
+    def shard_degrees(self, mesh: Mesh, zero: int) -> list[int | None]:
+        """Return the data-parallel ranks that a stage of ZeRO can shard over; None: all. The one that takes
+        the least memory comes first.
+        """
+        if zero == 0:
+            return [None]
+        if self.fixed.shard_degree is not None:
+            return [within(self.fixed.shard_degree, mesh)]
+        inside = self.base.devices_per_node // mesh.tp
+        is_hybrid = inside > 1 and mesh.cp == 1 and within(inside, mesh) is not None
+        return [None, inside] if is_hybrid else [None]
+
+    def kinds(self, mesh: Mesh) -> Iterator[tuple[bool, Recompute]]:
+        """Yield what else changes activations: sequence parallelism, and what is recomputed."""
+        fixed = self.fixed
+        can_split = mesh.tp > 1 and self.base.seq_len % (mesh.tp * mesh.cp) == 0
+        for split in (False, True) if can_split else (False,):
+            for recompute in RECOMPUTES:
+                if fixed.sequence_parallel in (None, split) and fixed.recompute in (None, recompute):
+                    yield split, recompute
+
+    def micro_batch_sizes(self, mesh: Mesh) -> list[int]:
+        """Return what divides the share of a data-parallel rank, the smallest first."""
+        kept = self.fixed.micro_batch_size
+        return [size for size in divisors(self.num_sequences // mesh.dp) if kept in (None, size)]
+
+    def choices(self) -> Iterator[Choice]:
+        """Yield every layout."""
+        for mesh in self.meshes():
+            for zero in self.zero_stages(mesh):
+                for degree in self.shard_degrees(mesh, zero):
+                    for split, recompute in self.kinds(mesh):
+                        for size in self.micro_batch_sizes(mesh):
+                            yield Choice(mesh, zero, split, recompute, size, degree)
+
+    def case(self, choice: Choice) -> Case:
+        """Return the case of a choice."""
+        mesh, zero, degree = choice.mesh, choice.zero, choice.shard_degree
+        shard = 1 if zero == 0 else degree or mesh.dp
+        return replace(
+            self.base,
+            layout=Layout(*mesh, shard=shard),
+            micro_batch_size=choice.micro_batch_size,
+            accumulation=self.num_sequences // mesh.dp // choice.micro_batch_size,
+            zero=zero,
+            num_shards=degree or mesh.dp * mesh.cp,
+            sequence_parallel=choice.sequence_parallel,
+            recompute=choice.recompute,
+        )
+
+
+def within(degree: int | None, mesh: Mesh) -> int | None:
+    """Return a shard degree as it is on a mesh: None, all ranks, where it does not divide dp or is dp."""
+    return None if degree is None or mesh.dp % degree or degree >= mesh.dp * mesh.cp else degree
+
+
+def space_of(config: Config, framework_name: str, num_sequences: int, fixed: Fixed) -> Space:
+    """Return the space of a configuration, of whose layout and batch only what is fixed counts.
+
+    Raises ConfigError where the device's figures or the number of ranks are not known.
+    """
+    given = config.parallelism
+    whole = replace(given, dp="auto", tp=1, pp=1, cp=1, ep=1, zero=0, shard_degree=None)
+    train = replace(config.train, global_batch_size=None, global_batch_tokens=None, micro_batch_size=1)
+    # What is recomputed is chosen for all layers alike.
+    train = replace(train, recompute_budget_gib=None, recompute_every=1)
+    base = case_of(replace(config, parallelism=whole, train=train), framework_name)
+    return Space(base, num_sequences, fixed)
+
+
+def values_of(space: Space) -> dict[str, list[Value]]:
+    """Return for each knob, and for dp, the values that occur in a space, in order."""
+    found: dict[str, set[Value]] = {knob: set() for knob in (*KNOBS, "dp")}
+    for mesh in space.meshes():
+        for axis in Mesh._fields:
+            found[axis].add(getattr(mesh, axis))
+        found["zero"].update(stages := space.zero_stages(mesh))
+        found["shard_degree"].update(degree for zero in stages for degree in space.shard_degrees(mesh, zero))
+        found["micro_batch_size"].update(space.micro_batch_sizes(mesh))
+        for split, recompute in space.kinds(mesh):
+            found["sequence_parallel"].add(split)
+            found["recompute"].add(recompute)
+    return {knob: sorted(values, key=_place) for knob, values in found.items()}
+
+
+def _place(value: Value) -> float:
+    """Return where a value stands among those of its knob: all ranks stand last."""
+    if isinstance(value, Recompute):
+        return RECOMPUTES.index(value)
+    return float("inf") if value is None else value
+
+
+def _splits_of(model: ModelConfig) -> list[int]:
+    """Return the degrees by which a model's layers can be split."""
+    widths = inner_widths(model).values()
+    return [tp for tp in _splits_of_heads(model) if not any(width % tp for width in widths)]
+
+
+def _splits_of_heads(model: ModelConfig) -> list[int]:
+    heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
+    return [tp for tp in divisors(heads) if kv_heads % tp == 0 or tp % kv_heads == 0]
+
+
+def is_possible(case: Case) -> bool:
+    """Whether the degrees of a case divide what they split, as `plan` demands of a configuration."""
+    mesh, seq_len = case.layout, case.seq_len
+    parts = [mesh.cp, *([mesh.tp] if case.sequence_parallel else [])]
+    model = case.model
+    if mesh.pp > model.num_hidden_layers or mesh.dp % mesh.ep or (model.num_experts or 1) % mesh.ep:
+        return False
+    # A GPT's feed-forward stands in tables as a gated one of the same size, whose width means nothing.
+    stands_for_gpt = (
+        abs(3 * model.intermediate_size - 8 * model.hidden_size) < _GATES and not model.num_experts
+    )
+    splits = _splits_of_heads(model) if stands_for_gpt and case.framework.name != OWN else _splits_of(model)
+    return mesh.tp in splits and not any(seq_len % part for part in parts)
+
+
+def choice_of(case: Case) -> Choice:
+    """Return what a case chose."""
+    mesh = Mesh(*(getattr(case.layout, axis) for axis in Mesh._fields))
+    split = case.sequence_parallel and mesh.tp > 1
+    degree = within(case.num_shards, mesh) if case.zero else None
+    return Choice(mesh, case.zero, split, case.recompute, case.micro_batch_size, degree)
+
+
+# Layouts one turn of a knob away from another: what changes, and what goes along. It predicts nothing.
+
+
+def turns(space: Space, case: Case) -> Iterator[tuple[str, Case]]:
+    """Yield the layouts that differ in one knob, whether they fit or not, with the knob's name.
+
+    Where an axis of the mesh grows or shrinks, data parallelism takes up the rest.
+    """
+    here = choice_of(case)
+    for knob in KNOBS:
+        for other in _turned(space, here, knob):
+            if other != here:
+                yield knob, space.case(other)
+
+
+def _turned(space: Space, here: Choice, knob: str) -> Iterator[Choice]:
+    if knob == "zero":
+        for zero in space.zero_stages(here.mesh):
+            yield here._replace(zero=zero, shard_degree=here.shard_degree if zero else None)
+    elif knob == "shard_degree":
+        degrees = space.shard_degrees(here.mesh, here.zero)
+        yield from (here._replace(shard_degree=degree) for degree in degrees)
+    elif knob == "micro_batch_size":
+        sizes = space.micro_batch_sizes(here.mesh)
+        yield from (here._replace(micro_batch_size=size) for size in sizes)
+    elif knob in ("recompute", "sequence_parallel"):
+        for split, recompute in space.kinds(here.mesh):
+            other = here._replace(sequence_parallel=split, recompute=recompute)
+            rest = "recompute" if knob == "sequence_parallel" else "sequence_parallel"
+            if getattr(other, rest) == getattr(here, rest):
+                yield other
+    elif knob in ("tp", "pp", "cp", "ep"):
+        yield from _other_meshes(space, here, knob)
+
+
+def _other_meshes(space: Space, here: Choice, axis: str) -> Iterator[Choice]:
+    """Meshes in which only this axis and data parallelism differ, everything else as it is or as near."""
+    for mesh in space.meshes():
+        if any(getattr(mesh, it) != getattr(here.mesh, it) for it in ("tp", "pp", "cp", "ep") if it != axis):
+            continue
+        sizes = [size for size in space.micro_batch_sizes(mesh) if size <= here.micro_batch_size]
+        kinds = [split for split, recompute in space.kinds(mesh) if recompute is here.recompute]
+        if not sizes or not kinds:
+            continue
+        # Sequence parallelism as it is; where there was no tp before, as is usual: on.
+        wanted = here.sequence_parallel or here.mesh.tp == 1
+        split = wanted if wanted in kinds else kinds[0]
+        stages = space.zero_stages(mesh)
+        zero = here.zero if here.zero in stages else stages[-1]
+        degree = within(here.shard_degree, mesh) if zero else None
+        yield Choice(mesh, zero, split, here.recompute, sizes[-1], degree)

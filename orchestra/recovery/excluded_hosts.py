@@ -1,0 +1,191 @@
+"""Which hosts failed twice and are left out of further jobs for a while: one small file per host and cluster.
+
+<runs>/.orchestra/excluded/<cluster>/<host>.json lies beside the runs, so that all runs and whoever submits
+them share it, without a lock: a file is written whole, read whole, and counts until its time is over. Whoever
+reads one later removes it. A person takes a host off by removing its file.
+
+It decides nothing: who is listed is `orchestra.recovery.policy`'s to say, and what follows is the caller's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, unquote
+
+from orchestra.recovery.history import Incident
+from orchestra.recovery.policy import Decision
+from orchestra.run.events import is_number, is_whole
+from orchestra.run.paths import RunDir, SweepDir
+
+_HOUR_S = 3600.0
+# Slurm's name of the cluster is not always to be had.
+_UNNAMED = "unnamed"
+# A clock that ran far ahead must not keep a host out for ever.
+_LONGEST_S = 90 * 24 * _HOUR_S
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A host that is left out, and why. Times are Unix seconds."""
+
+    host: str
+    reason: str
+    # The run that it failed.
+    run: str
+    attempts: tuple[int, ...]
+    # What ended these attempts, in their order.
+    causes: tuple[str, ...]
+    time: float
+    expires: float
+
+
+class ExcludeList:
+    """The list of one cluster, beside the runs in `runs`. *Any process*; it waits for nobody."""
+
+    def __init__(self, runs: Path, cluster: str | None) -> None:
+        self.cluster = cluster or _UNNAMED
+        self.folder = excluded_folder(runs) / _file_name(self.cluster)
+
+    def file(self, host: str) -> Path:
+        """Return the file of a host: removing it takes the host off the list."""
+        return self.folder / f"{_file_name(host)}.json"
+
+    def add(self, entry: Listed) -> None:
+        """Put a host on the list, unless it is there for longer. Raises OSError."""
+        place = self.file(entry.host)
+        known = _read(place)
+        if known is not None and known.expires >= entry.expires:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        draft = place.with_name(f".{place.name}.{secrets.token_hex(4)}")
+        try:
+            with draft.open("w") as file:
+                file.write(json.dumps(asdict(entry), indent=2) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+            draft.replace(place)
+        finally:
+            draft.unlink(missing_ok=True)
+
+    def entries(self, now: float) -> list[Listed]:
+        """Return who is on the list, the newest first; those whose time is over are removed.
+
+        A file that cannot be read leaves nobody out (`unreadable` names it).
+        """
+        found = []
+        for place in self._files():
+            entry = _read(place)
+            if entry is None or place != self.file(entry.host):
+                continue
+            if entry.time - _LONGEST_S < now < min(entry.expires, entry.time + _LONGEST_S):
+                found.append(entry)
+            else:
+                _remove(place, now)
+        return sorted(found, key=lambda entry: (-entry.time, entry.host))
+
+    def unreadable(self) -> list[Path]:
+        """Return the files that say nothing: damaged, somebody else's, or written by hand."""
+        read = ((place, _read(place)) for place in self._files())
+        return [place for place, entry in read if entry is None or place != self.file(entry.host)]
+
+    def _files(self) -> list[Path]:
+        try:
+            with os.scandir(self.folder) as entries:
+                names = sorted(it.name for it in entries)
+        except OSError:
+            return []
+        return [self.folder / it for it in names if it.endswith(".json") and not it.startswith(".")]
+
+
+def excluded_folder(runs: Path) -> Path:
+    """Return where the lists of all clusters lie."""
+    return runs / ".orchestra" / "excluded"
+
+
+def all_lists(runs: Path) -> list[ExcludeList]:
+    """Return the lists of all clusters that runs in this folder were trained on."""
+    try:
+        with os.scandir(excluded_folder(runs)) as entries:
+            names = sorted(it.name for it in entries if it.is_dir() and not it.name.startswith("."))
+    except OSError:
+        return []
+    return [ExcludeList(runs, unquote(name)) for name in names]
+
+
+def shared_folder(parent: Path) -> Path:
+    """Return where runs share what they know: the folder that holds them, and beside a sweep of theirs."""
+    return parent.parent if SweepDir(parent).record.exists() else parent
+
+
+def entries_of(
+    decision: Decision, incidents: Sequence[Incident], run: RunDir, now: float, hours: float
+) -> list[Listed]:
+    """Return the entries of the hosts that a decision lists, with the evidence of the last two incidents."""
+    found = []
+    for host in decision.listed:
+        blamed = [it for it in incidents if host in it.blamed][-2:]
+        found.append(
+            Listed(
+                host,
+                decision.reason,
+                str(run.path.absolute()),
+                tuple(it.attempt for it in blamed),
+                tuple(it.cause for it in blamed),
+                now,
+                now + hours * _HOUR_S,
+            )
+        )
+    return found
+
+
+def _file_name(name: str) -> str:
+    """Return a name as one of a file that is neither hidden nor outside its folder."""
+    quoted = quote(name, safe="")
+    return f"%2E{quoted[1:]}" if quoted.startswith(".") else quoted
+
+
+def _remove(place: Path, now: float) -> None:
+    """Remove a file whose time is over, and no other that took its place meanwhile."""
+    aside = place.with_name(f".{place.name}.{secrets.token_hex(4)}")
+    with contextlib.suppress(OSError):
+        place.rename(aside)
+        entry = _read(aside)
+        if entry is not None and entry.expires > now:
+            # Listed anew in this very moment; where it was listed once more since, that one stays.
+            with contextlib.suppress(FileExistsError):
+                os.link(aside, place)
+        aside.unlink()
+
+
+def _read(place: Path) -> Listed | None:
+    try:
+        record = json.loads(place.read_text())
+    except (OSError, ValueError):
+        return None
+    return _entry(record) if isinstance(record, dict) else None
+
+
+def _entry(record: dict[str, Any]) -> Listed | None:
+    """Return what a file says; None where something is missing or of another kind."""
+    known = {field.name: record.get(field.name) for field in fields(Listed)}
+    texts = [known[name] for name in ("host", "reason", "run")]
+    attempts, causes = known["attempts"], known["causes"]
+    is_sound = (
+        all(isinstance(text, str) for text in texts)
+        and is_number(known["time"])
+        and is_number(known["expires"])
+        and isinstance(attempts, list)
+        and all(is_whole(it) for it in attempts)
+        and isinstance(causes, list)
+        and all(isinstance(it, str) for it in causes)
+    )
+    if not is_sound:
+        return None
+    return Listed(**{**known, "attempts": tuple(attempts), "causes": tuple(causes)})  # type: ignore[arg-type]

@@ -1,0 +1,515 @@
+"""The state of a run as its own records tell it: alive or how it ended, how far, how fast. Read-only.
+
+A run without a verdict counts as running while the process that leads it lives; on another host, while its
+files still grow. One that was prepared here and whose preparing process is gone died before it started. One
+that stopped and goes on by itself is queued until its next attempt starts; one whose leader waits after a
+failure to begin again is restarting. A scheduler's word is not asked for, and YAML is not parsed: a thousand
+runs are read in less than a second.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import re
+import socket
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launchers import processes
+from launchers.slurm.queue import SubmittedJob
+from orchestra.errors import EXIT_INTERRUPTED, EXIT_STOPPED, ConfigError
+from orchestra.recovery.history import Verdict, first_failure, judge, last_attempt, node_verdict, of_attempt
+from orchestra.run.events import event_files, is_number, is_whole, read_events
+from orchestra.run.files import Record, read_last_lines
+from orchestra.run.metrics_file import rows_that_count
+from orchestra.run.paths import RunDir, SweepDir, read_sweep
+from orchestra.run.rollback import EVENT
+
+# What a run's events say about its checkpoints. It looks at no checkpoint itself.
+
+
+def newest_checkpoint(events: Iterable[Record]) -> int | None:
+    """Return the step that the run would go on from: what was committed last, restored or gone back to since.
+
+    A restore passes over damaged checkpoints, so it counts whatever had been committed before. `events` are
+    in the order of time. None where nothing was committed.
+    """
+    step: int | None = None
+    for event in events:
+        # A restore from copies in memory touches no checkpoint.
+        is_of_storage = event.get("source") != "memory"
+        is_told = event.get("event") in ("checkpoint_committed", "restored") and is_of_storage
+        if is_told and is_whole(event.get("step")):
+            step = event["step"] or None
+        elif event.get("event") == EVENT and is_whole(event.get("to")):
+            step = event["to"] or None
+    return step
+
+
+def was_verified(events: Iterable[Record], step: int, created: float) -> bool:
+    """Return whether all bytes of the checkpoint of `step`, written at `created`, were found intact."""
+    verdicts = [
+        event.get("intact")
+        for event in events
+        if event.get("event") == "checkpoint_verified"
+        and (event.get("step"), event.get("created")) == (step, created)
+    ]
+    return bool(verdicts) and verdicts[-1] is True
+
+
+def failed_save(event: Record) -> str:
+    """Return in a sentence what a `checkpoint_failed` event tells."""
+    reasons = event.get("reasons")
+    listed = reasons.items() if isinstance(reasons, dict) else ()
+    # Most failures are the same one on every rank.
+    ranks_of: dict[str, list[str]] = {}
+    for rank, reason in listed:
+        ranks_of.setdefault(str(reason), []).append(str(rank))
+    texts = [f"{reason} (rank {', '.join(ranks)})" for reason, ranks in ranks_of.items()]
+    why = "; ".join(texts) or str(event.get("message") or event.get("reason") or reasons or "no reason given")
+    return f"the checkpoint of step {event.get('step', '?')} was not saved: {why}"
+
+
+def passed_over(event: Record) -> list[str]:
+    """Return a sentence for each newer checkpoint that a `restored` event says was not taken."""
+    skipped = event.get("skipped")
+    entries = [entry for entry in skipped if isinstance(entry, dict)] if isinstance(skipped, list) else []
+    told = [(entry.get("step", "?"), entry.get("reason", "no reason given")) for entry in entries]
+    return [f"the checkpoint of step {step} was passed over: {reason}" for step, reason in told]
+
+
+# The time between an attempt that failed and the next one: what its leader decided, and when that is due.
+#
+# From the events of one attempt, and from whether the process that leads it lives. It asks no scheduler and
+# does not decide what follows a failure.
+
+
+RESTARTING = "restarting"
+# Decisions that another attempt of the same crew follows, and the one that another job does; after the others
+# its leader ends.
+_GO_ON = ("restart", "replace", "shrink", "requeue")
+# A verdict carries this while its leader has yet to say what follows.
+_UNDECIDED = "undecided"
+# Where nobody can tell whether the leader lives, it may begin the next attempt so long after it is due.
+_LATE_S = 120.0
+
+
+@dataclass(frozen=True)
+class Restart:
+    """Another attempt is to begin once a failed one's leader has waited for a while."""
+
+    # The policy's action, or "undecided" for the moment before it says.
+    decision: str
+    reason: str
+    # Unix seconds: when it was decided, and when the next attempt is to begin.
+    decided: float
+    due: float
+    # What the attempt failed of.
+    after: str | None
+    # The Slurm job that the attempt belongs to; None in the foreground.
+    job: str | None
+
+
+def restart_to_come(own: Sequence[Record]) -> Restart | None:
+    """Return what its leader decided after an attempt's last verdict, if that is that another one begins, or
+    that it has yet to decide.
+
+    `own` are the events of the newest attempt, by time. Whether the leader still lives is another question:
+    `is_awaited`.
+    """
+    event = _last_word(own)
+    if event is None:
+        return None
+    if event["event"] == RESTARTING:
+        return _restart_from(event, _start(own)) if event.get("decision") in _GO_ON else None
+    return _restart_from(event, _start(own)) if event.get(_UNDECIDED) is True else None
+
+
+def _last_word(own: Sequence[Record]) -> Record | None:
+    """Return the last thing that was said about the whole attempt's end; None while nothing was."""
+    words = ("finished", "failed", "requeued", RESTARTING)
+    return next((it for it in reversed(own) if it["event"] in words and "rank" not in it), None)
+
+
+def is_awaited(restart: Restart, own: Sequence[Record], now: float, last_growth: float) -> bool:
+    """Tell whether the leader that decided on `restart` lives, and so begins another attempt.
+
+    On its own host its process tells; elsewhere it counts as alive until it is late by two minutes, counted
+    from the last word of the run, at `last_growth` by the file server's clock.
+    """
+    start = _start(own)
+    decided = _last_word(own) or {}
+    if start is not None and is_of_this_host(start) and _is_same_leader(start, decided):
+        lives = leader_lives(start)
+        # Of several nodes the next one's agent leads where this one's is gone.
+        if lives or start.get("nodes", 1) == 1:
+            return lives
+    wait_s = restart.due - restart.decided
+    return now - max(restart.decided, last_growth) < wait_s + _LATE_S
+
+
+def is_of_this_host(record: Record) -> bool:
+    """Tell whether what wrote a record ran, or runs, on this host."""
+    return record.get("host") == socket.gethostname()
+
+
+def leader_lives(start: Record) -> bool:
+    """Tell whether the process that `start` names (`pid`, `pid_started`) still runs on this host."""
+    pid, started = start.get("pid"), start.get("pid_started")
+    if not is_whole(pid):
+        return False
+    process = processes.find(pid)
+    return process is not None and (started is None or process.started == started)
+
+
+def _start(own: Sequence[Record]) -> Record | None:
+    return next((event for event in reversed(own) if event["event"] == "attempt_started"), None)
+
+
+def _restart_from(event: Record, start: Record | None) -> Restart:
+    is_decided = event["event"] == RESTARTING
+    wait_s, reason = event.get("wait_s"), event.get("reason") if is_decided else event.get("cause")
+    after = event.get("after") if is_decided else event.get("cause")
+    decided = float(event["time"])
+    job = None if start is None else start.get("job")
+    return Restart(
+        decision=str(event["decision"]) if is_decided else _UNDECIDED,
+        reason=reason if isinstance(reason, str) else "",
+        decided=decided,
+        due=decided + (max(0.0, float(wait_s)) if is_number(wait_s) else 0.0),
+        after=after if isinstance(after, str) else None,
+        job=job if isinstance(job, str) else None,
+    )
+
+
+def _is_same_leader(start: Record, decided: Record) -> bool:
+    """Of a crew of several nodes another one may have led at the end; of its process nothing is known."""
+    return all(
+        key not in start or key not in decided or start[key] == decided[key] for key in ("host", "node")
+    )
+
+
+# A run led from another host counts as running until its files have been silent for this long.
+_SILENCE_S = 600.0
+# Rows whose median step time extrapolates the time left, and the bytes at the end of metrics.jsonl that are
+# read for them: independent of the run's length.
+_RECENT_ROWS = 20
+_TAIL_BYTES = 1 << 15
+# The events that a state is made of.
+_EVENTS = (
+    *("attempt_started", "restarting", "requeued", "cancelled", "finished", "failed", "rank_failed"),
+    *("checkpoint_committed", "restored"),
+)
+# The writers of events that stand for a command, not for an attempt.
+_OF_COMMANDS = ("submit.", "cancel.", "verify.")
+# In a frozen configuration: the key `steps` of the section `train`, which is written by OmegaConf.
+_STEPS = re.compile(r"^train:\n(?:[ #].*\n)*?  steps: (\d{1,18})$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class RunState:
+    """One row of `orchestra status`; None where the records do not say."""
+
+    name: str
+    path: str
+    state: str
+    attempts: int
+    steps: int | None = None
+    step: int | None = None
+    loss: float | None = None
+    tokens_per_s: float | None = None
+    mfu: float | None = None
+    eta_s: float | None = None
+    age_s: float | None = None
+    code: int | None = None
+    cause: str | None = None
+    # The step that a resume would go on from.
+    checkpoint_step: int | None = None
+    # The scheduler's job, its word for it, where it runs, and since when or when it is expected to start, in
+    # local time; where it was asked (orchestra.report.scheduler).
+    job: str | None = None
+    job_state: str | None = None
+    job_nodes: str | None = None
+    job_start: str | None = None
+    # The cluster that was asked, where the job belongs to another one.
+    asked_cluster: str | None = None
+    # What was submitted last for this run.
+    submitted: SubmittedJob | None = None
+    # What its leader decided after a failure; whether that leader lives, `state` says: restarting or failed.
+    restart: Restart | None = None
+
+    def to_json(self) -> Record:
+        """Return what `--json` prints: all but how the job is found again."""
+        record = dataclasses.asdict(dataclasses.replace(self, submitted=None))
+        record.pop("submitted")
+        if self.state != RESTARTING:
+            record["restart"] = None
+        return record
+
+
+def is_run(path: Path) -> bool:
+    """Tell whether a directory is a run's; one that may not be read counts as none."""
+    try:
+        return RunDir(path).record.is_file() or RunDir(path).config.is_file()
+    except OSError:
+        return False
+
+
+def read_record(run: RunDir) -> dict[str, Any]:
+    """Return run.json; empty when it is missing or torn."""
+    try:
+        record = json.loads(run.record.read_text())
+    except (OSError, ValueError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def shown_name(run: RunDir, record: Record) -> str:
+    """Return the name that means a run: for a member of a sweep with the sweep's in front."""
+    sweep = record.get("sweep")
+    return f"{sweep}/{run.name}" if isinstance(sweep, str) and run.path.parent.name == sweep else run.name
+
+
+def name_of(run: RunDir) -> str:
+    """Return the name that means a run on the command line; see `shown_name`."""
+    return shown_name(run, read_record(run))
+
+
+def read_state(run: RunDir, now: float) -> RunState:
+    """Read the state of a run at Unix time `now`; damaged records make fields None, never an error.
+
+    A run whose files may not be read has the state "unreadable", and the cause says why.
+    """
+    try:
+        return _read_state(run, now)
+    except OSError as error:
+        return RunState(run.name, str(run.path), "unreadable", attempts=0, cause=str(error))
+
+
+def _read_state(run: RunDir, now: float) -> RunState:
+    record = read_record(run)
+    events = read_events(run, _EVENTS)
+    rows = recent_rows(run)
+    state, verdict = _ending(run, record, events, now)
+    steps = _steps(run, record)
+    last = rows[-1] if rows else {}
+    restart = _restart(events, state)
+    created = record.get("created")
+    return RunState(
+        name=shown_name(run, record),
+        path=str(run.path),
+        state=state,
+        attempts=len({event["attempt"] for event in events if event.get("event") == "attempt_started"}),
+        steps=steps,
+        step=last.get("step"),
+        loss=last.get("loss"),
+        tokens_per_s=median_of(rows, "tokens_per_s"),
+        mfu=median_of(rows, "mfu"),
+        eta_s=seconds_left(rows, steps) if state == "running" else None,
+        age_s=now - created if is_number(created) else None,
+        code=verdict.code if verdict is not None else None,
+        cause=restart.reason if restart and state == RESTARTING else _cause(state, verdict, events),
+        checkpoint_step=newest_checkpoint(events),
+        submitted=_job_to_ask_about(run, record, events, state),
+        restart=restart,
+    )
+
+
+def _restart(events: list[Record], state: str) -> Restart | None:
+    attempt = last_attempt(events)
+    if attempt is None or state not in (RESTARTING, "failed"):
+        return None
+    return restart_to_come(of_attempt(events, attempt))
+
+
+def _job_to_ask_about(run: RunDir, record: Record, events: list[Record], state: str) -> SubmittedJob | None:
+    """Return the job that decides about a run: the newest, or the one of an attempt that has not ended.
+
+    A later job may end without a word of the run, refused because of that attempt.
+    """
+    starts = [event for event in events if event["event"] == "attempt_started"]
+    if state in ("running", "unknown", RESTARTING) and starts:
+        leader = max(starts, key=lambda it: int(it["attempt"])).get("job")
+        for entry in reversed(record.get("jobs") or []):
+            job = _job_of_entry(run, entry)
+            if job is not None and job.label == leader:
+                return job
+    return job_of_record(run, record)
+
+
+def _cause(state: str, verdict: Verdict | None, events: list[Record]) -> str | None:
+    if state == "cancelled":
+        last = [event for event in events if event["event"] == "cancelled"][-1]
+        return f"job {last.get('job', '?')} was taken out of the queue by {last.get('user', '?')}"
+    return verdict.cause if verdict is not None else None
+
+
+def _steps(run: RunDir, record: Record) -> int | None:
+    """Return train.steps: as run.json says unless a resume may have changed it, else as config.yaml says."""
+    steps = record.get("steps")
+    if is_whole(steps) and not record.get("resumes"):
+        return steps
+    try:
+        found = _STEPS.search(run.config.read_text())
+    except (OSError, ValueError):
+        return None
+    return None if found is None else int(found[1])
+
+
+def job_of_record(run: RunDir, record: Record) -> SubmittedJob | None:
+    """Return the job that run.json says was submitted last; None for a run that never was.
+
+    The array's id of a member of a sweep stands in the sweep's record, under the same token.
+    """
+    jobs = record.get("jobs")
+    return _job_of_entry(run, jobs[-1]) if isinstance(jobs, list) and jobs else None
+
+
+def _job_of_entry(run: RunDir, entry: Any) -> SubmittedJob | None:
+    if not isinstance(entry, dict):
+        return None
+    token, job, name, user, task = (entry.get(key) for key in ("token", "id", "name", "user", "task"))
+    submitted = entry.get("submitted")
+    texts = isinstance(token, str) and isinstance(name, str) and isinstance(user, str)
+    if not texts or not is_number(submitted) or not (job is None or isinstance(job, str)):
+        return None
+    if not is_whole(task):
+        task = None
+    elif job is None:
+        job = array_ids(SweepDir(run.path.parent)).get(str(token))
+    cluster = entry.get("cluster")
+    cluster = cluster if isinstance(cluster, str) else None
+    return SubmittedJob(str(token), job, str(name), str(user), float(submitted), task, cluster)
+
+
+def array_ids(sweep: SweepDir) -> dict[str, str]:
+    """Return the known ids of a sweep's arrays by their tokens; none for what is no sweep."""
+    try:
+        return _array_ids(sweep, sweep.record.stat().st_mtime_ns)
+    except (OSError, ConfigError):
+        return {}
+
+
+@functools.lru_cache(maxsize=64)
+def _array_ids(sweep: SweepDir, _modified: int) -> dict[str, str]:
+    return {array.token: array.id for array in read_sweep(sweep).arrays if array.id is not None}
+
+
+def recent_rows(run: RunDir) -> list[Record]:
+    """Return the last rows of metrics.jsonl that count."""
+    try:
+        return rows_that_count(read_last_lines(run.metrics, _RECENT_ROWS, _TAIL_BYTES))
+    except OSError:
+        return []
+
+
+def median_of(rows: Sequence[Record], key: str) -> float | None:
+    """Return the median of a key over the rows that have a number there."""
+    values = [row[key] for row in rows if is_number(row.get(key))]
+    return statistics.median(values) if values else None
+
+
+def seconds_left(rows: Sequence[Record], steps: int | None) -> float | None:
+    """Extrapolate the recent median step time to the end of the run."""
+    step_time_s = median_of(rows[-_RECENT_ROWS:], "step_time_s")
+    if step_time_s is None or steps is None:
+        return None
+    return max(0, steps - int(rows[-1]["step"])) * step_time_s
+
+
+def read_ending(run: RunDir, events: list[Record], now: float) -> tuple[str, Verdict | None]:
+    """Return a run's state in a word, and the verdict of its last attempt where there is one."""
+    return _ending(run, read_record(run), events, now)
+
+
+def _ending(run: RunDir, record: Record, events: list[Record], now: float) -> tuple[str, Verdict | None]:
+    attempt = last_attempt(events)
+    if _is_cancelled(record, events, attempt):
+        return "cancelled", None
+    if attempt is None:
+        return ("not started" if _may_still_start(record) else "died"), None
+    current = of_attempt(events, attempt)
+    verdict = node_verdict(current)
+    if _has_newer_job(record, attempt):
+        return "queued", verdict
+    if verdict is not None:
+        restart = restart_to_come(current)
+        if restart is not None and is_awaited(restart, current, now, last_growth(run)):
+            return RESTARTING, verdict
+        goes_on = verdict.code in (EXIT_STOPPED, EXIT_INTERRUPTED) and _is_requeued(current)
+        return ("queued" if goes_on else verdict.state), verdict
+    start = next(event for event in current if event["event"] == "attempt_started")
+    if not is_of_this_host(start):
+        return ("running" if now - _last_sign_of_life(run) < _SILENCE_S else "unknown"), None
+    if leader_lives(start):
+        return "running", None
+    return _without_leader(current)
+
+
+def _has_newer_job(record: Record, attempt: int) -> bool:
+    """Whether a job was submitted for an attempt after the last one that began."""
+    jobs = record.get("jobs")
+    entry = jobs[-1] if isinstance(jobs, list) and jobs and isinstance(jobs[-1], dict) else {}
+    meant = entry.get("attempt")
+    return is_whole(meant) and meant > attempt
+
+
+def _is_requeued(events: list[Record]) -> bool:
+    """Whether a stopped attempt goes on by itself; a verdict that is written once more takes that back."""
+    words = ("requeued", "failed")
+    said = [event["event"] for event in events if event["event"] in words and "rank" not in event]
+    return bool(said) and said[-1] == "requeued"
+
+
+def _is_cancelled(record: Record, events: list[Record], attempt: int | None) -> bool:
+    """Whether the newest job was taken out of the queue before it began the attempt that it was for."""
+    jobs = record.get("jobs")
+    token = jobs[-1].get("token") if isinstance(jobs, list) and jobs and isinstance(jobs[-1], dict) else None
+    began = -1 if attempt is None else attempt
+    return token is not None and any(
+        event["event"] == "cancelled" and event["attempt"] > began and event.get("token") == token
+        for event in events
+    )
+
+
+def _without_leader(events: list[Record]) -> tuple[str, Verdict | None]:
+    """The leading process died without a verdict of its own; what the ranks wrote still counts."""
+    is_finished = any(event["event"] == "finished" and event.get("rank") == 0 for event in events)
+    if is_finished or first_failure(events) is not None:
+        verdict = judge(events, exit_code=0 if is_finished else 1, interruption=None)
+        return verdict.state, verdict
+    return "died", None
+
+
+def _may_still_start(record: Record) -> bool:
+    """Whoever prepares a run starts it; whether that process is gone can be told on its own host only."""
+    if not is_of_this_host(record) or not is_whole(record.get("pid")):
+        return True
+    return leader_lives(record)
+
+
+def _last_sign_of_life(run: RunDir) -> float:
+    return max((_modified(file) for file in [run.metrics, *event_files(run)]), default=0.0)
+
+
+def attempt_files(run: RunDir) -> list[Path]:
+    """Return the files that an attempt writes while it lives; those of commands about the run left out."""
+    events = [file for file in event_files(run) if not file.name.startswith(_OF_COMMANDS)]
+    return [run.metrics, *events, *run.logs.glob("attempt-*/*.log")]
+
+
+def last_growth(run: RunDir) -> float:
+    """Return when an attempt of the run last wrote something, in Unix seconds; 0 where none ever did."""
+    return max((_modified(file) for file in attempt_files(run)), default=0.0)
+
+
+def _modified(file: Path) -> float:
+    try:
+        return file.stat().st_mtime
+    except OSError:
+        return 0.0

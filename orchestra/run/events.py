@@ -1,0 +1,119 @@
+"""The event records of a run: who saw what, when, with which evidence. Standard library only.
+
+Every process writes a file of its own under <run>/events/; readers merge them by time. Unknown event names
+are kept, so that an older reader can show a newer run. What readers rely on is checked once, here: a record
+that somebody edited or a disk damaged is passed over, and never ends the command that reads it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import re
+import socket
+import time
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from orchestra.run.files import JsonLinesWriter, Record, read_json_lines
+from orchestra.run.paths import RunDir
+
+_WHOLE_NUMBERS = ("code", "step", "pid", "pid_started")
+_TEXTS = ("host", "cause", "message", "traceback", "signal", "advice")
+# What fits into 64 bits; Python reads longer ones from JSON as well.
+_LARGEST = 1 << 63
+
+
+class EventWriter:
+    """Appends events of one process. `writer` names the file and must be unique among processes and
+    attempts.
+    """
+
+    def __init__(self, run: RunDir, writer: str, attempt: int, **context: Any) -> None:
+        self._file = JsonLinesWriter(run.event_file(writer))
+        self._attempt = attempt
+        self._context = {"host": socket.gethostname(), **context}
+
+    def write(self, event: str, **evidence: Any) -> None:
+        """Append `event` with its evidence (step, cause, seconds …), the time (Unix seconds) and the
+        attempt.
+        """
+        stamp = {"time": time.time(), "attempt": self._attempt, "event": event}
+        self._file.write({**stamp, **self._context, **evidence})
+
+    def sync(self) -> None:
+        """Wait until what was written is on the disk."""
+        self._file.sync()
+
+    def close(self) -> None:
+        """Close the file, for whoever writes into many runs."""
+        self._file.close()
+
+
+def read_events(run: RunDir, names: tuple[str, ...] = ()) -> list[Record]:
+    """Return all events of a run, ordered by time; with `names` at least all those that are called so.
+
+    Each has a name, a finite `time` and an integer `attempt`; where it has a `rank`, `code`, `step` or `pid`
+    these are integers, and `cause` and `message` are texts. Records without the former, or with a rank that
+    is no integer, are passed over; other fields of a wrong type are left out.
+    """
+    wanted = _called(names) if names else None
+    records = (record for file in event_files(run) for record in read_json_lines(file, wanted))
+    return sorted((_cleaned(record) for record in records if _is_event(record)), key=_time)
+
+
+def event_files(run: RunDir) -> list[Path]:
+    """Return all writers' files, in the order of their names."""
+    try:
+        with os.scandir(run.events) as entries:
+            names = sorted(entry.name for entry in entries if entry.name.endswith(".jsonl"))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return [run.events / name for name in names]
+
+
+@functools.cache
+def _called(names: tuple[str, ...]) -> re.Pattern[bytes]:
+    """Match the lines of events with these names, and perhaps others: whoever reads them looks again."""
+    return re.compile(rb'"event"\s*:\s*"(?:' + "|".join(names).encode() + rb')"')
+
+
+def _is_event(record: Record) -> bool:
+    # Without its rank, an event of a rank would pass for one of the whole run.
+    return (
+        isinstance(record.get("event"), str)
+        and is_whole(record.get("attempt"))
+        and is_number(record.get("time"))
+        and ("rank" not in record or is_whole(record["rank"]))
+    )
+
+
+def _cleaned(record: Record) -> Record:
+    wrong = {key for key in _WHOLE_NUMBERS if key in record and not is_whole(record[key])}
+    wrong |= {key for key in _TEXTS if key in record and not isinstance(record[key], str)}
+    return {key: value for key, value in record.items() if key not in wrong} if wrong else record
+
+
+def _time(record: Record) -> float:
+    return float(record["time"])
+
+
+def is_whole(value: object) -> TypeGuard[int]:
+    """Tell whether a value read from JSON is an integer of at most 64 bits; true and false are none."""
+    return isinstance(value, int) and not isinstance(value, bool) and -_LARGEST <= value < _LARGEST
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Tell whether a value read from JSON is a finite number: Python's reader takes NaN and Infinity too."""
+    return math.isfinite(value) if isinstance(value, float) else is_whole(value)
+
+
+def rank_writer(attempt: int, rank: int) -> str:
+    """Name of the event file of one worker."""
+    return f"attempt-{attempt:03d}.rank-{rank:05d}"
+
+
+def node_writer(attempt: int, node: int) -> str:
+    """Name of the event file of one node agent."""
+    return f"attempt-{attempt:03d}.node-{node:03d}"

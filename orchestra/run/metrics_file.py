@@ -1,0 +1,84 @@
+"""The rows of `metrics.jsonl` as both planes read them: their keys, and which of them still count.
+
+The trainer appends one row per logged step and never edits the file. A run that was rolled back trains some
+steps again and appends their rows a second time; reading keeps the newer ones. Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from orchestra.run.events import is_number, is_whole
+from orchestra.run.files import Record, read_json_lines
+from orchestra.run.paths import RunDir
+
+# What `mfu` and `hfu` mean, written beside them in every row: PaLM, appendix B (arXiv:2204.02311):
+# 6·(N − embedding lookup) + 12·L·h·s FLOPs per token. `mfu_causal` counts attention at half, 6·L·h·s.
+MFU_CONVENTION = "palm"
+
+# The keys of every row, in the order they are written. Durations are means over the steps since the last row.
+METRIC_KEYS = (
+    "step",
+    "time",
+    "loss",
+    "grad_norm",
+    "lr",
+    "tokens",
+    "tokens_per_s",
+    "tokens_per_s_per_device",
+    "mfu",
+    "mfu_causal",
+    "hfu",
+    "mfu_convention",
+    "step_time_s",
+    "data_time_s",
+    "memory_peak_bytes",
+    "goodput",
+    "nonfinite_steps",
+)
+
+# Those that are numbers, and of which a run can have a last one.
+NUMBER_KEYS = tuple(key for key in METRIC_KEYS if key not in ("step", "mfu_convention"))
+
+
+def read_metrics(run: RunDir) -> list[Record]:
+    """Return the rows that count, by rising step; a run without metrics yet has none."""
+    return rows_that_count(read_json_lines(run.metrics))
+
+
+def rows_that_count(rows: Iterable[Record]) -> list[Record]:
+    """Drop what a rollback made void: a row ends the validity of all earlier rows of its step and later ones.
+
+    The rows come out as `sound_row` makes them; those that have no step are passed over.
+    """
+    kept: list[Record] = []
+    for row in map(sound_row, rows):
+        if row is None:
+            continue
+        while kept and kept[-1]["step"] >= row["step"]:
+            kept.pop()
+        kept.append(row)
+    return kept
+
+
+def sound_row(row: Record) -> Record | None:
+    """Return a row in which every metric is a finite number or None; None for one without a step ≥ 0."""
+    if not is_whole(row.get("step")) or row["step"] < 0:
+        return None
+    wrong = {key: None for key in NUMBER_KEYS if key in row and not is_number(row[key])}
+    if not isinstance(row.get("mfu_convention", ""), str):
+        wrong["mfu_convention"] = None
+    return {**row, **wrong} if wrong else row
+
+
+def wall_begin(events: Iterable[Record], record: Record) -> float | None:
+    """Return when a run's wall time began: its first submission or start in Unix seconds; None without one.
+
+    `events` are the run's; `record` is its run.json, where alone a member of a sweep finds its submission.
+    `goodput` is the seconds in steps that count over all seconds since then.
+    """
+    times = [it["time"] for it in events if it.get("event") in ("submitted", "attempt_started")]
+    jobs = record.get("jobs")
+    entries = jobs if isinstance(jobs, list) else []
+    times += [it["submitted"] for it in entries if isinstance(it, dict) and is_number(it.get("submitted"))]
+    return min(times, default=None)

@@ -1,0 +1,290 @@
+"""Every path inside a run directory, named once. Standard library only; it reads and writes nothing itself.
+
+runs/<name>/
+├── config.yaml              resolved and frozen; the only configuration that workers read
+├── config.attempt-000.yaml  what config.yaml was up to that attempt, where a resume changed it
+├── run.json                 name, signature, overrides, code revision, jobs, wandb id, resumes
+├── metrics.jsonl            rank 0, one line per logged step
+├── events/<writer>.jsonl    append-only, one writer per file
+├── logs/attempt-000/        node-000.log (agent and torchrun), rank-00000.log (each worker),
+│                            rank-00000.stacks (of ranks that hung)
+├── logs/jobs/               what Slurm's jobs wrote themselves: <job>_<node>_log.out
+├── code/                    snapshot of the packages, for a run that was submitted
+├── code.attempt-000/        what code/ was up to that attempt, where a resume brought another
+├── job.sbatch               the batch script, word for word
+├── checkpoints/             step-00000100/ with manifest.json, unless checkpoint.dir says another place
+├── control/                 attempt-001.claim: who leads that attempt; attempt-001.stop-….json: who asks it
+│                            to stop
+├── heartbeats/node-000.json how far that node's ranks have come, every ten seconds anew
+├── rehearsal.json           of a rehearsal's run that faults befell: what it is compared with
+├── samples/  profile/  wandb/
+└── report.html
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from orchestra.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """A run directory by its path; the directory need not exist."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def record(self) -> Path:
+        return self.path / "run.json"
+
+    @property
+    def rehearsal(self) -> Path:
+        return self.path / "rehearsal.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events"
+
+    @property
+    def samples(self) -> Path:
+        return self.path / "samples"
+
+    @property
+    def heartbeats(self) -> Path:
+        return self.path / "heartbeats"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def control(self) -> Path:
+        return self.path / "control"
+
+    @property
+    def profile(self) -> Path:
+        return self.path / "profile"
+
+    @property
+    def wandb(self) -> Path:
+        return self.path / "wandb"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def job_logs(self) -> Path:
+        return self.logs / "jobs"
+
+    @property
+    def code(self) -> Path:
+        return self.path / "code"
+
+    @property
+    def batch_script(self) -> Path:
+        return self.path / "job.sbatch"
+
+    def config_of_attempt(self, attempt: int) -> Path:
+        return self.path / f"config.attempt-{attempt:03d}.yaml"
+
+    def claim(self, attempt: int) -> Path:
+        return self.control / f"attempt-{attempt:03d}.claim"
+
+    def code_of_attempt(self, attempt: int) -> Path:
+        return self.path / f"code.attempt-{attempt:03d}"
+
+    def turn(self, number: int, time: int) -> Path:
+        """Who submits the run's job of this number, as often as somebody died over it."""
+        return self.control / f"job-{number:03d}.turn-{time}.claim"
+
+    def stop_request(self, attempt: int, token: str) -> Path:
+        return self.control / f"attempt-{attempt:03d}.stop-{token}.json"
+
+    def meeting(self, job: str, restart: int) -> Path:
+        """Where the nodes of one start of a job learn which attempt it is and where they meet."""
+        return self.control / f"job-{job}.start-{restart}.json"
+
+    def event_file(self, writer: str) -> Path:
+        return self.events / f"{writer}.jsonl"
+
+    def attempt_logs(self, attempt: int) -> Path:
+        return self.logs / f"attempt-{attempt:03d}"
+
+    def node_log(self, attempt: int, node: int) -> Path:
+        return self.attempt_logs(attempt) / f"node-{node:03d}.log"
+
+    def rank_log(self, attempt: int, rank: int) -> Path:
+        return self.attempt_logs(attempt) / f"rank-{rank:05d}.log"
+
+    def rank_stacks(self, attempt: int, rank: int) -> Path:
+        """What the threads of a rank were doing when it, or one that it waited for, was found to hang."""
+        return self.attempt_logs(attempt) / f"rank-{rank:05d}.stacks"
+
+    def heartbeat(self, node: int) -> Path:
+        """How far a node's ranks have come, every ten seconds anew."""
+        return self.heartbeats / f"node-{node:03d}.json"
+
+
+# Every path inside a sweep's directory, and its record. Standard library only; it starts and asks nothing.
+#
+# runs/<sweep>/
+# ├── sweep.json            name, signature, overrides, members, arrays; written as one act
+# ├── code/                 snapshot of the packages, for all members
+# ├── code.array-002/       what later arrays are trained with, where the packages had changed by then
+# ├── array-000.sbatch      the batch scripts, word for word
+# ├── logs/jobs/            what Slurm's jobs wrote themselves: <array>_<task>_<node>_log.out
+# ├── control/              who submits: one claim per array
+# └── 000/ 001/ …           the members' run directories
+
+
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class SweepDir:
+    """A sweep's directory by its path; the directory need not exist."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def record(self) -> Path:
+        return self.path / "sweep.json"
+
+    @property
+    def code(self) -> Path:
+        return self.path / "code"
+
+    def code_of_array(self, array: int) -> Path:
+        return self.path / f"code.array-{array:03d}"
+
+    def newest_code(self) -> Path:
+        """Return the snapshot that was taken last."""
+        return max(self.path.glob("code.array-*"), default=self.code)
+
+    @property
+    def job_logs(self) -> Path:
+        return self.path / "logs" / "jobs"
+
+    @property
+    def control(self) -> Path:
+        return self.path / "control"
+
+    def script(self, array: int) -> Path:
+        return self.path / f"array-{array:03d}.sbatch"
+
+    def claim(self, array: int) -> Path:
+        """Who submits the sweep's array of this number: taken once, so that no two commands submit it."""
+        return self.control / f"array-{array:03d}.claim"
+
+    def member(self, index: int) -> RunDir:
+        """Return the run directory of the member with this index, for members that the sweep made itself."""
+        return RunDir(self.path / f"{index:03d}")
+
+
+@dataclass(frozen=True)
+class SweepMember:
+    """One combination of a sweep's values, and the run that trains it."""
+
+    index: int
+    # Of the resolved configuration: equal for equal results (orchestra.config.machine).
+    signature: str
+    # What distinguishes it from the others, such as ("optim.lr=1e-4", "parallelism.tp=2").
+    overrides: tuple[str, ...]
+    # The run's directory when another sweep made it and this one adopted it; None: `SweepDir.member`.
+    adopted: str | None = None
+
+
+@dataclass(frozen=True)
+class SweepArray:
+    """One Slurm array of a sweep: its task t trains the member with index `first` + t."""
+
+    number: int
+    # In the job's comment; by it the array is found again when sbatch's answer was lost.
+    token: str
+    first: int
+    tasks: tuple[int, ...]
+    name: str
+    user: str
+    # Unix seconds of the intent.
+    submitted: float
+    # The array's job id; None while sbatch's answer is not known.
+    id: str | None = None
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Indices of the members that its tasks train."""
+        return tuple(self.first + task for task in self.tasks)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep's record, as sweep.json holds it."""
+
+    name: str
+    # Of its members' signatures, in whatever order they were typed.
+    signature: str
+    # As typed, swept ones among them.
+    overrides: tuple[str, ...]
+    members: tuple[SweepMember, ...]
+    arrays: tuple[SweepArray, ...] = ()
+    # Unix seconds.
+    created: float = 0.0
+    # Whatever else the record says, such as command, host, user, code_revision, versions.
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def run(self, sweep: SweepDir, member: SweepMember) -> RunDir:
+        """Return a member's run, wherever it lies."""
+        return sweep.member(member.index) if member.adopted is None else RunDir(Path(member.adopted))
+
+
+def is_sweep(path: Path) -> bool:
+    """Tell whether a directory is a sweep's; one that may not be read counts as none."""
+    try:
+        return SweepDir(path).record.is_file()
+    except OSError:
+        return False
+
+
+def to_json(sweep: Sweep) -> str:
+    """Return the text of sweep.json."""
+    return json.dumps({"version": _VERSION, **dataclasses.asdict(sweep)}, indent=1) + "\n"
+
+
+def read_sweep(sweep: SweepDir) -> Sweep:
+    """Read a sweep's record. Raises ConfigError naming the file when it is missing or torn."""
+    try:
+        return _parsed(json.loads(sweep.record.read_text()))
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"{sweep.record}: not the record of a sweep of this version: {error}") from error
+
+
+def _parsed(record: dict[str, Any]) -> Sweep:
+    if record.pop("version", None) != _VERSION:
+        raise ValueError(f"expected version {_VERSION}")
+    members = tuple(
+        SweepMember(**{**member, "overrides": tuple(member["overrides"])}) for member in record["members"]
+    )
+    arrays = tuple(SweepArray(**{**array, "tasks": tuple(array["tasks"])}) for array in record["arrays"])
+    return Sweep(**{**record, "overrides": tuple(record["overrides"]), "members": members, "arrays": arrays})

@@ -1,0 +1,155 @@
+"""Requests to stop a run, as files in <run>/control/: who asks, why, and which attempt is meant.
+
+Whoever wants a run to stop writes one: a node agent that got a signal, `orchestra cancel` on any host. Rank 0
+and the agent look for them. A request names one attempt and is never taken back, so that an old one stops no
+later attempt. What a request leads to is not known here. Standard library only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pwd
+import re
+import secrets
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from orchestra.run.events import is_number, is_whole
+from orchestra.run.paths import RunDir
+
+# Reasons other than a signal's ("signal SIGTERM").
+CANCEL = "cancel"
+TIME_LIMIT = "time_limit"
+PREEMPTED = "preempted"
+# The signal that a job's script asks Slurm for before the time limit.
+_WARNING = "SIGUSR2"
+
+_TOKEN_BYTES = 4
+# RunDir.claim
+_CLAIM_NAME = re.compile(r"attempt-(\d+)\.claim$")
+# RunDir.stop_request
+_REQUEST_NAME = re.compile(r"attempt-(\d+)\.stop-.*\.json")
+
+
+@dataclass(frozen=True)
+class StopRequest:
+    """One request: the attempt it is meant for, why, by whom, when (Unix seconds)."""
+
+    attempt: int
+    reason: str
+    time: float
+    user: str
+    host: str
+    pid: int
+    # End the processes now; otherwise the ranks save first.
+    at_once: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.reason}, asked for by {self.user} on {self.host}"
+
+
+def signal_reason(name: str) -> str:
+    """Return the reason of a request that a signal such as "SIGTERM" led to."""
+    return TIME_LIMIT if name == _WARNING else f"signal {name}"
+
+
+def write_request(run: RunDir, attempt: int, reason: str, *, at_once: bool = False) -> StopRequest:
+    """Ask that `attempt` of a run stops, as one act: a reader sees the whole request or none.
+
+    *Any process of any host that shares the run directory*, as often as it likes. Raises OSError where it
+    cannot be written, above all when the run directory is gone.
+    """
+    request = StopRequest(
+        attempt, reason, time.time(), user_name(), socket.gethostname(), os.getpid(), at_once
+    )
+    run.control.mkdir(exist_ok=True)
+    place = run.stop_request(attempt, secrets.token_hex(_TOKEN_BYTES))
+    draft = place.with_name(f".{place.name}")
+    try:
+        draft.write_text(json.dumps(dataclasses.asdict(request)) + "\n")
+        draft.rename(place)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+    return request
+
+
+def read_requests(run: RunDir, attempt: int) -> list[StopRequest]:
+    """Return the requests to stop `attempt`, oldest first; what is no request is passed over.
+
+    It lists the folder: on NFS opening a folder asks the server, while the absence of a file by its name may
+    be remembered for half a minute. Raises OSError where the folder is there and cannot be read.
+    """
+    start, end = run.stop_request(attempt, "*").name.split("*")
+    try:
+        names = [entry.name for entry in os.scandir(run.control)]
+    except FileNotFoundError:
+        return []
+    files = [run.control / name for name in names if name.startswith(start) and name.endswith(end)]
+    found = [request for file in files if (request := _read(file, attempt)) is not None]
+    return sorted(found, key=lambda request: request.time)
+
+
+def requested_attempt(run: RunDir) -> int | None:
+    """Return the highest attempt that was ever asked to stop; None where none was. Raises OSError."""
+    try:
+        names = [entry.name for entry in os.scandir(run.control)]
+    except FileNotFoundError:
+        return None
+    found = [_REQUEST_NAME.match(name) for name in names]
+    return max((int(match[1]) for match in found if match is not None), default=None)
+
+
+def claimed_attempt(run: RunDir) -> int | None:
+    """Return the highest attempt that somebody claimed; None where none was. Raises OSError."""
+    try:
+        names = [entry.name for entry in os.scandir(run.control)]
+    except FileNotFoundError:
+        return None
+    found = [_CLAIM_NAME.match(name) for name in names]
+    return max((int(match[1]) for match in found if match is not None), default=None)
+
+
+def read_request(run: RunDir, attempt: int) -> StopRequest | None:
+    """Return the oldest request to stop `attempt`, None without one; see `read_requests`."""
+    return next(iter(read_requests(run, attempt)), None)
+
+
+def from_record(record: dict[str, Any]) -> StopRequest | None:
+    """Return the request that a JSON object holds; None where it holds none."""
+    texts = ("reason", "user", "host")
+    is_request = (
+        is_whole(record.get("attempt"))
+        and is_whole(record.get("pid"))
+        and is_number(record.get("time"))
+        and all(isinstance(record.get(key), str) for key in texts)
+    )
+    if not is_request:
+        return None
+    names = [field.name for field in dataclasses.fields(StopRequest) if field.name in record]
+    return StopRequest(**{**{name: record[name] for name in names}, "at_once": record.get("at_once") is True})
+
+
+def _read(file: Path, attempt: int) -> StopRequest | None:
+    try:
+        record = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return None
+    request = from_record(record) if isinstance(record, dict) else None
+    return request if request is not None and request.attempt == attempt else None
+
+
+def user_name() -> str:
+    """Return the name of this process's user, or the number where it has none (in a container).
+
+    What the system calls it, as Slurm does: LOGNAME and USER may name somebody else (`su -m`).
+    """
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return str(os.getuid())

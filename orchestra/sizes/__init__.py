@@ -1,0 +1,1 @@
+"""Arithmetic on integers: layouts, hardware, FLOPs, bytes, intervals. No torch, no files of a run."""

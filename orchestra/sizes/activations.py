@@ -1,0 +1,211 @@
+"""Bytes of activations that a layer keeps for the backward pass, and which layers to recompute for a budget.
+
+Formulas, in elements for each token of a micro-batch (h hidden size, F inner width, H and K heads and
+key-value heads of width d): a Llama layer whose attention is computed block by block keeps its two norms'
+inputs and outputs (4h), the queries, keys, values and the attention's output (2Hd + 2Kd), and gate, up and
+their product (3F), besides 4 bytes a head for the softmax. Published formulas have one F more, since
+silu(gate) is computed again here instead of being kept. A GPT layer keeps 2F.
+
+Over N tensor-parallel ranks all but the norms is cut; with sequence parallelism those are too. The outputs of
+the norms are then gathered: they count in full unless they are gathered again in the backward pass.
+
+- selective: products are kept (queries, keys, values, the attention's projection, gate and up) beside the
+  layer's input; norms, rotation, attention and silu are computed again.
+- full: the layer's input alone is kept.
+
+No torch: the planner and the rules use this too. Embedding, final norm, loss and the gradients themselves are
+not in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from conf.schema import Config, Family, ModelConfig, PrecisionName, Recompute
+from orchestra.errors import ConfigError
+from orchestra.sizes.flops import attention_width, head_dim
+from orchestra.sizes.topology import batch_shape
+from orchestra.sizes.units import GIB
+
+# Statistics of softmax and norms are fp32.
+_STATISTIC_BYTES = 4
+
+
+@dataclass(frozen=True)
+class LayerActivations:
+    """One layer's activations on one rank, for a micro-batch of `num_sequences` × `seq_len` tokens."""
+
+    model: ModelConfig
+    num_sequences: int
+    seq_len: int
+    element_bytes: int
+    tp: int = 1
+    is_sequence_parallel: bool = False
+    gathers_again: bool = True
+
+    def kept_bytes(self, kind: Recompute) -> int:
+        """Return what the layer keeps from its forward pass to its backward pass."""
+        elements = {
+            Recompute.none: self._all,
+            Recompute.selective: self._of_products,
+            Recompute.full: self._input,
+        }
+        statistics = self._statistics if kind is Recompute.none else 0.0
+        each = elements[kind] * self.element_bytes + statistics * _STATISTIC_BYTES
+        return round(self.num_sequences * self.seq_len * each)
+
+    def recomputed_flops(self, kind: Recompute) -> int:
+        """Return the floating-point operations of the layer's second forward pass, over all ranks.
+
+        The attention counts as in the convention for MFU (not halved for causality). What is cheap beside
+        products is left out, and so is the layer's last product, which nobody needs again.
+        """
+        if kind is Recompute.none:
+            return 0
+        each = 4 * self.seq_len * attention_width(self.model)
+        if kind is Recompute.full:
+            kv_width = self.model.num_key_value_heads * head_dim(self.model)
+            num_rows = 2 * attention_width(self.model) + 2 * kv_width
+            num_rows += self.model.intermediate_size * (1 if self._is_gpt else 2)
+            each += 2 * self.model.hidden_size * num_rows
+        return self.num_sequences * self.seq_len * each
+
+    @property
+    def _is_gpt(self) -> bool:
+        return self.model.family is Family.gpt
+
+    @property
+    def _input(self) -> float:
+        return self.model.hidden_size / (self.tp if self.is_sequence_parallel else 1)
+
+    @property
+    def _gathered(self) -> float:
+        """One norm's output as the products take it."""
+        return self._input if self.gathers_again else self.model.hidden_size
+
+    @property
+    def _of_heads(self) -> float:
+        """Queries, keys and values; a rank has at least one key-value head."""
+        num_kv = max(self.model.num_key_value_heads / self.tp, 1.0)
+        return head_dim(self.model) * (self.model.num_attention_heads / self.tp + 2 * num_kv)
+
+    @property
+    def _of_products(self) -> float:
+        inner = (1 if self._is_gpt else 2) * self.model.intermediate_size / self.tp
+        return 2 * self._input + self._of_heads + inner
+
+    @property
+    def _all(self) -> float:
+        out = attention_width(self.model) / self.tp
+        inner = (2 if self._is_gpt else 3) * self.model.intermediate_size / self.tp
+        return 2 * self._input + 2 * self._gathered + self._of_heads + out + inner
+
+    @property
+    def _statistics(self) -> float:
+        norms = (4 if self._is_gpt else 2) * self._input / self.model.hidden_size
+        return norms + self.model.num_attention_heads / self.tp
+
+
+def layer_activations(config: Config, dp: int, *, is_gpu: bool) -> LayerActivations:
+    """Return what a layer's activations are in a configuration on `dp` data-parallel ranks.
+
+    Raises ConfigError where the batch cannot be shared out so.
+    """
+    batch, parallelism = batch_shape(config.train, dp), config.parallelism
+    return LayerActivations(
+        model=config.model,
+        num_sequences=batch.micro_batch_size,
+        seq_len=batch.seq_len,
+        element_bytes=4 if config.precision.name is PrecisionName.fp32 else 2,
+        tp=parallelism.tp,
+        is_sequence_parallel=parallelism.sequence_parallel,
+        # A GPU gathers behind a product; on CPU nothing would hide the second gather.
+        gathers_again=is_gpu,
+    )
+
+
+def kinds_of_layers(config: Config, dp: int, *, is_gpu: bool) -> tuple[Recompute, ...]:
+    """Return what is recomputed of each layer. Raises ConfigError where a budget is too small."""
+    train, num_layers = config.train, config.model.num_hidden_layers
+    if train.recompute_budget_gib is None:
+        return every_kth(train.recompute, train.recompute_every, num_layers)
+    layer = layer_activations(config, dp, is_gpu=is_gpu)
+    kinds = cheapest_within(layer, num_layers, train.recompute_budget_gib * GIB)
+    if kinds is None:
+        raise ConfigError(list(budget_problems(layer, num_layers, train.recompute_budget_gib)))
+    return kinds
+
+
+def peak_bytes(layer: LayerActivations, kinds: Sequence[Recompute]) -> int:
+    """Return the most that equal layers of these kinds, in the model's order, hold at one time.
+
+    A layer that is recomputed holds all its activations while its backward pass runs; the layers behind it
+    have then let go of theirs.
+    """
+    kept = {kind: layer.kept_bytes(kind) for kind in {Recompute.none, *kinds}}
+    most = before = 0
+    for kind in kinds:
+        most = max(most, before + kept[Recompute.none])
+        before += kept[kind]
+    return most
+
+
+def cheapest_within(
+    layer: LayerActivations, num_layers: int, budget_bytes: float
+) -> tuple[Recompute, ...] | None:
+    """Return the kinds of the layers that fit the budget with the fewest operations done again; None where
+    not even full recomputation fits.
+
+    Recomputed layers come first in the model: when the backward pass reaches them, the others are gone.
+    """
+    fitting: list[tuple[int, tuple[Recompute, ...]]] = []
+    for num_full in range(num_layers + 1):
+        kinds = _least_selective(layer, num_full, num_layers, budget_bytes)
+        if kinds is not None:
+            cost = sum(layer.recomputed_flops(kind) for kind in kinds)
+            fitting.append((cost, kinds))
+    return min(fitting, key=lambda found: found[0], default=(0, None))[1]
+
+
+def _least_selective(
+    layer: LayerActivations, num_full: int, num_layers: int, budget_bytes: float
+) -> tuple[Recompute, ...] | None:
+    """Return the kinds with the fewest selective layers behind `num_full` full ones; more of them hold
+    less.
+    """
+
+    def kinds(num_selective: int) -> tuple[Recompute, ...]:
+        num_none = num_layers - num_full - num_selective
+        return (
+            *([Recompute.full] * num_full),
+            *([Recompute.selective] * num_selective),
+            *([Recompute.none] * num_none),
+        )
+
+    low, high = 0, num_layers - num_full
+    if peak_bytes(layer, kinds(high)) > budget_bytes:
+        return None
+    while low < high:
+        middle = (low + high) // 2
+        if peak_bytes(layer, kinds(middle)) <= budget_bytes:
+            high = middle
+        else:
+            low = middle + 1
+    return kinds(low)
+
+
+def budget_problems(layer: LayerActivations, num_layers: int, budget_gib: float) -> Iterator[str]:
+    """Yield what to say of a budget that not even full recomputation fits."""
+    least = peak_bytes(layer, [Recompute.full] * num_layers)
+    if least > budget_gib * GIB:
+        yield (
+            f"train.recompute_budget_gib={budget_gib:g} is below the {least / GIB:.3g} GiB of activations "
+            f"that {num_layers} layers hold with full recomputation of a micro-batch of "
+            f"{layer.num_sequences} × {layer.seq_len} tokens; raise it, or lower train.micro_batch_size"
+        )
+
+
+def every_kth(kind: Recompute, every: int, num_layers: int) -> tuple[Recompute, ...]:
+    """Return the kinds of the layers where layers 0, `every`, 2·`every`, … are recomputed."""
+    return tuple(kind if index % every == 0 else Recompute.none for index in range(num_layers))

@@ -1,0 +1,177 @@
+"""Stops runs wherever they are: attempts through their control/ folder, jobs that wait by taking them out of
+Slurm's queue. It waits for nothing.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from launchers.launch_errors import LauncherError
+from launchers.slurm import sbatch
+from launchers.slurm.queue import GONE, RUNNING, UNKNOWN
+from orchestra.errors import OrchestraError
+from orchestra.recovery.history import last_attempt
+from orchestra.report.run_state import RunState, read_state
+from orchestra.report.scheduler import with_scheduler
+from orchestra.run import stop_requests
+from orchestra.run.events import EventWriter, read_events
+from orchestra.run.paths import RunDir
+from orchestra.run.stop_requests import StopRequest, claimed_attempt, user_name
+from orchestra.submit.resume_run import pending_attempt
+
+# States of runs that may hear a request: of a silent one on another host nobody knows.
+_MAY_HEAR = ("running", "restarting", "not started", "unknown", "starting")
+# Own records that say nothing new, and Slurm's word that the job lives all the same.
+_SILENT = (("unknown", "running"), ("failed", "restarting"))
+# Own records of runs whose job has not begun, or not gone on, as far as they know.
+_BEFORE_A_START = ("not started", "queued")
+
+
+class Way(enum.Enum):
+    """How a run is stopped."""
+
+    nothing = "nothing runs that could be stopped"
+    # Its attempt reads the request, or will.
+    request = "a request in its control/ folder"
+    # Its job waits in Slurm's queue.
+    queue = "its job is taken out of the queue"
+    # --now, and its records say nothing of what its job does.
+    kill = "its job is ended by Slurm"
+
+
+@dataclass(frozen=True)
+class Cancellation:
+    """What stopping a run comes to."""
+
+    run: RunDir
+    name: str
+    state: str
+    way: Way = Way.nothing
+    # The attempt that is meant; None where there is nothing that could be stopped.
+    attempt: int | None = None
+    # A request that says as much as the one that is asked for stands already.
+    earlier: StopRequest | None = None
+    # The job's id as Slurm writes it, and what it is known by.
+    job: str | None = None
+    token: str | None = None
+    # Slurm could not be asked whether a job waits; and afterwards: it could not be taken out of the queue.
+    is_unreached: bool = False
+
+
+def cancellations(
+    runs: Sequence[RunDir], now: float, *, at_once: bool = False
+) -> tuple[list[Cancellation], list[str]]:
+    """Return what requests to stop `runs` would do at Unix time `now`, and why Slurm could not be asked if it
+    could not. Reads only; Slurm is asked once for all.
+    """
+    own = [read_state(run, now) for run in runs]
+    told, problems = with_scheduler(runs, own)
+    triples = zip(runs, own, told, strict=True)
+    return [_planned(run, before, after, now, at_once) for run, before, after in triples], problems
+
+
+def _planned(run: RunDir, own: RunState, told: RunState, now: float, at_once: bool) -> Cancellation:
+    token = None if own.submitted is None else own.submitted.token
+    plan = Cancellation(run, told.name, told.state, job=told.job, token=token)
+    last, claimed = last_attempt(read_events(run, ("attempt_started",))), claimed_attempt(run)
+    following = max(-1 if number is None else number for number in (last, claimed)) + 1
+    if told.state == "queued":
+        reachable = told.job is not None and told.job_state != UNKNOWN
+        plan = replace(plan, attempt=following, way=Way.queue if reachable else Way.request)
+    elif (pending := pending_attempt(run, last, now)) is not None:
+        plan = replace(plan, attempt=pending, way=Way.request, state="being resumed")
+    elif told.state in _MAY_HEAR:
+        attempt = following if last is None or own.state == "queued" else last
+        silent = told.state == "starting" or (own.state, told.state) in _SILENT
+        way = Way.kill if at_once and silent and told.job else Way.request
+        plan = replace(plan, attempt=attempt, way=way)
+    elif own.state == "stopped" and told.job_state in RUNNING:
+        # Its job is about to end or to go on by itself, which it does not do when it finds the request.
+        plan = replace(plan, attempt=last, way=Way.request)
+    if plan.attempt is None:
+        return plan
+    requests = stop_requests.read_requests(run, plan.attempt)
+    # Only another cancel says as much: after a warning before the time limit the run goes on by itself.
+    cancels = [request for request in requests if request.reason == stop_requests.CANCEL]
+    earlier = next((request for request in cancels if request.at_once or not at_once), None)
+    unreached = told.job_state == UNKNOWN and own.state in _BEFORE_A_START
+    # What has not begun may still wait for a job: with no answer, that is tried as well.
+    return replace(plan, earlier=earlier, is_unreached=unreached)
+
+
+def carry_out(plans: Sequence[Cancellation], *, at_once: bool = False) -> list[Cancellation]:
+    """Do what the plans say, and return what became of each: one that had just begun was asked instead.
+
+    Raises OrchestraError when a request cannot be written.
+    """
+    of_slurm = [plan for plan in plans if plan.way in (Way.queue, Way.kill)]
+    problem = _cancelled_jobs(of_slurm, at_once)
+    after = dict(zip(of_slurm, _looked_at_again(of_slurm, problem), strict=True))
+    done = [after.get(plan, plan) for plan in plans]
+    for plan in done:
+        if plan.way is Way.request:
+            _ask(plan, at_once)
+        elif plan.way in (Way.queue, Way.kill):
+            _record(plan)
+    return done
+
+
+def _cancelled_jobs(plans: Sequence[Cancellation], at_once: bool) -> bool:
+    """Hand the jobs to scancel, all in one; return whether Slurm refused or did not answer."""
+    if not plans:
+        return False
+    try:
+        sbatch.cancel([plan.job for plan in plans if plan.job], only_waiting=not at_once)
+    except LauncherError:
+        return True
+    return False
+
+
+def _looked_at_again(plans: Sequence[Cancellation], problem: bool) -> list[Cancellation]:
+    """Return the plans as Slurm tells of them after the jobs were to be cancelled."""
+    states = [read_state(plan.run, time.time()) for plan in plans]
+    told, _ = with_scheduler([plan.run for plan in plans], states)
+    return [_after(plan, state, problem) for plan, state in zip(plans, told, strict=True)]
+
+
+def _after(plan: Cancellation, state: RunState, problem: bool) -> Cancellation:
+    if state.job_state in ("CANCELLED", GONE) or (plan.way is Way.kill and not problem):
+        return plan
+    if state.state == "queued" or state.job_state == UNKNOWN:
+        return replace(plan, way=Way.request, is_unreached=True)
+    # It began just before: the attempt reads the request as soon as it can.
+    return replace(plan, way=Way.request, state=state.state)
+
+
+def _ask(plan: Cancellation, at_once: bool) -> None:
+    """Write the request, unless one that says as much stands already."""
+    if plan.attempt is None or plan.earlier is not None:
+        return
+    try:
+        stop_requests.write_request(plan.run, plan.attempt, stop_requests.CANCEL, at_once=at_once)
+    except OSError as error:
+        raise OrchestraError(
+            f"{plan.name} could not be asked to stop: {plan.run.control}: {error.strerror}; send "
+            "SIGTERM to the process that leads it"
+        ) from error
+
+
+def _record(plan: Cancellation) -> None:
+    """Write that the job was taken away: neither the queue nor the accounting tells so for ever."""
+    try:
+        events = EventWriter(plan.run, f"cancel.{plan.job}", plan.attempt or 0)
+        events.write("cancelled", job=plan.job, token=plan.token, user=user_name())
+        events.close()
+    except OSError as error:
+        raise OrchestraError(
+            f"{plan.name}: job {plan.job} is cancelled, but that could not be recorded: "
+            f"{plan.run.events}: {error.strerror}"
+        ) from error
+
+
+def seconds_ago(request: StopRequest) -> float:
+    """Return how long ago a request was made."""
+    return max(0.0, time.time() - request.time)

@@ -1,0 +1,205 @@
+"""A further Slurm job for a run that exists: recorded as an intent, submitted, its number recorded.
+
+For a run that goes on by itself and for `orchestra resume` alike. Nothing is trained and waited for here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from launchers.launch_errors import LauncherError, SlurmRefused
+from launchers.slurm import sbatch, this_job
+from launchers.slurm.commands import asked_cluster
+from launchers.slurm.queue import find_by_token
+from launchers.slurm.this_job import JobTask
+from orchestra.errors import LaunchError
+from orchestra.report.run_state import read_record
+from orchestra.run.events import EventWriter
+from orchestra.run.paths import RunDir
+from orchestra.run.stop_requests import user_name
+from orchestra.submit.claims import write_whole
+from orchestra.submit.job import new_token
+
+# How long a job that may have been submitted is looked for where Slurm does not answer.
+_LOOK_AGAIN_S = (0.0, 2.0, 5.0, 10.0)
+# Slurm's word for a job that no nodes can be found for.
+_NO_NODES = "BadConstraints"
+
+
+def chain(
+    run: RunDir,
+    task: JobTask,
+    attempt: int,
+    script: str | None,
+    exclude: tuple[str, ...] = (),
+    *,
+    at_once: bool = False,
+    delay_s: int = 0,
+) -> str:
+    """Submit a run's job again, to start when this one is over; return the new job's id, in an array with the
+    task's number. *The leading node only*.
+
+    `exclude`: hosts that it must not get. With `at_once` it does not wait for this one's end, which Slurm
+    sees late where a node is lost; with `delay_s` it starts no sooner than in so many seconds. `script` is
+    the one that this job was submitted with (None: the run's own); of an array this task alone is submitted.
+    A job that a leader submitted before this one and did not live to tell of is taken over.
+
+    Raises LauncherError where Slurm refuses, lets the job fail at once or stays silent, LaunchError where it
+    stays unknown whether Slurm has it, OSError where the intent cannot be recorded.
+    """
+    member = task.array_task
+    job = _submitted_before(run, task) or _submit_again(run, task, attempt, script, exclude, at_once, delay_s)
+    label = job if member is None else f"{job}_{member}"
+    _refuse_what_failed(run, job, label)
+    return label
+
+
+def _submit_again(
+    run: RunDir,
+    task: JobTask,
+    attempt: int,
+    script: str | None,
+    exclude: tuple[str, ...],
+    at_once: bool,
+    delay_s: int,
+) -> str:
+    token, member = new_token(), task.array_task
+    options = [f"--comment={token}"]
+    if not at_once:
+        options.append(f"--dependency=afterany:{task.job}")
+    if delay_s > 0:
+        options.append(f"--begin=now+{delay_s}")
+    if exclude:
+        options.append(f"--exclude={','.join(exclude)}")
+    if member is not None:
+        options.append(f"--array={member}")
+    place = run.batch_script if script is None else Path(script)
+    entry = intent(run, token, attempt, task=member, after=task.job, cluster=task.cluster)
+    return submit_job(run, place, entry, options)
+
+
+def _submitted_before(run: RunDir, task: JobTask) -> str | None:
+    """Return the job that was submitted already to follow this one; None where there is none.
+
+    A leader that dies while it submits leaves the intent, and Slurm has the job or not. Raises LaunchError
+    where Slurm does not say.
+    """
+    entry = newest_entry(run)
+    if entry is None or entry.get("after") != task.job or not isinstance(entry.get("token"), str):
+        return None
+    if isinstance(entry.get("id"), str):
+        return str(entry["id"])
+    problem: LauncherError | None = None
+    for pause_s in _LOOK_AGAIN_S:
+        time.sleep(pause_s)
+        try:
+            job = find_by_token(entry["token"])
+        except LauncherError as error:
+            problem = error
+            continue
+        if job is not None:
+            attempt = entry.get("attempt")
+            _record_id(run, entry["token"], job, attempt if isinstance(attempt, int) else 0)
+        return job
+    raise LaunchError(
+        f"{problem}: a job may have been submitted already; its token {entry['token']} is recorded in "
+        f"{run.record}: `orchestra status {run.name}` finds the job when Slurm answers"
+    ) from problem
+
+
+def _refuse_what_failed(run: RunDir, job: str, label: str) -> None:
+    """Take a job off the run's record that Slurm accepted and let fail at once. Raises SlurmRefused then.
+
+    It looks once: a job that Slurm tries to place later fails later.
+    """
+    try:
+        word = this_job.own_job(label)
+    except LauncherError:
+        return
+    if word.state != "FAILED" or word.reason != _NO_NODES:
+        return
+    # As the newest one it would keep this job from training the run again where Slurm requeues it.
+    with contextlib.suppress(OSError):
+        _change_jobs(run, lambda jobs: [it for it in jobs if it.get("id") != job])
+    raise SlurmRefused(
+        f"Slurm let job {label} fail at once ({_NO_NODES}): too few nodes are left that it may use"
+    )
+
+
+def intent(
+    run: RunDir,
+    token: str,
+    attempt: int,
+    *,
+    task: int | None = None,
+    after: str | None = None,
+    cluster: str | None = None,
+) -> dict[str, Any]:
+    """Return what run.json says of a job before it is submitted; without `cluster` Slurm is asked for it."""
+    return {
+        "token": token,
+        "id": None,
+        "name": run.name,
+        "user": user_name(),
+        "submitted": time.time(),
+        "attempt": attempt,
+        "task": task,
+        "after": after,
+        "cluster": cluster or asked_cluster(),
+    }
+
+
+def submit_job(run: RunDir, script: Path, entry: dict[str, Any], options: list[str] | None = None) -> str:
+    """Record the intent, submit the script once, record the job's id and return it.
+
+    Raises SlurmRefused, the intent taken back; LaunchError when it stays unknown whether Slurm has the job:
+    the intent then keeps its token. OSError when the intent cannot be recorded, and nothing was submitted.
+    """
+    token = str(entry["token"])
+    _change_jobs(run, lambda jobs: [*jobs, entry])
+    try:
+        job = sbatch.submit(script, token, options or [])
+    except SlurmRefused:
+        with contextlib.suppress(OSError):
+            _change_jobs(run, lambda jobs: [it for it in jobs if it.get("token") != token])
+        raise
+    except LauncherError as error:
+        raise LaunchError(
+            f"{error}: Slurm may have the job or not; its token {token} is recorded in {run.record}: "
+            f"`orchestra status {run.name}` finds the job when Slurm answers; do not submit it again before"
+        ) from error
+    _record_id(run, token, job, int(entry["attempt"]))
+    return job
+
+
+def _record_id(run: RunDir, token: str, job: str, attempt: int) -> None:
+    """Write the job's id into run.json and the events. Where that fails the token finds the job."""
+
+    def numbered(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [{**it, "id": job} if it.get("token") == token else it for it in jobs]
+
+    try:
+        _change_jobs(run, numbered)
+        # A writer of its own: the job may be running by now.
+        EventWriter(run, f"submit.{job}", attempt).write("submitted", job=job, token=token)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            sys.stderr.write(f"warning: {run.record}: job {job} could not be recorded: {error.strerror}\n")
+
+
+def _change_jobs(run: RunDir, change: Any) -> None:
+    record = read_record(run)
+    jobs = record.get("jobs")
+    record["jobs"] = change([it for it in jobs if isinstance(it, dict)] if isinstance(jobs, list) else [])
+    write_whole(run.record, json.dumps(record, indent=2) + "\n")
+
+
+def newest_entry(run: RunDir) -> dict[str, Any] | None:
+    """Return what run.json says of the job that was submitted last; None where none was."""
+    jobs = read_record(run).get("jobs")
+    return jobs[-1] if isinstance(jobs, list) and jobs and isinstance(jobs[-1], dict) else None

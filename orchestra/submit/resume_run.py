@@ -1,0 +1,489 @@
+"""Makes the next attempt of a run ready: which one it is, from where, with which configuration; once only.
+
+It decides from the run's records, and lists the checkpoints of a place that is new to the run. Their
+content is read by the ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import filecmp
+import json
+import secrets
+import shutil
+import socket
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from checkpointing.catalog import committed_steps
+from checkpointing.checkpoint_errors import CheckpointError
+from checkpointing.storage import open_storage
+from conf.schema import Config
+from launchers import processes
+from launchers.launch_errors import LauncherError, SlurmRefused
+from launchers.slurm import batch_script
+from launchers.slurm.queue import SubmittedJob
+from orchestra.config.compose import changed_config
+from orchestra.config.machine import Situation
+from orchestra.errors import ConfigError, LaunchError
+from orchestra.recovery.history import last_attempt
+from orchestra.report.run_state import (
+    RunState,
+    job_of_record,
+    name_of,
+    newest_checkpoint,
+    read_ending,
+    read_record,
+    read_state,
+)
+from orchestra.run.config_file import read_config, to_yaml
+from orchestra.run.events import read_events
+from orchestra.run.files import Record
+from orchestra.run.paths import RunDir, SweepDir, read_sweep
+from orchestra.run.planned_faults import still_to_come
+from orchestra.run.stop_requests import claimed_attempt
+from orchestra.submit.claims import is_held, next_attempt_number, read_claim, take, take_turn, write_whole
+from orchestra.submit.code_snapshot import take_snapshot
+from orchestra.submit.job import Share, batch_job, new_token
+from orchestra.submit.launch import WORKER_MODULE, source_root
+from orchestra.submit.new_run import code_revision
+from orchestra.submit.resubmit import intent, submit_job
+from orchestra.submit.wait import is_being_ended, settled, unclear
+
+# Ranks end with whoever leads them, but not within the same instant.
+_ORPHANS_END_S = 10.0
+_POLL_S = 0.1
+_ALIVE = ("running", "restarting", "not started")
+_ENDED = ("stopped", "failed", "interrupted")
+# Slurm's job is to begin it, or has.
+_OF_A_JOB = ("queued", "starting")
+
+
+@dataclass(frozen=True)
+class NextAttempt:
+    """How a run goes on: the attempt's number, the configuration before and now, and the newest checkpoint's
+    step (None: from step 1).
+    """
+
+    run: RunDir
+    number: int
+    before: Config
+    config: Config
+    overrides: tuple[str, ...]
+    checkpoint_step: int | None
+    last_attempt: int | None
+    is_finished: bool = False
+    # Jobs that were submitted for it so far.
+    num_jobs: int = 0
+
+
+@dataclass(frozen=True)
+class Word:
+    """What was found out about a run before it is to go on: its state with Slurm asked (None: it was never
+    submitted), and how many jobs it had before that was asked.
+    """
+
+    told: RunState | None
+    num_jobs: int
+
+
+def next_attempt(
+    run: RunDir, overrides: Sequence[str], situation: Situation, now: float, word: Word | None = None
+) -> NextAttempt:
+    """Return how `run` would go on. Reads only.
+
+    `word` is from `asked`, for a run that may have been submitted. `is_finished` says that nothing is left to
+    train. Raises ConfigError when the run is alive, when overrides cannot be applied, or when the rules
+    refuse the result on this machine.
+    """
+    word = word or Word(None, number_of_jobs(run))
+    told = word.told
+    _refuse_being_submitted(run, now)
+    events = read_events(run)
+    state = _state(read_ending(run, events, now)[0], events, told)
+    if state in _OF_A_JOB and told is not None:
+        raise ConfigError(_has_job(run, told))
+    if state in _ALIVE:
+        raise ConfigError(_alive(run, events, state))
+    last = last_attempt(events)
+    if (pending := pending_attempt(run, last, now)) is not None:
+        raise ConfigError(_being_resumed(run, pending))
+    number = next_attempt_number(run, last)
+    before = read_config(run.config)
+    config = changed_config(_without_past_faults(before, number), overrides, situation)
+    step = newest_checkpoint(events)
+    is_finished = state == "finished" and config.train.steps <= before.train.steps
+    if not is_finished:
+        _refuse_impossible(run, config, step, is_finished_before=state == "finished")
+        if step is not None and config.checkpoint.dir != before.checkpoint.dir:
+            _refuse_empty_place(run, before, config, step)
+    return NextAttempt(run, number, before, config, tuple(overrides), step, last, is_finished, word.num_jobs)
+
+
+def asked(run: RunDir, now: float) -> Word:
+    """Return what Slurm says of a run, if it was submitted.
+
+    Waits a while for the end of a job whose attempt has ended: Slurm may be about to queue it again. Raises
+    LaunchError when Slurm cannot be asked, or is not the Slurm that has the job: nobody knows then whether a
+    job of the run waits or trains.
+    """
+    # First: a job that is submitted later is then seen as a change.
+    num_jobs = number_of_jobs(run)
+    own = read_state(run, now)
+    if own.submitted is None or own.state == "finished":
+        return Word(None, num_jobs)
+    (told,), problems = settled([run], [own])
+    if problems and shutil.which("squeue") is None and own.state in _ENDED:
+        # A machine without the cluster, and the run's own last word is that it ended.
+        return Word(None, num_jobs)
+    if problems:
+        why = "; ".join(problems)
+        raise LaunchError(f"{why}: whether a job trains {name_of(run)} is not known; nothing was done")
+    if (why_unclear := unclear(told)) is not None:
+        raise LaunchError(why_unclear)
+    if is_being_ended(told):
+        raise LaunchError(
+            f"{name_of(run)}: its attempt has ended, its job {told.job} has not ({told.job_state}): Slurm "
+            f"may start it again, so nothing was done. Try again when `squeue --jobs={told.job}` shows it "
+            f"no more"
+        )
+    return Word(told, num_jobs)
+
+
+def number_of_jobs(run: RunDir) -> int:
+    """Return how many jobs were submitted for a run, intents included."""
+    jobs = read_record(run).get("jobs")
+    return len(jobs) if isinstance(jobs, list) else 0
+
+
+def _state(own: str, events: list[Record], told: RunState | None) -> str:
+    """Return a run's state; of an attempt in the foreground Slurm knows nothing."""
+    if told is None:
+        return own
+    last = last_attempt(events)
+    starts = [it for it in events if it["event"] == "attempt_started" and it["attempt"] == last]
+    is_in_foreground = bool(starts) and "job" not in starts[-1]
+    return own if own in _ALIVE and is_in_foreground and told.state not in _OF_A_JOB else told.state
+
+
+def _has_job(run: RunDir, told: RunState) -> str:
+    job = f"job {told.job}" if told.job else "a job"
+    waits = "waits in Slurm's queue for it" if told.state == "queued" else "is being started for it"
+    if told.state == "queued" and told.attempts and told.submitted and _began_it(run, told.submitted):
+        waits = "is started again by Slurm itself"
+    why = f" ({told.cause})" if told.cause else ""
+    return (
+        f"{name_of(run)}: {job} {waits}{why}, and goes on from its newest checkpoint; to change "
+        f"something, take it out of the queue first: `orchestra cancel {name_of(run)}`, then resume it"
+    )
+
+
+def _began_it(run: RunDir, job: SubmittedJob) -> bool:
+    starts = read_events(run, ("attempt_started",))
+    return any(it["event"] == "attempt_started" and it.get("job") == job.label for it in starts)
+
+
+def _refuse_being_submitted(run: RunDir, now: float) -> None:
+    """Raise ConfigError while a living process waits for Slurm's answer about the run's newest job."""
+    if any(is_held(file, now) for file in _claims_of_submitter(run)):
+        raise ConfigError(
+            f"{name_of(run)} is being submitted by another command, which waits for Slurm's answer; see "
+            f"`orchestra status {name_of(run)}`"
+        )
+
+
+def _claims_of_submitter(run: RunDir) -> list[Path]:
+    """Return the claims of whoever submits the run's newest job; none where its number is known."""
+    record = read_record(run)
+    job = job_of_record(run, record)
+    if job is None or job.job is not None:
+        return []
+    if job.task is None:
+        number = len(record["jobs"]) - 1
+        return sorted(run.control.glob(f"{run.turn(number, 0).name.rpartition('-')[0]}-*.claim"))
+    sweep = SweepDir(run.path.parent)
+    try:
+        return [sweep.claim(it.number) for it in read_sweep(sweep).arrays if it.token == job.token]
+    except (OSError, ConfigError):
+        return []
+
+
+def _without_past_faults(config: Config, number: int) -> Config:
+    """Drop rehearsed failures of earlier attempts: they may name ranks and steps that are no more."""
+    to_come = still_to_come(config.recovery.inject, number)
+    return dataclasses.replace(config, recovery=dataclasses.replace(config.recovery, inject=to_come))
+
+
+def _refuse_impossible(run: RunDir, config: Config, step: int | None, *, is_finished_before: bool) -> None:
+    steps = config.train.steps
+    if step is None and is_finished_before:
+        raise ConfigError(
+            f"{name_of(run)} is finished and recorded no checkpoint, so there is nothing to go on from; "
+            f"train.steps={steps} needs a new run"
+        )
+    if step is not None and steps < step:
+        raise ConfigError(
+            f"train.steps={steps} ends before step {step}, which the newest checkpoint of {name_of(run)} "
+            f"holds; use more than {step}"
+        )
+
+
+def _refuse_empty_place(run: RunDir, before: Config, config: Config, step: int) -> None:
+    """Look into a new checkpoint.dir before it is frozen: a run that goes on needs its checkpoints there."""
+    old, new = (it.checkpoint.dir or str(run.checkpoints) for it in (before, config))
+    try:
+        newest = max(committed_steps(open_storage(new)), default=None)
+    except CheckpointError as error:
+        raise ConfigError(f"checkpoint.dir={new}: it cannot be looked into: {error}") from error
+    if newest is None:
+        raise ConfigError(
+            f"checkpoint.dir={new} holds no checkpoint, but {name_of(run)} goes on from step {step}, which "
+            f"lies in {old}; copy that folder there first, or leave checkpoint.dir as it is"
+        )
+    if newest > config.train.steps:
+        raise ConfigError(
+            f"train.steps={config.train.steps} ends before step {newest}, which checkpoint.dir={new} holds; "
+            f"use more than {newest}"
+        )
+
+
+def _alive(run: RunDir, events: list[Record], state: str) -> str:
+    last = last_attempt(events)
+    started = [it for it in events if it.get("event") == "attempt_started" and it.get("attempt") == last]
+    record = started[-1] if started else read_record(run)
+    what = "is being started" if state == "not started" else f"is running, attempt {last}"
+    leader = f"process {record.get('pid', '?')} on {record.get('host', '?')} leads it"
+    if not started and record.get("jobs"):
+        leader = "a Slurm job is to start it (`orchestra status` tells more)"
+    if state == "restarting":
+        return (
+            f"{name_of(run)} is restarting after attempt {last}: {leader}, and the next begins by itself; "
+            f"to change something, stop it first: `orchestra cancel {name_of(run)}`"
+        )
+    return (
+        f"{name_of(run)} {what}: {leader}; let it "
+        f"end, or stop it first: `orchestra cancel` (which saves), or Ctrl-C there"
+    )
+
+
+def pending_attempt(run: RunDir, last: int | None, now: float) -> int | None:
+    """Return the attempt after `last`, the newest begun, which somebody is making ready; None without one."""
+    claimed = claimed_attempt(run)
+    if claimed is None or (last is not None and claimed <= last):
+        return None
+    return claimed if is_held(run.claim(claimed), now) else None
+
+
+def _being_resumed(run: RunDir, attempt: int) -> str:
+    claim = read_claim(run, attempt)
+    return (
+        f"{name_of(run)} is being resumed already: process {claim.get('pid', '?')} on "
+        f"{claim.get('host', '?')} starts attempt {attempt}"
+    )
+
+
+def claim(plan: NextAttempt, command: Sequence[str]) -> None:
+    """Take the attempt for this process and freeze its configuration, so that it can be started.
+
+    Of several processes that want the same attempt one gets it; the others, and who finds ranks of the
+    attempt before still alive, get a ConfigError. Whatever goes wrong later leaves a claim that the next
+    resume passes over.
+    """
+    run = plan.run
+    try:
+        run.control.mkdir(exist_ok=True)
+        _take(plan)
+        if number_of_jobs(run) != plan.num_jobs:
+            raise ConfigError(
+                f"{name_of(run)} is being resumed already: a job was submitted for it meanwhile"
+            )
+        _await_end_of_orphans(run)
+        freeze(plan)
+        record_resume(plan, command)
+    except OSError as error:
+        raise ConfigError(f"{run.path}: cannot be written: {error.strerror}; nothing was started") from error
+
+
+def _take(plan: NextAttempt) -> None:
+    if not take(plan.run, plan.number):
+        raise ConfigError(_being_resumed(plan.run, plan.number))
+
+
+def _await_end_of_orphans(run: RunDir) -> None:
+    """Ranks of a command that was killed end by themselves; two attempts must not write at the same time."""
+    deadline = time.monotonic() + _ORPHANS_END_S
+    while orphans := processes.with_words(WORKER_MODULE, str(run.path)):
+        if time.monotonic() > deadline:
+            pids = ", ".join(str(process.pid) for process in orphans)
+            raise ConfigError(
+                f"{name_of(run)}: processes of the attempt before still run ({pids}); end them first"
+            )
+        time.sleep(_POLL_S)
+
+
+def freeze(plan: NextAttempt) -> None:
+    """Put the new configuration in place as one act; the older stays beside it, under its last attempt."""
+    run = plan.run
+    if plan.config == plan.before:
+        return
+    if plan.last_attempt is not None and not run.config_of_attempt(plan.last_attempt).exists():
+        write_whole(run.config_of_attempt(plan.last_attempt), run.config.read_text())
+    write_whole(run.config, to_yaml(plan.config))
+
+
+def record_resume(plan: NextAttempt, command: Sequence[str]) -> None:
+    """Write into the run's record who goes on with it, how, and with which code."""
+    record = read_record(plan.run)
+    revision = code_revision(source_root())
+    resumes = record.get("resumes")
+    entry = {
+        "attempt": plan.number,
+        "time": time.time(),
+        "host": socket.gethostname(),
+        "overrides": list(plan.overrides),
+        "command": list(command),
+        "code_revision": None if revision is None else dataclasses.asdict(revision),
+    }
+    record["resumes"] = [*(resumes if isinstance(resumes, list) else []), entry]
+    write_whole(plan.run.record, json.dumps(record, indent=2) + "\n")
+
+
+# Makes a run that exists ready for a new Slurm job and submits it: `orchestra resume` on a cluster.
+#
+# The order is the contract: the turn is taken, then code, configuration and script are replaced (the older
+# ones kept), then the intent, then sbatch, then the job's id. Where Slurm refuses, all stands as before.
+
+
+@dataclass(frozen=True)
+class PlannedResume:
+    """How a run goes on, and the token and the share of a node of the job that is to train it."""
+
+    next: NextAttempt
+    token: str
+    share: Share
+
+    @property
+    def run(self) -> RunDir:
+        return self.next.run
+
+    def script(self) -> str:
+        """Return the batch script, word for word."""
+        return batch_script.rendered(batch_job(self.next.config, self.run, self.token, self.share))
+
+
+def planned_resume(plan: NextAttempt, share: Share) -> PlannedResume:
+    """Return the job of a run that goes on. Starts and writes nothing."""
+    return PlannedResume(plan, new_token(), share)
+
+
+def submit_resume(plan: PlannedResume, command: Sequence[str]) -> str:
+    """Submit the job and return its id; of several processes that want to, one does.
+
+    Raises ConfigError where another one does it, where Slurm refuses, or where nothing can be written: all is
+    then as it was; LaunchError when it stays unknown whether Slurm has the job.
+    """
+    run = plan.run
+    try:
+        turn = take_turn(run, plan.next.num_jobs, time.time())
+        if turn is None or _has_changed(plan.next):
+            if turn is not None:
+                turn.unlink(missing_ok=True)
+            raise ConfigError(
+                f"{name_of(run)} is being resumed already by another command; see `orchestra status`"
+            )
+        with ExitStack() as undo:
+            undo.callback(turn.unlink, missing_ok=True)
+            _replace(plan, undo)
+            record_resume(plan.next, command)
+            entry = intent(run, plan.token, plan.next.number)
+            job = _submitted(plan, entry, undo)
+            undo.pop_all()
+            return job
+    except SlurmRefused as error:
+        raise ConfigError(f"Slurm refuses the job: {error}") from error
+    except LauncherError as error:
+        raise LaunchError(f"{error}; nothing was submitted") from error
+    except OSError as error:
+        raise ConfigError(
+            f"{run.path}: cannot be written: {error.strerror}; nothing was submitted"
+        ) from error
+
+
+def _submitted(plan: PlannedResume, entry: dict[str, object], undo: ExitStack) -> str:
+    try:
+        return submit_job(plan.run, plan.run.batch_script, entry)
+    except LaunchError:
+        # Slurm may have the job: what it needs stays.
+        undo.pop_all()
+        raise
+
+
+def _has_changed(plan: NextAttempt) -> bool:
+    """Whether somebody else went on with the run since the plan was made."""
+    pending = pending_attempt(plan.run, plan.last_attempt, time.time())
+    return pending is not None or number_of_jobs(plan.run) != plan.num_jobs
+
+
+def _replace(plan: PlannedResume, undo: ExitStack) -> None:
+    """Put code, configuration, script and record in place; `undo` brings back what was there."""
+    run = plan.run
+    undo.callback(_restorer(run.record))
+    undo.callback(_restorer(run.config))
+    undo.callback(_restorer(run.batch_script))
+    _replace_code(plan.next, undo)
+    run.job_logs.mkdir(parents=True, exist_ok=True)
+    freeze(plan.next)
+    write_whole(run.batch_script, plan.script())
+    # No process of this machine leads it.
+    record = {**read_record(run), "pid": None, "pid_started": None}
+    write_whole(run.record, json.dumps(record, indent=2) + "\n")
+
+
+def _restorer(file: Path) -> Callable[[], None]:
+    text = file.read_text() if file.is_file() else None
+
+    def restore() -> None:
+        if text is None:
+            file.unlink(missing_ok=True)
+        elif not file.is_file() or file.read_text() != text:
+            write_whole(file, text)
+
+    return restore
+
+
+def _replace_code(plan: NextAttempt, undo: ExitStack) -> None:
+    """Take a snapshot of the code that is running here; the older one is kept where it differs."""
+    run = plan.run
+    draft = run.path / f".code.{secrets.token_hex(4)}"
+    try:
+        take_snapshot(draft)
+        if run.code.is_dir() and _are_equal(filecmp.dircmp(run.code, draft, ignore=["__pycache__"])):
+            shutil.rmtree(draft)
+            return
+        older = run.code_of_attempt(plan.last_attempt or 0)
+        kept = run.code.is_dir()
+        if kept:
+            shutil.rmtree(older, ignore_errors=True)
+            run.code.rename(older)
+        draft.rename(run.code)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+    undo.callback(_bring_back, run.code, older if kept else None)
+
+
+def _bring_back(code: Path, older: Path | None) -> None:
+    shutil.rmtree(code, ignore_errors=True)
+    if older is not None:
+        with contextlib.suppress(OSError):
+            older.rename(code)
+
+
+def _are_equal(found: filecmp.dircmp[str]) -> bool:
+    names = found.left_only or found.right_only or found.funny_files
+    _, different, unreadable = filecmp.cmpfiles(found.left, found.right, found.common_files, shallow=False)
+    return not (names or different or unreadable) and all(_are_equal(it) for it in found.subdirs.values())

@@ -1,0 +1,161 @@
+"""How the members of sweeps that exist stand, and which of them need a job. It writes nothing.
+
+The runs' own records and Slurm's queue say it, the queue in one question. Where Slurm does not answer,
+nothing may be submitted: a job that is not seen may still be there.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from orchestra.errors import ConfigError, LaunchError
+from orchestra.recovery.history import last_attempt
+from orchestra.report.run_state import RunState, read_state
+from orchestra.report.scheduler import with_scheduler
+from orchestra.run import stop_requests
+from orchestra.run.events import read_events
+from orchestra.run.paths import RunDir, Sweep, SweepDir, SweepMember, is_sweep, read_sweep
+from orchestra.submit.resume_run import number_of_jobs
+from orchestra.submit.sweeps.sweep_plan import SweepPlan
+from orchestra.submit.wait import is_being_ended, settled, unclear
+
+DONE = "finished"
+# A member in one of these states is left alone; "unknown" and "unreadable" may be alive.
+_LEFT_ALONE = (
+    *(DONE, "running", "restarting", "starting", "queued", "being resumed"),
+    *("unknown", "unreadable"),
+)
+# Slurm may start the job of such a member again in the next moment.
+_BEING_ENDED = "being ended"
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A member of a sweep, its run, and the run's state."""
+
+    member: SweepMember
+    run: RunDir
+    state: RunState
+    # How many jobs were submitted for it when its state was read.
+    num_jobs: int = 0
+
+    @property
+    def needs_job(self) -> bool:
+        """Whether it is neither done nor, as far as anybody knows, alive."""
+        return self.state.state not in (*_LEFT_ALONE, _BEING_ENDED)
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether it is another sweep's run, which goes on from its checkpoints when that one is resumed."""
+        return self.member.adopted is not None and self.run.path.exists()
+
+
+@dataclass(frozen=True)
+class Existing:
+    """A sweep that exists, as it was read."""
+
+    sweep: SweepDir
+    record: Sweep
+
+
+def sweeps_in(parent: Path) -> list[Existing]:
+    """Return the sweeps in a folder, newest first; what is no sweep of this version is passed over."""
+    found = []
+    try:
+        names = [entry.name for entry in os.scandir(parent) if not entry.name.startswith(".")]
+    except OSError:
+        return []
+    for name in names:
+        sweep = SweepDir(parent / name)
+        if is_sweep(sweep.path):
+            try:
+                found.append(Existing(sweep, read_sweep(sweep)))
+            except ConfigError:
+                continue
+    return sorted(found, key=lambda it: -it.record.created)
+
+
+def same_sweep(plan: SweepPlan, existing: Iterable[Existing]) -> Existing | None:
+    """Return the newest sweep with the same members, and the same name where one is configured."""
+    for it in existing:
+        if it.record.signature == plan.signature and plan.configured_name in (None, it.record.name):
+            return it
+    return None
+
+
+def adoptable(plan: SweepPlan, existing: Iterable[Existing]) -> dict[int, Standing]:
+    """Return members of other sweeps that compute what members of the plan do and are done or alive.
+
+    By the index in the plan; a finished one before one that runs. One of another cluster counts as alive
+    unless its own records say that it ended. Raises LaunchError when Slurm is silent.
+    """
+    wanted = {member.signature for member in plan.members}
+    candidates = [
+        (it.sweep, it.record, member)
+        for it in existing
+        for member in it.record.members
+        if member.signature in wanted
+    ]
+    best: dict[str, Standing] = {}
+    for standing in _standings((record.run(sweep, member), member) for sweep, record, member in candidates):
+        signature = standing.member.signature
+        is_better = signature not in best or (
+            standing.state.state == DONE and best[signature].state.state != DONE
+        )
+        is_alive = not standing.needs_job and standing.state.state != _BEING_ENDED
+        may_be_alive = (is_alive or unclear(standing.state) is not None) and not _is_to_end(standing)
+        if may_be_alive and standing.run.path.exists() and is_better:
+            best[signature] = standing
+    return {it.index: best[it.signature] for it in plan.members if it.signature in best}
+
+
+def _is_to_end(standing: Standing) -> bool:
+    """Whether somebody cancelled a member that has not ended yet."""
+    run = standing.run
+    if standing.state.state == DONE or (asked := stop_requests.requested_attempt(run)) is None:
+        return False
+    last = last_attempt(read_events(run, ("attempt_started",)))
+    is_past = last is not None and asked < last
+    return not is_past and any(
+        it.reason == stop_requests.CANCEL for it in stop_requests.read_requests(run, asked)
+    )
+
+
+def standings(sweep: SweepDir, record: Sweep) -> list[Standing]:
+    """Return how a sweep's members stand; those whose jobs are being ended are waited for, for a while.
+
+    Raises LaunchError when Slurm cannot be asked about them, or is not the Slurm that has their jobs.
+    """
+    found = _standings(((record.run(sweep, member), member) for member in record.members), waits=True)
+    if problem := next((why for it in found if (why := unclear(it.state)) is not None), None):
+        raise LaunchError(problem)
+    return found
+
+
+def _standings(members: Iterable[tuple[RunDir, SweepMember]], *, waits: bool = False) -> list[Standing]:
+    pairs = list(members)
+    now = time.time()
+    runs = [run for run, _ in pairs]
+    # First: a job that is submitted later is then seen as a change.
+    counts = [number_of_jobs(run) for run in runs]
+    own = [read_state(run, now) for run in runs]
+    states, problems = settled(runs, own) if waits else with_scheduler(runs, own)
+    if problems:
+        raise LaunchError(
+            f"{'; '.join(problems)}: whether jobs of the sweep exist is not known, and nothing "
+            f"was submitted; try again when Slurm answers"
+        )
+    states = [replace(it, state=_BEING_ENDED) if is_being_ended(it) else it for it in states]
+    triples = zip(pairs, states, counts, strict=True)
+    return [Standing(member, run, state, count) for (run, member), state, count in triples]
+
+
+def counted(standings: Sequence[Standing]) -> str:
+    """Return how many are in which state, in words: 3 finished, 1 running."""
+    counts = Counter(standing.state.state for standing in standings)
+    return ", ".join(f"{number} {state}" for state, number in counts.most_common())

@@ -1,0 +1,187 @@
+"""Where one rank's copies lie: files in a folder in the node's memory (tmpfs), written over and over again.
+
+own/rank-00003.slot-0.bin       the bytes of the rank's tensors, one after another
+own/rank-00003.slot-0.copy      three lines: whose state, behind which step (JSON) · the table of tensors
+                                (JSON) · the checksum of the two lines before
+
+A copy exists if and only if its `.copy` does: it is taken away before the bytes are written and put there, by
+one rename, after them. Whoever reads the bytes meanwhile sees afterwards that it is not there any more. The
+agents send and receive these files as they are (`launchers.memory_store.store` has the names too, and reads
+the first line). Nothing here knows when a copy is made, nor what the tensors are for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from checkpointing import checksums
+from checkpointing.shards import Shard, torch_dtype
+
+# Set by the agent: the folder of this run on this node.
+FOLDER_VARIABLE = "ORCHESTRA_COPIES"
+OWN = "own"
+# Two complete copies and one that is being written. Ranks are never a whole copy apart: one that begins to
+# write copy n has had gradients of the others for the step before it, so they have ended copy n − 2 at least
+# and it still has that one.
+NUM_SLOTS = 3
+_SCHEMA = 1
+_ALIGNMENT = 64
+
+
+class UnusableCopyError(Exception):
+    """Raised where a copy is not there, damaged, or not of this run's state; the message says which."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Where the bytes of each shard lie in a copy."""
+
+    text: str
+    begins: tuple[int, ...]
+    num_bytes: int
+
+
+def table_of(shards: Sequence[Shard]) -> Table:
+    """Return the table of these shards: equal texts mean that the same bytes lie at the same places."""
+    begins, rows, end = [], [], 0
+    for shard in shards:
+        begins.append(end)
+        size = shard.tensor.numel() * shard.tensor.element_size()
+        place = [list(shard.shape), list(shard.offsets), list(shard.tensor.shape)]
+        rows.append([shard.name, shard.dtype, *place, end, end + size])
+        end += -(-size // _ALIGNMENT) * _ALIGNMENT
+    return Table(json.dumps(rows, separators=(",", ":")), tuple(begins), end)
+
+
+class Slot:
+    """One pair of files and the memory that the bytes are in."""
+
+    def __init__(self, folder: Path, rank: int, number: int) -> None:
+        self._bytes_path = folder / OWN / f"rank-{rank:05d}.slot-{number}.bin"
+        self._copy_path = self._bytes_path.with_suffix(".copy")
+        self._memory: mmap.mmap | None = None
+
+    @property
+    def content(self) -> memoryview:
+        """The bytes, after `take` or `check`."""
+        assert self._memory is not None
+        return memoryview(self._memory)
+
+    def take(self, num_bytes: int) -> None:
+        """Make room for all of a copy, so that writing cannot fail. Raises OSError where there is none."""
+        self._open(num_bytes, os.O_CREAT)
+
+    def views(self, shards: Sequence[Shard], table: Table) -> list[Tensor]:
+        """Return the part of the memory that belongs to each shard, in its dtype and shape."""
+        memory = torch.frombuffer(self.content, dtype=torch.uint8) if table.num_bytes else torch.empty(0)
+        found = []
+        for shard, begin in zip(shards, table.begins, strict=True):
+            size = shard.tensor.numel() * shard.tensor.element_size()
+            view = memory[begin : begin + size].view(torch_dtype(shard.dtype)) if size else torch.empty(0)
+            found.append(view.view(shard.tensor.shape) if size else torch.empty_like(shard.tensor))
+        return found
+
+    def remove_copy(self) -> None:
+        """Say that there is no copy here any more, before its bytes change."""
+        self._copy_path.unlink(missing_ok=True)
+
+    def remove(self) -> None:
+        """Remove both files."""
+        self.remove_copy()
+        self._bytes_path.unlink(missing_ok=True)
+
+    def commit(self, facts: Mapping[str, Any], table: Table) -> None:
+        """Say that the bytes are a copy. Raises OSError."""
+        content = _checksum(self.content[: table.num_bytes])
+        head = {"schema": _SCHEMA, **facts, "bytes": table.num_bytes, "checksum": content}
+        lines = f"{json.dumps(head, separators=(',', ':'))}\n{table.text}\n"
+        draft = self._copy_path.with_suffix(".draft")
+        draft.write_text(f"{lines}{checksums.of_file(lines.encode())}\n")
+        draft.replace(self._copy_path)
+
+    def head(self) -> dict[str, Any]:
+        """Return what the copy says of itself. Raises UnusableCopyError without an intact one."""
+        return self._read()[0]
+
+    def check(self, table: Table) -> None:
+        """Open the bytes and compare all of them with their checksum. Raises UnusableCopyError."""
+        head, text = self._read()
+        if text != table.text:
+            raise UnusableCopyError("its tensors are not those that this rank has")
+        try:
+            found = self._bytes_path.stat().st_size
+            if found != table.num_bytes:
+                raise UnusableCopyError(f"it is cut off: {found} of {table.num_bytes} bytes are there")
+            self._open(table.num_bytes)
+        except OSError as error:
+            raise UnusableCopyError(f"its bytes cannot be read: {error}") from error
+        checksum = _checksum(self.content[: table.num_bytes])
+        if checksum != head.get("checksum"):
+            raise UnusableCopyError(f"it is damaged: its checksum is {checksum}, not {head.get('checksum')}")
+
+    def _read(self) -> tuple[dict[str, Any], str]:
+        try:
+            head, text, checksum = self._copy_path.read_text().splitlines()
+            found = json.loads(head)
+        except (OSError, ValueError) as error:
+            raise UnusableCopyError(f"its record cannot be read: {error}") from error
+        if checksums.of_file(f"{head}\n{text}\n".encode()) != checksum or not isinstance(found, dict):
+            raise UnusableCopyError("its record is damaged")
+        if found.get("schema") != _SCHEMA:
+            raise UnusableCopyError(f"it has schema {found.get('schema')}, not {_SCHEMA}")
+        return found, text
+
+    def _open(self, num_bytes: int, flags: int = 0) -> None:
+        size = max(num_bytes, 1)
+        if self._memory is not None and len(self._memory) == size:
+            return
+        descriptor = os.open(self._bytes_path, os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
+        try:
+            if flags & os.O_CREAT:
+                os.ftruncate(descriptor, num_bytes)
+                # Without it a full tmpfs would end the process by SIGBUS in the midst of a copy.
+                os.posix_fallocate(descriptor, 0, size)
+            self._memory = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        finally:
+            os.close(descriptor)
+
+
+def slots_of(folder: Path, rank: int) -> list[Slot]:
+    """Return a rank's slots: first those without a copy, then those with older ones."""
+    slots = [Slot(folder, rank, number) for number in range(NUM_SLOTS)]
+    return sorted(slots, key=_age)
+
+
+def _age(slot: Slot) -> tuple[int, int]:
+    with contextlib.suppress(UnusableCopyError):
+        head = slot.head()
+        return int(head.get("attempt", -1)), int(head.get("step", -1))
+    return -1, -1
+
+
+def folder_bytes(folder: Path) -> int:
+    """Return what lies in a node's folder already. Raises OSError."""
+    return sum(path.stat().st_size for path in _files(folder))
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    for parent in folder.iterdir():
+        if parent.is_dir():
+            yield from parent.glob("*.bin")
+
+
+def _checksum(content: memoryview) -> str:
+    # Fed and not hashed at once: so the interpreter's lock is left to the training meanwhile.
+    checksum = checksums.FileChecksum()
+    checksum.add(content)
+    return checksum.value()

@@ -1,0 +1,256 @@
+"""train.micro_batch_size=auto: finds the largest micro-batch that fits, before the training is built.
+
+The playbook's procedure is to grow it until memory runs out. Here each rank tries for itself, with the very
+code that trains, in process groups whose other members are not there: their collectives end at once and move
+nothing. So a rank that runs out leaves nobody waiting, and all hear of it behind each trial. Two steps are
+taken of each size, since the first makes what later ones keep.
+
+On a GPU the steps are real, within a share of the device's memory. On the CPU there is no error to wait for:
+the kernel would end the process. There two sizes are taken with fake tensors, which have shapes and no
+memory, and the rest follows, since activations grow with the number of sequences; the limit is what the
+machine, its container and the process' own limits leave to a rank.
+
+The choice is made once an attempt; the global batch stays what it is. It knows nothing of data.
+"""
+
+from __future__ import annotations
+
+import gc
+import resource
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from conf.schema import Config
+from orchestra.errors import ConfigError
+from orchestra.parallel.mesh import Mesh, RankEnvironment, make_mesh
+from orchestra.run.events import EventWriter
+from orchestra.sizes.topology import batch_shape, divisors
+from orchestra.train.build import build_training
+from orchestra.train.dry_build import allow_fake_groups, held_bytes, step_bytes
+from orchestra.train.memory.out_of_memory import is_out_of_memory
+
+# Of a GPU's memory, for what is in no tensor's: buffers of NCCL, workspaces, fragments.
+_GPU_SHARE = 0.93
+# Of the host's memory that is free: the rest is for the loader, libraries and files in the cache.
+_CPU_SHARE = 0.8
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A micro-batch size in sequences, and what it rests on: the peak of each size that was tried, in bytes,
+    or null where memory ran out; `limit_bytes` is this rank's.
+    """
+
+    size: int
+    limit_bytes: int
+    peak_bytes: dict[int, int | None]
+
+
+def with_micro_batch_size(config: Config, mesh: Mesh, ranks: RankEnvironment, events: EventWriter) -> Config:
+    """Return the configuration with a number where it says auto. *Collective*; rank 0 records the choice."""
+    if config.train.micro_batch_size != "auto":
+        return config
+    began = time.monotonic()
+    choice = choose_micro_batch_size(config, mesh, ranks)
+    chosen = _with_size(config, choice.size)
+    batch = batch_shape(chosen.train, mesh.layout.dp)
+    if mesh.rank == 0:
+        events.write(
+            "micro_batch_chosen",
+            size=batch.micro_batch_size,
+            accumulation=batch.accumulation,
+            limit_bytes=choice.limit_bytes,
+            peak_bytes={str(size): peak for size, peak in choice.peak_bytes.items()},
+            seconds=time.monotonic() - began,
+        )
+    return chosen
+
+
+def choose_micro_batch_size(config: Config, mesh: Mesh, ranks: RankEnvironment) -> Choice:
+    """Return the largest size that fits on every rank, of those that divide a rank's share of the global
+    batch.
+
+    At least 1: whether that fits the training itself will tell. *Collective*.
+    """
+    share = batch_shape(_with_size(config, 1).train, mesh.layout.dp).accumulation
+    sizes = divisors(share)
+    with _lonely_mesh(mesh) as alone:
+        if mesh.device.type == "cuda":
+            return _tried(config, alone, sizes)
+        return _foreseen(config, alone, sizes, host_limit_bytes(ranks.local_world_size))
+
+
+def largest_that_fits(sizes: Sequence[int], fits: Callable[[int], bool]) -> int:
+    """Return the largest of some growing sizes that fits, or the first: grown until one does not, then
+    halved in between. What is larger than a size that does not fit must not fit either.
+    """
+    good, bad, step = -1, len(sizes), 1
+    while good + step < bad:
+        if fits(sizes[good + step]):
+            good, step = good + step, 2 * step
+        else:
+            bad, step = good + step, 1
+            break
+        step = min(step, max(1, len(sizes) - 1 - good))
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        if fits(sizes[middle]):
+            good = middle
+        else:
+            bad = middle
+    return sizes[max(good, 0)]
+
+
+def _with_size(config: Config, size: int) -> Config:
+    return replace(config, train=replace(config.train, micro_batch_size=size))
+
+
+def _on_all_ranks(claim: bool, num_ranks: int) -> bool:
+    """Return whether a claim holds on every rank: so all try the same sizes. *Collective*."""
+    held = torch.tensor([int(claim)])
+    if num_ranks > 1:
+        dist.all_reduce(held, op=dist.ReduceOp.MIN)
+    return bool(held)
+
+
+@contextmanager
+def _lonely_mesh(mesh: Mesh) -> Iterator[Mesh]:
+    """Return this rank's place among ranks that are not there. *Collective*, for the groups' names."""
+    opened: list[dist.ProcessGroup] = []
+
+    def open_group(members: Sequence[int]) -> dist.ProcessGroup:
+        group: dist.ProcessGroup = dist.new_group(
+            list(members), backend="fake", use_local_synchronization=True
+        )
+        opened.append(group)
+        return group
+
+    allow_fake_groups()
+    yield make_mesh(mesh.rank, mesh.layout, mesh.device, open_group)
+    for group in opened:
+        dist.destroy_process_group(group)
+
+
+def _tried(config: Config, alone: Mesh, sizes: Sequence[int]) -> Choice:
+    """Find the largest size by taking steps on the GPU."""
+    device = alone.device
+    peaks: dict[int, int | None] = {}
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(_GPU_SHARE, device)
+
+    def fits(size: int) -> bool:
+        torch.cuda.reset_peak_memory_stats(device)
+        try:
+            _take_two_steps(_with_size(config, size), alone)
+            peaks[size] = torch.cuda.max_memory_reserved(device)
+        except (ConfigError, RuntimeError) as error:
+            # Of a larger micro-batch a budget for activations may hold nothing, as memory may not.
+            if not (isinstance(error, ConfigError) or is_out_of_memory(error)):
+                raise
+            peaks[size] = None
+        # Outside of the handler: its traceback holds the frames, and these the tensors.
+        _let_go(device)
+        return _on_all_ranks(peaks[size] is not None, alone.world_size)
+
+    try:
+        return Choice(largest_that_fits(sizes, fits), round(total * _GPU_SHARE), peaks)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def _take_two_steps(config: Config, alone: Mesh) -> None:
+    training = build_training(config, alone)
+    batch = training.batch
+    # Two micro-batches add up gradients, and more of them need no more.
+    shape = (min(2, batch.accumulation), batch.micro_batch_size, batch.seq_len + 1)
+    tokens_ABS = torch.zeros(shape, dtype=torch.int64, device=alone.device)
+    try:
+        for step in (1, 2):
+            training.step.run(step, tokens_ABS)
+        training.parallelized.stage.settle()
+        torch.cuda.synchronize(alone.device)
+    finally:
+        training.parallelized.stage.close()
+
+
+def _let_go(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _foreseen(config: Config, alone: Mesh, sizes: Sequence[int], limit_bytes: int) -> Choice:
+    """Find the largest size from the peaks of two steps that are taken without memory."""
+    peaks: dict[int, int | None] = {}
+
+    def fits(size: int) -> bool:
+        peak = _along_line(peaks, size) if config.train.recompute_budget_gib is None else None
+        if peak is None:
+            peak = peaks[size] = _dry_peak(_with_size(config, size), alone)
+        return _on_all_ranks(peak is not None and peak <= limit_bytes, alone.world_size)
+
+    return Choice(largest_that_fits(sizes, fits), limit_bytes, peaks)
+
+
+def _along_line(peaks: Mapping[int, int | None], size: int) -> float | None:
+    """Return the peak that two known ones foretell; None before there are two."""
+    known = [(at, peak) for at, peak in peaks.items() if peak is not None][:2]
+    if len(known) < 2:
+        return None
+    (first, low), (second, high) = known
+    return low + (high - low) * (size - first) / (second - first)
+
+
+def _dry_peak(config: Config, alone: Mesh) -> int | None:
+    """Return the most bytes that a rank holds in its second step, with an image of the state while it is
+    saved; None where the budget for activations allows no such micro-batch.
+    """
+    with FakeTensorMode():
+        try:
+            training = build_training(config, alone)
+        except ConfigError:
+            return None
+        step_bytes(training, alone)
+        held, passing = held_bytes(training), step_bytes(training, alone)
+        training.parallelized.stage.close()
+    is_staged = config.checkpoint.async_save and config.checkpoint.every_steps is not None
+    image = held.optimizer + held.parameters if is_staged else 0
+    return held.state + held.gathered_units + passing + image
+
+
+def host_limit_bytes(num_ranks: int) -> int:
+    """Return the bytes of this host's memory that one of `num_ranks` ranks on it may take."""
+    free = min(_machine_bytes(), _container_bytes()) // num_ranks
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return round(_CPU_SHARE * (free if soft == resource.RLIM_INFINITY else min(free, soft - _mapped_bytes())))
+
+
+def _machine_bytes() -> int:
+    rows = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(row.split()[1]) * 1024 for row in rows if row.startswith("MemAvailable:"))
+
+
+def _container_bytes(root: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return what the container's limit leaves (control groups of version 2, then 1); a lot where it has
+    none.
+    """
+    found = 1 << 62
+    for limit, used in (
+        (root / "memory.max", root / "memory.current"),
+        (root / "memory/memory.limit_in_bytes", root / "memory/memory.usage_in_bytes"),
+    ):
+        if limit.exists() and used.exists() and limit.read_text().strip().isdigit():
+            found = min(found, max(0, int(limit.read_text()) - int(used.read_text())))
+    return found
+
+
+def _mapped_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

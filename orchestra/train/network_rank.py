@@ -1,0 +1,227 @@
+"""`python -m orchestra.train.network_rank FOLDER`: what torchrun starts on every rank to measure the network.
+
+FOLDER is laid out like a run directory and its frozen configuration says device and interface; rank 0 leaves
+the result there. It trains nothing and knows no cluster.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from orchestra.run.paths import RunDir
+from orchestra.sizes.network import (
+    BETWEEN,
+    EVERYWHERE,
+    INSIDE,
+    RESULT_NAME,
+    Link,
+    Measurement,
+    Sample,
+    to_record,
+)
+from orchestra.sizes.units import MIB
+from orchestra.train.__main__ import die_with_parent, ignore_scheduler_signals, redirect_output
+
+# Times messages between ranks: all-reduces and round trips of several sizes, over pairs and over all.
+#
+# It judges nothing and writes nothing. Every number is a median of repeats, of the slowest rank that took
+# part; how often is repeated follows from the first time that a size takes, so that slow networks end as soon
+# as fast ones.
+
+
+_SIZES_BYTES = (8, 1 << 10, 32 << 10, MIB, 16 * MIB, 64 * MIB)
+# NVLink is not yet busy with 64 MiB.
+_SIZES_ON_GPU_BYTES = (*_SIZES_BYTES, 256 * MIB)
+_BUDGET_S = 0.1
+_FEWEST, _MOST = 3, 100
+# A size that takes longer is the last one, and is not repeated.
+_SLOW_S = 0.3
+_FLOAT_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Scope:
+    """Which ranks talk at the same time: each group within itself."""
+
+    kind: str
+    what: str
+    groups: tuple[tuple[int, ...], ...]
+
+
+def scopes(num_nodes: int, ranks_per_node: int) -> list[Scope]:
+    """Return what can be measured with so many ranks, numbered node by node. Rank 0 is part of everything."""
+    found = []
+    if ranks_per_node > 1:
+        found.append(Scope(INSIDE, "1 pair", ((0, 1),)))
+    if ranks_per_node > 2:
+        found.append(Scope(INSIDE, f"{ranks_per_node} ranks", (tuple(range(ranks_per_node)),)))
+    if num_nodes > 1:
+        found.append(Scope(BETWEEN, "1 pair", ((0, ranks_per_node),)))
+    if num_nodes > 1 and ranks_per_node > 1:
+        pairs = tuple((rank, ranks_per_node + rank) for rank in range(ranks_per_node))
+        found.append(Scope(BETWEEN, f"{ranks_per_node} pairs", pairs))
+    world = num_nodes * ranks_per_node
+    if num_nodes > 1 and world > 2:
+        found.append(Scope(EVERYWHERE, f"{world} ranks", (tuple(range(world)),)))
+    return found
+
+
+def measure(scope: Scope, device: torch.device) -> Link:
+    """Time all sizes in one scope. *Collective* over all ranks, also those that only wait."""
+    groups = [dist.new_group(list(ranks)) for ranks in scope.groups]
+    own = next(
+        (
+            (ranks, group)
+            for ranks, group in zip(scope.groups, groups, strict=True)
+            if dist.get_rank() in ranks
+        ),
+        None,
+    )
+    samples = []
+    if own is not None:
+        # The first ones connect.
+        tensor = torch.zeros(1, device=device)
+        _seconds(_all_reduce(tensor, own[1]), device)
+        if len(own[0]) == 2:
+            _seconds(_round_trip(tensor, *own), device)
+    for size in _SIZES_ON_GPU_BYTES if device.type == "cuda" else _SIZES_BYTES:
+        tensor = torch.zeros(size // _FLOAT_BYTES, device=device)
+        all_reduce_s, is_slow = _timed(None if own is None else _all_reduce(tensor, own[1]), device)
+        send_s = None
+        if all(len(ranks) == 2 for ranks in scope.groups):
+            round_trip_s, _ = _timed(None if own is None else _round_trip(tensor, *own), device)
+            send_s = round_trip_s / 2
+        samples.append(Sample(size, all_reduce_s, send_s))
+        if is_slow:
+            break
+    for group in groups:
+        if own is not None and group is own[1]:
+            dist.destroy_process_group(group)
+    return Link(scope.kind, scope.what, len(scope.groups[0]), tuple(samples))
+
+
+def _all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], None]:
+    def reduce() -> None:
+        dist.all_reduce(tensor, group=group)
+
+    return reduce
+
+
+def _round_trip(tensor: torch.Tensor, ranks: tuple[int, ...], group: dist.ProcessGroup) -> Callable[[], None]:
+    first, second = ranks
+
+    def there_and_back() -> None:
+        if dist.get_rank() == first:
+            dist.send(tensor, second, group=group)
+            dist.recv(tensor, second, group=group)
+        else:
+            dist.recv(tensor, first, group=group)
+            dist.send(tensor, first, group=group)
+
+    return there_and_back
+
+
+def _timed(act: Callable[[], None] | None, device: torch.device) -> tuple[float, bool]:
+    """Return the median seconds of `act` on the slowest rank, and whether it is too slow for larger sizes.
+
+    *Collective* over all ranks; those without a part have no act.
+    """
+    dist.barrier()
+    first_s = _seconds(act, device)
+    # Rank 0 has a part in everything, so its count is nobody's guess.
+    repeats = torch.tensor([_num_repeats(first_s)])
+    dist.broadcast(repeats, 0)
+    times = [_seconds(act, device) for _ in range(int(repeats))] or [first_s]
+    slowest = torch.tensor([statistics.median(times)], dtype=torch.float64)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return float(slowest), float(slowest) > _SLOW_S
+
+
+def _num_repeats(first_s: float) -> int:
+    """Return how often is measured after the first time, which may have had to connect."""
+    return 0 if first_s > _SLOW_S else min(_MOST, max(_FEWEST, int(_BUDGET_S / max(first_s, 1e-9))))
+
+
+def _seconds(act: Callable[[], None] | None, device: torch.device) -> float:
+    if act is None:
+        return 0.0
+    begin = time.perf_counter()
+    act()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - begin
+
+
+# A peer that is silent for so long will not come.
+_TIMEOUT_S = 120.0
+
+
+def main(argv: list[str]) -> None:
+    """Take part as this process's rank; ends the process at once when all is written."""
+    die_with_parent()
+    ignore_scheduler_signals()
+    folder = RunDir(Path(argv[0]).resolve())
+    redirect_output(folder.rank_log(0, int(os.environ.get("RANK", "0"))))
+    measurement = _measurement(folder)
+    if measurement is not None:
+        draft = folder.path / f".{RESULT_NAME}"
+        draft.write_text(json.dumps(to_record(measurement), indent=2) + "\n")
+        draft.replace(folder.path / RESULT_NAME)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Threads of gloo's that outlive the interpreter could take the process along (see orchestra.train).
+    os._exit(0)
+
+
+def _measurement(folder: RunDir) -> Measurement | None:
+    """Measure all that these ranks can. *Collective*. Return the result on rank 0, None on the others."""
+    import torch
+    import torch.distributed as dist
+
+    from orchestra.parallel.mesh import choose_device, rank_environment
+    from orchestra.run.config_file import read_config
+
+    ranks = rank_environment()
+    device = choose_device(read_config(folder.config).cluster.device, ranks.local_rank)
+    on_gpu = device.type == "cuda"
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+        timeout=timedelta(seconds=_TIMEOUT_S),
+        device_id=device if on_gpu else None,
+    )
+    hosts: list[str] = [""] * ranks.world_size
+    dist.all_gather_object(hosts, platform.node())
+    links = [
+        measure(scope, device)
+        for scope in scopes(ranks.world_size // ranks.local_world_size, ranks.local_world_size)
+    ]
+    dist.barrier()
+    if ranks.rank:
+        return None
+    interface = os.environ.get("NCCL_SOCKET_IFNAME" if on_gpu else "GLOO_SOCKET_IFNAME")
+    return Measurement(
+        device=device.type,
+        device_name=torch.cuda.get_device_name(device) if on_gpu else platform.machine(),
+        backend="nccl" if on_gpu else "gloo",
+        interface=interface,
+        hosts=tuple(dict.fromkeys(hosts)),
+        ranks_per_node=ranks.local_world_size,
+        time=time.time(),
+        links=tuple(links),
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,1 @@
+"""What watches the training steps: faults, bad losses, replay, stragglers, profiles, the wandb mirror."""

@@ -1,0 +1,173 @@
+"""Traces a few steps with torch's profiler into <run>/profile/, on the ranks that the configuration names.
+
+For each traced rank: a Chrome trace (open it in Perfetto, ui.perfetto.dev), a table of the step's shares and
+of operations by their own time, and on a GPU the allocator's history for pytorch.org/memory_viz. The first of
+these ranks also records the shares in summary.json. Untraced steps cost one comparison.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch.autograd import DeviceType  # type: ignore[attr-defined]
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from conf.schema import ProfileConfig
+from orchestra.parallel.marks import Traffic
+from orchestra.run.paths import RunDir
+from orchestra.sizes.step_shares import MARKS, SUMMARY_FILE, Interval, Part, StepShares, shares_of
+
+_TABLE_ROWS = 40
+_UNTRACED = nullcontext()
+# Allocations and frees that the memory history keeps; the oldest are dropped.
+_MEMORY_HISTORY_ENTRIES = 200_000
+_STEP = "orchestra: step"
+# What the process groups call their own work in a trace: on the host, and as kernels of a GPU.
+_HOST_COLLECTIVES = ("gloo:",)
+_DEVICE_COLLECTIVES = ("nccl",)
+
+
+class StepProfiler:
+    """Traces the steps `config.steps[0]` to `config.steps[1]`, both included, on the ranks of `config.ranks`.
+
+    A run that resumes inside that range traces what is left of it; one that ends inside it writes on `close`.
+    `traffic` counts what this rank sends; without one no bytes are recorded. `settle` waits for collectives
+    that a step leaves under way: one that ended behind the trace would write into memory that is gone.
+    """
+
+    def __init__(
+        self,
+        config: ProfileConfig,
+        run: RunDir,
+        rank: int,
+        traffic: Traffic | None = None,
+        settle: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._first, self._last = config.steps
+        self._is_armed = config.enabled and rank in config.ranks
+        self._is_recorder = rank == min(config.ranks, default=None)
+        self._run = run
+        self._rank = rank
+        self._traffic = traffic or Traffic()
+        self._settle = settle
+        self._bytes_sent: Counter[str] = Counter()
+        self._profile: profile | None = None
+        self._began_at = self._ended_at = 0
+
+    def step(self, step: int) -> AbstractContextManager[object]:
+        """Return the context to run `step` in, the wait for its data included."""
+        if not self._is_armed or not self._first <= step <= self._last:
+            return _UNTRACED
+        return self._traced(step)
+
+    def close(self) -> None:
+        """Write what was traced, if that has not been done; call it when the loop ends, whatever ended it."""
+        self._is_armed = False
+        tracing, self._profile = self._profile, None
+        if tracing is None:
+            return
+        self._settle()
+        _wait_for_device()
+        tracing.stop()
+        self._write(tracing)
+
+    @contextmanager
+    def _traced(self, step: int) -> Iterator[None]:
+        if self._profile is None:
+            self._begin(step)
+        before = Counter(self._traffic.bytes_sent)
+        with record_function(_STEP), record_function(f"step {step}"):
+            yield
+            # The device's share of a step belongs to it.
+            _wait_for_device()
+        self._bytes_sent += Counter(self._traffic.bytes_sent) - before
+        self._ended_at = step
+        if step == self._last:
+            self.close()
+
+    def _begin(self, step: int) -> None:
+        self._began_at = self._ended_at = step
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+            torch.cuda.memory._record_memory_history(max_entries=_MEMORY_HISTORY_ENTRIES)
+        _wait_for_device()
+        self._profile = profile(activities=activities, record_shapes=True)
+        self._profile.start()
+
+    def _write(self, tracing: profile) -> None:
+        folder = self._run.profile
+        folder.mkdir(parents=True, exist_ok=True)
+        stem = f"rank-{self._rank:05d}-steps-{self._began_at}-{self._ended_at}"
+        tracing.export_chrome_trace(str(folder / f"{stem}.json.gz"))
+        order = "self_cpu_time_total"
+        if torch.cuda.is_available():
+            order = "self_cuda_time_total"
+            torch.cuda.memory._dump_snapshot(str(folder / f"{stem}-memory.pickle"))  # type: ignore[no-untyped-call]
+            torch.cuda.memory._record_memory_history(enabled=None)
+        operations = tracing.key_averages().table(sort_by=order, row_limit=_TABLE_ROWS)
+        shares = self._shares(tracing)
+        shown = "" if shares is None else "\n".join(shares.table()) + "\n"
+        (folder / f"{stem}.txt").write_text(f"{shown}\n{operations}")
+        if shares is not None and self._is_recorder:
+            (folder / SUMMARY_FILE).write_text(json.dumps(shares.record(), indent=1) + "\n")
+            sys.stderr.write(shown)
+
+    def _shares(self, tracing: profile) -> StepShares | None:
+        """Return the shares of the traced steps; None where none of them came to its end."""
+        found = _Times(tracing)
+        num_steps = len(found.steps)
+        if not found.steps:
+            return None
+        seconds, parts, communication = shares_of(found.steps, found.parts, found.in_flight, found.computing)
+        return StepShares(
+            rank=self._rank,
+            first_step=self._began_at,
+            last_step=self._ended_at,
+            step_s=seconds / num_steps,
+            parts_s={name: each / num_steps for name, each in parts.items()},
+            communication_s=communication / num_steps,
+            bytes_sent={kind: size / num_steps for kind, size in self._bytes_sent.items()},
+        )
+
+
+class _Times:
+    """What a trace says about steps, in nanoseconds.
+
+    On a GPU the parts are taken from its own time line, where torch's profiler repeats the host's marks; the
+    wait for data is always the host's. `computing` is None where there is no device beside the host.
+    """
+
+    def __init__(self, tracing: profile) -> None:
+        self.steps: list[Interval] = []
+        self.parts: dict[Part, list[Interval]] = {part: [] for part in Part}
+        self.in_flight: list[Interval] = []
+        self.computing: list[Interval] | None = [] if torch.cuda.is_available() else None
+        names = {name: part for part, name in MARKS.items()}
+        assert tracing.profiler is not None
+        assert tracing.profiler.kineto_results is not None
+        for event in tracing.profiler.kineto_results.events():
+            name, begin = event.name(), event.start_ns()
+            interval = (begin, begin + event.duration_ns())
+            is_host = event.device_type() == DeviceType.CPU
+            if name == _STEP and is_host:
+                self.steps.append(interval)
+            elif name in names:
+                part = names[name]
+                if is_host is (self.computing is None or part is Part.data):
+                    self.parts[part].append(interval)
+            elif name.startswith(_HOST_COLLECTIVES if is_host else _DEVICE_COLLECTIVES):
+                self.in_flight.append(interval)
+            elif not is_host and self.computing is not None and not event.is_user_annotation():
+                self.computing.append(interval)
+
+
+def _wait_for_device() -> None:
+    """Let queued kernels end, so that they fall on the right side of the trace's edge."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

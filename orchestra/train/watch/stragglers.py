@@ -1,0 +1,315 @@
+"""Each rank's own time in a step, without its waits for others, and who among the ranks is slow.
+
+One step of every so many is timed, on all ranks the same one: the whole step less the marked communication,
+on a GPU by events in its stream that are read much later, so that no host ever waits for a device. A rank
+leaves its times in the ranks' store and goes on; rank 0 reads all of them in a thread and writes
+`straggler_found` and `straggler_gone`. A step that is not timed costs a comparison.
+
+Communication inside of what torch compiled has no marks: waits there count as a rank's own time and hide who
+is slow, but accuse nobody. What is done about a straggler is not known here.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import socket
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from checkpointing.checkpoint_errors import CheckpointError
+from checkpointing.peers import Peers
+from conf.schema import RecoveryConfig
+from orchestra.parallel.marks import time_communication
+from orchestra.run.events import EventWriter, is_number
+
+# Which ranks compute slower than the others, from their own step times. Pure: it knows no clock and no
+# host, and does nothing about what it finds.
+#
+# A window is one time per rank: seconds of the same step, the waits for other ranks left out. A rank is slow
+# in it that needs `factor` times the median of the others; it counts as a straggler once that was so in
+# `windows` windows in a row, and no more once it was not so in as many. One hiccup, or noise that hits every
+# rank, is none: with a noise of 10 % (one standard deviation) a single window is 1.3 times the median once in
+# a thousand times, five in a row never.
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A rank, and how many times the others' median it needed (the median over the windows)."""
+
+    rank: int
+    ratio: float
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What changed with the newest window: who became slow, and who is it no more."""
+
+    found: tuple[Straggler, ...] = ()
+    gone: tuple[int, ...] = ()
+
+
+def judge(
+    history: Sequence[Sequence[float]], known: Collection[int], *, factor: float, windows: int
+) -> Judgement:
+    """Judge the newest `windows` of a history (oldest first; seconds by rank), given who is known to be slow.
+
+    With fewer windows, or a single rank, nothing changes. All windows have the same ranks.
+    """
+    if len(history) < windows or len(history[-1]) < 2:
+        return Judgement()
+    ratios = [ratios_to_others(window) for window in history[-windows:]]
+    found, gone = [], []
+    for rank, of_rank in enumerate(zip(*ratios, strict=True)):
+        if rank not in known and min(of_rank) > factor:
+            found.append(Straggler(rank, statistics.median(of_rank)))
+        elif rank in known and max(of_rank) <= factor:
+            gone.append(rank)
+    return Judgement(tuple(found), tuple(gone))
+
+
+def ratios_to_others(window: Sequence[float]) -> list[float]:
+    """Return each rank's time over the median of the others'; 1 where the others took no time."""
+    ordered = sorted(window)
+    medians = [_median_without(ordered, value) for value in window]
+    return [value / median if median > 0 else 1.0 for value, median in zip(window, medians, strict=True)]
+
+
+def _median_without(ordered: Sequence[float], value: float) -> float:
+    """Return the median of all but one that has this value, without copying them for each rank."""
+    place = bisect.bisect_left(ordered, value)
+    num_others = len(ordered) - 1
+
+    def other(index: int) -> float:
+        return ordered[index if index < place else index + 1]
+
+    middle = num_others // 2
+    return other(middle) if num_others % 2 else (other(middle - 1) + other(middle)) / 2
+
+
+_TOPIC = "step times"
+# Steps that a rank tells of at once: ranks whose hosts are ahead of their devices tell of the last one late.
+_TOLD = 4
+
+
+class StepClock(Protocol):
+    """Times one step after the other on one rank."""
+
+    def begin(self) -> None:
+        """Begin a step."""
+
+    def communicating(self) -> AbstractContextManager[Any]:
+        """Return the context in which this rank talks to others or waits for them."""
+
+    def end(self) -> None:
+        """End the step."""
+
+    def own_time_s(self) -> float | None:
+        """Return the seconds of the step that was ended, less its communication; None: not known yet."""
+
+
+class HostClock:
+    """For ranks that compute on the host: the wall time."""
+
+    def __init__(self) -> None:
+        self._began = self._own_time_s = self._communicated_s = 0.0
+        self._depth = 0
+
+    def begin(self) -> None:
+        self._communicated_s, self._depth = 0.0, 0
+        self._began = time.perf_counter()
+
+    @contextlib.contextmanager
+    def communicating(self) -> Iterator[None]:
+        began = time.perf_counter()
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if self._depth == 0:
+                self._communicated_s += time.perf_counter() - began
+
+    def end(self) -> None:
+        self._own_time_s = time.perf_counter() - self._began - self._communicated_s
+
+    def own_time_s(self) -> float | None:
+        return self._own_time_s
+
+
+class DeviceClock:
+    """For ranks that compute on a GPU: events in its stream, where the waits for other ranks happen too."""
+
+    def __init__(self) -> None:
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._depth = 0
+
+    def begin(self) -> None:
+        self._depth = 0
+        self._events = [(_event(), _event())]
+        self._events[0][0].record()
+
+    @contextlib.contextmanager
+    def communicating(self) -> Iterator[None]:
+        self._depth += 1
+        if self._depth > 1:
+            yield
+            self._depth -= 1
+            return
+        pair = (_event(), _event())
+        pair[0].record()
+        try:
+            yield
+        finally:
+            pair[1].record()
+            self._events.append(pair)
+            self._depth -= 1
+
+    def end(self) -> None:
+        self._events[0][1].record()
+
+    def own_time_s(self) -> float | None:
+        if not self._events or not self._events[0][1].query():  # type: ignore[no-untyped-call]
+            return None
+        whole, *parts = [float(first.elapsed_time(last)) for first, last in self._events]
+        return max(0.0, whole - sum(parts)) / 1000.0
+
+
+def step_clock(device: torch.device) -> StepClock:
+    """Return the clock of ranks that compute on this device."""
+    return DeviceClock() if device.type == "cuda" else HostClock()
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+class StepTimes:
+    """One rank's part. All ranks call `begin` and `end` for the same steps; neither waits for anything.
+
+    `events` is rank 0's, where the stragglers are written; None on the others.
+    """
+
+    def __init__(
+        self, config: RecoveryConfig, peers: Peers, clock: StepClock, events: EventWriter | None
+    ) -> None:
+        self._every_steps = config.straggler_every_steps if peers.world_size > 1 else None
+        self._peers = peers
+        self._clock = clock
+        self._timed: int | None = None
+        self._is_running = False
+        self._told: deque[tuple[int, float]] = deque(maxlen=_TOLD)
+        self._host = socket.gethostname()
+        is_watch = events is not None and self._every_steps is not None
+        self._watch = StragglerWatch(config, peers, events) if is_watch and events is not None else None
+
+    def begin(self, step: int) -> None:
+        """Begin `step`, with whatever this rank does for it."""
+        if self._every_steps is None or step % self._every_steps:
+            return
+        self._tell()
+        self._timed, self._is_running = step, True
+        time_communication(self._clock.communicating)
+        self._clock.begin()
+
+    def end(self) -> None:
+        """End the step; behind it ranks may wait for each other without a mark."""
+        if self._is_running:
+            self._clock.end()
+            time_communication(None)
+            self._is_running = False
+
+    def _tell(self) -> None:
+        """Leave the time of the step that was timed last, if the device has come that far."""
+        own_time_s = None if self._timed is None else self._clock.own_time_s()
+        if own_time_s is None or self._timed is None:
+            return
+        self._told.append((self._timed, own_time_s))
+        word = {"host": self._host, "times": list(self._told)}
+        if self._watch is not None:
+            self._watch.look(word)
+            return
+        # Without rank 0 there is nobody to tell, and the training will notice it by itself.
+        with contextlib.suppress(CheckpointError):
+            self._peers.tell(_TOPIC, word)
+
+    def close(self) -> None:
+        """Let go of the thread. Never waits."""
+        time_communication(None)
+        if self._watch is not None:
+            self._watch.close()
+
+
+class StragglerWatch:
+    """Reads what all ranks have left, whenever there is something new, and judges it. *Rank 0 only*."""
+
+    def __init__(self, config: RecoveryConfig, peers: Peers, events: EventWriter) -> None:
+        self._config = config
+        self._peers = peers
+        self._events = events
+        self._history: deque[list[float]] = deque(maxlen=config.straggler_windows)
+        self._judged = 0
+        self._slow: set[int] = set()
+        self._own: dict[str, Any] = {}
+        self._is_new = threading.Event()
+        self._is_over = False
+        self._thread = threading.Thread(target=self._follow, name="stragglers", daemon=True)
+        self._thread.start()
+
+    def look(self, own: dict[str, Any]) -> None:
+        """Have the thread look at what is there, with rank 0's own times. Never waits."""
+        self._own = own
+        self._is_new.set()
+
+    def close(self) -> None:
+        """End the thread; never waits for it."""
+        self._is_over = True
+        self._is_new.set()
+
+    def _follow(self) -> None:
+        while True:
+            self._is_new.wait()
+            self._is_new.clear()
+            if self._is_over:
+                return
+            # The store goes with rank 0, at the end of the run.
+            with contextlib.suppress(CheckpointError):
+                words = self._peers.words_of_others(_TOPIC)
+                if words is not None:
+                    self._judge([self._own, *words])
+
+    def _judge(self, words: list[dict[str, Any]]) -> None:
+        """Judge the steps that all ranks have told of since the last ones that were judged."""
+        times = [dict(word["times"]) for word in words]
+        new = set.intersection(*(set(of_rank) for of_rank in times))
+        for step in sorted(step for step in new if step > self._judged):
+            self._judged = step
+            window = [of_rank[step] for of_rank in times]
+            if all(is_number(seconds) for seconds in window):
+                self._history.append(window)
+                self._announce(step, words)
+
+    def _announce(self, step: int, words: list[dict[str, Any]]) -> None:
+        config = self._config
+        factor, windows = config.straggler_factor, config.straggler_windows
+        judgement = judge(list(self._history), self._slow, factor=factor, windows=windows)
+        num_steps = windows * (config.straggler_every_steps or 1)
+        # A full disk takes the record; the next one is tried again.
+        with contextlib.suppress(OSError):
+            for straggler in judgement.found:
+                rank, host = straggler.rank, words[straggler.rank]["host"]
+                evidence = {"ratio": straggler.ratio, "steps": num_steps, "seconds": self._history[-1][rank]}
+                self._events.write("straggler_found", rank=rank, host=host, step=step, **evidence)
+                self._slow.add(rank)
+            for rank in judgement.gone:
+                host = words[rank]["host"]
+                self._events.write("straggler_gone", rank=rank, host=host, step=step, steps=num_steps)
+                self._slow.discard(rank)

@@ -1,0 +1,108 @@
+"""A node's agent that is killed is started again: not for ever, but a long life makes up for earlier ends.
+
+One that stands still ends itself, and is started again too.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# The agent writes down that it lives, and is killed so often.
+_NODE = """
+import os, sys
+from pathlib import Path
+from orchestra.agents import __main__ as node
+
+place, num_deaths = Path(sys.argv[1]), int(sys.argv[2])
+node._LONG_LIFE_S = float(sys.argv[3])
+
+def work(argv, signals, zygote):
+    with place.open("a") as file:
+        file.write("x")
+    if len(place.read_text()) <= num_deaths:
+        os.kill(os.getpid(), 9)
+    return 0
+
+node._work = work
+sys.exit(node.main([]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("num_deaths", "long_life_s", "num_starts", "code"),
+    [(0, 600, 1, 0), (4, 600, 5, 0), (5, 600, 5, 1), (8, 0, 9, 0)],
+)
+def test_deaths_count_until_an_agent_lives_for_long(
+    tmp_path: Path, num_deaths: int, long_life_s: int, num_starts: int, code: int
+) -> None:
+    place = tmp_path / "lives"
+    words = [sys.executable, "-c", _NODE, str(place), str(num_deaths), str(long_life_s)]
+    done = subprocess.run(words, env=os.environ, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == code, done.stderr
+    assert len(place.read_text()) == num_starts
+    assert ("is not started again" in done.stderr) == (code == 1)
+
+
+# The first agent never comes back from its work, though its other threads go on.
+_STANDING_STILL = """
+import sys, time
+from pathlib import Path
+from launchers import crew
+from orchestra.agents import __main__ as node
+from orchestra.agents import join
+
+place = Path(sys.argv[1])
+crew._LEAST_STALL_S, crew._STALL_TIMEOUTS = 1.0, 0
+
+def work(argv, signals, zygote):
+    me = crew.Crew(place, 0, 1, 10.0, join._end_this_agent)
+    me.join("host", "127.0.0.1", {})
+    with (place / "lives").open("a") as file:
+        file.write("x")
+    me.progress()
+    if len((place / "lives").read_text()) == 1:
+        time.sleep(600)
+    me.leave()
+    return 0
+
+node._work = work
+sys.exit(node.main([]))
+"""
+
+
+def test_an_agent_that_stands_still_ends_itself_and_is_started_again(tmp_path: Path) -> None:
+    words = [sys.executable, "-c", _STANDING_STILL, str(tmp_path / "crew")]
+    done = subprocess.run(words, env=os.environ, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "crew" / "lives").read_text() == "xx"
+    assert "stands still" in done.stderr
+    assert "was killed by signal 9" in done.stderr
+    # Where it stood.
+    assert "in work" in done.stderr
+
+
+# The job is warned while the node's first process still imports.
+_EARLY = """
+import os, signal, sys, time
+from orchestra.agents import __main__ as node
+
+def work(argv, signals, zygote):
+    deadline = time.monotonic() + 30
+    while not signals.count() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return {"SIGUSR2": 7}.get(signals.first, 1)
+
+node._import_ahead = lambda: os.kill(os.getpid(), signal.SIGUSR2)
+node._work = work
+sys.exit(node.main([]))
+"""
+
+
+def test_a_signal_that_comes_before_there_is_an_agent_is_handed_on() -> None:
+    done = subprocess.run([sys.executable, "-c", _EARLY], env=os.environ, check=False, timeout=120)
+    assert done.returncode == 7

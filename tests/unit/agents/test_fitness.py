@@ -1,0 +1,170 @@
+"""An agent's part in the preflight: real crews in a folder, real probes, real sockets between neighbours."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launchers.node_group import Crew
+from orchestra.agents.choose_nodes import have_looked, slow
+from orchestra.agents.node_check.agent_part import Fitness, NodeCheck
+from orchestra.agents.node_check.ring import Ring
+
+GENEROUS_S = 60.0
+LOOPBACK = "127.0.0.1"
+Agent = tuple[Crew, Fitness]
+
+
+def agent(folder: Path, node: int, num_nodes: int, idle_every_s: float = 60.0, **wishes: Any) -> Agent:
+    crew = Crew(folder, node, num_nodes, 15.0)
+    asked = {"folder": str(folder), "rooms": [], "gpus": 0, **wishes}
+    fitness = Fitness(crew, NodeCheck(asked), idle_every_s=idle_every_s)
+    crew.join(f"node{node + 1}", LOOPBACK, {"port": 1, **fitness.offers(LOOPBACK)})
+    fitness.begin()
+    return crew, fitness
+
+
+@pytest.fixture
+def crew_of_four(tmp_path: Path) -> Iterator[list[Agent]]:
+    agents = [agent(tmp_path, node, 4) for node in range(4)]
+    yield agents
+    for crew, fitness in agents:
+        fitness.close()
+        crew.leave()
+
+
+def await_all(agents: list[Agent], fact: str) -> None:
+    deadline = time.monotonic() + GENEROUS_S
+    while time.monotonic() < deadline:
+        for _, fitness in agents:
+            fitness.tick(is_idle=False)
+        if all(fact in crew.member.facts for crew, _ in agents if crew.member is not None):
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"not all nodes said {fact}")
+
+
+def test_all_nodes_of_a_crew_tell_what_they_found(crew_of_four: list[Agent]) -> None:
+    await_all(crew_of_four, "checked")
+    await_all(crew_of_four, "ring")
+    told = crew_of_four[0][0].members()
+    assert have_looked(told, 4, 0.0)
+    for node, member in told.items():
+        assert member.facts["unfit"] is None
+        assert member.facts["ring"]["to"] == (node + 1) % 4
+        assert len(member.facts["ring"]["bytes_per_s"]) == 2
+        assert member.facts["ring"]["latency_s"] > 0
+        # What was said when it joined stays.
+        assert member.facts["port"] == 1
+    assert slow(told) == {}
+
+
+def test_what_is_found_behind_an_attempt_is_told_before_its_report(tmp_path: Path) -> None:
+    place = tmp_path / "scratch"
+    place.mkdir()
+    folder = tmp_path / "crew"
+    crew, fitness = agent(folder, 0, 1, rooms=[str(place)])
+    await_all([(crew, fitness)], "checked")
+    assert crew.member is not None
+    assert crew.member.facts["unfit"] is None
+    place.rmdir()
+    # It waits a moment only; what comes later is told by the next tick.
+    fitness.look_again()
+    _tick_until(fitness, lambda: bool(crew.members()[0].facts["unfit"]))
+    assert "is no folder here" in crew.members()[0].facts["unfit"]
+    place.mkdir()
+    fitness.look_again()
+    _tick_until(fitness, lambda: not crew.members()[0].facts["unfit"])
+    fitness.close()
+    crew.leave()
+
+
+def test_an_idle_node_looks_again_and_a_busy_one_does_not(tmp_path: Path) -> None:
+    place = tmp_path / "scratch"
+    place.mkdir()
+    crew, fitness = agent(tmp_path / "crew", 0, 1, idle_every_s=0.0, rooms=[str(place)])
+    await_all([(crew, fitness)], "checked")
+    place.rmdir()
+    for _ in range(5):
+        fitness.tick(is_idle=False)
+    assert not fitness._check.is_running
+    _tick_until(fitness, lambda: bool(crew.members()[0].facts["unfit"]), is_idle=True)
+    fitness.close()
+    crew.leave()
+
+
+def _tick_until(fitness: Fitness, is_so: Any, *, is_idle: bool = False) -> None:
+    deadline = time.monotonic() + GENEROUS_S
+    while not is_so():
+        assert time.monotonic() < deadline
+        fitness.tick(is_idle=is_idle)
+        time.sleep(0.02)
+
+
+def test_the_same_word_again_writes_nothing(tmp_path: Path) -> None:
+    crew, fitness = agent(tmp_path, 0, 1)
+    await_all([(crew, fitness)], "checked")
+    file = tmp_path / "member-000.json"
+    before = file.stat().st_ino
+    fitness.look_again()
+    fitness._check.settle(GENEROUS_S)
+    fitness.tick(is_idle=False)
+    assert file.stat().st_ino == before
+    fitness.close()
+    crew.leave()
+
+
+def test_a_node_without_neighbour_goes_on_without_a_ring(tmp_path: Path) -> None:
+    crew, fitness = agent(tmp_path, 0, 3)
+    await_all([(crew, fitness)], "checked")
+    assert "ring" not in crew.members()[0].facts
+    assert have_looked(crew.members(), 3, 0.0)
+    fitness.close()
+    crew.leave()
+
+
+def test_a_neighbour_that_hangs_up_or_is_gone_is_an_error_and_no_rate() -> None:
+    with socket.create_server((LOOPBACK, 0)) as gone:
+        place = (LOOPBACK, int(gone.getsockname()[1]))
+    ring = Ring(LOOPBACK)
+    ring.measure(lambda: place)
+    assert "error" in _taken(ring)
+    with socket.create_server((LOOPBACK, 0)) as server:
+
+        def hang_up() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    server.accept()[0].close()
+
+        threading.Thread(target=hang_up, daemon=True).start()
+        port = int(server.getsockname()[1])
+        ring.measure(lambda: (LOOPBACK, port))
+        assert "error" in _taken(ring)
+        ring.close()
+
+
+def _taken(ring: Ring) -> dict[str, Any]:
+    deadline = time.monotonic() + GENEROUS_S
+    while time.monotonic() < deadline:
+        found = ring.taken()
+        if found is not None:
+            return found
+        time.sleep(0.02)
+    raise AssertionError("nothing was measured")
+
+
+def test_garbage_sent_to_a_node_harms_nobody() -> None:
+    first, second = Ring(LOOPBACK), Ring(LOOPBACK)
+    with socket.create_connection((LOOPBACK, second.port)) as connection:
+        connection.sendall(bytes(range(256)) * 100)
+    first.measure(lambda: (LOOPBACK, second.port))
+    assert min(_taken(first)["bytes_per_s"]) > 0
+    first.close()
+    second.close()

@@ -1,0 +1,192 @@
+"""The order of ranks in the mesh, and batches that multiply out or are explained."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conf.schema import OptimConfig, ParallelismConfig, TrainConfig
+from orchestra.errors import ConfigError
+from orchestra.sizes.topology import (
+    Coordinates,
+    Layout,
+    batch_shape,
+    divisors,
+    global_batch_size,
+    largest_divisor,
+    layout,
+    listed,
+    nearest_multiples,
+    warmup_steps,
+)
+
+degrees = st.integers(1, 4)
+
+
+@given(dp=degrees, tp=degrees, pp=degrees, cp=degrees)
+def test_ranks_and_coordinates_are_each_others_inverse(dp: int, tp: int, pp: int, cp: int) -> None:
+    mesh = Layout(dp=dp, tp=tp, pp=pp, cp=cp)
+    places = [mesh.coordinates(rank) for rank in range(mesh.world_size)]
+    assert len(set(places)) == mesh.world_size == dp * tp * pp * cp
+    assert [mesh.rank(place) for place in places] == list(range(mesh.world_size))
+
+
+def test_tensor_parallel_ranks_are_neighbours_and_pipeline_stages_are_far_apart() -> None:
+    mesh = Layout(dp=2, tp=4, pp=2, cp=2)
+    assert [mesh.coordinates(rank).tp for rank in range(8)] == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert mesh.coordinates(4) == Coordinates(dp=0, tp=0, pp=0, cp=1)
+    assert mesh.coordinates(8) == Coordinates(dp=1, tp=0, pp=0, cp=0)
+    assert mesh.coordinates(16) == Coordinates(dp=0, tp=0, pp=1, cp=0)
+
+
+def test_ranks_outside_the_mesh_are_refused() -> None:
+    mesh = Layout(dp=2)
+    for rank in (-1, 2):
+        with pytest.raises(IndexError):
+            mesh.coordinates(rank)
+    with pytest.raises(IndexError):
+        mesh.rank(Coordinates(dp=0, tp=1, pp=0, cp=0))
+
+
+def test_auto_takes_what_the_other_axes_leave() -> None:
+    assert layout(ParallelismConfig(tp=2, pp=2), 16) == Layout(dp=4, tp=2, pp=2)
+    assert layout(ParallelismConfig(dp=4, cp=2), 8) == Layout(dp=4, cp=2)
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "world_size", "words"),
+    [
+        (ParallelismConfig(tp=3), 8, ("does not divide", "multiple of 3")),
+        (ParallelismConfig(dp=3), 8, ("parallelism.dp=3", "parallelism.dp=8 or auto")),
+        (ParallelismConfig(ep=3), 8, ("parallelism.ep=3", "1, 2, 4 or 8")),
+        (ParallelismConfig(dp="many"), 8, ("parallelism.dp=many", "auto or a whole number")),
+        (ParallelismConfig(pp=0), 8, ("parallelism.pp=0",)),
+    ],
+)
+def test_layouts_that_do_not_multiply_out_are_explained(
+    parallelism: ParallelismConfig, world_size: int, words: tuple[str, ...]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        layout(parallelism, world_size)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@given(micro=st.integers(1, 8), accumulation=st.integers(1, 8), dp=st.integers(1, 8))
+def test_a_batch_that_multiplies_out_gives_its_accumulation(micro: int, accumulation: int, dp: int) -> None:
+    train = TrainConfig(global_batch_size=micro * accumulation * dp, micro_batch_size=micro, seq_len=32)
+    shape = batch_shape(train, dp)
+    assert (shape.micro_batch_size, shape.accumulation, shape.dp) == (micro, accumulation, dp)
+    assert shape.tokens_per_step == micro * accumulation * dp * 32
+
+
+@given(size=st.integers(1, 200), micro=st.integers(1, 16), dp=st.integers(1, 16))
+def test_the_sizes_that_a_refusal_names_are_accepted(size: int, micro: int, dp: int) -> None:
+    train = TrainConfig(global_batch_size=size, micro_batch_size=micro)
+    if size % (micro * dp) == 0:
+        return
+    with pytest.raises(ConfigError, match="GBS = MBS × GA × DP"):
+        batch_shape(train, dp)
+    for near in nearest_multiples(size, micro * dp):
+        assert (
+            batch_shape(TrainConfig(global_batch_size=near, micro_batch_size=micro), dp).global_batch_size
+            == near
+        )
+
+
+def test_a_refused_batch_names_a_micro_batch_that_fits() -> None:
+    with pytest.raises(ConfigError, match=r"global_batch_size=8 or 16, or micro_batch_size=3"):
+        batch_shape(TrainConfig(global_batch_size=12, micro_batch_size=4), 2)
+
+
+def test_tokens_take_over_from_sequences() -> None:
+    train = TrainConfig(global_batch_size=16, global_batch_tokens=4096, seq_len=1024)
+    assert batch_shape(train, 2).global_batch_size == 4
+    with pytest.raises(
+        ConfigError, match=r"train\.global_batch_tokens=4096 \(4 sequences\).*use .*=3072 or 6144"
+    ):
+        batch_shape(train, 3)
+
+
+@pytest.mark.parametrize(("share", "micro"), [(1, 1), (6, 6), (8, 8), (12, 6), (16, 8), (22, 2)])
+def test_without_a_configured_size_the_micro_batch_is_the_largest_divisor_up_to_8(
+    share: int, micro: int
+) -> None:
+    shape = batch_shape(TrainConfig(global_batch_size=2 * share), 2)
+    assert (shape.micro_batch_size, shape.accumulation) == (micro, share // micro)
+
+
+def test_a_batch_that_nobody_configured_is_16_or_the_next_size_that_the_ranks_can_share() -> None:
+    sizes = {dp: batch_shape(TrainConfig(), dp).global_batch_size for dp in (1, 2, 3, 4, 5, 6, 7, 8, 16, 64)}
+    assert sizes == {1: 16, 2: 16, 3: 18, 4: 16, 5: 20, 6: 18, 7: 21, 8: 16, 16: 16, 64: 64}
+    assert batch_shape(TrainConfig(micro_batch_size=3), 2).global_batch_size == 18
+    assert global_batch_size(TrainConfig(micro_batch_size="auto"), 3) == 18
+
+
+def test_absurd_batches_are_shared_out_or_refused_at_once() -> None:
+    assert batch_shape(TrainConfig(global_batch_size=10**18), 2).micro_batch_size == 8
+    prime = 2**89 - 1
+    assert batch_shape(TrainConfig(global_batch_size=prime), 1).micro_batch_size == 1
+    for micro in (2, 10**18):
+        with pytest.raises(ConfigError, match=r"or micro_batch_size=1$"):
+            batch_shape(TrainConfig(global_batch_size=prime, micro_batch_size=micro), 1)
+
+
+@given(replicate=degrees, shard=degrees, tp=st.integers(1, 2), pp=st.integers(1, 2), data=st.data())
+def test_groups_of_axes_part_the_ranks_and_agree_on_their_members(
+    replicate: int, shard: int, tp: int, pp: int, data: st.DataObject
+) -> None:
+    mesh = Layout(dp=replicate * shard, tp=tp, pp=pp, shard=shard)
+    assert mesh.replicate == replicate
+    degree = {"replicate": replicate, "shard": shard, "tp": tp, "pp": pp, "cp": 1}
+    axes = data.draw(st.lists(st.sampled_from(list(degree)), unique=True))
+    size = 1
+    for axis in axes:
+        size *= degree[axis]
+    for rank in range(mesh.world_size):
+        members = mesh.neighbours(rank, axes)
+        assert len(members) == size
+        assert list(members) == sorted(members)
+        assert all(mesh.neighbours(other, axes) == members for other in members)
+        assert rank in members
+
+
+def test_shards_are_neighbours_behind_tp_and_replicas_are_far_apart() -> None:
+    mesh = Layout(dp=4, tp=2, shard=2)
+    assert mesh.neighbours(0, ["tp"]) == (0, 1)
+    assert mesh.neighbours(0, ["shard"]) == (0, 2)
+    assert mesh.neighbours(0, ["replicate"]) == (0, 4)
+    assert mesh.neighbours(5, ["shard", "tp"]) == (4, 5, 6, 7)
+    assert mesh.neighbours(5, ["replicate", "shard"]) == (1, 3, 5, 7)
+
+
+def test_zero_shards_over_all_of_data_parallelism_unless_told_otherwise() -> None:
+    def shard(**parallelism: int) -> int:
+        return layout(ParallelismConfig(**parallelism), 8).shard  # type: ignore[arg-type]
+
+    assert (shard(), shard(zero=1), shard(zero=3, tp=2), shard(zero=2, shard_degree=4)) == (1, 8, 4, 4)
+
+
+@given(number=st.integers(1, 5000), limit=st.integers(1, 60))
+def test_the_largest_divisor_is_one_of_all_divisors(number: int, limit: int) -> None:
+    assert largest_divisor(number, limit) == max(part for part in divisors(number) if part <= limit)
+
+
+def test_divisors_of_an_absurd_number_are_found_at_once() -> None:
+    assert divisors(2**89 - 1) == [1, 2**89 - 1]
+    assert divisors(10**10) == [part for part in divisors(10**10) if 10**10 % part == 0]
+    assert len(divisors(10**10)) == 121
+
+
+def test_warmup_is_a_tenth_of_the_run_up_to_2000_steps() -> None:
+    lengths = {steps: warmup_steps(OptimConfig(), TrainConfig(steps=steps)) for steps in (1, 9, 300, 10**6)}
+    assert lengths == {1: 0, 9: 0, 300: 30, 10**6: 2000}
+    assert warmup_steps(OptimConfig(warmup_steps=7), TrainConfig(steps=300)) == 7
+
+
+def test_numbers_are_listed_in_words() -> None:
+    assert divisors(12) == [1, 2, 3, 4, 6, 12]
+    assert listed([1]) == "1"
+    assert listed([1, 2, 4]) == "1, 2 or 4"
+    assert listed(list(range(20))) == "0, 1, 2, 3, 4, 5, …, 15, 16, 17, 18 or 19"
