@@ -38,6 +38,10 @@ TINY = (
     "cluster.peak_tflops=1",
 )
 
+# For a run that trains while a test does something else: ranks that train as fast as they can take the
+# processors that the test, and others beside it, need. About twenty steps a second.
+PACE = "recovery.inject=[{at_step: 1, rank: all, fault: slow, seconds: 0.04, attempt: all}]"
+
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the environment of a command, which imports this very tree."""
@@ -58,10 +62,12 @@ def orchestra(
     )
 
 
-def start(folder: Path, *arguments: str, extra: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
-    """Start a command in `folder`, in a session of its own."""
+def start(
+    folder: Path, *arguments: str, extra: Mapping[str, str] | None = None, through: tuple[str, ...] = ()
+) -> subprocess.Popen[str]:
+    """Start a command in `folder`, in a session of its own, `through` another command where one is given."""
     return subprocess.Popen(
-        words(*arguments),
+        [*through, *words(*arguments)],
         cwd=folder,
         env=environment(extra),
         stdout=subprocess.PIPE,
@@ -76,9 +82,14 @@ def start(folder: Path, *arguments: str, extra: Mapping[str, str] | None = None)
 def eventually(claim: Callable[[], bool], limit_s: float) -> bool:
     """Wait until a claim holds; return whether it does."""
     deadline = time.monotonic() + limit_s
-    while not claim() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return claim()
+    while True:
+        looked = time.monotonic()
+        if claim():
+            return True
+        now = time.monotonic()
+        if now > deadline:
+            return False
+        time.sleep(max(0.05, 2 * (now - looked)))
 
 
 def processes_of(run: RunDir) -> list[int]:

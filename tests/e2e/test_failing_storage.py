@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from commands import TINY, events_of, eventually, start
+from commands import PACE, TINY, events_of, eventually, start
 
 from orchestra.run.files import Record
 from orchestra.run.metrics_file import read_metrics
@@ -23,9 +23,10 @@ _ENDLESS = (
     "run.name=endless",
     *TINY,
     "train.steps=1000000",
-    "train.log_every=10",
-    "checkpoint.every_steps=100",
+    "train.log_every=2",
+    "checkpoint.every_steps=20",
     "checkpoint.keep_last=1",
+    PACE,
 )
 _START_S = 60.0
 _SOON_S = 30.0

@@ -9,62 +9,23 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from commands import PACE, environment, events_of, eventually, orchestra, processes_of, start
 
-from orchestra.run.events import read_events
 from orchestra.run.metrics_file import read_metrics
 from orchestra.run.paths import RunDir
 
 pytestmark = pytest.mark.ranks
 
-_ROOT = Path(__file__).resolve().parents[2]
 # Small and endless: ended by a signal long before its last step.
-_ENDLESS = ("train.steps=1000000", "train.global_batch_size=2", "train.seq_len=32", "wandb.mode=disabled")
+_ENDLESS = (
+    *("train.steps=1000000", "train.global_batch_size=2", "train.seq_len=32", "wandb.mode=disabled"),
+    PACE,
+)
 _START_S = 60.0
-
-
-def _environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(_ROOT), "COLUMNS": "80"}
-
-
-def _words(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "orchestra", *arguments]
-
-
-def orchestra(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end in `folder`."""
-    return subprocess.run(
-        _words(*arguments), cwd=folder, env=_environment(), capture_output=True, text=True, timeout=100
-    )
-
-
-def _eventually(claim: Callable[[], bool], limit_s: float) -> bool:
-    deadline = time.monotonic() + limit_s
-    while not claim() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return claim()
-
-
-def _processes_of(run: RunDir) -> list[int]:
-    """Return the ids of all processes with the run's directory on their command line."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                words = (entry / "cmdline").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            if str(run.path).encode() in words:
-                found.append(int(entry.name))
-    return found
-
-
-def _events(run: RunDir, name: str) -> list[dict[str, object]]:
-    return [event for event in read_events(run) if event["event"] == name]
 
 
 @dataclass
@@ -80,25 +41,14 @@ class Started:
         return self.process.returncode, out, err
 
     def all_gone(self, limit_s: float) -> bool:
-        return _eventually(lambda: not _processes_of(self.run), limit_s)
+        return eventually(lambda: not processes_of(self.run), limit_s)
 
 
 def _start(folder: Path, *overrides: str, through: tuple[str, ...] = ()) -> Started:
     """Start an endless run, `through` a command that takes one, and wait for its first steps."""
-    words = [*through, *_words("run", "run.name=endless", *_ENDLESS, *overrides)]
-    process = subprocess.Popen(
-        words,
-        cwd=folder,
-        env=_environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        # Tests that a script started with `&` ignore Ctrl-C, and so would their command.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+    process = start(folder, "run", "run.name=endless", *_ENDLESS, *overrides, through=through)
     started = Started(RunDir(folder / "runs" / "endless"), process)
-    is_up = _eventually(lambda: len(read_metrics(started.run)) > 2 or process.poll() is not None, _START_S)
+    is_up = eventually(lambda: len(read_metrics(started.run)) > 2 or process.poll() is not None, _START_S)
     assert is_up
     assert process.poll() is None, process.communicate()
     return started
@@ -126,12 +76,12 @@ def test_a_run_ends_with_0_and_leaves_a_whole_run_directory(
     assert [row["step"] for row in read_metrics(run)] == [1, 2, 3, 4, 5, 6]
     assert json.loads(run.record.read_text())["overrides"][0] == "train.steps=6"
     assert "gpus_per_node: 2" in run.config.read_text()
-    assert sorted(event["rank"] for event in _events(run, "finished") if "rank" in event) == [0, 1]
-    assert _events(run, "finished")[-1]["code"] == 0
+    assert sorted(event["rank"] for event in events_of(run, "finished") if "rank" in event) == [0, 1]
+    assert events_of(run, "finished")[-1]["code"] == 0
     logs = sorted(path.name for path in run.attempt_logs(0).iterdir())
     assert logs == ["node-000.log", "rank-00000.log", "rank-00001.log"]
-    assert list(run.wandb.rglob("*.wandb")), _events(run, "wandb_failed")
-    assert _processes_of(run) == []
+    assert list(run.wandb.rglob("*.wandb")), events_of(run, "wandb_failed")
+    assert processes_of(run) == []
 
 
 def test_piped_output_is_plain_complete_and_within_80_columns(
@@ -140,14 +90,14 @@ def test_piped_output_is_plain_complete_and_within_80_columns(
     lines = finished.stdout.splitlines()
     assert "\x1b" not in finished.stdout
     assert max(map(len, lines)) <= 80
-    for start in (
+    for begin in (
         "run     first",
         "model   debug: 808,064 parameters",
         "layout  2 ranks: dp 2",
         "step 1/6",
         "step 6/6",
     ):
-        assert any(line.startswith(start) for line in lines), finished.stdout
+        assert any(line.startswith(begin) for line in lines), finished.stdout
     assert any(line.startswith("finished after 6 of 6 steps") for line in lines)
     assert any(line.startswith("loss ") and " → " in line for line in lines)
 
@@ -202,14 +152,14 @@ def test_a_dry_run_prints_the_command_and_writes_nothing(tmp_path: Path) -> None
 @pytest.mark.parametrize("to_group", [False, True])
 def test_ctrl_c_ends_every_process_with_130(tmp_path: Path, to_group: bool) -> None:
     started = _start(tmp_path)
-    assert len(_processes_of(started.run)) >= 3, "torchrun and two workers"
+    assert len(processes_of(started.run)) >= 3, "torchrun and two workers"
     (os.killpg if to_group else os.kill)(started.process.pid, signal.SIGINT)
     code, out, err = started.end()
     assert code == 130
     assert "Traceback" not in out + err
     assert "interrupted after" in out
-    assert _processes_of(started.run) == []
-    assert _events(started.run, "failed")[-1]["message"] == "SIGINT received"
+    assert processes_of(started.run) == []
+    assert events_of(started.run, "failed")[-1]["message"] == "SIGINT received"
 
 
 def test_nothing_outlives_a_command_that_is_killed(tmp_path: Path) -> None:
@@ -225,16 +175,16 @@ def test_a_killed_worker_ends_the_run_with_1_and_is_named(tmp_path: Path) -> Non
     # Ranks that were not forked show their environment.
     plain = ("recovery.warm_start=false", "recovery.max_restarts=0")
     started = _start(tmp_path, "run.dir=runs", *plain)
-    victim = next(event for event in read_events(started.run) if event["event"] == "attempt_started")
+    victim = events_of(started.run, "attempt_started")[0]
     assert victim["pid"] == started.process.pid
-    workers = [pid for pid in _processes_of(started.run) if _rank_of(pid) == "1"]
+    workers = [pid for pid in processes_of(started.run) if _rank_of(pid) == "1"]
     os.kill(workers[0], signal.SIGKILL)
     code, _, err = started.end()
     assert code == 1
     assert "error: rank 1 on " in err
     assert "killed by SIGKILL" in err
     assert "rank-00001.log" in err
-    assert _processes_of(started.run) == []
+    assert processes_of(started.run) == []
 
 
 def _rank_of(pid: int) -> str | None:
@@ -263,7 +213,7 @@ def test_a_reader_that_goes_away_does_not_end_the_training(tmp_path: Path) -> No
         "wandb.mode=disabled",
     ]
     done = subprocess.run(
-        ["bash", "-c", program, *words], cwd=tmp_path, env=_environment(), capture_output=True, text=True
+        ["bash", "-c", program, *words], cwd=tmp_path, env=environment(), capture_output=True, text=True
     )
     assert done.stdout.splitlines()[-1] == "code 0"
     assert done.stderr == ""
@@ -276,20 +226,20 @@ def test_a_run_under_nohup_outlives_its_terminal_and_its_removed_directory_ends_
     started = _start(tmp_path, "cluster.gpus_per_node=1", through=("nohup",))
     steps = len(read_metrics(started.run))
     started.process.send_signal(signal.SIGHUP)
-    assert _eventually(lambda: len(read_metrics(started.run)) > steps + 20, 60.0)
+    assert eventually(lambda: len(read_metrics(started.run)) > steps + 20, 60.0)
     shutil.rmtree(started.run.path)
     time.sleep(1.0)
     assert started.process.poll() is None
     started.process.terminate()
     code, out, err = started.end()
     assert (code, "Traceback" in out + err) == (130, False)
-    assert _processes_of(started.run) == []
+    assert processes_of(started.run) == []
 
 
 def test_output_to_a_full_disk_does_not_end_the_training(tmp_path: Path) -> None:
     small = ("train.steps=3", "train.seq_len=32", "train.global_batch_size=2", "wandb.mode=disabled")
     program = '"$0" -m orchestra run "$@" >/dev/full; echo "code $?"'
     words = ["bash", "-c", program, sys.executable, *small, "run.name=full", "cluster.gpus_per_node=1"]
-    done = subprocess.run(words, cwd=tmp_path, env=_environment(), capture_output=True, text=True)
+    done = subprocess.run(words, cwd=tmp_path, env=environment(), capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("code 0\n", "")
     assert len(read_metrics(RunDir(tmp_path / "runs" / "full"))) == 3

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from commands import (
+    PACE,
     TINY,
     events_of,
     eventually,
@@ -155,7 +156,7 @@ def test_a_finished_run_says_so_and_can_be_trained_further_on_another_layout(
 
 
 def test_a_run_that_trains_is_left_alone_and_ctrl_c_tells_how_to_go_on(tmp_path: Path) -> None:
-    endless = ("train.steps=1000000", "train.log_every=50", "checkpoint.every_steps=50")
+    endless = ("train.steps=1000000", "train.log_every=10", "checkpoint.every_steps=10", PACE)
     process = start(tmp_path, "run", "run.name=endless", *TINY, *endless)
     run = RunDir(tmp_path / "runs" / "endless")
     is_saved = eventually(lambda: bool(events_of(run, "checkpoint_committed")), 60)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from commands import (
+    PACE,
     TINY,
     events_of,
     eventually,
@@ -30,7 +31,7 @@ from orchestra.run.paths import RunDir
 pytestmark = pytest.mark.ranks
 
 # The learning rate of a step depends on no later one, so that a run can be ended where it was stopped.
-_ENDLESS = ("train.steps=1000000", "optim=adamw_constant", "optim.warmup_steps=5")
+_ENDLESS = ("train.steps=1000000", "optim=adamw_constant", "optim.warmup_steps=5", PACE)
 _START_S = 60.0
 
 

@@ -278,10 +278,14 @@ def parent(pid: int) -> int:
 def until(is_true: Callable[[], object], what: str, within_s: float = 90) -> None:
     """Wait until something is true. Raises TooLateError with its name."""
     deadline = time.monotonic() + within_s
-    while not is_true():
-        if time.monotonic() > deadline:
+    while True:
+        looked = time.monotonic()
+        if is_true():
+            return
+        now = time.monotonic()
+        if now > deadline:
             raise TooLateError(f"not within {within_s:g} s: {what}")
-        time.sleep(_POLL_S)
+        time.sleep(max(_POLL_S, now - looked))
 
 
 @contextlib.contextmanager

@@ -16,6 +16,9 @@ from slurm.cluster.layout import Layout, load_layout
 
 ROOT = Path(__file__).parents[2]
 POLL_S = 0.2
+# Between two looks, as a multiple of what a look takes.
+_LOOK_SHARE = 4
+_POLL_AT_MOST_S = 3.0
 
 
 class Site:
@@ -106,11 +109,18 @@ class Site:
 
 
 def wait_until(is_true: Callable[[], object], what: str, within_s: float = 90) -> None:
-    """Wait until something is true, or fail with its name."""
+    """Wait until something is true, or fail with its name.
+
+    A look that starts a process is repeated more rarely: the processors are for what is waited for.
+    """
     deadline = time.monotonic() + within_s
-    while not is_true():
-        assert time.monotonic() < deadline, f"not within {within_s:g} s: {what}"
-        time.sleep(POLL_S)
+    while True:
+        looked = time.monotonic()
+        if is_true():
+            return
+        now = time.monotonic()
+        assert now < deadline, f"not within {within_s:g} s: {what}"
+        time.sleep(max(POLL_S, min(_LOOK_SHARE * (now - looked), _POLL_AT_MOST_S)))
 
 
 def _finished(done: subprocess.CompletedProcess[str], check: bool) -> subprocess.CompletedProcess[str]:

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize("is_noticed", [False, True], ids=["unnoticed", "noticed"])
 def test_a_node_lost_before_the_step_began_costs_the_run_one_job(cluster: Site, is_noticed: bool) -> None:
     # The set-up lines are what a job does between its nodes' allocation and its step.
-    late = ("cluster.nodes=2", "cluster.setup=[sleep 8]", "train.steps=10")
+    late = ("cluster.nodes=2", "cluster.gpus_per_node=1", "cluster.setup=[sleep 8]", "train.steps=10")
     name = "noticed" if is_noticed else "unnoticed"
     run, job = submitted(cluster, name, *late)
     is_on = lambda: cluster.run("squeue", "--noheader", "--jobs", job, "--states", "R").stdout.strip()  # noqa: E731
@@ -40,8 +40,10 @@ def test_a_node_lost_before_the_step_began_costs_the_run_one_job(cluster: Site, 
 
 
 def training(cluster: Site, name: str, *overrides: str) -> tuple[RunDir, str, list[str]]:
-    """Return a run over two nodes that trains, its job and its hosts."""
-    run, job = submitted(cluster, name, "cluster.nodes=2", "checkpoint.every_steps=20", *overrides)
+    """Return a run over two nodes that trains, its job and its hosts; its first attempt takes its time."""
+    length = ("train.steps=150", "checkpoint.every_steps=20", "cluster.nodes=2", "cluster.gpus_per_node=1")
+    slow = "recovery.inject=[{at_step: 1, rank: 0, fault: slow, seconds: 0.1}]"
+    run, job = submitted(cluster, name, *length, slow, *overrides)
     wait_until(lambda: named(run, "checkpoint_committed"), f"it trains: {said(run)}")
     (started,) = named(run, "attempt_started")
     return run, job, started["hosts"]
@@ -49,7 +51,7 @@ def training(cluster: Site, name: str, *overrides: str) -> tuple[RunDir, str, li
 
 @pytest.mark.timeout(240)
 def test_an_srun_that_is_killed_ends_nothing(cluster: Site) -> None:
-    run, job, hosts = training(cluster, "without-srun", "train.steps=1000")
+    run, job, hosts = training(cluster, "without-srun")
     sruns = [pid for pid, line in cluster.processes_on(hosts[0]).items() if line.startswith("srun ")]
     for pid in sruns:
         os.kill(pid, signal.SIGKILL)
@@ -62,7 +64,7 @@ def test_an_srun_that_is_killed_ends_nothing(cluster: Site) -> None:
 @pytest.mark.timeout(300)
 def test_a_node_that_boots_again_at_once_costs_the_run_one_job(cluster: Site) -> None:
     """srun then gives the step up on all nodes, `--no-kill` or not."""
-    run, job, hosts = training(cluster, "rebooted", "train.steps=1000", "cluster.spare_nodes=1")
+    run, job, hosts = training(cluster, "rebooted", "cluster.spare_nodes=1")
     cluster.devcluster("fail-node", hosts[1])
     cluster.devcluster("heal-node", hosts[1])
     wait_until(lambda: named(run, "finished"), f"it finishes: {said(run)}", 200)

@@ -6,14 +6,14 @@ import sys
 
 import pytest
 from sites import ROOT, Site, wait_until
-from test_submit import TINY, ended, exit_code, named, orchestra, said, state_of, submitted
+from test_submit import PACE, TINY, ended, exit_code, named, orchestra, said, state_of, submitted
 
 from orchestra.run.metrics_file import read_metrics
 from orchestra.run.paths import RunDir
 
 pytestmark = pytest.mark.slow
 
-ENDLESS = "train.steps=1000000"
+ENDLESS = ("train.steps=1000000", PACE)
 
 
 def trains_behind(run: RunDir, step: int) -> None:
@@ -63,7 +63,7 @@ def test_a_run_survives_its_time_limit_bit_for_bit(cluster: Site) -> None:
 
 
 def test_a_chained_job_goes_on_and_the_older_one_may_not_train_beside_it(cluster: Site) -> None:
-    run, first = submitted(cluster, "chained", ENDLESS, "cluster.requeue=chain")
+    run, first = submitted(cluster, "chained", *ENDLESS, "cluster.requeue=chain")
     # Else it could not be started again by hand.
     cluster.run("scontrol", "update", f"JobId={first}", "Requeue=1")
     trains_behind(run, 0)
@@ -86,7 +86,7 @@ def test_a_chained_job_goes_on_and_the_older_one_may_not_train_beside_it(cluster
 
 def test_preempted_and_requeued_by_hand_it_goes_on_until_it_is_cancelled(cluster: Site) -> None:
     where = "cluster.slurm_extra={nodelist: node1, exclusive: true}"
-    run, job = submitted(cluster, "preempted", ENDLESS, where)
+    run, job = submitted(cluster, "preempted", *ENDLESS, where)
     trains_behind(run, 0)
     urgent = ("--partition=urgent", "--nodelist=node1", "--exclusive", "--wrap=sleep 2", "--output=/dev/null")
     cluster.submit(*urgent)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_a_cancelled_run_goes_on_as_a_new_job_on_another_number_of_nodes(cluster: Site) -> None:
-    run, first = submitted(cluster, "again", ENDLESS, "cluster.nodes=2", "checkpoint.every_steps=1000")
+    run, first = submitted(cluster, "again", *ENDLESS, "cluster.nodes=2", "checkpoint.every_steps=1000")
     refused = orchestra(cluster, "resume", "again", check=False)
     assert refused.returncode == 2, refused.stdout
     trains_behind(run, 0)

@@ -35,6 +35,9 @@ TINY = (
     "cluster.peak_tflops=1",
 )
 
+# For a run that trains until a test ends it: it leaves the processors to others. About ten steps a second.
+PACE = "recovery.inject=[{at_step: 1, rank: all, fault: slow, seconds: 0.08, attempt: all}]"
+
 
 def orchestra(
     cluster: Site, *arguments: str, root: Path = ROOT, check: bool = True, **environment: str

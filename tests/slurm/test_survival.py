@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 from sites import Site, wait_until
-from test_submit import ended, named, orchestra, said, state_of, submitted
+from test_submit import PACE, ended, named, orchestra, said, state_of, submitted
 from wandb_records import recorded_rows
 
 from orchestra.run.metrics_file import read_metrics
@@ -18,7 +18,7 @@ from orchestra.run.paths import RunDir
 pytestmark = pytest.mark.slow
 
 # For ever, as far as a test is concerned.
-LONG = ("train.steps=1000000", "checkpoint.every_steps=50")
+LONG = ("train.steps=1000000", "checkpoint.every_steps=50", PACE)
 # A host's own first process and its daemon.
 OF_THE_HOST = ("slurm.cluster.host", "slurmd -D")
 
