@@ -29,14 +29,33 @@ def modules() -> dict[str, Module]:
     return {module.name: module for file in files for module in [_module(file)]}
 
 
+@cache
+def python_files() -> list[Path]:
+    """Return all Python files of the repository: packages, benchmarks, development cluster and tests."""
+    folders = (*PACKAGES, "benchmarks", "slurm", "tests")
+    return sorted(file for folder in folders for file in (ROOT / folder).rglob("*.py"))
+
+
+@cache
+def tree_of(file: Path) -> ast.Module:
+    """Return a file's syntax; each is read once for all rules."""
+    return ast.parse(file.read_text(), str(file))
+
+
+def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Yield all functions in a piece of syntax, methods and inner ones included."""
+    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
 def _module(file: Path) -> Module:
     parts = list(file.relative_to(ROOT).with_suffix("").parts)
     is_package = parts[-1] == "__init__"
     name = ".".join(parts[:-1] if is_package else parts)
-    return Module(name, file, is_package, ast.parse(file.read_text(), str(file)))
+    return Module(name, file, is_package, tree_of(file))
 
 
-def imports(module: Module, *, with_lazy: bool) -> set[str]:
+@cache
+def imports(module: Module, *, with_lazy: bool) -> frozenset[str]:
     """Return the dotted names that a module imports; `with_lazy` counts imports inside functions too.
 
     `from a import b` counts as a.b where that is one of our modules, else as a. Imports for type checkers
@@ -52,14 +71,14 @@ def imports(module: Module, *, with_lazy: bool) -> set[str]:
                 f"{base}.{alias.name}" if f"{base}.{alias.name}" in modules() else base
                 for alias in node.names
             )
-    return found
+    return frozenset(found)
 
 
 def _statements(node: ast.AST, *, with_lazy: bool) -> Iterator[ast.AST]:
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and not with_lazy:
             continue
-        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+        if isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"):
             continue
         yield child
         yield from _statements(child, with_lazy=with_lazy)
@@ -79,13 +98,13 @@ def ancestors(name: str) -> list[str]:
     return [".".join(parts[:end]) for end in range(1, len(parts))]
 
 
-def reached(start: str) -> dict[str, str]:
-    """Return everything that importing and using `start` may import, each with the module that imports it.
+def reached(*starts: str) -> dict[str, str]:
+    """Return everything that importing and using `starts` may import, each with the module that imports it.
 
     Names outside our packages are ends; imports inside functions count, and so do packages around a module.
     """
-    importer = {start: ""}
-    queue = [start]
+    importer = dict.fromkeys(starts, "")
+    queue = [*starts]
     while queue:
         name = queue.pop()
         targets = set(imports(modules()[name], with_lazy=True))
