@@ -15,7 +15,7 @@ SOAK_ARGS ?= --seconds 1800
 # What an installation depends on: a change of these files installs again, a second call does nothing.
 PINS := pyproject.toml constraints.txt
 
-.PHONY: help demo test equivalence torture matrix soak lint format bench clean
+.PHONY: help demo test equivalence torture matrix soak lint format bench docs clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1	\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -50,8 +50,11 @@ format: $(VENV)/installed-test ## rewrite the files as ruff wants them
 bench: $(VENV)/installed-bench ## time the training step against bare loops (benchmarks/RESULTS.md)
 	$(BIN)/python benchmarks/train_step.py
 
+docs: $(VENV)/installed-docs ## build the manual from docs/ into site/; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
 clean: ## remove .venv, caches and built files; runs/ stays
-	rm -rf $(VENV) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .PHONY: system-packages
@@ -82,4 +85,8 @@ $(VENV)/installed-test: $(PINS) | $(BIN)/python
 
 $(VENV)/installed-bench: $(PINS) | $(BIN)/python
 	$(call install,[bench])
+	@touch $@ $(VENV)/installed
+
+$(VENV)/installed-docs: $(PINS) | $(BIN)/python
+	$(call install,[docs])
 	@touch $@ $(VENV)/installed

@@ -1,6 +1,6 @@
 """The policy as a table: situations, each with an example of a log, and what is decided then.
 
-What users read (README.md) and what is tested are the same rows. It decides nothing itself.
+What users read (docs/recovery.md) and what is tested are the same rows. It decides nothing itself.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Row:
 
 
 def markdown() -> str:
-    """Return the table as README.md shows it."""
+    """Return the table as docs/recovery.md shows it."""
     head = "| what happened | what follows | charged | wait | exit code | rule |\n|---|---|---|---|---|---|\n"
     return head + "".join(_line(row) for row in ROWS)
 

@@ -1,8 +1,7 @@
-"""What a site installs and what its users type, on a real cluster: health check, site file, README."""
+"""What a site installs and what its users type, on a real cluster: health check, site file, manual."""
 
 from __future__ import annotations
 
-import re
 import shlex
 import shutil
 import sys
@@ -13,16 +12,13 @@ from pathlib import Path
 import pytest
 from sites import ROOT, Site, wait_until
 
+from tests.support.pages import DOCS, blocks, commands
+
 HEALTHCHECK = ROOT / "slurm" / "healthcheck"
 MIB = 2**20
-README = (ROOT / "README.md").read_text()
-# What is typed on a cluster; the README's other commands are run where there is none.
-COMMANDS = [
-    line.partition("  #")[0].strip()
-    for block in re.findall(r"```sh\n(.*?)```", README, flags=re.DOTALL)
-    for line in block.splitlines()
-]
-(SITE_FILE,) = re.findall(r"```yaml\n(.*?)```", README, flags=re.DOTALL)
+# What is typed on a cluster; the other commands of the manual are run where there is none.
+COMMANDS = commands("sh")
+(SITE_FILE,) = blocks(DOCS / "site.md", "yaml")
 
 
 @pytest.fixture
@@ -84,7 +80,7 @@ def free_in_memory(site: Site) -> int:
 
 @pytest.fixture(scope="module")
 def lab(new_site: Callable[..., Site]) -> Iterator[Site]:
-    """Return the README's cluster: its partition, and a job that keeps all nodes but one busy.
+    """Return the manual's cluster: its partition, and a job that keeps all nodes but one busy.
 
     What the commands submit needs more nodes than one or comes after what does, so that nothing is trained.
     """
@@ -102,7 +98,7 @@ def lab(new_site: Callable[..., Site]) -> Iterator[Site]:
 
 
 def typed(site: Site, command: str) -> str:
-    """Run a command of the README and return what it printed; what would wait for nodes is only planned."""
+    """Run a command of the manual and return what it printed; what would wait for nodes is only planned."""
     words = shlex.split(command)
     assert words[0] == "orchestra"
     dry = ["--dry-run"] if words[1] == "bench" else []
@@ -111,7 +107,7 @@ def typed(site: Site, command: str) -> str:
 
 
 @pytest.mark.slow
-def test_commands_of_the_readme_work_on_a_cluster_in_their_order(lab: Site) -> None:
+def test_commands_of_the_manual_work_on_a_cluster_in_their_order(lab: Site) -> None:
     said = {command: typed(lab, command) for command in COMMANDS}
     assert len(said) == len(COMMANDS) >= 10
     scripts = [text for text in said.values() if text.startswith("#!/bin/bash")]
