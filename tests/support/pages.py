@@ -1,7 +1,8 @@
 """Reads README.md and the pages of docs/: their code blocks, commands and links.
 
-The language of a code block says who runs it: `bash` on this machine (tests/e2e/test_docs.py), `sh` on a cluster
-(tests/slurm/test_site_files.py), `yaml` is a site's file there; a block without a language shows output.
+The language of a code block says who runs it: `bash` on this machine (tests/e2e/test_docs.py), `sh` on a
+cluster (tests/slurm/test_site_files.py), `yaml` is a site's file there; a block without a language shows
+output.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _IN_ORDER = ("quickstart", "data", "slurm", "site", "parallelism", "recovery", "
 PAGES = (README, *(DOCS / f"{name}.md" for name in _IN_ORDER))
 PAGES = (*PAGES, *sorted(set(DOCS.rglob("*.md")) - set(PAGES)))
 # What a path of the repository begins with.
-_FOLDERS = ("orchestra", "conf", "launchers", "checkpointing", "slurm", "tests", "benchmarks", "docs", r"\.ci")
+_FOLDERS = ("orchestra", "conf", "launchers", "checkpointing", "slurm", "tests", "benchmarks", "docs")
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -41,7 +42,8 @@ def shown_commands() -> list[str]:
 def links(page: Path) -> list[str]:
     """Return the targets of a page's relative links, without their anchors."""
     targets = re.findall(r"\]\(([^)\s]+)\)", page.read_text())
-    return [target.partition("#")[0] for target in targets if "://" not in target and not target.startswith("#")]
+    local = [target.partition("#")[0] for target in targets if "://" not in target]
+    return [target for target in local if target]
 
 
 def paths(page: Path) -> list[str]:
