@@ -98,7 +98,7 @@ def _forked(argv: list[str]) -> _Agent:
 
 def _import_ahead() -> None:
     """Import what agents need: the first one is here no later for it, and the next ones at once."""
-    for name in ("orchestra.agents.agent", "orchestra.agents.agent", "orchestra.run.paths"):
+    for name in ("orchestra.agents.agent", "orchestra.run.paths"):
         importlib.import_module(name)
 
 

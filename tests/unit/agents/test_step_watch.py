@@ -19,7 +19,7 @@ from orchestra.run.paths import RunDir
 NODES = "node[1-2]"
 # A batch script in short: the watch beside it, an srun that asks for ever, and its exit code.
 SCRIPT = """
-"$PYTHON" -c "import sys; from orchestra.agents import step_watch as it
+"$PYTHON" -c "import sys; from orchestra.agents import srun_watch as it
 it._LOOK_S, it._ASK_EVERY_S = 0.05, 0.1; sys.exit(it.main(sys.argv[1:]))" "$RUN" "$$" &
 srun
 code=$?

@@ -20,7 +20,7 @@ from orchestra.run.paths import RunDir
 
 @pytest.fixture(autouse=True)
 def _looks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attempt, "_LOOK_S", 0.0)
+    monkeypatch.setattr(attempt, "_STOP_LOOK_S", 0.0)
 
 
 @pytest.fixture

@@ -281,9 +281,9 @@ WAIT = """
 import sys
 from pathlib import Path
 from orchestra.run.paths import RunDir
-from orchestra.submit import waiting
-waiting._ASK_S = 0.2
-(result,) = waiting.wait_for([RunDir(Path('runs/mine').resolve())], 'loss')
+from orchestra.submit import wait
+wait._ASK_S = 0.2
+(result,) = wait.wait_for([RunDir(Path('runs/mine').resolve())], 'loss')
 print(result.state)
 """
 
