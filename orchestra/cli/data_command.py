@@ -72,7 +72,7 @@ def _default_workers(tokenizer: str) -> int:
 
 def _packed(plan: PackPlan) -> PackResult:
     """Pack with a progress bar, on stderr and on a terminal only."""
-    from orchestra.data.pack.command import Progress, pack
+    from orchestra.data.pack.command import PackProgress, pack
 
     if not sys.stderr.isatty():
         return pack(plan)
@@ -90,7 +90,7 @@ def _packed(plan: PackPlan) -> PackResult:
     with progress.Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task("", total=plan.num_bytes, num_tokens=0)
 
-        def show(state: Progress) -> None:
+        def show(state: PackProgress) -> None:
             bar.update(task, completed=state.input_bytes, num_tokens=state.num_tokens)
 
         return pack(plan, show)

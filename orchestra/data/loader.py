@@ -52,7 +52,7 @@ class Batch:
     tokens: Tensor
     # int64 [A, B].
     sample_ids: Int64
-    # Where the next one begins in the sequence of samples: behind all that the whole run has consumed, and
+    # Where the next one begins in the sequence of samples: after all that the whole run has consumed, and
     # left out, once this batch is trained.
     position: int
 

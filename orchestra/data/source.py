@@ -1,4 +1,4 @@
-"""What the loader asks of a source of samples. It imports no torch.
+"""Sources of token samples: token files, blends of them, and the standard library as text.
 
 A sample is `seq_len + 1` consecutive tokens: sample i of a token array starts at token i · seq_len, so that
 each token is a target exactly once; what is left at the end is dropped.
@@ -67,9 +67,6 @@ class TokenSamples:
                 f"{self._name}: {found} (token {offset}) is outside the vocabulary of {self.vocab_size}; the "
                 "file is damaged or its index belongs to another file: pack it again"
             )
-
-
-# Opens token files: memory-mapped where they lie on this machine, copied to it first where they do not.
 
 
 @dataclass(frozen=True)
@@ -240,9 +237,6 @@ def stdlib_tokens() -> npt.NDArray[np.uint16]:
         folder = sysconfig.get_path("stdlib")
         raise DataError(f"data.source=stdlib: this Python has no *.py files in {folder}; use data=tokens")
     return np.concatenate(parts)
-
-
-# Opens the source of samples that a configuration names.
 
 
 def open_source(data: DataConfig, seq_len: int) -> SampleSource:

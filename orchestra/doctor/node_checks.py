@@ -55,7 +55,7 @@ def _nodes(subject: Subject, num_nodes: int) -> Iterator[Finding]:
 
 
 def _asked(subject: Subject, num_nodes: int, folder: Path, root: Path) -> tuple[str, str]:
-    """Run the probe on the nodes; return what they printed and what srun said. No job is left behind."""
+    """Run the probe on the nodes; return what they printed and what srun said. No job remains."""
     name = folder.name.removeprefix(".")
     wishes = {"folder": str(folder), "interface": subject.interface, "wait_s": _PROBE_S}
     source = Path(node_probe.__file__).read_text()

@@ -1,7 +1,7 @@
 """Writes a committed checkpoint's model as a Hugging Face Llama folder, one chunk after the other.
 
 Memory holds a few chunks, whatever the size of the model. The folder appears under its name when it is whole
-and on disk, or not at all. Optimizer state stays behind. It knows no runs: only storage, manifest and model.
+and on disk, or not at all. Optimizer state is left out.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from orchestra.sizes.units import MIB
 
 # fp32, bf16 and fp16 numbers from one type to another, rounded to nearest, ties to even.
 #
-# numpy has no bfloat16: here it is 16 bits in a uint16. It knows no files and no tensors' names.
+# numpy has no bfloat16: here it is 16 bits in a uint16.
 
 
 Numbers: TypeAlias = npt.NDArray[Any]
@@ -111,7 +111,7 @@ def _as_bfloat16(singles: Numbers) -> Numbers:
 # Which tensor goes into which safetensors file, and where in it: pure, from shapes to bytes of headers.
 
 
-# So that the numbers behind the header are aligned, as safetensors writes it.
+# So that the numbers after the header are aligned, as safetensors writes it.
 _HEADER_ALIGNMENT = 8
 _LENGTH_BYTES = 8
 
@@ -182,7 +182,7 @@ def _planned(name: str, shapes: Mapping[str, tuple[int, ...]], dtype: str) -> Pl
 
 
 @dataclass(frozen=True)
-class Copy:
+class ChunkCopy:
     """A chunk of tensor `name` (of `shape` as a whole) from the checkpoint of `step`, its numbers from type
     `source` to type `target`, into a file in which the tensor begins at byte `begin`.
     """
@@ -196,7 +196,7 @@ class Copy:
     begin: int
 
 
-def copies_into(file: PlannedFile, manifest: Manifest, dtype: str) -> Iterator[Copy]:
+def copies_into(file: PlannedFile, manifest: Manifest, dtype: str) -> Iterator[ChunkCopy]:
     """Yield what fills a planned file."""
     names = (name for name in manifest.tensors if name.startswith(CHECKPOINT_PREFIX))
     in_checkpoint = {hugging_face_name(name.removeprefix(CHECKPOINT_PREFIX)): name for name in names}
@@ -205,10 +205,10 @@ def copies_into(file: PlannedFile, manifest: Manifest, dtype: str) -> Iterator[C
         found = manifest.tensors[name]
         for chunk in found.chunks:
             if chunk.num_bytes:
-                yield Copy(name, manifest.step, chunk, found.shape, found.dtype, dtype, begin)
+                yield ChunkCopy(name, manifest.step, chunk, found.shape, found.dtype, dtype, begin)
 
 
-def copy_chunk(copy: Copy, storage: Storage, descriptor: int) -> None:
+def copy_chunk(copy: ChunkCopy, storage: Storage, descriptor: int) -> None:
     """Read, verify, round and write one chunk.
 
     Raises DamagedError where its bytes are not the manifest's, DataError where numbers leave the range of the
@@ -263,7 +263,7 @@ _GENERATION_CONFIG = "generation_config.json"
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ExportRequest:
     """What to write: where to, numbers of which type (safetensors' name), and the largest file.
 
     `end_of_text` is the token that ends a document, None where that is not known.
@@ -279,7 +279,7 @@ class Wanted:
 class ExportPlan:
     """What an export writes: the safetensors files, and the JSON files by name."""
 
-    wanted: Wanted
+    wanted: ExportRequest
     files: Sequence[PlannedFile]
     texts: Mapping[str, Any]
     num_parameters: int
@@ -319,7 +319,7 @@ def check_fits(manifest: Manifest, model: ModelConfig) -> None:
             raise DataError(f"{CHECKPOINT_PREFIX}{name} is {tensor.dtype}, expected {', '.join(STORED)}")
 
 
-def plan_export(manifest: Manifest, model: ModelConfig, wanted: Wanted) -> ExportPlan:
+def plan_export(manifest: Manifest, model: ModelConfig, wanted: ExportRequest) -> ExportPlan:
     """Return what is to be written for a checkpoint's model; reads no tensor and writes nothing.
 
     Raises DataError where the model has no such form or the checkpoint holds another model.
@@ -340,7 +340,7 @@ def write_export(storage: Storage, manifest: Manifest, plan: ExportPlan) -> None
 
     Raises DamagedError where a chunk is not what the manifest says, DataError where a number leaves the range
     of the new type, ConfigError where the target is taken or does not have the room. After an error nothing
-    is left behind.
+    remains.
     """
     target = plan.wanted.target
     refuse_target(target)

@@ -1,7 +1,7 @@
 """Initial values as a pure function of (seed, parameter name, global index), the same bits on every machine.
 
 Any slice of any parameter can be made on any rank without the rest, so every layout starts from the same
-bits, and no layout needs a "seed checkpoint". It knows no mesh: a shard is given by its global offsets.
+bits, and no layout needs a "seed checkpoint". A shard is given by its global offsets.
 
 Method: a counter-based generator. The global flat index is mixed with a key from SHA-256 of (seed, name) by
 splitmix64's finaliser (Steele, Lea and Flood, OOPSLA 2014), applied twice. The upper and lower 32 bits give

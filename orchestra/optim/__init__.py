@@ -1,1 +1,1 @@
-"""The optimizer, its learning-rate schedule and gradient clipping, on one device. It knows no mesh."""
+"""The optimizer, its learning-rate schedule and gradient clipping, on one device."""

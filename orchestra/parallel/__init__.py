@@ -1,1 +1,1 @@
-"""Parallelism, applied to a single-device model from outside. It knows no training loop."""
+"""Parallelism, applied to a single-device model from outside."""

@@ -20,7 +20,7 @@ from orchestra.precision.fp8 import LEAST_CAPABILITY, Fp8Products
 
 
 def set_products(model: Transformer, config: Config) -> None:
-    """Let the blocks compute in fp8 where the configuration says so. *Any rank*, behind the cutting of
+    """Let the blocks compute in fp8 where the configuration says so. *Any rank*, after the cutting of
     tensors.
     """
     precision = config.precision

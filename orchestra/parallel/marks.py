@@ -1,8 +1,7 @@
 """Names the parts of a step for torch's profiler: forward, backward, optimizer, communication, data.
 
 A mark costs a fraction of a microsecond while nobody traces. What is compiled is not marked inside. Whoever
-wants to know how long a rank talks to others, or waits for them, can have communication timed. It knows no
-collective and no training loop.
+wants to know how long a rank talks to others, or waits for them, can have communication timed.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 one that is updated, through two pinned buffers in turn.
 
 Masters and moments then lie in host memory and are updated there by torch's fused kernel for the CPU; the
-parameters go back as `storage.follow` sends them. Nothing here updates or communicates. On a machine without
+parameters go back as `buffers.follow` sends them. On a machine without
 CUDA everything is plain memory and plain copies.
 """
 

@@ -48,14 +48,14 @@ def whole_places(model: nn.Module) -> dict[str, TensorPlace]:
 
 
 @dataclass(frozen=True)
-class Part:
+class LocalBox:
     """A box of a parameter: the memory on this rank that holds it, and where it begins in the whole one."""
 
     offsets: tuple[int, ...]
     tensor: Tensor
 
 
-def parts_of(flat: Tensor, place: TensorPlace, start: int) -> Iterator[Part]:
+def parts_of(flat: Tensor, place: TensorPlace, start: int) -> Iterator[LocalBox]:
     """Yield the boxes, as views, that make up `flat`: the elements from `start` on of a parameter's local
     part, as it lies in memory. Padding is left out.
     """
@@ -69,7 +69,7 @@ def parts_of(flat: Tensor, place: TensorPlace, start: int) -> Iterator[Part]:
         if math.prod(counted):
             box = flat[position : position + size].view(sizes)
             begin = tuple(first + offset for first, offset in zip(place.offsets, offsets, strict=True))
-            yield Part(begin, box[tuple(slice(length) for length in counted)])
+            yield LocalBox(begin, box[tuple(slice(length) for length in counted)])
         position += size
 
 

@@ -3,7 +3,7 @@
 A block's forward is wrapped, not its module: hooks of the module (which gather parameters, say) stand around
 what is recomputed and are not run again with it. Random numbers are drawn again as they were. A second
 forward pass ends as soon as it has what the backward pass needs: the last product of a block and the sum
-behind it are never repeated.
+after it are never repeated.
 
 Selective recomputation keeps the results of matrix products and of sums over ranks, by torch's own contexts,
 and computes the rest again: norms, rotation, attention and the feed-forward's non-linearity. It sees the

@@ -23,7 +23,7 @@ from conf.schema import DType, PrecisionConfig, PrecisionName
 
 
 @dataclass(frozen=True)
-class Policy:
+class PrecisionPolicy:
     """Data types of one precision; `reduce` is the one in which gradients travel to be summed over ranks."""
 
     parameter: torch.dtype
@@ -33,16 +33,16 @@ class Policy:
 
 
 _POLICIES = {
-    PrecisionName.fp32: Policy(torch.float32, torch.float32, torch.float32),
-    PrecisionName.bf16: Policy(torch.bfloat16, torch.bfloat16, torch.bfloat16),
-    PrecisionName.bf16_fp32_grad: Policy(torch.bfloat16, torch.float32, torch.float32),
-    PrecisionName.fp16: Policy(torch.float16, torch.float16, torch.float16),
-    PrecisionName.fp8: Policy(torch.bfloat16, torch.bfloat16, torch.bfloat16),
+    PrecisionName.fp32: PrecisionPolicy(torch.float32, torch.float32, torch.float32),
+    PrecisionName.bf16: PrecisionPolicy(torch.bfloat16, torch.bfloat16, torch.bfloat16),
+    PrecisionName.bf16_fp32_grad: PrecisionPolicy(torch.bfloat16, torch.float32, torch.float32),
+    PrecisionName.fp16: PrecisionPolicy(torch.float16, torch.float16, torch.float16),
+    PrecisionName.fp8: PrecisionPolicy(torch.bfloat16, torch.bfloat16, torch.bfloat16),
 }
 _TYPES = {DType.fp32: torch.float32, DType.bf16: torch.bfloat16, DType.fp16: torch.float16}
 
 
-def policy(precision: PrecisionConfig) -> Policy:
+def policy(precision: PrecisionConfig) -> PrecisionPolicy:
     """Return the policy of a configuration that has passed the rules."""
     named = _POLICIES[precision.name]
     if precision.reduce_dtype is None:

@@ -11,7 +11,7 @@ parameters on demand may release them in between.
 
 With one scale for a tensor x is kept for the backward pass as it was rounded, in one byte; with a scale for
 each row it is kept in 16 bits, since another dim is summed over there. `torch._scaled_mm` wants the second
-factor by columns, and on a GPU sizes that 16 divides. Nothing here knows a model.
+factor by columns, and on a GPU sizes that 16 divides.
 
 Shape letters: T tokens, E inputs, O outputs.
 """

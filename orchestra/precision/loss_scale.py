@@ -50,7 +50,7 @@ class DynamicLossScale:
         return torch.isfinite(loss) & ~torch.isfinite(grad_norm) & (self.scale > _LEAST)
 
     def follow(self, has_overflowed: Tensor, is_good: Tensor) -> None:
-        """Halve the factor behind an overflow, and double it behind enough good steps; any other step
+        """Halve the factor after an overflow, and double it after enough good steps; any other step
         changes nothing.
         """
         good = torch.where(has_overflowed, 0, self._num_good_steps + is_good)

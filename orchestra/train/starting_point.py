@@ -326,7 +326,7 @@ class Beginning:
         setting = self._setting
         group = dist.group.WORLD if setting.mesh.world_size > 1 else None
         start = load_start(setting.config, self._state.masters, self._peers, group)
-        self._state.masters_were_filled()
+        self._state.copy_masters_to_parameters()
         if self._peers.is_coordinator:
             self._tell("weights_loaded", asdict(start))
 

@@ -71,9 +71,9 @@ class TensorState:
         """The shards of the parameters alone."""
         return _masters(self._parallelized)
 
-    def masters_were_filled(self) -> None:
+    def copy_masters_to_parameters(self) -> None:
         """Let the model's parameters follow masters that were filled. *Collective*."""
-        self._parallelized.stage.masters_were_filled()
+        self._parallelized.stage.copy_masters_to_parameters()
 
     def snapshot(self) -> list[Shard]:
         """Return the shards, with the generators as they are now. *Collective*."""
@@ -103,7 +103,7 @@ class TensorState:
 
     def take_back(self, manifest: Manifest, updates: int) -> None:
         """Make the rest of the state follow from the filled shards. *Collective*."""
-        self.masters_were_filled()
+        self.copy_masters_to_parameters()
         self._optimizer.num_updates = updates
         for name, kept in self._generators.items():
             if name in manifest.tensors:
@@ -111,7 +111,7 @@ class TensorState:
 
     def take_back_all(self, updates: int) -> None:
         """Make the rest follow from shards that were all filled, generators too. *Collective*."""
-        self.masters_were_filled()
+        self.copy_masters_to_parameters()
         self._optimizer.num_updates = updates
         for name, kept in self._generators.items():
             _set_generator_state(name, kept)

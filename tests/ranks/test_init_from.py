@@ -155,7 +155,7 @@ def rounded(rank: int, world: int, config: Config) -> list[tuple[str, torch.Tens
     group = dist.group.WORLD if world > 1 else None
     peers = peers_of(rank, world, f"rounded/{config}") if world > 1 else Peers.alone()
     load_start(config, state.masters, peers, group)
-    state.masters_were_filled()
+    state.copy_masters_to_parameters()
     for item in training.parallelized.trained:
         part = item.parameter.detach().view(-1)[item.start : item.stop]
         assert torch.equal(part, item.master.view(-1).to(torch.bfloat16)), item.name

@@ -12,9 +12,8 @@ from matrix_courses import LENGTH, QUICK_COURSES, Course, Shown, go_through
 from matrix_field import Field, Freeze
 from matrix_oracle import References, published_late
 from matrix_policy import POLICY_CASES, PolicyCase, try_policy
-from sites import Site
-
 from orchestra.rundir import RunDir
+from sites import Site
 
 pytestmark = pytest.mark.slow
 

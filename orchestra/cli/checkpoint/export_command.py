@@ -26,7 +26,7 @@ from orchestra.cli.text import figures
 from orchestra.errors import EXIT_DONE, ConfigError, DataError, OrchestraError
 
 if TYPE_CHECKING:
-    from orchestra.huggingface.export import ExportPlan, Wanted
+    from orchestra.huggingface.export import ExportPlan, ExportRequest
 
 _WIDTH = 80
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", re.IGNORECASE)
@@ -70,7 +70,7 @@ def _target(text: str) -> Path:
 
 
 @dataclass(frozen=True)
-class Tokenizer:
+class ExportTokenizer:
     """What turned the text into tokens: its name, and the token that ends a document; None: not known."""
 
     name: str | None
@@ -79,11 +79,11 @@ class Tokenizer:
 
 def run(arguments: Namespace) -> int:
     """Export and return 0."""
-    from orchestra.huggingface.export import SAFETENSORS_NAMES, Wanted, refuse_target
+    from orchestra.huggingface.export import SAFETENSORS_NAMES, ExportRequest, refuse_target
 
     place = open_place(arguments.run, arguments.dir)
     tokenizer = tokenizer_of(place.config.data)
-    wanted = Wanted(
+    wanted = ExportRequest(
         target=_target(arguments.to),
         dtype=SAFETENSORS_NAMES[arguments.dtype],
         max_file_bytes=arguments.max_shard_size,
@@ -111,7 +111,7 @@ def run(arguments: Namespace) -> int:
 
 
 def _first_intact(
-    place: Place, step: int | None, wanted: Wanted, *, is_dry_run: bool
+    place: Place, step: int | None, wanted: ExportRequest, *, is_dry_run: bool
 ) -> tuple[int, ExportPlan]:
     """Export the step that was asked for, else the newest that proves intact while it is read."""
     from orchestra.huggingface.export import plan_export, write_export
@@ -136,7 +136,7 @@ def _first_intact(
     )
 
 
-def tokenizer_of(data: DataConfig) -> Tokenizer:
+def tokenizer_of(data: DataConfig) -> ExportTokenizer:
     """Return what a run's data says about its tokenizer, where the index of a token file can be read here."""
     from orchestra.data.index import local_prefix, read_index, token_file_prefix
     from orchestra.data.pack.tokenizer import BYTES
@@ -144,20 +144,20 @@ def tokenizer_of(data: DataConfig) -> Tokenizer:
     if data.source is Source.stdlib:
         from orchestra.data.pack.tokenizer import ByteTokenizer
 
-        return Tokenizer(BYTES, ByteTokenizer.separator_id)
+        return ExportTokenizer(BYTES, ByteTokenizer.separator_id)
     path = data.path or next((part.path for part in data.blend), None)
     prefix = None if path is None else local_prefix(token_file_prefix(path))
     if prefix is None:
-        return Tokenizer(None, None)
+        return ExportTokenizer(None, None)
     try:
         index = read_index(Path(f"{prefix}.json"))
     except DataError:
         # The data may be gone by now; the weights do not need it.
-        return Tokenizer(None, None)
-    return Tokenizer(index.tokenizer, index.separator_id)
+        return ExportTokenizer(None, None)
+    return ExportTokenizer(index.tokenizer, index.separator_id)
 
 
-def _print_result(record: dict[str, Any], tokenizer: Tokenizer) -> None:
+def _print_result(record: dict[str, Any], tokenizer: ExportTokenizer) -> None:
     files, size = len(record["files"]), figures.quantity(float(record["num_bytes"]))
     verb = "wrote" if record["written"] else "would write"
     print(f"{verb} {record['folder']}")
@@ -168,7 +168,7 @@ def _print_result(record: dict[str, Any], tokenizer: Tokenizer) -> None:
         print(f"start a run from it: orchestra checkpoint import {shlex.quote(record['folder'])}")
 
 
-def _about_tokenizer(tokenizer: Tokenizer) -> str:
+def _about_tokenizer(tokenizer: ExportTokenizer) -> str:
     if tokenizer.name == "bytes":
         return (
             "no tokenizer is written: this model reads bytes. Token i below 256 is the byte i of UTF-8, "

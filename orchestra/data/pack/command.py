@@ -2,7 +2,7 @@
 
 The result depends on the inputs and the tokenizer alone, not on the number of workers. The token file is
 written under another name and renamed, its index comes last: whatever ends a packing early leaves no token
-file. It prints nothing; whoever wants to see progress passes a callable.
+file. Whoever wants to see progress passes a callable.
 """
 
 from __future__ import annotations
@@ -37,11 +37,9 @@ from orchestra.data.index import (
     local_prefix,
     token_file_prefix,
 )
-from orchestra.data.pack.inputs import Block, InputFile, Piece, find_inputs, read_blocks
+from orchestra.data.pack.inputs import DocumentPiece, InputBlock, InputFile, find_inputs, read_blocks
 from orchestra.data.pack.tokenizer import BYTES, Encoded, Tokenizer, open_tokenizer
 from orchestra.errors import ConfigError, DataError
-
-# What somebody asks to be packed. Values only; `orchestra.data.pack.command` checks and does it.
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,7 @@ class PackRequest:
 # Processes are spawned, not forked: a fork of a process with threads (a tokenizer's, torch's) can hang.
 
 
-# Blocks on their way for each worker: one in work, one waiting, one done behind a slower one.
+# Blocks on their way for each worker: one in work, one waiting, one done that waits for a slower one.
 _BLOCKS_PER_WORKER = 3
 # Pieces of short documents that are encoded at once.
 _BATCH_PIECES = 256
@@ -86,7 +84,7 @@ class EncodedBlock:
 
 
 def encoded_blocks(
-    blocks: Iterable[Block], request: PackRequest, tokenizer: Tokenizer
+    blocks: Iterable[InputBlock], request: PackRequest, tokenizer: Tokenizer
 ) -> Generator[EncodedBlock]:
     """Yield the blocks' tokens in the order of `blocks`, encoded by request.num_workers processes."""
     if request.num_workers == 1:
@@ -94,7 +92,7 @@ def encoded_blocks(
     return _in_processes(blocks, request)
 
 
-def encode_block(block: Block, tokenizer: Tokenizer, field: str) -> EncodedBlock:
+def encode_block(block: InputBlock, tokenizer: Tokenizer, field: str) -> EncodedBlock:
     """Encode one block. Raises DataError for text that cannot be read, or tokens outside the vocabulary."""
     dtype = np.dtype(dtype_for(tokenizer.vocab_size)).newbyteorder("<")
     separator = np.array([tokenizer.separator_id], dtype=dtype)
@@ -112,8 +110,8 @@ def encode_block(block: Block, tokenizer: Tokenizer, field: str) -> EncodedBlock
     return EncodedBlock(content, num_documents, text_bytes, block.input_bytes)
 
 
-def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
-    batch: list[Piece] = []
+def _batches(pieces: Iterator[DocumentPiece]) -> Iterator[list[DocumentPiece]]:
+    batch: list[DocumentPiece] = []
     for piece in pieces:
         batch.append(piece)
         if len(batch) == _BATCH_PIECES:
@@ -123,7 +121,7 @@ def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
         yield batch
 
 
-def _check_vocabulary(tokens: Encoded, tokenizer: Tokenizer, block: Block) -> None:
+def _check_vocabulary(tokens: Encoded, tokenizer: Tokenizer, block: InputBlock) -> None:
     if tokens.size and int(tokens.max()) >= tokenizer.vocab_size:
         raise DataError(
             f"{block.url}: tokenizer {tokenizer.name} makes token {int(tokens.max())} of its text, outside "
@@ -131,7 +129,7 @@ def _check_vocabulary(tokens: Encoded, tokenizer: Tokenizer, block: Block) -> No
         )
 
 
-def _in_processes(blocks: Iterable[Block], request: PackRequest) -> Generator[EncodedBlock]:
+def _in_processes(blocks: Iterable[InputBlock], request: PackRequest) -> Generator[EncodedBlock]:
     pool = ProcessPoolExecutor(
         request.num_workers,
         mp_context=multiprocessing.get_context("spawn"),
@@ -174,13 +172,13 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _encode_in_worker(block: Block) -> EncodedBlock:
+def _encode_in_worker(block: InputBlock) -> EncodedBlock:
     assert _worker is not None
     tokenizer, field = _worker
     return encode_block(block, tokenizer, field)
 
 
-OnProgress = Callable[["Progress"], None]
+OnProgress = Callable[["PackProgress"], None]
 
 
 @dataclass(frozen=True)
@@ -199,7 +197,7 @@ class PackPlan:
 
 
 @dataclass(frozen=True)
-class Progress:
+class PackProgress:
     """How far a packing is; `input_bytes` counts towards the plan's num_bytes."""
 
     input_bytes: int
@@ -268,7 +266,7 @@ def pack(plan: PackPlan, on_progress: OnProgress = lambda _: None) -> PackResult
                 for block in encoded:
                     writer.write(block.tokens)
                     totals.add(block)
-                    on_progress(Progress(totals.input_bytes, writer.num_bytes // _token_bytes(plan)))
+                    on_progress(PackProgress(totals.input_bytes, writer.num_bytes // _token_bytes(plan)))
             index = _index(plan, writer, totals)
         _publish(unfinished, index, plan.prefix)
     return PackResult(

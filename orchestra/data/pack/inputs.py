@@ -20,21 +20,21 @@ from orchestra.sizes.units import MIB
 
 # Blocks of input files, and the documents in them. What cannot be decoded is named by file and line or byte.
 #
-# It knows no compression and no tokens; blocks are values that travel to the worker processes.
+# Blocks are plain values, since they are pickled to the worker processes.
 
 
 # Rows that are decoded at once.
 _BATCH_ROWS = 1024
 
 
-class Piece(NamedTuple):
+class DocumentPiece(NamedTuple):
     """Text of a document: all of it, or a part where the document is longer than a block."""
 
     text: str
     ends_document: bool
 
 
-class Block(Protocol):
+class InputBlock(Protocol):
     """A part of an input file."""
 
     @property
@@ -44,7 +44,7 @@ class Block(Protocol):
     def input_bytes(self) -> int:
         """How far the reader went in the file for it."""
 
-    def pieces(self, field: str) -> Iterator[Piece]:
+    def pieces(self, field: str) -> Iterator[DocumentPiece]:
         """Yield the text in order, of structured files that of `field`. Raises DataError."""
 
 
@@ -59,13 +59,13 @@ class TextBlock:
     ends_document: bool
     input_bytes: int
 
-    def pieces(self, field: str) -> Iterator[Piece]:  # noqa: ARG002  there are no fields
+    def pieces(self, field: str) -> Iterator[DocumentPiece]:  # noqa: ARG002  there are no fields
         try:
             text = self.content.decode()
         except UnicodeDecodeError as error:
             found = f"byte {self.content[error.start]:#04x} at offset {self.offset + error.start}"
             raise DataError(f"{self.url}: {found} is not UTF-8; convert the file to UTF-8") from error
-        yield Piece(text.removeprefix("\ufeff") if self.offset == 0 else text, self.ends_document)
+        yield DocumentPiece(text.removeprefix("\ufeff") if self.offset == 0 else text, self.ends_document)
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class LineBlock:
     first_line: int
     input_bytes: int
 
-    def pieces(self, field: str) -> Iterator[Piece]:
+    def pieces(self, field: str) -> Iterator[DocumentPiece]:
         for number, line in enumerate(self.content.split(b"\n"), start=self.first_line):
             if not line or line.isspace():
                 continue
@@ -94,7 +94,7 @@ class LineBlock:
             if not isinstance(record, dict) or field not in record:
                 found = ", ".join(record) if isinstance(record, dict) else _kind(record)
                 raise DataError(f"{where}: no field {field!r}, found {found or 'none'}; give --field")
-            yield Piece(_checked(record[field], f"{where}, field {field!r}"), True)
+            yield DocumentPiece(_checked(record[field], f"{where}, field {field!r}"), True)
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class RowBlock:
     first_row: int
     input_bytes: int
 
-    def pieces(self, field: str) -> Iterator[Piece]:
+    def pieces(self, field: str) -> Iterator[DocumentPiece]:
         import pyarrow
         import pyarrow.parquet
 
@@ -118,7 +118,7 @@ class RowBlock:
                 self._check_column(parquet.schema_arrow.names, field)
                 for batch in parquet.iter_batches(_BATCH_ROWS, row_groups=[self.group], columns=[field]):
                     for value in batch.column(0).to_pylist():
-                        yield Piece(_checked(value, f"{self.url}: row {row}, column {field!r}"), True)
+                        yield DocumentPiece(_checked(value, f"{self.url}: row {row}, column {field!r}"), True)
                         row += 1
         except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
             raise DataError(f"{self.url}: damaged in row group {self.group}, after row {row} ({error}); "
@@ -200,7 +200,7 @@ def find_inputs(patterns: list[str]) -> list[InputFile]:
     return list(found.values())
 
 
-def read_blocks(file: InputFile) -> Iterator[Block]:
+def read_blocks(file: InputFile) -> Iterator[InputBlock]:
     """Yield the file's text in blocks. Raises DataError naming the file and where it breaks off."""
     try:
         if file.suffix in ROWS:
@@ -264,7 +264,7 @@ def _line_blocks(file: InputFile) -> Iterator[LineBlock]:
 
 
 def _text_blocks(file: InputFile) -> Iterator[TextBlock]:
-    """A text file is one document; it is cut behind a line break, or between two characters without one."""
+    """A text file is one document; it is cut after a line break, or between two characters without one."""
     held, offset, consumed = bytearray(), 0, 0
     for chunk, position in _chunks(file):
         held += chunk

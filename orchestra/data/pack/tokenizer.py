@@ -1,4 +1,4 @@
-"""Text to tokens: as bytes, or by any Hugging Face tokenizer.json. It knows no files of text."""
+"""Text to tokens: as bytes, or by any Hugging Face tokenizer.json."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def _configured(path: Path) -> list[str]:
 
 
 def _parts(text: str) -> list[str]:
-    """Cut text at the first line end behind each _PART_CHARACTERS; without one it stays whole."""
+    """Cut text at the first line end after each _PART_CHARACTERS; without one it stays whole."""
     parts, start = [], 0
     while len(text) - start > _PART_CHARACTERS:
         end = _LINE_END.search(text, start + _PART_CHARACTERS)

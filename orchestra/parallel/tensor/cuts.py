@@ -2,7 +2,7 @@
 
 The attention is cut by heads (rows of q, k and v, columns of o), the feed-forward layer by its inner width
 (rows of gate and up, columns of down), the embedding and the output matrix by words of the vocabulary. All
-else every rank has as a whole. It knows no process group and no module.
+else every rank has as a whole.
 """
 
 from __future__ import annotations

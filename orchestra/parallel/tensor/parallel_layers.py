@@ -108,7 +108,7 @@ class ColumnsProduct(nn.Module):
 
 # Embedding and output matrix of which each rank has the rows of some words.
 #
-# A word's row is on one rank only; the others add zeros. Rows behind the last word are padding that nothing
+# A word's row is on one rank only; the others add zeros. Rows after the last word are padding that nothing
 # reads. The loss is in `loss`.
 #
 # Shape letters: B batch, S sequence, E hidden size, V vocabulary, N ranks.

@@ -39,7 +39,7 @@ def split_tensors(model: Transformer, config: Config, mesh: Mesh) -> dict[str, T
         mesh.tp_group,
         mesh.traffic,
         is_sequence_parallel=is_sequence_parallel,
-        # A GPU gathers again behind a product, for less memory; on CPU a gather is not hidden by anything.
+        # A GPU gathers again after a product, for less memory; on CPU a gather is not hidden by anything.
         gathers_again=is_sequence_parallel and mesh.is_gpu,
     )
     places = _cut_parameters(model, group, mesh.tp_group, mesh.open_group)

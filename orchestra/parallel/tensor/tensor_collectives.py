@@ -2,13 +2,13 @@
 
 A full tensor [B, S, E] lies on every rank. Under sequence parallelism a rank has a part of it in the shape
 [B, S/N, E]: the rank's run of the B·S tokens in their flat order, N ranks. So a part is one piece of memory,
-and gathering is no more than putting pieces behind each other. What has this shape may be computed with token
+and gathering is no more than concatenating pieces. What has this shape may be computed with token
 by token (norms, residual sums) and in no other way.
 
 The sum over ranks is taken in the dtype of the tensor and, where it is scattered, in the order of the ranks.
 gloo's own reduce-scatter moves more bytes and took 2 to 4 times as long as the exchange that stands here.
 
-Under torch.compile the functional collectives are traced instead. Nothing here knows a model.
+Under torch.compile the functional collectives are traced instead.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from orchestra.optim.adamw import Trained
 from orchestra.parallel.mesh import Mesh
 from orchestra.parallel.offload import host_zeros
 from orchestra.parallel.places import TensorPlace, parts_of
-from orchestra.precision.dtypes import Policy
+from orchestra.precision.dtypes import PrecisionPolicy
 
 # How parameters lie in flat buffers and who owns which range of them. Integers only: no torch, no ranks.
 #
@@ -38,7 +38,7 @@ _BLOCK_NAME = re.compile(r"layers\.(\d+)\.")
 
 
 @dataclass(frozen=True)
-class Member:
+class UnitMember:
     """A parameter of `size` elements that begins at the element `begin` of its unit."""
 
     name: str
@@ -50,7 +50,7 @@ class Member:
 class UnitLayout:
     """The members of one unit; the buffer has num_ranges · range_size elements."""
 
-    members: tuple[Member, ...]
+    members: tuple[UnitMember, ...]
     num_ranges: int
     range_size: int
 
@@ -63,7 +63,7 @@ class UnitLayout:
         """Return begin and end of the range that belongs to the rank `index` of the sharing group."""
         return index * self.range_size, (index + 1) * self.range_size
 
-    def part_of(self, member: Member, index: int) -> tuple[int, int]:
+    def part_of(self, member: UnitMember, index: int) -> tuple[int, int]:
         """Return which elements [start, stop) of a member lie in a range: counted from the member's begin,
         start = stop where none do.
         """
@@ -77,7 +77,7 @@ def lay_out(sizes: Sequence[tuple[str, int]], num_ranges: int) -> UnitLayout:
     members = []
     end = 0
     for name, size in sizes:
-        members.append(Member(name, end, size))
+        members.append(UnitMember(name, end, size))
         end = _rounded_up(end + size, ALIGNMENT)
     return UnitLayout(tuple(members), num_ranges, _rounded_up(-(-end // num_ranges), ALIGNMENT))
 
@@ -111,7 +111,7 @@ def slots(units: Sequence[UnitLayout], *, share_ends: bool) -> list[int]:
     """Return the number of the buffer that each unit is gathered into, for units by blocks in either order.
 
     Layers take turns in two buffers, so that one can be filled while the other computes. What stands before
-    the layers and what stands behind them share a third, unless one needs the other's parameters (tied).
+    the layers and what comes after them share a third, unless one needs the other's parameters (tied).
     """
     found = []
     layers_before = 0
@@ -183,7 +183,11 @@ class Units:
 
 
 def place_units(
-    model: Transformer, places: Mapping[str, TensorPlace], precision: Policy, config: Config, mesh: Mesh
+    model: Transformer,
+    places: Mapping[str, TensorPlace],
+    precision: PrecisionPolicy,
+    config: Config,
+    mesh: Mesh,
 ) -> Units:
     """Give the model its parameters, as views into units, with their initial values. *Any rank*.
 
@@ -210,7 +214,7 @@ def place_units(
 
 
 def _buffers(
-    layouts: Sequence[UnitLayout], numbers: Sequence[int], precision: Policy, mesh: Mesh
+    layouts: Sequence[UnitLayout], numbers: Sequence[int], precision: PrecisionPolicy, mesh: Mesh
 ) -> list[Tensor]:
     """Return a flat buffer for each unit; units of equal number get the same memory, as large as the largest
     needs.
@@ -256,7 +260,12 @@ class _Flat:
 
 
 def _flat(
-    layout: UnitLayout, whole: Tensor, precision: Policy, index: int, is_split: bool, offload: Offload
+    layout: UnitLayout,
+    whole: Tensor,
+    precision: PrecisionPolicy,
+    index: int,
+    is_split: bool,
+    offload: Offload,
 ) -> _Flat:
     begin, end = layout.range_of(index)
     is_same = precision.master is precision.parameter

@@ -1,4 +1,4 @@
-"""ZeRO-3: gathers each unit's parameters before they are needed and lets other units have the memory behind.
+"""ZeRO-3: gathers each unit's parameters before they are needed, and then reuses their memory.
 
 The units are the model's blocks. Each has its place in one of a few buffers that blocks use in turn, fixed
 once: parameters, and whatever autograd keeps of them, stay views of the same memory, which is filled again
@@ -39,8 +39,8 @@ class _Buffer:
 class Gatherer:
     """Fills the parameters of a model by blocks. *Collective* over the shard group.
 
-    Units are counted in the model's order here: 0 is what stands before the layers, the last one what stands
-    behind.
+    Units are counted in the model's order here: 0 is what comes before the layers, the last one what comes
+    after them.
     """
 
     def __init__(self, model: Transformer, units: Units, shard: Collectives, reducer: Reducer) -> None:
@@ -60,7 +60,7 @@ class Gatherer:
             for number, block in enumerate(blocks)
         ]
         self._hooks += [
-            block.register_forward_hook(self._behind_forward(number))
+            block.register_forward_hook(self._after_forward(number))
             for number, block in enumerate(model.layers, 1)
         ]
 
@@ -90,7 +90,7 @@ class Gatherer:
 
         return gather
 
-    def _behind_forward(self, number: int) -> Callable[..., None]:
+    def _after_forward(self, number: int) -> Callable[..., None]:
         def before_backward(_: Tensor) -> None:
             self._is_backward = True
             self._need(number)

@@ -1,7 +1,7 @@
 """Gradients in flat units: taken as autograd finishes them, accumulated over micro-batches, and summed over
 the data-parallel ranks while the backward pass still runs.
 
-Kept whole (ZeRO-0 and -1) they accumulate in full, and a unit's sum starts behind its last gradient of the
+Kept whole (ZeRO-0 and -1) they accumulate in full, and a unit's sum starts after its last gradient of the
 last micro-batch. Otherwise (ZeRO-2 and -3) a unit's gradients exist only from the first one of a micro-batch
 until they are summed into the ranges of their owners, and accumulate there; the memory then serves the next
 unit. Units start in a fixed order on every rank, whatever order autograd finishes in, so that the collectives
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from orchestra.parallel.zero.buffers import SpareMemory, Unit, Units
 from orchestra.parallel.zero.zero_collectives import Collectives, Pending
-from orchestra.precision.dtypes import Policy
+from orchestra.precision.dtypes import PrecisionPolicy
 
 # Sums under way that need memory beside the gradients: one that is sent while the next unit fills.
 _MAX_UNDER_WAY = 1
@@ -59,7 +59,7 @@ class Reducer:
     def __init__(
         self,
         units: Units,
-        precision: Policy,
+        precision: PrecisionPolicy,
         shard: Collectives | None,
         replicate: Collectives | None,
         *,

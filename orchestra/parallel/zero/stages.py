@@ -31,7 +31,7 @@ from orchestra.parallel.zero.buffers import Units, follow
 from orchestra.parallel.zero.gatherer import Arrivals, Gatherer
 from orchestra.parallel.zero.reducer import Reducer
 from orchestra.parallel.zero.zero_collectives import Collectives
-from orchestra.precision.dtypes import Policy
+from orchestra.precision.dtypes import PrecisionPolicy
 from orchestra.sizes.step_shares import Part
 
 # What a training step asks of whoever keeps parameters and gradients over the ranks, and the keeper of one
@@ -47,7 +47,7 @@ class Stage(Protocol):
 
     def begin(self, *, is_first: bool, is_last: bool) -> None:
         """Announce the forward and backward pass of a micro-batch: the gradients of the first overwrite,
-        later ones add; behind the last they are complete.
+        later ones add; after the last they are complete.
         """
 
     def finish(self) -> list[Tensor]:
@@ -58,7 +58,7 @@ class Stage(Protocol):
     def update(self, update: Update) -> None:
         """Update all masters of this rank, some at a time, and let the parameters follow."""
 
-    def masters_were_filled(self) -> None:
+    def copy_masters_to_parameters(self) -> None:
         """Let the parameters follow masters that were written."""
 
     def settle(self) -> None:
@@ -82,7 +82,7 @@ class Alone:
         self._shared = shared
 
     def begin(self, *, is_first: bool, is_last: bool) -> None:
-        """Nothing to prepare: `update` has left no gradient behind."""
+        """Nothing to prepare: `update` has released all gradients."""
 
     def finish(self) -> list[Tensor]:
         trained = self._units.trained
@@ -96,7 +96,7 @@ class Alone:
             for item in unit.trained:
                 item.parameter.grad = None
 
-    def masters_were_filled(self) -> None:
+    def copy_masters_to_parameters(self) -> None:
         for unit in self._units.units:
             follow(unit)
 
@@ -178,7 +178,7 @@ def make_stage(
     model: Transformer,
     units: Units,
     places: Mapping[str, TensorPlace],
-    precision: Policy,
+    precision: PrecisionPolicy,
     config: Config,
     mesh: Mesh,
 ) -> Stage:
@@ -240,13 +240,13 @@ class Reduced:
             update(units[number].trained, units[number].owned_views(gradients))
             self._follow(number)
 
-    def masters_were_filled(self) -> None:
+    def copy_masters_to_parameters(self) -> None:
         for number in reversed(range(len(self._units.units))):
             self._follow(number)
         self.settle()
 
     def settle(self) -> None:
-        """Nothing is under way behind an update."""
+        """Nothing is under way after an update."""
 
     def gradient_bytes(self) -> int:
         return self._reducer.num_bytes
@@ -292,9 +292,9 @@ class Gathered(Reduced):
         self._gatherer.forget()
         super().update(update)
 
-    def masters_were_filled(self) -> None:
+    def copy_masters_to_parameters(self) -> None:
         self._gatherer.forget()
-        super().masters_were_filled()
+        super().copy_masters_to_parameters()
 
     def close(self) -> None:
         super().close()

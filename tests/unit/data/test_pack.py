@@ -18,7 +18,7 @@ import zstandard
 
 from orchestra.data.index import read_index
 from orchestra.data.pack import command, inputs, tokenizer
-from orchestra.data.pack.command import PackRequest, PackResult, Progress, plan_pack
+from orchestra.data.pack.command import PackProgress, PackRequest, PackResult, plan_pack
 from orchestra.data.pack.inputs import find_inputs
 from orchestra.data.source import open_tokens
 from orchestra.errors import ConfigError
@@ -253,11 +253,11 @@ def test_progress_reaches_the_size_of_the_inputs(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(inputs, "_READ_BYTES", 1000)
     write_jsonl(tmp_path / "a.jsonl")
     write_gzip(tmp_path / "b.jsonl.gz")
-    seen: list[Progress] = []
+    seen: list[PackProgress] = []
     plan = plan_pack(PackRequest([str(tmp_path)], str(tmp_path / "out")))
     result = command.pack(plan, seen.append)
     assert len(seen) > 10
-    assert seen[-1] == Progress(plan.num_bytes, result.num_tokens)
+    assert seen[-1] == PackProgress(plan.num_bytes, result.num_tokens)
     assert all(before.input_bytes <= after.input_bytes for before, after in pairwise(seen))
 
 
