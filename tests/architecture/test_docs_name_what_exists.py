@@ -19,7 +19,7 @@ def test_readme_is_read_in_one_go() -> None:
 def test_links_and_paths_lead_to_files(page: Path) -> None:
     missing = [link for link in links(page) if not (page.parent / link).exists()]
     missing += [path for path in paths(page) if not (ROOT / path).exists()]
-    assert missing == []
+    assert missing == [], f"{page.relative_to(ROOT)} names what does not exist"
 
 
 def test_links_and_paths_are_found_at_all() -> None:
