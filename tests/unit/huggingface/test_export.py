@@ -19,14 +19,14 @@ from checkpointing.manifest import Manifest
 from checkpointing.storage.local import LocalStorage
 from conf.schema import Family, ModelConfig
 from orchestra.errors import ConfigError, DataError
-from orchestra.huggingface.export import ExportPlan, Wanted, plan_export, runs, write_export
+from orchestra.huggingface.export import ExportPlan, ExportRequest, plan_export, runs, write_export
 from orchestra.huggingface.folder import INDEX, open_folder, parameter_shapes
 
 TOKENS = torch.arange(2 * 40).reshape(2, 40) * 7 % 97
 
 
 def exported(place: Path, manifest: Manifest, model: ModelConfig, **wanted: Any) -> ExportPlan:
-    plan = plan_export(manifest, model, Wanted(target=place / "out", **wanted))
+    plan = plan_export(manifest, model, ExportRequest(target=place / "out", **wanted))
     write_export(LocalStorage(place), manifest, plan)
     return plan
 
@@ -156,11 +156,11 @@ def test_the_gpt_family_and_another_shape_are_refused(tmp_path: Path) -> None:
     model = small()
     manifest = save(tmp_path, transformer(model))
     with pytest.raises(DataError, match=r"model\.family=gpt has no Hugging Face form"):
-        plan_export(manifest, small(family=Family.gpt), Wanted(tmp_path / "out"))
+        plan_export(manifest, small(family=Family.gpt), ExportRequest(tmp_path / "out"))
     with pytest.raises(DataError, match=r"embed_tokens\.weight has shape \[97, 48\].*\[98, 48\]"):
-        plan_export(manifest, small(vocab_size=98), Wanted(tmp_path / "out"))
+        plan_export(manifest, small(vocab_size=98), ExportRequest(tmp_path / "out"))
     with pytest.raises(DataError, match=r"no tensor model\.layers\.3\."):
-        plan_export(manifest, small(num_hidden_layers=4), Wanted(tmp_path / "out"))
+        plan_export(manifest, small(num_hidden_layers=4), ExportRequest(tmp_path / "out"))
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from checkpointing.storage.local import LocalStorage
 from conf.schema import Config, ModelConfig
 from orchestra.errors import DataError
-from orchestra.huggingface.export import Wanted, plan_export, write_export
+from orchestra.huggingface.export import ExportRequest, plan_export, write_export
 from orchestra.huggingface.folder import INDEX, SINGLE_FILE, from_json, open_folder, read_header, to_json
 from orchestra.huggingface.start import differences, init_from_problems, overrides_for
 
@@ -87,7 +87,7 @@ def test_what_transformers_saves_is_read_with_every_tensor(
 @pytest.mark.parametrize("model", MODELS)
 def test_what_we_export_is_read_as_the_same_model(model: ModelConfig, tmp_path: Path) -> None:
     manifest = save(tmp_path, transformer(model))
-    plan = plan_export(manifest, model, Wanted(tmp_path / "out", max_file_bytes=50_000))
+    plan = plan_export(manifest, model, ExportRequest(tmp_path / "out", max_file_bytes=50_000))
     write_export(LocalStorage(tmp_path), manifest, plan)
     found = open_folder(str(tmp_path / "out"))
     assert differences(model, found.model) == []
