@@ -12,8 +12,9 @@ from matrix_courses import LENGTH, QUICK_COURSES, Course, Shown, go_through
 from matrix_field import Field, Freeze
 from matrix_oracle import References, published_late
 from matrix_policy import POLICY_CASES, PolicyCase, try_policy
-from orchestra.rundir import RunDir
 from sites import Site
+
+from orchestra.run.paths import RunDir
 
 pytestmark = pytest.mark.slow
 
