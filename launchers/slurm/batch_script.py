@@ -1,15 +1,14 @@
-"""From a description of a job to its batch script, word for word, with submitit's SlurmExecutor.
+"""The batch script of a job, word for word: #SBATCH lines, set-up lines, and srun with one task on each node.
 
-One task per node: srun starts the same command on each. It submits nothing and needs no Slurm here.
-
-No pickle goes with the script: submitit's own command would load one, and install signal handlers that save
-on one rank alone. What srun starts is a plain command line.
+A pure function: it needs no Slurm here and submits nothing. The lines are those that submitit's SlurmExecutor
+writes (tests compare the two). submitit offers no public way to them: its public `submit` pickles a function
+into the script and calls sbatch at once, where a run needs its script, its directory and the record of its
+token before sbatch is called, and no pickle.
 """
 
 from __future__ import annotations
 
 import shlex
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -84,79 +83,78 @@ def rendered(job: BatchJob) -> str:
     problems = option_problems(job.options)
     if problems:
         raise LauncherError("; ".join(problems))
-    executor = _executor(job.log_folder)
-    with warnings.catch_warnings():
-        # About combinations of options, which are the user's choice.
-        warnings.simplefilter("ignore")
-        executor.update_parameters(**_parameters(job))
-        if job.array is not None:
-            # Names the log files <array>_<task>_<node>_log.out; the tasks themselves are ours.
-            executor.parameters["map_count"] = 1
-        return str(executor._make_submission_file_text(shlex.join(job.command), "")) + "\n"
+    options = _options(job)
+    lines = ["#!/bin/bash", "", "# Parameters"]
+    lines += [_directive(name, options[name]) for name in sorted(options)]
+    lines += ["", "# setup", *_setup(job)]
+    # With this variable `submitit.JobEnvironment()`, called by code in the job, describes the Slurm job.
+    lines += ["", "# command", "export SUBMITIT_EXECUTOR=slurm"]
+    lines += [_srun_line(job, options.get("cpus-per-task")), "", ""]
+    if job.after_failure:
+        failed = f'[ "$code" -eq 0 ] || exec {shlex.join(job.after_failure)} "$code"'
+        lines += ["# teardown", "code=$?", failed, ""]
+    return "\n".join(lines)
 
 
-def _executor(folder: Path) -> Any:
-    from submitit.slurm.slurm import SlurmExecutor
+def _options(job: BatchJob) -> dict[str, object]:
+    """Return sbatch's options by their long names; True stands for one without a value.
 
-    class AnywhereExecutor(SlurmExecutor):
-        """Renders on machines without srun too, for dry runs."""
-
-        @classmethod
-        def affinity(cls) -> int:
-            return 2
-
-    return AnywhereExecutor(folder=folder)
-
-
-def _parameters(job: BatchJob) -> dict[str, Any]:
-    options = {_key(name): _text(value) for name, value in job.options.items() if value not in (None, False)}
-    cpus = options.pop("cpus_per_task", job.cpus_per_task)
-    additional = {
-        # submitit's own defaults, which sites may refuse, unless they are asked for.
-        **{name.replace("_", "-"): value for name, value in options.items()},
-        "chdir": str(job.directory),
-        **({} if job.array is None else {"array": job.array}),
-        ("requeue" if job.requeue else "no-requeue"): True,
-        **({"no-kill": True} if job.survives_nodes else {}),
-    }
-    return {
-        "job_name": job.name,
-        "nodes": job.num_nodes,
-        "ntasks_per_node": 1,
-        "cpus_per_task": cpus,
-        "gpus_per_node": job.gpus_per_node,
-        "time": None,
-        "wckey": None,
+    What `job.options` says replaces the job's own number of cores and GPUs.
+    """
+    options: dict[str, object] = {
+        "array": job.array,
+        "chdir": job.directory,
         "comment": job.comment,
-        "signal_delay_s": job.warning_lead_s,
-        "stderr_to_stdout": True,
-        "setup": [
-            *job.setup,
-            *([""] if job.setup else []),
-            *(_export(*pair) for pair in job.exports.items()),
-            *([f'{shlex.join(job.beside_step)} "$$" &'] if job.beside_step else []),
-        ],
-        "teardown": _teardown(job),
-        "additional_parameters": additional,
-        "srun_args": _srun_arguments(job, cpus),
+        "cpus-per-task": job.cpus_per_task,
+        "gpus-per-node": job.gpus_per_node,
+        "job-name": job.name,
+        "no-kill": job.survives_nodes,
+        "nodes": job.num_nodes,
+        "ntasks-per-node": 1,
+        "open-mode": "append",
+        "output": _log_file(job).replace("%t", "0"),
+        "requeue" if job.requeue else "no-requeue": True,
+        "signal": f"USR2@{job.warning_lead_s}",
+        **{
+            _key(name).replace("_", "-"): _text(value)
+            for name, value in job.options.items()
+            if value not in (None, False)
+        },
     }
+    return {name: value for name, value in options.items() if value is not None and value is not False}
 
 
-def _teardown(job: BatchJob) -> list[str] | None:
-    if not job.after_failure:
-        return None
-    return ["code=$?", f'[ "$code" -eq 0 ] || exec {shlex.join(job.after_failure)} "$code"']
+def _directive(name: str, value: object) -> str:
+    return f"#SBATCH --{name}" if value is True else f"#SBATCH --{name}={shlex.quote(str(value))}"
 
 
-def _srun_arguments(job: BatchJob, cpus: object) -> list[str]:
-    """Return what srun does not take from the job (cpus-per-task since Slurm 22.05) or sites change."""
-    return [
-        "--open-mode=append",
-        "--export=ALL",
+def _log_file(job: BatchJob) -> str:
+    """Return where the task of a node logs, with Slurm's own placeholders: <job>_<node> or
+    <array>_<task>_<node>.
+    """
+    return str(job.log_folder / f"{'%j' if job.array is None else '%A_%a'}_%t_log.out")
+
+
+def _setup(job: BatchJob) -> list[str]:
+    """Return the lines before srun: those of the configuration, then ours, which stay the stronger ones."""
+    lines = [*job.setup, *([""] if job.setup else []), *(_export(*pair) for pair in job.exports.items())]
+    if job.beside_step:
+        lines.append(f'{shlex.join(job.beside_step)} "$$" &')
+    return lines
+
+
+def _srun_line(job: BatchJob, cpus: object) -> str:
+    """Return the line that starts the command; srun is told again what it does not take from the job
+    (cpus-per-task since Slurm 22.05) and what sites change by variables.
+    """
+    words = [
+        *("srun", "--unbuffered", "--output", _log_file(job), "--open-mode=append", "--export=ALL"),
         *(_SURVIVING if job.survives_nodes else ("--kill-on-bad-exit=1", f"--wait={_WAIT_S}")),
         *([] if cpus is None else [f"--cpus-per-task={cpus}"]),
         *job.srun_options,
+        *job.command,
     ]
+    return shlex.join(words)
 
 
 def _export(name: str, value: str) -> str:

@@ -176,7 +176,7 @@ CHECKS = (
 
 _OWN = ("conf", "launchers", "checkpointing")
 _OLDEST_PYTHON = (3, 11)
-_LIBRARIES = ("hydra-core", "omegaconf", "submitit", "fsspec", "safetensors", "wandb")
+_LIBRARIES = ("hydra-core", "omegaconf", "fsspec", "safetensors", "wandb")
 _TORCH_LIMIT_S = 60.0
 _ASK_TORCH = """
 import json, torch, torch.distributed as dist

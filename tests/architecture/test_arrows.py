@@ -31,7 +31,7 @@ WITHOUT_TORCH = CONTROL_PLANE | set(ORDER[: ORDER.index("precision")])
 # Packages outside the standard library that each of ours may import; orchestra may import any of pyproject's.
 THIRD_PARTY = {
     "conf": set(),
-    "launchers": {"submitit"},
+    "launchers": set(),
     "checkpointing": {"torch", "safetensors", "fsspec", "numpy", "xxhash"},
 }
 OF_OURS = {

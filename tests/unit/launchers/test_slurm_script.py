@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from submitit.slurm.slurm import SlurmExecutor
 
 from launchers.launch_errors import LauncherError
 from launchers.slurm.batch_script import BatchJob, rendered
@@ -48,6 +49,62 @@ def test_one_task_on_each_node_is_warned_and_its_job_found_again() -> None:
     assert (said["open-mode"], said["requeue"]) == ("append", "")
     assert "time" not in said, "without a limit the partition's own holds"
     assert "wckey" not in said, "sites that check them refuse submitit's"
+
+
+class ExecutorOfAnyMachine(SlurmExecutor):  # type: ignore[misc]
+    """Writes scripts where there is no srun, too."""
+
+    @classmethod
+    def affinity(cls) -> int:
+        return 2
+
+
+@pytest.mark.parametrize("array", [None, "0-3,7%2"])
+def test_the_script_is_the_one_that_submitit_writes(array: str | None) -> None:
+    job = dataclasses.replace(
+        JOB,
+        array=array,
+        cpus_per_task=4,
+        gpus_per_node=2,
+        setup=("module load 'a b'",),
+        after_failure=("python", "-m", "failed"),
+        options={"partition": "gpu", "constraint": "[a|b]*2", "exclude": ["n1", "n2"]},
+    )
+    executor = ExecutorOfAnyMachine(folder=job.log_folder)
+    executor.update_parameters(
+        job_name="first",
+        nodes=3,
+        ntasks_per_node=1,
+        cpus_per_task=4,
+        gpus_per_node=2,
+        time=None,
+        wckey=None,
+        comment="orchestra:0123",
+        signal_delay_s=150,
+        partition="gpu",
+        constraint="[a|b]*2",
+        exclude="n1,n2",
+        stderr_to_stdout=True,
+        setup=[
+            *("module load 'a b'", ""),
+            "export PYTHONPATH='/runs/my first/code'${PYTHONPATH:+:$PYTHONPATH}",
+            "export PYTHONSAFEPATH=1",
+        ],
+        teardown=["code=$?", '[ "$code" -eq 0 ] || exec python -m failed "$code"'],
+        additional_parameters={
+            "chdir": "/runs/my first",
+            "requeue": True,
+            **({} if array is None else {"array": array}),
+        },
+        srun_args=[
+            *("--open-mode=append", "--export=ALL", "--kill-on-bad-exit=1", "--wait=180"),
+            "--cpus-per-task=4",
+        ],
+    )
+    if array is not None:
+        executor.parameters["map_count"] = 1
+    command = "python -u -m node '/runs/my first'"
+    assert rendered(job) == executor._make_submission_file_text(command, "") + "\n"
 
 
 def test_srun_is_told_what_it_does_not_take_from_the_job() -> None:
