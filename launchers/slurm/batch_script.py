@@ -118,7 +118,8 @@ def _options(job: BatchJob) -> dict[str, object]:
         **{
             _key(name).replace("_", "-"): _text(value)
             for name, value in job.options.items()
-            if value not in (None, False)
+            # Not `in (None, False)`, which holds for 0 too: mem=0 asks for all memory of a node.
+            if value is not None and value is not False
         },
     }
     return {name: value for name, value in options.items() if value is not None and value is not False}

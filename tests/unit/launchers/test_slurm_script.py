@@ -137,6 +137,7 @@ def test_every_option_of_sbatch_can_be_said_once() -> None:
         "reservation": "night",
         "mail_type": ["END", "FAIL"],
         "exclusive": True,
+        "mem": 0,
         "hint": None,
         "cpus-per-task": 9,
     }
@@ -144,6 +145,7 @@ def test_every_option_of_sbatch_can_be_said_once() -> None:
     said = options(script)
     assert (said["reservation"], said["mail-type"], said["exclusive"]) == ("night", "END,FAIL", "")
     assert (said["cpus-per-task"], "--cpus-per-task=9" in srun_line(script)) == ("9", True)
+    assert said["mem"] == "0", "all memory of a node"
     assert "hint" not in said
 
 
