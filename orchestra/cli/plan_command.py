@@ -16,7 +16,6 @@ from orchestra.cli.plan import (
     explain_mode,
     goodput_mode,
     one_layout,
-    plot,
     scan_mode,
     script_mode,
     search_mode,
@@ -43,7 +42,7 @@ class Mode(Protocol):
 
 MODES: tuple[Mode, ...] = (
     *(search_mode, explain_mode, goodput_mode, scan_mode, table_mode),
-    *(exact_mode, calibrate_mode, plot, script_mode),
+    *(exact_mode, calibrate_mode, script_mode),
 )
 _WIDTH = 80
 

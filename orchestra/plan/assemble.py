@@ -10,7 +10,6 @@ from conf.schema import Config, Device, DType, NetworkConfig, Scaling, StateDTyp
 from orchestra.errors import ConfigError
 from orchestra.plan import devices
 from orchestra.plan.case import Case, Choices
-from orchestra.plan.cpu import measured_profile
 from orchestra.plan.devices import Device as Accelerator
 from orchestra.plan.devices import Network, device
 from orchestra.plan.frameworks import NANOTRON, Framework, framework
@@ -66,13 +65,19 @@ def case_of(config: Config, framework_name: str = _USUAL_FRAMEWORK, profile: Pro
 
 
 def profile_of(config: Config) -> Profile | None:
-    """Return the profile that a configuration names, on CPUs without one what was measured here; None for a
-    device of the table. Raises ConfigError where a profile cannot be read or nothing was measured.
+    """Return the profile that a configuration names; None for a device of the table.
+
+    Raises ConfigError where the profile cannot be read, and for CPUs without one: there is no table of them.
     """
     if is_profile(config.cluster.hardware):
         return read_profile(Path(config.cluster.hardware))
-    is_cpu = config.cluster.device is Device.cpu
-    return measured_profile(config.precision.name.value) if is_cpu else None
+    if config.cluster.device is Device.cpu:
+        raise ConfigError(
+            "cluster.device=cpu: the planner has no figures of this machine's CPU; train two or more short "
+            "runs of different sizes on it, fit a profile to them with orchestra plan --calibrate RUN RUN "
+            "--output cpu.json, and plan with cluster.hardware=cpu.json"
+        )
+    return None
 
 
 def threads_of(config: Config, profile: Profile) -> int:

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from conf.schema import Config, Device
 from orchestra.errors import ConfigError
 from orchestra.plan.assemble import case_of, threads_of
-from orchestra.plan.cpu import usual_profile
 from orchestra.plan.predict import Prediction, predict
 from orchestra.plan.profiles import (
     BUSY,
@@ -32,6 +31,7 @@ from orchestra.run.config_file import read_config
 from orchestra.run.metrics_file import read_metrics
 from orchestra.run.paths import RunDir
 from orchestra.sizes.flops import model_flops_per_token
+from orchestra.sizes.units import MIB
 
 # Fits positive constants to positive measurements: damped Gauss-Newton in logarithms with a robust loss.
 #
@@ -215,6 +215,49 @@ def calibrated(runs: Sequence[MeasuredRun], cores: int, memory_bytes: float) -> 
     )
 
 
+# Where the fit of a CPU begins: between what was fitted on two machines, an Intel one with AVX-512 and an AMD
+# one (benchmarks/planner/cpu.py). Attention reaches this share of the fastest product.
+_ATTENTION_SHARE = 0.5
+_CPU_START: Constants = {
+    # Memory traffic of one core.
+    "memory_bytes_per_s": 8e9,
+    # gloo over the loopback device, between ranks that keep all cores busy.
+    "link_bytes_per_s": 1.1e9,
+    "inside_latency_s": 2.0e-3,
+    # Two cores of a virtual machine keep so much beside each other.
+    BUSY: 0.85,
+    BUSY_MEMORY: 0.65,
+    # The interpreter's own time for a layer, forward and backward, and for a step.
+    "host_layer_s": 1.15e-3,
+    "step_s": 3.9e-3,
+    # Cores that compute are busy: nothing is hidden.
+    "exposed_reduction": 1.0,
+    # Resident memory of a rank beside its tensors: interpreter, torch, what they load, text to train on.
+    "fixed_bytes": 320.0 * MIB,
+    # Of what a step adds, with gaps of the allocator and buffers of the products.
+    "step_share": 1.0,
+}
+
+
+def starting_cpu_profile(
+    peak_flops: Mapping[str, float], product_flops: Mapping[str, float], cores: int, memory_bytes: float
+) -> Profile:
+    """Return the profile of one node of CPUs that a fit begins with.
+
+    FLOP/s of one core: `peak_flops` by precision, `product_flops` by the constant's name; `memory_bytes` of
+    the node.
+    """
+    attention = _ATTENTION_SHARE * max(product_flops.values())
+    return Profile(
+        device=CPU,
+        constants={**_CPU_START, **product_flops, "attention_flops": attention},
+        peak_flops=dict(peak_flops),
+        cores=cores,
+        memory_bytes=memory_bytes,
+        source="where a calibration begins; not fitted",
+    )
+
+
 def _start(runs: Sequence[MeasuredRun], kind: str, cores: int, memory_bytes: float) -> Profile:
     """Return the profile that the fit begins with."""
     peaks: dict[str, float] = {}
@@ -232,7 +275,7 @@ def _start(runs: Sequence[MeasuredRun], kind: str, cores: int, memory_bytes: flo
         products[PRODUCT + name] = max(products.get(PRODUCT + name, 0.0), 1.2 * reached / ranks / each)
     peaks = {name: peak or products[PRODUCT + name] for name, peak in peaks.items()}
     if kind == CPU:
-        return usual_profile(peaks, products, cores, memory_bytes)
+        return starting_cpu_profile(peaks, products, cores, memory_bytes)
     case = case_of(runs[0].config)
     constants = {
         "memory_bytes_per_s": case.device.memory_bytes_per_s,

@@ -1,9 +1,8 @@
 """What differs between trainers on the same device: kernels, host work, memory kept, how it is reported.
 
-The constants of `NANOTRON` are fitted on the Ultra-Scale Playbook's runs (`benchmarks/planner.py --fit` does
-it again). Other trainers start from them, without nanotron's host work and stalls; one or two constants are
-then set on what they publish (`benchmarks/data/published_speed.csv`), the rest is assumed. A profile knows no
-model and no layout.
+The constants of `NANOTRON` are fitted on the Ultra-Scale Playbook's runs (`benchmarks/planner/playbook.py
+--fit` does it again). Other trainers start from them, without nanotron's host work and stalls; one or two
+constants are then set on what they publish (`benchmarks/data/published_speed.csv`), the rest is assumed.
 """
 
 from __future__ import annotations

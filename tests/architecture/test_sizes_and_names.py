@@ -25,7 +25,6 @@ MAX_INNER_IMPORTS_PER_1000_LINES = 2.0
 INNER_IMPORTS_TODAY = 309
 FULL_FOLDERS_TODAY = {
     "checkpointing",
-    "orchestra/plan",
 }
 FILE_NAMES_TODAY = set[str]()
 CLASS_NAMES_TODAY = {

@@ -68,7 +68,6 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Print both counts and return 0. Raises ConfigError for what the trainer does not have."""
-    from orchestra.cli.plan.cpu_mode import measure_if_needed
     from orchestra.config.compose import compose
     from orchestra.config.machine import Situation
     from orchestra.config.rules.all_rules import not_yet
@@ -84,7 +83,6 @@ def run(arguments: Namespace) -> int:
     missing = [f"{problem}, or plan without --exact" for problem in not_yet(config, Situation("run"))]
     if missing:
         raise ConfigError(missing)
-    measure_if_needed(config)
     case = case_of(config)
     compared = compare(case, counted(config, case))
     if arguments.json:

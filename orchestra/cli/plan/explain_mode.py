@@ -227,7 +227,6 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Print the explanation and return 0. Raises ConfigError for a key that is none of them."""
-    from orchestra.cli.plan.cpu_mode import measure_if_needed
     from orchestra.config.compose import compose
     from orchestra.config.machine import Situation
     from orchestra.plan.advice import explain
@@ -239,7 +238,6 @@ def run(arguments: Namespace) -> int:
         key, overrides = _ALL, [key, *overrides]
     knobs = _knobs(key)
     config = compose(for_planning(overrides), Situation("plan")).config
-    measure_if_needed(config)
     told = explain(case_of(config, arguments.framework or "orchestra"))
     if arguments.json:
         print(json.dumps(facts(told, knobs), indent=2))

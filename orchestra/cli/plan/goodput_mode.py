@@ -373,7 +373,6 @@ def ask(arguments: Namespace) -> Asked:
 
 
 def _planned(arguments: Namespace) -> tuple[Config, Times, dict[str, str]]:
-    from orchestra.cli.plan.cpu_mode import measure_if_needed
     from orchestra.config.compose import compose
     from orchestra.config.machine import Situation
     from orchestra.plan.assemble import case_of, for_planning
@@ -381,7 +380,6 @@ def _planned(arguments: Namespace) -> tuple[Config, Times, dict[str, str]]:
     from orchestra.plan.predict import predict
 
     config = compose(for_planning(arguments.overrides), Situation("plan")).config
-    measure_if_needed(config)
     case = case_of(config, arguments.framework or "orchestra")
     times = assumed_times(config, predict(case).time.total, case.layout.world_size)
     return config, times, {"step_s": "predicted"}

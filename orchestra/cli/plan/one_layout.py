@@ -277,14 +277,12 @@ def run(arguments: Namespace) -> int:
 
 def predicted(arguments: Namespace) -> tuple[Config, Prediction]:
     """Return the configuration that the command line gives, and what is predicted of it."""
-    from orchestra.cli.plan.cpu_mode import measure_if_needed
     from orchestra.config.compose import compose
     from orchestra.config.machine import Situation
     from orchestra.plan.assemble import case_of, for_planning
     from orchestra.plan.predict import predict
 
     config = compose(for_planning(arguments.overrides), Situation("plan")).config
-    measure_if_needed(config)
     return config, predict(case_of(config, arguments.framework or "orchestra"))
 
 

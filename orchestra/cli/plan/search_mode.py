@@ -293,7 +293,6 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Print what was found and return 0, or 1 where nothing fits. Raises ConfigError for wrong overrides."""
-    from orchestra.cli.plan.cpu_mode import measure_if_needed
     from orchestra.cli.plan.layout_words import runs_today
     from orchestra.plan.search import search
     from orchestra.plan.space import space_of
@@ -302,7 +301,6 @@ def run(arguments: Namespace) -> int:
     if top < 1:
         raise ConfigError(f"--top {top}: expected 1 or more")
     asked = ask(arguments.overrides)
-    measure_if_needed(asked.config)
     profile = arguments.framework or "orchestra"
     space = space_of(asked.config, profile, asked.num_sequences, asked.fixed)
     found = search(space, top, runs_today)

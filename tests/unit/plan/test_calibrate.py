@@ -14,8 +14,14 @@ from orchestra.config.compose import compose
 from orchestra.config.machine import Situation
 from orchestra.errors import EXIT_USAGE, ConfigError
 from orchestra.plan.assemble import case_of
-from orchestra.plan.calibrate import calibrated, fitted, measured_run, prediction_of, solved
-from orchestra.plan.cpu import usual_profile
+from orchestra.plan.calibrate import (
+    calibrated,
+    fitted,
+    measured_run,
+    prediction_of,
+    solved,
+    starting_cpu_profile,
+)
 from orchestra.plan.predict import predict
 from orchestra.plan.profiles import Profile
 from orchestra.run.config_file import write_config
@@ -23,7 +29,7 @@ from orchestra.run.paths import RunDir
 from orchestra.sizes.flops import model_flops_per_token
 
 CORES, MEMORY = 4, 32e9
-USUAL = usual_profile({"fp32": 1e11}, {"product_flops.fp32": 8e10}, CORES, MEMORY)
+USUAL = starting_cpu_profile({"fp32": 1e11}, {"product_flops.fp32": 8e10}, CORES, MEMORY)
 # Another machine than calibration starts from: each constant is half or twice the usual one.
 TRUE = replace(
     USUAL,

@@ -130,17 +130,6 @@ def test_devices_that_never_fail_are_reckoned_with(capsys: pytest.CaptureFixture
     assert " nan" not in text
 
 
-def test_a_cpu_is_measured_where_nobody_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    rates = {"peak_flops": 1e11, "memory_bytes_per_s": 1e10, "fixed_bytes": 3e8}
-    rates |= {"busy_share": 0.9, "busy_memory_share": 0.7}
-    monkeypatch.setattr("orchestra.cli.plan.cpu_mode._measured", lambda _: rates)
-    words = ["cluster.device=cpu", "cluster.gpus_per_node=2", "model=debug", "--json"]
-    assert json.loads(printed(capsys, "--goodput", *words))["num_devices"] == 2
-
-
 def test_what_means_nothing_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,14 +6,14 @@ import math
 
 import pytest
 
-from orchestra.plan.score import Measured, quantile, rank_correlation, score, without_sick
+from benchmarks.planner.score import MeasuredRow, quantile, rank_correlation, score, without_sick
 
 
 def measured(
     rate: float | None, predicted: float, *, place: str = "here", twin: str = "", fits: bool = True
-) -> Measured:
+) -> MeasuredRow:
     memory = None if rate is None else 10.0
-    return Measured(place, twin or f"{rate}/{predicted}", rate, memory, predicted, 11.0, fits)
+    return MeasuredRow(place, twin or f"{rate}/{predicted}", rate, memory, predicted, 11.0, fits)
 
 
 def test_a_row_with_a_much_faster_twin_is_sick() -> None:

@@ -11,19 +11,15 @@ import pytest
 from plan_cases import case
 
 from conf.schema import PrecisionName
-from orchestra.cli.plan import cpu_mode as measuring
 from orchestra.config.compose import compose
 from orchestra.config.machine import Situation
 from orchestra.errors import ConfigError
 from orchestra.plan.assemble import case_of, for_planning
-from orchestra.plan.cpu import are_sure, keep_rates, known_rates, measured_profile, usual_profile
+from orchestra.plan.calibrate import starting_cpu_profile
 from orchestra.plan.predict import predict
 from orchestra.plan.profiles import Profile, cpu_device, read_profile, while_busy, with_profile, write_profile
 
-CPU = usual_profile({"fp32": 1e11}, {"product_flops.fp32": 8e10}, cores=4, memory_bytes=32e9)
-
-# What is measured of a CPU beside its products.
-RATES = {"memory_bytes_per_s": 1e10, "fixed_bytes": 3e8, "busy_share": 0.8, "busy_memory_share": 0.5}
+CPU = starting_cpu_profile({"fp32": 1e11}, {"product_flops.fp32": 8e10}, cores=4, memory_bytes=32e9)
 
 
 def test_a_profile_comes_back_as_it_was_written(tmp_path: Path) -> None:
@@ -135,49 +131,16 @@ def test_a_plan_for_cpus_takes_a_profile_by_its_file(tmp_path: Path) -> None:
     assert 0 < found.mfu < 1
 
 
-def test_a_plan_for_cpus_without_a_profile_needs_rates_that_were_measured_here(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with pytest.raises(ConfigError, match="has not been measured for precision=fp32"):
-        measured_profile("fp32")
-    rates = {"peak_flops": 1e11, **RATES}
-    keep_rates("fp32", rates)
-    keep_rates("bf16", {**rates, "peak_flops": 2e11})
-    assert known_rates("fp32") == rates
-    assert measured_profile("bf16").peak_flops == {"bf16": 2e11}
-
-
-def test_rates_of_a_busy_machine_serve_until_it_is_quiet(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    config = compose(["cluster.device=cpu"], Situation("plan")).config
-    load, rates = [1e3], {"peak_flops": 1e10, **RATES}
-    monkeypatch.setattr("os.getloadavg", lambda: (load[0], 0.0, 0.0))
-    monkeypatch.setattr(measuring, "_measured", lambda _: {**rates, "peak_flops": 1e13 / max(1.0, load[0])})
-
-    def peak() -> tuple[float, bool]:
-        measuring.measure_if_needed(config)
-        found = known_rates("fp32")
-        assert found is not None
-        return found["peak_flops"], are_sure("fp32")
-
-    assert peak() == (1e10, False)
-    assert "it is busy" in capsys.readouterr().err
-    load[0] = 500.0
-    # Busy still: what is known serves.
-    assert peak() == (1e10, False)
-    assert capsys.readouterr().err == ""
-    load[0] = 0.0
-    assert peak() == (1e13, True)
-    assert "again, now that it is quiet" in capsys.readouterr().err
-    load[0] = 1e3
-    assert peak() == (1e13, True)
+def test_a_plan_for_cpus_without_a_profile_says_how_to_get_one() -> None:
+    config = compose(["cluster.device=cpu", "cluster.gpus_per_node=2"], Situation("plan")).config
+    with pytest.raises(ConfigError, match=r"cluster.device=cpu: the planner has no figures") as caught:
+        case_of(config)
+    assert "orchestra plan --calibrate RUN RUN --output cpu.json" in str(caught.value)
+    assert "cluster.hardware=cpu.json" in str(caught.value)
 
 
 def test_cores_that_all_compute_slow_each_other_down() -> None:
-    constants = {**usual_profile({"fp32": 1e11}, {"product_flops.fp32": 1e11}, 4, 32e9).constants}
+    constants = {**starting_cpu_profile({"fp32": 1e11}, {"product_flops.fp32": 1e11}, 4, 32e9).constants}
     constants |= {"busy_share": 0.8, "busy_memory_share": 0.5}
     profile = Profile("cpu", constants, {"fp32": 1e11}, cores=4, memory_bytes=32e9)
     assert while_busy(profile, "busy_share", 1, 1) == 1.0

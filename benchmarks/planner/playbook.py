@@ -1,11 +1,11 @@
 """Scores the planner on measured runs: fits its constants on a random half and predicts the other half.
 
-    python benchmarks/planner.py playbook_h100.csv [--seeds 3] [--leave-out] [--fit]
+    python benchmarks/planner/playbook.py playbook_h100.csv [--seeds 3] [--leave-out] [--fit]
 
 The table has the columns of the Ultra-Scale Playbook's benchmark (nanotron on H100). Beside the planner a
 crude roofline with eight constants is fitted on the same half. A row is sick by its twin in the whole table,
 whichever half that is in. `--leave-out` fits without one model size, or one number of GPUs, and predicts it.
-What runs this noisy let anybody reach stands in front (planner_noise.py). `--fit` fits on all rows and prints
+What runs this noisy let anybody reach stands in front (noise.py). `--fit` fits on all rows and prints
 the constants, as they stand in `orchestra/plan/frameworks.py`; the shipped ones are scored too, but on
 rows they have seen. Published rates of other trainers and devices follow (data/published_speed.csv and
 published_experts.csv, a source a row; `inferred` where the source leaves a field open, mostly the micro-batch
@@ -25,14 +25,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from planner_fit import Constants, fitted
-from planner_noise import rank_correlation_within_reach
-from planner_roofline import ROOFLINE, roofline_tokens_per_s
+from fit import Constants, fitted
+from noise import rank_correlation_within_reach
+from roofline import ROOFLINE, roofline_tokens_per_s
+from score import MeasuredRow, Score, score, without_sick
 
 from orchestra.plan.case import Case
 from orchestra.plan.frameworks import NANOTRON, Framework
 from orchestra.plan.predict import predict
-from orchestra.plan.score import Measured, Score, score, without_sick
 from orchestra.plan.table import Row, cases, read_table
 from orchestra.sizes.units import GIB
 
@@ -141,7 +141,7 @@ def planner_score(rows: Sequence[Sample], constants: Constants, among: Sequence[
     return score(_predicted(rows, constants), _twins(among))
 
 
-def _predicted(rows: Sequence[Sample], constants: Constants) -> list[Measured]:
+def _predicted(rows: Sequence[Sample], constants: Constants) -> list[MeasuredRow]:
     found = []
     for sample in rows:
         prediction = predict(with_constants(sample.case, constants))
@@ -155,13 +155,13 @@ def roofline_score(rows: Sequence[Sample], constants: Constants, among: Sequence
     return score([_measured(sample, rate(sample), 0.0, fits=True) for sample in rows], _twins(among))
 
 
-def _twins(among: Sequence[Sample]) -> list[Measured]:
+def _twins(among: Sequence[Sample]) -> list[MeasuredRow]:
     return [_measured(sample, 0.0, 0.0, fits=True) for sample in among]
 
 
-def _measured(sample: Sample, rate: float, peak: float, *, fits: bool, place: object = None) -> Measured:
+def _measured(sample: Sample, rate: float, peak: float, *, fits: bool, place: object = None) -> MeasuredRow:
     row = sample.row
-    return Measured(
+    return MeasuredRow(
         place=place or (row["model"], row["num_gpus"]),
         twin=sample.twin,
         tokens_per_s=float(row["tokens_per_s_per_gpu"]) if sample.ran else None,
@@ -211,7 +211,7 @@ def published_lines(file: str) -> list[str]:
 
 
 def published(file: str) -> list[Sample]:
-    return samples(Path(__file__).parent / "data" / file)
+    return samples(Path(__file__).parents[1] / "data" / file)
 
 
 def _published_line(name: str, found: list[tuple[float, float | None]]) -> str:

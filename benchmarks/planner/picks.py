@@ -1,8 +1,8 @@
 """Searches the best layout of each model and number of GPUs, and looks up what it reached when it was run.
 
-    python benchmarks/planner_picks.py playbook_h100.csv
+    python benchmarks/planner/picks.py playbook_h100.csv
 
-`planner.py` picks among the layouts that were measured. Here the planner chooses among all layouts that the
+`playbook.py` picks among the layouts that were measured. Here the planner chooses among all layouts that the
 trainer of the table could have run (ZeRO 0 and 1, sequence parallelism with tp, no recomputation, no context
 parallelism, tp of any width); the pick is the first of them, by predicted speed, that was measured and ran.
 """
@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from planner import Sample, samples
+from playbook import Sample, samples
 
 from conf.schema import Recompute
 from orchestra.plan.predict import predict

@@ -16,7 +16,7 @@ _GOOD_PICK = 0.95
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredRow:
     """One row: what was measured (None where it did not run) and what is predicted. `place` groups the rows
     among which a layout is picked, `twin` those that differ only in the ZeRO stage.
     """
@@ -46,7 +46,7 @@ class Score:
     num_places: int
 
 
-def score(rows: Sequence[Measured], among: Sequence[Measured] = ()) -> Score:
+def score(rows: Sequence[MeasuredRow], among: Sequence[MeasuredRow] = ()) -> Score:
     """Score rows of which at least two ran. A part of a table is scored with the whole as `among`: a row is
     sick whether or not its twin is in that part.
     """
@@ -73,7 +73,7 @@ def score(rows: Sequence[Measured], among: Sequence[Measured] = ()) -> Score:
     )
 
 
-def without_sick(ran: Sequence[Measured], among: Sequence[Measured] = ()) -> list[Measured]:
+def without_sick(ran: Sequence[MeasuredRow], among: Sequence[MeasuredRow] = ()) -> list[MeasuredRow]:
     """Return the rows that ran, without those whose twin, here or `among` others, is 1.5 times faster."""
     best: dict[Hashable, float] = defaultdict(float)
     for row in (*ran, *among):
@@ -81,16 +81,16 @@ def without_sick(ran: Sequence[Measured], among: Sequence[Measured] = ()) -> lis
     return [row for row in ran if best[row.twin] <= _SICK_RATIO * (row.tokens_per_s or 0.0)]
 
 
-def _out_of_memory(rows: Sequence[Measured]) -> tuple[float, float]:
+def _out_of_memory(rows: Sequence[MeasuredRow]) -> tuple[float, float]:
     failed = [row for row in rows if row.tokens_per_s is None]
     refused = [row for row in rows if not row.predicted_fits]
     both = sum(not row.predicted_fits for row in failed)
     return both / max(1, len(failed)), both / max(1, len(refused))
 
 
-def picked_shares(ran: Sequence[Measured]) -> dict[Hashable, float]:
+def picked_shares(ran: Sequence[MeasuredRow]) -> dict[Hashable, float]:
     """Return for each place what the layout predicted to be fastest reached of the best measured."""
-    places: dict[Hashable, list[Measured]] = defaultdict(list)
+    places: dict[Hashable, list[MeasuredRow]] = defaultdict(list)
     for row in ran:
         places[row.place].append(row)
     shares = {}

@@ -6,7 +6,7 @@ per layer, a bubble, and the gradients' reduction at one bandwidth.
 
 from __future__ import annotations
 
-from planner_fit import Constants
+from fit import Constants
 
 from orchestra.plan.case import Case
 from orchestra.sizes.flops import model_flops_per_token, num_parameters

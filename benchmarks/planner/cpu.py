@@ -1,13 +1,12 @@
 """Predicted against measured on this machine's own CPU: makes runs, calibrates on some, predicts others.
 
-    python benchmarks/planner_cpu.py [--dir FOLDER] [--only NAME ...] [--rounds 3] [--again]
+    python benchmarks/planner/cpu.py [--dir FOLDER] [--only NAME ...] [--rounds 3] [--again]
 
 Each run is `orchestra run` on 1, 2 or 4 ranks with models of 5 to 30 million parameters, once a round, since
 single runs stray by 15 %. `orchestra plan --calibrate` fits a profile on the runs marked `fit`; the others
 are held out. Step times are medians over the later steps and then over rounds, peaks the resident memory of
-rank 0. Behind them stands what `plan` says of the same runs without calibration, from rates measured once.
-Runs that are there already are kept (`--again` makes them anew). On a quiet machine a round takes some six
-minutes.
+rank 0. Runs that are there already are kept (`--again` makes them anew). On a quiet machine a round takes
+some six minutes.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from orchestra.plan.profiles import Profile
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 STEPS = 8
@@ -111,16 +110,6 @@ def table(chosen: list[Run], folders: list[Path], profile: Profile) -> None:
             print(summary("fitted" if is_fit else "held out", errors))
 
 
-def uncalibrated() -> Profile:
-    """Return what `plan` rests on without calibration, measured now where nobody has."""
-    from orchestra.plan.cpu import measured_profile
-
-    command = [sys.executable, "-m", "orchestra", "plan", "cluster.device=cpu", "cluster.gpus_per_node=1"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run([*command, "--json"], check=True, env=environment, stdout=subprocess.DEVNULL)
-    return measured_profile("fp32")
-
-
 def summary(name: str, errors: list[tuple[float, float]]) -> str:
     """Return one line on the errors of step times and peaks."""
     times, peaks = [it[0] for it in errors], [it[1] for it in errors]
@@ -146,7 +135,6 @@ def main() -> None:
     folder = arguments.dir or Path(tempfile.mkdtemp(prefix="planner-cpu-"))
     folders = [folder / f"round-{number}" for number in range(arguments.rounds)]
     chosen = [run for run in RUNS if not arguments.only or run.name in arguments.only]
-    usual = uncalibrated()
     for each in folders:
         each.mkdir(parents=True, exist_ok=True)
         for run in chosen:
@@ -155,8 +143,6 @@ def main() -> None:
     profile = folder / "profile.json"
     calibrated([each / run.name for each in folders for run in chosen if run.is_fit], profile)
     table(chosen, folders, read_profile(profile))
-    print("without calibration:")
-    table(chosen, folders, usual)
     print(f"runs and profile in {folder}")
 
 

@@ -13,12 +13,12 @@ import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 
-from orchestra.plan.score import Measured, quantile, rank_correlation, without_sick
+from score import MeasuredRow, quantile, rank_correlation, without_sick
 
 _TRIALS = 200
 
 
-def rank_correlation_within_reach(rows: Sequence[Measured], seed: int = 0) -> tuple[float, float, float]:
+def rank_correlation_within_reach(rows: Sequence[MeasuredRow], seed: int = 0) -> tuple[float, float, float]:
     """Return the 5th, 50th and 95th percentile of the rank correlation that exact predictions would reach.
 
     Predicted rates stand for the true ones. Each trial scatters all of them as healthy twins scatter, and
