@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from orchestra.agents.hang_watch import LOOK_S, Pulse, Watched
-from orchestra.recovery.hangs import LimitRules
+from orchestra.agents.hang_watch import HangWatch, WatchedRanks
+from orchestra.recovery.hangs import LOOK_S, LimitRules
 from orchestra.run.events import EventWriter
 from orchestra.run.heartbeat import FOLDER_VARIABLE, Phase, beats_folder, open_heart, remove_records
 from orchestra.run.paths import RunDir
@@ -55,13 +55,13 @@ def main() -> None:
             now[0] += LOOK_S
             for heart in hearts:
                 heart.beat(Phase.forward, int(now[0]))
-            pulse.look()
+            watch.look()
 
         rules = LimitRules(setup_s=1e9, silent_s=1e9, storage_s=1e9, closing_s=1e9)
-        watched = Watched(run, 0, 0, tuple(range(_RANKS)), _RANKS, folder)
-        pulse = Pulse(watched, rules, EventWriter(run, "agent", 0), clock=lambda: now[0])
+        watched = WatchedRanks(run, 0, 0, tuple(range(_RANKS)), _RANKS, folder)
+        watch = HangWatch(watched, rules, EventWriter(run, "agent", 0), clock=lambda: now[0])
         looked = median_us(look, _LOOKS)
-        idle = median_us(lambda: bool(pulse.look()), _BEATS)
+        idle = median_us(lambda: bool(watch.look()), _BEATS)
         remove_records(folder, range(1))
     print(f"one beat                                     {beat:8.2f} µs")
     print(f"one moment of a step (beat and faults)       {moment:8.2f} µs")

@@ -23,8 +23,8 @@ from launchers.spec import Ending, LaunchSpec, Place, RankFailure
 from orchestra.agents import node_copies
 from orchestra.agents.attempt_record import AttemptRecord
 from orchestra.agents.context import START, Station, attempt_of, host_of
-from orchestra.agents.hang_watch import Node, Pulse, open_pulse, pulse_environment
-from orchestra.agents.hang_watch_all_nodes import FarSight
+from orchestra.agents.hang_watch import HangWatch, NodeInAttempt, heartbeat_environment, open_hang_watch
+from orchestra.agents.hang_watch_all_nodes import HangWatchOfAllNodes
 from orchestra.agents.node_copies import COPIES
 from orchestra.errors import EXIT_DONE, EXIT_FAILED, LaunchError
 from orchestra.recovery.hangs import limit_rules
@@ -228,11 +228,13 @@ def perform(station: Station, order: Order) -> None:
             record.events.write("node_started", node=station.node, pid=os.getpid())
         urgency = Urgency(station.run, attempt, station.signals, station.config.recovery.stop_timeout_s)
         agent = _started(station, spec, place)
-        node = Node(attempt, station.node, place.node)
+        node = NodeInAttempt(attempt, station.node, place.node)
         config = config_of(station.config, order)
-        watch.pulse = open_pulse(config, station.run, record.events, spec, node)
+        watch.hangs = open_hang_watch(config, station.run, record.events, spec, node)
         others = order.nodes[1:] if place.node == 0 else ()
-        watch.afar = FarSight(station.run, attempt, others, spec.world_size, limit_rules(config))
+        watch.all_nodes = HangWatchOfAllNodes(
+            station.run, attempt, others, spec.world_size, limit_rules(config)
+        )
         own = range(place.node * spec.ranks_per_node, (place.node + 1) * spec.ranks_per_node)
         lingering = Lingering(station, record, own, spec.world_size)
         ending = _supervised(station, agent, urgency, watch, lingering)
@@ -241,7 +243,7 @@ def perform(station: Station, order: Order) -> None:
         station.crew.mark_broken(order.number, {"cause": "not started", "message": str(error)})
         _report(station, order, {"code": EXIT_FAILED, "message": str(error)})
         return
-    watch.pulse.close()
+    watch.hangs.close()
     if ending.exit_code != EXIT_DONE:
         station.crew.mark_broken(order.number, {"cause": RANKS_FAILED, "host": station.member.host})
     sent = {} if station.copies is None else station.copies.end()
@@ -285,7 +287,7 @@ def _launch(station: Station, order: Order) -> tuple[LaunchSpec, Place]:
     # Some hundred gigabytes may have to come from another node.
     station.crew.allow(_FETCH_S)
     copied, arguments = node_copies.begin(station, order)
-    environment = {**spec.environment, **pulse_environment(station.run), **copied}
+    environment = {**spec.environment, **heartbeat_environment(station.run), **copied}
     arguments = (*spec.arguments, *arguments)
     spec = dataclasses.replace(spec, node_logs=logs, environment=environment, arguments=arguments)
     return placed(
@@ -357,8 +359,8 @@ class _Watch:
 
     station: Station
     order: Order
-    pulse: Pulse | None = None
-    afar: FarSight | None = None
+    hangs: HangWatch | None = None
+    all_nodes: HangWatchOfAllNodes | None = None
     found: dict[str, Any] | None = None
     _looked_at: float = field(default_factory=time.monotonic)
 
@@ -374,7 +376,7 @@ class _Watch:
         return time.monotonic() - self._looked_at >= grace_s
 
     def look(self) -> None:
-        hangs = () if self.pulse is None or self.found is not None else self.pulse.look()
+        hangs = () if self.hangs is None or self.found is not None else self.hangs.look()
         if hangs:
             ranks = [hang.rank for hang in hangs]
             self.found = {"cause": "hang", "ranks": ranks, "host": self.station.member.host}
@@ -383,19 +385,19 @@ class _Watch:
         if self.station.is_alone or self.found is not None or now - self._looked_at < _LOOK_S:
             return
         self._looked_at = now
-        self._look_afar()
+        self._look_at_all_nodes()
         if self.station.crew.leads:
             mark_lost(self.station, self.order)
         self.found = self.station.crew.broken(self.order.number)
         limits = {} if self.found is None else self.found.get("limits")
-        if self.pulse is not None and isinstance(limits, dict):
-            self.pulse.confess({int(rank): float(limit_s) for rank, limit_s in limits.items()})
+        if self.hangs is not None and isinstance(limits, dict):
+            self.hangs.record_hangs({int(rank): float(limit_s) for rank, limit_s in limits.items()})
 
-    def _look_afar(self) -> None:
+    def _look_at_all_nodes(self) -> None:
         """Let all know which ranks hang, on whatever node, where this one sees them all."""
-        if self.afar is None or self.pulse is None:
+        if self.all_nodes is None or self.hangs is None:
             return
-        if hung := self.afar.look(self.pulse.stall):
+        if hung := self.all_nodes.look(self.hangs.stall):
             hosts = list(dict.fromkeys(it.host for it, _ in hung))
             limits = {str(it.rank): limit_s for it, limit_s in hung}
             evidence = {"cause": "hang", "ranks": [it.rank for it, _ in hung], "hosts": hosts}

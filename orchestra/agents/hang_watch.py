@@ -1,7 +1,10 @@
-"""The node agent's ear: reads the heartbeats of its ranks, and tells which of them hang.
+"""Finds out which ranks of this node hang. *Each node's agent*, one watch for each attempt.
 
-It looks once a second into the node's memory, counts silence on its own watch only, and compares it with the
-limits of `orchestra.recovery.hangs`. A hang is written down with its stacks; to kill is the caller's part.
+It reads the heartbeats of its ranks once a second from the node's memory, measures their silence on its own
+watch, and asks `orchestra.recovery.hangs` how long each may be silent. A hang is written to the events with
+the stacks of the ranks; the caller ends them. Where this node's ranks only wait, that is written too
+(`step_stalled`): the attempt's first node finds out for whom (`orchestra.agents.hang_watch_all_nodes`).
+
 Time in which the agent itself did not run (a suspended job, a starved machine) counts as no silence.
 """
 
@@ -10,9 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import socket
-import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,17 +21,20 @@ from pathlib import Path
 
 from conf.schema import Config
 from launchers import processes
+from launchers.process_stacks import StackRequest, write_stacks
 from launchers.processes import Process
 from launchers.spec import LaunchSpec
-from orchestra.agents.hang_watch_all_nodes import STALLED, WENT_ON, Stall
+from orchestra.agents.hang_watch_all_nodes import STALLED, WENT_ON, NodeStall
 from orchestra.errors import EXIT_FAILED
 from orchestra.recovery.hangs import (
-    History,
+    LOOK_S,
     LimitRules,
-    Standing,
-    furthest_behind,
-    limit,
+    RankPosition,
+    RankProgress,
+    hanging,
     limit_rules,
+    limits_on_node,
+    stalled,
     step_limit,
 )
 from orchestra.run.events import EventWriter, is_number, read_events
@@ -48,163 +52,23 @@ from orchestra.run.heartbeat import (
 from orchestra.run.paths import RunDir
 from orchestra.run.planned_faults import AGENT_VARIABLE
 
-# What a silent rank is doing, before it is killed: the stacks of its threads, or what the kernel tells.
-#
-# The rank itself appends its Python stacks to a file of this node when it gets a signal: in the handler, so
-# that no lock holds it back. A process that cannot answer is looked at from outside: by py-spy where that is
-# installed, and in /proc. It knows no limits and kills nobody.
-
-
-# How long ranks have to answer. A processor that is busy elsewhere took up to 0.3 s.
-_ANSWER_S = 2.0
-_POLL_S = 0.05
-_PY_SPY_S = 10.0
-# Of ranks that only wait, the main thread's stack is kept, up to so many lines.
-_SHORT_LINES = 60
-# Text per rank: a recursion of a hundred thousand frames would fill a disk, 2,000 nodes at once.
-_MAX_BYTES = 256 << 10
-
-
-@dataclass(frozen=True)
-class Asked:
-    """One rank that is to show its stacks: the file that it appends them to, and the one they are kept in."""
-
-    rank: int
-    process: Process
-    answer: Path
-    target: Path
-    is_suspect: bool
-    words: str
-
-
-def dump(asked: Mapping[int, Asked]) -> dict[int, Path]:
-    """Append each rank's stacks to its target; return the targets by rank.
-
-    Waits for two seconds at most, and longer only where py-spy is at work. A file that cannot be written is
-    left out.
-    """
-    sizes = {rank: _size(it.answer) for rank, it in asked.items()}
-    answering = [it for it in asked.values() if _can_answer(it.process)]
-    processes.send([it.process for it in answering], STACKS_SIGNAL)
-    _await_answers({it.rank: it for it in answering}, sizes)
-    files = {}
-    for rank, it in asked.items():
-        text = _answer(it, sizes[rank]) if it in answering else ""
-        if not text:
-            text = _seen_from_outside(it)
-        head = f"{time.strftime('%Y-%m-%d %H:%M:%S')} rank {rank}, process {it.process.pid}: {it.words}\n"
-        with contextlib.suppress(OSError):
-            it.target.parent.mkdir(parents=True, exist_ok=True)
-            with it.target.open("a", errors="replace") as file:
-                file.write(f"{head}{text}\n")
-            files[rank] = it.target
-    return files
-
-
-def _can_answer(process: Process) -> bool:
-    """Tell whether it handles the signal (it would die of it otherwise) and is not stopped."""
-    if processes.state(process) in ("T", "t", "Z", None):
-        return False
-    return processes.catches(process, STACKS_SIGNAL)
-
-
-def _await_answers(answering: Mapping[int, Asked], sizes: Mapping[int, int]) -> None:
-    """Wait until every file has grown and then rests: it is written frame by frame."""
-    deadline = time.monotonic() + _ANSWER_S
-    before: dict[int, int] = {}
-    while answering and time.monotonic() < deadline:
-        time.sleep(_POLL_S)
-        now = {rank: _size(it.answer) for rank, it in answering.items()}
-        if now == before and all(now[rank] > sizes[rank] for rank in now):
-            return
-        before = now
-
-
-def _answer(it: Asked, offset: int) -> str:
-    try:
-        with it.answer.open("rb") as file:
-            file.seek(offset)
-            text = file.read(_MAX_BYTES).decode(errors="replace")
-    except OSError:
-        return ""
-    return text if it.is_suspect else _main_thread(text)
-
-
-def _main_thread(text: str) -> str:
-    """Return the part of the thread that was interrupted: the main one, which trains."""
-    threads = text.split("\n\n")
-    current = [it for it in threads if it.startswith("Current thread")] or threads[-1:]
-    return "\n".join(current[0].splitlines()[:_SHORT_LINES])
-
-
-def _seen_from_outside(it: Asked) -> str:
-    state = processes.state(it.process)
-    reason = {
-        "T": "it is stopped (SIGSTOP)",
-        "t": "a debugger holds it",
-        None: "it is gone",
-        "Z": "it is gone",
-    }.get(state, "it did not answer")
-    words = [f"{reason}: its stacks as seen from outside"]
-    if state not in (None, "Z"):
-        words += [_py_spy(it.process.pid), _kernel(it.process.pid)]
-    return "\n".join(word for word in words if word)
-
-
-def _py_spy(pid: int) -> str:
-    """Return the Python stacks that py-spy reads out of the process's memory, where it is installed."""
-    program = shutil.which("py-spy")
-    if program is None:
-        return ""
-    command = [program, "dump", "--nonblocking", "--pid", str(pid)]
-    try:
-        done = subprocess.run(command, capture_output=True, timeout=_PY_SPY_S, check=False)
-    except (OSError, subprocess.SubprocessError) as error:
-        return f"py-spy: {error}"
-    return (done.stdout or done.stderr).decode(errors="replace")[:_MAX_BYTES]
-
-
-def _kernel(pid: int) -> str:
-    """Return what /proc tells of the main thread: state, where it sleeps, its system call, kernel stack."""
-    lines = []
-    for name in ("status", "wchan", "syscall", "stack"):
-        with contextlib.suppress(OSError):
-            text = (Path("/proc") / str(pid) / name).read_text(errors="replace").strip()
-            if name == "status":
-                kept = ("State:", "Threads:", "VmRSS:", "voluntary_ctxt_switches:")
-                text = "; ".join(
-                    " ".join(line.split()) for line in text.splitlines() if line.startswith(kept)
-                )
-            lines.append(f"{name}: {text or 'nothing'}")
-    return "\n".join(lines)
-
-
-def _size(path: Path) -> int:
-    try:
-        return os.stat(path).st_size  # noqa: PTH116
-    except OSError:
-        return 0
-
-
-LOOK_S = 1.0
 # A longer pause between two looks was the agent's own.
 _LONGEST_PAUSE_S = 3.0
 # How often the node's summary is written, and a missing record is looked for in the run's directory.
 _SUMMARY_S = 10.0
-_IN_STEPS = frozenset(range(Phase.step, Phase.save))
 
 
 @dataclass(frozen=True)
-class Node:
-    """This node in an attempt: its number in the job, and its place among those that take part."""
+class NodeInAttempt:
+    """A node that takes part in an attempt: its number in the job, its index among those that take part."""
 
     attempt: int
     number: int
-    place: int
+    index: int
 
 
 @dataclass(frozen=True)
-class Watched:
+class WatchedRanks:
     """Whose ranks are watched: those of one node in one attempt. `folder` is what ORCHESTRA_BEATS says."""
 
     run: RunDir
@@ -224,84 +88,60 @@ class Watched:
 class Hang:
     """A rank that hangs. `stacks` is the file with what it was doing; None where none could be written."""
 
-    standing: Standing
+    position: RankPosition
     limit_s: float
     process: Process | None
     stacks: Path | None
 
     @property
     def rank(self) -> int:
-        return self.standing.rank
+        return self.position.rank
 
 
 @dataclass
-class _Rank:
-    """One rank as it was seen last. Times are seconds on the pulse's watch."""
+class _RankOnNode:
+    """One rank as it was seen last: its heartbeats, the folder that they come from, and its process."""
 
-    beat: Beat | None = None
-    changed_at: float = 0.0
-    stepped_at: float = 0.0
-    phase_since: float = 0.0
+    progress: RankProgress = field(default_factory=RankProgress)
+    folder: Path | None = None
     state: str | None = None
     has_ended: bool = False
-    folder: Path | None = None
-    history: History = field(default_factory=History)
 
     @property
     def process(self) -> Process | None:
-        return None if self.beat is None else Process(self.beat.pid, self.beat.started)
-
-    def hear(self, beat: Beat, now: float) -> None:
-        """Take a new beat, and learn from what lies between it and the one before."""
-        before, self.beat = self.beat, beat
-        silence_s, self.changed_at = now - self.changed_at, now
-        if before is None or (before.pid, before.started) != (beat.pid, beat.started):
-            self.stepped_at = self.phase_since = now
-            # Fast steps may lie behind it before anybody looked: then this is not its first one.
-            if beat.first_step and beat.step > beat.first_step:
-                self.history.add_steps(beat.step - beat.first_step, max(now, LOOK_S))
-            return
-        was_training = before.phase >= Phase.step
-        if {before.phase, beat.phase} <= _IN_STEPS:
-            self.history.add_silence(silence_s)
-        if beat.step != before.step:
-            done = beat.step - (before.step if was_training else beat.first_step)
-            if done > 0:
-                self.history.add_steps(done, now - self.stepped_at)
-            self.stepped_at = now
-        if beat.phase is not before.phase:
-            if before.phase is Phase.save:
-                self.history.saves_s.append(now - self.phase_since)
-            self.phase_since = now
+        beat = self.progress.beat
+        return None if beat is None else Process(beat.pid, beat.started)
 
 
-def pulse_environment(run: RunDir) -> dict[str, str]:
+def heartbeat_environment(run: RunDir) -> dict[str, str]:
     """Return what is added to the environment of a node's ranks, so that they beat. Raises OSError.
 
-    *The node agent*, in the process that is to be killed where a fault says so.
+    *The node agent*, in the process that is to be killed where a planned fault says so.
     """
     return {FOLDER_VARIABLE: str(beats_folder(run)), AGENT_VARIABLE: str(os.getpid())}
 
 
-def open_pulse(config: Config, run: RunDir, events: EventWriter, spec: LaunchSpec, node: Node) -> Pulse:
-    """Return the pulse of this node's ranks in an attempt that has just been started with
-    `pulse_environment` in its `spec`.
+def open_hang_watch(
+    config: Config, run: RunDir, events: EventWriter, spec: LaunchSpec, node: NodeInAttempt
+) -> HangWatch:
+    """Return the watch over a node's ranks in an attempt that was just started with `heartbeat_environment`
+    in its `spec`.
     """
     count = spec.ranks_per_node
-    ranks = tuple(range(node.place * count, (node.place + 1) * count))
+    ranks = tuple(range(node.index * count, (node.index + 1) * count))
     folder = Path(spec.environment[FOLDER_VARIABLE])
-    watched = Watched(run, node.attempt, node.number, ranks, spec.world_size, folder)
-    past = read_events(run, ("restored",))
-    restores = [it["seconds"] for it in past if it["event"] == "restored" and is_number(it.get("seconds"))]
-    return Pulse(watched, limit_rules(config), events, [it for it in restores if it > 0])
+    watched = WatchedRanks(run, node.attempt, node.number, ranks, spec.world_size, folder)
+    restores = [event for event in read_events(run, ("restored",)) if event["event"] == "restored"]
+    restores_s = [event["seconds"] for event in restores if is_number(event.get("seconds"))]
+    return HangWatch(watched, limit_rules(config), events, [each for each in restores_s if each > 0])
 
 
-class Pulse:
+class HangWatch:
     """Watches the ranks of one node through one attempt. `look` is called about ten times a second."""
 
     def __init__(
         self,
-        watched: Watched,
+        watched: WatchedRanks,
         rules: LimitRules,
         events: EventWriter,
         restores_s: Sequence[float] = (),
@@ -313,16 +153,18 @@ class Pulse:
         self._events = events
         self._clock = clock
         self._looked_at = clock()
-        # The pulse's own watch, which stands still while the agent does.
+        # The watch's own time, which stands still while the agent does.
         self._now = 0.0
-        self._ranks = {rank: _Rank() for rank in watched.ranks}
-        for it in self._ranks.values():
-            it.history.restores_s.extend(restores_s)
+        self._ranks = {rank: _RankOnNode() for rank in watched.ranks}
+        self._times = {number: rank.progress.times for number, rank in self._ranks.items()}
+        for times in self._times.values():
+            times.restores_s.extend(restores_s)
         self._host = socket.gethostname()
-        # Of each rank the position that was told when they fell silent; None while they move.
-        self._told: dict[int, tuple[int, ...]] | None = None
-        self.stall: Stall | None = None
-        self._accused: set[int] = set()
+        # The positions that were written when the ranks fell silent; None while they move.
+        self._written: dict[int, tuple[int, ...]] | None = None
+        # For the watch over all nodes; None while this node's ranks move.
+        self.stall: NodeStall | None = None
+        self._found_hanging: set[int] = set()
         self._summary_at = 0.0
 
     def look(self) -> tuple[Hang, ...]:
@@ -337,86 +179,83 @@ class Pulse:
         self._looked_at = now
         self._now += min(passed, _LONGEST_PAUSE_S)
         self._read()
-        living = {rank: it for rank, it in self._ranks.items() if not it.has_ended}
-        standings = {rank: self._standing(rank, it) for rank, it in living.items()}
-        self._tell_stall(standings)
+        positions = self._positions()
+        self._write_stall(positions)
         if self._now >= self._summary_at:
             self._summary_at = self._now + _SUMMARY_S
-            self._write_summary(standings)
-        limits = self._limits(standings)
-        silent = [it for rank, it in standings.items() if it.silent_s > limits[rank]]
-        hung = [it for it in furthest_behind(silent) if it.rank not in self._accused]
-        return self._accuse(hung, standings, limits) if hung else ()
+            self._write_summary(positions)
+        limits = limits_on_node(positions, self._times, self._rules, is_whole=self._watched.is_whole)
+        new = [rank for rank in hanging(positions, limits) if rank.rank not in self._found_hanging]
+        return self._write_hangs(new, positions, limits) if new else ()
+
+    def record_hangs(self, limits: Mapping[int, float]) -> tuple[Hang, ...]:
+        """Write down that ranks of this node hang, as the watch over all nodes found, with their stacks.
+
+        `limits`: for how long each hanging rank of the run might have been silent; those of other nodes are
+        passed over. Takes up to two seconds.
+        """
+        positions = self._positions()
+        new = [rank for rank in positions if rank.rank in limits and rank.rank not in self._found_hanging]
+        return self._write_hangs(new, positions, limits) if new else ()
 
     def close(self) -> None:
         """Remove the records of this attempt and of older ones. *After the ranks have ended.*"""
         with contextlib.suppress(OSError):
             remove_records(self._watched.folder, range(self._watched.attempt + 1))
 
-    # Looking.
+    # Reading.
 
     def _read(self) -> None:
-        for rank, it in self._ranks.items():
-            beat = self._last_beat(rank, it)
-            if beat is not None and beat != it.beat:
-                it.hear(beat, self._now)
-            if it.process is not None:
-                it.state = processes.state(it.process)
+        for number, rank in self._ranks.items():
+            beat = self._last_beat(number, rank)
+            if beat is not None and beat != rank.progress.beat:
+                rank.progress.note(beat, self._now)
+            if rank.process is not None:
+                rank.state = processes.state(rank.process)
                 # torchrun sees the end of its children, and says so.
-                it.has_ended = it.state in (None, "Z", "X")
+                rank.has_ended = rank.state in (None, "Z", "X")
 
-    def _last_beat(self, rank: int, it: _Rank) -> Beat | None:
-        attempt, here, far = self._watched.attempt, self._watched.folder, self._watched.run.heartbeats
-        if it.folder is not None:
-            return read_beat(beat_file(it.folder, attempt, rank))
-        # Who could not write here writes there: on a shared file system, which is asked seldom.
-        for folder in (here, far) if self._now >= self._summary_at else (here,):
-            if (beat := read_beat(beat_file(folder, attempt, rank))) is not None:
-                it.folder = folder
+    def _last_beat(self, number: int, rank: _RankOnNode) -> Beat | None:
+        attempt, here, shared = self._watched.attempt, self._watched.folder, self._watched.run.heartbeats
+        if rank.folder is not None:
+            return read_beat(beat_file(rank.folder, attempt, number))
+        # A rank that could not write here writes there: on a shared file system, which is asked seldom.
+        for folder in (here, shared) if self._now >= self._summary_at else (here,):
+            if (beat := read_beat(beat_file(folder, attempt, number))) is not None:
+                rank.folder = folder
                 return beat
         return None
 
-    def _standing(self, rank: int, it: _Rank) -> Standing:
-        beat = it.beat or Beat(0, Phase.setup, 0, 0, 0, 0, 0)
-        silent_s = self._now - it.changed_at
-        return Standing(rank, self._host, beat.phase, beat.step, beat.micro_batch, silent_s, it.state)
+    def _positions(self) -> list[RankPosition]:
+        """Return where the ranks are that have not ended."""
+        return [self._position(number, rank) for number, rank in self._ranks.items() if not rank.has_ended]
 
-    def _limits(self, standings: dict[int, Standing]) -> dict[int, float]:
-        least = min((it.position for it in standings.values()), default=None)
-        return {
-            rank: limit(
-                it.phase,
-                self._ranks[rank].history,
-                self._rules,
-                is_stopped=it.is_stopped,
-                is_last=self._watched.is_whole and it.position == least,
-            )
-            for rank, it in standings.items()
-        }
+    def _position(self, number: int, rank: _RankOnNode) -> RankPosition:
+        beat = rank.progress.beat or Beat(0, Phase.setup, 0, 0, 0, 0, 0)
+        silent_s = self._now - rank.progress.changed_at
+        return RankPosition(number, self._host, beat.phase, beat.step, beat.micro_batch, silent_s, rank.state)
 
-    # Telling.
+    # Writing.
 
-    def _tell_stall(self, standings: dict[int, Standing]) -> None:
+    def _write_stall(self, positions: list[RankPosition]) -> None:
         """Write down that ranks are silent for longer than a step's own work takes, with the positions of all
         of this node, and again when one of them moves: whoever reads all nodes' events finds the culprit.
         """
-        in_steps = [it for it in standings.values() if it.phase in _IN_STEPS]
-        over = [it for it in in_steps if it.silent_s > step_limit(self._ranks[it.rank].history, self._rules)]
-        if not over:
-            if self._told is not None and not self._watched.is_whole:
-                self._write_for_others(WENT_ON)
-            self._told = self.stall = None
+        first = stalled(positions, self._times, self._rules)
+        if first is None:
+            if self._written is not None and not self._watched.is_whole:
+                self._write_for_other_nodes(WENT_ON)
+            self._written = self.stall = None
             return
-        first = furthest_behind(over)[0]
-        history = self._ranks[first.rank].history
-        self.stall = Stall(tuple(standings.values()), history, self._now)
-        positions = {rank: it.position for rank, it in standings.items()}
-        if positions != self._told:
-            self._told = dict(positions)
-            self._write(STALLED, first, step_limit(history, self._rules), standings)
-            self._write_for_others()
+        times = self._times[first.rank]
+        self.stall = NodeStall(tuple(positions), times, self._now)
+        now = {rank.rank: rank.position for rank in positions}
+        if now != self._written:
+            self._written = dict(now)
+            self._write(STALLED, first, step_limit(times, self._rules), positions)
+            self._write_for_other_nodes()
 
-    def _write_for_others(self, *events: str) -> None:
+    def _write_for_other_nodes(self, *events: str) -> None:
         """Write events without evidence, and let other nodes see all that was written."""
         # A full disk takes the record, not the agent.
         with contextlib.suppress(OSError):
@@ -424,80 +263,73 @@ class Pulse:
                 self._events.write(event, node=self._watched.node)
             self._events.sync()
 
-    def confess(self, limits: Mapping[int, float]) -> tuple[Hang, ...]:
-        """Write down that ranks of this node hang, as whoever sees all nodes found, with their stacks.
-
-        `limits`: how long each accused rank of the run might have been silent; those of others are passed
-        over. Takes up to two seconds.
-        """
-        living = {rank: it for rank, it in self._ranks.items() if not it.has_ended}
-        standings = {rank: self._standing(rank, it) for rank, it in living.items()}
-        hung = [it for rank, it in standings.items() if rank in limits and rank not in self._accused]
-        return self._accuse(hung, standings, dict(limits)) if hung else ()
-
-    def _accuse(
-        self, hung: list[Standing], standings: dict[int, Standing], limits: dict[int, float]
+    def _write_hangs(
+        self, new: list[RankPosition], positions: list[RankPosition], limits: Mapping[int, float]
     ) -> tuple[Hang, ...]:
-        files = self._dump({it.rank for it in hung}, standings)
+        files = self._write_stacks({rank.rank for rank in new}, positions)
         hangs = []
-        for it in hung:
-            self._accused.add(it.rank)
-            path = files.get(it.rank)
-            self._write(
-                "hang_detected", it, limits[it.rank], standings, stacks=None if path is None else str(path)
-            )
-            self._write_failed(it, limits[it.rank])
-            hangs.append(Hang(it, limits[it.rank], self._ranks[it.rank].process, path))
+        for rank in new:
+            self._found_hanging.add(rank.rank)
+            path, limit_s = files.get(rank.rank), limits[rank.rank]
+            stacks = None if path is None else str(path)
+            self._write("hang_detected", rank, limit_s, positions, stacks=stacks)
+            self._write_failed(rank, limit_s)
+            hangs.append(Hang(rank, limit_s, self._ranks[rank.rank].process, path))
         return tuple(hangs)
 
-    def _dump(self, suspects: set[int], standings: dict[int, Standing]) -> dict[int, Path]:
-        watched, asked = self._watched, {}
-        for rank, standing in standings.items():
-            seen = self._ranks[rank]
-            if seen.process is None or seen.folder is None:
+    def _write_stacks(self, suspects: set[int], positions: list[RankPosition]) -> dict[int, Path]:
+        watched, requests = self._watched, {}
+        for position in positions:
+            number = position.rank
+            process, folder = self._ranks[number].process, self._ranks[number].folder
+            if process is None or folder is None:
                 continue
-            answer = stacks_file(seen.folder, watched.attempt, rank)
-            target = watched.run.rank_stacks(watched.attempt, rank)
-            words = f"silent for {standing.silent_s:.0f} s {standing.where()}"
-            asked[rank] = Asked(rank, seen.process, answer, target, rank in suspects, words)
-        return dump(asked)
+            requests[number] = StackRequest(
+                process,
+                answer=stacks_file(folder, watched.attempt, number),
+                target=watched.run.rank_stacks(watched.attempt, number),
+                is_suspect=number in suspects,
+                title=f"rank {number}, process {process.pid}: "
+                f"silent for {position.silent_s:.0f} s {position.where()}",
+            )
+        return write_stacks(requests, STACKS_SIGNAL)
 
     def _write(
         self,
         event: str,
-        it: Standing,
+        rank: RankPosition,
         limit_s: float,
-        standings: dict[int, Standing],
+        positions: list[RankPosition],
         **evidence: object,
     ) -> None:
-        process = self._ranks[it.rank].process
+        process = self._ranks[rank.rank].process
         # A full disk takes the record, not the agent.
         with contextlib.suppress(OSError):
             self._events.write(
                 event,
-                **{**it.record(), "pid": None if process is None else process.pid},
+                **{**rank.record(), "pid": None if process is None else process.pid},
                 node=self._watched.node,
                 limit=round(limit_s, 1),
-                ranks=[other.record() for other in standings.values()],
+                ranks=[other.record() for other in positions],
                 **evidence,
             )
 
-    def _write_failed(self, it: Standing, limit_s: float) -> None:
+    def _write_failed(self, rank: RankPosition, limit_s: float) -> None:
         """Write the verdict on a rank that will write none itself."""
-        message = f"silent for {it.silent_s:.0f} s {it.where()}, where {limit_s:.0f} s are the limit"
-        if it.is_stopped:
+        message = f"silent for {rank.silent_s:.0f} s {rank.where()}, where {limit_s:.0f} s are the limit"
+        if rank.is_stopped:
             message += "; its process is stopped (SIGSTOP)"
-        cause = f"hang in {it.phase.name}"
+        cause = f"hang in {rank.phase.name}"
         with contextlib.suppress(OSError):
             self._events.write(
-                "rank_failed", rank=it.rank, code=EXIT_FAILED, cause=cause, message=message, step=it.step
+                "rank_failed", rank=rank.rank, code=EXIT_FAILED, cause=cause, message=message, step=rank.step
             )
 
-    def _write_summary(self, standings: dict[int, Standing]) -> None:
-        steps = [it.step for it in standings.values()]
+    def _write_summary(self, positions: list[RankPosition]) -> None:
+        steps = [rank.step for rank in positions]
         phases: dict[str, list[int]] = {}
-        for it in standings.values():
-            phases.setdefault(it.phase.name, []).append(it.rank)
+        for rank in positions:
+            phases.setdefault(rank.phase.name, []).append(rank.rank)
         summary = {
             "time": time.time(),
             "attempt": self._watched.attempt,
@@ -505,8 +337,8 @@ class Pulse:
             "host": self._host,
             "step": {"min": min(steps, default=None), "max": max(steps, default=None)},
             "phases": phases,
-            "longest_silence_s": round(max((it.silent_s for it in standings.values()), default=0.0), 1),
-            "ended": [rank for rank, it in self._ranks.items() if it.has_ended],
+            "longest_silence_s": round(max((rank.silent_s for rank in positions), default=0.0), 1),
+            "ended": [number for number, rank in self._ranks.items() if rank.has_ended],
         }
         path = self._watched.run.heartbeat(self._watched.node)
         draft = path.with_suffix(f".{os.getpid()}.draft")

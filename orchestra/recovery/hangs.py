@@ -1,7 +1,31 @@
-"""Which rank holds up the others, when all are silent. Pure: it reads positions, from events or agents.
+"""Which ranks hang: how long each may be silent, and which of the silent ones the others wait for. Pure.
 
-One hanging rank stalls all ranks in a collective within a step, so that silence alone names nobody. The
-culprit is a rank whose process is stopped, else one that has come least far: the others wait for it.
+The agents read heartbeats and hand positions and times in (`orchestra.agents.hang_watch` on each node,
+`orchestra.agents.hang_watch_all_nodes` on the first one); no clock is read here and no file.
+
+**Whom to blame.** One hanging rank stalls all others in a collective within a step, so silence alone names
+nobody. To blame is a rank whose process is stopped, else the one that has advanced least: the others wait
+for it.
+
+**How long a rank may be silent** depends on its phase, and is learned from its own history: a rank whose
+steps take 0.2 s is not waited for as long as one whose steps take a minute. No limit falls below a floor (a
+slow disk, a busy core) or rises above what the configuration says:
+
+| phase | limit |
+|---|---|
+| setup, and the attempt's first step | recovery.setup_timeout_s (connections, compilation) |
+| step, forward | learned: 10 × the median step, 3 × the longest silence; at least 10 s |
+| the same before 5 steps were seen | recovery.heartbeat_timeout_s |
+| backward, reduce, update, agree | as a step where all ranks' positions are known and none has advanced \
+less, else recovery.heartbeat_timeout_s: the rank may wait for one that does not hang yet |
+| data, record | recovery.heartbeat_timeout_s: the pace is the storage's, not the rank's |
+| save (its blocking part), restore | learned: 10 × the longest so far; at least 60 s, at most \
+checkpoint.timeout_s |
+| commit | 2 × checkpoint.timeout_s: the last save is tried twice |
+| stop | the longest of the times that closing may take |
+
+No limit of a step exceeds recovery.heartbeat_timeout_s. A stopped process does not work: its limit is that of
+a step's own work, in any phase. Over several nodes a rank that is not stopped gets twice its limit.
 """
 
 from __future__ import annotations
@@ -16,14 +40,28 @@ from conf.schema import Config
 from orchestra.run.events import is_number, is_whole
 from orchestra.run.heartbeat import Beat, Phase
 
-# Events that carry positions: `ranks`, a list of `Standing.record`.
-EVENTS = ("step_stalled", "hang_detected")
+# How often heartbeats are read, in seconds: no shorter time can be measured by them.
+LOOK_S = 1.0
+# Events that carry positions: `ranks`, a list of `RankPosition.record`.
+_EVENTS_WITH_POSITIONS = ("step_stalled", "hang_detected")
+_STEP_PHASES = frozenset(range(Phase.step, Phase.save))
+# Steps after which the median is believed.
+_ENOUGH_STEPS = 5
+_RECENT_STEPS = 64
+# Where the network itself is away, the ranks that were caught behind the others wait for it as those do: only
+# a process that is stopped is known to be at fault. TCP doubles the wait before each new try (RFC 6298, 5.5):
+# what was cut off for a while is silent for at most twice as long.
+_NETWORK_FACTOR = 2.0
+
+
+# Where ranks are.
 
 
 @dataclass(frozen=True)
-class Standing:
-    """Where one rank stands, as its node's agent sees it. `state` is the process's letter in /proc: T, t:
-    stopped; None: nothing is known of the process.
+class RankPosition:
+    """How far one rank has come, and for how long it has been silent, as its node's agent sees it.
+
+    `state` is the process's letter in /proc: T and t mean stopped; None: nothing is known of the process.
     """
 
     rank: int
@@ -54,7 +92,7 @@ class Standing:
         }
 
     def where(self) -> str:
-        """Say where it stands, for people."""
+        """Say where it is, for people."""
         if self.phase in (Phase.setup, Phase.restore):
             return f"in {self.phase.name}"
         if self.phase in (Phase.forward, Phase.backward):
@@ -62,93 +100,33 @@ class Standing:
         return f"in {self.phase.name} of step {self.step}"
 
 
-@dataclass(frozen=True)
-class Culprit:
-    """The rank to blame; `rank` and `host` are None where nothing tells the ranks apart."""
+def positions_in(event: Mapping[str, Any]) -> list[RankPosition]:
+    """Return the positions that an event carries; damaged ones are left out."""
+    host, ranks = event.get("host"), event.get("ranks")
+    positions = []
+    for record in ranks if isinstance(ranks, list) else []:
+        if not isinstance(record, dict) or record.get("phase") not in Phase.__members__:
+            continue
+        numbers = [record.get(key) for key in ("rank", "step", "micro_batch")]
+        if not all(is_whole(number) for number in numbers) or not is_number(record.get("seconds")):
+            continue
+        place = (Phase[record["phase"]], record["step"], record["micro_batch"], float(record["seconds"]))
+        state = record.get("state")
+        known_state = state if isinstance(state, str) else None
+        positions.append(RankPosition(record["rank"], str(host), *place, known_state))
+    return positions
 
-    rank: int | None
-    host: str | None
-    why: str
 
-
-def furthest_behind(standings: Sequence[Standing]) -> list[Standing]:
-    """Return those that hold up the others: the stopped ones, else those that have come least far."""
-    stopped = [it for it in standings if it.is_stopped]
+def least_advanced(positions: Sequence[RankPosition]) -> list[RankPosition]:
+    """Return those that the others wait for: the stopped ones, else those that have advanced least."""
+    stopped = [rank for rank in positions if rank.is_stopped]
     if stopped:
         return stopped
-    least = min((it.position for it in standings), default=None)
-    return [it for it in standings if it.position == least]
+    least = min((rank.position for rank in positions), default=None)
+    return [rank for rank in positions if rank.position == least]
 
 
-def culprit(events: Iterable[Mapping[str, Any]]) -> Culprit | None:
-    """Name the rank that one attempt's events accuse of a hang; None where they report none.
-
-    Each node reports its own ranks: the events of all nodes are wanted, and of each rank the last one counts.
-    """
-    newest: dict[int, Standing] = {}
-    for event in events:
-        if event.get("event") in EVENTS:
-            newest.update({it.rank: it for it in standings_of(event)})
-    return among(list(newest.values())) if newest else None
-
-
-def among(standings: Sequence[Standing]) -> Culprit:
-    """Name the rank that holds up the others, and say why."""
-    behind = sorted(furthest_behind(standings), key=lambda it: it.rank)
-    first = behind[0]
-    others = len(standings) - len(behind)
-    if first.is_stopped:
-        names = ", ".join(str(it.rank) for it in behind)
-        return Culprit(first.rank, first.host, f"rank {names} is stopped (SIGSTOP), {first.where()}")
-    if others == 0 and len(standings) > 1:
-        return Culprit(None, None, f"all {len(standings)} silent ranks stand {first.where()}")
-    if others == 0:
-        return Culprit(first.rank, first.host, f"rank {first.rank} is silent {first.where()}")
-    ahead = min((it for it in standings if it not in behind), key=lambda it: it.position)
-    also = f" (and {len(behind) - 1} more)" if len(behind) > 1 else ""
-    why = f"rank {first.rank}{also} stands {first.where()}, the next one {ahead.where()}"
-    return Culprit(first.rank, first.host, why)
-
-
-def standings_of(event: Mapping[str, Any]) -> list[Standing]:
-    """Return the positions that an event carries; what is damaged is passed over."""
-    host, ranks = event.get("host"), event.get("ranks")
-    found = []
-    for it in ranks if isinstance(ranks, list) else []:
-        if not isinstance(it, dict) or it.get("phase") not in Phase.__members__:
-            continue
-        numbers = [it.get(key) for key in ("rank", "step", "micro_batch")]
-        if not all(is_whole(number) for number in numbers) or not is_number(it.get("seconds")):
-            continue
-        place = (Phase[it["phase"]], it["step"], it["micro_batch"], float(it["seconds"]))
-        state = it.get("state")
-        found.append(Standing(it["rank"], str(host), *place, state if isinstance(state, str) else None))
-    return found
-
-
-# How long a rank may be silent in each phase before it counts as hung: learned from its own history. Pure.
-#
-# Steps are learned from: a rank whose steps take 0.2 s is not waited for as long as one whose steps take a
-# minute. What a limit never does is fall below a floor (a slow disk, a busy core) or rise above what the
-# configuration says. Time comes as numbers from whoever looks; there is no clock here.
-#
-# | phase | limit | |---|---| | setup, and the attempt's first step | recovery.setup_timeout_s (connections,
-# compilation) | | step, forward | learned: 10 × the median step, 3 × the longest silence; 10 s at least | |
-# the same, behind fewer than 5 steps | recovery.heartbeat_timeout_s | | backward, reduce, update, agree | as
-# a step where all ranks are in sight and none is further behind | | | (`orchestra.recovery.hangs`: those of
-# other nodes too, twice as long where all stand at the same place), | | | else recovery.heartbeat_timeout_s:
-# the rank may wait for one that is not hung yet | | data, record | recovery.heartbeat_timeout_s: the
-# storage's pace is not the rank's | | save (its blocking part), restore | learned: 10 × the longest so far;
-# 60 s at least, | | | checkpoint.timeout_s at most | | commit | twice checkpoint.timeout_s: the last save is
-# tried twice | | stop | the longest of the times that closing may take |
-#
-# None of the step's limits exceeds recovery.heartbeat_timeout_s. A stopped process is none that works: its
-# limit is that of a step's own work, in any phase.
-
-
-# Steps after which the median is believed.
-_ENOUGH_STEPS = 5
-_RECENT_STEPS = 64
+# How long a rank may be silent.
 
 
 @dataclass(frozen=True)
@@ -166,73 +144,6 @@ class LimitRules:
     longest_factor: float = 3.0
 
 
-@dataclass
-class History:
-    """What was seen of one rank in this attempt, and of saves and restores before it."""
-
-    step_times_s: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT_STEPS))
-    silences_s: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT_STEPS))
-    saves_s: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT_STEPS))
-    restores_s: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT_STEPS))
-    num_steps: int = 0
-
-    def add_steps(self, number: int, seconds: float) -> None:
-        """Note that `number` steps took `seconds` together; the attempt's first step counts for nothing."""
-        num_taught = number if self.num_steps > 0 else number - 1
-        self.step_times_s.extend([seconds / number] * min(num_taught, _RECENT_STEPS))
-        self.num_steps += number
-
-    def add_silence(self, seconds: float) -> None:
-        """Note how long a rank that moves was silent before, within its steps."""
-        if self.num_steps > 1:
-            self.silences_s.append(seconds)
-
-
-def step_limit(history: History, rules: LimitRules) -> float:
-    """Return how long a step's own work may take without a beat."""
-    if history.num_steps == 0:
-        return rules.setup_s
-    if len(history.step_times_s) < _ENOUGH_STEPS:
-        return rules.silent_s
-    usual = rules.median_factor * statistics.median(history.step_times_s)
-    longest = rules.longest_factor * max(history.silences_s, default=0.0)
-    return min(max(usual, longest, rules.step_floor_s), rules.silent_s)
-
-
-def storage_limit(durations_s: deque[float], rules: LimitRules) -> float:
-    """Return how long a save's blocking part, or a restore, may take."""
-    if not durations_s:
-        return rules.storage_s
-    learned = rules.median_factor * max(durations_s)
-    return min(max(learned, rules.storage_floor_s, rules.silent_s), rules.storage_s)
-
-
-def limit(
-    phase: Phase, history: History, rules: LimitRules, *, is_stopped: bool = False, is_last: bool = False
-) -> float:
-    """Return how long a rank may be silent in `phase`.
-
-    `is_stopped`: its process is (SIGSTOP). `is_last`: all ranks of the run are in sight, and none is behind
-    this one.
-    """
-    if is_stopped:
-        return min(rules.silent_s, limit(phase, history, rules), step_limit(history, rules))
-    if phase is Phase.setup:
-        return rules.setup_s
-    if phase is Phase.restore:
-        return storage_limit(history.restores_s, rules)
-    if phase is Phase.save:
-        return storage_limit(history.saves_s, rules)
-    if phase is Phase.commit:
-        return 2 * rules.storage_s
-    if phase is Phase.stop:
-        return rules.closing_s
-    own = step_limit(history, rules)
-    may_wait = phase not in rules.own_work and not is_last
-    is_of_storage = phase in (Phase.data, Phase.record)
-    return max(rules.silent_s, own) if may_wait or is_of_storage else own
-
-
 def limit_rules(config: Config) -> LimitRules:
     """Return the bounds of a run's limits."""
     recovery, shape = config.recovery, config.parallelism
@@ -247,36 +158,215 @@ def limit_rules(config: Config) -> LimitRules:
     )
 
 
-# Which ranks hold up a run over several nodes, from what each node reports of its own. Pure.
-#
-# A rank never goes back within an attempt: what was last reported of it is the least that it has come to.
-# So whoever stands no further than the last word of all others is the one that they wait for, however late
-# their words came. Only its own word must be true now: whoever moves reports it.
+def _recent() -> deque[float]:
+    return deque(maxlen=_RECENT_STEPS)
 
 
-# The network itself may be away, and whom that catches behind the others waits for it as they do: only a
-# process that is stopped is known to be at fault. TCP doubles the wait before each new try (RFC 6298, 5.5):
-# what was cut off for a while is silent for at most twice as long.
-_OF_A_NETWORK = 2.0
+@dataclass
+class RankTimes:
+    """How long things took one rank in this attempt, and how long the run's restores took before it."""
+
+    steps_s: deque[float] = field(default_factory=_recent)
+    silences_s: deque[float] = field(default_factory=_recent)
+    saves_s: deque[float] = field(default_factory=_recent)
+    restores_s: deque[float] = field(default_factory=_recent)
+    num_steps: int = 0
+
+    def add_steps(self, number: int, seconds: float) -> None:
+        """Note that `number` steps took `seconds` together; the attempt's first step counts for nothing."""
+        num_counted = number if self.num_steps > 0 else number - 1
+        self.steps_s.extend([seconds / number] * min(num_counted, _RECENT_STEPS))
+        self.num_steps += number
+
+    def add_silence(self, seconds: float) -> None:
+        """Note how long a rank that moves was silent before, within its steps."""
+        if self.num_steps > 1:
+            self.silences_s.append(seconds)
 
 
-def hung_afar(
-    standings: Sequence[Standing], world_size: int, history: History, rules: LimitRules
-) -> list[tuple[Standing, float]]:
-    """Return the ranks that all others wait for, each with the limit that it is beyond.
+@dataclass
+class RankProgress:
+    """What the heartbeats of one rank have shown so far.
 
-    Empty until the positions of all `world_size` ranks are known. `history` is that of any rank: steps take
-    all of them the same time.
+    Times are seconds on the watch of whoever reads them, which began with the attempt.
     """
-    if len({it.rank for it in standings}) < world_size:
+
+    beat: Beat | None = None
+    changed_at: float = 0.0
+    stepped_at: float = 0.0
+    phase_since: float = 0.0
+    times: RankTimes = field(default_factory=RankTimes)
+
+    def note(self, beat: Beat, now: float) -> None:
+        """Take a beat that differs from the last one, and learn from the time between them."""
+        before, self.beat = self.beat, beat
+        silence_s, self.changed_at = now - self.changed_at, now
+        if before is None or (before.pid, before.started) != (beat.pid, beat.started):
+            self.stepped_at = self.phase_since = now
+            # Fast steps may be over before anybody looked: then this is not its first one.
+            if beat.first_step and beat.step > beat.first_step:
+                self.times.add_steps(beat.step - beat.first_step, max(now, LOOK_S))
+            return
+        was_training = before.phase >= Phase.step
+        if {before.phase, beat.phase} <= _STEP_PHASES:
+            self.times.add_silence(silence_s)
+        if beat.step != before.step:
+            done = beat.step - (before.step if was_training else beat.first_step)
+            if done > 0:
+                self.times.add_steps(done, now - self.stepped_at)
+            self.stepped_at = now
+        if beat.phase is not before.phase:
+            if before.phase is Phase.save:
+                self.times.saves_s.append(now - self.phase_since)
+            self.phase_since = now
+
+
+def step_limit(times: RankTimes, rules: LimitRules) -> float:
+    """Return how long a step's own work may take without a beat."""
+    if times.num_steps == 0:
+        return rules.setup_s
+    if len(times.steps_s) < _ENOUGH_STEPS:
+        return rules.silent_s
+    usual = rules.median_factor * statistics.median(times.steps_s)
+    longest = rules.longest_factor * max(times.silences_s, default=0.0)
+    return min(max(usual, longest, rules.step_floor_s), rules.silent_s)
+
+
+def storage_limit(durations_s: deque[float], rules: LimitRules) -> float:
+    """Return how long a save's blocking part, or a restore, may take."""
+    if not durations_s:
+        return rules.storage_s
+    learned = rules.median_factor * max(durations_s)
+    return min(max(learned, rules.storage_floor_s, rules.silent_s), rules.storage_s)
+
+
+def limit(
+    phase: Phase, times: RankTimes, rules: LimitRules, *, is_stopped: bool = False, is_last: bool = False
+) -> float:
+    """Return how long a rank may be silent in `phase`, in seconds.
+
+    `is_stopped`: its process is (SIGSTOP). `is_last`: the positions of all ranks of the run are known, and
+    none has advanced less than this one.
+    """
+    if is_stopped:
+        return min(rules.silent_s, limit(phase, times, rules), step_limit(times, rules))
+    if phase is Phase.setup:
+        return rules.setup_s
+    if phase is Phase.restore:
+        return storage_limit(times.restores_s, rules)
+    if phase is Phase.save:
+        return storage_limit(times.saves_s, rules)
+    if phase is Phase.commit:
+        return 2 * rules.storage_s
+    if phase is Phase.stop:
+        return rules.closing_s
+    own = step_limit(times, rules)
+    may_wait = phase not in rules.own_work and not is_last
+    is_of_storage = phase in (Phase.data, Phase.record)
+    return max(rules.silent_s, own) if may_wait or is_of_storage else own
+
+
+# Who is silent for too long: among the ranks of one node, and among those of all nodes.
+
+
+def limits_on_node(
+    positions: Sequence[RankPosition], times: Mapping[int, RankTimes], rules: LimitRules, *, is_whole: bool
+) -> dict[int, float]:
+    """Return how long each rank of one node may be silent. `is_whole`: no rank of the run is elsewhere."""
+    least = min((rank.position for rank in positions), default=None)
+    return {
+        rank.rank: limit(
+            rank.phase,
+            times[rank.rank],
+            rules,
+            is_stopped=rank.is_stopped,
+            is_last=is_whole and rank.position == least,
+        )
+        for rank in positions
+    }
+
+
+def hanging(positions: Sequence[RankPosition], limits: Mapping[int, float]) -> list[RankPosition]:
+    """Return the ranks of one node that hang: those silent beyond their limits, and of them only the ones
+    that the others wait for.
+    """
+    return least_advanced([rank for rank in positions if rank.silent_s > limits[rank.rank]])
+
+
+def stalled(
+    positions: Sequence[RankPosition], times: Mapping[int, RankTimes], rules: LimitRules
+) -> RankPosition | None:
+    """Return a rank of one node that is silent within a step for longer than a step's own work takes, the
+    least advanced of them; None where none is.
+
+    It need not hang: it may wait for a rank of another node.
+    """
+    in_steps = [rank for rank in positions if rank.phase in _STEP_PHASES]
+    silent = [rank for rank in in_steps if rank.silent_s > step_limit(times[rank.rank], rules)]
+    return next(iter(least_advanced(silent)), None)
+
+
+def hanging_on_all_nodes(
+    positions: Sequence[RankPosition], world_size: int, times: RankTimes, rules: LimitRules
+) -> list[tuple[RankPosition, float]]:
+    """Return the ranks that all others wait for, each with the limit in seconds that it is beyond.
+
+    Empty until the positions of all `world_size` ranks are known. `times` are those of any rank: a step takes
+    all of them the same time. A rank never goes back within an attempt, so what was last reported of it is
+    the least that it has reached, however late the report came: whoever is no further than the last report of
+    all others is the one that they wait for. Only its own report must be true now: whoever moves reports it.
+    """
+    if len({rank.rank for rank in positions}) < world_size:
         return []
-    least = min(it.position for it in standings)
-    behind = [it for it in standings if it.position == least]
-    found = []
-    for it in behind:
-        limit_s = limit(it.phase, history, rules, is_last=True)
-        if not it.is_stopped:
-            limit_s = max(limit_s, min(_OF_A_NETWORK * limit_s, rules.silent_s))
-        if it.silent_s > limit_s:
-            found.append((it, limit_s))
-    return found
+    least = min(rank.position for rank in positions)
+    beyond = []
+    for rank in positions:
+        if rank.position != least:
+            continue
+        limit_s = limit(rank.phase, times, rules, is_last=True)
+        if not rank.is_stopped:
+            limit_s = max(limit_s, min(_NETWORK_FACTOR * limit_s, rules.silent_s))
+        if rank.silent_s > limit_s:
+            beyond.append((rank, limit_s))
+    return beyond
+
+
+# Whom an attempt's events blame.
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """The rank to blame for a hang; `rank` and `host` are None where nothing tells the ranks apart."""
+
+    rank: int | None
+    host: str | None
+    why: str
+
+
+def culprit(events: Iterable[Mapping[str, Any]]) -> Culprit | None:
+    """Name the rank that one attempt's events blame for a hang; None where they report none.
+
+    Each node reports its own ranks: the events of all nodes are wanted, and of each rank the last one counts.
+    """
+    newest: dict[int, RankPosition] = {}
+    for event in events:
+        if event.get("event") in _EVENTS_WITH_POSITIONS:
+            newest.update({rank.rank: rank for rank in positions_in(event)})
+    return _culprit_among(list(newest.values())) if newest else None
+
+
+def _culprit_among(positions: Sequence[RankPosition]) -> Culprit:
+    blamed = sorted(least_advanced(positions), key=lambda rank: rank.rank)
+    first = blamed[0]
+    num_others = len(positions) - len(blamed)
+    if first.is_stopped:
+        names = ", ".join(str(rank.rank) for rank in blamed)
+        return Culprit(first.rank, first.host, f"rank {names} is stopped (SIGSTOP), {first.where()}")
+    if num_others == 0 and len(positions) > 1:
+        return Culprit(None, None, f"all {len(positions)} silent ranks stand {first.where()}")
+    if num_others == 0:
+        return Culprit(first.rank, first.host, f"rank {first.rank} is silent {first.where()}")
+    ahead = min((rank for rank in positions if rank not in blamed), key=lambda rank: rank.position)
+    also = f" (and {len(blamed) - 1} more)" if len(blamed) > 1 else ""
+    why = f"rank {first.rank}{also} stands {first.where()}, the next one {ahead.where()}"
+    return Culprit(first.rank, first.host, why)

@@ -55,7 +55,6 @@ CLASS_NAMES_TODAY = {
     "Schedule",
     "Setting",
     "Stage",
-    "Standing",
     "Stretch",
     "Table",
     "Wanted",

@@ -6,35 +6,37 @@ from dataclasses import replace
 
 import pytest
 
-from orchestra.recovery.hangs import History, LimitRules, Standing, hung_afar
+from orchestra.recovery.hangs import LimitRules, RankPosition, RankTimes, hanging_on_all_nodes
 from orchestra.run.heartbeat import Phase
 
 RULES = LimitRules(setup_s=300.0, silent_s=60.0, storage_s=600.0, closing_s=120.0)
 
 
-def history(step_s: float = 0.1) -> History:
-    found = History()
+def rank_times(step_s: float = 0.1) -> RankTimes:
+    found = RankTimes()
     found.add_steps(1, 5.0)
     found.add_steps(20, 20 * step_s)
     return found
 
 
-def at(rank: int, phase: Phase, step: int = 8, micro_batch: int = 0, silent_s: float = 12.0) -> Standing:
-    return Standing(rank, f"node{rank}", phase, step, micro_batch, silent_s, "S")
+def at(rank: int, phase: Phase, step: int = 8, micro_batch: int = 0, silent_s: float = 12.0) -> RankPosition:
+    return RankPosition(rank, f"node{rank}", phase, step, micro_batch, silent_s, "S")
 
 
-def stopped(rank: int, phase: Phase, **more: float) -> Standing:
+def stopped(rank: int, phase: Phase, **more: float) -> RankPosition:
     return replace(at(rank, phase, **more), state="T")  # type: ignore[arg-type]
 
 
-def ranks(*standings: Standing, world_size: int = 3, step_s: float = 0.1) -> list[int]:
-    return [it.rank for it, _ in hung_afar(standings, world_size, history(step_s), RULES)]
+def ranks(*positions: RankPosition, world_size: int = 3, step_s: float = 0.1) -> list[int]:
+    return [it.rank for it, _ in hanging_on_all_nodes(positions, world_size, rank_times(step_s), RULES)]
 
 
 def test_the_rank_that_all_wait_for_is_found_at_a_steps_own_limit() -> None:
     behind = stopped(1, Phase.backward, micro_batch=1)
     assert ranks(at(0, Phase.reduce), behind, at(2, Phase.reduce)) == [1]
-    ((_, limit_s),) = hung_afar([at(0, Phase.reduce), behind, at(2, Phase.reduce)], 3, history(), RULES)
+    ((_, limit_s),) = hanging_on_all_nodes(
+        [at(0, Phase.reduce), behind, at(2, Phase.reduce)], 3, rank_times(), RULES
+    )
     assert limit_s == 10.0
     assert ranks(at(0, Phase.reduce), stopped(1, Phase.backward, silent_s=9.0), at(2, Phase.reduce)) == []
 

@@ -1,4 +1,4 @@
-"""The node agent's ear, with real processes: who hangs is found and shows its stacks, and nobody else.
+"""The hang watch of one node, with real processes: who hangs is found and shows its stacks, and nobody else.
 
 Time is the test's own: each look comes a second after the one before, on a clock that the test moves.
 """
@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from launchers import processes
-from orchestra.agents.hang_watch import Hang, Pulse, Watched
+from orchestra.agents.hang_watch import Hang, HangWatch, WatchedRanks
 from orchestra.recovery.hangs import LimitRules, culprit
 from orchestra.recovery.history import first_failure
 from orchestra.run.events import EventWriter, read_events
@@ -88,7 +88,7 @@ class Rank:
 
 
 class Node:
-    """A node of some ranks, its pulse, and the clock that both go by."""
+    """A node of some ranks, its watch, and the clock that both go by."""
 
     def __init__(self, path: Path, num_ranks: int, world_size: int | None = None) -> None:
         self.run = RunDir(path / "run")
@@ -97,15 +97,15 @@ class Node:
         for rank in self.ranks:
             rank.await_word()
         self.now = 0.0
-        self.watched = Watched(self.run, 0, 0, tuple(range(num_ranks)), world_size or num_ranks, folder)
+        self.watched = WatchedRanks(self.run, 0, 0, tuple(range(num_ranks)), world_size or num_ranks, folder)
         events = EventWriter(self.run, "agent", 0)
-        self.pulse = Pulse(self.watched, RULES, events, clock=lambda: self.now)
+        self.watch = HangWatch(self.watched, RULES, events, clock=lambda: self.now)
 
     def look(self, times: int = 1, every_s: float = 1.0) -> list[Hang]:
         """Return the hangs of some looks, and stop at the first one that finds any."""
         for _ in range(times):
             self.now += every_s
-            if found := self.pulse.look():
+            if found := self.watch.look():
                 return list(found)
         return []
 
@@ -150,8 +150,8 @@ def test_a_rank_that_loops_or_holds_the_lock_is_found_with_its_stack(
     found = node.look(40)
     assert [hang.rank for hang in found] == [1]
     # The median step took a second: ten of them.
-    assert (found[0].limit_s, found[0].standing.step) == (10.0, 12)
-    assert found[0].standing.silent_s <= 12.0
+    assert (found[0].limit_s, found[0].position.step) == (10.0, 12)
+    assert found[0].position.silent_s <= 12.0
     assert found[0].process is not None
     assert found[0].process.pid == node.ranks[1].child.pid
     text = node.run.rank_stacks(0, 1).read_text()
@@ -171,7 +171,7 @@ def test_a_stopped_rank_is_found_in_whatever_phase_and_its_silence_explained(nod
     node.ranks[1].beat(Phase.reduce, 12)
     node.ranks[1].stop()
     found = node.look(40)
-    assert [(hang.rank, hang.standing.state, hang.limit_s) for hang in found] == [(1, "T", 10.0)]
+    assert [(hang.rank, hang.position.state, hang.limit_s) for hang in found] == [(1, "T", 10.0)]
     text = node.run.rank_stacks(0, 1).read_text()
     assert "it is stopped (SIGSTOP)" in text
     assert "State: T (stopped)" in text
@@ -239,7 +239,7 @@ def test_steps_that_passed_before_anybody_looked_end_the_patience_with_the_first
         node.ranks[0].beat(Phase.step, step)
     assert node.look() == []
     (hang,) = node.look(62)
-    assert (hang.rank, hang.standing.step) == (0, 36)
+    assert (hang.rank, hang.position.step) == (0, 36)
 
 
 def test_a_rank_that_never_beats_is_found_after_the_time_for_setup(nodes: Any, tmp_path: Path) -> None:
@@ -247,7 +247,7 @@ def test_a_rank_that_never_beats_is_found_after_the_time_for_setup(nodes: Any, t
     beat_file(node.watched.folder, 0, 0).unlink()
     assert node.look(299) == []
     (hang,) = node.look(3)
-    assert (hang.rank, hang.standing.phase, hang.process, hang.stacks) == (0, Phase.setup, None, None)
+    assert (hang.rank, hang.position.phase, hang.process, hang.stacks) == (0, Phase.setup, None, None)
 
 
 def test_time_in_which_the_agent_did_not_run_is_no_silence(nodes: Any) -> None:
@@ -283,5 +283,5 @@ def test_the_summary_says_where_the_ranks_stand(nodes: Any) -> None:
 def test_the_records_are_removed_when_all_is_over(nodes: Any) -> None:
     node = nodes(1)
     node.train(range(1, 3))
-    node.pulse.close()
+    node.watch.close()
     assert not node.watched.folder.exists()

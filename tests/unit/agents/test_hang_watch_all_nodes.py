@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_pulse import RULES, Rank
+from test_hang_watch import RULES, Rank
 
-from orchestra.agents.hang_watch import Pulse, Watched
-from orchestra.agents.hang_watch_all_nodes import FarSight
-from orchestra.recovery.hangs import Standing, culprit
+from orchestra.agents.hang_watch import HangWatch, WatchedRanks
+from orchestra.agents.hang_watch_all_nodes import HangWatchOfAllNodes
+from orchestra.recovery.hangs import RankPosition, culprit
 from orchestra.run.events import EventWriter, node_writer, read_events
 from orchestra.run.heartbeat import Phase
 from orchestra.run.paths import RunDir
@@ -29,26 +29,26 @@ class Nodes:
         self.ranks = [Rank(self.run, path / f"beats-{number // 2}", number) for number in range(4)]
         for rank in self.ranks:
             rank.await_word()
-        self.pulses = [self._pulse(path, node) for node in range(2)]
-        self.afar = FarSight(self.run, 0, [1], 4, RULES)
+        self.watches = [self._watch(path, node) for node in range(2)]
+        self.all_nodes = HangWatchOfAllNodes(self.run, 0, [1], 4, RULES)
 
-    def _pulse(self, path: Path, node: int) -> Pulse:
-        watched = Watched(self.run, 0, node, (2 * node, 2 * node + 1), 4, path / f"beats-{node}")
+    def _watch(self, path: Path, node: int) -> HangWatch:
+        watched = WatchedRanks(self.run, 0, node, (2 * node, 2 * node + 1), 4, path / f"beats-{node}")
         events = EventWriter(self.run, node_writer(0, node), 0)
-        return Pulse(watched, RULES, events, clock=lambda: self.now)
+        return HangWatch(watched, RULES, events, clock=lambda: self.now)
 
     def beat(self, phase: Phase, step: int, *but: int) -> None:
         for rank in self.ranks:
             if rank.number not in but:
                 rank.beat(phase, step)
 
-    def look(self, seconds: int) -> list[tuple[Standing, float]]:
+    def look(self, seconds: int) -> list[tuple[RankPosition, float]]:
         """Let both nodes look once a second; return what the first one finds out, and stop there."""
         for _ in range(seconds):
             self.now += 1.0
-            for pulse in self.pulses:
-                assert pulse.look() == ()
-            if found := self.afar.look(self.pulses[0].stall):
+            for watch in self.watches:
+                assert watch.look() == ()
+            if found := self.all_nodes.look(self.watches[0].stall):
                 return found
         return []
 
@@ -79,14 +79,14 @@ def test_who_hangs_in_a_collective_on_another_node_is_found_and_shows_its_stack(
     ((found, limit_s),) = nodes.look(59)
     assert (found.rank, found.phase, limit_s) == (3, Phase.backward, 20.0)
     assert nodes.now - began <= 26.0
-    assert nodes.pulses[0].confess({3: limit_s}) == ()
-    (hang,) = nodes.pulses[1].confess({3: limit_s})
+    assert nodes.watches[0].record_hangs({3: limit_s}) == ()
+    (hang,) = nodes.watches[1].record_hangs({3: limit_s})
     assert hang.rank == 3
     assert "waiting_for_peers" in nodes.run.rank_stacks(0, 3).read_text()
     named = culprit(read_events(nodes.run))
     assert named is not None
     assert named.rank == 3
-    assert nodes.pulses[1].confess({3: limit_s}) == (), "it is told once"
+    assert nodes.watches[1].record_hangs({3: limit_s}) == (), "it is told once"
 
 
 def test_who_hangs_on_the_first_node_itself_is_found_too(nodes: Nodes) -> None:
