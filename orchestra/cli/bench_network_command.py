@@ -10,9 +10,18 @@ import sys
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from conf.schema import LauncherName
+from launchers.launch_errors import LauncherError, SlurmMissing
+from launchers.slurm.cluster import partitions
+from orchestra.cli.text.figures import table
+from orchestra.config.machine import Situation, this_machine
 from orchestra.errors import EXIT_DONE, ConfigError, LaunchError
+from orchestra.sizes.network import to_record, write_measured
+from orchestra.sizes.units import binary
+from orchestra.submit.job import Share
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -51,9 +60,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Measure, keep, print and return 0. Raises ConfigError before anything starts, LaunchError after."""
-    from conf.schema import LauncherName
     from orchestra.config.compose import compose
-    from orchestra.config.machine import Situation, this_machine
 
     overrides = list(arguments.overrides)
     is_job = _wants_slurm(overrides)
@@ -108,14 +115,9 @@ def _in_a_job(config: Config, overrides: list[str], arguments: Namespace) -> int
 
 def _fitted(config: Config, overrides: list[str]) -> tuple[Config, Share]:
     """Put the cluster's numbers in the place of `auto`. Raises ConfigError for what it cannot give."""
-    from pathlib import Path
 
-    from launchers.launch_errors import LauncherError, SlurmMissing
-    from launchers.slurm.cluster import partitions
     from orchestra.config.compose import compose
-    from orchestra.config.machine import Situation
     from orchestra.submit import site
-    from orchestra.submit.job import Share
 
     try:
         found = partitions()
@@ -149,7 +151,6 @@ def _note(text: str) -> None:
 
 def _finished(config: Config, measurement: Measurement, arguments: Namespace) -> int:
     """Keep the figures and print them; what cannot be kept is still printed."""
-    from orchestra.sizes.network import to_record, write_measured
     from orchestra.submit.network_bench import file_of
 
     figures = measurement.figures()
@@ -174,8 +175,6 @@ def _finished(config: Config, measurement: Measurement, arguments: Namespace) ->
 
 def _print(measurement: Measurement, figures: Measured, file: Path | None) -> None:
     from orchestra.cli.text.describe import shown
-    from orchestra.cli.text.figures import table
-    from orchestra.sizes.units import binary
 
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(measurement.time))
     interface = measurement.interface or "of NCCL's choice"

@@ -23,6 +23,7 @@ from orchestra.cli.checkpoint.checkpoint_lookup import (
     open_place,
 )
 from orchestra.cli.text import figures
+from orchestra.data.index import local_prefix, read_index, token_file_prefix
 from orchestra.errors import EXIT_DONE, ConfigError, DataError, OrchestraError
 
 if TYPE_CHECKING:
@@ -138,7 +139,6 @@ def _first_intact(
 
 def tokenizer_of(data: DataConfig) -> ExportTokenizer:
     """Return what a run's data says about its tokenizer, where the index of a token file can be read here."""
-    from orchestra.data.index import local_prefix, read_index, token_file_prefix
     from orchestra.data.pack.tokenizer import BYTES
 
     if data.source is Source.stdlib:
