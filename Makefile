@@ -15,16 +15,19 @@ SOAK_ARGS ?= --seconds 1800
 # What an installation depends on: a change of these files installs again, a second call does nothing.
 PINS := pyproject.toml constraints.txt
 
-.PHONY: help demo test equivalence torture matrix soak lint format bench docs clean
+.PHONY: help demo test test-fast equivalence torture matrix soak lint format bench docs clean
 
 help: ## show this list
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1	\2/p' $(MAKEFILE_LIST) | expand -t 20
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' $(MAKEFILE_LIST) | expand -t 20
 
 demo: $(VENV)/installed ## install, then train a small Llama on this machine's own Python files (two minutes)
 	$(BIN)/orchestra run experiment=demo $(OVERRIDES)
 
 test: system-packages $(VENV)/installed-test lint ## install what tests need, lint, run all tests
 	@$(PYTHON) .ci/lanes $(BIN)/python --durations=15 $(PYTEST_ARGS)
+
+test-fast: $(VENV)/installed-test ## the unit tests alone (under three minutes on two cores)
+	@$(PYTHON) .ci/lanes $(BIN)/python --fast $(PYTEST_ARGS)
 
 equivalence: $(VENV)/installed-test ## compare every combination of the parallel methods with one process
 	ORCHESTRA_EQUIVALENCE=all $(BIN)/python -m pytest tests/ranks/test_equivalence.py $(PYTEST_ARGS)

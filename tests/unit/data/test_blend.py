@@ -92,11 +92,12 @@ def test_a_batch_late_in_a_long_run_costs_no_more_than_the_first() -> None:
     source = blend(1, 1, 1)
 
     def seconds(position: int) -> float:
-        began = time.perf_counter()
+        """Of this process's own time: others may have the processor for a while."""
+        began = time.process_time()
         source.ids_at(position, 256, 0)
-        return time.perf_counter() - began
+        return time.process_time() - began
 
-    assert min(seconds(10**14) for _ in range(5)) < 0.01
+    assert min(seconds(10**14) for _ in range(9)) < 10 * min(seconds(0) for _ in range(9))
 
 
 def test_configuration_opens_one_file_or_a_blend(write_tokens: WriteTokens) -> None:
