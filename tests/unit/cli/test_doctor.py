@@ -30,7 +30,7 @@ def _quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave Slurm's commands out of sight, and torch unasked: importing it costs seconds."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(host_checks, "CHECKS", host_checks.SOFTWARE_CHECKS[:-1])
+    monkeypatch.setattr(host_checks, "SOFTWARE_CHECKS", host_checks.SOFTWARE_CHECKS[:-1])
 
 
 def findings(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, dict[str, str]]]:
