@@ -87,7 +87,7 @@ def test_wrong_override_ends_with_2(capsys: pytest.CaptureFixture[str]) -> None:
 def test_foreign_conf_in_the_working_directory_is_named(tmp_path: Path) -> None:
     (tmp_path / "conf").mkdir()
     (tmp_path / "conf" / "__init__.py").touch()
-    only = "from orchestra.doctor import software as s; s.CHECKS = s.CHECKS[:-1]"
+    only = "from orchestra.doctor import host_checks as h; h.SOFTWARE_CHECKS = h.SOFTWARE_CHECKS[:-1]"
     code = f"{only}; from orchestra.cli import main; raise SystemExit(main(['doctor', '--json']))"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(["", str(ROOT)]), "PATH": str(tmp_path)}
     done = subprocess.run(
