@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
-from tests.support.pages import PAGES, README, ROOT, links, paths
+from orchestra.config.keys import find_key
+from tests.support.pages import PAGES, README, ROOT, links, named_keys, named_targets, paths
 
 MOST_LINES = 180
 
@@ -22,7 +24,16 @@ def test_links_and_paths_lead_to_files(page: Path) -> None:
     assert missing == [], f"{page.relative_to(ROOT)} names what does not exist"
 
 
-def test_links_and_paths_are_found_at_all() -> None:
-    """So that the test above compares something."""
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_keys_and_targets_exist(page: Path) -> None:
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    missing = [key for key in named_keys(page) if find_key(key) is None]
+    missing += [target for target in named_targets(page) if target not in targets]
+    assert missing == [], f"{page.relative_to(ROOT)} names what does not exist"
+
+
+def test_what_the_tests_above_look_for_is_found_at_all() -> None:
     assert len(links(README)) >= 5
     assert sum(len(paths(page)) for page in PAGES) >= 30
+    assert sum(len(named_keys(page)) for page in PAGES) >= 30
+    assert sum(len(named_targets(page)) for page in PAGES) >= 5

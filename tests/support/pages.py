@@ -10,6 +10,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from orchestra.config.keys import known_keys
+
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 DOCS = ROOT / "docs"
@@ -44,6 +46,17 @@ def links(page: Path) -> list[str]:
     targets = re.findall(r"\]\(([^)\s]+)\)", page.read_text())
     local = [target.partition("#")[0] for target in targets if "://" not in target]
     return [target for target in local if target]
+
+
+def named_keys(page: Path) -> list[str]:
+    """Return the keys of the configuration that a page names in `code`, without what they are set to."""
+    groups = "|".join(name for name, key in known_keys().items() if key.is_section and "." not in name)
+    return re.findall(rf"`((?:{groups})\.[a-z_.]*[a-z_])(?=[`=\[])", page.read_text())
+
+
+def named_targets(page: Path) -> list[str]:
+    """Return the targets of the Makefile that a page names in `code`."""
+    return re.findall(r"`make ([a-z-]+)", page.read_text())
 
 
 def paths(page: Path) -> list[str]:
