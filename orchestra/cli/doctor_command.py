@@ -18,10 +18,8 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from orchestra.config.machine import Situation
 from orchestra.doctor import host_checks, slurm_checks
 from orchestra.doctor.check import Check, Finding, Mark, Subject, perform
-from orchestra.doctor.node_checks import check_nodes
 from orchestra.errors import EXIT_DONE, EXIT_FAILED, ConfigError
 
 _NAME_WIDTH = 16
@@ -82,6 +80,7 @@ def _checks(num_nodes: int | None) -> list[Check]:
     ]
     if num_nodes is None:
         return checks
+    from orchestra.doctor.node_checks import check_nodes
 
     return [*checks, check_nodes(num_nodes)]
 
@@ -108,6 +107,7 @@ def _subject(overrides: Sequence[str], *, needs_slurm: bool) -> tuple[Subject, l
 
 def _configured(overrides: list[str]) -> Subject:
     from orchestra.config.compose import compose
+    from orchestra.config.machine import Situation
 
     config = compose(overrides, Situation("doctor")).config
     cluster = config.cluster
