@@ -24,15 +24,15 @@ import json, os, sys
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
 from warm_trials import Trial, environment
-from launchers.fork_server import host
+from launchers.fork_server import client
 from orchestra.agents import __main__ as node
 
-host._ALWAYS = ()
+client._ALWAYS = ()
 modules = Path(sys.argv[2])
 
 def work(argv, signals, zygote):
     life = len(list(modules.glob("life-*")))
-    warm = host.WarmHost((), environment(modules), modules / "zygote.log", zygote)
+    warm = client.WarmHost((), environment(modules), modules / "zygote.log", zygote)
     left = [it.pid for it in Trial(modules, "first").remaining()] if life else []
     warm.start()
     is_ready = warm.await_ready(60)
