@@ -28,7 +28,7 @@ from torch.distributed.tensor import Shard as AlongDim
 from checkpointing.checkpointer import Checkpointer
 from checkpointing.options import Needs, Options
 from checkpointing.peers import Peers
-from checkpointing.restore import Restored
+from checkpointing.restore import RestoredCheckpoint
 from checkpointing.shards import Shard
 
 Shapes = dict[str, tuple[int, ...]]
@@ -172,7 +172,7 @@ class Orchestra:
     def restore(self, state: State, place: str, how: str) -> int:
         """Fill the state; return the bytes that this rank read."""
         restored = self.checkpointer(place, how).restore(lambda _manifest: state.shards())
-        assert isinstance(restored, Restored)
+        assert isinstance(restored, RestoredCheckpoint)
         return restored.bytes_read
 
 

@@ -30,7 +30,7 @@ class Box:
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """The first index behind the box in each dim."""
+        """The first index after the box in each dim."""
         return tuple(offset + size for offset, size in zip(self.offsets, self.shape, strict=True))
 
     def is_inside(self, shape: Sequence[int]) -> bool:
@@ -94,9 +94,7 @@ def overlapping(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
     return None
 
 
-# Data types by safetensors' names: how wide each is. Whoever needs torch's types maps them (`shards`).
-
-
+# Bytes of one element by safetensors' name of the dtype; `shards` maps the names to torch's dtypes.
 ITEM_BYTES = {
     **dict.fromkeys(("F64", "I64", "U64"), 8),
     **dict.fromkeys(("F32", "I32", "U32"), 4),

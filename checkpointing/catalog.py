@@ -16,11 +16,11 @@ from checkpointing.checkpoint_errors import DamagedError, StorageError
 from checkpointing.manifest import MANIFEST, Manifest, decode, encode
 from checkpointing.storage import Storage
 
-# Which checkpoints may go: pure policies over what is there, and nothing about how they are removed.
+# Which checkpoints may go: a pure function of those that are there.
 
 
 @dataclass(frozen=True)
-class Kept:
+class CommittedCheckpoint:
     """A committed checkpoint. `score` is what `keep_best` compares, lower is better; None: it has none.
     `is_intact` is false where it is known to be damaged.
     """
@@ -31,7 +31,7 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class Policy:
+class RetentionPolicy:
     """Keep the newest `keep_last`, every one whose step is a multiple of `keep_every_steps`, and the
     `keep_best` with the lowest scores.
     """
@@ -41,24 +41,26 @@ class Policy:
     keep_best: int = 0
 
 
-def to_remove(checkpoints: Sequence[Kept], policy: Policy) -> list[int]:
+def to_remove(checkpoints: Sequence[CommittedCheckpoint], policy: RetentionPolicy) -> list[int]:
     """Return the steps that no rule keeps, ascending. The newest intact one is always kept.
 
     Damaged ones count for no rule, so that they cannot push an intact one out; they go once `keep_last`
     intact ones are newer.
     """
-    intact = sorted((each for each in checkpoints if each.is_intact), key=lambda each: each.step)
-    keep = {each.step for each in intact[-max(1, policy.keep_last) :]}
+    intact = sorted(
+        (checkpoint for checkpoint in checkpoints if checkpoint.is_intact), key=lambda kept: kept.step
+    )
+    keep = {checkpoint.step for checkpoint in intact[-max(1, policy.keep_last) :]}
     if policy.keep_every_steps:
-        keep |= {each.step for each in intact if each.step % policy.keep_every_steps == 0}
-    scored = sorted((each.score, each.step) for each in intact if each.score is not None)
+        keep |= {kept.step for kept in intact if kept.step % policy.keep_every_steps == 0}
+    scored = sorted((kept.score, kept.step) for kept in intact if kept.score is not None)
     keep |= {step for _, step in scored[: policy.keep_best]}
     oldest_kept = min(keep, default=None)
-    gone = [each.step for each in intact if each.step not in keep]
+    gone = [checkpoint.step for checkpoint in intact if checkpoint.step not in keep]
     gone += [
-        each.step
-        for each in checkpoints
-        if not each.is_intact and oldest_kept is not None and each.step < oldest_kept
+        checkpoint.step
+        for checkpoint in checkpoints
+        if not checkpoint.is_intact and oldest_kept is not None and checkpoint.step < oldest_kept
     ]
     return sorted(gone)
 
@@ -120,11 +122,11 @@ def check_sizes(storage: Storage, manifest: Manifest) -> None:
     """Raise DamagedError for a file that is missing, too short or too long."""
     sizes = storage.sizes(step_name(manifest.step))
     for name, expected in manifest.files.items():
-        found = sizes.get(name)
-        if found is None:
+        num_bytes = sizes.get(name)
+        if num_bytes is None:
             raise DamagedError("it is missing", file=name)
-        if found != expected.num_bytes:
-            raise DamagedError(f"it has {found} bytes, expected {expected.num_bytes}", file=name)
+        if num_bytes != expected.num_bytes:
+            raise DamagedError(f"it has {num_bytes} bytes, expected {expected.num_bytes}", file=name)
 
 
 def draft(storage: Storage, step: int, generation: int, index: int) -> Draft:
@@ -199,8 +201,8 @@ def discard(storage: Storage, draft: Draft) -> None:
 
 
 def remove_checkpoint(storage: Storage, step: int) -> None:
-    """Remove a checkpoint; half removed it is none. Of one that lies elsewhere, behind a link, only the link
-    goes.
+    """Remove a checkpoint; half removed it is none. Where it is a link to a folder elsewhere, only the
+    link goes.
     """
     if storage.renames:
         gone = f".{step_name(step)}.removed-{secrets.token_hex(4)}"
@@ -216,7 +218,7 @@ def remove_checkpoint(storage: Storage, step: int) -> None:
 def set_aside(storage: Storage, step: int) -> str:
     """Keep a checkpoint under a name that nobody takes for one; return that.
 
-    It stays until its step, or one behind it, is saved anew. A storage without renames keeps only its
+    It stays until its step, or a later one, is saved anew. A storage without renames keeps only its
     manifest: its files belong to no checkpoint from then on, and are removed as such.
     """
     mark = f"{_SET_ASIDE}-{secrets.token_hex(4)}"
@@ -264,7 +266,7 @@ def remove_stale_files(storage: Storage, step: int, manifest: Manifest) -> list[
 def claim(storage: Storage, owner: str) -> str:
     """Write down whose checkpoints lie here, unless that is written already; return who it is. *One process*.
 
-    Of two that come at the same moment to a local place, one is told the other's name.
+    Of two that come at the same moment to a local place, one gets the other's name.
     """
     if storage.put_new(_OWNER, owner.encode()):
         return owner
@@ -276,10 +278,12 @@ def owner(storage: Storage) -> str | None:
     return None if storage.size(_OWNER) is None else storage.get(_OWNER).decode(errors="replace")
 
 
-def prune(storage: Storage, policy: Policy, known: dict[int, Kept] | None = None) -> list[int]:
+def prune(
+    storage: Storage, policy: RetentionPolicy, known: dict[int, CommittedCheckpoint] | None = None
+) -> list[int]:
     """Remove the checkpoints that the policy does not keep, and return their steps.
 
-    `known` holds what was found out about checkpoints before, so that many that are kept for good are not
+    `known` holds what is known of checkpoints already, so that many that are kept for good are not
     read again after every save; whoever writes one anew takes it out.
     """
     known = {} if known is None else known
@@ -294,15 +298,15 @@ def prune(storage: Storage, policy: Policy, known: dict[int, Kept] | None = None
     return removed
 
 
-def _as_kept(storage: Storage, step: int) -> Kept:
+def _as_kept(storage: Storage, step: int) -> CommittedCheckpoint:
     """Look at a checkpoint as far as that is cheap: its manifest, and the sizes of its files."""
     try:
         manifest = read_manifest(storage, step)
         check_sizes(storage, manifest)
     except DamagedError:
-        return Kept(step, is_intact=False)
+        return CommittedCheckpoint(step, is_intact=False)
     score = manifest.state.get("score")
-    return Kept(step, float(score) if isinstance(score, int | float) else None)
+    return CommittedCheckpoint(step, float(score) if isinstance(score, int | float) else None)
 
 
 # What interrupted saves and removals left, found by its name: nothing that others wrote is touched.
@@ -344,7 +348,7 @@ def _remove_unreferenced(storage: Storage, name: str) -> list[str]:
     step = step_of(name)
     assert step is not None
     if storage.size(f"{name}/{MANIFEST}") is None:
-        stale = [f"{step_name(step)}/{each}" for each in storage.names(name) if is_ours(each)]
+        stale = [f"{step_name(step)}/{file}" for file in storage.names(name) if is_ours(file)]
         for path in stale:
             storage.remove(path)
         return stale

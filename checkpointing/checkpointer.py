@@ -1,7 +1,6 @@
-"""The library's front door: one object per rank that saves, waits and restores.
+"""`Checkpointer`, the object that users of this library make: one per rank, which saves, waits and restores.
 
-All ranks make one with the same place and options and call its methods in the same order. Nothing here knows
-what the tensors are for.
+All ranks make it with the same place and options, and call the methods marked *collective* in the same order.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from checkpointing.checkpoint_errors import DamagedError, StorageError
 from checkpointing.manifest import Manifest
 from checkpointing.options import Event, Needs, Options, Phase, no_event, no_fault
 from checkpointing.peers import Peers
-from checkpointing.restore import Restored, restore
+from checkpointing.restore import RestoredCheckpoint, restore
 from checkpointing.save import Saver
 from checkpointing.shards import Shard
 from checkpointing.storage import open_storage
@@ -72,15 +71,15 @@ class Checkpointer:
         """
         return catalog.read_manifest(self._storage, step)
 
-    def set_aside(self, behind: int, is_void: Callable[[Manifest], bool]) -> list[tuple[int, str]]:
-        """Keep the checkpoints of steps after `behind` that are void under other names, so that none of them
-        is restored, listed or counted any more; return their steps and new names, ascending.
+    def set_aside(self, after: int, is_void: Callable[[Manifest], bool]) -> list[tuple[int, str]]:
+        """Keep the checkpoints of steps later than `after` that are void under other names, so that none of
+        them is restored, listed or counted any more; return their steps and new names, ascending.
 
         *One rank only*, before `restore`. What cannot be read is left to `restore` to pass over.
         """
         move_back(self._storage)
         done = []
-        for step in (it for it in self.committed_steps() if it > behind):
+        for step in (step for step in self.committed_steps() if step > after):
             with contextlib.suppress(DamagedError):
                 if is_void(self.manifest(step)):
                     done.append((step, catalog.set_aside(self._storage, step)))
@@ -100,7 +99,7 @@ class Checkpointer:
 
     def restore(
         self, wanted: Callable[[Manifest], Sequence[Shard]], step: int | None = None
-    ) -> Restored | None:
+    ) -> RestoredCheckpoint | None:
         """Fill the wanted shards from the newest intact checkpoint, or from that of `step`. *Collective*.
 
         `wanted` is called with the manifest of each checkpoint that is tried. Returns None where the place

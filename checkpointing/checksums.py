@@ -53,7 +53,7 @@ def of_file(content: Buffer) -> str:
     return xxhash.xxh3_128_hexdigest(content)
 
 
-# A digest of a whole tensor that does not depend on how it was cut: the sum of its parts' digests.
+# The digest of a whole tensor does not depend on how it was cut: it is the sum of its parts' digests.
 #
 # Each element's bits, as an unsigned number whose high bits are folded into the low ones, are multiplied by a
 # weight that follows from its place in the whole tensor, and summed modulo 2^32; two lanes with different
@@ -63,7 +63,7 @@ def of_file(content: Buffer) -> str:
 # in their sign alone would go unseen. Elements of 8 bytes count as two of 4 along the last dim. It proves
 # that two layouts hold the same bits; it does not withstand forgery.
 #
-# Here is what readers need; `part_digest.py` does the sums, and alone loads numpy.
+# `shard_digest` does the sums; it alone loads numpy, so that commands that only compare do not.
 
 
 def combined(digests: Iterable[int]) -> int:

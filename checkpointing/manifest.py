@@ -89,7 +89,9 @@ class Manifest:
     def digest_of(self, names: Iterable[str]) -> str:
         """Return the digest of some of the tensors."""
         chosen = {name: self.tensors[name] for name in names}
-        return checksums.state_digest((name, it.dtype, it.shape, it.digest) for name, it in chosen.items())
+        return checksums.state_digest(
+            (name, tensor.dtype, tensor.shape, tensor.digest) for name, tensor in chosen.items()
+        )
 
 
 def encode(manifest: Manifest) -> bytes:
@@ -103,7 +105,8 @@ def encode(manifest: Manifest) -> bytes:
         "state_digest": manifest.state_digest,
         "state": dict(manifest.state),
         "files": {
-            name: {"bytes": it.num_bytes, "checksum": it.checksum} for name, it in manifest.files.items()
+            name: {"bytes": file.num_bytes, "checksum": file.checksum}
+            for name, file in manifest.files.items()
         },
         "tensors": {name: _tensor_document(tensor) for name, tensor in manifest.tensors.items()},
     }
@@ -148,10 +151,12 @@ def _decoded(document: dict[str, Any]) -> Manifest:
     version = document.get("schema_version")
     if type(version) is not int or version != SCHEMA_VERSION:
         raise _damaged(f"schema_version is {version!r}, and this orchestra reads {SCHEMA_VERSION}")
-    found = document.pop("checksum", None)
+    checksum = document.pop("checksum", None)
     expected = _checksum(document)
-    if found != expected:
-        raise _damaged(f"it was edited or damaged: its checksum is {found!r}, its content has {expected!r}")
+    if checksum != expected:
+        raise _damaged(
+            f"it was edited or damaged: its checksum is {checksum!r}, its content has {expected!r}"
+        )
     files = {_file_name(name): _file(value, name) for name, value in _field(document, "files", dict).items()}
     tensors = {name: _tensor(value, name, files) for name, value in _field(document, "tensors", dict).items()}
     _refuse_overlaps(tensors, files)

@@ -1,4 +1,4 @@
-"""How to save and restore, and what a user may hook in. Plain values; nothing here does anything."""
+"""How to save and restore, and what a user may hook in. Plain values."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class Peers:
         return self.rank == 0
 
     def unused(self, topic: str) -> str:
-        """Return the topic with a number behind it, another one at each call; equal on all ranks that ask
+        """Return the topic with a number after it, another one at each call; equal on all ranks that ask
         equally often.
         """
         self._asked[topic] += 1

@@ -1,8 +1,7 @@
 """Who reads what on a restore: from a manifest's chunks and every rank's wanted boxes to one ordered list.
 Pure.
 
-All ranks compute the same list from the same input, so no rank has to be told. It knows no torch, no storage
-and no transport.
+All ranks compute the same list from the same input, so that it need not be sent.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class Want:
 
 
 @dataclass(frozen=True)
-class Part:
+class NamedChunk:
     """One chunk of tensor `name`."""
 
     name: str
@@ -47,12 +46,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Transfer:
-    """Chunks that lie behind each other in one file: `reader` reads them once, then all `members` have them.
+    """Chunks that follow each other in one file: `reader` reads them once, then all `members` have them.
 
     `members` are ascending: the reader and all ranks that want a part.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[NamedChunk, ...]
     reader: int
     members: tuple[int, ...]
 
@@ -83,12 +82,12 @@ def declared(values: Iterable[Sequence[Any]]) -> list[tuple[str, Box]]:
 def check_fit(tensors: Mapping[str, Tensor], wants: Iterable[Want]) -> None:
     """Raise MismatchError for the first wanted tensor that is not there, or is of another dtype or shape."""
     for want in wants:
-        found = tensors.get(want.name)
-        if found is None:
+        tensor = tensors.get(want.name)
+        if tensor is None:
             raise MismatchError(f"{want.name}: wanted, but the checkpoint has no such tensor")
-        if (found.dtype, found.shape) != (want.dtype, want.shape):
+        if (tensor.dtype, tensor.shape) != (want.dtype, want.shape):
             raise MismatchError(
-                f"{want.name}: the checkpoint has {found.dtype} {list(found.shape)}, "
+                f"{want.name}: the checkpoint has {tensor.dtype} {list(tensor.shape)}, "
                 f"wanted is {want.dtype} {list(want.shape)}"
             )
 
@@ -128,7 +127,7 @@ def busiest_sets(transfers: Iterable[Transfer], world_size: int) -> list[tuple[i
 
 def _needed(
     tensors: Mapping[str, Tensor], wanted: Mapping[int, Iterable[tuple[str, Box]]]
-) -> Iterator[tuple[Part, tuple[int, ...]]]:
+) -> Iterator[tuple[NamedChunk, tuple[int, ...]]]:
     """Yield each chunk that is wanted with the ranks that want it, ascending."""
     holders: dict[str, dict[Box, dict[int, None]]] = {}
     for rank in sorted(wanted):
@@ -143,7 +142,7 @@ def _needed(
         ranks_of_box = [tuple(ranks) for ranks in holders[name].values()]
         ranks_of_boxes: dict[tuple[int, ...], tuple[int, ...]] = {}
         for part, boxes in zip(
-            parts, _overlaps([it.chunk.box for it in parts], list(holders[name])), strict=True
+            parts, _overlaps([part.chunk.box for part in parts], list(holders[name])), strict=True
         ):
             if not boxes:
                 continue
@@ -152,14 +151,14 @@ def _needed(
             yield part, ranks_of_boxes[boxes]
 
 
-def _cut(name: str, dtype: str, chunk: Chunk) -> Iterator[Part]:
+def _cut(name: str, dtype: str, chunk: Chunk) -> Iterator[NamedChunk]:
     if chunk.checksum:
-        yield Part(name, dtype, chunk)
+        yield NamedChunk(name, dtype, chunk)
         return
     begin = chunk.begin
     for box in contiguous_parts(chunk.box, _MAX_UNVERIFIED_BYTES // ITEM_BYTES[dtype]):
         size = box.num_elements * ITEM_BYTES[dtype]
-        yield Part(name, dtype, Chunk(box, chunk.file, begin, size, ""))
+        yield NamedChunk(name, dtype, Chunk(box, chunk.file, begin, size, ""))
         begin += size
 
 
@@ -168,7 +167,7 @@ def _overlaps(chunks: Sequence[Box], boxes: Sequence[Box]) -> list[tuple[int, ..
 
     Only neighbours along the first dim are compared: near-linear for shards of that dim.
     """
-    found: list[list[int]] = [[] for _ in chunks]
+    boxes_of_chunk: list[list[int]] = [[] for _ in chunks]
     if not chunks or not chunks[0].shape:
         return [tuple(range(len(boxes)))] * len(chunks)
     starts = [chunk.offsets[0] for chunk in chunks]
@@ -177,17 +176,17 @@ def _overlaps(chunks: Sequence[Box], boxes: Sequence[Box]) -> list[tuple[int, ..
         first = bisect_left(furthest_ends, box.offsets[0] + 1)
         for position in range(first, bisect_left(starts, box.ends[0])):
             if chunks[position].overlap(box) is not None:
-                found[position].append(index)
-    return [tuple(indices) for indices in found]
+                boxes_of_chunk[position].append(index)
+    return [tuple(indices) for indices in boxes_of_chunk]
 
 
 def _runs(
-    needed: Iterable[tuple[Part, tuple[int, ...]]],
-) -> Iterator[tuple[tuple[Part, ...], tuple[int, ...]]]:
-    """Join small chunks that lie behind each other in a file and are wanted by the same ranks."""
-    parts: list[Part] = []
+    needed: Iterable[tuple[NamedChunk, tuple[int, ...]]],
+) -> Iterator[tuple[tuple[NamedChunk, ...], tuple[int, ...]]]:
+    """Join small chunks that follow each other in a file and are wanted by the same ranks."""
+    parts: list[NamedChunk] = []
     ranks: tuple[int, ...] = ()
-    for part, its_ranks in sorted(needed, key=lambda it: (it[0].chunk.file, it[0].chunk.begin)):
+    for part, its_ranks in sorted(needed, key=lambda entry: (entry[0].chunk.file, entry[0].chunk.begin)):
         if parts and (its_ranks != ranks or not _joins(parts[0].chunk, parts[-1].chunk, part)):
             yield tuple(parts), ranks
             parts = []
@@ -197,7 +196,7 @@ def _runs(
         yield tuple(parts), ranks
 
 
-def _joins(first: Chunk, last: Chunk, part: Part) -> bool:
+def _joins(first: Chunk, last: Chunk, part: NamedChunk) -> bool:
     chunk = part.chunk
     return (
         chunk.file == last.file
@@ -213,17 +212,17 @@ def _side_by_side(read_by: Mapping[int, Sequence[Transfer]]) -> list[Transfer]:
     order: list[tuple[int, int, Transfer]] = []
     for reader, transfers in read_by.items():
         before = 0
-        for transfer in sorted(transfers, key=lambda it: (it.file, it.begin)):
+        for transfer in sorted(transfers, key=lambda transfer: (transfer.file, transfer.begin)):
             order.append((before, reader, transfer))
             before += transfer.num_bytes
-    return [transfer for _, _, transfer in sorted(order, key=lambda it: it[:2])]
+    return [transfer for _, _, transfer in sorted(order, key=lambda entry: entry[:2])]
 
 
-def _by_freedom_and_size(run: tuple[tuple[Part, ...], tuple[int, ...]]) -> tuple[bool, int, str, int]:
+def _by_freedom_and_size(run: tuple[tuple[NamedChunk, ...], tuple[int, ...]]) -> tuple[bool, int, str, int]:
     parts, ranks = run
     num_bytes = sum(part.chunk.num_bytes for part in parts)
     return len(ranks) > 1, -num_bytes, parts[0].chunk.file, parts[0].chunk.begin
 
 
-def _by_box(part: Part) -> Box:
+def _by_box(part: NamedChunk) -> Box:
     return part.chunk.box

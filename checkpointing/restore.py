@@ -17,23 +17,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from checkpointing import catalog, checksums, shared_memory
+from checkpointing import catalog, checksums
 from checkpointing import manifest as manifests
 from checkpointing.checkpoint_errors import DamagedError, MismatchError, NoCheckpointError, StorageError
 from checkpointing.manifest import Manifest
 from checkpointing.options import Phase, no_fault
 from checkpointing.peers import Peers
-from checkpointing.read_plan import Part, Transfer, Want, check_fit, declaration, declared, read_plan
+from checkpointing.read_plan import NamedChunk, Transfer, Want, check_fit, declaration, declared, read_plan
 from checkpointing.shards import Shard
 from checkpointing.storage import Storage
 from checkpointing.transfer import Mover, Placement, Routes
 
 MODES = ("broadcast", "rank0", "direct")
-Wanted = Callable[[Manifest], Sequence[Shard]]
+WantedShards = Callable[[Manifest], Sequence[Shard]]
 
 
 @dataclass(frozen=True)
-class Restored:
+class RestoredCheckpoint:
     """What was restored: the checkpoint's manifest (its state is in `manifest.state`), the bytes that this
     rank read from storage, the seconds since the ranks met, and why newer checkpoints were skipped.
     """
@@ -56,12 +56,12 @@ def restore(
     storage: Storage,
     peers: Peers,
     group: dist.ProcessGroup | None,
-    wanted: Wanted,
+    wanted: WantedShards,
     *,
     how: str = "broadcast",
     step: int | None = None,
     at_phase: Phase = no_fault,
-) -> Restored | None:
+) -> RestoredCheckpoint | None:
     """Fill the wanted shards from the newest intact checkpoint, or from that of `step`. *Collective*.
 
     Returns None where the place holds no committed checkpoint at all and no step is asked for. Raises, on
@@ -75,15 +75,15 @@ def restore(
     walk = _Walk(storage, step) if peers.is_coordinator else None
     skipped: list[tuple[int, str]] = []
     while True:
-        found = _offered(peers, peers.unused(topic), walk, skipped, storage.place)
-        if found is None:
+        manifest = _offered(peers, peers.unused(topic), walk, skipped, storage.place)
+        if manifest is None:
             return None
-        folder = catalog.step_name(found.step)
-        job = _Job(storage, folder, found, peers, group, how, peers.unused(topic), at_phase)
-        num_bytes, damage = _filled(job, functools.partial(wanted, found))
+        folder = catalog.step_name(manifest.step)
+        task = _RestoreTask(storage, folder, manifest, peers, group, how, peers.unused(topic), at_phase)
+        num_bytes, damage = _filled(task, functools.partial(wanted, manifest))
         if damage is None:
-            return Restored(found, num_bytes, time.monotonic() - began, skipped)
-        skipped.append((found.step, str(damage)))
+            return RestoredCheckpoint(manifest, num_bytes, time.monotonic() - began, skipped)
+        skipped.append((manifest.step, str(damage)))
 
 
 def fetch(
@@ -103,15 +103,15 @@ def fetch(
     Returns the bytes that this rank read. Chunks with an empty checksum are taken as they are. Raises, on
     every rank, DamagedError or MismatchError.
     """
-    job = _Job(storage, folder, manifest, peers, group, how, peers.unused(topic), at_phase)
-    num_bytes, damage = _filled(job, lambda: shards)
+    task = _RestoreTask(storage, folder, manifest, peers, group, how, peers.unused(topic), at_phase)
+    num_bytes, damage = _filled(task, lambda: shards)
     if damage is not None:
         raise damage
     return num_bytes
 
 
 @dataclass(frozen=True)
-class _Job:
+class _RestoreTask:
     """One checkpoint that is tried: what it is and who talks about it how."""
 
     storage: Storage
@@ -177,46 +177,44 @@ def _offered(
     raise NoCheckpointError(f"{place}: no committed checkpoint is intact", skipped)
 
 
-def _filled(job: _Job, ask: Callable[[], Sequence[Shard]]) -> tuple[int, DamagedError | None]:
+def _filled(task: _RestoreTask, ask: Callable[[], Sequence[Shard]]) -> tuple[int, DamagedError | None]:
     """Fill what this rank asks for; return the bytes that it read, and what any rank found damaged."""
-    shards, words = _agreed(job, ask)
-    rank = job.peers.rank
-    transfers = _planned(job, words)
+    shards, words = _agreed(task, ask)
+    rank = task.peers.rank
+    transfers = _planned(task, words)
     mine = sum(transfer.reader == rank for transfer in transfers)
-    reader = _Reader(job.storage, job.folder)
+    reader = _CheckedReader(task.storage, task.folder)
 
     def after_read(num_read: int) -> None:
         if num_read == (mine + 1) // 2:
-            job.at_phase("restore", job.manifest.step)
+            task.at_phase("restore", task.manifest.step)
 
     after_read(0)
     device = _device(words)
-    # GPUs of one machine pass bytes on faster than its processors could.
-    shared = shared_memory.meet(transfers if device.type == "cpu" else [], job.peers, job.topic)
-    routes = Routes(
-        [it for it in transfers if not shared.carries(it)], None if job.how == "direct" else job.group
-    )
-    mover = Mover(transfers, Placement(shards), routes, shared, rank, device, job.peers.limit_s)
+    routes = Routes(transfers, None if task.how == "direct" else task.group)
+    mover = Mover(transfers, Placement(shards), routes, rank, device, task.peers.limit_s)
     mover.move(reader.read, after_read)
-    verdicts = job.peers.exchange(f"{job.topic}/read", reader.verdict)
+    verdicts = task.peers.exchange(f"{task.topic}/read", reader.verdict)
     routes.close()
     damage = next((verdict for verdict in verdicts if verdict is not None), None)
     return reader.num_bytes, None if damage is None else DamagedError(**damage)
 
 
-def _agreed(job: _Job, ask: Callable[[], Sequence[Shard]]) -> tuple[Sequence[Shard], list[dict[str, Any]]]:
+def _agreed(
+    task: _RestoreTask, ask: Callable[[], Sequence[Shard]]
+) -> tuple[Sequence[Shard], list[dict[str, Any]]]:
     """Return this rank's shards and what every rank wants, by rank. What does not fit one fits none."""
     shards: Sequence[Shard] = ()
     failure: Exception | None = None
     try:
         shards = ask()
         wants = [Want(shard.name, shard.dtype, tuple(shard.shape), shard.box) for shard in shards]
-        check_fit(job.manifest.tensors, wants)
+        check_fit(task.manifest.tensors, wants)
         word = {"wants": declaration(wants), "is_cuda": any(shard.tensor.is_cuda for shard in shards)}
     except Exception as error:  # noqa: BLE001  raised below, when the other ranks know
         failure = error
         word = {"error": str(error) or type(error).__name__}
-    words = job.peers.exchange(f"{job.topic}/wanted", word)
+    words = task.peers.exchange(f"{task.topic}/wanted", word)
     if failure is not None:
         raise failure
     for rank, other in enumerate(words):
@@ -225,18 +223,18 @@ def _agreed(job: _Job, ask: Callable[[], Sequence[Shard]]) -> tuple[Sequence[Sha
     return shards, words
 
 
-def _planned(job: _Job, words: Sequence[Mapping[str, Any]]) -> list[Transfer]:
-    tensors, rank = job.manifest.tensors, job.peers.rank
-    if job.how == "direct":
+def _planned(task: _RestoreTask, words: Sequence[Mapping[str, Any]]) -> list[Transfer]:
+    tensors, rank = task.manifest.tensors, task.peers.rank
+    if task.how == "direct":
         return read_plan(tensors, {rank: declared(words[rank]["wants"])})
-    if job.how not in MODES:
-        raise MismatchError(f"restore={job.how}: unknown; use {', '.join(MODES)}")
-    if job.group is None and job.peers.world_size > 1:
+    if task.how not in MODES:
+        raise MismatchError(f"restore={task.how}: unknown; use {', '.join(MODES)}")
+    if task.group is None and task.peers.world_size > 1:
         raise MismatchError(
-            f"restore={job.how} needs a process group for the bytes; use direct, or pass a group"
+            f"restore={task.how} needs a process group for the bytes; use direct, or pass a group"
         )
     wanted = {other: declared(word["wants"]) for other, word in enumerate(words)}
-    return read_plan(tensors, wanted, reader=0 if job.how == "rank0" else None)
+    return read_plan(tensors, wanted, reader=0 if task.how == "rank0" else None)
 
 
 def _device(words: Sequence[Mapping[str, Any]]) -> torch.device:
@@ -246,7 +244,7 @@ def _device(words: Sequence[Mapping[str, Any]]) -> torch.device:
     return torch.device("cpu")
 
 
-class _Reader:
+class _CheckedReader:
     """Reads and checks chunks. It remembers the first damage instead of raising: the other ranks count on
     this one to send something, and learn afterwards that it is worth nothing.
     """
@@ -272,13 +270,12 @@ class _Reader:
         except Exception as error:  # noqa: BLE001  whatever failed here, all ranks are to learn of it
             self._note(str(error) or type(error).__name__, transfer.file, transfer.parts[0].name)
 
-    def _check(self, transfer: Transfer, part: Part, memory: memoryview) -> None:
+    def _check(self, transfer: Transfer, part: NamedChunk, memory: memoryview) -> None:
         begin = part.chunk.begin - transfer.begin
-        found = checksums.of_chunk(memory[begin : begin + part.chunk.num_bytes])
-        if part.chunk.checksum and found != part.chunk.checksum:
-            what = (
-                f"the chunk {part.chunk.box.label()} has the checksum {found}, expected {part.chunk.checksum}"
-            )
+        checksum = checksums.of_chunk(memory[begin : begin + part.chunk.num_bytes])
+        if part.chunk.checksum and checksum != part.chunk.checksum:
+            where, expected = part.chunk.box.label(), part.chunk.checksum
+            what = f"the chunk {where} has the checksum {checksum}, expected {expected}"
             self._note(what, transfer.file, part.name)
 
     def _note(self, what: str, file: str, tensor: str) -> None:

@@ -21,7 +21,7 @@ import torch
 
 from checkpointing import catalog, checksums
 from checkpointing.box import ITEM_BYTES
-from checkpointing.catalog import Draft, Kept, Policy
+from checkpointing.catalog import CommittedCheckpoint, Draft, RetentionPolicy
 from checkpointing.checkpoint_errors import CheckpointError, MismatchError, MissingRanksError, SaveFailedError
 from checkpointing.manifest import Chunk, File, Manifest, Tensor
 from checkpointing.options import Event, Needs, Options, Phase
@@ -30,9 +30,9 @@ from checkpointing.shard_digest import part_digest
 from checkpointing.shards import Shard, torch_dtype
 from checkpointing.storage import Storage
 from checkpointing.storage.local import ALIGNMENT
-from checkpointing.write_plan import Piece, declaration, declared, write_plan
+from checkpointing.write_plan import TensorPiece, declaration, declared, write_plan
 
-# Files as they will lie on storage: a safetensors header and the pieces behind it, byte for byte. Pure.
+# Files as they will lie on storage: a safetensors header and the pieces after it, byte for byte. Pure.
 #
 # A file is staged in memory in exactly this form, so it is written without another copy. The header is padded
 # with spaces (safetensors allows it) to a multiple of 4 KiB, so that the whole is aligned for direct writes.
@@ -50,23 +50,23 @@ class Image:
 
     name: str
     header: bytes
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TensorPiece, ...]
     begins: tuple[int, ...]
     num_bytes: int
 
 
-def images(pieces: Sequence[Piece], rank: int) -> list[Image]:
+def images(pieces: Sequence[TensorPiece], rank: int) -> list[Image]:
     """Return the files that `rank` writes."""
     return [
         _image(f"{rank:05d}-{index:02d}.safetensors", group) for index, group in enumerate(_groups(pieces))
     ]
 
 
-def _groups(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+def _groups(pieces: Sequence[TensorPiece]) -> Iterator[list[TensorPiece]]:
     """Share the pieces out to files, wide dtypes first: every piece is then aligned to its own width."""
-    group: list[Piece] = []
+    group: list[TensorPiece] = []
     size = 0
-    for piece in sorted(pieces, key=lambda it: (-ITEM_BYTES[it.dtype], it)):
+    for piece in sorted(pieces, key=lambda piece: (-ITEM_BYTES[piece.dtype], piece)):
         if group and size + piece.num_bytes > _MAX_FILE_BYTES:
             yield group
             group, size = [], 0
@@ -76,7 +76,7 @@ def _groups(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
         yield group
 
 
-def _image(name: str, pieces: Iterable[Piece]) -> Image:
+def _image(name: str, pieces: Iterable[TensorPiece]) -> Image:
     entries: dict[str, Any] = {}
     ends = [0]
     for piece in pieces:
@@ -143,12 +143,14 @@ class Staging:
                 yield target, index, piece.box.within(shards[index].box)
 
 
-def _holder(piece: Piece, holders: Mapping[str, Sequence[int]], shards: Sequence[Shard]) -> int:
+def _holder(piece: TensorPiece, holders: Mapping[str, Sequence[int]], shards: Sequence[Shard]) -> int:
     for index in holders.get(piece.name, ()):
         box = shards[index].box
         if box == piece.box or box.overlap(piece.box) == piece.box:
             return index
-    raise MismatchError(f"{piece.name}: prepare was told of a shard that save was not given")
+    raise MismatchError(
+        f"{piece.name}: prepare was given a shard of it that save was not given; give both the same shards"
+    )
 
 
 def _aligned_memory(num_bytes: int, *, pinned: bool) -> torch.Tensor:
@@ -208,15 +210,15 @@ class Saver:
         self._at_phase = at_phase
         self._num_saves = 0
         self._num_skipped = 0
-        self._plan: list[list[Piece]] = []
+        self._plan: list[list[TensorPiece]] = []
         self._images: list[Image] = []
         self._staging: Staging | None = None
         self._current: _Save | None = None
-        self._known: dict[int, Kept] = {}
+        self._known: dict[int, CommittedCheckpoint] = {}
 
     def prepare(self, shards: Sequence[Shard]) -> Needs:
         """See `Checkpointer.prepare`."""
-        held = [Piece(shard.name, shard.box, shard.dtype, shard.shape) for shard in shards]
+        held = [TensorPiece(shard.name, shard.box, shard.dtype, shard.shape) for shard in shards]
         values = self._peers.exchange(self._peers.unused("prepare"), declaration(held))
         self._plan = write_plan([declared(value) for value in values])
         self._images = images(self._plan[self._peers.rank], self._peers.rank)
@@ -241,32 +243,34 @@ class Saver:
         if not self._is_our_turn(index, step):
             return False
         draft = catalog.draft(self._storage, step, self._options.generation, index)
-        job = _Save(index, step, dict(state), draft, began)
-        self._stage(job, shards)
-        job.blocked_s = time.monotonic() - began
-        job.thread = threading.Thread(target=self._finish, args=[job], name=f"save-{step}", daemon=True)
-        self._current = job
+        save = _Save(index, step, dict(state), draft, began)
+        self._stage(save, shards)
+        save.blocked_s = time.monotonic() - began
+        save.thread = threading.Thread(target=self._finish, args=[save], name=f"save-{step}", daemon=True)
+        self._current = save
         if self._peers.is_coordinator:
-            self._on_event("checkpoint_started", {"step": step, "blocked_s": job.blocked_s})
-        job.thread.start()
+            self._on_event("checkpoint_started", {"step": step, "blocked_s": save.blocked_s})
+        save.thread.start()
         return True
 
     def wait(self) -> None:
         """See `Checkpointer.wait`."""
-        job = self._current
-        if job is None:
+        save = self._current
+        if save is None:
             return
-        if not job.is_concluded.wait(self._options.limit_s + 2 * _SLACK_S):
-            raise SaveFailedError(job.step, {self._peers.rank: "its storage has not answered for too long"})
+        if not save.is_concluded.wait(self._options.limit_s + 2 * _SLACK_S):
+            raise SaveFailedError(save.step, {self._peers.rank: "its storage has not answered for too long"})
         # Until the other ranks have learnt the verdict too: a save that follows at once is then not skipped.
-        assert job.thread is not None
-        job.thread.join(_SETTLING_S)
-        if job.verdict.get("reasons"):
-            raise SaveFailedError(job.step, {int(rank): why for rank, why in job.verdict["reasons"].items()})
+        assert save.thread is not None
+        save.thread.join(_SETTLING_S)
+        if save.verdict.get("reasons"):
+            raise SaveFailedError(
+                save.step, {int(rank): why for rank, why in save.verdict["reasons"].items()}
+            )
 
     def distrust(self, steps: Iterable[int]) -> None:
         """Count these checkpoints for damaged from now on, whatever their files' sizes say."""
-        self._known.update({step: Kept(step, is_intact=False) for step in steps})
+        self._known.update({step: CommittedCheckpoint(step, is_intact=False) for step in steps})
 
     def _is_our_turn(self, index: int, step: int) -> bool:
         """Decide for all ranks alike whether the save before is over. The coordinator's word counts."""
@@ -291,68 +295,68 @@ class Saver:
             why = f"the save of step {self._current.step} is still being written"
             self._on_event("checkpoint_skipped", {"step": step, "count": self._num_skipped, "why": why})
 
-    def _stage(self, job: _Save, shards: Sequence[Shard]) -> None:
+    def _stage(self, save: _Save, shards: Sequence[Shard]) -> None:
         assert self._staging is not None
         try:
             self._staging.copy_in(shards)
-            self._at_phase("staging", job.step)
+            self._at_phase("staging", save.step)
         except Exception as error:  # noqa: BLE001
             # The other ranks count on this one's word: it goes on, to say that it failed.
-            job.error = f"staging failed: {error}"
+            save.error = f"staging failed: {error}"
 
     # From here on in the background.
 
-    def _finish(self, job: _Save) -> None:
+    def _finish(self, save: _Save) -> None:
         """Write, vote, and learn the verdict; nothing that goes wrong here may stop the training."""
         try:
-            self._vote(job)
+            self._vote(save)
         except MissingRanksError as error:
-            job.verdict = {"reasons": {str(rank): str(error) for rank in error.ranks}}
-        except Exception as error:  # noqa: BLE001  the event below is how it is told
-            job.verdict = {"reasons": {str(self._peers.rank): str(error) or type(error).__name__}}
-        reasons = job.verdict.get("reasons")
+            save.verdict = {"reasons": {str(rank): str(error) for rank in error.ranks}}
+        except Exception as error:  # noqa: BLE001  told by the event below
+            save.verdict = {"reasons": {str(self._peers.rank): str(error) or type(error).__name__}}
+        reasons = save.verdict.get("reasons")
         if reasons:
             if str(self._peers.rank) in reasons:
                 # Also where this rank was late and the coordinator has cleaned up long ago.
-                self._quietly(lambda: catalog.discard(self._storage, job.draft))
-            self._on_event("checkpoint_failed", {"step": job.step, "reasons": reasons})
-        job.is_concluded.set()
+                self._quietly(lambda: catalog.discard(self._storage, save.draft))
+            self._on_event("checkpoint_failed", {"step": save.step, "reasons": reasons})
+        save.is_concluded.set()
         try:
-            self._peers.tell(f"{job.topic}/over", True)
+            self._peers.tell(f"{save.topic}/over", True)
             if self._peers.is_coordinator:
-                self._await_all(job)
+                self._await_all(save)
         except CheckpointError:
             # The store went with rank 0: the run is ending.
             return
 
-    def _vote(self, job: _Save) -> None:
+    def _vote(self, save: _Save) -> None:
         outcome: dict[str, Any]
         try:
-            outcome = {"error": job.error} if job.error else {"files": self._write(job)}
+            outcome = {"error": save.error} if save.error else {"files": self._write(save)}
         except Exception as error:  # noqa: BLE001  whatever failed here, all ranks are to learn of it
             outcome = {"error": str(error) or type(error).__name__}
-        self._at_phase("before_vote", job.step)
-        self._peers.tell(job.topic, outcome)
+        self._at_phase("before_vote", save.step)
+        self._peers.tell(save.topic, outcome)
         if self._peers.is_coordinator:
-            job.verdict = self._conclude(job)
+            save.verdict = self._conclude(save)
             # A rank that is stuck in its storage reads it when that answers, many skipped saves later.
-            self._peers.answer(job.topic, job.verdict, until_forgotten=True)
-            if not job.verdict["reasons"]:
-                self._announce_and_prune(job)
+            self._peers.answer(save.topic, save.verdict, until_forgotten=True)
+            if not save.verdict["reasons"]:
+                self._announce_and_prune(save)
         else:
-            job.verdict = self._peers.await_answer(job.topic, self._options.limit_s + _SLACK_S)
+            save.verdict = self._peers.await_answer(save.topic, self._options.limit_s + _SLACK_S)
 
-    def _await_all(self, job: _Save) -> None:
+    def _await_all(self, save: _Save) -> None:
         """Stay busy until every rank's thread is through: its memory must not be staged over before."""
         while True:
             try:
-                self._peers.hear_all(f"{job.topic}/over", self._options.limit_s)
-                self._peers.forget(job.topic)
+                self._peers.hear_all(f"{save.topic}/over", self._options.limit_s)
+                self._peers.forget(save.topic)
                 return
             except MissingRanksError:
                 continue
 
-    def _write(self, job: _Save) -> list[dict[str, Any]]:
+    def _write(self, save: _Save) -> list[dict[str, Any]]:
         """Write this rank's files; return what the coordinator needs to know of each."""
         assert self._staging is not None
         staging = self._staging
@@ -362,15 +366,15 @@ class Saver:
                 for index, image in enumerate(staging.images)
             ]
             for index, image in enumerate(staging.images):
-                self._write_file(job, image, staging.content(index))
+                self._write_file(save, image, staging.content(index))
             return [future.result() for future in sums]
 
-    def _write_file(self, job: _Save, image: Image, content: memoryview) -> None:
-        file = self._storage.create(f"{job.draft.folder}/{job.draft.prefix}{image.name}", len(content))
+    def _write_file(self, save: _Save, image: Image, content: memoryview) -> None:
+        file = self._storage.create(f"{save.draft.folder}/{save.draft.prefix}{image.name}", len(content))
         try:
             for begin in range(0, len(content), _BLOCK_BYTES):
                 if begin <= len(content) // 2 < begin + _BLOCK_BYTES:
-                    self._at_phase("mid_file", job.step)
+                    self._at_phase("mid_file", save.step)
                 file.write(content[begin : begin + _BLOCK_BYTES])
             file.commit()
         except BaseException:
@@ -379,67 +383,74 @@ class Saver:
 
     # The coordinator's part.
 
-    def _conclude(self, job: _Save) -> dict[str, Any]:
+    def _conclude(self, save: _Save) -> dict[str, Any]:
         """Hear all ranks and commit, or clean up; return the verdict for all."""
         reasons: dict[str, str]
         try:
-            outcomes = self._peers.hear_all(job.topic, self._options.limit_s)
-            reasons = {str(rank): it["error"] for rank, it in enumerate(outcomes) if "error" in it}
+            outcomes = self._peers.hear_all(save.topic, self._options.limit_s)
+            reasons = {
+                str(rank): outcome["error"] for rank, outcome in enumerate(outcomes) if "error" in outcome
+            }
             if not reasons:
-                self._storage.sync(job.draft.folder)
-                manifest = self._manifest(job, outcomes)
-                self._at_phase("before_manifest", job.step)
-                catalog.commit(self._storage, job.draft, manifest)
+                self._storage.sync(save.draft.folder)
+                manifest = self._manifest(save, outcomes)
+                self._at_phase("before_manifest", save.step)
+                catalog.commit(self._storage, save.draft, manifest)
                 return {"reasons": {}, "bytes": manifest.num_bytes}
         except MissingRanksError as error:
             reasons = {str(rank): str(error) for rank in error.ranks}
         except Exception as error:  # noqa: BLE001  as above
             reasons = {"0": str(error) or type(error).__name__}
-        self._quietly(lambda: catalog.discard(self._storage, job.draft))
+        self._quietly(lambda: catalog.discard(self._storage, save.draft))
         return {"reasons": reasons}
 
-    def _manifest(self, job: _Save, outcomes: Sequence[Mapping[str, Any]]) -> Manifest:
+    def _manifest(self, save: _Save, outcomes: Sequence[Mapping[str, Any]]) -> Manifest:
         """Compare what the ranks wrote with the plan, and with the sizes on storage; return the manifest."""
         files: dict[str, File] = {}
-        chunks: dict[Piece, Chunk] = {}
+        chunks: dict[TensorPiece, Chunk] = {}
         digests: dict[str, list[int]] = {}
-        sizes = self._storage.sizes(job.draft.folder)
+        sizes = self._storage.sizes(save.draft.folder)
         for rank, outcome in enumerate(outcomes):
-            for image, found in zip(images(self._plan[rank], rank), outcome["files"], strict=True):
-                name = job.draft.prefix + image.name
+            for image, sums in zip(images(self._plan[rank], rank), outcome["files"], strict=True):
+                name = save.draft.prefix + image.name
                 if sizes.get(name) != image.num_bytes:
                     what = f"{sizes.get(name)} bytes on storage, {image.num_bytes} were written"
                     raise CheckpointError(f"{name} has {what}")
-                files[name] = File(image.num_bytes, found["checksum"])
-                rows = zip(image.pieces, image.begins, found["chunks"], strict=True)
+                files[name] = File(image.num_bytes, sums["checksum"])
+                rows = zip(image.pieces, image.begins, sums["chunks"], strict=True)
                 for piece, begin, (checksum, part) in rows:
                     chunks[piece] = Chunk(piece.box, name, begin, piece.num_bytes, checksum)
                     digests.setdefault(piece.name, []).append(int(part, 16))
         tensors = {
             name: Tensor(
-                pieces[0].dtype, pieces[0].shape, _total(digests[name]), tuple(chunks[it] for it in pieces)
+                pieces[0].dtype,
+                pieces[0].shape,
+                _total(digests[name]),
+                tuple(chunks[piece] for piece in pieces),
             )
             for name, pieces in _by_name(chunks).items()
         }
         options = self._options
-        return Manifest(job.step, options.generation, time.time(), options.layout, tensors, files, job.state)
+        return Manifest(
+            save.step, options.generation, time.time(), options.layout, tensors, files, save.state
+        )
 
-    def _announce_and_prune(self, job: _Save) -> None:
+    def _announce_and_prune(self, save: _Save) -> None:
         evidence = {
-            "step": job.step,
+            "step": save.step,
             "generation": self._options.generation,
-            "bytes": job.verdict["bytes"],
-            "seconds": time.monotonic() - job.began,
-            "blocked_s": job.blocked_s,
+            "bytes": save.verdict["bytes"],
+            "seconds": time.monotonic() - save.began,
+            "blocked_s": save.blocked_s,
         }
         self._on_event("checkpoint_committed", evidence)
-        self._at_phase("before_prune", job.step)
-        self._quietly(lambda: self._prune(job))
+        self._at_phase("before_prune", save.step)
+        self._quietly(lambda: self._prune(save))
 
-    def _prune(self, job: _Save) -> None:
+    def _prune(self, save: _Save) -> None:
         options = self._options
-        policy = Policy(options.keep_last, options.keep_every_steps, options.keep_best)
-        self._known.pop(job.step, None)
+        policy = RetentionPolicy(options.keep_last, options.keep_every_steps, options.keep_best)
+        self._known.pop(save.step, None)
         catalog.prune(self._storage, policy, self._known)
 
     def _quietly(self, act: Callable[[], object]) -> None:
@@ -467,8 +478,8 @@ def _total(parts: Sequence[int]) -> str:
     return checksums.written(checksums.combined(parts))
 
 
-def _by_name(pieces: Mapping[Piece, Chunk]) -> dict[str, list[Piece]]:
-    named: dict[str, list[Piece]] = {}
+def _by_name(pieces: Mapping[TensorPiece, Chunk]) -> dict[str, list[TensorPiece]]:
+    named: dict[str, list[TensorPiece]] = {}
     for piece in sorted(pieces):
         named.setdefault(piece.name, []).append(piece)
     return named

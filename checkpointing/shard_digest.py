@@ -1,4 +1,4 @@
-"""The digest of a part of a tensor: its elements' bits times weights of their places, summed (digest.py)."""
+"""The digest of a part of a tensor: its elements' bits times weights of their places (`checksums`)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Moves the bytes of a restore: read ahead, pass on, put in place, with a bounded number of chunks in memory.
 
 Where a chunk fills a contiguous part of a shard, it is read or received straight into the shard's memory; all
-else goes through buffers that are used again. It knows neither storage (it is handed a function that reads)
-nor what a checkpoint is, and it never looks at the bytes.
+else goes through buffers that are used again. The caller hands in the function that reads; `restore` does.
 """
 
 from __future__ import annotations
@@ -19,16 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from checkpointing.checkpoint_errors import CheckpointError, StorageError
-from checkpointing.read_plan import Part, Transfer, busiest_sets
+from checkpointing.read_plan import NamedChunk, Transfer, busiest_sets
 from checkpointing.shards import Shard, as_bytes, torch_dtype
-from checkpointing.shared_memory import Nearby
-
-# Where the bytes of a transfer belong in this rank's shards. It moves nothing between ranks and reads
-# nothing.
 
 
 class Placement:
-    """This rank's shards, as the places where bytes go to."""
+    """Where the bytes of a transfer belong in this rank's shards."""
 
     def __init__(self, shards: Sequence[Shard]) -> None:
         shared = _sharing_memory(shards)
@@ -68,7 +63,7 @@ class Placement:
                     target.copy_(source[shared.within(part.chunk.box)], non_blocking=True)
 
 
-def _filled_by(part: Part, shard: Shard) -> Tensor | None:
+def _filled_by(part: NamedChunk, shard: Shard) -> Tensor | None:
     if part.chunk.box.overlap(shard.box) != part.chunk.box:
         return None
     place = shard.tensor.detach()[part.chunk.box.within(shard.box)]
@@ -97,17 +92,15 @@ def _sharing_memory(shards: Sequence[Shard]) -> set[int]:
     return shared
 
 
-# The ways for bytes between ranks: one broadcast for all, one for a set of ranks, or straight to each.
-#
-# It knows tensors of bytes and which ranks are to have them, nothing of what they are.
-
-
 # Messages between the same two ranks differ in their tag (gloo; NCCL keeps their order by itself).
 _NUM_TAGS = 1 << 16
 
 
 class Routes:
-    """The ways that a list of transfers takes. All ranks make it alike and post in the same order."""
+    """The ways for bytes between ranks: one broadcast for all, one for a set of ranks, or straight to each.
+
+    All ranks make it from the same list of transfers, and post in the same order.
+    """
 
     def __init__(self, transfers: Iterable[Transfer], group: dist.ProcessGroup | None) -> None:
         """Make the process groups that are worth it. *Collective*. No `group`: there is no traffic."""
@@ -181,7 +174,6 @@ class Mover:
         transfers: Sequence[Transfer],
         placement: Placement,
         routes: Routes,
-        nearby: Nearby,
         rank: int,
         device: torch.device,
         limit_s: float,
@@ -189,7 +181,6 @@ class Mover:
         """`device` is where bytes are passed on; `limit_s` bounds each wait for one transfer."""
         self._placement = placement
         self._routes = routes
-        self._nearby = nearby
         self._rank = rank
         self._device = device
         self._limit_s = limit_s
@@ -222,14 +213,8 @@ class Mover:
                 arrival = ahead.next(self._limit_s)
                 num_read += 1
                 after_read(num_read)
-            elif self._nearby.carries(transfer):
-                arrival = _Arrival(transfer, self._nearby.published(transfer, self._limit_s), None)
             else:
                 arrival = self._arrival(transfer, self._passing, self._device)
-            if self._nearby.carries(transfer):
-                # At once: the reader fills the memory again when all have copied it.
-                self._finish(arrival, ahead)
-                continue
             arrival.works = self._routes.post(transfer, arrival.memory)
             under_way.append(arrival)
             if len(under_way) > _NUM_UNDER_WAY:
@@ -246,11 +231,6 @@ class Mover:
 
     def _read(self, transfer: Transfer, read: Read) -> _Arrival:
         """Read a transfer to where it is passed on from. Called by the reading threads."""
-        if self._nearby.carries(transfer):
-            slot = self._nearby.free_slot(transfer, self._limit_s)
-            read(transfer, slot.numpy().data)
-            self._nearby.publish(transfer)
-            return _Arrival(transfer, slot, None)
         host = self._arrival(transfer, self._host, torch.device("cpu"))
         read(transfer, host.memory.numpy().data)
         if self._device.type == "cpu" or len(transfer.members) == 1:
@@ -266,8 +246,6 @@ class Mover:
         for work in arrival.works:
             _await(work, arrival.transfer, self._limit_s)
         self._placement.put(arrival.transfer, arrival.memory)
-        if self._nearby.carries(arrival.transfer):
-            self._nearby.copied(arrival.transfer)
         if arrival.buffer is not None:
             buffers = self._host if arrival.buffer.device.type == "cpu" else self._passing
             buffers.give(arrival.buffer)
@@ -340,12 +318,12 @@ class _Buffers:
 
     def take(self) -> Tensor:
         with self._lock:
-            found = self._free.pop() if self._free else None
-        if found is None:
+            free = self._free.pop() if self._free else None
+        if free is None:
             return torch.empty(
                 self._num_bytes, dtype=torch.uint8, device=self._device, pin_memory=self._pinned
             )
-        buffer, copied = found
+        buffer, copied = free
         if copied is not None:
             copied.synchronize()
         return buffer

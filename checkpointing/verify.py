@@ -18,13 +18,11 @@ from checkpointing import catalog, checksums
 from checkpointing.box import ITEM_BYTES, Box, contiguous_parts
 from checkpointing.checkpoint_errors import DamagedError, NoCheckpointError, StorageError
 from checkpointing.manifest import MANIFEST, Chunk, Manifest
-from checkpointing.read_plan import Part
+from checkpointing.read_plan import NamedChunk
 from checkpointing.shard_digest import part_digest
 from checkpointing.storage import Storage
 
-# How a file is cut to be read from front to back in blocks: its chunks, the pieces of large chunks, and what
-# lies between them. Pure; it reads nothing.
-
+# How a file is cut into blocks: its chunks, the pieces of large chunks, and the gaps between them. Pure.
 
 # Read at once: enough for a disk's or a bucket's bandwidth.
 BLOCK_BYTES = 8 << 20
@@ -32,13 +30,13 @@ _NO_BOX = Box((), ())
 
 
 @dataclass(frozen=True)
-class Stretch:
+class FileSpan:
     """Bytes of a file that are looked at together: those of `box` of a chunk, or bytes of no tensor."""
 
     begin: int
     num_bytes: int
     box: Box = _NO_BOX
-    part: Part | None = None
+    part: NamedChunk | None = None
 
     @property
     def ends_chunk(self) -> bool:
@@ -52,51 +50,51 @@ def end_of(chunk: Chunk) -> int:
     return chunk.begin + chunk.num_bytes
 
 
-def stretches_of(parts: Iterable[Part], size: int) -> Iterator[Stretch]:
-    """Cut a file of `size` bytes, with these chunks in order, into stretches that lie behind each other, none
+def spans_of(parts: Iterable[NamedChunk], size: int) -> Iterator[FileSpan]:
+    """Cut a file of `size` bytes, with these chunks in order, into spans that follow each other, none
     larger than a block.
     """
     end = 0
     for part in parts:
         if not part.chunk.num_bytes:
             # Nothing of it lies anywhere: where it is said to begin means nothing.
-            yield Stretch(end, 0, part.chunk.box, part)
+            yield FileSpan(end, 0, part.chunk.box, part)
             continue
         yield from _gap(end, part.chunk.begin)
         end = part.chunk.begin
         item_bytes = ITEM_BYTES[part.dtype]
         for box in contiguous_parts(part.chunk.box, BLOCK_BYTES // item_bytes):
-            yield Stretch(end, box.num_elements * item_bytes, box, part)
+            yield FileSpan(end, box.num_elements * item_bytes, box, part)
             end += box.num_elements * item_bytes
     yield from _gap(end, size)
 
 
-def _gap(begin: int, end: int) -> Iterator[Stretch]:
+def _gap(begin: int, end: int) -> Iterator[FileSpan]:
     for first in range(begin, end, BLOCK_BYTES):
-        yield Stretch(first, min(BLOCK_BYTES, end - first))
+        yield FileSpan(first, min(BLOCK_BYTES, end - first))
 
 
-def blocks(stretches: Iterable[Stretch]) -> Iterator[list[Stretch]]:
+def blocks(spans: Iterable[FileSpan]) -> Iterator[list[FileSpan]]:
     """Join neighbours to what is read at once."""
-    block: list[Stretch] = []
+    block: list[FileSpan] = []
     size = 0
-    for stretch in stretches:
-        if block and size + stretch.num_bytes > BLOCK_BYTES:
+    for span in spans:
+        if block and size + span.num_bytes > BLOCK_BYTES:
             yield block
             block, size = [], 0
-        block.append(stretch)
-        size += stretch.num_bytes
+        block.append(span)
+        size += span.num_bytes
     if block:
         yield block
 
 
 def contents(
-    block: memoryview, stretches: Sequence[Stretch]
-) -> Iterator[tuple[Stretch, Part | None, memoryview]]:
-    """Yield each stretch of a block with its chunk and its bytes."""
-    for stretch in stretches:
-        begin = stretch.begin - stretches[0].begin
-        yield stretch, stretch.part, block[begin : begin + stretch.num_bytes]
+    block: memoryview, spans: Sequence[FileSpan]
+) -> Iterator[tuple[FileSpan, NamedChunk | None, memoryview]]:
+    """Yield each span of a block with its chunk and its bytes."""
+    for span in spans:
+        begin = span.begin - spans[0].begin
+        yield span, span.part, block[begin : begin + span.num_bytes]
 
 
 # One block is read while another one is looked at.
@@ -120,7 +118,7 @@ class Damage:
 
 
 @dataclass(frozen=True)
-class Report:
+class VerifyReport:
     """What verifying one checkpoint found, in order of files and tensors.
 
     `num_bytes` were read. `strays` are files in the checkpoint's folder that it does not list: no damage,
@@ -139,7 +137,7 @@ class Report:
         return not self.damages
 
 
-def verify(storage: Storage, step: int, num_threads: int = 4) -> Report:
+def verify(storage: Storage, step: int, num_threads: int = 4) -> VerifyReport:
     """Read all of the checkpoint of `step` and report each damage. *One process.*
 
     Raises NoCheckpointError where there is none of that step (any more), StorageError where not even its
@@ -150,26 +148,26 @@ def verify(storage: Storage, step: int, num_threads: int = 4) -> Report:
     try:
         manifest = catalog.read_manifest(storage, step)
     except DamagedError as error:
-        return Report(step, 0, 0, 0, (Damage(error.file, error.tensor, error.what),))
-    found = _Check(storage, manifest, num_threads).run()
+        return VerifyReport(step, 0, 0, 0, (Damage(error.file, error.tensor, error.what),))
+    findings = _Verification(storage, manifest, num_threads).run()
     damages = [
-        *itertools.chain.from_iterable(each.damages for each in found),
-        *_wrong_digests(manifest, found),
+        *itertools.chain.from_iterable(file.damages for file in findings),
+        *_wrong_digests(manifest, findings),
     ]
     if damages and storage.size(catalog.file_path(step, MANIFEST)) is None:
         raise NoCheckpointError(f"{storage.place}: the checkpoint of step {step} was removed meanwhile")
-    return Report(
+    return VerifyReport(
         step=step,
         num_files=len(manifest.files),
         num_tensors=len(manifest.tensors),
-        num_bytes=sum(each.num_bytes for each in found),
+        num_bytes=sum(file.num_bytes for file in findings),
         damages=tuple(damages),
         strays=tuple(sorted({*storage.names(catalog.step_name(step))} - {MANIFEST, *manifest.files})),
     )
 
 
 @dataclass
-class _Found:
+class _FileFindings:
     """What one file holds: its damages, the tensors that have one, and the digests of what was read of each
     tensor. `is_whole`: all of it could be read.
     """
@@ -182,23 +180,23 @@ class _Found:
     is_whole: bool = False
 
 
-class _Check:
+class _Verification:
     """Reads the files of one checkpoint, several at once; digests are taken while the next block is read."""
 
     def __init__(self, storage: Storage, manifest: Manifest, num_threads: int) -> None:
         self._storage = storage
         self._manifest = manifest
         self._num_threads = max(1, num_threads)
-        self._parts_of: dict[str, list[Part]] = {name: [] for name in manifest.files}
+        self._parts_of: dict[str, list[NamedChunk]] = {name: [] for name in manifest.files}
         for name, tensor in manifest.tensors.items():
             for chunk in tensor.chunks:
-                self._parts_of[chunk.file].append(Part(name, tensor.dtype, chunk))
+                self._parts_of[chunk.file].append(NamedChunk(name, tensor.dtype, chunk))
         # Memory that is free; the next block waits for it.
         self._memory: SimpleQueue[bytearray] = SimpleQueue()
         for _ in range(self._num_threads * _BLOCKS_PER_THREAD):
             self._memory.put(bytearray())
 
-    def run(self) -> list[_Found]:
+    def run(self) -> list[_FileFindings]:
         """Return what each file holds, in order of their names."""
         with (
             ThreadPoolExecutor(self._num_threads, thread_name_prefix="verify-digest") as pool,
@@ -206,57 +204,59 @@ class _Check:
         ):
             return list(readers.map(lambda name: self._file(name, pool), sorted(self._manifest.files)))
 
-    def _file(self, name: str, pool: ThreadPoolExecutor) -> _Found:
-        found = _Found(name)
-        parts = sorted(self._parts_of[name], key=lambda it: (it.chunk.begin, it.chunk.num_bytes))
+    def _file(self, name: str, pool: ThreadPoolExecutor) -> _FileFindings:
+        file = _FileFindings(name)
+        parts = sorted(self._parts_of[name], key=lambda part: (part.chunk.begin, part.chunk.num_bytes))
         try:
             size = self._storage.size(catalog.file_path(self._manifest.step, name))
             if size is None:
-                found.damages.append(Damage(name, None, f"it is missing{_held(parts)}"))
-                return found
-            self._content(found, parts, size, pool)
+                file.damages.append(Damage(name, None, f"it is missing{_held(parts)}"))
+                return file
+            self._content(file, parts, size, pool)
         except StorageError as error:
-            found.damages.append(Damage(name, None, f"it cannot be read: {error}"))
-        return found
+            file.damages.append(Damage(name, None, f"it cannot be read: {error}"))
+        return file
 
-    def _content(self, found: _Found, parts: Sequence[Part], size: int, pool: ThreadPoolExecutor) -> None:
-        expected = self._manifest.files[found.name]
+    def _content(
+        self, file: _FileFindings, parts: Sequence[NamedChunk], size: int, pool: ThreadPoolExecutor
+    ) -> None:
+        expected = self._manifest.files[file.name]
         if size != expected.num_bytes:
             lost = [part for part in parts if end_of(part.chunk) > size]
             what = f"it has {size} bytes, expected {expected.num_bytes}{_held(lost)}"
-            found.damages.append(Damage(found.name, None, what))
+            file.damages.append(Damage(file.name, None, what))
         there = [part for part in parts if end_of(part.chunk) <= size]
-        sums = _Sums(found)
+        sums = _FileSums(file)
         taken: list[Future[list[tuple[str, int]]]] = []
-        for stretches in blocks(stretches_of(there, min(size, expected.num_bytes))):
-            block = self._read(found, stretches)
-            sums.add(block, stretches)
-            taken.append(pool.submit(self._digests, block, stretches))
-        found.digests = [entry for future in taken for entry in future.result()]
-        found.is_whole = size >= expected.num_bytes
+        for spans in blocks(spans_of(there, min(size, expected.num_bytes))):
+            block = self._read(file, spans)
+            sums.add(block, spans)
+            taken.append(pool.submit(self._digests, block, spans))
+        file.digests = [entry for future in taken for entry in future.result()]
+        file.is_whole = size >= expected.num_bytes
         sums.conclude(there, expected.checksum)
 
-    def _read(self, found: _Found, stretches: Sequence[Stretch]) -> memoryview:
-        """Read the bytes of some stretches into memory that is free; `_digests` gives it back."""
-        num_bytes = sum(stretch.num_bytes for stretch in stretches)
+    def _read(self, file: _FileFindings, spans: Sequence[FileSpan]) -> memoryview:
+        """Read the bytes of some spans into memory that is free; `_digests` gives it back."""
+        num_bytes = sum(span.num_bytes for span in spans)
         memory = self._memory.get()
         try:
             if len(memory) < num_bytes:
                 memory = bytearray(num_bytes)
             block = memoryview(memory)[:num_bytes]
-            path = catalog.file_path(self._manifest.step, found.name)
-            self._storage.read_into(path, stretches[0].begin, block)
+            path = catalog.file_path(self._manifest.step, file.name)
+            self._storage.read_into(path, spans[0].begin, block)
         except BaseException:
             self._memory.put(memory)
             raise
-        found.num_bytes += num_bytes
+        file.num_bytes += num_bytes
         return block
 
-    def _digests(self, block: memoryview, stretches: Sequence[Stretch]) -> list[tuple[str, int]]:
+    def _digests(self, block: memoryview, spans: Sequence[FileSpan]) -> list[tuple[str, int]]:
         try:
             return [
-                (part.name, part_digest(content, part.dtype, stretch.box))
-                for stretch, part, content in contents(block, stretches)
+                (part.name, part_digest(content, part.dtype, span.box))
+                for span, part, content in contents(block, spans)
                 if part is not None
             ]
         finally:
@@ -265,58 +265,58 @@ class _Check:
             self._memory.put(memory)
 
 
-class _Sums:
+class _FileSums:
     """The checksums of one file and of its chunks, while its bytes pass."""
 
-    def __init__(self, found: _Found) -> None:
-        self._found = found
+    def __init__(self, file: _FileFindings) -> None:
+        self._findings = file
         self._file = checksums.FileChecksum()
         self._chunk = checksums.ChunkChecksum()
         self._differing: dict[str, list[str]] = {}
 
-    def add(self, block: memoryview, stretches: Sequence[Stretch]) -> None:
+    def add(self, block: memoryview, spans: Sequence[FileSpan]) -> None:
         """Take in the file's next bytes."""
         self._file.add(block)
-        for stretch, part, content in contents(block, stretches):
+        for span, part, content in contents(block, spans):
             if part is None:
                 continue
             self._chunk.add(content)
-            if stretch.ends_chunk:
+            if span.ends_chunk:
                 self._end_chunk(part)
 
-    def _end_chunk(self, part: Part) -> None:
+    def _end_chunk(self, part: NamedChunk) -> None:
         value = self._chunk.value()
         self._chunk = checksums.ChunkChecksum()
         if value != part.chunk.checksum:
             what = f"{part.chunk.box.label()} has the checksum {value}, expected {part.chunk.checksum}"
             self._differing.setdefault(part.name, []).append(what)
 
-    def conclude(self, parts: Sequence[Part], expected: str) -> None:
+    def conclude(self, parts: Sequence[NamedChunk], expected: str) -> None:
         """Note what differs: the tensors, or the file where it is none of them."""
         num_chunks = Counter(part.name for part in parts)
         for name, differing in self._differing.items():
             count = f"{len(differing)} of its {num_chunks[name]} chunks in this file differ: "
             what = f"chunk {differing[0]}" if num_chunks[name] == 1 else f"{count}{differing[0]}"
-            self._found.damages.append(Damage(self._found.name, name, what))
-        self._found.damaged_tensors |= self._differing.keys()
+            self._findings.damages.append(Damage(self._findings.name, name, what))
+        self._findings.damaged_tensors |= self._differing.keys()
         value = self._file.value()
-        if not self._found.damages and value != expected:
+        if not self._findings.damages and value != expected:
             what = (
                 f"it has the checksum {value}, expected {expected}; its tensors are right, its header is not"
             )
-            self._found.damages.append(Damage(self._found.name, None, what))
+            self._findings.damages.append(Damage(self._findings.name, None, what))
 
 
-def _wrong_digests(manifest: Manifest, found: Iterable[_Found]) -> Iterator[Damage]:
+def _wrong_digests(manifest: Manifest, findings: Iterable[_FileFindings]) -> Iterator[Damage]:
     """Yield the tensors whose chunks are all right and together are not what the digest says."""
     parts: dict[str, list[int]] = {name: [] for name in manifest.tensors}
     damaged: set[str] = set()
     unread: set[str] = set()
-    for each in found:
-        damaged |= each.damaged_tensors
-        if not each.is_whole:
-            unread.add(each.name)
-        for name, value in each.digests:
+    for file in findings:
+        damaged |= file.damaged_tensors
+        if not file.is_whole:
+            unread.add(file.name)
+        for name, value in file.digests:
             parts[name].append(value)
     for name, tensor in manifest.tensors.items():
         if name in damaged or any(chunk.file in unread for chunk in tensor.chunks):
@@ -326,7 +326,7 @@ def _wrong_digests(manifest: Manifest, found: Iterable[_Found]) -> Iterator[Dama
             yield Damage(None, name, f"its digest is {total}, expected {tensor.digest}")
 
 
-def _held(parts: Iterable[Part]) -> str:
+def _held(parts: Iterable[NamedChunk]) -> str:
     names = list(dict.fromkeys(part.name for part in parts))
     if not names:
         return ""

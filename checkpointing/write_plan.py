@@ -16,11 +16,9 @@ from typing import Any
 from checkpointing.box import ITEM_BYTES, Box, contiguous_parts, overlapping
 from checkpointing.checkpoint_errors import MismatchError
 
-# Shares out bytes among ranks: each next piece of work goes to whoever has the least so far. Pure.
-
 
 class Loads:
-    """The bytes that each rank has to read or write so far."""
+    """The bytes that each rank has to read or write so far: the next piece goes to the least loaded."""
 
     def __init__(self) -> None:
         self._bytes: dict[int, int] = {}
@@ -53,7 +51,7 @@ _PIECES_PER_RANK = 8
 
 
 @dataclass(frozen=True, order=True)
-class Piece:
+class TensorPiece:
     """Part of tensor `name` (of `dtype` and global `shape`) that is written as one chunk."""
 
     name: str
@@ -71,25 +69,25 @@ class Piece:
         return self.name if self.box.shape == self.shape else self.name + self.box.label()
 
 
-def declaration(pieces: Iterable[Piece]) -> list[list[Any]]:
+def declaration(pieces: Iterable[TensorPiece]) -> list[list[Any]]:
     """Return what a rank holds, as JSON for the other ranks."""
-    return [[it.name, it.dtype, it.shape, it.box.offsets, it.box.shape] for it in pieces]
+    return [[piece.name, piece.dtype, piece.shape, piece.box.offsets, piece.box.shape] for piece in pieces]
 
 
-def declared(values: Sequence[Sequence[Any]]) -> list[Piece]:
+def declared(values: Sequence[Sequence[Any]]) -> list[TensorPiece]:
     """Return what a rank holds from its `declaration`."""
     return [
-        Piece(name, Box(tuple(offsets), tuple(part)), dtype, tuple(shape))
+        TensorPiece(name, Box(tuple(offsets), tuple(part)), dtype, tuple(shape))
         for name, dtype, shape, offsets, part in values
     ]
 
 
-def write_plan(held: Sequence[Sequence[Piece]]) -> list[list[Piece]]:
+def write_plan(held: Sequence[Sequence[TensorPiece]]) -> list[list[TensorPiece]]:
     """Return the pieces that each rank writes, from what each rank holds (both by rank).
 
     Raises MismatchError where the shards of a tensor disagree in dtype or shape, overlap, or leave a gap.
     """
-    holders: dict[Piece, list[int]] = defaultdict(list)
+    holders: dict[TensorPiece, list[int]] = defaultdict(list)
     for rank, pieces in enumerate(held):
         for piece in dict.fromkeys(pieces):
             if piece.num_bytes or math.prod(piece.shape) == 0:
@@ -101,25 +99,25 @@ def write_plan(held: Sequence[Sequence[Piece]]) -> list[list[Piece]]:
     return _assigned(cut, len(held))
 
 
-def _cut(piece: Piece, limit: int) -> Iterable[Piece]:
+def _cut(piece: TensorPiece, limit: int) -> Iterable[TensorPiece]:
     for box in contiguous_parts(piece.box, max(1, limit // ITEM_BYTES[piece.dtype])):
-        yield Piece(piece.name, box, piece.dtype, piece.shape)
+        yield TensorPiece(piece.name, box, piece.dtype, piece.shape)
 
 
-def _assigned(holders: Mapping[Piece, tuple[int, ...]], world_size: int) -> list[list[Piece]]:
+def _assigned(holders: Mapping[TensorPiece, tuple[int, ...]], world_size: int) -> list[list[TensorPiece]]:
     """Give each piece to the holder with the least to write: those with the fewest holders first (the others
     even it out), then the largest.
     """
     loads = Loads()
-    plan: list[list[Piece]] = [[] for _ in range(world_size)]
-    for piece in sorted(holders, key=lambda it: (len(holders[it]), -it.num_bytes, it)):
+    plan: list[list[TensorPiece]] = [[] for _ in range(world_size)]
+    for piece in sorted(holders, key=lambda piece: (len(holders[piece]), -piece.num_bytes, piece)):
         rank = loads.least(holders[piece])
         loads.add(rank, piece.num_bytes)
         plan[rank].append(piece)
     return plan
 
 
-def _check(held: Sequence[Sequence[Piece]], holders: Mapping[Piece, Sequence[int]]) -> None:
+def _check(held: Sequence[Sequence[TensorPiece]], holders: Mapping[TensorPiece, Sequence[int]]) -> None:
     kinds: dict[str, tuple[str, tuple[int, ...], int]] = {}
     for rank, pieces in enumerate(held):
         for piece in pieces:
@@ -140,8 +138,8 @@ def _check_whole(name: str, shape: tuple[int, ...], boxes: Sequence[Box]) -> Non
     shared = overlapping(boxes)
     if shared is not None:
         raise MismatchError(f"{name}: the shards {shared[0].label()} and {shared[1].label()} overlap")
-    found, expected = sum(box.num_elements for box in boxes), math.prod(shape)
-    if found != expected:
+    held, expected = sum(box.num_elements for box in boxes), math.prod(shape)
+    if held != expected:
         raise MismatchError(
-            f"{name}: all shards together hold {found} of the {expected} elements of {list(shape)}"
+            f"{name}: all shards together hold {held} of the {expected} elements of {list(shape)}"
         )

@@ -24,7 +24,7 @@ class WritableFile(Protocol):
 
 
 class Storage(Protocol):
-    """A place that holds checkpoints: a local folder, or a bucket behind fsspec."""
+    """A place that holds checkpoints: a local folder, or what an fsspec URL names."""
 
     place: str
     # Whether a folder can be renamed as one act. Where not, the manifest's own put is the commit.

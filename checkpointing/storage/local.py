@@ -1,5 +1,4 @@
-"""A folder of this machine or of a shared file system, as a storage. POSIX only; it knows nothing of
-checkpoints.
+"""A folder of this machine or of a shared file system, as a storage. POSIX only.
 
 Large files are written past the page cache (O_DIRECT) where the file system can: the kernel then copies no
 byte, which leaves the cores and the cache to the training. What is not aligned is written the usual way.
@@ -18,7 +17,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from checkpointing.checkpoint_errors import StorageError
-from checkpointing.storage import WritableFile
 
 # The unit of O_DIRECT: no disk in use asks for more than 4 KiB.
 ALIGNMENT = 4096
@@ -33,7 +31,7 @@ class LocalStorage:
         self._folder = folder.expanduser().absolute()
         self.place = str(self._folder)
 
-    def create(self, path: str, num_bytes: int) -> WritableFile:
+    def create(self, path: str, num_bytes: int) -> _LocalFile:
         """Open a new file of `num_bytes`, its folders made first; an older one of that name is replaced."""
         del num_bytes  # a local file needs no announcement
         target = self._folder / path
@@ -231,11 +229,11 @@ def _fill(descriptor: int, begin: int, buffer: memoryview, path: Path) -> None:
 
 def _make_folders(folder: Path) -> None:
     """Make a folder and those above it, each durable in the one that holds it."""
-    missing = [each for each in (folder, *folder.parents) if not each.exists()]
-    for each in reversed(missing):
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    for path in reversed(missing):
         # Other ranks make the same ones.
-        each.mkdir(exist_ok=True)
-        _sync_folder(each.parent)
+        path.mkdir(exist_ok=True)
+        _sync_folder(path.parent)
 
 
 def _sync_folder(folder: Path) -> None:

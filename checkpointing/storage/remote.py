@@ -1,4 +1,4 @@
-"""Any fsspec URL as a storage: object stores and whatever else has a protocol. It knows no checkpoints.
+"""Any fsspec URL as a storage: object stores and whatever else has a protocol.
 
 Nothing is renamed and no listing is taken from a cache. What may pass is tried again; every failure in the
 end is a StorageError with its reason. Where a service lies and who we are is the client's own matter: s3://
@@ -22,11 +22,10 @@ from fsspec.core import url_to_fs
 from fsspec.spec import AbstractBufferedFile
 
 from checkpointing.checkpoint_errors import StorageError
-from checkpointing.storage import WritableFile
 
-# Which failures of a storage may pass, and trying again until they do. It knows no storage and no file.
+# Which failures of a storage may pass, and trying again until they do.
 #
-# Clients of object stores raise types of their own packages; they are told apart by what they carry (an
+# Clients of object stores raise types of their own packages; they are distinguished by what they carry (an
 # errno, an HTTP status, a class name), so that none of the packages is needed here.
 
 
@@ -98,11 +97,11 @@ def is_passing(error: BaseException) -> bool:
     """Whether the same request may work a moment later."""
     chain = list(causes(error))
     statuses = [status for status in map(_http_status, chain) if status is not None]
-    if any(isinstance(each, _PERMANENT_TYPES) for each in chain):
+    if any(isinstance(cause, _PERMANENT_TYPES) for cause in chain):
         return False
     if statuses:
         return any(_is_passing_status(status) for status in statuses)
-    return any(_is_passing_alone(each) for each in chain)
+    return any(_is_passing_alone(cause) for cause in chain)
 
 
 def _is_passing_alone(error: BaseException) -> bool:
@@ -120,11 +119,11 @@ def _is_passing_status(status: int) -> bool:
 def causes(error: BaseException) -> Iterator[BaseException]:
     """Yield an error and those that it was raised from."""
     seen: set[int] = set()
-    each: BaseException | None = error
-    while each is not None and id(each) not in seen:
-        seen.add(id(each))
-        yield each
-        each = each.__cause__
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        yield cause
+        cause = cause.__cause__
 
 
 def error_number(error: OSError) -> int | None:
@@ -153,8 +152,8 @@ def reason(error: BaseException) -> str:
 
 def service_code(error: BaseException) -> str | None:
     """Return the code by which an S3 service names a failure (`NoSuchBucket`), None where there is none."""
-    for each in causes(error):
-        response: Any = getattr(each, "response", None)
+    for cause in causes(error):
+        response: Any = getattr(cause, "response", None)
         if isinstance(response, dict):
             return str(response.get("Error", {}).get("Code"))
     return None
@@ -186,7 +185,7 @@ _PASSWORD = re.compile(r"(?<=://)([^/:@]*):[^/@]*@")
 
 
 class RemoteStorage:
-    """A folder behind an fsspec URL; it need not exist before something is written."""
+    """The folder that an fsspec URL names; it need not exist before something is written."""
 
     renames = False
 
@@ -197,7 +196,7 @@ class RemoteStorage:
         self._fs, root = _opened(url, self.place)
         self._root = root.rstrip("/")
 
-    def create(self, path: str, num_bytes: int) -> WritableFile:
+    def create(self, path: str, num_bytes: int) -> _RemoteFile:
         """Open a new file of `num_bytes`; it is there when it is committed."""
         return _RemoteFile(self, path, max(_PART_BYTES, -(-num_bytes // _MAX_PARTS)))
 

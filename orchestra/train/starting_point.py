@@ -19,7 +19,7 @@ from checkpointing.checkpoint_errors import CheckpointError, NoCheckpointError
 from checkpointing.checkpointer import Checkpointer
 from checkpointing.manifest import Manifest
 from checkpointing.peers import Peers
-from checkpointing.restore import Restored, fetch
+from checkpointing.restore import RestoredCheckpoint, fetch
 from checkpointing.shards import Shard, torch_dtype
 from conf.schema import Config, RollBackConfig
 from orchestra.errors import DataError, TrainingError, UnusableCheckpointError
@@ -342,7 +342,7 @@ class Beginning:
         ]
         return max(steps, default=None)
 
-    def _announce(self, restored: Restored, not_from_memory: str | None) -> None:
+    def _announce(self, restored: RestoredCheckpoint, not_from_memory: str | None) -> None:
         bytes_read = sum(self._peers.exchange("bytes read", restored.bytes_read))
         if not self._peers.is_coordinator:
             return

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from checkpointing import checksums, manifest, shared_memory
+from checkpointing import checksums, manifest
 from checkpointing.box import Box
 from checkpointing.options import Options
 from checkpointing.peers import Peers
@@ -147,11 +147,6 @@ class CountingStorage(LocalStorage):
         return super().names(path)
 
 
-def machine_of(rank: int, machines: str) -> str:
-    """Return the machine that a rank thinks it runs on: `one`, `two` neighbours each, or `own`."""
-    return {"one": "it", "two": str(rank // 2), "own": str(rank)}[machines]
-
-
 def save_all(rank: int, world: int, folder: Path) -> None:
     """Save the state in every layout, each under a place of its own: <folder>/<world>/<layout>."""
     whole = state()
@@ -172,12 +167,11 @@ def save(rank: int, world: int, place: Path, layout: str, states: dict[int, dict
 
 @dataclass(frozen=True)
 class Case:
-    """One restore: from which place, onto which layout, how, by ranks on which machines."""
+    """One restore: from which place, onto which layout, and how."""
 
     place: Path
     layout: str
     how: str
-    machines: str
 
 
 def restore_all(rank: int, world: int, cases: Sequence[Case], topic: str) -> list[dict[str, Any]]:
@@ -189,12 +183,8 @@ def _restored(rank: int, world: int, case: Case, topic: str) -> dict[str, Any]:
     whole = state()
     mine = shards(whole, case.layout, rank, world, is_filled=False)
     storage = CountingStorage(case.place)
-    true_machine, shared_memory._machine = shared_memory._machine, lambda: machine_of(rank, case.machines)
-    try:
-        group = dist.group.WORLD if world > 1 else None
-        found = restore(storage, peers(rank, world, topic), group, lambda _: mine, how=case.how)
-    finally:
-        shared_memory._machine = true_machine
+    group = dist.group.WORLD if world > 1 else None
+    found = restore(storage, peers(rank, world, topic), group, lambda _: mine, how=case.how)
     assert found is not None
     return {
         "wrong": [(it.name, it.offsets) for it in mine if not is_equal(it, whole)],

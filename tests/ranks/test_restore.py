@@ -41,21 +41,16 @@ def saved(_pools: dict[int, RankPool], tmp_path_factory: pytest.TempPathFactory)
     return folder
 
 
-@pytest.mark.parametrize("machines", ["one", "two", "own"])
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_any_layout_restores_on_any_other_bit_for_bit(
-    ranks: Ranks, saved: Path, world: int, machines: str
-) -> None:
+def test_any_layout_restores_on_any_other_bit_for_bit(ranks: Ranks, saved: Path, world: int) -> None:
     cases = [
-        Case(saved / str(writers) / layout, LAYOUTS[(index + writers + offset) % len(LAYOUTS)], how, machines)
+        Case(saved / str(writers) / layout, LAYOUTS[(index + writers + offset) % len(LAYOUTS)], how)
         for writers in (1, 2, 3, 4)
         for index, layout in enumerate(LAYOUTS)
         for offset, how in enumerate(MODES)
     ]
     state = layouts.state()
-    results = ranks(world).run(
-        layouts.restore_all, world=world, cases=cases, topic=f"matrix/{saved}/{machines}"
-    )
+    results = ranks(world).run(layouts.restore_all, world=world, cases=cases, topic=f"matrix/{saved}")
     for number, case in enumerate(cases):
         of_ranks = [result[number] for result in results]
         assert [it["wrong"] for it in of_ranks] == [[]] * world, case

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from pool import RankPool
 
-from checkpointing import shared_memory
 from checkpointing.checkpoint_errors import (
     CheckpointError,
     MismatchError,
@@ -76,11 +75,9 @@ def attempt(
     topic: str,
     how: str = "broadcast",
     step: int | None = None,
-    machines: str = "one",
     failing: dict[int, str] | None = None,
 ) -> Outcome:
     """Restore onto whole replicas and say what came of it."""
-    true_machine, shared_memory._machine = shared_memory._machine, lambda: layouts.machine_of(rank, machines)
     storage = FailingStorage(place, (failing or {}).get(rank))
     mine = layouts.shards(layouts.state(), "replicated", rank, world, is_filled=False)
     peers = layouts.peers(rank, world, f"{topic}/{place}")
@@ -89,8 +86,6 @@ def attempt(
     except CheckpointError as error:
         skipped = tuple(error.skipped) if isinstance(error, NoCheckpointError) else ()
         return Outcome(None, skipped, False, str(error), type(error).__name__)
-    finally:
-        shared_memory._machine = true_machine
     if found is None:
         return Outcome(None, (), False)
     whole = layouts.state(found.step)
@@ -186,11 +181,10 @@ def test_all_ranks_walk_back_from_a_damage_with_the_same_reason(
     assert not (place / "exploded").exists()
 
 
-@pytest.mark.parametrize("machines", ["one", "own"])
 @pytest.mark.parametrize("how", MODES)
-def test_a_flipped_bit_is_found_in_every_mode(ranks: Ranks, place: Path, how: str, machines: str) -> None:
+def test_a_flipped_bit_is_found_in_every_mode(ranks: Ranks, place: Path, how: str) -> None:
     named = flip_a_bit(place)
-    settings = {"place": place, "topic": f"{how}/{machines}", "how": how, "machines": machines}
+    settings = {"place": place, "topic": how, "how": how}
     outcomes = ranks(WORLD).run(attempt, world=WORLD, **settings)
     assert [it.step for it in outcomes] == [OLD] * WORLD
     assert all(it.is_right and named in it.skipped[0][1] for it in outcomes)
@@ -281,9 +275,8 @@ def test_a_user_that_refuses_stops_all_ranks_and_is_no_damage(ranks: Ranks, plac
     assert told == [others, "RuntimeError: no such model", others]
 
 
-def attempt_with_a_death(rank: int, world: int, place: Path, machines: str, victim: int) -> str:
+def attempt_with_a_death(rank: int, world: int, place: Path, victim: int) -> str:
     """Kill one rank when half of its chunks are read; return what the others say."""
-    shared_memory._machine = lambda: layouts.machine_of(rank, machines)
     blocks = {f"block{index}": torch.zeros(400_000) for index in range(20)}
     layouts.save(rank, world, place, "replicated", {1: blocks})
 
@@ -298,10 +291,9 @@ def attempt_with_a_death(rank: int, world: int, place: Path, machines: str, vict
     return str(caught.value)
 
 
-@pytest.mark.parametrize("machines", ["one", "own"])
-def test_a_rank_that_dies_while_restoring_is_noticed_by_the_others(tmp_path: Path, machines: str) -> None:
+def test_a_rank_that_dies_while_restoring_is_noticed_by_the_others(tmp_path: Path) -> None:
     pool = RankPool(WORLD)
-    settings = {"world": WORLD, "place": tmp_path, "machines": machines, "victim": 1}
+    settings = {"world": WORLD, "place": tmp_path, "victim": 1}
     try:
         with pytest.raises(EOFError):
             pool.run(attempt_with_a_death, **settings)

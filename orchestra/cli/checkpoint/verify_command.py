@@ -27,7 +27,7 @@ from orchestra.errors import EXIT_DONE, EXIT_FAILED, ConfigError
 from orchestra.run.events import EventWriter
 
 if TYPE_CHECKING:
-    from checkpointing.verify import Report
+    from checkpointing.verify import VerifyReport
 
 _WIDTH = 80
 _MAX_THREADS = 8
@@ -79,7 +79,7 @@ def run(arguments: Namespace) -> int:
     return EXIT_DONE if all(record["intact"] for record in records) else EXIT_FAILED
 
 
-def _keep_verdict(place: Place, report: Report) -> None:
+def _keep_verdict(place: Place, report: VerifyReport) -> None:
     manifest = first_look(place.storage, report.step).manifest
     # Somebody else's run may be read and not written.
     with contextlib.suppress(OSError):
@@ -91,7 +91,7 @@ def _keep_verdict(place: Place, report: Report) -> None:
         )
 
 
-def _record(report: Report, seconds: float) -> dict[str, Any]:
+def _record(report: VerifyReport, seconds: float) -> dict[str, Any]:
     return {
         "step": report.step,
         "intact": report.is_intact,
@@ -103,7 +103,7 @@ def _record(report: Report, seconds: float) -> dict[str, Any]:
     }
 
 
-def _print(report: Report, seconds: float) -> None:
+def _print(report: VerifyReport, seconds: float) -> None:
     if report.is_intact:
         size, speed = figures.quantity(float(report.num_bytes)), report.num_bytes / max(seconds, 1e-9)
         print(

@@ -14,7 +14,7 @@ from checkpointing.manifest import Chunk, File, Manifest, Tensor
 from checkpointing.save import Image, images
 from checkpointing.shard_digest import part_digest
 from checkpointing.storage import Storage
-from checkpointing.write_plan import Piece, write_plan
+from checkpointing.write_plan import TensorPiece, write_plan
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 
@@ -88,14 +88,14 @@ def write_draft(
     return Manifest(draft.step, generation, 1.5, {"dp": world_size}, tensors, files, dict(state or {}))
 
 
-def _held(values: Arrays, rank: int, world_size: int) -> Sequence[Piece]:
+def _held(values: Arrays, rank: int, world_size: int) -> Sequence[TensorPiece]:
     pieces = []
     for name, array in values.items():
         box = Box.whole(array.shape)
         if array.ndim and array.size:
             begin, end = (len(array) * number // world_size for number in (rank, rank + 1))
             box = Box((begin, *box.offsets[1:]), (end - begin, *box.shape[1:]))
-        pieces.append(Piece(name, box, _DTYPES[str(array.dtype)], array.shape))
+        pieces.append(TensorPiece(name, box, _DTYPES[str(array.dtype)], array.shape))
     return pieces
 
 

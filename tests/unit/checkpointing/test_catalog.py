@@ -10,7 +10,7 @@ import pytest
 from sample_checkpoint import arrays, write, write_draft
 
 from checkpointing import catalog
-from checkpointing.catalog import Kept, Policy, move_back, remove_leftovers
+from checkpointing.catalog import CommittedCheckpoint, RetentionPolicy, move_back, remove_leftovers
 from checkpointing.checkpoint_errors import DamagedError, StorageError
 from checkpointing.manifest import MANIFEST, encode
 from checkpointing.storage import Storage
@@ -144,7 +144,7 @@ def test_another_tools_step_folder_is_never_removed(storage: Storage) -> None:
     assert remove_leftovers(storage) == []
     assert storage.get(foreign) == b"weeks of work"
     write(storage, 7)
-    catalog.prune(storage, Policy(keep_last=1))
+    catalog.prune(storage, RetentionPolicy(keep_last=1))
     assert verify(storage, 7).is_intact
     kept = [name for name in storage.names() if storage.size(f"{name}/lit_model.pth") is not None]
     assert len(kept) == 1
@@ -156,7 +156,7 @@ def test_a_checkpoint_behind_a_link_loses_only_the_link(tmp_path: Path) -> None:
         write(storage, step)
     (tmp_path / "place" / "step-00000001").rename(tmp_path / "archived")
     (tmp_path / "place" / "step-00000001").symlink_to(tmp_path / "archived")
-    assert catalog.prune(storage, Policy(keep_last=1)) == [1]
+    assert catalog.prune(storage, RetentionPolicy(keep_last=1)) == [1]
     assert (tmp_path / "archived" / MANIFEST).is_file()
     assert storage.names() == ["step-00000002"]
 
@@ -275,7 +275,7 @@ def test_pruning_removes_by_the_policy_and_counts_only_intact_ones(storage: Stor
         write(storage, step, state={"score": abs(step - 2.0)})
     storage.put(catalog.file_path(5, MANIFEST), b"torn")
     storage.remove(catalog.file_path(4, min(catalog.read_manifest(storage, 4).files)))
-    assert catalog.prune(storage, Policy(keep_last=1, keep_best=1)) == [1]
+    assert catalog.prune(storage, RetentionPolicy(keep_last=1, keep_best=1)) == [1]
     assert catalog.committed_steps(storage) == [2, 3, 4, 5]
 
 
@@ -303,10 +303,10 @@ class Reading(LocalStorage):
 
 def test_pruning_reads_a_checkpoint_that_stays_only_once(tmp_path: Path) -> None:
     storage = Reading(tmp_path)
-    known: dict[int, Kept] = {}
+    known: dict[int, CommittedCheckpoint] = {}
     for step in (1, 2, 3):
         write(storage, step)
-        catalog.prune(storage, Policy(keep_last=2), known)
+        catalog.prune(storage, RetentionPolicy(keep_last=2), known)
     assert catalog.committed_steps(storage) == [2, 3]
     assert sorted(known) == [2, 3]
     assert [path for path in storage.read if path.startswith(catalog.step_name(2))] == [

@@ -14,7 +14,7 @@ from checkpointing.box import ITEM_BYTES, Box, contiguous_parts
 from checkpointing.checkpoint_errors import MismatchError
 from checkpointing.manifest import Chunk, Tensor
 from checkpointing.read_plan import (
-    Part,
+    NamedChunk,
     Transfer,
     Want,
     busiest_sets,
@@ -195,7 +195,7 @@ def test_chunks_without_checksum_are_cut_so_that_buffers_stay_small() -> None:
 def test_groups_are_for_sets_of_some_ranks_that_move_most() -> None:
     def transfer(members: tuple[int, ...], num_elements: int) -> Transfer:
         chunk = Chunk(Box.whole((num_elements,)), "a.safetensors", 0, num_elements, "0" * 16)
-        return Transfer((Part("it", "U8", chunk),), members[0], members)
+        return Transfer((NamedChunk("it", "U8", chunk),), members[0], members)
 
     some = [transfer((0, 1, 2), 5), transfer((1, 2, 3), 4), transfer((0, 1, 2), 1), transfer((0, 2, 3), 9)]
     others = [transfer((0, 1), 99), transfer((3,), 99), transfer((0, 1, 2, 3), 99)]

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointing.catalog import Kept, Policy, to_remove
+from checkpointing.catalog import CommittedCheckpoint, RetentionPolicy, to_remove
 
-STEPS = [Kept(step) for step in range(100, 1100, 100)]
+STEPS = [CommittedCheckpoint(step) for step in range(100, 1100, 100)]
 
 CHECKPOINTS = st.lists(
     st.builds(
-        Kept,
+        CommittedCheckpoint,
         step=st.integers(0, 50),
         score=st.none() | st.floats(allow_nan=False),
         is_intact=st.booleans(),
@@ -20,7 +20,7 @@ CHECKPOINTS = st.lists(
     unique_by=lambda each: each.step,
 )
 POLICIES = st.builds(
-    Policy,
+    RetentionPolicy,
     keep_last=st.integers(0, 5),
     keep_every_steps=st.none() | st.integers(1, 20),
     keep_best=st.integers(0, 3),
@@ -30,38 +30,43 @@ POLICIES = st.builds(
 @pytest.mark.parametrize(
     ("policy", "kept"),
     [
-        (Policy(keep_last=3), [800, 900, 1000]),
-        (Policy(keep_last=1, keep_every_steps=500), [500, 1000]),
-        (Policy(keep_last=2, keep_every_steps=400), [400, 800, 900, 1000]),
-        (Policy(keep_last=0), [1000]),
-        (Policy(keep_last=20), [it.step for it in STEPS]),
+        (RetentionPolicy(keep_last=3), [800, 900, 1000]),
+        (RetentionPolicy(keep_last=1, keep_every_steps=500), [500, 1000]),
+        (RetentionPolicy(keep_last=2, keep_every_steps=400), [400, 800, 900, 1000]),
+        (RetentionPolicy(keep_last=0), [1000]),
+        (RetentionPolicy(keep_last=20), [it.step for it in STEPS]),
     ],
 )
-def test_what_a_rule_keeps(policy: Policy, kept: list[int]) -> None:
+def test_what_a_rule_keeps(policy: RetentionPolicy, kept: list[int]) -> None:
     removed = to_remove(STEPS, policy)
     assert [it.step for it in STEPS if it.step not in removed] == kept
 
 
 def test_the_best_are_those_with_the_lowest_scores() -> None:
     scores = [3.0, 1.0, 2.0, None, 4.0]
-    checkpoints = [Kept(step, score) for step, score in enumerate(scores)]
-    assert to_remove(checkpoints, Policy(keep_last=1, keep_best=2)) == [0, 3]
+    checkpoints = [CommittedCheckpoint(step, score) for step, score in enumerate(scores)]
+    assert to_remove(checkpoints, RetentionPolicy(keep_last=1, keep_best=2)) == [0, 3]
 
 
 def test_a_damaged_one_pushes_no_intact_one_out() -> None:
-    checkpoints = [Kept(1), Kept(2), Kept(3, is_intact=False), Kept(4, is_intact=False)]
-    assert to_remove(checkpoints, Policy(keep_last=2)) == []
-    assert to_remove(checkpoints, Policy(keep_last=1)) == [1]
+    checkpoints = [
+        CommittedCheckpoint(1),
+        CommittedCheckpoint(2),
+        CommittedCheckpoint(3, is_intact=False),
+        CommittedCheckpoint(4, is_intact=False),
+    ]
+    assert to_remove(checkpoints, RetentionPolicy(keep_last=2)) == []
+    assert to_remove(checkpoints, RetentionPolicy(keep_last=1)) == [1]
 
 
 def test_a_damaged_one_goes_when_enough_intact_ones_are_newer() -> None:
-    checkpoints = [Kept(1, is_intact=False), Kept(2), Kept(3)]
-    assert to_remove(checkpoints, Policy(keep_last=2)) == [1]
+    checkpoints = [CommittedCheckpoint(1, is_intact=False), CommittedCheckpoint(2), CommittedCheckpoint(3)]
+    assert to_remove(checkpoints, RetentionPolicy(keep_last=2)) == [1]
 
 
 @given(checkpoints=CHECKPOINTS, policy=POLICIES)
 def test_no_rule_removes_the_newest_intact_one_or_the_last_ones(
-    checkpoints: list[Kept], policy: Policy
+    checkpoints: list[CommittedCheckpoint], policy: RetentionPolicy
 ) -> None:
     removed = to_remove(checkpoints, policy)
     assert removed == sorted(set(removed))
@@ -73,7 +78,9 @@ def test_no_rule_removes_the_newest_intact_one_or_the_last_ones(
 
 
 @given(checkpoints=CHECKPOINTS, policy=POLICIES)
-def test_what_was_kept_is_kept_by_the_same_policy_again(checkpoints: list[Kept], policy: Policy) -> None:
+def test_what_was_kept_is_kept_by_the_same_policy_again(
+    checkpoints: list[CommittedCheckpoint], policy: RetentionPolicy
+) -> None:
     removed = to_remove(checkpoints, policy)
     left = [each for each in checkpoints if each.step not in removed]
     assert to_remove(left, policy) == []

@@ -9,7 +9,7 @@ import pytest
 from sample_checkpoint import write
 
 from checkpointing import catalog
-from checkpointing.catalog import Policy, remove_leftovers
+from checkpointing.catalog import RetentionPolicy, remove_leftovers
 from checkpointing.checkpointer import Checkpointer
 from checkpointing.manifest import MANIFEST
 from checkpointing.options import Options
@@ -39,7 +39,7 @@ def test_its_manifest_stays_and_no_tidying_takes_it(storage: Storage) -> None:
     before = storage.get(catalog.file_path(10, MANIFEST))
     name = catalog.set_aside(storage, 10)
     remove_leftovers(storage)
-    catalog.prune(storage, Policy(keep_last=1))
+    catalog.prune(storage, RetentionPolicy(keep_last=1))
     assert catalog.committed_steps(storage) == [5]
     assert storage.get(f"{name}/{MANIFEST}" if storage.renames else name) == before
     if storage.renames:

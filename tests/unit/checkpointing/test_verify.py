@@ -17,13 +17,13 @@ from safetensors.numpy import save
 from sample_checkpoint import arrays, write
 
 from checkpointing import catalog
-from checkpointing import verify as stretches
+from checkpointing import verify as verify_module
 from checkpointing.checkpoint_errors import DamagedError, NoCheckpointError, StorageError
 from checkpointing.manifest import MANIFEST, Manifest, decode, encode
 from checkpointing.storage import Storage
 from checkpointing.storage.local import LocalStorage
 from checkpointing.storage.remote import RemoteStorage
-from checkpointing.verify import Damage, Report, verify
+from checkpointing.verify import Damage, VerifyReport, verify
 
 STEP = 100
 FIRST, SECOND = "00000-00.safetensors", "00001-00.safetensors"
@@ -46,7 +46,7 @@ class Place:
     def put(self, name: str, content: bytes | bytearray) -> None:
         self.storage.put(catalog.file_path(STEP, name), bytes(content))
 
-    def verify(self) -> Report:
+    def verify(self) -> VerifyReport:
         return verify(self.storage, STEP, num_threads=2)
 
     def places(self) -> list[tuple[str | None, str | None]]:
@@ -92,7 +92,7 @@ def test_the_report_depends_neither_on_threads_nor_on_blocks(
     content[-3] ^= 0x04
     place.put(place.file(1), content)
     expected.append(place.verify())
-    monkeypatch.setattr(stretches, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(verify_module, "BLOCK_BYTES", block_bytes)
     assert verify(place.storage, STEP, num_threads) == expected[1]
     content[-3] ^= 0x04
     place.put(place.file(1), content)

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from checkpointing.box import Box, overlapping
 from checkpointing.checkpoint_errors import MismatchError
 from checkpointing.save import images
-from checkpointing.write_plan import Piece, declaration, declared, write_plan
+from checkpointing.write_plan import TensorPiece, declaration, declared, write_plan
 
 MIB = 1 << 20
 
 
-def piece(name: str, shape: tuple[int, ...], box: Box | None = None, dtype: str = "F32") -> Piece:
-    return Piece(name, box or Box.whole(shape), dtype, shape)
+def piece(name: str, shape: tuple[int, ...], box: Box | None = None, dtype: str = "F32") -> TensorPiece:
+    return TensorPiece(name, box or Box.whole(shape), dtype, shape)
 
 
 def cut_into(shape: tuple[int, int], rows: list[int], columns: list[int]) -> list[Box]:
@@ -41,7 +41,7 @@ def cut_into(shape: tuple[int, int], rows: list[int], columns: list[int]) -> lis
 def test_every_element_is_written_once_by_a_rank_that_holds_it(
     world_size: int, rows: list[int], columns: list[int], data: st.DataObject
 ) -> None:
-    held: list[list[Piece]] = [[] for _ in range(world_size)]
+    held: list[list[TensorPiece]] = [[] for _ in range(world_size)]
     for box in cut_into((37, 13), rows, columns):
         for rank in data.draw(st.sets(st.integers(0, world_size - 1), min_size=1)):
             held[rank].append(piece("odd", (37, 13), box))
@@ -71,7 +71,7 @@ def test_what_only_one_rank_holds_is_counted_before_replicas_are_shared() -> Non
 
 def test_overlapping_replica_groups_keep_their_loads_right() -> None:
     groups = {"left": (0, 1), "right": (1, 2), "all": (0, 1, 2)}
-    held: list[list[Piece]] = [[], [], []]
+    held: list[list[TensorPiece]] = [[], [], []]
     for name, ranks in groups.items():
         for rank in ranks:
             held[rank] += [piece(f"{name}.{index}", (1024, 1024)) for index in range(12)]
