@@ -49,11 +49,11 @@ VERBS = (
     ),
     Verb("resume", "orchestra.cli.resume_command", "train a run on, from its newest checkpoint"),
     Verb("status", "orchestra.cli.status_command", "list runs: state, step, loss, tokens/s, MFU, time left"),
-    Verb("cancel", "orchestra.cli.cancel_command", "stop runs behind a step, with a checkpoint"),
+    Verb("cancel", "orchestra.cli.cancel_command", "stop runs after their current step, with a checkpoint"),
     Verb("logs", "orchestra.cli.logs_command", "print or follow the logs of a run"),
     Verb("why", "orchestra.cli.why_command", "tell what ended a run: first failing rank, host, traceback"),
     Verb(
-        "rehearse", "orchestra.cli.rehearse_command", "let faults befall a short copy of a run, and judge it"
+        "rehearse", "orchestra.cli.rehearse_command", "inject faults into a short copy of a run, and judge it"
     ),
     Verb("checkpoint ls", "orchestra.cli.checkpoint.ls_command", "list the checkpoints of a run"),
     Verb("checkpoint verify", "orchestra.cli.checkpoint.verify_command", "check every byte of a checkpoint"),

@@ -109,7 +109,7 @@ class Reducer:
     @property
     def num_bytes(self) -> int:
         """Bytes of the gradients that are kept from one micro-batch to the next."""
-        kept = (it.whole if self._keeps_whole else it.owned for it in self._units)
+        kept = (unit.whole if self._keeps_whole else unit.owned for unit in self._units)
         return sum(flat.nbytes for flat in kept if flat is not None)
 
     def close(self) -> None:

@@ -136,7 +136,9 @@ class SharedGradients:
         pairs = list(zip(trained, gradients, strict=True))
         for group, parts in self._by_group(pairs):
             _sum_together(parts, group, self._traffic)
-        return [it for item, it in pairs if self._places[item.name].is_counted and it.numel()]
+        return [
+            gradient for item, gradient in pairs if self._places[item.name].is_counted and gradient.numel()
+        ]
 
     def _by_group(
         self, pairs: Sequence[tuple[Trained, Tensor]]
