@@ -6,9 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
+from test_arrows import ORDER
 
 from orchestra.config.keys import find_key
-from tests.support.pages import PAGES, README, ROOT, links, named_keys, named_targets, paths
+from tests.support.pages import DOCS, PAGES, README, ROOT, blocks, links, named_keys, named_targets, paths
 
 MOST_LINES = 180
 
@@ -30,6 +31,13 @@ def test_keys_and_targets_exist(page: Path) -> None:
     missing = [key for key in named_keys(page) if find_key(key) is None]
     missing += [target for target in named_targets(page) if target not in targets]
     assert missing == [], f"{page.relative_to(ROOT)} names what does not exist"
+
+
+def test_the_order_of_packages_is_the_one_that_is_enforced() -> None:
+    (drawn,) = [text for text in blocks(DOCS / "architecture.md", "") if "inside orchestra" in text]
+    floors = re.findall(r"^   (\w+(?: · \w+)*)(?:  |$)", drawn.partition("inside orchestra")[2], re.MULTILINE)
+    assert [name for floor in floors for name in floor.split(" · ")] == list(ORDER[:-1])
+    assert ORDER[-1] == "__main__"
 
 
 def test_what_the_tests_above_look_for_is_found_at_all() -> None:
