@@ -28,7 +28,6 @@ from orchestra.agents.hang_watch_all_nodes import HangWatchOfAllNodes
 from orchestra.agents.node_copies import COPIES
 from orchestra.errors import EXIT_DONE, EXIT_FAILED, LaunchError
 from orchestra.recovery.hangs import limit_rules
-from orchestra.recovery.history import finished_ranks, ranks_with_verdict
 from orchestra.run import stop_requests
 from orchestra.run.paths import RunDir
 from orchestra.run.stop_requests import StopRequest
@@ -64,10 +63,10 @@ class Lingering:
         if agent.idle_s < _PATIENCE_S or self._has_ended_it or now - self._looked_at < _IDLE_LOOK_S:
             return
         self._looked_at = now
-        events = self._record.seen()
+        seen = self._record.seen()
         # Where a rank of this node did not come to its end, torchrun waits for nobody.
-        is_waiting = finished_ranks(events) >= set(self._own)
-        if is_waiting and len(ranks_with_verdict(events)) < self._world_size:
+        is_waiting = seen.finished_ranks >= set(self._own)
+        if is_waiting and len(seen.ended_ranks) < self._world_size:
             return
         self._has_ended_it = True
         self._station.say(f"torchrun is ended: all its ranks ended {agent.idle_s:.0f} s ago, and it did not")
@@ -75,7 +74,7 @@ class Lingering:
 
     def amended(self, ending: Ending) -> Ending:
         """Return how this node's part ended: where torchrun was ended here the ranks' own word counts."""
-        if not self._has_ended_it or not finished_ranks(self._record.seen()) >= set(self._own):
+        if not self._has_ended_it or not self._record.seen().finished_ranks >= set(self._own):
             return ending
         return dataclasses.replace(ending, exit_code=EXIT_DONE)
 

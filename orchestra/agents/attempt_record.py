@@ -19,14 +19,8 @@ from conf.schema import Config
 from launchers import processes
 from launchers.spec import Ending, LaunchSpec
 from orchestra.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, LaunchError
-from orchestra.recovery.history import (
-    Verdict,
-    judge,
-    node_verdict,
-    of_attempt,
-    ranks_with_verdict,
-    signal_name,
-)
+from orchestra.recovery.history import Attempt, attempt_of
+from orchestra.recovery.incidents import Verdict, judge, node_verdict, signal_name
 from orchestra.run.events import EventWriter, is_number, node_writer, read_events
 from orchestra.run.files import read_last_lines
 from orchestra.run.metrics_file import sound_row
@@ -54,9 +48,9 @@ class AttemptRecord:
     node: int
     events: EventWriter
 
-    def seen(self) -> list[dict[str, Any]]:
+    def seen(self) -> Attempt:
         """Return what everybody has written about this attempt so far."""
-        return of_attempt(read_events(self.run), self.number)
+        return attempt_of(read_events(self.run), self.number)
 
     def conclude(
         self,
@@ -99,13 +93,10 @@ class AttemptRecord:
 
     def _last_logged_step(self) -> int | None:
         """Return the newest step that this attempt logged; None where it logged none."""
-        began = min((float(it["time"]) for it in self._starts()), default=math.inf)
+        began = min((float(start["time"]) for start in self.seen().starts), default=math.inf)
         rows = (sound_row(row) for row in read_last_lines(self.run.metrics, 1, _ROW_BYTES))
         steps = [int(row["step"]) for row in rows if row is not None and _time_of(row) >= began]
         return next(iter(steps), None)
-
-    def _starts(self) -> list[dict[str, Any]]:
-        return [event for event in self.seen() if event["event"] == "attempt_started"]
 
     def write_failed(self, error: Exception) -> None:
         """Write that the attempt failed before torchrun could say anything; a full disk is passed over."""
@@ -116,7 +107,7 @@ class AttemptRecord:
 
     def write_killed_ranks(self, ending: Ending, *, was_stopped: bool) -> None:
         """Write a `rank_failed` for each rank of this node that died without a verdict of its own."""
-        spoke = ranks_with_verdict(self.seen())
+        spoke = self.seen().ended_ranks
         for failure in ending.failures:
             if failure.cleaned_up or failure.rank in spoke or was_stopped:
                 continue

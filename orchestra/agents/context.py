@@ -14,7 +14,7 @@ from launchers.node_agent import StopRequests
 from launchers.node_group import Crew, Member, Order
 from orchestra.agents.attempt_record import AttemptRecord, joined
 from orchestra.agents.node_check.agent_part import Fitness
-from orchestra.recovery.history import Incident, Verdict
+from orchestra.recovery.incidents import Incident, Verdict
 from orchestra.recovery.policy import Decision
 from orchestra.run.events import EventWriter
 from orchestra.run.paths import RunDir

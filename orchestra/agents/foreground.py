@@ -15,7 +15,8 @@ from launchers.node_group import Crew
 from orchestra.agents.agent import attend, crew_folder, warm_host
 from orchestra.agents.context import Reasons, Station
 from orchestra.errors import LaunchError
-from orchestra.recovery.history import Incident, Verdict, node_verdict, of_attempt
+from orchestra.recovery.history import attempt_of
+from orchestra.recovery.incidents import Incident, Verdict, node_verdict
 from orchestra.recovery.policy import Decision
 from orchestra.run.events import EventWriter, read_events
 from orchestra.run.paths import RunDir
@@ -102,5 +103,5 @@ def train_here(
             raise LaunchError(str(error)) from error
     events = read_events(run)
     last = attempt if station.last_attempt is None else station.last_attempt
-    verdict = station.untold or node_verdict(of_attempt(events, last))
+    verdict = station.untold or node_verdict(attempt_of(events, last))
     return last, verdict or Verdict(code, "no verdict", "the attempt left no record of its end")

@@ -29,7 +29,8 @@ from orchestra.errors import (
     EXIT_STOPPED,
     LaunchError,
 )
-from orchestra.recovery.history import Incident, Verdict, finished_ranks, incidents, node_verdict
+from orchestra.recovery import history
+from orchestra.recovery.incidents import Incident, Verdict, incidents, node_verdict
 from orchestra.recovery.policy import Action, Decision, Rules, decide
 from orchestra.run import stop_requests
 from orchestra.run.events import EventWriter, read_events
@@ -81,13 +82,13 @@ def _is_for_the_policy(station: Station, record: AttemptRecord, verdict: Verdict
 
 def newest_restart(record: AttemptRecord) -> dict[str, Any] | None:
     """Return what was decided after this attempt; None while nothing was."""
-    decided = [event for event in record.seen() if event["event"] == "restarting"]
+    decided = record.seen().named("restarting")
     return decided[-1] if decided else None
 
 
 def is_fenced(record: AttemptRecord) -> bool:
     """Tell whether a rank found that a newer attempt trains the run: then this crew has no part in it."""
-    return any(event["event"] == "fenced" for event in record.seen())
+    return bool(record.seen().named("fenced"))
 
 
 def requests_of(station: Station, attempt: int) -> list[StopRequest]:
@@ -130,7 +131,7 @@ def _merged(
 ) -> tuple[Ending, str | None]:
     """Return the ending of all nodes together, and why the ranks were ended at once where they were."""
     endings = {node: ending_of(report) for node, report in reports.items()}
-    finished = finished_ranks(record.seen())
+    finished = record.seen().finished_ranks
     per_node = int(station.config.cluster.gpus_per_node)
     codes = [ending.exit_code for ending in endings.values()]
     for index, node in enumerate(order.nodes):
@@ -455,7 +456,7 @@ class Leading:
         members = {node: it for node, it in members.items() if node not in self._crew.silent(members)}
         events = read_events(station.run)
         resources = choose_nodes.resources(order, members, station, events)
-        log = incidents(events)
+        log = incidents(history.read(events))
         decision = decide(log, resources, Rules.of(station.config.recovery))
         decision = choose_nodes.without_unfit(order, decision, members)
         waited_s = self._announce(record, verdict, decision, log)

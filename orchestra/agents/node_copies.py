@@ -20,7 +20,7 @@ from orchestra.agents.choose_nodes import is_fit
 from orchestra.agents.context import START, Station, attempt_of
 from orchestra.agents.node_check.agent_part import copies_name
 from orchestra.recovery.copies import FromMemory, NextAttempt, begins, held_copies, neighbour, plan
-from orchestra.report.run_state import newest_checkpoint
+from orchestra.recovery.history import newest_checkpoint
 from orchestra.run.events import read_events
 
 # What an order says of a step that is to be begun from, and an agent of where its copies are.

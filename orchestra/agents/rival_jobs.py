@@ -16,10 +16,10 @@ from typing import Any
 from launchers.launch_errors import LauncherError, SlurmRefused
 from launchers.slurm.queue import GONE, RUNNING, WAITING, find_by_token, is_same_cluster
 from launchers.slurm.this_job import JobTask, OwnJob, own_job
-from orchestra.recovery.history import last_attempt, node_verdict, of_attempt
+from orchestra.recovery.history import Attempt, attempt_of, last_attempt
+from orchestra.recovery.incidents import node_verdict
 from orchestra.report.run_state import array_ids, attempt_files, last_growth, name_of
 from orchestra.run.events import read_events
-from orchestra.run.files import Record
 from orchestra.run.paths import RunDir, SweepDir
 from orchestra.run.stop_requests import claimed_attempt
 from orchestra.submit.resubmit import newest_entry
@@ -79,7 +79,7 @@ def _rivals(run: RunDir, task: JobTask) -> Iterator[_Rival]:
     events = read_events(run)
     attempt = last_attempt(events)
     if attempt is not None:
-        yield from _leader(of_attempt(events, attempt), attempt, task)
+        yield from _leader(attempt_of(events, attempt), task)
     claimed = claimed_attempt(run)
     if claimed is not None and claimed > (-1 if attempt is None else attempt):
         # Of a process that is about to begin, or one that ended between its claim and its first word.
@@ -140,20 +140,20 @@ def _by_token(entry: dict[str, Any]) -> str | None:
     return job if job is None or entry.get("task") is None else f"{job}_{entry['task']}"
 
 
-def _leader(events: list[Record], attempt: int, task: JobTask) -> Iterator[_Rival]:
+def _leader(attempt: Attempt, task: JobTask) -> Iterator[_Rival]:
     """Yield who leads the last attempt, unless it has ended or was an earlier start of this very job."""
-    start = next(event for event in events if event["event"] == "attempt_started")
+    start, number = attempt.start, attempt.number
     job, cluster = start.get("job"), start.get("cluster")
     is_elsewhere = _is_elsewhere(cluster, task)
-    if node_verdict(events) is not None or (job == task.job and not is_elsewhere):
+    if node_verdict(attempt) is not None or (job == task.job and not is_elsewhere):
         return
     if not isinstance(job, str):
         who = f"process {start.get('pid', '?')} on {start.get('host', '?')}"
-        yield _Rival(f"{who} leads attempt {attempt}, which has not ended", None)
+        yield _Rival(f"{who} leads attempt {number}, which has not ended", None)
     elif is_elsewhere:
-        yield _Rival(f"job {job} on cluster {cluster} leads attempt {attempt}, which has not ended", None)
+        yield _Rival(f"job {job} on cluster {cluster} leads attempt {number}, which has not ended", None)
     else:
-        yield _of_this_cluster(job, attempt)
+        yield _of_this_cluster(job, number)
 
 
 def _of_this_cluster(job: str, attempt: int) -> _Rival:

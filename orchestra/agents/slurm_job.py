@@ -22,9 +22,9 @@ from orchestra.agents.context import Reasons
 from orchestra.agents.rival_jobs import refusal
 from orchestra.errors import EXIT_DO_NOT_RESTART, EXIT_INTERRUPTED, EXIT_STOPPED, LaunchError
 from orchestra.recovery.excluded_hosts import ExcludeList, entries_of, shared_folder
-from orchestra.recovery.history import Incident, Verdict
+from orchestra.recovery.history import newest_checkpoint
+from orchestra.recovery.incidents import Incident, Verdict
 from orchestra.recovery.policy import Decision
-from orchestra.report.run_state import newest_checkpoint
 from orchestra.run import stop_requests
 from orchestra.run.events import EventWriter, read_events
 from orchestra.run.files import Record

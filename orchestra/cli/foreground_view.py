@@ -24,8 +24,8 @@ from orchestra.cli.text import describe, figures
 from orchestra.cli.text.figures import sparkline
 from orchestra.cli.text.progress import Progress
 from orchestra.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_STOPPED
-from orchestra.recovery.history import Verdict
-from orchestra.report.run_state import newest_checkpoint
+from orchestra.recovery.history import newest_checkpoint
+from orchestra.recovery.incidents import Verdict
 from orchestra.run.events import read_events
 from orchestra.run.files import Record
 from orchestra.run.paths import RunDir

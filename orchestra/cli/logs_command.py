@@ -14,7 +14,8 @@ from launchers.slurm.queue import RUNNING, UNKNOWN, Questions
 from orchestra.cli.text.describe import invocation, shown
 from orchestra.cli.text.resolve import add_directory_option, resolve
 from orchestra.errors import EXIT_DONE, ConfigError
-from orchestra.recovery.history import first_failure, last_attempt, of_attempt
+from orchestra.recovery.history import attempt_of, last_attempt
+from orchestra.recovery.incidents import first_failure
 from orchestra.report.run_state import RunState, read_state
 from orchestra.report.scheduler import job_logs, newest_job, with_scheduler
 from orchestra.report.sweeps import ALIVE
@@ -159,7 +160,7 @@ def _files(run: RunDir, attempt: int, arguments: Namespace) -> list[Path]:
         return named
     if not run.attempt_logs(attempt).is_dir():
         return job_logs(run, newest_job(run))
-    failed = first_failure(of_attempt(read_events(run, ("failed", "rank_failed")), attempt))
+    failed = first_failure(attempt_of(read_events(run, ("failed", "rank_failed")), attempt))
     ranks = sorted({0, *([] if failed is None else [int(failed["rank"])])})
     return [run.node_log(attempt, 0), *(run.rank_log(attempt, rank) for rank in ranks)]
 

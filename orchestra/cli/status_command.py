@@ -17,7 +17,8 @@ from orchestra.cli.text import figures, listing
 from orchestra.cli.text.describe import invocation, resume_line, spent_lines, spent_record
 from orchestra.cli.text.resolve import Target, add_directory_option, all_targets, resolve_target
 from orchestra.errors import EXIT_DO_NOT_RESTART, EXIT_DONE, ConfigError
-from orchestra.recovery.history import Verdict, last_attempt, node_verdict, of_attempt
+from orchestra.recovery.history import newest_attempt
+from orchestra.recovery.incidents import Verdict, node_verdict
 from orchestra.report.run_state import RunState, read_state
 from orchestra.report.scheduler import with_scheduler
 from orchestra.report.sweeps import ALIVE, ENDED_BADLY, SweepState, read_sweep_state, with_states
@@ -38,11 +39,11 @@ def of_run(state: RunState) -> list[str]:
     """Return lines of a word and a text, the command to type next last."""
     run = RunDir(Path(state.path))
     events = read_events(run) if state.state != "unreadable" else []
-    attempt = last_attempt(events)
-    current = [] if attempt is None else of_attempt(events, attempt)
-    hosts = sorted({str(event["host"]) for event in current if "host" in event and "node" in event})
+    attempt = newest_attempt(events)
+    told = () if attempt is None else attempt.events
+    hosts = sorted({str(event["host"]) for event in told if "host" in event and "node" in event})
     facts = {
-        "reason": _reason(state, node_verdict(current)),
+        "reason": _reason(state, None if attempt is None else node_verdict(attempt)),
         "restart": _restart(state, time.time()),
         "job": _job(state),
         # Where Slurm names the nodes they stand with the job.

@@ -26,9 +26,10 @@ from orchestra.cli.text.describe import (
 )
 from orchestra.cli.text.resolve import add_directory_option, resolve_target
 from orchestra.errors import EXIT_DONE, EXIT_FAILED
-from orchestra.recovery.history import Verdict, last_attempt
+from orchestra.recovery.history import last_attempt, newest_checkpoint
+from orchestra.recovery.incidents import Verdict
 from orchestra.report.attempts import chapters, node_lines, story
-from orchestra.report.run_state import RunState, newest_checkpoint, read_ending, read_state
+from orchestra.report.run_state import RunState, read_ending, read_state
 from orchestra.report.scheduler import job_logs, with_scheduler
 from orchestra.report.sweeps import ENDED_BADLY, MemberState, read_sweep_state, with_states
 from orchestra.run.events import read_events

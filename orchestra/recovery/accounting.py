@@ -1,8 +1,9 @@
 """Where a run's wall time went: a pure function of its events, its metrics rows and perhaps the time now.
 
-A cursor moves through the run's life and only forward: each stretch that it passes is booked once, so that
-the seconds sum to the wall time whatever the records say, or however much the hosts' clocks differ. What is
-in the records decides only which account a stretch goes to. It reads no file and knows no policy.
+Called by `orchestra status` and `why`, by rehearsals and by the planner. A cursor moves through the run's
+life, only forward: each stretch that it passes is booked once, so that the seconds sum to the wall time,
+whatever the records say and however much the hosts' clocks differ. The records decide only which account a
+stretch goes to.
 """
 
 from __future__ import annotations
@@ -17,165 +18,25 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from orchestra.recovery import history
+from orchestra.recovery.history import AttemptSave
 from orchestra.run.events import is_number, is_whole
 from orchestra.run.files import Record
 
-# What a run's records say about each attempt's course: when it began to train, saved, failed and ended.
-#
-# A reading of events and metrics rows in the terms that `accounting` books by. It judges nothing.
-
-
-# Events that a command writes about a run, at any time.
-_OF_COMMANDS = ("submitted", "cancelled", "requeued", "checkpoint_verified")
-_ENDS = ("finished", "failed")
-_FAILURES = ("failed", "rank_failed")
-# What the control plane writes when it has decided how to go on; some decisions start no ranks here.
-_DECIDED = "restarting"
+# Events that a command writes about a run, at any time, and what is decided after an attempt: none is a sign
+# of life of it.
+_NO_SIGNS_OF_LIFE = ("submitted", "cancelled", "requeued", "checkpoint_verified", "restarting")
+# Decisions after which the leader starts no ranks in its own job.
 _STARTS_NOTHING = ("give_up", "requeue")
-
-
-@dataclass
-class Attempt:
-    """One attempt as its records tell it; times in Unix seconds, None where nothing says it."""
-
-    number: int
-    started: float
-    job: Any = None
-    job_start: Any = None
-    leader: tuple[Any, ...] = ()
-    # The step behind which it began to train, once that is known: 0 for a run's first attempt.
-    begin: int | None = None
-    restored_at: float | None = None
-    restore_s: float = 0.0
-    training_at: float | None = None
-    rows: list[Record] = field(default_factory=list)
-    # Saves that began (step, time, seconds the training waited), committed steps, and when saves were over.
-    saves: list[tuple[int, float, float]] = field(default_factory=list)
-    committed: list[int] = field(default_factory=list)
-    concluded_saves: list[tuple[int, float]] = field(default_factory=list)
-    failed_step: int | None = None
-    failed_at: float | None = None
-    ended: float | None = None
-    code: int | None = None
-    will_restart: bool = False
-    last_sign: float = 0.0
-
-    @property
-    def end(self) -> float:
-        """When it ended, as its verdict says, or as the silence after its last record does."""
-        return self.last_sign if self.ended is None else self.ended
-
-    @property
-    def step_time_s(self) -> float | None:
-        """The usual time of a step, from what was logged or saved; None where nothing was."""
-        recent = self.rows[-20:]
-        times = [float(row["step_time_s"]) for row in recent if is_number(row.get("step_time_s"))]
-        if times:
-            return statistics.median(times)
-        if self.saves and self.training_at is not None:
-            step, time, blocked_s = self.saves[-1]
-            num_steps = step - (self.begin or 0)
-            return max(0.0, time - self.training_at - blocked_s) / num_steps if num_steps > 0 else None
-        return None
-
-    @property
-    def row_time_s(self) -> float | None:
-        """The usual time from one row to the next; None before the second one."""
-        times = [later["time"] - earlier["time"] for earlier, later in itertools.pairwise(self.rows[-21:])]
-        return statistics.median(times) if times else None
-
-    def is_same_start(self, before: Attempt) -> bool:
-        """Whether the ranks were started again by the agents of the attempt before, without a wait."""
-        if self.job is not None or before.job is not None:
-            return (self.job, self.job_start) == (before.job, before.job_start)
-        return before.will_restart or (bool(self.leader) and self.leader == before.leader)
-
-    def is_requeued_job_of(self, before: Attempt) -> bool:
-        """Whether the scheduler started the job of the attempt before once more."""
-        return self.job is not None and self.job == before.job and self.job_start != before.job_start
-
-
-def attempts_of(events: Iterable[Record], rows: Iterable[Record]) -> list[Attempt]:
-    """Return the attempts that were started, by their number. `events` are ordered by time."""
-    events = list(events)
-    found: dict[int, Attempt] = {}
-    for event in events:
-        if event["event"] == "attempt_started" and event["attempt"] not in found:
-            found[event["attempt"]] = _started(event)
-    attempts = [found[number] for number in sorted(found)]
-    for event in events:
-        if event["attempt"] in found:
-            _follow(found[event["attempt"]], event)
-    if attempts and attempts[0].begin is None:
-        attempts[0].begin = 0
-    _spread(attempts, rows)
-    for attempt, following in itertools.pairwise(attempts):
-        if attempt.ended is None or attempt.ended > following.started:
-            attempt.ended = min(attempt.end, following.started)
-    return attempts
-
-
-def _started(event: Record) -> Attempt:
-    time = float(event["time"])
-    leader = tuple(event.get(key) for key in ("host", "pid", "pid_started"))
-    return Attempt(
-        number=event["attempt"],
-        started=time,
-        job=event.get("job"),
-        job_start=event.get("job_start"),
-        leader=leader if is_whole(event.get("pid")) else (),
-        last_sign=time,
-    )
-
-
-def _follow(attempt: Attempt, event: Record) -> None:
-    name, time, step = event["event"], float(event["time"]), event.get("step")
-    if name == _DECIDED:
-        attempt.will_restart = event.get("decision") not in _STARTS_NOTHING
-    if name in _OF_COMMANDS or name == _DECIDED:
-        return
-    if attempt.ended is None:
-        attempt.last_sign = max(attempt.last_sign, time)
-    if name == "restored" and is_whole(step):
-        seconds = event.get("seconds")
-        attempt.begin, attempt.restored_at = step, time
-        attempt.restore_s = float(seconds) if is_number(seconds) else 0.0
-    elif name == "training_started" and attempt.training_at is None:
-        attempt.training_at = time
-    elif name == "checkpoint_started" and is_whole(step):
-        blocked_s = event.get("blocked_s")
-        attempt.saves.append((step, time, float(blocked_s) if is_number(blocked_s) else 0.0))
-    elif name in ("checkpoint_committed", "checkpoint_failed") and is_whole(step):
-        attempt.concluded_saves.append((step, time))
-        attempt.committed += [step] if name == "checkpoint_committed" else []
-    elif name in _FAILURES and "rank" in event:
-        attempt.failed_step = max(attempt.failed_step or 0, step) if is_whole(step) else attempt.failed_step
-        attempt.failed_at = time if attempt.failed_at is None else attempt.failed_at
-    elif name in _ENDS and "rank" not in event:
-        code = event.get("code")
-        attempt.ended = time if attempt.ended is None else attempt.ended
-        attempt.code = code if is_whole(code) else attempt.code
-
-
-def _spread(attempts: Sequence[Attempt], rows: Iterable[Record]) -> None:
-    """Give each row to the attempt that wrote it: rows carry a time, and attempts follow one another."""
-    starts = [attempt.started for attempt in attempts]
-    for row in rows:
-        if not attempts or not is_whole(row.get("step")) or not is_number(row.get("time")):
-            continue
-        attempt = attempts[max(0, bisect.bisect_right(starts, row["time"]) - 1)]
-        attempt.rows.append(row)
-        if attempt.ended is None:
-            attempt.last_sign = max(attempt.last_sign, row["time"])
-
-
+# Rows from which the usual time of a step is taken.
+_RECENT_ROWS = 20
 # A step under way in a run that lives counts as trained for so many times what a row's steps usually take;
 # what goes beyond is the time in which a failure is not yet noticed.
 _PATIENCE = 3.0
 # An attempt that ended with one of these codes saved its last step before it ended: done, stopped on request.
 _ENDED_WITH_A_SAVE = (0, 75)
 # What decides whether a run without an attempt waits for the scheduler.
-_OF_THE_QUEUE = ("submitted", "requeued", "cancelled")
+_QUEUE_EVENTS = ("submitted", "requeued", "cancelled")
 
 
 class Account(Enum):
@@ -225,6 +86,155 @@ class Accounts:
         return {"wall_s": self.wall_s, **dataclasses.asdict(self), "goodput": self.goodput}
 
 
+@dataclass
+class AttemptTimes:
+    """When one attempt began to train, saved, failed and ended, as events and metrics rows tell it.
+
+    Times are Unix seconds, None where nothing says it.
+    """
+
+    attempt: history.Attempt
+    # The step after which it began to train, once that is known: 0 for a run's first attempt.
+    begin: int | None
+    ended: float | None
+    rows: list[Record] = field(default_factory=list)
+
+    @property
+    def started(self) -> float:
+        return float(self.attempt.start["time"])
+
+    @property
+    def restored_at(self) -> float | None:
+        return _time_of(self.attempt.restored)
+
+    @property
+    def restore_s(self) -> float:
+        """Seconds that the restore took; 0 where nothing was restored."""
+        seconds = (self.attempt.restored or {}).get("seconds")
+        return float(seconds) if is_number(seconds) else 0.0
+
+    @property
+    def training_at(self) -> float | None:
+        return _time_of(self.attempt.training_started)
+
+    @property
+    def saves(self) -> list[AttemptSave]:
+        """The checkpoints that it began to write."""
+        return self.attempt.saves
+
+    @property
+    def failed_at(self) -> float | None:
+        """When the first rank failed."""
+        return _time_of(next(iter(self.attempt.rank_failures), None))
+
+    @property
+    def failed_step(self) -> int:
+        """The highest step in which a rank failed; 0 where none says one."""
+        steps = (event.get("step") for event in self.attempt.rank_failures)
+        return max((step for step in steps if is_whole(step)), default=0)
+
+    @property
+    def code(self) -> int | None:
+        """What it ended with; None without a verdict."""
+        codes = [event["code"] for event in self.attempt.verdicts if is_whole(event.get("code"))]
+        return codes[-1] if codes else None
+
+    @property
+    def will_restart(self) -> bool:
+        """Whether its leader decided to start ranks again."""
+        decided = self.attempt.named("restarting")
+        return bool(decided) and decided[-1].get("decision") not in _STARTS_NOTHING
+
+    @property
+    def end(self) -> float:
+        """When it ended, as its first verdict says, or as the silence after its last record does."""
+        if self.ended is not None:
+            return self.ended
+        signs = [
+            float(event["time"]) for event in self.attempt.events if event["event"] not in _NO_SIGNS_OF_LIFE
+        ]
+        return max([self.started, *signs, *(float(row["time"]) for row in self.rows)])
+
+    @property
+    def step_time_s(self) -> float | None:
+        """The usual time of a step, from what was logged or saved; None where nothing was."""
+        recent = self.rows[-_RECENT_ROWS:]
+        times = [float(row["step_time_s"]) for row in recent if is_number(row.get("step_time_s"))]
+        if times:
+            return statistics.median(times)
+        saves = self.saves
+        if saves and self.training_at is not None:
+            num_steps = saves[-1].step - (self.begin or 0)
+            seconds = max(0.0, saves[-1].time - self.training_at - saves[-1].blocked_s)
+            return seconds / num_steps if num_steps > 0 else None
+        return None
+
+    @property
+    def row_time_s(self) -> float | None:
+        """The usual time from one row to the next; None before the second one."""
+        recent = self.rows[-_RECENT_ROWS - 1 :]
+        times = [later["time"] - earlier["time"] for earlier, later in itertools.pairwise(recent)]
+        return statistics.median(times) if times else None
+
+    def is_same_start(self, before: AttemptTimes) -> bool:
+        """Whether the ranks were started again by the agents of the attempt before, without a wait."""
+        if self.job is not None or before.job is not None:
+            return (self.job, self.job_start) == (before.job, before.job_start)
+        return before.will_restart or (bool(self.leader) and self.leader == before.leader)
+
+    def is_requeued_job_of(self, before: AttemptTimes) -> bool:
+        """Whether the scheduler started the job of the attempt before once more."""
+        return self.job is not None and self.job == before.job and self.job_start != before.job_start
+
+    @property
+    def job(self) -> Any:
+        """The Slurm job that it ran in; None in the foreground."""
+        return self.attempt.start.get("job")
+
+    @property
+    def job_start(self) -> Any:
+        """How often that job had been requeued before."""
+        return self.attempt.start.get("job_start")
+
+    @property
+    def leader(self) -> tuple[Any, ...]:
+        """Host, process id and start of the process that led it; empty where that is not known."""
+        start = self.attempt.start
+        is_known = is_whole(start.get("pid"))
+        return tuple(start.get(key) for key in ("host", "pid", "pid_started")) if is_known else ()
+
+
+def _time_of(event: Record | None) -> float | None:
+    return None if event is None else float(event["time"])
+
+
+def attempt_times(events: Iterable[Record], rows: Iterable[Record]) -> list[AttemptTimes]:
+    """Return the times of all attempts, by their number. `events` are ordered by time."""
+    times = [_times_of(attempt) for attempt in history.read(events)]
+    if times and times[0].begin is None:
+        times[0].begin = 0
+    _assign_rows(times, rows)
+    for before, following in itertools.pairwise(times):
+        if before.ended is None or before.ended > following.started:
+            before.ended = min(before.end, following.started)
+    return times
+
+
+def _times_of(attempt: history.Attempt) -> AttemptTimes:
+    restored = attempt.restored
+    ended = float(attempt.verdicts[0]["time"]) if attempt.verdicts else None
+    return AttemptTimes(attempt, None if restored is None else int(restored["step"]), ended)
+
+
+def _assign_rows(times: Sequence[AttemptTimes], rows: Iterable[Record]) -> None:
+    """Give each row to the attempt that wrote it: rows carry a time, and attempts follow one another."""
+    starts = [attempt.started for attempt in times]
+    for row in rows:
+        if not times or not is_whole(row.get("step")) or not is_number(row.get("time")):
+            continue
+        times[max(0, bisect.bisect_right(starts, row["time"]) - 1)].rows.append(row)
+
+
 def account(
     events: Iterable[Record], rows: Iterable[Record], *, began: float | None = None, now: float | None = None
 ) -> Accounts:
@@ -235,29 +245,29 @@ def account(
     `now` is None for a run that has ended: its last record then is its end.
     """
     events = list(events)
-    attempts = attempts_of(events, rows)
-    begins = [it["time"] for it in events if it["event"] in ("submitted", "attempt_started")]
+    attempts = attempt_times(events, rows)
+    begins = [event["time"] for event in events if event["event"] in ("submitted", "attempt_started")]
     begins += [] if began is None else [began]
     if not begins:
         return Accounts()
-    end = max((it["time"] for it in events), default=min(begins)) if now is None else now
+    end = max((event["time"] for event in events), default=min(begins)) if now is None else now
     book = _Book(min(begins), math.inf if now is None else now)
     kept = _kept_until(attempts, is_alive=now is not None)
-    words = [it for it in events if it["event"] in _OF_THE_QUEUE]
-    _wait(book, words, None, attempts[0].started if attempts else end)
+    queueing = [event for event in events if event["event"] in _QUEUE_EVENTS]
+    _wait(book, queueing, None, attempts[0].started if attempts else end)
     for index, attempt in enumerate(attempts):
         following = attempts[index + 1] if index + 1 < len(attempts) else None
         _book_attempt(book, attempt, kept[index], now if following is None else None)
         if following is not None:
-            _book_gap(book, words, attempt, following)
+            _book_gap(book, queueing, attempt, following)
     if attempts and now is not None:
         # It has ended and is to go on, or its agents died and nobody has said so yet.
-        _wait(book, words, attempts[-1], now)
+        _wait(book, queueing, attempts[-1], now)
     return book.accounts()
 
 
 class _Book:
-    """The cursor and what was booked so far. Nothing is booked behind `end`: clocks may be ahead of it."""
+    """The cursor and what was booked so far. Nothing is booked after `end`: clocks may be ahead of it."""
 
     def __init__(self, began: float, end: float) -> None:
         self.cursor = began
@@ -283,8 +293,8 @@ class _Book:
         return Accounts(**{f"{name.value}_s": seconds for name, seconds in self._seconds.items()})
 
 
-def _kept_until(attempts: Sequence[Attempt], *, is_alive: bool) -> list[float]:
-    """Return for each attempt the last step of it that counts: what no later attempt went back behind."""
+def _kept_until(attempts: Sequence[AttemptTimes], *, is_alive: bool) -> list[float]:
+    """Return for each attempt the last step of it that counts: no later one went back before it."""
     if not attempts:
         return []
     newest = attempts[-1]
@@ -298,17 +308,17 @@ def _kept_until(attempts: Sequence[Attempt], *, is_alive: bool) -> list[float]:
     return kept[::-1]
 
 
-def _point_to_go_on_from(attempts: Sequence[Attempt]) -> int:
-    """Return the step behind which whoever goes on with the run will begin."""
+def _point_to_go_on_from(attempts: Sequence[AttemptTimes]) -> int:
+    """Return the step after which whoever goes on with the run will begin."""
     point = 0
     for attempt in attempts:
         if attempt.begin is not None:
             point = attempt.begin
-        point = max([point, *attempt.committed])
+        point = max([point, *attempt.attempt.committed_steps])
     return point
 
 
-def _book_attempt(book: _Book, attempt: Attempt, kept_until: float, now: float | None) -> None:
+def _book_attempt(book: _Book, attempt: AttemptTimes, kept_until: float, now: float | None) -> None:
     """Book an attempt from its start to its end; to `now` where it lives and is the last one."""
     if attempt.restored_at is not None:
         book.until(attempt.restored_at - attempt.restore_s, Account.restart)
@@ -319,7 +329,7 @@ def _book_attempt(book: _Book, attempt: Attempt, kept_until: float, now: float |
     for row in attempt.rows:
         step, step_time_s = row["step"], row.get("step_time_s")
         seconds = (step - before) * step_time_s if is_number(step_time_s) else math.inf
-        if attempt.training_at is None and row is attempt.rows[0] and math.isfinite(seconds):
+        if row is attempt.rows[0] and attempt.training_at is None and math.isfinite(seconds):
             # Nothing else says when the start was over.
             book.until(row["time"] - seconds, Account.restart)
         book.share(row["time"], seconds, _kept_and_lost(before, step, kept_until), Account.checkpoint)
@@ -341,21 +351,21 @@ def _kept_and_lost(before: int, step: int, kept_until: float) -> list[tuple[Acco
     return [(Account.productive, share), (Account.lost, 1.0 - share)]
 
 
-def _book_tail(book: _Book, attempt: Attempt, before: int, kept_until: float) -> None:
-    """Book what came behind the last row of an attempt that is over: steps without a row, the last save, and
+def _book_tail(book: _Book, attempt: AttemptTimes, before: int, kept_until: float) -> None:
+    """Book what came after the last row of an attempt that is over: steps without a row, the last save, and
     then the failure and its detection, or the end of the processes.
     """
     end = attempt.end
     if attempt.code in _ENDED_WITH_A_SAVE:
-        saved = [time for step, time in attempt.concluded_saves if step >= before]
+        saved = [time for step, time in attempt.attempt.concluded_saves if step >= before]
         book.until(min(max(saved, default=book.cursor), end), Account.checkpoint)
-    for step, time, blocked_s in attempt.saves:
-        if step > before:
-            seconds = max(0.0, min(time, end) - book.cursor) - blocked_s
-            shares = _kept_and_lost(before, step, kept_until)
-            book.share(min(time, end), seconds, shares, Account.checkpoint)
-            before = step
-    unseen = (attempt.failed_step or 0) - 1 - before
+    for save in attempt.saves:
+        if save.step > before:
+            seconds = max(0.0, min(save.time, end) - book.cursor) - save.blocked_s
+            shares = _kept_and_lost(before, save.step, kept_until)
+            book.share(min(save.time, end), seconds, shares, Account.checkpoint)
+            before = save.step
+    unseen = attempt.failed_step - 1 - before
     step_time_s = attempt.step_time_s
     if unseen > 0 and step_time_s is not None:
         failure = min(attempt.failed_at or end, end)
@@ -365,7 +375,7 @@ def _book_tail(book: _Book, attempt: Attempt, before: int, kept_until: float) ->
     book.until(end, Account.restart)
 
 
-def _book_present(book: _Book, attempt: Attempt, now: float) -> None:
+def _book_present(book: _Book, attempt: AttemptTimes, now: float) -> None:
     """Book what a living attempt does now: it trains, or starts, or hangs and nobody has noticed yet."""
     if attempt.training_at is None and not attempt.rows:
         book.until(now, Account.restart)
@@ -376,16 +386,21 @@ def _book_present(book: _Book, attempt: Attempt, now: float) -> None:
     book.until(now, Account.restart)
 
 
-def _book_gap(book: _Book, words: Sequence[Record], ended: Attempt, following: Attempt) -> None:
+def _book_gap(book: _Book, queueing: Sequence[Record], ended: AttemptTimes, following: AttemptTimes) -> None:
     """Book the time between two attempts: a restart in place, the queue, or a person's absence."""
     if following.is_same_start(ended):
         book.until(following.started, Account.restart)
     else:
-        _wait(book, words, ended, following.started, in_queue=following.is_requeued_job_of(ended))
+        _wait(book, queueing, ended, following.started, in_queue=following.is_requeued_job_of(ended))
 
 
 def _wait(
-    book: _Book, words: Sequence[Record], ended: Attempt | None, until: float, *, in_queue: bool = False
+    book: _Book,
+    queueing: Sequence[Record],
+    ended: AttemptTimes | None,
+    until: float,
+    *,
+    in_queue: bool = False,
 ) -> None:
     """Book the wait for an attempt: in the queue from a submission on, idle before it and once cancelled.
 
@@ -395,7 +410,7 @@ def _wait(
     state = Account.queue if in_queue else Account.idle
     if ended is not None and ended.will_restart and not in_queue:
         state = Account.restart
-    for event in words:
+    for event in queueing:
         name, time = event["event"], event["time"]
         if not since <= time <= until:
             continue

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
-from orchestra.recovery.history import Incident
+from orchestra.recovery.incidents import Incident
 from orchestra.recovery.policy import Decision
 from orchestra.run.events import is_number, is_whole
 from orchestra.run.paths import RunDir, SweepDir

@@ -14,7 +14,7 @@ from enum import Enum
 
 from conf.schema import RecoveryConfig
 from orchestra.errors import EXIT_DO_NOT_RESTART, EXIT_FAILED
-from orchestra.recovery.history import Incident, Kind, is_from_outside
+from orchestra.recovery.incidents import Incident, Kind, is_from_outside
 
 # What the policy is asked and what it answers: values. Which answer follows is `policy`'s to say.
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from orchestra.errors import EXIT_DO_NOT_RESTART, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED
-from orchestra.recovery.history import Incident, Kind
+from orchestra.recovery.incidents import Incident, Kind
 from orchestra.recovery.policy import MOST_NOT_CHARGED, Action, Decision, Resources, Rules, decide
 from orchestra.run.rollback import BROKEN_DEVICE, SPIKE, RollBack
 

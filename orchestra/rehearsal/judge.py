@@ -20,7 +20,8 @@ from checkpointing.verify import verify
 from orchestra.data.ledger import read_ledger
 from orchestra.errors import EXIT_DONE, EXIT_FAILED
 from orchestra.recovery.accounting import account
-from orchestra.recovery.history import last_attempt, node_verdict, of_attempt
+from orchestra.recovery.history import newest_attempt
+from orchestra.recovery.incidents import node_verdict
 from orchestra.rehearsal.prepare_rehearsal import Pair
 from orchestra.report.attempts import Chapter, chapters
 from orchestra.run.config_file import read_config
@@ -71,8 +72,8 @@ def checks(hurt: RunDir, whole: RunDir) -> list[Check]:
 
 def _finished(run: RunDir, claim: str) -> Check:
     events = read_events(run)
-    attempt = last_attempt(events)
-    verdict = None if attempt is None else node_verdict(of_attempt(events, attempt))
+    attempt = newest_attempt(events)
+    verdict = None if attempt is None else node_verdict(attempt)
     advice = f"`orchestra why {run.path}` tells what ended it"
     if verdict is None:
         return Check(claim, False, "it never ended by itself", advice)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from orchestra.recovery.accounting import Accounts, account
-from orchestra.recovery.history import last_attempt, of_attempt
+from orchestra.recovery.history import newest_attempt
 from orchestra.report.run_state import read_record
 from orchestra.run.events import is_number, is_whole
 from orchestra.run.files import Record, read_json_lines
@@ -29,7 +29,7 @@ def read_accounts(run: RunDir, events: Sequence[Record], state: str, now: float)
 
 @dataclass(frozen=True)
 class SlowRank:
-    """A rank that computes slower than the others by `ratio`, behind `step`."""
+    """A rank that computes slower than the others by `ratio`, after `step`."""
 
     rank: int
     host: str
@@ -39,10 +39,9 @@ class SlowRank:
 
 def slow_ranks(events: Iterable[Record]) -> list[SlowRank]:
     """Return the ranks that were found slow in the newest attempt and have not recovered, slowest first."""
-    events = list(events)
-    attempt = last_attempt(events)
+    attempt = newest_attempt(list(events))
     found: dict[int, SlowRank] = {}
-    for event in [] if attempt is None else of_attempt(events, attempt):
+    for event in () if attempt is None else attempt.events:
         rank, ratio = event.get("rank"), event.get("ratio")
         if not is_whole(rank):
             continue

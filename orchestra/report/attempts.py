@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from orchestra.recovery.history import DECIDED, Incident, Kind, incidents
+from orchestra.recovery import history
+from orchestra.recovery.history import Attempt
+from orchestra.recovery.incidents import Incident, Kind, incidents
 from orchestra.run.events import is_number
 from orchestra.run.files import Record
 
@@ -53,26 +55,28 @@ class Chapter:
 
 
 def chapters(events: Sequence[Record], steps: Mapping[int, int] | None = None) -> list[Chapter]:
-    """Return the attempts that are over, oldest first. `events` are in the order of time."""
-    told: dict[int, list[Record]] = {}
-    for event in events:
-        if event["event"] in (*DECIDED, "node_replaced"):
-            told.setdefault(int(event["attempt"]), []).append(event)
-    return [_chapter(it, told.get(it.attempt, [])) for it in incidents(events, steps)]
+    """Return the attempts that are over, oldest first. `events` are in the order of time.
+
+    `steps`: see `incidents`.
+    """
+    attempts = history.read(events)
+    by_number = {attempt.number: attempt for attempt in attempts}
+    ended = incidents(attempts, steps)
+    return [_chapter(incident, by_number[incident.attempt]) for incident in ended]
 
 
-def _chapter(incident: Incident, told: Iterable[Record]) -> Chapter:
-    told = list(told)
-    decided = [event for event in told if event["event"] in DECIDED]
+def _chapter(incident: Incident, attempt: Attempt) -> Chapter:
+    decided = attempt.decisions
     replaced = tuple(
-        (str(it.get("host")), str(it["by_host"]))
-        for it in told
-        if it["event"] == "node_replaced" and "by_host" in it
+        (str(event.get("host")), str(event["by_host"]))
+        for event in attempt.named("node_replaced")
+        if "by_host" in event
     )
     if not decided:
         return Chapter(incident, replaced=replaced)
     # A requeue is told twice: why it was decided, and by which job it goes on.
-    last, first = decided[-1], next((it for it in decided if "rule" in it), decided[-1])
+    last = decided[-1]
+    first = next((event for event in decided if "rule" in event), last)
     decision = "requeue" if last["event"] == "requeued" else _text(last, "decision")
     wait_s = first.get("wait_s")
     return Chapter(

@@ -23,32 +23,12 @@ from typing import Any
 from launchers import processes
 from launchers.slurm.queue import SubmittedJob
 from orchestra.errors import EXIT_INTERRUPTED, EXIT_STOPPED, ConfigError
-from orchestra.recovery.history import Verdict, first_failure, judge, last_attempt, node_verdict, of_attempt
+from orchestra.recovery.history import Attempt, newest_attempt, newest_checkpoint
+from orchestra.recovery.incidents import Verdict, first_failure, judge, node_verdict
 from orchestra.run.events import event_files, is_number, is_whole, read_events
 from orchestra.run.files import Record, read_last_lines
 from orchestra.run.metrics_file import rows_that_count
 from orchestra.run.paths import RunDir, SweepDir, read_sweep
-from orchestra.run.rollback import EVENT
-
-# What a run's events say about its checkpoints. It looks at no checkpoint itself.
-
-
-def newest_checkpoint(events: Iterable[Record]) -> int | None:
-    """Return the step that the run would go on from: what was committed last, restored or gone back to since.
-
-    A restore passes over damaged checkpoints, so it counts whatever had been committed before. `events` are
-    in the order of time. None where nothing was committed.
-    """
-    step: int | None = None
-    for event in events:
-        # A restore from copies in memory touches no checkpoint.
-        is_of_storage = event.get("source") != "memory"
-        is_told = event.get("event") in ("checkpoint_committed", "restored") and is_of_storage
-        if is_told and is_whole(event.get("step")):
-            step = event["step"] or None
-        elif event.get("event") == EVENT and is_whole(event.get("to")):
-            step = event["to"] or None
-    return step
 
 
 def was_verified(events: Iterable[Record], step: int, created: float) -> bool:
@@ -83,15 +63,9 @@ def passed_over(event: Record) -> list[str]:
     return [f"the checkpoint of step {step} was passed over: {reason}" for step, reason in told]
 
 
-# The time between an attempt that failed and the next one: what its leader decided, and when that is due.
-#
-# From the events of one attempt, and from whether the process that leads it lives. It asks no scheduler and
-# does not decide what follows a failure.
-
-
 RESTARTING = "restarting"
-# Decisions that another attempt of the same crew follows, and the one that another job does; after the others
-# its leader ends.
+# Decisions that another attempt by the same agents follows, and the one that another job does; after the
+# others the leader ends.
 _GO_ON = ("restart", "replace", "shrink", "requeue")
 # A verdict carries this while its leader has yet to say what follows.
 _UNDECIDED = "undecided"
@@ -115,35 +89,29 @@ class Restart:
     job: str | None
 
 
-def restart_to_come(own: Sequence[Record]) -> Restart | None:
+def restart_to_come(attempt: Attempt) -> Restart | None:
     """Return what its leader decided after an attempt's last verdict, if that is that another one begins, or
     that it has yet to decide.
 
-    `own` are the events of the newest attempt, by time. Whether the leader still lives is another question:
-    `is_awaited`.
+    `attempt` is the run's newest. Whether the leader still lives is another question: `is_awaited`.
     """
-    event = _last_word(own)
-    if event is None:
+    word = attempt.last_word
+    if word is None:
         return None
-    if event["event"] == RESTARTING:
-        return _restart_from(event, _start(own)) if event.get("decision") in _GO_ON else None
-    return _restart_from(event, _start(own)) if event.get(_UNDECIDED) is True else None
+    is_decided = word["event"] == RESTARTING
+    if (is_decided and word.get("decision") in _GO_ON) or (not is_decided and word.get(_UNDECIDED) is True):
+        return _restart_from(word, _newest_start(attempt))
+    return None
 
 
-def _last_word(own: Sequence[Record]) -> Record | None:
-    """Return the last thing that was said about the whole attempt's end; None while nothing was."""
-    words = ("finished", "failed", "requeued", RESTARTING)
-    return next((it for it in reversed(own) if it["event"] in words and "rank" not in it), None)
-
-
-def is_awaited(restart: Restart, own: Sequence[Record], now: float, last_growth: float) -> bool:
+def is_awaited(restart: Restart, attempt: Attempt, now: float, last_growth: float) -> bool:
     """Tell whether the leader that decided on `restart` lives, and so begins another attempt.
 
     On its own host its process tells; elsewhere it counts as alive until it is late by two minutes, counted
     from the last word of the run, at `last_growth` by the file server's clock.
     """
-    start = _start(own)
-    decided = _last_word(own) or {}
+    start = _newest_start(attempt)
+    decided = attempt.last_word or {}
     if start is not None and is_of_this_host(start) and _is_same_leader(start, decided):
         lives = leader_lives(start)
         # Of several nodes the next one's agent leads where this one's is gone.
@@ -167,8 +135,8 @@ def leader_lives(start: Record) -> bool:
     return process is not None and (started is None or process.started == started)
 
 
-def _start(own: Sequence[Record]) -> Record | None:
-    return next((event for event in reversed(own) if event["event"] == "attempt_started"), None)
+def _newest_start(attempt: Attempt) -> Record | None:
+    return attempt.starts[-1] if attempt.starts else None
 
 
 def _restart_from(event: Record, start: Record | None) -> Restart:
@@ -188,7 +156,7 @@ def _restart_from(event: Record, start: Record | None) -> Restart:
 
 
 def _is_same_leader(start: Record, decided: Record) -> bool:
-    """Of a crew of several nodes another one may have led at the end; of its process nothing is known."""
+    """Of several nodes another one may have led at the end; of its process nothing is known."""
     return all(
         key not in start or key not in decided or start[key] == decided[key] for key in ("host", "node")
     )
@@ -321,10 +289,10 @@ def _read_state(run: RunDir, now: float) -> RunState:
 
 
 def _restart(events: list[Record], state: str) -> Restart | None:
-    attempt = last_attempt(events)
+    attempt = newest_attempt(events)
     if attempt is None or state not in (RESTARTING, "failed"):
         return None
-    return restart_to_come(of_attempt(events, attempt))
+    return restart_to_come(attempt)
 
 
 def _job_to_ask_about(run: RunDir, record: Record, events: list[Record], state: str) -> SubmittedJob | None:
@@ -428,27 +396,25 @@ def read_ending(run: RunDir, events: list[Record], now: float) -> tuple[str, Ver
 
 
 def _ending(run: RunDir, record: Record, events: list[Record], now: float) -> tuple[str, Verdict | None]:
-    attempt = last_attempt(events)
-    if _is_cancelled(record, events, attempt):
+    attempt = newest_attempt(events)
+    if _is_cancelled(record, events, None if attempt is None else attempt.number):
         return "cancelled", None
     if attempt is None:
         return ("not started" if _may_still_start(record) else "died"), None
-    current = of_attempt(events, attempt)
-    verdict = node_verdict(current)
-    if _has_newer_job(record, attempt):
+    verdict = node_verdict(attempt)
+    if _has_newer_job(record, attempt.number):
         return "queued", verdict
     if verdict is not None:
-        restart = restart_to_come(current)
-        if restart is not None and is_awaited(restart, current, now, last_growth(run)):
+        restart = restart_to_come(attempt)
+        if restart is not None and is_awaited(restart, attempt, now, last_growth(run)):
             return RESTARTING, verdict
-        goes_on = verdict.code in (EXIT_STOPPED, EXIT_INTERRUPTED) and _is_requeued(current)
+        goes_on = verdict.code in (EXIT_STOPPED, EXIT_INTERRUPTED) and attempt.is_requeued
         return ("queued" if goes_on else verdict.state), verdict
-    start = next(event for event in current if event["event"] == "attempt_started")
-    if not is_of_this_host(start):
+    if not is_of_this_host(attempt.start):
         return ("running" if now - _last_sign_of_life(run) < _SILENCE_S else "unknown"), None
-    if leader_lives(start):
+    if leader_lives(attempt.start):
         return "running", None
-    return _without_leader(current)
+    return _without_leader(attempt)
 
 
 def _has_newer_job(record: Record, attempt: int) -> bool:
@@ -457,13 +423,6 @@ def _has_newer_job(record: Record, attempt: int) -> bool:
     entry = jobs[-1] if isinstance(jobs, list) and jobs and isinstance(jobs[-1], dict) else {}
     meant = entry.get("attempt")
     return is_whole(meant) and meant > attempt
-
-
-def _is_requeued(events: list[Record]) -> bool:
-    """Whether a stopped attempt goes on by itself; a verdict that is written once more takes that back."""
-    words = ("requeued", "failed")
-    said = [event["event"] for event in events if event["event"] in words and "rank" not in event]
-    return bool(said) and said[-1] == "requeued"
 
 
 def _is_cancelled(record: Record, events: list[Record], attempt: int | None) -> bool:
@@ -477,11 +436,11 @@ def _is_cancelled(record: Record, events: list[Record], attempt: int | None) -> 
     )
 
 
-def _without_leader(events: list[Record]) -> tuple[str, Verdict | None]:
+def _without_leader(attempt: Attempt) -> tuple[str, Verdict | None]:
     """The leading process died without a verdict of its own; what the ranks wrote still counts."""
-    is_finished = any(event["event"] == "finished" and event.get("rank") == 0 for event in events)
-    if is_finished or first_failure(events) is not None:
-        verdict = judge(events, exit_code=0 if is_finished else 1, interruption=None)
+    is_finished = 0 in attempt.finished_ranks
+    if is_finished or first_failure(attempt) is not None:
+        verdict = judge(attempt, exit_code=0 if is_finished else 1, interruption=None)
         return verdict.state, verdict
     return "died", None
 

@@ -30,12 +30,11 @@ from launchers.slurm.queue import SubmittedJob
 from orchestra.config.compose import changed_config
 from orchestra.config.machine import Situation
 from orchestra.errors import ConfigError, LaunchError
-from orchestra.recovery.history import last_attempt
+from orchestra.recovery.history import last_attempt, newest_checkpoint
 from orchestra.report.run_state import (
     RunState,
     job_of_record,
     name_of,
-    newest_checkpoint,
     read_ending,
     read_record,
     read_state,

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 from orchestra.cli.text import figures
 from orchestra.errors import EXIT_DO_NOT_RESTART, EXIT_DONE, EXIT_STOPPED
-from orchestra.recovery.history import Verdict
-from orchestra.report.run_state import failed_save, newest_checkpoint
+from orchestra.recovery.history import newest_checkpoint
+from orchestra.recovery.incidents import Verdict
+from orchestra.report.run_state import failed_save
 from orchestra.run.files import Record
 from orchestra.run.paths import RunDir, SweepDir, is_sweep
 

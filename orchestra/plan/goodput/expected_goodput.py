@@ -18,7 +18,7 @@ from orchestra.plan.assemble import case_of
 from orchestra.plan.goodput.scenario import Cause, Scenario, Times
 from orchestra.plan.goodput.simulator import simulate
 from orchestra.plan.predict import predict
-from orchestra.recovery.accounting import account, attempts_of
+from orchestra.recovery.accounting import account, attempt_times
 from orchestra.recovery.policy import Action, Rules
 from orchestra.run.files import Record
 from orchestra.sizes import save_interval
@@ -68,19 +68,19 @@ def measured(events: Sequence[Record], rows: Iterable[Record]) -> Measured:
     over the number of attempts.
     """
     rows = list(rows)
-    attempts = attempts_of(events, rows)
+    attempts = attempt_times(events, rows)
     if not attempts:
         return Measured()
     accounts = account(events, rows)
-    saves = [(step, time, blocked_s) for it in attempts for step, time, blocked_s in it.saves]
-    concluded = {step: time for it in attempts for step, time in it.concluded_saves}
-    written = [concluded[step] - time for step, time, _ in saves if step in concluded]
+    saves = [save for each in attempts for save in each.saves]
+    concluded = {step: time for each in attempts for step, time in each.attempt.concluded_saves}
+    written = [concluded[save.step] - save.time for save in saves if save.step in concluded]
     return Measured(
-        step_s=_middle([it.step_time_s for it in attempts if it.step_time_s is not None]),
-        stall_s=_middle([blocked_s for _, _, blocked_s in saves]),
+        step_s=_middle([each.step_time_s for each in attempts if each.step_time_s is not None]),
+        stall_s=_middle([save.blocked_s for save in saves]),
         write_s=_middle([max(0.0, seconds) for seconds in written]),
         restart_s=accounts.restart_s / len(attempts),
-        restore_s=_middle([it.restore_s for it in attempts if it.restore_s > 0]),
+        restore_s=_middle([each.restore_s for each in attempts if each.restore_s > 0]),
     )
 
 

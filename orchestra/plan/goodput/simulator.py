@@ -18,9 +18,9 @@ from typing import Any
 
 from orchestra.errors import EXIT_FAILED, EXIT_STOPPED
 from orchestra.plan.goodput.scenario import DAY_S, Cause, Failure, Repairs, Scenario, failures
-from orchestra.recovery import policy
+from orchestra.recovery import history, policy
 from orchestra.recovery.accounting import Account, Accounts
-from orchestra.recovery.history import Incident, incidents
+from orchestra.recovery.incidents import Incident, incidents
 from orchestra.recovery.policy import Action, Decision, Resources, Rules
 from orchestra.run import stop_requests
 from orchestra.run.files import Record
@@ -300,7 +300,7 @@ class Records:
         self._add(time, "failed", node=0, code=code, cause="", message="")
         known = {it["attempt"] for it in (*self._before, *self._own)}
         saving = [it for it in self._saving if it["attempt"] not in known]
-        return incidents([*saving, *self._before, *self._own])[-1]
+        return incidents(history.read([*saving, *self._before, *self._own]))[-1]
 
     def _add(self, time: float, event: str, **evidence: Any) -> None:
         self._write(self._own[0]["attempt"], time, event, **evidence)

@@ -14,7 +14,7 @@ from launchers.launch_errors import SlurmRefused
 from launchers.slurm.this_job import JobTask, OwnJob, parsed
 from orchestra.agents.slurm_job import GoingOn, How, Stop, continuation, is_stalled
 from orchestra.errors import EXIT_DO_NOT_RESTART, EXIT_STOPPED
-from orchestra.recovery.history import Verdict
+from orchestra.recovery.incidents import Verdict
 from orchestra.run import stop_requests
 from orchestra.run.events import EventWriter, node_writer, read_events
 from orchestra.run.files import Record

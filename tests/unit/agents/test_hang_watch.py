@@ -19,8 +19,9 @@ import pytest
 
 from launchers import processes
 from orchestra.agents.hang_watch import Hang, HangWatch, WatchedRanks
+from orchestra.recovery import history
 from orchestra.recovery.hangs import LimitRules, culprit
-from orchestra.recovery.history import first_failure
+from orchestra.recovery.incidents import first_failure
 from orchestra.run.events import EventWriter, read_events
 from orchestra.run.heartbeat import FOLDER_VARIABLE, Phase, beat_file
 from orchestra.run.paths import RunDir
@@ -179,7 +180,7 @@ def test_a_stopped_rank_is_found_in_whatever_phase_and_its_silence_explained(nod
     assert (event["rank"], event["step"], event["phase"], event["state"]) == (1, 12, "reduce", "T")
     assert event["stacks"] == str(node.run.rank_stacks(0, 1))
     assert event["seconds"] > event["limit"] == 10.0
-    verdict = first_failure(read_events(node.run))
+    verdict = first_failure(history.attempt_of(read_events(node.run), 0))
     assert verdict is not None
     assert (verdict["rank"], verdict["cause"]) == (1, "hang in reduce")
     assert "SIGSTOP" in verdict["message"]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from orchestra.recovery.excluded_hosts import ExcludeList, Listed, all_lists, entries_of, shared_folder
-from orchestra.recovery.history import Incident, Kind
+from orchestra.recovery.incidents import Incident, Kind
 from orchestra.recovery.policy import Action, Decision
 from orchestra.run.paths import RunDir
 

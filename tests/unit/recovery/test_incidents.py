@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 from incident_logs import TRACEBACK, Log
 
-from orchestra.recovery.history import BROKEN_DEVICE, BROKEN_PEER, Incident, Kind, fingerprint, incidents
+from orchestra.recovery import history
+from orchestra.recovery.incidents import BROKEN_PEER, Incident, Kind, fingerprint, incidents
+from orchestra.run.rollback import BROKEN_DEVICE
 
 
 def last(log: Log) -> Incident:
-    return incidents(log.events)[-1]
+    return incidents(history.read(log.events))[-1]
 
 
 def test_an_error_is_told_with_its_place_in_our_code_and_blames_no_host() -> None:
@@ -71,7 +73,7 @@ def test_a_step_that_nobody_wrote_down_is_unknown_or_at_least_the_logged_one() -
         None,
         False,
     )
-    logged = incidents(Log().start(0).kill(0).end(0).events, {0: 120})[-1]
+    logged = incidents(history.read(Log().start(0).kill(0).end(0).events), {0: 120})[-1]
     assert (logged.step, logged.step_is_exact) == (120, False)
     assert last(Log().start(0).kill(0).end(0, reached=130)).step == 130
     assert last(Log().start(0).write(0, "checkpoint_started", step=100).kill(0).end(0)).step == 100
@@ -91,7 +93,7 @@ def test_ranks_that_die_before_anything_was_built_had_no_first_step() -> None:
 def test_committed_is_what_storage_holds_and_began_may_be_from_memory() -> None:
     log = Log().start(0).write(0, "checkpoint_committed", step=100).kill(0).end(0).start(1)
     log.write(1, "restored", step=149, source="memory").kill(1).end(1)
-    assert [(it.began, it.committed) for it in incidents(log.events)] == [(0, 100), (149, 100)]
+    assert [(it.began, it.committed) for it in incidents(history.read(log.events))] == [(0, 100), (149, 100)]
     log.start(2).write(2, "restored", step=50).kill(2).end(2)
     assert (last(log).began, last(log).committed) == (50, 50), "the newer one was damaged"
 
@@ -153,11 +155,15 @@ def test_ends_that_were_asked_for_are_no_failures(code: int, reason: str | None,
 
 def test_an_attempt_without_a_verdict_counts_once_another_one_follows() -> None:
     log = Log().start(0).end(0).start(1)
-    assert [it.attempt for it in incidents(log.events)] == [0]
+    assert [it.attempt for it in incidents(history.read(log.events))] == [0]
     log.start(2).end(2)
-    assert [it.kind for it in incidents(log.events)] == [Kind.rank_failed, Kind.lost, Kind.rank_failed]
+    assert [it.kind for it in incidents(history.read(log.events))] == [
+        Kind.rank_failed,
+        Kind.lost,
+        Kind.rank_failed,
+    ]
     known = Log().start(0).fail(0).start(1).end(1)
-    assert incidents(known.events)[0].cause == "ValueError in train/step.py:run"
+    assert incidents(history.read(known.events))[0].cause == "ValueError in train/step.py:run"
 
 
 def test_who_resumes_a_run_that_had_ended_is_a_person() -> None:
@@ -166,12 +172,19 @@ def test_who_resumes_a_run_that_had_ended_is_a_person() -> None:
         3, job="9"
     ).end(3)
     log.start(4, job=None).end(4, decision=None).start(5, job=None).end(5)
-    assert [it.by_hand for it in incidents(log.events)] == [True, False, True, False, False, True]
+    assert [it.by_hand for it in incidents(history.read(log.events))] == [
+        True,
+        False,
+        True,
+        False,
+        False,
+        True,
+    ]
 
 
 def test_slurm_starts_a_job_again_without_a_word() -> None:
     log = Log().start(0, job="7").start(1, job="7").end(1)
-    assert [it.by_hand for it in incidents(log.events)] == [True, False]
+    assert [it.by_hand for it in incidents(history.read(log.events))] == [True, False]
 
 
 def test_excluded_hosts_and_rehearsals_are_remembered() -> None:

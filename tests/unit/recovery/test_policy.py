@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from conf.schema import RecoveryConfig
 from orchestra.errors import EXIT_DO_NOT_RESTART, EXIT_FAILED
 from orchestra.recovery import policy_table
-from orchestra.recovery.history import Incident, Kind
+from orchestra.recovery.incidents import Incident, Kind
 from orchestra.recovery.policy import (
     FEWEST_STEPS_OF_PROGRESS,
     MOST_NOT_CHARGED,

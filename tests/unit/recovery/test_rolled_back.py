@@ -8,8 +8,9 @@ import pytest
 from incident_logs import Log
 
 from conf.schema import RecoveryConfig, RollBackConfig
+from orchestra.recovery import history
 from orchestra.recovery.copies import Held, begins, is_of_history
-from orchestra.recovery.history import Incident, Kind, incidents
+from orchestra.recovery.incidents import Incident, Kind, incidents
 from orchestra.recovery.policy import Action, Decision, Resources, Rules, decide
 from orchestra.run.rollback import BROKEN_DEVICE, EVENT, NOT_FINITE, SPIKE, RollBack, Stretch
 
@@ -102,14 +103,16 @@ def rolled(cause: str, **evidence: object) -> Log:
 
 
 def test_the_events_say_what_was_rolled_back_and_where_to() -> None:
-    (found,) = incidents(rolled(NOT_FINITE, left_out=[[8, 16]], data_steps=[2, 2]).end(0).events)
+    (found,) = incidents(
+        history.read(rolled(NOT_FINITE, left_out=[[8, 16]], data_steps=[2, 2]).end(0).events)
+    )
     assert (found.kind, found.cause, found.step, found.blamed) == (Kind.loss, NOT_FINITE, 150, ())
     assert found.roll_back == RollBack(0, 150, 100, NOT_FINITE, (Stretch(8, 16),), (2, 2))
 
 
 def test_a_lost_node_comes_before_the_roll_back_that_it_had_a_part_in() -> None:
     log = rolled(SPIKE).write(0, "node_lost", node=1, host="node2").end(0)
-    (found,) = incidents(log.events)
+    (found,) = incidents(history.read(log.events))
     assert (found.kind, found.blamed) == (Kind.node_lost, ("node2",))
 
 
@@ -120,7 +123,7 @@ def test_a_replay_blames_the_host_of_the_rank_by_the_name_that_the_attempt_knows
     log.write(0, "training_started", rank=0, world_size=8)
     log.write(0, "replay_differs", rank=5, host="c.cluster", step=150, is_settled=is_settled)
     log.write(0, EVENT, step=150, to=100, cause=BROKEN_DEVICE).fail(0, cause="RollBackError").end(0)
-    (found,) = incidents(log.events)
+    (found,) = incidents(history.read(log.events))
     assert (found.kind, found.cause) == (Kind.replay, BROKEN_DEVICE)
     assert found.blamed == (("c",) if is_settled else ())
     assert found.rank == (5 if is_settled else None)

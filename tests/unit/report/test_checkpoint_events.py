@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from orchestra.report.run_state import failed_save, newest_checkpoint, passed_over
+from orchestra.recovery.history import newest_checkpoint
+from orchestra.report.run_state import failed_save, passed_over
 
 
 def _event(name: str, step: object) -> dict[str, Any]:

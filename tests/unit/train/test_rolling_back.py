@@ -12,7 +12,7 @@ from test_checkpoints import Attempt, config_of, events, steps_of
 from conf.schema import Config, RecoveryConfig, RollBackConfig
 from orchestra.errors import RollBackError
 from orchestra.recovery.copies import begins
-from orchestra.report.run_state import newest_checkpoint
+from orchestra.recovery.history import newest_checkpoint
 from orchestra.run.events import read_events
 from orchestra.run.paths import RunDir
 from orchestra.run.rollback import BROKEN_DEVICE, SPIKE, BadSteps, Stretch
