@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.fake_slurm import FakeSlurm
 
 from launchers.slurm.this_job import JobTask
 from orchestra.agents import rival_jobs
@@ -22,34 +23,27 @@ TASK = JobTask("12", 0, 0, 2, "node1", None)
 GONE = "slurm_load_jobs error: Invalid job id specified"
 
 
-class Jobs:
+class Jobs(FakeSlurm):
     """A stand-in for `scontrol show job`: what it says of each job."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        command = folder / "scontrol"
-        command.write_text(
-            f'#!/bin/sh\nfor job; do :; done\ncat "{folder}/$job" && exit 0\n'
-            f'cat "{folder}/otherwise" >&2\nexit 1\n'
-        )
-        command.chmod(0o755)
+        super().__init__(folder)
+        known = f'for job; do :; done\ncat "{folder}/$job" && exit 0\ncat "{folder}/otherwise" >&2\nexit 1'
+        self.put("scontrol", known)
         self.otherwise(GONE)
 
     def otherwise(self, words: str) -> None:
-        (self._folder / "otherwise").write_text(words)
+        (self.folder / "otherwise").write_text(words)
 
-    def put(self, job: str, state: str, token: str = "orchestra:x") -> None:
-        (self._folder / job).write_text(f"JobId={job} JobState={state} Reason=None Comment={token}\n")
+    def put_job(self, job: str, state: str, token: str = "orchestra:x") -> None:
+        (self.folder / job).write_text(f"JobId={job} JobState={state} Reason=None Comment={token}\n")
 
 
 @pytest.fixture
-def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Jobs:
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+def slurm(fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> Jobs:
     monkeypatch.setattr(rival_jobs, "_POLL_S", 0.02)
     monkeypatch.setattr(rival_jobs, "_COMPLETING_S", 0.1)
-    return Jobs(folder)
+    return Jobs(fake_slurm.folder)
 
 
 @pytest.fixture
@@ -86,7 +80,7 @@ def test_the_newest_job_trains_and_so_does_its_next_start(run: RunDir, slurm: Jo
 @pytest.mark.parametrize("state", ["PENDING", "RUNNING", "REQUEUE_HOLD"])
 def test_an_older_job_steps_back_for_the_newest(run: RunDir, slurm: Jobs, state: str) -> None:
     recorded(run, "12", "15")
-    slurm.put("15", state)
+    slurm.put_job("15", state)
     told = refusal(run, replace(TASK, restart=1))
     assert told is not None
     assert "job 12 (start 1) does not train mine: job 15 was submitted for it later" in told
@@ -94,7 +88,7 @@ def test_an_older_job_steps_back_for_the_newest(run: RunDir, slurm: Jobs, state:
 
 def test_an_older_job_never_trains_again_even_where_the_newest_is_over(run: RunDir, slurm: Jobs) -> None:
     recorded(run, "12", "15")
-    slurm.put("15", "CANCELLED")
+    slurm.put_job("15", "CANCELLED")
     assert "job 15 was submitted for it later" in str(refusal(run, TASK))
     recorded(run, "12", "16")
     assert "job 16" in str(refusal(run, TASK)), "Slurm has forgotten it"
@@ -111,7 +105,7 @@ def test_the_same_number_on_another_cluster_is_another_job(run: RunDir, slurm: J
     assert "job 12 on cluster there was submitted for it later" in str(refusal(run, here))
     recorded(run, "12", cluster="Here")
     assert refusal(run, here) is None
-    slurm.put("12", "RUNNING", "orchestra:0")
+    slurm.put_job("12", "RUNNING", "orchestra:0")
     recorded(run, "12", cluster="there")
     assert refusal(run, here) is None, "its token says that clusters work together here"
 
@@ -141,16 +135,16 @@ def test_a_forgotten_job_whose_files_are_long_still_is_not_waited_for(run: RunDi
 
 def test_a_job_may_start_before_its_number_is_recorded(run: RunDir, slurm: Jobs) -> None:
     recorded(run, "11", None)
-    slurm.put("12", "RUNNING", "orchestra:1")
+    slurm.put_job("12", "RUNNING", "orchestra:1")
     assert refusal(run, TASK, quiet_s=0.1) is None
 
 
 def test_a_task_of_an_array_is_known_by_its_token_and_its_number(run: RunDir, slurm: Jobs) -> None:
     recorded(run, None, task=3)
-    slurm.put("20_3", "RUNNING", "orchestra:0")
+    slurm.put_job("20_3", "RUNNING", "orchestra:0")
     assert refusal(run, replace(TASK, job="20_3")) is None
     recorded(run, "20", "21", task=3)
-    slurm.put("21_3", "RUNNING")
+    slurm.put_job("21_3", "RUNNING")
     assert "job 21_3" in str(refusal(run, replace(TASK, job="20_3")))
     assert refusal(run, replace(TASK, job="21_3")) is None
 
@@ -158,12 +152,12 @@ def test_a_task_of_an_array_is_known_by_its_token_and_its_number(run: RunDir, sl
 def test_an_attempt_of_another_job_that_runs_is_left_alone(run: RunDir, slurm: Jobs) -> None:
     recorded(run, "12")
     began(run, 3, "9")
-    slurm.put("9", "RUNNING")
+    slurm.put_job("9", "RUNNING")
     assert "job 9 trains it, attempt 3" in str(refusal(run, TASK))
-    slurm.put("9", "NODE_FAIL")
+    slurm.put_job("9", "NODE_FAIL")
     assert refusal(run, TASK) is None
     began(run, 4, "10", code=75)
-    slurm.put("10", "RUNNING")
+    slurm.put_job("10", "RUNNING")
     assert refusal(run, TASK) is None, "its verdict stands"
 
 

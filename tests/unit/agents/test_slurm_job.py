@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.fake_slurm import FakeSlurm
 
 from conf.schema import Config
 from launchers.launch_errors import LauncherError
@@ -44,38 +45,29 @@ COMMANDS = {
 }
 
 
-class Slurm:
+class Slurm(FakeSlurm):
     """A cluster of `nodes`, name by state, with one job that runs: 12."""
 
     def __init__(self, folder: Path, nodes: dict[str, str]) -> None:
-        self.folder = folder
+        super().__init__(folder)
         for name, text in COMMANDS.items():
-            command = folder / name
-            words = text.format(folder, SILENT)
-            command.write_text(f'#!/bin/sh\necho "{name} $*" >> "{folder}/calls"\n{words}\n')
-            command.chmod(0o755)
-        self.put("nodes", "".join(f"{name}|main*|{state}\n" for name, state in nodes.items()))
-        self.put("config", "ClusterName = alps\nSlurmdTimeout           = 300 sec\n")
-        self.put("queue", "")
-        self.put("job-12", "JobId=12 JobState=RUNNING Reason=None Restarts=0 Command=/job.sbatch\n")
+            self.put(name, text.format(folder, SILENT))
+        self.tell("nodes", "".join(f"{name}|main*|{state}\n" for name, state in nodes.items()))
+        self.tell("config", "ClusterName = alps\nSlurmdTimeout           = 300 sec\n")
+        self.tell("queue", "")
+        self.tell("job-12", "JobId=12 JobState=RUNNING Reason=None Restarts=0 Command=/job.sbatch\n")
 
-    def put(self, name: str, text: str = "") -> None:
+    def tell(self, name: str, text: str = "") -> None:
+        """Let the commands that read a file of this name read this text."""
         (self.folder / name).write_text(text)
-
-    def calls(self, command: str) -> list[str]:
-        lines = (self.folder / "calls").read_text().splitlines()
-        return [line for line in lines if line.startswith(command)]
 
 
 @pytest.fixture
-def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+def slurm(fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> Slurm:
     for module in (sbatch, resubmit):
         monkeypatch.setattr(module, "_LOOK_AGAIN_S", (0.0, 0.0))
     monkeypatch.setattr(slurm_job, "_RELEASE_PAUSE_S", 0.0)
-    return Slurm(folder, {f"node{number}": "allocated" for number in (1, 2, 3, 4)})
+    return Slurm(fake_slurm.folder, {f"node{number}": "allocated" for number in (1, 2, 3, 4)})
 
 
 @pytest.fixture
@@ -147,13 +139,13 @@ def test_without_room_the_job_waits_until_slurm_has_noticed_the_dead_node(run: R
 def test_a_cluster_that_does_not_say_when_it_notices_is_given_a_minute(
     run: RunDir, slurm: Slurm, text: str
 ) -> None:
-    slurm.put("config", text)
+    slurm.tell("config", text)
     requeue(job_of(run, 4), run, "node2")
     assert options(slurm.calls("sbatch")[0], "begin") == "now+60"
 
 
 def test_nodes_that_are_down_or_never_given_to_this_run_are_no_room(run: RunDir, slurm: Slurm) -> None:
-    slurm.put("nodes", "node1|main*|idle\nnode2|main*|allocated\nnode3|main*|mixed\nnode4|main*|drained\n")
+    slurm.tell("nodes", "node1|main*|idle\nnode2|main*|allocated\nnode3|main*|mixed\nnode4|main*|drained\n")
     requeue(job_of(run, 3), run, "node2")
     requeue(job_of(replace_record(run), 2, exclude=["node3"]), run, "node2")
     assert [options(call, "exclude") for call in slurm.calls("sbatch")] == [None, None]
@@ -161,10 +153,10 @@ def test_nodes_that_are_down_or_never_given_to_this_run_are_no_room(run: RunDir,
 
 
 def test_a_node_that_slurm_has_missed_already_is_not_waited_for(run: RunDir, slurm: Slurm) -> None:
-    slurm.put("nodes", "node1|main*|idle\nnode2|main*|allocated*\nnode3|main*|down\n")
+    slurm.tell("nodes", "node1|main*|idle\nnode2|main*|allocated*\nnode3|main*|down\n")
     requeue(job_of(run, 2), run, "node2")
     assert [options(slurm.calls("sbatch")[0], name) for name in ("exclude", "begin")] == [None, None]
-    slurm.put("nodes", "node1|main*|idle\nnode2|main*|down*\nnode3|main*|idle\n")
+    slurm.tell("nodes", "node1|main*|idle\nnode2|main*|down*\nnode3|main*|idle\n")
     requeue(job_of(replace_record(run), 2), run, "node2")
     assert options(slurm.calls("sbatch")[1], "exclude") == "node2"
 
@@ -172,7 +164,7 @@ def test_a_node_that_slurm_has_missed_already_is_not_waited_for(run: RunDir, slu
 def test_a_job_that_slurm_lets_fail_for_its_missing_nodes_is_submitted_with_them(
     run: RunDir, slurm: Slurm
 ) -> None:
-    slurm.put("picky")
+    slurm.tell("picky")
     assert "job 20 goes on" in requeue(job_of(run, 2), run, "node2")
     first, second = slurm.calls("sbatch")
     assert (options(first, "exclude"), options(second, "exclude")) == ("node2", None)
@@ -181,7 +173,7 @@ def test_a_job_that_slurm_lets_fail_for_its_missing_nodes_is_submitted_with_them
 
 
 def test_a_run_whose_next_job_fails_at_once_does_not_look_queued(run: RunDir, slurm: Slurm) -> None:
-    slurm.put("hopeless")
+    slurm.tell("hopeless")
     with pytest.raises(LaunchError, match=r"let job 20 fail at once \(BadConstraints\)"):
         requeue(job_of(run, 2), run, "node2")
     assert [it["id"] for it in jobs(run)] == ["12"]
@@ -198,8 +190,8 @@ def test_a_job_that_a_dead_leader_submitted_is_taken_over(
     run: RunDir, slurm: Slurm, known: str | None
 ) -> None:
     submitted_already(run, known)
-    slurm.put("queue", "20|PENDING|me|None||N/A|mine|orchestra:1\n")
-    slurm.put("job-20", "JobId=20 JobState=PENDING Reason=Priority Restarts=0\n")
+    slurm.tell("queue", "20|PENDING|me|None||N/A|mine|orchestra:1\n")
+    slurm.tell("job-20", "JobId=20 JobState=PENDING Reason=Priority Restarts=0\n")
     for _ in range(2):
         assert "job 20 goes on" in requeue(job_of(run, 2), run, "node2")
     assert slurm.calls("sbatch") == []
@@ -229,15 +221,15 @@ def test_nothing_is_submitted_where_slurm_does_not_say_whether_it_has_the_job(
 def test_ending_the_job_is_tried_again_where_slurm_does_not_answer(
     run: RunDir, slurm: Slurm, trouble: str
 ) -> None:
-    slurm.put(trouble)
+    slurm.tell(trouble)
     job_of(run, 2).release([1])
     assert slurm.calls("scancel")[-1] == "scancel 12"
     assert len(slurm.calls("scontrol")) == 2
 
 
 def test_a_job_that_slurm_requeued_before_it_answered_is_not_cancelled(run: RunDir, slurm: Slurm) -> None:
-    slurm.put("silent")
-    slurm.put("job-12", "JobId=12 JobState=PENDING Reason=BeginTime Restarts=1\n")
+    slurm.tell("silent")
+    slurm.tell("job-12", "JobId=12 JobState=PENDING Reason=BeginTime Restarts=1\n")
     job_of(run, 2).release([1])
     assert slurm.calls("scancel") == []
 
@@ -247,7 +239,7 @@ def test_a_job_that_is_being_ended_needs_no_end(run: RunDir, slurm: Slurm, state
     if state is None:
         (slurm.folder / "job-12").unlink()
     else:
-        slurm.put("job-12", f"JobId=12 JobState={state} Reason=None Restarts=0\n")
+        slurm.tell("job-12", f"JobId=12 JobState={state} Reason=None Restarts=0\n")
     job_of(run, 2).release([1])
     assert slurm.calls("scancel") == []
 
@@ -256,7 +248,7 @@ def test_a_silent_slurm_is_given_up_in_the_end(
     run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(slurm_job, "_RELEASE_TIMEOUT_S", -1.0)
-    slurm.put("silent")
+    slurm.tell("silent")
     with pytest.raises(LauncherError, match="Unable to contact"):
         job_of(run, 2).release([1])
 

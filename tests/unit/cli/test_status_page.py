@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import json
 import os
 import pty
@@ -12,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support.fake_slurm import ME, FakeSlurm
 
 from orchestra.cli import main
 from orchestra.cli.text import figures
@@ -24,30 +24,24 @@ from orchestra.run.paths import RunDir, Sweep, SweepArray, SweepDir, SweepMember
 from orchestra.run.stop_requests import read_requests
 
 ROOT = Path(__file__).resolve().parents[3]
-ME = getpass.getuser()
 TOKEN = "orchestra:aa"
 
 
 @pytest.fixture
-def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def work(tmp_path: Path, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a working directory with stand-ins for Slurm's commands that know of nothing."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "bin").mkdir()
-    monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
     for name in ("squeue", "sacct", "scancel", "scontrol"):
-        put(tmp_path, name, "true")
+        fake_slurm.put(name)
     return tmp_path
 
 
 def put(work: Path, name: str, script: str) -> None:
-    file = work / "bin" / name
-    file.write_text(f'#!/bin/sh\necho "{name} $*" >> {work}/calls\n{script}\n')
-    file.chmod(0o755)
+    FakeSlurm(work / "bin").put(name, script)
 
 
 def calls(work: Path, name: str) -> list[str]:
-    file = work / "calls"
-    return [line for line in file.read_text().splitlines() if line.startswith(name)] if file.exists() else []
+    return FakeSlurm(work / "bin").calls(name)
 
 
 def sweep_of(work: Path, num_members: int, name: str = "lr-sweep") -> SweepDir:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import getpass
 from pathlib import Path
 
 import pytest
+from support.fake_slurm import ME, FakeSlurm
 
 from launchers.launch_errors import LauncherError, SlurmMissing, SlurmRefused, SlurmSilent
 from launchers.slurm import queue, sbatch
@@ -15,33 +15,14 @@ from launchers.slurm.queue import GONE, UNKNOWN, SubmittedJob, job_states
 from launchers.slurm.this_job import job_task
 
 SILENCE = "squeue: error: slurm_receive_msg: Zero Bytes were transmitted or received"
-ME = getpass.getuser()
 FIRST = SubmittedJob("orchestra:aa", "11", "first", ME, 1e9)
 LOST = SubmittedJob("orchestra:bb", None, "lost", ME, 1e9)
 
 
-class Commands:
-    """Stand-ins for Slurm's commands, first in PATH; each call is written down."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def put(self, name: str, *, prints: str = "", complains: str = "", code: int = 0) -> None:
-        text = f"#!/bin/sh\necho \"$0 $@\" >> {self.folder}/calls\ncat <<'END'\n{prints}\nEND\n"
-        file = self.folder / name
-        file.write_text(f"{text}echo '{complains}' >&2\nexit {code}\n")
-        file.chmod(0o755)
-
-    def num_calls(self) -> int:
-        calls = self.folder / "calls"
-        return len(calls.read_text().splitlines()) if calls.exists() else 0
-
-
 @pytest.fixture
-def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+def slurm(fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
     monkeypatch.setattr(sbatch, "_LOOK_AGAIN_S", (0.0, 0.0))
-    return Commands(tmp_path)
+    return fake_slurm
 
 
 def queue_line(job: str, state: str, name: str, comment: str, user: str = ME) -> str:
@@ -54,83 +35,83 @@ def past_line(
     return f"{job}|{state}|{user}|0:15|node1|{submitted}|{name}|{comment}"
 
 
-def test_one_question_answers_for_all_jobs(slurm: Commands) -> None:
+def test_one_question_answers_for_all_jobs(slurm: FakeSlurm) -> None:
     lines = [
         queue_line("11", "PENDING", "first", FIRST.token),
         queue_line("12", "RUNNING", "lost", LOST.token),
     ]
-    slurm.put("squeue", prints="\n".join(lines))
+    slurm.says("squeue", prints="\n".join(lines))
     found, problems = job_states([FIRST, LOST], past=[FIRST, LOST])
     assert (found[FIRST].state, found[FIRST].reason) == ("PENDING", "Resources")
     assert (found[LOST].job, found[LOST].state) == ("12", "RUNNING"), "found by its token alone"
-    assert (problems, slurm.num_calls()) == ([], 1)
+    assert (problems, len(slurm.calls())) == ([], 1)
 
 
-def test_a_recycled_id_is_not_the_job(slurm: Commands) -> None:
-    slurm.put("squeue", prints=queue_line("11", "RUNNING", "first", "orchestra:cc"))
+def test_a_recycled_id_is_not_the_job(slurm: FakeSlurm) -> None:
+    slurm.says("squeue", prints=queue_line("11", "RUNNING", "first", "orchestra:cc"))
     others = [past_line("11", "COMPLETED", "first", user="somebody"), past_line("11", "FAILED", "other")]
-    slurm.put("sacct", prints="\n".join(others))
+    slurm.says("sacct", prints="\n".join(others))
     found, _ = job_states([FIRST], past=[FIRST])
     assert found[FIRST].state == GONE
 
 
-def test_accounting_is_asked_for_what_left_the_queue_and_may_be_missing(slurm: Commands) -> None:
-    slurm.put("squeue")
-    slurm.put("sacct", prints=past_line("11", "CANCELLED by 1000", "first"))
+def test_accounting_is_asked_for_what_left_the_queue_and_may_be_missing(slurm: FakeSlurm) -> None:
+    slurm.says("squeue")
+    slurm.says("sacct", prints=past_line("11", "CANCELLED by 1000", "first"))
     found, problems = job_states([FIRST, LOST], past=[FIRST, LOST])
     assert (found[FIRST].state, found[LOST].state) == ("CANCELLED", GONE)
-    slurm.put("sacct", complains="Slurm accounting storage is disabled", code=1)
+    slurm.says("sacct", complains="Slurm accounting storage is disabled", code=1)
     found, problems = job_states([FIRST], past=[FIRST])
     assert (found[FIRST].state, problems) == (GONE, [])
 
 
-def test_a_question_that_fails_is_no_answer(slurm: Commands) -> None:
-    slurm.put("squeue", complains=SILENCE, code=1)
+def test_a_question_that_fails_is_no_answer(slurm: FakeSlurm) -> None:
+    slurm.says("squeue", complains=SILENCE, code=1)
     found, problems = job_states([FIRST], past=[FIRST])
     assert found[FIRST].state == UNKNOWN
     assert not found[FIRST].is_over
     assert "Zero Bytes" in problems[0]
 
 
-def test_refusal_silence_and_absence_are_told_apart(slurm: Commands) -> None:
-    slurm.put("squeue", complains="squeue: error: Invalid user: x", code=1)
+def test_refusal_silence_and_absence_are_told_apart(slurm: FakeSlurm) -> None:
+    slurm.says("squeue", complains="squeue: error: Invalid user: x", code=1)
     with pytest.raises(SlurmRefused, match=r"squeue: Invalid user: x$"):
         output_of(("squeue",))
-    slurm.put("squeue", complains=SILENCE, code=1)
+    slurm.says("squeue", complains=SILENCE, code=1)
     with pytest.raises(SlurmSilent):
         output_of(("squeue",))
     with pytest.raises(SlurmMissing, match="login node"):
         output_of(("sbatch-of-nowhere",))
-    (slurm.folder / "squeue").write_text("#!/bin/sh\nexec sleep 60\n")
+    slurm.put("squeue", "exec sleep 60")
     with pytest.raises(SlurmSilent, match=r"within 0\.2 s"):
         output_of(("squeue",), timeout_s=0.2)
 
 
 def test_a_job_whose_answer_was_lost_is_found_and_not_submitted_again(
-    slurm: Commands, tmp_path: Path
+    slurm: FakeSlurm, tmp_path: Path
 ) -> None:
-    slurm.put("sbatch", complains="sbatch: error: Socket timed out on send/recv operation", code=1)
-    slurm.put("squeue", prints=queue_line("77", "PENDING", "x", f"{LOST.token} of mine"))
+    slurm.says("sbatch", complains="sbatch: error: Socket timed out on send/recv operation", code=1)
+    slurm.says("squeue", prints=queue_line("77", "PENDING", "x", f"{LOST.token} of mine"))
     assert sbatch.submit(tmp_path / "script", LOST.token) == "77"
-    assert slurm.num_calls() == 2
+    assert len(slurm.calls()) == 2
 
 
-def test_a_job_that_slurm_does_not_have_was_not_submitted(slurm: Commands, tmp_path: Path) -> None:
-    slurm.put("sbatch", complains="sbatch: error: Socket timed out on send/recv operation", code=1)
-    slurm.put("squeue")
+def test_a_job_that_slurm_does_not_have_was_not_submitted(slurm: FakeSlurm, tmp_path: Path) -> None:
+    slurm.says("sbatch", complains="sbatch: error: Socket timed out on send/recv operation", code=1)
+    slurm.says("squeue")
     with pytest.raises(SlurmRefused, match="holds no such job"):
         sbatch.submit(tmp_path / "script", LOST.token)
-    slurm.put("squeue", complains=SILENCE, code=1)
+    slurm.says("squeue", complains=SILENCE, code=1)
     with pytest.raises(SlurmSilent):
         sbatch.submit(tmp_path / "script", LOST.token)
 
 
-def test_an_id_and_an_estimate_are_read(slurm: Commands, tmp_path: Path) -> None:
-    slurm.put("sbatch", prints="42;cluster")
+def test_an_id_and_an_estimate_are_read(slurm: FakeSlurm, tmp_path: Path) -> None:
+    slurm.says("sbatch", prints="42;cluster")
     assert sbatch.submit(tmp_path / "script", LOST.token) == "42"
     where = "using 6 processors on nodes node[1-3] in partition main"
     said = f"sbatch: Job 9 to start at 2026-01-02T03:04:05 {where}"
-    slurm.put("sbatch", complains=said)
+    slurm.says("sbatch", complains=said)
     assert sbatch.tested("") == sbatch.Estimate("2026-01-02T03:04:05", "node[1-3]")
 
 
@@ -173,10 +154,10 @@ def test_states_say_whether_a_job_is_over() -> None:
     assert over == {"PENDING": False, "COMPLETING": False, "TIMEOUT": True, GONE: True, UNKNOWN: False}
 
 
-def test_a_script_that_somebody_submitted_by_hand_is_another_job(slurm: Commands) -> None:
+def test_a_script_that_somebody_submitted_by_hand_is_another_job(slurm: FakeSlurm) -> None:
     by_hand = queue_line("9", "FAILED", "first", FIRST.token)
-    slurm.put("squeue", prints="\n".join([by_hand, queue_line("11", "RUNNING", "first", FIRST.token)]))
+    slurm.says("squeue", prints="\n".join([by_hand, queue_line("11", "RUNNING", "first", FIRST.token)]))
     assert job_states([FIRST], past=[FIRST])[0][FIRST].state == "RUNNING"
-    slurm.put("squeue", prints=by_hand)
-    slurm.put("sacct", code=1)
+    slurm.says("squeue", prints=by_hand)
+    slurm.says("sacct", code=1)
     assert job_states([FIRST], past=[FIRST])[0][FIRST].state == GONE

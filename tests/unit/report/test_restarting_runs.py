@@ -3,7 +3,6 @@ it, and what the verbs make of that. Real event files, real processes, a stand-i
 
 from __future__ import annotations
 
-import getpass
 import json
 import os
 import subprocess
@@ -12,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support.fake_slurm import ME, FakeSlurm, queue_line
 
 from launchers import processes
 from orchestra.cli import main
@@ -28,30 +28,20 @@ from orchestra.submit.cancel_jobs import Way, cancellations
 from orchestra.submit.claims import take_next
 from orchestra.submit.resume_run import asked, next_attempt
 
-ME = getpass.getuser()
 CPU = Situation("resume", num_gpus=0)
 REASON = "killed by SIGKILL at step 40; on the same nodes"
 
 
 @pytest.fixture
-def bin_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+def slurm(fake_slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
     monkeypatch.chdir(tmp_path)
-    put(folder, "sacct", "exit 1")
-    put(folder, "squeue", "true")
-    return folder
+    fake_slurm.put("sacct", "exit 1")
+    fake_slurm.put("squeue")
+    return fake_slurm
 
 
-def put(folder: Path, name: str, script: str) -> None:
-    file = folder / name
-    file.write_text(f"#!/bin/sh\n{script}\n")
-    file.chmod(0o755)
-
-
-def queue(folder: Path, state: str) -> None:
-    put(folder, "squeue", f"echo '7|{state}|{ME}|None|node1|N/A|mine|orchestra:mine'")
+def queue(slurm: FakeSlurm, state: str) -> None:
+    slurm.says("squeue", prints=queue_line("7", state, "mine"))
 
 
 def gone() -> int:
@@ -175,9 +165,9 @@ def test_a_leader_that_took_over_is_not_sought_under_the_process_of_the_one_befo
     assert state_of(attempt.run, later_s=140).state == "failed"
 
 
-def test_slurm_tells_whether_a_silent_leader_still_waits(tmp_path: Path, bin_folder: Path) -> None:
+def test_slurm_tells_whether_a_silent_leader_still_waits(tmp_path: Path, slurm: FakeSlurm) -> None:
     run = Attempt(tmp_path, host="node1", job="7").decide().run
-    queue(bin_folder, "RUNNING")
+    queue(slurm, "RUNNING")
     for later_s, own in ((0.0, "restarting"), (9000.0, "failed")):
         state = told(run, later_s)
         assert state_of(run, later_s).state == own
@@ -186,31 +176,31 @@ def test_slurm_tells_whether_a_silent_leader_still_waits(tmp_path: Path, bin_fol
     for file in run.events.iterdir():
         os.utime(file, (before, before))
     for word, after in (("PENDING", "queued"), ("COMPLETING", "failed"), ("CANCELLED", "failed")):
-        queue(bin_folder, word)
+        queue(slurm, word)
         assert told(run).state == after
     assert (told(run).cause, told(run).code) == ("killed by SIGKILL", 1)
-    put(bin_folder, "squeue", "true")
+    slurm.put("squeue", "true")
     assert told(run).state == "failed", "Slurm has the job no more"
-    put(bin_folder, "squeue", "exit 1")
+    slurm.put("squeue", "exit 1")
     assert told(run).state == "restarting", "nobody can tell, and it is not late"
 
 
 def test_of_a_leader_in_the_foreground_an_older_jobs_end_says_nothing(
-    tmp_path: Path, bin_folder: Path
+    tmp_path: Path, slurm: FakeSlurm
 ) -> None:
     attempt = Attempt(tmp_path, host="node1", job="7").decide()
     attempt.place, attempt.facts = {}, {}
     attempt.start(1)
     attempt.decide()
-    queue(bin_folder, "CANCELLED")
+    queue(slurm, "CANCELLED")
     assert told(attempt.run).state == "restarting"
 
 
 def test_status_shows_the_reason_and_the_time_left_and_logs_says_when(
-    tmp_path: Path, bin_folder: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Attempt(tmp_path, job="7").decide()
-    queue(bin_folder, "RUNNING")
+    queue(slurm, "RUNNING")
     assert main(["status", "mine"]) == 0
     page = capsys.readouterr().out
     assert page.splitlines()[1].split()[:2] == ["mine", "restarting"]
@@ -230,7 +220,7 @@ def test_status_shows_the_reason_and_the_time_left_and_logs_says_when(
 
 
 def test_cancel_asks_the_attempt_that_failed_and_only_once(
-    tmp_path: Path, bin_folder: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = Attempt(tmp_path).decide().run
     assert main(["cancel", "mine"]) == 0
@@ -242,16 +232,16 @@ def test_cancel_asks_the_attempt_that_failed_and_only_once(
 
 
 def test_a_waiting_leader_is_asked_and_a_silent_one_ended_with_its_job(
-    tmp_path: Path, bin_folder: Path
+    tmp_path: Path, slurm: FakeSlurm
 ) -> None:
     run = Attempt(tmp_path, host="node1", job="7").decide().run
-    queue(bin_folder, "RUNNING")
+    queue(slurm, "RUNNING")
     for later_s, at_once, way in ((0, True, Way.request), (9000, False, Way.request), (9000, True, Way.kill)):
         ((plan,), _) = cancellations([run], time.time() + later_s, at_once=at_once)
         assert (plan.state, plan.attempt, plan.way) == ("restarting", 0, way)
 
 
-def test_the_attempt_that_the_leader_makes_ready_is_asked_instead(tmp_path: Path, bin_folder: Path) -> None:
+def test_the_attempt_that_the_leader_makes_ready_is_asked_instead(tmp_path: Path, slurm: FakeSlurm) -> None:
     run = Attempt(tmp_path).decide().run
     assert take_next(run) == 1
     ((plan,), _) = cancellations([run], time.time())
@@ -259,9 +249,9 @@ def test_the_attempt_that_the_leader_makes_ready_is_asked_instead(tmp_path: Path
 
 
 @pytest.mark.parametrize("job", [None, "7"])
-def test_a_restarting_run_is_not_resumed(tmp_path: Path, bin_folder: Path, job: str | None) -> None:
+def test_a_restarting_run_is_not_resumed(tmp_path: Path, slurm: FakeSlurm, job: str | None) -> None:
     run = Attempt(tmp_path, job=job).decide().run
-    queue(bin_folder, "RUNNING")
+    queue(slurm, "RUNNING")
     now = time.time()
     with pytest.raises(ConfigError, match=r"is restarting after attempt 0: .* begins by itself"):
         next_attempt(run, [], CPU, now, asked(run, now))
@@ -290,7 +280,7 @@ print(result.state)
 
 @pytest.mark.parametrize(("script", "last_word"), [(FOLLOW, "note"), (WAIT, "stopped")])
 def test_who_follows_or_waits_goes_on_until_the_run_is_over(
-    tmp_path: Path, bin_folder: Path, script: str, last_word: str
+    tmp_path: Path, slurm: FakeSlurm, script: str, last_word: str
 ) -> None:
     attempt = Attempt(tmp_path).decide()
     root = str(Path(__file__).resolve().parents[3])

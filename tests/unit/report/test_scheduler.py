@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import getpass
 import json
 import os
 import time
 from pathlib import Path
 
 import pytest
+from support.fake_slurm import ME, FakeSlurm, queue_line
 
 from orchestra.cli import main
 from orchestra.report.run_state import RunState, read_state
@@ -16,23 +16,13 @@ from orchestra.report.scheduler import newest_job, with_scheduler
 from orchestra.run.events import EventWriter, node_writer
 from orchestra.run.paths import RunDir
 
-ME = getpass.getuser()
 SILENT = "exec >&2; echo 'squeue: error: Unable to contact slurm controller (connect failure)'; exit 1"
 
 
 @pytest.fixture
-def bin_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
-    put(folder, "sacct", "exit 1")
-    return folder
-
-
-def put(folder: Path, name: str, script: str) -> None:
-    file = folder / name
-    file.write_text(f"#!/bin/sh\n{script}\n")
-    file.chmod(0o755)
+def slurm(fake_slurm: FakeSlurm) -> FakeSlurm:
+    fake_slurm.put("sacct", "exit 1")
+    return fake_slurm
 
 
 def submitted(parent: Path, name: str, job: str | None = "7", **more: object) -> RunDir:
@@ -50,8 +40,8 @@ def submitted(parent: Path, name: str, job: str | None = "7", **more: object) ->
     return run
 
 
-def queue(folder: Path, name: str, state: str) -> None:
-    put(folder, "squeue", f"echo '7|{state}|{ME}|Priority|node1|N/A|{name}|orchestra:{name}'")
+def queue(slurm: FakeSlurm, name: str, state: str) -> None:
+    slurm.says("squeue", prints=queue_line("7", state, name))
 
 
 def told(run: RunDir) -> RunState:
@@ -77,22 +67,22 @@ def elsewhere(run: RunDir) -> EventWriter:
     ],
 )
 def test_slurm_tells_what_the_records_leave_open(
-    tmp_path: Path, bin_folder: Path, word: str, before: str, after: str
+    tmp_path: Path, slurm: FakeSlurm, word: str, before: str, after: str
 ) -> None:
     run = submitted(tmp_path, "one")
-    queue(bin_folder, "one", word)
+    queue(slurm, "one", word)
     assert told(run).state == before
     elsewhere(run)
     state = told(run)
     assert (state.state, state.job, state.job_state) == (after, "7", word)
 
 
-def test_a_job_of_which_nothing_comes_to_life_says_so(tmp_path: Path, bin_folder: Path) -> None:
+def test_a_job_of_which_nothing_comes_to_life_says_so(tmp_path: Path, slurm: FakeSlurm) -> None:
     run = submitted(tmp_path, "one")
 
     def since(minutes: float) -> str | None:
         start = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() - 60 * minutes))
-        put(bin_folder, "squeue", f"echo '7|RUNNING|{ME}|None|node1|{start}|one|orchestra:one'")
+        slurm.put("squeue", f"echo '7|RUNNING|{ME}|None|node1|{start}|one|orchestra:one'")
         state = told(run)
         assert state.state == "starting"
         return state.cause
@@ -104,22 +94,22 @@ def test_a_job_of_which_nothing_comes_to_life_says_so(tmp_path: Path, bin_folder
 
 
 def test_a_verdict_of_the_run_is_stronger_but_a_stopped_run_may_wait_again(
-    tmp_path: Path, bin_folder: Path
+    tmp_path: Path, slurm: FakeSlurm
 ) -> None:
     run = submitted(tmp_path, "one")
     elsewhere(run).write("failed", node=0, code=75, cause="StopRequested")
     for word, state in (("RUNNING", "stopped"), ("CANCELLED", "stopped"), ("PENDING", "queued")):
-        queue(bin_folder, "one", word)
+        queue(slurm, "one", word)
         assert told(run).state == state
     elsewhere(run).write("finished", node=0, code=0)
     assert told(run).state == "finished"
 
 
 def test_silence_changes_nothing_and_is_said(
-    tmp_path: Path, bin_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = submitted(tmp_path, "one")
-    put(bin_folder, "squeue", SILENT)
+    slurm.put("squeue", SILENT)
     assert told(run).state == "not started"
     elsewhere(run)
     assert told(run).state == "running"
@@ -128,18 +118,18 @@ def test_silence_changes_nothing_and_is_said(
     assert "Unable to contact slurm controller" in capsys.readouterr().err
 
 
-def test_a_lost_job_is_found_by_its_token_or_was_never_submitted(tmp_path: Path, bin_folder: Path) -> None:
+def test_a_lost_job_is_found_by_its_token_or_was_never_submitted(tmp_path: Path, slurm: FakeSlurm) -> None:
     run = submitted(tmp_path, "lost", job=None)
-    queue(bin_folder, "lost", "PENDING")
+    queue(slurm, "lost", "PENDING")
     assert (told(run).state, told(run).job) == ("queued", "7")
-    put(bin_folder, "squeue", "true")
+    slurm.put("squeue", "true")
     assert told(run).state == "not submitted"
     known = submitted(tmp_path, "known")
     assert told(known).state == "died"
 
 
-def test_runs_of_no_job_ask_nobody(tmp_path: Path, bin_folder: Path) -> None:
-    put(bin_folder, "squeue", f"touch {tmp_path}/asked")
+def test_runs_of_no_job_ask_nobody(tmp_path: Path, slurm: FakeSlurm) -> None:
+    slurm.put("squeue", f"touch {tmp_path}/asked")
     run = RunDir(tmp_path / "local")
     run.path.mkdir()
     for jobs in ([], [{}], "x", [{"token": 1}]):
@@ -157,10 +147,10 @@ def still(run: RunDir) -> None:
 
 
 def test_what_grows_has_not_died_because_slurm_does_not_know_its_job(
-    tmp_path: Path, bin_folder: Path
+    tmp_path: Path, slurm: FakeSlurm
 ) -> None:
     run = submitted(tmp_path, "one")
-    put(bin_folder, "squeue", "true")
+    slurm.put("squeue", "true")
     elsewhere(run)
     state = told(run)
     assert (state.state, state.job_state) == ("running", "UNKNOWN")
@@ -173,10 +163,10 @@ def test_what_grows_has_not_died_because_slurm_does_not_know_its_job(
 @pytest.mark.parametrize(
     ("begun", "own"), [("no", "not started"), ("yes", "running"), ("stopped, and goes on", "queued")]
 )
-def test_a_job_of_another_cluster_is_not_gone(tmp_path: Path, bin_folder: Path, begun: str, own: str) -> None:
+def test_a_job_of_another_cluster_is_not_gone(tmp_path: Path, slurm: FakeSlurm, begun: str, own: str) -> None:
     run = submitted(tmp_path, "one", cluster="alpha")
-    put(bin_folder, "squeue", "true")
-    put(bin_folder, "scontrol", f"echo asked >> {tmp_path}/calls; echo 'ClusterName             = beta'")
+    slurm.put("squeue", "true")
+    slurm.put("scontrol", f"echo asked >> {tmp_path}/calls; echo 'ClusterName             = beta'")
     if begun != "no":
         events = elsewhere(run)
         still(run)
@@ -191,39 +181,39 @@ def test_a_job_of_another_cluster_is_not_gone(tmp_path: Path, bin_folder: Path, 
 
 
 def test_the_clusters_name_is_asked_for_only_where_the_queue_leaves_it_open(
-    tmp_path: Path, bin_folder: Path
+    tmp_path: Path, slurm: FakeSlurm
 ) -> None:
     run = submitted(tmp_path, "one", cluster="alpha")
-    put(bin_folder, "scontrol", f"touch {tmp_path}/asked; echo 'ClusterName = alpha'")
-    queue(bin_folder, "one", "PENDING")
+    slurm.put("scontrol", f"touch {tmp_path}/asked; echo 'ClusterName = alpha'")
+    queue(slurm, "one", "PENDING")
     assert told(run).state == "queued"
     assert not (tmp_path / "asked").exists()
-    put(bin_folder, "squeue", "true")
+    slurm.put("squeue", "true")
     assert told(run).state == "died", "this cluster's job, and it is gone"
     assert (tmp_path / "asked").exists()
 
 
-def test_where_nobody_says_which_cluster_this_is_nothing_is_known(tmp_path: Path, bin_folder: Path) -> None:
+def test_where_nobody_says_which_cluster_this_is_nothing_is_known(tmp_path: Path, slurm: FakeSlurm) -> None:
     run = submitted(tmp_path, "one", cluster="alpha")
-    put(bin_folder, "squeue", "true")
-    put(bin_folder, "scontrol", "exit 1")
+    slurm.put("squeue", "true")
+    slurm.put("scontrol", "exit 1")
     assert (told(run).state, told(run).job_state) == ("not started", "UNKNOWN")
 
 
 @pytest.mark.parametrize("has_accounting", [False, True])
 def test_a_follow_up_that_slurm_could_not_place_has_failed_and_says_so(
-    tmp_path: Path, bin_folder: Path, has_accounting: bool
+    tmp_path: Path, slurm: FakeSlurm, has_accounting: bool
 ) -> None:
     run = submitted(tmp_path, "one", attempt=1)
     events = elsewhere(run)
     events.write("failed", node=0, code=1, cause="node lost")
     events.write("requeued", job="7", how="chain", reason="requeued without it")
-    queue(bin_folder, "one", "PENDING")
+    queue(slurm, "one", "PENDING")
     assert told(run).state == "queued"
-    put(bin_folder, "squeue", f"echo '7|FAILED|{ME}|BadConstraints||N/A|one|orchestra:one'")
+    slurm.put("squeue", f"echo '7|FAILED|{ME}|BadConstraints||N/A|one|orchestra:one'")
     if has_accounting:
         now = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime())
-        put(bin_folder, "sacct", f"echo '7|FAILED|{ME}|1:0|None assigned|{now}|one|orchestra:one'")
+        slurm.put("sacct", f"echo '7|FAILED|{ME}|1:0|None assigned|{now}|one|orchestra:one'")
     state = told(run)
     assert (state.state, state.job_state) == ("failed", "FAILED")
     assert str(state.cause).startswith("Slurm could not place job 7: ")

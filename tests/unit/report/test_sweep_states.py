@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import getpass
 import json
 import time
 from pathlib import Path
 
 import pytest
+from support.fake_slurm import ME, FakeSlurm, queue_line
 
 from launchers.slurm.queue import (
     GONE,
@@ -25,36 +25,14 @@ from orchestra.report.sweeps import SweepState, read_sweep_state, with_states
 from orchestra.run.events import EventWriter, node_writer
 from orchestra.run.paths import Sweep, SweepArray, SweepDir, SweepMember, to_json
 
-ME = getpass.getuser()
 TOKEN = "orchestra:aa"
 
 
-class Commands:
-    """Stand-ins for Slurm's commands, first in PATH; each call is written down."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        folder.mkdir()
-        self.put("squeue", "")
-        self.put("sacct", "")
-
-    def put(self, name: str, prints: str, code: int = 0) -> None:
-        (self.folder / f"{name}.out").write_text(prints)
-        script = f'echo "{name} $*" >> {self.folder}/calls\ncat {self.folder}/{name}.out\nexit {code}\n'
-        (self.folder / name).write_text(f"#!/bin/sh\n{script}")
-        (self.folder / name).chmod(0o755)
-
-    def calls(self, name: str) -> list[str]:
-        file = self.folder / "calls"
-        lines = file.read_text().splitlines() if file.exists() else []
-        return [line for line in lines if line.startswith(name)]
-
-
 @pytest.fixture
-def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
-    commands = Commands(tmp_path / "bin")
-    monkeypatch.setenv("PATH", f"{commands.folder}:/usr/bin:/bin")
-    return commands
+def slurm(fake_slurm: FakeSlurm) -> FakeSlurm:
+    fake_slurm.says("squeue")
+    fake_slurm.says("sacct")
+    return fake_slurm
 
 
 def sweep_of(parent: Path, num_members: int, array: str | None = "50") -> SweepDir:
@@ -82,12 +60,11 @@ def told(sweep: SweepDir) -> SweepState:
     return with_states(own, states)
 
 
-def test_each_member_is_its_task_whatever_became_of_the_comment(tmp_path: Path, slurm: Commands) -> None:
+def test_each_member_is_its_task_whatever_became_of_the_comment(tmp_path: Path, slurm: FakeSlurm) -> None:
     sweep = sweep_of(tmp_path, 4)
     for comment in (TOKEN, "(null)"):
-        slurm.put(
-            "squeue", line("50_0", "RUNNING", comment=comment) + line("50_2", "PENDING", comment=comment)
-        )
+        lines = line("50_0", "RUNNING", comment=comment) + line("50_2", "PENDING", comment=comment)
+        slurm.says("squeue", prints=lines)
         states = told(sweep).members
         assert [each.state.state for each in states] == ["starting", "died", "queued", "died"]
         assert [each.state.job for each in states][::2] == ["50_0", "50_2"]
@@ -95,20 +72,20 @@ def test_each_member_is_its_task_whatever_became_of_the_comment(tmp_path: Path, 
     assert len(slurm.calls("squeue")) == 2
 
 
-def test_an_array_whose_id_was_lost_is_found_by_its_token(tmp_path: Path, slurm: Commands) -> None:
+def test_an_array_whose_id_was_lost_is_found_by_its_token(tmp_path: Path, slurm: FakeSlurm) -> None:
     sweep = sweep_of(tmp_path, 2, array=None)
-    slurm.put("squeue", line("50_0", "RUNNING") + line("50_1", "PENDING"))
+    slurm.says("squeue", prints=line("50_0", "RUNNING") + line("50_1", "PENDING"))
     assert told(sweep).counts == {"starting": 1, "queued": 1}
 
 
-def test_tasks_that_were_cancelled_before_they_began_are_one_line(tmp_path: Path, slurm: Commands) -> None:
+def test_tasks_that_were_cancelled_before_they_began_are_one_line(tmp_path: Path, slurm: FakeSlurm) -> None:
     sweep = sweep_of(tmp_path, 3)
-    slurm.put("squeue", line("50", "CANCELLED") + line("50_0", "RUNNING"))
+    slurm.says("squeue", prints=line("50", "CANCELLED") + line("50_0", "RUNNING"))
     assert told(sweep).counts == {"starting": 1, "cancelled": 2}
     assert told(sweep).to_json()["members"][2]["overrides"] == ["optim.lr=2"]
 
 
-def test_accounting_is_asked_by_array_and_its_ranges_are_read(tmp_path: Path, slurm: Commands) -> None:
+def test_accounting_is_asked_by_array_and_its_ranges_are_read(tmp_path: Path, slurm: FakeSlurm) -> None:
     sweep = sweep_of(tmp_path, 1000)
     lines = [
         f"50_[5-999%2]|CANCELLED by 0|{ME}|0:0|None assigned|2999-01-01T00:00:00|sweep|",
@@ -118,7 +95,7 @@ def test_accounting_is_asked_by_array_and_its_ranges_are_read(tmp_path: Path, sl
         f"50_3|FAILED|{ME}|3:0|node1|2999-01-01T00:00:00|sweep|orchestra:bb",
         f"50_4|FAILED|{ME}|3:0|node1|2999-01-01T00:00:00|sweep|",
     ]
-    slurm.put("sacct", "\n".join(lines))
+    slurm.says("sacct", prints="\n".join(lines))
     state = told(sweep)
     assert state.counts == {"cancelled": 995, "failed": 1, "died": 4}
     causes = [member.state.cause or "" for member in state.members]
@@ -140,11 +117,11 @@ def test_ranges_of_tasks_come_and_go() -> None:
 
 
 def test_slurm_is_asked_again_only_after_a_pause_and_newer_jobs_are_unknown_until_then(
-    slurm: Commands,
+    slurm: FakeSlurm,
 ) -> None:
     first = SubmittedJob(TOKEN, "11", "a", ME, time.time() - 5)
     questions = Questions()
-    slurm.put("squeue", f"11|RUNNING|{ME}|None|node1|N/A|a|{TOKEN}\n")
+    slurm.says("squeue", prints=queue_line("11", "RUNNING", "a", token=TOKEN))
     for _ in range(3):
         assert questions.states([first], [first])[0][first].state == "RUNNING"
     later = SubmittedJob("orchestra:bb", "12", "b", ME, time.time() + 1)
@@ -160,7 +137,7 @@ def test_slurm_is_asked_again_only_after_a_pause_and_newer_jobs_are_unknown_unti
 
 
 def test_a_run_that_goes_on_by_itself_is_queued_until_its_next_attempt(
-    tmp_path: Path, slurm: Commands
+    tmp_path: Path, slurm: FakeSlurm
 ) -> None:
     run = sweep_of(tmp_path, 1).member(0)
     events = EventWriter(run, node_writer(0, 0), 0, host="node1")
@@ -170,16 +147,16 @@ def test_a_run_that_goes_on_by_itself_is_queued_until_its_next_attempt(
     events.write("requeued", job="50_0", how="requeue", reason="time_limit")
     assert read_state(run, time.time()).state == "queued"
     for word, state in (("COMPLETING", "queued"), ("PENDING", "queued"), ("RUNNING", "starting")):
-        slurm.put("squeue", line("50_0", word, "BeginTime"))
+        slurm.says("squeue", prints=line("50_0", word, "BeginTime"))
         ((now,), _) = with_scheduler([run], [read_state(run, time.time())])
         assert now.state == state
-    slurm.put("squeue", "")
+    slurm.says("squeue")
     ((now,), _) = with_scheduler([run], [read_state(run, time.time())])
     assert (now.state, now.cause) == (
         "died",
         "Slurm does not have job 50_0 any more, and the run had not gone on",
     )
-    slurm.put("squeue", "", code=1)
+    slurm.says("squeue", code=1)
     ((now,), problems) = with_scheduler([run], [read_state(run, time.time())])
     assert (now.state, len(problems)) == ("queued", 1)
     EventWriter(run, node_writer(1, 0), 1, host="node1").write("attempt_started", pid=1, pid_started=1)

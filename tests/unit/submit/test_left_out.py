@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support.fake_slurm import FakeSlurm
 
 from launchers.slurm.cluster import is_usable
 from orchestra.cli import main, on_cluster
@@ -23,11 +24,9 @@ def listed(host: str, age_s: float = 60.0) -> Listed:
 
 
 @pytest.fixture
-def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ExcludeList:
+def known(tmp_path: Path, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> ExcludeList:
     """A list beside the runs of a cluster whose commands answer; one more node is in another partition."""
     monkeypatch.chdir(tmp_path)
-    bin_folder = tmp_path / "bin"
-    bin_folder.mkdir()
     per_node = "\\n".join([*(f"{node}|main*" for node in NODES), "big1|big"])
     answers = {
         "sinfo": f'case "$*" in *--Node*) printf "{per_node}\\n";; '
@@ -36,9 +35,7 @@ def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ExcludeList:
         "sbatch": "exit 0",
     }
     for name, text in answers.items():
-        (bin_folder / name).write_text(f"#!/bin/sh\n{text}\n")
-        (bin_folder / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{bin_folder}:/usr/bin:/bin")
+        fake_slurm.put(name, text)
     on_cluster._left_out.cache_clear()
     return ExcludeList(tmp_path / "runs", "alps")
 

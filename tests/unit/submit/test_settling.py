@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.fake_slurm import FakeSlurm
 
 from orchestra.config.machine import Situation
 from orchestra.errors import ConfigError, LaunchError
@@ -24,40 +25,32 @@ from orchestra.submit.sweeps.members import standings
 from orchestra.submit.sweeps.resume_sweep import Comeback, Returning, go_on
 
 
-class Slurm:
+class Slurm(FakeSlurm):
     """A stand-in for Slurm: the queue says one word after the other, and the last one from then on."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        super().__init__(folder)
         self.is_called("alpha")
-        self._put("sacct", "exit 1")
+        self.put("sacct", "exit 1")
 
     def is_called(self, cluster: str) -> None:
-        self._put("scontrol", f"echo 'ClusterName = {cluster}'")
+        self.put("scontrol", f"echo 'ClusterName = {cluster}'")
 
     def says(self, *words: str) -> None:
-        (self._folder / "words").write_text("\n".join(words) + "\n")
-        self._put(
+        (self.folder / "words").write_text("\n".join(words) + "\n")
+        self.put(
             "squeue",
-            f"cd {self._folder}; word=$(head -1 words)\n"
+            f"cd {self.folder}; word=$(head -1 words)\n"
             "[ $(wc -l < words) -gt 1 ] && sed -i 1d words\n"
             f'[ -n "$word" ] && echo "7|$word|{user_name()}|None|node1|N/A|one|orchestra:one"; exit 0',
         )
 
-    def _put(self, name: str, script: str) -> None:
-        file = self._folder / name
-        file.write_text(f"#!/bin/sh\n{script}\n")
-        file.chmod(0o755)
-
 
 @pytest.fixture
-def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+def slurm(fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> Slurm:
     monkeypatch.setattr(wait, "_POLL_S", 0.01)
     monkeypatch.setattr(wait, "_WAIT_S", 5.0)
-    return Slurm(folder)
+    return Slurm(fake_slurm.folder)
 
 
 def submitted(run: RunDir, *, code: int | None = None, **more: object) -> RunDir:

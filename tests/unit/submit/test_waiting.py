@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import json
 import os
 import signal
@@ -14,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support.fake_slurm import ME, FakeSlurm, queue_line
 
 from launchers import processes
 from orchestra.run.events import EventWriter, node_writer
@@ -22,25 +22,13 @@ from orchestra.run.paths import RunDir
 from orchestra.submit import wait
 from orchestra.submit.wait import Result, exit_code, wait_for
 
-ME = getpass.getuser()
-
 
 @pytest.fixture
-def bin_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+def slurm(fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
     monkeypatch.setattr(wait, "_ASK_S", 0.2)
-    put(folder, "sacct", "exit 1")
-    put(folder, "squeue", "exit 0")
-    return folder
-
-
-def put(folder: Path, name: str, script: str) -> None:
-    draft = folder / f".{name}"
-    draft.write_text(f"#!/bin/sh\n{script}\n")
-    draft.chmod(0o755)
-    draft.rename(folder / name)
+    fake_slurm.put("sacct", "exit 1")
+    fake_slurm.put("squeue")
+    return fake_slurm
 
 
 def begun(parent: Path, name: str, job: str | None = None, host: str | None = None) -> RunDir:
@@ -89,12 +77,11 @@ def test_a_run_that_trains_is_waited_for_and_its_steps_are_shown(
     assert "slow: finished, loss 2.5" in shown.err
 
 
-def test_an_end_without_a_job_in_slurm_needs_two_looks(tmp_path: Path, bin_folder: Path) -> None:
+def test_an_end_without_a_job_in_slurm_needs_two_looks(tmp_path: Path, slurm: FakeSlurm) -> None:
     """A failed run whose job Slurm starts again goes on, until Slurm has it no more."""
     run = ended(begun(tmp_path, "one", job="7", host="node1"), code=1, cause="OutOfMemory")
-    row = f"7|{{}}|{ME}|Priority|node1|N/A|one|orchestra:one"
-    put(bin_folder, "squeue", f"echo '{row.format('PENDING')}'")
-    gone = threading.Timer(1.5, put, [bin_folder, "squeue", "exit 0"])
+    slurm.says("squeue", prints=queue_line("7", "PENDING", "one"))
+    gone = threading.Timer(1.5, slurm.put, ["squeue"])
     gone.start()
     began = time.monotonic()
     (result,) = wait_for([run], "loss")
@@ -104,14 +91,14 @@ def test_an_end_without_a_job_in_slurm_needs_two_looks(tmp_path: Path, bin_folde
 
 
 def test_a_question_that_fails_decides_nothing(
-    tmp_path: Path, bin_folder: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs = [
         ended(begun(tmp_path, "one", job="7", host="node1"), code=75, cause="stopped"),
         ended(begun(tmp_path, "two", job="8", host="node1")),
     ]
-    put(bin_folder, "squeue", "echo 'Unable to contact slurm controller' >&2; exit 1")
-    answers = threading.Timer(1.5, put, [bin_folder, "squeue", "exit 0"])
+    slurm.put("squeue", "echo 'Unable to contact slurm controller' >&2; exit 1")
+    answers = threading.Timer(1.5, slurm.put, ["squeue"])
     answers.start()
     began = time.monotonic()
     results = wait_for(runs, "loss")
@@ -121,7 +108,7 @@ def test_a_question_that_fails_decides_nothing(
     assert capsys.readouterr().err.count("Unable to contact") == 1
 
 
-def test_a_job_that_vanished_without_a_verdict_counts_as_failed(tmp_path: Path, bin_folder: Path) -> None:
+def test_a_job_that_vanished_without_a_verdict_counts_as_failed(tmp_path: Path, slurm: FakeSlurm) -> None:
     run = begun(tmp_path, "one", job="7", host="node1")
     long_ago = time.time() - 120
     for file in run.path.rglob("*"):
