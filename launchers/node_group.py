@@ -80,7 +80,7 @@ class _Seen:
     own_beats: int
 
 
-class Crew:
+class NodeGroup:
     """One agent's view of the others. `join` first, `leave` at last; all else from the agent's own thread."""
 
     def __init__(

@@ -2,10 +2,10 @@
 
 For an array of a sweep it is `SWEEP_DIR --first F`: task t trains the member with index F + t.
 
-The process that srun starts does nothing but keep an agent alive: it forks it, and forks it again when it was
-killed, after everything that the dead one had started is gone. What takes long to import it keeps for the
-next agent: the agent's own modules, and the warm process that ranks are forked from. Signals are the agent's
-to hear: Slurm sends them to every process of the step.
+The process that srun starts only keeps an agent alive: it forks the agent, and forks it again when it was
+killed, after everything that the dead one had started is gone. It keeps for the next agent what takes long to
+import: the agent's own modules, and the fork server that ranks are forked from. Signals, which Slurm sends to
+every process of the step, are passed on to the agent.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from launchers.processes import die_with_parent
 from launchers.slurm.this_job import JobSignals
 
 _MARK = "LAUNCHERS_NODE_MARK"
-# An agent that is killed over and over takes its node along. What lived for a while is no such agent.
+# An agent that is killed over and over ends, and its node with it; one that lived for long does not count.
 _MOST_STARTS = 5
 _LONG_LIFE_S = 600.0
 _LEFTOVERS_TIMEOUT_S = 30.0
@@ -36,7 +36,7 @@ _POLL_S = 0.05
 
 def main(argv: list[str]) -> int:
     """Keep this node's agent alive until it ends by itself; return its exit code."""
-    signals = _Heard()
+    signals = _SignalRelay()
     os.environ[_MARK] = mark = secrets.token_hex(8)
     _import_ahead()
     zygote = OwnZygote()
@@ -62,8 +62,8 @@ def main(argv: list[str]) -> int:
     return 1
 
 
-class _Agent:
-    """The agent as its keeper sees it: a process id, and a socket on which it asks for the warm process."""
+class _AgentProcess:
+    """The agent as its keeper sees it: a process id, and a socket on which it asks for the fork server."""
 
     def __init__(self, pid: int, channel: socket.socket) -> None:
         self.pid = pid
@@ -85,15 +85,15 @@ class _Agent:
         return os.waitstatus_to_exitcode(self._status)
 
 
-def _forked(argv: list[str]) -> _Agent:
-    ours, its = socket.socketpair()
+def _forked(argv: list[str]) -> _AgentProcess:
+    ours, agents = socket.socketpair()
     parent = os.getpid()
     pid = os.fork()
     if pid == 0:
         ours.close()
-        _become_agent(parent, argv, KeptZygote(its))
-    its.close()
-    return _Agent(pid, ours)
+        _become_agent(parent, argv, KeptZygote(agents))
+    agents.close()
+    return _AgentProcess(pid, ours)
 
 
 def _import_ahead() -> None:
@@ -102,10 +102,10 @@ def _import_ahead() -> None:
         importlib.import_module(name)
 
 
-_HEARD = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_RELAYED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
-class _Heard:
+class _SignalRelay:
     """Hands what would end this process to its agent, and ends only when that does."""
 
     def __init__(self) -> None:
@@ -113,7 +113,7 @@ class _Heard:
         self._child: int | None = None
         # What came before there was an agent.
         self._early: list[int] = []
-        for number in _HEARD:
+        for number in _RELAYED:
             signal.signal(number, self._hear)
 
     def hand_to(self, child: int | None) -> None:
@@ -124,12 +124,12 @@ class _Heard:
 
     @contextlib.contextmanager
     def held_back(self) -> Iterator[None]:
-        """Let signals wait while this process forks: those of the new one are its own to let through."""
-        signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)
+        """Block signals while this process forks; the new one lets them through when it can handle them."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, _RELAYED)
         try:
             yield
         finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, _HEARD)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _RELAYED)
 
     def _hear(self, number: int, _: object) -> None:
         self.is_any = True
@@ -144,14 +144,14 @@ class _Heard:
             os.kill(child, number)
 
 
-def _become_agent(parent: int, argv: list[str], zygote: Owner) -> None:
+def _become_agent(parent: int, argv: list[str], owner: Owner) -> None:
     """Be the agent to the end of this process."""
     code = 1
     try:
         with JobSignals() as signals:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, _HEARD)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _RELAYED)
             die_with_parent(parent)
-            code = _work(argv, signals, zygote)
+            code = _work(argv, signals, owner)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -159,31 +159,32 @@ def _become_agent(parent: int, argv: list[str], zygote: Owner) -> None:
 
 
 def _end_leftovers(mark: str, zygote: OwnZygote) -> None:
-    """Wait until nothing of a dead agent is left but the zygote, which kills what it forked by itself; should
-    it be ill, that ends here too.
+    """Wait until nothing of a dead agent is left but the fork server, which kills what it forked by itself;
+    where it does not, that is killed here too.
     """
     deadline = time.monotonic() + _LEFTOVERS_TIMEOUT_S
     kept = {os.getpid(), zygote.pid}
     while time.monotonic() < deadline:
-        left = [it for it in processes.marked(f"{_MARK}={mark}") if it.pid not in kept]
+        left = [process for process in processes.marked(f"{_MARK}={mark}") if process.pid not in kept]
         if not left:
             return
         processes.send(left, signal.SIGKILL)
         time.sleep(_POLL_S)
 
 
-def _work(argv: list[str], signals: JobSignals, zygote: Owner) -> int:
+def _work(argv: list[str], signals: JobSignals, owner: Owner) -> int:
     from launchers.launch_errors import LauncherError
-    from orchestra.agents.agent import attend, station
+    from orchestra.agents.agent import attend, context_of_task
     from orchestra.errors import EXIT_FAILED, OrchestraError
     from orchestra.run.paths import RunDir, SweepDir
 
     try:
         if len(argv) == 1:
-            return attend(station(RunDir(Path(argv[0])), signals, zygote))
+            return attend(context_of_task(RunDir(Path(argv[0])), signals, owner)).code
         path, _, first = argv
         task = int(os.environ["SLURM_ARRAY_TASK_ID"])
-        return attend(station(SweepDir(Path(path)).member(int(first) + task), signals, zygote))
+        member = SweepDir(Path(path)).member(int(first) + task)
+        return attend(context_of_task(member, signals, owner)).code
     except OrchestraError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code

@@ -1,14 +1,20 @@
-"""One agent's life: join the crew, carry out one order after another, lead when it is its turn, and leave."""
+"""One agent from start to end: it joins the others, carries out orders, and leads when it is its turn.
+
+`attend` is the same on every node of a job and in the foreground; `context_of_task` makes what it works with
+in a Slurm job (`orchestra.agents.__main__` calls both).
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import faulthandler
 import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from conf.schema import Config
@@ -17,16 +23,18 @@ from launchers.fork_server.owner import Owner
 from launchers.host_network import free_port
 from launchers.launch_errors import LauncherError
 from launchers.node_agent import StopRequests
-from launchers.node_group import Crew, Order
+from launchers.node_group import NodeGroup, Order
 from launchers.slurm.this_job import JobTask, job_task
 from orchestra.agents.attempt import perform
-from orchestra.agents.context import END, REFUSE, SURROUNDINGS_S, Station
-from orchestra.agents.leader import GATHER_TIMEOUT_S, Leading
-from orchestra.agents.node_check.after_hang import Asking
-from orchestra.agents.node_check.agent_part import fitness_of
+from orchestra.agents.context import END, REFUSE, SCHEDULER_S, AgentContext, attempt_number
+from orchestra.agents.leader import Leader
+from orchestra.agents.node_check.after_hang import RingMeasurement
+from orchestra.agents.node_check.own_check import node_check_of
 from orchestra.agents.node_copies import COPIES, keep, open_copies
 from orchestra.agents.slurm_job import SlurmJob
+from orchestra.agents.wait_for_nodes import NODES_TIMEOUT_S
 from orchestra.errors import EXIT_FAILED, LaunchError, RivalError
+from orchestra.recovery.incidents import Verdict
 from orchestra.run.config_file import read_config
 from orchestra.run.paths import RunDir
 from orchestra.submit.launch import worker_environment
@@ -45,156 +53,182 @@ _CLOSE_S = 900.0
 _WARNED_TIMEOUT_S = 20.0
 # How long the last agent gives the others to leave before it ends the job.
 _LEAVE_TIMEOUT_S = 15.0
+# What the process that ranks are forked from imports ahead. The last two are imported by torch itself when an
+# optimizer and a mesh are made: a second per rank.
+_WORKER_MODULES = ("orchestra.train.trainer", "torch._dynamo", "torch.distributed.tensor")
+
+# Called about ten times a second with the number of the attempt that is on; -1 between two.
+Tick = Callable[[int], None]
 
 
-def attend(station: Station) -> int:
-    """Take part in all attempts of this start of the job; return the exit code that the last order names.
+@dataclass(frozen=True)
+class AttendResult:
+    """How an agent's part in a job ended."""
 
-    *Every node*, main thread only. Raises RivalError when something else trains the run, LaunchError,
-    LauncherError and OSError when this node cannot take part.
+    # The exit code that the last order names.
+    code: int
+    # The newest attempt that this agent took part in; None where there was none.
+    last_attempt: int | None = None
+    # The verdict on it where it could not be written: the run directory is gone or its disk is full.
+    unwritten: Verdict | None = None
+
+
+def attend(
+    context: AgentContext, *, tick: Tick = lambda _: None, first_attempt: int | None = None
+) -> AttendResult:
+    """Take part in all attempts of this start of the job, to its end.
+
+    *Every node*, main thread only. `first_attempt`: where the caller has claimed it already. Raises
+    RivalError when something else trains the run, LaunchError, LauncherError and OSError when this node
+    cannot take part.
     """
-    surroundings = station.surroundings
-    address, fitness = surroundings.own_address(), station.fitness
-    offered = {} if fitness is None else fitness.offers(address)
-    station.crew.join(surroundings.host, address, {"port": free_port(), **offered})
+    address, node_check = context.scheduler.own_address(), context.node_check
+    offered = {} if node_check is None else node_check.offers(address)
+    context.group.join(context.scheduler.host, address, {"port": free_port(), **offered})
     try:
-        if fitness is not None:
-            fitness.begin()
-        if station.warm is not None:
-            station.run.logs.mkdir(exist_ok=True)
-            station.warm.start()
-        station.copies = open_copies(station)
-        if station.copies is not None:
-            station.crew.tell({COPIES: station.copies.address})
-        return _Agent(station).work()
+        if node_check is not None:
+            node_check.begin()
+        if context.fork_server is not None:
+            context.run.logs.mkdir(exist_ok=True)
+            context.fork_server.start()
+        context = dataclasses.replace(context, copies=open_copies(context))
+        if context.copies is not None:
+            context.group.tell({COPIES: context.copies.address})
+        return _Agent(context, tick, first_attempt).work()
     finally:
-        station.crew.allow(_CLOSE_S)
-        if station.copies is not None:
-            station.copies.close()
-        if fitness is not None:
-            fitness.close()
-        if station.warm is not None:
-            station.warm.close()
-        station.crew.leave()
+        context.group.allow(_CLOSE_S)
+        if context.copies is not None:
+            context.copies.close()
+        if node_check is not None:
+            node_check.close()
+        if context.fork_server is not None:
+            context.fork_server.close()
+        context.group.leave()
 
 
 class _Agent:
-    def __init__(self, station: Station) -> None:
-        self._station = station
-        self._crew = station.crew
-        self._leading = Leading(station)
-        self._asking = Asking(station)
-        # The newest order that this agent has dealt with.
+    def __init__(self, context: AgentContext, tick: Tick, first_attempt: int | None) -> None:
+        self._context = context
+        self._tick = tick
+        self._group = context.group
+        self._leader = Leader(context, first_attempt)
+        self._ring_measurement = RingMeasurement(context)
+        # The newest order that this agent has carried out.
         self._done = -1
+        self._last_attempt: int | None = None
         self._idle_since = self._checked_at = time.monotonic()
         # When a signal was first seen before the first order.
         self._warned_at: float | None = None
 
-    def work(self) -> int:
+    def work(self) -> AttendResult:
         """Carry out orders until one ends the job."""
         while True:
-            self._crew.progress()
-            order = self._crew.newest_order()
+            self._group.progress()
+            order = self._group.newest_order()
             if order is not None and order.number > self._done:
                 self._done = order.number
                 if order.action in (END, REFUSE):
-                    return self._ended(order)
-                self._take_part(order)
-                if self._station.untold is not None:
-                    return self._station.untold.code
+                    return AttendResult(self._ended(order), self._last_attempt)
+                unwritten = self._take_part(order)
+                if unwritten is not None:
+                    return AttendResult(unwritten.code, self._last_attempt, unwritten)
                 self._idle_since = time.monotonic()
                 continue
-            if self._crew.leads:
-                self._leading.look(order)
-            elif self._station.signals.count() and order is None:
-                self._wait_for_the_leaders_word()
-            self._refuse_to_wait_for_ever(order)
+            if self._group.leads:
+                self._leader.look(order)
+            elif self._context.signals.count() and order is None:
+                self._wait_for_the_leader()
+            self._end_where_forgotten(order)
             self._pause(order)
 
-    def _wait_for_the_leaders_word(self) -> None:
-        """Refuse to wait long for who was warned too, and says what that leads to. Raises LaunchError."""
+    def _wait_for_the_leader(self) -> None:
+        """Wait for the leader, which was warned too and orders what follows, but not for long. Raises
+        LaunchError.
+        """
         now = time.monotonic()
         self._warned_at = self._warned_at or now
         if now - self._warned_at > _WARNED_TIMEOUT_S:
-            raise LaunchError(f"{self._station.signals.first} came before the first order")
+            raise LaunchError(f"{self._context.signals.first} came before the first order")
 
-    def _take_part(self, order: Order) -> None:
-        if order.is_for(self._station.member):
-            perform(self._station, order)
-        elif self._station.node not in order.nodes:
-            keep(self._station, order)
-        elif not self._crew.reports(order.number, [self._crew.node]):
-            # The agent before this one had a part in it, and died.
-            self._crew.mark_broken(order.number, {"cause": "agent lost", "host": self._station.member.host})
-            copies = self._station.copies
+    def _take_part(self, order: Order) -> Verdict | None:
+        """Carry out this node's part of an attempt; return the verdict where it could not be written."""
+        if order.is_for(self._context.member):
+            self._last_attempt = attempt_number(order)
+            return perform(self._context, order, self._tick)
+        if self._context.node not in order.nodes:
+            keep(self._context, order)
+        elif not self._group.reports(order.number, [self._group.node]):
+            # The agent before this one took part in it, and died.
+            lost = {"cause": "agent lost", "host": self._context.member.host}
+            self._group.mark_broken(order.number, lost)
+            copies = self._context.copies
             held = {} if copies is None else {COPIES: copies.held()}
-            self._crew.report(order.number, {"code": EXIT_FAILED, "cause": "agent lost", **held})
+            self._group.report(order.number, {"code": EXIT_FAILED, "cause": "agent lost", **held})
+        return None
 
     def _ended(self, order: Order) -> int:
         if order.action == REFUSE:
             raise RivalError(str(order.facts.get("message")))
-        if self._crew.leads:
+        if self._group.leads:
             self._release(order)
         return int(order.facts.get("code", EXIT_FAILED))
 
     def _release(self, order: Order) -> None:
-        """Give the job back where whoever would have done it is gone, after the others have left."""
+        """Give the job back where the node that would have done it is gone, after the others have left."""
         lost = {int(node) for node in order.facts.get("lost", [])}
         deadline = time.monotonic() + _LEAVE_TIMEOUT_S
-        if self._station.is_alone:
+        if self._context.is_alone:
             return
-        self._crew.allow(SURROUNDINGS_S)
+        self._group.allow(SCHEDULER_S)
         while time.monotonic() < deadline:
-            members = self._crew.members()
+            members = self._group.members()
             # Those that were lost in earlier attempts too: they never took their names off the list.
-            lost.update(self._crew.silent(members))
-            if members.keys() <= {self._station.node, *lost}:
+            lost.update(self._group.silent(members))
+            if members.keys() <= {self._context.node, *lost}:
                 break
             time.sleep(_POLL_S)
         with contextlib.suppress(LauncherError):
-            self._station.surroundings.release(sorted(lost))
+            self._context.scheduler.release(sorted(lost))
 
-    def _refuse_to_wait_for_ever(self, order: Order | None) -> None:
+    def _end_where_forgotten(self, order: Order | None) -> None:
+        """Raise LaunchError where no agent has given an order for too long: this one would wait for ever."""
         now = time.monotonic()
         if now - self._checked_at < _CHECK_S:
             return
         self._checked_at = now
-        limit = GATHER_TIMEOUT_S + _ORPHAN_TIMEOUT_S if order is None else _ORPHAN_TIMEOUT_S
-        is_busy = order is not None and len(self._crew.reports(order.number, order.nodes)) == 0
-        if is_busy or self._crew.leads:
+        limit = NODES_TIMEOUT_S + _ORPHAN_TIMEOUT_S if order is None else _ORPHAN_TIMEOUT_S
+        is_busy = order is not None and len(self._group.reports(order.number, order.nodes)) == 0
+        if is_busy or self._group.leads:
             self._idle_since = now
         if now - self._idle_since > limit:
             raise LaunchError(
-                f"nobody has said for {limit:g} s what is to come next ({self._crew.folder}); the other "
-                "nodes' logs tell what became of them"
+                f"no agent has said for {limit:g} s what comes next ({self._group.folder}); the logs of the "
+                "other nodes tell what became of them"
             )
 
     def _pause(self, order: Order | None) -> None:
-        self._station.tick(-1)
-        is_spare = order is not None and self._station.node not in order.nodes
-        is_awaited = self._asking.look(order)
-        if self._station.fitness is not None:
-            self._station.fitness.tick(is_idle=is_spare)
-        is_patient = not is_awaited and (is_spare or self._crew.num_nodes > _MANY_NODES)
-        time.sleep(_IDLE_POLL_S if is_patient and not self._crew.leads else _POLL_S)
+        self._tick(-1)
+        is_spare = order is not None and self._context.node not in order.nodes
+        is_awaited = self._ring_measurement.look(order)
+        if self._context.node_check is not None:
+            self._context.node_check.tick(is_idle=is_spare)
+        is_patient = not is_awaited and (is_spare or self._group.num_nodes > _MANY_NODES)
+        time.sleep(_IDLE_POLL_S if is_patient and not self._group.leads else _POLL_S)
 
 
-def crew_folder(control: Path, job: str, restart: int) -> Path:
+# What an agent works with.
+
+
+def group_folder(control: Path, job: str, restart: int) -> Path:
     """Return where the agents of one start of a job meet."""
     return control / f"job-{job}.start-{restart}"
 
 
-# Which process is kept warm on a node: one that has imported what every rank of a run imports first.
-
-
-# The last two are imported by torch itself when an optimizer and a mesh are made: a second per rank.
-_WORKER_MODULES = ("orchestra.train.trainer", "torch._dynamo", "torch.distributed.tensor")
-
-
-def warm_host(
+def fork_server_of(
     config: Config, run: RunDir, search_path: Sequence[str] = (), owner: Owner | None = None
 ) -> WarmHost | None:
-    """Return what starts this node's ranks without importing torch again; None where it is not wanted.
+    """Return what starts this node's ranks without importing torch again; None where it is not wanted
+    (`recovery.warm_start`).
 
     Without an `owner` the process is this one's own, and ends with it.
     """
@@ -205,11 +239,9 @@ def warm_host(
     return WarmHost(_WORKER_MODULES, environment, run.logs / "warm.log", owner)
 
 
-# Makes the station of a Slurm task: from Slurm's variables and a run directory to an agent at its place.
-
-
-def station(run: RunDir, signals: StopRequests, zygote: Owner) -> Station:
-    """Return this task's station, its warm process held by `zygote`.
+def context_of_task(run: RunDir, signals: StopRequests, owner: Owner) -> AgentContext:
+    """Return what the agent of this Slurm task works with; `owner` holds the process that ranks are forked
+    from.
 
     Raises LaunchError and LauncherError outside a job that fits the run.
     """
@@ -218,26 +250,29 @@ def station(run: RunDir, signals: StopRequests, zygote: Owner) -> Station:
     wanted = config.cluster.nodes + config.cluster.spare_nodes
     if task.num_nodes != wanted:
         raise LaunchError(
-            f"the job has {task.num_nodes} nodes, the run wants {wanted} (cluster.nodes="
-            f"{config.cluster.nodes}, cluster.spare_nodes={config.cluster.spare_nodes})"
+            f"the job has {task.num_nodes} nodes, the run needs {wanted} (cluster.nodes="
+            f"{config.cluster.nodes}, cluster.spare_nodes={config.cluster.spare_nodes}); "
+            f"`orchestra resume {run.name}` submits it again"
         )
-    folder = crew_folder(run.control, task.job, task.restart)
-    crew = Crew(folder, task.node, task.num_nodes, config.recovery.agent_timeout_s, _end_this_agent)
+    folder = group_folder(run.control, task.job, task.restart)
+    group = NodeGroup(folder, task.node, task.num_nodes, config.recovery.agent_timeout_s, _end_this_agent)
     path = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    surroundings = SlurmJob(run, config, task)
+    scheduler = SlurmJob(run, config, task)
 
     def say(words: str) -> None:
-        _say(task, surroundings.host, words)
+        _say(task, scheduler.host, words)
 
     say("joins the others")
-    warm = warm_host(config, run, path, zygote)
-    fitness = fitness_of(config, run, crew)
-    return Station(run, config, crew, signals, surroundings, say, path, warm=warm, fitness=fitness)
+    fork_server = fork_server_of(config, run, path, owner)
+    node_check = node_check_of(config, run, group)
+    return AgentContext(
+        run, config, group, signals, scheduler, say, path, fork_server=fork_server, node_check=node_check
+    )
 
 
 def _end_this_agent() -> None:
-    """End this process, whose main thread stands still: whoever keeps this node's agent starts another."""
-    sys.stderr.write("error: this node's agent stands still, and is ended where it is:\n")
+    """End this process, whose main thread stands still: the process that keeps it starts another."""
+    sys.stderr.write("error: this node's agent makes no progress, and is ended; it stands still in:\n")
     faulthandler.dump_traceback(sys.stderr)
     sys.stderr.flush()
     os.kill(os.getpid(), signal.SIGKILL)

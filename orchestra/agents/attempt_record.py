@@ -1,8 +1,7 @@
-"""What the control plane writes about one attempt: that it starts, who died without a word, how it ended.
+"""What the agents write about one attempt: that it starts, which ranks died without a verdict, how it ended.
 
-The node agents' side of the two planes' meeting place: workers write their own verdicts. The same for an
-attempt in the foreground and for one over several nodes, where only the leader speaks for the whole. It
-starts and ends no process.
+Each node's agent writes a file of events of its own, as each rank does; ranks write their own verdicts. Only
+the leader's agent writes how the whole attempt started and ended.
 """
 
 from __future__ import annotations
@@ -60,11 +59,11 @@ class AttemptRecord:
         *,
         decides: Callable[[Verdict], bool] = lambda _: False,
     ) -> Verdict:
-        """Judge how the whole attempt ended, write that down and return it. *The leading node only*.
+        """Judge how the whole attempt ended, write that down and return it. *The leader only*.
 
         `interruption` says why the ranks were ended at once, None where they ended by themselves, be it
-        because they were asked to. What `amended` makes of the verdict is what counts; `decides` says
-        whether whoever asks is about to decide what follows it, and readers are to wait for that.
+        because they were asked to. What `amended` makes of the verdict is what counts; `decides` tells
+        whether the caller is about to decide what follows it, and readers are to wait for that.
         """
         verdict = judge(self.seen(), exit_code=ending.exit_code, interruption=interruption)
         if not self.run.events.is_dir() and verdict.code != EXIT_INTERRUPTED:
@@ -107,9 +106,9 @@ class AttemptRecord:
 
     def write_killed_ranks(self, ending: Ending, *, was_stopped: bool) -> None:
         """Write a `rank_failed` for each rank of this node that died without a verdict of its own."""
-        spoke = self.seen().ended_ranks
+        with_verdict = self.seen().ended_ranks
         for failure in ending.failures:
-            if failure.cleaned_up or failure.rank in spoke or was_stopped:
+            if failure.cleaned_up or failure.rank in with_verdict or was_stopped:
                 continue
             self.events.write("rank_failed", rank=failure.rank, pid=failure.pid, **_cause(failure.exit_code))
 
@@ -127,7 +126,7 @@ def _cause(exit_code: int) -> dict[str, object]:
 
 
 def write_started(record: AttemptRecord, config: Config, spec: LaunchSpec, **context: Any) -> None:
-    """Write that an attempt starts, led by this process. *The leading node only*.
+    """Write that an attempt starts, led by this process. *The leader only*.
 
     `config` says the nodes that take part; `context` goes into the event, such as the scheduler's job. Raises
     LaunchError when the run directory cannot be written.
@@ -148,8 +147,22 @@ def write_started(record: AttemptRecord, config: Config, spec: LaunchSpec, **con
         raise LaunchError(f"{record.run.events}: cannot be written: {error.strerror}") from error
 
 
-def joined(run: RunDir, attempt: int, node: int) -> AttemptRecord:
-    """Return the record of a node of an attempt. Raises LaunchError when nothing can be written there."""
+class AttemptRecords:
+    """The records that one node's agent keeps: one writer for each file, and only the newest one is open."""
+
+    def __init__(self) -> None:
+        self._records: dict[int, AttemptRecord] = {}
+
+    def of(self, run: RunDir, attempt: int, node: int) -> AttemptRecord:
+        """Return the record of a node of an attempt. Raises LaunchError when nothing can be written there."""
+        if attempt not in self._records:
+            for number in [number for number in self._records if number < attempt]:
+                self._records.pop(number).events.close()
+            self._records[attempt] = _opened(run, attempt, node)
+        return self._records[attempt]
+
+
+def _opened(run: RunDir, attempt: int, node: int) -> AttemptRecord:
     try:
         return AttemptRecord(run, attempt, node, EventWriter(run, node_writer(attempt, node), attempt))
     except OSError as error:

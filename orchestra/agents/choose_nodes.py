@@ -10,7 +10,7 @@ from typing import Any
 
 from conf.schema import Config
 from launchers.node_group import Member, Order
-from orchestra.agents.context import Station
+from orchestra.agents.context import AgentContext
 from orchestra.errors import ConfigError
 from orchestra.recovery.policy import Action, Decision, Resources, node_is_gone
 from orchestra.run.events import EventWriter, is_number
@@ -259,21 +259,21 @@ def gives_layout(config: Config, num_nodes: int) -> bool:
 
 
 def resources(
-    order: Order, members: Mapping[int, Member], station: Station, events: Iterable[Record]
+    order: Order, members: Mapping[int, Member], context: AgentContext, events: Iterable[Record]
 ) -> Resources:
     """Return what the policy has to choose from: the nodes that live, those of the order first."""
-    bad = excluded_hosts(events, station.surroundings.facts())
+    bad = excluded_hosts(events, context.scheduler.facts())
     fit = {node: it for node, it in members.items() if is_fit(it) and it.host not in bad}
     hosts = tuple(fit[node].host for node in order.nodes if node in fit)
     spares = tuple(it.host for node, it in fit.items() if node not in order.nodes)
-    wanted, least = station.config.cluster.nodes, station.config.recovery.min_nodes
+    wanted, least = context.config.cluster.nodes, context.config.recovery.min_nodes
     return Resources(
         wanted_nodes=wanted,
         min_nodes=wanted if least is None else least,
         in_place=True,
         hosts=hosts,
         spares=spares,
-        can_requeue=station.surroundings.can_requeue,
+        can_requeue=context.scheduler.can_requeue,
     )
 
 

@@ -1,8 +1,7 @@
-"""What one node's agent works with: the run, its crew, and what started it. Plain values and a protocol."""
+"""What one node's agent works with: the run, the agents of the other nodes, and what started it."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -11,9 +10,9 @@ from conf.schema import Config
 from launchers.fork_server.client import WarmHost
 from launchers.memory_store.node_store import NodeCopies
 from launchers.node_agent import StopRequests
-from launchers.node_group import Crew, Member, Order
-from orchestra.agents.attempt_record import AttemptRecord, joined
-from orchestra.agents.node_check.agent_part import Fitness
+from launchers.node_group import Member, NodeGroup, Order
+from orchestra.agents.attempt_record import AttemptRecord, AttemptRecords
+from orchestra.agents.node_check.own_check import NodeCheck
 from orchestra.recovery.incidents import Incident, Verdict
 from orchestra.recovery.policy import Decision
 from orchestra.run.events import EventWriter
@@ -23,15 +22,15 @@ from orchestra.run.paths import RunDir
 START = "start"
 END = "end"
 REFUSE = "refuse"
-# What is asked of the surroundings may take so long: a controller that does not answer is asked again.
-SURROUNDINGS_S = 900.0
+# What is asked of the scheduler may take so long: a controller that does not answer is asked again.
+SCHEDULER_S = 900.0
 
 
-# Return why a run was stopped: the reasons of requests (orchestra.run.stop_requests).
+# Returns why a run was stopped: the reasons of requests (orchestra.run.stop_requests).
 Reasons = Callable[[], frozenset[str]]
 
 
-class Surroundings(Protocol):
+class Scheduler(Protocol):
     """What started the agents: a Slurm job, or a command in the foreground."""
 
     @property
@@ -51,7 +50,7 @@ class Surroundings(Protocol):
     def refusal(self) -> str | None:
         """Return why this run must not be trained here now; None where it may."""
 
-    def judged(self, verdict: Verdict, attempt: int, events: EventWriter, /) -> Verdict:
+    def final_verdict(self, verdict: Verdict, attempt: int, events: EventWriter, /) -> Verdict:
         """Return the verdict on an attempt that stopped on request, or another in its place."""
 
     def go_on(
@@ -78,57 +77,48 @@ class Surroundings(Protocol):
         """Give back what nobody else does, when all is over. `lost`: nodes that are gone."""
 
 
-@dataclass
-class Station:
-    """One node's agent at work. `tick` is called about ten times a second with the attempt that is on."""
+@dataclass(frozen=True)
+class AgentContext:
+    """What one node's agent works with: the run, the other agents, what started it, and what it looks after.
+
+    It does not change: what an attempt leads to is returned by whoever carries it out.
+    """
 
     run: RunDir
     config: Config
-    crew: Crew
+    group: NodeGroup
     signals: StopRequests
-    surroundings: Surroundings
+    scheduler: Scheduler
     say: Callable[[str], None]
+    # Follows the packages' own folder in the ranks' PYTHONPATH.
     search_path: Sequence[str] = ()
-    tick: Callable[[int], None] = lambda _: None
-    warm: WarmHost | None = None
-    # None: nodes are not looked at.
-    fitness: Fitness | None = None
+    # Has imported torch already, and forks the ranks. None: they are started plainly.
+    fork_server: WarmHost | None = None
+    # None: nodes are not checked.
+    node_check: NodeCheck | None = None
+    # Copies of the ranks' state in this node's memory; None where none are made.
     copies: NodeCopies | None = None
-    # The first attempt where it is claimed already.
-    first_attempt: int | None = None
-    # Of an attempt whose end nobody could be told: the run directory is gone or its disk is full.
-    untold: Verdict | None = None
-    began: float = field(default_factory=time.time)
-    _records: dict[int, AttemptRecord] = field(default_factory=dict)
+    records: AttemptRecords = field(default_factory=AttemptRecords)
 
     @property
     def node(self) -> int:
-        return self.crew.node
+        return self.group.node
 
     @property
     def is_alone(self) -> bool:
-        return self.crew.num_nodes == 1
+        return self.group.num_nodes == 1
 
     @property
     def member(self) -> Member:
-        assert self.crew.member is not None
-        return self.crew.member
-
-    @property
-    def last_attempt(self) -> int | None:
-        """The newest attempt that this agent had to do with."""
-        return max(self._records, default=None)
+        assert self.group.member is not None
+        return self.group.member
 
     def record(self, attempt: int) -> AttemptRecord:
         """Return this node's record of an attempt: one writer for each file. Raises LaunchError."""
-        if attempt not in self._records:
-            for number in [it for it in self._records if it < attempt]:
-                self._records.pop(number).events.close()
-            self._records[attempt] = joined(self.run, attempt, self.node)
-        return self._records[attempt]
+        return self.records.of(self.run, attempt, self.node)
 
 
-def attempt_of(order: Order) -> int:
+def attempt_number(order: Order) -> int:
     """Return the attempt that an order starts or ends."""
     return int(order.facts["attempt"])
 

@@ -1,4 +1,4 @@
-"""Trains a run on this machine in the foreground: a crew of one, with the same restarts as on a cluster."""
+"""Trains a run on this machine in the foreground: one agent, with the same restarts as on a cluster."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 from conf.schema import Config
 from launchers.launch_errors import LauncherError
 from launchers.node_agent import StopRequests
-from launchers.node_group import Crew
-from orchestra.agents.agent import attend, crew_folder, warm_host
-from orchestra.agents.context import Reasons, Station
+from launchers.node_group import NodeGroup
+from orchestra.agents.agent import attend, fork_server_of, group_folder
+from orchestra.agents.context import AgentContext, Reasons
 from orchestra.errors import LaunchError
 from orchestra.recovery.history import attempt_of
 from orchestra.recovery.incidents import Incident, Verdict, node_verdict
@@ -26,7 +26,7 @@ _LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Foreground:
-    """A command on this machine as the surroundings of a crew."""
+    """A command on this machine, in the place of a scheduler: there is no other job to go on in."""
 
     @property
     def host(self) -> str:
@@ -45,7 +45,7 @@ class Foreground:
     def refusal(self) -> str | None:
         return None
 
-    def judged(self, verdict: Verdict, _attempt: int, _events: EventWriter, /) -> Verdict:
+    def final_verdict(self, verdict: Verdict, _attempt: int, _events: EventWriter, /) -> Verdict:
         return verdict
 
     def go_on(
@@ -78,30 +78,21 @@ def train_here(
     """Train to the end on this machine; return the last attempt and its verdict. No process of it is left.
 
     A failure that may pass begins another attempt, as `orchestra.recovery.policy` says. SIGTERM, SIGHUP and
-    requests in control/ stop it behind a step, with a checkpoint; SIGINT and whatever else
-    `orchestra.agents.attempt` finds urgent end it at once. Main thread only. `config` is resolved; `tick` is
+    requests in control/ stop it after a step, with a checkpoint; SIGINT and a second signal end it at once
+    (`orchestra.agents.attempt.StopDeadline`). Main thread only. `config` is resolved; `tick` is
     called about ten times a second with the attempt (-1 between two) and the number of stop requests so far.
     Raises LaunchError when torchrun cannot be started or the run directory not be written.
     """
     with StopRequests() as signals:
         try:
-            crew = Crew(crew_folder(run.control, f"here-{os.getpid()}", attempt), 0, 1, 60.0)
-            station = Station(
-                run,
-                config,
-                crew,
-                signals,
-                Foreground(),
-                say,
-                search_path,
-                tick=lambda number: tick(number, signals.count()),
-                warm=warm_host(config, run, search_path),
-                first_attempt=attempt,
+            group = NodeGroup(group_folder(run.control, f"here-{os.getpid()}", attempt), 0, 1, 60.0)
+            fork_server = fork_server_of(config, run, search_path)
+            context = AgentContext(
+                run, config, group, signals, Foreground(), say, search_path, fork_server=fork_server
             )
-            code = attend(station)
+            result = attend(context, tick=lambda number: tick(number, signals.count()), first_attempt=attempt)
         except (LauncherError, OSError) as error:
             raise LaunchError(str(error)) from error
-    events = read_events(run)
-    last = attempt if station.last_attempt is None else station.last_attempt
-    verdict = station.untold or node_verdict(attempt_of(events, last))
-    return last, verdict or Verdict(code, "no verdict", "the attempt left no record of its end")
+    last = attempt if result.last_attempt is None else result.last_attempt
+    verdict = result.unwritten or node_verdict(attempt_of(read_events(run), last))
+    return last, verdict or Verdict(result.code, "no verdict", "the attempt left no record of its end")

@@ -1,4 +1,4 @@
-"""A Slurm job as the surroundings of a crew: what it asks of Slurm, and how a run goes on in another job."""
+"""A Slurm job as the scheduler of a group: what it asks of Slurm, and how a run goes on in another job."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from launchers.launch_errors import LauncherError, SlurmRefused, SlurmSilent
 from launchers.slurm import sbatch, this_job
 from launchers.slurm.commands import asked_cluster, settings
 from launchers.slurm.this_job import JobTask, OwnJob
-from orchestra.agents.attempt import own_address
 from orchestra.agents.choose_nodes import excluded_hosts
 from orchestra.agents.context import Reasons
 from orchestra.agents.rival_jobs import refusal
@@ -29,6 +28,7 @@ from orchestra.run import stop_requests
 from orchestra.run.events import EventWriter, read_events
 from orchestra.run.files import Record
 from orchestra.run.paths import RunDir
+from orchestra.submit.launch import own_address
 from orchestra.submit.resubmit import chain, newest_entry
 from orchestra.submit.site import elsewhere, hosts_without, words
 
@@ -42,7 +42,7 @@ from orchestra.submit.site import elsewhere, hosts_without, words
 _ENDED_BY_LIMIT = "TimeLimit"
 
 
-class How(Enum):
+class GoOnBy(Enum):
     """What is done so that a run goes on."""
 
     end = "end"
@@ -54,7 +54,7 @@ class How(Enum):
 
 
 @dataclass(frozen=True)
-class Stop:
+class StopFacts:
     """What is known of an attempt that stopped on request."""
 
     policy: Requeue
@@ -72,32 +72,32 @@ class Stop:
 class Continuation:
     """What is to be done, and because of what: `time_limit`, `preempted`, or why the run does not go on."""
 
-    how: How
+    how: GoOnBy
     reason: str
 
 
-def continuation(stop: Stop) -> Continuation:
+def continuation(stop: StopFacts) -> Continuation:
     """Return what is to be done after a stop. A pure function.
 
     Whoever cancels a run means it, and so does whoever sends a signal to one of its processes.
     """
     if stop_requests.CANCEL in stop.reasons:
-        return Continuation(How.end, "it was cancelled")
+        return Continuation(GoOnBy.end, "it was cancelled")
     job = stop.job
     if job is not None and job.restarts > stop.restart:
         reason = stop_requests.TIME_LIMIT if stop_requests.TIME_LIMIT in stop.reasons else "requeued in Slurm"
-        return Continuation(How.leave, reason)
+        return Continuation(GoOnBy.leave, reason)
     ended_by = _reason(stop)
     if ended_by is None:
-        return Continuation(How.end, _why_not(stop))
+        return Continuation(GoOnBy.end, _why_not(stop))
     if stop.policy is Requeue.never:
-        return Continuation(How.end, f"cluster.requeue=never ({ended_by})")
+        return Continuation(GoOnBy.end, f"cluster.requeue=never ({ended_by})")
     if stop.is_stalled and ended_by == stop_requests.TIME_LIMIT:
-        return Continuation(How.give_up, "no progress")
-    return Continuation(How.chain if stop.policy is Requeue.chain else How.requeue, ended_by)
+        return Continuation(GoOnBy.give_up, "no progress")
+    return Continuation(GoOnBy.chain if stop.policy is Requeue.chain else GoOnBy.requeue, ended_by)
 
 
-def _reason(stop: Stop) -> str | None:
+def _reason(stop: StopFacts) -> str | None:
     """Return what ended the attempt if the run is to go on after that, else None."""
     job = stop.job
     if job is not None and job.is_preempted:
@@ -108,7 +108,7 @@ def _reason(stop: Stop) -> str | None:
     return stop_requests.TIME_LIMIT if stop_requests.TIME_LIMIT in stop.reasons else None
 
 
-def _why_not(stop: Stop) -> str:
+def _why_not(stop: StopFacts) -> str:
     if stop.job is None:
         return f"{_named(stop.reasons)}, and Slurm could not be asked what that means"
     if stop.job.is_ending:
@@ -138,7 +138,7 @@ def _committed(events: Iterable[Record], attempt: int | None) -> int | None:
     return newest_checkpoint([it for it in events if attempt is not None and it["attempt"] <= attempt])
 
 
-class GoingOn:
+class RunContinuation:
     """Lets a run go on after one attempt of it. *Node 0 only*."""
 
     def __init__(
@@ -160,11 +160,11 @@ class GoingOn:
         # The job that goes on in the place of this one.
         self._next_job: str | None = None
 
-    def judged(self, verdict: Verdict) -> Verdict:
+    def final_verdict(self, verdict: Verdict) -> Verdict:
         """Return the verdict, or in its place that starting again would not help."""
         if verdict.code != EXIT_STOPPED or not is_stalled(read_events(self._run), self._attempt):
             return verdict
-        if continuation(self._stop(stalled=True)).how is not How.give_up:
+        if continuation(self._stop(stalled=True)).how is not GoOnBy.give_up:
             return verdict
         limit = self._config.cluster.time_limit
         return Verdict(
@@ -182,22 +182,22 @@ class GoingOn:
         if verdict.code not in (EXIT_STOPPED, EXIT_INTERRUPTED):
             return ""
         plan = continuation(self._stop(stalled=False))
-        if verdict.code == EXIT_INTERRUPTED and plan.how is not How.leave:
+        if verdict.code == EXIT_INTERRUPTED and plan.how is not GoOnBy.leave:
             return ""
-        if plan.how is How.end:
+        if plan.how is GoOnBy.end:
             return f"it does not go on by itself: {plan.reason}"
-        if plan.how is How.leave:
+        if plan.how is GoOnBy.leave:
             self._write_requeued("requeue", plan.reason)
             return f"Slurm starts the job again ({plan.reason})"
         try:
-            done = self._requeued(plan.reason) if plan.how is How.requeue else self._chained(plan.reason)
+            done = self._requeued(plan.reason) if plan.how is GoOnBy.requeue else self._chained(plan.reason)
             return self._taken_back() or done
         except (LauncherError, LaunchError, OSError) as error:
             return self._left_stopped(verdict, str(error))
 
-    def _stop(self, *, stalled: bool) -> Stop:
+    def _stop(self, *, stalled: bool) -> StopFacts:
         policy, restart = self._config.cluster.requeue, self._task.restart
-        return Stop(policy, self._reasons(), self._word(), restart, stalled)
+        return StopFacts(policy, self._reasons(), self._word(), restart, stalled)
 
     def _asked(self) -> frozenset[str]:
         try:
@@ -294,16 +294,18 @@ class SlurmJob:
     def refusal(self) -> str | None:
         return refusal(self._run, self._task)
 
-    def judged(self, verdict: Verdict, attempt: int, events: EventWriter) -> Verdict:
-        return self._going_on(attempt, events).judged(verdict)
+    def final_verdict(self, verdict: Verdict, attempt: int, events: EventWriter) -> Verdict:
+        return self._continuation(attempt, events).final_verdict(verdict)
 
     def go_on(
         self, verdict: Verdict, attempt: int, events: EventWriter, reasons: Reasons | None = None
     ) -> str:
-        return self._going_on(attempt, events, reasons).go_on(verdict)
+        return self._continuation(attempt, events, reasons).go_on(verdict)
 
-    def _going_on(self, attempt: int, events: EventWriter, reasons: Reasons | None = None) -> GoingOn:
-        return GoingOn(self._run, self._config, self._task, attempt, events, reasons)
+    def _continuation(
+        self, attempt: int, events: EventWriter, reasons: Reasons | None = None
+    ) -> RunContinuation:
+        return RunContinuation(self._run, self._config, self._task, attempt, events, reasons)
 
     def requeue(self, decision: Decision, attempt: int, events: EventWriter) -> str:
         """Submit the run's job again without the nodes that failed; this one starts nothing any more.

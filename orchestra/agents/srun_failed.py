@@ -24,15 +24,15 @@ from pathlib import Path
 
 from conf.schema import Config
 from launchers.launch_errors import LauncherError
-from launchers.node_group import Crew
+from launchers.node_group import NodeGroup
 from launchers.slurm import this_job
 from launchers.slurm.cluster import is_usable, node_states
 from launchers.slurm.commands import output_of
 from launchers.slurm.this_job import JobTask, job_task
-from orchestra.agents.agent import crew_folder
+from orchestra.agents.agent import group_folder
 from orchestra.agents.context import END, REFUSE
-from orchestra.agents.node_check.before_attempt import MOST_MOVES, moves
 from orchestra.agents.slurm_job import SlurmJob
+from orchestra.agents.wait_for_nodes import MOST_MOVES, moves
 from orchestra.errors import EXIT_FAILED, OrchestraError
 from orchestra.recovery.policy import Action, Decision
 from orchestra.run import stop_requests
@@ -59,8 +59,8 @@ def main(argv: list[str]) -> int:
     code = int(argv[-1])
     try:
         run, task = of_batch_script(argv[:-1])
-        crew = _crew(run, task)
-        while (agreed := _agreed(crew)) is None and is_alive(crew):
+        group = _group(run, task)
+        while (agreed := _agreed(group)) is None and is_alive(group):
             # A run is not over because srun is.
             pass
         if agreed is not None:
@@ -91,15 +91,15 @@ def _as_task(environment: Mapping[str, str]) -> dict[str, str]:
     return {**environment, "SLURM_NTASKS": num_nodes, "SLURM_NNODES": num_nodes, "SLURM_PROCID": "0"}
 
 
-def _crew(run: RunDir, task: JobTask) -> Crew:
+def _group(run: RunDir, task: JobTask) -> NodeGroup:
     """Return the agents' folder as one who only looks sees it."""
     timeout_s = read_config(run.config).recovery.agent_timeout_s
-    return Crew(crew_folder(run.control, task.job, task.restart), 0, task.num_nodes, timeout_s)
+    return NodeGroup(group_folder(run.control, task.job, task.restart), 0, task.num_nodes, timeout_s)
 
 
-def _agreed(crew: Crew) -> int | None:
+def _agreed(group: NodeGroup) -> int | None:
     """Return the exit code on which the agents ended; None where they have not."""
-    order = crew.newest_order()
+    order = group.newest_order()
     return int(order.facts["code"]) if order is not None and order.action == END else None
 
 
@@ -109,19 +109,19 @@ def moved(run: RunDir, task: JobTask, nodes: str, output: Path) -> str | None:
     where srun wrote. Raises LauncherError, LaunchError and OSError.
     """
     config = read_config(run.config)
-    slurm, crew, word = SlurmJob(run, config, task), _crew(run, task), this_job.own_job(task.job)
-    order, attempt = crew.newest_order(), upcoming_attempt(run) - 1
+    slurm, group, word = SlurmJob(run, config, task), _group(run, task), this_job.own_job(task.job)
+    order, attempt = group.newest_order(), upcoming_attempt(run) - 1
     # Slurm ends it, or starts it again by itself.
     if word.is_ending or word.restarts > task.restart or not slurm.can_requeue:
         return None
     if order is None:
-        decision = _of_unstarted(read_events(run), _missing(crew, nodes, word.nodes, output, config))
+        decision = _of_unstarted(read_events(run), _missing(group, nodes, word.nodes, output, config))
     else:
         decision = None if order.action in (END, REFUSE) else _of_lost(run, attempt)
     if decision is None:
         return None
     # Where no attempt began, this follows the one before, and the number is free.
-    writer = EventWriter(run, f"crew.{crew.folder.name}", attempt, before_start=order is None)
+    writer = EventWriter(run, f"crew.{group.folder.name}", attempt, before_start=order is None)
     try:
         return slurm.requeue(decision, attempt, writer)
     finally:
@@ -146,11 +146,11 @@ def _of_lost(run: RunDir, attempt: int) -> Decision | None:
     return Decision(Action.requeue, EXIT_FAILED, "srun gave the job's step up", rule=_LOST)
 
 
-def _missing(crew: Crew, nodes: str, left: str, output: Path, config: Config) -> tuple[str, ...]:
+def _missing(group: NodeGroup, nodes: str, left: str, output: Path, config: Config) -> tuple[str, ...]:
     """Return the hosts whose agents never came; none where no host is to blame: then the step ended by
     itself. `nodes`: what the job began with, `left`: what it has now.
     """
-    there = {member.host for member in crew.members().values()}
+    there = {member.host for member in group.members().values()}
     hosts = names_of(nodes)
     if there:
         return tuple(host for host in hosts if host not in there)
@@ -178,17 +178,17 @@ def _named_by_srun(output: Path) -> frozenset[str]:
         return frozenset()
 
 
-def is_alive(crew: Crew) -> bool:
+def is_alive(group: NodeGroup) -> bool:
     """Whether any agent still beats: what this job started goes on without srun. Takes some seconds."""
-    before = _beats(crew)
+    before = _beats(group)
     if before:
         time.sleep(_BEATS_S)
-    return _beats(crew) != before
+    return _beats(group) != before
 
 
-def _beats(crew: Crew) -> dict[str, bytes]:
+def _beats(group: NodeGroup) -> dict[str, bytes]:
     found = {}
-    for file in crew.folder.glob("beat-*"):
+    for file in group.folder.glob("beat-*"):
         # Whoever leaves takes it away.
         with contextlib.suppress(OSError):
             found[file.name] = file.read_bytes()

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from launchers.launch_errors import LauncherError
 from launchers.slurm import this_job
-from orchestra.agents.agent import crew_folder
+from orchestra.agents.agent import group_folder
 from orchestra.agents.srun_failed import names_of, of_batch_script
 from orchestra.errors import OrchestraError
 
@@ -30,15 +30,15 @@ def main(argv: list[str]) -> int:
     """Watch until an agent has come, srun was ended, or the batch script is over."""
     try:
         run, task = of_batch_script(argv[:-1])
-        _watch(int(argv[-1]), crew_folder(run.control, task.job, task.restart), task.job)
+        _watch(int(argv[-1]), group_folder(run.control, task.job, task.restart), task.job)
     except (OrchestraError, LauncherError, OSError) as error:
         sys.stderr.write(f"warning: nobody watches whether the job's step begins: {error}\n")
     return 0
 
 
-def _watch(shell: int, crew: Path, job: str) -> None:
+def _watch(shell: int, group: Path, job: str) -> None:
     asked_at = time.monotonic()
-    while os.getppid() == shell and not any(crew.glob("member-*")):
+    while os.getppid() == shell and not any(group.glob("member-*")):
         time.sleep(_LOOK_S)
         if time.monotonic() - asked_at < _ASK_EVERY_S:
             continue

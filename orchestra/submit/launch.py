@@ -1,14 +1,22 @@
-"""From a run directory to the specification of one attempt: a pure function. It starts and writes nothing."""
+"""What one attempt is started with on each node: module, environment, and the address where the nodes meet.
+
+Called by the node agents, and by commands that print what would be started.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import orchestra
-from conf.schema import Config, LauncherName
-from launchers.spec import LaunchSpec
+from conf.schema import Config, LauncherName, NetworkConfig
+from launchers.host_network import address_towards, interface_of, reachable_address
+from launchers.launch_errors import LauncherError
+from launchers.slurm.this_job import JobTask
+from launchers.spec import LaunchSpec, Place
+from orchestra.errors import LaunchError
 from orchestra.run.paths import RunDir
 
 # The environment variables of torchrun and the workers, as a pure function. It reads no variable of this
@@ -21,6 +29,7 @@ from orchestra.run.paths import RunDir
 # glibc gives large freed blocks back to the kernel, which clears them again page by page when the next step
 # asks. Kept instead: half the system time of a step on CPU (benchmarks/RESULTS.md).
 _KEEP_FREED_MEMORY = "glibc.malloc.mmap_threshold=33554432:glibc.malloc.trim_threshold=100000000000"
+_LOOPBACK = "127.0.0.1"
 # Seconds that torchrun gives workers after its own closing signal before it kills them.
 _SHUTDOWN_TIMEOUT_S = 5
 
@@ -89,3 +98,27 @@ def launch_spec(config: Config, run: RunDir, attempt: int, search_path: Sequence
         ranks_per_node=ranks_per_node,
         node_logs=tuple(run.node_log(attempt, node) for node in range(config.cluster.nodes)),
     )
+
+
+def own_address(network: NetworkConfig, task: JobTask) -> str:
+    """Return the address at which this node of a job meets the others. Raises LaunchError without one."""
+    if task.num_nodes == 1:
+        return _LOOPBACK
+    try:
+        return reachable_address(network.interface, task.host, task.launch_address)
+    except LauncherError as error:
+        raise LaunchError(f"{error} (cluster.network.interface)") from error
+
+
+def placed(spec: LaunchSpec, node: int, address: str, port: int, meeting_id: str) -> tuple[LaunchSpec, Place]:
+    """Return the place of the attempt's `node`-th node, and the spec with the interface that leads to the
+    others, who meet at `address`.
+    """
+    if spec.num_nodes == 1:
+        address = _LOOPBACK
+    local = _LOOPBACK if spec.num_nodes == 1 else address_towards(address)
+    interface = None if local is None else interface_of(local)
+    if interface is not None and "GLOO_SOCKET_IFNAME" not in spec.environment:
+        # gloo takes what this host's name means, which may be an address that nobody else reaches.
+        spec = dataclasses.replace(spec, environment={**spec.environment, "GLOO_SOCKET_IFNAME": interface})
+    return spec, Place(node, address, port, local_address=local, meeting_id=meeting_id)

@@ -115,7 +115,7 @@ def _read(place: Path) -> Meeting | None:
 
 
 WORKER_MODULE = "orchestra.train.network_rank"
-_NODE_MODULE = "orchestra.agents.network_bench_node"
+_NODE_MODULE = "orchestra.agents.node_check.network_bench_node"
 _NAME = "orchestra-network"
 # Minutes, whatever the cluster's profile gives its runs: measuring takes seconds, starting the ranks may take
 # more, and a short job waits less.

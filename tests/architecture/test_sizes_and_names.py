@@ -34,7 +34,6 @@ CLASS_NAMES_TODAY = {
     "Course",
     "Device",
     "Difference",
-    "Findings",
     "Held",
     "Judgement",
     "Ledger",
@@ -53,7 +52,6 @@ CLASS_NAMES_TODAY = {
     "Stage",
     "Table",
     "Wanted",
-    "_Agent",
     "_Ending",
     "_Watch",
 }

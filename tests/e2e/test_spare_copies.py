@@ -13,14 +13,14 @@ import pytest
 from commands import ROOT, TINY, events_of
 
 from launchers.memory_store.store import folders_of
-from orchestra.agents.node_check.agent_part import copies_name
+from orchestra.agents.node_check.own_check import copies_name
 from orchestra.config.compose import compose
 from orchestra.config.machine import Situation, signature
 from orchestra.submit.new_run import RunRequest, planned_run, prepare
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-PROGRAM = Path(__file__).with_name("local_crew.py")
+PROGRAM = Path(__file__).with_name("local_agents.py")
 LAST_STEP, FAULT_STEP = 20, 12
 
 

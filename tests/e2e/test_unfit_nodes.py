@@ -18,7 +18,7 @@ from orchestra.submit.new_run import RunRequest, planned_run, prepare
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-PROGRAM = Path(__file__).with_name("local_crew.py")
+PROGRAM = Path(__file__).with_name("local_agents.py")
 NUM_NODES = 3
 TIMEOUT_S = 240.0
 

@@ -13,69 +13,69 @@ from collections.abc import Mapping
 
 from launchers.node_group import Member, Order
 from orchestra.agents import choose_nodes
-from orchestra.agents.context import START, Station
+from orchestra.agents.context import START, AgentContext
 from orchestra.run.events import read_events
 
 # Several times what a neighbour is waited for that does not answer.
 _TIMEOUT_S = 15.0
 
 
-class Asking:
+class RingMeasurement:
     """Every agent's part: to measure once behind an attempt that hung, whether it took part or not."""
 
-    def __init__(self, station: Station) -> None:
-        self._station = station
+    def __init__(self, context: AgentContext) -> None:
+        self._context = context
         self._asked = -1
 
     def look(self, order: Order | None) -> bool:
         """Begin to measure where the order has hung; return whether the leader waits for this agent's answer.
         Called while this agent has nothing to do.
         """
-        fitness = self._station.fitness
-        if fitness is None or order is None or not _hung(self._station, order):
+        node_check = self._context.node_check
+        if node_check is None or order is None or not _hung(self._context, order):
             return False
         if order.number != self._asked:
             self._asked = order.number
-            fitness.measure_ring(order=order.number)
+            node_check.measure_ring(order=order.number)
         return True
 
 
-class Answers:
+class RingAnswers:
     """The leader's part: to wait for what the others have measured."""
 
-    def __init__(self, station: Station) -> None:
-        self._station = station
+    def __init__(self, context: AgentContext) -> None:
+        self._context = context
         self._waiting: tuple[int, float] | None = None
 
     def are_in(self, order: Order) -> bool:
         """Tell whether all have said what they reach, or are not waited for longer."""
-        if not _hung(self._station, order):
+        if not _hung(self._context, order):
             return True
         now = time.monotonic()
         if self._waiting is None or self._waiting[0] != order.number:
             self._waiting = order.number, now
-        members = _living(self._station)
-        return not _unanswered(self._station, order, members) or now - self._waiting[1] > _TIMEOUT_S
+        members = _living(self._context)
+        return not _unanswered(self._context, order, members) or now - self._waiting[1] > _TIMEOUT_S
 
 
-def cut_off(station: Station, order: Order) -> list[int]:
+def cut_off(context: AgentContext, order: Order) -> list[int]:
     """Return the nodes of an order that hung which no other reaches and which reach none; none of them where
     the run could not go on without them: the network may come back.
     """
-    if not _hung(station, order):
+    if not _hung(context, order):
         return []
-    members = _living(station)
-    alone = [node for node in apart(members, order.number, station.crew.num_nodes) if node in order.nodes]
-    bad = choose_nodes.excluded_hosts(read_events(station.run), station.surroundings.facts())
+    members = _living(context)
+    alone = [node for node in apart(members, order.number, context.group.num_nodes) if node in order.nodes]
+    bad = choose_nodes.excluded_hosts(read_events(context.run), context.scheduler.facts())
     left = [
         node
         for node, it in members.items()
         if node not in alone and choose_nodes.is_fit(it) and it.host not in bad
     ]
     is_enough = (
-        len(left) >= station.config.cluster.nodes or choose_nodes.shrunk(left, station.config) is not None
+        len(left) >= context.config.cluster.nodes or choose_nodes.shrunk(left, context.config) is not None
     )
-    return alone if is_enough or station.surroundings.can_requeue else []
+    return alone if is_enough or context.scheduler.can_requeue else []
 
 
 def apart(members: Mapping[int, Member], number: int, num_nodes: int) -> list[int]:
@@ -94,21 +94,21 @@ def apart(members: Mapping[int, Member], number: int, num_nodes: int) -> list[in
     return sorted(node for node, carried in links.items() if len(carried) == 2 and not any(carried))
 
 
-def _hung(station: Station, order: Order) -> bool:
+def _hung(context: AgentContext, order: Order) -> bool:
     # Of two nodes either may be the one.
-    if order.action != START or station.crew.num_nodes < 3:
+    if order.action != START or context.group.num_nodes < 3:
         return False
-    return (station.crew.broken(order.number) or {}).get("cause") == "hang"
+    return (context.group.broken(order.number) or {}).get("cause") == "hang"
 
 
-def _unanswered(station: Station, order: Order, members: Mapping[int, Member]) -> bool:
+def _unanswered(context: AgentContext, order: Order, members: Mapping[int, Member]) -> bool:
     """Tell whether a node that lives has yet to say whether it reaches the next one, which lives too."""
     ends = {node for node, it in members.items() if "ring_port" in it.facts}
-    asked = [node for node in ends if (node + 1) % station.crew.num_nodes in ends]
+    asked = [node for node in ends if (node + 1) % context.group.num_nodes in ends]
     return any((members[node].facts.get("ring") or {}).get("order") != order.number for node in asked)
 
 
-def _living(station: Station) -> dict[int, Member]:
-    members = station.crew.members()
-    silent = station.crew.silent(members)
+def _living(context: AgentContext) -> dict[int, Member]:
+    members = context.group.members()
+    silent = context.group.silent(members)
     return {node: it for node, it in members.items() if node not in silent}

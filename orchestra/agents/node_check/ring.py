@@ -26,7 +26,7 @@ _PING, _DONE = b"p", b"d"
 
 
 class Ring:
-    """Answers the neighbour before and measures the one behind, on threads of its own; `close` ends them."""
+    """Answers the node before and measures the way to the next, on threads of its own; `close` ends them."""
 
     def __init__(self, address: str) -> None:
         """`address`: this node's, at which the others reach it. Raises OSError."""

@@ -52,15 +52,15 @@ def test_deaths_count_until_an_agent_lives_for_long(
 _STANDING_STILL = """
 import sys, time
 from pathlib import Path
-from launchers import node_group as crew
+from launchers import node_group as group
 from orchestra.agents import __main__ as node
 from orchestra.agents import agent
 
 place = Path(sys.argv[1])
-crew._LEAST_STALL_S, crew._STALL_TIMEOUTS = 1.0, 0
+group._LEAST_STALL_S, group._STALL_TIMEOUTS = 1.0, 0
 
 def work(argv, signals, zygote):
-    me = crew.Crew(place, 0, 1, 10.0, agent._end_this_agent)
+    me = group.NodeGroup(place, 0, 1, 10.0, agent._end_this_agent)
     me.join("host", "127.0.0.1", {})
     with (place / "lives").open("a") as file:
         file.write("x")

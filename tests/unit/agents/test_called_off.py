@@ -14,10 +14,11 @@ import pytest
 from test_slurm_job import Slurm, job_of, jobs, requeued
 
 from conf.schema import Requeue
-from launchers.node_group import Crew
+from launchers.node_group import NodeGroup
 from launchers.slurm.this_job import JobSignals
-from orchestra.agents.context import Station
-from orchestra.agents.leader import Leading, called_off
+from orchestra.agents.context import AgentContext
+from orchestra.agents.leader import Leader
+from orchestra.agents.wait_for_nodes import called_off
 from orchestra.errors import EXIT_DO_NOT_RESTART, EXIT_STOPPED
 from orchestra.run import stop_requests
 from orchestra.run.events import EventWriter, node_writer
@@ -57,12 +58,12 @@ def signals() -> Iterator[JobSignals]:
 
 def warned(
     run: RunDir, signals: JobSignals, number: int = signal.SIGUSR2, policy: Requeue = Requeue.requeue
-) -> Station:
-    """Return the station of a job's first node, whose agent has heard a signal."""
+) -> AgentContext:
+    """Return the context of a job's first node, whose agent has heard a signal."""
     os.kill(os.getpid(), number)
     job = job_of(run, 2, requeue=policy)
-    crew = Crew(run.control / "job-12.start-0", 0, 2, 5.0)
-    return Station(run, job._config, crew, signals, job, lambda _: None)
+    group = NodeGroup(run.control / "job-12.start-0", 0, 2, 5.0)
+    return AgentContext(run, job._config, group, signals, job, lambda _: None)
 
 
 def test_behind_its_time_limit_the_job_is_started_again_and_trains_the_same_attempt(
@@ -136,13 +137,13 @@ def test_jobs_that_are_over_before_anything_begins_are_not_started_for_ever(
 
 
 def test_the_leader_ends_the_job_with_that_word(run: RunDir, slurm: Slurm, signals: JobSignals) -> None:
-    station = warned(run, signals)
-    station.crew.join("node1", "127.0.0.1", {"port": 1})
+    context = warned(run, signals)
+    context.group.join("node1", "127.0.0.1", {"port": 1})
     try:
-        Leading(station).look(None)
-        order = station.crew.newest_order()
+        Leader(context).look(None)
+        order = context.group.newest_order()
     finally:
-        station.crew.leave()
+        context.group.leave()
     assert order is not None
     assert (order.action, order.facts["code"]) == ("end", EXIT_STOPPED)
     assert "requeued (time_limit)" in str(order.facts["said"])

@@ -12,7 +12,7 @@ import pytest
 from conf.schema import Config, Requeue
 from launchers.launch_errors import SlurmRefused
 from launchers.slurm.this_job import JobTask, OwnJob, parsed
-from orchestra.agents.slurm_job import GoingOn, How, Stop, continuation, is_stalled
+from orchestra.agents.slurm_job import GoOnBy, RunContinuation, StopFacts, continuation, is_stalled
 from orchestra.errors import EXIT_DO_NOT_RESTART, EXIT_STOPPED
 from orchestra.recovery.incidents import Verdict
 from orchestra.run import stop_requests
@@ -30,45 +30,57 @@ STOPPED = Verdict(EXIT_STOPPED, "StopRequested", "time_limit, asked for by me on
     ("policy", "reasons", "job", "how", "reason"),
     [
         # Warned of the limit.
-        ("requeue", {LIMIT}, RUNNING, How.requeue, "time_limit"),
-        ("chain", {LIMIT}, RUNNING, How.chain, "time_limit"),
-        ("never", {LIMIT}, RUNNING, How.end, "cluster.requeue=never (time_limit)"),
+        ("requeue", {LIMIT}, RUNNING, GoOnBy.requeue, "time_limit"),
+        ("chain", {LIMIT}, RUNNING, GoOnBy.chain, "time_limit"),
+        ("never", {LIMIT}, RUNNING, GoOnBy.end, "cluster.requeue=never (time_limit)"),
         # Slurm does not answer: the warning says enough, SIGTERM does not.
-        ("requeue", {LIMIT}, None, How.requeue, "time_limit"),
-        ("requeue", {TERM}, None, How.end, "signal SIGTERM, and Slurm could not be asked what that means"),
+        ("requeue", {LIMIT}, None, GoOnBy.requeue, "time_limit"),
+        (
+            "requeue",
+            {TERM},
+            None,
+            GoOnBy.end,
+            "signal SIGTERM, and Slurm could not be asked what that means",
+        ),
         # The limit itself, without or after the warning.
-        ("requeue", {TERM}, OwnJob("COMPLETING", "TimeLimit"), How.requeue, "time_limit"),
-        ("chain", {LIMIT}, OwnJob("COMPLETING", "TimeLimit"), How.chain, "time_limit"),
+        ("requeue", {TERM}, OwnJob("COMPLETING", "TimeLimit"), GoOnBy.requeue, "time_limit"),
+        ("chain", {LIMIT}, OwnJob("COMPLETING", "TimeLimit"), GoOnBy.chain, "time_limit"),
         # A job of more weight takes the nodes; sites may have it send the warning signal.
-        ("requeue", {TERM}, OwnJob("RUNNING", is_preempted=True), How.requeue, "preempted"),
-        ("chain", {LIMIT}, OwnJob("RUNNING", is_preempted=True), How.chain, "preempted"),
-        ("never", {TERM}, OwnJob("RUNNING", is_preempted=True), How.end, "cluster.requeue=never (preempted)"),
+        ("requeue", {TERM}, OwnJob("RUNNING", is_preempted=True), GoOnBy.requeue, "preempted"),
+        ("chain", {LIMIT}, OwnJob("RUNNING", is_preempted=True), GoOnBy.chain, "preempted"),
+        (
+            "never",
+            {TERM},
+            OwnJob("RUNNING", is_preempted=True),
+            GoOnBy.end,
+            "cluster.requeue=never (preempted)",
+        ),
         # scancel, even after the warning.
-        ("requeue", {TERM}, OwnJob("COMPLETING"), How.end, "Slurm ends the job (COMPLETING)"),
-        ("requeue", {LIMIT}, OwnJob("CANCELLED"), How.end, "Slurm ends the job (CANCELLED)"),
+        ("requeue", {TERM}, OwnJob("COMPLETING"), GoOnBy.end, "Slurm ends the job (COMPLETING)"),
+        ("requeue", {LIMIT}, OwnJob("CANCELLED"), GoOnBy.end, "Slurm ends the job (CANCELLED)"),
         # orchestra cancel is stronger than all else.
-        ("requeue", {LIMIT, stop_requests.CANCEL}, RUNNING, How.end, "it was cancelled"),
+        ("requeue", {LIMIT, stop_requests.CANCEL}, RUNNING, GoOnBy.end, "it was cancelled"),
         # A signal to one process of the job.
-        ("requeue", {TERM}, RUNNING, How.end, "signal SIGTERM"),
-        ("requeue", set(), RUNNING, How.end, "it was asked to stop"),
+        ("requeue", {TERM}, RUNNING, GoOnBy.end, "signal SIGTERM"),
+        ("requeue", set(), RUNNING, GoOnBy.end, "it was asked to stop"),
         # Slurm requeues it already: scontrol requeue by hand, preemption without a grace time.
-        ("never", {TERM}, OwnJob("COMPLETING", restarts=1), How.leave, "requeued in Slurm"),
-        ("chain", {LIMIT}, OwnJob("COMPLETING", restarts=1), How.leave, "time_limit"),
+        ("never", {TERM}, OwnJob("COMPLETING", restarts=1), GoOnBy.leave, "requeued in Slurm"),
+        ("chain", {LIMIT}, OwnJob("COMPLETING", restarts=1), GoOnBy.leave, "time_limit"),
     ],
 )
 def test_what_follows_a_stop(
-    policy: str, reasons: set[str], job: OwnJob | None, how: How, reason: str
+    policy: str, reasons: set[str], job: OwnJob | None, how: GoOnBy, reason: str
 ) -> None:
-    found = continuation(Stop(Requeue(policy), frozenset(reasons), job, restart=0))
+    found = continuation(StopFacts(Requeue(policy), frozenset(reasons), job, restart=0))
     assert (found.how, found.reason) == (how, reason)
 
 
 def test_two_attempts_that_the_limit_ends_at_one_checkpoint_are_enough() -> None:
-    stop = Stop(Requeue.requeue, frozenset({LIMIT}), RUNNING, restart=1, is_stalled=True)
-    assert continuation(stop).how is How.give_up
-    assert continuation(replace(stop, policy=Requeue.chain)).how is How.give_up
+    stop = StopFacts(Requeue.requeue, frozenset({LIMIT}), RUNNING, restart=1, is_stalled=True)
+    assert continuation(stop).how is GoOnBy.give_up
+    assert continuation(replace(stop, policy=Requeue.chain)).how is GoOnBy.give_up
     # Who is preempted again and again has only bad luck.
-    assert continuation(replace(stop, job=OwnJob("RUNNING", is_preempted=True))).how is How.requeue
+    assert continuation(replace(stop, job=OwnJob("RUNNING", is_preempted=True))).how is GoOnBy.requeue
 
 
 def test_progress_is_a_newer_checkpoint() -> None:
@@ -155,13 +167,13 @@ def run(tmp_path: Path) -> RunDir:
     return run
 
 
-def going_on(run: RunDir, attempt: int = 0, task: JobTask = TASK, policy: str = "requeue") -> GoingOn:
+def going_on(run: RunDir, attempt: int = 0, task: JobTask = TASK, policy: str = "requeue") -> RunContinuation:
     config = Config()
     config = replace(config, cluster=replace(config.cluster, requeue=Requeue(policy)))
     events = EventWriter(run, node_writer(attempt, 0), attempt)
     events.write("attempt_started", node=0, job=task.job)
     stop_requests.write_request(run, attempt, LIMIT)
-    return GoingOn(run, config, task, attempt, events)
+    return RunContinuation(run, config, task, attempt, events)
 
 
 def requeued(run: RunDir) -> list[Record]:
@@ -217,8 +229,8 @@ def test_a_requeue_that_ends_who_asked_for_it_is_no_refusal(run: RunDir, slurm: 
     slurm.says("scontrol requeue", "", "killed")
     slurm.says("scontrol show", "JobId=12 JobState=COMPLETING Restarts=1 Command=/job.sbatch WorkDir=/")
     going = going_on(run)
-    plan = Stop(Requeue.requeue, frozenset({stop_requests.TIME_LIMIT}), OwnJob("RUNNING"), 0)
-    assert continuation(plan).how is How.requeue
+    plan = StopFacts(Requeue.requeue, frozenset({stop_requests.TIME_LIMIT}), OwnJob("RUNNING"), 0)
+    assert continuation(plan).how is GoOnBy.requeue
     assert going._requeued("time_limit") == "requeued (time_limit)"
     assert not [call for call in slurm.calls() if call.startswith("sbatch")]
 
@@ -231,9 +243,9 @@ def test_a_requeue_by_hand_that_ended_the_ranks_at_once_is_recorded(run: RunDir,
 
 
 def test_no_progress_becomes_the_verdict(run: RunDir, slurm: Slurm) -> None:
-    assert going_on(run, 0).judged(STOPPED) is STOPPED
+    assert going_on(run, 0).final_verdict(STOPPED) is STOPPED
     going_on(run, 0).go_on(STOPPED)
-    verdict = going_on(run, 1).judged(STOPPED)
+    verdict = going_on(run, 1).final_verdict(STOPPED)
     assert (verdict.code, verdict.cause) == (EXIT_DO_NOT_RESTART, "no progress")
     assert "cluster.time_limit" in verdict.message
 

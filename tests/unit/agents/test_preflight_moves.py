@@ -10,11 +10,11 @@ import pytest
 
 from conf.schema import ClusterConfig, Config, Device
 from launchers.node_agent import StopRequests
-from launchers.node_group import Crew
-from orchestra.agents.context import END, Station
+from launchers.node_group import NodeGroup
+from orchestra.agents.context import END, AgentContext
 from orchestra.agents.foreground import Foreground
-from orchestra.agents.leader import Leading
-from orchestra.agents.node_check.before_attempt import Preflight
+from orchestra.agents.leader import Leader
+from orchestra.agents.wait_for_nodes import Preflight
 from orchestra.errors import LaunchError
 from orchestra.recovery.policy import Decision
 from orchestra.run.events import EventWriter, read_events
@@ -49,23 +49,25 @@ def signals() -> Iterator[StopRequests]:
         yield requests
 
 
-def joined(folder: Path, facts: Sequence[Mapping[str, object]]) -> list[Crew]:
-    crews = [Crew(folder, node, len(facts), 15.0) for node in range(len(facts))]
-    for crew, its in zip(crews, facts, strict=True):
-        crew.join(f"node{crew.node + 1}", "127.0.0.1", {"port": 1, **its})
+def joined(folder: Path, facts: Sequence[Mapping[str, object]]) -> list[NodeGroup]:
+    crews = [NodeGroup(folder, node, len(facts), 15.0) for node in range(len(facts))]
+    for group, its in zip(crews, facts, strict=True):
+        group.join(f"node{group.node + 1}", "127.0.0.1", {"port": 1, **its})
     return crews
 
 
-def led(run: RunDir, crew: Crew, signals: StopRequests, surroundings: Foreground, said: list[str]) -> Station:
+def led(
+    run: RunDir, group: NodeGroup, signals: StopRequests, scheduler: Foreground, said: list[str]
+) -> AgentContext:
     cluster = ClusterConfig(nodes=2, gpus_per_node=1, device=Device.cpu)
-    return Station(run, Config(cluster=cluster), crew, signals, surroundings, said.append)
+    return AgentContext(run, Config(cluster=cluster), group, signals, scheduler, said.append)
 
 
 def test_another_job_follows_without_the_unfit_node(tmp_path: Path, signals: StopRequests) -> None:
     run, cluster, said = RunDir(tmp_path), Cluster(), []
     EventWriter(run, "test", ATTEMPT).write("attempt_started")
     crews = joined(run.control / "crew", [{}, {"unfit": "nvidia-smi shows 7 devices, 8 are needed"}])
-    Leading(led(run, crews[0], signals, cluster, said)).look(None)
+    Leader(led(run, crews[0], signals, cluster, said)).look(None)
     assert cluster.left_out == [("node2",)]
     order = crews[1].newest_order()
     assert order is not None
@@ -73,33 +75,33 @@ def test_another_job_follows_without_the_unfit_node(tmp_path: Path, signals: Sto
     assert said == [f"job 8 goes on after attempt {ATTEMPT}"]
     (checked,) = [event for event in read_events(run) if event["event"] == "node_checked"]
     assert checked["unfit"] == {"node2": "nvidia-smi shows 7 devices, 8 are needed"}
-    for crew in crews:
-        crew.leave()
+    for group in crews:
+        group.leave()
 
 
 def test_what_no_job_finds_better_ends_the_run_with_the_reason(tmp_path: Path, signals: StopRequests) -> None:
     run, cluster = RunDir(tmp_path), Cluster()
     crews = joined(run.control / "crew", [{}, {"unfit": "/scratch is no folder here"}])
-    station = led(run, crews[0], signals, cluster, [])
+    context = led(run, crews[0], signals, cluster, [])
     members = crews[0].members()
-    moved = [Preflight(station).go_elsewhere(members) is not None for _ in range(5)]
+    moved = [Preflight(context).go_elsewhere(members) is not None for _ in range(5)]
     assert moved == [True, True, True, False, False]
     with pytest.raises(LaunchError, match="node2: /scratch is no folder here"):
-        Leading(station).look(None)
+        Leader(context).look(None)
     # An attempt that began is a new chance.
     EventWriter(run, "test", 0).write("attempt_started")
-    assert Preflight(station).go_elsewhere(members) is not None
-    for crew in crews:
-        crew.leave()
+    assert Preflight(context).go_elsewhere(members) is not None
+    for group in crews:
+        group.leave()
 
 
 def test_where_no_job_may_follow_the_reason_is_said(tmp_path: Path, signals: StopRequests) -> None:
     run = RunDir(tmp_path)
     crews = joined(run.control / "crew", [{"unfit": "no room"}, {}])
     with pytest.raises(LaunchError, match="node1: no room"):
-        Leading(led(run, crews[0], signals, Foreground(), [])).look(None)
-    for crew in crews:
-        crew.leave()
+        Leader(led(run, crews[0], signals, Foreground(), [])).look(None)
+    for group in crews:
+        group.leave()
 
 
 def test_a_listed_node_is_left_out_where_a_spare_is_there(tmp_path: Path, signals: StopRequests) -> None:
@@ -111,5 +113,5 @@ def test_a_listed_node_is_left_out_where_a_spare_is_there(tmp_path: Path, signal
     everybody = Cluster(listed={f"node{it}": "failed twice" for it in (1, 2, 3)})
     preflight = Preflight(led(run, crews[0], signals, everybody, []))
     assert preflight.first_nodes(crews[0].members()) == (0, 1)
-    for crew in crews:
-        crew.leave()
+    for group in crews:
+        group.leave()

@@ -15,23 +15,23 @@ import pytest
 
 from launchers import node_group as crew_module
 from launchers.launch_errors import LauncherError
-from launchers.node_group import Crew, Order
+from launchers.node_group import NodeGroup, Order
 
 TIMEOUT_S = 2.5
 # An agent of its own process: joins, says so, and beats until it is killed.
 AGENT = """
 import sys, time
 from pathlib import Path
-from launchers.node_group import Crew
-crew = Crew(Path(sys.argv[1]), int(sys.argv[2]), 3, 2.5)
+from launchers.node_group import NodeGroup
+crew = NodeGroup(Path(sys.argv[1]), int(sys.argv[2]), 3, 2.5)
 crew.join(f"host{sys.argv[2]}", "127.0.0.1", {})
 print("joined", flush=True)
 time.sleep(600)
 """
 
 
-def joined(folder: Path, node: int, num_nodes: int = 3) -> Crew:
-    crew = Crew(folder, node, num_nodes, TIMEOUT_S)
+def joined(folder: Path, node: int, num_nodes: int = 3) -> NodeGroup:
+    crew = NodeGroup(folder, node, num_nodes, TIMEOUT_S)
     crew.join(f"host{node}", "127.0.0.1", {"port": 1})
     return crew
 
@@ -84,7 +84,7 @@ def test_an_agent_that_makes_no_progress_falls_silent_and_is_told_of_it(
     monkeypatch.setattr(crew_module, "_LEAST_STALL_S", 1.0)
     monkeypatch.setattr(crew_module, "_STALL_TIMEOUTS", 0)
     told = threading.Event()
-    first = Crew(tmp_path, 0, 2, TIMEOUT_S, told.set)
+    first = NodeGroup(tmp_path, 0, 2, TIMEOUT_S, told.set)
     first.join("host0", "127.0.0.1", {})
     second = joined(tmp_path, 1, 2)
     try:
@@ -115,11 +115,11 @@ def test_a_member_that_left_does_not_lead(tmp_path: Path) -> None:
 
 
 def test_one_order_a_number_whoever_believes_to_lead(tmp_path: Path) -> None:
-    crews = [Crew(tmp_path, node, 8, TIMEOUT_S) for node in range(8)]
+    crews = [NodeGroup(tmp_path, node, 8, TIMEOUT_S) for node in range(8)]
     taken: list[tuple[int, int]] = []
     start = threading.Barrier(8)
 
-    def lead(crew: Crew) -> None:
+    def lead(crew: NodeGroup) -> None:
         for number in range(20):
             start.wait(30)
             if crew.publish(Order(number, "start", (crew.node,))):
@@ -152,7 +152,7 @@ def test_an_order_is_for_the_agents_of_its_time_alone(tmp_path: Path) -> None:
 
 
 def test_reports_and_the_first_word_about_a_broken_order_stand(tmp_path: Path) -> None:
-    crews = [Crew(tmp_path, node, 2, TIMEOUT_S) for node in range(2)]
+    crews = [NodeGroup(tmp_path, node, 2, TIMEOUT_S) for node in range(2)]
     assert crews[0].broken(0) is None
     crews[1].mark_broken(0, {"cause": "ranks failed"})
     crews[0].mark_broken(0, {"cause": "nodes lost"})
@@ -176,4 +176,4 @@ def test_files_that_make_no_sense_are_passed_over(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_made_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(LauncherError, match="cannot make"):
-        Crew(tmp_path / "file" / "crew", 0, 1, TIMEOUT_S)
+        NodeGroup(tmp_path / "file" / "crew", 0, 1, TIMEOUT_S)

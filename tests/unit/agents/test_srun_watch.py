@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from test_slurm_job import TASK, Slurm
 
-from orchestra.agents.agent import crew_folder
+from orchestra.agents.agent import group_folder
 from orchestra.run.paths import RunDir
 
 NODES = "node[1-2]"
@@ -93,9 +93,9 @@ def test_any_other_srun_is_left_alone(tmp_path: Path, run: RunDir, slurm: Slurm,
     if state == "silent":
         slurm.put("silent")
     if state == "agents":
-        crew = crew_folder(run.control, TASK.job, TASK.restart)
-        crew.mkdir()
-        (crew / "member-000.json").write_text("{}")
+        group = group_folder(run.control, TASK.job, TASK.restart)
+        group.mkdir()
+        (group / "member-000.json").write_text("{}")
     script = Script(tmp_path / "bin", run)
     deadline = time.monotonic() + 60
     while (questions(slurm) < 3) if state != "agents" else script.is_watched():

@@ -1,4 +1,6 @@
-"""`python -m orchestra.agents.network_bench_node FOLDER`: measures the network; srun starts it on each node.
+"""`python -m orchestra.agents.node_check.network_bench_node FOLDER`: one node measures the network.
+
+srun starts it on each node of a job for `orchestra bench network`.
 
 The nodes meet, start torchrun and watch it as they do for a run (`orchestra.agents`), but nothing is
 restarted and nobody asks for a checkpoint: a signal ends the ranks at once.
@@ -40,9 +42,9 @@ def _attend(folder: RunDir, signals: JobSignals) -> int:
     from launchers.host_network import free_port
     from launchers.node_agent import start_agent, supervise
     from launchers.slurm.this_job import job_task
-    from orchestra.agents.attempt import own_address, placed
     from orchestra.errors import EXIT_DONE, EXIT_FAILED
     from orchestra.run.config_file import read_config
+    from orchestra.submit.launch import own_address, placed
     from orchestra.submit.network_bench import Meeting, await_meeting, measuring_spec, publish
 
     task = job_task(os.environ)

@@ -23,7 +23,7 @@ from typing import Any
 
 from conf.schema import Config, Device
 from launchers.memory_store.store import folders_of
-from launchers.node_group import Crew
+from launchers.node_group import NodeGroup
 from orchestra.agents.node_check import probe
 from orchestra.agents.node_check.ring import Ring
 from orchestra.run.paths import RunDir
@@ -60,7 +60,7 @@ def copies_name(run: RunDir) -> str:
 
 
 @dataclass(frozen=True)
-class Findings:
+class ProbeFindings:
     """What one look at a node found."""
 
     # What keeps it from training, and what speaks against it where there is another one.
@@ -79,7 +79,7 @@ class Findings:
         }
 
 
-class NodeCheck:
+class ProbeProcess:
     """Looks at this node, one look at a time. All from the agent's own thread; it never blocks."""
 
     def __init__(self, wishes: Mapping[str, Any], limit_s: float = LIMIT_S) -> None:
@@ -90,7 +90,7 @@ class NodeCheck:
         self._began = 0.0
         # One that even SIGKILL did not end: it hangs in the kernel, and a second one would hang beside it.
         self._stuck: subprocess.Popen[bytes] | None = None
-        self.last: Findings | None = None
+        self.last: ProbeFindings | None = None
 
     @property
     def is_running(self) -> bool:
@@ -115,7 +115,7 @@ class NodeCheck:
             os.set_blocking(self._process.stdout.fileno(), False)
             self._said, self._began = b"", time.monotonic()
 
-    def look(self) -> Findings | None:
+    def look(self) -> ProbeFindings | None:
         """Return what the look that is on has found, once, when it is over or took too long; else None."""
         process = self._process
         if process is None:
@@ -132,7 +132,7 @@ class NodeCheck:
         self.last = found or self.last
         return found
 
-    def settle(self, at_most_s: float = SETTLE_S) -> Findings | None:
+    def settle(self, at_most_s: float = SETTLE_S) -> ProbeFindings | None:
         """Return what the look that is on finds within that time; None where it goes on or found nothing."""
         deadline = time.monotonic() + at_most_s
         while self.is_running and time.monotonic() < deadline:
@@ -175,7 +175,7 @@ class NodeCheck:
         self._stuck = process if process.returncode is None else None
 
 
-def _findings(said: bytes, expected: Sequence[str], silent: str, seconds: float) -> Findings:
+def _findings(said: bytes, expected: Sequence[str], silent: str, seconds: float) -> ProbeFindings:
     """Return what the lines say; `silent`: what is said of a check without one, empty where nothing hung."""
     unfit, doubts, facts, missing = [], [], {}, list(expected)
     for line in said.decode(errors="replace").splitlines():
@@ -189,17 +189,17 @@ def _findings(said: bytes, expected: Sequence[str], silent: str, seconds: float)
         doubts += [found["doubt"]] if found.get("doubt") else []
         facts.update(found.get("facts", {}))
     unfit += [f"{name}: {silent}" for name in missing if silent]
-    return Findings(tuple(unfit), tuple(doubts), facts, seconds)
+    return ProbeFindings(tuple(unfit), tuple(doubts), facts, seconds)
 
 
 _IDLE_EVERY_S = 60.0
 
 
-class Fitness:
-    """Looks at this node for a crew's agent. All calls from the agent's own thread; none blocks for long."""
+class NodeCheck:
+    """Looks at this node for a group's agent. All calls from the agent's own thread; none blocks for long."""
 
-    def __init__(self, crew: Crew, check: NodeCheck, *, idle_every_s: float = _IDLE_EVERY_S) -> None:
-        self._crew = crew
+    def __init__(self, group: NodeGroup, check: ProbeProcess, *, idle_every_s: float = _IDLE_EVERY_S) -> None:
+        self._group = group
         self._check = check
         self._idle_every_s = idle_every_s
         self._ring: Ring | None = None
@@ -210,7 +210,7 @@ class Fitness:
     def offers(self, address: str) -> dict[str, Any]:
         """Return what the agent says when it joins: that it looks, and where its neighbour reaches it."""
         offered: dict[str, Any] = {"looks": True}
-        if self._crew.num_nodes > 1:
+        if self._group.num_nodes > 1:
             # Without a ring nobody is found slow, that is all.
             with contextlib.suppress(OSError):
                 self._ring = Ring(address)
@@ -257,21 +257,21 @@ class Fitness:
         self._untold = {**self._untold, **found.told()}
 
     def _tell(self) -> None:
-        member = self._crew.member
+        member = self._group.member
         if not self._untold or member is None:
             return
         news = {key: value for key, value in self._untold.items() if not _is_old(key, value, member.facts)}
         with contextlib.suppress(OSError):
             if news:
-                self._crew.tell(self._untold)
+                self._group.tell(self._untold)
             self._untold = {}
 
     @property
     def _next_node(self) -> int:
-        return (self._crew.node + 1) % self._crew.num_nodes
+        return (self._group.node + 1) % self._group.num_nodes
 
     def _neighbour(self) -> tuple[str, int] | None:
-        member = self._crew.member_of(self._next_node)
+        member = self._group.member_of(self._next_node)
         if member is None or "ring_port" not in member.facts:
             return None
         return member.address, int(member.facts["ring_port"])
@@ -282,6 +282,6 @@ def _is_old(key: str, value: Any, facts: Any) -> bool:
     return key in facts and (key == "checked" or facts[key] == value)
 
 
-def fitness_of(config: Config, run: RunDir, crew: Crew) -> Fitness | None:
+def node_check_of(config: Config, run: RunDir, group: NodeGroup) -> NodeCheck | None:
     """Return what looks at this node; None where it is not wanted (`recovery.preflight`)."""
-    return Fitness(crew, NodeCheck(wishes_of(config, run))) if config.recovery.preflight else None
+    return NodeCheck(group, ProbeProcess(wishes_of(config, run))) if config.recovery.preflight else None

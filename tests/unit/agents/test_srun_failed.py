@@ -11,9 +11,9 @@ import pytest
 from test_slurm_job import TASK, Slurm, jobs, options, requeued
 
 from conf.schema import Config
-from launchers.node_group import Crew, Order
+from launchers.node_group import NodeGroup, Order
 from orchestra.agents import srun_failed
-from orchestra.agents.agent import crew_folder
+from orchestra.agents.agent import group_folder
 from orchestra.agents.context import END, REFUSE, START
 from orchestra.run import stop_requests
 from orchestra.run.config_file import to_yaml
@@ -44,13 +44,13 @@ def run(tmp_path: Path) -> RunDir:
     return run
 
 
-def came(run: RunDir, *nodes: int) -> Crew:
+def came(run: RunDir, *nodes: int) -> NodeGroup:
     """Let the agents of some nodes join, and end without a word."""
     for node in nodes:
-        crew = Crew(crew_folder(run.control, TASK.job, TASK.restart), node, 2, 60.0)
-        crew.join(f"node{node + 1}", "127.0.0.1", {})
-        crew._is_over.set()
-    return crew
+        group = NodeGroup(group_folder(run.control, TASK.job, TASK.restart), node, 2, 60.0)
+        group.join(f"node{node + 1}", "127.0.0.1", {})
+        group._is_over.set()
+    return group
 
 
 def test_the_node_that_never_came_is_left_out_of_the_next_job(run: RunDir, slurm: Slurm) -> None:
@@ -131,16 +131,16 @@ def test_the_job_is_held_for_an_agent_that_lives_and_ends_with_its_word(
 ) -> None:
     monkeypatch.setattr(srun_failed, "_BEATS_S", 2.0)
     as_batch_script(monkeypatch)
-    crew = Crew(crew_folder(run.control, TASK.job, TASK.restart), 0, 2, 60.0)
-    crew.join("node1", "127.0.0.1", {})
-    crew.publish(Order(0, START, (0, 1)))
-    ends = threading.Timer(5.0, lambda: crew.publish(Order(1, END, facts={"code": 75})))
+    group = NodeGroup(group_folder(run.control, TASK.job, TASK.restart), 0, 2, 60.0)
+    group.join("node1", "127.0.0.1", {})
+    group.publish(Order(0, START, (0, 1)))
+    ends = threading.Timer(5.0, lambda: group.publish(Order(1, END, facts={"code": 75})))
     ends.start()
     try:
         assert srun_failed.main([str(run.path), "137"]) == 75
         assert not ends.is_alive()
     finally:
-        crew.leave()
+        group.leave()
     assert requeued(run) == []
 
 

@@ -15,7 +15,7 @@ import pytest
 from conf.schema import ClusterConfig, Config, Device
 from launchers.memory_store.store import OWN, folders_of, open_shelf
 from orchestra.agents.node_check import probe
-from orchestra.agents.node_check.agent_part import Findings, NodeCheck, copies_name, wishes_of
+from orchestra.agents.node_check.own_check import ProbeFindings, ProbeProcess, copies_name, wishes_of
 from orchestra.run.paths import RunDir
 
 GENEROUS_S = 60.0
@@ -33,7 +33,7 @@ ROW = {
 }
 
 
-def found_by(check: NodeCheck) -> Findings:
+def found_by(check: ProbeProcess) -> ProbeFindings:
     check.begin()
     found = check.settle(GENEROUS_S)
     assert found is not None
@@ -41,7 +41,7 @@ def found_by(check: NodeCheck) -> Findings:
 
 
 def test_a_sound_node_is_fit_and_says_what_was_measured(tmp_path: Path) -> None:
-    check = NodeCheck({"folder": str(tmp_path), "rooms": [str(tmp_path)], "gpus": 0})
+    check = ProbeProcess({"folder": str(tmp_path), "rooms": [str(tmp_path)], "gpus": 0})
     found = found_by(check)
     assert found.unfit == ()
     assert found.facts["core_s"] > 0
@@ -55,7 +55,7 @@ def test_a_sound_node_is_fit_and_says_what_was_measured(tmp_path: Path) -> None:
 
 def test_a_place_that_is_missing_makes_a_node_unfit(tmp_path: Path) -> None:
     missing = tmp_path / "missing"
-    found = found_by(NodeCheck({"folder": str(missing), "rooms": [str(missing)], "gpus": 0}))
+    found = found_by(ProbeProcess({"folder": str(missing), "rooms": [str(missing)], "gpus": 0}))
     assert sorted(it.partition(" ")[0].rstrip(":") for it in found.unfit) == [str(missing)] * 2
     assert any("is no folder here" in it for it in found.unfit)
 
@@ -108,7 +108,7 @@ def test_what_hangs_is_found_out_and_does_not_hang_the_agent(tmp_path: Path) -> 
     program.write_text(f"#!/bin/sh\nread line < {tmp_path}/pipe\n")
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     wishes = {"folder": str(tmp_path), "rooms": [], "gpus": 2}
-    check = NodeCheck(wishes, limit_s=2.0)
+    check = ProbeProcess(wishes, limit_s=2.0)
     path = os.environ["PATH"]
     os.environ["PATH"] = f"{tmp_path}{os.pathsep}{path}"
     try:
@@ -136,7 +136,7 @@ def _named(program: Path) -> list[str]:
 
 
 def test_looking_never_blocks_and_there_is_one_look_at_a_time(tmp_path: Path) -> None:
-    check = NodeCheck({"folder": str(tmp_path), "rooms": [], "gpus": 0})
+    check = ProbeProcess({"folder": str(tmp_path), "rooms": [], "gpus": 0})
     assert check.look() is None
     check.begin()
     first = check._process
@@ -150,7 +150,7 @@ def test_looking_never_blocks_and_there_is_one_look_at_a_time(tmp_path: Path) ->
 
 
 def test_a_look_that_was_killed_says_nothing_against_the_node(tmp_path: Path) -> None:
-    check = NodeCheck({"folder": str(tmp_path), "rooms": [], "gpus": 0})
+    check = ProbeProcess({"folder": str(tmp_path), "rooms": [], "gpus": 0})
     check.begin()
     assert check._process is not None
     check._process.kill()

@@ -12,40 +12,40 @@ from typing import Any
 
 import pytest
 
-from launchers.node_group import Crew
+from launchers.node_group import NodeGroup
 from orchestra.agents.choose_nodes import have_looked, slow
-from orchestra.agents.node_check.agent_part import Fitness, NodeCheck
+from orchestra.agents.node_check.own_check import NodeCheck, ProbeProcess
 from orchestra.agents.node_check.ring import Ring
 
 GENEROUS_S = 60.0
 LOOPBACK = "127.0.0.1"
-Agent = tuple[Crew, Fitness]
+Agent = tuple[NodeGroup, NodeCheck]
 
 
 def agent(folder: Path, node: int, num_nodes: int, idle_every_s: float = 60.0, **wishes: Any) -> Agent:
-    crew = Crew(folder, node, num_nodes, 15.0)
+    group = NodeGroup(folder, node, num_nodes, 15.0)
     asked = {"folder": str(folder), "rooms": [], "gpus": 0, **wishes}
-    fitness = Fitness(crew, NodeCheck(asked), idle_every_s=idle_every_s)
-    crew.join(f"node{node + 1}", LOOPBACK, {"port": 1, **fitness.offers(LOOPBACK)})
-    fitness.begin()
-    return crew, fitness
+    node_check = NodeCheck(group, ProbeProcess(asked), idle_every_s=idle_every_s)
+    group.join(f"node{node + 1}", LOOPBACK, {"port": 1, **node_check.offers(LOOPBACK)})
+    node_check.begin()
+    return group, node_check
 
 
 @pytest.fixture
 def crew_of_four(tmp_path: Path) -> Iterator[list[Agent]]:
     agents = [agent(tmp_path, node, 4) for node in range(4)]
     yield agents
-    for crew, fitness in agents:
-        fitness.close()
-        crew.leave()
+    for group, node_check in agents:
+        node_check.close()
+        group.leave()
 
 
 def await_all(agents: list[Agent], fact: str) -> None:
     deadline = time.monotonic() + GENEROUS_S
     while time.monotonic() < deadline:
-        for _, fitness in agents:
-            fitness.tick(is_idle=False)
-        if all(fact in crew.member.facts for crew, _ in agents if crew.member is not None):
+        for _, node_check in agents:
+            node_check.tick(is_idle=False)
+        if all(fact in group.member.facts for group, _ in agents if group.member is not None):
             return
         time.sleep(0.02)
     raise AssertionError(f"not all nodes said {fact}")
@@ -70,64 +70,64 @@ def test_what_is_found_behind_an_attempt_is_told_before_its_report(tmp_path: Pat
     place = tmp_path / "scratch"
     place.mkdir()
     folder = tmp_path / "crew"
-    crew, fitness = agent(folder, 0, 1, rooms=[str(place)])
-    await_all([(crew, fitness)], "checked")
-    assert crew.member is not None
-    assert crew.member.facts["unfit"] is None
+    group, node_check = agent(folder, 0, 1, rooms=[str(place)])
+    await_all([(group, node_check)], "checked")
+    assert group.member is not None
+    assert group.member.facts["unfit"] is None
     place.rmdir()
     # It waits a moment only; what comes later is told by the next tick.
-    fitness.look_again()
-    _tick_until(fitness, lambda: bool(crew.members()[0].facts["unfit"]))
-    assert "is no folder here" in crew.members()[0].facts["unfit"]
+    node_check.look_again()
+    _tick_until(node_check, lambda: bool(group.members()[0].facts["unfit"]))
+    assert "is no folder here" in group.members()[0].facts["unfit"]
     place.mkdir()
-    fitness.look_again()
-    _tick_until(fitness, lambda: not crew.members()[0].facts["unfit"])
-    fitness.close()
-    crew.leave()
+    node_check.look_again()
+    _tick_until(node_check, lambda: not group.members()[0].facts["unfit"])
+    node_check.close()
+    group.leave()
 
 
 def test_an_idle_node_looks_again_and_a_busy_one_does_not(tmp_path: Path) -> None:
     place = tmp_path / "scratch"
     place.mkdir()
-    crew, fitness = agent(tmp_path / "crew", 0, 1, idle_every_s=0.0, rooms=[str(place)])
-    await_all([(crew, fitness)], "checked")
+    group, node_check = agent(tmp_path / "crew", 0, 1, idle_every_s=0.0, rooms=[str(place)])
+    await_all([(group, node_check)], "checked")
     place.rmdir()
     for _ in range(5):
-        fitness.tick(is_idle=False)
-    assert not fitness._check.is_running
-    _tick_until(fitness, lambda: bool(crew.members()[0].facts["unfit"]), is_idle=True)
-    fitness.close()
-    crew.leave()
+        node_check.tick(is_idle=False)
+    assert not node_check._check.is_running
+    _tick_until(node_check, lambda: bool(group.members()[0].facts["unfit"]), is_idle=True)
+    node_check.close()
+    group.leave()
 
 
-def _tick_until(fitness: Fitness, is_so: Any, *, is_idle: bool = False) -> None:
+def _tick_until(node_check: NodeCheck, is_so: Any, *, is_idle: bool = False) -> None:
     deadline = time.monotonic() + GENEROUS_S
     while not is_so():
         assert time.monotonic() < deadline
-        fitness.tick(is_idle=is_idle)
+        node_check.tick(is_idle=is_idle)
         time.sleep(0.02)
 
 
 def test_the_same_word_again_writes_nothing(tmp_path: Path) -> None:
-    crew, fitness = agent(tmp_path, 0, 1)
-    await_all([(crew, fitness)], "checked")
+    group, node_check = agent(tmp_path, 0, 1)
+    await_all([(group, node_check)], "checked")
     file = tmp_path / "member-000.json"
     before = file.stat().st_ino
-    fitness.look_again()
-    fitness._check.settle(GENEROUS_S)
-    fitness.tick(is_idle=False)
+    node_check.look_again()
+    node_check._check.settle(GENEROUS_S)
+    node_check.tick(is_idle=False)
     assert file.stat().st_ino == before
-    fitness.close()
-    crew.leave()
+    node_check.close()
+    group.leave()
 
 
 def test_a_node_without_neighbour_goes_on_without_a_ring(tmp_path: Path) -> None:
-    crew, fitness = agent(tmp_path, 0, 3)
-    await_all([(crew, fitness)], "checked")
-    assert "ring" not in crew.members()[0].facts
-    assert have_looked(crew.members(), 3, 0.0)
-    fitness.close()
-    crew.leave()
+    group, node_check = agent(tmp_path, 0, 3)
+    await_all([(group, node_check)], "checked")
+    assert "ring" not in group.members()[0].facts
+    assert have_looked(group.members(), 3, 0.0)
+    node_check.close()
+    group.leave()
 
 
 def test_a_neighbour_that_hangs_up_or_is_gone_is_an_error_and_no_rate() -> None:

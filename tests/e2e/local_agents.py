@@ -1,4 +1,4 @@
-"""A crew whose nodes are processes of this machine: `python local_crew.py RUN_DIR NODE NUM_NODES`.
+"""A crew whose nodes are processes of this machine: `python local_agents.py RUN_DIR NODE NUM_NODES`.
 
 Each finds in its own environment what makes nodes differ: TMPDIR is one of the places that a node looks at,
 and with LOSE_TMPDIR it goes away as soon as an attempt is on.
@@ -11,11 +11,11 @@ import sys
 from pathlib import Path
 
 from launchers.node_agent import StopRequests
-from launchers.node_group import Crew
-from orchestra.agents.agent import attend, crew_folder
-from orchestra.agents.context import Station
+from launchers.node_group import NodeGroup
+from orchestra.agents.agent import attend, group_folder
+from orchestra.agents.context import AgentContext
 from orchestra.agents.foreground import Foreground
-from orchestra.agents.node_check.agent_part import fitness_of
+from orchestra.agents.node_check.own_check import node_check_of
 from orchestra.run.config_file import read_config
 from orchestra.run.paths import RunDir
 
@@ -33,10 +33,10 @@ def main() -> int:
     run, node, num_nodes = RunDir(Path(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3])
     config = read_config(run.config)
     with StopRequests() as signals:
-        crew = Crew(crew_folder(run.control, "here", 0), node, num_nodes, 15.0)
-        station = Station(run, config, crew, signals, Node(), _say)
+        crew = NodeGroup(group_folder(run.control, "here", 0), node, num_nodes, 15.0)
+        station = AgentContext(run, config, crew, signals, Node(), _say)
         station.tick = _tick
-        station.fitness = fitness_of(config, run, crew)
+        station.fitness = node_check_of(config, run, crew)
         return attend(station)
 
 

@@ -1,0 +1,193 @@
+"""Before a job's first attempt: the leader waits for the nodes and their checks, and chooses the first nodes.
+
+Also what follows where a warning of Slurm comes in that time. What the nodes found stands in what their
+agents say of themselves, so that another agent can lead at any time; what it means is decided in
+`orchestra.agents.choose_nodes`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+
+from launchers.node_group import Member
+from orchestra.agents import choose_nodes
+from orchestra.agents.attempt import requests_of
+from orchestra.agents.choose_nodes import doubts, have_looked, preferred, slow, words_of, write_findings
+from orchestra.agents.context import AgentContext
+from orchestra.errors import EXIT_DO_NOT_RESTART, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, LaunchError
+from orchestra.recovery.incidents import Verdict
+from orchestra.recovery.policy import Action, Decision
+from orchestra.run import stop_requests
+from orchestra.run.events import EventWriter, read_events
+from orchestra.run.files import Record
+from orchestra.submit.claims import upcoming_attempt
+
+# From the start of the first node's task to the last one's: images are pulled, Python is loaded by many.
+NODES_TIMEOUT_S = 600.0
+# How long spares, and with recovery.min_nodes the last of the others, are waited for.
+_SPARES_WAIT_S = 15.0
+_MIN_NODES_WAIT_S = 60.0
+# Starts of jobs in a row that may reach their time limit before an attempt begins.
+_MOST_TOO_LATE = 3
+# Jobs in a row that may end before their attempt because of nodes: what all nodes lack is no node's fault.
+MOST_MOVES = 3
+_RULE = "nodes_unfit"
+
+
+class WaitForNodes:
+    """The wait for the nodes of one start of a job. *The leader only*."""
+
+    def __init__(self, context: AgentContext) -> None:
+        self._context = context
+        self._began = time.monotonic()
+
+    def is_over(self, members: Mapping[int, Member]) -> bool:
+        """Tell whether as many have come as there will be. Raises LaunchError where they stay too few."""
+        waited = time.monotonic() - self._began
+        if len(members) == self._context.group.num_nodes:
+            return True
+        wanted, least = self._context.config.cluster.nodes, self._context.config.recovery.min_nodes
+        if len(members) >= wanted and waited > _SPARES_WAIT_S:
+            return True
+        if least is not None and len(members) >= least and waited > _MIN_NODES_WAIT_S:
+            return True
+        if waited > NODES_TIMEOUT_S:
+            raise LaunchError(self.too_few(members))
+        return False
+
+    def too_few(self, members: Mapping[int, Member]) -> str:
+        """Return which nodes are missing, as an error's words."""
+        num_nodes = self._context.group.num_nodes
+        missing = sorted(set(range(num_nodes)) - set(members))
+        return (
+            f"only {len(members)} of {num_nodes} nodes came within {NODES_TIMEOUT_S:g} s or can train; "
+            f"missing: {', '.join(map(str, missing)) or 'none'}. Their logs tell what became of them, or "
+            f"they do not share {self._context.run.path}"
+        )
+
+
+class Preflight:
+    """What the leader knows of its nodes before an attempt (`recovery.preflight`)."""
+
+    def __init__(self, context: AgentContext) -> None:
+        self._context = context
+        self._all_there_since: float | None = None
+        self._listed: Mapping[str, str] | None = None
+
+    def is_over(self, members: Mapping[int, Member]) -> bool:
+        """Tell whether the nodes that came have checked themselves, or are waited for no longer."""
+        now = time.monotonic()
+        self._all_there_since = self._all_there_since or now
+        return have_looked(members, self._context.group.num_nodes, now - self._all_there_since)
+
+    def first_nodes(self, members: Mapping[int, Member]) -> tuple[int, ...] | None:
+        """Return the nodes of a job's first attempt, in the scheduler's order; None: they are too few."""
+        config = self._context.config
+        bad = choose_nodes.excluded_hosts(read_events(self._context.run), self._context.scheduler.facts())
+        able = [
+            node
+            for node, member in sorted(members.items())
+            if choose_nodes.is_fit(member) and member.host not in bad
+        ]
+        return preferred(
+            able,
+            config.cluster.nodes,
+            slow(members),
+            doubts(members, self.listed),
+            lambda nodes: choose_nodes.shrunk(nodes, config),
+        )
+
+    def write(self, events: EventWriter, members: Mapping[int, Member], taken: Sequence[int]) -> None:
+        """Write down and say what was found; of sound nodes one event alone."""
+        write_findings(events, members, self.listed, taken)
+        for words in words_of(members, self.listed, taken):
+            self._context.say(words)
+
+    def go_elsewhere(self, members: Mapping[int, Member]) -> str | None:
+        """Let the run go on in another job without the nodes that cannot train; return what was done, None
+        where that is not to be: all can, no job may follow, or several before this one did no better.
+
+        Raises LauncherError, LaunchError and OSError.
+        """
+        context = self._context
+        unfit = tuple(member.host for member in members.values() if not choose_nodes.is_fit(member))
+        events = read_events(context.run)
+        if not unfit or not context.scheduler.can_requeue or moves(events, _RULE) >= MOST_MOVES:
+            return None
+        attempt = max((int(event["attempt"]) for event in events), default=0)
+        writer = EventWriter(context.run, f"crew.{context.group.folder.name}", attempt)
+        write_findings(writer, members, self.listed, taken=())
+        words = self.unfit_words(members)
+        decision = Decision(Action.requeue, EXIT_FAILED, words, rule=_RULE, exclude=unfit)
+        try:
+            return context.scheduler.requeue(decision, attempt, writer)
+        finally:
+            writer.close()
+
+    def unfit_words(self, members: Mapping[int, Member]) -> str:
+        """Return which nodes cannot train, and why; empty where all can."""
+        return "; ".join(
+            f"{member.host}: {member.facts['unfit']}"
+            for member in members.values()
+            if not choose_nodes.is_fit(member)
+        )
+
+    @property
+    def listed(self) -> Mapping[str, str]:
+        """Hosts on the cluster's list, and why; read once for a start of a job."""
+        if self._listed is None:
+            self._listed = self._context.scheduler.excluded()
+        return self._listed
+
+
+def moves(events: Iterable[Record], rule: str, since: str = "attempt_started") -> int:
+    """Return how often the run was moved to another job by a rule since the last event of a kind."""
+    count = 0
+    for event in events:
+        if event["event"] == since:
+            count = 0
+        count += event["event"] == "requeued" and event.get("rule") == rule
+    return count
+
+
+def called_off(context: AgentContext) -> tuple[int, str]:
+    """Let the run go on as after an attempt that was warned; return the exit code, and in a few words what
+    was done. *The leader only*, before the first order. Raises OSError.
+
+    The time limit and a preemption say nothing against the run, whether its nodes had met or not.
+    """
+    first = context.signals.first or ""
+    words = f"{first} came before the attempt began"
+    if first == "SIGINT":
+        return EXIT_INTERRUPTED, words
+    attempt = upcoming_attempt(context.run)
+    reason = stop_requests.signal_reason(first)
+    if reason == stop_requests.TIME_LIMIT and _too_late(read_events(context.run)) >= _MOST_TOO_LATE:
+        limit = context.config.cluster.time_limit
+        said = f"{_MOST_TOO_LATE} starts in a row ended before an attempt began (cluster.time_limit={limit})"
+        return EXIT_DO_NOT_RESTART, f"{words}: {said}; resume it with a longer time limit"
+    # What follows the attempt before: this one never was, and its number is free.
+    name = f"crew.{context.group.folder.name}"
+    events = EventWriter(context.run, name, attempt - 1, before_start=True)
+    try:
+        said = context.scheduler.go_on(
+            Verdict(EXIT_STOPPED, "StopRequested", words),
+            attempt - 1,
+            events,
+            lambda: frozenset([reason, *(request.reason for request in requests_of(context, attempt))]),
+        )
+    finally:
+        events.close()
+    return EXIT_STOPPED, f"{words}: {said}" if said else words
+
+
+def _too_late(events: Iterable[Record]) -> int:
+    """Return how often since the last attempt began a start was called off because of the time limit."""
+    count = 0
+    for event in events:
+        if event["event"] == "attempt_started":
+            count = 0
+        is_requeue = event["event"] == "requeued" and event.get("reason") == stop_requests.TIME_LIMIT
+        count += is_requeue and event.get("before_start") is True
+    return count
