@@ -126,6 +126,7 @@ def as_batch_script(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(f"SLURM_{name}", value)
 
 
+@pytest.mark.slow
 def test_the_job_is_held_for_an_agent_that_lives_and_ends_with_its_word(
     run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:

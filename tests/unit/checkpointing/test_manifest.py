@@ -25,7 +25,7 @@ from checkpointing.checkpoint_errors import DamagedError
 from checkpointing.manifest import MANIFEST, Manifest, decode, encode
 from checkpointing.storage.local import LocalStorage
 
-NUM_EXAMPLES = int(os.environ.get("ORCHESTRA_FUZZ_EXAMPLES", "2000"))
+NUM_EXAMPLES = int(os.environ.get("ORCHESTRA_FUZZ_EXAMPLES", "1000"))
 FUZZED = settings(
     max_examples=max(1, NUM_EXAMPLES // 2),
     deadline=None,
@@ -189,6 +189,7 @@ def test_what_is_no_manifest_is_damage(content: bytes) -> None:
         decode(content)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(LIMIT_S)
 @FUZZED
 @given(data=st.data())
@@ -248,6 +249,7 @@ def mutate(document: Document, draw: Callable[[st.SearchStrategy[Any]], Any]) ->
         node[key] = draw(JUNK)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(LIMIT_S)
 @FUZZED
 @given(data=st.data())

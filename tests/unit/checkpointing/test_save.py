@@ -227,6 +227,7 @@ def test_a_failed_save_is_told_on_all_ranks_leaves_nothing_and_the_next_works(pl
     assert catalog.committed_steps(storage) == [2]
 
 
+@pytest.mark.slow
 def test_a_rank_that_stalls_is_named_after_the_limit_and_its_files_do_not_stay(place: Path) -> None:
     thaw = threading.Event()
 

@@ -161,6 +161,7 @@ def test_nodes_that_share_a_folder_pass(tmp_path: Path, probed: Callable[..., li
     assert "127.0.0.1" in found["nodes' network"].found
 
 
+@pytest.mark.slow
 def test_node_with_a_folder_of_its_own_is_named(
     tmp_path: Path, probed: Callable[..., list[dict[str, Any]]]
 ) -> None:

@@ -75,6 +75,7 @@ SWEEPS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides", SWEEPS, ids=" ".join)
 def test_members_are_hydras_own_combinations_and_equal_runs_of_their_own(overrides: list[str]) -> None:
     made, expected = members(*overrides), hydras_own([*CLUSTER, *overrides])

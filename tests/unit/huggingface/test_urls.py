@@ -63,6 +63,7 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> A
     return json.loads(out)
 
 
+@pytest.mark.slow
 def test_checkpoints_in_a_bucket_are_listed_verified_exported_and_started_from(
     run: RunDir, bucket: s3fs.S3FileSystem, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -78,6 +78,7 @@ def test_the_lowest_living_node_leads_and_a_stopped_one_is_silent(tmp_path: Path
         third.leave()
 
 
+@pytest.mark.slow
 def test_an_agent_that_makes_no_progress_falls_silent_and_is_told_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

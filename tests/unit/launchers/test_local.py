@@ -192,6 +192,7 @@ def test_nothing_survives_an_agent_that_is_killed(tmp_path: Path) -> None:
     assert trial.survivors() == []
 
 
+@pytest.mark.slow
 def test_a_killed_torchrun_takes_its_workers_along(tmp_path: Path) -> None:
     trial = _Trial(tmp_path, "if rank == 0: os.kill(os.getppid(), signal.SIGKILL)\ntime.sleep(60)")
     assert trial.run().exit_code == -signal.SIGKILL

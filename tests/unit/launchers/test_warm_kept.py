@@ -82,6 +82,7 @@ def node(tmp_path: Path) -> Iterator[Node]:
         keeper.wait()
 
 
+@pytest.mark.slow
 def test_a_killed_agents_successor_forks_from_the_same_zygote(node: Node) -> None:
     zygote, agent = node.process(0, "zygote"), node.process(0, "agent")
     assert eventually(node.first.is_up)
@@ -93,6 +94,7 @@ def test_a_killed_agents_successor_forks_from_the_same_zygote(node: Node) -> Non
     assert eventually(lambda: not processes.is_alive(zygote))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
 def test_an_ill_zygote_is_replaced_and_spares_nothing_that_it_forked(
     node: Node, number: signal.Signals
@@ -110,6 +112,7 @@ def test_an_ill_zygote_is_replaced_and_spares_nothing_that_it_forked(
     assert node.keeper.wait(60) == 0
 
 
+@pytest.mark.slow
 def test_all_die_with_a_killed_keeper(node: Node) -> None:
     own = [node.process(0, "zygote"), node.process(0, "agent")]
     assert eventually(node.first.is_up)

@@ -86,6 +86,7 @@ sys.exit(3 * rank)
 """
 
 
+@pytest.mark.slow
 def test_a_forked_worker_is_like_a_plainly_started_one(modules: Path, warm: WarmHost) -> None:
     reports = []
     for name, host in (("report_warm", warm), ("report_plain", None)):
@@ -205,6 +206,7 @@ def test_killing_torchrun_kills_its_workers(modules: Path, warm: WarmHost) -> No
     assert agent.poll() == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_without_its_zygote_an_attempt_ends_and_the_next_one_starts_plainly(
     modules: Path, warm: WarmHost
 ) -> None:

@@ -103,6 +103,7 @@ def test_pipeline_stages_are_refused_until_the_trainer_has_them() -> None:
         dry_build(config, world_size)
 
 
+@pytest.mark.slow
 def test_the_405b_model_builds_on_1024_ranks_within_a_minute_and_8_gb(tmp_path: Path) -> None:
     path = "data.path=s3://bucket/corpus"
     config = compose(["experiment=llama3_405b", path], Situation("plan", num_gpus=8)).config
@@ -132,6 +133,7 @@ def test_the_command_says_what_does_not_fit_and_ends_with_2(
     assert capsys.readouterr().err.startswith("error: train.global_batch_size=16 is not a multiple of dp=64")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero", [0, 2, 3])
 @pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, True)])
 def test_the_estimate_for_messages_is_what_a_dry_step_takes(

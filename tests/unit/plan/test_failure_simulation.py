@@ -58,12 +58,14 @@ def test_llama_3_is_interrupted_419_times_in_54_days_and_trains_more_than_nine_t
         assert result.gave_up is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mttf", "every"), [(7200, 100), (7200, 30), (7200, 400), (3600, 60)])
 def test_goodput_is_dalys_within_what_sampling_leaves(mttf: float, every: int) -> None:
     found = mean_goodput(crashing(mttf, every))
     assert found == pytest.approx(daly_goodput(every * 10, 60, 300, mttf), abs=0.006)
 
 
+@pytest.mark.slow
 def test_the_best_simulated_interval_is_near_dalys() -> None:
     best = chosen(10.0, 60.0, 7200.0).every_steps
     goodputs = {factor: mean_goodput(crashing(7200, round(factor * best))) for factor in (0.3, 1.0, 3.0)}

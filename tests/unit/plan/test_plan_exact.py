@@ -13,6 +13,7 @@ from orchestra.errors import EXIT_USAGE
 MODEL = ("model.hidden_size=256", "model.num_hidden_layers=2", "train.seq_len=128", "precision=bf16")
 
 
+@pytest.mark.slow
 def test_both_counts_and_their_difference_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--exact", *MODEL, "parallelism=zero3", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)

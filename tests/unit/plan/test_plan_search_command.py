@@ -53,15 +53,19 @@ def test_the_commands_mean_the_layouts_that_were_found(capsys: pytest.CaptureFix
     assert compose([*submitted, "data=stdlib"], Situation("submit")).config
 
 
+@pytest.mark.slow
 def test_overrides_turn_an_experiment_into_each_layout() -> None:
     """The 70B experiment has tp 8, ZeRO-3 and selective recomputation: what differs has to be said."""
     typed = ["experiment=llama3_70b", "cluster.hardware=h100", "cluster.gpus_per_node=8"]
     asked = ask(typed)
     found = search(space_of(asked.config, "orchestra", asked.num_sequences, asked.fixed), 3, runs_today)
     assert found.ranked
-    for it in [*found.ranked, *found.chosen, *found.pareto]:
-        said = for_planning([*typed, *overrides_of(asked, it.case)])
-        assert case_of(compose(said, Situation("plan")).config) == it.case
+    compared = []
+    for case in (it.case for it in [*found.ranked, *found.chosen, *found.pareto]):
+        if case not in compared:
+            said = for_planning([*typed, *overrides_of(asked, case)])
+            assert case_of(compose(said, Situation("plan")).config) == case
+            compared.append(case)
 
 
 def test_a_layout_that_shards_inside_a_node_is_searched_and_said(capsys: pytest.CaptureFixture[str]) -> None:

@@ -144,6 +144,7 @@ def built(config: Config) -> Training:
     return build_training(config, make_mesh(0, Layout(dp=1), torch.device("cpu")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scaling", "family", "recompute"),
     [

@@ -152,6 +152,7 @@ def test_a_sweeper_gets_the_metric_of_its_trials_and_chooses_by_it(plugins: Path
     assert not list(plugins.parent.glob("outputs*"))
 
 
+@pytest.mark.slow
 def test_a_failed_trial_reaches_the_sweeper_as_an_error(plugins: Path) -> None:
     done = sweep(plugins, "hydra/sweeper=halving", "run.name=bad", "optim.lr=interval(0.1,1.0)")
     assert done.returncode == 1

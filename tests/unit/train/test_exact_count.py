@@ -58,17 +58,20 @@ def assert_alike(own: OwnBytes, counted: ExactBytes) -> None:
     assert peak(own) == pytest.approx(counted.peak, rel=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", PRESETS)
 def test_closed_forms_meet_the_count_for_every_parallelism_preset(preset: str) -> None:
     assert_alike(*both(*LAYERS, f"parallelism={preset}", "precision=bf16"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_fp32_grad", "fp16", "fp8"])
 @pytest.mark.parametrize("model", [LAYERS, WORDS], ids=["layers", "words"])
 def test_closed_forms_meet_the_count_for_every_precision(precision: str, model: tuple[str, ...]) -> None:
     assert_alike(*both(*model, f"precision={precision}", "parallelism=zero1"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "choice",
     [
@@ -91,6 +94,7 @@ def test_closed_forms_meet_the_count_for_what_saves_memory(choice: tuple[str, ..
     assert_alike(*both(*LAYERS, "precision=bf16", *choice))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", ["ddp", "zero2", "zero3", "tp2"])
 def test_closed_forms_meet_the_count_on_cpus_too(preset: str) -> None:
     assert_alike(*both(*LAYERS, f"parallelism={preset}", as_gpu=False))

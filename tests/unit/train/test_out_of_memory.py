@@ -85,6 +85,7 @@ def ended_with_limit(run: RunDir, extra_bytes: int) -> tuple[int, str]:
     return done.returncode, verdict["message"]
 
 
+@pytest.mark.slow
 def test_a_rank_that_really_runs_out_of_memory_says_what_took_it(tmp_path: Path) -> None:
     # 0.4 GiB of activations in each layer, beside a model of a few MiB.
     train = replace(SMALL.train, seq_len=2048, micro_batch_size=32, global_batch_size=32)
@@ -99,6 +100,7 @@ def test_a_rank_that_really_runs_out_of_memory_says_what_took_it(tmp_path: Path)
     assert any("train.recompute=full" in knob for knob in knobs)
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_built_says_so_before_the_first_step(tmp_path: Path) -> None:
     wide = replace(SMALL.model, hidden_size=2048, intermediate_size=8192)
     code, message = ended_with_limit(run_of(tmp_path, replace(SMALL, model=wide)), 700 << 20)

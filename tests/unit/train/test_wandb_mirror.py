@@ -110,6 +110,7 @@ def test_offline_run_holds_every_row_written_before_close(run: RunDir) -> None:
     assert failures(run) == []
 
 
+@pytest.mark.slow
 def test_second_attempt_replays_the_rows_under_the_same_id(run: RunDir) -> None:
     for steps in (range(1, 6), range(4, 9)):
         trainer = begin(run, mode=WandbMode.offline)
@@ -123,6 +124,7 @@ def test_second_attempt_replays_the_rows_under_the_same_id(run: RunDir) -> None:
     assert [row["_step"] for row in recorded_rows(second)] == list(range(10))
 
 
+@pytest.mark.slow
 def test_run_that_ends_at_once_on_a_busy_machine_is_recorded(run: RunDir) -> None:
     loop = "import time\nwhile time.sleep(0) is None: pass"
     cores = range(len(os.sched_getaffinity(0)))
@@ -166,6 +168,7 @@ def test_disabled_starts_no_process(run: RunDir) -> None:
     assert failures(run) == []
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unreachable")
 def test_unreachable_server_is_given_up_in_time_and_the_rows_stay_here(run: RunDir) -> None:
     began = time.monotonic()
