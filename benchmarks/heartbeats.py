@@ -19,7 +19,8 @@ from orchestra.run.events import EventWriter
 from orchestra.run.heartbeat import FOLDER_VARIABLE, Phase, beats_folder, open_heart, remove_records
 from orchestra.run.paths import RunDir
 from orchestra.run.planned_faults import planned_faults
-from orchestra.train.watch.inject_faults import Faults, Moments
+from orchestra.train.hooks import HeartbeatHook, StepHooks
+from orchestra.train.watch.inject_faults import Faults
 
 _ROUNDS = 15
 _BEATS = 20_000
@@ -46,9 +47,9 @@ def main() -> None:
         os.environ[FOLDER_VARIABLE] = str(folder)
         hearts = [open_heart(run, 0, rank) for rank in range(_RANKS)]
         planned = planned_faults([{"at_step": 30, "rank": 1}])
-        moments = Moments(hearts[0], Faults(planned, 0, 1))
+        hooks = StepHooks((HeartbeatHook(hearts[0]), Faults(planned, 0, 1)))
         beat = median_us(lambda: hearts[0].beat(Phase.forward, 7, 3), _BEATS)
-        moment = median_us(lambda: moments.enter(Phase.forward, 7), _BEATS)
+        moment = median_us(lambda: hooks.enter(Phase.forward, 7), _BEATS)
         now = [0.0]
 
         def look() -> None:

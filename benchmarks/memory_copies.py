@@ -100,17 +100,18 @@ def train(arguments: argparse.Namespace) -> dict[str, Any]:
     import torch.distributed as dist
 
     from orchestra.parallel.mesh import open_mesh, open_peers, rank_environment
-    from orchestra.train.build import build_training
+    from orchestra.train.build import build_model_and_optimizer, build_step
     from orchestra.train.copy_files import FOLDER_VARIABLE
-    from orchestra.train.memory_copies import CopySetting, MemoryCopies
+    from orchestra.train.hooks import StepHooks
+    from orchestra.train.memory_copies import CopySettings, MemoryCopies
     from orchestra.train.state import TensorState
 
     torch.set_num_threads(1)
     config = config_of(arguments)
     ranks = rank_environment()
     with open_mesh(config, ranks) as mesh:
-        training = build_training(config, mesh)
-        setting = CopySetting(
+        built = build_model_and_optimizer(config, mesh)
+        settings = CopySettings(
             folder=Path(os.environ[FOLDER_VARIABLE]),
             every_steps=1,
             last_step=1 << 30,
@@ -120,11 +121,11 @@ def train(arguments: argparse.Namespace) -> dict[str, Any]:
             mesh=mesh,
             peers=open_peers(mesh, ranks, 0, 60.0),
             local_world_size=1,
-            tell=lambda event, evidence: sys.stderr.write(f"{event} {evidence}\n"),
+            record=lambda event, evidence: sys.stderr.write(f"{event} {evidence}\n"),
         )
-        copies = MemoryCopies(setting, TensorState(training.parallelized, training.optimizer, mesh))
+        copies = MemoryCopies(settings, TensorState(built.parallelized, built.optimizer, mesh))
         copies.prepare(0)
-        training.step.before_update = copies.let_change
+        training_step = build_step(config, mesh, built, StepHooks([copies]))
         tokens = torch.randint(0, arguments.vocab, (1, arguments.micro_batch, arguments.sequence + 1))
         times: dict[int, list[float]] = {every: [] for every in VARIANTS}
         processor: dict[int, list[float]] = {every: [] for every in VARIANTS}
@@ -135,7 +136,7 @@ def train(arguments: argparse.Namespace) -> dict[str, Any]:
                 began, began_processor = time.perf_counter(), time.process_time()
                 for _ in range(arguments.steps):
                     step += 1
-                    training.step.run(step, tokens)
+                    training_step.run(step, tokens)
                     if every and step % every == 0:
                         copies.take(step, {"step": step})
                 if number:  # the first round touches the memory
@@ -144,9 +145,8 @@ def train(arguments: argparse.Namespace) -> dict[str, Any]:
                 if number:
                     processor[every].append((time.process_time() - began_processor) / arguments.steps)
         copies.close()
-        state = sum(
-            it.tensor.nbytes for it in TensorState(training.parallelized, training.optimizer, mesh).held()
-        )
+        held = TensorState(built.parallelized, built.optimizer, mesh).held()
+        state = sum(shard.tensor.nbytes for shard in held)
     return {"times": times, "processor": processor, "state_bytes": state, "steps": arguments.steps}
 
 

@@ -238,14 +238,9 @@ def build_variant(arguments: argparse.Namespace, config, mesh) -> Callable[[], o
 
 def orchestra_step(config, mesh, tokens) -> Callable[[], object]:
     """Return orchestra's own step, the loss read as the loop reads it when it logs every step."""
-    from orchestra.optim.adamw import make_adamw
-    from orchestra.parallel.apply import parallelize
-    from orchestra.train.build import build_model
-    from orchestra.train.step import TrainingStep
+    from orchestra.train.build import build_training
 
-    parallelized = parallelize(build_model(config), config, mesh)
-    optimizer = make_adamw(parallelized.trained, config.optim)
-    step = TrainingStep(parallelized, optimizer, config, mesh, tokens[:, 1:].numel() * mesh.world_size)
+    step = build_training(config, mesh).step
     count = iter(range(1, 1_000_000))
     return lambda: float(step.run(next(count), tokens.unsqueeze(0)).loss)
 

@@ -36,11 +36,12 @@ class ScaleState:
 class DynamicLossScale:
     """A factor on a device. `scale` is fp32 without dims; *any rank*, alike on all of them."""
 
-    def __init__(self, config: LossScale, device: torch.device) -> None:
+    def __init__(self, config: LossScale, device: torch.device, saved: ScaleState | None = None) -> None:
+        state = saved or ScaleState(float(config.initial))
         self._growth_steps = config.growth_steps
-        self.scale = torch.tensor(float(config.initial), device=device)
-        self._num_good_steps = torch.zeros((), dtype=torch.int64, device=device)
-        self._num_overflows = torch.zeros((), dtype=torch.int64, device=device)
+        self.scale = torch.tensor(state.scale, device=device)
+        self._num_good_steps = torch.tensor(state.num_good_steps, dtype=torch.int64, device=device)
+        self._num_overflows = torch.tensor(state.num_overflows, dtype=torch.int64, device=device)
 
     def overflowed(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
         """Return whether a step's gradients are not finite because of the factor (bool, without dims).
@@ -66,14 +67,13 @@ class DynamicLossScale:
         """The state as numbers. Waits for the device."""
         return ScaleState(float(self.scale), int(self._num_good_steps), int(self._num_overflows))
 
-    @state.setter
-    def state(self, state: ScaleState) -> None:
-        """Continue from a state that was saved."""
-        self.scale = torch.full_like(self.scale, state.scale)
-        self._num_good_steps = torch.full_like(self._num_good_steps, state.num_good_steps)
-        self._num_overflows = torch.full_like(self._num_overflows, state.num_overflows)
 
-
-def make_loss_scale(precision: PrecisionConfig, device: torch.device) -> DynamicLossScale | None:
-    """Return the factor of a precision; None where gradients have the range of fp32."""
-    return DynamicLossScale(precision.loss_scale, device) if precision.name is PrecisionName.fp16 else None
+def make_loss_scale(
+    precision: PrecisionConfig, device: torch.device, saved: ScaleState | None = None
+) -> DynamicLossScale | None:
+    """Return the factor of a precision, which goes on from a state that was `saved`; None where gradients
+    have the range of fp32.
+    """
+    if precision.name is not PrecisionName.fp16:
+        return None
+    return DynamicLossScale(precision.loss_scale, device, saved)

@@ -1,4 +1,8 @@
-"""Builds the parts of a training run from its configuration: one small function for each, and no class."""
+"""Builds model, optimizer, step and loader of one rank from the configuration: one function for each.
+
+Called by the trainer, and without data and checkpoints by the dry build, the search for a micro-batch size,
+tests and benchmarks.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +22,26 @@ from orchestra.optim.adamw import AdamW, Trained, make_adamw
 from orchestra.parallel.apply import Parallelized, parallelize
 from orchestra.parallel.mesh import Mesh
 from orchestra.parallel.places import global_index
-from orchestra.precision.loss_scale import make_loss_scale
+from orchestra.precision.loss_scale import ScaleState, make_loss_scale
 from orchestra.run.rollback import Stretch
 from orchestra.sizes.topology import BatchShape, batch_shape
+from orchestra.train.hooks import StepHooks
 from orchestra.train.step import TrainingStep
 from orchestra.train.watch.loss_spikes import make_loss_spikes
 
 
 @dataclass(frozen=True)
+class BuiltModel:
+    """What is trained on one rank: its part of the model, the optimizer, and the shape of a global batch."""
+
+    parallelized: Parallelized
+    optimizer: AdamW
+    batch: BatchShape
+
+
+@dataclass(frozen=True)
 class Training:
-    """What is trained, and how a step of it is taken."""
+    """What is trained on one rank, and how a step of it is taken."""
 
     parallelized: Parallelized
     optimizer: AdamW
@@ -36,23 +50,39 @@ class Training:
 
 
 def build_training(config: Config, mesh: Mesh) -> Training:
-    """Build model, optimizer and step for one rank. *Collective*."""
+    """Build model, optimizer and step for one rank, of a run that begins and has no hooks. *Collective*."""
+    built = build_model_and_optimizer(config, mesh)
+    step = build_step(config, mesh, built, StepHooks())
+    return Training(built.parallelized, built.optimizer, step, built.batch)
+
+
+def build_model_and_optimizer(config: Config, mesh: Mesh) -> BuiltModel:
+    """Build this rank's part of the model, its values from the seed, and the optimizer. *Collective*."""
     batch = batch_shape(config.train, mesh.layout.dp)
     parallelized = parallelize(build_model(config), config, mesh)
-    optimizer = build_optimizer(config, parallelized)
-    return Training(
-        parallelized=parallelized,
-        optimizer=optimizer,
-        step=TrainingStep(
-            parallelized,
-            optimizer,
-            config,
-            mesh,
-            batch.tokens_per_step,
-            make_loss_scale(config.precision, mesh.device),
-            make_loss_spikes(config.recovery.loss_spike, mesh.device, mesh.tp_group),
-        ),
-        batch=batch,
+    return BuiltModel(parallelized, build_optimizer(config, parallelized), batch)
+
+
+def build_step(
+    config: Config,
+    mesh: Mesh,
+    built: BuiltModel,
+    hooks: StepHooks,
+    loss_scale: ScaleState | None = None,
+    recent_losses: Sequence[float] = (),
+) -> TrainingStep:
+    """Build the optimizer step, with the state of the loss's factor and the last losses of a run that goes
+    on.
+    """
+    return TrainingStep(
+        built.parallelized,
+        built.optimizer,
+        config,
+        mesh,
+        built.batch.tokens_per_step,
+        hooks,
+        make_loss_scale(config.precision, mesh.device, loss_scale),
+        make_loss_spikes(config.recovery.loss_spike, mesh.device, mesh.tp_group, recent_losses),
     )
 
 
@@ -82,7 +112,7 @@ def build_loader(
     """
     source = open_source(config.data, config.train.seq_len)
     if source.vocab_size > config.model.vocab_size:
-        # The rules see this before anything starts where the index is a local file; here for all others.
+        # Where the index is a local file, the rules have checked this before anything started.
         raise DataError(
             f"the data has {source.vocab_size} tokens in its vocabulary, the model model.vocab_size="
             f"{config.model.vocab_size}; use at least model.vocab_size={source.vocab_size}"
@@ -110,10 +140,10 @@ def set_numerics(config: Config, device: torch.device) -> None:
     """Set torch's process-wide numeric switches, once, before anything is built."""
     torch.manual_seed(config.train.seed)
     if device.type == "cpu" and "OMP_NUM_THREADS" in os.environ:
-        # Whoever started this rank has shared out the cores; an MKL_NUM_THREADS of the shell must not undo
-        # it.
+        # The agent has divided the cores among the node's ranks; an MKL_NUM_THREADS of the shell must not
+        # undo it.
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    # Full-precision products for fp32: a run that asks for fp32 gets it, TF32 included in "not".
+    # Full-precision products for fp32, not TF32: a run that asks for fp32 gets it.
     torch.set_float32_matmul_precision("highest")
     if config.train.deterministic:
         # cuBLAS needs its workspace fixed before the first product (torch's note on reproducibility).

@@ -1,13 +1,13 @@
-"""Where one rank's copies lie: files in a folder in the node's memory (tmpfs), written over and over again.
+"""Where one rank's copies in memory lie: files in a folder on the node's tmpfs, written again and again.
 
 own/rank-00003.slot-0.bin       the bytes of the rank's tensors, one after another
-own/rank-00003.slot-0.copy      three lines: whose state, behind which step (JSON) · the table of tensors
+own/rank-00003.slot-0.copy      three lines: whose state, after which step (JSON) · the table of tensors
                                 (JSON) · the checksum of the two lines before
 
-A copy exists if and only if its `.copy` does: it is taken away before the bytes are written and put there, by
-one rename, after them. Whoever reads the bytes meanwhile sees afterwards that it is not there any more. The
-agents send and receive these files as they are (`launchers.memory_store.store` has the names too, and reads
-the first line). Nothing here knows when a copy is made, nor what the tensors are for.
+A copy exists if and only if its `.copy` does: it is removed before the bytes are written and put there, by
+one rename, after them. A reader of the bytes sees afterwards whether it is still there. The agents send and
+receive these files as they are (`launchers.memory_store.store` has the names too, and reads the first line).
+Called by `memory_copies`.
 """
 
 from __future__ import annotations
@@ -78,21 +78,21 @@ class Slot:
         return memoryview(self._memory)
 
     def take(self, num_bytes: int) -> None:
-        """Make room for all of a copy, so that writing cannot fail. Raises OSError where there is none."""
+        """Allocate all of a copy, so that writing cannot fail. Raises OSError where memory is missing."""
         self._open(num_bytes, os.O_CREAT)
 
     def views(self, shards: Sequence[Shard], table: Table) -> list[Tensor]:
         """Return the part of the memory that belongs to each shard, in its dtype and shape."""
         memory = torch.frombuffer(self.content, dtype=torch.uint8) if table.num_bytes else torch.empty(0)
-        found = []
+        views = []
         for shard, begin in zip(shards, table.begins, strict=True):
             size = shard.tensor.numel() * shard.tensor.element_size()
             view = memory[begin : begin + size].view(torch_dtype(shard.dtype)) if size else torch.empty(0)
-            found.append(view.view(shard.tensor.shape) if size else torch.empty_like(shard.tensor))
-        return found
+            views.append(view.view(shard.tensor.shape) if size else torch.empty_like(shard.tensor))
+        return views
 
     def remove_copy(self) -> None:
-        """Say that there is no copy here any more, before its bytes change."""
+        """Remove the record of the copy, before its bytes change."""
         self._copy_path.unlink(missing_ok=True)
 
     def remove(self) -> None:
@@ -101,7 +101,7 @@ class Slot:
         self._bytes_path.unlink(missing_ok=True)
 
     def commit(self, facts: Mapping[str, Any], table: Table) -> None:
-        """Say that the bytes are a copy. Raises OSError."""
+        """Write the record that makes the bytes a copy. Raises OSError."""
         content = _checksum(self.content[: table.num_bytes])
         head = {"schema": _SCHEMA, **facts, "bytes": table.num_bytes, "checksum": content}
         lines = f"{json.dumps(head, separators=(',', ':'))}\n{table.text}\n"
@@ -110,7 +110,7 @@ class Slot:
         draft.replace(self._copy_path)
 
     def head(self) -> dict[str, Any]:
-        """Return what the copy says of itself. Raises UnusableCopyError without an intact one."""
+        """Return the copy's record. Raises UnusableCopyError without an intact one."""
         return self._read()[0]
 
     def check(self, table: Table) -> None:
@@ -119,9 +119,9 @@ class Slot:
         if text != table.text:
             raise UnusableCopyError("its tensors are not those that this rank has")
         try:
-            found = self._bytes_path.stat().st_size
-            if found != table.num_bytes:
-                raise UnusableCopyError(f"it is cut off: {found} of {table.num_bytes} bytes are there")
+            num_bytes = self._bytes_path.stat().st_size
+            if num_bytes != table.num_bytes:
+                raise UnusableCopyError(f"it is cut off: {num_bytes} of {table.num_bytes} bytes are there")
             self._open(table.num_bytes)
         except OSError as error:
             raise UnusableCopyError(f"its bytes cannot be read: {error}") from error
@@ -132,14 +132,14 @@ class Slot:
     def _read(self) -> tuple[dict[str, Any], str]:
         try:
             head, text, checksum = self._copy_path.read_text().splitlines()
-            found = json.loads(head)
+            record = json.loads(head)
         except (OSError, ValueError) as error:
             raise UnusableCopyError(f"its record cannot be read: {error}") from error
-        if checksums.of_file(f"{head}\n{text}\n".encode()) != checksum or not isinstance(found, dict):
+        if checksums.of_file(f"{head}\n{text}\n".encode()) != checksum or not isinstance(record, dict):
             raise UnusableCopyError("its record is damaged")
-        if found.get("schema") != _SCHEMA:
-            raise UnusableCopyError(f"it has schema {found.get('schema')}, not {_SCHEMA}")
-        return found, text
+        if record.get("schema") != _SCHEMA:
+            raise UnusableCopyError(f"it has schema {record.get('schema')}, not {_SCHEMA}")
+        return record, text
 
     def _open(self, num_bytes: int, flags: int = 0) -> None:
         size = max(num_bytes, 1)
@@ -149,7 +149,7 @@ class Slot:
         try:
             if flags & os.O_CREAT:
                 os.ftruncate(descriptor, num_bytes)
-                # Without it a full tmpfs would end the process by SIGBUS in the midst of a copy.
+                # Without it a full tmpfs would end the process by SIGBUS while it copies.
                 os.posix_fallocate(descriptor, 0, size)
             self._memory = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         finally:
@@ -170,7 +170,7 @@ def _age(slot: Slot) -> tuple[int, int]:
 
 
 def folder_bytes(folder: Path) -> int:
-    """Return what lies in a node's folder already. Raises OSError."""
+    """Return the bytes of the copies in a node's folder. Raises OSError."""
     return sum(path.stat().st_size for path in _files(folder))
 
 
@@ -181,7 +181,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _checksum(content: memoryview) -> str:
-    # Fed and not hashed at once: so the interpreter's lock is left to the training meanwhile.
+    # Added in parts and not hashed at once: between the parts the training gets the interpreter's lock.
     checksum = checksums.FileChecksum()
     checksum.add(content)
     return checksum.value()

@@ -2,9 +2,12 @@
 
 Every `recovery.memory_copy_every_steps` steps a thread copies masters, moments and generators while the next
 step's forward and backward pass run: these change nowhere but in the update, which waits for the copy
-(`let_change`). The checksum and the commit come after that and hold up nobody. Copies are brought to a
-neighbour by the node's agent, which knows nothing of what is in them. Restoring is a vote: all ranks have an
-intact copy of the same step of the same attempt, or none uses its own.
+(`MemoryCopies` is a step hook). The checksum and the commit come after that and hold up no step. The node's
+agent sends copies to a neighbouring node as they are. Ranks restore from copies together: all have an intact
+copy of the same step of the same attempt, or none uses its own.
+
+From a GPU the tensors are copied by a stream of its own straight into the files' memory, which is page-locked
+for that; the stream of the training waits for it before the next update, the host for neither.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from torch import Tensor
 from checkpointing.peers import Peers
 from checkpointing.shards import Shard
 from orchestra.parallel.mesh import Mesh
+from orchestra.run.heartbeat import Phase
 from orchestra.sizes.topology import Layout
 from orchestra.sizes.units import binary
 from orchestra.train.copy_files import (
@@ -37,18 +41,19 @@ from orchestra.train.copy_files import (
     slots_of,
     table_of,
 )
+from orchestra.train.hooks import StepHook
 from orchestra.train.memory import host_memory
 from orchestra.train.state import TensorState
 
-# Memory for copies: whether a node has room for them, and the way there from a GPU. It names no files.
-#
-# From a GPU the tensors are copied by a stream of its own straight into the files' memory, which is
-# page-locked for that; the stream of the training waits for it before the next update, the host for neither.
+# The value of `source` in the event `restored` where no storage was read.
+SOURCE = "memory"
+# The named pipe into which a rank writes a byte after each copy, and which the agent reads.
+BELL = "bell"
 
 
 @dataclass(frozen=True)
 class Room:
-    """What one rank wants for its copies (bytes), and what it sees free on its node; why it sees nothing."""
+    """The bytes that one rank's copies take, and those it sees free on its node, or why it sees none."""
 
     host: str
     wanted: int
@@ -57,16 +62,16 @@ class Room:
 
 
 def room(folder: Path | None, wanted: int) -> Room:
-    """Return what this node has room for, with what lies in its folder already. *Any rank*; takes nothing."""
+    """Return how many bytes fit on this node, those of its folder included. *Any rank*; takes none."""
     host = socket.gethostname()
     if folder is None:
         return Room(host, wanted, problem="nobody gave this rank a folder in memory for its copies")
     try:
-        found = os.statvfs(folder)
+        file_system = os.statvfs(folder)
         taken = folder_bytes(folder)
     except OSError as error:
         return Room(host, wanted, problem=f"{folder}: {error.strerror}")
-    free = found.f_bavail * found.f_frsize
+    free = file_system.f_bavail * file_system.f_frsize
     available = host_memory.available_host_bytes()
     return Room(host, wanted, (free if available is None else min(free, available)) + taken)
 
@@ -76,14 +81,14 @@ def shortage(rooms: Sequence[Room], ranks_per_node: int) -> str | None:
 
     `rooms` by rank: a node has consecutive ones, and keeps the copies of the node before it.
     """
-    problem = next((it for it in rooms if it.problem is not None), None)
-    if problem is not None:
-        return f"{problem.host}: {problem.problem}"
+    refused = next((room for room in rooms if room.problem is not None), None)
+    if refused is not None:
+        return f"{refused.host}: {refused.problem}"
     nodes = [rooms[first : first + ranks_per_node] for first in range(0, len(rooms), ranks_per_node)]
-    wanted = [sum(it.wanted for it in node) for node in nodes]
+    wanted = [sum(room.wanted for room in node) for node in nodes]
     for number, node in enumerate(nodes):
         kept = wanted[number - 1] if len(nodes) > 1 else 0
-        free = min(it.free for it in node)
+        free = min(room.free for room in node)
         if wanted[number] + kept > free:
             return (
                 f"{node[0].host} has {binary(free)} free for copies in memory, and its own take "
@@ -93,8 +98,8 @@ def shortage(rooms: Sequence[Room], ranks_per_node: int) -> str | None:
     return None
 
 
-class DeviceSide:
-    """The copy's way from a device; for a CPU a plain copy."""
+class DeviceCopier:
+    """Copies tensors from a device into page-locked memory; for a CPU a plain copy."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -132,18 +137,18 @@ class DeviceSide:
                 self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 self._copied.record()
 
-    def hold_back(self) -> None:
+    def block_stream(self) -> None:
         """Let the training's stream wait for the copy that was started."""
         if self._copied is not None:
             torch.cuda.current_stream().wait_event(self._copied)
 
     def await_copied(self) -> None:
-        """Wait until the bytes are there."""
+        """Wait until the bytes are copied."""
         if self._copied is not None:
             self._copied.synchronize()
 
     def close(self) -> None:
-        """Give the pages back."""
+        """Unlock the pages."""
         for address in self._pinned:
             _runtime().cudaHostUnregister(address)
         self._pinned.clear()
@@ -153,16 +158,11 @@ def _runtime() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
-# How the event `restored` says that no storage was read.
-SOURCE = "memory"
-# What the agent listens at, to hear of a new copy.
-BELL = "bell"
-
-
 @dataclass(frozen=True)
-class CopySetting:
-    """Whose copies they are. `folder` is this node's; None where nobody gave the rank one. `run` says whose
-    state it is and `facts` what of the configuration decides its meaning.
+class CopySettings:
+    """What stays the same through an attempt. `folder` is this node's; None where the agent gave the rank
+    none. `run` identifies the run, and `facts` are the configuration's values that decide what its state
+    means. `record` writes an event, from any thread.
     """
 
     folder: Path | None
@@ -174,12 +174,14 @@ class CopySetting:
     mesh: Mesh
     peers: Peers
     local_world_size: int
-    tell: Callable[[str, Mapping[str, Any]], None]
+    record: Callable[[str, Mapping[str, Any]], None]
 
 
 @dataclass(frozen=True)
-class Restored:
-    """What was restored: rank 0's document of the state that is no tensor, who wrote it, and what it took."""
+class RestoredCopies:
+    """What was restored: rank 0's document of the state that is no tensor, the attempt that wrote it, the
+    bytes of all ranks, and the seconds it took.
+    """
 
     document: Mapping[str, Any]
     attempt: int
@@ -187,11 +189,11 @@ class Restored:
     seconds: float
 
 
-class MemoryCopies:
-    """One rank's copies. All methods but `is_due`, `let_change` and `close` are *collective*."""
+class MemoryCopies(StepHook):
+    """One rank's copies. `prepare`, `take` and `restore` are *collective*."""
 
-    def __init__(self, setting: CopySetting, state: TensorState) -> None:
-        self._setting = setting
+    def __init__(self, settings: CopySettings, state: TensorState) -> None:
+        self._settings = settings
         self._state = state
         self._is_on = False
         self._table: Table | None = None
@@ -201,14 +203,14 @@ class MemoryCopies:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="memory copies")
         self._under_way: Future[None] | None = None
         self._is_copied = threading.Event()
-        self._device = DeviceSide(setting.mesh.device)
+        self._device = DeviceCopier(settings.mesh.device)
         self._bell: int | None = None
 
     def is_due(self, step: int) -> bool:
-        """Whether the state behind `step` is to be copied. Never the last one's: it gets a checkpoint, and an
-        attempt that began behind it would write none.
+        """Whether the state after `step` is to be copied. Never that of the last step: it gets a checkpoint,
+        and an attempt that began after the last step would write none.
         """
-        return self._is_on and step % self._setting.every_steps == 0 and step < self._setting.last_step
+        return self._is_on and step % self._settings.every_steps == 0 and step < self._settings.last_step
 
     def prepare(self, begin: int) -> None:
         """Forget copies of steps after `begin`, and take the memory; where there is none, copy nothing."""
@@ -218,18 +220,19 @@ class MemoryCopies:
         if problem is None:
             problem = self._agreed("taken", self._taken(begin, shards, table))
         if problem is not None:
-            if self._setting.peers.is_coordinator:
-                self._setting.tell("memory_copies_off", {"cause": problem})
+            if self._settings.peers.is_coordinator:
+                self._settings.record("memory_copies_off", {"cause": problem})
             return
-        self._table, self._sources, self._is_on = table, _filled(it.tensor for it in shards), True
-        self._bell = _opened_bell(self._setting.folder)
-        if self._setting.peers.is_coordinator:
-            every = self._setting.every_steps
+        self._table, self._is_on = table, True
+        self._sources = _filled(shard.tensor for shard in shards)
+        self._bell = _opened_bell(self._settings.folder)
+        if self._settings.peers.is_coordinator:
+            every = self._settings.every_steps
             evidence = {"every_steps": every, "bytes_per_rank": table.num_bytes, "copies": NUM_SLOTS}
-            self._setting.tell("memory_copies_on", evidence)
+            self._settings.record("memory_copies_on", evidence)
 
     def take(self, step: int, document: Mapping[str, Any]) -> None:
-        """Begin to copy the state behind `step`. Waits for the copy before it, which has ended long ago."""
+        """Begin to copy the state after `step`. Waits for the copy before it, which has ended long ago."""
         self._finish()
         # The generators are copied now; all else are the tensors of the training themselves.
         self._state.held()
@@ -240,14 +243,14 @@ class MemoryCopies:
         ready = self._device.ready()
         self._under_way = self._pool.submit(self._copy, slot, targets, facts, ready, self._is_copied)
 
-    def let_change(self) -> None:
-        """Wait until the state may change: the copy under way has read it. On a GPU its stream waits."""
-        if self._under_way is not None:
+    def enter(self, phase: Phase, step: int, micro_batch: int) -> None:  # noqa: ARG002
+        """Wait before an update until the copy under way has read the state. On a GPU its stream waits."""
+        if phase is Phase.update and self._under_way is not None:
             self._is_copied.wait()
-            self._device.hold_back()
+            self._device.block_stream()
 
     def close(self) -> None:
-        """Wait for the copy under way and let go of the memory; what was copied stays."""
+        """Wait for the copy under way and release the memory; the files stay for the agent."""
         self._finish()
         self._pool.shutdown()
         self._device.close()
@@ -255,7 +258,7 @@ class MemoryCopies:
             os.close(self._bell)
             self._bell = None
 
-    def restore(self, step: int) -> Restored | str:
+    def restore(self, step: int) -> RestoredCopies | str:
         """Fill the state from the copies of `step`; where any rank cannot, change nothing and return why.
 
         Raises CheckpointError where ranks are missing.
@@ -263,30 +266,28 @@ class MemoryCopies:
         began = time.monotonic()
         shards = self._state.held()
         table = table_of(shards)
-        slot, word = self._examined(step, table)
-        words = self._setting.peers.exchange("copies/found", word)
-        reason = _disagreement(words)
+        slot, report = self._examined(step, table)
+        reports = self._settings.peers.exchange("copies/found", report)
+        reason = _disagreement(reports)
         if reason is not None:
             return reason
         assert slot is not None
         with torch.no_grad():
             for shard, view in zip(shards, slot.views(shards, table), strict=True):
                 shard.tensor.detach().copy_(view)
-        document = words[0]["document"]
-        num_bytes = sum(it["bytes"] for it in words)
-        return Restored(document, words[0]["attempt"], num_bytes, time.monotonic() - began)
-
-    # Making copies.
+        num_bytes = sum(report["bytes"] for report in reports)
+        seconds = time.monotonic() - began
+        return RestoredCopies(reports[0]["document"], reports[0]["attempt"], num_bytes, seconds)
 
     def _identity(self) -> dict[str, Any]:
-        setting = self._setting
+        settings = self._settings
         return {
-            "run": setting.run,
-            "attempt": setting.attempt,
-            "rank": setting.mesh.rank,
-            "world_size": setting.mesh.world_size,
-            "layout": asdict(setting.mesh.layout),
-            "facts": dict(setting.facts),
+            "run": settings.run,
+            "attempt": settings.attempt,
+            "rank": settings.mesh.rank,
+            "world_size": settings.mesh.world_size,
+            "layout": asdict(settings.mesh.layout),
+            "facts": dict(settings.facts),
         }
 
     def _copy(
@@ -297,7 +298,7 @@ class MemoryCopies:
         ready: object,
         is_copied: threading.Event,
     ) -> None:
-        """Copy, commit, and tell the agent; in the thread. A failure costs this copy and no training."""
+        """Copy, commit, and wake the agent; in the thread. A failure costs this copy and no training."""
         assert self._table is not None
         try:
             try:
@@ -308,8 +309,8 @@ class MemoryCopies:
             self._device.await_copied()
             slot.commit(facts, self._table)
             self._ring()
-        except Exception as error:  # noqa: BLE001  the event is how it is told
-            self._setting.tell("memory_copy_failed", {"step": facts["step"], "message": str(error)})
+        except Exception as error:  # noqa: BLE001  the event is how a failure is reported
+            self._settings.record("memory_copy_failed", {"step": facts["step"], "message": str(error)})
 
     def _finish(self) -> None:
         if self._under_way is not None:
@@ -317,63 +318,59 @@ class MemoryCopies:
             self._under_way = None
 
     def _ring(self) -> None:
-        # Nobody may listen, or be too slow to: the agent looks now and then by itself.
+        # The agent may not read, or be too slow: it looks for new copies at intervals too.
         if self._bell is not None:
             with contextlib.suppress(OSError):
                 os.write(self._bell, b".")
 
-    # Making ready.
-
     def _room_problem(self, table: Table) -> str | None:
-        setting = self._setting
-        mine = room(setting.folder, table.num_bytes * NUM_SLOTS)
-        values = setting.peers.exchange("copies/room", asdict(mine))
-        return shortage([Room(**value) for value in values], setting.local_world_size)
+        settings = self._settings
+        mine = room(settings.folder, table.num_bytes * NUM_SLOTS)
+        values = settings.peers.exchange("copies/room", asdict(mine))
+        return shortage([Room(**value) for value in values], settings.local_world_size)
 
     def _taken(self, begin: int, shards: Sequence[Shard], table: Table) -> str | None:
         """Take this rank's memory; return why it could not."""
-        assert self._setting.folder is not None
+        assert self._settings.folder is not None
         try:
-            slots = slots_of(self._setting.folder, self._setting.mesh.rank)
+            slots = slots_of(self._settings.folder, self._settings.mesh.rank)
             for slot in slots:
-                if not _is_behind(slot, begin, table):
+                if not _may_stay(slot, begin, table):
                     slot.remove_copy()
                 slot.take(table.num_bytes)
                 self._device.pin(slot.content)
         except (OSError, RuntimeError) as error:
-            return f"rank {self._setting.mesh.rank} cannot take memory for its copies: {error}"
+            return f"rank {self._settings.mesh.rank} cannot take memory for its copies: {error}"
         # Those without a copy are written first.
         self._slots = [(slot, _filled(slot.views(shards, table))) for slot in sorted(slots, key=_step)]
         return None
 
     def _agreed(self, topic: str, problem: str | None) -> str | None:
         """Return the first rank's problem, on all ranks; None where none has any."""
-        problems = self._setting.peers.exchange(f"copies/{topic}", problem)
-        return next((it for it in problems if it is not None), None)
-
-    # Restoring.
+        problems = self._settings.peers.exchange(f"copies/{topic}", problem)
+        return next((problem for problem in problems if problem is not None), None)
 
     def _examined(self, step: int, table: Table) -> tuple[Slot | None, dict[str, Any]]:
-        """Return this rank's copy of `step`, and its word on it for the other ranks."""
-        setting = self._setting
+        """Return this rank's copy of `step`, and its report on it to the other ranks."""
+        settings = self._settings
         try:
-            if setting.folder is None:
+            if settings.folder is None:
                 raise UnusableCopyError("nobody gave this rank a folder of copies")
-            slot, head = _found(slots_of(setting.folder, setting.mesh.rank), step)
+            slot, head = _found(slots_of(settings.folder, settings.mesh.rank), step)
             mine = self._identity()
             for key in ("run", "rank", "world_size", "layout", "facts"):
                 if head.get(key) != mine[key]:
                     raise UnusableCopyError(f"its {key} is {head.get(key)}, not {mine[key]}")
             slot.check(table)
         except (UnusableCopyError, OSError) as error:
-            return None, {"problem": f"rank {setting.mesh.rank}'s copy of step {step}: {error}"}
-        document = head.get("document") if setting.peers.is_coordinator else None
-        word = {"problem": None, "attempt": head.get("attempt"), "bytes": table.num_bytes}
-        return slot, {**word, "document": document}
+            return None, {"problem": f"rank {settings.mesh.rank}'s copy of step {step}: {error}"}
+        document = head.get("document") if settings.peers.is_coordinator else None
+        report = {"problem": None, "attempt": head.get("attempt"), "bytes": table.num_bytes}
+        return slot, {**report, "document": document}
 
 
-def evidence(restored: Restored, layout: Layout) -> dict[str, Any]:
-    """Return what the event `restored` tells of a restore from memory."""
+def evidence(restored: RestoredCopies, layout: Layout) -> dict[str, Any]:
+    """Return the fields of the event `restored` for a restore from memory."""
     return {
         "source": SOURCE,
         "step": restored.document["step"],
@@ -398,23 +395,23 @@ def _found(slots: Sequence[Slot], step: int) -> tuple[Slot, dict[str, Any]]:
             continue
         if head.get("step") == step:
             return slot, head
-    damaged = next((it for it in problems if "damaged" in it), None)
+    damaged = next((problem for problem in problems if "damaged" in problem), None)
     raise UnusableCopyError(damaged or "it is not there")
 
 
-def _disagreement(words: Sequence[Mapping[str, Any]]) -> str | None:
+def _disagreement(reports: Sequence[Mapping[str, Any]]) -> str | None:
     """Return why the ranks cannot all use their copies; None where they can."""
-    problem = next((it["problem"] for it in words if it["problem"] is not None), None)
+    problem = next((report["problem"] for report in reports if report["problem"] is not None), None)
     if problem is not None:
         return str(problem)
-    attempts = {it["attempt"] for it in words}
+    attempts = {report["attempt"] for report in reports}
     if len(attempts) > 1:
         return f"the ranks' copies are of different attempts: {sorted(attempts, key=str)}"
-    return None if words[0]["document"] else "rank 0's copy says nothing of where the run stood"
+    return None if reports[0]["document"] else "rank 0's copy does not say where the run stood"
 
 
 def _filled(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return those that have elements, as plain tensors."""
+    """Return the tensors that have elements, as plain tensors."""
     return [tensor.detach() for tensor in tensors if tensor.numel()]
 
 
@@ -424,8 +421,8 @@ def _step(slot: Slot) -> int:
     return -1
 
 
-def _is_behind(slot: Slot, begin: int, table: Table) -> bool:
-    """Whether a slot's copy may stay: of a step that the attempt has gone on from, and as large as now."""
+def _may_stay(slot: Slot, begin: int, table: Table) -> bool:
+    """Whether a slot's copy may stay: of a step not after the attempt's begin, and as large as now."""
     try:
         return _step(slot) <= begin and slot.head().get("bytes") == table.num_bytes
     except UnusableCopyError:

@@ -1,13 +1,12 @@
-"""Turns the times of steps into the rows of `metrics.jsonl`: rates, MFU and HFU, memory, goodput.
-
-It is arithmetic on numbers that the loop already has: it synchronises no device, reads no tensor and writes
-no file. *Rank 0 only*; the memory is that of this process.
+"""The rows of `metrics.jsonl`: loss, rates, MFU and HFU, memory, goodput, and the peak that MFU is measured
+against. *Rank 0 only*; the memory is that of this process.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import platform
 import resource
@@ -23,7 +22,7 @@ import torch
 from conf.schema import Config
 from orchestra.precision.dtypes import policy
 from orchestra.run.events import read_events
-from orchestra.run.files import Record
+from orchestra.run.files import JsonLinesWriter, Record
 from orchestra.run.metrics_file import MFU_CONVENTION, wall_begin
 from orchestra.run.paths import RunDir
 from orchestra.run.record import run_record
@@ -35,6 +34,14 @@ from orchestra.sizes.flops import (
     model_flops_per_token_causal,
 )
 from orchestra.sizes.topology import layout
+from orchestra.train.hooks import TrainedStep
+from orchestra.train.watch.nonfinite import OverflowLog
+
+# Sizes of the square products that are tried, up to the first that takes _PRODUCT_S. The fastest differs:
+# one core of a Xeon with AMX makes 1.5 TFLOP/s in bf16 at 768 and 1.3 at 2048; two cores do best at 1536.
+_SIZES = (512, 768, 1024, 1536, 2048, 3072, 4096)
+_PRODUCT_S = 0.03
+_BUDGET_PER_SIZE_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -76,7 +83,7 @@ def meter_settings(
     )
 
 
-def totals_of_nothing(run: RunDir) -> Totals:
+def initial_totals(run: RunDir) -> Totals:
     """Return the totals of a run that begins at its first step, perhaps not in its first attempt."""
     events = read_events(run, ("submitted", "attempt_started"))
     began = wall_begin(events, run_record(run))
@@ -88,9 +95,9 @@ class Meter:
 
     `step_time_s` is the mean wall time of one step, the wait for its data included; `data_time_s` is that
     wait. `tokens_per_s` is the window's tokens over its step times, so that pauses between steps (such as
-    checkpoints) do not blur it; they show in `goodput`: the seconds spent in steps whose result still counts,
-    over all seconds since the run was submitted or first started: the queue, starts, saves and steps trained
-    again included. `orchestra.recovery.accounting` says where the others went.
+    checkpoints) do not count in it; they show in `goodput`: the seconds spent in steps whose result still
+    counts, over all seconds since the run was submitted or first started: the queue, starts, saves and steps
+    trained again included. `orchestra.recovery.accounting` divides up the others.
     """
 
     def __init__(self, settings: MeterSettings, past: Totals) -> None:
@@ -146,6 +153,39 @@ class Meter:
         return flops_per_token * tokens_per_s_per_device / peak
 
 
+class MetricsLog:
+    """Writes a row of `metrics.jsonl` for each logged step. *Rank 0 only*."""
+
+    def __init__(
+        self, meter: Meter, file: JsonLinesWriter, overflows: OverflowLog, tokens_per_step: int
+    ) -> None:
+        self._meter = meter
+        self._file = file
+        self._overflows = overflows
+        self._tokens_per_step = tokens_per_step
+
+    def add(self, trained: TrainedStep, *, is_logged: bool, num_skipped: int) -> None:
+        """Count a step, and write its row where it is logged; `num_skipped` steps were skipped so far."""
+        result = trained.result
+        # Waits for the device: before the clock is read.
+        loss = float(result.loss) if is_logged else math.nan
+        step_time_s = time.perf_counter() - trained.began
+        self._meter.add_step(step_time_s, trained.data_time_s, self._tokens_per_step)
+        if is_logged:
+            row = self._meter.row(
+                trained.step,
+                loss=loss,
+                grad_norm=float(result.grad_norm),
+                lr=result.lr,
+                nonfinite_steps=num_skipped,
+            )
+            self._file.write({**row, **self._overflows.columns(trained.step)})
+
+    def totals(self) -> Totals:
+        """Return the run's totals up to the last step that was added."""
+        return self._meter.totals()
+
+
 class _Window:
     """Sums over the steps since the last row."""
 
@@ -174,30 +214,16 @@ def memory_peak_bytes(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-# The peak that MFU is measured against: the device's own figure, or on a CPU what a large product reaches.
-#
-# A published figure for a CPU says little (clock, vector units and shared cores differ between machines), so
-# there the fastest of several large matrix products counts, measured once and kept in the user's cache
-# folder. An unknown GPU has no peak: MFU is then null, never a guess.
-
-
-# Sizes of the square products that are tried, up to the first that takes _PRODUCT_S. The fastest differs:
-# one core of a Xeon with AMX makes 1.5 TFLOP/s in bf16 at 768 and 1.3 at 2048; two cores do best at 1536.
-_SIZES = (512, 768, 1024, 1536, 2048, 3072, 4096)
-_PRODUCT_S = 0.03
-_BUDGET_PER_SIZE_S = 0.1
-
-
 @dataclass(frozen=True)
 class _Peak:
-    """A measured figure, and whether the machine had nothing else to do meanwhile."""
+    """Measured FLOP/s, and whether the machine did nothing else meanwhile."""
 
     flops: float
     is_sure: bool
 
     @staticmethod
     def read(value: object) -> _Peak | None:
-        """Return what the cache says, None where it is no such thing."""
+        """Return the peak that an entry of the cache holds; None where it holds none."""
         if not isinstance(value, dict):
             return None
         flops, is_sure = value.get("flops"), value.get("is_sure")
@@ -207,10 +233,11 @@ class _Peak:
 
 
 def device_peak_flops(config: Config, device: torch.device) -> float | None:
-    """Return the dense peak of one device in FLOP/s for the run's precision; None where nobody knows it.
+    """Return the dense peak of one device in FLOP/s for the run's precision; None where it is unknown.
 
     `cluster.peak_tflops` comes first, then the table of `orchestra.sizes.hardware` (by `cluster.hardware`, or
-    by the device's own name), then, on a CPU, a measurement on as many threads as torch has now. *Any rank.*
+    by the device's own name), then, on a CPU, a measurement on as many threads as torch has now: published
+    figures for CPUs leave out clock, vector units and shared cores. *Any rank.*
     """
     if config.cluster.peak_tflops is not None:
         return config.cluster.peak_tflops * 1e12
@@ -230,8 +257,8 @@ def measured_cpu_peak_flops(dtype: torch.dtype, num_threads: int) -> float:
     """Return the FLOP/s of the fastest large square product in `dtype` on `num_threads` threads.
 
     Takes about a second the first time on a machine and then reads the cache, `orchestra/cpu_peak.json` under
-    XDG_CACHE_HOME or ~/.cache. What was measured beside other work is too low: it serves until the machine is
-    found quiet. Torch's number of threads is as before when it returns.
+    XDG_CACHE_HOME or ~/.cache. A peak that was measured beside other work is too low and is measured again
+    when the machine is idle. Torch's number of threads is as before when it returns.
     """
     key = f"{_cpu_name()} | {dtype} | {num_threads} threads | torch {torch.__version__}"
     known = _read_cache()
@@ -291,15 +318,15 @@ def _cache_file() -> Path:
 
 
 def _read_cache() -> dict[str, _Peak]:
-    """Return the measured peaks by key; what is missing, torn or not a positive number is measured again."""
+    """Return the measured peaks by key; a missing, torn or unusable one is measured again."""
     try:
         known = json.loads(_cache_file().read_text())
     except (OSError, ValueError):
         return {}
     if not isinstance(known, dict):
         return {}
-    found = {key: _Peak.read(value) for key, value in known.items()}
-    return {key: peak for key, peak in found.items() if peak is not None}
+    peaks = {key: _Peak.read(value) for key, value in known.items()}
+    return {key: peak for key, peak in peaks.items() if peak is not None}
 
 
 def _write_cache(known: Mapping[str, _Peak]) -> None:

@@ -1,12 +1,14 @@
-"""Where an attempt begins: with nothing, with given weights, with copies in memory or with a checkpoint.
+"""Where an attempt begins: at step 0, there perhaps with given weights (`model.init_from`), with copies in
+memory, or with a checkpoint; and where a run goes back to that is rolled back. Called by `checkpoints`.
 
-What the run was rolled back behind is void: it is set aside before anything is restored, so that nothing that
-comes later finds it. It saves nothing and knows no step but the first.
+Checkpoints that a roll-back made void are set aside before anything is restored, so that no later attempt
+finds them.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -42,18 +44,12 @@ from orchestra.train.state import (
     position_from_json,
 )
 
-# Starts a run's parameters from a folder of Hugging Face weights (`model.init_from`) instead of a seed.
-#
-# Each byte is read once and broadcast, by the same code that restores checkpoints. Whether a run starts anew
-# it does not know: that is for its caller to decide.
-
-
-# Weights of another type than the masters' pass through memory of their own: of this many bytes at a time.
+# Weights of another type than the masters' are read into a buffer: at most so many bytes at a time.
 _BYTES_AT_ONCE = 1 << 30
 
 
-@dataclasses.dataclass(frozen=True)
-class Start:
+@dataclass(frozen=True)
+class LoadedWeights:
     """Where the weights came from, the bytes that all ranks together read, and the seconds it took."""
 
     place: str
@@ -61,24 +57,25 @@ class Start:
     seconds: float
 
 
-def load_start(
+def load_weights(
     config: Config, masters: Sequence[Shard], peers: Peers, group: dist.ProcessGroup | None
-) -> Start:
-    """Fill the masters (`model.<parameter>`) from the folder `model.init_from`. *Collective*.
+) -> LoadedWeights:
+    """Fill the masters (`model.<parameter>`) from the Hugging Face folder `model.init_from`. *Collective*.
 
-    Any floating-point type is taken; fp32 masters hold every number of the narrower ones. The 16-bit copies
-    are the caller's to make. Raises on every rank: TrainingError where the folder is not that of this model
-    or holds numbers that are not finite; DamagedError where it cannot be read.
+    Each byte is read once and broadcast. Any floating-point type is taken; fp32 masters hold every number of
+    the narrower ones. The caller makes the 16-bit parameters. Raises on every rank: TrainingError where the
+    folder is not that of this model or holds numbers that are not finite; DamagedError where it cannot be
+    read.
     """
     began = time.monotonic()
     assert config.model.init_from is not None
     topic = peers.unused("init_from")
     if peers.is_coordinator:
-        peers.answer(topic, _found(config))
-    found = peers.await_answer(topic, 2 * peers.limit_s)
-    if "error" in found:
-        raise TrainingError(found["error"])
-    storage, folder, manifest = from_json(found)
+        peers.answer(topic, _folder_of_weights(config))
+    answer = peers.await_answer(topic, 2 * peers.limit_s)
+    if "error" in answer:
+        raise TrainingError(answer["error"])
+    storage, folder, manifest = from_json(answer)
     how = config.checkpoint.restore.name
     bytes_read = 0
     for names in _batches(manifest):
@@ -90,11 +87,11 @@ def load_start(
                 shard.tensor.copy_(filled.tensor)
     _refuse_nonfinite(masters, peers, topic, config.model.init_from)
     bytes_of_all = sum(peers.exchange(f"{topic}/bytes", bytes_read))
-    return Start(config.model.init_from, bytes_of_all, time.monotonic() - began)
+    return LoadedWeights(config.model.init_from, bytes_of_all, time.monotonic() - began)
 
 
-def _found(config: Config) -> dict[str, Any]:
-    """Read the headers for all ranks; what is wrong with them goes to all as well."""
+def _folder_of_weights(config: Config) -> dict[str, Any]:
+    """Return the headers of the folder's files as JSON, or what is wrong with them. *Rank 0 only*."""
     assert config.model.init_from is not None
     try:
         folder = open_folder(config.model.init_from)
@@ -126,7 +123,7 @@ def _as_stored(shard: Shard, manifest: Manifest) -> Shard:
 
 
 def _refuse_nonfinite(masters: Sequence[Shard], peers: Peers, topic: str, place: str) -> None:
-    """There are no checksums in such a folder; at least nothing that cannot be trained is taken."""
+    """Raise TrainingError where a weight is not finite: these folders have no checksums. *Collective*."""
     bad = next((shard.name for shard in masters if not bool(torch.isfinite(shard.tensor).all())), None)
     reported = peers.exchange(f"{topic}/finite", bad)
     name = next((each for each in reported if each is not None), None)
@@ -137,12 +134,9 @@ def _refuse_nonfinite(masters: Sequence[Shard], peers: Peers, topic: str, place:
         )
 
 
-Tell = Callable[[str, Mapping[str, Any]], None]
-
-
 @dataclass(frozen=True)
-class Setting:
-    """Whose checkpoints they are, and who this rank is among its peers."""
+class CheckpointContext:
+    """Which attempt of which run saves and restores, and on which of its ranks."""
 
     config: Config
     run: RunDir
@@ -151,13 +145,20 @@ class Setting:
     mesh: Mesh
     peers: Peers
     events: EventWriter
-    # The step whose copies in memory are to be taken; None: the newest checkpoint is.
+    # The step whose copies in memory are restored; None: the newest checkpoint is.
     from_memory: int | None = None
 
     @property
     def place(self) -> str:
         """The folder or URL of the run's checkpoints."""
         return self.config.checkpoint.dir or str(self.run.checkpoints)
+
+    def record(self, event: str, evidence: Mapping[str, Any]) -> None:
+        """Write an event, from any thread; a full disk may take the record, never the checkpoint."""
+        try:
+            self.events.write(event, **evidence)
+        except OSError as error:
+            sys.stderr.write(f"event {event} {dict(evidence)} could not be written: {error}\n")
 
 
 def answered(peers: Peers, topic: str, question: Callable[[], Any]) -> Any:
@@ -176,123 +177,121 @@ def answered(peers: Peers, topic: str, question: Callable[[], Any]) -> Any:
     return answer["is"]
 
 
-class Beginning:
+class StartingPoint:
     """Fills one rank's state at the beginning of an attempt."""
 
     def __init__(
         self,
-        setting: Setting,
+        context: CheckpointContext,
         state: TensorState,
         checkpointer: Checkpointer,
         copies: MemoryCopies | None,
-        tell: Tell,
     ) -> None:
-        self._setting = setting
+        self._context = context
         self._state = state
         self._checkpointer = checkpointer
         self._copies = copies
-        self._tell = tell
-        self._peers = setting.peers
-        self._facts = facts(setting.config)
-        self._id = wandb_id(setting.run)
+        self._peers = context.peers
+        self._facts = facts(context.config)
+        self._id = wandb_id(context.run)
 
     def find(self) -> Position:
         """Return where to continue from, the state filled. *Collective*.
 
-        The first attempt of a run begins at 0, any other one with the copies in memory that it was told of or
-        with the newest intact checkpoint. Raises UnusableCheckpointError where the place holds another run's,
-        where the run's own are gone, or where they are of another model, or where none is intact.
+        The first attempt of a run begins at 0, any other one with the copies in memory that the agent named
+        or with the newest intact checkpoint. Raises UnusableCheckpointError where the place holds another
+        run's, where the run's own are gone, or where they are of another model, or where none is intact.
         """
-        begin = self._restored() if self._setting.attempt > 0 else self._fresh()
-        if begin.step == 0 and self._setting.config.model.init_from is not None:
-            self._take_weights()
+        begin = self._restored() if self._context.attempt > 0 else self._fresh()
+        if begin.step == 0 and self._context.config.model.init_from is not None:
+            self._load_weights()
         return begin
 
     def _claim(self) -> None:
         """Make a place outside the run's directory this run's own: two runs in one would remove each other's
         checkpoints.
         """
-        setting = self._setting
-        if setting.config.checkpoint.dir is None or setting.config.checkpoint.every_steps is None:
+        context = self._context
+        if context.config.checkpoint.dir is None or context.config.checkpoint.every_steps is None:
             return
-        mine = self._id or setting.run.name
+        mine = self._id or context.run.name
         owner = answered(self._peers, "owner", lambda: self._checkpointer.claim(mine))
         if owner != mine:
             raise UnusableCheckpointError(
-                f"{setting.place} belongs to another run (its wandb id is {owner}, this run's is {mine}); "
+                f"{context.place} belongs to another run (its wandb id is {owner}, this run's is {mine}); "
                 "give this run a folder of its own (checkpoint.dir)"
             )
 
     def _fresh(self) -> Position:
-        if self._setting.config.checkpoint.every_steps is None:
+        if self._context.config.checkpoint.every_steps is None:
             return Position()
-        found = answered(self._peers, "committed", self._checkpointer.committed_steps)
-        if found:
+        committed = answered(self._peers, "committed", self._checkpointer.committed_steps)
+        if committed:
             raise UnusableCheckpointError(
-                f"{self._setting.place} holds checkpoints already (newest: step {found[-1]}), and this run "
-                "has only begun: they are another run's; continue that one with `orchestra resume RUN`, or "
-                "give this run a folder of its own (checkpoint.dir)"
+                f"{self._context.place} holds checkpoints already (newest: step {committed[-1]}), and this "
+                "run has only begun: they are another run's; continue that one with `orchestra resume RUN`, "
+                "or give this run a folder of its own (checkpoint.dir)"
             )
         self._claim()
         return Position()
 
     def _restored(self) -> Position:
         self._claim()
-        rolled = self._roll_backs()
-        begin = self._found()
-        return replace(begin, left_out=merged((*begin.left_out, *rolled)))
-
-    def _roll_backs(self) -> tuple[rollback.Stretch, ...]:
-        """Set aside what roll-backs have made void; return the data that they leave out."""
-        told = answered(self._peers, "roll backs", self._set_aside)
-        return rollback.from_lists(told)
+        left_out = rollback.from_lists(answered(self._peers, "roll backs", self._set_aside))
+        begin = self._restored_position()
+        return replace(begin, left_out=merged((*begin.left_out, *left_out)))
 
     def _set_aside(self) -> list[list[int]]:
-        """Do so on rank 0."""
-        found = _roll_backs_of(self._setting.run)
-        if found:
-            void = self._checkpointer.set_aside(
-                min(it.to for it in found),
-                lambda it: self._is_own(it) and rollback.is_void(found, it.step, it.generation),
-            )
-            for step, name in void:
-                self._tell("checkpoint_set_aside", {"step": step, "name": name, "cause": "a roll-back"})
-        return rollback.to_lists(left_out_by(found))
+        """Set aside the checkpoints that roll-backs have made void; return the data that they leave out.
+        *Rank 0 only*.
+        """
+        roll_backs = _roll_backs_of(self._context.run)
 
-    def _found(self) -> Position:
-        found = self._from_memory()
-        if isinstance(found, Position):
-            return found
+        def is_void(manifest: Manifest) -> bool:
+            return self._is_own(manifest) and rollback.is_void(roll_backs, manifest.step, manifest.generation)
+
+        if roll_backs:
+            void = self._checkpointer.set_aside(min(each.to for each in roll_backs), is_void)
+            for step, name in void:
+                self._context.record(
+                    "checkpoint_set_aside", {"step": step, "name": name, "cause": "a roll-back"}
+                )
+        return rollback.to_lists(left_out_by(roll_backs))
+
+    def _restored_position(self) -> Position:
+        from_memory = self._from_memory()
+        if isinstance(from_memory, Position):
+            return from_memory
         try:
             restored = self._checkpointer.restore(self._wanted)
         except NoCheckpointError as error:
-            # Whoever starts again finds the same.
+            # A restart would find the same.
             raise UnusableCheckpointError(str(error)) from error
         if restored is None:
-            return self._from_the_beginning(found)
+            return self._from_the_beginning(from_memory)
         begin = position_from_json(restored.state)
         self._state.take_back(restored.manifest, begin.num_updates)
-        self._announce(restored, found)
+        self._announce(restored, from_memory)
         return begin
 
     def _from_memory(self) -> Position | str | None:
         """Return where the copies in memory stand, the state filled; why it cannot be; None unless asked."""
-        step = self._setting.from_memory
+        step = self._context.from_memory
         if step is None:
             return None
         if self._copies is None:
             return "recovery.memory_copy_every_steps is null"
-        found = self._copies.restore(step)
-        if isinstance(found, str):
-            return found
-        begin = position_from_json(found.document)
+        restored = self._copies.restore(step)
+        if isinstance(restored, str):
+            return restored
+        begin = position_from_json(restored.document)
         self._state.take_back_all(begin.num_updates)
         if self._peers.is_coordinator:
-            self._tell("restored", memory_copies.evidence(found, self._setting.mesh.layout))
+            self._context.record("restored", memory_copies.evidence(restored, self._context.mesh.layout))
         return begin
 
     def _is_own(self, manifest: Manifest) -> bool:
-        """Whether nothing says that a checkpoint is another run's."""
+        """Whether a checkpoint may be this run's: its wandb id is this run's, or one of them has none."""
         theirs = manifest.state.get("wandb_id")
         return None in (theirs, self._id) or theirs == self._id
 
@@ -300,7 +299,7 @@ class Beginning:
         if not self._is_own(manifest):
             theirs = manifest.state.get("wandb_id")
             raise UnusableCheckpointError(
-                f"{self._setting.place} holds checkpoints of another run (its wandb id is {theirs}, this "
+                f"{self._context.place} holds checkpoints of another run (its wandb id is {theirs}, this "
                 f"run's is {self._id}); give this run a folder of its own (checkpoint.dir)"
             )
         changes(_saved_facts(manifest), self._facts)
@@ -310,35 +309,35 @@ class Beginning:
         lost = answered(self._peers, "lost", self._step_that_was_committed)
         if lost is not None:
             raise UnusableCheckpointError(
-                f"the run's events record a checkpoint of step {lost}, but {self._setting.place} holds none; "
+                f"the run's events record a checkpoint of step {lost}, but {self._context.place} holds none; "
                 "bring the folder back, or begin a new run"
             )
         if self._peers.is_coordinator:
-            nothing = {"step": 0, "seconds": 0.0, "bytes_read": 0, "skipped": []}
-            told = {"source": "beginning", "not_from_memory": not_from_memory}
-            is_back = bool(_roll_backs_of(self._setting.run))
+            evidence = {"step": 0, "seconds": 0.0, "bytes_read": 0, "skipped": []}
+            source = {"source": "beginning", "not_from_memory": not_from_memory}
+            is_back = bool(_roll_backs_of(self._context.run))
             reason = "it was rolled back" if is_back else "no checkpoint was committed yet"
-            self._tell("restored", {**nothing, **told, "reason": reason})
+            self._context.record("restored", {**evidence, **source, "reason": reason})
         return Position()
 
-    def _take_weights(self) -> None:
-        """Begin with given weights in the place of those from the seed."""
-        setting = self._setting
-        group = dist.group.WORLD if setting.mesh.world_size > 1 else None
-        start = load_start(setting.config, self._state.masters, self._peers, group)
+    def _load_weights(self) -> None:
+        """Replace the weights from the seed by those of `model.init_from`."""
+        context = self._context
+        group = dist.group.WORLD if context.mesh.world_size > 1 else None
+        loaded = load_weights(context.config, self._state.masters, self._peers, group)
         self._state.copy_masters_to_parameters()
         if self._peers.is_coordinator:
-            self._tell("weights_loaded", asdict(start))
+            self._context.record("weights_loaded", asdict(loaded))
 
     def _step_that_was_committed(self) -> int | None:
-        events = read_events(self._setting.run)
+        events = read_events(self._context.run)
         void = rollback.roll_backs(events)
         steps = [
-            it["step"]
-            for it in events
-            if it["event"] == "checkpoint_committed"
-            and "step" in it
-            and not rollback.is_void(void, it["step"], it["attempt"])
+            event["step"]
+            for event in events
+            if event["event"] == "checkpoint_committed"
+            and "step" in event
+            and not rollback.is_void(void, event["step"], event["attempt"])
         ]
         return max(steps, default=None)
 
@@ -347,10 +346,10 @@ class Beginning:
         if not self._peers.is_coordinator:
             return
         skipped = [{"step": step, "reason": reason} for step, reason in restored.skipped]
-        gone = _newest_recorded(self._setting.run)
-        if gone > max([restored.step, *(step for step, _ in restored.skipped)]):
+        expected = _newest_recorded(self._context.run)
+        if expected > max([restored.step, *(step for step, _ in restored.skipped)]):
             reason = "its manifest is not there any more, though it was committed"
-            skipped.insert(0, {"step": gone, "reason": reason})
+            skipped.insert(0, {"step": expected, "reason": reason})
         evidence = {
             "source": "checkpoint",
             "not_from_memory": not_from_memory,
@@ -359,12 +358,12 @@ class Beginning:
             "bytes_read": bytes_read,
             "skipped": skipped,
             "layout_saved": dict(restored.manifest.layout),
-            "layout": asdict(self._setting.mesh.layout),
+            "layout": asdict(self._context.mesh.layout),
             "generation": restored.manifest.generation,
             "digest": digest(restored.manifest),
             "changes": changes(_saved_facts(restored.manifest), self._facts),
         }
-        self._tell("restored", evidence)
+        self._context.record("restored", evidence)
 
 
 def _roll_backs_of(run: RunDir) -> list[RollBack]:
@@ -388,19 +387,10 @@ def _saved_facts(manifest: Manifest) -> Mapping[str, Any]:
     return saved if isinstance(saved, Mapping) else {}
 
 
-# Where a run goes on that is rolled back, and which data it leaves out: decided once, by rank 0, and written
-# down before the attempt ends.
-#
-# PaLM's practice (arXiv:2204.02311, section 5.1): restart from a checkpoint roughly 100 steps before the
-# spike started, and skip the batches that were seen before and during it, 200 to 500. What becomes of it then
-# is the next attempt's: `orchestra.run.rollback` says what is void, `beginning` restores. Whether the run may
-# go on at all is the policy's.
-
-
 @dataclass(frozen=True)
-class Seen:
-    """What the training has seen: where its data stands behind the last bad step, the sequences of a global
-    batch, and what is left out already.
+class DataProgress:
+    """How far the training has read its data: the samples consumed up to the last bad step, the sequences of
+    a global batch, and what is left out already.
     """
 
     position: int
@@ -417,22 +407,27 @@ def target(committed: Sequence[int], first_bad: int, steps_before: int) -> int:
     return old_enough[-1] if old_enough else min(before, default=0)
 
 
-def order(
+def order_roll_back(
     checkpointer: Checkpointer,
     bad: BadSteps,
-    seen: Seen,
+    data: DataProgress,
     config: RollBackConfig,
     attempt: int,
     events: EventWriter,
 ) -> RollBack:
-    """Decide on a roll-back and put it on the disk. *Rank 0 only*, no save under way.
+    """Decide which step the run goes back to and which data it leaves out, and write it to the disk, which
+    the next attempt reads. *Rank 0 only*, no save under way.
+
+    As PaLM did (arXiv:2204.02311, section 5.1): restart from a checkpoint roughly 100 steps before the spike
+    started, and skip the batches that were seen before and during it, 200 to 500. Whether the run may go on
+    at all is decided by the recovery policy.
 
     Raises StorageError where the checkpoints cannot be listed, and OSError where nothing can be written.
     """
     to, position = _target(checkpointer, bad, config)
-    stretch = _stretch(to, position, bad, seen, config) if bad.leaves_out else None
-    size = seen.global_batch_size
-    found = RollBack(
+    stretch = _stretch(to, position, bad, data, config) if bad.leaves_out else None
+    size = data.global_batch_size
+    ordered = RollBack(
         attempt=attempt,
         step=bad.last,
         to=to,
@@ -442,23 +437,23 @@ def order(
     )
     events.write(
         rollback.EVENT,
-        step=found.step,
+        step=ordered.step,
         first_bad=bad.first,
         to=to,
-        cause=found.cause,
-        left_out=rollback.to_lists(found.left_out),
-        data_steps=None if found.data_steps is None else list(found.data_steps),
+        cause=ordered.cause,
+        left_out=rollback.to_lists(ordered.left_out),
+        data_steps=None if ordered.data_steps is None else list(ordered.data_steps),
         message=bad.words,
     )
     events.sync()
-    return found
+    return ordered
 
 
 def _target(checkpointer: Checkpointer, bad: BadSteps, config: RollBackConfig) -> tuple[int, int]:
-    """Return the step to go back to, and where the data stood behind it."""
+    """Return the step to go back to, and the samples consumed up to it."""
     committed = checkpointer.committed_steps()
     while committed:
-        # A device may have been broken since before all that is kept: then from the oldest.
+        # A device may have been broken before the oldest checkpoint was saved: then from that one.
         first = bad.first if bad.leaves_out else max(bad.first, committed[0] + 1)
         step = target(committed, first, config.steps_before if bad.leaves_out else 1)
         if step == 0:
@@ -469,14 +464,14 @@ def _target(checkpointer: Checkpointer, bad: BadSteps, config: RollBackConfig) -
             samples = None
         if is_whole(samples):
             return step, samples
-        # The restore will pass it over too.
+        # The restore will skip it too.
         committed.remove(step)
     return 0, 0
 
 
-def _stretch(to: int, position: int, bad: BadSteps, seen: Seen, config: RollBackConfig) -> Stretch:
-    """Return what is left out from the data behind step `to` on: so many steps, and all bad ones."""
+def _stretch(to: int, position: int, bad: BadSteps, data: DataProgress, config: RollBackConfig) -> Stretch:
+    """Return the data left out after step `to`: that of so many steps, and of all bad ones."""
     num_steps = max(config.skip_steps, bad.last - to)
-    parts = kept(position, num_steps * seen.global_batch_size, merged(seen.left_out))
+    parts = kept(position, num_steps * data.global_batch_size, merged(data.left_out))
     begin, count = parts[-1]
-    return Stretch(parts[0][0], max(begin + count, seen.position))
+    return Stretch(parts[0][0], max(begin + count, data.position))

@@ -5,7 +5,8 @@ optimizer.exp_avg.<parameter>       AdamW's first moment, and exp_avg_sq its sec
 rng.cpu.<coordinates>               torch's generator (uint8) of the rank at these coordinates of the mesh,
 rng.cuda.<coordinates>              keyed by place and not by rank, so that no rank gets another one's
 
-Nothing here knows where checkpoints lie or when they are written.
+`Position` is all of the state that is no tensor, but for the learning rate, which follows from the step.
+Called by `checkpoints`, `starting_point` and `memory_copies`.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _SHAPE_KEYS = (
 _ORDER_KEYS = ("train.seed", "train.seq_len", "data.source", "data.path")
 # What the optimizer's moments are kept in: a checkpoint holds their bits.
 _STATE_KEY = "optim.state_dtype"
-# Names that an error lists before it says how many more there are.
+# How many names an error lists.
 _MAX_LISTED = 5
 
 
@@ -72,7 +73,7 @@ class TensorState:
         return _masters(self._parallelized)
 
     def copy_masters_to_parameters(self) -> None:
-        """Let the model's parameters follow masters that were filled. *Collective*."""
+        """Compute the model's parameters from masters that were filled. *Collective*."""
         self._parallelized.stage.copy_masters_to_parameters()
 
     def snapshot(self) -> list[Shard]:
@@ -81,8 +82,8 @@ class TensorState:
         return self.held()
 
     def held(self) -> list[Shard]:
-        """Return the same without waiting for parameters on their way here: what this rank owns is not among
-        them. *Any rank*.
+        """Return the same shards without waiting for the parameters that are being gathered: none of them
+        belongs to this rank's state. *Any rank*.
         """
         for name, kept in self._generators.items():
             kept.copy_(_generator_state(name))
@@ -102,7 +103,7 @@ class TensorState:
         return [*self._shards, *kept]
 
     def take_back(self, manifest: Manifest, updates: int) -> None:
-        """Make the rest of the state follow from the filled shards. *Collective*."""
+        """Compute the rest of the state from shards that a checkpoint filled. *Collective*."""
         self.copy_masters_to_parameters()
         self._optimizer.num_updates = updates
         for name, kept in self._generators.items():
@@ -110,19 +111,18 @@ class TensorState:
                 _set_generator_state(name, kept)
 
     def take_back_all(self, updates: int) -> None:
-        """Make the rest follow from shards that were all filled, generators too. *Collective*."""
+        """Compute the rest of the state from shards that were all filled, generators too. *Collective*."""
         self.copy_masters_to_parameters()
         self._optimizer.num_updates = updates
         for name, kept in self._generators.items():
             _set_generator_state(name, kept)
 
     def _refuse_others(self, manifest: Manifest) -> None:
-        expected = self._shapes
-        found = {name: tuple(tensor.shape) for name, tensor in manifest.tensors.items() if not _is_rng(name)}
-        if expected != found:
+        saved = {name: tuple(tensor.shape) for name, tensor in manifest.tensors.items() if not _is_rng(name)}
+        if self._shapes != saved:
             raise UnusableCheckpointError(
                 f"the checkpoint of step {manifest.step} is that of another model: "
-                f"{_difference(expected, found)}; use that run's model.* or another checkpoint.dir"
+                f"{_difference(self._shapes, saved)}; use that run's model.* or another checkpoint.dir"
             )
 
 
@@ -135,7 +135,7 @@ def digest(manifest: Manifest) -> str:
 
 
 def facts(config: Config) -> dict[str, Any]:
-    """Return what a checkpoint tells of the configuration that wrote it, as JSON: by dotted key."""
+    """Return the configuration's values that a checkpoint keeps, as JSON by dotted key."""
     model = dataclasses.asdict(config.model)
     shape = {f"model.{key}": model[key] for key in _SHAPE_KEYS}
     shape["model.family"] = config.model.family.name
@@ -168,10 +168,10 @@ def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list[
     }
     shapes = [key for key in differing if key.removeprefix("model.") in (*_SHAPE_KEYS, "head_dim")]
     if shapes:
-        found = ", ".join(f"{key}={saved[key]}" for key in shapes)
+        written = ", ".join(f"{key}={saved[key]}" for key in shapes)
         expected = ", ".join(f"{key}={now[key]}" for key in shapes)
         raise UnusableCheckpointError(
-            f"the checkpoint was written with {found}, this run has {expected}; use the same values, or "
+            f"the checkpoint was written with {written}, this run has {expected}; use the same values, or "
             "another checkpoint.dir"
         )
     if _STATE_KEY in differing:
@@ -247,27 +247,23 @@ def _set_generator_state(name: str, state: Tensor) -> None:
         torch.set_rng_state(state)
 
 
-def _difference(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> str:
+def _difference(expected: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple[int, ...]]) -> str:
     shapes = [
-        f"{name} is {list(found[name])} there and {list(shape)} here"
+        f"{name} is {list(saved[name])} there and {list(shape)} here"
         for name, shape in expected.items()
-        if name in found and found[name] != shape
+        if name in saved and saved[name] != shape
     ]
-    missing = [f"{name} is not in it" for name in expected if name not in found]
-    unknown = [f"{name} is unknown here" for name in found if name not in expected]
-    all_of_them = [*shapes, *missing, *unknown]
-    more = len(all_of_them) - _MAX_LISTED
-    return "; ".join(all_of_them[:_MAX_LISTED]) + (f"; and {more} more" if more > 0 else "")
-
-
-# Where a run stands between two steps: all of its state that is no tensor, as a value and as JSON.
-#
-# The learning rate is not in it: it follows from the step.
+    missing = [f"{name} is not in it" for name in expected if name not in saved]
+    unknown = [f"{name} is unknown here" for name in saved if name not in expected]
+    differences = [*shapes, *missing, *unknown]
+    more = len(differences) - _MAX_LISTED
+    return "; ".join(differences[:_MAX_LISTED]) + (f"; and {more} more" if more > 0 else "")
 
 
 @dataclass(frozen=True)
 class Position:
-    """The last step that was trained, and the samples that the whole run consumed, or left out, up to it.
+    """Where a run stands between two steps: the last step that was trained, and the samples that the whole
+    run consumed, or left out, up to it.
 
     `num_updates` counts the optimizer's updates (skipped steps left out). `score` is the last loss, None
     where it was not finite. `totals` is None before the first step, and on ranks that keep none.
@@ -287,7 +283,7 @@ class Position:
 
 
 def position_to_json(position: Position) -> dict[str, Any]:
-    """Return a position with its totals as it stands in a checkpoint's manifest."""
+    """Return a position with its totals as a checkpoint's manifest holds it."""
     assert position.totals is not None
     totals = asdict(position.totals)
     others: dict[str, Any] = {}
@@ -337,7 +333,7 @@ def _loss_scale(state: Mapping[str, Any]) -> ScaleState | None:
 
 
 def _recent_losses(state: Mapping[str, Any]) -> tuple[float, ...]:
-    """Return the last losses; none where the run that saved did not look for spikes."""
+    """Return the last losses; none where the run that saved had no watch for spikes."""
     losses = state.get("recent_losses")
     if not isinstance(losses, list) or not all(is_number(loss) for loss in losses):
         return ()
@@ -345,7 +341,7 @@ def _recent_losses(state: Mapping[str, Any]) -> tuple[float, ...]:
 
 
 class _Reader:
-    """Takes checked values out of a section of the state."""
+    """Reads checked values from a section of the state."""
 
     def __init__(self, state: Mapping[str, Any], section: str | None = None) -> None:
         values = state if section is None else state.get(section)

@@ -1,7 +1,8 @@
 """One rank of a run: joins the mesh, builds, trains, and writes its verdict to its events.
 
-torchrun turns every exit code of a worker into 1, so what ended a rank (code, cause, step, traceback) stands
-in its event file; whoever started the run ends with that code.
+`run_rank` is called by `python -m orchestra.train` on every rank. torchrun turns every exit code of a worker
+into 1, so what ended a rank (code, cause, step, traceback) is written to its event file; the node agent ends
+with that code.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 
 from checkpointing.checkpoint_errors import CheckpointError
 from checkpointing.peers import Peers
-from conf.schema import Config
+from conf.schema import Config, TrainConfig
 from orchestra.data.ledger import Ledger
 from orchestra.data.loader import Batch, Loader
 from orchestra.errors import (
@@ -40,356 +41,290 @@ from orchestra.run.files import JsonLinesWriter
 from orchestra.run.heartbeat import Heart, Phase, silent_heart
 from orchestra.run.metrics_file import MFU_CONVENTION
 from orchestra.run.paths import RunDir
+from orchestra.run.planned_faults import planned_faults
 from orchestra.run.rollback import BadSteps
 from orchestra.run.stop_requests import StopRequest
 from orchestra.sizes.flops import num_parameters
 from orchestra.sizes.step_shares import Part
-from orchestra.train.build import Training, build_loader, build_training, set_numerics
-from orchestra.train.checkpoints import Checkpoints
+from orchestra.train.build import (
+    BuiltModel,
+    build_loader,
+    build_model_and_optimizer,
+    build_step,
+    set_numerics,
+)
+from orchestra.train.checkpoints import Checkpoints, build_memory_copies
+from orchestra.train.hooks import HeartbeatHook, LedgerHook, StepHooks, TrainedStep
 from orchestra.train.memory.micro_batch import with_micro_batch_size
 from orchestra.train.memory.out_of_memory import is_out_of_memory, out_of_memory
-from orchestra.train.metrics import Meter, device_peak_flops, meter_settings, totals_of_nothing
-from orchestra.train.starting_point import Setting
+from orchestra.train.metrics import Meter, MetricsLog, device_peak_flops, initial_totals, meter_settings
+from orchestra.train.starting_point import CheckpointContext
 from orchestra.train.state import Position, TensorState
-from orchestra.train.step import StepResult, TrainingStep
+from orchestra.train.step import TrainingStep
 from orchestra.train.stopping import RequestWatch, Stopping
-from orchestra.train.watch.inject_faults import Faults, Moments, planned_faults
+from orchestra.train.watch.inject_faults import Faults
 from orchestra.train.watch.nonfinite import NonFiniteGuard, OverflowLog
 from orchestra.train.watch.profile import StepProfiler
 from orchestra.train.watch.replay import Replay, ReplayError
 from orchestra.train.watch.stragglers import StepTimes, step_clock
 from orchestra.train.watch.wandb_mirror import WandbMirror
 
-# The training loop: batch, step, record, save, stop. It builds nothing and knows no parallelism.
+# How long a stopped run waits for wandb. Slurm kills 30 s after SIGTERM, the save included, and the node
+# agent gives what is left 10 s more; the next attempt's mirror sends all rows that are not there.
+_STOPPED_MIRROR_S = 8.0
 
 
 @dataclass
-class Progress:
-    """The step that is being trained, for whoever has to say where it ended, and the one behind which the
-    attempt began; 0 before the first.
+class RankProgress:
+    """The step that is being trained, for the verdict, and the one after which the attempt began; 0 before
+    the first.
     """
 
     step: int = 0
     begin: int = 0
 
 
-@dataclass
-class Recorder:
-    """Where the loop's records go. Only rank 0 has a meter and a metrics file."""
-
-    events: EventWriter
-    progress: Progress
-    profiler: StepProfiler
-    ledger: Ledger | None
-    meter: Meter | None
-    metrics: JsonLinesWriter | None
-
-
 @dataclass(frozen=True)
-class Course:
-    """What feeds, keeps, ends and disturbs the training: data, checkpoints, stop requests, and who hears
-    of its moments and times.
-    """
-
-    loader: Loader
-    checkpoints: Checkpoints
-    stopping: Stopping
-    moments: Moments
-    step_times: StepTimes
-
-
-def train(
-    config: Config, training: Training, course: Course, recorder: Recorder, begin: Position
-) -> StopRequest | None:
-    """Run the steps after `begin` up to train.steps, or until a stop is asked for. *Collective*.
-
-    Returns the request where it ended before the last step, its state saved; all ranks then stand behind the
-    same step. Raises NonFiniteError, LossSpikeError or RollBackError by the policy.
-    """
-    guard = _guard(config, training, recorder, begin)
-    overflows = OverflowLog(training.step.loss_scale, recorder.events)
-    last_step, moments = config.train.steps, course.moments
-    recorder.progress.step = recorder.progress.begin = begin.step
-    if begin.step < last_step and course.stopping.begin(begin.step):
-        return _requested(begin.step, course, recorder)
-    for step in range(begin.step + 1, last_step + 1):
-        recorder.progress.step = step
-        course.step_times.begin(step)
-        moments.enter(Phase.step, step)
-        with recorder.profiler.step(step):
-            began = time.perf_counter()
-            batch, result, data_time_s = _trained(step, training, course)
-        course.step_times.end()
-        if recorder.ledger is not None:
-            recorder.ledger.write(step, batch.sample_ids)
-        moments.enter(Phase.agree, step)
-        is_stop = course.stopping.is_due(step) and step < last_step
-        request = _requested(step, course, recorder) if is_stop else None
-        moments.enter(Phase.record, step)
-        is_logged = step % config.train.log_every == 0 or step == last_step or request is not None
-        is_saved = course.checkpoints.is_due(step, is_last=request is not None)
-        is_copied = request is None and course.checkpoints.is_copy_due(step)
-        failure = guard.failure(step, result, must_read=is_logged or is_saved or is_copied)
-        if recorder.meter is not None:
-            is_row = is_logged or failure is not None
-            # Waits for the device: before the clock is read.
-            loss = float(result.loss) if is_row else math.nan
-            recorder.meter.add_step(time.perf_counter() - began, data_time_s, training.batch.tokens_per_step)
-            if is_row:
-                _log(step, loss, result, recorder, guard.num_skipped, overflows)
-        if failure is not None:
-            if isinstance(failure, BadSteps):
-                failure = _rolled_back(failure, step, batch, training, course)
-            raise failure
-        if is_saved or is_copied:
-            waits = is_saved and course.checkpoints.waits_for_storage(step, is_last=request is not None)
-            moments.enter(Phase.commit if waits else Phase.save, step)
-            behind = _position(step, batch, result, guard, recorder, training.step)
-            if is_saved:
-                course.checkpoints.save(behind, is_last=request is not None)
-            if is_copied:
-                course.checkpoints.copy(behind)
-        if request is not None:
-            return request
-    return None
-
-
-def _trained(step: int, training: Training, course: Course) -> tuple[Batch, StepResult, float]:
-    """Train a step; return its batch, its result and the seconds that the batch was waited for."""
-    began = time.perf_counter()
-    course.moments.enter(Phase.data, step)
-    with marked(Part.data):
-        batch = course.loader.next_batch()
-    data_time_s = time.perf_counter() - began
-    try:
-        return batch, training.step.run(step, batch.tokens), data_time_s
-    except ReplayError as error:
-        raise _rolled_back(error.bad, step, batch, training, course) from error
-
-
-def _rolled_back(bad: BadSteps, step: int, batch: Batch, training: Training, course: Course) -> TrainingError:
-    """Decide where the run goes back to; return the error that ends the attempt. *Collective*."""
-    # It waits for the save under way, which may take as long as the storage likes.
-    course.moments.enter(Phase.commit, step)
-    size = training.batch.global_batch_size
-    # The data of the last bad step ends before that of the steps that were trained since.
-    reached = batch.position - (step - bad.last) * size
-    return course.checkpoints.roll_back(bad, reached, size)
-
-
-def _requested(step: int, course: Course, recorder: Recorder) -> StopRequest:
-    """Return the request that ends the training behind `step`; rank 0 records it."""
-    request = course.stopping.request()
-    if recorder.meter is not None:
-        evidence = {"reason": request.reason, "user": request.user, "asked_on": request.host}
-        since = {"asked_at": request.time, "seconds": time.time() - request.time}
-        # A full disk takes the record; the other ranks go on to the save, and so must this one.
-        with contextlib.suppress(OSError):
-            recorder.events.write("stop_requested", step=step, **evidence, **since)
-    return request
-
-
-def _guard(config: Config, training: Training, recorder: Recorder, begin: Position) -> NonFiniteGuard:
-    is_asynchronous = training.parallelized.trained[0].parameter.is_cuda
-    return NonFiniteGuard(
-        config, recorder.events, reads_every_step=not is_asynchronous, before=begin.nonfinite
-    )
-
-
-def _log(
-    step: int,
-    loss: float,
-    result: StepResult,
-    recorder: Recorder,
-    num_skipped: int,
-    overflows: OverflowLog,
-) -> None:
-    assert recorder.meter is not None
-    assert recorder.metrics is not None
-    row = recorder.meter.row(
-        step, loss=loss, grad_norm=float(result.grad_norm), lr=result.lr, nonfinite_steps=num_skipped
-    )
-    recorder.metrics.write({**row, **overflows.columns(step)})
-
-
-def _position(
-    step: int,
-    batch: Batch,
-    result: StepResult,
-    guard: NonFiniteGuard,
-    recorder: Recorder,
-    trained: TrainingStep,
-) -> Position:
-    """Return where the run stands behind `step`. The totals are rank 0's, which alone writes them down."""
-    loss = float(result.loss)
-    return Position(
-        step=step,
-        samples=batch.position,
-        nonfinite=guard.counts(),
-        totals=None if recorder.meter is None else recorder.meter.totals(),
-        score=loss if math.isfinite(loss) else None,
-        loss_scale=None if trained.loss_scale is None else trained.loss_scale.state,
-        recent_losses=() if trained.spikes is None else tuple(trained.spikes.recent),
-    )
-
-
-# How long a stopped run waits for wandb. Slurm kills 30 s after SIGTERM, the save included, and the node
-# agent gives what is left 10 s more; the next attempt's mirror sends all rows that are not there.
-_STOPPED_MIRROR_S = 8.0
-
-
-@dataclass(frozen=True)
-class Records:
-    """Where one rank writes, and how far it has come."""
+class RankAttempt:
+    """One rank's part in an attempt of a run: its records, and how far it has come."""
 
     run: RunDir
     attempt: int
     events: EventWriter
-    progress: Progress
+    progress: RankProgress
     # The step whose copies in memory the attempt begins with; None: the newest checkpoint.
     from_memory: int | None = None
     heart: Heart = field(default_factory=silent_heart)
 
 
-def run_rank(run: RunDir, attempt: int, from_memory: int | None = None, heart: Heart | None = None) -> int:
-    """Train the frozen run as this process's rank; return the exit code that the verdict carries."""
-    ranks = rank_environment()
-    events = EventWriter(run, rank_writer(attempt, ranks.rank), attempt, rank=ranks.rank)
-    records = Records(run, attempt, events, Progress(), from_memory, heart or silent_heart())
-    mirror: WandbMirror | None = None
-    mirror_limit_s: float | None = None
-    try:
-        config = read_config(run.config)
-        if ranks.rank == 0:
-            mirror = WandbMirror.start(run, config, events)
-        _train(config, ranks, records)
-        events.write("finished", code=EXIT_DONE, step=config.train.steps)
-        return EXIT_DONE
-    except StopRequested as stop:
-        mirror_limit_s = min(config.wandb.finish_timeout_s, _STOPPED_MIRROR_S)
-        _stopped(stop, records)
-        return EXIT_STOPPED
-    except BaseException as error:  # noqa: BLE001  whatever ends a rank must become its verdict
-        return _failed(error, records)
-    finally:
-        records.heart.beat(Phase.stop, records.progress.step)
-        # After the verdict: waiting for wandb must not hold back the news of a failure.
-        if mirror is not None:
-            mirror.close(mirror_limit_s)
+@dataclass(frozen=True)
+class Trainer:
+    """One rank's training from its first step to its last. `assemble` builds it."""
 
+    config: TrainConfig
+    rank: RankAttempt
+    begin: Position
+    built: BuiltModel
+    loader: Loader
+    step: TrainingStep
+    hooks: StepHooks
+    guard: NonFiniteGuard
+    checkpoints: Checkpoints
+    stopping: Stopping
+    step_times: StepTimes
+    profiler: StepProfiler
+    # Rank 0's; None on the others.
+    metrics: MetricsLog | None
 
-def _stopped(stop: StopRequested, records: Records) -> None:
-    step, cause = records.progress.step, type(stop).__name__
-    records.events.write("failed", code=EXIT_STOPPED, cause=cause, step=step, message=str(stop))
-    sys.stderr.write(f"stopped behind step {step}: {stop}\n")
+    def train(self) -> StopRequest | None:
+        """Train up to train.steps, or until a stop is asked for. *Collective*.
 
+        Returns the request where it ended before the last step, its state saved; all ranks are then after the
+        same step. Raises NonFiniteError, LossSpikeError or RollBackError by the policies.
+        """
+        begin, last_step = self.begin.step, self.config.steps
+        self.rank.progress.step = self.rank.progress.begin = begin
+        if begin < last_step and self.stopping.begin(begin):
+            return self._request(begin)
+        for step in range(begin + 1, last_step + 1):
+            self.rank.progress.step = step
+            with self.hooks.around_step(step):
+                trained = self._train_step(step)
+            self.hooks.after_step(trained)
+            self.hooks.enter(Phase.agree, step)
+            is_stop = self.stopping.is_due(step) and step < last_step
+            request = self._request(step) if is_stop else None
+            self.hooks.enter(Phase.record, step)
+            self._record_and_save(trained, is_last=request is not None)
+            if request is not None:
+                return request
+        return None
 
-def _failed(error: BaseException, records: Records) -> int:
-    code = _exit_code(error)
-    records.events.write(
-        "failed",
-        code=code,
-        cause=type(error).__name__,
-        step=records.progress.step,
-        message=str(error),
-        # The message tells users all; the traceback is for whoever reads the code.
-        explained=isinstance(error, OrchestraError | CheckpointError),
-        traceback=traceback.format_exc(),
-    )
-    traceback.print_exc()
-    return code
+    def _train_step(self, step: int) -> TrainedStep:
+        """Wait for the batch and train it."""
+        began = time.perf_counter()
+        self.hooks.enter(Phase.data, step)
+        with marked(Part.data):
+            batch = self.loader.next_batch()
+        data_time_s = time.perf_counter() - began
+        try:
+            result = self.step.run(step, batch.tokens)
+        except ReplayError as error:
+            raise self._roll_back(error.bad, step, batch) from error
+        return TrainedStep(step, batch, result, began, data_time_s)
 
+    def _record_and_save(self, trained: TrainedStep, *, is_last: bool) -> None:
+        """Write the step's row and save the state, each where it is due; `is_last`: the attempt ends here.
 
-def _exit_code(error: BaseException) -> int:
-    if isinstance(error, OrchestraError):
-        return error.exit_code
-    return EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else EXIT_FAILED
+        Raises the error that the hooks' verdict asks for: after the row is written, before anything is saved.
+        """
+        step = trained.step
+        is_logged = is_last or step % self.config.log_every == 0 or step == self.config.steps
+        is_saved = self.checkpoints.is_due(step, is_last=is_last)
+        is_copied = not is_last and self.checkpoints.is_copy_due(step)
+        must_read = is_logged or is_saved or is_copied
+        verdict = self.hooks.verdict(step, trained.result, must_read=must_read)
+        if self.metrics is not None:
+            is_row = is_logged or verdict is not None
+            self.metrics.add(trained, is_logged=is_row, num_skipped=self.guard.num_skipped)
+        if verdict is not None:
+            raise self._roll_back(verdict, step, trained.batch) if isinstance(verdict, BadSteps) else verdict
+        if not (is_saved or is_copied):
+            return
+        waits = is_saved and self.checkpoints.waits_for_storage(step, is_last=is_last)
+        self.hooks.enter(Phase.commit if waits else Phase.save, step)
+        position = self._position(trained)
+        if is_saved:
+            self.checkpoints.save(position, is_last=is_last)
+        if is_copied:
+            self.checkpoints.copy(position)
 
+    def _roll_back(self, bad: BadSteps, step: int, batch: Batch) -> TrainingError:
+        """Decide where the run goes back to; return the error that ends the attempt. *Collective*."""
+        # It waits for the save under way, which takes as long as the storage needs.
+        self.hooks.enter(Phase.commit, step)
+        size = self.built.batch.global_batch_size
+        # The data of the last bad step ends before that of the steps that were trained since.
+        reached = batch.position - (step - bad.last) * size
+        return self.checkpoints.roll_back(bad, reached, size)
 
-def _train(config: Config, ranks: RankEnvironment, records: Records) -> None:
-    """Train to the end. After an exception nothing is closed here: that could wait for ranks that wait for
-    this one, and the verdict comes first.
-    """
-    with open_mesh(config, ranks) as mesh:
-        refuse_missing_hardware(config, mesh.device)
-        set_numerics(config, mesh.device)
-        train_on(mesh, config, ranks, records)
+    def _request(self, step: int) -> StopRequest:
+        """Return the request that ends the training after `step`; rank 0 records it. *Collective*."""
+        request = self.stopping.request()
+        if self.metrics is not None:
+            evidence = {"reason": request.reason, "user": request.user, "asked_on": request.host}
+            since = {"asked_at": request.time, "seconds": time.time() - request.time}
+            # A full disk takes the record; the other ranks go on to the save, and so must this one.
+            with contextlib.suppress(OSError):
+                self.rank.events.write("stop_requested", step=step, **evidence, **since)
+        return request
 
-
-def train_on(mesh: Mesh, config: Config, ranks: RankEnvironment, records: Records) -> Training:
-    """Build, restore and train to the end on a mesh that is open; return what was trained. *Collective*.
-
-    Raises StopRequested, on all ranks behind the same step, where somebody asked for it before the end, and
-    OutOfMemoryError on a rank whose memory does not suffice.
-    """
-    config = with_micro_batch_size(config, mesh, ranks, records.events)
-    try:
-        return _train_on(mesh, config, ranks, records)
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        step, begin = records.progress.step, records.progress.begin
-        raise out_of_memory(error, config, mesh.layout, mesh.device, step=step, begin=begin) from error
-
-
-def _train_on(mesh: Mesh, config: Config, ranks: RankEnvironment, records: Records) -> Training:
-    training = build_training(config, mesh)
-    planned = planned_faults(config.recovery.inject)
-    faults = Faults(planned, records.attempt, mesh.rank, records.events, mesh.device)
-    moments = training.step.moments = Moments(records.heart, faults)
-    moments.enter(Phase.setup)
-    peers = open_peers(mesh, ranks, records.attempt, config.checkpoint.timeout_s)
-    checkpoints = _checkpoints(config, ranks, mesh, training, records, faults, peers)
-    training.step.before_update = checkpoints.let_change
-    moments.enter(Phase.restore)
-    begin = checkpoints.begin()
-    _refuse_past_end(config, begin)
-    if training.step.loss_scale is not None and begin.loss_scale is not None:
-        training.step.loss_scale.state = begin.loss_scale
-    if training.step.spikes is not None:
-        training.step.spikes.recent = begin.recent_losses
-    loader = build_loader(config, mesh, training.batch, begin.samples, begin.left_out)
-    watch = RequestWatch(records.run, records.attempt) if mesh.rank == 0 else None
-    stopping = Stopping(peers, watch)
-    clock, listener = step_clock(mesh.device), records.events if mesh.rank == 0 else None
-    step_times = StepTimes(config.recovery, peers, clock, listener)
-    recorder = _recorder(config, mesh, training, stopping, records, begin)
-    training.step.replay = replay_of(config, mesh, training, peers, listener, begin, records.attempt)
-    try:
-        request = train(
-            config, training, Course(loader, checkpoints, stopping, moments, step_times), recorder, begin
+    def _position(self, trained: TrainedStep) -> Position:
+        """Return where the run stands after a step. The totals are rank 0's, which alone writes them down."""
+        loss = float(trained.result.loss)
+        loss_scale, spikes = self.step.loss_scale, self.step.spikes
+        return Position(
+            step=trained.step,
+            samples=trained.batch.position,
+            nonfinite=self.guard.counts(),
+            totals=None if self.metrics is None else self.metrics.totals(),
+            score=loss if math.isfinite(loss) else None,
+            loss_scale=None if loss_scale is None else loss_scale.state,
+            recent_losses=() if spikes is None else tuple(spikes.recent),
         )
-    finally:
-        stopping.close()
-        step_times.close()
-    checkpoints.close()
-    moments.enter(Phase.stop, records.progress.step)
-    recorder.profiler.close()
-    training.parallelized.stage.settle()
-    loader.close()
-    stopping.leave()
-    if request is not None:
-        raise StopRequested(str(request))
-    return training
+
+    def stop_threads(self) -> None:
+        """End the threads that watch the training. Never waits: after a failure too."""
+        self.stopping.close()
+        self.step_times.close()
+
+    def close(self) -> None:
+        """Wait for what is under way and release what is held, after a good end. *Collective*."""
+        self.checkpoints.close()
+        self.hooks.enter(Phase.stop, self.rank.progress.step)
+        self.profiler.close()
+        self.built.parallelized.stage.settle()
+        self.loader.close()
+        self.stopping.leave()
 
 
-def replay_of(
+def assemble(config: Config, mesh: Mesh, ranks: RankEnvironment, rank: RankAttempt) -> Trainer:
+    """Build one rank's trainer, its state restored. *Collective*.
+
+    The hooks' order is the order in which they act: a planned fault is recorded by the heartbeat before it
+    strikes, is part of the step's time, and comes before a replay sees what it did.
+    """
+    built = build_model_and_optimizer(config, mesh)
+    faults = _faults(config, mesh, built, rank)
+    heartbeat = HeartbeatHook(rank.heart)
+    before_steps = StepHooks((heartbeat, faults))
+    before_steps.enter(Phase.setup)
+    peers = open_peers(mesh, ranks, rank.attempt, config.checkpoint.timeout_s)
+    context = _checkpoint_context(config, mesh, ranks, peers, rank)
+    state = TensorState(built.parallelized, built.optimizer, mesh)
+    copies = build_memory_copies(context, state)
+    checkpoints = Checkpoints(context, state, copies, faults.strike)
+    before_steps.enter(Phase.restore)
+    begin = checkpoints.begin()
+    _refuse_past_end(config.train.steps, begin)
+    loader = build_loader(config, mesh, built.batch, begin.samples, begin.left_out)
+    stopping = Stopping(peers, RequestWatch(rank.run, rank.attempt) if mesh.rank == 0 else None)
+    events_of_rank_0 = rank.events if mesh.rank == 0 else None
+    step_times = StepTimes(config.recovery, peers, step_clock(mesh.device), events_of_rank_0)
+    ledger = LedgerHook(Ledger(rank.run, mesh.rank, rank.attempt)) if config.data.ledger else None
+    profiler = _profiler(config, mesh, built, stopping, rank)
+    peak_flops = _announced_peak_flops(config, mesh, built, rank.events) if mesh.rank == 0 else None
+    replay = build_replay(config, mesh, built, peers, events_of_rank_0, begin, rank.attempt)
+    guard = _nonfinite_guard(config, built, rank.events, begin)
+    hooks = StepHooks((step_times, heartbeat, faults, profiler, replay, copies, ledger, guard))
+    step = build_step(config, mesh, built, hooks, begin.loss_scale, begin.recent_losses)
+    metrics = _metrics(config, mesh, built, step, peak_flops, begin, rank) if mesh.rank == 0 else None
+    return Trainer(
+        config=config.train,
+        rank=rank,
+        begin=begin,
+        built=built,
+        loader=loader,
+        step=step,
+        hooks=hooks,
+        guard=guard,
+        checkpoints=checkpoints,
+        stopping=stopping,
+        step_times=step_times,
+        profiler=profiler,
+        metrics=metrics,
+    )
+
+
+def _faults(config: Config, mesh: Mesh, built: BuiltModel, rank: RankAttempt) -> Faults:
+    planned = planned_faults(config.recovery.inject)
+    flipped = built.parallelized.trained[-1].parameter
+    return Faults(planned, rank.attempt, mesh.rank, rank.events, mesh.device, flipped)
+
+
+def _checkpoint_context(
+    config: Config, mesh: Mesh, ranks: RankEnvironment, peers: Peers, rank: RankAttempt
+) -> CheckpointContext:
+    return CheckpointContext(
+        config, rank.run, rank.attempt, ranks, mesh, peers, rank.events, rank.from_memory
+    )
+
+
+def _refuse_past_end(last_step: int, begin: Position) -> None:
+    if begin.step > last_step:
+        raise UnusableCheckpointError(
+            f"the newest checkpoint is of step {begin.step}, and train.steps={last_step} ends before it; use "
+            f"more than {begin.step}, or another checkpoint.dir"
+        )
+
+
+def _profiler(
+    config: Config, mesh: Mesh, built: BuiltModel, stopping: Stopping, rank: RankAttempt
+) -> StepProfiler:
+    def settle() -> None:
+        built.parallelized.stage.settle()
+        stopping.settle()
+
+    return StepProfiler(config.train.profile, rank.run, mesh.rank, mesh.traffic, settle)
+
+
+def build_replay(
     config: Config,
     mesh: Mesh,
-    training: Training,
+    built: BuiltModel,
     peers: Peers,
     events: EventWriter | None,
     begin: Position,
     attempt: int,
 ) -> Replay | None:
-    """Return what computes steps again; None where that is not asked for or not possible any more: a run that
-    goes on with other nodes or fewer is not to end for it. *Collective*. Raises ConfigError in a first
-    attempt.
+    """Return the hook that computes steps again; None where that is not asked for, or not possible any more:
+    a run that goes on with other nodes or fewer must not end for it. *Collective*. Raises ConfigError in a
+    first attempt.
     """
     if config.recovery.replay_every_steps is None:
         return None
     try:
-        return Replay(config, training.parallelized, mesh, peers, events, begin.step)
+        return Replay(config, built.parallelized, mesh, peers, events, begin.step)
     except ConfigError as error:
         if attempt == 0:
             raise
@@ -398,53 +333,19 @@ def replay_of(
         return None
 
 
-def _refuse_past_end(config: Config, begin: Position) -> None:
-    if begin.step > config.train.steps:
-        raise UnusableCheckpointError(
-            f"the newest checkpoint is of step {begin.step}, and train.steps={config.train.steps} ends "
-            f"before it; use more than {begin.step}, or another checkpoint.dir"
-        )
+def _nonfinite_guard(
+    config: Config, built: BuiltModel, events: EventWriter, begin: Position
+) -> NonFiniteGuard:
+    is_asynchronous = built.parallelized.trained[0].parameter.is_cuda
+    action = config.recovery.loss_spike.action
+    return NonFiniteGuard(config.train, action, events, not is_asynchronous, begin.nonfinite)
 
 
-def _checkpoints(
-    config: Config,
-    ranks: RankEnvironment,
-    mesh: Mesh,
-    training: Training,
-    records: Records,
-    faults: Faults,
-    peers: Peers,
-) -> Checkpoints:
-    state = TensorState(training.parallelized, training.optimizer, mesh)
-    attempt, from_memory = records.attempt, records.from_memory
-    setting = Setting(config, records.run, attempt, ranks, mesh, peers, records.events, from_memory)
-    return Checkpoints(setting, state, faults)
-
-
-def _recorder(
-    config: Config, mesh: Mesh, training: Training, stopping: Stopping, records: Records, begin: Position
-) -> Recorder:
-    run, events = records.run, records.events
-    ledger = Ledger(run, mesh.rank, records.attempt) if config.data.ledger else None
-
-    def settle() -> None:
-        training.parallelized.stage.settle()
-        stopping.settle()
-
-    profiler = StepProfiler(config.train.profile, run, mesh.rank, mesh.traffic, settle)
-    if mesh.rank != 0:
-        return Recorder(events, records.progress, profiler, ledger, meter=None, metrics=None)
-    peak = device_peak_flops(config, mesh.device)
-    _announce(config, mesh, training, peak, events)
-    settings = meter_settings(config, mesh.world_size, peak, mesh.device)
-    meter = Meter(settings, begin.totals or totals_of_nothing(run))
-    return Recorder(events, records.progress, profiler, ledger, meter, JsonLinesWriter(run.metrics))
-
-
-def _announce(
-    config: Config, mesh: Mesh, training: Training, peak_flops_per_s: float | None, events: EventWriter
-) -> None:
-    """Record what this attempt trains on, so that its numbers can be read without the machine at hand."""
+def _announced_peak_flops(config: Config, mesh: Mesh, built: BuiltModel, events: EventWriter) -> float | None:
+    """Return the device's peak in FLOP/s, after it is recorded with what else this attempt trains on, so that
+    its numbers can be read without the machine. *Rank 0 only*.
+    """
+    peak_flops_per_s = device_peak_flops(config, mesh.device)
     is_gpu = mesh.device.type == "cuda"
     events.write(
         "training_started",
@@ -452,8 +353,110 @@ def _announce(
         threads=None if is_gpu else torch.get_num_threads(),
         torch=torch.__version__,
         world_size=mesh.world_size,
-        accumulation=training.batch.accumulation,
+        accumulation=built.batch.accumulation,
         num_parameters=num_parameters(config.model),
         peak_flops_per_s=peak_flops_per_s,
         mfu_convention=MFU_CONVENTION,
     )
+    return peak_flops_per_s
+
+
+def _metrics(
+    config: Config,
+    mesh: Mesh,
+    built: BuiltModel,
+    step: TrainingStep,
+    peak_flops: float | None,
+    begin: Position,
+    rank: RankAttempt,
+) -> MetricsLog:
+    settings = meter_settings(config, mesh.world_size, peak_flops, mesh.device)
+    meter = Meter(settings, begin.totals or initial_totals(rank.run))
+    overflows = OverflowLog(step.loss_scale, rank.events)
+    return MetricsLog(meter, JsonLinesWriter(rank.run.metrics), overflows, built.batch.tokens_per_step)
+
+
+def run_rank(run: RunDir, attempt: int, from_memory: int | None = None, heart: Heart | None = None) -> int:
+    """Train the frozen run as this process's rank; return the exit code that the verdict carries."""
+    ranks = rank_environment()
+    events = EventWriter(run, rank_writer(attempt, ranks.rank), attempt, rank=ranks.rank)
+    rank = RankAttempt(run, attempt, events, RankProgress(), from_memory, heart or silent_heart())
+    mirror: WandbMirror | None = None
+    mirror_limit_s: float | None = None
+    try:
+        config = read_config(run.config)
+        if ranks.rank == 0:
+            mirror = WandbMirror.start(run, config, events)
+        _train(config, ranks, rank)
+        events.write("finished", code=EXIT_DONE, step=config.train.steps)
+        return EXIT_DONE
+    except StopRequested as stop:
+        mirror_limit_s = min(config.wandb.finish_timeout_s, _STOPPED_MIRROR_S)
+        _record_stop(stop, rank)
+        return EXIT_STOPPED
+    except BaseException as error:  # noqa: BLE001  whatever ends a rank must become its verdict
+        return _record_failure(error, rank)
+    finally:
+        rank.heart.beat(Phase.stop, rank.progress.step)
+        # After the verdict: waiting for wandb must not hold back the news of a failure.
+        if mirror is not None:
+            mirror.close(mirror_limit_s)
+
+
+def _record_stop(stop: StopRequested, rank: RankAttempt) -> None:
+    step, cause = rank.progress.step, type(stop).__name__
+    rank.events.write("failed", code=EXIT_STOPPED, cause=cause, step=step, message=str(stop))
+    sys.stderr.write(f"stopped after step {step}: {stop}\n")
+
+
+def _record_failure(error: BaseException, rank: RankAttempt) -> int:
+    """Write the verdict of a rank that failed; return its exit code."""
+    code = EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else EXIT_FAILED
+    if isinstance(error, OrchestraError):
+        code = error.exit_code
+    rank.events.write(
+        "failed",
+        code=code,
+        cause=type(error).__name__,
+        step=rank.progress.step,
+        message=str(error),
+        # The message says all that a user needs; the traceback is for developers.
+        explained=isinstance(error, OrchestraError | CheckpointError),
+        traceback=traceback.format_exc(),
+    )
+    traceback.print_exc()
+    return code
+
+
+def _train(config: Config, ranks: RankEnvironment, rank: RankAttempt) -> None:
+    """Train to the end. After an exception nothing is closed here: that could wait for ranks that wait for
+    this one, and the verdict comes first.
+    """
+    with open_mesh(config, ranks) as mesh:
+        refuse_missing_hardware(config, mesh.device)
+        set_numerics(config, mesh.device)
+        train_on(mesh, config, ranks, rank)
+
+
+def train_on(mesh: Mesh, config: Config, ranks: RankEnvironment, rank: RankAttempt) -> BuiltModel:
+    """Build, restore and train to the end on a mesh that is open; return what was trained. *Collective*.
+
+    Raises StopRequested, on all ranks after the same step, where a stop was asked for before the end, and
+    OutOfMemoryError on a rank whose memory does not suffice.
+    """
+    config = with_micro_batch_size(config, mesh, ranks, rank.events)
+    try:
+        trainer = assemble(config, mesh, ranks, rank)
+        try:
+            request = trainer.train()
+        finally:
+            trainer.stop_threads()
+        trainer.close()
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        step, begin = rank.progress.step, rank.progress.begin
+        raise out_of_memory(error, config, mesh.layout, mesh.device, step=step, begin=begin) from error
+    if request is not None:
+        raise StopRequested(str(request))
+    return trainer.built

@@ -21,7 +21,7 @@ def test_trace_holds_kernels_and_the_memory_history_is_written(tmp_path: Path) -
     profiler = StepProfiler(ProfileConfig(enabled=True, steps=[2, 3]), run, rank=0)
     matrix = torch.rand(256, 256, device=GPU)
     for step in range(1, 5):
-        with profiler.step(step):
+        with profiler.around_step(step):
             matrix = (matrix @ matrix).softmax(0)
     trace = json.loads(gzip.decompress((run.profile / "rank-00000-steps-2-3.json.gz").read_bytes()))
     assert "kernel" in {event.get("cat") for event in trace["traceEvents"]}

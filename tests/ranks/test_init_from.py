@@ -30,7 +30,7 @@ from conf.schema import (
 from orchestra.errors import TrainingError
 from orchestra.model.transformer import Transformer, fill_initial_values
 from orchestra.train import starting_point
-from orchestra.train.starting_point import load_start
+from orchestra.train.starting_point import load_weights
 from orchestra.train.state import TensorState
 
 pytestmark = pytest.mark.ranks
@@ -93,7 +93,7 @@ def filled(rank: int, world: int, config: Config, is_cut: bool = False) -> tuple
         offsets = (min(first, rows), *(0 for _ in parameter.shape[1:]))
         shards.append(Shard(f"model.{name}", tuple(parameter.shape), offsets, mine.clone()))
     starting_point._BYTES_AT_ONCE = 20_000  # several batches
-    start = load_start(config, shards, peers_of(rank, world, str(config)), dist.group.WORLD)
+    start = load_weights(config, shards, peers_of(rank, world, str(config)), dist.group.WORLD)
     return {shard.name: (shard.offsets, shard.tensor) for shard in shards}, start.bytes_read
 
 
@@ -154,7 +154,7 @@ def rounded(rank: int, world: int, config: Config) -> list[tuple[str, torch.Tens
     state = TensorState(training.parallelized, training.optimizer, mesh)
     group = dist.group.WORLD if world > 1 else None
     peers = peers_of(rank, world, f"rounded/{config}") if world > 1 else Peers.alone()
-    load_start(config, state.masters, peers, group)
+    load_weights(config, state.masters, peers, group)
     state.copy_masters_to_parameters()
     for item in training.parallelized.trained:
         part = item.parameter.detach().view(-1)[item.start : item.stop]

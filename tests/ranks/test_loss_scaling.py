@@ -12,11 +12,14 @@ from typing import Any
 import pytest
 import torch
 from pool import RankPool
-from small_trainings import EVEN, alone, config_of, start, take_steps
+from small_trainings import EVEN, alone, config_of, mesh_of, start, take_steps
 from test_zero_checkpoints import bits, checkpointer
 
 from conf.schema import Config, LossScale
 from orchestra.precision.loss_scale import ScaleState
+from orchestra.sizes.topology import layout
+from orchestra.train.build import Training, build_model_and_optimizer, build_step
+from orchestra.train.hooks import StepHooks
 from orchestra.train.metrics import Totals
 from orchestra.train.state import Position, TensorState, position_from_json, position_to_json
 
@@ -126,15 +129,16 @@ def save_and_go_on(rank: int, world: int, config: Config, place: Path) -> Any:
     rows = take_steps(config, training, mesh, range(6, 13))
     expected = repr(rows), training.step.loss_scale.state, bits(state)
 
-    again, mesh = start(rank, world, config)
-    state = TensorState(again.parallelized, again.optimizer, mesh)
+    mesh = mesh_of(rank, layout(config.parallelism, world))
+    built = build_model_and_optimizer(config, mesh)
+    state = TensorState(built.parallelized, built.optimizer, mesh)
     restored = checkpointer(rank, world, place, "read").restore(state.wanted)
     assert restored is not None
     begin = position_from_json(restored.state)
     state.take_back(restored.manifest, begin.num_updates)
+    step = build_step(config, mesh, built, StepHooks(), begin.loss_scale)
+    again = Training(built.parallelized, built.optimizer, step, built.batch)
     assert again.step.loss_scale is not None
-    assert begin.loss_scale is not None
-    again.step.loss_scale.state = begin.loss_scale
     rows = take_steps(config, again, mesh, range(6, 13))
     return expected, (repr(rows), again.step.loss_scale.state, bits(state))
 

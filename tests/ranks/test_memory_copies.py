@@ -46,7 +46,7 @@ from orchestra.run.paths import RunDir
 from orchestra.sizes.topology import layout
 from orchestra.train import memory_copies
 from orchestra.train.state import TensorState
-from orchestra.train.trainer import Progress, Records, train_on
+from orchestra.train.trainer import RankAttempt, RankProgress, train_on
 from orchestra.train.watch import inject_faults
 
 pytestmark = pytest.mark.ranks
@@ -108,15 +108,15 @@ def attempt_of(rank: int, world: int, it: Plan) -> dict[str, str] | None:
     events = EventWriter(RunDir(it.path), rank_writer(it.attempt, rank), it.attempt, rank=rank)
     torch.manual_seed(it.attempt)  # so that only a restore can bring the generators back
     strike, inject_faults.Faults.strike = inject_faults.Faults.strike, _interruption(it.kill_at)  # type: ignore[method-assign]
-    copy, memory_copies.DeviceSide.copy = memory_copies.DeviceSide.copy, _late_copy  # type: ignore[method-assign]
-    records = Records(RunDir(it.path), it.attempt, events, Progress(), it.from_memory)
+    copy, memory_copies.DeviceCopier.copy = memory_copies.DeviceCopier.copy, _late_copy  # type: ignore[method-assign]
+    attempt = RankAttempt(RunDir(it.path), it.attempt, events, RankProgress(), it.from_memory)
     try:
-        training = train_on(mesh, it.config, RankEnvironment(rank, rank % per_node, world, per_node), records)
+        training = train_on(mesh, it.config, RankEnvironment(rank, rank % per_node, world, per_node), attempt)
     except Interruption:
         return None
     finally:
         inject_faults.Faults.strike = strike  # type: ignore[method-assign]
-        memory_copies.DeviceSide.copy = copy  # type: ignore[method-assign]
+        memory_copies.DeviceCopier.copy = copy  # type: ignore[method-assign]
     state = TensorState(training.parallelized, training.optimizer, mesh)
     return digests(state.snapshot())
 
@@ -129,7 +129,7 @@ def _interruption(kill_at: int | None) -> Callable[..., None]:
     return strike
 
 
-_copy = memory_copies.DeviceSide.copy
+_copy = memory_copies.DeviceCopier.copy
 
 
 def _late_copy(self: Any, *arguments: Any) -> None:

@@ -41,7 +41,7 @@ def profiled(rank: int, parallelism: dict[str, Any], folder: Path) -> dict[str, 
     seconds, sent = 0.0, 0
     for step in range(1, LAST + 2):
         before = mesh.traffic.total_bytes
-        with profiler.step(step):
+        with profiler.around_step(step):
             began = time.perf_counter()
             take_steps(config, training, mesh, [step])
             took = time.perf_counter() - began

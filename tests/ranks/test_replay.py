@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from pool import RankPool
-from small_trainings import EVEN, config_of, start, tokens_of
+from small_trainings import EVEN, config_of, mesh_of, tokens_of
 from test_zero_checkpoints import bits
 
 from checkpointing.peers import Peers
@@ -19,9 +19,12 @@ from orchestra.errors import ConfigError
 from orchestra.run.events import EventWriter, read_events
 from orchestra.run.paths import RunDir
 from orchestra.run.planned_faults import planned_faults
+from orchestra.sizes.topology import layout
+from orchestra.train.build import Training, build_model_and_optimizer, build_step
+from orchestra.train.hooks import StepHooks
 from orchestra.train.state import Position, TensorState
-from orchestra.train.trainer import replay_of
-from orchestra.train.watch.inject_faults import Faults, Moments
+from orchestra.train.trainer import build_replay
+from orchestra.train.watch.inject_faults import Faults
 from orchestra.train.watch.replay import Replay, ReplayError
 
 pytestmark = pytest.mark.ranks
@@ -60,19 +63,25 @@ def _trained(
     folder: Path | None = None,
 ) -> Any:
     """Return the rows and the state's bits; of a step that differed the step and what was said."""
-    training, mesh = start(rank, world, config)
+    mesh = mesh_of(rank, layout(config.parallelism, world))
+    built = build_model_and_optimizer(config, mesh)
+    flipped = built.parallelized.trained[-1].parameter
+    faults = Faults(planned_faults(inject or []), 0, rank, flipped=flipped)
+    replay = None
     if config.recovery.replay_every_steps is not None:
         store = dist.distributed_c10d._get_default_store()
         prefix = dist.PrefixStore(f"replay {dist.get_world_size()} {number} {folder}", store)  # type: ignore[attr-defined]
         peers = Peers(rank, world, prefix, 60.0)
         events = EventWriter(RunDir(folder), "rank", 0) if folder is not None and rank == 0 else None
-        training.step.replay = Replay(config, training.parallelized, mesh, peers, events, 0)
-    training.step.moments = Moments(faults=Faults(planned_faults(inject or []), 0, rank))
+        replay = Replay(config, built.parallelized, mesh, peers, events, 0)
+    hooks = StepHooks((faults, replay))
+    step_of_run = build_step(config, mesh, built, hooks)
+    training = Training(built.parallelized, built.optimizer, step_of_run, built.batch)
     rows = []
     for step in range(1, STEPS + 1):
-        training.step.moments.faults.strike("step", step)
         try:
-            result = training.step.run(step, tokens_of(config, step, mesh, training))
+            with hooks.around_step(step):
+                result = training.step.run(step, tokens_of(config, step, mesh, training))
         except ReplayError as error:
             return step, error.bad
         rows.append((float(result.loss), float(result.grad_norm)))
@@ -151,13 +160,14 @@ def test_a_later_attempt_goes_on_without_where_a_first_one_is_refused(ranks: Ran
 def asked_for(rank: int, world: int, attempt: int, folder: Path) -> str | None:
     """Return what is said against replays, None where nothing is."""
     asked = config(EVERY, zero=0, tp=2)
-    training, mesh = start(rank, world, asked)
+    mesh = mesh_of(rank, layout(asked.parallelism, world))
+    built = build_model_and_optimizer(asked, mesh)
     store = dist.distributed_c10d._get_default_store()
     prefix = dist.PrefixStore(f"asked for {attempt} {folder}", store)  # type: ignore[attr-defined]
     events = EventWriter(RunDir(folder), "rank", attempt) if rank == 0 else None
     peers = Peers(rank, world, prefix, 60.0)
     try:
-        assert replay_of(asked, mesh, training, peers, events, Position(), attempt) is None
+        assert build_replay(asked, mesh, built, peers, events, Position(), attempt) is None
     except ConfigError as error:
         return str(error)
     return None

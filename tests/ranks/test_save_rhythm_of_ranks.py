@@ -1,4 +1,4 @@
-"""`checkpoint.every_steps=auto` on two ranks: both save the same steps, by the plan and then as measured."""
+"""`checkpoint.every_steps=auto` on two ranks: both save the same steps, by the times that rank 0 measured."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from orchestra.sizes.save_interval import AUTO
 
 pytestmark = pytest.mark.ranks
 
+TIMED_STEPS = 20
+
 
 def auto() -> Config:
     """Return a run whose devices fail so often that each step is worth a save."""
@@ -32,14 +34,23 @@ def told(path: Path) -> list[tuple[str, int]]:
     return [(event["source"], event["every_steps"]) for event in events]
 
 
-def test_ranks_save_the_same_steps_by_the_plan_and_then_by_what_was_measured(
+def committed(path: Path) -> list[int]:
+    return catalog.committed_steps(open_storage(path / "checkpoints"))
+
+
+def test_ranks_save_the_same_steps_by_their_first_steps_and_then_by_earlier_attempts(
     ranks: Callable[[int], RankPool], tmp_path: Path
 ) -> None:
-    config = auto()
-    (tmp_path / "run.json").write_text(json.dumps({"save_interval": {"step_time_s": 1e6}}))
+    base = auto()
+    config = replace(base, train=replace(base.train, steps=TIMED_STEPS + 3))
     ranks(2).run(attempt_of, world=2, path=tmp_path, attempt=0, config=config)
-    assert told(tmp_path) == [("predicted", 1)]
-    committed = catalog.committed_steps(open_storage(tmp_path / "checkpoints"))
-    assert committed == list(range(1, config.train.steps + 1))
-    ranks(2).run(attempt_of, world=2, path=tmp_path, attempt=1, config=config)
-    assert [source for source, _ in told(tmp_path)] == ["predicted", "measured"]
+    ((source, every),) = told(tmp_path)
+    assert source == "measured"
+    # The first step is not timed, and after the last timed one the interval is known.
+    due = [step for step in range(TIMED_STEPS + 1, config.train.steps) if step % every == 0]
+    assert committed(tmp_path) == [*due, config.train.steps]
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "time": 1.0, "step_time_s": 1e6}) + "\n")
+    longer = replace(config, train=replace(config.train, steps=config.train.steps + 3))
+    ranks(2).run(attempt_of, world=2, path=tmp_path, attempt=1, config=longer)
+    assert told(tmp_path)[1:] == [("measured", 1)]
+    assert committed(tmp_path)[-3:] == list(range(config.train.steps + 1, longer.train.steps + 1))

@@ -1,8 +1,8 @@
 """Injects failures into this rank where `recovery.inject` planned them (`orchestra.run.planned_faults`).
 
-A rehearsed failure is the real thing: SIGKILL leaves the process no chance to tidy up, and a lock that is
-held is held. What fails is written down first, and reaches the disk before anything fails. Nothing here
-knows what is to happen afterwards.
+A rehearsed failure is a real one: SIGKILL leaves the process no chance to tidy up, and a lock that is held is
+held. What is about to fail is recorded first, and reaches the disk before it fails. torch is imported only by
+the faults that need it.
 """
 
 from __future__ import annotations
@@ -16,30 +16,25 @@ import signal
 import subprocess
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from conf.schema import Fault
 from orchestra.errors import TrainingError
 from orchestra.run.events import EventWriter
+from orchestra.run.heartbeat import Phase
 from orchestra.run.planned_faults import (
     AGENT_VARIABLE,
     EXIT_CODE,
     HANG_S,
     NODE_DOWN_VARIABLE,
     PlannedFault,
-    planned_faults,
 )
+from orchestra.train.hooks import StepHook
 
 if TYPE_CHECKING:
     import torch
-
-
-from dataclasses import dataclass, field
-
-from orchestra.run.heartbeat import Heart, Phase, silent_heart
-
-__all__ = ["Faults", "PlannedFault", "planned_faults"]
 
 _SPIKE = 1e4
 # More than any device holds.
@@ -50,10 +45,11 @@ _OF_THIS_NODE = ("SLURM_JOB_ID", "SLURMD_NODENAME", "SLURM_RESTART_COUNT")
 _MARK_VARIABLE = "LAUNCHERS_MARK"
 
 
-class Faults:
+class Faults(StepHook):
     """The faults of one rank in one attempt. `strike` is called from any thread.
 
-    `events` takes what is about to happen; without it nothing is written.
+    `events` takes what is about to happen; without it nothing is written. `flipped` is the parameter in whose
+    gradient the fault `flip` flips a bit; without it nothing is flipped.
     """
 
     def __init__(
@@ -63,36 +59,60 @@ class Faults:
         rank: int,
         events: EventWriter | None = None,
         device: torch.device | None = None,
+        flipped: torch.Tensor | None = None,
     ) -> None:
-        mine = [it for it in planned if it.befalls(attempt, rank)]
         self._moments: dict[tuple[str, int], list[PlannedFault]] = {}
-        for it in mine:
-            self._moments.setdefault((it.phase.name, it.at_step), []).append(it)
+        for fault in planned:
+            if fault.befalls(attempt, rank):
+                self._moments.setdefault((fault.phase.name, fault.at_step), []).append(fault)
         self._events = events
         self._device = device
+        self._flipped = flipped
         self._slow: list[PlannedFault] = []
         self._poison: tuple[int, float] = (0, 1.0)
-        self._flip = 0
+        self._flip_at = 0
+
+    def around_step(self, step: int) -> AbstractContextManager[object]:
+        """Fail where that is planned for the step's begin."""
+        self.enter(Phase.step, step, 0)
+        return nullcontext()
+
+    def enter(self, phase: Phase, step: int, micro_batch: int) -> None:
+        """Fail where that is planned for the phase; of micro-batches it is the first one."""
+        if micro_batch == 0:
+            self.strike(phase.name, step)
 
     def strike(self, phase: str, step: int) -> None:
-        """Fail if a fault is planned for this moment: then this call mostly never returns."""
+        """Fail if a fault is planned for this moment: then this call mostly does not return."""
         for fault in self._moments.get((phase, step), ()):
-            self._tell(fault, step)
+            self._record(fault, step)
             self._do(fault, step)
         if self._slow and phase == "step":
-            self._slow = [it for it in self._slow if it.steps is None or step < it.at_step + it.steps]
-            time.sleep(sum(it.seconds or 0.0 for it in self._slow))
+            self._slow = [
+                fault for fault in self._slow if fault.steps is None or step < fault.at_step + fault.steps
+            ]
+            time.sleep(sum(fault.seconds or 0.0 for fault in self._slow))
 
-    def factor(self, step: int) -> float:
-        """Return what the loss of this rank in `step` is to be multiplied with; 1: nothing is planned."""
+    def loss_factor(self, step: int) -> float:
+        """Return what the loss of this rank in `step` is multiplied by; 1: nothing is planned."""
         poisoned, factor = self._poison
         return factor if poisoned == step else 1.0
 
-    def flips(self, step: int) -> bool:
-        """Whether a bit of a gradient that this rank computes in `step` is to be flipped."""
-        return self._flip == step
+    def around_backward(
+        self,
+        step: int,
+        micro_batch: int,
+        loss: torch.Tensor,  # noqa: ARG002
+    ) -> AbstractContextManager[object]:
+        """Flip a bit of a gradient of the first micro-batch where that is planned, before any hook that comes
+        later sees the gradient: a broken device does the same.
+        """
+        stack = ExitStack()
+        if micro_batch == 0 and self._flip_at == step and self._flipped is not None:
+            stack.callback(self._flipped.register_hook(flip_bit).remove)  # type: ignore[no-untyped-call]
+        return stack
 
-    def _tell(self, fault: PlannedFault, step: int) -> None:
+    def _record(self, fault: PlannedFault, step: int) -> None:
         if self._events is not None:
             # A full disk takes the record; the rehearsal goes on.
             with contextlib.suppress(OSError):
@@ -122,7 +142,7 @@ class Faults:
             case Fault.spike:
                 self._poison = (step, _SPIKE)
             case Fault.flip:
-                self._flip = step
+                self._flip_at = step
             case Fault.slow:
                 self._slow.append(fault)
             case Fault.agent_kill:
@@ -155,14 +175,14 @@ def flip_bit(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def loop_in_python(seconds: float) -> None:
-    """Loop without an end in sight: signals are heard, and nothing else is done."""
+    """Loop for so many seconds: signals are handled, and nothing else is done."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         pass
 
 
 def hold_the_lock(seconds: float) -> None:
-    """Sleep in native code without giving the interpreter's lock away: no other thread of Python runs."""
+    """Sleep in native code and hold the interpreter's lock: no other thread of Python runs."""
     native = ctypes.PyDLL(None)
     deadline = time.monotonic() + seconds
     # A signal's handler ends the sleep early.
@@ -185,7 +205,7 @@ def take_node_down() -> None:
         # It may be what kills this process: in a session of its own it gets to its end.
         with contextlib.suppress(subprocess.TimeoutExpired):
             subprocess.Popen(shlex.split(command), start_new_session=True).wait(_NODE_DOWN_TIMEOUT_S)
-    # The agent first: it would begin to tidy up.
+    # The agent first: it would begin to clean up.
     agent = os.environ.get(AGENT_VARIABLE, "")
     victims = ([int(agent)] if agent.isdigit() else []) + _of_this_node()
     for pid in victims:
@@ -200,37 +220,12 @@ def _of_this_node() -> list[int]:
     """
     names = _OF_THIS_NODE if "SLURM_JOB_ID" in os.environ else (_MARK_VARIABLE,)
     mine = {f"{name}={os.environ[name]}".encode() for name in names if name in os.environ}
-    found = []
+    processes = []
     for entry in Path("/proc").iterdir():
         if not mine or not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
-        # Whoever belongs to another user cannot be read.
+        # Processes of other users cannot be read.
         with contextlib.suppress(OSError):
             if mine <= set((entry / "environ").read_bytes().split(b"\0")):
-                found.append(int(entry.name))
-    return found
-
-
-# The moments of a training as it passes them: each beats this rank's heart, and planned faults strike.
-#
-# One call per moment in the loop and the step. It knows neither who listens nor what a fault does.
-
-
-def _no_faults() -> Faults:
-    return Faults([], 0, 0)
-
-
-@dataclass(frozen=True)
-class Moments:
-    """One rank's heart and faults. *Training thread only.*"""
-
-    heart: Heart = field(default_factory=silent_heart)
-    faults: Faults = field(default_factory=_no_faults)
-
-    def enter(self, phase: Phase, step: int = 0, micro_batch: int = 0) -> None:
-        """Say that `phase` begins; fail where that is planned. About a microsecond, and no wait for a
-        device.
-        """
-        self.heart.beat(phase, step, micro_batch)
-        if micro_batch == 0:
-            self.faults.strike(phase.name, step)
+                processes.append(int(entry.name))
+    return processes

@@ -4,7 +4,7 @@ A loss is a spike that is more than `factor` spreads above the median of the las
 is their median distance from their median, scaled so that it is the standard deviation of a normal
 distribution, and at least a hundredth of the median: losses that hardly vary would make anything a spike. A
 spike joins the window like any other loss, so that a level that is higher for good is soon the usual one.
-What follows from a spike is not known here.
+What follows from a spike is decided by `nonfinite`.
 """
 
 from __future__ import annotations
@@ -25,17 +25,26 @@ LEAVES_OUT = (OnSpike.skip, OnSpike.roll_back, OnSpike.stop)
 
 
 class LossSpikes:
-    """The last losses of a run, on the device. All ranks judge the same loss; where they must act alike over
-    `group`, they agree: losses that were summed over different groups may differ in the last bit.
+    """The last losses of a run, on the device; `recent` are those of earlier attempts, oldest first.
+
+    All ranks judge the same loss; where they must act alike over `group`, they agree: losses that were summed
+    over different groups may differ in the last bit.
     """
 
     def __init__(
-        self, config: LossSpikeConfig, device: torch.device, group: dist.ProcessGroup | None = None
+        self,
+        config: LossSpikeConfig,
+        device: torch.device,
+        group: dist.ProcessGroup | None = None,
+        recent: Sequence[float] = (),
     ) -> None:
         self._factor = config.factor
         self._group = group if config.action in LEAVES_OUT else None
         self._losses = torch.zeros(config.window, dtype=torch.float32, device=device)
-        self._num_losses = 0
+        # Saved losses may be of a window that was longer or shorter.
+        taken = list(recent)[-config.window :]
+        self._losses[: len(taken)] = torch.tensor(taken, device=device)
+        self._num_losses = len(taken)
 
     def is_spike(self, loss: Tensor) -> Tensor:
         """Judge the loss of a step (fp32 scalar on the device) and remember it; return a bool like it.
@@ -68,13 +77,6 @@ class LossSpikes:
         begin = self._num_losses % len(losses) if kept == len(losses) else 0
         return [*losses[begin:], *losses[:begin]][:kept]
 
-    @recent.setter
-    def recent(self, losses: Sequence[float]) -> None:
-        """Continue behind losses that were saved, of a window that may have been longer or shorter."""
-        taken = list(losses)[-len(self._losses) :]
-        self._losses[: len(taken)] = torch.tensor(taken, device=self._losses.device)
-        self._num_losses = len(taken)
-
 
 def _median(values: Tensor) -> Tensor:
     """Return the lower median of some values without a wait for the device, as torch.median has one."""
@@ -82,7 +84,10 @@ def _median(values: Tensor) -> Tensor:
 
 
 def make_loss_spikes(
-    config: LossSpikeConfig, device: torch.device, group: dist.ProcessGroup | None
+    config: LossSpikeConfig,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+    recent: Sequence[float] = (),
 ) -> LossSpikes | None:
-    """Return the judge of a run's losses; None where nobody wants to know."""
-    return None if config.action is OnSpike.none else LossSpikes(config, device, group)
+    """Return the judge of a run's losses; None where spikes are not looked for."""
+    return None if config.action is OnSpike.none else LossSpikes(config, device, group, recent)

@@ -1,20 +1,20 @@
-"""What happens to steps whose loss or gradient norm is not finite, or whose loss is a spike: counted, told,
-and in the end an error, or what the run is to go back behind.
+"""What follows from steps whose loss or gradient norm is not finite, or whose loss is a spike: they are
+counted and recorded, and by the policy they end the training with an error or a roll-back.
 
-Overflows of a scaled loss are none of these: they belong to fp16, correct the factor, and are told only.
+Overflows of a scaled loss are none of these: they belong to fp16, correct the factor, and are recorded only.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from conf.schema import Config, OnNonfinite, OnSpike
+from conf.schema import OnNonfinite, OnSpike, TrainConfig
 from orchestra.errors import LossSpikeError, NonFiniteError, TrainingError
 from orchestra.precision.loss_scale import DynamicLossScale
 from orchestra.run.events import EventWriter
 from orchestra.run.files import Record
 from orchestra.run.rollback import NOT_FINITE, SPIKE, BadSteps
-from orchestra.train.step import StepResult
+from orchestra.train.hooks import StepHook, StepResult
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class NonFiniteSteps:
     num_in_a_row: int = 0
 
 
-class NonFiniteGuard:
+class NonFiniteGuard(StepHook):
     """Applies train.on_nonfinite to steps whose loss or gradient norm is not finite, and recovery.loss_spike
     to those whose loss is far above the last ones.
 
@@ -34,11 +34,16 @@ class NonFiniteGuard:
     """
 
     def __init__(
-        self, config: Config, events: EventWriter, reads_every_step: bool, before: NonFiniteSteps
+        self,
+        config: TrainConfig,
+        on_spike: OnSpike,
+        events: EventWriter,
+        reads_every_step: bool,
+        before: NonFiniteSteps,
     ) -> None:
-        self._policy = config.train.on_nonfinite
-        self._limit = 1 if self._policy is OnNonfinite.stop else config.train.max_nonfinite_steps
-        self._on_spike = config.recovery.loss_spike.action
+        self._policy = config.on_nonfinite
+        self._limit = 1 if self._policy is OnNonfinite.stop else config.max_nonfinite_steps
+        self._on_spike = on_spike
         stops = self._policy is OnNonfinite.stop or self._on_spike is OnSpike.stop
         self._reads_every_step = reads_every_step or stops
         self._events = events
@@ -46,9 +51,9 @@ class NonFiniteGuard:
         self._num_in_a_row = before.num_in_a_row
         self.num_skipped = before.num_skipped
 
-    def failure(self, step: int, result: StepResult, *, must_read: bool) -> TrainingError | BadSteps | None:
+    def verdict(self, step: int, result: StepResult, *, must_read: bool) -> TrainingError | BadSteps | None:
         """Count a skipped step; return the error to raise where the policy says to stop, the steps to go back
-        behind where it says so. All ranks agree.
+        before where it says so. All ranks agree.
 
         With `must_read` the counts are complete afterwards.
         """
@@ -67,7 +72,7 @@ class NonFiniteGuard:
                     return NonFiniteError(words)
                 return BadSteps(unread_step - self._num_in_a_row + 1, unread_step, NOT_FINITE, words)
             if unread_result.is_spike is not None and bool(unread_result.is_spike):
-                self._tell_spike(unread_step, unread_result)
+                self._record_spike(unread_step, unread_result)
                 if self._on_spike is OnSpike.stop:
                     return LossSpikeError(_spike_explained(unread_step, unread_result))
                 if self._on_spike is OnSpike.roll_back:
@@ -84,19 +89,21 @@ class NonFiniteGuard:
         loss, grad_norm = repr(float(result.loss)), repr(float(result.grad_norm))
         self._events.write("nonfinite_step", step=step, loss=loss, grad_norm=grad_norm)
 
-    def _tell_spike(self, step: int, result: StepResult) -> None:
+    def _record_spike(self, step: int, result: StepResult) -> None:
         numbers = {"loss": float(result.loss), "grad_norm": float(result.grad_norm)}
         self._events.write("loss_spike", step=step, action=self._on_spike.name, **numbers)
 
     def _explained(self, step: int, result: StepResult) -> str:
-        found = f"step {step}: loss {float(result.loss)}, gradient norm {float(result.grad_norm)}: not finite"
+        problem = (
+            f"step {step}: loss {float(result.loss)}, gradient norm {float(result.grad_norm)}: not finite"
+        )
         if self._policy is OnNonfinite.stop:
             return (
-                f"{found}, and train.on_nonfinite=stop; the parameters are those of the step before. Lower "
+                f"{problem}, and train.on_nonfinite=stop; the parameters are those of the step before. Lower "
                 "optim.lr or look at this step's data (data.ledger=true writes its sample ids)"
             )
         in_a_row = (
-            f"{found}; {self._num_in_a_row} steps in a row were skipped "
+            f"{problem}; {self._num_in_a_row} steps in a row were skipped "
             f"(train.max_nonfinite_steps={self._limit})"
         )
         if self._policy is OnNonfinite.roll_back:
@@ -121,14 +128,14 @@ def _spike_explained(step: int, result: StepResult) -> str:
 
 
 class OverflowLog:
-    """Tells what a scaled loss does, at logged steps: two columns more in the metrics, and an event where
-    steps were left out since the last one. *Rank 0 only*; without a scaled loss it says nothing.
+    """Records what a scaled loss does, at logged steps: two columns more in the metrics, and an event where
+    steps were left out since the last logged one. *Rank 0 only*; without a scaled loss it records nothing.
     """
 
     def __init__(self, loss_scale: DynamicLossScale | None, events: EventWriter) -> None:
         self._loss_scale = loss_scale
         self._events = events
-        self._num_told = 0 if loss_scale is None else loss_scale.state.num_overflows
+        self._num_recorded = 0 if loss_scale is None else loss_scale.state.num_overflows
 
     def columns(self, step: int) -> Record:
         """Return the factor of the step to come, and the steps left out since the run began. Waits for the
@@ -137,8 +144,8 @@ class OverflowLog:
         if self._loss_scale is None:
             return {}
         state = self._loss_scale.state
-        num_new, self._num_told = state.num_overflows - self._num_told, state.num_overflows
+        num_new, self._num_recorded = state.num_overflows - self._num_recorded, state.num_overflows
         if num_new:
-            told = {"num_skipped": num_new, "loss_scale": state.scale}
-            self._events.write("loss_scale_lowered", step=step, **told)
+            evidence = {"num_skipped": num_new, "loss_scale": state.scale}
+            self._events.write("loss_scale_lowered", step=step, **evidence)
         return {"loss_scale": state.scale, "overflow_steps": state.num_overflows}

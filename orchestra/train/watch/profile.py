@@ -21,6 +21,7 @@ from conf.schema import ProfileConfig
 from orchestra.parallel.marks import Traffic
 from orchestra.run.paths import RunDir
 from orchestra.sizes.step_shares import MARKS, SUMMARY_FILE, Interval, Part, StepShares, shares_of
+from orchestra.train.hooks import StepHook
 
 _TABLE_ROWS = 40
 _UNTRACED = nullcontext()
@@ -32,12 +33,12 @@ _HOST_COLLECTIVES = ("gloo:",)
 _DEVICE_COLLECTIVES = ("nccl",)
 
 
-class StepProfiler:
+class StepProfiler(StepHook):
     """Traces the steps `config.steps[0]` to `config.steps[1]`, both included, on the ranks of `config.ranks`.
 
     A run that resumes inside that range traces what is left of it; one that ends inside it writes on `close`.
     `traffic` counts what this rank sends; without one no bytes are recorded. `settle` waits for collectives
-    that a step leaves under way: one that ended behind the trace would write into memory that is gone.
+    that a step leaves under way: one that ended after the trace would write into memory that is gone.
     """
 
     def __init__(
@@ -59,8 +60,8 @@ class StepProfiler:
         self._profile: profile | None = None
         self._began_at = self._ended_at = 0
 
-    def step(self, step: int) -> AbstractContextManager[object]:
-        """Return the context to run `step` in, the wait for its data included."""
+    def around_step(self, step: int) -> AbstractContextManager[object]:
+        """Return the context that traces `step`, where it is one of those to trace."""
         if not self._is_armed or not self._first <= step <= self._last:
             return _UNTRACED
         return self._traced(step)

@@ -1,15 +1,19 @@
-"""Computes other ranks' steps again (`recovery.replay_every_steps`): a device that computes wrongly and says
-nothing is told by its neighbours.
+"""Computes other ranks' steps again (`recovery.replay_every_steps`), to find a device that computes wrongly
+and reports no error.
 
 In a step of every so many each rank also takes the first micro-batch of the rank before it in data
 parallelism, with the same parameters, and the loss and the local gradients of the two are compared: their
 bits, before any reduction. Nothing of the training changes by it; it costs a micro-batch's time and the
 memory of one more set of gradients. Where two differ all ranks take one more micro-batch, that of two places
-before, to find out who is broken (`replay_verdict`), and nothing is updated.
+before, to find out which rank is broken, and nothing is updated.
+
+Each rank's micro-batch is computed by itself and by the rank that comes next to it in data parallelism, which
+holds the same part of the model. Where the two differ a third rank, the one after that, computes it too: of
+three the one that differs from the others is broken. With two ranks there is no third one, and with three
+different results no majority: then no rank is named.
 
 A gradient's digest is the sum of its bits, each element's times an odd number of its place, modulo 2^64: it
-does not depend on the order of the sum, and one flipped bit always changes it. What follows is not known
-here.
+does not depend on the order of the sum, and one flipped bit always changes it.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ import contextlib
 import math
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -37,24 +41,18 @@ from orchestra.run.events import EventWriter
 from orchestra.run.rollback import BROKEN_DEVICE, BadSteps
 from orchestra.sizes.step_shares import Part
 from orchestra.sizes.topology import Layout
+from orchestra.train.hooks import StepHook
 
-# Who computed wrongly, from what several ranks made of the same micro-batch. Pure: it computes no step.
-#
-# Each rank's micro-batch is computed by itself and by the rank that comes next to it in data parallelism,
-# which holds the same part of the model. Where the two differ a third rank, the one after that, computes it
-# too: of three the one that differs from the others is broken. With two ranks there is no third one, and with
-# three different results no majority: then nobody is named.
-
-
-# Of the ranks of data parallelism: who computes a rank's micro-batch again, and who settles it.
+# How many places further in data parallelism the rank is that computes a rank's micro-batch again, and the
+# one that settles a difference.
 SECOND, THIRD = 1, 2
 _DATA_PARALLEL = ("replicate", "shard")
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What a micro-batch came to: the digest of its loss and gradients, and for comparison with a tolerance
-    the loss and the gradients' L2 norm.
+class ComputedMicroBatch:
+    """What a rank computed of a micro-batch: the digest of its loss and gradients, and for comparison with a
+    tolerance the loss and the gradients' L2 norm.
     """
 
     digest: str
@@ -62,13 +60,13 @@ class Outcome:
     norm: float
 
     @classmethod
-    def of(cls, record: Mapping[str, Any]) -> Outcome:
-        """Return the outcome that a word of JSON holds."""
+    def of(cls, record: Mapping[str, Any]) -> ComputedMicroBatch:
+        """Return the one that JSON from another rank holds."""
         return cls(str(record["digest"]), float(record["loss"]), float(record["norm"]))
 
 
-def agree(one: Outcome, other: Outcome, tolerance: float | None) -> bool:
-    """Whether two ranks made the same of a micro-batch: bit for bit, or within a relative tolerance."""
+def agree(one: ComputedMicroBatch, other: ComputedMicroBatch, tolerance: float | None) -> bool:
+    """Whether two ranks computed the same of a micro-batch: bit for bit, or within a relative tolerance."""
     if tolerance is None:
         return one.digest == other.digest
     return _is_near(one.loss, other.loss, tolerance) and _is_near(one.norm, other.norm, tolerance)
@@ -76,15 +74,15 @@ def agree(one: Outcome, other: Outcome, tolerance: float | None) -> bool:
 
 def _is_near(one: float, other: float, tolerance: float) -> bool:
     if not (math.isfinite(one) and math.isfinite(other)):
-        # Equal infinities say as little as two NaNs.
+        # Two infinities can be compared as little as two NaNs.
         return math.isfinite(one) == math.isfinite(other)
     return abs(one - other) <= tolerance * max(abs(one), abs(other))
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A micro-batch of `rank` that came out differently when rank `by` computed it. `broken` is the one that
-    a third rank speaks against; None: nobody could tell.
+    """A micro-batch of `rank` that came out differently when rank `by` computed it. `broken` is the one of
+    the two that a third rank differs from; None: no third rank could tell.
     """
 
     rank: int
@@ -101,48 +99,47 @@ def partner(layout: Layout, rank: int, shift: int) -> int | None:
 
 
 def differences(
-    own: Sequence[Outcome], second: Sequence[Outcome], layout: Layout, tolerance: float | None
+    own: Sequence[ComputedMicroBatch],
+    second: Sequence[ComputedMicroBatch],
+    layout: Layout,
+    tolerance: float | None,
 ) -> list[Difference]:
-    """Return what the second computations brought to light.
+    """Return the micro-batches whose first and second computation differ.
 
     `own` by rank; `second` by the rank that computed, which is the one next to whose micro-batch it was.
     """
-    found = []
-    for rank, outcome in enumerate(own):
-        by = partner(layout, rank, SECOND)
-        if by is not None and not agree(outcome, second[by], tolerance):
-            found.append(Difference(rank, by))
-    return found
+    pairs = [(rank, partner(layout, rank, SECOND)) for rank in range(len(own))]
+    return [
+        Difference(rank, by)
+        for rank, by in pairs
+        if by is not None and not agree(own[rank], second[by], tolerance)
+    ]
 
 
 def settled(
-    found: Sequence[Difference],
-    own: Sequence[Outcome],
-    second: Sequence[Outcome],
-    third: Sequence[Outcome],
+    unsettled: Sequence[Difference],
+    own: Sequence[ComputedMicroBatch],
+    second: Sequence[ComputedMicroBatch],
+    third: Sequence[ComputedMicroBatch],
     layout: Layout,
     tolerance: float | None,
 ) -> list[Difference]:
-    """Return the differences with what the third computations say, by the rank that computed."""
-    return [Difference(it.rank, it.by, _broken(it, own, second, third, layout, tolerance)) for it in found]
+    """Return the differences with the broken rank by the third computations, by the rank that computed."""
 
+    def broken(rank: int, by: int) -> int | None:
+        third_rank = partner(layout, rank, THIRD)
+        if third_rank is None:
+            return None
+        is_like_own = agree(third[third_rank], own[rank], tolerance)
+        is_like_second = agree(third[third_rank], second[by], tolerance)
+        if is_like_own == is_like_second:
+            return None
+        return by if is_like_own else rank
 
-def _broken(
-    it: Difference,
-    own: Sequence[Outcome],
-    second: Sequence[Outcome],
-    third: Sequence[Outcome],
-    layout: Layout,
-    tolerance: float | None,
-) -> int | None:
-    judge = partner(layout, it.rank, THIRD)
-    if judge is None:
-        return None
-    is_like_own = agree(third[judge], own[it.rank], tolerance)
-    is_like_second = agree(third[judge], second[it.by], tolerance)
-    if is_like_own == is_like_second:
-        return None
-    return it.by if is_like_own else it.rank
+    return [
+        Difference(difference.rank, difference.by, broken(difference.rank, difference.by))
+        for difference in unsettled
+    ]
 
 
 # Elements that are looked at together: on a CPU as many as its caches hold, on a GPU enough to keep it busy.
@@ -181,8 +178,8 @@ def _signed(value: int) -> int:
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
-class _Tally:
-    """Adds up what one computation of a micro-batch comes to, on the device."""
+class _GradientSums:
+    """Adds up the digests and squares of one micro-batch's gradients, on the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._digest = torch.zeros((), dtype=torch.int64, device=device)
@@ -194,28 +191,28 @@ class _Tally:
         self._digest += digest(gradient, number + 1)
         self._squares += torch.linalg.vector_norm(gradient, dtype=torch.float32).double().square()
 
-    def outcome(self) -> Outcome:
-        """Return it. Waits for the device."""
+    def computed(self) -> ComputedMicroBatch:
+        """Return the digest, the loss and the norm. Waits for the device."""
         total = int(self._digest + digest(self.loss, 0))
-        return Outcome(f"{total % (1 << 64):016x}", float(self.loss), float(self._squares.sqrt()))
+        return ComputedMicroBatch(f"{total % (1 << 64):016x}", float(self.loss), float(self._squares.sqrt()))
 
 
 @dataclass
-class _Step:
-    """A step that is being replayed on this rank."""
+class _ReplayedStep:
+    """A step that is being computed twice: this rank's own first micro-batch, and the other rank's."""
 
     number: int
     tokens: Tensor
     share: float | Tensor
-    own: _Tally
-    second: _Tally
+    own: _GradientSums
+    second: _GradientSums
 
 
-class Replay:
-    """One rank's part. All methods but `is_due` are *collective*, in the same steps.
+class Replay(StepHook):
+    """Computes a neighbour's micro-batch again, on one rank. *Collective*, in the same steps.
 
-    `events` is rank 0's; None on the others. Raises ConfigError where the ranks' devices are not alike and
-    nothing says how far their results may differ.
+    `events` is rank 0's; None on the others. `begin` is the step that the attempt began after. Raises
+    ConfigError where the ranks' devices are not alike and no tolerance is given.
     """
 
     def __init__(
@@ -234,85 +231,87 @@ class Replay:
         self._mesh = mesh
         self._peers = peers
         self._events = events
-        # The last step of which nothing speaks against what was computed up to it.
-        self._trusted = begin
-        self._step: _Step | None = None
+        # The last step whose two computations agreed.
+        self._last_agreed = begin
+        self._step: _ReplayedStep | None = None
         if self._every_steps is not None:
             devices = peers.exchange("replay/devices", _device(mesh.device))
             _refuse_unlike(config, mesh, devices)
 
-    def is_due(self, step: int) -> bool:
-        """Whether `step` is to be computed twice."""
-        return self._every_steps is not None and step % self._every_steps == 0
+    def before_forward(self, step: int, tokens_ABS: Tensor, share: float | Tensor) -> None:
+        """Compute the first micro-batch of the rank before this one, in a step that is due."""
+        if self._every_steps is None or step % self._every_steps:
+            return
+        own = _GradientSums(self._mesh.device)
+        second = self._computed(tokens_ABS[0], share, SECOND)
+        self._step = _ReplayedStep(step, tokens_ABS[0], share, own, second)
 
-    def begin(self, step: int, tokens_BS: Tensor, share: float | Tensor) -> None:
-        """Compute the first micro-batch of the rank before this one; `tokens_BS` is this rank's own.
-
-        Before the step's own forward pass, with whose factor of the loss.
+    def around_backward(
+        self,
+        step: int,  # noqa: ARG002
+        micro_batch: int,
+        loss: Tensor,
+    ) -> AbstractContextManager[object]:
+        """Keep the loss of this rank's own first micro-batch, and add up its gradients as the backward pass
+        finishes them.
         """
-        second = self._computed(tokens_BS, share, SECOND)
-        self._step = _Step(step, tokens_BS, share, _Tally(self._mesh.device), second)
+        if self._step is None or micro_batch:
+            return nullcontext()
+        self._step.own.loss = loss.detach().clone()
+        return self._summing(self._step.own)
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Take down the gradients of this rank's own first micro-batch as its backward pass finishes them."""
-        assert self._step is not None
-        own = self._step.own
-
-        def taker(number: int) -> Any:
+    def _summing(self, own: _GradientSums) -> Iterator[None]:
+        def adder(number: int) -> Any:
             return lambda gradient: own.add(gradient, number)
 
-        hooks = [it.register_hook(taker(number)) for number, it in enumerate(self._parameters)]  # type: ignore[no-untyped-call]
+        handles = [
+            parameter.register_hook(adder(number))  # type: ignore[no-untyped-call]
+            for number, parameter in enumerate(self._parameters)
+        ]
         try:
             yield
         finally:
-            for hook in hooks:
-                hook.remove()
+            for handle in handles:
+                handle.remove()
 
-    def saw(self, loss: Tensor) -> None:
-        """Take down the loss of this rank's own first micro-batch, not yet summed over anything."""
-        assert self._step is not None
-        self._step.own.loss = loss.detach().clone()
-
-    def compare(self) -> None:
+    def after_backward(self, step: int) -> None:
         """Compare what the ranks have computed, before anything is updated. Waits for the device.
 
         Raises ReplayError, on all ranks, where they differ.
         """
-        step, self._step = self._step, None
-        assert step is not None
-        layout, tolerance = self._mesh.layout, self._tolerance
-        own, second, hosts = self._heard(step, "second", step.own.outcome(), step.second.outcome())
-        found = differences(own, second, layout, tolerance)
-        if not found:
-            self._trusted = step.number
+        replayed, self._step = self._step, None
+        if replayed is None:
             return
-        if self._has_third():
-            outcome = self._computed(step.tokens, step.share, THIRD).outcome()
-            _, third, _ = self._heard(step, "third", step.own.outcome(), outcome)
-            found = settled(found, own, second, third, layout, tolerance)
-        self._tell(step.number, found, hosts)
-        words = _words(step.number, found, hosts)
-        raise ReplayError(BadSteps(self._trusted + 1, step.number, BROKEN_DEVICE, words, leaves_out=False))
+        layout, tolerance = self._mesh.layout, self._tolerance
+        own, second, hosts = self._exchanged(replayed, "second", replayed.second.computed())
+        differing = differences(own, second, layout, tolerance)
+        if not differing:
+            self._last_agreed = step
+            return
+        if layout.dp > THIRD:
+            computed = self._computed(replayed.tokens, replayed.share, THIRD).computed()
+            _, third, _ = self._exchanged(replayed, "third", computed)
+            differing = settled(differing, own, second, third, layout, tolerance)
+        self._record(step, differing, hosts)
+        words = _words(step, differing, hosts)
+        raise ReplayError(BadSteps(self._last_agreed + 1, step, BROKEN_DEVICE, words, leaves_out=False))
 
-    def _has_third(self) -> bool:
-        return self._mesh.layout.dp > THIRD
-
-    def _computed(self, tokens_BS: Tensor, share: float | Tensor, shift: int) -> _Tally:
+    def _computed(self, tokens_BS: Tensor, share: float | Tensor, shift: int) -> _GradientSums:
         """Compute the micro-batch of the rank `shift` places before this one."""
         tokens = self._received(tokens_BS, shift).to(self._mesh.device)
-        tally = _Tally(self._mesh.device)
+        sums = _GradientSums(self._mesh.device)
         loss = self._model(tokens[:, :-1], tokens[:, 1:], share)
-        tally.loss = loss.detach().clone()
-        # Not by `backward`: nobody who waits for this step's gradients may take these.
+        sums.loss = loss.detach().clone()
+        # Not by `backward`: hooks that wait for this step's own gradients must not take these.
         for number, gradient in enumerate(torch.autograd.grad(loss, self._parameters)):
-            tally.add(gradient, number)
-        return tally
+            sums.add(gradient, number)
+        return sums
 
     def _received(self, tokens_BS: Tensor, shift: int) -> Tensor:
         """Send this rank's tokens `shift` places on, and return those that come from as many before."""
         mesh = self._mesh
-        members = mesh.layout.neighbours(mesh.rank, ("replicate", "shard"))
+        members = mesh.layout.neighbours(mesh.rank, _DATA_PARALLEL)
         place = members.index(mesh.rank)
         to, source = members[(place + shift) % len(members)], members[(place - shift) % len(members)]
         mine = tokens_BS.to(mesh.device).contiguous()
@@ -326,21 +325,25 @@ class Replay:
                 work.wait()
         return theirs
 
-    def _heard(
-        self, step: _Step, which: str, own: Outcome, other: Outcome
-    ) -> tuple[list[Outcome], list[Outcome], list[str]]:
+    def _exchanged(
+        self, step: _ReplayedStep, which: str, other: ComputedMicroBatch
+    ) -> tuple[list[ComputedMicroBatch], list[ComputedMicroBatch], list[str]]:
         """Return what all ranks have computed, for themselves and for others, and their hosts, by rank."""
-        word = {"own": asdict(own), "other": asdict(other), "host": socket.gethostname()}
+        own = step.own.computed()
+        record = {"own": asdict(own), "other": asdict(other), "host": socket.gethostname()}
         with marked(Part.communication):
-            words = self._peers.exchange(f"replay/{step.number}/{which}", word)
-        owns = [Outcome.of(it["own"]) for it in words]
-        others = [Outcome.of(it["other"]) for it in words]
-        return owns, others, [str(it["host"]) for it in words]
+            records = self._peers.exchange(f"replay/{step.number}/{which}", record)
+        owns = [ComputedMicroBatch.of(each["own"]) for each in records]
+        others = [ComputedMicroBatch.of(each["other"]) for each in records]
+        return owns, others, [str(each["host"]) for each in records]
 
-    def _tell(self, step: int, found: Sequence[Difference], hosts: Sequence[str]) -> None:
-        for it in found if self._events is not None else ():
-            named = it.rank if it.broken is None else it.broken
-            assert self._events is not None
+    def _record(self, step: int, differing: Sequence[Difference], hosts: Sequence[str]) -> None:
+        """Record the differences. *Rank 0 only*; the other ranks have no events."""
+        if self._events is None:
+            return
+        for difference in differing:
+            is_settled = difference.broken is not None
+            named = difference.rank if difference.broken is None else difference.broken
             # A full disk takes the record; the roll-back needs one too, and fails there.
             with contextlib.suppress(OSError):
                 self._events.write(
@@ -348,10 +351,10 @@ class Replay:
                     step=step,
                     rank=named,
                     host=hosts[named],
-                    is_settled=it.broken is not None,
-                    of_rank=it.rank,
-                    by_rank=it.by,
-                    hosts=[hosts[it.rank], hosts[it.by]],
+                    is_settled=is_settled,
+                    of_rank=difference.rank,
+                    by_rank=difference.by,
+                    hosts=[hosts[difference.rank], hosts[difference.by]],
                 )
 
 
@@ -371,7 +374,10 @@ def _refuse_unlike(config: Config, mesh: Mesh, devices: Sequence[str]) -> None:
     recovery = config.recovery
     asked = f"recovery.replay_every_steps={recovery.replay_every_steps}"
     if mesh.layout.dp < SECOND + 1:
-        raise ConfigError(f"{asked}: the run has one data-parallel rank, and nobody else to compute its step")
+        raise ConfigError(
+            f"{asked}: the run has one data-parallel rank, and no other one that could compute its step; use "
+            "parallelism.dp=2 or more, or recovery.replay_every_steps=null"
+        )
     if recovery.replay_tolerance is not None:
         return
     if len(set(devices)) > 1:
@@ -386,13 +392,13 @@ def _refuse_unlike(config: Config, mesh: Mesh, devices: Sequence[str]) -> None:
         )
 
 
-def _words(step: int, found: Sequence[Difference], hosts: Sequence[str]) -> str:
-    broken = sorted({it.broken for it in found if it.broken is not None})
+def _words(step: int, differing: Sequence[Difference], hosts: Sequence[str]) -> str:
+    broken = sorted({difference.broken for difference in differing if difference.broken is not None})
     if broken:
         named = ", ".join(f"rank {rank} on {hosts[rank]}" for rank in broken)
         return f"step {step}: {named} computed a micro-batch differently from two other ranks"
-    it = found[0]
+    rank, by = differing[0].rank, differing[0].by
     return (
-        f"step {step}: rank {it.rank} on {hosts[it.rank]} and rank {it.by} on {hosts[it.by]} computed the "
+        f"step {step}: rank {rank} on {hosts[rank]} and rank {by} on {hosts[by]} computed the "
         "same micro-batch differently; one of these two is broken, and no third rank could tell which"
     )

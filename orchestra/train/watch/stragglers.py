@@ -6,7 +6,7 @@ leaves its times in the ranks' store and goes on; rank 0 reads all of them in a 
 `straggler_found` and `straggler_gone`. A step that is not timed costs a comparison.
 
 Communication inside of what torch compiled has no marks: waits there count as a rank's own time and hide who
-is slow, but accuse nobody. What is done about a straggler is not known here.
+is slow, but accuse nobody.
 """
 
 from __future__ import annotations
@@ -30,15 +30,11 @@ from checkpointing.peers import Peers
 from conf.schema import RecoveryConfig
 from orchestra.parallel.marks import time_communication
 from orchestra.run.events import EventWriter, is_number
+from orchestra.train.hooks import StepHook
 
-# Which ranks compute slower than the others, from their own step times. Pure: it knows no clock and no
-# host, and does nothing about what it finds.
-#
-# A window is one time per rank: seconds of the same step, the waits for other ranks left out. A rank is slow
-# in it that needs `factor` times the median of the others; it counts as a straggler once that was so in
-# `windows` windows in a row, and no more once it was not so in as many. One hiccup, or noise that hits every
-# rank, is none: with a noise of 10 % (one standard deviation) a single window is 1.3 times the median once in
-# a thousand times, five in a row never.
+_TOPIC = "step times"
+# Step times that a rank reports at once: a host that is ahead of its device reports the last one late.
+_NUM_REPORTED = 4
 
 
 @dataclass(frozen=True)
@@ -50,22 +46,27 @@ class Straggler:
 
 
 @dataclass(frozen=True)
-class Judgement:
-    """What changed with the newest window: who became slow, and who is it no more."""
+class StragglerChanges:
+    """What changed with the newest window: which ranks became slow, and which are slow no more."""
 
     found: tuple[Straggler, ...] = ()
     gone: tuple[int, ...] = ()
 
 
-def judge(
+def straggler_changes(
     history: Sequence[Sequence[float]], known: Collection[int], *, factor: float, windows: int
-) -> Judgement:
-    """Judge the newest `windows` of a history (oldest first; seconds by rank), given who is known to be slow.
+) -> StragglerChanges:
+    """Return what the newest `windows` of a history change about the ranks that are `known` to be slow.
 
-    With fewer windows, or a single rank, nothing changes. All windows have the same ranks.
+    A window holds the seconds of one step by rank, without the waits for other ranks; the oldest comes first.
+    A rank is slow in a window if it needs more than `factor` times the median of the others. It becomes a
+    straggler after `windows` such windows in a row, and is none any more after as many in which it was not
+    slow. A single slow step, or noise on every rank, makes no straggler: with a noise of 10 % (one standard
+    deviation) one window reaches 1.3 times the median once in a thousand times, five in a row never do. With
+    fewer windows, or one rank, nothing changes.
     """
     if len(history) < windows or len(history[-1]) < 2:
-        return Judgement()
+        return StragglerChanges()
     ratios = [ratios_to_others(window) for window in history[-windows:]]
     found, gone = [], []
     for rank, of_rank in enumerate(zip(*ratios, strict=True)):
@@ -73,7 +74,7 @@ def judge(
             found.append(Straggler(rank, statistics.median(of_rank)))
         elif rank in known and max(of_rank) <= factor:
             gone.append(rank)
-    return Judgement(tuple(found), tuple(gone))
+    return StragglerChanges(tuple(found), tuple(gone))
 
 
 def ratios_to_others(window: Sequence[float]) -> list[float]:
@@ -93,11 +94,6 @@ def _median_without(ordered: Sequence[float], value: float) -> float:
 
     middle = num_others // 2
     return other(middle) if num_others % 2 else (other(middle - 1) + other(middle)) / 2
-
-
-_TOPIC = "step times"
-# Steps that a rank tells of at once: ranks whose hosts are ahead of their devices tell of the last one late.
-_TOLD = 4
 
 
 class StepClock(Protocol):
@@ -192,8 +188,8 @@ def _event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-class StepTimes:
-    """One rank's part. All ranks call `begin` and `end` for the same steps; neither waits for anything.
+class StepTimes(StepHook):
+    """Times this rank's steps. All ranks call `begin` and `end` for the same steps; neither waits.
 
     `events` is rank 0's, where the stragglers are written; None on the others.
     """
@@ -206,50 +202,57 @@ class StepTimes:
         self._clock = clock
         self._timed: int | None = None
         self._is_running = False
-        self._told: deque[tuple[int, float]] = deque(maxlen=_TOLD)
+        self._reported: deque[tuple[int, float]] = deque(maxlen=_NUM_REPORTED)
         self._host = socket.gethostname()
         is_watch = events is not None and self._every_steps is not None
         self._watch = StragglerWatch(config, peers, events) if is_watch and events is not None else None
 
+    @contextlib.contextmanager
+    def around_step(self, step: int) -> Iterator[None]:
+        """Time the step where it is due."""
+        self.begin(step)
+        yield
+        self.end()
+
     def begin(self, step: int) -> None:
-        """Begin `step`, with whatever this rank does for it."""
+        """Begin `step`, with all that this rank does for it."""
         if self._every_steps is None or step % self._every_steps:
             return
-        self._tell()
+        self._report()
         self._timed, self._is_running = step, True
         time_communication(self._clock.communicating)
         self._clock.begin()
 
     def end(self) -> None:
-        """End the step; behind it ranks may wait for each other without a mark."""
+        """End the step; after it ranks may wait for each other without a mark."""
         if self._is_running:
             self._clock.end()
             time_communication(None)
             self._is_running = False
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         """Leave the time of the step that was timed last, if the device has come that far."""
         own_time_s = None if self._timed is None else self._clock.own_time_s()
         if own_time_s is None or self._timed is None:
             return
-        self._told.append((self._timed, own_time_s))
-        word = {"host": self._host, "times": list(self._told)}
+        self._reported.append((self._timed, own_time_s))
+        report = {"host": self._host, "times": list(self._reported)}
         if self._watch is not None:
-            self._watch.look(word)
+            self._watch.look(report)
             return
-        # Without rank 0 there is nobody to tell, and the training will notice it by itself.
+        # Where rank 0 is gone, the training notices it by itself.
         with contextlib.suppress(CheckpointError):
-            self._peers.tell(_TOPIC, word)
+            self._peers.tell(_TOPIC, report)
 
     def close(self) -> None:
-        """Let go of the thread. Never waits."""
+        """End the thread. Never waits."""
         time_communication(None)
         if self._watch is not None:
             self._watch.close()
 
 
 class StragglerWatch:
-    """Reads what all ranks have left, whenever there is something new, and judges it. *Rank 0 only*."""
+    """Reads what all ranks have reported, whenever there is something new, and judges it. *Rank 0 only*."""
 
     def __init__(self, config: RecoveryConfig, peers: Peers, events: EventWriter) -> None:
         self._config = config
@@ -282,34 +285,34 @@ class StragglerWatch:
                 return
             # The store goes with rank 0, at the end of the run.
             with contextlib.suppress(CheckpointError):
-                words = self._peers.words_of_others(_TOPIC)
-                if words is not None:
-                    self._judge([self._own, *words])
+                others = self._peers.words_of_others(_TOPIC)
+                if others is not None:
+                    self._judge([self._own, *others])
 
-    def _judge(self, words: list[dict[str, Any]]) -> None:
-        """Judge the steps that all ranks have told of since the last ones that were judged."""
-        times = [dict(word["times"]) for word in words]
+    def _judge(self, reports: list[dict[str, Any]]) -> None:
+        """Judge the steps that all ranks have reported since the last ones that were judged."""
+        times = [dict(report["times"]) for report in reports]
         new = set.intersection(*(set(of_rank) for of_rank in times))
         for step in sorted(step for step in new if step > self._judged):
             self._judged = step
             window = [of_rank[step] for of_rank in times]
             if all(is_number(seconds) for seconds in window):
                 self._history.append(window)
-                self._announce(step, words)
+                self._announce(step, reports)
 
-    def _announce(self, step: int, words: list[dict[str, Any]]) -> None:
+    def _announce(self, step: int, reports: list[dict[str, Any]]) -> None:
         config = self._config
         factor, windows = config.straggler_factor, config.straggler_windows
-        judgement = judge(list(self._history), self._slow, factor=factor, windows=windows)
+        changes = straggler_changes(list(self._history), self._slow, factor=factor, windows=windows)
         num_steps = windows * (config.straggler_every_steps or 1)
         # A full disk takes the record; the next one is tried again.
         with contextlib.suppress(OSError):
-            for straggler in judgement.found:
-                rank, host = straggler.rank, words[straggler.rank]["host"]
+            for straggler in changes.found:
+                rank, host = straggler.rank, reports[straggler.rank]["host"]
                 evidence = {"ratio": straggler.ratio, "steps": num_steps, "seconds": self._history[-1][rank]}
                 self._events.write("straggler_found", rank=rank, host=host, step=step, **evidence)
                 self._slow.add(rank)
-            for rank in judgement.gone:
-                host = words[rank]["host"]
+            for rank in changes.gone:
+                host = reports[rank]["host"]
                 self._events.write("straggler_gone", rank=rank, host=host, step=step, steps=num_steps)
                 self._slow.discard(rank)

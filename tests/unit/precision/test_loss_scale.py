@@ -57,8 +57,7 @@ def test_a_result_keeps_the_factor_that_it_was_computed_with() -> None:
 
 
 def test_a_state_that_was_saved_goes_on() -> None:
-    scale = DynamicLossScale(LossScale(growth_steps=3), CPU)
-    scale.state = ScaleState(32.0, 2, 5)
+    scale = DynamicLossScale(LossScale(growth_steps=3), CPU, ScaleState(32.0, 2, 5))
     moved(scale, FINE, FINE)
     assert scale.state == ScaleState(64.0, 0, 5)
 

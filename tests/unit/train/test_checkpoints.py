@@ -22,10 +22,10 @@ from orchestra.run.files import Record
 from orchestra.run.paths import RunDir
 from orchestra.sizes.topology import Layout
 from orchestra.train.build import Training, build_training
-from orchestra.train.checkpoints import Checkpoints
+from orchestra.train.checkpoints import Checkpoints, build_memory_copies
 from orchestra.train.memory import host_memory
 from orchestra.train.metrics import Totals
-from orchestra.train.starting_point import Setting
+from orchestra.train.starting_point import CheckpointContext
 from orchestra.train.state import Position, TensorState
 from orchestra.train.watch.inject_faults import Faults
 
@@ -56,8 +56,10 @@ class Attempt:
         self.state = TensorState(self.training.parallelized, self.training.optimizer, mesh)
         events = EventWriter(self.run, rank_writer(number, 0), number, rank=0)
         peers = open_peers(mesh, ALONE, number, config.checkpoint.timeout_s)
-        setting = Setting(config, self.run, number, ALONE, mesh, peers, events)
-        self.checkpoints = Checkpoints(setting, self.state, faults or Faults([], number, 0))
+        context = CheckpointContext(config, self.run, number, ALONE, mesh, peers, events)
+        copies = build_memory_copies(context, self.state)
+        at_phase = (faults or Faults([], number, 0)).strike
+        self.checkpoints = Checkpoints(context, self.state, copies, at_phase)
 
     def save(self, step: int, *, is_last: bool = False) -> None:
         """Save with every element of the state set to `step`."""

@@ -154,7 +154,7 @@ def test_a_poisoned_loss_is_that_of_one_step(tmp_path: Path, fault: str, expecte
     factors = []
     for step in range(1, 6):
         faults.strike("step", step)
-        factors.append(faults.factor(step))
+        factors.append(faults.loss_factor(step))
     assert repr(factors) == repr([1.0, 1.0, expected, 1.0, 1.0])
     assert [event["step"] for event in read_events(RunDir(tmp_path))] == [3]
 

@@ -13,7 +13,7 @@ import pytest
 
 from checkpointing.options import PHASES
 from conf.schema import Fault, FaultPhase
-from orchestra.train.watch.inject_faults import PlannedFault, planned_faults
+from orchestra.run.planned_faults import PlannedFault, planned_faults
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -52,7 +52,8 @@ def test_a_fault_befalls_its_rank_in_its_attempt_alone(
 def test_it_strikes_at_its_moment_and_at_no_other() -> None:
     script = (
         "from conf.schema import FaultPhase\n"
-        "from orchestra.train.watch.inject_faults import Faults, PlannedFault\n"
+        "from orchestra.run.planned_faults import PlannedFault\n"
+        "from orchestra.train.watch.inject_faults import Faults\n"
         "faults = Faults([PlannedFault(3, None, FaultPhase.mid_file)], attempt=0, rank=5)\n"
         "faults.strike('step', 3); faults.strike('mid_file', 2); print('alive', flush=True)\n"
         "faults.strike('mid_file', 3); print('still alive')\n"

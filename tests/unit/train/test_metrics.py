@@ -23,9 +23,9 @@ from orchestra.train.metrics import (
     Meter,
     MeterSettings,
     Totals,
+    initial_totals,
     memory_peak_bytes,
     meter_settings,
-    totals_of_nothing,
 )
 
 CPU = torch.device("cpu")
@@ -108,12 +108,12 @@ def test_the_wall_time_begins_with_the_first_submission(tmp_path: Path) -> None:
     JsonLinesWriter(run.event_file(node_writer(1, 0))).write(
         {"time": 50.0, "attempt": 1, "event": "attempt_started"}
     )
-    assert totals_of_nothing(run).started_at == 50.0
+    assert initial_totals(run).started_at == 50.0
     JsonLinesWriter(run.event_file("submit.7")).write({"time": 40.0, "attempt": 0, "event": "submitted"})
-    assert totals_of_nothing(run).started_at == 40.0
+    assert initial_totals(run).started_at == 40.0
     # A member of a sweep has no event of its submission.
     run.record.write_text(json.dumps({"jobs": [{"submitted": 30.0}, {"submitted": 90.0}]}))
-    assert totals_of_nothing(run).started_at == 30.0
+    assert initial_totals(run).started_at == 30.0
 
 
 def test_floats_keep_full_precision_in_the_file(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_a_run_that_begins_late_counts_from_its_first_attempt(tmp_path: Path) ->
     run = RunDir(tmp_path)
     for attempt in range(2):
         EventWriter(run, node_writer(attempt, 0), attempt).write("attempt_started")
-    totals = totals_of_nothing(run)
+    totals = initial_totals(run)
     assert (totals.tokens, totals.productive_s) == (0, 0.0)
     assert totals.started_at == read_events(run)[0]["time"]
 

@@ -30,6 +30,7 @@ from orchestra.run.events import EventWriter, rank_writer, read_events
 from orchestra.run.paths import RunDir
 from orchestra.sizes.topology import layout
 from orchestra.train import step as training_step
+from orchestra.train.hooks import StepResult
 from orchestra.train.memory.out_of_memory import (
     OutOfMemoryError,
     best_knobs,
@@ -37,7 +38,7 @@ from orchestra.train.memory.out_of_memory import (
     memory_use,
     out_of_memory,
 )
-from orchestra.train.trainer import Progress, Records, train_on
+from orchestra.train.trainer import RankAttempt, RankProgress, train_on
 
 CPU = torch.device("cpu")
 COMPONENTS = ("parameters", "gradients", "optimizer state", "activations", "communication buffers")
@@ -115,19 +116,17 @@ def test_a_gpus_error_is_explained_wherever_it_comes_from(
     """Only an attempt that had trained a while can hope for more memory when it begins again."""
     true_run = training_step.TrainingStep.run
 
-    def run_out(
-        self: training_step.TrainingStep, step: int, tokens: torch.Tensor
-    ) -> training_step.StepResult:
+    def run_out(self: training_step.TrainingStep, step: int, tokens: torch.Tensor) -> StepResult:
         if step == at_step:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nSee documentation")
         return true_run(self, step, tokens)
 
     monkeypatch.setattr(training_step.TrainingStep, "run", run_out)
     run = run_of(tmp_path, SMALL)
-    records = Records(run, 0, EventWriter(run, rank_writer(0, 0), 0, rank=0), Progress())
+    rank = RankAttempt(run, 0, EventWriter(run, rank_writer(0, 0), 0, rank=0), RankProgress())
     alone = RankEnvironment()
     with pytest.raises(OutOfMemoryError) as raised, open_mesh(SMALL, alone) as mesh:
-        train_on(mesh, SMALL, alone, records)
+        train_on(mesh, SMALL, alone, rank)
     assert raised.value.exit_code == code
     assert f"step {at_step}: CUDA out of memory. Tried to allocate 2.00 GiB." in str(raised.value)
 

@@ -20,7 +20,7 @@ def traced(run: RunDir, config: ProfileConfig, rank: int, steps: Iterable[int]) 
     profiler = StepProfiler(config, run, rank)
     matrix = torch.rand(32, 32)
     for step in steps:
-        with profiler.step(step):
+        with profiler.around_step(step):
             matrix = (matrix @ matrix).softmax(0)
     profiler.close()
     return sorted(path.name for path in run.profile.glob("*"))
@@ -62,7 +62,7 @@ def test_an_error_in_a_traced_step_passes_through(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     profiler = StepProfiler(ProfileConfig(enabled=True, steps=[1, 3]), run, 0)
     try:
-        with profiler.step(1):
+        with profiler.around_step(1):
             raise ZeroDivisionError
     except ZeroDivisionError:
         profiler.close()
@@ -74,7 +74,7 @@ def test_disabled_profiling_costs_microseconds(tmp_path: Path) -> None:
     costs = []
     for step in range(1000):
         began = time.perf_counter()
-        with profiler.step(step):
+        with profiler.around_step(step):
             pass
         costs.append(time.perf_counter() - began)
     assert sorted(costs)[500] < 50e-6

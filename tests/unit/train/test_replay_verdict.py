@@ -12,8 +12,8 @@ from orchestra.train.watch.inject_faults import flip_bit
 from orchestra.train.watch.replay import (
     SECOND,
     THIRD,
+    ComputedMicroBatch,
     Difference,
-    Outcome,
     agree,
     differences,
     digest,
@@ -22,19 +22,19 @@ from orchestra.train.watch.replay import (
 )
 
 
-def right(coordinate: int) -> Outcome:
-    return Outcome(f"{coordinate:016x}", 2.0 + coordinate, 1.0)
+def right(coordinate: int) -> ComputedMicroBatch:
+    return ComputedMicroBatch(f"{coordinate:016x}", 2.0 + coordinate, 1.0)
 
 
-def wrong(rank: int, coordinate: int) -> Outcome:
-    return Outcome(f"wrong {rank} {coordinate}", 9.0, 9.0)
+def wrong(rank: int, coordinate: int) -> ComputedMicroBatch:
+    return ComputedMicroBatch(f"wrong {rank} {coordinate}", 9.0, 9.0)
 
 
 def judged(dp: int, tp: int, broken: set[int]) -> list[Difference]:
     """Play a replay in which some ranks compute everything wrongly, each in a way of its own."""
     layout = Layout(dp=dp, tp=tp)
 
-    def computed(rank: int, shift: int) -> Outcome:
+    def computed(rank: int, shift: int) -> ComputedMicroBatch:
         coordinate = (layout.coordinates(rank).dp - shift) % dp
         return wrong(rank, coordinate) if rank in broken else right(coordinate)
 
@@ -99,7 +99,7 @@ def test_partners_hold_the_same_part_of_the_model() -> None:
 def test_a_tolerance_is_relative_and_of_loss_and_norm(
     loss: float, norm: float, tolerance: float | None, same: bool
 ) -> None:
-    assert agree(Outcome("a", 2.0, 1.0), Outcome("b", loss, norm), tolerance) is same
+    assert agree(ComputedMicroBatch("a", 2.0, 1.0), ComputedMicroBatch("b", loss, norm), tolerance) is same
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

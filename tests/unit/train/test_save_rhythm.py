@@ -1,4 +1,4 @@
-"""`checkpoint.every_steps=auto`: from the plan, from earlier attempts' times, or from the first steps."""
+"""`checkpoint.every_steps=auto`: by the times of earlier attempts, or of the first steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from orchestra.run.paths import RunDir
 from orchestra.sizes import save_interval
 from orchestra.sizes.topology import Layout
 from orchestra.train.checkpoints import SaveRhythm
-from orchestra.train.starting_point import Setting
+from orchestra.train.starting_point import CheckpointContext
 
 HOURS = 1.0
 
@@ -37,9 +37,9 @@ class Alone:
         mesh = Mesh(0, degrees, degrees.coordinates(0), torch.device("cpu"), None)
         self.events = EventWriter(run, rank_writer(attempt, 0), attempt, rank=0)
         peers = open_peers(mesh, RankEnvironment(), attempt, 20.0)
-        setting = Setting(config, run, attempt, RankEnvironment(), mesh, peers, self.events)
+        context = CheckpointContext(config, run, attempt, RankEnvironment(), mesh, peers, self.events)
         self.run = run
-        self.rhythm = SaveRhythm(setting, lambda name, evidence: self.events.write(name, **evidence))
+        self.rhythm = SaveRhythm(context)
 
     def due(self, begin: int, last: int) -> list[int]:
         self.rhythm.begin(begin)
@@ -56,24 +56,12 @@ def test_a_number_of_steps_is_kept_and_null_saves_nothing(tmp_path: Path) -> Non
     assert nothing.told() == []
 
 
-def test_the_first_attempt_goes_by_the_plan(tmp_path: Path) -> None:
-    (tmp_path / "run.json").write_text(json.dumps({"save_interval": {"every_steps": 3, "step_time_s": 4.0}}))
-    alone = Alone(tmp_path, 0)
-    due = alone.due(0, 100)
-    stall_s = save_interval.assumed_stall_s(0)
-    expected = save_interval.chosen(4.0, stall_s, save_interval.mttf_s(1, HOURS)).every_steps
-    assert due[0] == expected
-    (told,) = alone.told()
-    assert (told["every_steps"], told["source"], told["step_time_s"]) == (expected, "predicted", 4.0)
-
-
 def test_a_later_attempt_goes_by_what_was_measured(tmp_path: Path) -> None:
     first = Alone(tmp_path, 0)
     first.events.write("checkpoint_started", step=10, blocked_s=8.0)
     first.events.write("checkpoint_committed", step=10)
     rows = [{"step": step, "time": float(step), "step_time_s": 2.0} for step in range(1, 11)]
     first.run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "run.json").write_text(json.dumps({"save_interval": {"step_time_s": 4.0}}))
     later = Alone(tmp_path, 1)
     later.rhythm.begin(10)
     (told,) = later.told()
@@ -82,7 +70,7 @@ def test_a_later_attempt_goes_by_what_was_measured(tmp_path: Path) -> None:
     assert told["every_steps"] == expected
 
 
-def test_without_a_plan_the_first_steps_are_timed(tmp_path: Path) -> None:
+def test_in_the_first_attempt_the_first_steps_are_timed(tmp_path: Path) -> None:
     alone = Alone(tmp_path, 0)
     alone.rhythm.begin(0)
     assert [step for step in range(1, 21) if alone.rhythm.is_due(step)] == []
@@ -94,6 +82,6 @@ def test_without_a_plan_the_first_steps_are_timed(tmp_path: Path) -> None:
 
 
 def test_the_interval_is_no_longer_than_the_run(tmp_path: Path) -> None:
-    (tmp_path / "run.json").write_text(json.dumps({"save_interval": {"step_time_s": 0.001}}))
-    alone = Alone(tmp_path, 0, steps=40)
-    assert alone.due(0, 40) == [40]
+    first = Alone(tmp_path, 0)
+    first.run.metrics.write_text(json.dumps({"step": 1, "time": 1.0, "step_time_s": 0.001}) + "\n")
+    assert Alone(tmp_path, 1, steps=40).due(0, 40) == [40]

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from conf.schema import Config, LossSpikeConfig, OnNonfinite, OnSpike, RecoveryConfig, TrainConfig
+from conf.schema import LossSpikeConfig, OnNonfinite, OnSpike, TrainConfig
 from orchestra.errors import LossSpikeError
 from orchestra.run.events import EventWriter, read_events
 from orchestra.run.paths import RunDir
 from orchestra.run.rollback import NOT_FINITE, SPIKE, BadSteps
-from orchestra.train.step import StepResult
+from orchestra.train.hooks import StepResult
 from orchestra.train.watch.loss_spikes import LossSpikes, make_loss_spikes
 from orchestra.train.watch.nonfinite import NonFiniteGuard, NonFiniteSteps
 
@@ -79,8 +79,7 @@ def test_what_was_saved_goes_on_as_if_nothing_had_happened(at: int) -> None:
     whole = LossSpikes(CONFIG, CPU)
     first = LossSpikes(CONFIG, CPU)
     before = judged(first, losses[:at])
-    second = LossSpikes(CONFIG, CPU)
-    second.recent = first.recent
+    second = LossSpikes(CONFIG, CPU, recent=first.recent)
     assert [*before, *judged(second, losses[at:])] == judged(whole, losses)
 
 
@@ -91,18 +90,17 @@ def result(loss: float, is_spike: bool) -> StepResult:
 
 
 def guard_of(run: RunDir, action: OnSpike) -> NonFiniteGuard:
-    config = Config(recovery=RecoveryConfig(loss_spike=LossSpikeConfig(action=action)))
     events = EventWriter(run, "rank", 0)
-    return NonFiniteGuard(config, events, reads_every_step=False, before=NonFiniteSteps())
+    return NonFiniteGuard(TrainConfig(), action, events, reads_every_step=False, before=NonFiniteSteps())
 
 
 @pytest.mark.parametrize("action", [OnSpike.warn, OnSpike.skip])
 def test_a_spike_is_told_when_results_are_read_and_ends_nothing(action: OnSpike, tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     guard = guard_of(run, action)
-    assert guard.failure(7, result(9.0, is_spike=True), must_read=False) is None
+    assert guard.verdict(7, result(9.0, is_spike=True), must_read=False) is None
     assert read_events(run) == []
-    assert guard.failure(8, result(3.0, is_spike=False), must_read=True) is None
+    assert guard.verdict(8, result(3.0, is_spike=False), must_read=True) is None
     (event,) = read_events(run)
     assert (event["event"], event["step"], event["loss"]) == ("loss_spike", 7, 9.0)
     assert event["action"] == action.name
@@ -111,7 +109,7 @@ def test_a_spike_is_told_when_results_are_read_and_ends_nothing(action: OnSpike,
 
 def test_stop_ends_at_the_spike_itself(tmp_path: Path) -> None:
     guard = guard_of(RunDir(tmp_path), OnSpike.stop)
-    failure = guard.failure(7, result(9.0, is_spike=True), must_read=False)
+    failure = guard.verdict(7, result(9.0, is_spike=True), must_read=False)
     assert isinstance(failure, LossSpikeError)
     assert failure.exit_code == 93
     assert "step 7" in str(failure)
@@ -126,11 +124,11 @@ def test_a_spike_that_is_to_be_rolled_back_is_the_bad_step_whenever_it_is_read(
     tmp_path: Path, must_read: bool
 ) -> None:
     guard = guard_of(RunDir(tmp_path), OnSpike.roll_back)
-    assert guard.failure(6, result(3.0, is_spike=False), must_read=False) is None
-    found = guard.failure(7, result(9.0, is_spike=True), must_read=must_read)
+    assert guard.verdict(6, result(3.0, is_spike=False), must_read=False) is None
+    found = guard.verdict(7, result(9.0, is_spike=True), must_read=must_read)
     if not must_read:
         assert found is None
-        found = guard.failure(9, result(3.0, is_spike=False), must_read=True)
+        found = guard.verdict(9, result(3.0, is_spike=False), must_read=True)
     assert isinstance(found, BadSteps)
     assert (found.first, found.last, found.cause, found.leaves_out) == (7, 7, SPIKE, True)
     assert "step 7: the loss rose to 9" in found.words
@@ -140,10 +138,10 @@ def test_steps_that_stay_not_finite_are_rolled_back_from_the_first_of_them(tmp_p
     train = TrainConfig(on_nonfinite=OnNonfinite.roll_back, max_nonfinite_steps=3)
     events = EventWriter(RunDir(tmp_path), "rank", 0)
     # The last step before this attempt was one already.
-    guard = NonFiniteGuard(Config(train=train), events, True, NonFiniteSteps(4, 1))
+    guard = NonFiniteGuard(train, OnSpike.warn, events, True, NonFiniteSteps(4, 1))
     bad = replace(result(float("nan"), is_spike=False), was_skipped=torch.tensor(True))
-    assert guard.failure(11, bad, must_read=False) is None
-    found = guard.failure(12, bad, must_read=False)
+    assert guard.verdict(11, bad, must_read=False) is None
+    found = guard.verdict(12, bad, must_read=False)
     assert isinstance(found, BadSteps)
     assert (found.first, found.last, found.cause) == (10, 12, NOT_FINITE)
     assert "3 steps in a row" in found.words

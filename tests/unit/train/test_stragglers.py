@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 
-from orchestra.train.watch.stragglers import Judgement, judge, ratios_to_others
+from orchestra.train.watch.stragglers import StragglerChanges, ratios_to_others, straggler_changes
 
 FACTOR, WINDOWS = 1.3, 5
 
@@ -23,15 +23,15 @@ def windows_of(
     ]
 
 
-def judged(history: list[list[float]], known: set[int] | None = None) -> Judgement:
-    return judge(history, known or set(), factor=FACTOR, windows=WINDOWS)
+def judged(history: list[list[float]], known: set[int] | None = None) -> StragglerChanges:
+    return straggler_changes(history, known or set(), factor=FACTOR, windows=WINDOWS)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 8, 64])
 def test_no_even_rank_is_found_in_ten_thousand_windows_with_noise(num_ranks: int) -> None:
     history = windows_of(num_ranks, 10_000 // num_ranks + WINDOWS, {}, seed=num_ranks)
     for end in range(WINDOWS, len(history)):
-        assert judged(history[end - WINDOWS : end]) == Judgement()
+        assert judged(history[end - WINDOWS : end]) == StragglerChanges()
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 8, 64])
@@ -50,20 +50,20 @@ def test_a_whole_slow_node_is_found_as_long_as_most_are_not_slow() -> None:
 def test_one_hiccup_is_no_straggler() -> None:
     history = windows_of(8, WINDOWS, {}, seed=2)
     history[2][3] = 50.0
-    assert judged(history) == Judgement()
+    assert judged(history) == StragglerChanges()
 
 
 def test_who_is_known_is_not_found_again_and_gone_after_as_many_good_windows() -> None:
     slow = windows_of(4, WINDOWS, {2: 2.0}, seed=3)
-    assert judged(slow, known={2}) == Judgement()
+    assert judged(slow, known={2}) == StragglerChanges()
     recovered = windows_of(4, WINDOWS, {}, seed=4)
-    assert judged([*slow[1:], recovered[0]], known={2}) == Judgement()
-    assert judged(recovered, known={2}) == Judgement(gone=(2,))
+    assert judged([*slow[1:], recovered[0]], known={2}) == StragglerChanges()
+    assert judged(recovered, known={2}) == StragglerChanges(gone=(2,))
 
 
 def test_too_few_windows_or_a_rank_alone_say_nothing() -> None:
-    assert judged(windows_of(4, WINDOWS - 1, {2: 9.0}, seed=5)) == Judgement()
-    assert judged([[1.0]] * WINDOWS) == Judgement()
+    assert judged(windows_of(4, WINDOWS - 1, {2: 9.0}, seed=5)) == StragglerChanges()
+    assert judged([[1.0]] * WINDOWS) == StragglerChanges()
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 7, 8])
