@@ -31,7 +31,6 @@ from orchestra.errors import ConfigError
 from orchestra.run.config_file import write_config
 from orchestra.run.paths import RunDir
 from orchestra.run.stop_requests import user_name
-from orchestra.sizes.save_interval import AUTO
 from orchestra.submit.launch import source_root
 
 # Which version of the code a run was started from, as git sees it.
@@ -174,19 +173,8 @@ def write_run(
         "command": list(request.command),
         "steps": request.config.train.steps,
         "wandb_id": secrets.token_hex(_WANDB_ID_BYTES),
-        **_save_interval(request.config),
     }
     draft.record.write_text(json.dumps({**own, **facts, **added}, indent=2) + "\n")
-
-
-def _save_interval(config: Config) -> dict[str, Any]:
-    """Return what checkpoint.every_steps=auto comes to by the predicted step time: the first attempt's."""
-    if config.checkpoint.every_steps != AUTO:
-        return {}
-    from orchestra.plan.goodput.expected_goodput import planned_interval
-
-    planned = planned_interval(config)
-    return {} if planned is None else {"save_interval": planned.to_json()}
 
 
 def made_as_one(planned: Path, write: Callable[[Path, Path], None], *, may_rename: bool) -> Path | None:

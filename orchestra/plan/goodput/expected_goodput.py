@@ -13,11 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 
 from conf.schema import Config, LauncherName, Requeue
-from orchestra.errors import ConfigError
-from orchestra.plan.assemble import case_of
 from orchestra.plan.goodput.scenario import Cause, Scenario, Times
 from orchestra.plan.goodput.simulator import simulate
-from orchestra.plan.predict import predict
 from orchestra.recovery.accounting import account, attempt_times
 from orchestra.recovery.policy import Action, Rules
 from orchestra.run.files import Record
@@ -111,16 +108,6 @@ def interval_of(config: Config, times: Times, source: str = "predicted") -> Inte
     mttf = save_interval.mttf_s(_num_devices(config), config.cluster.mtbf_device_hours)
     found = save_interval.chosen(times.step_s, times.stall_s, mttf, write_s=times.write_s, source=source)
     return replace(found, every_steps=min(found.every_steps, config.train.steps))
-
-
-def planned_interval(config: Config) -> Interval | None:
-    """Return that interval by the predicted step time; None where none can be predicted."""
-    try:
-        case = case_of(config)
-    except ConfigError:
-        return None
-    times = assumed_times(config, predict(case).time.total, case.layout.world_size)
-    return interval_of(config, times)
 
 
 def scenario_of(config: Config, times: Times) -> Scenario:

@@ -27,7 +27,6 @@ from orchestra.plan.goodput.expected_goodput import (
     expected,
     interval_of,
     measured,
-    planned_interval,
     scenario_of,
 )
 from orchestra.plan.goodput.scenario import Scenario, Times
@@ -100,15 +99,6 @@ def test_auto_is_dalys_interval_for_the_clusters_size() -> None:
 def test_auto_is_no_longer_than_the_run() -> None:
     short = replace(config_of(), train=TrainConfig(steps=7))
     assert interval_of(short, TIMES).every_steps == 7
-
-
-def test_the_planned_interval_rests_on_the_predicted_step_and_is_none_without_one() -> None:
-    found = planned_interval(config_of())
-    assert found is not None
-    assert found.source == "predicted"
-    assert found.mttf_s == pytest.approx(save_interval.mttf_s(1024, None))
-    assert planned_interval(config_of(hardware="auto")) is None
-    assert planned_interval(config_of(gpus_per_node="auto")) is None
 
 
 def test_a_scenario_is_what_the_configuration_says() -> None:

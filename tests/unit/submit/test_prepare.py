@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from conf.schema import CheckpointConfig, ClusterConfig, Config, Device, NetworkConfig, RunConfig
+from conf.schema import ClusterConfig, Config, Device, NetworkConfig, RunConfig
 from orchestra.errors import ConfigError
 from orchestra.run.config_file import read_config
 from orchestra.run.paths import RunDir
@@ -41,21 +41,6 @@ def test_the_directory_holds_the_frozen_configuration_and_the_record(tmp_path: P
     assert record["overrides"] == ["train.steps=3"]
     assert len(record["wandb_id"]) == 8
     assert {"created", "host", "user", "command", "code_revision", "versions"} <= set(record)
-
-
-def test_the_record_says_what_auto_comes_to_where_the_step_can_be_predicted(tmp_path: Path) -> None:
-    request = _request(tmp_path / "runs")
-    auto = dataclasses.replace(request.config, checkpoint=CheckpointConfig(every_steps="auto"))
-    for number, (hardware, is_known) in enumerate((("h100", True), ("auto", False))):
-        cluster = dataclasses.replace(auto.cluster, hardware=hardware, device=Device.cuda)
-        run = RunConfig(name=f"run-{number}", dir=str(tmp_path))
-        asked = dataclasses.replace(request, config=dataclasses.replace(auto, cluster=cluster, run=run))
-        made = prepare(asked, planned_run(asked, now=0.0))
-        record = json.loads(made.record.read_text())
-        assert ("save_interval" in record) is is_known
-        assert read_config(made.config).checkpoint.every_steps == "auto"
-        if is_known:
-            assert record["save_interval"]["source"] == "predicted"
 
 
 def test_every_run_has_a_wandb_id_of_its_own(tmp_path: Path) -> None:
