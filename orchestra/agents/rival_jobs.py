@@ -22,7 +22,7 @@ from orchestra.report.run_state import array_ids, attempt_files, last_growth, na
 from orchestra.run.events import read_events
 from orchestra.run.paths import RunDir, SweepDir
 from orchestra.run.stop_requests import claimed_attempt
-from orchestra.submit.resubmit import newest_entry
+from orchestra.submit.job_record import newest_entry
 
 # How long the files of an attempt must be still where nobody can say whether it is alive.
 QUIET_S = 60.0

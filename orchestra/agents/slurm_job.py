@@ -28,9 +28,10 @@ from orchestra.run import stop_requests
 from orchestra.run.events import EventWriter, read_events
 from orchestra.run.files import Record
 from orchestra.run.paths import RunDir
+from orchestra.submit.hosts_to_avoid import elsewhere, hosts_without, words
+from orchestra.submit.job_record import newest_entry
 from orchestra.submit.launch import own_address
-from orchestra.submit.resubmit import chain, newest_entry
-from orchestra.submit.site import elsewhere, hosts_without, words
+from orchestra.submit.resubmit import chain
 
 # How a run goes on by itself when its attempt was stopped by the time limit or by a job of more weight.
 #

@@ -10,18 +10,17 @@ import sys
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from conf.schema import LauncherName
-from launchers.launch_errors import LauncherError, SlurmMissing
-from launchers.slurm.cluster import partitions
 from orchestra.cli.text.figures import table
 from orchestra.config.machine import Situation, this_machine
 from orchestra.errors import EXIT_DONE, ConfigError, LaunchError
 from orchestra.sizes.network import to_record, write_measured
 from orchestra.sizes.units import binary
 from orchestra.submit.job import Share
+from orchestra.submit.site import Site, ask, cpus_of_share
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
     from conf.schema import Config
     from launchers.slurm.queue import JobState
     from orchestra.sizes.network import Measured, Measurement
-    from orchestra.submit.job import Share
 
 _VERB = "bench"
 _EXPLAINED = """\
@@ -67,11 +65,15 @@ def run(arguments: Namespace) -> int:
     if is_job and not any(override.startswith("cluster.nodes=") for override in overrides):
         # The fewest that show what lies between nodes.
         overrides.append("cluster.nodes=2")
-    situation = Situation(_VERB) if is_job else this_machine(_VERB, starts=not arguments.dry_run)
-    config = compose(overrides, situation).config
-    if config.cluster.launcher is LauncherName.slurm:
-        return _in_a_job(config, overrides, arguments)
-    return _here(config, arguments)
+    if not is_job:
+        config = compose(overrides, this_machine(_VERB, starts=not arguments.dry_run)).config
+        return _here(config, arguments)
+    site = replace(ask(), instead="measure here with cluster=local")
+    config = compose(overrides, Situation(_VERB, cluster=site)).config
+    if config.cluster.launcher is LauncherName.local:
+        return _here(config, arguments)
+    site.require()
+    return _in_a_job(config, site, arguments)
 
 
 def _wants_slurm(overrides: Sequence[str]) -> bool:
@@ -98,10 +100,10 @@ def _here(config: Config, arguments: Namespace) -> int:
     return _finished(config, measure_here(config), arguments)
 
 
-def _in_a_job(config: Config, overrides: list[str], arguments: Namespace) -> int:
+def _in_a_job(config: Config, site: Site, arguments: Namespace) -> int:
     from orchestra.submit.network_bench import measure_as_job, planned_script
 
-    config, share = _fitted(config, overrides)
+    share = Share(cpus_of_share(config, site.partitions or ()))
     if config.cluster.nodes * int(config.cluster.gpus_per_node) < 2:
         raise ConfigError("one node with one rank has no network to measure; use cluster.nodes=2")
     if arguments.dry_run:
@@ -111,32 +113,6 @@ def _in_a_job(config: Config, overrides: list[str], arguments: Namespace) -> int
         )
         return EXIT_DONE
     return _finished(config, measure_as_job(config, share, _show), arguments)
-
-
-def _fitted(config: Config, overrides: list[str]) -> tuple[Config, Share]:
-    """Put the cluster's numbers in the place of `auto`. Raises ConfigError for what it cannot give."""
-
-    from orchestra.config.compose import compose
-    from orchestra.submit import site
-
-    try:
-        found = partitions()
-    except SlurmMissing as error:
-        raise ConfigError(f"{error}, or measure here with cluster=local") from error
-    except LauncherError as error:
-        raise LaunchError(f"{error}; nothing was submitted") from error
-    numbers = site.numbers_for_auto(config, found)
-    if numbers:
-        config = compose([*overrides, *numbers], Situation(_VERB)).config
-    problems = list(site.site_problems(config, found))
-    problems += site.folder_problems(
-        Path(config.run.dir).absolute(), Path("/proc/self/mountinfo").read_text()
-    )
-    if config.cluster.gpus_per_node == "auto" and not problems:
-        problems.append("cluster.gpus_per_node=auto: what the nodes have is not known; give a number")
-    if problems:
-        raise ConfigError(problems)
-    return config, Share(site.cpus_of_share(config, found))
 
 
 def _show(state: JobState) -> None:

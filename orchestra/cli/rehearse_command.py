@@ -14,20 +14,20 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from orchestra.cli import on_cluster
 from orchestra.cli.foreground_view import add_output_options
 from orchestra.cli.text.describe import invocation, typed_name
 from orchestra.cli.text.resolve import add_directory_option, resolve
 from orchestra.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_STOPPED, ConfigError, OrchestraError
 from orchestra.run.paths import RunDir
 from orchestra.run.planned_faults import NODE_DOWN_VARIABLE
+from orchestra.submit.site import note
 
 if TYPE_CHECKING:
     from conf.schema import Config
     from orchestra.config.machine import Situation
     from orchestra.rehearsal.prepare_rehearsal import Pair, Rehearsal
     from orchestra.submit.new_run import RunRequest
-    from orchestra.submit.submission import PlannedJob
+    from orchestra.submit.sweeps.arrays import PlacedSubmission
 
 
 import textwrap
@@ -236,7 +236,7 @@ def _plan(target: RunDir, config: Config, arguments: Namespace, situation: Situa
         raise ConfigError(f"--steps {arguments.steps}: expected 1 or more")
     wishes = [wish(text) for text in arguments.fault]
     if not wishes and (why := why_no_node_goes_down(config)) is not None:
-        on_cluster.note(f"the loss of a node is not rehearsed: {why}")
+        note(f"the loss of a node is not rehearsed: {why}")
     return planned_rehearsal(target, config, wishes, arguments.steps, situation)
 
 
@@ -270,7 +270,7 @@ def _here(target: RunDir, arguments: Namespace) -> int:
             _record(plan, planned)
         code = _trained(request.config, run)
         if code in (EXIT_INTERRUPTED, EXIT_STOPPED):
-            on_cluster.note(f"the rehearsal was broken off; {run.path} keeps what was trained")
+            note(f"the rehearsal was broken off; {run.path} keeps what was trained")
             return code
         if code != EXIT_DONE and request is requests[0]:
             raise OrchestraError(
@@ -294,52 +294,50 @@ def _trained(config: Config, run: RunDir) -> int:
 
 
 def _on_cluster(target: RunDir, arguments: Namespace) -> int:
+    from orchestra.config.machine import Situation
     from orchestra.rehearsal.prepare_rehearsal import rehearsed_config
     from orchestra.submit.network_bench import with_measured_network
-    from orchestra.submit.new_run import planned_run
-    from orchestra.submit.submission import planned_job
+    from orchestra.submit.site import ask
+    from orchestra.submit.submission import submission_of
+    from orchestra.submit.sweeps.arrays import placed_run
 
-    partitions = on_cluster.partitions_or_none(is_needed=not arguments.dry_run)
-    config = rehearsed_config(target, arguments.overrides, on_cluster.SITUATION)
-    config, problems = on_cluster.on_site(config, partitions)
-    problems = [*on_cluster.place_problems(target.path.parent), *problems]
-    if problems:
-        raise ConfigError(problems)
-    plan = _plan(target, with_measured_network(config), arguments, on_cluster.SITUATION)
-    share = on_cluster.share_of(config, partitions)
+    site = ask(is_dry=arguments.dry_run, folder=target.path.parent)
+    config = rehearsed_config(target, arguments.overrides, Situation("submit", cluster=site))
+    site.require()
+    plan = _plan(target, with_measured_network(config), arguments, Situation("submit"))
+    share = site.share(config)
     requests = [_request(it, arguments) for it in (plan.undisturbed, plan.hurt)]
-    jobs = [planned_job(request, planned_run(request, time.time()), share) for request in requests]
-    if partitions is not None:
-        for job in jobs:
-            on_cluster.tested(job.script())
+    planned = [placed_run(submission_of(request, share), time.time()) for request in requests]
+    scripts = {placed.place.name: placed.arrays()[0].script() for placed in planned}
+    for script in scripts.values():
+        site.tested(script)
     if arguments.dry_run:
-        _print_plan(plan, {job.run.name: job.script() for job in jobs}, as_json=arguments.json)
+        _print_plan(plan, scripts, as_json=arguments.json)
         return EXIT_DONE
     _announce(plan)
-    runs = _submitted(jobs)
+    runs = _submitted(planned)
     _record(plan, runs)
     return _wait_and_judge(_pair(plan, runs), as_json=arguments.json)
 
 
-def _submitted(jobs: Sequence[PlannedJob]) -> list[RunDir]:
+def _submitted(planned: Sequence[PlacedSubmission]) -> list[RunDir]:
     from orchestra.submit import wait
-    from orchestra.submit.submission import submit
+    from orchestra.submit.hand_over import RunLedger, submit
 
     runs: list[RunDir] = []
-    for job in jobs:
+    for placed in planned:
         if runs and NODE_DOWN_VARIABLE in os.environ:
             # A node that really goes down takes everything along that runs there.
-            wait.wait_for(runs, job.request.config.run.metric)
+            wait.wait_for(runs, placed.submission.members[0].config.run.metric)
         try:
-            done = submit(job)
+            ledger, outcome = submit(placed)
         except OrchestraError:
             for run in runs:
-                on_cluster.note(
-                    f"{run.name} is submitted: `orchestra cancel {typed_name(run)}` takes it back"
-                )
+                note(f"{run.name} is submitted: `orchestra cancel {typed_name(run)}` takes it back")
             raise
-        runs.append(done.run)
-        on_cluster.note(f"{done.run.name} is job {done.job}")
+        assert isinstance(ledger, RunLedger)
+        runs.append(ledger.run)
+        note(f"{ledger.run.name} is job {outcome.accepted[0].id}")
     return runs
 
 
@@ -351,7 +349,7 @@ def _wait_and_judge(pair: Pair, *, as_json: bool) -> int:
     try:
         wait.wait_for([pair.undisturbed, pair.hurt], metric)
     except KeyboardInterrupt:
-        on_cluster.note(f"`orchestra rehearse {typed_name(pair.hurt)}` waits on and judges")
+        note(f"`orchestra rehearse {typed_name(pair.hurt)}` waits on and judges")
         raise
     return _judge(pair, as_json=as_json)
 
@@ -398,6 +396,6 @@ def _judge(pair: Pair, *, as_json: bool) -> int:
     found = judged(pair)
     for run in (pair.undisturbed, pair.hurt):
         if (place := read_config(run.config).checkpoint.dir) is not None:
-            on_cluster.note(f"the checkpoints of {run.name} are in {place}")
+            note(f"the checkpoints of {run.name} are in {place}")
     print(json.dumps(found.to_json(), indent=2) if as_json else "\n".join(judgement_lines(found)))
     return found.code

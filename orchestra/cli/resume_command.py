@@ -6,7 +6,6 @@ change is checked as for a new run. Which checkpoint is intact the ranks find ou
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 import time
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING
 from orchestra.cli.foreground_view import Attempt, add_output_options, print_plan, train
 from orchestra.cli.text.describe import invocation
 from orchestra.cli.text.resolve import add_directory_option, resolve_target
-from orchestra.errors import EXIT_DONE, ConfigError
+from orchestra.errors import EXIT_DONE
 from orchestra.report.run_state import name_of
 from orchestra.run.paths import RunDir
 from orchestra.submit.resume_run import NextAttempt, Word, asked, claim, next_attempt
@@ -97,23 +96,18 @@ def _train_here(arguments: Namespace, target: RunDir, word: Word) -> int:
 
 
 def _submit(arguments: Namespace, target: RunDir, word: Word) -> int:
-    from orchestra.cli import on_cluster
     from orchestra.config.machine import Situation
     from orchestra.submit.resume_run import planned_resume, submit_resume
+    from orchestra.submit.site import ask
 
-    # Whatever this machine is: a login node has neither the GPUs nor the cores of the nodes.
-    situation = Situation("resume")
+    site = ask(is_dry=arguments.dry_run, folder=target.path.parent)
+    situation = Situation("resume", cluster=site)
     plan = next_attempt(target, arguments.overrides, situation, time.time(), word)
     if plan.is_finished:
         return _say_finished(plan, as_json=arguments.json)
-    partitions = on_cluster.partitions_or_none(is_needed=not arguments.dry_run)
-    config, problems = on_cluster.on_site(plan.config, partitions, situation)
-    problems = [*on_cluster.place_problems(target.path.parent), *problems]
-    if problems:
-        raise ConfigError(problems)
-    plan = dataclasses.replace(plan, config=config)
-    planned = planned_resume(plan, on_cluster.share_of(config, partitions))
-    estimate = None if partitions is None else on_cluster.tested(planned.script())
+    site.require()
+    planned = planned_resume(plan, site.share(plan.config))
+    estimate = site.tested(planned.script())
     if arguments.dry_run:
         _print_job_plan(planned, estimate, as_json=arguments.json)
         return EXIT_DONE
@@ -148,8 +142,8 @@ def _facts(planned: PlannedResume, estimate: Estimate | None) -> dict[str, objec
 
 
 def _print_job_plan(planned: PlannedResume, estimate: Estimate | None, *, as_json: bool) -> None:
-    from orchestra.cli.on_cluster import note
     from orchestra.run.config_file import to_yaml
+    from orchestra.submit.site import note
 
     if as_json:
         plan = {"script": planned.script(), "config": to_yaml(planned.next.config)}

@@ -10,20 +10,17 @@ import json
 import sys
 import time
 from argparse import ArgumentParser, Namespace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from orchestra.cli import on_cluster
 from orchestra.cli.foreground_view import add_output_options
 from orchestra.cli.text import describe
 from orchestra.errors import EXIT_DONE, ConfigError
+from orchestra.run.paths import RunDir
 
 if TYPE_CHECKING:
-    from conf.schema import Config
-    from launchers.slurm.cluster import Partition
+    from conf.schema import ClusterConfig
     from launchers.slurm.sbatch import Estimate
-    from orchestra.submit.new_run import RunRequest
-    from orchestra.submit.submission import PlannedJob, Submitted
+    from orchestra.submit.sweeps.arrays import PlacedSubmission
 
 _EXPLAINED = """\
   orchestra submit cluster.nodes=4 cluster.time_limit=4:00:00 run.name=first
@@ -81,8 +78,8 @@ def run(arguments: Namespace) -> int:
 def _submit_one(arguments: Namespace) -> int:
     if arguments.dry_run:
         return print_script(arguments)
-    plan, estimate = _planned(arguments, is_dry=False)
-    return _submit(plan, estimate, arguments)
+    placed, estimate = _planned(arguments, is_dry=False)
+    return _submit(placed, estimate, arguments)
 
 
 def print_script(arguments: Namespace) -> int:
@@ -90,84 +87,65 @@ def print_script(arguments: Namespace) -> int:
 
     Raises ConfigError as `run` does.
     """
-    plan, estimate = _planned(arguments, is_dry=True)
-    _print_plan(plan, estimate, as_json=arguments.json)
+    _print_plan(*_planned(arguments, is_dry=True), as_json=arguments.json)
     return EXIT_DONE
 
 
-def _planned(arguments: Namespace, *, is_dry: bool) -> tuple[PlannedJob, Estimate | None]:
-    from orchestra.config.compose import compose
-    from orchestra.submit.new_run import planned_run
-    from orchestra.submit.submission import planned_job
+def _planned(arguments: Namespace, *, is_dry: bool) -> tuple[PlacedSubmission, Estimate | None]:
+    from orchestra.submit.site import ask
+    from orchestra.submit.submission import plan, with_cluster
+    from orchestra.submit.sweeps.arrays import placed_run
 
-    overrides = on_cluster.with_cluster(arguments.overrides)
-    config = compose(overrides, on_cluster.SITUATION).config
-    partitions = on_cluster.partitions_or_none(is_needed=not is_dry)
-    request = _request(config, overrides, partitions, checks_memory=not arguments.skip_memory_check)
-    target = planned_run(request, time.time())
-    plan = planned_job(request, target, on_cluster.share_of(request.config, partitions))
-    return plan, None if partitions is None else on_cluster.tested(plan.script())
+    site = ask(is_dry=is_dry)
+    overrides = with_cluster(arguments.overrides)
+    submission = plan(overrides, site, sys.argv, checks_memory=not arguments.skip_memory_check)
+    placed = placed_run(submission, time.time())
+    return placed, site.tested(placed.arrays()[0].script())
 
 
-def _request(
-    config: Config, overrides: list[str], partitions: tuple[Partition, ...] | None, *, checks_memory: bool
-) -> RunRequest:
-    """Check the configuration against the cluster, whose numbers take the place of `auto`."""
-    from orchestra.config.machine import signature
-    from orchestra.submit.network_bench import with_measured_network
-    from orchestra.submit.new_run import RunRequest
-
-    config, problems = on_cluster.on_site(config, partitions)
-    problems = [*on_cluster.place_problems(Path(config.run.dir).absolute()), *problems]
-    if checks_memory and not problems:
-        problems += on_cluster.memory_problems(config, partitions)
-    if problems:
-        raise ConfigError(problems)
-    return RunRequest(with_measured_network(config), signature(config), overrides, sys.argv)
-
-
-def _print_plan(plan: PlannedJob, estimate: Estimate | None, *, as_json: bool) -> None:
+def _print_plan(placed: PlacedSubmission, estimate: Estimate | None, *, as_json: bool) -> None:
     from orchestra.run.config_file import to_yaml
     from orchestra.submit.new_run import frozen_config
+    from orchestra.submit.site import note
 
-    script = plan.script()
+    (job,), run = placed.arrays(), placed.place
     if not as_json:
-        print(script, end="")
+        print(job.script(), end="")
         if estimate is not None:
-            on_cluster.note(
-                f"Slurm would take it and expects it to start at {estimate.start} on {estimate.nodes}"
-            )
+            note(f"Slurm would take it and expects it to start at {estimate.start} on {estimate.nodes}")
         return
-    facts = {"name": plan.run.name, "path": str(plan.run.path), "signature": plan.request.signature}
+    (member,) = placed.submission.members
+    assert isinstance(run, RunDir)
+    config = to_yaml(frozen_config(member.request(()), run))
+    facts = {"name": run.name, "path": str(run.path), "signature": member.signature, "script": job.script()}
     start = None if estimate is None else estimate.start
-    config = to_yaml(frozen_config(plan.request, plan.run))
-    print(json.dumps({**facts, "script": script, "estimated_start": start, "config": config}, indent=2))
+    print(json.dumps({**facts, "estimated_start": start, "config": config}, indent=2))
 
 
-def _submit(plan: PlannedJob, estimate: Estimate | None, arguments: Namespace) -> int:
-    from orchestra.submit.submission import submit
+def _submit(placed: PlacedSubmission, estimate: Estimate | None, arguments: Namespace) -> int:
+    from orchestra.submit.hand_over import RunLedger, submit
 
-    done = submit(plan)
-    _tell(plan, done, None if estimate is None else estimate.start, arguments)
+    ledger, outcome = submit(placed)
+    assert isinstance(ledger, RunLedger)
+    config = placed.submission.members[0].config
+    start = None if estimate is None else estimate.start
+    _tell(ledger.run, str(outcome.accepted[0].id), config.cluster, start, arguments)
     if not arguments.wait:
         return EXIT_DONE
     from orchestra.cli.sweep_text import wait
 
-    return wait([done.run], plan.request.config.run.metric, as_json=arguments.json)
+    return wait([ledger.run], config.run.metric, as_json=arguments.json)
 
 
-def _tell(plan: PlannedJob, done: Submitted, start: str | None, arguments: Namespace) -> None:
+def _tell(run: RunDir, job: str, cluster: ClusterConfig, start: str | None, arguments: Namespace) -> None:
     if arguments.json:
-        facts = {"name": done.run.name, "path": str(done.run.path), "job": done.job, "estimated_start": start}
+        facts = {"name": run.name, "path": str(run.path), "job": job, "estimated_start": start}
         # With --wait standard output is the results'.
         print(json.dumps(facts), file=sys.stderr if arguments.wait else sys.stdout)
         return
-    config = plan.request.config.cluster
-    nodes = f"{config.nodes} node{'' if config.nodes == 1 else 's'}"
-    print(f"run     {done.run.name}")
-    print(f"job     {done.job}: {nodes} × {config.gpus_per_node} {config.device.value} ranks")
+    nodes = f"{cluster.nodes} node{'' if cluster.nodes == 1 else 's'}"
+    print(f"run     {run.name}")
+    print(f"job     {job}: {nodes} × {cluster.gpus_per_node} {cluster.device.value} ranks")
     if start is not None:
         print(f"starts  {start}, as Slurm expects")
-    print(
-        f"next    `{describe.invocation('status', done.run)}`, `{describe.invocation('logs', done.run)} -f`"
-    )
+    print(f"next    `{describe.invocation('status', run)}`, `{describe.invocation('logs', run)} -f`")

@@ -5,45 +5,30 @@ What is to be done about a sweep is decided in `orchestra.submit.sweeps`.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import sys
 import time
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import TYPE_CHECKING
-
-from orchestra.cli import on_cluster
-from orchestra.errors import EXIT_DONE, EXIT_FAILED, ConfigError, LaunchError
-from orchestra.run.paths import SweepDir, read_sweep
-
-if TYPE_CHECKING:
-    from launchers.slurm.cluster import Partition
-    from orchestra.config.sweep import Member
-    from orchestra.run.paths import RunDir
-    from orchestra.submit.sweeps.arrays import Outcome, PlannedArray
-    from orchestra.submit.sweeps.submit_sweep import Course, Site
-    from orchestra.submit.sweeps.sweep_plan import PlannedMember, SweepPlan
-
-
-import json
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from orchestra.run.paths import RunDir
-    from orchestra.submit.sweeps.sweeper import Trial
-    from orchestra.submit.wait import Result
-
-
-import contextlib
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from orchestra.cli.text import describe
+from orchestra.errors import EXIT_DONE, EXIT_FAILED, ConfigError, LaunchError
+from orchestra.run.paths import SweepDir, read_sweep
+from orchestra.submit.site import note
 
 if TYPE_CHECKING:
-    from orchestra.submit.sweeps.arrays import Outcome
+    from orchestra.config.sweep import Member
+    from orchestra.run.paths import RunDir
+    from orchestra.submit.hand_over import Outcome, SweepLedger
+    from orchestra.submit.site import Site
+    from orchestra.submit.submission import Submission
+    from orchestra.submit.sweeps.arrays import PlannedArray
     from orchestra.submit.sweeps.submit_sweep import Course
-
+    from orchestra.submit.sweeps.sweeper import Trial
+    from orchestra.submit.wait import Result
 
 # How runs ended that a command waited for: a table, or JSON. It waits through `orchestra.submit.wait`.
 
@@ -112,17 +97,17 @@ def print_course(course: Course, start: str | None, *, as_json: bool) -> None:
     print("\n".join(scripts), end="")
     for row in rows:
         what = f"array {row['array']}" if row["array"] is not None else f"{row['state']}, left alone"
-        on_cluster.note(f"{row['index']:03d}  {' '.join(row['overrides'])}  ({what})")
+        note(f"{row['index']:03d}  {' '.join(row['overrides'])}  ({what})")
     if start is not None:
-        on_cluster.note(f"Slurm would take the jobs and expects the first one to start at {start}")
+        note(f"Slurm would take the jobs and expects the first one to start at {start}")
 
 
 def _members(course: Course) -> list[dict[str, Any]]:
     """Return what would become of each member."""
     arrays = {index: it.array.number for it in course.arrays for index in it.array.members}
     members = (
-        [it.record for it in course.plan.members]
-        if course.plan is not None
+        [it.record for it in course.new.submission.members]
+        if course.new is not None
         else list(read_sweep(course.sweep).members)
     )
     states = _kept_states(course)
@@ -139,15 +124,15 @@ def _members(course: Course) -> list[dict[str, Any]]:
 
 
 def _kept_states(course: Course) -> dict[int, str]:
-    if course.plan is None:
+    if course.new is None:
         return {it.member.index: it.state.state for it in course.kept}
     by_path = {str(it.run.path): it.state.state for it in course.kept}
-    return {it.index: by_path[it.adopted] for it in course.plan.members if it.adopted is not None}
+    return {it.index: by_path[it.adopted] for it in course.new.submission.members if it.adopted is not None}
 
 
 def tell(
     course: Course,
-    sweep: SweepDir,
+    ledger: SweepLedger,
     outcome: Outcome,
     start: str | None,
     *,
@@ -156,47 +141,47 @@ def tell(
 ) -> int:
     """Print what became of a sweep; return 0, or 1 where a limit kept members out."""
     if as_json:
-        print(json.dumps(_facts(course, sweep, outcome, start)), file=stream)
+        print(json.dumps(_facts(course, ledger, outcome, start)), file=stream)
     else:
-        print("\n".join(_lines(course, sweep, outcome, start)), file=stream, flush=True)
+        print("\n".join(_lines(course, ledger, outcome, start)), file=stream, flush=True)
     if outcome.limit is None:
         return EXIT_DONE
     with contextlib.suppress(OSError):
-        sys.stderr.write(f"error: {limited(sweep, outcome)}\n")
+        sys.stderr.write(f"error: {limited(ledger, outcome)}\n")
     return EXIT_FAILED
 
 
-def limited(sweep: SweepDir, outcome: Outcome) -> str:
+def limited(ledger: SweepLedger, outcome: Outcome) -> str:
     """Return how many members a limit kept out, and what to do."""
     return (
-        f"{outcome.num_refused} of {len(outcome.record.members)} members were not submitted, for a limit on "
-        f"how many jobs there may be ({outcome.limit}); `orchestra resume {sweep.name}` submits them once "
-        f"others have ended"
+        f"{outcome.num_refused} of {len(ledger.record.members)} members were not submitted, for a limit on "
+        f"how many jobs there may be ({outcome.limit}); `orchestra resume {ledger.sweep.name}` submits them "
+        f"once others have ended"
     )
 
 
-def _facts(course: Course, sweep: SweepDir, outcome: Outcome, start: str | None) -> dict[str, Any]:
+def _facts(course: Course, ledger: SweepLedger, outcome: Outcome, start: str | None) -> dict[str, Any]:
     states = _kept_states(course)
     members = [
         {
             "index": it.index,
             "overrides": list(it.overrides),
-            "path": str(outcome.record.run(sweep, it).path),
+            "path": str(ledger.record.run(ledger.sweep, it).path),
             "adopted": it.adopted,
             "state": states.get(it.index),
         }
-        for it in outcome.record.members
+        for it in ledger.record.members
     ]
     arrays: list[dict[str, Any]] = [
         {"id": it.id, "members": list(it.members), "nodes": nodes}
         for it, nodes in zip(outcome.accepted, _nodes(course, outcome), strict=True)
     ]
     return {
-        "name": sweep.name,
-        "path": str(sweep.path),
+        "name": ledger.sweep.name,
+        "path": str(ledger.sweep.path),
         "is_new": course.is_new,
         "arrays": arrays,
-        "num_submitted": sum(len(it.tasks) for it in outcome.accepted),
+        "num_submitted": outcome.num_accepted,
         "num_not_submitted": outcome.num_refused,
         "limit": outcome.limit,
         "estimated_start": start,
@@ -212,16 +197,16 @@ def _nodes(course: Course, outcome: Outcome) -> list[int | None]:
     return [num_nodes(templates[array.members[0]]) for array in outcome.accepted]
 
 
-def _lines(course: Course, sweep: SweepDir, outcome: Outcome, start: str | None) -> Iterator[str]:
+def _lines(course: Course, ledger: SweepLedger, outcome: Outcome, start: str | None) -> Iterator[str]:
     from orchestra.submit.sweeps.members import counted
 
-    total = len(outcome.record.members)
+    total = len(ledger.record.members)
     is_same = "" if course.is_new else ", submitted before"
-    yield f"sweep   {sweep.name}: {_count(total, 'member')}{is_same}"
+    yield f"sweep   {ledger.sweep.name}: {_count(total, 'member')}{is_same}"
     for array, nodes in zip(outcome.accepted, _nodes(course, outcome), strict=True):
         yield f"array   {array.id}: {_count(len(array.tasks), 'job')} of {_count(nodes or 1, 'node')}"
     if course.kept and course.is_new:
-        num_members = sum(it.adopted is not None for it in outcome.record.members)
+        num_members = sum(it.adopted is not None for it in ledger.record.members)
         sweeps = sorted({it.run.path.parent.name for it in course.kept})
         yield (
             f"adopted {_count(num_members, 'member')} from {_listed(sweeps)}: {counted(course.kept)} "
@@ -237,7 +222,8 @@ def _lines(course: Course, sweep: SweepDir, outcome: Outcome, start: str | None)
         yield "nothing is missing: nothing was submitted"
     if start is not None and outcome.accepted:
         yield f"starts  {start}, as Slurm expects of the first one"
-    yield f"next    `{describe.invocation('status', sweep)}`, `{describe.invocation('resume', sweep)}`"
+    status, resume = (describe.invocation(verb, ledger.sweep) for verb in ("status", "resume"))
+    yield f"next    `{status}`, `{resume}`"
 
 
 def _listed(names: Sequence[str], most: int = 3) -> str:
@@ -254,154 +240,75 @@ def submit_sweep(arguments: Namespace) -> int:
     1 where a limit kept some of them out. Raises ConfigError before anything exists, LaunchError when Slurm
     is silent.
     """
+    from orchestra.config.machine import Situation
     from orchestra.config.sweep import compose_members
+    from orchestra.submit.site import ask
+    from orchestra.submit.submission import with_cluster
     from orchestra.submit.sweeps.sweeper import names_sweeper
 
-    overrides = on_cluster.with_cluster(arguments.overrides)
+    overrides = with_cluster(arguments.overrides)
     if names_sweeper(overrides):
         return _submit_sweeper(arguments, overrides)
-    members = compose_members(overrides, on_cluster.SITUATION)
-    return _submit_members(arguments, members, overrides)
+    site = ask(is_dry=arguments.dry_run)
+    members = compose_members(overrides, Situation("submit", cluster=site))
+    return _submit_members(arguments, members, overrides, site)
 
 
-def _submit_members(arguments: Namespace, members: Sequence[Member], overrides: Sequence[str]) -> int:
-    from orchestra.submit.sweeps.submit_sweep import runs_of
+def _submit_members(
+    arguments: Namespace, members: Sequence[Member], overrides: Sequence[str], site: Site
+) -> int:
+    from orchestra.submit.submission import plan_sweep
+    from orchestra.submit.sweeps.submit_sweep import carry_out, runs_of
 
-    desk = _Desk(is_needed=not arguments.dry_run, checks_memory=not arguments.skip_memory_check)
-    plan = desk.plan(members, overrides)
+    checks_memory = not arguments.skip_memory_check
+    submission = plan_sweep(members, overrides, site, sys.argv, checks_memory=checks_memory)
     if arguments.dry_run:
-        course = desk.course(plan, force=arguments.force)
-        print_course(course, desk.test(course.arrays), as_json=arguments.json)
+        course, start = _course(submission, site, force=arguments.force)
+        print_course(course, start, as_json=arguments.json)
         return EXIT_DONE
-    with _alone(plan):
-        course = desk.course(plan, force=arguments.force)
-        start = desk.test(course.arrays)
-        sweep, outcome = desk.carry_out(course)
+    with _alone(submission):
+        course, start = _course(submission, site, force=arguments.force)
+        ledger, outcome = carry_out(course, sys.argv)
     # With --wait the JSON on standard output is the results'.
     stream = sys.stderr if arguments.json and arguments.wait else sys.stdout
-    code = tell(course, sweep, outcome, start, as_json=arguments.json, stream=stream)
+    code = tell(course, ledger, outcome, start, as_json=arguments.json, stream=stream)
     if arguments.wait and code == EXIT_DONE:
-        return wait(runs_of(sweep, outcome), members[0].config.run.metric, as_json=arguments.json)
+        return wait(runs_of(ledger), members[0].config.run.metric, as_json=arguments.json)
     return code
 
 
-class _Desk:
-    """What the cluster has, asked once, and what is submitted with it."""
+def _course(submission: Submission, site: Site, *, force: bool) -> tuple[Course, str | None]:
+    """Return what is to be done about the sweep, and when Slurm expects its first job to start."""
+    from orchestra.submit.sweeps.submit_sweep import course_of
 
-    def __init__(self, *, is_needed: bool, checks_memory: bool = False) -> None:
-        self._checks_memory = checks_memory
-        self._partitions = on_cluster.partitions_or_none(is_needed=is_needed)
-        self._array_size = _array_size(self._partitions)
-
-    def plan(self, members: Sequence[Member], overrides: Sequence[str], name: str | None = None) -> SweepPlan:
-        """Return the sweep of members, `name` in the place of run.name. Raises ConfigError with all
-        problems.
-        """
-        from orchestra.submit.sweeps.sweep_plan import SweepPlan, parent_of_sweep
-
-        problems: dict[str, list[int]] = {}
-        planned = []
-        for index, member in enumerate(members):
-            it, found = _planned(index, member, self._partitions, name)
-            if self._checks_memory and not found:
-                found += on_cluster.memory_problems(it.config, self._partitions)
-            planned.append(it)
-            for problem in found:
-                problems.setdefault(problem, []).append(index)
-        if problems:
-            raise ConfigError([_about(text, its, members) for text, its in problems.items()])
-        plan = SweepPlan(tuple(planned), tuple(overrides))
-        if found := list(on_cluster.place_problems(parent_of_sweep(plan.members))):
-            raise ConfigError(found)
-        return plan
-
-    def site(self) -> Site:
-        from orchestra.submit.sweeps.submit_sweep import Site
-
-        return Site(
-            share=lambda config: on_cluster.share_of(config, self._partitions),
-            array_size=self._array_size,
-            settled=lambda config: on_cluster.on_site(config, self._partitions),
-        )
-
-    def course(self, plan: SweepPlan, *, force: bool) -> Course:
-        """Return what is to be done about the sweep."""
-        from orchestra.submit.sweeps.submit_sweep import course_of
-
-        return course_of(plan, self.site(), time.time(), force=force)
-
-    def test(self, arrays: Sequence[PlannedArray]) -> str | None:
-        """Let Slurm judge each kind of job once; return when it expects the first one to start."""
-        if self._partitions is None:
-            return None
-        scripts = {it.template: it.script() for it in reversed(arrays)}
-        estimates = [on_cluster.tested(script) for script in reversed(scripts.values())]
-        starts = [estimate.start for estimate in estimates if estimate is not None]
-        return min(starts, default=None)
-
-    def carry_out(self, course: Course) -> tuple[SweepDir, Outcome]:
-        """Submit what is to be submitted."""
-        from orchestra.submit.sweeps.submit_sweep import carry_out
-
-        return carry_out(course, sys.argv)
+    course = course_of(submission, site, time.time(), force=force)
+    return course, _tested(course.arrays, site)
 
 
-def _array_size(partitions: tuple[Partition, ...] | None) -> int:
-    from launchers.launch_errors import LauncherError
-    from launchers.slurm.commands import DEFAULT, limits
-
-    if partitions is None:
-        return DEFAULT.array_size
-    try:
-        size = limits().array_size
-    except LauncherError as error:
-        raise LaunchError(f"{error}; nothing was submitted") from error
-    if size < 1:
-        raise ConfigError(
-            "this cluster takes no job arrays (MaxArraySize=0), which sweeps are submitted as; ask its "
-            "administrator, or submit the runs one by one"
-        )
-    return size
-
-
-def _planned(
-    index: int, member: Member, partitions: tuple[Partition, ...] | None, name: str | None
-) -> tuple[PlannedMember, list[str]]:
-    from orchestra.config.machine import signature
-    from orchestra.submit.network_bench import with_measured_network
-    from orchestra.submit.sweeps.sweep_plan import PlannedMember
-
-    config, problems = on_cluster.on_site(member.config, partitions)
-    if name is not None:
-        config = replace(config, run=replace(config.run, name=name))
-    share = on_cluster.share_of(config, partitions)
-    known = with_measured_network(config)
-    planned = PlannedMember(index, signature(config), member.overrides, member.chosen, known, share)
-    return planned, problems
-
-
-def _about(text: str, indices: Sequence[int], members: Sequence[Member]) -> str:
-    """Say whose problem it is, unless all members have it."""
-    if len(indices) == len(members):
-        return text
-    first = " ".join(members[indices[0]].chosen)
-    more = f" and {len(indices) - 1} more" if len(indices) > 1 else ""
-    return f"{first}{more}: {text}"
+def _tested(arrays: Sequence[PlannedArray], site: Site) -> str | None:
+    """Let Slurm judge each kind of job once; return when it expects the first one to start."""
+    scripts = {planned.template: planned.script() for planned in reversed(arrays)}
+    estimates = [site.tested(script) for script in reversed(scripts.values())]
+    starts = [estimate.start for estimate in estimates if estimate is not None]
+    return min(starts, default=None)
 
 
 @contextmanager
-def _alone(plan: SweepPlan) -> Iterator[None]:
+def _alone(submission: Submission) -> Iterator[None]:
+    from orchestra.submit.submission import parent_of_sweep
     from orchestra.submit.sweeps.lock import alone
-    from orchestra.submit.sweeps.sweep_plan import parent_of_sweep
 
-    with alone(parent_of_sweep(plan.members), plan.signature):
+    with alone(parent_of_sweep(submission.members), submission.signature):
         yield
 
 
 def _submit_sweeper(arguments: Namespace, overrides: Sequence[str]) -> int:
     """Let a sweeper choose, batch after batch; return 0 when all of its trials are done."""
+    from orchestra.config.machine import Situation
     from orchestra.submit import wait
-    from orchestra.submit.sweeps.submit_sweep import runs_of
+    from orchestra.submit.site import ask
+    from orchestra.submit.submission import plan_sweep
+    from orchestra.submit.sweeps.submit_sweep import carry_out, runs_of
     from orchestra.submit.sweeps.sweeper import run_sweeper
 
     if arguments.dry_run:
@@ -409,19 +316,19 @@ def _submit_sweeper(arguments: Namespace, overrides: Sequence[str]) -> int:
             "--dry-run: what a sweeper chooses depends on the results of the trials before; leave "
             "hydra/sweeper out to see the jobs of a plain sweep"
         )
-    desk = _Desk(is_needed=True, checks_memory=not arguments.skip_memory_check)
+    site, checks_memory = ask(), not arguments.skip_memory_check
+    site.require()
 
     def submit_members(members: list[Member], name: str) -> list[RunDir]:
-        plan = desk.plan(members, overrides, name)
-        with _alone(plan):
-            course = desk.course(plan, force=arguments.force)
-            desk.test(course.arrays)
-            sweep, outcome = desk.carry_out(course)
+        submission = plan_sweep(members, overrides, site, sys.argv, name=name, checks_memory=checks_memory)
+        with _alone(submission):
+            course, _ = _course(submission, site, force=arguments.force)
+            ledger, outcome = carry_out(course, sys.argv)
         if outcome.limit is not None:
-            raise LaunchError(limited(sweep, outcome))
-        return runs_of(sweep, outcome)
+            raise LaunchError(limited(ledger, outcome))
+        return runs_of(ledger)
 
-    trials = run_sweeper(overrides, on_cluster.SITUATION, submit_members)
+    trials = run_sweeper(overrides, Situation("submit", cluster=site), submit_members)
     results = [trial.result for trial in trials if trial.result is not None]
     print_trials(trials, as_json=arguments.json)
     return wait.exit_code(results) if len(results) == len(trials) else EXIT_FAILED
@@ -433,17 +340,16 @@ def resume_sweep(arguments: Namespace, sweep: SweepDir) -> int:
     Overrides change the members that are submitted. Raises ConfigError and LaunchError before anything is
     submitted.
     """
+    from orchestra.submit.site import ask
     from orchestra.submit.sweeps.members import Existing
-    from orchestra.submit.sweeps.submit_sweep import course_again
+    from orchestra.submit.sweeps.submit_sweep import carry_out, course_again
 
-    dry_run = arguments.dry_run
-    desk = _Desk(is_needed=not dry_run)
-    course = course_again(
-        Existing(sweep, read_sweep(sweep)), desk.site(), arguments.overrides, on_cluster.SITUATION
-    )
-    start = desk.test(course.arrays)
-    if dry_run:
+    site = ask(is_dry=arguments.dry_run, folder=sweep.path.parent)
+    site.require()
+    course = course_again(Existing(sweep, read_sweep(sweep)), site, arguments.overrides)
+    start = _tested(course.arrays, site)
+    if arguments.dry_run:
         print_course(course, start, as_json=arguments.json)
         return EXIT_DONE
-    sweep, outcome = desk.carry_out(course)
-    return tell(course, sweep, outcome, start, as_json=arguments.json)
+    ledger, outcome = carry_out(course, sys.argv)
+    return tell(course, ledger, outcome, start, as_json=arguments.json)

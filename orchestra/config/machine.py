@@ -1,6 +1,6 @@
-"""What a configuration meets: the command, the machine; and the numbers that follow from both.
+"""What a configuration meets: the command, the machine or cluster; and the numbers that follow from them.
 
-It asks the machine for its GPUs, and for its cores and memory only where something is about to start on it.
+Asks this machine for its GPUs, and for its cores and memory only where something is about to start on it.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ import dataclasses
 import hashlib
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from conf.schema import Config, Device, LauncherName
 from orchestra.errors import ConfigError
@@ -25,9 +26,20 @@ _CPU_RANKS = 2
 _MEMORY_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
+class Cluster(Protocol):
+    """The cluster that a job is meant for (`orchestra.submit.site.Site`)."""
+
+    def numbered(self, config: Config) -> Config:
+        """Return the configuration with the cluster's numbers in the place of `auto`."""
+
+    def problems(self, config: Config) -> Iterator[str]:
+        """Yield a sentence for each thing that is asked for and that the cluster cannot give."""
+
+
 @dataclass(frozen=True)
 class Situation:
-    """The command a configuration is meant for (`run`, `resume`, `submit`, `plan`) and this machine.
+    """The command a configuration is meant for (`run`, `resume`, `submit`, `plan`), and where its ranks
+    start: on this machine, or on `cluster`.
 
     Cores and memory are None where nothing is about to start here: a dry run may be about a larger machine.
     """
@@ -36,6 +48,8 @@ class Situation:
     num_gpus: int = 0
     num_cores: int | None = None
     memory_bytes: int | None = None
+    # None: no cluster was asked, and its numbers stay open.
+    cluster: Cluster | None = None
 
     @property
     def starts_here(self) -> bool:
@@ -93,14 +107,14 @@ def _with_absolute_paths(config: Config) -> Config:
 
 
 def _with_machine(config: Config, situation: Situation) -> Config:
-    """Put the machine's numbers in the place of `auto` for device and ranks per node.
+    """Put the machine's numbers, or the cluster's, in the place of `auto` for device and ranks per node.
 
-    On a cluster they stay `auto`: a login node cannot know them. `cluster.device=cuda` without a GPU keeps
-    `gpus_per_node=auto`, for a rule to refuse.
+    They stay `auto` where the cluster was not asked: a login node's own mean nothing. `cluster.device=cuda`
+    without a GPU keeps `gpus_per_node=auto`, for a rule to refuse.
     """
     cluster = config.cluster
     if cluster.launcher is not LauncherName.local:
-        return config
+        return config if situation.cluster is None else situation.cluster.numbered(config)
     device = cluster.device
     if device is Device.auto:
         device = Device.cuda if situation.num_gpus else Device.cpu

@@ -110,7 +110,7 @@ def planned_run(request: RunRequest, now: float) -> RunDir:
     """
     run = RunDir(parent_of_runs(request.config) / run_name(request, now))
     if request.config.run.name is not None and os.path.lexists(run.path):
-        raise ConfigError(_taken(run))
+        raise ConfigError(run_taken(run))
     return run
 
 
@@ -122,7 +122,8 @@ def parent_of_runs(config: Config) -> Path:
         raise ConfigError(f"run.dir={config.run.dir}: {error}; write the path out") from error
 
 
-def _taken(run: RunDir) -> str:
+def run_taken(run: RunDir) -> str:
+    """Return why a run cannot have its configured name."""
     return (
         f"run.name={run.name}: {run.path} exists already; choose another run.name, leave it out to have one "
         f"made, or remove that directory"
@@ -135,13 +136,8 @@ def frozen_config(request: RunRequest, run: RunDir) -> Config:
     return dataclasses.replace(request.config, run=identity)
 
 
-# Writes further files of a run into a draft of its directory (first argument; the second is its place to be)
-# and returns what run.json says beyond the usual.
-Addition = Callable[[RunDir, RunDir], dict[str, Any]]
-
-
-def prepare(request: RunRequest, planned: RunDir, add: Addition | None = None) -> RunDir:
-    """Write the run directory: config.yaml, run.json and what `add` adds, and return it.
+def prepare(request: RunRequest, planned: RunDir) -> RunDir:
+    """Write the directory of a run that this process trains: config.yaml and run.json; return it.
 
     Any moment before the end leaves nothing in its place.
 
@@ -150,22 +146,21 @@ def prepare(request: RunRequest, planned: RunDir, add: Addition | None = None) -
     """
 
     def write(draft: Path, place: Path) -> None:
-        write_run(request, RunDir(draft), RunDir(place), origin(), add)
+        write_run(request, RunDir(draft), RunDir(place), origin())
 
     is_named = request.config.run.name is not None
     path = made_as_one(planned.path, write, may_rename=not is_named)
     if path is None:
-        raise ConfigError(_taken(planned))
+        raise ConfigError(run_taken(planned))
     return RunDir(path)
 
 
-def write_run(
-    request: RunRequest, draft: RunDir, run: RunDir, facts: Mapping[str, Any], add: Addition | None = None
-) -> None:
-    """Write the files of `run` into the new folder `draft`; `facts` are those of `origin`."""
+def write_run(request: RunRequest, draft: RunDir, run: RunDir, facts: Mapping[str, Any]) -> None:
+    """Write the files of `run` into the new folder `draft`; `facts` are those of `origin`, and whatever else
+    run.json is to say.
+    """
     draft.path.mkdir(parents=True)
     write_config(draft.config, frozen_config(request, run))
-    added = {} if add is None else add(draft, run)
     own = {
         "name": run.name,
         "signature": request.signature,
@@ -174,7 +169,7 @@ def write_run(
         "steps": request.config.train.steps,
         "wandb_id": secrets.token_hex(_WANDB_ID_BYTES),
     }
-    draft.record.write_text(json.dumps({**own, **facts, **added}, indent=2) + "\n")
+    draft.record.write_text(json.dumps({**own, **facts}, indent=2) + "\n")
 
 
 def made_as_one(planned: Path, write: Callable[[Path, Path], None], *, may_rename: bool) -> Path | None:

@@ -1,29 +1,20 @@
-"""A further Slurm job for a run that exists: recorded as an intent, submitted, its number recorded.
-
-For a run that goes on by itself and for `orchestra resume` alike. Nothing is trained and waited for here.
+"""A further Slurm job for a run, submitted by the job that trains it: by the leading agent, or on its first
+node after all agents have ended.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
-import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from launchers.launch_errors import LauncherError, SlurmRefused
 from launchers.slurm import sbatch, this_job
-from launchers.slurm.commands import asked_cluster
 from launchers.slurm.queue import find_by_token
 from launchers.slurm.this_job import JobTask
 from orchestra.errors import LaunchError
-from orchestra.report.run_state import read_record
-from orchestra.run.events import EventWriter
 from orchestra.run.paths import RunDir
-from orchestra.run.stop_requests import user_name
-from orchestra.submit.claims import write_whole
 from orchestra.submit.job import new_token
+from orchestra.submit.job_record import JobEntry, add_intent, drop_job, intent, newest_entry, record_id
 
 # How long a job that may have been submitted is looked for where Slurm does not answer.
 _LOOK_AGAIN_S = (0.0, 2.0, 5.0, 10.0)
@@ -80,7 +71,7 @@ def _submit_again(
         options.append(f"--array={member}")
     place = run.batch_script if script is None else Path(script)
     entry = intent(run, token, attempt, task=member, after=task.job, cluster=task.cluster)
-    return submit_job(run, place, entry, options)
+    return _submit_job(run, place, entry, options)
 
 
 def _submitted_before(run: RunDir, task: JobTask) -> str | None:
@@ -104,7 +95,7 @@ def _submitted_before(run: RunDir, task: JobTask) -> str | None:
             continue
         if job is not None:
             attempt = entry.get("attempt")
-            _record_id(run, entry["token"], job, attempt if isinstance(attempt, int) else 0)
+            record_id(run, entry["token"], job, attempt if isinstance(attempt, int) else 0)
         return job
     raise LaunchError(
         f"{problem}: a job may have been submitted already; its token {entry['token']} is recorded in "
@@ -124,82 +115,29 @@ def _refuse_what_failed(run: RunDir, job: str, label: str) -> None:
     if word.state != "FAILED" or word.reason != _NO_NODES:
         return
     # As the newest one it would keep this job from training the run again where Slurm requeues it.
-    with contextlib.suppress(OSError):
-        _change_jobs(run, lambda jobs: [it for it in jobs if it.get("id") != job])
+    drop_job(run, "id", job)
     raise SlurmRefused(
         f"Slurm let job {label} fail at once ({_NO_NODES}): too few nodes are left that it may use"
     )
 
 
-def intent(
-    run: RunDir,
-    token: str,
-    attempt: int,
-    *,
-    task: int | None = None,
-    after: str | None = None,
-    cluster: str | None = None,
-) -> dict[str, Any]:
-    """Return what run.json says of a job before it is submitted; without `cluster` Slurm is asked for it."""
-    return {
-        "token": token,
-        "id": None,
-        "name": run.name,
-        "user": user_name(),
-        "submitted": time.time(),
-        "attempt": attempt,
-        "task": task,
-        "after": after,
-        "cluster": cluster or asked_cluster(),
-    }
-
-
-def submit_job(run: RunDir, script: Path, entry: dict[str, Any], options: list[str] | None = None) -> str:
+def _submit_job(run: RunDir, script: Path, entry: JobEntry, options: list[str]) -> str:
     """Record the intent, submit the script once, record the job's id and return it.
 
     Raises SlurmRefused, the intent taken back; LaunchError when it stays unknown whether Slurm has the job:
     the intent then keeps its token. OSError when the intent cannot be recorded, and nothing was submitted.
     """
     token = str(entry["token"])
-    _change_jobs(run, lambda jobs: [*jobs, entry])
+    add_intent(run, entry)
     try:
-        job = sbatch.submit(script, token, options or [])
+        job = sbatch.submit(script, token, options)
     except SlurmRefused:
-        with contextlib.suppress(OSError):
-            _change_jobs(run, lambda jobs: [it for it in jobs if it.get("token") != token])
+        drop_job(run, "token", token)
         raise
     except LauncherError as error:
         raise LaunchError(
             f"{error}: Slurm may have the job or not; its token {token} is recorded in {run.record}: "
             f"`orchestra status {run.name}` finds the job when Slurm answers; do not submit it again before"
         ) from error
-    _record_id(run, token, job, int(entry["attempt"]))
+    record_id(run, token, job, int(entry["attempt"]))
     return job
-
-
-def _record_id(run: RunDir, token: str, job: str, attempt: int) -> None:
-    """Write the job's id into run.json and the events. Where that fails the token finds the job."""
-
-    def numbered(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        return [{**it, "id": job} if it.get("token") == token else it for it in jobs]
-
-    try:
-        _change_jobs(run, numbered)
-        # A writer of its own: the job may be running by now.
-        EventWriter(run, f"submit.{job}", attempt).write("submitted", job=job, token=token)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            sys.stderr.write(f"warning: {run.record}: job {job} could not be recorded: {error.strerror}\n")
-
-
-def _change_jobs(run: RunDir, change: Any) -> None:
-    record = read_record(run)
-    jobs = record.get("jobs")
-    record["jobs"] = change([it for it in jobs if isinstance(it, dict)] if isinstance(jobs, list) else [])
-    write_whole(run.record, json.dumps(record, indent=2) + "\n")
-
-
-def newest_entry(run: RunDir) -> dict[str, Any] | None:
-    """Return what run.json says of the job that was submitted last; None where none was."""
-    jobs = read_record(run).get("jobs")
-    return jobs[-1] if isinstance(jobs, list) and jobs and isinstance(jobs[-1], dict) else None

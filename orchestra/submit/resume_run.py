@@ -24,8 +24,7 @@ from checkpointing.checkpoint_errors import CheckpointError
 from checkpointing.storage import open_storage
 from conf.schema import Config
 from launchers import processes
-from launchers.launch_errors import LauncherError, SlurmRefused
-from launchers.slurm import batch_script
+from launchers.launch_errors import LauncherError
 from launchers.slurm.queue import SubmittedJob
 from orchestra.config.compose import changed_config
 from orchestra.config.machine import Situation
@@ -44,13 +43,15 @@ from orchestra.run.events import read_events
 from orchestra.run.files import Record
 from orchestra.run.paths import RunDir, SweepDir, read_sweep
 from orchestra.run.planned_faults import still_to_come
-from orchestra.run.stop_requests import claimed_attempt
+from orchestra.run.stop_requests import claimed_attempt, user_name
 from orchestra.submit.claims import is_held, next_attempt_number, read_claim, take, take_turn, write_whole
 from orchestra.submit.code_snapshot import take_snapshot
-from orchestra.submit.job import Share, batch_job, new_token
+from orchestra.submit.hand_over import RunLedger, hand_over
+from orchestra.submit.job import Share
+from orchestra.submit.job_record import add_intent, intent, number_of_jobs
 from orchestra.submit.launch import WORKER_MODULE, source_root
 from orchestra.submit.new_run import code_revision
-from orchestra.submit.resubmit import intent, submit_job
+from orchestra.submit.sweeps.arrays import Numbering, PlannedArray, job_of_run
 from orchestra.submit.wait import is_being_ended, settled, unclear
 
 # Ranks end with whoever leads them, but not within the same instant.
@@ -112,9 +113,11 @@ def next_attempt(
     if (pending := pending_attempt(run, last, now)) is not None:
         raise ConfigError(_being_resumed(run, pending))
     number = next_attempt_number(run, last)
-    before = read_config(run.config)
+    before, step = read_config(run.config), newest_checkpoint(events)
+    if state == "finished" and not overrides:
+        # Nothing is checked, and no cluster is asked, for a run that has nothing left to train.
+        return NextAttempt(run, number, before, before, (), step, last, True, word.num_jobs)
     config = changed_config(_without_past_faults(before, number), overrides, situation)
-    step = newest_checkpoint(events)
     is_finished = state == "finished" and config.train.steps <= before.train.steps
     if not is_finished:
         _refuse_impossible(run, config, step, is_finished_before=state == "finished")
@@ -151,12 +154,6 @@ def asked(run: RunDir, now: float) -> Word:
             f"no more"
         )
     return Word(told, num_jobs)
-
-
-def number_of_jobs(run: RunDir) -> int:
-    """Return how many jobs were submitted for a run, intents included."""
-    jobs = read_record(run).get("jobs")
-    return len(jobs) if isinstance(jobs, list) else 0
 
 
 def _state(own: str, events: list[Record], told: RunState | None) -> str:
@@ -359,24 +356,28 @@ def record_resume(plan: NextAttempt, command: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class PlannedResume:
-    """How a run goes on, and the token and the share of a node of the job that is to train it."""
+    """How a run goes on, and the job that is to train it."""
 
     next: NextAttempt
-    token: str
-    share: Share
+    job: PlannedArray
 
     @property
     def run(self) -> RunDir:
         return self.next.run
 
+    @property
+    def token(self) -> str:
+        return self.job.array.token
+
     def script(self) -> str:
         """Return the batch script, word for word."""
-        return batch_script.rendered(batch_job(self.next.config, self.run, self.token, self.share))
+        return self.job.script()
 
 
 def planned_resume(plan: NextAttempt, share: Share) -> PlannedResume:
     """Return the job of a run that goes on. Starts and writes nothing."""
-    return PlannedResume(plan, new_token(), share)
+    numbering = Numbering(plan.run.name, user_name(), time.time())
+    return PlannedResume(plan, job_of_run(plan.config, plan.run, share, numbering))
 
 
 def submit_resume(plan: PlannedResume, command: Sequence[str]) -> str:
@@ -398,12 +399,10 @@ def submit_resume(plan: PlannedResume, command: Sequence[str]) -> str:
             undo.callback(turn.unlink, missing_ok=True)
             _replace(plan, undo)
             record_resume(plan.next, command)
-            entry = intent(run, plan.token, plan.next.number)
-            job = _submitted(plan, entry, undo)
+            add_intent(run, intent(run, plan.token, plan.next.number))
+            job = _submitted(plan, undo)
             undo.pop_all()
             return job
-    except SlurmRefused as error:
-        raise ConfigError(f"Slurm refuses the job: {error}") from error
     except LauncherError as error:
         raise LaunchError(f"{error}; nothing was submitted") from error
     except OSError as error:
@@ -412,13 +411,14 @@ def submit_resume(plan: PlannedResume, command: Sequence[str]) -> str:
         ) from error
 
 
-def _submitted(plan: PlannedResume, entry: dict[str, object], undo: ExitStack) -> str:
+def _submitted(plan: PlannedResume, undo: ExitStack) -> str:
     try:
-        return submit_job(plan.run, plan.run.batch_script, entry)
-    except LaunchError:
+        outcome = hand_over(RunLedger(plan.run, plan.next.number), [plan.job])
+    except (LaunchError, KeyboardInterrupt):
         # Slurm may have the job: what it needs stays.
         undo.pop_all()
         raise
+    return str(outcome.accepted[0].id)
 
 
 def _has_changed(plan: NextAttempt) -> bool:

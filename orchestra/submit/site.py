@@ -1,26 +1,190 @@
-"""What a configuration asks of a cluster against what the cluster has. It asks nothing itself: facts go in.
+"""The cluster that a command submits to: asked once, then compared with what a configuration asks of it.
 
 Everything that is wrong is found before anything exists: each problem is a sentence with what there is.
 """
 
 from __future__ import annotations
 
+import functools
+import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from conf.schema import Config, Device
-from launchers.launch_errors import LauncherError
-from launchers.slurm.cluster import Partition, is_usable, node_names, node_states
+from launchers.launch_errors import LauncherError, SlurmMissing, SlurmRefused
+from launchers.slurm import sbatch
+from launchers.slurm.cluster import Partition, partitions
+from launchers.slurm.commands import DEFAULT, asked_cluster, is_full, limits
+from launchers.slurm.sbatch import Estimate
 from orchestra.config.keys import nearest
-from orchestra.recovery.excluded_hosts import ExcludeList, Listed, shared_folder
-from orchestra.run.paths import RunDir
+from orchestra.errors import ConfigError, LaunchError
+from orchestra.recovery.excluded_hosts import excluded_folder, shared_folder
 from orchestra.sizes.units import slurm_time_s
+from orchestra.submit.hosts_to_avoid import left_out
+from orchestra.submit.job import Share
+from orchestra.submit.new_run import parent_of_runs
 
 _CPU_RANKS = 2
 # File systems in the memory of one host.
 _OF_ONE_HOST = ("tmpfs", "ramfs", "devtmpfs", "hugetlbfs")
+# What was found out about nodes that failed before serves for so long.
+_ASK_AGAIN_S = 300.0
+
+
+def note(text: str) -> None:
+    """Tell the user something beside the result, on standard error."""
+    sys.stderr.write(f"note: {text}\n")
+
+
+@dataclass(frozen=True)
+class Site:
+    """What a cluster has, as it answered a command. The cluster of a `Situation`."""
+
+    # None where Slurm did not answer.
+    partitions: tuple[Partition, ...] | None
+    # Why it did not.
+    silence: LauncherError | None = None
+    # Without an answer a dry run goes on.
+    is_dry: bool = False
+    # Where the run lies that goes on; None: in run.dir.
+    folder: Path | None = None
+    # What works without Slurm, for whoever has none.
+    instead: str = "train here with `orchestra run`"
+
+    def require(self) -> None:
+        """Raise ConfigError where there is no Slurm, LaunchError where it is silent. A dry run, which needs
+        no answer, says that nothing was checked.
+        """
+        if self.silence is None:
+            return
+        if self.is_dry:
+            note(f"{self.silence}: what the cluster has was not checked")
+        elif isinstance(self.silence, SlurmMissing):
+            raise ConfigError(f"{self.silence}, or {self.instead}") from self.silence
+        else:
+            raise LaunchError(f"{self.silence}; nothing was submitted") from self.silence
+
+    def numbered(self, config: Config) -> Config:
+        """Return the configuration with the cluster's own numbers in the place of `auto`: GPUs where the
+        partition's nodes have them, all that its best node has.
+        """
+        if self.partitions is None:
+            return config
+        cluster = config.cluster
+        gpus = max((partition.most_gpus for partition in chosen(config, self.partitions)), default=0)
+        device, ranks = cluster.device, cluster.gpus_per_node
+        if device is Device.auto:
+            device = Device.cuda if gpus else Device.cpu
+        if ranks == "auto" and (gpus or device is Device.cpu):
+            ranks = gpus if device is Device.cuda else _CPU_RANKS
+        return replace(config, cluster=replace(cluster, device=device, gpus_per_node=ranks))
+
+    def problems(self, config: Config) -> Iterator[str]:
+        """Yield what the nodes cannot share and what the cluster cannot give."""
+        try:
+            folder = self.folder or parent_of_runs(config)
+        except ConfigError as error:
+            yield from error.problems
+        else:
+            yield from folder_problems(folder, _mounts())
+        if self.silence is not None and not self.is_dry:
+            # Of a Slurm that is silent `require` tells.
+            if isinstance(self.silence, SlurmMissing):
+                yield f"{self.silence}, or {self.instead}"
+            return
+        problems = [] if self.partitions is None else list(site_problems(config, self.partitions))
+        yield from problems
+        if config.cluster.gpus_per_node == "auto" and not problems:
+            yield "cluster.gpus_per_node=auto: what the nodes have is not known; give a number"
+
+    def with_gpu_type(self, config: Config) -> Config:
+        """Return the configuration with the site's word for its GPUs where cluster.hardware=auto."""
+        if config.cluster.hardware != "auto" or self.partitions is None:
+            return config
+        name = gpu_type(config, self.partitions)
+        return config if name is None else replace(config, cluster=replace(config.cluster, hardware=name))
+
+    def share(self, config: Config) -> Share:
+        """Return what the cluster adds where the configuration leaves it open; tell which nodes a job does
+        not get because they failed before.
+        """
+        if self.partitions is None:
+            return Share()
+        own = config.cluster
+        without: tuple[str, ...] = ()
+        if config.recovery.exclude_hours > 0:
+            runs = shared_folder(parent_of_runs(config))
+            recent = int(time.monotonic() / _ASK_AGAIN_S)
+            wanted = own.nodes + own.spare_nodes
+            without = told_left_out(runs, own.partition, wanted, tuple(own.exclude), recent)
+        return Share(cpus_of_share(config, self.partitions), without)
+
+    def array_size(self) -> int:
+        """Ask how many tasks an array may have. Raises ConfigError where the site takes no arrays."""
+        if self.partitions is None:
+            return DEFAULT.array_size
+        try:
+            size = limits().array_size
+        except LauncherError as error:
+            raise LaunchError(f"{error}; nothing was submitted") from error
+        if size < 1:
+            raise ConfigError(
+                "this cluster takes no job arrays (MaxArraySize=0), which sweeps are submitted as; ask its "
+                "administrator, or submit the runs one by one"
+            )
+        return size
+
+    def tested(self, script: str) -> Estimate | None:
+        """Let Slurm judge a script; None where it was not asked, is silent, or has too many jobs already:
+        the submission itself will tell. Raises ConfigError where it refuses the job.
+        """
+        if self.partitions is None:
+            return None
+        try:
+            return sbatch.tested(script)
+        except SlurmRefused as error:
+            if is_full(str(error)):
+                return None
+            raise ConfigError(f"Slurm refuses the job: {error}") from error
+        except LauncherError as error:
+            note(f"the job was not tested beforehand: {error}")
+            return None
+
+
+def ask(*, is_dry: bool = False, folder: Path | None = None) -> Site:
+    """Ask the cluster of this machine what it has; `folder` is where a run lies that goes on."""
+    try:
+        return Site(partitions(), is_dry=is_dry, folder=folder)
+    except LauncherError as error:
+        return Site(None, error, is_dry, folder)
+
+
+def _mounts() -> str:
+    try:
+        return Path("/proc/self/mountinfo").read_text()
+    except OSError:
+        return ""
+
+
+# The members of a sweep ask one by one for the same.
+@functools.lru_cache(maxsize=64)
+def told_left_out(
+    runs: Path, partition: str | None, wanted: int, own: tuple[str, ...], _: int
+) -> tuple[str, ...]:
+    """Return the hosts on the list that such a job does not get beside its `own`, and tell the user why.
+
+    The last argument is the time in units of 5 minutes, for the cache.
+    """
+    if not excluded_folder(runs).exists():
+        return ()
+    found = left_out(runs, asked_cluster(), partition, wanted, own)
+    for text in found.notes:
+        note(text)
+    if found.hosts:
+        note("recovery.exclude_hours=0 uses them all the same; `orchestra doctor` lists them")
+    return found.hosts
 
 
 def chosen(config: Config, partitions: Sequence[Partition]) -> list[Partition]:
@@ -31,41 +195,6 @@ def chosen(config: Config, partitions: Sequence[Partition]) -> list[Partition]:
     names = wanted.split(",")
     found = [partition for partition in partitions if partition.name in names]
     return found if len(found) == len(set(names)) else []
-
-
-def numbers_for_auto(config: Config, partitions: Sequence[Partition]) -> list[str]:
-    """Return overrides that put the cluster's own numbers in the place of `auto`, where that stands.
-
-    GPUs are taken where the chosen partition's nodes have them, all that its best node has.
-    """
-    device, ranks = _for_auto(config, partitions)
-    overrides = [] if device is None else [f"cluster.device={device.value}"]
-    return overrides if ranks is None else [*overrides, f"cluster.gpus_per_node={ranks}"]
-
-
-def with_numbers(config: Config, partitions: Sequence[Partition]) -> Config:
-    """Return the configuration with the cluster's own numbers in the place of `auto`; it is to be resolved
-    and checked again.
-    """
-    device, ranks = _for_auto(config, partitions)
-    cluster = config.cluster
-    numbers = (
-        cluster.device if device is None else device,
-        cluster.gpus_per_node if ranks is None else ranks,
-    )
-    return replace(config, cluster=replace(cluster, device=numbers[0], gpus_per_node=numbers[1]))
-
-
-def _for_auto(config: Config, partitions: Sequence[Partition]) -> tuple[Device | None, int | None]:
-    """Return device and ranks per node, each None where it is given or not known."""
-    cluster = config.cluster
-    gpus = max((partition.most_gpus for partition in chosen(config, partitions)), default=0)
-    device, ranks = cluster.device, None
-    if device is Device.auto:
-        device = Device.cuda if gpus else Device.cpu
-    if cluster.gpus_per_node == "auto" and (gpus or device is Device.cpu):
-        ranks = gpus if device is Device.cuda else _CPU_RANKS
-    return (device if cluster.device is Device.auto else None), ranks
 
 
 def gpu_type(config: Config, partitions: Sequence[Partition]) -> str | None:
@@ -187,125 +316,3 @@ def file_system_of(folder: Path, mounts: str) -> str | None:
         if path.is_relative_to(point) and len(point.parts) >= best:
             best, kind = len(point.parts), after.split()[0]
     return kind
-
-
-# Which hosts a job is submitted without: those of the configuration, and those on the cluster's list.
-#
-# The list is beside the runs (`orchestra.recovery.excluded_hosts`). Its hosts go into the batch script and
-# not into the frozen configuration: whatever is submitted later asks the list again.
-
-
-@dataclass(frozen=True)
-class LeftOut:
-    """Whom a job does not get because of the list, and what is to be told about that."""
-
-    entries: tuple[Listed, ...] = ()
-    notes: tuple[str, ...] = ()
-
-    @property
-    def hosts(self) -> tuple[str, ...]:
-        return tuple(entry.host for entry in self.entries)
-
-
-@dataclass(frozen=True)
-class Elsewhere:
-    """Whom the next job of a run does not get, and whom it gets though it should not."""
-
-    # Empty where the job's own script says enough.
-    exclude: tuple[str, ...] = ()
-    # Hosts that failed just now, that Slurm still gives to jobs, and that too few others are there without.
-    missed: tuple[str, ...] = ()
-
-
-def left_out(
-    runs: Path, cluster: str | None, partition: str | None, wanted: int, without: Iterable[str] = ()
-) -> LeftOut:
-    """Return whom a job of `wanted` nodes is submitted without, and why; `runs` is the folder of the runs.
-    `without`: hosts that it does not get anyway.
-
-    Asks Slurm only where somebody is on the list: names that it does not know any more it would refuse, and
-    so many that too few nodes remain would make the job wait for ever.
-    """
-    entries = ExcludeList(runs, cluster).entries(time.time())
-    if not entries:
-        return LeftOut()
-    try:
-        names = node_names(partition)
-    except LauncherError as error:
-        return LeftOut((), (f"nodes that failed before are not left out: {error}",))
-    return chosen_to_leave_out(entries, names.difference(without), wanted)
-
-
-def hosts_without(config: Config, run: RunDir, cluster: str | None) -> tuple[str, ...]:
-    """Return all hosts that the next job of a run is submitted without, by its configuration and by the list;
-    none where the list adds nobody, since the script says the configuration's.
-    """
-    if config.recovery.exclude_hours <= 0:
-        return ()
-    own = config.cluster
-    runs, wanted = shared_folder(run.path.parent), own.nodes + own.spare_nodes
-    found = left_out(runs, cluster, own.partition, wanted, own.exclude)
-    return tuple(dict.fromkeys([*own.exclude, *found.hosts])) if found.hosts else ()
-
-
-def elsewhere(
-    config: Config, run: RunDir, cluster: str | None, failed: Sequence[str], of_run: Iterable[str]
-) -> Elsewhere:
-    """Return whom the next job of a run is submitted without: `failed` just now, then `of_run`, which failed
-    it before, then those on the list. Where Slurm cannot be asked about its nodes: `failed` alone.
-    """
-    own, listed = config.cluster, []
-    if config.recovery.exclude_hours > 0:
-        listed = ExcludeList(shared_folder(run.path.parent), cluster).entries(time.time())
-    before = [*of_run, *(entry.host for entry in listed)]
-    if not failed and not before:
-        return Elsewhere()
-    try:
-        states = node_states(own.partition)
-    except LauncherError:
-        found = Elsewhere(tuple(dict.fromkeys(failed)))
-    else:
-        others = {name: state for name, state in states.items() if name not in own.exclude}
-        found = bounded(failed, before, others, own.nodes + own.spare_nodes)
-    # What is said to sbatch takes the place of what the script says.
-    exclude = tuple(dict.fromkeys([*own.exclude, *found.exclude])) if found.exclude else ()
-    return Elsewhere(exclude, found.missed)
-
-
-def bounded(
-    failed: Iterable[str], before: Iterable[str], states: Mapping[str, str], wanted: int
-) -> Elsewhere:
-    """Return whom a job of `wanted` nodes is submitted without, `failed` first, so that as many nodes remain
-    which Slurm can give it. `states`: Slurm's words for the nodes it may have. A pure function.
-
-    Slurm lets a job fail that too few nodes are left for, and one that needs a node which is down waits for
-    it: only where there are enough without them nobody is missed who may come back.
-    """
-    failed = tuple(dict.fromkeys(failed))
-    usable = {name for name, state in states.items() if is_usable(state)}
-    room = len(usable) - wanted
-    exclude: list[str] = []
-    for host in dict.fromkeys([*failed, *before]) if room >= 0 else ():
-        if host in states and (host not in usable or room > 0):
-            exclude.append(host)
-            room -= host in usable
-    return Elsewhere(tuple(exclude), tuple(host for host in failed if host in usable - set(exclude)))
-
-
-def chosen_to_leave_out(entries: Sequence[Listed], names: frozenset[str], wanted: int) -> LeftOut:
-    """Return those that Slurm knows, the newest first, as long as `wanted` of the nodes remain. A pure
-    function.
-    """
-    known = [entry for entry in entries if entry.host in names]
-    room = max(0, len(names) - wanted)
-    notes = [f"without {entry.host}: {words(entry)}" for entry in known[:room]]
-    if len(known) > room:
-        hosts = ", ".join(entry.host for entry in known[room:])
-        notes.append(f"{hosts} failed before, and may be used: too few other nodes are there")
-    return LeftOut(tuple(known[:room]), tuple(notes))
-
-
-def words(entry: Listed) -> str:
-    """Return in a line why a host is on the list, and for how long."""
-    until = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.expires))
-    return f"{entry.reason} (run {Path(entry.run).name}; until {until})"

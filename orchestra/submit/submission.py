@@ -1,140 +1,219 @@
-"""Makes a run ready for a Slurm job and submits it, once. It trains nothing and waits for nothing.
+"""What one command submits: new runs, each checked and complete, and the place that they get.
 
-The order is the contract: script, then run directory with code and the intent to submit, then sbatch, then
-the job's id. Whatever is lost in between, the job is found again by its token.
+A single run is a sweep of one: one member, whose directory is the submission's own. Planning resolves the
+configurations, puts the cluster's numbers into them and checks them, each once; it writes nothing. What is
+planned here is written and handed to Slurm by `orchestra.submit.hand_over`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
-import shutil
-import sys
+import hashlib
+import os
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from launchers.launch_errors import LauncherError, SlurmRefused
-from launchers.slurm import batch_script, sbatch
-from launchers.slurm.commands import asked_cluster
-from orchestra.errors import ConfigError, LaunchError
-from orchestra.report.run_state import read_record
-from orchestra.run.events import EventWriter
-from orchestra.run.paths import RunDir
-from orchestra.run.stop_requests import claimed_attempt, user_name
-from orchestra.submit.claims import write_claim, write_whole
-from orchestra.submit.code_snapshot import take_snapshot
-from orchestra.submit.job import Share, batch_job, new_token
-from orchestra.submit.new_run import RunRequest, frozen_config, prepare
+from conf.schema import Config
+from orchestra.config.compose import compose
+from orchestra.config.machine import Situation, signature
+from orchestra.errors import ConfigError
+from orchestra.run.paths import SweepDir, SweepMember, is_sweep
+from orchestra.submit.job import Share
+from orchestra.submit.memory_check import memory_problems
+from orchestra.submit.network_bench import with_measured_network
+from orchestra.submit.new_run import RunRequest, parent_of_runs
+from orchestra.submit.site import Site
 
-_FIRST_ATTEMPT = 0
-_FIRST_JOB = 0
+if TYPE_CHECKING:
+    from orchestra.config.sweep import Member
+
+_HEX_DIGITS = 16
 
 
 @dataclass(frozen=True)
-class PlannedJob:
-    """What is about to be submitted: the script for the run directory that was planned, and its token."""
+class PlannedMember:
+    """One run with its checked configuration, in which nothing is left to the cluster."""
 
-    request: RunRequest
-    run: RunDir
-    token: str
+    index: int
+    signature: str
+    # All of them, and the swept ones alone.
+    overrides: tuple[str, ...]
+    chosen: tuple[str, ...]
+    config: Config
     share: Share
+    # The run that another sweep made and this one takes over.
+    adopted: str | None = None
 
-    def script(self, run: RunDir | None = None) -> str:
-        """Return the batch script, word for word; for another directory where the planned one was taken."""
-        place = run or self.run
-        return batch_script.rendered(
-            batch_job(frozen_config(self.request, place), place, self.token, self.share)
-        )
+    @property
+    def record(self) -> SweepMember:
+        return SweepMember(self.index, self.signature, self.chosen, self.adopted)
 
-
-def planned_job(request: RunRequest, run: RunDir, share: Share) -> PlannedJob:
-    """Return the job of a run. Starts and writes nothing."""
-    return PlannedJob(request, run, new_token(), share)
+    def request(self, command: Sequence[str]) -> RunRequest:
+        """Return what the run's directory is written from."""
+        return RunRequest(self.config, self.signature, self.overrides, command)
 
 
 @dataclass(frozen=True)
-class Submitted:
-    """A run and the job that trains it."""
+class Submission:
+    """New runs that are submitted together: one, or the members of a sweep."""
 
-    run: RunDir
-    job: str
+    members: tuple[PlannedMember, ...]
+    # As typed.
+    overrides: tuple[str, ...] = ()
+    command: tuple[str, ...] = ()
+    # A sweep gets a directory around those of its members, and its jobs are arrays.
+    is_sweep: bool = True
+
+    @property
+    def signature(self) -> str:
+        """Equal for sweeps of the same members, in whatever order they were typed."""
+        return signature_of_members(member.signature for member in self.members)
+
+    @property
+    def configured_name(self) -> str | None:
+        return self.members[0].config.run.name
+
+    @property
+    def throttle(self) -> int | None:
+        """Jobs of the sweep that may run at a time: the smallest number that a member gives."""
+        given = [member.config.cluster.array_throttle for member in self.members]
+        return min((number for number in given if number is not None), default=None)
+
+    def adopting(self, runs: dict[int, str]) -> Submission:
+        """Return the submission with runs of other sweeps in the place of these members."""
+        members = (replace(member, adopted=runs.get(member.index)) for member in self.members)
+        return replace(self, members=tuple(members))
 
 
-def submit(plan: PlannedJob) -> Submitted:
-    """Write the run directory and submit its job.
+def signature_of_members(signatures: Iterable[str]) -> str:
+    """Return 16 hexadecimal digits that name a set of members."""
+    return hashlib.sha256("\n".join(sorted(signatures)).encode()).hexdigest()[:_HEX_DIGITS]
 
-    Raises ConfigError when the directory cannot be made or Slurm refuses the job, and leaves nothing then;
-    LaunchError when it stays unknown whether Slurm has the job: the run's record then keeps the token.
+
+def with_cluster(overrides: Sequence[str]) -> list[str]:
+    """Return overrides with cluster=slurm before them where they choose no cluster."""
+    chosen = ("cluster=", "+cluster=", "cluster.launcher=", "experiment=")
+    if any(override.startswith(chosen) for override in overrides):
+        return list(overrides)
+    return ["cluster=slurm", *overrides]
+
+
+def plan(
+    overrides: Sequence[str], site: Site, command: Sequence[str], *, checks_memory: bool = True
+) -> Submission:
+    """Return the submission of one run. Raises ConfigError with every problem found, also what the cluster
+    cannot give, LaunchError where Slurm is silent.
     """
-    run = prepare(plan.request, plan.run, lambda draft, place: _added(plan, draft, place))
-    if run != plan.run:
-        plan = replace(plan, run=run)
-    try:
-        job = sbatch.submit(run.batch_script, plan.token)
-    except SlurmRefused as error:
-        _discard(run, plan.token)
-        raise ConfigError(f"Slurm refuses the job: {error}") from error
-    except LauncherError as error:
-        raise LaunchError(f"{error}: {_unknown(run, plan.token)}") from error
-    except KeyboardInterrupt:
-        with contextlib.suppress(OSError):
-            sys.stderr.write(f"\ninterrupted while Slurm was asked: {_unknown(run, plan.token)}\n")
-        raise
-    finally:
-        run.turn(_FIRST_JOB, 0).unlink(missing_ok=True)
-    _record_job(run, plan.token, job)
-    return Submitted(run, job)
+    composed = compose(overrides, Situation("submit", cluster=site))
+    site.require()
+    if checks_memory and (problems := _memory_problems(composed.config, site)):
+        raise ConfigError(problems)
+    member = _planned(0, composed.config, tuple(overrides), (), site)
+    return Submission((member,), tuple(overrides), tuple(command), is_sweep=False)
 
 
-def _unknown(run: RunDir, token: str) -> str:
+def submission_of(request: RunRequest, share: Share) -> Submission:
+    """Return the submission of one run that is checked and complete."""
+    overrides = tuple(request.overrides)
+    member = PlannedMember(0, request.signature, overrides, (), request.config, share)
+    return Submission((member,), overrides, tuple(request.command), is_sweep=False)
+
+
+def plan_sweep(
+    members: Sequence[Member],
+    overrides: Sequence[str],
+    site: Site,
+    command: Sequence[str],
+    *,
+    name: str | None = None,
+    checks_memory: bool = True,
+) -> Submission:
+    """Return the submission of members that were composed for `site`, `name` in the place of run.name.
+
+    Raises ConfigError where a device's memory does not suffice, LaunchError where Slurm is silent.
+    """
+    site.require()
+    problems: dict[str, list[int]] = {}
+    for index, member in enumerate(members if checks_memory else ()):
+        for problem in _memory_problems(member.config, site):
+            problems.setdefault(problem, []).append(index)
+    if problems:
+        raise ConfigError([_about(text, indices, members) for text, indices in problems.items()])
+    planned = []
+    for index, member in enumerate(members):
+        config = member.config
+        if name is not None:
+            config = replace(config, run=replace(config.run, name=name))
+        planned.append(_planned(index, config, member.overrides, member.chosen, site))
+    submission = Submission(tuple(planned), tuple(overrides), tuple(command))
+    parent_of_sweep(submission.members)
+    return submission
+
+
+def _memory_problems(config: Config, site: Site) -> list[str]:
+    """Return why the devices' memory does not suffice, where the configuration or Slurm names the device."""
+    return list(memory_problems(site.with_gpu_type(config), Situation("submit")))
+
+
+def _planned(
+    index: int, config: Config, overrides: tuple[str, ...], chosen: tuple[str, ...], site: Site
+) -> PlannedMember:
+    """Return a member; measured figures of the network are no part of what was asked for, so the signature
+    does not change with them.
+    """
+    share = site.share(config)
+    return PlannedMember(index, signature(config), overrides, chosen, with_measured_network(config), share)
+
+
+def _about(text: str, indices: Sequence[int], members: Sequence[Member]) -> str:
+    """Say whose problem it is, unless all members have it."""
+    if len(indices) == len(members):
+        return text
+    first = " ".join(members[indices[0]].chosen)
+    more = f" and {len(indices) - 1} more" if len(indices) > 1 else ""
+    return f"{first}{more}: {text}"
+
+
+def parent_of_sweep(members: Sequence[PlannedMember]) -> Path:
+    """Return the folder that the sweep lies in. Raises ConfigError where its members disagree on it."""
+    problems = [
+        f"run.{key} is one for the whole sweep and cannot be swept; give one value"
+        for key in ("dir", "name")
+        if len({getattr(member.config.run, key) for member in members}) > 1
+    ]
+    if problems:
+        raise ConfigError(problems)
+    return parent_of_runs(members[0].config)
+
+
+def planned_sweep(submission: Submission, now: float, *, is_forced: bool = False) -> SweepDir:
+    """Return the directory that a new sweep would get, for a made name the first choice.
+
+    `is_forced`: all members are trained anew, whatever there is. Raises ConfigError when something is in the
+    place of a configured name.
+    """
+    parent = parent_of_sweep(submission.members)
+    name = submission.configured_name
+    if name is None:
+        stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
+        return SweepDir(parent / f"sweep-{stamp}-{submission.signature[:6]}")
+    sweep = SweepDir(parent / name)
+    if os.path.lexists(sweep.path):
+        if is_forced and is_sweep(sweep.path):
+            raise ConfigError(
+                f"--force trains all members anew, in a new sweep, and run.name={sweep.name} names one that "
+                f"is there; give another run.name, or leave it out to have one made"
+            )
+        raise ConfigError(sweep_taken(sweep))
+    return sweep
+
+
+def sweep_taken(sweep: SweepDir) -> str:
+    """Return why a sweep cannot have its configured name."""
+    what = "another sweep" if is_sweep(sweep.path) else "something else"
     return (
-        f"Slurm may have the job or not. {run.path} is kept, with the job's token {token}: `orchestra status "
-        f"{run.name}` finds the job when Slurm answers; do not submit it again before"
+        f"run.name={sweep.name}: {sweep.path} exists already and holds {what}; choose another run.name, "
+        f"leave it out to have one made, or remove that directory"
     )
-
-
-def _discard(run: RunDir, token: str) -> None:
-    """Remove a run whose job was refused, unless somebody went on with it meanwhile."""
-    jobs = read_record(run).get("jobs")
-    is_ours = isinstance(jobs, list) and [it.get("token") for it in jobs if isinstance(it, dict)] == [token]
-    if is_ours and claimed_attempt(run) is None:
-        shutil.rmtree(run.path, ignore_errors=True)
-
-
-def _added(plan: PlannedJob, draft: RunDir, run: RunDir) -> dict[str, Any]:
-    """Write the code and the script into the draft; return the intent to submit, for run.json."""
-    take_snapshot(draft.code)
-    draft.job_logs.mkdir(parents=True)
-    draft.batch_script.write_text(plan.script(run))
-    draft.control.mkdir()
-    # Whoever resumes the run meanwhile finds that it is being submitted.
-    write_claim(draft.turn(_FIRST_JOB, 0))
-    intent = {
-        "token": plan.token,
-        "id": None,
-        "name": run.name,
-        "user": user_name(),
-        "submitted": time.time(),
-        "attempt": _FIRST_ATTEMPT,
-        "task": None,
-        "after": None,
-        "cluster": asked_cluster(),
-    }
-    # No process of this machine leads it.
-    return {"pid": None, "pid_started": None, "jobs": [intent]}
-
-
-def _record_job(run: RunDir, token: str, job: str) -> None:
-    """Write the job's id into run.json and the events. Where that fails the token finds the job."""
-    record = read_record(run)
-    for entry in record.get("jobs", []):
-        if entry.get("token") == token:
-            entry["id"] = job
-    try:
-        write_whole(run.record, json.dumps(record, indent=2) + "\n")
-        # A writer of its own: the job may be running by now.
-        EventWriter(run, f"submit.{job}", _FIRST_ATTEMPT).write("submitted", job=job, token=token)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            sys.stderr.write(f"warning: {run.record}: job {job} could not be recorded: {error.strerror}\n")

@@ -1,4 +1,4 @@
-"""Rules about jobs on a Slurm cluster that the configuration alone can break. It asks no cluster."""
+"""Rules about jobs on a Slurm cluster: what the configuration alone can break, and what the cluster lacks."""
 
 from __future__ import annotations
 
@@ -79,4 +79,10 @@ def rule_array_throttle(config: Config, _: Situation) -> Iterator[str]:
         yield f"cluster.array_throttle={throttle} lets no job of a sweep run; use 1 or more, or leave it out"
 
 
-RULES = (rule_array_throttle, rule_launcher, rule_time_for_warning, rule_slurm_extra)
+def rule_cluster(config: Config, situation: Situation) -> Iterator[str]:
+    """Ask the cluster, where the command has one."""
+    if config.cluster.launcher is LauncherName.slurm and situation.cluster is not None:
+        yield from situation.cluster.problems(config)
+
+
+RULES = (rule_array_throttle, rule_launcher, rule_time_for_warning, rule_slurm_extra, rule_cluster)

@@ -1,36 +1,25 @@
-"""Which members of a sweep go into which Slurm array, and each array's script. Pure: it asks and writes
-nothing.
+"""Which runs of a submission go into which Slurm job, and each job's script: pure functions.
 
-Members whose batch scripts are equal share an array. A template is such a script without what differs from
-array to array: its tasks, its token and the index of its first member.
+Members of a sweep whose batch scripts are equal share an array; the job of a single run is an array of one,
+without a task number. A template is such a script without what differs from array to array: its tasks, its
+token and the index of its first member.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import re
-import secrets
-import shutil
-from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from conf.schema import Config
-from launchers.launch_errors import LauncherError, SlurmRefused
-from launchers.slurm import sbatch
 from launchers.slurm.batch_script import rendered
-from launchers.slurm.commands import asked_cluster, is_full
-from orchestra.errors import ConfigError, LaunchError
-from orchestra.report.run_state import read_record
-from orchestra.run.paths import RunDir, Sweep, SweepArray, SweepDir, to_json
-from orchestra.submit.claims import write_claim, write_whole
-from orchestra.submit.code_snapshot import take_snapshot
-from orchestra.submit.job import NODE_MODULE, Share, array_job, new_token
-from orchestra.submit.new_run import RunRequest, made_as_one, origin, write_run
-from orchestra.submit.sweeps import lock
-from orchestra.submit.sweeps.sweep_plan import PlannedMember, SweepPlan, taken
+from orchestra.run.paths import RunDir, SweepArray, SweepDir
+from orchestra.run.stop_requests import user_name
+from orchestra.submit.job import NODE_MODULE, Share, array_job, batch_job, new_token
+from orchestra.submit.new_run import planned_run
+from orchestra.submit.submission import Submission
 
 _TASKS = re.compile(r"^#SBATCH --array=.*$", re.MULTILINE)
 _COMMENT = re.compile(r"^#SBATCH --comment=.*$", re.MULTILINE)
@@ -97,14 +86,14 @@ class PlannedArray:
 
 @dataclass(frozen=True)
 class Numbering:
-    """What is the same for all arrays that one command submits."""
+    """What is the same for all jobs that one command submits."""
 
     name: str
     user: str
     # Unix seconds.
     now: float
     # Tasks that one array may hold.
-    array_size: int
+    array_size: int = 1
     # Jobs of the sweep that may run at a time.
     throttle: int | None = None
 
@@ -192,247 +181,41 @@ def num_nodes(script: str) -> int | None:
     return None if found is None else int(found[1])
 
 
-# Makes a sweep's directory: record, code, scripts and the members' run directories, all at once or not at
-# all.
-#
-# It submits nothing. What it writes holds the intent to submit, by whose tokens the jobs are found again.
+def job_of_run(config: Config, run: RunDir, share: Share, numbering: Numbering) -> PlannedArray:
+    """Return the job that trains a single run."""
+    template = rendered(batch_job(config, run, "", share))
+    (job,) = planned_arrays({0: template}, numbering, itertools.count())
+    return job
 
 
-_FIRST_ATTEMPT = 0
-# What sweep.json says beyond what its members' records do.
-_OF_THE_SWEEP = ("array_throttle", "resumes")
-
-
-def arrays_of(plan: SweepPlan, sweep: SweepDir, numbering: Numbering) -> list[PlannedArray]:
-    """Return the arrays that train the members which the sweep does not adopt."""
-    templates = Templates(sweep)
-    wanted = {it.index: templates.of(it.config, it.share) for it in plan.members if it.adopted is None}
+def arrays_of(submission: Submission, place: RunDir | SweepDir, numbering: Numbering) -> list[PlannedArray]:
+    """Return the jobs that train the members which the submission does not adopt."""
+    if isinstance(place, RunDir):
+        (member,) = submission.members
+        return [job_of_run(member.config, place, member.share, numbering)]
+    templates = Templates(place)
+    wanted = {
+        member.index: templates.of(member.config, member.share)
+        for member in submission.members
+        if member.adopted is None
+    }
     return planned_arrays(wanted, numbering, itertools.count())
 
 
-def make_sweep(
-    plan: SweepPlan, planned: SweepDir, numbering: Numbering
-) -> tuple[SweepDir, Sweep, list[PlannedArray]]:
-    """Write the sweep's directory, and return it with its record and the arrays that are to be submitted.
+@dataclass(frozen=True)
+class PlacedSubmission:
+    """A submission, the directory that it would get, and what its jobs have in common."""
 
-    They are claimed for this process. It is `planned`, or with a made name that is taken the first free one
-    of `planned`-2, -3 … Raises ConfigError when a configured name was taken meanwhile, or when nothing can be
-    written there.
-    """
-    made: list[tuple[Sweep, list[PlannedArray]]] = []
+    submission: Submission
+    place: RunDir | SweepDir
+    numbering: Numbering
 
-    def write(draft: Path, place: Path) -> None:
-        sweep = SweepDir(place)
-        arrays = arrays_of(plan, sweep, replace(numbering, name=sweep.name))
-        record = _record(plan, sweep, arrays, origin())
-        _write(plan, SweepDir(draft), sweep, record, arrays)
-        made.append((record, arrays))
-
-    path = made_as_one(planned.path, write, may_rename=plan.configured_name is None)
-    if path is None:
-        raise ConfigError(taken(planned))
-    return SweepDir(path), *made[-1]
+    def arrays(self) -> list[PlannedArray]:
+        """Return the jobs that it would be submitted as; each call makes new tokens."""
+        return arrays_of(self.submission, self.place, self.numbering)
 
 
-def _record(plan: SweepPlan, sweep: SweepDir, arrays: Sequence[PlannedArray], facts: dict[str, Any]) -> Sweep:
-    created = facts.pop("created")
-    # No process of this machine leads it.
-    facts.update(pid=None, pid_started=None)
-    return Sweep(
-        name=sweep.name,
-        signature=plan.signature,
-        overrides=plan.overrides,
-        members=tuple(member.record for member in plan.members),
-        arrays=tuple(it.array for it in arrays),
-        created=created,
-        facts={**facts, "command": list(plan.command), "array_throttle": plan.throttle},
-    )
-
-
-def _write(
-    plan: SweepPlan, draft: SweepDir, sweep: SweepDir, record: Sweep, arrays: Sequence[PlannedArray]
-) -> None:
-    take_snapshot(draft.code)
-    draft.job_logs.mkdir(parents=True)
-    draft.control.mkdir()
-    jobs = {index: it.array for it in arrays for index in it.array.members}
-    for member in plan.members:
-        if member.adopted is None:
-            job = job_entry(jobs[member.index], member.index)
-            write_member(member, draft.member(member.index), sweep, record, job)
-    for it in arrays:
-        draft.script(it.array.number).write_text(it.script())
-        write_claim(draft.claim(it.array.number))
-    draft.record.write_text(to_json(record))
-
-
-def write_member(
-    member: PlannedMember, draft: RunDir, sweep: SweepDir, record: Sweep, job: dict[str, Any]
-) -> None:
-    """Write a member's run directory into the folder `draft`, with the intent to submit it."""
-    request = RunRequest(member.config, member.signature, member.overrides, record.facts.get("command", ()))
-    own = {"sweep": sweep.name, "member": member.index, "jobs": [job]}
-    facts = {key: value for key, value in record.facts.items() if key not in _OF_THE_SWEEP}
-    facts["created"] = record.created
-    write_run(request, draft, sweep.member(member.index), facts, lambda *_: own)
-
-
-def job_entry(array: SweepArray, index: int, attempt: int = _FIRST_ATTEMPT) -> dict[str, Any]:
-    """Return what a member's run.json says of the job that is to train it."""
-    return {
-        "token": array.token,
-        # The array's, which sweep.json has under the token.
-        "id": None,
-        "name": array.name,
-        "user": array.user,
-        "submitted": array.submitted,
-        "attempt": attempt,
-        "task": index - array.first,
-        "after": None,
-        "cluster": asked_cluster(),
-    }
-
-
-def record_jobs(
-    sweep: SweepDir,
-    array: SweepArray,
-    attempts: Mapping[int, int],
-    instead_of: str | None = None,
-    but: Container[int] = (),
-) -> None:
-    """Write the intent to submit an array into its members' records; `attempts` are theirs by index.
-
-    `instead_of` is the token of an intent that came to nothing and is dropped. The members in `but` have it.
-    """
-    for index in array.members:
-        if index in but:
-            continue
-        run = sweep.member(index)
-        record = read_record(run)
-        before = [it for it in record.get("jobs") or [] if isinstance(it, dict)]
-        entry = job_entry(array, index, attempts.get(index, _FIRST_ATTEMPT))
-        kept = [it for it in before if instead_of is None or it.get("token") != instead_of]
-        write_quickly(run, {**record, "jobs": [*kept, entry]})
-
-
-def write_quickly(run: RunDir, record: Mapping[str, Any]) -> None:
-    """Replace a member's record as one act, without waiting for the disk: sweep.json has what matters."""
-    draft = run.record.with_name(f".{run.record.name}.{secrets.token_hex(4)}")
-    draft.write_text(json.dumps(record, indent=2) + "\n")
-    draft.replace(run.record)
-
-
-def remove(sweep: SweepDir) -> None:
-    """Remove a sweep of which Slurm took nothing."""
-    shutil.rmtree(sweep.path, ignore_errors=True)
-
-
-# Submits a sweep's arrays, each once, and writes their ids down. The intents are on disk before it begins.
-#
-# An array that is too large for what a user may submit is cut in halves until a part fits. What Slurm does
-# not take stays recorded, for a later `orchestra resume`.
-
-
-@dataclass
-class Outcome:
-    """What became of a sweep's arrays: the accepted ones with their ids, and the others."""
-
-    record: Sweep
-    accepted: list[SweepArray] = field(default_factory=list)
-    refused: list[SweepArray] = field(default_factory=list)
-    # Slurm's words for the limit; None where all was accepted.
-    limit: str | None = None
-
-    @property
-    def num_refused(self) -> int:
-        return sum(len(array.tasks) for array in self.refused)
-
-
-class RefusedError(ConfigError):
-    """Slurm refuses the jobs themselves; `num_accepted` were taken before."""
-
-    def __init__(self, words: str, num_accepted: int) -> None:
-        super().__init__(words)
-        self.num_accepted = num_accepted
-
-
-def send(
-    sweep: SweepDir, record: Sweep, arrays: Sequence[PlannedArray], attempts: Mapping[int, int] | None = None
-) -> Outcome:
-    """Submit arrays that are claimed and recorded, and return what became of them.
-
-    `attempts` are those that members go on with, by index, where they are not the first. What was accepted is
-    recorded whatever happens next. Raises RefusedError when Slurm refuses a job for what it is, LaunchError
-    when it stays unknown whether Slurm has an array.
-    """
-    sender = _Sender(sweep, Outcome(record), attempts or {})
-    waiting = list(arrays)
-    while waiting:
-        waiting = sender.after(waiting[0], waiting[1:])
-    return sender.outcome
-
-
-class _Sender:
-    def __init__(self, sweep: SweepDir, outcome: Outcome, attempts: Mapping[int, int]) -> None:
-        self.outcome = outcome
-        self._sweep = sweep
-        self._attempts = attempts
-
-    def after(self, planned: PlannedArray, others: list[PlannedArray]) -> list[PlannedArray]:
-        """Try an array; return those that are to be tried next, none where trying on makes no sense."""
-        array = planned.array
-        try:
-            job = sbatch.submit(self._sweep.script(array.number), array.token)
-        except SlurmRefused as error:
-            if not is_full(str(error)):
-                self._give_up([planned, *others])
-                raise RefusedError(self._refusal(str(error)), self._num_accepted()) from error
-            if len(array.tasks) > 1:
-                return [*self._halves(planned), *others]
-            self._give_up([planned, *others])
-            self.outcome.limit = str(error)
-            return []
-        except LauncherError as error:
-            self._give_up(others)
-            raise LaunchError(self._unknown(array, str(error))) from error
-        # A lost answer that was found in the queue: 12_[0-99].
-        accepted = replace(array, id=job.partition("_")[0])
-        self.outcome.accepted.append(accepted)
-        self._record(accepted)
-        return others
-
-    def _halves(self, planned: PlannedArray) -> list[PlannedArray]:
-        number = next(lock.numbers(self._sweep, self.outcome.record))
-        head, rest = planned.split(len(planned.array.tasks) // 2, number)
-        self._sweep.script(rest.array.number).write_text(rest.script())
-        self._sweep.script(head.array.number).write_text(head.script())
-        self._record(head.array, rest.array)
-        record_jobs(self._sweep, rest.array, self._attempts, instead_of=planned.array.token)
-        return [head, rest]
-
-    def _record(self, *changed: SweepArray) -> None:
-        """Write sweep.json with these arrays in the place of those with their numbers."""
-        arrays = {array.number: array for array in (*self.outcome.record.arrays, *changed)}
-        self.outcome.record = replace(self.outcome.record, arrays=tuple(arrays.values()))
-        write_whole(self._sweep.record, to_json(self.outcome.record))
-
-    def _give_up(self, planned: Sequence[PlannedArray]) -> None:
-        self.outcome.refused += [it.array for it in planned]
-        lock.release(self._sweep, [it.array.number for it in planned])
-
-    def _num_accepted(self) -> int:
-        return sum(len(array.tasks) for array in self.outcome.accepted)
-
-    def _refusal(self, why: str) -> str:
-        accepted, name = self._num_accepted(), self._sweep.name
-        before = f"; {accepted} members were submitted before, see `orchestra status {name}`"
-        return f"Slurm refuses the jobs: {why}{before if accepted else ''}"
-
-    def _unknown(self, array: SweepArray, why: str) -> str:
-        accepted, name = self._num_accepted(), self._sweep.name
-        before = f"{accepted} members were submitted before; " if accepted else ""
-        return (
-            f"{why}: Slurm may have array {array.number} of {name} ({len(array.tasks)} members) or not. "
-            f"{before}{self._sweep.path} is kept, with the array's token {array.token}: when Slurm answers, "
-            f"`orchestra status {name}` finds what it has, and `orchestra resume {name}` submits the rest"
-        )
+def placed_run(submission: Submission, now: float) -> PlacedSubmission:
+    """Return the submission of a single run in its place. Raises ConfigError where its name is taken."""
+    run = planned_run(submission.members[0].request(submission.command), now)
+    return PlacedSubmission(submission, run, Numbering(run.name, user_name(), now))

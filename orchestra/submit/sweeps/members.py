@@ -20,8 +20,8 @@ from orchestra.report.scheduler import with_scheduler
 from orchestra.run import stop_requests
 from orchestra.run.events import read_events
 from orchestra.run.paths import RunDir, Sweep, SweepDir, SweepMember, is_sweep, read_sweep
-from orchestra.submit.resume_run import number_of_jobs
-from orchestra.submit.sweeps.sweep_plan import SweepPlan
+from orchestra.submit.job_record import number_of_jobs
+from orchestra.submit.submission import Submission
 from orchestra.submit.wait import is_being_ended, settled, unclear
 
 DONE = "finished"
@@ -80,7 +80,7 @@ def sweeps_in(parent: Path) -> list[Existing]:
     return sorted(found, key=lambda it: -it.record.created)
 
 
-def same_sweep(plan: SweepPlan, existing: Iterable[Existing]) -> Existing | None:
+def same_sweep(plan: Submission, existing: Iterable[Existing]) -> Existing | None:
     """Return the newest sweep with the same members, and the same name where one is configured."""
     for it in existing:
         if it.record.signature == plan.signature and plan.configured_name in (None, it.record.name):
@@ -88,7 +88,7 @@ def same_sweep(plan: SweepPlan, existing: Iterable[Existing]) -> Existing | None
     return None
 
 
-def adoptable(plan: SweepPlan, existing: Iterable[Existing]) -> dict[int, Standing]:
+def adoptable(plan: Submission, existing: Iterable[Existing]) -> dict[int, Standing]:
     """Return members of other sweeps that compute what members of the plan do and are done or alive.
 
     By the index in the plan; a finished one before one that runs. One of another cluster counts as alive

@@ -30,26 +30,21 @@ from orchestra.run.planned_faults import still_to_come
 from orchestra.run.stop_requests import user_name
 from orchestra.submit.claims import next_attempt_number, take_turn, write_whole
 from orchestra.submit.code_snapshot import is_snapshot, take_snapshot
+from orchestra.submit.hand_over import Outcome, SweepLedger, hand_over, record_jobs, write_member
 from orchestra.submit.job import Share
+from orchestra.submit.job_record import JobEntry, member_intent, number_of_jobs, write_member_record
 from orchestra.submit.new_run import made_as_one, origin
-from orchestra.submit.resume_run import number_of_jobs
+from orchestra.submit.submission import PlannedMember
 from orchestra.submit.sweeps import lock
 from orchestra.submit.sweeps.arrays import (
     Numbering,
-    Outcome,
     PlannedArray,
     Templates,
-    job_entry,
     planned_arrays,
-    record_jobs,
-    send,
     template_of,
     with_code,
-    write_member,
-    write_quickly,
 )
 from orchestra.submit.sweeps.members import Standing
-from orchestra.submit.sweeps.sweep_plan import PlannedMember
 
 
 @dataclass(frozen=True)
@@ -116,19 +111,12 @@ class Changes:
 
     overrides: tuple[str, ...]
     situation: Situation
-    # The configuration with the cluster's numbers in the place of `auto`, and what the cluster cannot give.
-    settled: Callable[[Config], tuple[Config, list[str]]]
     # Configurations by signature, for members whose run another sweep made and somebody removed.
     composed: Mapping[str, Config]
 
     def made_to(self, config: Config) -> Config:
         """Return a frozen configuration with the changes. Raises ConfigError where it may not change so."""
-        if not self.overrides:
-            return config
-        config, problems = self.settled(changed_config(config, self.overrides, self.situation))
-        if problems:
-            raise ConfigError(problems)
-        return config
+        return changed_config(config, self.overrides, self.situation) if self.overrides else config
 
 
 def returning(standings: Sequence[Standing], changes: Changes) -> tuple[Returning, ...]:
@@ -170,10 +158,11 @@ def _returning(standing: Standing, changes: Changes) -> Returning:
     return Returning(member, 0 if is_new else attempt, config, is_new, standing.num_jobs)
 
 
-def go_on(comeback: Comeback, command: Sequence[str]) -> Outcome:
-    """Submit the members again and return what became of the arrays.
+def go_on(comeback: Comeback, command: Sequence[str]) -> tuple[SweepLedger, Outcome]:
+    """Submit the members again; return the sweep's records and what became of the arrays.
 
-    Raises ConfigError when another command is doing the same, `RefusedError` and LaunchError as `send` does.
+    Raises ConfigError when another command is doing the same, `RefusedError` and LaunchError as `hand_over`
+    does.
     """
     sweep, record = comeback.sweep, comeback.record
     claimed = [lock.take(sweep, record)]
@@ -191,7 +180,8 @@ def go_on(comeback: Comeback, command: Sequence[str]) -> Outcome:
                 f"{sweep.path}: cannot be written: {error.strerror}; nothing was submitted"
             ) from error
         raise
-    return send(sweep, record, arrays, {it.member.index: it.attempt for it in comeback.members})
+    ledger = SweepLedger(sweep, record, {it.member.index: it.attempt for it in comeback.members})
+    return ledger, hand_over(ledger, arrays)
 
 
 def _take_turns(comeback: Comeback, turns: list[Path]) -> None:
@@ -263,7 +253,7 @@ def _written(comeback: Comeback, arrays: Sequence[PlannedArray], command: Sequen
     for it in comeback.members:
         index = it.member.index
         if it.is_new:
-            _make_member(it, sweep, record, job_entry(jobs[index], index))
+            _make_member(it, sweep, record, member_intent(jobs[index], index, it.attempt))
         elif it.config is not None:
             _replace_config(sweep.member(index), it)
     made = {it.member.index for it in comeback.members if it.is_new}
@@ -288,7 +278,7 @@ def _written(comeback: Comeback, arrays: Sequence[PlannedArray], command: Sequen
     return new
 
 
-def _make_member(it: Returning, sweep: SweepDir, record: Sweep, job: dict[str, Any]) -> None:
+def _make_member(it: Returning, sweep: SweepDir, record: Sweep, entry: JobEntry) -> None:
     assert it.config is not None
     member = PlannedMember(
         it.member.index, it.member.signature, record.overrides, it.member.overrides, it.config, Share()
@@ -296,7 +286,7 @@ def _make_member(it: Returning, sweep: SweepDir, record: Sweep, job: dict[str, A
 
     def write(draft: Path, _: Path) -> None:
         # The draft of this one member's folder.
-        write_member(member, RunDir(draft), sweep, record, job)
+        write_member(member, RunDir(draft), sweep, record, entry)
 
     if made_as_one(sweep.member(it.member.index).path, write, may_rename=False) is None:
         raise ConfigError(f"{sweep.member(it.member.index).path} is in the way; remove it")
@@ -305,7 +295,7 @@ def _make_member(it: Returning, sweep: SweepDir, record: Sweep, job: dict[str, A
 def _record_change(run: RunDir, config: Config, resume: dict[str, Any]) -> None:
     record = read_record(run)
     resumes = [*(record.get("resumes") or []), resume]
-    write_quickly(run, {**record, "steps": config.train.steps, "resumes": resumes})
+    write_member_record(run, {**record, "steps": config.train.steps, "resumes": resumes})
 
 
 def _replace_config(run: RunDir, it: Returning) -> None:

@@ -9,14 +9,15 @@ import pytest
 
 from conf.schema import Config
 from orchestra.cli import main
-from orchestra.cli.on_cluster import SITUATION, with_cluster
 from orchestra.config.compose import compose
 from orchestra.config.machine import Situation
 from orchestra.errors import ConfigError
 from orchestra.plan.assemble import case_of
 from orchestra.plan.predict import predict
 from orchestra.submit.memory_check import advice, memory_problems
+from orchestra.submit.submission import with_cluster
 
+SITUATION = Situation("submit")
 NODE = ("cluster.device=cuda", "cluster.gpus_per_node=8", "cluster.hardware=h100", "data=stdlib")
 TOO_LARGE = ("model=llama3_8b", "cluster.nodes=1")
 

@@ -10,9 +10,10 @@ import pytest
 from support.fake_slurm import FakeSlurm
 
 from launchers.slurm.cluster import is_usable
-from orchestra.cli import main, on_cluster
+from orchestra.cli import main
 from orchestra.recovery.excluded_hosts import ExcludeList, Listed
-from orchestra.submit.site import Elsewhere, bounded, chosen_to_leave_out, left_out
+from orchestra.submit.hosts_to_avoid import Elsewhere, bounded, chosen_to_leave_out, left_out
+from orchestra.submit.site import told_left_out
 
 WORDS = ["submit", "cluster.device=cpu", "cluster.gpus_per_node=2", "cluster.nodes=2", "run.name=mine"]
 NODES = [f"node{number}" for number in range(1, 5)]
@@ -36,7 +37,7 @@ def known(tmp_path: Path, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
     }
     for name, text in answers.items():
         fake_slurm.put(name, text)
-    on_cluster._left_out.cache_clear()
+    told_left_out.cache_clear()
     return ExcludeList(tmp_path / "runs", "alps")
 
 
@@ -77,7 +78,7 @@ def test_nobody_is_excluded_without_a_list_or_by_another_clusters(
     known: ExcludeList, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*WORDS, "--dry-run"]) == 0
-    on_cluster._left_out.cache_clear()
+    told_left_out.cache_clear()
     ExcludeList(tmp_path / "runs", "jura").add(listed("node3"))
     assert main([*WORDS, "--dry-run"]) == 0
     said = capsys.readouterr()

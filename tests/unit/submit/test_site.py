@@ -10,12 +10,15 @@ import pytest
 
 from conf.schema import ClusterConfig, Config, Device, LauncherName
 from launchers.slurm.cluster import NodeKind, Partition
+from orchestra.config.compose import compose
+from orchestra.config.machine import Situation
+from orchestra.errors import ConfigError
 from orchestra.submit.site import (
+    Site,
     cpus_of_share,
     file_system_of,
     folder_problems,
     gpu_type,
-    numbers_for_auto,
     site_problems,
 )
 
@@ -70,22 +73,19 @@ def test_closed_partitions_take_no_jobs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wishes", "overrides"),
+    ("wishes", "numbers"),
     [
-        ({}, []),
-        (
-            {"device": Device.auto, "gpus_per_node": "auto"},
-            ["cluster.device=cuda", "cluster.gpus_per_node=8"],
-        ),
-        ({"device": Device.cpu, "gpus_per_node": "auto"}, ["cluster.gpus_per_node=2"]),
+        ({}, {}),
+        ({"device": Device.auto, "gpus_per_node": "auto"}, {"device": Device.cuda, "gpus_per_node": 8}),
+        ({"device": Device.cpu, "gpus_per_node": "auto"}, {"gpus_per_node": 2}),
         (
             {"device": Device.auto, "gpus_per_node": "auto", "partition": "cpu"},
-            ["cluster.device=cpu", "cluster.gpus_per_node=2"],
+            {"device": Device.cpu, "gpus_per_node": 2},
         ),
     ],
 )
-def test_auto_becomes_what_the_partition_has(wishes: dict[str, Any], overrides: list[str]) -> None:
-    assert numbers_for_auto(asked(**wishes), SITE) == overrides
+def test_auto_becomes_what_the_partition_has(wishes: dict[str, Any], numbers: dict[str, Any]) -> None:
+    assert Site(SITE).numbered(asked(**wishes)) == asked(**{**wishes, **numbers})
 
 
 def test_cores_go_with_the_gpus() -> None:
@@ -113,3 +113,15 @@ def test_the_type_of_gpus_is_known_where_all_nodes_that_could_serve_have_it() ->
     assert gpu_type(asked(gpus_per_node=4), mixed) is None
     assert gpu_type(asked(gpus_per_node="auto"), mixed) is None
     assert gpu_type(asked(), SITE) is None
+
+
+def test_what_the_cluster_lacks_is_said_together_with_what_the_rules_refuse() -> None:
+    overrides = ["cluster=slurm", "cluster.nodes=9", "train.steps=0", "model=debug"]
+    with pytest.raises(ConfigError) as refusal:
+        compose(overrides, Situation("submit", cluster=Site(SITE)))
+    said = "\n".join(refusal.value.problems)
+    assert "partition main has 4 nodes" in said
+    assert "train.steps=0" in said
+    numbered = compose([*overrides[:1], "cluster.nodes=1"], Situation("submit", cluster=Site(SITE))).config
+    assert (numbered.cluster.device, numbered.cluster.gpus_per_node) == (Device.cuda, 8)
+    assert numbered.train.global_batch_size is not None, "it follows from the cluster's numbers"

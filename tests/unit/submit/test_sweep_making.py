@@ -16,11 +16,12 @@ from orchestra.errors import ConfigError
 from orchestra.run.config_file import read_config
 from orchestra.run.paths import Sweep, SweepDir, read_sweep
 from orchestra.submit.code_snapshot import is_snapshot
+from orchestra.submit.hand_over import SweepLedger, make
 from orchestra.submit.job import Share
+from orchestra.submit.submission import PlannedMember, Submission, planned_sweep
 from orchestra.submit.sweeps import lock as holding
-from orchestra.submit.sweeps.arrays import Numbering, make_sweep
+from orchestra.submit.sweeps.arrays import Numbering, PlacedSubmission
 from orchestra.submit.sweeps.members import Existing, same_sweep, sweeps_in
-from orchestra.submit.sweeps.sweep_plan import PlannedMember, SweepPlan, planned_sweep
 
 NUMBERING = Numbering("grid", "ada", 1.0, 1000)
 
@@ -37,17 +38,18 @@ def member(index: int, parent: Path, name: str | None, **cluster: object) -> Pla
     return PlannedMember(index, signature(config), chosen, chosen, config, Share())
 
 
-def plan_of(parent: Path, indices: tuple[int, ...] = (0, 1, 2), name: str | None = "grid") -> SweepPlan:
+def plan_of(parent: Path, indices: tuple[int, ...] = (0, 1, 2), name: str | None = "grid") -> Submission:
     members = [
         dataclasses.replace(member(value, parent, name), index=index) for index, value in enumerate(indices)
     ]
-    return SweepPlan(tuple(members), ("-m",), ("orchestra", "submit"))
+    return Submission(tuple(members), ("-m",), ("orchestra", "submit"))
 
 
 def made(parent: Path, **options: object) -> tuple[SweepDir, Sweep]:
     plan = plan_of(parent, **options)  # type: ignore[arg-type]
-    sweep, record, _ = make_sweep(plan, planned_sweep(plan, 0.0), NUMBERING)
-    return sweep, record
+    ledger, _ = make(PlacedSubmission(plan, planned_sweep(plan, 0.0), NUMBERING))
+    assert isinstance(ledger, SweepLedger)
+    return ledger.sweep, ledger.record
 
 
 def forget_claim(sweep: SweepDir, number: int = 0) -> None:

@@ -1,0 +1,135 @@
+"""Which hosts a job is submitted without: those of the configuration, and those on the cluster's list.
+
+The list lies beside the runs (`orchestra.recovery.excluded_hosts`). Its hosts go into the batch script and
+not into the frozen configuration: whatever is submitted later asks the list again. Called by the commands
+that submit, and by the leading agent of a job that submits its run again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from conf.schema import Config
+from launchers.launch_errors import LauncherError
+from launchers.slurm.cluster import is_usable, node_names, node_states
+from orchestra.recovery.excluded_hosts import ExcludeList, Listed, shared_folder
+from orchestra.run.paths import RunDir
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """Whom a job does not get because of the list, and what is to be told about that."""
+
+    entries: tuple[Listed, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        return tuple(entry.host for entry in self.entries)
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """Whom the next job of a run does not get, and whom it gets though it should not."""
+
+    # Empty where the job's own script says enough.
+    exclude: tuple[str, ...] = ()
+    # Hosts that failed just now, that Slurm still gives to jobs, and that too few others are there without.
+    missed: tuple[str, ...] = ()
+
+
+def left_out(
+    runs: Path, cluster: str | None, partition: str | None, wanted: int, without: Iterable[str] = ()
+) -> LeftOut:
+    """Return whom a job of `wanted` nodes is submitted without, and why; `runs` is the folder of the runs.
+    `without`: hosts that it does not get anyway.
+
+    Asks Slurm only where somebody is on the list: names that it does not know any more it would refuse, and
+    so many that too few nodes remain would make the job wait for ever.
+    """
+    entries = ExcludeList(runs, cluster).entries(time.time())
+    if not entries:
+        return LeftOut()
+    try:
+        names = node_names(partition)
+    except LauncherError as error:
+        return LeftOut((), (f"nodes that failed before are not left out: {error}",))
+    return chosen_to_leave_out(entries, names.difference(without), wanted)
+
+
+def hosts_without(config: Config, run: RunDir, cluster: str | None) -> tuple[str, ...]:
+    """Return all hosts that the next job of a run is submitted without, by its configuration and by the list;
+    none where the list adds nobody, since the script says the configuration's.
+    """
+    if config.recovery.exclude_hours <= 0:
+        return ()
+    own = config.cluster
+    runs, wanted = shared_folder(run.path.parent), own.nodes + own.spare_nodes
+    found = left_out(runs, cluster, own.partition, wanted, own.exclude)
+    return tuple(dict.fromkeys([*own.exclude, *found.hosts])) if found.hosts else ()
+
+
+def elsewhere(
+    config: Config, run: RunDir, cluster: str | None, failed: Sequence[str], of_run: Iterable[str]
+) -> Elsewhere:
+    """Return whom the next job of a run is submitted without: `failed` just now, then `of_run`, which failed
+    it before, then those on the list. Where Slurm cannot be asked about its nodes: `failed` alone.
+    """
+    own, listed = config.cluster, []
+    if config.recovery.exclude_hours > 0:
+        listed = ExcludeList(shared_folder(run.path.parent), cluster).entries(time.time())
+    before = [*of_run, *(entry.host for entry in listed)]
+    if not failed and not before:
+        return Elsewhere()
+    try:
+        states = node_states(own.partition)
+    except LauncherError:
+        found = Elsewhere(tuple(dict.fromkeys(failed)))
+    else:
+        others = {name: state for name, state in states.items() if name not in own.exclude}
+        found = bounded(failed, before, others, own.nodes + own.spare_nodes)
+    # What is said to sbatch takes the place of what the script says.
+    exclude = tuple(dict.fromkeys([*own.exclude, *found.exclude])) if found.exclude else ()
+    return Elsewhere(exclude, found.missed)
+
+
+def bounded(
+    failed: Iterable[str], before: Iterable[str], states: Mapping[str, str], wanted: int
+) -> Elsewhere:
+    """Return whom a job of `wanted` nodes is submitted without, `failed` first, so that as many nodes remain
+    which Slurm can give it. `states`: Slurm's words for the nodes it may have. A pure function.
+
+    Slurm lets a job fail that too few nodes are left for, and one that needs a node which is down waits for
+    it: only where there are enough without them nobody is missed who may come back.
+    """
+    failed = tuple(dict.fromkeys(failed))
+    usable = {name for name, state in states.items() if is_usable(state)}
+    room = len(usable) - wanted
+    exclude: list[str] = []
+    for host in dict.fromkeys([*failed, *before]) if room >= 0 else ():
+        if host in states and (host not in usable or room > 0):
+            exclude.append(host)
+            room -= host in usable
+    return Elsewhere(tuple(exclude), tuple(host for host in failed if host in usable - set(exclude)))
+
+
+def chosen_to_leave_out(entries: Sequence[Listed], names: frozenset[str], wanted: int) -> LeftOut:
+    """Return those that Slurm knows, the newest first, as long as `wanted` of the nodes remain. A pure
+    function.
+    """
+    known = [entry for entry in entries if entry.host in names]
+    room = max(0, len(names) - wanted)
+    notes = [f"without {entry.host}: {words(entry)}" for entry in known[:room]]
+    if len(known) > room:
+        hosts = ", ".join(entry.host for entry in known[room:])
+        notes.append(f"{hosts} failed before, and may be used: too few other nodes are there")
+    return LeftOut(tuple(known[:room]), tuple(notes))
+
+
+def words(entry: Listed) -> str:
+    """Return in a line why a host is on the list, and for how long."""
+    until = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.expires))
+    return f"{entry.reason} (run {Path(entry.run).name}; until {until})"
