@@ -43,7 +43,7 @@ class UnusableCopyError(Exception):
 
 
 @dataclass(frozen=True)
-class Table:
+class CopyTable:
     """Where the bytes of each shard lie in a copy."""
 
     text: str
@@ -51,7 +51,7 @@ class Table:
     num_bytes: int
 
 
-def table_of(shards: Sequence[Shard]) -> Table:
+def table_of(shards: Sequence[Shard]) -> CopyTable:
     """Return the table of these shards: equal texts mean that the same bytes lie at the same places."""
     begins, rows, end = [], [], 0
     for shard in shards:
@@ -60,7 +60,7 @@ def table_of(shards: Sequence[Shard]) -> Table:
         place = [list(shard.shape), list(shard.offsets), list(shard.tensor.shape)]
         rows.append([shard.name, shard.dtype, *place, end, end + size])
         end += -(-size // _ALIGNMENT) * _ALIGNMENT
-    return Table(json.dumps(rows, separators=(",", ":")), tuple(begins), end)
+    return CopyTable(json.dumps(rows, separators=(",", ":")), tuple(begins), end)
 
 
 class Slot:
@@ -81,7 +81,7 @@ class Slot:
         """Allocate all of a copy, so that writing cannot fail. Raises OSError where memory is missing."""
         self._open(num_bytes, os.O_CREAT)
 
-    def views(self, shards: Sequence[Shard], table: Table) -> list[Tensor]:
+    def views(self, shards: Sequence[Shard], table: CopyTable) -> list[Tensor]:
         """Return the part of the memory that belongs to each shard, in its dtype and shape."""
         memory = torch.frombuffer(self.content, dtype=torch.uint8) if table.num_bytes else torch.empty(0)
         views = []
@@ -100,7 +100,7 @@ class Slot:
         self.remove_copy()
         self._bytes_path.unlink(missing_ok=True)
 
-    def commit(self, facts: Mapping[str, Any], table: Table) -> None:
+    def commit(self, facts: Mapping[str, Any], table: CopyTable) -> None:
         """Write the record that makes the bytes a copy. Raises OSError."""
         content = _checksum(self.content[: table.num_bytes])
         head = {"schema": _SCHEMA, **facts, "bytes": table.num_bytes, "checksum": content}
@@ -113,7 +113,7 @@ class Slot:
         """Return the copy's record. Raises UnusableCopyError without an intact one."""
         return self._read()[0]
 
-    def check(self, table: Table) -> None:
+    def check(self, table: CopyTable) -> None:
         """Open the bytes and compare all of them with their checksum. Raises UnusableCopyError."""
         head, text = self._read()
         if text != table.text:

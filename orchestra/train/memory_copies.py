@@ -34,8 +34,8 @@ from orchestra.sizes.topology import Layout
 from orchestra.sizes.units import binary
 from orchestra.train.copy_files import (
     NUM_SLOTS,
+    CopyTable,
     Slot,
-    Table,
     UnusableCopyError,
     folder_bytes,
     slots_of,
@@ -196,7 +196,7 @@ class MemoryCopies(StepHook):
         self._settings = settings
         self._state = state
         self._is_on = False
-        self._table: Table | None = None
+        self._table: CopyTable | None = None
         self._sources: list[Tensor] = []
         # With the part of its memory for each source.
         self._slots: list[tuple[Slot, list[Tensor]]] = []
@@ -323,13 +323,13 @@ class MemoryCopies(StepHook):
             with contextlib.suppress(OSError):
                 os.write(self._bell, b".")
 
-    def _room_problem(self, table: Table) -> str | None:
+    def _room_problem(self, table: CopyTable) -> str | None:
         settings = self._settings
         mine = room(settings.folder, table.num_bytes * NUM_SLOTS)
         values = settings.peers.exchange("copies/room", asdict(mine))
         return shortage([Room(**value) for value in values], settings.local_world_size)
 
-    def _taken(self, begin: int, shards: Sequence[Shard], table: Table) -> str | None:
+    def _taken(self, begin: int, shards: Sequence[Shard], table: CopyTable) -> str | None:
         """Take this rank's memory; return why it could not."""
         assert self._settings.folder is not None
         try:
@@ -350,7 +350,7 @@ class MemoryCopies(StepHook):
         problems = self._settings.peers.exchange(f"copies/{topic}", problem)
         return next((problem for problem in problems if problem is not None), None)
 
-    def _examined(self, step: int, table: Table) -> tuple[Slot | None, dict[str, Any]]:
+    def _examined(self, step: int, table: CopyTable) -> tuple[Slot | None, dict[str, Any]]:
         """Return this rank's copy of `step`, and its report on it to the other ranks."""
         settings = self._settings
         try:
@@ -421,7 +421,7 @@ def _step(slot: Slot) -> int:
     return -1
 
 
-def _may_stay(slot: Slot, begin: int, table: Table) -> bool:
+def _may_stay(slot: Slot, begin: int, table: CopyTable) -> bool:
     """Whether a slot's copy may stay: of a step not after the attempt's begin, and as large as now."""
     try:
         return _step(slot) <= begin and slot.head().get("bytes") == table.num_bytes

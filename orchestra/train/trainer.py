@@ -75,7 +75,7 @@ _STOPPED_MIRROR_S = 8.0
 
 
 @dataclass
-class RankProgress:
+class TrainingProgress:
     """The step that is being trained, for the verdict, and the one after which the attempt began; 0 before
     the first.
     """
@@ -91,7 +91,7 @@ class RankAttempt:
     run: RunDir
     attempt: int
     events: EventWriter
-    progress: RankProgress
+    progress: TrainingProgress
     # The step whose copies in memory the attempt begins with; None: the newest checkpoint.
     from_memory: int | None = None
     heart: Heart = field(default_factory=silent_heart)
@@ -380,7 +380,7 @@ def run_rank(run: RunDir, attempt: int, from_memory: int | None = None, heart: H
     """Train the frozen run as this process's rank; return the exit code that the verdict carries."""
     ranks = rank_environment()
     events = EventWriter(run, rank_writer(attempt, ranks.rank), attempt, rank=ranks.rank)
-    rank = RankAttempt(run, attempt, events, RankProgress(), from_memory, heart or silent_heart())
+    rank = RankAttempt(run, attempt, events, TrainingProgress(), from_memory, heart or silent_heart())
     mirror: WandbMirror | None = None
     mirror_limit_s: float | None = None
     try:

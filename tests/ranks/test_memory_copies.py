@@ -46,7 +46,7 @@ from orchestra.run.paths import RunDir
 from orchestra.sizes.topology import layout
 from orchestra.train import memory_copies
 from orchestra.train.state import TensorState
-from orchestra.train.trainer import RankAttempt, RankProgress, train_on
+from orchestra.train.trainer import RankAttempt, TrainingProgress, train_on
 from orchestra.train.watch import inject_faults
 
 pytestmark = pytest.mark.ranks
@@ -109,7 +109,7 @@ def attempt_of(rank: int, world: int, it: Plan) -> dict[str, str] | None:
     torch.manual_seed(it.attempt)  # so that only a restore can bring the generators back
     strike, inject_faults.Faults.strike = inject_faults.Faults.strike, _interruption(it.kill_at)  # type: ignore[method-assign]
     copy, memory_copies.DeviceCopier.copy = memory_copies.DeviceCopier.copy, _late_copy  # type: ignore[method-assign]
-    attempt = RankAttempt(RunDir(it.path), it.attempt, events, RankProgress(), it.from_memory)
+    attempt = RankAttempt(RunDir(it.path), it.attempt, events, TrainingProgress(), it.from_memory)
     try:
         training = train_on(mesh, it.config, RankEnvironment(rank, rank % per_node, world, per_node), attempt)
     except Interruption:

@@ -40,7 +40,7 @@ from orchestra.run.metrics_file import read_metrics
 from orchestra.run.paths import RunDir
 from orchestra.sizes.topology import Layout
 from orchestra.train.state import TensorState
-from orchestra.train.trainer import RankAttempt, RankProgress, train_on
+from orchestra.train.trainer import RankAttempt, TrainingProgress, train_on
 from orchestra.train.watch import inject_faults
 
 pytestmark = pytest.mark.ranks
@@ -86,7 +86,7 @@ def attempt_of(rank: int, world: int, path: Path, attempt: int, config: Config) 
     torch.manual_seed(attempt)  # so that only a restore can bring the generators back
     kill, inject_faults.os.kill = inject_faults.os.kill, _interrupt  # type: ignore[attr-defined]
     try:
-        training = train_on(mesh, config, ranks, RankAttempt(run, attempt, events, RankProgress()))
+        training = train_on(mesh, config, ranks, RankAttempt(run, attempt, events, TrainingProgress()))
     except Interruption:
         return None
     finally:

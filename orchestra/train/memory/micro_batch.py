@@ -43,7 +43,7 @@ _CPU_SHARE = 0.8
 
 
 @dataclass(frozen=True)
-class Choice:
+class MicroBatchChoice:
     """A micro-batch size in sequences, and what it rests on: the peak of each size that was tried, in bytes,
     or null where memory ran out; `limit_bytes` is this rank's.
     """
@@ -73,7 +73,7 @@ def with_micro_batch_size(config: Config, mesh: Mesh, ranks: RankEnvironment, ev
     return chosen
 
 
-def choose_micro_batch_size(config: Config, mesh: Mesh, ranks: RankEnvironment) -> Choice:
+def choose_micro_batch_size(config: Config, mesh: Mesh, ranks: RankEnvironment) -> MicroBatchChoice:
     """Return the largest size that fits on every rank, of those that divide a rank's share of the global
     batch.
 
@@ -138,7 +138,7 @@ def _lonely_mesh(mesh: Mesh) -> Iterator[Mesh]:
         dist.destroy_process_group(group)
 
 
-def _tried(config: Config, alone: Mesh, sizes: Sequence[int]) -> Choice:
+def _tried(config: Config, alone: Mesh, sizes: Sequence[int]) -> MicroBatchChoice:
     """Find the largest size by taking steps on the GPU."""
     device = alone.device
     peaks: dict[int, int | None] = {}
@@ -160,7 +160,7 @@ def _tried(config: Config, alone: Mesh, sizes: Sequence[int]) -> Choice:
         return _on_all_ranks(peaks[size] is not None, alone.world_size)
 
     try:
-        return Choice(largest_that_fits(sizes, fits), round(total * _GPU_SHARE), peaks)
+        return MicroBatchChoice(largest_that_fits(sizes, fits), round(total * _GPU_SHARE), peaks)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -187,7 +187,7 @@ def _let_go(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def _foreseen(config: Config, alone: Mesh, sizes: Sequence[int], limit_bytes: int) -> Choice:
+def _foreseen(config: Config, alone: Mesh, sizes: Sequence[int], limit_bytes: int) -> MicroBatchChoice:
     """Find the largest size from the peaks of two steps that are taken without memory."""
     peaks: dict[int, int | None] = {}
 
@@ -197,7 +197,7 @@ def _foreseen(config: Config, alone: Mesh, sizes: Sequence[int], limit_bytes: in
             peak = peaks[size] = _dry_peak(_with_size(config, size), alone)
         return _on_all_ranks(peak is not None and peak <= limit_bytes, alone.world_size)
 
-    return Choice(largest_that_fits(sizes, fits), limit_bytes, peaks)
+    return MicroBatchChoice(largest_that_fits(sizes, fits), limit_bytes, peaks)
 
 
 def _along_line(peaks: Mapping[int, int | None], size: int) -> float | None:

@@ -80,7 +80,7 @@ def _is_near(one: float, other: float, tolerance: float) -> bool:
 
 
 @dataclass(frozen=True)
-class Difference:
+class DifferingMicroBatch:
     """A micro-batch of `rank` that came out differently when rank `by` computed it. `broken` is the one of
     the two that a third rank differs from; None: no third rank could tell.
     """
@@ -103,27 +103,27 @@ def differences(
     second: Sequence[ComputedMicroBatch],
     layout: Layout,
     tolerance: float | None,
-) -> list[Difference]:
+) -> list[DifferingMicroBatch]:
     """Return the micro-batches whose first and second computation differ.
 
     `own` by rank; `second` by the rank that computed, which is the one next to whose micro-batch it was.
     """
     pairs = [(rank, partner(layout, rank, SECOND)) for rank in range(len(own))]
     return [
-        Difference(rank, by)
+        DifferingMicroBatch(rank, by)
         for rank, by in pairs
         if by is not None and not agree(own[rank], second[by], tolerance)
     ]
 
 
 def settled(
-    unsettled: Sequence[Difference],
+    unsettled: Sequence[DifferingMicroBatch],
     own: Sequence[ComputedMicroBatch],
     second: Sequence[ComputedMicroBatch],
     third: Sequence[ComputedMicroBatch],
     layout: Layout,
     tolerance: float | None,
-) -> list[Difference]:
+) -> list[DifferingMicroBatch]:
     """Return the differences with the broken rank by the third computations, by the rank that computed."""
 
     def broken(rank: int, by: int) -> int | None:
@@ -137,7 +137,7 @@ def settled(
         return by if is_like_own else rank
 
     return [
-        Difference(difference.rank, difference.by, broken(difference.rank, difference.by))
+        DifferingMicroBatch(difference.rank, difference.by, broken(difference.rank, difference.by))
         for difference in unsettled
     ]
 
@@ -337,7 +337,7 @@ class Replay(StepHook):
         others = [ComputedMicroBatch.of(each["other"]) for each in records]
         return owns, others, [str(each["host"]) for each in records]
 
-    def _record(self, step: int, differing: Sequence[Difference], hosts: Sequence[str]) -> None:
+    def _record(self, step: int, differing: Sequence[DifferingMicroBatch], hosts: Sequence[str]) -> None:
         """Record the differences. *Rank 0 only*; the other ranks have no events."""
         if self._events is None:
             return
@@ -392,7 +392,7 @@ def _refuse_unlike(config: Config, mesh: Mesh, devices: Sequence[str]) -> None:
         )
 
 
-def _words(step: int, differing: Sequence[Difference], hosts: Sequence[str]) -> str:
+def _words(step: int, differing: Sequence[DifferingMicroBatch], hosts: Sequence[str]) -> str:
     broken = sorted({difference.broken for difference in differing if difference.broken is not None})
     if broken:
         named = ", ".join(f"rank {rank} on {hosts[rank]}" for rank in broken)

@@ -145,7 +145,7 @@ def _kill_session(process: subprocess.Popen[bytes]) -> None:
 def mirror(run: RunDir) -> int:
     """Mirror the rows of `run` until standard input ends, then finish; return the exit code."""
     config = read_config(run.config).wandb
-    ending = _Ending(config.finish_timeout_s)
+    ending = _MirrorEnd(config.finish_timeout_s)
     # At normal priority: a run that is short, on a busy machine, would be over before wandb has opened it.
     wandb_run, code = _open(run, config)
     _step_aside()
@@ -166,7 +166,7 @@ def mirror(run: RunDir) -> int:
     return code
 
 
-class _Ending:
+class _MirrorEnd:
     """Notices that the trainer let go of standard input (or SIGTERM), and ends a mirror that then hangs."""
 
     def __init__(self, limit_s: float) -> None:

@@ -38,7 +38,7 @@ from orchestra.train.memory.out_of_memory import (
     memory_use,
     out_of_memory,
 )
-from orchestra.train.trainer import RankAttempt, RankProgress, train_on
+from orchestra.train.trainer import RankAttempt, TrainingProgress, train_on
 
 CPU = torch.device("cpu")
 COMPONENTS = ("parameters", "gradients", "optimizer state", "activations", "communication buffers")
@@ -123,7 +123,7 @@ def test_a_gpus_error_is_explained_wherever_it_comes_from(
 
     monkeypatch.setattr(training_step.TrainingStep, "run", run_out)
     run = run_of(tmp_path, SMALL)
-    rank = RankAttempt(run, 0, EventWriter(run, rank_writer(0, 0), 0, rank=0), RankProgress())
+    rank = RankAttempt(run, 0, EventWriter(run, rank_writer(0, 0), 0, rank=0), TrainingProgress())
     alone = RankEnvironment()
     with pytest.raises(OutOfMemoryError) as raised, open_mesh(SMALL, alone) as mesh:
         train_on(mesh, SMALL, alone, rank)

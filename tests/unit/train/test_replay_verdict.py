@@ -13,7 +13,7 @@ from orchestra.train.watch.replay import (
     SECOND,
     THIRD,
     ComputedMicroBatch,
-    Difference,
+    DifferingMicroBatch,
     agree,
     differences,
     digest,
@@ -30,7 +30,7 @@ def wrong(rank: int, coordinate: int) -> ComputedMicroBatch:
     return ComputedMicroBatch(f"wrong {rank} {coordinate}", 9.0, 9.0)
 
 
-def judged(dp: int, tp: int, broken: set[int]) -> list[Difference]:
+def judged(dp: int, tp: int, broken: set[int]) -> list[DifferingMicroBatch]:
     """Play a replay in which some ranks compute everything wrongly, each in a way of its own."""
     layout = Layout(dp=dp, tp=tp)
 
@@ -71,7 +71,7 @@ def test_a_single_wrong_bit_of_a_rank_that_is_else_sound_is_its_own() -> None:
     second = [right((rank - SECOND) % 4) for rank in range(4)]
     third = [right((rank - THIRD) % 4) for rank in range(4)]
     found = settled(differences(own, second, layout, None), own, second, third, layout, None)
-    assert found == [Difference(1, 2, 1)]
+    assert found == [DifferingMicroBatch(1, 2, 1)]
 
 
 def test_partners_hold_the_same_part_of_the_model() -> None:
