@@ -30,7 +30,7 @@ from orchestra.agents.context import END, REFUSE, SCHEDULER_S, AgentContext, att
 from orchestra.agents.leader import Leader
 from orchestra.agents.node_check.after_hang import RingMeasurement
 from orchestra.agents.node_check.own_check import node_check_of
-from orchestra.agents.node_copies import COPIES, keep, open_copies
+from orchestra.agents.node_copies import COPIES, keep_copies, open_copies
 from orchestra.agents.slurm_job import SlurmJob
 from orchestra.agents.wait_for_nodes import NODES_TIMEOUT_S
 from orchestra.errors import EXIT_FAILED, LaunchError, RivalError
@@ -156,7 +156,7 @@ class _Agent:
             self._last_attempt = attempt_number(order)
             return perform(self._context, order, self._tick)
         if self._context.node not in order.nodes:
-            keep(self._context, order)
+            keep_copies(self._context, order)
         elif not self._group.reports(order.number, [self._group.node]):
             # The agent before this one took part in it, and died.
             lost = {"cause": "agent lost", "host": self._context.member.host}

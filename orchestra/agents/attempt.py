@@ -22,12 +22,11 @@ from launchers.launch_errors import LauncherError
 from launchers.node_agent import NodeAgent, Patience, StopRequests, start_agent, supervise
 from launchers.node_group import Order
 from launchers.spec import Ending, LaunchSpec, Place, RankFailure
-from orchestra.agents import node_copies
 from orchestra.agents.attempt_record import AttemptRecord
 from orchestra.agents.context import START, AgentContext, attempt_number, host_of
 from orchestra.agents.hang_watch import HangWatch, NodeInAttempt, heartbeat_environment, open_hang_watch
 from orchestra.agents.hang_watch_all_nodes import HangWatchOfAllNodes
-from orchestra.agents.node_copies import COPIES
+from orchestra.agents.node_copies import COPIES, prepare_copies
 from orchestra.errors import EXIT_DONE, EXIT_FAILED, LaunchError
 from orchestra.recovery.hangs import limit_rules
 from orchestra.recovery.incidents import Verdict
@@ -113,7 +112,7 @@ def _launch(context: AgentContext, order: Order) -> tuple[LaunchSpec, Place]:
     logs = tuple(context.run.node_log(attempt, node) for node in order.nodes)
     # Some hundred gigabytes may have to come from another node.
     context.group.allow(_FETCH_S)
-    copied, arguments = node_copies.begin(context, order)
+    copied, arguments = prepare_copies(context, order)
     environment = {**spec.environment, **heartbeat_environment(context.run), **copied}
     arguments = (*spec.arguments, *arguments)
     spec = dataclasses.replace(spec, node_logs=logs, environment=environment, arguments=arguments)

@@ -1,4 +1,10 @@
-"""Which nodes the next attempt takes: pure functions over members, events and a decision of the policy."""
+"""Which nodes the next attempt takes, and which had better not train. Called by the leader.
+
+Functions of what the nodes publish about themselves and each other, of the run's events, and of a decision of
+`orchestra.recovery.policy`. There are three degrees: *unfit* nodes cannot train and are never taken; *slow*
+ones are left out where a spare is there; *doubtful* ones (on the cluster's list, or with signs of a failing
+device) also where fewer nodes will do. Where they are needed they are used, and the event says so.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +23,6 @@ from orchestra.run.events import EventWriter, is_number
 from orchestra.run.files import Record
 from orchestra.sizes.topology import batch_shape, has_open_micro_batch, layout
 
-# Which nodes had better not train: pure functions over what the nodes say of themselves and of each other.
-#
-# Three degrees: *unfit* nodes cannot train and are never taken; *slow* ones are left out where a spare is
-# there; *doubtful* ones (on the cluster's list, or with signs of a failing device) also where fewer nodes
-# will do. Where they are needed they are used, and the event says so.
-
-
 # With fewer nodes the others' median says too little.
 _FEWEST_NODES = 4
 # A node is slow that reaches this share of the others' median, in all its measurements.
@@ -32,42 +31,42 @@ _SLOW_SHARE = 1 / 3
 # that fell back to 1 Gb/s carries 0.12 GB/s.
 _FAST_BYTES_PER_S = 0.25e9
 _CLOCK_SLACK_S = 2.0
-# How long the first attempt waits for the nodes' looks at themselves, once all nodes are there.
-LOOKS_TIMEOUT_S = 10.0
+# How long the first attempt waits for the nodes' checks, once all nodes are there.
+CHECKS_TIMEOUT_S = 10.0
 
 Nodes = tuple[int, ...]
 # Returns as many of the nodes as give a layout, None where too few do.
 Shrink = Callable[[Sequence[int]], Nodes | None]
 
 
-def have_looked(members: Mapping[int, Member], num_nodes: int, waited_s: float) -> bool:
-    """Tell whether all nodes that came have looked at themselves and their neighbours, or are not waited for
-    longer; `num_nodes`: of the whole job.
+def are_checked(members: Mapping[int, Member], num_nodes: int, waited_s: float) -> bool:
+    """Tell whether all nodes that came have checked themselves and their neighbours, or are waited for no
+    longer. `num_nodes`: of the whole job.
     """
-    if waited_s > LOOKS_TIMEOUT_S:
+    if waited_s > CHECKS_TIMEOUT_S:
         return True
-    looking = {node: it.facts for node, it in members.items() if it.facts.get("looks")}
-    ends = {node for node, facts in looking.items() if "ring_port" in facts}
+    checking = {node: member.facts for node, member in members.items() if member.facts.get("looks")}
+    ends = {node for node, facts in checking.items() if "ring_port" in facts}
     return all(
         "checked" in facts and ("ring" in facts or node not in ends or (node + 1) % num_nodes not in ends)
-        for node, facts in looking.items()
+        for node, facts in checking.items()
     )
 
 
 def slow(members: Mapping[int, Member]) -> dict[int, str]:
-    """Return the nodes that are far behind the others, with what was measured."""
-    return {**_far_behind(_rates(members), _rate_words), **_far_behind(_core_rates(members), _core_words)}
+    """Return the nodes that are far slower than the others, with what was measured."""
+    return {**_far_slower(_rates(members), _rate_words), **_far_slower(_core_rates(members), _core_words)}
 
 
 def doubts(members: Mapping[int, Member], listed: Mapping[str, str]) -> dict[int, str]:
     """Return the nodes that something speaks against; `listed`: hosts on the cluster's list, and why."""
-    found = {}
+    doubtful = {}
     for node, member in members.items():
         reasons = [member.facts.get("doubt"), listed.get(member.host)]
         words = "; ".join(str(reason) for reason in reasons if reason)
         if words:
-            found[node] = words
-    return found
+            doubtful[node] = words
+    return doubtful
 
 
 def preferred(
@@ -102,7 +101,7 @@ def by_preference(
 def write_findings(
     events: EventWriter, members: Mapping[int, Member], listed: Mapping[str, str], taken: Sequence[int]
 ) -> None:
-    """Write down what the nodes' looks found, in one event, and one for each slow node. *The leader only*."""
+    """Write down what the nodes' checks found, in one event, and one for each slow node."""
     facts = _summary(members, listed, taken)
     with contextlib.suppress(OSError):
         events.write("node_checked", **facts)
@@ -112,7 +111,7 @@ def write_findings(
 
 
 def words_of(members: Mapping[int, Member], listed: Mapping[str, str], taken: Sequence[int]) -> list[str]:
-    """Return what a person is to know of the nodes, a line for each; none where all are well."""
+    """Return what a person should know of the nodes, a line for each; none where all are sound."""
     lines = []
     slow_nodes, doubtful = slow(members), doubts(members, listed)
     for node, member in sorted(members.items()):
@@ -127,21 +126,27 @@ def words_of(members: Mapping[int, Member], listed: Mapping[str, str], taken: Se
 def _summary(
     members: Mapping[int, Member], listed: Mapping[str, str], taken: Sequence[int]
 ) -> dict[str, Any]:
-    looked = [it.facts["checked"] for it in members.values() if isinstance(it.facts.get("checked"), dict)]
-    seconds = max((it.get("seconds", 0.0) for it in looked), default=0.0)
-    facts: dict[str, Any] = {"nodes": len(members), "looked": len(looked), "seconds": seconds}
-    unfit = {it.host: it.facts["unfit"] for it in members.values() if it.facts.get("unfit")}
+    checked = [
+        member.facts["checked"]
+        for member in members.values()
+        if isinstance(member.facts.get("checked"), dict)
+    ]
+    seconds = max((check.get("seconds", 0.0) for check in checked), default=0.0)
+    facts: dict[str, Any] = {"nodes": len(members), "looked": len(checked), "seconds": seconds}
+    unfit = {member.host: member.facts["unfit"] for member in members.values() if member.facts.get("unfit")}
     doubtful = {members[node].host: words for node, words in doubts(members, listed).items()}
     slow_hosts = {members[node].host: words for node, words in slow(members).items()}
     against = {**unfit, **doubtful, **slow_hosts}
-    left_out = [it.host for node, it in members.items() if node not in taken and it.host in against]
-    found = {"unfit": unfit, "doubt": doubtful, "left_out": left_out, "clock_off_s": _clocks_off(members)}
-    return {**facts, **{name: value for name, value in found.items() if value}}
+    left_out = [
+        member.host for node, member in members.items() if node not in taken and member.host in against
+    ]
+    findings = {"unfit": unfit, "doubt": doubtful, "left_out": left_out, "clock_off_s": _clocks_off(members)}
+    return {**facts, **{name: value for name, value in findings.items() if value}}
 
 
 def _clocks_off(members: Mapping[int, Member]) -> dict[str, float]:
     """Return the hosts whose clock differs from the others', as compared with that of the file system."""
-    ahead = {it.host: _number(it, "checked", "clock_ahead_s") for it in members.values()}
+    ahead = {member.host: _number(member, "checked", "clock_ahead_s") for member in members.values()}
     known = {host: seconds for host, seconds in ahead.items() if seconds is not None}
     if not known:
         return {}
@@ -149,11 +154,11 @@ def _clocks_off(members: Mapping[int, Member]) -> dict[str, float]:
     return {host: round(s - middle, 1) for host, s in known.items() if abs(s - middle) > _CLOCK_SLACK_S}
 
 
-# Who is slow.
+# Which nodes are slow.
 
 
 def _rates(members: Mapping[int, Member]) -> dict[int, float]:
-    """Return the best rate in which a node had a part, as sender or as receiver, in bytes per second.
+    """Return each node's best rate, as sender or as receiver, in bytes per second.
 
     A slow link has two ends, and the better of a node's two links tells which of them is slow.
     """
@@ -171,12 +176,12 @@ def _rates(members: Mapping[int, Member]) -> dict[int, float]:
 def _rounds(ring: Mapping[str, Any]) -> list[float]:
     """Return the rates of both rounds; where the neighbour was not reached nothing came through."""
     rounds = ring.get("bytes_per_s")
-    return [0.0, *(float(it) for it in rounds if is_number(it))] if isinstance(rounds, list) else [0.0]
+    return [0.0, *(float(rate) for rate in rounds if is_number(rate))] if isinstance(rounds, list) else [0.0]
 
 
 def _core_rates(members: Mapping[int, Member]) -> dict[int, float]:
     """Return how often in a second one core of a node does the same piece of work."""
-    seconds = {node: _number(it, "checked", "core_s") for node, it in members.items()}
+    seconds = {node: _number(member, "checked", "core_s") for node, member in members.items()}
     return {node: 1.0 / value for node, value in seconds.items() if value}
 
 
@@ -187,16 +192,19 @@ def _number(member: Member, *keys: str) -> float | None:
     return float(value) if is_number(value) else None
 
 
-def _far_behind(rates: Mapping[int, float], words: Callable[[float, float], str]) -> dict[int, str]:
+def _far_slower(rates: Mapping[int, float], words: Callable[[float, float], str]) -> dict[int, str]:
     if len(rates) < _FEWEST_NODES:
         return {}
-    found = {}
+    slower = {}
     for node, rate in rates.items():
         median = statistics.median(other for key, other in rates.items() if key != node)
-        said = words(rate, median) if rate < _SLOW_SHARE * median else ""
-        if said:
-            found[node] = said
-    return found
+        evidence = words(rate, median) if rate < _SLOW_SHARE * median else ""
+        if evidence:
+            slower[node] = evidence
+    return slower
+
+
+# Which nodes there are, and which are taken.
 
 
 def _rate_words(rate: float, median: float) -> str:
@@ -232,7 +240,7 @@ def _start_of_job(facts: Mapping[str, Any]) -> tuple[object, object]:
 
 
 def is_fit(member: Member) -> bool:
-    """Tell whether a node's own look at itself found nothing that keeps it from training."""
+    """Tell whether a node's check of itself found nothing that keeps it from training."""
     return not member.facts.get("unfit")
 
 
@@ -261,11 +269,11 @@ def gives_layout(config: Config, num_nodes: int) -> bool:
 def resources(
     order: Order, members: Mapping[int, Member], context: AgentContext, events: Iterable[Record]
 ) -> Resources:
-    """Return what the policy has to choose from: the nodes that live, those of the order first."""
+    """Return what the policy can choose from: the nodes that live, those of the order first."""
     bad = excluded_hosts(events, context.scheduler.facts())
-    fit = {node: it for node, it in members.items() if is_fit(it) and it.host not in bad}
+    fit = {node: member for node, member in members.items() if is_fit(member) and member.host not in bad}
     hosts = tuple(fit[node].host for node in order.nodes if node in fit)
-    spares = tuple(it.host for node, it in fit.items() if node not in order.nodes)
+    spares = tuple(member.host for node, member in fit.items() if node not in order.nodes)
     wanted, least = context.config.cluster.nodes, context.config.recovery.min_nodes
     return Resources(
         wanted_nodes=wanted,
@@ -287,12 +295,12 @@ def next_nodes(
 ) -> tuple[int, ...] | None:
     """Return the nodes that the next attempt takes, in rank order; None where they do not suffice.
 
-    Who stays keeps its place, so that its ranks find what they held; a spare takes the place of who is gone,
-    and one that something speaks against (`listed`: hosts on the cluster's list) only where no other is.
-    `excluded`: what earlier decisions left out.
+    A node that stays keeps its index, so that its ranks find what they held; a spare takes the index of one
+    that is gone, a slow or doubtful one only where no other is (`listed`: hosts on the cluster's list).
+    `excluded`: hosts that earlier decisions left out.
     """
     bad = {*excluded, *decision.exclude}
-    fit = {node for node, it in members.items() if is_fit(it) and it.host not in bad}
+    fit = {node for node, member in members.items() if is_fit(member) and member.host not in bad}
     spares = iter(by_preference(sorted(fit - set(order.nodes)), slow(members), doubts(members, listed)))
     places: list[int | None] = [node if node in fit else None for node in order.nodes]
     if decision.action in (Action.replace, Action.restart):
@@ -304,14 +312,14 @@ def next_nodes(
 
 
 def without_unfit(order: Order, decision: Decision, members: Mapping[int, Member]) -> Decision:
-    """Return a decision that also leaves out the nodes of an attempt that found themselves unfit, unless all
-    did: then no node is to blame.
+    """Return a decision that also leaves out the nodes of an attempt whose check found them unfit, unless all
+    were: then no node is to blame.
     """
     taking_part = [members[node] for node in order.nodes if node in members]
-    unfit = {it.host: it.facts["unfit"] for it in taking_part if not is_fit(it)}
+    unfit = {member.host: member.facts["unfit"] for member in taking_part if not is_fit(member)}
     if not unfit or len(unfit) == len(order.nodes) or decision.action in (Action.give_up, Action.end):
         return decision
-    reason = "; ".join([decision.reason, *(f"{host} is not fit: {words}" for host, words in unfit.items())])
+    reason = "; ".join([decision.reason, *(f"{host} cannot train: {words}" for host, words in unfit.items())])
     exclude = tuple(dict.fromkeys([*decision.exclude, *unfit]))
     return dataclasses.replace(decision, exclude=exclude, reason=reason)
 

@@ -1,4 +1,4 @@
-"""Copies of the ranks' state in the nodes' memory, as the agents handle them: kept, sent on, and begun from.
+"""Copies of the ranks' state in the nodes' memory: the agents keep them, send them on, and begin from them.
 
 Each node's copies go to the next one of the attempt, those of a node that trains alone to a spare.
 `launchers.memory_store.node_store` moves them, `orchestra.recovery.copies` says which step they make up.
@@ -23,7 +23,7 @@ from orchestra.recovery.copies import FromMemory, NextAttempt, begins, held_copi
 from orchestra.recovery.history import newest_checkpoint
 from orchestra.run.events import read_events
 
-# What an order says of a step that is to be begun from, and an agent of where its copies are.
+# Keys: in an order, the step to begin from; in what an agent publishes and reports, where its copies are.
 MEMORY = "memory"
 COPIES = "copies"
 
@@ -40,10 +40,10 @@ def open_copies(context: AgentContext) -> NodeCopies | None:
         return None
 
 
-def begin(context: AgentContext, order: Order) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Be ready for an attempt's copies; return what the ranks' environment and arguments have to say.
+def prepare_copies(context: AgentContext, order: Order) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Be ready for an attempt's copies; return what is added to the ranks' environment and arguments.
 
-    Brings the copies here that its ranks begin from. Where one cannot be had they agree on the checkpoint.
+    Brings the copies here that its ranks begin from. Where one is missing the ranks agree on the checkpoint.
     """
     if (copies := context.copies) is None:
         return {}, ()
@@ -69,34 +69,34 @@ def begin(context: AgentContext, order: Order) -> tuple[dict[str, str], tuple[st
     return copies.environment, () if memory is None else ("--from-memory", str(memory["step"]))
 
 
-def keep(context: AgentContext, order: Order) -> None:
+def keep_copies(context: AgentContext, order: Order) -> None:
     """Be ready to keep the copies of an attempt that this node has no ranks in. *Spares*."""
     if context.copies is not None and order.action == START:
         context.copies.begin(CopyPart(attempt_number(order), range(0)))
 
 
 def _spares(context: AgentContext, order: Order, members: Mapping[int, Member]) -> list[int]:
-    """Return the nodes beside an attempt that may keep copies, those that speak first."""
+    """Return the nodes beside an attempt that may keep copies, those whose agents are heard first."""
     beside = _beside(order, members)
     silent = set(context.group.silent(beside))
     return sorted(beside, key=lambda node: (node in silent, node))
 
 
 def _beside(order: Order, members: Mapping[int, Member]) -> list[int]:
-    fit = (node for node, it in sorted(members.items()) if COPIES in it.facts and is_fit(it))
+    fit = (node for node, member in sorted(members.items()) if COPIES in member.facts and is_fit(member))
     return [node for node in fit if node not in order.nodes]
 
 
 def _another(context: AgentContext, order: Order) -> Callable[[], Mapping[str, Any] | None]:
-    """Return what names one spare's address after another, as each of them says it now."""
+    """Return a function that returns one spare's address after another, as each publishes it now."""
     tried = itertools.count()
 
-    def named() -> Mapping[str, Any] | None:
+    def next_address() -> Mapping[str, Any] | None:
         members = context.group.members()
         beside = _beside(order, members)
         return _address(members, beside[next(tried) % len(beside)]) if beside else None
 
-    return named
+    return next_address
 
 
 def _ranks(index: int, count: int) -> range:
@@ -109,20 +109,20 @@ def _address(members: Mapping[int, Member], node: int) -> Mapping[str, Any] | No
 
 
 def _of_spares(context: AgentContext, nodes: set[int]) -> dict[int, object]:
-    """Return what nodes hold that had no ranks in the attempt, by asking each; the silent hold nothing."""
+    """Ask the nodes that had no ranks in the attempt what they hold; a silent one holds nothing."""
     order = context.group.newest_order()
     if context.copies is None or order is None or len(order.nodes) > 1:
         return {}
-    found: dict[int, object] = {}
+    held: dict[int, object] = {}
     members = context.group.members()
     for node in sorted(nodes):
         address = _address(members, node)
         with contextlib.suppress(LauncherError, TypeError):
             if node == context.node:
-                found[node] = context.copies.held()
+                held[node] = context.copies.held()
             elif address is not None:
-                found[node] = context.copies.held_at(address)
-    return found
+                held[node] = context.copies.held_at(address)
+    return held
 
 
 def memory_of(
@@ -130,16 +130,22 @@ def memory_of(
 ) -> tuple[dict[str, Any] | None, str | None]:
     """Return what the next order says of the step to begin from, or why it begins with the checkpoint.
 
-    `reports` are the nodes' words on the end of the attempt before. Both are None where no copies are made.
+    `reports`: what the nodes reported at the end of the attempt before. Both are None where no copies are
+    made. *The leader only*.
     """
     if context.config.recovery.memory_copy_every_steps is None:
         return None, None
-    said = {node: it.get(COPIES) for node, it in reports.items()} | _of_spares(context, living - set(reports))
+    said = {node: report.get(COPIES) for node, report in reports.items()} | _of_spares(
+        context, living - set(reports)
+    )
     held = {node: held_copies(said[node]) for node in said if node in living}
     events = read_events(context.run)
     upcoming = NextAttempt(nodes, int(context.config.cluster.gpus_per_node))
-    found = plan(held, upcoming, begins(events), newest_checkpoint(events))
-    if not isinstance(found, FromMemory):
-        return None, found.reason
-    fetches = {str(node): [[it.rank, it.source] for it in them] for node, them in found.fetches.items()}
-    return {"step": found.step, "attempt": found.attempt, "fetches": fetches}, None
+    beginning = plan(held, upcoming, begins(events), newest_checkpoint(events))
+    if not isinstance(beginning, FromMemory):
+        return None, beginning.reason
+    fetches = {
+        str(node): [[fetch.rank, fetch.source] for fetch in wanted]
+        for node, wanted in beginning.fetches.items()
+    }
+    return {"step": beginning.step, "attempt": beginning.attempt, "fetches": fetches}, None

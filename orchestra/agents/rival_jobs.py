@@ -1,8 +1,8 @@
-"""Keeps a job from training a run that another job trains or is to train. It writes nothing.
+"""Keeps a job from training a run that another job trains or is to train: `refusal`, asked by the leader.
 
-The run's newest job alone has the right to it, over or not: an older one may be started again by an
-administrator, after somebody cancelled the run. Jobs of other clusters may share the folder, and a run be
-trained in the foreground: two attempts at the same time would remove each other's checkpoints.
+Two attempts at the same time would remove each other's checkpoints. Only the run's newest job may train it,
+even when that is over: an older one may be started again by an administrator after somebody cancelled the
+run. Jobs of other clusters may share the folder, and a run may be trained in the foreground.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _NOT_KNOWN = "Invalid job id"
 
 @dataclass(frozen=True)
 class _Rival:
-    """Who else may train the run; `is_alive` is None where nobody can say, and its files have to."""
+    """Somebody else who may train the run; `is_alive` is None where only the files can tell."""
 
     what: str
     is_alive: bool | None
@@ -45,7 +45,7 @@ class _Rival:
 
 
 def refusal(run: RunDir, task: JobTask, quiet_s: float = QUIET_S) -> str | None:
-    """Return why this job must not train the run now; None where it may. *Node 0 only*.
+    """Return why this job must not train the run now; None where it may. *The leader only*.
 
     Waits, up to `quiet_s`, only where neither the records nor Slurm can tell whether somebody else trains.
     """
@@ -82,7 +82,7 @@ def _rivals(run: RunDir, task: JobTask) -> Iterator[_Rival]:
         yield from _leader(attempt_of(events, attempt), task)
     claimed = claimed_attempt(run)
     if claimed is not None and claimed > (-1 if attempt is None else attempt):
-        # Of a process that is about to begin, or one that ended between its claim and its first word.
+        # Of a process that is about to begin, or one that ended between its claim and its first event.
         yield _Rival(f"attempt {claimed} was claimed by another process", None)
 
 
@@ -157,26 +157,31 @@ def _leader(attempt: Attempt, task: JobTask) -> Iterator[_Rival]:
 
 
 def _of_this_cluster(job: str, attempt: int) -> _Rival:
-    word = _last_word(job)
-    if word is None or word.state == "COMPLETING":
+    settled = _settled_job(job)
+    if settled is None or settled.state == "COMPLETING":
         return _Rival(f"job {job} leads attempt {attempt}, which has not ended", None)
-    if word.state == GONE:
+    if settled.state == GONE:
         # Slurm forgets jobs minutes after their end; or it is another Slurm.
         what = f"Slurm does not know job {job}, which leads attempt {attempt}"
         return _Rival(what, None, may_be_long_gone=True)
-    is_alive = word.state in RUNNING or word.state in WAITING
+    is_alive = settled.state in RUNNING or settled.state in WAITING
     return _Rival(f"job {job} trains it, attempt {attempt}", is_alive)
 
 
-def _last_word(job: str) -> OwnJob | None:
-    """Return Slurm's word for a job, after the end of one that is being ended; None where it has none."""
+def _settled_job(job: str) -> OwnJob | None:
+    """Return what Slurm says of a job, waiting for the end of one that is being ended; None where it does not
+    answer.
+    """
     deadline = time.monotonic() + _COMPLETING_S
-    while (word := _word(job)) is not None and word.state == "COMPLETING" and time.monotonic() < deadline:
+    while time.monotonic() < deadline:
+        now = _job_in_slurm(job)
+        if now is None or now.state != "COMPLETING":
+            return now
         time.sleep(_POLL_S)
-    return word
+    return _job_in_slurm(job)
 
 
-def _word(job: str) -> OwnJob | None:
+def _job_in_slurm(job: str) -> OwnJob | None:
     try:
         return own_job(job)
     except SlurmRefused as error:

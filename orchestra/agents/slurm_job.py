@@ -1,4 +1,11 @@
-"""A Slurm job as the scheduler of a group: what it asks of Slurm, and how a run goes on in another job."""
+"""What the agents ask of Slurm, and how a run goes on in another job.
+
+`SlurmJob` is one start of a job, as one of its tasks sees it; its requests are made by the leader only. A run
+goes on for two reasons. Its attempt was stopped by the time limit or by a job of higher priority: what is to
+be done then is a pure function (`continuation`), and doing it is a second step, after the verdict is written,
+since Slurm may kill the agent the moment that it is asked (`RunContinuation`). Or nodes failed, and the
+policy decided to requeue (`SlurmJob.requeue`).
+"""
 
 from __future__ import annotations
 
@@ -33,14 +40,17 @@ from orchestra.submit.job_record import newest_entry
 from orchestra.submit.launch import own_address
 from orchestra.submit.resubmit import chain
 
-# How a run goes on by itself when its attempt was stopped by the time limit or by a job of more weight.
-#
-# What is to be done is a pure function of what is known; doing it is a second step. Node 0's agent alone does
-# it, after the verdict is written: Slurm may kill the agent the moment that it is asked.
-
-
-# Slurm's word for what ended a job, in `scontrol show job`.
+# The reason in `scontrol show job` where the limit ended a job.
 _ENDED_BY_LIMIT = "TimeLimit"
+# How long Slurm's ending of a job is asked for where it does not answer.
+_RELEASE_TIMEOUT_S = 60.0
+_RELEASE_PAUSE_S = 2.0
+# After so long without an answer Slurm takes a node for dead, where it does not tell when.
+_NOTICED_S = 60
+_NOT_KNOWN = "Invalid job id"
+
+
+# What is to be done after a stop.
 
 
 class GoOnBy(Enum):
@@ -61,7 +71,7 @@ class StopFacts:
     policy: Requeue
     # Of the requests to stop it.
     reasons: frozenset[str]
-    # Slurm's word; None where it could not be asked.
+    # What Slurm says of the job; None where it could not be asked.
     job: OwnJob | None
     # How often the job had been started before this start.
     restart: int
@@ -124,23 +134,26 @@ def _named(reasons: Iterable[str]) -> str:
 def is_stalled(events: Iterable[Record], attempt: int) -> bool:
     """Tell whether an attempt got no further than the one before it, which went on because of the limit."""
     events = list(events)
-    started = {it["attempt"] for it in events if it["event"] == "attempt_started" and it["attempt"] < attempt}
-    before = max(started, default=None)
+    starts = [event["attempt"] for event in events if event["event"] == "attempt_started"]
+    before = max((number for number in starts if number < attempt), default=None)
     # A start that was called off before its attempt began says nothing of the one before it.
-    of_attempt = [it for it in events if it["attempt"] == before and not it.get("before_start")]
+    of_attempt = [event for event in events if event["attempt"] == before and not event.get("before_start")]
     went_on = any(
-        it["event"] == "requeued" and it.get("reason") == stop_requests.TIME_LIMIT for it in of_attempt
+        event["event"] == "requeued" and event.get("reason") == stop_requests.TIME_LIMIT
+        for event in of_attempt
     )
     return went_on and _committed(events, before) == _committed(events, attempt)
 
 
 def _committed(events: Iterable[Record], attempt: int | None) -> int | None:
     """Return the newest checkpoint at the end of an attempt."""
-    return newest_checkpoint([it for it in events if attempt is not None and it["attempt"] <= attempt])
+    return newest_checkpoint(
+        [event for event in events if attempt is not None and event["attempt"] <= attempt]
+    )
 
 
 class RunContinuation:
-    """Lets a run go on after one attempt of it. *Node 0 only*."""
+    """Lets a run go on after an attempt that was stopped. *The leader only*."""
 
     def __init__(
         self,
@@ -157,12 +170,12 @@ class RunContinuation:
         self._task = task
         self._attempt = attempt
         self._events = events
-        self._reasons = reasons or self._asked
+        self._reasons = reasons or self._requested_reasons
         # The job that goes on in the place of this one.
         self._next_job: str | None = None
 
     def final_verdict(self, verdict: Verdict) -> Verdict:
-        """Return the verdict, or in its place that starting again would not help."""
+        """Return the verdict, or in its place "no progress" where starting again would not help."""
         if verdict.code != EXIT_STOPPED or not is_stalled(read_events(self._run), self._attempt):
             return verdict
         if continuation(self._stop(stalled=True)).how is not GoOnBy.give_up:
@@ -171,8 +184,8 @@ class RunContinuation:
         return Verdict(
             EXIT_DO_NOT_RESTART,
             "no progress",
-            f"the time limit ended two attempts in a row behind step {verdict.step or 0}: what comes before "
-            f"the next step and the save behind it takes longer than a job has "
+            f"the time limit ended two attempts in a row after step {verdict.step or 0}: what comes before "
+            f"the next step, and the save after it, takes longer than a job has "
             f"(cluster.time_limit={limit}); resume it with a longer one: `orchestra resume {self._run.name} "
             f"cluster.time_limit=…`",
             step=verdict.step,
@@ -192,52 +205,52 @@ class RunContinuation:
             return f"Slurm starts the job again ({plan.reason})"
         try:
             done = self._requeued(plan.reason) if plan.how is GoOnBy.requeue else self._chained(plan.reason)
-            return self._taken_back() or done
+            return self._cancelled_meanwhile() or done
         except (LauncherError, LaunchError, OSError) as error:
             return self._left_stopped(verdict, str(error))
 
     def _stop(self, *, stalled: bool) -> StopFacts:
         policy, restart = self._config.cluster.requeue, self._task.restart
-        return StopFacts(policy, self._reasons(), self._word(), restart, stalled)
+        return StopFacts(policy, self._reasons(), self._own_job(), restart, stalled)
 
-    def _asked(self) -> frozenset[str]:
+    def _requested_reasons(self) -> frozenset[str]:
         try:
             requests = stop_requests.read_requests(self._run, self._attempt)
         except OSError:
             return frozenset()
         return frozenset(request.reason for request in requests)
 
-    def _word(self) -> OwnJob | None:
+    def _own_job(self) -> OwnJob | None:
         try:
             return this_job.own_job(self._task.job)
         except LauncherError:
             return None
 
     def _requeued(self, reason: str) -> str:
-        # First: this process may end within the question.
+        # Written first: this process may be ended while it asks.
         self._write_requeued("requeue", reason)
         try:
             this_job.requeue(self._task.job)
         except SlurmRefused as refusal:
             return f"Slurm does not requeue this job ({refusal}); {self._chained(reason)}"
         except SlurmSilent:
-            # Slurm ends what asks it together with the job. Only what it says of the job itself counts.
-            word = self._word()
-            if word is not None and not word.is_ending and word.restarts <= self._task.restart:
+            # Slurm ends the process that asks together with the job: only the job's own state tells.
+            job = self._own_job()
+            if job is not None and not job.is_ending and job.restarts <= self._task.restart:
                 raise
         return f"requeued ({reason})"
 
     def _chained(self, reason: str) -> str:
-        word = self._word()
-        script = None if word is None else word.script
+        own = self._own_job()
+        script = None if own is None else own.script
         without = hosts_without(self._config, self._run, self._task.cluster)
         job = chain(self._run, self._task, self._attempt + 1, script, without)
         self._next_job = job
         self._write_requeued("chain", reason, job)
         return f"job {job} goes on ({reason})"
 
-    def _taken_back(self) -> str:
-        """Take the job that is to go on away again if somebody cancelled the run in this very moment."""
+    def _cancelled_meanwhile(self) -> str:
+        """Cancel the job that is to go on if somebody cancelled the run in this very moment; say so."""
         if stop_requests.CANCEL not in self._stop(stalled=False).reasons:
             return ""
         newest = newest_entry(self._run)
@@ -253,21 +266,13 @@ class RunContinuation:
             self._events.write("requeued", job=job or self._task.job, how=how, reason=reason, **facts)
 
     def _left_stopped(self, verdict: Verdict, problem: str) -> str:
-        """Write the verdict once more: what was to come does not."""
+        """Write the verdict once more: no job goes on."""
         message = f"{verdict.message}; it does not go on by itself: {problem}"
         with contextlib.suppress(OSError):
             facts = {"cause": verdict.cause, "message": message, "step": verdict.step}
             self._events.write("failed", node=0, code=verdict.code, **facts)
         sys.stderr.write(f"error: {self._run.name} does not go on by itself: {problem}\n")
         return f"it does not go on by itself: {problem}"
-
-
-# How long Slurm's ending of a job is asked for where it does not answer.
-_RELEASE_TIMEOUT_S = 60.0
-_RELEASE_PAUSE_S = 2.0
-# After so long without an answer Slurm takes a node for dead, where it does not tell when.
-_NOTICED_S = 60
-_NOT_KNOWN = "Invalid job id"
 
 
 class SlurmJob:
@@ -323,20 +328,20 @@ class SlurmJob:
         # leaves out too many of a small cluster's nodes can never run, and Slurm lets it fail.
         past = read_events(self._run)
         of_run = excluded_hosts(past, {})
-        found = elsewhere(self._config, self._run, self._cluster, decision.exclude, sorted(of_run))
-        delay_s = _noticed_s() if found.missed else 0
+        other = elsewhere(self._config, self._run, self._cluster, decision.exclude, sorted(of_run))
+        delay_s = _noticed_s() if other.missed else 0
         try:
-            job, exclude = self._chain(attempt, script, found.exclude, delay_s), found.exclude
+            job, exclude = self._chain(attempt, script, other.exclude, delay_s), other.exclude
         except SlurmRefused as refusal:
-            # Slurm knows more of its nodes than their names: which have what the job asks for.
-            if not found.exclude:
+            # Slurm alone knows which of its nodes have what the job asks for.
+            if not other.exclude:
                 raise LaunchError(f"Slurm does not take the next job: {refusal}") from refusal
             delay_s = _noticed_s() if decision.exclude else 0
             job, exclude = self._chain_with_all(attempt, script, delay_s), ()
         out = [host for host in decision.exclude if host in exclude]
         facts = {"job": job, "after": self._task.job, "exclude": out, "rule": decision.rule}
-        # The leader before this one may have come so far.
-        if not any(it["event"] == "requeued" and it.get("job") == job for it in past):
+        # The leader before this one may have written it already.
+        if not any(event["event"] == "requeued" and event.get("job") == job for event in past):
             with contextlib.suppress(OSError):
                 events.write("requeued", how="chain", reason=decision.reason, **facts)
         late = f"; it begins in {delay_s} s, since it may get the nodes that failed"
@@ -391,10 +396,10 @@ class SlurmJob:
             time.sleep(_RELEASE_PAUSE_S)
 
     def _end_this_start(self) -> None:
-        word = this_job.own_job(self._task.job)
+        own = this_job.own_job(self._task.job)
         # Slurm may have put the job back into the queue: its first node came back without the batch script.
         # It is asked anew each time, since a question that got no answer may have been heard.
-        if word.restarts <= self._task.restart and not word.is_ending:
+        if own.restarts <= self._task.restart and not own.is_ending:
             sbatch.cancel([self._task.job], only_waiting=False)
 
 

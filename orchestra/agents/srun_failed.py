@@ -1,12 +1,12 @@
 """`python -m orchestra.agents.srun_failed RUN_DIR CODE`: what a batch script does when srun failed.
 
-Whatever srun says, the agents decide: as long as any of them lives the job is held, and how the run ended is
-their word. Where all are gone without one, the run goes on in another job:
+Whatever srun says, the agents decide: as long as any of them lives the job is kept, and the exit code is the
+one that they agreed on. Where all are gone without one, the run goes on in another job:
 
 - Slurm starts a step on all nodes or on none: where one is lost in that moment, srun kills the agents that
   are there already ("Task launch failed …: Communication connection failure"). The next job does without the
   nodes that never came (rule step_not_started).
-- srun gives a whole step up that runs, `--no-kill` or not, when a node of it boots again before Slurm has
+- srun gives up a whole step that runs, `--no-kill` or not, when a node of it boots again before Slurm has
   noticed that it was gone ("Aborting, step missing and io error") (rule step_lost).
 
 For an array of a sweep the arguments are `SWEEP_DIR --first F CODE`.
@@ -47,7 +47,7 @@ _UNSTARTED, _LOST = "step_not_started", "step_lost"
 _BEATS_S = 5.0
 _QUESTION_TIMEOUT_S = 30.0
 _LAUNCH_FAILED = re.compile(r"Task launch for \S+ failed on node ([^\s:]+)")
-# What srun says stands in the batch script's own output, which is this process's.
+# What srun writes is in the output of the batch script, which is that of this process too.
 _OUTPUT = Path("/proc/self/fd/1")
 _OUTPUT_BYTES = 1 << 16
 
@@ -65,7 +65,7 @@ def main(argv: list[str]) -> int:
             pass
         if agreed is not None:
             return agreed
-        said = moved(run, task, os.environ["SLURM_JOB_NODELIST"], _OUTPUT)
+        said = move_run(run, task, os.environ["SLURM_JOB_NODELIST"], _OUTPUT)
     except (OrchestraError, LauncherError, OSError) as error:
         sys.stderr.write(f"error: the run does not go on by itself: {error}\n")
         return code
@@ -92,7 +92,7 @@ def _as_task(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _group(run: RunDir, task: JobTask) -> NodeGroup:
-    """Return the agents' folder as one who only looks sees it."""
+    """Return the agents' folder, to be read only."""
     timeout_s = read_config(run.config).recovery.agent_timeout_s
     return NodeGroup(group_folder(run.control, task.job, task.restart), 0, task.num_nodes, timeout_s)
 
@@ -103,19 +103,19 @@ def _agreed(group: NodeGroup) -> int | None:
     return int(order.facts["code"]) if order is not None and order.action == END else None
 
 
-def moved(run: RunDir, task: JobTask, nodes: str, output: Path) -> str | None:
+def move_run(run: RunDir, task: JobTask, nodes: str, output: Path) -> str | None:
     """Submit the run again; return what was done, None where that is not to be: somebody decided already, or
     the step ended by itself. No agent lives any more. `nodes`: the job's, as Slurm writes them; `output`:
     where srun wrote. Raises LauncherError, LaunchError and OSError.
     """
     config = read_config(run.config)
-    slurm, group, word = SlurmJob(run, config, task), _group(run, task), this_job.own_job(task.job)
+    slurm, group, own = SlurmJob(run, config, task), _group(run, task), this_job.own_job(task.job)
     order, attempt = group.newest_order(), upcoming_attempt(run) - 1
     # Slurm ends it, or starts it again by itself.
-    if word.is_ending or word.restarts > task.restart or not slurm.can_requeue:
+    if own.is_ending or own.restarts > task.restart or not slurm.can_requeue:
         return None
     if order is None:
-        decision = _of_unstarted(read_events(run), _missing(group, nodes, word.nodes, output, config))
+        decision = _of_unstarted(read_events(run), _missing(group, nodes, own.nodes, output, config))
     else:
         decision = None if order.action in (END, REFUSE) else _of_lost(run, attempt)
     if decision is None:
@@ -136,14 +136,14 @@ def _of_unstarted(events: Sequence[Record], missing: tuple[str, ...]) -> Decisio
 
 
 def _of_lost(run: RunDir, attempt: int) -> Decision | None:
-    """Return what follows an attempt whose agents all went with srun; None where it was to be cancelled, or
-    where that came several times and nothing was saved between.
+    """Return what follows an attempt whose agents all ended with srun; None where it was to be cancelled, or
+    where that happened several times and nothing was saved in between.
     """
     if any(request.reason == stop_requests.CANCEL for request in stop_requests.read_requests(run, attempt)):
         return None
     if moves(read_events(run), _LOST, since="checkpoint_committed") >= MOST_MOVES:
         return None
-    return Decision(Action.requeue, EXIT_FAILED, "srun gave the job's step up", rule=_LOST)
+    return Decision(Action.requeue, EXIT_FAILED, "srun gave up the job's step", rule=_LOST)
 
 
 def _missing(group: NodeGroup, nodes: str, left: str, output: Path, config: Config) -> tuple[str, ...]:
@@ -154,7 +154,7 @@ def _missing(group: NodeGroup, nodes: str, left: str, output: Path, config: Conf
     hosts = names_of(nodes)
     if there:
         return tuple(host for host in hosts if host not in there)
-    # No agent had the time to come: srun or Slurm must say whose fault that is.
+    # No agent had the time to come: srun or Slurm must tell which node is to blame.
     if left and (taken := [host for host in hosts if host not in names_of(left)]):
         return tuple(taken)
     if named := [host for host in hosts if host in _named_by_srun(output)]:
@@ -179,7 +179,7 @@ def _named_by_srun(output: Path) -> frozenset[str]:
 
 
 def is_alive(group: NodeGroup) -> bool:
-    """Whether any agent still beats: what this job started goes on without srun. Takes some seconds."""
+    """Tell whether any agent is alive: what this job started goes on without srun. Takes some seconds."""
     before = _beats(group)
     if before:
         time.sleep(_BEATS_S)
@@ -187,12 +187,12 @@ def is_alive(group: NodeGroup) -> bool:
 
 
 def _beats(group: NodeGroup) -> dict[str, bytes]:
-    found = {}
+    beats = {}
     for file in group.folder.glob("beat-*"):
-        # Whoever leaves takes it away.
+        # An agent that leaves removes its own.
         with contextlib.suppress(OSError):
-            found[file.name] = file.read_bytes()
-    return found
+            beats[file.name] = file.read_bytes()
+    return beats
 
 
 if __name__ == "__main__":

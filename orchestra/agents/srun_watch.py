@@ -1,9 +1,9 @@
 """`python -m orchestra.agents.srun_watch RUN_DIR SHELL`: runs beside srun until the first agent has come.
 
 Where Slurm has taken a lost node out of the job before srun asks for the step, srun asks for ever for nodes
-that the job no longer has ("step creation temporarily disabled, retrying"). It is ended then, and what
-follows is `orchestra.agents.srun_failed`'s to say. SHELL: the process id of the batch script, whose child
-srun is. For an array of a sweep the arguments are `SWEEP_DIR --first F SHELL`.
+that the job no longer has ("step creation temporarily disabled, retrying"). It is ended then, and the batch
+script runs `orchestra.agents.srun_failed`. SHELL: the process id of the batch script, whose child srun is.
+For an array of a sweep the arguments are `SWEEP_DIR --first F SHELL`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
         run, task = of_batch_script(argv[:-1])
         _watch(int(argv[-1]), group_folder(run.control, task.job, task.restart), task.job)
     except (OrchestraError, LauncherError, OSError) as error:
-        sys.stderr.write(f"warning: nobody watches whether the job's step begins: {error}\n")
+        sys.stderr.write(f"warning: it is not watched whether the job's step begins: {error}\n")
     return 0
 
 
@@ -45,14 +45,14 @@ def _watch(shell: int, group: Path, job: str) -> None:
         asked_at = time.monotonic()
         # A controller that is silent is asked again.
         with contextlib.suppress(LauncherError):
-            if gone := _taken_away(job):
+            if gone := _taken_nodes(job):
                 sys.stdout.write(f"{', '.join(gone)} lost before the job's step began; srun is ended\n")
                 sys.stdout.flush()
                 _end_srun(shell)
                 return
 
 
-def _taken_away(job: str) -> list[str]:
+def _taken_nodes(job: str) -> list[str]:
     """Return the hosts that were the job's when it began and are not now. Raises LauncherError."""
     left = this_job.own_job(job).nodes
     had = names_of(os.environ["SLURM_JOB_NODELIST"])

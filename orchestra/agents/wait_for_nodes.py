@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from launchers.node_group import Member
 from orchestra.agents import choose_nodes
 from orchestra.agents.attempt import requests_of
-from orchestra.agents.choose_nodes import doubts, have_looked, preferred, slow, words_of, write_findings
+from orchestra.agents.choose_nodes import are_checked, doubts, preferred, slow, words_of, write_findings
 from orchestra.agents.context import AgentContext
 from orchestra.errors import EXIT_DO_NOT_RESTART, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, LaunchError
 from orchestra.recovery.incidents import Verdict
@@ -79,7 +79,7 @@ class Preflight:
         """Tell whether the nodes that came have checked themselves, or are waited for no longer."""
         now = time.monotonic()
         self._all_there_since = self._all_there_since or now
-        return have_looked(members, self._context.group.num_nodes, now - self._all_there_since)
+        return are_checked(members, self._context.group.num_nodes, now - self._all_there_since)
 
     def first_nodes(self, members: Mapping[int, Member]) -> tuple[int, ...] | None:
         """Return the nodes of a job's first attempt, in the scheduler's order; None: they are too few."""

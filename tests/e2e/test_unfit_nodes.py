@@ -77,7 +77,7 @@ def test_a_node_that_became_unfit_in_an_attempt_has_no_part_in_the_next(tmp_path
     assert second["hosts"] == ["node1", "node3"]
     (decided,) = of_kind(run, "restarting")
     assert (decided["decision"], decided["exclude"]) == ("replace", ["node2"])
-    assert f"node2 is not fit: {place} is no folder here" in decided["reason"]
+    assert f"node2 cannot train: {place} is no folder here" in decided["reason"]
     (replaced,) = of_kind(run, "node_replaced")
     assert (replaced["host"], replaced["by_host"]) == ("node2", "node3")
     assert of_kind(run, "finished")

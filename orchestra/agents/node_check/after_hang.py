@@ -1,8 +1,9 @@
-"""Whether nodes reach each other, asked again behind a hang.
+"""After a hang: measures again which nodes reach each other.
 
-A node that hears the others and is not heard, or is cut off from the ranks' network alone, stands as still as
-all others do: positions name nobody, and its agent lives. So all agents, spares too, measure the way to their
-neighbour again, and whom nobody reaches and who reaches nobody is lost.
+A node whose packets are lost in one direction, or that is cut off from the ranks' network alone, makes no
+progress, as all others: positions blame no rank, and its agent lives. So all agents, spares too, measure the
+way to their neighbour again (`RingMeasurement`); the leader waits for that (`RingAnswers`), and takes a node
+for lost that reaches no other and that no other reaches (`cut_off`).
 """
 
 from __future__ import annotations
@@ -21,14 +22,15 @@ _TIMEOUT_S = 15.0
 
 
 class RingMeasurement:
-    """Every agent's part: to measure once behind an attempt that hung, whether it took part or not."""
+    """*Every agent*: measures once after an attempt that hung, whether it took part or not."""
 
     def __init__(self, context: AgentContext) -> None:
         self._context = context
         self._asked = -1
 
     def look(self, order: Order | None) -> bool:
-        """Begin to measure where the order has hung; return whether the leader waits for this agent's answer.
+        """Begin to measure where the attempt hung; return whether the leader waits for this agent's answer.
+
         Called while this agent has nothing to do.
         """
         node_check = self._context.node_check
@@ -41,14 +43,14 @@ class RingMeasurement:
 
 
 class RingAnswers:
-    """The leader's part: to wait for what the others have measured."""
+    """*The leader*: waits for what the others have measured."""
 
     def __init__(self, context: AgentContext) -> None:
         self._context = context
         self._waiting: tuple[int, float] | None = None
 
     def are_in(self, order: Order) -> bool:
-        """Tell whether all have said what they reach, or are not waited for longer."""
+        """Tell whether all have published what they reach, or are not waited for longer."""
         if not _hung(self._context, order):
             return True
         now = time.monotonic()
@@ -59,18 +61,21 @@ class RingAnswers:
 
 
 def cut_off(context: AgentContext, order: Order) -> list[int]:
-    """Return the nodes of an order that hung which no other reaches and which reach none; none of them where
-    the run could not go on without them: the network may come back.
+    """Return the nodes of an attempt that hung which no other reaches and which reach none.
+
+    Empty where the run could not go on without them: the network may come back.
     """
     if not _hung(context, order):
         return []
     members = _living(context)
-    alone = [node for node in apart(members, order.number, context.group.num_nodes) if node in order.nodes]
+    alone = [
+        node for node in without_links(members, order.number, context.group.num_nodes) if node in order.nodes
+    ]
     bad = choose_nodes.excluded_hosts(read_events(context.run), context.scheduler.facts())
     left = [
         node
-        for node, it in members.items()
-        if node not in alone and choose_nodes.is_fit(it) and it.host not in bad
+        for node, member in members.items()
+        if node not in alone and choose_nodes.is_fit(member) and member.host not in bad
     ]
     is_enough = (
         len(left) >= context.config.cluster.nodes or choose_nodes.shrunk(left, context.config) is not None
@@ -78,14 +83,14 @@ def cut_off(context: AgentContext, order: Order) -> list[int]:
     return alone if is_enough or context.scheduler.can_requeue else []
 
 
-def apart(members: Mapping[int, Member], number: int, num_nodes: int) -> list[int]:
-    """Return the nodes whose both links in the ring carried nothing behind order `number`, while another link
+def without_links(members: Mapping[int, Member], number: int, num_nodes: int) -> list[int]:
+    """Return the nodes whose two links in the ring carried nothing after order `number`, while another link
     did: where none does, the network is away, and no node is to blame. Pure.
     """
     links: dict[int, list[bool]] = defaultdict(list)
     for node, member in members.items():
         ring, following = member.facts.get("ring"), (node + 1) % num_nodes
-        # What a node that is gone does not answer says nothing of who asked.
+        # A neighbour that is gone does not answer: that says nothing about the node that asked.
         if isinstance(ring, dict) and ring.get("order") == number and following in members:
             for end in (node, following):
                 links[end].append("error" not in ring)
@@ -95,15 +100,15 @@ def apart(members: Mapping[int, Member], number: int, num_nodes: int) -> list[in
 
 
 def _hung(context: AgentContext, order: Order) -> bool:
-    # Of two nodes either may be the one.
+    # Of two nodes either may be the one that is cut off.
     if order.action != START or context.group.num_nodes < 3:
         return False
     return (context.group.broken(order.number) or {}).get("cause") == "hang"
 
 
 def _unanswered(context: AgentContext, order: Order, members: Mapping[int, Member]) -> bool:
-    """Tell whether a node that lives has yet to say whether it reaches the next one, which lives too."""
-    ends = {node for node, it in members.items() if "ring_port" in it.facts}
+    """Tell whether a living node has yet to publish whether it reaches the next one, which lives too."""
+    ends = {node for node, member in members.items() if "ring_port" in member.facts}
     asked = [node for node in ends if (node + 1) % context.group.num_nodes in ends]
     return any((members[node].facts.get("ring") or {}).get("order") != order.number for node in asked)
 
@@ -111,4 +116,4 @@ def _unanswered(context: AgentContext, order: Order, members: Mapping[int, Membe
 def _living(context: AgentContext) -> dict[int, Member]:
     members = context.group.members()
     silent = context.group.silent(members)
-    return {node: it for node, it in members.items() if node not in silent}
+    return {node: member for node, member in members.items() if node not in silent}

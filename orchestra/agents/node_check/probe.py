@@ -1,9 +1,9 @@
-"""Looks at one node: devices, memory, disks, kernel log, clock, speed of a core. A program of its own.
+"""Checks one node: devices, memory, disks, kernel log, clock, speed of a core. A program of its own.
 
-`python -I -S fitness_probe.py WISHES` (JSON) prints a JSON line for each check as soon as it is done, and
-ends. A dead file server or device holds a process for ever: whoever started this one does not wait for it,
-and takes a check without a line for one that hangs. It needs the standard library alone, decides nothing
-about training, and knows the same signs as `slurm/healthcheck`, which stands alone as well.
+`python -I -S probe.py WISHES` (JSON) prints a JSON line for each check as soon as it is done, and ends. A
+dead file server or device holds a process for ever: the agent that started this one does not wait for it, and
+takes a check without a line for one that hangs. It needs the standard library alone, and knows the same signs
+of failure as `slurm/healthcheck`, which is independent as well.
 
 A line says what keeps the node from training (`unfit`), what speaks against it where there is another
 (`doubt`), and what was measured (`facts`).
@@ -50,11 +50,11 @@ Finding = dict[str, Any]
 
 
 def main(words: list[str]) -> int:
-    """Run all checks at once, print what each found when it is done, and end as soon as all are."""
+    """Run all checks at once, print what each found when it is done, and end when all are done."""
     wishes = json.loads(words[0])
     threads = []
     for name, check in checks(wishes):
-        thread = threading.Thread(target=_tell, args=(name, check), daemon=True)
+        thread = threading.Thread(target=_print_finding, args=(name, check), daemon=True)
         thread.start()
         threads.append(thread)
     for thread in threads:
@@ -63,24 +63,24 @@ def main(words: list[str]) -> int:
 
 
 def checks(wishes: dict[str, Any]) -> list[tuple[str, Callable[[], Finding]]]:
-    """Return what is looked at: `folder` (shared), `rooms` (places of this node), `gpus` (0: none).
+    """Return what is checked: `folder` (shared), `rooms` (places of this node), `gpus` (0: none).
 
     `copies` is how the paths of the run's own copies in memory begin: what they take the next attempt has.
     """
-    found: list[tuple[str, Callable[[], Finding]]] = []
+    named: list[tuple[str, Callable[[], Finding]]] = []
     copies = wishes.get("copies", "")
     rooms = wishes.get("rooms", [])
-    found += [(f"room in {place}", functools.partial(room, place, copies)) for place in rooms]
-    found += [("memory", functools.partial(host_memory, copies))]
-    found += [("kernel log", kernel_log), ("core", core_speed)]
+    named += [(f"room in {place}", functools.partial(room, place, copies)) for place in rooms]
+    named += [("memory", functools.partial(host_memory, copies))]
+    named += [("kernel log", kernel_log), ("core", core_speed)]
     if wishes.get("folder"):
-        found.append(("run directory", lambda: keeps_a_file(wishes["folder"])))
+        named.append(("run directory", lambda: keeps_a_file(wishes["folder"])))
     if wishes.get("gpus"):
-        found.append(("devices", lambda: devices(int(wishes["gpus"]))))
-    return found
+        named.append(("devices", lambda: devices(int(wishes["gpus"]))))
+    return named
 
 
-def _tell(name: str, check: Callable[[], Finding]) -> None:
+def _print_finding(name: str, check: Callable[[], Finding]) -> None:
     begin = time.monotonic()
     try:
         finding = check()
@@ -92,7 +92,7 @@ def _tell(name: str, check: Callable[[], Finding]) -> None:
     os.write(1, line.encode())
 
 
-# What is looked at.
+# The checks.
 
 
 def keeps_a_file(folder: str) -> Finding:
@@ -125,9 +125,9 @@ def clock_ahead_s(before: float, after: float, stamp: float) -> float:
     """Return by how much this host's clock is ahead of the one that stamped a file in between; 0: no more
     than a stamp in whole seconds tells.
     """
-    behind = stamp - after
+    slow_by = stamp - after
     ahead = before - (stamp + 1.0)
-    return round(-behind if behind > 0 else max(ahead, 0.0), 3)
+    return round(-slow_by if slow_by > 0 else max(ahead, 0.0), 3)
 
 
 def room(place: str, copies: str = "") -> Finding:
@@ -172,10 +172,10 @@ def host_memory(copies: str = "") -> Finding:
 
 
 def _kib(text: str, name: str) -> int:
-    found = re.search(rf"^{name}: +(\d+) kB", text, re.MULTILINE)
-    if found is None:
+    match = re.search(rf"^{name}: +(\d+) kB", text, re.MULTILINE)
+    if match is None:
         raise ValueError(f"/proc/meminfo has no {name}")
-    return int(found[1])
+    return int(match[1])
 
 
 def core_speed() -> Finding:
@@ -196,10 +196,10 @@ def kernel_log() -> Finding:
     except OSError:
         return {}
     try:
-        found = signs_of_failure(_lines(number), int(time.clock_gettime(time.CLOCK_BOOTTIME) * 1e6))
+        signs = signs_of_failure(_lines(number), int(time.clock_gettime(time.CLOCK_BOOTTIME) * 1e6))
     finally:
         os.close(number)
-    return {"doubt": found} if found else {}
+    return {"doubt": signs} if signs else {}
 
 
 def _lines(number: int) -> list[str]:
@@ -210,7 +210,7 @@ def _lines(number: int) -> list[str]:
         except BlockingIOError:
             return lines
         except OSError as error:
-            # Overwritten while it was read: the next read goes on behind that.
+            # Overwritten while it was read: the next read goes on after that.
             if not isinstance(error, BrokenPipeError):
                 return lines
 
@@ -249,7 +249,9 @@ def devices(wanted: int) -> Finding:
                 return {"unfit": f"the driver knows {num_devices} devices, {wanted} are needed"}
         return {}
     for attempt in range(_MEMORY_TRIES):
-        rows = _asked((*_ALWAYS, *_PENDING, *_SLOWED)) or _asked((*_ALWAYS, *_PENDING)) or _asked(_ALWAYS)
+        rows = (
+            _queried((*_ALWAYS, *_PENDING, *_SLOWED)) or _queried((*_ALWAYS, *_PENDING)) or _queried(_ALWAYS)
+        )
         if rows is None:
             return {"unfit": "nvidia-smi does not answer as it should"}
         finding = judged_devices(rows, wanted)
@@ -286,7 +288,7 @@ def _doubts(row: dict[str, str]) -> list[str]:
     return found
 
 
-def _asked(names: tuple[str, ...]) -> list[dict[str, str]] | None:
+def _queried(names: tuple[str, ...]) -> list[dict[str, str]] | None:
     """Ask nvidia-smi; None where it does not know one of the names, or fails. Raises TimeoutExpired."""
     words = ["nvidia-smi", "--format=csv,noheader,nounits", f"--query-gpu={','.join(names)}"]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")

@@ -1,8 +1,8 @@
-"""How fast this node reaches the next one: each agent sends a little to its neighbour, in a ring.
+"""Measures how fast this node reaches the next one: each agent sends a little to its neighbour, in a ring.
 
-Plain sockets, no torch: it finds an interface that fell back to a slower speed or loses packets, not what
-NCCL makes of the network (`orchestra bench network` measures that). It measures; who is slow is the leader's
-to say.
+Plain sockets, no torch: that finds an interface that fell back to a slower speed or loses packets, not what
+NCCL makes of the network (`orchestra bench network` measures that). Which nodes are slow is decided over all
+results, in `orchestra.agents.choose_nodes`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Ring:
         self._listener = socket.create_server((address, 0), backlog=4)
         self._listener.settimeout(_LOOK_S)
         self._is_over = threading.Event()
-        self._found: dict[str, Any] | None = None
+        self._result: dict[str, Any] | None = None
         threading.Thread(target=self._answer, name="ring", daemon=True).start()
 
     @property
@@ -51,8 +51,8 @@ class Ring:
 
     def taken(self) -> dict[str, Any] | None:
         """Return what was measured, once: `bytes_per_s` of each round and `latency_s`, or an `error`."""
-        found, self._found = self._found, None
-        return found
+        result, self._result = self._result, None
+        return result
 
     def close(self) -> None:
         """Answer and measure no more; the threads end within a second."""
@@ -81,9 +81,9 @@ class Ring:
                 self._is_over.wait(_PAUSE_S if number else 0.0)
                 rounds.append(_round(place))
         except OSError as error:
-            self._found = {"error": str(error), **facts}
+            self._result = {"error": str(error), **facts}
             return
-        self._found = {
+        self._result = {
             "bytes_per_s": [round(rate) for rate, _ in rounds],
             "latency_s": round(min(seconds for _, seconds in rounds), 6),
             **facts,
@@ -91,7 +91,7 @@ class Ring:
 
 
 def _swallow(connection: socket.socket) -> None:
-    """Take what comes, and answer each single byte of a kind with the same one."""
+    """Take all that comes; where it ends with a ping or a mark of the end, send that byte back."""
     buffer = bytearray(len(_CHUNK))
     while num_bytes := connection.recv_into(buffer):
         last = bytes(buffer[num_bytes - 1 : num_bytes])

@@ -9,7 +9,7 @@ import pytest
 from conf.schema import ClusterConfig, Config
 from launchers.node_group import Member, Order
 from orchestra.agents.choose_nodes import next_nodes
-from orchestra.agents.node_check.after_hang import apart
+from orchestra.agents.node_check.after_hang import without_links
 from orchestra.recovery.policy import Action, Decision
 
 NUMBER = 3
@@ -48,12 +48,15 @@ def ring(*links: bool | None, number: int = NUMBER) -> dict[int, Member]:
 def test_a_node_without_any_link_that_carries_is_apart(
     links: tuple[bool | None, ...], alone: list[int]
 ) -> None:
-    assert apart(ring(*links), NUMBER, len(links)) == alone
+    assert without_links(ring(*links), NUMBER, len(links)) == alone
 
 
 def test_what_was_measured_at_another_time_says_nothing() -> None:
-    assert apart(ring(False, False, True, number=NUMBER - 1), NUMBER, 3) == []
-    assert apart({node: Member(node, "", "", "x", 1, {"ring": None}) for node in range(3)}, NUMBER, 3) == []
+    assert without_links(ring(False, False, True, number=NUMBER - 1), NUMBER, 3) == []
+    assert (
+        without_links({node: Member(node, "", "", "x", 1, {"ring": None}) for node in range(3)}, NUMBER, 3)
+        == []
+    )
 
 
 def test_a_host_that_was_left_out_does_not_come_back_as_a_spare() -> None:

@@ -10,9 +10,9 @@ import pytest
 
 from launchers.node_group import Member
 from orchestra.agents.choose_nodes import (
+    are_checked,
     by_preference,
     doubts,
-    have_looked,
     preferred,
     slow,
     words_of,
@@ -129,14 +129,14 @@ def test_the_sound_spare_steps_in_first() -> None:
 
 def test_the_first_attempt_waits_for_the_looks_but_not_for_ever() -> None:
     done = {"looks": True, "ring_port": 1, "checked": {}, "ring": {}}
-    assert have_looked(members(done, done), 2, 0.0)
-    assert not have_looked(members(done, {"looks": True, "ring_port": 1, "checked": {}}), 2, 0.0)
-    assert not have_looked(members(done, {"looks": True}), 2, 0.0)
-    assert have_looked(members(done, {"looks": True}), 2, 11.0)
+    assert are_checked(members(done, done), 2, 0.0)
+    assert not are_checked(members(done, {"looks": True, "ring_port": 1, "checked": {}}), 2, 0.0)
+    assert not are_checked(members(done, {"looks": True}), 2, 0.0)
+    assert are_checked(members(done, {"looks": True}), 2, 11.0)
     # Who does not look, and who has no neighbour, is not waited for.
-    assert have_looked(members({}, {}), 2, 0.0)
+    assert are_checked(members({}, {}), 2, 0.0)
     alone = {"looks": True, "ring_port": 1, "checked": {}}
-    assert have_looked(members(alone), 2, 0.0)
+    assert are_checked(members(alone), 2, 0.0)
 
 
 def test_the_events_and_the_words_say_who_is_left_out_and_why(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from launchers.node_group import NodeGroup
-from orchestra.agents.choose_nodes import have_looked, slow
+from orchestra.agents.choose_nodes import are_checked, slow
 from orchestra.agents.node_check.own_check import NodeCheck, ProbeProcess
 from orchestra.agents.node_check.ring import Ring
 
@@ -55,7 +55,7 @@ def test_all_nodes_of_a_crew_tell_what_they_found(crew_of_four: list[Agent]) -> 
     await_all(crew_of_four, "checked")
     await_all(crew_of_four, "ring")
     told = crew_of_four[0][0].members()
-    assert have_looked(told, 4, 0.0)
+    assert are_checked(told, 4, 0.0)
     for node, member in told.items():
         assert member.facts["unfit"] is None
         assert member.facts["ring"]["to"] == (node + 1) % 4
@@ -94,7 +94,7 @@ def test_an_idle_node_looks_again_and_a_busy_one_does_not(tmp_path: Path) -> Non
     place.rmdir()
     for _ in range(5):
         node_check.tick(is_idle=False)
-    assert not node_check._check.is_running
+    assert not node_check._probe.is_running
     _tick_until(node_check, lambda: bool(group.members()[0].facts["unfit"]), is_idle=True)
     node_check.close()
     group.leave()
@@ -114,7 +114,7 @@ def test_the_same_word_again_writes_nothing(tmp_path: Path) -> None:
     file = tmp_path / "member-000.json"
     before = file.stat().st_ino
     node_check.look_again()
-    node_check._check.settle(GENEROUS_S)
+    node_check._probe.settle(GENEROUS_S)
     node_check.tick(is_idle=False)
     assert file.stat().st_ino == before
     node_check.close()
@@ -125,7 +125,7 @@ def test_a_node_without_neighbour_goes_on_without_a_ring(tmp_path: Path) -> None
     group, node_check = agent(tmp_path, 0, 3)
     await_all([(group, node_check)], "checked")
     assert "ring" not in group.members()[0].facts
-    assert have_looked(group.members(), 3, 0.0)
+    assert are_checked(group.members(), 3, 0.0)
     node_check.close()
     group.leave()
 

@@ -55,7 +55,7 @@ def came(run: RunDir, *nodes: int) -> NodeGroup:
 
 def test_the_node_that_never_came_is_left_out_of_the_next_job(run: RunDir, slurm: Slurm) -> None:
     came(run, 0)
-    said = srun_failed.moved(run, TASK, NODES, run.path / "output")
+    said = srun_failed.move_run(run, TASK, NODES, run.path / "output")
     assert said == "job 20 goes on (lost while the job's step was starting: node2)"
     (call,) = slurm.calls("sbatch")
     assert options(call, "exclude") == "node2"
@@ -67,25 +67,25 @@ def test_the_node_that_never_came_is_left_out_of_the_next_job(run: RunDir, slurm
 def test_where_no_agent_came_srun_names_the_node(run: RunDir, slurm: Slurm) -> None:
     said = "srun: error: Task launch for StepId=12.0 failed on node node2: Communication connection failure"
     (run.path / "output").write_text(f"{said}\nsrun: error: Application launch failed\n")
-    assert "starting: node2)" in (srun_failed.moved(run, TASK, NODES, run.path / "output") or "")
+    assert "starting: node2)" in (srun_failed.move_run(run, TASK, NODES, run.path / "output") or "")
 
 
 def test_where_no_agent_came_slurm_says_who_is_gone(run: RunDir, slurm: Slurm) -> None:
-    assert srun_failed.moved(run, TASK, NODES, run.path / "output") is None
+    assert srun_failed.move_run(run, TASK, NODES, run.path / "output") is None
     slurm.put("nodes", "node1|main*|down*\nnode2|main*|allocated\nnode3|main*|idle\nnode4|main*|idle\n")
-    assert "starting: node1)" in (srun_failed.moved(run, TASK, NODES, run.path / "output") or "")
+    assert "starting: node1)" in (srun_failed.move_run(run, TASK, NODES, run.path / "output") or "")
 
 
 def test_where_no_agent_came_the_node_that_slurm_took_away_is_named(run: RunDir, slurm: Slurm) -> None:
     slurm.put("job-12", "JobId=12 JobState=RUNNING Restarts=0 Reason=None NodeList=node2\n")
     slurm.put("job-node2", "node2\n")
-    assert "starting: node1)" in (srun_failed.moved(run, TASK, NODES, run.path / "output") or "")
+    assert "starting: node1)" in (srun_failed.move_run(run, TASK, NODES, run.path / "output") or "")
 
 
 @pytest.mark.parametrize("action", [REFUSE, END])
 def test_what_an_agent_decided_is_left_alone(run: RunDir, slurm: Slurm, action: str) -> None:
     came(run, 0).publish(Order(0, action, (0, 1)))
-    assert srun_failed.moved(run, TASK, NODES, run.path / "output") is None
+    assert srun_failed.move_run(run, TASK, NODES, run.path / "output") is None
     assert requeued(run) == []
 
 
@@ -98,8 +98,8 @@ def attempted(run: RunDir) -> None:
 
 def test_an_attempt_whose_agents_went_with_srun_is_followed_by_another(run: RunDir, slurm: Slurm) -> None:
     attempted(run)
-    said = srun_failed.moved(run, TASK, NODES, run.path / "output")
-    assert said == "job 20 goes on (srun gave the job's step up)"
+    said = srun_failed.move_run(run, TASK, NODES, run.path / "output")
+    assert said == "job 20 goes on (srun gave up the job's step)"
     (event,) = requeued(run)
     assert (event["rule"], event["attempt"], event["exclude"]) == ("step_lost", 0, [])
     assert not event["before_start"]
@@ -110,15 +110,15 @@ def test_an_srun_that_gives_up_again_and_again_is_no_loop(run: RunDir, slurm: Sl
     lost = EventWriter(run, "crew.before", 0)
     for number in range(3):
         lost.write("requeued", rule="step_lost", job=str(number))
-    assert srun_failed.moved(run, TASK, NODES, run.path / "output") is None
+    assert srun_failed.move_run(run, TASK, NODES, run.path / "output") is None
     EventWriter(run, node_writer(0, 1), 0).write("checkpoint_committed", step=10)
-    assert srun_failed.moved(run, TASK, NODES, run.path / "output") is not None
+    assert srun_failed.move_run(run, TASK, NODES, run.path / "output") is not None
 
 
 def test_an_attempt_that_was_to_be_cancelled_is_not_followed(run: RunDir, slurm: Slurm) -> None:
     attempted(run)
     stop_requests.write_request(run, 0, stop_requests.CANCEL)
-    assert srun_failed.moved(run, TASK, NODES, run.path / "output") is None
+    assert srun_failed.move_run(run, TASK, NODES, run.path / "output") is None
 
 
 def as_batch_script(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +149,7 @@ def test_the_job_is_held_for_an_agent_that_lives_and_ends_with_its_word(
 def test_a_job_that_slurm_ends_or_starts_again_is_left_alone(run: RunDir, slurm: Slurm, word: str) -> None:
     came(run, 0)
     slurm.put("job-12", f"JobId=12 {word} Reason=None\n")
-    assert srun_failed.moved(run, TASK, NODES, run.path / "output") is None
+    assert srun_failed.move_run(run, TASK, NODES, run.path / "output") is None
 
 
 def test_three_jobs_in_a_row_are_enough_until_an_attempt_begins(run: RunDir, slurm: Slurm) -> None:
@@ -157,9 +157,9 @@ def test_three_jobs_in_a_row_are_enough_until_an_attempt_begins(run: RunDir, slu
     before = EventWriter(run, "crew.before", -1, before_start=True)
     for _ in range(3):
         before.write("requeued", rule="step_not_started")
-    assert srun_failed.moved(run, TASK, NODES, run.path / "output") is None
+    assert srun_failed.move_run(run, TASK, NODES, run.path / "output") is None
     EventWriter(run, node_writer(0, 0), 0).write("attempt_started")
-    assert srun_failed.moved(run, TASK, NODES, run.path / "output") is not None
+    assert srun_failed.move_run(run, TASK, NODES, run.path / "output") is not None
 
 
 def test_srun_failing_is_told_by_its_own_code(
