@@ -87,7 +87,7 @@ def test_by_chain_another_job_is_submitted_for_it(run: RunDir, slurm: Slurm, sig
 
 
 def test_a_preemption_counts_like_the_time_limit(run: RunDir, slurm: Slurm, signals: JobSignals) -> None:
-    slurm.put("job-12", "JobId=12 JobState=RUNNING Reason=None Restarts=0 PreemptTime=2026-01-01T00:00:00\n")
+    slurm.tell("job-12", "JobId=12 JobState=RUNNING Reason=None Restarts=0 PreemptTime=2026-01-01T00:00:00\n")
     called_off(warned(run, signals, signal.SIGTERM))
     assert [event["reason"] for event in requeued(run)] == ["preempted"]
 

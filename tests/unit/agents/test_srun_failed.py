@@ -31,7 +31,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
     monkeypatch.setattr(srun_failed, "_BEATS_S", 0.01)
     slurm = Slurm(folder, {f"node{number}": "allocated" for number in (1, 2, 3, 4)})
     # What the stand-in prints for its last word.
-    slurm.put(f"job-{NODES}", "node1\nnode2\n")
+    slurm.tell(f"job-{NODES}", "node1\nnode2\n")
     return slurm
 
 
@@ -72,13 +72,13 @@ def test_where_no_agent_came_srun_names_the_node(run: RunDir, slurm: Slurm) -> N
 
 def test_where_no_agent_came_slurm_says_who_is_gone(run: RunDir, slurm: Slurm) -> None:
     assert srun_failed.move_run(run, TASK, NODES, run.path / "output") is None
-    slurm.put("nodes", "node1|main*|down*\nnode2|main*|allocated\nnode3|main*|idle\nnode4|main*|idle\n")
+    slurm.tell("nodes", "node1|main*|down*\nnode2|main*|allocated\nnode3|main*|idle\nnode4|main*|idle\n")
     assert "starting: node1)" in (srun_failed.move_run(run, TASK, NODES, run.path / "output") or "")
 
 
 def test_where_no_agent_came_the_node_that_slurm_took_away_is_named(run: RunDir, slurm: Slurm) -> None:
-    slurm.put("job-12", "JobId=12 JobState=RUNNING Restarts=0 Reason=None NodeList=node2\n")
-    slurm.put("job-node2", "node2\n")
+    slurm.tell("job-12", "JobId=12 JobState=RUNNING Restarts=0 Reason=None NodeList=node2\n")
+    slurm.tell("job-node2", "node2\n")
     assert "starting: node1)" in (srun_failed.move_run(run, TASK, NODES, run.path / "output") or "")
 
 
@@ -148,7 +148,7 @@ def test_the_job_is_held_for_an_agent_that_lives_and_ends_with_its_word(
 @pytest.mark.parametrize("word", ["JobState=COMPLETING Restarts=0", "JobState=RUNNING Restarts=1"])
 def test_a_job_that_slurm_ends_or_starts_again_is_left_alone(run: RunDir, slurm: Slurm, word: str) -> None:
     came(run, 0)
-    slurm.put("job-12", f"JobId=12 {word} Reason=None\n")
+    slurm.tell("job-12", f"JobId=12 {word} Reason=None\n")
     assert srun_failed.move_run(run, TASK, NODES, run.path / "output") is None
 
 
@@ -169,7 +169,7 @@ def test_srun_failing_is_told_by_its_own_code(
     as_batch_script(monkeypatch)
     assert srun_failed.main([str(run.path), "233"]) == 233
     assert "job 20 goes on" in capsys.readouterr().out
-    slurm.put("silent")
+    slurm.tell("silent")
     assert srun_failed.main([str(run.path), "233"]) == 233
     assert "error: the run does not go on by itself: " in capsys.readouterr().err
 

@@ -60,8 +60,8 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
     slurm = Slurm(folder, {"node1": "allocated", "node2": "down"})
-    slurm.put(f"job-{NODES}", "node1\nnode2\n")
-    slurm.put("job-node1", "node1\n")
+    slurm.tell(f"job-{NODES}", "node1\nnode2\n")
+    slurm.tell("job-node1", "node1\n")
     return slurm
 
 
@@ -81,7 +81,7 @@ def questions(slurm: Slurm) -> int:
 
 
 def test_an_srun_that_waits_for_a_lost_node_is_ended(tmp_path: Path, run: RunDir, slurm: Slurm) -> None:
-    slurm.put("job-12", of_job("node1"))
+    slurm.tell("job-12", of_job("node1"))
     script = Script(tmp_path / "bin", run)
     assert script.said() == "node2 lost before the job's step began; srun is ended\n"
     assert script.shell.returncode == 128 + 15
@@ -89,9 +89,9 @@ def test_an_srun_that_waits_for_a_lost_node_is_ended(tmp_path: Path, run: RunDir
 
 @pytest.mark.parametrize("state", ["whole", "silent", "agents"])
 def test_any_other_srun_is_left_alone(tmp_path: Path, run: RunDir, slurm: Slurm, state: str) -> None:
-    slurm.put("job-12", of_job("node1" if state == "agents" else NODES))
+    slurm.tell("job-12", of_job("node1" if state == "agents" else NODES))
     if state == "silent":
-        slurm.put("silent")
+        slurm.tell("silent")
     if state == "agents":
         group = group_folder(run.control, TASK.job, TASK.restart)
         group.mkdir()
