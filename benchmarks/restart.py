@@ -1,4 +1,4 @@
-"""How long the next attempt takes to its first step: torchrun and two ranks started plainly, or forked warm.
+"""How long the next attempt takes to its first step: torchrun and two ranks in new interpreters, or forked.
 
 Each start trains the smallest model for one step on this machine's processor. The two ways take turns, since
 shared machines drift; told are medians and the ratio of each pair.
@@ -17,10 +17,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from launchers.fork_server.client import WarmHost
+from launchers.fork_server.client import ForkServer
 from launchers.host_network import free_port
 from launchers.node_agent import start_agent, supervise
-from launchers.spec import LaunchSpec, Place
+from launchers.spec import LaunchPlace, LaunchSpec
 from orchestra.config.compose import compose
 from orchestra.config.machine import signature, this_machine
 from orchestra.run.config_file import read_config
@@ -48,21 +48,21 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="orchestra-") as folder:
         overrides = [*TINY, f"cluster.gpus_per_node={arguments.ranks}", f"run.dir={folder}"]
         _, spec = prepared([*overrides, "run.name=first"])
-        warm = WarmHost(MODULES, spec.environment, Path(folder) / "zygote.log")
+        server = ForkServer(MODULES, spec.environment, Path(folder) / "server.log")
         begin = time.monotonic()
-        warm.start()
-        if not warm.await_ready(120):
-            print(warm.trouble(), file=sys.stderr)
+        server.start()
+        if not server.await_ready(120):
+            print(server.trouble(), file=sys.stderr)
             return 1
-        print(f"importing once: {time.monotonic() - begin:.2f} s, {spent(warm.pid):.2f} CPU-s")
+        print(f"importing once: {time.monotonic() - begin:.2f} s, {spent(server.pid):.2f} CPU-s")
         pairs = [
             (
                 measured([*overrides, f"run.name=plain-{number}"], None),
-                measured([*overrides, f"run.name=warm-{number}"], warm),
+                measured([*overrides, f"run.name=forked-{number}"], server),
             )
             for number in range(arguments.repeats)
         ]
-        warm.close()
+        server.close()
     tell("seconds to the first step", [(plain[0], forked[0]) for plain, forked in pairs])
     tell("CPU-seconds of the attempt", [(plain[1], forked[1]) for plain, forked in pairs])
     print(f"load average {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores")
@@ -77,7 +77,7 @@ def prepared(overrides: list[str]) -> tuple[RunDir, LaunchSpec]:
     return run, launch_spec(read_config(run.config), run, take_next(run))
 
 
-def measured(overrides: list[str], warm: WarmHost | None) -> tuple[float, float]:
+def measured(overrides: list[str], server: ForkServer | None) -> tuple[float, float]:
     """Run one attempt; return the seconds to its first step and the CPU-seconds of all its processes."""
     run, spec = prepared(overrides)
     first: list[float] = []
@@ -86,10 +86,10 @@ def measured(overrides: list[str], warm: WarmHost | None) -> tuple[float, float]
         if not first and run.metrics.exists() and run.metrics.stat().st_size:
             first.append(time.monotonic() - begin)
 
-    parent = warm.pid if warm is not None else os.getpid()
+    parent = server.pid if server is not None else os.getpid()
     before = spent(parent, only_children=True)
     begin = time.monotonic()
-    agent = start_agent(spec, Place(0, "127.0.0.1", free_port()), None, warm)
+    agent = start_agent(spec, LaunchPlace(0, "127.0.0.1", free_port()), None, server)
     ending = supervise(agent, lambda: 0, look)
     if ending.exit_code != 0:
         raise SystemExit(spec.node_logs[0].read_text())
@@ -106,10 +106,12 @@ def spent(pid: int | None, *, only_children: bool = False) -> float:
 
 def tell(what: str, pairs: Sequence[tuple[float, float]]) -> None:
     """Print both medians, least to most, and the median of the ratios."""
-    plain, warm = ([pair[side] for pair in pairs] for side in (0, 1))
+    plain, forked = ([pair[side] for pair in pairs] for side in (0, 1))
     ratio = statistics.median(one / other for one, other in pairs)
-    shown = (f"{statistics.median(side):.2f} ({min(side):.2f} to {max(side):.2f})" for side in (plain, warm))
-    print(f"{what}: plain {next(shown)}, warm {next(shown)}; {ratio:.1f} times less")
+    shown = (
+        f"{statistics.median(side):.2f} ({min(side):.2f} to {max(side):.2f})" for side in (plain, forked)
+    )
+    print(f"{what}: plain {next(shown)}, forked {next(shown)}; {ratio:.1f} times less")
 
 
 if __name__ == "__main__":

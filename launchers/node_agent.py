@@ -1,7 +1,8 @@
-"""The node agent: starts torchrun on this node, watches it, and leaves nothing of it behind.
+"""The node agent: starts torchrun on this node, watches it to its end, and ends whatever it left running.
 
-It does not decide what an ending means or whether to start again: it hands an `Ending` to its caller. It must
-be used from one thread that outlives it: the kernel ties torchrun's life to the thread that started it.
+`run_local` (this machine alone) and the agents of a job use it; the caller decides what an `Ending` means and
+whether to start again. Use it from one thread that outlives it: the kernel ties torchrun's life to the thread
+that started it. `StopRequests` counts the signals that ask the calling process to stop.
 """
 
 from __future__ import annotations
@@ -13,20 +14,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 from launchers import processes, torchrun
-from launchers.fork_server import wire
-from launchers.fork_server.appearance import MARK_VARIABLE
-from launchers.fork_server.client import STUB, WarmHost, WarmProcess, WarmRefusal
 from launchers.host_network import free_port
 from launchers.launch_errors import LauncherError
-from launchers.processes import Process
-from launchers.spec import Ending, LaunchSpec, Place, RankFailure
+from launchers.processes import MARK_VARIABLE, Process
+from launchers.spec import Ending, LaunchPlace, LaunchSpec, RankFailure
 
 _POLL_S = 0.1
 # As much of torchrun's output as is searched for its report: that stands at the end.
@@ -49,12 +47,46 @@ class Patience:
     failed_linger_s: float = 10.0
 
 
+class TorchrunProcess(Protocol):
+    """A torchrun that runs or has ended; `subprocess.Popen` and where its workers are."""
+
+    pid: int
+
+    def poll(self) -> int | None:
+        """Return the exit code (negative: a signal), or None while it runs."""
+
+    def wait(self) -> int:
+        """Return the exit code once it has ended."""
+
+    def kill(self) -> None:
+        """Send SIGKILL, if it still runs."""
+
+    def workers_elsewhere(self) -> list[Process]:
+        """Return its living workers that are not its children."""
+
+    def worker_ids(self) -> Mapping[int, int]:
+        """Return the process ids of such workers, living or not, by the children that stand for them."""
+
+
+class TorchrunStarter(Protocol):
+    """Starts torchrun by other means than a new interpreter, such as `launchers.fork_server`."""
+
+    def start_torchrun(
+        self, spec: LaunchSpec, place: LaunchPlace, environment: Mapping[str, str]
+    ) -> TorchrunProcess:
+        """Start it with this environment. Raises StartRefused where a new interpreter has to be started."""
+
+
+class StartRefused(LauncherError):  # noqa: N818  nothing failed
+    """Raised when a starter cannot start torchrun; the message says why, as after "because"."""
+
+
 class NodeAgent:
     """One torchrun and everything below it, until `sweep` has returned. Made by `start_agent`."""
 
     def __init__(
         self,
-        process: subprocess.Popen[bytes] | WarmProcess,
+        process: TorchrunProcess,
         log: Path,
         mark: str,
         patience: Patience,
@@ -92,7 +124,8 @@ class NodeAgent:
             self._kill_at = time.monotonic() + self._patience.failed_peer_s
         self._log_size = size
         if self._kill_at is not None and time.monotonic() >= self._kill_at:
-            self._killed.update(it.pid for it in processes.send(self._workers, signal.SIGKILL))
+            killed = processes.send(self._workers, signal.SIGKILL)
+            self._killed.update(process.pid for process in killed)
 
     def output(self) -> str:
         """Return the end of what torchrun has written so far; nothing when its log was removed."""
@@ -105,17 +138,18 @@ class NodeAgent:
 
     def failures(self) -> tuple[RankFailure, ...]:
         """Return the workers that failed, as torchrun reports them, with the workers' own process ids."""
-        workers = self._torchrun.workers() if isinstance(self._torchrun, WarmProcess) else {}
+        worker_ids = self._torchrun.worker_ids()
         output = self.output()
         killed = self._killed | torchrun.killed(output)
-        found = []
-        for one in torchrun.failures(output):
-            pid = workers.get(one.pid, one.pid)
+        failures = []
+        for failure in torchrun.failures(output):
+            pid = worker_ids.get(failure.pid, failure.pid)
             # A process that is being killed loses its connections before its parent learns of it, so that
             # torchrun may well see a peer's failure first and close what is dying already.
-            by_others = one.exit_code == -signal.SIGKILL and not killed & {one.pid, pid}
-            found.append(dataclasses.replace(one, pid=pid, cleaned_up=one.cleaned_up and not by_others))
-        return tuple(sorted(found, key=lambda failure: (failure.cleaned_up, failure.rank)))
+            by_others = failure.exit_code == -signal.SIGKILL and not killed & {failure.pid, pid}
+            cleaned_up = failure.cleaned_up and not by_others
+            failures.append(dataclasses.replace(failure, pid=pid, cleaned_up=cleaned_up))
+        return tuple(sorted(failures, key=lambda failure: (failure.cleaned_up, failure.rank)))
 
     def stop(self) -> None:
         """Ask the workers to end (SIGTERM) and give them time; kill those at once that ignore it."""
@@ -135,29 +169,20 @@ class NodeAgent:
         processes.send({*below, *self._workers}, signal.SIGKILL)
 
     def _below(self) -> list[Process]:
-        return [*processes.children(self._torchrun.pid), *self._forked()]
+        return [*processes.children(self._torchrun.pid), *self._torchrun.workers_elsewhere()]
 
     def _listeners(self) -> list[Process]:
-        """Return the workers, where they are forked too: not the stub of one, which ends with it."""
-        stubs = self._torchrun.workers() if isinstance(self._torchrun, WarmProcess) else {}
+        """Return the workers, without children of torchrun that stand for one and end with it."""
+        substitutes = self._torchrun.worker_ids()
         children = processes.children(self._torchrun.pid)
-        return [*(child for child in children if child.pid not in stubs), *self._forked()]
-
-    def _forked(self) -> list[Process]:
-        """Return the workers of this attempt among the zygote's children."""
-        if not isinstance(self._torchrun, WarmProcess):
-            return []
-        own = processes.with_mark(processes.children(self._torchrun.zygote), self._marking())
-        return [process for process in own if process.pid != self._torchrun.pid]
-
-    def _marking(self) -> str:
-        return f"{MARK_VARIABLE}={self._mark}"
+        own = [child for child in children if child.pid not in substitutes]
+        return [*own, *self._torchrun.workers_elsewhere()]
 
     def _remaining(self) -> list[Process]:
-        return processes.marked(self._marking())
+        return processes.marked(f"{MARK_VARIABLE}={self._mark}")
 
     def sweep(self, hurried: Callable[[], bool], tick: Callable[[], None]) -> tuple[int, ...]:
-        """End what an ended torchrun left behind; return the ids of those that even SIGKILL did not end.
+        """End what an ended torchrun left running; return the ids of those that even SIGKILL did not end.
 
         Workers are killed; other processes may finish by themselves until the patience ends or `hurried`
         says so.
@@ -185,61 +210,62 @@ def _size(log: Path) -> int:
 
 
 def start_agent(
-    spec: LaunchSpec, place: Place, patience: Patience | None = None, warm: WarmHost | None = None
+    spec: LaunchSpec,
+    place: LaunchPlace,
+    patience: Patience | None = None,
+    starter: TorchrunStarter | None = None,
 ) -> NodeAgent:
     """Start torchrun in a session of its own, its output in the node's log. Raises LauncherError.
 
-    With a `warm` process that is ready, torchrun and the workers are forked from it. Where it is not, they
-    are started plainly, and the log says why.
+    A `starter` starts it if it can; where it refuses, a new interpreter is started, and the log says why.
     """
     log_path = spec.node_logs[place.node]
     mark = secrets.token_hex(8)
     environment = {**os.environ, **spec.environment, MARK_VARIABLE: mark}
     patience = patience or Patience()
-    if warm is not None:
+    if starter is not None:
         try:
-            forked = _forked_torchrun(spec, place, environment, warm)
-            return NodeAgent(forked, log_path, mark, patience)
-        except WarmRefusal as refusal:
-            _opened(log_path, f"agent {os.getpid()}: a plain start, for {refusal}").close()
+            return NodeAgent(starter.start_torchrun(spec, place, environment), log_path, mark, patience)
+        except StartRefused as refusal:
+            reason = f"agent {os.getpid()}: torchrun is not forked but started, because {refusal}"
+            open_node_log(log_path, reason).close()
     command = torchrun.command(spec, place)
-    tether = (sys.executable, "-m", "launchers.processes", str(os.getpid()))
-    with _opened(log_path, _first_words(command)) as log:
-        plain = _popen((*tether, *command), environment, log)
-    return NodeAgent(plain, log_path, mark, patience)
+    # Becomes torchrun, its life tied to this process.
+    tie = (sys.executable, "-m", "launchers.processes", str(os.getpid()))
+    with open_node_log(log_path, first_line(command)) as log:
+        return NodeAgent(_popen((*tie, *command), environment, log), log_path, mark, patience)
 
 
-def _forked_torchrun(
-    spec: LaunchSpec, place: Place, environment: dict[str, str], warm: WarmHost
-) -> WarmProcess:
-    if not warm.is_ready():
-        raise WarmRefusal(warm.trouble())
-    command = torchrun.command(spec, place, STUB)
-    environment = {**environment, wire.SOCKET_VARIABLE: warm.socket_name}
-    with _opened(spec.node_logs[place.node], f"{_first_words(command)} (forked)") as log:
-        # Without the interpreter and its `-m`.
-        return warm.popen(command[2:], environment, log)
-
-
-def _first_words(command: tuple[str, ...]) -> str:
+def first_line(command: tuple[str, ...]) -> str:
+    """Return what a node's log says of a command that is started."""
     return f"agent {os.getpid()}: {' '.join(command)}"
 
 
-def _opened(log_path: Path, first_words: str) -> IO[bytes]:
-    """Open a node's log for torchrun to append to, after a line of the agent's own."""
+def open_node_log(log_path: Path, first_line: str) -> IO[bytes]:
+    """Open a node's log for torchrun to append to, after a line of the agent's own. Raises LauncherError."""
     try:
         log_path.parent.mkdir(parents=True, exist_ok=True)
         # Without a buffer of this process's: torchrun writes to the same file.
         log = log_path.open("ab", buffering=0)
-        log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {first_words}\n".encode())
+        log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {first_line}\n".encode())
     except OSError as error:
         raise LauncherError(f"cannot write {log_path}: {error.strerror}") from error
     return log
 
 
-def _popen(command: tuple[str, ...], environment: dict[str, str], log: IO[bytes]) -> subprocess.Popen[bytes]:
+class _ChildTorchrun(subprocess.Popen[bytes]):
+    """A torchrun that is this process's child: its workers are its own children."""
+
+    def workers_elsewhere(self) -> list[Process]:
+        return []
+
+    def worker_ids(self) -> Mapping[int, int]:
+        return {}
+
+
+def _popen(command: tuple[str, ...], environment: dict[str, str], log: IO[bytes]) -> TorchrunProcess:
     try:
-        return subprocess.Popen(
+        return _ChildTorchrun(
             command,
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -268,19 +294,14 @@ def supervise(agent: NodeAgent, stops: Callable[[], int], tick: Callable[[], Non
 
 
 def _watch(agent: NodeAgent, stops: Callable[[], int], tick: Callable[[], None]) -> int:
-    heard = 0
+    num_stops = 0
     while (code := agent.poll()) is None:
-        if (count := stops()) > heard:
-            heard = count
+        if (count := stops()) > num_stops:
+            num_stops = count
             agent.stop() if count == 1 else agent.kill()
         tick()
         time.sleep(_POLL_S)
     return code
-
-
-# Starts an attempt on this machine alone, in the foreground.
-#
-# What an ending means is the caller's to say.
 
 
 def run_local(
@@ -291,31 +312,27 @@ def run_local(
     tick: Callable[[], None],
     patience: Patience | None = None,
 ) -> int:
-    """Run `spec` to its end on this machine and return what `verdict` makes of the ending: an exit code.
+    """Run `spec` to its end on this machine, in the foreground; return the exit code that `verdict` gives.
 
-    `stops` counts stop requests (see `launchers.node_agent`), `tick` is called about ten times a second.
+    `stops` counts stop requests (see `supervise`), `tick` is called about ten times a second.
     Raises LauncherError when the spec wants more than one node or torchrun cannot be started.
     """
     if spec.num_nodes != 1:
         raise LauncherError(f"this machine is one node, but {spec.num_nodes} were asked for")
-    place = Place(node=0, master_address="127.0.0.1", master_port=free_port())
+    place = LaunchPlace(node=0, master_address="127.0.0.1", master_port=free_port())
     agent = start_agent(spec, place, patience)
     return verdict(supervise(agent, stops, tick))
-
-
-# Counts the signals that ask this process to stop, instead of dying of them. It stops nothing itself.
-#
-# A signal that this process was started to ignore stays ignored: `nohup` ignores SIGHUP so that a command
-# outlives its terminal, and a shell without job control ignores SIGINT in what it starts with `&`.
 
 
 _ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopRequests:
-    """While entered, SIGINT, SIGTERM and SIGHUP only count, those excepted that are ignored already.
+    """While entered, SIGINT, SIGTERM and SIGHUP are counted and do not end this process. *Main thread only*.
 
-    Main thread only; the handlers before are put back.
+    A signal that this process was started to ignore stays ignored: `nohup` ignores SIGHUP so that a command
+    outlives its terminal, and a shell without job control ignores SIGINT in what it starts with `&`. The
+    earlier handlers are put back at the end.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
-"""Finds and signals processes through /proc. It starts none, and knows nothing of what they do.
+"""Finds and signals processes through /proc; as a program, ties a command's life to its parent's (`main`).
 
 A process is its id together with its start time, so that a reused id is never mistaken for the process it
 was. Workers of torchrun have sessions of their own: a process group does not hold them. They are found by
-their parents, and after their parent died by a mark in their environment.
+their parents, and after their parent's death by a mark in their environment (`MARK_VARIABLE`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _PROC = Path("/proc")
+# Set for whatever belongs to one start of an agent: what is left of that is found by it.
+MARK_VARIABLE = "LAUNCHERS_MARK"
 
 
 @dataclass(frozen=True)
@@ -77,8 +79,8 @@ def children(pid: int) -> list[Process]:
     except OSError:
         lists = []
     if lists:
-        found = [find(int(child)) for text in lists for child in text.split()]
-        return [process for process in found if process is not None]
+        living = [find(int(child)) for text in lists for child in text.split()]
+        return [process for process in living if process is not None]
     # Kernels without CONFIG_PROC_CHILDREN: look at every process.
     return [status.process for status in _all() if status.parent == pid and status.state != "Z"]
 
@@ -156,16 +158,6 @@ def catches(process: Process, number: signal.Signals | int) -> bool:
     return bool((caught & ~blocked) >> (number - 1) & 1)
 
 
-# The stub between an agent and torchrun: ties its life to the agent's, then becomes the command it was
-# given.
-#
-# `python -m launchers.processes PARENT_PID COMMAND…`. The kernel kills the command when the agent dies in
-# whatever way, SIGKILL included. It is a program of its own because code between fork and exec is not safe
-# in a threaded parent. SIGTERM, SIGUSR1 and SIGUSR2 are ignored from here on: Slurm sends them to every
-# process of a job, torchrun would die of them and leave its workers behind. Workers inherit that and install
-# handlers of their own where they want to know.
-
-
 # <sys/prctl.h>
 _PR_SET_PDEATHSIG = 1
 # Set for the workers: the process id of their parent, so that they can tell whether it still is. It is
@@ -187,7 +179,13 @@ def die_with_parent(parent: int) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Tie, ignore, and become the command; never returns."""
+    """`python -m launchers.processes PARENT_PID COMMAND…`: become a command that dies with its parent.
+
+    The kernel kills the command when the parent, an agent, dies in whatever way, SIGKILL included. This is a
+    program of its own because code between fork and exec is not safe in a threaded parent. SIGTERM, SIGUSR1
+    and SIGUSR2 are ignored from here on: Slurm sends them to every process of a job, and torchrun would die
+    of them before its workers. Workers inherit that and install handlers of their own where they need them.
+    """
     parent, command = int(arguments[0]), arguments[1:]
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)

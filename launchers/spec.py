@@ -1,7 +1,4 @@
-"""What is to be started: plain values, no processes.
-
-It does not know who starts it or what the module does.
-"""
+"""What is to be started on which node, and how it ended: plain values that agents and their callers share."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ class LaunchSpec:
 
 
 @dataclass(frozen=True)
-class Place:
+class LaunchPlace:
     """Where one agent stands in an attempt: its node's number, and where node 0 listens for the others."""
 
     node: int

@@ -1,7 +1,4 @@
-"""torchrun's command line and what it says about ended workers.
-
-Text in, text out: it starts nothing, imports no torch.
-"""
+"""torchrun's command line, and what its output says about ended workers. Pure: text in, text out."""
 
 from __future__ import annotations
 
@@ -9,13 +6,13 @@ import os
 import re
 import sys
 
-from launchers.spec import LaunchSpec, Place, RankFailure
+from launchers.spec import LaunchPlace, LaunchSpec, RankFailure
 
 _LOOPBACK = "127.0.0.1"
 
 
-def command(spec: LaunchSpec, place: Place, stub: tuple[str, ...] = ()) -> tuple[str, ...]:
-    """Return the command that starts and watches one node's ranks; `stub` starts the module for it, if given.
+def command(spec: LaunchSpec, place: LaunchPlace, worker_launcher: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """Return the command that starts and watches one node's ranks, each by the `worker_launcher` if given.
 
     torchrun never restarts workers itself (the agent's caller decides), writes no files of its own, and
     forwards only SIGQUIT: with SIGTERM left out it lives on when Slurm warns all processes of a job.
@@ -39,7 +36,7 @@ def command(spec: LaunchSpec, place: Place, stub: tuple[str, ...] = ()) -> tuple
         *("--max-restarts", "0"),
         *("--log-dir", os.devnull),
         "--signals-to-handle=SIGQUIT",
-        *(("--no-python", *stub) if stub else ("-m",)),
+        *(("--no-python", *worker_launcher) if worker_launcher else ("-m",)),
         spec.module,
         *spec.arguments,
     )

@@ -1,8 +1,12 @@
-"""How a forked process looks in /proc: its command line and its mark, written over those of its first parent.
+"""How a forked process looks in /proc: its command line and its mark, written over those of the fork server.
 
-/proc/PID/cmdline and /proc/PID/environ show memory of the process that a fork copies and no system call of
-an ordinary user moves. So the first parent is started with room on its command line and a mark of zeros, and
-each fork writes its own there. It finds and signals nobody.
+/proc/PID/cmdline and /proc/PID/environ show memory that a fork copies and that no system call of an ordinary
+user moves. So the server is started with room on its command line and a mark of zeros, and each forked
+process writes its own there. Used by `server`.
+
+A list of process ids cannot take the place of marks: what a rank forks itself and leaves (data loaders,
+compilers) is on no list. Measured with such a list: of two ranks that each forked a child and ended, both
+children lived on after the attempt, with the rank's memory; by their marks both are found and ended.
 """
 
 from __future__ import annotations
@@ -10,8 +14,8 @@ from __future__ import annotations
 import ctypes
 from pathlib import Path
 
-# Set for whatever belongs to one start of an agent: what remains of it is found by this.
-MARK_VARIABLE = "LAUNCHERS_MARK"
+from launchers.processes import MARK_VARIABLE
+
 NO_MARK = "0" * 16
 # Bytes of an argument that only makes room; longer command lines are cut when shown.
 ROOM_BYTES = 8192

@@ -1,8 +1,8 @@
-"""Who a node's zygote belongs to: its parent, which starts it, ends it, and is not outlived by it.
+"""The owner of a node's fork server: its parent, which starts it, ends it, and is not outlived by it.
 
-That is the agent itself (`OwnZygote`), or the process that starts the agent again when it was killed: there
-the zygote outlives agents, and the next one need not wait for imports. It serves its agent on a socket
-(`serve`), and the agent asks through `KeptZygote`. Nobody here asks the zygote itself for anything.
+That is the agent itself (`OwnServer`), or the process that starts the agent again when it was killed: there
+the server outlives agents, and the next one need not wait for imports. That process answers its agent on a
+socket (`serve`), and the agent asks through `KeptServer`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from launchers.fork_server import wire
-from launchers.fork_server.appearance import MARK_VARIABLE, NO_MARK, ROOM_BYTES
+from launchers.fork_server.appearance import NO_MARK, ROOM_BYTES
 from launchers.fork_server.server import differing
+from launchers.processes import MARK_VARIABLE
 
 _BACKLOG = 256
 # SIGKILL takes milliseconds, unless the kernel waits for a device or a file server.
@@ -33,8 +34,8 @@ _LOOK_S = 0.5
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What a zygote is to be: what it imports, all of its environment, and the file for what it says."""
+class ServerSettings:
+    """How a server is started: what it imports, all of its environment, and the file for its output."""
 
     modules: tuple[str, ...]
     environment: dict[str, str]
@@ -42,66 +43,66 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Held:
-    """A zygote that lives."""
+class RunningServer:
+    """A server that was started."""
 
     pid: int
     # Name of its abstract socket, without the leading zero byte.
     socket_name: str
-    # Whether it has imported everything: then it answers at once, or is ill.
+    # Whether it has imported everything: then it answers at once, or something is wrong with it.
     was_ready: bool = False
 
 
-class Owner(Protocol):
-    """Holds one zygote at most. All calls from the agent's own thread."""
+class ServerOwner(Protocol):
+    """Has one server at most. All calls from the agent's own thread."""
 
-    def provide(self, wanted: Wanted) -> Held:
-        """Return the zygote that lives, if it is as wanted; else end that and start one. Raises OSError."""
+    def provide(self, settings: ServerSettings) -> RunningServer:
+        """Return the server that lives, if it has these settings; else end it, start one. Raises OSError."""
 
     def note_ready(self, pid: int) -> None:
-        """Note that a zygote has imported everything."""
+        """Note that a server has imported everything."""
 
     def exit_code(self, pid: int) -> int | None:
-        """Return how a zygote ended (negative: a signal); None where it lives or nobody knows."""
+        """Return how a server ended (negative: a signal); None where it lives or nobody knows."""
 
     def end(self, pid: int) -> None:
-        """Kill a zygote, and with it whatever it forked; returns when it is gone."""
+        """Kill a server, and with it whatever it forked; returns when it is gone."""
 
 
-class OwnZygote:
-    """A zygote whose parent is this process: use it from one thread, to which the kernel ties its life."""
+class OwnServer:
+    """A server whose parent is this process: use it from one thread, to which the kernel ties its life."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._held: Held | None = None
-        self._wanted: Wanted | None = None
+        self._server: RunningServer | None = None
+        self._settings: ServerSettings | None = None
 
     @property
     def pid(self) -> int | None:
-        """Process id of the zygote that was started last, alive or not."""
-        return None if self._held is None else self._held.pid
+        """Process id of the server that was started last, alive or not."""
+        return None if self._server is None else self._server.pid
 
-    def provide(self, wanted: Wanted) -> Held:
-        if self._process is not None and self._held is not None and self._wanted is not None:
-            is_as_wanted = wanted.modules == self._wanted.modules and (
-                differing(wanted.environment, self._wanted.environment) is None
+    def provide(self, settings: ServerSettings) -> RunningServer:
+        if self._process is not None and self._server is not None and self._settings is not None:
+            has_them = settings.modules == self._settings.modules and (
+                differing(settings.environment, self._settings.environment) is None
             )
-            if is_as_wanted and self._process.poll() is None:
-                return self._held
-            self.end(self._held.pid)
-        # Unguessable, and still the kernel's to forget when the zygote is gone.
+            if has_them and self._process.poll() is None:
+                return self._server
+            self.end(self._server.pid)
+        # Unguessable, and still the kernel's to forget when the server is gone.
         name = f"launchers-{os.getpid()}-{secrets.token_hex(16)}"
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
             listener.bind("\0" + name)
-            # It listens from the start: who calls while the zygote imports is answered behind that.
+            # It listens from the start: who calls while the server imports is answered after that.
             listener.listen(_BACKLOG)
-            self._process = _started(wanted, listener.fileno())
-        self._held, self._wanted = Held(self._process.pid, name), wanted
-        return self._held
+            self._process = _started(settings, listener.fileno())
+        self._server, self._settings = RunningServer(self._process.pid, name), settings
+        return self._server
 
     def note_ready(self, pid: int) -> None:
-        if self._held is not None and self._held.pid == pid:
-            self._held = replace(self._held, was_ready=True)
+        if self._server is not None and self._server.pid == pid:
+            self._server = replace(self._server, was_ready=True)
 
     def exit_code(self, pid: int) -> int | None:
         if self._process is None or self._process.pid != pid:
@@ -118,9 +119,9 @@ class OwnZygote:
             self.exit_code(pid)
 
 
-def _started(wanted: Wanted, listener: int) -> subprocess.Popen[bytes]:
-    words = (str(os.getpid()), str(listener), " " * ROOM_BYTES, json.dumps(wanted.modules))
-    log_path = Path(wanted.log)
+def _started(settings: ServerSettings, listener: int) -> subprocess.Popen[bytes]:
+    words = (str(os.getpid()), str(listener), " " * ROOM_BYTES, json.dumps(settings.modules))
+    log_path = Path(settings.log)
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with log_path.open("ab", buffering=0) as log:
         return subprocess.Popen(
@@ -129,37 +130,37 @@ def _started(wanted: Wanted, listener: int) -> subprocess.Popen[bytes]:
             stdout=log,
             stderr=subprocess.STDOUT,
             # numpy's OpenBLAS starts its threads when it is imported; only one thread survives a fork.
-            env={**wanted.environment, "OPENBLAS_NUM_THREADS": "1", MARK_VARIABLE: NO_MARK},
+            env={**settings.environment, "OPENBLAS_NUM_THREADS": "1", MARK_VARIABLE: NO_MARK},
             pass_fds=(listener,),
             start_new_session=True,
         )
 
 
-class KeptZygote:
-    """The zygote of the process that this agent was forked from, which serves the channel's other end."""
+class KeptServer:
+    """The server of the process that this agent was forked from, which answers at the channel's other end."""
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
         self._channel.settimeout(_ANSWER_TIMEOUT_S)
 
-    def provide(self, wanted: Wanted) -> Held:
-        answer = self._ask("provide", **asdict(wanted))
+    def provide(self, settings: ServerSettings) -> RunningServer:
+        answer = self._ask("provide", **asdict(settings))
         if "problem" in answer:
             raise OSError(answer["problem"])
-        return Held(**answer)
+        return RunningServer(**answer)
 
     def note_ready(self, pid: int) -> None:
-        self._asked_in_vain("note_ready", pid)
+        self._ask_if_it_answers("note_ready", pid)
 
     def exit_code(self, pid: int) -> int | None:
-        code = self._asked_in_vain("exit_code", pid).get("code")
+        code = self._ask_if_it_answers("exit_code", pid).get("code")
         return None if code is None else int(code)
 
     def end(self, pid: int) -> None:
-        self._asked_in_vain("end", pid)
+        self._ask_if_it_answers("end", pid)
 
-    def _asked_in_vain(self, verb: str, pid: int) -> dict[str, Any]:
-        """Ask for what nothing hangs on: without an answer there is nothing to say."""
+    def _ask_if_it_answers(self, verb: str, pid: int) -> dict[str, Any]:
+        """Ask for what nothing depends on; {} where the other end does not answer."""
         try:
             return self._ask(verb, pid=pid)
         except OSError:
@@ -168,35 +169,35 @@ class KeptZygote:
     def _ask(self, verb: str, **facts: Any) -> dict[str, Any]:
         try:
             wire.send(self._channel, {"verb": verb, **facts})
-            found = wire.receive(self._channel)
+            received = wire.receive(self._channel)
         except OSError:
-            found = None
-        if found is None:
+            received = None
+        if received is None:
             # A late answer would be taken for that to the next question.
             self._channel.close()
-            raise OSError("the process that keeps it for this agent does not answer")
-        return found[0]
+            raise OSError("the process that owns the fork server does not answer")
+        return received[0]
 
 
-def serve(channel: socket.socket, owner: OwnZygote, is_over: Callable[[], bool]) -> None:
+def serve(channel: socket.socket, owner: OwnServer, is_over: Callable[[], bool]) -> None:
     """Do what an agent asks for until it is gone, which `is_over` tells, or has closed its end."""
     channel.settimeout(_ANSWER_TIMEOUT_S)
     while not is_over():
         if not select.select([channel], [], [], _LOOK_S)[0]:
             continue
         try:
-            if (found := wire.receive(channel)) is None:
+            if (received := wire.receive(channel)) is None:
                 return
-            wire.send(channel, _answer(owner, found[0]))
+            wire.send(channel, _answer(owner, received[0]))
         except OSError:
             return
 
 
-def _answer(owner: OwnZygote, request: dict[str, Any]) -> dict[str, Any]:
+def _answer(owner: OwnServer, request: dict[str, Any]) -> dict[str, Any]:
     verb = request.pop("verb")
     if verb == "provide":
         try:
-            return asdict(owner.provide(Wanted(tuple(request.pop("modules")), **request)))
+            return asdict(owner.provide(ServerSettings(tuple(request.pop("modules")), **request)))
         except OSError as error:
             return {"problem": str(error)}
     pid = int(request["pid"])

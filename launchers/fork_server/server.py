@@ -1,10 +1,9 @@
 """`python -m launchers.fork_server.server PARENT FD … MODULES`: a process that has imported the slow modules.
 
-It listens on the socket FD, forks torchrun for its agent and workers for torchrun's stubs, hands back how
-they end, and kills them with whoever asked for them. A fork is one of a process with one thread that has
-touched no device, or it is refused. Slurm's signals do not end it. Its parent's end does, at once; when its
-agent is gone, so is all that it forked for that one, and it serves the next that calls. It knows the
-modules by name only, and nothing of what the forked ones do.
+It listens on the socket FD, forks torchrun for its agent and workers for torchrun's worker launchers, tells
+how they end, and kills them when whoever asked for them ends. It forks only while it has one thread and has
+opened no device, and refuses otherwise. Slurm's signals do not end it. The end of its parent (the `owner`)
+does, at once; when its agent is gone, it kills what it forked for that one and serves the next that calls.
 """
 
 from __future__ import annotations
@@ -29,13 +28,10 @@ from pathlib import Path
 from typing import Any
 
 from launchers.fork_server import wire
-from launchers.fork_server.appearance import MARK_VARIABLE, NO_MARK, Appearance
-from launchers.processes import PARENT_VARIABLE, die_with_parent
+from launchers.fork_server.appearance import NO_MARK, Appearance
+from launchers.processes import MARK_VARIABLE, PARENT_VARIABLE, die_with_parent
 
-# What a forked process does to be as if it had been started plainly: streams, environment, module.
-#
-# It knows neither torchrun nor workers, and not who forked it.
-
+# What a forked process does to be as if a new interpreter had started it: streams, environment, module.
 
 # Read when a process or a library starts: a fork cannot have another value than its first parent.
 _READ_AT_START = ("LD_", "GLIBC_", "MALLOC_", "PYTHON", "OMP_", "GOMP_", "KMP_", "MKL_", "TORCH_")
@@ -44,7 +40,7 @@ _READ_LATER = ("TORCH_NCCL_",)
 
 
 @dataclass(frozen=True)
-class Job:
+class ForkedProgram:
     """What `python -u -m` is to run: module and arguments, with all that a process is started with."""
 
     arguments: list[str]
@@ -69,21 +65,21 @@ def differing(environment: Mapping[str, str], first: Mapping[str, str]) -> str |
     )
 
 
-def become(job: Job) -> None:
-    """Take on the job's streams, environment and folder, and run its module as the main one."""
-    for place, file in enumerate(job.files):
+def become(program: ForkedProgram) -> None:
+    """Take on the program's streams, environment and folder, and run its module as the main one."""
+    for place, file in enumerate(program.files):
         os.dup2(file, place)
-    for file in {file for file in job.files if file > 2}:
+    for file in {file for file in program.files if file > 2}:
         os.close(file)
     os.environ.clear()
-    os.environ.update(job.environment)
-    os.chdir(job.folder)
+    os.environ.update(program.environment)
+    os.chdir(program.folder)
     # Folders may hold other files than when the first parent looked.
     importlib.invalidate_caches()
     _draw_again()
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    sys.orig_argv[:] = [sys.executable, "-u", "-m", *job.arguments]
-    _run_as_main(*job.arguments)
+    sys.orig_argv[:] = [sys.executable, "-u", "-m", *program.arguments]
+    _run_as_main(*program.arguments)
 
 
 def _run_as_main(name: str, *arguments: str) -> None:
@@ -111,9 +107,9 @@ def _draw_again() -> None:
         numpy_random.seed()
 
 
-# How long a stub that has connected may take to say what it wants: it holds up all others.
+# How long a worker launcher that has connected may take to send its request: it holds up all others.
 _REQUEST_TIMEOUT_S = 10.0
-# How long the agent may take to ask a zygote that cannot be forked from why: it called when that was started.
+# How long a server that cannot be forked from waits for its agent's call, to say why.
 _LAST_WORD_S = 10.0
 _PEER = struct.Struct("3i")
 # What `timeout` and `env` return for a command that cannot be started.
@@ -122,18 +118,18 @@ _EXIT_NOT_STARTED = 127
 
 @dataclass
 class _Child:
-    """A forked process: torchrun under the agent's number for it, or a worker with its stub's channel."""
+    """A forked process: torchrun under the agent's number for it, or a worker with its launcher's channel."""
 
     pid: int
-    # Which of the zygote's agents it was forked for, by number.
+    # Which of the server's agents it was forked for, by number.
     agent: int
     number: int = 0
-    stub: socket.socket | None = None
+    launcher: socket.socket | None = None
     torchrun: int = 0
 
 
-class Zygote:
-    """Serves one agent after another, or, in a forked process, until that is to become something else."""
+class Server:
+    """Serves one agent after another; in a forked process, returns the program to become."""
 
     def __init__(self, listener: socket.socket, appearance: Appearance, seconds: float) -> None:
         self._listener = listener
@@ -146,8 +142,8 @@ class Zygote:
         self._selector = selectors.DefaultSelector()
         self._wakeup, self._wakeup_end = socket.socketpair()
 
-    def serve(self) -> Job:
-        """Return only in a forked process, with its job; the zygote itself serves until it is killed."""
+    def serve(self) -> ForkedProgram:
+        """Return only in a forked process, with its program; the server itself serves until it is killed."""
         for end in (self._wakeup, self._wakeup_end, self._listener):
             end.setblocking(False)
         signal.set_wakeup_fd(self._wakeup_end.fileno(), warn_on_full_buffer=False)
@@ -156,10 +152,13 @@ class Zygote:
             self._selector.register(channel, selectors.EVENT_READ)
         while True:
             for key, _ in self._selector.select():
-                if isinstance(key.fileobj, socket.socket) and (job := self._attend(key.fileobj)) is not None:
-                    return job
+                if (
+                    isinstance(key.fileobj, socket.socket)
+                    and (program := self._attend(key.fileobj)) is not None
+                ):
+                    return program
 
-    def _attend(self, channel: socket.socket) -> Job | None:
+    def _attend(self, channel: socket.socket) -> ForkedProgram | None:
         if channel is self._control:
             return self._hear_agent(channel)
         if channel is self._listener:
@@ -170,24 +169,24 @@ class Zygote:
             self._hear(channel)
         return None
 
-    def _accept(self) -> Job | None:
-        """Take a call: an agent's, which replaces the one before, or a stub's."""
+    def _accept(self) -> ForkedProgram | None:
+        """Take a call: an agent's, which replaces the one before, or a worker launcher's."""
         try:
             caller, _ = self._listener.accept()
         except BlockingIOError:
             return None
         try:
             caller.settimeout(_REQUEST_TIMEOUT_S)
-            if _peer(caller)[1] != os.getuid() or (found := wire.receive(caller)) is None:
+            if _peer(caller)[1] != os.getuid() or (received := wire.receive(caller)) is None:
                 caller.close()
                 return None
-            if "agent" in found[0]:
+            if "agent" in received[0]:
                 self._greet(caller)
                 return None
             if self._control is not None and _is_gone(self._control):
-                # Whose stub this is may not have been heard of yet.
+                # The end of this launcher's agent may not have been seen yet.
                 self._lose_agent()
-            return self._fork_worker(caller, *found)
+            return self._fork_worker(caller, *received)
         except OSError:
             caller.close()
             return None
@@ -214,102 +213,106 @@ class Zygote:
             with contextlib.suppress(OSError):
                 wire.send(self._control, message)
 
-    def _hear_agent(self, control: socket.socket) -> Job | None:
+    def _hear_agent(self, control: socket.socket) -> ForkedProgram | None:
         try:
-            found = wire.receive(control)
+            received = wire.receive(control)
         except OSError:
-            found = None
-        if found is None:
+            received = None
+        if received is None:
             self._lose_agent()
             return None
-        return self._start_torchrun(*found)
+        return self._start_torchrun(*received)
 
-    def _start_torchrun(self, request: dict[str, Any], files: list[int]) -> Job | None:
-        job = _job(request, [os.open(os.devnull, os.O_RDONLY), *files, *files])
+    def _start_torchrun(self, request: dict[str, Any], files: list[int]) -> ForkedProgram | None:
+        program = _program(request, [os.open(os.devnull, os.O_RDONLY), *files, *files])
         number = int(request["number"])
         if (reason := refusal()) is not None:
-            _close(job.files)
+            _close(program.files)
             self._tell({"number": number, "refused": reason})
             return None
-        if (pid := self._fork(job)) == 0:
-            # As the tether does for a plain one.
-            job.environment[PARENT_VARIABLE] = str(os.getpid())
-            return job
+        if (pid := self._fork(program)) == 0:
+            # As `launchers.processes` does for one that is not forked.
+            program.environment[PARENT_VARIABLE] = str(os.getpid())
+            return program
         self._children[pid] = _Child(pid, self._num_agents, number)
         self._tell({"number": number, "pid": pid})
         return None
 
-    def _fork_worker(self, stub: socket.socket, request: dict[str, Any], files: list[int]) -> Job | None:
-        job = _job(request, files)
+    def _fork_worker(
+        self, launcher: socket.socket, request: dict[str, Any], files: list[int]
+    ) -> ForkedProgram | None:
+        program = _program(request, files)
         torchrun = self._children.get(int(request["torchrun"]))
         reason = refusal()
-        if (name := differing(job.environment, os.environ)) is not None:
+        if (name := differing(program.environment, os.environ)) is not None:
             reason = f"it wants another {name}"
         is_own = torchrun is not None and not torchrun.torchrun and torchrun.agent == self._num_agents
         if torchrun is None or not is_own or reason is not None:
-            sys.stdout.write(f"a worker is started plainly: {reason or 'whose torchrun is it?'}\n")
+            sys.stdout.write(
+                f"a worker is not forked: {reason or 'its torchrun is not of this fork server'}\n"
+            )
             sys.stdout.flush()
             _close(files)
-            wire.send_pair(stub, wire.REFUSED, 0)
-            stub.close()
+            wire.send_pair(launcher, wire.REFUSED, 0)
+            launcher.close()
             return None
         parent = os.getpid()
-        if (pid := self._fork(job)) == 0:
-            job.environment[PARENT_VARIABLE] = str(parent)
-            job.environment.pop(wire.SOCKET_VARIABLE, None)
-            stub.close()
-            return job
-        self._children[pid] = _Child(pid, self._num_agents, 0, stub, torchrun.pid)
-        self._selector.register(stub, selectors.EVENT_READ)
-        self._tell({"number": torchrun.number, "stub": _peer(stub)[0], "worker": pid})
-        # A stub that is gone meanwhile is heard of by the end of its connection.
+        if (pid := self._fork(program)) == 0:
+            program.environment[PARENT_VARIABLE] = str(parent)
+            program.environment.pop(wire.SOCKET_VARIABLE, None)
+            launcher.close()
+            return program
+        self._children[pid] = _Child(pid, self._num_agents, 0, launcher, torchrun.pid)
+        self._selector.register(launcher, selectors.EVENT_READ)
+        self._tell({"number": torchrun.number, "launcher": _peer(launcher)[0], "worker": pid})
+        # A launcher that is gone meanwhile is noticed by the end of its connection.
         with contextlib.suppress(OSError):
-            wire.send_pair(stub, wire.FORKED, pid)
+            wire.send_pair(launcher, wire.FORKED, pid)
         return None
 
-    def _fork(self, job: Job) -> int:
-        """Fork and return the child's id, or 0 in the child, which is no zygote any more."""
+    def _fork(self, program: ForkedProgram) -> int:
+        """Fork and return the child's id, or 0 in the child, which is no server any more."""
         parent = os.getpid()
         pid = os.fork()
         if pid:
-            _close(job.files)
+            _close(program.files)
             return pid
         try:
-            self._leave(job, parent)
-        except BaseException:  # noqa: BLE001  whatever it is: a child must never go on as a second zygote
+            self._leave(program, parent)
+        except BaseException:  # noqa: BLE001  whatever it is: a child must never go on as a second server
             os._exit(_EXIT_NOT_STARTED)
         return 0
 
-    def _leave(self, job: Job, parent: int) -> None:
-        """In a child: leave nothing open that is the zygote's, and look like the job."""
+    def _leave(self, program: ForkedProgram, parent: int) -> None:
+        """In a child: leave nothing open that is the server's, and look like the program."""
         die_with_parent(parent)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setsid()
         self._selector.close()
-        stubs = [child.stub for child in self._children.values() if child.stub is not None]
-        for channel in (self._listener, self._wakeup, self._wakeup_end, *stubs):
+        launchers = [child.launcher for child in self._children.values() if child.launcher is not None]
+        for channel in (self._listener, self._wakeup, self._wakeup_end, *launchers):
             channel.close()
         if self._control is not None:
             self._control.close()
-        shown = [sys.executable, "-u", "-m", *job.arguments]
-        self._appearance.show(shown, job.environment.get(MARK_VARIABLE, NO_MARK))
+        shown = [sys.executable, "-u", "-m", *program.arguments]
+        self._appearance.show(shown, program.environment.get(MARK_VARIABLE, NO_MARK))
 
-    def _hear(self, stub: socket.socket) -> None:
-        """Pass on a stub's signal to the worker's group; kill the worker of a stub that is gone."""
-        if stub.fileno() < 0:
+    def _hear(self, launcher: socket.socket) -> None:
+        """Pass on a launcher's signal to the worker's group; kill the worker of a launcher that is gone."""
+        if launcher.fileno() < 0:
             # Closed since the selector saw it.
             return
-        child = next((child for child in self._children.values() if child.stub is stub), None)
+        child = next((child for child in self._children.values() if child.launcher is launcher), None)
         try:
-            said = wire.receive_pair(stub)
+            said = wire.receive_pair(launcher)
         except OSError:
             said = None
         if child is None or said is None:
-            self._selector.unregister(stub)
-            stub.close()
+            self._selector.unregister(launcher)
+            launcher.close()
             if child is not None:
-                child.stub = None
+                child.launcher = None
                 self._kill([child])
         elif said[0] == wire.SIGNAL:
             with contextlib.suppress(ProcessLookupError):
@@ -331,11 +334,11 @@ class Zygote:
 
     def _ended(self, child: _Child, code: int) -> None:
         if child.torchrun:
-            if child.stub is not None:
-                self._selector.unregister(child.stub)
+            if child.launcher is not None:
+                self._selector.unregister(child.launcher)
                 with contextlib.suppress(OSError):
-                    wire.send_pair(child.stub, wire.ENDED, code)
-                child.stub.close()
+                    wire.send_pair(child.launcher, wire.ENDED, code)
+                child.launcher.close()
             return
         # Workers live no longer than their torchrun.
         self._kill([worker for worker in self._children.values() if worker.torchrun == child.pid])
@@ -352,11 +355,11 @@ def refusal() -> str | None:
     """Return why this process must not be forked, or None."""
     threads = len(list(Path("/proc/self/task").iterdir()))
     if threads != 1:
-        return f"the warm process has {threads} threads, and only one survives a fork"
+        return f"the fork server has {threads} threads, and only one survives a fork"
     for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
             if (target := str(entry.readlink())).startswith(("/dev/nvidia", "/dev/kfd", "/dev/dri")):
-                return f"the warm process has opened {target}, and a device does not survive a fork"
+                return f"the fork server has opened {target}, and a device does not survive a fork"
     return None
 
 
@@ -366,8 +369,8 @@ def _peer(channel: socket.socket) -> tuple[int, int]:
     return pid, user
 
 
-def _job(request: dict[str, Any], files: list[int]) -> Job:
-    return Job(request["arguments"], request["environment"], request["folder"], files)
+def _program(request: dict[str, Any], files: list[int]) -> ForkedProgram:
+    return ForkedProgram(request["arguments"], request["environment"], request["folder"], files)
 
 
 def _close(files: list[int]) -> None:
@@ -376,7 +379,7 @@ def _close(files: list[int]) -> None:
 
 
 def _imported(modules: list[str]) -> str | None:
-    """Import what is to be warm; return why that failed, or None."""
+    """Import the slow modules; return why that failed, or None."""
     for name in modules:
         try:
             importlib.import_module(name)
@@ -397,12 +400,14 @@ def _is_gone(channel: socket.socket) -> bool:
         return True
 
 
-def _prepared(parent: int, listener: socket.socket, modules: list[str]) -> Zygote | None:
-    """Import what is to be warm; None, and the agent is told why, where nothing may be forked from it."""
+def _prepared(parent: int, listener: socket.socket, modules: list[str]) -> Server | None:
+    """Import the slow modules; None, and the agent is told why, where nothing may be forked from it."""
     begin = time.monotonic()
     try:
         appearance = Appearance()
-        appearance.show(["warm", f"(of {parent})", "python", "-m", "launchers.fork_server.server"], NO_MARK)
+        appearance.show(
+            ["fork-server", f"(of {parent})", "python", "-m", "launchers.fork_server.server"], NO_MARK
+        )
         reason = _imported(modules) or refusal()
     except (OSError, ValueError) as error:
         reason = str(error)
@@ -412,7 +417,7 @@ def _prepared(parent: int, listener: socket.socket, modules: list[str]) -> Zygot
     # What was imported stays; without this a collection in a child would copy all its pages.
     gc.collect()
     gc.freeze()
-    return Zygote(listener, appearance, time.monotonic() - begin)
+    return Server(listener, appearance, time.monotonic() - begin)
 
 
 def _refuse_all(listener: socket.socket, reason: str) -> None:
@@ -424,17 +429,17 @@ def _refuse_all(listener: socket.socket, reason: str) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Serve the agents of process PARENT; in a forked process, run its job as `python -m` would."""
+    """Serve the agents of process PARENT; in a forked process, run its program as `python -m` would."""
     parent, listener = int(arguments[0]), socket.socket(fileno=int(arguments[1]))
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     die_with_parent(parent)
     os.set_inheritable(listener.fileno(), False)
-    zygote = _prepared(parent, listener, json.loads(arguments[3]))
-    if zygote is None:
-        # Winding up what was imported takes time that its agent waits.
+    server = _prepared(parent, listener, json.loads(arguments[3]))
+    if server is None:
+        # Ending the interpreter takes time that its agent waits.
         os._exit(0)
-    become(zygote.serve())
+    become(server.serve())
 
 
 if __name__ == "__main__":

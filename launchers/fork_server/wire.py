@@ -1,7 +1,7 @@
-"""The messages between an agent, its zygote and the stubs: on Unix stream sockets, with file descriptors.
+"""The messages between an agent, its fork server and the worker launchers: on Unix stream sockets.
 
-Requests are JSON behind their length; the descriptors travel with the first bytes. Answers to a stub are two
-numbers. It knows no processes. The stub imports this file at every start of a rank: keep its imports few.
+Requests are JSON after its length; file descriptors travel with the first bytes. Answers to a worker launcher
+are two numbers. The worker launcher imports this file at every start of a rank: keep its imports few.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import socket
 import struct
 from typing import Any
 
-# Name of the zygote's abstract socket, without the leading zero byte; set for torchrun.
-SOCKET_VARIABLE = "LAUNCHERS_WARM_SOCKET"
+# Name of the server's abstract socket, without the leading zero byte; set for torchrun.
+SOCKET_VARIABLE = "LAUNCHERS_FORK_SERVER_SOCKET"
 
-# What an answer to a stub says; the number that follows:
+# What an answer to a worker launcher says; the number that follows:
 FORKED = 1  # the worker's process id
 REFUSED = 2  # none
 ENDED = 3  # the worker's exit code, negative: a signal
-# What a stub says after its request; the number that follows is a signal for the worker.
+# What a worker launcher says after its request; the number that follows is a signal for the worker.
 SIGNAL = 4
 
 _LENGTH = struct.Struct("!I")

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from launchers import processes
-from launchers.fork_server.owner import KeptZygote, Owner, OwnZygote, serve
+from launchers.fork_server.owner import KeptServer, OwnServer, ServerOwner, serve
 from launchers.processes import die_with_parent
 from launchers.slurm.this_job import JobSignals
 
@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
     signals = _SignalRelay()
     os.environ[_MARK] = mark = secrets.token_hex(8)
     _import_ahead()
-    zygote = OwnZygote()
+    server = OwnServer()
     num_starts = 0
     while num_starts < _MOST_STARTS:
         num_starts += 1
@@ -47,12 +47,12 @@ def main(argv: list[str]) -> int:
         with signals.held_back():
             agent = _forked(argv)
             signals.hand_to(agent.pid)
-        serve(agent.channel, zygote, agent.is_over)
+        serve(agent.channel, server, agent.is_over)
         code = agent.wait()
         signals.hand_to(None)
         if code >= 0:
             return code
-        _end_leftovers(mark, zygote)
+        _end_leftovers(mark, server)
         if signals.is_any:
             break
         sys.stderr.write(f"this node's agent (process {agent.pid}) was killed by signal {-code}\n")
@@ -91,7 +91,7 @@ def _forked(argv: list[str]) -> _AgentProcess:
     pid = os.fork()
     if pid == 0:
         ours.close()
-        _become_agent(parent, argv, KeptZygote(agents))
+        _become_agent(parent, argv, KeptServer(agents))
     agents.close()
     return _AgentProcess(pid, ours)
 
@@ -144,7 +144,7 @@ class _SignalRelay:
             os.kill(child, number)
 
 
-def _become_agent(parent: int, argv: list[str], owner: Owner) -> None:
+def _become_agent(parent: int, argv: list[str], owner: ServerOwner) -> None:
     """Be the agent to the end of this process."""
     code = 1
     try:
@@ -158,12 +158,12 @@ def _become_agent(parent: int, argv: list[str], owner: Owner) -> None:
         os._exit(code)
 
 
-def _end_leftovers(mark: str, zygote: OwnZygote) -> None:
+def _end_leftovers(mark: str, server: OwnServer) -> None:
     """Wait until nothing of a dead agent is left but the fork server, which kills what it forked by itself;
     where it does not, that is killed here too.
     """
     deadline = time.monotonic() + _LEFTOVERS_TIMEOUT_S
-    kept = {os.getpid(), zygote.pid}
+    kept = {os.getpid(), server.pid}
     while time.monotonic() < deadline:
         left = [process for process in processes.marked(f"{_MARK}={mark}") if process.pid not in kept]
         if not left:
@@ -172,7 +172,7 @@ def _end_leftovers(mark: str, zygote: OwnZygote) -> None:
         time.sleep(_POLL_S)
 
 
-def _work(argv: list[str], signals: JobSignals, owner: Owner) -> int:
+def _work(argv: list[str], signals: JobSignals, owner: ServerOwner) -> int:
     from launchers.launch_errors import LauncherError
     from orchestra.agents.agent import attend, context_of_task
     from orchestra.errors import EXIT_FAILED, OrchestraError

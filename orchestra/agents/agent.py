@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from conf.schema import Config
-from launchers.fork_server.client import WarmHost
-from launchers.fork_server.owner import Owner
+from launchers.fork_server.client import ForkServer
+from launchers.fork_server.owner import ServerOwner
 from launchers.host_network import free_port
 from launchers.launch_errors import LauncherError
 from launchers.node_agent import StopRequests
@@ -225,8 +225,8 @@ def group_folder(control: Path, job: str, restart: int) -> Path:
 
 
 def fork_server_of(
-    config: Config, run: RunDir, search_path: Sequence[str] = (), owner: Owner | None = None
-) -> WarmHost | None:
+    config: Config, run: RunDir, search_path: Sequence[str] = (), owner: ServerOwner | None = None
+) -> ForkServer | None:
     """Return what starts this node's ranks without importing torch again; None where it is not wanted
     (`recovery.warm_start`).
 
@@ -236,10 +236,10 @@ def fork_server_of(
         return None
     ranks = int(config.cluster.gpus_per_node)
     environment = worker_environment(config, ranks, search_path=search_path)
-    return WarmHost(_WORKER_MODULES, environment, run.logs / "warm.log", owner)
+    return ForkServer(_WORKER_MODULES, environment, run.logs / "warm.log", owner)
 
 
-def context_of_task(run: RunDir, signals: StopRequests, owner: Owner) -> AgentContext:
+def context_of_task(run: RunDir, signals: StopRequests, owner: ServerOwner) -> AgentContext:
     """Return what the agent of this Slurm task works with; `owner` holds the process that ranks are forked
     from.
 

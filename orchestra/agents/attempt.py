@@ -21,7 +21,7 @@ from launchers.host_network import free_port
 from launchers.launch_errors import LauncherError
 from launchers.node_agent import NodeAgent, Patience, StopRequests, start_agent, supervise
 from launchers.node_group import Order
-from launchers.spec import Ending, LaunchSpec, Place, RankFailure
+from launchers.spec import Ending, LaunchPlace, LaunchSpec, RankFailure
 from orchestra.agents.attempt_record import AttemptRecord
 from orchestra.agents.context import START, AgentContext, attempt_number, host_of
 from orchestra.agents.hang_watch import HangWatch, NodeInAttempt, heartbeat_environment, open_hang_watch
@@ -106,7 +106,7 @@ def config_of(config: Config, order: Order) -> Config:
     return dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, nodes=len(order.nodes)))
 
 
-def _launch(context: AgentContext, order: Order) -> tuple[LaunchSpec, Place]:
+def _launch(context: AgentContext, order: Order) -> tuple[LaunchSpec, LaunchPlace]:
     attempt = attempt_number(order)
     spec = launch_spec(config_of(context.config, order), context.run, attempt, context.search_path)
     logs = tuple(context.run.node_log(attempt, node) for node in order.nodes)
@@ -125,7 +125,7 @@ def _launch(context: AgentContext, order: Order) -> tuple[LaunchSpec, Place]:
     )
 
 
-def _started(context: AgentContext, spec: LaunchSpec, place: Place) -> NodeAgent:
+def _started(context: AgentContext, spec: LaunchSpec, place: LaunchPlace) -> NodeAgent:
     """Start torchrun, from the fork server once that has imported torch: all ranks together do it once."""
 
     def is_stopped() -> bool:
@@ -135,7 +135,7 @@ def _started(context: AgentContext, spec: LaunchSpec, place: Place) -> NodeAgent
     if context.fork_server is not None:
         context.fork_server.start()
         context.fork_server.await_ready(_IMPORT_TIMEOUT_S, is_stopped)
-    return start_agent(spec, place, _PATIENCE, warm=context.fork_server)
+    return start_agent(spec, place, _PATIENCE, starter=context.fork_server)
 
 
 # Watching.
@@ -301,7 +301,7 @@ class _AttemptWatch:
     _hangs_of_all_nodes: HangWatchOfAllNodes | None = None
     _looked_at: float = field(default_factory=time.monotonic)
 
-    def begin(self, record: AttemptRecord, spec: LaunchSpec, place: Place) -> None:
+    def begin(self, record: AttemptRecord, spec: LaunchSpec, place: LaunchPlace) -> None:
         """Watch the ranks that have just been started, and on the first node those of all nodes."""
         context, attempt = self.context, attempt_number(self.order)
         config = config_of(context.config, self.order)

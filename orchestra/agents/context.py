@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from conf.schema import Config
-from launchers.fork_server.client import WarmHost
+from launchers.fork_server.client import ForkServer
 from launchers.memory_store.node_store import NodeCopies
 from launchers.node_agent import StopRequests
 from launchers.node_group import Member, NodeGroup, Order
@@ -93,7 +93,7 @@ class AgentContext:
     # Follows the packages' own folder in the ranks' PYTHONPATH.
     search_path: Sequence[str] = ()
     # Has imported torch already, and forks the ranks. None: they are started plainly.
-    fork_server: WarmHost | None = None
+    fork_server: ForkServer | None = None
     # None: nodes are not checked.
     node_check: NodeCheck | None = None
     # Copies of the ranks' state in this node's memory; None where none are made.

@@ -282,7 +282,7 @@ def add_output_options(parser: ArgumentParser) -> None:
 
 def print_plan(attempt: Attempt, facts: Record, *, as_json: bool) -> None:
     """Print what would be started, `facts` of the caller's beside it in JSON. Starts and writes nothing."""
-    from launchers.spec import Place
+    from launchers.spec import LaunchPlace
     from launchers.torchrun import command
     from orchestra.run.config_file import to_yaml
     from orchestra.submit.launch import launch_spec
@@ -290,7 +290,7 @@ def print_plan(attempt: Attempt, facts: Record, *, as_json: bool) -> None:
     run = attempt.run
     spec = launch_spec(attempt.config, run, attempt.number, _search_path())
     # The port is looked for when torchrun is really started.
-    words = command(spec, Place(node=0, master_address="127.0.0.1", master_port=0))
+    words = command(spec, LaunchPlace(node=0, master_address="127.0.0.1", master_port=0))
     frozen = to_yaml(attempt.config)
     if as_json:
         plan = {

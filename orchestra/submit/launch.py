@@ -15,7 +15,7 @@ from conf.schema import Config, LauncherName, NetworkConfig
 from launchers.host_network import address_towards, interface_of, reachable_address
 from launchers.launch_errors import LauncherError
 from launchers.slurm.this_job import JobTask
-from launchers.spec import LaunchSpec, Place
+from launchers.spec import LaunchPlace, LaunchSpec
 from orchestra.errors import LaunchError
 from orchestra.run.paths import RunDir
 
@@ -110,7 +110,9 @@ def own_address(network: NetworkConfig, task: JobTask) -> str:
         raise LaunchError(f"{error} (cluster.network.interface)") from error
 
 
-def placed(spec: LaunchSpec, node: int, address: str, port: int, meeting_id: str) -> tuple[LaunchSpec, Place]:
+def placed(
+    spec: LaunchSpec, node: int, address: str, port: int, meeting_id: str
+) -> tuple[LaunchSpec, LaunchPlace]:
     """Return the place of the attempt's `node`-th node, and the spec with the interface that leads to the
     others, who meet at `address`.
     """
@@ -121,4 +123,4 @@ def placed(spec: LaunchSpec, node: int, address: str, port: int, meeting_id: str
     if interface is not None and "GLOO_SOCKET_IFNAME" not in spec.environment:
         # gloo takes what this host's name means, which may be an address that nobody else reaches.
         spec = dataclasses.replace(spec, environment={**spec.environment, "GLOO_SOCKET_IFNAME": interface})
-    return spec, Place(node, address, port, local_address=local, meeting_id=meeting_id)
+    return spec, LaunchPlace(node, address, port, local_address=local, meeting_id=meeting_id)

@@ -44,7 +44,6 @@ CLASS_NAMES_TODAY = {
     "Result",
     "Schedule",
     "Stage",
-    "Wanted",
     "_Watch",
 }
 CYCLES_TODAY = set[str]()

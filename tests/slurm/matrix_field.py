@@ -193,7 +193,7 @@ class Subject:
     def rank_pids(self, host: str) -> list[int]:
         """Return its ranks on a host, lowest first."""
         lines = self.own_processes(host).items()
-        others = ("torch.distributed.run", "fork_server/worker.py", "srun")
+        others = ("torch.distributed.run", "fork_server/worker_launcher.py", "srun")
         return sorted(pid for pid, line in lines if RANK in line and not any(it in line for it in others))
 
     def agent_pid(self, host: str) -> int:
@@ -203,7 +203,7 @@ class Subject:
         )
 
     def own_processes(self, host: str) -> dict[int, str]:
-        """Return what of it runs on a host, its zygote and torchrun included."""
+        """Return what of it runs on a host, its fork server and torchrun included."""
         path, found = str(self.run.path), self.on.processes(host)
         own = {pid for pid, line in found.items() if path in line}
         return {pid: line for pid, line in found.items() if pid in own or parent(pid) in own}

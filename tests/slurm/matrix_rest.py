@@ -37,7 +37,7 @@ ELSEWHERE = (
 
 @dataclass(frozen=True)
 class _Gauge:
-    """What an agent and its zygote hold on to."""
+    """What an agent and its fork server hold on to."""
 
     files: int
     threads: int
@@ -102,7 +102,7 @@ def _told(run: RunDir, code: int, gauges: dict[int, _Gauge], restarts: int, took
 def _gauge(pid: int) -> _Gauge:
     """Count what the command and its children hold; the ranks come and go and are left out."""
     files = threads = 0
-    for one in (pid, *_zygotes(pid)):
+    for one in (pid, *_fork_servers(pid)):
         try:
             files += _num_entries(f"/proc/{one}/fd")
             threads += _num_entries(f"/proc/{one}/task")
@@ -115,9 +115,9 @@ def _num_entries(folder: str) -> int:
     return sum(1 for _ in Path(folder).iterdir())
 
 
-def _zygotes(pid: int) -> list[int]:
+def _fork_servers(pid: int) -> list[int]:
     try:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        return [int(it) for it in children if "zygote" in Path(f"/proc/{it}/cmdline").read_text()]
+        return [int(it) for it in children if "fork_server.server" in Path(f"/proc/{it}/cmdline").read_text()]
     except OSError:
         return []

@@ -21,7 +21,7 @@ from orchestra.agents import __main__ as node
 place, num_deaths = Path(sys.argv[1]), int(sys.argv[2])
 node._LONG_LIFE_S = float(sys.argv[3])
 
-def work(argv, signals, zygote):
+def work(argv, signals, server):
     with place.open("a") as file:
         file.write("x")
     if len(place.read_text()) <= num_deaths:
@@ -59,7 +59,7 @@ from orchestra.agents import agent
 place = Path(sys.argv[1])
 group._LEAST_STALL_S, group._STALL_TIMEOUTS = 1.0, 0
 
-def work(argv, signals, zygote):
+def work(argv, signals, server):
     me = group.NodeGroup(place, 0, 1, 10.0, agent._end_this_agent)
     me.join("host", "127.0.0.1", {})
     with (place / "lives").open("a") as file:
@@ -91,7 +91,7 @@ _EARLY = """
 import os, signal, sys, time
 from orchestra.agents import __main__ as node
 
-def work(argv, signals, zygote):
+def work(argv, signals, server):
     deadline = time.monotonic() + 30
     while not signals.count() and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""Worker modules for warm starts in a folder that the zygote imports from, and what became of them."""
+"""Worker modules for forked starts, in a folder that the server imports from, and what became of them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launchers import processes
-from launchers.fork_server.client import WarmHost
+from launchers.fork_server.client import ForkServer
 from launchers.host_network import free_port
 from launchers.node_agent import NodeAgent, Patience, start_agent, supervise
 from launchers.processes import Process
-from launchers.spec import Ending, LaunchSpec, Place
+from launchers.spec import Ending, LaunchPlace, LaunchSpec
 
 _ROOT = Path(__file__).resolve().parents[3]
 _WAIT_S = 20.0
@@ -39,7 +39,7 @@ def eventually(claim: Callable[[], bool]) -> bool:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Return what workers in `folder` and their zygote are started with."""
+    """Return what workers in `folder` and their server are started with."""
     return {"PYTHONPATH": f"{folder}{os.pathsep}{_ROOT}", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
@@ -59,17 +59,17 @@ class Trial:
     def log(self) -> Path:
         return self.folder / "node.log"
 
-    def start(self, warm: WarmHost | None, patience: Patience = _SHORT) -> NodeAgent:
+    def start(self, fork_server: ForkServer | None, patience: Patience = _SHORT) -> NodeAgent:
         spec = LaunchSpec(self.name, (str(self.folder),), environment(self.modules), 2, (self.log,))
-        return start_agent(spec, Place(0, "127.0.0.1", free_port()), patience, warm)
+        return start_agent(spec, LaunchPlace(0, "127.0.0.1", free_port()), patience, fork_server)
 
     def run(
         self,
-        warm: WarmHost | None,
+        fork_server: ForkServer | None,
         tick: Callable[[], None] = lambda: None,
         stops: Callable[[], int] = lambda: 0,
     ) -> Ending:
-        return supervise(self.start(warm), stops, tick)
+        return supervise(self.start(fork_server), stops, tick)
 
     def pids(self) -> list[int]:
         return [int(file.read_text().split()[0]) for file in sorted(self.folder.glob("pid-*"))]

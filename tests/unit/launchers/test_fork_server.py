@@ -1,4 +1,4 @@
-"""torchrun and workers forked from a real zygote: like plainly started ones, and as dead in the end."""
+"""torchrun and workers forked from a real server: like those of new interpreters, all ended at the end."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from warm_trials import environment, eventually, written
+from fork_trials import environment, eventually, written
 
 from launchers import processes
-from launchers.fork_server.client import WarmHost
+from launchers.fork_server.client import ForkServer
 from launchers.node_agent import Patience, supervise
 
 
@@ -32,15 +32,15 @@ def modules(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def host(modules: Path) -> Iterator[WarmHost]:
-    """The zygote of this file's tests; whatever they kill, the next one gets a living one."""
-    warm = WarmHost((), environment(modules), modules / "zygote.log")
-    yield warm
-    warm.close()
+def host(modules: Path) -> Iterator[ForkServer]:
+    """The server of this file's tests; whatever they kill, the next one gets a living one."""
+    fork_server = ForkServer((), environment(modules), modules / "server.log")
+    yield fork_server
+    fork_server.close()
 
 
 @pytest.fixture
-def warm(host: WarmHost) -> WarmHost:
+def fork_server(host: ForkServer) -> ForkServer:
     host.start()
     assert host.await_ready(60), host.trouble()
     return host
@@ -87,9 +87,9 @@ sys.exit(3 * rank)
 
 
 @pytest.mark.slow
-def test_a_forked_worker_is_like_a_plainly_started_one(modules: Path, warm: WarmHost) -> None:
+def test_a_forked_worker_is_like_one_of_a_new_interpreter(modules: Path, fork_server: ForkServer) -> None:
     reports = []
-    for name, host in (("report_warm", warm), ("report_plain", None)):
+    for name, host in (("report_forked", fork_server), ("report_new", None)):
         trial = written(modules, name, REPORT)
         ending = trial.run(host)
         assert [(one.rank, one.exit_code) for one in ending.failures] == [(1, 3)]
@@ -104,9 +104,11 @@ def test_a_forked_worker_is_like_a_plainly_started_one(modules: Path, warm: Warm
     assert reports[0] == reports[1]
 
 
-def test_failures_name_the_workers_own_process_and_how_it_ended(modules: Path, warm: WarmHost) -> None:
+def test_failures_name_the_workers_own_process_and_how_it_ended(
+    modules: Path, fork_server: ForkServer
+) -> None:
     trial = written(modules, "segfault", "os.kill(os.getpid(), signal.SIGSEGV) if rank else time.sleep(60)")
-    ending = trial.run(warm)
+    ending = trial.run(fork_server)
     assert ending.exit_code == 1
     assert [(one.rank, one.exit_code, one.pid) for one in ending.failures] == [
         (1, -signal.SIGSEGV, trial.pids()[1]),
@@ -116,15 +118,15 @@ def test_failures_name_the_workers_own_process_and_how_it_ended(modules: Path, w
     assert trial.remaining() == []
 
 
-def test_one_zygote_serves_attempt_after_attempt(modules: Path, warm: WarmHost) -> None:
-    before = warm.pid
+def test_one_server_serves_attempt_after_attempt(modules: Path, fork_server: ForkServer) -> None:
+    before = fork_server.pid
     for number in range(3):
-        assert written(modules, f"again_{number}", "").run(warm).exit_code == 0
-    assert warm.pid == before
+        assert written(modules, f"again_{number}", "").run(fork_server).exit_code == 0
+    assert fork_server.pid == before
 
 
 def test_torchruns_closing_signal_arrives_once_and_the_workers_own_code_counts(
-    modules: Path, warm: WarmHost
+    modules: Path, fork_server: ForkServer
 ) -> None:
     body = """
         def close(number, frame):
@@ -139,7 +141,7 @@ def test_torchruns_closing_signal_arrives_once_and_the_workers_own_code_counts(
         sys.exit(7)
     """
     trial = written(modules, "closing", body)
-    ending = supervise(trial.start(warm, Patience(failed_peer_s=30.0)), lambda: 0, lambda: None)
+    ending = supervise(trial.start(fork_server, Patience(failed_peer_s=30.0)), lambda: 0, lambda: None)
     assert [(one.rank, one.exit_code, one.cleaned_up) for one in ending.failures] == [
         (0, 7, False),
         (1, 5, True),
@@ -160,10 +162,10 @@ time.sleep(60)
 
 @pytest.mark.parametrize("deaf", [False, True])
 def test_a_stop_reaches_workers_that_listen_and_kills_the_deaf(
-    modules: Path, warm: WarmHost, deaf: bool
+    modules: Path, fork_server: ForkServer, deaf: bool
 ) -> None:
     trial = written(modules, f"stopped_{deaf}", LISTEN.replace("DEAF", str(deaf)))
-    ending = trial.run(warm, stops=lambda: int(len(list(trial.folder.glob("set-*"))) == 2))
+    ending = trial.run(fork_server, stops=lambda: int(len(list(trial.folder.glob("set-*"))) == 2))
     assert ending.stops == 1
     heard = [file.read_text().split() for file in sorted(trial.folder.glob("heard-*"))]
     if deaf:
@@ -175,31 +177,42 @@ def test_a_stop_reaches_workers_that_listen_and_kills_the_deaf(
     assert trial.remaining() == []
 
 
-@pytest.mark.parametrize("victim", ["worker", "stub"])
-def test_a_killed_worker_or_stub_is_a_failed_rank(modules: Path, warm: WarmHost, victim: str) -> None:
+@pytest.mark.parametrize("victim", ["worker", "launcher"])
+def test_a_killed_worker_or_its_launcher_is_a_failed_rank(
+    modules: Path, fork_server: ForkServer, victim: str
+) -> None:
     trial = written(modules, f"killed_{victim}", "time.sleep(60)")
-    agent = trial.start(warm)
+    agent = trial.start(fork_server)
     assert eventually(trial.is_up)
-    stubs = {worker: stub for stub, worker in agent._torchrun.workers().items()}  # type: ignore[union-attr]
-    os.kill(trial.pids()[1] if victim == "worker" else stubs[trial.pids()[1]], signal.SIGKILL)
+    launchers = {worker: launcher for launcher, worker in agent._torchrun.worker_ids().items()}
+    os.kill(trial.pids()[1] if victim == "worker" else launchers[trial.pids()[1]], signal.SIGKILL)
     ending = supervise(agent, lambda: 0, lambda: None)
     first = ending.failures[0]
     assert (first.rank, first.exit_code, first.pid) == (1, -signal.SIGKILL, trial.pids()[1])
     assert trial.remaining() == []
 
 
-def test_nothing_is_left_behind_but_the_zygote(modules: Path, warm: WarmHost) -> None:
-    body = "subprocess.Popen(['setsid', 'sleep', '60']); os.fork() or time.sleep(60)"
+def test_nothing_is_left_behind_but_the_server(modules: Path, fork_server: ForkServer) -> None:
+    body = """
+        subprocess.Popen(["setsid", "sleep", "60"])
+        if os.fork() == 0:
+            (here / f"fork-{rank}").write_text(str(os.getpid()))
+            time.sleep(60)
+        while not (here / f"fork-{rank}").exists(): time.sleep(0.01)
+    """
     trial = written(modules, "leaving", body)
-    assert trial.run(warm).survivors == ()
+    assert trial.run(fork_server).survivors == ()
+    # On no list of process ids: their parents have ended, and the server did not fork them.
+    forks = [int(file.read_text()) for file in trial.folder.glob("fork-*")]
+    assert [processes.find(pid) for pid in forks] == [None, None]
     assert trial.remaining() == []
-    assert warm.pid is not None
-    assert processes.children(warm.pid) == []
+    assert fork_server.pid is not None
+    assert processes.children(fork_server.pid) == []
 
 
-def test_killing_torchrun_kills_its_workers(modules: Path, warm: WarmHost) -> None:
+def test_killing_torchrun_kills_its_workers(modules: Path, fork_server: ForkServer) -> None:
     trial = written(modules, "orphans", "time.sleep(60)")
-    agent = trial.start(warm)
+    agent = trial.start(fork_server)
     assert eventually(trial.is_up)
     os.kill(agent._torchrun.pid, signal.SIGKILL)
     assert eventually(lambda: trial.remaining() == [])
@@ -207,19 +220,19 @@ def test_killing_torchrun_kills_its_workers(modules: Path, warm: WarmHost) -> No
 
 
 @pytest.mark.slow
-def test_without_its_zygote_an_attempt_ends_and_the_next_one_starts_plainly(
-    modules: Path, warm: WarmHost
+def test_without_its_server_an_attempt_ends_and_the_next_one_starts_an_interpreter(
+    modules: Path, fork_server: ForkServer
 ) -> None:
     trial = written(modules, "headless", "time.sleep(60)")
-    assert warm.pid is not None
-    victim = [warm.pid]
-    ending = trial.run(warm, tick=lambda: kill_once(victim) if trial.is_up() else None)
+    assert fork_server.pid is not None
+    victim = [fork_server.pid]
+    ending = trial.run(fork_server, tick=lambda: kill_once(victim) if trial.is_up() else None)
     assert ending.exit_code == -signal.SIGKILL
     assert trial.remaining() == []
-    assert not warm.is_ready()
+    assert not fork_server.is_ready()
     plain = written(modules, "plain_again", "")
-    assert plain.run(warm).exit_code == 0
-    assert "a plain start, for the warm process ended with -9" in plain.log.read_text()
+    assert plain.run(fork_server).exit_code == 0
+    assert "not forked but started, because the fork server ended with -9" in plain.log.read_text()
 
 
 def test_all_die_with_a_killed_agent(modules: Path) -> None:
@@ -228,27 +241,27 @@ def test_all_die_with_a_killed_agent(modules: Path) -> None:
         "import sys\n"
         f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
         "from pathlib import Path\n"
-        "from warm_trials import Trial, environment\n"
+        "from fork_trials import Trial, environment\n"
         "from launchers.node_agent import Patience, supervise\n"
-        "from launchers.fork_server.client import WarmHost\n"
+        "from launchers.fork_server.client import ForkServer\n"
         f"modules = Path({str(modules)!r})\n"
-        "warm = WarmHost((), environment(modules), modules / 'other.log')\n"
-        "warm.start()\n"
-        "assert warm.await_ready(60), warm.trouble()\n"
-        "print(warm.pid, flush=True)\n"
+        "fork_server = ForkServer((), environment(modules), modules / 'other.log')\n"
+        "fork_server.start()\n"
+        "assert fork_server.await_ready(60), fork_server.trouble()\n"
+        "print(fork_server.pid, flush=True)\n"
         f"trial = Trial(modules, {trial.name!r})\n"
-        "supervise(trial.start(warm), lambda: 0, lambda: None)\n"
+        "supervise(trial.start(fork_server), lambda: 0, lambda: None)\n"
     )
     settings = {**os.environ, **environment(modules)}
     agent = subprocess.Popen([sys.executable, "-c", program], env=settings, stdout=subprocess.PIPE, text=True)
     assert agent.stdout is not None
     with agent.stdout:
-        zygote = processes.find(int(agent.stdout.readline()))
+        server = processes.find(int(agent.stdout.readline()))
     try:
-        assert zygote is not None
+        assert server is not None
         assert eventually(trial.is_up)
     finally:
         agent.kill()
         agent.wait()
     assert eventually(lambda: trial.remaining() == [])
-    assert eventually(lambda: not processes.is_alive(zygote))
+    assert eventually(lambda: not processes.is_alive(server))

@@ -1,8 +1,8 @@
-"""What torchrun starts in place of a worker: has the node's zygote fork the worker, and ends as that ends.
+"""What torchrun starts in place of a worker: has the fork server fork the worker, and ends as that ends.
 
-`python -I -S stub.py MODULE ARGUMENTS…`: it hands over its environment, working directory and standard
-streams. When this process dies, so does the worker. Signals are passed on where torchrun sent them: whoever
-signals every process of a job reaches the worker anyway. Without a zygote that is willing, it becomes
+`python -I -S worker_launcher.py MODULE ARGUMENTS…`: it hands over its environment, working directory and
+standard streams. When this process dies, so does the worker. Signals are passed on where torchrun sent them:
+whoever signals every process of a job reaches the worker anyway. Where the server refuses, it becomes
 `python -u -m MODULE ARGUMENTS…` itself. It imports next to nothing: one of it is started per rank.
 """
 
@@ -21,7 +21,7 @@ _LOOK_S = 1.0
 
 
 def main(arguments: list[str]) -> NoReturn:
-    """Start the worker by the zygote, or become it."""
+    """Start the worker by the server, or become it."""
     # Isolated from the environment, this interpreter does not know where `launchers` lies.
     sys.path.insert(0, __file__.rpartition("/launchers/")[0])
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*_PASSED_ON, signal.SIGIO})
@@ -35,7 +35,7 @@ def main(arguments: list[str]) -> NoReturn:
 
 
 def _asked(arguments: list[str]) -> socket.socket | None:
-    """Return the channel on which the zygote was asked for the worker, or None."""
+    """Return the channel on which the server was asked for the worker, or None."""
     from launchers.fork_server import wire
 
     try:
@@ -57,7 +57,7 @@ def _asked(arguments: list[str]) -> socket.socket | None:
 
 
 def _worker_code(channel: socket.socket) -> int | None:
-    """Return the worker's exit code (negative: a signal), or None when the zygote refused to fork it."""
+    """Return the worker's exit code (negative: a signal), or None when the server refused to fork it."""
     from launchers.fork_server import wire
 
     forked = False
@@ -65,15 +65,15 @@ def _worker_code(channel: socket.socket) -> int | None:
         try:
             answer = wire.receive_pair(channel)
         except BlockingIOError:
-            found = signal.sigtimedwait({*_PASSED_ON, signal.SIGIO}, _LOOK_S)
-            if found is not None and found.si_signo != signal.SIGIO and found.si_pid == os.getppid():
-                _pass_on(channel, found.si_signo)
+            received = signal.sigtimedwait({*_PASSED_ON, signal.SIGIO}, _LOOK_S)
+            if received is not None and received.si_signo != signal.SIGIO and received.si_pid == os.getppid():
+                _pass_on(channel, received.si_signo)
             continue
         kind, number = answer or (0, 0)
         if kind == wire.ENDED:
             return number
         if kind != wire.FORKED:
-            # Gone with its zygote, where it lived already.
+            # Gone with the server, where it lived already.
             return -signal.SIGKILL if forked else None
         forked = True
 
