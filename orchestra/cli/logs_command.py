@@ -18,13 +18,12 @@ from orchestra.recovery.history import attempt_of, last_attempt
 from orchestra.recovery.incidents import first_failure
 from orchestra.report.run_state import RunState, read_state
 from orchestra.report.scheduler import job_logs, newest_job, with_scheduler
-from orchestra.report.sweeps import ALIVE
 from orchestra.run.events import read_events
 from orchestra.run.paths import RunDir
+from orchestra.run.record import RunPhase
 
 _POLL_S = 0.5
 # Own records that may end by themselves or go on: Slurm is asked which.
-_OPEN = (*ALIVE, "unknown", "died", "stopped")
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -78,18 +77,19 @@ class _Watch:
     def goes_on(self) -> bool:
         """Whether more may be written: the run trains, waits, or nobody can say that it does not."""
         own = read_state(self._run, time.time())
-        is_open = own.state in _OPEN or own.restart is not None
+        may_go_on_by_itself = own.state in (RunPhase.unknown, RunPhase.died, RunPhase.stopped)
+        is_open = own.state.is_alive or may_go_on_by_itself or own.restart is not None
         if not is_open or own.submitted is None:
             self._state = own
-        elif own.state != "running" or self._questions.is_due():
+        elif own.state is not RunPhase.running or self._questions.is_due():
             ((self._state,), _) = with_scheduler([self._run], [own], self._questions)
         else:
             self._state = own
         word = self._state.job_state
         # Between the verdict and the news that the run goes on by itself its job still runs.
-        may_go_on = own.state == "stopped" and word in RUNNING
-        is_unheard = word == UNKNOWN and own.state != "stopped"
-        return self._state.state in ALIVE or may_go_on or is_unheard
+        may_go_on = own.state is RunPhase.stopped and word in RUNNING
+        is_unheard = word == UNKNOWN and own.state is not RunPhase.stopped
+        return self._state.state.is_alive or may_go_on or is_unheard
 
     def tell(self) -> None:
         """Say in a line what is waited for, or how it ended, when that is news; on standard error."""
@@ -105,17 +105,18 @@ class _Watch:
 
 def _news(state: RunState) -> str | None:
     """Return what to say of a run whose logs do not grow; None while it trains and after it ended well."""
-    if state.state in ("running", "finished"):
+    if state.state in (RunPhase.running, RunPhase.finished):
         return None
     job = f" (job {state.job})" if state.job else ""
     if state.job_state == UNKNOWN:
         return f"{state.state}{job}; Slurm could not be asked what becomes of it"
     cause = f": {state.cause}" if state.cause else ""
     start = f"; expected to start {state.job_start.replace('T', ' ')}" if state.job_start else ""
-    if state.state == "restarting" and state.restart is not None:
+    if state.state is RunPhase.restarting and state.restart is not None:
         # The time of day, not what is left: said once.
         start = f"; the next attempt is due at {time.strftime('%H:%M:%S', time.localtime(state.restart.due))}"
-    return f"{state.state}{job}{cause}{start if state.state in ('queued', 'restarting') else ''}"
+    has_date = state.state in (RunPhase.queued, RunPhase.restarting)
+    return f"{state.state}{job}{cause}{start if has_date else ''}"
 
 
 def _say_why_nothing(run: RunDir) -> None:
@@ -126,7 +127,7 @@ def _say_why_nothing(run: RunDir) -> None:
     if line is None or state.submitted is None:
         return
     print(f"note: {state.name}: {line}; nothing was written yet", file=sys.stderr)
-    if state.state in ALIVE:
+    if state.state.is_alive:
         print(f"note: `{invocation('logs', run)} -f` waits for it", file=sys.stderr)
 
 

@@ -21,16 +21,16 @@ from orchestra.recovery.history import newest_attempt
 from orchestra.recovery.incidents import Verdict, node_verdict
 from orchestra.report.run_state import RunState, read_state
 from orchestra.report.scheduler import with_scheduler
-from orchestra.report.sweeps import ALIVE, ENDED_BADLY, SweepState, read_sweep_state, with_states
+from orchestra.report.sweeps import SweepState, read_sweep_state, with_states
 from orchestra.run.events import read_events
 from orchestra.run.paths import RunDir
+from orchestra.run.record import RunPhase
 from orchestra.run.rollback import RollBack, roll_backs
 
 # What `orchestra status RUN` says of one run beyond its row: why, where, since when, what to type. It reads
 # the run's events.
 
 
-_WAITING = ("queued", "not started")
 # By the decision that another attempt follows: on which nodes.
 _NODES = {"replace": ", on other nodes where these failed", "shrink": ", on fewer nodes"}
 
@@ -38,7 +38,7 @@ _NODES = {"replace": ", on other nodes where these failed", "shrink": ", on fewe
 def of_run(state: RunState) -> list[str]:
     """Return lines of a word and a text, the command to type next last."""
     run = RunDir(Path(state.path))
-    events = read_events(run) if state.state != "unreadable" else []
+    events = read_events(run) if state.state is not RunPhase.unreadable else []
     attempt = newest_attempt(events)
     told = () if attempt is None else attempt.events
     hosts = sorted({str(event["host"]) for event in told if "host" in event and "node" in event})
@@ -47,7 +47,7 @@ def of_run(state: RunState) -> list[str]:
         "restart": _restart(state, time.time()),
         "job": _job(state),
         # Where Slurm names the nodes they stand with the job.
-        "nodes": ", ".join(hosts) if state.state == "running" and not state.job_nodes else "",
+        "nodes": ", ".join(hosts) if state.state is RunPhase.running and not state.job_nodes else "",
         "saved": _saved(state),
         "starts": _starts(state),
         "back": _back(roll_backs(events)),
@@ -57,7 +57,7 @@ def of_run(state: RunState) -> list[str]:
 
 
 def _reason(state: RunState, verdict: Verdict | None) -> str:
-    if state.cause is None or state.state == "finished":
+    if state.cause is None or state.state is RunPhase.finished:
         return ""
     message = verdict.message if verdict is not None and verdict.cause == state.cause else ""
     first_line = message.partition("\n")[0]
@@ -65,7 +65,7 @@ def _reason(state: RunState, verdict: Verdict | None) -> str:
 
 
 def _restart(state: RunState, now: float) -> str:
-    if state.state != "restarting" or state.restart is None:
+    if state.state is not RunPhase.restarting or state.restart is None:
         return ""
     left = state.restart.due - now
     when = "now" if left < 1 else f"in {figures.duration(left)}"
@@ -78,10 +78,10 @@ def _job(state: RunState) -> str:
     if state.job_state in (None, "UNKNOWN"):
         return f"{state.job}, of which Slurm tells nothing here"
     where = f" on {state.job_nodes}" if state.job_nodes else ""
-    if state.state not in ALIVE or state.job_start is None:
+    if not state.state.is_alive or state.job_start is None:
         return f"{state.job}, {state.job_state}{where}"
     start = state.job_start.replace("T", " ")
-    when = f", expected to start {start}" if state.state in _WAITING else f" since {start}"
+    when = f", expected to start {start}" if state.state.is_before_start else f" since {start}"
     return f"{state.job}, {state.job_state}{where}{when}"
 
 
@@ -107,11 +107,15 @@ def _back(found: list[RollBack]) -> str:
 
 
 def _next(state: RunState, run: RunDir) -> list[str]:
-    if state.state in ALIVE:
+    if state.state.is_alive:
         eta = f"; {figures.duration(state.eta_s)} left" if state.eta_s is not None else ""
         return [f"next    `{invocation('logs', run)} -f`{eta}"]
-    lines = [f"next    `{invocation('why', run)}`"] if state.state in (*ENDED_BADLY, "unknown") else []
-    if state.state in ("finished", "unknown", "unreadable") or state.code == EXIT_DO_NOT_RESTART:
+    asks_why = state.state.ended_badly or state.state is RunPhase.unknown
+    lines = [f"next    `{invocation('why', run)}`"] if asks_why else []
+    if (
+        state.state in (RunPhase.finished, RunPhase.unknown, RunPhase.unreadable)
+        or state.code == EXIT_DO_NOT_RESTART
+    ):
         return lines
     return [*lines, resume_line(run, state.checkpoint_step)]
 
@@ -198,7 +202,7 @@ def _record(state: RunState | SweepState, *, with_accounts: bool) -> dict[str, o
     if isinstance(state, SweepState):
         return state.to_json()
     spent: dict[str, object] = {}
-    if with_accounts and state.state != "unreadable":
+    if with_accounts and state.state is not RunPhase.unreadable:
         run = RunDir(Path(state.path))
         spent = spent_record(run, read_events(run), state.state, time.time())
     return {"kind": "run", **state.to_json(), **spent}
@@ -218,7 +222,7 @@ def _page(states: Sequence[RunState | SweepState], arguments: Namespace) -> list
     if len(runs) == 1:
         lines += of_run(runs[0])
     else:
-        stopped = [state for state in runs if state.state == "stopped"]
+        stopped = [state for state in runs if state.state is RunPhase.stopped]
         lines += [resume_line(RunDir(Path(state.path)), state.checkpoint_step) for state in stopped]
     for state in states:
         if isinstance(state, SweepState):

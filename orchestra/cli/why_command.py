@@ -31,10 +31,11 @@ from orchestra.recovery.incidents import Verdict
 from orchestra.report.attempts import chapters, node_lines, story
 from orchestra.report.run_state import RunState, read_ending, read_state
 from orchestra.report.scheduler import job_logs, with_scheduler
-from orchestra.report.sweeps import ENDED_BADLY, MemberState, read_sweep_state, with_states
+from orchestra.report.sweeps import MemberState, read_sweep_state, with_states
 from orchestra.run.events import read_events
 from orchestra.run.files import Record
 from orchestra.run.paths import RunDir, SweepDir
+from orchestra.run.record import RunPhase
 
 # Members named for each cause.
 _NAMED = 8
@@ -77,9 +78,9 @@ def _of_run(run: RunDir, arguments: Namespace) -> list[str]:
         history = {"attempts": [chapter.record() for chapter in befell]}
         return [json.dumps({**told, **slurm, **spent, "verdict": found, **history}, indent=2)]
     before = [*story(befell), *node_lines(events), *spent_lines(run, events, state.state, now)]
-    if verdict is None or attempt is None or state.state not in ("failed", verdict.state):
+    if verdict is None or attempt is None or state.state not in (RunPhase.failed, verdict.state):
         return [*_without_verdict(run, state), *before, *_how_to_go_on(run, state, None, events)]
-    if verdict.state == "failed":
+    if verdict.state is RunPhase.failed:
         head = f"{state.name}: failed with exit code {verdict.code}, attempt {attempt}"
         lines = [head, failure(run, attempt, verdict)]
     else:
@@ -99,7 +100,7 @@ def _without_verdict(run: RunDir, state: RunState) -> list[str]:
     """Return what is known of a run that could not say how it ended: Slurm's word, its job's last words."""
     told = f": {state.cause}" if state.cause else _EXPLAINED.get(state.state, "")
     lines = [f"{state.name}: {state.state}{told}"]
-    if state.state not in (*ENDED_BADLY, "cancelled"):
+    if not _ended_without_a_verdict(state):
         return lines
     for log in job_logs(run, state.submitted):
         if words := last_lines_of(end_of(log)):
@@ -111,14 +112,18 @@ def _how_to_go_on(run: RunDir, state: RunState, verdict: Verdict | None, events:
     """Return the command that goes on with a run that ended too early."""
     if verdict is not None:
         return resume_lines(run, verdict, events)
-    if state.state in (*ENDED_BADLY, "cancelled"):
+    if _ended_without_a_verdict(state):
         return resume_lines(run, Verdict(EXIT_FAILED, state.state), events)
     return []
 
 
+def _ended_without_a_verdict(state: RunState) -> bool:
+    return state.state.ended_badly or state.state is RunPhase.cancelled
+
+
 _EXPLAINED = {
-    "died": ": the process that led it is gone and left no verdict (killed, or the machine went down)",
-    "unknown": ": it was led from another host, and its files have been silent for long",
+    RunPhase.died: ": the process that led it is gone and left no verdict (killed, or the machine went down)",
+    RunPhase.unknown: ": it was led from another host, and its files have been silent for long",
 }
 
 
@@ -129,7 +134,7 @@ def _of_sweep(sweep: SweepDir, arguments: Namespace) -> list[str]:
     for problem in problems:
         print(f"note: {problem}; what follows are the runs' own records", file=sys.stderr)
     state = with_states(own, told)
-    causes = _by_cause([member for member in state.members if member.state.state in ENDED_BADLY])
+    causes = _by_cause([member for member in state.members if member.state.state.ended_badly])
     if arguments.json:
         failed = [
             {"cause": cause, "members": [each.member.index for each in members]}
@@ -159,7 +164,7 @@ def _cause(member: MemberState) -> str:
     state = member.state
     events = read_events(member.run)
     _, verdict = read_ending(member.run, events, time.time())
-    if verdict is not None and verdict.state == "failed":
+    if verdict is not None and verdict.state is RunPhase.failed:
         message = verdict.message.partition("\n")[0]
         return f"failed: {verdict.cause}{': ' + message if message else ''}"
     cause = state.cause or _EXPLAINED.get(state.state, "").removeprefix(": ")

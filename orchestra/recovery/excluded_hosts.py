@@ -22,6 +22,7 @@ from urllib.parse import quote, unquote
 from orchestra.recovery.incidents import Incident
 from orchestra.recovery.policy import Decision
 from orchestra.run.events import is_number, is_whole
+from orchestra.run.files import read_json, write_atomically
 from orchestra.run.paths import RunDir, SweepDir
 
 _HOUR_S = 3600.0
@@ -64,15 +65,7 @@ class ExcludeList:
         if known is not None and known.expires >= entry.expires:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
-        draft = place.with_name(f".{place.name}.{secrets.token_hex(4)}")
-        try:
-            with draft.open("w") as file:
-                file.write(json.dumps(asdict(entry), indent=2) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-            draft.replace(place)
-        finally:
-            draft.unlink(missing_ok=True)
+        write_atomically(place, json.dumps(asdict(entry), indent=2) + "\n")
 
     def entries(self, now: float) -> list[Listed]:
         """Return who is on the list, the newest first; those whose time is over are removed.
@@ -165,11 +158,8 @@ def _remove(place: Path, now: float) -> None:
 
 
 def _read(place: Path) -> Listed | None:
-    try:
-        record = json.loads(place.read_text())
-    except (OSError, ValueError):
-        return None
-    return _entry(record) if isinstance(record, dict) else None
+    record = read_json(place)
+    return None if record is None else _entry(record)
 
 
 def _entry(record: dict[str, Any]) -> Listed | None:

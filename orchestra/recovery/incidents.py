@@ -28,6 +28,7 @@ from orchestra.recovery.history import Attempt, stored_step
 from orchestra.run import stop_requests
 from orchestra.run.events import is_whole
 from orchestra.run.files import Record
+from orchestra.run.record import RunPhase
 from orchestra.run.rollback import BROKEN_DEVICE, RollBack
 
 # Causes. A cause is the same text each time the same thing happens: it names no address, process id, time,
@@ -64,7 +65,11 @@ _NOT_OWN = re.compile(r"/(site|dist)-packages/|/lib(64)?/python3|^<|\.zip/")
 _CHANGING = re.compile(r"0x[0-9a-fA-F]+|\d+")
 # Verdicts by which nothing failed.
 _ENDS_IN_GOOD_ORDER = (EXIT_DONE, EXIT_INTERRUPTED, EXIT_STOPPED)
-_WORDS_OF_CODES = {EXIT_DONE: "finished", EXIT_INTERRUPTED: "interrupted", EXIT_STOPPED: "stopped"}
+_PHASES_OF_CODES = {
+    EXIT_DONE: RunPhase.finished,
+    EXIT_INTERRUPTED: RunPhase.interrupted,
+    EXIT_STOPPED: RunPhase.stopped,
+}
 # Decisions by which a run does not go on.
 _ENDING_DECISIONS = ("give_up", "end")
 # Events whose step is exact when a rank wrote them, and others that name a step that ran.
@@ -207,9 +212,9 @@ class Verdict:
     explained: bool = False
 
     @property
-    def state(self) -> str:
-        """One word: finished, interrupted, stopped (to be continued) or failed."""
-        return _WORDS_OF_CODES.get(self.code, "failed")
+    def state(self) -> RunPhase:
+        """Finished, interrupted, stopped (to be continued) or failed."""
+        return _PHASES_OF_CODES.get(self.code, RunPhase.failed)
 
 
 def node_verdict(attempt: Attempt) -> Verdict | None:

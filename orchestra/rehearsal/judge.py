@@ -30,6 +30,7 @@ from orchestra.run.files import Record, read_json_lines
 from orchestra.run.metrics_file import read_metrics
 from orchestra.run.paths import RunDir
 from orchestra.run.planned_faults import PlannedFault, planned_faults
+from orchestra.run.record import RunPhase
 
 # Of the wall time.
 _ACCOUNTS_MAY_DIFFER = 0.01
@@ -77,7 +78,7 @@ def _finished(run: RunDir, claim: str) -> Check:
     advice = f"`orchestra why {run.path}` tells what ended it"
     if verdict is None:
         return Check(claim, False, "it never ended by itself", advice)
-    if verdict.state != "finished":
+    if verdict.state is not RunPhase.finished:
         decided = [it.get("reason") for it in events if it["event"] == "restarting"]
         why = f"; the policy's last word: {decided[-1]}" if decided else ""
         return Check(claim, False, f"{verdict.state}: {verdict.message or verdict.cause}{why}", advice)

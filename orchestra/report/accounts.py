@@ -10,21 +10,18 @@ from dataclasses import dataclass
 
 from orchestra.recovery.accounting import Accounts, account
 from orchestra.recovery.history import newest_attempt
-from orchestra.report.run_state import read_record
 from orchestra.run.events import is_number, is_whole
 from orchestra.run.files import Record, read_json_lines
 from orchestra.run.metrics_file import wall_begin
 from orchestra.run.paths import RunDir
-
-# The states of a run whose wall time is over, until somebody goes on with it.
-_OVER = ("finished", "failed", "stopped", "interrupted", "cancelled", "died", "unknown", "unreadable")
+from orchestra.run.record import RunPhase, read_record
 
 
-def read_accounts(run: RunDir, events: Sequence[Record], state: str, now: float) -> Accounts:
-    """Book the wall time of a run in `state` (a word of RunState) up to `now`, or up to its end."""
+def read_accounts(run: RunDir, events: Sequence[Record], state: RunPhase, now: float) -> Accounts:
+    """Book the wall time of a run in `state` up to `now`, or up to its end."""
     began = wall_begin(events, read_record(run))
     rows = read_json_lines(run.metrics)
-    return account(events, rows, began=began, now=None if state in _OVER else now)
+    return account(events, rows, began=began, now=None if state.is_over else now)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import re
 import socket
 import statistics
@@ -29,6 +28,7 @@ from orchestra.run.events import event_files, is_number, is_whole, read_events
 from orchestra.run.files import Record, read_last_lines
 from orchestra.run.metrics_file import rows_that_count
 from orchestra.run.paths import RunDir, SweepDir, read_sweep
+from orchestra.run.record import RunPhase, read_record
 
 
 def was_verified(events: Iterable[Record], step: int, created: float) -> bool:
@@ -63,7 +63,6 @@ def passed_over(event: Record) -> list[str]:
     return [f"the checkpoint of step {step} was passed over: {reason}" for step, reason in told]
 
 
-RESTARTING = "restarting"
 # Decisions that another attempt by the same agents follows, and the one that another job does; after the
 # others the leader ends.
 _GO_ON = ("restart", "replace", "shrink", "requeue")
@@ -98,7 +97,7 @@ def restart_to_come(attempt: Attempt) -> Restart | None:
     word = attempt.last_word
     if word is None:
         return None
-    is_decided = word["event"] == RESTARTING
+    is_decided = word["event"] == "restarting"
     if (is_decided and word.get("decision") in _GO_ON) or (not is_decided and word.get(_UNDECIDED) is True):
         return _restart_from(word, _newest_start(attempt))
     return None
@@ -140,7 +139,7 @@ def _newest_start(attempt: Attempt) -> Record | None:
 
 
 def _restart_from(event: Record, start: Record | None) -> Restart:
-    is_decided = event["event"] == RESTARTING
+    is_decided = event["event"] == "restarting"
     wait_s, reason = event.get("wait_s"), event.get("reason") if is_decided else event.get("cause")
     after = event.get("after") if is_decided else event.get("cause")
     decided = float(event["time"])
@@ -185,7 +184,7 @@ class RunState:
 
     name: str
     path: str
-    state: str
+    state: RunPhase
     attempts: int
     steps: int | None = None
     step: int | None = None
@@ -215,7 +214,7 @@ class RunState:
         """Return what `--json` prints: all but how the job is found again."""
         record = dataclasses.asdict(dataclasses.replace(self, submitted=None))
         record.pop("submitted")
-        if self.state != RESTARTING:
+        if self.state is not RunPhase.restarting:
             record["restart"] = None
         return record
 
@@ -226,15 +225,6 @@ def is_run(path: Path) -> bool:
         return RunDir(path).record.is_file() or RunDir(path).config.is_file()
     except OSError:
         return False
-
-
-def read_record(run: RunDir) -> dict[str, Any]:
-    """Return run.json; empty when it is missing or torn."""
-    try:
-        record = json.loads(run.record.read_text())
-    except (OSError, ValueError):
-        return {}
-    return record if isinstance(record, dict) else {}
 
 
 def shown_name(run: RunDir, record: Record) -> str:
@@ -256,7 +246,7 @@ def read_state(run: RunDir, now: float) -> RunState:
     try:
         return _read_state(run, now)
     except OSError as error:
-        return RunState(run.name, str(run.path), "unreadable", attempts=0, cause=str(error))
+        return RunState(run.name, str(run.path), RunPhase.unreadable, attempts=0, cause=str(error))
 
 
 def _read_state(run: RunDir, now: float) -> RunState:
@@ -278,30 +268,32 @@ def _read_state(run: RunDir, now: float) -> RunState:
         loss=last.get("loss"),
         tokens_per_s=median_of(rows, "tokens_per_s"),
         mfu=median_of(rows, "mfu"),
-        eta_s=seconds_left(rows, steps) if state == "running" else None,
+        eta_s=seconds_left(rows, steps) if state is RunPhase.running else None,
         age_s=now - created if is_number(created) else None,
         code=verdict.code if verdict is not None else None,
-        cause=restart.reason if restart and state == RESTARTING else _cause(state, verdict, events),
+        cause=restart.reason if restart and state is RunPhase.restarting else _cause(state, verdict, events),
         checkpoint_step=newest_checkpoint(events),
         submitted=_job_to_ask_about(run, record, events, state),
         restart=restart,
     )
 
 
-def _restart(events: list[Record], state: str) -> Restart | None:
+def _restart(events: list[Record], state: RunPhase) -> Restart | None:
     attempt = newest_attempt(events)
-    if attempt is None or state not in (RESTARTING, "failed"):
+    if attempt is None or state not in (RunPhase.restarting, RunPhase.failed):
         return None
     return restart_to_come(attempt)
 
 
-def _job_to_ask_about(run: RunDir, record: Record, events: list[Record], state: str) -> SubmittedJob | None:
+def _job_to_ask_about(
+    run: RunDir, record: Record, events: list[Record], state: RunPhase
+) -> SubmittedJob | None:
     """Return the job that decides about a run: the newest, or the one of an attempt that has not ended.
 
     A later job may end without a word of the run, refused because of that attempt.
     """
     starts = [event for event in events if event["event"] == "attempt_started"]
-    if state in ("running", "unknown", RESTARTING) and starts:
+    if state in (RunPhase.running, RunPhase.unknown, RunPhase.restarting) and starts:
         leader = max(starts, key=lambda it: int(it["attempt"])).get("job")
         for entry in reversed(record.get("jobs") or []):
             job = _job_of_entry(run, entry)
@@ -310,8 +302,8 @@ def _job_to_ask_about(run: RunDir, record: Record, events: list[Record], state: 
     return job_of_record(run, record)
 
 
-def _cause(state: str, verdict: Verdict | None, events: list[Record]) -> str | None:
-    if state == "cancelled":
+def _cause(state: RunPhase, verdict: Verdict | None, events: list[Record]) -> str | None:
+    if state is RunPhase.cancelled:
         last = [event for event in events if event["event"] == "cancelled"][-1]
         return f"job {last.get('job', '?')} was taken out of the queue by {last.get('user', '?')}"
     return verdict.cause if verdict is not None else None
@@ -390,30 +382,31 @@ def seconds_left(rows: Sequence[Record], steps: int | None) -> float | None:
     return max(0, steps - int(rows[-1]["step"])) * step_time_s
 
 
-def read_ending(run: RunDir, events: list[Record], now: float) -> tuple[str, Verdict | None]:
-    """Return a run's state in a word, and the verdict of its last attempt where there is one."""
+def read_ending(run: RunDir, events: list[Record], now: float) -> tuple[RunPhase, Verdict | None]:
+    """Return a run's state, and the verdict of its last attempt where there is one."""
     return _ending(run, read_record(run), events, now)
 
 
-def _ending(run: RunDir, record: Record, events: list[Record], now: float) -> tuple[str, Verdict | None]:
+def _ending(run: RunDir, record: Record, events: list[Record], now: float) -> tuple[RunPhase, Verdict | None]:
     attempt = newest_attempt(events)
     if _is_cancelled(record, events, None if attempt is None else attempt.number):
-        return "cancelled", None
+        return RunPhase.cancelled, None
     if attempt is None:
-        return ("not started" if _may_still_start(record) else "died"), None
+        return (RunPhase.not_started if _may_still_start(record) else RunPhase.died), None
     verdict = node_verdict(attempt)
     if _has_newer_job(record, attempt.number):
-        return "queued", verdict
+        return RunPhase.queued, verdict
     if verdict is not None:
         restart = restart_to_come(attempt)
         if restart is not None and is_awaited(restart, attempt, now, last_growth(run)):
-            return RESTARTING, verdict
+            return RunPhase.restarting, verdict
         goes_on = verdict.code in (EXIT_STOPPED, EXIT_INTERRUPTED) and attempt.is_requeued
-        return ("queued" if goes_on else verdict.state), verdict
+        return (RunPhase.queued if goes_on else verdict.state), verdict
     if not is_of_this_host(attempt.start):
-        return ("running" if now - _last_sign_of_life(run) < _SILENCE_S else "unknown"), None
+        is_silent = now - _last_sign_of_life(run) >= _SILENCE_S
+        return (RunPhase.unknown if is_silent else RunPhase.running), None
     if leader_lives(attempt.start):
-        return "running", None
+        return RunPhase.running, None
     return _without_leader(attempt)
 
 
@@ -436,13 +429,13 @@ def _is_cancelled(record: Record, events: list[Record], attempt: int | None) -> 
     )
 
 
-def _without_leader(attempt: Attempt) -> tuple[str, Verdict | None]:
+def _without_leader(attempt: Attempt) -> tuple[RunPhase, Verdict | None]:
     """The leading process died without a verdict of its own; what the ranks wrote still counts."""
     is_finished = 0 in attempt.finished_ranks
     if is_finished or first_failure(attempt) is not None:
         verdict = judge(attempt, exit_code=0 if is_finished else 1, interruption=None)
         return verdict.state, verdict
-    return "died", None
+    return RunPhase.died, None
 
 
 def _may_still_start(record: Record) -> bool:

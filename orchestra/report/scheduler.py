@@ -15,14 +15,13 @@ from pathlib import Path
 
 from launchers.slurm.queue import GONE, RUNNING, UNKNOWN, WAITING, JobState, Questions, SubmittedJob
 from orchestra.report.run_state import (
-    RESTARTING,
     RunState,
     job_of_record,
     last_growth,
-    read_record,
     read_state,
 )
 from orchestra.run.paths import RunDir
+from orchestra.run.record import RunPhase, read_record
 
 # Why a Slurm job waits or what it is doing, in words that help, and what to type. Pure text.
 
@@ -146,9 +145,10 @@ def how_it_ended(word: JobState, user_of: Callable[[str], str]) -> str:
 
 
 # Own records that leave open what became of the job.
-OPEN = ("not started", "running", RESTARTING, "unknown", "died", "queued")
-# A verdict that stands; yet the same job may wait to be started again.
-_MAY_WAIT_AGAIN = ("stopped", "failed", "interrupted")
+OPEN = (
+    *(RunPhase.not_started, RunPhase.running, RunPhase.restarting),
+    *(RunPhase.unknown, RunPhase.died, RunPhase.queued),
+)
 # What wrote so lately is alive, whatever Slurm does not know.
 _GROWS_S = 60.0
 # A requeued job is still running, or being cleaned up, for a moment after its attempt ended.
@@ -170,10 +170,11 @@ def with_scheduler(
     `states` are those of `runs`, from their own records. Whoever asks again and again hands in the same
     `questions` each time.
     """
+    # Of a verdict that stands too: the same job may wait to be started again.
     jobs = {
         index: state.submitted
         for index, state in enumerate(states)
-        if state.submitted is not None and state.state in (*OPEN, *_MAY_WAIT_AGAIN)
+        if state.submitted is not None and (state.state in OPEN or state.state.ended_early)
     }
     wanted = [job for index, job in jobs.items() if states[index].state in OPEN]
     words, problems = (questions or Questions()).states(list(jobs.values()), past=wanted)
@@ -183,12 +184,17 @@ def with_scheduler(
         if own.state in OPEN and word.is_over:
             # It may have ended, with a verdict, between reading its records and asking Slurm.
             own = _read_again(runs[index], own)
-        is_led = own.state == "running" or (own.state == RESTARTING and _is_of_leader(own, job, word))
+        may_be_led = own.state is RunPhase.restarting and _is_of_leader(own, job, word)
+        is_led = own.state is RunPhase.running or may_be_led
         if is_led and word.state == GONE and _grows(runs[index]):
             told[index] = replace(own, job=word.job, job_state=UNKNOWN, cause=_unknown_yet_alive(job))
         else:
             told[index] = _told(own, job, word)
-        if told[index].state == "starting" and not told[index].cause and not _has_come(runs[index], word):
+        if (
+            told[index].state is RunPhase.starting
+            and not told[index].cause
+            and not _has_come(runs[index], word)
+        ):
             told[index] = replace(told[index], cause=why_nothing_begins(word, time.time()) or None)
     return told, problems
 
@@ -221,10 +227,10 @@ def _told(own: RunState, job: SubmittedJob, word: JobState) -> RunState:
     state = replace(own, job=word.job, job_state=word.state, job_nodes=nodes, job_start=start)
     waits = why_it_waits(word) or None
     if word.state in WAITING:
-        return replace(state, state="queued", cause=waits, eta_s=None)
+        return replace(state, state=RunPhase.queued, cause=waits, eta_s=None)
     if own.restart is not None and _is_of_leader(own, job, word):
         return _of_a_restart(state, word, waits)
-    if own.state == RESTARTING:
+    if own.state is RunPhase.restarting:
         # Its leader is in no job, or in another one, of which this one's state says nothing.
         return own
     if own.state not in OPEN:
@@ -244,30 +250,30 @@ def _of_a_restart(own: RunState, word: JobState, waits: str | None) -> RunState:
     """Return the state of a run whose leader waits to begin again, for as long as its job runs."""
     restart = own.restart
     if restart is not None and word.state in RUNNING and word.state not in _LEFT:
-        return replace(own, state=RESTARTING, cause=waits or restart.reason)
-    cause = own.cause if restart is None or own.state != RESTARTING else restart.after
-    return replace(own, state="failed", cause=cause)
+        return replace(own, state=RunPhase.restarting, cause=waits or restart.reason)
+    cause = own.cause if restart is None or own.state is not RunPhase.restarting else restart.after
+    return replace(own, state=RunPhase.failed, cause=cause)
 
 
 def _of_a_running_job(own: RunState, word: JobState, waits: str | None) -> RunState:
-    if own.state in ("not started", "queued"):
-        is_ending = own.state == "queued" and word.state in _ENDING
-        return replace(own, state="queued" if is_ending else "starting", cause=waits)
-    return replace(own, state="running", cause=waits or own.cause)
+    if own.state.is_before_start:
+        is_ending = own.state is RunPhase.queued and word.state in _ENDING
+        return replace(own, state=RunPhase.queued if is_ending else RunPhase.starting, cause=waits)
+    return replace(own, state=RunPhase.running, cause=waits or own.cause)
 
 
-def _end(own: RunState, job: SubmittedJob, word: JobState) -> str:
-    if own.state not in ("not started", "queued"):
-        return "cancelled" if word.state == "CANCELLED" else "died"
-    if own.state == "not started" and job.job is None and word.state == GONE:
-        return "not submitted"
-    return {"CANCELLED": "cancelled", "FAILED": "failed"}.get(word.state, "died")
+def _end(own: RunState, job: SubmittedJob, word: JobState) -> RunPhase:
+    if not own.state.is_before_start:
+        return RunPhase.cancelled if word.state == "CANCELLED" else RunPhase.died
+    if own.state is RunPhase.not_started and job.job is None and word.state == GONE:
+        return RunPhase.not_submitted
+    return {"CANCELLED": RunPhase.cancelled, "FAILED": RunPhase.failed}.get(word.state, RunPhase.died)
 
 
 def _cause(own: RunState, job: SubmittedJob, word: JobState) -> str:
     began = {
-        "not started": "the run had not begun",
-        "queued": "the run had not gone on",
+        RunPhase.not_started: "the run had not begun",
+        RunPhase.queued: "the run had not gone on",
     }.get(own.state, "the run left no verdict")
     if word.state == GONE:
         named = "a job with its token" if job.job is None else f"job {job.label} any more"

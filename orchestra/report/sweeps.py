@@ -9,14 +9,7 @@ from typing import Any
 
 from orchestra.report.run_state import RunState, read_state
 from orchestra.run.paths import RunDir, Sweep, SweepDir, SweepMember, read_sweep
-
-# The order in which counts are told: what is done, what is under way, what needs somebody.
-_ORDER = (
-    *("finished", "running", "restarting", "starting", "queued", "not started", "being resumed"),
-    *("stopped", "interrupted", "cancelled", "failed", "died", "unknown", "not submitted", "unreadable"),
-)
-ALIVE = ("running", "restarting", "starting", "queued", "not started")
-ENDED_BADLY = ("failed", "died", "not submitted", "unreadable")
+from orchestra.run.record import RunPhase
 
 
 @dataclass(frozen=True)
@@ -38,8 +31,8 @@ class SweepState:
     problem: str | None = None
 
     @property
-    def counts(self) -> dict[str, int]:
-        """How many members are in which state, in the order in which they are told."""
+    def counts(self) -> dict[RunPhase, int]:
+        """How many members are in which state, in the order of the states."""
         return counted(member.state for member in self.members)
 
     def to_json(self) -> dict[str, Any]:
@@ -53,10 +46,10 @@ class SweepState:
         return {"kind": "sweep", **identity, **told}
 
 
-def counted(states: Iterable[RunState]) -> dict[str, int]:
-    """Return how many there are of each state."""
-    found = Counter(state.state for state in states)
-    return {word: found[word] for word in (*_ORDER, *sorted(set(found) - set(_ORDER))) if found[word]}
+def counted(states: Iterable[RunState]) -> dict[RunPhase, int]:
+    """Return how many there are of each state, in the order of the states."""
+    counts = Counter(state.state for state in states)
+    return {phase: counts[phase] for phase in RunPhase if counts[phase]}
 
 
 def read_sweep_state(sweep: SweepDir, now: float) -> SweepState:

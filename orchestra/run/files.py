@@ -1,7 +1,9 @@
-"""JSON-lines files with one writer: appended line by line, safe to read while they grow, safe after a crash.
+"""How files of a run are written and read: small ones as one act, growing ones line by line. Standard library
+only.
 
-A process that dies in the middle of a write leaves a torn last line. Readers pass over it; whoever reopens
-the file for writing cuts it first, so that a torn line never ends up in the middle. Standard library only.
+JSON-lines files have one writer each, are safe to read while they grow and safe after a crash. A process that
+dies in the middle of a write leaves a torn last line. Readers pass over it; whoever reopens the file for
+writing cuts it first, so that a torn line never ends up in the middle.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import json
 import math
 import os
 import re
+import secrets
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -30,6 +33,34 @@ def finite_or_null(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [finite_or_null(item) for item in value]
     return value
+
+
+def write_atomically(path: Path, text: str, *, is_synced: bool = True) -> None:
+    """Write a file as one act: a reader sees the old text, the whole new one or none. Raises OSError.
+
+    Several processes may write the same file, and the last one wins. `is_synced`: its bytes are on the disk
+    before its name, so that it is whole after a power failure too.
+    """
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with draft.open("w") as file:
+            file.write(text)
+            if is_synced:
+                file.flush()
+                os.fsync(file.fileno())
+        draft.replace(path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+def read_json(path: Path) -> Record | None:
+    """Return the object that a JSON file holds; None where it is missing, cannot be read or holds none."""
+    try:
+        record = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return record if isinstance(record, dict) else None
 
 
 class JsonLinesWriter:

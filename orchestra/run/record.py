@@ -1,23 +1,95 @@
-"""What a worker reads of the run's record, `run.json`; it writes nothing into it."""
+"""A run's record, `run.json`, and the words for the state that a run is in. Standard library only."""
 
 from __future__ import annotations
 
-import json
+from enum import StrEnum
 
-from orchestra.run.files import Record
+from orchestra.run.files import Record, read_json
 from orchestra.run.paths import RunDir
 
 
-def run_record(run: RunDir) -> Record:
-    """Return the record; empty where it is missing or torn."""
-    try:
-        record = json.loads(run.record.read_text())
-    except (OSError, ValueError):
-        return {}
-    return record if isinstance(record, dict) else {}
+class RunPhase(StrEnum):
+    """The state of a run, as `orchestra status` prints it; in the order in which counts of a sweep are told:
+    what is done, what is under way, what needs somebody.
+    """
+
+    finished = "finished"
+    # Its ranks are there, or will be in a moment.
+    running = "running"
+    # An attempt failed, and its leader waits to begin the next one.
+    restarting = "restarting"
+    # Slurm has started its job, and no agent has come yet.
+    starting = "starting"
+    # Its job waits in Slurm's queue.
+    queued = "queued"
+    not_started = "not started"
+    # Somebody is submitting it once more.
+    being_resumed = "being resumed"
+    # Ended on request with a checkpoint, or at once.
+    stopped = "stopped"
+    interrupted = "interrupted"
+    # Its job was taken out of the queue.
+    cancelled = "cancelled"
+    failed = "failed"
+    # The process that led it is gone and left no verdict.
+    died = "died"
+    # Led from another host, and silent for long.
+    unknown = "unknown"
+    # Prepared, but Slurm has no job of it.
+    not_submitted = "not submitted"
+    # Its files may not be read.
+    unreadable = "unreadable"
+    # It is asked to stop, and Slurm may start its job again in the next moment.
+    being_ended = "being ended"
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it trains, or will without anybody's doing."""
+        return self in _ALIVE
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether it is alive, or nobody can say that it is not."""
+        return self.is_alive or self in (RunPhase.unknown, RunPhase.unreadable)
+
+    @property
+    def ended_badly(self) -> bool:
+        """Whether something went wrong that somebody has to look at."""
+        return self in (RunPhase.failed, RunPhase.died, RunPhase.not_submitted, RunPhase.unreadable)
+
+    @property
+    def ended_early(self) -> bool:
+        """Whether its last attempt left a verdict before the last step."""
+        return self in (RunPhase.stopped, RunPhase.failed, RunPhase.interrupted)
+
+    @property
+    def is_to_be_resumed(self) -> bool:
+        """Whether it is not done and goes on only when somebody resumes it."""
+        return self.ended_badly or self.ended_early or self is RunPhase.cancelled
+
+    @property
+    def is_before_start(self) -> bool:
+        """Whether it waits for its first start, or for its job's."""
+        return self in (RunPhase.queued, RunPhase.not_started)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its wall time is over until somebody goes on with it."""
+        others = (RunPhase.being_resumed, RunPhase.being_ended, RunPhase.not_submitted)
+        return not self.is_alive and self not in others
+
+
+_ALIVE = frozenset(
+    (RunPhase.running, RunPhase.restarting, RunPhase.starting, RunPhase.queued, RunPhase.not_started)
+)
+
+
+def read_record(run: RunDir) -> Record:
+    """Return run.json; empty where it is missing or torn."""
+    return read_json(run.record) or {}
 
 
 def wandb_id(run: RunDir) -> str | None:
     """Return the id under which Weights & Biases knows the run; None where the record has none."""
-    found = run_record(run).get("wandb_id")
-    return found if isinstance(found, str) else None
+    known = read_record(run).get("wandb_id")
+    return known if isinstance(known, str) else None

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestra.run.events import is_number, is_whole
+from orchestra.run.files import read_json, write_atomically
 from orchestra.run.paths import RunDir
 
 # Reasons other than a signal's ("signal SIGTERM").
@@ -68,14 +69,8 @@ def write_request(run: RunDir, attempt: int, reason: str, *, at_once: bool = Fal
         attempt, reason, time.time(), user_name(), socket.gethostname(), os.getpid(), at_once
     )
     run.control.mkdir(exist_ok=True)
-    place = run.stop_request(attempt, secrets.token_hex(_TOKEN_BYTES))
-    draft = place.with_name(f".{place.name}")
-    try:
-        draft.write_text(json.dumps(dataclasses.asdict(request)) + "\n")
-        draft.rename(place)
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise
+    file = run.stop_request(attempt, secrets.token_hex(_TOKEN_BYTES))
+    write_atomically(file, json.dumps(dataclasses.asdict(request)) + "\n", is_synced=False)
     return request
 
 
@@ -136,11 +131,8 @@ def from_record(record: dict[str, Any]) -> StopRequest | None:
 
 
 def _read(file: Path, attempt: int) -> StopRequest | None:
-    try:
-        record = json.loads(file.read_text())
-    except (OSError, ValueError):
-        return None
-    request = from_record(record) if isinstance(record, dict) else None
+    record = read_json(file)
+    request = None if record is None else from_record(record)
     return request if request is not None and request.attempt == attempt else None
 
 

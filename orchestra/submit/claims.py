@@ -13,10 +13,10 @@ from typing import Any
 
 from launchers import processes
 from orchestra.recovery.history import last_attempt
-from orchestra.report.run_state import read_record
 from orchestra.run import stop_requests
 from orchestra.run.events import is_number, is_whole, read_events
 from orchestra.run.paths import RunDir
+from orchestra.run.record import read_record
 from orchestra.run.stop_requests import claimed_attempt
 
 # A claim of another host, or one that cannot be read yet, counts for so long.

@@ -25,7 +25,7 @@ from orchestra.run.events import read_events
 from orchestra.run.files import JsonLinesWriter, Record
 from orchestra.run.metrics_file import MFU_CONVENTION, wall_begin
 from orchestra.run.paths import RunDir
-from orchestra.run.record import run_record
+from orchestra.run.record import read_record
 from orchestra.sizes import hardware
 from orchestra.sizes.activations import kinds_of_layers
 from orchestra.sizes.flops import (
@@ -86,7 +86,7 @@ def meter_settings(
 def initial_totals(run: RunDir) -> Totals:
     """Return the totals of a run that begins at its first step, perhaps not in its first attempt."""
     events = read_events(run, ("submitted", "attempt_started"))
-    began = wall_begin(events, run_record(run))
+    began = wall_begin(events, read_record(run))
     return Totals(started_at=time.time() if began is None else began, tokens=0, productive_s=0.0)
 
 

@@ -19,9 +19,9 @@ from checkpointing.storage import Storage, open_storage
 from conf.schema import Config
 from orchestra.cli.text.resolve import add_directory_option, resolve
 from orchestra.errors import ConfigError, OrchestraError
-from orchestra.report.run_state import read_record
 from orchestra.run.config_file import read_config
 from orchestra.run.paths import RunDir
+from orchestra.run.record import read_record
 
 _NUM_LISTED = 8
 

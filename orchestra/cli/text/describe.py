@@ -16,6 +16,7 @@ from orchestra.recovery.incidents import Verdict
 from orchestra.report.run_state import failed_save
 from orchestra.run.files import Record
 from orchestra.run.paths import RunDir, SweepDir, is_sweep
+from orchestra.run.record import RunPhase
 
 if TYPE_CHECKING:
     # `status` and its like need none of these, and answer faster without.
@@ -251,12 +252,12 @@ _WORDS = {
 _NAMED = 4
 
 
-def spent_lines(run: RunDir, events: Sequence[Record], state: str, now: float) -> list[str]:
+def spent_lines(run: RunDir, events: Sequence[Record], state: RunPhase, now: float) -> list[str]:
     """Return where the time of a run in `state` went and which ranks are slow, in at most 80 columns."""
     return [*_accounts_lines(read_accounts(run, events, state, now)), *_slow_lines(slow_ranks(events))]
 
 
-def spent_record(run: RunDir, events: Sequence[Record], state: str, now: float) -> Record:
+def spent_record(run: RunDir, events: Sequence[Record], state: RunPhase, now: float) -> Record:
     """Return the same for `--json`: `accounts` in seconds, `goodput`, `stragglers`."""
     accounts = read_accounts(run, events, state, now)
     slow = [dataclasses.asdict(each) for each in slow_ranks(events)]

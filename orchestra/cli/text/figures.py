@@ -6,6 +6,8 @@ import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
 
+from orchestra.run.record import RunPhase
+
 _UNKNOWN = "-"
 _MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86400
 
@@ -99,7 +101,7 @@ def fitting_table(
     return shown
 
 
-def counts(numbers: Mapping[str, int]) -> str:
+def counts(numbers: Mapping[str, int] | Mapping[RunPhase, int]) -> str:
     """Return "8 finished, 2 running"."""
     return ", ".join(f"{number} {word}" for word, number in numbers.items())
 

@@ -9,7 +9,8 @@ from typing import TypeVar
 from orchestra.cli.text import figures
 from orchestra.cli.text.describe import invocation
 from orchestra.report.run_state import RunState
-from orchestra.report.sweeps import ALIVE, ENDED_BADLY, MemberState, SweepState, counted
+from orchestra.report.sweeps import MemberState, SweepState, counted
+from orchestra.run.record import RunPhase
 
 HEADER = ("RUN", "STATE", "STEP", "LOSS", "TOK/S", "MFU", "SAVED", "ATTEMPTS", "ETA", "AGE")
 # Left out first where a terminal is too narrow.
@@ -53,8 +54,8 @@ def shortened(rows: Sequence[Row], limit: int | None, is_wanted: Callable[[Row],
 
 def _is_alive(state: RunState | SweepState) -> bool:
     if isinstance(state, SweepState):
-        return any(word in ALIVE for word in state.counts)
-    return state.state in ALIVE
+        return any(phase.is_alive for phase in state.counts)
+    return state.state.is_alive
 
 
 def _row(state: RunState) -> tuple[str, ...]:
@@ -107,7 +108,7 @@ def of_sweep(state: SweepState, width: int | None) -> list[str]:
 
 
 def _is_of_interest(member: MemberState) -> bool:
-    return member.state.state != "finished"
+    return member.state.state is not RunPhase.finished
 
 
 def _member_row(state: RunState) -> tuple[str, ...]:
@@ -145,7 +146,11 @@ def _values(member: MemberState, keys: Sequence[str]) -> list[str]:
 
 def _best(state: SweepState) -> list[str]:
     """Name the finished member with the lowest last loss, where there are several to compare."""
-    done = [each for each in state.members if each.state.state == "finished" and each.state.loss is not None]
+    done = [
+        each
+        for each in state.members
+        if each.state.state is RunPhase.finished and each.state.loss is not None
+    ]
     if len(done) < 2:
         return []
     best = min(done, key=lambda each: each.state.loss or 0.0)
@@ -155,8 +160,8 @@ def _best(state: SweepState) -> list[str]:
 
 def _next(state: SweepState) -> list[str]:
     lines = []
-    if any(word in ENDED_BADLY for word in state.counts):
+    if any(phase.ended_badly for phase in state.counts):
         lines.append(f"next    `{invocation('why', state.sweep)}`")
-    if any(word in (*ENDED_BADLY, "stopped", "interrupted", "cancelled") for word in state.counts):
+    if any(phase.is_to_be_resumed for phase in state.counts):
         lines.append(f"resume  `{invocation('resume', state.sweep)}` runs what is missing or failed")
     return lines

@@ -22,11 +22,11 @@ from orchestra.config.compose import changed_config
 from orchestra.config.machine import Situation
 from orchestra.errors import ConfigError
 from orchestra.recovery.history import last_attempt
-from orchestra.report.run_state import read_record
 from orchestra.run.config_file import read_config, to_yaml
 from orchestra.run.events import read_events
 from orchestra.run.paths import RunDir, Sweep, SweepDir, SweepMember, to_json
 from orchestra.run.planned_faults import still_to_come
+from orchestra.run.record import read_record
 from orchestra.run.stop_requests import user_name
 from orchestra.submit.claims import next_attempt_number, take_turn, write_whole
 from orchestra.submit.code_snapshot import is_snapshot, take_snapshot

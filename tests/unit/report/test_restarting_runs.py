@@ -20,10 +20,10 @@ from orchestra.errors import ConfigError
 from orchestra.report.accounts import read_accounts
 from orchestra.report.run_state import RunState, read_state
 from orchestra.report.scheduler import with_scheduler
-from orchestra.report.sweeps import ALIVE
 from orchestra.run import stop_requests
 from orchestra.run.events import EventWriter, node_writer, read_events
 from orchestra.run.paths import RunDir
+from orchestra.run.record import RunPhase
 from orchestra.submit.cancel_jobs import Way, cancellations
 from orchestra.submit.claims import take_next
 from orchestra.submit.resume_run import asked, next_attempt
@@ -104,7 +104,7 @@ def test_a_run_whose_leader_waits_to_begin_again_is_restarting(tmp_path: Path, d
     run = Attempt(tmp_path).decide(decision).run
     state = state_of(run)
     assert (state.state, state.cause, state.eta_s) == ("restarting", REASON, None)
-    assert state.state in ALIVE
+    assert state.state.is_alive
     assert state.restart is not None
     assert state.restart.due == pytest.approx(time.time() + 300, abs=30)
     assert state.to_json()["restart"]["decision"] == decision
@@ -261,8 +261,8 @@ def test_a_restarting_run_is_not_resumed(tmp_path: Path, slurm: FakeSlurm, job: 
 def test_the_wall_time_of_a_restarting_run_goes_on(tmp_path: Path) -> None:
     run = Attempt(tmp_path).decide().run
     events, now = read_events(run), time.time() + 200
-    going = read_accounts(run, events, "restarting", now)
-    over = read_accounts(run, events, "failed", now)
+    going = read_accounts(run, events, RunPhase.restarting, now)
+    over = read_accounts(run, events, RunPhase.failed, now)
     assert going.wall_s == pytest.approx(over.wall_s + 200, abs=30)
 
 
