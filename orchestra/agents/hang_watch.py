@@ -29,8 +29,8 @@ from orchestra.errors import EXIT_FAILED
 from orchestra.recovery.hangs import (
     LOOK_S,
     LimitRules,
+    RankHeartbeats,
     RankPosition,
-    RankProgress,
     hanging,
     limit_rules,
     limits_on_node,
@@ -102,7 +102,7 @@ class Hang:
 class _RankOnNode:
     """One rank as it was seen last: its heartbeats, the folder that they come from, and its process."""
 
-    progress: RankProgress = field(default_factory=RankProgress)
+    progress: RankHeartbeats = field(default_factory=RankHeartbeats)
     folder: Path | None = None
     state: str | None = None
     has_ended: bool = False

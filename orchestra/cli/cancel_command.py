@@ -20,6 +20,7 @@ from orchestra.errors import EXIT_DONE, EXIT_FAILED
 from orchestra.report.sweeps import runs_of
 from orchestra.run.files import Record
 from orchestra.run.paths import RunDir, SweepDir, read_sweep
+from orchestra.run.record import RunPhase
 from orchestra.submit.cancel_jobs import Cancellation, Way, cancellations, carry_out, seconds_ago
 
 _EXPLAINED = """\
@@ -139,9 +140,9 @@ def _sentence(plan: Cancellation, arguments: Namespace) -> str:
         ago = figures.age(seconds_ago(plan.earlier))
         hint = "" if arguments.now else f"; to end it at once: {invocation('cancel', plan.run)} --now"
         return f"{name}: was asked to stop {ago} ago already ({plan.earlier}){hint}"
-    if plan.state == "restarting":
+    if plan.state is RunPhase.restarting:
         return f"{name}: {would}asked not to begin again after attempt {plan.attempt}; {follow}"
-    doubt = ", of which nothing was heard for long" if plan.state == "unknown" else ""
+    doubt = ", of which nothing was heard for long" if plan.state is RunPhase.unknown else ""
     return f"{name}: attempt {plan.attempt}{doubt} {would}asked to {_how(arguments)}; {follow}"
 
 

@@ -19,6 +19,7 @@ from orchestra.cli.text.resolve import add_directory_option, resolve_target
 from orchestra.errors import EXIT_DONE
 from orchestra.report.run_state import name_of
 from orchestra.run.paths import RunDir
+from orchestra.run.record import RunPhase
 from orchestra.submit.resume_run import NextAttempt, Word, asked, claim, next_attempt
 
 if TYPE_CHECKING:
@@ -157,7 +158,12 @@ def _print_job_plan(planned: PlannedResume, estimate: Estimate | None, *, as_jso
 def _say_finished(plan: NextAttempt, *, as_json: bool) -> int:
     steps = plan.before.train.steps
     if as_json:
-        identity = {"name": plan.run.name, "path": str(plan.run.path), "state": "finished", "code": EXIT_DONE}
+        identity = {
+            "name": plan.run.name,
+            "path": str(plan.run.path),
+            "state": RunPhase.finished,
+            "code": EXIT_DONE,
+        }
         numbers = {"attempt": plan.last_attempt, "checkpoint_step": plan.checkpoint_step, "steps": steps}
         print(json.dumps({**identity, **numbers}))
         return EXIT_DONE

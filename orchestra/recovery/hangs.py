@@ -185,7 +185,7 @@ class RankTimes:
 
 
 @dataclass
-class RankProgress:
+class RankHeartbeats:
     """What the heartbeats of one rank have shown so far.
 
     Times are seconds on the watch of whoever reads them, which began with the attempt.

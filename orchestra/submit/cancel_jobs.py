@@ -19,15 +19,14 @@ from orchestra.report.scheduler import with_scheduler
 from orchestra.run import stop_requests
 from orchestra.run.events import EventWriter, read_events
 from orchestra.run.paths import RunDir
+from orchestra.run.record import RunPhase
 from orchestra.run.stop_requests import StopRequest, claimed_attempt, user_name
 from orchestra.submit.resume_run import pending_attempt
 
 # States of runs that may hear a request: of a silent one on another host nobody knows.
-_MAY_HEAR = ("running", "restarting", "not started", "unknown", "starting")
+_MAY_HEAR = (RunPhase.running, RunPhase.restarting, RunPhase.not_started, RunPhase.unknown, RunPhase.starting)
 # Own records that say nothing new, and Slurm's word that the job lives all the same.
-_SILENT = (("unknown", "running"), ("failed", "restarting"))
-# Own records of runs whose job has not begun, or not gone on, as far as they know.
-_BEFORE_A_START = ("not started", "queued")
+_SILENT = ((RunPhase.unknown, RunPhase.running), (RunPhase.failed, RunPhase.restarting))
 
 
 class Way(enum.Enum):
@@ -48,7 +47,7 @@ class Cancellation:
 
     run: RunDir
     name: str
-    state: str
+    state: RunPhase
     way: Way = Way.nothing
     # The attempt that is meant; None where there is nothing that could be stopped.
     attempt: int | None = None
@@ -78,17 +77,17 @@ def _planned(run: RunDir, own: RunState, told: RunState, now: float, at_once: bo
     plan = Cancellation(run, told.name, told.state, job=told.job, token=token)
     last, claimed = last_attempt(read_events(run, ("attempt_started",))), claimed_attempt(run)
     following = max(-1 if number is None else number for number in (last, claimed)) + 1
-    if told.state == "queued":
+    if told.state is RunPhase.queued:
         reachable = told.job is not None and told.job_state != UNKNOWN
         plan = replace(plan, attempt=following, way=Way.queue if reachable else Way.request)
     elif (pending := pending_attempt(run, last, now)) is not None:
-        plan = replace(plan, attempt=pending, way=Way.request, state="being resumed")
+        plan = replace(plan, attempt=pending, way=Way.request, state=RunPhase.being_resumed)
     elif told.state in _MAY_HEAR:
-        attempt = following if last is None or own.state == "queued" else last
-        silent = told.state == "starting" or (own.state, told.state) in _SILENT
+        attempt = following if last is None or own.state is RunPhase.queued else last
+        silent = told.state is RunPhase.starting or (own.state, told.state) in _SILENT
         way = Way.kill if at_once and silent and told.job else Way.request
         plan = replace(plan, attempt=attempt, way=way)
-    elif own.state == "stopped" and told.job_state in RUNNING:
+    elif own.state is RunPhase.stopped and told.job_state in RUNNING:
         # Its job is about to end or to go on by itself, which it does not do when it finds the request.
         plan = replace(plan, attempt=last, way=Way.request)
     if plan.attempt is None:
@@ -97,7 +96,7 @@ def _planned(run: RunDir, own: RunState, told: RunState, now: float, at_once: bo
     # Only another cancel says as much: after a warning before the time limit the run goes on by itself.
     cancels = [request for request in requests if request.reason == stop_requests.CANCEL]
     earlier = next((request for request in cancels if request.at_once or not at_once), None)
-    unreached = told.job_state == UNKNOWN and own.state in _BEFORE_A_START
+    unreached = told.job_state == UNKNOWN and own.state.is_before_start
     # What has not begun may still wait for a job: with no answer, that is tried as well.
     return replace(plan, earlier=earlier, is_unreached=unreached)
 
@@ -140,7 +139,7 @@ def _looked_at_again(plans: Sequence[Cancellation], problem: bool) -> list[Cance
 def _after(plan: Cancellation, state: RunState, problem: bool) -> Cancellation:
     if state.job_state in ("CANCELLED", GONE) or (plan.way is Way.kill and not problem):
         return plan
-    if state.state == "queued" or state.job_state == UNKNOWN:
+    if state.state is RunPhase.queued or state.job_state == UNKNOWN:
         return replace(plan, way=Way.request, is_unreached=True)
     # It began just before: the attempt reads the request as soon as it can.
     return replace(plan, way=Way.request, state=state.state)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import secrets
 import socket
 import time
 from pathlib import Path
@@ -15,6 +14,7 @@ from launchers import processes
 from orchestra.recovery.history import last_attempt
 from orchestra.run import stop_requests
 from orchestra.run.events import is_number, is_whole, read_events
+from orchestra.run.files import read_json
 from orchestra.run.paths import RunDir
 from orchestra.run.record import read_record
 from orchestra.run.stop_requests import claimed_attempt
@@ -30,11 +30,7 @@ def read_claim(run: RunDir, attempt: int) -> dict[str, Any]:
 
 def read_claim_file(file: Path) -> dict[str, Any]:
     """Return what a claim says; empty where there is none or it cannot be read."""
-    try:
-        claim = json.loads(file.read_text())
-    except (OSError, ValueError):
-        return {}
-    return claim if isinstance(claim, dict) else {}
+    return read_json(file) or {}
 
 
 def take(run: RunDir, attempt: int, crew: str | None = None) -> bool:
@@ -151,17 +147,3 @@ def _planned_attempt(run: RunDir) -> int:
     jobs = read_record(run).get("jobs")
     newest = jobs[-1] if isinstance(jobs, list) and jobs and isinstance(jobs[-1], dict) else {}
     return int(newest["attempt"]) if is_whole(newest.get("attempt")) else 0
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file as one act, its bytes on disk before its name."""
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        with draft.open("w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise

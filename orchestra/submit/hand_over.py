@@ -22,10 +22,11 @@ from launchers.launch_errors import LauncherError, SlurmRefused
 from launchers.slurm import sbatch
 from launchers.slurm.commands import is_full
 from orchestra.errors import ConfigError, LaunchError
-from orchestra.report.run_state import read_record
+from orchestra.run.files import write_atomically
 from orchestra.run.paths import RunDir, Sweep, SweepArray, SweepDir, to_json
+from orchestra.run.record import read_record
 from orchestra.run.stop_requests import claimed_attempt
-from orchestra.submit.claims import write_claim, write_whole
+from orchestra.submit.claims import write_claim
 from orchestra.submit.code_snapshot import take_snapshot
 from orchestra.submit.job_record import (
     JobEntry,
@@ -154,7 +155,7 @@ class SweepLedger:
         """Write sweep.json with these arrays in the place of those with their numbers."""
         arrays = {array.number: array for array in (*self.record.arrays, *changed)}
         self.record = replace(self.record, arrays=tuple(arrays.values()))
-        write_whole(self.sweep.record, to_json(self.record))
+        write_atomically(self.sweep.record, to_json(self.record))
 
 
 Ledger = RunLedger | SweepLedger

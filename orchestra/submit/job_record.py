@@ -16,11 +16,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from launchers.slurm.commands import asked_cluster
-from orchestra.report.run_state import read_record
 from orchestra.run.events import EventWriter
+from orchestra.run.files import write_atomically
 from orchestra.run.paths import RunDir, SweepArray
+from orchestra.run.record import read_record
 from orchestra.run.stop_requests import user_name
-from orchestra.submit.claims import write_whole
 
 JobEntry = dict[str, Any]
 
@@ -116,7 +116,7 @@ def record_id(run: RunDir, token: str, job: str, attempt: int) -> None:
 def _change_jobs(run: RunDir, change: Callable[[list[JobEntry]], list[JobEntry]]) -> None:
     record = read_record(run)
     record["jobs"] = change(jobs_of(record))
-    write_whole(run.record, json.dumps(record, indent=2) + "\n")
+    write_atomically(run.record, json.dumps(record, indent=2) + "\n")
 
 
 def write_member_record(run: RunDir, record: Mapping[str, Any]) -> None:

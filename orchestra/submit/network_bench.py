@@ -34,6 +34,7 @@ from launchers.slurm.this_job import JobTask
 from launchers.spec import LaunchSpec
 from orchestra.errors import LaunchError
 from orchestra.run.config_file import write_config
+from orchestra.run.files import write_atomically
 from orchestra.run.paths import RunDir
 from orchestra.run.stop_requests import user_name
 from orchestra.sizes.network import (
@@ -44,7 +45,6 @@ from orchestra.sizes.network import (
     read_measured,
     with_measured,
 )
-from orchestra.submit.claims import write_whole
 from orchestra.submit.code_snapshot import take_snapshot
 from orchestra.submit.job import NODE_MODULE, Share, batch_job, new_token
 from orchestra.submit.launch import worker_environment
@@ -71,7 +71,7 @@ class Meeting:
 
 def publish(run: RunDir, task: JobTask, meeting: Meeting) -> None:
     """Let the other nodes of this start know. *Node 0 only*. Raises OSError."""
-    write_whole(run.meeting(task.job, task.restart), json.dumps(dataclasses.asdict(meeting)) + "\n")
+    write_atomically(run.meeting(task.job, task.restart), json.dumps(dataclasses.asdict(meeting)) + "\n")
 
 
 def await_meeting(

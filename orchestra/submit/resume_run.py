@@ -35,16 +35,16 @@ from orchestra.report.run_state import (
     job_of_record,
     name_of,
     read_ending,
-    read_record,
     read_state,
 )
 from orchestra.run.config_file import read_config, to_yaml
 from orchestra.run.events import read_events
-from orchestra.run.files import Record
+from orchestra.run.files import Record, write_atomically
 from orchestra.run.paths import RunDir, SweepDir, read_sweep
 from orchestra.run.planned_faults import still_to_come
+from orchestra.run.record import RunPhase, read_record
 from orchestra.run.stop_requests import claimed_attempt, user_name
-from orchestra.submit.claims import is_held, next_attempt_number, read_claim, take, take_turn, write_whole
+from orchestra.submit.claims import is_held, next_attempt_number, read_claim, take, take_turn
 from orchestra.submit.code_snapshot import take_snapshot
 from orchestra.submit.hand_over import RunLedger, hand_over
 from orchestra.submit.job import Share
@@ -57,10 +57,9 @@ from orchestra.submit.wait import is_being_ended, settled, unclear
 # Ranks end with whoever leads them, but not within the same instant.
 _ORPHANS_END_S = 10.0
 _POLL_S = 0.1
-_ALIVE = ("running", "restarting", "not started")
-_ENDED = ("stopped", "failed", "interrupted")
+_ALIVE = (RunPhase.running, RunPhase.restarting, RunPhase.not_started)
 # Slurm's job is to begin it, or has.
-_OF_A_JOB = ("queued", "starting")
+_OF_A_JOB = (RunPhase.queued, RunPhase.starting)
 
 
 @dataclass(frozen=True)
@@ -114,13 +113,13 @@ def next_attempt(
         raise ConfigError(_being_resumed(run, pending))
     number = next_attempt_number(run, last)
     before, step = read_config(run.config), newest_checkpoint(events)
-    if state == "finished" and not overrides:
+    if state is RunPhase.finished and not overrides:
         # Nothing is checked, and no cluster is asked, for a run that has nothing left to train.
         return NextAttempt(run, number, before, before, (), step, last, True, word.num_jobs)
     config = changed_config(_without_past_faults(before, number), overrides, situation)
-    is_finished = state == "finished" and config.train.steps <= before.train.steps
+    is_finished = state is RunPhase.finished and config.train.steps <= before.train.steps
     if not is_finished:
-        _refuse_impossible(run, config, step, is_finished_before=state == "finished")
+        _refuse_impossible(run, config, step, is_finished_before=state is RunPhase.finished)
         if step is not None and config.checkpoint.dir != before.checkpoint.dir:
             _refuse_empty_place(run, before, config, step)
     return NextAttempt(run, number, before, config, tuple(overrides), step, last, is_finished, word.num_jobs)
@@ -136,10 +135,10 @@ def asked(run: RunDir, now: float) -> Word:
     # First: a job that is submitted later is then seen as a change.
     num_jobs = number_of_jobs(run)
     own = read_state(run, now)
-    if own.submitted is None or own.state == "finished":
+    if own.submitted is None or own.state is RunPhase.finished:
         return Word(None, num_jobs)
     (told,), problems = settled([run], [own])
-    if problems and shutil.which("squeue") is None and own.state in _ENDED:
+    if problems and shutil.which("squeue") is None and own.state.ended_early:
         # A machine without the cluster, and the run's own last word is that it ended.
         return Word(None, num_jobs)
     if problems:
@@ -156,7 +155,7 @@ def asked(run: RunDir, now: float) -> Word:
     return Word(told, num_jobs)
 
 
-def _state(own: str, events: list[Record], told: RunState | None) -> str:
+def _state(own: RunPhase, events: list[Record], told: RunState | None) -> RunPhase:
     """Return a run's state; of an attempt in the foreground Slurm knows nothing."""
     if told is None:
         return own
@@ -168,8 +167,8 @@ def _state(own: str, events: list[Record], told: RunState | None) -> str:
 
 def _has_job(run: RunDir, told: RunState) -> str:
     job = f"job {told.job}" if told.job else "a job"
-    waits = "waits in Slurm's queue for it" if told.state == "queued" else "is being started for it"
-    if told.state == "queued" and told.attempts and told.submitted and _began_it(run, told.submitted):
+    waits = "waits in Slurm's queue for it" if told.state is RunPhase.queued else "is being started for it"
+    if told.state is RunPhase.queued and told.attempts and told.submitted and _began_it(run, told.submitted):
         waits = "is started again by Slurm itself"
     why = f" ({told.cause})" if told.cause else ""
     return (
@@ -247,15 +246,15 @@ def _refuse_empty_place(run: RunDir, before: Config, config: Config, step: int) 
         )
 
 
-def _alive(run: RunDir, events: list[Record], state: str) -> str:
+def _alive(run: RunDir, events: list[Record], state: RunPhase) -> str:
     last = last_attempt(events)
     started = [it for it in events if it.get("event") == "attempt_started" and it.get("attempt") == last]
     record = started[-1] if started else read_record(run)
-    what = "is being started" if state == "not started" else f"is running, attempt {last}"
+    what = "is being started" if state is RunPhase.not_started else f"is running, attempt {last}"
     leader = f"process {record.get('pid', '?')} on {record.get('host', '?')} leads it"
     if not started and record.get("jobs"):
         leader = "a Slurm job is to start it (`orchestra status` tells more)"
-    if state == "restarting":
+    if state is RunPhase.restarting:
         return (
             f"{name_of(run)} is restarting after attempt {last}: {leader}, and the next begins by itself; "
             f"to change something, stop it first: `orchestra cancel {name_of(run)}`"
@@ -327,8 +326,8 @@ def freeze(plan: NextAttempt) -> None:
     if plan.config == plan.before:
         return
     if plan.last_attempt is not None and not run.config_of_attempt(plan.last_attempt).exists():
-        write_whole(run.config_of_attempt(plan.last_attempt), run.config.read_text())
-    write_whole(run.config, to_yaml(plan.config))
+        write_atomically(run.config_of_attempt(plan.last_attempt), run.config.read_text())
+    write_atomically(run.config, to_yaml(plan.config))
 
 
 def record_resume(plan: NextAttempt, command: Sequence[str]) -> None:
@@ -345,7 +344,7 @@ def record_resume(plan: NextAttempt, command: Sequence[str]) -> None:
         "code_revision": None if revision is None else dataclasses.asdict(revision),
     }
     record["resumes"] = [*(resumes if isinstance(resumes, list) else []), entry]
-    write_whole(plan.run.record, json.dumps(record, indent=2) + "\n")
+    write_atomically(plan.run.record, json.dumps(record, indent=2) + "\n")
 
 
 # Makes a run that exists ready for a new Slurm job and submits it: `orchestra resume` on a cluster.
@@ -436,10 +435,10 @@ def _replace(plan: PlannedResume, undo: ExitStack) -> None:
     _replace_code(plan.next, undo)
     run.job_logs.mkdir(parents=True, exist_ok=True)
     freeze(plan.next)
-    write_whole(run.batch_script, plan.script())
+    write_atomically(run.batch_script, plan.script())
     # No process of this machine leads it.
     record = {**read_record(run), "pid": None, "pid_started": None}
-    write_whole(run.record, json.dumps(record, indent=2) + "\n")
+    write_atomically(run.record, json.dumps(record, indent=2) + "\n")
 
 
 def _restorer(file: Path) -> Callable[[], None]:
@@ -449,7 +448,7 @@ def _restorer(file: Path) -> Callable[[], None]:
         if text is None:
             file.unlink(missing_ok=True)
         elif not file.is_file() or file.read_text() != text:
-            write_whole(file, text)
+            write_atomically(file, text)
 
     return restore
 

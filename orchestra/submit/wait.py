@@ -19,6 +19,7 @@ from orchestra.report.run_state import RunState, name_of, read_state, recent_row
 from orchestra.report.scheduler import OPEN, elsewhere, with_scheduler
 from orchestra.run.events import is_number
 from orchestra.run.paths import RunDir
+from orchestra.run.record import RunPhase
 
 # Looks at the records: soon after something happened, rarely where nothing does.
 _SHORTEST_S = 0.5
@@ -29,8 +30,6 @@ _ASK_S = 10.0
 # Progress lines while nothing changes but a single run's step.
 _SHOW_S = 60.0
 _SHOW_SEVERAL_S = 600.0
-# Words for runs that go on, or of which nobody can tell.
-_GOES_ON = ("not started", "queued", "starting", "running", "restarting", "unknown", "unreadable")
 # From the best end to the worst.
 _SEVERITY = (EXIT_DONE, EXIT_STOPPED, EXIT_INTERRUPTED, EXIT_FAILED, EXIT_DO_NOT_RESTART)
 
@@ -41,7 +40,7 @@ class Result:
 
     run: RunDir
     # As `orchestra status` calls it: finished, failed, stopped, died, cancelled …
-    state: str
+    state: RunPhase
     # Of its verdict; 1 for a run that left none.
     code: int
     # A column of metrics.jsonl, and what the last row says; None where that is no number.
@@ -118,9 +117,9 @@ class _Watch:
 
     def _is_done(self, run: RunDir, state: RunState) -> bool:
         """Nobody starts a finished run again, and nobody has to confirm it."""
-        if state.state == "finished":
+        if state.state is RunPhase.finished:
             self._end(run, state)
-        return state.state == "finished"
+        return state.state is RunPhase.finished
 
     def _is_time_to_ask(self) -> bool:
         return self._asked_at is None or time.monotonic() - self._asked_at >= _ASK_S
@@ -138,7 +137,7 @@ class _Watch:
 
     def _weigh(self, run: RunDir, state: RunState, *, is_answered: bool) -> None:
         is_alive = state.job_state in RUNNING or state.job_state in WAITING
-        if state.state in _GOES_ON or is_alive:
+        if state.state.goes_on or is_alive:
             self._doubtful.pop(run, None)
         elif is_answered and state.job_state != UNKNOWN:
             if self._doubtful.get(run) == state.state:
@@ -207,8 +206,6 @@ def _say(text: str) -> None:
 # A job that ends takes KillWait at most, 30 s by default, and the nodes' epilog.
 _WAIT_S = 60.0
 _POLL_S = 3.0
-# A verdict that stands, though the job may not be over.
-_ENDED = ("stopped", "failed", "interrupted")
 
 
 def settled(runs: Sequence[RunDir], own: Sequence[RunState]) -> tuple[list[RunState], list[str]]:
@@ -238,7 +235,7 @@ def _being_ended(states: Sequence[RunState]) -> list[int]:
 
 def is_being_ended(state: RunState) -> bool:
     """Whether an attempt has its verdict, and its job is still on its nodes."""
-    return state.state in _ENDED and state.job_state in RUNNING
+    return state.state.ended_early and state.job_state in RUNNING
 
 
 def unclear(state: RunState) -> str | None:
@@ -246,7 +243,7 @@ def unclear(state: RunState) -> str | None:
     job = state.submitted
     if job is None or state.job_state != UNKNOWN or state.state not in OPEN:
         return None
-    if state.asked_cluster is None and state.state in ("running", "restarting"):
+    if state.asked_cluster is None and state.state in (RunPhase.running, RunPhase.restarting):
         # It is left alone anyway.
         return None
     if job.cluster is None:

@@ -20,18 +20,19 @@ from orchestra.report.scheduler import with_scheduler
 from orchestra.run import stop_requests
 from orchestra.run.events import read_events
 from orchestra.run.paths import RunDir, Sweep, SweepDir, SweepMember, is_sweep, read_sweep
+from orchestra.run.record import RunPhase
 from orchestra.submit.job_record import number_of_jobs
 from orchestra.submit.submission import Submission
 from orchestra.submit.wait import is_being_ended, settled, unclear
 
-DONE = "finished"
+DONE = RunPhase.finished
 # A member in one of these states is left alone; "unknown" and "unreadable" may be alive.
 _LEFT_ALONE = (
-    *(DONE, "running", "restarting", "starting", "queued", "being resumed"),
-    *("unknown", "unreadable"),
+    *(DONE, RunPhase.running, RunPhase.restarting, RunPhase.starting, RunPhase.queued),
+    *(RunPhase.being_resumed, RunPhase.unknown, RunPhase.unreadable),
 )
 # Slurm may start the job of such a member again in the next moment.
-_BEING_ENDED = "being ended"
+_BEING_ENDED = RunPhase.being_ended
 
 
 @dataclass(frozen=True)

@@ -24,11 +24,12 @@ from orchestra.errors import ConfigError
 from orchestra.recovery.history import last_attempt
 from orchestra.run.config_file import read_config, to_yaml
 from orchestra.run.events import read_events
+from orchestra.run.files import write_atomically
 from orchestra.run.paths import RunDir, Sweep, SweepDir, SweepMember, to_json
 from orchestra.run.planned_faults import still_to_come
 from orchestra.run.record import read_record
 from orchestra.run.stop_requests import user_name
-from orchestra.submit.claims import next_attempt_number, take_turn, write_whole
+from orchestra.submit.claims import next_attempt_number, take_turn
 from orchestra.submit.code_snapshot import is_snapshot, take_snapshot
 from orchestra.submit.hand_over import Outcome, SweepLedger, hand_over, record_jobs, write_member
 from orchestra.submit.job import Share
@@ -268,7 +269,7 @@ def _written(comeback: Comeback, arrays: Sequence[PlannedArray], command: Sequen
     )
     for planned in arrays:
         sweep.script(planned.array.number).write_text(planned.script())
-    write_whole(sweep.record, to_json(new))
+    write_atomically(sweep.record, to_json(new))
     attempts = {it.member.index: it.attempt for it in comeback.members}
     for planned in arrays:
         record_jobs(sweep, planned.array, attempts, but=made)
@@ -306,5 +307,5 @@ def _replace_config(run: RunDir, it: Returning) -> None:
     if text == before:
         return
     if it.attempt > 0 and not run.config_of_attempt(it.attempt - 1).exists():
-        write_whole(run.config_of_attempt(it.attempt - 1), before)
-    write_whole(run.config, text)
+        write_atomically(run.config_of_attempt(it.attempt - 1), before)
+    write_atomically(run.config, text)
