@@ -26,6 +26,15 @@ def test_links_and_paths_lead_to_files(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_names_said_to_be_in_a_file_are_there(page: Path) -> None:
+    """Where a page says `name` in `file`, or `name` and `name` in `file`."""
+    said = re.findall(r"`([\w.]+)`(?:\s+and\s+`([\w.]+)`)?\s+in\s+`([\w/]+\.py)`", page.read_text())
+    named = [(name.split(".")[-1], file) for *names, file in said for name in names if name]
+    missing = [f"{name} in {file}" for name, file in named if name not in (ROOT / file).read_text()]
+    assert missing == [], f"{page.relative_to(ROOT)} names what does not exist"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_keys_and_targets_exist(page: Path) -> None:
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
     missing = [key for key in named_keys(page) if find_key(key) is None]
