@@ -57,7 +57,7 @@ def test_an_srun_that_is_killed_ends_nothing(cluster: Site) -> None:
         os.kill(pid, signal.SIGKILL)
     assert sruns
     wait_until(lambda: named(run, "finished"), f"it finishes: {said(run)}", 120)
-    assert ended(cluster, job) == "COMPLETED"
+    assert ended(cluster, job) == "COMPLETED", said(run)
     assert len(named(run, "attempt_started")) == 1
 
 

@@ -148,7 +148,7 @@ def mirror(run: RunDir) -> int:
     ending = _MirrorEnd(config.finish_timeout_s)
     # At normal priority: a run that is short, on a busy machine, would be over before wandb has opened it.
     wandb_run, code = _open(run, config)
-    _step_aside()
+    ending.step_aside()
     reader = JsonLinesReader(run.metrics)
     index = 0
     last_round = False
@@ -160,8 +160,6 @@ def mirror(run: RunDir) -> int:
         if last_round:
             break
         last_round = ending.wait(_POLL_S)
-        if last_round:
-            _step_back()
     wandb_run.finish()
     return code
 
@@ -173,7 +171,7 @@ class _MirrorEnd:
         self._limit_s = max(limit_s / 2, limit_s - _MARGIN_S)
         self._closed = threading.Event()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, lambda *_: self._closed.set())
+        signal.signal(signal.SIGTERM, lambda *_: self._close())
         threading.Thread(target=self._watch_input, daemon=True).start()
         threading.Thread(target=self._give_up_late, daemon=True).start()
 
@@ -185,7 +183,17 @@ class _MirrorEnd:
         # os.read, not sys.stdin: a thread inside a buffered reader would hold its lock at exit.
         while os.read(0, 4096):
             pass
+        self._close()
+
+    def step_aside(self) -> None:
+        """Leave the processors to training for as long as it goes on."""
+        _step_aside()
+        if self._closed.is_set():
+            _step_back()
+
+    def _close(self) -> None:
         self._closed.set()
+        _step_back()
 
     def _give_up_late(self) -> None:
         self._closed.wait()

@@ -95,9 +95,9 @@ def test_sources_of_trillions_of_samples_are_permuted(num_samples: int) -> None:
 
 def test_first_batch_of_a_billion_samples_takes_under_10_ms_and_10_mb() -> None:
     def seconds() -> float:
-        began = time.perf_counter()
+        began = time.process_time()
         sample_ids(0, 1024, num_samples=BILLION, seed=0)
-        return time.perf_counter() - began
+        return time.process_time() - began
 
     assert min(seconds() for _ in range(5)) < 0.010
     tracemalloc.start()

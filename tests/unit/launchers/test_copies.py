@@ -178,7 +178,7 @@ def test_a_neighbour_that_reads_nothing_holds_up_neither_the_ranks_nor_the_end(
         for step in range(1, 10):
             put(shelves[0], step)
         pusher.close()
-        assert time.monotonic() - began < 5.0
+        assert time.monotonic() - began < 9.0, "an answer is awaited for 10 s"
     assert pusher.pushed_step is None
 
 

@@ -45,7 +45,9 @@ def _timed_here() -> float:
         torch.set_num_threads(threads_before)
 
 
-def test_the_measurement_is_kept_by_processor_type_threads_and_version(cache: Path) -> None:
+def test_the_measurement_is_kept_by_processor_type_threads_and_version(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     threads_before = torch.get_num_threads()
     metrics.measured_cpu_peak_flops(torch.float32, 1)
     assert torch.get_num_threads() == threads_before
@@ -54,7 +56,7 @@ def test_the_measurement_is_kept_by_processor_type_threads_and_version(cache: Pa
     assert "torch.float32" in key
     assert "1 threads" in key
     assert torch.__version__ in key
-    assert seconds(lambda: metrics.measured_cpu_peak_flops(torch.float32, 1)) < 0.05
+    monkeypatch.delattr(metrics, "_measure")
     assert metrics.measured_cpu_peak_flops(torch.float32, 1) == value["flops"]
 
 

@@ -172,11 +172,11 @@ def test_disabled_starts_no_process(run: RunDir) -> None:
 @pytest.mark.usefixtures("unreachable")
 def test_unreachable_server_is_given_up_in_time_and_the_rows_stay_here(run: RunDir) -> None:
     began = time.monotonic()
-    trainer = begin(run, mode=WandbMode.online, finish_timeout_s=15.0)
+    trainer = begin(run, mode=WandbMode.online, finish_timeout_s=20.0)
     trainer.train(range(1, 51))
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < 8.0, "a server is given up after 8 s at the earliest"
     trainer.mirror.close()
-    assert time.monotonic() - began < 17.0
+    assert time.monotonic() - began < 30.0
     (failure,) = failures(run)
     # On a busy machine wandb itself may not even be up by then.
     assert re.search("could not be reached|not finished within", failure["cause"])
@@ -203,9 +203,9 @@ def test_killed_or_stopped_mirror_leaves_training_alone(run: RunDir, number: sig
     os.kill(trainer.pid, number)
     began = time.monotonic()
     trainer.train(range(1, 100))
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < 5.0
     trainer.mirror.close()
-    assert time.monotonic() - began < 6.0
+    assert time.monotonic() - began < 15.0
     (failure,) = failures(run)
     assert "signal 9" in failure["cause"] or "not finished within 2 s" in failure["cause"]
 
