@@ -19,14 +19,14 @@ from playbook import Sample, samples
 
 from conf.schema import Recompute
 from orchestra.plan.predict import predict
-from orchestra.plan.space import Choice, Fixed, Mesh, Space, choice_of
+from orchestra.plan.space import Fixed, LayoutChoice, MeshDegrees, Space, choice_of
 
 # As in `score`: a pick that reaches this share of the best measured throughput counts as right.
 _GOOD_PICK = 0.95
 # nanotron shards the optimizer's state and nothing else.
 _LARGEST_ZERO = 1
 
-Key = tuple[Mesh, int, int]
+Key = tuple[MeshDegrees, int, int]
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,11 @@ class Pick:
     share: float
 
 
-def key_of(choice: Choice) -> Key:
+def key_of(choice: LayoutChoice) -> Key:
     return choice.mesh, choice.zero, choice.micro_batch_size
 
 
-def possible(space: Space) -> Iterator[Choice]:
+def possible(space: Space) -> Iterator[LayoutChoice]:
     for choice in space.choices():
         is_split = choice.sequence_parallel == (choice.mesh.tp > 1)
         if choice.zero <= _LARGEST_ZERO and choice.shard_degree is None and is_split:

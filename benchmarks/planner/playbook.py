@@ -30,7 +30,7 @@ from noise import rank_correlation_within_reach
 from roofline import ROOFLINE, roofline_tokens_per_s
 from score import MeasuredRow, Score, score, without_sick
 
-from orchestra.plan.case import Case
+from orchestra.plan.case import PlanCase
 from orchestra.plan.frameworks import NANOTRON, Framework
 from orchestra.plan.predict import predict
 from orchestra.plan.table import Row, cases, read_table
@@ -58,7 +58,7 @@ class Sample:
     """One row and its case."""
 
     row: Row
-    case: Case
+    case: PlanCase
 
     @property
     def ran(self) -> bool:
@@ -75,7 +75,7 @@ def samples(file: Path) -> list[Sample]:
     return [Sample(row, case) for row, case in zip(table.rows, cases(file, table), strict=True)]
 
 
-def with_constants(case: Case, constants: Constants) -> Case:
+def with_constants(case: PlanCase, constants: Constants) -> PlanCase:
     """Return the case under other constants of its framework and network."""
     inside = {name: value for name, value in constants.items() if name in SPEED + MEMORY}
     framework = replace(case.framework, **inside)  # type: ignore[arg-type]
@@ -88,7 +88,7 @@ def with_constants(case: Case, constants: Constants) -> Case:
     return replace(case, framework=framework, network=network, device=device)
 
 
-def shipped(names: Sequence[str], framework: Framework, case: Case) -> Constants:
+def shipped(names: Sequence[str], framework: Framework, case: PlanCase) -> Constants:
     places = (framework, framework.stalls, case.network, case.device)
     return {
         name: next(float(getattr(place, name)) for place in places if hasattr(place, name)) for name in names

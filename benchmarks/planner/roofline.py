@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from fit import Constants
 
-from orchestra.plan.case import Case
+from orchestra.plan.case import PlanCase
 from orchestra.sizes.flops import model_flops_per_token, num_parameters
 
 ROOFLINE: Constants = {
@@ -23,7 +23,7 @@ ROOFLINE: Constants = {
 }
 
 
-def roofline_tokens_per_s(case: Case, constants: Constants) -> float:
+def roofline_tokens_per_s(case: PlanCase, constants: Constants) -> float:
     """Return tokens per second and device."""
     model, mesh, tokens = case.model, case.layout, case.tokens
     flops = model_flops_per_token(model, case.seq_len) * tokens.count / (mesh.tp * mesh.pp)

@@ -13,21 +13,10 @@ import torch
 from torch import Tensor
 
 from orchestra.model.initial import is_fake
+from orchestra.sizes.memory import chunk_tokens
 
 # Targets with this value take no part in the loss (torch's own default of cross_entropy).
 IGNORED_TARGET = -100
-# Bytes of fp32 logits in one chunk when the configuration gives no size: on a GPU enough to fill the device.
-# On CPU 16 MiB, but at least 256 tokens, below which the products lose speed (measured with 8,192 and 32,000
-# words: chunks of 64 tokens took 1.35 times as long as chunks of 512, and whole logits at once 2 times).
-_CHUNK_BYTES_CPU = 16 << 20
-_CHUNK_BYTES_GPU = 256 << 20
-_MIN_CHUNK_TOKENS = 256
-
-
-def chunk_tokens(num_tokens: int, vocab_size: int, on_gpu: bool) -> int:
-    """Return how many tokens' logits exist at once, at least 1."""
-    limit = (_CHUNK_BYTES_GPU if on_gpu else _CHUNK_BYTES_CPU) // (4 * vocab_size)
-    return max(1, min(num_tokens, max(_MIN_CHUNK_TOKENS, limit)))
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):

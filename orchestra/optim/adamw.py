@@ -25,6 +25,7 @@ from torch import Tensor
 
 from conf.schema import OptimConfig, StateDType
 from orchestra.model.initial import is_fake, mixed_bits
+from orchestra.sizes.memory import ROUNDED_CPU, ROUNDED_GPU
 
 # Stochastic rounding of fp32 to bf16: up or down with the probabilities that keep the mean.
 #
@@ -65,8 +66,6 @@ def round_stochastically_(out: Tensor, values: Tensor, bits: Tensor, number: int
 MOMENTS = ("exp_avg", "exp_avg_sq")
 # Elements of one dot product of a norm.
 _DOT_LENGTH = 1 << 16
-# Elements of bf16 moments that are in fp32 at a time; a multiple of what any kernel takes at once.
-_ROUNDED_CPU, _ROUNDED_GPU = 1 << 16, 1 << 24
 
 
 @dataclass(frozen=True)
@@ -217,7 +216,7 @@ class AdamW:
         key = rounding_key(self._seed, self._step, item.name)
         # A dry run on the CPU takes large steps too: it is about a GPU, or has too many of the small ones.
         is_large = item.master.is_cuda or is_fake(item.master)
-        length = _ROUNDED_GPU if is_large else _ROUNDED_CPU
+        length = ROUNDED_GPU if is_large else ROUNDED_CPU
         master, flat_gradient = item.master.view(-1), gradient.reshape(-1)
         moments = [self.state[item.master][name].view(-1) for name in MOMENTS]
         for begin in range(0, master.numel(), length):

@@ -1,6 +1,7 @@
 """The planner: memory per device and step time of a layout, from integers and a few measured constants.
 
-`prediction.predict` is the way in. It loads no torch and starts no process; `calibrate` alone reads runs.
+Callers begin with `predict.predict`; `calibrate` alone reads the files of runs. No torch is loaded and no
+process is started.
 
 What it assumes. Every rank of a stage is alike, and every node. A step is m micro-batches on the slowest
 stage, a bubble, and what the backward pass does not hide of the gradients' reduction. A layer takes the
@@ -9,8 +10,8 @@ everything that is neither product nor attention is memory traffic in proportion
 Collectives do not overlap with products. Attention is causal flash attention, but in older trainers. Experts
 get equally many tokens, and nothing hides their exchange.
 
-Memory of orchestra's own trainer is counted as it allocates (`costs.own_memory`, held against real modules
-by `orchestra plan --exact`); of others by closed forms and their profiles. On CPUs ranks share the cores, the
+Memory of orchestra's own trainer is counted as it allocates (`orchestra.sizes.memory`, compared with real
+modules by `orchestra plan --exact`); of others by closed forms and their profiles. On CPUs ranks share the cores, the
 host's work adds to the products', and nothing hides a message.
 
 Where it fails. Single runs on a real cluster stray far: of the playbook's pipelines over several nodes a

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
-from conf.schema import Config, Device, DType, NetworkConfig, Scaling, StateDType
+from conf.schema import Config, Device, NetworkConfig
 from orchestra.errors import ConfigError
 from orchestra.plan import devices
-from orchestra.plan.case import Case, Choices
-from orchestra.plan.devices import Device as Accelerator
-from orchestra.plan.devices import Network, device
+from orchestra.plan.case import PlanCase
+from orchestra.plan.devices import Accelerator, Network, device
 from orchestra.plan.frameworks import NANOTRON, Framework, framework
 from orchestra.plan.profiles import Profile, cpu_device, is_profile, read_profile, with_profile
-from orchestra.sizes.topology import batch_shape, layout
-from orchestra.sizes.units import GIB, MIB, TERA
+from orchestra.sizes.topology import layout
+from orchestra.sizes.training_shape import training_shape
+from orchestra.sizes.units import TERA
 
 # Gradients shard over all data-parallel ranks unless a configuration says fewer.
 _USUAL_FRAMEWORK = "orchestra"
 
 
-def case_of(config: Config, framework_name: str = _USUAL_FRAMEWORK, profile: Profile | None = None) -> Case:
+def case_of(
+    config: Config, framework_name: str = _USUAL_FRAMEWORK, profile: Profile | None = None
+) -> PlanCase:
     """Return the case of a configuration; `profile` takes the place of what it says of the hardware.
 
     Raises ConfigError where the device's figures or the number of ranks are not known.
@@ -42,24 +44,15 @@ def case_of(config: Config, framework_name: str = _USUAL_FRAMEWORK, profile: Pro
     if cluster.peak_tflops is not None:
         accelerator = replace(accelerator, peak_flops=cluster.peak_tflops * TERA)
     trainer = framework(framework_name)
-    mesh = layout(parallelism, cluster.nodes * ranks)
-    batch = batch_shape(config.train, mesh.dp)
-    case = Case(
-        model=config.model,
-        layout=mesh,
-        seq_len=config.train.seq_len,
-        micro_batch_size=batch.micro_batch_size,
-        accumulation=batch.accumulation,
-        zero=parallelism.zero,
-        num_shards=parallelism.shard_degree or mesh.dp * mesh.cp,
-        sequence_parallel=parallelism.sequence_parallel,
-        recompute=config.train.recompute,
-        precision=config.precision.name,
+    shape = training_shape(
+        config, layout(parallelism, cluster.nodes * ranks), is_gpu=cluster.device is not Device.cpu
+    )
+    case = PlanCase(
+        **{field.name: getattr(shape, field.name) for field in fields(shape)},
         device=accelerator,
         devices_per_node=ranks,
         network=_as_configured(network_of(trainer, accelerator.name), cluster.network),
         framework=trainer,
-        choices=choices_of(config),
     )
     return case if fitted is None else with_profile(case, fitted, threads_of(config, fitted))
 
@@ -94,27 +87,6 @@ def _device(config: Config, ranks: int, fitted: Profile | None) -> Accelerator:
     if fitted.is_cpu:
         return cpu_device(fitted, ranks, threads_of(config, fitted), precision)
     return device(fitted.device, precision)
-
-
-def choices_of(config: Config) -> Choices:
-    """Return what a configuration says that only orchestra's own trainer has."""
-    train, precision = config.train, config.precision
-    budget, reduce = train.recompute_budget_gib, precision.reduce_dtype
-    every = config.checkpoint.every_steps
-    # The last step alone has nothing beside it.
-    is_saved = every is not None and (isinstance(every, str) or every < train.steps)
-    return Choices(
-        moment_bytes=2 if config.optim.state_dtype is StateDType.bf16 else 4,
-        reduce_bytes=None if reduce is None else 4 if reduce is DType.fp32 else 2,
-        bucket_bytes=config.parallelism.bucket_mib * MIB,
-        recompute_every=train.recompute_every,
-        activation_bytes=None if budget is None else budget * GIB,
-        loss_chunk_tokens=train.loss_chunk_tokens,
-        keeps_fp8_inputs=precision.fp8_scaling is Scaling.tensor,
-        offload=config.parallelism.offload,
-        saves=config.checkpoint.async_save and is_saved,
-        is_gpu=config.cluster.device is not Device.cpu,
-    )
 
 
 def network_of(profile: Framework, device_name: str) -> Network:

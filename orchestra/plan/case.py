@@ -1,59 +1,46 @@
-"""One thing to predict: a model, a layout, a batch, a device and a trainer. It computes nothing."""
+"""One thing to predict: what is trained, on which devices and network, by which trainer.
+
+Also which layers a pipeline stage holds, and how many parameters one of its ranks has: integers only. Layers
+are divided evenly, as most trainers do, or by cost with the output product counted as a block (nanotron),
+which gives the last stage fewer layers when the vocabulary is large.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
 
-from conf.schema import ModelConfig, Offload, PrecisionName, Recompute
-from orchestra.plan.devices import Device, Group, Network
+from conf.schema import ModelConfig
+from orchestra.plan.devices import Accelerator, CollectiveGroup, Network
 from orchestra.plan.frameworks import OWN, Framework
 from orchestra.sizes.flops import num_expert_parameters, num_layer_parameters, num_parameters
 from orchestra.sizes.topology import Layout
+from orchestra.sizes.training_shape import PipelineStage, TrainingShape, even_stages
 
-# Which layers a pipeline stage holds, and how many parameters one of its ranks has. Integers only.
-#
-# Two ways of cutting: evenly by layers, as most do, or by cost with the output product counted as a block
-# (nanotron), which gives the last stage fewer layers when the vocabulary is large.
-
-
-# nanotron cuts behind the output product too: the cast to fp32 and the loss may have stages of their own.
-_BLOCKS_BEHIND_HEAD = 2
-
-
-@dataclass(frozen=True)
-class Stage:
-    """One pipeline stage: its layers, and whether token embedding and output product are on it."""
-
-    index: int
-    num_layers: int
-    has_embedding: bool
-    has_head: bool
+# nanotron divides after the output product too: the cast to fp32 and the loss may have stages of their own.
+_BLOCKS_AFTER_HEAD = 2
+_WHOLE_ZERO = 3
 
 
 @lru_cache(maxsize=4096)
-def stages(model: ModelConfig, pp: int, *, by_cost: bool = False) -> tuple[Stage, ...]:
+def stages(model: ModelConfig, pp: int, *, by_cost: bool = False) -> tuple[PipelineStage, ...]:
     """Return the stages in order. More stages than layers leave some without any."""
-    layers, head = _by_cost(model, pp) if by_cost else _evenly(model.num_hidden_layers, pp)
+    if not by_cost:
+        return even_stages(model.num_hidden_layers, pp)
+    layers, head = _by_cost(model, pp)
     return tuple(
-        Stage(index, layers[index], has_embedding=index == 0, has_head=index == head) for index in range(pp)
+        PipelineStage(index, layers[index], has_embedding=index == 0, has_head=index == head)
+        for index in range(pp)
     )
 
 
-def has_idle_stage(cut: tuple[Stage, ...]) -> bool:
+def has_idle_stage(cut: tuple[PipelineStage, ...]) -> bool:
     """Whether a stage has nothing at all to do, which a trainer refuses or trips over: of 74 such runs of the
     playbook's one got through, whatever their memory.
     """
     head = next(each.index for each in cut if each.has_head)
     is_bare = any(not (each.num_layers or each.has_embedding) for each in cut[:head])
-    return is_bare or len(cut) - 1 - head > _BLOCKS_BEHIND_HEAD
-
-
-def _evenly(num_layers: int, pp: int) -> tuple[list[int], int]:
-    """Layers left over go to the middle: the ends have embedding and output besides."""
-    least, rest = divmod(num_layers, pp)
-    first = max(0, (pp - rest) // 2)
-    return [least + (first <= index < first + rest) for index in range(pp)], pp - 1
+    return is_bare or len(cut) - 1 - head > _BLOCKS_AFTER_HEAD
 
 
 def _by_cost(model: ModelConfig, pp: int) -> tuple[list[int], int]:
@@ -76,7 +63,7 @@ def _stage_at(done: int, share: float, stage: int, pp: int) -> int:
     return stage
 
 
-def stage_parameters(model: ModelConfig, stage: Stage, pp: int) -> int:
+def stage_parameters(model: ModelConfig, stage: PipelineStage, pp: int) -> int:
     """Return the parameters of a stage over all its tensor-parallel ranks.
 
     A tied embedding stands on the first stage and, in a pipeline, once more where the output product is.
@@ -94,7 +81,7 @@ def stage_parameters(model: ModelConfig, stage: Stage, pp: int) -> int:
 
 
 @dataclass(frozen=True)
-class Held:
+class RankElements:
     """Elements that one rank holds, before ZeRO shares them out: of routed experts, which expert parallelism
     has divided, and of all else. Sums, such as that of a stage's layers, are taken part by part.
     """
@@ -108,100 +95,27 @@ class Held:
         return self.dense + self.experts
 
 
-def held_by_rank(model: ModelConfig, stage: Stage, layout: Layout) -> Held:
+def held_by_rank(model: ModelConfig, stage: PipelineStage, layout: Layout) -> RankElements:
     """Return what a rank of a stage holds. Experts are cut by tp like all else."""
     experts = stage.num_layers * num_expert_parameters(model)
     dense = stage_parameters(model, stage, layout.pp) - experts
-    return Held(dense / layout.tp, experts / layout.tp / layout.ep)
+    return RankElements(dense / layout.tp, experts / layout.tp / layout.ep)
 
 
-def held_of_layer(model: ModelConfig, layout: Layout) -> Held:
+def held_of_layer(model: ModelConfig, layout: Layout) -> RankElements:
     """Return what a rank holds of one layer."""
     experts = num_expert_parameters(model)
-    return Held((num_layer_parameters(model) - experts) / layout.tp, experts / layout.tp / layout.ep)
+    return RankElements((num_layer_parameters(model) - experts) / layout.tp, experts / layout.tp / layout.ep)
 
 
-_WHOLE_ZERO = 3
+@dataclass(frozen=True, kw_only=True)
+class PlanCase(TrainingShape):
+    """Everything a prediction depends on: the shape of the training, devices and network, and the trainer."""
 
-
-@dataclass(frozen=True)
-class Choices:
-    """What a configuration of orchestra's own trainer says besides; its defaults are the schema's.
-
-    `moment_bytes`: of each of the optimizer's two moments. `reduce_bytes`: of gradients on their way, None:
-    as they accumulate. `activation_bytes`: the budget that decides what is recomputed, None: `recompute`
-    does, in each `recompute_every`-th layer. `loss_chunk_tokens`: None: chosen from the vocabulary.
-    `keeps_fp8_inputs`: of fp8 products the rounded inputs are kept. `saves`: images of the state are staged
-    in host memory while training goes on.
-    """
-
-    moment_bytes: int = 4
-    reduce_bytes: int | None = None
-    bucket_bytes: float = 25 * 2**20
-    recompute_every: int = 1
-    activation_bytes: float | None = None
-    loss_chunk_tokens: int | None = None
-    keeps_fp8_inputs: bool = True
-    offload: Offload = Offload.none
-    saves: bool = False
-    is_gpu: bool = True
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """What one micro-batch brings to a rank: sequences, the length of each that this rank holds (a context
-    parallel rank holds a part), and how tensor parallelism divides what comes of them.
-    """
-
-    num_sequences: int
-    seq_len: float
-    tp: int = 1
-    sequence_parallel: bool = False
-    width_bytes: int = 2
-
-    @property
-    def count(self) -> float:
-        """Tokens of one micro-batch on one rank."""
-        return self.num_sequences * self.seq_len
-
-    @property
-    def outer(self) -> int:
-        """What divides the tensors between the tensor-parallel regions."""
-        return self.tp if self.sequence_parallel else 1
-
-
-@dataclass(frozen=True)
-class Case:
-    """Everything a prediction depends on, in sequences and tokens; `num_shards` ranks share ZeRO's part."""
-
-    model: ModelConfig
-    layout: Layout
-    seq_len: int
-    micro_batch_size: int
-    accumulation: int
-    zero: int
-    num_shards: int
-    sequence_parallel: bool
-    recompute: Recompute
-    precision: PrecisionName
-    device: Device
+    device: Accelerator
     devices_per_node: int
     network: Network
     framework: Framework
-    choices: Choices = Choices()
-
-    @property
-    def tokens(self) -> Tokens:
-        """What a micro-batch brings to one rank."""
-        layout, width = self.layout, 4 if self.precision is PrecisionName.fp32 else 2
-        return Tokens(
-            self.micro_batch_size, self.seq_len / layout.cp, layout.tp, self.sequence_parallel, width
-        )
-
-    @property
-    def tokens_per_step(self) -> int:
-        """Tokens of one optimizer step over all ranks."""
-        return self.seq_len * self.micro_batch_size * self.accumulation * self.layout.dp
 
     @property
     def num_nodes(self) -> int:
@@ -209,7 +123,7 @@ class Case:
         return -(-self.layout.world_size // self.devices_per_node)
 
     @property
-    def stages(self) -> tuple[Stage, ...]:
+    def stages(self) -> tuple[PipelineStage, ...]:
         """The pipeline stages as this trainer cuts them."""
         return stages(self.model, self.layout.pp, by_cost=self.framework.cuts_by_cost)
 
@@ -229,12 +143,12 @@ class Case:
         """Ranks that share ZeRO's part of the same experts."""
         return max(1, self.num_shards // self.layout.ep)
 
-    def group(self, num_ranks: int, stride: int) -> Group:
+    def group(self, num_ranks: int, stride: int) -> CollectiveGroup:
         """Return the group of `num_ranks` ranks that are `stride` apart: tp 1, cp tp, data-parallel tp."""
-        return Group(num_ranks, min(num_ranks, -(-num_ranks * stride // self.devices_per_node)))
+        return CollectiveGroup(num_ranks, min(num_ranks, -(-num_ranks * stride // self.devices_per_node)))
 
 
-def num_chunks(case: Case) -> int:
+def num_chunks(case: PlanCase) -> int:
     """Return how many parts of the model each pipeline rank holds: as usual, at most one a layer, and one
     where the stages do not divide the micro-batches, as interleaving demands (Megatron-LM).
     """

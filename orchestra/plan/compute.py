@@ -11,9 +11,9 @@ from collections import Counter
 from dataclasses import dataclass, fields, replace
 
 from conf.schema import Recompute
-from orchestra.plan.case import Case, Held, held_of_layer
-from orchestra.plan.own_memory import kinds_of_layers
+from orchestra.plan.case import PlanCase, RankElements, held_of_layer
 from orchestra.sizes.flops import attention_width, head_dim, num_expert_parameters, num_layer_parameters
+from orchestra.sizes.memory import recomputed_kinds
 
 # What a mixture of experts costs beside a dense layer: one layer, one micro-batch, one rank.
 #
@@ -29,7 +29,7 @@ EXCHANGES = 4
 _PASSES_OF_COPIES = 8
 
 
-def products_s(case: Case) -> float:
+def products_s(case: PlanCase) -> float:
     """Return the seconds of the experts' products in one pass: forward, or one of the two of backward."""
     model, tokens, device = case.model, case.tokens, case.device
     if not model.num_experts:
@@ -41,12 +41,12 @@ def products_s(case: Case) -> float:
     return max(multiplying, reading)
 
 
-def copying_s(case: Case) -> float:
+def copying_s(case: PlanCase) -> float:
     """Return the seconds of memory traffic in which tokens are sorted by their experts and put back."""
     return _PASSES_OF_COPIES * copies_bytes(case) / case.device.memory_bytes_per_s
 
 
-def exchange_s(case: Case) -> float:
+def exchange_s(case: PlanCase) -> float:
     """Return the seconds in which tokens go to the ranks that have their experts, and back."""
     ep = case.layout.ep
     if ep == 1 or not case.model.num_experts:
@@ -55,7 +55,7 @@ def exchange_s(case: Case) -> float:
     return EXCHANGES * case.network.all_to_all_s(copies_bytes(case), group, case.device.link_bytes_per_s)
 
 
-def copies_bytes(case: Case) -> float:
+def copies_bytes(case: PlanCase) -> float:
     """Return the bytes of a micro-batch's tokens, once for each expert that they go to."""
     tokens, model = case.tokens, case.model
     width = model.num_experts_per_tok * model.hidden_size * tokens.width_bytes if model.num_experts else 0
@@ -111,7 +111,7 @@ class LayerTime:
         return self.host > self.device
 
 
-def layer_time(case: Case, *, is_pressed: bool = False) -> LayerTime:
+def layer_time(case: PlanCase, *, is_pressed: bool = False) -> LayerTime:
     """Return the times of one layer; `is_pressed`: on a device that is nearly full (see `Stalls`)."""
     model, device, tokens = case.model, case.device, case.tokens
     again = 1 + _repeated(case) / _PASSES
@@ -144,7 +144,7 @@ def layer_time(case: Case, *, is_pressed: bool = False) -> LayerTime:
     )
 
 
-def _attention(case: Case) -> float:
+def _attention(case: PlanCase) -> float:
     """Seconds of the attention core: flash attention, or products whose scores pass through memory."""
     tokens, device, framework = case.tokens, case.device, case.framework
     pairs = tokens.count * case.seq_len / tokens.tp
@@ -158,13 +158,13 @@ def _attention(case: Case) -> float:
     return flops / rate / (_RING_SHARE if case.layout.cp > 1 else 1.0)
 
 
-def mean_layer_time(case: Case, *, is_pressed: bool = False) -> LayerTime:
+def mean_layer_time(case: PlanCase, *, is_pressed: bool = False) -> LayerTime:
     """Return the mean over the layers where not all of them are recomputed alike (a budget for activations,
     or each k-th layer), else the time of any.
     """
-    if case.choices.recompute_every == 1 and case.choices.activation_bytes is None:
+    if case.options.recompute_every == 1 and case.options.activation_bytes is None:
         return layer_time(case, is_pressed=is_pressed)
-    kinds = Counter(kinds_of_layers(case))
+    kinds = Counter(recomputed_kinds(case))
     times = {kind: layer_time(replace(case, recompute=kind), is_pressed=is_pressed) for kind in kinds}
     if len(kinds) == 1:
         return next(iter(times.values()))
@@ -176,14 +176,14 @@ def mean_layer_time(case: Case, *, is_pressed: bool = False) -> LayerTime:
     return LayerTime(**parts)
 
 
-def _repeated(case: Case) -> float:
+def _repeated(case: PlanCase) -> float:
     """Share of the forward pass, attention aside, that runs again in the backward pass."""
     if case.recompute is Recompute.full:
         return 1.0
     return 1 - case.framework.selective_share if case.recompute is Recompute.selective else 0.0
 
 
-def _host(case: Case) -> float:
+def _host(case: PlanCase) -> float:
     """Issuing one layer. In a pipeline between nodes each collective waits, longer with more ranks."""
     framework, tp = case.framework, case.layout.tp
     alone = framework.host_layer_s + (framework.host_experts_s if case.model.num_experts else 0.0)
@@ -197,11 +197,11 @@ def _host(case: Case) -> float:
     return alone + waits + (_COLLECTIVES * slow if waits else 0.0)
 
 
-def _pressed(case: Case) -> float:
+def _pressed(case: PlanCase) -> float:
     return 0.0 if case.framework.stalls is None else case.framework.stalls.pressed_layer_s
 
 
-def _tensor_collectives(case: Case) -> float:
+def _tensor_collectives(case: PlanCase) -> float:
     tokens = case.tokens
     if tokens.tp == 1:
         return 0.0
@@ -217,7 +217,7 @@ def _tensor_collectives(case: Case) -> float:
     return around_each * (once + copies)
 
 
-def _ring_attention(case: Case) -> float:
+def _ring_attention(case: PlanCase) -> float:
     """Keys and values go round once forward, and with their gradients twice as much backward."""
     cp, tokens, model = case.layout.cp, case.tokens, case.model
     if cp == 1:
@@ -228,7 +228,7 @@ def _ring_attention(case: Case) -> float:
     return _PASSES * case.network.all_gather_s(block * cp, group, case.device.link_bytes_per_s)
 
 
-def _merging(case: Case) -> float:
+def _merging(case: PlanCase) -> float:
     """Each block that came round the ring gives a part of attention's output, and backward of the gradients
     of queries, keys and values: written and read in 16 bits, added to a sum in 32.
     """
@@ -237,7 +237,7 @@ def _merging(case: Case) -> float:
     return further * tokens.count * widths / tokens.tp * _MERGE_BYTES / case.device.memory_bytes_per_s
 
 
-def _gathered_parameters(case: Case, busy: float) -> float:
+def _gathered_parameters(case: PlanCase, busy: float) -> float:
     """ZeRO-3 gathers a layer for the forward and for the backward pass and scatters its gradients.
 
     Hidden behind the layer's own work but for the framework's exposed share.
@@ -250,7 +250,7 @@ def _gathered_parameters(case: Case, busy: float) -> float:
     return max(case.framework.exposed_reduction * moved, moved - hidden)
 
 
-def sharded_s(case: Case, held: Held, width_bytes: float) -> float:
+def sharded_s(case: PlanCase, held: RankElements, width_bytes: float) -> float:
     """Return the seconds to gather, or to reduce and scatter, what a rank holds over ZeRO's ranks."""
     network, link, mesh = case.network, case.device.link_bytes_per_s, case.layout
     group = case.group(case.num_shards, mesh.tp)
@@ -261,7 +261,7 @@ def sharded_s(case: Case, held: Held, width_bytes: float) -> float:
     return seconds
 
 
-def _weights_time(case: Case, num_parameters: float) -> float:
+def _weights_time(case: PlanCase, num_parameters: float) -> float:
     """Return the seconds in which a CPU reads weights twice and writes their gradient, or adds it to those of
     earlier micro-batches: with few tokens that is no longer hidden in the products.
     """
@@ -270,7 +270,7 @@ def _weights_time(case: Case, num_parameters: float) -> float:
     return passes * num_bytes / case.device.memory_bytes_per_s
 
 
-def head_time(case: Case) -> float:
+def head_time(case: PlanCase) -> float:
     """Return the seconds of the output product and the loss on one micro-batch, where they are."""
     model, device, tokens = case.model, case.device, case.tokens
     logits = tokens.count * model.vocab_size / tokens.tp
@@ -281,7 +281,7 @@ def head_time(case: Case) -> float:
     return found
 
 
-def waits_at_hand_over(case: Case) -> bool:
+def waits_at_hand_over(case: PlanCase) -> bool:
     """Whether this is one of the pipelines that wait at every hand-over (see `frameworks.Stalls`)."""
     stalls = case.framework.stalls
     if stalls is None or case.layout.pp == 1 or case.num_nodes == 1:
@@ -293,7 +293,7 @@ def waits_at_hand_over(case: Case) -> bool:
     return case.layout.tp >= stalls.from_tp or is_wide
 
 
-def hand_over_time(case: Case, *, is_pressed: bool = False) -> float:
+def hand_over_time(case: PlanCase, *, is_pressed: bool = False) -> float:
     """Return the seconds one micro-batch takes over one border between stages, there and back."""
     if case.layout.pp == 1:
         return 0.0
@@ -304,7 +304,7 @@ def hand_over_time(case: Case, *, is_pressed: bool = False) -> float:
     return waiting + 2 * size / _hand_over_rate(case)
 
 
-def _hand_over_rate(case: Case) -> float:
+def _hand_over_rate(case: PlanCase) -> float:
     if case.num_nodes == 1:
         return case.device.link_bytes_per_s
     # One adapter of 400 Gbit/s per device where the network does not say.

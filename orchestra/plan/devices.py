@@ -13,7 +13,7 @@ from orchestra.sizes.units import GIB
 
 
 @dataclass(frozen=True)
-class Reached:
+class PeakShares:
     """Shares of the peak that kernels reach: of the data type's in large matrix products, of the bf16 one in
     causal flash attention, forward and backward together; and where these constants come from.
     """
@@ -29,23 +29,23 @@ class Reached:
 # (arXiv:2407.08608); attention's shares are set so that rows of 8,192 tokens and more meet torchtitan's and
 # llm-foundry's tables. By the beginning of a row's name.
 _REACHED = {
-    "a100": Reached(0.85, 0.50, "set on llm-foundry's published A100 runs"),
-    "h100": Reached(0.757, 0.28, "fitted on the Ultra-Scale Playbook's H100 runs", 1.5),
-    "h200": Reached(0.757, 0.28, "the H100's; they meet torchtitan's H200 runs", 1.5),
-    "b200": Reached(0.757, 0.28, "the H100's; they meet NeMo's B200 runs", 1.5),
-    "gb200": Reached(0.66, 0.25, "set on published GB200 runs (DGX Cloud, Megatron Bridge)", 1.5),
+    "a100": PeakShares(0.85, 0.50, "set on llm-foundry's published A100 runs"),
+    "h100": PeakShares(0.757, 0.28, "fitted on the Ultra-Scale Playbook's H100 runs", 1.5),
+    "h200": PeakShares(0.757, 0.28, "the H100's; they meet torchtitan's H200 runs", 1.5),
+    "b200": PeakShares(0.757, 0.28, "the H100's; they meet NeMo's B200 runs", 1.5),
+    "gb200": PeakShares(0.66, 0.25, "set on published GB200 runs (DGX Cloud, Megatron Bridge)", 1.5),
     # MI250, four modules: per module 73 to 80 % of an A100's rate in llm-foundry, 1.13 times that with
     # FlashAttention-2 (databricks.com/blog/amd-mi250 and /training-llms-scale-amd-mi250-gpus, 2023): 0.55.
     # Megatron-DeepSpeed's runs on LUMI (github.com/spyysalo/lumi-llm-scaling) meet 0.45.
-    "mi250": Reached(0.50, 0.30, "set between Databricks' MI250 ratios and LUMI's runs"),
+    "mi250": PeakShares(0.50, 0.30, "set between Databricks' MI250 ratios and LUMI's runs"),
     # 620 of 1,307 TFLOP/s in bf16 products, 990 of 2,615 in fp8 (SemiAnalysis, "MI300X vs H100 vs H200
     # Benchmark", December 2024). Attention: assumed to reach as many FLOP/s as on an H100.
-    "mi300x": Reached(0.47, 0.21, "products measured by SemiAnalysis, attention assumed"),
+    "mi300x": PeakShares(0.47, 0.21, "products measured by SemiAnalysis, attention assumed"),
 }
 
 
 @dataclass(frozen=True)
-class Device:
+class Accelerator:
     """One accelerator. Rates per second; the link is one direction of all links inside a node."""
 
     name: str
@@ -69,7 +69,7 @@ def _has_figures(row: hardware.Hardware, precision: PrecisionName) -> bool:
     return None not in (peak, row.memory_bytes, row.memory_bytes_per_s, row.link_bytes_per_s)
 
 
-def device(name: str, precision: PrecisionName, memory_gib: float | None = None) -> Device:
+def device(name: str, precision: PrecisionName, memory_gib: float | None = None) -> Accelerator:
     """Return a device by its row in `orchestra.sizes.hardware`. Raises ConfigError, with the names that would
     do, where a figure is missing.
     """
@@ -84,7 +84,7 @@ def device(name: str, precision: PrecisionName, memory_gib: float | None = None)
         )
     reached = _REACHED[next(name for name in _REACHED if row.name.startswith(name))]
     attention = min(peak, row.peak_flops.get("bf16", peak))
-    return Device(
+    return Accelerator(
         name=row.name,
         peak_flops=peak,
         memory_bytes=memory,
@@ -110,7 +110,7 @@ Points = tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True)
-class Group:
+class CollectiveGroup:
     """The ranks of one collective: how many, and over how many nodes they lie."""
 
     num_ranks: int
@@ -143,20 +143,20 @@ class Network:
     steps_by_rank: bool
     source: str
 
-    def all_reduce_s(self, num_bytes: float, group: Group, link_bytes_per_s: float) -> float:
+    def all_reduce_s(self, num_bytes: float, group: CollectiveGroup, link_bytes_per_s: float) -> float:
         """Return the seconds to sum `num_bytes` over a group."""
         inside = self.inside_all_reduce * link_bytes_per_s
         rate = self._rate(inside, self.between_all_reduce, group)
         share = (group.num_ranks - 1) / group.num_ranks
         return 2 * num_bytes * share / rate + 2 * self._latency(group)
 
-    def all_gather_s(self, num_bytes: float, group: Group, link_bytes_per_s: float) -> float:
+    def all_gather_s(self, num_bytes: float, group: CollectiveGroup, link_bytes_per_s: float) -> float:
         """Return the seconds to gather, or to reduce and scatter, `num_bytes` (the size of the whole)."""
         inside = self.inside_all_gather * link_bytes_per_s
         rate = self._rate(inside, self.between_all_gather, group)
         return num_bytes * (group.num_ranks - 1) / group.num_ranks / rate + self._latency(group)
 
-    def all_to_all_s(self, num_bytes: float, group: Group, link_bytes_per_s: float) -> float:
+    def all_to_all_s(self, num_bytes: float, group: CollectiveGroup, link_bytes_per_s: float) -> float:
         """Return the seconds in which each rank sends every other one its part of `num_bytes`. What leaves a
         node takes the rank's own share of the node's adapters, as its neighbours use theirs.
         """
@@ -168,7 +168,7 @@ class Network:
             seconds = max(seconds, leaving / min(rate, self.inside_all_gather * link_bytes_per_s))
         return seconds + self._latency(group)
 
-    def _rate(self, inside: float, between: Points, group: Group) -> float:
+    def _rate(self, inside: float, between: Points, group: CollectiveGroup) -> float:
         if group.num_nodes <= 1:
             return inside
         rate = min(inside, _interpolated(between, group.num_nodes))
@@ -176,7 +176,7 @@ class Network:
             rate = min(rate, self.adapter_bytes_per_s * group.per_node)
         return rate
 
-    def _latency(self, group: Group) -> float:
+    def _latency(self, group: CollectiveGroup) -> float:
         if group.num_nodes <= 1:
             return self.inside_latency_s
         steps = group.num_ranks - 1 if self.steps_by_rank else 2 * math.log2(group.num_ranks)

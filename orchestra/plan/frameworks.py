@@ -109,11 +109,8 @@ class Framework:
     computes_on_host: bool = False
 
 
-# The trainer whose memory is counted in full (own_memory.py) and not by the constants below.
+# The trainer whose memory is counted in full (orchestra.sizes.memory) and not by the constants below.
 OWN = "orchestra"
-
-# What the CUDA context, NCCL and fragmentation take of a device's memory before an allocation fails.
-USABLE_SHARE = 0.91
 
 NANOTRON = Framework(
     name="nanotron",

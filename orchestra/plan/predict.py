@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from conf.schema import Offload
-from orchestra.plan.case import Case, Held, Stage, has_idle_stage, held_by_rank, num_chunks
+from orchestra.plan.case import PlanCase, RankElements, has_idle_stage, held_by_rank, num_chunks
 from orchestra.plan.compute import LayerTime, hand_over_time, head_time, mean_layer_time, sharded_s
 from orchestra.plan.frameworks import OWN
-from orchestra.plan.memory import Memory, fits, is_pressed, stage_memory, states_of_rank, widths_of
-from orchestra.plan.own_memory import kinds_of_layers, own_bytes, rank_parameters
+from orchestra.plan.stage_memory import Memory, fits, is_pressed, stage_memory, states_of_rank, widths_of
 from orchestra.sizes.flops import hardware_flops_per_token, model_flops_per_token
+from orchestra.sizes.memory import rank_bytes, rank_parameters, recomputed_kinds
+from orchestra.sizes.training_shape import PipelineStage
 
 # The time of one optimizer step: the pipeline's micro-batches, the gradients' reduction, the optimizer.
 #
@@ -50,7 +51,7 @@ class StepTime:
         )
 
 
-def step_time(case: Case, *, is_pressed: bool = False) -> StepTime:
+def step_time(case: PlanCase, *, is_pressed: bool = False) -> StepTime:
     """Return the time of one step and what it goes to; `is_pressed`: on a device that is nearly full."""
     layer, head = mean_layer_time(case, is_pressed=is_pressed), head_time(case)
     hand_over = hand_over_time(case, is_pressed=is_pressed)
@@ -75,12 +76,12 @@ def step_time(case: Case, *, is_pressed: bool = False) -> StepTime:
     )
 
 
-def _of_largest_stage(case: Case) -> Held:
+def _of_largest_stage(case: PlanCase) -> RankElements:
     held = [held_by_rank(case.model, stage, case.layout) for stage in case.stages]
     return max(held, key=lambda it: it.total)
 
 
-def _reduction(case: Case) -> float:
+def _reduction(case: PlanCase) -> float:
     """Gradients over dp · cp ranks; beyond the ranks that ZeRO shards over, an all-reduce of the shards."""
     mesh, held = case.layout, _of_largest_stage(case)
     num_ranks = mesh.dp * mesh.cp
@@ -105,7 +106,7 @@ def _reduction(case: Case) -> float:
     return case.framework.exposed_reduction * moved
 
 
-def _summed(case: Case, num_bytes: float, num_ranks: int, stride: int) -> float:
+def _summed(case: PlanCase, num_bytes: float, num_ranks: int, stride: int) -> float:
     """Return the seconds of an all-reduce; 0 where there is nothing to sum, or nobody to sum it with."""
     if not num_bytes or num_ranks <= 1:
         return 0.0
@@ -113,7 +114,7 @@ def _summed(case: Case, num_bytes: float, num_ranks: int, stride: int) -> float:
     return case.network.all_reduce_s(num_bytes, group, case.device.link_bytes_per_s)
 
 
-def _optimizer(case: Case) -> float:
+def _optimizer(case: PlanCase) -> float:
     held, width = _of_largest_stage(case), widths_of(case)
     updated = states_of_rank(case, held)
     count = held.total
@@ -132,7 +133,7 @@ class Prediction:
     `fits`: memory suffices and every pipeline stage has something to do.
     """
 
-    case: Case
+    case: PlanCase
     stages: tuple[Memory, ...]
     time: StepTime
     fits: bool
@@ -156,7 +157,7 @@ class Prediction:
         return self.tokens_per_s / self.case.layout.world_size
 
 
-def predict(case: Case) -> Prediction:
+def predict(case: PlanCase) -> Prediction:
     """Predict memory and speed, the latter also where the former does not fit."""
     time = step_time(case)
     memory = stage_memory(case, time.layer)
@@ -171,7 +172,7 @@ def predict(case: Case) -> Prediction:
         fits=fits(case, memory) and not has_idle_stage(case.stages),
         tokens_per_s=rate,
         mfu=share * model_flops_per_token(case.model, case.seq_len),
-        hfu=share * hardware_flops_per_token(case.model, case.seq_len, kinds_of_layers(case)),
+        hfu=share * hardware_flops_per_token(case.model, case.seq_len, recomputed_kinds(case)),
     )
 
 
@@ -199,11 +200,11 @@ class OverTime:
         return self.later_steps - self.first_step
 
 
-def over_time(case: Case, stage: Stage, peak: Memory) -> OverTime:
+def over_time(case: PlanCase, stage: PipelineStage, peak: Memory) -> OverTime:
     """Return how the memory of a stage's rank comes to its peak."""
     fixed = peak.parameters + peak.masters + peak.framework
     if case.is_counted_in_full:
-        own = own_bytes(case, stage)
+        own = rank_bytes(case, stage)
         first = peak.total - own.growing_buffers * (case.accumulation == 1)
         # Alone, gradients are autograd's own and come with the first backward pass.
         kept = peak.gradients + peak.accumulation if case.layout.dp * case.layout.cp > 1 else 0.0
@@ -224,17 +225,17 @@ class HostMemory:
         return self.offloaded + self.checkpoint_image
 
 
-def host_memory(case: Case, stage: Stage) -> HostMemory:
+def host_memory(case: PlanCase, stage: PipelineStage) -> HostMemory:
     """Return what is offloaded, and the image of masters and moments that is staged while training goes on:
     every element once over the ranks that have it.
     """
     if case.framework.name != OWN:
         return HostMemory(0.0, 0.0)
-    choices, ranks = case.choices, case.layout.dp * case.layout.cp
+    choices, ranks = case.options, case.layout.dp * case.layout.cp
     held = held_by_rank(case.model, stage, case.layout)
     count = held.dense / ranks + held.experts / max(1, ranks // case.layout.ep)
     if case.is_counted_in_full:
         count = rank_parameters(case.model, case.layout.tp).of(stage) / ranks
     image = count * (_FP32 + 2 * choices.moment_bytes) if choices.saves else 0.0
-    offloaded = own_bytes(case, stage).host if choices.offload is not Offload.none else 0.0
+    offloaded = rank_bytes(case, stage).host if choices.offload is not Offload.none else 0.0
     return HostMemory(offloaded, image)

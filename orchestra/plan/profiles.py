@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 
 from conf.schema import PrecisionName
 from orchestra.errors import ConfigError
-from orchestra.plan.case import Case
-from orchestra.plan.devices import Device, Network
+from orchestra.plan.case import PlanCase
+from orchestra.plan.devices import Accelerator, Network
 from orchestra.plan.frameworks import Framework
 
 _VERSION = 1
@@ -38,7 +38,7 @@ PRODUCT = "product_flops."
 # Without these there is nothing to plan for CPUs with: no row of a table stands behind them.
 _NEEDED_OF_CPUS = (*OF_DEVICE, *OF_NETWORK)
 
-Place = TypeVar("Place", Device, Network, Framework)
+Place = TypeVar("Place", Accelerator, Network, Framework)
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ def _is_residual(value: object) -> bool:
     return isinstance(value["run"], str) and all(_is_amount(value[name]) for name in value if name != "run")
 
 
-def cpu_device(profile: Profile, ranks: int, threads: int, precision: PrecisionName) -> Device:
+def cpu_device(profile: Profile, ranks: int, threads: int, precision: PrecisionName) -> Accelerator:
     """Return what one of `ranks` ranks on a node of CPUs has, with so many threads each.
 
     Raises ConfigError where the profile has no figures for the precision.
@@ -187,7 +187,7 @@ def cpu_device(profile: Profile, ranks: int, threads: int, precision: PrecisionN
     own = threads * shared(profile, ranks, threads)
     computing = own * while_busy(profile, BUSY, ranks, threads)
     memory_bytes_per_s = constants["memory_bytes_per_s"] * own
-    return Device(
+    return Accelerator(
         name=CPU,
         peak_flops=peak * own,
         memory_bytes=(profile.memory_bytes or 0.0) / ranks,
@@ -238,7 +238,7 @@ def cpu_network(profile: Profile, ranks: int, network: Network) -> Network:
     )
 
 
-def with_profile(case: Case, profile: Profile, threads: int = 1) -> Case:
+def with_profile(case: PlanCase, profile: Profile, threads: int = 1) -> PlanCase:
     """Return the case with the profile's constants. `threads`: of a rank, on CPUs.
 
     Raises ConfigError where the profile says nothing of the precision.

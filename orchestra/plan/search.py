@@ -16,13 +16,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from conf.schema import Recompute
-from orchestra.plan.case import Case, has_idle_stage
+from conf.schema import Config, Offload, Recompute
+from orchestra.plan.case import PlanCase, has_idle_stage
 from orchestra.plan.compute import head_time, layer_time
-from orchestra.plan.frameworks import USABLE_SHARE
-from orchestra.plan.memory import fullest_stage_bytes
+from orchestra.plan.frameworks import OWN
 from orchestra.plan.predict import Prediction, predict, step_time
-from orchestra.plan.space import Choice, Mesh, Space, Value, values_of
+from orchestra.plan.space import Fixed, LayoutChoice, MeshDegrees, Space, Value, space_of, values_of
+from orchestra.plan.stage_memory import fullest_stage_bytes
+from orchestra.sizes.advice import AFTER_SEARCH, OFFLOAD, MemoryNeed, unless_refused, what_fits
+from orchestra.sizes.memory import USABLE_SHARE
 
 # Times that differ by less are the same but for rounding, and so, to those who choose, are peaks within 5 %.
 _SAME_TIME = 1e-9
@@ -33,19 +35,19 @@ _SAME_PEAK = 1.05
 class Candidate:
     """A layout that fits: its peak, and the least seconds a step can take."""
 
-    choice: Choice
-    case: Case
+    choice: LayoutChoice
+    case: PlanCase
     peak_bytes: float
     least_s: float
 
 
-class Result(NamedTuple):
+class TimedLayout(NamedTuple):
     """A candidate and the seconds that its step takes."""
 
     time_s: float
     peak_bytes: float
-    choice: Choice
-    case: Case
+    choice: LayoutChoice
+    case: PlanCase
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class Found:
     nearest: Prediction | None
 
 
-def search(space: Space, top: int, is_chosen: Callable[[Case], bool] = lambda _: True) -> Found:
+def search(space: Space, top: int, is_chosen: Callable[[PlanCase], bool] = lambda _: True) -> Found:
     """Search a space for the `top` best meshes, and for the best among those that `is_chosen` takes too.
 
     Where nothing fits it looks again beyond the limits that a space has unless it is wide.
@@ -98,7 +100,9 @@ def peak_that_fits(space: Space) -> float | None:
     for mesh in space.meshes():
         sizes, kinds = space.micro_batch_sizes(mesh)[:1], list(space.kinds(mesh))
         for size, zero, (split, recompute) in itertools.product(sizes, space.zero_stages(mesh)[-2:], kinds):
-            case = space.case(Choice(mesh, zero, split, recompute, size, space.shard_degrees(mesh, zero)[0]))
+            case = space.case(
+                LayoutChoice(mesh, zero, split, recompute, size, space.shard_degrees(mesh, zero)[0])
+            )
             if recompute is not kinds[0][1] or has_idle_stage(case.stages):
                 continue
             peak = fullest_stage_bytes(case, layer_time(case))
@@ -107,17 +111,40 @@ def peak_that_fits(space: Space) -> float | None:
     return None
 
 
-def _survey(space: Space) -> tuple[int, list[Candidate], Case | None]:
+def remedies(config: Config, space: Space) -> list[tuple[str, float, str]]:
+    """Return what makes a layout fit where none of a configuration's space does, each change by itself: the
+    overrides (or what to leave out), the bytes that the layout then takes, and why.
+    """
+    found = []
+    if space.fixed != Fixed():
+        peak = peak_that_fits(replace(space, fixed=Fixed()))
+        if peak is not None:
+            found.append(("the values that were kept", peak, "where the search chooses them"))
+    ways = [way for way in AFTER_SEARCH if way is not OFFLOAD or space.base.framework.name == OWN]
+
+    def judge(candidate: Config) -> MemoryNeed | None:
+        fixed = space.fixed
+        if candidate.parallelism.offload is Offload.all:
+            fixed = replace(fixed, zero=3)
+        again = space_of(candidate, space.base.framework.name, space.num_sequences, fixed)
+        peak = peak_that_fits(replace(again, wide=space.wide))
+        return None if peak is None else MemoryNeed(peak, fits=True)
+
+    helping = what_fits(config, space.base.layout.world_size, unless_refused(judge), ways)
+    return [*found, *((it.overrides, it.peak_bytes, it.way.why) for it in helping)]
+
+
+def _survey(space: Space) -> tuple[int, list[Candidate], PlanCase | None]:
     """Return how many layouts there are, those that fit, and the case that takes the least memory."""
     usable = USABLE_SHARE * space.base.device.memory_bytes
     num_layouts, fitting = 0, []
-    nearest: tuple[float, Case | None] = (float("inf"), None)
+    nearest: tuple[float, PlanCase | None] = (float("inf"), None)
     for mesh in space.meshes():
         sizes = space.micro_batch_sizes(mesh)
         for zero, degree, (split, recompute) in _kinds(space, mesh):
             num_layouts += len(sizes)
             for size in sizes:
-                choice = Choice(mesh, zero, split, recompute, size, degree)
+                choice = LayoutChoice(mesh, zero, split, recompute, size, degree)
                 candidate = _candidate(choice, space.case(choice))
                 if has_idle_stage(candidate.case.stages):
                     break
@@ -129,13 +156,13 @@ def _survey(space: Space) -> tuple[int, list[Candidate], Case | None]:
     return num_layouts, fitting, nearest[1]
 
 
-def _kinds(space: Space, mesh: Mesh) -> Iterator[tuple[int, int | None, tuple[bool, Recompute]]]:
+def _kinds(space: Space, mesh: MeshDegrees) -> Iterator[tuple[int, int | None, tuple[bool, Recompute]]]:
     for zero in space.zero_stages(mesh):
         for degree in space.shard_degrees(mesh, zero):
             yield from ((zero, degree, kind) for kind in space.kinds(mesh))
 
 
-def _candidate(choice: Choice, case: Case) -> Candidate:
+def _candidate(choice: LayoutChoice, case: PlanCase) -> Candidate:
     layer = layer_time(case)
     head = head_time(case)
     slowest = max(stage.num_layers * layer.total + head * stage.has_head for stage in case.stages)
@@ -147,26 +174,26 @@ class _Race:
 
     def __init__(self, fitting: Iterable[Candidate]) -> None:
         self._candidates = sorted(fitting, key=lambda it: (it.least_s, it.peak_bytes))
-        self._timed: dict[Choice, Result] = {}
-        self._predicted: dict[Choice, Prediction] = {}
+        self._timed: dict[LayoutChoice, TimedLayout] = {}
+        self._predicted: dict[LayoutChoice, Prediction] = {}
 
-    def _time(self, candidate: Candidate) -> Result:
+    def _time(self, candidate: Candidate) -> TimedLayout:
         choice, case = candidate.choice, candidate.case
         if choice not in self._timed:
-            self._timed[choice] = Result(step_time(case).total, candidate.peak_bytes, choice, case)
+            self._timed[choice] = TimedLayout(step_time(case).total, candidate.peak_bytes, choice, case)
         return self._timed[choice]
 
-    def _predict(self, found: Result) -> Prediction:
+    def _predict(self, found: TimedLayout) -> Prediction:
         if found.choice not in self._predicted:
             self._predicted[found.choice] = predict(found.case)
         return self._predicted[found.choice]
 
-    def fastest(self, top: int, is_chosen: Callable[[Case], bool]) -> tuple[Prediction, ...]:
+    def fastest(self, top: int, is_chosen: Callable[[PlanCase], bool]) -> tuple[Prediction, ...]:
         """Return the best layout of each of the `top` best meshes."""
         return self._fastest(top, lambda it: is_chosen(it.case))
 
     def _fastest(self, top: int, is_wanted: Callable[[Candidate], bool]) -> tuple[Prediction, ...]:
-        best: dict[Mesh, Result] = {}
+        best: dict[MeshDegrees, TimedLayout] = {}
         for candidate in self._candidates:
             times = sorted(found.time_s for found in best.values())
             if len(times) >= top and candidate.least_s > times[top - 1] * (1 + _SAME_TIME):
@@ -194,7 +221,7 @@ class _Race:
         return self._fastest(1, lambda it: it.choice.value(knob) == value)
 
 
-def _order(found: Result) -> tuple[float, int, int, bool, float]:
+def _order(found: TimedLayout) -> tuple[float, int, int, bool, float]:
     """Return what results are ordered by: time; of those that take the same, the one with the fewest axes;
     then much less memory; then what recomputes nothing.
     """

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from conf.schema import Config, ModelConfig, Offload, Recompute
 from orchestra.plan.assemble import case_of
-from orchestra.plan.case import Case
+from orchestra.plan.case import PlanCase
 from orchestra.plan.frameworks import OWN
 from orchestra.sizes.flops import inner_widths
 from orchestra.sizes.topology import Layout, divisors
@@ -51,7 +51,7 @@ RECOMPUTES = (Recompute.full, Recompute.selective, Recompute.none)
 Value = int | bool | Recompute | None
 
 
-class Mesh(NamedTuple):
+class MeshDegrees(NamedTuple):
     """Degrees of the axes; ranks are the product of all but ep, which lies inside dp."""
 
     dp: int
@@ -61,10 +61,10 @@ class Mesh(NamedTuple):
     ep: int = 1
 
 
-class Choice(NamedTuple):
+class LayoutChoice(NamedTuple):
     """Everything that a search chooses."""
 
-    mesh: Mesh
+    mesh: MeshDegrees
     zero: int
     sequence_parallel: bool
     recompute: Recompute
@@ -74,7 +74,7 @@ class Choice(NamedTuple):
 
     def value(self, knob: str) -> Value:
         """Return the value of a knob, or of dp."""
-        value: Value = getattr(self.mesh if knob in Mesh._fields else self, knob)
+        value: Value = getattr(self.mesh if knob in MeshDegrees._fields else self, knob)
         return value
 
 
@@ -101,13 +101,13 @@ class Space:
     only gives the number of ranks. A step has `num_sequences`.
     """
 
-    base: Case
+    base: PlanCase
     num_sequences: int
     fixed: Fixed = Fixed()
     # Whether tp may leave the node, and cp cut sequences into any length.
     wide: bool = False
 
-    def meshes(self) -> Iterator[Mesh]:
+    def meshes(self) -> Iterator[MeshDegrees]:
         """Yield every mesh that fills the devices, shares out the batch and has a stage of ZeRO."""
         base, fixed = self.base, self.fixed
         ranks = base.layout.world_size
@@ -117,7 +117,7 @@ class Space:
                     continue
                 for cp in self._degrees(fixed.cp, self._context_degrees(ranks // tp // pp)):
                     dp = ranks // tp // pp // cp
-                    mesh = Mesh(dp, tp, pp, cp)
+                    mesh = MeshDegrees(dp, tp, pp, cp)
                     if self.num_sequences % dp == 0 and fixed.dp in (None, dp) and self.zero_stages(mesh):
                         yield from (mesh._replace(ep=ep) for ep in self._expert_degrees(dp))
 
@@ -140,20 +140,20 @@ class Space:
         num_experts = self.base.model.num_experts
         return self._degrees(self.fixed.ep, divisors(math.gcd(dp, num_experts)) if num_experts else [1])
 
-    def zero_stages(self, mesh: Mesh) -> list[int]:
+    def zero_stages(self, mesh: MeshDegrees) -> list[int]:
         """Return the stages that differ: all are the same where nobody holds the same parameters.
 
         Parameters in host memory need the last one and ranks to shard over.
         """
         kept = self.fixed.zero
-        if self.base.choices.offload is Offload.all:
+        if self.base.options.offload is Offload.all:
             is_shared = 1 not in (mesh.dp, self.fixed.shard_degree)
             return list(ZERO_STAGES[-1:]) if is_shared and kept in (None, ZERO_STAGES[-1]) else []
         if kept is not None:
             return [kept]
         return list(ZERO_STAGES if mesh.dp * mesh.cp > 1 else ZERO_STAGES[:1])
 
-    def shard_degrees(self, mesh: Mesh, zero: int) -> list[int | None]:
+    def shard_degrees(self, mesh: MeshDegrees, zero: int) -> list[int | None]:
         """Return the data-parallel ranks that a stage of ZeRO can shard over; None: all. The one that takes
         the least memory comes first.
         """
@@ -165,7 +165,7 @@ class Space:
         is_hybrid = inside > 1 and mesh.cp == 1 and within(inside, mesh) is not None
         return [None, inside] if is_hybrid else [None]
 
-    def kinds(self, mesh: Mesh) -> Iterator[tuple[bool, Recompute]]:
+    def kinds(self, mesh: MeshDegrees) -> Iterator[tuple[bool, Recompute]]:
         """Yield what else changes activations: sequence parallelism, and what is recomputed."""
         fixed = self.fixed
         can_split = mesh.tp > 1 and self.base.seq_len % (mesh.tp * mesh.cp) == 0
@@ -174,21 +174,21 @@ class Space:
                 if fixed.sequence_parallel in (None, split) and fixed.recompute in (None, recompute):
                     yield split, recompute
 
-    def micro_batch_sizes(self, mesh: Mesh) -> list[int]:
+    def micro_batch_sizes(self, mesh: MeshDegrees) -> list[int]:
         """Return what divides the share of a data-parallel rank, the smallest first."""
         kept = self.fixed.micro_batch_size
         return [size for size in divisors(self.num_sequences // mesh.dp) if kept in (None, size)]
 
-    def choices(self) -> Iterator[Choice]:
+    def choices(self) -> Iterator[LayoutChoice]:
         """Yield every layout."""
         for mesh in self.meshes():
             for zero in self.zero_stages(mesh):
                 for degree in self.shard_degrees(mesh, zero):
                     for split, recompute in self.kinds(mesh):
                         for size in self.micro_batch_sizes(mesh):
-                            yield Choice(mesh, zero, split, recompute, size, degree)
+                            yield LayoutChoice(mesh, zero, split, recompute, size, degree)
 
-    def case(self, choice: Choice) -> Case:
+    def case(self, choice: LayoutChoice) -> PlanCase:
         """Return the case of a choice."""
         mesh, zero, degree = choice.mesh, choice.zero, choice.shard_degree
         shard = 1 if zero == 0 else degree or mesh.dp
@@ -204,7 +204,7 @@ class Space:
         )
 
 
-def within(degree: int | None, mesh: Mesh) -> int | None:
+def within(degree: int | None, mesh: MeshDegrees) -> int | None:
     """Return a shard degree as it is on a mesh: None, all ranks, where it does not divide dp or is dp."""
     return None if degree is None or mesh.dp % degree or degree >= mesh.dp * mesh.cp else degree
 
@@ -227,7 +227,7 @@ def values_of(space: Space) -> dict[str, list[Value]]:
     """Return for each knob, and for dp, the values that occur in a space, in order."""
     found: dict[str, set[Value]] = {knob: set() for knob in (*KNOBS, "dp")}
     for mesh in space.meshes():
-        for axis in Mesh._fields:
+        for axis in MeshDegrees._fields:
             found[axis].add(getattr(mesh, axis))
         found["zero"].update(stages := space.zero_stages(mesh))
         found["shard_degree"].update(degree for zero in stages for degree in space.shard_degrees(mesh, zero))
@@ -256,7 +256,7 @@ def _splits_of_heads(model: ModelConfig) -> list[int]:
     return [tp for tp in divisors(heads) if kv_heads % tp == 0 or tp % kv_heads == 0]
 
 
-def is_possible(case: Case) -> bool:
+def is_possible(case: PlanCase) -> bool:
     """Whether the degrees of a case divide what they split, as `plan` demands of a configuration."""
     mesh, seq_len = case.layout, case.seq_len
     parts = [mesh.cp, *([mesh.tp] if case.sequence_parallel else [])]
@@ -271,18 +271,18 @@ def is_possible(case: Case) -> bool:
     return mesh.tp in splits and not any(seq_len % part for part in parts)
 
 
-def choice_of(case: Case) -> Choice:
+def choice_of(case: PlanCase) -> LayoutChoice:
     """Return what a case chose."""
-    mesh = Mesh(*(getattr(case.layout, axis) for axis in Mesh._fields))
+    mesh = MeshDegrees(*(getattr(case.layout, axis) for axis in MeshDegrees._fields))
     split = case.sequence_parallel and mesh.tp > 1
     degree = within(case.num_shards, mesh) if case.zero else None
-    return Choice(mesh, case.zero, split, case.recompute, case.micro_batch_size, degree)
+    return LayoutChoice(mesh, case.zero, split, case.recompute, case.micro_batch_size, degree)
 
 
 # Layouts one turn of a knob away from another: what changes, and what goes along. It predicts nothing.
 
 
-def turns(space: Space, case: Case) -> Iterator[tuple[str, Case]]:
+def turns(space: Space, case: PlanCase) -> Iterator[tuple[str, PlanCase]]:
     """Yield the layouts that differ in one knob, whether they fit or not, with the knob's name.
 
     Where an axis of the mesh grows or shrinks, data parallelism takes up the rest.
@@ -294,7 +294,7 @@ def turns(space: Space, case: Case) -> Iterator[tuple[str, Case]]:
                 yield knob, space.case(other)
 
 
-def _turned(space: Space, here: Choice, knob: str) -> Iterator[Choice]:
+def _turned(space: Space, here: LayoutChoice, knob: str) -> Iterator[LayoutChoice]:
     if knob == "zero":
         for zero in space.zero_stages(here.mesh):
             yield here._replace(zero=zero, shard_degree=here.shard_degree if zero else None)
@@ -314,7 +314,7 @@ def _turned(space: Space, here: Choice, knob: str) -> Iterator[Choice]:
         yield from _other_meshes(space, here, knob)
 
 
-def _other_meshes(space: Space, here: Choice, axis: str) -> Iterator[Choice]:
+def _other_meshes(space: Space, here: LayoutChoice, axis: str) -> Iterator[LayoutChoice]:
     """Meshes in which only this axis and data parallelism differ, everything else as it is or as near."""
     for mesh in space.meshes():
         if any(getattr(mesh, it) != getattr(here.mesh, it) for it in ("tp", "pp", "cp", "ep") if it != axis):
@@ -329,4 +329,4 @@ def _other_meshes(space: Space, here: Choice, axis: str) -> Iterator[Choice]:
         stages = space.zero_stages(mesh)
         zero = here.zero if here.zero in stages else stages[-1]
         degree = within(here.shard_degree, mesh) if zero else None
-        yield Choice(mesh, zero, split, here.recompute, sizes[-1], degree)
+        yield LayoutChoice(mesh, zero, split, here.recompute, sizes[-1], degree)

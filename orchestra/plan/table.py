@@ -24,8 +24,8 @@ from typing import TypeVar
 from conf.schema import ModelConfig, PrecisionName, Recompute
 from orchestra.errors import ConfigError
 from orchestra.plan.assemble import network_of
-from orchestra.plan.case import Case
-from orchestra.plan.devices import Device, device
+from orchestra.plan.case import PlanCase
+from orchestra.plan.devices import Accelerator, device
 from orchestra.plan.frameworks import NANOTRON, framework, is_taken_for_another, published
 from orchestra.plan.predict import Prediction, predict
 from orchestra.plan.space import is_possible
@@ -52,11 +52,11 @@ _YES, _NO = ("1", "1.0", "true", "yes"), ("0", "0.0", "false", "no")
 
 Row = Mapping[str, str]
 Choice = TypeVar("Choice", bound=Enum)
-cached_device: Callable[[str, PrecisionName, float | None], Device] = cache(device)
+cached_device: Callable[[str, PrecisionName, float | None], Accelerator] = cache(device)
 
 
 @dataclass(frozen=True)
-class Table:
+class LayoutTable:
     """A table as it was read: its columns in order, its rows as text, and the line each row ends on."""
 
     columns: tuple[str, ...]
@@ -121,7 +121,7 @@ class _Cells:
         self.problems.append(f"{column}={found or '(empty)'}: expected {expected}")
 
 
-def read_table(file: Path) -> Table:
+def read_table(file: Path) -> LayoutTable:
     """Read a table as text. Raises ConfigError when it is no CSV with the needed columns and full rows."""
     try:
         text = file.read_text(encoding="utf-8-sig")
@@ -150,10 +150,10 @@ def read_table(file: Path) -> Table:
         rows.append(dict(zip(columns, cells, strict=False)))
         lines.append(reader.line_num)
     _refuse(file, problems)
-    return Table(columns, tuple(rows), tuple(lines))
+    return LayoutTable(columns, tuple(rows), tuple(lines))
 
 
-def cases(file: Path, table: Table) -> list[Case]:
+def cases(file: Path, table: LayoutTable) -> list[PlanCase]:
     """Return the case of each row. Raises ConfigError naming lines, what was found and what was expected."""
     found, problems = [], []
     for row, line in zip(table.rows, table.lines, strict=True):
@@ -172,7 +172,7 @@ def _refuse(file: Path, problems: list[str]) -> None:
         raise ConfigError([*shown, *([f"{file}: and {more} more like these"] if more > 0 else [])])
 
 
-def case_of_row(row: Row) -> tuple[Case | None, list[str]]:
+def case_of_row(row: Row) -> tuple[PlanCase | None, list[str]]:
     """Return the case that a row describes, or None and what is wrong with it."""
     cells = _Cells(row)
     model, mesh = _model(cells), _layout(cells)
@@ -188,7 +188,7 @@ def case_of_row(row: Row) -> tuple[Case | None, list[str]]:
         accelerator = cached_device(name, precision, memory_gib)
     except ConfigError as error:
         return None, [*cells.problems, str(error).replace("cluster.hardware=", "gpu=")]
-    case = Case(
+    case = PlanCase(
         model=model,
         layout=mesh,
         seq_len=seq_len,
@@ -207,7 +207,7 @@ def case_of_row(row: Row) -> tuple[Case | None, list[str]]:
     return (None if cells.problems else case), cells.problems
 
 
-def taken_for(table: Table, all_cases: Sequence[Case]) -> dict[str, str]:
+def taken_for(table: LayoutTable, all_cases: Sequence[PlanCase]) -> dict[str, str]:
     """Return for each trainer of a table whose rows another one's profile predicts that profile's name."""
     found = {}
     for row, case in zip(table.rows, all_cases, strict=True):
@@ -290,7 +290,7 @@ def predicted_cells(prediction: Prediction) -> dict[str, str]:
     return dict(zip(PREDICTED, values, strict=True))
 
 
-def with_predictions(table: Table, all_cases: Iterable[Case]) -> str:
+def with_predictions(table: LayoutTable, all_cases: Iterable[PlanCase]) -> str:
     """Return the table as CSV, each row as it was and what is predicted behind it."""
     text = io.StringIO(newline="")
     columns = [name for name in table.columns if name not in PREDICTED]

@@ -26,24 +26,12 @@ INNER_IMPORTS_TODAY = 309
 FULL_FOLDERS_TODAY = set[str]()
 FILE_NAMES_TODAY = set[str]()
 CLASS_NAMES_TODAY = {
-    "Asked",
     "Attempt",
-    "Case",
     "Check",
-    "Choice",
-    "Course",
-    "Device",
-    "Held",
-    "Ledger",
-    "Measured",
     "Member",
-    "Mesh",
     "NextAttempt",
     "Place",
-    "Reached",
-    "Result",
     "Schedule",
-    "Stage",
     "_Watch",
 }
 CYCLES_TODAY = set[str]()

@@ -21,7 +21,7 @@ from orchestra.errors import EXIT_DONE, EXIT_USAGE, ConfigError, OrchestraError
 
 if TYPE_CHECKING:
     from conf.schema import Config
-    from orchestra.plan.case import Case
+    from orchestra.plan.case import PlanCase
 
 NAME = "exact"
 OPTIONS: tuple[str, ...] = ()
@@ -92,12 +92,12 @@ def run(arguments: Namespace) -> int:
     return EXIT_DONE
 
 
-def counted(config: Config, case: Case) -> Mapping[str, int]:
+def counted(config: Config, case: PlanCase) -> Mapping[str, int]:
     """Start the process that counts, on rank 0's place, and return its answer in bytes."""
     from orchestra.run.config_file import write_config
     from orchestra.submit.launch import source_root
 
-    is_gpu = ["--as-gpu"] if case.choices.is_gpu else []
+    is_gpu = ["--as-gpu"] if case.options.is_gpu else []
     environment = {**os.environ, "PYTHONPATH": str(source_root()), "PYTHONSAFEPATH": "1"}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "config.yaml"
@@ -120,11 +120,11 @@ def counted(config: Config, case: Case) -> Mapping[str, int]:
     return answer
 
 
-def compare(case: Case, count: Mapping[str, int]) -> list[Compared]:
+def compare(case: PlanCase, count: Mapping[str, int]) -> list[Compared]:
     """Return the components of a rank, those that neither side has left out."""
-    from orchestra.plan.own_memory import own_bytes
+    from orchestra.sizes.memory import rank_bytes
 
-    own = own_bytes(case, case.stages[0])
+    own = rank_bytes(case, case.stages[0])
     step = own.step.activations + own.step.logits
     states = own.parameters + own.gradients + own.masters + own.optimizer
     closed = {

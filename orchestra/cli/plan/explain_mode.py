@@ -14,7 +14,7 @@ from typing import Any
 from orchestra.cli.plan import layout_words, one_layout
 from orchestra.cli.text import figures
 from orchestra.errors import EXIT_DONE, ConfigError
-from orchestra.plan.advice import Explanation, Option, main_loss
+from orchestra.plan.explain import Explanation, Option, main_loss
 from orchestra.plan.predict import Prediction
 from orchestra.plan.space import KEYS, choice_of
 
@@ -229,8 +229,8 @@ def run(arguments: Namespace) -> int:
     """Print the explanation and return 0. Raises ConfigError for a key that is none of them."""
     from orchestra.config.compose import compose
     from orchestra.config.machine import Situation
-    from orchestra.plan.advice import explain
     from orchestra.plan.assemble import case_of, for_planning
+    from orchestra.plan.explain import explain
 
     key, overrides = arguments.explain, list(arguments.overrides)
     if "=" in key:

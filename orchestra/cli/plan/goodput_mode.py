@@ -40,7 +40,7 @@ from orchestra.plan.goodput.expected_goodput import (
     scenario_of,
 )
 from orchestra.plan.goodput.scenario import Scenario
-from orchestra.plan.goodput.simulator import Result, simulate
+from orchestra.plan.goodput.simulator import SimulatedRun, simulate
 from orchestra.plan.predict import Prediction
 from orchestra.recovery.policy import Action, Rules
 from orchestra.sizes import save_interval
@@ -63,8 +63,8 @@ _TIMES = {
 class Reckoned:
     """What was asked, and what came of it."""
 
-    asked: Asked
-    result: Result
+    asked: GoodputRequest
+    result: SimulatedRun
     intervals: list[Point]
     spares: list[Point]
     devices: list[Point]
@@ -72,7 +72,7 @@ class Reckoned:
     daly_s: float
 
 
-def reckoned(asked: Asked) -> Reckoned:
+def reckoned(asked: GoodputRequest) -> Reckoned:
     """Simulate the run as it is asked about, and over intervals, spares and devices."""
     scenario, rules, seed = asked.scenario, Rules.of(asked.config.recovery), asked.seed
     stall_s, mttf = scenario.times.stall_s, scenario.mttf_s
@@ -133,7 +133,7 @@ def _seconds(seconds: float) -> str:
     return f"{1000 * seconds:.0f} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
-def _accounts(result: Result) -> list[str]:
+def _accounts(result: SimulatedRun) -> list[str]:
     accounts = result.accounts
     shares = {
         "lost": accounts.lost_s,
@@ -334,7 +334,7 @@ def _option(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class Asked:
+class GoodputRequest:
     """What is reckoned with: the configuration, the times, and where each of them comes from."""
 
     config: Config
@@ -355,7 +355,7 @@ def run(arguments: Namespace) -> int:
     return EXIT_DONE
 
 
-def ask(arguments: Namespace) -> Asked:
+def ask(arguments: Namespace) -> GoodputRequest:
     """Return what the options mean. Raises ConfigError for a run without records, or a time that is none."""
     from orchestra.plan.goodput.expected_goodput import scenario_of
 
@@ -369,7 +369,9 @@ def ask(arguments: Namespace) -> Asked:
     scenario = scenario_of(config, times)
     if arguments.queue_s is not None:
         scenario = replace(scenario, queue_wait_s=arguments.queue_s)
-    return Asked(config, scenario, {**sources, **dict.fromkeys(given, "given")}, arguments.mix_seed or 0)
+    return GoodputRequest(
+        config, scenario, {**sources, **dict.fromkeys(given, "given")}, arguments.mix_seed or 0
+    )
 
 
 def _planned(arguments: Namespace) -> tuple[Config, Times, dict[str, str]]:

@@ -12,8 +12,8 @@ from conf.schema import Config, LauncherName, ModelConfig, Recompute
 from orchestra.cli.text import figures
 from orchestra.config.keys import shown
 from orchestra.config.rules.all_rules import TABLE
-from orchestra.plan.advice import MEMORY, PARTS, Bound
-from orchestra.plan.case import Case
+from orchestra.plan.case import PlanCase
+from orchestra.plan.explain import MEMORY, PARTS, Bound
 from orchestra.plan.predict import Prediction
 from orchestra.plan.space import KEYS, Fixed, Value, choice_of
 from orchestra.sizes.flops import num_active_parameters, num_parameters
@@ -159,7 +159,7 @@ _WIDTH = 80
 
 
 @dataclass(frozen=True)
-class Asked:
+class SearchRequest:
     """What a search was asked for: the configuration and the overrides it was composed from, those that were
     typed, the sequences of a step, what stays as it is, what is wrong with its own layout, and notes.
     """
@@ -173,14 +173,14 @@ class Asked:
     notes: list[str]
 
 
-def runs_today(case: Case) -> bool:
+def runs_today(case: PlanCase) -> bool:
     """Whether orchestra's trainer can run a layout: it uses nothing that `not_yet` lists."""
     values = {f"parallelism.{axis}": getattr(case.layout, axis) for axis in ("pp", "cp", "ep")}
     values["model.num_experts"] = case.model.num_experts
     return not any(row.is_asked_for(values[row.key]) for row in TABLE if row.key in values)
 
 
-def overrides_of(asked: Asked, case: Case) -> list[str]:
+def overrides_of(asked: SearchRequest, case: PlanCase) -> list[str]:
     """Return the overrides that turn the configuration into a layout: those in which it differs."""
     config, choice = asked.config, choice_of(case)
     wanted: dict[str, Any] = {key: choice.value(knob) for knob, key in KEYS.items()}
@@ -198,7 +198,7 @@ def overrides_of(asked: Asked, case: Case) -> list[str]:
     return [f"{key}={shown(value)}" for key, value in differing.items()]
 
 
-def command(asked: Asked, case: Case, verb: str | None = None) -> list[str]:
+def command(asked: SearchRequest, case: PlanCase, verb: str | None = None) -> list[str]:
     """Return the command for a layout as lines for a shell, at most 80 columns wide where words allow.
 
     Without a verb it is the one that trains: `submit`, on this machine `run`.

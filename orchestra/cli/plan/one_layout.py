@@ -22,11 +22,11 @@ from typing import Any
 from conf.schema import Config
 from orchestra.cli.plan import goodput_mode, layout_words
 from orchestra.cli.text import figures
-from orchestra.plan.case import Case, has_idle_stage
-from orchestra.plan.frameworks import USABLE_SHARE
-from orchestra.plan.memory import Memory, fits
+from orchestra.plan.case import PlanCase, has_idle_stage
 from orchestra.plan.predict import HostMemory, Prediction, StepTime, host_memory, over_time
+from orchestra.plan.stage_memory import Memory, fits
 from orchestra.sizes.flops import num_active_parameters, num_parameters
+from orchestra.sizes.memory import USABLE_SHARE
 from orchestra.sizes.units import GIB, MIB
 
 # A prediction as lines for people and as facts for programs. It predicts nothing.
@@ -81,7 +81,7 @@ def _goodput(config: Config, prediction: Prediction) -> str:
     return found if config.checkpoint.every_steps is None else f"{found}; by Daly's formula"
 
 
-def _sources(case: Case) -> list[str]:
+def _sources(case: PlanCase) -> list[str]:
     """Say what the figures rest on: what is measured or fitted, and what a data sheet says."""
     device = case.device
     texts = [f"profile {case.framework.name}: {case.framework.source};", f"network: {case.network.source}"]
@@ -97,7 +97,7 @@ def _sources(case: Case) -> list[str]:
     ]
 
 
-def header(case: Case) -> list[str]:
+def header(case: PlanCase) -> list[str]:
     """Return what is predicted: model, layout, batch and devices."""
     model, mesh = case.model, case.layout
     degrees = {"tp": mesh.tp, "pp": mesh.pp, "cp": mesh.cp, "ep": mesh.ep}
@@ -133,7 +133,7 @@ def _memory(prediction: Prediction) -> list[str]:
     ]
 
 
-def _idle(case: Case, suffices: bool) -> list[str]:
+def _idle(case: PlanCase, suffices: bool) -> list[str]:
     """Say why a layout does not do whose memory may suffice."""
     if not has_idle_stage(case.stages):
         return []

@@ -15,7 +15,7 @@ from orchestra.errors import EXIT_DONE, EXIT_FAILED, ConfigError
 
 if TYPE_CHECKING:
     from conf.schema import Config
-    from orchestra.cli.plan.layout_words import Asked
+    from orchestra.cli.plan.layout_words import SearchRequest
     from orchestra.config.overrides import Checked
     from orchestra.plan.space import Fixed
 
@@ -25,14 +25,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from orchestra.cli.plan import layout_words
-from orchestra.cli.plan.layout_words import Asked, command, overrides_of, runs_today
+from orchestra.cli.plan.layout_words import SearchRequest, command, overrides_of, runs_today
 from orchestra.cli.text import figures
-from orchestra.plan.advice import Bound, bounds, main_loss, remedies
-from orchestra.plan.frameworks import USABLE_SHARE
+from orchestra.plan.explain import Bound, bounds, main_loss
 from orchestra.plan.predict import Prediction
-from orchestra.plan.search import Found
+from orchestra.plan.search import Found, remedies
 from orchestra.plan.space import choice_of
 from orchestra.sizes.flops import num_active_parameters, num_parameters
+from orchestra.sizes.memory import USABLE_SHARE
 
 # What `orchestra plan --search` prints: the best layouts, why the first wins, what memory buys, commands.
 #
@@ -61,16 +61,16 @@ _SHORT = {
 }
 
 
-def lines(asked: Asked, found: Found) -> list[str]:
+def lines(asked: SearchRequest, found: Found) -> list[str]:
     """Return what a person reads."""
     told = [*_header(asked, found), ""]
     if not found.ranked:
-        return [*told, *_nothing_fits(found)]
+        return [*told, *_nothing_fits(asked, found)]
     told += [*_ranked(found), "", *_best(asked, found), "", *_pareto(found)]
     return told
 
 
-def _header(asked: Asked, found: Found) -> list[str]:
+def _header(asked: SearchRequest, found: Found) -> list[str]:
     base = found.space.base
     device = base.device
     nodes = f"{base.num_nodes:,} node{'s' if base.num_nodes > 1 else ''}"
@@ -85,7 +85,7 @@ def _header(asked: Asked, found: Found) -> list[str]:
     ]
 
 
-def _kept(asked: Asked) -> list[str]:
+def _kept(asked: SearchRequest) -> list[str]:
     kept = {name: value for name, value in vars(asked.fixed).items() if value is not None}
     words = ", ".join(f"{name.replace('_', ' ')} {layout_words.value(value)}" for name, value in kept.items())
     return _wrapped("kept", f"as given: {words}") if kept else []
@@ -123,7 +123,7 @@ def _share(value: float) -> str:
     return "-" if abs(value) < _SAME else f"{100 * value:.1f}%"
 
 
-def _best(asked: Asked, found: Found) -> list[str]:
+def _best(asked: SearchRequest, found: Found) -> list[str]:
     best = found.ranked[0]
     runs = found.chosen[0] if found.chosen else None
     told = [*_portrait("best", found, best), *_why(found, best)]
@@ -210,16 +210,16 @@ def _spread(front: tuple[Prediction, ...]) -> list[Prediction]:
     return [it for it in front if any(it is each for each in near)]
 
 
-def _nothing_fits(found: Found) -> list[str]:
+def _nothing_fits(asked: SearchRequest, found: Found) -> list[str]:
     nearest = found.nearest
     assert nearest is not None, "a space with layouts has one that takes the least memory"
     peak = f"{layout_words.gib(nearest.peak.total)} of {layout_words.gib(_usable(found))} usable GiB"
     told = _wrapped("none", f"of these layouts fits. The nearest takes {peak}:")
     told += _wrapped("", layout_words.line(nearest))
-    helping = remedies(found.space)
+    helping = remedies(asked.config, found.space)
     title = "helps"
-    for remedy in helping:
-        told += _wrapped(title, f"{remedy.override}: {layout_words.gib(remedy.peak_bytes)} GiB, {remedy.why}")
+    for overrides, peak_bytes, why in helping:
+        told += _wrapped(title, f"{overrides}: {layout_words.gib(peak_bytes)} GiB, {why}")
         title = ""
     return told if helping else [*told, *_wrapped("helps", "a smaller model; nothing else that was tried")]
 
@@ -229,7 +229,7 @@ def _wrapped(title: str, text: str) -> list[str]:
     return textwrap.wrap(text, _WIDTH, initial_indent=head, subsequent_indent=_INDENT, break_on_hyphens=False)
 
 
-def facts(asked: Asked, found: Found) -> dict[str, Any]:
+def facts(asked: SearchRequest, found: Found) -> dict[str, Any]:
     """Return the same for programs: bytes, seconds, shares of 1."""
     base = found.space.base
     return {
@@ -255,13 +255,13 @@ def facts(asked: Asked, found: Found) -> dict[str, Any]:
         },
         "nearest": found.nearest and layout_words.facts(found.nearest),
         "remedies": [
-            {"override": it.override, "peak_memory_bytes": round(it.peak_bytes)}
-            for it in ([] if found.ranked else remedies(found.space))
+            {"override": overrides, "peak_memory_bytes": round(peak_bytes)}
+            for overrides, peak_bytes, _ in ([] if found.ranked else remedies(asked.config, found.space))
         ],
     }
 
 
-def _facts(asked: Asked, found: Found, each: Prediction) -> dict[str, Any]:
+def _facts(asked: SearchRequest, found: Found, each: Prediction) -> dict[str, Any]:
     told: list[Bound] = bounds(found.space, each)
     return {
         **layout_words.facts(each),
@@ -315,12 +315,12 @@ def run(arguments: Namespace) -> int:
     return EXIT_DONE if found.num_fitting else EXIT_FAILED
 
 
-def ask(typed: list[str]) -> Asked:
+def ask(typed: list[str]) -> SearchRequest:
     """Return the configuration to search layouts for, and which of its values stay as they are.
 
     Raises ConfigError with every problem that no layout would cure.
     """
-    from orchestra.cli.plan.layout_words import Asked
+    from orchestra.cli.plan.layout_words import SearchRequest
     from orchestra.config.compose import batch_said_twice, merge, settled
     from orchestra.config.compose import typed as typed_config
     from orchestra.config.machine import Situation
@@ -337,7 +337,7 @@ def ask(typed: list[str]) -> Asked:
     if lasting:
         raise ConfigError(lasting)
     size, notes = _num_sequences(given, config)
-    return Asked(config, tuple(overrides), tuple(typed), size, _fixed(config, checked), broken, notes)
+    return SearchRequest(config, tuple(overrides), tuple(typed), size, _fixed(config, checked), broken, notes)
 
 
 def _lasting(config: Config, broken: list[str]) -> list[str]:
@@ -390,7 +390,7 @@ def _fixed(config: Config, checked: Checked) -> Fixed:
     return Fixed(**{knob: value for knob, value in said.items() if value not in ("auto", None)})
 
 
-def _no_layout(asked: Asked) -> str:
+def _no_layout(asked: SearchRequest) -> str:
     kept = {name: value for name, value in vars(asked.fixed).items() if value is not None}
     told = ", ".join(f"{name}={value}" for name, value in kept.items())
     ranks = asked.config.cluster.nodes * int(asked.config.cluster.gpus_per_node)

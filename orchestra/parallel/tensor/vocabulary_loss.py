@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from orchestra.model.loss import IGNORED_TARGET, ChunkGradients, chunk_tokens, is_surely_one
+from orchestra.model.loss import IGNORED_TARGET, ChunkGradients, is_surely_one
 from orchestra.parallel.tensor.cuts import Cut
 from orchestra.parallel.tensor.tensor_collectives import (
     PendingScatter,
@@ -27,6 +27,7 @@ from orchestra.parallel.tensor.tensor_collectives import (
     gather_stacked,
     start_sum,
 )
+from orchestra.sizes.memory import chunk_tokens
 
 
 class _Chunk:

@@ -42,7 +42,7 @@ _NEVER = 10**12
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredTimes:
     """Times that a run's own records tell, in seconds; None where they do not."""
 
     step_s: float | None = None
@@ -58,7 +58,7 @@ class Measured:
         return {name: value for name, value in values.items() if value is not None}
 
 
-def measured(events: Sequence[Record], rows: Iterable[Record]) -> Measured:
+def measured(events: Sequence[Record], rows: Iterable[Record]) -> MeasuredTimes:
     """Read what a run's moves took: `events` ordered by time, `rows` of metrics.jsonl in the file's order.
 
     A start's time is what `recovery.accounting` books to starts and restarts, failures' detection included,
@@ -67,12 +67,12 @@ def measured(events: Sequence[Record], rows: Iterable[Record]) -> Measured:
     rows = list(rows)
     attempts = attempt_times(events, rows)
     if not attempts:
-        return Measured()
+        return MeasuredTimes()
     accounts = account(events, rows)
     saves = [save for each in attempts for save in each.saves]
     concluded = {step: time for each in attempts for step, time in each.attempt.concluded_saves}
     written = [concluded[save.step] - save.time for save in saves if save.step in concluded]
-    return Measured(
+    return MeasuredTimes(
         step_s=_middle([each.step_time_s for each in attempts if each.step_time_s is not None]),
         stall_s=_middle([save.blocked_s for save in saves]),
         write_s=_middle([max(0.0, seconds) for seconds in written]),

@@ -32,7 +32,7 @@ from orchestra.run.files import Record
 
 
 @dataclass(frozen=True)
-class Reached:
+class PaceProgress:
     """Where an attempt stands: steps done, the newest committed and the newest copied one (None: none of its
     own), and seconds by what they went to.
     """
@@ -45,7 +45,7 @@ class Reached:
 
 
 @dataclass(frozen=True)
-class Course:
+class TrainingPace:
     """An attempt that trains on from step `begin`. `copy_every`: None without copies in memory."""
 
     begin: int
@@ -61,7 +61,7 @@ class Course:
         """A step with its share of what copies in memory cost."""
         return self.step_s + (self.copy_s / self.copy_every if self.copy_every else 0.0)
 
-    def at(self, seconds: float) -> Reached:
+    def at(self, seconds: float) -> PaceProgress:
         """Return where it stands so many seconds after its first step began."""
         unit, every = self.unit_s, self.every_steps
         num_first = every - self.begin % every
@@ -75,7 +75,7 @@ class Course:
         # A step that is over by all but rounding is over.
         num_steps = int(done + 1e-9)
         training_s = done * self.step_s
-        return Reached(
+        return PaceProgress(
             step=self.begin + num_steps,
             committed=self._committed(seconds - first_s - self.write_s, num_first, unit),
             copied=self._copied(num_steps),
@@ -110,7 +110,7 @@ class _Stretch:
 
 
 @dataclass
-class Ledger:
+class TimeLedger:
     """The accounts of `orchestra.recovery.accounting`, filled as time passes."""
 
     step: int = 0
@@ -247,7 +247,7 @@ def repair_s(repairs: Repairs, chance: random.Random) -> float:
 _KILLED = "killed by SIGKILL"
 
 
-class Records:
+class SimulatedEvents:
     """The newest records of a run."""
 
     def __init__(self) -> None:
@@ -317,7 +317,7 @@ _STRIKES_AGAIN_S = 30.0
 
 
 @dataclass(frozen=True)
-class Result:
+class SimulatedRun:
     """What became of a simulated run."""
 
     scenario: Scenario
@@ -349,14 +349,14 @@ class Result:
         return self.goodput * nodes / (nodes + self.scenario.spare_nodes)
 
 
-def simulate(scenario: Scenario, seed: int = 0, rules: Rules | None = None) -> Result:
+def simulate(scenario: Scenario, seed: int = 0, rules: Rules | None = None) -> SimulatedRun:
     """Return what becomes of a run by its horizon. The same for the same arguments."""
     run = _Run(scenario, seed, rules or Rules())
     return run.result()
 
 
 @dataclass
-class _Ending:
+class _AttemptEnd:
     """What ends an attempt: a failure or the scheduler, and when."""
 
     time: float
@@ -366,7 +366,7 @@ class _Ending:
 
 
 @dataclass
-class _Begin:
+class _AttemptStart:
     """How the next attempt begins."""
 
     step: int = 0
@@ -387,9 +387,9 @@ class _Run:
     actions: Counter[str] = field(default_factory=Counter)
     decided: Counter[str] = field(default_factory=Counter)
     log: list[Incident] = field(default_factory=list)
-    ledger: Ledger = field(default_factory=Ledger)
-    records: Records = field(default_factory=Records)
-    begin: _Begin = field(default_factory=_Begin)
+    ledger: TimeLedger = field(default_factory=TimeLedger)
+    records: SimulatedEvents = field(default_factory=SimulatedEvents)
+    begin: _AttemptStart = field(default_factory=_AttemptStart)
     gave_up: str | None = None
 
     def __post_init__(self) -> None:
@@ -401,7 +401,7 @@ class _Run:
         self._next = next(self._stream)
         self._scheduler = random.Random(f"scheduler {self.seed}")
 
-    def result(self) -> Result:
+    def result(self) -> SimulatedRun:
         self._start_job()
         while self.clock < self.scenario.horizon_s and self.gave_up is None:
             ending = self._ending()
@@ -411,7 +411,7 @@ class _Run:
             self._go_on(self._decide(ending))
         if self.gave_up is not None:
             self.ledger.spend(max(0.0, self.scenario.horizon_s - self.clock), Account.idle)
-        return Result(
+        return SimulatedRun(
             scenario=self.scenario,
             accounts=self.ledger.accounts(),
             num_steps=self.ledger.step,
@@ -431,25 +431,25 @@ class _Run:
         rate = self.scenario.preemptions_per_day / DAY_S
         self._preempted_at = self.clock + self._scheduler.expovariate(rate) if rate else math.inf
 
-    def _ending(self) -> _Ending:
+    def _ending(self) -> _AttemptEnd:
         """Return what ends the attempt that starts now."""
         scenario = self.scenario
         while self._next.time <= self.clock or self._next.place >= len(self.nodes.hosts):
             self._next = next(self._stream)
         failure = self._next
         width = scenario.nodes_per_switch if failure.cause is Cause.switch else 1
-        ending = _Ending(failure.time, failure, self.nodes.at(failure.place, width))
+        ending = _AttemptEnd(failure.time, failure, self.nodes.at(failure.place, width))
         in_use = [host for host in self.nodes.hosts if host in self.nodes.broken] if self.nodes.broken else []
         if in_use:
             again = self.clock + self._starting_s() + _STRIKES_AGAIN_S
             if again < ending.time:
                 struck = Failure(again, 0, Cause.device)
-                ending = _Ending(again, struck, tuple(in_use[:1]))
+                ending = _AttemptEnd(again, struck, tuple(in_use[:1]))
         limit = scenario.time_limit_s
         if limit is not None and self.job_began + limit < ending.time:
-            ending = _Ending(max(self.clock, self.job_began + limit))
+            ending = _AttemptEnd(max(self.clock, self.job_began + limit))
         if self._preempted_at < ending.time:
-            ending = _Ending(max(self.clock, self._preempted_at), is_preempted=True)
+            ending = _AttemptEnd(max(self.clock, self._preempted_at), is_preempted=True)
         return ending
 
     def _starting_s(self) -> float:
@@ -458,7 +458,7 @@ class _Run:
             return times.restart_s
         return times.restart_s + (times.restore_from_memory_s if self.begin.from_memory else times.restore_s)
 
-    def _train_until(self, ending: _Ending) -> None:
+    def _train_until(self, ending: _AttemptEnd) -> None:
         """Let the attempt run to its end or the horizon, book its time, and write its records."""
         scenario, times = self.scenario, self.scenario.times
         began, end = self.clock, min(ending.time, scenario.horizon_s)
@@ -486,9 +486,9 @@ class _Run:
         if stand.committed is not None:
             self._commit(stand.committed)
 
-    def _course(self) -> Course:
+    def _course(self) -> TrainingPace:
         scenario, times = self.scenario, self.scenario.times
-        return Course(
+        return TrainingPace(
             begin=self.begin.step,
             step_s=times.step_s * scenario.num_nodes / len(self.nodes.hosts),
             every_steps=scenario.saves_every_steps,
@@ -504,7 +504,7 @@ class _Run:
 
     # What follows.
 
-    def _decide(self, ending: _Ending) -> Decision:
+    def _decide(self, ending: _AttemptEnd) -> Decision:
         """Let it be noticed and read, and let the policy decide; the same calls as the leading agent's."""
         if ending.failure is None:
             incident = self._stopped(is_preempted=ending.is_preempted)
@@ -536,7 +536,7 @@ class _Run:
             self._commit(self.reached)
         return self.records.stopped(self.clock, self.reached, is_preempted=is_preempted)
 
-    def _failed(self, ending: _Ending, failure: Failure) -> Incident:
+    def _failed(self, ending: _AttemptEnd, failure: Failure) -> Incident:
         times, cause = self.scenario.times, failure.cause
         self.failures[cause.name] += 1
         notice_s = {Cause.hang: times.notice_hang_s, Cause.node: times.notice_node_s}
@@ -547,7 +547,7 @@ class _Run:
         step = self.reached + 1 if self.in_step else None
         return self.records.failed(self.clock, cause, ending.hosts, step)
 
-    def _hosts_out(self, ending: _Ending, cause: Cause) -> set[str]:
+    def _hosts_out(self, ending: _AttemptEnd, cause: Cause) -> set[str]:
         """Return the attempt's hosts that are lost or, by their own look at themselves, cannot train."""
         out = set(ending.hosts) if cause in (Cause.node, Cause.switch) else set()
         if self.scenario.preflight:
@@ -590,7 +590,7 @@ class _Run:
 
     def _go_back(self, step: int, *, from_memory: bool = False) -> None:
         self.ledger.go_back(step)
-        self.begin = _Begin(step, from_memory, is_first=step == 0)
+        self.begin = _AttemptStart(step, from_memory, is_first=step == 0)
 
     def _spend(self, seconds: float, account: Account) -> None:
         """Let time pass, up to the horizon."""

@@ -26,10 +26,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from conf.schema import Config, Offload
 from orchestra.errors import ConfigError
-from orchestra.model.loss import chunk_tokens
 from orchestra.parallel.mesh import Mesh, make_mesh
 from orchestra.parallel.zero.stages import Alone
 from orchestra.run.config_file import read_config
+from orchestra.sizes.memory import chunk_tokens
 from orchestra.sizes.topology import Layout, batch_shape, layout
 from orchestra.train.build import Training, build_training
 from orchestra.train.dry_build import bytes_of, fake_ranks, held_bytes

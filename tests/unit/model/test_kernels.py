@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 
 from orchestra.model.kernels import rms_norm, rotate, shared_input_linear, swiglu
-from orchestra.model.loss import IGNORED_TARGET, chunk_tokens, cross_entropy_sum
+from orchestra.model.loss import IGNORED_TARGET, cross_entropy_sum
+from orchestra.sizes.memory import chunk_tokens
 
 DOUBLE = torch.float64
 

@@ -30,7 +30,7 @@ from orchestra.run.config_file import write_config
 from orchestra.sizes.flops import num_parameters
 from orchestra.sizes.topology import layout
 from orchestra.train.dry_build import dry_build, main
-from orchestra.train.memory.out_of_memory import memory_use
+from orchestra.train.memory.out_of_memory import bytes_needed
 
 # 7.5 billion parameters, as in the paper (Rajbhandari and others, 2020, figure 1): 16 bytes of each are kept.
 PAPER = ModelConfig(
@@ -64,7 +64,7 @@ def test_the_zero_papers_example_holds_what_the_paper_says(zero: int, gigabytes:
     )
     held = dry_build(config, 64)
     assert held.state == pytest.approx(gigabytes * 1e9, rel=0.02)
-    assert memory_use(config, layout(config.parallelism, 64), is_gpu=False).state == pytest.approx(
+    assert bytes_needed(config, layout(config.parallelism, 64), is_gpu=False).state == pytest.approx(
         held.state, rel=0.02
     )
 
@@ -81,9 +81,9 @@ def test_every_parallel_preset_builds_at_its_real_size(preset: str) -> None:
         nodes=2,
     )
     held = dry_build(config, world_size, rank=world_size - 1)
-    expected = memory_use(config, layout(config.parallelism, world_size), is_gpu=False)
+    expected = bytes_needed(config, layout(config.parallelism, world_size), is_gpu=False)
     assert held.state == pytest.approx(expected.state, rel=0.02)
-    assert held.gathered_units == pytest.approx(expected.gathered_parameters, rel=0.05)
+    assert held.gathered_units == pytest.approx(expected.first_buffers, rel=0.05)
 
 
 @pytest.mark.parametrize("experiment", ["llama3_8b", "llama3_70b", "llama_1b", "llama_125m"])
@@ -93,7 +93,7 @@ def test_every_experiment_builds_at_its_real_size(experiment: str) -> None:
     config = compose(overrides, Situation("plan", num_gpus=8)).config
     world_size = config.cluster.nodes * int(config.cluster.gpus_per_node)
     held = dry_build(config, world_size)
-    expected = memory_use(config, layout(config.parallelism, world_size), is_gpu=True)
+    expected = bytes_needed(config, layout(config.parallelism, world_size), is_gpu=True)
     assert held.state == pytest.approx(expected.state, rel=0.02)
 
 
@@ -148,7 +148,7 @@ def test_the_estimate_for_messages_is_what_a_dry_step_takes(
         train=TrainConfig(seq_len=1024, global_batch_size=16, micro_batch_size=4),
     )
     held = dry_build(config, 4, with_step=True)
-    expected = memory_use(config, layout(config.parallelism, 4), is_gpu=False)
+    expected = bytes_needed(config, layout(config.parallelism, 4), is_gpu=False)
     assert held.passing is not None
     assert held.state + held.gathered_units + held.passing == pytest.approx(expected.total, rel=0.15)
     larger = dataclasses.replace(config.train, micro_batch_size=2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from conf.schema import ModelConfig
-from orchestra.plan.case import Case
+from orchestra.plan.case import PlanCase
 from orchestra.plan.table import case_of_row
 
 LLAMA_8B = ModelConfig(
@@ -40,7 +40,7 @@ def row(**changes: object) -> dict[str, str]:
     return {name: str(value) for name, value in {**usual, **changes}.items()}
 
 
-def case(**changes: object) -> Case:
+def case(**changes: object) -> PlanCase:
     """Return the case of such a row."""
     found, problems = case_of_row(row(**changes))
     assert found is not None, problems

@@ -29,7 +29,7 @@ def test_a_profile_of_cpus_is_planned_for_cpus(tmp_path: Path) -> None:
     write_profile(tmp_path / "cpu.json", profile)
     config = compose(for_planning([f"cluster.hardware={tmp_path}/cpu.json"]), Situation("plan")).config
     assert config.cluster.device is Device.cpu
-    assert not case_of(config).choices.is_gpu
+    assert not case_of(config).options.is_gpu
 
 
 @pytest.mark.parametrize("precision", PrecisionName)

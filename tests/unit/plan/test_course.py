@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from orchestra.plan.goodput.simulator import Course
+from orchestra.plan.goodput.simulator import TrainingPace
 
 
-def counted(course: Course, seconds: float) -> tuple[int, int | None]:
+def counted(course: TrainingPace, seconds: float) -> tuple[int, int | None]:
     """Return the steps done and the newest committed one, counted one by one."""
     time, step, committed = 0.0, course.begin, None
     while time + course.step_s <= seconds:
@@ -25,7 +25,7 @@ def counted(course: Course, seconds: float) -> tuple[int, int | None]:
 @pytest.mark.parametrize("begin", [0, 7, 30])
 @pytest.mark.parametrize("write_s", [0.0, 2.5])
 def test_steps_and_saves_are_those_counted_one_by_one(begin: int, write_s: float) -> None:
-    course = Course(begin, step_s=1.5, every_steps=10, stall_s=0.75, write_s=write_s)
+    course = TrainingPace(begin, step_s=1.5, every_steps=10, stall_s=0.75, write_s=write_s)
     chance = random.Random(begin)
     for seconds in [0.0, *(chance.uniform(0, 200) for _ in range(200))]:
         found = course.at(seconds)
@@ -34,12 +34,12 @@ def test_steps_and_saves_are_those_counted_one_by_one(begin: int, write_s: float
 
 
 def test_a_copy_in_memory_is_whole_one_step_later() -> None:
-    course = Course(begin=10, step_s=1.0, every_steps=1000, stall_s=0.0, copy_every=5)
+    course = TrainingPace(begin=10, step_s=1.0, every_steps=1000, stall_s=0.0, copy_every=5)
     assert [course.at(seconds).copied for seconds in (4.5, 5.5, 6.5, 11.5)] == [None, None, 15, 20]
 
 
 def test_what_copies_cost_slows_each_step_by_its_share() -> None:
-    course = Course(begin=0, step_s=1.0, every_steps=1000, stall_s=0.0, copy_every=2, copy_s=0.5)
+    course = TrainingPace(begin=0, step_s=1.0, every_steps=1000, stall_s=0.0, copy_every=2, copy_s=0.5)
     found = course.at(125.0)
     assert found.step == 100
     assert found.saving_s == pytest.approx(25.0)

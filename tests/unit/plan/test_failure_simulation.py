@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from orchestra.plan.goodput.scenario import DAY_S, LLAMA3_FAILURES, Cause, Scenario, Times
-from orchestra.plan.goodput.simulator import Result, simulate
+from orchestra.plan.goodput.simulator import SimulatedRun, simulate
 from orchestra.recovery import policy
 from orchestra.recovery.policy import Action, Case, Decision, Rules
 from orchestra.sizes.save_interval import chosen, daly_goodput
@@ -127,7 +127,7 @@ def test_a_rule_that_gives_up_ends_the_simulated_run(monkeypatch: pytest.MonkeyP
     assert attended.accounts.idle_s == pytest.approx(attended.num_failures * HOUR_S)
 
 
-def failing_often(num_devices: int) -> Result:
+def failing_often(num_devices: int) -> SimulatedRun:
     scenario = llama3(num_nodes=num_devices // 8, horizon_s=20 * DAY_S)
     every = chosen(5.0, 6.0, scenario.mttf_s, write_s=60.0).every_steps
     return simulate(replace(scenario, every_steps=every))

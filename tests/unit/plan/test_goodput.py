@@ -18,7 +18,7 @@ from conf.schema import (
     TrainConfig,
 )
 from orchestra.plan.goodput.expected_goodput import (
-    Measured,
+    MeasuredTimes,
     assumed_times,
     best_of,
     by_devices,
@@ -82,8 +82,8 @@ def test_times_are_read_from_a_runs_own_records() -> None:
 
 
 def test_a_run_that_never_began_tells_no_times() -> None:
-    assert measured([], []) == Measured()
-    assert Measured().known == {}
+    assert measured([], []) == MeasuredTimes()
+    assert MeasuredTimes().known == {}
 
 
 def test_auto_is_dalys_interval_for_the_clusters_size() -> None:

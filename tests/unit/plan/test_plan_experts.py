@@ -11,13 +11,12 @@ from plan_cases import LLAMA_8B, case
 from conf.schema import ModelConfig, Recompute
 from orchestra.cli import main
 from orchestra.errors import EXIT_USAGE
-from orchestra.plan.case import Case, Tokens, held_by_rank
-from orchestra.plan.devices import INFINIBAND_400, Group
-from orchestra.plan.kept_activations import llama_layer_bytes
-from orchestra.plan.memory import states_of_rank
+from orchestra.plan.case import PlanCase, held_by_rank
+from orchestra.plan.devices import INFINIBAND_400, CollectiveGroup
 from orchestra.plan.predict import predict
 from orchestra.plan.search import search
 from orchestra.plan.space import Fixed, Space
+from orchestra.plan.stage_memory import llama_layer_bytes, states_of_rank
 from orchestra.sizes.flops import (
     feed_forward_width,
     model_flops_per_token,
@@ -27,6 +26,7 @@ from orchestra.sizes.flops import (
     num_layer_parameters,
     num_parameters,
 )
+from orchestra.sizes.training_shape import MicroBatchTokens
 
 MIXTRAL = ModelConfig(
     name="mixtral_8x7b",
@@ -43,7 +43,7 @@ EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "num_key_value_heads": 8,
 LINK = 450e9
 
 
-def mixture(**changes: object) -> Case:
+def mixture(**changes: object) -> PlanCase:
     """Return Mixtral's shape on 64 GPUs of a trainer, by plain data parallelism unless changed."""
     usual: dict[str, object] = {"num_gpus": 64, "dp": 64, "framework": "megatron", "precision": "bf16"}
     return case(**{**EXPERTS, **usual, **changes})
@@ -80,7 +80,9 @@ def test_one_expert_for_all_is_a_dense_layer_with_a_router() -> None:
     assert num_active_layer_parameters(single) == num_layer_parameters(single)
     assert feed_forward_width(single) == LLAMA_8B.intermediate_size
     none = Recompute.none
-    dense, routed = (llama_layer_bytes(model, Tokens(1, 4096), none) for model in (LLAMA_8B, single))
+    dense, routed = (
+        llama_layer_bytes(model, MicroBatchTokens(1, 4096), none) for model in (LLAMA_8B, single)
+    )
     assert routed - dense == 4 * 4096 * LLAMA_8B.hidden_size
 
 
@@ -123,10 +125,10 @@ def test_few_tokens_wait_for_the_weights_of_experts() -> None:
 
 def test_an_exchange_between_nodes_is_bound_by_each_ranks_own_adapter() -> None:
     num_bytes = 1e9
-    inside = INFINIBAND_400.all_to_all_s(num_bytes, Group(8, 1), LINK)
+    inside = INFINIBAND_400.all_to_all_s(num_bytes, CollectiveGroup(8, 1), LINK)
     rate = LINK * 250 / 450
     assert inside == pytest.approx(num_bytes * 7 / 8 / rate + 20e-6)
-    between = INFINIBAND_400.all_to_all_s(num_bytes, Group(16, 2), LINK)
+    between = INFINIBAND_400.all_to_all_s(num_bytes, CollectiveGroup(16, 2), LINK)
     assert between == pytest.approx(num_bytes / 2 / (0.85 * 50e9), rel=0.01)
 
 
@@ -179,11 +181,11 @@ def test_plan_tells_what_is_active(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_what_only_orchestras_trainer_has_counts_for_mixtures_too() -> None:
     full = mixture(framework="orchestra", zero=1, ep=8, recompute="full")
-    every_other = replace(full, choices=replace(full.choices, recompute_every=2))
+    every_other = replace(full, options=replace(full.options, recompute_every=2))
     kept, half = (predict(it).peak.activations for it in (full, every_other))
     none = predict(replace(full, recompute=Recompute.none)).peak.activations
     assert kept < half < none
-    narrow = replace(full, choices=replace(full.choices, moment_bytes=2))
+    narrow = replace(full, options=replace(full.options, moment_bytes=2))
     assert predict(narrow).peak.optimizer == predict(full).peak.optimizer / 2
 
 

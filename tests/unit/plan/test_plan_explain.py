@@ -10,7 +10,7 @@ from plan_cases import case
 from conf.schema import Recompute
 from orchestra.cli import main
 from orchestra.errors import EXIT_USAGE
-from orchestra.plan.advice import Explanation, explain
+from orchestra.plan.explain import Explanation, explain
 from orchestra.plan.predict import predict
 from orchestra.plan.space import KEYS, choice_of
 

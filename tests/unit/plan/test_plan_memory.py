@@ -8,11 +8,11 @@ import pytest
 from plan_cases import LLAMA_8B, case
 
 from conf.schema import ModelConfig, Offload, Recompute
-from orchestra.plan.case import Tokens, has_idle_stage, stage_parameters, stages
-from orchestra.plan.kept_activations import llama_layer_bytes
-from orchestra.plan.memory import Memory
+from orchestra.plan.case import has_idle_stage, stage_parameters, stages
 from orchestra.plan.predict import host_memory, over_time, predict
+from orchestra.plan.stage_memory import Memory, llama_layer_bytes
 from orchestra.sizes.flops import num_parameters
+from orchestra.sizes.training_shape import MicroBatchTokens
 
 # Saved-tensor bytes per token and hidden unit, measured with flash attention in bf16.
 MEASURED = [
@@ -24,7 +24,7 @@ MEASURED = [
 
 @pytest.mark.parametrize(("model", "per_unit"), MEASURED)
 def test_a_llama_layer_keeps_what_was_measured(model: ModelConfig, per_unit: float) -> None:
-    tokens = Tokens(1, 4096)
+    tokens = MicroBatchTokens(1, 4096)
     statistics = 4 * 4096 * model.num_attention_heads
     kept = llama_layer_bytes(model, tokens, Recompute.none) - statistics
     assert kept / (4096 * model.hidden_size) == pytest.approx(per_unit)
@@ -32,9 +32,9 @@ def test_a_llama_layer_keeps_what_was_measured(model: ModelConfig, per_unit: flo
 
 def test_sequence_parallelism_divides_what_tensor_parallelism_leaves_whole() -> None:
     def kept(*, sequence_parallel: bool) -> float:
-        return llama_layer_bytes(LLAMA_8B, Tokens(1, 4096, 8, sequence_parallel), Recompute.none)
+        return llama_layer_bytes(LLAMA_8B, MicroBatchTokens(1, 4096, 8, sequence_parallel), Recompute.none)
 
-    whole = llama_layer_bytes(LLAMA_8B, Tokens(1, 4096), Recompute.none)
+    whole = llama_layer_bytes(LLAMA_8B, MicroBatchTokens(1, 4096), Recompute.none)
     assert kept(sequence_parallel=True) == pytest.approx(whole / 8)
     assert kept(sequence_parallel=False) - kept(sequence_parallel=True) == 8 * 4096 * 4096 * (1 - 1 / 8)
 
@@ -183,7 +183,7 @@ def test_orchestra_has_its_moments_before_it_trains() -> None:
 
 def test_offloaded_state_and_images_of_checkpoints_lie_in_host_memory() -> None:
     usual = case(zero=1)
-    moved = replace(usual, choices=replace(usual.choices, offload=Offload.optimizer, saves=True))
+    moved = replace(usual, options=replace(usual.options, offload=Offload.optimizer, saves=True))
     assert host_memory(usual, usual.stages[0]).total == 0
     host = host_memory(moved, moved.stages[0])
     multi_head = num_parameters(replace(LLAMA_8B, num_key_value_heads=32))

@@ -8,13 +8,15 @@ import pytest
 from plan_cases import case
 
 from conf.schema import ClusterConfig, Config, LauncherName, ParallelismConfig, Recompute, TrainConfig
+from orchestra.config.compose import compose
 from orchestra.config.machine import Situation
 from orchestra.config.rules.all_rules import problems_of
-from orchestra.plan.advice import MEMORY, bounds, differences, remedies
+from orchestra.plan.assemble import for_planning
 from orchestra.plan.devices import data_sheet_network
+from orchestra.plan.explain import MEMORY, bounds, differences
 from orchestra.plan.predict import Prediction, predict
-from orchestra.plan.search import Found, search
-from orchestra.plan.space import Choice, Fixed, Mesh, Space, choice_of, turns
+from orchestra.plan.search import Found, peak_that_fits, remedies, search
+from orchestra.plan.space import Fixed, LayoutChoice, MeshDegrees, Space, choice_of, space_of, turns
 
 # A quarter of an 8B model's layers on two nodes: everything fits or does not for several reasons.
 SMALL = {"num_hidden_layers": 8, "num_key_value_heads": 8, "num_gpus": 16, "dp": 16, "seq_len": 8192}
@@ -44,7 +46,7 @@ def test_the_best_found_is_the_best_of_all(found: Found, everything: list[Predic
     fitting = [it for it in everything if it.fits]
     assert (found.num_layouts, found.num_fitting) == (len(everything), len(fitting))
     assert 0 < len(fitting) < len(everything)
-    meshes: dict[Mesh, float] = {}
+    meshes: dict[MeshDegrees, float] = {}
     for it in fitting:
         mesh = choice_of(it.case).mesh
         meshes[mesh] = max(meshes.get(mesh, 0.0), it.tokens_per_s)
@@ -76,7 +78,7 @@ def test_the_best_with_each_value_is_the_best_of_all_with_it(
                 assert best.tokens_per_s == pytest.approx(max(it.tokens_per_s for it in others))
 
 
-def config_of(choice: Choice, num_sequences: int) -> Config:
+def config_of(choice: LayoutChoice, num_sequences: int) -> Config:
     mesh = choice.mesh
     base = case(**SMALL).model
     return Config(
@@ -102,7 +104,7 @@ def test_the_space_is_what_the_rules_of_a_configuration_allow() -> None:
     """Over all degrees that multiply out to the ranks, tp inside a node and cp with 4,096 tokens a rank."""
     plan, whole = Situation("plan"), space()
     possible = {
-        Mesh(dp, tp, pp, cp)
+        MeshDegrees(dp, tp, pp, cp)
         for tp in (1, 2, 3, 4, 5, 6, 7, 8)
         for pp in range(1, 17)
         for cp in (1, 2)
@@ -112,7 +114,7 @@ def test_the_space_is_what_the_rules_of_a_configuration_allow() -> None:
     allowed = {
         mesh
         for mesh in possible
-        if not problems_of(config_of(Choice(mesh, 0, False, Recompute.none, 1), 24), plan)
+        if not problems_of(config_of(LayoutChoice(mesh, 0, False, Recompute.none, 1), 24), plan)
     }
     assert set(whole.meshes()) == allowed
     for choice in list(whole.choices())[::7]:
@@ -149,12 +151,19 @@ def test_where_nothing_fits_the_nearest_and_what_helps_are_told() -> None:
     assert found.nearest is not None
     least = min(predict(found.space.case(choice)).peak.total for choice in found.space.choices())
     assert found.nearest.peak.total == pytest.approx(least)
-    helping = {it.override.partition("=")[0]: it for it in remedies(found.space)}
-    assert "cluster.nodes" in helping
-    more = space(gpu_memory_gib=3, num_gpus=32, dp=32)
-    nodes = int(helping["cluster.nodes"].override.partition("=")[2])
-    larger = replace(more, base=replace(more.base, layout=replace(more.base.layout, dp=8 * nodes)), wide=True)
-    assert search(larger, 1).num_fitting
+
+
+def test_each_remedy_that_is_named_makes_something_fit() -> None:
+    words = ["model=llama3_70b", "cluster.nodes=1", "precision=fp32"]
+    config = compose(for_planning(words), Situation("plan")).config
+    tight = space_of(config, "orchestra", 16, Fixed())
+    assert peak_that_fits(tight) is None
+    helping = {overrides: peak for overrides, peak, _ in remedies(config, tight)}
+    assert any(overrides.startswith("cluster.nodes=") for overrides in helping)
+    for overrides, peak_bytes in helping.items():
+        changed = compose(for_planning([*words, *overrides.split()]), Situation("plan")).config
+        roomy = space_of(changed, "orchestra", 16, Fixed())
+        assert peak_that_fits(replace(roomy, wide=tight.wide)) == peak_bytes
 
 
 def test_a_search_looks_further_only_where_nothing_fits() -> None:
@@ -165,7 +174,7 @@ def test_a_search_looks_further_only_where_nothing_fits() -> None:
 
 
 def test_a_turn_changes_one_knob_and_what_must_go_along(whole: Space) -> None:
-    here = whole.case(Choice(Mesh(4, 2, 2, 1), 1, True, Recompute.none, 2))
+    here = whole.case(LayoutChoice(MeshDegrees(4, 2, 2, 1), 1, True, Recompute.none, 2))
     for knob, other in turns(whole, here):
         before, after = choice_of(here), choice_of(other)
         changed = {
@@ -179,7 +188,7 @@ def test_a_turn_changes_one_knob_and_what_must_go_along(whole: Space) -> None:
 
 
 def test_memory_binds_where_a_turn_would_be_faster_if_it_fitted(whole: Space) -> None:
-    repeated = predict(whole.case(Choice(Mesh(8, 1, 1, 2), 1, False, Recompute.full, 1)))
+    repeated = predict(whole.case(LayoutChoice(MeshDegrees(8, 1, 1, 2), 1, False, Recompute.full, 1)))
     assert repeated.fits
     bound = next(it for it in bounds(whole, repeated) if it.name == MEMORY)
     assert bound.faster is not None
@@ -189,16 +198,18 @@ def test_memory_binds_where_a_turn_would_be_faster_if_it_fitted(whole: Space) ->
 
 def test_a_slow_network_makes_what_goes_over_it_bind(whole: Space) -> None:
     slow = replace(whole.base, network=data_sheet_network(1e9))
-    between = predict(replace(whole, base=slow).case(Choice(Mesh(16, 1, 1, 1), 1, False, Recompute.none, 1)))
+    between = predict(
+        replace(whole, base=slow).case(LayoutChoice(MeshDegrees(16, 1, 1, 1), 1, False, Recompute.none, 1))
+    )
     assert bounds(replace(whole, base=slow), between)[0].name == "exposed reduction"
-    idle = predict(whole.case(Choice(Mesh(1, 2, 8, 1), 0, True, Recompute.none, 16)))
+    idle = predict(whole.case(LayoutChoice(MeshDegrees(1, 2, 8, 1), 0, True, Recompute.none, 16)))
     assert next(it for it in bounds(whole, idle) if it.name != MEMORY).name == "pipeline bubble"
 
 
 def test_differences_add_up_to_the_difference_of_the_step() -> None:
     whole = space()
     one, other = (
-        predict(whole.case(Choice(Mesh(8, 2, 1, 1), 1, True, how, 1)))
+        predict(whole.case(LayoutChoice(MeshDegrees(8, 2, 1, 1), 1, True, how, 1)))
         for how in (Recompute.none, Recompute.full)
     )
     told = differences(one, other)

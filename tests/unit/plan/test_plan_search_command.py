@@ -128,7 +128,7 @@ def test_parameters_in_host_memory_are_searched_with_zero_3_alone() -> None:
     best = search(space, 1).ranked[0].case
     overrides = [*asked.overrides, *overrides_of(asked, best)]
     again = case_of(compose(overrides, Situation("plan")).config)
-    assert again.choices.offload is Offload.all
+    assert again.options.offload is Offload.all
     assert predict(again).fits
 
 

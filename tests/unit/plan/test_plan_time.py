@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from plan_cases import case
 
-from orchestra.plan.devices import EFA_H100, INFINIBAND_400, Group
+from orchestra.plan.devices import EFA_H100, INFINIBAND_400, CollectiveGroup
 from orchestra.plan.predict import Prediction, predict, step_time
 
 
@@ -94,17 +94,20 @@ def test_what_hides_the_ring_hides_no_gathers_besides() -> None:
 def test_bandwidth_between_nodes_meets_the_measured_points() -> None:
     # 256 MB over 16 nodes of 8 at a measured bus bandwidth of 84.74 GB/s.
     latency = EFA_H100.between_latency_s * 127
-    taken = EFA_H100.all_reduce_s(256e6, Group(128, 16), 450e9)
+    taken = EFA_H100.all_reduce_s(256e6, CollectiveGroup(128, 16), 450e9)
     assert taken == pytest.approx(2 * 256e6 * 127 / 128 / 84.74e9 + 2 * latency)
     # Between and beyond the points it neither jumps nor rises.
-    rates = [1 / EFA_H100.all_gather_s(1e12, Group(8 * n, n), 450e9) for n in (2, 3, 4, 6, 8, 64, 100, 128)]
+    rates = [
+        1 / EFA_H100.all_gather_s(1e12, CollectiveGroup(8 * n, n), 450e9)
+        for n in (2, 3, 4, 6, 8, 64, 100, 128)
+    ]
     assert rates == sorted(rates, reverse=True)
 
 
 def test_one_adapter_per_rank_limits_rings_with_one_rank_a_node() -> None:
     one, eight = (
-        INFINIBAND_400.all_reduce_s(1e9, Group(4, 4), 450e9),
-        INFINIBAND_400.all_reduce_s(1e9, Group(32, 4), 450e9),
+        INFINIBAND_400.all_reduce_s(1e9, CollectiveGroup(4, 4), 450e9),
+        INFINIBAND_400.all_reduce_s(1e9, CollectiveGroup(32, 4), 450e9),
     )
     assert one > 4 * eight
 
@@ -134,7 +137,7 @@ def test_other_frameworks_and_devices_are_within_an_eighth(
 
 def test_recomputing_every_second_layer_costs_half_of_recomputing_all() -> None:
     kept, repeated = case(zero=3), case(zero=3, recompute="full")
-    half = replace(repeated, choices=replace(repeated.choices, recompute_every=2))
+    half = replace(repeated, options=replace(repeated.options, recompute_every=2))
     times = [predict(each).time.total for each in (kept, half, repeated)]
     assert times[1] - times[0] == pytest.approx(times[2] - times[1])
     assert predict(half).hfu / predict(half).mfu < predict(repeated).hfu / predict(repeated).mfu

@@ -13,9 +13,16 @@ from pathlib import Path
 import pytest
 
 from conf.schema import PrecisionName, Recompute
-from orchestra.plan.case import Tokens
-from orchestra.plan.kept_activations import bubble_ratio, gpt_layer_bytes, interleaved_share
-from orchestra.plan.memory import PER_PARAMETER, StateBytes, checkpoint_bytes, state_bytes
+from orchestra.plan.stage_memory import (
+    PER_PARAMETER,
+    StateBytes,
+    bubble_ratio,
+    checkpoint_bytes,
+    gpt_layer_bytes,
+    interleaved_share,
+    state_bytes,
+)
+from orchestra.sizes.training_shape import MicroBatchTokens
 
 GB, GIB = 1e9, 2.0**30
 Row = dict[str, str]
@@ -49,7 +56,7 @@ def gpt_parameters(row: Row) -> int:
 
 def layer(row: Row, recompute: Recompute) -> float:
     tp, sp = number(row, "tp"), row["sp"] == "1"
-    tokens = Tokens(number(row, "mbs"), number(row, "seq_len") / number(row, "cp"), tp, sp)
+    tokens = MicroBatchTokens(number(row, "mbs"), number(row, "seq_len") / number(row, "cp"), tp, sp)
     return gpt_layer_bytes(number(row, "hidden"), number(row, "n_heads"), tokens, recompute)
 
 
@@ -159,7 +166,7 @@ def test_closed_forms_meet_the_published_row(row: Row) -> None:
 
 
 def saved_by_selective(heads: int, hidden: int, seq_len: int) -> float:
-    tokens = Tokens(1, seq_len)
+    tokens = MicroBatchTokens(1, seq_len)
     none = gpt_layer_bytes(hidden, heads, tokens, Recompute.none)
     return 1 - gpt_layer_bytes(hidden, heads, tokens, Recompute.selective) / none
 

@@ -12,7 +12,7 @@ from orchestra.config.machine import Situation
 from orchestra.config.preset_files import Tree, own_folder
 from orchestra.errors import ConfigError
 from orchestra.plan.assemble import case_of
-from orchestra.plan.own_memory import OwnBytes, own_bytes, rank_parameters
+from orchestra.sizes.memory import RankBytes, rank_bytes, rank_parameters
 from orchestra.train.memory.exact import ExactBytes, exact_bytes
 
 RANKS = 8
@@ -31,19 +31,19 @@ def config_of(*overrides: str) -> Config:
     return compose(everything, Situation("plan", num_gpus=RANKS)).config
 
 
-def both(*overrides: str, as_gpu: bool = True) -> tuple[OwnBytes, ExactBytes]:
+def both(*overrides: str, as_gpu: bool = True) -> tuple[RankBytes, ExactBytes]:
     config = config_of(*overrides)
     case = case_of(config)
-    case = replace(case, choices=replace(case.choices, is_gpu=as_gpu))
-    return own_bytes(case, case.stages[0]), exact_bytes(config, RANKS, as_gpu=as_gpu)
+    case = replace(case, options=replace(case.options, is_gpu=as_gpu))
+    return rank_bytes(case, case.stages[0]), exact_bytes(config, RANKS, as_gpu=as_gpu)
 
 
-def peak(own: OwnBytes) -> float:
+def peak(own: RankBytes) -> float:
     states = own.parameters + own.gradients + own.masters + own.optimizer
     return states + own.step.activations + own.step.logits + own.buffers
 
 
-def assert_alike(own: OwnBytes, counted: ExactBytes) -> None:
+def assert_alike(own: RankBytes, counted: ExactBytes) -> None:
     """States and what is gathered meet the count within 1 % each, the peak within 2 %."""
     pairs = {
         "parameters": (own.parameters, counted.parameters),

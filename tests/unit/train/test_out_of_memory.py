@@ -28,19 +28,19 @@ from orchestra.parallel.mesh import RankEnvironment, open_mesh
 from orchestra.run.config_file import write_config
 from orchestra.run.events import EventWriter, rank_writer, read_events
 from orchestra.run.paths import RunDir
+from orchestra.sizes.advice import changed
 from orchestra.sizes.topology import layout
 from orchestra.train import step as training_step
 from orchestra.train.hooks import StepResult
 from orchestra.train.memory.out_of_memory import (
     OutOfMemoryError,
-    best_knobs,
+    best_remedies,
+    bytes_needed,
     is_out_of_memory,
-    memory_use,
     out_of_memory,
 )
 from orchestra.train.trainer import RankAttempt, TrainingProgress, train_on
 
-CPU = torch.device("cpu")
 COMPONENTS = ("parameters", "gradients", "optimizer state", "activations", "communication buffers")
 SMALL = Config(
     model=ModelConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=4, vocab_size=259),
@@ -141,19 +141,20 @@ def test_other_errors_stay_what_they_are() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 8])
-def test_each_knob_is_one_of_this_layout_and_saves_what_it_says(world_size: int) -> None:
+def test_each_remedy_is_one_of_this_layout_and_saves_memory(world_size: int) -> None:
     for zero, recompute in ((0, "none"), (1, "selective"), (3, "full")):
         train = replace(SMALL.train, recompute=Recompute(recompute), global_batch_size=16)
         config = replace(SMALL, train=train, parallelism=ParallelismConfig(zero=zero))
         degrees = layout(config.parallelism, world_size)
-        use = memory_use(config, degrees, is_gpu=False)
-        knobs = best_knobs(config, degrees, use, CPU)
-        assert len(knobs) == 3
-        assert all(0 < knob.saved_bytes < use.total for knob in knobs)
-        assert [knob.saved_bytes for knob in knobs] == sorted(
-            (knob.saved_bytes for knob in knobs), reverse=True
-        )
-        words = " ".join(knob.text for knob in knobs)
+        need = bytes_needed(config, degrees, is_gpu=False).total
+        remedies = best_remedies(config, degrees, is_gpu=False)
+        assert 2 <= len(remedies) <= 3
+        needs = [remedy.peak_bytes for remedy in remedies]
+        assert needs == sorted(needs)
+        for remedy in remedies:
+            again = changed(config, remedy.changes)
+            assert bytes_needed(again, layout(again.parallelism, world_size), is_gpu=False).total < need
+        words = " ".join(remedy.overrides for remedy in remedies)
         assert recompute == "none" or f"recompute={recompute}" not in words
         assert world_size > 1 or "parallelism" not in words
 

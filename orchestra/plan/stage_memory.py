@@ -1,8 +1,41 @@
 """Peak memory of one rank by component, for each pipeline stage, as a caching allocator counts it.
 
-Model states by ZeRO's division, activations by the closed forms times the micro-batches in flight, the loss
-where the output product is, and what the trainer's profile says it keeps besides. What the driver and NCCL
-take outside the allocator is not in the sum: `fits` leaves a share of the device free for it.
+Model states by ZeRO's division, activations by closed forms times the micro-batches in flight, the loss where
+the output product is, and what the trainer's profile says it keeps besides. Of orchestra's own trainer all of
+it comes from `orchestra.sizes.memory`. What the driver and NCCL take outside the allocator is not in the sum:
+`fits` leaves a share of the device free for it.
+
+Bytes of parameters, gradients, masters and optimizer state, before ZeRO divides them:
+
+| precision      | parameters | gradients | accumulation | masters | Adam | sum |
+|----------------|-----------:|----------:|-------------:|--------:|-----:|----:|
+| fp32           |          4 |         4 |              |         |    8 |  16 |
+| bf16, fp16     |          2 |         2 |              |       4 |    8 |  16 |
+| bf16_fp32_grad |          2 |         2 |            4 |       4 |    8 |  20 |
+| fp8            |          4 |         2 |              |       4 |    8 |  18 |
+
+Megatron's products add their gradients to the fp32 ones themselves, and its fp8 parameters are kept in 8 bits
+alone, as they are and transposed:
+
+| bf16_fp32_grad |          2 |           |            4 |       4 |    8 |  18 |
+| fp8            |          2 |         2 |              |       4 |    8 |  16 |
+
+Sources: ZeRO (arXiv:1910.02054, K = 12) for 16, the Ultra-Scale Playbook for 20, Megatron Core's developer
+guide for 18 ("Distributed Optimizer"; 6 + 12/d with ZeRO-1); fp8 is bf16 with two copies.
+
+Activations that a layer keeps for the backward pass. s sequence length, b micro-batch size, h hidden size,
+a query heads, F feed-forward width, t tensor-parallel degree; 2 bytes an element unless the tokens say
+otherwise.
+
+    GPT (Korthikanti et al., arXiv:2205.05198, table 2; biases, dropout, scores kept)
+        none  s·b·h·(10 + 24/t + 5·a·s/(h·t))    selective  s·b·h·(10 + 24/t)    full  2·s·b·h
+        with sequence parallelism everything is divided by t: s·b·h/t·(34 + 5·a·s/h), and so on
+    Llama (RMSNorm, SwiGLU, grouped queries, no dropout, flash attention; counted on saved tensors)
+        s·b·(12·h + 4·kv + 8·F) + 4·s·b·a; 8·s·b·h of it whole on each rank without sequence parallelism
+        (kv: width of the keys; terms: norm inputs 2 + 2, inputs of qkv and feed-forward 2 + 2, q 2, k and v
+        4·kv/h, attention's output 2, gate, up, silu and product 8·F/h, log-sum-exp 4·a/h)
+    Mixture of experts (k experts of width E for each token, a shared one of width S)
+        as Llama with F = k·E + S, and the tokens as sorted by expert, in and out: 4·s·b·k·h
 """
 
 from __future__ import annotations
@@ -10,31 +43,12 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import astuple, dataclass, replace
 
-from conf.schema import PrecisionName, Recompute
-from orchestra.plan.case import Case, Held, Stage, held_by_rank, held_of_layer, num_chunks
+from conf.schema import Family, ModelConfig, PrecisionName, Recompute
+from orchestra.plan.case import PlanCase, RankElements, held_by_rank, held_of_layer, num_chunks
 from orchestra.plan.compute import LayerTime, waits_at_hand_over
-from orchestra.plan.frameworks import USABLE_SHARE
-from orchestra.plan.kept_activations import fused_savings_bytes, layer_bytes, num_in_flight, scores_bytes
-from orchestra.plan.own_memory import kinds_of_layers, own_bytes
-
-# Bytes of parameters, gradients, masters and optimizer state, and how ZeRO shares them out.
-#
-# | precision      | parameters | gradients | accumulation | masters | Adam | sum |
-# |----------------|-----------:|----------:|-------------:|--------:|-----:|----:|
-# | fp32           |          4 |         4 |              |         |    8 |  16 |
-# | bf16, fp16     |          2 |         2 |              |       4 |    8 |  16 |
-# | bf16_fp32_grad |          2 |         2 |            4 |       4 |    8 |  20 |
-# | fp8            |          4 |         2 |              |       4 |    8 |  18 |
-#
-# Megatron's products add their gradients to the fp32 ones themselves, and its fp8 parameters are kept in 8
-# bits alone, as they are and transposed:
-#
-# | bf16_fp32_grad |          2 |           |            4 |       4 |    8 |  18 |
-# | fp8            |          2 |         2 |              |       4 |    8 |  16 |
-#
-# Sources: ZeRO (arXiv:1910.02054, K = 12) for 16, the Ultra-Scale Playbook for 20, Megatron Core's developer
-# guide for 18 ("Distributed Optimizer"; 6 + 12/d with ZeRO-1); fp8 is bf16 with two copies. It counts model
-# states only, and knows neither layers nor tokens.
+from orchestra.sizes.flops import attention_width, feed_forward_width, head_dim
+from orchestra.sizes.memory import USABLE_SHARE, num_in_flight, rank_bytes, recomputed_kinds
+from orchestra.sizes.training_shape import MicroBatchTokens, PipelineStage
 
 
 @dataclass(frozen=True)
@@ -70,10 +84,10 @@ _WITH_FUSED_KERNELS = {
 }
 
 
-def widths_of(case: Case) -> StateBytes:
+def widths_of(case: PlanCase) -> StateBytes:
     """Return the bytes of one parameter's states in the case's precision and trainer."""
     table = _WITH_FUSED_KERNELS if case.framework.fuses_kernels else PER_PARAMETER
-    width, moments = table[case.precision], 2 * case.choices.moment_bytes
+    width, moments = table[case.precision], 2 * case.options.moment_bytes
     return width if moments == width.optimizer else replace(width, optimizer=moments)
 
 
@@ -93,7 +107,7 @@ def state_bytes(num_parameters: float, zero: int, num_shards: int, width: StateB
     )
 
 
-def states_of_rank(case: Case, held: Held) -> StateBytes:
+def states_of_rank(case: PlanCase, held: RankElements) -> StateBytes:
     """Return the bytes on one rank: fewer ranks have the same experts and share them out."""
     width = widths_of(case)
     zero = case.kept_zero
@@ -130,13 +144,13 @@ class Memory:
         return states + self.activations + self.logits + self.buffers + self.framework
 
 
-def stage_memory(case: Case, layer: LayerTime, *, is_pressed: bool = False) -> tuple[Memory, ...]:
+def stage_memory(case: PlanCase, layer: LayerTime, *, is_pressed: bool = False) -> tuple[Memory, ...]:
     """Return the peak of a rank on each stage, in order; `is_pressed`: on a device that is nearly full."""
     kept = _gathered_bytes(case, layer, is_pressed=is_pressed)
     return tuple(_of_stage(case, stage, kept) for stage in case.stages)
 
 
-def fullest_stage_bytes(case: Case, layer: LayerTime) -> float:
+def fullest_stage_bytes(case: PlanCase, layer: LayerTime) -> float:
     """Return the peak of the fullest stage alone, in less time: of stages alike the first holds the most
     micro-batches.
     """
@@ -145,20 +159,20 @@ def fullest_stage_bytes(case: Case, layer: LayerTime) -> float:
     return max(_of_stage(case, stage, kept).total for stage in firsts.values())
 
 
-def fits(case: Case, memory: tuple[Memory, ...]) -> bool:
+def fits(case: PlanCase, memory: tuple[Memory, ...]) -> bool:
     """Whether the largest stage leaves room for what the allocator does not count."""
     return max(each.total for each in memory) <= USABLE_SHARE * case.device.memory_bytes
 
 
-def is_pressed(case: Case, memory: tuple[Memory, ...]) -> bool:
+def is_pressed(case: PlanCase, memory: tuple[Memory, ...]) -> bool:
     """Whether the allocator has to free what it holds, so that everything waits (see `frameworks.Stalls`)."""
     stalls = case.framework.stalls
     limit = float("inf") if stalls is None else stalls.pressed_share * case.device.memory_bytes
     return max(each.total for each in memory) > limit
 
 
-def _of_own_stage(case: Case, stage: Stage) -> Memory:
-    own, is_wide = own_bytes(case, stage), case.precision is PrecisionName.bf16_fp32_grad
+def _of_own_stage(case: PlanCase, stage: PipelineStage) -> Memory:
+    own, is_wide = rank_bytes(case, stage), case.precision is PrecisionName.bf16_fp32_grad
     framework = case.framework
     is_twice = case.layout.tp > 1 and not framework.computes_on_host
     return Memory(
@@ -174,7 +188,7 @@ def _of_own_stage(case: Case, stage: Stage) -> Memory:
     )
 
 
-def _of_stage(case: Case, stage: Stage, gathered: float) -> Memory:
+def _of_stage(case: PlanCase, stage: PipelineStage, gathered: float) -> Memory:
     if case.is_counted_in_full:
         return _of_own_stage(case, stage)
     framework, tokens, model = case.framework, case.tokens, case.model
@@ -200,7 +214,7 @@ def _of_stage(case: Case, stage: Stage, gathered: float) -> Memory:
     )
 
 
-def _in_flight(case: Case, stage: Stage) -> float:
+def _in_flight(case: PlanCase, stage: PipelineStage) -> float:
     """Return the micro-batches that a stage holds at once, in wholes: interleaving begins (p − 1)/v more of
     them (Korthikanti et al., section 4.2.3), but never more than there are.
     """
@@ -209,15 +223,15 @@ def _in_flight(case: Case, stage: Stage) -> float:
     return min(num_in_flight(stage.index, pp, case.accumulation) + ahead, case.accumulation)
 
 
-def _mean_kept(case: Case) -> float:
+def _mean_kept(case: PlanCase) -> float:
     """Return the bytes that a layer keeps of one micro-batch: the mean where not all are recomputed alike."""
-    if case.choices.recompute_every == 1 and case.choices.activation_bytes is None:
+    if case.options.recompute_every == 1 and case.options.activation_bytes is None:
         return _kept(case, case.recompute)
-    kinds = Counter(kinds_of_layers(case))
+    kinds = Counter(recomputed_kinds(case))
     return sum(count * _kept(case, kind) for kind, count in kinds.items()) / sum(kinds.values())
 
 
-def _kept(case: Case, recompute: Recompute) -> float:
+def _kept(case: PlanCase, recompute: Recompute) -> float:
     """Return the bytes that a layer keeps of one micro-batch with a kind of recomputation."""
     model, tokens, framework = case.model, case.tokens, case.framework
     if recompute is Recompute.selective and framework.selective_share < 1:
@@ -230,7 +244,7 @@ def _kept(case: Case, recompute: Recompute) -> float:
     return kept
 
 
-def _gathered_bytes(case: Case, layer: LayerTime, *, is_pressed: bool) -> float:
+def _gathered_bytes(case: PlanCase, layer: LayerTime, *, is_pressed: bool) -> float:
     """Blocks freed by a communication stream are used again only when the device has passed them. A host that
     runs ahead therefore holds the gathered inputs of all layers; one that is behind does not.
     """
@@ -242,7 +256,7 @@ def _gathered_bytes(case: Case, layer: LayerTime, *, is_pressed: bool) -> float:
     return framework.gathered_bytes_waiting if waits else framework.gathered_bytes
 
 
-def _logits(case: Case) -> float:
+def _logits(case: PlanCase) -> float:
     framework, tokens = case.framework, case.tokens
     count = tokens.count
     if framework.loss_chunk_tokens is not None:
@@ -251,10 +265,88 @@ def _logits(case: Case) -> float:
     return count * case.model.vocab_size / tokens.tp * width
 
 
-def _live_parameters(case: Case) -> float:
+def _live_parameters(case: PlanCase) -> float:
     """ZeRO-3 holds the layer at work and the one fetched ahead of it, whole."""
     if case.kept_zero < 3 or case.num_shards == 1:
         return 0.0
     held = held_of_layer(case.model, case.layout)
     gathered = held.dense + (held.experts if case.num_expert_shards > 1 else 0.0)
     return 2 * gathered * case.tokens.width_bytes
+
+
+def gpt_layer_bytes(hidden: int, heads: int, tokens: MicroBatchTokens, recompute: Recompute) -> float:
+    """Return the bytes one GPT layer keeps (Korthikanti et al., table 2), scores and dropout included."""
+    whole = tokens.count * hidden / 2 * tokens.width_bytes
+    if recompute is Recompute.full:
+        return 2 * whole / tokens.outer
+    split = 24.0
+    if recompute is Recompute.none:
+        split += 5 * heads * tokens.seq_len / hidden
+    return whole * (10 / tokens.outer + split / tokens.tp)
+
+
+def llama_layer_bytes(model: ModelConfig, tokens: MicroBatchTokens, recompute: Recompute) -> float:
+    """Return the bytes one Llama layer keeps. `selective` repeats the attention core, of which flash
+    attention keeps only its output and the log-sum-exp.
+    """
+    outer, inner, statistics = _llama_bytes_per_token(model, tokens.width_bytes)
+    if recompute is Recompute.full:
+        return tokens.count * model.hidden_size * tokens.width_bytes / tokens.outer
+    if recompute is Recompute.selective:
+        inner, statistics = inner - tokens.width_bytes * attention_width(model), 0
+    return tokens.count * (outer / tokens.outer + (inner + statistics) / tokens.tp)
+
+
+def _llama_bytes_per_token(model: ModelConfig, width: int) -> tuple[float, float, float]:
+    hidden, query = model.hidden_size, attention_width(model)
+    keys_and_values = 2 * model.num_key_value_heads * head_dim(model)
+    outer = 4 * hidden * width
+    inner = (2 * query + keys_and_values + 4 * feed_forward_width(model)) * width
+    if model.num_experts:
+        outer += 2 * model.num_experts_per_tok * hidden * width
+    return outer, inner, 4 * model.num_attention_heads
+
+
+def layer_bytes(model: ModelConfig, tokens: MicroBatchTokens, recompute: Recompute) -> float:
+    """Return the bytes one layer keeps under flash attention.
+
+    A GPT layer without scores is Korthikanti's `selective` form; nothing further is saved by `selective`.
+    """
+    if model.family is Family.llama:
+        return llama_layer_bytes(model, tokens, recompute)
+    kept = Recompute.selective if recompute is Recompute.none else recompute
+    return gpt_layer_bytes(model.hidden_size, model.num_attention_heads, tokens, kept)
+
+
+def fused_savings_bytes(model: ModelConfig, tokens: MicroBatchTokens, *, in_8_bits: bool) -> float:
+    """Return what a Llama layer need not keep with Megatron's kernels: SiLU's output, which the fused product
+    computes again from its inputs; `in_8_bits`: half of the inputs of the products, kept as they were
+    multiplied. Attention keeps its output twice then: wide for itself and narrow for the projection.
+    """
+    if model.family is not Family.llama:
+        return 0.0
+    width, hidden, query = tokens.width_bytes, model.hidden_size, attention_width(model)
+    outer, inner = 0.0, float(width * feed_forward_width(model))
+    if in_8_bits:
+        outer = 2 * hidden * (width - 1)
+        inner += feed_forward_width(model) * (width - 1) - query
+    return tokens.count * (outer / tokens.outer + inner / tokens.tp)
+
+
+def scores_bytes(model: ModelConfig, tokens: MicroBatchTokens) -> float:
+    """Return what a layer keeps of attention's scores where they pass through memory: the softmax, dropout's
+    mask and its output (Korthikanti et al., 5·a·s²·b).
+    """
+    return 5 / 2 * tokens.width_bytes * model.num_attention_heads * tokens.seq_len * tokens.count / tokens.tp
+
+
+def interleaved_share(pp: int, num_chunks: int) -> float:
+    """Return how much more the first stage keeps when each rank holds `num_chunks` parts of the model
+    (Korthikanti et al., section 4.2.3): 1 + (p − 1)/(p·v).
+    """
+    return 1 + (pp - 1) / (pp * num_chunks) if num_chunks > 1 else 1.0
+
+
+def bubble_ratio(pp: int, accumulation: int, num_chunks: int = 1) -> float:
+    """Return idle ÷ busy time of a pipeline: (p − 1)/(v·m), for AFAB, 1F1B and its interleaved form."""
+    return (pp - 1) / (num_chunks * accumulation)

@@ -1,0 +1,396 @@
+"""How many bytes a rank of orchestra's trainer needs: the one closed form of it, without torch.
+
+Used by the planner, by `orchestra submit` before it submits, and by the message of a rank that ran out of
+memory; `orchestra plan --exact` compares it with a count of the real modules' tensors, within 1 to 2 %.
+
+A rank keeps its part of flat units (parameters, gradients, masters, moments), with ZeRO-3 three buffers that
+units are gathered into, and with ZeRO-2 and -3 the memory of gradients that are summed. The optimizer's state
+is made before the first step. A step adds the larger of two moments: the loss of a micro-batch, when all
+layers keep their activations, and the backward pass of the last layer. Alignment of units, small vectors, and
+what libraries and the driver take are left out.
+
+The trainer takes its own block sizes from here (`chunk_tokens`, `ROUNDED_CPU`, `ROUNDED_GPU`), so that the
+closed form and the code cannot disagree on them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from conf.schema import Family, ModelConfig, Offload, PrecisionName, Recompute
+from orchestra.sizes.activations import LayerActivations, cheapest_within, every_kth, peak_bytes
+from orchestra.sizes.flops import attention_width, head_dim
+from orchestra.sizes.training_shape import PipelineStage, TrainingShape
+
+_FP32 = 4
+# Bytes of fp32 logits in one chunk of the loss when the configuration gives no size: on a GPU enough to fill
+# the device. On CPU 16 MiB, but at least 256 tokens, below which the products lose speed (measured with 8,192
+# and 32,000 words: chunks of 64 tokens took 1.35 times as long as chunks of 512, and whole logits at once 2
+# times).
+_CHUNK_BYTES_CPU = 16 << 20
+_CHUNK_BYTES_GPU = 256 << 20
+_MIN_CHUNK_TOKENS = 256
+# Elements of bf16 moments that AdamW holds in fp32 at a time; a multiple of what any kernel takes at once.
+ROUNDED_CPU, ROUNDED_GPU = 1 << 16, 1 << 24
+# Share of a device's memory that tensors can fill: the CUDA context, NCCL and fragmentation take the rest
+# before an allocation fails.
+USABLE_SHARE = 0.91
+
+
+def chunk_tokens(num_tokens: int, vocab_size: int, on_gpu: bool) -> int:
+    """Return how many tokens' logits exist at once where the configuration does not say, at least 1."""
+    limit = (_CHUNK_BYTES_GPU if on_gpu else _CHUNK_BYTES_CPU) // (4 * vocab_size)
+    return max(1, min(num_tokens, max(_MIN_CHUNK_TOKENS, limit)))
+
+
+@dataclass(frozen=True)
+class ElementBytes:
+    """Bytes of one element as this trainer keeps it. `masters`: 0 where they are the parameters."""
+
+    parameters: int
+    gradients: int
+    masters: int
+
+
+_WIDTHS = {
+    PrecisionName.fp32: ElementBytes(4, 4, 0),
+    PrecisionName.bf16: ElementBytes(2, 2, 4),
+    PrecisionName.bf16_fp32_grad: ElementBytes(2, 4, 4),
+    PrecisionName.fp16: ElementBytes(2, 2, 4),
+    # Weights are quantized for each product and not kept.
+    PrecisionName.fp8: ElementBytes(2, 2, 4),
+}
+
+
+def widths(precision: PrecisionName) -> ElementBytes:
+    """Return the widths of a precision policy."""
+    return _WIDTHS[precision]
+
+
+@dataclass(frozen=True)
+class RankParameters:
+    """Elements of one tensor-parallel rank, padding of a cut vocabulary counted: what stands before the
+    layers, each layer, and what stands after them.
+    """
+
+    before: int
+    layer: int
+    after: int
+    # The single tensors of a layer, in the model's order.
+    of_layer: tuple[int, ...]
+
+    def of(self, stage: PipelineStage) -> int:
+        """Return the elements of a pipeline stage."""
+        ends = self.before * stage.has_embedding + self.after * stage.has_head
+        return ends + stage.num_layers * self.layer
+
+
+def rank_parameters(model: ModelConfig, tp: int, *, has_both_ends: bool = True) -> RankParameters:
+    """Return what one of `tp` ranks has: heads, inner width and words are cut, norms and the biases of sums
+    are whole, and a rank has at least one key-value head. A tied table stands once where both ends are on
+    one stage.
+    """
+    hidden, wide = model.hidden_size, math.ceil(model.intermediate_size / tp)
+    query = attention_width(model) // tp
+    kv = head_dim(model) * max(model.num_key_value_heads // tp, 1)
+    table = math.ceil(model.vocab_size / tp) * hidden
+    norm: tuple[int, ...] = (hidden,)
+    tensors: tuple[int, ...]
+    positions = 0
+    if model.family is Family.gpt:
+        norm = (hidden, hidden)
+        tensors = (*norm, hidden * query, query, hidden * kv, kv, hidden * kv, kv, hidden * query, hidden)
+        tensors += (*norm, hidden * wide, wide, hidden * wide, hidden)
+        positions = model.max_position_embeddings * hidden
+    else:
+        tensors = (*norm, hidden * query, hidden * kv, hidden * kv, hidden * query)
+        tensors += (*norm, *(hidden * wide,) * 3)
+    head = 0 if model.tie_word_embeddings and has_both_ends else table
+    return RankParameters(table + positions, sum(tensors), sum(norm) + head, tensors)
+
+
+@dataclass(frozen=True)
+class StepBytes:
+    """What a step adds on the device at its worst moment."""
+
+    activations: float
+    logits: float
+
+
+@dataclass(frozen=True)
+class RankBytes:
+    """Bytes of one rank, on the device but for `host`.
+
+    `first_buffers` is what ZeRO-3 gathers units into, there from the start. `buffers` adds what the first sum
+    of gradients over ranks takes and keeps.
+    """
+
+    parameters: float
+    gradients: float
+    masters: float
+    optimizer: float
+    step: StepBytes
+    first_buffers: float
+    buffers: float
+    host: float
+
+    @property
+    def growing_buffers(self) -> float:
+        """What is taken when gradients are summed over ranks for the first time, and then kept."""
+        return self.buffers - self.first_buffers
+
+    @property
+    def state(self) -> float:
+        """Parameters, gradients, master weights and optimizer state: what ZeRO divides."""
+        return self.parameters + self.gradients + self.masters + self.optimizer
+
+    @property
+    def total(self) -> float:
+        """The peak of tensors on the device."""
+        return self.state + self.step.activations + self.step.logits + self.buffers
+
+    @property
+    def components(self) -> dict[str, float]:
+        """The parts of `total` by the names that people read."""
+        return {
+            "parameters": self.parameters,
+            "gradients": self.gradients,
+            "master weights": self.masters,
+            "optimizer state": self.optimizer,
+            "gathered parameters": self.first_buffers,
+            "activations": self.step.activations,
+            "loss and logits": self.step.logits,
+            "communication buffers": self.growing_buffers,
+        }
+
+
+def rank_bytes(shape: TrainingShape, stage: PipelineStage) -> RankBytes:
+    """Return what a rank of a stage takes in orchestra's trainer."""
+    width, options = widths(shape.precision), shape.options
+    parts = rank_parameters(shape.model, shape.layout.tp, has_both_ends=shape.layout.pp == 1)
+    size, shards = parts.of(stage), max(1, shape.num_shards)
+    owned = size / (shards if shape.zero >= 1 else 1)
+    is_split = shape.zero == 3 and shards > 1
+    states = owned * (width.masters + 2 * options.moment_bytes)
+    parameters = (owned if is_split else size) * width.parameters
+    host = 0.0
+    masters, moments = owned * width.masters, 2 * owned * options.moment_bytes
+    if options.offload is not Offload.none and options.is_gpu:
+        # fp32 masters lie apart from the parameters there, and rounded ones leave from their own memory.
+        leaving = owned * width.parameters if width.masters else owned * _FP32
+        host, masters, moments = states + leaving, 0.0, 0.0
+        parameters = 0.0 if options.offload is Offload.all and is_split else parameters
+    gathered = _gathered(parts, stage) * width.parameters if is_split else 0.0
+    return RankBytes(
+        parameters=parameters,
+        gradients=(owned if shape.zero >= 2 else size) * width.gradients,
+        masters=masters,
+        optimizer=moments,
+        step=step_bytes(shape, stage, parts),
+        first_buffers=gathered,
+        buffers=gathered + _messages(shape, stage, parts),
+        host=host,
+    )
+
+
+def step_bytes(shape: TrainingShape, stage: PipelineStage, parts: RankParameters) -> StepBytes:
+    """Return the larger of the two moments of a step: the loss, or the backward pass of a layer."""
+    width = shape.tokens.width_bytes
+    layer, kinds = layer_of(shape), _kinds(shape, stage)
+    each = {kind: layer.kept_bytes(kind) for kind in set(kinds)}
+    kept = sum(each[kind] for kind in kinds)
+    others = num_in_flight(stage.index, shape.layout.pp, shape.accumulation) - 1
+    waiting = kept * others
+    hidden = shape.tokens.count * shape.model.hidden_size * width
+    # The final norm's input and output; the latter gathered for the loss.
+    ends = (2 * hidden / shape.tokens.outer) * stage.has_head
+    fewer = _kept_in_fp8(shape) * sum(kind is Recompute.none for kind in kinds)
+    backward = peak_bytes(layer, kinds) - fewer + _temporary_bytes(shape)
+    if _is_summed_in_another_type(shape) and stage.num_layers:
+        # All copies together, when the first layer's backward pass ends.
+        copies = parts.of(stage) * (shape.options.reduce_bytes or 0)
+        backward = max(backward, copies + _temporary_bytes(shape))
+    backward = max(backward, _update_bytes(shape, stage, parts) - ends)
+    loss = _loss_bytes(shape) if stage.has_head else 0.0
+    if kept - fewer + loss >= backward:
+        return StepBytes(waiting + kept - fewer + ends, loss)
+    return StepBytes(waiting + backward + ends, 0.0)
+
+
+def num_in_flight(stage: int, pp: int, accumulation: int) -> int:
+    """Return how many micro-batches stage `stage` (from 0) of a 1F1B pipeline holds at once."""
+    return min(pp - stage, accumulation)
+
+
+def _update_bytes(shape: TrainingShape, stage: PipelineStage, parts: RankParameters) -> float:
+    """Return what the update needs: a unit's gradients in the masters' type, where theirs is narrower, and
+    moments of two bytes in fp32 with the random bits of their rounding, some elements at a time (of 2^24
+    elements the count finds 42 bytes each).
+    """
+    unit = _largest_units(shape, stage, parts)[0] / (max(1, shape.num_shards) if shape.zero else 1)
+    update = unit * _FP32 if widths(shape.precision).gradients < _FP32 else 0.0
+    if shape.options.moment_bytes < _FP32:
+        largest = min(unit, max(parts.before, parts.after, *parts.of_layer))
+        update += 42 * min(largest, ROUNDED_GPU if shape.options.is_gpu else ROUNDED_CPU)
+    return update
+
+
+def _temporary_bytes(shape: TrainingShape) -> float:
+    """Return what the backward pass of a layer needs at its worst beside what was kept: two gradients of the
+    feed-forward's inner width; under sequence parallelism four gathered tensors less this rank's parts; in
+    fp8 the copies in which a matrix is rounded (one of 2 bytes and two of fp32, and what comes of it).
+    """
+    model, tokens = shape.model, shape.tokens
+    inner = tokens.count * model.intermediate_size / tokens.tp
+    temporary = 2 * inner * tokens.width_bytes
+    if tokens.outer > 1:
+        temporary += 4 * (1 - 1 / tokens.tp) * tokens.count * model.hidden_size * tokens.width_bytes
+    if shape.precision is PrecisionName.fp8:
+        temporary += 12 * max(inner, model.hidden_size * model.intermediate_size / tokens.tp)
+    return temporary
+
+
+def _kept_in_fp8(shape: TrainingShape) -> float:
+    """Return how much less a layer keeps whose products' inputs are kept in one byte: the norms' outputs and
+    the feed-forward's; the attention's is kept besides, for itself.
+    """
+    if shape.precision is not PrecisionName.fp8 or not shape.options.keeps_fp8_inputs:
+        return 0.0
+    model, tokens = shape.model, shape.tokens
+    norms = 0 if tokens.tp > 1 else 2 * model.hidden_size
+    inner = (model.intermediate_size - attention_width(model)) / tokens.tp
+    return tokens.count * (norms + inner)
+
+
+def _is_summed_in_another_type(shape: TrainingShape) -> bool:
+    reduce, own = shape.options.reduce_bytes, widths(shape.precision).gradients
+    is_whole = shape.zero == 0 or shape.num_shards == 1
+    return is_whole and shape.layout.dp * shape.layout.cp > 1 and reduce is not None and reduce != own
+
+
+def layer_of(shape: TrainingShape) -> LayerActivations:
+    """Return the activations of one layer as `orchestra.sizes.activations` counts them."""
+    tokens = shape.tokens
+    return LayerActivations(
+        model=shape.model,
+        num_sequences=tokens.num_sequences,
+        seq_len=round(tokens.seq_len),
+        element_bytes=tokens.width_bytes,
+        tp=tokens.tp,
+        is_sequence_parallel=tokens.sequence_parallel,
+        gathers_again=shape.options.is_gpu,
+    )
+
+
+def _kinds(shape: TrainingShape, stage: PipelineStage) -> tuple[Recompute, ...]:
+    """Return what is recomputed of the stage's layers."""
+    chosen = recomputed_kinds(shape)
+    begin = sum(other.num_layers for other in shape.stages[: stage.index])
+    return chosen[begin : begin + stage.num_layers]
+
+
+def recomputed_kinds(shape: TrainingShape) -> tuple[Recompute, ...]:
+    """Return what is recomputed of each layer; everything where a budget is too small for any choice, which
+    the rules of configurations refuse.
+    """
+    options, num_layers = shape.options, shape.model.num_hidden_layers
+    if options.activation_bytes is None or shape.recompute is not Recompute.none:
+        return every_kth(shape.recompute, options.recompute_every, num_layers)
+    layer = layer_of(shape)
+    kinds = cheapest_within(layer, num_layers, options.activation_bytes)
+    return (Recompute.full,) * num_layers if kinds is None else kinds
+
+
+def loss_chunk_tokens(shape: TrainingShape) -> int:
+    """Return how many tokens' logits exist at once."""
+    tokens, words = round(shape.tokens.count), math.ceil(shape.model.vocab_size / shape.layout.tp)
+    if shape.options.loss_chunk_tokens is not None:
+        return min(tokens, shape.options.loss_chunk_tokens)
+    return chunk_tokens(tokens, words, shape.options.is_gpu)
+
+
+def _loss_bytes(shape: TrainingShape) -> float:
+    """Return what the chunked loss adds: chunks of logits in the products' type and in fp32, the hidden
+    states' gradient, and the output matrix' gradient in fp32 beside its own type.
+
+    One chunk's gradient is still alive when the next one's logits are made. Over cut vocabularies two chunks
+    are under way.
+    """
+    tokens, width = shape.tokens.count, shape.tokens.width_bytes
+    words, hidden = math.ceil(shape.model.vocab_size / shape.layout.tp), shape.model.hidden_size
+    chunk = loss_chunk_tokens(shape)
+    # The second chunk, which is short where it is the last one.
+    second = max(0, min(chunk, tokens - chunk))
+    narrow = 0 if width == _FP32 else width
+    if shape.layout.tp > 1:
+        making = chunk * _FP32 + second * (_FP32 + narrow) if second else chunk * (_FP32 + narrow)
+        using = (chunk + second) * _FP32 + chunk * narrow
+        kept = 0.0
+    else:
+        making = (chunk + second) * _FP32 if narrow else 0.0
+        using = chunk * (_FP32 + narrow) if narrow else 0.0
+        # The products' own memory serves all chunks; in fp32 it is the only one.
+        kept = chunk * (narrow or _FP32)
+    matrix = words * hidden * _FP32
+    product = words * hidden * narrow
+    whole = tokens * hidden * width
+    gathered = 2 * whole if shape.tokens.outer > 1 else 0.0
+    first = kept * words + max(making * words, using * words + product) + matrix + whole + gathered
+    # On a GPU nobody looks whether the loss' own gradient is 1: both gradients are made once more.
+    again = 2 * (words * hidden * width + whole) if shape.options.is_gpu else 0.0
+    return max(first, again)
+
+
+def _gathered(parts: RankParameters, stage: PipelineStage) -> float:
+    """Return the elements of the buffers of ZeRO-3: two for layers, and one that both ends share."""
+    ends = max(parts.before * stage.has_embedding, parts.after * stage.has_head)
+    return min(2, stage.num_layers) * parts.layer + ends
+
+
+def _messages(shape: TrainingShape, stage: PipelineStage, parts: RankParameters) -> float:
+    """Return the memory that sums of gradients over ranks take besides, and keep once they have it."""
+    width, options, shards = widths(shape.precision), shape.options, shape.num_shards
+    reduce = options.reduce_bytes or width.gradients
+    num_ranks = shape.layout.dp * shape.layout.cp
+    if num_ranks == 1 or shape.zero == 0 or shards == 1:
+        return 0.0
+    largest, second = _largest_units(shape, stage, parts)
+    # gloo's ranks send each other their parts of a unit.
+    direct = 0.0 if options.is_gpu else largest * (shards - 1) / shards
+    # A unit that fills waits for the memory of the one that is summed, unless two fill at the same time: the
+    # gradients of one input's products come together.
+    has_two = shape.zero == 2 and options.bucket_bytes / width.gradients < parts.layer
+    filling = (largest + second * has_two) if shape.zero >= 2 else 0.0
+    return (filling + direct) * reduce
+
+
+def _largest_units(shape: TrainingShape, stage: PipelineStage, parts: RankParameters) -> tuple[float, float]:
+    """Return the sizes of the two largest units that gradients are summed in: whole blocks with ZeRO-3, else
+    buckets of at least so many bytes, filled from the model's end.
+    """
+    ends = (parts.after * stage.has_head, parts.before * stage.has_embedding)
+    if shape.zero == 3:
+        return _two_largest([*ends, *[parts.layer] * min(2, stage.num_layers)])
+    least = shape.options.bucket_bytes / widths(shape.precision).gradients
+    return _largest_buckets(ends, parts.of_layer, stage.num_layers, least)
+
+
+@lru_cache(maxsize=1024)
+def _largest_buckets(
+    ends: tuple[int, int], of_layer: tuple[int, ...], num_layers: int, least: float
+) -> tuple[float, float]:
+    sizes, filling = [], 0.0
+    for size in (ends[0], *of_layer[::-1] * num_layers, ends[1]):
+        filling += size
+        if filling >= least:
+            sizes.append(filling)
+            filling = 0.0
+    return _two_largest([*sizes, filling])
+
+
+def _two_largest(sizes: Sequence[float]) -> tuple[float, float]:
+    largest, second, *_ = [*sorted(sizes, reverse=True), 0.0, 0.0]
+    return largest, second

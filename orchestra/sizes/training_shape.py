@@ -1,0 +1,161 @@
+"""What one configuration trains and how it is divided: everything that the memory of a rank depends on.
+
+Integers and names only, no device: `orchestra.sizes.memory` counts bytes of it, and the planner's `Case` adds
+the device, the network and the trainer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from conf.schema import Config, DType, ModelConfig, Offload, PrecisionName, Recompute, Scaling, StateDType
+from orchestra.sizes.topology import Layout, batch_shape
+from orchestra.sizes.units import GIB, MIB
+
+
+@dataclass(frozen=True)
+class PipelineStage:
+    """One pipeline stage: its layers, and whether token embedding and output product are on it."""
+
+    index: int
+    num_layers: int
+    has_embedding: bool
+    has_head: bool
+
+
+def even_stages(num_layers: int, pp: int) -> tuple[PipelineStage, ...]:
+    """Return `pp` stages of as many layers each as possible. Layers left over go to the middle: the ends have
+    embedding and output product besides. More stages than layers leave some without any.
+    """
+    least, rest = divmod(num_layers, pp)
+    first = max(0, (pp - rest) // 2)
+    return tuple(
+        PipelineStage(
+            index,
+            least + (first <= index < first + rest),
+            has_embedding=index == 0,
+            has_head=index == pp - 1,
+        )
+        for index in range(pp)
+    )
+
+
+@dataclass(frozen=True)
+class TrainerOptions:
+    """What only orchestra's own trainer can be told; the defaults are the schema's.
+
+    `moment_bytes`: of an element of each of the optimizer's two moments. `reduce_bytes`: of an element of the
+    gradients while they are summed over ranks, None: as they accumulate. `activation_bytes`: the budget that
+    decides what is recomputed, None: `recompute` decides, in each `recompute_every`-th layer.
+    `loss_chunk_tokens`: None: chosen from the vocabulary. `keeps_fp8_inputs`: of fp8 products the rounded
+    inputs are kept. `saves`: images of the state are staged in host memory while training continues.
+    """
+
+    moment_bytes: int = 4
+    reduce_bytes: int | None = None
+    bucket_bytes: float = 25 * MIB
+    recompute_every: int = 1
+    activation_bytes: float | None = None
+    loss_chunk_tokens: int | None = None
+    keeps_fp8_inputs: bool = True
+    offload: Offload = Offload.none
+    saves: bool = False
+    is_gpu: bool = True
+
+
+@dataclass(frozen=True)
+class MicroBatchTokens:
+    """The tokens of one micro-batch on one rank: sequences, the part of each sequence that this rank holds
+    (context parallelism divides sequences), and how tensor parallelism divides what is computed from them.
+    `width_bytes` is of one element of an activation.
+    """
+
+    num_sequences: int
+    seq_len: float
+    tp: int = 1
+    sequence_parallel: bool = False
+    width_bytes: int = 2
+
+    @property
+    def count(self) -> float:
+        """Tokens of one micro-batch on one rank."""
+        return self.num_sequences * self.seq_len
+
+    @property
+    def outer(self) -> int:
+        """What divides tensors between tensor-parallel regions: tp with sequence parallelism, else 1."""
+        return self.tp if self.sequence_parallel else 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingShape:
+    """A model, a layout and a batch. Sizes in sequences and tokens; `num_shards` ranks share ZeRO's part."""
+
+    model: ModelConfig
+    layout: Layout
+    seq_len: int
+    micro_batch_size: int
+    accumulation: int
+    zero: int
+    num_shards: int
+    sequence_parallel: bool
+    recompute: Recompute
+    precision: PrecisionName
+    options: TrainerOptions = TrainerOptions()
+
+    @property
+    def tokens(self) -> MicroBatchTokens:
+        """The tokens of one micro-batch on one rank."""
+        layout, width = self.layout, 4 if self.precision is PrecisionName.fp32 else 2
+        return MicroBatchTokens(
+            self.micro_batch_size, self.seq_len / layout.cp, layout.tp, self.sequence_parallel, width
+        )
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one optimizer step over all ranks."""
+        return self.seq_len * self.micro_batch_size * self.accumulation * self.layout.dp
+
+    @property
+    def stages(self) -> tuple[PipelineStage, ...]:
+        """The pipeline stages as orchestra's trainer divides the layers."""
+        return even_stages(self.model.num_hidden_layers, self.layout.pp)
+
+
+def training_shape(config: Config, degrees: Layout, *, is_gpu: bool) -> TrainingShape:
+    """Return the shape of a configuration on a layout. Raises ConfigError where the batch does not divide."""
+    batch, parallelism = batch_shape(config.train, degrees.dp), config.parallelism
+    return TrainingShape(
+        model=config.model,
+        layout=degrees,
+        seq_len=config.train.seq_len,
+        micro_batch_size=batch.micro_batch_size,
+        accumulation=batch.accumulation,
+        zero=parallelism.zero,
+        num_shards=parallelism.shard_degree or degrees.dp * degrees.cp,
+        sequence_parallel=parallelism.sequence_parallel,
+        recompute=config.train.recompute,
+        precision=config.precision.name,
+        options=trainer_options(config, is_gpu=is_gpu),
+    )
+
+
+def trainer_options(config: Config, *, is_gpu: bool) -> TrainerOptions:
+    """Return what a configuration says that only orchestra's own trainer has."""
+    train, precision = config.train, config.precision
+    budget, reduce = train.recompute_budget_gib, precision.reduce_dtype
+    every = config.checkpoint.every_steps
+    # A save at the last step alone has no training beside it.
+    is_saved = every is not None and (isinstance(every, str) or every < train.steps)
+    return TrainerOptions(
+        moment_bytes=2 if config.optim.state_dtype is StateDType.bf16 else 4,
+        reduce_bytes=None if reduce is None else 4 if reduce is DType.fp32 else 2,
+        bucket_bytes=config.parallelism.bucket_mib * MIB,
+        recompute_every=train.recompute_every,
+        activation_bytes=None if budget is None else budget * GIB,
+        loss_chunk_tokens=train.loss_chunk_tokens,
+        keeps_fp8_inputs=precision.fp8_scaling is Scaling.tensor,
+        offload=config.parallelism.offload,
+        saves=config.checkpoint.async_save and is_saved,
+        is_gpu=is_gpu,
+    )
