@@ -87,17 +87,17 @@ class Leader:
         if rival is not None:
             self._refuse(0, rival)
             return
-        hosts = self._preflight.first_nodes(members)
-        if hosts is None:
+        nodes = self._preflight.first_nodes(members)
+        if nodes is None:
             said = self._preflight.go_elsewhere(members)
             if said is None:
                 raise LaunchError(self._preflight.unfit_words(members) or self._wait.too_few(members))
             self._order_end(0, EXIT_FAILED, said)
             return
-        self._start(0, hosts, members, wait_s=0.0)
+        self._start(0, nodes, members, wait_s=0.0)
 
     def _end_before_beginning(self) -> None:
-        """End this start of the job: a warning came while its nodes were gathering."""
+        """End this start of the job: a warning came while it waited for its nodes."""
         rival = self._context.scheduler.refusal()
         if rival is not None:
             self._refuse(0, rival)

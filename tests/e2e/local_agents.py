@@ -1,4 +1,4 @@
-"""A crew whose nodes are processes of this machine: `python local_agents.py RUN_DIR NODE NUM_NODES`.
+"""Agents whose nodes are processes of this machine: `python local_agents.py RUN_DIR NODE NUM_NODES`.
 
 Each finds in its own environment what makes nodes differ: TMPDIR is one of the places that a node looks at,
 and with LOSE_TMPDIR it goes away as soon as an attempt is on.
@@ -33,11 +33,10 @@ def main() -> int:
     run, node, num_nodes = RunDir(Path(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3])
     config = read_config(run.config)
     with StopRequests() as signals:
-        crew = NodeGroup(group_folder(run.control, "here", 0), node, num_nodes, 15.0)
-        station = AgentContext(run, config, crew, signals, Node(), _say)
-        station.tick = _tick
-        station.fitness = node_check_of(config, run, crew)
-        return attend(station)
+        group = NodeGroup(group_folder(run.control, "here", 0), node, num_nodes, 15.0)
+        node_check = node_check_of(config, run, group)
+        context = AgentContext(run, config, group, signals, Node(), _say, node_check=node_check)
+        return attend(context, tick=_tick).code
 
 
 def _say(words: str) -> None:

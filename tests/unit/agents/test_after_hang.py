@@ -1,4 +1,4 @@
-"""Which nodes no other one reaches: from what the nodes of a ring measured behind an attempt that hung."""
+"""Which nodes no other one reaches: from what the nodes of a ring measured after an attempt that hung."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def ring(*links: bool | None, number: int = NUMBER) -> dict[int, Member]:
     found = {}
     for node, carried in enumerate(links):
         if carried is not None:
-            told: dict[str, Any] = {"bytes_per_s": [1e9]} if carried else {"error": "timed out"}
-            facts = {"ring": {"to": (node + 1) % len(links), "order": number, **told}}
+            result: dict[str, Any] = {"bytes_per_s": [1e9]} if carried else {"error": "timed out"}
+            facts = {"ring": {"to": (node + 1) % len(links), "order": number, **result}}
             found[node] = Member(node, f"node{node + 1}", "10.0.0.1", "x", 1, facts)
     return found
 

@@ -21,7 +21,7 @@ from orchestra.agents import __main__ as node
 place, num_deaths = Path(sys.argv[1]), int(sys.argv[2])
 node._LONG_LIFE_S = float(sys.argv[3])
 
-def work(argv, signals, server):
+def work(argv, signals, owner):
     with place.open("a") as file:
         file.write("x")
     if len(place.read_text()) <= num_deaths:
@@ -52,15 +52,15 @@ def test_deaths_count_until_an_agent_lives_for_long(
 _STANDING_STILL = """
 import sys, time
 from pathlib import Path
-from launchers import node_group as group
+from launchers import node_group
 from orchestra.agents import __main__ as node
 from orchestra.agents import agent
 
 place = Path(sys.argv[1])
-group._LEAST_STALL_S, group._STALL_TIMEOUTS = 1.0, 0
+node_group._LEAST_STALL_S, node_group._STALL_TIMEOUTS = 1.0, 0
 
-def work(argv, signals, server):
-    me = group.NodeGroup(place, 0, 1, 10.0, agent._end_this_agent)
+def work(argv, signals, owner):
+    me = node_group.NodeGroup(place, 0, 1, 10.0, agent._end_this_agent)
     me.join("host", "127.0.0.1", {})
     with (place / "lives").open("a") as file:
         file.write("x")
@@ -91,7 +91,7 @@ _EARLY = """
 import os, signal, sys, time
 from orchestra.agents import __main__ as node
 
-def work(argv, signals, server):
+def work(argv, signals, owner):
     deadline = time.monotonic() + 30
     while not signals.count() and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -48,7 +48,7 @@ def run(tmp_path: Path) -> RunDir:
 
 @pytest.fixture
 def signals() -> Iterator[JobSignals]:
-    # They are left ignored behind a task's end, which is not this process's.
+    # They are left ignored after a task's end, which is not this process's.
     before = {number: signal.getsignal(number) for number in HEARD}
     with JobSignals() as signals:
         yield signals
@@ -66,7 +66,7 @@ def warned(
     return AgentContext(run, job._config, group, signals, job, lambda _: None)
 
 
-def test_behind_its_time_limit_the_job_is_started_again_and_trains_the_same_attempt(
+def test_after_its_time_limit_the_job_is_started_again_and_trains_the_same_attempt(
     run: RunDir, slurm: Slurm, signals: JobSignals
 ) -> None:
     code, said = called_off(warned(run, signals))
@@ -102,9 +102,9 @@ def test_a_preemption_counts_like_the_time_limit(run: RunDir, slurm: Slurm, sign
 def test_who_is_to_end_ends(
     run: RunDir, slurm: Slurm, signals: JobSignals, number: int, policy: Requeue, said: str
 ) -> None:
-    code, told = called_off(warned(run, signals, number, policy))
+    code, words = called_off(warned(run, signals, number, policy))
     assert (code, requeued(run)) == (EXIT_STOPPED, [])
-    assert said in told
+    assert said in words
 
 
 def test_a_cancelled_run_does_not_go_on(run: RunDir, slurm: Slurm, signals: JobSignals) -> None:

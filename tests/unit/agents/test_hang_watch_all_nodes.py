@@ -86,7 +86,7 @@ def test_who_hangs_in_a_collective_on_another_node_is_found_and_shows_its_stack(
     named = culprit(read_events(nodes.run))
     assert named is not None
     assert named.rank == 3
-    assert nodes.watches[1].record_hangs({3: limit_s}) == (), "it is told once"
+    assert nodes.watches[1].record_hangs({3: limit_s}) == (), "it is written once"
 
 
 def test_who_hangs_on_the_first_node_itself_is_found_too(nodes: Nodes) -> None:
@@ -101,8 +101,8 @@ def test_a_silence_that_ends_is_no_hang_however_often_it_comes(nodes: Nodes) -> 
         nodes.beat(Phase.reduce, step)
         assert nodes.look(18) == []
         nodes.train(range(step + 1, step + 20))
-    told = [it["event"] for it in read_events(nodes.run) if it["event"].startswith("step_")]
-    assert told.count("step_stalled") == told.count("step_went_on") > 0
+    names = [event["event"] for event in read_events(nodes.run) if event["event"].startswith("step_")]
+    assert names.count("step_stalled") == names.count("step_went_on") > 0
 
 
 def test_what_a_node_said_of_an_earlier_silence_accuses_nobody(nodes: Nodes) -> None:

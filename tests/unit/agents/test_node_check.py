@@ -1,4 +1,4 @@
-"""An agent's part in the preflight: real crews in a folder, real probes, real sockets between neighbours."""
+"""What each agent checks of its node: real agents in a folder, real probes, real sockets in the ring."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def agent(folder: Path, node: int, num_nodes: int, idle_every_s: float = 60.0, *
 
 
 @pytest.fixture
-def crew_of_four(tmp_path: Path) -> Iterator[list[Agent]]:
+def four_agents(tmp_path: Path) -> Iterator[list[Agent]]:
     agents = [agent(tmp_path, node, 4) for node in range(4)]
     yield agents
     for group, node_check in agents:
@@ -51,19 +51,19 @@ def await_all(agents: list[Agent], fact: str) -> None:
     raise AssertionError(f"not all nodes said {fact}")
 
 
-def test_all_nodes_of_a_crew_tell_what_they_found(crew_of_four: list[Agent]) -> None:
-    await_all(crew_of_four, "checked")
-    await_all(crew_of_four, "ring")
-    told = crew_of_four[0][0].members()
-    assert are_checked(told, 4, 0.0)
-    for node, member in told.items():
+def test_all_nodes_publish_what_they_found(four_agents: list[Agent]) -> None:
+    await_all(four_agents, "checked")
+    await_all(four_agents, "ring")
+    members = four_agents[0][0].members()
+    assert are_checked(members, 4, 0.0)
+    for node, member in members.items():
         assert member.facts["unfit"] is None
         assert member.facts["ring"]["to"] == (node + 1) % 4
         assert len(member.facts["ring"]["bytes_per_s"]) == 2
         assert member.facts["ring"]["latency_s"] > 0
         # What was said when it joined stays.
         assert member.facts["port"] == 1
-    assert slow(told) == {}
+    assert slow(members) == {}
 
 
 def test_what_is_found_behind_an_attempt_is_told_before_its_report(tmp_path: Path) -> None:

@@ -48,9 +48,9 @@ def test_a_sound_node_is_fit_and_says_what_was_measured(tmp_path: Path) -> None:
     assert abs(found.facts["clock_ahead_s"]) < 60
     assert list(tmp_path.iterdir()) == []
     assert check.last is found
-    told = found.facts_of_member()
-    assert told["unfit"] is None
-    assert json.loads(json.dumps(told)) == told
+    facts = found.facts_of_member()
+    assert facts["unfit"] is None
+    assert json.loads(json.dumps(facts)) == facts
 
 
 def test_a_place_that_is_missing_makes_a_node_unfit(tmp_path: Path) -> None:

@@ -50,10 +50,10 @@ def signals() -> Iterator[StopRequests]:
 
 
 def joined(folder: Path, facts: Sequence[Mapping[str, object]]) -> list[NodeGroup]:
-    crews = [NodeGroup(folder, node, len(facts), 15.0) for node in range(len(facts))]
-    for group, its in zip(crews, facts, strict=True):
+    groups = [NodeGroup(folder, node, len(facts), 15.0) for node in range(len(facts))]
+    for group, its in zip(groups, facts, strict=True):
         group.join(f"node{group.node + 1}", "127.0.0.1", {"port": 1, **its})
-    return crews
+    return groups
 
 
 def led(
@@ -66,24 +66,24 @@ def led(
 def test_another_job_follows_without_the_unfit_node(tmp_path: Path, signals: StopRequests) -> None:
     run, cluster, said = RunDir(tmp_path), Cluster(), []
     EventWriter(run, "test", ATTEMPT).write("attempt_started")
-    crews = joined(run.control / "crew", [{}, {"unfit": "nvidia-smi shows 7 devices, 8 are needed"}])
-    Leader(led(run, crews[0], signals, cluster, said)).look(None)
+    groups = joined(run.control / "crew", [{}, {"unfit": "nvidia-smi shows 7 devices, 8 are needed"}])
+    Leader(led(run, groups[0], signals, cluster, said)).look(None)
     assert cluster.left_out == [("node2",)]
-    order = crews[1].newest_order()
+    order = groups[1].newest_order()
     assert order is not None
     assert (order.action, order.facts["code"]) == (END, 1)
     assert said == [f"job 8 goes on after attempt {ATTEMPT}"]
     (checked,) = [event for event in read_events(run) if event["event"] == "node_checked"]
     assert checked["unfit"] == {"node2": "nvidia-smi shows 7 devices, 8 are needed"}
-    for group in crews:
+    for group in groups:
         group.leave()
 
 
 def test_what_no_job_finds_better_ends_the_run_with_the_reason(tmp_path: Path, signals: StopRequests) -> None:
     run, cluster = RunDir(tmp_path), Cluster()
-    crews = joined(run.control / "crew", [{}, {"unfit": "/scratch is no folder here"}])
-    context = led(run, crews[0], signals, cluster, [])
-    members = crews[0].members()
+    groups = joined(run.control / "crew", [{}, {"unfit": "/scratch is no folder here"}])
+    context = led(run, groups[0], signals, cluster, [])
+    members = groups[0].members()
     moved = [Preflight(context).go_elsewhere(members) is not None for _ in range(5)]
     assert moved == [True, True, True, False, False]
     with pytest.raises(LaunchError, match="node2: /scratch is no folder here"):
@@ -91,27 +91,27 @@ def test_what_no_job_finds_better_ends_the_run_with_the_reason(tmp_path: Path, s
     # An attempt that began is a new chance.
     EventWriter(run, "test", 0).write("attempt_started")
     assert Preflight(context).go_elsewhere(members) is not None
-    for group in crews:
+    for group in groups:
         group.leave()
 
 
 def test_where_no_job_may_follow_the_reason_is_said(tmp_path: Path, signals: StopRequests) -> None:
     run = RunDir(tmp_path)
-    crews = joined(run.control / "crew", [{"unfit": "no room"}, {}])
+    groups = joined(run.control / "crew", [{"unfit": "no room"}, {}])
     with pytest.raises(LaunchError, match="node1: no room"):
-        Leader(led(run, crews[0], signals, Foreground(), [])).look(None)
-    for group in crews:
+        Leader(led(run, groups[0], signals, Foreground(), [])).look(None)
+    for group in groups:
         group.leave()
 
 
 def test_a_listed_node_is_left_out_where_a_spare_is_there(tmp_path: Path, signals: StopRequests) -> None:
     run = RunDir(tmp_path)
-    crews = joined(run.control / "crew", [{}, {}, {}])
+    groups = joined(run.control / "crew", [{}, {}, {}])
     listed = Cluster(listed={"node1": "node1 failed twice"})
-    preflight = Preflight(led(run, crews[0], signals, listed, []))
-    assert preflight.first_nodes(crews[0].members()) == (1, 2)
+    preflight = Preflight(led(run, groups[0], signals, listed, []))
+    assert preflight.first_nodes(groups[0].members()) == (1, 2)
     everybody = Cluster(listed={f"node{it}": "failed twice" for it in (1, 2, 3)})
-    preflight = Preflight(led(run, crews[0], signals, everybody, []))
-    assert preflight.first_nodes(crews[0].members()) == (0, 1)
-    for group in crews:
+    preflight = Preflight(led(run, groups[0], signals, everybody, []))
+    assert preflight.first_nodes(groups[0].members()) == (0, 1)
+    for group in groups:
         group.leave()

@@ -81,9 +81,9 @@ def test_the_newest_job_trains_and_so_does_its_next_start(run: RunDir, slurm: Jo
 def test_an_older_job_steps_back_for_the_newest(run: RunDir, slurm: Jobs, state: str) -> None:
     recorded(run, "12", "15")
     slurm.put_job("15", state)
-    told = refusal(run, replace(TASK, restart=1))
-    assert told is not None
-    assert "job 12 (start 1) does not train mine: job 15 was submitted for it later" in told
+    words = refusal(run, replace(TASK, restart=1))
+    assert words is not None
+    assert "job 12 (start 1) does not train mine: job 15 was submitted for it later" in words
 
 
 def test_an_older_job_never_trains_again_even_where_the_newest_is_over(run: RunDir, slurm: Jobs) -> None:
