@@ -19,7 +19,7 @@ from launchers.node_group import Member, Order
 from orchestra.agents.choose_nodes import is_fit
 from orchestra.agents.context import START, AgentContext, attempt_number
 from orchestra.agents.node_check.own_check import copies_name
-from orchestra.recovery.copies import FromMemory, NextAttempt, begins, held_copies, neighbour, plan
+from orchestra.recovery.copies import FromMemory, NextNodes, begins, held_copies, neighbour, plan
 from orchestra.recovery.history import newest_checkpoint
 from orchestra.run.events import read_events
 
@@ -140,7 +140,7 @@ def memory_of(
     )
     held = {node: held_copies(said[node]) for node in said if node in living}
     events = read_events(context.run)
-    upcoming = NextAttempt(nodes, int(context.config.cluster.gpus_per_node))
+    upcoming = NextNodes(nodes, int(context.config.cluster.gpus_per_node))
     beginning = plan(held, upcoming, begins(events), newest_checkpoint(events))
     if not isinstance(beginning, FromMemory):
         return None, beginning.reason

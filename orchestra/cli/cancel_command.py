@@ -1,4 +1,4 @@
-"""`orchestra cancel RUN…`: ask runs to stop behind a step, with a checkpoint; `--now`: to end at once. Jobs
+"""`orchestra cancel RUN…`: ask runs to stop after a step, with a checkpoint; `--now`: to end at once. Jobs
 that wait are taken out of Slurm's queue.
 
 It writes the request and ends; what became of it `orchestra status` tells.

@@ -257,7 +257,7 @@ _WIDTH = 80
 
 
 @dataclass(frozen=True)
-class Attempt:
+class ForegroundAttempt:
     """What is about to be trained: attempt `number` of `run`, which goes on from a step (None: the first)."""
 
     config: Config
@@ -280,7 +280,7 @@ def add_output_options(parser: ArgumentParser) -> None:
     )
 
 
-def print_plan(attempt: Attempt, facts: Record, *, as_json: bool) -> None:
+def print_plan(attempt: ForegroundAttempt, facts: Record, *, as_json: bool) -> None:
     """Print what would be started, `facts` of the caller's beside it in JSON. Starts and writes nothing."""
     from launchers.spec import LaunchPlace
     from launchers.torchrun import command
@@ -309,7 +309,7 @@ def print_plan(attempt: Attempt, facts: Record, *, as_json: bool) -> None:
     print(f"\n# {describe.shown(run.config)}\n{frozen}", end="")
 
 
-def train(attempt: Attempt, *, as_json: bool) -> int:
+def train(attempt: ForegroundAttempt, *, as_json: bool) -> int:
     """Train the attempt to its end, show it, and return the exit code of the verdict."""
     from orchestra.agents.foreground import train_here
 
@@ -340,7 +340,7 @@ def train(attempt: Attempt, *, as_json: bool) -> int:
     return verdict.code
 
 
-def _print_result(attempt: Attempt, progress: Progress, verdict: Verdict) -> None:
+def _print_result(attempt: ForegroundAttempt, progress: Progress, verdict: Verdict) -> None:
     """Print the result; where that fails the exit code is still the training's."""
     numbers = {**dataclasses.asdict(verdict), **dataclasses.asdict(progress.summary())}
     identity = {"name": attempt.run.name, "path": str(attempt.run.path), "state": verdict.state}
@@ -353,7 +353,9 @@ def _print_result(attempt: Attempt, progress: Progress, verdict: Verdict) -> Non
             print(f"error: the result could not be printed: {error.strerror}", file=sys.stderr)
 
 
-def _closing(attempt: Attempt, progress: Progress, verdict: Verdict | None, with_chart: bool) -> list[str]:
+def _closing(
+    attempt: ForegroundAttempt, progress: Progress, verdict: Verdict | None, with_chart: bool
+) -> list[str]:
     """Return the last words; nothing when the run never ended by itself or its files cannot be read."""
     if verdict is None:
         return []

@@ -47,7 +47,7 @@ def run(arguments: Namespace) -> int:
     chosen = resolve(arguments.run, arguments.dir)
     files = _wanted(chosen, _attempt(chosen, arguments), arguments)
     printer = _Printer(with_titles=not (arguments.node or arguments.rank) or len(files) > 1)
-    watch = _Watch(chosen) if arguments.follow else None
+    watch = _StateFollower(chosen) if arguments.follow else None
     while True:
         # Asked before printing, so that what a run writes up to its end is printed too.
         goes_on = watch is not None and watch.goes_on()
@@ -65,7 +65,7 @@ def run(arguments: Namespace) -> int:
     return EXIT_DONE
 
 
-class _Watch:
+class _StateFollower:
     """Follows a run's state: by its own records each time, by Slurm's word now and then."""
 
     def __init__(self, run: RunDir) -> None:

@@ -25,7 +25,7 @@ from orchestra.submit.site import note
 if TYPE_CHECKING:
     from conf.schema import Config
     from orchestra.config.machine import Situation
-    from orchestra.rehearsal.prepare_rehearsal import Pair, Rehearsal
+    from orchestra.rehearsal.prepare_rehearsal import Rehearsal, RehearsalPair
     from orchestra.submit.new_run import RunRequest
     from orchestra.submit.sweeps.arrays import PlacedSubmission
 
@@ -39,12 +39,9 @@ from orchestra.rehearsal.judge import STRETCHES, Recovery
 from orchestra.report.run_state import recent_rows
 
 if TYPE_CHECKING:
-    from orchestra.rehearsal.judge import Check, Judgement
+    from orchestra.rehearsal.judge import Judgement, RehearsalCheck
     from orchestra.rehearsal.prepare_rehearsal import Rehearsal
     from orchestra.run.planned_faults import PlannedFault
-
-
-# A rehearsal for people: what is about to befall it, how far it is, and what was seen. Pure text.
 
 
 _WIDTH = 80
@@ -102,7 +99,9 @@ def judgement_lines(found: Judgement) -> list[str]:
         advice = [*(_about(it, pair.hurt) for it in hurt), *(it.advice for it in failed)]
         for words in dict.fromkeys(filter(None, advice)):
             lines += _wrapped(words, "  ")
-        lines += _wrapped(f"`{invocation('why', pair.hurt)}` tells what befell it, attempt by attempt", "  ")
+        lines += _wrapped(
+            f"`{invocation('why', pair.hurt)}` tells what happened to it, attempt by attempt", "  "
+        )
     places = f"{shown(pair.undisturbed.path)} {shown(pair.hurt.path)}"
     return [*lines, f"remove  rm -r {places}"]
 
@@ -140,7 +139,7 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def _claim(check: Check) -> str:
+def _claim(check: RehearsalCheck) -> str:
     return f"{_WORDS[check.is_true]:<7} {check.claim}: {check.found}"
 
 
@@ -171,7 +170,7 @@ def _wrapped(text: str, indent: str) -> list[str]:
 
 _EXPLAINED = """\
   orchestra rehearse first                            what the layout allows, one fault after another
-  orchestra rehearse first --dry-run                  what would befall it, and the batch script
+  orchestra rehearse first --dry-run                  what would happen to it, and the batch script
   orchestra rehearse first --fault sigkill@12:0 --fault node_down@30:9 --steps 50
   orchestra rehearse first cluster.time_limit=30 cluster.partition=test
   orchestra rehearse rehearsal-first-1-faults         wait for a rehearsal that was left, and judge it
@@ -220,7 +219,7 @@ def run(arguments: Namespace) -> int:
     return _here(target, arguments)
 
 
-def _judge_what_was_left(pair: Pair, arguments: Namespace) -> int:
+def _judge_what_was_left(pair: RehearsalPair, arguments: Namespace) -> int:
     if arguments.overrides or arguments.fault or arguments.steps is not None or arguments.dry_run:
         raise ConfigError(
             f"{pair.hurt.name} is a rehearsal already, which is waited for and judged as it is; name "
@@ -230,14 +229,14 @@ def _judge_what_was_left(pair: Pair, arguments: Namespace) -> int:
 
 
 def _plan(target: RunDir, config: Config, arguments: Namespace, situation: Situation) -> Rehearsal:
-    from orchestra.rehearsal.prepare_rehearsal import planned_rehearsal, why_no_node_goes_down, wish
+    from orchestra.rehearsal.prepare_rehearsal import asked_fault, planned_rehearsal, why_no_node_goes_down
 
     if arguments.steps is not None and arguments.steps < 1:
         raise ConfigError(f"--steps {arguments.steps}: expected 1 or more")
-    wishes = [wish(text) for text in arguments.fault]
-    if not wishes and (why := why_no_node_goes_down(config)) is not None:
+    asked = [asked_fault(text) for text in arguments.fault]
+    if not asked and (why := why_no_node_goes_down(config)) is not None:
         note(f"the loss of a node is not rehearsed: {why}")
-    return planned_rehearsal(target, config, wishes, arguments.steps, situation)
+    return planned_rehearsal(target, config, asked, arguments.steps, situation)
 
 
 def _request(config: Config, arguments: Namespace) -> RunRequest:
@@ -341,7 +340,7 @@ def _submitted(planned: Sequence[PlacedSubmission]) -> list[RunDir]:
     return runs
 
 
-def _wait_and_judge(pair: Pair, *, as_json: bool) -> int:
+def _wait_and_judge(pair: RehearsalPair, *, as_json: bool) -> int:
     from orchestra.run.config_file import read_config
     from orchestra.submit import wait
 
@@ -357,10 +356,10 @@ def _wait_and_judge(pair: Pair, *, as_json: bool) -> int:
 # Both.
 
 
-def _pair(plan: Rehearsal, runs: Sequence[RunDir]) -> Pair:
-    from orchestra.rehearsal.prepare_rehearsal import Pair
+def _pair(plan: Rehearsal, runs: Sequence[RunDir]) -> RehearsalPair:
+    from orchestra.rehearsal.prepare_rehearsal import RehearsalPair
 
-    return Pair(plan.of, runs[0], runs[1])
+    return RehearsalPair(plan.of, runs[0], runs[1])
 
 
 def _record(plan: Rehearsal, runs: Sequence[RunDir]) -> None:
@@ -389,7 +388,7 @@ def _print_plan(plan: Rehearsal, scripts: dict[str, str], *, as_json: bool) -> N
         print(f"\n# {name}\n{script}", end="")
 
 
-def _judge(pair: Pair, *, as_json: bool) -> int:
+def _judge(pair: RehearsalPair, *, as_json: bool) -> int:
     from orchestra.rehearsal.judge import judged
     from orchestra.run.config_file import read_config
 

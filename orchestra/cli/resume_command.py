@@ -13,7 +13,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from orchestra.cli.foreground_view import Attempt, add_output_options, print_plan, train
+from orchestra.cli.foreground_view import ForegroundAttempt, add_output_options, print_plan, train
 from orchestra.cli.text.describe import invocation
 from orchestra.cli.text.resolve import add_directory_option, resolve_target
 from orchestra.errors import EXIT_DONE
@@ -87,7 +87,7 @@ def _train_here(arguments: Namespace, target: RunDir, word: Word) -> int:
     plan = next_attempt(target, arguments.overrides, situation, time.time(), word)
     if plan.is_finished:
         return _say_finished(plan, as_json=arguments.json)
-    attempt = Attempt(plan.config, plan.run, plan.number, plan.checkpoint_step)
+    attempt = ForegroundAttempt(plan.config, plan.run, plan.number, plan.checkpoint_step)
     if arguments.dry_run:
         facts = {"attempt": plan.number, "checkpoint_step": plan.checkpoint_step}
         print_plan(attempt, facts, as_json=arguments.json)

@@ -11,7 +11,7 @@ import textwrap
 import time
 from argparse import SUPPRESS, Action, ArgumentParser, Namespace
 
-from orchestra.cli.foreground_view import Attempt, add_output_options, print_plan, train
+from orchestra.cli.foreground_view import ForegroundAttempt, add_output_options, print_plan, train
 from orchestra.errors import EXIT_DONE
 from orchestra.submit.new_run import RunRequest, frozen_config, planned_run, prepare
 
@@ -58,10 +58,10 @@ def run(arguments: Namespace) -> int:
     request = _request(arguments.overrides, starts=not arguments.dry_run)
     target = planned_run(request, time.time())
     if arguments.dry_run:
-        planned = Attempt(frozen_config(request, target), target)
+        planned = ForegroundAttempt(frozen_config(request, target), target)
         print_plan(planned, {"signature": request.signature}, as_json=arguments.json)
         return EXIT_DONE
-    return train(Attempt(request.config, prepare(request, target)), as_json=arguments.json)
+    return train(ForegroundAttempt(request.config, prepare(request, target)), as_json=arguments.json)
 
 
 def _request(overrides: list[str], *, starts: bool) -> RunRequest:

@@ -28,7 +28,7 @@ from orchestra.cli.text.resolve import add_directory_option, resolve_target
 from orchestra.errors import EXIT_DONE, EXIT_FAILED
 from orchestra.recovery.history import last_attempt, newest_checkpoint
 from orchestra.recovery.incidents import Verdict
-from orchestra.report.attempts import chapters, node_lines, story
+from orchestra.report.attempts import attempt_lines, ended_attempts, node_lines
 from orchestra.report.run_state import RunState, read_ending, read_state
 from orchestra.report.scheduler import job_logs, with_scheduler
 from orchestra.report.sweeps import MemberState, read_sweep_state, with_states
@@ -65,19 +65,19 @@ def _of_run(run: RunDir, arguments: Namespace) -> list[str]:
     now = time.time()
     _, verdict = read_ending(run, events, now)
     state = _told(run, read_state(run, now))
-    befell = chapters(events)
-    if verdict is not None and befell and befell[-1].code is not None:
+    attempts = ended_attempts(events)
+    if verdict is not None and attempts and attempts[-1].code is not None:
         # Why the run was given up is more than what ended its last attempt.
-        verdict = dataclasses.replace(verdict, code=befell[-1].code)
+        verdict = dataclasses.replace(verdict, code=attempts[-1].code)
     if arguments.json:
         found = None if verdict is None else dataclasses.asdict(verdict)
         saved = newest_checkpoint(events)
         told = {"name": state.name, "state": state.state, "attempt": attempt, "checkpoint_step": saved}
         slurm = {"cause": state.cause, "job": state.job, "job_state": state.job_state}
         spent = spent_record(run, events, state.state, now)
-        history = {"attempts": [chapter.record() for chapter in befell]}
+        history = {"attempts": [each.record() for each in attempts]}
         return [json.dumps({**told, **slurm, **spent, "verdict": found, **history}, indent=2)]
-    before = [*story(befell), *node_lines(events), *spent_lines(run, events, state.state, now)]
+    before = [*attempt_lines(attempts), *node_lines(events), *spent_lines(run, events, state.state, now)]
     if verdict is None or attempt is None or state.state not in (RunPhase.failed, verdict.state):
         return [*_without_verdict(run, state), *before, *_how_to_go_on(run, state, None, events)]
     if verdict.state is RunPhase.failed:

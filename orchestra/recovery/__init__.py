@@ -1,1 +1,1 @@
-"""What a run does about failures: what happened, what is decided, what it costs. It starts nothing."""
+"""What a run does about failures: what happened, what is decided, what it costs."""

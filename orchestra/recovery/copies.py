@@ -1,8 +1,8 @@
 """Which step can be continued from the nodes' memory, and who has to fetch what for it. Pure.
 
-It knows what each living node says it holds and nothing of how copies are made, checked or sent. Only a whole
-step of one attempt counts: a copy of every rank, all of the same layout, and of a history that the run has
-not gone back behind since.
+Called by the leader of a job between two attempts, with what each living node says it holds. Only a whole
+step of one attempt counts: a copy of every rank, all of the same layout, and not of steps before which the
+run has gone back since.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from orchestra.run.rollback import roll_backs
 
 
 @dataclass(frozen=True, order=True)
-class Held:
-    """A complete copy of one rank's state behind a step, on some node. `layout` is JSON with sorted keys."""
+class HeldCopy:
+    """A complete copy of one rank's state after a step, on some node. `layout` is JSON with sorted keys."""
 
     step: int
     attempt: int
@@ -37,7 +37,7 @@ class Fetch:
 
 @dataclass(frozen=True)
 class FromMemory:
-    """Continue behind `step` from the copies that `attempt` made. `fetches` by node, where it lacks any."""
+    """Continue after `step` from the copies that `attempt` made. `fetches` by node, where it lacks any."""
 
     step: int
     attempt: int
@@ -51,11 +51,11 @@ class NotFromMemory:
     reason: str
 
 
-def held_copies(records: object) -> list[Held]:
+def held_copies(records: object) -> list[HeldCopy]:
     """Return the copies that a node's record lists; what is no copy is passed over."""
     entries = records if isinstance(records, list) else []
     return [
-        Held(it["step"], it["attempt"], it["rank"], json.dumps(it["layout"], sort_keys=True))
+        HeldCopy(it["step"], it["attempt"], it["rank"], json.dumps(it["layout"], sort_keys=True))
         for it in entries
         if isinstance(it, dict)
         and all(is_whole(it.get(key)) for key in ("step", "attempt", "rank"))
@@ -64,27 +64,28 @@ def held_copies(records: object) -> list[Held]:
 
 
 def begins(events: Iterable[Record]) -> dict[int, int]:
-    """Return the step behind which each attempt began, for those that went back or on; behind a roll-back
+    """Return the step after which each attempt began, for those that restored something; after a roll-back
     the next one counts, which has not begun yet.
     """
     events = list(events)
-    found = {
+    began = {
         event["attempt"]: event["step"]
         for event in events
         if event.get("event") == "restored" and is_whole(event.get("step"))
     }
-    for it in roll_backs(events):
-        found[it.attempt + 1] = min(it.to, found.get(it.attempt + 1, it.to))
-    return found
+    for roll_back in roll_backs(events):
+        following = roll_back.attempt + 1
+        began[following] = min(roll_back.to, began.get(following, roll_back.to))
+    return began
 
 
-def is_of_history(copy: Held, begins: Mapping[int, int]) -> bool:
+def is_of_history(copy: HeldCopy, begins: Mapping[int, int]) -> bool:
     """Whether no later attempt began before the copy's step: then the run trained on from other states."""
     return all(step >= copy.step for attempt, step in begins.items() if attempt > copy.attempt)
 
 
 @dataclass(frozen=True)
-class NextAttempt:
+class NextNodes:
     """What the next attempt will be: its nodes by their numbers, in the order of their ranks."""
 
     nodes: Sequence[int]
@@ -98,8 +99,8 @@ class NextAttempt:
 
 
 def plan(
-    held: Mapping[int, Sequence[Held]],
-    upcoming: NextAttempt,
+    held: Mapping[int, Sequence[HeldCopy]],
+    upcoming: NextNodes,
     begins: Mapping[int, int],
     committed_step: int | None,
 ) -> FromMemory | NotFromMemory:
@@ -133,7 +134,7 @@ _Key = tuple[int, int, str]
 
 
 def _groups(
-    held: Mapping[int, Sequence[Held]], upcoming: NextAttempt, begins: Mapping[int, int]
+    held: Mapping[int, Sequence[HeldCopy]], upcoming: NextNodes, begins: Mapping[int, int]
 ) -> dict[_Key, _Group]:
     wanted = None if upcoming.layout is None else json.dumps(dict(upcoming.layout), sort_keys=True)
     groups: dict[_Key, _Group] = {}
@@ -156,7 +157,7 @@ def _size_of(layout: str) -> int:
     return size
 
 
-def _fetches(group: _Group, upcoming: NextAttempt) -> Iterable[tuple[int, tuple[Fetch, ...]]]:
+def _fetches(group: _Group, upcoming: NextNodes) -> Iterable[tuple[int, tuple[Fetch, ...]]]:
     """Yield what each node lacks. Where several nodes have it, the one that has given least so far gives."""
     given: dict[int, int] = {}
     for index, node in enumerate(upcoming.nodes):
@@ -172,12 +173,12 @@ def _fetches(group: _Group, upcoming: NextAttempt) -> Iterable[tuple[int, tuple[
 
 
 def _why_none(
-    held: Mapping[int, Sequence[Held]], upcoming: NextAttempt, groups: Mapping[_Key, _Group]
+    held: Mapping[int, Sequence[HeldCopy]], upcoming: NextNodes, groups: Mapping[_Key, _Group]
 ) -> str:
     if not any(held.values()):
         return "no living node holds a copy in memory"
     if not groups:
-        return "the copies in memory are of another layout, or of steps that the run went back behind"
+        return "the copies in memory are of another layout, or of steps before which the run went back"
     step, _, _ = newest = max(groups)
     missing = [rank for rank in range(upcoming.world_size) if rank not in groups[newest]]
     listed = ", ".join(map(str, missing[:_MAX_LISTED]))

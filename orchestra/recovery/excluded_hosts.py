@@ -4,7 +4,8 @@
 them share it, without a lock: a file is written whole, read whole, and counts until its time is over. Whoever
 reads one later removes it. A person takes a host off by removing its file.
 
-It decides nothing: who is listed is `orchestra.recovery.policy`'s to say, and what follows is the caller's.
+`orchestra.recovery.policy` decides who is listed; the leader of a job writes the entry, and whoever submits
+or starts a job reads the list.
 """
 
 from __future__ import annotations
@@ -91,10 +92,10 @@ class ExcludeList:
     def _files(self) -> list[Path]:
         try:
             with os.scandir(self.folder) as entries:
-                names = sorted(it.name for it in entries)
+                names = sorted(entry.name for entry in entries)
         except OSError:
             return []
-        return [self.folder / it for it in names if it.endswith(".json") and not it.startswith(".")]
+        return [self.folder / name for name in names if name.endswith(".json") and not name.startswith(".")]
 
 
 def excluded_folder(runs: Path) -> Path:
@@ -106,7 +107,9 @@ def all_lists(runs: Path) -> list[ExcludeList]:
     """Return the lists of all clusters that runs in this folder were trained on."""
     try:
         with os.scandir(excluded_folder(runs)) as entries:
-            names = sorted(it.name for it in entries if it.is_dir() and not it.name.startswith("."))
+            names = sorted(
+                entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")
+            )
     except OSError:
         return []
     return [ExcludeList(runs, unquote(name)) for name in names]
@@ -123,14 +126,14 @@ def entries_of(
     """Return the entries of the hosts that a decision lists, with the evidence of the last two incidents."""
     found = []
     for host in decision.listed:
-        blamed = [it for it in incidents if host in it.blamed][-2:]
+        blamed = [incident for incident in incidents if host in incident.blamed][-2:]
         found.append(
             Listed(
                 host,
                 decision.reason,
                 str(run.path.absolute()),
-                tuple(it.attempt for it in blamed),
-                tuple(it.cause for it in blamed),
+                tuple(incident.attempt for incident in blamed),
+                tuple(incident.cause for incident in blamed),
                 now,
                 now + hours * _HOUR_S,
             )
@@ -172,9 +175,9 @@ def _entry(record: dict[str, Any]) -> Listed | None:
         and is_number(known["time"])
         and is_number(known["expires"])
         and isinstance(attempts, list)
-        and all(is_whole(it) for it in attempts)
+        and all(is_whole(number) for number in attempts)
         and isinstance(causes, list)
-        and all(isinstance(it, str) for it in causes)
+        and all(isinstance(cause, str) for cause in causes)
     )
     if not is_sound:
         return None

@@ -218,7 +218,10 @@ class Verdict:
 
 
 def node_verdict(attempt: Attempt) -> Verdict | None:
-    """Return what its leader wrote as the end of an attempt, with the failure behind it; None without one."""
+    """Return what its leader wrote as the end of an attempt, with the failure that caused it.
+
+    None while nothing was written.
+    """
     if attempt.verdict is None:
         return None
     return _with_cause(int(attempt.verdict.get("code", EXIT_FAILED)), attempt.verdict, attempt)

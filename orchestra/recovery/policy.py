@@ -2,7 +2,8 @@
 
 The rules stand in one list, and the first that has something to say decides; its name goes into the record.
 In doubt a run is started again: a needless restart costs a minute, a needless end the night. What limits that
-is progress (`orchestra.recovery.policy`). It starts and ends nothing, and reads no clock.
+is progress (`without_progress`). Called by the leader of a job after each attempt, and by the planner's
+simulation.
 """
 
 from __future__ import annotations
@@ -15,8 +16,6 @@ from enum import Enum
 from conf.schema import RecoveryConfig
 from orchestra.errors import EXIT_DO_NOT_RESTART, EXIT_FAILED
 from orchestra.recovery.incidents import Incident, Kind, is_from_outside
-
-# What the policy is asked and what it answers: values. Which answer follows is `policy`'s to say.
 
 
 class Action(Enum):
@@ -93,7 +92,7 @@ class Decision:
 
 
 @dataclass(frozen=True)
-class Case:
+class RecoveryCase:
     """What a rule looks at."""
 
     # Since a person started the run last, oldest first.
@@ -116,7 +115,7 @@ class Case:
 # and never save. Both marks only ever rise, so that a run has no more progress to make than it has steps.
 
 
-# Fewer steps than that, restored from memory, are no progress: a run that fails three steps behind each start
+# Fewer steps than that, restored from memory, are no progress: a run that fails three steps after each start
 # would creep on for days.
 FEWEST_STEPS_OF_PROGRESS = 10
 _NOT_CHARGED = (Kind.stopped, Kind.preempted, Kind.time_limit, Kind.node_lost, Kind.lost)
@@ -131,7 +130,7 @@ def since_started_by_hand(incidents: Sequence[Incident]) -> Sequence[Incident]:
 def without_progress(series: Sequence[Incident]) -> Sequence[Incident]:
     """Return the last incidents of a series between which nothing was kept."""
     begin = 0
-    # High-water marks: a rollback behind them, and the way back up, is no progress.
+    # High-water marks: a roll-back below them, and the way back up, is no progress.
     committed = began = -1
     for index, it in enumerate(series):
         if it.committed > committed >= 0 or (began >= 0 and it.began >= began + FEWEST_STEPS_OF_PROGRESS):
@@ -160,13 +159,13 @@ MOST_NOT_CHARGED = 20
 _OF_CODE_OR_DATA = (Kind.rank_failed, Kind.hang)
 
 
-Rule = Callable[[Case], Decision | None]
+Rule = Callable[[RecoveryCase], Decision | None]
 
 
 def decide(incidents: Sequence[Incident], resources: Resources, rules: Rules) -> Decision:
     """Return what follows the newest of `incidents` (at least one, oldest first). A pure function."""
     series = since_started_by_hand(incidents)
-    case = Case(series, without_progress(series), resources, rules)
+    case = RecoveryCase(series, without_progress(series), resources, rules)
     for rule in RULES:
         decision = rule(case)
         if decision is not None:
@@ -177,39 +176,39 @@ def decide(incidents: Sequence[Incident], resources: Resources, rules: Rules) ->
 # The rules, in their order.
 
 
-def finished(case: Case) -> Decision | None:
+def finished(case: RecoveryCase) -> Decision | None:
     if case.now.kind is not Kind.finished:
         return None
     return Decision(Action.end, case.now.code, "the run is finished")
 
 
-def asked_to_stop(case: Case) -> Decision | None:
+def asked_to_stop(case: RecoveryCase) -> Decision | None:
     if case.now.kind is not Kind.stopped:
         return None
     return Decision(Action.end, case.now.code, f"it was asked to stop ({case.now.cause})")
 
 
-def refused(case: Case) -> Decision | None:
+def refused(case: RecoveryCase) -> Decision | None:
     if case.now.kind is not Kind.refused:
         return None
     return Decision(Action.give_up, case.now.code, f"starting again would not help: {case.now.cause}")
 
 
-def time_limit_too_short(case: Case) -> Decision | None:
+def time_limit_too_short(case: RecoveryCase) -> Decision | None:
     if [it.kind for it in case.row[-2:]] != [Kind.time_limit] * 2:
         return None
     reason = f"the time limit ended two attempts in a row behind step {case.now.committed}"
     return Decision(Action.give_up, EXIT_DO_NOT_RESTART, reason)
 
 
-def never_any_progress(case: Case) -> Decision | None:
+def never_any_progress(case: RecoveryCase) -> Decision | None:
     if sum(not is_charged(it) for it in case.row) < MOST_NOT_CHARGED:
         return None
     reason = f"{len(case.row)} attempts in a row kept no step beyond {case.now.committed}"
     return Decision(Action.give_up, EXIT_FAILED, reason)
 
 
-def scheduler_took_the_nodes(case: Case) -> Decision | None:
+def scheduler_took_the_nodes(case: RecoveryCase) -> Decision | None:
     if case.now.kind not in (Kind.preempted, Kind.time_limit):
         return None
     if case.resources.can_requeue:
@@ -217,13 +216,13 @@ def scheduler_took_the_nodes(case: Case) -> Decision | None:
     return Decision(Action.end, case.now.code, f"{case.now.cause}, and the job is not to be requeued")
 
 
-def restarts_are_off(case: Case) -> Decision | None:
+def restarts_are_off(case: RecoveryCase) -> Decision | None:
     if case.rules.max_restarts > 0:
         return None
     return Decision(Action.give_up, EXIT_FAILED, "recovery.max_restarts=0")
 
 
-def rolled_back_too_often(case: Case) -> Decision | None:
+def rolled_back_too_often(case: RecoveryCase) -> Decision | None:
     """Losses that stay bad, whatever data is left out."""
     rules = case.rules
     rolled = [it for it in case.row if it.kind is Kind.loss]
@@ -237,7 +236,7 @@ def rolled_back_too_often(case: Case) -> Decision | None:
     return Decision(Action.give_up, EXIT_DO_NOT_RESTART, f"{reason} ({limits})")
 
 
-def fails_before_first_step(case: Case) -> Decision | None:
+def fails_before_first_step(case: RecoveryCase) -> Decision | None:
     """Two attempts that failed for the same cause before any step: the code or the configuration is wrong."""
     now = case.now
     if not now.before_first_step or not _is_suspect(now):
@@ -250,7 +249,7 @@ def fails_before_first_step(case: Case) -> Decision | None:
     return Decision(Action.give_up, EXIT_DO_NOT_RESTART, f"{reason}; no node is blamed")
 
 
-def fails_at_same_step(case: Case) -> Decision | None:
+def fails_at_same_step(case: RecoveryCase) -> Decision | None:
     """The same cause at the same step twice: bad data or code, wherever it ran."""
     now = case.now
     if now.before_first_step or not now.step_is_exact or not _is_suspect(now):
@@ -265,7 +264,7 @@ def fails_at_same_step(case: Case) -> Decision | None:
     return Decision(Action.give_up, EXIT_DO_NOT_RESTART, f"{reason}; bad data or code, no node is blamed")
 
 
-def same_host_twice(case: Case) -> Decision | None:
+def same_host_twice(case: RecoveryCase) -> Decision | None:
     """Two failures in a row that speak against one host: it is left out, and nobody is charged."""
     failures = [it for it in case.series if it.is_failure]
     if not case.rules.excludes or len(failures) < 2:
@@ -285,7 +284,7 @@ def same_host_twice(case: Case) -> Decision | None:
     return replace(placed, reason=_joined(reason, placed.reason), listed=listed)
 
 
-def broken_device(case: Case) -> Decision | None:
+def broken_device(case: RecoveryCase) -> Decision | None:
     """A step that was computed twice, differently, and a third rank that says whose device is broken."""
     now = case.now
     if now.kind is not Kind.replay or not now.blamed or not case.rules.excludes:
@@ -298,7 +297,7 @@ def broken_device(case: Case) -> Decision | None:
     return replace(placed, reason=_joined(words, _back(now), placed.reason), listed=listed)
 
 
-def no_progress(case: Case) -> Decision | None:
+def no_progress(case: RecoveryCase) -> Decision | None:
     charged = [it for it in case.row if is_charged(it)]
     if not is_charged(case.now) or len(charged) <= case.rules.max_restarts:
         return None
@@ -308,7 +307,7 @@ def no_progress(case: Case) -> Decision | None:
     )
 
 
-def node_is_gone(case: Case) -> Decision | None:
+def node_is_gone(case: RecoveryCase) -> Decision | None:
     """A host of the attempt does not answer any more: a spare, fewer nodes, another job, in this order."""
     gone = _gone(case)
     if len(case.resources.hosts) >= case.now.num_nodes and not gone:
@@ -321,7 +320,7 @@ def node_is_gone(case: Case) -> Decision | None:
     return replace(told, charged=is_charged(case.now), wait_s=_wait_s(case))
 
 
-def roll_back(case: Case) -> Decision | None:
+def roll_back(case: RecoveryCase) -> Decision | None:
     """The attempt said where the run is to go on: nothing is waited for."""
     now = case.now
     if now.roll_back is None or now.kind not in (Kind.loss, Kind.replay):
@@ -333,7 +332,7 @@ def roll_back(case: Case) -> Decision | None:
     return _nowhere_to_go(case)
 
 
-def start_again(case: Case) -> Decision | None:
+def start_again(case: RecoveryCase) -> Decision | None:
     now = case.now
     wait_s, charged = _wait_s(case), is_charged(now)
     where = "" if now.step is None else f" at step {now.step}"
@@ -378,14 +377,14 @@ def _twin(now: Incident, others: Iterable[Incident]) -> Incident | None:
     return same[-1] if same else None
 
 
-def _gone(case: Case) -> tuple[str, ...]:
+def _gone(case: RecoveryCase) -> tuple[str, ...]:
     """Return the hosts that were blamed for being away, and still are."""
     if case.now.kind not in (Kind.node_lost, Kind.agent_lost):
         return ()
     return tuple(host for host in case.now.blamed if host not in case.resources.hosts)
 
 
-def _placed(case: Case, out: tuple[str, ...]) -> Decision | None:
+def _placed(case: RecoveryCase, out: tuple[str, ...]) -> Decision | None:
     """Return where the run goes on without the hosts in `out`; None where it cannot."""
     resources, now = case.resources, case.now
     out = tuple(dict.fromkeys(out))
@@ -408,7 +407,7 @@ def _back(incident: Incident) -> str:
     return "" if incident.roll_back is None else incident.roll_back.words
 
 
-def _nowhere_to_go(case: Case) -> Decision:
+def _nowhere_to_go(case: RecoveryCase) -> Decision:
     there = case.resources
     left = len(there.hosts) + len(there.spares) if there.in_place else 0
     reason = (
@@ -417,7 +416,7 @@ def _nowhere_to_go(case: Case) -> Decision:
     return Decision(Action.give_up, EXIT_FAILED, reason)
 
 
-def _wait_s(case: Case) -> float:
+def _wait_s(case: RecoveryCase) -> float:
     """Return how long to wait: nothing at first, then ever longer. The same for the same incident."""
     charged = is_charged(case.now)
     failures = [it for it in case.row if it.is_failure and (is_charged(it) or not charged)]

@@ -1,6 +1,6 @@
 """The policy as a table: situations, each with an example of a log, and what is decided then.
 
-What users read (docs/recovery.md) and what is tested are the same rows. It decides nothing itself.
+What users read (docs/recovery.md) and what is tested are the same rows.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Rehearsals: a short copy of a run that faults befall on purpose, beside one that nothing happens to."""
+"""Rehearsals: a short copy of a run with planned faults, compared with an undisturbed one."""

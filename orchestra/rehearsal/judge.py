@@ -1,7 +1,7 @@
 """Whether a run that was hurt ended as if nothing had happened: compared with one to which nothing did.
 
-Its files alone are read, and its newest checkpoint byte for byte. What failed and how it came back is
-`recoveries`' part.
+`judged` reads both runs' files, and the newest checkpoint byte for byte: `recoveries` says what answered each
+planned fault, how fast and at what cost, and `checks` holds the end against claims that must be true.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from orchestra.errors import EXIT_DONE, EXIT_FAILED
 from orchestra.recovery.accounting import account
 from orchestra.recovery.history import newest_attempt
 from orchestra.recovery.incidents import node_verdict
-from orchestra.rehearsal.prepare_rehearsal import Pair
-from orchestra.report.attempts import Chapter, chapters
+from orchestra.rehearsal.prepare_rehearsal import RehearsalPair
+from orchestra.report.attempts import EndedAttempt, ended_attempts
 from orchestra.run.config_file import read_config
 from orchestra.run.events import is_number, is_whole, read_events
 from orchestra.run.files import Record, read_json_lines
@@ -39,7 +39,7 @@ _MOST_TOLD = 3
 
 
 @dataclass(frozen=True)
-class Check:
+class RehearsalCheck:
     """One claim about the run that was hurt. `is_true` is None where it cannot be held to it."""
 
     claim: str
@@ -54,7 +54,7 @@ class Check:
         return {"claim": self.claim, "passed": self.is_true, "found": self.found, "advice": advice}
 
 
-def checks(hurt: RunDir, whole: RunDir) -> list[Check]:
+def checks(hurt: RunDir, whole: RunDir) -> list[RehearsalCheck]:
     """Return all claims, and whether they hold. `whole`: the undisturbed run. Reads a checkpoint's bytes."""
     ended = _finished(hurt, "the hurt run finished")
     whole_ended = _finished(whole, "the undisturbed run finished")
@@ -71,49 +71,53 @@ def checks(hurt: RunDir, whole: RunDir) -> list[Check]:
     ]
 
 
-def _finished(run: RunDir, claim: str) -> Check:
+def _finished(run: RunDir, claim: str) -> RehearsalCheck:
     events = read_events(run)
     attempt = newest_attempt(events)
     verdict = None if attempt is None else node_verdict(attempt)
     advice = f"`orchestra why {run.path}` tells what ended it"
     if verdict is None:
-        return Check(claim, False, "it never ended by itself", advice)
+        return RehearsalCheck(claim, False, "it never ended by itself", advice)
     if verdict.state is not RunPhase.finished:
         decided = [it.get("reason") for it in events if it["event"] == "restarting"]
         why = f"; the policy's last word: {decided[-1]}" if decided else ""
-        return Check(claim, False, f"{verdict.state}: {verdict.message or verdict.cause}{why}", advice)
-    return Check(claim, True, f"attempts: {len({it['attempt'] for it in events if _is_start(it)})}")
+        return RehearsalCheck(
+            claim, False, f"{verdict.state}: {verdict.message or verdict.cause}{why}", advice
+        )
+    return RehearsalCheck(claim, True, f"attempts: {len({it['attempt'] for it in events if _is_start(it)})}")
 
 
 def _is_start(event: Record) -> bool:
     return bool(event["event"] == "attempt_started")
 
 
-def _no_step_missing(run: RunDir) -> Check:
+def _no_step_missing(run: RunDir) -> RehearsalCheck:
     wanted = range(1, read_config(run.config).train.steps + 1)
     got = [row["step"] for row in read_metrics(run)]
     missing = sorted(set(wanted) - set(got))
     advice = "a step that nobody logged may never have been trained; keep the run and report it"
     if missing:
-        return Check("no step is missing", False, f"of {len(wanted)} steps: {_listed(missing)}", advice)
-    return Check("no step is missing", True, f"{len(wanted)} steps")
+        return RehearsalCheck(
+            "no step is missing", False, f"of {len(wanted)} steps: {_listed(missing)}", advice
+        )
+    return RehearsalCheck("no step is missing", True, f"{len(wanted)} steps")
 
 
-def _same_samples(run: RunDir, whole: RunDir) -> Check:
+def _same_samples(run: RunDir, whole: RunDir) -> RehearsalCheck:
     claim = "each sample was trained exactly once"
     ours, theirs = read_ledger(run), read_ledger(whole)
     unlike = [step for step in sorted(ours.keys() | theirs.keys()) if _ids(ours, step) != _ids(theirs, step)]
     if unlike:
         said = f"steps with other samples than the undisturbed run's: {_listed(unlike)}"
-        return Check(claim, False, said, "data.path may have changed meanwhile; else report it")
-    return Check(claim, True, f"{sum(map(len, ours.values())):,} samples, as in the undisturbed run")
+        return RehearsalCheck(claim, False, said, "data.path may have changed meanwhile; else report it")
+    return RehearsalCheck(claim, True, f"{sum(map(len, ours.values())):,} samples, as in the undisturbed run")
 
 
 def _ids(ledger: dict[int, list[int]], step: int) -> list[int]:
     return sorted(ledger.get(step, []))
 
 
-def _same_state(run: RunDir, whole: RunDir) -> list[Check]:
+def _same_state(run: RunDir, whole: RunDir) -> list[RehearsalCheck]:
     """Compare the last states, and read the newest checkpoint's bytes."""
     same, intact = "the final state is the undisturbed run's, bit for bit", "the newest checkpoint is intact"
     try:
@@ -121,12 +125,12 @@ def _same_state(run: RunDir, whole: RunDir) -> list[Check]:
         _, expected = _newest(whole)
         report = verify(storage, manifest.step, min(_MAX_THREADS, len(os.sched_getaffinity(0))))
     except CheckpointError as error:
-        return [Check(intact, False, str(error), "see checkpoint.dir and `orchestra doctor`")]
+        return [RehearsalCheck(intact, False, str(error), "see checkpoint.dir and `orchestra doctor`")]
     found = [_compared(same, run, whole, manifest, expected)]
     damages = "; ".join(map(str, report.damages[:_MOST_TOLD]))
     advice = "the storage loses or changes bytes; `orchestra checkpoint verify` names them"
     said = damages or f"step {report.step}, {report.num_bytes:,} bytes read"
-    return [*found, Check(intact, report.is_intact, said, advice)]
+    return [*found, RehearsalCheck(intact, report.is_intact, said, advice)]
 
 
 def _newest(run: RunDir) -> tuple[Storage, Manifest]:
@@ -137,20 +141,20 @@ def _newest(run: RunDir) -> tuple[Storage, Manifest]:
     return storage, read_manifest(storage, steps[-1])
 
 
-def _compared(claim: str, run: RunDir, whole: RunDir, ours: Manifest, theirs: Manifest) -> Check:
+def _compared(claim: str, run: RunDir, whole: RunDir, ours: Manifest, theirs: Manifest) -> RehearsalCheck:
     layouts = _layouts(run) | _layouts(whole)
     if len(layouts) > 1:
         said = "the layout changed with the number of nodes: sums are added up in another order"
-        return Check(claim, None, said)
+        return RehearsalCheck(claim, None, said)
     if (ours.step, ours.state_digest) == (theirs.step, theirs.state_digest):
-        return Check(claim, True, f"step {ours.step}, digest {ours.state_digest[:16]}")
+        return RehearsalCheck(claim, True, f"step {ours.step}, digest {ours.state_digest[:16]}")
     said = f"step {ours.step}: {ours.state_digest[:16]}, step {theirs.step}: {theirs.state_digest[:16]}"
     advice = (
         "where the undisturbed run itself does not repeat bit for bit (kernels that are not deterministic, "
         "train.micro_batch_size=auto), this says nothing about recovery: rehearse again and compare the two "
         "undisturbed runs"
     )
-    return Check(claim, False, said, advice)
+    return RehearsalCheck(claim, False, said, advice)
 
 
 def _layouts(run: RunDir) -> set[str]:
@@ -159,7 +163,7 @@ def _layouts(run: RunDir) -> set[str]:
     return {json.dumps({key: it.get(key) for key in keys}, sort_keys=True) for it in starts}
 
 
-def _published_in_order(run: RunDir) -> Check:
+def _published_in_order(run: RunDir) -> RehearsalCheck:
     claim = "no attempt saved anything behind the start of a newer one"
     events = read_events(run)
     began = {it["attempt"]: it["time"] for it in events if it["event"] == "restored"}
@@ -170,11 +174,13 @@ def _published_in_order(run: RunDir) -> Check:
         and any(number > it["attempt"] and time < it["time"] for number, time in began.items())
     ]
     if late:
-        return Check(claim, False, f"steps {_listed(late)}", "report it, with the run's events/")
-    return Check(claim, True, f"{sum(it['event'] == 'checkpoint_committed' for it in events)} checkpoints")
+        return RehearsalCheck(claim, False, f"steps {_listed(late)}", "report it, with the run's events/")
+    return RehearsalCheck(
+        claim, True, f"{sum(it['event'] == 'checkpoint_committed' for it in events)} checkpoints"
+    )
 
 
-def _accounts_sum(run: RunDir) -> Check:
+def _accounts_sum(run: RunDir) -> RehearsalCheck:
     claim = "the accounts sum to the wall time within 1 %"
     events = read_events(run)
     begins = [it["time"] for it in events if it["event"] in ("submitted", "attempt_started")]
@@ -183,8 +189,8 @@ def _accounts_sum(run: RunDir) -> Check:
     booked = account(events, read_json_lines(run.metrics))
     said = f"{booked.wall_s:.1f} s booked of {wall_s:.1f} s"
     if abs(booked.wall_s - wall_s) > _ACCOUNTS_MAY_DIFFER * wall_s:
-        return Check(claim, False, said, "the hosts' clocks may differ: see `orchestra doctor`")
-    return Check(claim, True, said)
+        return RehearsalCheck(claim, False, said, "the hosts' clocks may differ: see `orchestra doctor`")
+    return RehearsalCheck(claim, True, said)
 
 
 def _listed(numbers: Sequence[Any]) -> str:
@@ -192,13 +198,8 @@ def _listed(numbers: Sequence[Any]) -> str:
     return ", ".join(map(str, numbers[:_MOST_TOLD])) + more
 
 
-# How a run came back from each planned fault: who answered, how fast, and what was lost. Pure.
-#
-# From the run's events and metrics rows alone. Hosts' clocks are compared where a fault and what follows it
-# were written on different hosts: the seconds are as good as the clocks agree.
-
-
-# Each is the end of the stretch that it names; the first one begins with the fault.
+# The parts of a recovery, each named after its end; the first one begins with the fault. Where a fault and
+# what follows it were written on different hosts the seconds are as good as their clocks agree.
 STRETCHES = ("noticed", "decided", "begun", "restored", "new step")
 MEANING = {
     "noticed": "somebody has written down that something is wrong",
@@ -250,12 +251,12 @@ def recoveries(
 
     `events` are in the order of time; `rows` all of metrics.jsonl, those that a rollback made void included.
     """
-    told = {it.incident.attempt: it for it in chapters(events)}
+    told = {it.incident.attempt: it for it in ended_attempts(events)}
     return [_recovery(fault, events, rows, told) for fault in faults]
 
 
 def _recovery(
-    fault: PlannedFault, events: Sequence[Record], rows: Sequence[Record], told: dict[int, Chapter]
+    fault: PlannedFault, events: Sequence[Record], rows: Sequence[Record], told: dict[int, EndedAttempt]
 ) -> Recovery:
     struck = next((it for it in events if _is_of(it, fault)), None)
     if struck is None:
@@ -315,12 +316,12 @@ def _why_not(fault: PlannedFault, events: Sequence[Record]) -> str:
     return f"it never struck: attempt {fault.attempt} ended before step {fault.at_step}"
 
 
-def _answer(chapter: Chapter | None) -> tuple[str | None, str | None, str | None]:
-    if chapter is None:
+def _answer(ended: EndedAttempt | None) -> tuple[str | None, str | None, str | None]:
+    if ended is None:
         return None, None, None
-    if chapter.decision is None:
+    if ended.decision is None:
         return _BY_SLURM, None, None
-    return chapter.decision, chapter.rule, chapter.reason
+    return ended.decision, ended.rule, ended.reason
 
 
 def _first(events: Iterable[Record]) -> float | None:
@@ -342,16 +343,13 @@ def _stretches(since: float, marks: dict[str, float | None]) -> dict[str, float]
     return found
 
 
-# A rehearsal judged: each fault with what answered it, each claim about the end. Reads files only.
-
-
 @dataclass(frozen=True)
 class Judgement:
     """What a rehearsal showed."""
 
-    pair: Pair
+    pair: RehearsalPair
     recoveries: tuple[Recovery, ...]
-    checks: tuple[Check, ...]
+    checks: tuple[RehearsalCheck, ...]
 
     @property
     def is_passed(self) -> bool:
@@ -373,7 +371,7 @@ class Judgement:
         return {"of": pair.of, "runs": runs, **told, **held, "passed": self.is_passed}
 
 
-def judged(pair: Pair) -> Judgement:
+def judged(pair: RehearsalPair) -> Judgement:
     """Judge a rehearsal whose two runs are over. Reads every byte of the newest checkpoint.
 
     Raises ConfigError where a run's configuration cannot be read.

@@ -1,7 +1,8 @@
 """From a run's frozen configuration to those of its rehearsal: two short runs that differ in faults alone.
 
-All that decides how a run comes back (cluster, launcher, layout, model, data, storage, limits) stays. It
-writes and starts nothing.
+All that decides how a run comes back (cluster, launcher, layout, model, data, storage, limits) stays. Called
+by `orchestra rehearse` before anything is frozen or started; `write_pair` and `read_pair` keep on disk which
+two runs belong together.
 """
 
 from __future__ import annotations
@@ -25,12 +26,9 @@ from orchestra.run.config_file import read_config
 from orchestra.run.paths import RunDir, is_sweep
 from orchestra.run.planned_faults import PlannedFault
 
-# Which faults a rehearsal lets happen, and at which rank and step. Pure: it starts and reads nothing.
-#
 # One fault for each attempt, in the order of their steps: what one of them cost is seen before the next one
 # comes. Between two of them lie three saves, of which the first is committed whatever the storage's pace, so
 # that the policy finds progress and answers each as it would answer the only one.
-
 
 # What ends an attempt. The others bend numbers or cost time: the run goes on, with another result.
 ENDING = (
@@ -41,12 +39,12 @@ ENDING = (
 _NEEDS_CLUSTER = (Fault.agent_kill, Fault.node_down)
 # Steps between two saves where nobody says how long a rehearsal is to be.
 EVERY_STEPS = 5
-# Saves before the first fault, between two, and behind the last one.
-_BEFORE, _BETWEEN, _BEHIND = 2, 3, 4
+# Saves before the first fault, between two, and after the last one.
+_BEFORE, _BETWEEN, _AFTER = 2, 3, 4
 
 
 @dataclass(frozen=True)
-class Wish:
+class AskedFault:
     """A fault as it was asked for; what is None is chosen."""
 
     fault: Fault
@@ -55,15 +53,15 @@ class Wish:
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """A rehearsal's length, how often it saves, and what befalls it."""
+class FaultSchedule:
+    """A rehearsal's length, how often it saves, and its faults."""
 
     steps: int
     every_steps: int
     faults: tuple[PlannedFault, ...]
 
 
-def wish(text: str) -> Wish:
+def asked_fault(text: str) -> AskedFault:
     """Return what KIND[@STEP[:RANK]] asks for. Raises ConfigError."""
     kind, has_step, place = text.partition("@")
     step, has_rank, rank = place.partition(":")
@@ -77,17 +75,17 @@ def wish(text: str) -> Wish:
         raise ConfigError(f"--fault {text}: no such fault; use {', '.join(names[:-1])} or {names[-1]}")
     if (has_step and not step.isdecimal()) or (has_rank and not rank.isdecimal()):
         raise ConfigError(f"--fault {text}: expected KIND@STEP or KIND@STEP:RANK, such as sigkill@30:1")
-    return Wish(Fault[kind], int(step) if has_step else None, int(rank) if has_rank else None)
+    return AskedFault(Fault[kind], int(step) if has_step else None, int(rank) if has_rank else None)
 
 
-def usual_wishes(config: Config) -> tuple[Wish, ...]:
+def usual_faults(config: Config) -> tuple[AskedFault, ...]:
     """Return what is rehearsed where nobody says what: whatever the layout allows."""
     kinds = [Fault.sigkill, Fault.hang]
     if config.cluster.launcher is LauncherName.slurm:
         kinds.append(Fault.agent_kill)
         if why_no_node_goes_down(config) is None:
             kinds.append(Fault.node_down)
-    return tuple(Wish(kind) for kind in kinds)
+    return tuple(AskedFault(kind) for kind in kinds)
 
 
 def why_no_node_goes_down(config: Config) -> str | None:
@@ -103,23 +101,23 @@ def why_no_node_goes_down(config: Config) -> str | None:
     return None
 
 
-def schedule(wishes: Sequence[Wish], config: Config, steps: int | None) -> Schedule:
+def fault_schedule(asked: Sequence[AskedFault], config: Config, steps: int | None) -> FaultSchedule:
     """Return when and where each fault strikes; `steps`: the rehearsal's length, None: as long as it needs.
 
     `config` says the ranks per node. Raises ConfigError for what the layout or the length does not allow.
     """
-    fewest = _BEFORE + _BETWEEN * (len(wishes) - 1) + _BEHIND
+    fewest = _BEFORE + _BETWEEN * (len(asked) - 1) + _AFTER
     if steps is not None and steps < fewest:
         raise ConfigError(
-            f"--steps {steps}: {len(wishes)} faults with checkpoints between them need at least {fewest} "
+            f"--steps {steps}: {len(asked)} faults with checkpoints between them need at least {fewest} "
             f"steps; give more steps, or fewer faults with --fault"
         )
     every = EVERY_STEPS if steps is None else max(1, steps // fewest)
-    at = [_step_of(index, every) if it.step is None else it.step for index, it in enumerate(wishes)]
+    at = [_step_of(index, every) if it.step is None else it.step for index, it in enumerate(asked)]
     length = max(every * fewest, max(at, default=0) + every) if steps is None else steps
-    _refuse_impossible(wishes, config, length)
-    in_order = sorted(zip(at, wishes, strict=True), key=lambda each: each[0])
-    return Schedule(length, every, tuple(_placed(in_order, config)))
+    _refuse_impossible(asked, config, length)
+    in_order = sorted(zip(at, asked, strict=True), key=lambda each: each[0])
+    return FaultSchedule(length, every, tuple(_placed(in_order, config)))
 
 
 def entry(fault: PlannedFault) -> dict[str, Any]:
@@ -137,10 +135,10 @@ def _step_of(index: int, every: int) -> int:
     return every * (_BEFORE + _BETWEEN * index) + (every + 1) // 2
 
 
-def _refuse_impossible(wishes: Sequence[Wish], config: Config, steps: int) -> None:
+def _refuse_impossible(asked: Sequence[AskedFault], config: Config, steps: int) -> None:
     ranks = config.cluster.nodes * int(config.cluster.gpus_per_node)
     problems = []
-    for it in wishes:
+    for it in asked:
         named = f"--fault {it.fault.name}"
         if it.fault in _NEEDS_CLUSTER and config.cluster.launcher is not LauncherName.slurm:
             problems.append(
@@ -155,7 +153,7 @@ def _refuse_impossible(wishes: Sequence[Wish], config: Config, steps: int) -> No
         raise ConfigError(problems)
 
 
-def _placed(in_order: Sequence[tuple[int, Wish]], config: Config) -> list[PlannedFault]:
+def _placed(in_order: Sequence[tuple[int, AskedFault]], config: Config) -> list[PlannedFault]:
     per_node = int(config.cluster.gpus_per_node)
     nodes = _nodes([it for _, it in in_order], config.cluster.nodes, per_node)
     found = []
@@ -165,20 +163,20 @@ def _placed(in_order: Sequence[tuple[int, Wish]], config: Config) -> list[Planne
     return found
 
 
-def _nodes(wishes: Sequence[Wish], num_nodes: int, per_node: int) -> list[int]:
+def _nodes(asked: Sequence[AskedFault], num_nodes: int, per_node: int) -> list[int]:
     """Return where each fault strikes: on another node each time, since a host that fails twice is left out.
 
     A node that goes down is not the first one: what runs a job's script there is killed too, and Slurm then
     ends the job, which it does not when that node loses power. So the last ones choose first.
     """
-    asked = [None if it.rank is None else it.rank // per_node for it in wishes]
+    asked_nodes = [None if fault.rank is None else fault.rank // per_node for fault in asked]
     nodes: list[int] = []
-    for index in reversed(range(len(wishes))):
-        chosen = asked[index]
+    for index in reversed(range(len(asked))):
+        chosen = asked_nodes[index]
         if chosen is None:
-            before = asked[index - 1] if index else None
+            before = asked_nodes[index - 1] if index else None
             free = [(index + offset) % num_nodes for offset in range(num_nodes)]
-            allowed = [node for node in free if wishes[index].fault is not Fault.node_down or node] or free
+            allowed = [node for node in free if asked[index].fault is not Fault.node_down or node] or free
             apart = [node for node in allowed if node not in (before, *nodes[-1:])]
             chosen = next(iter(apart or allowed))
         nodes.append(chosen)
@@ -202,7 +200,7 @@ class Rehearsal:
     """Two configurations, ready to be checked against a cluster and to be frozen."""
 
     of: str
-    schedule: Schedule
+    schedule: FaultSchedule
     undisturbed: Config
     hurt: Config
 
@@ -219,10 +217,10 @@ def rehearsed_config(run: RunDir, overrides: Sequence[str], situation: Situation
 
 
 def planned_rehearsal(
-    run: RunDir, config: Config, wishes: Sequence[Wish], steps: int | None, situation: Situation
+    run: RunDir, config: Config, asked: Sequence[AskedFault], steps: int | None, situation: Situation
 ) -> Rehearsal:
     """Return the rehearsal of `run` in `config`, whose ranks per node are a number. Raises ConfigError."""
-    course = schedule(wishes or usual_wishes(config), config, steps)
+    course = fault_schedule(asked or usual_faults(config), config, steps)
     parent = run.path.parent.parent if is_sweep(run.path.parent) else run.path.parent
     stem = _free_stem(parent, name_of(run).replace("/", "-"))
     pair = [_with_identity(_short(config, course), parent, f"{stem}-{name}") for name in (UNDISTURBED, HURT)]
@@ -256,7 +254,7 @@ def _quiet(frozen: Config) -> Config:
     )
 
 
-def _short(config: Config, course: Schedule) -> Config:
+def _short(config: Config, course: FaultSchedule) -> Config:
     warmup = config.optim.warmup_steps
     warmup = None if warmup is None else min(warmup, course.steps)
     return dataclasses.replace(
@@ -286,11 +284,8 @@ def _free_stem(parent: Path, name: str) -> str:
     raise AssertionError("unreachable")
 
 
-# The two runs of a rehearsal on disk: which undisturbed run one that was hurt is compared with.
-
-
 @dataclass(frozen=True)
-class Pair:
+class RehearsalPair:
     """A rehearsal's runs, and the name of the run that they are short copies of."""
 
     of: str
@@ -298,19 +293,19 @@ class Pair:
     hurt: RunDir
 
 
-def write_pair(pair: Pair) -> None:
+def write_pair(pair: RehearsalPair) -> None:
     """Let the hurt run's directory say what it is compared with. Raises OSError."""
     record = {"of": pair.of, "undisturbed": pair.undisturbed.name}
     pair.hurt.rehearsal.write_text(json.dumps(record) + "\n")
 
 
-def read_pair(hurt: RunDir) -> Pair | None:
+def read_pair(hurt: RunDir) -> RehearsalPair | None:
     """Return the rehearsal that `hurt` is the hurt run of; None for any other run. Raises ConfigError where
     the record is damaged, or the undisturbed run was removed.
     """
     try:
         record = json.loads(hurt.rehearsal.read_text())
-        pair = Pair(str(record["of"]), RunDir(hurt.path.parent / str(record["undisturbed"])), hurt)
+        pair = RehearsalPair(str(record["of"]), RunDir(hurt.path.parent / str(record["undisturbed"])), hurt)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -1,6 +1,7 @@
-"""What befell a run, attempt by attempt, and what was decided: as data, and in lines of 80 columns.
+"""What happened to a run, attempt by attempt, and what was decided then: as data, and in lines of 80 columns.
 
-It decides nothing again: what is told is what the events say was decided then.
+Called by `orchestra why` and by rehearsals. `node_lines` says what the nodes of the last job found when they
+checked themselves.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from orchestra.run.files import Record
 
 _WIDTH = 80
 _INDENT = 5
-# Longer stories are told from their end; the first attempt always is.
-_MOST_TOLD = 12
+# Of a run with more attempts the first one and the last ones are shown.
+_MOST_SHOWN = 12
 _GAVE_UP = "give_up"
-_TOLD = {
+_WORDS_OF_DECISIONS = {
     "restart": "restarted in place",
     "replace": "restarted with a spare",
     "shrink": "restarted on fewer nodes",
@@ -33,7 +34,7 @@ _TOLD = {
 
 
 @dataclass(frozen=True)
-class Chapter:
+class EndedAttempt:
     """One attempt: what ended it, and what was decided; None where no decision was written down."""
 
     incident: Incident
@@ -54,7 +55,7 @@ class Chapter:
         return record
 
 
-def chapters(events: Sequence[Record], steps: Mapping[int, int] | None = None) -> list[Chapter]:
+def ended_attempts(events: Sequence[Record], steps: Mapping[int, int] | None = None) -> list[EndedAttempt]:
     """Return the attempts that are over, oldest first. `events` are in the order of time.
 
     `steps`: see `incidents`.
@@ -62,10 +63,10 @@ def chapters(events: Sequence[Record], steps: Mapping[int, int] | None = None) -
     attempts = history.read(events)
     by_number = {attempt.number: attempt for attempt in attempts}
     ended = incidents(attempts, steps)
-    return [_chapter(incident, by_number[incident.attempt]) for incident in ended]
+    return [_ended_attempt(incident, by_number[incident.attempt]) for incident in ended]
 
 
-def _chapter(incident: Incident, attempt: Attempt) -> Chapter:
+def _ended_attempt(incident: Incident, attempt: Attempt) -> EndedAttempt:
     decided = attempt.decisions
     replaced = tuple(
         (str(event.get("host")), str(event["by_host"]))
@@ -73,13 +74,13 @@ def _chapter(incident: Incident, attempt: Attempt) -> Chapter:
         if "by_host" in event
     )
     if not decided:
-        return Chapter(incident, replaced=replaced)
+        return EndedAttempt(incident, replaced=replaced)
     # A requeue is told twice: why it was decided, and by which job it goes on.
     last = decided[-1]
     first = next((event for event in decided if "rule" in event), last)
     decision = "requeue" if last["event"] == "requeued" else _text(last, "decision")
     wait_s = first.get("wait_s")
-    return Chapter(
+    return EndedAttempt(
         incident,
         decision=decision,
         rule=_text(first, "rule"),
@@ -96,30 +97,29 @@ def _text(event: Record, key: str) -> str | None:
     return value if isinstance(value, str) and value else None
 
 
-def story(found: Sequence[Chapter]) -> list[str]:
-    """Return what befell the run, two or three lines an attempt, each of at most 80 columns.
+def attempt_lines(attempts: Sequence[EndedAttempt]) -> list[str]:
+    """Return what happened to the run, two or three lines an attempt, each of at most 80 columns.
 
     Nothing where there was one attempt and nothing was decided about it.
     """
-    if len(found) < 2 and not any(chapter.decision for chapter in found):
+    if len(attempts) < 2 and not any(ended.decision for ended in attempts):
         return []
-    left_out = len(found) - _MOST_TOLD
+    left_out = len(attempts) - _MOST_SHOWN
     lines = ["attempts"]
-    for index, chapter in enumerate(found):
+    for index, ended in enumerate(attempts):
         if left_out > 0 and 0 < index <= left_out:
             lines += [f"  … {left_out} more"] if index == 1 else []
             continue
-        lines += _lines(chapter)
+        lines += _lines(ended)
     return lines
 
 
-def _lines(chapter: Chapter) -> list[str]:
-    it = chapter.incident
-    head = f"{it.attempt:>3}  "
-    lines = _wrapped(f"{_steps(it)}{_what(it)}", head)
-    if chapter.decision is None:
+def _lines(ended: EndedAttempt) -> list[str]:
+    incident = ended.incident
+    lines = _wrapped(f"{_steps(incident)}{_what(incident)}", f"{incident.attempt:>3}  ")
+    if ended.decision is None:
         return lines
-    lines += _wrapped(f"{_decided(chapter)}{_because(chapter)}", "     → ", " " * (_INDENT + 2))
+    lines += _wrapped(f"{_decided(ended)}{_because(ended)}", "     → ", " " * (_INDENT + 2))
     return lines
 
 
@@ -143,31 +143,26 @@ def _what(incident: Incident) -> str:
     return f"{cause}{f' ({place})' if place else ''}{saved}"
 
 
-def _decided(chapter: Chapter) -> str:
-    words = _TOLD.get(str(chapter.decision), str(chapter.decision))
-    if chapter.replaced:
-        words += f" ({', '.join(f'{new} for {old}' for old, new in chapter.replaced)})"
-    if chapter.wait_s:
-        words += f" after {chapter.wait_s:g} s"
-    replaced = [old for old, _ in chapter.replaced]
-    others = [host for host in chapter.exclude if host not in replaced]
+def _decided(ended: EndedAttempt) -> str:
+    words = _WORDS_OF_DECISIONS.get(str(ended.decision), str(ended.decision))
+    if ended.replaced:
+        words += f" ({', '.join(f'{new} for {old}' for old, new in ended.replaced)})"
+    if ended.wait_s:
+        words += f" after {ended.wait_s:g} s"
+    replaced = [old for old, _ in ended.replaced]
+    others = [host for host in ended.exclude if host not in replaced]
     return words + (f", without {', '.join(others)}" if others else "")
 
 
-def _because(chapter: Chapter) -> str:
+def _because(ended: EndedAttempt) -> str:
     # An ordinary restart has no other reason than what is told above it.
-    is_new = chapter.reason is not None and not chapter.reason.startswith(chapter.incident.cause)
-    reason = f": {chapter.reason}" if is_new else ""
-    return f"{reason} [{chapter.rule}]" if chapter.rule else reason
+    is_new = ended.reason is not None and not ended.reason.startswith(ended.incident.cause)
+    reason = f": {ended.reason}" if is_new else ""
+    return f"{reason} [{ended.rule}]" if ended.rule else reason
 
 
 def _wrapped(text: str, head: str, indent: str = " " * _INDENT) -> list[str]:
     return textwrap.wrap(text, _WIDTH, initial_indent=head, subsequent_indent=indent, break_on_hyphens=False)
-
-
-# What the nodes of a run's last job found when they looked at themselves, in lines of 80 columns.
-#
-# Sound nodes are not spoken of. It judges nothing again: what is told is what the leader wrote down.
 
 
 # Of a job with a thousand nodes that share one fault.
@@ -175,25 +170,28 @@ _MAX_NODES_SHOWN = 8
 
 
 def node_lines(events: Sequence[Record]) -> list[str]:
-    """Return what spoke against which node, and whether it was used; nothing where all were sound."""
+    """Return what the node checks of the last job said against which node, and whether it was used.
+
+    Nothing where all were sound.
+    """
     checked = [event for event in events if event["event"] == "node_checked"]
     if not checked:
         return []
     last = checked[-1]
-    found: dict[str, list[str]] = {}
+    reasons_of: dict[str, list[str]] = {}
     for host, words in [*_texts(last, "unfit"), *_texts(last, "doubt")]:
-        found.setdefault(host, []).append(words)
+        reasons_of.setdefault(host, []).append(words)
     for event in events:
         if event["event"] == "node_slow" and event["time"] >= last["time"]:
-            found.setdefault(str(event.get("host")), []).append(str(event.get("cause")))
+            reasons_of.setdefault(str(event.get("host")), []).append(str(event.get("cause")))
     left_out = last.get("left_out")
     out = left_out if isinstance(left_out, list) else []
     lines = []
-    for host, reasons in list(found.items())[:_MAX_NODES_SHOWN]:
+    for host, reasons in list(reasons_of.items())[:_MAX_NODES_SHOWN]:
         used = "left out" if host in out else "used all the same"
         lines += _wrapped_node_line(f"{host}, {used}: {'; '.join(reasons)}")
-    if len(found) > _MAX_NODES_SHOWN:
-        lines += _wrapped_node_line(f"… {len(found) - _MAX_NODES_SHOWN} more")
+    if len(reasons_of) > _MAX_NODES_SHOWN:
+        lines += _wrapped_node_line(f"… {len(reasons_of) - _MAX_NODES_SHOWN} more")
     lines += [
         line for host, off in _clocks(last) for line in _wrapped_node_line(f"{host}: its clock is {off}")
     ]
@@ -206,11 +204,11 @@ def _texts(event: Record, key: str) -> list[tuple[str, str]]:
 
 
 def _clocks(event: Record) -> list[tuple[str, str]]:
-    found = []
+    clocks = []
     for host, text in _texts(event, "clock_off_s"):
         direction = "behind" if text.startswith("-") else "ahead of"
-        found.append((host, f"{text.removeprefix('-')} s {direction} the others'"))
-    return found
+        clocks.append((host, f"{text.removeprefix('-')} s {direction} the others'"))
+    return clocks
 
 
 def _wrapped_node_line(text: str) -> list[str]:

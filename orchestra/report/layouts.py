@@ -29,7 +29,7 @@ _WARM_ROWS = 3
 
 
 @dataclass(frozen=True)
-class Place:
+class Workload:
     """What must be equal for layouts to be compared: model, sequence length, sequences of a step, precision;
     and the number of devices.
     """
@@ -47,7 +47,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Setting:
+class RunLayout:
     """The layout of a run, all of it resolved."""
 
     mesh: Layout
@@ -59,14 +59,14 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Run:
+class ScannedRun:
     """One run: None where it says nothing, such as `mfu` on a device without a known peak. `problem` says why
     there is no speed, `unpredicted` why there is no prediction.
     """
 
     name: str
-    place: Place
-    setting: Setting
+    workload: Workload
+    layout: RunLayout
     num_rows: int
     tokens_per_s_per_device: float | None
     mfu: float | None
@@ -76,7 +76,7 @@ class Run:
     unpredicted: str | None
 
 
-def read_run(run: RunDir, now: float) -> Run:
+def read_run(run: RunDir, now: float) -> ScannedRun:
     """Read what a run's layout reached, at Unix time `now`.
 
     Raises ConfigError where its layout cannot be told.
@@ -92,16 +92,16 @@ def read_run(run: RunDir, now: float) -> Run:
     ]
     steady = rows[_WARM_ROWS:] or rows[-1:]
     prediction, unpredicted = _predicted(config)
-    return Run(
+    return ScannedRun(
         name=name_of(run),
-        place=Place(
+        workload=Workload(
             config.model.name,
             config.train.seq_len,
             batch.global_batch_size,
             config.precision.name.value,
             mesh.world_size,
         ),
-        setting=Setting(
+        layout=RunLayout(
             mesh,
             config.parallelism.zero,
             config.parallelism.sequence_parallel,
@@ -158,19 +158,23 @@ def _largest(rows: Iterable[Record], key: str) -> int | None:
     return max((int(row[key]) for row in rows if is_number(row.get(key))), default=None)
 
 
-def by_place(runs: Iterable[Run]) -> dict[Place, list[Run]]:
-    """Return the runs of each place, the fastest first, those without a speed last."""
-    places: dict[Place, list[Run]] = defaultdict(list)
+def by_workload(runs: Iterable[ScannedRun]) -> dict[Workload, list[ScannedRun]]:
+    """Return the runs of each workload, the fastest first, those without a speed last."""
+    workloads: dict[Workload, list[ScannedRun]] = defaultdict(list)
     for run in runs:
-        places[run.place].append(run)
-    ordered = sorted(places, key=lambda it: (*it.work, it.num_devices))
-    return {place: sorted(places[place], key=_slowness) for place in ordered}
+        workloads[run.workload].append(run)
+    ordered = sorted(workloads, key=lambda it: (*it.work, it.num_devices))
+    return {workload: sorted(workloads[workload], key=_slowness) for workload in ordered}
 
 
-def _slowness(run: Run) -> float:
+def _slowness(run: ScannedRun) -> float:
     return -(run.tokens_per_s_per_device or 0.0)
 
 
-def best_of(places: Mapping[Place, Sequence[Run]]) -> dict[Place, Run]:
-    """Return the fastest run of each place; places where none ran are left out."""
-    return {place: runs[0] for place, runs in places.items() if runs[0].tokens_per_s_per_device is not None}
+def best_of(workloads: Mapping[Workload, Sequence[ScannedRun]]) -> dict[Workload, ScannedRun]:
+    """Return the fastest run of each workload; workloads where none ran are left out."""
+    return {
+        workload: runs[0]
+        for workload, runs in workloads.items()
+        if runs[0].tokens_per_s_per_device is not None
+    }

@@ -1,10 +1,10 @@
 """The state of a run as its own records tell it: alive or how it ended, how far, how fast. Read-only.
 
-A run without a verdict counts as running while the process that leads it lives; on another host, while its
-files still grow. One that was prepared here and whose preparing process is gone died before it started. One
-that stopped and goes on by itself is queued until its next attempt starts; one whose leader waits after a
-failure to begin again is restarting. A scheduler's word is not asked for, and YAML is not parsed: a thousand
-runs are read in less than a second.
+Read by every command that shows, resumes or cancels runs; `report.scheduler` adds Slurm's word. A run
+without a verdict counts as running while the process that leads it lives; on another host, while its files
+still grow. One that was prepared here and whose preparing process is gone died before it started. One that
+stopped and goes on by itself is queued until its next attempt starts; one whose leader waits after a failure
+to begin again is restarting. YAML is not parsed: a thousand runs are read in less than a second.
 """
 
 from __future__ import annotations

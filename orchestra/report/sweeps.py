@@ -1,4 +1,4 @@
-"""The states of a sweep's members, and what a sweep comes to. It reads the records and asks no scheduler."""
+"""The states of a sweep's members, and what a sweep comes to. From their records."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ runs/<name>/
 ├── control/                 attempt-001.claim: who leads that attempt; attempt-001.stop-….json: who asks it
 │                            to stop
 ├── heartbeats/node-000.json how far that node's ranks have come, every ten seconds anew
-├── rehearsal.json           of a rehearsal's run that faults befell: what it is compared with
+├── rehearsal.json           of a rehearsal's run with faults: what it is compared with
 ├── samples/  profile/  wandb/
 └── report.html
 """
@@ -143,7 +143,7 @@ class RunDir:
         return self.heartbeats / f"node-{node:03d}.json"
 
 
-# Every path inside a sweep's directory, and its record. Standard library only; it starts and asks nothing.
+# Every path inside a sweep's directory, and its record. Standard library only.
 #
 # runs/<sweep>/
 # ├── sweep.json            name, signature, overrides, members, arrays; written as one act

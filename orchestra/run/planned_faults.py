@@ -8,7 +8,7 @@ must be given:
     recovery.inject=[{at_step: 30, rank: all, phase: before_manifest}]    in the midst of saving step 30
     recovery.inject=[{at_step: 9, rank: 2, fault: slow, seconds: 0.2, steps: 50, attempt: all}]
 
-| fault | what befalls the rank |
+| fault | what happens to the rank |
 |---|---|
 | sigkill (default) | it kills itself with SIGKILL, as the kernel does when a machine has no memory left |
 | sigstop | it stops itself, as a frozen machine or a debugger would |
@@ -55,8 +55,8 @@ EXIT_CODE = 1
 
 @dataclass(frozen=True)
 class PlannedFault:
-    """What befalls `rank` (None: every rank that comes that far) in `attempt` (None: in each) at a phase of
-    `at_step`.
+    """What happens to `rank` (None: every rank that comes that far) in `attempt` (None: in each) at a phase
+    of `at_step`.
 
     The phases of a save and of a restore strike at the save or restore of that step, that of setup at step 0.
     """
@@ -70,7 +70,7 @@ class PlannedFault:
     steps: int | None = None
     exit_code: int | None = None
 
-    def befalls(self, attempt: int, rank: int) -> bool:
+    def strikes(self, attempt: int, rank: int) -> bool:
         """Whether it is meant for this rank of this attempt."""
         return self.attempt in (None, attempt) and self.rank in (None, rank)
 

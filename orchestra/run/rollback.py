@@ -1,13 +1,13 @@
-"""What a run went back behind, as its events record it, and the data that it leaves out since. Pure.
+"""To which step a run went back, as its events record it, and the data that it leaves out since. Pure.
 
 A roll-back is one event, `roll_back`, on the disk before the attempt that asks for it ends: whatever happens
-then, every later attempt reads the same. It names the step behind which the run goes on, which makes void all
-that the attempts so far saved or copied behind it, and a stretch of data that nobody trains on any more. The
+then, every later attempt reads the same. It names the step after which the run goes on, which makes void all
+that the attempts so far saved or copied after it, and a stretch of data that nobody trains on any more. The
 order of samples is an endless sequence (`orchestra.data.order`); what is left out are places in it, so that
 neither the world size nor the batch size plays a part. With n sequences in each global batch, data step s is
 the places from (s − 1) · n on.
 
-Who decides on a roll-back, and what is done with what is void, is not known here. Standard library only.
+The ranks decide on a roll-back (`orchestra.train`) and pass over what is void. Standard library only.
 """
 
 from __future__ import annotations
@@ -76,12 +76,12 @@ def from_lists(value: object) -> tuple[Stretch, ...]:
 
 def to_lists(stretches: Iterable[Stretch]) -> list[list[int]]:
     """Return stretches for JSON."""
-    return [[it.begin, it.end] for it in stretches]
+    return [[stretch.begin, stretch.end] for stretch in stretches]
 
 
 @dataclass(frozen=True)
 class BadSteps:
-    """Steps that the run is to go back behind: the first bad one and the one at which that was seen.
+    """Steps before which the run is to go back: the first bad one and the one at which that was seen.
 
     `leaves_out`: whether their data is to blame. `words` are for people.
     """
@@ -95,7 +95,7 @@ class BadSteps:
 
 @dataclass(frozen=True)
 class RollBack:
-    """One roll-back: `attempt` found its step `step` bad and asked to go on behind step `to` (0: from the
+    """One roll-back: `attempt` found its step `step` bad and asked to go on after step `to` (0: from the
     beginning), without the data in `left_out`. `cause` is the same text for the same cause.
     """
 
@@ -108,7 +108,7 @@ class RollBack:
     data_steps: tuple[int, int] | None = None
 
     def makes_void(self, step: int, attempt: int) -> bool:
-        """Whether a state behind `step` that `attempt` kept must not be gone on from."""
+        """Whether a state after `step` that `attempt` kept must not be gone on from."""
         return step > self.to and attempt <= self.attempt
 
     @property
@@ -145,9 +145,9 @@ def roll_backs(events: Iterable[Record]) -> list[RollBack]:
 
 def left_out_by(found: Iterable[RollBack]) -> tuple[Stretch, ...]:
     """Return all that some roll-backs leave out."""
-    return merged(stretch for it in found for stretch in it.left_out)
+    return merged(stretch for roll_back in found for stretch in roll_back.left_out)
 
 
 def is_void(found: Iterable[RollBack], step: int, attempt: int) -> bool:
-    """Whether any of some roll-backs makes a state behind `step` void that `attempt` kept."""
-    return any(it.makes_void(step, attempt) for it in found)
+    """Whether any of some roll-backs makes a state after `step` void that `attempt` kept."""
+    return any(roll_back.makes_void(step, attempt) for roll_back in found)

@@ -2,7 +2,7 @@
 
 Whoever wants a run to stop writes one: a node agent that got a signal, `orchestra cancel` on any host. Rank 0
 and the agent look for them. A request names one attempt and is never taken back, so that an old one stops no
-later attempt. What a request leads to is not known here. Standard library only.
+later attempt. Standard library only.
 """
 
 from __future__ import annotations

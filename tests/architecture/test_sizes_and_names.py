@@ -26,13 +26,8 @@ INNER_IMPORTS_TODAY = 309
 FULL_FOLDERS_TODAY = set[str]()
 FILE_NAMES_TODAY = set[str]()
 CLASS_NAMES_TODAY = {
-    "Attempt",
-    "Check",
     "Member",
-    "NextAttempt",
     "Place",
-    "Schedule",
-    "_Watch",
 }
 CYCLES_TODAY = set[str]()
 

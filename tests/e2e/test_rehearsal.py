@@ -12,7 +12,7 @@ import pytest
 from commands import TINY, events_of, eventually, orchestra, processes_of, start
 
 from orchestra.rehearsal.judge import judged
-from orchestra.rehearsal.prepare_rehearsal import Pair, read_pair
+from orchestra.rehearsal.prepare_rehearsal import RehearsalPair, read_pair
 from orchestra.run.config_file import read_config
 from orchestra.run.paths import RunDir
 
@@ -38,7 +38,7 @@ def rehearsed(folder: Path) -> dict[str, object]:
     return found
 
 
-def pair_of(folder: Path) -> Pair:
+def pair_of(folder: Path) -> RehearsalPair:
     pair = read_pair(RunDir(folder / "runs" / "rehearsal-first-1-faults"))
     assert pair is not None
     return pair
@@ -142,7 +142,7 @@ def test_what_is_wrong_with_the_end_is_found_and_told_what_to_do(
         shutil.copytree(it.path, tmp_path / it.name, symlinks=True) for it in (pair.undisturbed, pair.hurt)
     ]
     harm(RunDir(copies[1]))
-    found = judged(Pair("first", *map(RunDir, copies)))
+    found = judged(RehearsalPair("first", *map(RunDir, copies)))
     assert (found.is_passed, found.code) == (False, 1)
     wrong = [it for it in found.checks if it.is_true is False]
     if said is None:

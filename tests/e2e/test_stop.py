@@ -95,7 +95,7 @@ def test_sigterm_saves_and_ends_with_75(stopped: tuple[Started, int, str, str]) 
     started, code, out, err = stopped
     assert (code, err) == (75, "")
     step = _stopped_step(started, out, "signal SIGTERM")
-    assert f"stopping behind step {step}: signal SIGTERM" in out.splitlines()
+    assert f"stopping after step {step}: signal SIGTERM" in out.splitlines()
 
 
 def test_status_and_why_tell_of_the_stop_and_how_to_go_on(

@@ -16,7 +16,7 @@ from orchestra.cli.plan.output import named
 from orchestra.errors import EXIT_DONE, ConfigError
 
 if TYPE_CHECKING:
-    from orchestra.report.layouts import Run
+    from orchestra.report.layouts import ScannedRun
     from orchestra.run.paths import RunDir
 
 
@@ -27,14 +27,14 @@ from typing import TYPE_CHECKING, Any
 
 from orchestra.cli.plan import layout_words
 from orchestra.cli.text import figures
-from orchestra.report.layouts import Place, Run, best_of
+from orchestra.report.layouts import ScannedRun, Workload, best_of
 
 if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
 
-# What `orchestra plan --scan` prints: a table of layouts for each place, and the map of the best ones.
+# What `orchestra plan --scan` prints: a table of layouts for each workload, and the map of the best ones.
 #
 # Colours go by MFU, from none to the best of the map; without them the numbers say the same. It reads no run.
 
@@ -65,14 +65,14 @@ _COLOURS = ("#440154", "#414487", "#2a788e", "#22a884", "#7ad151", "#fde725")
 _DARK = 3
 
 
-def show(places: Mapping[Place, Sequence[Run]]) -> None:
+def show(workloads: Mapping[Workload, Sequence[ScannedRun]]) -> None:
     """Print the tables and the map to standard output."""
     from rich.console import Console
 
-    for place, runs in places.items():
-        print("\n".join(_place(place, runs)))
+    for workload, runs in workloads.items():
+        print("\n".join(_workload(workload, runs)))
         print()
-    best = best_of(places)
+    best = best_of(workloads)
     if best:
         is_terminal = sys.stdout.isatty()
         console = Console(width=None if is_terminal else _WIDTH, highlight=False)
@@ -80,7 +80,7 @@ def show(places: Mapping[Place, Sequence[Run]]) -> None:
         console.print(_map(best))
 
 
-def _place(place: Place, runs: Sequence[Run]) -> list[str]:
+def _workload(workload: Workload, runs: Sequence[ScannedRun]) -> list[str]:
     rows = [_row(run) for run in runs if run.problem is None]
     same = [title for title, usual in _USUAL.items() if all(_cell(row, title) == usual for row in rows)]
     if all(run.prediction is None for run in runs):
@@ -89,7 +89,7 @@ def _place(place: Place, runs: Sequence[Run]) -> list[str]:
         same.append("MFU")
     header = figures.without(_HEADER, _HEADER, same)
     kept = [figures.without(row, _HEADER, same) for row in rows]
-    told = [f"{_title(place)} on {place.num_devices:,} device{'s' if place.num_devices > 1 else ''}"]
+    told = [f"{_title(workload)} on {workload.num_devices:,} device{'s' if workload.num_devices > 1 else ''}"]
     told += figures.fitting_table(header, kept, _WIDTH, _DROPPED).splitlines() if rows else []
     notes = [f"{run.name}: {_words(run)}: {run.problem}" for run in runs if run.problem is not None]
     unpredicted = {run.unpredicted for run in runs if run.unpredicted is not None}
@@ -99,17 +99,17 @@ def _place(place: Place, runs: Sequence[Run]) -> list[str]:
     return [*told, *(line for lines in wrapped for line in lines)]
 
 
-def _title(place: Place) -> str:
-    batch = f"{place.global_batch_size:,} × {place.seq_len:,} tokens"
-    return f"{place.model}, {place.precision}, {batch}"
+def _title(workload: Workload) -> str:
+    batch = f"{workload.global_batch_size:,} × {workload.seq_len:,} tokens"
+    return f"{workload.model}, {workload.precision}, {batch}"
 
 
 def _cell(row: tuple[str, ...], title: str) -> str:
     return row[_HEADER.index(title)]
 
 
-def _row(run: Run) -> tuple[str, ...]:
-    mesh, setting, found = run.setting.mesh, run.setting, run.prediction
+def _row(run: ScannedRun) -> tuple[str, ...]:
+    mesh, setting, found = run.layout.mesh, run.layout, run.prediction
     speed, peak = run.tokens_per_s_per_device, run.peak_memory_bytes
     error = found.tokens_per_s_per_device / speed - 1 if found is not None and speed else None
     return (
@@ -129,26 +129,26 @@ def _row(run: Run) -> tuple[str, ...]:
     )
 
 
-def _words(run: Run) -> str:
-    mesh, setting = run.setting.mesh, run.setting
+def _words(run: ScannedRun) -> str:
+    mesh, setting = run.layout.mesh, run.layout
     degrees = {"tp": mesh.tp, "pp": mesh.pp, "cp": mesh.cp}
     words = [f"dp {mesh.dp}", *(f"{axis} {size}" for axis, size in degrees.items() if size > 1)]
     words += [f"zero {setting.zero}"] if setting.zero else []
     return " ".join([*words, f"{setting.micro_batch_size}×{setting.accumulation}"])
 
 
-def _map(best: Mapping[Place, Run]) -> Table:
+def _map(best: Mapping[Workload, ScannedRun]) -> Table:
     """Return the map: a row for each model and batch, a column for each number of devices."""
     from rich.table import Table
     from rich.text import Text
 
-    devices, shares = sorted({place.num_devices for place in best}), _shares(best)
+    devices, shares = sorted({workload.num_devices for workload in best}), _shares(best)
     table = Table(box=None)
     table.add_column("")
     for number in devices:
         table.add_column(f"{number:,} device{'s' if number > 1 else ''}", justify="left")
-    for work in dict.fromkeys(place.work for place in best):
-        at = {place.num_devices: place for place in best if place.work == work}
+    for work in dict.fromkeys(workload.work for workload in best):
+        at = {workload.num_devices: workload for workload in best if workload.work == work}
         cells = [
             _coloured(best[at[number]], shares[at[number]]) if number in at else Text("")
             for number in devices
@@ -158,7 +158,7 @@ def _map(best: Mapping[Place, Run]) -> Table:
     return table
 
 
-def _coloured(run: Run, share: float) -> Text:
+def _coloured(run: ScannedRun, share: float) -> Text:
     """Return a cell of the map; `share` of the best decides its colour."""
     from rich.text import Text
 
@@ -168,37 +168,37 @@ def _coloured(run: Run, share: float) -> Text:
     return Text(f"{figures.quantity(run.tokens_per_s_per_device)}{mfu}\n{_words(run)}", style=style)
 
 
-def _shares(best: Mapping[Place, Run]) -> dict[Place, float]:
+def _shares(best: Mapping[Workload, ScannedRun]) -> dict[Workload, float]:
     """Return what colours go by: MFU beside the best of the map; where one has none, speed in its row."""
     highest = max((run.mfu or 0.0 for run in best.values()), default=0.0)
     if highest and all(run.mfu is not None for run in best.values()):
-        return {place: (run.mfu or 0.0) / highest for place, run in best.items()}
+        return {workload: (run.mfu or 0.0) / highest for workload, run in best.items()}
     fastest: dict[object, float] = {}
-    for place, run in best.items():
-        fastest[place.work] = max(fastest.get(place.work, 0.0), run.tokens_per_s_per_device or 0.0)
+    for workload, run in best.items():
+        fastest[workload.work] = max(fastest.get(workload.work, 0.0), run.tokens_per_s_per_device or 0.0)
     return {
-        place: (run.tokens_per_s_per_device or 0.0) / (fastest[place.work] or 1.0)
-        for place, run in best.items()
+        workload: (run.tokens_per_s_per_device or 0.0) / (fastest[workload.work] or 1.0)
+        for workload, run in best.items()
     }
 
 
-def facts(places: Mapping[Place, Sequence[Run]]) -> dict[str, Any]:
+def facts(workloads: Mapping[Workload, Sequence[ScannedRun]]) -> dict[str, Any]:
     """Return the same for programs: bytes, shares of 1."""
-    best = best_of(places)
+    best = best_of(workloads)
     return {
         "places": [
             {
-                **asdict(place),
-                "best": best[place].name if place in best else None,
+                **asdict(workload),
+                "best": best[workload].name if workload in best else None,
                 "runs": [_facts(run) for run in runs],
             }
-            for place, runs in places.items()
+            for workload, runs in workloads.items()
         ]
     }
 
 
-def _facts(run: Run) -> dict[str, Any]:
-    found, setting = run.prediction, run.setting
+def _facts(run: ScannedRun) -> dict[str, Any]:
+    found, setting = run.prediction, run.layout
     return {
         "name": run.name,
         **asdict(setting.mesh),
@@ -233,7 +233,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Print the comparison and return 0. Raises ConfigError when a RUN means none, or no run has a layout."""
-    from orchestra.report.layouts import by_place
+    from orchestra.report.layouts import by_workload
 
     if arguments.overrides or arguments.framework:
         wrong = [*arguments.overrides, *([f"--framework {arguments.framework}"] * bool(arguments.framework))]
@@ -241,11 +241,11 @@ def run(arguments: Namespace) -> int:
     runs, problems = _read(_runs(arguments.scan, arguments.dir or Path("runs")))
     if not runs:
         raise ConfigError(problems or ["--scan: there is no run in what was named"])
-    places = by_place(runs)
+    workloads = by_workload(runs)
     if arguments.json:
-        print(json.dumps(facts(places), indent=2))
+        print(json.dumps(facts(workloads), indent=2))
     else:
-        show(places)
+        show(workloads)
     for problem in problems:
         print(f"note: left out: {problem}", file=sys.stderr)
     return EXIT_DONE
@@ -268,7 +268,7 @@ def _runs(texts: list[str], parent: Path) -> list[RunDir]:
     return list(found.values())
 
 
-def _read(runs: list[RunDir]) -> tuple[list[Run], list[str]]:
+def _read(runs: list[RunDir]) -> tuple[list[ScannedRun], list[str]]:
     from orchestra.report.layouts import read_run
 
     read, problems, now = [], [], time.time()

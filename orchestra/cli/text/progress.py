@@ -1,4 +1,4 @@
-"""Follows a run's metrics while they grow, and sums them up. It shows nothing and starts nothing."""
+"""Follows a run's metrics while they grow, and sums them up."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Progress:
                 self.saving = None
                 self._notices.append(failed_save(event))
             elif name == "stop_requested":
-                self._notices.append(f"stopping behind step {step}: {event.get('reason', 'asked to')}")
+                self._notices.append(f"stopping after step {step}: {event.get('reason', 'asked to')}")
             elif name == "restored":
                 self._notices += [*passed_over(event), _restored(event, step)]
 

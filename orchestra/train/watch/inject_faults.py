@@ -63,7 +63,7 @@ class Faults(StepHook):
     ) -> None:
         self._moments: dict[tuple[str, int], list[PlannedFault]] = {}
         for fault in planned:
-            if fault.befalls(attempt, rank):
+            if fault.strikes(attempt, rank):
                 self._moments.setdefault((fault.phase.name, fault.at_step), []).append(fault)
         self._events = events
         self._device = device

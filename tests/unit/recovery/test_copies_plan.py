@@ -9,8 +9,8 @@ import pytest
 from orchestra.recovery.copies import (
     Fetch,
     FromMemory,
-    Held,
-    NextAttempt,
+    HeldCopy,
+    NextNodes,
     NotFromMemory,
     begins,
     held_copies,
@@ -23,7 +23,7 @@ LAYOUT = {"dp": 4, "tp": 2, "pp": 1, "cp": 1, "ep": 1, "shard": 4}
 
 def copies(
     ranks: Iterable[int], *steps: int, attempt: int = 0, layout: Mapping[str, int] | None = None
-) -> list[Held]:
+) -> list[HeldCopy]:
     records = [
         {"step": step, "attempt": attempt, "rank": rank, "layout": LAYOUT if layout is None else layout}
         for step in steps
@@ -32,7 +32,7 @@ def copies(
     return held_copies(records)
 
 
-def of_nodes(*steps: int, attempt: int = 0) -> dict[int, list[Held]]:
+def of_nodes(*steps: int, attempt: int = 0) -> dict[int, list[HeldCopy]]:
     """Return what four nodes of two ranks hold: their own copies and those of the node before them."""
     return {
         node: [
@@ -49,42 +49,42 @@ def test_a_spare_fetches_the_lost_nodes_copies_from_its_neighbour(lost: int) -> 
     order = [4 if node == lost else node for node in range(4)]
     source = (lost + 1) % 4
     expected = {4: (Fetch(2 * lost, source), Fetch(2 * lost + 1, source))}
-    assert plan(held, NextAttempt(order, 2), {}, 5) == FromMemory(11, 0, expected)
+    assert plan(held, NextNodes(order, 2), {}, 5) == FromMemory(11, 0, expected)
 
 
 def test_where_all_nodes_live_nothing_is_fetched() -> None:
-    assert plan(of_nodes(10, 11), NextAttempt([0, 1, 2, 3], 2), {}, 5) == FromMemory(11, 0, {})
+    assert plan(of_nodes(10, 11), NextNodes([0, 1, 2, 3], 2), {}, 5) == FromMemory(11, 0, {})
 
 
 def test_the_newest_step_that_all_ranks_have_is_taken() -> None:
     held = of_nodes(10, 11)
     held[2] = [it for it in held[2] if not (it.step == 11 and it.rank == 4)]
     held[3] = [it for it in held[3] if it.step == 10]
-    assert plan(held, NextAttempt([0, 1, 2, 3], 2), {}, 5) == FromMemory(10, 0, {})
+    assert plan(held, NextNodes([0, 1, 2, 3], 2), {}, 5) == FromMemory(10, 0, {})
 
 
 def test_two_neighbours_lost_at_once_leave_no_step() -> None:
     held = {node: found for node, found in of_nodes(10, 11).items() if node in (0, 3)}
-    found = plan(held | {4: [], 5: []}, NextAttempt([0, 4, 5, 3], 2), {}, 5)
+    found = plan(held | {4: [], 5: []}, NextNodes([0, 4, 5, 3], 2), {}, 5)
     assert isinstance(found, NotFromMemory)
     assert "of the newest, step 11, those of ranks 2, 3 are lost" in found.reason
-    assert plan({4: []}, NextAttempt([4], 8), {}, 5) == NotFromMemory("no living node holds a copy in memory")
+    assert plan({4: []}, NextNodes([4], 8), {}, 5) == NotFromMemory("no living node holds a copy in memory")
 
 
 @pytest.mark.parametrize(("committed", "is_memory"), [(None, True), (10, True), (11, False), (12, False)])
 def test_a_checkpoint_that_is_as_new_is_preferred(committed: int | None, is_memory: bool) -> None:
-    found = plan(of_nodes(10, 11), NextAttempt([0, 1, 2, 3], 2), {}, committed)
+    found = plan(of_nodes(10, 11), NextNodes([0, 1, 2, 3], 2), {}, committed)
     assert isinstance(found, FromMemory) is is_memory
 
 
 def test_copies_of_one_step_by_two_attempts_are_not_mixed() -> None:
     held = {0: copies(range(4), 10), 1: copies(range(4, 8), 10, attempt=1)}
-    assert isinstance(plan(held, NextAttempt([0, 1], 4), {}, 5), NotFromMemory)
+    assert isinstance(plan(held, NextNodes([0, 1], 4), {}, 5), NotFromMemory)
 
 
 def test_of_two_attempts_that_have_the_step_the_later_one_counts() -> None:
     held = {0: [*copies(range(8), 10), *copies(range(8), 10, attempt=1)]}
-    assert plan(held, NextAttempt([0], 8), {}, 5) == FromMemory(10, 1, {})
+    assert plan(held, NextNodes([0], 8), {}, 5) == FromMemory(10, 1, {})
 
 
 def test_steps_that_the_run_went_back_behind_are_of_another_history() -> None:
@@ -95,28 +95,26 @@ def test_steps_that_the_run_went_back_behind_are_of_another_history() -> None:
         {"event": "checkpoint_committed", "attempt": 2, "step": 15},
     ]
     assert begins(events) == {1: 20, 2: 10}
-    assert plan(held, NextAttempt([0], 8), begins(events), 5) == FromMemory(12, 2, {})
-    assert plan({0: copies(range(8), 10, 20)}, NextAttempt([0], 8), begins(events), 5) == FromMemory(
-        10, 0, {}
-    )
+    assert plan(held, NextNodes([0], 8), begins(events), 5) == FromMemory(12, 2, {})
+    assert plan({0: copies(range(8), 10, 20)}, NextNodes([0], 8), begins(events), 5) == FromMemory(10, 0, {})
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2], [0]])
 def test_another_number_of_ranks_begins_with_the_checkpoint(order: list[int]) -> None:
-    found = plan(of_nodes(10, 11), NextAttempt(order, 2), {}, 5)
+    found = plan(of_nodes(10, 11), NextNodes(order, 2), {}, 5)
     assert isinstance(found, NotFromMemory)
     assert "another layout" in found.reason
 
 
 def test_another_layout_of_as_many_ranks_begins_with_the_checkpoint() -> None:
-    upcoming = NextAttempt([0, 1, 2, 3], 2, {**LAYOUT, "dp": 8, "tp": 1})
+    upcoming = NextNodes([0, 1, 2, 3], 2, {**LAYOUT, "dp": 8, "tp": 1})
     assert isinstance(plan(of_nodes(10, 11), upcoming, {}, 5), NotFromMemory)
-    assert isinstance(plan(of_nodes(10, 11), NextAttempt([0, 1, 2, 3], 2, LAYOUT), {}, 5), FromMemory)
+    assert isinstance(plan(of_nodes(10, 11), NextNodes([0, 1, 2, 3], 2, LAYOUT), {}, 5), FromMemory)
 
 
 def test_many_fetches_are_shared_out_over_those_who_have_the_copy() -> None:
     held = {node: copies(range(8), 10) for node in range(4)} | {4: []}
-    found = plan(held, NextAttempt([4], 8), {}, 5)
+    found = plan(held, NextNodes([4], 8), {}, 5)
     assert isinstance(found, FromMemory)
     assert [it.source for it in found.fetches[4]] == [0, 1, 2, 3, 0, 1, 2, 3]
 

@@ -9,7 +9,7 @@ from incident_logs import Log
 
 from conf.schema import RecoveryConfig, RollBackConfig
 from orchestra.recovery import history
-from orchestra.recovery.copies import Held, begins, is_of_history
+from orchestra.recovery.copies import HeldCopy, begins, is_of_history
 from orchestra.recovery.incidents import Incident, Kind, incidents
 from orchestra.recovery.policy import Action, Decision, Resources, Rules, decide
 from orchestra.run.rollback import BROKEN_DEVICE, EVENT, NOT_FINITE, SPIKE, RollBack, Stretch
@@ -131,6 +131,6 @@ def test_a_replay_blames_the_host_of_the_rank_by_the_name_that_the_attempt_knows
 
 def test_copies_behind_a_roll_back_are_of_no_history() -> None:
     found = begins(rolled(SPIKE).events)
-    assert not is_of_history(Held(149, 0, 0, "{}"), found)
-    assert is_of_history(Held(100, 0, 0, "{}"), found)
-    assert is_of_history(Held(149, 1, 0, "{}"), found)
+    assert not is_of_history(HeldCopy(149, 0, 0, "{}"), found)
+    assert is_of_history(HeldCopy(100, 0, 0, "{}"), found)
+    assert is_of_history(HeldCopy(149, 1, 0, "{}"), found)

@@ -12,7 +12,14 @@ from conf.schema import Config, Device, Fault, LauncherName, Requeue
 from orchestra.config.machine import Situation
 from orchestra.config.rules.all_rules import problems_of
 from orchestra.errors import ConfigError
-from orchestra.rehearsal.prepare_rehearsal import Schedule, Wish, entry, schedule, usual_wishes, wish
+from orchestra.rehearsal.prepare_rehearsal import (
+    AskedFault,
+    FaultSchedule,
+    asked_fault,
+    entry,
+    fault_schedule,
+    usual_faults,
+)
 
 SLURM = {"launcher": LauncherName.slurm, "device": Device.cpu, "gpus_per_node": 2}
 
@@ -25,7 +32,7 @@ def config(min_nodes: int | None = None, **cluster: Any) -> Config:
 
 
 def kinds(of: Config) -> list[str]:
-    return [it.fault.name for it in usual_wishes(of)]
+    return [it.fault.name for it in usual_faults(of)]
 
 
 @pytest.mark.parametrize(
@@ -47,7 +54,7 @@ def test_what_is_rehearsed_follows_from_what_the_layout_allows(of: Config, expec
     assert kinds(of) == expected
 
 
-def with_faults(of: Config, course: Schedule) -> Config:
+def with_faults(of: Config, course: FaultSchedule) -> Config:
     return dataclasses.replace(
         of,
         train=dataclasses.replace(of.train, steps=course.steps),
@@ -60,7 +67,7 @@ def with_faults(of: Config, course: Schedule) -> Config:
 @pytest.mark.parametrize("steps", [None, 20, 24, 50, 333])
 def test_each_fault_has_an_attempt_and_committed_steps_of_its_own(nodes: int, steps: int | None) -> None:
     of = config(**SLURM, nodes=nodes)
-    course = schedule(usual_wishes(of), of, steps)
+    course = fault_schedule(usual_faults(of), of, steps)
     assert [fault.attempt for fault in course.faults] == list(range(len(course.faults)))
     at = [fault.at_step for fault in course.faults]
     # At least two saves before the first one and between two, and steps behind the last one.
@@ -73,14 +80,16 @@ def test_each_fault_has_an_attempt_and_committed_steps_of_its_own(nodes: int, st
 @pytest.mark.parametrize("number", [1, 2, 3, 4])
 def test_no_host_is_hit_twice_in_a_row_and_the_first_one_never_goes_down(nodes: int, number: int) -> None:
     of = config(**SLURM, nodes=nodes)
-    hit = [(fault.rank or 0) // 2 for fault in schedule(usual_wishes(of)[-number:], of, None).faults]
+    hit = [(fault.rank or 0) // 2 for fault in fault_schedule(usual_faults(of)[-number:], of, None).faults]
     assert all(before != after for before, after in pairwise(hit))
     assert hit[-1] > 0
 
 
 def test_what_is_asked_for_is_planned_as_it_was_typed_in_the_order_of_steps() -> None:
     of = config(**SLURM, nodes=2)
-    course = schedule([wish("gil@40:3"), wish("sigkill@12:0"), wish("segfault@60")], of, 100)
+    course = fault_schedule(
+        [asked_fault("gil@40:3"), asked_fault("sigkill@12:0"), asked_fault("segfault@60")], of, 100
+    )
     told = [(it.fault.name, it.at_step, it.attempt) for it in course.faults]
     assert told == [("sigkill", 12, 0), ("gil", 40, 1), ("segfault", 60, 2)]
     assert [it.rank for it in course.faults][:2] == [0, 3]
@@ -88,20 +97,20 @@ def test_what_is_asked_for_is_planned_as_it_was_typed_in_the_order_of_steps() ->
 
 
 def test_without_a_length_it_goes_on_behind_the_last_fault() -> None:
-    course = schedule([wish("sigkill@500:0")], config(), None)
+    course = fault_schedule([asked_fault("sigkill@500:0")], config(), None)
     assert course.steps > 500
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("sigkill@30:1", Wish(Fault.sigkill, 30, 1)),
-        ("node_down@7", Wish(Fault.node_down, 7)),
-        ("hang", Wish(Fault.hang)),
+        ("sigkill@30:1", AskedFault(Fault.sigkill, 30, 1)),
+        ("node_down@7", AskedFault(Fault.node_down, 7)),
+        ("hang", AskedFault(Fault.hang)),
     ],
 )
-def test_a_fault_is_typed_as_kind_step_and_rank(text: str, expected: Wish) -> None:
-    assert wish(text) == expected
+def test_a_fault_is_typed_as_kind_step_and_rank(text: str, expected: AskedFault) -> None:
+    assert asked_fault(text) == expected
 
 
 @pytest.mark.parametrize(
@@ -118,7 +127,7 @@ def test_a_fault_is_typed_as_kind_step_and_rank(text: str, expected: Wish) -> No
 )
 def test_what_is_no_fault_is_refused_with_what_there_is(text: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        wish(text)
+        asked_fault(text)
 
 
 @pytest.mark.parametrize(
@@ -133,11 +142,11 @@ def test_what_is_no_fault_is_refused_with_what_there_is(text: str, said: str) ->
 )
 def test_what_the_layout_or_the_length_does_not_allow_is_refused(text: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        schedule([wish(text)], config(), 30)
+        fault_schedule([asked_fault(text)], config(), 30)
 
 
 def test_too_few_steps_for_the_faults_are_refused_with_the_fewest() -> None:
-    wishes = usual_wishes(config())
+    asked = usual_faults(config())
     with pytest.raises(ConfigError, match="need at least 9 steps"):
-        schedule(wishes, config(), 8)
-    assert schedule(wishes, config(), 9).every_steps == 1
+        fault_schedule(asked, config(), 8)
+    assert fault_schedule(asked, config(), 9).every_steps == 1

@@ -15,12 +15,12 @@ from orchestra.config.compose import compose
 from orchestra.config.machine import Situation, signature
 from orchestra.errors import ConfigError
 from orchestra.rehearsal.prepare_rehearsal import (
-    Pair,
     Rehearsal,
+    RehearsalPair,
+    asked_fault,
     planned_rehearsal,
     read_pair,
     rehearsed_config,
-    wish,
     write_pair,
 )
 from orchestra.run.config_file import read_config
@@ -39,7 +39,7 @@ def prepared(parent: Path, *overrides: str) -> RunDir:
 
 def rehearsal(run: RunDir, *overrides: str) -> Rehearsal:
     config = rehearsed_config(run, overrides, HERE)
-    return planned_rehearsal(run, config, [wish("sigkill")], None, HERE)
+    return planned_rehearsal(run, config, [asked_fault("sigkill")], None, HERE)
 
 
 def place_of(config: Config) -> Path:
@@ -122,7 +122,7 @@ def test_the_model_may_be_another_one(tmp_path: Path) -> None:
 
 def test_the_hurt_run_knows_what_it_is_compared_with(tmp_path: Path) -> None:
     whole, hurt = prepared(tmp_path, "run.name=whole"), prepared(tmp_path, "run.name=hurt")
-    pair = Pair("first", whole, hurt)
+    pair = RehearsalPair("first", whole, hurt)
     write_pair(pair)
     assert read_pair(hurt) == pair
     assert read_pair(whole) is None

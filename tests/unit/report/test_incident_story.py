@@ -1,4 +1,4 @@
-"""What befell a run, as `orchestra why` tells it: each attempt, what was decided, in 80 columns."""
+"""What ended a run, as `orchestra why` tells it: each attempt, what was decided, in 80 columns."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from orchestra.cli import main
-from orchestra.report.attempts import chapters, story
+from orchestra.report.attempts import attempt_lines, ended_attempts
 from orchestra.run.events import EventWriter, node_writer, rank_writer, read_events
 from orchestra.run.paths import RunDir
 
@@ -36,7 +36,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
 
 
 def told(run: RunDir) -> list[str]:
-    return story(chapters(read_events(run)))
+    return attempt_lines(ended_attempts(read_events(run)))
 
 
 def test_a_single_attempt_about_which_nothing_was_decided_has_no_story(run: RunDir) -> None:
@@ -77,8 +77,8 @@ def test_a_spare_a_wait_and_left_out_hosts_are_told(run: RunDir) -> None:
 def test_a_requeue_keeps_the_rule_it_came_from(run: RunDir) -> None:
     leader = attempt(run, 0, {"decision": "requeue", "rule": "node_is_gone", "reason": "a gone"})
     leader.write("requeued", job="9", how="chain", reason="a gone")
-    (chapter,) = chapters(read_events(run))
-    assert (chapter.decision, chapter.rule, chapter.reason) == ("requeue", "node_is_gone", "a gone")
+    (ended,) = ended_attempts(read_events(run))
+    assert (ended.decision, ended.rule, ended.reason) == ("requeue", "node_is_gone", "a gone")
 
 
 def test_long_stories_are_told_from_their_end(run: RunDir) -> None:

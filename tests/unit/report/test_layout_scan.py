@@ -15,7 +15,7 @@ from orchestra.config.machine import Situation
 from orchestra.errors import EXIT_USAGE
 from orchestra.plan.assemble import case_of
 from orchestra.plan.predict import predict
-from orchestra.report.layouts import Run, best_of, by_place, read_run
+from orchestra.report.layouts import ScannedRun, best_of, by_workload, read_run
 from orchestra.run.config_file import write_config
 from orchestra.run.paths import RunDir, Sweep, SweepDir, SweepMember, to_json
 
@@ -46,7 +46,7 @@ def leave(path: Path, of: Config, rates: list[float], *, begin: float = 100.0, *
     return run
 
 
-def read_at(run: RunDir) -> Run:
+def read_at(run: RunDir) -> ScannedRun:
     return read_run(run, 1000.0)
 
 
@@ -56,8 +56,8 @@ def test_a_run_is_measured_behind_its_first_rows_and_predicted_as_configured(tmp
     assert run.tokens_per_s_per_device == 50.0
     assert run.mfu == pytest.approx(50.0 / 1e5)
     assert run.peak_memory_bytes == 16 << 30
-    assert (run.setting.mesh.dp, run.setting.mesh.tp, run.place.num_devices) == (4, 2, 8)
-    assert (run.setting.micro_batch_size, run.setting.accumulation) == (4, 4)
+    assert (run.layout.mesh.dp, run.layout.mesh.tp, run.workload.num_devices) == (4, 2, 8)
+    assert (run.layout.micro_batch_size, run.layout.accumulation) == (4, 4)
     assert run.prediction == predict(case_of(of))
 
 
@@ -67,7 +67,7 @@ def test_only_the_last_attempt_counts_with_what_it_found_for_auto(tmp_path: Path
     leave(tmp_path / "one", auto, [9.0] * 8, begin=100.0, ranks_per_node=8)
     run = read_at(leave(tmp_path / "one", auto, [5.0] * 8, begin=200.0, ranks_per_node=4))
     assert run.tokens_per_s_per_device == 5.0
-    assert run.setting.mesh.dp == run.place.num_devices == 4
+    assert run.layout.mesh.dp == run.workload.num_devices == 4
 
 
 def test_what_cannot_be_predicted_or_never_trained_says_so(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_layouts_are_compared_where_model_batch_and_devices_are_the_same(tmp_pat
         read_at(leave(tmp_path / "more", config("cluster.nodes=2"), [20.0] * 5)),
         read_at(leave(tmp_path / "longer", config("train.seq_len=8192"), [90.0] * 5)),
     ]
-    places = by_place(runs)
+    places = by_workload(runs)
     assert [[run.name for run in each] for each in places.values()] == [
         ["fast", "slow", "silent"],
         ["more"],

@@ -175,8 +175,8 @@ def test_a_slow_rank_sleeps_in_each_of_its_steps(tmp_path: Path, monkeypatch: py
 
 def test_a_fault_of_all_attempts_befalls_each_of_them() -> None:
     (fault,) = planned_faults([{"at_step": 3, "rank": 1, "attempt": "all"}])
-    assert all(fault.befalls(attempt, 1) for attempt in range(5))
-    assert not fault.befalls(0, 0)
+    assert all(fault.strikes(attempt, 1) for attempt in range(5))
+    assert not fault.strikes(0, 0)
 
 
 def test_what_comes_before_all_steps_needs_no_step() -> None:

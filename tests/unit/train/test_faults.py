@@ -46,7 +46,7 @@ def test_the_phases_of_the_library_can_all_be_planned() -> None:
 def test_a_fault_befalls_its_rank_in_its_attempt_alone(
     fault: PlannedFault, attempt: int, rank: int, expected: bool
 ) -> None:
-    assert fault.befalls(attempt, rank) is expected
+    assert fault.strikes(attempt, rank) is expected
 
 
 def test_it_strikes_at_its_moment_and_at_no_other() -> None:
