@@ -11,8 +11,8 @@ Collectives do not overlap with products. Attention is causal flash attention, b
 get equally many tokens, and nothing hides their exchange.
 
 Memory of orchestra's own trainer is counted as it allocates (`orchestra.sizes.memory`, compared with real
-modules by `orchestra plan --exact`); of others by closed forms and their profiles. On CPUs ranks share the cores, the
-host's work adds to the products', and nothing hides a message.
+modules by `orchestra plan --exact`); of others by closed forms and their profiles. On CPUs ranks share the
+cores, the host's work adds to the products', and nothing hides a message.
 
 Where it fails. Single runs on a real cluster stray far: of the playbook's pipelines over several nodes a
 third waits half a second at each hand-over, and about three in ten of those cannot be told beforehand; such
