@@ -63,15 +63,15 @@ def main() -> int:
 def measured(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
     """Start the ranks and, unless told otherwise, agents' parts that send their copies to each other."""
     from launchers.memory_store.exchange import CopyPusher, CopyServer
-    from launchers.memory_store.store import open_shelf
+    from launchers.memory_store.store import open_copy_store
 
-    shelves = [open_shelf("benchmark", f"node{rank}", place) for rank in range(RANKS)]
-    servers = [CopyServer(shelf, "127.0.0.1", SECRET) for shelf in shelves]
+    stores = [open_copy_store("benchmark", f"node{rank}", place) for rank in range(RANKS)]
+    servers = [CopyServer(store, "127.0.0.1", SECRET) for store in stores]
     pushers = []
     for rank in range(RANKS if not arguments.no_push else 0):
         neighbour = servers[1 - rank]
         neighbour.expect(0)
-        pushers.append(CopyPusher(shelves[rank], range(rank, rank + 1), 0, neighbour.address, SECRET))
+        pushers.append(CopyPusher(stores[rank], range(rank, rank + 1), 0, neighbour.address, SECRET))
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     before = time.process_time()
@@ -79,17 +79,17 @@ def measured(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
     processes = [
         subprocess.Popen(
             [sys.executable, *sys.argv, "--rank", str(rank)],
-            env={**os.environ, **places, "RANK": str(rank), "OMP_NUM_THREADS": "1", **shelf.environment},
+            env={**os.environ, **places, "RANK": str(rank), "OMP_NUM_THREADS": "1", **store.environment},
             stdout=subprocess.PIPE,
             text=True,
         )
-        for rank, shelf in enumerate(shelves)
+        for rank, store in enumerate(stores)
     ]
     outputs = [process.communicate()[0] for process in processes]
     found: dict[str, Any] = json.loads(outputs[0])
     found["agents_s"] = time.process_time() - before
     found["push_s"] = [pusher.push_s for pusher in pushers]
-    for closed in (*pushers, *servers, *shelves):
+    for closed in (*pushers, *servers, *stores):
         closed.close()
     return found
 

@@ -1,4 +1,4 @@
-"""This host's addresses as other hosts of a job can use them. Linux only; it opens no connection."""
+"""This host's addresses as other hosts of a job can use them, and free TCP ports. Linux only."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ def reachable_address(interface: str | None, host: str, launch_address: str | No
     not count. Raises LauncherError when none is found.
     """
     if interface is not None:
-        found = address_of_interface(interface)
-        if found is None:
+        address = address_of_interface(interface)
+        if address is None:
             names = ", ".join(name for _, name in socket.if_nameindex())
             raise LauncherError(f"interface {interface} has no IPv4 address here; there are {names}")
-        return found
+        return address
     for name in (host, socket.gethostname(), launch_address):
         address = _resolved(name) if name else None
         if address is not None and not address.startswith("127.") and interface_of(address) is not None:
@@ -73,9 +73,6 @@ def _resolved(name: str) -> str | None:
         return None
 
 
-# Finds a free TCP port. It cannot keep it free: whoever uses it does so soon.
-
-
 # Below Linux's range for outgoing connections (ip_local_port_range starts at 32768), so that none takes it
 # meanwhile.
 _FIRST, _LAST = 20000, 32767
@@ -85,7 +82,7 @@ _TRIES = 100
 def free_port() -> int:
     """Return a port on which nobody listens on any address of this machine.
 
-    Raises LauncherError if all tried are taken.
+    Use it soon: nothing keeps it free. Raises LauncherError if all tried are taken.
     """
     # Seeded from the system, not from a run's seed: two runs started together must not probe the same
     # ports.

@@ -1,16 +1,16 @@
 """How the agents of one start of a job know each other, agree on what comes next, and notice who is gone.
 
-They meet in a folder that all nodes share, and open no connection:
+Each agent makes a `NodeGroup`. They communicate by files in a folder that all nodes share:
 
 member-003.json        who the agent of node 3 is: host, address, what it offers
 beat-003               a counter that moves while that agent lives; clocks are never compared
 orders/0002.json       what all are to do next, numbered without gaps; taken by link(2), so that there is one
-orders/0002.broken     left by the first agent that found that order broken
+orders/0002.broken     left by the first agent that saw that order broken
 end-0002-003.json      how node 3's part of order 2 ended
 
 The leader, who writes the orders, is the lowest node whose beat moves. Two agents may believe for a moment
 that they lead: an order number is taken once, and what a leader needs is in these files, so that any agent
-can go on where another one died. What an order means is not known here.
+can go on where another one died. The agents say what an order means (`action`, `facts`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _STORAGE_S = 900.0
 
 
 @dataclass(frozen=True)
-class Member:
+class GroupMember:
     """One node's agent. A node whose agent was started again has another incarnation."""
 
     node: int
@@ -52,7 +52,7 @@ class Member:
     address: str
     incarnation: str
     pid: int
-    # What it offers and found out about its node, as JSON.
+    # What it offers and what it measured of its node, as JSON.
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -67,7 +67,7 @@ class Order:
     incarnations: Mapping[str, str] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
 
-    def is_for(self, member: Member) -> bool:
+    def is_for(self, member: GroupMember) -> bool:
         """Tell whether this very agent has a part in it."""
         return member.node in self.nodes and self.incarnations.get(str(member.node)) == member.incarnation
 
@@ -112,7 +112,7 @@ class NodeGroup:
         # progress: where the whole job is suspended neither moves. Never before it has said so once.
         self._num_turns = 0
         self._progress_due = math.inf
-        self.member: Member | None = None
+        self.member: GroupMember | None = None
         try:
             self._orders.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -124,9 +124,9 @@ class NodeGroup:
 
     # Who is there.
 
-    def join(self, host: str, address: str, facts: Mapping[str, Any]) -> Member:
+    def join(self, host: str, address: str, facts: Mapping[str, Any]) -> GroupMember:
         """Say who this node's agent is, and let its beat move from now on. Raises LauncherError."""
-        self.member = Member(self.node, host, address, secrets.token_hex(6), os.getpid(), dict(facts))
+        self.member = GroupMember(self.node, host, address, secrets.token_hex(6), os.getpid(), dict(facts))
         try:
             self._beat(0)
             self._write(self._member_file(self.node), dataclasses.asdict(self.member))
@@ -180,17 +180,17 @@ class NodeGroup:
         with self._beat_file(self.node).open("wb", buffering=0) as file:
             file.write(f"{self.member.incarnation} {count:08d}\n".encode())
 
-    def members(self) -> dict[int, Member]:
+    def members(self) -> dict[int, GroupMember]:
         """Return who has joined and not left, by node."""
         try:
             names = [entry.name for entry in os.scandir(self.folder) if entry.name.startswith("member-")]
         except OSError:
             return {}
-        found = (_read(self.folder / name) for name in names)
-        members = [member for record in found if record and (member := _member(record)) is not None]
+        records = (_read(self.folder / name) for name in names)
+        members = [member for record in records if record and (member := _member(record)) is not None]
         return {member.node: member for member in sorted(members, key=lambda member: member.node)}
 
-    def member_of(self, node: int) -> Member | None:
+    def member_of(self, node: int) -> GroupMember | None:
         """Return who has joined on one node and not left; None where nobody has."""
         record = _read(self._member_file(node))
         return None if record is None else _member(record)
@@ -250,7 +250,7 @@ class NodeGroup:
             # Exclusive creation of the whole content at once, on every file system that clusters share.
             os.link(draft, place)
         except FileExistsError:
-            # An NFS client that asked twice hears "exists" of its own link.
+            # An NFS client that asked twice is told "exists" of its own link.
             return draft.stat().st_nlink > 1
         finally:
             draft.unlink(missing_ok=True)
@@ -287,8 +287,8 @@ class NodeGroup:
         except OSError:
             return {}
         files = {node: self._end_file(number, node) for node in nodes}
-        found = {node: _read(file) for node, file in files.items() if file.name in names}
-        return {node: record for node, record in found.items() if record is not None}
+        records = {node: _read(file) for node, file in files.items() if file.name in names}
+        return {node: record for node, record in records.items() if record is not None}
 
     def _member_file(self, node: int) -> Path:
         return self.folder / f"member-{node:03d}.json"
@@ -331,9 +331,9 @@ def _read(file: Path) -> dict[str, Any] | None:
     return record if isinstance(record, dict) else None
 
 
-def _member(record: dict[str, Any]) -> Member | None:
+def _member(record: dict[str, Any]) -> GroupMember | None:
     try:
-        return Member(**record)
+        return GroupMember(**record)
     except TypeError:
         return None
 

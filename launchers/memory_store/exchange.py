@@ -1,7 +1,7 @@
 """How copies get from node to node: a server on each, a thread that sends new ones to a neighbour, a fetch.
 
-Nothing here may hold up a training: every wait has a limit, a sender that is behind skips to the newest copy,
-and one whose copy changed while it was read says so at its end.
+Training must not wait for any of it: every wait has a limit, a sender that is late skips to the newest copy,
+and one whose copy changed while it was read says so at its end. Used by `node_store`, in threads.
 """
 
 from __future__ import annotations
@@ -21,16 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from launchers.launch_errors import LauncherError
-from launchers.memory_store.store import KEPT, OWN, Copy, CopyShelf, Place, copy_of
+from launchers.memory_store.store import KEPT, OWN, Copy, CopyPlace, CopyStore, copy_of
 
-# The words that two nodes exchange over a copy, on one TCP connection.
-#
-# The server greets with a random line; each request is a line of JSON with a code made of it and of the run's
-# secret (HMAC-SHA256), so that nobody else can read or leave copies; what is sent is not encrypted. Every
-# wait has a limit. Whose copies they are and who wants them is not known here.
-
-
-# How long a word may take, or some bytes of a copy.
+# How long a message may take, or some bytes of a copy.
 WAIT_S = 10.0
 _MAX_LINE_BYTES = 1 << 16
 _LOOK_BYTES = 1 << 12
@@ -60,8 +53,12 @@ def shared_secret(file: Path) -> str:
     return file.read_text()
 
 
-class Wire:
-    """One end of a connection."""
+class CopyConnection:
+    """One end of a TCP connection on which two nodes exchange copies.
+
+    The server greets with a random line; each request is a line of JSON with a code made of that line and the
+    run's secret (HMAC-SHA256), so that nobody else can read or leave copies. The content is not encrypted.
+    """
 
     def __init__(self, connection: socket.socket, secret: str) -> None:
         connection.settimeout(WAIT_S)
@@ -72,17 +69,20 @@ class Wire:
         self._number = 0
 
     def greet(self) -> None:
+        """Send the random line that every code of this connection is made of. *Server*."""
         self._greeting = secrets.token_hex(16).encode()
         self.connection.sendall(self._greeting + b"\n")
 
-    def be_greeted(self) -> None:
+    def await_greeting(self) -> None:
+        """Receive the server's greeting."""
         self._greeting = self.line()
 
     def ask(self, **request: Any) -> None:
+        """Send a request with its code."""
         body = json.dumps(request).encode()
         self.connection.sendall(self._code(body) + b" " + body + b"\n")
 
-    def asked(self) -> dict[str, Any] | None:
+    def next_request(self) -> dict[str, Any] | None:
         """Return the next request; None where there is none any more, or none of the run's own."""
         line = self.line(must=False)
         code, _, body = line.partition(b" ")
@@ -96,38 +96,43 @@ class Wire:
         words = b"%s %d %s" % (self._greeting, self._number, body)
         return hmac.new(self._secret, words, "sha256").hexdigest().encode()
 
-    def say(self, **words: Any) -> None:
-        self.connection.sendall(json.dumps(words).encode() + b"\n")
+    def answer(self, **record: Any) -> None:
+        """Send a line of JSON."""
+        self.connection.sendall(json.dumps(record).encode() + b"\n")
 
-    def heard(self) -> dict[str, Any]:
-        words: dict[str, Any] = json.loads(self.line())
-        return words
+    def reply(self) -> dict[str, Any]:
+        """Receive a line of JSON."""
+        record: dict[str, Any] = json.loads(self.line())
+        return record
 
     def line(self, *, must: bool = True) -> bytes:
-        found = b""
-        while not found.endswith(b"\n"):
-            # Looked at first: what stands behind the line belongs to the copy.
+        """Receive a line, without its end; empty where the other end has left and that is allowed."""
+        line = b""
+        while not line.endswith(b"\n"):
+            # Looked at first: what follows the line belongs to the copy.
             seen = self.connection.recv(_LOOK_BYTES, socket.MSG_PEEK)
-            if not seen or len(found) > _MAX_LINE_BYTES:
-                if must or found:
-                    raise ConnectionError("the other end left in the midst of a line")
+            if not seen or len(line) > _MAX_LINE_BYTES:
+                if must or line:
+                    raise ConnectionError("the other end left in the middle of a line")
                 return b""
-            found += self.take(seen.find(b"\n") + 1 or len(seen))
-        return found[:-1]
+            line += self.take(seen.find(b"\n") + 1 or len(seen))
+        return line[:-1]
 
     def take(self, num_bytes: int) -> bytes:
+        """Receive exactly so many bytes."""
         content = bytearray(num_bytes)
         self.take_into(memoryview(content))
         return bytes(content)
 
     def take_into(self, memory: memoryview) -> None:
+        """Fill the memory with the next bytes. Raises ConnectionError where the other end leaves before."""
         while len(memory):
             count = self.connection.recv_into(memory)
             if count == 0:
-                raise ConnectionError("the other end left in the midst of a copy")
+                raise ConnectionError("the other end left in the middle of a copy")
             memory = memory[count:]
 
-    def send_copy(self, place: Place, record: bytes) -> bool:
+    def send_copy(self, place: CopyPlace, record: bytes) -> bool:
         """Send record and bytes, and whether they were of one copy to the end; return that."""
         self.connection.sendall(record)
         with place.content.open("rb") as content:
@@ -138,14 +143,14 @@ class Wire:
         self.connection.sendall(_GOOD if is_good else _TORN)
         return is_good
 
-    def take_copy(self, shelf: CopyShelf, where: str, copy: Copy, record_bytes: int) -> bool:
+    def take_copy(self, store: CopyStore, where: str, copy: Copy, record_bytes: int) -> bool:
         """Receive what `send_copy` sends; return whether it is there now. Raises OSError without room."""
         if not 0 < record_bytes <= _MAX_RECORD_BYTES:
             raise ConnectionError(f"a record of {record_bytes} bytes")
         record = self.take(record_bytes)
         if copy_of(record.split(b"\n", 1)[0]) != copy:
             raise ConnectionError("the record is that of another copy")
-        incoming = shelf.receive(where, copy)
+        incoming = store.receive(where, copy)
         self.take_into(memoryview(incoming.memory)[: copy.num_bytes])
         is_good = self.take(1) == _GOOD
         if is_good:
@@ -157,20 +162,20 @@ def as_record(copy: Copy) -> dict[str, Any]:
     return {**copy.to_json(), "bytes": copy.num_bytes}
 
 
-def connected(address: Address, secret: str) -> Wire:
+def connected(address: Address, secret: str) -> CopyConnection:
     connection = socket.create_connection((address.host, address.port), WAIT_S)
     try:
-        wire = Wire(connection, secret)
-        wire.be_greeted()
+        peer = CopyConnection(connection, secret)
+        peer.await_greeting()
     except BaseException:
         connection.close()
         raise
-    return wire
+    return peer
 
 
-# One neighbour sends, some nodes fetch.
+# The server's: one neighbour sends, some nodes fetch.
 _MAX_CONNECTIONS = 16
-# Without a bell: how often a sender looks for new copies by itself.
+# How often a sender looks for new copies where no rank announces one.
 _LOOK_S = 1.0
 _LONGEST_PAUSE_S = 30.0
 _FETCHES_AT_ONCE = 4
@@ -179,9 +184,9 @@ _FETCHES_AT_ONCE = 4
 class CopyServer:
     """Takes the neighbour's copies and gives copies to who fetches them, in threads of its own."""
 
-    def __init__(self, shelf: CopyShelf, host: str, secret: str) -> None:
+    def __init__(self, store: CopyStore, host: str, secret: str) -> None:
         """Listen on a free port of `host`, an address of this node. Raises OSError."""
-        self._shelf = shelf
+        self._store = store
         self._secret = secret
         self._socket = socket.create_server((host, 0), backlog=_MAX_CONNECTIONS)
         self._attempt: int | None = None
@@ -225,11 +230,11 @@ class CopyServer:
 
     def _serve(self, connection: socket.socket) -> None:
         try:
-            wire = Wire(connection, self._secret)
-            wire.greet()
+            peer = CopyConnection(connection, self._secret)
+            peer.greet()
             # Between two copies a neighbour may be silent as long as it likes.
-            while (request := wire.asked()) is not None:
-                self._answer(wire, request)
+            while (request := peer.next_request()) is not None:
+                self._answer(peer, request)
                 connection.settimeout(None)
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                 if not connection.recv(1, socket.MSG_PEEK):
@@ -242,9 +247,9 @@ class CopyServer:
             self._connections.discard(connection)
             connection.close()
 
-    def _answer(self, wire: Wire, request: dict[str, Any]) -> None:
+    def _answer(self, peer: CopyConnection, request: dict[str, Any]) -> None:
         if request["verb"] == "list":
-            wire.say(copies=[copy.to_json() for copy in self._shelf.held()])
+            peer.answer(copies=[copy.to_json() for copy in self._store.held()])
             return
         if request["verb"] == "put":
             copy = copy_of(json.dumps(request["copy"]).encode())
@@ -255,17 +260,17 @@ class CopyServer:
             if not self._is_keeping.acquire(timeout=2 * WAIT_S):
                 raise ConnectionError("another copy is on its way")
             try:
-                wire.say(is_kept=wire.take_copy(self._shelf, KEPT, copy, record_bytes))
+                peer.answer(is_kept=peer.take_copy(self._store, KEPT, copy, record_bytes))
             finally:
                 self._is_keeping.release()
             return
-        place = self._shelf.find(request["rank"], request["step"], request["attempt"])
+        place = self._store.find(request["rank"], request["step"], request["attempt"])
         if place is None:
-            wire.say(is_there=False)
+            peer.answer(is_there=False)
             return
         record = place.record.read_bytes()
-        wire.say(is_there=True, copy=as_record(place.copy), record_bytes=len(record))
-        wire.send_copy(place, record)
+        peer.answer(is_there=True, copy=as_record(place.copy), record_bytes=len(record))
+        peer.send_copy(place, record)
 
 
 class CopyPusher:
@@ -273,7 +278,7 @@ class CopyPusher:
 
     def __init__(
         self,
-        shelf: CopyShelf,
+        store: CopyStore,
         ranks: range,
         attempt: int,
         neighbour: Address,
@@ -284,13 +289,13 @@ class CopyPusher:
     ) -> None:
         """`begun` is called once, when the attempt's first copies are there: all its ranks train by then.
 
-        `elsewhere` is asked behind a failure where the copies go from then on; None: where they went. Both
+        `elsewhere` is asked after a failure where the copies go from then on; None: where they went. Both
         are called from the thread.
         """
-        self._shelf, self._ranks, self._attempt = shelf, ranks, attempt
+        self._store, self._ranks, self._attempt = store, ranks, attempt
         self._neighbour, self._secret = neighbour, secret
         self._begun, self._elsewhere = begun, elsewhere
-        self._wire: Wire | None = None
+        self._peer: CopyConnection | None = None
         self._is_closed = False
         self._failures = 0
         self._has_begun = False
@@ -305,13 +310,13 @@ class CopyPusher:
         """Send nothing more; waits a moment for the thread."""
         self._is_closed = True
         self._hang_up()
-        self._shelf.ring()
+        self._store.wake()
         self._thread.join(1.0)
 
     def _follow(self) -> None:
         retry_at = 0.0
         while not self._is_closed:
-            self._shelf.await_bell(_LOOK_S)
+            self._store.await_new_copy(_LOOK_S)
             places = self._newest() if not self._is_closed and time.monotonic() >= retry_at else []
             if not places:
                 continue
@@ -327,91 +332,92 @@ class CopyPusher:
                 self.problem = str(error) or type(error).__name__
                 retry_at = time.monotonic() + min(2.0**self._failures, _LONGEST_PAUSE_S)
 
-    def _newest(self) -> list[Place]:
+    def _newest(self) -> list[CopyPlace]:
         """Return the copies of the newest step that all ranks here have, where the neighbour lacks it."""
-        of_step: dict[int, dict[int, Place]] = {}
-        for place in self._shelf.places(OWN):
+        of_step: dict[int, dict[int, CopyPlace]] = {}
+        for place in self._store.places(OWN):
             if place.copy.attempt == self._attempt and place.copy.rank in self._ranks:
                 of_step.setdefault(place.copy.step, {})[place.copy.rank] = place
-        complete = [step for step, found in of_step.items() if len(found) == len(self._ranks)]
+        complete = [step for step, copies in of_step.items() if len(copies) == len(self._ranks)]
         step = max(complete, default=None)
         if step is None or (self.pushed_step is not None and step <= self.pushed_step):
             return []
         return list(of_step[step].values())
 
-    def _push(self, places: list[Place]) -> None:
+    def _push(self, places: list[CopyPlace]) -> None:
         began = time.monotonic()
-        if self._wire is None:
+        if self._peer is None:
             if self._failures:
                 self._neighbour = self._elsewhere() or self._neighbour
-            self._wire = connected(self._neighbour, self._secret)
-        wire = self._wire
+            self._peer = connected(self._neighbour, self._secret)
+        peer = self._peer
         for place in places:
             with contextlib.suppress(FileNotFoundError):
                 record = place.record.read_bytes()
-                wire.ask(verb="put", copy=as_record(place.copy), record_bytes=len(record))
-                wire.send_copy(place, record)
-                if wire.heard()["is_kept"]:
+                peer.ask(verb="put", copy=as_record(place.copy), record_bytes=len(record))
+                peer.send_copy(place, record)
+                if peer.reply()["is_kept"]:
                     continue
             # A rank has begun to write over it: the next copy is whole again.
             return
         self.pushed_step, self.push_s = places[0].copy.step, time.monotonic() - began
 
     def _hang_up(self) -> None:
-        wire, self._wire = self._wire, None
-        if wire is not None:
+        peer, self._peer = self._peer, None
+        if peer is not None:
             with contextlib.suppress(OSError):
-                wire.connection.shutdown(socket.SHUT_RDWR)
-            wire.connection.close()
+                peer.connection.shutdown(socket.SHUT_RDWR)
+            peer.connection.close()
 
 
 def listed(source: Address, secret: str) -> list[dict[str, Any]]:
     """Return the copies that lie on another node, as JSON. Raises LauncherError where it does not say."""
     try:
-        wire = connected(source, secret)
-        with wire.connection:
-            wire.ask(verb="list")
-            return list(wire.heard()["copies"])
+        peer = connected(source, secret)
+        with peer.connection:
+            peer.ask(verb="list")
+            return list(peer.reply()["copies"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         where = f"{source.host}:{source.port}"
         raise LauncherError(f"{where} does not say which copies it has: {error}") from error
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedCopy:
     """A rank's copy that this node is to fetch, and from where."""
 
     rank: int
     source: Address
 
 
-def make_ready(
-    shelf: CopyShelf, ranks: range, step: int, attempt: int, wanted: list[Wanted], secret: str
+def bring_copies(
+    store: CopyStore, ranks: range, step: int, attempt: int, wanted: list[WantedCopy], secret: str
 ) -> None:
     """Bring the copies of a step to where this node's `ranks` look for them: `wanted` from other nodes, some
-    at a time, others from the shelf of the neighbour's. Raises LauncherError where one cannot be had.
+    at a time, others from those that this node keeps for a neighbour. Raises LauncherError where one is
+    not to be had.
     """
-    sources = {it.rank: it for it in wanted}
+    sources = {copy.rank: copy for copy in wanted}
     with ThreadPoolExecutor(_FETCHES_AT_ONCE, thread_name_prefix="copies") as pool:
         fetched = [
-            pool.submit(_fetch, shelf, sources[rank], step, attempt, secret)
+            pool.submit(_fetch, store, sources[rank], step, attempt, secret)
             for rank in ranks
-            if not shelf.adopt(rank, step, attempt) and rank in sources
+            if not store.adopt(rank, step, attempt) and rank in sources
         ]
         for future in fetched:
             future.result()
 
 
-def _fetch(shelf: CopyShelf, wanted: Wanted, step: int, attempt: int, secret: str) -> None:
+def _fetch(store: CopyStore, wanted: WantedCopy, step: int, attempt: int, secret: str) -> None:
     try:
-        wire = connected(wanted.source, secret)
-        with wire.connection:
-            wire.ask(verb="get", rank=wanted.rank, step=step, attempt=attempt)
-            answer = wire.heard()
+        peer = connected(wanted.source, secret)
+        with peer.connection:
+            peer.ask(verb="get", rank=wanted.rank, step=step, attempt=attempt)
+            answer = peer.reply()
             if not answer["is_there"]:
                 raise ConnectionError("it has no such copy any more")
             copy = copy_of(json.dumps(answer["copy"]).encode())
-            if not wire.take_copy(shelf, OWN, copy, int(answer["record_bytes"])):
+            if not peer.take_copy(store, OWN, copy, int(answer["record_bytes"])):
                 raise ConnectionError("the copy changed while it was read")
     except (OSError, ValueError, KeyError) as error:
         source = f"{wanted.source.host}:{wanted.source.port}"

@@ -1,7 +1,7 @@
 """A node agent's part in the copies in memory, from a job's start to its end, over any number of attempts.
 
-It puts shelf, server and sender together. Which step is gone on from, and who fetches what, is decided by
-others. All methods are the agent's, from one thread.
+`NodeCopies` puts store, server and sender together. The agents decide which step training goes on from and
+who fetches what. All methods are called by the agent, from one thread.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from launchers.memory_store.exchange import (
     Address,
     CopyPusher,
     CopyServer,
-    Wanted,
+    WantedCopy,
+    bring_copies,
     listed,
-    make_ready,
     shared_secret,
 )
-from launchers.memory_store.store import open_shelf
+from launchers.memory_store.store import open_copy_store
 
 
 @dataclass(frozen=True)
-class CopyPart:
+class NodeCopyPlan:
     """This node's part in an attempt: its own ranks, where their copies go, and whose come here.
 
-    `neighbour` is the address that the next node told of, None where there is no other node; `kept` are the
+    `neighbour` is the address of the next node, None where there is no other node; `kept` are the
     ranks of the node before this one. A spare has no ranks of its own, and may be the neighbour; `elsewhere`
     is asked, from another thread, for an address where the neighbour takes no more.
     """
@@ -41,26 +41,26 @@ class CopyPart:
 
 
 class NodeCopies:
-    """One agent's shelf, server and sender. Close it when the run ends here."""
+    """One agent's store of copies, server and sender. Close it when the run ends here."""
 
     def __init__(self, run: str, host: str, address: str, secret: Path) -> None:
         """Open the folder and listen on `address`; `secret` is a file that all agents of the job share.
 
         Raises LauncherError where either cannot be done: the run then has its checkpoints alone.
         """
-        self._shelf = open_shelf(run, host)
+        self._store = open_copy_store(run, host)
         try:
             self._secret = shared_secret(secret)
-            self._server = CopyServer(self._shelf, address, self._secret)
+            self._server = CopyServer(self._store, address, self._secret)
         except OSError as error:
-            self._shelf.close()
+            self._store.close()
             raise LauncherError(f"copies in memory cannot be exchanged: {error}") from error
         self._pusher: CopyPusher | None = None
 
     @property
     def environment(self) -> dict[str, str]:
         """What the environment of the ranks has to say."""
-        return self._shelf.environment
+        return self._store.environment
 
     @property
     def address(self) -> dict[str, Any]:
@@ -69,7 +69,7 @@ class NodeCopies:
 
     def held(self) -> list[dict[str, Any]]:
         """Return the complete copies that lie here, as JSON."""
-        return [copy.to_json() for copy in self._shelf.held()]
+        return [copy.to_json() for copy in self._store.held()]
 
     def held_at(self, address: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return the complete copies that lie on the node with this address. Raises LauncherError."""
@@ -80,21 +80,21 @@ class NodeCopies:
 
         Raises LauncherError where one cannot be had; the ranks then agree to begin with the checkpoint.
         """
-        wanted = [Wanted(rank, Address(**source)) for rank, source in sources.items()]
-        make_ready(self._shelf, own, step, attempt, wanted, self._secret)
+        wanted = [WantedCopy(rank, Address(**source)) for rank, source in sources.items()]
+        bring_copies(self._store, own, step, attempt, wanted, self._secret)
 
-    def begin(self, part: CopyPart) -> None:
+    def begin(self, part: NodeCopyPlan) -> None:
         """Keep and send copies of an attempt from now on. Before its ranks are started."""
         self.end()
         self._server.expect(part.attempt)
         if part.neighbour is not None:
             self._pusher = CopyPusher(
-                self._shelf,
+                self._store,
                 part.own,
                 part.attempt,
                 Address(**part.neighbour),
                 self._secret,
-                begun=lambda: self._shelf.keep_only(part.own, part.kept),
+                begun=lambda: self._store.keep_only(part.own, part.kept),
                 elsewhere=lambda: _address(part.elsewhere()),
             )
 
@@ -111,8 +111,8 @@ class NodeCopies:
         """End all of it and give the memory back."""
         self.end()
         self._server.close()
-        self._shelf.close()
+        self._store.close()
 
 
-def _address(told: Mapping[str, Any] | None) -> Address | None:
-    return None if told is None else Address(**told)
+def _address(record: Mapping[str, Any] | None) -> Address | None:
+    return None if record is None else Address(**record)

@@ -1,13 +1,13 @@
-"""A node's shelf of copies in memory: what its ranks have left, and what a neighbour node sent to be kept.
+"""The copies in one node's memory: what its ranks have written, and what a neighbour node sent to be kept.
 
 <place>/orchestra-<uid>/<run>.<host>/       in memory (tmpfs), of this user alone (0700)
 ├── lock          held by the agent as long as it lives: a folder whose lock is free belongs to nobody
-├── bell          a pipe into which a rank writes a byte behind each new copy
+├── bell          a pipe into which a rank writes a byte after each new copy
 ├── own/          rank-00003.slot-0.bin and .copy, written by this node's ranks, or fetched for them
 └── kept/         the same of the neighbour's ranks
 
-A copy is there if and only if its `.copy` is, whose first line says of whom and of which step it is. Nothing
-here knows what is in a copy, nor checks more than its size: a rank compares checksums before it uses one.
+A copy is there if and only if its `.copy` is, whose first line says of whom and of which step it is. Only its
+size is checked here: a rank compares checksums before it uses one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 
 from launchers.launch_errors import LauncherError
 
-# What the ranks are told the folder by.
+# Tells the ranks the folder.
 FOLDER_VARIABLE = "ORCHESTRA_COPIES"
 OWN, KEPT = "own", "kept"
 _PLACE = Path("/dev/shm")
@@ -40,7 +40,7 @@ _FIRST_LINE_BYTES = 1 << 16
 
 @dataclass(frozen=True, order=True)
 class Copy:
-    """A complete copy of a rank's state behind a step. `layout`: the degrees of the mesh, by axis."""
+    """A complete copy of a rank's state after a step. `layout`: the degrees of the mesh, by axis."""
 
     attempt: int
     step: int
@@ -54,7 +54,7 @@ class Copy:
 
 
 @dataclass(frozen=True)
-class Place:
+class CopyPlace:
     """Where a copy lies: its record, and its bytes beside it."""
 
     copy: Copy
@@ -73,8 +73,8 @@ class Place:
         return False
 
 
-class CopyShelf:
-    """One node's folder of one run. Made by `open_shelf`; safe to use from several threads."""
+class CopyStore:
+    """One node's folder of one run. Made by `open_copy_store`; safe to use from several threads."""
 
     def __init__(self, folder: Path, lock: int) -> None:
         self.folder = folder
@@ -91,18 +91,23 @@ class CopyShelf:
         """Return the complete copies that lie here, each once, of this node's ranks and the neighbour's."""
         return sorted({place.copy for place in self.places()})
 
-    def places(self, *shelves: str) -> Iterator[Place]:
-        """Yield where complete copies lie, on both shelves or on one of them."""
-        for shelf in shelves or (OWN, KEPT):
-            for record in sorted((self.folder / shelf).glob("rank-*.slot-*.copy")):
+    def places(self, *kinds: str) -> Iterator[CopyPlace]:
+        """Yield where complete copies lie, of both kinds or of one."""
+        for kind in kinds or (OWN, KEPT):
+            for record in sorted((self.folder / kind).glob("rank-*.slot-*.copy")):
                 if (place := _place(record)) is not None:
                     yield place
 
-    def find(self, rank: int, step: int, attempt: int) -> Place | None:
+    def find(self, rank: int, step: int, attempt: int) -> CopyPlace | None:
         """Return where a copy lies; None where it does not."""
         wanted = (rank, step, attempt)
         return next(
-            (it for it in self.places() if (it.copy.rank, it.copy.step, it.copy.attempt) == wanted), None
+            (
+                place
+                for place in self.places()
+                if (place.copy.rank, place.copy.step, place.copy.attempt) == wanted
+            ),
+            None,
         )
 
     def adopt(self, rank: int, step: int, attempt: int) -> bool:
@@ -117,9 +122,9 @@ class CopyShelf:
         place.record.rename(target)
         return True
 
-    def receive(self, shelf: str, copy: Copy) -> Incoming:
+    def receive(self, kind: str, copy: Copy) -> Incoming:
         """Make room for a copy that comes. Raises OSError where there is none."""
-        slots = self._slots(shelf, copy.rank)
+        slots = self._slots(kind, copy.rank)
         record = min(slots, key=_age)
         record.unlink(missing_ok=True)
         content = record.with_suffix(".bin")
@@ -127,33 +132,33 @@ class CopyShelf:
         if memory is None or len(memory) != copy.num_bytes:
             memory = _taken(content, copy.num_bytes)
             # The ranks may resize their own files, and memory that is cut off ends who writes to it.
-            if shelf == KEPT:
+            if kind == KEPT:
                 self._memory[content] = memory
         older = sorted((slot for slot in slots if slot != record and _age(slot) > _NO_COPY), key=_age)
         return Incoming(record, memory, older[: max(0, len(older) - _NUM_KEPT + 1)])
 
-    def _slots(self, shelf: str, rank: int) -> list[Path]:
+    def _slots(self, kind: str, rank: int) -> list[Path]:
         names = (f"rank-{rank:05d}.slot-{number}.copy" for number in range(_NUM_SLOTS))
-        return [self.folder / shelf / name for name in names]
+        return [self.folder / kind / name for name in names]
 
     def keep_only(self, own: range, kept: range) -> None:
         """Remove all other ranks' files: an attempt on other nodes has begun and needs none of them."""
-        for shelf, ranks in ((OWN, own), (KEPT, kept)):
-            for file in (self.folder / shelf).iterdir():
+        for kind, ranks in ((OWN, own), (KEPT, kept)):
+            for file in (self.folder / kind).iterdir():
                 number = file.name.removeprefix("rank-").split(".")[0]
                 if number.isdecimal() and int(number) not in ranks:
                     self._memory.pop(file, None)
                     # Whoever still sends it says at its end that it is gone.
                     file.unlink(missing_ok=True)
 
-    def await_bell(self, limit_s: float) -> None:
+    def await_new_copy(self, limit_s: float) -> None:
         """Wait until a rank has made a copy, at most so long."""
         with contextlib.suppress(OSError, ValueError):
             select.select([self._bell], [], [], limit_s)
             os.read(self._bell, 1 << 16)
 
-    def ring(self) -> None:
-        """End somebody's wait for the bell."""
+    def wake(self) -> None:
+        """End another thread's wait for a new copy."""
         with contextlib.suppress(OSError):
             os.write(self._bell, b".")
 
@@ -183,8 +188,8 @@ class Incoming:
             older.unlink(missing_ok=True)
 
 
-def open_shelf(run: str, host: str, place: Path = _PLACE) -> CopyShelf:
-    """Open this node's folder for a run, going on with what an agent before left, and remove dead runs' ones.
+def open_copy_store(run: str, host: str, place: Path = _PLACE) -> CopyStore:
+    """Open this node's folder for a run, with what an earlier agent left, and remove those of dead runs.
 
     `run` and `host` name the folder. Raises LauncherError where it cannot be made or somebody else has it.
     """
@@ -200,11 +205,11 @@ def open_shelf(run: str, host: str, place: Path = _PLACE) -> CopyShelf:
             _own_folder(folder / name)
         if not (folder / "bell").exists():
             os.mkfifo(folder / "bell", 0o600)
-        shelf = CopyShelf(folder, lock)
+        store = CopyStore(folder, lock)
     except OSError as error:
         raise LauncherError(f"no folder for copies in memory: {error}") from error
     remove_dead(of_user)
-    return shelf
+    return store
 
 
 def folders_of(run: str, place: Path = _PLACE) -> Path:
@@ -225,9 +230,9 @@ def remove_dead(of_user: Path) -> None:
 def _last_used(folder: Path) -> float:
     """Return when something was put into a folder last, in Unix seconds. Raises OSError where it is gone."""
     times = [folder.stat().st_mtime]
-    for shelf in (OWN, KEPT):
+    for kind in (OWN, KEPT):
         with contextlib.suppress(FileNotFoundError):
-            times.append((folder / shelf).stat().st_mtime)
+            times.append((folder / kind).stat().st_mtime)
     return max(times)
 
 
@@ -275,7 +280,7 @@ def _age(record: Path) -> tuple[int, int]:
     return _NO_COPY if place is None else (place.copy.attempt, place.copy.step)
 
 
-def _place(record: Path) -> Place | None:
+def _place(record: Path) -> CopyPlace | None:
     """Return the copy that a record tells of; None where it tells of none, or its bytes are not all there."""
     try:
         version = _version(record)
@@ -284,18 +289,19 @@ def _place(record: Path) -> Place | None:
         size = record.with_suffix(".bin").stat().st_size
     except (OSError, ValueError):
         return None
-    return Place(copy, record, version) if size >= copy.num_bytes else None
+    return CopyPlace(copy, record, version) if size >= copy.num_bytes else None
 
 
 def copy_of(line: bytes) -> Copy:
     """Return the copy that the first line of a record tells of. Raises ValueError where it tells of none."""
-    found = json.loads(line)
-    if not isinstance(found, dict):
+    record = json.loads(line)
+    if not isinstance(record, dict):
         raise ValueError("no record of a copy")
-    numbers = [it for key in ("attempt", "step", "rank", "bytes") if isinstance(it := found.get(key), int)]
+    keys = ("attempt", "step", "rank", "bytes")
+    numbers = [number for key in keys if isinstance(number := record.get(key), int)]
     if len(numbers) < 4 or min(numbers) < 0:
         raise ValueError("no record of a copy")
-    layout = found.get("layout")
+    layout = record.get("layout")
     attempt, step, rank, num_bytes = numbers
     return Copy(attempt, step, rank, num_bytes, layout if isinstance(layout, dict) else {})
 

@@ -1,4 +1,4 @@
-"""What a cluster has: partitions, and in each the kinds of nodes. It asks sinfo once and decides nothing."""
+"""What a cluster has: partitions, and in each the kinds of nodes. By one call of sinfo."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def is_usable(state: str) -> bool:
 
 def parsed(text: str) -> tuple[Partition, ...]:
     """Return the partitions in what sinfo printed; lines that say something else are passed over."""
-    found: dict[str, list[tuple[bool, str, NodeKind]]] = {}
+    lines_of: dict[str, list[tuple[bool, str, NodeKind]]] = {}
     defaults = set()
     for line in text.splitlines():
         parts = line.strip().split("|", 6)
@@ -90,8 +90,8 @@ def parsed(text: str) -> tuple[Partition, ...]:
         types = frozenset(name for name, _ in gpus if name)
         num_gpus = sum(int(number) for _, number in gpus)
         kind = NodeKind(int(count), int(cpus.rstrip("+") or 0), num_gpus, state, types)
-        found.setdefault(name, []).append((available == "up", limit, kind))
+        lines_of.setdefault(name, []).append((available == "up", limit, kind))
     return tuple(
         Partition(name, name in defaults, lines[0][0], lines[0][1], tuple(kind for _, _, kind in lines))
-        for name, lines in found.items()
+        for name, lines in lines_of.items()
     )

@@ -1,4 +1,7 @@
-"""Runs one of Slurm's commands with a time-out, and tells a refusal from silence."""
+"""Runs one of Slurm's commands with a time-out, and distinguishes a refusal from no answer.
+
+Also what every caller needs to know of the cluster itself: its settings, its name, the limits of job arrays.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,8 @@ from dataclasses import dataclass
 
 from launchers.launch_errors import LauncherError, SlurmMissing, SlurmRefused, SlurmSilent
 
-# The environment that Slurm's commands get. It reads and changes none of this process's.
-#
 # sbatch takes options from variables and hands the whole environment on to the job. Typed inside another
 # allocation it would take over that one's nodes, tasks and limits.
-
-
 _OF_AN_ALLOCATION = re.compile(r"(SLURM|SLURMD|SBATCH|SALLOC|SRUN|PMIX|PMI|PMI2)_")
 # Which cluster is meant, not what was allocated on it.
 _KEPT = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS"})
@@ -78,11 +77,11 @@ def both_outputs_of(
     except subprocess.TimeoutExpired as error:
         raise SlurmSilent(f"{name} got no answer from Slurm's controller within {timeout_s:g} s") from error
     if done.returncode < 0:
-        # Slurm ends the commands of a job's step with the job, perhaps after they were heard.
+        # Slurm ends the commands of a job's step with the job, perhaps after the controller had its request.
         raise SlurmSilent(f"{name} was ended by signal {-done.returncode}")
     if done.returncode != 0:
         said = _last_words(done.stderr, name) or f"exit code {done.returncode}"
-        # Slurm says why it refuses; who ends without a word may have been heard.
+        # Slurm says why it refuses; a command that ends without a word may have reached the controller.
         is_silent = not done.stderr.strip() or _SILENCE.search(done.stderr)
         kind = SlurmSilent if is_silent else SlurmRefused
         raise kind(f"{name}: {said}")
@@ -94,9 +93,6 @@ def _last_words(stderr: str, name: str) -> str:
         re.sub(rf"^{re.escape(name)}:\s*(error|fatal):\s*", "", line.strip()) for line in stderr.splitlines()
     ]
     return "; ".join(line for line in lines if line)
-
-
-# How a cluster is set up, and its name, in the words of `scontrol show config`. It judges nothing.
 
 
 # For the name, where the queue has answered already or the records speak without it.
@@ -129,7 +125,7 @@ def cluster_name(environment: Mapping[str, str]) -> str:
     return name
 
 
-# By what decides which cluster is asked: the name, and when that was asked for.
+# The name and when it was asked for, by the variables that decide which cluster is asked.
 _names: dict[tuple[str | None, ...], tuple[str | None, float]] = {}
 
 
@@ -150,11 +146,6 @@ def asked_cluster() -> str | None:
     return name
 
 
-# How many jobs a cluster takes at once: the size of an array, and a refusal for the sake of a limit.
-#
-# It asks the controller once and decides nothing.
-
-
 # What sbatch says when a user, an account, a QOS or the controller has as many jobs as it may have. The job
 # itself is right: it is accepted once others have ended.
 _FULL = re.compile(
@@ -172,18 +163,18 @@ class Limits:
 
 
 # Slurm's own, for a controller that does not say.
-DEFAULT = Limits(array_size=1001)
+DEFAULT_LIMITS = Limits(array_size=1001)
 
 
 def limits() -> Limits:
     """Return the cluster's limits. Raises SlurmMissing, SlurmRefused and SlurmSilent."""
-    return parsed(settings())
+    return parsed_limits(settings())
 
 
-def parsed(config: Mapping[str, str]) -> Limits:
+def parsed_limits(config: Mapping[str, str]) -> Limits:
     """Return the limits in what `scontrol show config` printed, by name."""
     size = config.get("MaxArraySize", "")
-    return Limits(int(size)) if size.isdecimal() else DEFAULT
+    return Limits(int(size)) if size.isdecimal() else DEFAULT_LIMITS
 
 
 def is_full(refusal: str) -> bool:

@@ -16,9 +16,7 @@ from dataclasses import dataclass, replace
 from launchers.launch_errors import LauncherError
 from launchers.slurm.commands import asked_cluster, output_of
 
-# Job ids as Slurm writes them: 123, 123_4 for a task of an array, 123_[5-9%2] for several. Pure text.
-
-
+# Job ids as Slurm writes them: 123, 123_4 for a task of an array, 123_[5-9%2] for several.
 _LABEL = re.compile(r"(?P<job>\d+)(_(?P<task>\d+)|_\[(?P<tasks>[^\]%]*)(%\d+)?\]?)?")
 _RANGE = re.compile(r"(\d+)(?:-(\d+)(?::(\d+))?)?")
 
@@ -26,7 +24,7 @@ _RANGE = re.compile(r"(\d+)(?:-(\d+)(?::(\d+))?)?")
 def job_and_tasks(label: str) -> tuple[str, tuple[int, ...] | None]:
     """Return the id of a job or of an array, and which tasks of the array are meant (None: no array's).
 
-    Tasks behind dots, where Slurm cut a long list, are left out.
+    Tasks after dots, where Slurm cut a long list, are left out.
     """
     match = _LABEL.match(label)
     if match is None:
@@ -35,8 +33,8 @@ def job_and_tasks(label: str) -> tuple[str, tuple[int, ...] | None]:
         return match["job"], (int(match["task"]),)
     if match["tasks"] is None:
         return match["job"], None
-    found = [range_ for part in match["tasks"].split(",") if (range_ := _RANGE.fullmatch(part))]
-    return match["job"], tuple(task for range_ in found for task in _tasks(range_))
+    ranges = [range_ for part in match["tasks"].split(",") if (range_ := _RANGE.fullmatch(part))]
+    return match["job"], tuple(task for range_ in ranges for task in _tasks(range_))
 
 
 def _tasks(match: re.Match[str]) -> Iterable[int]:
@@ -179,21 +177,21 @@ class Questions:
             return {job: JobState(job.label, UNKNOWN) for job in jobs}, self._problems
         elsewhere = _elsewhere(jobs, frozenset(past), self._queue)
         here = [job for job in jobs if job not in elsewhere]
-        found = {job: state for job in here if (state := self._queue.find(job)) is not None}
-        unclear = [job for job in past if job not in elsewhere and (job not in found or found[job].is_over)]
+        queued = {job: state for job in here if (state := self._queue.find(job)) is not None}
+        unclear = [job for job in past if job not in elsewhere and (job not in queued or queued[job].is_over)]
         if is_new:
             self._ended = _past(unclear)
         # What was submitted since the queue was listed is not gone.
-        unheard = {
+        unlisted = {
             job: JobState(job.label, GONE if job.submitted <= self._asked_at else UNKNOWN) for job in jobs
         }
         # Why it ended as it did only the queue says.
         ended = {
-            job: replace(state, reason=found[job].reason if job in found else "")
+            job: replace(state, reason=queued[job].reason if job in queued else "")
             for job in unclear
             if (state := self._ended.get(job)) is not None
         }
-        return {**unheard, **found, **ended, **elsewhere}, []
+        return {**unlisted, **queued, **ended, **elsewhere}, []
 
     def _ask(self, users: set[str]) -> None:
         self._users, self._asked, self._asked_at = users, time.monotonic(), time.time()
@@ -261,14 +259,14 @@ class _Line:
 
 def _queue_lines(users: Iterable[str]) -> list[_Line]:
     words = ("squeue", "--noheader", "--states=all", "--array", f"--users={','.join(sorted(users))}")
-    found = []
+    lines = []
     for text in output_of((*words, f"--format={_QUEUE_FORMAT}"), timeout_s=_QUEUE_TIMEOUT_S).splitlines():
         parts = text.split("|", 7)
         if len(parts) == 8:
             label, state, user, reason, nodes, start, name, comment = parts
             job, tasks = job_and_tasks(label)
-            found.append(_Line(job, tasks, name, user, comment, JobState(label, state, reason, nodes, start)))
-    return found
+            lines.append(_Line(job, tasks, name, user, comment, JobState(label, state, reason, nodes, start)))
+    return lines
 
 
 class _Queue:
@@ -304,9 +302,9 @@ class _Queue:
         return line if line is not None and job.job in (None, line.job) else None
 
     def _find(self, job: SubmittedJob, task: int | None) -> _Line | None:
-        found = self._with_token(job, task)
-        if found is not None or job.job is None:
-            return found
+        with_token = self._with_token(job, task)
+        if with_token is not None or job.job is None:
+            return with_token
         line = self._by_id.get((job.job, task))
         if line is None or (line.name, line.user) != (job.name, job.user):
             return None
@@ -319,7 +317,7 @@ class _Queue:
 def _past(jobs: Sequence[SubmittedJob]) -> dict[SubmittedJob, JobState]:
     """Ask the accounting for jobs that are over; many clusters have none, and then nothing is known.
 
-    Those that it calls waiting or running are passed over: the queue knows better.
+    Those that it calls waiting or running are passed over: the queue is newer.
     """
     known = {(job.job, job.task): job for job in jobs if job.job is not None}
     if not known:
@@ -328,7 +326,7 @@ def _past(jobs: Sequence[SubmittedJob]) -> dict[SubmittedJob, JobState]:
         text = output_of(_accounting_question(list(known.values())))
     except LauncherError:
         return {}
-    found: dict[SubmittedJob, JobState] = {}
+    states: dict[SubmittedJob, JobState] = {}
     for line in text.splitlines():
         parts = line.split("|", 7)
         if len(parts) != 8:
@@ -342,8 +340,8 @@ def _past(jobs: Sequence[SubmittedJob]) -> dict[SubmittedJob, JobState]:
             if job is not None and (user, name) == (job.user, job.name) and _fits(job, submitted, comment):
                 word = JobState(job.label, state, nodes=nodes, exit_code=exit_code, cancelled_by=by)
                 if word.is_over:
-                    found[job] = word
-    return found
+                    states[job] = word
+    return states
 
 
 def _accounting_question(jobs: Sequence[SubmittedJob]) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
-"""Hands a batch script to Slurm, once: a job whose answer was lost is found again by its token.
+"""Hands batch scripts to Slurm, each once, and cancels jobs.
 
-It writes no files. Slurm copies the script when it accepts it.
+A job whose answer was lost is found again by its token. Slurm copies a script when it accepts it.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ def submit(script: Path, token: str, options: Sequence[str] = ()) -> str:
         problem: SlurmRefused | SlurmSilent = SlurmSilent("sbatch printed no job id")
     except (SlurmRefused, SlurmSilent) as error:
         problem = error
-    found = _found_later(token, problem)
-    if found is not None:
-        return found
+    job = _found_later(token, problem)
+    if job is not None:
+        return job
     if isinstance(problem, SlurmRefused):
         raise problem
     raise SlurmRefused(f"{problem}; the queue holds no such job") from problem
@@ -76,19 +76,19 @@ def _found_later(token: str, problem: LauncherError) -> str | None:
     for pause_s in _LOOK_AGAIN_S if isinstance(problem, SlurmSilent) else _LOOK_AGAIN_S[:1]:
         time.sleep(pause_s)
         try:
-            found = find_by_token(token)
+            job = find_by_token(token)
         except LauncherError as error:
             last = error
             continue
-        if found is not None:
-            return found
+        if job is not None:
+            return job
         last = None
     if last is not None:
         raise SlurmSilent(f"{problem}, and then: {last}") from last
     return None
 
 
-# Takes jobs out of Slurm's queue, or ends them. It knows nothing of what they do.
+# Cancelling.
 #
 # Tasks of an array that wait are one record in Slurm: `scancel --state=PENDING 12_4` was seen to cancel all
 # that wait, 12_5 too (22.05). And without --state it kills a task that has begun meanwhile. So the state is

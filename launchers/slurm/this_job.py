@@ -1,4 +1,6 @@
-"""What a job asks of Slurm about itself, and what it asks Slurm to do with it. It decides nothing.
+"""What a job asks Slurm about itself, its requeue, the signals that reach it, and its place in Slurm.
+
+Used by the agents on the nodes of a job.
 
 In an array always by the array's id and the task: the number of its last task is the array's own id, and
 `scontrol requeue` of that would start all of its tasks again.
@@ -51,10 +53,10 @@ class OwnJob:
 def own_job(job: str, timeout_s: float = QUERY_TIMEOUT_S) -> OwnJob:
     """Return what Slurm says of a job by its id (12, or 12_3). Raises LauncherError; SlurmRefused: gone."""
     words = ("scontrol", "--oneliner", "show", "job", job)
-    found = parsed(output_of(words, timeout_s=timeout_s))
-    if found is None:
-        raise SlurmRefused(f"scontrol show job {job} told nothing that could be read")
-    return found
+    described = parsed(output_of(words, timeout_s=timeout_s))
+    if described is None:
+        raise SlurmRefused(f"scontrol show job {job} printed nothing that describes a job")
+    return described
 
 
 def parsed(text: str) -> OwnJob | None:
@@ -88,19 +90,16 @@ def requeue(job: str) -> None:
         signal.signal(signal.SIGTERM, before)
 
 
-# The signals that reach a job's tasks, counted instead of died of. It stops nothing itself.
-#
 # Slurm sends USR2 (or another warning) before the time limit, TERM at a cancel, a preemption and the limit
-# itself, some of them twice. It kills by itself when a task takes too long: no second signal makes it urgent.
-
-
+# itself, some of them twice.
 _OF_A_JOB = (signal.SIGUSR2, signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class JobSignals(StopRequests):
-    """While entered, what Slurm sends counts as one request to stop; handlers that stood before are replaced.
+    """While entered, what Slurm sends counts as one request to stop. *Main thread only*.
 
-    Main thread only. Signals that were ignored before are heard too: submitit and shells may leave them so.
+    One, since Slurm itself kills a task that takes too long: no second signal makes it urgent. Signals that
+    were ignored before count too: shells and launchers may leave them so.
     """
 
     def __enter__(self) -> JobSignals:
@@ -124,12 +123,9 @@ class JobSignals(StopRequests):
         return min(1, super().count())
 
 
-# What a task knows of its job from the variables that Slurm sets. It asks Slurm nothing.
-
-
 @dataclass(frozen=True)
 class JobTask:
-    """One task of a job's step; with one task per node also that node's number."""
+    """One task of a job's step, by the variables that Slurm sets: the only one of its node, number `node`."""
 
     # The id of the array and the member's number, where the job is one of an array: 12_3. Slurm's commands
     # take it; the job's own number may be the whole array's id.

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from conf.schema import Config
-from launchers.node_group import Member, Order
+from launchers.node_group import GroupMember, Order
 from orchestra.agents.context import AgentContext
 from orchestra.errors import ConfigError
 from orchestra.recovery.policy import Action, Decision, Resources, node_is_gone
@@ -39,7 +39,7 @@ Nodes = tuple[int, ...]
 Shrink = Callable[[Sequence[int]], Nodes | None]
 
 
-def are_checked(members: Mapping[int, Member], num_nodes: int, waited_s: float) -> bool:
+def are_checked(members: Mapping[int, GroupMember], num_nodes: int, waited_s: float) -> bool:
     """Tell whether all nodes that came have checked themselves and their neighbours, or are waited for no
     longer. `num_nodes`: of the whole job.
     """
@@ -53,12 +53,12 @@ def are_checked(members: Mapping[int, Member], num_nodes: int, waited_s: float) 
     )
 
 
-def slow(members: Mapping[int, Member]) -> dict[int, str]:
+def slow(members: Mapping[int, GroupMember]) -> dict[int, str]:
     """Return the nodes that are far slower than the others, with what was measured."""
     return {**_far_slower(_rates(members), _rate_words), **_far_slower(_core_rates(members), _core_words)}
 
 
-def doubts(members: Mapping[int, Member], listed: Mapping[str, str]) -> dict[int, str]:
+def doubts(members: Mapping[int, GroupMember], listed: Mapping[str, str]) -> dict[int, str]:
     """Return the nodes that something speaks against; `listed`: hosts on the cluster's list, and why."""
     doubtful = {}
     for node, member in members.items():
@@ -99,7 +99,7 @@ def by_preference(
 
 
 def write_findings(
-    events: EventWriter, members: Mapping[int, Member], listed: Mapping[str, str], taken: Sequence[int]
+    events: EventWriter, members: Mapping[int, GroupMember], listed: Mapping[str, str], taken: Sequence[int]
 ) -> None:
     """Write down what the nodes' checks found, in one event, and one for each slow node."""
     facts = _summary(members, listed, taken)
@@ -110,7 +110,9 @@ def write_findings(
             events.write("node_slow", node=node, host=host, cause=words, used=node in taken)
 
 
-def words_of(members: Mapping[int, Member], listed: Mapping[str, str], taken: Sequence[int]) -> list[str]:
+def words_of(
+    members: Mapping[int, GroupMember], listed: Mapping[str, str], taken: Sequence[int]
+) -> list[str]:
     """Return what a person should know of the nodes, a line for each; none where all are sound."""
     lines = []
     slow_nodes, doubtful = slow(members), doubts(members, listed)
@@ -124,7 +126,7 @@ def words_of(members: Mapping[int, Member], listed: Mapping[str, str], taken: Se
 
 
 def _summary(
-    members: Mapping[int, Member], listed: Mapping[str, str], taken: Sequence[int]
+    members: Mapping[int, GroupMember], listed: Mapping[str, str], taken: Sequence[int]
 ) -> dict[str, Any]:
     checked = [
         member.facts["checked"]
@@ -144,7 +146,7 @@ def _summary(
     return {**facts, **{name: value for name, value in findings.items() if value}}
 
 
-def _clocks_off(members: Mapping[int, Member]) -> dict[str, float]:
+def _clocks_off(members: Mapping[int, GroupMember]) -> dict[str, float]:
     """Return the hosts whose clock differs from the others', as compared with that of the file system."""
     ahead = {member.host: _number(member, "checked", "clock_ahead_s") for member in members.values()}
     known = {host: seconds for host, seconds in ahead.items() if seconds is not None}
@@ -157,7 +159,7 @@ def _clocks_off(members: Mapping[int, Member]) -> dict[str, float]:
 # Which nodes are slow.
 
 
-def _rates(members: Mapping[int, Member]) -> dict[int, float]:
+def _rates(members: Mapping[int, GroupMember]) -> dict[int, float]:
     """Return each node's best rate, as sender or as receiver, in bytes per second.
 
     A slow link has two ends, and the better of a node's two links tells which of them is slow.
@@ -179,13 +181,13 @@ def _rounds(ring: Mapping[str, Any]) -> list[float]:
     return [0.0, *(float(rate) for rate in rounds if is_number(rate))] if isinstance(rounds, list) else [0.0]
 
 
-def _core_rates(members: Mapping[int, Member]) -> dict[int, float]:
+def _core_rates(members: Mapping[int, GroupMember]) -> dict[int, float]:
     """Return how often in a second one core of a node does the same piece of work."""
     seconds = {node: _number(member, "checked", "core_s") for node, member in members.items()}
     return {node: 1.0 / value for node, value in seconds.items() if value}
 
 
-def _number(member: Member, *keys: str) -> float | None:
+def _number(member: GroupMember, *keys: str) -> float | None:
     value: Any = member.facts
     for key in keys:
         value = value.get(key) if isinstance(value, Mapping) else None
@@ -239,7 +241,7 @@ def _start_of_job(facts: Mapping[str, Any]) -> tuple[object, object]:
     return facts.get("job"), facts.get("job_start")
 
 
-def is_fit(member: Member) -> bool:
+def is_fit(member: GroupMember) -> bool:
     """Tell whether a node's check of itself found nothing that keeps it from training."""
     return not member.facts.get("unfit")
 
@@ -267,7 +269,7 @@ def gives_layout(config: Config, num_nodes: int) -> bool:
 
 
 def resources(
-    order: Order, members: Mapping[int, Member], context: AgentContext, events: Iterable[Record]
+    order: Order, members: Mapping[int, GroupMember], context: AgentContext, events: Iterable[Record]
 ) -> Resources:
     """Return what the policy can choose from: the nodes that live, those of the order first."""
     bad = excluded_hosts(events, context.scheduler.facts())
@@ -288,7 +290,7 @@ def resources(
 def next_nodes(
     order: Order,
     decision: Decision,
-    members: Mapping[int, Member],
+    members: Mapping[int, GroupMember],
     config: Config,
     listed: Mapping[str, str],
     excluded: Collection[str] = (),
@@ -311,7 +313,7 @@ def next_nodes(
     return shrunk(nodes, config)
 
 
-def without_unfit(order: Order, decision: Decision, members: Mapping[int, Member]) -> Decision:
+def without_unfit(order: Order, decision: Decision, members: Mapping[int, GroupMember]) -> Decision:
     """Return a decision that also leaves out the nodes of an attempt whose check found them unfit, unless all
     were: then no node is to blame.
     """

@@ -10,7 +10,7 @@ from conf.schema import Config
 from launchers.fork_server.client import ForkServer
 from launchers.memory_store.node_store import NodeCopies
 from launchers.node_agent import StopRequests
-from launchers.node_group import Member, NodeGroup, Order
+from launchers.node_group import GroupMember, NodeGroup, Order
 from orchestra.agents.attempt_record import AttemptRecord, AttemptRecords
 from orchestra.agents.node_check.own_check import NodeCheck
 from orchestra.recovery.incidents import Incident, Verdict
@@ -109,7 +109,7 @@ class AgentContext:
         return self.group.num_nodes == 1
 
     @property
-    def member(self) -> Member:
+    def member(self) -> GroupMember:
         assert self.group.member is not None
         return self.group.member
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from launchers.launch_errors import LauncherError
-from launchers.node_group import Member, Order
+from launchers.node_group import GroupMember, Order
 from launchers.spec import Ending
 from orchestra.agents import choose_nodes
 from orchestra.agents.attempt import config_of, ending_of, mark_lost, requests_of
@@ -105,7 +105,7 @@ class Leader:
         self._order_end(0, *called_off(self._context))
 
     def _start(
-        self, number: int, nodes: Sequence[int], members: dict[int, Member], wait_s: float, **facts: Any
+        self, number: int, nodes: Sequence[int], members: dict[int, GroupMember], wait_s: float, **facts: Any
     ) -> None:
         """Prepare the order that starts an attempt, to be given in `wait_s` seconds."""
         order = Order(
@@ -309,7 +309,7 @@ class Leader:
         return {} if memory is None else {MEMORY: memory}
 
     def _write_replaced(
-        self, order: Order, nodes: Sequence[int], members: dict[int, Member], record: AttemptRecord
+        self, order: Order, nodes: Sequence[int], members: dict[int, GroupMember], record: AttemptRecord
     ) -> None:
         gone = [node for node in order.nodes if node not in nodes]
         for old, new in zip(gone, (node for node in nodes if node not in order.nodes), strict=False):

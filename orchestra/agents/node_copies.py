@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from launchers.launch_errors import LauncherError
-from launchers.memory_store.node_store import CopyPart, NodeCopies
-from launchers.node_group import Member, Order
+from launchers.memory_store.node_store import NodeCopies, NodeCopyPlan
+from launchers.node_group import GroupMember, Order
 from orchestra.agents.choose_nodes import is_fit
 from orchestra.agents.context import START, AgentContext, attempt_number
 from orchestra.agents.node_check.own_check import copies_name
@@ -61,7 +61,7 @@ def prepare_copies(context: AgentContext, order: Order) -> tuple[dict[str, str],
     following = neighbour(order.nodes, context.node, _spares(context, order, members))
     address = None if following is None else _address(members, following)
     kept = _ranks(before, count) if len(order.nodes) > 1 else range(0)
-    part = CopyPart(attempt_number(order), own, address, kept)
+    part = NodeCopyPlan(attempt_number(order), own, address, kept)
     if len(order.nodes) == 1:
         # A spare's agent may die without a word: no attempt of its own ends with it.
         part = dataclasses.replace(part, elsewhere=_another(context, order))
@@ -72,17 +72,17 @@ def prepare_copies(context: AgentContext, order: Order) -> tuple[dict[str, str],
 def keep_copies(context: AgentContext, order: Order) -> None:
     """Be ready to keep the copies of an attempt that this node has no ranks in. *Spares*."""
     if context.copies is not None and order.action == START:
-        context.copies.begin(CopyPart(attempt_number(order), range(0)))
+        context.copies.begin(NodeCopyPlan(attempt_number(order), range(0)))
 
 
-def _spares(context: AgentContext, order: Order, members: Mapping[int, Member]) -> list[int]:
+def _spares(context: AgentContext, order: Order, members: Mapping[int, GroupMember]) -> list[int]:
     """Return the nodes beside an attempt that may keep copies, those whose agents are heard first."""
     beside = _beside(order, members)
     silent = set(context.group.silent(beside))
     return sorted(beside, key=lambda node: (node in silent, node))
 
 
-def _beside(order: Order, members: Mapping[int, Member]) -> list[int]:
+def _beside(order: Order, members: Mapping[int, GroupMember]) -> list[int]:
     fit = (node for node, member in sorted(members.items()) if COPIES in member.facts and is_fit(member))
     return [node for node in fit if node not in order.nodes]
 
@@ -103,7 +103,7 @@ def _ranks(index: int, count: int) -> range:
     return range(index * count, (index + 1) * count)
 
 
-def _address(members: Mapping[int, Member], node: int) -> Mapping[str, Any] | None:
+def _address(members: Mapping[int, GroupMember], node: int) -> Mapping[str, Any] | None:
     member = members.get(node)
     return None if member is None else member.facts.get(COPIES)
 

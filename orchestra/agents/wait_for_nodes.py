@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 
-from launchers.node_group import Member
+from launchers.node_group import GroupMember
 from orchestra.agents import choose_nodes
 from orchestra.agents.attempt import requests_of
 from orchestra.agents.choose_nodes import are_checked, doubts, preferred, slow, words_of, write_findings
@@ -42,7 +42,7 @@ class WaitForNodes:
         self._context = context
         self._began = time.monotonic()
 
-    def is_over(self, members: Mapping[int, Member]) -> bool:
+    def is_over(self, members: Mapping[int, GroupMember]) -> bool:
         """Tell whether as many have come as there will be. Raises LaunchError where they stay too few."""
         waited = time.monotonic() - self._began
         if len(members) == self._context.group.num_nodes:
@@ -56,7 +56,7 @@ class WaitForNodes:
             raise LaunchError(self.too_few(members))
         return False
 
-    def too_few(self, members: Mapping[int, Member]) -> str:
+    def too_few(self, members: Mapping[int, GroupMember]) -> str:
         """Return which nodes are missing, as an error's words."""
         num_nodes = self._context.group.num_nodes
         missing = sorted(set(range(num_nodes)) - set(members))
@@ -75,13 +75,13 @@ class Preflight:
         self._all_there_since: float | None = None
         self._listed: Mapping[str, str] | None = None
 
-    def is_over(self, members: Mapping[int, Member]) -> bool:
+    def is_over(self, members: Mapping[int, GroupMember]) -> bool:
         """Tell whether the nodes that came have checked themselves, or are waited for no longer."""
         now = time.monotonic()
         self._all_there_since = self._all_there_since or now
         return are_checked(members, self._context.group.num_nodes, now - self._all_there_since)
 
-    def first_nodes(self, members: Mapping[int, Member]) -> tuple[int, ...] | None:
+    def first_nodes(self, members: Mapping[int, GroupMember]) -> tuple[int, ...] | None:
         """Return the nodes of a job's first attempt, in the scheduler's order; None: they are too few."""
         config = self._context.config
         bad = choose_nodes.excluded_hosts(read_events(self._context.run), self._context.scheduler.facts())
@@ -98,13 +98,13 @@ class Preflight:
             lambda nodes: choose_nodes.shrunk(nodes, config),
         )
 
-    def write(self, events: EventWriter, members: Mapping[int, Member], taken: Sequence[int]) -> None:
+    def write(self, events: EventWriter, members: Mapping[int, GroupMember], taken: Sequence[int]) -> None:
         """Write down and say what was found; of sound nodes one event alone."""
         write_findings(events, members, self.listed, taken)
         for words in words_of(members, self.listed, taken):
             self._context.say(words)
 
-    def go_elsewhere(self, members: Mapping[int, Member]) -> str | None:
+    def go_elsewhere(self, members: Mapping[int, GroupMember]) -> str | None:
         """Let the run go on in another job without the nodes that cannot train; return what was done, None
         where that is not to be: all can, no job may follow, or several before this one did no better.
 
@@ -125,7 +125,7 @@ class Preflight:
         finally:
             writer.close()
 
-    def unfit_words(self, members: Mapping[int, Member]) -> str:
+    def unfit_words(self, members: Mapping[int, GroupMember]) -> str:
         """Return which nodes cannot train, and why; empty where all can."""
         return "; ".join(
             f"{member.host}: {member.facts['unfit']}"

@@ -16,7 +16,7 @@ from conf.schema import Config, Device
 from launchers.launch_errors import LauncherError, SlurmMissing, SlurmRefused
 from launchers.slurm import sbatch
 from launchers.slurm.cluster import Partition, partitions
-from launchers.slurm.commands import DEFAULT, asked_cluster, is_full, limits
+from launchers.slurm.commands import DEFAULT_LIMITS, asked_cluster, is_full, limits
 from launchers.slurm.sbatch import Estimate
 from orchestra.config.keys import nearest
 from orchestra.errors import ConfigError, LaunchError
@@ -124,7 +124,7 @@ class Site:
     def array_size(self) -> int:
         """Ask how many tasks an array may have. Raises ConfigError where the site takes no arrays."""
         if self.partitions is None:
-            return DEFAULT.array_size
+            return DEFAULT_LIMITS.array_size
         try:
             size = limits().array_size
         except LauncherError as error:

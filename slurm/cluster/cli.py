@@ -20,14 +20,14 @@ from slurm.cluster.commands import require_root
 from slurm.cluster.errors import ClusterError, UsageError
 from slurm.cluster.health import problems, table
 from slurm.cluster.hosts import enter
-from slurm.cluster.layout import DEFAULT_STATE, Layout, Settings, load_layout
+from slurm.cluster.layout import DEFAULT_STATE, ClusterLayout, Settings, load_layout
 from slurm.cluster.operations import down, fail_node, heal_node, up
 
 COMMAND = "slurm/devcluster"
 DESCRIPTION = """\
 A real Slurm cluster of several hosts on this machine: node1 to nodeN, each in network, process, mount and
 host-name namespaces of its own, with slurmctld, slurmdbd, MariaDB and munge on a host called controller. It
-touches no Slurm, munge or MariaDB that is already here, and `down` leaves nothing behind. All but status and
+touches no Slurm, munge or MariaDB that is already here, and `down` leaves nothing. All but status and
 env need root."""
 EPILOG = """\
 examples:
@@ -139,10 +139,10 @@ def run_down(options: argparse.Namespace) -> int:
 
 def run_status(options: argparse.Namespace) -> int:
     layout = _layout(options)
-    found = problems(layout)
+    seen = problems(layout)
     print(table(layout))
-    print("\n".join(f"problem: {problem}" for problem in found) or "healthy")
-    return 1 if found else 0
+    print("\n".join(f"problem: {problem}" for problem in seen) or "healthy")
+    return 1 if seen else 0
 
 
 def run_env(options: argparse.Namespace) -> int:
@@ -183,14 +183,14 @@ def _state(options: argparse.Namespace) -> Path:
     return Path(options.state).absolute()
 
 
-def _layout(options: argparse.Namespace) -> Layout:
+def _layout(options: argparse.Namespace) -> ClusterLayout:
     layout = load_layout(_state(options))
     if layout is None:
         raise ClusterError(f"no cluster in {_state(options)}; start one as root: {COMMAND} up")
     return layout
 
 
-def _node(layout: Layout, given: str) -> str:
+def _node(layout: ClusterLayout, given: str) -> str:
     node = f"node{given}" if given.isdigit() else given
     if node not in layout.nodes:
         raise UsageError(
@@ -199,6 +199,6 @@ def _node(layout: Layout, given: str) -> str:
     return node
 
 
-def _for_this_shell(layout: Layout) -> str:
+def _for_this_shell(layout: ClusterLayout) -> str:
     option = "" if layout.state == DEFAULT_STATE else f" --state {layout.state}"
     return f'eval "$({COMMAND}{option} env)"'

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slurm.cluster.layout import CONTROLLER, Layout
+from slurm.cluster.layout import CONTROLLER, ClusterLayout
 
 # Everything but slurmd and the jobs runs as this user, which Debian's packages make.
 DAEMON_USER = "slurm"
@@ -18,7 +18,7 @@ SchedulerParameters=bf_interval=5,sched_interval=5
 """
 
 
-def slurm_conf(layout: Layout, memory_mib: int) -> str:
+def slurm_conf(layout: ClusterLayout, memory_mib: int) -> str:
     """Return slurm.conf; each node claims `memory_mib` MiB of memory."""
     settings = layout.settings
     hosts = layout.host_folder("%n")
@@ -59,7 +59,7 @@ PartitionName=urgent Nodes=ALL PriorityTier=2 PreemptMode=OFF MaxTime=INFINITE D
 {lines}"""
 
 
-def _accounting_lines(layout: Layout) -> str:
+def _accounting_lines(layout: ClusterLayout) -> str:
     if not layout.settings.accounting:
         return ""
     return f"""\
@@ -71,7 +71,7 @@ JobAcctGatherType=jobacct_gather/linux
 """
 
 
-def gres_conf(layout: Layout) -> str:
+def gres_conf(layout: ClusterLayout) -> str:
     """Return gres.conf. A count without files leaves nodes drained, so every GPU has a file."""
     if not layout.settings.gpus:
         return "# no GPUs\n"
@@ -87,7 +87,7 @@ def cgroup_conf() -> str:
     return "CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n"
 
 
-def slurmdbd_conf(layout: Layout) -> str:
+def slurmdbd_conf(layout: ClusterLayout) -> str:
     """Return slurmdbd.conf; slurmdbd refuses it unless it belongs to its user alone."""
     return f"""\
 DbdHost={CONTROLLER}
@@ -102,7 +102,7 @@ LogFile={layout.log}/slurmdbd.log
 """
 
 
-def hosts_file(layout: Layout, login: str) -> str:
+def hosts_file(layout: ClusterLayout, login: str) -> str:
     """Return the nodes' /etc/hosts; `login` is the machine's own host name."""
     lines = ["127.0.0.1 localhost", "::1 localhost ip6-localhost", f"{layout.login_address} login {login}"]
     lines += [f"{layout.address(host)} {host}" for host in layout.hosts]

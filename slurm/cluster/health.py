@@ -8,13 +8,13 @@ from pathlib import Path
 from slurm.cluster.commands import run
 from slurm.cluster.errors import ClusterError
 from slurm.cluster.hosts import host_state
-from slurm.cluster.layout import CONTROLLER, Layout
+from slurm.cluster.layout import CONTROLLER, ClusterLayout
 
 WELL_STATES = {"idle", "mixed", "allocated", "completing", "planned", "reserved"}
 ANSWER_WITHIN_S = 10.0
 
 
-def node_states(layout: Layout) -> dict[str, str]:
+def node_states(layout: ClusterLayout) -> dict[str, str]:
     """Return Slurm's state of every node in its own words; an asterisk at the end marks a silent node.
 
     Raises:
@@ -30,28 +30,28 @@ def is_well(state: str) -> bool:
     return state in WELL_STATES
 
 
-def problems(layout: Layout) -> list[str]:
+def problems(layout: ClusterLayout) -> list[str]:
     """Return everything that is wrong, each as one clause; an empty list is a healthy cluster."""
-    found = [problem for host in layout.hosts for problem in _host_problems(layout, host)]
+    seen = [problem for host in layout.hosts for problem in _host_problems(layout, host)]
     try:
         states = node_states(layout)
     except ClusterError as error:
-        return [*found, f"slurmctld does not answer: {error}"]
-    found += [
+        return [*seen, f"slurmctld does not answer: {error}"]
+    seen += [
         f"Slurm says {node} is {states.get(node, 'unknown')}"
         for node in layout.nodes
         if not _is_well(states, node)
     ]
     if layout.settings.accounting:
-        found += _accounting_problems(layout)
-    return found
+        seen += _accounting_problems(layout)
+    return seen
 
 
 def _is_well(states: dict[str, str], node: str) -> bool:
     return is_well(states.get(node, "unknown"))
 
 
-def _host_problems(layout: Layout, host: str) -> Iterator[str]:
+def _host_problems(layout: ClusterLayout, host: str) -> Iterator[str]:
     state = host_state(layout, host)
     if state is None or not state.is_alive:
         yield f"{host} is off"
@@ -69,7 +69,7 @@ def _host_problems(layout: Layout, host: str) -> Iterator[str]:
         yield f"{host} has lost its /etc/hosts, because the machine's own was replaced: `down`, then `up`"
 
 
-def _accounting_problems(layout: Layout) -> list[str]:
+def _accounting_problems(layout: ClusterLayout) -> list[str]:
     command = ["sacctmgr", "--noheader", "--parsable2", "show", "cluster", "format=cluster,controlhost"]
     try:
         answer = run(command, environment=layout.environment, timeout_s=ANSWER_WITHIN_S)
@@ -79,7 +79,7 @@ def _accounting_problems(layout: Layout) -> list[str]:
     return [] if is_registered else ["slurmctld has not registered with slurmdbd"]
 
 
-def table(layout: Layout) -> str:
+def table(layout: ClusterLayout) -> str:
     """Return one line per host: name, address, Slurm's state, daemons."""
     try:
         states = node_states(layout)

@@ -2,7 +2,7 @@
 
 `unshare` starts it in new namespaces (`hosts.py`). It waits for a line on its standard input, which says
 that the network is there; should the input end without one, whoever was starting the host is gone, and so
-goes the host. It knows nothing of other hosts and restarts nothing: what has happened to its daemons stands
+goes the host. It restarts nothing: what has happened to its daemons stands
 in its report.
 """
 

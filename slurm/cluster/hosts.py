@@ -1,6 +1,6 @@
 """Starts, finds and kills hosts from outside: each is one process with all its namespaces.
 
-It knows processes and the names of network namespaces, no Slurm and no links. `host.py` is the inside.
+`host.py` is the inside.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from slurm.cluster.commands import run
 from slurm.cluster.errors import ClusterError
-from slurm.cluster.layout import Layout, this_boot
+from slurm.cluster.layout import ClusterLayout, this_boot
 from slurm.cluster.services import PATH, READY_WITHIN_S, host_plan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,7 +48,7 @@ class HostState:
     services: Mapping[str, str]
 
 
-def host_state(layout: Layout, host: str) -> HostState | None:
+def host_state(layout: ClusterLayout, host: str) -> HostState | None:
     """Return how a host fares, or None where it was never started. Any user may ask."""
     try:
         report = json.loads((layout.host_folder(host) / "report.json").read_text())
@@ -70,7 +70,7 @@ def start_ticks(pid: int) -> int | None:
 class StartingHost:
     """A host whose namespaces are there and whose daemons wait for `start_daemons`."""
 
-    def __init__(self, layout: Layout, host: str) -> None:
+    def __init__(self, layout: ClusterLayout, host: str) -> None:
         self.host = host
         self._layout = layout
         folder = layout.host_folder(host)
@@ -136,7 +136,7 @@ def tail(path: Path, num_lines: int = 12) -> str:
     return "\n".join(path.read_text(errors="replace").splitlines()[-num_lines:])
 
 
-def kill_host(layout: Layout, host: str) -> None:
+def kill_host(layout: ClusterLayout, host: str) -> None:
     """End every process of a host at once, as a loss of power does, and remove its namespaces. Idempotent.
 
     Raises:
@@ -157,7 +157,7 @@ def kill_host(layout: Layout, host: str) -> None:
     remove_name(layout, host)
 
 
-def give_name(layout: Layout, host: str, pid: int) -> None:
+def give_name(layout: ClusterLayout, host: str, pid: int) -> None:
     """Make `ip netns` know a host's network namespace."""
     NAMESPACES.mkdir(exist_ok=True)
     name = NAMESPACES / layout.namespace(host)
@@ -165,7 +165,7 @@ def give_name(layout: Layout, host: str, pid: int) -> None:
     run(["mount", "--bind", f"/proc/{pid}/ns/net", str(name)])
 
 
-def remove_name(layout: Layout, host: str) -> None:
+def remove_name(layout: ClusterLayout, host: str) -> None:
     """Remove the name that `give_name` gave, if it is there."""
     name = NAMESPACES / layout.namespace(host)
     if name.exists():
@@ -179,22 +179,22 @@ def is_namespace(name: Path) -> bool:
     return name.stat().st_dev != NAMESPACES.stat().st_dev
 
 
-def processes_on(layout: Layout, host: str) -> dict[int, str]:
+def processes_on(layout: ClusterLayout, host: str) -> dict[int, str]:
     """Return the processes of a host by the machine's numbers, with their commands. *Root only.*"""
     state = host_state(layout, host)
     if not state or not state.is_alive:
         return {}
     namespace = Path(f"/proc/{state.pid}/ns/pid").readlink()
-    found = {}
+    commands = {}
     for folder in Path("/proc").glob("[0-9]*"):
         # The machine's first process may be closed even to root.
         with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
             if (folder / "ns/pid").readlink() == namespace:
-                found[int(folder.name)] = (folder / "cmdline").read_text().replace("\0", " ").strip()
-    return found
+                commands[int(folder.name)] = (folder / "cmdline").read_text().replace("\0", " ").strip()
+    return commands
 
 
-def enter(layout: Layout, host: str) -> list[str]:
+def enter(layout: ClusterLayout, host: str) -> list[str]:
     """Return the start of a command line that runs the rest on a host. *Root only.*
 
     Raises:

@@ -57,7 +57,7 @@ class Settings:
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class ClusterLayout:
     """One cluster's names and paths."""
 
     state: Path
@@ -90,7 +90,7 @@ class Layout:
         return self.subnet[250] if host == CONTROLLER else self.subnet[self.nodes.index(host) + 1]
 
     def namespace(self, host: str) -> str:
-        """Return the name that `ip netns` knows a host by."""
+        """Return a host's name for `ip netns`."""
         return host if self.slot == 0 else f"dev{self.slot}-{host}"
 
     @property
@@ -148,14 +148,14 @@ def record_file(state: Path) -> Path:
     return state / "cluster.json"
 
 
-def load_layout(state: Path) -> Layout | None:
+def load_layout(state: Path) -> ClusterLayout | None:
     """Return the cluster that a folder records, or None where it records none."""
     try:
         record = json.loads(record_file(state).read_text())
     except (FileNotFoundError, NotADirectoryError):
         return None
     settings = record["settings"] | {"slurm_lines": tuple(record["settings"]["slurm_lines"])}
-    return Layout(state, record["slot"], Settings(**settings), record["boot"])
+    return ClusterLayout(state, record["slot"], Settings(**settings), record["boot"])
 
 
 def this_boot() -> str:

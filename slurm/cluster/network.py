@@ -15,12 +15,12 @@ from ipaddress import IPv4Network
 from slurm.cluster.commands import run
 from slurm.cluster.errors import ClusterError
 from slurm.cluster.hosts import NAMESPACES
-from slurm.cluster.layout import CONTROLLER, NUM_SLOTS, Layout
+from slurm.cluster.layout import CONTROLLER, NUM_SLOTS, ClusterLayout
 
 BRIDGE = "cluster"
 
 
-def free_slot(layout: Layout) -> Layout:
+def free_slot(layout: ClusterLayout) -> ClusterLayout:
     """Return the layout with the first slot whose link, namespaces and subnet nobody on this machine uses.
 
     Raises:
@@ -48,7 +48,7 @@ def _routes() -> list[dict[str, str]]:
     return [route for route in routes if route.get("dst", "default") != "default"]
 
 
-def connect_controller(layout: Layout, pid: int) -> None:
+def connect_controller(layout: ClusterLayout, pid: int) -> None:
     """Make the bridge on the controller, whose first process is `pid`, and link the machine itself to it."""
     remove_login_link(layout)
     _ip_on(
@@ -64,7 +64,7 @@ def connect_controller(layout: Layout, pid: int) -> None:
     run(["ip", "link", "set", layout.login_link, "up"])
 
 
-def connect_nodes(layout: Layout, controller_pid: int, node_pids: Mapping[str, int]) -> None:
+def connect_nodes(layout: ClusterLayout, controller_pid: int, node_pids: Mapping[str, int]) -> None:
     """Link nodes, given by their first processes, to the bridge, each with its address."""
     for node, pid in node_pids.items():
         # A dead node's connections keep its end of the old link for minutes.
@@ -82,12 +82,12 @@ def connect_nodes(layout: Layout, controller_pid: int, node_pids: Mapping[str, i
 
 
 def cut_node(controller_pid: int, node: str) -> None:
-    """Take a node's link down: its peers hear nothing more, not even that a connection ended."""
+    """Take a node's link down: its peers receive nothing more, not even the end of a connection."""
     with suppress(ClusterError):  # The link is gone where the node is.
         _ip_on(controller_pid, f"link set {node} down")
 
 
-def remove_login_link(layout: Layout) -> None:
+def remove_login_link(layout: ClusterLayout) -> None:
     """Remove the machine's own link. Idempotent."""
     with suppress(ClusterError):
         run(["ip", "link", "delete", layout.login_link])

@@ -22,7 +22,7 @@ from slurm.cluster.hosts import NAMESPACES, StartingHost, give_name, host_state,
 from slurm.cluster.layout import (
     CONTROLLER,
     MAX_STATE_LENGTH,
-    Layout,
+    ClusterLayout,
     Settings,
     load_layout,
     record_file,
@@ -35,7 +35,7 @@ POLL_S = 0.1
 SYSTEM_TABLES = ("mariadb_system_tables.sql", "mysql_system_tables.sql")
 
 
-def up(state: Path, settings: Settings) -> tuple[Layout, bool]:
+def up(state: Path, settings: Settings) -> tuple[ClusterLayout, bool]:
     """Bring a cluster up, or what is missing of it; returns it, and whether anything had to be done.
 
     Raises:
@@ -71,7 +71,7 @@ def down(state: Path) -> bool:
     return layout is not None
 
 
-def fail_node(layout: Layout, node: str) -> None:
+def fail_node(layout: ClusterLayout, node: str) -> None:
     """Let a node fail like one that loses its power: first its link goes, then all its processes."""
     with _locked(layout.state):
         controller = host_state(layout, CONTROLLER)
@@ -80,7 +80,7 @@ def fail_node(layout: Layout, node: str) -> None:
         kill_host(layout, node)
 
 
-def heal_node(layout: Layout, node: str) -> None:
+def heal_node(layout: ClusterLayout, node: str) -> None:
     """Start a failed node again and wait until Slurm gives it jobs.
 
     Raises:
@@ -126,10 +126,10 @@ def _locked(state: Path) -> Iterator[None]:
             os.close(folder)
 
 
-def _new_cluster(state: Path, settings: Settings) -> Layout:
+def _new_cluster(state: Path, settings: Settings) -> ClusterLayout:
     """Bring a cluster up in an empty folder, or remove the folder."""
     try:
-        layout = network.free_slot(Layout(state, 0, settings, this_boot()))
+        layout = network.free_slot(ClusterLayout(state, 0, settings, this_boot()))
     except BaseException:
         state.rmdir()
         raise
@@ -142,7 +142,7 @@ def _new_cluster(state: Path, settings: Settings) -> Layout:
     return layout
 
 
-def _bring_up(layout: Layout) -> None:
+def _bring_up(layout: ClusterLayout) -> None:
     _write_files(layout)
     controller = StartingHost(layout, CONTROLLER)
     pid = controller.wait_for_namespaces()
@@ -152,12 +152,12 @@ def _bring_up(layout: Layout) -> None:
     controller.wait_until_up()
     _start_nodes(layout, layout.nodes)
     _wait_until_well(layout, layout.nodes)
-    found = problems(layout)
-    if found:
-        raise ClusterError("the cluster came up, but is not well: " + "; ".join(found))
+    seen = problems(layout)
+    if seen:
+        raise ClusterError("the cluster came up, but is not well: " + "; ".join(seen))
 
 
-def _bring_up_missing(layout: Layout) -> bool:
+def _bring_up_missing(layout: ClusterLayout) -> bool:
     """Start the nodes of a running cluster that are down; returns whether there were any."""
     missing = [node for node in layout.nodes if not _is_up(layout, node)]
     for node in missing:
@@ -167,18 +167,18 @@ def _bring_up_missing(layout: Layout) -> bool:
     return bool(missing)
 
 
-def _is_alive(layout: Layout, host: str) -> bool:
+def _is_alive(layout: ClusterLayout, host: str) -> bool:
     state = host_state(layout, host)
     return state is not None and state.is_alive
 
 
-def _is_up(layout: Layout, host: str) -> bool:
+def _is_up(layout: ClusterLayout, host: str) -> bool:
     """Whether a host runs and all its daemons were started, as after an `up` that was not interrupted."""
     state = host_state(layout, host)
     return state is not None and state.is_alive and state.is_up
 
 
-def _start_nodes(layout: Layout, nodes: Sequence[str]) -> None:
+def _start_nodes(layout: ClusterLayout, nodes: Sequence[str]) -> None:
     """Start nodes beside each other and wait until their daemons are ready."""
     controller = host_state(layout, CONTROLLER)
     if controller is None:
@@ -194,19 +194,19 @@ def _start_nodes(layout: Layout, nodes: Sequence[str]) -> None:
         host.wait_until_up()
 
 
-def _wait_until_well(layout: Layout, nodes: Sequence[str]) -> None:
+def _wait_until_well(layout: ClusterLayout, nodes: Sequence[str]) -> None:
     """Wait until Slurm gives jobs to all these nodes; one that Slurm took for lost is set free."""
     deadline = time.monotonic() + WELL_WITHIN_S
     while True:
         states = node_states(layout)
-        ill = {
+        unwell = {
             node: states.get(node, "unknown") for node in nodes if not is_well(states.get(node, "unknown"))
         }
-        if not ill:
+        if not unwell:
             return
         if time.monotonic() > deadline:
-            raise ClusterError(f"after {WELL_WITHIN_S:g} s Slurm still says {ill}; see {layout.log}")
-        for node, state in ill.items():
+            raise ClusterError(f"after {WELL_WITHIN_S:g} s Slurm still says {unwell}; see {layout.log}")
+        for node, state in unwell.items():
             if state.startswith(("down", "drain")):
                 # Slurm refuses where the node has come back by itself meanwhile.
                 with suppress(ClusterError):
@@ -215,7 +215,7 @@ def _wait_until_well(layout: Layout, nodes: Sequence[str]) -> None:
         time.sleep(POLL_S)
 
 
-def _write_files(layout: Layout) -> None:
+def _write_files(layout: ClusterLayout) -> None:
     settings = layout.settings
     for folder in (layout.etc, layout.log, layout.munge, layout.devices, layout.memory):
         folder.mkdir(parents=True, exist_ok=True)
@@ -257,7 +257,7 @@ def _system_tables() -> str:
     )
 
 
-def _remove(layout: Layout) -> None:
+def _remove(layout: ClusterLayout) -> None:
     """End a cluster's processes and remove its folder; one from before a restart is a folder only."""
     # A second Ctrl-C must not leave half of it.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from slurm.cluster.configuration import DAEMON_USER
-from slurm.cluster.layout import CONTROLLER, Layout
+from slurm.cluster.layout import CONTROLLER, ClusterLayout
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 READY_WITHIN_S = 60.0
@@ -57,7 +57,7 @@ def load_plan(path: Path) -> HostPlan:
     return HostPlan(**fields | {"services": [Service(**service) for service in fields["services"]]})
 
 
-def host_plan(layout: Layout, host: str) -> HostPlan:
+def host_plan(layout: ClusterLayout, host: str) -> HostPlan:
     """Return the plan of the controller or of a node."""
     is_controller = host == CONTROLLER
     folders = ["mariadb", "slurmctld"] if is_controller else []
@@ -73,7 +73,7 @@ def host_plan(layout: Layout, host: str) -> HostPlan:
     )
 
 
-def controller_services(layout: Layout) -> list[Service]:
+def controller_services(layout: ClusterLayout) -> list[Service]:
     """Return munged, which serves all hosts by its socket's file, the database if any, and slurmctld."""
     environment = {"PATH": PATH, **layout.environment}
     accounting = _accounting_services(layout, environment) if layout.settings.accounting else []
@@ -81,12 +81,12 @@ def controller_services(layout: Layout) -> list[Service]:
     return [_munged(layout, environment), *accounting, slurmctld]
 
 
-def node_services(layout: Layout) -> list[Service]:
+def node_services(layout: ClusterLayout) -> list[Service]:
     """Return a node's one daemon."""
     return [Service("slurmd", ["slurmd", "-D"], {"PATH": PATH, **layout.environment}, port=6818)]
 
 
-def _munged(layout: Layout, environment: dict[str, str]) -> Service:
+def _munged(layout: ClusterLayout, environment: dict[str, str]) -> Service:
     command = [
         "munged",
         "--foreground",
@@ -98,7 +98,7 @@ def _munged(layout: Layout, environment: dict[str, str]) -> Service:
     return Service("munged", command, environment, user=DAEMON_USER, socket=str(layout.munge_socket))
 
 
-def _accounting_services(layout: Layout, environment: dict[str, str]) -> list[Service]:
+def _accounting_services(layout: ClusterLayout, environment: dict[str, str]) -> list[Service]:
     server = [
         "mariadbd",
         "--no-defaults",

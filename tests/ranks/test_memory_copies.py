@@ -34,8 +34,8 @@ from conf.schema import (
     StateDType,
     TrainConfig,
 )
-from launchers.memory_store.exchange import CopyPusher, CopyServer, Wanted, make_ready
-from launchers.memory_store.store import FOLDER_VARIABLE, OWN, CopyShelf, open_shelf
+from launchers.memory_store.exchange import CopyPusher, CopyServer, WantedCopy, bring_copies
+from launchers.memory_store.store import FOLDER_VARIABLE, OWN, CopyStore, open_copy_store
 from orchestra.data.ledger import read_ledger
 from orchestra.parallel.mesh import RankEnvironment
 from orchestra.recovery.copies import FromMemory, NextAttempt, begins, held_copies, plan
@@ -149,13 +149,13 @@ class Node:
     """A node's agent, as far as copies go."""
 
     def __init__(self, place: Path, number: int) -> None:
-        self.shelf: CopyShelf = open_shelf("run", f"node{number}", place)
-        self.server = CopyServer(self.shelf, "127.0.0.1", SECRET)
+        self.store: CopyStore = open_copy_store("run", f"node{number}", place)
+        self.server = CopyServer(self.store, "127.0.0.1", SECRET)
         self.pusher: CopyPusher | None = None
 
     def push(self, ranks: range, attempt: int, neighbour: Node) -> None:
         neighbour.server.expect(attempt)
-        self.pusher = CopyPusher(self.shelf, ranks, attempt, neighbour.server.address, SECRET)
+        self.pusher = CopyPusher(self.store, ranks, attempt, neighbour.server.address, SECRET)
 
     def stop(self) -> None:
         if self.pusher is not None:
@@ -164,7 +164,7 @@ class Node:
 
     def lose(self) -> None:
         self.stop()
-        self.shelf.close()
+        self.store.close()
 
 
 @pytest.fixture
@@ -189,14 +189,14 @@ def trained_until_lost(pool: RankPool, nodes: list[Node], path: Path, config: Co
     per_node = pool.size // 2
     for number in (0, 1):
         nodes[number].push(range(number * per_node, (number + 1) * per_node), 0, nodes[1 - number])
-    folders = [node.shelf.folder for node in nodes[:2]]
+    folders = [node.store.folder for node in nodes[:2]]
     ended = pool.run(attempt_of, world=pool.size, it=Plan(path, 0, config, folders, kill_at=KILL_AT))
     assert ended == [None] * pool.size
     await_that(lambda: all(it.pusher is not None and it.pusher.pushed_step == COPIED for it in nodes[:2]))
 
 
 def next_plan(nodes: list[Node], alive: Sequence[int], order: Sequence[int], path: Path, world: int) -> Any:
-    held = {number: held_copies([it.to_json() for it in nodes[number].shelf.held()]) for number in alive}
+    held = {number: held_copies([it.to_json() for it in nodes[number].store.held()]) for number in alive}
     upcoming = NextAttempt(order, world // len(order))
     return plan(held, upcoming, begins(read_events(RunDir(path))), committed_step=EVERY)
 
@@ -238,11 +238,11 @@ def test_a_lost_node_is_replaced_from_its_neighbours_memory_bit_for_bit(
     assert isinstance(found, FromMemory)
     assert (found.step, found.attempt) == (COPIED, 0)
     assert list(found.fetches) == [2]
-    wanted = [Wanted(it.rank, nodes[it.source].server.address) for it in found.fetches[2]]
+    wanted = [WantedCopy(it.rank, nodes[it.source].server.address) for it in found.fetches[2]]
     lost = range(world // 2, world)
     assert [it.rank for it in wanted] == list(lost)
-    make_ready(nodes[2].shelf, lost, found.step, found.attempt, wanted, SECRET)
-    folders = [nodes[0].shelf.folder, nodes[2].shelf.folder]
+    bring_copies(nodes[2].store, lost, found.step, found.attempt, wanted, SECRET)
+    folders = [nodes[0].store.folder, nodes[2].store.folder]
     again = Plan(path, 1, config, folders, from_memory=found.step)
     assert pool.run(attempt_of, world=world, it=again) == expected
     assert rows(path) == rows(alone)
@@ -258,10 +258,10 @@ def test_a_node_that_takes_over_its_neighbours_ranks_needs_no_network(
     nodes[1].lose()
     found = next_plan(nodes, [0, 2], [2, 0], path, 2)
     assert {node: [it.rank for it in fetches] for node, fetches in found.fetches.items()} == {2: [0]}
-    wanted = [Wanted(0, nodes[0].server.address)]
-    make_ready(nodes[2].shelf, range(1), found.step, 0, wanted, SECRET)
-    make_ready(nodes[0].shelf, range(1, 2), found.step, 0, [], SECRET)
-    folders = [nodes[2].shelf.folder, nodes[0].shelf.folder]
+    wanted = [WantedCopy(0, nodes[0].server.address)]
+    bring_copies(nodes[2].store, range(1), found.step, 0, wanted, SECRET)
+    bring_copies(nodes[0].store, range(1, 2), found.step, 0, [], SECRET)
+    folders = [nodes[2].store.folder, nodes[0].store.folder]
     ended = ranks(2).run(attempt_of, world=2, it=Plan(path, 1, config_of(), folders, from_memory=found.step))
     assert None not in ended
     assert restored(path)["source"] == "memory"

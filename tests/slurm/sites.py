@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from slurm.cluster.hosts import processes_on
-from slurm.cluster.layout import Layout, load_layout
+from slurm.cluster.layout import ClusterLayout, load_layout
 
 ROOT = Path(__file__).parents[2]
 POLL_S = 0.2
@@ -37,7 +37,7 @@ class Site:
         os.chown(self.shared, user.pw_uid, user.pw_gid)
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> ClusterLayout:
         layout = load_layout(self.state)
         assert layout, f"no cluster in {self.state}"
         return layout

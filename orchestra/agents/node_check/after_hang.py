@@ -12,7 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping
 
-from launchers.node_group import Member, Order
+from launchers.node_group import GroupMember, Order
 from orchestra.agents import choose_nodes
 from orchestra.agents.context import START, AgentContext
 from orchestra.run.events import read_events
@@ -83,7 +83,7 @@ def cut_off(context: AgentContext, order: Order) -> list[int]:
     return alone if is_enough or context.scheduler.can_requeue else []
 
 
-def without_links(members: Mapping[int, Member], number: int, num_nodes: int) -> list[int]:
+def without_links(members: Mapping[int, GroupMember], number: int, num_nodes: int) -> list[int]:
     """Return the nodes whose two links in the ring carried nothing after order `number`, while another link
     did: where none does, the network is away, and no node is to blame. Pure.
     """
@@ -106,14 +106,14 @@ def _hung(context: AgentContext, order: Order) -> bool:
     return (context.group.broken(order.number) or {}).get("cause") == "hang"
 
 
-def _unanswered(context: AgentContext, order: Order, members: Mapping[int, Member]) -> bool:
+def _unanswered(context: AgentContext, order: Order, members: Mapping[int, GroupMember]) -> bool:
     """Tell whether a living node has yet to publish whether it reaches the next one, which lives too."""
     ends = {node for node, member in members.items() if "ring_port" in member.facts}
     asked = [node for node in ends if (node + 1) % context.group.num_nodes in ends]
     return any((members[node].facts.get("ring") or {}).get("order") != order.number for node in asked)
 
 
-def _living(context: AgentContext) -> dict[int, Member]:
+def _living(context: AgentContext) -> dict[int, GroupMember]:
     members = context.group.members()
     silent = context.group.silent(members)
     return {node: member for node, member in members.items() if node not in silent}

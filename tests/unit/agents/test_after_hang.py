@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from conf.schema import ClusterConfig, Config
-from launchers.node_group import Member, Order
+from launchers.node_group import GroupMember, Order
 from orchestra.agents.choose_nodes import next_nodes
 from orchestra.agents.node_check.after_hang import without_links
 from orchestra.recovery.policy import Action, Decision
@@ -15,14 +15,14 @@ from orchestra.recovery.policy import Action, Decision
 NUMBER = 3
 
 
-def ring(*links: bool | None, number: int = NUMBER) -> dict[int, Member]:
+def ring(*links: bool | None, number: int = NUMBER) -> dict[int, GroupMember]:
     """Members of which node n reached the next one or did not; None: it is gone."""
     found = {}
     for node, carried in enumerate(links):
         if carried is not None:
             result: dict[str, Any] = {"bytes_per_s": [1e9]} if carried else {"error": "timed out"}
             facts = {"ring": {"to": (node + 1) % len(links), "order": number, **result}}
-            found[node] = Member(node, f"node{node + 1}", "10.0.0.1", "x", 1, facts)
+            found[node] = GroupMember(node, f"node{node + 1}", "10.0.0.1", "x", 1, facts)
     return found
 
 
@@ -54,7 +54,9 @@ def test_a_node_without_any_link_that_carries_is_apart(
 def test_what_was_measured_at_another_time_says_nothing() -> None:
     assert without_links(ring(False, False, True, number=NUMBER - 1), NUMBER, 3) == []
     assert (
-        without_links({node: Member(node, "", "", "x", 1, {"ring": None}) for node in range(3)}, NUMBER, 3)
+        without_links(
+            {node: GroupMember(node, "", "", "x", 1, {"ring": None}) for node in range(3)}, NUMBER, 3
+        )
         == []
     )
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from launchers.node_group import Member
+from launchers.node_group import GroupMember
 from orchestra.agents.choose_nodes import (
     are_checked,
     by_preference,
@@ -24,17 +24,19 @@ from orchestra.run.paths import RunDir
 GB = 1e9
 
 
-def members(*facts: dict[str, Any]) -> dict[int, Member]:
-    return {node: Member(node, f"node{node + 1}", "10.0.0.1", "x", 1, it) for node, it in enumerate(facts)}
+def members(*facts: dict[str, Any]) -> dict[int, GroupMember]:
+    return {
+        node: GroupMember(node, f"node{node + 1}", "10.0.0.1", "x", 1, it) for node, it in enumerate(facts)
+    }
 
 
-def in_ring(*rates: list[float]) -> dict[int, Member]:
+def in_ring(*rates: list[float]) -> dict[int, GroupMember]:
     """Members of which node n measured rates[n] on the way to the next one."""
     last = len(rates)
     return members(*({"ring": {"to": (node + 1) % last, "bytes_per_s": it}} for node, it in enumerate(rates)))
 
 
-def of_cores(*seconds: float) -> dict[int, Member]:
+def of_cores(*seconds: float) -> dict[int, GroupMember]:
     return members(*({"checked": {"core_s": it}} for it in seconds))
 
 
@@ -67,7 +69,7 @@ def test_a_neighbour_of_a_slow_node_is_not_blamed() -> None:
         members({}, {"ring": None}, {"ring": {"to": "x"}}, {"ring": {"to": 9, "bytes_per_s": "many"}}),
     ],
 )
-def test_no_node_is_slow_without_reason(ring: dict[int, Member]) -> None:
+def test_no_node_is_slow_without_reason(ring: dict[int, GroupMember]) -> None:
     assert slow(ring) == {}
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from conf.schema import ClusterConfig, Config, Device
-from launchers.memory_store.store import OWN, folders_of, open_shelf
+from launchers.memory_store.store import OWN, folders_of, open_copy_store
 from orchestra.agents.node_check import probe
 from orchestra.agents.node_check.own_check import ProbeFindings, ProbeProcess, copies_name, wishes_of
 from orchestra.run.paths import RunDir
@@ -85,14 +85,14 @@ def test_the_runs_own_copies_in_memory_leave_a_place_as_free_as_it_was(tmp_path:
     place.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)], check=True)
     try:
-        shelf = open_shelf(copies_name(run), "here", place)
-        (shelf.folder / OWN / "rank-00000.slot-0.bin").write_bytes(bytes(1000 * 1024))
+        store = open_copy_store(copies_name(run), "here", place)
+        (store.folder / OWN / "rank-00000.slot-0.bin").write_bytes(bytes(1000 * 1024))
         assert "free" in probe.room(str(place))["unfit"]
         own = str(folders_of(copies_name(run), place))
         assert probe.room(str(place), own) == {}
         others = str(folders_of(copies_name(RunDir(tmp_path / "elsewhere" / "mine")), place))
         assert "free" in probe.room(str(place), others)["unfit"]
-        shelf.close()
+        store.close()
     finally:
         subprocess.run(["umount", str(place)], check=True)
 

@@ -11,17 +11,17 @@ import pytest
 
 from launchers.launch_errors import LauncherError
 from launchers.memory_store import node_store
-from launchers.memory_store.node_store import CopyPart, NodeCopies
-from launchers.memory_store.store import OWN, open_shelf
+from launchers.memory_store.node_store import NodeCopies, NodeCopyPlan
+from launchers.memory_store.store import OWN, open_copy_store
 
 
 def put(node: NodeCopies, step: int, rank: int, attempt: int) -> None:
     """Leave a copy as a rank does."""
-    record = node._shelf.folder / OWN / f"rank-{rank:05d}.slot-{step % 3}.copy"
+    record = node._store.folder / OWN / f"rank-{rank:05d}.slot-{step % 3}.copy"
     record.with_suffix(".bin").write_bytes(b"it" * 500)
     head = {"step": step, "attempt": attempt, "rank": rank, "layout": {"dp": 2}, "bytes": 1000}
     record.write_text(json.dumps(head) + "\n[]\nchecksum\n")
-    node._shelf.ring()
+    node._store.wake()
 
 
 def await_that(is_so: Callable[[], bool]) -> None:
@@ -36,12 +36,12 @@ def held(node: NodeCopies) -> list[tuple[int, int, int]]:
 
 
 def test_a_spare_goes_on_with_what_a_lost_node_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_store, "open_shelf", lambda run, host: open_shelf(run, host, tmp_path))
+    monkeypatch.setattr(node_store, "open_copy_store", lambda run, host: open_copy_store(run, host, tmp_path))
     nodes = [NodeCopies("run", f"node{it}", "127.0.0.1", tmp_path / "secret") for it in range(3)]
     for index in (0, 1):
         other = 1 - index
         own, kept = range(index, index + 1), range(other, other + 1)
-        nodes[index].begin(CopyPart(0, own, nodes[other].address, kept))
+        nodes[index].begin(NodeCopyPlan(0, own, nodes[other].address, kept))
     for rank in (0, 1):
         put(nodes[rank], 4, rank, attempt=0)
     await_that(lambda: held(nodes[0]) == held(nodes[1]) == [(0, 4, 0), (0, 4, 1)])
@@ -54,11 +54,11 @@ def test_a_spare_goes_on_with_what_a_lost_node_had(tmp_path: Path, monkeypatch: 
         nodes[2].fetch(range(1, 2), 5, 0, {1: nodes[0].address})
     for index, other in ((0, 2), (2, 0)):
         rank, its = index // 2, other // 2
-        nodes[index].begin(CopyPart(1, range(rank, rank + 1), nodes[other].address, range(its, its + 1)))
+        nodes[index].begin(NodeCopyPlan(1, range(rank, rank + 1), nodes[other].address, range(its, its + 1)))
         put(nodes[index], 5, rank, attempt=1)
     await_that(lambda: (1, 5, 1) in held(nodes[0]) and (1, 5, 0) in held(nodes[2]))
     for node in (nodes[0], nodes[2]):
-        folder = node._shelf.folder
+        folder = node._store.folder
         node.close()
         assert not folder.exists()
 
@@ -66,10 +66,10 @@ def test_a_spare_goes_on_with_what_a_lost_node_had(tmp_path: Path, monkeypatch: 
 def test_a_spare_keeps_what_a_node_has_that_trains_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(node_store, "open_shelf", lambda run, host: open_shelf(run, host, tmp_path))
+    monkeypatch.setattr(node_store, "open_copy_store", lambda run, host: open_copy_store(run, host, tmp_path))
     alone, spare, other = (NodeCopies("run", f"node{it}", "127.0.0.1", tmp_path / "secret") for it in "123")
-    spare.begin(CopyPart(3, range(0)))
-    alone.begin(CopyPart(3, range(2), spare.address))
+    spare.begin(NodeCopyPlan(3, range(0)))
+    alone.begin(NodeCopyPlan(3, range(2), spare.address))
     for rank in (0, 1):
         put(alone, 4, rank, attempt=3)
     await_that(lambda: held(spare) == [(3, 4, 0), (3, 4, 1)])
@@ -80,7 +80,7 @@ def test_a_spare_keeps_what_a_node_has_that_trains_alone(
     assert [(it["attempt"], it["step"], it["rank"]) for it in told] == [(3, 4, 0), (3, 4, 1)]
     address = spare.address
     spare.fetch(range(2), 4, 3, {})
-    assert [place.record.parent.name for place in spare._shelf.places()] == [OWN, OWN]
+    assert [place.record.parent.name for place in spare._store.places()] == [OWN, OWN]
     spare.close()
     with pytest.raises(LauncherError, match="does not say which copies it has"):
         other.held_at(address)
@@ -90,16 +90,16 @@ def test_a_spare_keeps_what_a_node_has_that_trains_alone(
 def test_copies_go_to_a_spares_next_agent_when_its_first_one_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(node_store, "open_shelf", lambda run, host: open_shelf(run, host, tmp_path))
+    monkeypatch.setattr(node_store, "open_copy_store", lambda run, host: open_copy_store(run, host, tmp_path))
     alone, first = (NodeCopies("run", f"node{it}", "127.0.0.1", tmp_path / "secret") for it in "12")
     addresses = [first.address]
-    first.begin(CopyPart(0, range(0)))
-    alone.begin(CopyPart(0, range(1), first.address, elsewhere=lambda: addresses[-1]))
+    first.begin(NodeCopyPlan(0, range(0)))
+    alone.begin(NodeCopyPlan(0, range(1), first.address, elsewhere=lambda: addresses[-1]))
     put(alone, 1, 0, attempt=0)
     await_that(lambda: held(first) == [(0, 1, 0)])
     first.close()
     second = NodeCopies("run", "node2", "127.0.0.1", tmp_path / "secret")
-    second.begin(CopyPart(0, range(0)))
+    second.begin(NodeCopyPlan(0, range(0)))
     addresses.append(second.address)
     put(alone, 2, 0, attempt=0)
     await_that(lambda: held(second) == [(0, 2, 0)])
@@ -110,7 +110,7 @@ def test_copies_go_to_a_spares_next_agent_when_its_first_one_is_gone(
 def test_an_address_that_is_not_here_is_told_and_leaves_no_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(node_store, "open_shelf", lambda run, host: open_shelf(run, host, tmp_path))
+    monkeypatch.setattr(node_store, "open_copy_store", lambda run, host: open_copy_store(run, host, tmp_path))
     with pytest.raises(LauncherError, match="cannot be exchanged"):
         NodeCopies("run", "node", "192.0.2.1", tmp_path / "secret")
     assert list(next(tmp_path.glob("orchestra-*")).iterdir()) == []

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from launchers.slurm.commands import DEFAULT, is_full, parsed
+from launchers.slurm.commands import DEFAULT_LIMITS, is_full, parsed_limits
 
 
 def test_the_size_of_an_array_is_the_clusters_own() -> None:
-    assert parsed({"MaxArraySize": "500"}).array_size == 500
-    assert parsed({}) == DEFAULT
+    assert parsed_limits({"MaxArraySize": "500"}).array_size == 500
+    assert parsed_limits({}) == DEFAULT_LIMITS
 
 
 VIOLATED = "Batch job submission failed: Job violates accounting/QOS policy"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from launchers import node_group as crew_module
+from launchers import node_group
 from launchers.launch_errors import LauncherError
 from launchers.node_group import NodeGroup, Order
 
@@ -23,17 +23,17 @@ AGENT = """
 import sys, time
 from pathlib import Path
 from launchers.node_group import NodeGroup
-crew = NodeGroup(Path(sys.argv[1]), int(sys.argv[2]), 3, 2.5)
-crew.join(f"host{sys.argv[2]}", "127.0.0.1", {})
+group = NodeGroup(Path(sys.argv[1]), int(sys.argv[2]), 3, 2.5)
+group.join(f"host{sys.argv[2]}", "127.0.0.1", {})
 print("joined", flush=True)
 time.sleep(600)
 """
 
 
 def joined(folder: Path, node: int, num_nodes: int = 3) -> NodeGroup:
-    crew = NodeGroup(folder, node, num_nodes, TIMEOUT_S)
-    crew.join(f"host{node}", "127.0.0.1", {"port": 1})
-    return crew
+    group = NodeGroup(folder, node, num_nodes, TIMEOUT_S)
+    group.join(f"host{node}", "127.0.0.1", {"port": 1})
+    return group
 
 
 def wait_until(is_so: Callable[[], bool], within_s: float = 30.0) -> None:
@@ -44,16 +44,16 @@ def wait_until(is_so: Callable[[], bool], within_s: float = 30.0) -> None:
 
 
 def test_members_and_what_they_offer_are_seen_by_all(tmp_path: Path) -> None:
-    crews = [joined(tmp_path / "crew", node) for node in (2, 0, 1)]
-    crews[0].tell({"disk": "small"})
-    members = crews[1].members()
+    groups = [joined(tmp_path / "group", node) for node in (2, 0, 1)]
+    groups[0].tell({"disk": "small"})
+    members = groups[1].members()
     assert list(members) == [0, 1, 2]
     assert members[2].facts == {"port": 1, "disk": "small"}
     assert members[2].host == "host2"
-    crews[0].leave()
-    assert list(crews[1].members()) == [0, 1]
-    for crew in crews[1:]:
-        crew.leave()
+    groups[0].leave()
+    assert list(groups[1].members()) == [0, 1]
+    for group in groups[1:]:
+        group.leave()
 
 
 def test_the_lowest_living_node_leads_and_a_stopped_one_is_silent(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_the_lowest_living_node_leads_and_a_stopped_one_is_silent(tmp_path: Path
     assert first.stdout.readline() == b"joined\n"
     second, third = joined(tmp_path, 1), joined(tmp_path, 2)
     try:
-        assert [crew.leader() for crew in (second, third)] == [0, 0]
+        assert [group.leader() for group in (second, third)] == [0, 0]
         os.kill(first.pid, signal.SIGSTOP)
         wait_until(lambda: second.leads)
         wait_until(lambda: third.leader() == 1)
@@ -82,8 +82,8 @@ def test_the_lowest_living_node_leads_and_a_stopped_one_is_silent(tmp_path: Path
 def test_an_agent_that_makes_no_progress_falls_silent_and_is_told_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(crew_module, "_LEAST_STALL_S", 1.0)
-    monkeypatch.setattr(crew_module, "_STALL_TIMEOUTS", 0)
+    monkeypatch.setattr(node_group, "_LEAST_STALL_S", 1.0)
+    monkeypatch.setattr(node_group, "_STALL_TIMEOUTS", 0)
     told = threading.Event()
     first = NodeGroup(tmp_path, 0, 2, TIMEOUT_S, told.set)
     first.join("host0", "127.0.0.1", {})
@@ -116,23 +116,23 @@ def test_a_member_that_left_does_not_lead(tmp_path: Path) -> None:
 
 
 def test_one_order_a_number_whoever_believes_to_lead(tmp_path: Path) -> None:
-    crews = [NodeGroup(tmp_path, node, 8, TIMEOUT_S) for node in range(8)]
+    groups = [NodeGroup(tmp_path, node, 8, TIMEOUT_S) for node in range(8)]
     taken: list[tuple[int, int]] = []
     start = threading.Barrier(8)
 
-    def lead(crew: NodeGroup) -> None:
+    def lead(group: NodeGroup) -> None:
         for number in range(20):
             start.wait(30)
-            if crew.publish(Order(number, "start", (crew.node,))):
-                taken.append((number, crew.node))
+            if group.publish(Order(number, "start", (group.node,))):
+                taken.append((number, group.node))
 
-    threads = [threading.Thread(target=lead, args=(crew,)) for crew in crews]
+    threads = [threading.Thread(target=lead, args=(group,)) for group in groups]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
     assert sorted(number for number, _ in taken) == list(range(20))
-    newest = crews[0].newest_order()
+    newest = groups[0].newest_order()
     assert newest is not None
     assert (newest.number, newest.nodes) == (19, (dict(taken)[19],))
     assert not [file for file in (tmp_path / "orders").iterdir() if file.name.startswith(".")]
@@ -153,28 +153,28 @@ def test_an_order_is_for_the_agents_of_its_time_alone(tmp_path: Path) -> None:
 
 
 def test_reports_and_the_first_word_about_a_broken_order_stand(tmp_path: Path) -> None:
-    crews = [NodeGroup(tmp_path, node, 2, TIMEOUT_S) for node in range(2)]
-    assert crews[0].broken(0) is None
-    crews[1].mark_broken(0, {"cause": "ranks failed"})
-    crews[0].mark_broken(0, {"cause": "nodes lost"})
-    assert crews[0].broken(0) == {"node": 1, "cause": "ranks failed"}
-    assert crews[0].broken(1) is None
-    crews[1].report(0, {"code": 1})
-    assert crews[0].reports(0, [0, 1]) == {1: {"code": 1}}
-    assert crews[0].reports(1, [0, 1]) == {}
+    groups = [NodeGroup(tmp_path, node, 2, TIMEOUT_S) for node in range(2)]
+    assert groups[0].broken(0) is None
+    groups[1].mark_broken(0, {"cause": "ranks failed"})
+    groups[0].mark_broken(0, {"cause": "nodes lost"})
+    assert groups[0].broken(0) == {"node": 1, "cause": "ranks failed"}
+    assert groups[0].broken(1) is None
+    groups[1].report(0, {"code": 1})
+    assert groups[0].reports(0, [0, 1]) == {1: {"code": 1}}
+    assert groups[0].reports(1, [0, 1]) == {}
 
 
 def test_files_that_make_no_sense_are_passed_over(tmp_path: Path) -> None:
-    crew = joined(tmp_path, 0)
+    group = joined(tmp_path, 0)
     (tmp_path / "member-001.json").write_text("{")
     (tmp_path / "member-002.json").write_text('{"node": 2}')
-    assert list(crew.members()) == [0]
+    assert list(group.members()) == [0]
     (tmp_path / "orders" / "0000.json").write_text("[]")
-    assert crew.newest_order() is None
-    crew.leave()
+    assert group.newest_order() is None
+    group.leave()
 
 
 def test_a_folder_that_cannot_be_made_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(LauncherError, match="cannot make"):
-        NodeGroup(tmp_path / "file" / "crew", 0, 1, TIMEOUT_S)
+        NodeGroup(tmp_path / "file" / "group", 0, 1, TIMEOUT_S)
