@@ -1,5 +1,5 @@
 """The data plane: what torchrun starts on every rank.
 
-It reads the frozen configuration and writes the run directory. Empty on purpose: the wandb mirror, which has
-no use for torch, is imported through here.
+It reads the frozen configuration and writes the run directory. This module imports nothing: the wandb mirror
+is imported through it and does without torch.
 """

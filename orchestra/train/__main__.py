@@ -26,7 +26,7 @@ _PARENT_VARIABLE = "LAUNCHERS_PARENT_PID"
 
 def die_with_parent() -> None:
     """Ask Linux to kill this process when its parent ends: under torchrun every worker has its own session,
-    so that killing torchrun's process group would leave it behind.
+    so that it would outlive a kill of torchrun's process group.
     """
     parent = int(os.environ.get(_PARENT_VARIABLE, os.getppid()))
     if sys.platform == "linux":
@@ -52,10 +52,10 @@ def redirect_output(path: Path) -> None:
 
 
 def _leave_at_once(code: int) -> NoReturn:
-    """End the process without Python's own winding up. The verdict and all records are written by now.
+    """End the process without Python's own shutdown. The verdict and all records are written by now.
 
-    Threads and process groups of a failed rank may never end by themselves. And a rank that had finished was
-    seen to die of SIGABRT while the interpreter went down ("terminate called without an active exception",
+    Threads and process groups of a failed rank may not end by themselves. And a rank that had finished was
+    seen to die of SIGABRT while the interpreter shut down ("terminate called without an active exception",
     twice in some hundred ends): a native thread that then asks for the interpreter's lock ends the process.
     """
     sys.stdout.flush()
@@ -66,8 +66,8 @@ def _leave_at_once(code: int) -> NoReturn:
 def main() -> NoReturn:
     """Run this rank and end with its exit code.
 
-    Under torchrun a stop on request ends with 0 like any end in good order, and its verdict is in the events:
-    after another code torchrun would end the ranks that still have to close what they hold.
+    Under torchrun a stop on request ends with 0 like a finished run, and its verdict is in the events: after
+    another code torchrun would end the ranks that still have to close what they hold.
     """
     parser = argparse.ArgumentParser(prog="python -m orchestra.train", description=__doc__.splitlines()[0])
     parser.add_argument("run_dir", type=Path)

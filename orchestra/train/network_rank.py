@@ -1,7 +1,9 @@
 """`python -m orchestra.train.network_rank FOLDER`: what torchrun starts on every rank to measure the network.
 
-FOLDER is laid out like a run directory and its frozen configuration says device and interface; rank 0 leaves
-the result there. It trains nothing and knows no cluster.
+FOLDER is laid out like a run directory and its frozen configuration says device and interface; rank 0 writes
+the result there. Messages between ranks are timed: all-reduces and round trips of several sizes, over pairs
+of ranks and over all. Each number is a median of repeats, of the slowest rank that took part; the number of
+repeats follows from the first time of a size, so that a slow network takes as long as a fast one.
 """
 
 from __future__ import annotations
@@ -34,13 +36,6 @@ from orchestra.sizes.network import (
 from orchestra.sizes.units import MIB
 from orchestra.train.__main__ import die_with_parent, ignore_scheduler_signals, redirect_output
 
-# Times messages between ranks: all-reduces and round trips of several sizes, over pairs and over all.
-#
-# It judges nothing and writes nothing. Every number is a median of repeats, of the slowest rank that took
-# part; how often is repeated follows from the first time that a size takes, so that slow networks end as soon
-# as fast ones.
-
-
 _SIZES_BYTES = (8, 1 << 10, 32 << 10, MIB, 16 * MIB, 64 * MIB)
 # NVLink is not yet busy with 64 MiB.
 _SIZES_ON_GPU_BYTES = (*_SIZES_BYTES, 256 * MIB)
@@ -49,6 +44,8 @@ _FEWEST, _MOST = 3, 100
 # A size that takes longer is the last one, and is not repeated.
 _SLOW_S = 0.3
 _FLOAT_BYTES = 4
+# A peer that is silent for so long will not answer.
+_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -62,20 +59,20 @@ class Scope:
 
 def scopes(num_nodes: int, ranks_per_node: int) -> list[Scope]:
     """Return what can be measured with so many ranks, numbered node by node. Rank 0 is part of everything."""
-    found = []
+    measured = []
     if ranks_per_node > 1:
-        found.append(Scope(INSIDE, "1 pair", ((0, 1),)))
+        measured.append(Scope(INSIDE, "1 pair", ((0, 1),)))
     if ranks_per_node > 2:
-        found.append(Scope(INSIDE, f"{ranks_per_node} ranks", (tuple(range(ranks_per_node)),)))
+        measured.append(Scope(INSIDE, f"{ranks_per_node} ranks", (tuple(range(ranks_per_node)),)))
     if num_nodes > 1:
-        found.append(Scope(BETWEEN, "1 pair", ((0, ranks_per_node),)))
+        measured.append(Scope(BETWEEN, "1 pair", ((0, ranks_per_node),)))
     if num_nodes > 1 and ranks_per_node > 1:
         pairs = tuple((rank, ranks_per_node + rank) for rank in range(ranks_per_node))
-        found.append(Scope(BETWEEN, f"{ranks_per_node} pairs", pairs))
+        measured.append(Scope(BETWEEN, f"{ranks_per_node} pairs", pairs))
     world = num_nodes * ranks_per_node
     if num_nodes > 1 and world > 2:
-        found.append(Scope(EVERYWHERE, f"{world} ranks", (tuple(range(world)),)))
-    return found
+        measured.append(Scope(EVERYWHERE, f"{world} ranks", (tuple(range(world)),)))
+    return measured
 
 
 def measure(scope: Scope, device: torch.device) -> Link:
@@ -164,10 +161,6 @@ def _seconds(act: Callable[[], None] | None, device: torch.device) -> float:
     return time.perf_counter() - begin
 
 
-# A peer that is silent for so long will not come.
-_TIMEOUT_S = 120.0
-
-
 def main(argv: list[str]) -> None:
     """Take part as this process's rank; ends the process at once when all is written."""
     die_with_parent()
@@ -181,7 +174,7 @@ def main(argv: list[str]) -> None:
         draft.replace(folder.path / RESULT_NAME)
     sys.stdout.flush()
     sys.stderr.flush()
-    # Threads of gloo's that outlive the interpreter could take the process along (see orchestra.train).
+    # Threads of gloo that outlive the interpreter could end the process by a signal (see orchestra.train).
     os._exit(0)
 
 

@@ -1,14 +1,14 @@
-"""How all ranks of a run agree on one step to stop behind, without waiting for a device.
+"""How all ranks of a run agree on one step to stop after, without waiting for a device.
 
-Rank 0 alone looks for requests, in a thread, so that a slow file system holds up no step. Its word travels in
-rounds: behind a step it starts to broadcast "stop" or "go on" (two integers from host to host, in the
-background), and all ranks read that word behind the same later step. The word also says how many steps the
-next round spans: as many as take about half a second, so that a fast run pays for one tiny broadcast in that
-time. Where one step takes longer, the word is sent and read behind the same step, so that the run stops
-behind the very step in which it was asked. Every rank starts and reads the same broadcasts in the same
-order, whenever a request comes: none is left waiting. A word that was waited for took 0.2 ms between two
-gloo ranks and 0.6 ms among four (medians; two busy cores), so it costs at most about a thousandth of a step;
-asking between rounds takes 0.1 µs. What a stop is followed by is not known here.
+Rank 0 alone looks for requests, in a thread, so that a slow file system holds up no step. It answers in
+rounds: after a step it starts to broadcast "stop" or "go on" (two integers from host to host, in the
+background), and all ranks read that answer after the same later step. The answer also says how many steps
+the next round spans: as many as take about half a second, so that a fast run pays for one tiny broadcast in
+that time. Where one step takes longer, the answer is sent and read after the same step, so that the run stops
+after the very step in which it was asked. Every rank starts and reads the same broadcasts in the same order,
+whenever a request comes: no rank waits for one that is not sent. An answer that was waited for took 0.2 ms
+between two gloo ranks and 0.6 ms among four (medians; two busy cores), so it costs at most about a thousandth
+of a step; asking between rounds takes 0.1 µs. Called by the training loop.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from orchestra.run.stop_requests import StopRequest
 
 # How often rank 0 looks into the folder of requests.
 LOOK_S = 1.0
-# What a round of words is to span.
+# What a round is to span.
 ROUND_S = 0.5
 
 
@@ -52,7 +52,7 @@ class RequestWatch:
             self._look()
 
     def _look(self) -> None:
-        # A file system that fails now may answer the next time; training needs it for nothing here.
+        # A file system that fails now may answer the next time; the training does not need it here.
         with contextlib.suppress(OSError):
             self.found = stop_requests.read_request(self._run, self._attempt)
 
@@ -62,7 +62,7 @@ class RequestWatch:
 
 
 class Stopping:
-    """One rank's part in the agreement. All ranks call its methods behind the same steps.
+    """Agrees with the other ranks on when to stop. All ranks call its methods after the same steps.
 
     `watch` is rank 0's. Waits are limited by the process group's time-out and by that of `peers`.
     """
@@ -70,30 +70,30 @@ class Stopping:
     def __init__(self, peers: Peers, watch: RequestWatch | None) -> None:
         self._peers = peers
         self._watch = watch
-        self._word: torch.Tensor | None = None
+        self._answer: torch.Tensor | None = None
         self._work: dist.Work | None = None
         self._read_at = 0
-        self._sent_behind = 0
+        self._sent_after = 0
         self._sent_at = 0.0
 
     def begin(self, step: int) -> bool:
-        """Tell whether a stop was asked for before the step after `step`. *Collective*; waits for rank 0."""
+        """Return whether a stop was asked for before the next step. *Collective*; waits for rank 0."""
         if self._watch is not None:
             self._watch.start()
-        self._read_at = self._sent_behind = step
+        self._read_at = self._sent_after = step
         self._sent_at = time.monotonic()
         return self.is_due(step)
 
     def is_due(self, step: int) -> bool:
-        """Tell whether all ranks are to stop behind `step`. *Collective*, at each step, until it was True.
+        """Return whether all ranks are to stop after `step`. *Collective*, at each step, until it was True.
 
         It waits for rank 0's host where steps are slow, or where this rank is a whole round ahead of it.
         """
         if step < self._read_at:
             return False
-        if self._word is None:
+        if self._answer is None:
             self._send(step, span=0)
-        is_stop, span = self._heard()
+        is_stop, span = self._read()
         if is_stop:
             return True
         self._read_at = step + max(1, span)
@@ -102,35 +102,35 @@ class Stopping:
         return False
 
     def settle(self) -> None:
-        """Wait for the word that is under way, without reading it. *Any rank*: every rank has sent it."""
+        """Wait for the broadcast that is under way. *Any rank*: every rank has begun it."""
         if self._work is not None:
             self._work.wait()
 
     def _send(self, step: int, span: int) -> None:
         """Start a round of `span` steps; 0: it is read at once, and so is the next, one step later."""
-        self._word = torch.zeros(2, dtype=torch.int64)
+        self._answer = torch.zeros(2, dtype=torch.int64)
         if self._watch is not None:
-            self._word[0] = int(self._watch.found is not None)
-            self._word[1] = self._next_span(step, span)
+            self._answer[0] = int(self._watch.found is not None)
+            self._answer[1] = self._next_span(step, span)
         if self._peers.world_size > 1:
-            self._work = dist.broadcast(self._word, src=0, async_op=True)
+            self._work = dist.broadcast(self._answer, src=0, async_op=True)
 
-    def _heard(self) -> tuple[bool, int]:
-        """Return rank 0's word: whether to stop, and the span of the next round."""
-        word, self._word = self._word, None
-        assert word is not None
+    def _read(self) -> tuple[bool, int]:
+        """Return rank 0's answer: whether to stop, and the span of the next round."""
+        answer, self._answer = self._answer, None
+        assert answer is not None
         if self._work is not None:
             self._work.wait()
             self._work = None
-        return bool(word[0]), int(word[1])
+        return bool(answer[0]), int(answer[1])
 
     def _next_span(self, step: int, span: int) -> int:
         """Return how many steps the round after this one is to span: as many as fit, growing step by step."""
         now = time.monotonic()
-        num_steps, seconds = step - self._sent_behind, now - self._sent_at
+        num_steps, seconds = step - self._sent_after, now - self._sent_at
         if num_steps == 0:  # the round before was read at once
             return span
-        self._sent_behind, self._sent_at = step, now
+        self._sent_after, self._sent_at = step, now
         return min(2 * num_steps, int(num_steps * ROUND_S / max(seconds, 1e-9)))
 
     def request(self) -> StopRequest:
@@ -143,16 +143,16 @@ class Stopping:
         return request
 
     def leave(self) -> None:
-        """Wait until all ranks have come here: the store that some may still ask ends with rank 0.
+        """Wait until all ranks have come here: the store, which some may still read, ends with rank 0.
 
-        *Collective*, for an end in good order; after an exception nobody may wait for the others.
+        *Collective*, after a good end; after an exception no rank may wait for the others.
         """
-        if self._word is not None:
-            self._heard()
+        if self._answer is not None:
+            self._read()
         if self._peers.world_size > 1:
             dist.all_reduce(torch.zeros(1))
 
     def close(self) -> None:
-        """Let go of the thread. Never waits."""
+        """End the thread. Never waits."""
         if self._watch is not None:
             self._watch.close()

@@ -1,7 +1,8 @@
 """`orchestra plan --exact [overrides]`: the closed forms beside a count of the real modules' tensors.
 
-The count is made by a process of the data plane (`python -m orchestra.train.memory.exact`), which builds one
-rank with fake tensors and takes two steps with it; this side composes the configuration, asks, and compares.
+The count is made by a process of the data plane (`python -m orchestra.train.dry_build --exact`), which builds
+one rank with fake tensors and takes two steps with it; this side composes the configuration, starts it and
+compares.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ def counted(config: Config, case: PlanCase) -> Mapping[str, int]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "config.yaml"
         write_config(file, config)
-        command = [sys.executable, "-m", "orchestra.train.memory.exact", str(file)]
+        command = [sys.executable, "-m", "orchestra.train.dry_build", str(file), "--exact"]
         world_size = str(case.layout.world_size)
         done = subprocess.run(
             [*command, "--world-size", world_size, *is_gpu],

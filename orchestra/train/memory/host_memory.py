@@ -1,4 +1,6 @@
-"""Whether a save will fit: host memory for the copy that is staged, room on storage. It takes neither."""
+"""Whether a save will fit: in host memory, where it is staged, and on storage. Called by `checkpoints` and
+`memory_copies`; nothing is allocated here.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ def check_host_memory(staging_bytes: int, num_local_ranks: int, available: int |
 
 
 def check_storage(needs: Needs, place: str) -> None:
-    """Raise TrainingError where not even one checkpoint fits on storage; unknown room is let pass."""
+    """Raise TrainingError where not even one checkpoint fits on storage, if its room is known."""
     free, needed = needs.free_storage_bytes, needs.checkpoint_bytes
     if free is not None and needed > free:
         raise TrainingError(
@@ -55,7 +57,7 @@ def available_host_bytes() -> int | None:
 
 
 def _left_in_groups() -> list[int]:
-    """Return what is left below the limits of this process's control groups (version 2), innermost first."""
+    """Return the bytes left in each of this process's control groups (version 2), innermost first."""
     try:
         entries = [line.split(":", 2) for line in _OWN_GROUPS.read_text().splitlines()]
     except OSError:
@@ -68,7 +70,7 @@ def _left_in_groups() -> list[int]:
 
 
 def _left(group: Path) -> int | None:
-    """Return limit − use of one group (file cache that can go is no use), None where it has no limit."""
+    """Return limit − use of one group, without its reclaimable file cache; None where it has no limit."""
     try:
         limit = int((group / "memory.max").read_text())
         used = int((group / "memory.current").read_text())

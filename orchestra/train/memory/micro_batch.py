@@ -1,16 +1,16 @@
 """train.micro_batch_size=auto: finds the largest micro-batch that fits, before the training is built.
 
-The playbook's procedure is to grow it until memory runs out. Here each rank tries for itself, with the very
-code that trains, in process groups whose other members are not there: their collectives end at once and move
-nothing. So a rank that runs out leaves nobody waiting, and all hear of it behind each trial. Two steps are
-taken of each size, since the first makes what later ones keep.
+The playbook's procedure is to grow it until memory runs out. Here each rank tries for itself, with the code
+that trains, in fake process groups: their collectives end at once and move nothing. So no rank waits for one
+that runs out, and after each trial all ranks exchange whether it fitted. Two steps are taken of each size,
+since the first one allocates what later ones keep.
 
-On a GPU the steps are real, within a share of the device's memory. On the CPU there is no error to wait for:
-the kernel would end the process. There two sizes are taken with fake tensors, which have shapes and no
-memory, and the rest follows, since activations grow with the number of sequences; the limit is what the
-machine, its container and the process' own limits leave to a rank.
+On a GPU the steps are real, within a share of the device's memory. On the CPU there is no error to catch: the
+kernel would end the process. There two sizes are counted with fake tensors, which have shapes and no memory,
+and the others follow, since activations grow with the number of sequences; the limit is what the machine, its
+container and the process' own limits leave to a rank.
 
-The choice is made once an attempt; the global batch stays what it is. It knows nothing of data.
+The choice is made once an attempt; the global batch stays what it is.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from orchestra.parallel.mesh import Mesh, RankEnvironment, make_mesh
 from orchestra.run.events import EventWriter
 from orchestra.sizes.topology import batch_shape, divisors
 from orchestra.train.build import build_training
-from orchestra.train.dry_build import allow_fake_groups, held_bytes, step_bytes
+from orchestra.train.memory.dry_run import allow_fake_groups, held_bytes, step_bytes
 from orchestra.train.memory.out_of_memory import is_out_of_memory
 
-# Of a GPU's memory, for what is in no tensor's: buffers of NCCL, workspaces, fragments.
+# Of a GPU's memory; the rest is for what is in no tensor: buffers of NCCL, workspaces, fragments.
 _GPU_SHARE = 0.93
 # Of the host's memory that is free: the rest is for the loader, libraries and files in the cache.
 _CPU_SHARE = 0.8
@@ -44,7 +44,7 @@ _CPU_SHARE = 0.8
 
 @dataclass(frozen=True)
 class MicroBatchChoice:
-    """A micro-batch size in sequences, and what it rests on: the peak of each size that was tried, in bytes,
+    """A micro-batch size in sequences, and why it was chosen: the peak of each size that was tried, in bytes,
     or null where memory ran out; `limit_bytes` is this rank's.
     """
 
@@ -77,14 +77,14 @@ def choose_micro_batch_size(config: Config, mesh: Mesh, ranks: RankEnvironment) 
     """Return the largest size that fits on every rank, of those that divide a rank's share of the global
     batch.
 
-    At least 1: whether that fits the training itself will tell. *Collective*.
+    At least 1, though the training itself may then run out of memory. *Collective*.
     """
     share = batch_shape(_with_size(config, 1).train, mesh.layout.dp).accumulation
     sizes = divisors(share)
-    with _lonely_mesh(mesh) as alone:
+    with _fake_mesh(mesh) as fake_mesh:
         if mesh.device.type == "cuda":
-            return _tried(config, alone, sizes)
-        return _foreseen(config, alone, sizes, host_limit_bytes(ranks.local_world_size))
+            return _chosen_on_gpu(config, fake_mesh, sizes)
+        return _chosen_on_cpu(config, fake_mesh, sizes, host_limit_bytes(ranks.local_world_size))
 
 
 def largest_that_fits(sizes: Sequence[int], fits: Callable[[int], bool]) -> int:
@@ -121,8 +121,8 @@ def _on_all_ranks(claim: bool, num_ranks: int) -> bool:
 
 
 @contextmanager
-def _lonely_mesh(mesh: Mesh) -> Iterator[Mesh]:
-    """Return this rank's place among ranks that are not there. *Collective*, for the groups' names."""
+def _fake_mesh(mesh: Mesh) -> Iterator[Mesh]:
+    """Return this rank's place in a mesh of fake process groups. *Collective*, for the groups' names."""
     opened: list[dist.ProcessGroup] = []
 
     def open_group(members: Sequence[int]) -> dist.ProcessGroup:
@@ -138,9 +138,9 @@ def _lonely_mesh(mesh: Mesh) -> Iterator[Mesh]:
         dist.destroy_process_group(group)
 
 
-def _tried(config: Config, alone: Mesh, sizes: Sequence[int]) -> MicroBatchChoice:
+def _chosen_on_gpu(config: Config, fake_mesh: Mesh, sizes: Sequence[int]) -> MicroBatchChoice:
     """Find the largest size by taking steps on the GPU."""
-    device = alone.device
+    device = fake_mesh.device
     peaks: dict[int, int | None] = {}
     total = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(_GPU_SHARE, device)
@@ -148,7 +148,7 @@ def _tried(config: Config, alone: Mesh, sizes: Sequence[int]) -> MicroBatchChoic
     def fits(size: int) -> bool:
         torch.cuda.reset_peak_memory_stats(device)
         try:
-            _take_two_steps(_with_size(config, size), alone)
+            _take_two_steps(_with_size(config, size), fake_mesh)
             peaks[size] = torch.cuda.max_memory_reserved(device)
         except (ConfigError, RuntimeError) as error:
             # Of a larger micro-batch a budget for activations may hold nothing, as memory may not.
@@ -156,8 +156,8 @@ def _tried(config: Config, alone: Mesh, sizes: Sequence[int]) -> MicroBatchChoic
                 raise
             peaks[size] = None
         # Outside of the handler: its traceback holds the frames, and these the tensors.
-        _let_go(device)
-        return _on_all_ranks(peaks[size] is not None, alone.world_size)
+        _free(device)
+        return _on_all_ranks(peaks[size] is not None, fake_mesh.world_size)
 
     try:
         return MicroBatchChoice(largest_that_fits(sizes, fits), round(total * _GPU_SHARE), peaks)
@@ -166,42 +166,44 @@ def _tried(config: Config, alone: Mesh, sizes: Sequence[int]) -> MicroBatchChoic
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def _take_two_steps(config: Config, alone: Mesh) -> None:
-    training = build_training(config, alone)
+def _take_two_steps(config: Config, fake_mesh: Mesh) -> None:
+    training = build_training(config, fake_mesh)
     batch = training.batch
     # Two micro-batches add up gradients, and more of them need no more.
     shape = (min(2, batch.accumulation), batch.micro_batch_size, batch.seq_len + 1)
-    tokens_ABS = torch.zeros(shape, dtype=torch.int64, device=alone.device)
+    tokens_ABS = torch.zeros(shape, dtype=torch.int64, device=fake_mesh.device)
     try:
         for step in (1, 2):
             training.step.run(step, tokens_ABS)
         training.parallelized.stage.settle()
-        torch.cuda.synchronize(alone.device)
+        torch.cuda.synchronize(fake_mesh.device)
     finally:
         training.parallelized.stage.close()
 
 
-def _let_go(device: torch.device) -> None:
+def _free(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
-def _foreseen(config: Config, alone: Mesh, sizes: Sequence[int], limit_bytes: int) -> MicroBatchChoice:
+def _chosen_on_cpu(
+    config: Config, fake_mesh: Mesh, sizes: Sequence[int], limit_bytes: int
+) -> MicroBatchChoice:
     """Find the largest size from the peaks of two steps that are taken without memory."""
     peaks: dict[int, int | None] = {}
 
     def fits(size: int) -> bool:
-        peak = _along_line(peaks, size) if config.train.recompute_budget_gib is None else None
+        peak = _extrapolated(peaks, size) if config.train.recompute_budget_gib is None else None
         if peak is None:
-            peak = peaks[size] = _dry_peak(_with_size(config, size), alone)
-        return _on_all_ranks(peak is not None and peak <= limit_bytes, alone.world_size)
+            peak = peaks[size] = _dry_peak(_with_size(config, size), fake_mesh)
+        return _on_all_ranks(peak is not None and peak <= limit_bytes, fake_mesh.world_size)
 
     return MicroBatchChoice(largest_that_fits(sizes, fits), limit_bytes, peaks)
 
 
-def _along_line(peaks: Mapping[int, int | None], size: int) -> float | None:
-    """Return the peak that two known ones foretell; None before there are two."""
+def _extrapolated(peaks: Mapping[int, int | None], size: int) -> float | None:
+    """Return the peak of a size on the line through two known ones; None before there are two."""
     known = [(at, peak) for at, peak in peaks.items() if peak is not None][:2]
     if len(known) < 2:
         return None
@@ -209,17 +211,17 @@ def _along_line(peaks: Mapping[int, int | None], size: int) -> float | None:
     return low + (high - low) * (size - first) / (second - first)
 
 
-def _dry_peak(config: Config, alone: Mesh) -> int | None:
+def _dry_peak(config: Config, fake_mesh: Mesh) -> int | None:
     """Return the most bytes that a rank holds in its second step, with an image of the state while it is
     saved; None where the budget for activations allows no such micro-batch.
     """
     with FakeTensorMode():
         try:
-            training = build_training(config, alone)
+            training = build_training(config, fake_mesh)
         except ConfigError:
             return None
-        step_bytes(training, alone)
-        held, passing = held_bytes(training), step_bytes(training, alone)
+        step_bytes(training, fake_mesh)
+        held, passing = held_bytes(training), step_bytes(training, fake_mesh)
         training.parallelized.stage.close()
     is_staged = config.checkpoint.async_save and config.checkpoint.every_steps is not None
     image = held.optimizer + held.parameters if is_staged else 0
@@ -239,17 +241,17 @@ def _machine_bytes() -> int:
 
 
 def _container_bytes(root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return what the container's limit leaves (control groups of version 2, then 1); a lot where it has
+    """Return what the container's limit leaves (control groups of version 2, then 1); 2^62 where it has
     none.
     """
-    found = 1 << 62
+    left = 1 << 62
     for limit, used in (
         (root / "memory.max", root / "memory.current"),
         (root / "memory/memory.limit_in_bytes", root / "memory/memory.usage_in_bytes"),
     ):
         if limit.exists() and used.exists() and limit.read_text().strip().isdigit():
-            found = min(found, max(0, int(limit.read_text()) - int(used.read_text())))
-    return found
+            left = min(left, max(0, int(limit.read_text()) - int(used.read_text())))
+    return left
 
 
 def _mapped_bytes() -> int:

@@ -1,4 +1,5 @@
-"""Mirrors `metrics.jsonl` to Weights & Biases from its own process: it can neither stop nor slow training.
+"""Mirrors `metrics.jsonl` to Weights & Biases from a process of its own, so that it can neither stop nor slow
+the training.
 
 The trainer starts `python -m orchestra.train.watch.wandb_mirror RUN_DIR` and holds the other end of its
 standard input; that end closing, by `close()` or by the trainer's death, tells the mirror to send what is
@@ -51,7 +52,7 @@ _MARGIN_S = 1.0
 class WandbMirror:
     """The trainer's handle on the mirror process. *Rank 0 only.*
 
-    No method raises for wandb's sake, and only `close` waits: at most `wandb.finish_timeout_s`.
+    No method raises because of wandb, and only `close` waits: at most `wandb.finish_timeout_s`.
     """
 
     def __init__(
@@ -74,9 +75,9 @@ class WandbMirror:
             return cls(run, config, events, None)
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Let the mirror finish for at most `timeout_s` (null: `wandb.finish_timeout_s`), then end it surely.
+        """Let the mirror finish for at most `timeout_s` (None: `wandb.finish_timeout_s`), then kill it.
 
-        Call it after the last row is written. Whatever is not mirrored is told by an event `wandb_failed`.
+        Call it after the last row is written. An event `wandb_failed` says what was not mirrored.
         """
         process, self._process = self._process, None
         if process is None:
@@ -139,16 +140,15 @@ def _kill_session(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-# Below: the mirror process.
-
-
 def mirror(run: RunDir) -> int:
-    """Mirror the rows of `run` until standard input ends, then finish; return the exit code."""
+    """Mirror the rows of `run` until standard input ends, then finish; return the exit code. *The mirror
+    process*, as all that follows.
+    """
     config = read_config(run.config).wandb
     ending = _MirrorEnd(config.finish_timeout_s)
     # At normal priority: a run that is short, on a busy machine, would be over before wandb has opened it.
     wandb_run, code = _open(run, config)
-    ending.step_aside()
+    ending.lower_priority()
     reader = JsonLinesReader(run.metrics)
     index = 0
     last_round = False
@@ -165,7 +165,7 @@ def mirror(run: RunDir) -> int:
 
 
 class _MirrorEnd:
-    """Notices that the trainer let go of standard input (or SIGTERM), and ends a mirror that then hangs."""
+    """Notices that the trainer closed standard input (or SIGTERM), and ends a mirror that then hangs."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = max(limit_s / 2, limit_s - _MARGIN_S)
@@ -185,15 +185,15 @@ class _MirrorEnd:
             pass
         self._close()
 
-    def step_aside(self) -> None:
-        """Leave the processors to training for as long as it goes on."""
-        _step_aside()
+    def lower_priority(self) -> None:
+        """Lower the priority for as long as the training goes on."""
+        _lower_priority()
         if self._closed.is_set():
-            _step_back()
+            _restore_priority()
 
     def _close(self) -> None:
         self._closed.set()
-        _step_back()
+        _restore_priority()
 
     def _give_up_late(self) -> None:
         self._closed.wait()
@@ -261,14 +261,14 @@ def _log(wandb_run: Any, row: Record, index: int) -> None:
     wandb_run.log(values, step=index)
 
 
-def _step_aside() -> None:
-    """Leave the processors to training: low priority for this process and wandb's service."""
+def _lower_priority() -> None:
+    """Lower the priority of this process and of wandb's service: the training needs the processors."""
     os.setpriority(os.PRIO_PGRP, 0, _NICE_WHILE_TRAINING)
     _set_autogroup(_AUTOGROUP_WHILE_TRAINING)
 
 
-def _step_back() -> None:
-    """Undo `_step_aside` as far as a user may: the training is over, and time to finish is limited."""
+def _restore_priority() -> None:
+    """Undo `_lower_priority` as far as a user may: the training is over, and time to finish is limited."""
     _set_autogroup(0)
 
 

@@ -29,7 +29,7 @@ from orchestra.errors import ConfigError
 from orchestra.run.config_file import write_config
 from orchestra.sizes.flops import num_parameters
 from orchestra.sizes.topology import layout
-from orchestra.train.dry_build import dry_build, main
+from orchestra.train.memory.dry_run import dry_build, main
 from orchestra.train.memory.out_of_memory import bytes_needed
 
 # 7.5 billion parameters, as in the paper (Rajbhandari and others, 2020, figure 1): 16 bytes of each are kept.

@@ -27,7 +27,7 @@ from orchestra.sizes.activations import (
 from orchestra.sizes.flops import hardware_flops_per_token
 from orchestra.sizes.topology import Layout
 from orchestra.sizes.units import GIB
-from orchestra.train.memory.live_bytes import LiveBytes
+from orchestra.train.memory.dry_run import LiveBytes
 
 BATCH, SEQUENCE, LAYERS = 2, 128, 3
 LLAMA = ModelConfig(

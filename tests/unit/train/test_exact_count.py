@@ -13,7 +13,7 @@ from orchestra.config.preset_files import Tree, own_folder
 from orchestra.errors import ConfigError
 from orchestra.plan.assemble import case_of
 from orchestra.sizes.memory import RankBytes, rank_bytes, rank_parameters
-from orchestra.train.memory.exact import ExactBytes, exact_bytes
+from orchestra.train.memory.dry_run import ExactBytes, exact_bytes
 
 RANKS = 8
 # Few layers and a small vocabulary, so that the layers decide; and the other way round.

@@ -57,8 +57,8 @@ def test_a_run_of_fast_steps_looks_ever_less_often_and_stops_all_the_same(
     monkeypatch.setattr(stopping, "ROUND_S", 1e9)
     alone = Stopping(Peers.alone(), watch)
     read: list[int] = []
-    heard = alone._heard
-    monkeypatch.setattr(alone, "_heard", lambda: (read.append(step), heard())[1])
+    read_answer = alone._read
+    monkeypatch.setattr(alone, "_read", lambda: (read.append(step), read_answer())[1])
     step = 0
     assert not alone.begin(0)
     for step in range(1, 100):
