@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from orchestra.submit.sweeps.arrays import PlacedSubmission
 
 
-import textwrap
 from typing import TYPE_CHECKING
 
 from orchestra.cli.text import figures
@@ -44,7 +43,6 @@ if TYPE_CHECKING:
     from orchestra.run.planned_faults import PlannedFault
 
 
-_WIDTH = 80
 # Lines about a run that does nothing but train.
 _SHOW_S = 10.0
 _WORDS = {True: "passed", False: "FAILED", None: "open"}
@@ -98,9 +96,12 @@ def judgement_lines(found: Judgement) -> list[str]:
         lines.append("what to do")
         advice = [*(_about(it, pair.hurt) for it in hurt), *(it.advice for it in failed)]
         for words in dict.fromkeys(filter(None, advice)):
-            lines += _wrapped(words, "  ")
-        lines += _wrapped(
-            f"`{invocation('why', pair.hurt)}` tells what happened to it, attempt by attempt", "  "
+            lines += figures.wrapped(words, "  ", "  ", keeps_words=True)
+        lines += figures.wrapped(
+            f"`{invocation('why', pair.hurt)}` tells what happened to it, attempt by attempt",
+            "  ",
+            "  ",
+            keeps_words=True,
         )
     places = f"{shown(pair.undisturbed.path)} {shown(pair.hurt.path)}"
     return [*lines, f"remove  rm -r {places}"]
@@ -155,17 +156,6 @@ def _about(it: Recovery, hurt: RunDir) -> str:
         )
     log = shown(hurt.attempt_logs((it.fault.attempt or 0) + 1))
     return f"{name}: {it.problem}; the next attempt's logs are in {log}"
-
-
-def _wrapped(text: str, indent: str) -> list[str]:
-    return textwrap.wrap(
-        text,
-        _WIDTH,
-        initial_indent=indent,
-        subsequent_indent=indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
 
 
 _EXPLAINED = """\

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from orchestra.cli.text import describe
 from orchestra.errors import EXIT_DONE, EXIT_FAILED, ConfigError, LaunchError
 from orchestra.run.paths import SweepDir, read_sweep
+from orchestra.sizes.units import first_few
 from orchestra.submit.site import note
 
 if TYPE_CHECKING:
@@ -209,7 +210,7 @@ def _lines(course: Course, ledger: SweepLedger, outcome: Outcome, start: str | N
         num_members = sum(it.adopted is not None for it in ledger.record.members)
         sweeps = sorted({it.run.path.parent.name for it in course.kept})
         yield (
-            f"adopted {_count(num_members, 'member')} from {_listed(sweeps)}: {counted(course.kept)} "
+            f"adopted {_count(num_members, 'member')} from {first_few(sweeps)}: {counted(course.kept)} "
             f"(--force trains them anew)"
         )
     elif course.kept:
@@ -224,10 +225,6 @@ def _lines(course: Course, ledger: SweepLedger, outcome: Outcome, start: str | N
         yield f"starts  {start}, as Slurm expects of the first one"
     status, resume = (describe.invocation(verb, ledger.sweep) for verb in ("status", "resume"))
     yield f"next    `{status}`, `{resume}`"
-
-
-def _listed(names: Sequence[str], most: int = 3) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _count(number: int, noun: str) -> str:

@@ -36,6 +36,7 @@ from orchestra.run.events import read_events
 from orchestra.run.files import Record
 from orchestra.run.paths import RunDir, SweepDir
 from orchestra.run.record import RunPhase
+from orchestra.sizes.units import first_few
 
 # Members named for each cause.
 _NAMED = 8
@@ -143,9 +144,8 @@ def _of_sweep(sweep: SweepDir, arguments: Namespace) -> list[str]:
         return [json.dumps({"name": sweep.name, "counts": state.counts, "failed": failed}, indent=2)]
     lines = [f"{sweep.name}: {listing.summary(state)}"]
     for cause, members in causes.items():
-        names = ", ".join(f"{each.member.index:03d}" for each in members[:_NAMED])
-        more = f" and {len(members) - _NAMED} more" if len(members) > _NAMED else ""
-        lines += [f"{len(members)} × {cause}", f"  {names}{more}: `{invocation('why', members[0].run)}`"]
+        names = first_few([f"{each.member.index:03d}" for each in members], _NAMED)
+        lines += [f"{len(members)} × {cause}", f"  {names}: `{invocation('why', members[0].run)}`"]
     if not causes:
         return [*lines, "no member failed"]
     return [*lines, f"resume  `{invocation('resume', sweep)}` runs what is missing or failed"]

@@ -21,6 +21,7 @@ from conf.schema import ModelConfig
 from orchestra.errors import DataError
 from orchestra.huggingface.llama_config import model_of
 from orchestra.sizes.flops import attention_width, head_dim
+from orchestra.sizes.units import first_few
 
 # Headers of safetensors files: which tensors a file holds, of what type and shape, and where. No tensors.
 #
@@ -271,8 +272,8 @@ def _no_weights(place: str, present: list[str]) -> str:
     if not pickles:
         return f"{place}: no *.safetensors in it; copy the weights too"
     return (
-        f"{place}: the weights are pickles ({_listed(pickles)}), which can run any code when read; "
-        "orchestra reads *.safetensors only: save the model again with transformers' save_pretrained"
+        f"{place}: the weights are pickles ({first_few(pickles, _NUM_LISTED)}), which can run any code when "
+        "read; orchestra reads *.safetensors only: save the model again with transformers' save_pretrained"
     )
 
 
@@ -296,10 +297,10 @@ def _check(entries: dict[str, Entry], model: ModelConfig, place: str) -> None:
     expected = {hugging_face_name(name): shape for name, shape in parameter_shapes(model).items()}
     missing = [name for name in expected if name not in entries]
     if missing:
-        raise DataError(f"{place}: tensors are missing: {_listed(missing)}")
+        raise DataError(f"{place}: tensors are missing: {first_few(missing, _NUM_LISTED)}")
     strange = [name for name in entries if name not in expected and not is_superfluous(name, model)]
     if strange:
-        raise DataError(f"{place}: tensors that this Llama does not have: {_listed(strange)}")
+        raise DataError(f"{place}: tensors that this Llama does not have: {first_few(strange, _NUM_LISTED)}")
     for name, shape in expected.items():
         entry = entries[name]
         if entry.shape != shape:
@@ -310,11 +311,6 @@ def _check(entries: dict[str, Entry], model: ModelConfig, place: str) -> None:
             raise DataError(
                 f"{place}/{entry.file}: {name} is {entry.dtype}, expected {', '.join(FLOAT_TYPES)}"
             )
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _NUM_LISTED} more" if len(names) > _NUM_LISTED else ""
-    return ", ".join(names[:_NUM_LISTED]) + more
 
 
 def _manifest(headers: dict[str, Header], entries: dict[str, Entry], model: ModelConfig) -> Manifest:

@@ -15,6 +15,7 @@ from typing import Any
 from orchestra.run.events import is_whole
 from orchestra.run.files import Record
 from orchestra.run.rollback import roll_backs
+from orchestra.sizes.units import first_few
 
 
 @dataclass(frozen=True, order=True)
@@ -181,9 +182,8 @@ def _why_none(
         return "the copies in memory are of another layout, or of steps before which the run went back"
     step, _, _ = newest = max(groups)
     missing = [rank for rank in range(upcoming.world_size) if rank not in groups[newest]]
-    listed = ", ".join(map(str, missing[:_MAX_LISTED]))
-    more = f" and {len(missing) - _MAX_LISTED} more" if len(missing) > _MAX_LISTED else ""
-    return f"no step is held of all ranks; of the newest, step {step}, those of ranks {listed}{more} are lost"
+    lost = first_few(missing, _MAX_LISTED)
+    return f"no step is held of all ranks; of the newest, step {step}, those of ranks {lost} are lost"
 
 
 # Ranks that a reason lists before it says how many more there are.

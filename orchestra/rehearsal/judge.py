@@ -10,7 +10,6 @@ import json
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from checkpointing.catalog import committed_steps, read_manifest
 from checkpointing.checkpoint_errors import CheckpointError
@@ -31,11 +30,12 @@ from orchestra.run.metrics_file import read_metrics
 from orchestra.run.paths import RunDir
 from orchestra.run.planned_faults import PlannedFault, planned_faults
 from orchestra.run.record import RunPhase
+from orchestra.sizes.units import first_few
 
 # Of the wall time.
 _ACCOUNTS_MAY_DIFFER = 0.01
 _MAX_THREADS = 8
-_MOST_TOLD = 3
+_MOST_DAMAGES = 3
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def _no_step_missing(run: RunDir) -> RehearsalCheck:
     advice = "a step that nobody logged may never have been trained; keep the run and report it"
     if missing:
         return RehearsalCheck(
-            "no step is missing", False, f"of {len(wanted)} steps: {_listed(missing)}", advice
+            "no step is missing", False, f"of {len(wanted)} steps: {first_few(missing)}", advice
         )
     return RehearsalCheck("no step is missing", True, f"{len(wanted)} steps")
 
@@ -108,7 +108,7 @@ def _same_samples(run: RunDir, whole: RunDir) -> RehearsalCheck:
     ours, theirs = read_ledger(run), read_ledger(whole)
     unlike = [step for step in sorted(ours.keys() | theirs.keys()) if _ids(ours, step) != _ids(theirs, step)]
     if unlike:
-        said = f"steps with other samples than the undisturbed run's: {_listed(unlike)}"
+        said = f"steps with other samples than the undisturbed run's: {first_few(unlike)}"
         return RehearsalCheck(claim, False, said, "data.path may have changed meanwhile; else report it")
     return RehearsalCheck(claim, True, f"{sum(map(len, ours.values())):,} samples, as in the undisturbed run")
 
@@ -127,7 +127,7 @@ def _same_state(run: RunDir, whole: RunDir) -> list[RehearsalCheck]:
     except CheckpointError as error:
         return [RehearsalCheck(intact, False, str(error), "see checkpoint.dir and `orchestra doctor`")]
     found = [_compared(same, run, whole, manifest, expected)]
-    damages = "; ".join(map(str, report.damages[:_MOST_TOLD]))
+    damages = "; ".join(map(str, report.damages[:_MOST_DAMAGES]))
     advice = "the storage loses or changes bytes; `orchestra checkpoint verify` names them"
     said = damages or f"step {report.step}, {report.num_bytes:,} bytes read"
     return [*found, RehearsalCheck(intact, report.is_intact, said, advice)]
@@ -174,7 +174,7 @@ def _published_in_order(run: RunDir) -> RehearsalCheck:
         and any(number > it["attempt"] and time < it["time"] for number, time in began.items())
     ]
     if late:
-        return RehearsalCheck(claim, False, f"steps {_listed(late)}", "report it, with the run's events/")
+        return RehearsalCheck(claim, False, f"steps {first_few(late)}", "report it, with the run's events/")
     return RehearsalCheck(
         claim, True, f"{sum(it['event'] == 'checkpoint_committed' for it in events)} checkpoints"
     )
@@ -191,11 +191,6 @@ def _accounts_sum(run: RunDir) -> RehearsalCheck:
     if abs(booked.wall_s - wall_s) > _ACCOUNTS_MAY_DIFFER * wall_s:
         return RehearsalCheck(claim, False, said, "the hosts' clocks may differ: see `orchestra doctor`")
     return RehearsalCheck(claim, True, said)
-
-
-def _listed(numbers: Sequence[Any]) -> str:
-    more = f" and {len(numbers) - _MOST_TOLD} more" if len(numbers) > _MOST_TOLD else ""
-    return ", ".join(map(str, numbers[:_MOST_TOLD])) + more
 
 
 # The parts of a recovery, each named after its end; the first one begins with the fault. Where a fault and

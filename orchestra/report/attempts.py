@@ -161,8 +161,20 @@ def _because(ended: EndedAttempt) -> str:
     return f"{reason} [{ended.rule}]" if ended.rule else reason
 
 
-def _wrapped(text: str, head: str, indent: str = " " * _INDENT) -> list[str]:
-    return textwrap.wrap(text, _WIDTH, initial_indent=head, subsequent_indent=indent, break_on_hyphens=False)
+def _wrapped(text: str, head: str, indent: str = " " * _INDENT, *, keeps_words: bool = False) -> list[str]:
+    return textwrap.wrap(
+        text,
+        _WIDTH,
+        initial_indent=head,
+        subsequent_indent=indent,
+        break_long_words=not keeps_words,
+        break_on_hyphens=False,
+    )
+
+
+def _wrapped_node(text: str) -> list[str]:
+    # Paths stay whole, to be copied.
+    return _wrapped(text, " " * _INDENT, " " * (_INDENT + 2), keeps_words=True)
 
 
 # Of a job with a thousand nodes that share one fault.
@@ -189,12 +201,10 @@ def node_lines(events: Sequence[Record]) -> list[str]:
     lines = []
     for host, reasons in list(reasons_of.items())[:_MAX_NODES_SHOWN]:
         used = "left out" if host in out else "used all the same"
-        lines += _wrapped_node_line(f"{host}, {used}: {'; '.join(reasons)}")
+        lines += _wrapped_node(f"{host}, {used}: {'; '.join(reasons)}")
     if len(reasons_of) > _MAX_NODES_SHOWN:
-        lines += _wrapped_node_line(f"… {len(reasons_of) - _MAX_NODES_SHOWN} more")
-    lines += [
-        line for host, off in _clocks(last) for line in _wrapped_node_line(f"{host}: its clock is {off}")
-    ]
+        lines += _wrapped_node(f"… {len(reasons_of) - _MAX_NODES_SHOWN} more")
+    lines += [line for host, off in _clocks(last) for line in _wrapped_node(f"{host}: its clock is {off}")]
     return ["nodes", *lines] if lines else []
 
 
@@ -209,16 +219,3 @@ def _clocks(event: Record) -> list[tuple[str, str]]:
         direction = "behind" if text.startswith("-") else "ahead of"
         clocks.append((host, f"{text.removeprefix('-')} s {direction} the others'"))
     return clocks
-
-
-def _wrapped_node_line(text: str) -> list[str]:
-    indent = " " * _INDENT
-    return textwrap.wrap(
-        text,
-        _WIDTH,
-        initial_indent=indent,
-        subsequent_indent=f"{indent}  ",
-        # Paths stay whole, to be copied.
-        break_long_words=False,
-        break_on_hyphens=False,
-    )

@@ -1,10 +1,9 @@
-"""Units, sizes as people read them, and durations as Slurm writes them. Standard library only; it reads no
-clock and prints nothing.
-"""
+"""Units, sizes and lists as people read them, and durations as Slurm writes them. Standard library only."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -24,6 +23,12 @@ def binary(num_bytes: int) -> str:
             # Between 1000 and 1024 three digits would be written as 1e+03.
             return f"{value:.0f} {name}" if value >= 999.5 else f"{value:.3g} {name}"
     return f"{num_bytes} byte{'' if num_bytes == 1 else 's'}"
+
+
+def first_few(items: Sequence[object], most: int = 3) -> str:
+    """Return "a, b, c and 4 more"."""
+    more = f" and {len(items) - most} more" if len(items) > most else ""
+    return ", ".join(map(str, items[:most])) + more
 
 
 def slurm_time_s(text: str) -> int | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,7 +34,7 @@ _TRACEBACK_LINES = 12
 _LOG_BYTES = 1 << 14
 _CHART_HEIGHT = 8
 # Columns of a plain terminal, and of a line's first word.
-_WIDTH, _INDENT = 80, 8
+_INDENT = 8
 
 
 def header(config: Config, run: RunDir, attempt: int = 0, from_step: int | None = None) -> list[str]:
@@ -170,13 +169,8 @@ def mirror_lines(events: Iterable[Record]) -> list[str]:
         return []
     words = (failed[-1].get("cause", "not everything was mirrored"), failed[-1].get("advice"))
     # Paths and commands stay whole, however long they are.
-    return textwrap.wrap(
-        f"wandb   incomplete: {'; '.join(word for word in words if word)}",
-        _WIDTH,
-        subsequent_indent=" " * _INDENT,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    text = f"wandb   incomplete: {'; '.join(word for word in words if word)}"
+    return figures.wrapped(text, indent=" " * _INDENT, keeps_words=True)
 
 
 def _mfu(summary: Summary) -> str:
@@ -236,7 +230,6 @@ def end_of(log: Path) -> str:
 # Where a run's time went, and who is slow in it, as `status` and `why` show it. Pure text and JSON.
 
 
-_SPENT_WIDTH = 80
 _LABEL = 8
 # The words for the accounts, in the order they are shown.
 _WORDS = {
@@ -289,5 +282,4 @@ def _slow_lines(slow: Sequence[SlowRank]) -> list[str]:
 
 
 def _labelled(label: str, text: str) -> list[str]:
-    indent = " " * _LABEL
-    return textwrap.wrap(text, _SPENT_WIDTH, initial_indent=label.ljust(_LABEL), subsequent_indent=indent)
+    return figures.wrapped(text, label.ljust(_LABEL), " " * _LABEL)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
+import textwrap
 from collections.abc import Collection, Mapping, Sequence
 
 from orchestra.run.record import RunPhase
 
+# Columns of a plain terminal.
+WIDTH = 80
 _UNKNOWN = "-"
 _MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86400
 
@@ -99,6 +102,21 @@ def fitting_table(
         if width is None or max(map(len, full)) <= width:
             break
     return shown
+
+
+def wrapped(text: str, head: str = "", indent: str = "", *, keeps_words: bool = False) -> list[str]:
+    """Return lines of at most 80 columns, the first one after `head`, the others after `indent`.
+
+    `keeps_words`: longer words, such as paths and commands to be copied, stay whole.
+    """
+    return textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent=head,
+        subsequent_indent=indent,
+        break_long_words=not keeps_words,
+        break_on_hyphens=False,
+    )
 
 
 def counts(numbers: Mapping[str, int] | Mapping[RunPhase, int]) -> str:

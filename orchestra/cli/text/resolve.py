@@ -14,6 +14,7 @@ from pathlib import Path
 from orchestra.errors import ConfigError
 from orchestra.report.run_state import is_run
 from orchestra.run.paths import RunDir, SweepDir, is_sweep, read_sweep
+from orchestra.sizes.units import first_few
 
 _NEAREST = 3
 _CANDIDATES = 8
@@ -148,9 +149,8 @@ def _names_a_sweep(text: str, sweep: SweepDir) -> str:
 
 
 def _several(text: str, matching: list[str]) -> str:
-    more = f" and {len(matching) - _CANDIDATES} more" if len(matching) > _CANDIDATES else ""
-    names = ", ".join(matching[:_CANDIDATES])
-    return f"RUN {text}: {len(matching)} runs start so: {names}{more}; type more of the name"
+    names = first_few(matching, _CANDIDATES)
+    return f"RUN {text}: {len(matching)} runs start so: {names}; type more of the name"
 
 
 def _none(text: str, names: list[str], parent: Path, takes_dir: bool) -> str:

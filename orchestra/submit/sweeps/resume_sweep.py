@@ -29,6 +29,7 @@ from orchestra.run.paths import RunDir, Sweep, SweepDir, SweepMember, to_json
 from orchestra.run.planned_faults import still_to_come
 from orchestra.run.record import read_record
 from orchestra.run.stop_requests import user_name
+from orchestra.sizes.units import first_few
 from orchestra.submit.claims import next_attempt_number, take_turn
 from orchestra.submit.code_snapshot import is_snapshot, take_snapshot
 from orchestra.submit.hand_over import Outcome, SweepLedger, hand_over, record_jobs, write_member
@@ -131,13 +132,8 @@ def returning(standings: Sequence[Standing], changes: Changes) -> tuple[Returnin
             for problem in error.problems:
                 problems.setdefault(problem, []).append(f"{it.member.index:03d}")
     if problems:
-        raise ConfigError([f"member {_listed(members)}: {text}" for text, members in problems.items()])
+        raise ConfigError([f"member {first_few(members)}: {text}" for text, members in problems.items()])
     return tuple(found)
-
-
-def _listed(members: Sequence[str], most: int = 3) -> str:
-    more = f" and {len(members) - most} more" if len(members) > most else ""
-    return ", ".join(members[:most]) + more
 
 
 def _returning(standing: Standing, changes: Changes) -> Returning:
