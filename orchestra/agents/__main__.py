@@ -58,7 +58,8 @@ def main(argv: list[str]) -> int:
         sys.stderr.write(f"this node's agent (process {agent.pid}) was killed by signal {-code}\n")
         if time.monotonic() - began >= _LONG_LIFE_S:
             num_starts = 0
-    sys.stderr.write("error: this node's agent is not started again\n")
+    reason = "the job is being ended" if signals.is_any else f"it was killed {_MOST_STARTS} times in a row"
+    sys.stderr.write(f"error: this node's agent is not started again: {reason}\n")
     return 1
 
 

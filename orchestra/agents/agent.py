@@ -142,13 +142,17 @@ class _Agent:
             self._pause(order)
 
     def _wait_for_the_leader(self) -> None:
-        """Wait for the leader, which was warned too and orders what follows, but not for long. Raises
-        LaunchError.
+        """Wait for the leader, which was warned too and orders what follows, but not for long.
+
+        Raises LaunchError.
         """
         now = time.monotonic()
         self._warned_at = self._warned_at or now
         if now - self._warned_at > _WARNED_TIMEOUT_S:
-            raise LaunchError(f"{self._context.signals.first} came before the first order")
+            raise LaunchError(
+                f"{self._context.signals.first} came before the first order, and the leader did not say "
+                f"within {_WARNED_TIMEOUT_S:g} s what follows; the log of the job's first node tells why"
+            )
 
     def _take_part(self, order: Order) -> Verdict | None:
         """Carry out this node's part of an attempt; return the verdict where it could not be written."""

@@ -324,7 +324,7 @@ class Leader:
         context = self._context
         try:
             if not context.scheduler.can_requeue:
-                raise LaunchError(f"no node is left for it ({decision.reason})")
+                raise LaunchError(f"too few nodes are left, and no other job may follow ({decision.reason})")
             said = context.scheduler.requeue(decision, record.number, record.events)
             self._forward_cancel(record.number, record.number + 1)
         except (LauncherError, LaunchError, OSError) as error:

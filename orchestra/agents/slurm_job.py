@@ -335,7 +335,7 @@ class SlurmJob:
         except SlurmRefused as refusal:
             # Slurm alone knows which of its nodes have what the job asks for.
             if not other.exclude:
-                raise LaunchError(f"Slurm does not take the next job: {refusal}") from refusal
+                raise LaunchError(f"Slurm refused the next job: {refusal}") from refusal
             delay_s = _noticed_s() if decision.exclude else 0
             job, exclude = self._chain_with_all(attempt, script, delay_s), ()
         out = [host for host in decision.exclude if host in exclude]
@@ -355,7 +355,7 @@ class SlurmJob:
         try:
             return self._chain(attempt, script, (), delay_s)
         except SlurmRefused as refusal:
-            raise LaunchError(f"Slurm does not take the next job: {refusal}") from refusal
+            raise LaunchError(f"Slurm refused the next job: {refusal}") from refusal
 
     def excluded(self) -> dict[str, str]:
         if self._config.recovery.exclude_hours <= 0:

@@ -67,7 +67,7 @@ def main(argv: list[str]) -> int:
             return agreed
         said = move_run(run, task, os.environ["SLURM_JOB_NODELIST"], _OUTPUT)
     except (OrchestraError, LauncherError, OSError) as error:
-        sys.stderr.write(f"error: the run does not go on by itself: {error}\n")
+        sys.stderr.write(f"error: srun failed, and the run does not go on by itself: {error}\n")
         return code
     if said:
         sys.stdout.write(said + "\n")

@@ -217,7 +217,7 @@ def _lines(number: int) -> list[str]:
 
 def signs_of_failure(lines: list[str], now_us: int) -> str:
     """Return what records of /dev/kmsg (`level,number,microseconds,flags;text`) say of failed devices."""
-    found = []
+    signs = []
     for line in lines:
         head, _, text = line.partition(";")
         fields = head.split(",")
@@ -225,10 +225,10 @@ def signs_of_failure(lines: list[str], now_us: int) -> str:
             continue
         xid = _XID.search(text)
         if xid is not None and int(xid[2]) in XIDS_OF_DEVICE:
-            found.append(f"Xid {xid[2]} of device {xid[1]}")
+            signs.append(f"Xid {xid[2]} of device {xid[1]}")
         elif _MEMORY_ERROR.search(text):
-            found.append(text.partition("\n")[0].strip())
-    return "; ".join(dict.fromkeys(found))[:300]
+            signs.append(text.partition("\n")[0].strip())
+    return "; ".join(dict.fromkeys(signs))[:300]
 
 
 # NVIDIA's devices.
@@ -271,21 +271,21 @@ def judged_devices(rows: list[dict[str, str]], wanted: int) -> Finding:
 
 
 def _doubts(row: dict[str, str]) -> list[str]:
-    index, found = row["index"], []
+    index, doubts = row["index"], []
     errors = row["ecc.errors.uncorrected.volatile.total"]
     if errors.isdigit() and int(errors):
-        found.append(f"device {index} has {errors} uncorrected memory errors")
+        doubts.append(f"device {index} has {errors} uncorrected memory errors")
     if any(row.get(name, "").lower() in ("yes", "1") for name in _PENDING):
-        found.append(f"device {index} waits for a reset to repair its memory")
+        doubts.append(f"device {index} waits for a reset to repair its memory")
     used, size = row["memory.used"], row["memory.total"]
     if used.isdigit() and size.isdigit() and int(used) > MOST_MEMORY_SHARE * int(size):
-        found.append(f"device {index} has {used} of {size} MiB in use")
+        doubts.append(f"device {index} has {used} of {size} MiB in use")
     if row.get(_SLOWED[0], "").lower() == "active":
-        found.append(f"device {index} is slowed down by its power supply or heat")
+        doubts.append(f"device {index} is slowed down by its power supply or heat")
     width, widest = row.get(_SLOWED[1], ""), row.get(_SLOWED[2], "")
     if width.isdigit() and widest.isdigit() and int(width) < int(widest):
-        found.append(f"device {index} uses {width} of {widest} PCIe lanes")
-    return found
+        doubts.append(f"device {index} uses {width} of {widest} PCIe lanes")
+    return doubts
 
 
 def _queried(names: tuple[str, ...]) -> list[dict[str, str]] | None:

@@ -171,7 +171,7 @@ def test_srun_failing_is_told_by_its_own_code(
     assert "job 20 goes on" in capsys.readouterr().out
     slurm.tell("silent")
     assert srun_failed.main([str(run.path), "233"]) == 233
-    assert "error: the run does not go on by itself: " in capsys.readouterr().err
+    assert "error: srun failed, and the run does not go on by itself: " in capsys.readouterr().err
 
 
 def test_a_member_of_a_sweep_is_found_by_its_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
