@@ -35,7 +35,7 @@ from orchestra.run import stop_requests
 from orchestra.run.events import EventWriter, read_events
 from orchestra.run.files import Record
 from orchestra.run.paths import RunDir
-from orchestra.submit.hosts_to_avoid import elsewhere, hosts_without, words
+from orchestra.submit.hosts_to_avoid import hosts_of_next_job, hosts_without, words
 from orchestra.submit.job_record import newest_entry
 from orchestra.submit.launch import own_address
 from orchestra.submit.resubmit import chain
@@ -328,7 +328,7 @@ class SlurmJob:
         # leaves out too many of a small cluster's nodes can never run, and Slurm lets it fail.
         past = read_events(self._run)
         of_run = excluded_hosts(past, {})
-        other = elsewhere(self._config, self._run, self._cluster, decision.exclude, sorted(of_run))
+        other = hosts_of_next_job(self._config, self._run, self._cluster, decision.exclude, sorted(of_run))
         delay_s = _noticed_s() if other.missed else 0
         try:
             job, exclude = self._chain(attempt, script, other.exclude, delay_s), other.exclude

@@ -20,11 +20,11 @@ from orchestra.errors import EXIT_DONE
 from orchestra.report.run_state import name_of
 from orchestra.run.paths import RunDir
 from orchestra.run.record import RunPhase
-from orchestra.submit.resume_run import NextAttempt, Word, asked, claim, next_attempt
+from orchestra.submit.resume_run import ResumePlan, SchedulerAnswer, ask_scheduler, claim, plan_resume
 
 if TYPE_CHECKING:
     from launchers.slurm.sbatch import Estimate
-    from orchestra.submit.resume_run import PlannedResume
+    from orchestra.submit.resume_run import ResumeJob
 
 _EXPLAINED = """\
   orchestra resume first                              go on where the newest checkpoint is
@@ -62,10 +62,10 @@ def run(arguments: Namespace) -> int:
         from orchestra.cli.sweep_text import resume_sweep
 
         return resume_sweep(arguments, target)
-    word = asked(target, time.time())
+    answer = ask_scheduler(target, time.time())
     if goes_to_cluster(target, arguments.overrides):
-        return _submit(arguments, target, word)
-    return _train_here(arguments, target, word)
+        return _submit(arguments, target, answer)
+    return _train_here(arguments, target, answer)
 
 
 def goes_to_cluster(run: RunDir, overrides: Sequence[str]) -> bool:
@@ -80,11 +80,11 @@ def goes_to_cluster(run: RunDir, overrides: Sequence[str]) -> bool:
     return read_config(run.config).cluster.launcher is LauncherName.slurm
 
 
-def _train_here(arguments: Namespace, target: RunDir, word: Word) -> int:
+def _train_here(arguments: Namespace, target: RunDir, answer: SchedulerAnswer) -> int:
     from orchestra.config.machine import this_machine
 
     situation = this_machine("resume", starts=not arguments.dry_run)
-    plan = next_attempt(target, arguments.overrides, situation, time.time(), word)
+    plan = plan_resume(target, arguments.overrides, situation, time.time(), answer)
     if plan.is_finished:
         return _say_finished(plan, as_json=arguments.json)
     attempt = ForegroundAttempt(plan.config, plan.run, plan.number, plan.checkpoint_step)
@@ -96,18 +96,18 @@ def _train_here(arguments: Namespace, target: RunDir, word: Word) -> int:
     return train(attempt, as_json=arguments.json)
 
 
-def _submit(arguments: Namespace, target: RunDir, word: Word) -> int:
+def _submit(arguments: Namespace, target: RunDir, answer: SchedulerAnswer) -> int:
     from orchestra.config.machine import Situation
-    from orchestra.submit.resume_run import planned_resume, submit_resume
+    from orchestra.submit.resume_run import resume_job, submit_resume
     from orchestra.submit.site import ask
 
     site = ask(is_dry=arguments.dry_run, folder=target.path.parent)
     situation = Situation("resume", cluster=site)
-    plan = next_attempt(target, arguments.overrides, situation, time.time(), word)
+    plan = plan_resume(target, arguments.overrides, situation, time.time(), answer)
     if plan.is_finished:
         return _say_finished(plan, as_json=arguments.json)
     site.require()
-    planned = planned_resume(plan, site.share(plan.config))
+    planned = resume_job(plan, site.share(plan.config))
     estimate = site.tested(planned.script())
     if arguments.dry_run:
         _print_job_plan(planned, estimate, as_json=arguments.json)
@@ -120,7 +120,7 @@ def _submit(arguments: Namespace, target: RunDir, word: Word) -> int:
     return EXIT_DONE
 
 
-def _tell(planned: PlannedResume, job: str, estimate: Estimate | None) -> None:
+def _tell(planned: ResumeJob, job: str, estimate: Estimate | None) -> None:
     run, config, step = planned.run, planned.next.config.cluster, planned.next.checkpoint_step
     nodes = f"{config.nodes} node{'' if config.nodes == 1 else 's'}"
     print(f"run     {name_of(run)}, attempt {planned.next.number}")
@@ -131,7 +131,7 @@ def _tell(planned: PlannedResume, job: str, estimate: Estimate | None) -> None:
     print(f"next    `{invocation('status', run)}`, `{invocation('logs', run)} -f`")
 
 
-def _facts(planned: PlannedResume, estimate: Estimate | None) -> dict[str, object]:
+def _facts(planned: ResumeJob, estimate: Estimate | None) -> dict[str, object]:
     plan = planned.next
     return {
         "name": plan.run.name,
@@ -142,7 +142,7 @@ def _facts(planned: PlannedResume, estimate: Estimate | None) -> dict[str, objec
     }
 
 
-def _print_job_plan(planned: PlannedResume, estimate: Estimate | None, *, as_json: bool) -> None:
+def _print_job_plan(planned: ResumeJob, estimate: Estimate | None, *, as_json: bool) -> None:
     from orchestra.run.config_file import to_yaml
     from orchestra.submit.site import note
 
@@ -155,7 +155,7 @@ def _print_job_plan(planned: PlannedResume, estimate: Estimate | None, *, as_jso
         note(f"Slurm would take it and expects it to start at {estimate.start} on {estimate.nodes}")
 
 
-def _say_finished(plan: NextAttempt, *, as_json: bool) -> int:
+def _say_finished(plan: ResumePlan, *, as_json: bool) -> int:
     steps = plan.before.train.steps
     if as_json:
         identity = {

@@ -1,6 +1,7 @@
 """`orchestra submit -m` and `orchestra resume SWEEP`: what is going to be submitted, and what became of it.
 
-What is to be done about a sweep is decided in `orchestra.submit.sweeps`.
+What is done with a sweep is decided in `orchestra.submit.sweeps`. The results that `--wait` prints, of single
+runs too, come from `orchestra.submit.wait`.
 """
 
 from __future__ import annotations
@@ -21,17 +22,15 @@ from orchestra.sizes.units import first_few
 from orchestra.submit.site import note
 
 if TYPE_CHECKING:
-    from orchestra.config.sweep import Member
+    from orchestra.config.sweep import ComposedMember
     from orchestra.run.paths import RunDir
-    from orchestra.submit.hand_over import Outcome, SweepLedger
+    from orchestra.submit.hand_over import SubmitOutcome, SweepLedger
     from orchestra.submit.site import Site
     from orchestra.submit.submission import Submission
     from orchestra.submit.sweeps.arrays import PlannedArray
-    from orchestra.submit.sweeps.submit_sweep import Course
+    from orchestra.submit.sweeps.submit_sweep import SweepAction
     from orchestra.submit.sweeps.sweeper import Trial
-    from orchestra.submit.wait import Result
-
-# How runs ended that a command waited for: a table, or JSON. It waits through `orchestra.submit.wait`.
+    from orchestra.submit.wait import RunResult
 
 
 def _trial(trial: Trial) -> dict[str, Any]:
@@ -49,7 +48,7 @@ def wait(runs: Sequence[RunDir], metric: str, *, as_json: bool) -> int:
     return waiting.exit_code(results)
 
 
-def _result(result: Result) -> dict[str, Any]:
+def _result(result: RunResult) -> dict[str, Any]:
     from orchestra.report.run_state import name_of
 
     identity = {"name": name_of(result.run), "path": str(result.run.path), "state": result.state}
@@ -80,18 +79,15 @@ def print_trials(trials: Sequence[Trial], *, as_json: bool) -> None:
     print(json.dumps({"trials": rows}, indent=2) if as_json else _table(rows))
 
 
-# What `orchestra submit -m` and `resume SWEEP` print: what would be submitted, and what became of it.
-
-
-def print_course(course: Course, start: str | None, *, as_json: bool) -> None:
+def print_action(action: SweepAction, start: str | None, *, as_json: bool) -> None:
     """Print the scripts and the members that would be submitted."""
-    scripts = [it.script() for it in course.arrays]
-    rows = _members(course)
+    scripts = [planned.script() for planned in action.arrays]
+    rows = _members(action)
     if as_json:
-        facts = {"name": course.sweep.name, "path": str(course.sweep.path), "is_new": course.is_new}
+        facts = {"name": action.sweep.name, "path": str(action.sweep.path), "is_new": action.is_new}
         told = [
-            {"number": it.array.number, "members": list(it.array.members), "script": text}
-            for it, text in zip(course.arrays, scripts, strict=True)
+            {"number": planned.array.number, "members": list(planned.array.members), "script": text}
+            for planned, text in zip(action.arrays, scripts, strict=True)
         ]
         print(json.dumps({**facts, "members": rows, "arrays": told, "estimated_start": start}, indent=2))
         return
@@ -103,38 +99,42 @@ def print_course(course: Course, start: str | None, *, as_json: bool) -> None:
         note(f"Slurm would take the jobs and expects the first one to start at {start}")
 
 
-def _members(course: Course) -> list[dict[str, Any]]:
+def _members(action: SweepAction) -> list[dict[str, Any]]:
     """Return what would become of each member."""
-    arrays = {index: it.array.number for it in course.arrays for index in it.array.members}
+    arrays = {index: planned.array.number for planned in action.arrays for index in planned.array.members}
     members = (
-        [it.record for it in course.new.submission.members]
-        if course.new is not None
-        else list(read_sweep(course.sweep).members)
+        [member.record for member in action.new.submission.members]
+        if action.new is not None
+        else list(read_sweep(action.sweep).members)
     )
-    states = _kept_states(course)
+    states = _kept_states(action)
     return [
         {
-            "index": it.index,
-            "overrides": list(it.overrides),
-            "array": arrays.get(it.index),
-            "state": states.get(it.index),
-            "adopted": it.adopted,
+            "index": member.index,
+            "overrides": list(member.overrides),
+            "array": arrays.get(member.index),
+            "state": states.get(member.index),
+            "adopted": member.adopted,
         }
-        for it in members
+        for member in members
     ]
 
 
-def _kept_states(course: Course) -> dict[int, str]:
-    if course.new is None:
-        return {it.member.index: it.state.state for it in course.kept}
-    by_path = {str(it.run.path): it.state.state for it in course.kept}
-    return {it.index: by_path[it.adopted] for it in course.new.submission.members if it.adopted is not None}
+def _kept_states(action: SweepAction) -> dict[int, str]:
+    if action.new is None:
+        return {kept.member.index: kept.state.state for kept in action.kept}
+    by_path = {str(kept.run.path): kept.state.state for kept in action.kept}
+    return {
+        member.index: by_path[member.adopted]
+        for member in action.new.submission.members
+        if member.adopted is not None
+    }
 
 
 def tell(
-    course: Course,
+    action: SweepAction,
     ledger: SweepLedger,
-    outcome: Outcome,
+    outcome: SubmitOutcome,
     start: str | None,
     *,
     as_json: bool,
@@ -142,9 +142,9 @@ def tell(
 ) -> int:
     """Print what became of a sweep; return 0, or 1 where a limit kept members out."""
     if as_json:
-        print(json.dumps(_facts(course, ledger, outcome, start)), file=stream)
+        print(json.dumps(_facts(action, ledger, outcome, start)), file=stream)
     else:
-        print("\n".join(_lines(course, ledger, outcome, start)), file=stream, flush=True)
+        print("\n".join(_lines(action, ledger, outcome, start)), file=stream, flush=True)
     if outcome.limit is None:
         return EXIT_DONE
     with contextlib.suppress(OSError):
@@ -152,7 +152,7 @@ def tell(
     return EXIT_FAILED
 
 
-def limited(ledger: SweepLedger, outcome: Outcome) -> str:
+def limited(ledger: SweepLedger, outcome: SubmitOutcome) -> str:
     """Return how many members a limit kept out, and what to do."""
     return (
         f"{outcome.num_refused} of {len(ledger.record.members)} members were not submitted, for a limit on "
@@ -161,26 +161,28 @@ def limited(ledger: SweepLedger, outcome: Outcome) -> str:
     )
 
 
-def _facts(course: Course, ledger: SweepLedger, outcome: Outcome, start: str | None) -> dict[str, Any]:
-    states = _kept_states(course)
+def _facts(
+    action: SweepAction, ledger: SweepLedger, outcome: SubmitOutcome, start: str | None
+) -> dict[str, Any]:
+    states = _kept_states(action)
     members = [
         {
-            "index": it.index,
-            "overrides": list(it.overrides),
-            "path": str(ledger.record.run(ledger.sweep, it).path),
-            "adopted": it.adopted,
-            "state": states.get(it.index),
+            "index": member.index,
+            "overrides": list(member.overrides),
+            "path": str(ledger.record.run(ledger.sweep, member).path),
+            "adopted": member.adopted,
+            "state": states.get(member.index),
         }
-        for it in ledger.record.members
+        for member in ledger.record.members
     ]
     arrays: list[dict[str, Any]] = [
-        {"id": it.id, "members": list(it.members), "nodes": nodes}
-        for it, nodes in zip(outcome.accepted, _nodes(course, outcome), strict=True)
+        {"id": array.id, "members": list(array.members), "nodes": nodes}
+        for array, nodes in zip(outcome.accepted, _nodes(action, outcome), strict=True)
     ]
     return {
         "name": ledger.sweep.name,
         "path": str(ledger.sweep.path),
-        "is_new": course.is_new,
+        "is_new": action.is_new,
         "arrays": arrays,
         "num_submitted": outcome.num_accepted,
         "num_not_submitted": outcome.num_refused,
@@ -190,32 +192,34 @@ def _facts(course: Course, ledger: SweepLedger, outcome: Outcome, start: str | N
     }
 
 
-def _nodes(course: Course, outcome: Outcome) -> list[int | None]:
+def _nodes(action: SweepAction, outcome: SubmitOutcome) -> list[int | None]:
     """Return the nodes of each array's jobs, from its script."""
     from orchestra.submit.sweeps.arrays import num_nodes
 
-    templates = {index: it.template for it in course.arrays for index in it.array.members}
+    templates = {index: planned.template for planned in action.arrays for index in planned.array.members}
     return [num_nodes(templates[array.members[0]]) for array in outcome.accepted]
 
 
-def _lines(course: Course, ledger: SweepLedger, outcome: Outcome, start: str | None) -> Iterator[str]:
+def _lines(
+    action: SweepAction, ledger: SweepLedger, outcome: SubmitOutcome, start: str | None
+) -> Iterator[str]:
     from orchestra.submit.sweeps.members import counted
 
     total = len(ledger.record.members)
-    is_same = "" if course.is_new else ", submitted before"
+    is_same = "" if action.is_new else ", submitted before"
     yield f"sweep   {ledger.sweep.name}: {_count(total, 'member')}{is_same}"
-    for array, nodes in zip(outcome.accepted, _nodes(course, outcome), strict=True):
+    for array, nodes in zip(outcome.accepted, _nodes(action, outcome), strict=True):
         yield f"array   {array.id}: {_count(len(array.tasks), 'job')} of {_count(nodes or 1, 'node')}"
-    if course.kept and course.is_new:
-        num_members = sum(it.adopted is not None for it in ledger.record.members)
-        sweeps = sorted({it.run.path.parent.name for it in course.kept})
+    if action.kept and action.is_new:
+        num_members = sum(member.adopted is not None for member in ledger.record.members)
+        sweeps = sorted({kept.run.path.parent.name for kept in action.kept})
         yield (
-            f"adopted {_count(num_members, 'member')} from {first_few(sweeps)}: {counted(course.kept)} "
+            f"adopted {_count(num_members, 'member')} from {first_few(sweeps)}: {counted(action.kept)} "
             f"(--force trains them anew)"
         )
-    elif course.kept:
-        yield f"kept    {_count(len(course.kept), 'member')} as they are: {counted(course.kept)}"
-        owners = sorted({it.run.path.parent.name for it in course.kept if it.needs_job})
+    elif action.kept:
+        yield f"kept    {_count(len(action.kept), 'member')} as they are: {counted(action.kept)}"
+        owners = sorted({kept.run.path.parent.name for kept in action.kept if kept.needs_job})
         yield from (
             f"        `orchestra resume {name}` goes on with those that are its own" for name in owners
         )
@@ -252,7 +256,7 @@ def submit_sweep(arguments: Namespace) -> int:
 
 
 def _submit_members(
-    arguments: Namespace, members: Sequence[Member], overrides: Sequence[str], site: Site
+    arguments: Namespace, members: Sequence[ComposedMember], overrides: Sequence[str], site: Site
 ) -> int:
     from orchestra.submit.submission import plan_sweep
     from orchestra.submit.sweeps.submit_sweep import carry_out, runs_of
@@ -260,26 +264,26 @@ def _submit_members(
     checks_memory = not arguments.skip_memory_check
     submission = plan_sweep(members, overrides, site, sys.argv, checks_memory=checks_memory)
     if arguments.dry_run:
-        course, start = _course(submission, site, force=arguments.force)
-        print_course(course, start, as_json=arguments.json)
+        action, start = _planned_action(submission, site, force=arguments.force)
+        print_action(action, start, as_json=arguments.json)
         return EXIT_DONE
-    with _alone(submission):
-        course, start = _course(submission, site, force=arguments.force)
-        ledger, outcome = carry_out(course, sys.argv)
+    with _exclusively(submission):
+        action, start = _planned_action(submission, site, force=arguments.force)
+        ledger, outcome = carry_out(action, sys.argv)
     # With --wait the JSON on standard output is the results'.
     stream = sys.stderr if arguments.json and arguments.wait else sys.stdout
-    code = tell(course, ledger, outcome, start, as_json=arguments.json, stream=stream)
+    code = tell(action, ledger, outcome, start, as_json=arguments.json, stream=stream)
     if arguments.wait and code == EXIT_DONE:
         return wait(runs_of(ledger), members[0].config.run.metric, as_json=arguments.json)
     return code
 
 
-def _course(submission: Submission, site: Site, *, force: bool) -> tuple[Course, str | None]:
+def _planned_action(submission: Submission, site: Site, *, force: bool) -> tuple[SweepAction, str | None]:
     """Return what is to be done about the sweep, and when Slurm expects its first job to start."""
-    from orchestra.submit.sweeps.submit_sweep import course_of
+    from orchestra.submit.sweeps.submit_sweep import submit_action
 
-    course = course_of(submission, site, time.time(), force=force)
-    return course, _tested(course.arrays, site)
+    action = submit_action(submission, site, time.time(), force=force)
+    return action, _tested(action.arrays, site)
 
 
 def _tested(arrays: Sequence[PlannedArray], site: Site) -> str | None:
@@ -291,11 +295,11 @@ def _tested(arrays: Sequence[PlannedArray], site: Site) -> str | None:
 
 
 @contextmanager
-def _alone(submission: Submission) -> Iterator[None]:
+def _exclusively(submission: Submission) -> Iterator[None]:
     from orchestra.submit.submission import parent_of_sweep
-    from orchestra.submit.sweeps.lock import alone
+    from orchestra.submit.sweeps.lock import exclusively
 
-    with alone(parent_of_sweep(submission.members), submission.signature):
+    with exclusively(parent_of_sweep(submission.members), submission.signature):
         yield
 
 
@@ -316,11 +320,11 @@ def _submit_sweeper(arguments: Namespace, overrides: Sequence[str]) -> int:
     site, checks_memory = ask(), not arguments.skip_memory_check
     site.require()
 
-    def submit_members(members: list[Member], name: str) -> list[RunDir]:
+    def submit_members(members: list[ComposedMember], name: str) -> list[RunDir]:
         submission = plan_sweep(members, overrides, site, sys.argv, name=name, checks_memory=checks_memory)
-        with _alone(submission):
-            course, _ = _course(submission, site, force=arguments.force)
-            ledger, outcome = carry_out(course, sys.argv)
+        with _exclusively(submission):
+            action, _ = _planned_action(submission, site, force=arguments.force)
+            ledger, outcome = carry_out(action, sys.argv)
         if outcome.limit is not None:
             raise LaunchError(limited(ledger, outcome))
         return runs_of(ledger)
@@ -338,15 +342,15 @@ def resume_sweep(arguments: Namespace, sweep: SweepDir) -> int:
     submitted.
     """
     from orchestra.submit.site import ask
-    from orchestra.submit.sweeps.members import Existing
-    from orchestra.submit.sweeps.submit_sweep import carry_out, course_again
+    from orchestra.submit.sweeps.members import ExistingSweep
+    from orchestra.submit.sweeps.submit_sweep import carry_out, resume_action
 
     site = ask(is_dry=arguments.dry_run, folder=sweep.path.parent)
     site.require()
-    course = course_again(Existing(sweep, read_sweep(sweep)), site, arguments.overrides)
-    start = _tested(course.arrays, site)
+    action = resume_action(ExistingSweep(sweep, read_sweep(sweep)), site, arguments.overrides)
+    start = _tested(action.arrays, site)
     if arguments.dry_run:
-        print_course(course, start, as_json=arguments.json)
+        print_action(action, start, as_json=arguments.json)
         return EXIT_DONE
-    ledger, outcome = carry_out(course, sys.argv)
-    return tell(course, ledger, outcome, start, as_json=arguments.json)
+    ledger, outcome = carry_out(action, sys.argv)
+    return tell(action, ledger, outcome, start, as_json=arguments.json)

@@ -1,6 +1,8 @@
 """Composes a configuration from presets and overrides, types it, checks every rule, and reports all problems.
 
-Hydra's compose API does the composing; none of its exceptions leaves this module.
+`compose` makes the configuration of a new run, `changed_config` puts overrides on top of a frozen one, for a
+run that goes on; the result passes the same rules. Hydra's compose API does the composing; none of its
+exceptions leaves this module.
 """
 
 from __future__ import annotations
@@ -172,7 +174,7 @@ def put(values: Any, accepted: Iterable[Override]) -> None:
 def _tree_problems(checked: Checked) -> list[str]:
     """Return what is wrong inside the YAML files that the overrides choose, each sentence naming its file.
 
-    First their headers, since Hydra finds no further file behind a wrong one, then every value.
+    First their headers, since Hydra finds no further file after a wrong one, then every value.
     """
     from hydra import initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
@@ -231,11 +233,6 @@ def _in_one_line(error: Exception) -> str:
     """Return Hydra's message without the folders it looked in."""
     lines = (line.strip() for line in str(error).partition("Config search path:")[0].splitlines())
     return "; ".join(line for line in lines if line) or type(error).__name__
-
-
-# Overrides on top of a frozen configuration, for a run that goes on: what may change and what may not.
-#
-# The result passes every rule again, as a new run's does. It knows no checkpoint and no attempt.
 
 
 _MODEL = "the checkpoints hold this model and no other"

@@ -126,7 +126,7 @@ def wrong_type(key: Key, name: str, value: Any) -> str:
 
 
 def empty(key: Key, name: str) -> str:
-    """Return the sentence for `name=` with nothing behind it."""
+    """Return the sentence for `name=` with nothing after it."""
     return f"{name} is empty; {_expected(key)}"
 
 

@@ -148,9 +148,6 @@ def world_size(config: Config) -> int | None:
     return config.cluster.nodes * ranks
 
 
-# A short name for what a configuration computes, so that equal runs can be recognised.
-
-
 _HEX_DIGITS = 16
 # Who the run is and who watches it; nothing here changes a result.
 _IDENTITY = ("run", "wandb")

@@ -1,7 +1,8 @@
 """Composes the members of a sweep: every combination of its values, each checked like a run of its own.
 
-Hydra composes once for each combination of presets; values are then set in what it composed. It submits
-nothing, and it names no member's run.
+The overrides are expanded by Hydra's own functions, in Hydra's order: an override that comes twice takes the
+place of the first. Hydra composes once for each combination of presets; values are then set in what it
+composed. What is wrong is said once for all members that it concerns, with the values it is about.
 """
 
 from __future__ import annotations
@@ -38,17 +39,12 @@ from orchestra.config.overrides import (
 from orchestra.config.preset_files import GROUPS, Tree
 from orchestra.errors import ConfigError
 
-# What a sweep varies: each override with the values it stands for, expanded by Hydra's own functions.
-#
-# It composes nothing. The order is Hydra's: an override that comes again takes the place of the one before.
-
-
 # Far more than anybody trains; a slip such as range(1e9) must not fill the memory first.
 MOST_MEMBERS = 10_000
 
 
 @dataclass(frozen=True)
-class Choice:
+class OverrideValue:
     """One value of one override: its text, and what its check found."""
 
     text: str
@@ -73,7 +69,7 @@ class Choice:
 class Axis:
     """All values of one override; a single one where it is not swept."""
 
-    choices: tuple[Choice, ...]
+    choices: tuple[OverrideValue, ...]
 
 
 @dataclass
@@ -91,23 +87,23 @@ class Reader:
     def __init__(self, tree: Tree) -> None:
         self.tree = tree
         self._checker = Checker(tree)
-        self._known: dict[tuple[str, bool], Choice] = {}
+        self._known: dict[tuple[str, bool], OverrideValue] = {}
 
-    def choice(self, text: str, *, is_swept: bool) -> Choice:
+    def choice(self, text: str, *, is_swept: bool) -> OverrideValue:
         """Return one value of an override, checked as the override of a single run is."""
         known = self._known.get((text, is_swept))
         if known is None:
             known = self._known[text, is_swept] = self._read(text, is_swept)
         return known
 
-    def _read(self, text: str, is_swept: bool) -> Choice:
+    def _read(self, text: str, is_swept: bool) -> OverrideValue:
         parsed = parse_overrides([text])
         if not parsed.overrides:
             checked = Checked(tree=self.tree, problems=parsed.problems, refused=parsed.refused)
-            return Choice(text, next(iter(parsed.refused)), is_swept, checked)
+            return OverrideValue(text, next(iter(parsed.refused)), is_swept, checked)
         checked = self._checker.check(parsed.overrides)
         accepted = tuple(parse_overrides(checked.accepted).overrides)
-        return Choice(text, parsed.overrides[0].key_or_group, is_swept, checked, accepted)
+        return OverrideValue(text, parsed.overrides[0].key_or_group, is_swept, checked, accepted)
 
 
 def read_axes(overrides: Sequence[str]) -> tuple[Reader, Axes]:
@@ -211,19 +207,14 @@ def _too_many(number: int) -> str:
     return f"{number:,} members in one sweep; use at most {MOST_MEMBERS:,}, and several sweeps for more"
 
 
-# Sums up what is wrong with the members of a sweep: each sentence once, with the values it is about.
-#
-# It knows no rule of a single run; `shared_places` holds those between the members of a sweep.
-
-
-# A screen's worth of different sentences, and of members behind one of them.
+# A screen's worth of different sentences, and of members that one of them is about.
 _MOST_SENTENCES = 12
 _MOST_MEMBERS = 3
 # What the members of a sweep have in common.
 _COMMON = ("run.name", "run.dir", "run.metric")
 
 
-class Findings:
+class SweepProblems:
     """Problems by the members that have them; `chosen` are the swept overrides of each member."""
 
     def __init__(self, chosen: Sequence[tuple[str, ...]], problems: Sequence[str]) -> None:
@@ -292,7 +283,7 @@ def shared_places(configs: Sequence[Config]) -> Iterator[str]:
 
 
 @dataclass(frozen=True)
-class Member:
+class ComposedMember:
     """One combination of a sweep's values and the configuration it gives."""
 
     # All of them, as `orchestra run` would take them.
@@ -303,7 +294,7 @@ class Member:
     config: Config
 
 
-def compose_members(overrides: Sequence[str], situation: Situation) -> list[Member]:
+def compose_members(overrides: Sequence[str], situation: Situation) -> list[ComposedMember]:
     """Return the members of a sweep, in the order of Hydra's own sweeper; without a swept key, one.
 
     Each equals what `compose` makes of the member's overrides. Raises ConfigError with every problem found,
@@ -314,7 +305,9 @@ def compose_members(overrides: Sequence[str], situation: Situation) -> list[Memb
     return _composed(combinations, reader, situation, found.problems)
 
 
-def compose_batch(batch: Sequence[Sequence[str]], swept: Iterable[str], situation: Situation) -> list[Member]:
+def compose_batch(
+    batch: Sequence[Sequence[str]], swept: Iterable[str], situation: Situation
+) -> list[ComposedMember]:
     """Return a member for each list of overrides in `batch`; `swept` are the keys that vary, with their `+`.
 
     For sweepers that choose the values themselves. Raises ConfigError as `compose_members` does.
@@ -323,7 +316,7 @@ def compose_batch(batch: Sequence[Sequence[str]], swept: Iterable[str], situatio
     texts = list(dict.fromkeys(text for overrides in batch for text in overrides))
     reader = Reader(tree_of(parse_overrides(texts).overrides))
 
-    def choice(text: str) -> Choice:
+    def choice(text: str) -> OverrideValue:
         return reader.choice(text, is_swept=text.partition("=")[0] in keys)
 
     combinations = [tuple(choice(text) for text in overrides) for overrides in batch]
@@ -331,28 +324,31 @@ def compose_batch(batch: Sequence[Sequence[str]], swept: Iterable[str], situatio
 
 
 def _composed(
-    combinations: Sequence[tuple[Choice, ...]], reader: Reader, situation: Situation, problems: Sequence[str]
-) -> list[Member]:
+    combinations: Sequence[tuple[OverrideValue, ...]],
+    reader: Reader,
+    situation: Situation,
+    problems: Sequence[str],
+) -> list[ComposedMember]:
     composer = _Composer(reader, situation)
-    findings = Findings([_chosen(combination) for combination in combinations], problems)
-    members: list[Member] = []
+    problems_found = SweepProblems([_chosen(combination) for combination in combinations], problems)
+    members: list[ComposedMember] = []
     for index, combination in enumerate(combinations):
         config, broken = composer.compose(combination)
-        findings.add(index, broken)
+        problems_found.add(index, broken)
         if config is not None:
-            members.append(Member(_texts(combination), findings.chosen[index], config))
+            members.append(ComposedMember(_texts(combination), problems_found.chosen[index], config))
     if len(members) == len(combinations):
-        findings.about_all(shared_places([member.config for member in members]))
-    if sentences := findings.sentences():
+        problems_found.about_all(shared_places([member.config for member in members]))
+    if sentences := problems_found.sentences():
         raise ConfigError(sentences)
     return members
 
 
-def _chosen(combination: Iterable[Choice]) -> tuple[str, ...]:
+def _chosen(combination: Iterable[OverrideValue]) -> tuple[str, ...]:
     return tuple(choice.text for choice in combination if choice.is_swept)
 
 
-def _texts(combination: Iterable[Choice]) -> tuple[str, ...]:
+def _texts(combination: Iterable[OverrideValue]) -> tuple[str, ...]:
     return tuple(choice.text for choice in combination)
 
 
@@ -367,7 +363,7 @@ class _Composer:
         # By these and the keys that are set: values that every such member sets anew.
         self._set: dict[tuple[tuple[str, ...], tuple[str, ...]], Any] = {}
 
-    def compose(self, combination: Sequence[Choice]) -> tuple[Config | None, list[str]]:
+    def compose(self, combination: Sequence[OverrideValue]) -> tuple[Config | None, list[str]]:
         """Return a member's configuration and everything wrong with it."""
         checked = combined(self._reader.tree, (choice.checked for choice in combination))
         problems = list(checked.problems)
@@ -379,7 +375,7 @@ class _Composer:
             return None, [*problems, *error.problems]
         return config, [*problems, *broken]
 
-    def _values(self, combination: Sequence[Choice]) -> Any:
+    def _values(self, combination: Sequence[OverrideValue]) -> Any:
         """Return composed values to set others in: the same ones for members that set the same keys."""
         groups = [choice for choice in combination if choice.is_of_group]
         composed = self._of_presets(groups)
@@ -391,7 +387,7 @@ class _Composer:
             self._set[key] = copy.deepcopy(composed)
         return self._set[key]
 
-    def _of_presets(self, groups: Sequence[Choice]) -> Any:
+    def _of_presets(self, groups: Sequence[OverrideValue]) -> Any:
         key = _texts(groups)
         if key not in self._composed:
             try:
@@ -404,7 +400,7 @@ class _Composer:
         return self._composed[key]
 
 
-def _setting(combination: Iterable[Choice]) -> Iterator[Any]:
+def _setting(combination: Iterable[OverrideValue]) -> Iterator[Any]:
     for choice in combination:
         if not choice.is_of_group:
             yield from choice.accepted

@@ -1,4 +1,8 @@
-"""Who leads which attempt of a run: claims in <run>/control/, each taken once. It starts nothing."""
+"""Which process leads which attempt of a run, and which submits its next job: claims in <run>/control/.
+
+Each is taken once, by creating a file that names the process. Called by the node agents and the commands that
+resume and cancel.
+"""
 
 from __future__ import annotations
 
@@ -126,7 +130,7 @@ def rival_claim(run: RunDir, attempt: int, crew: str) -> int | None:
 def take_next(run: RunDir, crew: str | None = None) -> int:
     """Claim the attempt after all that were started or claimed, and return its number.
 
-    It is none before the one that the newest job was submitted for: that one lies behind all stop requests
+    It is none before the one that the newest job was submitted for: that one comes after all stop requests
     of the time, which are meant for attempts that will not begin any more.
     """
     run.control.mkdir(exist_ok=True)

@@ -49,7 +49,7 @@ _OF_THE_SWEEP = ("array_throttle", "resumes")
 
 
 @dataclass
-class Outcome:
+class SubmitOutcome:
     """What became of the jobs of a submission: the accepted arrays with their ids, and the others."""
 
     accepted: list[SweepArray] = field(default_factory=list)
@@ -161,7 +161,7 @@ class SweepLedger:
 Ledger = RunLedger | SweepLedger
 
 
-def submit(placed: PlacedSubmission) -> tuple[Ledger, Outcome]:
+def submit(placed: PlacedSubmission) -> tuple[Ledger, SubmitOutcome]:
     """Make the directory of a submission and submit its jobs; return its records and what became of them.
 
     The directory is the planned one, or with a made name that is taken the first free one of NAME-2, -3 …
@@ -286,13 +286,13 @@ def record_jobs(
         write_member_record(run, {**record, "jobs": [*kept, entry]})
 
 
-def hand_over(ledger: Ledger, arrays: Sequence[PlannedArray]) -> Outcome:
+def hand_over(ledger: Ledger, arrays: Sequence[PlannedArray]) -> SubmitOutcome:
     """Submit jobs that are claimed and recorded, and return what became of them.
 
     What was accepted is recorded whatever happens next. Raises RefusedError when Slurm refuses a job for what
     it is, LaunchError when it stays unknown whether Slurm has one.
     """
-    outcome = Outcome()
+    outcome = SubmitOutcome()
     waiting = list(arrays)
     while waiting:
         planned, *others = waiting
@@ -325,7 +325,7 @@ def hand_over(ledger: Ledger, arrays: Sequence[PlannedArray]) -> Outcome:
     return outcome
 
 
-def _refusal(ledger: Ledger, outcome: Outcome, why: str) -> str:
+def _refusal(ledger: Ledger, outcome: SubmitOutcome, why: str) -> str:
     if not isinstance(ledger, SweepLedger):
         return f"Slurm refuses the job: {why}"
     accepted, name = outcome.num_accepted, ledger.sweep.name
@@ -333,7 +333,7 @@ def _refusal(ledger: Ledger, outcome: Outcome, why: str) -> str:
     return f"Slurm refuses the jobs: {why}{before if accepted else ''}"
 
 
-def _unknown(ledger: Ledger, outcome: Outcome, array: SweepArray) -> str:
+def _unknown(ledger: Ledger, outcome: SubmitOutcome, array: SweepArray) -> str:
     accepted = outcome.num_accepted
     before = f"{accepted} members were submitted before. " if accepted else ""
     return f"{before}{ledger.kept(array)}"

@@ -20,7 +20,7 @@ from orchestra.run.paths import RunDir
 
 
 @dataclass(frozen=True)
-class LeftOut:
+class LeftOutHosts:
     """Whom a job does not get because of the list, and what is to be told about that."""
 
     entries: tuple[Listed, ...] = ()
@@ -32,7 +32,7 @@ class LeftOut:
 
 
 @dataclass(frozen=True)
-class Elsewhere:
+class NextJobHosts:
     """Whom the next job of a run does not get, and whom it gets though it should not."""
 
     # Empty where the job's own script says enough.
@@ -43,7 +43,7 @@ class Elsewhere:
 
 def left_out(
     runs: Path, cluster: str | None, partition: str | None, wanted: int, without: Iterable[str] = ()
-) -> LeftOut:
+) -> LeftOutHosts:
     """Return whom a job of `wanted` nodes is submitted without, and why; `runs` is the folder of the runs.
     `without`: hosts that it does not get anyway.
 
@@ -52,11 +52,11 @@ def left_out(
     """
     entries = ExcludeList(runs, cluster).entries(time.time())
     if not entries:
-        return LeftOut()
+        return LeftOutHosts()
     try:
         names = node_names(partition)
     except LauncherError as error:
-        return LeftOut((), (f"nodes that failed before are not left out: {error}",))
+        return LeftOutHosts((), (f"nodes that failed before are not left out: {error}",))
     return chosen_to_leave_out(entries, names.difference(without), wanted)
 
 
@@ -72,9 +72,9 @@ def hosts_without(config: Config, run: RunDir, cluster: str | None) -> tuple[str
     return tuple(dict.fromkeys([*own.exclude, *found.hosts])) if found.hosts else ()
 
 
-def elsewhere(
+def hosts_of_next_job(
     config: Config, run: RunDir, cluster: str | None, failed: Sequence[str], of_run: Iterable[str]
-) -> Elsewhere:
+) -> NextJobHosts:
     """Return whom the next job of a run is submitted without: `failed` just now, then `of_run`, which failed
     it before, then those on the list. Where Slurm cannot be asked about its nodes: `failed` alone.
     """
@@ -83,22 +83,22 @@ def elsewhere(
         listed = ExcludeList(shared_folder(run.path.parent), cluster).entries(time.time())
     before = [*of_run, *(entry.host for entry in listed)]
     if not failed and not before:
-        return Elsewhere()
+        return NextJobHosts()
     try:
         states = node_states(own.partition)
     except LauncherError:
-        found = Elsewhere(tuple(dict.fromkeys(failed)))
+        found = NextJobHosts(tuple(dict.fromkeys(failed)))
     else:
         others = {name: state for name, state in states.items() if name not in own.exclude}
         found = bounded(failed, before, others, own.nodes + own.spare_nodes)
     # What is said to sbatch takes the place of what the script says.
     exclude = tuple(dict.fromkeys([*own.exclude, *found.exclude])) if found.exclude else ()
-    return Elsewhere(exclude, found.missed)
+    return NextJobHosts(exclude, found.missed)
 
 
 def bounded(
     failed: Iterable[str], before: Iterable[str], states: Mapping[str, str], wanted: int
-) -> Elsewhere:
+) -> NextJobHosts:
     """Return whom a job of `wanted` nodes is submitted without, `failed` first, so that as many nodes remain
     which Slurm can give it. `states`: Slurm's words for the nodes it may have. A pure function.
 
@@ -113,10 +113,10 @@ def bounded(
         if host in states and (host not in usable or room > 0):
             exclude.append(host)
             room -= host in usable
-    return Elsewhere(tuple(exclude), tuple(host for host in failed if host in usable - set(exclude)))
+    return NextJobHosts(tuple(exclude), tuple(host for host in failed if host in usable - set(exclude)))
 
 
-def chosen_to_leave_out(entries: Sequence[Listed], names: frozenset[str], wanted: int) -> LeftOut:
+def chosen_to_leave_out(entries: Sequence[Listed], names: frozenset[str], wanted: int) -> LeftOutHosts:
     """Return those that Slurm knows, the newest first, as long as `wanted` of the nodes remain. A pure
     function.
     """
@@ -126,7 +126,7 @@ def chosen_to_leave_out(entries: Sequence[Listed], names: frozenset[str], wanted
     if len(known) > room:
         hosts = ", ".join(entry.host for entry in known[room:])
         notes.append(f"{hosts} failed before, and may be used: too few other nodes are there")
-    return LeftOut(tuple(known[:room]), tuple(notes))
+    return LeftOutHosts(tuple(known[:room]), tuple(notes))
 
 
 def words(entry: Listed) -> str:

@@ -1,4 +1,4 @@
-"""From a configuration to the Slurm job that trains it: a pure function. It asks and submits nothing."""
+"""From a configuration to the description of the Slurm job that trains it: pure functions."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from orchestra.config.rules.slurm_rules import warning_lead_s
 from orchestra.run.paths import RunDir, SweepDir
 
 NODE_MODULE = "orchestra.agents"
-_AFTERMATH_MODULE = "orchestra.agents.srun_failed"
-_WATCH_MODULE = "orchestra.agents.srun_watch"
+_SRUN_FAILED_MODULE = "orchestra.agents.srun_failed"
+_SRUN_WATCH_MODULE = "orchestra.agents.srun_watch"
 _TOKEN_BYTES = 8
 _GPU_OPTIONS = ("gres", "gpus", "gpus_per_task", "gpus_per_socket")
 _TOKEN_PREFIX = "orchestra:"
@@ -38,7 +38,7 @@ class Share:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _JobPlace:
     """Where a job belongs: its name, its folders, and what the node's entry point is told."""
 
     name: str
@@ -50,7 +50,7 @@ class _Place:
 
 def batch_job(config: Config, run: RunDir, token: str, share: Share | None = None) -> BatchJob:
     """Return the job that trains `run`; `config` says the ranks per node and the device."""
-    place = _Place(run.name, run.path, run.code, run.job_logs, (str(run.path),))
+    place = _JobPlace(run.name, run.path, run.code, run.job_logs, (str(run.path),))
     return _job(config, place, token, share)
 
 
@@ -62,11 +62,11 @@ def array_job(
     Task t trains the member with index `first` + t; `tasks` are their numbers in sbatch's form.
     """
     arguments = (str(sweep.path), "--first", str(first))
-    place = _Place(sweep.name, sweep.path, sweep.code, sweep.job_logs, arguments)
+    place = _JobPlace(sweep.name, sweep.path, sweep.code, sweep.job_logs, arguments)
     return replace(_job(config, place, token, share), array=tasks)
 
 
-def _job(config: Config, place: _Place, token: str, share: Share | None) -> BatchJob:
+def _job(config: Config, place: _JobPlace, token: str, share: Share | None) -> BatchJob:
     cluster, share = config.cluster, share or Share()
     ranks = int(cluster.gpus_per_node)
     options = {
@@ -85,8 +85,8 @@ def _job(config: Config, place: _Place, token: str, share: Share | None) -> Batc
         survives_nodes=True,
         command=(*prefix, _python(cluster.container), "-u", "-m", NODE_MODULE, *place.arguments),
         # On the first node itself, where a container's interpreter is not.
-        beside_step=(sys.executable, "-m", _WATCH_MODULE, *place.arguments),
-        after_failure=(sys.executable, "-u", "-m", _AFTERMATH_MODULE, *place.arguments),
+        beside_step=(sys.executable, "-m", _SRUN_WATCH_MODULE, *place.arguments),
+        after_failure=(sys.executable, "-u", "-m", _SRUN_FAILED_MODULE, *place.arguments),
         log_folder=place.log_folder,
         directory=place.directory,
         comment=token,
@@ -119,7 +119,7 @@ def _python(container: ContainerConfig) -> str:
     return "python3" if container.image or container.prefix else sys.executable
 
 
-def _container(container: ContainerConfig, place: _Place) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _container(container: ContainerConfig, place: _JobPlace) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the words before the command, and the options of srun (Pyxis), that put it into a container."""
     if container.image is None and container.prefix is None:
         return (), ()

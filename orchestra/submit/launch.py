@@ -19,11 +19,8 @@ from launchers.spec import LaunchPlace, LaunchSpec
 from orchestra.errors import LaunchError
 from orchestra.run.paths import RunDir
 
-# The environment variables of torchrun and the workers, as a pure function. It reads no variable of this
-# process.
-#
-# What a variable decides here is decided by the configuration: a variable that the user's shell happens to
-# hold is replaced, since no environment variable beats an explicit setting.
+# The environment variables of torchrun and the workers follow from the configuration alone: one that the
+# user's shell happens to hold is replaced, since no environment variable beats an explicit setting.
 
 
 # glibc gives large freed blocks back to the kernel, which clears them again page by page when the next step

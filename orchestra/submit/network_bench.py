@@ -49,10 +49,8 @@ from orchestra.submit.code_snapshot import take_snapshot
 from orchestra.submit.job import NODE_MODULE, Share, batch_job, new_token
 from orchestra.submit.launch import worker_environment
 
-# How the nodes of a measuring job agree on where they meet: node 0 decides and writes, the others read.
-#
-# A file in <run>/control/ that belongs to this start of this job alone. It opens no connection.
-
+# The nodes of a measuring job agree on where they meet by a file in <run>/control/ that belongs to this start
+# of this job alone: node 0 writes it, the others read it.
 
 # From the start of the first node's task to the last one's: images are pulled, Python is loaded by many.
 MEETING_TIMEOUT_S = 600.0
@@ -289,9 +287,6 @@ def _unmeasured(folder: RunDir, what: str) -> str:
     spoken = [lines for log in reversed(logs) if (lines := log.read_text(errors="replace").splitlines())]
     last = [f"  {line}" for line in (spoken[0][-_LOG_LINES:] if spoken else [])]
     return "\n".join([f"{what}; logs: {folder.logs}", *last])
-
-
-# Which cluster a configuration means, and so which measured network. It measures nothing.
 
 
 def file_of(config: Config) -> Path:

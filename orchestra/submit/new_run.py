@@ -1,6 +1,7 @@
-"""Makes the run directory: a name, the frozen configuration and the run's record, all at once or not at all.
+"""Makes the run directory: a name, the frozen configuration, the code's revision and the run's record.
 
-It checks no configuration (orchestra.config.rules.all_rules does) and starts nothing.
+The directory appears as a whole or not at all. The configuration was checked before
+(`orchestra.config.rules.all_rules`).
 """
 
 from __future__ import annotations
@@ -32,11 +33,6 @@ from orchestra.run.config_file import write_config
 from orchestra.run.paths import RunDir
 from orchestra.run.stop_requests import user_name
 from orchestra.submit.launch import source_root
-
-# Which version of the code a run was started from, as git sees it.
-#
-# It changes nothing and needs no git to work.
-
 
 _TIMEOUT_S = 5.0
 

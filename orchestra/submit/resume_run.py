@@ -1,7 +1,10 @@
-"""Makes the next attempt of a run ready: which one it is, from where, with which configuration; once only.
+"""How a run goes on: its next attempt, planned from its records, then claimed here or submitted as a job.
 
-It decides from the run's records, and lists the checkpoints of a place that is new to the run. Their
-content is read by the ranks.
+`plan_resume` decides which attempt it is, from which checkpoint and with which configuration; it writes
+nothing, and leaves reading the checkpoints to the ranks. `claim` takes the attempt for this process
+(`orchestra resume` in the foreground). `submit_resume` submits a further job, in an order that is the
+contract: the turn is taken; code, configuration and script are replaced (the older ones kept); then the
+intent, sbatch, and the job's id. Where Slurm refuses, everything is put back as it was.
 """
 
 from __future__ import annotations
@@ -63,7 +66,7 @@ _OF_A_JOB = (RunPhase.queued, RunPhase.starting)
 
 
 @dataclass(frozen=True)
-class NextAttempt:
+class ResumePlan:
     """How a run goes on: the attempt's number, the configuration before and now, and the newest checkpoint's
     step (None: from step 1).
     """
@@ -81,26 +84,30 @@ class NextAttempt:
 
 
 @dataclass(frozen=True)
-class Word:
-    """What was found out about a run before it is to go on: its state with Slurm asked (None: it was never
-    submitted), and how many jobs it had before that was asked.
+class SchedulerAnswer:
+    """What Slurm says of a run that is to go on: its state (None: it was never submitted), and how many jobs
+    it had before Slurm was asked.
     """
 
     told: RunState | None
     num_jobs: int
 
 
-def next_attempt(
-    run: RunDir, overrides: Sequence[str], situation: Situation, now: float, word: Word | None = None
-) -> NextAttempt:
+def plan_resume(
+    run: RunDir,
+    overrides: Sequence[str],
+    situation: Situation,
+    now: float,
+    answer: SchedulerAnswer | None = None,
+) -> ResumePlan:
     """Return how `run` would go on. Reads only.
 
-    `word` is from `asked`, for a run that may have been submitted. `is_finished` says that nothing is left to
-    train. Raises ConfigError when the run is alive, when overrides cannot be applied, or when the rules
-    refuse the result on this machine.
+    `answer` is from `ask_scheduler`, for a run that may have been submitted. `is_finished` says that nothing
+    is left to train. Raises ConfigError when the run is alive, when overrides cannot be applied, or when the
+    rules refuse the result on this machine.
     """
-    word = word or Word(None, number_of_jobs(run))
-    told = word.told
+    answer = answer or SchedulerAnswer(None, number_of_jobs(run))
+    told = answer.told
     _refuse_being_submitted(run, now)
     events = read_events(run)
     state = _state(read_ending(run, events, now)[0], events, told)
@@ -115,17 +122,17 @@ def next_attempt(
     before, step = read_config(run.config), newest_checkpoint(events)
     if state is RunPhase.finished and not overrides:
         # Nothing is checked, and no cluster is asked, for a run that has nothing left to train.
-        return NextAttempt(run, number, before, before, (), step, last, True, word.num_jobs)
-    config = changed_config(_without_past_faults(before, number), overrides, situation)
+        return ResumePlan(run, number, before, before, (), step, last, True, answer.num_jobs)
+    config = changed_config(without_past_faults(before, number), overrides, situation)
     is_finished = state is RunPhase.finished and config.train.steps <= before.train.steps
     if not is_finished:
         _refuse_impossible(run, config, step, is_finished_before=state is RunPhase.finished)
         if step is not None and config.checkpoint.dir != before.checkpoint.dir:
             _refuse_empty_place(run, before, config, step)
-    return NextAttempt(run, number, before, config, tuple(overrides), step, last, is_finished, word.num_jobs)
+    return ResumePlan(run, number, before, config, tuple(overrides), step, last, is_finished, answer.num_jobs)
 
 
-def asked(run: RunDir, now: float) -> Word:
+def ask_scheduler(run: RunDir, now: float) -> SchedulerAnswer:
     """Return what Slurm says of a run, if it was submitted.
 
     Waits a while for the end of a job whose attempt has ended: Slurm may be about to queue it again. Raises
@@ -136,11 +143,11 @@ def asked(run: RunDir, now: float) -> Word:
     num_jobs = number_of_jobs(run)
     own = read_state(run, now)
     if own.submitted is None or own.state is RunPhase.finished:
-        return Word(None, num_jobs)
+        return SchedulerAnswer(None, num_jobs)
     (told,), problems = settled([run], [own])
     if problems and shutil.which("squeue") is None and own.state.ended_early:
         # A machine without the cluster, and the run's own last word is that it ended.
-        return Word(None, num_jobs)
+        return SchedulerAnswer(None, num_jobs)
     if problems:
         why = "; ".join(problems)
         raise LaunchError(f"{why}: whether a job trains {name_of(run)} is not known; nothing was done")
@@ -152,7 +159,7 @@ def asked(run: RunDir, now: float) -> Word:
             f"may start it again, so nothing was done. Try again when `squeue --jobs={told.job}` shows it "
             f"no more"
         )
-    return Word(told, num_jobs)
+    return SchedulerAnswer(told, num_jobs)
 
 
 def _state(own: RunPhase, events: list[Record], told: RunState | None) -> RunPhase:
@@ -160,7 +167,7 @@ def _state(own: RunPhase, events: list[Record], told: RunState | None) -> RunPha
     if told is None:
         return own
     last = last_attempt(events)
-    starts = [it for it in events if it["event"] == "attempt_started" and it["attempt"] == last]
+    starts = [event for event in events if event["event"] == "attempt_started" and event["attempt"] == last]
     is_in_foreground = bool(starts) and "job" not in starts[-1]
     return own if own in _ALIVE and is_in_foreground and told.state not in _OF_A_JOB else told.state
 
@@ -179,7 +186,7 @@ def _has_job(run: RunDir, told: RunState) -> str:
 
 def _began_it(run: RunDir, job: SubmittedJob) -> bool:
     starts = read_events(run, ("attempt_started",))
-    return any(it["event"] == "attempt_started" and it.get("job") == job.label for it in starts)
+    return any(event["event"] == "attempt_started" and event.get("job") == job.label for event in starts)
 
 
 def _refuse_being_submitted(run: RunDir, now: float) -> None:
@@ -202,12 +209,12 @@ def _claims_of_submitter(run: RunDir) -> list[Path]:
         return sorted(run.control.glob(f"{run.turn(number, 0).name.rpartition('-')[0]}-*.claim"))
     sweep = SweepDir(run.path.parent)
     try:
-        return [sweep.claim(it.number) for it in read_sweep(sweep).arrays if it.token == job.token]
+        return [sweep.claim(array.number) for array in read_sweep(sweep).arrays if array.token == job.token]
     except (OSError, ConfigError):
         return []
 
 
-def _without_past_faults(config: Config, number: int) -> Config:
+def without_past_faults(config: Config, number: int) -> Config:
     """Drop rehearsed failures of earlier attempts: they may name ranks and steps that are no more."""
     to_come = still_to_come(config.recovery.inject, number)
     return dataclasses.replace(config, recovery=dataclasses.replace(config.recovery, inject=to_come))
@@ -229,7 +236,7 @@ def _refuse_impossible(run: RunDir, config: Config, step: int | None, *, is_fini
 
 def _refuse_empty_place(run: RunDir, before: Config, config: Config, step: int) -> None:
     """Look into a new checkpoint.dir before it is frozen: a run that goes on needs its checkpoints there."""
-    old, new = (it.checkpoint.dir or str(run.checkpoints) for it in (before, config))
+    old, new = (each.checkpoint.dir or str(run.checkpoints) for each in (before, config))
     try:
         newest = max(committed_steps(open_storage(new)), default=None)
     except CheckpointError as error:
@@ -248,7 +255,9 @@ def _refuse_empty_place(run: RunDir, before: Config, config: Config, step: int) 
 
 def _alive(run: RunDir, events: list[Record], state: RunPhase) -> str:
     last = last_attempt(events)
-    started = [it for it in events if it.get("event") == "attempt_started" and it.get("attempt") == last]
+    started = [
+        event for event in events if event.get("event") == "attempt_started" and event.get("attempt") == last
+    ]
     record = started[-1] if started else read_record(run)
     what = "is being started" if state is RunPhase.not_started else f"is running, attempt {last}"
     leader = f"process {record.get('pid', '?')} on {record.get('host', '?')} leads it"
@@ -281,7 +290,7 @@ def _being_resumed(run: RunDir, attempt: int) -> str:
     )
 
 
-def claim(plan: NextAttempt, command: Sequence[str]) -> None:
+def claim(plan: ResumePlan, command: Sequence[str]) -> None:
     """Take the attempt for this process and freeze its configuration, so that it can be started.
 
     Of several processes that want the same attempt one gets it; the others, and who finds ranks of the
@@ -297,13 +306,13 @@ def claim(plan: NextAttempt, command: Sequence[str]) -> None:
                 f"{name_of(run)} is being resumed already: a job was submitted for it meanwhile"
             )
         _await_end_of_orphans(run)
-        freeze(plan)
+        _freeze(plan)
         record_resume(plan, command)
     except OSError as error:
         raise ConfigError(f"{run.path}: cannot be written: {error.strerror}; nothing was started") from error
 
 
-def _take(plan: NextAttempt) -> None:
+def _take(plan: ResumePlan) -> None:
     if not take(plan.run, plan.number):
         raise ConfigError(_being_resumed(plan.run, plan.number))
 
@@ -320,17 +329,23 @@ def _await_end_of_orphans(run: RunDir) -> None:
         time.sleep(_POLL_S)
 
 
-def freeze(plan: NextAttempt) -> None:
-    """Put the new configuration in place as one act; the older stays beside it, under its last attempt."""
-    run = plan.run
-    if plan.config == plan.before:
+def freeze_config(run: RunDir, config: Config, last_attempt: int | None) -> None:
+    """Put a changed configuration in place as one act; the older stays beside it, under its last attempt."""
+    before, text = run.config.read_text(), to_yaml(config)
+    if text == before:
         return
-    if plan.last_attempt is not None and not run.config_of_attempt(plan.last_attempt).exists():
-        write_atomically(run.config_of_attempt(plan.last_attempt), run.config.read_text())
-    write_atomically(run.config, to_yaml(plan.config))
+    if last_attempt is not None and not run.config_of_attempt(last_attempt).exists():
+        write_atomically(run.config_of_attempt(last_attempt), before)
+    write_atomically(run.config, text)
 
 
-def record_resume(plan: NextAttempt, command: Sequence[str]) -> None:
+def _freeze(plan: ResumePlan) -> None:
+    """Freeze the plan's configuration; one without changes stays as an older version wrote it."""
+    if plan.config != plan.before:
+        freeze_config(plan.run, plan.config, plan.last_attempt)
+
+
+def record_resume(plan: ResumePlan, command: Sequence[str]) -> None:
     """Write into the run's record who goes on with it, how, and with which code."""
     record = read_record(plan.run)
     revision = code_revision(source_root())
@@ -347,17 +362,11 @@ def record_resume(plan: NextAttempt, command: Sequence[str]) -> None:
     write_atomically(plan.run.record, json.dumps(record, indent=2) + "\n")
 
 
-# Makes a run that exists ready for a new Slurm job and submits it: `orchestra resume` on a cluster.
-#
-# The order is the contract: the turn is taken, then code, configuration and script are replaced (the older
-# ones kept), then the intent, then sbatch, then the job's id. Where Slurm refuses, all stands as before.
-
-
 @dataclass(frozen=True)
-class PlannedResume:
+class ResumeJob:
     """How a run goes on, and the job that is to train it."""
 
-    next: NextAttempt
+    next: ResumePlan
     job: PlannedArray
 
     @property
@@ -369,17 +378,17 @@ class PlannedResume:
         return self.job.array.token
 
     def script(self) -> str:
-        """Return the batch script, word for word."""
+        """Return the batch script, answer for answer."""
         return self.job.script()
 
 
-def planned_resume(plan: NextAttempt, share: Share) -> PlannedResume:
+def resume_job(plan: ResumePlan, share: Share) -> ResumeJob:
     """Return the job of a run that goes on. Starts and writes nothing."""
     numbering = Numbering(plan.run.name, user_name(), time.time())
-    return PlannedResume(plan, job_of_run(plan.config, plan.run, share, numbering))
+    return ResumeJob(plan, job_of_run(plan.config, plan.run, share, numbering))
 
 
-def submit_resume(plan: PlannedResume, command: Sequence[str]) -> str:
+def submit_resume(plan: ResumeJob, command: Sequence[str]) -> str:
     """Submit the job and return its id; of several processes that want to, one does.
 
     Raises ConfigError where another one does it, where Slurm refuses, or where nothing can be written: all is
@@ -410,7 +419,7 @@ def submit_resume(plan: PlannedResume, command: Sequence[str]) -> str:
         ) from error
 
 
-def _submitted(plan: PlannedResume, undo: ExitStack) -> str:
+def _submitted(plan: ResumeJob, undo: ExitStack) -> str:
     try:
         outcome = hand_over(RunLedger(plan.run, plan.next.number), [plan.job])
     except (LaunchError, KeyboardInterrupt):
@@ -420,13 +429,13 @@ def _submitted(plan: PlannedResume, undo: ExitStack) -> str:
     return str(outcome.accepted[0].id)
 
 
-def _has_changed(plan: NextAttempt) -> bool:
+def _has_changed(plan: ResumePlan) -> bool:
     """Whether somebody else went on with the run since the plan was made."""
     pending = pending_attempt(plan.run, plan.last_attempt, time.time())
     return pending is not None or number_of_jobs(plan.run) != plan.num_jobs
 
 
-def _replace(plan: PlannedResume, undo: ExitStack) -> None:
+def _replace(plan: ResumeJob, undo: ExitStack) -> None:
     """Put code, configuration, script and record in place; `undo` brings back what was there."""
     run = plan.run
     undo.callback(_restorer(run.record))
@@ -434,7 +443,7 @@ def _replace(plan: PlannedResume, undo: ExitStack) -> None:
     undo.callback(_restorer(run.batch_script))
     _replace_code(plan.next, undo)
     run.job_logs.mkdir(parents=True, exist_ok=True)
-    freeze(plan.next)
+    _freeze(plan.next)
     write_atomically(run.batch_script, plan.script())
     # No process of this machine leads it.
     record = {**read_record(run), "pid": None, "pid_started": None}
@@ -453,7 +462,7 @@ def _restorer(file: Path) -> Callable[[], None]:
     return restore
 
 
-def _replace_code(plan: NextAttempt, undo: ExitStack) -> None:
+def _replace_code(plan: ResumePlan, undo: ExitStack) -> None:
     """Take a snapshot of the code that is running here; the older one is kept where it differs."""
     run = plan.run
     draft = run.path / f".code.{secrets.token_hex(4)}"
@@ -481,7 +490,10 @@ def _bring_back(code: Path, older: Path | None) -> None:
             older.rename(code)
 
 
-def _are_equal(found: filecmp.dircmp[str]) -> bool:
-    names = found.left_only or found.right_only or found.funny_files
-    _, different, unreadable = filecmp.cmpfiles(found.left, found.right, found.common_files, shallow=False)
-    return not (names or different or unreadable) and all(_are_equal(it) for it in found.subdirs.values())
+def _are_equal(folders: filecmp.dircmp[str]) -> bool:
+    names = folders.left_only or folders.right_only or folders.funny_files
+    _, different, unreadable = filecmp.cmpfiles(
+        folders.left, folders.right, folders.common_files, shallow=False
+    )
+    is_equal = not (names or different or unreadable)
+    return is_equal and all(_are_equal(folder) for folder in folders.subdirs.values())

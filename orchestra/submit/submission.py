@@ -27,7 +27,7 @@ from orchestra.submit.new_run import RunRequest, parent_of_runs
 from orchestra.submit.site import Site
 
 if TYPE_CHECKING:
-    from orchestra.config.sweep import Member
+    from orchestra.config.sweep import ComposedMember
 
 _HEX_DIGITS = 16
 
@@ -122,7 +122,7 @@ def submission_of(request: RunRequest, share: Share) -> Submission:
 
 
 def plan_sweep(
-    members: Sequence[Member],
+    members: Sequence[ComposedMember],
     overrides: Sequence[str],
     site: Site,
     command: Sequence[str],
@@ -167,7 +167,7 @@ def _planned(
     return PlannedMember(index, signature(config), overrides, chosen, with_measured_network(config), share)
 
 
-def _about(text: str, indices: Sequence[int], members: Sequence[Member]) -> str:
+def _about(text: str, indices: Sequence[int], members: Sequence[ComposedMember]) -> str:
     """Say whose problem it is, unless all members have it."""
     if len(indices) == len(members):
         return text

@@ -35,7 +35,7 @@ _SEVERITY = (EXIT_DONE, EXIT_STOPPED, EXIT_INTERRUPTED, EXIT_FAILED, EXIT_DO_NOT
 
 
 @dataclass(frozen=True)
-class Result:
+class RunResult:
     """How one run ended."""
 
     run: RunDir
@@ -53,12 +53,12 @@ class Result:
         return self.code == EXIT_DONE
 
 
-def wait_for(runs: Sequence[RunDir], metric: str) -> list[Result]:
+def wait_for(runs: Sequence[RunDir], metric: str) -> list[RunResult]:
     """Return how each run ended, in their order, once all are over; tell on stderr how they get on.
 
     Ctrl-C ends the waiting and leaves the jobs alone: it says so, and KeyboardInterrupt goes on (exit 130).
     """
-    watch = _Watch(runs, metric)
+    watch = _WaitedRuns(runs, metric)
     pause_s = _SHORTEST_S
     try:
         while not watch.look():
@@ -72,7 +72,7 @@ def wait_for(runs: Sequence[RunDir], metric: str) -> list[Result]:
     return [watch.ended[run] for run in runs]
 
 
-def exit_code(results: Sequence[Result]) -> int:
+def exit_code(results: Sequence[RunResult]) -> int:
     """Return 0 when all are done, else the code of the worst end: 93, 1 and unknown ones, 130, then 75."""
     return max((result.code for result in results), key=_severity, default=EXIT_DONE)
 
@@ -81,11 +81,11 @@ def _severity(code: int) -> int:
     return _SEVERITY.index(code if code in _SEVERITY else EXIT_FAILED)
 
 
-class _Watch:
+class _WaitedRuns:
     """What was seen of the runs so far; `look` looks once more."""
 
     def __init__(self, runs: Sequence[RunDir], metric: str) -> None:
-        self.ended: dict[RunDir, Result] = {}
+        self.ended: dict[RunDir, RunResult] = {}
         # Whether the last look found anything new.
         self.has_changed = False
         self._runs = list(dict.fromkeys(runs))
@@ -149,7 +149,7 @@ class _Watch:
         value = rows[-1].get(self._metric) if rows else None
         code = EXIT_FAILED if state.code is None else state.code
         number = float(value) if is_number(value) else None
-        result = Result(run, state.state, code, self._metric, number, state.cause)
+        result = RunResult(run, state.state, code, self._metric, number, state.cause)
         self.ended[run] = result
         self._states[run] = state.state
         self._show.end(result)
@@ -164,7 +164,7 @@ class _Lines:
         self._shown_at = 0.0
         _say(f"waiting for {_runs(number)}; Ctrl-C ends the waiting, not the jobs")
 
-    def end(self, result: Result) -> None:
+    def end(self, result: RunResult) -> None:
         value = "none" if result.value is None else f"{result.value:.6g}"
         cause = f" ({result.cause})" if result.cause and not result.is_done else ""
         _say(f"{name_of(result.run)}: {result.state}{cause}, {result.metric} {value}")
@@ -197,7 +197,7 @@ def _say(text: str) -> None:
     sys.stderr.flush()
 
 
-# Slurm's word on runs that are to go on, once it is clear: waits while Slurm still ends their jobs.
+# Runs that are to go on: waits while Slurm still ends their jobs.
 #
 # A verdict says that an attempt is over. Its job may be queued again in the very next moment, and a job that
 # was submitted meanwhile would be a second one. What is then done about a run is decided elsewhere.

@@ -1,4 +1,7 @@
-"""Who submits which arrays of a sweep: claims in <sweep>/control/, each taken once. It submits nothing."""
+"""Which command may submit which arrays of a sweep: claims in <sweep>/control/, each taken once.
+
+A claim names the process that took it. That of a process that has ended counts for nothing.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from orchestra.submit.claims import is_held, read_claim_file, write_claim
 
 
 @contextmanager
-def alone(parent: Path, signature: str) -> Iterator[None]:
+def exclusively(parent: Path, signature: str) -> Iterator[None]:
     """Let no other command submit a sweep of the same members into the same folder meanwhile.
 
     Raises ConfigError when one does, or when the folder cannot be written.

@@ -1,7 +1,7 @@
-"""How the members of sweeps that exist stand, and which of them need a job. It writes nothing.
+"""The states of a sweep's members, which of them need a job, and which runs of other sweeps it can take over.
 
-The runs' own records and Slurm's queue say it, the queue in one question. Where Slurm does not answer,
-nothing may be submitted: a job that is not seen may still be there.
+Read from the runs' own records and Slurm's queue, which is asked once for all members. Where Slurm does not
+answer, nothing may be submitted: a job that is not seen may still be there.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _BEING_ENDED = RunPhase.being_ended
 
 
 @dataclass(frozen=True)
-class Standing:
+class MemberRun:
     """A member of a sweep, its run, and the run's state."""
 
     member: SweepMember
@@ -57,14 +57,14 @@ class Standing:
 
 
 @dataclass(frozen=True)
-class Existing:
+class ExistingSweep:
     """A sweep that exists, as it was read."""
 
     sweep: SweepDir
     record: Sweep
 
 
-def sweeps_in(parent: Path) -> list[Existing]:
+def sweeps_in(parent: Path) -> list[ExistingSweep]:
     """Return the sweeps in a folder, newest first; what is no sweep of this version is passed over."""
     found = []
     try:
@@ -75,21 +75,22 @@ def sweeps_in(parent: Path) -> list[Existing]:
         sweep = SweepDir(parent / name)
         if is_sweep(sweep.path):
             try:
-                found.append(Existing(sweep, read_sweep(sweep)))
+                found.append(ExistingSweep(sweep, read_sweep(sweep)))
             except ConfigError:
                 continue
-    return sorted(found, key=lambda it: -it.record.created)
+    return sorted(found, key=lambda sweep: -sweep.record.created)
 
 
-def same_sweep(plan: Submission, existing: Iterable[Existing]) -> Existing | None:
+def same_sweep(plan: Submission, existing: Iterable[ExistingSweep]) -> ExistingSweep | None:
     """Return the newest sweep with the same members, and the same name where one is configured."""
-    for it in existing:
-        if it.record.signature == plan.signature and plan.configured_name in (None, it.record.name):
-            return it
+    for sweep in existing:
+        record = sweep.record
+        if record.signature == plan.signature and plan.configured_name in (None, record.name):
+            return sweep
     return None
 
 
-def adoptable(plan: Submission, existing: Iterable[Existing]) -> dict[int, Standing]:
+def adoptable_runs(plan: Submission, existing: Iterable[ExistingSweep]) -> dict[int, MemberRun]:
     """Return members of other sweeps that compute what members of the plan do and are done or alive.
 
     By the index in the plan; a finished one before one that runs. One of another cluster counts as alive
@@ -97,48 +98,50 @@ def adoptable(plan: Submission, existing: Iterable[Existing]) -> dict[int, Stand
     """
     wanted = {member.signature for member in plan.members}
     candidates = [
-        (it.sweep, it.record, member)
-        for it in existing
-        for member in it.record.members
+        (other.sweep, other.record, member)
+        for other in existing
+        for member in other.record.members
         if member.signature in wanted
     ]
-    best: dict[str, Standing] = {}
-    for standing in _standings((record.run(sweep, member), member) for sweep, record, member in candidates):
-        signature = standing.member.signature
+    best: dict[str, MemberRun] = {}
+    for candidate in _member_states(
+        (record.run(sweep, member), member) for sweep, record, member in candidates
+    ):
+        signature = candidate.member.signature
         is_better = signature not in best or (
-            standing.state.state == DONE and best[signature].state.state != DONE
+            candidate.state.state == DONE and best[signature].state.state != DONE
         )
-        is_alive = not standing.needs_job and standing.state.state != _BEING_ENDED
-        may_be_alive = (is_alive or unclear(standing.state) is not None) and not _is_to_end(standing)
-        if may_be_alive and standing.run.path.exists() and is_better:
-            best[signature] = standing
-    return {it.index: best[it.signature] for it in plan.members if it.signature in best}
+        is_alive = not candidate.needs_job and candidate.state.state != _BEING_ENDED
+        may_be_alive = (is_alive or unclear(candidate.state) is not None) and not _is_to_end(candidate)
+        if may_be_alive and candidate.run.path.exists() and is_better:
+            best[signature] = candidate
+    return {member.index: best[member.signature] for member in plan.members if member.signature in best}
 
 
-def _is_to_end(standing: Standing) -> bool:
+def _is_to_end(candidate: MemberRun) -> bool:
     """Whether somebody cancelled a member that has not ended yet."""
-    run = standing.run
-    if standing.state.state == DONE or (asked := stop_requests.requested_attempt(run)) is None:
+    run = candidate.run
+    if candidate.state.state == DONE or (asked := stop_requests.requested_attempt(run)) is None:
         return False
     last = last_attempt(read_events(run, ("attempt_started",)))
     is_past = last is not None and asked < last
     return not is_past and any(
-        it.reason == stop_requests.CANCEL for it in stop_requests.read_requests(run, asked)
+        request.reason == stop_requests.CANCEL for request in stop_requests.read_requests(run, asked)
     )
 
 
-def standings(sweep: SweepDir, record: Sweep) -> list[Standing]:
-    """Return how a sweep's members stand; those whose jobs are being ended are waited for, for a while.
+def member_states(sweep: SweepDir, record: Sweep) -> list[MemberRun]:
+    """Return the states of a sweep's members; those whose jobs are being ended are waited for, for a while.
 
     Raises LaunchError when Slurm cannot be asked about them, or is not the Slurm that has their jobs.
     """
-    found = _standings(((record.run(sweep, member), member) for member in record.members), waits=True)
-    if problem := next((why for it in found if (why := unclear(it.state)) is not None), None):
+    states = _member_states(((record.run(sweep, member), member) for member in record.members), waits=True)
+    if problem := next((why for member in states if (why := unclear(member.state)) is not None), None):
         raise LaunchError(problem)
-    return found
+    return states
 
 
-def _standings(members: Iterable[tuple[RunDir, SweepMember]], *, waits: bool = False) -> list[Standing]:
+def _member_states(members: Iterable[tuple[RunDir, SweepMember]], *, waits: bool = False) -> list[MemberRun]:
     pairs = list(members)
     now = time.time()
     runs = [run for run, _ in pairs]
@@ -151,12 +154,12 @@ def _standings(members: Iterable[tuple[RunDir, SweepMember]], *, waits: bool = F
             f"{'; '.join(problems)}: whether jobs of the sweep exist is not known, and nothing "
             f"was submitted; try again when Slurm answers"
         )
-    states = [replace(it, state=_BEING_ENDED) if is_being_ended(it) else it for it in states]
+    states = [replace(state, state=_BEING_ENDED) if is_being_ended(state) else state for state in states]
     triples = zip(pairs, states, counts, strict=True)
-    return [Standing(member, run, state, count) for (run, member), state, count in triples]
+    return [MemberRun(member, run, state, count) for (run, member), state, count in triples]
 
 
-def counted(standings: Sequence[Standing]) -> str:
+def counted(members: Sequence[MemberRun]) -> str:
     """Return how many are in which state, in words: 3 finished, 1 running."""
-    counts = Counter(standing.state.state for standing in standings)
+    counts = Counter(member.state.state for member in members)
     return ", ".join(f"{number} {state}" for state, number in counts.most_common())

@@ -14,34 +14,47 @@ from conf.schema import Config
 from orchestra.config.machine import Situation
 from orchestra.run.paths import RunDir, SweepDir
 from orchestra.run.stop_requests import user_name
-from orchestra.submit.hand_over import Outcome, SweepLedger, submit
+from orchestra.submit.hand_over import SubmitOutcome, SweepLedger, submit
 from orchestra.submit.site import Site
 from orchestra.submit.submission import Submission, parent_of_sweep, planned_sweep
 from orchestra.submit.sweeps import lock
 from orchestra.submit.sweeps.arrays import Numbering, PlacedSubmission, PlannedArray
-from orchestra.submit.sweeps.members import Existing, Standing, adoptable, same_sweep, standings, sweeps_in
-from orchestra.submit.sweeps.resume_sweep import Changes, Comeback, go_on, planned_again, returning
+from orchestra.submit.sweeps.members import (
+    ExistingSweep,
+    MemberRun,
+    adoptable_runs,
+    member_states,
+    same_sweep,
+    sweeps_in,
+)
+from orchestra.submit.sweeps.resume_sweep import (
+    MemberChanges,
+    SweepResume,
+    resumed_arrays,
+    resumed_members,
+    submit_resumed,
+)
 
 
 @dataclass(frozen=True)
-class Course:
-    """What is going to be done about a sweep."""
+class SweepAction:
+    """What a command does with a sweep: makes it, or submits further jobs for it."""
 
     sweep: SweepDir
     # What will be submitted; in a new sweep whose made name is taken, the same under another name.
     arrays: list[PlannedArray]
-    # Members that are left alone, as they stand: of this sweep, or of others.
-    kept: list[Standing]
+    # Members that are left alone: of this sweep, or of others.
+    kept: list[MemberRun]
     # One of the two.
     new: PlacedSubmission | None = None
-    comeback: Comeback | None = None
+    resume: SweepResume | None = None
 
     @property
     def is_new(self) -> bool:
         return self.new is not None
 
 
-def course_of(submission: Submission, site: Site, now: float, *, force: bool = False) -> Course:
+def submit_action(submission: Submission, site: Site, now: float, *, force: bool = False) -> SweepAction:
     """Return what to do about a sweep that is submitted; `force`: all members anew, whatever there is.
 
     Reads and asks only. Raises ConfigError when something else has the configured name, LaunchError when
@@ -51,21 +64,21 @@ def course_of(submission: Submission, site: Site, now: float, *, force: bool = F
     same = same_sweep(submission, existing)
     if same is not None:
         composed = {member.signature: member.config for member in submission.members}
-        return course_again(same, site, composed=composed)
+        return resume_action(same, site, composed=composed)
     sweep = planned_sweep(submission, now, is_forced=force)
-    kept = adoptable(submission, existing)
+    kept = adoptable_runs(submission, existing)
     submission = submission.adopting({index: str(member.run.path) for index, member in kept.items()})
     numbering = Numbering(sweep.name, user_name(), now, site.array_size(), submission.throttle)
     placed = PlacedSubmission(submission, sweep, numbering)
-    return Course(sweep, placed.arrays(), list(kept.values()), new=placed)
+    return SweepAction(sweep, placed.arrays(), list(kept.values()), new=placed)
 
 
-def course_again(
-    existing: Existing,
+def resume_action(
+    existing: ExistingSweep,
     site: Site,
     overrides: Sequence[str] = (),
     composed: Mapping[str, Config] | None = None,
-) -> Course:
+) -> SweepAction:
     """Return how a sweep that exists goes on: its members that are neither done nor alive are submitted.
 
     `composed` are the members' configurations by signature, where the command has them. Raises ConfigError
@@ -73,27 +86,27 @@ def course_again(
     """
     sweep, record = existing.sweep, existing.record
     lock.refuse_busy(sweep, record)
-    all_members = standings(sweep, record)
-    needing = [standing for standing in all_members if standing.needs_job and not standing.is_elsewhere]
-    changes = Changes(tuple(overrides), Situation("submit", cluster=site), composed or {})
-    members = returning(needing, changes)
-    comeback = Comeback(sweep, record, members, site.share, site.array_size())
-    kept = [standing for standing in all_members if standing not in needing]
-    return Course(sweep, planned_again(comeback), kept, comeback=comeback)
+    all_members = member_states(sweep, record)
+    needing = [member for member in all_members if member.needs_job and not member.is_elsewhere]
+    changes = MemberChanges(tuple(overrides), Situation("submit", cluster=site), composed or {})
+    members = resumed_members(needing, changes)
+    resume = SweepResume(sweep, record, members, site.share, site.array_size())
+    kept = [member for member in all_members if member not in needing]
+    return SweepAction(sweep, resumed_arrays(resume), kept, resume=resume)
 
 
-def carry_out(course: Course, command: Sequence[str]) -> tuple[SweepLedger, Outcome]:
-    """Do it: write, submit, record. Returns the sweep's records and what became of its arrays.
+def carry_out(action: SweepAction, command: Sequence[str]) -> tuple[SweepLedger, SubmitOutcome]:
+    """Write, submit and record what was planned. Returns the sweep's records and what became of its arrays.
 
     A new sweep of which Slurm refuses the very first job leaves nothing. Raises ConfigError, LaunchError as
     `hand_over` does.
     """
-    if course.comeback is not None:
-        if not course.comeback.members:
-            return SweepLedger(course.sweep, course.comeback.record), Outcome()
-        return go_on(course.comeback, command)
-    assert course.new is not None
-    ledger, outcome = submit(course.new)
+    if action.resume is not None:
+        if not action.resume.members:
+            return SweepLedger(action.sweep, action.resume.record), SubmitOutcome()
+        return submit_resumed(action.resume, command)
+    assert action.new is not None
+    ledger, outcome = submit(action.new)
     assert isinstance(ledger, SweepLedger)
     return ledger, outcome
 

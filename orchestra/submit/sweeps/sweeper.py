@@ -20,17 +20,17 @@ from typing import TYPE_CHECKING
 from orchestra.errors import ConfigError, OrchestraError
 from orchestra.report.run_state import name_of
 from orchestra.run.paths import RunDir
-from orchestra.submit.wait import Result, wait_for
+from orchestra.submit.wait import RunResult, wait_for
 
 if TYPE_CHECKING:
     from hydra.core.utils import JobReturn
 
     from conf.schema import RunConfig
     from orchestra.config.machine import Situation
-    from orchestra.config.sweep import Member
+    from orchestra.config.sweep import ComposedMember
 
 # Submits the members of one batch as a sweep of this name, and returns their runs in the members' order.
-SubmitMembers = Callable[[list["Member"], str], list[RunDir]]
+SubmitMembers = Callable[[list["ComposedMember"], str], list[RunDir]]
 
 _NAMES_SWEEPER = "hydra/sweeper="
 # Settings of Hydra's that are for the sweeper, and the one that is for the configuration tree.
@@ -50,7 +50,7 @@ class Trial:
     """One choice of a sweeper: what it chose, and how the run ended; no result where it was refused."""
 
     chosen: tuple[str, ...]
-    result: Result | None
+    result: RunResult | None
 
 
 @dataclass
@@ -251,19 +251,19 @@ def _as_typed(session: _Session, overrides: Sequence[str]) -> tuple[list[str], t
 
 def _members(
     session: _Session, choices: Sequence[tuple[list[str], tuple[str, ...]]]
-) -> Sequence[Member | ConfigError]:
+) -> Sequence[ComposedMember | ConfigError]:
     """Compose the trials; where some are refused each alone, so that the others can be tried."""
     from orchestra.config.sweep import compose_batch
 
     keys = {text.partition("=")[0] for _, chosen in choices for text in chosen}
 
-    def compose(some: Sequence[tuple[list[str], tuple[str, ...]]]) -> list[Member]:
+    def compose(some: Sequence[tuple[list[str], tuple[str, ...]]]) -> list[ComposedMember]:
         return compose_batch([texts for texts, _ in some], keys, session.situation)
 
     try:
         return compose(choices)
     except ConfigError as all_problems:
-        members: list[Member | ConfigError] = []
+        members: list[ComposedMember | ConfigError] = []
         for choice in choices:
             try:
                 members += compose([choice])
@@ -278,11 +278,11 @@ def _members(
         return members
 
 
-def _is_member(member: Member | ConfigError) -> bool:
+def _is_member(member: ComposedMember | ConfigError) -> bool:
     return not isinstance(member, ConfigError)
 
 
-def _results(session: _Session, members: list[Member]) -> list[Result]:
+def _results(session: _Session, members: list[ComposedMember]) -> list[RunResult]:
     if not members:
         return []
     name = f"{session.name}-batch-{session.batches}"
@@ -291,14 +291,14 @@ def _results(session: _Session, members: list[Member]) -> list[Result]:
     return wait_for(session.submit_members(members, name), session.metric)
 
 
-def _job_return(number: int, chosen: tuple[str, ...], end: Result | ConfigError | None) -> JobReturn:
+def _job_return(number: int, chosen: tuple[str, ...], end: RunResult | ConfigError | None) -> JobReturn:
     from hydra.core.utils import JobReturn, JobStatus
 
-    if isinstance(end, Result) and end.is_done:
+    if isinstance(end, RunResult) and end.is_done:
         where = str(end.run.path)
         return JobReturn(chosen, None, None, where, f"trial {number}", JobStatus.COMPLETED, end.value)
     error: OrchestraError
-    if isinstance(end, Result):
+    if isinstance(end, RunResult):
         why = end.cause or f"code {end.code}"
         name = name_of(end.run)
         error = OrchestraError(

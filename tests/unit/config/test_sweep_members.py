@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from orchestra.config.compose import compose
 from orchestra.config.machine import Situation
 from orchestra.config.preset_files import own_folder
-from orchestra.config.sweep import MOST_MEMBERS, Member, compose_batch, compose_members
+from orchestra.config.sweep import MOST_MEMBERS, ComposedMember, compose_batch, compose_members
 from orchestra.errors import ConfigError
 
 ON_CLUSTER = Situation("submit")
 CLUSTER = ("cluster=slurm", "cluster.gpus_per_node=8")
 
 
-def members(*overrides: str) -> list[Member]:
+def members(*overrides: str) -> list[ComposedMember]:
     return compose_members([*CLUSTER, *overrides], ON_CLUSTER)
 
 

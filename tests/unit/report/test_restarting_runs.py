@@ -26,7 +26,7 @@ from orchestra.run.paths import RunDir
 from orchestra.run.record import RunPhase
 from orchestra.submit.cancel_jobs import Way, cancellations
 from orchestra.submit.claims import take_next
-from orchestra.submit.resume_run import asked, next_attempt
+from orchestra.submit.resume_run import ask_scheduler, plan_resume
 
 CPU = Situation("resume", num_gpus=0)
 REASON = "killed by SIGKILL at step 40; on the same nodes"
@@ -254,7 +254,7 @@ def test_a_restarting_run_is_not_resumed(tmp_path: Path, slurm: FakeSlurm, job: 
     queue(slurm, "RUNNING")
     now = time.time()
     with pytest.raises(ConfigError, match=r"is restarting after attempt 0: .* begins by itself"):
-        next_attempt(run, [], CPU, now, asked(run, now))
+        plan_resume(run, [], CPU, now, ask_scheduler(run, now))
     assert not list(run.control.glob("*.claim"))
 
 

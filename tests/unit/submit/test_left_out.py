@@ -12,7 +12,7 @@ from support.fake_slurm import FakeSlurm
 from launchers.slurm.cluster import is_usable
 from orchestra.cli import main
 from orchestra.recovery.excluded_hosts import ExcludeList, Listed
-from orchestra.submit.hosts_to_avoid import Elsewhere, bounded, chosen_to_leave_out, left_out
+from orchestra.submit.hosts_to_avoid import NextJobHosts, bounded, chosen_to_leave_out, left_out
 from orchestra.submit.site import told_left_out
 
 WORDS = ["submit", "cluster.device=cpu", "cluster.gpus_per_node=2", "cluster.nodes=2", "run.name=mine"]
@@ -119,19 +119,19 @@ def test_nodes_that_the_user_leaves_out_are_no_room_for_others(known: ExcludeLis
     ("states", "wanted", "found"),
     [
         # As many as there is room for, those that failed just now first.
-        ("idle idle idle idle", 1, Elsewhere(("node2", "node3", "node1"))),
-        ("idle idle idle idle", 2, Elsewhere(("node2", "node3"))),
-        ("idle allocated mixed idle", 3, Elsewhere(("node2",), ("node3",))),
-        ("idle idle idle idle", 4, Elsewhere((), ("node2", "node3"))),
+        ("idle idle idle idle", 1, NextJobHosts(("node2", "node3", "node1"))),
+        ("idle idle idle idle", 2, NextJobHosts(("node2", "node3"))),
+        ("idle allocated mixed idle", 3, NextJobHosts(("node2",), ("node3",))),
+        ("idle idle idle idle", 4, NextJobHosts((), ("node2", "node3"))),
         # Slurm does not give those to anybody: neither room, nor in need of it.
-        ("idle down idle idle", 2, Elsewhere(("node2", "node3"))),
-        ("idle down idle idle", 3, Elsewhere(("node2",), ("node3",))),
-        ("idle idle* allocated* idle", 2, Elsewhere(("node2", "node3"))),
+        ("idle down idle idle", 2, NextJobHosts(("node2", "node3"))),
+        ("idle down idle idle", 3, NextJobHosts(("node2",), ("node3",))),
+        ("idle idle* allocated* idle", 2, NextJobHosts(("node2", "node3"))),
         # The job needs one that may come back.
-        ("drained idle* idle idle", 3, Elsewhere((), ("node3",))),
+        ("drained idle* idle idle", 3, NextJobHosts((), ("node3",))),
     ],
 )
-def test_whom_the_next_job_does_not_get(states: str, wanted: int, found: Elsewhere) -> None:
+def test_whom_the_next_job_does_not_get(states: str, wanted: int, found: NextJobHosts) -> None:
     words = dict(zip(NODES, states.split(), strict=True))
     failed, before = ["node2", "gone1", "node3", "node2"], ["node1", "node3", "gone2"]
     assert bounded(failed, before, words, wanted) == found

@@ -20,7 +20,7 @@ from orchestra.run.config_file import read_config, write_config
 from orchestra.run.events import EventWriter, node_writer, rank_writer
 from orchestra.run.paths import RunDir
 from orchestra.submit.new_run import RunRequest, planned_run, prepare
-from orchestra.submit.resume_run import NextAttempt, claim, next_attempt
+from orchestra.submit.resume_run import ResumePlan, claim, plan_resume
 
 CPU = Situation("run", num_gpus=0)
 
@@ -45,8 +45,8 @@ def _attempt(run: RunDir, number: int, ended: tuple[str, int] | None = None, pid
         events.write(ended[0], code=ended[1], cause="x")
 
 
-def planned(run: RunDir, *overrides: str) -> NextAttempt:
-    return next_attempt(run, overrides, CPU, time.time())
+def planned(run: RunDir, *overrides: str) -> ResumePlan:
+    return plan_resume(run, overrides, CPU, time.time())
 
 
 def refused(run: RunDir, *overrides: str) -> str:

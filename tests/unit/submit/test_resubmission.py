@@ -18,7 +18,7 @@ from orchestra.run.paths import RunDir
 from orchestra.submit import code_snapshot
 from orchestra.submit.job import Share
 from orchestra.submit.new_run import RunRequest, planned_run, prepare
-from orchestra.submit.resume_run import PlannedResume, next_attempt, planned_resume, submit_resume
+from orchestra.submit.resume_run import ResumeJob, plan_resume, resume_job, submit_resume
 
 LOGIN = Situation("resume")
 
@@ -61,8 +61,8 @@ def put_sbatch(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None
         command.chmod(0o755)
 
 
-def planned(run: RunDir, *overrides: str) -> PlannedResume:
-    return planned_resume(next_attempt(run, overrides, LOGIN, 1e9), Share())
+def planned(run: RunDir, *overrides: str) -> ResumeJob:
+    return resume_job(plan_resume(run, overrides, LOGIN, 1e9), Share())
 
 
 def files(run: RunDir) -> dict[str, str]:

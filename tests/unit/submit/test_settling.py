@@ -20,9 +20,9 @@ from orchestra.run.stop_requests import user_name
 from orchestra.submit import wait
 from orchestra.submit.claims import take_turn, write_claim
 from orchestra.submit.job import Share
-from orchestra.submit.resume_run import asked, next_attempt
-from orchestra.submit.sweeps.members import standings
-from orchestra.submit.sweeps.resume_sweep import Comeback, Returning, go_on
+from orchestra.submit.resume_run import ask_scheduler, plan_resume
+from orchestra.submit.sweeps.members import member_states
+from orchestra.submit.sweeps.resume_sweep import ResumedMember, SweepResume, submit_resumed
 
 
 class Slurm(FakeSlurm):
@@ -76,7 +76,7 @@ def test_a_job_that_is_being_ended_is_waited_for(
     stopped: RunDir, slurm: Slurm, last: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     slurm.says("RUNNING", "COMPLETING", "COMPLETING", last)
-    word = asked(stopped, time.time())
+    word = ask_scheduler(stopped, time.time())
     assert word.told is not None
     assert word.told.state == "interrupted"
     assert "Slurm still ends job 7, which trained one" in capsys.readouterr().err
@@ -84,9 +84,9 @@ def test_a_job_that_is_being_ended_is_waited_for(
 
 def test_a_job_that_is_queued_again_is_left_to_slurm(stopped: RunDir, slurm: Slurm) -> None:
     slurm.says("COMPLETING", "PENDING")
-    word = asked(stopped, time.time())
+    word = ask_scheduler(stopped, time.time())
     with pytest.raises(ConfigError, match="job 7 is started again by Slurm itself"):
-        next_attempt(stopped, [], Situation("resume"), time.time(), word)
+        plan_resume(stopped, [], Situation("resume"), time.time(), word)
 
 
 def test_a_job_that_does_not_end_is_an_error(
@@ -95,7 +95,7 @@ def test_a_job_that_does_not_end_is_an_error(
     monkeypatch.setattr(wait, "_WAIT_S", 0.05)
     slurm.says("COMPLETING")
     with pytest.raises(LaunchError, match=r"job 7 has not \(COMPLETING\)"):
-        asked(stopped, time.time())
+        ask_scheduler(stopped, time.time())
 
 
 def test_what_may_be_alive_on_another_cluster_is_refused_and_what_ended_is_not(
@@ -105,8 +105,8 @@ def test_what_may_be_alive_on_another_cluster_is_refused_and_what_ended_is_not(
     slurm.is_called("beta")
     alive = submitted(RunDir(tmp_path / "two"))
     with pytest.raises(LaunchError, match=r"on cluster alpha; this machine asks cluster beta\. .* node of"):
-        asked(alive, time.time())
-    word = asked(stopped, time.time())
+        ask_scheduler(alive, time.time())
+    word = ask_scheduler(stopped, time.time())
     assert word.told is not None
     assert word.told.state == "interrupted"
 
@@ -121,23 +121,23 @@ def test_of_a_sweep_what_is_being_ended_or_elsewhere_gets_no_job(
     submitted(sweep.member(1), code=1, id="8", token="orchestra:two")
     record = Sweep("sweep", "x", (), members)
     slurm.says("COMPLETING")
-    first, second = standings(sweep, record)
+    first, second = member_states(sweep, record)
     assert (first.state.state, first.needs_job, second.needs_job) == ("being ended", False, True)
     slurm.says("")
-    first, second = standings(sweep, record)
+    first, second = member_states(sweep, record)
     assert (first.needs_job, second.needs_job) == (True, True)
     slurm.is_called("beta")
     three = Sweep("sweep", "x", (), (*members, SweepMember(2, "2", ())))
     submitted(sweep.member(2), id="9", token="orchestra:three")
     with pytest.raises(LaunchError, match="job 9 is on cluster alpha"):
-        standings(sweep, three)
+        member_states(sweep, three)
 
 
 def test_a_run_whose_submitter_waits_for_slurm_is_not_resumed(tmp_path: Path) -> None:
     run = submitted(RunDir(tmp_path / "one"), code=1, id=None)
     turn = take_turn(run, 0, time.time())
     with pytest.raises(ConfigError, match="is being submitted by another command"):
-        next_attempt(run, [], Situation("resume"), time.time())
+        plan_resume(run, [], Situation("resume"), time.time())
     assert turn is not None
 
 
@@ -149,7 +149,7 @@ def test_a_member_whose_array_is_being_submitted_is_not_resumed(tmp_path: Path) 
     sweep.control.mkdir()
     assert write_claim(sweep.claim(0))
     with pytest.raises(ConfigError, match="is being submitted by another command"):
-        next_attempt(run, [], Situation("resume"), time.time())
+        plan_resume(run, [], Situation("resume"), time.time())
 
 
 def test_a_sweep_is_not_resumed_while_a_member_is(tmp_path: Path) -> None:
@@ -158,15 +158,15 @@ def test_a_sweep_is_not_resumed_while_a_member_is(tmp_path: Path) -> None:
     run = submitted(sweep.member(0), code=1)
     record = Sweep("sweep", "x", (), (member,))
     sweep.record.write_text(to_json(record))
-    comeback = Comeback(sweep, record, (Returning(member, 1, num_jobs=1),), lambda _: Share(), 1000)
+    resume = SweepResume(sweep, record, (ResumedMember(member, 1, num_jobs=1),), lambda _: Share(), 1000)
     turn = take_turn(run, 1, time.time())
     with pytest.raises(ConfigError, match="sweep/000 is being resumed by another command"):
-        go_on(comeback, [])
+        submit_resumed(resume, [])
     assert turn is not None
     turn.unlink()
-    changed = replace(comeback, members=(Returning(member, 1, num_jobs=0),))
+    changed = replace(resume, members=(ResumedMember(member, 1, num_jobs=0),))
     with pytest.raises(ConfigError, match="sweep/000 is being resumed by another command"):
-        go_on(changed, [])
+        submit_resumed(changed, [])
     assert [*run.control.iterdir(), *sweep.control.iterdir()] == [], "what was claimed is given back"
 
 

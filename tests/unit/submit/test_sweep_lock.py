@@ -10,35 +10,35 @@ from pathlib import Path
 import pytest
 
 from orchestra.errors import ConfigError
-from orchestra.submit.sweeps import lock as holding
+from orchestra.submit.sweeps import lock
 
 NOBODY = 2**22 + 1
 
 
 def lock_of(parent: Path, pid: int) -> Path:
     """Leave the lock of a process of this host."""
-    lock = parent / ".sweep-abc.claim"
-    lock.write_text(json.dumps({"host": socket.gethostname(), "pid": pid, "pid_started": None, "time": 0.0}))
-    return lock
+    claim = parent / ".sweep-abc.claim"
+    claim.write_text(json.dumps({"host": socket.gethostname(), "pid": pid, "pid_started": None, "time": 0.0}))
+    return claim
 
 
 def test_lock_ends_with_the_command(tmp_path: Path) -> None:
-    with holding.alone(tmp_path, "abc"):
+    with lock.exclusively(tmp_path, "abc"):
         assert (tmp_path / ".sweep-abc.claim").exists()
     assert not (tmp_path / ".sweep-abc.claim").exists()
 
 
 def test_lock_of_a_process_that_is_no_more_is_taken_over(tmp_path: Path) -> None:
-    lock = lock_of(tmp_path, NOBODY)
-    with holding.alone(tmp_path, "abc"):
-        assert json.loads(lock.read_text())["pid"] == os.getpid()
+    claim = lock_of(tmp_path, NOBODY)
+    with lock.exclusively(tmp_path, "abc"):
+        assert json.loads(claim.read_text())["pid"] == os.getpid()
 
 
 def test_lock_of_a_living_process_is_respected_and_stays(tmp_path: Path) -> None:
-    lock = lock_of(tmp_path, os.getppid())
-    with pytest.raises(ConfigError, match="being submitted already"), holding.alone(tmp_path, "abc"):
+    claim = lock_of(tmp_path, os.getppid())
+    with pytest.raises(ConfigError, match="being submitted already"), lock.exclusively(tmp_path, "abc"):
         pytest.fail("two commands at a time")
-    assert lock.exists()
+    assert claim.exists()
 
 
 def test_of_two_that_find_a_dead_lock_one_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,5 +51,5 @@ def test_of_two_that_find_a_dead_lock_one_goes_on(tmp_path: Path, monkeypatch: p
         lock_of(tmp_path, os.getppid())
 
     monkeypatch.setattr(Path, "unlink", unlink_and_lose)
-    with pytest.raises(ConfigError, match="by another command"), holding.alone(tmp_path, "abc"):
+    with pytest.raises(ConfigError, match="by another command"), lock.exclusively(tmp_path, "abc"):
         pytest.fail("two commands at a time")

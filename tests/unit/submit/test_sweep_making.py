@@ -19,9 +19,9 @@ from orchestra.submit.code_snapshot import is_snapshot
 from orchestra.submit.hand_over import SweepLedger, make
 from orchestra.submit.job import Share
 from orchestra.submit.submission import PlannedMember, Submission, planned_sweep
-from orchestra.submit.sweeps import lock as holding
+from orchestra.submit.sweeps import lock
 from orchestra.submit.sweeps.arrays import Numbering, PlacedSubmission
-from orchestra.submit.sweeps.members import Existing, same_sweep, sweeps_in
+from orchestra.submit.sweeps.members import ExistingSweep, same_sweep, sweeps_in
 
 NUMBERING = Numbering("grid", "ada", 1.0, 1000)
 
@@ -99,7 +99,7 @@ def test_a_full_snapshot_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monk
 def test_the_order_of_the_values_and_the_throttle_make_no_other_sweep(tmp_path: Path) -> None:
     sweep, record = made(tmp_path)
     (existing,) = sweeps_in(tmp_path)
-    assert existing == Existing(sweep, record)
+    assert existing == ExistingSweep(sweep, record)
     assert same_sweep(plan_of(tmp_path, (2, 0, 1)), [existing]) is existing
     assert same_sweep(plan_of(tmp_path, (2, 0, 1), name=None), [existing]) is existing
     assert same_sweep(plan_of(tmp_path, (0, 1)), [existing]) is None
@@ -113,10 +113,10 @@ def test_what_another_process_submits_is_left_to_it(tmp_path: Path) -> None:
     claim = {"host": socket.gethostname(), "pid": os.getppid(), "pid_started": None, "time": 0.0}
     sweep.claim(0).write_text(json.dumps(claim))
     with pytest.raises(ConfigError, match="is being submitted already: process"):
-        holding.refuse_busy(sweep, record)
+        lock.refuse_busy(sweep, record)
     forget_claim(sweep)
-    holding.refuse_busy(sweep, record)
-    assert holding.take(sweep, record) == 1
+    lock.refuse_busy(sweep, record)
+    assert lock.take(sweep, record) == 1
 
 
 def test_a_snapshot_is_known_from_other_code(tmp_path: Path) -> None:
@@ -133,11 +133,11 @@ def test_a_snapshot_is_known_from_other_code(tmp_path: Path) -> None:
 def test_of_two_commands_that_go_on_with_a_sweep_one_submits(tmp_path: Path) -> None:
     sweep, record = made(tmp_path)
     forget_claim(sweep)
-    assert holding.take(sweep, record) == 1
+    assert lock.take(sweep, record) == 1
     claim = {"host": "elsewhere", "pid": 1, "time": 4e9}
     sweep.claim(1).write_text(json.dumps(claim))
     with pytest.raises(ConfigError, match="being submitted already"):
-        holding.take(sweep, record)
+        lock.take(sweep, record)
 
 
 def test_a_decision_on_an_older_record_submits_nothing(tmp_path: Path) -> None:
@@ -145,17 +145,17 @@ def test_a_decision_on_an_older_record_submits_nothing(tmp_path: Path) -> None:
     forget_claim(sweep)
     older = dataclasses.replace(record, arrays=())
     with pytest.raises(ConfigError, match="changed by another command meanwhile"):
-        holding.take(sweep, older)
+        lock.take(sweep, older)
     assert not sweep.claim(1).exists()
 
 
 def test_the_same_sweep_is_submitted_by_one_command_at_a_time(tmp_path: Path) -> None:
-    with holding.alone(tmp_path / "runs", "abc"):
-        (lock,) = (tmp_path / "runs").iterdir()
-        lock.write_text(json.dumps({"host": "elsewhere", "pid": 1, "time": 4e9}))
+    with lock.exclusively(tmp_path / "runs", "abc"):
+        (claim,) = (tmp_path / "runs").iterdir()
+        claim.write_text(json.dumps({"host": "elsewhere", "pid": 1, "time": 4e9}))
         with (
             pytest.raises(ConfigError, match="being submitted already"),
-            holding.alone(tmp_path / "runs", "abc"),
+            lock.exclusively(tmp_path / "runs", "abc"),
         ):
             pass
     assert list((tmp_path / "runs").iterdir()) == []

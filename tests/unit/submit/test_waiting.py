@@ -20,7 +20,7 @@ from orchestra.run.events import EventWriter, node_writer
 from orchestra.run.files import JsonLinesWriter
 from orchestra.run.paths import RunDir
 from orchestra.submit import wait
-from orchestra.submit.wait import Result, exit_code, wait_for
+from orchestra.submit.wait import RunResult, exit_code, wait_for
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def ended(run: RunDir, code: int = 0, cause: str = "finished", **last_row: float
 
 def test_finished_runs_are_returned_in_order_with_the_last_value_of_the_metric(tmp_path: Path) -> None:
     runs = [ended(begun(tmp_path, "b"), mfu=0.5), ended(begun(tmp_path, "a"))]
-    assert wait_for(runs, "loss") == [Result(run, "finished", 0, "loss", 2.5, "finished") for run in runs]
+    assert wait_for(runs, "loss") == [RunResult(run, "finished", 0, "loss", 2.5, "finished") for run in runs]
     # The last row's, not the last that there was: without a number there is none.
     assert [result.value for result in wait_for(runs, "mfu")] == [0.5, None]
 
@@ -152,5 +152,5 @@ def test_ctrl_c_leaves_the_jobs_alone_and_says_so(tmp_path: Path) -> None:
     ],
 )
 def test_the_exit_code_is_that_of_the_worst_end(codes: list[int], worst: int) -> None:
-    results = [Result(RunDir(Path("x")), "?", code, "loss", None) for code in codes]
+    results = [RunResult(RunDir(Path("x")), "?", code, "loss", None) for code in codes]
     assert exit_code(results) == worst
