@@ -1,7 +1,7 @@
 """How well predictions meet measured rows: relative errors, ranks, memory, fitting, and the layout picked.
 
 Rows of the playbook that differ only in ZeRO 0 or 1 are twins; a row whose twin is more than 1.5 times faster
-counts as sick and is not scored for speed. It predicts nothing and reads no file.
+counts as sick and is not scored for speed.
 """
 
 from __future__ import annotations

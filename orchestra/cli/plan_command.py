@@ -1,7 +1,7 @@
 """`orchestra plan [overrides]`: memory, speed and cost of a configuration before it runs.
 
-Other things it does are asked for by an option and are modules of their own, listed in `MODES`. It starts
-nothing, asks no cluster and loads no torch.
+Each further mode is asked for by an option and is a module of its own, listed in `MODES`. No cluster is asked
+and no torch is loaded.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Builds the case to predict from a checked configuration. It composes nothing and asks no machine."""
+"""Builds the case to predict from a checked configuration, and the overrides that a plan starts from."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from orchestra.plan.devices import Accelerator, Network, device
 from orchestra.plan.frameworks import NANOTRON, Framework, framework
 from orchestra.plan.profiles import Profile, cpu_device, is_profile, read_profile, with_profile
 from orchestra.sizes.topology import layout
-from orchestra.sizes.training_shape import training_shape
+from orchestra.sizes.training_shape import TrainingShape, training_shape
 from orchestra.sizes.units import TERA
 
 # Gradients shard over all data-parallel ranks unless a configuration says fewer.
 _USUAL_FRAMEWORK = "orchestra"
+_OPEN_RANKS = "cluster.gpus_per_node=auto: the planner needs a number; use cluster.gpus_per_node=8"
 
 
 def case_of(
@@ -28,12 +29,12 @@ def case_of(
 
     Raises ConfigError where the device's figures or the number of ranks are not known.
     """
-    cluster, parallelism = config.cluster, config.parallelism
+    cluster = config.cluster
     ranks = cluster.gpus_per_node
     fitted = profile or profile_of(config)
     problems = []
     if not isinstance(ranks, int):
-        problems.append("cluster.gpus_per_node=auto: the planner needs a number; use cluster.gpus_per_node=8")
+        problems.append(_OPEN_RANKS)
     if cluster.hardware == "auto" and fitted is None:
         problems.append(
             "cluster.hardware=auto: the planner needs the device's name; use cluster.hardware=h100"
@@ -44,9 +45,7 @@ def case_of(
     if cluster.peak_tflops is not None:
         accelerator = replace(accelerator, peak_flops=cluster.peak_tflops * TERA)
     trainer = framework(framework_name)
-    shape = training_shape(
-        config, layout(parallelism, cluster.nodes * ranks), is_gpu=cluster.device is not Device.cpu
-    )
+    shape = shape_of(config)
     case = PlanCase(
         **{field.name: getattr(shape, field.name) for field in fields(shape)},
         device=accelerator,
@@ -55,6 +54,18 @@ def case_of(
         framework=trainer,
     )
     return case if fitted is None else with_profile(case, fitted, threads_of(config, fitted))
+
+
+def shape_of(config: Config) -> TrainingShape:
+    """Return what a configuration trains and how it is divided, on whatever device.
+
+    Raises ConfigError where the number of ranks is not known.
+    """
+    cluster = config.cluster
+    if not isinstance(cluster.gpus_per_node, int):
+        raise ConfigError(_OPEN_RANKS)
+    degrees = layout(config.parallelism, cluster.nodes * cluster.gpus_per_node)
+    return training_shape(config, degrees, is_gpu=cluster.device is not Device.cpu)
 
 
 def profile_of(config: Config) -> Profile | None:

@@ -1,9 +1,9 @@
 """Fits a profile's constants to what runs measured, from their own `config.yaml` and `metrics.jsonl`.
 
-A step time is the median over a run's rows behind its first steps; a peak is the last row's. The constants
+A step time is the median over a run's rows after its first steps; a peak is the last row's. The constants
 have physical meaning (see `profiles`) and few runs decide them: two sizes or more on one rank, and one run
-for each thing that is to be predicted (more ranks, ZeRO-3, tensor parallelism). What no run decides stays
-where it starts and is told. It reads run directories and starts nothing.
+for each thing that is to be predicted (more ranks, ZeRO-3, tensor parallelism). What no run decides keeps its
+starting value and is reported as undecided.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from orchestra.sizes.units import MIB
 # Fits positive constants to positive measurements: damped Gauss-Newton in logarithms with a robust loss.
 #
 # Each constant is pulled a little towards where it starts, so that one which no measurement decides stays
-# there. Plain Python, for a handful of constants; it knows nothing of what it fits.
+# there. Plain Python, for a handful of constants.
 
 
 # Returns log(predicted ÷ measured) for each measurement.

@@ -2,7 +2,7 @@
 
 A layer takes the longer of two times: what the device needs, and what the host needs to issue it. In
 nanotron's runs the second rules for small work (4.4 ms a layer, whatever the width), and grows by about 2 ms
-per tensor-parallel rank once a pipeline spans nodes. It knows no pipeline schedule and no optimizer.
+per tensor-parallel rank once a pipeline spans nodes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from orchestra.sizes.memory import recomputed_kinds
 #
 # Assumed: experts get equally many tokens, none is dropped; each rank of tensor parallelism has a part of
 # every expert that its data-parallel rank has; nothing hides the exchange. With few tokens for an expert its
-# weights take longer to read than to multiply. It knows neither attention nor what all tokens go through.
+# weights take longer to read than to multiply.
 
 
 # To the experts and back, forward and backward.

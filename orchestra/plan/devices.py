@@ -101,7 +101,7 @@ def device(name: str, precision: PrecisionName, memory_gib: float | None = None)
 # How fast collectives are: bus bandwidth by the number of nodes, and the latency of a ring's steps.
 #
 # Bus bandwidth is nccl-tests' figure: bytes · (n − 1)/n ÷ time for all-gather and reduce-scatter, twice that
-# for all-reduce. It knows no model: callers say how many bytes and which ranks.
+# for all-reduce. Callers say how many bytes and which ranks.
 
 
 _ADAPTERS_PER_NODE = 8

@@ -17,7 +17,7 @@ from orchestra.sizes.memory import USABLE_SHARE
 #
 # A step's time is work on the device and what comes on top: collectives, waiting, an idle pipeline. Memory is
 # what binds where one turn of a knob would be faster if only it fitted. Two layouts are compared part by
-# part. It searches nothing and prints nothing.
+# part.
 
 
 # The parts of `StepTime`, as people call them.
@@ -107,10 +107,10 @@ def main_loss(found: Prediction, slower: Prediction) -> str | None:
     return losses[0].name if losses and slower.time.total > found.time.total else None
 
 
-# Walks the decision behind a layout: fit a step in memory, reach the global batch, then throughput.
+# Walks the decisions that lead to a layout: fit a step in memory, reach the global batch, then throughput.
 #
 # The order is the Ultra-Scale Playbook's. For each knob it tells what every other value would do: with all
-# else as it is, and with all else chosen anew. It prints nothing.
+# else as it is, and with all else chosen anew.
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ class Framework:
     loss_chunk_tokens: int | None
     # Gathered inputs of the two column-parallel products that stay alive, in bytes per token and hidden unit.
     gathered_bytes: float
-    # The same while the host is behind the device and freed blocks are used again at once.
+    # The same while the host is slower than the device and freed blocks are used again at once.
     gathered_bytes_waiting: float
     # Whole activations (bytes per token and hidden unit) and layers' worth of temporaries at the peak.
     whole_bytes: float

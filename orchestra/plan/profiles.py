@@ -35,7 +35,7 @@ BUSY, BUSY_MEMORY = "busy_share", "busy_memory_share"
 OF_NETWORK = ("inside_latency_s",)
 OF_FRAMEWORK = ("host_layer_s", "step_s", "exposed_reduction", "fixed_bytes", "step_share")
 PRODUCT = "product_flops."
-# Without these there is nothing to plan for CPUs with: no row of a table stands behind them.
+# Without these there is nothing to plan for CPUs with: no row of a table replaces them.
 _NEEDED_OF_CPUS = (*OF_DEVICE, *OF_NETWORK)
 
 Place = TypeVar("Place", Accelerator, Network, Framework)

@@ -4,7 +4,7 @@ What it returns is predicted in full (`prediction.predict`); what it need not lo
 cheap facts. Memory: of a mesh's stages alike the first is the fullest, and a micro-batch of more sequences
 takes no less, so that the first size that does not fit is the last to try. Time: a step takes at least its
 micro-batches on the slowest stage, so layouts are predicted in that order until none that is left can win.
-It prints nothing, and knows no trainer's limits: who wants only some layouts gives a predicate.
+A predicate limits the choice to the layouts that a trainer can run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which layouts there are for a model, a number of devices and a global batch. It predicts nothing.
+"""Which layouts there are for a model, a number of devices and a global batch.
 
 A layout here is a mesh (dp × tp × pp × cp), ZeRO's stage and the ranks that it shards over (all, or without
 cp those of one node: hybrid sharding), how the batch is shared out, whether norms are sequence parallel, and
@@ -279,7 +279,7 @@ def choice_of(case: PlanCase) -> LayoutChoice:
     return LayoutChoice(mesh, case.zero, split, case.recompute, case.micro_batch_size, degree)
 
 
-# Layouts one turn of a knob away from another: what changes, and what goes along. It predicts nothing.
+# Layouts one turn of a knob away from another: what changes, and what goes along.
 
 
 def turns(space: Space, case: PlanCase) -> Iterator[tuple[str, PlanCase]]:

@@ -246,13 +246,13 @@ def _kept(case: PlanCase, recompute: Recompute) -> float:
 
 def _gathered_bytes(case: PlanCase, layer: LayerTime, *, is_pressed: bool) -> float:
     """Blocks freed by a communication stream are used again only when the device has passed them. A host that
-    runs ahead therefore holds the gathered inputs of all layers; one that is behind does not.
+    runs ahead therefore holds the gathered inputs of all layers; one that is late does not.
     """
     framework, layout = case.framework, case.layout
     if layout.tp == 1 or not case.sequence_parallel:
         return 0.0
-    is_behind = layout.pp == 2 and case.num_nodes > 1 and layer.waits_for_host
-    waits = is_pressed or is_behind or waits_at_hand_over(case)
+    host_is_late = layout.pp == 2 and case.num_nodes > 1 and layer.waits_for_host
+    waits = is_pressed or host_is_late or waits_at_hand_over(case)
     return framework.gathered_bytes_waiting if waits else framework.gathered_bytes
 
 

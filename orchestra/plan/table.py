@@ -291,7 +291,7 @@ def predicted_cells(prediction: Prediction) -> dict[str, str]:
 
 
 def with_predictions(table: LayoutTable, all_cases: Iterable[PlanCase]) -> str:
-    """Return the table as CSV, each row as it was and what is predicted behind it."""
+    """Return the table as CSV, each row as it was, with its prediction appended."""
     text = io.StringIO(newline="")
     columns = [name for name in table.columns if name not in PREDICTED]
     writer = csv.DictWriter(text, [*columns, *PREDICTED], extrasaction="ignore", lineterminator="\n")

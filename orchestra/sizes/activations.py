@@ -120,7 +120,7 @@ def layer_activations(config: Config, dp: int, *, is_gpu: bool) -> LayerActivati
         element_bytes=4 if config.precision.name is PrecisionName.fp32 else 2,
         tp=parallelism.tp,
         is_sequence_parallel=parallelism.sequence_parallel,
-        # A GPU gathers behind a product; on CPU nothing would hide the second gather.
+        # A GPU gathers while a product runs; on CPU nothing would hide the second gather.
         gathers_again=is_gpu,
     )
 
@@ -140,7 +140,7 @@ def kinds_of_layers(config: Config, dp: int, *, is_gpu: bool) -> tuple[Recompute
 def peak_bytes(layer: LayerActivations, kinds: Sequence[Recompute]) -> int:
     """Return the most that equal layers of these kinds, in the model's order, hold at one time.
 
-    A layer that is recomputed holds all its activations while its backward pass runs; the layers behind it
+    A layer that is recomputed holds all its activations while its backward pass runs; the layers after it
     have then let go of theirs.
     """
     kept = {kind: layer.kept_bytes(kind) for kind in {Recompute.none, *kinds}}
@@ -171,7 +171,7 @@ def cheapest_within(
 def _least_selective(
     layer: LayerActivations, num_full: int, num_layers: int, budget_bytes: float
 ) -> tuple[Recompute, ...] | None:
-    """Return the kinds with the fewest selective layers behind `num_full` full ones; more of them hold
+    """Return the kinds with the fewest selective layers after `num_full` full ones; more of them hold
     less.
     """
 

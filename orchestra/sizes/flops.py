@@ -13,7 +13,7 @@ together:
     6·(N + V·h) + 12·L·h·s      nanotron's playbook for tied models under pipeline parallelism; not used
 
 The lookup is the tables that are only read: input embeddings and learned positions. A tied embedding is also
-the matrix of the output product and is counted as that. This module knows no device and no time.
+the matrix of the output product and is counted as that.
 """
 
 from __future__ import annotations

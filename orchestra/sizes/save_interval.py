@@ -56,7 +56,7 @@ class Interval:
 
 
 def device_hours(mtbf_device_hours: float | None) -> float:
-    """Return the mean time to failure of a device that is reckoned with. None: as Llama 3 had it."""
+    """Return the mean time to failure of a device that predictions assume. None: as Llama 3 had it."""
     hours = LLAMA3_MTBF_DEVICE_HOURS if mtbf_device_hours is None else mtbf_device_hours
     return min(hours, _LONGEST_MTBF_HOURS)
 
@@ -97,7 +97,7 @@ def assumed_stall_s(bytes_per_rank: float) -> float:
 
 
 def assumed_write_s(bytes_per_rank: float) -> float:
-    """Return how long a save is written behind the training, where none was measured."""
+    """Return how long a save is written while training continues, where none was measured."""
     return bytes_per_rank / ASSUMED_WRITE_BYTES_PER_S
 
 

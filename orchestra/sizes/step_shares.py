@@ -2,7 +2,7 @@
 
 Intervals are pairs of nanoseconds on one clock. Where parts overlap, the time counts once: what stands under
 communication is exposed communication, whatever phase of the step it stands in. Arithmetic and a JSON record;
-it knows no profiler, and the control plane reads the record with it.
+the control plane reads the record too.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Ranks are numbered with `tp` fastest, then `cp`, then `dp`, and `pp` slowest (Megatron's `tp-cp-dp-pp`).
 torchrun numbers the ranks of a node consecutively, so the axis that talks most, several times per layer,
-stays inside a node; `cp` talks once per layer, `dp` once per step and behind the backward pass, and `pp`
+stays inside a node; `cp` talks once per layer, `dp` once per step after the backward pass, and `pp`
 sends one activation per micro-batch, which the slowest link carries. Expert parallelism (`ep`) divides `dp`
 and has no coordinate here. `dp` itself is `replicate` × `shard`: ZeRO shards over neighbours, which with
 hybrid sharding are the ranks of a node, and replicates over the rest.

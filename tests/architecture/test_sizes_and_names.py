@@ -22,7 +22,7 @@ MAX_MODULES_OF = {"orchestra/cli": 20}
 MAX_INNER_IMPORTS_PER_1000_LINES = 2.0
 
 # As many as there were when this rule came; to be lowered as they go, and removed at last.
-INNER_IMPORTS_TODAY = 246
+INNER_IMPORTS_TODAY = 186
 FULL_FOLDERS_TODAY = set[str]()
 FILE_NAMES_TODAY = set[str]()
 CLASS_NAMES_TODAY = set[str]()

@@ -13,13 +13,12 @@ import textwrap
 from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from orchestra.cli.plan.output import check_target
+from orchestra.cli.text.resolve import resolve
 from orchestra.errors import EXIT_DONE, ConfigError
-
-if TYPE_CHECKING:
-    from orchestra.plan.profiles import Profile
+from orchestra.plan.calibrate import calibrated, measured_run
+from orchestra.plan.profiles import Profile, write_profile
 
 NAME = "calibrate"
 OPTIONS: tuple[str, ...] = ("output",)
@@ -73,10 +72,6 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Print what was fitted, write the profile where asked, and return 0. Raises ConfigError before that."""
-    from orchestra.cli.text.resolve import resolve
-    from orchestra.plan.calibrate import calibrated, measured_run
-    from orchestra.plan.profiles import write_profile
-
     wrong = list(arguments.overrides)
     wrong += [f"--framework {arguments.framework}"] if arguments.framework is not None else []
     if wrong:

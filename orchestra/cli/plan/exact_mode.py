@@ -16,13 +16,18 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from conf.schema import Config
+from orchestra.config.compose import compose
+from orchestra.config.machine import Situation
+from orchestra.config.rules.all_rules import not_yet
 from orchestra.errors import EXIT_DONE, EXIT_USAGE, ConfigError, OrchestraError
-
-if TYPE_CHECKING:
-    from conf.schema import Config
-    from orchestra.plan.case import PlanCase
+from orchestra.plan.assemble import for_planning, shape_of
+from orchestra.plan.frameworks import OWN
+from orchestra.run.config_file import write_config
+from orchestra.sizes.memory import rank_bytes
+from orchestra.sizes.training_shape import TrainingShape
+from orchestra.submit.launch import source_root
 
 NAME = "exact"
 OPTIONS: tuple[str, ...] = ()
@@ -69,12 +74,6 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Print both counts and return 0. Raises ConfigError for what the trainer does not have."""
-    from orchestra.config.compose import compose
-    from orchestra.config.machine import Situation
-    from orchestra.config.rules.all_rules import not_yet
-    from orchestra.plan.assemble import case_of, for_planning
-    from orchestra.plan.frameworks import OWN
-
     if arguments.framework not in (None, OWN):
         raise ConfigError(
             f"--exact counts orchestra's own modules, and there are none of {arguments.framework} here; "
@@ -84,8 +83,8 @@ def run(arguments: Namespace) -> int:
     missing = [f"{problem}, or plan without --exact" for problem in not_yet(config, Situation("run"))]
     if missing:
         raise ConfigError(missing)
-    case = case_of(config)
-    compared = compare(case, counted(config, case))
+    shape = shape_of(config)
+    compared = compare(shape, counted(config, shape))
     if arguments.json:
         print(json.dumps(facts(compared), indent=2))
     else:
@@ -93,18 +92,15 @@ def run(arguments: Namespace) -> int:
     return EXIT_DONE
 
 
-def counted(config: Config, case: PlanCase) -> Mapping[str, int]:
+def counted(config: Config, shape: TrainingShape) -> Mapping[str, int]:
     """Start the process that counts, on rank 0's place, and return its answer in bytes."""
-    from orchestra.run.config_file import write_config
-    from orchestra.submit.launch import source_root
-
-    is_gpu = ["--as-gpu"] if case.options.is_gpu else []
+    is_gpu = ["--as-gpu"] if shape.options.is_gpu else []
     environment = {**os.environ, "PYTHONPATH": str(source_root()), "PYTHONSAFEPATH": "1"}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "config.yaml"
         write_config(file, config)
         command = [sys.executable, "-m", "orchestra.train.dry_build", str(file), "--exact"]
-        world_size = str(case.layout.world_size)
+        world_size = str(shape.layout.world_size)
         done = subprocess.run(
             [*command, "--world-size", world_size, *is_gpu],
             capture_output=True,
@@ -121,11 +117,9 @@ def counted(config: Config, case: PlanCase) -> Mapping[str, int]:
     return answer
 
 
-def compare(case: PlanCase, count: Mapping[str, int]) -> list[Compared]:
+def compare(shape: TrainingShape, count: Mapping[str, int]) -> list[Compared]:
     """Return the components of a rank, those that neither side has left out."""
-    from orchestra.sizes.memory import rank_bytes
-
-    own = rank_bytes(case, case.stages[0])
+    own = rank_bytes(shape, shape.stages[0])
     step = own.step.activations + own.step.logits
     states = own.parameters + own.gradients + own.masters + own.optimizer
     closed = {
@@ -134,7 +128,7 @@ def compare(case: PlanCase, count: Mapping[str, int]) -> list[Compared]:
         "masters": own.masters,
         "optimizer": own.optimizer,
         "gathered": own.first_buffers,
-        "first_step": step + own.growing_buffers * (case.accumulation > 1),
+        "first_step": step + own.growing_buffers * (shape.accumulation > 1),
         "later_steps": step + own.growing_buffers,
         "peak": states + step + own.buffers,
         "host": own.host,

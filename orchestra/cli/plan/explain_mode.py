@@ -1,6 +1,7 @@
 """`orchestra plan --explain [KEY] [overrides]`: why a layout is as it is, and what other values would do.
 
-It explains the configuration as composed, whether it fits or not; the numbers come from the planner.
+Explains the configuration as composed, whether it fits or not: three decisions with their numbers, then a
+table for each key, at most 80 columns wide.
 """
 
 from __future__ import annotations
@@ -13,15 +14,14 @@ from typing import Any
 
 from orchestra.cli.plan import layout_words, one_layout
 from orchestra.cli.text import figures
+from orchestra.config.compose import compose
+from orchestra.config.keys import nearest
+from orchestra.config.machine import Situation
 from orchestra.errors import EXIT_DONE, ConfigError
-from orchestra.plan.explain import Explanation, Option, main_loss
+from orchestra.plan.assemble import case_of, for_planning
+from orchestra.plan.explain import Explanation, Option, explain, main_loss
 from orchestra.plan.predict import Prediction
 from orchestra.plan.space import KEYS, choice_of
-
-# What `orchestra plan --explain` prints: three decisions with their numbers, then a table for each key.
-#
-# At most 80 columns wide. It decides nothing.
-
 
 _WIDTH = 80
 _INDENT = "   "
@@ -212,9 +212,9 @@ OPTIONS: tuple[str, ...] = ()
 _ALL = "all"
 
 EXPLAINED = """\
---explain walks the decisions behind a configuration (fit a step in memory, reach the global batch, then
-throughput), and tells for KEY, such as parallelism.tp or train.recompute, what each other value would do to
-memory and speed: with all else as it is, and with all else chosen anew. Without KEY it tells all of them.
+--explain walks through the decisions of a configuration (fit a step in memory, reach the global batch, then
+throughput), and says for KEY, such as parallelism.tp or train.recompute, what each other value would do to
+memory and speed: with all else as it is, and with all else chosen anew. Without KEY it shows all of them.
 """
 
 
@@ -227,11 +227,6 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Print the explanation and return 0. Raises ConfigError for a key that is none of them."""
-    from orchestra.config.compose import compose
-    from orchestra.config.machine import Situation
-    from orchestra.plan.assemble import case_of, for_planning
-    from orchestra.plan.explain import explain
-
     key, overrides = arguments.explain, list(arguments.overrides)
     if "=" in key:
         # `--explain model=llama3_8b`: an override, not a key.
@@ -247,9 +242,6 @@ def run(arguments: Namespace) -> int:
 
 
 def _knobs(key: str) -> list[str]:
-    from orchestra.config.keys import nearest
-    from orchestra.plan.space import KEYS
-
     keys = {**KEYS, "dp": "parallelism.dp"}
     if key == _ALL:
         return list(KEYS)

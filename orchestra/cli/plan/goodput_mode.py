@@ -1,52 +1,47 @@
 """`orchestra plan --goodput [overrides]`: what failures cost, how often to save, how many spares pay.
 
-It composes or reads a configuration, takes times from the prediction or from a run's records, and lets
-`orchestra.plan.goodput.expected_goodput` reckon. It starts nothing.
+Composes or reads a configuration, takes times from the prediction or from a run's records, and prints what
+`orchestra.plan.goodput.expected_goodput` computes. `summary` is the line of a plain `orchestra plan`.
 """
 
 from __future__ import annotations
 
 import json
-from argparse import ArgumentParser, Namespace
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-from orchestra.errors import EXIT_DONE, ConfigError
-
-if TYPE_CHECKING:
-    from conf.schema import Config
-    from orchestra.plan.goodput.scenario import Scenario, Times
-
-
 import math
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
 from conf.schema import Config
 from orchestra.cli.text import figures
+from orchestra.cli.text.resolve import resolve
+from orchestra.config.compose import compose
+from orchestra.config.machine import Situation, world_size
+from orchestra.errors import EXIT_DONE, ConfigError
+from orchestra.plan.assemble import case_of, for_planning
 from orchestra.plan.goodput.expected_goodput import (
     ATTENDED_AFTER_S,
+    GoodputStudy,
     Point,
     assumed_times,
     best_of,
-    by_devices,
-    by_interval,
-    by_spares,
     expected,
     interval_of,
+    measured,
     scenario_of,
+    study,
 )
-from orchestra.plan.goodput.scenario import Scenario
-from orchestra.plan.goodput.simulator import SimulatedRun, simulate
-from orchestra.plan.predict import Prediction
+from orchestra.plan.goodput.scenario import Scenario, Times
+from orchestra.plan.goodput.simulator import SimulatedRun
+from orchestra.plan.predict import Prediction, predict
 from orchestra.recovery.policy import Action, Rules
+from orchestra.run.config_file import read_config
+from orchestra.run.events import read_events
+from orchestra.run.files import read_json_lines
 from orchestra.sizes import save_interval
-
-# What failures cost, as lines for people and as facts for programs. It composes nothing.
-
 
 _WIDTH = 80
 _SIZES = (16, 128, 1_024, 16_384, 131_072)
@@ -60,56 +55,39 @@ _TIMES = {
 
 
 @dataclass(frozen=True)
-class Reckoned:
-    """What was asked, and what came of it."""
+class GoodputRequest:
+    """What is simulated: the configuration, the times, and where each of them comes from."""
 
-    asked: GoodputRequest
-    result: SimulatedRun
-    intervals: list[Point]
-    spares: list[Point]
-    devices: list[Point]
-    young_s: float
-    daly_s: float
+    config: Config
+    scenario: Scenario
+    # By the names of `Times`: predicted, assumed, given, or the run that was measured.
+    sources: dict[str, str]
+    seed: int
 
 
-def reckoned(asked: GoodputRequest) -> Reckoned:
-    """Simulate the run as it is asked about, and over intervals, spares and devices."""
-    scenario, rules, seed = asked.scenario, Rules.of(asked.config.recovery), asked.seed
-    stall_s, mttf = scenario.times.stall_s, scenario.mttf_s
-    return Reckoned(
-        asked=asked,
-        result=simulate(scenario, seed, rules),
-        intervals=by_interval(scenario, rules, seed),
-        spares=by_spares(scenario, rules, seed),
-        devices=by_devices(scenario, rules, _SIZES, seed),
-        young_s=save_interval.young_s(stall_s, mttf),
-        daly_s=save_interval.daly_s(stall_s, mttf),
-    )
-
-
-def lines(found: Reckoned) -> list[str]:
+def lines(request: GoodputRequest, result: GoodputStudy) -> list[str]:
     """Return what a person reads, at most 80 columns wide."""
-    scenario, result = found.asked.scenario, found.result
+    scenario = request.scenario
     return [
-        *_header(found),
+        *_header(request),
         "",
-        *_accounts(result),
+        *_accounts(result.run),
         "",
-        *_save(found),
-        _table("SAVE EVERY", "STEPS", found.intervals, scenario.every_steps),
+        *_save(scenario, result),
+        _table("SAVE EVERY", "STEPS", result.intervals, scenario.every_steps),
         "",
-        *_spare(found),
-        _spare_table(found.spares, scenario.spare_nodes),
+        *_spare(scenario, result),
+        _spare_table(result.spares, scenario.spare_nodes),
         "",
         "the same step, saves and starts on other numbers of devices, each with its best",
         "interval:",
-        _device_table(found.devices, scenario),
-        *_notes(found),
+        _device_table(result.devices, scenario),
+        *_notes(request.config, result),
     ]
 
 
-def _header(found: Reckoned) -> list[str]:
-    scenario, config = found.asked.scenario, found.asked.config
+def _header(request: GoodputRequest) -> list[str]:
+    scenario, config = request.scenario, request.config
     nodes = f"{scenario.num_nodes:,} node{'s' if scenario.num_nodes > 1 else ''}"
     spare = f" and {scenario.spare_nodes} spare" if scenario.spare_nodes else ""
     hours = scenario.mtbf_device_hours
@@ -120,7 +98,7 @@ def _header(found: Reckoned) -> list[str]:
         f"failures  every {figures.duration(scenario.mttf_s)} (a device: {told} h, {whose})",
     ]
     for name, words in _TIMES.items():
-        source = found.asked.sources.get(name, "assumed")
+        source = request.sources.get(name, "assumed")
         title = "times" if name == "step_s" else ""
         rows.append(f"{title:<10}{words:<15} {_seconds(getattr(scenario.times, name)):>9}  {source}")
     indent = " " * 10
@@ -133,8 +111,8 @@ def _seconds(seconds: float) -> str:
     return f"{1000 * seconds:.0f} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
-def _accounts(result: SimulatedRun) -> list[str]:
-    accounts = result.accounts
+def _accounts(run: SimulatedRun) -> list[str]:
+    accounts = run.accounts
     shares = {
         "lost": accounts.lost_s,
         "saving": accounts.checkpoint_s,
@@ -146,28 +124,28 @@ def _accounts(result: SimulatedRun) -> list[str]:
     told = ", ".join(
         f"{name} {figures.percent(part / accounts.wall_s)}" for name, part in shares.items() if part
     )
-    over = f"{result.num_failures:,} failures in {figures.duration(result.scenario.horizon_s)}"
+    over = f"{run.num_failures:,} failures in {figures.duration(run.scenario.horizon_s)}"
     indent = " " * 10
     return [
-        f"goodput   {figures.percent(result.goodput)}, simulated over {over}",
+        f"goodput   {figures.percent(run.goodput)}, simulated over {over}",
         *wrap(told, _WIDTH, initial_indent=indent, subsequent_indent=indent),
     ]
 
 
-def _save(found: Reckoned) -> list[str]:
-    step_s = found.asked.scenario.times.step_s
-    best = best_of(found.intervals)
+def _save(scenario: Scenario, result: GoodputStudy) -> list[str]:
+    step_s = scenario.times.step_s
+    best = best_of(result.intervals)
     young, daly = (
         f"{name} {figures.duration(seconds)}, {max(1, round(seconds / step_s)):,} steps"
-        for name, seconds in (("Young", found.young_s), ("Daly", found.daly_s))
+        for name, seconds in (("Young", result.young_s), ("Daly", result.daly_s))
     )
     told = f"save every: {young}; {daly}; simulated {best.value:,}"
     return wrap(told, _WIDTH, subsequent_indent=" " * 12)
 
 
-def _spare(found: Reckoned) -> list[str]:
-    best = best_of(found.spares)
-    waits = f"a job waits {figures.duration(found.asked.scenario.queue_wait_s)} in the queue"
+def _spare(scenario: Scenario, result: GoodputStudy) -> list[str]:
+    best = best_of(result.spares)
+    waits = f"a job waits {figures.duration(scenario.queue_wait_s)} in the queue"
     told = f"spares that pay: {best.value} (work per allocated device; {waits})"
     return wrap(told, _WIDTH, subsequent_indent=" " * 17)
 
@@ -227,11 +205,11 @@ def _device_table(points: Sequence[Point], scenario: Scenario) -> str:
     return figures.table(("DEVICES", "FAILURE EVERY", "SAVE EVERY", "DALY", "SIMULATED", ""), rows)
 
 
-def _notes(found: Reckoned) -> list[str]:
-    points = [*found.intervals, *found.spares, *found.devices]
+def _notes(config: Config, result: GoodputStudy) -> list[str]:
+    points = [*result.intervals, *result.spares, *result.devices]
     if not any(point.num_given_up for point in points):
         return []
-    restarts = found.asked.config.recovery.max_restarts
+    restarts = config.recovery.max_restarts
     return [
         "",
         f"gives up: so often the policy ended it, and a person went on {_waited()} later;",
@@ -243,34 +221,34 @@ def _waited() -> str:
     return figures.age(ATTENDED_AFTER_S)
 
 
-def facts(found: Reckoned) -> dict[str, Any]:
+def facts(request: GoodputRequest, result: GoodputStudy) -> dict[str, Any]:
     """Return the same for programs: seconds, shares of 1."""
-    scenario, result = found.asked.scenario, found.result
+    scenario, run = request.scenario, result.run
     return {
-        "model": found.asked.config.model.name,
+        "model": request.config.model.name,
         "num_devices": scenario.num_devices,
         "num_nodes": scenario.num_nodes,
         "spare_nodes": scenario.spare_nodes,
         "mtbf_device_hours": scenario.mtbf_device_hours,
         "mttf_s": scenario.mttf_s,
         "times": asdict(scenario.times),
-        "sources": {name: found.asked.sources.get(name, "assumed") for name in _TIMES},
+        "sources": {name: request.sources.get(name, "assumed") for name in _TIMES},
         "every_steps": scenario.every_steps,
-        "young_s": found.young_s,
-        "daly_s": found.daly_s,
-        "goodput": result.goodput,
+        "young_s": result.young_s,
+        "daly_s": result.daly_s,
+        "goodput": run.goodput,
         "goodput_daly": expected(scenario),
-        "num_failures": result.num_failures,
-        "failures": dict(result.failures),
-        "actions": dict(result.actions),
-        "rules": dict(result.rules),
-        "num_given_up": result.actions[Action.give_up.name],
-        "accounts": result.accounts.to_json(),
-        "intervals": [asdict(point) for point in found.intervals],
-        "best_every_steps": best_of(found.intervals).value,
-        "spares": [asdict(point) for point in found.spares],
-        "best_spare_nodes": best_of(found.spares).value,
-        "devices": [asdict(point) for point in found.devices],
+        "num_failures": run.num_failures,
+        "failures": dict(run.failures),
+        "actions": dict(run.actions),
+        "rules": dict(run.rules),
+        "num_given_up": run.actions[Action.give_up.name],
+        "accounts": run.accounts.to_json(),
+        "intervals": [asdict(point) for point in result.intervals],
+        "best_every_steps": best_of(result.intervals).value,
+        "spares": [asdict(point) for point in result.spares],
+        "best_spare_nodes": best_of(result.spares).value,
+        "devices": [asdict(point) for point in result.devices],
     }
 
 
@@ -311,9 +289,9 @@ OPTIONS: tuple[str, ...] = ("like", "stall_s", "restart_s", "restore_s", "queue_
 _GIVEN = {"stall_s": "a save's stall", "restart_s": "restart", "restore_s": "restore"}
 
 EXPLAINED = """\
---goodput reckons with failures: how much of the wall time becomes work that lasts, over the steps between
-saves, the spare nodes, and the devices. DALY is his formula; SIMULATED lets failures of Llama 3's mix befall
-the run, and the recovery policy itself decide what follows. cluster.mtbf_device_hours says how often a device
+--goodput takes failures into account: how much of the wall time becomes work that lasts, over the steps
+between saves, the spare nodes, and the devices. DALY is his formula; SIMULATED draws failures of Llama 3's
+mix, and the recovery policy itself decides what follows. cluster.mtbf_device_hours says how often a device
 fails. Times are predicted or assumed, those of --like RUN are measured: it takes a run's own records, and
 without overrides its configuration.
 """
@@ -333,32 +311,20 @@ def _option(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-@dataclass(frozen=True)
-class GoodputRequest:
-    """What is reckoned with: the configuration, the times, and where each of them comes from."""
-
-    config: Config
-    scenario: Scenario
-    # By the names of `Times`: predicted, assumed, given, or the run that was measured.
-    sources: dict[str, str]
-    seed: int
-
-
 def run(arguments: Namespace) -> int:
-    """Print what failures cost and return 0. Raises ConfigError for what cannot be reckoned with."""
-
-    found = reckoned(ask(arguments))
+    """Print what failures cost and return 0. Raises ConfigError for times or runs that cannot be used."""
+    request = ask(arguments)
+    rules = Rules.of(request.config.recovery)
+    result = study(request.scenario, rules, _SIZES, request.seed)
     if arguments.json:
-        print(json.dumps(facts(found), indent=2))
+        print(json.dumps(facts(request, result), indent=2))
     else:
-        print("\n".join(lines(found)))
+        print("\n".join(lines(request, result)))
     return EXIT_DONE
 
 
 def ask(arguments: Namespace) -> GoodputRequest:
     """Return what the options mean. Raises ConfigError for a run without records, or a time that is none."""
-    from orchestra.plan.goodput.expected_goodput import scenario_of
-
     for name in (*_GIVEN, "queue_s"):
         value = getattr(arguments, name)
         if value is not None and not 0 <= value < float("inf"):
@@ -375,12 +341,6 @@ def ask(arguments: Namespace) -> GoodputRequest:
 
 
 def _planned(arguments: Namespace) -> tuple[Config, Times, dict[str, str]]:
-    from orchestra.config.compose import compose
-    from orchestra.config.machine import Situation
-    from orchestra.plan.assemble import case_of, for_planning
-    from orchestra.plan.goodput.expected_goodput import assumed_times
-    from orchestra.plan.predict import predict
-
     config = compose(for_planning(arguments.overrides), Situation("plan")).config
     case = case_of(config, arguments.framework or "orchestra")
     times = assumed_times(config, predict(case).time.total, case.layout.world_size)
@@ -388,13 +348,6 @@ def _planned(arguments: Namespace) -> tuple[Config, Times, dict[str, str]]:
 
 
 def _of_run(arguments: Namespace) -> tuple[Config, Times, dict[str, str]]:
-    from orchestra.cli.text.resolve import resolve
-    from orchestra.config.machine import world_size
-    from orchestra.plan.goodput.expected_goodput import assumed_times, measured
-    from orchestra.run.config_file import read_config
-    from orchestra.run.events import read_events
-    from orchestra.run.files import read_json_lines
-
     run_dir = resolve(arguments.like, Path("runs"), takes_dir=False)
     known = measured(read_events(run_dir), read_json_lines(run_dir.metrics)).known
     if not known:

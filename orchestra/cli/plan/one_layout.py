@@ -5,15 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from argparse import Namespace
-from typing import TYPE_CHECKING
-
-from orchestra.errors import EXIT_DONE
-
-if TYPE_CHECKING:
-    from conf.schema import Config
-    from orchestra.plan.predict import Prediction
-
-
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from textwrap import wrap
@@ -22,15 +13,17 @@ from typing import Any
 from conf.schema import Config
 from orchestra.cli.plan import goodput_mode, layout_words
 from orchestra.cli.text import figures
+from orchestra.config.compose import compose
+from orchestra.config.machine import Situation
+from orchestra.errors import EXIT_DONE
+from orchestra.plan.assemble import case_of, for_planning
 from orchestra.plan.case import PlanCase, has_idle_stage
-from orchestra.plan.predict import HostMemory, Prediction, StepTime, host_memory, over_time
+from orchestra.plan.predict import HostMemory, Prediction, StepTime, host_memory, over_time, predict
 from orchestra.plan.stage_memory import Memory, fits
 from orchestra.sizes.flops import num_active_parameters, num_parameters
 from orchestra.sizes.memory import USABLE_SHARE
 from orchestra.sizes.units import GIB, MIB
-
-# A prediction as lines for people and as facts for programs. It predicts nothing.
-
+from orchestra.submit.memory_check import advice
 
 _HOUR_S = 3600
 _WIDTH = 80
@@ -262,7 +255,6 @@ def _whole_bytes(memory: Memory) -> dict[str, int]:
 
 def run(arguments: Namespace) -> int:
     """Print the prediction and return 0. Raises ConfigError for what cannot be predicted."""
-
     config, prediction = predicted(arguments)
     if arguments.json:
         print(json.dumps(facts(config, prediction), indent=2))
@@ -277,21 +269,12 @@ def run(arguments: Namespace) -> int:
 
 def predicted(arguments: Namespace) -> tuple[Config, Prediction]:
     """Return the configuration that the command line gives, and what is predicted of it."""
-    from orchestra.config.compose import compose
-    from orchestra.config.machine import Situation
-    from orchestra.plan.assemble import case_of, for_planning
-    from orchestra.plan.predict import predict
-
     config = compose(for_planning(arguments.overrides), Situation("plan")).config
     return config, predict(case_of(config, arguments.framework or "orchestra"))
 
 
 def _note_what_would_help(config: Config, prediction: Prediction) -> None:
     """Say what saves enough memory; where a stage is idle, no memory helps."""
-    from orchestra.config.machine import Situation
-    from orchestra.plan.case import has_idle_stage
-    from orchestra.submit.memory_check import advice
-
     case = prediction.case
     found = None if has_idle_stage(case.stages) else advice(config, Situation("plan"), case.framework.name)
     if found is not None:

@@ -1,7 +1,4 @@
-"""Files that a mode of `orchestra plan` writes: named, and seen to be writable, before any work is done.
-
-It writes nothing itself.
-"""
+"""Files that a mode of `orchestra plan` writes: named, and seen to be writable, before any work is done."""
 
 from __future__ import annotations
 

@@ -1,42 +1,33 @@
 """`orchestra plan --scan RUN…`: what the layouts of real runs reached, beside the prediction, and a map.
 
-It reads the runs' own files and changes nothing.
+Prints a table of layouts for each model, batch and number of devices, then the map of the best ones. Colours
+of the map go by MFU; without colours the numbers say the same. Only files of the runs are read.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import textwrap
 import time
 from argparse import ArgumentParser, Namespace
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-from orchestra.cli.plan.output import named
-from orchestra.errors import EXIT_DONE, ConfigError
-
-if TYPE_CHECKING:
-    from orchestra.report.layouts import ScannedRun
-    from orchestra.run.paths import RunDir
-
-
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orchestra.cli.plan import layout_words
+from orchestra.cli.plan.output import named
 from orchestra.cli.text import figures
-from orchestra.report.layouts import ScannedRun, Workload, best_of
+from orchestra.cli.text.resolve import resolve_target
+from orchestra.errors import EXIT_DONE, ConfigError
+from orchestra.report.layouts import ScannedRun, Workload, best_of, by_workload, read_run
+from orchestra.report.sweeps import runs_of
+from orchestra.run.paths import RunDir, SweepDir, read_sweep
 
 if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
-
-
-# What `orchestra plan --scan` prints: a table of layouts for each workload, and the map of the best ones.
-#
-# Colours go by MFU, from none to the best of the map; without them the numbers say the same. It reads no run.
 
 
 _WIDTH = 80
@@ -233,8 +224,6 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Print the comparison and return 0. Raises ConfigError when a RUN means none, or no run has a layout."""
-    from orchestra.report.layouts import by_workload
-
     if arguments.overrides or arguments.framework:
         wrong = [*arguments.overrides, *([f"--framework {arguments.framework}"] * bool(arguments.framework))]
         raise ConfigError(f"--scan takes everything from the runs; leave out {' '.join(wrong)}")
@@ -253,10 +242,6 @@ def run(arguments: Namespace) -> int:
 
 def _runs(texts: list[str], parent: Path) -> list[RunDir]:
     """Return the runs that are meant, of a sweep all members; each once."""
-    from orchestra.cli.text.resolve import resolve_target
-    from orchestra.report.sweeps import runs_of
-    from orchestra.run.paths import SweepDir, read_sweep
-
     found: dict[Path, RunDir] = {}
     for text in texts:
         target = resolve_target(text, parent)
@@ -269,8 +254,6 @@ def _runs(texts: list[str], parent: Path) -> list[RunDir]:
 
 
 def _read(runs: list[RunDir]) -> tuple[list[ScannedRun], list[str]]:
-    from orchestra.report.layouts import read_run
-
     read, problems, now = [], [], time.time()
     for each in runs:
         try:

@@ -1,43 +1,39 @@
 """`orchestra plan --search [overrides]`: the layouts of a model on a cluster that fit, the fastest first.
 
-It composes a configuration whose own layout need not be possible, hands it to the search, and says how to
-submit what was found. It predicts nothing itself.
+Composes a configuration whose own layout need not be possible, searches, and prints the best layouts, why the
+first one wins, what less memory costs, and the commands that submit them: for people at most 80 columns wide
+(commands apart), for programs one JSON object.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from argparse import ArgumentParser, Namespace
-from typing import TYPE_CHECKING
-
-from orchestra.errors import EXIT_DONE, EXIT_FAILED, ConfigError
-
-if TYPE_CHECKING:
-    from conf.schema import Config
-    from orchestra.cli.plan.layout_words import SearchRequest
-    from orchestra.config.overrides import Checked
-    from orchestra.plan.space import Fixed
-
-
 import textwrap
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
+from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
+from conf.schema import Config, Offload
 from orchestra.cli.plan import layout_words
 from orchestra.cli.plan.layout_words import SearchRequest, command, overrides_of, runs_today
 from orchestra.cli.text import figures
+from orchestra.config.compose import batch_said_twice, merge, settled
+from orchestra.config.compose import typed as typed_config
+from orchestra.config.machine import Situation, world_size
+from orchestra.config.overrides import Checked, check_overrides
+from orchestra.config.rules.all_rules import problems_of
+from orchestra.errors import EXIT_DONE, EXIT_FAILED, ConfigError
+from orchestra.plan.assemble import for_planning
 from orchestra.plan.explain import Bound, bounds, main_loss
 from orchestra.plan.predict import Prediction
-from orchestra.plan.search import Found, remedies
-from orchestra.plan.space import choice_of
+from orchestra.plan.search import Found, remedies, search
+from orchestra.plan.space import KEYS, Fixed, choice_of, space_of
 from orchestra.sizes.flops import num_active_parameters, num_parameters
 from orchestra.sizes.memory import USABLE_SHARE
-
-# What `orchestra plan --search` prints: the best layouts, why the first wins, what memory buys, commands.
-#
-# For people at most 80 columns wide, commands apart; for programs one JSON object. It searches nothing.
-
+from orchestra.sizes.topology import global_batch_size
 
 _WIDTH = 80
 _INDENT = " " * 8
@@ -99,10 +95,10 @@ def _ranked(found: Found) -> list[str]:
     first = found.ranked[0]
     rows = []
     for each in found.ranked:
-        behind = first.time.total / each.time.total - 1
+        slower = first.time.total / each.time.total - 1
         cells = (
             *layout_words.row(each),
-            _share(behind),
+            _share(slower),
             _SHORT.get(_binds(found, each), _binds(found, each)),
         )
         rows.append((_mark(each), *cells))
@@ -293,10 +289,6 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Print what was found and return 0, or 1 where nothing fits. Raises ConfigError for wrong overrides."""
-    from orchestra.cli.plan.layout_words import runs_today
-    from orchestra.plan.search import search
-    from orchestra.plan.space import space_of
-
     top = _USUAL_TOP if arguments.top is None else arguments.top
     if top < 1:
         raise ConfigError(f"--top {top}: expected 1 or more")
@@ -320,13 +312,6 @@ def ask(typed: list[str]) -> SearchRequest:
 
     Raises ConfigError with every problem that no layout would cure.
     """
-    from orchestra.cli.plan.layout_words import SearchRequest
-    from orchestra.config.compose import batch_said_twice, merge, settled
-    from orchestra.config.compose import typed as typed_config
-    from orchestra.config.machine import Situation
-    from orchestra.config.overrides import check_overrides
-    from orchestra.plan.assemble import for_planning
-
     overrides = for_planning(typed)
     checked = check_overrides(overrides)
     if checked.problems:
@@ -342,12 +327,6 @@ def ask(typed: list[str]) -> SearchRequest:
 
 def _lasting(config: Config, broken: list[str]) -> list[str]:
     """Return the problems that one device on its own has too: no layout cures them."""
-    from dataclasses import replace
-
-    from conf.schema import Offload
-    from orchestra.config.machine import Situation
-    from orchestra.config.rules.all_rules import problems_of
-
     if not broken:
         return []
     # ZeRO's stage stays: one that does not exist is wrong for any layout.
@@ -365,11 +344,6 @@ def _lasting(config: Config, broken: list[str]) -> list[str]:
 
 def _num_sequences(given: Config, config: Config) -> tuple[int, list[str]]:
     """Return the sequences of a step, and a note where nobody said how many."""
-    from dataclasses import replace
-
-    from orchestra.config.machine import world_size
-    from orchestra.sizes.topology import global_batch_size
-
     is_said = given.train.global_batch_size or given.train.global_batch_tokens
     free = replace(given.train, micro_batch_size=None)
     size = global_batch_size(free, world_size(config) or 1)
@@ -381,10 +355,6 @@ def _num_sequences(given: Config, config: Config) -> tuple[int, list[str]]:
 
 def _fixed(config: Config, checked: Checked) -> Fixed:
     """Return what was given as KEY=VALUE."""
-    from operator import attrgetter
-
-    from orchestra.plan.space import KEYS, Fixed
-
     keys = {**KEYS, "dp": "parallelism.dp"}
     said = {knob: attrgetter(key)(config) for knob, key in keys.items() if key in checked.keys}
     return Fixed(**{knob: value for knob, value in said.items() if value not in ("auto", None)})

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from orchestra.cli.plan.output import check_target, named
 from orchestra.errors import EXIT_DONE, ConfigError
+from orchestra.plan.table import cases, read_table, taken_for, with_predictions
 
 NAME = "table"
 # So much of a trainer's name is shown.
@@ -40,8 +41,6 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Write or print the table with its predictions and return 0. Raises ConfigError before it writes."""
-    from orchestra.plan.table import cases, read_table, taken_for, with_predictions
-
     beside = [*arguments.overrides, *(["--json"] * arguments.json)]
     beside += [f"--framework {arguments.framework}"] if arguments.framework is not None else []
     if beside:

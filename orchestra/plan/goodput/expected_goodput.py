@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 
 from conf.schema import Config, LauncherName, Requeue
 from orchestra.plan.goodput.scenario import Cause, Scenario, Times
-from orchestra.plan.goodput.simulator import simulate
+from orchestra.plan.goodput.simulator import SimulatedRun, simulate
 from orchestra.recovery.accounting import account, attempt_times
 from orchestra.recovery.policy import Action, Rules
 from orchestra.run.files import Record
@@ -159,7 +159,7 @@ class Point:
 
 def expected(scenario: Scenario) -> float:
     """Return the goodput by Daly's cost function: a failure costs its being noticed, the start, the restore,
-    and what was being written. It knows no policy, no queue and no loss of nodes.
+    and what was being written. Policy, queue and loss of nodes are left out.
     """
     times, mix = scenario.times, scenario.mix
     notice = {Cause.hang: times.notice_hang_s, Cause.node: times.notice_node_s}
@@ -203,6 +203,33 @@ def by_devices(scenario: Scenario, rules: Rules, sizes: Sequence[int], seed: int
         sized = _long_enough(replace(sized, every_steps=best.every_steps))
         points.append(_point(nodes * scenario.devices_per_node, sized, rules, seed))
     return points
+
+
+@dataclass(frozen=True)
+class GoodputStudy:
+    """One run simulated, and the same over the interval between saves, the spare nodes and the devices; the
+    best interval by Young's and by Daly's formula, in seconds.
+    """
+
+    run: SimulatedRun
+    intervals: list[Point]
+    spares: list[Point]
+    devices: list[Point]
+    young_s: float
+    daly_s: float
+
+
+def study(scenario: Scenario, rules: Rules, sizes: Sequence[int], seed: int = 0) -> GoodputStudy:
+    """Simulate a run as it is, and with other intervals, spare nodes and numbers of devices (`sizes`)."""
+    stall_s, mttf = scenario.times.stall_s, scenario.mttf_s
+    return GoodputStudy(
+        run=simulate(scenario, seed, rules),
+        intervals=by_interval(scenario, rules, seed),
+        spares=by_spares(scenario, rules, seed),
+        devices=by_devices(scenario, rules, sizes, seed),
+        young_s=save_interval.young_s(stall_s, mttf),
+        daly_s=save_interval.daly_s(stall_s, mttf),
+    )
 
 
 def _point(value: int, scenario: Scenario, rules: Rules, seed: int) -> Point:

@@ -13,7 +13,7 @@ from orchestra.sizes.save_interval import HOUR_S, LLAMA3_MTBF_DEVICE_HOURS, mttf
 # What fails and how often: causes and their shares, rates with sources, and one run's failures, drawn.
 #
 # Every device fails at a constant rate, whatever its age and its neighbours: intervals are exponential. A
-# switch takes its nodes with it. It knows no policy and no training.
+# switch takes its nodes with it.
 
 
 class Cause(Enum):
@@ -25,7 +25,7 @@ class Cause(Enum):
     # A device breaks: its rank is killed, and killed again wherever that node is used before its repair.
     device = "device"
     node = "node"
-    # All nodes behind one switch.
+    # All nodes at one switch.
     switch = "switch"
 
 
@@ -126,7 +126,7 @@ class Scenario:
     devices_per_node: int = 8
     mtbf_device_hours: float = LLAMA3_MTBF_DEVICE_HOURS
     mix: Mapping[Cause, float] = field(default_factory=lambda: LLAMA3_MIX)
-    # Llama 3's racks: two nodes behind a switch (arXiv:2407.21783, section 3.3.1).
+    # Llama 3's racks: two nodes at a switch (arXiv:2407.21783, section 3.3.1).
     nodes_per_switch: int = 2
     memory_copy_every_steps: int | None = None
     # Nodes that wait inside the allocation; the fewest that the run may shrink to.

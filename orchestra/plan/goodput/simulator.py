@@ -28,7 +28,7 @@ from orchestra.run.files import Record
 # How far an attempt came in a given time of training, and what of it was kept: saves and copies in memory.
 #
 # Closed forms: the simulator asks once per attempt, whatever number of steps lies between. A step is taken to
-# last as long as any other, and a save to be committed a fixed time behind the wait for it.
+# last as long as any other, and a save to be committed a fixed time after the wait for it.
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class TimeLedger:
         self._seconds[account] += seconds
 
     def train(self, last: int, step_s: float, seconds: float) -> None:
-        """Book the steps up to `last`, which took `seconds` with what was begun of the step behind it."""
+        """Book the steps up to `last`, which took `seconds` with what was begun of the next step."""
         whole_s = (last - self.step) * step_s
         self._seconds[Account.productive] += whole_s
         self._seconds[Account.lost] += max(0.0, seconds - whole_s)
@@ -132,12 +132,12 @@ class TimeLedger:
         self.step = last
 
     def commit(self, step: int) -> None:
-        """Note a step that nothing will go back behind."""
+        """Note a committed step: no roll-back goes further back."""
         self.committed = step
         self._open = [it for it in self._open if it.last > step]
 
     def go_back(self, step: int) -> None:
-        """Make the steps behind `step` void: what they took is lost."""
+        """Make the steps after `step` void: what they took is lost."""
         while self._open and self._open[-1].last > step:
             newest = self._open[-1]
             void_s = (newest.last - max(step, newest.first)) * newest.step_s
@@ -178,7 +178,7 @@ class Nodes:
         self.broken = set()
 
     def at(self, place: int, num_nodes: int = 1) -> tuple[str, ...]:
-        """Return the hosts behind the switch of this place; those of them that train."""
+        """Return the hosts at the switch of this place; those of them that train."""
         first = place // num_nodes * num_nodes
         return self.hosts[first : first + num_nodes]
 
@@ -261,7 +261,7 @@ class SimulatedEvents:
         self._write(attempt, time, "attempt_started", node=0, host=hosts[0], nodes=len(hosts), job=str(job))
 
     def restored(self, time: float, step: int, *, from_memory: bool) -> None:
-        """Write behind which step the attempt goes on."""
+        """Write after which step the attempt continues."""
         self._add(time, "restored", step=step, source="memory" if from_memory else "checkpoint")
 
     def training(self, time: float) -> None:
@@ -286,7 +286,7 @@ class SimulatedEvents:
         return self._concluded(time, EXIT_FAILED)
 
     def stopped(self, time: float, step: int, *, is_preempted: bool) -> Incident:
-        """Write that the scheduler ends the job, for another one or at its time limit, behind `step`."""
+        """Write that the scheduler ends the job, for another one or at its time limit, after `step`."""
         reason = stop_requests.PREEMPTED if is_preempted else stop_requests.TIME_LIMIT
         self._add(time, "stop_requested", reason=reason, step=step)
         return self._concluded(time, EXIT_STOPPED)
@@ -310,7 +310,7 @@ class SimulatedEvents:
 
 
 # Incidents that the policy is shown. Its rules look at the last two, at those without progress between them
-# (it gives up behind twenty), and for the same step failing twice, which happens again soon or never.
+# (it gives up after twenty), and for the same step failing twice, which happens again soon or never.
 _SHOWN_INCIDENTS = 64
 # How soon a device that is broken, and in use all the same, strikes again.
 _STRIKES_AGAIN_S = 30.0

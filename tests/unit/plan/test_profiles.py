@@ -14,7 +14,7 @@ from conf.schema import PrecisionName
 from orchestra.config.compose import compose
 from orchestra.config.machine import Situation
 from orchestra.errors import ConfigError
-from orchestra.plan.assemble import case_of, for_planning
+from orchestra.plan.assemble import case_of, for_planning, shape_of
 from orchestra.plan.calibrate import starting_cpu_profile
 from orchestra.plan.predict import predict
 from orchestra.plan.profiles import Profile, cpu_device, read_profile, while_busy, with_profile, write_profile
@@ -137,6 +137,8 @@ def test_a_plan_for_cpus_without_a_profile_says_how_to_get_one() -> None:
         case_of(config)
     assert "orchestra plan --calibrate RUN RUN --output cpu.json" in str(caught.value)
     assert "cluster.hardware=cpu.json" in str(caught.value)
+    # What is counted needs no figures of a device (--exact).
+    assert shape_of(config).layout.world_size == 2
 
 
 def test_cores_that_all_compute_slow_each_other_down() -> None:

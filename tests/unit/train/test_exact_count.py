@@ -112,7 +112,7 @@ def test_a_gpt_rank_holds_the_parameters_that_the_closed_form_says() -> None:
         config = config_of(*gpt, f"parallelism.tp={tp}", "cluster.gpus_per_node=5")
         counted = exact_bytes(config, 5, as_gpu=True)
         parts = rank_parameters(config.model, tp)
-        assert parts.before + 2 * parts.layer + parts.behind == counted.num_parameters
+        assert parts.before + 2 * parts.layer + parts.after == counted.num_parameters
 
 
 @pytest.mark.parametrize("axis", ["pp", "cp"])
