@@ -15,9 +15,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from orchestra.cli.foreground_view import add_output_options
-from orchestra.cli.text.describe import invocation, typed_name
+from orchestra.cli.text import figures
+from orchestra.cli.text.describe import invocation, shown, typed_name
 from orchestra.cli.text.resolve import add_directory_option, resolve
 from orchestra.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_STOPPED, ConfigError, OrchestraError
+from orchestra.rehearsal.judge import STRETCHES, Recovery
+from orchestra.report.run_state import recent_rows
 from orchestra.run.paths import RunDir
 from orchestra.run.planned_faults import NODE_DOWN_VARIABLE
 from orchestra.submit.site import note
@@ -25,23 +28,11 @@ from orchestra.submit.site import note
 if TYPE_CHECKING:
     from conf.schema import Config
     from orchestra.config.machine import Situation
+    from orchestra.rehearsal.judge import Judgement, RehearsalCheck
     from orchestra.rehearsal.prepare_rehearsal import Rehearsal, RehearsalPair
+    from orchestra.run.planned_faults import PlannedFault
     from orchestra.submit.new_run import RunRequest
     from orchestra.submit.sweeps.arrays import PlacedSubmission
-
-
-from typing import TYPE_CHECKING
-
-from orchestra.cli.text import figures
-from orchestra.cli.text.describe import shown
-from orchestra.rehearsal.judge import STRETCHES, Recovery
-from orchestra.report.run_state import recent_rows
-
-if TYPE_CHECKING:
-    from orchestra.rehearsal.judge import Judgement, RehearsalCheck
-    from orchestra.rehearsal.prepare_rehearsal import Rehearsal
-    from orchestra.run.planned_faults import PlannedFault
-
 
 # Lines about a run that does nothing but train.
 _SHOW_S = 10.0
@@ -80,21 +71,21 @@ def plan_lines(plan: Rehearsal) -> list[str]:
         f"rehearsal of {plan.of}: {nodes}{spares}, {length}",
         f"  {plan.undisturbed.run.name}: nothing happens to it",
         f"  {plan.hurt.run.name}:",
-        *(f"    step {it.at_step}: {it.fault.name} at rank {it.rank}" for it in course.faults),
+        *(f"    step {fault.at_step}: {fault.fault.name} at rank {fault.rank}" for fault in course.faults),
     ]
 
 
 def judgement_lines(found: Judgement) -> list[str]:
     """Return the tables, the claims, and what to do."""
-    failed = [it for it in found.checks if it.is_true is False]
-    hurt = [it for it in found.recoveries if not it.is_passed]
-    lines = [*_tables(found.recoveries), "", *(_claim(it) for it in found.checks), ""]
+    failed = [check for check in found.checks if check.is_true is False]
+    hurt = [recovery for recovery in found.recoveries if not recovery.is_passed]
+    lines = [*_tables(found.recoveries), "", *(_claim(check) for check in found.checks), ""]
     pair = found.pair
     if found.is_passed:
         lines.append(f"{pair.of} comes back from what was rehearsed")
     else:
         lines.append("what to do")
-        advice = [*(_about(it, pair.hurt) for it in hurt), *(it.advice for it in failed)]
+        advice = [*(_about(recovery, pair.hurt) for recovery in hurt), *(check.advice for check in failed)]
         for words in dict.fromkeys(filter(None, advice)):
             lines += figures.wrapped(words, "  ", "  ", keeps_words=True)
         lines += figures.wrapped(
@@ -109,20 +100,29 @@ def judgement_lines(found: Judgement) -> list[str]:
 
 def _tables(recoveries: Sequence[Recovery]) -> list[str]:
     head = ("fault", "where", "answer", "rule", "new step", "lost steps", "verdict")
-    rows = [_row(it) for it in recoveries]
+    rows = [_row(recovery) for recovery in recoveries]
     spent = [
-        (_named(it.fault), *(_seconds(it.stretches.get(name)) for name in STRETCHES)) for it in recoveries
+        (_named(recovery.fault), *(_seconds(recovery.stretches.get(name)) for name in STRETCHES))
+        for recovery in recoveries
     ]
     lines = [*_aligned([head, *rows]), ""]
     return [*lines, *figures.table(("seconds until", *STRETCHES), spent).splitlines()]
 
 
-def _row(it: Recovery) -> tuple[str, ...]:
-    lost = "" if it.lost_steps is None else str(it.lost_steps)
-    where = f"rank {it.fault.rank}" + (f" on {it.host}" if it.host else "")
-    seconds = "" if it.seconds is None else f"{it.seconds:.1f} s"
-    verdict = _WORDS[it.is_passed] + (f": {it.problem}" if it.problem else "")
-    return (_named(it.fault), where, it.decision or "", it.rule or "", seconds, lost, verdict)
+def _row(recovery: Recovery) -> tuple[str, ...]:
+    lost = "" if recovery.lost_steps is None else str(recovery.lost_steps)
+    where = f"rank {recovery.fault.rank}" + (f" on {recovery.host}" if recovery.host else "")
+    seconds = "" if recovery.seconds is None else f"{recovery.seconds:.1f} s"
+    verdict = _WORDS[recovery.is_passed] + (f": {recovery.problem}" if recovery.problem else "")
+    return (
+        _named(recovery.fault),
+        where,
+        recovery.decision or "",
+        recovery.rule or "",
+        seconds,
+        lost,
+        verdict,
+    )
 
 
 def _named(fault: PlannedFault) -> str:
@@ -144,18 +144,18 @@ def _claim(check: RehearsalCheck) -> str:
     return f"{_WORDS[check.is_true]:<7} {check.claim}: {check.found}"
 
 
-def _about(it: Recovery, hurt: RunDir) -> str:
+def _about(recovery: Recovery, hurt: RunDir) -> str:
     """Return what to do about a fault that was not answered as it must."""
-    name = _named(it.fault)
-    if it.host is None:
-        return f"{name}: {it.problem}; say another step or rank with --fault"
-    if it.decision in ("give_up", "end"):
+    name = _named(recovery.fault)
+    if recovery.host is None:
+        return f"{name}: {recovery.problem}; say another step or rank with --fault"
+    if recovery.decision in ("give_up", "end"):
         return (
-            f"{name}: the policy gave up by the rule {it.rule} ({it.reason}); see recovery.max_restarts, "
-            f"recovery.min_nodes, cluster.spare_nodes and cluster.requeue"
+            f"{name}: the policy gave up by the rule {recovery.rule} ({recovery.reason}); "
+            f"see recovery.max_restarts, recovery.min_nodes, cluster.spare_nodes and cluster.requeue"
         )
-    log = shown(hurt.attempt_logs((it.fault.attempt or 0) + 1))
-    return f"{name}: {it.problem}; the next attempt's logs are in {log}"
+    log = shown(hurt.attempt_logs((recovery.fault.attempt or 0) + 1))
+    return f"{name}: {recovery.problem}; the next attempt's logs are in {log}"
 
 
 _EXPLAINED = """\
@@ -247,7 +247,7 @@ def _here(target: RunDir, arguments: Namespace) -> int:
     situation = this_machine("run", starts=not arguments.dry_run)
     config = rehearsed_config(target, arguments.overrides, situation)
     plan = _plan(target, config, arguments, situation)
-    requests = [_request(it, arguments) for it in (plan.undisturbed, plan.hurt)]
+    requests = [_request(config, arguments) for config in (plan.undisturbed, plan.hurt)]
     planned = [planned_run(request, time.time()) for request in requests]
     if arguments.dry_run:
         _print_plan(plan, {}, as_json=arguments.json)
@@ -295,7 +295,7 @@ def _on_cluster(target: RunDir, arguments: Namespace) -> int:
     site.require()
     plan = _plan(target, with_measured_network(config), arguments, Situation("submit"))
     share = site.share(config)
-    requests = [_request(it, arguments) for it in (plan.undisturbed, plan.hurt)]
+    requests = [_request(config, arguments) for config in (plan.undisturbed, plan.hurt)]
     planned = [placed_run(submission_of(request, share), time.time()) for request in requests]
     scripts = {placed.place.name: placed.arrays()[0].script() for placed in planned}
     for script in scripts.values():
@@ -369,7 +369,7 @@ def _print_plan(plan: Rehearsal, scripts: dict[str, str], *, as_json: bool) -> N
 
     if as_json:
         faults = plan.hurt.recovery.inject
-        configs = {str(it.run.name): to_yaml(it) for it in (plan.undisturbed, plan.hurt)}
+        configs = {str(config.run.name): to_yaml(config) for config in (plan.undisturbed, plan.hurt)}
         facts = {"of": plan.of, "steps": plan.schedule.steps, "faults": faults}
         print(json.dumps({**facts, "scripts": scripts, "configs": configs}, indent=2))
         return

@@ -102,7 +102,11 @@ def _back(found: list[RollBack]) -> str:
     if not found:
         return ""
     times = "1 roll-back" if len(found) == 1 else f"{len(found)} roll-backs"
-    steps = [f"{it.data_steps[0]} to {it.data_steps[1]}" for it in found if it.data_steps is not None]
+    steps = [
+        f"{roll_back.data_steps[0]} to {roll_back.data_steps[1]}"
+        for roll_back in found
+        if roll_back.data_steps is not None
+    ]
     return times + (f": the data of steps {', '.join(steps)} is left out" if steps else "")
 
 

@@ -56,11 +56,11 @@ def held_copies(records: object) -> list[HeldCopy]:
     """Return the copies that a node's record lists; what is no copy is passed over."""
     entries = records if isinstance(records, list) else []
     return [
-        HeldCopy(it["step"], it["attempt"], it["rank"], json.dumps(it["layout"], sort_keys=True))
-        for it in entries
-        if isinstance(it, dict)
-        and all(is_whole(it.get(key)) for key in ("step", "attempt", "rank"))
-        and isinstance(it.get("layout"), dict)
+        HeldCopy(entry["step"], entry["attempt"], entry["rank"], json.dumps(entry["layout"], sort_keys=True))
+        for entry in entries
+        if isinstance(entry, dict)
+        and all(is_whole(entry.get(key)) for key in ("step", "attempt", "rank"))
+        and isinstance(entry.get("layout"), dict)
     ]
 
 

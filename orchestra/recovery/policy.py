@@ -107,13 +107,10 @@ class RecoveryCase:
         return self.row[-1]
 
 
-# What counts as progress between the failures of a run, and which of them are charged to it.
-#
 # Progress is only what outlived a failure: a newly committed checkpoint, or copies in memory from which the
 # next attempt began. Steps that were trained and lost again are none, however many: a run that saves every
 # 1,000 steps and fails around step 500 would count as getting ahead each time that it comes a little further,
 # and never save. Both marks only ever rise, so that a run has no more progress to make than it has steps.
-
 
 # Fewer steps than that, restored from memory, are no progress: a run that fails three steps after each start
 # would creep on for days.
@@ -123,7 +120,7 @@ _NOT_CHARGED = (Kind.stopped, Kind.preempted, Kind.time_limit, Kind.node_lost, K
 
 def since_started_by_hand(incidents: Sequence[Incident]) -> Sequence[Incident]:
     """Return the incidents since a person started or resumed the run: who does that has seen the others."""
-    begin = max((index for index, it in enumerate(incidents) if it.by_hand), default=0)
+    begin = max((index for index, incident in enumerate(incidents) if incident.by_hand), default=0)
     return incidents[begin:]
 
 
@@ -143,8 +140,6 @@ def is_charged(incident: Incident) -> bool:
     """Tell whether an incident counts against recovery.max_restarts."""
     return incident.kind not in _NOT_CHARGED and not incident.excluded
 
-
-__all__ = ["MOST_NOT_CHARGED", "RULES", "Action", "Decision", "Resources", "Rules", "decide"]
 
 # Each wait is this many times the one before it, up to ten minutes, and a fifth more or less: runs that a
 # failing file system ended together do not come back together.
@@ -195,14 +190,14 @@ def refused(case: RecoveryCase) -> Decision | None:
 
 
 def time_limit_too_short(case: RecoveryCase) -> Decision | None:
-    if [it.kind for it in case.row[-2:]] != [Kind.time_limit] * 2:
+    if [incident.kind for incident in case.row[-2:]] != [Kind.time_limit] * 2:
         return None
     reason = f"the time limit ended two attempts in a row behind step {case.now.committed}"
     return Decision(Action.give_up, EXIT_DO_NOT_RESTART, reason)
 
 
 def never_any_progress(case: RecoveryCase) -> Decision | None:
-    if sum(not is_charged(it) for it in case.row) < MOST_NOT_CHARGED:
+    if sum(not is_charged(incident) for incident in case.row) < MOST_NOT_CHARGED:
         return None
     reason = f"{len(case.row)} attempts in a row kept no step beyond {case.now.committed}"
     return Decision(Action.give_up, EXIT_FAILED, reason)
@@ -225,7 +220,7 @@ def restarts_are_off(case: RecoveryCase) -> Decision | None:
 def rolled_back_too_often(case: RecoveryCase) -> Decision | None:
     """Losses that stay bad, whatever data is left out."""
     rules = case.rules
-    rolled = [it for it in case.row if it.kind is Kind.loss]
+    rolled = [incident for incident in case.row if incident.kind is Kind.loss]
     if case.now.kind is not Kind.loss or len(rolled) <= min(rules.max_roll_backs, rules.max_restarts):
         return None
     times = "1 roll-back" if len(rolled) == 2 else f"{len(rolled) - 1} roll-backs in a row"
@@ -241,7 +236,7 @@ def fails_before_first_step(case: RecoveryCase) -> Decision | None:
     now = case.now
     if not now.before_first_step or not _is_suspect(now):
         return None
-    twin = _twin(now, [it for it in case.row if it.before_first_step])
+    twin = _twin(now, [incident for incident in case.row if incident.before_first_step])
     # Nodes that cannot reach each other hang there too, and that may pass.
     if twin is None or (now.kind is Kind.hang and now.num_nodes > 1):
         return None
@@ -255,7 +250,9 @@ def fails_at_same_step(case: RecoveryCase) -> Decision | None:
     if now.before_first_step or not now.step_is_exact or not _is_suspect(now):
         return None
     at_step = [
-        it for it in case.series if it.step == now.step and it.step_is_exact and not it.before_first_step
+        incident
+        for incident in case.series
+        if incident.step == now.step and incident.step_is_exact and not incident.before_first_step
     ]
     twin = _twin(now, at_step)
     if twin is None:
@@ -266,7 +263,7 @@ def fails_at_same_step(case: RecoveryCase) -> Decision | None:
 
 def same_host_twice(case: RecoveryCase) -> Decision | None:
     """Two failures in a row that speak against one host: it is left out, and nobody is charged."""
-    failures = [it for it in case.series if it.is_failure]
+    failures = [incident for incident in case.series if incident.is_failure]
     if not case.rules.excludes or len(failures) < 2:
         return None
     before, now = failures[-2:]
@@ -298,7 +295,7 @@ def broken_device(case: RecoveryCase) -> Decision | None:
 
 
 def no_progress(case: RecoveryCase) -> Decision | None:
-    charged = [it for it in case.row if is_charged(it)]
+    charged = [incident for incident in case.row if is_charged(incident)]
     if not is_charged(case.now) or len(charged) <= case.rules.max_restarts:
         return None
     reason = f"{len(charged)} failures in a row, and no step beyond {case.now.committed} was kept"
@@ -373,7 +370,11 @@ def _is_suspect(incident: Incident) -> bool:
 
 def _twin(now: Incident, others: Iterable[Incident]) -> Incident | None:
     """Return the newest earlier incident of the same kind and cause."""
-    same = [it for it in others if it is not now and (it.kind, it.cause) == (now.kind, now.cause)]
+    same = [
+        incident
+        for incident in others
+        if incident is not now and (incident.kind, incident.cause) == (now.kind, now.cause)
+    ]
     return same[-1] if same else None
 
 
@@ -419,7 +420,9 @@ def _nowhere_to_go(case: RecoveryCase) -> Decision:
 def _wait_s(case: RecoveryCase) -> float:
     """Return how long to wait: nothing at first, then ever longer. The same for the same incident."""
     charged = is_charged(case.now)
-    failures = [it for it in case.row if it.is_failure and (is_charged(it) or not charged)]
+    failures = [
+        incident for incident in case.row if incident.is_failure and (is_charged(incident) or not charged)
+    ]
     num_waits = len(failures) - (1 if charged else _NODE_FAILURES_AT_ONCE)
     if num_waits < 1:
         return 0.0

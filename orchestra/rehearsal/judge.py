@@ -79,12 +79,14 @@ def _finished(run: RunDir, claim: str) -> RehearsalCheck:
     if verdict is None:
         return RehearsalCheck(claim, False, "it never ended by itself", advice)
     if verdict.state is not RunPhase.finished:
-        decided = [it.get("reason") for it in events if it["event"] == "restarting"]
+        decided = [event.get("reason") for event in events if event["event"] == "restarting"]
         why = f"; the policy's last word: {decided[-1]}" if decided else ""
         return RehearsalCheck(
             claim, False, f"{verdict.state}: {verdict.message or verdict.cause}{why}", advice
         )
-    return RehearsalCheck(claim, True, f"attempts: {len({it['attempt'] for it in events if _is_start(it)})}")
+    return RehearsalCheck(
+        claim, True, f"attempts: {len({event['attempt'] for event in events if _is_start(event)})}"
+    )
 
 
 def _is_start(event: Record) -> bool:
@@ -159,32 +161,32 @@ def _compared(claim: str, run: RunDir, whole: RunDir, ours: Manifest, theirs: Ma
 
 def _layouts(run: RunDir) -> set[str]:
     keys = ("nodes", "ranks_per_node", "layout", "micro_batch_size", "accumulation")
-    starts = [it for it in read_events(run) if _is_start(it)]
-    return {json.dumps({key: it.get(key) for key in keys}, sort_keys=True) for it in starts}
+    starts = [event for event in read_events(run) if _is_start(event)]
+    return {json.dumps({key: start.get(key) for key in keys}, sort_keys=True) for start in starts}
 
 
 def _published_in_order(run: RunDir) -> RehearsalCheck:
     claim = "no attempt saved anything behind the start of a newer one"
     events = read_events(run)
-    began = {it["attempt"]: it["time"] for it in events if it["event"] == "restored"}
+    began = {event["attempt"]: event["time"] for event in events if event["event"] == "restored"}
     late = [
-        it.get("step")
-        for it in events
-        if it["event"] == "checkpoint_committed"
-        and any(number > it["attempt"] and time < it["time"] for number, time in began.items())
+        event.get("step")
+        for event in events
+        if event["event"] == "checkpoint_committed"
+        and any(number > event["attempt"] and time < event["time"] for number, time in began.items())
     ]
     if late:
         return RehearsalCheck(claim, False, f"steps {first_few(late)}", "report it, with the run's events/")
     return RehearsalCheck(
-        claim, True, f"{sum(it['event'] == 'checkpoint_committed' for it in events)} checkpoints"
+        claim, True, f"{sum(event['event'] == 'checkpoint_committed' for event in events)} checkpoints"
     )
 
 
 def _accounts_sum(run: RunDir) -> RehearsalCheck:
     claim = "the accounts sum to the wall time within 1 %"
     events = read_events(run)
-    begins = [it["time"] for it in events if it["event"] in ("submitted", "attempt_started")]
-    ends = [it["time"] for it in events if it["event"] in ("finished", "node_ended")]
+    begins = [event["time"] for event in events if event["event"] in ("submitted", "attempt_started")]
+    ends = [event["time"] for event in events if event["event"] in ("finished", "node_ended")]
     wall_s = max(ends) - min(begins)
     booked = account(events, read_json_lines(run.metrics))
     said = f"{booked.wall_s:.1f} s booked of {wall_s:.1f} s"
@@ -246,37 +248,43 @@ def recoveries(
 
     `events` are in the order of time; `rows` all of metrics.jsonl, those that a rollback made void included.
     """
-    told = {it.incident.attempt: it for it in ended_attempts(events)}
+    told = {ended.incident.attempt: ended for ended in ended_attempts(events)}
     return [_recovery(fault, events, rows, told) for fault in faults]
 
 
 def _recovery(
     fault: PlannedFault, events: Sequence[Record], rows: Sequence[Record], told: dict[int, EndedAttempt]
 ) -> Recovery:
-    struck = next((it for it in events if _is_of(it, fault)), None)
+    struck = next((event for event in events if _is_of(event, fault)), None)
     if struck is None:
         return Recovery(fault, problem=_why_not(fault, events))
     host, since = str(struck.get("host")), float(struck["time"])
     decision, rule, reason = _answer(told.get(int(struck["attempt"])))
     known = Recovery(fault, host, decision, rule, reason)
-    begun = [it for it in events if it["event"] == "attempt_started" and it["attempt"] > struck["attempt"]]
+    begun = [
+        event
+        for event in events
+        if event["event"] == "attempt_started" and event["attempt"] > struck["attempt"]
+    ]
     if not begun:
         return replace(known, problem=f"no attempt followed{f': {reason}' if reason else ''}")
     # Ranks may train on for a moment after their agent was killed.
-    first = min(float(it["time"]) for it in begun)
+    first = min(float(event["time"]) for event in begun)
     reached = max((row["step"] for row in rows if _is_row(row) and row["time"] <= first), default=0)
-    new = next((it for it in rows if _is_row(it) and it["time"] > first and it["step"] > reached), None)
+    new = next((row for row in rows if _is_row(row) and row["time"] > first and row["step"] > reached), None)
     if new is None:
         return replace(known, problem=f"no step behind {reached} followed")
-    start = max((it for it in begun if it["time"] < new["time"]), key=lambda it: int(it["attempt"]))
-    own = [it for it in events if it["attempt"] == start["attempt"]]
-    restored = [it for it in own if it["event"] == "restored" and is_whole(it.get("step"))]
-    before = [it for it in events if it["time"] >= since and it["attempt"] < start["attempt"]]
+    start = max(
+        (event for event in begun if event["time"] < new["time"]), key=lambda event: int(event["attempt"])
+    )
+    own = [event for event in events if event["attempt"] == start["attempt"]]
+    restored = [event for event in own if event["event"] == "restored" and is_whole(event.get("step"))]
+    before = [event for event in events if event["time"] >= since and event["attempt"] < start["attempt"]]
     marks = {
-        "noticed": _first(it for it in before if it["event"] in _NOTICED),
-        "decided": _last(it for it in before if it["event"] == "restarting"),
+        "noticed": _first(event for event in before if event["event"] in _NOTICED),
+        "decided": _last(event for event in before if event["event"] == "restarting"),
         "begun": float(start["time"]),
-        "restored": _first(restored or [it for it in own if it["event"] == "training_started"]),
+        "restored": _first(restored or [event for event in own if event["event"] == "training_started"]),
         "new step": float(new["time"]),
     }
     # Where nothing tells what was restored it began with the first step.
@@ -300,7 +308,7 @@ def _is_row(row: Record) -> bool:
 
 def _why_not(fault: PlannedFault, events: Sequence[Record]) -> str:
     """Say why a fault never struck."""
-    starts = {it["attempt"]: it for it in events if it["event"] == "attempt_started"}
+    starts = {event["attempt"]: event for event in events if event["event"] == "attempt_started"}
     if fault.attempt not in starts:
         return f"it never struck: there was no attempt {fault.attempt}"
     start = starts[fault.attempt]
@@ -320,11 +328,11 @@ def _answer(ended: EndedAttempt | None) -> tuple[str | None, str | None, str | N
 
 
 def _first(events: Iterable[Record]) -> float | None:
-    return min((float(it["time"]) for it in events), default=None)
+    return min((float(event["time"]) for event in events), default=None)
 
 
 def _last(events: Iterable[Record]) -> float | None:
-    return max((float(it["time"]) for it in events), default=None)
+    return max((float(event["time"]) for event in events), default=None)
 
 
 def _stretches(since: float, marks: dict[str, float | None]) -> dict[str, float]:
@@ -348,8 +356,8 @@ class Judgement:
 
     @property
     def is_passed(self) -> bool:
-        return all(it.is_passed for it in self.recoveries) and all(
-            it.is_true is not False for it in self.checks
+        return all(recovery.is_passed for recovery in self.recoveries) and all(
+            check.is_true is not False for check in self.checks
         )
 
     @property
@@ -361,8 +369,8 @@ class Judgement:
         """Return it for `--json`."""
         pair = self.pair
         runs = {"undisturbed": str(pair.undisturbed.path), "faults": str(pair.hurt.path)}
-        told = {"faults": [it.to_json() for it in self.recoveries]}
-        held = {"checks": [it.to_json() for it in self.checks]}
+        told = {"faults": [recovery.to_json() for recovery in self.recoveries]}
+        held = {"checks": [check.to_json() for check in self.checks]}
         return {"of": pair.of, "runs": runs, **told, **held, "passed": self.is_passed}
 
 

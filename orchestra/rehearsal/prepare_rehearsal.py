@@ -113,7 +113,7 @@ def fault_schedule(asked: Sequence[AskedFault], config: Config, steps: int | Non
             f"steps; give more steps, or fewer faults with --fault"
         )
     every = EVERY_STEPS if steps is None else max(1, steps // fewest)
-    at = [_step_of(index, every) if it.step is None else it.step for index, it in enumerate(asked)]
+    at = [_step_of(index, every) if fault.step is None else fault.step for index, fault in enumerate(asked)]
     length = max(every * fewest, max(at, default=0) + every) if steps is None else steps
     _refuse_impossible(asked, config, length)
     in_order = sorted(zip(at, asked, strict=True), key=lambda each: each[0])
@@ -138,17 +138,17 @@ def _step_of(index: int, every: int) -> int:
 def _refuse_impossible(asked: Sequence[AskedFault], config: Config, steps: int) -> None:
     ranks = config.cluster.nodes * int(config.cluster.gpus_per_node)
     problems = []
-    for it in asked:
-        named = f"--fault {it.fault.name}"
-        if it.fault in _NEEDS_CLUSTER and config.cluster.launcher is not LauncherName.slurm:
+    for fault in asked:
+        named = f"--fault {fault.fault.name}"
+        if fault.fault in _NEEDS_CLUSTER and config.cluster.launcher is not LauncherName.slurm:
             problems.append(
                 f"{named}: the run's agent is this very command here, and this machine its only node; "
                 f"rehearse it on a cluster (cluster=slurm)"
             )
-        if it.step is not None and not 1 <= it.step <= steps:
-            problems.append(f"{named}@{it.step}: the rehearsal has steps 1 to {steps}; see --steps")
-        if it.rank is not None and it.rank >= ranks:
-            problems.append(f"{named}@{it.step}:{it.rank}: the run has ranks 0 to {ranks - 1}")
+        if fault.step is not None and not 1 <= fault.step <= steps:
+            problems.append(f"{named}@{fault.step}: the rehearsal has steps 1 to {steps}; see --steps")
+        if fault.rank is not None and fault.rank >= ranks:
+            problems.append(f"{named}@{fault.step}:{fault.rank}: the run has ranks 0 to {ranks - 1}")
     if problems:
         raise ConfigError(problems)
 
@@ -279,7 +279,7 @@ def _free_stem(parent: Path, name: str) -> str:
     """Return what both names begin with: not with RUN's own name, which would be no unique start any more."""
     for number in itertools.count(1):
         stem = f"rehearsal-{name}-{number}"
-        if not any(os.path.lexists(parent / f"{stem}-{it}") for it in (UNDISTURBED, HURT)):
+        if not any(os.path.lexists(parent / f"{stem}-{half}") for half in (UNDISTURBED, HURT)):
             return stem
     raise AssertionError("unreachable")
 

@@ -163,7 +163,7 @@ def by_workload(runs: Iterable[ScannedRun]) -> dict[Workload, list[ScannedRun]]:
     workloads: dict[Workload, list[ScannedRun]] = defaultdict(list)
     for run in runs:
         workloads[run.workload].append(run)
-    ordered = sorted(workloads, key=lambda it: (*it.work, it.num_devices))
+    ordered = sorted(workloads, key=lambda workload: (*workload.work, workload.num_devices))
     return {workload: sorted(workloads[workload], key=_slowness) for workload in ordered}
 
 

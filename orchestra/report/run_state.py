@@ -294,7 +294,7 @@ def _job_to_ask_about(
     """
     starts = [event for event in events if event["event"] == "attempt_started"]
     if state in (RunPhase.running, RunPhase.unknown, RunPhase.restarting) and starts:
-        leader = max(starts, key=lambda it: int(it["attempt"])).get("job")
+        leader = max(starts, key=lambda start: int(start["attempt"])).get("job")
         for entry in reversed(record.get("jobs") or []):
             job = _job_of_entry(run, entry)
             if job is not None and job.label == leader:

@@ -77,8 +77,12 @@ def wall_begin(events: Iterable[Record], record: Record) -> float | None:
     `events` are the run's; `record` is its run.json, where alone a member of a sweep finds its submission.
     `goodput` is the seconds in steps that count over all seconds since then.
     """
-    times = [it["time"] for it in events if it.get("event") in ("submitted", "attempt_started")]
+    times = [event["time"] for event in events if event.get("event") in ("submitted", "attempt_started")]
     jobs = record.get("jobs")
     entries = jobs if isinstance(jobs, list) else []
-    times += [it["submitted"] for it in entries if isinstance(it, dict) and is_number(it.get("submitted"))]
+    times += [
+        entry["submitted"]
+        for entry in entries
+        if isinstance(entry, dict) and is_number(entry.get("submitted"))
+    ]
     return min(times, default=None)

@@ -99,11 +99,15 @@ def planned_faults(entries: Iterable[Mapping[str, Any]]) -> list[PlannedFault]:
 def spelled(entries: Iterable[Any]) -> list[Any]:
     """Return entries as they were meant: Hydra and YAML take `fault: nan` for a number."""
     return [
-        {**it, "fault": Fault.nan.name} if isinstance(it, dict) and it.get("fault") != it.get("fault") else it
-        for it in entries
+        {**entry, "fault": Fault.nan.name}
+        if isinstance(entry, dict) and entry.get("fault") != entry.get("fault")
+        else entry
+        for entry in entries
     ]
 
 
 def still_to_come(entries: Iterable[Mapping[str, Any]], attempt: int) -> list[dict[str, Any]]:
     """Return the entries that can still strike in `attempt` or later."""
-    return [dict(it) for it in entries if it.get("attempt") == ALL or it.get("attempt", 0) >= attempt]
+    return [
+        dict(entry) for entry in entries if entry.get("attempt") == ALL or entry.get("attempt", 0) >= attempt
+    ]

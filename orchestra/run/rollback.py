@@ -36,7 +36,7 @@ class Stretch:
 def merged(stretches: Iterable[Stretch]) -> tuple[Stretch, ...]:
     """Return the same places, ascending, no two stretches touching each other; empty ones are dropped."""
     found: list[Stretch] = []
-    for stretch in sorted(it for it in stretches if it.begin < it.end):
+    for stretch in sorted(stretch for stretch in stretches if stretch.begin < stretch.end):
         if found and stretch.begin <= found[-1].end:
             found[-1] = Stretch(found[-1].begin, max(found[-1].end, stretch.end))
         else:
@@ -51,7 +51,7 @@ def kept(position: int, count: int, left_out: Sequence[Stretch]) -> list[tuple[i
     `left_out` as `merged` returns it. At least one pair, also for a count of 0.
     """
     parts: list[tuple[int, int]] = []
-    for stretch in (it for it in left_out if it.end > position):
+    for stretch in (stretch for stretch in left_out if stretch.end > position):
         taken = min(count, max(0, stretch.begin - position))
         if taken:
             parts.append((position, taken))
@@ -70,7 +70,9 @@ def from_lists(value: object) -> tuple[Stretch, ...]:
     return merged(
         Stretch(pair[0], pair[1])
         for pair in pairs
-        if isinstance(pair, list) and len(pair) == 2 and all(is_whole(it) and it >= 0 for it in pair)
+        if isinstance(pair, list)
+        and len(pair) == 2
+        and all(is_whole(number) and number >= 0 for number in pair)
     )
 
 
@@ -129,7 +131,7 @@ def roll_backs(events: Iterable[Record]) -> list[RollBack]:
         if event.get("event") != EVENT or not is_whole(to) or to < 0:
             continue
         steps = event.get("data_steps")
-        is_pair = isinstance(steps, list) and len(steps) == 2 and all(is_whole(it) for it in steps)
+        is_pair = isinstance(steps, list) and len(steps) == 2 and all(is_whole(step) for step in steps)
         found.append(
             RollBack(
                 attempt=int(event["attempt"]),

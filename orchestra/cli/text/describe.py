@@ -1,17 +1,20 @@
-"""A configuration and an ending in a few lines for people. It reads no file but the end of a log."""
+"""A configuration, an ending and where the time went in a few lines for people, as commands print them."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from orchestra.cli.text import figures
 from orchestra.errors import EXIT_DO_NOT_RESTART, EXIT_DONE, EXIT_STOPPED
+from orchestra.recovery.accounting import Accounts
 from orchestra.recovery.history import newest_checkpoint
 from orchestra.recovery.incidents import Verdict
+from orchestra.report.accounts import SlowRank, read_accounts, slow_ranks
 from orchestra.report.run_state import failed_save
 from orchestra.run.files import Record
 from orchestra.run.paths import RunDir, SweepDir, is_sweep
@@ -23,17 +26,10 @@ if TYPE_CHECKING:
     from orchestra.cli.text.progress import Summary
     from orchestra.sizes.topology import Layout
 
-
-import dataclasses
-from collections.abc import Sequence
-
-from orchestra.recovery.accounting import Accounts
-from orchestra.report.accounts import SlowRank, read_accounts, slow_ranks
-
 _TRACEBACK_LINES = 12
 _LOG_BYTES = 1 << 14
 _CHART_HEIGHT = 8
-# Columns of a plain terminal, and of a line's first word.
+# Columns of a line's first word.
 _INDENT = 8
 
 
@@ -225,9 +221,6 @@ def end_of(log: Path) -> str:
             return file.read().decode(errors="replace")
     except OSError:
         return ""
-
-
-# Where a run's time went, and who is slow in it, as `status` and `why` show it. Pure text and JSON.
 
 
 _LABEL = 8
