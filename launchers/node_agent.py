@@ -41,7 +41,7 @@ class Patience:
     stop_s: float = 10.0
     # Workers that torchrun closes because another one failed (torchrun itself would wait 30 s).
     failed_peer_s: float = 5.0
-    # What workers leave behind, such as uploaders that finish by themselves.
+    # What workers leave running, such as uploaders that finish by themselves.
     linger_s: float = 10.0
     # The same after a failure: whoever starts again waits for it.
     failed_linger_s: float = 10.0

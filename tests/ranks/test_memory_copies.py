@@ -38,7 +38,7 @@ from launchers.memory_store.exchange import CopyPusher, CopyServer, WantedCopy, 
 from launchers.memory_store.store import FOLDER_VARIABLE, OWN, CopyStore, open_copy_store
 from orchestra.data.ledger import read_ledger
 from orchestra.parallel.mesh import RankEnvironment
-from orchestra.recovery.copies import FromMemory, NextAttempt, begins, held_copies, plan
+from orchestra.recovery.copies import FromMemory, NextNodes, begins, held_copies, plan
 from orchestra.run.events import EventWriter, rank_writer, read_events
 from orchestra.run.files import Record
 from orchestra.run.metrics_file import read_metrics
@@ -197,7 +197,7 @@ def trained_until_lost(pool: RankPool, nodes: list[Node], path: Path, config: Co
 
 def next_plan(nodes: list[Node], alive: Sequence[int], order: Sequence[int], path: Path, world: int) -> Any:
     held = {number: held_copies([it.to_json() for it in nodes[number].store.held()]) for number in alive}
-    upcoming = NextAttempt(order, world // len(order))
+    upcoming = NextNodes(order, world // len(order))
     return plan(held, upcoming, begins(read_events(RunDir(path))), committed_step=EVERY)
 
 
@@ -357,7 +357,7 @@ def test_copies_of_an_attempt_that_the_run_went_back_behind_are_not_taken(interr
         for it in sorted((folder / OWN).glob("*.copy"))
     ]
     held = {0: held_copies(records)}
-    upcoming = NextAttempt([0], 2)
+    upcoming = NextNodes([0], 2)
     assert isinstance(plan(held, upcoming, {}, EVERY), FromMemory)
     assert isinstance(plan(held, upcoming, {1: COPIED}, EVERY), FromMemory)
     assert not isinstance(plan(held, upcoming, {1: EVERY}, EVERY), FromMemory)
