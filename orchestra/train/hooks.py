@@ -1,6 +1,6 @@
 """What may watch or change a training step from outside: the protocol `StepHook`, and lists of such hooks.
 
-The loop (`trainer`) and the step (`step`) call the hooks and know none of them. A hook overrides the methods
+The loop (`trainer`) and the step (`step`) call the hooks without importing them. A hook overrides the methods
 that it needs; the others do nothing and are never called, so that a hook costs a step only what it uses.
 Hooks are called in the order of their list, which `trainer.assemble` writes down once.
 """

@@ -65,7 +65,7 @@ def room(folder: Path | None, wanted: int) -> Room:
     """Return how many bytes fit on this node, those of its folder included. *Any rank*; takes none."""
     host = socket.gethostname()
     if folder is None:
-        return Room(host, wanted, problem="nobody gave this rank a folder in memory for its copies")
+        return Room(host, wanted, problem="the agent gave this rank no folder in memory for its copies")
     try:
         file_system = os.statvfs(folder)
         taken = folder_bytes(folder)
@@ -355,7 +355,7 @@ class MemoryCopies(StepHook):
         settings = self._settings
         try:
             if settings.folder is None:
-                raise UnusableCopyError("nobody gave this rank a folder of copies")
+                raise UnusableCopyError("the agent gave this rank no folder of copies")
             slot, head = _found(slots_of(settings.folder, settings.mesh.rank), step)
             mine = self._identity()
             for key in ("run", "rank", "world_size", "layout", "facts"):

@@ -22,6 +22,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from orchestra.parallel.mesh import choose_device, rank_environment
+from orchestra.run.config_file import read_config
 from orchestra.run.paths import RunDir
 from orchestra.sizes.network import (
     BETWEEN,
@@ -137,7 +139,7 @@ def _timed(act: Callable[[], None] | None, device: torch.device) -> tuple[float,
     """
     dist.barrier()
     first_s = _seconds(act, device)
-    # Rank 0 has a part in everything, so its count is nobody's guess.
+    # Rank 0 takes part in every scope, so that it always has a time to count by.
     repeats = torch.tensor([_num_repeats(first_s)])
     dist.broadcast(repeats, 0)
     times = [_seconds(act, device) for _ in range(int(repeats))] or [first_s]
@@ -180,12 +182,6 @@ def main(argv: list[str]) -> None:
 
 def _measurement(folder: RunDir) -> Measurement | None:
     """Measure all that these ranks can. *Collective*. Return the result on rank 0, None on the others."""
-    import torch
-    import torch.distributed as dist
-
-    from orchestra.parallel.mesh import choose_device, rank_environment
-    from orchestra.run.config_file import read_config
-
     ranks = rank_environment()
     device = choose_device(read_config(folder.config).cluster.device, ranks.local_rank)
     on_gpu = device.type == "cuda"

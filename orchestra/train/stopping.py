@@ -39,7 +39,7 @@ class RequestWatch:
         self._run = run
         self._attempt = attempt
         self._is_over = threading.Event()
-        self.found: StopRequest | None = None
+        self.seen: StopRequest | None = None
         self._thread = threading.Thread(target=self._follow, name="stop requests", daemon=True)
 
     def start(self) -> None:
@@ -48,13 +48,13 @@ class RequestWatch:
         self._thread.start()
 
     def _follow(self) -> None:
-        while self.found is None and not self._is_over.wait(LOOK_S):
+        while self.seen is None and not self._is_over.wait(LOOK_S):
             self._look()
 
     def _look(self) -> None:
         # A file system that fails now may answer the next time; the training does not need it here.
         with contextlib.suppress(OSError):
-            self.found = stop_requests.read_request(self._run, self._attempt)
+            self.seen = stop_requests.read_request(self._run, self._attempt)
 
     def close(self) -> None:
         """End the thread; never waits for it."""
@@ -110,7 +110,7 @@ class Stopping:
         """Start a round of `span` steps; 0: it is read at once, and so is the next, one step later."""
         self._answer = torch.zeros(2, dtype=torch.int64)
         if self._watch is not None:
-            self._answer[0] = int(self._watch.found is not None)
+            self._answer[0] = int(self._watch.seen is not None)
             self._answer[1] = self._next_span(step, span)
         if self._peers.world_size > 1:
             self._work = dist.broadcast(self._answer, src=0, async_op=True)
@@ -136,8 +136,8 @@ class Stopping:
     def request(self) -> StopRequest:
         """Return the request that all ranks stop for. *Collective*, after `is_due` or `begin` was True."""
         if self._watch is not None:
-            assert self._watch.found is not None
-            self._peers.answer("stop", dataclasses.asdict(self._watch.found))
+            assert self._watch.seen is not None
+            self._peers.answer("stop", dataclasses.asdict(self._watch.seen))
         request = stop_requests.from_record(self._peers.await_answer("stop"))
         assert request is not None
         return request

@@ -369,4 +369,4 @@ def test_without_a_folder_the_run_trains_on_and_says_that_nothing_is_copied(
     path = tmp_path / "run"
     assert None not in ranks(2).run(attempt_of, world=2, it=Plan(path, 0, config_of(), [None]))
     (told,) = (event for event in read_events(RunDir(path)) if event["event"] == "memory_copies_off")
-    assert "nobody gave this rank a folder" in told["cause"]
+    assert "gave this rank no folder" in told["cause"]

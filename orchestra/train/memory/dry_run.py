@@ -197,10 +197,10 @@ def exact_bytes(config: Config, world_size: int, rank: int = 0, *, as_gpu: bool 
 
 
 def _refuse_other_axes(degrees: Layout) -> None:
-    found = [f"{axis}={getattr(degrees, axis)}" for axis in ("pp", "cp", "ep") if getattr(degrees, axis) > 1]
-    if found:
+    others = [f"{axis}={getattr(degrees, axis)}" for axis in ("pp", "cp", "ep") if getattr(degrees, axis) > 1]
+    if others:
         raise ConfigError(
-            f"parallelism.{' and parallelism.'.join(found)}: the trainer has no pipeline, context or expert "
+            f"parallelism.{' and parallelism.'.join(others)}: the trainer has no pipeline, context or expert "
             "parallelism yet, so there is nothing to count; use pp=cp=ep=1, or plan without --exact"
         )
 

@@ -54,20 +54,20 @@ class LossSpikes:
         """
         window = len(self._losses)
         is_finite = torch.isfinite(loss)
-        found = torch.zeros_like(is_finite)
+        is_spike = torch.zeros_like(is_finite)
         if self._num_losses >= window:
             median = _median(self._losses)
             spread = _NORMAL * _median((self._losses - median).abs())
             least = _LEAST_SPREAD * median.abs()
-            found = is_finite & (loss > median + self._factor * torch.maximum(spread, least))
+            is_spike = is_finite & (loss > median + self._factor * torch.maximum(spread, least))
         if self._group is not None:
-            agreed = found.to(torch.int32)
+            agreed = is_spike.to(torch.int32)
             dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self._group)
-            found = agreed > 0
+            is_spike = agreed > 0
         before = self._losses[(self._num_losses - 1) % window]
         self._losses[self._num_losses % window] = torch.where(is_finite, loss.float(), before)
         self._num_losses += 1
-        return found
+        return is_spike
 
     @property
     def recent(self) -> list[float]:

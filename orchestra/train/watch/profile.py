@@ -67,7 +67,7 @@ class StepProfiler(StepHook):
         return self._traced(step)
 
     def close(self) -> None:
-        """Write what was traced, if that has not been done; call it when the loop ends, whatever ended it."""
+        """Write what was traced, if that has not been done; call it when the loop has ended."""
         self._is_armed = False
         tracing, self._profile = self._profile, None
         if tracing is None:
@@ -121,11 +121,11 @@ class StepProfiler(StepHook):
 
     def _shares(self, tracing: profile) -> StepShares | None:
         """Return the shares of the traced steps; None where none of them came to its end."""
-        found = _Times(tracing)
-        num_steps = len(found.steps)
-        if not found.steps:
+        times = _Times(tracing)
+        num_steps = len(times.steps)
+        if not times.steps:
             return None
-        seconds, parts, communication = shares_of(found.steps, found.parts, found.in_flight, found.computing)
+        seconds, parts, communication = shares_of(times.steps, times.parts, times.in_flight, times.computing)
         return StepShares(
             rank=self._rank,
             first_step=self._began_at,

@@ -6,7 +6,7 @@ leaves its times in the ranks' store and goes on; rank 0 reads all of them in a 
 `straggler_found` and `straggler_gone`. A step that is not timed costs a comparison.
 
 Communication inside of what torch compiled has no marks: waits there count as a rank's own time and hide who
-is slow, but accuse nobody.
+is slow, but accuse no other rank.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 the training.
 
 The trainer starts `python -m orchestra.train.watch.wandb_mirror RUN_DIR` and holds the other end of its
-standard input; that end closing, by `close()` or by the trainer's death, tells the mirror to send what is
+standard input; that end closing, by `close()` or by the trainer's death, makes the mirror send what is
 left and finish. The two share no other channel: rows come from the file. Row i of the file is wandb's
 internal step i, so a resumed online run goes on where it stopped and a rollback shows as it was; charts use
 the row's `step`.

@@ -118,7 +118,7 @@ def test_a_node_needs_room_for_its_own_and_its_neighbours_copies() -> None:
 
 
 def test_a_rank_without_a_folder_says_so(tmp_path: Path) -> None:
-    assert "nobody gave this rank a folder" in str(shortage([room(None, 1)], 1))
+    assert "gave this rank no folder" in str(shortage([room(None, 1)], 1))
     assert "No such file" in str(shortage([room(tmp_path / "none", 1)], 1))
     (tmp_path / OWN).mkdir()
     (tmp_path / OWN / "rank-00000.slot-0.bin").write_bytes(b"it" * 500)

@@ -27,7 +27,7 @@ def watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RequestWa
 def _ask(watch: RequestWatch, path: Path, attempt: int = 1) -> None:
     stop_requests.write_request(RunDir(path), attempt, stop_requests.CANCEL)
     deadline = time.monotonic() + 10
-    while watch.found is None and time.monotonic() < deadline:
+    while watch.seen is None and time.monotonic() < deadline:
         time.sleep(0.001)
 
 
