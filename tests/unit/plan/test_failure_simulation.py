@@ -10,7 +10,7 @@ import pytest
 from orchestra.plan.goodput.scenario import DAY_S, LLAMA3_FAILURES, Cause, Scenario, Times
 from orchestra.plan.goodput.simulator import SimulatedRun, simulate
 from orchestra.recovery import policy
-from orchestra.recovery.policy import Action, Case, Decision, Rules
+from orchestra.recovery.policy import Action, RecoveryCase, Decision, Rules
 from orchestra.sizes.save_interval import chosen, daly_goodput
 
 HOUR_S = 3600.0
@@ -100,7 +100,7 @@ def test_more_failures_longer_restarts_and_a_longer_queue_give_less() -> None:
 def test_the_policy_itself_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rule that is put before the others is followed: each lost node now ends the job."""
 
-    def requeues_always(case: Case) -> Decision | None:
+    def requeues_always(case: RecoveryCase) -> Decision | None:
         return Decision(Action.requeue, case.now.code, "told so")
 
     before = simulate(small(spare_nodes=8))
@@ -115,7 +115,7 @@ def test_the_policy_itself_decides(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_rule_that_gives_up_ends_the_simulated_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    def gives_up(case: Case) -> Decision | None:
+    def gives_up(case: RecoveryCase) -> Decision | None:
         return Decision(Action.give_up, 1, f"attempt {case.now.attempt} was enough")
 
     monkeypatch.setattr(policy, "RULES", (gives_up,))
