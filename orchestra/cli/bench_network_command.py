@@ -14,12 +14,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from conf.schema import LauncherName
+from orchestra.cli.text.describe import shown
 from orchestra.cli.text.figures import table
 from orchestra.config.machine import Situation, this_machine
 from orchestra.errors import EXIT_DONE, ConfigError, LaunchError
 from orchestra.sizes.network import to_record, write_measured
 from orchestra.sizes.units import binary
 from orchestra.submit.job import Share
+from orchestra.submit.network_bench import file_of, measure_as_job, measure_here, planned_script
 from orchestra.submit.site import Site, ask, cpus_of_share
 
 if TYPE_CHECKING:
@@ -83,8 +85,6 @@ def _wants_slurm(overrides: Sequence[str]) -> bool:
 
 
 def _here(config: Config, arguments: Namespace) -> int:
-    from orchestra.submit.network_bench import measure_here
-
     ranks = int(config.cluster.gpus_per_node)
     if ranks < 2:
         raise ConfigError(
@@ -101,8 +101,6 @@ def _here(config: Config, arguments: Namespace) -> int:
 
 
 def _in_a_job(config: Config, site: Site, arguments: Namespace) -> int:
-    from orchestra.submit.network_bench import measure_as_job, planned_script
-
     share = Share(cpus_of_share(config, site.partitions or ()))
     if config.cluster.nodes * int(config.cluster.gpus_per_node) < 2:
         raise ConfigError("one node with one rank has no network to measure; use cluster.nodes=2")
@@ -127,7 +125,6 @@ def _note(text: str) -> None:
 
 def _finished(config: Config, measurement: Measurement, arguments: Namespace) -> int:
     """Keep the figures and print them; what cannot be kept is still printed."""
-    from orchestra.submit.network_bench import file_of
 
     figures = measurement.figures()
     file, problem = file_of(config), None
@@ -150,8 +147,6 @@ def _finished(config: Config, measurement: Measurement, arguments: Namespace) ->
 
 
 def _print(measurement: Measurement, figures: Measured, file: Path | None) -> None:
-    from orchestra.cli.text.describe import shown
-
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(measurement.time))
     interface = measurement.interface or "of NCCL's choice"
     nodes = len(measurement.hosts)

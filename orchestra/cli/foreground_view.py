@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TextIO
 
 from conf.schema import Config
+from launchers.spec import LaunchPlace
+from launchers.torchrun import command
 from orchestra.cli.text import describe, figures
 from orchestra.cli.text.figures import sparkline
 from orchestra.cli.text.progress import Progress
@@ -29,6 +31,7 @@ from orchestra.recovery.incidents import Verdict
 from orchestra.run.events import read_events
 from orchestra.run.files import Record
 from orchestra.run.paths import RunDir
+from orchestra.submit.launch import launch_spec
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -282,10 +285,7 @@ def add_output_options(parser: ArgumentParser) -> None:
 
 def print_plan(attempt: ForegroundAttempt, facts: Record, *, as_json: bool) -> None:
     """Print what would be started, `facts` of the caller's beside it in JSON. Starts and writes nothing."""
-    from launchers.spec import LaunchPlace
-    from launchers.torchrun import command
     from orchestra.run.config_file import to_yaml
-    from orchestra.submit.launch import launch_spec
 
     run = attempt.run
     spec = launch_spec(attempt.config, run, attempt.number, _search_path())

@@ -15,15 +15,33 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from orchestra.cli.foreground_view import add_output_options
+from orchestra.cli.resume_command import goes_to_cluster
 from orchestra.cli.text import figures
 from orchestra.cli.text.describe import invocation, shown, typed_name
 from orchestra.cli.text.resolve import add_directory_option, resolve
+from orchestra.config.machine import Situation, signature, this_machine
 from orchestra.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_STOPPED, ConfigError, OrchestraError
-from orchestra.rehearsal.judge import STRETCHES, Recovery
+from orchestra.rehearsal.judge import STRETCHES, Recovery, judged
+from orchestra.rehearsal.prepare_rehearsal import (
+    RehearsalPair,
+    asked_fault,
+    planned_rehearsal,
+    read_pair,
+    rehearsed_config,
+    why_no_node_goes_down,
+    write_pair,
+)
 from orchestra.report.run_state import recent_rows
+from orchestra.run.config_file import read_config, to_yaml
 from orchestra.run.paths import RunDir
 from orchestra.run.planned_faults import NODE_DOWN_VARIABLE
-from orchestra.submit.site import note
+from orchestra.submit import wait
+from orchestra.submit.hand_over import RunLedger, submit
+from orchestra.submit.network_bench import with_measured_network
+from orchestra.submit.new_run import RunRequest, planned_run, prepare
+from orchestra.submit.site import ask, note
+from orchestra.submit.submission import submission_of
+from orchestra.submit.sweeps.arrays import placed_run
 
 if TYPE_CHECKING:
     from conf.schema import Config
@@ -197,12 +215,10 @@ def run(arguments: Namespace) -> int:
 
     Raises ConfigError before anything is started, LaunchError when Slurm is silent.
     """
-    from orchestra.rehearsal.prepare_rehearsal import read_pair
 
     target = resolve(arguments.run, arguments.dir)
     if (pair := read_pair(target)) is not None:
         return _judge_what_was_left(pair, arguments)
-    from orchestra.cli.resume_command import goes_to_cluster
 
     if goes_to_cluster(target, arguments.overrides):
         return _on_cluster(target, arguments)
@@ -219,8 +235,6 @@ def _judge_what_was_left(pair: RehearsalPair, arguments: Namespace) -> int:
 
 
 def _plan(target: RunDir, config: Config, arguments: Namespace, situation: Situation) -> Rehearsal:
-    from orchestra.rehearsal.prepare_rehearsal import asked_fault, planned_rehearsal, why_no_node_goes_down
-
     if arguments.steps is not None and arguments.steps < 1:
         raise ConfigError(f"--steps {arguments.steps}: expected 1 or more")
     asked = [asked_fault(text) for text in arguments.fault]
@@ -230,9 +244,6 @@ def _plan(target: RunDir, config: Config, arguments: Namespace, situation: Situa
 
 
 def _request(config: Config, arguments: Namespace) -> RunRequest:
-    from orchestra.config.machine import signature
-    from orchestra.submit.new_run import RunRequest
-
     return RunRequest(config, signature(config), arguments.overrides, sys.argv)
 
 
@@ -240,10 +251,6 @@ def _request(config: Config, arguments: Namespace) -> RunRequest:
 
 
 def _here(target: RunDir, arguments: Namespace) -> int:
-    from orchestra.config.machine import this_machine
-    from orchestra.rehearsal.prepare_rehearsal import rehearsed_config
-    from orchestra.submit.new_run import planned_run, prepare
-
     situation = this_machine("run", starts=not arguments.dry_run)
     config = rehearsed_config(target, arguments.overrides, situation)
     plan = _plan(target, config, arguments, situation)
@@ -283,13 +290,6 @@ def _trained(config: Config, run: RunDir) -> int:
 
 
 def _on_cluster(target: RunDir, arguments: Namespace) -> int:
-    from orchestra.config.machine import Situation
-    from orchestra.rehearsal.prepare_rehearsal import rehearsed_config
-    from orchestra.submit.network_bench import with_measured_network
-    from orchestra.submit.site import ask
-    from orchestra.submit.submission import submission_of
-    from orchestra.submit.sweeps.arrays import placed_run
-
     site = ask(is_dry=arguments.dry_run, folder=target.path.parent)
     config = rehearsed_config(target, arguments.overrides, Situation("submit", cluster=site))
     site.require()
@@ -310,9 +310,6 @@ def _on_cluster(target: RunDir, arguments: Namespace) -> int:
 
 
 def _submitted(planned: Sequence[PlacedSubmission]) -> list[RunDir]:
-    from orchestra.submit import wait
-    from orchestra.submit.hand_over import RunLedger, submit
-
     runs: list[RunDir] = []
     for placed in planned:
         if runs and NODE_DOWN_VARIABLE in os.environ:
@@ -331,9 +328,6 @@ def _submitted(planned: Sequence[PlacedSubmission]) -> list[RunDir]:
 
 
 def _wait_and_judge(pair: RehearsalPair, *, as_json: bool) -> int:
-    from orchestra.run.config_file import read_config
-    from orchestra.submit import wait
-
     metric = read_config(pair.hurt.config).run.metric
     try:
         wait.wait_for([pair.undisturbed, pair.hurt], metric)
@@ -347,14 +341,10 @@ def _wait_and_judge(pair: RehearsalPair, *, as_json: bool) -> int:
 
 
 def _pair(plan: Rehearsal, runs: Sequence[RunDir]) -> RehearsalPair:
-    from orchestra.rehearsal.prepare_rehearsal import RehearsalPair
-
     return RehearsalPair(plan.of, runs[0], runs[1])
 
 
 def _record(plan: Rehearsal, runs: Sequence[RunDir]) -> None:
-    from orchestra.rehearsal.prepare_rehearsal import write_pair
-
     write_pair(_pair(plan, runs))
 
 
@@ -365,8 +355,6 @@ def _announce(plan: Rehearsal) -> None:
 
 
 def _print_plan(plan: Rehearsal, scripts: dict[str, str], *, as_json: bool) -> None:
-    from orchestra.run.config_file import to_yaml
-
     if as_json:
         faults = plan.hurt.recovery.inject
         configs = {str(config.run.name): to_yaml(config) for config in (plan.undisturbed, plan.hurt)}
@@ -379,9 +367,6 @@ def _print_plan(plan: Rehearsal, scripts: dict[str, str], *, as_json: bool) -> N
 
 
 def _judge(pair: RehearsalPair, *, as_json: bool) -> int:
-    from orchestra.rehearsal.judge import judged
-    from orchestra.run.config_file import read_config
-
     found = judged(pair)
     for run in (pair.undisturbed, pair.hurt):
         if (place := read_config(run.config).checkpoint.dir) is not None:

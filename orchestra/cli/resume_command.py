@@ -13,14 +13,27 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from conf.schema import LauncherName
 from orchestra.cli.foreground_view import ForegroundAttempt, add_output_options, print_plan, train
+from orchestra.cli.sweep_text import resume_sweep
 from orchestra.cli.text.describe import invocation
 from orchestra.cli.text.resolve import add_directory_option, resolve_target
+from orchestra.config.machine import Situation, this_machine
 from orchestra.errors import EXIT_DONE
 from orchestra.report.run_state import name_of
+from orchestra.run.config_file import read_config, to_yaml
 from orchestra.run.paths import RunDir
 from orchestra.run.record import RunPhase
-from orchestra.submit.resume_run import ResumePlan, SchedulerAnswer, ask_scheduler, claim, plan_resume
+from orchestra.submit.resume_run import (
+    ResumePlan,
+    SchedulerAnswer,
+    ask_scheduler,
+    claim,
+    plan_resume,
+    resume_job,
+    submit_resume,
+)
+from orchestra.submit.site import ask, note
 
 if TYPE_CHECKING:
     from launchers.slurm.sbatch import Estimate
@@ -59,8 +72,6 @@ def run(arguments: Namespace) -> int:
     """
     target = resolve_target(arguments.run, arguments.dir)
     if not isinstance(target, RunDir):
-        from orchestra.cli.sweep_text import resume_sweep
-
         return resume_sweep(arguments, target)
     answer = ask_scheduler(target, time.time())
     if goes_to_cluster(target, arguments.overrides):
@@ -70,8 +81,6 @@ def run(arguments: Namespace) -> int:
 
 def goes_to_cluster(run: RunDir, overrides: Sequence[str]) -> bool:
     """Tell where a run is to go on: as typed, else where it was frozen for."""
-    from conf.schema import LauncherName
-    from orchestra.run.config_file import read_config
 
     typed = [override.lstrip("+").partition("=") for override in overrides]
     places = [value for key, _, value in typed if key in ("cluster", "cluster.launcher")]
@@ -81,8 +90,6 @@ def goes_to_cluster(run: RunDir, overrides: Sequence[str]) -> bool:
 
 
 def _train_here(arguments: Namespace, target: RunDir, answer: SchedulerAnswer) -> int:
-    from orchestra.config.machine import this_machine
-
     situation = this_machine("resume", starts=not arguments.dry_run)
     plan = plan_resume(target, arguments.overrides, situation, time.time(), answer)
     if plan.is_finished:
@@ -97,10 +104,6 @@ def _train_here(arguments: Namespace, target: RunDir, answer: SchedulerAnswer) -
 
 
 def _submit(arguments: Namespace, target: RunDir, answer: SchedulerAnswer) -> int:
-    from orchestra.config.machine import Situation
-    from orchestra.submit.resume_run import resume_job, submit_resume
-    from orchestra.submit.site import ask
-
     site = ask(is_dry=arguments.dry_run, folder=target.path.parent)
     situation = Situation("resume", cluster=site)
     plan = plan_resume(target, arguments.overrides, situation, time.time(), answer)
@@ -143,9 +146,6 @@ def _facts(planned: ResumeJob, estimate: Estimate | None) -> dict[str, object]:
 
 
 def _print_job_plan(planned: ResumeJob, estimate: Estimate | None, *, as_json: bool) -> None:
-    from orchestra.run.config_file import to_yaml
-    from orchestra.submit.site import note
-
     if as_json:
         plan = {"script": planned.script(), "config": to_yaml(planned.next.config)}
         print(json.dumps({**_facts(planned, estimate), **plan}, indent=2))

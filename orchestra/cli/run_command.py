@@ -12,7 +12,10 @@ import time
 from argparse import SUPPRESS, Action, ArgumentParser, Namespace
 
 from orchestra.cli.foreground_view import ForegroundAttempt, add_output_options, print_plan, train
+from orchestra.config.machine import signature, this_machine
 from orchestra.errors import EXIT_DONE
+from orchestra.submit.launch import source_root
+from orchestra.submit.network_bench import with_measured_network
 from orchestra.submit.new_run import RunRequest, frozen_config, planned_run, prepare
 
 _WIDTH = 80
@@ -45,8 +48,6 @@ class _RefuseSweep(Action):
 
 
 def _presets() -> str:
-    from orchestra.submit.launch import source_root
-
     groups = sorted(path for path in (source_root() / "conf").iterdir() if path.is_dir())
     named = {group.name: sorted(file.stem for file in group.glob("*.yaml")) for group in groups}
     lines = [f"  {group + '=':<13} {', '.join(names)}" for group, names in named.items() if names]
@@ -66,8 +67,6 @@ def run(arguments: Namespace) -> int:
 
 def _request(overrides: list[str], *, starts: bool) -> RunRequest:
     from orchestra.config.compose import compose
-    from orchestra.config.machine import signature, this_machine
-    from orchestra.submit.network_bench import with_measured_network
 
     config = compose(overrides, this_machine(starts=starts)).config
     # Measured figures are no part of what was asked for: the signature stays the same.

@@ -16,10 +16,15 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
 
 from orchestra.cli.text import describe
+from orchestra.config.machine import Situation
 from orchestra.errors import EXIT_DONE, EXIT_FAILED, ConfigError, LaunchError
+from orchestra.report.run_state import name_of
 from orchestra.run.paths import SweepDir, read_sweep
 from orchestra.sizes.units import first_few
-from orchestra.submit.site import note
+from orchestra.submit import wait as waiting
+from orchestra.submit.site import ask, note
+from orchestra.submit.sweeps.lock import exclusively
+from orchestra.submit.sweeps.sweeper import names_sweeper, run_sweeper
 
 if TYPE_CHECKING:
     from orchestra.config.sweep import ComposedMember
@@ -40,7 +45,6 @@ def _trial(trial: Trial) -> dict[str, Any]:
 
 def wait(runs: Sequence[RunDir], metric: str, *, as_json: bool) -> int:
     """Wait for runs, print how each ended, and return the code of the worst end."""
-    from orchestra.submit import wait as waiting
 
     results = waiting.wait_for(runs, metric)
     rows = [_result(result) for result in results]
@@ -49,8 +53,6 @@ def wait(runs: Sequence[RunDir], metric: str, *, as_json: bool) -> int:
 
 
 def _result(result: RunResult) -> dict[str, Any]:
-    from orchestra.report.run_state import name_of
-
     identity = {"name": name_of(result.run), "path": str(result.run.path), "state": result.state}
     value = {"metric": result.metric, "value": result.value, "cause": result.cause}
     return {**identity, "code": result.code, **value}
@@ -241,11 +243,8 @@ def submit_sweep(arguments: Namespace) -> int:
     1 where a limit kept some of them out. Raises ConfigError before anything exists, LaunchError when Slurm
     is silent.
     """
-    from orchestra.config.machine import Situation
     from orchestra.config.sweep import compose_members
-    from orchestra.submit.site import ask
     from orchestra.submit.submission import with_cluster
-    from orchestra.submit.sweeps.sweeper import names_sweeper
 
     overrides = with_cluster(arguments.overrides)
     if names_sweeper(overrides):
@@ -297,7 +296,6 @@ def _tested(arrays: Sequence[PlannedArray], site: Site) -> str | None:
 @contextmanager
 def _exclusively(submission: Submission) -> Iterator[None]:
     from orchestra.submit.submission import parent_of_sweep
-    from orchestra.submit.sweeps.lock import exclusively
 
     with exclusively(parent_of_sweep(submission.members), submission.signature):
         yield
@@ -305,12 +303,9 @@ def _exclusively(submission: Submission) -> Iterator[None]:
 
 def _submit_sweeper(arguments: Namespace, overrides: Sequence[str]) -> int:
     """Let a sweeper choose, batch after batch; return 0 when all of its trials are done."""
-    from orchestra.config.machine import Situation
     from orchestra.submit import wait
-    from orchestra.submit.site import ask
     from orchestra.submit.submission import plan_sweep
     from orchestra.submit.sweeps.submit_sweep import carry_out, runs_of
-    from orchestra.submit.sweeps.sweeper import run_sweeper
 
     if arguments.dry_run:
         raise ConfigError(
@@ -341,7 +336,6 @@ def resume_sweep(arguments: Namespace, sweep: SweepDir) -> int:
     Overrides change the members that are submitted. Raises ConfigError and LaunchError before anything is
     submitted.
     """
-    from orchestra.submit.site import ask
     from orchestra.submit.sweeps.members import ExistingSweep
     from orchestra.submit.sweeps.submit_sweep import carry_out, resume_action
 

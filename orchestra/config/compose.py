@@ -12,9 +12,23 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
+import hydra
+from hydra import initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from yaml import YAMLError
+
 from conf.schema import Config
 from orchestra.config.machine import Situation, resolved, this_machine
+from orchestra.config.overrides import check_overrides
+from orchestra.config.preset_files import GROUPS, file_problems, header_problems, own_folder, unquoted_times
 from orchestra.errors import ConfigError
+from orchestra.run.config_file import to_yaml, writable_schema
 from orchestra.run.planned_faults import spelled
 
 if TYPE_CHECKING:
@@ -31,7 +45,6 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from orchestra.config.keys import shown
-from orchestra.config.overrides import check_overrides
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -67,7 +80,6 @@ def compose(overrides: Sequence[str], situation: Situation | None = None) -> Com
     Device and ranks per node are put in the place of `auto` where this machine is the one that trains. Raises
     ConfigError with every problem found: unreadable and unknown overrides, wrong types, then broken rules.
     """
-    from orchestra.config.overrides import check_overrides
 
     situation = situation or this_machine()
     checked = check_overrides(overrides)
@@ -102,15 +114,6 @@ def is_about(problem: str, checked: Checked) -> bool:
 
 def merge(checked: Checked) -> Merged:
     """Let Hydra merge the presets and the accepted overrides onto the schema."""
-    import hydra
-    from hydra.core.config_store import ConfigStore
-    from hydra.errors import HydraException
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
-
-    from orchestra.config.preset_files import GROUPS, own_folder
-    from orchestra.run.config_file import writable_schema
 
     ConfigStore.instance().store(name="schema", node=writable_schema())
     try:
@@ -131,8 +134,6 @@ def merge(checked: Checked) -> Merged:
 
 def typed(values: Any) -> Config:
     """Turn merged values into the typed configuration. Raises ConfigError naming the key that has none."""
-    from omegaconf import OmegaConf
-    from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
     try:
         config = cast(Config, OmegaConf.to_object(values))
@@ -156,8 +157,6 @@ def put(values: Any, accepted: Iterable[Override]) -> None:
 
     Raises ConfigError for one that does not fit its key.
     """
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
 
     try:
         for override in accepted:
@@ -176,14 +175,6 @@ def _tree_problems(checked: Checked) -> list[str]:
 
     First their headers, since Hydra finds no further file after a wrong one, then every value.
     """
-    from hydra import initialize_config_dir
-    from hydra.core.global_hydra import GlobalHydra
-    from hydra.errors import HydraException
-    from hydra.types import RunMode
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
-
-    from orchestra.config.preset_files import file_problems, header_problems, own_folder
 
     problems: list[str] = []
     try:
@@ -204,8 +195,6 @@ def _tree_problems(checked: Checked) -> list[str]:
 
 
 def _quoting_problems(tree: Tree, presets: dict[str, str]) -> list[str]:
-    from orchestra.config.preset_files import unquoted_times
-
     files = (tree.file(f"{group}/{preset}") for group, preset in presets.items())
     return [problem for file in files if file is not None for problem in unquoted_times(file)]
 
@@ -305,9 +294,6 @@ def _shown(value: Any) -> str:
 
 def _applied(frozen: Config, checked: Checked) -> Config:
     """Put presets and values on top of the frozen values. Raises ConfigError for what does not fit a key."""
-    from omegaconf import OmegaConf
-
-    from orchestra.run.config_file import to_yaml, writable_schema
 
     node = cast("DictConfig", OmegaConf.merge(writable_schema(), OmegaConf.create(to_yaml(frozen))))
     node = _with_presets(node, checked)
@@ -328,7 +314,6 @@ def _with_presets(node: DictConfig, checked: Checked) -> DictConfig:
 
 def _values(checked: Checked) -> Iterator[Override]:
     """Yield the parsed override of everything that sets a value, in the order given."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
 
     for text in checked.accepted:
         name = _name(text)

@@ -9,7 +9,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from conf.schema import Device
 from orchestra.cli.text import figures
+from orchestra.cli.text.figures import chart
 from orchestra.errors import EXIT_DO_NOT_RESTART, EXIT_DONE, EXIT_STOPPED
 from orchestra.recovery.accounting import Accounts
 from orchestra.recovery.history import newest_checkpoint
@@ -19,6 +21,10 @@ from orchestra.report.run_state import failed_save
 from orchestra.run.files import Record
 from orchestra.run.paths import RunDir, SweepDir, is_sweep
 from orchestra.run.record import RunPhase
+from orchestra.sizes.flops import num_parameters
+from orchestra.sizes.step_shares import read_shares
+from orchestra.sizes.topology import batch_shape, global_batch_size, has_open_micro_batch, layout
+from orchestra.submit.launch import threads_per_rank, usable_cores
 
 if TYPE_CHECKING:
     # `status` and its like need none of these, and answer faster without.
@@ -38,8 +44,6 @@ def header(config: Config, run: RunDir, attempt: int = 0, from_step: int | None 
 
     An attempt after the first says from which step it is expected to go on.
     """
-    from orchestra.sizes.flops import num_parameters
-    from orchestra.sizes.topology import global_batch_size, layout
 
     mesh = layout(config.parallelism, world_size(config))
     size = global_batch_size(config.train, mesh.dp)
@@ -56,8 +60,6 @@ def header(config: Config, run: RunDir, attempt: int = 0, from_step: int | None 
 
 
 def _shares(mesh: Layout, config: Config) -> str:
-    from orchestra.sizes.topology import batch_shape, has_open_micro_batch
-
     if has_open_micro_batch(config.train):
         return f"micro-batch auto: the largest that fits, found when the ranks begin; dp {mesh.dp}"
     batch = batch_shape(config.train, mesh.dp)
@@ -86,9 +88,6 @@ def _layout(mesh: Layout, config: Config) -> str:
 
 
 def _device(config: Config) -> str:
-    from conf.schema import Device
-    from orchestra.submit.launch import threads_per_rank, usable_cores
-
     ranks = int(config.cluster.gpus_per_node)
     if config.cluster.device is not Device.cpu:
         return f"{ranks} × {config.cluster.device.value}"
@@ -98,7 +97,6 @@ def _device(config: Config) -> str:
 
 def summary_lines(run: RunDir, summary: Summary, verdict: Verdict) -> list[str]:
     """Return how it went, in numbers, and where everything lies."""
-    from orchestra.sizes.step_shares import read_shares
 
     step = summary.step or 0
     lines = ["", f"{verdict.state} after {step} of {summary.steps} steps, {figures.duration(summary.wall_s)}"]
@@ -179,7 +177,6 @@ def _mfu(summary: Summary) -> str:
 
 def loss_chart(losses: list[float], width: int) -> list[str]:
     """Return the loss over the steps as a chart, nothing for fewer than two points."""
-    from orchestra.cli.text.figures import chart
 
     return ["", "loss", *chart(losses, width, _CHART_HEIGHT)] if len(losses) > 1 else []
 

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from orchestra.config.machine import Situation
+from orchestra.config.rules.value_rules import rule_metric, rule_run_name
 from orchestra.errors import ConfigError, OrchestraError
 from orchestra.report.run_state import name_of
 from orchestra.run.paths import RunDir
@@ -137,9 +139,7 @@ def _check(overrides: Sequence[str]) -> _Checked:
 def _run_section(checked: _Checked) -> RunConfig:
     """Return name, folder and metric, which all trials share; other rules need a trial's values."""
     from orchestra.config.compose import merge, typed
-    from orchestra.config.machine import Situation
     from orchestra.config.overrides import check_overrides
-    from orchestra.config.rules.value_rules import rule_metric, rule_run_name
 
     config = typed(merge(check_overrides([*checked.folders, *checked.fixed.values()])).values)
     situation = Situation()

@@ -10,7 +10,7 @@ import pytest
 from orchestra.plan.goodput.scenario import DAY_S, LLAMA3_FAILURES, Cause, Scenario, Times
 from orchestra.plan.goodput.simulator import SimulatedRun, simulate
 from orchestra.recovery import policy
-from orchestra.recovery.policy import Action, RecoveryCase, Decision, Rules
+from orchestra.recovery.policy import Action, Decision, RecoveryCase, Rules
 from orchestra.sizes.save_interval import chosen, daly_goodput
 
 HOUR_S = 3600.0
