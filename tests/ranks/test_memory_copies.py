@@ -44,9 +44,9 @@ from orchestra.run.files import Record
 from orchestra.run.metrics_file import read_metrics
 from orchestra.run.paths import RunDir
 from orchestra.sizes.topology import layout
-from orchestra.train import memory_copies
+from orchestra.train import memory_copies, trainer
 from orchestra.train.state import TensorState
-from orchestra.train.trainer import RankAttempt, TrainingProgress, train_on
+from orchestra.train.trainer import RankAttempt, Trainer, TrainingProgress, train_on
 from orchestra.train.watch import inject_faults
 
 pytestmark = pytest.mark.ranks
@@ -110,15 +110,31 @@ def attempt_of(rank: int, world: int, it: Plan) -> dict[str, str] | None:
     strike, inject_faults.Faults.strike = inject_faults.Faults.strike, _interruption(it.kill_at)  # type: ignore[method-assign]
     copy, memory_copies.DeviceCopier.copy = memory_copies.DeviceCopier.copy, _late_copy  # type: ignore[method-assign]
     attempt = RankAttempt(RunDir(it.path), it.attempt, events, TrainingProgress(), it.from_memory)
+    trainers: list[Trainer] = []
+    assemble, trainer.assemble = trainer.assemble, _kept_in(trainers)
     try:
         training = train_on(mesh, it.config, RankEnvironment(rank, rank % per_node, world, per_node), attempt)
     except Interruption:
+        # A process that ends leaves nothing under way. This one goes on, and the memory of messages under way
+        # must not be released before they have come.
+        trainers[0].built.parallelized.stage.settle()
         return None
     finally:
+        trainer.assemble = assemble
         inject_faults.Faults.strike = strike  # type: ignore[method-assign]
         memory_copies.DeviceCopier.copy = copy  # type: ignore[method-assign]
     state = TensorState(training.parallelized, training.optimizer, mesh)
     return digests(state.snapshot())
+
+
+def _kept_in(trainers: list[Trainer]) -> Callable[..., Trainer]:
+    assemble = trainer.assemble
+
+    def kept(*arguments: Any) -> Trainer:
+        trainers.append(assemble(*arguments))
+        return trainers[-1]
+
+    return kept
 
 
 def _interruption(kill_at: int | None) -> Callable[..., None]:
