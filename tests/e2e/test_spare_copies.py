@@ -29,7 +29,9 @@ def test_a_lost_nodes_steps_come_from_the_spares_memory(tmp_path: Path) -> None:
     words += [f"train.steps={LAST_STEP}", "run.name=mine", f"run.dir={tmp_path}", "cluster.device=cpu"]
     # No checkpoint before the end: what is gone on from is in memory alone.
     words += ["checkpoint.every_steps=1000", "recovery.memory_copy_every_steps=1"]
-    words += [f"recovery.inject=[{{at_step: {FAULT_STEP}, rank: 0, fault: node_down}}]"]
+    # A copy takes its time to the spare: with steps of 10 ms it may be several steps old on a busy machine.
+    slow = "{at_step: 1, rank: all, fault: slow, seconds: 0.1}"
+    words += [f"recovery.inject=[{slow}, {{at_step: {FAULT_STEP}, rank: 0, fault: node_down}}]"]
     config = compose(words, Situation("submit")).config
     request = RunRequest(config, signature(config), words)
     run = prepare(request, planned_run(request, 0.0))
