@@ -10,13 +10,10 @@ from __future__ import annotations
 
 import fcntl
 import os
-import resource
 import signal
 import socket
 import sys
 from typing import NoReturn
-
-from launchers.fork_server import wire
 
 _PASSED_ON = {signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 # Only should the kernel send no SIGIO for the socket.
@@ -39,6 +36,7 @@ def main(arguments: list[str]) -> NoReturn:
 
 def _asked(arguments: list[str]) -> socket.socket | None:
     """Return the channel on which the server was asked for the worker, or None."""
+    from launchers.fork_server import wire
 
     try:
         channel = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -60,6 +58,7 @@ def _asked(arguments: list[str]) -> socket.socket | None:
 
 def _worker_code(channel: socket.socket) -> int | None:
     """Return the worker's exit code (negative: a signal), or None when the server refused to fork it."""
+    from launchers.fork_server import wire
 
     forked = False
     while True:
@@ -80,6 +79,8 @@ def _worker_code(channel: socket.socket) -> int | None:
 
 
 def _pass_on(channel: socket.socket, number: int) -> None:
+    from launchers.fork_server import wire
+
     try:
         wire.send_pair(channel, wire.SIGNAL, number)
     except OSError:
@@ -89,6 +90,8 @@ def _pass_on(channel: socket.socket, number: int) -> None:
 
 def _end_like(code: int) -> NoReturn:
     if code < 0:
+        import resource
+
         # The worker has written its core already, if it may.
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
         if -code not in (signal.SIGKILL, signal.SIGSTOP):

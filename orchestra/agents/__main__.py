@@ -23,11 +23,8 @@ from pathlib import Path
 
 from launchers import processes
 from launchers.fork_server.owner import KeptServer, OwnServer, ServerOwner, serve
-from launchers.launch_errors import LauncherError
 from launchers.processes import die_with_parent
 from launchers.slurm.this_job import JobSignals
-from orchestra.errors import EXIT_FAILED, OrchestraError
-from orchestra.run.paths import RunDir, SweepDir
 
 _MARK = "LAUNCHERS_NODE_MARK"
 # An agent that is killed over and over ends, and its node with it; one that lived for long does not count.
@@ -177,7 +174,10 @@ def _end_leftovers(mark: str, server: OwnServer) -> None:
 
 
 def _work(argv: list[str], signals: JobSignals, owner: ServerOwner) -> int:
+    from launchers.launch_errors import LauncherError
     from orchestra.agents.agent import attend, context_of_task
+    from orchestra.errors import EXIT_FAILED, OrchestraError
+    from orchestra.run.paths import RunDir, SweepDir
 
     try:
         if len(argv) == 1:

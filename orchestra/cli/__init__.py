@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import importlib
 import io
 import os
@@ -166,6 +165,8 @@ def _find(argv: list[str]) -> tuple[Verb, list[str]]:
 
 
 def _unknown(argv: list[str]) -> str:
+    import difflib
+
     if argv[0].startswith("-"):
         return f"orchestra takes a verb first, found {argv[0]}; see `orchestra --help`"
     inner = [verb.name for verb in VERBS if verb.name.split()[0] == argv[0]]

@@ -16,10 +16,6 @@ import sys
 import threading
 import time
 
-import orchestra
-from launchers.host_network import free_port, reachable_address
-from orchestra.sizes.hardware import detect_gpus
-
 PREFIX = "ORCHESTRA-PROBE "
 MEETING = "meeting.json"
 LOGIN = "login"
@@ -57,9 +53,12 @@ class Probe:
 
     def _look_for_packages(self) -> None:
         try:
+            import orchestra
+
             self.answer["orchestra"] = orchestra.__version__
             self.answer["root"] = os.path.dirname(os.path.dirname(os.path.realpath(orchestra.__file__)))  # noqa: PTH120
             self.answer["torch"] = importlib.util.find_spec("torch") is not None
+            from orchestra.sizes.hardware import detect_gpus
 
             self.answer["gpus"] = detect_gpus()
         except Exception as error:  # noqa: BLE001  is the answer
@@ -68,6 +67,8 @@ class Probe:
     def _meet(self) -> socket.socket | None:
         """Listen where ranks would meet, and let the others know through the folder. *Node 0 only*."""
         try:
+            from launchers.host_network import free_port, reachable_address
+
             launch = os.environ.get("SLURM_LAUNCH_NODE_IPADDR")
             interface = None if self.interface is None else str(self.interface)
             address = reachable_address(interface, str(self.answer["host"]), launch)
