@@ -192,7 +192,7 @@ def refused(case: RecoveryCase) -> Decision | None:
 def time_limit_too_short(case: RecoveryCase) -> Decision | None:
     if [incident.kind for incident in case.row[-2:]] != [Kind.time_limit] * 2:
         return None
-    reason = f"the time limit ended two attempts in a row behind step {case.now.committed}"
+    reason = f"the time limit ended two attempts in a row after step {case.now.committed}"
     return Decision(Action.give_up, EXIT_DO_NOT_RESTART, reason)
 
 
