@@ -14,14 +14,13 @@ import argparse
 import os
 import statistics
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "slurm")]
 
-from matrix_field import Field, Subject, until  # noqa: E402
+from sites import Site, SubmittedRun, opened_at, wait_until  # noqa: E402
 
 from orchestra.run.metrics_file import read_metrics  # noqa: E402
 from orchestra.run.paths import RunDir  # noqa: E402
@@ -57,64 +56,62 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--folder", type=Path, help="keep cluster and runs there; else all is removed")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="orchestra-", dir="/tmp") as place:
-        field = Field.open(arguments.folder or Path(place))
-        try:
-            ratios = [_pair(field, number, arguments.steps) for number in range(arguments.pairs)]
-        finally:
-            field.close()
+    with opened_at(arguments.folder) as site:
+        ratios = [_pair(site, number, arguments.steps) for number in range(arguments.pairs)]
     middle, least, most = statistics.median(ratios), min(ratios), max(ratios)
     print(f"median ratio of {len(ratios)}: {middle:.4f} ({least:.4f} to {most:.4f})")
     return 0
 
 
-def _pair(field: Field, number: int, steps: int) -> float:
+def _pair(site: Site, number: int, steps: int) -> float:
     """Train both, every other time the other one first; return guarded ÷ plain."""
     seconds = {}
     for how in ("guarded", "plain")[:: 1 if number % 2 else -1]:
-        field.clear()
+        site.clear()
         name = f"{how}-{number}"
-        run = _guarded(field, name, steps) if how == "guarded" else _plain(field, name, steps)
+        run = _guarded(site, name, steps) if how == "guarded" else _plain(site, name, steps)
         seconds[how] = statistics.mean(
             row["step_time_s"] for row in read_metrics(run) if row["step"] > steps // 4
         )
     ratio = seconds["guarded"] / seconds["plain"]
-    told = ", ".join(f"{how} {1e3 * it:.2f} ms" for how, it in sorted(seconds.items()))
-    print(f"pair {number}: {told} a step, ratio {ratio:.4f}, load {os.getloadavg()[0]:.1f}", flush=True)
+    times = ", ".join(f"{how} {1e3 * mean:.2f} ms" for how, mean in sorted(seconds.items()))
+    print(f"pair {number}: {times} a step, ratio {ratio:.4f}, load {os.getloadavg()[0]:.1f}", flush=True)
     return ratio
 
 
-def _guarded(field: Field, name: str, steps: int) -> RunDir:
-    subject = field.submit(name, *SHAPE, *GUARDED, f"train.steps={steps}")
-    until(subject.is_over, f"{name} ends", LIMIT_S)
-    return _whole(subject, steps)
+def _guarded(site: Site, name: str, steps: int) -> RunDir:
+    submitted = site.submit_run(name, *SHAPE, *GUARDED, f"train.steps={steps}")
+    wait_until(submitted.is_over, f"{name} ends", LIMIT_S)
+    return _whole(submitted, steps)
 
 
-def _plain(field: Field, name: str, steps: int) -> RunDir:
+def _plain(site: Site, name: str, steps: int) -> RunDir:
     """Have the run's directory made by a job that never begins, and train it by torchrun alone."""
-    subject = field.submit(name, *SHAPE, f"train.steps={steps}", "+cluster.slurm_extra.hold=true")
-    field.site.run("scancel", subject.job)
-    run = subject.run
+    submitted = site.submit_run(name, *SHAPE, f"train.steps={steps}", "+cluster.slurm_extra.hold=true")
+    site.run("scancel", submitted.job)
+    run = submitted.dir
     run.attempt_logs(0).mkdir(parents=True)
     script = run.path / "plain.sbatch"
     script.write_text(SCRIPT.format(run=run.path, python=sys.executable))
-    job = field.site.submit(str(script))
-    until(
-        lambda: field.site.job_state(job) not in ("PENDING", "RUNNING", "COMPLETING"), f"{name} ends", LIMIT_S
+    job = site.submit(str(script))
+    wait_until(
+        lambda: site.job_state(job) not in ("PENDING", "RUNNING", "COMPLETING"), f"{name} ends", LIMIT_S
     )
-    return _whole(subject, steps)
+    return _whole(submitted, steps)
 
 
-def _whole(subject: Subject, steps: int) -> RunDir:
+def _whole(submitted: SubmittedRun, steps: int) -> RunDir:
     """Return the run, which has trained all of its steps; what its logs say otherwise."""
     deadline = time.monotonic() + 10
-    while subject.step() < steps:
+    while submitted.step() < steps:
         if time.monotonic() > deadline:
-            plain = subject.run.path / "plain.txt"
-            said = plain.read_text() if plain.exists() else ""
-            raise SystemExit(f"{subject.run.name} ended at step {subject.step()}:\n{said}{subject.said()}")
+            plain = submitted.dir.path / "plain.txt"
+            output = plain.read_text() if plain.exists() else ""
+            raise SystemExit(
+                f"{submitted.dir.name} ended at step {submitted.step()}:\n{output}{submitted.logs()}"
+            )
         time.sleep(0.1)
-    return subject.run
+    return submitted.dir
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,30 +101,28 @@ def train(arguments: argparse.Namespace) -> dict[str, Any]:
     import torch.distributed as dist
 
     from orchestra.parallel.mesh import open_mesh, open_peers, rank_environment
+    from orchestra.run.events import EventWriter, rank_writer
+    from orchestra.run.paths import RunDir
     from orchestra.train.build import build_model_and_optimizer, build_step
     from orchestra.train.copy_files import FOLDER_VARIABLE
     from orchestra.train.hooks import StepHooks
-    from orchestra.train.memory_copies import CopySettings, MemoryCopies
+    from orchestra.train.memory_copies import MemoryCopies
     from orchestra.train.state import TensorState
+    from orchestra.train.trainer import RankAttempt, checkpoint_context
 
     torch.set_num_threads(1)
     config = config_of(arguments)
     ranks = rank_environment()
     with open_mesh(config, ranks) as mesh:
         built = build_model_and_optimizer(config, mesh)
-        settings = CopySettings(
-            folder=Path(os.environ[FOLDER_VARIABLE]),
-            every_steps=1,
-            last_step=1 << 30,
-            attempt=0,
-            run="benchmark",
-            facts={},
-            mesh=mesh,
-            peers=open_peers(mesh, ranks, 0, 60.0),
-            local_world_size=1,
-            record=lambda event, evidence: sys.stderr.write(f"{event} {evidence}\n"),
-        )
-        copies = MemoryCopies(settings, TensorState(built.parallelized, built.optimizer, mesh))
+        folder = Path(os.environ[FOLDER_VARIABLE])
+        run = RunDir(folder / "run")
+        events = EventWriter(run, rank_writer(0, mesh.rank), 0, rank=mesh.rank)
+        attempt = RankAttempt(run, 0, events)
+        peers = open_peers(mesh, ranks, 0, 60.0)
+        context = checkpoint_context(config, mesh, replace(ranks, local_world_size=1), peers, attempt)
+        state = TensorState(built.parallelized, built.optimizer, mesh)
+        copies = MemoryCopies(context, state, every_steps=1, folder=folder)
         copies.prepare(0)
         training_step = build_step(config, mesh, built, StepHooks([copies]))
         tokens = torch.randint(0, arguments.vocab, (1, arguments.micro_batch, arguments.sequence + 1))

@@ -22,38 +22,38 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "slurm")]
 
-from matrix_field import Field, Subject, opened_at, until  # noqa: E402
 from recovery_times import MEANING, Births, Recovery, new_step, recovery, table  # noqa: E402
 from recovery_torchrun import PEER_FAULTS, measure_peer  # noqa: E402
+from sites import Site, SubmittedRun, opened_at, wait_until  # noqa: E402
 
 LONG = ("train.steps=1000000", "checkpoint.every_steps=10", "cluster.gpus_per_node=1")
 LIMIT_S = 240.0
 
-Blow = Callable[[Subject], None]
+Fault = Callable[[SubmittedRun], None]
 
 
-def kill_rank(run: Subject) -> None:
+def kill_rank(run: SubmittedRun) -> None:
     run.hit_rank(1)
 
 
-def stop_rank(run: Subject) -> None:
+def stop_rank(run: SubmittedRun) -> None:
     run.hit_rank(1, signal.SIGSTOP)
 
 
-def kill_agent(run: Subject) -> None:
+def kill_agent(run: SubmittedRun) -> None:
     run.hit_agent(1)
 
 
-def lose_node(run: Subject) -> None:
+def lose_node(run: SubmittedRun) -> None:
     run.fail_node(1)
 
 
-def lose_first_node(run: Subject) -> None:
+def lose_first_node(run: SubmittedRun) -> None:
     run.fail_node(0)
 
 
 # Name, what happens, the run's own overrides. Each begins with all four hosts up.
-CASES: dict[str, tuple[str, Blow, tuple[str, ...]]] = {
+CASES: dict[str, tuple[str, Fault, tuple[str, ...]]] = {
     "rank": ("rank SIGKILL", kill_rank, ("cluster.nodes=2",)),
     "agent": ("agent SIGKILL", kill_agent, ("cluster.nodes=2",)),
     "stop": ("rank SIGSTOP", stop_rank, ("cluster.nodes=2",)),
@@ -89,48 +89,48 @@ def main() -> int:
         print("this needs root: it starts a development cluster", file=sys.stderr)
         return 2
     found: list[Recovery] = []
-    with opened_at(arguments.folder) as field:
+    with opened_at(arguments.folder) as site:
         for name in filter(None, arguments.only.split(",")):
-            found += measure(field, name, arguments.repeats, tuple(arguments.set))
+            found += measure(site, name, arguments.repeats, tuple(arguments.set))
         print(table(found) if found else "")
         if arguments.peer:
-            for line in measure_peer(field, arguments.peer_only.split(","), arguments.repeats):
+            for line in measure_peer(site, arguments.peer_only.split(","), arguments.repeats):
                 print(line, flush=True)
     print("\n".join(f"- {mark}: {meaning}" for mark, meaning in MEANING.items()))
     return 0
 
 
-def measure(field: Field, name: str, repeats: int, overrides: tuple[str, ...]) -> list[Recovery]:
+def measure(site: Site, name: str, repeats: int, overrides: tuple[str, ...]) -> list[Recovery]:
     """Let one fault happen so often; print each recovery and return them."""
-    said, blow, own = CASES[name]
+    what, fault, own = CASES[name]
     found: list[Recovery] = []
     for _ in range(repeats):
         # A run of its own each time: a host that failed twice would be left out.
-        field.clear()
-        run = field.submit(f"{name}-{time.time_ns()}", *LONG, *own, *overrides)
-        births = Births(run.run)
+        site.clear()
+        run = site.submit_run(f"{name}-{time.time_ns()}", *LONG, *own, *overrides)
+        births = Births(run.dir)
         births.start()
         try:
             run.wait_for_step(15, LIMIT_S)
-            found.append(_hurt(run, said, blow, births))
+            found.append(_recovery(run, what, fault, births))
         except AssertionError as error:
-            print(f"{said}: {str(error)[:6000]}", file=sys.stderr)
+            print(f"{what}: {str(error)[:6000]}", file=sys.stderr)
         finally:
             births.close()
-    field.clear()
+    site.clear()
     return found
 
 
-def _hurt(run: Subject, said: str, blow: Blow, births: Births) -> Recovery:
+def _recovery(run: SubmittedRun, what: str, fault: Fault, births: Births) -> Recovery:
     load = os.getloadavg()[0]
     since = time.time()
-    blow(run)
-    until(lambda: new_step(run.run, since) is not None, f"{said}: a new step", LIMIT_S)
+    fault(run)
+    wait_until(lambda: new_step(run.dir, since) is not None, f"{what}: a new step", LIMIT_S)
     births.run_once()
-    back = recovery(run.run, said, since, births, load)
+    back = recovery(run.dir, what, since, births, load)
     stretches = {mark: round(seconds, 2) for mark, seconds in back.stretches().items()}
     facts = {**asdict(back), "at": {mark: round(at, 2) for mark, at in back.at.items()}}
-    print(f"{said}: {back.total_s:.1f} s at load {load:.1f}: {stretches}", flush=True)
+    print(f"{what}: {back.total_s:.1f} s at load {load:.1f}: {stretches}", flush=True)
     print(json.dumps(facts), file=sys.stderr, flush=True)
     return back
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from matrix_field import Field, TooLateError, until
+from sites import Site, TooLateError, wait_until
 
 from orchestra.run.files import read_json_lines
 
@@ -29,34 +29,34 @@ srun --unbuffered bash -c 'exec {python} -m torch.distributed.run --nnodes=2 --n
 """
 
 
-def measure_peer(field: Field, faults: list[str], repeats: int) -> Iterator[str]:
+def measure_peer(site: Site, faults: list[str], repeats: int) -> Iterator[str]:
     """Let each fault happen so often, each in a job of its own; yield a line for each."""
     for fault in faults:
         for _ in range(repeats):
-            field.clear()
-            yield _measured(field, fault)
-    field.clear()
+            site.clear()
+            yield _measured(site, fault)
+    site.clear()
 
 
-def _measured(field: Field, fault: str) -> str:
-    folder = field.site.shared / f"peer-{fault}-{time.time_ns()}"
+def _measured(site: Site, fault: str) -> str:
+    folder = site.shared / f"peer-{fault}-{time.time_ns()}"
     folder.mkdir(parents=True)
     script = folder / "job.sbatch"
     script.write_text(SCRIPT.format(folder=folder, python=sys.executable, peer=PEER))
-    job = field.site.submit(str(script))
+    job = site.submit(str(script))
     try:
-        until(lambda: _step(folder) > 15, "the peer trains", LIMIT_S)
+        wait_until(lambda: _step(folder) > 15, "the peer trains", LIMIT_S)
     except TooLateError as error:
         return f"torchrun, {fault}: {error}; its log: {(folder / 'log.txt').read_text()[-2000:]}"
-    hosts = _hosts(field, job)
+    hosts = _hosts(site, job)
     load = os.getloadavg()[0]
     since = time.time()
-    _hit(field, fault, hosts)
+    _hit(site, fault, hosts)
     limit = _STOPPED_LIMIT_S if fault == "stop" else LIMIT_S
     before = len(_rows(folder))
     first_pid = _rows(folder)[-1]["pid"]
     try:
-        until(lambda: _back_at(folder, before, first_pid) is not None, "a new step", limit)
+        wait_until(lambda: _back_at(folder, before, first_pid) is not None, "a new step", limit)
     except TooLateError:
         on = _step(folder) - _rows(folder)[before - 1]["step"]
         what = f"its ranks trained on unwatched ({on} steps)" if on > 5 else "no new step"
@@ -66,17 +66,17 @@ def _measured(field: Field, fault: str) -> str:
     return f"torchrun, {fault}: {back - since:.1f} s at load {load:.1f}"
 
 
-def _hosts(field: Field, job: str) -> list[str]:
-    shown = field.site.run("scontrol", "--oneliner", "show", "job", job).stdout
+def _hosts(site: Site, job: str) -> list[str]:
+    shown = site.run("scontrol", "--oneliner", "show", "job", job).stdout
     names = dict(part.split("=", 1) for part in shown.split() if "=" in part)["NodeList"]
-    return field.site.run("scontrol", "show", "hostnames", names).stdout.split()
+    return site.run("scontrol", "show", "hostnames", names).stdout.split()
 
 
-def _hit(field: Field, fault: str, hosts: list[str]) -> None:
+def _hit(site: Site, fault: str, hosts: list[str]) -> None:
     if fault in ("node", "first"):
-        field.fail(hosts[1 if fault == "node" else 0])
+        site.fail(hosts[1 if fault == "node" else 0])
         return
-    lines = field.processes(hosts[1]).items()
+    lines = site.processes_of_jobs(hosts[1]).items()
     is_agent = "torch.distributed.run"
     wanted = [
         pid for pid, line in lines if "recovery_peer" in line and (is_agent in line) == (fault == "agent")

@@ -20,7 +20,7 @@ from pathlib import Path
 from launchers.fork_server.client import ForkServer
 from launchers.host_network import free_port
 from launchers.node_agent import start_agent, supervise
-from launchers.spec import LaunchPlace, LaunchSpec
+from launchers.torchrun import LaunchPlace, LaunchSpec
 from orchestra.config.compose import compose
 from orchestra.config.machine import signature, this_machine
 from orchestra.run.config_file import read_config
@@ -89,7 +89,8 @@ def measured(overrides: list[str], server: ForkServer | None) -> tuple[float, fl
     parent = server.pid if server is not None else os.getpid()
     before = spent(parent, only_children=True)
     begin = time.monotonic()
-    agent = start_agent(spec, LaunchPlace(0, "127.0.0.1", free_port()), None, server)
+    starter = None if server is None else server.start_torchrun
+    agent = start_agent(spec, LaunchPlace(0, "127.0.0.1", free_port()), None, starter)
     ending = supervise(agent, lambda: 0, look)
     if ending.exit_code != 0:
         raise SystemExit(spec.node_logs[0].read_text())

@@ -26,8 +26,8 @@ What users call:
 
 How it works:
     box                 the part of a tensor: offsets and shape
-    write_plan, save    who writes what; from tensors to files and the manifest
-    read_plan, restore  who reads what; from the manifest to shards of another layout
+    plans               who writes and who reads what
+    save, restore       from tensors to files and the manifest; from the manifest to shards of another layout
     transfer            the bytes of a restore on their way between ranks
     checksums, shard_digest   of chunks and files; of whole tensors, however they are cut
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 from checkpointing.checkpoint_errors import DamagedError, StorageError
@@ -47,22 +47,19 @@ def to_remove(checkpoints: Sequence[CommittedCheckpoint], policy: RetentionPolic
     Damaged ones count for no rule, so that they cannot push an intact one out; they go once `keep_last`
     intact ones are newer.
     """
-    intact = sorted(
-        (checkpoint for checkpoint in checkpoints if checkpoint.is_intact), key=lambda kept: kept.step
-    )
-    keep = {checkpoint.step for checkpoint in intact[-max(1, policy.keep_last) :]}
+    intact = [checkpoint for checkpoint in checkpoints if checkpoint.is_intact]
+    steps = sorted(checkpoint.step for checkpoint in intact)
+    keep = set(steps[-max(1, policy.keep_last) :])
     if policy.keep_every_steps:
-        keep |= {kept.step for kept in intact if kept.step % policy.keep_every_steps == 0}
-    scored = sorted((kept.score, kept.step) for kept in intact if kept.score is not None)
+        keep |= {step for step in steps if step % policy.keep_every_steps == 0}
+    scored = sorted(
+        (checkpoint.score, checkpoint.step) for checkpoint in intact if checkpoint.score is not None
+    )
     keep |= {step for _, step in scored[: policy.keep_best]}
-    oldest_kept = min(keep, default=None)
-    gone = [checkpoint.step for checkpoint in intact if checkpoint.step not in keep]
-    gone += [
-        checkpoint.step
-        for checkpoint in checkpoints
-        if not checkpoint.is_intact and oldest_kept is not None and checkpoint.step < oldest_kept
-    ]
-    return sorted(gone)
+    if not keep:
+        return []
+    damaged = {checkpoint.step for checkpoint in checkpoints if not checkpoint.is_intact}
+    return sorted({*steps} - keep | {step for step in damaged if step < min(keep)})
 
 
 _STEP = re.compile(r"step-(\d{8,})")
@@ -103,11 +100,8 @@ def committed_steps(storage: Storage) -> list[int]:
 def step_of(name: str) -> int | None:
     """Return the step of a folder's name, None where it is not exactly that of a step."""
     match = _STEP.fullmatch(name)
-    if match is None:
-        return None
-    step = int(match[1])
     # `step-000000100` is nobody's.
-    return step if step_name(step) == name else None
+    return int(match[1]) if match is not None and step_name(int(match[1])) == name else None
 
 
 def read_manifest(storage: Storage, step: int) -> Manifest:
@@ -145,9 +139,14 @@ def commit(storage: Storage, draft: Draft, manifest: Manifest) -> None:
     content = encode(manifest)
     path = f"{draft.folder}/{MANIFEST}"
     if not storage.renames:
-        _put_surely(storage, path, content)
+        try:
+            storage.put(path, content)
+        except StorageError:
+            # Where only the answer was lost, it is there.
+            if storage.size(path) is None or storage.get(path) != content:
+                raise
         with contextlib.suppress(StorageError):
-            remove_stale_files(storage, draft.step, manifest)
+            _remove_files(storage, draft.step, manifest.files)
             _remove_set_aside(storage, draft.step)
         return
     storage.put(path, content)
@@ -158,15 +157,6 @@ def commit(storage: Storage, draft: Draft, manifest: Manifest) -> None:
         if aside is not None:
             storage.remove(aside)
         _remove_set_aside(storage, draft.step)
-
-
-def _put_surely(storage: Storage, path: str, content: bytes) -> None:
-    """Put a manifest; where the answer was lost, look whether it is there."""
-    try:
-        storage.put(path, content)
-    except StorageError:
-        if storage.size(path) is None or storage.get(path) != content:
-            raise
 
 
 def _move_aside(storage: Storage, target: str) -> str | None:
@@ -210,9 +200,7 @@ def remove_checkpoint(storage: Storage, step: int) -> None:
         storage.remove(gone)
         return
     storage.remove(file_path(step, MANIFEST))
-    for name in storage.names(step_name(step)):
-        if is_ours(name):
-            storage.remove(file_path(step, name))
+    _remove_files(storage, step)
 
 
 def set_aside(storage: Storage, step: int) -> str:
@@ -240,27 +228,24 @@ def _remove_set_aside(storage: Storage, step: int) -> None:
     if not storage.renames:
         for name in storage.names(step_name(step)):
             if name.startswith(f"{_SET_ASIDE}-"):
-                storage.remove(f"{step_name(step)}/{name}")
+                storage.remove(file_path(step, name))
         return
     for name in storage.names():
         begin, mark, _ = name.partition(f".{_SET_ASIDE}-")
-        of = step_of(begin) if mark else None
-        if of is not None and of <= step:
+        earlier = step_of(begin) if mark else None
+        if earlier is not None and earlier <= step:
             storage.remove(name)
 
 
-def is_ours(name: str) -> bool:
-    """Whether a file's name is one that a save gives on a storage without renames."""
-    return _OURS.fullmatch(name) is not None
-
-
-def remove_stale_files(storage: Storage, step: int, manifest: Manifest) -> list[str]:
-    """Remove, on a storage without renames, what other saves of this step wrote; return the paths."""
-    names = [name for name in storage.names(step_name(step)) if is_ours(name)]
-    stale = [file_path(step, name) for name in names if name not in manifest.files]
-    for path in stale:
+def _remove_files(storage: Storage, step: int, kept: Container[str] = ()) -> list[str]:
+    """Remove, on a storage without renames, what saves of this step wrote, but for the files that are kept;
+    return the paths. Files that no save named so are left alone.
+    """
+    names = storage.names(step_name(step))
+    removed = [file_path(step, name) for name in names if _OURS.fullmatch(name) and name not in kept]
+    for path in removed:
         storage.remove(path)
-    return stale
+    return removed
 
 
 def claim(storage: Storage, owner: str) -> str:
@@ -338,22 +323,17 @@ def remove_leftovers(storage: Storage) -> list[str]:
         if any(pattern.fullmatch(name) for pattern in (_DRAFT, _REMOVED, _REPLACED)):
             storage.remove(name)
             removed.append(name)
-        elif not storage.renames and step_of(name) is not None:
-            removed += _remove_unreferenced(storage, name)
+        elif not storage.renames and (step := step_of(name)) is not None:
+            removed += _remove_uncommitted(storage, step)
     return removed
 
 
-def _remove_unreferenced(storage: Storage, name: str) -> list[str]:
+def _remove_uncommitted(storage: Storage, step: int) -> list[str]:
     """Remove the files of saves that were not committed: all of ours where there is no manifest."""
-    step = step_of(name)
-    assert step is not None
-    if storage.size(f"{name}/{MANIFEST}") is None:
-        stale = [f"{step_name(step)}/{file}" for file in storage.names(name) if is_ours(file)]
-        for path in stale:
-            storage.remove(path)
-        return stale
+    if storage.size(file_path(step, MANIFEST)) is None:
+        return _remove_files(storage, step)
     try:
-        return remove_stale_files(storage, step, read_manifest(storage, step))
+        return _remove_files(storage, step, read_manifest(storage, step).files)
     except DamagedError:
         # Whatever can be told from it later, it is evidence now.
         return []

@@ -6,16 +6,15 @@ All ranks make it with the same place and options, and call the methods marked *
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
 from checkpointing import catalog
-from checkpointing.catalog import move_back, remove_leftovers
+from checkpointing.catalog import move_back
 from checkpointing.checkpoint_errors import DamagedError, StorageError
 from checkpointing.manifest import Manifest
-from checkpointing.options import Event, Needs, Options, Phase, no_event, no_fault
+from checkpointing.options import Event, Options, Phase, no_event, no_fault
 from checkpointing.peers import Peers
 from checkpointing.restore import RestoredCheckpoint, restore
 from checkpointing.save import Saver
@@ -23,7 +22,7 @@ from checkpointing.shards import Shard
 from checkpointing.storage import open_storage
 
 
-class Checkpointer:
+class Checkpointer(Saver):
     """Saves and restores this rank's part of a state under one place: a local path or any fsspec URL."""
 
     def __init__(
@@ -39,26 +38,8 @@ class Checkpointer:
         """`group` carries the tensors' bytes on restore (None: world size 1); its backend must take tensors
         of the shards' device. `on_event` may be called from a background thread.
         """
-        self._storage = open_storage(place)
-        self._peers = peers
-        self._options = options
+        super().__init__(open_storage(place), peers, options, on_event, at_phase)
         self._group = group
-        self._at_phase = at_phase
-        self._saver = Saver(self._storage, peers, options, on_event, at_phase)
-
-    def prepare(self, shards: Sequence[Shard]) -> Needs:
-        """Agree on who writes what, and return what a save takes; nothing is taken yet. *Collective*.
-
-        Removes what interrupted saves left. The same shards (names, shapes, offsets) must be passed to each
-        `save`. Raises MismatchError where the ranks' shards do not make up each tensor once.
-        """
-        if self._peers.is_coordinator:
-            remove_leftovers(self._storage)
-        return self._saver.prepare(shards)
-
-    def reserve(self, shards: Sequence[Shard]) -> None:
-        """Take the staging memory, so that a save only copies; else the first one does. *Any rank*."""
-        self._saver.reserve(shards)
 
     def committed_steps(self) -> list[int]:
         """Return the steps of the committed checkpoints, ascending. *Any rank*; it looks at the storage."""
@@ -85,18 +66,6 @@ class Checkpointer:
                     done.append((step, catalog.set_aside(self._storage, step)))
         return done
 
-    def save(self, step: int, shards: Sequence[Shard], state: Mapping[str, Any]) -> bool:
-        """Copy the shards and return; threads write and commit. *Collective*.
-
-        Returns False where the save before is still under way and `when_busy` is skip. Never raises for a
-        failing storage: the event `checkpoint_failed` tells, on every rank, and the next save tries again.
-        """
-        return self._saver.save(step, shards, state)
-
-    def wait(self) -> None:
-        """Wait for the save in flight. *Collective*. Raises SaveFailedError when it was not committed."""
-        self._saver.wait()
-
     def restore(
         self, wanted: Callable[[Manifest], Sequence[Shard]], step: int | None = None
     ) -> RestoredCheckpoint | None:
@@ -119,7 +88,7 @@ class Checkpointer:
             at_phase=self._at_phase,
         )
         if restored is not None:
-            self._saver.distrust(step for step, _ in restored.skipped)
+            self.distrust(step for step, _ in restored.skipped)
         return restored
 
     def claim(self, owner: str) -> str:

@@ -39,6 +39,11 @@ class Chunk:
     num_bytes: int
     checksum: str
 
+    @property
+    def end(self) -> int:
+        """The first byte of the file after the chunk."""
+        return self.begin + self.num_bytes
+
 
 @dataclass(frozen=True)
 class Tensor:
@@ -209,7 +214,7 @@ def _chunk(value: Any, name: str, dtype: str, files: Mapping[str, File]) -> Chun
         raise _damaged(
             f"a chunk of shape {list(shape)} has {chunk.num_bytes} bytes, which is not its size", name
         )
-    if chunk.file not in files or chunk.begin + chunk.num_bytes > files[chunk.file].num_bytes:
+    if chunk.file not in files or chunk.end > files[chunk.file].num_bytes:
         raise _damaged(f"a chunk lies outside the files that are listed, in {chunk.file}", name)
     return chunk
 
@@ -220,7 +225,7 @@ def _refuse_overlaps(tensors: Mapping[str, Tensor], files: Mapping[str, File]) -
     for tensor in tensors.values():
         for chunk in tensor.chunks:
             if chunk.num_bytes:
-                taken[chunk.file].append((chunk.begin, chunk.begin + chunk.num_bytes))
+                taken[chunk.file].append((chunk.begin, chunk.end))
     for name, ranges in taken.items():
         ranges.sort()
         if any(end > begin for (_, end), (begin, _) in itertools.pairwise(ranges)):

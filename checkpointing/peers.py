@@ -61,14 +61,14 @@ class Peers:
     def tell(self, topic: str, value: Any) -> None:
         """Leave this rank's word on a topic for the coordinator. Never waits."""
         with _explained():
-            self._store.set(f"{topic}/{self.rank}", _packed(value))
+            self._store.set(f"{topic}/{self.rank}", json.dumps(value, separators=(",", ":")))
 
     def hear_all(self, topic: str, limit_s: float | None = None) -> list[Any]:
         """Return every rank's word on a topic, by rank. Coordinator only. Raises MissingRanksError."""
         keys = [f"{topic}/{rank}" for rank in range(self.world_size)]
         self._wait(keys, topic, limit_s)
         with _explained():
-            values = [_unpacked(content) for content in self._store.multi_get(keys)]
+            values = [json.loads(content) for content in self._store.multi_get(keys)]
             for key in keys:
                 self._store.delete_key(key)
         return values
@@ -81,7 +81,7 @@ class Peers:
         if not self._are_there(keys):
             return None
         with _explained():
-            return [_unpacked(content) for content in self._store.multi_get(keys)]
+            return [json.loads(content) for content in self._store.multi_get(keys)]
 
     def answer(self, topic: str, value: Any, *, until_forgotten: bool = False) -> None:
         """Leave the coordinator's answer for all ranks. Coordinator only. Never waits.
@@ -91,7 +91,7 @@ class Peers:
         if not until_forgotten:
             self._answered.append(topic)
         with _explained():
-            self._store.set(f"{topic}/answer", _packed(value))
+            self._store.set(f"{topic}/answer", json.dumps(value, separators=(",", ":")))
             if len(self._answered) > _KEPT_ANSWERS:
                 self._store.delete_key(f"{self._answered.popleft()}/answer")
 
@@ -105,7 +105,7 @@ class Peers:
         key = f"{topic}/answer"
         self._wait([key], topic, limit_s)
         with _explained():
-            return _unpacked(self._store.get(key))
+            return json.loads(self._store.get(key))
 
     def exchange(self, topic: str, value: Any, limit_s: float | None = None) -> list[Any]:
         """Return every rank's value, by rank, on every rank. *Collective*. Raises MissingRanksError.
@@ -159,11 +159,3 @@ def _without_repeats(values: Sequence[Any]) -> dict[str, Any]:
     places: dict[str, int] = {}
     of_rank = [places.setdefault(json.dumps(value), len(places)) for value in values]
     return {"values": [json.loads(text) for text in places], "of_rank": of_rank}
-
-
-def _packed(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"))
-
-
-def _unpacked(content: bytes) -> Any:
-    return json.loads(content)

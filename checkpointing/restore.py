@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from checkpointing.checkpoint_errors import DamagedError, MismatchError, NoCheck
 from checkpointing.manifest import Manifest
 from checkpointing.options import Phase, no_fault
 from checkpointing.peers import Peers
-from checkpointing.read_plan import NamedChunk, Transfer, Want, check_fit, declaration, declared, read_plan
+from checkpointing.plans import NamedChunk, Transfer, check_fit, declaration, declared, read_plan
 from checkpointing.shards import Shard
 from checkpointing.storage import Storage
 from checkpointing.transfer import Mover, Placement, Routes
@@ -72,10 +72,10 @@ def restore(
     topic = peers.unused("restore")
     peers.exchange(f"{topic}/here", None)
     began = time.monotonic()
-    walk = _Walk(storage, step) if peers.is_coordinator else None
+    offers = _offers(storage, step)
     skipped: list[tuple[int, str]] = []
     while True:
-        manifest = _offered(peers, peers.unused(topic), walk, skipped, storage.place)
+        manifest = _offered(peers, peers.unused(topic), offers, skipped, storage.place)
         if manifest is None:
             return None
         folder = catalog.step_name(manifest.step)
@@ -96,14 +96,13 @@ def fetch(
     *,
     how: str = "broadcast",
     topic: str,
-    at_phase: Phase = no_fault,
 ) -> int:
     """Fill the shards from the files in `folder` that `manifest` lists. *Collective*.
 
     Returns the bytes that this rank read. Chunks with an empty checksum are taken as they are. Raises, on
     every rank, DamagedError or MismatchError.
     """
-    task = _RestoreTask(storage, folder, manifest, peers, group, how, peers.unused(topic), at_phase)
+    task = _RestoreTask(storage, folder, manifest, peers, group, how, peers.unused(topic))
     num_bytes, damage = _filled(task, lambda: shards)
     if damage is not None:
         raise damage
@@ -121,50 +120,49 @@ class _RestoreTask:
     group: dist.ProcessGroup | None
     how: str
     topic: str
-    at_phase: Phase
+    at_phase: Phase = no_fault
 
 
-class _Walk:
-    """The coordinator's way from the newest checkpoint to the oldest. What it says is JSON."""
-
-    def __init__(self, storage: Storage, step: int | None) -> None:
-        self._storage = storage
-        self._step = step
-        self._left: list[int] | None = None
-
-    def next(self) -> dict[str, Any]:
-        """Return the next checkpoint whose manifest and files' sizes are right, and those skipped."""
-        skipped: list[tuple[int, str]] = []
-        if self._left is None:
-            try:
-                self._left = catalog.committed_steps(self._storage)
-            except StorageError as error:
-                return {"skipped": [], "unreachable": str(error)}
-            if self._step is not None and self._step not in self._left:
-                return {"skipped": [], "absent": self._step, "there": self._left}
-            if not self._left:
-                return {"skipped": [], "empty": True}
-            self._left = self._left if self._step is None else [self._step]
-        while self._left:
-            step = self._left.pop()
-            try:
-                manifest = catalog.read_manifest(self._storage, step)
-                catalog.check_sizes(self._storage, manifest)
-            except (DamagedError, StorageError) as error:
-                skipped.append((step, str(error)))
-                continue
-            return {"skipped": skipped, "manifest": manifests.encode(manifest).decode()}
-        return {"skipped": skipped}
+def _offers(storage: Storage, step: int | None) -> Iterator[dict[str, Any]]:
+    """Yield, as JSON, the checkpoints whose manifest and files' sizes are right, the newest first, each with
+    those that were skipped before it; and where there is none (any more) why. *Coordinator.*
+    """
+    try:
+        steps = catalog.committed_steps(storage)
+    except StorageError as error:
+        yield {"unreachable": str(error)}
+        return
+    if step is not None and step not in steps:
+        yield {"absent": step, "there": steps}
+        return
+    if not steps:
+        yield {"empty": True}
+        return
+    skipped: list[tuple[int, str]] = []
+    for candidate in reversed(steps) if step is None else [step]:
+        try:
+            manifest = catalog.read_manifest(storage, candidate)
+            catalog.check_sizes(storage, manifest)
+        except (DamagedError, StorageError) as error:
+            skipped.append((candidate, str(error)))
+            continue
+        yield {"skipped": skipped, "manifest": manifests.encode(manifest).decode()}
+        skipped = []
+    yield {"skipped": skipped}
 
 
 def _offered(
-    peers: Peers, topic: str, walk: _Walk | None, skipped: list[tuple[int, str]], place: str
+    peers: Peers,
+    topic: str,
+    offers: Iterator[dict[str, Any]],
+    skipped: list[tuple[int, str]],
+    place: str,
 ) -> Manifest | None:
     """Return the manifest that the coordinator offers next; None where there are no checkpoints at all."""
-    if walk is not None:
-        peers.answer(topic, walk.next())
+    if peers.is_coordinator:
+        peers.answer(topic, next(offers))
     offer = peers.await_answer(topic, 2 * peers.limit_s)
-    skipped.extend((step, reason) for step, reason in offer["skipped"])
+    skipped.extend((step, reason) for step, reason in offer.get("skipped", ()))
     if "manifest" in offer:
         return manifests.decode(offer["manifest"].encode())
     if "empty" in offer:
@@ -190,7 +188,9 @@ def _filled(task: _RestoreTask, ask: Callable[[], Sequence[Shard]]) -> tuple[int
             task.at_phase("restore", task.manifest.step)
 
     after_read(0)
-    device = _device(words)
+    # On the GPUs as soon as one rank has shards there.
+    is_cuda = any(word["is_cuda"] for word in words)
+    device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
     routes = Routes(transfers, None if task.how == "direct" else task.group)
     mover = Mover(transfers, Placement(shards), routes, rank, device, task.peers.limit_s)
     mover.move(reader.read, after_read)
@@ -208,7 +208,7 @@ def _agreed(
     failure: Exception | None = None
     try:
         shards = ask()
-        wants = [Want(shard.name, shard.dtype, tuple(shard.shape), shard.box) for shard in shards]
+        wants = [shard.piece for shard in shards]
         check_fit(task.manifest.tensors, wants)
         word = {"wants": declaration(wants), "is_cuda": any(shard.tensor.is_cuda for shard in shards)}
     except Exception as error:  # noqa: BLE001  raised below, when the other ranks know
@@ -235,13 +235,6 @@ def _planned(task: _RestoreTask, words: Sequence[Mapping[str, Any]]) -> list[Tra
         )
     wanted = {other: declared(word["wants"]) for other, word in enumerate(words)}
     return read_plan(tensors, wanted, reader=0 if task.how == "rank0" else None)
-
-
-def _device(words: Sequence[Mapping[str, Any]]) -> torch.device:
-    """Return where bytes are passed on: on the GPUs as soon as one rank has shards there."""
-    if any(word["is_cuda"] for word in words):
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 class _CheckedReader:

@@ -8,7 +8,7 @@ save is new.
 
 from __future__ import annotations
 
-import json
+import itertools
 import mmap
 import threading
 import time
@@ -20,74 +20,16 @@ from typing import Any, cast
 import torch
 
 from checkpointing import catalog, checksums
-from checkpointing.box import ITEM_BYTES
 from checkpointing.catalog import CommittedCheckpoint, Draft, RetentionPolicy
 from checkpointing.checkpoint_errors import CheckpointError, MismatchError, MissingRanksError, SaveFailedError
 from checkpointing.manifest import Chunk, File, Manifest, Tensor
 from checkpointing.options import Event, Needs, Options, Phase
 from checkpointing.peers import Peers
+from checkpointing.plans import Image, TensorPiece, declaration, declared, images, write_plan
 from checkpointing.shard_digest import part_digest
 from checkpointing.shards import Shard, torch_dtype
 from checkpointing.storage import Storage
 from checkpointing.storage.local import ALIGNMENT
-from checkpointing.write_plan import TensorPiece, declaration, declared, write_plan
-
-# Files as they will lie on storage: a safetensors header and the pieces after it, byte for byte. Pure.
-#
-# A file is staged in memory in exactly this form, so it is written without another copy. The header is padded
-# with spaces (safetensors allows it) to a multiple of 4 KiB, so that the whole is aligned for direct writes.
-
-
-# Object stores and some tools handle larger files badly; a rank writes as many as it needs.
-_MAX_FILE_BYTES = 4 << 30
-_HEADER_ALIGNMENT = 4096
-_LENGTH_BYTES = 8
-
-
-@dataclass(frozen=True)
-class Image:
-    """One file: its name, its header, and its pieces with the offset in the file at which each begins."""
-
-    name: str
-    header: bytes
-    pieces: tuple[TensorPiece, ...]
-    begins: tuple[int, ...]
-    num_bytes: int
-
-
-def images(pieces: Sequence[TensorPiece], rank: int) -> list[Image]:
-    """Return the files that `rank` writes."""
-    return [
-        _image(f"{rank:05d}-{index:02d}.safetensors", group) for index, group in enumerate(_groups(pieces))
-    ]
-
-
-def _groups(pieces: Sequence[TensorPiece]) -> Iterator[list[TensorPiece]]:
-    """Share the pieces out to files, wide dtypes first: every piece is then aligned to its own width."""
-    group: list[TensorPiece] = []
-    size = 0
-    for piece in sorted(pieces, key=lambda piece: (-ITEM_BYTES[piece.dtype], piece)):
-        if group and size + piece.num_bytes > _MAX_FILE_BYTES:
-            yield group
-            group, size = [], 0
-        group.append(piece)
-        size += piece.num_bytes
-    if group:
-        yield group
-
-
-def _image(name: str, pieces: Iterable[TensorPiece]) -> Image:
-    entries: dict[str, Any] = {}
-    ends = [0]
-    for piece in pieces:
-        ends.append(ends[-1] + piece.num_bytes)
-        entries[piece.key] = {"dtype": piece.dtype, "shape": piece.box.shape, "data_offsets": ends[-2:]}
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-(_LENGTH_BYTES + len(text)) % _HEADER_ALIGNMENT)
-    header = len(text).to_bytes(_LENGTH_BYTES, "little") + text
-    begins = tuple(len(header) + end for end in ends[:-1])
-    return Image(name, header, tuple(pieces), begins, len(header) + ends[-1])
-
 
 # Host memory in which a save's files are put together: the only part of a save that training waits for.
 #
@@ -217,9 +159,15 @@ class Saver:
         self._known: dict[int, CommittedCheckpoint] = {}
 
     def prepare(self, shards: Sequence[Shard]) -> Needs:
-        """See `Checkpointer.prepare`."""
-        held = [TensorPiece(shard.name, shard.box, shard.dtype, shard.shape) for shard in shards]
-        values = self._peers.exchange(self._peers.unused("prepare"), declaration(held))
+        """Agree on who writes what, and return what a save takes; nothing is taken yet. *Collective*.
+
+        Removes what interrupted saves left. The same shards (names, shapes, offsets) must be passed to each
+        `save`. Raises MismatchError where the ranks' shards do not make up each tensor once.
+        """
+        if self._peers.is_coordinator:
+            catalog.remove_leftovers(self._storage)
+        held = declaration(shard.piece for shard in shards)
+        values = self._peers.exchange(self._peers.unused("prepare"), held)
         self._plan = write_plan([declared(value) for value in values])
         self._images = images(self._plan[self._peers.rank], self._peers.rank)
         return Needs(
@@ -229,13 +177,17 @@ class Saver:
         )
 
     def reserve(self, shards: Sequence[Shard]) -> None:
-        """See `Checkpointer.reserve`."""
+        """Take the staging memory, so that a save only copies; else the first one does. *Any rank*."""
         if not self._plan:
             self.prepare(shards)
         self._staging = Staging(self._images, pinned=any(shard.tensor.is_cuda for shard in shards))
 
     def save(self, step: int, shards: Sequence[Shard], state: Mapping[str, Any]) -> bool:
-        """See `Checkpointer.save`."""
+        """Copy the shards and return; threads write and commit. *Collective*.
+
+        Returns False where the save before is still under way and `when_busy` is skip. Never raises for a
+        failing storage: the event `checkpoint_failed` tells, on every rank, and the next save tries again.
+        """
         began = time.monotonic()
         if self._staging is None:
             self.reserve(shards)
@@ -254,7 +206,7 @@ class Saver:
         return True
 
     def wait(self) -> None:
-        """See `Checkpointer.wait`."""
+        """Wait for the save in flight. *Collective*. Raises SaveFailedError when it was not committed."""
         save = self._current
         if save is None:
             return
@@ -421,15 +373,12 @@ class Saver:
                 for piece, begin, (checksum, part) in rows:
                     chunks[piece] = Chunk(piece.box, name, begin, piece.num_bytes, checksum)
                     digests.setdefault(piece.name, []).append(int(part, 16))
-        tensors = {
-            name: Tensor(
-                pieces[0].dtype,
-                pieces[0].shape,
-                _total(digests[name]),
-                tuple(chunks[piece] for piece in pieces),
-            )
-            for name, pieces in _by_name(chunks).items()
-        }
+        tensors: dict[str, Tensor] = {}
+        for name, group in itertools.groupby(sorted(chunks), key=lambda piece: piece.name):
+            pieces = list(group)
+            digest = checksums.written(checksums.combined(digests[name]))
+            parts = tuple(chunks[piece] for piece in pieces)
+            tensors[name] = Tensor(pieces[0].dtype, pieces[0].shape, digest, parts)
         options = self._options
         return Manifest(
             save.step, options.generation, time.time(), options.layout, tensors, files, save.state
@@ -464,22 +413,11 @@ class Saver:
 def _sums(image: Image, content: memoryview) -> dict[str, Any]:
     """Return the checksum of a file, and of each of its chunks with its part of the tensor's digest."""
     whole = checksums.FileChecksum()
-    whole.add(image.header)
+    whole.update(image.header)
     chunks = []
     for piece, begin in zip(image.pieces, image.begins, strict=True):
         part = content[begin : begin + piece.num_bytes]
-        whole.add(part)
+        whole.update(part)
         bits = part_digest(part, piece.dtype, piece.box)
         chunks.append((checksums.of_chunk(part), checksums.written(bits)))
-    return {"checksum": whole.value(), "chunks": chunks}
-
-
-def _total(parts: Sequence[int]) -> str:
-    return checksums.written(checksums.combined(parts))
-
-
-def _by_name(pieces: Mapping[TensorPiece, Chunk]) -> dict[str, list[TensorPiece]]:
-    named: dict[str, list[TensorPiece]] = {}
-    for piece in sorted(pieces):
-        named.setdefault(piece.name, []).append(piece)
-    return named
+    return {"checksum": whole.hexdigest(), "chunks": chunks}

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from checkpointing.box import Box
 from checkpointing.checkpoint_errors import MismatchError
+from checkpointing.plans import TensorPiece
 
 _SAFETENSORS_NAMES = {
     torch.float64: "F64",
@@ -52,6 +53,11 @@ class Shard:
     @property
     def box(self) -> Box:
         return Box(self.offsets, tuple(self.tensor.shape))
+
+    @property
+    def piece(self) -> TensorPiece:
+        """What it is, without the tensor."""
+        return TensorPiece(self.name, self.box, self.dtype, tuple(self.shape))
 
     @property
     def dtype(self) -> str:

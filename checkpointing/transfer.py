@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from checkpointing.checkpoint_errors import CheckpointError, StorageError
-from checkpointing.read_plan import NamedChunk, Transfer, busiest_sets
+from checkpointing.plans import NamedChunk, Transfer, busiest_sets
 from checkpointing.shards import Shard, as_bytes, torch_dtype
 
 
@@ -121,12 +121,12 @@ class Routes:
             return ()
         assert self._group is not None
         if transfer.members == self._everyone:
-            return _works(dist.broadcast(memory, group=self._group, group_src=transfer.reader, async_op=True))
-        if transfer.members in self._groups:
-            source = transfer.members.index(transfer.reader)
-            group = self._groups[transfer.members]
-            return _works(dist.broadcast(memory, group=group, group_src=source, async_op=True))
-        return self._post_one_by_one(transfer, memory)
+            group, source = self._group, transfer.reader
+        elif transfer.members in self._groups:
+            group, source = self._groups[transfer.members], transfer.members.index(transfer.reader)
+        else:
+            return self._post_one_by_one(transfer, memory)
+        return _works(dist.broadcast(memory, group=group, group_src=source, async_op=True))
 
     def _post_one_by_one(self, transfer: Transfer, memory: Tensor) -> Sequence[dist.Work]:
         tag = transfer.begin % _NUM_TAGS

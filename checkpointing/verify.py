@@ -17,8 +17,8 @@ from queue import SimpleQueue
 from checkpointing import catalog, checksums
 from checkpointing.box import ITEM_BYTES, Box, contiguous_parts
 from checkpointing.checkpoint_errors import DamagedError, NoCheckpointError, StorageError
-from checkpointing.manifest import MANIFEST, Chunk, Manifest
-from checkpointing.read_plan import NamedChunk
+from checkpointing.manifest import MANIFEST, Manifest
+from checkpointing.plans import NamedChunk, grouped
 from checkpointing.shard_digest import part_digest
 from checkpointing.storage import Storage
 
@@ -37,17 +37,6 @@ class FileSpan:
     num_bytes: int
     box: Box = _NO_BOX
     part: NamedChunk | None = None
-
-    @property
-    def ends_chunk(self) -> bool:
-        if self.part is None:
-            return False
-        return not self.num_bytes or self.begin + self.num_bytes == end_of(self.part.chunk)
-
-
-def end_of(chunk: Chunk) -> int:
-    """Return where in its file a chunk ends."""
-    return chunk.begin + chunk.num_bytes
 
 
 def spans_of(parts: Iterable[NamedChunk], size: int) -> Iterator[FileSpan]:
@@ -74,27 +63,14 @@ def _gap(begin: int, end: int) -> Iterator[FileSpan]:
         yield FileSpan(first, min(BLOCK_BYTES, end - first))
 
 
-def blocks(spans: Iterable[FileSpan]) -> Iterator[list[FileSpan]]:
-    """Join neighbours to what is read at once."""
-    block: list[FileSpan] = []
-    size = 0
-    for span in spans:
-        if block and size + span.num_bytes > BLOCK_BYTES:
-            yield block
-            block, size = [], 0
-        block.append(span)
-        size += span.num_bytes
-    if block:
-        yield block
-
-
 def contents(
     block: memoryview, spans: Sequence[FileSpan]
-) -> Iterator[tuple[FileSpan, NamedChunk | None, memoryview]]:
-    """Yield each span of a block with its chunk and its bytes."""
+) -> Iterator[tuple[FileSpan, NamedChunk, memoryview]]:
+    """Yield each span of a block that belongs to a chunk, with the chunk and the span's bytes."""
     for span in spans:
-        begin = span.begin - spans[0].begin
-        yield span, span.part, block[begin : begin + span.num_bytes]
+        if span.part is not None:
+            begin = span.begin - spans[0].begin
+            yield span, span.part, block[begin : begin + span.num_bytes]
 
 
 # One block is read while another one is looked at.
@@ -222,13 +198,14 @@ class _Verification:
     ) -> None:
         expected = self._manifest.files[file.name]
         if size != expected.num_bytes:
-            lost = [part for part in parts if end_of(part.chunk) > size]
+            lost = [part for part in parts if part.chunk.end > size]
             what = f"it has {size} bytes, expected {expected.num_bytes}{_held(lost)}"
             file.damages.append(Damage(file.name, None, what))
-        there = [part for part in parts if end_of(part.chunk) <= size]
+        there = [part for part in parts if part.chunk.end <= size]
         sums = _FileSums(file)
         taken: list[Future[list[tuple[str, int]]]] = []
-        for spans in blocks(spans_of(there, min(size, expected.num_bytes))):
+        cut = spans_of(there, min(size, expected.num_bytes))
+        for spans in grouped(cut, lambda span: span.num_bytes, BLOCK_BYTES):
             block = self._read(file, spans)
             sums.add(block, spans)
             taken.append(pool.submit(self._digests, block, spans))
@@ -257,7 +234,6 @@ class _Verification:
             return [
                 (part.name, part_digest(content, part.dtype, span.box))
                 for span, part, content in contents(block, spans)
-                if part is not None
             ]
         finally:
             memory = block.obj
@@ -276,16 +252,14 @@ class _FileSums:
 
     def add(self, block: memoryview, spans: Sequence[FileSpan]) -> None:
         """Take in the file's next bytes."""
-        self._file.add(block)
+        self._file.update(block)
         for span, part, content in contents(block, spans):
-            if part is None:
-                continue
-            self._chunk.add(content)
-            if span.ends_chunk:
+            self._chunk.update(content)
+            if not span.num_bytes or span.begin + span.num_bytes == part.chunk.end:
                 self._end_chunk(part)
 
     def _end_chunk(self, part: NamedChunk) -> None:
-        value = self._chunk.value()
+        value = self._chunk.hexdigest()
         self._chunk = checksums.ChunkChecksum()
         if value != part.chunk.checksum:
             what = f"{part.chunk.box.label()} has the checksum {value}, expected {part.chunk.checksum}"
@@ -299,7 +273,7 @@ class _FileSums:
             what = f"chunk {differing[0]}" if num_chunks[name] == 1 else f"{count}{differing[0]}"
             self._findings.damages.append(Damage(self._findings.name, name, what))
         self._findings.damaged_tensors |= self._differing.keys()
-        value = self._file.value()
+        value = self._file.hexdigest()
         if not self._findings.damages and value != expected:
             what = (
                 f"it has the checksum {value}, expected {expected}; its tensors are right, its header is not"

@@ -12,10 +12,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-# The part of the schema that is about machines and their failures; `conf.schema` has the rest and all names.
-#
-# Standard library only, under the same rules as `conf.schema`.
-
 
 class LauncherName(Enum):
     """Who starts the nodes."""
@@ -215,12 +211,6 @@ class RecoveryConfig:
     inject: list[dict[str, Any]] = field(default_factory=list)
 
 
-# The part of the schema that is about how a model is trained and not what: over which ranks it is laid out,
-# and in which numbers it is computed; `conf.schema` has the rest and all names.
-#
-# Standard library only, under the same rules as `conf.schema`.
-
-
 class Offload(Enum):
     """What lies in host memory instead of the GPU's. `optimizer`: masters and moments, which are updated
     there. `all`: also the ranges of parameters that a rank owns, with ZeRO-3.
@@ -297,49 +287,6 @@ class PrecisionConfig:
     fp8_scaling: Scaling = Scaling.tensor
     # Blocks at each end of the model whose products stay in bf16, with precision=fp8.
     fp8_bf16_blocks: int = 0
-
-
-__all__ = [
-    "BlendPart",
-    "CheckpointConfig",
-    "ClusterConfig",
-    "Config",
-    "ContainerConfig",
-    "DType",
-    "DataConfig",
-    "Device",
-    "Family",
-    "Fault",
-    "FaultPhase",
-    "LauncherName",
-    "LossScale",
-    "LossSpikeConfig",
-    "ModelConfig",
-    "NetworkConfig",
-    "Offload",
-    "OnNonfinite",
-    "OnSpike",
-    "OptimConfig",
-    "ParallelismConfig",
-    "PrecisionConfig",
-    "PrecisionName",
-    "ProfileConfig",
-    "Recompute",
-    "RecoveryConfig",
-    "Requeue",
-    "Restore",
-    "RollBackConfig",
-    "RopeScaling",
-    "RunConfig",
-    "Scaling",
-    "Schedule",
-    "Source",
-    "StateDType",
-    "TrainConfig",
-    "WandbConfig",
-    "WandbMode",
-    "WhenBusy",
-]
 
 
 class Family(Enum):

@@ -7,7 +7,7 @@ import random
 import socket
 import struct
 
-from launchers.launch_errors import LauncherError
+from launchers import LauncherError
 
 # <linux/sockios.h>
 _SIOCGIFADDR = 0x8915

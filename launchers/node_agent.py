@@ -7,6 +7,7 @@ that started it. `StopRequests` counts the signals that ask the calling process 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import secrets
@@ -17,14 +18,13 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import IO, Any, Protocol
 
-from launchers import processes, torchrun
+from launchers import LauncherError, processes, torchrun
 from launchers.host_network import free_port
-from launchers.launch_errors import LauncherError
 from launchers.processes import MARK_VARIABLE, Process
-from launchers.spec import Ending, LaunchPlace, LaunchSpec, RankFailure
+from launchers.torchrun import Ending, LaunchPlace, LaunchSpec, RankFailure
 
 _POLL_S = 0.1
 # As much of torchrun's output as is searched for its report: that stands at the end.
@@ -68,13 +68,9 @@ class TorchrunProcess(Protocol):
         """Return the process ids of such workers, living or not, by the children that stand for them."""
 
 
-class TorchrunStarter(Protocol):
-    """Starts torchrun by other means than a new interpreter, such as `launchers.fork_server`."""
-
-    def start_torchrun(
-        self, spec: LaunchSpec, place: LaunchPlace, environment: Mapping[str, str]
-    ) -> TorchrunProcess:
-        """Start it with this environment. Raises StartRefused where a new interpreter has to be started."""
+# Starts torchrun with this environment by other means than a new interpreter: `launchers.fork_server`.
+# Raises StartRefused where a new interpreter has to be started.
+TorchrunStarter = Callable[[LaunchSpec, LaunchPlace, Mapping[str, str]], TorchrunProcess]
 
 
 class StartRefused(LauncherError):  # noqa: N818  nothing failed
@@ -84,13 +80,7 @@ class StartRefused(LauncherError):  # noqa: N818  nothing failed
 class NodeAgent:
     """One torchrun and everything below it, until `sweep` has returned. Made by `start_agent`."""
 
-    def __init__(
-        self,
-        process: TorchrunProcess,
-        log: Path,
-        mark: str,
-        patience: Patience,
-    ) -> None:
+    def __init__(self, process: TorchrunProcess, log: Path, mark: str, patience: Patience) -> None:
         self._torchrun = process
         self._log = log
         self._mark = mark
@@ -119,7 +109,10 @@ class NodeAgent:
         return 0.0 if self._idle_since is None else time.monotonic() - self._idle_since
 
     def _keep_deadlines(self) -> None:
-        size = _size(self._log)
+        size = 0
+        # Somebody may have removed it: that ends no training.
+        with contextlib.suppress(OSError):
+            size = self._log.stat().st_size
         if self._kill_at is None and size != self._log_size and torchrun.closing(self.output()):
             self._kill_at = time.monotonic() + self._patience.failed_peer_s
         self._log_size = size
@@ -153,7 +146,9 @@ class NodeAgent:
 
     def stop(self) -> None:
         """Ask the workers to end (SIGTERM) and give them time; kill those at once that ignore it."""
-        workers = self._listeners()
+        # Without children of torchrun that stand for one and end with it.
+        substitutes = self._torchrun.worker_ids()
+        workers = [process for process in self._below() if process.pid not in substitutes]
         deaf = [worker for worker in workers if processes.ignores(worker, signal.SIGTERM)]
         if len(deaf) == len(workers):
             self.kill()
@@ -170,13 +165,6 @@ class NodeAgent:
 
     def _below(self) -> list[Process]:
         return [*processes.children(self._torchrun.pid), *self._torchrun.workers_elsewhere()]
-
-    def _listeners(self) -> list[Process]:
-        """Return the workers, without children of torchrun that stand for one and end with it."""
-        substitutes = self._torchrun.worker_ids()
-        children = processes.children(self._torchrun.pid)
-        own = [child for child in children if child.pid not in substitutes]
-        return [*own, *self._torchrun.workers_elsewhere()]
 
     def _remaining(self) -> list[Process]:
         return processes.marked(f"{MARK_VARIABLE}={self._mark}")
@@ -201,14 +189,6 @@ class NodeAgent:
         return tuple(process.pid for process in left)
 
 
-def _size(log: Path) -> int:
-    """Return a log's bytes; 0 when somebody removed it: that ends no training."""
-    try:
-        return log.stat().st_size
-    except OSError:
-        return 0
-
-
 def start_agent(
     spec: LaunchSpec,
     place: LaunchPlace,
@@ -225,7 +205,7 @@ def start_agent(
     patience = patience or Patience()
     if starter is not None:
         try:
-            return NodeAgent(starter.start_torchrun(spec, place, environment), log_path, mark, patience)
+            return NodeAgent(starter(spec, place, environment), log_path, mark, patience)
         except StartRefused as refusal:
             reason = f"agent {os.getpid()}: torchrun is not forked but started, because {refusal}"
             open_node_log(log_path, reason).close()
@@ -233,7 +213,18 @@ def start_agent(
     # Becomes torchrun, its life tied to this process.
     tie = (sys.executable, "-m", "launchers.processes", str(os.getpid()))
     with open_node_log(log_path, first_line(command)) as log:
-        return NodeAgent(_popen((*tie, *command), environment, log), log_path, mark, patience)
+        try:
+            process = _ChildTorchrun(
+                (*tie, *command),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise LauncherError(f"cannot start {Path(sys.executable).name}: {error}") from error
+    return NodeAgent(process, log_path, mark, patience)
 
 
 def first_line(command: tuple[str, ...]) -> str:
@@ -263,45 +254,26 @@ class _ChildTorchrun(subprocess.Popen[bytes]):
         return {}
 
 
-def _popen(command: tuple[str, ...], environment: dict[str, str], log: IO[bytes]) -> TorchrunProcess:
-    try:
-        return _ChildTorchrun(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,
-        )
-    except OSError as error:
-        raise LauncherError(f"cannot start {Path(command[0]).name}: {error}") from error
-
-
 def supervise(agent: NodeAgent, stops: Callable[[], int], tick: Callable[[], None]) -> Ending:
     """Watch a started agent to its end and return that; whatever happens, nothing of it is left running.
 
     `stops` counts the stop requests so far (one: SIGTERM and patience; two: SIGKILL). `tick` is called
     about ten times a second for whatever the caller shows meanwhile.
     """
+    num_stops = 0
     try:
-        code = _watch(agent, stops, tick)
+        while (code := agent.poll()) is None:
+            if (count := stops()) > num_stops:
+                num_stops = count
+                agent.stop() if count == 1 else agent.kill()
+            tick()
+            time.sleep(_POLL_S)
     except BaseException:
         agent.kill()
         agent.sweep(lambda: True, lambda: None)
         raise
     survivors = agent.sweep(lambda: stops() > 1, tick)
     return Ending(code, stops(), agent.failures(), survivors)
-
-
-def _watch(agent: NodeAgent, stops: Callable[[], int], tick: Callable[[], None]) -> int:
-    num_stops = 0
-    while (code := agent.poll()) is None:
-        if (count := stops()) > num_stops:
-            num_stops = count
-            agent.stop() if count == 1 else agent.kill()
-        tick()
-        time.sleep(_POLL_S)
-    return code
 
 
 def run_local(
@@ -341,14 +313,11 @@ class StopRequests:
 
     def __enter__(self) -> StopRequests:
         for number in _ASKING:
-            if signal.getsignal(number) is signal.SIG_IGN:
-                continue
-            self._before[number] = signal.signal(number, self._receive)
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._receive)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launchers.launch_errors import LauncherError
+from launchers import LauncherError
 from launchers.processes import waits_for_a_device
 
 # One small write a second and node is what a shared file system bears from thousands of nodes.
@@ -96,6 +96,7 @@ class NodeGroup:
         Raises LauncherError where the folder cannot be made.
         """
         self.folder = folder
+        self._orders = folder / "orders"
         self.node = node
         self.num_nodes = num_nodes
         self._patience = max(1, round(timeout_s / _BEAT_S))
@@ -117,10 +118,6 @@ class NodeGroup:
             self._orders.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise LauncherError(f"cannot make {folder}: {error.strerror}") from error
-
-    @property
-    def _orders(self) -> Path:
-        return self.folder / "orders"
 
     # Who is there.
 
@@ -160,7 +157,9 @@ class NodeGroup:
         count = 0
         while not self._is_over.wait(_BEAT_S):
             self._num_turns += 1
-            if self._num_turns > self._progress_due + self._patience_with_storage():
+            # An agent gets more turns whose thread waits for storage that does not answer.
+            storage_s = _STORAGE_S if waits_for_a_device(os.getpid()) else 0.0
+            if self._num_turns > self._progress_due + storage_s / _BEAT_S:
                 # What moves by itself would say nothing of an agent that hangs.
                 self._stalled()
                 continue
@@ -169,10 +168,6 @@ class NodeGroup:
             with contextlib.suppress(OSError):
                 self._beat(count)
                 self._own_beats = count
-
-    def _patience_with_storage(self) -> float:
-        """Return how many turns more an agent gets whose thread waits for storage that does not answer."""
-        return _STORAGE_S / _BEAT_S if waits_for_a_device(os.getpid()) else 0.0
 
     def _beat(self, count: int) -> None:
         assert self.member is not None
@@ -186,14 +181,12 @@ class NodeGroup:
             names = [entry.name for entry in os.scandir(self.folder) if entry.name.startswith("member-")]
         except OSError:
             return {}
-        records = (_read(self.folder / name) for name in names)
-        members = [member for record in records if record and (member := _member(record)) is not None]
+        members = [member for name in names if (member := _member(self.folder / name)) is not None]
         return {member.node: member for member in sorted(members, key=lambda member: member.node)}
 
     def member_of(self, node: int) -> GroupMember | None:
         """Return who has joined on one node and not left; None where nobody has."""
-        record = _read(self._member_file(node))
-        return None if record is None else _member(record)
+        return _member(self._member_file(node))
 
     def leader(self) -> int:
         """Return the lowest node that has joined and is not silent. It looks no further than that one."""
@@ -222,7 +215,9 @@ class NodeGroup:
         return node != self.node and seen is not None and self._own_beats - seen.own_beats > self._patience
 
     def _is_silent(self, node: int) -> bool:
-        value = _bytes(self._beat_file(node))
+        value = None
+        with contextlib.suppress(OSError):
+            value = self._beat_file(node).read_bytes() or None
         seen = self._seen.get(node)
         if seen is None or (value is not None and value != seen.value):
             self._seen[node] = _Seen(value, self._own_beats)
@@ -237,8 +232,8 @@ class NodeGroup:
         One that cannot be read at the moment is none yet: the one before it still holds.
         """
         numbers = [int(name[:4]) for name in self._order_names() if name.endswith(".json")]
-        record = _read(self._orders / f"{max(numbers):04d}.json") if numbers else None
-        self._last_order = (None if record is None else _order(record)) or self._last_order
+        newest = _order(self._orders / f"{max(numbers):04d}.json") if numbers else None
+        self._last_order = newest or self._last_order
         return self._last_order
 
     def publish(self, order: Order) -> bool:
@@ -316,13 +311,6 @@ def _write_durably(place: Path, record: Mapping[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
-def _bytes(file: Path) -> bytes | None:
-    try:
-        return file.read_bytes() or None
-    except OSError:
-        return None
-
-
 def _read(file: Path) -> dict[str, Any] | None:
     try:
         record = json.loads(file.read_text())
@@ -331,15 +319,17 @@ def _read(file: Path) -> dict[str, Any] | None:
     return record if isinstance(record, dict) else None
 
 
-def _member(record: dict[str, Any]) -> GroupMember | None:
+def _member(file: Path) -> GroupMember | None:
+    record = _read(file)
     try:
-        return GroupMember(**record)
+        return None if record is None else GroupMember(**record)
     except TypeError:
         return None
 
 
-def _order(record: dict[str, Any]) -> Order | None:
+def _order(file: Path) -> Order | None:
+    record = _read(file)
     try:
-        return Order(**{**record, "nodes": tuple(record["nodes"])})
+        return None if record is None else Order(**{**record, "nodes": tuple(record["nodes"])})
     except (TypeError, KeyError):
         return None

@@ -52,7 +52,9 @@ def write_stacks(
     left out.
     """
     sizes = {key: _size(request.answer) for key, request in requests.items()}
-    answering = {key: it for key, it in requests.items() if _can_answer(it.process, signal_number)}
+    answering = {
+        key: request for key, request in requests.items() if _can_answer(request.process, signal_number)
+    }
     processes.send([request.process for request in answering.values()], signal_number)
     _await_answers(answering, sizes)
     files = {}
@@ -71,9 +73,8 @@ def write_stacks(
 
 def _can_answer(process: Process, signal_number: signal.Signals | int) -> bool:
     """Tell whether it handles the signal (it would die of it otherwise) and is not stopped."""
-    if processes.state(process) in ("T", "t", "Z", None):
-        return False
-    return processes.catches(process, signal_number)
+    is_running = processes.state(process) not in ("T", "t", "Z", None)
+    return is_running and processes.catches(process, signal_number)
 
 
 def _await_answers(answering: Mapping[int, StackRequest], sizes: Mapping[int, int]) -> None:
@@ -107,15 +108,10 @@ def _main_thread(text: str) -> str:
 
 def _seen_from_outside(process: Process) -> str:
     state = processes.state(process)
-    reason = {
-        "T": "it is stopped (SIGSTOP)",
-        "t": "a debugger holds it",
-        None: "it is gone",
-        "Z": "it is gone",
-    }.get(state, "it did not answer")
-    parts = [f"{reason}: its stacks as seen from outside"]
-    if state not in (None, "Z"):
-        parts += [_py_spy(process.pid), _kernel(process.pid)]
+    if state in (None, "Z"):
+        return "it is gone: its stacks as seen from outside"
+    reason = {"T": "it is stopped (SIGSTOP)", "t": "a debugger holds it"}.get(state, "it did not answer")
+    parts = [f"{reason}: its stacks as seen from outside", _py_spy(process.pid), _kernel(process.pid)]
     return "\n".join(part for part in parts if part)
 
 

@@ -37,19 +37,25 @@ class _Status:
     state: str
 
 
-def _status(pid: int) -> _Status | None:
+def _read(pid: int, name: str) -> bytes:
+    """Return a file of the process in /proc; empty where it is gone or another user's."""
     try:
-        text = (_PROC / str(pid) / "stat").read_text()
-    except (OSError, UnicodeDecodeError):
+        return (_PROC / str(pid) / name).read_bytes()
+    except OSError:
+        return b""
+
+
+def _status(pid: int) -> _Status | None:
+    # The name stands in parentheses and may hold any byte, spaces and parentheses too.
+    fields = _read(pid, "stat").rpartition(b")")[2].decode().split()
+    if not fields:
         return None
-    # The name stands in parentheses and may hold spaces and parentheses itself.
-    fields = text[text.rindex(")") + 2 :].split()
     return _Status(Process(pid, int(fields[19])), int(fields[1]), fields[0])
 
 
-def _all() -> Iterator[_Status]:
+def _living() -> Iterator[_Status]:
     for entry in _PROC.iterdir():
-        if entry.name.isdigit() and (status := _status(int(entry.name))) is not None:
+        if entry.name.isdigit() and (status := _status(int(entry.name))) is not None and status.state != "Z":
             yield status
 
 
@@ -82,52 +88,46 @@ def children(pid: int) -> list[Process]:
         living = [find(int(child)) for text in lists for child in text.split()]
         return [process for process in living if process is not None]
     # Kernels without CONFIG_PROC_CHILDREN: look at every process.
-    return [status.process for status in _all() if status.parent == pid and status.state != "Z"]
+    return [status.process for status in _living() if status.parent == pid]
 
 
 def marked(mark: str) -> list[Process]:
     """Return this user's living processes that were started with `mark` ("NAME=value") in the environment."""
-    return with_mark((status.process for status in _all() if status.state != "Z"), mark)
+    return with_mark((status.process for status in _living()), mark)
 
 
 def with_mark(processes: Iterable[Process], mark: str) -> list[Process]:
     """Return those of `processes` that have `mark` ("NAME=value") in their environment, as /proc shows it."""
     wanted = mark.encode()
-    return [process for process in processes if wanted in _environment(process.pid).split(b"\0")]
+    return [process for process in processes if wanted in _read(process.pid, "environ").split(b"\0")]
 
 
 def with_words(*words: str) -> list[Process]:
     """Return the living processes that have each of `words` as a whole word on their command line."""
     wanted = {word.encode() for word in words}
-    return [
-        status.process
-        for status in _all()
-        if status.state != "Z" and wanted <= set(_command_line(status.process.pid).split(b"\0"))
-    ]
-
-
-def _command_line(pid: int) -> bytes:
-    try:
-        return (_PROC / str(pid) / "cmdline").read_bytes()
-    except OSError:
-        return b""
-
-
-def _environment(pid: int) -> bytes:
-    try:
-        return (_PROC / str(pid) / "environ").read_bytes()
-    except OSError:
-        return b""
+    living = (status.process for status in _living())
+    return [process for process in living if wanted <= set(_read(process.pid, "cmdline").split(b"\0"))]
 
 
 def ignores(process: Process, number: signal.Signals) -> bool:
     """Tell whether the process ignores a signal (or is gone)."""
-    try:
-        status = (_PROC / str(process.pid) / "status").read_text()
-    except OSError:
-        return True
-    mask = next((line.split()[1] for line in status.splitlines() if line.startswith("SigIgn:")), "0")
-    return bool(int(mask, 16) >> (number - 1) & 1)
+    masks = _signal_masks(process)
+    return masks is None or bool(masks.get(b"SigIgn", 0) >> (number - 1) & 1)
+
+
+def catches(process: Process, number: signal.Signals | int) -> bool:
+    """Tell whether the process has a handler for a signal, and does not block it."""
+    masks = _signal_masks(process) or {}
+    return bool((masks.get(b"SigCgt", 0) & ~masks.get(b"SigBlk", 0)) >> (number - 1) & 1)
+
+
+def _signal_masks(process: Process) -> dict[bytes, int] | None:
+    """Return the masks in /proc/<pid>/status by their names there; None where the process is gone."""
+    text = _read(process.pid, "status")
+    if not text:
+        return None
+    lines = (line.split() for line in text.splitlines() if line.startswith(b"Sig"))
+    return {name.rstrip(b":"): int(mask, 16) for name, mask in lines if name != b"SigQ:"}
 
 
 def send(processes: Iterable[Process], number: signal.Signals | int) -> list[Process]:
@@ -145,17 +145,6 @@ def state(process: Process) -> str | None:
     """Return the process's letter in /proc (R runs, S sleeps, T stopped, Z ended …); None when it is gone."""
     status = _status(process.pid)
     return status.state if status is not None and status.process == process else None
-
-
-def catches(process: Process, number: signal.Signals | int) -> bool:
-    """Tell whether the process has a handler for a signal, and does not block it."""
-    try:
-        text = (_PROC / str(process.pid) / "status").read_text()
-    except OSError:
-        return False
-    fields = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
-    caught, blocked = (int(fields.get(key, "0").strip() or "0", 16) for key in ("SigCgt", "SigBlk"))
-    return bool((caught & ~blocked) >> (number - 1) & 1)
 
 
 # <sys/prctl.h>

@@ -20,7 +20,8 @@ from slurm.cluster.packages import missing_packages, require_namespaces
 
 # Stages in the order they run: a mistake shows in the cheapest test that can see it.
 STAGES = ("unit", "architecture", "golden", "ranks", "e2e", "slurm", "gpu")
-MARKED_STAGES = {"ranks", "slurm", "gpu"}
+# What the tests of a stage are marked with.
+MARKERS = {"ranks": "ranks", "e2e": "ranks", "slurm": "slurm", "gpu": "gpu"}
 HERE = Path(__file__).parent
 
 # An example may take as long as a busy machine needs: slowness is no wrong result.
@@ -44,9 +45,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        stage = stage_of(item)
-        if stage in MARKED_STAGES:
-            item.add_marker(stage)
+        if marker := MARKERS.get(stage_of(item)):
+            item.add_marker(marker)
     items.sort(key=lambda item: STAGES.index(stage_of(item)))
 
 

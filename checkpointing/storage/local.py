@@ -40,11 +40,10 @@ class LocalStorage:
             return _LocalFile(target)
 
     def put(self, path: str, content: bytes) -> None:
-        """Write a small file as one durable act."""
         target = self._folder / path
         with _explained(target), _drafted(target, content) as draft:
             draft.rename(target)
-            _sync_folder(target.parent)
+            sync_folder(target.parent)
 
     def put_new(self, path: str, content: bytes) -> bool:
         """Write a small file unless there is one: of several who try, one succeeds."""
@@ -54,16 +53,14 @@ class LocalStorage:
                 target.hardlink_to(draft)
             except FileExistsError:
                 return False
-            _sync_folder(target.parent)
+            sync_folder(target.parent)
         return True
 
     def get(self, path: str) -> bytes:
-        """Return a whole file."""
         with _explained(self._folder / path):
             return (self._folder / path).read_bytes()
 
     def read_into(self, path: str, begin: int, buffer: memoryview) -> None:
-        """Fill `buffer` with the bytes from `begin` on."""
         source = self._folder / path
         with _explained(source):
             descriptor = os.open(source, os.O_RDONLY)
@@ -76,7 +73,6 @@ class LocalStorage:
                 os.close(descriptor)
 
     def size(self, path: str) -> int | None:
-        """Return a file's size in bytes, None where there is no such file."""
         with _explained(self._folder / path):
             try:
                 status = (self._folder / path).stat()
@@ -85,7 +81,6 @@ class LocalStorage:
             return status.st_size if stat.S_ISREG(status.st_mode) else None
 
     def sizes(self, path: str) -> dict[str, int]:
-        """Return the size in bytes of each file directly in a folder, by name."""
         with _explained(self._folder / path):
             try:
                 entries = list(os.scandir(self._folder / path))
@@ -94,7 +89,6 @@ class LocalStorage:
             return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
 
     def names(self, path: str = "") -> list[str]:
-        """Return the names of what lies directly in a folder, sorted."""
         with _explained(self._folder / path):
             try:
                 return sorted(os.listdir(self._folder / path))  # noqa: PTH208  names, not paths
@@ -110,12 +104,11 @@ class LocalStorage:
         """Move a folder as one durable act; one that is in the place must be empty."""
         with _explained(self._folder / target):
             (self._folder / source).rename(self._folder / target)
-            _sync_folder((self._folder / target).parent)
+            sync_folder((self._folder / target).parent)
 
     def sync(self, path: str) -> None:
-        """Make the entries of a folder durable."""
         with _explained(self._folder / path):
-            _sync_folder(self._folder / path)
+            sync_folder(self._folder / path)
 
     def remove(self, path: str) -> None:
         """Remove a file or a folder with all it holds; several processes may do so at once."""
@@ -126,7 +119,7 @@ class LocalStorage:
             else:
                 target.unlink(missing_ok=True)
 
-    def free_bytes(self) -> int | None:
+    def free_bytes(self) -> int:
         """Return what this user can still write to the file system."""
         with _explained(self._folder):
             existing = next(folder for folder in (self._folder, *self._folder.parents) if folder.exists())
@@ -233,10 +226,11 @@ def _make_folders(folder: Path) -> None:
     for path in reversed(missing):
         # Other ranks make the same ones.
         path.mkdir(exist_ok=True)
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Make the entries of a folder durable. Raises OSError."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

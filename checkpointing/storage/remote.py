@@ -30,12 +30,8 @@ from checkpointing.checkpoint_errors import StorageError
 
 
 _PERMANENT_TYPES = (
-    FileNotFoundError,
-    PermissionError,
-    FileExistsError,
-    IsADirectoryError,
-    NotADirectoryError,
-    NotImplementedError,
+    *(FileNotFoundError, PermissionError, FileExistsError),
+    *(IsADirectoryError, NotADirectoryError, NotImplementedError),
 )
 _PASSING_TYPES = (TimeoutError, ConnectionError, InterruptedError, BlockingIOError)
 _PASSING_NUMBERS = {
@@ -49,20 +45,13 @@ _PASSING_NUMBERS = {
 }
 # Connections that broke, as botocore, aiohttp, urllib3, azure-core and http.client call them.
 _PASSING_NAMES = {
-    *(
-        "HTTPClientError",
-        "ConnectionError",
-        "ResponseStreamingError",
-        "IncompleteReadError",
-        "ResponseParserError",
-    ),
-    *("ClientConnectionError", "ClientPayloadError", "ProtocolError", "IncompleteRead"),
-    *("ServiceRequestError", "ServiceResponseError"),
+    *("HTTPClientError", "ConnectionError", "ResponseStreamingError", "IncompleteReadError"),
+    *("ResponseParserError", "ClientConnectionError", "ClientPayloadError", "ProtocolError"),
+    *("IncompleteRead", "ServiceRequestError", "ServiceResponseError"),
 }
 # Too slow or too many requests; of the server's own failures all pass but `not implemented`.
-_PASSING_STATUSES = {408, 429}
-_NOT_IMPLEMENTED = 501
 _LARGEST_STATUS = 599
+_PASSING_STATUSES = {408, 429, *range(500, _LARGEST_STATUS + 1)} - {501}
 
 
 @dataclass(frozen=True)
@@ -96,11 +85,11 @@ class Retries:
 def is_passing(error: BaseException) -> bool:
     """Whether the same request may work a moment later."""
     chain = list(causes(error))
-    statuses = [status for status in map(_http_status, chain) if status is not None]
     if any(isinstance(cause, _PERMANENT_TYPES) for cause in chain):
         return False
+    statuses = {status for status in map(_http_status, chain) if status is not None}
     if statuses:
-        return any(_is_passing_status(status) for status in statuses)
+        return not statuses.isdisjoint(_PASSING_STATUSES)
     return any(_is_passing_alone(cause) for cause in chain)
 
 
@@ -110,10 +99,6 @@ def _is_passing_alone(error: BaseException) -> bool:
     if isinstance(error, OSError) and error_number(error) in _PASSING_NUMBERS:
         return True
     return any(kind.__name__ in _PASSING_NAMES for kind in type(error).__mro__)
-
-
-def _is_passing_status(status: int) -> bool:
-    return status in _PASSING_STATUSES or (500 <= status <= _LARGEST_STATUS and status != _NOT_IMPLEMENTED)
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
@@ -197,7 +182,6 @@ class RemoteStorage:
         self._root = root.rstrip("/")
 
     def create(self, path: str, num_bytes: int) -> _RemoteFile:
-        """Open a new file of `num_bytes`; it is there when it is committed."""
         return _RemoteFile(self, path, max(_PART_BYTES, -(-num_bytes // _MAX_PARTS)))
 
     def put(self, path: str, content: bytes) -> None:
@@ -214,11 +198,9 @@ class RemoteStorage:
         return True
 
     def get(self, path: str) -> bytes:
-        """Return a whole file."""
         return bytes(self.run(path, lambda: self._fs.cat_file(self._full(path))))
 
     def read_into(self, path: str, begin: int, buffer: memoryview) -> None:
-        """Fill `buffer` with the bytes from `begin` on."""
         if not buffer:
             return
         end = begin + len(buffer)
@@ -231,19 +213,16 @@ class RemoteStorage:
         buffer[:] = content
 
     def size(self, path: str) -> int | None:
-        """Return a file's size in bytes, None where there is no such file."""
         entry = self.run(path, lambda: self._unless_missing(lambda: self._fs.info(self._full(path)), None))
         return int(entry["size"]) if entry is not None and entry["type"] == "file" else None
 
     def sizes(self, path: str) -> dict[str, int]:
-        """Return the size in bytes of each file directly in a folder, by name."""
         full = self._full(path)
         entries = self.run(path, lambda: self._unless_missing(lambda: self._fs.ls(full, detail=True), []))
         files = [entry for entry in entries if entry["type"] == "file" and entry["name"].rstrip("/") != full]
         return {entry["name"].rsplit("/", 1)[-1]: int(entry["size"]) for entry in files}
 
     def names(self, path: str = "") -> list[str]:
-        """Return the names of what lies directly in a folder, sorted."""
         full = self._full(path)
         entries = self.run(path, lambda: self._unless_missing(lambda: self._fs.ls(full, detail=False), []))
         # A folder's own marker object, or a file of that name, is nothing in it.

@@ -1,6 +1,6 @@
 """Optional: one process per node imports the slow modules once, and torchrun and ranks are forked from it.
 
-An agent uses `client.ForkServer` as its `TorchrunStarter`, by four methods:
+An agent uses `client.ForkServer`, by four methods:
 
     start()            have the server started; it imports in the background
     await_ready(...)   wait until it has imported everything, or never will

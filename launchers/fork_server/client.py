@@ -18,7 +18,7 @@ from launchers.fork_server.owner import OwnServer, RunningServer, ServerOwner, S
 from launchers.fork_server.server import differing
 from launchers.node_agent import StartRefused, first_line, open_node_log
 from launchers.processes import MARK_VARIABLE, Process
-from launchers.spec import LaunchPlace, LaunchSpec
+from launchers.torchrun import LaunchPlace, LaunchSpec
 
 # What torchrun runs instead of `python -m MODULE`, in front of MODULE.
 WORKER_LAUNCHER = (sys.executable, "-I", "-S", str(Path(__file__).with_name("worker_launcher.py")))
@@ -96,7 +96,7 @@ class ForkedTorchrun:
 
 
 class ForkServer:
-    """One node's fork server, as its agent uses it: a `launchers.node_agent.TorchrunStarter`.
+    """One node's fork server, as its agent uses it.
 
     A server is replaced at the next `start` where it is dead, silent though it was ready once, or says that
     nothing can be forked from it any more.

@@ -17,11 +17,10 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from launchers.fork_server import wire
-from launchers.fork_server.appearance import NO_MARK, ROOM_BYTES
-from launchers.fork_server.server import differing
+from launchers.fork_server.server import NO_MARK, ROOM_BYTES, differing
 from launchers.processes import MARK_VARIABLE
 
 _BACKLOG = 256
@@ -53,24 +52,10 @@ class RunningServer:
     was_ready: bool = False
 
 
-class ServerOwner(Protocol):
-    """Has one server at most. All calls from the agent's own thread."""
-
-    def provide(self, settings: ServerSettings) -> RunningServer:
-        """Return the server that lives, if it has these settings; else end it, start one. Raises OSError."""
-
-    def note_ready(self, pid: int) -> None:
-        """Note that a server has imported everything."""
-
-    def exit_code(self, pid: int) -> int | None:
-        """Return how a server ended (negative: a signal); None where it lives or nobody knows."""
-
-    def end(self, pid: int) -> None:
-        """Kill a server, and with it whatever it forked; returns when it is gone."""
-
-
 class OwnServer:
-    """A server whose parent is this process: use it from one thread, to which the kernel ties its life."""
+    """One server at most, whose parent is this process: use it from one thread, to which the kernel ties
+    its life.
+    """
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -83,6 +68,7 @@ class OwnServer:
         return None if self._server is None else self._server.pid
 
     def provide(self, settings: ServerSettings) -> RunningServer:
+        """Return the server that lives, if it has these settings; else end it, start one. Raises OSError."""
         if self._process is not None and self._server is not None and self._settings is not None:
             has_them = settings.modules == self._settings.modules and (
                 differing(settings.environment, self._settings.environment) is None
@@ -101,10 +87,12 @@ class OwnServer:
         return self._server
 
     def note_ready(self, pid: int) -> None:
+        """Note that a server has imported everything."""
         if self._server is not None and self._server.pid == pid:
             self._server = replace(self._server, was_ready=True)
 
     def exit_code(self, pid: int) -> int | None:
+        """Return how a server ended (negative: a signal); None where it lives or nobody knows."""
         if self._process is None or self._process.pid != pid:
             return None
         try:
@@ -114,6 +102,7 @@ class OwnServer:
             return None
 
     def end(self, pid: int) -> None:
+        """Kill a server, and with it whatever it forked; returns when it is gone."""
         if self._process is not None and self._process.pid == pid:
             self._process.kill()
             self.exit_code(pid)
@@ -177,6 +166,9 @@ class KeptServer:
             self._channel.close()
             raise OSError("the process that owns the fork server does not answer")
         return received[0]
+
+
+ServerOwner = OwnServer | KeptServer
 
 
 def serve(channel: socket.socket, owner: OwnServer, is_over: Callable[[], bool]) -> None:

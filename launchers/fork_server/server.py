@@ -9,6 +9,7 @@ does, at once; when its agent is gone, it kills what it forked for that one and 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import importlib.util
@@ -28,7 +29,6 @@ from pathlib import Path
 from typing import Any
 
 from launchers.fork_server import wire
-from launchers.fork_server.appearance import NO_MARK, Appearance
 from launchers.processes import MARK_VARIABLE, PARENT_VARIABLE, die_with_parent
 
 # What a forked process does to be as if a new interpreter had started it: streams, environment, module.
@@ -54,15 +54,11 @@ def differing(environment: Mapping[str, str], first: Mapping[str, str]) -> str |
     """Return a variable that a process forked from one with the environment `first` cannot have otherwise,
     but should by `environment`; None where there is none.
     """
-    return next(
-        (
-            name
-            for name in sorted({*environment, *first})
-            if name.startswith(_READ_AT_START) and not name.startswith(_READ_LATER)
-            if environment.get(name) != first.get(name)
-        ),
-        None,
-    )
+    for name in sorted({*environment, *first}):
+        is_fixed = name.startswith(_READ_AT_START) and not name.startswith(_READ_LATER)
+        if is_fixed and environment.get(name) != first.get(name):
+            return name
+    return None
 
 
 def become(program: ForkedProgram) -> None:
@@ -105,6 +101,45 @@ def _draw_again() -> None:
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
         numpy_random.seed()
+
+
+# How a forked process looks in /proc: its command line and its mark, written over those of the fork server.
+#
+# /proc/PID/cmdline and /proc/PID/environ show memory that a fork copies and that no system call of an
+# ordinary user moves. So the server is started with room on its command line and a mark of zeros, and each
+# forked process writes its own there.
+#
+# A list of process ids cannot take the place of marks: what a rank forks itself and leaves (data loaders,
+# compilers) is on no list. Measured with such a list: of two ranks that each forked a child and ended, both
+# children lived on after the attempt, with the rank's memory; by their marks both are found and ended.
+
+NO_MARK = "0" * 16
+# Bytes of an argument that only makes room; longer command lines are cut when shown.
+ROOM_BYTES = 8192
+
+
+class Appearance:
+    """The two areas of this process's memory. Raises OSError and ValueError where they are not there."""
+
+    def __init__(self) -> None:
+        stat = Path("/proc/self/stat").read_text()
+        # Fields 48 to 51 of /proc/PID/stat: begin and end of the arguments and of the environment.
+        fields = [int(field) for field in stat[stat.rindex(")") + 2 :].split()[45:49]]
+        self._arguments_at, arguments_end, environment_at, environment_end = fields
+        self._arguments_size = arguments_end - self._arguments_at
+        environment = Path("/proc/self/environ").read_bytes()
+        if environment_end - environment_at != len(environment):
+            raise ValueError("this process's environment is not where /proc says")
+        place = environment.index(f"{MARK_VARIABLE}={NO_MARK}\0".encode())
+        self._mark_at = environment_at + place + len(MARK_VARIABLE) + 1
+
+    def show(self, command: list[str], mark: str) -> None:
+        """Let /proc show this command line, cut where it is too long, and this mark of 16 characters."""
+        shown = b"\0".join(word.encode(errors="surrogateescape") for word in command)
+        # The last byte stays zero: otherwise the kernel takes the area for one long title.
+        shown = shown[: self._arguments_size - 1].ljust(self._arguments_size, b"\0")
+        ctypes.memmove(self._arguments_at, shown, len(shown))
+        ctypes.memmove(self._mark_at, mark.encode().ljust(len(NO_MARK), b"0"), len(NO_MARK))
 
 
 # How long a worker launcher that has connected may take to send its request: it holds up all others.
@@ -305,18 +340,18 @@ class Server:
             return
         child = next((child for child in self._children.values() if child.launcher is launcher), None)
         try:
-            said = wire.receive_pair(launcher)
+            message = wire.receive_pair(launcher)
         except OSError:
-            said = None
-        if child is None or said is None:
+            message = None
+        if child is None or message is None:
             self._selector.unregister(launcher)
             launcher.close()
             if child is not None:
                 child.launcher = None
                 self._kill([child])
-        elif said[0] == wire.SIGNAL:
+        elif message[0] == wire.SIGNAL:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, said[1])
+                os.killpg(child.pid, message[1])
 
     def _reap(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -412,20 +447,16 @@ def _prepared(parent: int, listener: socket.socket, modules: list[str]) -> Serve
     except (OSError, ValueError) as error:
         reason = str(error)
     if reason is not None:
-        _refuse_all(listener, reason)
+        # Its agent called before the imports began.
+        listener.settimeout(_LAST_WORD_S)
+        with contextlib.suppress(OSError):
+            caller, _ = listener.accept()
+            wire.send(caller, {"ready": False, "reason": reason})
         return None
     # What was imported stays; without this a collection in a child would copy all its pages.
     gc.collect()
     gc.freeze()
     return Server(listener, appearance, time.monotonic() - begin)
-
-
-def _refuse_all(listener: socket.socket, reason: str) -> None:
-    """Tell the agent, which called before the imports began."""
-    listener.settimeout(_LAST_WORD_S)
-    with contextlib.suppress(OSError):
-        caller, _ = listener.accept()
-        wire.send(caller, {"ready": False, "reason": reason})
 
 
 def main(arguments: list[str]) -> None:

@@ -1,7 +1,7 @@
 """How copies get from node to node: a server on each, a thread that sends new ones to a neighbour, a fetch.
 
 Training must not wait for any of it: every wait has a limit, a sender that is late skips to the newest copy,
-and one whose copy changed while it was read says so at its end. Used by `node_store`, in threads.
+and one whose copy changed while it was read says so at its end. `NodeCopies` is what an agent uses of it.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from launchers.launch_errors import LauncherError
-from launchers.memory_store.store import KEPT, OWN, Copy, CopyPlace, CopyStore, copy_of
+from launchers import LauncherError
+from launchers.memory_store.store import KEPT, OWN, Copy, CopyPlace, CopyStore, copy_of, open_copy_store
 
 # How long a message may take, or some bytes of a copy.
 WAIT_S = 10.0
@@ -74,7 +74,6 @@ class CopyConnection:
         self.connection.sendall(self._greeting + b"\n")
 
     def await_greeting(self) -> None:
-        """Receive the server's greeting."""
         self._greeting = self.line()
 
     def ask(self, **request: Any) -> None:
@@ -158,10 +157,6 @@ class CopyConnection:
         return is_good
 
 
-def as_record(copy: Copy) -> dict[str, Any]:
-    return {**copy.to_json(), "bytes": copy.num_bytes}
-
-
 def connected(address: Address, secret: str) -> CopyConnection:
     connection = socket.create_connection((address.host, address.port), WAIT_S)
     try:
@@ -208,7 +203,7 @@ class CopyServer:
     def close(self) -> None:
         """Listen no more, and end what is under way."""
         self._is_closed = True
-        for connection in (self._socket, *list(self._connections)):
+        for connection in (self._socket, *self._connections.copy()):
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
             connection.close()
@@ -269,7 +264,7 @@ class CopyServer:
             peer.answer(is_there=False)
             return
         record = place.record.read_bytes()
-        peer.answer(is_there=True, copy=as_record(place.copy), record_bytes=len(record))
+        peer.answer(is_there=True, copy=place.copy.to_record(), record_bytes=len(record))
         peer.send_copy(place, record)
 
 
@@ -354,7 +349,7 @@ class CopyPusher:
         for place in places:
             with contextlib.suppress(FileNotFoundError):
                 record = place.record.read_bytes()
-                peer.ask(verb="put", copy=as_record(place.copy), record_bytes=len(record))
+                peer.ask(verb="put", copy=place.copy.to_record(), record_bytes=len(record))
                 peer.send_copy(place, record)
                 if peer.reply()["is_kept"]:
                     continue
@@ -370,37 +365,16 @@ class CopyPusher:
             peer.connection.close()
 
 
-def listed(source: Address, secret: str) -> list[dict[str, Any]]:
-    """Return the copies that lie on another node, as JSON. Raises LauncherError where it does not say."""
-    try:
-        peer = connected(source, secret)
-        with peer.connection:
-            peer.ask(verb="list")
-            return list(peer.reply()["copies"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        where = f"{source.host}:{source.port}"
-        raise LauncherError(f"{where} does not say which copies it has: {error}") from error
-
-
-@dataclass(frozen=True)
-class WantedCopy:
-    """A rank's copy that this node is to fetch, and from where."""
-
-    rank: int
-    source: Address
-
-
 def bring_copies(
-    store: CopyStore, ranks: range, step: int, attempt: int, wanted: list[WantedCopy], secret: str
+    store: CopyStore, ranks: range, step: int, attempt: int, sources: Mapping[int, Address], secret: str
 ) -> None:
-    """Bring the copies of a step to where this node's `ranks` look for them: `wanted` from other nodes, some
-    at a time, others from those that this node keeps for a neighbour. Raises LauncherError where one is
-    not to be had.
+    """Bring the copies of a step to where this node's `ranks` look for them: those of `sources`, by rank,
+    from other nodes, some at a time, others from those that this node keeps for a neighbour. Raises
+    LauncherError where one is not to be had.
     """
-    sources = {copy.rank: copy for copy in wanted}
     with ThreadPoolExecutor(_FETCHES_AT_ONCE, thread_name_prefix="copies") as pool:
         fetched = [
-            pool.submit(_fetch, store, sources[rank], step, attempt, secret)
+            pool.submit(_fetch, store, rank, sources[rank], step, attempt, secret)
             for rank in ranks
             if not store.adopt(rank, step, attempt) and rank in sources
         ]
@@ -408,11 +382,11 @@ def bring_copies(
             future.result()
 
 
-def _fetch(store: CopyStore, wanted: WantedCopy, step: int, attempt: int, secret: str) -> None:
+def _fetch(store: CopyStore, rank: int, source: Address, step: int, attempt: int, secret: str) -> None:
     try:
-        peer = connected(wanted.source, secret)
+        peer = connected(source, secret)
         with peer.connection:
-            peer.ask(verb="get", rank=wanted.rank, step=step, attempt=attempt)
+            peer.ask(verb="get", rank=rank, step=step, attempt=attempt)
             answer = peer.reply()
             if not answer["is_there"]:
                 raise ConnectionError("it has no such copy any more")
@@ -420,7 +394,112 @@ def _fetch(store: CopyStore, wanted: WantedCopy, step: int, attempt: int, secret
             if not peer.take_copy(store, OWN, copy, int(answer["record_bytes"])):
                 raise ConnectionError("the copy changed while it was read")
     except (OSError, ValueError, KeyError) as error:
-        source = f"{wanted.source.host}:{wanted.source.port}"
         raise LauncherError(
-            f"rank {wanted.rank}'s copy of step {step} cannot be fetched from {source}: {error}"
+            f"rank {rank}'s copy of step {step} cannot be fetched from {source.host}:{source.port}: {error}"
         ) from error
+
+
+# A node agent's part in the copies, from a job's start to its end, over any number of attempts. The agents
+# decide which step training goes on from and who fetches what.
+
+
+@dataclass(frozen=True)
+class NodeCopyPlan:
+    """This node's part in an attempt: its own ranks, where their copies go, and whose come here.
+
+    `neighbour` is the address of the next node, None where there is no other node; `kept` are the
+    ranks of the node before this one. A spare has no ranks of its own, and may be the neighbour; `elsewhere`
+    is asked, from another thread, for an address where the neighbour takes no more.
+    """
+
+    attempt: int
+    own: range
+    neighbour: Mapping[str, Any] | None = None
+    kept: range = range(0)
+    elsewhere: Callable[[], Mapping[str, Any] | None] = lambda: None
+
+
+class NodeCopies:
+    """One agent's store of copies, server and sender, used from its own thread. Close it at the run's end."""
+
+    def __init__(self, run: str, host: str, address: str, secret: Path) -> None:
+        """Open the folder and listen on `address`; `secret` is a file that all agents of the job share.
+
+        Raises LauncherError where either cannot be done: the run then has its checkpoints alone.
+        """
+        self._store = open_copy_store(run, host)
+        try:
+            self._secret = shared_secret(secret)
+            self._server = CopyServer(self._store, address, self._secret)
+        except OSError as error:
+            self._store.close()
+            raise LauncherError(f"copies in memory cannot be exchanged: {error}") from error
+        self._pusher: CopyPusher | None = None
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What the environment of the ranks has to say."""
+        return self._store.environment
+
+    @property
+    def address(self) -> dict[str, Any]:
+        """Where the other nodes reach this one, as JSON."""
+        return asdict(self._server.address)
+
+    def held(self) -> list[dict[str, Any]]:
+        """Return the complete copies that lie here, as JSON."""
+        return [copy.to_json() for copy in self._store.held()]
+
+    def held_at(self, address: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return the complete copies on the node with this address, as JSON. Raises LauncherError."""
+        source = Address(**address)
+        try:
+            peer = connected(source, self._secret)
+            with peer.connection:
+                peer.ask(verb="list")
+                return list(peer.reply()["copies"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            where = f"{source.host}:{source.port}"
+            raise LauncherError(f"{where} does not say which copies it has: {error}") from error
+
+    def fetch(self, own: range, step: int, attempt: int, sources: Mapping[int, Mapping[str, Any]]) -> None:
+        """Bring the copies of a step to this node's ranks: those of `sources` (addresses by rank) from there.
+
+        Raises LauncherError where one cannot be had; the ranks then agree to begin with the checkpoint.
+        """
+        addresses = {rank: Address(**source) for rank, source in sources.items()}
+        bring_copies(self._store, own, step, attempt, addresses, self._secret)
+
+    def begin(self, part: NodeCopyPlan) -> None:
+        """Keep and send copies of an attempt from now on. Before its ranks are started."""
+        self.end()
+        self._server.expect(part.attempt)
+        if part.neighbour is not None:
+            self._pusher = CopyPusher(
+                self._store,
+                part.own,
+                part.attempt,
+                Address(**part.neighbour),
+                self._secret,
+                begun=lambda: self._store.keep_only(part.own, part.kept),
+                elsewhere=lambda: _address(part.elsewhere()),
+            )
+
+    def end(self) -> dict[str, Any]:
+        """Send no more, and take no more from the neighbour; return how it went, as evidence."""
+        self._server.expect(None)
+        pusher, self._pusher = self._pusher, None
+        if pusher is None:
+            return {}
+        pusher.close()
+        return {"pushed_step": pusher.pushed_step, "push_s": pusher.push_s, "push_problem": pusher.problem}
+
+    def close(self) -> None:
+        """End all of it and give the memory back."""
+        self.end()
+        self._server.close()
+        self._store.close()
+
+
+def _address(record: Mapping[str, Any] | None) -> Address | None:
+    return None if record is None else Address(**record)

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launchers.launch_errors import LauncherError
+from launchers import LauncherError
 
 # Tells the ranks the folder.
 FOLDER_VARIABLE = "ORCHESTRA_COPIES"
@@ -51,6 +51,10 @@ class Copy:
     def to_json(self) -> dict[str, Any]:
         """Return what the other nodes need to know of it."""
         return {"step": self.step, "attempt": self.attempt, "rank": self.rank, "layout": dict(self.layout)}
+
+    def to_record(self) -> dict[str, Any]:
+        """Return what the first line of its record says, which `copy_of` reads."""
+        return {**self.to_json(), "bytes": self.num_bytes}
 
 
 @dataclass(frozen=True)
@@ -100,15 +104,10 @@ class CopyStore:
 
     def find(self, rank: int, step: int, attempt: int) -> CopyPlace | None:
         """Return where a copy lies; None where it does not."""
-        wanted = (rank, step, attempt)
-        return next(
-            (
-                place
-                for place in self.places()
-                if (place.copy.rank, place.copy.step, place.copy.attempt) == wanted
-            ),
-            None,
-        )
+        for place in self.places():
+            if (place.copy.rank, place.copy.step, place.copy.attempt) == (rank, step, attempt):
+                return place
+        return None
 
     def adopt(self, rank: int, step: int, attempt: int) -> bool:
         """Bring a copy to where this node's own ranks look for theirs; return whether it is there."""
@@ -295,9 +294,7 @@ def _place(record: Path) -> CopyPlace | None:
 def copy_of(line: bytes) -> Copy:
     """Return the copy that the first line of a record tells of. Raises ValueError where it tells of none."""
     record = json.loads(line)
-    if not isinstance(record, dict):
-        raise ValueError("no record of a copy")
-    keys = ("attempt", "step", "rank", "bytes")
+    keys = ("attempt", "step", "rank", "bytes") if isinstance(record, dict) else ()
     numbers = [number for key in keys if isinstance(number := record.get(key), int)]
     if len(numbers) < 4 or min(numbers) < 0:
         raise ValueError("no record of a copy")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launchers.launch_errors import LauncherError
+from launchers import LauncherError
 
 # Options that the rest of the script depends on.
 _OWN = {

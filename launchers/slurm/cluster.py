@@ -51,16 +51,12 @@ def partitions() -> tuple[Partition, ...]:
     return parsed(output_of(("sinfo", "--noheader", "--exact", f"--format={_FORMAT}")))
 
 
-def node_names(partition: str | None = None) -> frozenset[str]:
-    """Return the names of all nodes of a partition, None: of the default one where there is one, else of all.
+def node_states(partition: str | None = None) -> dict[str, str]:
+    """Return Slurm's word (idle, down*) for each node of a partition; None: of the default one where there is
+    one, else of all.
 
     `partition` may be several, with commas between. Raises SlurmMissing, SlurmRefused and SlurmSilent.
     """
-    return frozenset(node_states(partition))
-
-
-def node_states(partition: str | None = None) -> dict[str, str]:
-    """Return Slurm's word (idle, down*) for each node that `node_names` names. Raises what that does."""
     chosen = () if partition is None else (f"--partition={partition}",)
     text = output_of(("sinfo", "--noheader", "--Node", "--format=%N|%P|%T", *chosen))
     lines = [[part.strip() for part in (*line.split("|", 2), "", "")] for line in text.splitlines()]

@@ -10,9 +10,8 @@ import re
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
-from launchers.launch_errors import LauncherError, SlurmMissing, SlurmRefused, SlurmSilent
+from launchers import LauncherError, SlurmMissing, SlurmRefused, SlurmSilent
 
 # sbatch takes options from variables and hands the whole environment on to the job. Typed inside another
 # allocation it would take over that one's nodes, tasks and limits.
@@ -80,11 +79,11 @@ def both_outputs_of(
         # Slurm ends the commands of a job's step with the job, perhaps after the controller had its request.
         raise SlurmSilent(f"{name} was ended by signal {-done.returncode}")
     if done.returncode != 0:
-        said = _last_words(done.stderr, name) or f"exit code {done.returncode}"
+        reason = _last_words(done.stderr, name) or f"exit code {done.returncode}"
         # Slurm says why it refuses; a command that ends without a word may have reached the controller.
         is_silent = not done.stderr.strip() or _SILENCE.search(done.stderr)
         kind = SlurmSilent if is_silent else SlurmRefused
-        raise kind(f"{name}: {said}")
+        raise kind(f"{name}: {reason}")
     return done.stdout, done.stderr
 
 
@@ -155,26 +154,17 @@ _FULL = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class Limits:
-    """What one job array may hold: its tasks are numbered from 0 to `array_size` - 1. 0: no arrays at all."""
-
-    array_size: int
-
-
 # Slurm's own, for a controller that does not say.
-DEFAULT_LIMITS = Limits(array_size=1001)
+DEFAULT_ARRAY_SIZE = 1001
 
 
-def limits() -> Limits:
-    """Return the cluster's limits. Raises SlurmMissing, SlurmRefused and SlurmSilent."""
-    return parsed_limits(settings())
+def array_size() -> int:
+    """Return what one job array may hold: its tasks are numbered from 0 to one less. 0: no arrays at all.
 
-
-def parsed_limits(config: Mapping[str, str]) -> Limits:
-    """Return the limits in what `scontrol show config` printed, by name."""
-    size = config.get("MaxArraySize", "")
-    return Limits(int(size)) if size.isdecimal() else DEFAULT_LIMITS
+    Raises SlurmMissing, SlurmRefused and SlurmSilent.
+    """
+    size = settings().get("MaxArraySize", "")
+    return int(size) if size.isdecimal() else DEFAULT_ARRAY_SIZE
 
 
 def is_full(refusal: str) -> bool:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from launchers.launch_errors import LauncherError
+from launchers import LauncherError
 from launchers.slurm.commands import asked_cluster, output_of
 
 # Job ids as Slurm writes them: 123, 123_4 for a task of an array, 123_[5-9%2] for several.
@@ -137,15 +137,6 @@ class JobState:
 Answer = tuple[dict[SubmittedJob, JobState], list[str]]
 
 
-def job_states(jobs: Sequence[SubmittedJob], past: Collection[SubmittedJob]) -> Answer:
-    """Return what Slurm says of each job, and why Slurm could not be asked if it could not.
-
-    One call of squeue for all of them, and at most one of sacct, for those in `past` that are over or no
-    longer in the queue. Without accounting the latter are `GONE`.
-    """
-    return Questions().states(jobs, past)
-
-
 class Questions:
     """Asks Slurm at most once in `pause_s`; in between its last answer stands.
 
@@ -166,7 +157,11 @@ class Questions:
         return self._asked is None or time.monotonic() - self._asked >= self._pause_s
 
     def states(self, jobs: Sequence[SubmittedJob], past: Collection[SubmittedJob]) -> Answer:
-        """Do what `job_states` does."""
+        """Return what Slurm says of each job, and why Slurm could not be asked if it could not.
+
+        One call of squeue for all of them, and at most one of sacct, for those in `past` that are over or no
+        longer in the queue. Without accounting the latter are `GONE`.
+        """
         if not jobs:
             return {}, []
         users = {job.user for job in jobs}
@@ -331,9 +326,9 @@ def _past(jobs: Sequence[SubmittedJob]) -> dict[SubmittedJob, JobState]:
         parts = line.split("|", 7)
         if len(parts) != 8:
             continue
-        label, said, user, exit_code, nodes, submitted, name, comment = parts
+        label, state_by, user, exit_code, nodes, submitted, name, comment = parts
         # As in "CANCELLED by 1000".
-        state, _, by = said.partition(" by ")
+        state, _, by = state_by.partition(" by ")
         number, tasks = job_and_tasks(label)
         for task in (None,) if tasks is None else tasks:
             job = known.get((number, task))

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launchers.launch_errors import LauncherError, SlurmRefused, SlurmSilent
+from launchers import LauncherError, SlurmRefused, SlurmSilent
 from launchers.slurm.commands import both_outputs_of, output_of
 from launchers.slurm.queue import find_by_token, job_and_tasks, joined
 
@@ -37,8 +37,8 @@ def tested(script: str) -> Estimate | None:
 
     Raises SlurmRefused with its reason, SlurmSilent and SlurmMissing.
     """
-    _, said = both_outputs_of(("sbatch", "--test-only"), stdin=script)
-    match = _ESTIMATE.search(said)
+    _, answer = both_outputs_of(("sbatch", "--test-only"), stdin=script)
+    match = _ESTIMATE.search(answer)
     return Estimate(match["time"], match["nodes"]) if match else None
 
 
@@ -114,14 +114,14 @@ def cancel(labels: Iterable[str], *, only_waiting: bool = True) -> None:
     wanted = list(dict.fromkeys(labels))
     for some in _batches(wanted):
         if not only_waiting:
-            _said("scancel", *joined(some))
+            _output("scancel", *joined(some))
             continue
         tasks = [label for label in some if job_and_tasks(label)[1] is not None]
         whole, part = _arrays(tasks)
         if others := [label for label in some if label not in set(tasks)]:
-            _said("scancel", _WAITING, *others)
+            _output("scancel", _WAITING, *others)
         if whole:
-            _said("scancel", _WAITING, *whole)
+            _output("scancel", _WAITING, *whole)
         if part:
             _cancel_some(part)
 
@@ -137,25 +137,25 @@ def _arrays(tasks: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _cancel_some(tasks: Sequence[str]) -> None:
-    _said("scontrol", "hold", *joined(tasks))
+    _output("scontrol", "hold", *joined(tasks))
     waiting = set(_waiting({_array(task) for task in tasks}))
     if held := [task for task in tasks if task in waiting]:
-        _said("scancel", *joined(held))
+        _output("scancel", *joined(held))
     if begun := [task for task in tasks if task not in waiting]:
         # Held while it ran, it would not start again after a requeue.
-        _said("scontrol", "release", *joined(begun))
+        _output("scontrol", "release", *joined(begun))
 
 
 def _waiting(arrays: Iterable[str]) -> list[str]:
     words = ("squeue", "--noheader", "--array", "--states=PENDING", "--format=%i")
-    return _said(*words, f"--jobs={','.join(arrays)}").split()
+    return _output(*words, f"--jobs={','.join(arrays)}").split()
 
 
 def _array(task: str) -> str:
     return job_and_tasks(task)[0]
 
 
-def _said(*words: str) -> str:
+def _output(*words: str) -> str:
     """Run a command and return what it printed, nothing where it only says that jobs are over."""
     try:
         return output_of(words)

@@ -12,9 +12,8 @@ import re
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import TracebackType
 
-from launchers.launch_errors import LauncherError, SlurmRefused
+from launchers import LauncherError, SlurmRefused
 from launchers.node_agent import StopRequests
 from launchers.slurm.commands import output_of
 
@@ -23,7 +22,6 @@ QUERY_TIMEOUT_S = 5.0
 _REQUEUE_TIMEOUT_S = 10.0
 # Values may hold spaces, names do not.
 _FIELD = re.compile(r"(?:^|\s)(\w+)=(.*?)(?=\s+[\w/:&]+=|\s*$)")
-_ENDING = "COMPLETING"
 _NOTHING = ("None", "(null)", "N/A", "Unknown")
 
 
@@ -107,9 +105,7 @@ class JobSignals(StopRequests):
             self._before[number] = signal.signal(number, self._receive)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Ignore them from here on.
 
         srun ends the other tasks when one has failed, and a task that is about to end with its own code must

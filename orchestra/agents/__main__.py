@@ -1,6 +1,4 @@
-"""`python -m orchestra.agents RUN_DIR`: what srun starts on each node of a job.
-
-For an array of a sweep it is `SWEEP_DIR --first F`: task t trains the member with index F + t.
+"""`python -m orchestra.agents RUN_DIR` (or as `agent.run_of` says): what srun starts on each node of a job.
 
 The process that srun starts only keeps an agent alive: it forks the agent, and forks it again when it was
 killed, after everything that the dead one had started is gone. It keeps for the next agent what takes long to
@@ -19,7 +17,6 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 from launchers import processes
 from launchers.fork_server.owner import KeptServer, OwnServer, ServerOwner, serve
@@ -38,7 +35,8 @@ def main(argv: list[str]) -> int:
     """Keep this node's agent alive until it ends by itself; return its exit code."""
     signals = _SignalRelay()
     os.environ[_MARK] = mark = secrets.token_hex(8)
-    _import_ahead()
+    # What agents need: the first one is here no later for it, and the next ones at once.
+    importlib.import_module("orchestra.agents.agent")
     server = OwnServer()
     num_starts = 0
     while num_starts < _MOST_STARTS:
@@ -95,12 +93,6 @@ def _forked(argv: list[str]) -> _AgentProcess:
         _become_agent(parent, argv, KeptServer(agents))
     agents.close()
     return _AgentProcess(pid, ours)
-
-
-def _import_ahead() -> None:
-    """Import what agents need: the first one is here no later for it, and the next ones at once."""
-    for name in ("orchestra.agents.agent", "orchestra.run.paths"):
-        importlib.import_module(name)
 
 
 _RELAYED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -174,18 +166,12 @@ def _end_leftovers(mark: str, server: OwnServer) -> None:
 
 
 def _work(argv: list[str], signals: JobSignals, owner: ServerOwner) -> int:
-    from launchers.launch_errors import LauncherError
-    from orchestra.agents.agent import attend, context_of_task
+    from launchers import LauncherError
+    from orchestra.agents.agent import attend, context_of_task, run_of
     from orchestra.errors import EXIT_FAILED, OrchestraError
-    from orchestra.run.paths import RunDir, SweepDir
 
     try:
-        if len(argv) == 1:
-            return attend(context_of_task(RunDir(Path(argv[0])), signals, owner)).code
-        path, _, first = argv
-        task = int(os.environ["SLURM_ARRAY_TASK_ID"])
-        member = SweepDir(Path(path)).member(int(first) + task)
-        return attend(context_of_task(member, signals, owner)).code
+        return attend(context_of_task(run_of(argv), signals, owner)).code
     except OrchestraError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code

@@ -1,7 +1,7 @@
 """One agent from start to end: it joins the others, carries out orders, and leads when it is its turn.
 
-`attend` is the same on every node of a job and in the foreground; `context_of_task` makes what it works with
-in a Slurm job (`orchestra.agents.__main__` calls both).
+`attend` is the same on every node of a Slurm job, where `orchestra.agents.__main__` calls it with what
+`context_of_task` returns, and in the foreground, where `train_here` trains a run on this machine alone.
 """
 
 from __future__ import annotations
@@ -18,25 +18,28 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from conf.schema import Config
+from launchers import LauncherError
 from launchers.fork_server.client import ForkServer
 from launchers.fork_server.owner import ServerOwner
 from launchers.host_network import free_port
-from launchers.launch_errors import LauncherError
+from launchers.memory_store.exchange import NodeCopyPlan
 from launchers.node_agent import StopRequests
 from launchers.node_group import NodeGroup, Order
-from launchers.slurm.this_job import JobTask, job_task
+from launchers.slurm.this_job import job_task
 from orchestra.agents.attempt import perform
-from orchestra.agents.context import END, REFUSE, SCHEDULER_S, AgentContext, attempt_number
+from orchestra.agents.context import END, REFUSE, SCHEDULER_S, START, AgentContext, Scheduler, attempt_number
 from orchestra.agents.leader import Leader
 from orchestra.agents.node_check.after_hang import RingMeasurement
 from orchestra.agents.node_check.own_check import node_check_of
-from orchestra.agents.node_copies import COPIES, keep_copies, open_copies
+from orchestra.agents.node_copies import COPIES, open_copies
 from orchestra.agents.slurm_job import SlurmJob
 from orchestra.agents.wait_for_nodes import NODES_TIMEOUT_S
 from orchestra.errors import EXIT_FAILED, LaunchError, RivalError
-from orchestra.recovery.incidents import Verdict
+from orchestra.recovery.history import attempt_of
+from orchestra.recovery.incidents import Verdict, node_verdict
 from orchestra.run.config_file import read_config
-from orchestra.run.paths import RunDir
+from orchestra.run.events import read_events
+from orchestra.run.paths import RunDir, SweepDir
 from orchestra.submit.launch import worker_environment
 
 _POLL_S = 0.2
@@ -160,7 +163,9 @@ class _Agent:
             self._last_attempt = attempt_number(order)
             return perform(self._context, order, self._tick)
         if self._context.node not in order.nodes:
-            keep_copies(self._context, order)
+            if self._context.copies is not None and order.action == START:
+                # A spare keeps copies of the others'.
+                self._context.copies.begin(NodeCopyPlan(attempt_number(order), range(0)))
         elif not self._group.reports(order.number, [self._group.node]):
             # The agent before this one took part in it, and died.
             lost = {"cause": "agent lost", "host": self._context.member.host}
@@ -220,7 +225,14 @@ class _Agent:
         time.sleep(_IDLE_POLL_S if is_patient and not self._group.leads else _POLL_S)
 
 
-# What an agent works with.
+def run_of(words: Sequence[str]) -> RunDir:
+    """Return the run that a batch script names to the programs that it starts: `RUN_DIR`, or for an array of
+    a sweep `SWEEP_DIR --first F`, where task t trains the member with index F + t.
+    """
+    if len(words) == 1:
+        return RunDir(Path(words[0]))
+    path, _, first = words
+    return SweepDir(Path(path)).member(int(first) + int(os.environ["SLURM_ARRAY_TASK_ID"]))
 
 
 def group_folder(control: Path, job: str, restart: int) -> Path:
@@ -263,8 +275,11 @@ def context_of_task(run: RunDir, signals: StopRequests, owner: ServerOwner) -> A
     path = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     scheduler = SlurmJob(run, config, task)
 
+    where = f"node {task.node} of {task.num_nodes} on {scheduler.host}"
+
     def say(words: str) -> None:
-        _say(task, scheduler.host, words)
+        sys.stdout.write(f"job {task.job} start {task.restart} {where}: {words}\n")
+        sys.stdout.flush()
 
     say("joins the others")
     fork_server = fork_server_of(config, run, path, owner)
@@ -282,7 +297,34 @@ def _end_this_agent() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _say(task: JobTask, host: str, words: str) -> None:
-    where = f"node {task.node} of {task.num_nodes} on {host}"
-    sys.stdout.write(f"job {task.job} start {task.restart} {where}: {words}\n")
-    sys.stdout.flush()
+def train_here(
+    config: Config,
+    run: RunDir,
+    attempt: int,
+    *,
+    tick: Callable[[int, int], None],
+    search_path: Sequence[str] = (),
+    say: Callable[[str], None] = lambda _: None,
+) -> tuple[int, Verdict]:
+    """Train to the end on this machine; return the last attempt and its verdict. No process of it is left.
+
+    A failure that may pass begins another attempt, as `orchestra.recovery.policy` says. SIGTERM, SIGHUP and
+    requests in control/ stop it after a step, with a checkpoint; SIGINT and a second signal end it at once
+    (`orchestra.agents.attempt.StopDeadline`). Main thread only. `config` is resolved; `tick` is
+    called about ten times a second with the attempt (-1 between two) and the number of stop requests so far.
+    Raises LaunchError when torchrun cannot be started or the run directory not be written.
+    """
+    with StopRequests() as signals:
+        try:
+            group = NodeGroup(group_folder(run.control, f"here-{os.getpid()}", attempt), 0, 1, 60.0)
+            fork_server = fork_server_of(config, run, search_path)
+            scheduler = Scheduler()
+            context = AgentContext(
+                run, config, group, signals, scheduler, say, search_path, fork_server=fork_server
+            )
+            result = attend(context, tick=lambda number: tick(number, signals.count()), first_attempt=attempt)
+        except (LauncherError, OSError) as error:
+            raise LaunchError(str(error)) from error
+    last = attempt if result.last_attempt is None else result.last_attempt
+    verdict = result.unwritten or node_verdict(attempt_of(read_events(run), last))
+    return last, verdict or Verdict(result.code, "no verdict", "the attempt left no record of its end")

@@ -13,19 +13,21 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from conf.schema import Config
+from launchers import LauncherError
 from launchers.host_network import free_port
-from launchers.launch_errors import LauncherError
 from launchers.node_agent import NodeAgent, Patience, StopRequests, start_agent, supervise
 from launchers.node_group import Order
-from launchers.spec import Ending, LaunchPlace, LaunchSpec, RankFailure
+from launchers.torchrun import Ending, LaunchPlace, LaunchSpec, RankFailure
 from orchestra.agents.attempt_record import AttemptRecord
 from orchestra.agents.context import START, AgentContext, attempt_number, host_of
-from orchestra.agents.hang_watch import HangWatch, NodeInAttempt, heartbeat_environment, open_hang_watch
-from orchestra.agents.hang_watch_all_nodes import HangWatchOfAllNodes
+from orchestra.agents.hang_watch import (
+    HangWatchOfAllNodes,
+    heartbeat_environment,
+    open_hang_watch,
+)
 from orchestra.agents.node_copies import COPIES, prepare_copies
 from orchestra.errors import EXIT_DONE, EXIT_FAILED, LaunchError
 from orchestra.recovery.hangs import limit_rules
@@ -65,15 +67,14 @@ def perform(context: AgentContext, order: Order, tick: Callable[[int], None]) ->
     """
     attempt = attempt_number(order)
     record = context.record(attempt)
-    watch = _AttemptWatch(context, order)
     try:
         spec, place = _launch(context, order)
         with contextlib.suppress(OSError):
             record.events.write("node_started", node=context.node, pid=os.getpid())
         stop = StopDeadline(context.run, attempt, context.signals, context.config.recovery.stop_timeout_s)
         agent = _started(context, spec, place)
-        watch.begin(record, spec, place)
         own = range(place.node * spec.ranks_per_node, (place.node + 1) * spec.ranks_per_node)
+        watch = _AttemptWatch(context, order, record, spec, own)
         idle = IdleTorchrun(context, record, own, spec.world_size)
         ending = _supervised(context, agent, stop, watch, idle, lambda: tick(attempt))
     except (LauncherError, LaunchError, OSError) as error:
@@ -90,15 +91,15 @@ def perform(context: AgentContext, order: Order, tick: Callable[[int], None]) ->
         record.write_killed_ranks(ending, was_stopped=ending.stops > 0)
         record.events.write("node_ended", node=context.node, code=ending.exit_code, **sent)
     try:
-        _report(context, order, _reported(ending, stop.interruption, watch))
+        # Ranks that were ended because the attempt broke elsewhere were not stopped on request.
+        stops = 0 if watch.broken is not None and stop.interruption is None else ending.stops
+        facts = {"stops": stops, "interruption": stop.interruption, "code": ending.exit_code}
+        _report(context, order, {**dataclasses.asdict(ending), **facts})
     except OSError:
         if not context.is_alone:
             raise
         return record.conclude(ending, stop.interruption)
     return None
-
-
-# Starting.
 
 
 def config_of(config: Config, order: Order) -> Config:
@@ -132,13 +133,11 @@ def _started(context: AgentContext, spec: LaunchSpec, place: LaunchPlace) -> Nod
         context.group.progress()
         return context.signals.count() > 0
 
-    if context.fork_server is not None:
-        context.fork_server.start()
-        context.fork_server.await_ready(_IMPORT_TIMEOUT_S, is_stopped)
-    return start_agent(spec, place, _PATIENCE, starter=context.fork_server)
-
-
-# Watching.
+    if context.fork_server is None:
+        return start_agent(spec, place, _PATIENCE)
+    context.fork_server.start()
+    context.fork_server.await_ready(_IMPORT_TIMEOUT_S, is_stopped)
+    return start_agent(spec, place, _PATIENCE, starter=context.fork_server.start_torchrun)
 
 
 def _supervised(
@@ -186,10 +185,6 @@ class StopDeadline:
         self._num_before = 0
         # Why the ranks were ended at once; None while they were not.
         self.interruption: str | None = None
-
-    def num_asked(self) -> int:
-        """Return how often a stop was asked for, in whatever way."""
-        return max(self._signals.count(), len(self._requests))
 
     def level(self) -> int:
         """Return 0 while the ranks are to be left alone, 1 when they are to be ended, 2 to kill them."""
@@ -289,33 +284,28 @@ class IdleTorchrun:
         return dataclasses.replace(ending, exit_code=EXIT_DONE)
 
 
-@dataclass
 class _AttemptWatch:
     """Looks once a second whether the attempt broke somewhere, and, where this node leads, which is lost."""
 
-    context: AgentContext
-    order: Order
-    # Why the attempt broke; None while it has not.
-    broken: dict[str, Any] | None = None
-    _hangs: HangWatch | None = None
-    _hangs_of_all_nodes: HangWatchOfAllNodes | None = None
-    _looked_at: float = field(default_factory=time.monotonic)
-
-    def begin(self, record: AttemptRecord, spec: LaunchSpec, place: LaunchPlace) -> None:
-        """Watch the ranks that have just been started, and on the first node those of all nodes."""
-        context, attempt = self.context, attempt_number(self.order)
-        config = config_of(context.config, self.order)
-        node = NodeInAttempt(attempt, context.node, place.node)
-        self._hangs = open_hang_watch(config, context.run, record.events, spec, node)
-        others = self.order.nodes[1:] if place.node == 0 else ()
+    def __init__(
+        self, context: AgentContext, order: Order, record: AttemptRecord, spec: LaunchSpec, own: range
+    ) -> None:
+        """Watch this node's `own` ranks, just started, and on the first node those of all nodes."""
+        self._context = context
+        self._order = order
+        # Why the attempt broke; None while it has not.
+        self.broken: dict[str, Any] | None = None
+        self._looked_at = -_LOOK_S
+        config = config_of(context.config, order)
+        self._hangs = open_hang_watch(config, record, spec, own)
+        others = order.nodes[1:] if context.node == order.nodes[0] else ()
         self._hangs_of_all_nodes = HangWatchOfAllNodes(
-            context.run, attempt, others, spec.world_size, limit_rules(config)
+            context.run, record.number, others, spec.world_size, limit_rules(config)
         )
 
     def close(self) -> None:
         """Remove the ranks' heartbeats. *After they have ended.*"""
-        if self._hangs is not None:
-            self._hangs.close()
+        self._hangs.close()
 
     def is_broken(self) -> bool:
         """Tell whether this node's ranks are to be ended.
@@ -329,33 +319,30 @@ class _AttemptWatch:
         return time.monotonic() - self._looked_at >= grace_s
 
     def look(self) -> None:
-        context = self.context
-        hangs = () if self._hangs is None or self.broken is not None else self._hangs.look()
-        if hangs:
+        context = self._context
+        if self.broken is None and (hangs := self._hangs.look()):
             ranks = [hang.rank for hang in hangs]
             self.broken = {"cause": "hang", "ranks": ranks, "host": context.member.host}
-            context.group.mark_broken(self.order.number, self.broken)
+            context.group.mark_broken(self._order.number, self.broken)
         now = time.monotonic()
         if context.is_alone or self.broken is not None or now - self._looked_at < _LOOK_S:
             return
         self._looked_at = now
         self._look_at_all_nodes()
         if context.group.leads:
-            mark_lost(context, self.order)
-        self.broken = context.group.broken(self.order.number)
+            mark_lost(context, self._order)
+        self.broken = context.group.broken(self._order.number)
         limits = {} if self.broken is None else self.broken.get("limits")
-        if self._hangs is not None and isinstance(limits, dict):
+        if isinstance(limits, dict):
             self._hangs.record_hangs({int(rank): float(limit_s) for rank, limit_s in limits.items()})
 
     def _look_at_all_nodes(self) -> None:
         """Let all nodes know which ranks hang, on whatever node, where this one sees them all."""
-        if self._hangs_of_all_nodes is None or self._hangs is None:
-            return
         if hanging := self._hangs_of_all_nodes.look(self._hangs.stall):
             hosts = list(dict.fromkeys(rank.host for rank, _ in hanging))
             limits = {str(rank.rank): limit_s for rank, limit_s in hanging}
             evidence = {"cause": "hang", "ranks": [rank.rank for rank, _ in hanging], "hosts": hosts}
-            self.context.group.mark_broken(self.order.number, {**evidence, "limits": limits})
+            self._context.group.mark_broken(self._order.number, {**evidence, "limits": limits})
 
 
 def mark_lost(context: AgentContext, order: Order) -> list[int]:
@@ -368,19 +355,6 @@ def mark_lost(context: AgentContext, order: Order) -> list[int]:
         evidence = {"cause": "nodes lost", "nodes": lost, "hosts": hosts}
         context.group.mark_broken(order.number, evidence)
     return lost
-
-
-# Reporting.
-
-
-def _reported(ending: Ending, interruption: str | None, watch: _AttemptWatch) -> dict[str, Any]:
-    stops = 0 if watch.broken is not None and interruption is None else ending.stops
-    return {
-        **dataclasses.asdict(ending),
-        "stops": stops,
-        "interruption": interruption,
-        "code": ending.exit_code,
-    }
 
 
 def _report(context: AgentContext, order: Order, ended: dict[str, Any]) -> None:

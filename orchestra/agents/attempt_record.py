@@ -16,7 +16,7 @@ from typing import Any
 
 from conf.schema import Config
 from launchers import processes
-from launchers.spec import Ending, LaunchSpec
+from launchers.torchrun import Ending, LaunchSpec
 from orchestra.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, LaunchError
 from orchestra.recovery.history import Attempt, attempt_of
 from orchestra.recovery.incidents import Verdict, judge, node_verdict, signal_name
@@ -158,15 +158,12 @@ class AttemptRecords:
         if attempt not in self._records:
             for number in [number for number in self._records if number < attempt]:
                 self._records.pop(number).events.close()
-            self._records[attempt] = _opened(run, attempt, node)
+            try:
+                events = EventWriter(run, node_writer(attempt, node), attempt)
+            except OSError as error:
+                raise LaunchError(f"{run.events}: cannot be written: {error.strerror}") from error
+            self._records[attempt] = AttemptRecord(run, attempt, node, events)
         return self._records[attempt]
-
-
-def _opened(run: RunDir, attempt: int, node: int) -> AttemptRecord:
-    try:
-        return AttemptRecord(run, attempt, node, EventWriter(run, node_writer(attempt, node), attempt))
-    except OSError as error:
-        raise LaunchError(f"{run.events}: cannot be written: {error.strerror}") from error
 
 
 def _layout(config: Config, world_size: int) -> dict[str, object]:

@@ -102,10 +102,25 @@ def write_findings(
     events: EventWriter, members: Mapping[int, GroupMember], listed: Mapping[str, str], taken: Sequence[int]
 ) -> None:
     """Write down what the nodes' checks found, in one event, and one for each slow node."""
-    facts = _summary(members, listed, taken)
+    checks = [member.facts.get("checked") for member in members.values()]
+    checked = [check for check in checks if isinstance(check, dict)]
+    slow_nodes = slow(members)
+    unfit = {member.host: member.facts["unfit"] for member in members.values() if not is_fit(member)}
+    doubtful = {members[node].host: words for node, words in doubts(members, listed).items()}
+    against = {*unfit, *doubtful, *(members[node].host for node in slow_nodes)}
+    left_out = [
+        member.host for node, member in members.items() if node not in taken and member.host in against
+    ]
+    findings = {"unfit": unfit, "doubt": doubtful, "left_out": left_out, "clock_off_s": _clocks_off(members)}
     with contextlib.suppress(OSError):
-        events.write("node_checked", **facts)
-        for node, words in slow(members).items():
+        events.write(
+            "node_checked",
+            nodes=len(members),
+            looked=len(checked),
+            seconds=max((check.get("seconds", 0.0) for check in checked), default=0.0),
+            **{name: value for name, value in findings.items() if value},
+        )
+        for node, words in slow_nodes.items():
             host = members[node].host
             events.write("node_slow", node=node, host=host, cause=words, used=node in taken)
 
@@ -125,27 +140,6 @@ def words_of(
     return [*lines, *(f"{host}: its clock differs from the others' by {s:.1f} s" for host, s in off.items())]
 
 
-def _summary(
-    members: Mapping[int, GroupMember], listed: Mapping[str, str], taken: Sequence[int]
-) -> dict[str, Any]:
-    checked = [
-        member.facts["checked"]
-        for member in members.values()
-        if isinstance(member.facts.get("checked"), dict)
-    ]
-    seconds = max((check.get("seconds", 0.0) for check in checked), default=0.0)
-    facts: dict[str, Any] = {"nodes": len(members), "looked": len(checked), "seconds": seconds}
-    unfit = {member.host: member.facts["unfit"] for member in members.values() if member.facts.get("unfit")}
-    doubtful = {members[node].host: words for node, words in doubts(members, listed).items()}
-    slow_hosts = {members[node].host: words for node, words in slow(members).items()}
-    against = {**unfit, **doubtful, **slow_hosts}
-    left_out = [
-        member.host for node, member in members.items() if node not in taken and member.host in against
-    ]
-    findings = {"unfit": unfit, "doubt": doubtful, "left_out": left_out, "clock_off_s": _clocks_off(members)}
-    return {**facts, **{name: value for name, value in findings.items() if value}}
-
-
 def _clocks_off(members: Mapping[int, GroupMember]) -> dict[str, float]:
     """Return the hosts whose clock differs from the others', as compared with that of the file system."""
     ahead = {member.host: _number(member, "checked", "clock_ahead_s") for member in members.values()}
@@ -154,9 +148,6 @@ def _clocks_off(members: Mapping[int, GroupMember]) -> dict[str, float]:
         return {}
     middle = statistics.median(known.values())
     return {host: round(s - middle, 1) for host, s in known.items() if abs(s - middle) > _CLOCK_SLACK_S}
-
-
-# Which nodes are slow.
 
 
 def _rates(members: Mapping[int, GroupMember]) -> dict[int, float]:
@@ -169,16 +160,13 @@ def _rates(members: Mapping[int, GroupMember]) -> dict[int, float]:
         ring = member.facts.get("ring")
         if not isinstance(ring, dict):
             continue
+        # Of both rounds; where the neighbour was not reached nothing came through.
+        rounds = ring.get("bytes_per_s")
+        rates = [float(rate) for rate in rounds if is_number(rate)] if isinstance(rounds, list) else []
         for end in (node, ring.get("to")):
             if isinstance(end, int) and end in members:
-                best[end] = max(best.get(end, 0.0), *_rounds(ring))
+                best[end] = max(best.get(end, 0.0), 0.0, *rates)
     return best
-
-
-def _rounds(ring: Mapping[str, Any]) -> list[float]:
-    """Return the rates of both rounds; where the neighbour was not reached nothing came through."""
-    rounds = ring.get("bytes_per_s")
-    return [0.0, *(float(rate) for rate in rounds if is_number(rate))] if isinstance(rounds, list) else [0.0]
 
 
 def _core_rates(members: Mapping[int, GroupMember]) -> dict[int, float]:
@@ -206,9 +194,6 @@ def _far_slower(rates: Mapping[int, float], words: Callable[[float, float], str]
     return slower
 
 
-# Which nodes there are, and which are taken.
-
-
 def _rate_words(rate: float, median: float) -> str:
     if rate >= _FAST_BYTES_PER_S:
         return ""
@@ -217,6 +202,9 @@ def _rate_words(rate: float, median: float) -> str:
 
 def _core_words(rate: float, median: float) -> str:
     return f"a core takes {median / rate:.1f} times the others' median for the same work"
+
+
+# Which nodes there are, and which are taken.
 
 
 def excluded_hosts(events: Iterable[Record], here: Mapping[str, Any]) -> frozenset[str]:

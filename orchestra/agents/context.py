@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from conf.schema import Config
 from launchers.fork_server.client import ForkServer
-from launchers.memory_store.node_store import NodeCopies
+from launchers.memory_store.exchange import NodeCopies
 from launchers.node_agent import StopRequests
 from launchers.node_group import GroupMember, NodeGroup, Order
 from orchestra.agents.attempt_record import AttemptRecord, AttemptRecords
 from orchestra.agents.node_check.own_check import NodeCheck
+from orchestra.errors import LaunchError
 from orchestra.recovery.incidents import Incident, Verdict
 from orchestra.recovery.policy import Decision
 from orchestra.run.events import EventWriter
@@ -24,51 +26,64 @@ END = "end"
 REFUSE = "refuse"
 # What is asked of the scheduler may take so long: a controller that does not answer is asked again.
 SCHEDULER_S = 900.0
+_LOOPBACK = "127.0.0.1"
 
 
 # Returns why a run was stopped: the reasons of requests (orchestra.run.stop_requests).
 Reasons = Callable[[], frozenset[str]]
 
 
-class Scheduler(Protocol):
-    """What started the agents: a Slurm job, or a command in the foreground."""
+class Scheduler:
+    """What started the agents. As it stands a command in the foreground: there is no other job to go on in.
+
+    `orchestra.agents.slurm_job.SlurmJob` is a job of Slurm's, and says all of it itself.
+    """
 
     @property
     def host(self) -> str:
         """This node's name."""
+        return socket.gethostname()
 
     @property
     def can_requeue(self) -> bool:
         """Whether the run can go on in another job."""
+        return False
 
     def facts(self) -> dict[str, Any]:
         """Return what the start of an attempt records of it."""
+        return {}
 
     def own_address(self) -> str:
         """Return the address at which this node meets the others. Raises LaunchError."""
+        return _LOOPBACK
 
     def refusal(self) -> str | None:
         """Return why this run must not be trained here now; None where it may."""
+        return None
 
-    def final_verdict(self, verdict: Verdict, attempt: int, events: EventWriter, /) -> Verdict:
+    def final_verdict(self, verdict: Verdict, _attempt: int, _events: EventWriter, /) -> Verdict:
         """Return the verdict on an attempt that stopped on request, or another in its place."""
+        return verdict
 
     def go_on(
-        self, verdict: Verdict, attempt: int, events: EventWriter, reasons: Reasons | None = None, /
+        self, _verdict: Verdict, _attempt: int, _events: EventWriter, _reasons: Reasons | None = None, /
     ) -> str:
         """Let a run that was stopped go on where it is to; return in a few words what was done.
 
-        `reasons` are asked for why it stopped; None: what the requests to stop the attempt say.
+        `_reasons` are asked for why it stopped; None: what the requests to stop the attempt say.
         """
+        return ""
 
-    def requeue(self, decision: Decision, attempt: int, events: EventWriter, /) -> str:
+    def requeue(self, _decision: Decision, _attempt: int, _events: EventWriter, /) -> str:
         """Let the run go on in another job after a failure; return in a few words what was done.
 
         Raises LauncherError, LaunchError and OSError.
         """
+        raise LaunchError("a run in the foreground has no other job to go on in")
 
     def excluded(self) -> Mapping[str, str]:
         """Return the hosts on the cluster's list of those that failed twice, and why."""
+        return {}
 
     def exclude(self, decision: Decision, log: Sequence[Incident], /) -> None:
         """Put the hosts that a decision lists onto the cluster's list. Raises OSError."""

@@ -3,7 +3,7 @@
 It reads the heartbeats of its ranks once a second from the node's memory, measures their silence on its own
 watch, and asks `orchestra.recovery.hangs` how long each may be silent. A hang is written to the events with
 the stacks of the ranks; the caller ends them. Where this node's ranks only wait, that is written too
-(`step_stalled`): the attempt's first node finds out for whom (`orchestra.agents.hang_watch_all_nodes`).
+(`step_stalled`): the attempt's first node finds out for whom (`HangWatchOfAllNodes`).
 
 Time in which the agent itself did not run (a suspended job, a starved machine) counts as no silence.
 """
@@ -11,8 +11,10 @@ Time in which the agent itself did not run (a suspended job, a starved machine) 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
+import re
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,21 +25,25 @@ from conf.schema import Config
 from launchers import processes
 from launchers.process_stacks import StackRequest, write_stacks
 from launchers.processes import Process
-from launchers.spec import LaunchSpec
-from orchestra.agents.hang_watch_all_nodes import STALLED, WENT_ON, NodeStall
+from launchers.torchrun import LaunchSpec
+from orchestra.agents.attempt_record import AttemptRecord
 from orchestra.errors import EXIT_FAILED
 from orchestra.recovery.hangs import (
     LOOK_S,
     LimitRules,
     RankHeartbeats,
     RankPosition,
+    RankTimes,
     hanging,
+    hanging_on_all_nodes,
     limit_rules,
     limits_on_node,
+    positions_in,
     stalled,
     step_limit,
 )
-from orchestra.run.events import EventWriter, is_number, read_events
+from orchestra.run.events import EventWriter, is_number, node_writer, read_events
+from orchestra.run.files import JsonLinesReader, write_atomically
 from orchestra.run.heartbeat import (
     FOLDER_VARIABLE,
     STACKS_SIGNAL,
@@ -56,15 +62,6 @@ from orchestra.run.planned_faults import AGENT_VARIABLE
 _LONGEST_PAUSE_S = 3.0
 # How often the node's summary is written, and a missing record is looked for in the run's directory.
 _SUMMARY_S = 10.0
-
-
-@dataclass(frozen=True)
-class NodeInAttempt:
-    """A node that takes part in an attempt: its number in the job, its index among those that take part."""
-
-    attempt: int
-    number: int
-    index: int
 
 
 @dataclass(frozen=True)
@@ -121,19 +118,17 @@ def heartbeat_environment(run: RunDir) -> dict[str, str]:
     return {FOLDER_VARIABLE: str(beats_folder(run)), AGENT_VARIABLE: str(os.getpid())}
 
 
-def open_hang_watch(
-    config: Config, run: RunDir, events: EventWriter, spec: LaunchSpec, node: NodeInAttempt
-) -> HangWatch:
+def open_hang_watch(config: Config, record: AttemptRecord, spec: LaunchSpec, ranks: range) -> HangWatch:
     """Return the watch over a node's ranks in an attempt that was just started with `heartbeat_environment`
     in its `spec`.
     """
-    count = spec.ranks_per_node
-    ranks = tuple(range(node.index * count, (node.index + 1) * count))
     folder = Path(spec.environment[FOLDER_VARIABLE])
-    watched = WatchedRanks(run, node.attempt, node.number, ranks, spec.world_size, folder)
-    restores = [event for event in read_events(run, ("restored",)) if event["event"] == "restored"]
-    restores_s = [event["seconds"] for event in restores if is_number(event.get("seconds"))]
-    return HangWatch(watched, limit_rules(config), events, [each for each in restores_s if each > 0])
+    watched = WatchedRanks(record.run, record.number, record.node, tuple(ranks), spec.world_size, folder)
+    restores = [event for event in read_events(record.run, ("restored",)) if event["event"] == "restored"]
+    restores_s = [
+        event["seconds"] for event in restores if is_number(event.get("seconds")) and event["seconds"] > 0
+    ]
+    return HangWatch(watched, limit_rules(config), record.events, restores_s)
 
 
 class HangWatch:
@@ -228,12 +223,16 @@ class HangWatch:
 
     def _positions(self) -> list[RankPosition]:
         """Return where the ranks are that have not ended."""
-        return [self._position(number, rank) for number, rank in self._ranks.items() if not rank.has_ended]
-
-    def _position(self, number: int, rank: _RankOnNode) -> RankPosition:
-        beat = rank.progress.beat or Beat(0, Phase.setup, 0, 0, 0, 0, 0)
-        silent_s = self._now - rank.progress.changed_at
-        return RankPosition(number, self._host, beat.phase, beat.step, beat.micro_batch, silent_s, rank.state)
+        positions = []
+        for number, rank in self._ranks.items():
+            if not rank.has_ended:
+                beat = rank.progress.beat or Beat(0, Phase.setup, 0, 0, 0, 0, 0)
+                silent_s, place = (
+                    self._now - rank.progress.changed_at,
+                    (beat.phase, beat.step, beat.micro_batch),
+                )
+                positions.append(RankPosition(number, self._host, *place, silent_s, rank.state))
+        return positions
 
     # Writing.
 
@@ -341,9 +340,79 @@ class HangWatch:
             "ended": [number for number, rank in self._ranks.items() if rank.has_ended],
         }
         path = self._watched.run.heartbeat(self._watched.node)
-        draft = path.with_suffix(f".{os.getpid()}.draft")
         with contextlib.suppress(OSError):
             # Not its parents: a run's directory that somebody removed must not come back.
             path.parent.mkdir(exist_ok=True)
-            draft.write_text(json.dumps(summary) + "\n")
-            draft.replace(path)
+            write_atomically(path, json.dumps(summary) + "\n", is_synced=False)
+
+
+STALLED, WENT_ON = "step_stalled", "step_went_on"
+_WANTED = re.compile(rb'"event"\s*:\s*"(?:' + f"{STALLED}|{WENT_ON}".encode() + rb')"')
+# What one node wrote a moment ago may be news on another one: a shared file system shows it late.
+_LOOK_S = 2.0
+# How many nodes' files are read in a second.
+_FILES_PER_S = 500
+
+
+@dataclass(frozen=True)
+class NodeStall:
+    """This node's own ranks, all of them silent or waiting, at `now` of its hang watch."""
+
+    positions: tuple[RankPosition, ...]
+    times: RankTimes
+    now: float
+
+
+class HangWatchOfAllNodes:
+    """Finds out which rank of all nodes the others wait for, through one attempt. *Its first node only*.
+
+    One node reads what all have written, so that thousands of them do not read each other's; it is the first
+    one, since it has a rank that all others wait for sooner or later.
+    """
+
+    def __init__(
+        self, run: RunDir, attempt: int, others: Sequence[int], world_size: int, rules: LimitRules
+    ) -> None:
+        """`others`: the attempt's other nodes, by their numbers in the job."""
+        files = {node: run.event_file(node_writer(attempt, node)) for node in others}
+        self._readers = {node: JsonLinesReader(file, _WANTED) for node, file in files.items()}
+        self._world_size = world_size
+        self._rules = rules
+        # By node: where its silent ranks are, and when that was seen, on the hang watch's own time.
+        self._reports: dict[int, tuple[list[RankPosition], float]] = {}
+        self._suspects: set[int] = set()
+        self._looked_at = 0.0
+
+    def look(self, stall: NodeStall | None) -> list[tuple[RankPosition, float]]:
+        """Return the ranks that hang, each with the limit in seconds that it is beyond, once two looks found
+        the same ones.
+
+        `stall` is None while this node's own ranks move: then nobody hangs, and nothing is read.
+        """
+        if stall is None or not self._readers:
+            self._suspects = set()
+            return []
+        if stall.now - self._looked_at < max(_LOOK_S, len(self._readers) / _FILES_PER_S):
+            return []
+        self._looked_at = stall.now
+        self._read(stall.now)
+        others = [
+            dataclasses.replace(rank, silent_s=rank.silent_s + stall.now - seen_at)
+            for ranks, seen_at in self._reports.values()
+            for rank in ranks
+        ]
+        positions = [*stall.positions, *others]
+        hanging = hanging_on_all_nodes(positions, self._world_size, stall.times, self._rules)
+        before, self._suspects = self._suspects, {rank.rank for rank, _ in hanging}
+        return hanging if hanging and before == self._suspects else []
+
+    def _read(self, now: float) -> None:
+        for node, reader in self._readers.items():
+            try:
+                events = reader.read_new()
+            except OSError:
+                continue
+            for event in events:
+                # Where its ranks move again nothing is known of them.
+                is_stall = event.get("event") == STALLED
+                self._reports[node] = positions_in(event) if is_stall else [], now

@@ -12,9 +12,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from launchers.launch_errors import LauncherError
+from launchers import LauncherError
 from launchers.node_group import GroupMember, Order
-from launchers.spec import Ending
+from launchers.torchrun import Ending
 from orchestra.agents import choose_nodes
 from orchestra.agents.attempt import config_of, ending_of, mark_lost, requests_of
 from orchestra.agents.attempt_record import AttemptRecord, write_started
@@ -22,13 +22,7 @@ from orchestra.agents.context import END, REFUSE, SCHEDULER_S, START, AgentConte
 from orchestra.agents.node_check.after_hang import RingAnswers, cut_off
 from orchestra.agents.node_copies import MEMORY, memory_of
 from orchestra.agents.wait_for_nodes import Preflight, WaitForNodes, called_off
-from orchestra.errors import (
-    EXIT_DONE,
-    EXIT_FAILED,
-    EXIT_INTERRUPTED,
-    EXIT_STOPPED,
-    LaunchError,
-)
+from orchestra.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, LaunchError
 from orchestra.recovery import history
 from orchestra.recovery.incidents import Incident, Verdict, incidents, node_verdict
 from orchestra.recovery.policy import Action, Decision, Rules, decide
@@ -78,31 +72,25 @@ class Leader:
         self._group.allow(SCHEDULER_S)
         context = self._context
         members = self._group.members()
-        if context.signals.count():
-            self._end_before_beginning()
-            return
-        if not self._wait.is_over(members) or not self._preflight.is_over(members):
+        # A warning came while this start of the job waited for its nodes.
+        is_warned = context.signals.count() > 0
+        if not is_warned and not (self._wait.is_over(members) and self._preflight.is_over(members)):
             return
         rival = context.scheduler.refusal()
         if rival is not None:
             self._refuse(0, rival)
             return
+        if is_warned:
+            self._order_end(0, *called_off(context))
+            return
         nodes = self._preflight.first_nodes(members)
         if nodes is None:
-            said = self._preflight.go_elsewhere(members)
-            if said is None:
+            outcome = self._preflight.go_elsewhere(members)
+            if outcome is None:
                 raise LaunchError(self._preflight.unfit_words(members) or self._wait.too_few(members))
-            self._order_end(0, EXIT_FAILED, said)
+            self._order_end(0, EXIT_FAILED, outcome)
             return
         self._start(0, nodes, members, wait_s=0.0)
-
-    def _end_before_beginning(self) -> None:
-        """End this start of the job: a warning came while it waited for its nodes."""
-        rival = self._context.scheduler.refusal()
-        if rival is not None:
-            self._refuse(0, rival)
-            return
-        self._order_end(0, *called_off(self._context))
 
     def _start(
         self, number: int, nodes: Sequence[int], members: dict[int, GroupMember], wait_s: float, **facts: Any
@@ -147,7 +135,9 @@ class Leader:
             context.run.claim(attempt).unlink(missing_ok=True)
             return
         self._write_started(order, attempt)
-        self._forward_requests(before, attempt)
+        if before is not None:
+            # It may have been asked to stop in the moment that this one began.
+            self._forward_requests(int(before), attempt)
 
     def _write_started(self, order: Order, attempt: int) -> None:
         context = self._context
@@ -177,8 +167,8 @@ class Leader:
             facts = {"code": verdict.code, "cause": cause, "message": words}
             record.events.write("failed", node=record.node, **facts)
         self._group.allow(SCHEDULER_S)
-        said = "" if is_urgent else context.scheduler.go_on(verdict, before, record.events)
-        self._order_end(number, verdict.code, said or words)
+        outcome = "" if is_urgent else context.scheduler.go_on(verdict, before, record.events)
+        self._order_end(number, verdict.code, outcome or words)
         return True
 
     def _asked(self, attempt: int) -> list[StopRequest]:
@@ -200,33 +190,21 @@ class Leader:
         self._ended_since = None
         return self._group.publish(order)
 
-    def _forward_requests(self, before: int | None, attempt: int) -> None:
-        """Ask the new attempt to stop where the one before was asked in the moment that this one began."""
-        for request in [] if before is None else requests_of(self._context, before):
-            with contextlib.suppress(OSError):
-                stop_requests.write_request(
-                    self._context.run, attempt, request.reason, at_once=request.at_once
-                )
-
-    def _forward_cancel(self, before: int, attempt: int) -> None:
-        """Let another job's attempt hear of a cancel that came while that job was submitted."""
+    def _forward_requests(self, before: int, attempt: int, *, only: str | None = None) -> None:
+        """Ask an attempt to stop as the one before was asked; `only`: where that was the reason."""
+        run = self._context.run
         for request in requests_of(self._context, before):
-            if request.reason == stop_requests.CANCEL:
+            if only in (None, request.reason):
                 with contextlib.suppress(OSError):
-                    stop_requests.write_request(
-                        self._context.run, attempt, request.reason, at_once=request.at_once
-                    )
+                    stop_requests.write_request(run, attempt, request.reason, at_once=request.at_once)
 
     # Ending.
 
     def _is_over(self, order: Order) -> bool:
         """Tell whether all nodes have reported their part, or will not any more."""
         reports = self._group.reports(order.number, order.nodes)
-        missing = [node for node in order.nodes if node not in reports]
-        if not missing:
-            return True
-        lost = mark_lost(self._context, order)
-        if all(node in lost for node in missing):
+        missing = set(order.nodes) - set(reports)
+        if not missing or missing <= set(mark_lost(self._context, order)):
             return True
         if not reports:
             self._ended_since = None
@@ -252,8 +230,8 @@ class Leader:
         requests = self._asked(attempt)
         if verdict.code in (EXIT_STOPPED, EXIT_INTERRUPTED) or requests or context.signals.count():
             stopped = as_stopped(verdict, requests)
-            said = context.scheduler.go_on(stopped, attempt, record.events)
-            self._order_end(number, verdict.code, said or verdict.cause, lost)
+            outcome = context.scheduler.go_on(stopped, attempt, record.events)
+            self._order_end(number, verdict.code, outcome or verdict.cause, lost)
         else:
             self._recover(order, verdict, record, lost)
 
@@ -325,19 +303,20 @@ class Leader:
         try:
             if not context.scheduler.can_requeue:
                 raise LaunchError(f"too few nodes are left, and no other job may follow ({decision.reason})")
-            said = context.scheduler.requeue(decision, record.number, record.events)
-            self._forward_cancel(record.number, record.number + 1)
+            outcome = context.scheduler.requeue(decision, record.number, record.events)
+            # The other job's attempt must hear of a cancel that came while that job was submitted.
+            self._forward_requests(record.number, record.number + 1, only=stop_requests.CANCEL)
         except (LauncherError, LaunchError, OSError) as error:
-            said = f"it does not go on by itself: {error}"
-            _write_final(record, verdict, verdict.code, said)
-        self._order_end(number, verdict.code, said, lost)
+            outcome = f"it does not go on by itself: {error}"
+            _write_final(record, verdict, verdict.code, outcome)
+        self._order_end(number, verdict.code, outcome, lost)
 
     def _refuse(self, number: int, message: str) -> None:
         self._publish(Order(number, REFUSE, facts={"message": message}))
 
-    def _order_end(self, number: int, code: int, said: str, lost: Sequence[int] = ()) -> None:
-        self._context.say(said)
-        self._publish(Order(number, END, facts={"code": code, "said": said, "lost": list(lost)}))
+    def _order_end(self, number: int, code: int, outcome: str, lost: Sequence[int] = ()) -> None:
+        self._context.say(outcome)
+        self._publish(Order(number, END, facts={"code": code, "said": outcome, "lost": list(lost)}))
 
 
 def _write_final(record: AttemptRecord, verdict: Verdict, code: int, message: str) -> None:

@@ -1,7 +1,7 @@
 """Copies of the ranks' state in the nodes' memory: the agents keep them, send them on, and begin from them.
 
 Each node's copies go to the next one of the attempt, those of a node that trains alone to a spare.
-`launchers.memory_store.node_store` moves them, `orchestra.recovery.copies` says which step they make up.
+`launchers.memory_store.exchange` moves them, `orchestra.recovery.copies` says which step they make up.
 Without `recovery.memory_copy_every_steps` nothing here does anything.
 """
 
@@ -13,11 +13,11 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from launchers.launch_errors import LauncherError
-from launchers.memory_store.node_store import NodeCopies, NodeCopyPlan
+from launchers import LauncherError
+from launchers.memory_store.exchange import NodeCopies, NodeCopyPlan
 from launchers.node_group import GroupMember, Order
 from orchestra.agents.choose_nodes import is_fit
-from orchestra.agents.context import START, AgentContext, attempt_number
+from orchestra.agents.context import AgentContext, attempt_number
 from orchestra.agents.node_check.own_check import copies_name
 from orchestra.recovery.copies import FromMemory, NextNodes, begins, held_copies, neighbour, plan
 from orchestra.recovery.history import newest_checkpoint
@@ -67,12 +67,6 @@ def prepare_copies(context: AgentContext, order: Order) -> tuple[dict[str, str],
         part = dataclasses.replace(part, elsewhere=_another(context, order))
     copies.begin(part)
     return copies.environment, () if memory is None else ("--from-memory", str(memory["step"]))
-
-
-def keep_copies(context: AgentContext, order: Order) -> None:
-    """Be ready to keep the copies of an attempt that this node has no ranks in. *Spares*."""
-    if context.copies is not None and order.action == START:
-        context.copies.begin(NodeCopyPlan(attempt_number(order), range(0)))
 
 
 def _spares(context: AgentContext, order: Order, members: Mapping[int, GroupMember]) -> list[int]:
@@ -135,10 +129,10 @@ def memory_of(
     """
     if context.config.recovery.memory_copy_every_steps is None:
         return None, None
-    said = {node: report.get(COPIES) for node, report in reports.items()} | _of_spares(
+    published = {node: report.get(COPIES) for node, report in reports.items()} | _of_spares(
         context, living - set(reports)
     )
-    held = {node: held_copies(said[node]) for node in said if node in living}
+    held = {node: held_copies(published[node]) for node in published if node in living}
     events = read_events(context.run)
     upcoming = NextNodes(nodes, int(context.config.cluster.gpus_per_node))
     beginning = plan(held, upcoming, begins(events), newest_checkpoint(events))

@@ -7,13 +7,14 @@ run. Jobs of other clusters may share the folder, and a run may be trained in th
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launchers.launch_errors import LauncherError, SlurmRefused
+from launchers import LauncherError, SlurmRefused
 from launchers.slurm.queue import GONE, RUNNING, WAITING, find_by_token, is_same_cluster
 from launchers.slurm.this_job import JobTask, OwnJob, own_job
 from orchestra.recovery.history import Attempt, attempt_of, last_attempt
@@ -21,8 +22,8 @@ from orchestra.recovery.incidents import node_verdict
 from orchestra.report.run_state import array_ids, attempt_files, last_growth, name_of
 from orchestra.run.events import read_events
 from orchestra.run.paths import RunDir, SweepDir
+from orchestra.run.record import newest_job, read_record
 from orchestra.run.stop_requests import claimed_attempt
-from orchestra.submit.job_record import newest_entry
 
 # How long the files of an attempt must be still where nobody can say whether it is alive.
 QUIET_S = 60.0
@@ -53,14 +54,15 @@ def refusal(run: RunDir, task: JobTask, quiet_s: float = QUIET_S) -> str | None:
     alive = next((rival for rival in rivals if rival.is_alive), None)
     if alive is not None:
         return _refused(run, task, alive.what)
-    unclear = [rival for rival in rivals if rival.is_alive is None and not _is_long_gone(run, rival)]
+    unclear = [
+        rival
+        for rival in rivals
+        if rival.is_alive is None
+        and not (rival.may_be_long_gone and time.time() - last_growth(run) > _LONG_STILL_S)
+    ]
     if unclear and _grows(run, quiet_s):
         return _refused(run, task, f"{unclear[0].what}, and the run's files grow")
     return None
-
-
-def _is_long_gone(run: RunDir, rival: _Rival) -> bool:
-    return rival.may_be_long_gone and time.time() - last_growth(run) > _LONG_STILL_S
 
 
 def _refused(run: RunDir, task: JobTask, what: str) -> str:
@@ -73,7 +75,7 @@ def _refused(run: RunDir, task: JobTask, what: str) -> str:
 
 
 def _rivals(run: RunDir, task: JobTask) -> Iterator[_Rival]:
-    newest = newest_entry(run)
+    newest = newest_job(read_record(run))
     if newest is not None:
         yield from _newest_job(run, newest, task)
     events = read_events(run)
@@ -173,21 +175,16 @@ def _settled_job(job: str) -> OwnJob | None:
     answer.
     """
     deadline = time.monotonic() + _COMPLETING_S
-    while time.monotonic() < deadline:
-        now = _job_in_slurm(job)
-        if now is None or now.state != "COMPLETING":
+    while True:
+        try:
+            now = own_job(job)
+        except SlurmRefused as error:
+            return OwnJob(GONE) if _NOT_KNOWN in str(error) else None
+        except LauncherError:
+            return None
+        if now.state != "COMPLETING" or time.monotonic() >= deadline:
             return now
         time.sleep(_POLL_S)
-    return _job_in_slurm(job)
-
-
-def _job_in_slurm(job: str) -> OwnJob | None:
-    try:
-        return own_job(job)
-    except SlurmRefused as error:
-        return OwnJob(GONE) if _NOT_KNOWN in str(error) else None
-    except LauncherError:
-        return None
 
 
 def _grows(run: RunDir, quiet_s: float) -> bool:
@@ -202,11 +199,8 @@ def _grows(run: RunDir, quiet_s: float) -> bool:
 
 
 def _sizes(run: RunDir) -> dict[Path, int]:
-    return {file: _size(file) for file in attempt_files(run)}
-
-
-def _size(file: Path) -> int:
-    try:
-        return file.stat().st_size
-    except OSError:
-        return 0
+    sizes = {}
+    for file in attempt_files(run):
+        with contextlib.suppress(OSError):
+            sizes[file] = file.stat().st_size
+    return sizes

@@ -13,18 +13,18 @@ import contextlib
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 from conf.schema import Config, Requeue
-from launchers.launch_errors import LauncherError, SlurmRefused, SlurmSilent
+from launchers import LauncherError, SlurmRefused, SlurmSilent
 from launchers.slurm import sbatch, this_job
 from launchers.slurm.commands import asked_cluster, settings
 from launchers.slurm.this_job import JobTask, OwnJob
 from orchestra.agents.choose_nodes import excluded_hosts
-from orchestra.agents.context import Reasons
+from orchestra.agents.context import Reasons, Scheduler
 from orchestra.agents.rival_jobs import refusal
 from orchestra.errors import EXIT_DO_NOT_RESTART, EXIT_INTERRUPTED, EXIT_STOPPED, LaunchError
 from orchestra.recovery.excluded_hosts import ExcludeList, entries_of, shared_folder
@@ -35,10 +35,10 @@ from orchestra.run import stop_requests
 from orchestra.run.events import EventWriter, read_events
 from orchestra.run.files import Record
 from orchestra.run.paths import RunDir
+from orchestra.run.record import newest_job, read_record
 from orchestra.submit.hosts_to_avoid import hosts_of_next_job, hosts_without, words
-from orchestra.submit.job_record import newest_entry
+from orchestra.submit.job_record import chain
 from orchestra.submit.launch import own_address
-from orchestra.submit.resubmit import chain
 
 # The reason in `scontrol show job` where the limit ended a job.
 _ENDED_BY_LIMIT = "TimeLimit"
@@ -48,9 +48,6 @@ _RELEASE_PAUSE_S = 2.0
 # After so long without an answer Slurm takes a node for dead, where it does not tell when.
 _NOTICED_S = 60
 _NOT_KNOWN = "Invalid job id"
-
-
-# What is to be done after a stop.
 
 
 class GoOnBy(Enum):
@@ -135,7 +132,7 @@ def is_stalled(events: Iterable[Record], attempt: int) -> bool:
     """Tell whether an attempt got no further than the one before it, which went on because of the limit."""
     events = list(events)
     starts = [event["attempt"] for event in events if event["event"] == "attempt_started"]
-    before = max((number for number in starts if number < attempt), default=None)
+    before = max((number for number in starts if number < attempt), default=-1)
     # A start that was called off before its attempt began says nothing of the one before it.
     of_attempt = [event for event in events if event["attempt"] == before and not event.get("before_start")]
     went_on = any(
@@ -145,34 +142,24 @@ def is_stalled(events: Iterable[Record], attempt: int) -> bool:
     return went_on and _committed(events, before) == _committed(events, attempt)
 
 
-def _committed(events: Iterable[Record], attempt: int | None) -> int | None:
+def _committed(events: Iterable[Record], attempt: int) -> int | None:
     """Return the newest checkpoint at the end of an attempt."""
-    return newest_checkpoint(
-        [event for event in events if attempt is not None and event["attempt"] <= attempt]
-    )
+    return newest_checkpoint([event for event in events if event["attempt"] <= attempt])
 
 
+@dataclass
 class RunContinuation:
     """Lets a run go on after an attempt that was stopped. *The leader only*."""
 
-    def __init__(
-        self,
-        run: RunDir,
-        config: Config,
-        task: JobTask,
-        attempt: int,
-        events: EventWriter,
-        reasons: Callable[[], frozenset[str]] | None = None,
-    ) -> None:
-        """`reasons`: why it stopped, where that is not what the requests to stop the attempt say."""
-        self._run = run
-        self._config = config
-        self._task = task
-        self._attempt = attempt
-        self._events = events
-        self._reasons = reasons or self._requested_reasons
-        # The job that goes on in the place of this one.
-        self._next_job: str | None = None
+    _run: RunDir
+    _config: Config
+    _task: JobTask
+    _attempt: int
+    _events: EventWriter
+    # Why it stopped, where that is not what the requests to stop the attempt say.
+    _asked_reasons: Reasons | None = None
+    # The job that goes on in the place of this one.
+    _next_job: str | None = None
 
     def final_verdict(self, verdict: Verdict) -> Verdict:
         """Return the verdict, or in its place "no progress" where starting again would not help."""
@@ -213,7 +200,9 @@ class RunContinuation:
         policy, restart = self._config.cluster.requeue, self._task.restart
         return StopFacts(policy, self._reasons(), self._own_job(), restart, stalled)
 
-    def _requested_reasons(self) -> frozenset[str]:
+    def _reasons(self) -> frozenset[str]:
+        if self._asked_reasons is not None:
+            return self._asked_reasons()
         try:
             requests = stop_requests.read_requests(self._run, self._attempt)
         except OSError:
@@ -244,16 +233,15 @@ class RunContinuation:
         own = self._own_job()
         script = None if own is None else own.script
         without = hosts_without(self._config, self._run, self._task.cluster)
-        job = chain(self._run, self._task, self._attempt + 1, script, without)
-        self._next_job = job
-        self._write_requeued("chain", reason, job)
-        return f"job {job} goes on ({reason})"
+        self._next_job = chain(self._run, self._task, self._attempt + 1, script, without)
+        self._write_requeued("chain", reason, self._next_job)
+        return f"job {self._next_job} goes on ({reason})"
 
     def _cancelled_meanwhile(self) -> str:
         """Cancel the job that is to go on if somebody cancelled the run in this very moment; say so."""
         if stop_requests.CANCEL not in self._stop(stalled=False).reasons:
             return ""
-        newest = newest_entry(self._run)
+        newest = newest_job(read_record(self._run))
         token = None if newest is None else newest.get("token")
         job = self._next_job or self._task.job
         sbatch.cancel([job], only_waiting=False)
@@ -275,7 +263,7 @@ class RunContinuation:
         return f"it does not go on by itself: {problem}"
 
 
-class SlurmJob:
+class SlurmJob(Scheduler):
     """One start of a Slurm job, as one of its tasks sees it."""
 
     def __init__(self, run: RunDir, config: Config, task: JobTask) -> None:
@@ -301,17 +289,12 @@ class SlurmJob:
         return refusal(self._run, self._task)
 
     def final_verdict(self, verdict: Verdict, attempt: int, events: EventWriter) -> Verdict:
-        return self._continuation(attempt, events).final_verdict(verdict)
+        return RunContinuation(self._run, self._config, self._task, attempt, events).final_verdict(verdict)
 
     def go_on(
         self, verdict: Verdict, attempt: int, events: EventWriter, reasons: Reasons | None = None
     ) -> str:
-        return self._continuation(attempt, events, reasons).go_on(verdict)
-
-    def _continuation(
-        self, attempt: int, events: EventWriter, reasons: Reasons | None = None
-    ) -> RunContinuation:
-        return RunContinuation(self._run, self._config, self._task, attempt, events, reasons)
+        return RunContinuation(self._run, self._config, self._task, attempt, events, reasons).go_on(verdict)
 
     def requeue(self, decision: Decision, attempt: int, events: EventWriter) -> str:
         """Submit the run's job again without the nodes that failed; this one starts nothing any more.
@@ -329,15 +312,19 @@ class SlurmJob:
         past = read_events(self._run)
         of_run = excluded_hosts(past, {})
         other = hosts_of_next_job(self._config, self._run, self._cluster, decision.exclude, sorted(of_run))
-        delay_s = _noticed_s() if other.missed else 0
+        exclude, delay_s = other.exclude, _noticed_s() if other.missed else 0
         try:
-            job, exclude = self._chain(attempt, script, other.exclude, delay_s), other.exclude
+            try:
+                job = self._chain(attempt, script, exclude, delay_s)
+            except SlurmRefused:
+                # Slurm alone knows which of its nodes have what the job asks for: once more without leaving
+                # out more of them than its script says.
+                if not exclude:
+                    raise
+                exclude, delay_s = (), _noticed_s() if decision.exclude else 0
+                job = self._chain(attempt, script, exclude, delay_s)
         except SlurmRefused as refusal:
-            # Slurm alone knows which of its nodes have what the job asks for.
-            if not other.exclude:
-                raise LaunchError(f"Slurm refused the next job: {refusal}") from refusal
-            delay_s = _noticed_s() if decision.exclude else 0
-            job, exclude = self._chain_with_all(attempt, script, delay_s), ()
+            raise LaunchError(f"Slurm refused the next job: {refusal}") from refusal
         out = [host for host in decision.exclude if host in exclude]
         facts = {"job": job, "after": self._task.job, "exclude": out, "rule": decision.rule}
         # The leader before this one may have written it already.
@@ -349,13 +336,6 @@ class SlurmJob:
 
     def _chain(self, attempt: int, script: str | None, exclude: tuple[str, ...], delay_s: int) -> str:
         return chain(self._run, self._task, attempt + 1, script, exclude, at_once=True, delay_s=delay_s)
-
-    def _chain_with_all(self, attempt: int, script: str | None, delay_s: int) -> str:
-        """Submit the job once more, without leaving out more hosts than its script says."""
-        try:
-            return self._chain(attempt, script, (), delay_s)
-        except SlurmRefused as refusal:
-            raise LaunchError(f"Slurm refused the next job: {refusal}") from refusal
 
     def excluded(self) -> dict[str, str]:
         if self._config.recovery.exclude_hours <= 0:

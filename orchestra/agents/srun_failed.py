@@ -19,17 +19,17 @@ import os
 import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from conf.schema import Config
-from launchers.launch_errors import LauncherError
+from launchers import LauncherError
 from launchers.node_group import NodeGroup
 from launchers.slurm import this_job
 from launchers.slurm.cluster import is_usable, node_states
 from launchers.slurm.commands import output_of
 from launchers.slurm.this_job import JobTask, job_task
-from orchestra.agents.agent import group_folder
+from orchestra.agents.agent import group_folder, run_of
 from orchestra.agents.context import END, REFUSE
 from orchestra.agents.slurm_job import SlurmJob
 from orchestra.agents.wait_for_nodes import MOST_MOVES, moves
@@ -39,7 +39,7 @@ from orchestra.run import stop_requests
 from orchestra.run.config_file import read_config
 from orchestra.run.events import EventWriter, read_events
 from orchestra.run.files import Record
-from orchestra.run.paths import RunDir, SweepDir
+from orchestra.run.paths import RunDir
 from orchestra.submit.claims import upcoming_attempt
 
 _UNSTARTED, _LOST = "step_not_started", "step_lost"
@@ -65,12 +65,12 @@ def main(argv: list[str]) -> int:
             pass
         if agreed is not None:
             return agreed
-        said = move_run(run, task, os.environ["SLURM_JOB_NODELIST"], _OUTPUT)
+        outcome = move_run(run, task, os.environ["SLURM_JOB_NODELIST"], _OUTPUT)
     except (OrchestraError, LauncherError, OSError) as error:
         sys.stderr.write(f"error: srun failed, and the run does not go on by itself: {error}\n")
         return code
-    if said:
-        sys.stdout.write(said + "\n")
+    if outcome:
+        sys.stdout.write(outcome + "\n")
     return code
 
 
@@ -78,17 +78,11 @@ def of_batch_script(words: list[str]) -> tuple[RunDir, JobTask]:
     """Return the run that a batch script is to train, by what it passes on, and its job. Raises
     LauncherError and OSError.
     """
-    task = job_task(_as_task(os.environ))
-    if len(words) == 1:
-        return RunDir(Path(words[0])), task
-    path, _, first = words
-    return SweepDir(Path(path)).member(int(first) + int(os.environ["SLURM_ARRAY_TASK_ID"])), task
-
-
-def _as_task(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the batch script's variables as the step's first task would see them: one task on each node."""
-    num_nodes = environment.get("SLURM_JOB_NUM_NODES", environment.get("SLURM_NNODES", "1"))
-    return {**environment, "SLURM_NTASKS": num_nodes, "SLURM_NNODES": num_nodes, "SLURM_PROCID": "0"}
+    num_nodes = os.environ.get("SLURM_JOB_NUM_NODES", os.environ.get("SLURM_NNODES", "1"))
+    # As the step's first task would see them: one task on each node.
+    of_step = {"SLURM_NTASKS": num_nodes, "SLURM_NNODES": num_nodes, "SLURM_PROCID": "0"}
+    task = job_task({**os.environ, **of_step})
+    return run_of(words), task
 
 
 def _group(run: RunDir, task: JobTask) -> NodeGroup:
@@ -129,7 +123,7 @@ def move_run(run: RunDir, task: JobTask, nodes: str, output: Path) -> str | None
 
 
 def _of_unstarted(events: Sequence[Record], missing: tuple[str, ...]) -> Decision | None:
-    if not missing or moves(events, _UNSTARTED) >= MOST_MOVES:
+    if not missing or moves(events, rule=_UNSTARTED) >= MOST_MOVES:
         return None
     reason = f"lost while the job's step was starting: {', '.join(missing)}"
     return Decision(Action.requeue, EXIT_FAILED, reason, rule=_UNSTARTED, exclude=missing)
@@ -141,7 +135,7 @@ def _of_lost(run: RunDir, attempt: int) -> Decision | None:
     """
     if any(request.reason == stop_requests.CANCEL for request in stop_requests.read_requests(run, attempt)):
         return None
-    if moves(read_events(run), _LOST, since="checkpoint_committed") >= MOST_MOVES:
+    if moves(read_events(run), "checkpoint_committed", rule=_LOST) >= MOST_MOVES:
         return None
     return Decision(Action.requeue, EXIT_FAILED, "srun gave up the job's step", rule=_LOST)
 
@@ -155,10 +149,11 @@ def _missing(group: NodeGroup, nodes: str, left: str, output: Path, config: Conf
     if there:
         return tuple(host for host in hosts if host not in there)
     # No agent had the time to come: srun or Slurm must tell which node is to blame.
-    if left and (taken := [host for host in hosts if host not in names_of(left)]):
+    if taken := taken_nodes(nodes, left):
         return tuple(taken)
-    if named := [host for host in hosts if host in _named_by_srun(output)]:
-        return tuple(named)
+    named = _named_by_srun(output)
+    if named.intersection(hosts):
+        return tuple(host for host in hosts if host in named)
     states = node_states(config.cluster.partition)
     return tuple(host for host in hosts if host in states and not is_usable(states[host]))
 
@@ -166,6 +161,14 @@ def _missing(group: NodeGroup, nodes: str, left: str, output: Path, config: Conf
 def names_of(nodes: str) -> list[str]:
     """Return the hosts in a list as Slurm writes it. Raises LauncherError."""
     return output_of(("scontrol", "show", "hostnames", nodes), timeout_s=_QUESTION_TIMEOUT_S).split()
+
+
+def taken_nodes(nodes: str, left: str) -> list[str]:
+    """Return the hosts of `nodes`, a job's as it began, that it does not have any more; `left`: what it has,
+    none where that is not known. Raises LauncherError.
+    """
+    has_still = frozenset(names_of(left)) if left else None
+    return [] if has_still is None else [host for host in names_of(nodes) if host not in has_still]
 
 
 def _named_by_srun(output: Path) -> frozenset[str]:

@@ -15,10 +15,10 @@ import sys
 import time
 from pathlib import Path
 
-from launchers.launch_errors import LauncherError
+from launchers import LauncherError
 from launchers.slurm import this_job
 from orchestra.agents.agent import group_folder
-from orchestra.agents.srun_failed import names_of, of_batch_script
+from orchestra.agents.srun_failed import of_batch_script, taken_nodes
 from orchestra.errors import OrchestraError
 
 _LOOK_S = 1.0
@@ -45,18 +45,11 @@ def _watch(shell: int, group: Path, job: str) -> None:
         asked_at = time.monotonic()
         # A controller that is silent is asked again.
         with contextlib.suppress(LauncherError):
-            if gone := _taken_nodes(job):
+            if gone := taken_nodes(os.environ["SLURM_JOB_NODELIST"], this_job.own_job(job).nodes):
                 sys.stdout.write(f"{', '.join(gone)} lost before the job's step began; srun is ended\n")
                 sys.stdout.flush()
                 _end_srun(shell)
                 return
-
-
-def _taken_nodes(job: str) -> list[str]:
-    """Return the hosts that were the job's when it began and are not now. Raises LauncherError."""
-    left = this_job.own_job(job).nodes
-    had = names_of(os.environ["SLURM_JOB_NODELIST"])
-    return [host for host in had if host not in names_of(left)] if left else []
 
 
 def _end_srun(shell: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from launchers.node_group import GroupMember
 from orchestra.agents import choose_nodes
@@ -113,7 +114,7 @@ class Preflight:
         context = self._context
         unfit = tuple(member.host for member in members.values() if not choose_nodes.is_fit(member))
         events = read_events(context.run)
-        if not unfit or not context.scheduler.can_requeue or moves(events, _RULE) >= MOST_MOVES:
+        if not unfit or not context.scheduler.can_requeue or moves(events, rule=_RULE) >= MOST_MOVES:
             return None
         attempt = max((int(event["attempt"]) for event in events), default=0)
         writer = EventWriter(context.run, f"crew.{context.group.folder.name}", attempt)
@@ -141,13 +142,15 @@ class Preflight:
         return self._listed
 
 
-def moves(events: Iterable[Record], rule: str, since: str = "attempt_started") -> int:
-    """Return how often the run was moved to another job by a rule since the last event of a kind."""
+def moves(events: Iterable[Record], since: str = "attempt_started", **facts: Any) -> int:
+    """Return how often the run was moved to another job since the last event of a kind; `facts` are those of
+    the moves that count, such as their rule.
+    """
     count = 0
     for event in events:
         if event["event"] == since:
             count = 0
-        count += event["event"] == "requeued" and event.get("rule") == rule
+        count += event["event"] == "requeued" and all(event.get(key) == facts[key] for key in facts)
     return count
 
 
@@ -163,15 +166,18 @@ def called_off(context: AgentContext) -> tuple[int, str]:
         return EXIT_INTERRUPTED, words
     attempt = upcoming_attempt(context.run)
     reason = stop_requests.signal_reason(first)
-    if reason == stop_requests.TIME_LIMIT and _too_late(read_events(context.run)) >= _MOST_TOO_LATE:
+    # Starts since the last attempt that were called off because of the time limit.
+    num_too_late = moves(read_events(context.run), reason=stop_requests.TIME_LIMIT, before_start=True)
+    if reason == stop_requests.TIME_LIMIT and num_too_late >= _MOST_TOO_LATE:
         limit = context.config.cluster.time_limit
-        said = f"{_MOST_TOO_LATE} starts in a row ended before an attempt began (cluster.time_limit={limit})"
-        return EXIT_DO_NOT_RESTART, f"{words}: {said}; resume it with a longer time limit"
+        starts = f"{_MOST_TOO_LATE} starts in a row ended before an attempt began"
+        remedy = f"(cluster.time_limit={limit}); resume it with a longer time limit"
+        return EXIT_DO_NOT_RESTART, f"{words}: {starts} {remedy}"
     # What follows the attempt before: this one never was, and its number is free.
     name = f"crew.{context.group.folder.name}"
     events = EventWriter(context.run, name, attempt - 1, before_start=True)
     try:
-        said = context.scheduler.go_on(
+        outcome = context.scheduler.go_on(
             Verdict(EXIT_STOPPED, "StopRequested", words),
             attempt - 1,
             events,
@@ -179,15 +185,4 @@ def called_off(context: AgentContext) -> tuple[int, str]:
         )
     finally:
         events.close()
-    return EXIT_STOPPED, f"{words}: {said}" if said else words
-
-
-def _too_late(events: Iterable[Record]) -> int:
-    """Return how often since the last attempt began a start was called off because of the time limit."""
-    count = 0
-    for event in events:
-        if event["event"] == "attempt_started":
-            count = 0
-        is_requeue = event["event"] == "requeued" and event.get("reason") == stop_requests.TIME_LIMIT
-        count += is_requeue and event.get("before_start") is True
-    return count
+    return EXIT_STOPPED, f"{words}: {outcome}" if outcome else words

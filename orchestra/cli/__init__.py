@@ -1,7 +1,8 @@
 """The command: finds the verb, runs it, and turns what ends it into one line and an exit code.
 
-A verb is a module with `add_arguments(parser)` and `run(arguments) -> exit code`. Only the module of the
-verb that was asked for is imported, and none of them imports torch.
+A verb is a module `<verb>_command` with `add_arguments(parser)`, which also says what --help explains, and
+`run(arguments)`, which returns the exit code or raises OrchestraError. Only the module of the verb that was
+asked for is imported, and none of them imports torch.
 """
 
 from __future__ import annotations
@@ -13,8 +14,7 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NoReturn, Protocol, cast
+from typing import NoReturn
 
 from orchestra import __version__
 from orchestra.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, ConfigError, OrchestraError
@@ -22,55 +22,25 @@ from orchestra.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAG
 _ERROR = "error: "
 
 
-class VerbModule(Protocol):
-    """What the module of a verb offers."""
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Describe the verb's arguments, and whatever its --help explains."""
-
-    def run(self, arguments: argparse.Namespace) -> int:
-        """Do it and return the exit code. Raises OrchestraError for what ends it otherwise."""
-
-
-@dataclass(frozen=True)
-class Verb:
-    """A verb as the help lists it: one or two words, where it lives, what it does."""
-
-    name: str
-    module: str
-    summary: str
-
-
-VERBS = (
-    Verb("run", "orchestra.cli.run_command", "train on this machine, in the foreground"),
-    Verb("submit", "orchestra.cli.submit_command", "check, freeze and submit a Slurm job, and exit"),
-    Verb(
-        "plan", "orchestra.cli.plan_command", "predict memory, speed and cost of a configuration or a table"
-    ),
-    Verb("resume", "orchestra.cli.resume_command", "train a run on, from its newest checkpoint"),
-    Verb("status", "orchestra.cli.status_command", "list runs: state, step, loss, tokens/s, MFU, time left"),
-    Verb("cancel", "orchestra.cli.cancel_command", "stop runs after their current step, with a checkpoint"),
-    Verb("logs", "orchestra.cli.logs_command", "print or follow the logs of a run"),
-    Verb("why", "orchestra.cli.why_command", "tell what ended a run: first failing rank, host, traceback"),
-    Verb(
-        "rehearse", "orchestra.cli.rehearse_command", "inject faults into a short copy of a run, and judge it"
-    ),
-    Verb("checkpoint ls", "orchestra.cli.checkpoint.ls_command", "list the checkpoints of a run"),
-    Verb("checkpoint verify", "orchestra.cli.checkpoint.verify_command", "check every byte of a checkpoint"),
-    Verb(
-        "checkpoint export", "orchestra.cli.checkpoint.export_command", "write a checkpoint for Hugging Face"
-    ),
-    Verb(
-        "checkpoint import",
-        "orchestra.cli.checkpoint.import_command",
-        "check a Hugging Face folder to start from",
-    ),
-    Verb("data pack", "orchestra.cli.data_command", "turn text into token files"),
-    Verb("doctor", "orchestra.cli.doctor_command", "check this machine and the cluster"),
-    Verb(
-        "bench network", "orchestra.cli.bench_network_command", "measure bandwidth inside and between nodes"
-    ),
-)
+# What each verb does. The verb `data pack` is the module data_pack_command.
+VERBS = {
+    "run": "train on this machine, in the foreground",
+    "submit": "check, freeze and submit a Slurm job, and exit",
+    "plan": "predict memory, speed and cost of a configuration or a table",
+    "resume": "go on with a run from its newest checkpoint",
+    "status": "list runs: state, step, loss, tokens/s, MFU, time left",
+    "cancel": "stop runs after their current step, with a checkpoint",
+    "logs": "print or follow the logs of a run",
+    "why": "tell what ended a run: first failing rank, host, traceback",
+    "rehearse": "inject faults into a short copy of a run, and judge it",
+    "checkpoint ls": "list the checkpoints of a run",
+    "checkpoint verify": "check every byte of a checkpoint",
+    "checkpoint export": "write a checkpoint for Hugging Face",
+    "checkpoint import": "check a Hugging Face folder to start from",
+    "data pack": "turn text into token files",
+    "doctor": "check this machine and the cluster",
+    "bench network": "measure bandwidth inside and between nodes",
+}
 
 
 class Parser(argparse.ArgumentParser):
@@ -144,8 +114,8 @@ def _dispatch(argv: list[str]) -> int:
         print(f"orchestra {__version__}")
         return EXIT_DONE
     verb, rest = _find(argv)
-    module = cast(VerbModule, importlib.import_module(verb.module))
-    parser = Parser(f"orchestra {verb.name}", verb.summary[0].upper() + verb.summary[1:] + ".")
+    module = importlib.import_module(f"orchestra.cli.{verb.replace(' ', '_')}_command")
+    parser = Parser(f"orchestra {verb}", VERBS[verb][0].upper() + VERBS[verb][1:] + ".")
     module.add_arguments(parser)
     try:
         # Options and positional arguments in any order.
@@ -153,36 +123,29 @@ def _dispatch(argv: list[str]) -> int:
     except SystemExit:
         # Only --help ends the parser: errors are ConfigErrors.
         return EXIT_DONE
-    return module.run(arguments)
+    return int(module.run(arguments))
 
 
-def _find(argv: list[str]) -> tuple[Verb, list[str]]:
+def _find(argv: list[str]) -> tuple[str, list[str]]:
     for verb in VERBS:
-        words = verb.name.split()
+        words = verb.split()
         if argv[: len(words)] == words:
             return verb, argv[len(words) :]
-    raise ConfigError(_unknown(argv))
-
-
-def _unknown(argv: list[str]) -> str:
     import difflib
 
     if argv[0].startswith("-"):
-        return f"orchestra takes a verb first, found {argv[0]}; see `orchestra --help`"
-    inner = [verb.name for verb in VERBS if verb.name.split()[0] == argv[0]]
-    if inner:
-        return (
-            f"orchestra {' '.join(argv[:2])}: expected {' or '.join(f'`orchestra {name}`' for name in inner)}"
-        )
-    names = [verb.name for verb in VERBS]
-    near = difflib.get_close_matches(argv[0], names, n=1, cutoff=0.5)
-    advice = f"did you mean `orchestra {near[0]}`?" if near else f"the verbs are {', '.join(names)}"
-    return f"orchestra has no verb {argv[0]!r}; {advice}"
+        raise ConfigError(f"orchestra takes a verb first, found {argv[0]}; see `orchestra --help`")
+    longer = " or ".join(f"`orchestra {verb}`" for verb in VERBS if verb.split()[0] == argv[0])
+    if longer:
+        raise ConfigError(f"orchestra {' '.join(argv[:2])}: expected {longer}")
+    near = difflib.get_close_matches(argv[0], VERBS, n=1, cutoff=0.5)
+    advice = f"did you mean `orchestra {near[0]}`?" if near else f"the verbs are {', '.join(VERBS)}"
+    raise ConfigError(f"orchestra has no verb {argv[0]!r}; {advice}")
 
 
 def _help() -> str:
-    width = max(len(verb.name) for verb in VERBS)
-    verbs = "\n".join(f"  {verb.name:<{width}}  {verb.summary}" for verb in VERBS)
+    width = max(map(len, VERBS))
+    verbs = "\n".join(f"  {verb:<{width}}  {summary}" for verb, summary in VERBS.items())
     return (
         "usage: orchestra VERB [arguments]\n\n"
         "Trains language models; every verb explains itself with --help.\n\n"

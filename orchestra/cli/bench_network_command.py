@@ -9,8 +9,8 @@ import json
 import sys
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from conf.schema import LauncherName
@@ -18,18 +18,16 @@ from orchestra.cli.text.describe import shown
 from orchestra.cli.text.figures import table
 from orchestra.config.machine import Situation, this_machine
 from orchestra.errors import EXIT_DONE, ConfigError, LaunchError
-from orchestra.sizes.network import to_record, write_measured
+from orchestra.sizes.network import write_measured
 from orchestra.sizes.units import binary
 from orchestra.submit.job import Share
 from orchestra.submit.network_bench import file_of, measure_as_job, measure_here, planned_script
 from orchestra.submit.site import Site, ask, cpus_of_share
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from conf.schema import Config
     from launchers.slurm.queue import JobState
-    from orchestra.sizes.network import Measured, Measurement
+    from orchestra.sizes.network import Measurement
 
 _VERB = "bench"
 _EXPLAINED = """\
@@ -46,7 +44,6 @@ it), and stand in wherever cluster.network.* says nothing.
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add what `orchestra bench network` takes."""
     parser.usage = "orchestra bench network [overrides] [--dry-run] [--json]"
     parser.add_argument("overrides", nargs="*", metavar="overrides", help="KEY=VALUE or GROUP=NAME")
     parser.add_argument(
@@ -88,15 +85,15 @@ def _here(config: Config, arguments: Namespace) -> int:
     ranks = int(config.cluster.gpus_per_node)
     if ranks < 2:
         raise ConfigError(
-            "cluster.gpus_per_node=1: between one rank and itself there is no network; use 2 or more, or "
-            "cluster=slurm with cluster.nodes=2"
+            "cluster.gpus_per_node=1: one rank has no network to measure; use 2 or more, or cluster=slurm "
+            "with cluster.nodes=2"
         )
+    device = config.cluster.device.value
     if arguments.dry_run:
-        device = config.cluster.device.value
         plan = {"ranks": ranks, "device": device, "nodes": 1}
         print(json.dumps(plan) if arguments.json else f"would start {ranks} {device} ranks on this machine")
         return EXIT_DONE
-    _note(f"starting {ranks} {config.cluster.device.value} ranks on this machine")
+    _note(f"starting {ranks} {device} ranks on this machine")
     return _finished(config, measure_here(config), arguments)
 
 
@@ -106,9 +103,7 @@ def _in_a_job(config: Config, site: Site, arguments: Namespace) -> int:
         raise ConfigError("one node with one rank has no network to measure; use cluster.nodes=2")
     if arguments.dry_run:
         script = planned_script(config, share)
-        print(
-            json.dumps({"script": script}) if arguments.json else script, end="\n" if arguments.json else ""
-        )
+        sys.stdout.write(json.dumps({"script": script}) + "\n" if arguments.json else script)
         return EXIT_DONE
     return _finished(config, measure_as_job(config, share, _show), arguments)
 
@@ -125,28 +120,31 @@ def _note(text: str) -> None:
 
 def _finished(config: Config, measurement: Measurement, arguments: Namespace) -> int:
     """Keep the figures and print them; what cannot be kept is still printed."""
-
     figures = measurement.figures()
+    keys = {key: value for key, value in asdict(figures).items() if key.startswith(("intra_", "inter_"))}
     file, problem = file_of(config), None
     try:
         write_measured(file, figures)
     except OSError as error:
         problem = f"{file}: {error.strerror}; put the figures into cluster.network.* yourself"
     if arguments.json:
-        links = [
-            {**link, "bytes_per_s": measurement.links[number].bytes_per_s}
-            for number, link in enumerate(to_record(measurement)["links"])
-        ]
-        kept = {"file": None if problem else str(file), "network": _keys(figures)}
-        print(json.dumps({**to_record(measurement), "links": links, **kept}))
+        record = asdict(measurement)
+        for link, row in zip(measurement.links, record["links"], strict=True):
+            row["bytes_per_s"] = link.bytes_per_s
+        print(json.dumps({**record, "file": None if problem else str(file), "network": keys}))
     else:
-        _print(measurement, figures, file if problem is None else None)
+        _print(measurement)
+        for key, value in keys.items():
+            if value is not None:
+                print(f"cluster.network.{key}={value:.4g}")
+        if problem is None:
+            print(f"kept in {shown(file)} for ranks on {measurement.device}")
     if problem:
         raise LaunchError(f"not kept: {problem}")
     return EXIT_DONE
 
 
-def _print(measurement: Measurement, figures: Measured, file: Path | None) -> None:
+def _print(measurement: Measurement) -> None:
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(measurement.time))
     interface = measurement.interface or "of NCCL's choice"
     nodes = len(measurement.hosts)
@@ -163,31 +161,18 @@ def _print(measurement: Measurement, figures: Measured, file: Path | None) -> No
             rows.append((name, size, _time(sample.all_reduce_s), _rate(bus), *one_way))
     print(table(("", "message", "all-reduce", "bus", "one way", "rate"), rows))
     print("\nbus: bytes per second that each rank sends in a ring, 2 (n - 1) / n of the message. Medians.\n")
-    for key, value in _keys(figures).items():
-        if value is not None:
-            print(f"cluster.network.{key}={value:.4g}")
-    if file is not None:
-        print(f"kept in {shown(file)} for ranks on {measurement.device}")
-
-
-def _keys(figures: Measured) -> dict[str, float | None]:
-    return {
-        "intra_node_bytes_per_s": figures.intra_node_bytes_per_s,
-        "inter_node_bytes_per_s": figures.inter_node_bytes_per_s,
-        "intra_node_latency_s": figures.intra_node_latency_s,
-        "inter_node_latency_s": figures.inter_node_latency_s,
-    }
 
 
 def _time(seconds: float) -> str:
-    for limit, unit in ((1.0, "s"), (1e-3, "ms")):
-        if seconds >= limit:
-            return f"{seconds / limit:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} µs"
+    return _in_unit(seconds, {"s": 1.0, "ms": 1e-3, "µs": 1e-6})
 
 
 def _rate(bytes_per_s: float) -> str:
-    for limit, unit in ((1e9, "GB/s"), (1e6, "MB/s")):
-        if bytes_per_s >= limit:
-            return f"{bytes_per_s / limit:.3g} {unit}"
-    return f"{bytes_per_s / 1e3:.3g} kB/s"
+    return _in_unit(bytes_per_s, {"GB/s": 1e9, "MB/s": 1e6, "kB/s": 1e3})
+
+
+def _in_unit(value: float, units: Mapping[str, float]) -> str:
+    """Return three digits in the largest unit of which `value` is at least one, else in the smallest."""
+    fitting = (name for name, unit in units.items() if value >= unit)
+    name = next(fitting, [*units][-1])
+    return f"{value / units[name]:.3g} {name}"

@@ -7,24 +7,25 @@ configuration late, and a configuration that cannot be loaded is one more findin
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import shutil
 import socket
 import sys
-import textwrap
 from argparse import ArgumentParser, Namespace
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from orchestra.cli.text.figures import WIDTH, number_of
+from orchestra.cli.text.figures import wrapped as wrapped_to
 from orchestra.doctor import host_checks, slurm_checks
 from orchestra.doctor.check import Check, Finding, Mark, Subject, perform
 from orchestra.errors import EXIT_DONE, EXIT_FAILED, ConfigError
 
 _NAME_WIDTH = 16
 _MARK_WIDTH = 7
-_WIDTH = 80
 _WIDEST = 110
 
 # Overrides that choose a cluster.
@@ -40,7 +41,6 @@ Exit code 0 when nothing failed (notes and warnings are no failures), 1 otherwis
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add what `orchestra doctor` takes."""
     parser.usage = "orchestra doctor [overrides] [--nodes N] [--json]"
     parser.add_argument("overrides", nargs="*", metavar="overrides", help="KEY=VALUE or GROUP=NAME")
     parser.add_argument("--nodes", type=int, metavar="N", help="run a probe on so many nodes of the cluster")
@@ -71,13 +71,7 @@ def run(arguments: Namespace) -> int:
 
 
 def _checks(num_nodes: int | None) -> list[Check]:
-    checks = [
-        *host_checks.SOFTWARE_CHECKS,
-        *host_checks.STORAGE_CHECKS,
-        *host_checks.CHECKS,
-        *slurm_checks.CHECKS,
-        *slurm_checks.EXCLUDED_CHECKS,
-    ]
+    checks = [*host_checks.SOFTWARE_CHECKS, *host_checks.CHECKS, *slurm_checks.CHECKS]
     if num_nodes is None:
         return checks
     from orchestra.doctor.node_checks import check_nodes
@@ -100,8 +94,8 @@ def _subject(overrides: Sequence[str], *, needs_slurm: bool) -> tuple[Subject, l
     except ConfigError:
         raise
     except Exception as error:  # noqa: BLE001  shadowed and half-installed packages raise anything
-        words = f"cannot be loaded: {type(error).__name__}: {error}"
-        finding = Finding("configuration", Mark.failed, words, "see `imports` and `libraries` below")
+        problem = f"cannot be loaded: {type(error).__name__}: {error}"
+        finding = Finding("configuration", Mark.failed, problem, "see `imports` and `libraries` below")
         return Subject(launcher="slurm" if needs_slurm else "local", needs_slurm=needs_slurm), [finding]
 
 
@@ -135,30 +129,16 @@ def _configured(overrides: list[str]) -> Subject:
 
 
 def _print(finding: Finding) -> None:
-    terminal = shutil.get_terminal_size((_WIDTH, 24)).columns if sys.stdout.isatty() else _WIDTH
+    terminal = shutil.get_terminal_size((WIDTH, 24)).columns if sys.stdout.isatty() else WIDTH
     indent = " " * (_MARK_WIDTH + _NAME_WIDTH + 2)
-    first = f"{finding.mark.value:<{_MARK_WIDTH}} {finding.name:<{_NAME_WIDTH}} "
-    for start, text in ((first, finding.found), (f"{indent}→ ", finding.advice)):
-        if text:
-            later = indent if start is first else f"{indent}  "
-            wrapper = textwrap.TextWrapper(
-                width=min(max(terminal, _WIDTH), _WIDEST),
-                initial_indent=start,
-                subsequent_indent=later,
-                # Paths stay whole, to be copied.
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
-            print(wrapper.fill(text))
-    sys.stdout.flush()
+    head = f"{finding.mark.value:<{_MARK_WIDTH}} {finding.name:<{_NAME_WIDTH}} "
+    # Paths stay whole, to be copied.
+    wrapped = functools.partial(wrapped_to, width=min(max(terminal, WIDTH), _WIDEST), keeps_words=True)
+    lines = wrapped(finding.found, head, indent) + wrapped(finding.advice, f"{indent}→ ", f"{indent}  ")
+    print("\n".join(lines), flush=True)
 
 
 def _counted(findings: Sequence[Finding]) -> str:
     counts = Counter(finding.mark for finding in findings)
-    words = {
-        Mark.ok: "ok",
-        Mark.note: "note" if counts[Mark.note] == 1 else "notes",
-        Mark.warning: "warning" if counts[Mark.warning] == 1 else "warnings",
-        Mark.failed: "failed",
-    }
-    return ", ".join(f"{counts[mark]} {word}" for mark, word in words.items())
+    notes, warnings = number_of(counts[Mark.note], "note"), number_of(counts[Mark.warning], "warning")
+    return f"{counts[Mark.ok]} ok, {notes}, {warnings}, {counts[Mark.failed]} failed"

@@ -23,18 +23,16 @@ from orchestra.run.paths import RunDir
 from orchestra.run.record import RunPhase
 
 _POLL_S = 0.5
-# Own records that may end by themselves or go on: Slurm is asked which.
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add what `orchestra logs` takes."""
     parser.description = (
         "Print the logs of a run's last attempt: of node 0 (agent and torchrun), of rank 0, "
         "and of the rank that failed first. Before an attempt begins: what the run's job wrote."
     )
     parser.add_argument("run", metavar="RUN", help="name, unique start of one, path, or SWEEP/3")
     parser.add_argument(
-        "-f", "--follow", action="store_true", help="go on until the run ends, also over restarts"
+        "-f", "--follow", action="store_true", help="go on until the run ends, also across restarts"
     )
     parser.add_argument("--rank", type=int, action="append", default=[], metavar="R", help="only this rank's")
     parser.add_argument("--node", type=int, action="append", default=[], metavar="N", help="only this node's")

@@ -1,50 +1,25 @@
 """`orchestra plan [overrides]`: memory, speed and cost of a configuration before it runs.
 
-Each further mode is asked for by an option and is a module of its own, listed in `MODES`. No cluster is asked
-and no torch is loaded.
+Each further mode is asked for by an option and listed in `MODES`. No cluster is asked and no torch is loaded.
 """
 
 from __future__ import annotations
 
-import textwrap
 from argparse import ArgumentParser, Namespace
-from typing import Protocol
 
 from orchestra.cli.plan import (
-    calibrate_mode,
+    Mode,
     exact_mode,
     explain_mode,
+    file_modes,
     goodput_mode,
     one_layout,
+    option_of,
     scan_mode,
-    script_mode,
     search_mode,
-    table_mode,
 )
+from orchestra.cli.text import figures
 from orchestra.errors import ConfigError
-
-
-class Mode(Protocol):
-    """What a module of this list offers: `NAME` is the option that asks for it, `OPTIONS` those that only it
-    takes (both as argparse names them), `EXPLAINED` a paragraph of the help.
-    """
-
-    NAME: str
-    OPTIONS: tuple[str, ...]
-    EXPLAINED: str
-
-    def add_arguments(self, parser: ArgumentParser) -> None:
-        """Add the option that asks for it, and those that belong to it; it loads nothing slow."""
-
-    def run(self, arguments: Namespace) -> int:
-        """Do it and return the exit code. Raises OrchestraError for what ends it otherwise."""
-
-
-MODES: tuple[Mode, ...] = (
-    *(search_mode, explain_mode, goodput_mode, scan_mode, table_mode),
-    *(exact_mode, calibrate_mode, script_mode),
-)
-_WIDTH = 80
 
 _EXPLAINED = """\
   orchestra plan model=llama3_8b parallelism=zero3 train.seq_len=8192
@@ -55,43 +30,42 @@ Where no cluster is chosen it plans for nodes of 8 H100 on Slurm; cluster.nodes,
 cluster.hardware say otherwise. The trainer's profile is orchestra's; --framework takes another's.
 """
 
+_SCRIPT_EXPLAINED = """\
+--script prints the batch script as `orchestra submit --dry-run` does: for the cluster that this machine
+belongs to, whose numbers take the place of what is not given.
+"""
+
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add what `orchestra plan` takes."""
     parser.add_argument("overrides", nargs="*", metavar="overrides", help="KEY=VALUE or GROUP=NAME")
     parser.add_argument("--framework", metavar="NAME", help="whose kernels and habits (default: orchestra)")
     parser.add_argument("--json", action="store_true", help="print one JSON object, in bytes and seconds")
     for mode in MODES:
         mode.add_arguments(parser)
-    parser.epilog = _wrapped("\n".join([_EXPLAINED, *(mode.EXPLAINED for mode in MODES)]))
+    parser.epilog = _wrapped("\n".join([_EXPLAINED, *(mode.explained for mode in MODES)]))
 
 
 def run(arguments: Namespace) -> int:
     """Print the prediction, or do what an option asks for, and return the exit code."""
-    _check_empty(arguments)
-    asked = [mode for mode in MODES if _is_given(arguments, mode.NAME)]
+    empty = [option_of(name) for name, value in vars(arguments).items() if value == ""]
+    if empty:
+        raise ConfigError([f"{option} is empty; give a value, or leave it out" for option in empty])
+    asked = [mode for mode in MODES if _is_given(arguments, mode.name)]
     if len(asked) > 1:
-        names = " and ".join(_option(mode.NAME) for mode in asked)
+        names = " and ".join(option_of(mode.name) for mode in asked)
         raise ConfigError(f"{names} are different things to do; give one of them")
-    taken = asked[0].OPTIONS if asked else ()
-    for mode in MODES:
-        for name in mode.OPTIONS:
-            if _is_given(arguments, name) and name not in taken:
-                takers = " or ".join(_option(each.NAME) for each in MODES if name in each.OPTIONS)
-                raise ConfigError(f"{_option(name)} belongs to {takers}; leave it out or add that")
-    return (asked[0] if asked else one_layout).run(arguments)
+    taken = asked[0].options if asked else ()
+    for name in (name for mode in MODES for name in mode.options):
+        if _is_given(arguments, name) and name not in taken:
+            takers = " or ".join(option_of(mode.name) for mode in MODES if name in mode.options)
+            raise ConfigError(f"{option_of(name)} belongs to {takers}; leave it out or add that")
+    return asked[0].run(arguments) if asked else one_layout.run(arguments)
 
 
 def _is_given(arguments: Namespace, name: str) -> bool:
     # 0 is given, and equals False.
     value = getattr(arguments, name)
     return value is not None and value is not False
-
-
-def _check_empty(arguments: Namespace) -> None:
-    empty = [_option(name) for name, value in vars(arguments).items() if value == ""]
-    if empty:
-        raise ConfigError([f"{option} is empty; give a value, or leave it out" for option in empty])
 
 
 def _wrapped(text: str) -> str:
@@ -102,11 +76,30 @@ def _wrapped(text: str) -> str:
         if line and not line.startswith(" "):
             paragraph.append(line)
             continue
-        lines += textwrap.wrap(" ".join(paragraph), _WIDTH, break_on_hyphens=False)
-        lines.append(line)
+        lines += [*figures.wrapped(" ".join(paragraph)), line]
         paragraph = []
     return "\n".join(lines).rstrip()
 
 
-def _option(name: str) -> str:
-    return "--" + name.replace("_", "-")
+def _add_script(parser: ArgumentParser) -> None:
+    parser.add_argument("--script", action="store_true", help="print the exact sbatch script")
+
+
+def _print_script(arguments: Namespace) -> int:
+    """Print what `orchestra submit --dry-run` prints. Raises ConfigError for what could not be submitted."""
+    from orchestra.cli import submit_command
+
+    if arguments.framework:
+        raise ConfigError(
+            f"--framework {arguments.framework}: what is submitted is orchestra's; leave it out"
+        )
+    # What does not fit is planned all the same.
+    arguments.skip_memory_check = True
+    return submit_command.print_script(arguments)
+
+
+MODES = (
+    *(search_mode.MODE, explain_mode.MODE, goodput_mode.MODE, scan_mode.MODE),
+    *(file_modes.TABLE, exact_mode.MODE, file_modes.CALIBRATE),
+    Mode("script", _SCRIPT_EXPLAINED, _add_script, _print_script),
+)

@@ -1,4 +1,4 @@
-"""`orchestra rehearse RUN`: a short copy of a run twice, once left alone and once hurt on purpose, compared.
+"""`orchestra rehearse RUN`: a short copy of a run twice, once undisturbed and once with faults, compared.
 
 What a run does when a rank dies, hangs, or a node goes away is thus seen on one's own cluster, before weeks
 of training rest on it. The run itself is only read.
@@ -14,15 +14,17 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from orchestra.cli.foreground_view import add_output_options
 from orchestra.cli.resume_command import goes_to_cluster
+from orchestra.cli.run_command import add_output_options, search_path
 from orchestra.cli.text import figures
 from orchestra.cli.text.describe import invocation, shown, typed_name
+from orchestra.cli.text.figures import number_of
 from orchestra.cli.text.resolve import add_directory_option, resolve
 from orchestra.config.machine import Situation, signature, this_machine
 from orchestra.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_STOPPED, ConfigError, OrchestraError
-from orchestra.rehearsal.judge import STRETCHES, Recovery, judged
+from orchestra.rehearsal.judge import STRETCHES, Judgement, Recovery, RehearsalCheck, judged
 from orchestra.rehearsal.prepare_rehearsal import (
+    Rehearsal,
     RehearsalPair,
     asked_fault,
     planned_rehearsal,
@@ -45,11 +47,7 @@ from orchestra.submit.sweeps.arrays import placed_run
 
 if TYPE_CHECKING:
     from conf.schema import Config
-    from orchestra.config.machine import Situation
-    from orchestra.rehearsal.judge import Judgement, RehearsalCheck
-    from orchestra.rehearsal.prepare_rehearsal import Rehearsal, RehearsalPair
     from orchestra.run.planned_faults import PlannedFault
-    from orchestra.submit.new_run import RunRequest
     from orchestra.submit.sweeps.arrays import PlacedSubmission
 
 # Lines about a run that does nothing but train.
@@ -80,66 +78,59 @@ class Follower:
 
 def plan_lines(plan: Rehearsal) -> list[str]:
     """Return what is about to happen, a line for each fault."""
-    cluster, course = plan.hurt.cluster, plan.schedule
-    ranks = f"{cluster.gpus_per_node} rank{'' if cluster.gpus_per_node == 1 else 's'}"
-    nodes = f"{cluster.nodes} node{'' if cluster.nodes == 1 else 's'} × {ranks}"
+    cluster, course = plan.with_faults.cluster, plan.schedule
+    nodes, ranks = number_of(cluster.nodes, "node"), number_of(int(cluster.gpus_per_node), "rank")
     spares = f", {cluster.spare_nodes} spare" if cluster.spare_nodes else ""
     length = f"{course.steps} steps, a checkpoint every {course.every_steps}"
     return [
-        f"rehearsal of {plan.of}: {nodes}{spares}, {length}",
-        f"  {plan.undisturbed.run.name}: nothing happens to it",
-        f"  {plan.hurt.run.name}:",
+        f"rehearsal of {plan.of}: {nodes} × {ranks}{spares}, {length}",
+        f"  {plan.undisturbed.run.name}: no faults",
+        f"  {plan.with_faults.run.name}:",
         *(f"    step {fault.at_step}: {fault.fault.name} at rank {fault.rank}" for fault in course.faults),
     ]
 
 
-def judgement_lines(found: Judgement) -> list[str]:
+def judgement_lines(judgement: Judgement) -> list[str]:
     """Return the tables, the claims, and what to do."""
-    failed = [check for check in found.checks if check.is_true is False]
-    hurt = [recovery for recovery in found.recoveries if not recovery.is_passed]
-    lines = [*_tables(found.recoveries), "", *(_claim(check) for check in found.checks), ""]
-    pair = found.pair
-    if found.is_passed:
+    pair = judgement.pair
+    lines = [*_tables(judgement.recoveries), "", *(_claim(check) for check in judgement.checks), ""]
+    if judgement.is_passed:
         lines.append(f"{pair.of} comes back from what was rehearsed")
     else:
         lines.append("what to do")
-        advice = [*(_about(recovery, pair.hurt) for recovery in hurt), *(check.advice for check in failed)]
+        advice = [
+            *(
+                _about(recovery, pair.with_faults)
+                for recovery in judgement.recoveries
+                if not recovery.is_passed
+            ),
+            *(check.advice for check in judgement.checks if check.is_true is False),
+            f"`{invocation('why', pair.with_faults)}` tells what happened to it, attempt by attempt",
+        ]
         for words in dict.fromkeys(filter(None, advice)):
             lines += figures.wrapped(words, "  ", "  ", keeps_words=True)
-        lines += figures.wrapped(
-            f"`{invocation('why', pair.hurt)}` tells what happened to it, attempt by attempt",
-            "  ",
-            "  ",
-            keeps_words=True,
-        )
-    places = f"{shown(pair.undisturbed.path)} {shown(pair.hurt.path)}"
-    return [*lines, f"remove  rm -r {places}"]
+    return [*lines, f"remove  rm -r {shown(pair.undisturbed.path)} {shown(pair.with_faults.path)}"]
 
 
 def _tables(recoveries: Sequence[Recovery]) -> list[str]:
     head = ("fault", "where", "answer", "rule", "new step", "lost steps", "verdict")
-    rows = [_row(recovery) for recovery in recoveries]
     spent = [
         (_named(recovery.fault), *(_seconds(recovery.stretches.get(name)) for name in STRETCHES))
         for recovery in recoveries
     ]
-    lines = [*_aligned([head, *rows]), ""]
-    return [*lines, *figures.table(("seconds until", *STRETCHES), spent).splitlines()]
+    lines = figures.columns([head, *(_row(recovery) for recovery in recoveries)])
+    return [*lines, "", *figures.table(("seconds until", *STRETCHES), spent).splitlines()]
 
 
 def _row(recovery: Recovery) -> tuple[str, ...]:
-    lost = "" if recovery.lost_steps is None else str(recovery.lost_steps)
-    where = f"rank {recovery.fault.rank}" + (f" on {recovery.host}" if recovery.host else "")
-    seconds = "" if recovery.seconds is None else f"{recovery.seconds:.1f} s"
-    verdict = _WORDS[recovery.is_passed] + (f": {recovery.problem}" if recovery.problem else "")
     return (
         _named(recovery.fault),
-        where,
+        f"rank {recovery.fault.rank}" + (f" on {recovery.host}" if recovery.host else ""),
         recovery.decision or "",
         recovery.rule or "",
-        seconds,
-        lost,
-        verdict,
+        "" if recovery.seconds is None else f"{recovery.seconds:.1f} s",
+        "" if recovery.lost_steps is None else str(recovery.lost_steps),
+        _WORDS[recovery.is_passed] + (f": {recovery.problem}" if recovery.problem else ""),
     )
 
 
@@ -151,22 +142,15 @@ def _seconds(value: float | None) -> str:
     return "-" if value is None else f"{value:.1f}"
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
-
-
 def _claim(check: RehearsalCheck) -> str:
     return f"{_WORDS[check.is_true]:<7} {check.claim}: {check.found}"
 
 
 def _about(recovery: Recovery, hurt: RunDir) -> str:
-    """Return what to do about a fault that was not answered as it must."""
+    """Return what to do about a fault from which the run did not recover as it must."""
     name = _named(recovery.fault)
     if recovery.host is None:
-        return f"{name}: {recovery.problem}; say another step or rank with --fault"
+        return f"{name}: {recovery.problem}; choose another step or rank with --fault"
     if recovery.decision in ("give_up", "end"):
         return (
             f"{name}: the policy gave up by the rule {recovery.rule} ({recovery.reason}); "
@@ -181,7 +165,7 @@ _EXPLAINED = """\
   orchestra rehearse first --dry-run                  what would happen to it, and the batch script
   orchestra rehearse first --fault sigkill@12:0 --fault node_down@30:9 --steps 50
   orchestra rehearse first cluster.time_limit=30 cluster.partition=test
-  orchestra rehearse rehearsal-first-1-faults         wait for a rehearsal that was left, and judge it
+  orchestra rehearse rehearsal-first-1-faults         wait for a rehearsal that was interrupted, and judge it
 
 KIND is sigkill, sigstop, exit, segfault, exception, oom, hang, gil, agent_kill or node_down (the last two on
 a cluster only). Without @STEP the step is chosen, without :RANK the rank. node_down kills every process of
@@ -195,7 +179,6 @@ are submitted at once (with ORCHESTRA_NODE_DOWN one after the other), and Ctrl-C
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add what `orchestra rehearse` takes."""
     parser.usage = (
         "orchestra rehearse RUN [overrides] [--fault KIND[@STEP[:RANK]]] [--steps N] [--dry-run] [--json]"
     )
@@ -215,23 +198,17 @@ def run(arguments: Namespace) -> int:
 
     Raises ConfigError before anything is started, LaunchError when Slurm is silent.
     """
-
     target = resolve(arguments.run, arguments.dir)
     if (pair := read_pair(target)) is not None:
-        return _judge_what_was_left(pair, arguments)
-
+        if arguments.overrides or arguments.fault or arguments.steps is not None or arguments.dry_run:
+            raise ConfigError(
+                f"{pair.with_faults.name} is itself a rehearsal, which is waited for and judged; leave the "
+                f"options out, or name {pair.of} to rehearse again"
+            )
+        return _wait_and_judge(pair, as_json=arguments.json)
     if goes_to_cluster(target, arguments.overrides):
         return _on_cluster(target, arguments)
     return _here(target, arguments)
-
-
-def _judge_what_was_left(pair: RehearsalPair, arguments: Namespace) -> int:
-    if arguments.overrides or arguments.fault or arguments.steps is not None or arguments.dry_run:
-        raise ConfigError(
-            f"{pair.hurt.name} is a rehearsal already, which is waited for and judged as it is; name "
-            f"{pair.of} to rehearse anew"
-        )
-    return _wait_and_judge(pair, as_json=arguments.json)
 
 
 def _plan(target: RunDir, config: Config, arguments: Namespace, situation: Situation) -> Rehearsal:
@@ -243,18 +220,19 @@ def _plan(target: RunDir, config: Config, arguments: Namespace, situation: Situa
     return planned_rehearsal(target, config, asked, arguments.steps, situation)
 
 
-def _request(config: Config, arguments: Namespace) -> RunRequest:
-    return RunRequest(config, signature(config), arguments.overrides, sys.argv)
-
-
-# On this machine.
+def _requests(plan: Rehearsal, arguments: Namespace) -> list[RunRequest]:
+    """Return the undisturbed run and the one that faults are injected into, in the order they are started."""
+    return [
+        RunRequest(config, signature(config), arguments.overrides, sys.argv)
+        for config in (plan.undisturbed, plan.with_faults)
+    ]
 
 
 def _here(target: RunDir, arguments: Namespace) -> int:
     situation = this_machine("run", starts=not arguments.dry_run)
     config = rehearsed_config(target, arguments.overrides, situation)
     plan = _plan(target, config, arguments, situation)
-    requests = [_request(config, arguments) for config in (plan.undisturbed, plan.hurt)]
+    requests = _requests(plan, arguments)
     planned = [planned_run(request, time.time()) for request in requests]
     if arguments.dry_run:
         _print_plan(plan, {}, as_json=arguments.json)
@@ -263,30 +241,26 @@ def _here(target: RunDir, arguments: Namespace) -> int:
     for request, place in zip(requests, planned, strict=True):
         run = prepare(request, place)
         if request is requests[1]:
-            _record(plan, planned)
+            write_pair(_pair(plan, planned))
         code = _trained(request.config, run)
         if code in (EXIT_INTERRUPTED, EXIT_STOPPED):
-            note(f"the rehearsal was broken off; {run.path} keeps what was trained")
+            note(f"the rehearsal was interrupted; {run.path} keeps what was trained")
             return code
         if code != EXIT_DONE and request is requests[0]:
             raise OrchestraError(
-                f"the undisturbed run failed, and nothing was hurt: `{invocation('why', run)}` tells what "
-                f"ended it"
+                f"the undisturbed run failed, so no fault was injected: `{invocation('why', run)}` tells "
+                f"what ended it"
             )
     return _judge(_pair(plan, planned), as_json=arguments.json)
 
 
 def _trained(config: Config, run: RunDir) -> int:
     """Train one of the two runs in the foreground, and say now and then how far it is."""
-    from orchestra.agents.foreground import train_here
+    from orchestra.agents.agent import train_here
 
     follower = Follower(run, config.train.steps)
-    path = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    _, verdict = train_here(config, run, 0, tick=follower.tick, search_path=path, say=follower.say)
+    _, verdict = train_here(config, run, 0, tick=follower.tick, search_path=search_path(), say=follower.say)
     return verdict.code
-
-
-# On a cluster.
 
 
 def _on_cluster(target: RunDir, arguments: Namespace) -> int:
@@ -295,8 +269,9 @@ def _on_cluster(target: RunDir, arguments: Namespace) -> int:
     site.require()
     plan = _plan(target, with_measured_network(config), arguments, Situation("submit"))
     share = site.share(config)
-    requests = [_request(config, arguments) for config in (plan.undisturbed, plan.hurt)]
-    planned = [placed_run(submission_of(request, share), time.time()) for request in requests]
+    planned = [
+        placed_run(submission_of(request, share), time.time()) for request in _requests(plan, arguments)
+    ]
     scripts = {placed.place.name: placed.arrays()[0].script() for placed in planned}
     for script in scripts.values():
         site.tested(script)
@@ -305,8 +280,9 @@ def _on_cluster(target: RunDir, arguments: Namespace) -> int:
         return EXIT_DONE
     _announce(plan)
     runs = _submitted(planned)
-    _record(plan, runs)
-    return _wait_and_judge(_pair(plan, runs), as_json=arguments.json)
+    pair = _pair(plan, runs)
+    write_pair(pair)
+    return _wait_and_judge(pair, as_json=arguments.json)
 
 
 def _submitted(planned: Sequence[PlacedSubmission]) -> list[RunDir]:
@@ -328,36 +304,27 @@ def _submitted(planned: Sequence[PlacedSubmission]) -> list[RunDir]:
 
 
 def _wait_and_judge(pair: RehearsalPair, *, as_json: bool) -> int:
-    metric = read_config(pair.hurt.config).run.metric
+    metric = read_config(pair.with_faults.config).run.metric
     try:
-        wait.wait_for([pair.undisturbed, pair.hurt], metric)
+        wait.wait_for([pair.undisturbed, pair.with_faults], metric)
     except KeyboardInterrupt:
-        note(f"`orchestra rehearse {typed_name(pair.hurt)}` waits on and judges")
+        note(f"`orchestra rehearse {typed_name(pair.with_faults)}` waits on and judges")
         raise
     return _judge(pair, as_json=as_json)
-
-
-# Both.
 
 
 def _pair(plan: Rehearsal, runs: Sequence[RunDir]) -> RehearsalPair:
     return RehearsalPair(plan.of, runs[0], runs[1])
 
 
-def _record(plan: Rehearsal, runs: Sequence[RunDir]) -> None:
-    write_pair(_pair(plan, runs))
-
-
 def _announce(plan: Rehearsal) -> None:
-
-    for line in plan_lines(plan):
-        print(line, file=sys.stderr, flush=True)
+    print("\n".join(plan_lines(plan)), file=sys.stderr, flush=True)
 
 
 def _print_plan(plan: Rehearsal, scripts: dict[str, str], *, as_json: bool) -> None:
     if as_json:
-        faults = plan.hurt.recovery.inject
-        configs = {str(config.run.name): to_yaml(config) for config in (plan.undisturbed, plan.hurt)}
+        faults = plan.with_faults.recovery.inject
+        configs = {str(config.run.name): to_yaml(config) for config in (plan.undisturbed, plan.with_faults)}
         facts = {"of": plan.of, "steps": plan.schedule.steps, "faults": faults}
         print(json.dumps({**facts, "scripts": scripts, "configs": configs}, indent=2))
         return
@@ -367,9 +334,12 @@ def _print_plan(plan: Rehearsal, scripts: dict[str, str], *, as_json: bool) -> N
 
 
 def _judge(pair: RehearsalPair, *, as_json: bool) -> int:
-    found = judged(pair)
-    for run in (pair.undisturbed, pair.hurt):
+    judgement = judged(pair)
+    for run in (pair.undisturbed, pair.with_faults):
         if (place := read_config(run.config).checkpoint.dir) is not None:
             note(f"the checkpoints of {run.name} are in {place}")
-    print(json.dumps(found.to_json(), indent=2) if as_json else "\n".join(judgement_lines(found)))
-    return found.code
+    if as_json:
+        print(json.dumps(judgement.to_json(), indent=2))
+    else:
+        print("\n".join(judgement_lines(judgement)))
+    return judgement.code

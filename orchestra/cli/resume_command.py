@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from conf.schema import LauncherName
-from orchestra.cli.foreground_view import ForegroundAttempt, add_output_options, print_plan, train
+from orchestra.cli.run_command import ForegroundAttempt, add_output_options, print_plan, train
+from orchestra.cli.submit_command import job_lines, print_job_script
 from orchestra.cli.sweep_text import resume_sweep
 from orchestra.cli.text.describe import invocation
 from orchestra.cli.text.resolve import add_directory_option, resolve_target
@@ -33,7 +34,7 @@ from orchestra.submit.resume_run import (
     resume_job,
     submit_resume,
 )
-from orchestra.submit.site import ask, note
+from orchestra.submit.site import ask
 
 if TYPE_CHECKING:
     from launchers.slurm.sbatch import Estimate
@@ -56,7 +57,6 @@ Of a sweep what is missing or failed is submitted again.
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add what `orchestra resume` takes."""
     parser.usage = "orchestra resume RUN [overrides] [--dry-run] [--json] [--dir DIR]"
     parser.add_argument("run", metavar="RUN", help="name, unique start of one, or path")
     parser.add_argument("overrides", nargs="*", metavar="overrides", help="KEY=VALUE or GROUP=NAME")
@@ -80,8 +80,7 @@ def run(arguments: Namespace) -> int:
 
 
 def goes_to_cluster(run: RunDir, overrides: Sequence[str]) -> bool:
-    """Tell where a run is to go on: as typed, else where it was frozen for."""
-
+    """Tell whether a run is to go on in Slurm: as typed, else where it was frozen for."""
     typed = [override.lstrip("+").partition("=") for override in overrides]
     places = [value for key, _, value in typed if key in ("cluster", "cluster.launcher")]
     if places:
@@ -112,26 +111,22 @@ def _submit(arguments: Namespace, target: RunDir, answer: SchedulerAnswer) -> in
     site.require()
     planned = resume_job(plan, site.share(plan.config))
     estimate = site.tested(planned.script())
+    if arguments.dry_run and arguments.json:
+        script = {"script": planned.script(), "config": to_yaml(planned.next.config)}
+        print(json.dumps({**_facts(planned, estimate), **script}, indent=2))
+        return EXIT_DONE
     if arguments.dry_run:
-        _print_job_plan(planned, estimate, as_json=arguments.json)
+        print_job_script(planned.script(), estimate)
         return EXIT_DONE
     job = submit_resume(planned, sys.argv)
     if arguments.json:
         print(json.dumps({**_facts(planned, estimate), "job": job}))
-    else:
-        _tell(planned, job, estimate)
+        return EXIT_DONE
+    step = plan.checkpoint_step
+    goes_on = f"goes on {'from the start' if step is None else f'from step {step}'}"
+    print(f"run     {name_of(plan.run)}, attempt {plan.number}")
+    print("\n".join(job_lines(plan.run, job, plan.config.cluster, estimate, goes_on)))
     return EXIT_DONE
-
-
-def _tell(planned: ResumeJob, job: str, estimate: Estimate | None) -> None:
-    run, config, step = planned.run, planned.next.config.cluster, planned.next.checkpoint_step
-    nodes = f"{config.nodes} node{'' if config.nodes == 1 else 's'}"
-    print(f"run     {name_of(run)}, attempt {planned.next.number}")
-    print(f"job     {job}: {nodes} × {config.gpus_per_node} {config.device.value} ranks")
-    print(f"goes on {'from the start' if step is None else f'from step {step}'}")
-    if estimate is not None:
-        print(f"starts  {estimate.start}, as Slurm expects")
-    print(f"next    `{invocation('status', run)}`, `{invocation('logs', run)} -f`")
 
 
 def _facts(planned: ResumeJob, estimate: Estimate | None) -> dict[str, object]:
@@ -145,27 +140,19 @@ def _facts(planned: ResumeJob, estimate: Estimate | None) -> dict[str, object]:
     }
 
 
-def _print_job_plan(planned: ResumeJob, estimate: Estimate | None, *, as_json: bool) -> None:
-    if as_json:
-        plan = {"script": planned.script(), "config": to_yaml(planned.next.config)}
-        print(json.dumps({**_facts(planned, estimate), **plan}, indent=2))
-        return
-    print(planned.script(), end="")
-    if estimate is not None:
-        note(f"Slurm would take it and expects it to start at {estimate.start} on {estimate.nodes}")
-
-
 def _say_finished(plan: ResumePlan, *, as_json: bool) -> int:
     steps = plan.before.train.steps
     if as_json:
-        identity = {
+        facts = {
             "name": plan.run.name,
             "path": str(plan.run.path),
             "state": RunPhase.finished,
             "code": EXIT_DONE,
+            "attempt": plan.last_attempt,
+            "checkpoint_step": plan.checkpoint_step,
+            "steps": steps,
         }
-        numbers = {"attempt": plan.last_attempt, "checkpoint_step": plan.checkpoint_step, "steps": steps}
-        print(json.dumps({**identity, **numbers}))
+        print(json.dumps(facts))
         return EXIT_DONE
     ignored = "; the overrides were not applied" if plan.overrides else ""
     print(f"{name_of(plan.run)} is finished: {steps} of {steps} steps are trained{ignored}")

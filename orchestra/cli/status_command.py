@@ -1,6 +1,7 @@
 """`orchestra status [RUN…]`: runs and sweeps and how far they are, by their own records, then by Slurm.
 
-It only reads, and asks Slurm once for all.
+Tables show what is alive and what is newest, on a terminal only what fits. It only reads, and asks Slurm once
+for all.
 """
 
 from __future__ import annotations
@@ -8,51 +9,130 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import textwrap
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
-from orchestra.cli.text import figures, listing
-from orchestra.cli.text.describe import invocation, resume_line, spent_lines, spent_record
-from orchestra.cli.text.resolve import Target, add_directory_option, all_targets, resolve_target
-from orchestra.errors import EXIT_DO_NOT_RESTART, EXIT_DONE, ConfigError
+from orchestra.cli.text import figures
+from orchestra.cli.text.describe import (
+    invocation,
+    note_unanswered,
+    resume_line,
+    spent_lines,
+    spent_record,
+    sweep_summary,
+)
+from orchestra.cli.text.resolve import TARGET_HELP, add_directory_option, all_targets, resolve_target
+from orchestra.errors import EXIT_DO_NOT_RESTART, EXIT_DONE
 from orchestra.recovery.history import newest_attempt
 from orchestra.recovery.incidents import Verdict, node_verdict
-from orchestra.report.run_state import RunState, read_state
-from orchestra.report.scheduler import with_scheduler
-from orchestra.report.sweeps import SweepState, read_sweep_state, with_states
+from orchestra.report.run_state import MemberState, RunState, SweepState, by_phase
+from orchestra.report.scheduler import read_states
 from orchestra.run.events import read_events
 from orchestra.run.paths import RunDir
 from orchestra.run.record import RunPhase
 from orchestra.run.rollback import RollBack, roll_backs
 
-# What `orchestra status RUN` says of one run beyond its row: why, where, since when, what to type. It reads
-# the run's events.
-
+_HEADER = ("RUN", "STATE", "STEP", "LOSS", "TOK/S", "MFU", "SAVED", "ATTEMPTS", "ETA", "AGE")
+# Left out first where a terminal is too narrow.
+_DROPPED = ("MFU", "ATTEMPTS", "SAVED", "TOK/S", "LOSS")
+_MEMBER_HEADER = ("STATE", "STEP", "LOSS", "TOK/S", "SAVED", "ATTEMPTS", "ETA")
+# Rows on a terminal.
+_LIMIT = 20
 
 # By the decision that another attempt follows: on which nodes.
 _NODES = {"replace": ", on other nodes where these failed", "shrink": ", on fewer nodes"}
+_EXPLAINED = """\
+  orchestra status                runs and sweeps, newest first
+  orchestra status first          one run: why it waits or ended, where it runs, what to type next
+  orchestra status a-sweep        the members of a sweep
+  orchestra status a-sweep/3      one member
+
+On a terminal long tables show what is alive and what is newest, and only columns that fit; --all shows all.
+"""
+
+Row = TypeVar("Row")
 
 
-def of_run(state: RunState) -> list[str]:
-    """Return lines of a word and a text, the command to type next last."""
-    run = RunDir(Path(state.path))
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.usage = "orchestra status [RUN…] [--all] [--json] [--dir DIR]"
+    parser.add_argument("runs", nargs="*", metavar="RUN", help=f"{TARGET_HELP} (default: all)")
+    parser.add_argument("--all", action="store_true", help="show every row and every column")
+    parser.add_argument("--json", action="store_true", help="print a JSON list, one object per run or sweep")
+    add_directory_option(parser)
+    parser.epilog = _EXPLAINED
+
+
+def run(arguments: Namespace) -> int:
+    """Print the states and return 0."""
+    if arguments.runs:
+        chosen = [resolve_target(text, arguments.dir) for text in arguments.runs]
+    else:
+        chosen = all_targets(arguments.dir)
+    states, problems = read_states(list(dict.fromkeys(chosen)), time.time())
+    note_unanswered(problems)
+    if arguments.json:
+        print(json.dumps([_record(state, with_accounts=bool(arguments.runs)) for state in states], indent=2))
+    else:
+        print("\n".join(_page(states, arguments)))
+    return EXIT_DONE
+
+
+def _record(state: RunState | SweepState, *, with_accounts: bool) -> dict[str, object]:
+    if isinstance(state, SweepState):
+        return state.to_json()
+    spent: dict[str, object] = {}
+    if with_accounts and state.state is not RunPhase.unreadable:
+        run = RunDir(Path(state.path))
+        spent = spent_record(run, read_events(run), state.state, time.time())
+    return {"kind": "run", **state.to_json(), **spent}
+
+
+def _page(states: Sequence[RunState | SweepState], arguments: Namespace) -> list[str]:
+    is_short = sys.stdout.isatty() and not arguments.all
+    width = shutil.get_terminal_size().columns if is_short else None
+    if not states:
+        return [f"no runs in {arguments.dir}; `orchestra run` makes one"]
+    if not arguments.runs:
+        return _of_all(states, width, _LIMIT)
+    lines: list[str] = []
+    runs = [state for state in states if isinstance(state, RunState)]
+    if runs:
+        lines += _of_all(runs, width, limit=None)
+    if len(runs) == 1:
+        lines += _of_run(runs[0])
+    else:
+        stopped = [state for state in runs if state.state is RunPhase.stopped]
+        lines += [resume_line(RunDir(Path(state.path)), state.checkpoint_step) for state in stopped]
+    for state in states:
+        if isinstance(state, SweepState):
+            lines += ([""] if lines else []) + _of_sweep(state, width)
+    return lines
+
+
+def _of_run(state: RunState) -> list[str]:
+    """Return what a run's row does not say: lines of a word and a text, the command to type next last."""
+    run, now = RunDir(Path(state.path)), time.time()
     events = read_events(run) if state.state is not RunPhase.unreadable else []
     attempt = newest_attempt(events)
-    told = () if attempt is None else attempt.events
-    hosts = sorted({str(event["host"]) for event in told if "host" in event and "node" in event})
+    of_attempt = () if attempt is None else attempt.events
+    hosts = sorted({str(event["host"]) for event in of_attempt if "host" in event and "node" in event})
+    never_saved = "nothing yet" if state.attempts else ""
+    restarts = figures.number_of(state.attempts - 1, "restart")
     facts = {
         "reason": _reason(state, None if attempt is None else node_verdict(attempt)),
-        "restart": _restart(state, time.time()),
+        "restart": _restart(state, now),
         "job": _job(state),
         # Where Slurm names the nodes they stand with the job.
         "nodes": ", ".join(hosts) if state.state is RunPhase.running and not state.job_nodes else "",
-        "saved": _saved(state),
-        "starts": _starts(state),
+        "saved": never_saved if state.checkpoint_step is None else f"step {state.checkpoint_step}",
+        "starts": f"{state.attempts} attempts: {restarts}" if state.attempts > 1 else "",
         "back": _back(roll_backs(events)),
     }
-    spent = spent_lines(run, events, state.state, time.time()) if events else []
+    spent = spent_lines(run, events, state.state, now) if events else []
     return [*(f"{word:<7} {text}" for word, text in facts.items() if text), *spent, *_next(state, run)]
 
 
@@ -76,7 +156,7 @@ def _job(state: RunState) -> str:
     if state.job is None:
         return ""
     if state.job_state in (None, "UNKNOWN"):
-        return f"{state.job}, of which Slurm tells nothing here"
+        return f"{state.job}, which Slurm on this machine says nothing about"
     where = f" on {state.job_nodes}" if state.job_nodes else ""
     if not state.state.is_alive or state.job_start is None:
         return f"{state.job}, {state.job_state}{where}"
@@ -85,29 +165,12 @@ def _job(state: RunState) -> str:
     return f"{state.job}, {state.job_state}{where}{when}"
 
 
-def _saved(state: RunState) -> str:
-    if state.checkpoint_step is None:
-        return "nothing yet" if state.attempts else ""
-    return f"step {state.checkpoint_step}"
-
-
-def _starts(state: RunState) -> str:
-    if state.attempts < 2:
+def _back(turns: Sequence[RollBack]) -> str:
+    if not turns:
         return ""
-    restarts = state.attempts - 1
-    return f"{state.attempts} attempts: {restarts} restart{'' if restarts == 1 else 's'}"
-
-
-def _back(found: list[RollBack]) -> str:
-    if not found:
-        return ""
-    times = "1 roll-back" if len(found) == 1 else f"{len(found)} roll-backs"
-    steps = [
-        f"{roll_back.data_steps[0]} to {roll_back.data_steps[1]}"
-        for roll_back in found
-        if roll_back.data_steps is not None
-    ]
-    return times + (f": the data of steps {', '.join(steps)} is left out" if steps else "")
+    steps = [f"{turn.data_steps[0]} to {turn.data_steps[1]}" for turn in turns if turn.data_steps is not None]
+    left_out = f": the data of steps {', '.join(steps)} is left out" if steps else ""
+    return f"{figures.number_of(len(turns), 'roll-back')}{left_out}"
 
 
 def _next(state: RunState, run: RunDir) -> list[str]:
@@ -116,119 +179,111 @@ def _next(state: RunState, run: RunDir) -> list[str]:
         return [f"next    `{invocation('logs', run)} -f`{eta}"]
     asks_why = state.state.ended_badly or state.state is RunPhase.unknown
     lines = [f"next    `{invocation('why', run)}`"] if asks_why else []
-    if (
-        state.state in (RunPhase.finished, RunPhase.unknown, RunPhase.unreadable)
-        or state.code == EXIT_DO_NOT_RESTART
-    ):
+    cannot_go_on = state.state in (RunPhase.finished, RunPhase.unknown, RunPhase.unreadable)
+    if cannot_go_on or state.code == EXIT_DO_NOT_RESTART:
         return lines
     return [*lines, resume_line(run, state.checkpoint_step)]
 
 
-_EXPLAINED = """\
-  orchestra status                runs and sweeps, newest first
-  orchestra status first          one run: why it waits or ended, where it runs, what to type next
-  orchestra status a-sweep        the members of a sweep
-  orchestra status a-sweep/3      one member
+def _of_all(states: Sequence[RunState | SweepState], width: int | None, limit: int | None) -> list[str]:
+    """Return the table of runs and sweeps, in their order.
 
-On a terminal long tables show what is alive and what is newest, and only columns that fit; --all shows all.
-"""
-
-
-def add_arguments(parser: ArgumentParser) -> None:
-    """Add what `orchestra status` takes."""
-    parser.usage = "orchestra status [RUN…] [--all] [--json] [--dir DIR]"
-    parser.add_argument(
-        "runs",
-        nargs="*",
-        metavar="RUN",
-        help="name of a run or a sweep, unique start of one, path, or SWEEP/3 (default: all)",
-    )
-    parser.add_argument("--all", action="store_true", help="show every row and every column")
-    parser.add_argument("--json", action="store_true", help="print a JSON list, one object per run or sweep")
-    add_directory_option(parser)
-    parser.epilog = _EXPLAINED
-
-
-def run(arguments: Namespace) -> int:
-    """Print the states and return 0."""
-    if arguments.runs:
-        chosen = [resolve_target(text, arguments.dir) for text in arguments.runs]
-    else:
-        chosen = all_targets(arguments.dir)
-    states, problems = read_states(list(dict.fromkeys(chosen)), time.time())
-    for problem in problems:
-        print(f"note: {problem}; what follows are the runs' own records", file=sys.stderr)
-    if arguments.json:
-        print(json.dumps([_record(state, with_accounts=bool(arguments.runs)) for state in states], indent=2))
-    else:
-        for line in _page(states, arguments):
-            print(line)
-    return EXIT_DONE
-
-
-def read_states(targets: Sequence[Target], now: float) -> tuple[list[RunState | SweepState], list[str]]:
-    """Return the states of runs and sweeps, and why Slurm could not be asked if it could not.
-
-    Slurm is asked once for all of them.
+    `width` is the terminal's, None: no terminal, so that every row and every column is shown.
     """
-    own = [_own_state(target, now) for target in targets]
-    runs: list[RunDir] = []
-    states: list[RunState] = []
-    for target, state in zip(targets, own, strict=True):
-        members = [(each.run, each.state) for each in state.members] if isinstance(state, SweepState) else []
-        single = [(target, state)] if isinstance(target, RunDir) and isinstance(state, RunState) else []
-        for run_, state_ in (*members, *single):
-            runs.append(run_)
-            states.append(state_)
-    told, problems = with_scheduler(runs, states)
-    rest = iter(told)
-    return [_with_words(state, rest) for state in own], problems
-
-
-def _own_state(target: Target, now: float) -> RunState | SweepState:
-    if isinstance(target, RunDir):
-        return read_state(target, now)
-    try:
-        return read_sweep_state(target, now)
-    except ConfigError as error:
-        return SweepState(target, (), problem=str(error))
-
-
-def _with_words(state: RunState | SweepState, told: Iterable[RunState]) -> RunState | SweepState:
-    """Return a state with Slurm's words, which come in the order of the runs."""
-    words = iter(told)
-    if isinstance(state, SweepState):
-        return with_states(state, [next(words) for _ in state.members])
-    return next(words)
-
-
-def _record(state: RunState | SweepState, *, with_accounts: bool) -> dict[str, object]:
-    if isinstance(state, SweepState):
-        return state.to_json()
-    spent: dict[str, object] = {}
-    if with_accounts and state.state is not RunPhase.unreadable:
-        run = RunDir(Path(state.path))
-        spent = spent_record(run, read_events(run), state.state, time.time())
-    return {"kind": "run", **state.to_json(), **spent}
-
-
-def _page(states: Sequence[RunState | SweepState], arguments: Namespace) -> list[str]:
-    is_short = sys.stdout.isatty() and not arguments.all
-    width = shutil.get_terminal_size().columns if is_short else None
-    if not states:
-        return [f"no runs in {arguments.dir}; `orchestra run` makes one"]
-    if not arguments.runs:
-        return listing.of_all(states, width)
-    lines: list[str] = []
-    runs = [state for state in states if isinstance(state, RunState)]
-    if runs:
-        lines += listing.of_all(runs, width, limit=None)
-    if len(runs) == 1:
-        lines += of_run(runs[0])
-    else:
-        stopped = [state for state in runs if state.state is RunPhase.stopped]
-        lines += [resume_line(RunDir(Path(state.path)), state.checkpoint_step) for state in stopped]
-    for state in states:
-        if isinstance(state, SweepState):
-            lines += ([""] if lines else []) + listing.of_sweep(state, width)
+    chosen = shortened(states, None if width is None else limit, _is_alive)
+    rows = [
+        (state.sweep.name, state.problem or sweep_summary(state))
+        if isinstance(state, SweepState)
+        else (state.name, *_cells(state, _HEADER[1:]))
+        for state in chosen
+    ]
+    lines = figures.fitting_table(_HEADER, rows, width, _DROPPED).splitlines()
+    kept = {id(state) for state in chosen}
+    rest = [state for state in states if id(state) not in kept]
+    if rest:
+        runs = figures.counts(by_phase(state for state in rest if isinstance(state, RunState)))
+        sweeps = sum(isinstance(state, SweepState) for state in rest)
+        kinds = ", ".join(filter(None, (runs, figures.number_of(sweeps, "sweep") if sweeps else "")))
+        last = f"and {len(rest)} more ({kinds}): orchestra status --all"
+        lines += [last] if width is None else textwrap.wrap(last, width)
     return lines
+
+
+def shortened(rows: Sequence[Row], limit: int | None, is_wanted: Callable[[Row], bool]) -> list[Row]:
+    """Return at most `limit` of the rows, in their order: those that are wanted, then the first ones."""
+    indices = range(len(rows))
+    # A stable order: what is wanted first.
+    by_interest = sorted(indices, key=lambda index: not is_wanted(rows[index]))
+    return [rows[index] for index in sorted(by_interest[:limit])]
+
+
+def _is_alive(state: RunState | SweepState) -> bool:
+    phases = state.counts if isinstance(state, SweepState) else [state.state]
+    return any(phase.is_alive for phase in phases)
+
+
+def _cells(state: RunState, titles: Sequence[str]) -> tuple[str, ...]:
+    cells = {
+        "STATE": state.state,
+        "STEP": f"{state.step or 0}/{'?' if state.steps is None else state.steps}",
+        "LOSS": figures.loss(state.loss),
+        "TOK/S": figures.quantity(state.tokens_per_s),
+        "MFU": figures.percent(state.mfu),
+        "SAVED": "-" if state.checkpoint_step is None else str(state.checkpoint_step),
+        "ATTEMPTS": str(state.attempts),
+        "ETA": figures.duration(state.eta_s),
+        "AGE": figures.age(state.age_s),
+    }
+    return tuple(cells[title] for title in titles)
+
+
+def _of_sweep(state: SweepState, width: int | None) -> list[str]:
+    """Return a sweep's counts, the table of its members, the best of them, and what to type next."""
+    if state.problem is not None:
+        return [f"{state.sweep.name}: {state.problem}"]
+    # In the order in which they were typed.
+    typed = (override.partition("=")[0] for each in state.members for override in each.member.overrides)
+    keys = list(dict.fromkeys(typed))
+    header = ("MEMBER", *_short(keys), *_MEMBER_HEADER)
+    limit = None if width is None else 2 * _LIMIT
+    chosen = shortened(state.members, limit, lambda member: member.state.state is not RunPhase.finished)
+    rows = [
+        (f"{each.member.index:03d}", *_values(each, keys), *_cells(each.state, _MEMBER_HEADER))
+        for each in chosen
+    ]
+    table = figures.fitting_table(header, rows, width, ("ATTEMPTS", "SAVED", "TOK/S"))
+    lines = [f"{state.sweep.name}: {sweep_summary(state)}", *table.splitlines()]
+    if left := len(state.members) - len(chosen):
+        lines.append(f"and {left} more: {invocation('status', state.sweep)} --all")
+    lines += _best(state)
+    if any(phase.ended_badly for phase in state.counts):
+        lines.append(f"next    `{invocation('why', state.sweep)}`")
+    # What goes on only when somebody resumes it.
+    if any(phase.ended_badly or phase.ended_early or phase is RunPhase.cancelled for phase in state.counts):
+        lines.append(f"resume  `{invocation('resume', state.sweep)}` runs what is missing or failed")
+    return lines
+
+
+def _short(keys: Sequence[str]) -> list[str]:
+    """Return the last part of each key, the whole key where two would be the same."""
+    last = [key.rpartition(".")[2].lstrip("+") for key in keys]
+    taken = {title.lower() for title in _MEMBER_HEADER}
+    return [
+        key if last.count(tail) > 1 or tail in taken else tail for key, tail in zip(keys, last, strict=True)
+    ]
+
+
+def _values(member: MemberState, keys: Sequence[str]) -> list[str]:
+    pairs = (override.partition("=") for override in member.member.overrides)
+    values = {key: value for key, _, value in pairs}
+    return [values.get(key, "-") for key in keys]
+
+
+def _best(state: SweepState) -> list[str]:
+    """Name the finished member with the lowest last loss, where there are several to compare."""
+    finished = (each for each in state.members if each.state.state is RunPhase.finished)
+    losses = [(each.state.loss, each) for each in finished if each.state.loss is not None]
+    if len(losses) < 2:
+        return []
+    loss, best = min(losses, key=lambda pair: pair[0])
+    return [f"lowest  {best.state.name} ({' '.join(best.member.overrides)}): loss {figures.loss(loss)}"]

@@ -12,8 +12,8 @@ import time
 from argparse import ArgumentParser, Namespace
 from typing import TYPE_CHECKING
 
-from orchestra.cli.foreground_view import add_output_options
-from orchestra.cli.text import describe
+from orchestra.cli.run_command import add_output_options
+from orchestra.cli.text import describe, figures
 from orchestra.errors import EXIT_DONE, ConfigError
 from orchestra.run.paths import RunDir
 
@@ -39,7 +39,6 @@ in run.dir that compute the same are taken over.
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add what `orchestra submit` takes."""
     parser.usage = (
         "orchestra submit [-m] [overrides] [--dry-run] [--json] [--wait] [--force]\n"
         "                        [--skip-memory-check]"
@@ -47,13 +46,15 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="overrides", help="KEY=VALUE or GROUP=NAME")
     parser.add_argument("-m", "--multirun", action="store_true", help="sweep: submit every combination")
     parser.add_argument(
-        "--wait", action="store_true", help="wait until all is over, print the results, exit with the worst"
+        "--wait",
+        action="store_true",
+        help="wait until all have ended, print the results, exit with the worst code",
     )
     parser.add_argument(
-        "--force", action="store_true", help="with -m: train every member anew, whatever there is already"
+        "--force", action="store_true", help="with -m: train every member again, also those that are done"
     )
     parser.add_argument(
-        "--skip-memory-check", action="store_true", help="submit what the planner says does not fit, too"
+        "--skip-memory-check", action="store_true", help="submit even what the planner says does not fit"
     )
     add_output_options(parser)
     parser.epilog = _EXPLAINED
@@ -72,14 +73,9 @@ def run(arguments: Namespace) -> int:
         return submit_sweep(arguments)
     if arguments.force:
         raise ConfigError("--force is about the members of a sweep (-m); a single run is always a new one")
-    return _submit_one(arguments)
-
-
-def _submit_one(arguments: Namespace) -> int:
     if arguments.dry_run:
         return print_script(arguments)
-    placed, estimate = _planned(arguments, is_dry=False)
-    return _submit(placed, estimate, arguments)
+    return _submit(*_planned(arguments, is_dry=False), arguments)
 
 
 def print_script(arguments: Namespace) -> int:
@@ -106,20 +102,31 @@ def _planned(arguments: Namespace, *, is_dry: bool) -> tuple[PlacedSubmission, E
 def _print_plan(placed: PlacedSubmission, estimate: Estimate | None, *, as_json: bool) -> None:
     from orchestra.run.config_file import to_yaml
     from orchestra.submit.new_run import frozen_config
-    from orchestra.submit.site import note
 
     (job,), run = placed.arrays(), placed.place
     if not as_json:
-        print(job.script(), end="")
-        if estimate is not None:
-            note(f"Slurm would take it and expects it to start at {estimate.start} on {estimate.nodes}")
+        print_job_script(job.script(), estimate)
         return
     (member,) = placed.submission.members
     assert isinstance(run, RunDir)
-    config = to_yaml(frozen_config(member.request(()), run))
-    facts = {"name": run.name, "path": str(run.path), "signature": member.signature, "script": job.script()}
-    start = None if estimate is None else estimate.start
-    print(json.dumps({**facts, "estimated_start": start, "config": config}, indent=2))
+    plan = {
+        "name": run.name,
+        "path": str(run.path),
+        "signature": member.signature,
+        "script": job.script(),
+        "estimated_start": None if estimate is None else estimate.start,
+        "config": to_yaml(frozen_config(member.request(()), run)),
+    }
+    print(json.dumps(plan, indent=2))
+
+
+def print_job_script(script: str, estimate: Estimate | None) -> None:
+    """Print the batch script, and when Slurm would start it where it says so."""
+    from orchestra.submit.site import note
+
+    print(script, end="")
+    if estimate is not None:
+        note(f"Slurm would accept the job and expects to start it at {estimate.start} on {estimate.nodes}")
 
 
 def _submit(placed: PlacedSubmission, estimate: Estimate | None, arguments: Namespace) -> int:
@@ -128,24 +135,30 @@ def _submit(placed: PlacedSubmission, estimate: Estimate | None, arguments: Name
     ledger, outcome = submit(placed)
     assert isinstance(ledger, RunLedger)
     config = placed.submission.members[0].config
-    start = None if estimate is None else estimate.start
-    _tell(ledger.run, str(outcome.accepted[0].id), config.cluster, start, arguments)
+    run, job = ledger.run, str(outcome.accepted[0].id)
+    if arguments.json:
+        start = None if estimate is None else estimate.start
+        facts = {"name": run.name, "path": str(run.path), "job": job, "estimated_start": start}
+        # With --wait standard output is the results'.
+        print(json.dumps(facts), file=sys.stderr if arguments.wait else sys.stdout)
+    else:
+        print(f"run     {run.name}")
+        print("\n".join(job_lines(run, job, config.cluster, estimate)))
     if not arguments.wait:
         return EXIT_DONE
     from orchestra.cli.sweep_text import wait
 
-    return wait([ledger.run], config.run.metric, as_json=arguments.json)
+    return wait([run], config.run.metric, as_json=arguments.json)
 
 
-def _tell(run: RunDir, job: str, cluster: ClusterConfig, start: str | None, arguments: Namespace) -> None:
-    if arguments.json:
-        facts = {"name": run.name, "path": str(run.path), "job": job, "estimated_start": start}
-        # With --wait standard output is the results'.
-        print(json.dumps(facts), file=sys.stderr if arguments.wait else sys.stdout)
-        return
-    nodes = f"{cluster.nodes} node{'' if cluster.nodes == 1 else 's'}"
-    print(f"run     {run.name}")
-    print(f"job     {job}: {nodes} × {cluster.gpus_per_node} {cluster.device.value} ranks")
-    if start is not None:
-        print(f"starts  {start}, as Slurm expects")
-    print(f"next    `{describe.invocation('status', run)}`, `{describe.invocation('logs', run)} -f`")
+def job_lines(
+    run: RunDir, job: str, cluster: ClusterConfig, estimate: Estimate | None, *more: str
+) -> list[str]:
+    """Return which job was submitted for a run, `more` about it, when it may start and what to type next."""
+    nodes = figures.number_of(cluster.nodes, "node")
+    return [
+        f"job     {job}: {nodes} × {cluster.gpus_per_node} {cluster.device.value} ranks",
+        *more,
+        *([] if estimate is None else [f"starts  {estimate.start}, as Slurm expects"]),
+        f"next    `{describe.invocation('status', run)}`, `{describe.invocation('logs', run)} -f`",
+    ]

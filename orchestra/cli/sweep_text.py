@@ -11,24 +11,24 @@ import json
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
-from orchestra.cli.text import describe
+from orchestra.cli.text import describe, figures
+from orchestra.cli.text.figures import number_of
 from orchestra.config.machine import Situation
 from orchestra.errors import EXIT_DONE, EXIT_FAILED, ConfigError, LaunchError
 from orchestra.report.run_state import name_of
 from orchestra.run.paths import SweepDir, read_sweep
 from orchestra.sizes.units import first_few
 from orchestra.submit import wait as waiting
+from orchestra.submit.claims import exclusively
 from orchestra.submit.site import ask, note
-from orchestra.submit.sweeps.lock import exclusively
 from orchestra.submit.sweeps.sweeper import names_sweeper, run_sweeper
 
 if TYPE_CHECKING:
-    from orchestra.config.sweep import ComposedMember
-    from orchestra.run.paths import RunDir
+    from orchestra.config.compose import Composed
+    from orchestra.run.paths import RunDir, SweepMember
     from orchestra.submit.hand_over import SubmitOutcome, SweepLedger
     from orchestra.submit.site import Site
     from orchestra.submit.submission import Submission
@@ -45,7 +45,6 @@ def _trial(trial: Trial) -> dict[str, Any]:
 
 def wait(runs: Sequence[RunDir], metric: str, *, as_json: bool) -> int:
     """Wait for runs, print how each ended, and return the code of the worst end."""
-
     results = waiting.wait_for(runs, metric)
     rows = [_result(result) for result in results]
     print(json.dumps({"results": rows}, indent=2) if as_json else _table(rows))
@@ -62,11 +61,7 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
     cells = [
         (row.get("name", "–"), row["state"], _value(row), " ".join(row.get("overrides", ()))) for row in rows
     ]
-    widths = [max((len(cell[column]) for cell in cells), default=0) for column in range(3)]
-    return "\n".join(
-        "  ".join([*(cell[column].ljust(widths[column]) for column in range(3)), cell[3]]).rstrip()
-        for cell in cells
-    )
+    return "\n".join(figures.columns(cells))
 
 
 def _value(row: dict[str, Any]) -> str:
@@ -75,48 +70,46 @@ def _value(row: dict[str, Any]) -> str:
     return f"{row['metric']} {'none' if row['value'] is None else format(row['value'], '.6g')}"
 
 
-def print_trials(trials: Sequence[Trial], *, as_json: bool) -> None:
-    """Print what a sweeper chose, and how each of its trials ended."""
-    rows = [_trial(trial) for trial in trials]
-    print(json.dumps({"trials": rows}, indent=2) if as_json else _table(rows))
-
-
 def print_action(action: SweepAction, start: str | None, *, as_json: bool) -> None:
     """Print the scripts and the members that would be submitted."""
     scripts = [planned.script() for planned in action.arrays]
-    rows = _members(action)
+    arrays = {index: planned.array.number for planned in action.arrays for index in planned.array.members}
+    if action.new is not None:
+        members: Sequence[SweepMember] = [member.record for member in action.new.submission.members]
+    else:
+        members = read_sweep(action.sweep).members
+    rows = [{**row, "array": arrays.get(row["index"])} for row in _member_rows(action, members)]
     if as_json:
-        facts = {"name": action.sweep.name, "path": str(action.sweep.path), "is_new": action.is_new}
-        told = [
-            {"number": planned.array.number, "members": list(planned.array.members), "script": text}
-            for planned, text in zip(action.arrays, scripts, strict=True)
-        ]
-        print(json.dumps({**facts, "members": rows, "arrays": told, "estimated_start": start}, indent=2))
+        plan = {
+            "name": action.sweep.name,
+            "path": str(action.sweep.path),
+            "is_new": action.is_new,
+            "members": rows,
+            "arrays": [
+                {"number": planned.array.number, "members": list(planned.array.members), "script": script}
+                for planned, script in zip(action.arrays, scripts, strict=True)
+            ],
+            "estimated_start": start,
+        }
+        print(json.dumps(plan, indent=2))
         return
     print("\n".join(scripts), end="")
     for row in rows:
         what = f"array {row['array']}" if row["array"] is not None else f"{row['state']}, left alone"
         note(f"{row['index']:03d}  {' '.join(row['overrides'])}  ({what})")
     if start is not None:
-        note(f"Slurm would take the jobs and expects the first one to start at {start}")
+        note(f"Slurm would accept the jobs and expects to start the first one at {start}")
 
 
-def _members(action: SweepAction) -> list[dict[str, Any]]:
-    """Return what would become of each member."""
-    arrays = {index: planned.array.number for planned in action.arrays for index in planned.array.members}
-    members = (
-        [member.record for member in action.new.submission.members]
-        if action.new is not None
-        else list(read_sweep(action.sweep).members)
-    )
+def _member_rows(action: SweepAction, members: Iterable[SweepMember]) -> list[dict[str, Any]]:
+    """Return the members for --json; those that are left as they are with their states."""
     states = _kept_states(action)
     return [
         {
             "index": member.index,
             "overrides": list(member.overrides),
-            "array": arrays.get(member.index),
-            "state": states.get(member.index),
             "adopted": member.adopted,
+            "state": states.get(member.index),
         }
         for member in members
     ]
@@ -166,31 +159,21 @@ def limited(ledger: SweepLedger, outcome: SubmitOutcome) -> str:
 def _facts(
     action: SweepAction, ledger: SweepLedger, outcome: SubmitOutcome, start: str | None
 ) -> dict[str, Any]:
-    states = _kept_states(action)
-    members = [
-        {
-            "index": member.index,
-            "overrides": list(member.overrides),
-            "path": str(ledger.record.run(ledger.sweep, member).path),
-            "adopted": member.adopted,
-            "state": states.get(member.index),
-        }
-        for member in ledger.record.members
-    ]
-    arrays: list[dict[str, Any]] = [
-        {"id": array.id, "members": list(array.members), "nodes": nodes}
-        for array, nodes in zip(outcome.accepted, _nodes(action, outcome), strict=True)
-    ]
+    members = ledger.record.members
+    paths = {member.index: str(ledger.record.run(ledger.sweep, member).path) for member in members}
     return {
         "name": ledger.sweep.name,
         "path": str(ledger.sweep.path),
         "is_new": action.is_new,
-        "arrays": arrays,
+        "arrays": [
+            {"id": array.id, "members": list(array.members), "nodes": nodes}
+            for array, nodes in zip(outcome.accepted, _nodes(action, outcome), strict=True)
+        ],
         "num_submitted": outcome.num_accepted,
         "num_not_submitted": outcome.num_refused,
         "limit": outcome.limit,
         "estimated_start": start,
-        "members": members,
+        "members": [{**row, "path": paths[row["index"]]} for row in _member_rows(action, members)],
     }
 
 
@@ -209,32 +192,26 @@ def _lines(
 
     total = len(ledger.record.members)
     is_same = "" if action.is_new else ", submitted before"
-    yield f"sweep   {ledger.sweep.name}: {_count(total, 'member')}{is_same}"
+    yield f"sweep   {ledger.sweep.name}: {number_of(total, 'member')}{is_same}"
     for array, nodes in zip(outcome.accepted, _nodes(action, outcome), strict=True):
-        yield f"array   {array.id}: {_count(len(array.tasks), 'job')} of {_count(nodes or 1, 'node')}"
+        yield f"array   {array.id}: {number_of(len(array.tasks), 'job')} of {number_of(nodes or 1, 'node')}"
     if action.kept and action.is_new:
         num_members = sum(member.adopted is not None for member in ledger.record.members)
         sweeps = sorted({kept.run.path.parent.name for kept in action.kept})
         yield (
-            f"adopted {_count(num_members, 'member')} from {first_few(sweeps)}: {counted(action.kept)} "
-            f"(--force trains them anew)"
+            f"adopted {number_of(num_members, 'member')} from {first_few(sweeps)}: {counted(action.kept)} "
+            f"(--force trains them again)"
         )
     elif action.kept:
-        yield f"kept    {_count(len(action.kept), 'member')} as they are: {counted(action.kept)}"
-        owners = sorted({kept.run.path.parent.name for kept in action.kept if kept.needs_job})
-        yield from (
-            f"        `orchestra resume {name}` goes on with those that are its own" for name in owners
-        )
+        yield f"kept    {number_of(len(action.kept), 'member')} as they are: {counted(action.kept)}"
+        for owner in sorted({kept.run.path.parent.name for kept in action.kept if kept.needs_job}):
+            yield f"        `orchestra resume {owner}` goes on with its own members"
     if not outcome.accepted and outcome.limit is None:
         yield "nothing is missing: nothing was submitted"
     if start is not None and outcome.accepted:
         yield f"starts  {start}, as Slurm expects of the first one"
     status, resume = (describe.invocation(verb, ledger.sweep) for verb in ("status", "resume"))
     yield f"next    `{status}`, `{resume}`"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def submit_sweep(arguments: Namespace) -> int:
@@ -244,31 +221,20 @@ def submit_sweep(arguments: Namespace) -> int:
     is silent.
     """
     from orchestra.config.sweep import compose_members
-    from orchestra.submit.submission import with_cluster
+    from orchestra.submit.submission import plan_sweep, with_cluster
+    from orchestra.submit.sweeps.submit_sweep import runs_of
 
     overrides = with_cluster(arguments.overrides)
     if names_sweeper(overrides):
         return _submit_sweeper(arguments, overrides)
-    site = ask(is_dry=arguments.dry_run)
+    site, checks_memory = ask(is_dry=arguments.dry_run), not arguments.skip_memory_check
     members = compose_members(overrides, Situation("submit", cluster=site))
-    return _submit_members(arguments, members, overrides, site)
-
-
-def _submit_members(
-    arguments: Namespace, members: Sequence[ComposedMember], overrides: Sequence[str], site: Site
-) -> int:
-    from orchestra.submit.submission import plan_sweep
-    from orchestra.submit.sweeps.submit_sweep import carry_out, runs_of
-
-    checks_memory = not arguments.skip_memory_check
     submission = plan_sweep(members, overrides, site, sys.argv, checks_memory=checks_memory)
     if arguments.dry_run:
         action, start = _planned_action(submission, site, force=arguments.force)
         print_action(action, start, as_json=arguments.json)
         return EXIT_DONE
-    with _exclusively(submission):
-        action, start = _planned_action(submission, site, force=arguments.force)
-        ledger, outcome = carry_out(action, sys.argv)
+    action, start, ledger, outcome = _submitted(submission, site, force=arguments.force)
     # With --wait the JSON on standard output is the results'.
     stream = sys.stderr if arguments.json and arguments.wait else sys.stdout
     code = tell(action, ledger, outcome, start, as_json=arguments.json, stream=stream)
@@ -293,19 +259,22 @@ def _tested(arrays: Sequence[PlannedArray], site: Site) -> str | None:
     return min(starts, default=None)
 
 
-@contextmanager
-def _exclusively(submission: Submission) -> Iterator[None]:
+def _submitted(
+    submission: Submission, site: Site, *, force: bool
+) -> tuple[SweepAction, str | None, SweepLedger, SubmitOutcome]:
+    """Submit what is missing of a sweep, while no other command does; see `_planned_action`."""
     from orchestra.submit.submission import parent_of_sweep
+    from orchestra.submit.sweeps.submit_sweep import carry_out
 
     with exclusively(parent_of_sweep(submission.members), submission.signature):
-        yield
+        action, start = _planned_action(submission, site, force=force)
+        return action, start, *carry_out(action, sys.argv)
 
 
 def _submit_sweeper(arguments: Namespace, overrides: Sequence[str]) -> int:
     """Let a sweeper choose, batch after batch; return 0 when all of its trials are done."""
-    from orchestra.submit import wait
     from orchestra.submit.submission import plan_sweep
-    from orchestra.submit.sweeps.submit_sweep import carry_out, runs_of
+    from orchestra.submit.sweeps.submit_sweep import runs_of
 
     if arguments.dry_run:
         raise ConfigError(
@@ -315,19 +284,18 @@ def _submit_sweeper(arguments: Namespace, overrides: Sequence[str]) -> int:
     site, checks_memory = ask(), not arguments.skip_memory_check
     site.require()
 
-    def submit_members(members: list[ComposedMember], name: str) -> list[RunDir]:
+    def submit_members(members: list[Composed], name: str) -> list[RunDir]:
         submission = plan_sweep(members, overrides, site, sys.argv, name=name, checks_memory=checks_memory)
-        with _exclusively(submission):
-            action, _ = _planned_action(submission, site, force=arguments.force)
-            ledger, outcome = carry_out(action, sys.argv)
+        _, _, ledger, outcome = _submitted(submission, site, force=arguments.force)
         if outcome.limit is not None:
             raise LaunchError(limited(ledger, outcome))
         return runs_of(ledger)
 
     trials = run_sweeper(overrides, Situation("submit", cluster=site), submit_members)
     results = [trial.result for trial in trials if trial.result is not None]
-    print_trials(trials, as_json=arguments.json)
-    return wait.exit_code(results) if len(results) == len(trials) else EXIT_FAILED
+    rows = [_trial(trial) for trial in trials]
+    print(json.dumps({"trials": rows}, indent=2) if arguments.json else _table(rows))
+    return waiting.exit_code(results) if len(results) == len(trials) else EXIT_FAILED
 
 
 def resume_sweep(arguments: Namespace, sweep: SweepDir) -> int:

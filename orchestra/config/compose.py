@@ -7,71 +7,55 @@ exceptions leaves this module.
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
+from typing import Any, cast
 
 import hydra
-from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError
 
 from conf.schema import Config
+from orchestra.config.keys import shown
 from orchestra.config.machine import Situation, resolved, this_machine
-from orchestra.config.overrides import check_overrides
-from orchestra.config.preset_files import GROUPS, file_problems, header_problems, own_folder, unquoted_times
+from orchestra.config.overrides import SEARCH_PATH, Checked, check_overrides
+from orchestra.config.preset_files import (
+    GROUPS,
+    file_problems,
+    header_problems,
+    own_folder,
+    unquoted_times,
+)
+from orchestra.config.rules.all_rules import problems_of
 from orchestra.errors import ConfigError
 from orchestra.run.config_file import to_yaml, writable_schema
 from orchestra.run.planned_faults import spelled
 
-if TYPE_CHECKING:
-    from hydra.core.override_parser.types import Override
-    from omegaconf.errors import OmegaConfBaseException
-
-    from orchestra.config.overrides import Checked
-    from orchestra.config.preset_files import Tree
-
-
-import dataclasses
-from collections.abc import Iterator, Mapping
-from operator import attrgetter
-from typing import TYPE_CHECKING
-
-from orchestra.config.keys import shown
-
-if TYPE_CHECKING:
-    from hydra.core.override_parser.types import Override
-    from omegaconf import DictConfig
-
-    from orchestra.config.overrides import Checked
-
-
 _MAIN = "train"
+# What goes wrong where Hydra or YAML cannot use what somebody wrote.
+_UNUSABLE = (HydraException, OmegaConfBaseException, YAMLError, OSError, ValueError, TypeError)
 
 
 @dataclass(frozen=True)
 class Composed:
-    """A checked configuration and what it was made from."""
+    """A configuration, resolved and checked, and what it was made from."""
 
     config: Config
+    # All of them, as `orchestra run` would take them; of a member of a sweep those that were swept, too.
     overrides: tuple[str, ...]
-    # The preset of each group, as in {"model": "debug"}.
-    presets: dict[str, str]
-
-
-@dataclass(frozen=True)
-class Merged:
-    """What Hydra returned."""
-
-    values: Any
-    presets: dict[str, str]
+    chosen: tuple[str, ...] = ()
+    # The preset of each group, as in {"model": "debug"}; not of the members of a sweep.
+    presets: dict[str, str] = field(default_factory=dict)
 
 
 def compose(overrides: Sequence[str], situation: Situation | None = None) -> Composed:
@@ -80,26 +64,24 @@ def compose(overrides: Sequence[str], situation: Situation | None = None) -> Com
     Device and ranks per node are put in the place of `auto` where this machine is the one that trains. Raises
     ConfigError with every problem found: unreadable and unknown overrides, wrong types, then broken rules.
     """
-
-    situation = situation or this_machine()
     checked = check_overrides(overrides)
-    problems = list(checked.problems)
-    config = merged = None
     try:
-        merged = merge(checked)
-        config, broken = settled(typed(merged.values), checked, situation)
-        problems += broken
+        values, presets = merge(checked)
+        config, broken = settled(typed(values), checked, situation or this_machine())
     except ConfigError as error:
-        problems += error.problems
-    if problems or config is None or merged is None:
-        raise ConfigError(list(dict.fromkeys(problems)))
-    return Composed(config, tuple(overrides), merged.presets)
+        raise _refusal([*checked.problems, *error.problems]) from error
+    if problems := [*checked.problems, *broken]:
+        raise _refusal(problems)
+    return Composed(config, tuple(overrides), presets=presets)
+
+
+def _refusal(problems: Sequence[str]) -> ConfigError:
+    """Return the error with each problem once."""
+    return ConfigError(list(dict.fromkeys(problems)))
 
 
 def settled(config: Config, checked: Checked, situation: Situation) -> tuple[Config, list[str]]:
     """Return a typed configuration resolved for a situation, and a sentence for each rule that it breaks."""
-    from orchestra.config.rules.all_rules import problems_of
-
     problems = batch_said_twice(config, checked.keys)
     config = resolved(batch_size_last_said(config, checked.keys), situation)
     if not checked.lacks_preset:
@@ -112,29 +94,29 @@ def is_about(problem: str, checked: Checked) -> bool:
     return any(re.search(rf"(?<![\w.]){re.escape(key)}(?![\w.])", problem) for key in checked.refused if key)
 
 
-def merge(checked: Checked) -> Merged:
-    """Let Hydra merge the presets and the accepted overrides onto the schema."""
-
+def merge(checked: Checked) -> tuple[Any, dict[str, str]]:
+    """Let Hydra merge the presets and the accepted overrides onto the schema; return the values, and the
+    preset of each group.
+    """
     ConfigStore.instance().store(name="schema", node=writable_schema())
     try:
         with hydra.initialize_config_dir(str(own_folder()), job_name="orchestra", version_base="1.3"):
             whole = hydra.compose(_MAIN, checked.accepted, return_hydra_config=True)
-    except (HydraException, OmegaConfBaseException, YAMLError, OSError, ValueError, TypeError) as error:
-        raise ConfigError(_tree_problems(checked) or [_in_one_line(error)]) from error
+    except _UNUSABLE as error:
+        raise ConfigError(_tree_problems(checked) or [in_one_line(error)]) from error
     choices = OmegaConf.to_container(whole.hydra.runtime.choices)
     assert isinstance(choices, dict)
     presets = {group: str(choices[group]) for group in GROUPS if choices.get(group) is not None}
-    problems = _quoting_problems(checked.tree, presets)
-    if problems:
+    files = (checked.tree.file(f"{group}/{preset}") for group, preset in presets.items())
+    if problems := [problem for file in files if file is not None for problem in unquoted_times(file)]:
         raise ConfigError(problems)
     OmegaConf.set_struct(whole, False)
     del whole["hydra"]
-    return Merged(whole, presets)
+    return whole, presets
 
 
 def typed(values: Any) -> Config:
     """Turn merged values into the typed configuration. Raises ConfigError naming the key that has none."""
-
     try:
         config = cast(Config, OmegaConf.to_object(values))
     except MissingMandatoryValue as error:
@@ -157,7 +139,6 @@ def put(values: Any, accepted: Iterable[Override]) -> None:
 
     Raises ConfigError for one that does not fit its key.
     """
-
     try:
         for override in accepted:
             name = override.key_or_group
@@ -175,7 +156,6 @@ def _tree_problems(checked: Checked) -> list[str]:
 
     First their headers, since Hydra finds no further file after a wrong one, then every value.
     """
-
     problems: list[str] = []
     try:
         for group, preset in checked.presets.items():
@@ -183,20 +163,15 @@ def _tree_problems(checked: Checked) -> list[str]:
             problems += [] if file is None else header_problems(file, group, checked.tree)
         if problems:
             return problems
-        with initialize_config_dir(str(own_folder()), job_name="orchestra", version_base="1.3"):
+        with hydra.initialize_config_dir(str(own_folder()), job_name="orchestra", version_base="1.3"):
             loader = GlobalHydra.instance().config_loader()
             defaults = loader.compute_defaults_list(_MAIN, checked.accepted, RunMode.RUN).defaults
         for default in defaults:
             file = checked.tree.file(default.config_path or "")
             problems += [] if file is None else file_problems(file, default.package or "")
-    except (HydraException, OmegaConfBaseException, YAMLError, OSError, ValueError, TypeError) as error:
-        problems.append(_in_one_line(error))
+    except _UNUSABLE as error:
+        problems.append(in_one_line(error))
     return problems
-
-
-def _quoting_problems(tree: Tree, presets: dict[str, str]) -> list[str]:
-    files = (tree.file(f"{group}/{preset}") for group, preset in presets.items())
-    return [problem for file in files if file is not None for problem in unquoted_times(file)]
 
 
 def batch_size_last_said(config: Config, keys: set[str]) -> Config:
@@ -218,7 +193,7 @@ def batch_said_twice(config: Config, keys: set[str]) -> list[str]:
     return []
 
 
-def _in_one_line(error: Exception) -> str:
+def in_one_line(error: Exception) -> str:
     """Return Hydra's message without the folders it looked in."""
     lines = (line.strip() for line in str(error).partition("Config search path:")[0].splitlines())
     return "; ".join(line for line in lines if line) or type(error).__name__
@@ -250,30 +225,17 @@ def changed_config(
     a new run that is made after another one. Raises ConfigError with every problem found: unreadable and
     unknown overrides, wrong types, keys that are fixed for the run's life, broken rules.
     """
-    from orchestra.config.rules.all_rules import problems_of
-
     checked = check_overrides(overrides)
-    problems = [*checked.problems, *_experiment_problems(checked)]
-    config = None
+    problems = list(checked.problems)
+    if (name := checked.presets.get("experiment")) is not None:
+        problems.append(f"experiment={name} describes a new run; change single keys of this one")
     try:
-        applied = _applied(frozen, checked)
-        problems += batch_said_twice(applied, checked.keys)
-        config = resolved(batch_size_last_said(applied, checked.keys), situation)
+        config, broken = settled(_applied(frozen, checked), checked, situation)
     except ConfigError as error:
-        problems += error.problems
-    if config is not None:
-        problems += _fixed_problems(frozen, config, fixed)
-        if not checked.lacks_preset:
-            problems += [text for text in problems_of(config, situation) if not is_about(text, checked)]
-    if problems or config is None:
-        raise ConfigError(list(dict.fromkeys(problems)))
+        raise _refusal([*problems, *error.problems]) from error
+    if problems := [*problems, *_fixed_problems(frozen, config, fixed), *broken]:
+        raise _refusal(problems)
     return config
-
-
-def _experiment_problems(checked: Checked) -> Iterator[str]:
-    if "experiment" in checked.presets:
-        name = checked.presets["experiment"]
-        yield f"experiment={name} describes a new run; change single keys of this one"
 
 
 def _fixed_problems(before: Config, after: Config, fixed: Mapping[str, str]) -> Iterator[str]:
@@ -294,31 +256,17 @@ def _shown(value: Any) -> str:
 
 def _applied(frozen: Config, checked: Checked) -> Config:
     """Put presets and values on top of the frozen values. Raises ConfigError for what does not fit a key."""
-
-    node = cast("DictConfig", OmegaConf.merge(writable_schema(), OmegaConf.create(to_yaml(frozen))))
-    node = _with_presets(node, checked)
-    put(node, _values(checked))
+    node = cast(DictConfig, OmegaConf.merge(writable_schema(), OmegaConf.create(to_yaml(frozen))))
+    of_presets = (*checked.presets, SEARCH_PATH)
+    if checked.presets:
+        groups = [text for text in checked.accepted if _name(text) in of_presets]
+        composed, _ = merge(check_overrides(groups))
+        for group in checked.presets:
+            if group != "experiment":
+                node[group] = composed[group]
+    values = [text for text in checked.accepted if _name(text) not in of_presets]
+    put(node, OverridesParser.create().parse_overrides(values))
     return typed(node)
-
-
-def _with_presets(node: DictConfig, checked: Checked) -> DictConfig:
-    if not checked.presets:
-        return node
-    groups = [text for text in checked.accepted if _name(text) in (*checked.presets, "hydra.searchpath")]
-    composed = merge(check_overrides(groups)).values
-    for group in checked.presets:
-        if group != "experiment":
-            node[group] = composed[group]
-    return node
-
-
-def _values(checked: Checked) -> Iterator[Override]:
-    """Yield the parsed override of everything that sets a value, in the order given."""
-
-    for text in checked.accepted:
-        name = _name(text)
-        if name not in checked.presets and name != "hydra.searchpath":
-            yield OverridesParser.create().parse_override(text)
 
 
 def _name(text: str) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from conf.schema import Config, Device, LauncherName
 from orchestra.errors import ConfigError
@@ -130,11 +130,11 @@ def _with_batch_size(config: Config) -> Config:
 
     What is not known yet (ranks of a cluster) or wrong stays null; for the latter a rule has the words.
     """
-    train, ranks = config.train, world_size(config)
-    if train.global_batch_size is not None or train.global_batch_tokens is not None or ranks is None:
+    train, dp = config.train, data_parallel(config)
+    if train.global_batch_size is not None or train.global_batch_tokens is not None or dp is None:
         return config
     try:
-        size = global_batch_size(train, layout(config.parallelism, ranks).dp)
+        size = global_batch_size(train, dp)
     except ConfigError:
         return config
     return replace(config, train=replace(train, global_batch_size=size))
@@ -146,6 +146,24 @@ def world_size(config: Config) -> int | None:
     if not isinstance(ranks, int) or ranks < 1 or config.cluster.nodes < 1:
         return None
     return config.cluster.nodes * ranks
+
+
+def data_parallel(config: Config) -> int | None:
+    """Return the data-parallel degree; None where the ranks are not known, or there is no such layout, which
+    a rule says.
+    """
+    ranks = world_size(config)
+    try:
+        return None if ranks is None else layout(config.parallelism, ranks).dp
+    except ConfigError:
+        return None
+
+
+def _name(value: object) -> str:
+    """Return an enum member's name. Raises TypeError for any other value."""
+    if isinstance(value, Enum):
+        return value.name
+    raise TypeError(f"{value!r} is not a configuration value")
 
 
 _HEX_DIGITS = 16
@@ -164,9 +182,3 @@ def signature(config: Config) -> str:
         del values["cluster"][name]
     text = json.dumps(values, sort_keys=True, default=_name)
     return hashlib.sha256(text.encode()).hexdigest()[:_HEX_DIGITS]
-
-
-def _name(value: Any) -> str:
-    if isinstance(value, Enum):
-        return value.name
-    raise TypeError(f"{type(value).__name__} is not a configuration value")

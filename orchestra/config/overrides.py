@@ -129,7 +129,9 @@ def accepted_text(override: Override) -> str:
     """Return the text for Hydra: what stands below a dictionary needs Hydra's `++` to be new there."""
     text = str(override.input_line)
     if override.key_or_group == SEARCH_PATH:
-        return f"{SEARCH_PATH}=[{','.join(_folder_url(folder) for folder in _folders(override))}]"
+        escaped = (str(folder).replace("'", "\\'") for folder in _folders(override))
+        urls = ",".join(f"'file://{folder}'" for folder in escaped)
+        return f"{SEARCH_PATH}=[{urls}]"
     key = find_key(override.key_or_group)
     is_new_below = key is not None and key.is_free and not override.is_delete()
     return "++" + text.lstrip("+") if is_new_below else _as_typed(override, key)
@@ -147,9 +149,8 @@ def _as_typed(override: Override, key: Key | None) -> str:
     if key is not None and takes_texts(key) and isinstance(value, list) and raw.startswith("["):
         elements = [element.strip() for element in raw[1:-1].split(",")]
         if any(map(_is_number, value)) and all(map(_PLAIN.fullmatch, elements)):
-            quoted = (
-                f"'{raw}'" if _is_number(one) else raw for one, raw in zip(value, elements, strict=True)
-            )
+            pairs = zip(value, elements, strict=True)
+            quoted = (f"'{typed}'" if _is_number(element) else typed for element, typed in pairs)
             return f"{before}=[{','.join(quoted)}]"
     return text
 
@@ -282,8 +283,3 @@ def _folders(override: Override) -> list[Path]:
     value = None if override.is_sweep_override() or override.is_delete() else override.value()
     names = value if isinstance(value, list) else [value]
     return [Path(str(name).removeprefix("file://")).expanduser().absolute() for name in names]
-
-
-def _folder_url(folder: Path) -> str:
-    escaped = str(folder).replace("'", "\\'")
-    return f"'file://{escaped}'"

@@ -12,7 +12,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from operator import attrgetter
 from typing import Any, cast
@@ -23,7 +23,7 @@ from hydra.core.override_parser.types import Glob, Override, RangeSweep
 from hydra.errors import HydraException
 
 from conf.schema import Config
-from orchestra.config.compose import merge, put, settled, typed
+from orchestra.config.compose import Composed, merge, put, settled, typed
 from orchestra.config.keys import shown
 from orchestra.config.machine import Situation
 from orchestra.config.overrides import (
@@ -65,20 +65,8 @@ class OverrideValue:
         return any(isinstance(override.value(), dict) for override in self.accepted)
 
 
-@dataclass(frozen=True)
-class Axis:
-    """All values of one override; a single one where it is not swept."""
-
-    choices: tuple[OverrideValue, ...]
-
-
-@dataclass
-class Axes:
-    """What the overrides of a sweep stand for, and sentences about those that cannot be read or used."""
-
-    tree: Tree
-    axes: list[Axis] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
+# All values of one override; a single one where it is not swept.
+Axis = tuple[OverrideValue, ...]
 
 
 class Reader:
@@ -106,29 +94,33 @@ class Reader:
         return OverrideValue(text, parsed.overrides[0].key_or_group, is_swept, checked, accepted)
 
 
-def read_axes(overrides: Sequence[str]) -> tuple[Reader, Axes]:
-    """Expand the overrides of a sweep. Never raises for what a user wrote, but for too many members."""
+def read_axes(overrides: Sequence[str]) -> tuple[Reader, list[Axis], list[str]]:
+    """Expand the overrides of a sweep: what read them, their axes, and what is wrong with them.
+
+    Never raises for what a user wrote, but for too many members.
+    """
     tree = tree_of(parse_overrides(overrides).overrides)
     parsed = parse_overrides(overrides, cast(ConfigLoader, _Presets(tree)))
-    reader, found = Reader(tree), Axes(tree, problems=parsed.problems)
+    reader, problems = Reader(tree), parsed.problems
     groups: dict[str, Override] = {}
-    by_key: dict[str, Axis] = {}
+    # As a dictionary does: the place of the first, the value of the last.
+    axes: dict[str, Axis] = {}
     for override in parsed.overrides:
         if override.key_or_group in GROUPS:
             first = groups.setdefault(override.key_or_group, override)
-            found.problems += chosen_twice(first, override)
+            problems += chosen_twice(first, override)
         if not override.is_sweep_override():
-            axis = Axis((reader.choice(str(override.input_line), is_swept=False),))
+            axis: Axis = (reader.choice(str(override.input_line), is_swept=False),)
         elif problem := _sweep_problem(override):
-            found.problems.append(problem)
+            problems.append(problem)
             continue
         else:
-            axis = _swept(override, reader, found)
-        # As a dictionary does: the place of the first, the value of the last.
-        by_key[override.get_key_element()] = axis
-    found.axes = list(by_key.values())
-    _refuse_too_many(found.axes)
-    return reader, found
+            axis = _swept(override, reader, problems)
+        axes[override.get_key_element()] = axis
+    number = math.prod(map(len, axes.values()))
+    if number > MOST_MEMBERS:
+        raise ConfigError(_too_many(number))
+    return reader, list(axes.values()), problems
 
 
 class _Presets:
@@ -182,25 +174,19 @@ def _range_problem(values: RangeSweep) -> str | None:
     return None
 
 
-def _swept(override: Override, reader: Reader, found: Axes) -> Axis:
+def _swept(override: Override, reader: Reader, problems: list[str]) -> Axis:
     """Expand one override by Hydra's own sweeper; nothing to choose from is a mistake here, not an end."""
     try:
         (batch,) = BasicSweeper.split_arguments([override], None)
     except (HydraException, ValueError, TypeError) as error:
-        found.problems.append(f"{override.input_line}: cannot be expanded: {str(error).splitlines()[0]}")
-        return Axis(())
-    choices = tuple(reader.choice(text, is_swept=True) for (text,) in islice(batch, MOST_MEMBERS + 1))
-    if not choices:
+        problems.append(f"{override.input_line}: cannot be expanded: {str(error).splitlines()[0]}")
+        return ()
+    axis = tuple(reader.choice(text, is_swept=True) for (text,) in islice(batch, MOST_MEMBERS + 1))
+    if not axis:
         names = ", ".join(reader.tree.options(override.key_or_group))
         there = f"; there are {names}" if override.key_or_group in GROUPS else ""
-        found.problems.append(f"{override.input_line}: no value at all{there}")
-    return Axis(choices)
-
-
-def _refuse_too_many(axes: Sequence[Axis]) -> None:
-    number = math.prod(len(axis.choices) for axis in axes)
-    if number > MOST_MEMBERS:
-        raise ConfigError(_too_many(number))
+        problems.append(f"{override.input_line}: no value at all{there}")
+    return axis
 
 
 def _too_many(number: int) -> str:
@@ -219,7 +205,8 @@ class SweepProblems:
 
     def __init__(self, chosen: Sequence[tuple[str, ...]], problems: Sequence[str]) -> None:
         self.chosen = chosen
-        self._of_all = list(problems)
+        # Those of the sweep as a whole.
+        self.of_all = list(problems)
         # Members by problem, both in the order they were found.
         self._members: dict[str, list[int]] = {}
 
@@ -228,13 +215,9 @@ class SweepProblems:
         for problem in dict.fromkeys(problems):
             self._members.setdefault(problem, []).append(member)
 
-    def about_all(self, problems: Iterator[str]) -> None:
-        """Note what is wrong with the sweep as a whole."""
-        self._of_all += problems
-
     def sentences(self) -> list[str]:
         """Return the problems for a person: a bounded number, each with the values it is about."""
-        sentences = [*self._of_all, *(self._with_values(problem) for problem in self._members)]
+        sentences = [*self.of_all, *(self._with_values(problem) for problem in self._members)]
         if len(sentences) <= _MOST_SENTENCES:
             return sentences
         more = len(sentences) - _MOST_SENTENCES
@@ -244,21 +227,17 @@ class SweepProblems:
         members = self._members[problem]
         if len(members) == len(self.chosen):
             return problem
-        common = [text for text in self.chosen[members[0]] if self._have(members, text)]
+        common = [
+            text for text in self.chosen[members[0]] if all(text in self.chosen[member] for member in members)
+        ]
         # The values that decide, where every member with them has the problem.
-        if common and self._number_with(common) == len(members):
+        if common and sum(set(common) <= set(chosen) for chosen in self.chosen) == len(members):
             named = " ".join(common)
-            said = re.search(rf"(?<![\w.]){re.escape(named)}(?![\w.])", problem)
-            return problem if said else f"{problem} (with {named})"
+            is_named = re.search(rf"(?<![\w.]){re.escape(named)}(?![\w.])", problem)
+            return problem if is_named else f"{problem} (with {named})"
         named = "; ".join(" ".join(self.chosen[member]) for member in members[:_MOST_MEMBERS])
         more = len(members) - _MOST_MEMBERS
         return f"{problem} (with {named}{f'; and {more} more' if more > 0 else ''})"
-
-    def _have(self, members: Sequence[int], text: str) -> bool:
-        return all(text in self.chosen[member] for member in members)
-
-    def _number_with(self, texts: Sequence[str]) -> int:
-        return sum(all(text in chosen for text in texts) for chosen in self.chosen)
 
 
 def shared_places(configs: Sequence[Config]) -> Iterator[str]:
@@ -282,32 +261,19 @@ def shared_places(configs: Sequence[Config]) -> Iterator[str]:
         seen.add(place or "")
 
 
-@dataclass(frozen=True)
-class ComposedMember:
-    """One combination of a sweep's values and the configuration it gives."""
-
-    # All of them, as `orchestra run` would take them.
-    overrides: tuple[str, ...]
-    # Only those that were swept.
-    chosen: tuple[str, ...]
-    # Resolved and checked.
-    config: Config
-
-
-def compose_members(overrides: Sequence[str], situation: Situation) -> list[ComposedMember]:
+def compose_members(overrides: Sequence[str], situation: Situation) -> list[Composed]:
     """Return the members of a sweep, in the order of Hydra's own sweeper; without a swept key, one.
 
     Each equals what `compose` makes of the member's overrides. Raises ConfigError with every problem found,
     each with the values it is about: what a single run is refused for, sweeps of `run.*`, intervals.
     """
-    reader, found = read_axes(overrides)
-    combinations = list(itertools.product(*(axis.choices for axis in found.axes)))
-    return _composed(combinations, reader, situation, found.problems)
+    reader, axes, problems = read_axes(overrides)
+    return _composed(list(itertools.product(*axes)), reader, situation, problems)
 
 
 def compose_batch(
     batch: Sequence[Sequence[str]], swept: Iterable[str], situation: Situation
-) -> list[ComposedMember]:
+) -> list[Composed]:
     """Return a member for each list of overrides in `batch`; `swept` are the keys that vary, with their `+`.
 
     For sweepers that choose the values themselves. Raises ConfigError as `compose_members` does.
@@ -328,24 +294,23 @@ def _composed(
     reader: Reader,
     situation: Situation,
     problems: Sequence[str],
-) -> list[ComposedMember]:
+) -> list[Composed]:
     composer = _Composer(reader, situation)
-    problems_found = SweepProblems([_chosen(combination) for combination in combinations], problems)
-    members: list[ComposedMember] = []
+    problems_found = SweepProblems(
+        [tuple(choice.text for choice in combination if choice.is_swept) for combination in combinations],
+        problems,
+    )
+    members: list[Composed] = []
     for index, combination in enumerate(combinations):
         config, broken = composer.compose(combination)
         problems_found.add(index, broken)
         if config is not None:
-            members.append(ComposedMember(_texts(combination), problems_found.chosen[index], config))
+            members.append(Composed(config, _texts(combination), problems_found.chosen[index]))
     if len(members) == len(combinations):
-        problems_found.about_all(shared_places([member.config for member in members]))
+        problems_found.of_all += shared_places([member.config for member in members])
     if sentences := problems_found.sentences():
         raise ConfigError(sentences)
     return members
-
-
-def _chosen(combination: Iterable[OverrideValue]) -> tuple[str, ...]:
-    return tuple(choice.text for choice in combination if choice.is_swept)
 
 
 def _texts(combination: Iterable[OverrideValue]) -> tuple[str, ...]:
@@ -369,7 +334,7 @@ class _Composer:
         problems = list(checked.problems)
         try:
             values = self._values(combination)
-            put(values, _setting(combination))
+            put(values, (one for choice in combination if not choice.is_of_group for one in choice.accepted))
             config, broken = settled(typed(values), checked, self._situation)
         except ConfigError as error:
             return None, [*problems, *error.problems]
@@ -392,15 +357,9 @@ class _Composer:
         if key not in self._composed:
             try:
                 checked = combined(self._reader.tree, (choice.checked for choice in groups))
-                self._composed[key] = merge(checked).values
+                self._composed[key] = merge(checked)[0]
             except ConfigError as error:
                 self._composed[key] = error
         if isinstance(self._composed[key], ConfigError):
             raise self._composed[key]
         return self._composed[key]
-
-
-def _setting(combination: Iterable[OverrideValue]) -> Iterator[Any]:
-    for choice in combination:
-        if not choice.is_of_group:
-            yield from choice.accepted

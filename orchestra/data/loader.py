@@ -23,25 +23,9 @@ from torch import Tensor
 from orchestra.data.order import Int64
 from orchestra.data.source import SampleSource
 from orchestra.run.rollback import Stretch, kept
+from orchestra.sizes.topology import BatchShape
 
 _CLOSE_TIMEOUT_S = 5.0
-
-
-@dataclass(frozen=True)
-class BatchPlan:
-    """Which part of each global batch this rank reads."""
-
-    global_batch_size: int
-    micro_batch_size: int
-    accumulation: int
-    dp_coordinate: int
-    dp_size: int
-    seq_len: int
-
-    def rows(self) -> Int64:
-        """Return this rank's places [A, B] in the global batch."""
-        micro_batch = np.arange(self.accumulation)[:, None] * self.dp_size + self.dp_coordinate
-        return micro_batch * self.micro_batch_size + np.arange(self.micro_batch_size)
 
 
 @dataclass(frozen=True)
@@ -63,7 +47,8 @@ class Loader:
     def __init__(
         self,
         source: SampleSource,
-        plan: BatchPlan,
+        batch: BatchShape,
+        dp_coordinate: int,
         *,
         seed: int,
         position: int = 0,
@@ -73,7 +58,10 @@ class Loader:
     ) -> None:
         self._source = source
         self._left_out = left_out
-        self._plan = plan
+        self._batch = batch
+        micro_batches = np.arange(batch.accumulation)[:, None] * batch.dp + dp_coordinate
+        # This rank's places [A, B] in the global batch.
+        self._rows = micro_batches * batch.micro_batch_size + np.arange(batch.micro_batch_size)
         self._seed = seed
         self._pin_memory = pin_memory
         self._ready: queue.Queue[Batch | BaseException] = queue.Queue(maxsize=max(1, prefetch_batches))
@@ -110,11 +98,11 @@ class Loader:
             position = batch.position
 
     def _read(self, position: int) -> Batch:
-        plan = self._plan
-        parts = kept(position, plan.global_batch_size, self._left_out)
+        parts = kept(position, self._batch.global_batch_size, self._left_out)
         of_parts = [self._source.ids_at(begin, count, self._seed) for begin, count in parts]
-        ids = np.concatenate(of_parts)[plan.rows()]
-        tokens = torch.empty((*ids.shape, plan.seq_len + 1), dtype=torch.int64, pin_memory=self._pin_memory)
+        ids = np.concatenate(of_parts)[self._rows]
+        shape = (*ids.shape, self._batch.seq_len + 1)
+        tokens = torch.empty(shape, dtype=torch.int64, pin_memory=self._pin_memory)
         view = tokens.numpy()
         for place, sample_id in np.ndenumerate(ids):
             self._source.read(int(sample_id), view[place])

@@ -1,4 +1,4 @@
-"""The order of samples: a keyed permutation of each epoch, computed where it is needed. No index array.
+"""The order of samples: a keyed permutation of each epoch, computed where it is needed; and its record.
 
 Position p of the endless sequence of samples lies in epoch p // N at index p % N, and the index goes
 through a permutation of 0 … N−1 keyed by (seed, epoch). Any position is found in O(1) time and memory,
@@ -6,14 +6,20 @@ every sample comes exactly once per epoch, and neither the world size nor the ba
 
 The permutation is a balanced Feistel network over the smallest even number of bits that holds N, with cycle
 walking for the values above N (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002).
+There is no index array.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
+import math
 
 import numpy as np
 import numpy.typing as npt
+
+from orchestra.run.files import JsonLinesWriter, Record, read_json_lines
+from orchestra.run.paths import RunDir
 
 Int64 = npt.NDArray[np.int64]
 _UInt64 = npt.NDArray[np.uint64]
@@ -73,3 +79,38 @@ def _mixed(values: _UInt64, key: np.uint64) -> _UInt64:
 def _round_keys(seed: int, epoch: int) -> _UInt64:
     digest = hashlib.shake_256(f"orchestra order\x00{seed}\x00{epoch}".encode()).digest(8 * _ROUNDS)
     return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
+
+
+# The record of which samples each step trained on (`data.ledger=true`), to prove exactly-once.
+
+
+class Ledger:
+    """Appends one rank's sample ids to <run>/samples/rank-00000.jsonl, a line for each step."""
+
+    def __init__(self, run: RunDir, rank: int, attempt: int) -> None:
+        self._file = JsonLinesWriter(run.samples / f"rank-{rank:05d}.jsonl")
+        self._attempt = attempt
+
+    def write(self, step: int, sample_ids: Int64) -> None:
+        """Record the ids [A, B] that this rank trained on in `step`."""
+        self._file.write({"step": step, "attempt": self._attempt, "sample_ids": sample_ids.tolist()})
+
+
+def read_ledger(run: RunDir) -> dict[int, list[int]]:
+    """Return the ids of each step that counts, over all ranks.
+
+    A later attempt makes void what earlier ones recorded from its first step on, on whatever ranks: the run
+    was rolled back to before that step, and may have gone on with fewer ranks.
+    """
+    by_attempt: dict[int, list[Record]] = {}
+    for file in sorted(run.samples.glob("rank-*.jsonl")):
+        for record in read_json_lines(file):
+            by_attempt.setdefault(record["attempt"], []).append(record)
+    samples: dict[int, list[int]] = {}
+    first_void: float = math.inf
+    for _, records in sorted(by_attempt.items(), reverse=True):
+        for record in records:
+            if record["step"] < first_void:
+                samples.setdefault(record["step"], []).extend(itertools.chain(*record["sample_ids"]))
+        first_void = min(first_void, *(record["step"] for record in records))
+    return dict(sorted(samples.items()))

@@ -18,9 +18,15 @@ import numpy as np
 import numpy.typing as npt
 
 from conf.schema import BlendPart, DataConfig, Source
-from orchestra.data.cache import local_copy
-from orchestra.data.index import TokenIndex, check_size, local_prefix, read_index, token_file_prefix
 from orchestra.data.order import Int64, sample_ids
+from orchestra.data.token_files import (
+    TokenIndex,
+    check_size,
+    local_copy,
+    local_prefix,
+    read_index,
+    token_file_prefix,
+)
 from orchestra.errors import DataError
 
 Tokens = npt.NDArray[np.generic]
@@ -62,9 +68,9 @@ class TokenSamples:
         # A token beyond the vocabulary would index past the embedding: on a GPU an error without a place.
         if out.max() >= self.vocab_size:
             offset = start + int(np.flatnonzero(out >= self.vocab_size)[0])
-            found = f"token {int(self._tokens[offset])} at offset {offset * self._tokens.itemsize}"
+            where = f"token {int(self._tokens[offset])} at offset {offset * self._tokens.itemsize}"
             raise DataError(
-                f"{self._name}: {found} (token {offset}) is outside the vocabulary of {self.vocab_size}; the "
+                f"{self._name}: {where} (token {offset}) is outside the vocabulary of {self.vocab_size}; the "
                 "file is damaged or its index belongs to another file: pack it again"
             )
 
@@ -146,7 +152,9 @@ class Blend:
         if places.size == 0:
             return
         if end - first == 1:
-            size, own_seed = self._parts[first].num_samples, _seed_of(seed, first)
+            # Parts of the same size must not go through their samples in the same order.
+            digest = hashlib.blake2b(f"{seed}/{first}".encode(), digest_size=8).digest()
+            size, own_seed = self._parts[first].num_samples, int.from_bytes(digest)
             own = sample_ids(position, places.size, num_samples=size, seed=own_seed)
             ids[places] = self._offsets[first] + own
             return
@@ -173,11 +181,6 @@ def _split(position: int, count: int, left: int, whole: int) -> tuple[int, npt.N
     # Whole numbers of Python: positions × weights may pass 64 bits; inside the batch they cannot.
     before, rest = divmod(position * left + whole // 2, whole)
     return before, np.diff((rest + np.arange(count + 1, dtype=np.int64) * left) // whole) > 0
-
-
-def _seed_of(seed: int, number: int) -> int:
-    """Parts of the same size must not go through their samples in the same order."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}/{number}".encode(), digest_size=8).digest())
 
 
 def _check_one_tokenizer(files: Sequence[TokenFile]) -> None:
@@ -214,11 +217,11 @@ _LEFT_OUT = {"test", "tests", "idle_test", "idlelib", "site-packages", "dist-pac
 def stdlib_files() -> list[Path]:
     """Return the library's source files, sorted by their path below the library."""
     root = Path(sysconfig.get_path("stdlib"))
-    found = []
+    files = []
     for folder, children, names in os.walk(root):
         children[:] = [child for child in children if child not in _LEFT_OUT]
-        found += [Path(folder, name) for name in names if name.endswith(".py")]
-    return sorted(found, key=lambda path: path.relative_to(root).as_posix())
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
+    return sorted(files, key=lambda path: path.relative_to(root).as_posix())
 
 
 def stdlib_tokens() -> npt.NDArray[np.uint16]:

@@ -32,6 +32,11 @@ class Finding:
     advice: str = ""
 
 
+def graded(name: str, found: str, *, is_bad: bool, advice: str, mark: Mark = Mark.warning) -> Finding:
+    """Return a finding that is ok, or has `mark` and `advice` where `is_bad`."""
+    return Finding(name, mark, found, advice) if is_bad else Finding(name, Mark.ok, found)
+
+
 @dataclass(frozen=True)
 class Subject:
     """What the configuration says that checks depend on; plain values, so that no check needs the schema."""
@@ -78,20 +83,18 @@ def perform(checks: Sequence[Check], subject: Subject) -> Iterator[Finding]:
     for check, answer, thread in zip(checks, answers, threads, strict=True):
         thread.join(max(0.0, check.limit_s - (time.monotonic() - begin)))
         if thread.is_alive():
-            yield Finding(check.name, Mark.failed, f"no answer within {check.limit_s:g} s", _STUCK)
+            stuck = "something that it looks at hangs, such as a file system or a server"
+            yield Finding(check.name, Mark.failed, f"no answer within {check.limit_s:g} s", stuck)
         else:
             yield from answer
-
-
-_STUCK = "something it looks at hangs, such as a file system or a server"
 
 
 def _look(check: Check, subject: Subject, answer: list[Finding]) -> None:
     try:
         answer.extend(check.look(subject))
     except BaseException as error:  # noqa: BLE001  a check that breaks is a finding
-        words = f"{type(error).__name__}: {error}"
-        answer.append(Finding(check.name, Mark.failed, f"the check broke: {words}"))
+        problem = f"the check itself failed: {type(error).__name__}: {error}"
+        answer.append(Finding(check.name, Mark.failed, problem))
 
 
 def bounded(act: Callable[[], object], limit_s: float) -> tuple[object, float] | None:

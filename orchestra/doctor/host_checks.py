@@ -14,13 +14,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from launchers import LauncherError
 from launchers.host_network import address_of_interface, free_port, interface_of
-from launchers.launch_errors import LauncherError
 from orchestra import __version__
-from orchestra.doctor.check import Check, Finding, Mark, Subject, bounded
+from orchestra.doctor.check import Check, Finding, Mark, Subject, bounded, graded
 from orchestra.sizes.units import GIB, binary
 
 # Each of torch's look-ups of a peer waits as long.
@@ -38,7 +38,7 @@ def _host_name(_: Subject) -> Iterator[Finding]:
     try:
         answer = bounded(lambda: socket.gethostbyname(name), _LOOKUP_LIMIT_S)
     except OSError as error:
-        yield Finding("host name", Mark.warning, f"{name} means no address: {error.strerror}", advice)
+        yield Finding("host name", Mark.warning, f"{name} has no address: {error.strerror}", advice)
         return
     if answer is None:
         silent = f"{name}: no answer from the name server within {_LOOKUP_LIMIT_S:g} s"
@@ -47,14 +47,13 @@ def _host_name(_: Subject) -> Iterator[Finding]:
     address, seconds = str(answer[0]), answer[1]
     backwards_s = _backwards_s(address)
     interface = interface_of(address)
-    found = f"{name} is {address}" + (f" on {interface}" if interface else ", no interface of this host")
+    place = f"{name} is {address}" + (f" on {interface}" if interface else ", no interface of this host")
     if max(seconds, backwards_s) >= _SLOW_LOOKUP_S:
-        slow = f"{found}; looked up in {seconds:.1f} s, backwards in {backwards_s:.1f} s"
+        slow = f"{place}; looked up in {seconds:.1f} s, backwards in {backwards_s:.1f} s"
         yield Finding("host name", Mark.warning, slow, f"ranks wait as long for each peer: {advice}")
-    elif interface is None:
-        yield Finding("host name", Mark.warning, found, advice)
     else:
-        yield Finding("host name", Mark.ok, f"{found}, looked up in {1000 * seconds:.0f} ms")
+        quick = f"{place}, looked up in {1000 * seconds:.0f} ms"
+        yield graded("host name", quick, is_bad=interface is None, advice=advice)
 
 
 def _backwards_s(address: str) -> float:
@@ -73,9 +72,9 @@ def _ports(subject: Subject) -> Iterator[Finding]:
         configured = address_of_interface(subject.interface)
         if configured is None:
             names = ", ".join(name for _, name in socket.if_nameindex())
+            missing = f"interface {subject.interface} has no IPv4 address here; there are {names}"
             advice = "set cluster.network.interface to one that has; nodes may have others than this machine"
-            found = f"interface {subject.interface} has no IPv4 address here; there are {names}"
-            yield Finding("ports", Mark.failed if subject.launcher == "local" else Mark.note, found, advice)
+            yield Finding("ports", Mark.failed if subject.launcher == "local" else Mark.note, missing, advice)
             return
         address = configured
     try:
@@ -86,33 +85,26 @@ def _ports(subject: Subject) -> Iterator[Finding]:
             with socket.create_connection((address, port), timeout=5):
                 yield Finding("ports", Mark.ok, f"{address}:{port} can be listened on and reached")
     except (OSError, LauncherError) as error:
-        yield Finding(
-            "ports", Mark.failed, f"{address}: {error}", "a firewall or a limit forbids it: ask the site"
-        )
+        advice = "a firewall or a limit forbids it: ask the site"
+        yield Finding("ports", Mark.failed, f"{address}: {error}", advice)
 
 
 def _limits(_: Subject) -> Iterator[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    found = f"{_shown(soft)} open files (at most {_shown(hard)}), {_locked(locked)} locked memory"
-    if 0 <= soft < _FEW_FILES:
-        advice = f"many ranks and data files need more: `ulimit -n {_FEW_FILES}`"
-        yield Finding("limits", Mark.warning, found, advice)
-    else:
-        yield Finding("limits", Mark.ok, found)
+    memory = _shown(locked, binary)
+    limits = f"{_shown(soft)} open files (at most {_shown(hard)}), {memory} locked memory"
+    advice = f"many ranks and data files need more: `ulimit -n {_FEW_FILES}`"
+    yield graded("limits", limits, is_bad=0 <= soft < _FEW_FILES, advice=advice)
     if locked != resource.RLIM_INFINITY and Path("/sys/class/infiniband").exists():
         advice = (
             "InfiniBand needs unlimited locked memory: ask the site (limits.conf, PropagateResourceLimits)"
         )
-        yield Finding("limits", Mark.warning, f"{_locked(locked)} locked memory", advice)
+        yield Finding("limits", Mark.warning, f"{memory} locked memory", advice)
 
 
-def _shown(limit: int) -> str:
-    return "unlimited" if limit == resource.RLIM_INFINITY else f"{limit:,}"
-
-
-def _locked(limit: int) -> str:
-    return "unlimited" if limit == resource.RLIM_INFINITY else binary(limit)
+def _shown(limit: int, shape: Callable[[int], str] = "{:,}".format) -> str:
+    return "unlimited" if limit == resource.RLIM_INFINITY else shape(limit)
 
 
 def _shared_memory(_: Subject) -> Iterator[Finding]:
@@ -121,12 +113,9 @@ def _shared_memory(_: Subject) -> Iterator[Finding]:
         return
     status = os.statvfs(_SHARED_MEMORY)
     size, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
-    found = f"{binary(size)}, {binary(free)} free"
-    if size < _SMALL_SHARED_MEMORY_BYTES:
-        advice = "ranks of one node talk through it: start the container with --shm-size=8g or --ipc=host"
-        yield Finding("/dev/shm", Mark.warning, found, advice)
-    else:
-        yield Finding("/dev/shm", Mark.ok, found)
+    advice = "ranks of one node exchange data in it: start the container with --shm-size=8g or --ipc=host"
+    is_small = size < _SMALL_SHARED_MEMORY_BYTES
+    yield graded("/dev/shm", f"{binary(size)}, {binary(free)} free", is_bad=is_small, advice=advice)
 
 
 def _wandb(subject: Subject) -> Iterator[Finding]:
@@ -134,21 +123,19 @@ def _wandb(subject: Subject) -> Iterator[Finding]:
         yield Finding("wandb", Mark.ok, f"mode {subject.wandb_mode}: nothing is sent")
         return
     if not _has_key():
-        advice = "type `wandb login`, or use wandb.mode=offline"
-        found = f"online, but no WANDB_API_KEY and no key for {_WANDB_HOST} in ~/.netrc"
-        yield Finding("wandb", Mark.failed, found, advice)
+        missing = f"online, but no WANDB_API_KEY and no key for {_WANDB_HOST} in ~/.netrc"
+        yield Finding("wandb", Mark.failed, missing, "type `wandb login`, or use wandb.mode=offline")
         return
     try:
         answer = bounded(lambda: socket.create_connection((_WANDB_HOST, 443), 10).close(), 12)
         problem = None if answer is not None else "no answer"
     except OSError as error:
         problem = str(error)
-    if problem:
-        found = f"a key is there, but {_WANDB_HOST} is not reached from here: {problem}"
-        advice = "where the nodes reach it no better use wandb.mode=offline and `wandb sync` later"
-        yield Finding("wandb", Mark.warning, found, advice)
-    else:
-        yield Finding("wandb", Mark.ok, f"online, a key is there, {_WANDB_HOST} is reached")
+    reached = f"not reached from here: {problem}" if problem else "reached"
+    advice = "if the nodes cannot reach it either, use wandb.mode=offline and `wandb sync` later"
+    yield graded(
+        "wandb", f"online, a key is there, {_WANDB_HOST} is {reached}", is_bad=bool(problem), advice=advice
+    )
 
 
 def _has_key() -> bool:
@@ -158,15 +145,6 @@ def _has_key() -> bool:
         return netrc.netrc(os.environ.get("NETRC")).authenticators(_WANDB_HOST) is not None
     except (OSError, netrc.NetrcParseError):
         return False
-
-
-CHECKS = (
-    Check("host name", _host_name, limit_s=2 * _LOOKUP_LIMIT_S + 5),
-    Check("ports", _ports),
-    Check("limits", _limits),
-    Check("/dev/shm", _shared_memory),
-    Check("wandb", _wandb),
-)
 
 
 # Checks what is installed: Python, our own packages and who shadows them, torch, the libraries of commands.
@@ -193,31 +171,26 @@ print(json.dumps({
 
 
 def _python(_: Subject) -> Iterator[Finding]:
-    found = f"{platform.python_version()}, {sys.executable}"
-    is_new = sys.version_info >= _OLDEST_PYTHON
-    yield Finding("python", Mark.ok if is_new else Mark.failed, found, "" if is_new else "use 3.11 or newer")
+    version = f"{platform.python_version()}, {sys.executable}"
+    is_old = sys.version_info < _OLDEST_PYTHON
+    yield graded("python", version, is_bad=is_old, advice="use 3.11 or newer", mark=Mark.failed)
 
 
 def _packages(_: Subject) -> Iterator[Finding]:
     """Look whether the packages that are imported here are those beside `orchestra`."""
     root = Path(__file__).resolve().parents[2]
     yield Finding("orchestra", Mark.ok, f"{__version__} from {root}")
-    shadows = {name: where for name in _OWN if (where := _imported_from(name)) != root / name}
-    for name, where in shadows.items():
-        yield _shadowed(name, where, root)
-    if not shadows:
+    places = {name: _imported_from(name) for name in _OWN}
+    if all(where == root / name for name, where in places.items()):
         yield Finding("imports", Mark.ok, f"{', '.join(_OWN)}: those beside orchestra come first")
-
-
-def _shadowed(name: str, where: Path | None, root: Path) -> Finding:
-    if where is None:
-        return Finding("imports", Mark.failed, f"no package {name} beside {root}", "install orchestra again")
-    return Finding(
-        "imports",
-        Mark.failed,
-        f"a foreign package {name} is imported first: {where}",
-        "work in another folder, take its folder out of PYTHONPATH, or set PYTHONSAFEPATH=1",
-    )
+    for name, where in places.items():
+        if where is None:
+            missing = f"no package {name} beside {root}"
+            yield Finding("imports", Mark.failed, missing, "install orchestra again")
+        elif where != root / name:
+            foreign = f"a foreign package {name} is imported first: {where}"
+            advice = "work in another folder, take its folder out of PYTHONPATH, or set PYTHONSAFEPATH=1"
+            yield Finding("imports", Mark.failed, foreign, advice)
 
 
 def _imported_from(name: str) -> Path | None:
@@ -246,11 +219,10 @@ def _plugins(_: Subject) -> Iterator[Finding]:
     if spec.origin is not None:
         hidden = f"{spec.origin} hides all other plugins of Hydra's"
         yield Finding("hydra plugins", Mark.warning, hidden, "remove that __init__.py")
-    elif local:
-        found = f"{listed}; those in {local[0]} are imported because you are in that folder"
-        yield Finding("hydra plugins", Mark.warning, found, "work in another folder if you do not mean them")
     else:
-        yield Finding("hydra plugins", Mark.ok, listed)
+        why = f"; those in {local[0]} are imported because you are in that folder" if local else ""
+        advice = "work in another folder if you do not mean them"
+        yield graded("hydra plugins", f"{listed}{why}", is_bad=bool(local), advice=advice)
 
 
 def _libraries(_: Subject) -> Iterator[Finding]:
@@ -258,9 +230,8 @@ def _libraries(_: Subject) -> Iterator[Finding]:
     missing = [name for name, version in versions.items() if version is None]
     listed = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     if missing:
-        yield Finding(
-            "libraries", Mark.failed, f"{', '.join(missing)} not installed", "install orchestra again"
-        )
+        absent = f"{', '.join(missing)} not installed"
+        yield Finding("libraries", Mark.failed, absent, "install orchestra again")
     if listed:
         yield Finding("libraries", Mark.ok, listed)
 
@@ -288,9 +259,8 @@ def _torch(subject: Subject) -> Iterator[Finding]:
         )
     except subprocess.TimeoutExpired:
         slow = f"{version}: importing it took more than {_TORCH_LIMIT_S:g} s"
-        yield Finding(
-            "torch", Mark.failed, slow, "its file system is slow, or a driver hangs: try nvidia-smi"
-        )
+        advice = "its file system is slow, or a driver hangs: try nvidia-smi"
+        yield Finding("torch", Mark.failed, slow, advice)
         return
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
@@ -307,8 +277,10 @@ def _torch_itself(facts: dict[str, object]) -> Finding:
     if facts["nccl_built"]:
         parts.append(f"NCCL {facts['nccl']}" if facts["nccl"] else "NCCL")
     if not facts["gloo"]:
-        return Finding("torch", Mark.failed, f"{', '.join(parts)}, no gloo", "install a build with gloo")
-    return Finding("torch", Mark.ok, ", ".join(parts))
+        parts.append("no gloo")
+    build = ", ".join(parts)
+    advice = "install a build with gloo"
+    return graded("torch", build, is_bad=not facts["gloo"], advice=advice, mark=Mark.failed)
 
 
 def _listed_gpus() -> list[str] | None:
@@ -331,8 +303,8 @@ def _gpus(facts: dict[str, object], listed: list[str] | None, subject: Subject) 
         return Finding("gpus", Mark.ok, f"{kinds}; nvidia-smi lists as many")
     if seen < shown and not (is_limited and seen):
         why = "this build of torch has no CUDA" if not facts["cuda"] else "look at CUDA_VISIBLE_DEVICES"
-        found = f"nvidia-smi lists {shown}, torch sees {seen}"
-        return Finding("gpus", Mark.failed, found, f"{why}; the driver may be older than torch's CUDA")
+        differs = f"nvidia-smi lists {shown}, torch sees {seen}"
+        return Finding("gpus", Mark.failed, differs, f"{why}; the driver may be older than torch's CUDA")
     if seen:
         by = " (CUDA_VISIBLE_DEVICES)" if is_limited else ""
         return Finding("gpus", Mark.ok, f"{kinds}; nvidia-smi lists {shown}{by}")
@@ -388,12 +360,14 @@ def _run_dir(subject: Subject) -> Iterator[Finding]:
         return
     finally:
         probe.unlink(missing_ok=True)
-    slow = seconds >= _SLOW_WRITE_S
-    found = f"{named}: can be written" + (f", slowly: {seconds:.1f} s for 5 bytes" if slow else "")
-    advice = "its server is busy or far away: another run.dir may serve better" if slow else ""
-    yield Finding("run.dir", Mark.warning if slow else Mark.ok, found, advice)
-    yield from _of_one_host(place, kind, subject)
-    yield from _room(folder)
+    is_slow = seconds >= _SLOW_WRITE_S
+    speed = f", slowly: {seconds:.1f} s for 5 bytes" if is_slow else ""
+    advice = "its server is busy or far away: another run.dir may be faster"
+    yield graded("run.dir", f"{named}: can be written{speed}", is_bad=is_slow, advice=advice)
+    if subject.launcher == "slurm" and kind in ("tmpfs", "ramfs", "devtmpfs", "hugetlbfs"):
+        advice = "use a folder on a file system that all nodes mount, such as your home"
+        yield Finding("run.dir", Mark.failed, f"{place} is in this machine's memory: no node sees it", advice)
+    yield _room(folder)
     yield _clock(begin, begin + seconds, written)
 
 
@@ -403,37 +377,33 @@ def _kind(folder: Path) -> str | None:
     return file_system_of(folder, _MOUNTS.read_text()) if _MOUNTS.exists() else None
 
 
-def _of_one_host(place: Path, kind: str | None, subject: Subject) -> Iterator[Finding]:
-    if subject.launcher == "slurm" and kind in ("tmpfs", "ramfs", "devtmpfs", "hugetlbfs"):
-        advice = "use a folder on a file system that all nodes mount, such as your home"
-        yield Finding(
-            "run.dir", Mark.failed, f"{place} is in this machine's memory, the nodes have no part", advice
-        )
-
-
-def _room(folder: Path) -> Iterator[Finding]:
+def _room(folder: Path) -> Finding:
     status = os.statvfs(folder)
     free, size = status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
     # Some file systems make inodes as they need them and say 0.
     inodes = status.f_favail if status.f_files else None
-    found = f"{binary(free)} of {binary(size)} free"
-    found += "" if inodes is None else f", {inodes:,} inodes free"
-    little = free < _LITTLE_BYTES or (inodes is not None and inodes < _FEW_INODES)
+    room = f"{binary(free)} of {binary(size)} free"
+    room += "" if inodes is None else f", {inodes:,} inodes free"
+    is_little = free < _LITTLE_BYTES or (inodes is not None and inodes < _FEW_INODES)
     advice = "checkpoints may not fit: free some, keep fewer (checkpoint.keep_last), or use another run.dir"
-    yield Finding("room", Mark.warning if little else Mark.ok, found, advice if little else "")
+    return graded("room", room, is_bad=is_little, advice=advice)
 
 
 def _clock(begin: float, end: float, written: float) -> Finding:
     """Compare this host's clock with the one that stamped a file in between; stamps may be whole seconds."""
     off = written - end if written > end else min(0.0, written + 1.0 - begin)
-    if abs(off) > _CLOCK_SLACK_S:
-        found = (
-            f"the file system's clock is {abs(off):.1f} s {'ahead of' if off > 0 else 'behind'} this host's"
-        )
-        return Finding(
-            "clock", Mark.warning, found, "heartbeats and ages will be wrong: ask for NTP (chronyd)"
-        )
-    return Finding("clock", Mark.ok, f"{time.strftime('%Y-%m-%d %H:%M:%S %Z')}, the file system's agrees")
+    if abs(off) <= _CLOCK_SLACK_S:
+        return Finding("clock", Mark.ok, f"{time.strftime('%Y-%m-%d %H:%M:%S %Z')}, the file system's agrees")
+    side = "ahead of" if off > 0 else "behind"
+    wrong = f"the file system's clock is {abs(off):.1f} s {side} this host's"
+    return Finding("clock", Mark.warning, wrong, "heartbeats and ages will be wrong: ask for NTP (chronyd)")
 
 
-STORAGE_CHECKS = (Check("run.dir", _run_dir),)
+CHECKS = (
+    Check("run.dir", _run_dir),
+    Check("host name", _host_name, limit_s=2 * _LOOKUP_LIMIT_S + 5),
+    Check("ports", _ports),
+    Check("limits", _limits),
+    Check("/dev/shm", _shared_memory),
+    Check("wandb", _wandb),
+)

@@ -5,6 +5,7 @@ It asks for nodes at once or not at all, and whatever happens gives them back wi
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -15,10 +16,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from launchers.launch_errors import LauncherError
+from launchers import LauncherError
 from launchers.slurm.commands import output_of, scrubbed
 from orchestra.doctor import node_probe
-from orchestra.doctor.check import Check, Finding, Mark, Subject
+from orchestra.doctor.check import Check, Finding, Mark, Subject, graded
 from orchestra.doctor.host_checks import nearest_folder
 
 Answer = Mapping[str, Any]
@@ -80,15 +81,9 @@ def _asked(subject: Subject, num_nodes: int, folder: Path, root: Path) -> tuple[
     finally:
         process.kill()
         if process.returncode:
-            _cancel(name)
-
-
-def _cancel(name: str) -> None:
-    try:
-        output_of(("scancel", f"--name={name}"))
-    except LauncherError:
-        # Its own time limit ends it.
-        return
+            # Where that fails the job's own time limit ends it.
+            with contextlib.suppress(LauncherError):
+                output_of(("scancel", f"--name={name}"))
 
 
 def _srun(subject: Subject, num_nodes: int, name: str) -> Iterator[str]:
@@ -107,18 +102,16 @@ def _srun(subject: Subject, num_nodes: int, name: str) -> Iterator[str]:
 
 def _answers(words: str) -> list[Answer]:
     lines = (line for line in words.splitlines() if line.startswith(node_probe.PREFIX))
-    found = [json.loads(line.removeprefix(node_probe.PREFIX)) for line in lines]
-    return sorted(found, key=lambda answer: int(answer["node"]))
+    answers = [json.loads(line.removeprefix(node_probe.PREFIX)) for line in lines]
+    return sorted(answers, key=lambda answer: int(answer["node"]))
 
 
 def _silent(answers: Sequence[Answer], num_nodes: int, said: str) -> Finding:
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     words = "; ".join(lines[-_SHOWN_LINES:]) or "srun said nothing"
-    advice = (
-        "try again when nodes are free, or with fewer; options are cluster.partition, cluster.slurm_extra"
-    )
-    if answers:
-        advice = "look at the nodes that are missing"
+    advice = "look at the nodes that are missing"
+    if not answers:
+        advice = "try again when nodes are free, or with fewer; see cluster.partition, cluster.slurm_extra"
     count = f"{len(answers)} of {num_nodes} nodes answered"
     heard = f" ({_hosts(answers)})" if answers else ""
     return Finding("nodes", Mark.failed, f"{count}{heard}: {words}", advice)
@@ -142,21 +135,19 @@ def _hosts(answers: Iterable[Answer]) -> str:
 
 def _software(answers: Sequence[Answer], root: Path, python: Path) -> Iterator[Finding]:
     versions = {str(answer["python"]) for answer in answers}
-    if len(versions) > 1:
-        listed = ", ".join(f"{answer['host']} {answer['python']}" for answer in answers)
-        yield Finding("nodes' python", Mark.failed, listed, "use the same environment on all nodes")
-    else:
-        yield Finding("nodes' python", Mark.ok, f"{versions.pop()} at {python} on all")
+    differ = len(versions) > 1
+    each = ", ".join(f"{answer['host']} {answer['python']}" for answer in answers)
+    listed = each if differ else f"{versions.pop()} at {python} on all"
+    advice = "use the same environment on all nodes"
+    yield graded("nodes' python", listed, is_bad=differ, advice=advice, mark=Mark.failed)
     problems = [
         f"{answer['host']}: {answer.get('packages_problem') or _elsewhere(answer, root)}"
         for answer in answers
         if answer.get("packages_problem") or answer.get("root") != str(root) or not answer.get("torch")
     ]
-    if problems:
-        advice = "put the tree and the environment on a file system that all nodes mount (see cluster.setup)"
-        yield Finding("nodes' orchestra", Mark.failed, "; ".join(problems), advice)
-    else:
-        yield Finding("nodes' orchestra", Mark.ok, f"from {root} on all, and torch is installed")
+    listed = "; ".join(problems) or f"from {root} on all, and torch is installed"
+    advice = "put the tree and the environment on a file system that all nodes mount (see cluster.setup)"
+    yield graded("nodes' orchestra", listed, is_bad=bool(problems), advice=advice, mark=Mark.failed)
 
 
 def _elsewhere(answer: Answer, root: Path) -> str:
@@ -179,9 +170,8 @@ def _shared(answers: Sequence[Answer], run_dir: Path) -> Finding:
             problems.append(f"{answer['host']} sees nothing of {', '.join(names[name] for name in missing)}")
     if problems:
         advice = "use a run.dir on a file system that all nodes and this machine mount"
-        return Finding(
-            "shared run.dir", Mark.failed, f"{run_dir} is not shared: {'; '.join(problems)}", advice
-        )
+        unshared = f"{run_dir} is not shared: {'; '.join(problems)}"
+        return Finding("shared run.dir", Mark.failed, unshared, advice)
     slowest = max(float(answer.get("saw_after_s", 0)) for answer in answers)
     return Finding("shared run.dir", Mark.ok, f"all see each other's files, the last after {slowest:.1f} s")
 
@@ -190,8 +180,8 @@ def _reached(answers: Sequence[Answer]) -> Iterator[Finding]:
     first = answers[0]
     others = [answer for answer in answers if answer["node"] != 0]
     if first.get("address_problem"):
-        found = f"{first['host']}: {first['address_problem']}"
-        yield Finding("nodes' network", Mark.failed, found, "set cluster.network.interface")
+        problem = f"{first['host']}: {first['address_problem']}"
+        yield Finding("nodes' network", Mark.failed, problem, "set cluster.network.interface")
         return
     lost = [answer for answer in others if answer.get("reached") is False]
     silent = [answer for answer in others if "reached" not in answer]
@@ -200,11 +190,10 @@ def _reached(answers: Sequence[Answer]) -> Iterator[Finding]:
         advice = "a firewall between the nodes, or the wrong network: set cluster.network.interface"
         yield Finding("nodes' network", Mark.failed, listed, advice)
     elif silent:
-        found = f"{_hosts(silent)} did not learn where {first['host']} listens"
-        yield Finding("nodes' network", Mark.note, f"{found}: not checked", "share run.dir first")
+        unchecked = f"{_hosts(silent)} did not learn where {first['host']} listens: not checked"
+        yield Finding("nodes' network", Mark.note, unchecked, "share run.dir first")
     elif others:
-        found = f"all reach {first['host']} at {first.get('address')}"
-        yield Finding("nodes' network", Mark.ok, found)
+        yield Finding("nodes' network", Mark.ok, f"all reach {first['host']} at {first.get('address')}")
     yield from _clocks([answer for answer in others if "clock_offset_s" in answer], first)
     yield from _lookups(others)
 
@@ -213,8 +202,8 @@ def _clocks(others: Sequence[Answer], first: Answer) -> Iterator[Finding]:
     wrong = [answer for answer in others if abs(answer["clock_offset_s"]) > _CLOCK_SLACK_S]
     if wrong:
         listed = ", ".join(f"{answer['host']} {answer['clock_offset_s']:+.1f} s" for answer in wrong)
-        found = f"against {first['host']}: {listed}"
-        yield Finding("nodes' clocks", Mark.warning, found, "ask the site for NTP (chronyd) on these nodes")
+        off = f"against {first['host']}: {listed}"
+        yield Finding("nodes' clocks", Mark.warning, off, "ask the site for NTP (chronyd) on these nodes")
     elif others:
         most = max(abs(answer["clock_offset_s"]) for answer in others)
         yield Finding("nodes' clocks", Mark.ok, f"at most {1000 * most:.1f} ms from {first['host']}'s")
@@ -233,13 +222,12 @@ def _gpus(answers: Sequence[Answer], subject: Subject) -> Iterator[Finding]:
     wanted = subject.ranks_per_node if subject.device == "cuda" else None
     short = [f"{host} {count}" for host, count in counts.items() if wanted and count < wanted]
     if short:
-        found = f"fewer GPUs than cluster.gpus_per_node={wanted}: {', '.join(short)}"
-        yield Finding("nodes' gpus", Mark.failed, found, "exclude these nodes, or lower it")
+        fewer = f"fewer GPUs than cluster.gpus_per_node={wanted}: {', '.join(short)}"
+        yield Finding("nodes' gpus", Mark.failed, fewer, "exclude these nodes, or lower it")
     elif len(set(counts.values())) > 1:
         listed = ", ".join(f"{host} {count}" for host, count in counts.items())
-        yield Finding(
-            "nodes' gpus", Mark.note, f"not alike: {listed}", "choose alike ones: cluster.constraint"
-        )
+        advice = "choose alike ones: cluster.constraint"
+        yield Finding("nodes' gpus", Mark.note, f"not alike: {listed}", advice)
     elif counts:
         count = next(iter(counts.values()))
         none = "none seen; cluster.device=cuda cluster.gpus_per_node=N asks for N on each"

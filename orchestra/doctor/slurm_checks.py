@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launchers.launch_errors import LauncherError, SlurmMissing
+from launchers import LauncherError, SlurmMissing
 from launchers.slurm.cluster import Partition, partitions
 from launchers.slurm.commands import output_of, settings
-from orchestra.doctor.check import Check, Finding, Mark, Subject
+from orchestra.doctor.check import Check, Finding, Mark, Subject, graded
 
 if TYPE_CHECKING:
     from orchestra.recovery.excluded_hosts import ExcludeList, Listed
@@ -34,39 +34,38 @@ def _slurm(subject: Subject) -> Iterator[Finding]:
         return
     begin = time.perf_counter()
     try:
-        found = settings()
+        setup = settings()
     except LauncherError as error:
         yield _silent(str(error), subject)
         return
     seconds = time.perf_counter() - begin
-    name, version = found.get("ClusterName", "unnamed"), found.get("SLURM_VERSION", "of unknown version")
+    name, version = setup.get("ClusterName", "unnamed"), setup.get("SLURM_VERSION", "of unknown version")
     answered = f"{name}, Slurm {version}, answers in {1000 * seconds:.0f} ms"
-    is_slow = seconds >= _SLOW_S
-    advice = "the controller is busy: `status` and `submit` will be as slow" if is_slow else ""
-    yield Finding("slurm", Mark.warning if is_slow else Mark.ok, answered, advice)
-    yield _accounting(found)
-    yield from _rules(found)
+    advice = "the controller is busy: `status` and `submit` will be as slow"
+    yield graded("slurm", answered, is_bad=seconds >= _SLOW_S, advice=advice)
+    yield _accounting(setup)
+    yield from _rules(setup)
     yield from _partitions(partitions(), subject)
 
 
 def _missing(missing: Sequence[str], subject: Subject) -> Finding:
     if len(missing) == len(_COMMANDS) and not subject.needs_slurm:
         return Finding("slurm", Mark.note, "no Slurm here: `orchestra run` trains on this machine")
-    advice = "type this on a login node, or load the module that has Slurm's commands"
+    advice = "run this on a login node, or load the module that has Slurm's commands"
     return Finding("slurm", Mark.failed, f"{', '.join(missing)} not found", advice)
 
 
 def _silent(problem: str, subject: Subject) -> Finding:
     if _UNCONFIGURED in problem:
         mark = Mark.failed if subject.needs_slurm else Mark.note
-        found = "Slurm's commands are here, but no configuration of a cluster"
-        return Finding("slurm", mark, found, "set SLURM_CONF where there is one")
+        unset = "Slurm's commands are here, but no configuration of a cluster"
+        return Finding("slurm", mark, unset, "set SLURM_CONF where there is one")
     advice = "try again; if it goes on, tell the site. Training is not affected by a silent controller"
     return Finding("slurm", Mark.failed, problem, advice)
 
 
-def _accounting(found: Mapping[str, str]) -> Finding:
-    kind = found.get("AccountingStorageType", "").rpartition("/")[2]
+def _accounting(setup: Mapping[str, str]) -> Finding:
+    kind = setup.get("AccountingStorageType", "").rpartition("/")[2]
     if kind in ("", "none", "(null)"):
         return Finding("accounting", Mark.note, "none: ended jobs are judged by the runs' own records alone")
     try:
@@ -79,33 +78,27 @@ def _accounting(found: Mapping[str, str]) -> Finding:
     return Finding("accounting", Mark.ok, f"{kind}, sacct answers")
 
 
-def _rules(found: Mapping[str, str]) -> Iterator[Finding]:
+def _rules(setup: Mapping[str, str]) -> Iterator[Finding]:
     """Tell the settings that decide how a run goes on after its job was ended."""
-    requeues = found.get("JobRequeue") == "1"
-    yield Finding(
-        "requeueing",
-        Mark.ok if requeues else Mark.note,
-        "on (JobRequeue=1)" if requeues else "off by default (JobRequeue=0); jobs ask for it themselves",
-        "" if requeues else "where the site refuses that use cluster.requeue=chain",
-    )
-    preempt, kind = found.get("PreemptMode", "OFF"), found.get("PreemptType", "")
+    if setup.get("JobRequeue") == "1":
+        yield Finding("requeueing", Mark.ok, "on (JobRequeue=1)")
+    else:
+        off = "off by default (JobRequeue=0); jobs ask for it themselves"
+        yield Finding("requeueing", Mark.note, off, "where the site refuses that use cluster.requeue=chain")
+    preempt, kind = setup.get("PreemptMode", "OFF"), setup.get("PreemptType", "")
     yield Finding("preemption", Mark.ok, f"{preempt} ({kind.rpartition('/')[2] or 'none'})")
-    wait = _number(found.get("KillWait"))
+    wait = _number(setup.get("KillWait"))
     is_short = wait is not None and wait < _SHORT_KILL_WAIT_S
-    yield Finding(
-        "kill wait",
-        Mark.note if is_short else Mark.ok,
-        f"{wait} s from SIGTERM to SIGKILL" if wait is not None else "unknown",
-        "short: saves rely on the warning before the time limit" if is_short else "",
-    )
-    size = _number(found.get("MaxArraySize"))
+    shown = "unknown" if wait is None else f"{wait} s from SIGTERM to SIGKILL"
+    advice = "short: saves rely on the warning before the time limit"
+    yield graded("kill wait", shown, is_bad=is_short, advice=advice, mark=Mark.note)
+    size = _number(setup.get("MaxArraySize"))
     if size is not None and size <= 1:
         advice = "sweeps are submitted as jobs of their own"
         yield Finding("arrays", Mark.note, "not allowed (MaxArraySize ≤ 1)", advice)
     else:
-        yield Finding(
-            "arrays", Mark.ok, f"up to index {size - 1} (MaxArraySize)" if size else "limit unknown"
-        )
+        largest = f"up to index {size - 1} (MaxArraySize)" if size else "limit unknown"
+        yield Finding("arrays", Mark.ok, largest)
 
 
 def _number(text: str | None) -> int | None:
@@ -113,17 +106,17 @@ def _number(text: str | None) -> int | None:
     return int(match[0]) if match else None
 
 
-def _partitions(found: Sequence[Partition], subject: Subject) -> Iterator[Finding]:
-    names = [partition.name for partition in found]
+def _partitions(known: Sequence[Partition], subject: Subject) -> Iterator[Finding]:
+    names = [partition.name for partition in known]
     wanted = subject.partition.split(",") if subject.partition else []
     for name in wanted:
         if name not in names:
             listed = f"there are {', '.join(names) or 'none'}"
             yield Finding("partition", Mark.failed, f"no partition {name}; {listed}", "set cluster.partition")
-    for partition in found:
+    for partition in known:
         is_meant = partition.name in wanted if wanted else partition.is_default
         yield _partition(partition, is_meant=is_meant)
-    if not wanted and not any(partition.is_default for partition in found):
+    if not wanted and not any(partition.is_default for partition in known):
         yield Finding("partition", Mark.note, "no default partition", "name one: cluster.partition=…")
 
 
@@ -132,16 +125,12 @@ def _partition(partition: Partition, *, is_meant: bool) -> Finding:
     total = partition.num_nodes()
     gpus = f", up to {partition.most_gpus} GPUs a node" if partition.most_gpus else ", no GPUs"
     default = " (default)" if partition.is_default else ""
-    found = f"{partition.name}{default}: {usable} of {total} nodes usable{gpus}, limit {partition.time_limit}"
+    facts = f"{partition.name}{default}: {usable} of {total} nodes usable{gpus}, limit {partition.time_limit}"
+    mark = Mark.warning if is_meant else Mark.note
     if not partition.is_up:
-        return Finding("partition", Mark.warning if is_meant else Mark.note, f"{found}; takes no jobs now")
-    if not usable:
-        advice = "jobs will wait: see `sinfo -R` for the reasons" if is_meant else ""
-        return Finding("partition", Mark.warning if is_meant else Mark.note, found, advice)
-    return Finding("partition", Mark.ok, found)
-
-
-CHECKS = (Check("slurm", _slurm, limit_s=70.0),)
+        return Finding("partition", mark, f"{facts}; takes no jobs now")
+    advice = "jobs will wait: see `sinfo -R` for the reasons" if is_meant else ""
+    return graded("partition", facts, is_bad=not usable, advice=advice, mark=mark)
 
 
 # Lists the nodes that failed twice and that jobs are submitted without, with the evidence against each.
@@ -158,12 +147,12 @@ def _left_out(subject: Subject) -> Iterator[Finding]:
     for known in all_lists(runs):
         entries = known.entries(time.time())
         for entry in entries:
-            advice = f"when it is repaired, or was not to blame: rm {known.file(entry.host)}"
+            advice = f"once it is repaired, or if it was not the cause: rm {known.file(entry.host)}"
             yield Finding(_NAME, Mark.warning, _words(entry, known), advice)
         if not entries:
             yield Finding(_NAME, Mark.ok, f"no node of cluster {known.cluster}")
         for file in known.unreadable():
-            yield Finding(_NAME, Mark.note, f"{file} says nothing", "it leaves nobody out: remove it")
+            yield Finding(_NAME, Mark.note, f"{file} cannot be read", "it leaves out no node: remove it")
 
 
 def _words(entry: Listed, known: ExcludeList) -> str:
@@ -175,3 +164,4 @@ def _words(entry: Listed, known: ExcludeList) -> str:
 
 
 EXCLUDED_CHECKS = (Check(_NAME, _left_out),)
+CHECKS = (Check("slurm", _slurm, limit_s=70.0), *EXCLUDED_CHECKS)

@@ -28,7 +28,9 @@ from checkpointing.catalog import file_path
 from checkpointing.checkpoint_errors import DamagedError
 from checkpointing.checksums import Buffer
 from checkpointing.manifest import Chunk, Manifest
+from checkpointing.plans import Image, TensorPiece, grouped, image
 from checkpointing.storage import Storage
+from checkpointing.storage.local import LocalStorage, sync_folder
 from conf.schema import ModelConfig
 from orchestra.errors import ConfigError, DataError
 from orchestra.huggingface.folder import (
@@ -108,72 +110,32 @@ def _as_bfloat16(singles: Numbers) -> Numbers:
     return rounded
 
 
-# Which tensor goes into which safetensors file, and where in it: pure, from shapes to bytes of headers.
-
+# Which tensor goes into which safetensors file: pure, from shapes to bytes of headers.
 
 # So that the numbers after the header are aligned, as safetensors writes it.
 _HEADER_ALIGNMENT = 8
-_LENGTH_BYTES = 8
 
 
-@dataclass(frozen=True)
-class PlannedFile:
-    """A file to write: its header, and by tensor the byte of the file at which its numbers begin."""
-
-    name: str
-    header: bytes
-    begins: Mapping[str, int]
-    num_bytes: int
-
-
-def plan_files(shapes: Mapping[str, tuple[int, ...]], dtype: str, max_file_bytes: int) -> list[PlannedFile]:
+def plan_files(shapes: Mapping[str, tuple[int, ...]], dtype: str, max_file_bytes: int) -> list[Image]:
     """Share tensors out to files of at most `max_file_bytes` of numbers, in order, as transformers does.
 
     A tensor that is larger gets a file of its own: tensors are never cut.
     """
-    groups = list(_groups(shapes, dtype, max_file_bytes))
-    if len(groups) == 1:
-        return [_planned(SINGLE_FILE, groups[0], dtype)]
+    tensors = [TensorPiece(name, Box.whole(shape), dtype, shape) for name, shape in shapes.items()]
+    groups = list(grouped(tensors, lambda tensor: tensor.num_bytes, max_file_bytes))
+    names = [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
+    # transformers refuses files whose metadata do not say whose tensors these are.
     return [
-        _planned(f"model-{number:05d}-of-{len(groups):05d}.safetensors", group, dtype)
-        for number, group in enumerate(groups, start=1)
+        image(name, group, _HEADER_ALIGNMENT, {"format": "pt"})
+        for name, group in zip(names if len(groups) > 1 else [SINGLE_FILE], groups, strict=True)
     ]
 
 
-def index_document(files: list[PlannedFile], total_bytes: int, num_parameters: int) -> dict[str, Any]:
+def index_document(files: Sequence[Image], total_bytes: int, num_parameters: int) -> dict[str, Any]:
     """Return model.safetensors.index.json for several files."""
-    weight_map = {tensor: file.name for file in files for tensor in file.begins}
+    weight_map = {tensor.name: file.name for file in files for tensor in file.pieces}
     metadata = {"total_size": total_bytes, "total_parameters": num_parameters}
     return {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
-
-
-def _groups(
-    shapes: Mapping[str, tuple[int, ...]], dtype: str, max_file_bytes: int
-) -> Iterator[dict[str, tuple[int, ...]]]:
-    group: dict[str, tuple[int, ...]] = {}
-    size = 0
-    for name, shape in shapes.items():
-        num_bytes = math.prod(shape) * ITEM_BYTES[dtype]
-        if group and size + num_bytes > max_file_bytes:
-            yield group
-            group, size = {}, 0
-        group[name] = shape
-        size += num_bytes
-    yield group
-
-
-def _planned(name: str, shapes: Mapping[str, tuple[int, ...]], dtype: str) -> PlannedFile:
-    ends = [0]
-    # transformers refuses files whose metadata do not say whose tensors these are.
-    document: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    for tensor, shape in shapes.items():
-        ends.append(ends[-1] + math.prod(shape) * ITEM_BYTES[dtype])
-        document[tensor] = {"dtype": dtype, "shape": shape, "data_offsets": ends[-2:]}
-    text = json.dumps(document, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _HEADER_ALIGNMENT)
-    header = len(text).to_bytes(_LENGTH_BYTES, "little") + text
-    begins = {tensor: len(header) + end for tensor, end in zip(shapes, ends, strict=False)}
-    return PlannedFile(name, header, begins, len(header) + ends[-1])
 
 
 # One chunk of a checkpoint on its way into a safetensors file: read, verified, rounded, written.
@@ -196,16 +158,16 @@ class ChunkCopy:
     begin: int
 
 
-def copies_into(file: PlannedFile, manifest: Manifest, dtype: str) -> Iterator[ChunkCopy]:
+def copies_into(file: Image, manifest: Manifest) -> Iterator[ChunkCopy]:
     """Yield what fills a planned file."""
     names = (name for name in manifest.tensors if name.startswith(CHECKPOINT_PREFIX))
     in_checkpoint = {hugging_face_name(name.removeprefix(CHECKPOINT_PREFIX)): name for name in names}
-    for tensor, begin in file.begins.items():
-        name = in_checkpoint[tensor]
-        found = manifest.tensors[name]
-        for chunk in found.chunks:
+    for target, begin in zip(file.pieces, file.begins, strict=True):
+        name = in_checkpoint[target.name]
+        tensor = manifest.tensors[name]
+        for chunk in tensor.chunks:
             if chunk.num_bytes:
-                yield ChunkCopy(name, manifest.step, chunk, found.shape, found.dtype, dtype, begin)
+                yield ChunkCopy(name, manifest.step, chunk, tensor.shape, tensor.dtype, target.dtype, begin)
 
 
 def copy_chunk(copy: ChunkCopy, storage: Storage, descriptor: int) -> None:
@@ -217,9 +179,9 @@ def copy_chunk(copy: ChunkCopy, storage: Storage, descriptor: int) -> None:
     chunk = copy.chunk
     content = bytearray(chunk.num_bytes)
     storage.read_into(file_path(copy.step, chunk.file), chunk.begin, memoryview(content))
-    found = checksums.of_chunk(content)
-    if found != chunk.checksum:
-        what = f"the bytes from {chunk.begin} on have checksum {found}, the manifest says {chunk.checksum}"
+    checksum = checksums.of_chunk(content)
+    if checksum != chunk.checksum:
+        what = f"the bytes from {chunk.begin} on have checksum {checksum}, the manifest says {chunk.checksum}"
         raise DamagedError(what, file=chunk.file, tensor=copy.name)
     numbers, num_overflowed = converted(stored(content, copy.source), copy.source, copy.target)
     if num_overflowed:
@@ -280,7 +242,7 @@ class ExportPlan:
     """What an export writes: the safetensors files, and the JSON files by name."""
 
     wanted: ExportRequest
-    files: Sequence[PlannedFile]
+    files: Sequence[Image]
     texts: Mapping[str, Any]
     num_parameters: int
 
@@ -339,17 +301,17 @@ def write_export(storage: Storage, manifest: Manifest, plan: ExportPlan) -> None
     """Write what was planned, verifying each chunk of the checkpoint.
 
     Raises DamagedError where a chunk is not what the manifest says, DataError where a number leaves the range
-    of the new type, ConfigError where the target is taken or does not have the room. After an error nothing
-    remains.
+    of the new type, ConfigError where the target is taken or does not have the room, StorageError or OSError
+    where it cannot be written. After an error nothing remains.
     """
     target = plan.wanted.target
     refuse_target(target)
     with _draft(target) as draft:
         _refuse_small_disk(draft, plan.num_bytes)
         for file in plan.files:
-            _write_file(draft / file.name, file, storage, manifest, plan.wanted.dtype)
+            _write_file(draft / file.name, file, storage, manifest)
         for name, content in plan.texts.items():
-            _write_text(draft / name, content)
+            LocalStorage(draft).put(name, f"{json.dumps(content, indent=2)}\n".encode())
 
 
 @contextlib.contextmanager
@@ -359,9 +321,9 @@ def _draft(target: Path) -> Iterator[Path]:
     try:
         draft.mkdir(parents=True)
         yield draft
-        _sync_folder(draft)
+        sync_folder(draft)
         _take_place(draft, target)
-        _sync_folder(target.parent)
+        sync_folder(target.parent)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
@@ -379,8 +341,7 @@ def _take_place(draft: Path, target: Path) -> None:
 
 
 def _refuse_small_disk(folder: Path, num_bytes: int) -> None:
-    figures = os.statvfs(folder)
-    free = figures.f_bavail * figures.f_frsize
+    free = LocalStorage(folder).free_bytes()
     if free < num_bytes:
         raise ConfigError(
             f"--to {folder.parent}: {num_bytes // MIB:,} MiB are needed and {free // MIB:,} MiB are free; "
@@ -388,21 +349,13 @@ def _refuse_small_disk(folder: Path, num_bytes: int) -> None:
         )
 
 
-def _write_text(path: Path, content: Mapping[str, Any]) -> None:
-    with path.open("x", encoding="utf-8") as file:
-        file.write(json.dumps(content, indent=2) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _write_file(path: Path, file: PlannedFile, storage: Storage, manifest: Manifest, dtype: str) -> None:
+def _write_file(path: Path, file: Image, storage: Storage, manifest: Manifest) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         write_at(descriptor, file.header, 0)
         with ThreadPoolExecutor(_NUM_THREADS) as threads:
             jobs = [
-                threads.submit(copy_chunk, copy, storage, descriptor)
-                for copy in copies_into(file, manifest, dtype)
+                threads.submit(copy_chunk, copy, storage, descriptor) for copy in copies_into(file, manifest)
             ]
             try:
                 for job in jobs:
@@ -410,14 +363,6 @@ def _write_file(path: Path, file: PlannedFile, storage: Storage, manifest: Manif
             except BaseException:
                 threads.shutdown(cancel_futures=True)
                 raise
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)

@@ -9,15 +9,17 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 from checkpointing.box import ITEM_BYTES, Box
 from checkpointing.checkpoint_errors import CheckpointError
 from checkpointing.manifest import Chunk, File, Manifest, Tensor
 from checkpointing.storage import Storage, open_storage
-from conf.schema import ModelConfig
+from conf.schema import Config, ModelConfig
 from orchestra.errors import DataError
 from orchestra.huggingface.llama_config import model_of
 from orchestra.sizes.flops import attention_width, head_dim
@@ -37,29 +39,19 @@ _LARGEST = 1 << 62
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One tensor of a file; its bytes begin `begin` bytes after the file's own beginning."""
-
-    file: str
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    num_bytes: int
-
-
-@dataclass(frozen=True)
 class Header:
-    """A file's size and its tensors by name."""
+    """A file's size and its tensors by name, each one chunk of the file."""
 
     num_bytes: int
-    entries: dict[str, Entry]
+    tensors: dict[str, Tensor]
 
 
-def read_header(storage: Storage, path: str, file: str) -> Header:
-    """Read the header of `path`; `file` is what its entries call the file.
+def read_header(storage: Storage, folder: str, file: str) -> Header:
+    """Read the header of a file in `folder`.
 
     Raises DataError where it is no whole safetensors file, StorageError where it cannot be read.
     """
+    path = f"{folder}/{file}" if folder else file
     place = f"{storage.place}/{path}"
     size = storage.size(path)
     if size is None:
@@ -79,9 +71,9 @@ def read_header(storage: Storage, path: str, file: str) -> Header:
         raise DataError(f"{place}: its header is {type(document).__name__}, expected an object")
     document.pop(_METADATA, None)
     data_begin = _LENGTH_BYTES + length
-    entries = {name: _entry(value, name, file, data_begin, place) for name, value in document.items()}
-    _refuse_gaps(entries, data_begin, size, place)
-    return Header(size, entries)
+    tensors = {name: _described(value, name, file, data_begin, place) for name, value in document.items()}
+    _refuse_gaps(tensors, data_begin, size, place)
+    return Header(size, tensors)
 
 
 def _read(storage: Storage, path: str, begin: int, num_bytes: int) -> bytearray:
@@ -90,7 +82,7 @@ def _read(storage: Storage, path: str, begin: int, num_bytes: int) -> bytearray:
     return content
 
 
-def _entry(value: Any, name: str, file: str, data_begin: int, place: str) -> Entry:
+def _described(value: Any, name: str, file: str, data_begin: int, place: str) -> Tensor:
     document = value if isinstance(value, dict) else {}
     dtype = document.get("dtype")
     shape, offsets = _counts(document.get("shape")), _counts(document.get("data_offsets"))
@@ -101,7 +93,13 @@ def _entry(value: Any, name: str, file: str, data_begin: int, place: str) -> Ent
     num_bytes = offsets[1] - offsets[0]
     if num_bytes != math.prod(shape) * ITEM_BYTES[dtype]:
         raise DataError(f"{place}: {name}: {num_bytes} bytes are not the size of {dtype} {list(shape)}")
-    return Entry(file, dtype, shape, data_begin + offsets[0], num_bytes)
+    return _tensor(file, dtype, shape, data_begin + offsets[0])
+
+
+def _tensor(file: str, dtype: str, shape: tuple[int, ...], begin: int) -> Tensor:
+    """Return a tensor that lies as a whole, and without a checksum, from byte `begin` of a file on."""
+    num_bytes = math.prod(shape) * ITEM_BYTES[dtype]
+    return Tensor(dtype, shape, "", (Chunk(Box.whole(shape), file, begin, num_bytes, ""),))
 
 
 def _counts(value: Any) -> tuple[int, ...] | None:
@@ -111,15 +109,16 @@ def _counts(value: Any) -> tuple[int, ...] | None:
     return tuple(value) if all(type(number) is int and 0 <= number < _LARGEST for number in value) else None
 
 
-def _refuse_gaps(entries: dict[str, Entry], data_begin: int, size: int, place: str) -> None:
+def _refuse_gaps(tensors: dict[str, Tensor], data_begin: int, size: int, place: str) -> None:
     """The tensors of a safetensors file lie side by side and fill it, so what is cut off or doubled shows."""
     end = data_begin
-    for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].num_bytes)):
-        if entry.begin != end:
+    chunks = [(tensor.chunks[0], name) for name, tensor in tensors.items()]
+    for chunk, name in sorted(chunks, key=lambda entry: (entry[0].begin, entry[0].num_bytes)):
+        if chunk.begin != end:
             raise DataError(
-                f"{place}: {name} begins at byte {entry.begin}, the tensor before it ends at {end}"
+                f"{place}: {name} begins at byte {chunk.begin}, the tensor before it ends at {end}"
             )
-        end += entry.num_bytes
+        end = chunk.end
     if end != size:
         what = "cut off" if end > size else "followed by other bytes"
         raise DataError(f"{place}: {what}: its tensors end at byte {end}, the file has {size}; copy it again")
@@ -232,10 +231,15 @@ def _opened(place: str, storage: Storage, name: str) -> Folder:
         raise DataError(f"{place} {found}; give a folder with {CONFIG} and *.safetensors in it")
     document = _json(storage, f"{name}/{CONFIG}", f"{place}/{CONFIG}")
     model = model_of(document, f"{place}/{CONFIG}", name)
-    headers = {file: read_header(storage, f"{name}/{file}", file) for file in _files(storage, name, present)}
-    entries = _entries(headers, place)
-    _check(entries, model, place)
-    return Folder(place, storage, name, model, _manifest(headers, entries, model))
+    headers = {file: read_header(storage, name, file) for file in _files(storage, name, present)}
+    stored = _tensors(headers, place)
+    _check(stored, model, place)
+    tensors = {
+        CHECKPOINT_PREFIX + parameter: stored[hugging_face_name(parameter)]
+        for parameter in parameter_shapes(model)
+    }
+    sizes = {file: header.num_bytes for file, header in headers.items()}
+    return Folder(place, storage, name, model, _manifest(sizes, tensors))
 
 
 def _json(storage: Storage, path: str, place: str) -> Any:
@@ -277,57 +281,42 @@ def _no_weights(place: str, present: list[str]) -> str:
     )
 
 
-def _entries(headers: dict[str, Header], place: str) -> dict[str, Entry]:
-    entries: dict[str, Entry] = {}
-    for header in headers.values():
-        for tensor, entry in header.entries.items():
-            if tensor in entries:
-                raise DataError(f"{place}: {tensor} is in {entries[tensor].file} and in {entry.file}")
-            entries[tensor] = entry
-    return entries
+def _tensors(headers: dict[str, Header], place: str) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for file, header in headers.items():
+        for name, tensor in header.tensors.items():
+            if name in tensors:
+                raise DataError(f"{place}: {name} is in {tensors[name].chunks[0].file} and in {file}")
+            tensors[name] = tensor
+    return tensors
 
 
-def _check(entries: dict[str, Entry], model: ModelConfig, place: str) -> None:
+def _check(tensors: dict[str, Tensor], model: ModelConfig, place: str) -> None:
     # Before names are made for each: the number is a stranger's.
-    if model.num_hidden_layers * _PARAMETERS_PER_LAYER > len(entries):
+    if model.num_hidden_layers * _PARAMETERS_PER_LAYER > len(tensors):
         raise DataError(
-            f"{place}: {len(entries)} tensors are too few for "
+            f"{place}: {len(tensors)} tensors are too few for "
             f"num_hidden_layers={model.num_hidden_layers} of {CONFIG}"
         )
     expected = {hugging_face_name(name): shape for name, shape in parameter_shapes(model).items()}
-    missing = [name for name in expected if name not in entries]
+    missing = [name for name in expected if name not in tensors]
     if missing:
         raise DataError(f"{place}: tensors are missing: {first_few(missing, _NUM_LISTED)}")
-    strange = [name for name in entries if name not in expected and not is_superfluous(name, model)]
+    strange = [name for name in tensors if name not in expected and not is_superfluous(name, model)]
     if strange:
         raise DataError(f"{place}: tensors that this Llama does not have: {first_few(strange, _NUM_LISTED)}")
     for name, shape in expected.items():
-        entry = entries[name]
-        if entry.shape != shape:
-            raise DataError(
-                f"{place}/{entry.file}: {name} has shape {list(entry.shape)}, by {CONFIG} it is {list(shape)}"
-            )
-        if entry.dtype not in FLOAT_TYPES:
-            raise DataError(
-                f"{place}/{entry.file}: {name} is {entry.dtype}, expected {', '.join(FLOAT_TYPES)}"
-            )
+        tensor = tensors[name]
+        where = f"{place}/{tensor.chunks[0].file}: {name}"
+        if tensor.shape != shape:
+            raise DataError(f"{where} has shape {list(tensor.shape)}, by {CONFIG} it is {list(shape)}")
+        if tensor.dtype not in FLOAT_TYPES:
+            raise DataError(f"{where} is {tensor.dtype}, expected {', '.join(FLOAT_TYPES)}")
 
 
-def _manifest(headers: dict[str, Header], entries: dict[str, Entry], model: ModelConfig) -> Manifest:
-    names = {CHECKPOINT_PREFIX + name: hugging_face_name(name) for name in parameter_shapes(model)}
-    tensors = {name: entries[its] for name, its in names.items()}
-    return _manifest_of({file: header.num_bytes for file, header in headers.items()}, tensors)
-
-
-def _manifest_of(sizes: Mapping[str, int], entries: Mapping[str, Entry]) -> Manifest:
-    tensors = {name: _tensor(entry) for name, entry in entries.items()}
+def _manifest(sizes: Mapping[str, int], tensors: Mapping[str, Tensor]) -> Manifest:
     files = {file: File(num_bytes, checksum="") for file, num_bytes in sizes.items()}
     return Manifest(step=0, generation=0, created=0.0, layout={}, tensors=tensors, files=files, state={})
-
-
-def _tensor(entry: Entry) -> Tensor:
-    chunk = Chunk(Box.whole(entry.shape), entry.file, entry.begin, entry.num_bytes, checksum="")
-    return Tensor(entry.dtype, entry.shape, digest="", chunks=(chunk,))
 
 
 def to_json(folder: Folder) -> dict[str, Any]:
@@ -342,9 +331,105 @@ def to_json(folder: Folder) -> dict[str, Any]:
 
 def from_json(value: Mapping[str, Any]) -> tuple[Storage, str, Manifest]:
     """Return storage, folder and manifest of what `to_json` gave."""
-    entries = {
-        name: Entry(file, dtype, tuple(shape), begin, Box.whole(shape).num_elements * ITEM_BYTES[dtype])
+    tensors = {
+        name: _tensor(file, dtype, tuple(shape), begin)
         for name, (dtype, shape, file, begin) in value["tensors"].items()
     }
     parent, name = _parted(value["place"])
-    return open_storage(parent), name, _manifest_of(value["files"], entries)
+    return open_storage(parent), name, _manifest(value["files"], tensors)
+
+
+# Whether a folder's weights fit a configured model, and which overrides make a model that they fit. Whatever
+# changes a parameter's shape or what the weights mean must agree; how long the training context is and how
+# fresh weights would be made may differ.
+
+# In the order in which people say them.
+_KEYS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "rope_theta",
+    "norm_eps",
+    "tie_word_embeddings",
+)
+_SCALING_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+# Agreement that is not asked for, but is worth saying where a new run is made.
+_OTHER_KEYS = ("max_position_embeddings",)
+# What Hydra reads without quotes.
+_PLAIN = re.compile(r"[A-Za-z0-9_./:@%+-]+")
+
+
+def init_from_problems(config: Config) -> Iterator[str]:
+    """Yield what keeps a run from starting with the weights of `model.init_from`; nothing where it is null.
+
+    Reads config.json and the headers of the files, no weights.
+    """
+    place = config.model.init_from
+    if place is None or not place.strip():
+        return
+    try:
+        folder = open_folder(place)
+    except DataError as error:
+        yield f"model.init_from: {error}"
+        return
+    yield from problems_of_folder(config.model, folder)
+
+
+def problems_of_folder(model: ModelConfig, folder: Folder) -> Iterator[str]:
+    """Yield what keeps a model from starting with a folder's weights, and the overrides that would help."""
+    different = differences(model, folder.model)
+    if different:
+        listed = ", ".join(f"{key}={shown(other)} (configured {shown(own)})" for key, own, other in different)
+        overrides = " ".join(f"{key}={shown(other)}" for key, _, other in different)
+        yield (
+            f"model.init_from={folder.place}: its weights are of another model: {listed}; add {overrides}, "
+            f"or change {CONFIG} in a copy of the folder where that is what you mean"
+        )
+
+
+def differences(own: ModelConfig, other: ModelConfig) -> list[tuple[str, Any, Any]]:
+    """Return (key, own value, other value) for whatever must agree between a model and given weights."""
+    different = [] if own.family is other.family else [("model.family", own.family, other.family)]
+    for key in _KEYS:
+        if key == "head_dim" and own.num_attention_heads and attention_width(own) == attention_width(other):
+            # A null that means the same number; where heads differ that is said by itself.
+            continue
+        if getattr(own, key) != getattr(other, key):
+            different.append((f"model.{key}", getattr(own, key), getattr(other, key)))
+    scaling, other_scaling = own.rope_scaling, other.rope_scaling
+    for key in ("enabled", *(_SCALING_KEYS if other_scaling.enabled else ())):
+        if getattr(scaling, key) != getattr(other_scaling, key):
+            value = getattr(scaling, key), getattr(other_scaling, key)
+            different.append((f"model.rope_scaling.{key}", *value))
+    return different
+
+
+def overrides_for(folder: Folder) -> list[str]:
+    """Return the overrides with which `orchestra run` starts from a folder, the default model given."""
+    default = ModelConfig()
+    overrides = [f"model.init_from={shown(folder.place)}"]
+    if _PLAIN.fullmatch(folder.name):
+        overrides.append(f"model.name={folder.name}")
+    different = differences(default, folder.model)
+    for key in _OTHER_KEYS:
+        if getattr(folder.model, key) != getattr(default, key):
+            different.append((f"model.{key}", None, getattr(folder.model, key)))
+    return overrides + [f"{key}={shown(value)}" for key, _, value in different]
+
+
+def shown(value: Any) -> str:
+    """Return a value as Hydra reads it in an override."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, Enum):
+        return value.name
+    text = str(value)
+    if _PLAIN.fullmatch(text):
+        return text
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"

@@ -30,9 +30,9 @@ _LOG_TERMS = 7
 _SIN_TERMS = 8
 
 
-def parameter_key(seed: int, name: str) -> int:
-    """Return the signed 64-bit key of one parameter's random stream."""
-    digest = hashlib.sha256(f"{seed}\x00{name}".encode()).digest()
+def random_key(*parts: int | str) -> int:
+    """Return the signed 64-bit key of a random stream, such as that of a seed and a parameter's name."""
+    digest = hashlib.sha256("\x00".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:8], "little", signed=True)
 
 
@@ -128,9 +128,6 @@ def global_flat_index(
     return index
 
 
-# Tells tensors that have a shape and no values: a dry run's (torch's FakeTensorMode). It makes none.
-
-
 def is_fake(tensor: Tensor) -> bool:
-    """Whether the tensor has a shape, a data type and a device, but no values to look at or to set."""
+    """Whether the tensor has a shape and no values: that of a dry run (torch's FakeTensorMode)."""
     return isinstance(tensor, FakeTensor)

@@ -17,9 +17,7 @@ from torch import Tensor
 
 
 class _RMSNorm(torch.autograd.Function):
-    """y = w · x · rsqrt(mean(x²) + eps); keeps x and one number a row instead of four intermediate
-    tensors.
-    """
+    """y = w · x · rsqrt(mean(x²) + eps); keeps x and one number a row instead of four tensors."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -101,9 +99,7 @@ class _Rotate(torch.autograd.Function):
 
 
 def rotate(x_BSHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + D/2) of each head by angles given as cos [S, 1, D], both halves alike, and
-    sin [S, 1, D/2].
-    """
+    """Rotate the pairs (i, i + D/2) of each head by cos [S, 1, D], both halves alike, and sin [S, 1, D/2]."""
     if torch.compiler.is_compiling():
         first, second = x_BSHD.chunk(2, dim=-1)
         cos_half = cos[..., : cos.shape[-1] // 2]
@@ -113,9 +109,7 @@ def rotate(x_BSHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class _SharedInputLinear(torch.autograd.Function):
-    """Several products of one input. The gradients for the input accumulate inside the products (beta
-    = 1).
-    """
+    """Several products of one input, whose gradients accumulate inside the products (beta = 1)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:

@@ -10,7 +10,7 @@ F feed-forward width.
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from conf.schema import Family, ModelConfig, RopeScaling
 from orchestra.model.kernels import rms_norm, rotate, shared_input_linear, swiglu
+from orchestra.sizes.flops import head_dim
 
 
 class RMSNorm(nn.Module):
@@ -39,12 +40,8 @@ def make_norm(model: ModelConfig) -> nn.Module:
     return RMSNorm(model.hidden_size, model.norm_eps)
 
 
-class Products(Protocol):
-    """Takes the products of one input [B, S, E] with several linear layers. What cuts a layer over ranks puts
-    its own in the place of `products_of`.
-    """
-
-    def __call__(self, x_BSE: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]: ...
+# What is called like `products_of`: whatever cuts a layer over ranks puts its own in that place.
+Products = Callable[..., tuple[Tensor, ...]]
 
 
 def products_of(x_BSE: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
@@ -52,11 +49,6 @@ def products_of(x_BSE: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
     if linears[0].bias is not None:
         return tuple(linear(x_BSE) for linear in linears)
     return shared_input_linear(x_BSE, *(linear.weight for linear in linears))
-
-
-def head_dim(model: ModelConfig) -> int:
-    """Return the width of one attention head."""
-    return model.head_dim or model.hidden_size // model.num_attention_heads
 
 
 def rotary_frequencies(model: ModelConfig) -> Tensor:
@@ -76,9 +68,7 @@ def _llama3_scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal self-attention with H query heads that share K key-value heads (K = H: multi-head, K =
-    1: MQA).
-    """
+    """Causal self-attention; H query heads share K key-value heads (K = H: multi-head, K = 1: MQA)."""
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
@@ -91,9 +81,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(model.num_attention_heads * width, model.hidden_size, bias=has_bias)
 
     def forward(self, x_BSE: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
-        """Return the attention's output [B, S, E]. `rotary`: cos and sin [S, 1, D/2], None for the GPT
-        family.
-        """
+        """Return the output [B, S, E]. `rotary`: cos [S, 1, D] and sin [S, 1, D/2]; None for family gpt."""
         projected = self.products(x_BSE, self.q_proj, self.k_proj, self.v_proj)
         # The products say how long the sequence is: x may be only this rank's part of it.
         batch, sequence, _ = projected[0].shape

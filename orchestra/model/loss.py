@@ -7,7 +7,8 @@ numbers. Shape letters: T tokens, E hidden size, V vocabulary, C tokens of one c
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ from orchestra.sizes.memory import chunk_tokens
 
 # Targets with this value take no part in the loss (torch's own default of cross_entropy).
 IGNORED_TARGET = -100
+# What is called like `cross_entropy_sum` and may take its place.
+Loss = Callable[..., Tensor]
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -81,9 +84,7 @@ class ChunkGradients:
 
 
 def _loss_and_gradient(logits_CV: Tensor, target_C: Tensor, scale: float | Tensor) -> tuple[Tensor, Tensor]:
-    """Return the scaled sum of the loss and, in the logits' memory, its gradient: scale · (softmax −
-    one-hot).
-    """
+    """Return the scaled sum of the loss and, in the logits' memory, scale · (softmax − one-hot)."""
     taken = target_C != IGNORED_TARGET
     index = torch.where(taken, target_C, 0).unsqueeze(1)
     logits_CV.sub_(logits_CV.amax(dim=1, keepdim=True))
@@ -96,20 +97,6 @@ def _loss_and_gradient(logits_CV: Tensor, target_C: Tensor, scale: float | Tenso
     # Not scatter_add_, which has no deterministic form on a GPU.
     gradient.scatter_(1, index, gradient.gather(1, index) - factor)
     return loss, gradient
-
-
-class Loss(Protocol):
-    """Sums the cross-entropy of hidden states against targets; `cross_entropy_sum` says what of."""
-
-    def __call__(
-        self,
-        hidden_TE: Tensor,
-        weight_VE: Tensor,
-        target_T: Tensor,
-        *,
-        scale: float | Tensor = 1.0,
-        chunk: int | None = None,
-    ) -> Tensor: ...
 
 
 def cross_entropy_sum(

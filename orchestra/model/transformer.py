@@ -6,12 +6,13 @@ Shape letters: B batch, S sequence, E hidden size, V vocabulary, T = B·S tokens
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from conf.schema import Family, ModelConfig
-from orchestra.model.initial import fill_normal_, parameter_key
+from orchestra.model.initial import fill_normal_, random_key
 from orchestra.model.layers import Block, Positions, make_norm, rotary_frequencies
 from orchestra.model.loss import Loss, cross_entropy_sum
 
@@ -41,9 +42,7 @@ class Transformer(nn.Module):
         self.tie_weights()
 
     def tie_weights(self) -> None:
-        """Share the embedding's matrix with the output where configured; again after moving off the meta
-        device.
-        """
+        """Share the embedding's matrix with the output where configured; again after leaving meta."""
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
 
@@ -88,24 +87,28 @@ class Transformer(nn.Module):
 
 
 def initial_std(model: ModelConfig, name: str) -> float:
-    """Return the standard deviation of a matrix's initial values: residual outputs are scaled by
-    1/sqrt(2·L).
-    """
+    """Return the standard deviation of initial values: residual outputs are scaled by 1/sqrt(2·L)."""
     is_residual_output = name.endswith(("o_proj.weight", "down_proj.weight"))
     return model.init_std / math.sqrt(2 * model.num_hidden_layers) if is_residual_output else model.init_std
 
 
-@torch.no_grad()
-def fill_initial_values(transformer: Transformer, seed: int) -> None:
-    """Set every parameter to its initial value: matrices normal, norm gains 1, biases 0. Any device, any
-    dtype.
+def fill_initial_part_(
+    out: Tensor, name: str, model: ModelConfig, seed: int, shape: Sequence[int], offsets: Sequence[int]
+) -> None:
+    """Fill `out`, the part of a parameter of `shape` that begins at `offsets`, with its initial values:
+    matrices normal, norm gains 1, biases 0. Any device, any dtype.
 
     Values are a pure function of (seed, parameter name, global index) and rounded from fp32 last.
     """
+    if len(shape) >= 2:
+        fill_normal_(out, random_key(seed, name), shape, offsets, initial_std(model, name))
+    else:
+        out.fill_(1.0 if name.endswith("norm.weight") else 0.0)
+
+
+@torch.no_grad()
+def fill_initial_values(transformer: Transformer, seed: int) -> None:
+    """Set every parameter of a model that nobody has cut to its initial value."""
     for name, parameter in transformer.named_parameters():
-        if parameter.dim() >= 2:
-            std = initial_std(transformer.config, name)
-            shape = parameter.shape
-            fill_normal_(parameter, parameter_key(seed, name), shape, (0,) * len(shape), std)
-        else:
-            parameter.fill_(1.0 if name.endswith("norm.weight") else 0.0)
+        shape = parameter.shape
+        fill_initial_part_(parameter, name, transformer.config, seed, shape, (0,) * len(shape))

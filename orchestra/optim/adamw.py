@@ -1,4 +1,4 @@
-"""AdamW over fp32 masters: decay groups, clipping and the skip of a bad step, all inside torch's fused
+"""AdamW over fp32 masters: decay groups, clipping and the skip of a bad step are all inside torch's fused
 kernel.
 
 The kernel divides gradients by `grad_scale` and leaves everything as it is where `found_inf` is 1: torch's
@@ -11,20 +11,19 @@ what a run needs is taken before it trains, and a restored state is written into
 two moments for each master and one count of updates for all of them.
 
 Moments may be kept in bf16. They are then updated in fp32, some elements at a time, and rounded
-stochastically. Masters may lie in host memory (see `parallel.offload`): the state lies where they do.
+stochastically. Masters may lie in host memory (`parallelism.offload`): the state lies where they do.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from conf.schema import OptimConfig, StateDType
-from orchestra.model.initial import is_fake, mixed_bits
+from orchestra.model.initial import is_fake, mixed_bits, random_key
 from orchestra.sizes.memory import ROUNDED_CPU, ROUNDED_GPU
 
 # Stochastic rounding of fp32 to bf16: up or down with the probabilities that keep the mean.
@@ -38,17 +37,6 @@ from orchestra.sizes.memory import ROUNDED_CPU, ROUNDED_GPU
 # Digits of fp32 that bf16 does not have.
 _LOST_BITS = 16
 _LOST_MASK = (1 << _LOST_BITS) - 1
-
-
-def rounding_key(seed: int, step: int, name: str) -> int:
-    """Return the signed 64-bit key of one parameter's random bits in one step."""
-    digest = hashlib.sha256(f"rounding\x00{seed}\x00{step}\x00{name}".encode()).digest()
-    return int.from_bytes(digest[:8], "little", signed=True)
-
-
-def random_bits(index: Tensor, key: int) -> Tensor:
-    """Return 64 random bits (as int64) for each int64 global flat index: enough for four roundings."""
-    return mixed_bits(index, key, rounds=1)
 
 
 def round_stochastically_(out: Tensor, values: Tensor, bits: Tensor, number: int = 0) -> None:
@@ -84,43 +72,27 @@ class Trained:
     stop: int
 
 
-def whole_master(name: str, parameter: Tensor, master: Tensor) -> Trained:
-    """Return a parameter that this rank trains as a whole."""
-    return Trained(name, parameter, master, 0, parameter.numel())
-
-
 # Returns the int64 flat indices, in the whole parameter, of the elements [start, stop) of what a rank holds.
 GlobalIndex = Callable[[Trained, int, int], Tensor]
 
 
-def index_of_whole(item: Trained, start: int, stop: int) -> Tensor:
-    """Return the indices of a parameter that nobody has cut."""
-    return torch.arange(start, stop, device=item.master.device)
-
-
-def decays(parameter: Tensor) -> bool:
-    """Matrices decay; norm gains and biases (one dim) do not."""
-    return parameter.dim() >= 2
-
-
 class AdamW:
-    """AdamW by torch's fused kernel. `state` has the moments by master; `lr` is set before each step."""
+    """AdamW by torch's fused kernel: matrices with weight decay, norm gains and biases (one dim) without.
+
+    `state` has the moments by master; `lr` is set before each step. `seed` and `global_index` choose the
+    random bits of rounded moments.
+    """
 
     def __init__(
-        self,
-        trained: Iterable[Trained],
-        optim: OptimConfig,
-        seed: int = 0,
-        global_index: GlobalIndex = index_of_whole,
+        self, trained: Sequence[Trained], optim: OptimConfig, seed: int, global_index: GlobalIndex
     ) -> None:
-        items = list(trained)
-        device = items[0].master.device
+        device = trained[0].master.device
         self.lr = optim.lr
         self._is_rounded = optim.state_dtype is StateDType.bf16
         dtype = torch.bfloat16 if self._is_rounded else None
         self.state: dict[Tensor, dict[str, Tensor]] = {
             item.master: {name: torch.zeros_like(item.master, dtype=dtype) for name in MOMENTS}
-            for item in items
+            for item in trained
         }
         self._seed, self._global_index = seed, global_index
         self._step = 0
@@ -170,7 +142,7 @@ class AdamW:
             chosen = [
                 (item, gradient)
                 for item, gradient in zip(trained, gradients, strict=True)
-                if decays(item.parameter) is has_decay and gradient.numel()
+                if (item.parameter.dim() >= 2) is has_decay and gradient.numel()
             ]
             weight_decay = self._weight_decay if has_decay else 0.0
             if self._is_rounded:
@@ -213,10 +185,10 @@ class AdamW:
     @torch.no_grad()
     def _update_rounded(self, item: Trained, gradient: Tensor, weight_decay: float) -> None:
         """Update one master whose moments are bf16, some elements at a time."""
-        key = rounding_key(self._seed, self._step, item.name)
         # A dry run on the CPU takes large steps too: it is about a GPU, or has too many of the small ones.
         is_large = item.master.is_cuda or is_fake(item.master)
         length = ROUNDED_GPU if is_large else ROUNDED_CPU
+        key = random_key("rounding", self._seed, self._step, item.name)
         master, flat_gradient = item.master.view(-1), gradient.reshape(-1)
         moments = [self.state[item.master][name].view(-1) for name in MOMENTS]
         for begin in range(0, master.numel(), length):
@@ -224,22 +196,10 @@ class AdamW:
             wide = [moment[part].float() for moment in moments]
             self._update([master[part]], [flat_gradient[part]], ([wide[0]], [wide[1]]), weight_decay)
             first = item.start + begin
-            bits = random_bits(self._global_index(item, first, first + wide[0].numel()), key)
+            index = self._global_index(item, first, first + wide[0].numel())
+            bits = mixed_bits(index, key, rounds=1)
             for number, (moment, value) in enumerate(zip(moments, wide, strict=True)):
                 round_stochastically_(moment[part], value, bits, number)
-
-
-def make_adamw(
-    trained: Iterable[Trained],
-    optim: OptimConfig,
-    seed: int = 0,
-    global_index: GlobalIndex = index_of_whole,
-) -> AdamW:
-    """Return the AdamW of what is trained: matrices with weight decay, norm gains and biases without.
-
-    `seed` and `global_index` choose the random bits of rounded moments.
-    """
-    return AdamW(trained, optim, seed, global_index)
 
 
 def squared_norm(gradients: Sequence[Tensor]) -> Tensor:
@@ -258,8 +218,3 @@ def squared_norm(gradients: Sequence[Tensor]) -> Tensor:
         pieces = [piece for part in flat for piece in torch.split(part, _DOT_LENGTH)]
         return torch.stack([torch.dot(piece, piece) for piece in pieces]).double().sum()
     return torch.stack(torch._foreach_norm(flat, 2, dtype=torch.float64)).square().sum()
-
-
-def global_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """Return the L2 norm over all gradients as an fp32 scalar on their device."""
-    return squared_norm(gradients).sqrt().float()

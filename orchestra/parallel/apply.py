@@ -7,19 +7,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
-
 from conf.schema import Config
 from orchestra.model.transformer import Transformer
 from orchestra.optim.adamw import Trained
-from orchestra.parallel.low_precision import set_products
+from orchestra.parallel.blocks import compile_blocks, recompute_blocks, set_products
 from orchestra.parallel.mesh import Mesh
 from orchestra.parallel.places import TensorPlace
-from orchestra.parallel.recompute import recompute_blocks
 from orchestra.parallel.tensor.split import split_tensors
 from orchestra.parallel.zero.buffers import Units, place_units
 from orchestra.parallel.zero.stages import Stage, make_stage
-from orchestra.precision.dtypes import policy
+from orchestra.precision.policies import policy
 
 
 @dataclass(frozen=True)
@@ -53,13 +50,3 @@ def parallelize(model: Transformer, config: Config, mesh: Mesh) -> Parallelized:
     compile_blocks(model, config)
     stage = make_stage(model, units, places, precision, config, mesh)
     return Parallelized(model, units.trained, places, units, stage)
-
-
-def compile_blocks(model: Transformer, config: Config) -> None:
-    """Compile each block's forward in place (torch.compile); equal blocks share one compilation.
-
-    The forward and not the module: hooks of the module then run outside of what is compiled.
-    """
-    if config.train.compile:
-        for layer in model.layers:
-            layer.forward = torch.compile(layer.forward)

@@ -1,4 +1,5 @@
-"""Names the parts of a step for torch's profiler: forward, backward, optimizer, communication, data.
+"""Names the parts of a step for torch's profiler (forward, backward, optimizer, communication, data), and
+counts the bytes that a rank sends.
 
 A mark costs a fraction of a microsecond while nobody traces. What is compiled is not marked inside. Whoever
 wants to know how long a rank talks to others, or waits for them, can have communication timed.
@@ -31,37 +32,25 @@ def marked(part: Part) -> AbstractContextManager[Any]:
     """Return the context in which `part` of a step runs, visible to whoever traces at the moment."""
     if torch.compiler.is_compiling():
         return _UNMARKED
-    is_timed = _timed is not None and part is Part.communication
+    timed = _timed if part is Part.communication else None
     if not profiler._is_profiler_enabled:
-        return _timed() if is_timed and _timed is not None else _UNMARKED
+        return _UNMARKED if timed is None else timed()
     traced = record_function(MARKS[part])
-    if not is_timed or _timed is None:
+    if timed is None:
         return traced
     both = ExitStack()
-    both.enter_context(_timed())
+    both.enter_context(timed())
     both.enter_context(traced)
     return both
 
 
-# Counts the bytes that this rank sends to others, by kind, as the algorithms of the collectives send them.
-#
-# It measures no time and looks at no wire: what a ring or a direct exchange has to send is arithmetic.
-
-
 class Traffic:
-    """Bytes that one rank has sent since it was made or last cleared."""
+    """Bytes that one rank has sent, by kind of collective: what a ring or a direct exchange has to send by
+    arithmetic, not what was seen on a wire.
+    """
 
     def __init__(self) -> None:
         self.bytes_sent: Counter[str] = Counter()
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of all kinds together."""
-        return sum(self.bytes_sent.values())
-
-    def clear(self) -> None:
-        """Begin to count at 0 again."""
-        self.bytes_sent.clear()
 
     def add_all_reduce(self, num_bytes: int, num_ranks: int) -> None:
         """Count the sum of `num_bytes` that every rank has, for all of them: 2·(N − 1)/N of it (ring)."""

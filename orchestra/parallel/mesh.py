@@ -72,7 +72,7 @@ class Mesh:
     model_group: dist.ProcessGroup | None = None
     # Bytes that this rank has sent for the training.
     traffic: Traffic = field(default_factory=Traffic)
-    # Whether it stands for a GPU's place in a count that runs without one (train.exact).
+    # Whether it stands for a GPU's place in a count that runs without one (`train.dry_build`).
     counts_as_gpu: bool = False
     # For groups that are of no axis.
     open_group: OpenGroup = field(default_factory=lambda: _open_group)
@@ -129,6 +129,12 @@ def _open_group(members: Sequence[int]) -> dist.ProcessGroup:
     return group
 
 
+def collective_named(new: str, old: str) -> Callable[..., Any]:
+    """Return a collective of torch by the name that this version has for it: 2.13 renamed two of them."""
+    collective: Callable[..., Any] = getattr(dist, new, None) or getattr(dist, old)
+    return collective
+
+
 @contextmanager
 def open_mesh(config: Config, ranks: RankEnvironment) -> Iterator[Mesh]:
     """Join the process group, and leave it when all went well. *Collective* over all ranks.
@@ -140,7 +146,14 @@ def open_mesh(config: Config, ranks: RankEnvironment) -> Iterator[Mesh]:
     device = choose_device(config.cluster.device, ranks.local_rank)
     degrees = layout(config.parallelism, ranks.world_size)
     if ranks.world_size > 1:
-        _join(config, device, ranks)
+        is_gpu = device.type == "cuda"
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if is_gpu else "gloo",
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            timeout=timedelta(seconds=config.recovery.collective_timeout_s),
+            device_id=device if is_gpu else None,
+        )
     try:
         yield make_mesh(ranks.rank, degrees, device)
     except StopRequested:
@@ -158,9 +171,12 @@ def choose_device(wanted: Device, local_rank: int) -> torch.device:
     """Return this rank's device: its GPU, or the CPU where there is none or it was asked for."""
     has_gpu = torch.cuda.is_available()
     if wanted is Device.cuda and not has_gpu:
+        why = "see what `nvidia-smi` and CUDA_VISIBLE_DEVICES say"
+        if torch.version.cuda is None:
+            why = "this build of torch has no CUDA: install one that has"
         raise TrainingError(
-            f"cluster.device=cuda, but torch {torch.__version__} sees no GPU on this node ({_why_no_gpu()}); "
-            "use cluster.device=cpu to train without"
+            f"cluster.device=cuda, but torch {torch.__version__} sees no GPU on this node ({why}); use "
+            "cluster.device=cpu to train without"
         )
     if wanted is Device.cpu or not has_gpu:
         return torch.device("cpu")
@@ -172,25 +188,6 @@ def choose_device(wanted: Device, local_rank: int) -> torch.device:
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
-
-
-def _why_no_gpu() -> str:
-    if torch.version.cuda is None:
-        return "this build of torch has no CUDA: install one that has"
-    return "see what `nvidia-smi` and CUDA_VISIBLE_DEVICES say"
-
-
-def _join(config: Config, device: torch.device, ranks: RankEnvironment) -> None:
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        rank=ranks.rank,
-        world_size=ranks.world_size,
-        timeout=timedelta(seconds=config.recovery.collective_timeout_s),
-        device_id=device if device.type == "cuda" else None,
-    )
-
-
-# Opens the store through which the ranks talk beside the training's collectives. It says nothing on it.
 
 
 def open_peers(mesh: Mesh, ranks: RankEnvironment, attempt: int, limit_s: float) -> Peers:

@@ -1,7 +1,7 @@
-"""Where this rank's part of each parameter lies in the whole one, after tensor parallelism has cut it.
+"""Which part of each parameter this rank has under tensor parallelism, and where that lies in the whole one.
 
-It is a value that the layers above read: what flat buffers hold, what a checkpoint calls it, whose gradient
-counts. It cuts nothing itself and moves nothing.
+A place is a value that the layers above read: what flat buffers hold, what a checkpoint calls it, whose
+gradient counts. Nothing is cut or moved here.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
+from conf.schema import ModelConfig
 from orchestra.model.initial import global_flat_index
+from orchestra.sizes.flops import head_dim
 
 
 @dataclass(frozen=True)
@@ -40,11 +42,6 @@ class TensorPlace:
 def whole_place(shape: tuple[int, ...]) -> TensorPlace:
     """Return the place of a parameter that this rank has as a whole."""
     return TensorPlace(shape, (0,) * len(shape), shape, shape)
-
-
-def whole_places(model: nn.Module) -> dict[str, TensorPlace]:
-    """Return the places of a model whose parameters nobody has cut, by name."""
-    return {name: whole_place(tuple(parameter.shape)) for name, parameter in model.named_parameters()}
 
 
 @dataclass(frozen=True)
@@ -93,20 +90,71 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> list[tuple[tuple[int, 
         return [((), ())]
     if len(shape) == 1:
         return [((start,), (stop - start,))]
-    row = 1
-    for size in shape[1:]:
-        row *= size
+    row = math.prod(shape[1:])
     first, last = -(-start // row), stop // row
     if first > last:  # inside of one row
         return _in_row(shape, last, start - last * row, stop - last * row)
-    found = _in_row(shape, first - 1, start - (first - 1) * row, row) if start < first * row else []
+    parts = _in_row(shape, first - 1, start - (first - 1) * row, row) if start < first * row else []
     if first < last:
         rest = (0,) * (len(shape) - 1)
-        found.append(((first, *rest), (last - first, *shape[1:])))
-    return found + (_in_row(shape, last, 0, stop - last * row) if last * row < stop else [])
+        parts.append(((first, *rest), (last - first, *shape[1:])))
+    return parts + (_in_row(shape, last, 0, stop - last * row) if last * row < stop else [])
 
 
 def _in_row(
     shape: Sequence[int], index: int, start: int, stop: int
 ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     return [((index, *offsets), (1, *sizes)) for offsets, sizes in boxes(shape[1:], start, stop)]
+
+
+# Integers only, from the model's shape and a rank. The attention is cut by heads (rows of q, k and v, columns
+# of o), the feed-forward layer by its inner width (rows of gate and up, columns of down), the embedding and
+# the output matrix by words of the vocabulary. All else every rank has as a whole.
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The part [begin, begin + size) of dim `dim`; the parameter has room for `padded` of them."""
+
+    dim: int
+    begin: int
+    size: int
+    padded: int
+
+
+def even_cut(dim: int, size: int, num_parts: int, part: int) -> Cut:
+    """Return one of equal parts: the last ones are short, or empty, where `num_parts` does not divide."""
+    each = -(-size // num_parts)
+    begin = min(part * each, size)
+    return Cut(dim, begin, min(each, size - begin), each)
+
+
+def num_sharing_kv(model: ModelConfig, tp: int) -> int:
+    """Return how many neighbouring ranks have the same key-value heads, where there are fewer than ranks."""
+    return max(1, tp // model.num_key_value_heads)
+
+
+def cut_of(name: str, model: ModelConfig, tp: int, rank: int) -> Cut | None:
+    """Return the part of parameter `name` that tensor-parallel rank `rank` of `tp` has; None: all of it."""
+    module, _, kind = name.rpartition(".")
+    layer = module.rpartition(".")[2]
+    if layer in ("embed_tokens", "lm_head"):
+        return even_cut(0, model.vocab_size, tp, rank)
+    if layer == "q_proj":
+        return _of_heads(0, model.num_attention_heads, head_dim(model), tp, rank)
+    if layer in ("k_proj", "v_proj"):
+        sharing = num_sharing_kv(model, tp)
+        return _of_heads(0, model.num_key_value_heads, head_dim(model), tp // sharing, rank // sharing)
+    if layer in ("gate_proj", "up_proj"):
+        return even_cut(0, model.intermediate_size, tp, rank)
+    if kind == "weight" and layer == "o_proj":
+        return _of_heads(1, model.num_attention_heads, head_dim(model), tp, rank)
+    if kind == "weight" and layer == "down_proj":
+        return even_cut(1, model.intermediate_size, tp, rank)
+    return None
+
+
+def _of_heads(dim: int, num_heads: int, width: int, num_parts: int, part: int) -> Cut:
+    # The rules have refused degrees that do not divide.
+    heads = num_heads // num_parts
+    return Cut(dim, part * heads * width, heads * width, heads * width)

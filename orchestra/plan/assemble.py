@@ -127,10 +127,10 @@ def for_planning(overrides: Sequence[str]) -> list[str]:
     if ours and any(each.startswith("cluster.hardware=") and is_profile(each) for each in overrides):
         ours = _for_profile(overrides)
     usual = {"cluster.device": Device.cuda.value, "cluster.gpus_per_node": "8", "cluster.hardware": "h100"}
-    said = {each.partition("=")[0] for each in overrides}
+    given = {each.partition("=")[0] for each in overrides}
     if ours == ["cluster=slurm"]:
-        ours += [f"{key}={value}" for key, value in usual.items() if key not in said]
-    if not any(each.lstrip("+").startswith("data") for each in said):
+        ours += [f"{key}={value}" for key, value in usual.items() if key not in given]
+    if not any(each.lstrip("+").startswith("data") for each in given):
         ours.append("data=stdlib")
     return [*ours, *overrides]
 

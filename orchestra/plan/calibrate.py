@@ -21,6 +21,8 @@ from orchestra.plan.profiles import (
     BUSY,
     BUSY_MEMORY,
     CPU,
+    OF_DEVICE,
+    OF_NETWORK,
     PRODUCT,
     Constants,
     Profile,
@@ -32,12 +34,6 @@ from orchestra.run.metrics_file import read_metrics
 from orchestra.run.paths import RunDir
 from orchestra.sizes.flops import model_flops_per_token
 from orchestra.sizes.units import MIB
-
-# Fits positive constants to positive measurements: damped Gauss-Newton in logarithms with a robust loss.
-#
-# Each constant is pulled a little towards where it starts, so that one which no measurement decides stays
-# there. Plain Python, for a handful of constants.
-
 
 # Returns log(predicted ÷ measured) for each measurement.
 Residuals = Callable[[Constants], Sequence[float]]
@@ -51,17 +47,19 @@ _SETTLED = 1e-4
 
 def fitted(residuals: Residuals, start: Constants, scale: float, pulls: Mapping[str, float]) -> Constants:
     """Return constants that minimise Σ ρ(residual) + Σ pull · log²(constant ÷ start); ρ is quadratic near 0
-    and linear beyond `scale`.
+    and linear beyond `scale`. A constant that no measurement decides is pulled to where it starts.
+
+    Damped Gauss-Newton in logarithms, for a handful of positive constants.
     """
     names = list(start)
     origin = [math.log(start[name]) for name in names]
     weights_of_pull = [pulls[name] for name in names]
 
     def at(point: Sequence[float]) -> list[float]:
-        return list(residuals({name: math.exp(it) for name, it in zip(names, point, strict=True)}))
+        return list(residuals(dict(zip(names, map(math.exp, point), strict=True))))
 
-    def loss(found: Sequence[float], point: Sequence[float]) -> float:
-        robust = sum(2 * scale**2 * (math.sqrt(1 + (it / scale) ** 2) - 1) for it in found)
+    def loss(off: Sequence[float], point: Sequence[float]) -> float:
+        robust = sum(2 * scale**2 * (math.sqrt(1 + (each / scale) ** 2) - 1) for each in off)
         moved = zip(weights_of_pull, point, origin, strict=True)
         return robust + sum(pull * (here - began) ** 2 for pull, here, began in moved)
 
@@ -69,7 +67,7 @@ def fitted(residuals: Residuals, start: Constants, scale: float, pulls: Mapping[
     now = at(point)
     for _ in range(_ROUNDS):
         slopes = [_slope(at, point, index, now) for index in range(len(names))]
-        weights = [1 / math.sqrt(1 + (it / scale) ** 2) for it in now]
+        weights = [1 / math.sqrt(1 + (off / scale) ** 2) for off in now]
         gradient = [
             _dot3(slopes[index], weights, now) + weights_of_pull[index] * (point[index] - origin[index])
             for index in range(len(names))
@@ -77,7 +75,7 @@ def fitted(residuals: Residuals, start: Constants, scale: float, pulls: Mapping[
         normal = [[_dot3(a, weights, b) for b in slopes] for a in slopes]
         for index, pull in enumerate(weights_of_pull):
             normal[index][index] = (normal[index][index] + pull) * (1 + damping)
-        move = solved(normal, [-it for it in gradient])
+        move = solved(normal, [-slope for slope in gradient])
         trial = [here + min(max(by, -_FURTHEST), _FURTHEST) for here, by in zip(point, move, strict=True)]
         then = at(trial)
         if loss(then, trial) < loss(now, point):
@@ -87,7 +85,7 @@ def fitted(residuals: Residuals, start: Constants, scale: float, pulls: Mapping[
                 break
         else:
             damping *= 10
-    return {name: math.exp(it) for name, it in zip(names, point, strict=True)}
+    return dict(zip(names, map(math.exp, point), strict=True))
 
 
 def _slope(
@@ -112,11 +110,11 @@ def solved(matrix: Sequence[Sequence[float]], right: Sequence[float]) -> list[fl
             factor = rows[index][column] / rows[column][column]
             for place in range(column, size + 1):
                 rows[index][place] -= factor * rows[column][place]
-    found = [0.0] * size
+    solution = [0.0] * size
     for index in reversed(range(size)):
-        known = sum(rows[index][place] * found[place] for place in range(index + 1, size))
-        found[index] = (rows[index][size] - known) / rows[index][index]
-    return found
+        known = sum(rows[index][place] * solution[place] for place in range(index + 1, size))
+        solution[index] = (rows[index][size] - known) / rows[index][index]
+    return solution
 
 
 # The first steps compile, allocate and open connections.
@@ -198,20 +196,28 @@ def calibrated(runs: Sequence[MeasuredRun], cores: int, memory_bytes: float) -> 
         raise ConfigError("--calibrate needs at least one run; name one with metrics.jsonl")
     kinds = {CPU if run.is_cpu else run.config.cluster.hardware for run in runs}
     if len(kinds) > 1:
-        found = ", ".join(sorted(kinds))
+        devices = ", ".join(sorted(kinds))
         raise ConfigError(
-            f"--calibrate: the runs are of several devices: {found}; calibrate on one at a time"
+            f"--calibrate: the runs are of several devices: {devices}; calibrate on one at a time"
         )
     start = _start(runs, kinds.pop(), cores, memory_bytes)
-    times = _fitted_times(runs, start)
-    profile = _fitted_memory(runs, times)
-    residuals = [_residual(run, profile) for run in runs]
+    products = [name for name in start.constants if name.startswith(PRODUCT)]
+    of_time = [*products, *(name for name in _OF_TIME if name in start.constants)]
+    times = _fit(
+        runs, start, of_time, _TIME_SCALE, lambda prediction, run: prediction.time.total / run.step_s
+    )
+    profile = _fit(
+        runs, times, _OF_MEMORY, _MEMORY_SCALE, lambda prediction, run: prediction.peak.total / run.peak_bytes
+    )
     names = ", ".join(run.name for run in runs)
     return replace(
         profile,
         source=f"fitted on {len(runs)} run{'s' if len(runs) > 1 else ''}: {names}",
         undecided=_undecided(runs, profile),
-        residuals=residuals,
+        residuals=[
+            Residual(run.name, run.step_s, prediction.time.total, run.peak_bytes, prediction.peak.total)
+            for run, prediction in ((run, prediction_of(run, profile)) for run in runs)
+        ],
     )
 
 
@@ -277,16 +283,10 @@ def _start(runs: Sequence[MeasuredRun], kind: str, cores: int, memory_bytes: flo
     if kind == CPU:
         return starting_cpu_profile(peaks, products, cores, memory_bytes)
     case = case_of(runs[0].config)
-    constants = {
-        "memory_bytes_per_s": case.device.memory_bytes_per_s,
-        "link_bytes_per_s": case.device.link_bytes_per_s,
-        "attention_flops": case.device.attention_flops,
-        "inside_latency_s": case.network.inside_latency_s,
-        "host_layer_s": case.framework.host_layer_s,
-        "step_s": case.framework.step_s,
-        "fixed_bytes": case.framework.fixed_bytes,
-        "step_share": 1.0,
-    }
+    constants = {name: getattr(case.device, name) for name in OF_DEVICE}
+    constants |= {name: getattr(case.network, name) for name in OF_NETWORK}
+    constants |= {name: getattr(case.framework, name) for name in ("host_layer_s", "step_s", "fixed_bytes")}
+    constants["step_share"] = 1.0
     tabled = {run.config.precision.name.value: case_of(run.config).device for run in runs}
     return Profile(
         device=kind,
@@ -300,44 +300,22 @@ def _fit(
     profile: Profile,
     names: Sequence[str],
     scale: float,
-    off: Callable[[Prediction, MeasuredRun], float],
+    ratio: Callable[[Prediction, MeasuredRun], float],
 ) -> Profile:
-    """Return the profile with the named constants fitted; `off` is log(predicted ÷ measured) of a run."""
+    """Return the profile with the named constants fitted; `ratio` is predicted ÷ measured of a run."""
     cases = [case_of(run.config, profile=profile) for run in runs]
     threads = [threads_of(run.config, profile) for run in runs]
 
     def residuals(constants: Constants) -> list[float]:
         changed = replace(profile, constants=profile.constants | constants)
         return [
-            off(predict(with_profile(case, changed, thread)), run)
+            math.log(ratio(predict(with_profile(case, changed, thread)), run))
             for case, thread, run in zip(cases, threads, runs, strict=True)
         ]
 
     start = {name: profile.constants[name] for name in names}
     pulls = {name: _PULL_OF_PRODUCTS if name.startswith(PRODUCT) else _PULL for name in names}
     return replace(profile, constants=profile.constants | fitted(residuals, start, scale, pulls))
-
-
-def _fitted_times(runs: Sequence[MeasuredRun], profile: Profile) -> Profile:
-    products = [name for name in profile.constants if name.startswith(PRODUCT)]
-    return _fit(
-        runs,
-        profile,
-        [*products, *(name for name in _OF_TIME if name in profile.constants)],
-        _TIME_SCALE,
-        lambda it, run: math.log(it.time.total / run.step_s),
-    )
-
-
-def _fitted_memory(runs: Sequence[MeasuredRun], profile: Profile) -> Profile:
-    return _fit(
-        runs, profile, _OF_MEMORY, _MEMORY_SCALE, lambda it, run: math.log(it.peak.total / run.peak_bytes)
-    )
-
-
-def _residual(run: MeasuredRun, profile: Profile) -> Residual:
-    found = prediction_of(run, profile)
-    return Residual(run.name, run.step_s, found.time.total, run.peak_bytes, found.peak.total)
 
 
 def _undecided(runs: Sequence[MeasuredRun], profile: Profile) -> list[str]:

@@ -3,6 +3,10 @@
 A layer takes the longer of two times: what the device needs, and what the host needs to issue it. In
 nanotron's runs the second rules for small work (4.4 ms a layer, whatever the width), and grows by about 2 ms
 per tensor-parallel rank once a pipeline spans nodes.
+
+Of mixtures of experts it assumes that experts get equally many tokens and none is dropped, that each rank of
+tensor parallelism has a part of every expert that its data-parallel rank has, and that nothing hides the
+exchange. With few tokens for an expert its weights take longer to read than to multiply.
 """
 
 from __future__ import annotations
@@ -15,53 +19,11 @@ from orchestra.plan.case import PlanCase, RankElements, held_of_layer
 from orchestra.sizes.flops import attention_width, head_dim, num_expert_parameters, num_layer_parameters
 from orchestra.sizes.memory import recomputed_kinds
 
-# What a mixture of experts costs beside a dense layer: one layer, one micro-batch, one rank.
-#
-# Assumed: experts get equally many tokens, none is dropped; each rank of tensor parallelism has a part of
-# every expert that its data-parallel rank has; nothing hides the exchange. With few tokens for an expert its
-# weights take longer to read than to multiply.
-
-
 # To the experts and back, forward and backward.
-EXCHANGES = 4
+_EXCHANGES = 4
 # Copies of each token to each of its experts: sorted by expert and put back, forward and backward, each of
 # them read and written.
 _PASSES_OF_COPIES = 8
-
-
-def products_s(case: PlanCase) -> float:
-    """Return the seconds of the experts' products in one pass: forward, or one of the two of backward."""
-    model, tokens, device = case.model, case.tokens, case.device
-    if not model.num_experts:
-        return 0.0
-    used = num_expert_parameters(model) // model.num_experts * model.num_experts_per_tok
-    rate = device.product_flops * case.framework.experts_rate
-    multiplying = 2 * used * tokens.count / tokens.tp / rate
-    reading = held_of_layer(model, case.layout).experts * tokens.width_bytes / device.memory_bytes_per_s
-    return max(multiplying, reading)
-
-
-def copying_s(case: PlanCase) -> float:
-    """Return the seconds of memory traffic in which tokens are sorted by their experts and put back."""
-    return _PASSES_OF_COPIES * copies_bytes(case) / case.device.memory_bytes_per_s
-
-
-def exchange_s(case: PlanCase) -> float:
-    """Return the seconds in which tokens go to the ranks that have their experts, and back."""
-    ep = case.layout.ep
-    if ep == 1 or not case.model.num_experts:
-        return 0.0
-    group = case.group(ep, case.layout.tp * case.layout.cp)
-    return EXCHANGES * case.network.all_to_all_s(copies_bytes(case), group, case.device.link_bytes_per_s)
-
-
-def copies_bytes(case: PlanCase) -> float:
-    """Return the bytes of a micro-batch's tokens, once for each expert that they go to."""
-    tokens, model = case.tokens, case.model
-    width = model.num_experts_per_tok * model.hidden_size * tokens.width_bytes if model.num_experts else 0
-    return tokens.count * width / tokens.outer
-
-
 # Forward, and backward twice that; recomputation adds a forward.
 _PASSES = 3
 # Collectives of a layer under sequence parallelism: gather and scatter around attention and around the
@@ -105,24 +67,21 @@ class LayerTime:
         """What the layer takes."""
         return max(self.device, self.host) + self.pressed
 
-    @property
-    def waits_for_host(self) -> bool:
-        """Whether the host is the slower of the two."""
-        return self.host > self.device
-
 
 def layer_time(case: PlanCase, *, is_pressed: bool = False) -> LayerTime:
     """Return the times of one layer; `is_pressed`: on a device that is nearly full (see `Stalls`)."""
-    model, device, tokens = case.model, case.device, case.tokens
+    model, device, tokens, stalls = case.model, case.device, case.tokens, case.framework.stalls
     again = 1 + _repeated(case) / _PASSES
     attention_again = 1 + (1 / _PASSES if case.recompute is not Recompute.none else 0)
     of_all = num_layer_parameters(model) - num_expert_parameters(model)
     products = 2 * _PASSES * of_all * tokens.count / tokens.tp / device.product_flops
-    products += _PASSES * products_s(case)
+    products += _PASSES * _experts_products_s(case)
     attention = _attention(case) * attention_again
     traffic = case.framework.elementwise_bytes * tokens.width_bytes / 2 * model.hidden_size * tokens.count
     traffic *= _OUTER_TRAFFIC / tokens.outer + (1 - _OUTER_TRAFFIC) / tokens.tp
-    elementwise = (traffic / device.memory_bytes_per_s + copying_s(case)) * again
+    # Tokens are sorted by their experts, and put back.
+    traffic += _PASSES_OF_COPIES * _copies_bytes(case)
+    elementwise = traffic / device.memory_bytes_per_s * again
     elementwise += _merging(case) * attention_again
     is_busy_host = case.framework.computes_on_host
     if is_busy_host:
@@ -136,11 +95,11 @@ def layer_time(case: PlanCase, *, is_pressed: bool = False) -> LayerTime:
         attention=attention,
         elementwise=elementwise,
         collectives=_tensor_collectives(case) * moved_again,
-        exchange=exchange_s(case) * moved_again,
+        exchange=_exchange_s(case) * moved_again,
         context=max(0.0, ring - attention),
         sharded=_gathered_parameters(case, busy),
         host=0.0 if is_busy_host else _host(case) * again,
-        pressed=_pressed(case) if is_pressed else 0.0,
+        pressed=stalls.pressed_layer_s if is_pressed and stalls is not None else 0.0,
     )
 
 
@@ -170,10 +129,38 @@ def mean_layer_time(case: PlanCase, *, is_pressed: bool = False) -> LayerTime:
         return next(iter(times.values()))
     total = sum(kinds.values())
     parts = {
-        each.name: sum(kinds[kind] * getattr(times[kind], each.name) for kind in kinds) / total
-        for each in fields(LayerTime)
+        part.name: sum(kinds[kind] * getattr(times[kind], part.name) for kind in kinds) / total
+        for part in fields(LayerTime)
     }
     return LayerTime(**parts)
+
+
+def _experts_products_s(case: PlanCase) -> float:
+    """Return the seconds of the experts' products in one pass: forward, or one of the two of backward."""
+    model, tokens, device = case.model, case.tokens, case.device
+    if not model.num_experts:
+        return 0.0
+    used = num_expert_parameters(model) // model.num_experts * model.num_experts_per_tok
+    rate = device.product_flops * case.framework.experts_rate
+    multiplying = 2 * used * tokens.count / tokens.tp / rate
+    reading = held_of_layer(model, case.layout).experts * tokens.width_bytes / device.memory_bytes_per_s
+    return max(multiplying, reading)
+
+
+def _exchange_s(case: PlanCase) -> float:
+    """Return the seconds in which tokens go to the ranks that have their experts, and back."""
+    ep = case.layout.ep
+    if ep == 1 or not case.model.num_experts:
+        return 0.0
+    group = case.group(ep, case.layout.tp * case.layout.cp)
+    return _EXCHANGES * case.network.all_to_all_s(_copies_bytes(case), group, case.device.link_bytes_per_s)
+
+
+def _copies_bytes(case: PlanCase) -> float:
+    """Return the bytes of a micro-batch's tokens, once for each expert that they go to."""
+    tokens, model = case.tokens, case.model
+    width = model.num_experts_per_tok * model.hidden_size * tokens.width_bytes if model.num_experts else 0
+    return tokens.count * width / tokens.outer
 
 
 def _repeated(case: PlanCase) -> float:
@@ -195,10 +182,6 @@ def _host(case: PlanCase) -> float:
     if case.zero == 0 and case.layout.dp > 1:
         waits *= framework.unsharded_contention
     return alone + waits + (_COLLECTIVES * slow if waits else 0.0)
-
-
-def _pressed(case: PlanCase) -> float:
-    return 0.0 if case.framework.stalls is None else case.framework.stalls.pressed_layer_s
 
 
 def _tensor_collectives(case: PlanCase) -> float:
@@ -275,10 +258,10 @@ def head_time(case: PlanCase) -> float:
     model, device, tokens = case.model, case.device, case.tokens
     logits = tokens.count * model.vocab_size / tokens.tp
     products = 2 * _PASSES * model.hidden_size * logits / device.product_flops
-    found = products + logits * case.framework.loss_bytes / device.memory_bytes_per_s
+    seconds = products + logits * case.framework.loss_bytes / device.memory_bytes_per_s
     if case.framework.computes_on_host:
-        found += _weights_time(case, model.hidden_size * model.vocab_size / tokens.tp)
-    return found
+        seconds += _weights_time(case, model.hidden_size * model.vocab_size / tokens.tp)
+    return seconds
 
 
 def waits_at_hand_over(case: PlanCase) -> bool:
@@ -301,11 +284,6 @@ def hand_over_time(case: PlanCase, *, is_pressed: bool = False) -> float:
     size = tokens.count * case.model.hidden_size * tokens.width_bytes / tokens.outer
     waits = is_pressed or waits_at_hand_over(case)
     waiting = stalls.hand_over_s if stalls is not None and waits else 0.0
-    return waiting + 2 * size / _hand_over_rate(case)
-
-
-def _hand_over_rate(case: PlanCase) -> float:
-    if case.num_nodes == 1:
-        return case.device.link_bytes_per_s
     # One adapter of 400 Gbit/s per device where the network does not say.
-    return case.network.adapter_bytes_per_s or 50e9
+    between = case.network.adapter_bytes_per_s or 50e9
+    return waiting + 2 * size / (between if case.num_nodes > 1 else case.device.link_bytes_per_s)

@@ -1,4 +1,9 @@
-"""The figures of an accelerator that predictions need (`orchestra.sizes.hardware`); none is guessed."""
+"""The figures of an accelerator that predictions need (`orchestra.sizes.hardware`), and how fast collectives
+are: bus bandwidth by the number of nodes, and the latency of a ring's steps. None is guessed.
+
+Bus bandwidth is nccl-tests' figure: bytes · (n − 1)/n ÷ time for all-gather and reduce-scatter, twice that
+for all-reduce. Callers say how many bytes and which ranks.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +14,7 @@ from dataclasses import dataclass
 from conf.schema import PrecisionName
 from orchestra.errors import ConfigError
 from orchestra.sizes import hardware
+from orchestra.sizes.memory import USABLE_SHARE
 from orchestra.sizes.units import GIB
 
 
@@ -62,11 +68,10 @@ class Accelerator:
     data_sheet: str = ""
     reached: str = ""
 
-
-def _has_figures(row: hardware.Hardware, precision: PrecisionName) -> bool:
-    """Whether a row has every figure that a prediction in this precision needs."""
-    peak = hardware.peak_flops(row.name, precision.value)
-    return None not in (peak, row.memory_bytes, row.memory_bytes_per_s, row.link_bytes_per_s)
+    @property
+    def usable_bytes(self) -> float:
+        """The memory that tensors can fill."""
+        return USABLE_SHARE * self.memory_bytes
 
 
 def device(name: str, precision: PrecisionName, memory_gib: float | None = None) -> Accelerator:
@@ -77,7 +82,8 @@ def device(name: str, precision: PrecisionName, memory_gib: float | None = None)
     peak = hardware.peak_flops(name, precision.value)
     memory = row.memory_bytes if memory_gib is None else memory_gib * GIB
     if peak is None or memory is None or row.memory_bytes_per_s is None or row.link_bytes_per_s is None:
-        known = [each.name for each in hardware.TABLE if _has_figures(each, precision)]
+        names = [each.name for each in hardware.TABLE]
+        known = [each for each in names if hardware.peak_flops(each, precision.value) is not None]
         raise ConfigError(
             f"cluster.hardware={name}: its figures for {precision.value} are not known;"
             f" use {', '.join(known)}"
@@ -96,12 +102,6 @@ def device(name: str, precision: PrecisionName, memory_gib: float | None = None)
         data_sheet=row.source,
         reached=reached.source,
     )
-
-
-# How fast collectives are: bus bandwidth by the number of nodes, and the latency of a ring's steps.
-#
-# Bus bandwidth is nccl-tests' figure: bytes · (n − 1)/n ÷ time for all-gather and reduce-scatter, twice that
-# for all-reduce. Callers say how many bytes and which ranks.
 
 
 _ADAPTERS_PER_NODE = 8

@@ -1,4 +1,10 @@
-"""What would make a model fit where no layout does: tried one by one, with the memory it then takes."""
+"""Why one layout is faster than another, what keeps it from being faster, and what other values would do.
+
+A step's time is work on the device and what comes on top: collectives, waiting, an idle pipeline. Memory is
+what binds where one turn of a knob would be faster if only it fitted. Two layouts are compared part by part.
+`explain` walks the decisions that lead to a layout in the Ultra-Scale Playbook's order: fit a step in memory,
+reach the global batch, then throughput.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +14,9 @@ from dataclasses import dataclass, replace
 from conf.schema import Recompute
 from orchestra.plan.case import PlanCase
 from orchestra.plan.predict import Prediction, predict, step_time
-from orchestra.plan.search import Found, search
-from orchestra.plan.space import Fixed, Space, Value, choice_of, turns
+from orchestra.plan.search import search
+from orchestra.plan.space import Space, Value, choice_of, turns
 from orchestra.plan.stage_memory import fullest_stage_bytes
-from orchestra.sizes.memory import USABLE_SHARE
-
-# Why one layout is faster than another, and what keeps it from being faster still.
-#
-# A step's time is work on the device and what comes on top: collectives, waiting, an idle pipeline. Memory is
-# what binds where one turn of a knob would be faster if only it fitted. Two layouts are compared part by
-# part.
-
 
 # The parts of `StepTime`, as people call them.
 PARTS = {
@@ -47,33 +45,34 @@ class Bound:
     knob: str | None = None
 
 
-def bounds(space: Space, found: Prediction) -> list[Bound]:
+def bounds(space: Space, layout: Prediction) -> list[Bound]:
     """Return what binds a layout, the most expensive first; the work itself where nothing else does."""
-    total = found.time.total
-    costs = {name: getattr(found.time, part) for part, name in PARTS.items() if part != "compute"}
-    costs[RECOMPUTATION] = _recomputed(found)
-    told = [Bound(name, cost / total) for name, cost in costs.items()]
-    told += [*_memory(space, found)]
-    worth = sorted((it for it in told if it.share >= _WORTH_TELLING), key=lambda it: -it.share)
-    return worth or [Bound(WORK, found.time.compute / total)]
+    total = layout.time.total
+    costs = {name: getattr(layout.time, part) for part, name in PARTS.items() if part != "compute"}
+    costs[RECOMPUTATION] = _recomputed(layout)
+    every = [*(Bound(name, cost / total) for name, cost in costs.items()), *_memory(space, layout)]
+    worth = sorted(
+        (bound for bound in every if bound.share >= _WORTH_TELLING), key=lambda bound: -bound.share
+    )
+    return worth or [Bound(WORK, layout.time.compute / total)]
 
 
-def _recomputed(found: Prediction) -> float:
-    """Seconds of a step that the device works only because activations were not kept."""
-    if found.case.recompute is Recompute.none:
+def _recomputed(layout: Prediction) -> float:
+    """Return the seconds of a step that the device works only because activations were not kept."""
+    if layout.case.recompute is Recompute.none:
         return 0.0
-    kept = step_time(replace(found.case, recompute=Recompute.none))
-    return max(0.0, found.time.compute - kept.compute)
+    kept = step_time(replace(layout.case, recompute=Recompute.none))
+    return max(0.0, layout.time.compute - kept.compute)
 
 
-def _memory(space: Space, found: Prediction) -> Iterator[Bound]:
-    """What would be faster by one turn of a knob and does not fit: the largest gain."""
-    usable = USABLE_SHARE * found.case.device.memory_bytes
+def _memory(space: Space, layout: Prediction) -> Iterator[Bound]:
+    """Yield what would be faster by one turn of a knob and does not fit: the largest gain."""
     best: tuple[float, str, PlanCase] | None = None
-    for knob, case in turns(space, found.case):
+    for knob, case in turns(space, layout.case):
         time = step_time(case)
-        gain = 1 - time.total / found.time.total
-        if gain > (best[0] if best else 0.0) and fullest_stage_bytes(case, time.layer) > usable:
+        gain = 1 - time.total / layout.time.total
+        is_better = gain > (best[0] if best else 0.0)
+        if is_better and fullest_stage_bytes(case, time.layer) > case.device.usable_bytes:
             best = gain, knob, case
     if best is not None:
         gain, knob, case = best
@@ -88,29 +87,22 @@ class TimeDifference:
     seconds: float
 
 
-def differences(found: Prediction, other: Prediction) -> list[TimeDifference]:
-    """Return where the time of `other` differs from that of `found`, the largest difference first.
+def differences(layout: Prediction, other: Prediction) -> list[TimeDifference]:
+    """Return where the time of `other` differs from that of `layout`, the largest difference first.
 
-    Recomputation is told apart from the other work on the device.
+    Recomputation stands apart from the other work on the device.
     """
-    parts = {name: getattr(other.time, it) - getattr(found.time, it) for it, name in PARTS.items()}
-    repeated = _recomputed(other) - _recomputed(found)
-    parts[RECOMPUTATION] = repeated
-    parts[WORK] -= repeated
-    told = [TimeDifference(name, seconds) for name, seconds in parts.items() if seconds]
-    return sorted(told, key=lambda it: -abs(it.seconds))
+    parts = {name: getattr(other.time, part) - getattr(layout.time, part) for part, name in PARTS.items()}
+    parts[RECOMPUTATION] = _recomputed(other) - _recomputed(layout)
+    parts[WORK] -= parts[RECOMPUTATION]
+    found = [TimeDifference(name, seconds) for name, seconds in parts.items() if seconds]
+    return sorted(found, key=lambda part: -abs(part.seconds))
 
 
-def main_loss(found: Prediction, slower: Prediction) -> str | None:
+def main_loss(layout: Prediction, slower: Prediction) -> str | None:
     """Return the part in which a slower layout loses most; None where it is not slower."""
-    losses = [it for it in differences(found, slower) if it.seconds > 0]
-    return losses[0].name if losses and slower.time.total > found.time.total else None
-
-
-# Walks the decisions that lead to a layout: fit a step in memory, reach the global batch, then throughput.
-#
-# The order is the Ultra-Scale Playbook's. For each knob it tells what every other value would do: with all
-# else as it is, and with all else chosen anew.
+    losses = [part.name for part in differences(layout, slower) if part.seconds > 0]
+    return losses[0] if losses and slower.time.total > layout.time.total else None
 
 
 @dataclass(frozen=True)
@@ -131,7 +123,6 @@ class Explanation:
     here: Prediction
     # The same with a micro-batch of one sequence: what has to fit in any case.
     smallest: Prediction
-    usable_bytes: float
     # Turns of one knob that fit, the fastest first, with the knob's name.
     fitting_turns: tuple[tuple[str, Prediction], ...]
     bounds: tuple[Bound, ...]
@@ -139,34 +130,26 @@ class Explanation:
     options: Mapping[str, tuple[Option, ...]]
 
 
-def explain(here: PlanCase) -> Explanation:
+def explain(case: PlanCase) -> Explanation:
     """Explain the layout of a case, whether it fits or not."""
-    alike = replace(here, options=replace(here.options, activation_bytes=None, recompute_every=1))
-    space = Space(alike, here.tokens_per_step // here.seq_len, Fixed())
-    now = predict(here)
-    found = search(space, top=1)
-    turned = [(knob, predict(case)) for knob, case in turns(space, here)]
-    fitting = sorted((it for it in turned if it[1].fits), key=lambda it: it[1].time.total)
+    alike = replace(case, options=replace(case.options, activation_bytes=None, recompute_every=1))
+    space = Space(alike, case.tokens_per_step // case.seq_len)
+    here, result = predict(case), search(space, top=1)
+    turned = [(knob, predict(other)) for knob, other in turns(space, case)]
+    fitting = sorted((turn for turn in turned if turn[1].fits), key=lambda turn: turn[1].time.total)
+    options = {}
+    for knob, best_with in result.by_value.items():
+        alone = {choice_of(layout.case).value(knob): layout for name, layout in turned if name == knob}
+        alone[choice_of(case).value(knob)] = here
+        values = dict.fromkeys([*best_with, *alone])
+        options[knob] = tuple(Option(value, alone.get(value), best_with.get(value)) for value in values)
     return Explanation(
-        here=now,
-        smallest=predict(_with_smallest_micro_batch(here)),
-        usable_bytes=USABLE_SHARE * here.device.memory_bytes,
+        here=here,
+        smallest=predict(
+            replace(case, micro_batch_size=1, accumulation=case.accumulation * case.micro_batch_size)
+        ),
         fitting_turns=tuple(fitting),
-        bounds=tuple(bounds(space, now)),
-        best=found.ranked[0] if found.ranked else None,
-        options={knob: _options(found, now, knob, turned) for knob in found.by_value},
+        bounds=tuple(bounds(space, here)),
+        best=result.ranked[0] if result.ranked else None,
+        options=options,
     )
-
-
-def _with_smallest_micro_batch(case: PlanCase) -> PlanCase:
-    return replace(case, micro_batch_size=1, accumulation=case.accumulation * case.micro_batch_size)
-
-
-def _options(
-    found: Found, now: Prediction, knob: str, turned: list[tuple[str, Prediction]]
-) -> tuple[Option, ...]:
-    at = {choice_of(it.case).value(knob): it for name, it in turned if name == knob}
-    at[choice_of(now.case).value(knob)] = now
-    values = dict(found.by_value[knob])
-    order = [*values, *(value for value in at if value not in values)]
-    return tuple(Option(value, at.get(value), values.get(value)) for value in order)

@@ -1,4 +1,14 @@
-"""The whole prediction of one case: memory by stage, time by part, and the rates people quote."""
+"""The whole prediction of one case: memory by stage and over time, time by part, and the rates people quote.
+
+The time of one optimizer step is the pipeline's micro-batches, the gradients' reduction, and the optimizer:
+
+    T = m·slowest stage + Σ other stages ÷ v + hand-overs + reduction of gradients + optimizer + fixed
+
+which for equal stages is (m + (p − 1)/v)·stage, v parts of the model on each rank. A stage inside the
+pipeline has two borders, so m micro-batches hand over 2·m times; the first one passes all p − 1 borders,
+which adds p − 3 (with two stages they hand over m times). The reduction is what the backward pass of the
+last micro-batch does not hide; ZeRO-1 reduces and scatters the gradients and gathers the parameters instead.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +23,7 @@ from orchestra.sizes.flops import hardware_flops_per_token, model_flops_per_toke
 from orchestra.sizes.memory import rank_bytes, rank_parameters, recomputed_kinds
 from orchestra.sizes.training_shape import PipelineStage
 
-# The time of one optimizer step: the pipeline's micro-batches, the gradients' reduction, the optimizer.
-#
-#     T = m·slowest stage + Σ other stages ÷ v + hand-overs + reduction of gradients + optimizer + fixed
-#
-# which for equal stages is (m + (p − 1)/v)·stage, v parts of the model on each rank. A stage inside the
-# pipeline has two borders, so m micro-batches hand over 2·m times; the first one passes all p − 1 borders,
-# which adds p − 3 (with two stages they hand over m times). The reduction is what the backward pass of the
-# last micro-batch does not hide; ZeRO-1 reduces and scatters the gradients and gathers the parameters
-# instead.
+_FP32 = 4
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ def step_time(case: PlanCase, *, is_pressed: bool = False) -> StepTime:
 
 def _of_largest_stage(case: PlanCase) -> RankElements:
     held = [held_by_rank(case.model, stage, case.layout) for stage in case.stages]
-    return max(held, key=lambda it: it.total)
+    return max(held, key=lambda elements: elements.total)
 
 
 def _reduction(case: PlanCase) -> float:
@@ -147,6 +149,11 @@ class Prediction:
         return max(self.stages, key=lambda memory: memory.total)
 
     @property
+    def fullest_stage(self) -> PipelineStage:
+        """The stage that has the peak."""
+        return self.case.stages[self.stages.index(self.peak)]
+
+    @property
     def reported_peak(self) -> Memory:
         """The memory that the trainer's benchmark would report: of the first stage, or of the fullest."""
         return self.stages[0] if self.case.framework.reports_first_stage else self.peak
@@ -176,16 +183,6 @@ def predict(case: PlanCase) -> Prediction:
     )
 
 
-# How a rank's memory grows: what is built, the first step, and all later ones; and what lies in host memory.
-#
-# torch's optimizers make their moments in the first update, so that a first step which fits says nothing of
-# the second one. orchestra makes them before it trains; its first sums over ranks then take buffers that
-# stay. It predicts no peak of its own: all of it is taken from `Memory`.
-
-
-_FP32 = 4
-
-
 @dataclass(frozen=True)
 class OverTime:
     """Bytes of a rank: before it trains, at the most of the first step, and of every later one."""
@@ -194,17 +191,18 @@ class OverTime:
     first_step: float
     later_steps: float
 
-    @property
-    def growth(self) -> float:
-        """What the second step takes more than the first."""
-        return self.later_steps - self.first_step
 
+def over_time(prediction: Prediction) -> OverTime:
+    """Return how the memory of the fullest stage's rank comes to its peak.
 
-def over_time(case: PlanCase, stage: PipelineStage, peak: Memory) -> OverTime:
-    """Return how the memory of a stage's rank comes to its peak."""
+    torch's optimizers make their moments in the first update, so that a first step which fits says nothing of
+    the second one. orchestra makes them before it trains; its first sums over ranks then take buffers that
+    stay.
+    """
+    case, peak = prediction.case, prediction.peak
     fixed = peak.parameters + peak.masters + peak.framework
     if case.is_counted_in_full:
-        own = rank_bytes(case, stage)
+        own = rank_bytes(case, prediction.fullest_stage)
         first = peak.total - own.growing_buffers * (case.accumulation == 1)
         # Alone, gradients are autograd's own and come with the first backward pass.
         kept = peak.gradients + peak.accumulation if case.layout.dp * case.layout.cp > 1 else 0.0
@@ -225,17 +223,18 @@ class HostMemory:
         return self.offloaded + self.checkpoint_image
 
 
-def host_memory(case: PlanCase, stage: PipelineStage) -> HostMemory:
-    """Return what is offloaded, and the image of masters and moments that is staged while training goes on:
-    every element once over the ranks that have it.
+def host_memory(prediction: Prediction) -> HostMemory:
+    """Return what the fullest stage's rank offloads, and the image of masters and moments that is staged
+    while training goes on: every element once over the ranks that have it.
     """
+    case, stage = prediction.case, prediction.fullest_stage
     if case.framework.name != OWN:
         return HostMemory(0.0, 0.0)
-    choices, ranks = case.options, case.layout.dp * case.layout.cp
+    options, ranks = case.options, case.layout.dp * case.layout.cp
     held = held_by_rank(case.model, stage, case.layout)
     count = held.dense / ranks + held.experts / max(1, ranks // case.layout.ep)
     if case.is_counted_in_full:
         count = rank_parameters(case.model, case.layout.tp).of(stage) / ranks
-    image = count * (_FP32 + 2 * choices.moment_bytes) if choices.saves else 0.0
-    offloaded = rank_bytes(case, stage).host if choices.offload is not Offload.none else 0.0
+    image = count * (_FP32 + 2 * options.moment_bytes) if options.saves else 0.0
+    offloaded = rank_bytes(case, stage).host if options.offload is not Offload.none else 0.0
     return HostMemory(offloaded, image)

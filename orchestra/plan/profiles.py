@@ -89,51 +89,60 @@ def read_profile(path: Path) -> Profile:
     where = f"cluster.hardware={path}"
     advice = "write one with orchestra plan --calibrate RUN… --output FILE.json"
     try:
-        found = json.loads(path.read_text())
+        record = json.loads(path.read_text())
     except OSError as error:
         raise ConfigError(f"{where}: {error.strerror}; {advice}") from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: not a profile: {error}; {advice}") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"{where}: not a profile: {_told(found)}; expected an object; {advice}")
-    if found.pop("profile", None) != _VERSION:
+    if not isinstance(record, dict):
+        raise ConfigError(f"{where}: not a profile: {_told(record)}; expected an object; {advice}")
+    if record.pop("profile", None) != _VERSION:
         raise ConfigError(f"{where}: not a profile of version {_VERSION}; {advice}")
-    problems = _problems(found)
+    problems = _problems(record)
     if problems:
         raise ConfigError(
             [*(f"{where}: {each}" for each in problems[:-1]), f"{where}: {problems[-1]}; {advice}"]
         )
-    residuals = [Residual(**each) for each in found.pop("residuals", [])]
-    return Profile(residuals=residuals, **found)
+    residuals = [Residual(**each) for each in record.pop("residuals", [])]
+    return Profile(residuals=residuals, **record)
 
 
-def _problems(found: Mapping[str, Any]) -> list[str]:
+def _problems(record: Mapping[str, Any]) -> list[str]:
     """Return what is wrong with a profile's keys, each with what is there and what was expected."""
     names = [each.name for each in fields(Profile)]
     problems = [
-        f"{key}: there is no such key; expected {', '.join(names)}" for key in found if key not in names
+        f"{key}: there is no such key; expected {', '.join(names)}" for key in record if key not in names
     ]
-    is_cpu = found.get("device") == CPU
+    is_cpu = record.get("device") == CPU
     wanted: dict[str, tuple[Callable[[Any], bool], str]] = {
-        "device": (lambda it: isinstance(it, str) and it != "", f"{CPU} or a device's name"),
-        "constants": (lambda it: isinstance(it, dict), "an object of numbers"),
-        "peak_flops": (lambda it: isinstance(it, dict), "an object of numbers by precision"),
-        "cores": (lambda it: _is_whole(it) or (it is None and not is_cpu), "a whole number above 0"),
-        "memory_bytes": (lambda it: _is_amount(it) or (it is None and not is_cpu), "a number above 0"),
-        "source": (lambda it: isinstance(it, str), "a text"),
+        "device": (lambda value: isinstance(value, str) and value != "", f"{CPU} or a device's name"),
+        "constants": (lambda value: isinstance(value, dict), "an object of numbers"),
+        "peak_flops": (lambda value: isinstance(value, dict), "an object of numbers by precision"),
+        "cores": (
+            lambda value: (isinstance(value, int) and _is_amount(value)) or (value is None and not is_cpu),
+            "a whole number above 0",
+        ),
+        "memory_bytes": (
+            lambda value: _is_amount(value) or (value is None and not is_cpu),
+            "a number above 0",
+        ),
+        "source": (lambda value: isinstance(value, str), "a text"),
         "undecided": (
-            lambda it: isinstance(it, list) and all(isinstance(each, str) for each in it),
+            lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value),
             "a list of names",
         ),
-        "residuals": (lambda it: isinstance(it, list) and all(map(_is_residual, it)), "a list of residuals"),
+        "residuals": (
+            lambda value: isinstance(value, list) and all(map(_is_residual, value)),
+            "a list of residuals",
+        ),
     }
     needed = {"device", "constants", "peak_flops", *(("cores", "memory_bytes") if is_cpu else ())}
     for key, (is_right, expected) in wanted.items():
-        if (key in found or key in needed) and not is_right(found.get(key)):
-            problems.append(f"{key}: {_told(found.get(key), key in found)}; expected {expected}")
+        if (key in record or key in needed) and not is_right(record.get(key)):
+            problems.append(f"{key}: {_told(record.get(key), key in record)}; expected {expected}")
     for key in ("constants", "peak_flops"):
-        if isinstance(found.get(key), dict):
-            problems += _wrong_numbers(key, found[key], is_cpu)
+        if isinstance(record.get(key), dict):
+            problems += _wrong_numbers(key, record[key], is_cpu)
     return problems
 
 
@@ -155,10 +164,6 @@ def _wrong_numbers(key: str, numbers: Mapping[str, Any], is_cpu: bool) -> list[s
 def _told(value: object, is_there: bool = True) -> str:
     text = json.dumps(value, ensure_ascii=False)
     return f"found {text if len(text) <= _TOLD else text[:_TOLD] + '…'}" if is_there else "missing"
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and _is_amount(value)
 
 
 def _is_amount(value: object) -> bool:
@@ -270,5 +275,5 @@ def with_profile(case: PlanCase, profile: Profile, threads: int = 1) -> PlanCase
 
 def _changed(place: Place, names: Sequence[str], constants: Constants) -> Place:
     """Return a place of constants with those of these names that a profile has."""
-    found: dict[str, Any] = {name: constants[name] for name in names if name in constants}
-    return replace(place, **found)
+    changes: dict[str, Any] = {name: constants[name] for name in names if name in constants}
+    return replace(place, **changes)

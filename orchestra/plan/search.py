@@ -1,6 +1,6 @@
 """Finds the layouts of a space that fit, the fastest of them, and those that buy speed with memory.
 
-What it returns is predicted in full (`prediction.predict`); what it need not look at is passed over by two
+What it returns is predicted in full (`predict.predict`); what it need not look at is passed over by two
 cheap facts. Memory: of a mesh's stages alike the first is the fullest, and a micro-batch of more sequences
 takes no less, so that the first size that does not fit is the last to try. Time: a step takes at least its
 micro-batches on the slowest stage, so layouts are predicted in that order until none that is left can win.
@@ -12,7 +12,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -24,15 +24,13 @@ from orchestra.plan.predict import Prediction, predict, step_time
 from orchestra.plan.space import Fixed, LayoutChoice, MeshDegrees, Space, Value, space_of, values_of
 from orchestra.plan.stage_memory import fullest_stage_bytes
 from orchestra.sizes.advice import AFTER_SEARCH, OFFLOAD, MemoryNeed, unless_refused, what_fits
-from orchestra.sizes.memory import USABLE_SHARE
 
 # Times that differ by less are the same but for rounding, and so, to those who choose, are peaks within 5 %.
 _SAME_TIME = 1e-9
 _SAME_PEAK = 1.05
 
 
-@dataclass(frozen=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A layout that fits: its peak, and the least seconds a step can take."""
 
     choice: LayoutChoice
@@ -45,13 +43,11 @@ class TimedLayout(NamedTuple):
     """A candidate and the seconds that its step takes."""
 
     time_s: float
-    peak_bytes: float
-    choice: LayoutChoice
-    case: PlanCase
+    candidate: Candidate
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """What a search found. `ranked` has the best layout of each mesh, the fastest first, and `pareto` all
     layouts that no other beats in speed and memory, the fastest first. Where nothing fits both are empty and
     `nearest` is the layout that needs the least memory.
@@ -68,7 +64,7 @@ class Found:
     nearest: Prediction | None
 
 
-def search(space: Space, top: int, is_chosen: Callable[[PlanCase], bool] = lambda _: True) -> Found:
+def search(space: Space, top: int, is_chosen: Callable[[PlanCase], bool] = lambda _: True) -> SearchResult:
     """Search a space for the `top` best meshes, and for the best among those that `is_chosen` takes too.
 
     Where nothing fits it looks again beyond the limits that a space has unless it is wide.
@@ -80,12 +76,12 @@ def search(space: Space, top: int, is_chosen: Callable[[PlanCase], bool] = lambd
         if further > num_layouts:
             space, num_layouts, nearest = wider, further, nearest_of_all
     race = _Race(fitting)
-    return Found(
+    return SearchResult(
         space=space,
         num_layouts=num_layouts,
         num_fitting=len(fitting),
         ranked=race.fastest(top, lambda _: True),
-        chosen=race.fastest(top, is_chosen),
+        chosen=race.fastest(top, lambda layout: is_chosen(layout.case)),
         pareto=race.pareto(),
         by_value={knob: race.by_value(knob, values) for knob, values in values_of(space).items()},
         nearest=None if fitting or nearest is None else predict(nearest),
@@ -96,7 +92,7 @@ def peak_that_fits(space: Space) -> float | None:
     """Return the peak of some layout that fits, in bytes; None where none of those fits that take little:
     with the smallest micro-batch, the most recomputation and the last two of ZeRO's stages.
     """
-    usable = USABLE_SHARE * space.base.device.memory_bytes
+    usable = space.base.device.usable_bytes
     for mesh in space.meshes():
         sizes, kinds = space.micro_batch_sizes(mesh)[:1], list(space.kinds(mesh))
         for size, zero, (split, recompute) in itertools.product(sizes, space.zero_stages(mesh)[-2:], kinds):
@@ -115,11 +111,11 @@ def remedies(config: Config, space: Space) -> list[tuple[str, float, str]]:
     """Return what makes a layout fit where none of a configuration's space does, each change by itself: the
     overrides (or what to leave out), the bytes that the layout then takes, and why.
     """
-    found = []
+    freed = []
     if space.fixed != Fixed():
         peak = peak_that_fits(replace(space, fixed=Fixed()))
         if peak is not None:
-            found.append(("the values that were kept", peak, "where the search chooses them"))
+            freed.append(("the values that were kept", peak, "where the search chooses them"))
     ways = [way for way in AFTER_SEARCH if way is not OFFLOAD or space.base.framework.name == OWN]
 
     def judge(candidate: Config) -> MemoryNeed | None:
@@ -131,20 +127,20 @@ def remedies(config: Config, space: Space) -> list[tuple[str, float, str]]:
         return None if peak is None else MemoryNeed(peak, fits=True)
 
     helping = what_fits(config, space.base.layout.world_size, unless_refused(judge), ways)
-    return [*found, *((it.overrides, it.peak_bytes, it.way.why) for it in helping)]
+    return [*freed, *((remedy.overrides, remedy.peak_bytes, remedy.way.why) for remedy in helping)]
 
 
 def _survey(space: Space) -> tuple[int, list[Candidate], PlanCase | None]:
     """Return how many layouts there are, those that fit, and the case that takes the least memory."""
-    usable = USABLE_SHARE * space.base.device.memory_bytes
+    usable = space.base.device.usable_bytes
     num_layouts, fitting = 0, []
     nearest: tuple[float, PlanCase | None] = (float("inf"), None)
     for mesh in space.meshes():
         sizes = space.micro_batch_sizes(mesh)
-        for zero, degree, (split, recompute) in _kinds(space, mesh):
+        for smallest in space.kinds_of_mesh(mesh):
             num_layouts += len(sizes)
             for size in sizes:
-                choice = LayoutChoice(mesh, zero, split, recompute, size, degree)
+                choice = smallest._replace(micro_batch_size=size)
                 candidate = _candidate(choice, space.case(choice))
                 if has_idle_stage(candidate.case.stages):
                     break
@@ -154,12 +150,6 @@ def _survey(space: Space) -> tuple[int, list[Candidate], PlanCase | None]:
                     break
                 fitting.append(candidate)
     return num_layouts, fitting, nearest[1]
-
-
-def _kinds(space: Space, mesh: MeshDegrees) -> Iterator[tuple[int, int | None, tuple[bool, Recompute]]]:
-    for zero in space.zero_stages(mesh):
-        for degree in space.shard_degrees(mesh, zero):
-            yield from ((zero, degree, kind) for kind in space.kinds(mesh))
 
 
 def _candidate(choice: LayoutChoice, case: PlanCase) -> Candidate:
@@ -173,34 +163,31 @@ class _Race:
     """Candidates by the least they can take, and what has been predicted of them."""
 
     def __init__(self, fitting: Iterable[Candidate]) -> None:
-        self._candidates = sorted(fitting, key=lambda it: (it.least_s, it.peak_bytes))
+        self._candidates = sorted(fitting, key=lambda layout: (layout.least_s, layout.peak_bytes))
         self._timed: dict[LayoutChoice, TimedLayout] = {}
         self._predicted: dict[LayoutChoice, Prediction] = {}
 
     def _time(self, candidate: Candidate) -> TimedLayout:
-        choice, case = candidate.choice, candidate.case
-        if choice not in self._timed:
-            self._timed[choice] = TimedLayout(step_time(case).total, candidate.peak_bytes, choice, case)
-        return self._timed[choice]
+        if candidate.choice not in self._timed:
+            self._timed[candidate.choice] = TimedLayout(step_time(candidate.case).total, candidate)
+        return self._timed[candidate.choice]
 
-    def _predict(self, found: TimedLayout) -> Prediction:
-        if found.choice not in self._predicted:
-            self._predicted[found.choice] = predict(found.case)
-        return self._predicted[found.choice]
+    def _predict(self, layout: TimedLayout) -> Prediction:
+        choice, case, *_ = layout.candidate
+        if choice not in self._predicted:
+            self._predicted[choice] = predict(case)
+        return self._predicted[choice]
 
-    def fastest(self, top: int, is_chosen: Callable[[PlanCase], bool]) -> tuple[Prediction, ...]:
-        """Return the best layout of each of the `top` best meshes."""
-        return self._fastest(top, lambda it: is_chosen(it.case))
-
-    def _fastest(self, top: int, is_wanted: Callable[[Candidate], bool]) -> tuple[Prediction, ...]:
+    def fastest(self, top: int, is_wanted: Callable[[Candidate], bool]) -> tuple[Prediction, ...]:
+        """Return the best layout of each of the `top` best meshes, among those that are wanted."""
         best: dict[MeshDegrees, TimedLayout] = {}
         for candidate in self._candidates:
-            times = sorted(found.time_s for found in best.values())
+            times = sorted(layout.time_s for layout in best.values())
             if len(times) >= top and candidate.least_s > times[top - 1] * (1 + _SAME_TIME):
                 break
             if is_wanted(candidate):
-                mesh, found = candidate.choice.mesh, self._time(candidate)
-                best[mesh] = min(best.get(mesh, found), found, key=_order)
+                mesh, layout = candidate.choice.mesh, self._time(candidate)
+                best[mesh] = min(best.get(mesh, layout), layout, key=_order)
         return tuple(map(self._predict, sorted(best.values(), key=_order)[:top]))
 
     def pareto(self) -> tuple[Prediction, ...]:
@@ -208,9 +195,10 @@ class _Race:
         front: list[tuple[float, float]] = []
         for candidate in self._candidates:
             if not _is_beaten(front, candidate.least_s, candidate.peak_bytes):
-                found = self._time(candidate)
-                _put(front, found.time_s, found.peak_bytes)
-        at = {(found.time_s, found.peak_bytes): found for found in reversed(self._timed.values())}
+                _put(front, self._time(candidate).time_s, candidate.peak_bytes)
+        at = {
+            (layout.time_s, layout.candidate.peak_bytes): layout for layout in reversed(self._timed.values())
+        }
         return tuple(self._predict(at[point]) for point in front)
 
     def by_value(self, knob: str, values: Iterable[Value]) -> dict[Value, Prediction | None]:
@@ -218,20 +206,21 @@ class _Race:
         return {value: next(iter(self._with(knob, value)), None) for value in values}
 
     def _with(self, knob: str, value: Value) -> tuple[Prediction, ...]:
-        return self._fastest(1, lambda it: it.choice.value(knob) == value)
+        return self.fastest(1, lambda layout: layout.choice.value(knob) == value)
 
 
-def _order(found: TimedLayout) -> tuple[float, int, int, bool, float]:
+def _order(layout: TimedLayout) -> tuple[float, int, int, bool, float]:
     """Return what results are ordered by: time; of those that take the same, the one with the fewest axes;
     then much less memory; then what recomputes nothing.
     """
-    mesh = found.choice.mesh
+    choice, _, peak_bytes, _ = layout.candidate
+    mesh = choice.mesh
     return (
-        float(f"{found.time_s:.9g}"),
+        float(f"{layout.time_s:.9g}"),
         sum(size > 1 for size in (mesh.tp, mesh.pp, mesh.cp, mesh.ep)),
-        round(math.log(found.peak_bytes, _SAME_PEAK)),
-        found.choice.recompute is not Recompute.none,
-        found.peak_bytes,
+        round(math.log(peak_bytes, _SAME_PEAK)),
+        choice.recompute is not Recompute.none,
+        peak_bytes,
     )
 
 

@@ -19,11 +19,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from conf.schema import Config, ModelConfig, Offload, Recompute
+from conf.schema import Config, Offload, Recompute
 from orchestra.plan.assemble import case_of
 from orchestra.plan.case import PlanCase
 from orchestra.plan.frameworks import OWN
-from orchestra.sizes.flops import inner_widths
+from orchestra.sizes.flops import head_splits, tensor_splits
 from orchestra.sizes.topology import Layout, divisors
 
 ZERO_STAGES = (0, 1, 2, 3)
@@ -39,12 +39,12 @@ KEYS = {
     "micro_batch_size": "train.micro_batch_size",
     "recompute": "train.recompute",
 }
-KNOBS = tuple(KEYS)
+DP_KEY = "parallelism.dp"
 # The shortest sequences in the runs that the planner's constants are fitted on.
 _LEAST_TOKENS = 4096
-# By what they leave in memory, the least first.
 # Matrices of a gated feed-forward: three of width 8/3·h are as large as a GPT's two of 4·h.
 _GATES = 3
+# By what they leave in memory, the least first.
 RECOMPUTES = (Recompute.full, Recompute.selective, Recompute.none)
 
 
@@ -110,7 +110,7 @@ class Space:
     def meshes(self) -> Iterator[MeshDegrees]:
         """Yield every mesh that fills the devices, shares out the batch and has a stage of ZeRO."""
         base, fixed = self.base, self.fixed
-        ranks = base.layout.world_size
+        ranks, num_experts = base.layout.world_size, base.model.num_experts or 1
         for tp in self._degrees(fixed.tp, self._tensor_degrees(ranks)):
             for pp in self._degrees(fixed.pp, divisors(ranks // tp)):
                 if pp > base.model.num_hidden_layers:
@@ -119,26 +119,21 @@ class Space:
                     dp = ranks // tp // pp // cp
                     mesh = MeshDegrees(dp, tp, pp, cp)
                     if self.num_sequences % dp == 0 and fixed.dp in (None, dp) and self.zero_stages(mesh):
-                        yield from (mesh._replace(ep=ep) for ep in self._expert_degrees(dp))
+                        # The fewest experts on a rank, and so the least memory, come last.
+                        expert_degrees = self._degrees(fixed.ep, divisors(math.gcd(dp, num_experts)))
+                        yield from (mesh._replace(ep=ep) for ep in expert_degrees)
 
     def _degrees(self, kept: int | None, possible: list[int]) -> list[int]:
         return possible if kept is None else [degree for degree in possible if degree == kept]
 
     def _tensor_degrees(self, ranks: int) -> list[int]:
         most = ranks if self.wide or self.fixed.tp is not None else self.base.devices_per_node
-        return [tp for tp in _splits_of(self.base.model) if tp <= most and ranks % tp == 0]
+        return [tp for tp in tensor_splits(self.base.model) if tp <= most and ranks % tp == 0]
 
     def _context_degrees(self, ranks: int) -> list[int]:
         seq_len = self.base.seq_len
         most = seq_len if self.wide or self.fixed.cp is not None else max(1, seq_len // _LEAST_TOKENS)
         return [cp for cp in divisors(ranks) if cp <= most and seq_len % cp == 0]
-
-    def _expert_degrees(self, dp: int) -> list[int]:
-        """Return the degrees of expert parallelism: the fewest experts on a rank, and so the least memory,
-        come last.
-        """
-        num_experts = self.base.model.num_experts
-        return self._degrees(self.fixed.ep, divisors(math.gcd(dp, num_experts)) if num_experts else [1])
 
     def zero_stages(self, mesh: MeshDegrees) -> list[int]:
         """Return the stages that differ: all are the same where nobody holds the same parameters.
@@ -179,14 +174,19 @@ class Space:
         kept = self.fixed.micro_batch_size
         return [size for size in divisors(self.num_sequences // mesh.dp) if kept in (None, size)]
 
+    def kinds_of_mesh(self, mesh: MeshDegrees) -> Iterator[LayoutChoice]:
+        """Yield the layouts on a mesh with a micro-batch of one sequence."""
+        for zero in self.zero_stages(mesh):
+            for degree in self.shard_degrees(mesh, zero):
+                for split, recompute in self.kinds(mesh):
+                    yield LayoutChoice(mesh, zero, split, recompute, 1, degree)
+
     def choices(self) -> Iterator[LayoutChoice]:
         """Yield every layout."""
         for mesh in self.meshes():
-            for zero in self.zero_stages(mesh):
-                for degree in self.shard_degrees(mesh, zero):
-                    for split, recompute in self.kinds(mesh):
-                        for size in self.micro_batch_sizes(mesh):
-                            yield LayoutChoice(mesh, zero, split, recompute, size, degree)
+            for smallest in self.kinds_of_mesh(mesh):
+                for size in self.micro_batch_sizes(mesh):
+                    yield smallest._replace(micro_batch_size=size)
 
     def case(self, choice: LayoutChoice) -> PlanCase:
         """Return the case of a choice."""
@@ -225,17 +225,18 @@ def space_of(config: Config, framework_name: str, num_sequences: int, fixed: Fix
 
 def values_of(space: Space) -> dict[str, list[Value]]:
     """Return for each knob, and for dp, the values that occur in a space, in order."""
-    found: dict[str, set[Value]] = {knob: set() for knob in (*KNOBS, "dp")}
+    occurring: dict[str, set[Value]] = {knob: set() for knob in (*KEYS, "dp")}
     for mesh in space.meshes():
         for axis in MeshDegrees._fields:
-            found[axis].add(getattr(mesh, axis))
-        found["zero"].update(stages := space.zero_stages(mesh))
-        found["shard_degree"].update(degree for zero in stages for degree in space.shard_degrees(mesh, zero))
-        found["micro_batch_size"].update(space.micro_batch_sizes(mesh))
+            occurring[axis].add(getattr(mesh, axis))
+        occurring["micro_batch_size"].update(space.micro_batch_sizes(mesh))
+        for zero in space.zero_stages(mesh):
+            occurring["zero"].add(zero)
+            occurring["shard_degree"].update(space.shard_degrees(mesh, zero))
         for split, recompute in space.kinds(mesh):
-            found["sequence_parallel"].add(split)
-            found["recompute"].add(recompute)
-    return {knob: sorted(values, key=_place) for knob, values in found.items()}
+            occurring["sequence_parallel"].add(split)
+            occurring["recompute"].add(recompute)
+    return {knob: sorted(values, key=_place) for knob, values in occurring.items()}
 
 
 def _place(value: Value) -> float:
@@ -243,17 +244,6 @@ def _place(value: Value) -> float:
     if isinstance(value, Recompute):
         return RECOMPUTES.index(value)
     return float("inf") if value is None else value
-
-
-def _splits_of(model: ModelConfig) -> list[int]:
-    """Return the degrees by which a model's layers can be split."""
-    widths = inner_widths(model).values()
-    return [tp for tp in _splits_of_heads(model) if not any(width % tp for width in widths)]
-
-
-def _splits_of_heads(model: ModelConfig) -> list[int]:
-    heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
-    return [tp for tp in divisors(heads) if kv_heads % tp == 0 or tp % kv_heads == 0]
 
 
 def is_possible(case: PlanCase) -> bool:
@@ -267,7 +257,7 @@ def is_possible(case: PlanCase) -> bool:
     stands_for_gpt = (
         abs(3 * model.intermediate_size - 8 * model.hidden_size) < _GATES and not model.num_experts
     )
-    splits = _splits_of_heads(model) if stands_for_gpt and case.framework.name != OWN else _splits_of(model)
+    splits = head_splits(model) if stands_for_gpt and case.framework.name != OWN else tensor_splits(model)
     return mesh.tp in splits and not any(seq_len % part for part in parts)
 
 
@@ -279,23 +269,22 @@ def choice_of(case: PlanCase) -> LayoutChoice:
     return LayoutChoice(mesh, case.zero, split, case.recompute, case.micro_batch_size, degree)
 
 
-# Layouts one turn of a knob away from another: what changes, and what goes along.
-
-
 def turns(space: Space, case: PlanCase) -> Iterator[tuple[str, PlanCase]]:
     """Yield the layouts that differ in one knob, whether they fit or not, with the knob's name.
 
     Where an axis of the mesh grows or shrinks, data parallelism takes up the rest.
     """
     here = choice_of(case)
-    for knob in KNOBS:
+    for knob in KEYS:
         for other in _turned(space, here, knob):
             if other != here:
                 yield knob, space.case(other)
 
 
 def _turned(space: Space, here: LayoutChoice, knob: str) -> Iterator[LayoutChoice]:
-    if knob == "zero":
+    if knob in ("tp", "pp", "cp", "ep"):
+        yield from _other_meshes(space, here, knob)
+    elif knob == "zero":
         for zero in space.zero_stages(here.mesh):
             yield here._replace(zero=zero, shard_degree=here.shard_degree if zero else None)
     elif knob == "shard_degree":
@@ -304,20 +293,18 @@ def _turned(space: Space, here: LayoutChoice, knob: str) -> Iterator[LayoutChoic
     elif knob == "micro_batch_size":
         sizes = space.micro_batch_sizes(here.mesh)
         yield from (here._replace(micro_batch_size=size) for size in sizes)
-    elif knob in ("recompute", "sequence_parallel"):
+    else:
         for split, recompute in space.kinds(here.mesh):
             other = here._replace(sequence_parallel=split, recompute=recompute)
             rest = "recompute" if knob == "sequence_parallel" else "sequence_parallel"
             if getattr(other, rest) == getattr(here, rest):
                 yield other
-    elif knob in ("tp", "pp", "cp", "ep"):
-        yield from _other_meshes(space, here, knob)
 
 
 def _other_meshes(space: Space, here: LayoutChoice, axis: str) -> Iterator[LayoutChoice]:
     """Meshes in which only this axis and data parallelism differ, everything else as it is or as near."""
     for mesh in space.meshes():
-        if any(getattr(mesh, it) != getattr(here.mesh, it) for it in ("tp", "pp", "cp", "ep") if it != axis):
+        if mesh._replace(**{axis: 0, "dp": 0}) != here.mesh._replace(**{axis: 0, "dp": 0}):
             continue
         sizes = [size for size in space.micro_batch_sizes(mesh) if size <= here.micro_batch_size]
         kinds = [split for split, recompute in space.kinds(mesh) if recompute is here.recompute]

@@ -47,7 +47,7 @@ from conf.schema import Family, ModelConfig, PrecisionName, Recompute
 from orchestra.plan.case import PlanCase, RankElements, held_by_rank, held_of_layer, num_chunks
 from orchestra.plan.compute import LayerTime, waits_at_hand_over
 from orchestra.sizes.flops import attention_width, feed_forward_width, head_dim
-from orchestra.sizes.memory import USABLE_SHARE, num_in_flight, rank_bytes, recomputed_kinds
+from orchestra.sizes.memory import num_in_flight, rank_bytes, recomputed_kinds
 from orchestra.sizes.training_shape import MicroBatchTokens, PipelineStage
 
 
@@ -117,21 +117,10 @@ def states_of_rank(case: PlanCase, held: RankElements) -> StateBytes:
     return dense + state_bytes(held.experts, zero, case.num_expert_shards, width)
 
 
-def checkpoint_bytes(num_parameters: float) -> float:
-    """Return the size of a checkpoint of mixed-precision Adam: 2 + 4 + 8 bytes a parameter."""
-    width = PER_PARAMETER[PrecisionName.bf16]
-    return num_parameters * (width.parameters + width.masters + width.optimizer)
-
-
 @dataclass(frozen=True)
-class Memory:
+class Memory(StateBytes):
     """Bytes of one rank at its peak, by component."""
 
-    parameters: float
-    gradients: float
-    accumulation: float
-    masters: float
-    optimizer: float
     activations: float
     logits: float
     buffers: float
@@ -140,8 +129,7 @@ class Memory:
     @property
     def total(self) -> float:
         """The sum."""
-        states = self.parameters + self.gradients + self.accumulation + self.masters + self.optimizer
-        return states + self.activations + self.logits + self.buffers + self.framework
+        return super().total + self.activations + self.logits + self.buffers + self.framework
 
 
 def stage_memory(case: PlanCase, layer: LayerTime, *, is_pressed: bool = False) -> tuple[Memory, ...]:
@@ -154,21 +142,23 @@ def fullest_stage_bytes(case: PlanCase, layer: LayerTime) -> float:
     """Return the peak of the fullest stage alone, in less time: of stages alike the first holds the most
     micro-batches.
     """
-    firsts = {(it.num_layers, it.has_embedding, it.has_head): it for it in reversed(case.stages)}
+    firsts = {
+        (stage.num_layers, stage.has_embedding, stage.has_head): stage for stage in reversed(case.stages)
+    }
     kept = _gathered_bytes(case, layer, is_pressed=False)
     return max(_of_stage(case, stage, kept).total for stage in firsts.values())
 
 
 def fits(case: PlanCase, memory: tuple[Memory, ...]) -> bool:
     """Whether the largest stage leaves room for what the allocator does not count."""
-    return max(each.total for each in memory) <= USABLE_SHARE * case.device.memory_bytes
+    return max(stage.total for stage in memory) <= case.device.usable_bytes
 
 
 def is_pressed(case: PlanCase, memory: tuple[Memory, ...]) -> bool:
     """Whether the allocator has to free what it holds, so that everything waits (see `frameworks.Stalls`)."""
     stalls = case.framework.stalls
     limit = float("inf") if stalls is None else stalls.pressed_share * case.device.memory_bytes
-    return max(each.total for each in memory) > limit
+    return max(stage.total for stage in memory) > limit
 
 
 def _of_own_stage(case: PlanCase, stage: PipelineStage) -> Memory:
@@ -196,17 +186,14 @@ def _of_stage(case: PlanCase, stage: PipelineStage, gathered: float) -> Memory:
     hidden = tokens.count * model.hidden_size * tokens.width_bytes
     layer, working = _mean_kept(case), _kept(case, Recompute.none)
     per_layer = layer + gathered * hidden / tokens.width_bytes * (1 - 1 / tokens.tp)
-    activations = stage.num_layers * per_layer * _in_flight(case, stage)
+    in_flight = num_in_flight_interleaved(stage.index, case.layout.pp, case.accumulation, num_chunks(case))
+    activations = stage.num_layers * per_layer * in_flight
     activations += framework.layer_temporaries * working
     if case.recompute is Recompute.full and stage.num_layers:
         # One layer is whole again, its input among it.
         activations += working - layer
     return Memory(
-        parameters=states.parameters,
-        gradients=states.gradients,
-        accumulation=states.accumulation,
-        masters=states.masters,
-        optimizer=states.optimizer,
+        **vars(states),
         activations=activations,
         logits=_logits(case) if stage.has_head else 0.0,
         buffers=framework.whole_bytes * hidden / 2 + _live_parameters(case),
@@ -214,13 +201,13 @@ def _of_stage(case: PlanCase, stage: PipelineStage, gathered: float) -> Memory:
     )
 
 
-def _in_flight(case: PlanCase, stage: PipelineStage) -> float:
-    """Return the micro-batches that a stage holds at once, in wholes: interleaving begins (p − 1)/v more of
-    them (Korthikanti et al., section 4.2.3), but never more than there are.
+def num_in_flight_interleaved(stage: int, pp: int, accumulation: int, chunks: int) -> float:
+    """Return the micro-batches that a stage holds at once, in wholes, where each rank has `chunks` parts of
+    the model: interleaving begins (p − 1)/v more of them (Korthikanti et al., section 4.2.3), but never more
+    than there are.
     """
-    pp, chunks = case.layout.pp, num_chunks(case)
     ahead = (pp - 1) / chunks if chunks > 1 else 0.0
-    return min(num_in_flight(stage.index, pp, case.accumulation) + ahead, case.accumulation)
+    return min(num_in_flight(stage, pp, accumulation) + ahead, accumulation)
 
 
 def _mean_kept(case: PlanCase) -> float:
@@ -251,7 +238,7 @@ def _gathered_bytes(case: PlanCase, layer: LayerTime, *, is_pressed: bool) -> fl
     framework, layout = case.framework, case.layout
     if layout.tp == 1 or not case.sequence_parallel:
         return 0.0
-    host_is_late = layout.pp == 2 and case.num_nodes > 1 and layer.waits_for_host
+    host_is_late = layout.pp == 2 and case.num_nodes > 1 and layer.host > layer.device
     waits = is_pressed or host_is_late or waits_at_hand_over(case)
     return framework.gathered_bytes_waiting if waits else framework.gathered_bytes
 
@@ -338,15 +325,3 @@ def scores_bytes(model: ModelConfig, tokens: MicroBatchTokens) -> float:
     mask and its output (Korthikanti et al., 5·a·s²·b).
     """
     return 5 / 2 * tokens.width_bytes * model.num_attention_heads * tokens.seq_len * tokens.count / tokens.tp
-
-
-def interleaved_share(pp: int, num_chunks: int) -> float:
-    """Return how much more the first stage keeps when each rank holds `num_chunks` parts of the model
-    (Korthikanti et al., section 4.2.3): 1 + (p − 1)/(p·v).
-    """
-    return 1 + (pp - 1) / (pp * num_chunks) if num_chunks > 1 else 1.0
-
-
-def bubble_ratio(pp: int, accumulation: int, num_chunks: int = 1) -> float:
-    """Return idle ÷ busy time of a pipeline: (p − 1)/(v·m), for AFAB, 1F1B and its interleaved form."""
-    return (pp - 1) / (num_chunks * accumulation)

@@ -71,54 +71,54 @@ class _Cells:
         self._row = row
         self.problems: list[str] = []
 
-    def text(self, column: str, default: str) -> str:
+    def text(self, column: str, default: str = "") -> str:
         return self._row.get(column, "").strip() or default
 
     def number(self, column: str, *, least: int = 1, default: int | None = None) -> int:
-        found = self._row.get(column, "").strip()
-        if not found and default is not None:
+        cell = self.text(column)
+        if not cell and default is not None:
             return default
         try:
-            value = float(found)
+            value = float(cell)
             if value != int(value) or not least <= value <= _LARGEST_NUMBER:
                 raise ValueError
         except (ValueError, OverflowError):
-            self._wrong(column, found, f"a whole number of at least {least}, at most 10¹²")
+            self._wrong(column, cell, f"a whole number of at least {least}, at most 10¹²")
             return least or 1
         return int(value)
 
     def optional_number(self, column: str) -> int | None:
-        return self.number(column) if self._row.get(column, "").strip() else None
+        return self.number(column) if self.text(column) else None
 
     def measure(self, column: str) -> float | None:
-        found = self._row.get(column, "").strip()
+        cell = self.text(column)
         try:
-            value = float(found) if found else None
+            value = float(cell) if cell else None
             if value is not None and not 0 < value < float("inf"):
                 raise ValueError
         except ValueError:
-            self._wrong(column, found, "a number above 0")
+            self._wrong(column, cell, "a number above 0")
             return None
         return value
 
     def flag(self, column: str, default: bool | None = None) -> bool:
-        found = self._row.get(column, "").strip().lower()
-        if not found and default is not None:
+        cell = self.text(column).lower()
+        if not cell and default is not None:
             return default
-        if found not in _YES + _NO:
-            self._wrong(column, found, "1 or 0")
-        return found in _YES
+        if cell not in _YES + _NO:
+            self._wrong(column, cell, "1 or 0")
+        return cell in _YES
 
     def choice(self, column: str, kind: type[Choice], default: Choice) -> Choice:
-        found = self.text(column, str(default.value))
+        cell = self.text(column, str(default.value))
         try:
-            return kind(found.lower())
+            return kind(cell.lower())
         except ValueError:
-            self._wrong(column, found, " or ".join(str(member.value) for member in kind))
+            self._wrong(column, cell, " or ".join(str(member.value) for member in kind))
             return default
 
-    def _wrong(self, column: str, found: str, expected: str) -> None:
-        self.problems.append(f"{column}={found or '(empty)'}: expected {expected}")
+    def _wrong(self, column: str, cell: str, expected: str) -> None:
+        self.problems.append(f"{column}={cell or '(empty)'}: expected {expected}")
 
 
 def read_table(file: Path) -> LayoutTable:
@@ -155,14 +155,14 @@ def read_table(file: Path) -> LayoutTable:
 
 def cases(file: Path, table: LayoutTable) -> list[PlanCase]:
     """Return the case of each row. Raises ConfigError naming lines, what was found and what was expected."""
-    found, problems = [], []
+    made, problems = [], []
     for row, line in zip(table.rows, table.lines, strict=True):
         case, wrong = case_of_row(row)
         problems += [f"line {line}: {problem}" for problem in wrong]
         if case is not None:
-            found.append(case)
+            made.append(case)
     _refuse(file, problems)
-    return found
+    return made
 
 
 def _refuse(file: Path, problems: list[str]) -> None:
@@ -209,26 +209,26 @@ def case_of_row(row: Row) -> tuple[PlanCase | None, list[str]]:
 
 def taken_for(table: LayoutTable, all_cases: Sequence[PlanCase]) -> dict[str, str]:
     """Return for each trainer of a table whose rows another one's profile predicts that profile's name."""
-    found = {}
+    profiles = {}
     for row, case in zip(table.rows, all_cases, strict=True):
         name, used = row.get("framework", "").strip(), case.framework.name
         if name and (is_taken_for_another(name) or framework(name).name != used):
-            found[name] = used
-    return found
+            profiles[name] = used
+    return profiles
 
 
-def _device_name(found: str, memory_gib: float | None) -> str:
+def _device_name(written: str, memory_gib: float | None) -> str:
     """Return a device's name as `orchestra.sizes.hardware` has it. Tables also say H100-SXM5-80GB, or A100
     beside its memory, which is 80 GB unless one of them says 40.
     """
-    name = re.sub(r"[\s-]+", "_", found.lower()).removesuffix("gb")
+    name = re.sub(r"[\s-]+", "_", written.lower()).removesuffix("gb")
     name = re.sub(r"^(nvidia|amd_instinct|amd)_", "", name)
     plain = re.sub(r"(_sxm\d?|_nvl72|_\d+)+$", "", name)
     if plain == "a100":
         is_small = name.endswith("_40") or (memory_gib is not None and memory_gib <= _SMALL_A100_GIB)
         plain = "a100_40" if is_small else "a100_80"
-    known = (each for each in (found, name, plain) if hardware.row(each) is not hardware.UNKNOWN)
-    return next(known, found)
+    known = (each for each in (written, name, plain) if hardware.row(each) is not hardware.UNKNOWN)
+    return next(known, written)
 
 
 def _model(cells: _Cells) -> ModelConfig:
@@ -252,11 +252,11 @@ def _model(cells: _Cells) -> ModelConfig:
     if not cells.problems and model.head_dim is None and model.hidden_size % heads:
         cells.problems.append(f"hidden_size={model.hidden_size}: expected a multiple of {heads} heads")
     if not cells.problems and heads % model.num_key_value_heads:
-        found = f"num_key_value_heads={model.num_key_value_heads}"
-        cells.problems.append(f"{found}: expected a divisor of {heads} heads")
+        key = f"num_key_value_heads={model.num_key_value_heads}"
+        cells.problems.append(f"{key}: expected a divisor of {heads} heads")
     if not cells.problems and 0 < model.num_experts < model.num_experts_per_tok:
-        found = f"num_experts_per_tok={model.num_experts_per_tok}"
-        cells.problems.append(f"{found}: expected at most num_experts={model.num_experts}")
+        key = f"num_experts_per_tok={model.num_experts_per_tok}"
+        cells.problems.append(f"{key}: expected at most num_experts={model.num_experts}")
     return model
 
 

@@ -19,7 +19,6 @@ from enum import Enum
 from typing import Any
 
 from orchestra.recovery import history
-from orchestra.recovery.history import AttemptSave
 from orchestra.run.events import is_number, is_whole
 from orchestra.run.files import Record
 
@@ -118,22 +117,6 @@ class AttemptTimes:
         return _time_of(self.attempt.training_started)
 
     @property
-    def saves(self) -> list[AttemptSave]:
-        """The checkpoints that it began to write."""
-        return self.attempt.saves
-
-    @property
-    def failed_at(self) -> float | None:
-        """When the first rank failed."""
-        return _time_of(next(iter(self.attempt.rank_failures), None))
-
-    @property
-    def failed_step(self) -> int:
-        """The highest step in which a rank failed; 0 where none says one."""
-        steps = (event.get("step") for event in self.attempt.rank_failures)
-        return max((step for step in steps if is_whole(step)), default=0)
-
-    @property
     def code(self) -> int | None:
         """What it ended with; None without a verdict."""
         codes = [event["code"] for event in self.attempt.verdicts if is_whole(event.get("code"))]
@@ -162,7 +145,7 @@ class AttemptTimes:
         times = [float(row["step_time_s"]) for row in recent if is_number(row.get("step_time_s"))]
         if times:
             return statistics.median(times)
-        saves = self.saves
+        saves = self.attempt.saves
         if saves and self.training_at is not None:
             num_steps = saves[-1].step - (self.begin or 0)
             seconds = max(0.0, saves[-1].time - self.training_at - saves[-1].blocked_s)
@@ -181,10 +164,6 @@ class AttemptTimes:
         if self.job is not None or before.job is not None:
             return (self.job, self.job_start) == (before.job, before.job_start)
         return before.will_restart or (bool(self.leader) and self.leader == before.leader)
-
-    def is_requeued_job_of(self, before: AttemptTimes) -> bool:
-        """Whether the scheduler started the job of the attempt before once more."""
-        return self.job is not None and self.job == before.job and self.job_start != before.job_start
 
     @property
     def job(self) -> Any:
@@ -210,29 +189,23 @@ def _time_of(event: Record | None) -> float | None:
 
 def attempt_times(events: Iterable[Record], rows: Iterable[Record]) -> list[AttemptTimes]:
     """Return the times of all attempts, by their number. `events` are ordered by time."""
-    times = [_times_of(attempt) for attempt in history.read(events)]
-    if times and times[0].begin is None:
+    times = []
+    for attempt in history.read(events):
+        begin = None if attempt.restored is None else int(attempt.restored["step"])
+        times.append(AttemptTimes(attempt, begin, _time_of(next(iter(attempt.verdicts), None))))
+    if not times:
+        return []
+    if times[0].begin is None:
         times[0].begin = 0
-    _assign_rows(times, rows)
+    # Rows carry a time, and attempts follow one another.
+    starts = [attempt.started for attempt in times]
+    for row in rows:
+        if is_whole(row.get("step")) and is_number(row.get("time")):
+            times[max(0, bisect.bisect_right(starts, row["time"]) - 1)].rows.append(row)
     for before, following in itertools.pairwise(times):
         if before.ended is None or before.ended > following.started:
             before.ended = min(before.end, following.started)
     return times
-
-
-def _times_of(attempt: history.Attempt) -> AttemptTimes:
-    restored = attempt.restored
-    ended = float(attempt.verdicts[0]["time"]) if attempt.verdicts else None
-    return AttemptTimes(attempt, None if restored is None else int(restored["step"]), ended)
-
-
-def _assign_rows(times: Sequence[AttemptTimes], rows: Iterable[Record]) -> None:
-    """Give each row to the attempt that wrote it: rows carry a time, and attempts follow one another."""
-    starts = [attempt.started for attempt in times]
-    for row in rows:
-        if not times or not is_whole(row.get("step")) or not is_number(row.get("time")):
-            continue
-        times[max(0, bisect.bisect_right(starts, row["time"]) - 1)].rows.append(row)
 
 
 def account(
@@ -280,12 +253,14 @@ class _Book:
         self._seconds[to] += seconds
         self.cursor += seconds
 
-    def share(self, time: float, seconds: float, to: Sequence[tuple[Account, float]], rest: Account) -> None:
-        """Book everything up to `time`: at most `seconds` of it by the given shares, the others to `rest`."""
+    def steps(self, time: float, seconds: float, kept: float, rest: Account) -> None:
+        """Book everything up to `time`: at most `seconds` of it to steps, of which a share of `kept` counts,
+        the others to `rest`.
+        """
         whole = max(0.0, min(time, self._end) - self.cursor)
         given = min(max(0.0, seconds), whole)
-        for name, part in to:
-            self._seconds[name] += given * part
+        self._seconds[Account.productive] += given * kept
+        self._seconds[Account.lost] += given * (1.0 - kept)
         self._seconds[rest] += whole - given
         self.cursor += whole
 
@@ -332,7 +307,7 @@ def _book_attempt(book: _Book, attempt: AttemptTimes, kept_until: float, now: fl
         if row is attempt.rows[0] and attempt.training_at is None and math.isfinite(seconds):
             # Nothing else says when the start was over.
             book.until(row["time"] - seconds, Account.restart)
-        book.share(row["time"], seconds, _kept_and_lost(before, step, kept_until), Account.checkpoint)
+        book.steps(row["time"], seconds, _kept_share(before, step, kept_until), Account.checkpoint)
         before = max(before, step)
     if attempt.ended is None and now is not None:
         _book_present(book, attempt, now)
@@ -340,15 +315,11 @@ def _book_attempt(book: _Book, attempt: AttemptTimes, kept_until: float, now: fl
     _book_tail(book, attempt, before, kept_until)
 
 
-def _kept_and_lost(before: int, step: int, kept_until: float) -> list[tuple[Account, float]]:
-    """Return the shares of the steps after `before` up to `step` that count, and that do not."""
+def _kept_share(before: int, step: int, kept_until: float) -> float:
+    """Return the share of the steps after `before` up to `step` that count."""
     if step <= before:
-        return [
-            (Account.productive, 0.0 if step > kept_until else 1.0),
-            (Account.lost, float(step > kept_until)),
-        ]
-    share = min(1.0, max(0.0, (kept_until - before) / (step - before)))
-    return [(Account.productive, share), (Account.lost, 1.0 - share)]
+        return float(step <= kept_until)
+    return min(1.0, max(0.0, (kept_until - before) / (step - before)))
 
 
 def _book_tail(book: _Book, attempt: AttemptTimes, before: int, kept_until: float) -> None:
@@ -359,19 +330,19 @@ def _book_tail(book: _Book, attempt: AttemptTimes, before: int, kept_until: floa
     if attempt.code in _ENDED_WITH_A_SAVE:
         saved = [time for step, time in attempt.attempt.concluded_saves if step >= before]
         book.until(min(max(saved, default=book.cursor), end), Account.checkpoint)
-    for save in attempt.saves:
+    for save in attempt.attempt.saves:
         if save.step > before:
             seconds = max(0.0, min(save.time, end) - book.cursor) - save.blocked_s
-            shares = _kept_and_lost(before, save.step, kept_until)
-            book.share(min(save.time, end), seconds, shares, Account.checkpoint)
+            kept = _kept_share(before, save.step, kept_until)
+            book.steps(min(save.time, end), seconds, kept, Account.checkpoint)
             before = save.step
-    unseen = attempt.failed_step - 1 - before
+    failures = attempt.attempt.rank_failures
+    failed_step = max((event["step"] for event in failures if is_whole(event.get("step"))), default=0)
+    unseen = failed_step - 1 - before
     step_time_s = attempt.step_time_s
     if unseen > 0 and step_time_s is not None:
-        failure = min(attempt.failed_at or end, end)
-        reached = min(book.cursor + unseen * step_time_s, failure)
-        shares = _kept_and_lost(before, before + unseen, kept_until)
-        book.share(reached, math.inf, shares, Account.restart)
+        reached = min(book.cursor + unseen * step_time_s, failures[0]["time"], end)
+        book.steps(reached, math.inf, _kept_share(before, before + unseen, kept_until), Account.restart)
     book.until(end, Account.restart)
 
 
@@ -391,7 +362,9 @@ def _book_gap(book: _Book, queueing: Sequence[Record], ended: AttemptTimes, foll
     if following.is_same_start(ended):
         book.until(following.started, Account.restart)
     else:
-        _wait(book, queueing, ended, following.started, in_queue=following.is_requeued_job_of(ended))
+        # Of the same job the scheduler began another start.
+        is_requeued = following.job is not None and following.job == ended.job
+        _wait(book, queueing, ended, following.started, in_queue=is_requeued)
 
 
 def _wait(

@@ -17,7 +17,6 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote, unquote
 
 from orchestra.recovery.incidents import Incident
@@ -73,29 +72,28 @@ class ExcludeList:
 
         A file that cannot be read leaves nobody out (`unreadable` names it).
         """
-        found = []
+        listed = []
         for place in self._files():
-            entry = _read(place)
-            if entry is None or place != self.file(entry.host):
+            entry = self._entry(place)
+            if entry is None:
                 continue
             if entry.time - _LONGEST_S < now < min(entry.expires, entry.time + _LONGEST_S):
-                found.append(entry)
+                listed.append(entry)
             else:
                 _remove(place, now)
-        return sorted(found, key=lambda entry: (-entry.time, entry.host))
+        return sorted(listed, key=lambda entry: (-entry.time, entry.host))
 
     def unreadable(self) -> list[Path]:
         """Return the files that say nothing: damaged, somebody else's, or written by hand."""
-        read = ((place, _read(place)) for place in self._files())
-        return [place for place, entry in read if entry is None or place != self.file(entry.host)]
+        return [place for place in self._files() if self._entry(place) is None]
+
+    def _entry(self, place: Path) -> Listed | None:
+        """Return what a file says of the host that it is named after."""
+        entry = _read(place)
+        return entry if entry is not None and place == self.file(entry.host) else None
 
     def _files(self) -> list[Path]:
-        try:
-            with os.scandir(self.folder) as entries:
-                names = sorted(entry.name for entry in entries)
-        except OSError:
-            return []
-        return [self.folder / name for name in names if name.endswith(".json") and not name.startswith(".")]
+        return [place for place in _visible(self.folder) if place.name.endswith(".json")]
 
 
 def excluded_folder(runs: Path) -> Path:
@@ -106,13 +104,19 @@ def excluded_folder(runs: Path) -> Path:
 def all_lists(runs: Path) -> list[ExcludeList]:
     """Return the lists of all clusters that runs in this folder were trained on."""
     try:
-        with os.scandir(excluded_folder(runs)) as entries:
-            names = sorted(
-                entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")
-            )
+        folders = [place for place in _visible(excluded_folder(runs)) if place.is_dir()]
+    except OSError:
+        # Somebody else's, or a storage that does not answer.
+        return []
+    return [ExcludeList(runs, unquote(folder.name)) for folder in folders]
+
+
+def _visible(folder: Path) -> list[Path]:
+    """Return what lies in a folder, by name; nothing where it cannot be read."""
+    try:
+        return sorted(place for place in folder.iterdir() if not place.name.startswith("."))
     except OSError:
         return []
-    return [ExcludeList(runs, unquote(name)) for name in names]
 
 
 def shared_folder(parent: Path) -> Path:
@@ -124,21 +128,16 @@ def entries_of(
     decision: Decision, incidents: Sequence[Incident], run: RunDir, now: float, hours: float
 ) -> list[Listed]:
     """Return the entries of the hosts that a decision lists, with the evidence of the last two incidents."""
-    found = []
+    entries = []
     for host in decision.listed:
         blamed = [incident for incident in incidents if host in incident.blamed][-2:]
-        found.append(
-            Listed(
-                host,
-                decision.reason,
-                str(run.path.absolute()),
-                tuple(incident.attempt for incident in blamed),
-                tuple(incident.cause for incident in blamed),
-                now,
-                now + hours * _HOUR_S,
-            )
+        attempts = tuple(incident.attempt for incident in blamed)
+        causes = tuple(incident.cause for incident in blamed)
+        expires = now + hours * _HOUR_S
+        entries.append(
+            Listed(host, decision.reason, str(run.path.absolute()), attempts, causes, now, expires)
         )
-    return found
+    return entries
 
 
 def _file_name(name: str) -> str:
@@ -161,17 +160,12 @@ def _remove(place: Path, now: float) -> None:
 
 
 def _read(place: Path) -> Listed | None:
-    record = read_json(place)
-    return None if record is None else _entry(record)
-
-
-def _entry(record: dict[str, Any]) -> Listed | None:
     """Return what a file says; None where something is missing or of another kind."""
+    record = read_json(place) or {}
     known = {field.name: record.get(field.name) for field in fields(Listed)}
-    texts = [known[name] for name in ("host", "reason", "run")]
     attempts, causes = known["attempts"], known["causes"]
     is_sound = (
-        all(isinstance(text, str) for text in texts)
+        all(isinstance(known[name], str) for name in ("host", "reason", "run"))
         and is_number(known["time"])
         and is_number(known["expires"])
         and isinstance(attempts, list)

@@ -1,7 +1,7 @@
 """Which ranks hang: how long each may be silent, and which of the silent ones the others wait for. Pure.
 
-The agents read heartbeats and hand positions and times in (`orchestra.agents.hang_watch` on each node,
-`orchestra.agents.hang_watch_all_nodes` on the first one); no clock is read here and no file.
+The agents read heartbeats and hand positions and times in (`HangWatch` on each node, `HangWatchOfAllNodes`
+on the first one, both in `orchestra.agents.hang_watch`); no clock is read here and no file.
 
 **Whom to blame.** One hanging rank stalls all others in a collective within a step, so silence alone names
 nobody. To blame is a rank whose process is stopped, else the one that has advanced least: the others wait
@@ -52,9 +52,6 @@ _RECENT_STEPS = 64
 # a process that is stopped is known to be at fault. TCP doubles the wait before each new try (RFC 6298, 5.5):
 # what was cut off for a while is silent for at most twice as long.
 _NETWORK_FACTOR = 2.0
-
-
-# Where ranks are.
 
 
 @dataclass(frozen=True)
@@ -124,9 +121,6 @@ def least_advanced(positions: Sequence[RankPosition]) -> list[RankPosition]:
         return stopped
     least = min((rank.position for rank in positions), default=None)
     return [rank for rank in positions if rank.position == least]
-
-
-# How long a rank may be silent.
 
 
 @dataclass(frozen=True)

@@ -94,18 +94,6 @@ class Attempt:
         return frozenset(int(event["rank"]) for event in self.rank_ends if event["event"] == "finished")
 
     @property
-    def lost_nodes(self) -> list[Record]:
-        return self.named("node_lost")
-
-    @property
-    def lost_agents(self) -> list[Record]:
-        return self.named("agent_lost")
-
-    @property
-    def hangs(self) -> list[Record]:
-        return self.named("hang_detected")
-
-    @property
     def decisions(self) -> list[Record]:
         """All that was decided to do after it: a requeue is written twice, as a decision and with its job."""
         return self.named(*_DECISIONS)
@@ -121,11 +109,6 @@ class Attempt:
         """What was decided to do after it, where no later verdict takes that back."""
         word = self.last_word
         return word if word is not None and word["event"] in _DECISIONS else None
-
-    @property
-    def is_requeued(self) -> bool:
-        """Whether another job, or another start of its job, goes on with the run."""
-        return self.decision is not None and self.decision["event"] == "requeued"
 
     @property
     def excluded_hosts(self) -> tuple[str, ...]:

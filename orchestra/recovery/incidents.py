@@ -168,11 +168,11 @@ def evidence_of(attempt: Attempt) -> Evidence | None:
     not the other way round. A rank that rolls the run back says what was wrong; any other rank that failed is
     the last that can be blamed.
     """
-    if lost := attempt.lost_nodes:
-        return Evidence(Kind.node_lost, tuple(lost))
-    if lost := attempt.lost_agents:
-        return Evidence(Kind.agent_lost, tuple(lost))
-    if hangs := attempt.hangs:
+    # Kinds that are called as the events that tell of them.
+    for kind in (Kind.node_lost, Kind.agent_lost):
+        if lost := attempt.named(kind.value):
+            return Evidence(kind, tuple(lost))
+    if hangs := attempt.named("hang_detected"):
         return Evidence(Kind.hang, tuple(hangs), culprit(attempt.events))
     first = first_failure(attempt)
     failures = () if first is None else (first,)
@@ -244,12 +244,12 @@ def judge(attempt: Attempt, *, exit_code: int, interruption: str | None) -> Verd
         return Verdict(EXIT_STOPPED, cause, message, step=failure.get("step"))
     if interruption is not None:
         return Verdict(EXIT_INTERRUPTED, "interrupted", interruption)
-    if failure is not None and outside is None:
-        return _with_cause(int(failure.get("code", EXIT_FAILED)) or EXIT_FAILED, failure, attempt)
     if outside is not None:
         return _with_cause(EXIT_FAILED, failure or {}, attempt)
-    silent = f"{_ended(exit_code)}, and no rank said why; see the node's log"
-    return Verdict(EXIT_FAILED, "no verdict", silent)
+    if failure is not None:
+        return _with_cause(int(failure.get("code", EXIT_FAILED)) or EXIT_FAILED, failure, attempt)
+    how = f"was ended by {signal_name(-exit_code)}" if exit_code < 0 else f"ended with code {exit_code}"
+    return Verdict(EXIT_FAILED, "no verdict", f"torchrun {how}, and no rank said why; see the node's log")
 
 
 def _with_cause(code: int, end: Record, attempt: Attempt) -> Verdict:
@@ -288,12 +288,6 @@ def _seen_from_outside(attempt: Attempt) -> Record | None:
         "host": hung.host,
         "step": first.get("step"),
     }
-
-
-def _ended(exit_code: int) -> str:
-    if exit_code < 0:
-        return f"torchrun was ended by {signal_name(-exit_code)}"
-    return f"torchrun ended with code {exit_code}"
 
 
 def signal_name(number: int) -> str:
@@ -386,7 +380,8 @@ def _incident(attempt: Attempt, began: int, committed: int, logged: int | None, 
         step_is_exact=is_exact,
         began=began,
         committed=committed,
-        before_first_step=_is_before_first_step(attempt, began, step, is_exact),
+        # A step that is known to be the first one or earlier; else whether ranks began to train.
+        before_first_step=(step is None or step <= began) and (is_exact or attempt.training_started is None),
         num_nodes=attempt.num_nodes,
         by_hand=by_hand,
         excluded=attempt.excluded_hosts,
@@ -538,9 +533,3 @@ def _last_step(attempt: Attempt, logged: int | None) -> tuple[int | None, bool]:
 
 def _steps(events: Iterable[Record]) -> list[int]:
     return [event["step"] for event in events if is_whole(event.get("step"))]
-
-
-def _is_before_first_step(attempt: Attempt, began: int, step: int | None, is_exact: bool) -> bool:
-    if step is not None and step > began:
-        return False
-    return is_exact or attempt.training_started is None

@@ -1,4 +1,4 @@
-"""Whether a run that was hurt ended as if nothing had happened: compared with one to which nothing did.
+"""Whether a run with planned faults ended as if nothing had happened: compared with an undisturbed one.
 
 `judged` reads both runs' files, and the newest checkpoint byte for byte: `recoveries` says what answered each
 planned fault, how fast and at what cost, and `checks` holds the end against claims that must be true.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from checkpointing.catalog import committed_steps, read_manifest
@@ -16,10 +16,10 @@ from checkpointing.checkpoint_errors import CheckpointError
 from checkpointing.manifest import Manifest
 from checkpointing.storage import Storage, open_storage
 from checkpointing.verify import verify
-from orchestra.data.ledger import read_ledger
+from orchestra.data.order import read_ledger
 from orchestra.errors import EXIT_DONE, EXIT_FAILED
+from orchestra.recovery import history
 from orchestra.recovery.accounting import account
-from orchestra.recovery.history import newest_attempt
 from orchestra.recovery.incidents import node_verdict
 from orchestra.rehearsal.prepare_rehearsal import RehearsalPair
 from orchestra.report.attempts import EndedAttempt, ended_attempts
@@ -40,12 +40,12 @@ _MOST_DAMAGES = 3
 
 @dataclass(frozen=True)
 class RehearsalCheck:
-    """One claim about the run that was hurt. `is_true` is None where it cannot be held to it."""
+    """One claim about the run with faults. `is_true` is None where it cannot be held to it."""
 
     claim: str
     is_true: bool | None
     found: str
-    # What a user can do about it.
+    # What a user can do about it where it is false.
     advice: str = ""
 
     def to_json(self) -> Record:
@@ -54,85 +54,74 @@ class RehearsalCheck:
         return {"claim": self.claim, "passed": self.is_true, "found": self.found, "advice": advice}
 
 
-def checks(hurt: RunDir, whole: RunDir) -> list[RehearsalCheck]:
+def checks(run: RunDir, whole: RunDir) -> list[RehearsalCheck]:
     """Return all claims, and whether they hold. `whole`: the undisturbed run. Reads a checkpoint's bytes."""
-    ended = _finished(hurt, "the hurt run finished")
-    whole_ended = _finished(whole, "the undisturbed run finished")
-    found = [whole_ended, ended]
-    if not (ended.is_true and whole_ended.is_true):
-        return found
+    events, events_of_whole = read_events(run), read_events(whole)
+    ended = [
+        _finished(whole, events_of_whole, "the undisturbed run finished"),
+        _finished(run, events, "the run with faults finished"),
+    ]
+    if not all(check.is_true for check in ended):
+        return ended
     return [
-        *found,
-        _no_step_missing(hurt),
-        _same_samples(hurt, whole),
-        *_same_state(hurt, whole),
-        _published_in_order(hurt),
-        _accounts_sum(hurt),
+        *ended,
+        _no_step_missing(run),
+        _same_samples(run, whole),
+        *_same_state(run, whole, _layouts(events) | _layouts(events_of_whole)),
+        _published_in_order(events),
+        _accounts_sum(run, events),
     ]
 
 
-def _finished(run: RunDir, claim: str) -> RehearsalCheck:
-    events = read_events(run)
-    attempt = newest_attempt(events)
-    verdict = None if attempt is None else node_verdict(attempt)
-    advice = f"`orchestra why {run.path}` tells what ended it"
+def _finished(run: RunDir, events: Sequence[Record], claim: str) -> RehearsalCheck:
+    attempts = history.read(events)
+    verdict = node_verdict(attempts[-1]) if attempts else None
     if verdict is None:
-        return RehearsalCheck(claim, False, "it never ended by itself", advice)
-    if verdict.state is not RunPhase.finished:
+        found = "it never ended by itself"
+    elif verdict.state is RunPhase.finished:
+        found = f"attempts: {len(attempts)}"
+    else:
         decided = [event.get("reason") for event in events if event["event"] == "restarting"]
         why = f"; the policy's last word: {decided[-1]}" if decided else ""
-        return RehearsalCheck(
-            claim, False, f"{verdict.state}: {verdict.message or verdict.cause}{why}", advice
-        )
-    return RehearsalCheck(
-        claim, True, f"attempts: {len({event['attempt'] for event in events if _is_start(event)})}"
-    )
-
-
-def _is_start(event: Record) -> bool:
-    return bool(event["event"] == "attempt_started")
+        found = f"{verdict.state}: {verdict.message or verdict.cause}{why}"
+    is_finished = verdict is not None and verdict.state is RunPhase.finished
+    return RehearsalCheck(claim, is_finished, found, f"`orchestra why {run.path}` tells what ended it")
 
 
 def _no_step_missing(run: RunDir) -> RehearsalCheck:
     wanted = range(1, read_config(run.config).train.steps + 1)
-    got = [row["step"] for row in read_metrics(run)]
-    missing = sorted(set(wanted) - set(got))
+    missing = sorted(set(wanted) - {row["step"] for row in read_metrics(run)})
+    found = f"of {len(wanted)} steps: {first_few(missing)}" if missing else f"{len(wanted)} steps"
     advice = "a step that nobody logged may never have been trained; keep the run and report it"
-    if missing:
-        return RehearsalCheck(
-            "no step is missing", False, f"of {len(wanted)} steps: {first_few(missing)}", advice
-        )
-    return RehearsalCheck("no step is missing", True, f"{len(wanted)} steps")
+    return RehearsalCheck("no step is missing", not missing, found, advice)
 
 
 def _same_samples(run: RunDir, whole: RunDir) -> RehearsalCheck:
-    claim = "each sample was trained exactly once"
-    ours, theirs = read_ledger(run), read_ledger(whole)
-    unlike = [step for step in sorted(ours.keys() | theirs.keys()) if _ids(ours, step) != _ids(theirs, step)]
+    ours, theirs = (
+        {step: sorted(ids) for step, ids in read_ledger(ledger_of).items() if ids}
+        for ledger_of in (run, whole)
+    )
+    unlike = [step for step in sorted(ours.keys() | theirs.keys()) if ours.get(step) != theirs.get(step)]
+    found = f"{sum(map(len, ours.values())):,} samples, as in the undisturbed run"
     if unlike:
-        said = f"steps with other samples than the undisturbed run's: {first_few(unlike)}"
-        return RehearsalCheck(claim, False, said, "data.path may have changed meanwhile; else report it")
-    return RehearsalCheck(claim, True, f"{sum(map(len, ours.values())):,} samples, as in the undisturbed run")
+        found = f"steps with other samples than the undisturbed run's: {first_few(unlike)}"
+    advice = "data.path may have changed meanwhile; else report it"
+    return RehearsalCheck("each sample was trained exactly once", not unlike, found, advice)
 
 
-def _ids(ledger: dict[int, list[int]], step: int) -> list[int]:
-    return sorted(ledger.get(step, []))
-
-
-def _same_state(run: RunDir, whole: RunDir) -> list[RehearsalCheck]:
+def _same_state(run: RunDir, whole: RunDir, layouts: set[str]) -> list[RehearsalCheck]:
     """Compare the last states, and read the newest checkpoint's bytes."""
-    same, intact = "the final state is the undisturbed run's, bit for bit", "the newest checkpoint is intact"
+    intact = "the newest checkpoint is intact"
     try:
         storage, manifest = _newest(run)
         _, expected = _newest(whole)
         report = verify(storage, manifest.step, min(_MAX_THREADS, len(os.sched_getaffinity(0))))
     except CheckpointError as error:
         return [RehearsalCheck(intact, False, str(error), "see checkpoint.dir and `orchestra doctor`")]
-    found = [_compared(same, run, whole, manifest, expected)]
     damages = "; ".join(map(str, report.damages[:_MOST_DAMAGES]))
+    found = damages or f"step {report.step}, {report.num_bytes:,} bytes read"
     advice = "the storage loses or changes bytes; `orchestra checkpoint verify` names them"
-    said = damages or f"step {report.step}, {report.num_bytes:,} bytes read"
-    return [*found, RehearsalCheck(intact, report.is_intact, said, advice)]
+    return [_compared(manifest, expected, layouts), RehearsalCheck(intact, report.is_intact, found, advice)]
 
 
 def _newest(run: RunDir) -> tuple[Storage, Manifest]:
@@ -143,71 +132,73 @@ def _newest(run: RunDir) -> tuple[Storage, Manifest]:
     return storage, read_manifest(storage, steps[-1])
 
 
-def _compared(claim: str, run: RunDir, whole: RunDir, ours: Manifest, theirs: Manifest) -> RehearsalCheck:
-    layouts = _layouts(run) | _layouts(whole)
+def _compared(ours: Manifest, theirs: Manifest, layouts: set[str]) -> RehearsalCheck:
+    claim = "the final state is the undisturbed run's, bit for bit"
     if len(layouts) > 1:
-        said = "the layout changed with the number of nodes: sums are added up in another order"
-        return RehearsalCheck(claim, None, said)
+        reason = "the layout changed with the number of nodes: sums are added up in another order"
+        return RehearsalCheck(claim, None, reason)
     if (ours.step, ours.state_digest) == (theirs.step, theirs.state_digest):
         return RehearsalCheck(claim, True, f"step {ours.step}, digest {ours.state_digest[:16]}")
-    said = f"step {ours.step}: {ours.state_digest[:16]}, step {theirs.step}: {theirs.state_digest[:16]}"
+    found = f"step {ours.step}: {ours.state_digest[:16]}, step {theirs.step}: {theirs.state_digest[:16]}"
     advice = (
         "where the undisturbed run itself does not repeat bit for bit (kernels that are not deterministic, "
         "train.micro_batch_size=auto), this says nothing about recovery: rehearse again and compare the two "
         "undisturbed runs"
     )
-    return RehearsalCheck(claim, False, said, advice)
+    return RehearsalCheck(claim, False, found, advice)
 
 
-def _layouts(run: RunDir) -> set[str]:
+def _layouts(events: Iterable[Record]) -> set[str]:
     keys = ("nodes", "ranks_per_node", "layout", "micro_batch_size", "accumulation")
-    starts = [event for event in read_events(run) if _is_start(event)]
-    return {json.dumps({key: start.get(key) for key in keys}, sort_keys=True) for start in starts}
+    return {
+        json.dumps({key: event.get(key) for key in keys}, sort_keys=True)
+        for event in events
+        if event["event"] == "attempt_started"
+    }
 
 
-def _published_in_order(run: RunDir) -> RehearsalCheck:
-    claim = "no attempt saved anything behind the start of a newer one"
-    events = read_events(run)
-    began = {event["attempt"]: event["time"] for event in events if event["event"] == "restored"}
+def _published_in_order(events: Sequence[Record]) -> RehearsalCheck:
+    restored = {event["attempt"]: event["time"] for event in events if event["event"] == "restored"}
+    committed = [event for event in events if event["event"] == "checkpoint_committed"]
     late = [
         event.get("step")
-        for event in events
-        if event["event"] == "checkpoint_committed"
-        and any(number > event["attempt"] and time < event["time"] for number, time in began.items())
+        for event in committed
+        if any(number > event["attempt"] and time < event["time"] for number, time in restored.items())
     ]
-    if late:
-        return RehearsalCheck(claim, False, f"steps {first_few(late)}", "report it, with the run's events/")
-    return RehearsalCheck(
-        claim, True, f"{sum(event['event'] == 'checkpoint_committed' for event in events)} checkpoints"
-    )
+    claim = "no attempt saved anything after the start of a newer one"
+    found = f"steps {first_few(late)}" if late else f"{len(committed)} checkpoints"
+    return RehearsalCheck(claim, not late, found, "report it, with the run's events/")
 
 
-def _accounts_sum(run: RunDir) -> RehearsalCheck:
-    claim = "the accounts sum to the wall time within 1 %"
-    events = read_events(run)
+def _accounts_sum(run: RunDir, events: Sequence[Record]) -> RehearsalCheck:
     begins = [event["time"] for event in events if event["event"] in ("submitted", "attempt_started")]
     ends = [event["time"] for event in events if event["event"] in ("finished", "node_ended")]
     wall_s = max(ends) - min(begins)
-    booked = account(events, read_json_lines(run.metrics))
-    said = f"{booked.wall_s:.1f} s booked of {wall_s:.1f} s"
-    if abs(booked.wall_s - wall_s) > _ACCOUNTS_MAY_DIFFER * wall_s:
-        return RehearsalCheck(claim, False, said, "the hosts' clocks may differ: see `orchestra doctor`")
-    return RehearsalCheck(claim, True, said)
+    booked_s = account(events, read_json_lines(run.metrics)).wall_s
+    return RehearsalCheck(
+        "the accounts sum to the wall time within 1 %",
+        abs(booked_s - wall_s) <= _ACCOUNTS_MAY_DIFFER * wall_s,
+        f"{booked_s:.1f} s booked of {wall_s:.1f} s",
+        "the hosts' clocks may differ: see `orchestra doctor`",
+    )
 
 
 # The parts of a recovery, each named after its end; the first one begins with the fault. Where a fault and
 # what follows it were written on different hosts the seconds are as good as their clocks agree.
-STRETCHES = ("noticed", "decided", "begun", "restored", "new step")
-MEANING = {
-    "noticed": "somebody has written down that something is wrong",
-    "decided": "nothing of the old attempt is left, and the policy has said what follows",
-    "begun": "the next attempt begins: backoff and queue are over",
-    "restored": "its ranks are started and have loaded their state",
-    "new step": "what was lost is trained again, and a step that never was before",
-}
-# The first word that something is wrong.
+STRETCHES = (
+    # Somebody has written down that something is wrong.
+    "noticed",
+    # Nothing of the old attempt is left, and the policy has said what follows.
+    "decided",
+    # The next attempt begins: backoff and queue are over.
+    "begun",
+    # Its ranks are started and have loaded their state.
+    "restored",
+    # What was lost is trained again, and a step that never was before.
+    "new step",
+)
+# The first event that says that something is wrong.
 _NOTICED = ("rank_failed", "failed", "hang_detected", "node_lost", "agent_lost")
-_BY_SLURM = "Slurm started the job again"
 
 
 @dataclass(frozen=True)
@@ -235,10 +226,15 @@ class Recovery:
 
     def to_json(self) -> Record:
         """Return it for `--json`."""
-        told = {key: getattr(self, key) for key in ("host", "decision", "rule", "reason", "seconds")}
-        more = {"stretches": self.stretches, "lost_steps": self.lost_steps, "problem": self.problem}
-        fault = {"fault": self.fault.fault.name, "step": self.fault.at_step, "rank": self.fault.rank}
-        return {**fault, "attempt": self.fault.attempt, **told, **more, "passed": self.is_passed}
+        fault = self.fault
+        named = {
+            "fault": fault.fault.name,
+            "step": fault.at_step,
+            "rank": fault.rank,
+            "attempt": fault.attempt,
+        }
+        followed = {name: value for name, value in vars(self).items() if name != "fault"}
+        return {**named, **followed, "passed": self.is_passed}
 
 
 def recoveries(
@@ -248,49 +244,52 @@ def recoveries(
 
     `events` are in the order of time; `rows` all of metrics.jsonl, those that a rollback made void included.
     """
-    told = {ended.incident.attempt: ended for ended in ended_attempts(events)}
-    return [_recovery(fault, events, rows, told) for fault in faults]
+    attempts = history.read(events)
+    ended = {attempt.incident.attempt: attempt for attempt in ended_attempts(events)}
+    timed = [row for row in rows if is_whole(row.get("step")) and is_number(row.get("time"))]
+    return [_recovery(fault, events, attempts, ended, timed) for fault in faults]
 
 
 def _recovery(
-    fault: PlannedFault, events: Sequence[Record], rows: Sequence[Record], told: dict[int, EndedAttempt]
+    fault: PlannedFault,
+    events: Sequence[Record],
+    attempts: Sequence[history.Attempt],
+    ended: Mapping[int, EndedAttempt],
+    rows: Sequence[Record],
 ) -> Recovery:
     struck = next((event for event in events if _is_of(event, fault)), None)
     if struck is None:
-        return Recovery(fault, problem=_why_not(fault, events))
-    host, since = str(struck.get("host")), float(struck["time"])
-    decision, rule, reason = _answer(told.get(int(struck["attempt"])))
-    known = Recovery(fault, host, decision, rule, reason)
-    begun = [
-        event
-        for event in events
-        if event["event"] == "attempt_started" and event["attempt"] > struck["attempt"]
-    ]
+        return Recovery(fault, problem=f"it never struck: {_why_not(fault, attempts)}")
+    since = float(struck["time"])
+    known = Recovery(fault, str(struck.get("host")))
+    if (decided := ended.get(int(struck["attempt"]))) is not None:
+        decision = decided.decision or "Slurm started the job again"
+        known = replace(known, decision=decision, rule=decided.rule, reason=decided.reason)
+    begun = [start for attempt in attempts if attempt.number > struck["attempt"] for start in attempt.starts]
     if not begun:
-        return replace(known, problem=f"no attempt followed{f': {reason}' if reason else ''}")
+        return replace(known, problem=f"no attempt followed{f': {known.reason}' if known.reason else ''}")
     # Ranks may train on for a moment after their agent was killed.
-    first = min(float(event["time"]) for event in begun)
-    reached = max((row["step"] for row in rows if _is_row(row) and row["time"] <= first), default=0)
-    new = next((row for row in rows if _is_row(row) and row["time"] > first and row["step"] > reached), None)
+    first = min(float(start["time"]) for start in begun)
+    reached = max((row["step"] for row in rows if row["time"] <= first), default=0)
+    new = next((row for row in rows if row["time"] > first and row["step"] > reached), None)
     if new is None:
-        return replace(known, problem=f"no step behind {reached} followed")
-    start = max(
-        (event for event in begun if event["time"] < new["time"]), key=lambda event: int(event["attempt"])
+        return replace(known, problem=f"no step after {reached} followed")
+    start = max((start for start in begun if start["time"] < new["time"]), key=lambda start: start["attempt"])
+    attempt = next(attempt for attempt in attempts if attempt.number == start["attempt"])
+    restored = [event for event in attempt.named("restored") if is_whole(event.get("step"))]
+    before = [event for event in events if event["time"] >= since and event["attempt"] < attempt.number]
+    # The event that ends each stretch; none where nothing tells it.
+    ends = (
+        [event for event in before if event["event"] in _NOTICED][:1],
+        [event for event in before if event["event"] == "restarting"][-1:],
+        [start],
+        (restored or attempt.named("training_started"))[:1],
+        [new],
     )
-    own = [event for event in events if event["attempt"] == start["attempt"]]
-    restored = [event for event in own if event["event"] == "restored" and is_whole(event.get("step"))]
-    before = [event for event in events if event["time"] >= since and event["attempt"] < start["attempt"]]
-    marks = {
-        "noticed": _first(event for event in before if event["event"] in _NOTICED),
-        "decided": _last(event for event in before if event["event"] == "restarting"),
-        "begun": float(start["time"]),
-        "restored": _first(restored or [event for event in own if event["event"] == "training_started"]),
-        "new step": float(new["time"]),
-    }
     # Where nothing tells what was restored it began with the first step.
     lost = max(0, reached - (restored[-1]["step"] if restored else 0))
-    seconds = float(new["time"]) - since
-    return replace(known, seconds=seconds, stretches=_stretches(since, marks), lost_steps=lost)
+    stretches = _stretches(since, ends)
+    return replace(known, seconds=float(new["time"]) - since, stretches=stretches, lost_steps=lost)
 
 
 def _is_of(event: Record, fault: PlannedFault) -> bool:
@@ -302,48 +301,27 @@ def _is_of(event: Record, fault: PlannedFault) -> bool:
     )
 
 
-def _is_row(row: Record) -> bool:
-    return is_whole(row.get("step")) and is_number(row.get("time"))
-
-
-def _why_not(fault: PlannedFault, events: Sequence[Record]) -> str:
+def _why_not(fault: PlannedFault, attempts: Sequence[history.Attempt]) -> str:
     """Say why a fault never struck."""
-    starts = {event["attempt"]: event for event in events if event["event"] == "attempt_started"}
-    if fault.attempt not in starts:
-        return f"it never struck: there was no attempt {fault.attempt}"
-    start = starts[fault.attempt]
-    nodes, per_node = start.get("nodes"), start.get("ranks_per_node")
+    attempt = next((attempt for attempt in attempts if attempt.number == fault.attempt), None)
+    if attempt is None:
+        return f"there was no attempt {fault.attempt}"
+    nodes, per_node = (attempt.starts[-1].get(key) for key in ("nodes", "ranks_per_node"))
     ranks = nodes * per_node if is_whole(nodes) and is_whole(per_node) else None
     if ranks is not None and fault.rank is not None and fault.rank >= ranks:
-        return f"it never struck: attempt {fault.attempt} had only {ranks} ranks"
-    return f"it never struck: attempt {fault.attempt} ended before step {fault.at_step}"
+        return f"attempt {fault.attempt} had only {ranks} ranks"
+    return f"attempt {fault.attempt} ended before step {fault.at_step}"
 
 
-def _answer(ended: EndedAttempt | None) -> tuple[str | None, str | None, str | None]:
-    if ended is None:
-        return None, None, None
-    if ended.decision is None:
-        return _BY_SLURM, None, None
-    return ended.decision, ended.rule, ended.reason
-
-
-def _first(events: Iterable[Record]) -> float | None:
-    return min((float(event["time"]) for event in events), default=None)
-
-
-def _last(events: Iterable[Record]) -> float | None:
-    return max((float(event["time"]) for event in events), default=None)
-
-
-def _stretches(since: float, marks: dict[str, float | None]) -> dict[str, float]:
-    """Return the seconds between each mark and the one before it; one that is missing takes none."""
-    found, before = {}, since
-    for name in STRETCHES:
-        mark = marks[name]
-        here = before if mark is None else max(before, mark)
-        found[name] = here - before
-        before = here
-    return found
+def _stretches(since: float, ends: Sequence[Sequence[Record]]) -> dict[str, float]:
+    """Return the seconds of each stretch; one without an end takes none."""
+    stretches = {}
+    before = since
+    for name, events in zip(STRETCHES, ends, strict=True):
+        end = max([before, *(float(event["time"]) for event in events)])
+        stretches[name] = end - before
+        before = end
+    return stretches
 
 
 @dataclass(frozen=True)
@@ -368,10 +346,13 @@ class Judgement:
     def to_json(self) -> Record:
         """Return it for `--json`."""
         pair = self.pair
-        runs = {"undisturbed": str(pair.undisturbed.path), "faults": str(pair.hurt.path)}
-        told = {"faults": [recovery.to_json() for recovery in self.recoveries]}
-        held = {"checks": [check.to_json() for check in self.checks]}
-        return {"of": pair.of, "runs": runs, **told, **held, "passed": self.is_passed}
+        return {
+            "of": pair.of,
+            "runs": {"undisturbed": str(pair.undisturbed.path), "faults": str(pair.with_faults.path)},
+            "faults": [recovery.to_json() for recovery in self.recoveries],
+            "checks": [check.to_json() for check in self.checks],
+            "passed": self.is_passed,
+        }
 
 
 def judged(pair: RehearsalPair) -> Judgement:
@@ -379,7 +360,7 @@ def judged(pair: RehearsalPair) -> Judgement:
 
     Raises ConfigError where a run's configuration cannot be read.
     """
-    faults = planned_faults(read_config(pair.hurt.config).recovery.inject)
-    rows = list(read_json_lines(pair.hurt.metrics))
-    found = recoveries(faults, read_events(pair.hurt), rows)
-    return Judgement(pair, tuple(found), tuple(checks(pair.hurt, pair.undisturbed)))
+    run = pair.with_faults
+    faults = planned_faults(read_config(run.config).recovery.inject)
+    followed = recoveries(faults, read_events(run), list(read_json_lines(run.metrics)))
+    return Judgement(pair, tuple(followed), tuple(checks(run, pair.undisturbed)))

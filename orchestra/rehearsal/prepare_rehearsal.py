@@ -155,12 +155,12 @@ def _refuse_impossible(asked: Sequence[AskedFault], config: Config, steps: int) 
 
 def _placed(in_order: Sequence[tuple[int, AskedFault]], config: Config) -> list[PlannedFault]:
     per_node = int(config.cluster.gpus_per_node)
-    nodes = _nodes([it for _, it in in_order], config.cluster.nodes, per_node)
-    found = []
-    for index, ((step, it), node) in enumerate(zip(in_order, nodes, strict=True)):
-        rank = node * per_node + index % per_node if it.rank is None else it.rank
-        found.append(PlannedFault(step, rank, attempt=index, fault=it.fault))
-    return found
+    nodes = _nodes([asked for _, asked in in_order], config.cluster.nodes, per_node)
+    planned = []
+    for index, ((step, asked), node) in enumerate(zip(in_order, nodes, strict=True)):
+        rank = node * per_node + index % per_node if asked.rank is None else asked.rank
+        planned.append(PlannedFault(step, rank, attempt=index, fault=asked.fault))
+    return planned
 
 
 def _nodes(asked: Sequence[AskedFault], num_nodes: int, per_node: int) -> list[int]:
@@ -183,7 +183,8 @@ def _nodes(asked: Sequence[AskedFault], num_nodes: int, per_node: int) -> list[i
     return nodes[::-1]
 
 
-UNDISTURBED, HURT = "undisturbed", "faults"
+# What the names of the two runs end with.
+_HALVES = ("undisturbed", "faults")
 # What a rehearsal decides by itself, and what says it instead.
 _OWN_KEYS = {
     "train.steps": "say --steps N",
@@ -202,7 +203,7 @@ class Rehearsal:
     of: str
     schedule: FaultSchedule
     undisturbed: Config
-    hurt: Config
+    with_faults: Config
 
 
 def rehearsed_config(run: RunDir, overrides: Sequence[str], situation: Situation) -> Config:
@@ -220,15 +221,19 @@ def planned_rehearsal(
     run: RunDir, config: Config, asked: Sequence[AskedFault], steps: int | None, situation: Situation
 ) -> Rehearsal:
     """Return the rehearsal of `run` in `config`, whose ranks per node are a number. Raises ConfigError."""
-    course = fault_schedule(asked or usual_faults(config), config, steps)
+    schedule = fault_schedule(asked or usual_faults(config), config, steps)
     parent = run.path.parent.parent if is_sweep(run.path.parent) else run.path.parent
     stem = _free_stem(parent, name_of(run).replace("/", "-"))
-    pair = [_with_identity(_short(config, course), parent, f"{stem}-{name}") for name in (UNDISTURBED, HURT)]
-    faults = [entry(fault) for fault in course.faults]
-    hurt = dataclasses.replace(pair[1], recovery=dataclasses.replace(pair[1].recovery, inject=faults))
-    if problems := problems_of(hurt, situation):
+    undisturbed, with_faults = (
+        _with_identity(_short(config, schedule), parent, f"{stem}-{half}") for half in _HALVES
+    )
+    faults = [entry(fault) for fault in schedule.faults]
+    with_faults = dataclasses.replace(
+        with_faults, recovery=dataclasses.replace(with_faults.recovery, inject=faults)
+    )
+    if problems := problems_of(with_faults, situation):
         raise ConfigError(problems)
-    return Rehearsal(name_of(run), course, pair[0], hurt)
+    return Rehearsal(name_of(run), schedule, undisturbed, with_faults)
 
 
 def _key(override: str) -> str:
@@ -254,14 +259,14 @@ def _quiet(frozen: Config) -> Config:
     )
 
 
-def _short(config: Config, course: FaultSchedule) -> Config:
+def _short(config: Config, schedule: FaultSchedule) -> Config:
     warmup = config.optim.warmup_steps
-    warmup = None if warmup is None else min(warmup, course.steps)
+    warmup = None if warmup is None else min(warmup, schedule.steps)
     return dataclasses.replace(
         config,
-        train=dataclasses.replace(config.train, steps=course.steps),
+        train=dataclasses.replace(config.train, steps=schedule.steps),
         optim=dataclasses.replace(config.optim, warmup_steps=warmup),
-        checkpoint=dataclasses.replace(config.checkpoint, every_steps=course.every_steps),
+        checkpoint=dataclasses.replace(config.checkpoint, every_steps=schedule.every_steps),
     )
 
 
@@ -279,7 +284,7 @@ def _free_stem(parent: Path, name: str) -> str:
     """Return what both names begin with: not with RUN's own name, which would be no unique start any more."""
     for number in itertools.count(1):
         stem = f"rehearsal-{name}-{number}"
-        if not any(os.path.lexists(parent / f"{stem}-{half}") for half in (UNDISTURBED, HURT)):
+        if not any(os.path.lexists(parent / f"{stem}-{half}") for half in _HALVES):
             return stem
     raise AssertionError("unreachable")
 
@@ -290,26 +295,26 @@ class RehearsalPair:
 
     of: str
     undisturbed: RunDir
-    hurt: RunDir
+    with_faults: RunDir
 
 
 def write_pair(pair: RehearsalPair) -> None:
-    """Let the hurt run's directory say what it is compared with. Raises OSError."""
+    """Let the directory of the run with faults say what it is compared with. Raises OSError."""
     record = {"of": pair.of, "undisturbed": pair.undisturbed.name}
-    pair.hurt.rehearsal.write_text(json.dumps(record) + "\n")
+    pair.with_faults.rehearsal.write_text(json.dumps(record) + "\n")
 
 
-def read_pair(hurt: RunDir) -> RehearsalPair | None:
-    """Return the rehearsal that `hurt` is the hurt run of; None for any other run. Raises ConfigError where
-    the record is damaged, or the undisturbed run was removed.
+def read_pair(run: RunDir) -> RehearsalPair | None:
+    """Return the rehearsal in which `run` is the one with faults; None for any other run. Raises ConfigError
+    where the record is damaged, or the undisturbed run was removed.
     """
     try:
-        record = json.loads(hurt.rehearsal.read_text())
-        pair = RehearsalPair(str(record["of"]), RunDir(hurt.path.parent / str(record["undisturbed"])), hurt)
+        record = json.loads(run.rehearsal.read_text())
+        pair = RehearsalPair(str(record["of"]), RunDir(run.path.parent / str(record["undisturbed"])), run)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{hurt.rehearsal}: cannot be read: {error}; rehearse again") from error
+        raise ConfigError(f"{run.rehearsal}: cannot be read: {error}; rehearse again") from error
     if not pair.undisturbed.config.is_file():
-        raise ConfigError(f"{hurt.name}: {pair.undisturbed.path} is gone, and nothing left to compare with")
+        raise ConfigError(f"{run.name}: {pair.undisturbed.path} is gone, and nothing left to compare with")
     return pair

@@ -1,36 +1,26 @@
-"""What happened to a run, attempt by attempt, and what was decided then: as data, and in lines of 80 columns.
+"""What happened to a run, attempt by attempt, where its time went, and who is slow in it now. Read-only.
 
-Called by `orchestra why` and by rehearsals. `node_lines` says what the nodes of the last job found when they
-checked themselves.
+Called by `orchestra why`, `orchestra status RUN` and rehearsals. The accounts read all of metrics.jsonl: they
+are for a run that somebody asks about, not for a table of a thousand.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from orchestra.recovery import history
-from orchestra.recovery.history import Attempt
-from orchestra.recovery.incidents import Incident, Kind, incidents
-from orchestra.run.events import is_number
-from orchestra.run.files import Record
+from orchestra.recovery.accounting import Accounts, account
+from orchestra.recovery.history import Attempt, newest_attempt
+from orchestra.recovery.incidents import Incident, incidents
+from orchestra.run.events import is_number, is_whole
+from orchestra.run.files import Record, read_json_lines
+from orchestra.run.metrics_file import wall_begin
+from orchestra.run.paths import RunDir
+from orchestra.run.record import RunPhase, read_record
 
-_WIDTH = 80
-_INDENT = 5
-# Of a run with more attempts the first one and the last ones are shown.
-_MOST_SHOWN = 12
-_GAVE_UP = "give_up"
-_WORDS_OF_DECISIONS = {
-    "restart": "restarted in place",
-    "replace": "restarted with a spare",
-    "shrink": "restarted on fewer nodes",
-    "requeue": "requeued",
-    _GAVE_UP: "gave up",
-    "end": "ended",
-}
+GAVE_UP = "give_up"
 
 
 @dataclass(frozen=True)
@@ -87,7 +77,7 @@ def _ended_attempt(incident: Incident, attempt: Attempt) -> EndedAttempt:
         reason=_text(first, "reason"),
         wait_s=float(wait_s) if is_number(wait_s) else 0.0,
         exclude=incident.excluded,
-        code=first["code"] if decision == _GAVE_UP and "code" in first else None,
+        code=first["code"] if decision == GAVE_UP and "code" in first else None,
         replaced=replaced,
     )
 
@@ -97,125 +87,34 @@ def _text(event: Record, key: str) -> str | None:
     return value if isinstance(value, str) and value else None
 
 
-def attempt_lines(attempts: Sequence[EndedAttempt]) -> list[str]:
-    """Return what happened to the run, two or three lines an attempt, each of at most 80 columns.
+def read_accounts(run: RunDir, events: Sequence[Record], state: RunPhase, now: float) -> Accounts:
+    """Book the wall time of a run in `state` up to `now`, or up to its end."""
+    began = wall_begin(events, read_record(run))
+    rows = read_json_lines(run.metrics)
+    return account(events, rows, began=began, now=None if state.is_over else now)
 
-    Nothing where there was one attempt and nothing was decided about it.
-    """
-    if len(attempts) < 2 and not any(ended.decision for ended in attempts):
-        return []
-    left_out = len(attempts) - _MOST_SHOWN
-    lines = ["attempts"]
-    for index, ended in enumerate(attempts):
-        if left_out > 0 and 0 < index <= left_out:
-            lines += [f"  … {left_out} more"] if index == 1 else []
+
+@dataclass(frozen=True)
+class SlowRank:
+    """A rank that computes slower than the others by `ratio`, after `step`."""
+
+    rank: int
+    host: str
+    ratio: float
+    step: int | None
+
+
+def slow_ranks(events: Iterable[Record]) -> list[SlowRank]:
+    """Return the ranks that were found slow in the newest attempt and have not recovered, slowest first."""
+    attempt = newest_attempt(list(events))
+    found: dict[int, SlowRank] = {}
+    for event in () if attempt is None else attempt.events:
+        rank, ratio = event.get("rank"), event.get("ratio")
+        if not is_whole(rank):
             continue
-        lines += _lines(ended)
-    return lines
-
-
-def _lines(ended: EndedAttempt) -> list[str]:
-    incident = ended.incident
-    lines = _wrapped(f"{_steps(incident)}{_what(incident)}", f"{incident.attempt:>3}  ")
-    if ended.decision is None:
-        return lines
-    lines += _wrapped(f"{_decided(ended)}{_because(ended)}", "     → ", " " * (_INDENT + 2))
-    return lines
-
-
-def _steps(incident: Incident) -> str:
-    if incident.before_first_step:
-        return "before the first step: "
-    if incident.step is None:
-        return f"from step {incident.began + 1}: "
-    about = "" if incident.step_is_exact or incident.kind is Kind.finished else "about "
-    return f"steps {incident.began + 1} to {about}{max(incident.step, incident.began + 1)}: "
-
-
-def _what(incident: Incident) -> str:
-    who = "" if incident.rank is None else f"rank {incident.rank}"
-    where = "" if incident.host is None else f"on {incident.host}" if who else incident.host
-    place = " ".join(part for part in (who, where) if part)
-    saved = f"; saved: step {incident.committed}" if incident.committed else "; nothing was saved"
-    if incident.kind is Kind.finished:
-        return "finished"
-    cause = f"stopped ({incident.cause})" if incident.kind is Kind.stopped else incident.cause
-    return f"{cause}{f' ({place})' if place else ''}{saved}"
-
-
-def _decided(ended: EndedAttempt) -> str:
-    words = _WORDS_OF_DECISIONS.get(str(ended.decision), str(ended.decision))
-    if ended.replaced:
-        words += f" ({', '.join(f'{new} for {old}' for old, new in ended.replaced)})"
-    if ended.wait_s:
-        words += f" after {ended.wait_s:g} s"
-    replaced = [old for old, _ in ended.replaced]
-    others = [host for host in ended.exclude if host not in replaced]
-    return words + (f", without {', '.join(others)}" if others else "")
-
-
-def _because(ended: EndedAttempt) -> str:
-    # An ordinary restart has no other reason than what is told above it.
-    is_new = ended.reason is not None and not ended.reason.startswith(ended.incident.cause)
-    reason = f": {ended.reason}" if is_new else ""
-    return f"{reason} [{ended.rule}]" if ended.rule else reason
-
-
-def _wrapped(text: str, head: str, indent: str = " " * _INDENT, *, keeps_words: bool = False) -> list[str]:
-    return textwrap.wrap(
-        text,
-        _WIDTH,
-        initial_indent=head,
-        subsequent_indent=indent,
-        break_long_words=not keeps_words,
-        break_on_hyphens=False,
-    )
-
-
-def _wrapped_node(text: str) -> list[str]:
-    # Paths stay whole, to be copied.
-    return _wrapped(text, " " * _INDENT, " " * (_INDENT + 2), keeps_words=True)
-
-
-# Of a job with a thousand nodes that share one fault.
-_MAX_NODES_SHOWN = 8
-
-
-def node_lines(events: Sequence[Record]) -> list[str]:
-    """Return what the node checks of the last job said against which node, and whether it was used.
-
-    Nothing where all were sound.
-    """
-    checked = [event for event in events if event["event"] == "node_checked"]
-    if not checked:
-        return []
-    last = checked[-1]
-    reasons_of: dict[str, list[str]] = {}
-    for host, words in [*_texts(last, "unfit"), *_texts(last, "doubt")]:
-        reasons_of.setdefault(host, []).append(words)
-    for event in events:
-        if event["event"] == "node_slow" and event["time"] >= last["time"]:
-            reasons_of.setdefault(str(event.get("host")), []).append(str(event.get("cause")))
-    left_out = last.get("left_out")
-    out = left_out if isinstance(left_out, list) else []
-    lines = []
-    for host, reasons in list(reasons_of.items())[:_MAX_NODES_SHOWN]:
-        used = "left out" if host in out else "used all the same"
-        lines += _wrapped_node(f"{host}, {used}: {'; '.join(reasons)}")
-    if len(reasons_of) > _MAX_NODES_SHOWN:
-        lines += _wrapped_node(f"… {len(reasons_of) - _MAX_NODES_SHOWN} more")
-    lines += [line for host, off in _clocks(last) for line in _wrapped_node(f"{host}: its clock is {off}")]
-    return ["nodes", *lines] if lines else []
-
-
-def _texts(event: Record, key: str) -> list[tuple[str, str]]:
-    value: Any = event.get(key)
-    return [(host, str(words)) for host, words in value.items()] if isinstance(value, Mapping) else []
-
-
-def _clocks(event: Record) -> list[tuple[str, str]]:
-    clocks = []
-    for host, text in _texts(event, "clock_off_s"):
-        direction = "behind" if text.startswith("-") else "ahead of"
-        clocks.append((host, f"{text.removeprefix('-')} s {direction} the others'"))
-    return clocks
+        if event["event"] == "straggler_found" and is_number(ratio):
+            host = event.get("host")
+            found[rank] = SlowRank(rank, host if isinstance(host, str) else "?", ratio, event.get("step"))
+        elif event["event"] == "straggler_gone":
+            found.pop(rank, None)
+    return sorted(found.values(), key=lambda slow: -slow.ratio)

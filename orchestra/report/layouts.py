@@ -7,7 +7,6 @@ compiled and memory is first asked for. Runs are compared that train the same mo
 
 from __future__ import annotations
 
-import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,10 +15,9 @@ from conf.schema import Config
 from orchestra.errors import ConfigError
 from orchestra.plan.assemble import case_of
 from orchestra.plan.predict import Prediction, predict
-from orchestra.report.run_state import name_of, read_state
+from orchestra.report.run_state import median_of, name_of, read_state
 from orchestra.run.config_file import read_config
 from orchestra.run.events import is_number, is_whole, read_events
-from orchestra.run.files import Record
 from orchestra.run.metrics_file import read_metrics
 from orchestra.run.paths import RunDir
 from orchestra.sizes.topology import Layout, batch_shape, layout
@@ -87,11 +85,12 @@ def read_run(run: RunDir, now: float) -> ScannedRun:
         raise ConfigError(f"{run.path}: it never started, so that its number of ranks is not known")
     mesh = layout(config.parallelism, config.cluster.nodes * ranks)
     batch = batch_shape(config.train, mesh.dp)
-    rows = [
-        row for row in read_metrics(run) if row.get("time", begin) is None or row.get("time", begin) >= begin
-    ]
+    rows = [row for row in read_metrics(run) if row.get("time") is None or row["time"] >= begin]
     steady = rows[_WARM_ROWS:] or rows[-1:]
+    peaks = [row["memory_peak_bytes"] for row in rows if is_number(row.get("memory_peak_bytes"))]
     prediction, unpredicted = _predicted(config)
+    state = read_state(run, now)
+    cause = f" ({state.cause})" if state.cause else ""
     return ScannedRun(
         name=name_of(run),
         workload=Workload(
@@ -110,11 +109,11 @@ def read_run(run: RunDir, now: float) -> ScannedRun:
             config.train.recompute.value,
         ),
         num_rows=len(steady),
-        tokens_per_s_per_device=_median(steady, "tokens_per_s_per_device"),
-        mfu=_median(steady, "mfu"),
-        peak_memory_bytes=_largest(rows, "memory_peak_bytes"),
+        tokens_per_s_per_device=median_of(steady, "tokens_per_s_per_device"),
+        mfu=median_of(steady, "mfu"),
+        peak_memory_bytes=max(map(int, peaks), default=None),
         prediction=prediction,
-        problem=None if steady else _why_nothing(run, now),
+        problem=None if steady else f"no step was logged, {state.state}{cause}",
         unpredicted=unpredicted,
     )
 
@@ -143,32 +142,16 @@ def _predicted(config: Config) -> tuple[Prediction | None, str | None]:
         return None, "; ".join(error.problems)
 
 
-def _why_nothing(run: RunDir, now: float) -> str:
-    state = read_state(run, now)
-    cause = f" ({state.cause})" if state.cause else ""
-    return f"no step was logged, {state.state}{cause}"
-
-
-def _median(rows: Sequence[Record], key: str) -> float | None:
-    values = [float(row[key]) for row in rows if is_number(row.get(key))]
-    return statistics.median(values) if values else None
-
-
-def _largest(rows: Iterable[Record], key: str) -> int | None:
-    return max((int(row[key]) for row in rows if is_number(row.get(key))), default=None)
-
-
 def by_workload(runs: Iterable[ScannedRun]) -> dict[Workload, list[ScannedRun]]:
     """Return the runs of each workload, the fastest first, those without a speed last."""
     workloads: dict[Workload, list[ScannedRun]] = defaultdict(list)
     for run in runs:
         workloads[run.workload].append(run)
     ordered = sorted(workloads, key=lambda workload: (*workload.work, workload.num_devices))
-    return {workload: sorted(workloads[workload], key=_slowness) for workload in ordered}
-
-
-def _slowness(run: ScannedRun) -> float:
-    return -(run.tokens_per_s_per_device or 0.0)
+    return {
+        workload: sorted(workloads[workload], key=lambda run: -(run.tokens_per_s_per_device or 0.0))
+        for workload in ordered
+    }
 
 
 def best_of(workloads: Mapping[Workload, Sequence[ScannedRun]]) -> dict[Workload, ScannedRun]:

@@ -1,4 +1,4 @@
-"""The state of a run as its own records tell it: alive or how it ended, how far, how fast. Read-only.
+"""The state of a run or a sweep as its records tell it: alive or how it ended, how far, how fast. Read-only.
 
 Read by every command that shows, resumes or cancels runs; `report.scheduler` adds Slurm's word. A run
 without a verdict counts as running while the process that leads it lives; on another host, while its files
@@ -9,11 +9,13 @@ to begin again is restarting. YAML is not parsed: a thousand runs are read in le
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import re
 import socket
 import statistics
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,8 +29,8 @@ from orchestra.recovery.incidents import Verdict, first_failure, judge, node_ver
 from orchestra.run.events import event_files, is_number, is_whole, read_events
 from orchestra.run.files import Record, read_last_lines
 from orchestra.run.metrics_file import rows_that_count
-from orchestra.run.paths import RunDir, SweepDir, read_sweep
-from orchestra.run.record import RunPhase, read_record
+from orchestra.run.paths import RunDir, Sweep, SweepDir, SweepMember, read_sweep
+from orchestra.run.record import RunPhase, newest_job, read_record
 
 
 def was_verified(events: Iterable[Record], step: int, created: float) -> bool:
@@ -45,11 +47,10 @@ def was_verified(events: Iterable[Record], step: int, created: float) -> bool:
 def failed_save(event: Record) -> str:
     """Return in a sentence what a `checkpoint_failed` event tells."""
     reasons = event.get("reasons")
-    listed = reasons.items() if isinstance(reasons, dict) else ()
     # Most failures are the same one on every rank.
-    ranks_of: dict[str, list[str]] = {}
-    for rank, reason in listed:
-        ranks_of.setdefault(str(reason), []).append(str(rank))
+    ranks_of: dict[str, list[str]] = defaultdict(list)
+    for rank, reason in reasons.items() if isinstance(reasons, dict) else ():
+        ranks_of[str(reason)].append(str(rank))
     texts = [f"{reason} (rank {', '.join(ranks)})" for reason, ranks in ranks_of.items()]
     why = "; ".join(texts) or str(event.get("message") or event.get("reason") or reasons or "no reason given")
     return f"the checkpoint of step {event.get('step', '?')} was not saved: {why}"
@@ -58,9 +59,12 @@ def failed_save(event: Record) -> str:
 def passed_over(event: Record) -> list[str]:
     """Return a sentence for each newer checkpoint that a `restored` event says was not taken."""
     skipped = event.get("skipped")
-    entries = [entry for entry in skipped if isinstance(entry, dict)] if isinstance(skipped, list) else []
-    told = [(entry.get("step", "?"), entry.get("reason", "no reason given")) for entry in entries]
-    return [f"the checkpoint of step {step} was passed over: {reason}" for step, reason in told]
+    return [
+        f"the checkpoint of step {entry.get('step', '?')} was passed over: "
+        f"{entry.get('reason', 'no reason given')}"
+        for entry in (skipped if isinstance(skipped, list) else [])
+        if isinstance(entry, dict)
+    ]
 
 
 # Decisions that another attempt by the same agents follows, and the one that another job does; after the
@@ -98,9 +102,22 @@ def restart_to_come(attempt: Attempt) -> Restart | None:
     if word is None:
         return None
     is_decided = word["event"] == "restarting"
-    if (is_decided and word.get("decision") in _GO_ON) or (not is_decided and word.get(_UNDECIDED) is True):
-        return _restart_from(word, _newest_start(attempt))
-    return None
+    if not (word.get("decision") in _GO_ON if is_decided else word.get(_UNDECIDED) is True):
+        return None
+    wait_s, decided = word.get("wait_s"), float(word["time"])
+    reason, after = (
+        word.get("reason" if is_decided else "cause"),
+        word.get("after" if is_decided else "cause"),
+    )
+    job = attempt.starts[-1].get("job") if attempt.starts else None
+    return Restart(
+        decision=str(word["decision"]) if is_decided else _UNDECIDED,
+        reason=reason if isinstance(reason, str) else "",
+        decided=decided,
+        due=decided + (max(0.0, float(wait_s)) if is_number(wait_s) else 0.0),
+        after=after if isinstance(after, str) else None,
+        job=job if isinstance(job, str) else None,
+    )
 
 
 def is_awaited(restart: Restart, attempt: Attempt, now: float, last_growth: float) -> bool:
@@ -109,7 +126,7 @@ def is_awaited(restart: Restart, attempt: Attempt, now: float, last_growth: floa
     On its own host its process tells; elsewhere it counts as alive until it is late by two minutes, counted
     from the last word of the run, at `last_growth` by the file server's clock.
     """
-    start = _newest_start(attempt)
+    start = attempt.starts[-1] if attempt.starts else None
     decided = attempt.last_word or {}
     if start is not None and is_of_this_host(start) and _is_same_leader(start, decided):
         lives = leader_lives(start)
@@ -132,26 +149,6 @@ def leader_lives(start: Record) -> bool:
         return False
     process = processes.find(pid)
     return process is not None and (started is None or process.started == started)
-
-
-def _newest_start(attempt: Attempt) -> Record | None:
-    return attempt.starts[-1] if attempt.starts else None
-
-
-def _restart_from(event: Record, start: Record | None) -> Restart:
-    is_decided = event["event"] == "restarting"
-    wait_s, reason = event.get("wait_s"), event.get("reason") if is_decided else event.get("cause")
-    after = event.get("after") if is_decided else event.get("cause")
-    decided = float(event["time"])
-    job = None if start is None else start.get("job")
-    return Restart(
-        decision=str(event["decision"]) if is_decided else _UNDECIDED,
-        reason=reason if isinstance(reason, str) else "",
-        decided=decided,
-        due=decided + (max(0.0, float(wait_s)) if is_number(wait_s) else 0.0),
-        after=after if isinstance(after, str) else None,
-        job=job if isinstance(job, str) else None,
-    )
 
 
 def _is_same_leader(start: Record, decided: Record) -> bool:
@@ -227,15 +224,13 @@ def is_run(path: Path) -> bool:
         return False
 
 
-def shown_name(run: RunDir, record: Record) -> str:
-    """Return the name that means a run: for a member of a sweep with the sweep's in front."""
-    sweep = record.get("sweep")
+def name_of(run: RunDir, record: Record | None = None) -> str:
+    """Return the name that means a run: for a member of a sweep with the sweep's in front.
+
+    `record` is the run's, where it was read already.
+    """
+    sweep = (read_record(run) if record is None else record).get("sweep")
     return f"{sweep}/{run.name}" if isinstance(sweep, str) and run.path.parent.name == sweep else run.name
-
-
-def name_of(run: RunDir) -> str:
-    """Return the name that means a run on the command line; see `shown_name`."""
-    return shown_name(run, read_record(run))
 
 
 def read_state(run: RunDir, now: float) -> RunState:
@@ -253,13 +248,15 @@ def _read_state(run: RunDir, now: float) -> RunState:
     record = read_record(run)
     events = read_events(run, _EVENTS)
     rows = recent_rows(run)
-    state, verdict = _ending(run, record, events, now)
+    state, verdict = read_ending(run, events, now, record)
     steps = _steps(run, record)
     last = rows[-1] if rows else {}
-    restart = _restart(events, state)
+    attempt = newest_attempt(events)
+    may_restart = state in (RunPhase.restarting, RunPhase.failed)
+    restart = restart_to_come(attempt) if attempt is not None and may_restart else None
     created = record.get("created")
     return RunState(
-        name=shown_name(run, record),
+        name=name_of(run, record),
         path=str(run.path),
         state=state,
         attempts=len({event["attempt"] for event in events if event.get("event") == "attempt_started"}),
@@ -276,13 +273,6 @@ def _read_state(run: RunDir, now: float) -> RunState:
         submitted=_job_to_ask_about(run, record, events, state),
         restart=restart,
     )
-
-
-def _restart(events: list[Record], state: RunPhase) -> Restart | None:
-    attempt = newest_attempt(events)
-    if attempt is None or state not in (RunPhase.restarting, RunPhase.failed):
-        return None
-    return restart_to_come(attempt)
 
 
 def _job_to_ask_about(
@@ -326,8 +316,7 @@ def job_of_record(run: RunDir, record: Record) -> SubmittedJob | None:
 
     The array's id of a member of a sweep stands in the sweep's record, under the same token.
     """
-    jobs = record.get("jobs")
-    return _job_of_entry(run, jobs[-1]) if isinstance(jobs, list) and jobs else None
+    return _job_of_entry(run, newest_job(record))
 
 
 def _job_of_entry(run: RunDir, entry: Any) -> SubmittedJob | None:
@@ -336,7 +325,7 @@ def _job_of_entry(run: RunDir, entry: Any) -> SubmittedJob | None:
     token, job, name, user, task = (entry.get(key) for key in ("token", "id", "name", "user", "task"))
     submitted = entry.get("submitted")
     texts = isinstance(token, str) and isinstance(name, str) and isinstance(user, str)
-    if not texts or not is_number(submitted) or not (job is None or isinstance(job, str)):
+    if not texts or not is_number(submitted) or not isinstance(job, str | None):
         return None
     if not is_whole(task):
         task = None
@@ -382,46 +371,39 @@ def seconds_left(rows: Sequence[Record], steps: int | None) -> float | None:
     return max(0, steps - int(rows[-1]["step"])) * step_time_s
 
 
-def read_ending(run: RunDir, events: list[Record], now: float) -> tuple[RunPhase, Verdict | None]:
-    """Return a run's state, and the verdict of its last attempt where there is one."""
-    return _ending(run, read_record(run), events, now)
-
-
-def _ending(run: RunDir, record: Record, events: list[Record], now: float) -> tuple[RunPhase, Verdict | None]:
+def read_ending(
+    run: RunDir, events: list[Record], now: float, record: Record | None = None
+) -> tuple[RunPhase, Verdict | None]:
+    """Return a run's state, and the verdict of its last attempt where there is one; see `name_of`."""
+    record = read_record(run) if record is None else record
     attempt = newest_attempt(events)
     if _is_cancelled(record, events, None if attempt is None else attempt.number):
         return RunPhase.cancelled, None
     if attempt is None:
         return (RunPhase.not_started if _may_still_start(record) else RunPhase.died), None
     verdict = node_verdict(attempt)
-    if _has_newer_job(record, attempt.number):
+    meant = (newest_job(record) or {}).get("attempt")
+    if is_whole(meant) and meant > attempt.number:
+        # A job was submitted for an attempt after the last one that began.
         return RunPhase.queued, verdict
     if verdict is not None:
         restart = restart_to_come(attempt)
         if restart is not None and is_awaited(restart, attempt, now, last_growth(run)):
             return RunPhase.restarting, verdict
-        goes_on = verdict.code in (EXIT_STOPPED, EXIT_INTERRUPTED) and attempt.is_requeued
+        is_requeued = attempt.decision is not None and attempt.decision["event"] == "requeued"
+        goes_on = verdict.code in (EXIT_STOPPED, EXIT_INTERRUPTED) and is_requeued
         return (RunPhase.queued if goes_on else verdict.state), verdict
     if not is_of_this_host(attempt.start):
-        is_silent = now - _last_sign_of_life(run) >= _SILENCE_S
+        is_silent = now - _last_written([run.metrics, *event_files(run)]) >= _SILENCE_S
         return (RunPhase.unknown if is_silent else RunPhase.running), None
     if leader_lives(attempt.start):
         return RunPhase.running, None
     return _without_leader(attempt)
 
 
-def _has_newer_job(record: Record, attempt: int) -> bool:
-    """Whether a job was submitted for an attempt after the last one that began."""
-    jobs = record.get("jobs")
-    entry = jobs[-1] if isinstance(jobs, list) and jobs and isinstance(jobs[-1], dict) else {}
-    meant = entry.get("attempt")
-    return is_whole(meant) and meant > attempt
-
-
 def _is_cancelled(record: Record, events: list[Record], attempt: int | None) -> bool:
     """Whether the newest job was taken out of the queue before it began the attempt that it was for."""
-    jobs = record.get("jobs")
-    token = jobs[-1].get("token") if isinstance(jobs, list) and jobs and isinstance(jobs[-1], dict) else None
+    token = (newest_job(record) or {}).get("token")
     began = -1 if attempt is None else attempt
     return token is not None and any(
         event["event"] == "cancelled" and event["attempt"] > began and event.get("token") == token
@@ -445,10 +427,6 @@ def _may_still_start(record: Record) -> bool:
     return leader_lives(record)
 
 
-def _last_sign_of_life(run: RunDir) -> float:
-    return max((_modified(file) for file in [run.metrics, *event_files(run)]), default=0.0)
-
-
 def attempt_files(run: RunDir) -> list[Path]:
     """Return the files that an attempt writes while it lives; those of commands about the run left out."""
     events = [file for file in event_files(run) if not file.name.startswith(_OF_COMMANDS)]
@@ -457,11 +435,72 @@ def attempt_files(run: RunDir) -> list[Path]:
 
 def last_growth(run: RunDir) -> float:
     """Return when an attempt of the run last wrote something, in Unix seconds; 0 where none ever did."""
-    return max((_modified(file) for file in attempt_files(run)), default=0.0)
+    return _last_written(attempt_files(run))
 
 
-def _modified(file: Path) -> float:
-    try:
-        return file.stat().st_mtime
-    except OSError:
-        return 0.0
+def _last_written(files: Iterable[Path]) -> float:
+    times = [0.0]
+    for file in files:
+        with contextlib.suppress(OSError):
+            times.append(file.stat().st_mtime)
+    return max(times)
+
+
+@dataclass(frozen=True)
+class MemberState:
+    """One member of a sweep: which, what distinguishes it, and the state of its run."""
+
+    member: SweepMember
+    run: RunDir
+    state: RunState
+
+
+@dataclass(frozen=True)
+class SweepState:
+    """A sweep as `orchestra status` tells of it; `problem` says why its record could not be read."""
+
+    sweep: SweepDir
+    members: tuple[MemberState, ...]
+    created: float = 0.0
+    problem: str | None = None
+
+    @property
+    def counts(self) -> dict[RunPhase, int]:
+        """How many members are in which state, in the order of the states."""
+        return by_phase(member.state for member in self.members)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what `--json` prints: all members with what distinguishes them."""
+        return {
+            "kind": "sweep",
+            "name": self.sweep.name,
+            "path": str(self.sweep.path),
+            "created": self.created,
+            "counts": self.counts,
+            "problem": self.problem,
+            "members": [
+                {"index": each.member.index, "overrides": list(each.member.overrides), **each.state.to_json()}
+                for each in self.members
+            ],
+        }
+
+
+def by_phase(states: Iterable[RunState]) -> dict[RunPhase, int]:
+    """Return how many there are of each state, in the order of the states."""
+    counts = Counter(state.state for state in states)
+    return {phase: counts[phase] for phase in RunPhase if counts[phase]}
+
+
+def read_sweep_state(sweep: SweepDir, now: float) -> SweepState:
+    """Read a sweep's record and the states of its members. Raises ConfigError when there is no record."""
+    record = read_sweep(sweep)
+    members = []
+    for member, run in runs_of(sweep, record):
+        name = f"{sweep.name}/{member.index:03d}"
+        members.append(MemberState(member, run, dataclasses.replace(read_state(run, now), name=name)))
+    return SweepState(sweep, tuple(members), record.created)
+
+
+def runs_of(sweep: SweepDir, record: Sweep) -> list[tuple[SweepMember, RunDir]]:
+    """Return the members with their runs, wherever these lie."""
+    return [(member, record.run(sweep, member)) for member in record.members]

@@ -7,21 +7,24 @@ changes. It asks Slurm once for all runs, and only those that it may know more a
 
 from __future__ import annotations
 
-import pwd
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from launchers.slurm.queue import GONE, RUNNING, UNKNOWN, WAITING, JobState, Questions, SubmittedJob
+from orchestra.errors import ConfigError
 from orchestra.report.run_state import (
     RunState,
+    SweepState,
     job_of_record,
     last_growth,
     read_state,
+    read_sweep_state,
 )
-from orchestra.run.paths import RunDir
+from orchestra.run.paths import RunDir, SweepDir
 from orchestra.run.record import RunPhase, read_record
+from orchestra.run.stop_requests import user_name
 
 # Why a Slurm job waits or what it is doing, in words that help, and what to type. Pure text.
 
@@ -112,9 +115,9 @@ def why_nothing_begins(word: JobState, now: float) -> str:
     if since_s < _SILENT_S:
         return ""
     return (
-        f"nothing of it has come to life for {since_s / 60:.0f} minutes: its set-up lines still run, or the "
-        "node that ran them is lost, and the job holds the others until its time limit; `orchestra cancel` "
-        "and `orchestra resume` begin it anew"
+        f"nothing of it has started for {since_s / 60:.0f} minutes: its set-up lines still run, or the node "
+        "that ran them is lost, and the job holds the others until its time limit; `orchestra cancel` and "
+        "then `orchestra resume` start it again"
     )
 
 
@@ -128,10 +131,10 @@ def _reason(reason: str) -> str:
     return known or "waits ({reason})"
 
 
-def how_it_ended(word: JobState, user_of: Callable[[str], str]) -> str:
-    """Return what Slurm says of a job that is over, as a sentence; `user_of` names a user's number."""
+def how_it_ended(word: JobState) -> str:
+    """Return what Slurm says of a job that is over, as a sentence."""
     if word.state == "CANCELLED":
-        by = f" by {user_of(word.cancelled_by)}" if word.cancelled_by else ""
+        by = f" by {user_name(word.cancelled_by)}" if word.cancelled_by else ""
         return f"job {word.job} was cancelled{by}"
     code, _, signal = word.exit_code.partition(":")
     if word.state == "FAILED" and word.reason in _NOT_PLACED:
@@ -157,6 +160,41 @@ _ENDING = ("COMPLETING", "REQUEUED", "SIGNALING", "STAGE_OUT", "RESIZING")
 _LEFT = ("COMPLETING", "STAGE_OUT")
 
 
+def read_states(
+    targets: Sequence[RunDir | SweepDir], now: float
+) -> tuple[list[RunState | SweepState], list[str]]:
+    """Return the states of runs and sweeps, and why Slurm could not be asked if it could not.
+
+    Slurm is asked once for all of them.
+    """
+    own = [_own_state(target, now) for target in targets]
+    pairs: list[tuple[RunDir, RunState]] = []
+    for state in own:
+        if isinstance(state, SweepState):
+            pairs += [(member.run, member.state) for member in state.members]
+        else:
+            pairs.append((RunDir(Path(state.path)), state))
+    told, problems = with_scheduler([run for run, _ in pairs], [state for _, state in pairs])
+    words = iter(told)
+    states: list[RunState | SweepState] = []
+    for state in own:
+        if isinstance(state, SweepState):
+            members = tuple(replace(member, state=next(words)) for member in state.members)
+            states.append(replace(state, members=members))
+        else:
+            states.append(next(words))
+    return states, problems
+
+
+def _own_state(target: RunDir | SweepDir, now: float) -> RunState | SweepState:
+    if isinstance(target, RunDir):
+        return read_state(target, now)
+    try:
+        return read_sweep_state(target, now)
+    except ConfigError as error:
+        return SweepState(target, (), problem=str(error))
+
+
 def newest_job(run: RunDir) -> SubmittedJob | None:
     """Return the job that was submitted last for a run; None for a run that never was."""
     return job_of_record(run, read_record(run))
@@ -178,46 +216,30 @@ def with_scheduler(
     }
     wanted = [job for index, job in jobs.items() if states[index].state in OPEN]
     words, problems = (questions or Questions()).states(list(jobs.values()), past=wanted)
-    told = list(states)
+    both = list(states)
     for index, job in jobs.items():
-        own, word = states[index], words[job]
-        if own.state in OPEN and word.is_over:
-            # It may have ended, with a verdict, between reading its records and asking Slurm.
-            own = _read_again(runs[index], own)
-        may_be_led = own.state is RunPhase.restarting and _is_of_leader(own, job, word)
-        is_led = own.state is RunPhase.running or may_be_led
-        if is_led and word.state == GONE and _grows(runs[index]):
-            told[index] = replace(own, job=word.job, job_state=UNKNOWN, cause=_unknown_yet_alive(job))
-        else:
-            told[index] = _told(own, job, word)
-        if (
-            told[index].state is RunPhase.starting
-            and not told[index].cause
-            and not _has_come(runs[index], word)
-        ):
-            told[index] = replace(told[index], cause=why_nothing_begins(word, time.time()) or None)
-    return told, problems
+        both[index] = _with_word(runs[index], states[index], job, words[job])
+    return both, problems
 
 
-def _has_come(run: RunDir, word: JobState) -> bool:
-    """Tell whether an agent of any start of a job has ever come."""
-    return any(run.control.glob(f"job-{word.job}.start-*"))
+def _with_word(run: RunDir, own: RunState, job: SubmittedJob, word: JobState) -> RunState:
+    if own.state in OPEN and word.is_over:
+        # It may have ended, with a verdict, between reading its records and asking Slurm.
+        own = replace(read_state(run, time.time()), name=own.name)
+    may_be_led = own.state is RunPhase.restarting and _is_of_leader(own, job, word)
+    is_led = own.state is RunPhase.running or may_be_led
+    if is_led and word.state == GONE and abs(time.time() - last_growth(run)) < _GROWS_S:
+        cause = f"Slurm does not know job {job.label or 'with its token'}, yet the run's files grow"
+        return replace(own, job=word.job, job_state=UNKNOWN, cause=cause)
+    state = _merged(own, job, word)
+    if state.state is not RunPhase.starting or state.cause:
+        return state
+    # Each start of the job leaves a file when its first agent comes.
+    has_come = any(run.control.glob(f"job-{word.job}.start-*"))
+    return state if has_come else replace(state, cause=why_nothing_begins(word, time.time()) or None)
 
 
-def _grows(run: RunDir) -> bool:
-    return abs(time.time() - last_growth(run)) < _GROWS_S
-
-
-def _unknown_yet_alive(job: SubmittedJob) -> str:
-    return f"Slurm does not know job {job.label or 'with its token'}, yet the run's files grow"
-
-
-def _read_again(run: RunDir, before: RunState) -> RunState:
-    now = read_state(run, time.time())
-    return replace(now, name=before.name)
-
-
-def _told(own: RunState, job: SubmittedJob, word: JobState) -> RunState:
+def _merged(own: RunState, job: SubmittedJob, word: JobState) -> RunState:
     if word.state == UNKNOWN:
         cause = elsewhere(job, word.asked) if own.state in OPEN else None
         asked = word.asked or None
@@ -278,7 +300,7 @@ def _cause(own: RunState, job: SubmittedJob, word: JobState) -> str:
     if word.state == GONE:
         named = "a job with its token" if job.job is None else f"job {job.label} any more"
         return f"Slurm does not have {named}, and {began}"
-    return f"{how_it_ended(word, user_name_of)}, and {began}"
+    return f"{how_it_ended(word)}, and {began}"
 
 
 def elsewhere(job: SubmittedJob, asked: str | None) -> str | None:
@@ -287,14 +309,6 @@ def elsewhere(job: SubmittedJob, asked: str | None) -> str | None:
         return None
     its = f"its job {job.label}" if job.label else "its job"
     return f"{its} is on cluster {job.cluster}; this machine asks cluster {asked}"
-
-
-def user_name_of(number: str) -> str:
-    """Return the name of a user by number as the accounting prints it, or what it printed."""
-    try:
-        return pwd.getpwuid(int(number)).pw_name
-    except (KeyError, ValueError, OverflowError):
-        return number
 
 
 def job_logs(run: RunDir, job: SubmittedJob | None) -> list[Path]:

@@ -54,6 +54,16 @@ def write_atomically(path: Path, text: str, *, is_synced: bool = True) -> None:
         raise
 
 
+def names_in(folder: Path) -> list[str]:
+    """List a folder. On NFS opening it asks the server, while the absence of a file by its name may be
+    remembered for half a minute. Raises OSError where it is there and cannot be read.
+    """
+    try:
+        return [entry.name for entry in os.scandir(folder)]
+    except FileNotFoundError:
+        return []
+
+
 def read_json(path: Path) -> Record | None:
     """Return the object that a JSON file holds; None where it is missing, cannot be read or holds none."""
     try:

@@ -20,11 +20,9 @@ import signal
 import stat
 import struct
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import BinaryIO
 
 from orchestra.run.paths import RunDir
 
@@ -120,7 +118,10 @@ def open_heart(run: RunDir, attempt: int, rank: int) -> Heart:
         with contextlib.suppress(OSError):
             heart = Heart(_mapped(beat_file(folder, attempt, rank)))
             heart.beat(Phase.setup)
-            _show_stacks_on_request(stacks_file(folder, attempt, rank))
+            # faulthandler keeps the file open for as long as the process lives.
+            stacks = stacks_file(folder, attempt, rank).open("ab", buffering=0)
+            # Written in the handler itself, whoever has the interpreter's lock.
+            faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True, chain=False)
             return heart
     return silent_heart()
 
@@ -136,15 +137,6 @@ def _mapped(path: Path) -> mmap.mmap:
         return mmap.mmap(descriptor, _RECORD.size)
     finally:
         os.close(descriptor)
-
-
-def _show_stacks_on_request(path: Path) -> None:
-    """Let STACKS_SIGNAL append the stacks of all threads: in the handler itself, whoever has the lock."""
-    faulthandler.register(STACKS_SIGNAL, file=_kept_open(path), all_threads=True, chain=False)
-
-
-def _kept_open(path: Path) -> BinaryIO:
-    return path.open("ab", buffering=0)  # faulthandler keeps it for as long as the process lives
 
 
 def _started() -> int:
@@ -201,8 +193,8 @@ def beats_folder(run: RunDir) -> Path:
 def _own_folder(parent: Path, name: str) -> Path:
     """Make a folder below one that nobody else can write: both names can be guessed."""
     parent.mkdir(mode=0o700, exist_ok=True)
-    found = parent.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+    status = parent.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise PermissionError(f"{parent} is not this user's own")
     folder = parent / name
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -213,15 +205,10 @@ def _own_folder(parent: Path, name: str) -> Path:
 
 def remove_records(folder: Path, attempts: range) -> None:
     """Remove what these attempts left. Whoever still has a record mapped is not disturbed."""
-    for path in _records(folder):
+    for path in (*folder.glob("attempt-*.rank-*.beat"), *folder.glob("attempt-*.rank-*.stacks")):
         number = path.name.partition(".")[0].removeprefix("attempt-")
         if number.isdigit() and int(number) in attempts:
             path.unlink(missing_ok=True)
     # Another agent's may lie there; in the run's directory other files do.
     with contextlib.suppress(OSError):
         folder.rmdir()
-
-
-def _records(folder: Path) -> Iterator[Path]:
-    for kind in ("beat", "stacks"):
-        yield from folder.glob(f"attempt-*.rank-*.{kind}")

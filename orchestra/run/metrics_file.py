@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from orchestra.run.events import is_number, is_whole
 from orchestra.run.files import Record, read_json_lines
 from orchestra.run.paths import RunDir
+from orchestra.run.record import jobs_of
 
 # What `mfu` and `hfu` mean, written beside them in every row: PaLM, appendix B (arXiv:2204.02311):
 # 6·(N − embedding lookup) + 12·L·h·s FLOPs per token. `mfu_causal` counts attention at half, 6·L·h·s.
@@ -78,11 +79,5 @@ def wall_begin(events: Iterable[Record], record: Record) -> float | None:
     `goodput` is the seconds in steps that count over all seconds since then.
     """
     times = [event["time"] for event in events if event.get("event") in ("submitted", "attempt_started")]
-    jobs = record.get("jobs")
-    entries = jobs if isinstance(jobs, list) else []
-    times += [
-        entry["submitted"]
-        for entry in entries
-        if isinstance(entry, dict) and is_number(entry.get("submitted"))
-    ]
+    times += [entry["submitted"] for entry in jobs_of(record) if is_number(entry.get("submitted"))]
     return min(times, default=None)

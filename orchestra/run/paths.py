@@ -32,6 +32,16 @@ from typing import Any
 from orchestra.errors import ConfigError
 
 
+class _Below:
+    """The path of a file or folder below a run's or a sweep's directory."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, directory: RunDir | SweepDir, _: type) -> Path:
+        return directory.path / self._name
+
+
 @dataclass(frozen=True)
 class RunDir:
     """A run directory by its path; the directory need not exist."""
@@ -42,65 +52,21 @@ class RunDir:
     def name(self) -> str:
         return self.path.name
 
-    @property
-    def config(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def record(self) -> Path:
-        return self.path / "run.json"
-
-    @property
-    def rehearsal(self) -> Path:
-        return self.path / "rehearsal.json"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def events(self) -> Path:
-        return self.path / "events"
-
-    @property
-    def samples(self) -> Path:
-        return self.path / "samples"
-
-    @property
-    def heartbeats(self) -> Path:
-        return self.path / "heartbeats"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def control(self) -> Path:
-        return self.path / "control"
-
-    @property
-    def profile(self) -> Path:
-        return self.path / "profile"
-
-    @property
-    def wandb(self) -> Path:
-        return self.path / "wandb"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
-
-    @property
-    def job_logs(self) -> Path:
-        return self.logs / "jobs"
-
-    @property
-    def code(self) -> Path:
-        return self.path / "code"
-
-    @property
-    def batch_script(self) -> Path:
-        return self.path / "job.sbatch"
+    config = _Below("config.yaml")
+    record = _Below("run.json")
+    rehearsal = _Below("rehearsal.json")
+    metrics = _Below("metrics.jsonl")
+    events = _Below("events")
+    samples = _Below("samples")
+    heartbeats = _Below("heartbeats")
+    checkpoints = _Below("checkpoints")
+    control = _Below("control")
+    profile = _Below("profile")
+    wandb = _Below("wandb")
+    logs = _Below("logs")
+    job_logs = _Below("logs/jobs")
+    code = _Below("code")
+    batch_script = _Below("job.sbatch")
 
     def config_of_attempt(self, attempt: int) -> Path:
         return self.path / f"config.attempt-{attempt:03d}.yaml"
@@ -168,13 +134,10 @@ class SweepDir:
     def name(self) -> str:
         return self.path.name
 
-    @property
-    def record(self) -> Path:
-        return self.path / "sweep.json"
-
-    @property
-    def code(self) -> Path:
-        return self.path / "code"
+    record = _Below("sweep.json")
+    code = _Below("code")
+    job_logs = _Below("logs/jobs")
+    control = _Below("control")
 
     def code_of_array(self, array: int) -> Path:
         return self.path / f"code.array-{array:03d}"
@@ -182,14 +145,6 @@ class SweepDir:
     def newest_code(self) -> Path:
         """Return the snapshot that was taken last."""
         return max(self.path.glob("code.array-*"), default=self.code)
-
-    @property
-    def job_logs(self) -> Path:
-        return self.path / "logs" / "jobs"
-
-    @property
-    def control(self) -> Path:
-        return self.path / "control"
 
     def script(self, array: int) -> Path:
         return self.path / f"array-{array:03d}.sbatch"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from enum import StrEnum
+from typing import Any
 
-from orchestra.run.files import Record, read_json
+from orchestra.run.files import Record, read_json, write_atomically
 from orchestra.run.paths import RunDir
 
 
@@ -63,11 +66,6 @@ class RunPhase(StrEnum):
         return self in (RunPhase.stopped, RunPhase.failed, RunPhase.interrupted)
 
     @property
-    def is_to_be_resumed(self) -> bool:
-        """Whether it is not done and goes on only when somebody resumes it."""
-        return self.ended_badly or self.ended_early or self is RunPhase.cancelled
-
-    @property
     def is_before_start(self) -> bool:
         """Whether it waits for its first start, or for its job's."""
         return self in (RunPhase.queued, RunPhase.not_started)
@@ -87,6 +85,22 @@ _ALIVE = frozenset(
 def read_record(run: RunDir) -> Record:
     """Return run.json; empty where it is missing or torn."""
     return read_json(run.record) or {}
+
+
+def jobs_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return what a run's record says of its Slurm jobs, intents included, the newest last."""
+    jobs = record.get("jobs")
+    return [entry for entry in jobs if isinstance(entry, dict)] if isinstance(jobs, list) else []
+
+
+def newest_job(record: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return what a run's record says of the job that was submitted last; None where none was."""
+    return next(reversed(jobs_of(record)), None)
+
+
+def write_record(run: RunDir, record: Mapping[str, Any], *, is_synced: bool = True) -> None:
+    """Replace run.json as one act; `is_synced`: it is on the disk then. Raises OSError."""
+    write_atomically(run.record, json.dumps(record, indent=2) + "\n", is_synced=is_synced)
 
 
 def wandb_id(run: RunDir) -> str | None:

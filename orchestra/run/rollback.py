@@ -35,13 +35,13 @@ class Stretch:
 
 def merged(stretches: Iterable[Stretch]) -> tuple[Stretch, ...]:
     """Return the same places, ascending, no two stretches touching each other; empty ones are dropped."""
-    found: list[Stretch] = []
+    joined: list[Stretch] = []
     for stretch in sorted(stretch for stretch in stretches if stretch.begin < stretch.end):
-        if found and stretch.begin <= found[-1].end:
-            found[-1] = Stretch(found[-1].begin, max(found[-1].end, stretch.end))
+        if joined and stretch.begin <= joined[-1].end:
+            joined[-1] = Stretch(joined[-1].begin, max(joined[-1].end, stretch.end))
         else:
-            found.append(stretch)
-    return tuple(found)
+            joined.append(stretch)
+    return tuple(joined)
 
 
 def kept(position: int, count: int, left_out: Sequence[Stretch]) -> list[tuple[int, int]]:
@@ -109,10 +109,6 @@ class RollBack:
     # The first and last data step that are left out, for readers.
     data_steps: tuple[int, int] | None = None
 
-    def makes_void(self, step: int, attempt: int) -> bool:
-        """Whether a state after `step` that `attempt` kept must not be gone on from."""
-        return step > self.to and attempt <= self.attempt
-
     @property
     def words(self) -> str:
         """What follows, for people."""
@@ -145,11 +141,6 @@ def roll_backs(events: Iterable[Record]) -> list[RollBack]:
     return found
 
 
-def left_out_by(found: Iterable[RollBack]) -> tuple[Stretch, ...]:
-    """Return all that some roll-backs leave out."""
-    return merged(stretch for roll_back in found for stretch in roll_back.left_out)
-
-
 def is_void(found: Iterable[RollBack], step: int, attempt: int) -> bool:
     """Whether any of some roll-backs makes a state after `step` void that `attempt` kept."""
-    return any(roll_back.makes_void(step, attempt) for roll_back in found)
+    return any(step > roll_back.to and attempt <= roll_back.attempt for roll_back in found)

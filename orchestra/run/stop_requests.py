@@ -16,11 +16,10 @@ import secrets
 import socket
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from orchestra.run.events import is_number, is_whole
-from orchestra.run.files import read_json, write_atomically
+from orchestra.run.files import names_in, read_json, write_atomically
 from orchestra.run.paths import RunDir
 
 # Reasons other than a signal's ("signal SIGTERM").
@@ -75,39 +74,29 @@ def write_request(run: RunDir, attempt: int, reason: str, *, at_once: bool = Fal
 
 
 def read_requests(run: RunDir, attempt: int) -> list[StopRequest]:
-    """Return the requests to stop `attempt`, oldest first; what is no request is passed over.
-
-    It lists the folder: on NFS opening a folder asks the server, while the absence of a file by its name may
-    be remembered for half a minute. Raises OSError where the folder is there and cannot be read.
+    """Return the requests to stop `attempt`, oldest first; what is no request is passed over. Raises OSError
+    where the folder is there and cannot be read.
     """
     start, end = run.stop_request(attempt, "*").name.split("*")
-    try:
-        names = [entry.name for entry in os.scandir(run.control)]
-    except FileNotFoundError:
-        return []
-    files = [run.control / name for name in names if name.startswith(start) and name.endswith(end)]
-    found = [request for file in files if (request := _read(file, attempt)) is not None]
-    return sorted(found, key=lambda request: request.time)
+    names = [name for name in names_in(run.control) if name.startswith(start) and name.endswith(end)]
+    requests = [from_record(read_json(run.control / name) or {}) for name in names]
+    meant = [request for request in requests if request is not None and request.attempt == attempt]
+    return sorted(meant, key=lambda request: request.time)
 
 
 def requested_attempt(run: RunDir) -> int | None:
     """Return the highest attempt that was ever asked to stop; None where none was. Raises OSError."""
-    try:
-        names = [entry.name for entry in os.scandir(run.control)]
-    except FileNotFoundError:
-        return None
-    found = [_REQUEST_NAME.match(name) for name in names]
-    return max((int(match[1]) for match in found if match is not None), default=None)
+    return _highest_attempt(run, _REQUEST_NAME)
 
 
 def claimed_attempt(run: RunDir) -> int | None:
     """Return the highest attempt that somebody claimed; None where none was. Raises OSError."""
-    try:
-        names = [entry.name for entry in os.scandir(run.control)]
-    except FileNotFoundError:
-        return None
-    found = [_CLAIM_NAME.match(name) for name in names]
-    return max((int(match[1]) for match in found if match is not None), default=None)
+    return _highest_attempt(run, _CLAIM_NAME)
+
+
+def _highest_attempt(run: RunDir, name: re.Pattern[str]) -> int | None:
+    matches = (name.match(entry) for entry in names_in(run.control))
+    return max((int(match[1]) for match in matches if match is not None), default=None)
 
 
 def read_request(run: RunDir, attempt: int) -> StopRequest | None:
@@ -130,18 +119,14 @@ def from_record(record: dict[str, Any]) -> StopRequest | None:
     return StopRequest(**{**{name: record[name] for name in names}, "at_once": record.get("at_once") is True})
 
 
-def _read(file: Path, attempt: int) -> StopRequest | None:
-    record = read_json(file)
-    request = None if record is None else from_record(record)
-    return request if request is not None and request.attempt == attempt else None
-
-
-def user_name() -> str:
-    """Return the name of this process's user, or the number where it has none (in a container).
+def user_name(number: str | None = None) -> str:
+    """Return the name of a user by number (None: of this process), or the number where it has none, as in a
+    container.
 
     What the system calls it, as Slurm does: LOGNAME and USER may name somebody else (`su -m`).
     """
+    number = str(os.getuid()) if number is None else number
     try:
-        return pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:
-        return str(os.getuid())
+        return pwd.getpwuid(int(number)).pw_name
+    except (KeyError, ValueError, OverflowError):
+        return number

@@ -19,6 +19,7 @@ not in it.
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -165,7 +166,7 @@ def cheapest_within(
         if kinds is not None:
             cost = sum(layer.recomputed_flops(kind) for kind in kinds)
             fitting.append((cost, kinds))
-    return min(fitting, key=lambda found: found[0], default=(0, None))[1]
+    return min(fitting, key=lambda choice: choice[0], default=(0, None))[1]
 
 
 def _least_selective(
@@ -183,16 +184,11 @@ def _least_selective(
             *([Recompute.none] * num_none),
         )
 
-    low, high = 0, num_layers - num_full
-    if peak_bytes(layer, kinds(high)) > budget_bytes:
-        return None
-    while low < high:
-        middle = (low + high) // 2
-        if peak_bytes(layer, kinds(middle)) <= budget_bytes:
-            high = middle
-        else:
-            low = middle + 1
-    return kinds(low)
+    counts = range(num_layers - num_full + 1)
+    fewest = bisect.bisect_left(
+        counts, True, key=lambda count: peak_bytes(layer, kinds(count)) <= budget_bytes
+    )
+    return kinds(fewest) if fewest in counts else None
 
 
 def budget_problems(layer: LayerActivations, num_layers: int, budget_gib: float) -> Iterator[str]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from conf.schema import Config, Device, Offload, PrecisionName, Recompute
 from orchestra.errors import ConfigError
 from orchestra.sizes import hardware
-from orchestra.sizes.flops import inner_widths
+from orchestra.sizes.flops import tensor_splits
 from orchestra.sizes.topology import batch_shape, divisors, has_open_micro_batch, layout
 
 # More than this many times the nodes helps nobody.
@@ -174,17 +174,12 @@ def _zero(config: Config, _: int) -> list[Changes]:
 
 def _tensor(config: Config, num_ranks: int) -> list[Changes]:
     """Degrees inside a node by which the layers can be divided, with sequence parallelism."""
-    given, model = config.parallelism, config.model
-    per_node = config.cluster.gpus_per_node
+    given, per_node = config.parallelism, config.cluster.gpus_per_node
     inside = min(num_ranks, per_node) if isinstance(per_node, int) else num_ranks
-    wider = [degree for degree in divisors(inside) if degree > given.tp and degree % given.tp == 0]
-    heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
     possible = [
         degree
-        for degree in wider
-        if not heads % degree
-        and (not kv_heads % degree or not degree % kv_heads)
-        and not any(width % degree for width in inner_widths(model).values())
+        for degree in tensor_splits(config.model)
+        if degree > given.tp and degree % given.tp == 0 and inside % degree == 0
     ]
     any_dp: Changes = {} if given.dp == "auto" else {"parallelism.dp": "auto"}
     return [

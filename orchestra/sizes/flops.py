@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from conf.schema import Family, ModelConfig, Recompute
+from orchestra.sizes.topology import divisors
 
 
 def head_dim(model: ModelConfig) -> int:
@@ -82,6 +83,18 @@ def inner_widths(model: ModelConfig) -> dict[str, int]:
     routed = "intermediate_size" if model.moe_intermediate_size is None else "moe_intermediate_size"
     shared = model.shared_expert_intermediate_size
     return {routed: expert_width(model), **({"shared_expert_intermediate_size": shared} if shared else {})}
+
+
+def head_splits(model: ModelConfig) -> list[int]:
+    """Return the degrees of tensor parallelism by which a model's heads can be divided."""
+    heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
+    return [tp for tp in divisors(heads) if kv_heads % tp == 0 or tp % kv_heads == 0]
+
+
+def tensor_splits(model: ModelConfig) -> list[int]:
+    """Return the degrees of tensor parallelism by which all of a model's layers can be divided."""
+    widths = inner_widths(model).values()
+    return [tp for tp in head_splits(model) if not any(width % tp for width in widths)]
 
 
 def _num_parameters_of_all_tokens(model: ModelConfig) -> int:

@@ -38,139 +38,76 @@ class Hardware:
 
 UNKNOWN = Hardware("unknown", source="no figures: MFU is null and the planner asks for cluster.peak_tflops")
 
-_AMPERE = {"fp32": 19.5 * TERA, "bf16": 312 * TERA, "fp16": 312 * TERA}
-_HOPPER_SXM = {"fp32": 66.9 * TERA, "bf16": 989.4 * TERA, "fp16": 989.4 * TERA, "fp8": 1978.9 * TERA}
-_HOPPER_PCIE = {"fp32": 51.2 * TERA, "bf16": 756 * TERA, "fp16": 756 * TERA, "fp8": 1513 * TERA}
-_HOPPER_NVL = {"fp32": 60 * TERA, "bf16": 835.5 * TERA, "fp16": 835.5 * TERA, "fp8": 1670.5 * TERA}
-_BLACKWELL = {"fp32": 75 * TERA, "bf16": 2250 * TERA, "fp16": 2250 * TERA, "fp8": 4500 * TERA}
 
-_A100_SHEET = "NVIDIA A100 datasheet 1758950-r4"
-_H100_PAPER = "NVIDIA H100 architecture whitepaper v1.04, table 2"
+def _peaks(fp32: float, half: float, fp8: float | None = None) -> dict[str, float]:
+    """Return peaks that are given in TFLOP/s; bf16 and fp16 have the same."""
+    eight = {} if fp8 is None else {"fp8": fp8 * TERA}
+    return {"fp32": fp32 * TERA, "bf16": half * TERA, "fp16": half * TERA, **eight}
 
+
+_AMPERE, _HOPPER_SXM = _peaks(19.5, 312), _peaks(66.9, 989.4, 1978.9)
+_HOPPER_PCIE, _HOPPER_NVL = _peaks(51.2, 756, 1513), _peaks(60, 835.5, 1670.5)
+
+_A100 = "NVIDIA A100 datasheet 1758950-r4"
+_H100 = "NVIDIA H100 architecture whitepaper v1.04, table 2"
+_HALF = "half of the figures with sparsity"
+_BRIDGE = "the link is a bridge between two cards"
+_GB200 = f"NVIDIA GB200 NVL72 datasheet (2024), a 72nd of the rack, {_HALF}"
+_H200 = "NVIDIA H200 datasheet (2024)"
+_DIE = "half a module: one of two dies, matrix cores; half of its"
+
+# In the order of the columns: peaks, then memory, its rate and the links' rate in bytes and per second.
 TABLE: tuple[Hardware, ...] = (
     Hardware(
-        name="a100_40",
-        device_names=("NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB"),
-        peak_flops=_AMPERE,
-        memory_bytes=40960 * MIB,
-        memory_bytes_per_s=1555e9,
-        link_bytes_per_s=300e9,
-        source=_A100_SHEET,
+        "a100_40",
+        ("NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB"),
+        _AMPERE,
+        40960 * MIB,
+        1555e9,
+        300e9,
+        _A100,
+    ),
+    Hardware("a100_80", ("NVIDIA A100-SXM4-80GB",), _AMPERE, 81920 * MIB, 2039e9, 300e9, _A100),
+    Hardware(
+        "a100_80_pcie", ("NVIDIA A100 80GB PCIe",), _AMPERE, 81920 * MIB, 1935e9, 300e9, f"{_A100}; {_BRIDGE}"
+    ),
+    Hardware("h100", ("NVIDIA H100 80GB HBM3",), _HOPPER_SXM, 81559 * MIB, 3352e9, 450e9, f"{_H100}, SXM5"),
+    Hardware(
+        "h100_pcie",
+        ("NVIDIA H100 PCIe",),
+        _HOPPER_PCIE,
+        81559 * MIB,
+        2039e9,
+        300e9,
+        f"{_H100}, PCIe; {_BRIDGE}",
     ),
     Hardware(
-        name="a100_80",
-        device_names=("NVIDIA A100-SXM4-80GB",),
-        peak_flops=_AMPERE,
-        memory_bytes=81920 * MIB,
-        memory_bytes_per_s=2039e9,
-        link_bytes_per_s=300e9,
-        source=_A100_SHEET,
+        *("h100_nvl", ("NVIDIA H100 NVL",), _HOPPER_NVL, 95830 * MIB, 3938e9, 300e9),
+        source=f"NVIDIA H100 datasheet (2024), NVL, {_HALF}",
     ),
     Hardware(
-        name="a100_80_pcie",
-        device_names=("NVIDIA A100 80GB PCIe",),
-        peak_flops=_AMPERE,
-        memory_bytes=81920 * MIB,
-        memory_bytes_per_s=1935e9,
-        link_bytes_per_s=300e9,
-        source=_A100_SHEET + "; the link is a bridge between two cards",
+        *("h200", ("NVIDIA H200",), _HOPPER_SXM, 143771 * MIB, 4800e9, 450e9),
+        source=f"{_H200}, SXM: the H100's processor with other memory",
     ),
     Hardware(
-        name="h100",
-        device_names=("NVIDIA H100 80GB HBM3",),
-        peak_flops=_HOPPER_SXM,
-        memory_bytes=81559 * MIB,
-        memory_bytes_per_s=3352e9,
-        link_bytes_per_s=450e9,
-        source=_H100_PAPER + ", SXM5",
+        "h200_nvl", ("NVIDIA H200 NVL",), _HOPPER_NVL, 143771 * MIB, 4800e9, 450e9, f"{_H200}, NVL, {_HALF}"
     ),
     Hardware(
-        name="h100_pcie",
-        device_names=("NVIDIA H100 PCIe",),
-        peak_flops=_HOPPER_PCIE,
-        memory_bytes=81559 * MIB,
-        memory_bytes_per_s=2039e9,
-        link_bytes_per_s=300e9,
-        source=_H100_PAPER + ", PCIe; the link is a bridge between two cards",
+        *("b200", ("NVIDIA B200",), _peaks(75, 2250, 4500), 183359 * MIB, 7700e9, 900e9),
+        source=f"NVIDIA HGX B200 datasheet (2025), an eighth of the board, {_HALF}",
+    ),
+    Hardware("gb200", ("NVIDIA GB200",), _peaks(80, 2500, 5000), 189471 * MIB, 8000e9, 900e9, _GB200),
+    # What torch calls a device is one of the module's two dies.
+    Hardware(
+        *("mi250x", ("AMD Instinct MI250X",), _peaks(47.85, 191.5), 65536 * MIB, 1638e9, 200e9),
+        source=f"AMD Instinct MI250X datasheet (2021), {_DIE} eight links of 50 GB/s each way",
     ),
     Hardware(
-        name="h100_nvl",
-        device_names=("NVIDIA H100 NVL",),
-        peak_flops=_HOPPER_NVL,
-        memory_bytes=95830 * MIB,
-        memory_bytes_per_s=3938e9,
-        link_bytes_per_s=300e9,
-        source="NVIDIA H100 datasheet (2024), NVL, half of the figures with sparsity",
+        *("mi250", ("AMD Instinct MI250",), _peaks(45.25, 181.05), 65536 * MIB, 1638e9, 150e9),
+        source=f"AMD Instinct MI250 datasheet (2021), {_DIE} six links of 50 GB/s each way",
     ),
     Hardware(
-        name="h200",
-        device_names=("NVIDIA H200",),
-        peak_flops=_HOPPER_SXM,
-        memory_bytes=143771 * MIB,
-        memory_bytes_per_s=4800e9,
-        link_bytes_per_s=450e9,
-        source="NVIDIA H200 datasheet (2024), SXM: the H100's processor with other memory",
-    ),
-    Hardware(
-        name="h200_nvl",
-        device_names=("NVIDIA H200 NVL",),
-        peak_flops=_HOPPER_NVL,
-        memory_bytes=143771 * MIB,
-        memory_bytes_per_s=4800e9,
-        link_bytes_per_s=450e9,
-        source="NVIDIA H200 datasheet (2024), NVL, half of the figures with sparsity",
-    ),
-    Hardware(
-        name="b200",
-        device_names=("NVIDIA B200",),
-        peak_flops=_BLACKWELL,
-        memory_bytes=183359 * MIB,
-        memory_bytes_per_s=7700e9,
-        link_bytes_per_s=900e9,
-        source="NVIDIA HGX B200 datasheet (2025), an eighth of the board, half of the figures with sparsity",
-    ),
-    Hardware(
-        name="gb200",
-        device_names=("NVIDIA GB200",),
-        peak_flops={"fp32": 80 * TERA, "bf16": 2500 * TERA, "fp16": 2500 * TERA, "fp8": 5000 * TERA},
-        memory_bytes=189471 * MIB,
-        memory_bytes_per_s=8000e9,
-        link_bytes_per_s=900e9,
-        source="NVIDIA GB200 NVL72 datasheet (2024), a 72nd of the rack, half of the figures with sparsity",
-    ),
-    Hardware(
-        # What torch calls a device is one of the module's two dies.
-        name="mi250x",
-        device_names=("AMD Instinct MI250X",),
-        peak_flops={"fp32": 47.85 * TERA, "bf16": 191.5 * TERA, "fp16": 191.5 * TERA},
-        memory_bytes=65536 * MIB,
-        memory_bytes_per_s=1638e9,
-        link_bytes_per_s=200e9,
-        source="AMD Instinct MI250X datasheet (2021), half a module: one of two dies, matrix cores; half of "
-        "its eight links of 50 GB/s each way",
-    ),
-    Hardware(
-        name="mi250",
-        device_names=("AMD Instinct MI250",),
-        peak_flops={"fp32": 45.25 * TERA, "bf16": 181.05 * TERA, "fp16": 181.05 * TERA},
-        memory_bytes=65536 * MIB,
-        memory_bytes_per_s=1638e9,
-        link_bytes_per_s=150e9,
-        source="AMD Instinct MI250 datasheet (2021), half a module: one of two dies, matrix cores; half of "
-        "its six links of 50 GB/s each way",
-    ),
-    Hardware(
-        name="mi300x",
-        device_names=("AMD Instinct MI300X",),
-        peak_flops={
-            "fp32": 163.4 * TERA,
-            "bf16": 1307.4 * TERA,
-            "fp16": 1307.4 * TERA,
-            "fp8": 2614.9 * TERA,
-        },
-        memory_bytes=196608 * MIB,
-        memory_bytes_per_s=5300e9,
-        link_bytes_per_s=448e9,
+        *("mi300x", ("AMD Instinct MI300X",), _peaks(163.4, 1307.4, 2614.9), 196608 * MIB, 5300e9, 448e9),
         source="AMD Instinct MI300X datasheet (2023); seven links of 64 GB/s each way",
     ),
     UNKNOWN,

@@ -105,11 +105,6 @@ class Measurement:
         )
 
 
-def to_record(measurement: Measurement) -> dict[str, Any]:
-    """Return a measurement as JSON takes it."""
-    return dataclasses.asdict(measurement)
-
-
 def from_record(record: Mapping[str, Any]) -> Measurement:
     """Return the measurement in a record. Raises TypeError, KeyError and ValueError for any other."""
     links = tuple(
@@ -201,6 +196,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 def _measured(record: Mapping[str, Any]) -> Measured:
     figures = {name: _positive(record.get(name)) for name in _FIGURES}
+    # Keys that a later version may add are passed over.
     return Measured(
         device=str(record["device"]),
         backend=str(record["backend"]),

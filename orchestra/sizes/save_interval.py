@@ -50,9 +50,9 @@ class Interval:
 
     def to_json(self) -> dict[str, float | int | str]:
         """Return it as records keep it; a mean time to failure without an end is left out."""
-        told: dict[str, float | int | str] = {"every_steps": self.every_steps, "source": self.source}
-        told |= {"step_time_s": self.step_time_s, "stall_s": self.stall_s}
-        return told | ({"mttf_s": self.mttf_s} if math.isfinite(self.mttf_s) else {})
+        record: dict[str, float | int | str] = {"every_steps": self.every_steps, "source": self.source}
+        record |= {"step_time_s": self.step_time_s, "stall_s": self.stall_s}
+        return record | ({"mttf_s": self.mttf_s} if math.isfinite(self.mttf_s) else {})
 
 
 def device_hours(mtbf_device_hours: float | None) -> float:

@@ -44,28 +44,28 @@ Interval = tuple[int, int]
 
 def merged(intervals: Iterable[Interval]) -> list[Interval]:
     """Return the union of intervals as disjoint ones, in order."""
-    found: list[Interval] = []
+    union: list[Interval] = []
     for begin, end in sorted(intervals):
-        if found and begin <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], end))
+        if union and begin <= union[-1][1]:
+            union[-1] = (union[-1][0], max(union[-1][1], end))
         elif end > begin:
-            found.append((begin, end))
-    return found
+            union.append((begin, end))
+    return union
 
 
 def common(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
     """Return what two unions of intervals, as `merged` returns them, have in common."""
-    found = []
+    both = []
     mine, theirs = 0, 0
     while mine < len(one) and theirs < len(other):
         begin, end = max(one[mine][0], other[theirs][0]), min(one[mine][1], other[theirs][1])
         if begin < end:
-            found.append((begin, end))
+            both.append((begin, end))
         if one[mine][1] < other[theirs][1]:
             mine += 1
         else:
             theirs += 1
-    return found
+    return both
 
 
 def length(intervals: Iterable[Interval]) -> int:
@@ -154,15 +154,15 @@ def shares_of(
 
 def without(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
     """Return what of a union of intervals is not in another one."""
-    found = []
+    left = []
     for begin, end in one:
         for cut_begin, cut_end in common([(begin, end)], other):
             if begin < cut_begin:
-                found.append((begin, cut_begin))
+                left.append((begin, cut_begin))
             begin = cut_end
         if begin < end:
-            found.append((begin, end))
-    return found
+            left.append((begin, end))
+    return left
 
 
 def read_shares(folder: Path) -> StepShares | None:

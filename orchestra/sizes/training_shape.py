@@ -1,7 +1,7 @@
 """What one configuration trains and how it is divided: everything that the memory of a rank depends on.
 
-Integers and names only, no device: `orchestra.sizes.memory` counts bytes of it, and the planner's `Case` adds
-the device, the network and the trainer.
+Integers and names only, no device: `orchestra.sizes.memory` counts bytes of it, and the planner's `PlanCase`
+adds the device, the network and the trainer.
 """
 
 from __future__ import annotations

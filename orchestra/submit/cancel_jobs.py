@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from launchers.launch_errors import LauncherError
+from launchers import LauncherError
 from launchers.slurm import sbatch
 from launchers.slurm.queue import GONE, RUNNING, UNKNOWN
 from orchestra.errors import OrchestraError
@@ -67,27 +67,27 @@ def cancellations(
     could not. Reads only; Slurm is asked once for all.
     """
     own = [read_state(run, now) for run in runs]
-    told, problems = with_scheduler(runs, own)
-    triples = zip(runs, own, told, strict=True)
-    return [_planned(run, before, after, now, at_once) for run, before, after in triples], problems
+    states, problems = with_scheduler(runs, own)
+    triples = zip(runs, own, states, strict=True)
+    return [_planned(run, before, state, now, at_once) for run, before, state in triples], problems
 
 
-def _planned(run: RunDir, own: RunState, told: RunState, now: float, at_once: bool) -> Cancellation:
+def _planned(run: RunDir, own: RunState, state: RunState, now: float, at_once: bool) -> Cancellation:
     token = None if own.submitted is None else own.submitted.token
-    plan = Cancellation(run, told.name, told.state, job=told.job, token=token)
+    plan = Cancellation(run, state.name, state.state, job=state.job, token=token)
     last, claimed = last_attempt(read_events(run, ("attempt_started",))), claimed_attempt(run)
     following = max(-1 if number is None else number for number in (last, claimed)) + 1
-    if told.state is RunPhase.queued:
-        reachable = told.job is not None and told.job_state != UNKNOWN
+    if state.state is RunPhase.queued:
+        reachable = state.job is not None and state.job_state != UNKNOWN
         plan = replace(plan, attempt=following, way=Way.queue if reachable else Way.request)
     elif (pending := pending_attempt(run, last, now)) is not None:
         plan = replace(plan, attempt=pending, way=Way.request, state=RunPhase.being_resumed)
-    elif told.state in _MAY_HEAR:
+    elif state.state in _MAY_HEAR:
         attempt = following if last is None or own.state is RunPhase.queued else last
-        silent = told.state is RunPhase.starting or (own.state, told.state) in _SILENT
-        way = Way.kill if at_once and silent and told.job else Way.request
+        silent = state.state is RunPhase.starting or (own.state, state.state) in _SILENT
+        way = Way.kill if at_once and silent and state.job else Way.request
         plan = replace(plan, attempt=attempt, way=way)
-    elif own.state is RunPhase.stopped and told.job_state in RUNNING:
+    elif own.state is RunPhase.stopped and state.job_state in RUNNING:
         # Its job is about to end or to go on by itself, which it does not do when it finds the request.
         plan = replace(plan, attempt=last, way=Way.request)
     if plan.attempt is None:
@@ -96,7 +96,7 @@ def _planned(run: RunDir, own: RunState, told: RunState, now: float, at_once: bo
     # Only another cancel says as much: after a warning before the time limit the run goes on by itself.
     cancels = [request for request in requests if request.reason == stop_requests.CANCEL]
     earlier = next((request for request in cancels if request.at_once or not at_once), None)
-    unreached = told.job_state == UNKNOWN and own.state.is_before_start
+    unreached = state.job_state == UNKNOWN and own.state.is_before_start
     # What has not begun may still wait for a job: with no answer, that is tried as well.
     return replace(plan, earlier=earlier, is_unreached=unreached)
 
@@ -107,8 +107,16 @@ def carry_out(plans: Sequence[Cancellation], *, at_once: bool = False) -> list[C
     Raises OrchestraError when a request cannot be written.
     """
     of_slurm = [plan for plan in plans if plan.way in (Way.queue, Way.kill)]
-    problem = _cancelled_jobs(of_slurm, at_once)
-    after = dict(zip(of_slurm, _looked_at_again(of_slurm, problem), strict=True))
+    is_refused = False
+    if of_slurm:
+        try:
+            sbatch.cancel([plan.job for plan in of_slurm if plan.job], only_waiting=not at_once)
+        except LauncherError:
+            is_refused = True
+    runs = [plan.run for plan in of_slurm]
+    states, _ = with_scheduler(runs, [read_state(run, time.time()) for run in runs])
+    pairs = zip(of_slurm, states, strict=True)
+    after = {plan: _after(plan, state, is_refused=is_refused) for plan, state in pairs}
     done = [after.get(plan, plan) for plan in plans]
     for plan in done:
         if plan.way is Way.request:
@@ -118,26 +126,9 @@ def carry_out(plans: Sequence[Cancellation], *, at_once: bool = False) -> list[C
     return done
 
 
-def _cancelled_jobs(plans: Sequence[Cancellation], at_once: bool) -> bool:
-    """Hand the jobs to scancel, all in one; return whether Slurm refused or did not answer."""
-    if not plans:
-        return False
-    try:
-        sbatch.cancel([plan.job for plan in plans if plan.job], only_waiting=not at_once)
-    except LauncherError:
-        return True
-    return False
-
-
-def _looked_at_again(plans: Sequence[Cancellation], problem: bool) -> list[Cancellation]:
-    """Return the plans as Slurm tells of them after the jobs were to be cancelled."""
-    states = [read_state(plan.run, time.time()) for plan in plans]
-    told, _ = with_scheduler([plan.run for plan in plans], states)
-    return [_after(plan, state, problem) for plan, state in zip(plans, told, strict=True)]
-
-
-def _after(plan: Cancellation, state: RunState, problem: bool) -> Cancellation:
-    if state.job_state in ("CANCELLED", GONE) or (plan.way is Way.kill and not problem):
+def _after(plan: Cancellation, state: RunState, *, is_refused: bool) -> Cancellation:
+    """Return the plan as Slurm tells of it after the job was to be cancelled; `is_refused`: or silent."""
+    if state.job_state in ("CANCELLED", GONE) or (plan.way is Way.kill and not is_refused):
         return plan
     if state.state is RunPhase.queued or state.job_state == UNKNOWN:
         return replace(plan, way=Way.request, is_unreached=True)
@@ -169,8 +160,3 @@ def _record(plan: Cancellation) -> None:
             f"{plan.name}: job {plan.job} is cancelled, but that could not be recorded: "
             f"{plan.run.events}: {error.strerror}"
         ) from error
-
-
-def seconds_ago(request: StopRequest) -> float:
-    """Return how long ago a request was made."""
-    return max(0.0, time.time() - request.time)

@@ -1,7 +1,7 @@
-"""Which process leads which attempt of a run, and which submits its next job: claims in <run>/control/.
+"""Which process leads which attempt of a run, or submits its next job, or the next array of a sweep.
 
-Each is taken once, by creating a file that names the process. Called by the node agents and the commands that
-resume and cancel.
+Each is claimed once, by creating a file in control/ that names the process; that of a process that has ended
+counts for nothing. Called by the node agents and the commands that submit, resume and cancel.
 """
 
 from __future__ import annotations
@@ -11,29 +11,27 @@ import json
 import os
 import socket
 import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from launchers import processes
+from orchestra.errors import ConfigError
 from orchestra.recovery.history import last_attempt
 from orchestra.run import stop_requests
 from orchestra.run.events import is_number, is_whole, read_events
 from orchestra.run.files import read_json
-from orchestra.run.paths import RunDir
-from orchestra.run.record import read_record
+from orchestra.run.paths import RunDir, Sweep, SweepDir, read_sweep
+from orchestra.run.record import newest_job, read_record
 from orchestra.run.stop_requests import claimed_attempt
 
 # A claim of another host, or one that cannot be read yet, counts for so long.
 _CLAIM_COUNTS_S = 600.0
 
 
-def read_claim(run: RunDir, attempt: int) -> dict[str, Any]:
-    """Return who claimed an attempt: host, pid, pid_started, time; empty where that cannot be read."""
-    return read_claim_file(run.claim(attempt))
-
-
-def read_claim_file(file: Path) -> dict[str, Any]:
-    """Return what a claim says; empty where there is none or it cannot be read."""
+def read_claim(file: Path) -> dict[str, Any]:
+    """Return who wrote a claim: host, pid, pid_started, time; empty where that cannot be read."""
     return read_json(file) or {}
 
 
@@ -77,7 +75,7 @@ def is_held(file: Path, now: float) -> bool:
 
     On another host, or where the claim cannot be read yet, it may for ten minutes.
     """
-    claim = read_claim_file(file)
+    claim = read_claim(file)
     pid, started = claim.get("pid"), claim.get("pid_started")
     if claim.get("host") == socket.gethostname() and is_whole(pid):
         process = processes.find(pid)
@@ -95,8 +93,7 @@ def take_turn(run: RunDir, number: int, now: float) -> Path | None:
     Claims of processes that died over it are passed over. Raises OSError where nothing can be written.
     """
     run.control.mkdir(exist_ok=True)
-    for time_ in itertools.count():
-        file = run.turn(number, time_)
+    for file in (run.turn(number, time_) for time_ in itertools.count()):
         if write_claim(file):
             return file
         if is_held(file, now):
@@ -108,8 +105,12 @@ def next_attempt_number(run: RunDir, last: int | None) -> int:
     """Return the attempt that a resume begins: after `last`, the newest that was started, and after all that
     were claimed or asked to stop. Raises OSError.
     """
-    known = (last, claimed_attempt(run), stop_requests.requested_attempt(run))
-    return max((number for number in known if number is not None), default=-1) + 1
+    return _after(last, claimed_attempt(run), stop_requests.requested_attempt(run))
+
+
+def _after(*attempts: int | None) -> int:
+    """Return the attempt after all that are known."""
+    return max((number for number in attempts if number is not None), default=-1) + 1
 
 
 def rival_claim(run: RunDir, attempt: int, crew: str) -> int | None:
@@ -117,9 +118,8 @@ def rival_claim(run: RunDir, attempt: int, crew: str) -> int | None:
 
     What a dead leader of the same crew claimed and never began counts for nothing.
     """
-    newest = claimed_attempt(run)
-    for number in range(attempt + 1, (attempt if newest is None else newest) + 1):
-        claim = read_claim(run, number)
+    for number in range(attempt + 1, _after(attempt, claimed_attempt(run))):
+        claim = read_claim(run.claim(number))
         if claim.get("crew") != crew and (claim or run.claim(number).exists()):
             began = any(event["attempt"] == number for event in read_events(run, ("attempt_started",)))
             if began or is_held(run.claim(number), time.time()):
@@ -142,12 +142,86 @@ def take_next(run: RunDir, crew: str | None = None) -> int:
 
 def upcoming_attempt(run: RunDir) -> int:
     """Return the attempt that `take_next` would claim. Raises OSError."""
-    known = (last_attempt(read_events(run)), claimed_attempt(run), _planned_attempt(run) - 1)
-    return max((number for number in known if number is not None), default=-1) + 1
+    # The one that the newest job was submitted for.
+    planned = (newest_job(read_record(run)) or {}).get("attempt")
+    before = planned - 1 if is_whole(planned) else None
+    return _after(last_attempt(read_events(run)), claimed_attempt(run), before)
 
 
-def _planned_attempt(run: RunDir) -> int:
-    """Return the attempt that the newest job was submitted for; 0 without a job."""
-    jobs = read_record(run).get("jobs")
-    newest = jobs[-1] if isinstance(jobs, list) and jobs and isinstance(jobs[-1], dict) else {}
-    return int(newest["attempt"]) if is_whole(newest.get("attempt")) else 0
+@contextmanager
+def exclusively(parent: Path, signature: str) -> Iterator[None]:
+    """Let no other command submit a sweep of the same members into the same folder meanwhile.
+
+    Raises ConfigError when one does, or when the folder cannot be written.
+    """
+    lock = parent / f".sweep-{signature}.claim"
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        if not write_claim(lock):
+            _refuse_held(lock, "the same sweep")
+            # Of a process that is no more.
+            lock.unlink(missing_ok=True)
+            if not write_claim(lock):
+                raise ConfigError("the same sweep is being submitted already by another command")
+    except OSError as error:
+        raise ConfigError(
+            f"run.dir={parent}: cannot make a sweep there: {error.strerror}; choose another run.dir"
+        ) from error
+    try:
+        yield
+    finally:
+        lock.unlink(missing_ok=True)
+
+
+def take_array(sweep: SweepDir, record: Sweep) -> int:
+    """Claim the sweep's next array for this process and return its number.
+
+    `record` is what the decision to submit more rests on. Raises ConfigError when another command is
+    submitting, or has submitted since the record was read.
+    """
+    sweep.control.mkdir(exist_ok=True)
+    refuse_busy_sweep(sweep, record)
+    number = next(array_numbers(sweep, record, refuse=True))
+    if read_sweep(sweep) != record:
+        release_arrays(sweep, [number])
+        raise ConfigError(
+            f"{sweep.name} was changed by another command meanwhile; nothing was submitted by this one: "
+            f"look at it (`orchestra status {sweep.name}`) and try again"
+        )
+    return number
+
+
+def array_numbers(sweep: SweepDir, record: Sweep, *, refuse: bool = False) -> Iterator[int]:
+    """Yield numbers for further arrays of a sweep, each claimed for this process.
+
+    `refuse` raises ConfigError at a number that a living process claims; else such are passed over.
+    """
+    for number in itertools.count(max((array.number for array in record.arrays), default=-1) + 1):
+        if not write_claim(sweep.claim(number)):
+            if refuse:
+                _refuse_held(sweep.claim(number), sweep.name)
+            continue
+        yield number
+
+
+def refuse_busy_sweep(sweep: SweepDir, record: Sweep) -> None:
+    """Raise ConfigError when another command is about to submit one of the recorded arrays."""
+    for array in record.arrays:
+        if array.id is None:
+            _refuse_held(sweep.claim(array.number), sweep.name)
+
+
+def _refuse_held(path: Path, what: str) -> None:
+    claim = read_claim(path)
+    is_own = (claim.get("host"), claim.get("pid")) == (socket.gethostname(), os.getpid())
+    if not is_own and is_held(path, time.time()):
+        raise ConfigError(
+            f"{what} is being submitted already: process {claim.get('pid', '?')} on {claim.get('host', '?')} "
+            f"does it; let it end, then look with `orchestra status`"
+        )
+
+
+def release_arrays(sweep: SweepDir, numbers: Iterable[int]) -> None:
+    """Give claims back, of arrays that were not submitted."""
+    for number in numbers:
+        sweep.claim(number).unlink(missing_ok=True)

@@ -18,28 +18,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from launchers.launch_errors import LauncherError, SlurmRefused
+from launchers import LauncherError, SlurmRefused
 from launchers.slurm import sbatch
 from launchers.slurm.commands import is_full
 from orchestra.errors import ConfigError, LaunchError
 from orchestra.run.files import write_atomically
 from orchestra.run.paths import RunDir, Sweep, SweepArray, SweepDir, to_json
-from orchestra.run.record import read_record
+from orchestra.run.record import jobs_of, read_record, write_record
 from orchestra.run.stop_requests import claimed_attempt
-from orchestra.submit.claims import write_claim
-from orchestra.submit.code_snapshot import take_snapshot
-from orchestra.submit.job_record import (
-    JobEntry,
-    intent,
-    jobs_of,
-    member_intent,
-    number_of_jobs,
-    record_id,
-    write_member_record,
-)
-from orchestra.submit.new_run import made_as_one, origin, run_taken, write_run
-from orchestra.submit.submission import PlannedMember, Submission, sweep_taken
-from orchestra.submit.sweeps import lock
+from orchestra.submit.claims import array_numbers, release_arrays, write_claim
+from orchestra.submit.job_record import JobEntry, intent, member_intent, number_of_jobs, record_id
+from orchestra.submit.new_run import made_as_one, name_taken, origin, take_snapshot, write_run
+from orchestra.submit.submission import PlannedMember, Submission
 from orchestra.submit.sweeps.arrays import PlacedSubmission, PlannedArray, arrays_of
 
 _FIRST_ATTEMPT = 0
@@ -130,7 +120,7 @@ class SweepLedger:
         """Write two halves in the place of an array and return them; nothing where it has one task."""
         if len(planned.array.tasks) < 2:
             return []
-        number = next(lock.numbers(self.sweep, self.record))
+        number = next(array_numbers(self.sweep, self.record))
         head, rest = planned.split(len(planned.array.tasks) // 2, number)
         self.sweep.script(rest.array.number).write_text(rest.script())
         self.sweep.script(head.array.number).write_text(head.script())
@@ -140,7 +130,7 @@ class SweepLedger:
 
     def release(self, arrays: Sequence[SweepArray]) -> None:
         """Give the claims of arrays back that are not submitted."""
-        lock.release(self.sweep, [array.number for array in arrays])
+        release_arrays(self.sweep, [array.number for array in arrays])
 
     def kept(self, array: SweepArray) -> str:
         """Return what is kept of an array that Slurm may have or not, and what to do."""
@@ -203,14 +193,14 @@ def make(placed: PlacedSubmission) -> tuple[Ledger, list[PlannedArray]]:
 
     path = made_as_one(planned.path, write, may_rename=submission.configured_name is None)
     if path is None:
-        raise ConfigError(sweep_taken(planned) if isinstance(planned, SweepDir) else run_taken(planned))
+        raise ConfigError(name_taken(planned))
     return made[-1]
 
 
 def _write_run(
     submission: Submission, draft: RunDir, run: RunDir, facts: dict[str, Any], planned: PlannedArray
 ) -> None:
-    entry = intent(run, planned.array.token, _FIRST_ATTEMPT)
+    entry = intent(run.name, planned.array.token, _FIRST_ATTEMPT)
     request = submission.members[0].request(submission.command)
     write_run(request, draft, run, {**facts, "jobs": [entry]})
     _write_folders(draft)
@@ -283,7 +273,8 @@ def record_jobs(
         record = read_record(run)
         entry = member_intent(array, index, attempts.get(index, _FIRST_ATTEMPT))
         kept = [job for job in jobs_of(record) if instead_of is None or job.get("token") != instead_of]
-        write_member_record(run, {**record, "jobs": [*kept, entry]})
+        # sweep.json, which is synced, has what matters.
+        write_record(run, {**record, "jobs": [*kept, entry]}, is_synced=False)
 
 
 def hand_over(ledger: Ledger, arrays: Sequence[PlannedArray]) -> SubmitOutcome:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from conf.schema import Config
-from launchers.launch_errors import LauncherError
-from launchers.slurm.cluster import is_usable, node_names, node_states
+from launchers import LauncherError
+from launchers.slurm.cluster import is_usable, node_states
 from orchestra.recovery.excluded_hosts import ExcludeList, Listed, shared_folder
 from orchestra.run.paths import RunDir
 
@@ -23,12 +23,8 @@ from orchestra.run.paths import RunDir
 class LeftOutHosts:
     """Whom a job does not get because of the list, and what is to be told about that."""
 
-    entries: tuple[Listed, ...] = ()
+    hosts: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-
-    @property
-    def hosts(self) -> tuple[str, ...]:
-        return tuple(entry.host for entry in self.entries)
 
 
 @dataclass(frozen=True)
@@ -54,7 +50,7 @@ def left_out(
     if not entries:
         return LeftOutHosts()
     try:
-        names = node_names(partition)
+        names = frozenset(node_states(partition))
     except LauncherError as error:
         return LeftOutHosts((), (f"nodes that failed before are not left out: {error}",))
     return chosen_to_leave_out(entries, names.difference(without), wanted)
@@ -68,8 +64,8 @@ def hosts_without(config: Config, run: RunDir, cluster: str | None) -> tuple[str
         return ()
     own = config.cluster
     runs, wanted = shared_folder(run.path.parent), own.nodes + own.spare_nodes
-    found = left_out(runs, cluster, own.partition, wanted, own.exclude)
-    return tuple(dict.fromkeys([*own.exclude, *found.hosts])) if found.hosts else ()
+    listed = left_out(runs, cluster, own.partition, wanted, own.exclude).hosts
+    return tuple(dict.fromkeys([*own.exclude, *listed])) if listed else ()
 
 
 def hosts_of_next_job(
@@ -87,13 +83,13 @@ def hosts_of_next_job(
     try:
         states = node_states(own.partition)
     except LauncherError:
-        found = NextJobHosts(tuple(dict.fromkeys(failed)))
+        hosts = NextJobHosts(tuple(dict.fromkeys(failed)))
     else:
         others = {name: state for name, state in states.items() if name not in own.exclude}
-        found = bounded(failed, before, others, own.nodes + own.spare_nodes)
+        hosts = bounded(failed, before, others, own.nodes + own.spare_nodes)
     # What is said to sbatch takes the place of what the script says.
-    exclude = tuple(dict.fromkeys([*own.exclude, *found.exclude])) if found.exclude else ()
-    return NextJobHosts(exclude, found.missed)
+    exclude = tuple(dict.fromkeys([*own.exclude, *hosts.exclude])) if hosts.exclude else ()
+    return NextJobHosts(exclude, hosts.missed)
 
 
 def bounded(
@@ -126,7 +122,7 @@ def chosen_to_leave_out(entries: Sequence[Listed], names: frozenset[str], wanted
     if len(known) > room:
         hosts = ", ".join(entry.host for entry in known[room:])
         notes.append(f"{hosts} failed before, and may be used: too few other nodes are there")
-    return LeftOutHosts(tuple(known[:room]), tuple(notes))
+    return LeftOutHosts(tuple(entry.host for entry in known[:room]), tuple(notes))
 
 
 def words(entry: Listed) -> str:

@@ -7,11 +7,10 @@ import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from conf.schema import Config, ContainerConfig, Device, Requeue
 from launchers.slurm.batch_script import BatchJob
-from orchestra.config.rules.slurm_rules import warning_lead_s
+from orchestra.config.rules.place_rules import warning_lead_s
 from orchestra.run.paths import RunDir, SweepDir
 
 NODE_MODULE = "orchestra.agents"
@@ -37,21 +36,9 @@ class Share:
     without: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class _JobPlace:
-    """Where a job belongs: its name, its folders, and what the node's entry point is told."""
-
-    name: str
-    directory: Path
-    code: Path
-    log_folder: Path
-    arguments: tuple[str, ...]
-
-
 def batch_job(config: Config, run: RunDir, token: str, share: Share | None = None) -> BatchJob:
     """Return the job that trains `run`; `config` says the ranks per node and the device."""
-    place = _JobPlace(run.name, run.path, run.code, run.job_logs, (str(run.path),))
-    return _job(config, place, token, share)
+    return _job(config, run, (str(run.path),), token, share)
 
 
 def array_job(
@@ -62,11 +49,13 @@ def array_job(
     Task t trains the member with index `first` + t; `tasks` are their numbers in sbatch's form.
     """
     arguments = (str(sweep.path), "--first", str(first))
-    place = _JobPlace(sweep.name, sweep.path, sweep.code, sweep.job_logs, arguments)
-    return replace(_job(config, place, token, share), array=tasks)
+    return replace(_job(config, sweep, arguments, token, share), array=tasks)
 
 
-def _job(config: Config, place: _JobPlace, token: str, share: Share | None) -> BatchJob:
+def _job(
+    config: Config, place: RunDir | SweepDir, arguments: tuple[str, ...], token: str, share: Share | None
+) -> BatchJob:
+    """Return the job; `arguments` are what the node's entry point is told."""
     cluster, share = config.cluster, share or Share()
     ranks = int(cluster.gpus_per_node)
     options = {
@@ -83,12 +72,12 @@ def _job(config: Config, place: _JobPlace, token: str, share: Share | None) -> B
         name=place.name,
         num_nodes=cluster.nodes + cluster.spare_nodes,
         survives_nodes=True,
-        command=(*prefix, _python(cluster.container), "-u", "-m", NODE_MODULE, *place.arguments),
+        command=(*prefix, _python(cluster.container), "-u", "-m", NODE_MODULE, *arguments),
         # On the first node itself, where a container's interpreter is not.
-        beside_step=(sys.executable, "-m", _SRUN_WATCH_MODULE, *place.arguments),
-        after_failure=(sys.executable, "-u", "-m", _SRUN_FAILED_MODULE, *place.arguments),
-        log_folder=place.log_folder,
-        directory=place.directory,
+        beside_step=(sys.executable, "-m", _SRUN_WATCH_MODULE, *arguments),
+        after_failure=(sys.executable, "-u", "-m", _SRUN_FAILED_MODULE, *arguments),
+        log_folder=place.job_logs,
+        directory=place.path,
         comment=token,
         exports={"PYTHONPATH": str(place.code), "PYTHONSAFEPATH": "1"},
         warning_lead_s=warning_lead_s(config),
@@ -119,7 +108,9 @@ def _python(container: ContainerConfig) -> str:
     return "python3" if container.image or container.prefix else sys.executable
 
 
-def _container(container: ContainerConfig, place: _JobPlace) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _container(
+    container: ContainerConfig, place: RunDir | SweepDir
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the words before the command, and the options of srun (Pyxis), that put it into a container."""
     if container.image is None and container.prefix is None:
         return (), ()
@@ -128,6 +119,6 @@ def _container(container: ContainerConfig, place: _JobPlace) -> tuple[tuple[str,
     words = (*shlex.split(container.prefix or ""), *inside)
     if container.image is None:
         return words, ()
-    parent = place.directory.parent
+    parent = place.path.parent
     mounts = ",".join([f"{parent}:{parent}", *container.mounts])
     return words, (f"--container-image={container.image}", f"--container-mounts={mounts}")

@@ -1,40 +1,52 @@
-"""What a run's record says of its Slurm jobs: the intent before sbatch is called, the job's id after.
+"""The Slurm jobs of a run: what its record says of them, and a further one that the job itself submits.
 
-An intent holds a token that the job carries in its comment. Whatever is lost between the two, the job is
-found again by it. Written by the commands that submit, and by the leading agent of a job that submits its run
-again.
+The intent is recorded before sbatch is called, the job's id after. An intent holds a token that the job
+carries in its comment. Whatever is lost between the two, the job is found again by it. Written by the
+commands that submit, and by the leading agent of a job that submits its run again, or on its first node after
+all agents have ended.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import secrets
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from launchers import LauncherError, SlurmRefused
+from launchers.slurm import sbatch, this_job
 from launchers.slurm.commands import asked_cluster
+from launchers.slurm.queue import find_by_token
+from launchers.slurm.this_job import JobTask
+from orchestra.errors import LaunchError
 from orchestra.run.events import EventWriter
-from orchestra.run.files import write_atomically
 from orchestra.run.paths import RunDir, SweepArray
-from orchestra.run.record import read_record
+from orchestra.run.record import jobs_of, newest_job, read_record, write_record
 from orchestra.run.stop_requests import user_name
+from orchestra.submit.job import new_token
 
 JobEntry = dict[str, Any]
 
+# How long a job that may have been submitted is looked for where Slurm does not answer.
+_LOOK_AGAIN_S = (0.0, 2.0, 5.0, 10.0)
+# Slurm's word for a job that no nodes can be found for.
+_NO_NODES = "BadConstraints"
+
 
 def intent(
-    run: RunDir,
+    name: str,
     token: str,
     attempt: int,
     *,
+    submitted: float | None = None,
     task: int | None = None,
     after: str | None = None,
     cluster: str | None = None,
 ) -> JobEntry:
-    """Return what run.json says of a job before it is submitted; without `cluster` Slurm is asked for it.
+    """Return what run.json says of a job before it is submitted (default: now); without `cluster` Slurm is
+    asked for it.
 
     `attempt`: the one that the job is to begin. `task`: its number in the array that the run is a task of.
     `after`: the job that it follows.
@@ -42,9 +54,9 @@ def intent(
     return {
         "token": token,
         "id": None,
-        "name": run.name,
+        "name": name,
         "user": user_name(),
-        "submitted": time.time(),
+        "submitted": time.time() if submitted is None else submitted,
         "attempt": attempt,
         "task": task,
         "after": after,
@@ -56,35 +68,14 @@ def member_intent(array: SweepArray, index: int, attempt: int) -> JobEntry:
     """Return what the run.json of a sweep's member says of the task that is to train it; the array's id is in
     sweep.json, under the same token.
     """
-    return {
-        "token": array.token,
-        "id": None,
-        "name": array.name,
-        "user": array.user,
-        "submitted": array.submitted,
-        "attempt": attempt,
-        "task": index - array.first,
-        "after": None,
-        "cluster": asked_cluster(),
-    }
-
-
-def jobs_of(record: Mapping[str, Any]) -> list[JobEntry]:
-    """Return what a run's record says of its jobs, the newest last."""
-    jobs = record.get("jobs")
-    return [entry for entry in jobs if isinstance(entry, dict)] if isinstance(jobs, list) else []
+    task = index - array.first
+    own = intent(array.name, array.token, attempt, submitted=array.submitted, task=task)
+    return {**own, "user": array.user}
 
 
 def number_of_jobs(run: RunDir) -> int:
     """Return how many jobs were submitted for a run, intents included."""
-    jobs = read_record(run).get("jobs")
-    return len(jobs) if isinstance(jobs, list) else 0
-
-
-def newest_entry(run: RunDir) -> JobEntry | None:
-    """Return what run.json says of the job that was submitted last; None where none was."""
-    jobs = read_record(run).get("jobs")
-    return jobs[-1] if isinstance(jobs, list) and jobs and isinstance(jobs[-1], dict) else None
+    return len(jobs_of(read_record(run)))
 
 
 def add_intent(run: RunDir, entry: JobEntry) -> None:
@@ -115,14 +106,115 @@ def record_id(run: RunDir, token: str, job: str, attempt: int) -> None:
 
 def _change_jobs(run: RunDir, change: Callable[[list[JobEntry]], list[JobEntry]]) -> None:
     record = read_record(run)
-    record["jobs"] = change(jobs_of(record))
-    write_atomically(run.record, json.dumps(record, indent=2) + "\n")
+    write_record(run, {**record, "jobs": change(jobs_of(record))})
 
 
-def write_member_record(run: RunDir, record: Mapping[str, Any]) -> None:
-    """Replace the record of a sweep's member as one act, without waiting for the disk: sweep.json has what
-    matters.
+def chain(
+    run: RunDir,
+    task: JobTask,
+    attempt: int,
+    script: str | None,
+    exclude: tuple[str, ...] = (),
+    *,
+    at_once: bool = False,
+    delay_s: int = 0,
+) -> str:
+    """Submit a run's job again, to start when this one is over; return the new job's id, in an array with the
+    task's number. *The leading node only*.
+
+    `exclude`: hosts that it must not get. With `at_once` it does not wait for this one's end, which Slurm
+    sees late where a node is lost; with `delay_s` it starts no sooner than in so many seconds. `script` is
+    the one that this job was submitted with (None: the run's own); of an array this task alone is submitted.
+    A job that a leader submitted before this one and did not live to tell of is taken over.
+
+    Raises LauncherError where Slurm refuses, lets the job fail at once or stays silent, LaunchError where it
+    stays unknown whether Slurm has it, OSError where the intent cannot be recorded.
     """
-    draft = run.record.with_name(f".{run.record.name}.{secrets.token_hex(4)}")
-    draft.write_text(json.dumps(record, indent=2) + "\n")
-    draft.replace(run.record)
+    member = task.array_task
+    job = _submitted_before(run, task)
+    if job is None:
+        token = new_token()
+        options = [f"--comment={token}"]
+        if not at_once:
+            options.append(f"--dependency=afterany:{task.job}")
+        if delay_s > 0:
+            options.append(f"--begin=now+{delay_s}")
+        if exclude:
+            options.append(f"--exclude={','.join(exclude)}")
+        if member is not None:
+            options.append(f"--array={member}")
+        place = run.batch_script if script is None else Path(script)
+        entry = intent(run.name, token, attempt, task=member, after=task.job, cluster=task.cluster)
+        job = _submit_job(run, place, entry, options)
+    label = job if member is None else f"{job}_{member}"
+    _refuse_what_failed(run, job, label)
+    return label
+
+
+def _submitted_before(run: RunDir, task: JobTask) -> str | None:
+    """Return the job that was submitted already to follow this one; None where there is none.
+
+    A leader that dies while it submits leaves the intent, and Slurm has the job or not. Raises LaunchError
+    where Slurm does not say.
+    """
+    entry = newest_job(read_record(run))
+    if entry is None or entry.get("after") != task.job or not isinstance(entry.get("token"), str):
+        return None
+    if isinstance(entry.get("id"), str):
+        return str(entry["id"])
+    problem: LauncherError | None = None
+    for pause_s in _LOOK_AGAIN_S:
+        time.sleep(pause_s)
+        try:
+            job = find_by_token(entry["token"])
+        except LauncherError as error:
+            problem = error
+            continue
+        if job is not None:
+            attempt = entry.get("attempt")
+            record_id(run, entry["token"], job, attempt if isinstance(attempt, int) else 0)
+        return job
+    raise LaunchError(
+        f"{problem}: a job may have been submitted already; its token {entry['token']} is recorded in "
+        f"{run.record}: `orchestra status {run.name}` finds the job when Slurm answers"
+    ) from problem
+
+
+def _refuse_what_failed(run: RunDir, job: str, label: str) -> None:
+    """Take a job off the run's record that Slurm accepted and let fail at once. Raises SlurmRefused then.
+
+    It looks once: a job that Slurm tries to place later fails later.
+    """
+    try:
+        word = this_job.own_job(label)
+    except LauncherError:
+        return
+    if word.state != "FAILED" or word.reason != _NO_NODES:
+        return
+    # As the newest one it would keep this job from training the run again where Slurm requeues it.
+    drop_job(run, "id", job)
+    raise SlurmRefused(
+        f"Slurm let job {label} fail at once ({_NO_NODES}): too few nodes are left that it may use"
+    )
+
+
+def _submit_job(run: RunDir, script: Path, entry: JobEntry, options: list[str]) -> str:
+    """Record the intent, submit the script once, record the job's id and return it.
+
+    Raises SlurmRefused, the intent taken back; LaunchError when it stays unknown whether Slurm has the job:
+    the intent then keeps its token. OSError when the intent cannot be recorded, and nothing was submitted.
+    """
+    token = str(entry["token"])
+    add_intent(run, entry)
+    try:
+        job = sbatch.submit(script, token, options)
+    except SlurmRefused:
+        drop_job(run, "token", token)
+        raise
+    except LauncherError as error:
+        raise LaunchError(
+            f"{error}: Slurm may have the job or not; its token {token} is recorded in {run.record}: "
+            f"`orchestra status {run.name}` finds the job when Slurm answers; do not submit it again before"
+        ) from error
+    record_id(run, token, job, int(entry["attempt"]))
+    return job

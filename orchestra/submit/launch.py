@@ -12,10 +12,10 @@ from pathlib import Path
 
 import orchestra
 from conf.schema import Config, LauncherName, NetworkConfig
+from launchers import LauncherError
 from launchers.host_network import address_towards, interface_of, reachable_address
-from launchers.launch_errors import LauncherError
 from launchers.slurm.this_job import JobTask
-from launchers.spec import LaunchPlace, LaunchSpec
+from launchers.torchrun import LaunchPlace, LaunchSpec
 from orchestra.errors import LaunchError
 from orchestra.run.paths import RunDir
 

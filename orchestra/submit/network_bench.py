@@ -7,7 +7,6 @@ no figure and keeps none.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import json
 import os
@@ -18,12 +17,11 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from conf.schema import Config, LauncherName
-from launchers.launch_errors import LauncherError
+from launchers import LauncherError
 from launchers.node_agent import StopRequests, run_local
 from launchers.slurm import batch_script as script
 from launchers.slurm import sbatch
@@ -31,10 +29,10 @@ from launchers.slurm.batch_script import BatchJob
 from launchers.slurm.commands import cluster_name, output_of
 from launchers.slurm.queue import UNKNOWN, JobState, Questions, SubmittedJob, find_by_token
 from launchers.slurm.this_job import JobTask
-from launchers.spec import LaunchSpec
+from launchers.torchrun import LaunchSpec
 from orchestra.errors import LaunchError
 from orchestra.run.config_file import write_config
-from orchestra.run.files import write_atomically
+from orchestra.run.files import names_in, read_json, write_atomically
 from orchestra.run.paths import RunDir
 from orchestra.run.stop_requests import user_name
 from orchestra.sizes.network import (
@@ -45,13 +43,13 @@ from orchestra.sizes.network import (
     read_measured,
     with_measured,
 )
-from orchestra.submit.code_snapshot import take_snapshot
 from orchestra.submit.job import NODE_MODULE, Share, batch_job, new_token
-from orchestra.submit.launch import worker_environment
+from orchestra.submit.launch import launch_spec
+from orchestra.submit.new_run import take_snapshot
 
 # The nodes of a measuring job agree on where they meet by a file in <run>/control/ that belongs to this start
 # of this job alone: node 0 writes it, the others read it.
-
+#
 # From the start of the first node's task to the last one's: images are pulled, Python is loaded by many.
 MEETING_TIMEOUT_S = 600.0
 
@@ -69,7 +67,7 @@ class Meeting:
 
 def publish(run: RunDir, task: JobTask, meeting: Meeting) -> None:
     """Let the other nodes of this start know. *Node 0 only*. Raises OSError."""
-    write_atomically(run.meeting(task.job, task.restart), json.dumps(dataclasses.asdict(meeting)) + "\n")
+    write_atomically(run.meeting(task.job, task.restart), json.dumps(asdict(meeting)) + "\n")
 
 
 def await_meeting(
@@ -82,8 +80,8 @@ def await_meeting(
     place = run.meeting(task.job, task.restart)
     deadline = time.monotonic() + timeout_s
     while not is_stopped():
-        if (found := _read(place)) is not None:
-            return found
+        if (meeting := _read(place)) is not None:
+            return meeting
         if time.monotonic() > deadline:
             raise LaunchError(
                 f"node 0 of job {task.job} has not said within {timeout_s:g} s where to meet ({place}): its "
@@ -94,25 +92,20 @@ def await_meeting(
 
 
 def is_there(file: Path) -> bool:
-    """Tell whether a file exists by listing its folder. Raises OSError where that cannot be read.
-
-    On NFS opening a folder asks the server, while the absence of a file may be remembered for half a minute.
+    """Tell whether a file exists by listing its folder, if that is there. Raises OSError where it cannot be
+    read.
     """
-    with os.scandir(file.parent) as entries:
-        return any(entry.name == file.name for entry in entries)
+    return file.name in names_in(file.parent)
 
 
 def _read(place: Path) -> Meeting | None:
     try:
-        if not is_there(place):
-            return None
-        record: dict[str, Any] = json.loads(place.read_text())
-        return Meeting(**record)
-    except (OSError, ValueError, TypeError, AttributeError):
+        return Meeting(**(read_json(place) or {})) if is_there(place) else None
+    except (OSError, TypeError):
         return None
 
 
-WORKER_MODULE = "orchestra.train.network_rank"
+_WORKER_MODULE = "orchestra.train.network_rank"
 _NODE_MODULE = "orchestra.agents.node_check.network_bench_node"
 _NAME = "orchestra-network"
 # Minutes, whatever the cluster's profile gives its runs: measuring takes seconds, starting the ranks may take
@@ -132,15 +125,9 @@ Watcher = Callable[[JobState], None]
 
 def measuring_spec(config: Config, folder: RunDir) -> LaunchSpec:
     """Return what measures on every rank; `config` says ranks per node, nodes and interface."""
-    ranks = int(config.cluster.gpus_per_node)
     path = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    return LaunchSpec(
-        module=WORKER_MODULE,
-        arguments=(str(folder.path),),
-        environment=worker_environment(config, ranks, search_path=path),
-        ranks_per_node=ranks,
-        node_logs=tuple(folder.node_log(0, node) for node in range(config.cluster.nodes)),
-    )
+    spec = launch_spec(config, folder, 0, path)
+    return replace(spec, module=_WORKER_MODULE, arguments=(str(folder.path),))
 
 
 def measure_here(config: Config) -> Measurement:
@@ -187,8 +174,11 @@ def measure_as_job(config: Config, share: Share, watch: Watcher) -> Measurement:
         with StopRequests() as signals:
             number = _submitted(folder.batch_script, token)
             job = SubmittedJob(token, number, _NAME, user_name(), time.time())
-            with _cancelled_unless_over(number):
+            try:
                 _await_end(job, folder, watch, lambda: signals.count() > 0)
+            except BaseException:
+                _cancel(number)
+                raise
         return _result(folder)
 
 
@@ -198,8 +188,8 @@ def _submitted(batch_script: Path, token: str) -> str:
         return sbatch.submit(batch_script, token)
     except LauncherError as error:
         with contextlib.suppress(LauncherError):
-            if (found := find_by_token(token)) is not None:
-                _cancel(found)
+            if (job := find_by_token(token)) is not None:
+                _cancel(job)
         raise LaunchError(f"the job was not submitted: {error}") from error
 
 
@@ -221,14 +211,15 @@ def _folder(parent: Path, config: Config) -> Iterator[RunDir]:
     except OSError as error:
         shutil.rmtree(folder.path, ignore_errors=True)
         raise LaunchError(f"{folder.path}: {error.strerror}; choose another run.dir") from error
+    is_kept = False
     try:
         yield folder
     except LaunchError:
+        is_kept = True
         raise
-    except BaseException:
-        shutil.rmtree(folder.path, ignore_errors=True)
-        raise
-    shutil.rmtree(folder.path, ignore_errors=True)
+    finally:
+        if not is_kept:
+            shutil.rmtree(folder.path, ignore_errors=True)
 
 
 def _await_end(job: SubmittedJob, folder: RunDir, watch: Watcher, is_interrupted: Callable[[], bool]) -> None:
@@ -238,32 +229,25 @@ def _await_end(job: SubmittedJob, folder: RunDir, watch: Watcher, is_interrupted
     give_up_at: float | None = None
     while give_up_at is None or time.monotonic() < give_up_at:
         state = questions.states([job], past=[job])[0][job]
-        told = (state.state, state.reason, state.nodes)
-        if state.state != UNKNOWN and told != shown:
+        answer = (state.state, state.reason, state.nodes)
+        if state.state != UNKNOWN and answer != shown:
             watch(state)
-            shown = told
+            shown = answer
         if is_interrupted():
             raise KeyboardInterrupt
         if state.is_over:
             return
+        if not folder.path.is_dir():
+            raise LaunchError(f"{folder.path}, where the result was to be written, is gone; measure again")
         if give_up_at is None and is_there(folder.path / RESULT_NAME):
             give_up_at = time.monotonic() + _END_TIMEOUT_S
         time.sleep(_POLL_S)
-    _cancel(job.job)
+    _cancel(str(job.job))
 
 
-def _cancel(job: str | None) -> None:
+def _cancel(job: str) -> None:
     with contextlib.suppress(LauncherError):
-        output_of(("scancel", str(job)))
-
-
-@contextmanager
-def _cancelled_unless_over(job: str) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        _cancel(job)
-        raise
+        output_of(("scancel", job))
 
 
 def _result(folder: RunDir) -> Measurement:
@@ -312,4 +296,4 @@ def with_measured_network(config: Config) -> Config:
     """Return the configuration with what was measured in the place of the nulls of cluster.network."""
     measured = read_measured(file_of(config), config.cluster.device.value)
     network = with_measured(config.cluster.network, measured)
-    return dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, network=network))
+    return replace(config, cluster=replace(config.cluster, network=network))

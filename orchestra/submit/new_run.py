@@ -1,7 +1,9 @@
-"""Makes the run directory: a name, the frozen configuration, the code's revision and the run's record.
+"""Makes the run directory: a name, the frozen configuration, the run's record, the code's revision and copy.
 
 The directory appears as a whole or not at all. The configuration was checked before
-(`orchestra.config.rules.all_rules`).
+(`orchestra.config.rules.all_rules`). The copy of the code is for runs that are submitted: nothing that is
+edited later reaches them. It holds the four packages as they lie on disk, changes that were never committed
+too, and no more of what lies beside them.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,54 +32,113 @@ from conf.schema import Config
 from launchers import processes
 from orchestra.errors import ConfigError
 from orchestra.run.config_file import write_config
-from orchestra.run.paths import RunDir
+from orchestra.run.paths import RunDir, SweepDir, is_sweep
 from orchestra.run.stop_requests import user_name
+from orchestra.sizes.units import MIB
 from orchestra.submit.launch import source_root
 
-_TIMEOUT_S = 5.0
+PACKAGES = ("conf", "orchestra", "launchers", "checkpointing")
+# The packages themselves have less than 3 MiB; whoever keeps data among them would copy it for every run.
+_MAX_BYTES = 32 * MIB
+_NUM_LARGEST = 3
+_left_out = shutil.ignore_patterns("__pycache__", ".*", "*.pyc", "*~")
+_GIT_TIMEOUT_S = 5.0
+# What Weights & Biases accepts as an id, and short enough to be typed.
+_WANDB_ID_BYTES = 4
+# How rename(2) says that something stands where the run directory is to go.
+_TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
 
 
-@dataclass(frozen=True)
-class CodeRevision:
-    """A commit, and whether tracked files differ from it."""
+def code_revision() -> dict[str, Any] | None:
+    """Return the `commit` of the code that is running, and whether tracked files differ (`dirty`).
 
-    commit: str
-    dirty: bool
-
-
-def code_revision(root: Path) -> CodeRevision | None:
-    """Return the revision of the tree at `root`; None where it is not a git checkout of this code.
-
-    A virtual environment inside somebody's repository is not a checkout of that repository: the package must
-    be tracked.
+    None where it is no git checkout of this code. A virtual environment inside somebody's repository is not a
+    checkout of that repository: the package must be tracked.
     """
-    if _git(root, "ls-files", "--error-unmatch", "orchestra/__init__.py") is None:
+    if _git("ls-files", "--error-unmatch", "orchestra/__init__.py") is None:
         return None
-    commit = _git(root, "rev-parse", "HEAD")
-    changes = _git(root, "status", "--porcelain", "--untracked-files=no")
+    commit = _git("rev-parse", "HEAD")
+    changes = _git("status", "--porcelain", "--untracked-files=no")
     if not commit or changes is None:
         return None
-    return CodeRevision(commit.strip(), bool(changes.strip()))
+    return {"commit": commit.strip(), "dirty": bool(changes.strip())}
 
 
-def _git(root: Path, *arguments: str) -> str | None:
+def _git(*arguments: str) -> str | None:
+    command = ["git", "-C", str(source_root()), *arguments]
     try:
-        done = subprocess.run(
-            ["git", "-C", str(root), *arguments],
-            capture_output=True,
-            text=True,
-            timeout=_TIMEOUT_S,
-            check=False,
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout if done.returncode == 0 else None
 
 
-# What Weights & Biases accepts as an id, and short enough to be typed.
-_WANDB_ID_BYTES = 4
-# How rename(2) says that something stands where the run directory is to go.
-_TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
+def take_snapshot(target: Path) -> None:
+    """Copy the packages that are running into the new folder `target`.
+
+    Raises ConfigError when they are too large, naming the largest files.
+    """
+    root = source_root()
+    sizes = {file: (root / file).stat().st_size for file in _files_of_packages(root)}
+    total = sum(sizes.values())
+    if total > _MAX_BYTES:
+        largest = sorted(sizes, key=lambda file: -sizes[file])[:_NUM_LARGEST]
+        named = ", ".join(f"{file} ({sizes[file] / MIB:,.0f} MiB)" for file in largest)
+        raise ConfigError(
+            f"the code to be copied into the run has {total / MIB:,.0f} MiB, at most "
+            f"{_MAX_BYTES / MIB:,.0f} MiB are allowed; the largest files are {named}: "
+            f"move them out of {', '.join(PACKAGES)}"
+        )
+    for file in sizes:
+        copy = target / file
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(root / file, copy)
+
+
+def is_snapshot(folder: Path) -> bool:
+    """Tell whether a folder holds the packages that are running, byte for byte, and nothing else that could
+    be imported.
+    """
+    root = source_root()
+    files = _files_of_packages(root)
+    try:
+        others = {place.name for place in folder.iterdir()} - {*PACKAGES, "__pycache__"}
+        is_equal = not others and _files_of_packages(folder) == files
+        return is_equal and all((folder / file).read_bytes() == (root / file).read_bytes() for file in files)
+    except OSError:
+        return False
+
+
+def renew_snapshot(code: Path, older: Path | None = None) -> bool:
+    """Make `code` a snapshot of the code that is running; return False where it is one already.
+
+    What was there is moved to `older`, or removed. Raises ConfigError as `take_snapshot` does.
+    """
+    if is_snapshot(code):
+        return False
+    draft = code.with_name(f".{code.name}.{secrets.token_hex(4)}")
+    try:
+        take_snapshot(draft)
+        if older is not None and code.is_dir():
+            shutil.rmtree(older, ignore_errors=True)
+            code.rename(older)
+        shutil.rmtree(code, ignore_errors=True)
+        draft.rename(code)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return True
+
+
+def _files_of_packages(root: Path) -> list[Path]:
+    """Return the files that a snapshot holds, by their paths below `root`."""
+    files: list[Path] = []
+    for package in PACKAGES:
+        for parent, folders, names in os.walk(root / package):
+            ignored = _left_out(parent, [*folders, *names])
+            folders[:] = sorted(set(folders) - ignored)
+            paths = (Path(parent, name) for name in sorted(set(names) - ignored))
+            files += [path.relative_to(root) for path in paths if path.is_file()]
+    return files
 
 
 @dataclass(frozen=True)
@@ -90,23 +151,19 @@ class RunRequest:
     command: Sequence[str] = ()
 
 
-def run_name(request: RunRequest, now: float) -> str:
-    """Return the configured name, or one made of the model, the local time and the start of the signature."""
-    configured = request.config.run.name
-    if configured is not None:
-        return configured
-    stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
-    return f"{request.config.model.name}-{stamp}-{request.signature[:6]}"
-
-
 def planned_run(request: RunRequest, now: float) -> RunDir:
-    """Return the directory that the run would get, for a made name the first choice (see `prepare`).
+    """Return the directory that the run would get: with its configured name, or one made of the model, the
+    local time and the start of the signature, for which `prepare` may find another place.
 
     Raises ConfigError when something is in the place of a configured name.
     """
-    run = RunDir(parent_of_runs(request.config) / run_name(request, now))
-    if request.config.run.name is not None and os.path.lexists(run.path):
-        raise ConfigError(run_taken(run))
+    name, parent = request.config.run.name, parent_of_runs(request.config)
+    if name is None:
+        stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
+        return RunDir(parent / f"{request.config.model.name}-{stamp}-{request.signature[:6]}")
+    run = RunDir(parent / name)
+    if os.path.lexists(run.path):
+        raise ConfigError(name_taken(run))
     return run
 
 
@@ -118,11 +175,12 @@ def parent_of_runs(config: Config) -> Path:
         raise ConfigError(f"run.dir={config.run.dir}: {error}; write the path out") from error
 
 
-def run_taken(run: RunDir) -> str:
-    """Return why a run cannot have its configured name."""
+def name_taken(place: RunDir | SweepDir) -> str:
+    """Return why a run or a sweep cannot have its configured name."""
+    holds = " and holds another sweep" if is_sweep(place.path) else ""
     return (
-        f"run.name={run.name}: {run.path} exists already; choose another run.name, leave it out to have one "
-        f"made, or remove that directory"
+        f"run.name={place.name}: {place.path} exists already{holds}; choose another run.name, leave it out "
+        "to have one made, or remove that directory"
     )
 
 
@@ -135,8 +193,6 @@ def frozen_config(request: RunRequest, run: RunDir) -> Config:
 def prepare(request: RunRequest, planned: RunDir) -> RunDir:
     """Write the directory of a run that this process trains: config.yaml and run.json; return it.
 
-    Any moment before the end leaves nothing in its place.
-
     It is `planned`, or with a made name that is taken the first free one of `planned`-2, -3 … Raises
     ConfigError when a configured name was taken meanwhile, or when nothing can be written there.
     """
@@ -147,7 +203,7 @@ def prepare(request: RunRequest, planned: RunDir) -> RunDir:
     is_named = request.config.run.name is not None
     path = made_as_one(planned.path, write, may_rename=not is_named)
     if path is None:
-        raise ConfigError(run_taken(planned))
+        raise ConfigError(name_taken(planned))
     return RunDir(path)
 
 
@@ -175,61 +231,51 @@ def made_as_one(planned: Path, write: Callable[[Path, Path], None], *, may_renam
     in the place the next free one of `planned`-2, -3 … is taken if that is allowed; else None is returned.
     Raises ConfigError when nothing can be written there.
     """
-    for path in _choices(planned) if may_rename else [planned]:
+    others = (planned.with_name(f"{planned.name}-{number}") for number in itertools.count(2))
+    for path in itertools.chain([planned], others if may_rename else ()):
         if not os.path.lexists(path) and _is_made(path, write):
             return path
     return None
 
 
-def _choices(first: Path) -> Iterator[Path]:
-    yield first
-    for number in itertools.count(2):
-        yield first.with_name(f"{first.name}-{number}")
-
-
 def _is_made(path: Path, write: Callable[[Path, Path], None]) -> bool:
     """Write beside the place and move it there; return False when the place was taken meanwhile."""
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    made = [parent for parent in draft.parents if not os.path.lexists(parent)]
+    missing = [parent for parent in draft.parents if not os.path.lexists(parent)]
+    is_made = False
     try:
         write(draft, path)
-        return _claim(draft, path)
+        is_made = _is_moved(draft, path)
     except OSError as error:
-        _discard(draft, made)
         raise ConfigError(
             f"run.dir={path.parent}: cannot make a run directory there: {error.strerror}; "
             f"choose another run.dir"
         ) from error
-    except BaseException:
-        _discard(draft, made)
-        raise
+    finally:
+        if not is_made:
+            shutil.rmtree(draft, ignore_errors=True)
+            # Innermost first; somebody may use those that were made for the draft by now.
+            with contextlib.suppress(OSError):
+                for folder in missing:
+                    folder.rmdir()
+    return is_made
 
 
-def _claim(draft: Path, path: Path) -> bool:
+def _is_moved(draft: Path, path: Path) -> bool:
     """Move the draft in place; a rename refuses a directory with files in it: no run is ever overwritten."""
     try:
         draft.rename(path)
     except OSError as error:
         if error.errno not in _TAKEN:
             raise
-        _discard(draft, [])
         return False
     return True
-
-
-def _discard(draft: Path, made: list[Path]) -> None:
-    """Remove the draft, and the folders `made` for it (innermost first) unless somebody uses them by now."""
-    shutil.rmtree(draft, ignore_errors=True)
-    with contextlib.suppress(OSError):
-        for folder in made:
-            folder.rmdir()
 
 
 def origin() -> dict[str, Any]:
     """Return what a run's record says of the process that prepares it and of the code, which is asked once
     for all members of a sweep.
     """
-    revision = code_revision(source_root())
     process = processes.find(os.getpid())
     return {
         "created": time.time(),
@@ -239,7 +285,7 @@ def origin() -> dict[str, Any]:
         "pid": os.getpid(),
         "pid_started": None if process is None else process.started,
         "user": user_name(),
-        "code_revision": None if revision is None else dataclasses.asdict(revision),
+        "code_revision": code_revision(),
         "versions": {
             "orchestra": orchestra.__version__,
             "python": platform.python_version(),

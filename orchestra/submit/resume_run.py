@@ -11,9 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import filecmp
-import json
-import secrets
 import shutil
 import socket
 import time
@@ -26,34 +23,25 @@ from checkpointing.catalog import committed_steps
 from checkpointing.checkpoint_errors import CheckpointError
 from checkpointing.storage import open_storage
 from conf.schema import Config
-from launchers import processes
-from launchers.launch_errors import LauncherError
-from launchers.slurm.queue import SubmittedJob
+from launchers import LauncherError, processes
 from orchestra.config.compose import changed_config
 from orchestra.config.machine import Situation
 from orchestra.errors import ConfigError, LaunchError
 from orchestra.recovery.history import last_attempt, newest_checkpoint
-from orchestra.report.run_state import (
-    RunState,
-    job_of_record,
-    name_of,
-    read_ending,
-    read_state,
-)
+from orchestra.report.run_state import RunState, job_of_record, name_of, read_ending, read_state
 from orchestra.run.config_file import read_config, to_yaml
 from orchestra.run.events import read_events
 from orchestra.run.files import Record, write_atomically
 from orchestra.run.paths import RunDir, SweepDir, read_sweep
 from orchestra.run.planned_faults import still_to_come
-from orchestra.run.record import RunPhase, read_record
+from orchestra.run.record import RunPhase, jobs_of, read_record, write_record
 from orchestra.run.stop_requests import claimed_attempt, user_name
 from orchestra.submit.claims import is_held, next_attempt_number, read_claim, take, take_turn
-from orchestra.submit.code_snapshot import take_snapshot
 from orchestra.submit.hand_over import RunLedger, hand_over
 from orchestra.submit.job import Share
 from orchestra.submit.job_record import add_intent, intent, number_of_jobs
-from orchestra.submit.launch import WORKER_MODULE, source_root
-from orchestra.submit.new_run import code_revision
+from orchestra.submit.launch import WORKER_MODULE
+from orchestra.submit.new_run import code_revision, renew_snapshot
 from orchestra.submit.sweeps.arrays import Numbering, PlannedArray, job_of_run
 from orchestra.submit.wait import is_being_ended, settled, unclear
 
@@ -89,7 +77,7 @@ class SchedulerAnswer:
     it had before Slurm was asked.
     """
 
-    told: RunState | None
+    state: RunState | None
     num_jobs: int
 
 
@@ -107,12 +95,11 @@ def plan_resume(
     rules refuse the result on this machine.
     """
     answer = answer or SchedulerAnswer(None, number_of_jobs(run))
-    told = answer.told
     _refuse_being_submitted(run, now)
     events = read_events(run)
-    state = _state(read_ending(run, events, now)[0], events, told)
-    if state in _OF_A_JOB and told is not None:
-        raise ConfigError(_has_job(run, told))
+    state = _state(read_ending(run, events, now)[0], events, answer.state)
+    if state in _OF_A_JOB and answer.state is not None:
+        raise ConfigError(_has_job(run, answer.state))
     if state in _ALIVE:
         raise ConfigError(_alive(run, events, state))
     last = last_attempt(events)
@@ -144,49 +131,47 @@ def ask_scheduler(run: RunDir, now: float) -> SchedulerAnswer:
     own = read_state(run, now)
     if own.submitted is None or own.state is RunPhase.finished:
         return SchedulerAnswer(None, num_jobs)
-    (told,), problems = settled([run], [own])
+    (state,), problems = settled([run], [own])
     if problems and shutil.which("squeue") is None and own.state.ended_early:
         # A machine without the cluster, and the run's own last word is that it ended.
         return SchedulerAnswer(None, num_jobs)
     if problems:
         why = "; ".join(problems)
         raise LaunchError(f"{why}: whether a job trains {name_of(run)} is not known; nothing was done")
-    if (why_unclear := unclear(told)) is not None:
+    if (why_unclear := unclear(state)) is not None:
         raise LaunchError(why_unclear)
-    if is_being_ended(told):
+    if is_being_ended(state):
         raise LaunchError(
-            f"{name_of(run)}: its attempt has ended, its job {told.job} has not ({told.job_state}): Slurm "
-            f"may start it again, so nothing was done. Try again when `squeue --jobs={told.job}` shows it "
+            f"{name_of(run)}: its attempt has ended, its job {state.job} has not ({state.job_state}): Slurm "
+            f"may start it again, so nothing was done. Try again when `squeue --jobs={state.job}` shows it "
             f"no more"
         )
-    return SchedulerAnswer(told, num_jobs)
+    return SchedulerAnswer(state, num_jobs)
 
 
-def _state(own: RunPhase, events: list[Record], told: RunState | None) -> RunPhase:
+def _state(own: RunPhase, events: list[Record], answer: RunState | None) -> RunPhase:
     """Return a run's state; of an attempt in the foreground Slurm knows nothing."""
-    if told is None:
+    if answer is None:
         return own
     last = last_attempt(events)
     starts = [event for event in events if event["event"] == "attempt_started" and event["attempt"] == last]
     is_in_foreground = bool(starts) and "job" not in starts[-1]
-    return own if own in _ALIVE and is_in_foreground and told.state not in _OF_A_JOB else told.state
+    return own if own in _ALIVE and is_in_foreground and answer.state not in _OF_A_JOB else answer.state
 
 
-def _has_job(run: RunDir, told: RunState) -> str:
-    job = f"job {told.job}" if told.job else "a job"
-    waits = "waits in Slurm's queue for it" if told.state is RunPhase.queued else "is being started for it"
-    if told.state is RunPhase.queued and told.attempts and told.submitted and _began_it(run, told.submitted):
-        waits = "is started again by Slurm itself"
-    why = f" ({told.cause})" if told.cause else ""
+def _has_job(run: RunDir, state: RunState) -> str:
+    job = f"job {state.job}" if state.job else "a job"
+    waits = "is being started for it"
+    if state.state is RunPhase.queued:
+        label = state.submitted.label if state.submitted else None
+        starts = read_events(run, ("attempt_started",)) if state.attempts and label else []
+        is_again = any(event["event"] == "attempt_started" and event.get("job") == label for event in starts)
+        waits = "is started again by Slurm itself" if is_again else "waits in Slurm's queue for it"
+    why = f" ({state.cause})" if state.cause else ""
     return (
         f"{name_of(run)}: {job} {waits}{why}, and goes on from its newest checkpoint; to change "
         f"something, take it out of the queue first: `orchestra cancel {name_of(run)}`, then resume it"
     )
-
-
-def _began_it(run: RunDir, job: SubmittedJob) -> bool:
-    starts = read_events(run, ("attempt_started",))
-    return any(event["event"] == "attempt_started" and event.get("job") == job.label for event in starts)
 
 
 def _refuse_being_submitted(run: RunDir, now: float) -> None:
@@ -205,7 +190,7 @@ def _claims_of_submitter(run: RunDir) -> list[Path]:
     if job is None or job.job is not None:
         return []
     if job.task is None:
-        number = len(record["jobs"]) - 1
+        number = len(jobs_of(record)) - 1
         return sorted(run.control.glob(f"{run.turn(number, 0).name.rpartition('-')[0]}-*.claim"))
     sweep = SweepDir(run.path.parent)
     try:
@@ -261,7 +246,7 @@ def _alive(run: RunDir, events: list[Record], state: RunPhase) -> str:
     record = started[-1] if started else read_record(run)
     what = "is being started" if state is RunPhase.not_started else f"is running, attempt {last}"
     leader = f"process {record.get('pid', '?')} on {record.get('host', '?')} leads it"
-    if not started and record.get("jobs"):
+    if not started and jobs_of(record):
         leader = "a Slurm job is to start it (`orchestra status` tells more)"
     if state is RunPhase.restarting:
         return (
@@ -283,7 +268,7 @@ def pending_attempt(run: RunDir, last: int | None, now: float) -> int | None:
 
 
 def _being_resumed(run: RunDir, attempt: int) -> str:
-    claim = read_claim(run, attempt)
+    claim = read_claim(run.claim(attempt))
     return (
         f"{name_of(run)} is being resumed already: process {claim.get('pid', '?')} on "
         f"{claim.get('host', '?')} starts attempt {attempt}"
@@ -300,7 +285,8 @@ def claim(plan: ResumePlan, command: Sequence[str]) -> None:
     run = plan.run
     try:
         run.control.mkdir(exist_ok=True)
-        _take(plan)
+        if not take(run, plan.number):
+            raise ConfigError(_being_resumed(run, plan.number))
         if number_of_jobs(run) != plan.num_jobs:
             raise ConfigError(
                 f"{name_of(run)} is being resumed already: a job was submitted for it meanwhile"
@@ -310,11 +296,6 @@ def claim(plan: ResumePlan, command: Sequence[str]) -> None:
         record_resume(plan, command)
     except OSError as error:
         raise ConfigError(f"{run.path}: cannot be written: {error.strerror}; nothing was started") from error
-
-
-def _take(plan: ResumePlan) -> None:
-    if not take(plan.run, plan.number):
-        raise ConfigError(_being_resumed(plan.run, plan.number))
 
 
 def _await_end_of_orphans(run: RunDir) -> None:
@@ -348,7 +329,6 @@ def _freeze(plan: ResumePlan) -> None:
 def record_resume(plan: ResumePlan, command: Sequence[str]) -> None:
     """Write into the run's record who goes on with it, how, and with which code."""
     record = read_record(plan.run)
-    revision = code_revision(source_root())
     resumes = record.get("resumes")
     entry = {
         "attempt": plan.number,
@@ -356,10 +336,10 @@ def record_resume(plan: ResumePlan, command: Sequence[str]) -> None:
         "host": socket.gethostname(),
         "overrides": list(plan.overrides),
         "command": list(command),
-        "code_revision": None if revision is None else dataclasses.asdict(revision),
+        "code_revision": code_revision(),
     }
-    record["resumes"] = [*(resumes if isinstance(resumes, list) else []), entry]
-    write_atomically(plan.run.record, json.dumps(record, indent=2) + "\n")
+    resumes = [*(resumes if isinstance(resumes, list) else []), entry]
+    write_record(plan.run, {**record, "resumes": resumes})
 
 
 @dataclass(frozen=True)
@@ -407,26 +387,21 @@ def submit_resume(plan: ResumeJob, command: Sequence[str]) -> str:
             undo.callback(turn.unlink, missing_ok=True)
             _replace(plan, undo)
             record_resume(plan.next, command)
-            add_intent(run, intent(run, plan.token, plan.next.number))
-            job = _submitted(plan, undo)
+            add_intent(run, intent(run.name, plan.token, plan.next.number))
+            try:
+                outcome = hand_over(RunLedger(run, plan.next.number), [plan.job])
+            except (LaunchError, KeyboardInterrupt):
+                # Slurm may have the job: what it needs stays.
+                undo.pop_all()
+                raise
             undo.pop_all()
-            return job
+            return str(outcome.accepted[0].id)
     except LauncherError as error:
         raise LaunchError(f"{error}; nothing was submitted") from error
     except OSError as error:
         raise ConfigError(
             f"{run.path}: cannot be written: {error.strerror}; nothing was submitted"
         ) from error
-
-
-def _submitted(plan: ResumeJob, undo: ExitStack) -> str:
-    try:
-        outcome = hand_over(RunLedger(plan.run, plan.next.number), [plan.job])
-    except (LaunchError, KeyboardInterrupt):
-        # Slurm may have the job: what it needs stays.
-        undo.pop_all()
-        raise
-    return str(outcome.accepted[0].id)
 
 
 def _has_changed(plan: ResumePlan) -> bool:
@@ -441,13 +416,14 @@ def _replace(plan: ResumeJob, undo: ExitStack) -> None:
     undo.callback(_restorer(run.record))
     undo.callback(_restorer(run.config))
     undo.callback(_restorer(run.batch_script))
-    _replace_code(plan.next, undo)
+    older = run.code_of_attempt(plan.next.last_attempt or 0) if run.code.is_dir() else None
+    if renew_snapshot(run.code, older):
+        undo.callback(_bring_back, run.code, older)
     run.job_logs.mkdir(parents=True, exist_ok=True)
     _freeze(plan.next)
     write_atomically(run.batch_script, plan.script())
     # No process of this machine leads it.
-    record = {**read_record(run), "pid": None, "pid_started": None}
-    write_atomically(run.record, json.dumps(record, indent=2) + "\n")
+    write_record(run, {**read_record(run), "pid": None, "pid_started": None})
 
 
 def _restorer(file: Path) -> Callable[[], None]:
@@ -462,38 +438,8 @@ def _restorer(file: Path) -> Callable[[], None]:
     return restore
 
 
-def _replace_code(plan: ResumePlan, undo: ExitStack) -> None:
-    """Take a snapshot of the code that is running here; the older one is kept where it differs."""
-    run = plan.run
-    draft = run.path / f".code.{secrets.token_hex(4)}"
-    try:
-        take_snapshot(draft)
-        if run.code.is_dir() and _are_equal(filecmp.dircmp(run.code, draft, ignore=["__pycache__"])):
-            shutil.rmtree(draft)
-            return
-        older = run.code_of_attempt(plan.last_attempt or 0)
-        kept = run.code.is_dir()
-        if kept:
-            shutil.rmtree(older, ignore_errors=True)
-            run.code.rename(older)
-        draft.rename(run.code)
-    except BaseException:
-        shutil.rmtree(draft, ignore_errors=True)
-        raise
-    undo.callback(_bring_back, run.code, older if kept else None)
-
-
 def _bring_back(code: Path, older: Path | None) -> None:
     shutil.rmtree(code, ignore_errors=True)
     if older is not None:
         with contextlib.suppress(OSError):
             older.rename(code)
-
-
-def _are_equal(folders: filecmp.dircmp[str]) -> bool:
-    names = folders.left_only or folders.right_only or folders.funny_files
-    _, different, unreadable = filecmp.cmpfiles(
-        folders.left, folders.right, folders.common_files, shallow=False
-    )
-    is_equal = not (names or different or unreadable)
-    return is_equal and all(_are_equal(folder) for folder in folders.subdirs.values())

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from conf.schema import Config, Device
-from launchers.launch_errors import LauncherError, SlurmMissing, SlurmRefused
+from launchers import LauncherError, SlurmMissing, SlurmRefused
 from launchers.slurm import sbatch
 from launchers.slurm.cluster import Partition, partitions
-from launchers.slurm.commands import DEFAULT_LIMITS, asked_cluster, is_full, limits
+from launchers.slurm.commands import DEFAULT_ARRAY_SIZE, array_size, asked_cluster, is_full
 from launchers.slurm.sbatch import Estimate
 from orchestra.config.keys import nearest
 from orchestra.errors import ConfigError, LaunchError
@@ -118,15 +118,15 @@ class Site:
             runs = shared_folder(parent_of_runs(config))
             recent = int(time.monotonic() / _ASK_AGAIN_S)
             wanted = own.nodes + own.spare_nodes
-            without = told_left_out(runs, own.partition, wanted, tuple(own.exclude), recent)
+            without = hosts_left_out(runs, own.partition, wanted, tuple(own.exclude), recent)
         return Share(cpus_of_share(config, self.partitions), without)
 
     def array_size(self) -> int:
         """Ask how many tasks an array may have. Raises ConfigError where the site takes no arrays."""
         if self.partitions is None:
-            return DEFAULT_LIMITS.array_size
+            return DEFAULT_ARRAY_SIZE
         try:
-            size = limits().array_size
+            size = array_size()
         except LauncherError as error:
             raise LaunchError(f"{error}; nothing was submitted") from error
         if size < 1:
@@ -170,7 +170,7 @@ def _mounts() -> str:
 
 # The members of a sweep ask one by one for the same.
 @functools.lru_cache(maxsize=64)
-def told_left_out(
+def hosts_left_out(
     runs: Path, partition: str | None, wanted: int, own: tuple[str, ...], _: int
 ) -> tuple[str, ...]:
     """Return the hosts on the list that such a job does not get beside its `own`, and tell the user why.
@@ -179,12 +179,12 @@ def told_left_out(
     """
     if not excluded_folder(runs).exists():
         return ()
-    found = left_out(runs, asked_cluster(), partition, wanted, own)
-    for text in found.notes:
+    listed = left_out(runs, asked_cluster(), partition, wanted, own)
+    for text in listed.notes:
         note(text)
-    if found.hosts:
+    if listed.hosts:
         note("recovery.exclude_hours=0 uses them all the same; `orchestra doctor` lists them")
-    return found.hosts
+    return listed.hosts
 
 
 def chosen(config: Config, partitions: Sequence[Partition]) -> list[Partition]:
@@ -193,8 +193,8 @@ def chosen(config: Config, partitions: Sequence[Partition]) -> list[Partition]:
     if wanted is None:
         return [partition for partition in partitions if partition.is_default]
     names = wanted.split(",")
-    found = [partition for partition in partitions if partition.name in names]
-    return found if len(found) == len(set(names)) else []
+    named = [partition for partition in partitions if partition.name in names]
+    return named if len(named) == len(set(names)) else []
 
 
 def gpu_type(config: Config, partitions: Sequence[Partition]) -> str | None:

@@ -3,6 +3,10 @@
 A single run is a sweep of one: one member, whose directory is the submission's own. Planning resolves the
 configurations, puts the cluster's numbers into them and checks them, each once; it writes nothing. What is
 planned here is written and handed to Slurm by `orchestra.submit.hand_over`.
+
+One check is here alone, and serves `orchestra plan` for its advice: whether the devices' memory suffices by
+the planner's count, and what would make it. Only devices known by name or profile are judged, and never CPUs.
+The count errs by 7 % in the mean (benchmarks/RESULTS.md), so `--skip-memory-check` submits all the same.
 """
 
 from __future__ import annotations
@@ -10,26 +14,36 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from conf.schema import Config
+from conf.schema import Config, Device
 from orchestra.config.compose import compose
 from orchestra.config.machine import Situation, signature
+from orchestra.config.rules.all_rules import problems_of
+from orchestra.config.sweep import SweepProblems
 from orchestra.errors import ConfigError
+from orchestra.plan.assemble import case_of
+from orchestra.plan.frameworks import OWN
+from orchestra.plan.predict import Prediction, predict
+from orchestra.plan.profiles import is_profile, read_profile
 from orchestra.run.paths import SweepDir, SweepMember, is_sweep
+from orchestra.sizes.advice import BEFORE_SUBMIT, MemoryNeed, changed, what_helps
+from orchestra.sizes.memory import USABLE_SHARE
+from orchestra.sizes.topology import has_open_micro_batch
+from orchestra.sizes.units import GIB
 from orchestra.submit.job import Share
-from orchestra.submit.memory_check import memory_problems
 from orchestra.submit.network_bench import with_measured_network
-from orchestra.submit.new_run import RunRequest, parent_of_runs
+from orchestra.submit.new_run import RunRequest, name_taken, parent_of_runs
 from orchestra.submit.site import Site
 
 if TYPE_CHECKING:
-    from orchestra.config.sweep import ComposedMember
+    from orchestra.config.compose import Composed
 
 _HEX_DIGITS = 16
+_NUM_COMPONENTS = 3
 
 
 @dataclass(frozen=True)
@@ -69,7 +83,8 @@ class Submission:
     @property
     def signature(self) -> str:
         """Equal for sweeps of the same members, in whatever order they were typed."""
-        return signature_of_members(member.signature for member in self.members)
+        signatures = "\n".join(sorted(member.signature for member in self.members))
+        return hashlib.sha256(signatures.encode()).hexdigest()[:_HEX_DIGITS]
 
     @property
     def configured_name(self) -> str | None:
@@ -80,16 +95,6 @@ class Submission:
         """Jobs of the sweep that may run at a time: the smallest number that a member gives."""
         given = [member.config.cluster.array_throttle for member in self.members]
         return min((number for number in given if number is not None), default=None)
-
-    def adopting(self, runs: dict[int, str]) -> Submission:
-        """Return the submission with runs of other sweeps in the place of these members."""
-        members = (replace(member, adopted=runs.get(member.index)) for member in self.members)
-        return replace(self, members=tuple(members))
-
-
-def signature_of_members(signatures: Iterable[str]) -> str:
-    """Return 16 hexadecimal digits that name a set of members."""
-    return hashlib.sha256("\n".join(sorted(signatures)).encode()).hexdigest()[:_HEX_DIGITS]
 
 
 def with_cluster(overrides: Sequence[str]) -> list[str]:
@@ -107,11 +112,9 @@ def plan(
     cannot give, LaunchError where Slurm is silent.
     """
     composed = compose(overrides, Situation("submit", cluster=site))
-    site.require()
-    if checks_memory and (problems := _memory_problems(composed.config, site)):
-        raise ConfigError(problems)
-    member = _planned(0, composed.config, tuple(overrides), (), site)
-    return Submission((member,), tuple(overrides), tuple(command), is_sweep=False)
+    return replace(
+        plan_sweep([composed], overrides, site, command, checks_memory=checks_memory), is_sweep=False
+    )
 
 
 def submission_of(request: RunRequest, share: Share) -> Submission:
@@ -122,7 +125,7 @@ def submission_of(request: RunRequest, share: Share) -> Submission:
 
 
 def plan_sweep(
-    members: Sequence[ComposedMember],
+    members: Sequence[Composed],
     overrides: Sequence[str],
     site: Site,
     command: Sequence[str],
@@ -135,45 +138,25 @@ def plan_sweep(
     Raises ConfigError where a device's memory does not suffice, LaunchError where Slurm is silent.
     """
     site.require()
-    problems: dict[str, list[int]] = {}
+    problems = SweepProblems([member.chosen for member in members], [])
     for index, member in enumerate(members if checks_memory else ()):
-        for problem in _memory_problems(member.config, site):
-            problems.setdefault(problem, []).append(index)
-    if problems:
-        raise ConfigError([_about(text, indices, members) for text, indices in problems.items()])
+        # Where the configuration or Slurm names the device.
+        if problem := memory_problem(site.with_gpu_type(member.config), Situation("submit")):
+            problems.add(index, [problem])
+    if sentences := problems.sentences():
+        raise ConfigError(sentences)
     planned = []
     for index, member in enumerate(members):
         config = member.config
         if name is not None:
             config = replace(config, run=replace(config.run, name=name))
-        planned.append(_planned(index, config, member.overrides, member.chosen, site))
+        # Measured figures of the network are no part of what was asked for: the signature is without them.
+        complete, share = with_measured_network(config), site.share(config)
+        texts = (member.overrides, member.chosen)
+        planned.append(PlannedMember(index, signature(config), *texts, complete, share))
     submission = Submission(tuple(planned), tuple(overrides), tuple(command))
     parent_of_sweep(submission.members)
     return submission
-
-
-def _memory_problems(config: Config, site: Site) -> list[str]:
-    """Return why the devices' memory does not suffice, where the configuration or Slurm names the device."""
-    return list(memory_problems(site.with_gpu_type(config), Situation("submit")))
-
-
-def _planned(
-    index: int, config: Config, overrides: tuple[str, ...], chosen: tuple[str, ...], site: Site
-) -> PlannedMember:
-    """Return a member; measured figures of the network are no part of what was asked for, so the signature
-    does not change with them.
-    """
-    share = site.share(config)
-    return PlannedMember(index, signature(config), overrides, chosen, with_measured_network(config), share)
-
-
-def _about(text: str, indices: Sequence[int], members: Sequence[ComposedMember]) -> str:
-    """Say whose problem it is, unless all members have it."""
-    if len(indices) == len(members):
-        return text
-    first = " ".join(members[indices[0]].chosen)
-    more = f" and {len(indices) - 1} more" if len(indices) > 1 else ""
-    return f"{first}{more}: {text}"
 
 
 def parent_of_sweep(members: Sequence[PlannedMember]) -> Path:
@@ -206,14 +189,69 @@ def planned_sweep(submission: Submission, now: float, *, is_forced: bool = False
                 f"--force trains all members anew, in a new sweep, and run.name={sweep.name} names one that "
                 f"is there; give another run.name, or leave it out to have one made"
             )
-        raise ConfigError(sweep_taken(sweep))
+        raise ConfigError(name_taken(sweep))
     return sweep
 
 
-def sweep_taken(sweep: SweepDir) -> str:
-    """Return why a sweep cannot have its configured name."""
-    what = "another sweep" if is_sweep(sweep.path) else "something else"
+def memory_problem(config: Config, situation: Situation) -> str | None:
+    """Return why the devices' memory does not suffice, with the changes that would help; None where it does.
+
+    Raises ConfigError where the configuration names a profile that cannot be read.
+    """
+    prediction = _prediction(config, OWN)
+    if prediction is None or prediction.fits:
+        return None
+    device, peak = prediction.case.device, prediction.peak
+    parts = asdict(peak)
+    largest = sorted(parts, key=lambda name: -parts[name])[:_NUM_COMPONENTS]
+    shares = ", ".join(f"{name} {parts[name] / GIB:.1f}" for name in largest)
+    usable_gib = USABLE_SHARE * device.memory_bytes / GIB
     return (
-        f"run.name={sweep.name}: {sweep.path} exists already and holds {what}; choose another run.name, "
-        f"leave it out to have one made, or remove that directory"
+        f"memory: a rank would need about {peak.total / GIB:.1f} GiB of the {device.name}'s "
+        f"{device.memory_bytes / GIB:.1f} GiB, {usable_gib:.1f} usable ({shares}); "
+        f"{_what_helps(config, situation, OWN)}; --skip-memory-check submits it all the same"
     )
+
+
+def advice(config: Config, situation: Situation, framework_name: str) -> str | None:
+    """Return what makes it fit by a framework's count: single changes, of each kind the smallest; else as few
+    kinds as will do. Only what orchestra's trainer has; None where the device is no known GPU.
+    """
+    if _prediction(config, framework_name) is None:
+        return None
+    return _what_helps(config, situation, framework_name)
+
+
+def _what_helps(config: Config, situation: Situation, framework_name: str) -> str:
+    def judge(candidate: Config) -> MemoryNeed | None:
+        if problems_of(candidate, situation):
+            return None
+        prediction = _prediction(candidate, framework_name)
+        return None if prediction is None else MemoryNeed(prediction.peak.total, prediction.fits)
+
+    num_ranks = config.cluster.nodes * int(config.cluster.gpus_per_node)
+    remedies = what_helps(config, num_ranks, judge, BEFORE_SUBMIT)
+    if not remedies:
+        return "neither recomputation nor ZeRO nor tensor parallelism nor more nodes make it fit"
+    choices = (f"{remedy.overrides} ({remedy.peak_bytes / GIB:.1f} GiB)" for remedy in remedies)
+    return f"it would fit with {' or with '.join(choices)}"
+
+
+def _prediction(config: Config, framework_name: str) -> Prediction | None:
+    """Return the prediction; None where the device's figures are not known.
+
+    Raises ConfigError where the configuration names a profile that cannot be read.
+    """
+    cluster = config.cluster
+    profile = read_profile(Path(cluster.hardware)) if is_profile(cluster.hardware) else None
+    is_open = cluster.hardware == "auto" or not isinstance(cluster.gpus_per_node, int)
+    if cluster.device is not Device.cuda or is_open:
+        return None
+    if has_open_micro_batch(config.train):
+        # The ranks will find the largest that fits: only a single sequence that does not is a problem.
+        config = changed(config, {"train.micro_batch_size": 1})
+    try:
+        return predict(case_of(config, framework_name, profile))
+    except ConfigError:
+        # A device without figures is no reason to refuse a job.
+        return None

@@ -74,11 +74,11 @@ def wait_for(runs: Sequence[RunDir], metric: str) -> list[RunResult]:
 
 def exit_code(results: Sequence[RunResult]) -> int:
     """Return 0 when all are done, else the code of the worst end: 93, 1 and unknown ones, 130, then 75."""
-    return max((result.code for result in results), key=_severity, default=EXIT_DONE)
 
+    def severity(code: int) -> int:
+        return _SEVERITY.index(code if code in _SEVERITY else EXIT_FAILED)
 
-def _severity(code: int) -> int:
-    return _SEVERITY.index(code if code in _SEVERITY else EXIT_FAILED)
+    return max((result.code for result in results), key=severity, default=EXIT_DONE)
 
 
 class _WaitedRuns:
@@ -101,12 +101,17 @@ class _WaitedRuns:
         """Read what is new of the runs that go on; return whether all are over."""
         going = [run for run in self._runs if run not in self.ended]
         now = time.time()
-        own = [read_state(run, now) for run in going]
         before, over_before = dict(self._states), len(self.ended)
-        open_runs = [
-            (run, state) for run, state in zip(going, own, strict=True) if not self._is_done(run, state)
-        ]
-        if open_runs and self._is_time_to_ask():
+        open_runs = []
+        for run in going:
+            state = read_state(run, now)
+            if state.state is RunPhase.finished:
+                # Nobody starts it again, and nobody has to confirm it.
+                self._end(run, state)
+            else:
+                open_runs.append((run, state))
+        is_time_to_ask = self._asked_at is None or time.monotonic() - self._asked_at >= _ASK_S
+        if open_runs and is_time_to_ask:
             self._ask(open_runs)
         elif open_runs:
             self._states.update({run: state.state for run, state in open_runs if run not in self._states})
@@ -114,15 +119,6 @@ class _WaitedRuns:
         last = open_runs[0][1] if open_runs else None
         self._show.states(Counter(self._states.values()), last, is_over=len(self.ended) == len(self._runs))
         return len(self.ended) == len(self._runs)
-
-    def _is_done(self, run: RunDir, state: RunState) -> bool:
-        """Nobody starts a finished run again, and nobody has to confirm it."""
-        if state.state is RunPhase.finished:
-            self._end(run, state)
-        return state.state is RunPhase.finished
-
-    def _is_time_to_ask(self) -> bool:
-        return self._asked_at is None or time.monotonic() - self._asked_at >= _ASK_S
 
     def _ask(self, open_runs: Sequence[tuple[RunDir, RunState]]) -> None:
         runs, own = [run for run, _ in open_runs], [state for _, state in open_runs]
@@ -197,11 +193,8 @@ def _say(text: str) -> None:
     sys.stderr.flush()
 
 
-# Runs that are to go on: waits while Slurm still ends their jobs.
-#
-# A verdict says that an attempt is over. Its job may be queued again in the very next moment, and a job that
-# was submitted meanwhile would be a second one. What is then done about a run is decided elsewhere.
-
+# Runs that are to go on: a verdict says that an attempt is over, but its job may be queued again in the very
+# next moment, and a job that was submitted meanwhile would be a second one. So its end is waited for.
 
 # A job that ends takes KillWait at most, 30 s by default, and the nodes' epilog.
 _WAIT_S = 60.0
@@ -218,12 +211,16 @@ def settled(runs: Sequence[RunDir], own: Sequence[RunState]) -> tuple[list[RunSt
     deadline = time.monotonic() + _WAIT_S
     ending = _being_ended(states)
     if ending and not problems:
-        _say_waiting_for_slurm([states[index] for index in ending])
+        first, more = states[ending[0]], f" and {len(ending) - 1} more" if len(ending) > 1 else ""
+        _say(
+            f"waiting, for {_WAIT_S:g} s at most: Slurm still ends job {first.job}, which trained "
+            f"{first.name}{more}"
+        )
     while ending and not problems and time.monotonic() < deadline:
         time.sleep(_POLL_S)
         unsettled = [runs[index] for index in ending]
-        told, problems = with_scheduler(unsettled, [read_state(run, time.time()) for run in unsettled])
-        for index, state in zip(ending, told, strict=True):
+        answers, problems = with_scheduler(unsettled, [read_state(run, time.time()) for run in unsettled])
+        for index, state in zip(ending, answers, strict=True):
             states[index] = state
         ending = _being_ended(states)
     return states, problems
@@ -253,12 +250,4 @@ def unclear(state: RunState) -> str | None:
         f"{state.name}: {what}. Whether it lives can be told there alone (by its records: {state.state}). "
         f"Nothing was done; go on with it on a login node of cluster {job.cluster}. Where that cluster is no "
         f"more, remove its name from the last job in {RunDir(Path(state.path)).record}"
-    )
-
-
-def _say_waiting_for_slurm(ending: Sequence[RunState]) -> None:
-    first, more = ending[0], f" and {len(ending) - 1} more" if len(ending) > 1 else ""
-    sys.stderr.write(
-        f"waiting, for {_WAIT_S:g} s at most: Slurm still ends job {first.job}, which trained {first.name}"
-        f"{more}\n"
     )

@@ -36,9 +36,7 @@ def die_with_parent() -> None:
 
 
 def ignore_scheduler_signals() -> None:
-    """Ignore USR1 and USR2: Slurm's warning reaches every process of a job, and without a handler it
-    kills.
-    """
+    """Ignore USR1 and USR2: Slurm's warning reaches every process of a job and kills without a handler."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
@@ -51,7 +49,7 @@ def redirect_output(path: Path) -> None:
         os.dup2(log.fileno(), sys.stderr.fileno())
 
 
-def _leave_at_once(code: int) -> NoReturn:
+def leave_at_once(code: int) -> NoReturn:
     """End the process without Python's own shutdown. The verdict and all records are written by now.
 
     Threads and process groups of a failed rank may not end by themselves. And a rank that had finished was
@@ -86,7 +84,7 @@ def main() -> NoReturn:
     from orchestra.train.trainer import run_rank
 
     code = run_rank(run, arguments.attempt, arguments.from_memory, heart)
-    _leave_at_once(EXIT_DONE if code == EXIT_STOPPED and is_under_torchrun else code)
+    leave_at_once(EXIT_DONE if code == EXIT_STOPPED and is_under_torchrun else code)
 
 
 if __name__ == "__main__":

@@ -14,20 +14,20 @@ import torch
 from torch import Tensor
 
 from conf.schema import Config
-from orchestra.data.loader import BatchPlan, Loader
+from orchestra.data.loader import Loader
 from orchestra.data.source import open_source
 from orchestra.errors import DataError
 from orchestra.model.transformer import Transformer
-from orchestra.optim.adamw import AdamW, Trained, make_adamw
+from orchestra.optim.adamw import AdamW, Trained
 from orchestra.parallel.apply import Parallelized, parallelize
 from orchestra.parallel.mesh import Mesh
 from orchestra.parallel.places import global_index
-from orchestra.precision.loss_scale import ScaleState, make_loss_scale
+from orchestra.precision.policies import ScaleState, make_loss_scale
 from orchestra.run.rollback import Stretch
 from orchestra.sizes.topology import BatchShape, batch_shape
 from orchestra.train.hooks import StepHooks
 from orchestra.train.step import TrainingStep
-from orchestra.train.watch.loss_spikes import make_loss_spikes
+from orchestra.train.watch.bad_losses import make_loss_spikes
 
 
 @dataclass(frozen=True)
@@ -40,26 +40,25 @@ class BuiltModel:
 
 
 @dataclass(frozen=True)
-class Training:
+class Training(BuiltModel):
     """What is trained on one rank, and how a step of it is taken."""
 
-    parallelized: Parallelized
-    optimizer: AdamW
     step: TrainingStep
-    batch: BatchShape
 
 
 def build_training(config: Config, mesh: Mesh) -> Training:
     """Build model, optimizer and step for one rank, of a run that begins and has no hooks. *Collective*."""
     built = build_model_and_optimizer(config, mesh)
     step = build_step(config, mesh, built, StepHooks())
-    return Training(built.parallelized, built.optimizer, step, built.batch)
+    return Training(built.parallelized, built.optimizer, built.batch, step)
 
 
 def build_model_and_optimizer(config: Config, mesh: Mesh) -> BuiltModel:
     """Build this rank's part of the model, its values from the seed, and the optimizer. *Collective*."""
+    with torch.device("meta"):  # no values and no memory yet
+        model = Transformer(config.model, config.train.loss_chunk_tokens)
+    parallelized = parallelize(model, config, mesh)
     batch = batch_shape(config.train, mesh.layout.dp)
-    parallelized = parallelize(build_model(config), config, mesh)
     return BuiltModel(parallelized, build_optimizer(config, parallelized), batch)
 
 
@@ -71,9 +70,7 @@ def build_step(
     loss_scale: ScaleState | None = None,
     recent_losses: Sequence[float] = (),
 ) -> TrainingStep:
-    """Build the optimizer step, with the state of the loss's factor and the last losses of a run that goes
-    on.
-    """
+    """Build the optimizer step. A run that goes on has the state of the loss's factor and the last losses."""
     return TrainingStep(
         built.parallelized,
         built.optimizer,
@@ -86,12 +83,6 @@ def build_step(
     )
 
 
-def build_model(config: Config) -> Transformer:
-    """Build the model on the meta device: no values and no memory yet."""
-    with torch.device("meta"):
-        return Transformer(config.model, config.train.loss_chunk_tokens)
-
-
 def build_optimizer(config: Config, parallelized: Parallelized) -> AdamW:
     """Build the optimizer of what this rank trains."""
     places = parallelized.places
@@ -99,7 +90,7 @@ def build_optimizer(config: Config, parallelized: Parallelized) -> AdamW:
     def index(item: Trained, start: int, stop: int) -> Tensor:
         return global_index(places[item.name], start, stop, item.master.device)
 
-    return make_adamw(parallelized.trained, config.optim, config.train.seed, index)
+    return AdamW(parallelized.trained, config.optim, config.train.seed, index)
 
 
 def build_loader(
@@ -117,17 +108,10 @@ def build_loader(
             f"the data has {source.vocab_size} tokens in its vocabulary, the model model.vocab_size="
             f"{config.model.vocab_size}; use at least model.vocab_size={source.vocab_size}"
         )
-    plan = BatchPlan(
-        global_batch_size=batch.global_batch_size,
-        micro_batch_size=batch.micro_batch_size,
-        accumulation=batch.accumulation,
-        dp_coordinate=mesh.coordinates.dp,
-        dp_size=mesh.layout.dp,
-        seq_len=batch.seq_len,
-    )
     return Loader(
         source,
-        plan,
+        batch,
+        mesh.coordinates.dp,
         seed=config.train.seed,
         position=position,
         left_out=left_out,

@@ -12,32 +12,26 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import asdict, dataclass, replace
 from typing import Any
-
-import torch.distributed as dist
 
 from checkpointing.checkpoint_errors import SaveFailedError
 from checkpointing.checkpointer import Checkpointer
 from checkpointing.options import Options, no_fault
-from conf.schema import WhenBusy
+from conf.schema import Config, RollBackConfig, WhenBusy
 from orchestra.errors import EXIT_FAILED, RollBackError, TrainingError
 from orchestra.run import stop_requests
 from orchestra.run.events import EventWriter, is_number, read_events
 from orchestra.run.metrics_file import read_metrics
 from orchestra.run.paths import RunDir
-from orchestra.run.record import wandb_id
 from orchestra.run.rollback import BadSteps, Stretch
 from orchestra.sizes import save_interval
 from orchestra.sizes.flops import num_parameters
 from orchestra.sizes.save_interval import Interval
-from orchestra.train import starting_point
-from orchestra.train.copy_files import FOLDER_VARIABLE
 from orchestra.train.memory import host_memory
-from orchestra.train.memory_copies import CopySettings, MemoryCopies
-from orchestra.train.starting_point import CheckpointContext, DataProgress, StartingPoint, answered
-from orchestra.train.state import Position, TensorState, facts, position_to_json
+from orchestra.train.memory_copies import MemoryCopies
+from orchestra.train.starting_point import DataProgress, StartingPoint, order_roll_back
+from orchestra.train.state import CheckpointContext, Position, TensorState, position_to_json
 
 # Before a checkpoint is made valid, and before older ones are removed.
 _FENCED_PHASES = ("before_manifest", "before_prune")
@@ -68,7 +62,11 @@ def fenced(
             return
         # A file system that cannot be asked now cannot take the manifest either.
         newest = stop_requests.claimed_attempt(run)
-        if newest is not None and newest > attempt and _has_begun(run, attempt):
+        if newest is None or newest <= attempt:
+            return
+        # A claim alone may be a dead leader's.
+        started = read_events(run, ("attempt_started",))
+        if any(event["event"] == "attempt_started" and event["attempt"] > attempt for event in started):
             with contextlib.suppress(OSError):
                 events.write("fenced", step=step, phase=phase, newest=newest, cause="a newer attempt began")
             sys.stderr.write(f"attempt {newest} has begun: this process of attempt {attempt} ends\n")
@@ -76,12 +74,6 @@ def fenced(
             os._exit(EXIT_FAILED)
 
     return look
-
-
-def _has_begun(run: RunDir, attempt: int) -> bool:
-    """Tell whether an attempt after this one was started: a claim alone may be a dead leader's."""
-    started = read_events(run, ("attempt_started",))
-    return any(event["event"] == "attempt_started" and event["attempt"] > attempt for event in started)
 
 
 class SaveRhythm:
@@ -92,9 +84,13 @@ class SaveRhythm:
     by the times of steps and saves of earlier attempts, else by the first steps of this one, and records it.
     """
 
-    def __init__(self, context: CheckpointContext) -> None:
+    def __init__(
+        self, context: CheckpointContext, num_parameters: int, mtbf_device_hours: float | None
+    ) -> None:
         self._context = context
-        chosen = context.config.checkpoint.every_steps
+        self._num_parameters = num_parameters
+        self._mtbf_device_hours = mtbf_device_hours
+        chosen = context.settings.every_steps
         self._is_open = chosen == save_interval.AUTO
         self._every_steps = chosen if isinstance(chosen, int) else None
         self._begin = 0
@@ -119,7 +115,9 @@ class SaveRhythm:
         if num_steps == 1:
             self._timed_since = time.perf_counter()
         if num_steps == 1 + _TIMED_STEPS:
-            self._decide("save interval timed", self._by_timed_steps)
+            assert self._timed_since is not None
+            seconds = time.perf_counter() - self._timed_since
+            self._decide("save interval timed", lambda: self._interval(seconds / _TIMED_STEPS))
 
     def _decide(self, topic: str, interval: Callable[[], Interval | None]) -> None:
         """Take over rank 0's interval, if it has one."""
@@ -128,12 +126,11 @@ class SaveRhythm:
             decided = interval()
             return None if decided is None else decided.to_json()
 
-        peers = self._context.peers
-        evidence: Mapping[str, Any] | None = answered(peers, topic, evidence_of_rank_0)
+        evidence: Mapping[str, Any] | None = self._context.answered(topic, evidence_of_rank_0)
         if evidence is None:
             return
         self._every_steps, self._is_open = int(evidence["every_steps"]), False
-        if peers.is_coordinator:
+        if self._context.peers.is_coordinator:
             self._context.record("save_interval", evidence)
 
     def _by_earlier_attempts(self) -> Interval | None:
@@ -141,19 +138,15 @@ class SaveRhythm:
         times = [float(row["step_time_s"]) for row in recent if is_number(row.get("step_time_s"))]
         return self._interval(statistics.median(times)) if times else None
 
-    def _by_timed_steps(self) -> Interval:
-        assert self._timed_since is not None
-        return self._interval((time.perf_counter() - self._timed_since) / _TIMED_STEPS)
-
     def _interval(self, step_time_s: float) -> Interval:
-        config, world_size = self._context.config, self._context.mesh.world_size
-        share = num_parameters(config.model) * _SAVED_BYTES / world_size
+        world_size = self._context.mesh.world_size
+        share = self._num_parameters * _SAVED_BYTES / world_size
         stalls, writes = self._measured_saves()
         stall_s = statistics.median(stalls) if stalls else save_interval.assumed_stall_s(share)
         write_s = statistics.median(writes) if writes else save_interval.assumed_write_s(share)
-        mttf = save_interval.mttf_s(world_size, config.cluster.mtbf_device_hours)
+        mttf = save_interval.mttf_s(world_size, self._mtbf_device_hours)
         interval = save_interval.chosen(max(step_time_s, 1e-6), stall_s, mttf, write_s=write_s)
-        return replace(interval, every_steps=min(interval.every_steps, config.train.steps))
+        return replace(interval, every_steps=min(interval.every_steps, self._context.last_step))
 
     def _measured_saves(self) -> tuple[list[float], list[float]]:
         """Return the seconds that the newest saves took: the training's wait, and the writing after it."""
@@ -170,68 +163,48 @@ class SaveRhythm:
         return stalls[-_RECENT:], writes[-_RECENT:]
 
 
+@dataclass
 class Checkpoints:
     """One rank's saves, on storage and in memory, and its restore. All methods but `is_due`,
     `is_copy_due` and `close` are *collective*, in the same order.
     """
 
-    def __init__(
-        self,
-        context: CheckpointContext,
-        state: TensorState,
-        copies: MemoryCopies | None,
-        at_phase: Callable[[str, int], None],
-    ) -> None:
-        """`copies` is None where the state is not copied in memory; `at_phase` is called with the name of
-        each phase of a save and its step, from any thread.
-        """
-        self._context = context
-        self._state = state
-        self._copies = copies
-        self._peers = context.peers
-        self._last_step = context.config.train.steps
-        self._config = context.config.checkpoint
-        self._saves = self._config.every_steps is not None
-        self._rhythm = SaveRhythm(context)
-        self._facts = facts(context.config)
-        self._id = wandb_id(context.run)
-        self._checkpointer = Checkpointer(
-            context.place,
-            context.peers,
-            options(context),
-            group=dist.group.WORLD if context.mesh.world_size > 1 else None,
-            on_event=context.record,
-            at_phase=fenced(context.run, context.attempt, context.events, at_phase),
-        )
-        self._left_out: tuple[Stretch, ...] = ()
+    context: CheckpointContext
+    roll_back_config: RollBackConfig
+    state: TensorState
+    checkpointer: Checkpointer
+    start: StartingPoint
+    rhythm: SaveRhythm
+    copies: MemoryCopies | None
+    # What no step trains on.
+    left_out: tuple[Stretch, ...] = ()
 
     def begin(self) -> Position:
-        """Return where to continue from, the state filled, and make ready to save.
-
-        The first attempt of a run begins at 0, any other one with the copies in memory that the agent named
-        or with the newest intact checkpoint. Raises UnusableCheckpointError where the place holds another
-        run's, where the run's own are gone, or where they are of another model, or where none is intact;
-        TrainingError where a save will not fit.
+        """Return where to continue from, the state filled, and make ready to save. Raises what
+        `StartingPoint.find` raises, and TrainingError where a save will not fit.
         """
-        start = StartingPoint(self._context, self._state, self._checkpointer, self._copies)
-        begin = start.find()
-        self._left_out = begin.left_out
-        self._rhythm.begin(begin.step)
-        if self._saves:
+        begin = self.start.find()
+        self.left_out = begin.left_out
+        self.rhythm.begin(begin.step)
+        if self.context.saves:
             self._prepare()
-        if self._copies is not None:
-            self._copies.prepare(begin.step)
+        if self.copies is not None:
+            self.copies.prepare(begin.step)
         return begin
 
     def is_due(self, step: int, *, is_last: bool = False) -> bool:
         """Whether the state after `step` is to be saved; `is_last`: this attempt ends there."""
-        is_due = self._rhythm.is_due(step)
-        return self._saves and (is_due or is_last or step == self._last_step)
+        is_due = self.rhythm.is_due(step)
+        return self.context.saves and (is_due or self._is_end(step, is_last))
+
+    def _is_end(self, step: int, is_last: bool) -> bool:
+        return is_last or step == self.context.last_step
 
     def waits_for_storage(self, step: int, *, is_last: bool = False) -> bool:
         """Whether the save after `step` may hold the training until it is committed."""
-        is_waited_for = not self._config.async_save or self._config.when_busy is WhenBusy.wait
-        return is_waited_for or is_last or step == self._last_step
+        settings = self.context.settings
+        is_waited_for = not settings.async_save or settings.when_busy is WhenBusy.wait
+        return is_waited_for or self._is_end(step, is_last)
 
     def save(self, position: Position, *, is_last: bool = False) -> None:
         """Save the state as it is now. A save that fails is recorded and does not end the training.
@@ -239,11 +212,11 @@ class Checkpoints:
         Only with `checkpoint.async_save=false`, at the last step and where it `is_last` of the attempt it
         waits until it is committed. Raises TrainingError where such a last one cannot be written.
         """
-        if is_last or position.step == self._last_step:
+        if self._is_end(position.step, is_last):
             self._save_last(position)
             return
-        self._checkpointer.save(position.step, self._state.snapshot(), self._document(position))
-        if not self._config.async_save:
+        self.checkpointer.save(position.step, self.state.snapshot(), self._document(position))
+        if not self.context.settings.async_save:
             self._failure()
 
     def roll_back(self, bad: BadSteps, reached: int, global_batch_size: int) -> RollBackError:
@@ -252,61 +225,56 @@ class Checkpoints:
 
         `reached`: the number of samples consumed up to the last bad step. Waits for the save under way.
         """
-        context, data = self._context, DataProgress(reached, global_batch_size, self._left_out)
+        context, data = self.context, DataProgress(reached, global_batch_size, self.left_out)
         # What it writes is of a step before: it may be the one to go back to.
         self._failure()
 
         def order() -> str:
             # An attempt that was replaced may not decide where the run goes on.
             fenced(context.run, context.attempt, context.events, no_fault)("before_manifest", bad.last)
-            config = context.config.recovery.roll_back
-            return starting_point.order_roll_back(
-                self._checkpointer, bad, data, config, context.attempt, context.events
-            ).words
+            return order_roll_back(context, self.checkpointer, self.roll_back_config, bad, data).words
 
-        words = answered(self._peers, "roll back", order)
-        self._peers.tell("rolled back", None)
-        if self._peers.is_coordinator:
+        words = context.answered("roll back", order)
+        self.context.peers.tell("rolled back", None)
+        if self.context.peers.is_coordinator:
             # The store ends with rank 0: the other ranks have to have read the answer.
-            self._peers.hear_all("rolled back")
+            self.context.peers.hear_all("rolled back")
         return RollBackError(f"{bad.words}: {words}")
 
     def is_copy_due(self, step: int) -> bool:
         """Whether the state after `step` is to be copied in memory."""
-        return self._copies is not None and self._copies.is_due(step)
+        return self.copies is not None and self.copies.is_due(step)
 
     def copy(self, position: Position) -> None:
         """Begin to copy the state as it is now into the node's memory. A failure costs the copy alone."""
-        assert self._copies is not None
-        self._copies.take(position.step, self._document(position))
+        assert self.copies is not None
+        self.copies.take(position.step, self._document(position))
 
     def close(self) -> None:
         """End what is copied in memory; the files stay for the agent to keep or remove."""
-        if self._copies is not None:
-            self._copies.close()
+        if self.copies is not None:
+            self.copies.close()
 
     def _save_last(self, position: Position) -> None:
         self._failure()  # of the save before: the last one must be neither skipped nor too late
         for number in range(_LAST_TRIES):
-            is_begun = self._checkpointer.save(
-                position.step, self._state.snapshot(), self._document(position)
-            )
+            is_begun = self.checkpointer.save(position.step, self.state.snapshot(), self._document(position))
             failure = self._failure() if is_begun else "the save before it has not ended"
             # All ranks must agree on whether to try again.
-            reasons = self._peers.exchange(f"last/{number}", failure)
+            reasons = self.context.peers.exchange(f"last/{number}", failure)
             reason = next((each for each in reasons if each is not None), None)
             if reason is None:
                 return
         raise TrainingError(
             f"step {position.step} was trained, but its checkpoint could not be written, tried {_LAST_TRIES} "
-            f"times: {reason}; repair {self._context.place}, then `orchestra resume "
-            f"{self._context.run.name}` trains again what comes after the newest checkpoint"
+            f"times: {reason}; repair {self.context.place}, then `orchestra resume "
+            f"{self.context.run.name}` trains again what comes after the newest checkpoint"
         )
 
     def _failure(self) -> str | None:
         """Wait for the save in flight; return why it was not committed, None where it was."""
         try:
-            self._checkpointer.wait()
+            self.checkpointer.wait()
         except SaveFailedError as error:
             return str(error)
         return None
@@ -315,66 +283,62 @@ class Checkpoints:
         """Return the state that is no tensor. Rank 0's is written; the other ranks have no totals."""
         if position.totals is None:
             return {}
-        full = replace(position, num_updates=self._state.num_updates, left_out=self._left_out)
-        identity = {"wandb_id": self._id, "config": self._facts}
+        full = replace(position, num_updates=self.state.num_updates, left_out=self.left_out)
+        identity = {"wandb_id": self.context.wandb_id, "config": self.context.facts}
         return {**position_to_json(full), **identity}
 
     def _prepare(self) -> None:
         """Check that saves will fit, and allocate what they stage in host memory."""
-        context = self._context
-        shards = self._state.snapshot()
-        needs = self._checkpointer.prepare(shards)
+        context = self.context
+        shards = self.state.snapshot()
+        needs = self.checkpointer.prepare(shards)
         host_memory.check_storage(needs, context.place)
         # All ranks look before any takes.
         available = host_memory.available_host_bytes()
-        self._peers.exchange("host memory", available)
-        host_memory.check_host_memory(needs.staging_bytes, context.ranks.local_world_size, available)
-        self._checkpointer.reserve(shards)
-        if not self._peers.is_coordinator:
+        self.context.peers.exchange("host memory", available)
+        host_memory.check_host_memory(needs.staging_bytes, context.local_world_size, available)
+        self.checkpointer.reserve(shards)
+        if not self.context.peers.is_coordinator:
             return
         evidence = {**asdict(needs), "place": context.place, "host_available_bytes": available}
-        self._context.record("checkpoint_needs", evidence)
-        kept = self._config.keep_last + 1
-        to_come = max(1, kept - len(self._checkpointer.committed_steps()))
+        context.record("checkpoint_needs", evidence)
+        kept = self.context.settings.keep_last + 1
+        to_come = max(1, kept - len(self.checkpointer.committed_steps()))
         missing = host_memory.missing_storage_bytes(needs, to_come)
         if missing:
             cause = f"{to_come} more checkpoints are to lie there before the first one is removed"
-            self._context.record(
-                "checkpoint_space_low", {**evidence, "missing_bytes": missing, "cause": cause}
-            )
+            context.record("checkpoint_space_low", {**evidence, "missing_bytes": missing, "cause": cause})
 
 
-def options(context: CheckpointContext) -> Options:
-    """Return the library's options for a run."""
-    config = context.config.checkpoint
-    return Options(
+def build_checkpoints(
+    config: Config,
+    context: CheckpointContext,
+    state: TensorState,
+    copies: MemoryCopies | None,
+    at_phase: Callable[[str, int], None],
+) -> Checkpoints:
+    """Return one rank's saves and its restore. `copies` is None where the state is not copied in memory;
+    `at_phase` is called with the name of each phase of a save and its step, from any thread.
+    """
+    settings = context.settings
+    options = Options(
         generation=context.attempt,
         layout=asdict(context.mesh.layout),
-        keep_last=config.keep_last,
-        keep_every_steps=config.keep_every_steps,
-        keep_best=config.keep_best,
-        when_busy=config.when_busy.name,
-        restore=config.restore.name,
-        limit_s=config.timeout_s,
+        keep_last=settings.keep_last,
+        keep_every_steps=settings.keep_every_steps,
+        keep_best=settings.keep_best,
+        when_busy=settings.when_busy.name,
+        restore=settings.restore.name,
+        limit_s=settings.timeout_s,
     )
-
-
-def build_memory_copies(context: CheckpointContext, state: TensorState) -> MemoryCopies | None:
-    """Return this rank's copies in memory (`recovery.memory_copy_every_steps`); None where there are none."""
-    every_steps = context.config.recovery.memory_copy_every_steps
-    if every_steps is None:
-        return None
-    folder = os.environ.get(FOLDER_VARIABLE)
-    settings = CopySettings(
-        folder=None if folder is None else Path(folder),
-        every_steps=every_steps,
-        last_step=context.config.train.steps,
-        attempt=context.attempt,
-        run=f"{context.run.name}/{wandb_id(context.run)}",
-        facts=facts(context.config),
-        mesh=context.mesh,
-        peers=context.peers,
-        local_world_size=context.ranks.local_world_size,
-        record=context.record,
+    checkpointer = Checkpointer(
+        context.place,
+        context.peers,
+        options,
+        group=context.group,
+        on_event=context.record,
+        at_phase=fenced(context.run, context.attempt, context.events, at_phase),
     )
-    return MemoryCopies(settings, state)
+    start = StartingPoint(context, config.model, state, checkpointer, copies)
+    rhythm = SaveRhythm(context, num_parameters(config.model), config.cluster.mtbf_device_hours)
+    return Checkpoints(context, config.recovery.roll_back, state, checkpointer, start, rhythm, copies)

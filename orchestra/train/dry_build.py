@@ -1,6 +1,342 @@
-"""`python -m orchestra.train.dry_build CONFIG.yaml --world-size N`: see `memory.dry_run`."""
+"""Builds one rank of a configuration at its real size without memory and without other ranks, and counts what
+it holds.
 
-from orchestra.train.memory.dry_run import main
+Under torch's fake tensors and a fake process group the code that trains makes every tensor of one rank: with
+its shape and data type and without values. So a layout is checked on any machine, and what it holds is
+counted instead of estimated. Tensors are counted, of a GPU too: not what libraries, allocators and the
+interpreter take.
+
+`python -m orchestra.train.dry_build CONFIG.yaml --world-size N [--rank R] [--step | --exact [--as-gpu]]`
+prints the bytes as JSON; `orchestra plan --exact` starts it. The process does nothing else, because it joins
+a fake process group. The search for a micro-batch size (`micro_batch`) uses the same counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import json
+import sys
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from conf.schema import Config, Offload
+from orchestra.errors import ConfigError
+from orchestra.parallel.mesh import Mesh, make_mesh
+from orchestra.parallel.zero.stages import Alone
+from orchestra.run.config_file import read_config
+from orchestra.sizes.memory import chunk_tokens
+from orchestra.sizes.topology import Layout, batch_shape, layout
+from orchestra.train.build import Training, build_training
+
+_FAKE_GROUP = "torch.testing._internal.distributed.fake_pg"
+# The second one adds to the first one's gradients; more of them need no more.
+MICRO_BATCHES = 2
+
+
+@dataclass(frozen=True)
+class HeldBytes:
+    """The bytes that one rank holds between steps, and what a micro-batch adds to them.
+
+    `parameters`: those that it keeps, in the type of the products. `gradients`: those that are kept from one
+    micro-batch to the next. `optimizer`: masters where they are others than the parameters, and moments.
+    `gathered_units`: buffers into which ZeRO-3 gathers the parameters of others. `passing`: the most that
+    activations, gradients on their way and messages take at a time in a step; null where none was tried.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    gathered_units: int
+    passing: int | None = None
+    # How much of `optimizer` are masters.
+    masters: int = 0
+
+    @property
+    def state(self) -> int:
+        """Parameters, gradients and the optimizer's state, as the formulas of ZeRO count."""
+        return self.parameters + self.gradients + self.optimizer
+
+
+def dry_build(config: Config, world_size: int, rank: int = 0, *, with_step: bool = False) -> HeldBytes:
+    """Build one rank of `world_size` ranks and count; with `with_step` take one step of one micro-batch too.
+
+    For a process that has joined no process group. Raises ConfigError where the degrees do not multiply out
+    or are of axes that the trainer does not have.
+    """
+    with _one_of(world_size, rank, config) as mesh:
+        training = build_training(config, mesh)
+        held = held_bytes(training)
+        return dataclasses.replace(held, passing=step_bytes(training, mesh)) if with_step else held
+
+
+@contextmanager
+def _one_of(world_size: int, rank: int, config: Config) -> Iterator[Mesh]:
+    """Return the place of one rank in a mesh of ranks that are not there; its tensors are fake.
+
+    Its process group has no other members: its collectives end at once and move nothing.
+    """
+    degrees = layout(config.parallelism, world_size)
+    others = [f"{axis}={getattr(degrees, axis)}" for axis in ("pp", "cp", "ep") if getattr(degrees, axis) > 1]
+    if others:
+        raise ConfigError(
+            f"parallelism.{' and parallelism.'.join(others)}: the trainer has no pipeline, context or expert "
+            "parallelism yet, so there is nothing to count; use pp=cp=ep=1"
+        )
+    if world_size > 1:
+        allow_fake_groups()
+        store = importlib.import_module(_FAKE_GROUP).FakeStore()
+        dist.init_process_group("fake", store=store, rank=rank, world_size=world_size)
+    try:
+        with FakeTensorMode():
+            yield make_mesh(rank, degrees, torch.device("cpu"))
+    finally:
+        if world_size > 1:
+            dist.destroy_process_group()
+
+
+def allow_fake_groups() -> None:
+    """Register the backend `fake`, and the shapes that its collectives return for fake tensors."""
+    # Both modules register themselves when they are imported.
+    importlib.import_module(_FAKE_GROUP)
+    importlib.import_module("torch.distributed._tools.fake_collectives")
+
+
+def held_bytes(training: Training) -> HeldBytes:
+    """Count what a training holds between steps. *Any rank*; fake tensors or real ones."""
+    units = training.parallelized.units
+    wholes = [unit.whole for unit in units.units]
+    owned = [unit.owned for unit in units.units]
+    masters = [unit.masters for unit in units.units if unit.masters is not unit.owned]
+    moments = [
+        moment
+        for state in training.optimizer.state.values()
+        for moment in state.values()
+        if isinstance(moment, Tensor)
+    ]
+    return HeldBytes(
+        parameters=bytes_of(owned if units.is_split else wholes),
+        gradients=training.parallelized.stage.gradient_bytes(),
+        optimizer=bytes_of([*masters, *moments]),
+        gathered_units=bytes_of(wholes) if units.is_split else 0,
+        masters=bytes_of(masters),
+    )
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of the storages of some tensors; several views of one storage count once."""
+    storages = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def step_bytes(training: Training, mesh: Mesh) -> int:
+    """Take one step with one micro-batch of fake tensors; return the most bytes that it added at a time."""
+    with LiveBytes() as live:
+        take_step(training, mesh, 1, num_micro_batches=1)
+    return int(live.most)
+
+
+def take_step(training: Training, mesh: Mesh, step: int, num_micro_batches: int) -> None:
+    """Take a step of at most so many micro-batches, all of whose tokens are 0. *Collective*."""
+    batch = training.batch
+    num = min(num_micro_batches, batch.accumulation)
+    shape = (num, batch.micro_batch_size, batch.seq_len + 1)
+    training.step.run(step, torch.zeros(shape, dtype=torch.int64).to(mesh.device))
+
+
+@dataclass(frozen=True)
+class ExactBytes:
+    """Bytes of one rank on its device, but for `host`, which lies in host memory.
+
+    `parameters`, `gradients`, `masters` and `optimizer` (moments) are held between steps, and so are
+    `gathered` (buffers of ZeRO-3). `activations` are alive when the last layer ends, and `logits` are what
+    the loss adds at its worst. `first_step` and `later_steps` are the most that a step adds to what is held,
+    activations and logits in it, and with them messages, gradients on their way and temporary tensors.
+    """
+
+    num_parameters: int
+    parameters: int
+    gradients: int
+    masters: int
+    optimizer: int
+    gathered: int
+    activations: int
+    logits: int
+    first_step: int
+    later_steps: int
+    host: int
+
+    @property
+    def peak(self) -> int:
+        """The most at one time, from the second step on."""
+        held = self.parameters + self.gradients + self.masters + self.optimizer + self.gathered
+        return held + self.later_steps
+
+
+def exact_bytes(config: Config, world_size: int, rank: int = 0, *, as_gpu: bool = False) -> ExactBytes:
+    """Build one rank of `world_size` ranks, take two steps and count; `as_gpu`: as it would be on a GPU.
+
+    For a process that has joined no process group. Raises ConfigError where the degrees do not multiply out,
+    are of axes that the trainer does not have, or a budget for activations is too small.
+    """
+    if as_gpu:
+        config = _with_chunk_of_gpu(config, layout(config.parallelism, world_size))
+    with _one_of(world_size, rank, config) as mesh:
+        mesh = dataclasses.replace(mesh, counts_as_gpu=as_gpu)
+        training = build_training(config, mesh)
+        watched = _LossWatch(training)
+        peaks = []
+        with LiveBytes() as live:
+            for step in (1, 2):
+                live.most = before = live.now
+                with watched.by(live, before):
+                    take_step(training, mesh, step, MICRO_BATCHES)
+                peaks.append(live.most)
+        return _counted(config, training, watched, *peaks)
+
+
+def _with_chunk_of_gpu(config: Config, degrees: Layout) -> Config:
+    """Set how many tokens' logits exist at once to a GPU's number, where the configuration leaves it open."""
+    if config.train.loss_chunk_tokens is not None:
+        return config
+    batch = batch_shape(config.train, degrees.dp)
+    words = -(-config.model.vocab_size // degrees.tp)
+    chunk = chunk_tokens(batch.micro_batch_size * batch.seq_len, words, on_gpu=True)
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, loss_chunk_tokens=chunk))
+
+
+class _LossWatch:
+    """Records how many bytes are alive where the loss begins, and the most that it adds."""
+
+    def __init__(self, training: Training) -> None:
+        self._model = training.parallelized.model
+        self.activations = self.logits = 0
+
+    @contextmanager
+    def by(self, live: LiveBytes, held_before: int) -> Iterator[None]:
+        """Watch one step, before which `held_before` of what `live` counts was alive."""
+        loss = self._model.loss
+
+        def watched(*arguments: Any, **options: Any) -> Tensor:
+            before, most = live.now, live.most
+            live.most = before
+            total = loss(*arguments, **options)
+            # Of the first micro-batch: later ones find what earlier ones left.
+            self.activations = self.activations or before - held_before
+            self.logits = max(self.logits, live.most - before)
+            live.most = max(most, live.most)
+            return total
+
+        self._model.loss = watched
+        try:
+            yield
+        finally:
+            self._model.loss = loss
+
+
+def _counted(config: Config, training: Training, watched: _LossWatch, first: int, later: int) -> ExactBytes:
+    held = held_bytes(training)
+    units = training.parallelized.units
+    offload = config.parallelism.offload
+    moments, on_host = held.optimizer - held.masters, 0
+    if offload is not Offload.none:
+        # Parameters leave the host from memory of their own where they are no masters.
+        kept = [tensor for unit in units.units for tensor in (unit.masters, unit.outgoing)]
+        on_host = moments + bytes_of(kept)
+    is_all = offload is Offload.all and units.is_split
+    # Gradients that autograd itself makes in a step are counted as held.
+    made_in_step = held.gradients if isinstance(training.parallelized.stage, Alone) else 0
+    return ExactBytes(
+        num_parameters=sum(parameter.numel() for parameter in training.parallelized.model.parameters()),
+        parameters=0 if is_all else held.parameters,
+        gradients=held.gradients,
+        masters=0 if on_host else held.masters,
+        optimizer=0 if on_host else moments,
+        gathered=held.gathered_units,
+        activations=watched.activations,
+        logits=watched.logits,
+        first_step=first - made_in_step,
+        later_steps=later - made_in_step,
+        host=on_host,
+    )
+
+
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of the tensors, fake ones too, that operators have made since it was entered and that
+    are still alive: `now`, and their peak so far in `most`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.most = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, operator: Any, _: Any, arguments: Any = (), options: Any = None) -> Any:
+        inputs = tree_leaves((arguments, options))
+        before = {_key(tensor) for tensor in inputs if isinstance(tensor, Tensor)}
+        made = operator(*arguments, **(options or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, Tensor) and _key(tensor) not in before:
+                self._add(tensor)
+        return made
+
+    def _add(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._known:
+            self._known.add(key)
+            self.now += size
+            self.most = max(self.most, self.now)
+            weakref.finalize(storage, self._remove, key, size)
+
+    def _remove(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.now -= size
+
+
+def _key(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Print what one rank of a frozen configuration holds, as JSON."""
+    parser = argparse.ArgumentParser(prog="python -m orchestra.train.dry_build", description=__doc__)
+    parser.add_argument("config", type=Path, help="a resolved configuration, such as <run>/config.yaml")
+    parser.add_argument("--world-size", type=int, required=True)
+    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--step", action="store_true", help="take one step of one micro-batch too")
+    parser.add_argument("--exact", action="store_true", help="take two steps and count by component")
+    parser.add_argument("--as-gpu", action="store_true", help="with --exact: as on a GPU, on any machine")
+    options = parser.parse_args(arguments)
+    try:
+        config = read_config(options.config)
+        counted: HeldBytes | ExactBytes
+        if options.exact:
+            counted = exact_bytes(config, options.world_size, options.rank, as_gpu=options.as_gpu)
+            others = {"num_parameters": counted.num_parameters, "peak_bytes": counted.peak}
+        else:
+            counted = dry_build(config, options.world_size, options.rank, with_step=options.step)
+            others = {"state_bytes": counted.state}
+    except ConfigError as error:
+        for problem in error.problems:
+            sys.stderr.write(f"error: {problem}\n")
+        raise SystemExit(error.exit_code) from None
+    row = {f"{name}_bytes": value for name, value in dataclasses.asdict(counted).items()}
+    row.pop("num_parameters_bytes", None)
+    sys.stdout.write(json.dumps({**row, **others}) + "\n")
+
 
 if __name__ == "__main__":
     main()

@@ -21,8 +21,8 @@ from orchestra.run.rollback import BadSteps
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from orchestra.data.ledger import Ledger
     from orchestra.data.loader import Batch
+    from orchestra.data.order import Ledger
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class TrainedStep:
-    """A step that was trained: its batch, its result, when it began (`time.perf_counter`), and how many
-    seconds it waited for its batch.
-    """
+    """A step that was trained; it began at `began` (`time.perf_counter`) and first waited for its batch."""
 
     step: int
     batch: Batch
@@ -64,9 +62,7 @@ class StepHook:
     """
 
     def around_step(self, step: int) -> AbstractContextManager[object]:
-        """Return the context of the whole step, the wait for its data included. A step that fails leaves it
-        by the exception.
-        """
+        """Return the context of the whole step, its wait for data included; a failure leaves it too."""
         return nullcontext()
 
     def enter(self, phase: Phase, step: int, micro_batch: int) -> None:
@@ -103,7 +99,11 @@ class StepHook:
 
 
 class StepHooks:
-    """Hooks in the order in which they are called; None in `hooks` stands for one that is off."""
+    """Hooks in the order in which they are called; None in `hooks` stands for one that is off.
+
+    The methods are those of `StepHook`, for all of them: the first hook's context is the outermost, factors
+    are multiplied, and the first reason to end the training counts, though all are asked.
+    """
 
     def __init__(self, hooks: Iterable[StepHook | None] = ()) -> None:
         used = [hook for hook in hooks if hook is not None]
@@ -122,46 +122,38 @@ class StepHooks:
 
     @contextmanager
     def around_step(self, step: int) -> Iterator[None]:
-        """Enter every hook's context of the step, the first hook's outermost."""
         with ExitStack() as stack:
             for hook in self._around_step:
                 stack.enter_context(hook.around_step(step))
             yield
 
     def enter(self, phase: Phase, step: int = 0, micro_batch: int = 0) -> None:
-        """Tell every hook that `phase` begins."""
         for hook in self._enter:
             hook.enter(phase, step, micro_batch)
 
     def before_forward(self, step: int, tokens_ABS: Tensor, share: float | Tensor) -> None:
-        """Let every hook act before the first forward pass."""
         for hook in self._before_forward:
             hook.before_forward(step, tokens_ABS, share)
 
     def loss_factor(self, step: int) -> float:
-        """Return the product of the hooks' factors."""
         return math.prod(hook.loss_factor(step) for hook in self._loss_factor)
 
     @contextmanager
     def around_backward(self, step: int, micro_batch: int, loss: Tensor) -> Iterator[None]:
-        """Enter every hook's context of a backward pass."""
         with ExitStack() as stack:
             for hook in self._around_backward:
                 stack.enter_context(hook.around_backward(step, micro_batch, loss))
             yield
 
     def after_backward(self, step: int) -> None:
-        """Let every hook act after the last backward pass."""
         for hook in self._after_backward:
             hook.after_backward(step)
 
     def after_step(self, trained: TrainedStep) -> None:
-        """Let every hook act after the update."""
         for hook in self._after_step:
             hook.after_step(trained)
 
     def verdict(self, step: int, result: StepResult, *, must_read: bool) -> TrainingError | BadSteps | None:
-        """Ask every hook; return the first one's reason to end the training."""
         reasons = [hook.verdict(step, result, must_read=must_read) for hook in self._verdict]
         return next((reason for reason in reasons if reason is not None), None)
 
@@ -173,12 +165,10 @@ class HeartbeatHook(StepHook):
         self._heart = heart
 
     def around_step(self, step: int) -> AbstractContextManager[object]:
-        """Beat at the step's begin."""
         self.enter(Phase.step, step, 0)
         return nullcontext()
 
     def enter(self, phase: Phase, step: int, micro_batch: int) -> None:
-        """Beat."""
         self._heart.beat(phase, step, micro_batch)
 
 
@@ -189,5 +179,4 @@ class LedgerHook(StepHook):
         self._ledger = ledger
 
     def after_step(self, trained: TrainedStep) -> None:
-        """Write the step's ids."""
         self._ledger.write(trained.step, trained.batch.sample_ids)

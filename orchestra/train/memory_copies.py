@@ -17,7 +17,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,13 +26,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from checkpointing.peers import Peers
 from checkpointing.shards import Shard
-from orchestra.parallel.mesh import Mesh
 from orchestra.run.heartbeat import Phase
-from orchestra.sizes.topology import Layout
 from orchestra.sizes.units import binary
 from orchestra.train.copy_files import (
+    FOLDER_VARIABLE,
     NUM_SLOTS,
     CopyTable,
     Slot,
@@ -43,10 +41,8 @@ from orchestra.train.copy_files import (
 )
 from orchestra.train.hooks import StepHook
 from orchestra.train.memory import host_memory
-from orchestra.train.state import TensorState
+from orchestra.train.state import CheckpointContext, TensorState
 
-# The value of `source` in the event `restored` where no storage was read.
-SOURCE = "memory"
 # The named pipe into which a rank writes a byte after each copy, and which the agent reads.
 BELL = "bell"
 
@@ -159,29 +155,8 @@ def _runtime() -> Any:
 
 
 @dataclass(frozen=True)
-class CopySettings:
-    """What stays the same through an attempt. `folder` is this node's; None where the agent gave the rank
-    none. `run` identifies the run, and `facts` are the configuration's values that decide what its state
-    means. `record` writes an event, from any thread.
-    """
-
-    folder: Path | None
-    every_steps: int
-    last_step: int
-    attempt: int
-    run: str
-    facts: Mapping[str, Any]
-    mesh: Mesh
-    peers: Peers
-    local_world_size: int
-    record: Callable[[str, Mapping[str, Any]], None]
-
-
-@dataclass(frozen=True)
 class RestoredCopies:
-    """What was restored: rank 0's document of the state that is no tensor, the attempt that wrote it, the
-    bytes of all ranks, and the seconds it took.
-    """
+    """What was restored: rank 0's state that is no tensor, who wrote it, and the bytes of all ranks."""
 
     document: Mapping[str, Any]
     attempt: int
@@ -190,11 +165,15 @@ class RestoredCopies:
 
 
 class MemoryCopies(StepHook):
-    """One rank's copies. `prepare`, `take` and `restore` are *collective*."""
+    """One rank's copies, in the agent's folder, if any. `prepare`, `take` and `restore` are *collective*."""
 
-    def __init__(self, settings: CopySettings, state: TensorState) -> None:
-        self._settings = settings
+    def __init__(
+        self, context: CheckpointContext, state: TensorState, every_steps: int, folder: Path | None
+    ) -> None:
+        self._context = context
         self._state = state
+        self._every_steps = every_steps
+        self._folder = folder
         self._is_on = False
         self._table: CopyTable | None = None
         self._sources: list[Tensor] = []
@@ -203,33 +182,35 @@ class MemoryCopies(StepHook):
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="memory copies")
         self._under_way: Future[None] | None = None
         self._is_copied = threading.Event()
-        self._device = DeviceCopier(settings.mesh.device)
+        self._device = DeviceCopier(context.mesh.device)
         self._bell: int | None = None
 
     def is_due(self, step: int) -> bool:
         """Whether the state after `step` is to be copied. Never that of the last step: it gets a checkpoint,
         and an attempt that began after the last step would write none.
         """
-        return self._is_on and step % self._settings.every_steps == 0 and step < self._settings.last_step
+        return self._is_on and step % self._every_steps == 0 and step < self._context.last_step
 
     def prepare(self, begin: int) -> None:
         """Forget copies of steps after `begin`, and take the memory; where there is none, copy nothing."""
         shards = self._state.held()
         table = table_of(shards)
-        problem = self._room_problem(table)
+        mine = asdict(room(self._folder, table.num_bytes * NUM_SLOTS))
+        rooms = [Room(**of_rank) for of_rank in self._context.peers.exchange("copies/room", mine)]
+        problem = shortage(rooms, self._context.local_world_size)
         if problem is None:
-            problem = self._agreed("taken", self._taken(begin, shards, table))
+            problems = self._context.peers.exchange("copies/taken", self._taken(begin, shards, table))
+            problem = next((problem for problem in problems if problem is not None), None)
         if problem is not None:
-            if self._settings.peers.is_coordinator:
-                self._settings.record("memory_copies_off", {"cause": problem})
+            if self._context.peers.is_coordinator:
+                self._context.record("memory_copies_off", {"cause": problem})
             return
         self._table, self._is_on = table, True
         self._sources = _filled(shard.tensor for shard in shards)
-        self._bell = _opened_bell(self._settings.folder)
-        if self._settings.peers.is_coordinator:
-            every = self._settings.every_steps
-            evidence = {"every_steps": every, "bytes_per_rank": table.num_bytes, "copies": NUM_SLOTS}
-            self._settings.record("memory_copies_on", evidence)
+        self._bell = _opened_bell(self._folder)
+        if self._context.peers.is_coordinator:
+            sizes = {"bytes_per_rank": table.num_bytes, "copies": NUM_SLOTS}
+            self._context.record("memory_copies_on", {"every_steps": self._every_steps, **sizes})
 
     def take(self, step: int, document: Mapping[str, Any]) -> None:
         """Begin to copy the state after `step`. Waits for the copy before it, which has ended long ago."""
@@ -267,7 +248,7 @@ class MemoryCopies(StepHook):
         shards = self._state.held()
         table = table_of(shards)
         slot, report = self._examined(step, table)
-        reports = self._settings.peers.exchange("copies/found", report)
+        reports = self._context.peers.exchange("copies/found", report)
         reason = _disagreement(reports)
         if reason is not None:
             return reason
@@ -280,14 +261,14 @@ class MemoryCopies(StepHook):
         return RestoredCopies(reports[0]["document"], reports[0]["attempt"], num_bytes, seconds)
 
     def _identity(self) -> dict[str, Any]:
-        settings = self._settings
+        context = self._context
         return {
-            "run": settings.run,
-            "attempt": settings.attempt,
-            "rank": settings.mesh.rank,
-            "world_size": settings.mesh.world_size,
-            "layout": asdict(settings.mesh.layout),
-            "facts": dict(settings.facts),
+            "run": f"{context.run.name}/{context.wandb_id}",
+            "attempt": context.attempt,
+            "rank": context.mesh.rank,
+            "world_size": context.mesh.world_size,
+            "layout": asdict(context.mesh.layout),
+            "facts": dict(context.facts),
         }
 
     def _copy(
@@ -310,7 +291,7 @@ class MemoryCopies(StepHook):
             slot.commit(facts, self._table)
             self._ring()
         except Exception as error:  # noqa: BLE001  the event is how a failure is reported
-            self._settings.record("memory_copy_failed", {"step": facts["step"], "message": str(error)})
+            self._context.record("memory_copy_failed", {"step": facts["step"], "message": str(error)})
 
     def _finish(self) -> None:
         if self._under_way is not None:
@@ -323,68 +304,53 @@ class MemoryCopies(StepHook):
             with contextlib.suppress(OSError):
                 os.write(self._bell, b".")
 
-    def _room_problem(self, table: CopyTable) -> str | None:
-        settings = self._settings
-        mine = room(settings.folder, table.num_bytes * NUM_SLOTS)
-        values = settings.peers.exchange("copies/room", asdict(mine))
-        return shortage([Room(**value) for value in values], settings.local_world_size)
-
     def _taken(self, begin: int, shards: Sequence[Shard], table: CopyTable) -> str | None:
         """Take this rank's memory; return why it could not."""
-        assert self._settings.folder is not None
+        assert self._folder is not None
         try:
-            slots = slots_of(self._settings.folder, self._settings.mesh.rank)
+            slots = slots_of(self._folder, self._context.mesh.rank)
             for slot in slots:
                 if not _may_stay(slot, begin, table):
                     slot.remove_copy()
                 slot.take(table.num_bytes)
                 self._device.pin(slot.content)
         except (OSError, RuntimeError) as error:
-            return f"rank {self._settings.mesh.rank} cannot take memory for its copies: {error}"
+            return f"rank {self._context.mesh.rank} cannot take memory for its copies: {error}"
         # Those without a copy are written first.
-        self._slots = [(slot, _filled(slot.views(shards, table))) for slot in sorted(slots, key=_step)]
+        slots.sort(key=lambda slot: slot.age()[1])
+        self._slots = [(slot, _filled(slot.views(shards, table))) for slot in slots]
         return None
-
-    def _agreed(self, topic: str, problem: str | None) -> str | None:
-        """Return the first rank's problem, on all ranks; None where none has any."""
-        problems = self._settings.peers.exchange(f"copies/{topic}", problem)
-        return next((problem for problem in problems if problem is not None), None)
 
     def _examined(self, step: int, table: CopyTable) -> tuple[Slot | None, dict[str, Any]]:
         """Return this rank's copy of `step`, and its report on it to the other ranks."""
-        settings = self._settings
+        rank = self._context.mesh.rank
         try:
-            if settings.folder is None:
+            if self._folder is None:
                 raise UnusableCopyError("the agent gave this rank no folder of copies")
-            slot, head = _found(slots_of(settings.folder, settings.mesh.rank), step)
+            slot, head = _newest_copy(slots_of(self._folder, rank), step)
             mine = self._identity()
             for key in ("run", "rank", "world_size", "layout", "facts"):
                 if head.get(key) != mine[key]:
                     raise UnusableCopyError(f"its {key} is {head.get(key)}, not {mine[key]}")
             slot.check(table)
         except (UnusableCopyError, OSError) as error:
-            return None, {"problem": f"rank {settings.mesh.rank}'s copy of step {step}: {error}"}
-        document = head.get("document") if settings.peers.is_coordinator else None
+            return None, {"problem": f"rank {rank}'s copy of step {step}: {error}"}
+        document = head.get("document") if self._context.peers.is_coordinator else None
         report = {"problem": None, "attempt": head.get("attempt"), "bytes": table.num_bytes}
         return slot, {**report, "document": document}
 
 
-def evidence(restored: RestoredCopies, layout: Layout) -> dict[str, Any]:
-    """Return the fields of the event `restored` for a restore from memory."""
-    return {
-        "source": SOURCE,
-        "step": restored.document["step"],
-        "seconds": restored.seconds,
-        "bytes_read": restored.num_bytes,
-        "skipped": [],
-        "layout_saved": asdict(layout),
-        "layout": asdict(layout),
-        "generation": restored.attempt,
-        "changes": {},
-    }
+def build_memory_copies(
+    every_steps: int | None, context: CheckpointContext, state: TensorState
+) -> MemoryCopies | None:
+    """Return this rank's copies in memory (`recovery.memory_copy_every_steps`); None where there are none."""
+    if every_steps is None:
+        return None
+    folder = os.environ.get(FOLDER_VARIABLE)
+    return MemoryCopies(context, state, every_steps, None if folder is None else Path(folder))
 
 
-def _found(slots: Sequence[Slot], step: int) -> tuple[Slot, dict[str, Any]]:
+def _newest_copy(slots: Sequence[Slot], step: int) -> tuple[Slot, dict[str, Any]]:
     """Return the newest attempt's copy of `step` among a rank's slots. Raises UnusableCopyError."""
     problems = []
     for slot in reversed(slots):
@@ -415,18 +381,12 @@ def _filled(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [tensor.detach() for tensor in tensors if tensor.numel()]
 
 
-def _step(slot: Slot) -> int:
-    with contextlib.suppress(UnusableCopyError):
-        return int(slot.head().get("step", -1))
-    return -1
-
-
 def _may_stay(slot: Slot, begin: int, table: CopyTable) -> bool:
     """Whether a slot's copy may stay: of a step not after the attempt's begin, and as large as now."""
-    try:
-        return _step(slot) <= begin and slot.head().get("bytes") == table.num_bytes
-    except UnusableCopyError:
-        return False
+    with contextlib.suppress(UnusableCopyError):
+        head = slot.head()
+        return int(head.get("step", -1)) <= begin and head.get("bytes") == table.num_bytes
+    return False
 
 
 def _opened_bell(folder: Path | None) -> int | None:

@@ -11,7 +11,6 @@ import os
 import platform
 import resource
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -20,9 +19,9 @@ from pathlib import Path
 import torch
 
 from conf.schema import Config
-from orchestra.precision.dtypes import policy
+from orchestra.precision.policies import policy
 from orchestra.run.events import read_events
-from orchestra.run.files import JsonLinesWriter, Record
+from orchestra.run.files import JsonLinesWriter, Record, read_json, write_atomically
 from orchestra.run.metrics_file import MFU_CONVENTION, wall_begin
 from orchestra.run.paths import RunDir
 from orchestra.run.record import read_record
@@ -35,7 +34,7 @@ from orchestra.sizes.flops import (
 )
 from orchestra.sizes.topology import layout
 from orchestra.train.hooks import TrainedStep
-from orchestra.train.watch.nonfinite import OverflowLog
+from orchestra.train.watch.bad_losses import OverflowLog
 
 # Sizes of the square products that are tried, up to the first that takes _PRODUCT_S. The fastest differs:
 # one core of a Xeon with AMX makes 1.5 TFLOP/s in bf16 at 768 and 1.3 at 2048; two cores do best at 1536.
@@ -153,16 +152,14 @@ class Meter:
         return flops_per_token * tokens_per_s_per_device / peak
 
 
+@dataclass(frozen=True)
 class MetricsLog:
     """Writes a row of `metrics.jsonl` for each logged step. *Rank 0 only*."""
 
-    def __init__(
-        self, meter: Meter, file: JsonLinesWriter, overflows: OverflowLog, tokens_per_step: int
-    ) -> None:
-        self._meter = meter
-        self._file = file
-        self._overflows = overflows
-        self._tokens_per_step = tokens_per_step
+    meter: Meter
+    file: JsonLinesWriter
+    overflows: OverflowLog
+    tokens_per_step: int
 
     def add(self, trained: TrainedStep, *, is_logged: bool, num_skipped: int) -> None:
         """Count a step, and write its row where it is logged; `num_skipped` steps were skipped so far."""
@@ -170,30 +167,30 @@ class MetricsLog:
         # Waits for the device: before the clock is read.
         loss = float(result.loss) if is_logged else math.nan
         step_time_s = time.perf_counter() - trained.began
-        self._meter.add_step(step_time_s, trained.data_time_s, self._tokens_per_step)
+        self.meter.add_step(step_time_s, trained.data_time_s, self.tokens_per_step)
         if is_logged:
-            row = self._meter.row(
+            row = self.meter.row(
                 trained.step,
                 loss=loss,
                 grad_norm=float(result.grad_norm),
                 lr=result.lr,
                 nonfinite_steps=num_skipped,
             )
-            self._file.write({**row, **self._overflows.columns(trained.step)})
+            self.file.write({**row, **self.overflows.columns(trained.step)})
 
     def totals(self) -> Totals:
         """Return the run's totals up to the last step that was added."""
-        return self._meter.totals()
+        return self.meter.totals()
 
 
+@dataclass
 class _Window:
     """Sums over the steps since the last row."""
 
-    def __init__(self) -> None:
-        self.num_steps = 0
-        self.step_time_s = 0.0
-        self.data_time_s = 0.0
-        self.num_tokens = 0
+    num_steps: int = 0
+    step_time_s: float = 0.0
+    data_time_s: float = 0.0
+    num_tokens: int = 0
 
     def add(self, step_time_s: float, data_time_s: float, num_tokens: int) -> None:
         self.num_steps += 1
@@ -260,18 +257,16 @@ def measured_cpu_peak_flops(dtype: torch.dtype, num_threads: int) -> float:
     XDG_CACHE_HOME or ~/.cache. A peak that was measured beside other work is too low and is measured again
     when the machine is idle. Torch's number of threads is as before when it returns.
     """
-    key = f"{_cpu_name()} | {dtype} | {num_threads} threads | torch {torch.__version__}"
-    known = _read_cache()
-    is_busy = _is_busy()
+    key = f"{cpu_name()} | {dtype} | {num_threads} threads | torch {torch.__version__}"
+    read = {key: _Peak.read(value) for key, value in (read_json(_cache_file()) or {}).items()}
+    # A missing, torn or unusable one is measured again.
+    known = {key: peak for key, peak in read.items() if peak is not None}
+    # More processes than there are cores wanted to run in the last minute.
+    is_busy = os.getloadavg()[0] > (os.cpu_count() or 1)
     if key not in known or not (known[key].is_sure or is_busy):
         known[key] = _Peak(_measure(dtype, num_threads), is_sure=not is_busy)
         _write_cache(known)
     return known[key].flops
-
-
-def _is_busy() -> bool:
-    """Whether more processes than there are cores wanted to run in the last minute."""
-    return os.getloadavg()[0] > (os.cpu_count() or 1)
 
 
 def _measure(dtype: torch.dtype, num_threads: int) -> float:
@@ -302,7 +297,7 @@ def _fastest_product_s(size: int, dtype: torch.dtype) -> float:
     return fastest
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
     """Return the processor's model as Linux names it, with the instruction sets that products depend on."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -317,24 +312,9 @@ def _cache_file() -> Path:
     return Path(folder) / "orchestra" / "cpu_peak.json"
 
 
-def _read_cache() -> dict[str, _Peak]:
-    """Return the measured peaks by key; a missing, torn or unusable one is measured again."""
-    try:
-        known = json.loads(_cache_file().read_text())
-    except (OSError, ValueError):
-        return {}
-    if not isinstance(known, dict):
-        return {}
-    peaks = {key: _Peak.read(value) for key, value in known.items()}
-    return {key: peak for key, peak in peaks.items() if peak is not None}
-
-
 def _write_cache(known: Mapping[str, _Peak]) -> None:
     """Replace the cache atomically, since ranks may write together; a read-only home is no error."""
-    cache = _cache_file()
+    text = json.dumps({key: asdict(peak) for key, peak in known.items()}, indent=1)
     with contextlib.suppress(OSError):
-        cache.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(dir=cache.parent, prefix=cache.name)
-        with os.fdopen(descriptor, "w") as file:
-            json.dump({key: asdict(peak) for key, peak in known.items()}, file, indent=1)
-        Path(name).replace(cache)
+        _cache_file().parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(_cache_file(), text, is_synced=False)

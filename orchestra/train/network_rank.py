@@ -15,15 +15,19 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
+from orchestra.errors import EXIT_DONE
 from orchestra.parallel.mesh import choose_device, rank_environment
 from orchestra.run.config_file import read_config
+from orchestra.run.files import write_atomically
 from orchestra.run.paths import RunDir
 from orchestra.sizes.network import (
     BETWEEN,
@@ -33,10 +37,9 @@ from orchestra.sizes.network import (
     Link,
     Measurement,
     Sample,
-    to_record,
 )
 from orchestra.sizes.units import MIB
-from orchestra.train.__main__ import die_with_parent, ignore_scheduler_signals, redirect_output
+from orchestra.train.__main__ import die_with_parent, ignore_scheduler_signals, leave_at_once, redirect_output
 
 _SIZES_BYTES = (8, 1 << 10, 32 << 10, MIB, 16 * MIB, 64 * MIB)
 # NVLink is not yet busy with 64 MiB.
@@ -80,56 +83,38 @@ def scopes(num_nodes: int, ranks_per_node: int) -> list[Scope]:
 def measure(scope: Scope, device: torch.device) -> Link:
     """Time all sizes in one scope. *Collective* over all ranks, also those that only wait."""
     groups = [dist.new_group(list(ranks)) for ranks in scope.groups]
-    own = next(
-        (
-            (ranks, group)
-            for ranks, group in zip(scope.groups, groups, strict=True)
-            if dist.get_rank() in ranks
-        ),
-        None,
-    )
-    samples = []
+    members = list(zip(scope.groups, groups, strict=True))
+    own = next(((ranks, group) for ranks, group in members if dist.get_rank() in ranks), None)
+    are_pairs = all(len(ranks) == 2 for ranks in scope.groups)
+    acts = [_all_reduce, _round_trip] if are_pairs else [_all_reduce]
     if own is not None:
-        # The first ones connect.
-        tensor = torch.zeros(1, device=device)
-        _seconds(_all_reduce(tensor, own[1]), device)
-        if len(own[0]) == 2:
-            _seconds(_round_trip(tensor, *own), device)
+        for act in acts:  # the first ones connect
+            _seconds(partial(act, torch.zeros(1, device=device), *own), device)
+    samples = []
     for size in _SIZES_ON_GPU_BYTES if device.type == "cuda" else _SIZES_BYTES:
         tensor = torch.zeros(size // _FLOAT_BYTES, device=device)
-        all_reduce_s, is_slow = _timed(None if own is None else _all_reduce(tensor, own[1]), device)
-        send_s = None
-        if all(len(ranks) == 2 for ranks in scope.groups):
-            round_trip_s, _ = _timed(None if own is None else _round_trip(tensor, *own), device)
-            send_s = round_trip_s / 2
-        samples.append(Sample(size, all_reduce_s, send_s))
+        times = [_timed(None if own is None else partial(act, tensor, *own), device) for act in acts]
+        (all_reduce_s, is_slow), *round_trip = times
+        samples.append(Sample(size, all_reduce_s, round_trip[0][0] / 2 if round_trip else None))
         if is_slow:
             break
-    for group in groups:
-        if own is not None and group is own[1]:
-            dist.destroy_process_group(group)
+    if own is not None:
+        dist.destroy_process_group(own[1])
     return Link(scope.kind, scope.what, len(scope.groups[0]), tuple(samples))
 
 
-def _all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], None]:
-    def reduce() -> None:
-        dist.all_reduce(tensor, group=group)
-
-    return reduce
+def _all_reduce(tensor: torch.Tensor, _: tuple[int, ...], group: dist.ProcessGroup) -> None:
+    dist.all_reduce(tensor, group=group)
 
 
-def _round_trip(tensor: torch.Tensor, ranks: tuple[int, ...], group: dist.ProcessGroup) -> Callable[[], None]:
+def _round_trip(tensor: torch.Tensor, ranks: tuple[int, ...], group: dist.ProcessGroup) -> None:
     first, second = ranks
-
-    def there_and_back() -> None:
-        if dist.get_rank() == first:
-            dist.send(tensor, second, group=group)
-            dist.recv(tensor, second, group=group)
-        else:
-            dist.recv(tensor, first, group=group)
-            dist.send(tensor, first, group=group)
-
-    return there_and_back
+    if dist.get_rank() == first:
+        dist.send(tensor, second, group=group)
+        dist.recv(tensor, second, group=group)
+    else:
+        dist.recv(tensor, first, group=group)
+        dist.send(tensor, first, group=group)
 
 
 def _timed(act: Callable[[], None] | None, device: torch.device) -> tuple[float, bool]:
@@ -163,7 +148,7 @@ def _seconds(act: Callable[[], None] | None, device: torch.device) -> float:
     return time.perf_counter() - begin
 
 
-def main(argv: list[str]) -> None:
+def main(argv: list[str]) -> NoReturn:
     """Take part as this process's rank; ends the process at once when all is written."""
     die_with_parent()
     ignore_scheduler_signals()
@@ -171,13 +156,8 @@ def main(argv: list[str]) -> None:
     redirect_output(folder.rank_log(0, int(os.environ.get("RANK", "0"))))
     measurement = _measurement(folder)
     if measurement is not None:
-        draft = folder.path / f".{RESULT_NAME}"
-        draft.write_text(json.dumps(to_record(measurement), indent=2) + "\n")
-        draft.replace(folder.path / RESULT_NAME)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Threads of gloo that outlive the interpreter could end the process by a signal (see orchestra.train).
-    os._exit(0)
+        write_atomically(folder.path / RESULT_NAME, json.dumps(asdict(measurement), indent=2) + "\n")
+    leave_at_once(EXIT_DONE)
 
 
 def _measurement(folder: RunDir) -> Measurement | None:

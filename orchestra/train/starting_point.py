@@ -8,9 +8,8 @@ finds them.
 from __future__ import annotations
 
 import dataclasses
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -21,97 +20,76 @@ from checkpointing.checkpoint_errors import CheckpointError, NoCheckpointError
 from checkpointing.checkpointer import Checkpointer
 from checkpointing.manifest import Manifest
 from checkpointing.peers import Peers
+from checkpointing.plans import grouped
 from checkpointing.restore import RestoredCheckpoint, fetch
 from checkpointing.shards import Shard, torch_dtype
-from conf.schema import Config, RollBackConfig
+from conf.schema import ModelConfig, RollBackConfig
 from orchestra.errors import DataError, TrainingError, UnusableCheckpointError
-from orchestra.huggingface.folder import from_json, open_folder, to_json
-from orchestra.huggingface.start import problems_of_folder
-from orchestra.parallel.mesh import Mesh, RankEnvironment
+from orchestra.huggingface.folder import from_json, open_folder, problems_of_folder, to_json
 from orchestra.run import rollback
-from orchestra.run.events import EventWriter, is_whole, read_events
+from orchestra.run.events import is_whole, read_events
 from orchestra.run.paths import RunDir
-from orchestra.run.record import wandb_id
-from orchestra.run.rollback import BadSteps, RollBack, Stretch, kept, left_out_by, merged
-from orchestra.train import memory_copies
+from orchestra.run.rollback import BadSteps, RollBack, Stretch, kept, merged
 from orchestra.train.memory_copies import MemoryCopies
 from orchestra.train.state import (
+    CheckpointContext,
     Position,
     TensorState,
     changes,
     digest,
-    facts,
     position_from_json,
 )
 
+# The value of `source` in the event `restored` where no storage was read.
+MEMORY_SOURCE = "memory"
 # Weights of another type than the masters' are read into a buffer: at most so many bytes at a time.
 _BYTES_AT_ONCE = 1 << 30
 
 
-@dataclass(frozen=True)
-class LoadedWeights:
-    """Where the weights came from, the bytes that all ranks together read, and the seconds it took."""
-
-    place: str
-    bytes_read: int
-    seconds: float
-
-
 def load_weights(
-    config: Config, masters: Sequence[Shard], peers: Peers, group: dist.ProcessGroup | None
-) -> LoadedWeights:
-    """Fill the masters (`model.<parameter>`) from the Hugging Face folder `model.init_from`. *Collective*.
+    model: ModelConfig, how: str, masters: Sequence[Shard], peers: Peers, group: dist.ProcessGroup | None
+) -> dict[str, Any]:
+    """Fill the masters (`model.<parameter>`) from the Hugging Face folder `model.init_from`; return what is
+    to be recorded of it. *Collective*.
 
-    Each byte is read once and broadcast. Any floating-point type is taken; fp32 masters hold every number of
-    the narrower ones. The caller makes the 16-bit parameters. Raises on every rank: TrainingError where the
-    folder is not that of this model or holds numbers that are not finite; DamagedError where it cannot be
-    read.
+    Each byte is read once; `how` is `checkpoint.restore`. Any floating-point type is taken; fp32 masters hold
+    every number of the narrower ones. The caller makes the 16-bit parameters. Raises on every rank:
+    TrainingError where the folder is not that of this model or holds numbers that are not finite;
+    DamagedError where it cannot be read.
     """
     began = time.monotonic()
-    assert config.model.init_from is not None
+    assert model.init_from is not None
     topic = peers.unused("init_from")
     if peers.is_coordinator:
-        peers.answer(topic, _folder_of_weights(config))
+        peers.answer(topic, _folder_of_weights(model, model.init_from))
     answer = peers.await_answer(topic, 2 * peers.limit_s)
     if "error" in answer:
         raise TrainingError(answer["error"])
     storage, folder, manifest = from_json(answer)
-    how = config.checkpoint.restore.name
     bytes_read = 0
-    for names in _batches(manifest):
+    # The same groups on all ranks, whatever each rank holds of them.
+    sizes = {name: tensor.num_bytes for name, tensor in manifest.tensors.items()}
+    for group_names in grouped(sizes, sizes.__getitem__, _BYTES_AT_ONCE):
+        names = set(group_names)
         here = [shard for shard in masters if shard.name in names]
         wanted = [_as_stored(shard, manifest) for shard in here]
         bytes_read += fetch(storage, folder, manifest, wanted, peers, group, how=how, topic=topic)
         for shard, filled in zip(here, wanted, strict=True):
             if filled is not shard:
                 shard.tensor.copy_(filled.tensor)
-    _refuse_nonfinite(masters, peers, topic, config.model.init_from)
+    _refuse_nonfinite(masters, peers, topic, model.init_from)
     bytes_of_all = sum(peers.exchange(f"{topic}/bytes", bytes_read))
-    return LoadedWeights(config.model.init_from, bytes_of_all, time.monotonic() - began)
+    return {"place": model.init_from, "bytes_read": bytes_of_all, "seconds": time.monotonic() - began}
 
 
-def _folder_of_weights(config: Config) -> dict[str, Any]:
+def _folder_of_weights(model: ModelConfig, place: str) -> dict[str, Any]:
     """Return the headers of the folder's files as JSON, or what is wrong with them. *Rank 0 only*."""
-    assert config.model.init_from is not None
     try:
-        folder = open_folder(config.model.init_from)
+        folder = open_folder(place)
     except DataError as error:
         return {"error": f"model.init_from: {error}"}
-    problem = next(problems_of_folder(config.model, folder), None)
+    problem = next(problems_of_folder(model, folder), None)
     return to_json(folder) if problem is None else {"error": problem}
-
-
-def _batches(manifest: Manifest) -> Iterator[set[str]]:
-    """Yield the tensors' names in groups, the same ones on all ranks, whatever each rank holds of them."""
-    names: set[str] = set()
-    num_bytes = 0
-    for name, tensor in manifest.tensors.items():
-        if names and num_bytes + tensor.num_bytes > _BYTES_AT_ONCE:
-            yield names
-            names, num_bytes = set(), 0
-        names.add(name)
-        num_bytes += tensor.num_bytes
-    yield names
 
 
 def _as_stored(shard: Shard, manifest: Manifest) -> Shard:
@@ -135,65 +113,14 @@ def _refuse_nonfinite(masters: Sequence[Shard], peers: Peers, topic: str, place:
 
 
 @dataclass(frozen=True)
-class CheckpointContext:
-    """Which attempt of which run saves and restores, and on which of its ranks."""
-
-    config: Config
-    run: RunDir
-    attempt: int
-    ranks: RankEnvironment
-    mesh: Mesh
-    peers: Peers
-    events: EventWriter
-    # The step whose copies in memory are restored; None: the newest checkpoint is.
-    from_memory: int | None = None
-
-    @property
-    def place(self) -> str:
-        """The folder or URL of the run's checkpoints."""
-        return self.config.checkpoint.dir or str(self.run.checkpoints)
-
-    def record(self, event: str, evidence: Mapping[str, Any]) -> None:
-        """Write an event, from any thread; a full disk may take the record, never the checkpoint."""
-        try:
-            self.events.write(event, **evidence)
-        except OSError as error:
-            sys.stderr.write(f"event {event} {dict(evidence)} could not be written: {error}\n")
-
-
-def answered(peers: Peers, topic: str, question: Callable[[], Any]) -> Any:
-    """Return rank 0's answer to a question (JSON), so that all ranks go the same way. *Collective*.
-
-    Raises TrainingError where the storage did not answer rank 0.
-    """
-    if peers.is_coordinator:
-        try:
-            peers.answer(topic, {"is": question()})
-        except CheckpointError as error:
-            peers.answer(topic, {"failed": str(error)})
-    answer = peers.await_answer(topic)
-    if "failed" in answer:
-        raise TrainingError(answer["failed"])
-    return answer["is"]
-
-
 class StartingPoint:
     """Fills one rank's state at the beginning of an attempt."""
 
-    def __init__(
-        self,
-        context: CheckpointContext,
-        state: TensorState,
-        checkpointer: Checkpointer,
-        copies: MemoryCopies | None,
-    ) -> None:
-        self._context = context
-        self._state = state
-        self._checkpointer = checkpointer
-        self._copies = copies
-        self._peers = context.peers
-        self._facts = facts(context.config)
-        self._id = wandb_id(context.run)
+    context: CheckpointContext
+    model: ModelConfig
+    state: TensorState
+    checkpointer: Checkpointer
+    copies: MemoryCopies | None
 
     def find(self) -> Position:
         """Return where to continue from, the state filled. *Collective*.
@@ -202,20 +129,23 @@ class StartingPoint:
         or with the newest intact checkpoint. Raises UnusableCheckpointError where the place holds another
         run's, where the run's own are gone, or where they are of another model, or where none is intact.
         """
-        begin = self._restored() if self._context.attempt > 0 else self._fresh()
-        if begin.step == 0 and self._context.config.model.init_from is not None:
-            self._load_weights()
+        begin = self._restored() if self.context.attempt > 0 else self._fresh()
+        if begin.step == 0 and self.model.init_from is not None:
+            # In the place of the weights from the seed.
+            how, peers = self.context.settings.restore.name, self.context.peers
+            evidence = load_weights(self.model, how, self.state.masters, peers, self.context.group)
+            self.state.copy_masters_to_parameters()
+            if peers.is_coordinator:
+                self.context.record("weights_loaded", evidence)
         return begin
 
     def _claim(self) -> None:
-        """Make a place outside the run's directory this run's own: two runs in one would remove each other's
-        checkpoints.
-        """
-        context = self._context
-        if context.config.checkpoint.dir is None or context.config.checkpoint.every_steps is None:
+        """Make a place outside the run's directory this run's own: two would remove each other's files."""
+        context = self.context
+        if context.settings.dir is None or not self.context.saves:
             return
-        mine = self._id or context.run.name
-        owner = answered(self._peers, "owner", lambda: self._checkpointer.claim(mine))
+        mine = context.wandb_id or context.run.name
+        owner = context.answered("owner", lambda: self.checkpointer.claim(mine))
         if owner != mine:
             raise UnusableCheckpointError(
                 f"{context.place} belongs to another run (its wandb id is {owner}, this run's is {mine}); "
@@ -223,12 +153,12 @@ class StartingPoint:
             )
 
     def _fresh(self) -> Position:
-        if self._context.config.checkpoint.every_steps is None:
+        if not self.context.saves:
             return Position()
-        committed = answered(self._peers, "committed", self._checkpointer.committed_steps)
+        committed = self.context.answered("committed", self.checkpointer.committed_steps)
         if committed:
             raise UnusableCheckpointError(
-                f"{self._context.place} holds checkpoints already (newest: step {committed[-1]}), and this "
+                f"{self.context.place} holds checkpoints already (newest: step {committed[-1]}), and this "
                 "run has only begun: they are another run's; continue that one with `orchestra resume RUN`, "
                 "or give this run a folder of its own (checkpoint.dir)"
             )
@@ -237,100 +167,97 @@ class StartingPoint:
 
     def _restored(self) -> Position:
         self._claim()
-        left_out = rollback.from_lists(answered(self._peers, "roll backs", self._set_aside))
+        left_out = rollback.from_lists(self.context.answered("roll backs", self._set_aside))
         begin = self._restored_position()
         return replace(begin, left_out=merged((*begin.left_out, *left_out)))
 
     def _set_aside(self) -> list[list[int]]:
-        """Set aside the checkpoints that roll-backs have made void; return the data that they leave out.
-        *Rank 0 only*.
-        """
-        roll_backs = _roll_backs_of(self._context.run)
+        """Set aside checkpoints that roll-backs made void; return the data left out. *Rank 0 only*."""
+        roll_backs = _roll_backs_of(self.context.run)
 
         def is_void(manifest: Manifest) -> bool:
             return self._is_own(manifest) and rollback.is_void(roll_backs, manifest.step, manifest.generation)
 
         if roll_backs:
-            void = self._checkpointer.set_aside(min(each.to for each in roll_backs), is_void)
+            void = self.checkpointer.set_aside(min(each.to for each in roll_backs), is_void)
             for step, name in void:
-                self._context.record(
+                self.context.record(
                     "checkpoint_set_aside", {"step": step, "name": name, "cause": "a roll-back"}
                 )
-        return rollback.to_lists(left_out_by(roll_backs))
+        return rollback.to_lists(merged(stretch for turn in roll_backs for stretch in turn.left_out))
 
     def _restored_position(self) -> Position:
         from_memory = self._from_memory()
         if isinstance(from_memory, Position):
             return from_memory
         try:
-            restored = self._checkpointer.restore(self._wanted)
+            restored = self.checkpointer.restore(self._wanted)
         except NoCheckpointError as error:
             # A restart would find the same.
             raise UnusableCheckpointError(str(error)) from error
         if restored is None:
             return self._from_the_beginning(from_memory)
         begin = position_from_json(restored.state)
-        self._state.take_back(restored.manifest, begin.num_updates)
+        self.state.take_back(restored.manifest, begin.num_updates)
         self._announce(restored, from_memory)
         return begin
 
     def _from_memory(self) -> Position | str | None:
         """Return where the copies in memory stand, the state filled; why it cannot be; None unless asked."""
-        step = self._context.from_memory
+        step = self.context.from_memory
         if step is None:
             return None
-        if self._copies is None:
+        if self.copies is None:
             return "recovery.memory_copy_every_steps is null"
-        restored = self._copies.restore(step)
+        restored = self.copies.restore(step)
         if isinstance(restored, str):
             return restored
         begin = position_from_json(restored.document)
-        self._state.take_back_all(begin.num_updates)
-        if self._peers.is_coordinator:
-            self._context.record("restored", memory_copies.evidence(restored, self._context.mesh.layout))
+        self.state.take_back(None, begin.num_updates)
+        if self.context.peers.is_coordinator:
+            layout = asdict(self.context.mesh.layout)
+            self._record(
+                MEMORY_SOURCE,
+                begin.step,
+                restored.seconds,
+                restored.num_bytes,
+                layout_saved=layout,
+                layout=layout,
+                generation=restored.attempt,
+                changes={},
+            )
         return begin
 
     def _is_own(self, manifest: Manifest) -> bool:
         """Whether a checkpoint may be this run's: its wandb id is this run's, or one of them has none."""
-        theirs = manifest.state.get("wandb_id")
-        return None in (theirs, self._id) or theirs == self._id
+        theirs, ours = manifest.state.get("wandb_id"), self.context.wandb_id
+        return None in (theirs, ours) or theirs == ours
 
     def _wanted(self, manifest: Manifest) -> list[Shard]:
         if not self._is_own(manifest):
             theirs = manifest.state.get("wandb_id")
             raise UnusableCheckpointError(
-                f"{self._context.place} holds checkpoints of another run (its wandb id is {theirs}, this "
-                f"run's is {self._id}); give this run a folder of its own (checkpoint.dir)"
+                f"{self.context.place} holds checkpoints of another run (its wandb id is {theirs}, this "
+                f"run's is {self.context.wandb_id}); give this run a folder of its own (checkpoint.dir)"
             )
-        changes(_saved_facts(manifest), self._facts)
-        return self._state.wanted(manifest)
+        changes(_saved_facts(manifest), self.context.facts)
+        return self.state.wanted(manifest)
 
     def _from_the_beginning(self, not_from_memory: str | None) -> Position:
-        lost = answered(self._peers, "lost", self._step_that_was_committed)
+        lost = self.context.answered("lost", self._step_that_was_committed)
         if lost is not None:
             raise UnusableCheckpointError(
-                f"the run's events record a checkpoint of step {lost}, but {self._context.place} holds none; "
+                f"the run's events record a checkpoint of step {lost}, but {self.context.place} holds none; "
                 "bring the folder back, or begin a new run"
             )
-        if self._peers.is_coordinator:
-            evidence = {"step": 0, "seconds": 0.0, "bytes_read": 0, "skipped": []}
-            source = {"source": "beginning", "not_from_memory": not_from_memory}
-            is_back = bool(_roll_backs_of(self._context.run))
+        if self.context.peers.is_coordinator:
+            is_back = bool(_roll_backs_of(self.context.run))
             reason = "it was rolled back" if is_back else "no checkpoint was committed yet"
-            self._context.record("restored", {**evidence, **source, "reason": reason})
+            self._record("beginning", 0, 0.0, 0, not_from_memory=not_from_memory, reason=reason)
         return Position()
 
-    def _load_weights(self) -> None:
-        """Replace the weights from the seed by those of `model.init_from`."""
-        context = self._context
-        group = dist.group.WORLD if context.mesh.world_size > 1 else None
-        loaded = load_weights(context.config, self._state.masters, self._peers, group)
-        self._state.copy_masters_to_parameters()
-        if self._peers.is_coordinator:
-            self._context.record("weights_loaded", asdict(loaded))
-
     def _step_that_was_committed(self) -> int | None:
-        events = read_events(self._context.run)
+        events = read_events(self.context.run)
         void = rollback.roll_backs(events)
         steps = [
             event["step"]
@@ -342,28 +269,32 @@ class StartingPoint:
         return max(steps, default=None)
 
     def _announce(self, restored: RestoredCheckpoint, not_from_memory: str | None) -> None:
-        bytes_read = sum(self._peers.exchange("bytes read", restored.bytes_read))
-        if not self._peers.is_coordinator:
+        bytes_read = sum(self.context.peers.exchange("bytes read", restored.bytes_read))
+        if not self.context.peers.is_coordinator:
             return
         skipped = [{"step": step, "reason": reason} for step, reason in restored.skipped]
-        expected = _newest_recorded(self._context.run)
+        expected = _newest_recorded(self.context.run)
         if expected > max([restored.step, *(step for step, _ in restored.skipped)]):
             reason = "its manifest is not there any more, though it was committed"
             skipped.insert(0, {"step": expected, "reason": reason})
-        evidence = {
-            "source": "checkpoint",
-            "not_from_memory": not_from_memory,
-            "step": restored.step,
-            "seconds": restored.seconds,
-            "bytes_read": bytes_read,
-            "skipped": skipped,
-            "layout_saved": dict(restored.manifest.layout),
-            "layout": asdict(self._context.mesh.layout),
-            "generation": restored.manifest.generation,
-            "digest": digest(restored.manifest),
-            "changes": changes(_saved_facts(restored.manifest), self._facts),
-        }
-        self._context.record("restored", evidence)
+        self._record(
+            "checkpoint",
+            restored.step,
+            restored.seconds,
+            bytes_read,
+            skipped=skipped,
+            not_from_memory=not_from_memory,
+            layout_saved=dict(restored.manifest.layout),
+            layout=asdict(self.context.mesh.layout),
+            generation=restored.manifest.generation,
+            digest=digest(restored.manifest),
+            changes=changes(_saved_facts(restored.manifest), self.context.facts),
+        )
+
+    def _record(self, source: str, step: int, seconds: float, bytes_read: int, **others: Any) -> None:
+        """Record what the attempt begins with. *Rank 0 only*."""
+        evidence = {"source": source, "step": step, "seconds": seconds, "bytes_read": bytes_read}
+        self.context.record("restored", {"skipped": [], **evidence, **others})
 
 
 def _roll_backs_of(run: RunDir) -> list[RollBack]:
@@ -374,7 +305,7 @@ def _newest_recorded(run: RunDir) -> int:
     """Return the step that the run's events expect to be restored: committed last, or gone back to since."""
     last = 0
     for event in read_events(run):
-        is_of_storage = event.get("source") != memory_copies.SOURCE
+        is_of_storage = event.get("source") != MEMORY_SOURCE
         if event["event"] in ("checkpoint_committed", "restored") and is_of_storage:
             last = event.get("step", last)
         elif event["event"] == rollback.EVENT:
@@ -408,12 +339,11 @@ def target(committed: Sequence[int], first_bad: int, steps_before: int) -> int:
 
 
 def order_roll_back(
+    context: CheckpointContext,
     checkpointer: Checkpointer,
+    config: RollBackConfig,
     bad: BadSteps,
     data: DataProgress,
-    config: RollBackConfig,
-    attempt: int,
-    events: EventWriter,
 ) -> RollBack:
     """Decide which step the run goes back to and which data it leaves out, and write it to the disk, which
     the next attempt reads. *Rank 0 only*, no save under way.
@@ -425,17 +355,23 @@ def order_roll_back(
     Raises StorageError where the checkpoints cannot be listed, and OSError where nothing can be written.
     """
     to, position = _target(checkpointer, bad, config)
-    stretch = _stretch(to, position, bad, data, config) if bad.leaves_out else None
+    stretch = None
     size = data.global_batch_size
+    if bad.leaves_out:
+        # The data of so many steps from there on, and of all bad ones.
+        num_steps = max(config.skip_steps, bad.last - to)
+        parts = kept(position, num_steps * size, merged(data.left_out))
+        begin, count = parts[-1]
+        stretch = Stretch(parts[0][0], max(begin + count, data.position))
     ordered = RollBack(
-        attempt=attempt,
+        attempt=context.attempt,
         step=bad.last,
         to=to,
         cause=bad.cause,
         left_out=() if stretch is None else (stretch,),
         data_steps=None if stretch is None else (stretch.begin // size + 1, -(-stretch.end // size)),
     )
-    events.write(
+    context.events.write(
         rollback.EVENT,
         step=ordered.step,
         first_bad=bad.first,
@@ -445,7 +381,7 @@ def order_roll_back(
         data_steps=None if ordered.data_steps is None else list(ordered.data_steps),
         message=bad.words,
     )
-    events.sync()
+    context.events.sync()
     return ordered
 
 
@@ -467,11 +403,3 @@ def _target(checkpointer: Checkpointer, bad: BadSteps, config: RollBackConfig) -
         # The restore will skip it too.
         committed.remove(step)
     return 0, 0
-
-
-def _stretch(to: int, position: int, bad: BadSteps, data: DataProgress, config: RollBackConfig) -> Stretch:
-    """Return the data left out after step `to`: that of so many steps, and of all bad ones."""
-    num_steps = max(config.skip_steps, bad.last - to)
-    parts = kept(position, num_steps * data.global_batch_size, merged(data.left_out))
-    begin, count = parts[-1]
-    return Stretch(parts[0][0], max(begin + count, data.position))

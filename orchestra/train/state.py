@@ -5,35 +5,41 @@ optimizer.exp_avg.<parameter>       AdamW's first moment, and exp_avg_sq its sec
 rng.cpu.<coordinates>               torch's generator (uint8) of the rank at these coordinates of the mesh,
 rng.cuda.<coordinates>              keyed by place and not by rank, so that no rank gets another one's
 
-`Position` is all of the state that is no tensor, but for the learning rate, which follows from the step.
-Called by `checkpoints`, `starting_point` and `memory_copies`.
+`Position` is all of the state that is no tensor, but for the learning rate, which follows from the step, and
+`CheckpointContext` says whose state it is. Called by `checkpoints`, `starting_point` and `memory_copies`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from enum import Enum
+from operator import attrgetter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from checkpointing.checkpoint_errors import CheckpointError
 from checkpointing.manifest import Manifest
+from checkpointing.peers import Peers
 from checkpointing.shards import Shard, whole
-from conf.schema import Config, Family
-from orchestra.errors import UnusableCheckpointError
-from orchestra.optim.adamw import MOMENTS, AdamW, Trained
+from conf.schema import CheckpointConfig, Config, Family
+from orchestra.errors import TrainingError, UnusableCheckpointError
+from orchestra.optim.adamw import MOMENTS, AdamW
 from orchestra.parallel.apply import Parallelized
 from orchestra.parallel.mesh import Mesh
-from orchestra.parallel.places import TensorPlace, parts_of
-from orchestra.precision.loss_scale import MOST, ScaleState
-from orchestra.run.events import is_number, is_whole
+from orchestra.parallel.places import parts_of
+from orchestra.precision.policies import MOST, ScaleState
+from orchestra.run.events import EventWriter, is_number, is_whole
+from orchestra.run.paths import RunDir
 from orchestra.run.rollback import Stretch, from_lists, to_lists
-from orchestra.sizes.topology import Coordinates
+from orchestra.sizes.flops import head_dim
 from orchestra.train.metrics import Totals
-from orchestra.train.watch.nonfinite import NonFiniteSteps
+from orchestra.train.watch.bad_losses import NonFiniteSteps
 
 _RNG_PREFIX = "rng."
 # Choices that decide what a tensor of the state means, beyond its name and shape.
@@ -45,6 +51,7 @@ _SHAPE_KEYS = (
 _ORDER_KEYS = ("train.seed", "train.seq_len", "data.source", "data.path")
 # What the optimizer's moments are kept in: a checkpoint holds their bits.
 _STATE_KEY = "optim.state_dtype"
+_OTHER_KEYS = ("model.rope_theta", "model.norm_eps", _STATE_KEY)
 # How many names an error lists.
 _MAX_LISTED = 5
 
@@ -56,11 +63,13 @@ class TensorState:
         self._parallelized = parallelized
         self._optimizer = optimizer
         self._generators = _generators(mesh)
-        self._shards = [*self.masters, *_moments(parallelized, optimizer)]
+        self._shards = self.masters
+        for moment in MOMENTS:
+            moments = [optimizer.state[item.master][moment] for item in parallelized.trained]
+            self._shards += self._shards_of(f"optimizer.{moment}", moments)
+        prefixes = ["model", *(f"optimizer.{moment}" for moment in MOMENTS)]
         places = parallelized.places
-        self._shapes = {
-            name: places[item.name].shape for item in parallelized.trained for name in _names(item)
-        }
+        self._shapes = {f"{prefix}.{name}": places[name].shape for prefix in prefixes for name in places}
 
     @property
     def num_updates(self) -> int:
@@ -70,7 +79,16 @@ class TensorState:
     @property
     def masters(self) -> list[Shard]:
         """The shards of the parameters alone."""
-        return _masters(self._parallelized)
+        return self._shards_of("model", [item.master for item in self._parallelized.trained])
+
+    def _shards_of(self, prefix: str, tensors: Sequence[Tensor]) -> list[Shard]:
+        """Return the boxes of the whole tensors that the masters, or what is shaped like them, consist of."""
+        places = self._parallelized.places
+        return [
+            Shard(f"{prefix}.{item.name}", places[item.name].shape, part.offsets, part.tensor)
+            for item, tensor in zip(self._parallelized.trained, tensors, strict=True)
+            for part in parts_of(tensor.view(-1), places[item.name], item.start)
+        ]
 
     def copy_masters_to_parameters(self) -> None:
         """Compute the model's parameters from masters that were filled. *Collective*."""
@@ -102,20 +120,15 @@ class TensorState:
         ]
         return [*self._shards, *kept]
 
-    def take_back(self, manifest: Manifest, updates: int) -> None:
-        """Compute the rest of the state from shards that a checkpoint filled. *Collective*."""
+    def take_back(self, manifest: Manifest | None, updates: int) -> None:
+        """Compute the rest of the state from shards that were filled: those that a checkpoint has, or with
+        None all of them. *Collective*.
+        """
         self.copy_masters_to_parameters()
         self._optimizer.num_updates = updates
         for name, kept in self._generators.items():
-            if name in manifest.tensors:
+            if manifest is None or name in manifest.tensors:
                 _set_generator_state(name, kept)
-
-    def take_back_all(self, updates: int) -> None:
-        """Compute the rest of the state from shards that were all filled, generators too. *Collective*."""
-        self.copy_masters_to_parameters()
-        self._optimizer.num_updates = updates
-        for name, kept in self._generators.items():
-            _set_generator_state(name, kept)
 
     def _refuse_others(self, manifest: Manifest) -> None:
         saved = {name: tuple(tensor.shape) for name, tensor in manifest.tensors.items() if not _is_rng(name)}
@@ -134,27 +147,73 @@ def digest(manifest: Manifest) -> str:
     return manifest.digest_of(name for name in manifest.tensors if not _is_rng(name))
 
 
+@dataclass(frozen=True)
+class CheckpointContext:
+    """Whose state is saved and restored, where, and on which of its ranks: the same through an attempt.
+
+    `settings` are those of `checkpoint.*`, `facts` the configuration's values that a checkpoint keeps, and
+    `wandb_id` tells the run's checkpoints from those of another one.
+    """
+
+    settings: CheckpointConfig
+    facts: Mapping[str, Any]
+    last_step: int
+    run: RunDir
+    wandb_id: str | None
+    attempt: int
+    events: EventWriter
+    mesh: Mesh
+    peers: Peers
+    local_world_size: int
+    # The step whose copies in memory are restored; None: the newest checkpoint is.
+    from_memory: int | None = None
+
+    @property
+    def saves(self) -> bool:
+        """Whether checkpoints are saved at all."""
+        return self.settings.every_steps is not None
+
+    @property
+    def place(self) -> str:
+        """The folder or URL of the run's checkpoints."""
+        return self.settings.dir or str(self.run.checkpoints)
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """All ranks; None where there is one."""
+        return dist.group.WORLD if self.mesh.world_size > 1 else None
+
+    def record(self, event: str, evidence: Mapping[str, Any]) -> None:
+        """Write an event, from any thread; a full disk may take the record, never the checkpoint."""
+        try:
+            self.events.write(event, **evidence)
+        except OSError as error:
+            sys.stderr.write(f"event {event} {dict(evidence)} could not be written: {error}\n")
+
+    def answered(self, topic: str, question: Callable[[], Any]) -> Any:
+        """Return rank 0's answer to a question (JSON), so that all ranks go the same way. *Collective*.
+
+        Raises TrainingError where the storage did not answer rank 0.
+        """
+        if self.peers.is_coordinator:
+            try:
+                self.peers.answer(topic, {"is": question()})
+            except CheckpointError as error:
+                self.peers.answer(topic, {"failed": str(error)})
+        answer = self.peers.await_answer(topic)
+        if "failed" in answer:
+            raise TrainingError(answer["failed"])
+        return answer["is"]
+
+
 def facts(config: Config) -> dict[str, Any]:
     """Return the configuration's values that a checkpoint keeps, as JSON by dotted key."""
-    model = dataclasses.asdict(config.model)
-    shape = {f"model.{key}": model[key] for key in _SHAPE_KEYS}
-    shape["model.family"] = config.model.family.name
-    shape["model.head_dim"] = config.model.head_dim or (
-        config.model.hidden_size // config.model.num_attention_heads
-    )
+    keys = [*(f"model.{key}" for key in _SHAPE_KEYS), *_ORDER_KEYS, *_OTHER_KEYS]
     if config.model.family is Family.gpt:
-        shape["model.max_position_embeddings"] = config.model.max_position_embeddings
-    others = {
-        "model.rope_theta": config.model.rope_theta,
-        "model.norm_eps": config.model.norm_eps,
-        "train.seed": config.train.seed,
-        "train.seq_len": config.train.seq_len,
-        "data.source": config.data.source.name,
-        "data.path": config.data.path,
-        "precision": config.precision.name.name,
-        _STATE_KEY: config.optim.state_dtype.name,
-    }
-    return {**shape, **others}
+        keys.append("model.max_position_embeddings")
+    values = {key: attrgetter(key)(config) for key in keys}
+    named = {key: value.name if isinstance(value, Enum) else value for key, value in values.items()}
+    return {**named, "model.head_dim": head_dim(config.model), "precision": config.precision.name.name}
 
 
 def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list[Any]]:
@@ -189,47 +248,13 @@ def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list[
     return differing
 
 
-def _names(item: Trained) -> list[str]:
-    """Return the names of a parameter's tensors in checkpoints: its master and its moments."""
-    return [f"model.{item.name}", *(f"optimizer.{moment}.{item.name}" for moment in MOMENTS)]
-
-
-def _masters(parallelized: Parallelized) -> list[Shard]:
-    places = parallelized.places
-    return [
-        shard
-        for item in parallelized.trained
-        for shard in _shards(f"model.{item.name}", item, item.master, places[item.name])
-    ]
-
-
-def _moments(parallelized: Parallelized, optimizer: AdamW) -> list[Shard]:
-    places = parallelized.places
-    return [
-        shard
-        for moment in MOMENTS
-        for item in parallelized.trained
-        for shard in _shards(
-            f"optimizer.{moment}.{item.name}", item, optimizer.state[item.master][moment], places[item.name]
-        )
-    ]
-
-
-def _shards(name: str, item: Trained, like_master: Tensor, place: TensorPlace) -> list[Shard]:
-    """Return the boxes of the whole tensor that a master, or what is shaped like it, consists of."""
-    parts = parts_of(like_master.view(-1), place, item.start)
-    return [Shard(name, place.shape, part.offsets, part.tensor) for part in parts]
-
-
 def _generators(mesh: Mesh) -> dict[str, Tensor]:
     """Return a tensor for the state of each generator of this rank, by its name in checkpoints."""
     devices = ["cpu", "cuda"] if mesh.device.type == "cuda" else ["cpu"]
-    names = [f"{_RNG_PREFIX}{device}.{_place(mesh.coordinates)}" for device in devices]
+    at = mesh.coordinates
+    place = f"pp{at.pp}-dp{at.dp}-cp{at.cp}-tp{at.tp}"
+    names = [f"{_RNG_PREFIX}{device}.{place}" for device in devices]
     return {name: _generator_state(name).clone() for name in names}
-
-
-def _place(coordinates: Coordinates) -> str:
-    return f"pp{coordinates.pp}-dp{coordinates.dp}-cp{coordinates.cp}-tp{coordinates.tp}"
 
 
 def _is_rng(name: str) -> bool:
@@ -308,7 +333,9 @@ def position_from_json(state: Mapping[str, Any]) -> Position:
     """Return the position that a manifest holds. Raises UnusableCheckpointError where it holds none."""
     nonfinite, metrics = _Reader(state, "nonfinite"), _Reader(state, "metrics")
     top = _Reader(state)
-    score = state.get("score")
+    score, losses = state.get("score"), state.get("recent_losses")
+    # None where the run that saved had no watch for spikes.
+    has_losses = isinstance(losses, list) and all(is_number(loss) for loss in losses)
     return Position(
         step=top.whole("step"),
         samples=top.whole("samples"),
@@ -317,7 +344,7 @@ def position_from_json(state: Mapping[str, Any]) -> Position:
         totals=Totals(metrics.number("started_at"), top.whole("tokens"), metrics.number("productive_s")),
         score=score if is_number(score) else None,
         loss_scale=_loss_scale(state),
-        recent_losses=_recent_losses(state),
+        recent_losses=tuple(map(float, losses)) if has_losses and losses else (),
         left_out=from_lists(state.get("left_out")),
     )
 
@@ -330,14 +357,6 @@ def _loss_scale(state: Mapping[str, Any]) -> ScaleState | None:
     return ScaleState(
         values.power_of_two("scale", MOST), values.whole("num_good_steps"), values.whole("num_overflows")
     )
-
-
-def _recent_losses(state: Mapping[str, Any]) -> tuple[float, ...]:
-    """Return the last losses; none where the run that saved had no watch for spikes."""
-    losses = state.get("recent_losses")
-    if not isinstance(losses, list) or not all(is_number(loss) for loss in losses):
-        return ()
-    return tuple(float(loss) for loss in losses)
 
 
 class _Reader:

@@ -18,11 +18,11 @@ from orchestra.parallel.apply import Parallelized
 from orchestra.parallel.marks import marked
 from orchestra.parallel.mesh import Mesh
 from orchestra.parallel.zero.stages import norm_over_ranks
-from orchestra.precision.loss_scale import DynamicLossScale
+from orchestra.precision.policies import DynamicLossScale
 from orchestra.run.heartbeat import Phase
 from orchestra.sizes.step_shares import Part
 from orchestra.train.hooks import StepHooks, StepResult
-from orchestra.train.watch.loss_spikes import LEAVES_OUT, LossSpikes
+from orchestra.train.watch.bad_losses import LEAVES_OUT, LossSpikes
 
 
 class TrainingStep:
@@ -95,9 +95,7 @@ class TrainingStep:
         return lr
 
     def _forward_backward(self, step: int, tokens_ABS: Tensor) -> tuple[Tensor, dist.Work | None]:
-        """Return the step's loss, summed over this rank's micro-batches and, once the work is done, over all
-        ranks of data parallelism.
-        """
+        """Return the loss, summed over micro-batches and, once the work is done, over data parallelism."""
         num_micro_batches = tokens_ABS.shape[0]
         total = torch.zeros((), device=self._mesh.device)
         work: dist.Work | None = None

@@ -19,8 +19,8 @@ import torch
 from checkpointing.checkpoint_errors import CheckpointError
 from checkpointing.peers import Peers
 from conf.schema import Config, TrainConfig
-from orchestra.data.ledger import Ledger
 from orchestra.data.loader import Batch, Loader
+from orchestra.data.order import Ledger
 from orchestra.errors import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -32,7 +32,7 @@ from orchestra.errors import (
     TrainingError,
     UnusableCheckpointError,
 )
-from orchestra.parallel.low_precision import refuse_missing_hardware
+from orchestra.parallel.blocks import refuse_missing_hardware
 from orchestra.parallel.marks import marked
 from orchestra.parallel.mesh import Mesh, RankEnvironment, open_mesh, open_peers, rank_environment
 from orchestra.run.config_file import read_config
@@ -42,6 +42,7 @@ from orchestra.run.heartbeat import Heart, Phase, silent_heart
 from orchestra.run.metrics_file import MFU_CONVENTION
 from orchestra.run.paths import RunDir
 from orchestra.run.planned_faults import planned_faults
+from orchestra.run.record import wandb_id
 from orchestra.run.rollback import BadSteps
 from orchestra.run.stop_requests import StopRequest
 from orchestra.sizes.flops import num_parameters
@@ -53,20 +54,20 @@ from orchestra.train.build import (
     build_step,
     set_numerics,
 )
-from orchestra.train.checkpoints import Checkpoints, build_memory_copies
+from orchestra.train.checkpoints import Checkpoints, build_checkpoints
 from orchestra.train.hooks import HeartbeatHook, LedgerHook, StepHooks, TrainedStep
 from orchestra.train.memory.micro_batch import with_micro_batch_size
 from orchestra.train.memory.out_of_memory import is_out_of_memory, out_of_memory
+from orchestra.train.memory_copies import build_memory_copies
 from orchestra.train.metrics import Meter, MetricsLog, device_peak_flops, initial_totals, meter_settings
-from orchestra.train.starting_point import CheckpointContext
-from orchestra.train.state import Position, TensorState
+from orchestra.train.state import CheckpointContext, Position, TensorState, facts
 from orchestra.train.step import TrainingStep
 from orchestra.train.stopping import RequestWatch, Stopping
+from orchestra.train.watch.bad_losses import NonFiniteGuard, OverflowLog
 from orchestra.train.watch.inject_faults import Faults
-from orchestra.train.watch.nonfinite import NonFiniteGuard, OverflowLog
 from orchestra.train.watch.profile import StepProfiler
 from orchestra.train.watch.replay import Replay, ReplayError
-from orchestra.train.watch.stragglers import StepTimes, step_clock
+from orchestra.train.watch.stragglers import DeviceClock, HostClock, StepTimes
 from orchestra.train.watch.wandb_mirror import WandbMirror
 
 # How long a stopped run waits for wandb. Slurm kills 30 s after SIGTERM, the save included, and the node
@@ -75,26 +76,18 @@ _STOPPED_MIRROR_S = 8.0
 
 
 @dataclass
-class TrainingProgress:
-    """The step that is being trained, for the verdict, and the one after which the attempt began; 0 before
-    the first.
-    """
-
-    step: int = 0
-    begin: int = 0
-
-
-@dataclass(frozen=True)
 class RankAttempt:
-    """One rank's part in an attempt of a run: its records, and how far it has come."""
+    """One rank's part in an attempt of a run: its records, and for the verdict how far it has come."""
 
     run: RunDir
     attempt: int
     events: EventWriter
-    progress: TrainingProgress
     # The step whose copies in memory the attempt begins with; None: the newest checkpoint.
     from_memory: int | None = None
     heart: Heart = field(default_factory=silent_heart)
+    # The step that is being trained, 0 before the first, and the one after which the attempt began.
+    step: int = 0
+    begin: int = 0
 
 
 @dataclass(frozen=True)
@@ -123,11 +116,11 @@ class Trainer:
         same step. Raises NonFiniteError, LossSpikeError or RollBackError by the policies.
         """
         begin, last_step = self.begin.step, self.config.steps
-        self.rank.progress.step = self.rank.progress.begin = begin
+        self.rank.step = self.rank.begin = begin
         if begin < last_step and self.stopping.begin(begin):
             return self._request(begin)
         for step in range(begin + 1, last_step + 1):
-            self.rank.progress.step = step
+            self.rank.step = step
             with self.hooks.around_step(step):
                 trained = self._train_step(step)
             self.hooks.after_step(trained)
@@ -221,7 +214,7 @@ class Trainer:
     def close(self) -> None:
         """Wait for what is under way and release what is held, after a good end. *Collective*."""
         self.checkpoints.close()
-        self.hooks.enter(Phase.stop, self.rank.progress.step)
+        self.hooks.enter(Phase.stop, self.rank.step)
         self.profiler.close()
         self.built.parallelized.stage.settle()
         self.loader.close()
@@ -240,17 +233,18 @@ def assemble(config: Config, mesh: Mesh, ranks: RankEnvironment, rank: RankAttem
     before_steps = StepHooks((heartbeat, faults))
     before_steps.enter(Phase.setup)
     peers = open_peers(mesh, ranks, rank.attempt, config.checkpoint.timeout_s)
-    context = _checkpoint_context(config, mesh, ranks, peers, rank)
+    context = checkpoint_context(config, mesh, ranks, peers, rank)
     state = TensorState(built.parallelized, built.optimizer, mesh)
-    copies = build_memory_copies(context, state)
-    checkpoints = Checkpoints(context, state, copies, faults.strike)
+    copies = build_memory_copies(config.recovery.memory_copy_every_steps, context, state)
+    checkpoints = build_checkpoints(config, context, state, copies, faults.strike)
     before_steps.enter(Phase.restore)
     begin = checkpoints.begin()
     _refuse_past_end(config.train.steps, begin)
     loader = build_loader(config, mesh, built.batch, begin.samples, begin.left_out)
     stopping = Stopping(peers, RequestWatch(rank.run, rank.attempt) if mesh.rank == 0 else None)
     events_of_rank_0 = rank.events if mesh.rank == 0 else None
-    step_times = StepTimes(config.recovery, peers, step_clock(mesh.device), events_of_rank_0)
+    clock = DeviceClock() if mesh.device.type == "cuda" else HostClock()
+    step_times = StepTimes(config.recovery, peers, clock, events_of_rank_0)
     ledger = LedgerHook(Ledger(rank.run, mesh.rank, rank.attempt)) if config.data.ledger else None
     profiler = _profiler(config, mesh, built, stopping, rank)
     peak_flops = _announced_peak_flops(config, mesh, built, rank.events) if mesh.rank == 0 else None
@@ -282,11 +276,22 @@ def _faults(config: Config, mesh: Mesh, built: BuiltModel, rank: RankAttempt) ->
     return Faults(planned, rank.attempt, mesh.rank, rank.events, mesh.device, flipped)
 
 
-def _checkpoint_context(
+def checkpoint_context(
     config: Config, mesh: Mesh, ranks: RankEnvironment, peers: Peers, rank: RankAttempt
 ) -> CheckpointContext:
+    """Return whose state is saved and restored."""
     return CheckpointContext(
-        config, rank.run, rank.attempt, ranks, mesh, peers, rank.events, rank.from_memory
+        settings=config.checkpoint,
+        facts=facts(config),
+        last_step=config.train.steps,
+        run=rank.run,
+        wandb_id=wandb_id(rank.run),
+        attempt=rank.attempt,
+        events=rank.events,
+        mesh=mesh,
+        peers=peers,
+        local_world_size=ranks.local_world_size,
+        from_memory=rank.from_memory,
     )
 
 
@@ -324,7 +329,8 @@ def build_replay(
     if config.recovery.replay_every_steps is None:
         return None
     try:
-        return Replay(config, built.parallelized, mesh, peers, events, begin.step)
+        is_deterministic = config.train.deterministic
+        return Replay(config.recovery, is_deterministic, built.parallelized, mesh, peers, events, begin.step)
     except ConfigError as error:
         if attempt == 0:
             raise
@@ -380,33 +386,33 @@ def run_rank(run: RunDir, attempt: int, from_memory: int | None = None, heart: H
     """Train the frozen run as this process's rank; return the exit code that the verdict carries."""
     ranks = rank_environment()
     events = EventWriter(run, rank_writer(attempt, ranks.rank), attempt, rank=ranks.rank)
-    rank = RankAttempt(run, attempt, events, TrainingProgress(), from_memory, heart or silent_heart())
+    rank = RankAttempt(run, attempt, events, from_memory, heart or silent_heart())
     mirror: WandbMirror | None = None
     mirror_limit_s: float | None = None
     try:
         config = read_config(run.config)
         if ranks.rank == 0:
             mirror = WandbMirror.start(run, config, events)
-        _train(config, ranks, rank)
+        # After an exception nothing is closed: that could wait for ranks that wait for this one.
+        with open_mesh(config, ranks) as mesh:
+            refuse_missing_hardware(config, mesh.device)
+            set_numerics(config, mesh.device)
+            train_on(mesh, config, ranks, rank)
         events.write("finished", code=EXIT_DONE, step=config.train.steps)
         return EXIT_DONE
     except StopRequested as stop:
         mirror_limit_s = min(config.wandb.finish_timeout_s, _STOPPED_MIRROR_S)
-        _record_stop(stop, rank)
+        step, cause = rank.step, type(stop).__name__
+        events.write("failed", code=EXIT_STOPPED, cause=cause, step=step, message=str(stop))
+        sys.stderr.write(f"stopped after step {step}: {stop}\n")
         return EXIT_STOPPED
     except BaseException as error:  # noqa: BLE001  whatever ends a rank must become its verdict
         return _record_failure(error, rank)
     finally:
-        rank.heart.beat(Phase.stop, rank.progress.step)
+        rank.heart.beat(Phase.stop, rank.step)
         # After the verdict: waiting for wandb must not hold back the news of a failure.
         if mirror is not None:
             mirror.close(mirror_limit_s)
-
-
-def _record_stop(stop: StopRequested, rank: RankAttempt) -> None:
-    step, cause = rank.progress.step, type(stop).__name__
-    rank.events.write("failed", code=EXIT_STOPPED, cause=cause, step=step, message=str(stop))
-    sys.stderr.write(f"stopped after step {step}: {stop}\n")
 
 
 def _record_failure(error: BaseException, rank: RankAttempt) -> int:
@@ -418,7 +424,7 @@ def _record_failure(error: BaseException, rank: RankAttempt) -> int:
         "failed",
         code=code,
         cause=type(error).__name__,
-        step=rank.progress.step,
+        step=rank.step,
         message=str(error),
         # The message says all that a user needs; the traceback is for developers.
         explained=isinstance(error, OrchestraError | CheckpointError),
@@ -426,16 +432,6 @@ def _record_failure(error: BaseException, rank: RankAttempt) -> int:
     )
     traceback.print_exc()
     return code
-
-
-def _train(config: Config, ranks: RankEnvironment, rank: RankAttempt) -> None:
-    """Train to the end. After an exception nothing is closed here: that could wait for ranks that wait for
-    this one, and the verdict comes first.
-    """
-    with open_mesh(config, ranks) as mesh:
-        refuse_missing_hardware(config, mesh.device)
-        set_numerics(config, mesh.device)
-        train_on(mesh, config, ranks, rank)
 
 
 def train_on(mesh: Mesh, config: Config, ranks: RankEnvironment, rank: RankAttempt) -> BuiltModel:
@@ -455,7 +451,7 @@ def train_on(mesh: Mesh, config: Config, ranks: RankEnvironment, rank: RankAttem
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        step, begin = rank.progress.step, rank.progress.begin
+        step, begin = rank.step, rank.begin
         raise out_of_memory(error, config, mesh.layout, mesh.device, step=step, begin=begin) from error
     if request is not None:
         raise StopRequested(str(request))

@@ -55,14 +55,14 @@ def _module(file: Path) -> Module:
 
 
 @cache
-def imports(module: Module, *, with_lazy: bool) -> frozenset[str]:
-    """Return the dotted names that a module imports; `with_lazy` counts imports inside functions too.
+def imports(module: Module) -> frozenset[str]:
+    """Return the dotted names that a module imports, inside functions too.
 
     `from a import b` counts as a.b where that is one of our modules, else as a. Imports for type checkers
     alone are left out.
     """
     found: set[str] = set()
-    for node in _statements(module.tree, with_lazy=with_lazy):
+    for node in _statements(module.tree):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -74,14 +74,11 @@ def imports(module: Module, *, with_lazy: bool) -> frozenset[str]:
     return frozenset(found)
 
 
-def _statements(node: ast.AST, *, with_lazy: bool) -> Iterator[ast.AST]:
+def _statements(node: ast.AST) -> Iterator[ast.AST]:
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and not with_lazy:
-            continue
-        if isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"):
-            continue
-        yield child
-        yield from _statements(child, with_lazy=with_lazy)
+        if not (isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING")):
+            yield child
+            yield from _statements(child)
 
 
 def _absolute(module: Module, node: ast.ImportFrom) -> str:
@@ -107,9 +104,9 @@ def reached(*starts: str) -> dict[str, str]:
     queue = [*starts]
     while queue:
         name = queue.pop()
-        targets = set(imports(modules()[name], with_lazy=True))
-        for target in list(targets):
-            targets.update(package for package in ancestors(target) if package in modules())
+        direct = imports(modules()[name])
+        around = {package for target in direct for package in ancestors(target) if package in modules()}
+        targets = direct | around
         for target in sorted(targets - importer.keys()):
             importer[target] = name
             if target in modules():

@@ -15,11 +15,18 @@ from source_tree import ROOT
 
 def built(folder: Path, target: str, source: Path = ROOT) -> Path:
     """Build with the project's own build backend, which needs no network."""
-    command = [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", str(folder)]
-    done = subprocess.run(command, cwd=source, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    printed(source, "-m", "hatchling", "build", "-t", target, "-d", str(folder))
     (made,) = folder.iterdir()
     return made
+
+
+def printed(folder: Path, *arguments: str, **variables: str) -> str:
+    """Return what Python prints in a folder."""
+    environment = {**os.environ, **variables}
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
 
 
 @pytest.fixture(scope="module")
@@ -32,40 +39,26 @@ def test_wheel_carries_the_packages_and_every_preset(wheel: Path) -> None:
     presets = {str(file.relative_to(ROOT)) for file in (ROOT / "conf").rglob("*.yaml")}
     assert presets
     assert presets <= names
-    tops = {name.split("/")[0] for name in names}
-    assert {top for top in tops if not top.endswith(".dist-info")} <= {
-        "orchestra",
-        "conf",
-        "launchers",
-        "checkpointing",
-        "hydra_plugins",
-    }
+    tops = {name.split("/")[0] for name in names if ".dist-info" not in name}
+    assert tops <= {"orchestra", "conf", "launchers", "checkpointing", "hydra_plugins"}
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
-def test_command_works_from_an_unpacked_wheel(wheel: Path, tmp_path: Path) -> None:
-    zipfile.ZipFile(wheel).extractall(tmp_path)
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONSAFEPATH": "1"}
-    command = [sys.executable, "-m", "orchestra", "--version"]
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-
-
-def test_hydra_finds_the_launcher_of_an_unpacked_wheel(wheel: Path, tmp_path: Path) -> None:
-    zipfile.ZipFile(wheel).extractall(tmp_path)
+def test_command_and_hydras_launcher_work_from_an_unpacked_wheel(wheel: Path, tmp_path: Path) -> None:
+    unpacked = tmp_path
+    zipfile.ZipFile(wheel).extractall(unpacked)
+    of_wheel = {"PYTHONPATH": str(unpacked), "PYTHONSAFEPATH": "1"}
+    assert printed(unpacked, "-m", "orchestra", "--version", **of_wheel)
     # Hydra's plugins of several packages share this folder: none of them may claim it.
-    assert not (tmp_path / "hydra_plugins" / "__init__.py").exists()
-    assert not (tmp_path / "launchers" / "plugin").exists()
+    assert not (unpacked / "hydra_plugins" / "__init__.py").exists()
+    assert not (unpacked / "launchers" / "plugin").exists()
     script = (
         "import sys; from hydra.core.plugins import Plugins; from hydra.plugins.launcher import Launcher;"
-        "found = {it.__name__: it.__module__ for it in Plugins.instance().discover(Launcher)};"
-        "print(sys.modules[found['OrchestraLauncher']].__file__)"
+        "modules = {kind.__name__: kind.__module__ for kind in Plugins.instance().discover(Launcher)};"
+        "print(sys.modules[modules['OrchestraLauncher']].__file__)"
     )
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONSAFEPATH": "1"}
-    command = [sys.executable, "-c", script]
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == str(tmp_path / "hydra_plugins" / "orchestra_launcher.py")
+    launcher = unpacked / "hydra_plugins" / "orchestra_launcher.py"
+    assert printed(unpacked, "-c", script, **of_wheel) == str(launcher)
 
 
 def test_an_sdist_makes_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
@@ -80,9 +73,7 @@ def test_an_sdist_makes_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
 
 def test_an_editable_install_points_at_the_plugin_too(tmp_path: Path) -> None:
     script = "import sys, hatchling.build; print(hatchling.build.build_editable(sys.argv[1]))"
-    command = [sys.executable, "-c", script, str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    printed(ROOT, "-c", script, str(tmp_path))
     (made,) = tmp_path.glob("*.whl")
     editable = zipfile.ZipFile(made)
     (pointer,) = [name for name in editable.namelist() if name.endswith(".pth")]

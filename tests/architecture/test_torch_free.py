@@ -49,12 +49,6 @@ def test_a_plan_loads_no_numpy() -> None:
     assert not loaded_by(code) & {*HEAVY, "numpy", "matplotlib"}
 
 
-def test_launchers_load_only_the_standard_library() -> None:
-    names = [name for name in modules() if name.startswith("launchers") and "plugin" not in name]
-    before = loaded_by("pass")
-    assert loaded_by(f"import {', '.join(names)}") - before <= set(sys.stdlib_module_names) | {"launchers"}
-
-
 def test_checkpointing_without_tensors_loads_no_torch() -> None:
     names = [
         name

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from checkpointing.catalog import committed_steps, read_manifest
 from checkpointing.manifest import Manifest
@@ -18,26 +20,15 @@ from orchestra.run.events import read_events
 from orchestra.run.files import Record
 from orchestra.run.metrics_file import read_metrics
 from orchestra.run.paths import RunDir
+from tests.support.tiny import TINY_MODEL
+from tests.support.waiting import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 100.0
-# A model of 11,056 parameters on two ranks: what takes time is starting them.
-TINY = (
-    "model.hidden_size=16",
-    "model.intermediate_size=32",
-    "model.num_hidden_layers=1",
-    "model.num_attention_heads=2",
-    "model.num_key_value_heads=1",
-    "train.seq_len=16",
-    "train.global_batch_size=4",
-    "optim.lr=1e-2",
-    "wandb.mode=disabled",
-    "cluster.device=cpu",
-    "cluster.threads_per_rank=1",
-    # Known, so that no attempt spends time measuring it.
-    "cluster.peak_tflops=1",
-)
-
+# Importing torch on all ranks of a run takes its time on a busy machine.
+START_S = 90.0
+# On two ranks.
+TINY = (*TINY_MODEL, "train.global_batch_size=4", "optim.lr=1e-2")
 # For a run that trains while a test does something else: ranks that train as fast as they can take the
 # processors that the test, and others beside it, need. About twenty steps a second.
 PACE = "recovery.inject=[{at_step: 1, rank: all, fault: slow, seconds: 0.04, attempt: all}]"
@@ -54,19 +45,83 @@ def words(*arguments: str) -> list[str]:
 
 
 def orchestra(
-    folder: Path, *arguments: str, extra: Mapping[str, str] | None = None, limit_s: float = LIMIT_S
+    folder: Path,
+    *arguments: str,
+    code: int = 0,
+    extra: Mapping[str, str] | None = None,
+    limit_s: float = LIMIT_S,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end in `folder`."""
-    return subprocess.run(
+    """Run a command in `folder` to its end, which must have this exit code."""
+    done = subprocess.run(
         words(*arguments), cwd=folder, env=environment(extra), capture_output=True, text=True, timeout=limit_s
     )
+    assert done.returncode == code, (done.returncode, done.stdout + done.stderr)
+    return done
+
+
+def run_of(folder: Path, name: str) -> RunDir:
+    """Return the run of a name, of a command that ran in `folder`."""
+    return RunDir(folder / "runs" / name)
+
+
+def train(folder: Path, name: str, *overrides: str, code: int = 0, limit_s: float = LIMIT_S) -> RunDir:
+    """Run `orchestra run` to its end; return the run."""
+    orchestra(folder, "run", f"run.name={name}", *overrides, code=code, limit_s=limit_s)
+    return run_of(folder, name)
+
+
+def state_of(folder: Path, name: str) -> Record:
+    """Return what `orchestra status` says of one run."""
+    (state,) = json.loads(orchestra(folder, "status", name, "--json").stdout)
+    return dict(state)
+
+
+def printed(folder: Path, *arguments: str) -> str:
+    """Return what a command prints, without its line breaks."""
+    return " ".join(orchestra(folder, *arguments).stdout.split())
+
+
+@dataclass
+class Started:
+    """A command that trains a run."""
+
+    run: RunDir
+    process: subprocess.Popen[str]
+
+    def wait_for(self, claim: Callable[[], Any], limit_s: float = START_S) -> None:
+        """Wait until a claim holds, while the command goes on."""
+        holds = eventually(lambda: bool(claim()) or self.process.poll() is not None, limit_s)
+        assert self.process.poll() is None, self.process.communicate()
+        assert holds, [event["event"] for event in read_events(self.run)]
+
+    def wait_for_steps(self, count: int) -> None:
+        self.wait_for(lambda: len(read_metrics(self.run)) >= count)
+
+    def end(self, code: int, limit_s: float = 60.0) -> tuple[str, str]:
+        """Wait for the command's end, which must have this exit code and leave no process of the run; return
+        what it printed.
+        """
+        out, err = self.process.communicate(timeout=limit_s)
+        assert self.process.returncode == code, (self.process.returncode, out + err)
+        assert processes_of(self.run) == []
+        return out, err
+
+    def verdict(self) -> Record:
+        """Return what the agent recorded as the end."""
+        return [event for event in events_of(self.run, "failed") if "rank" not in event][-1]
 
 
 def start(
-    folder: Path, *arguments: str, extra: Mapping[str, str] | None = None, through: tuple[str, ...] = ()
-) -> subprocess.Popen[str]:
-    """Start a command in `folder`, in a session of its own, `through` another command where one is given."""
-    return subprocess.Popen(
+    folder: Path,
+    name: str,
+    *arguments: str,
+    extra: Mapping[str, str] | None = None,
+    through: tuple[str, ...] = (),
+) -> Started:
+    """Start a command that trains the run `name` in `folder`, in a session of its own, `through` another
+    command where one is given.
+    """
+    process = subprocess.Popen(
         [*through, *words(*arguments)],
         cwd=folder,
         env=environment(extra),
@@ -77,19 +132,12 @@ def start(
         # Tests that a script started with `&` ignore Ctrl-C, and so would their command.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
+    return Started(run_of(folder, name), process)
 
 
-def eventually(claim: Callable[[], bool], limit_s: float) -> bool:
-    """Wait until a claim holds; return whether it does."""
-    deadline = time.monotonic() + limit_s
-    while True:
-        looked = time.monotonic()
-        if claim():
-            return True
-        now = time.monotonic()
-        if now > deadline:
-            return False
-        time.sleep(max(0.05, 2 * (now - looked)))
+def start_run(folder: Path, name: str, *overrides: str, **options: Any) -> Started:
+    """Start `orchestra run`; the options are those of `start`."""
+    return start(folder, name, "run", f"run.name={name}", *overrides, **options)
 
 
 def processes_of(run: RunDir) -> list[int]:
@@ -119,3 +167,11 @@ def trained_rows(run: RunDir) -> list[tuple[object, ...]]:
     return [
         tuple(row[key] for key in ("step", "loss", "grad_norm", "lr", "tokens")) for row in read_metrics(run)
     ]
+
+
+def assert_same_training(run: RunDir, other: RunDir) -> None:
+    """Compare two runs bit for bit: every row, and the newest checkpoint's step, parameters and optimizer."""
+    assert trained_rows(run) == trained_rows(other)
+    ours, theirs = newest_manifest(run.checkpoints), newest_manifest(other.checkpoints)
+    assert ours.step == theirs.step
+    assert trained_digest(ours) == trained_digest(theirs)

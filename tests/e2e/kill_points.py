@@ -22,13 +22,14 @@ from pathlib import Path
 
 from commands import (
     TINY,
+    assert_same_training,
     events_of,
-    eventually,
     newest_manifest,
     orchestra,
     processes_of,
+    run_of,
     start,
-    trained_digest,
+    train,
     trained_rows,
 )
 
@@ -36,6 +37,7 @@ from checkpointing.catalog import committed_steps
 from checkpointing.storage import open_storage
 from checkpointing.verify import verify
 from orchestra.run.paths import RunDir
+from tests.support.waiting import eventually
 
 # Each comes once in every block of kills. `anytime`: the command itself, from outside, at a random moment.
 PHASES = (
@@ -95,12 +97,10 @@ class Kill:
         in_flight = 2 if self.phase == "step" else 1
         return max(newest, newest + (self.saves - in_flight) * _EVERY)
 
-    def told(self, newest: int) -> str:
+    def shown(self, newest: int) -> str:
         """Return who is killed, where and when."""
-        who = {"all": "all ranks", "command": "the command"}.get(self.rank, f"rank {self.rank}")
-        if self.phase == "anytime":
-            return f"{who} after {self.delay_s:.1f} s"
-        return f"{who} at {self.phase} of step {self.at_step(newest)}"
+        when = f"after {self.delay_s:.1f} s" if self.phase == "anytime" else f"of step {self.at_step(newest)}"
+        return f"{self.rank} at {self.phase} {when}"
 
 
 def say(line: str) -> None:
@@ -140,9 +140,7 @@ def steps_for(kills: list[Kill]) -> int:
 
 def train_alone(folder: Path, name: str, steps: int) -> RunDir:
     """Train the same run without a kill."""
-    done = orchestra(folder, "run", f"run.name={name}", *_settings(steps), limit_s=600)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return RunDir(folder / "runs" / name)
+    return train(folder, name, *_settings(steps), limit_s=600)
 
 
 def _settings(steps: int) -> tuple[str, ...]:
@@ -155,7 +153,7 @@ class Torture:
     """One run directory and its chain of killed attempts. AssertionError where anything is amiss."""
 
     def __init__(self, folder: Path, kills: list[Kill]) -> None:
-        self.run = RunDir(folder / "runs" / "tortured")
+        self.run = run_of(folder, "tortured")
         self.kills = kills
         self.steps = steps_for(kills)
         self._folder = folder
@@ -171,24 +169,22 @@ class Torture:
             (self._blow if kill.phase == "anytime" else self._fault)(kill, before)
             after = self._check(kill, before)
             say(
-                f"kill {kill.attempt + 1:>3}/{len(self.kills)}  {kill.told(before):<40} "
+                f"kill {kill.attempt + 1:>3}/{len(self.kills)}  {kill.shown(before):<40} "
                 f"newest {before:>4} → {after:>4}, intact  {time.monotonic() - began:5.1f} s"
             )
 
     def _fault(self, kill: Kill, before: int) -> None:
-        done = orchestra(self._folder, *self._words(kill, before))
-        assert done.returncode == 1, (kill, done.returncode, done.stdout, done.stderr)
+        done = orchestra(self._folder, *self._words(kill, before), code=1)
         failed = events_of(self.run, "rank_failed", kill.attempt)
         assert "SIGKILL" in [event.get("signal") for event in failed], (kill, done.stdout, done.stderr)
 
     def _blow(self, kill: Kill, before: int) -> None:
         """Kill the command from outside: every rank must go with it."""
-        process = start(self._folder, *self._words(kill, before))
-        has_started = eventually(lambda: bool(events_of(self.run, "attempt_started", kill.attempt)), 60)
-        assert has_started, process.communicate()
+        started = start(self._folder, "tortured", *self._words(kill, before))
+        started.wait_for(lambda: events_of(self.run, "attempt_started", kill.attempt))
         time.sleep(kill.delay_s)
-        process.kill()
-        process.communicate()
+        started.process.kill()
+        started.process.communicate()
         assert eventually(lambda: not processes_of(self.run), 10), "ranks outlived their command"
 
     def _words(self, kill: Kill, before: int) -> tuple[str, ...]:
@@ -212,19 +208,15 @@ class Torture:
     def finish(self) -> None:
         """Train to the end without a kill."""
         before = self.newest()
-        done = orchestra(self._folder, "resume", "tortured", "recovery.inject=[]", limit_s=600)
-        assert done.returncode == 0, done.stdout + done.stderr
+        orchestra(self._folder, "resume", "tortured", "recovery.inject=[]", limit_s=600)
         (restored,) = events_of(self.run, "restored", len(self.kills))
         assert (restored["step"], restored["skipped"]) == (before, [])
         assert processes_of(self.run) == []
 
     def compare(self, alone: RunDir) -> None:
         """Compare what was trained with a run left alone: the state's digest and every row, bit for bit."""
-        ours, theirs = newest_manifest(self.run.checkpoints), newest_manifest(alone.checkpoints)
-        assert ours.step == theirs.step == self.steps
-        assert trained_digest(ours) == trained_digest(theirs)
-        assert len(trained_rows(self.run)) == self.steps
-        assert trained_rows(self.run) == trained_rows(alone)
+        assert_same_training(self.run, alone)
+        assert newest_manifest(alone.checkpoints).step == len(trained_rows(alone)) == self.steps
 
 
 def _summary(kills: list[Kill], seconds: float) -> Iterator[str]:

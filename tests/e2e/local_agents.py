@@ -1,4 +1,5 @@
-"""Agents whose nodes are processes of this machine: `python local_agents.py RUN_DIR NODE NUM_NODES`.
+"""Agents whose nodes are processes of this machine: tests start them with `train_on_nodes`, and each is
+`python local_agents.py RUN_DIR NODE NUM_NODES`.
 
 Each finds in its own environment what makes nodes differ: TMPDIR is one of the places that a node looks at,
 and with LOSE_TMPDIR it goes away as soon as an attempt is on.
@@ -7,20 +8,61 @@ and with LOSE_TMPDIR it goes away as soon as an attempt is on.
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+
+from commands import ROOT
 
 from launchers.node_agent import StopRequests
 from launchers.node_group import NodeGroup
 from orchestra.agents.agent import attend, group_folder
-from orchestra.agents.context import AgentContext
-from orchestra.agents.foreground import Foreground
+from orchestra.agents.context import AgentContext, Scheduler
 from orchestra.agents.node_check.own_check import node_check_of
+from orchestra.config.compose import compose
+from orchestra.config.machine import Situation, signature
 from orchestra.run.config_file import read_config
 from orchestra.run.paths import RunDir
+from orchestra.submit.new_run import RunRequest, planned_run, prepare
+
+TIMEOUT_S = 240.0
 
 
-class Node(Foreground):
+def prepared(folder: Path, *overrides: str) -> RunDir:
+    """Prepare a run for nodes with CPUs as `orchestra submit` does."""
+    words = ["cluster=slurm", "cluster.device=cpu", "run.name=mine", f"run.dir={folder}", *overrides]
+    config = compose(words, Situation("submit")).config
+    request = RunRequest(config, signature(config), words)
+    return prepare(request, planned_run(request, 0.0))
+
+
+def train_on_nodes(
+    run: RunDir, num_nodes: int, environments: Mapping[int, dict[str, str]], codes: list[int]
+) -> list[str]:
+    """Let agents train a run to the end, each with an environment of its own; they must end with these exit
+    codes. Return what they printed.
+    """
+    agents = [
+        subprocess.Popen(
+            [sys.executable, __file__, str(run.path), str(node), str(num_nodes)],
+            env={**os.environ, "PYTHONPATH": str(ROOT), **environments.get(node, {})},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for node in range(num_nodes)
+    ]
+    try:
+        printed = [agent.communicate(timeout=TIMEOUT_S)[0] for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+    assert [agent.returncode for agent in agents] == codes, printed
+    return printed
+
+
+class Node(Scheduler):
     """One of several nodes on this machine."""
 
     @property

@@ -5,22 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from commands import PACE, TINY, events_of, eventually, start
+from commands import PACE, ROOT, TINY, Started, events_of, start_run
 
 from orchestra.run.files import Record
 from orchestra.run.metrics_file import read_metrics
-from orchestra.run.paths import RunDir
-
-pytestmark = pytest.mark.ranks
 
 _ENDLESS = (
-    "run.name=endless",
     *TINY,
     "train.steps=1000000",
     "train.log_every=2",
@@ -28,7 +23,6 @@ _ENDLESS = (
     "checkpoint.keep_last=1",
     PACE,
 )
-_START_S = 60.0
 _SOON_S = 30.0
 _STALL_S = 60.0
 
@@ -70,47 +64,39 @@ def fail_if_told():
 '''
 
 
-@dataclass
-class Started:
-    """An endless run that has committed its first checkpoint."""
+def count(started: Started, event: str) -> int:
+    return len(events_of(started.run, event))
 
-    run: RunDir
-    process: subprocess.Popen[str]
 
-    def count(self, event: str) -> int:
-        return len(events_of(self.run, event))
+def failures_after(started: Started, number: int) -> list[Record]:
+    """Wait until a further save has failed, and each rank has recorded it; return what they recorded."""
+    started.wait_for(lambda: count(started, "checkpoint_failed") >= number + 2, _SOON_S)
+    failed = events_of(started.run, "checkpoint_failed")
+    failures = [event for event in failed if event["step"] == failed[number]["step"]]
+    assert {event["rank"] for event in failures} == {0, 1}
+    return failures
 
-    def wait_for(self, claim: Callable[[], bool], limit_s: float = _SOON_S) -> None:
-        holds = eventually(lambda: claim() or self.process.poll() is not None, limit_s)
-        assert holds, events_of(self.run, "checkpoint_failed")
-        assert self.process.poll() is None, self.process.communicate()
 
-    def failures_after(self, count: int) -> list[Record]:
-        """Wait until a further save has failed, and each rank has told; return what they tell."""
-        self.wait_for(lambda: self.count("checkpoint_failed") >= count + 2)
-        step = events_of(self.run, "checkpoint_failed")[count]["step"]
-        return [event for event in events_of(self.run, "checkpoint_failed") if event["step"] == step]
-
-    def trains_and_saves_again(self) -> None:
-        """Wait for steps and a commit that come after now."""
-        step, commits = read_metrics(self.run)[-1]["step"], self.count("checkpoint_committed")
-        self.wait_for(lambda: read_metrics(self.run)[-1]["step"] > step)
-        self.wait_for(lambda: self.count("checkpoint_committed") > commits + 1)
+def assert_trains_and_saves_again(started: Started) -> None:
+    """Wait for steps and a commit that come after now."""
+    step, commits = read_metrics(started.run)[-1]["step"], count(started, "checkpoint_committed")
+    started.wait_for(lambda: read_metrics(started.run)[-1]["step"] > step, _SOON_S)
+    started.wait_for(lambda: count(started, "checkpoint_committed") > commits + 1, _SOON_S)
 
 
 @contextmanager
-def _started(folder: Path, *overrides: str, extra: dict[str, str] | None = None) -> Iterator[Started]:
-    process = start(folder, "run", *_ENDLESS, *overrides, extra=extra)
-    started = Started(RunDir(folder / "runs" / "endless"), process)
+def endless(folder: Path, *overrides: str, extra: dict[str, str] | None = None) -> Iterator[Started]:
+    """Start an endless run, wait for its first checkpoint, and end it by Ctrl-C."""
+    started = start_run(folder, "endless", *_ENDLESS, *overrides, extra=extra)
     try:
-        started.wait_for(lambda: started.count("checkpoint_committed") > 0, _START_S)
+        started.wait_for(lambda: events_of(started.run, "checkpoint_committed"))
         yield started
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
-        assert (process.returncode, err) == (130, ""), out
+        started.process.send_signal(signal.SIGINT)
+        _, err = started.end(130)
+        assert err == ""
     finally:
-        process.kill()
-        process.communicate()
+        started.process.kill()
+        started.process.communicate()
 
 
 def _mount(*words: str) -> None:
@@ -140,21 +126,19 @@ def _fill(file: Path) -> None:
 def test_a_full_and_a_read_only_disk_cost_only_the_saves_they_refuse(
     tmp_path: Path, small_disk: Path
 ) -> None:
-    with _started(tmp_path, f"checkpoint.dir={small_disk}") as started:
+    with endless(tmp_path, f"checkpoint.dir={small_disk}") as started:
         _fill(small_disk / "ballast")
-        failures = started.failures_after(0)
-        assert {event["rank"] for event in failures} == {0, 1}
-        assert all("No space left on device" in str(event["reasons"]) for event in failures)
+        reasons = [str(event["reasons"]) for event in failures_after(started, 0)]
+        assert all("No space left on device" in reason for reason in reasons)
         (small_disk / "ballast").unlink()
-        started.trains_and_saves_again()
+        assert_trains_and_saves_again(started)
 
-        failed = started.count("checkpoint_failed")
+        failed = count(started, "checkpoint_failed")
         _mount("-o", "remount,ro", str(small_disk))
-        failures = started.failures_after(failed)
-        assert {event["rank"] for event in failures} == {0, 1}
-        assert all("Read-only file system" in str(event["reasons"]) for event in failures)
+        reasons = [str(event["reasons"]) for event in failures_after(started, failed)]
+        assert all("Read-only file system" in reason for reason in reasons)
         _mount("-o", "remount,rw", str(small_disk))
-        started.trains_and_saves_again()
+        assert_trains_and_saves_again(started)
 
 
 @pytest.fixture
@@ -168,21 +152,19 @@ def faulty(tmp_path: Path) -> tuple[dict[str, str], Path]:
     entry = "[fsspec.specs]\nfaulty = faulty_file_system.FaultyFileSystem\n"
     (information / "entry_points.txt").write_text(entry)
     control = tmp_path / "fault"
-    root = str(Path(__file__).resolve().parents[2])
-    return {"PYTHONPATH": os.pathsep.join([root, str(package)]), "FAULTY_CONTROL": str(control)}, control
+    return {"PYTHONPATH": os.pathsep.join([str(ROOT), str(package)]), "FAULTY_CONTROL": str(control)}, control
 
 
 def test_an_input_output_error_costs_only_the_saves_it_hits(
     tmp_path: Path, faulty: tuple[dict[str, str], Path]
 ) -> None:
     extra, control = faulty
-    with _started(tmp_path, f"checkpoint.dir=faulty://{tmp_path}/saved", extra=extra) as started:
+    with endless(tmp_path, f"checkpoint.dir=faulty://{tmp_path}/saved", extra=extra) as started:
         control.write_text("eio 1")
-        failures = started.failures_after(0)
-        assert {event["rank"] for event in failures} == {0, 1}
-        assert all("Input/output error" in event["reasons"]["1"] for event in failures)
+        reasons = [event["reasons"]["1"] for event in failures_after(started, 0)]
+        assert all("Input/output error" in reason for reason in reasons)
         control.unlink()
-        started.trains_and_saves_again()
+        assert_trains_and_saves_again(started)
 
 
 @pytest.mark.slow
@@ -192,20 +174,17 @@ def test_a_stalled_storage_costs_only_the_saves_that_wait_for_it(
 ) -> None:
     extra, control = faulty
     place = (f"checkpoint.dir=faulty://{tmp_path}/saved", "checkpoint.timeout_s=10")
-    with _started(tmp_path, *place, extra=extra) as started:
+    with endless(tmp_path, *place, extra=extra) as started:
         control.write_text("stall 1")
-        started.wait_for(lambda: started.count("checkpoint_failed") > 0)
+        started.wait_for(lambda: events_of(started.run, "checkpoint_failed"), _SOON_S)
         (failure,) = events_of(started.run, "checkpoint_failed")
         assert failure["rank"] == 0
         assert "no answer within 10 s from rank 1" in failure["reasons"]["1"]
         step, began = read_metrics(started.run)[-1]["step"], failure["time"]
         started.wait_for(lambda: read_metrics(started.run)[-1]["time"] > began + _STALL_S, 2 * _STALL_S)
         assert read_metrics(started.run)[-1]["step"] > step
-        assert started.count("checkpoint_skipped")
+        assert events_of(started.run, "checkpoint_skipped")
         control.unlink()
-        # The rank that was stuck in its storage tells as soon as it can.
-        told = started.failures_after(0)
-        assert sorted((event["rank"], event["step"]) for event in told) == [
-            (rank, failure["step"]) for rank in (0, 1)
-        ]
-        started.trains_and_saves_again()
+        # The rank that was stuck in its storage records it as soon as it can.
+        assert failures_after(started, 0)[0]["step"] == failure["step"]
+        assert_trains_and_saves_again(started)

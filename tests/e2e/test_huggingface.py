@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from commands import events_of, orchestra, run_of, train
 
 from conf.schema import DataConfig
 from orchestra.data.source import open_source
-from orchestra.run.events import read_events
 from orchestra.run.metrics_file import read_metrics
-from orchestra.run.paths import RunDir
 
-pytestmark = pytest.mark.ranks
-
-ROOT = Path(__file__).resolve().parents[2]
 SEQUENCE, BATCH = 48, 4
 COMMON = (
     f"train.seq_len={SEQUENCE}",
@@ -29,19 +22,6 @@ COMMON = (
     "wandb.mode=disabled",
     "cluster.device=cpu",
 )
-
-
-def orchestra(folder: Path, *words: str, expected_code: int = 0) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [sys.executable, "-m", "orchestra", *words],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
-    assert done.returncode == expected_code, done.stdout + done.stderr
-    return done
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "model.num_hidden_layers=2",
     )
     steps = ("train.steps=6", "checkpoint.every_steps=3", "optim.lr=3e-3")
-    orchestra(place, "run", "run.name=source", *shape, *steps, *COMMON, "cluster.gpus_per_node=2")
+    train(place, "source", *shape, *steps, *COMMON, "cluster.gpus_per_node=2")
     return place
 
 
@@ -85,20 +65,19 @@ def test_a_run_begins_where_the_exported_weights_stand(folder: Path, dtype: str,
     orchestra(folder, "checkpoint", "export", "source", "--to", weights.name, "--dtype", dtype)
     found = json.loads(orchestra(folder, "checkpoint", "import", weights.name, "--json").stdout)
     name = f"from-{dtype}"
-    settings = (f"run.name={name}", "train.steps=1", "train.seed=7", f"cluster.gpus_per_node={num_ranks}")
-    orchestra(folder, "run", *found["overrides"], *settings, *COMMON)
-    run = RunDir(folder / "runs" / name)
+    settings = ("train.steps=1", "train.seed=7", f"cluster.gpus_per_node={num_ranks}")
+    run = train(folder, name, *found["overrides"], *settings, *COMMON)
     expected = evaluated(weights, first_batch(seed=7))
     assert read_metrics(run)[0]["loss"] == pytest.approx(expected, rel=1e-6)
-    trained = read_metrics(RunDir(folder / "runs" / "source"))
+    trained = read_metrics(run_of(folder, "source"))
     assert expected < trained[0]["loss"] - 0.2, "the weights are trained ones"
-    (event,) = [event for event in read_events(run) if event["event"] == "weights_loaded"]
+    (event,) = events_of(run, "weights_loaded")
     assert event["place"] == str(weights)
     assert event["bytes_read"] == found["num_parameters"] * (4 if dtype == "fp32" else 2)
 
 
 def test_weights_of_another_model_are_refused_before_anything_exists(folder: Path) -> None:
     orchestra(folder, "checkpoint", "export", "source", "3", "--to", "weights-3")
-    done = orchestra(folder, "run", "model.init_from=weights-3", "run.name=none", *COMMON, expected_code=2)
+    done = orchestra(folder, "run", "model.init_from=weights-3", "run.name=none", *COMMON, code=2)
     assert "add model.num_hidden_layers=2 model.rope_theta=5000.0" in done.stderr
     assert not (folder / "runs" / "none").exists()

@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 from kill_points import PHASES, Torture, planned_kills, train_alone
 
-pytestmark = pytest.mark.ranks
-
 _KILLS = 12
 _SEED = 3
 

@@ -1,29 +1,34 @@
-"""A run in the foreground goes on by itself when ranks die or hang, as if nothing had happened, and never for
-ever."""
+"""A run in the foreground goes on by itself when ranks die or hang or torchrun is stopped, as if nothing had
+happened, and never for ever.
+"""
 
 from __future__ import annotations
 
-import json
+import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
 from commands import (
     TINY,
+    assert_same_training,
     events_of,
-    eventually,
-    newest_manifest,
     orchestra,
     processes_of,
-    start,
-    trained_digest,
+    run_of,
+    start_run,
+    state_of,
+    train,
     trained_rows,
 )
 
+from launchers import processes
+from orchestra.report.run_state import read_state
 from orchestra.run.paths import RunDir
 
 STEPS = ("train.steps=40", "checkpoint.every_steps=5", "checkpoint.async_save=false", "data.ledger=true")
-# In attempt 1 the faults come behind the step that attempt 0 was killed at, so that there is progress.
+# In attempt 1 the faults come after the step that attempt 0 was killed at, so that there is progress.
 FAULTS = (
     "recovery.inject=["
     "{at_step: 12, rank: 1, fault: sigkill},"
@@ -33,29 +38,17 @@ FAULTS = (
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("restarts")
-
-
-@pytest.fixture(scope="module")
 def alone(folder: Path) -> RunDir:
-    done = orchestra(folder, "run", "run.name=alone", *TINY, *STEPS)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return RunDir(folder / "runs" / "alone")
+    return train(folder, "alone", *TINY, *STEPS)
 
 
 @pytest.mark.parametrize("copies", ["null", "1"])
 def test_a_killed_a_stopped_and_a_failing_rank_cost_nothing_but_time(
     folder: Path, alone: RunDir, copies: str
 ) -> None:
-    name = f"copies-{copies}"
-    words = ("run", f"run.name={name}", *TINY, *STEPS, FAULTS, f"recovery.memory_copy_every_steps={copies}")
-    done = orchestra(folder, *words, limit_s=200)
-    run = RunDir(folder / "runs" / name)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert trained_rows(run) == trained_rows(alone)
-    ours, theirs = newest_manifest(run.checkpoints), newest_manifest(alone.checkpoints)
-    assert trained_digest(ours) == trained_digest(theirs)
+    name, copying = f"copies-{copies}", f"recovery.memory_copy_every_steps={copies}"
+    run = train(folder, name, *TINY, *STEPS, FAULTS, copying, limit_s=200)
+    assert_same_training(run, alone)
     restored = [event for attempt in range(1, 4) for event in events_of(run, "restored", attempt)]
     lost = [12 - restored[0]["step"], 22 - restored[1]["step"], 33 - restored[2]["step"]]
     if copies == "1":
@@ -63,25 +56,22 @@ def test_a_killed_a_stopped_and_a_failing_rank_cost_nothing_but_time(
         assert max(lost) <= 2
         assert restored[2]["source"] == "memory"
     else:
-        assert ({it["source"] for it in restored}, lost) == ({"checkpoint"}, [2, 2, 3])
+        assert ({event["source"] for event in restored}, lost) == ({"checkpoint"}, [2, 2, 3])
     (hang,) = events_of(run, "hang_detected", 1)
     assert (hang["rank"], hang["state"]) == (0, "T")
     assert processes_of(run) == []
-    (state,) = json.loads(orchestra(folder, "status", name, "--json").stdout)
+    state = state_of(folder, name)
     assert (state["state"], state["attempts"]) == ("finished", 4)
-    told = orchestra(folder, "why", name).stdout
-    assert told.count("restarted") == 3
+    assert orchestra(folder, "why", name).stdout.count("restarted") == 3
 
 
 def test_the_same_error_at_the_same_step_ends_the_run_with_93(folder: Path) -> None:
     fault = "recovery.inject=[{attempt: all, at_step: 7, rank: 1, fault: exception}]"
-    done = orchestra(folder, "run", "run.name=bad", *TINY, *STEPS, fault)
-    run = RunDir(folder / "runs" / "bad")
-    assert done.returncode == 93, done.stdout + done.stderr
+    done = orchestra(folder, "run", "run.name=bad", *TINY, *STEPS, fault, code=93)
     assert "bad data or code" in done.stdout + done.stderr
-    (state,) = json.loads(orchestra(folder, "status", "bad", "--json").stdout)
+    state = state_of(folder, "bad")
     assert (state["state"], state["code"], state["attempts"]) == ("failed", 93, 2)
-    assert processes_of(run) == []
+    assert processes_of(run_of(folder, "bad")) == []
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
@@ -90,12 +80,55 @@ def test_a_signal_in_the_wait_between_two_attempts_ends_the_run_in_its_own_way(
 ) -> None:
     name = f"waits-for-{number.name}"
     fault = "recovery.inject=[{attempt: all, at_step: 3, rank: 1}]"
-    process = start(folder, "run", f"run.name={name}", *TINY, *STEPS, fault, "recovery.backoff_s=600")
-    run = RunDir(folder / "runs" / name)
-    assert eventually(lambda: bool(events_of(run, "restarting", 1)), 90)
-    process.send_signal(number)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == code, out + err
-    (state,) = json.loads(orchestra(folder, "status", name, "--json").stdout)
+    started = start_run(folder, name, *TINY, *STEPS, fault, "recovery.backoff_s=600")
+    started.wait_for(lambda: events_of(started.run, "restarting", 1))
+    started.process.send_signal(number)
+    started.end(code)
+    state = state_of(folder, name)
     assert (state["code"], state["attempts"]) == (code, 2)
-    assert processes_of(run) == []
+
+
+def test_a_run_that_begins_again_is_never_seen_as_failed(tmp_path: Path) -> None:
+    faults = "recovery.inject=[{at_step: 3, rank: 1}, {attempt: 1, at_step: 3, rank: 1}]"
+    # The second restart waits, so that however busy the machine is, it is seen.
+    started = start_run(tmp_path, "seen", *TINY, "train.steps=20", faults, "recovery.backoff_s=1")
+    seen: set[str] = set()
+    while started.process.poll() is None:
+        if started.run.record.exists():
+            seen.add(read_state(started.run, time.time()).state)
+        time.sleep(0.002)
+    started.end(0)
+    assert {"running", "restarting"} <= seen <= {"not started", "running", "restarting", "finished"}
+    assert len(events_of(started.run, "attempt_started")) == 3
+
+
+# Long enough to be stopped in the midst of it, and over soon.
+SOME_STEPS = ("train.steps=300", "checkpoint.every_steps=50")
+
+
+def torchrun_of(run: RunDir) -> processes.Process:
+    (torchrun,) = processes.with_words("torch.distributed.run", str(run.path))
+    return torchrun
+
+
+@pytest.mark.parametrize("warm", ["true", "false"])
+def test_ranks_that_finish_under_a_stopped_torchrun_end_the_run_well(tmp_path: Path, warm: str) -> None:
+    started = start_run(tmp_path, "unheard", *TINY, *SOME_STEPS, f"recovery.warm_start={warm}")
+    started.wait_for_steps(3)
+    os.kill(torchrun_of(started.run).pid, signal.SIGSTOP)
+    out, err = started.end(0, limit_s=100)
+    assert "torchrun is ended: all its ranks ended" in out + err
+    assert trained_rows(started.run)[-1][0] == 300
+    assert events_of(started.run, "attempt_started", 1) == []
+
+
+def test_a_rank_killed_under_a_stopped_torchrun_is_followed_by_another_attempt(tmp_path: Path) -> None:
+    started = start_run(tmp_path, "deaf", *TINY, *SOME_STEPS, "cluster.gpus_per_node=1")
+    started.wait_for_steps(3)
+    path, torchrun = str(started.run.path), torchrun_of(started.run)
+    not_ranks = {torchrun, *processes.with_words("-S", path)}
+    (rank,) = set(processes.with_words("orchestra.train", path)) - not_ranks
+    os.kill(torchrun.pid, signal.SIGSTOP)
+    os.kill(rank.pid, signal.SIGKILL)
+    started.end(0, limit_s=100)
+    assert len(events_of(started.run, "attempt_started", 1)) == 1

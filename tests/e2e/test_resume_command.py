@@ -11,21 +11,20 @@ import pytest
 from commands import (
     PACE,
     TINY,
+    assert_same_training,
     events_of,
-    eventually,
     newest_manifest,
     orchestra,
-    processes_of,
+    run_of,
     start,
-    trained_digest,
-    trained_rows,
+    start_run,
+    state_of,
 )
 
+from orchestra.cli import main
 from orchestra.run.config_file import read_config
 from orchestra.run.metrics_file import read_metrics
 from orchestra.run.paths import RunDir
-
-pytestmark = pytest.mark.ranks
 
 _STEPS = 12
 # A kill finds no save in flight.
@@ -33,44 +32,48 @@ _SAVING = ("checkpoint.every_steps=4", "checkpoint.async_save=false")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("work")
-
-
-@pytest.fixture(scope="module")
 def alone(folder: Path) -> RunDir:
     """A run that nobody interrupted."""
     done = orchestra(folder, "run", "run.name=alone", f"train.steps={_STEPS}", *TINY, *_SAVING)
-    assert done.returncode == 0, done.stdout + done.stderr
     assert "saved   step 12 in runs/alone/checkpoints" in done.stdout
-    return RunDir(folder / "runs" / "alone")
+    return run_of(folder, "alone")
 
 
 @pytest.fixture(scope="module")
 def failed(folder: Path) -> subprocess.CompletedProcess[str]:
     """The same run, killed at step 10."""
     fault = ("recovery.inject=[{at_step: 10, rank: 1}]", "recovery.max_restarts=0")
-    return orchestra(folder, "run", "run.name=failed", f"train.steps={_STEPS}", *TINY, *_SAVING, *fault)
+    name = "run.name=failed"
+    return orchestra(folder, "run", name, f"train.steps={_STEPS}", *TINY, *_SAVING, *fault, code=1)
 
 
 def _content(run: RunDir) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
 
 
-def test_a_failed_run_says_how_to_go_on(failed: subprocess.CompletedProcess[str], folder: Path) -> None:
-    assert failed.returncode == 1
-    assert "resume  `orchestra resume failed` goes on from step 8" in failed.stdout.splitlines()
+def test_a_failed_run_says_how_to_go_on_and_a_dry_run_of_it_writes_nothing(
+    failed: subprocess.CompletedProcess[str], folder: Path
+) -> None:
+    follow = "resume  `orchestra resume failed` goes on from step 8"
+    assert follow in failed.stdout.splitlines()
     assert "killed by SIGKILL" in failed.stderr
-    told = "`orchestra resume failed` goes on from step 8"
-    assert told in orchestra(folder, "why", "failed").stdout
-    (state,) = json.loads(orchestra(folder, "status", "failed", "--json").stdout)
+    assert follow in orchestra(folder, "why", "failed").stdout.splitlines()
+    state = state_of(folder, "failed")
     assert (state["state"], state["checkpoint_step"], state["attempts"]) == ("failed", 8, 1)
+
+    run = run_of(folder, "failed")
+    before = _content(run)
+    plan = json.loads(orchestra(folder, "resume", "failed", "train.steps=20", "--dry-run", "--json").stdout)
+    assert (plan["attempt"], plan["checkpoint_step"], plan["command"][-2:]) == (1, 8, ["--attempt", "1"])
+    assert "steps: 20" in plan["config"]
+    assert "attempt 1, from step 8" in orchestra(folder, "resume", "failed", "--dry-run").stdout
+    assert _content(run) == before
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("nobody",), "no run in runs is called so"),
+        (("nobody",), "no run in runs has this name"),
         ((), "orchestra resume --help"),
         (("failed", "model.hidden_size=32"), "keeps it"),
         (("failed", "train.seed=3"), "which samples come next"),
@@ -83,35 +86,30 @@ def test_a_failed_run_says_how_to_go_on(failed: subprocess.CompletedProcess[str]
     ],
 )
 def test_what_cannot_be_continued_is_refused_and_changes_nothing(
-    failed: subprocess.CompletedProcess[str], folder: Path, words: tuple[str, ...], message: str
+    failed: subprocess.CompletedProcess[str],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: tuple[str, ...],
+    message: str,
 ) -> None:
-    run = RunDir(folder / "runs" / "failed")
+    run = run_of(folder, "failed")
     before = _content(run)
-    done = orchestra(folder, "resume", *words)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert message in done.stderr
-    assert _content(run) == before
-
-
-def test_a_dry_run_shows_the_next_attempt_and_writes_nothing(
-    failed: subprocess.CompletedProcess[str], folder: Path
-) -> None:
-    run = RunDir(folder / "runs" / "failed")
-    before = _content(run)
-    plan = json.loads(orchestra(folder, "resume", "failed", "train.steps=20", "--dry-run", "--json").stdout)
-    assert (plan["attempt"], plan["checkpoint_step"], plan["command"][-2:]) == (1, 8, ["--attempt", "1"])
-    assert "steps: 20" in plan["config"]
-    assert "attempt 1, from step 8" in orchestra(folder, "resume", "failed", "--dry-run").stdout
+    monkeypatch.chdir(folder)
+    assert main(["resume", *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert message in err
     assert _content(run) == before
 
 
 def test_of_two_resumes_at_once_one_trains_to_the_bits_of_a_run_left_alone(
     failed: subprocess.CompletedProcess[str], folder: Path, alone: RunDir
 ) -> None:
-    run = RunDir(folder / "runs" / "failed")
+    run = run_of(folder, "failed")
     old = run.config.read_text()
     overrides = ("recovery.inject=[]", "checkpoint.keep_last=2")
-    both = [start(folder, "resume", "failed", *overrides) for _ in range(2)]
+    both = [start(folder, "failed", "resume", "failed", *overrides).process for _ in range(2)]
     ends = [(*process.communicate(timeout=100), process.returncode) for process in both]
     (loser,), (winner,) = ([end for end in ends if end[2] == code] for code in (2, 0))
     assert "failed is being resumed already" in loser[1] or "failed is running, attempt 1" in loser[1]
@@ -119,10 +117,7 @@ def test_of_two_resumes_at_once_one_trains_to_the_bits_of_a_run_left_alone(
     assert "restored the checkpoint of step 8" in winner[0]
     assert len(events_of(run, "attempt_started")) == 2
 
-    assert trained_digest(newest_manifest(run.checkpoints)) == trained_digest(
-        newest_manifest(alone.checkpoints)
-    )
-    assert trained_rows(run) == trained_rows(alone)
+    assert_same_training(run, alone)
     assert run.config_of_attempt(0).read_text() == old
     assert read_config(run.config).checkpoint.keep_last == 2
     (resumed,) = json.loads(run.record.read_text())["resumes"]
@@ -134,7 +129,7 @@ def test_a_finished_run_says_so_and_can_be_trained_further_on_another_layout(
 ) -> None:
     before = _content(alone)
     done = orchestra(folder, "resume", "alone")
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stderr == ""
     assert "alone is finished: 12 of 12 steps" in done.stdout
     assert "orchestra resume alone train.steps=24" in done.stdout
     result = json.loads(orchestra(folder, "resume", "alone", "--json").stdout)
@@ -142,11 +137,8 @@ def test_a_finished_run_says_so_and_can_be_trained_further_on_another_layout(
     assert _content(alone) == before
 
     # Two micro-batches on one rank, in 16 bits with a loss scale that no checkpoint has yet.
-    further = ("train.steps=14", "cluster.gpus_per_node=1", "train.micro_batch_size=2", "--json")
-    further += ("precision.name=fp16",)
-    done = orchestra(folder, "resume", "alone", *further)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
+    further = ("train.steps=14", "cluster.gpus_per_node=1", "train.micro_batch_size=2", "precision.name=fp16")
+    result = json.loads(orchestra(folder, "resume", "alone", *further, "--json").stdout)
     assert (result["attempt"], result["step"], result["checkpoint_step"]) == (1, 14, 14)
     rows = read_metrics(alone)
     assert [row["step"] for row in rows] == list(range(1, 15))
@@ -157,16 +149,12 @@ def test_a_finished_run_says_so_and_can_be_trained_further_on_another_layout(
 
 def test_a_run_that_trains_is_left_alone_and_ctrl_c_tells_how_to_go_on(tmp_path: Path) -> None:
     endless = ("train.steps=1000000", "train.log_every=10", "checkpoint.every_steps=10", PACE)
-    process = start(tmp_path, "run", "run.name=endless", *TINY, *endless)
-    run = RunDir(tmp_path / "runs" / "endless")
-    is_saved = eventually(lambda: bool(events_of(run, "checkpoint_committed")), 60)
-    assert is_saved, process.communicate(timeout=1)
-    refused = orchestra(tmp_path, "resume", "endless")
-    assert refused.returncode == 2
-    assert f"endless is running, attempt 0: process {process.pid} on " in refused.stderr
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=30)
-    assert (process.returncode, err) == (130, "")
-    newest = newest_manifest(run.checkpoints).step
+    started = start_run(tmp_path, "endless", *TINY, *endless)
+    started.wait_for(lambda: events_of(started.run, "checkpoint_committed"))
+    refused = orchestra(tmp_path, "resume", "endless", code=2)
+    assert f"endless is running, attempt 0: process {started.process.pid} on " in refused.stderr
+    started.process.send_signal(signal.SIGINT)
+    out, err = started.end(130)
+    assert err == ""
+    newest = newest_manifest(started.run.checkpoints).step
     assert out.splitlines()[-1] == f"resume  `orchestra resume endless` goes on from step {newest}"
-    assert processes_of(run) == []

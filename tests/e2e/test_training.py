@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
+from commands import events_of, orchestra, run_of, train, trained_rows
 
-from orchestra.run.events import read_events
-from orchestra.run.files import read_json_lines
+from orchestra.data.order import read_ledger
+from orchestra.run.files import Record, read_json_lines
 from orchestra.run.metrics_file import METRIC_KEYS, read_metrics
 from orchestra.run.paths import RunDir
 
-ROOT = Path(__file__).resolve().parents[2]
 STEPS = 20
 COMMON = (
     f"train.steps={STEPS}",
@@ -31,30 +27,11 @@ COMMON = (
 )
 
 
-def run(folder: Path, name: str, *overrides: str, expected_code: int = 0) -> RunDir:
-    """Train with `orchestra run` and return the run."""
-    words = [sys.executable, "-m", "orchestra", "run", f"run.name={name}", f"run.dir={folder}"]
-    done = subprocess.run(
-        [*words, *COMMON, *overrides],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
-    assert done.returncode == expected_code, done.stdout + done.stderr
-    return RunDir(folder / name)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("runs")
-
-
 @pytest.fixture(scope="module")
 def two_ranks(folder: Path) -> RunDir:
     """Two ranks with one micro-batch each, deterministic, traced in steps 3 and 4."""
     traced = ("train.profile.enabled=true", "train.profile.steps=[3,4]")
-    return run(folder, "two", "cluster.gpus_per_node=2", "train.deterministic=true", *traced)
+    return train(folder, "two", *COMMON, "cluster.gpus_per_node=2", "train.deterministic=true", *traced)
 
 
 def losses(done: RunDir) -> list[float]:
@@ -62,36 +39,25 @@ def losses(done: RunDir) -> list[float]:
 
 
 def test_one_rank_with_two_micro_batches_has_the_losses_of_two_ranks(folder: Path, two_ranks: RunDir) -> None:
-    one = run(folder, "one", "cluster.gpus_per_node=1")  # and with twice the threads
+    one = train(folder, "one", *COMMON, "cluster.gpus_per_node=1")  # and with twice the threads
     assert len(losses(one)) == STEPS
     assert losses(one) == pytest.approx(losses(two_ranks), rel=1e-6)
     assert samples(one) == samples(two_ranks)
 
 
-def samples(done: RunDir) -> list[list[int]]:
+def samples(run: RunDir) -> dict[int, list[int]]:
     """Return the sorted sample ids of each step over all ranks."""
-    files = sorted(done.samples.glob("rank-*.jsonl"))
-    steps: list[list[int]] = [[] for _ in range(STEPS)]
-    for file in files:
-        for line in read_json_lines(file):
-            steps[line["step"] - 1] += [sample for row in line["sample_ids"] for sample in row]
-    return [sorted(step) for step in steps]
-
-
-def test_no_sample_comes_twice_in_an_epoch(two_ranks: RunDir) -> None:
-    seen = [sample for step in samples(two_ranks) for sample in step]
-    assert len(seen) == STEPS * 8 == len(set(seen))
+    return {step: sorted(ids) for step, ids in read_ledger(run).items()}
 
 
 def test_two_runs_with_the_same_seed_are_bit_identical(folder: Path, two_ranks: RunDir) -> None:
-    again = run(folder, "again", "cluster.gpus_per_node=2", "train.deterministic=true")
-    keys = ("step", "loss", "grad_norm", "lr", "tokens")
-    assert [[row[key] for key in keys] for row in read_metrics(again)] == [
-        [row[key] for key in keys] for row in read_metrics(two_ranks)
-    ]
+    again = train(folder, "again", *COMMON, "cluster.gpus_per_node=2", "train.deterministic=true")
+    assert trained_rows(again) == trained_rows(two_ranks)
 
 
-def test_the_loss_falls_and_every_row_has_every_key(two_ranks: RunDir) -> None:
+def test_the_loss_falls_every_row_has_every_key_and_no_sample_comes_twice(two_ranks: RunDir) -> None:
+    seen = [sample for ids in samples(two_ranks).values() for sample in ids]
+    assert len(seen) == STEPS * 8 == len(set(seen))
     rows = read_metrics(two_ranks)
     assert all(set(METRIC_KEYS) <= row.keys() for row in rows)
     assert rows[0]["loss"] == pytest.approx(5.6, abs=0.15)  # ln(272): nothing known yet
@@ -109,40 +75,36 @@ def test_the_trace_holds_the_steps_that_were_asked_for(two_ranks: RunDir) -> Non
     assert not list(two_ranks.profile.glob("rank-00001*"))
 
 
-def verdict(done: RunDir) -> dict[str, Any]:
+def verdict(run: RunDir) -> Record:
     """Return the first verdict that a rank wrote."""
-    ended = [event for event in read_events(done) if event["event"] in ("finished", "failed")]
-    return next(event for event in ended if "rank" in event)
+    return next(event for event in events_of(run, "failed") if "rank" in event)
 
 
 def test_a_loss_that_stays_non_finite_ends_with_93_and_names_the_step(folder: Path) -> None:
     exploding = ("optim.lr=1e30", "optim.warmup_steps=0", "train.max_nonfinite_steps=3")
-    done = run(folder, "exploding", *exploding, "cluster.gpus_per_node=2", expected_code=93)
-    assert verdict(done)["cause"] == "NonFiniteError"
-    assert "3 steps in a row" in verdict(done)["message"]
-    skipped = [event["step"] for event in read_events(done) if event["event"] == "nonfinite_step"]
-    first = min(skipped)
-    assert sorted(set(skipped)) == [first, first + 1, first + 2]
+    run = train(folder, "exploding", *COMMON, *exploding, "cluster.gpus_per_node=2", code=93)
+    assert verdict(run)["cause"] == "NonFiniteError"
+    assert "3 steps in a row" in verdict(run)["message"]
+    skipped = {event["step"] for event in events_of(run, "nonfinite_step")}
+    assert skipped == set(range(min(skipped), min(skipped) + 3))
 
 
-def test_on_nonfinite_stop_ends_at_the_first_bad_step(folder: Path) -> None:
+def test_on_nonfinite_stop_ends_at_the_first_bad_step_with_the_verdict_of_the_worker(folder: Path) -> None:
+    """torchrun itself turns every failure into 1."""
     exploding = ("optim.lr=1e30", "optim.warmup_steps=0", "train.on_nonfinite=stop")
-    done = run(folder, "stopping", *exploding, "cluster.gpus_per_node=1", expected_code=93)
-    assert len([event for event in read_events(done) if event["event"] == "nonfinite_step"]) == 1
-    assert "train.on_nonfinite=stop" in verdict(done)["message"]
+    words = ("run.name=stopping", *COMMON, *exploding, "cluster.gpus_per_node=1")
+    done = orchestra(folder, "run", *words, "--json", code=93)
+    result, run = json.loads(done.stdout), run_of(folder, "stopping")
+    assert (result["code"], result["state"], result["cause"]) == (93, "failed", "NonFiniteError")
+    assert "NonFiniteError" in done.stderr
+    assert len(events_of(run, "nonfinite_step")) == 1
+    assert "train.on_nonfinite=stop" in verdict(run)["message"]
     # The advice in the message holds: the step's samples and its row are there.
-    step = verdict(done)["step"]
-    ledger = list(read_json_lines(done.samples / "rank-00000.jsonl"))
-    assert ledger[-1]["step"] == read_metrics(done)[-1]["step"] == step
-
-
-@pytest.mark.parametrize("precision", ["bf16", "bf16_fp32_grad"])
-def test_bf16_follows_fp32(folder: Path, two_ranks: RunDir, precision: str) -> None:
-    done = run(folder, precision, "cluster.gpus_per_node=2", f"precision={precision}")
-    assert losses(done) == pytest.approx(losses(two_ranks), rel=0.02)
+    ledger = list(read_json_lines(run.samples / "rank-00000.jsonl"))
+    assert ledger[-1]["step"] == read_metrics(run)[-1]["step"] == verdict(run)["step"]
 
 
 def test_a_gpt_with_tied_embeddings_trains_with_wsd(folder: Path) -> None:
     shape = ("model.family=gpt", "model.num_key_value_heads=8", "model.tie_word_embeddings=true")
-    done = run(folder, "gpt", *shape, "optim.schedule=wsd", "cluster.gpus_per_node=1")
+    done = train(folder, "gpt", *COMMON, *shape, "optim.schedule=wsd", "cluster.gpus_per_node=1")
     assert losses(done)[-1] < losses(done)[0] - 0.3

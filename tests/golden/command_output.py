@@ -8,6 +8,7 @@ from __future__ import annotations
 import lzma
 import re
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -109,3 +110,12 @@ def offered(folder: Path) -> dict[str, Any]:
     wrong = ("nonsense", "status absent", "why absent", "run train.steps=0", "plan --nonsense")
     codes = {words: output(folder, *words.split()).code for words in wrong}
     return {"offered.json": {"verbs": listed, "options": options, "presets": groups, "exit codes": codes}}
+
+
+# What makes each part, and the recorded files that are its own.
+PARTS: dict[str, tuple[Callable[[Path], dict[str, Any]], tuple[str, ...]]] = {
+    "submit": (submitted, ("submit/*",)),
+    "plan": (planned, ("plan/*",)),
+    "stored": (told_of_stored_runs, ("status/*", "why/*", "checkpoint-ls/*", "resume/*")),
+    "offered": (offered, ("offered.json",)),
+}

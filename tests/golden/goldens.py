@@ -13,10 +13,11 @@ import os
 import re
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tests.support.waiting import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDED = Path(__file__).with_name("recorded")
@@ -64,26 +65,20 @@ class Output:
         return settled(json.loads(self.out))
 
 
-def environment(folder: Path, *, path: str) -> dict[str, str]:
-    """Return the environment of a command that imports this tree and knows nothing of this machine's user."""
+def start(folder: Path, *words: str, **variables: str) -> subprocess.Popen[str]:
+    """Start `orchestra WORDS` in `folder`, from this tree and without knowledge of this machine's user."""
     of_machine = ("SLURM_", "XDG_", "WANDB_", "ORCHESTRA_", "MASTER_")
     kept = {key: value for key, value in os.environ.items() if not key.startswith(of_machine)}
-    own = {"PYTHONPATH": str(ROOT), "COLUMNS": "80", "PATH": path}
     homes = {f"XDG_{kind}_HOME": str(folder / "home" / kind) for kind in ("DATA", "CACHE", "CONFIG", "STATE")}
-    return {**kept, **own, **homes}
-
-
-def start(folder: Path, *words: str) -> subprocess.Popen[str]:
-    """Start `orchestra WORDS` in `folder`, with the machine's own PATH."""
+    env = {**kept, "PYTHONPATH": str(ROOT), "COLUMNS": "80", **homes, **variables}
     command = [sys.executable, "-m", "orchestra", *words]
-    env = environment(folder, path=os.environ.get("PATH", ""))
     pipe = subprocess.PIPE
     return subprocess.Popen(command, cwd=folder, env=env, stdout=pipe, stderr=pipe, text=True)
 
 
-def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run `orchestra WORDS` to its end in `folder`, with the machine's own PATH."""
-    process = start(folder, *words)
+def run(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run `orchestra WORDS` to its end in `folder`."""
+    process = start(folder, *words, **variables)
     try:
         out, err = process.communicate(timeout=LIMIT_S)
     finally:
@@ -94,11 +89,8 @@ def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 def stopped(folder: Path, metrics: Path, *words: str) -> tuple[int, str]:
     """Start `orchestra WORDS`, ask it to stop when the file `metrics` has rows; return code and output."""
     process = start(folder, *words)
-    deadline = time.monotonic() + LIMIT_S
-    while process.poll() is None and time.monotonic() < deadline:
-        if metrics.exists() and metrics.stat().st_size:
-            break
-        time.sleep(0.05)
+    has_rows = lambda: metrics.exists() and metrics.read_text() != ""  # noqa: E731
+    eventually(lambda: has_rows() or process.poll() is not None, LIMIT_S)
     process.terminate()
     out, err = process.communicate(timeout=LIMIT_S)
     return process.returncode, out + err
@@ -106,9 +98,7 @@ def stopped(folder: Path, metrics: Path, *words: str) -> tuple[int, str]:
 
 def output(folder: Path, *words: str) -> Output:
     """Run `orchestra WORDS` in `folder` where no command of Slurm is found, and normalise what it printed."""
-    command = [sys.executable, "-m", "orchestra", *words]
-    env = environment(folder, path=str(folder / "no-commands"))
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=LIMIT_S)
+    done = run(folder, *words, PATH=str(folder / "no-commands"))
     return Output(done.returncode, normalised(done.stdout, folder), normalised(done.stderr, folder))
 
 

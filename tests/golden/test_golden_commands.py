@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import command_output
 import pytest
+from command_output import PARTS
 from goldens import RECORDED, REMEDY, differences, normalised, read, settled
 
-PARTS = {
-    "batch scripts": (command_output.submitted, ("submit/*",)),
-    "plans": (command_output.planned, ("plan/*",)),
-    "stored runs": (command_output.told_of_stored_runs, ("status/*", "why/*", "checkpoint-ls/*", "resume/*")),
-    "verbs, options and presets": (command_output.offered, ("offered.json",)),
-}
 
-
+# Each part starts up to forty commands, one after the other.
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("part", PARTS)
 def test_commands_print_what_was_recorded(part: str, tmp_path: Path) -> None:
     make, patterns = PARTS[part]

@@ -1,18 +1,36 @@
-"""A GPU's memory: the micro-batch that is found fits, the next one does not, and running out is explained."""
+"""A GPU's memory: the micro-batch that is found fits, the next one does not, running out is explained. And
+what observers add on a GPU: kernels in the trace, memory's history and its peak.
+"""
 
 from __future__ import annotations
 
+import gzip
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
-from conf.schema import Config, ModelConfig, ParallelismConfig, PrecisionConfig, PrecisionName, TrainConfig
+from conf.schema import (
+    Config,
+    ModelConfig,
+    ParallelismConfig,
+    PrecisionConfig,
+    PrecisionName,
+    ProfileConfig,
+    TrainConfig,
+)
 from orchestra.parallel.mesh import RankEnvironment, open_mesh
+from orchestra.run.paths import RunDir
 from orchestra.sizes.topology import divisors
 from orchestra.train.build import build_training
 from orchestra.train.memory.micro_batch import choose_micro_batch_size
 from orchestra.train.memory.out_of_memory import is_out_of_memory
+from orchestra.train.metrics import memory_peak_bytes
+from orchestra.train.watch.profile import StepProfiler
+
+GPU = torch.device("cuda")
 
 # More sequences than any device holds: 32 MiB of activations and more in each.
 SHARE = 1 << 16
@@ -32,7 +50,6 @@ CONFIG = Config(
 )
 
 
-@pytest.mark.gpu
 def test_the_chosen_micro_batch_is_the_largest_that_fits_and_its_trials_leave_nothing() -> None:
     alone = RankEnvironment()
     with open_mesh(CONFIG, alone) as mesh:
@@ -55,3 +72,21 @@ def test_the_chosen_micro_batch_is_the_largest_that_fits_and_its_trials_leave_no
             training.parallelized.stage.close()
             del training, tokens
             torch.cuda.empty_cache()
+
+
+def test_trace_holds_kernels_and_the_memory_history_is_written(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    profiler = StepProfiler(ProfileConfig(enabled=True, steps=[2, 3]), run, rank=0)
+    matrix = torch.rand(256, 256, device=GPU)
+    for step in range(1, 5):
+        with profiler.around_step(step):
+            matrix = (matrix @ matrix).softmax(0)
+    trace = json.loads(gzip.decompress((run.profile / "rank-00000-steps-2-3.json.gz").read_bytes()))
+    assert "kernel" in {event.get("cat") for event in trace["traceEvents"]}
+    assert (run.profile / "rank-00000-steps-2-3-memory.pickle").stat().st_size > 0
+
+
+def test_peak_memory_is_that_of_tensors_on_the_device() -> None:
+    before = memory_peak_bytes(GPU)
+    block = torch.empty(before + (64 << 20), dtype=torch.uint8, device=GPU)
+    assert memory_peak_bytes(GPU) >= block.numel()

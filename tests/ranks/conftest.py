@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-from pool import RankPool
+from attempts import attempt_of, config_of
+from pool import RankPool, Ranks
+
+from tests.support.command_line import orchestra
+
+__all__ = ["alone", "orchestra", "ranks"]
 
 
 @pytest.fixture(scope="session")
-def _pools() -> Iterator[dict[int, RankPool]]:
+def ranks() -> Iterator[Ranks]:
+    """Return a function that gives the shared pool of a size."""
     pools: dict[int, RankPool] = {}
-    yield pools
+
+    def pool_of(size: int) -> RankPool:
+        if size in pools and pools[size].is_broken:
+            pools.pop(size).close()
+        if size not in pools:
+            pools[size] = RankPool(size)
+        return pools[size]
+
+    yield pool_of
     for pool in pools.values():
         pool.close()
 
 
-@pytest.fixture
-def ranks(_pools: dict[int, RankPool]) -> Callable[[int], RankPool]:
-    """Return a function that gives the shared pool of a size."""
-
-    def pool_of(size: int) -> RankPool:
-        if size in _pools and _pools[size].is_broken:
-            _pools.pop(size).close()
-        if size not in _pools:
-            _pools[size] = RankPool(size)
-        return _pools[size]
-
-    return pool_of
+@pytest.fixture(scope="session")
+def alone(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, str]]]:
+    """Return a run of two ranks that nobody interrupts or stops, and what its ranks hold in the end."""
+    path = tmp_path_factory.mktemp("runs") / "alone"
+    return path, ranks(2).run(attempt_of, path=path, attempt=0, config=config_of())

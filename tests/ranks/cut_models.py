@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,14 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from conf.schema import Config, Family, ModelConfig, ParallelismConfig, TrainConfig
-from orchestra.model.initial import fill_normal_, parameter_key
 from orchestra.model.loss import IGNORED_TARGET
-from orchestra.model.transformer import Transformer, fill_initial_values, initial_std
+from orchestra.model.transformer import Transformer, fill_initial_values
+from orchestra.parallel.blocks import recompute_blocks
 from orchestra.parallel.mesh import Mesh, make_mesh
 from orchestra.parallel.places import TensorPlace
-from orchestra.parallel.recompute import recompute_blocks
-from orchestra.parallel.tensor.parallel_layers import RowsProducts
-from orchestra.parallel.tensor.split import split_tensors
+from orchestra.parallel.tensor.split import RowsProducts, split_tensors
 from orchestra.sizes.topology import Layout
 
 BATCH, SEQUENCE = 2, 8
@@ -63,21 +62,13 @@ def tokens_of(model: ModelConfig) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1], targets
 
 
-def disturbed(value: Tensor, name: str, place: TensorPlace) -> Tensor:
-    """Return initial values and something for norms and biases, whose initial values would hide errors."""
-    if len(place.shape) > 1:
-        return value
-    index = torch.arange(place.shape[0])[place.offsets[0] : place.offsets[0] + place.local[0]]
-    return value + 0.1 * torch.sin(index + len(name)).to(value.dtype)
-
-
 def whole_model(config: Config) -> Transformer:
     model = Transformer(config.model, config.train.loss_chunk_tokens)
     fill_initial_values(model, 0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            shape = tuple(parameter.shape)
-            parameter.copy_(disturbed(parameter, name, TensorPlace(shape, (0,) * len(shape), shape, shape)))
+            if parameter.dim() == 1:  # the initial values of norms and biases would hide errors
+                parameter += 0.1 * torch.sin(torch.arange(len(parameter)) + len(name))
     return model
 
 
@@ -89,20 +80,19 @@ def cut_model(rank: int, config: Config) -> tuple[Transformer, dict[str, TensorP
     places = split_tensors(model, config, mesh)
     model.to_empty(device="cpu")
     model.tie_weights()
+    whole = dict(whole_model(config).named_parameters())
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             place = places[name]
             assert tuple(parameter.shape) == place.padded
             parameter.zero_()
-            part = torch.zeros(place.local)
-            if len(place.shape) > 1:
-                std = initial_std(config.model, name)
-                fill_normal_(part, parameter_key(0, name), place.shape, place.offsets, std)
-            elif name.endswith("norm.weight"):
-                part.fill_(1.0)
-            counted(parameter, place).copy_(disturbed(part, name, place))
+            counted(parameter, place).copy_(whole[name][box_of(place.offsets, place.local)])
     recompute_blocks(model, config, mesh)
     return model, places, mesh
+
+
+def box_of(offsets: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(begin, begin + size) for begin, size in zip(offsets, shape, strict=True))
 
 
 def gather_again(model: Transformer) -> None:
@@ -121,11 +111,16 @@ def counted(tensor: Tensor, place: TensorPlace) -> Tensor:
     return tensor
 
 
-def cut_gradients(rank: int, config: Config, scale: float = 0.5) -> tuple[float, Gradients, Tensor]:
+def cut_gradients(
+    rank: int, world: int, config: Config, compiled_by: Callable[..., Any] | None = None
+) -> tuple[float, Gradients, Tensor]:
     """Return the loss, this rank's parts of all gradients with their offsets, and the logits."""
     model, places, _ = cut_model(rank, config)
+    if compiled_by is not None:
+        for layer in model.layers:
+            layer.forward = compiled_by(layer.forward)
     tokens, targets = tokens_of(config.model)
-    loss = model(tokens, targets, scale)
+    loss = model(tokens, targets, 0.5)
     loss.backward()
     gradients: Gradients = {}
     for name, parameter in model.named_parameters():
@@ -140,10 +135,10 @@ def cut_gradients(rank: int, config: Config, scale: float = 0.5) -> tuple[float,
         return float(loss.detach()), gradients, model(tokens)
 
 
-def whole_gradients(config: Config, scale: float = 0.5) -> tuple[float, dict[str, Tensor], Tensor]:
+def whole_gradients(config: Config) -> tuple[float, dict[str, Tensor], Tensor]:
     model = whole_model(config)
     tokens, targets = tokens_of(config.model)
-    loss = model(tokens, targets, scale)
+    loss = model(tokens, targets, 0.5)
     loss.backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     with torch.no_grad():
@@ -157,7 +152,7 @@ def assembled(results: list[Gradients], shapes: dict[str, Tensor]) -> dict[str, 
     for gradients in results:
         for name, (offsets, is_counted, part) in gradients.items():
             if is_counted:
-                box = tuple(slice(o, o + n) for o, n in zip(offsets, part.shape, strict=True))
+                box = box_of(offsets, part.shape)
                 whole[name][box] += part
                 times[name][box] += 1
     for name, count in times.items():

@@ -6,23 +6,20 @@ Everything here is run by the ranks of a pool. It knows no trainer.
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from checkpointing import checksums, manifest
 from checkpointing.box import Box
 from checkpointing.options import Options
 from checkpointing.peers import Peers
-from checkpointing.restore import restore
+from checkpointing.restore import RestoredCheckpoint, WantedShards, restore
 from checkpointing.save import Saver
-from checkpointing.shard_digest import part_digest
 from checkpointing.shards import Shard, as_bytes
 from checkpointing.storage.local import LocalStorage
 
@@ -125,33 +122,29 @@ def peers(rank: int, world: int, topic: str, limit_s: float = 30.0) -> Peers:
     return Peers(rank, world, store, limit_s)
 
 
-class CountingStorage(LocalStorage):
-    """A folder that counts what is asked of it."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self.calls: Counter[str] = Counter()
-        self.bytes_read = 0
-
-    def read_into(self, path: str, begin: int, buffer: memoryview) -> None:
-        self.calls["read_into"] += 1
-        self.bytes_read += len(buffer)
-        super().read_into(path, begin, buffer)
-
-    def get(self, path: str) -> bytes:
-        self.calls["get"] += 1
-        return super().get(path)
-
-    def names(self, path: str = "") -> list[str]:
-        self.calls["names"] += 1
-        return super().names(path)
+def watched(place: Path) -> Mock:
+    """Return a storage that remembers what is asked of it."""
+    return Mock(wraps=LocalStorage(place))
 
 
-def save_all(rank: int, world: int, folder: Path) -> None:
-    """Save the state in every layout, each under a place of its own: <folder>/<world>/<layout>."""
-    whole = state()
-    for layout in LAYOUTS:
-        save(rank, world, folder / str(world) / layout, layout, {1: whole})
+def bytes_read(storage: Mock) -> int:
+    return sum(len(call.args[2]) for call in storage.read_into.call_args_list)
+
+
+def restored(
+    rank: int,
+    world: int,
+    place: Path,
+    topic: str,
+    wanted: WantedShards,
+    *,
+    storage: Any = None,
+    limit_s: float = 30.0,
+    **options: Any,
+) -> RestoredCheckpoint | None:
+    """Restore what is wanted from a place, in a conversation of its own."""
+    among, group = peers(rank, world, f"{topic}/{place}", limit_s), dist.group.WORLD if world > 1 else None
+    return restore(storage or LocalStorage(place), among, group, wanted, **options)
 
 
 def save(rank: int, world: int, place: Path, layout: str, states: dict[int, dict[str, Tensor]]) -> None:
@@ -165,61 +158,16 @@ def save(rank: int, world: int, place: Path, layout: str, states: dict[int, dict
         saver.wait()
 
 
-@dataclass(frozen=True)
-class Case:
-    """One restore: from which place, onto which layout, and how."""
-
-    place: Path
-    layout: str
-    how: str
-
-
-def restore_all(rank: int, world: int, cases: Sequence[Case], topic: str) -> list[dict[str, Any]]:
-    """Restore each case; say what is not as it was and how much was read."""
-    return [_restored(rank, world, case, f"{topic}/{number}") for number, case in enumerate(cases)]
-
-
-def _restored(rank: int, world: int, case: Case, topic: str) -> dict[str, Any]:
-    whole = state()
-    mine = shards(whole, case.layout, rank, world, is_filled=False)
-    storage = CountingStorage(case.place)
-    group = dist.group.WORLD if world > 1 else None
-    found = restore(storage, peers(rank, world, topic), group, lambda _: mine, how=case.how)
+def restore_state(rank: int, world: int, place: Path, layout: str, how: str) -> dict[str, Any]:
+    """Restore the state; return what is not as it was, and how much was read."""
+    whole, storage = state(), watched(place)
+    mine = shards(whole, layout, rank, world, is_filled=False)
+    found = restored(rank, world, place, f"{layout}/{how}", lambda _: mine, storage=storage, how=how)
     assert found is not None
     return {
-        "wrong": [(it.name, it.offsets) for it in mine if not is_equal(it, whole)],
-        "state_digest": found.manifest.state_digest,
-        "parts": dict(_parts(mine)),
-        "said": found.bytes_read,
-        "read": storage.bytes_read,
-        "calls": dict(storage.calls),
+        "wrong": [(shard.name, shard.offsets) for shard in mine if not is_equal(shard, whole)],
+        "reported": found.bytes_read,
+        "read": bytes_read(storage),
+        "asked": {name for name, *_ in storage.method_calls},
         "size": sum(tensor.num_bytes for tensor in found.manifest.tensors.values()),
     }
-
-
-def _parts(mine: Sequence[Shard]) -> Iterator[tuple[tuple[str, Box], int]]:
-    """Yield the digest of each shard, to be put together over the ranks."""
-    for shard in mine:
-        content = as_bytes(shard.tensor.contiguous()).numpy().tobytes()
-        yield (shard.name, shard.box), part_digest(content, shard.dtype, shard.box)
-
-
-def digest_of(results: Sequence[dict[str, Any]], whole: dict[str, Tensor]) -> str:
-    """Return the digest of the state that all ranks hold together."""
-    parts: dict[tuple[str, Box], int] = {}
-    for result in results:
-        parts |= result["parts"]
-    totals: dict[str, list[int]] = {name: [] for name in whole}
-    for (name, _), part in parts.items():
-        totals[name].append(part)
-    rows = []
-    for name, tensor in whole.items():
-        kind = Shard(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor).dtype
-        rows.append((name, kind, tuple(tensor.shape), checksums.written(checksums.combined(totals[name]))))
-    return checksums.state_digest(rows)
-
-
-def rewritten(place: Path, step: int, change: Any) -> None:
-    """Change a manifest as a document and give it a checksum that fits again."""
-    file = place / f"step-{step:08d}" / manifest.MANIFEST
-    file.write_bytes(manifest.encode(change(manifest.decode(file.read_bytes()))))

@@ -1,23 +1,28 @@
 """Processes that stay joined in one gloo group and run the rank functions that tests give them.
 
 Importing torch and joining costs seconds; the tests of a session share it. A rank function is a module-level
-function of (rank, **arguments) in a test module; what it returns is pickled back, an exception becomes a
-failure that shows the rank's traceback. After a failure or time-out the pool is broken and the next test gets
-a new one.
+function of (rank, world, **arguments) in a test module; what it returns is pickled back, an exception becomes
+a failure that shows the rank's traceback. After a failure or time-out the pool is broken and the next test
+gets a new one.
 """
 
 from __future__ import annotations
 
 import multiprocessing
-import os
-import socket
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 LIMIT_S = 100.0
+_HOST = "127.0.0.1"
+# Processes are forked from one that has imported what takes long, and has no threads and no device yet.
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["torch.distributed", "orchestra.train.trainer"])
 
 
 class RankPool:
@@ -26,20 +31,22 @@ class RankPool:
     def __init__(self, size: int) -> None:
         self.size = size
         self.is_broken = False
-        port = _free_port()
-        context = multiprocessing.get_context("spawn")
+        # On a port that is still free when it is opened.
+        self._store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, port, theirs), daemon=True)
+            ours, theirs = _CONTEXT.Pipe()
+            process = _CONTEXT.Process(
+                target=_serve, args=(rank, size, self._store.port, theirs), daemon=True
+            )
             process.start()
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
 
     def run(self, function: Callable[..., Any], **arguments: Any) -> list[Any]:
-        """Run function(rank, **arguments) on every rank; return the results by rank."""
+        """Run function(rank, world, **arguments) on every rank; return the results by rank."""
         for pipe in self._pipes:
             pipe.send((function, arguments))
         self.is_broken = True
@@ -65,31 +72,21 @@ class RankPool:
             process.join()
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+# What the fixture `ranks` is: the shared pool of a size.
+Ranks = Callable[[int], RankPool]
 
 
 def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
-    import torch
-    import torch.distributed as dist
-
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"tcp://127.0.0.1:{port}",
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=LIMIT_S),
-    )
+    limit = timedelta(seconds=LIMIT_S)
+    store = dist.TCPStore(_HOST, port, timeout=limit)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
     while True:
         try:
             function, arguments = pipe.recv()
         except EOFError:
             return
         try:
-            pipe.send((True, function(rank, **arguments)))
+            pipe.send((True, function(rank, size, **arguments)))
         except BaseException:  # noqa: BLE001  whatever happened must reach the test
             pipe.send((False, traceback.format_exc()))

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+from layouts import peers
+from pool import RankPool
 from torch import Tensor
 
-from checkpointing.shards import Shard
+from checkpointing.checkpointer import Checkpointer
+from checkpointing.options import Options
+from checkpointing.shards import Shard, as_bytes
 from conf.schema import (
     Config,
     DType,
@@ -24,9 +29,12 @@ from conf.schema import (
     TrainConfig,
 )
 from orchestra.parallel.mesh import Mesh, make_mesh
+from orchestra.precision.policies import ScaleState
 from orchestra.sizes.topology import Layout, layout
-from orchestra.train.build import Training, build_training
-from orchestra.train.state import TensorState
+from orchestra.train.build import Training, build_model_and_optimizer, build_step, build_training
+from orchestra.train.hooks import StepHooks
+from orchestra.train.metrics import Totals
+from orchestra.train.state import Position, TensorState, digest, position_from_json, position_to_json
 
 SEQUENCE = 16
 # Odd everywhere: nothing divides by 2, 3 or 4, and no parameter is a multiple of the alignment.
@@ -83,14 +91,16 @@ def config_of(
     )
 
 
+# Loss, norm of the gradients, and whether the step was skipped.
+Row = tuple[float, float, bool]
+
+
 @dataclass(frozen=True)
 class Trained:
-    """What a training leaves behind on one rank: a row of loss, norm and skip a step, and its shards."""
+    """What a training leaves behind on one rank."""
 
-    rows: list[tuple[float, float, bool]]
+    rows: list[Row]
     shards: list[Shard]
-    sent: dict[str, int]
-    tokens_per_step: int
 
 
 def start(rank: int, world: int, config: Config) -> tuple[Training, Mesh]:
@@ -108,9 +118,7 @@ def tokens_of(config: Config, step: int, mesh: Mesh, training: Training) -> Tens
     return tokens.view(-1, batch.dp, batch.micro_batch_size, batch.seq_len + 1)[:, mesh.coordinates.dp]
 
 
-def take_steps(
-    config: Config, training: Training, mesh: Mesh, steps: Sequence[int]
-) -> list[tuple[float, float, bool]]:
+def take_steps(config: Config, training: Training, mesh: Mesh, steps: Sequence[int]) -> list[Row]:
     """Train some steps, counted from 1; return the rows."""
     rows = []
     for step in steps:
@@ -127,35 +135,132 @@ def trained(rank: int, world: int, config: Config, steps: int = 20) -> Trained:
     shards = [shard for shard in state.snapshot() if not shard.name.startswith("rng.")]
     training.parallelized.stage.settle()
     training.parallelized.stage.close()
-    return Trained(rows, shards, dict(mesh.traffic.bytes_sent), training.batch.tokens_per_step)
+    return Trained(rows, shards)
 
 
 def alone(config: Config, steps: int = 20) -> Trained:
-    """Train in this process, on one thread as the ranks."""
-    with one_thread():
-        return trained(0, 1, config, steps)
-
-
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Two threads would also wait for each other beside the ranks."""
+    """Train in this process, on one thread as the ranks: two would also wait for each other beside them."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        yield
+        return trained(0, 1, config, steps)
     finally:
         torch.set_num_threads(threads)
 
 
-def all_trained(rank: int, world: int, configs: Sequence[Config], steps: int = 20) -> list[Trained]:
-    return [trained(rank, world, config, steps) for config in configs]
+def trained_on(pool: RankPool, configs: Sequence[Config], steps: int = 20) -> list[list[Trained]]:
+    """Train each configuration on a pool; return for each what its ranks have."""
+    return [pool.run(trained, config=config, steps=steps) for config in configs]
 
 
-def joined(of_ranks: Sequence[Sequence[Shard]]) -> dict[str, Tensor]:
-    """Put the ranks' shards together; each element must come from somewhere."""
+def joined(found: Sequence[Trained]) -> dict[str, Tensor]:
+    """Put the ranks' shards together; each element must come from somewhere, replicas with the same bits."""
     whole: dict[str, Tensor] = {}
-    for shard in (shard for shards in of_ranks for shard in shards):
+    for shard in (shard for of_rank in found for shard in of_rank.shards):
         target = whole.setdefault(shard.name, torch.full(shard.shape, torch.nan))
-        target[shard.box.within(type(shard.box).whole(shard.shape))] = shard.tensor.detach()
+        place = shard.box.within(type(shard.box).whole(shard.shape))
+        mine, there = shard.tensor.detach().float(), target[place]
+        assert bool(((there == mine) | there.isnan()).all()), f"{shard.name}: replicas differ"
+        target[place] = mine
     assert not any(bool(torch.isnan(tensor).any()) for tensor in whole.values())
     return whole
+
+
+def assert_same_rows(found: Sequence[Trained], expected: Trained, name: str = "") -> None:
+    """Losses and gradient norms agree with the reference, and those of the ranks bit for bit."""
+    for of_rank in found:
+        assert of_rank.rows == found[0].rows, name
+    for step, (row, row_expected) in enumerate(zip(found[0].rows, expected.rows, strict=True), 1):
+        assert row[0] == pytest.approx(row_expected[0], rel=1e-5), f"{name}: loss of step {step}"
+        assert row[1] == pytest.approx(row_expected[1], rel=1e-5), f"{name}: norm of step {step}"
+        assert not row[2], f"{name}: step {step} was skipped"
+
+
+def assert_same_training(found: Sequence[Trained], expected: Trained) -> None:
+    """Rows and the final state agree with the reference."""
+    assert_same_rows(found, expected)
+    whole = joined(found)
+    for name, value in joined([expected]).items():
+        if name.endswith("k_proj.bias"):
+            continue  # shifts all scores of a query alike: its gradient is rounding, which AdamW scales up
+        limit = 1e-5 if name.startswith("model.") else 1e-4  # moments are sums of squares of small numbers
+        assert (whole[name] - value).norm() <= limit * value.norm(), name
+
+
+def assert_same_bits(found: Sequence[Trained], expected: Sequence[Trained]) -> None:
+    """Losses and the final state are the same, however the ranks share it."""
+    assert [row[0] for row in found[0].rows] == [row[0] for row in expected[0].rows]
+    whole = joined(expected)
+    for name, value in joined(found).items():
+        assert torch.equal(value, whole[name]), name
+
+
+def bits(state: TensorState) -> list[tuple[str, tuple[int, ...], bytes]]:
+    """Return what this rank holds, byte by byte."""
+    return [
+        (shard.name, shard.offsets, as_bytes(shard.tensor.detach().contiguous()).numpy().tobytes())
+        for shard in state.snapshot()
+    ]
+
+
+def checkpointer(rank: int, world: int, place: Path, topic: str) -> Checkpointer:
+    group = dist.group.WORLD if world > 1 else None
+    return Checkpointer(str(place), peers(rank, world, f"{place}/{topic}"), Options(), group=group)
+
+
+def save_and_go_on(
+    rank: int, world: int, config: Config, place: Path, saved: int = 3, last: int = 6
+) -> tuple[list[Row], Any]:
+    """Train until a step, save, and train on to the last one; return the rows after the save, and the final
+    bits with the loss's factor.
+    """
+    training, mesh = start(rank, world, config)
+    take_steps(config, training, mesh, range(1, saved + 1))
+    state = TensorState(training.parallelized, training.optimizer, mesh)
+    behind = Position(
+        saved, num_updates=state.num_updates, totals=Totals(0.0, 0, 0.0), loss_scale=_scale(training)
+    )
+    saver = checkpointer(rank, world, place, "save")
+    saver.prepare(state.snapshot())
+    saver.save(saved, state.snapshot(), position_to_json(behind))
+    saver.wait()
+    return take_steps(config, training, mesh, range(saved + 1, last + 1)), (bits(state), _scale(training))
+
+
+def restore_and_go_on(
+    rank: int, world: int, config: Config, place: Path, topic: str, last: int = 6
+) -> tuple[list[Row], Any, str, str]:
+    """Restore in a new training, save what was restored as step 9, and train on to the last step; return the
+    same, and the digests of what was restored and of what was saved.
+    """
+    mesh = mesh_of(rank, layout(config.parallelism, world))
+    built = build_model_and_optimizer(config, mesh)
+    state = TensorState(built.parallelized, built.optimizer, mesh)
+    restored = checkpointer(rank, world, place, topic).restore(state.wanted)
+    assert restored is not None
+    begin = position_from_json(restored.state)
+    state.take_back(restored.manifest, begin.num_updates)
+    again = checkpointer(rank, world, place / "again" / topic, "save")
+    again.save(9, state.snapshot(), {})
+    again.wait()
+    saved = checkpointer(rank, world, place / "again" / topic, "read").restore(state.wanted)
+    assert saved is not None
+    step = build_step(config, mesh, built, StepHooks(), begin.loss_scale)
+    training = Training(built.parallelized, built.optimizer, built.batch, step)
+    rows = take_steps(config, training, mesh, range(begin.step + 1, last + 1))
+    return rows, (bits(state), _scale(training)), digest(restored.manifest), digest(saved.manifest)
+
+
+def _scale(training: Training) -> ScaleState | None:
+    return None if training.step.loss_scale is None else training.step.loss_scale.state
+
+
+def assert_goes_on_bit_for_bit(
+    pool: RankPool, config: Config, place: Path, saved: int = 3, last: int = 6
+) -> None:
+    expected = pool.run(save_and_go_on, config=config, place=place, saved=saved, last=last)
+    found = pool.run(restore_and_go_on, config=config, place=place, topic="same", last=last)
+    # As text: norms that are not numbers are equal.
+    assert [(repr(rows), state) for rows, state, *_ in found] == [
+        (repr(rows), state) for rows, state in expected
+    ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,17 +9,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import transformers
-from pool import RankPool
+from layouts import peers
+from pool import Ranks
 from safetensors.torch import load_file, save_file
-from small_trainings import start
+from small_trainings import ODD, start
 
 from checkpointing.peers import Peers
 from checkpointing.shards import Shard
 from conf.schema import (
     CheckpointConfig,
     Config,
-    ModelConfig,
     ParallelismConfig,
     PrecisionConfig,
     PrecisionName,
@@ -32,32 +30,16 @@ from orchestra.model.transformer import Transformer, fill_initial_values
 from orchestra.train import starting_point
 from orchestra.train.starting_point import load_weights
 from orchestra.train.state import TensorState
+from tests.support.reference_llama import reference_llama
 
-pytestmark = pytest.mark.ranks
-
-MODEL = ModelConfig(
-    hidden_size=36,
-    intermediate_size=37,
-    num_hidden_layers=2,
-    num_attention_heads=3,
-    num_key_value_heads=1,
-    vocab_size=259,
-    norm_eps=1e-6,
-)
+# Odd, and with weights that are no small numbers.
+MODEL = replace(ODD, init_std=0.3)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    config = transformers.LlamaConfig(
-        hidden_size=36,
-        intermediate_size=37,
-        num_hidden_layers=2,
-        num_attention_heads=3,
-        num_key_value_heads=1,
-        vocab_size=259,
-        initializer_range=0.3,
-    )
-    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "llama", max_shard_size="40KB")
+    """Return a folder of weights in several files."""
+    reference_llama(MODEL).save_pretrained(tmp_path / "llama", max_shard_size="20KB")
     return tmp_path / "llama"
 
 
@@ -67,18 +49,14 @@ def convert(folder: Path, dtype: torch.dtype) -> None:
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    found = {name: it for file in folder.glob("*.safetensors") for name, it in load_file(file).items()}
-    return {name.removeprefix("model."): tensor for name, tensor in found.items()}
+    files = [load_file(file) for file in folder.glob("*.safetensors")]
+    assert len(files) > 1
+    return {name.removeprefix("model."): tensor for file in files for name, tensor in file.items()}
 
 
 def config_of(folder: Path, how: str = "broadcast", **changes: Any) -> Config:
     model = replace(MODEL, init_from=str(folder), **changes)
     return Config(model=model, checkpoint=CheckpointConfig(restore=Restore(how)))
-
-
-def peers_of(rank: int, world: int, topic: str) -> Peers:
-    store = dist.PrefixStore(f"init_from/{topic}", dist.distributed_c10d._get_default_store())
-    return Peers(rank, world, store, 30.0)
 
 
 def filled(rank: int, world: int, config: Config, is_cut: bool = False) -> tuple[dict[str, Any], int]:
@@ -93,28 +71,29 @@ def filled(rank: int, world: int, config: Config, is_cut: bool = False) -> tuple
         offsets = (min(first, rows), *(0 for _ in parameter.shape[1:]))
         shards.append(Shard(f"model.{name}", tuple(parameter.shape), offsets, mine.clone()))
     starting_point._BYTES_AT_ONCE = 20_000  # several batches
-    start = load_weights(config, shards, peers_of(rank, world, str(config)), dist.group.WORLD)
-    return {shard.name: (shard.offsets, shard.tensor) for shard in shards}, start.bytes_read
+    how, among = config.checkpoint.restore.name, peers(rank, world, f"init_from/{config}")
+    evidence = load_weights(config.model, how, shards, among, dist.group.WORLD)
+    return {shard.name: (shard.offsets, shard.tensor) for shard in shards}, evidence["bytes_read"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_every_rank_has_the_weights_and_each_byte_was_read_once(
-    ranks: Callable[[int], RankPool], folder: Path, dtype: torch.dtype
+    ranks: Ranks, folder: Path, dtype: torch.dtype
 ) -> None:
     convert(folder, dtype)
     expected = weights(folder)
-    for found, bytes_read in ranks(2).run(filled, world=2, config=config_of(folder)):
+    for found, bytes_read in ranks(2).run(filled, config=config_of(folder)):
         assert set(found) == {f"model.{name}" for name in expected}
         for name, weight in expected.items():
             assert torch.equal(found[f"model.{name}"][1], weight.to(torch.float32))
-        assert bytes_read == sum(it.numel() * it.element_size() for it in expected.values())
+        assert bytes_read == sum(weight.nbytes for weight in expected.values())
 
 
 @pytest.mark.parametrize("how", ["broadcast", "rank0", "direct"])
-def test_ranks_with_uneven_rows_get_theirs(ranks: Callable[[int], RankPool], folder: Path, how: str) -> None:
+def test_ranks_with_uneven_rows_get_theirs(ranks: Ranks, folder: Path, how: str) -> None:
     convert(folder, torch.bfloat16)
     expected = weights(folder)
-    for found, _ in ranks(3).run(filled, world=3, config=config_of(folder, how), is_cut=True):
+    for found, _ in ranks(3).run(filled, config=config_of(folder, how), is_cut=True):
         for name, weight in expected.items():
             offsets, tensor = found[f"model.{name}"]
             begin = offsets[0]
@@ -129,23 +108,19 @@ def refused(rank: int, world: int, config: Config) -> str:
     return "nothing was raised"
 
 
-def test_what_is_wrong_ends_all_ranks_alike(ranks: Callable[[int], RankPool], folder: Path) -> None:
-    first, second = ranks(2).run(refused, world=2, config=config_of(folder, vocab_size=260))
+def test_what_is_wrong_ends_all_ranks_alike(ranks: Ranks, folder: Path) -> None:
+    first, second = ranks(2).run(refused, config=config_of(folder, vocab_size=60))
     assert first == second
-    assert "model.vocab_size=259 (configured 260)" in first
+    assert "model.vocab_size=59 (configured 60)" in first
     file = sorted(folder.glob("*.safetensors"))[-1]
     tensors = load_file(file)
     name = sorted(tensors)[0]
     tensors[name].view(-1)[3] = float("nan")
     save_file(tensors, file)
-    first, second = ranks(2).run(refused, world=2, config=config_of(folder, norm_eps=1e-6))
+    first, second = ranks(2).run(refused, config=config_of(folder))
     assert first == second
     assert f"{name.removeprefix('model.')} holds numbers that are not finite" in first
-    assert (
-        ranks(2)
-        .run(refused, world=2, config=config_of(folder.parent / "gone"))[1]
-        .startswith("model.init_from: ")
-    )
+    assert ranks(2).run(refused, config=config_of(folder.parent / "gone"))[1].startswith("model.init_from: ")
 
 
 def rounded(rank: int, world: int, config: Config) -> list[tuple[str, torch.Tensor]]:
@@ -153,8 +128,8 @@ def rounded(rank: int, world: int, config: Config) -> list[tuple[str, torch.Tens
     training, mesh = start(rank, world, config)
     state = TensorState(training.parallelized, training.optimizer, mesh)
     group = dist.group.WORLD if world > 1 else None
-    peers = peers_of(rank, world, f"rounded/{config}") if world > 1 else Peers.alone()
-    load_weights(config, state.masters, peers, group)
+    among = peers(rank, world, f"rounded/{config}") if world > 1 else Peers.alone()
+    load_weights(config.model, config.checkpoint.restore.name, state.masters, among, group)
     state.copy_masters_to_parameters()
     for item in training.parallelized.trained:
         part = item.parameter.detach().view(-1)[item.start : item.stop]
@@ -164,7 +139,7 @@ def rounded(rank: int, world: int, config: Config) -> list[tuple[str, torch.Tens
 
 @pytest.mark.parametrize(("world", "zero"), [(1, 0), (2, 0), (3, 1), (3, 2)])
 def test_16_bit_parameters_are_rounded_from_the_weights(
-    ranks: Callable[[int], RankPool], folder: Path, world: int, zero: int
+    ranks: Ranks, folder: Path, world: int, zero: int
 ) -> None:
     config = replace(
         config_of(folder),
@@ -173,7 +148,7 @@ def test_16_bit_parameters_are_rounded_from_the_weights(
         train=TrainConfig(global_batch_size=6, micro_batch_size=1),
     )
     expected = weights(folder)
-    for found in ranks(world).run(rounded, world=world, config=config):
+    for found in ranks(world).run(rounded, config=config):
         assert {name for name, _ in found} == set(expected)
         for name, parameter in found:
             assert torch.equal(parameter, expected[name].to(torch.bfloat16)), name

@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from pool import RankPool
+from pool import Ranks
 
-from orchestra.cli import main
 from orchestra.sizes.network import BETWEEN, EVERYWHERE, INSIDE, Link, read_measured
 from orchestra.train import network_rank
 from orchestra.train.network_rank import measure, scopes
+from tests.support.command_line import CommandLine
 
 
-def measured_as_two_nodes(rank: int) -> list[Link]:
+def measured_as_two_nodes(rank: int, world: int) -> list[Link]:
     """Measure among four ranks as if the first two and the last two were nodes. *Collective*."""
     network_rank._SIZES_BYTES = (8, 4096)
     network_rank._BUDGET_S = 0.005
     return [measure(scope, torch.device("cpu")) for scope in scopes(2, 2)]
 
 
-def test_pairs_and_all_ranks_are_measured_and_all_agree(ranks: Callable[[int], RankPool]) -> None:
+def test_pairs_and_all_ranks_are_measured_and_all_agree(ranks: Ranks) -> None:
     results = ranks(4).run(measured_as_two_nodes)
     assert all(links == results[0] for links in results)
     assert [(link.kind, link.num_ranks) for link in results[0]] == [
@@ -56,13 +54,12 @@ def test_rank_0_has_a_part_in_all_scopes_and_pairs_cross_as_they_say(
 
 
 def test_command_measures_here_and_keeps_the_figures(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, orchestra: CommandLine
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
-    words = ["cluster=local", "cluster.device=cpu", "cluster.gpus_per_node=2", "--json"]
-    assert main(["bench", "network", *words]) == 0
-    record = json.loads(capsys.readouterr().out)
+    words = ["cluster.device=cpu", "cluster.gpus_per_node=2"]
+    record = orchestra.json("bench", "network", "cluster=local", *words)
     assert (record["device"], record["backend"], record["ranks_per_node"]) == ("cpu", "gloo", 2)
     figures = read_measured(Path(record["file"]), "cpu")
     assert figures is not None
@@ -71,8 +68,7 @@ def test_command_measures_here_and_keeps_the_figures(
     assert figures.inter_node_bytes_per_s is None
     assert [path.name for path in tmp_path.iterdir()] == ["data"]
     # From here on they stand where a configuration says nothing.
-    assert main(["run", "cluster.device=cpu", "cluster.gpus_per_node=2", "--dry-run", "--json"]) == 0
-    config = json.loads(capsys.readouterr().out)["config"]
+    config = orchestra.json("run", *words, "--dry-run")["config"]
     assert f"intra_node_bytes_per_s: {figures.intra_node_bytes_per_s}" in config
 
 
@@ -80,8 +76,5 @@ def test_command_measures_here_and_keeps_the_figures(
     ("override", "advice"),
     [("cluster.gpus_per_node=1", "use 2 or more"), ("cluster.nodes=2", "this machine alone")],
 )
-def test_one_rank_or_absent_nodes_are_refused(
-    override: str, advice: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["bench", "network", "cluster.device=cpu", override]) == 2
-    assert advice in capsys.readouterr().err
+def test_one_rank_or_absent_nodes_are_refused(override: str, advice: str, orchestra: CommandLine) -> None:
+    assert advice in orchestra("bench", "network", "cluster.device=cpu", override, code=2).err

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from pool import RankPool
+from pool import Ranks
 from small_trainings import EVEN, config_of, start, take_steps
 
 from conf.schema import ProfileConfig
@@ -17,20 +16,15 @@ from orchestra.run.paths import RunDir
 from orchestra.sizes.step_shares import OTHER, Part, read_shares
 from orchestra.train.watch.profile import StepProfiler
 
-pytestmark = pytest.mark.ranks
-
 FIRST, LAST = 3, 5
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "zero 0": {"zero": 0},
-    "zero 1": {"zero": 1},
-    "zero 2": {"zero": 2},
-    "zero 3": {"zero": 3},
-    "tp": {"tp": 2},
-    "tp, sequence parallel": {"tp": 2, "sequence_parallel": True},
-}
+LAYOUTS: list[dict[str, Any]] = [
+    *({"zero": zero} for zero in (0, 1, 2, 3)),
+    {"tp": 2},
+    {"tp": 2, "sequence_parallel": True},
+]
 
 
-def profiled(rank: int, parallelism: dict[str, Any], folder: Path) -> dict[str, Any]:
+def profiled(rank: int, world: int, parallelism: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Train a few steps under the profiler; say how long they took and what they sent, by other clocks."""
     config = config_of(EVEN, **parallelism)
     training, mesh = start(rank, 2, config)
@@ -40,25 +34,25 @@ def profiled(rank: int, parallelism: dict[str, Any], folder: Path) -> dict[str, 
     profiler = StepProfiler(traced, RunDir(folder), rank, mesh.traffic, settle)
     seconds, sent = 0.0, 0
     for step in range(1, LAST + 2):
-        before = mesh.traffic.total_bytes
+        before = sum(mesh.traffic.bytes_sent.values())
         with profiler.around_step(step):
             began = time.perf_counter()
             take_steps(config, training, mesh, [step])
             took = time.perf_counter() - began
         if FIRST <= step <= LAST:
             seconds += took
-            sent += mesh.traffic.total_bytes - before
+            sent += sum(mesh.traffic.bytes_sent.values()) - before
     profiler.close()
     settle()
     num_steps = LAST - FIRST + 1
     return {"step_s": seconds / num_steps, "bytes": sent / num_steps}
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("parallelism", LAYOUTS, ids=str)
 def test_the_shares_make_up_the_step_and_the_bytes_are_those_that_were_counted(
-    ranks: Callable[[int], RankPool], tmp_path: Path, name: str
+    ranks: Ranks, tmp_path: Path, parallelism: dict[str, Any]
 ) -> None:
-    expected, _ = ranks(2).run(profiled, parallelism=LAYOUTS[name], folder=tmp_path)
+    expected, _ = ranks(2).run(profiled, parallelism=parallelism, folder=tmp_path)
     shares = read_shares(RunDir(tmp_path).profile)
     assert shares is not None
     assert (shares.rank, shares.first_step, shares.last_step) == (0, FIRST, LAST)

@@ -1,8 +1,17 @@
-"""Restoring on other numbers of ranks and other layouts: the same bits, each read once."""
+"""Restoring on other numbers of ranks and other layouts: the same bits, each read once.
+
+And from what is damaged, or with ranks that are missing: found by all ranks alike, never taken.
+"""
 
 from __future__ import annotations
 
+import errno
+import itertools
+import os
+import pickle
+import signal
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,59 +19,60 @@ import layouts
 import pytest
 import torch
 import torch.distributed as dist
-from layouts import LAYOUTS, Case
-from pool import RankPool
+from layouts import LAYOUTS
+from pool import RankPool, Ranks
 
-from checkpointing.box import Box
-from checkpointing.catalog import read_manifest, step_name
-from checkpointing.checkpoint_errors import MismatchError
-from checkpointing.manifest import Manifest
-from checkpointing.restore import MODES, fetch, restore
-from checkpointing.shard_digest import part_digest
-from checkpointing.shards import Shard, as_bytes, whole
+from checkpointing.catalog import read_manifest
+from checkpointing.checkpoint_errors import (
+    CheckpointError,
+    MismatchError,
+    MissingRanksError,
+    NoCheckpointError,
+    StorageError,
+)
+from checkpointing.manifest import Manifest, decode
+from checkpointing.restore import MODES, restore
+from checkpointing.shards import Shard, whole
 from checkpointing.storage.local import LocalStorage
-
-pytestmark = pytest.mark.ranks
-
-Ranks = Callable[[int], RankPool]
+from checkpointing.verify import verify
 
 
 @pytest.fixture(scope="module")
-def saved(_pools: dict[int, RankPool], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with the state saved by 1, 2, 3 and 4 ranks in every layout."""
     folder = tmp_path_factory.mktemp("saved")
-    worlds = (1, 2, 3, 4)
-    for world in worlds:
-        # All are started before the first is waited for.
-        if world not in _pools or _pools[world].is_broken:
-            _pools[world] = RankPool(world)
-    for world in worlds:
-        _pools[world].run(layouts.save_all, world=world, folder=folder)
+    # All are started before the first is waited for.
+    for pool in [ranks(world) for world in (1, 2, 3, 4)]:
+        for layout in LAYOUTS:
+            place = folder / str(pool.size) / layout
+            pool.run(layouts.save, place=place, layout=layout, states={1: layouts.state()})
     return folder
+
+
+def test_every_layout_saves_the_same_intact_state(saved: Path) -> None:
+    storages = [LocalStorage(place) for place in saved.glob("*/*")]
+    assert len(storages) == 4 * len(LAYOUTS)
+    assert all(verify(storage, 1).is_intact for storage in storages)
+    assert len({read_manifest(storage, 1).state_digest for storage in storages}) == 1
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_any_layout_restores_on_any_other_bit_for_bit(ranks: Ranks, saved: Path, world: int) -> None:
-    cases = [
-        Case(saved / str(writers) / layout, LAYOUTS[(index + writers + offset) % len(LAYOUTS)], how)
-        for writers in (1, 2, 3, 4)
-        for index, layout in enumerate(LAYOUTS)
-        for offset, how in enumerate(MODES)
-    ]
-    state = layouts.state()
-    results = ranks(world).run(layouts.restore_all, world=world, cases=cases, topic=f"matrix/{saved}")
-    for number, case in enumerate(cases):
-        of_ranks = [result[number] for result in results]
-        assert [it["wrong"] for it in of_ranks] == [[]] * world, case
-        assert {layouts.digest_of(of_ranks, state)} == {it["state_digest"] for it in of_ranks}, case
-        assert [it["said"] for it in of_ranks] == [it["read"] for it in of_ranks], case
-        if case.how != "direct":
-            assert sum(it["read"] for it in of_ranks) == of_ranks[0]["size"], case
-        if case.how == "rank0":
-            assert all(it["read"] == 0 for it in of_ranks[1:]), case
+    for writers, (index, layout), (offset, how) in itertools.product(
+        (1, 2, 3, 4), enumerate(LAYOUTS), enumerate(MODES)
+    ):
+        onto = LAYOUTS[(index + writers + offset) % len(LAYOUTS)]
+        case = {"place": saved / str(writers) / layout, "layout": onto, "how": how}
+        of_ranks = ranks(world).run(layouts.restore_state, **case)
+        assert [found["wrong"] for found in of_ranks] == [[]] * world, case
+        assert [found["reported"] for found in of_ranks] == [found["read"] for found in of_ranks], case
+        if how != "direct":
+            assert sum(found["read"] for found in of_ranks) == of_ranks[0]["size"], case
+        if how == "rank0":
+            assert all(found["read"] == 0 for found in of_ranks[1:]), case
         # Only rank 0 lists checkpoints and reads the manifest.
-        for it in of_ranks[1:]:
-            assert set(it["calls"]) <= {"read_into"}, case
+        for found in of_ranks[1:]:
+            assert found["asked"] <= {"read_into"}, case
 
 
 def restored_blocks(rank: int, world: int, place: Path, how: str) -> tuple[int, int]:
@@ -70,102 +80,54 @@ def restored_blocks(rank: int, world: int, place: Path, how: str) -> tuple[int, 
     blocks = {f"block{index}": torch.arange(250_000 + index, dtype=torch.float32) for index in range(40)}
     layouts.save(rank, world, place, "replicated", {1: blocks})
     empty = [whole(name, torch.zeros_like(tensor)) for name, tensor in blocks.items()]
-    storage = layouts.CountingStorage(place)
-    peers = layouts.peers(rank, world, f"blocks/{place}")
-    assert restore(storage, peers, dist.group.WORLD, lambda _: empty, how=how) is not None
+    storage = layouts.watched(place)
+    layouts.restored(rank, world, place, "blocks", lambda _: empty, storage=storage, how=how)
     assert all(torch.equal(shard.tensor, blocks[shard.name]) for shard in empty)
-    return storage.bytes_read, sum(tensor.nbytes for tensor in blocks.values())
+    return layouts.bytes_read(storage), sum(tensor.nbytes for tensor in blocks.values())
 
 
-def test_replicas_share_the_reading_evenly(ranks: Ranks, tmp_path: Path) -> None:
-    results = ranks(4).run(restored_blocks, world=4, place=tmp_path, how="broadcast")
-    size = results[0][1]
-    assert sum(read for read, _ in results) == size
-    assert max(read for read, _ in results) <= 1.05 * size / 4
+def test_replicas_share_the_reading_evenly_but_in_direct_mode(ranks: Ranks, tmp_path: Path) -> None:
+    shared = ranks(4).run(restored_blocks, place=tmp_path / "shared", how="broadcast")
+    size = shared[0][1]
+    assert sum(read for read, _ in shared) == size
+    assert max(read for read, _ in shared) <= 1.05 * size / 4
+    assert ranks(2).run(restored_blocks, place=tmp_path / "direct", how="direct") == [(size, size)] * 2
 
 
-def test_direct_mode_reads_all_on_every_rank(ranks: Ranks, tmp_path: Path) -> None:
-    results = ranks(2).run(restored_blocks, world=2, place=tmp_path, how="direct")
-    assert [read for read, _ in results] == [size for _, size in results]
-
-
-def restored_tied(rank: int, world: int, place: Path) -> bool:
-    """Save one memory under two names and restore it into one memory."""
-    tied = torch.arange(481, dtype=torch.float32).reshape(37, 13)
-    layouts.save(rank, world, place, "replicated", {1: {"embedding": tied, "head": tied}})
-    memory = torch.zeros(37, 13)
-    peers = layouts.peers(rank, world, f"tied/{place}")
-    both = [whole("embedding", memory), whole("head", memory)]
-    restore(LocalStorage(place), peers, dist.group.WORLD, lambda _: both)
-    return torch.equal(memory, tied)
-
-
-def test_tied_tensors_are_restored_into_their_one_memory(ranks: Ranks, tmp_path: Path) -> None:
-    assert ranks(2).run(restored_tied, world=2, place=tmp_path) == [True, True]
-
-
-def restored_parameter(rank: int, world: int, place: Path) -> tuple[bool, list[int]]:
-    """Restore into a parameter that requires gradients, twice in one process, and note the phase."""
-    weights = {"weight": torch.randn(37, 13, generator=torch.Generator().manual_seed(3))}
-    layouts.save(rank, world, place, "rows", {8: weights})
+def restored_in_place(rank: int, world: int, place: Path) -> tuple[bool, list[int]]:
+    """Restore one memory that was saved under two names into a parameter with two names that requires
+    gradients, twice in one process; return whether it is right, and the steps of the phase that was told.
+    """
+    tied = torch.randn(37, 13, generator=torch.Generator().manual_seed(3))
+    layouts.save(rank, world, place, "rows", {8: {"embedding": tied, "head": tied}})
     parameter = torch.nn.Parameter(torch.zeros(37, 13))
-    peers = layouts.peers(rank, world, f"parameter/{place}")
-    steps: list[int] = []
+    both = [whole("embedding", parameter), whole("head", parameter)]
+    among, steps = layouts.peers(rank, world, f"in place/{place}"), []
+
+    def at_phase(phase: str, step: int) -> None:
+        if phase == "restore":
+            steps.append(step)
+
     for _ in range(2):
         parameter.data.zero_()
-        found = restore(
-            LocalStorage(place),
-            peers,
-            dist.group.WORLD,
-            lambda _: [whole("weight", parameter)],
-            at_phase=lambda phase, step: steps.append(step) if phase == "restore" else None,
-        )
+        found = restore(LocalStorage(place), among, dist.group.WORLD, lambda _: both, at_phase=at_phase)
         assert found is not None
         assert found.state == {"step": 8}
-    return torch.equal(parameter, weights["weight"]), steps
+    return torch.equal(parameter, tied), steps
 
 
-def test_a_parameter_is_filled_in_place_and_each_rank_tells_its_phase_once(
+def test_a_tied_parameter_is_filled_in_place_and_each_rank_tells_its_phase_once(
     ranks: Ranks, tmp_path: Path
 ) -> None:
-    assert ranks(3).run(restored_parameter, world=3, place=tmp_path) == [(True, [8, 8])] * 3
-
-
-def fetched_unverified(rank: int, world: int, place: Path) -> tuple[bool, int]:
-    """Fetch chunks without checksums, from a manifest made here, as of somebody else's files."""
-    original = torch.arange(2000, dtype=torch.int64).reshape(40, 50)
-    layouts.save(rank, world, place, "rows", {1: {"table": original}})
-
-    def without_checksums(manifest: Manifest) -> Manifest:
-        for tensor in manifest.tensors.values():
-            for chunk in tensor.chunks:
-                object.__setattr__(chunk, "checksum", "")
-        return manifest
-
-    manifest = without_checksums(read_manifest(LocalStorage(place), 1))
-    mine = Shard("table", (40, 50), (0, rank * 20), torch.zeros(40, 20, dtype=torch.int64))
-    peers = layouts.peers(rank, world, f"fetch/{place}")
-    storage, group = LocalStorage(place), dist.group.WORLD
-    read = fetch(storage, step_name(1), manifest, [mine], peers, group, how="broadcast", topic="it")
-    return torch.equal(mine.tensor, original[:, rank * 20 : rank * 20 + 20]), read
-
-
-def test_chunks_without_checksum_are_fetched_too(ranks: Ranks, tmp_path: Path) -> None:
-    results = ranks(2).run(fetched_unverified, world=2, place=tmp_path)
-    assert [is_right for is_right, _ in results] == [True, True]
-    assert sum(read for _, read in results) == 40 * 50 * 8
+    assert ranks(3).run(restored_in_place, place=tmp_path) == [(True, [8, 8])] * 3
 
 
 def mismatch(rank: int, world: int, place: Path, wanted: Any, only_rank: int | None = None) -> str:
     """Return what is said to a rank when a tensor is wanted that is not in the checkpoint."""
     shards = [wanted] if only_rank in (None, rank) else []
+    topic = f"mismatch/{wanted.name}/{wanted.shape}/{wanted.dtype}/{only_rank}"
     with pytest.raises(MismatchError) as caught:
-        restore(
-            LocalStorage(place),
-            layouts.peers(rank, world, f"mismatch/{place}/{wanted.name}/{only_rank}"),
-            dist.group.WORLD,
-            lambda _: shards,
-        )
+        layouts.restored(rank, world, place, topic, lambda _: shards)
     return str(caught.value)
 
 
@@ -182,15 +144,259 @@ def test_what_does_not_fit_is_named_on_all_ranks(
     ranks: Ranks, saved: Path, wanted: Shard, words: tuple[str, ...]
 ) -> None:
     place = saved / "2" / "rows"
-    for message in ranks(2).run(mismatch, world=2, place=place, wanted=wanted):
+    for message in ranks(2).run(mismatch, place=place, wanted=wanted):
         assert all(word in message for word in words), message
-    told = ranks(2).run(mismatch, world=2, place=place, wanted=wanted, only_rank=1)
+    told = ranks(2).run(mismatch, place=place, wanted=wanted, only_rank=1)
     assert told[0] == f"rank 1: {told[1]}"
 
 
-def test_the_bits_of_the_state_are_such_that_arithmetic_would_change_them() -> None:
-    matrix = layouts.state()["matrix"]
-    summed = matrix + torch.zeros_like(matrix)
-    assert not torch.equal(as_bytes(summed), as_bytes(matrix))
-    content = as_bytes(matrix).numpy().tobytes()
-    assert part_digest(content, "F32", Box.whole((37, 13)))
+# What is damaged, and ranks that are missing.
+
+WORLD = 3
+OLD, NEW = 5, 10
+
+
+@pytest.fixture
+def place(ranks: Ranks, tmp_path: Path) -> Path:
+    """Return a place with two checkpoints of three ranks."""
+    states = {OLD: layouts.state(OLD), NEW: layouts.state(NEW)}
+    ranks(WORLD).run(layouts.save, place=tmp_path, layout="mixture", states=states)
+    return tmp_path
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one rank got: a step with its reasons for skipping, or an error."""
+
+    step: int | None = None
+    skipped: tuple[tuple[int, str], ...] = ()
+    is_right: bool = False
+    error: str = ""
+
+
+class Unreadable(LocalStorage):
+    """A folder in which the newer checkpoint's tensors cannot be read."""
+
+    def read_into(self, path: str, begin: int, buffer: memoryview) -> None:
+        if f"step-{NEW:08d}/" in path:
+            raise StorageError(f"{path}: {os.strerror(errno.EIO)}")
+        super().read_into(path, begin, buffer)
+
+
+def attempt(
+    rank: int, world: int, place: Path, topic: str, failing_rank: int | None = None, **options: Any
+) -> Outcome:
+    """Restore onto whole replicas and say what came of it. `failing_rank`: of which the storage fails."""
+    storage = Unreadable(place) if rank == failing_rank else None
+    mine = layouts.shards(layouts.state(), "replicated", rank, world, is_filled=False)
+    try:
+        found = layouts.restored(rank, world, place, topic, lambda _: mine, storage=storage, **options)
+    except CheckpointError as error:
+        skipped = tuple(error.skipped) if isinstance(error, NoCheckpointError) else ()
+        return Outcome(skipped=skipped, error=f"{type(error).__name__}: {error}")
+    if found is None:
+        return Outcome()
+    whole = layouts.state(found.step)
+    return Outcome(found.step, tuple(found.skipped), all(layouts.is_equal(shard, whole) for shard in mine))
+
+
+def files(place: Path, step: int) -> list[Path]:
+    return sorted((place / f"step-{step:08d}").glob("*.safetensors"))
+
+
+def manifest_of(place: Path, step: int) -> Path:
+    return place / f"step-{step:08d}" / "manifest.json"
+
+
+def flip_a_bit(place: Path) -> str:
+    """Flip one bit of a chunk; return the tensor it belongs to."""
+    chunk = decode(manifest_of(place, NEW).read_bytes()).tensors["matrix"].chunks[-1]
+    file = manifest_of(place, NEW).with_name(chunk.file)
+    content = bytearray(file.read_bytes())
+    content[chunk.begin + chunk.num_bytes - 1] ^= 0x10
+    file.write_bytes(content)
+    return f"{chunk.file}: matrix: "
+
+
+def change(file: Path, edit: Callable[[bytes], bytes]) -> str:
+    """Let a file have the edited content; return its name."""
+    file.write_bytes(edit(file.read_bytes()))
+    return file.name
+
+
+def truncate(place: Path) -> str:
+    return change(files(place, NEW)[1], lambda content: content[:-1])
+
+
+def lengthen(place: Path) -> str:
+    return change(files(place, NEW)[1], lambda content: content + b"\0")
+
+
+def delete(place: Path) -> str:
+    file = files(place, NEW)[2]
+    file.unlink()
+    return file.name
+
+
+def take_from_the_older(place: Path) -> str:
+    """Put the older checkpoint's file in place: same size, same header, same tensors."""
+    old, new = files(place, OLD)[0], files(place, NEW)[0]
+    assert old.stat().st_size == new.stat().st_size
+    return change(new, lambda _: old.read_bytes())
+
+
+def put_a_pickle(place: Path) -> str:
+    """Put a pickle of the right size that would make a file, as is seen here."""
+    content = pickle.dumps(_Bomb(place / "exploded"))
+    pickle.loads(content.ljust(1000, b"\0"))
+    (place / "exploded").unlink()
+    return change(files(place, NEW)[0], lambda intact: content.ljust(len(intact), b"\0"))
+
+
+class _Bomb:
+    def __init__(self, target: Path) -> None:
+        self._target = target
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (self._target,))
+
+
+def edit_the_manifest(place: Path) -> str:
+    change(manifest_of(place, NEW), lambda intact: intact.replace(b'"generation": 0', b'"generation": 1'))
+    return "edited or damaged"
+
+
+def take_the_older_manifest(place: Path) -> str:
+    change(manifest_of(place, NEW), lambda _: manifest_of(place, OLD).read_bytes())
+    return f"step {OLD}"
+
+
+DAMAGES = [
+    *(flip_a_bit, truncate, lengthen, delete, take_from_the_older, put_a_pickle),
+    *(edit_the_manifest, take_the_older_manifest),
+]
+
+
+@pytest.mark.parametrize(
+    ("damage", "how"),
+    [*((damage, "broadcast") for damage in DAMAGES), (flip_a_bit, "rank0"), (flip_a_bit, "direct")],
+    ids=lambda case: case if isinstance(case, str) else case.__name__,
+)
+def test_all_ranks_walk_back_from_a_damage_with_the_same_reason(
+    ranks: Ranks, place: Path, damage: Callable[[Path], str], how: str
+) -> None:
+    named = damage(place)
+    outcomes = ranks(WORLD).run(attempt, place=place, topic="damage", how=how)
+    assert len(set(outcomes)) == 1
+    assert (outcomes[0].step, outcomes[0].is_right) == (OLD, True)
+    ((skipped, reason),) = outcomes[0].skipped
+    assert skipped == NEW
+    assert named in reason
+    assert not (place / "exploded").exists()
+
+
+def test_what_one_rank_cannot_read_sends_all_back(ranks: Ranks, place: Path) -> None:
+    outcomes = ranks(WORLD).run(attempt, place=place, topic="eio", how="direct", failing_rank=1)
+    assert len(set(outcomes)) == 1
+    assert outcomes[0].step == OLD
+    assert os.strerror(errno.EIO) in outcomes[0].skipped[0][1]
+
+
+def test_with_none_intact_every_reason_is_told(ranks: Ranks, place: Path) -> None:
+    named = flip_a_bit(place), files(place, OLD)[0]
+    named[1].unlink()
+    outcomes = ranks(WORLD).run(attempt, place=place, topic="none")
+    assert len(set(outcomes)) == 1
+    assert outcomes[0].error.startswith("NoCheckpointError: ")
+    assert [step for step, _ in outcomes[0].skipped] == [NEW, OLD]
+    assert named[0] in outcomes[0].error
+    assert named[1].name in outcomes[0].error
+
+
+def test_a_place_without_checkpoints_gives_nothing_and_one_that_cannot_be_listed_an_error(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    (tmp_path / "step-00000003").mkdir()
+    (tmp_path / ".step-00000004.g000-00.tmp").mkdir()
+    assert ranks(2).run(attempt, place=tmp_path, topic="empty") == [Outcome()] * 2
+    (tmp_path / "file").touch()
+    outcomes = ranks(2).run(attempt, place=tmp_path / "file", topic="unreachable")
+    assert all(outcome.error.startswith("StorageError: ") for outcome in outcomes)
+
+
+def test_a_given_step_is_taken_or_nothing(ranks: Ranks, place: Path) -> None:
+    outcomes = ranks(WORLD).run(attempt, place=place, topic="given", step=OLD)
+    assert outcomes == [Outcome(OLD, (), is_right=True)] * WORLD
+    outcomes = ranks(WORLD).run(attempt, place=place, topic="absent", step=7)
+    assert all(outcome.error.startswith("NoCheckpointError: ") for outcome in outcomes)
+    assert all("step 7; there are: 5, 10" in outcome.error for outcome in outcomes)
+    flip_a_bit(place)
+    outcomes = ranks(WORLD).run(attempt, place=place, topic="broken", step=NEW)
+    assert all(outcome.error.startswith("NoCheckpointError: ") for outcome in outcomes)
+
+
+def attempt_without(rank: int, world: int, place: Path, missing: int) -> tuple[list[int], str]:
+    """Let one rank stay away; return whom the others miss. They begin together: the limit is short."""
+    dist.barrier()
+    if rank == missing:
+        return [], ""
+    with pytest.raises(MissingRanksError) as caught:
+        layouts.restored(rank, world, place, f"missing/{missing}", lambda _: [], limit_s=0.5)
+    return caught.value.ranks, str(caught.value)
+
+
+@pytest.mark.parametrize("missing", [0, 2])
+def test_a_missing_rank_is_named_within_the_limit(ranks: Ranks, tmp_path: Path, missing: int) -> None:
+    results = ranks(WORLD).run(attempt_without, place=tmp_path, missing=missing)
+    del results[missing]
+    for ranks_missed, message in results:
+        assert ranks_missed == [missing]
+        assert f"rank {missing}" in message
+
+
+def attempt_refused(rank: int, world: int, place: Path, own: bool) -> str:
+    """Let one rank's user refuse the checkpoint, by this package's error or an error of its own."""
+
+    def wanted(manifest: Manifest) -> list[Any]:
+        if rank == 1:
+            raise RuntimeError("no such model") if own else MismatchError("another model")
+        return []
+
+    with pytest.raises((RuntimeError, MismatchError)) as caught:
+        layouts.restored(rank, world, place, f"refused/{own}", wanted)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+@pytest.mark.parametrize(
+    ("own", "words"), [(False, "MismatchError: another model"), (True, "RuntimeError: no such model")]
+)
+def test_a_user_that_refuses_stops_all_ranks_and_is_no_damage(
+    ranks: Ranks, place: Path, own: bool, words: str
+) -> None:
+    to_others = f"MismatchError: rank 1: {words.partition(': ')[2]}"
+    assert ranks(WORLD).run(attempt_refused, place=place, own=own) == [to_others, words, to_others]
+
+
+def attempt_with_a_death(rank: int, world: int, place: Path, victim: int) -> str:
+    """Kill one rank when half of its chunks are read; return what the others say."""
+    blocks = {f"block{index}": torch.zeros(400_000) for index in range(20)}
+    layouts.save(rank, world, place, "replicated", {1: blocks})
+
+    def kill(phase: str, step: int) -> None:
+        if rank == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    mine = [whole(name, tensor) for name, tensor in blocks.items()]
+    with pytest.raises(CheckpointError) as caught:
+        layouts.restored(rank, world, place, "death", lambda _: mine, limit_s=5.0, at_phase=kill)
+    return str(caught.value)
+
+
+def test_a_rank_that_dies_while_restoring_is_noticed_by_the_others(tmp_path: Path) -> None:
+    pool = RankPool(WORLD)
+    try:
+        with pytest.raises(EOFError):
+            pool.run(attempt_with_a_death, place=tmp_path, victim=1)
+        assert "rank" in pool._received(2)
+    finally:
+        pool.close()

@@ -1,25 +1,30 @@
-"""Where and how the optimizer's state is kept must not show: moments in bf16 over layouts and checkpoints,
-and state in host memory.
+"""Where and how the optimizer's state is kept must not show: in bf16, in host memory, and in checkpoints.
+
+Any layout restores what any other saved, and the same one goes on with the same bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from pool import RankPool
-from small_trainings import EVEN, ODD, Trained, all_trained, alone, config_of, joined
-from test_zero_checkpoints import go_on, save_behind
+from pool import Ranks
+from small_trainings import (
+    EVEN,
+    ODD,
+    alone,
+    assert_goes_on_bit_for_bit,
+    assert_same_bits,
+    config_of,
+    joined,
+    restore_and_go_on,
+    save_and_go_on,
+    trained_on,
+)
 
 from conf.schema import Config, ModelConfig, Offload, StateDType
-
-pytestmark = pytest.mark.ranks
-
-Ranks = Callable[[int], RankPool]
 
 
 def rounding(model: ModelConfig = EVEN, **parallelism: Any) -> Config:
@@ -30,21 +35,13 @@ def rounding(model: ModelConfig = EVEN, **parallelism: Any) -> Config:
     return config_of(model, optim=optim, train=train, **parallelism)
 
 
-def assert_same_bits(found: list[Trained], expected: list[Trained]) -> None:
-    assert [row[0] for row in found[0].rows] == [row[0] for row in expected[0].rows]
-    whole = joined([of_rank.shards for of_rank in expected])
-    for name, value in joined([of_rank.shards for of_rank in found]).items():
-        assert torch.equal(value, whole[name]), name
-
-
 @pytest.mark.parametrize("model", [EVEN, ODD], ids=["even", "odd"])
 def test_rounded_moments_have_the_same_bits_in_every_stage(ranks: Ranks, model: ModelConfig) -> None:
     configs = [rounding(model, zero=zero) for zero in (0, 1, 2, 3)]
-    results = ranks(2).run(all_trained, world=2, configs=configs, steps=8)
-    zero, *others = (list(of_ranks) for of_ranks in zip(*results, strict=True))
+    zero, *later_stages = trained_on(ranks(2), configs, steps=8)
     moments = [shard for shard in zero[0].shards if shard.name.startswith("optimizer.")]
     assert all(shard.tensor.dtype == torch.bfloat16 for shard in moments)
-    for stage in others:
+    for stage in later_stages:
         assert_same_bits(stage, zero)
 
 
@@ -52,9 +49,9 @@ def test_rounded_moments_of_tensor_parallel_ranks_follow_one_process(ranks: Rank
     config = rounding()
     expected = alone(config, steps=8)
     split = [rounding(tp=2, zero=0), rounding(tp=2, sequence_parallel=True)]
-    for of_ranks in zip(*ranks(2).run(all_trained, world=2, configs=split, steps=8), strict=True):
-        whole = joined([of_rank.shards for of_rank in of_ranks])
-        for name, value in joined([expected.shards]).items():
+    for of_ranks in trained_on(ranks(2), split, steps=8):
+        whole = joined(of_ranks)
+        for name, value in joined([expected]).items():
             if name.startswith("model."):
                 assert (whole[name] - value).norm() <= 1e-4 * value.norm(), name
                 continue
@@ -63,10 +60,7 @@ def test_rounded_moments_of_tensor_parallel_ranks_follow_one_process(ranks: Rank
 
 
 def test_a_checkpoint_of_rounded_moments_goes_on_bit_for_bit(ranks: Ranks, tmp_path: Path) -> None:
-    arguments = {"world": 2, "config": rounding(zero=2), "place": tmp_path}
-    expected = ranks(2).run(save_behind, **arguments)
-    found = ranks(2).run(go_on, topic="same", **arguments)
-    assert [(rows, state) for rows, state, *_ in found] == expected
+    assert_goes_on_bit_for_bit(ranks(2), rounding(zero=2), tmp_path)
 
 
 OFFLOADED: list[tuple[str, dict[str, Any]]] = [
@@ -84,12 +78,57 @@ def test_state_in_host_memory_trains_with_the_same_bits(ranks: Ranks, precision:
     train = {"global_batch_size": 4, "micro_batch_size": 1}
     kept = [config_of(ODD, precision, train=train, **stage) for _, stage in OFFLOADED]
     moved = [
-        replace(config, parallelism=replace(config.parallelism, offload=Offload(offload)))
-        for config, (offload, _) in zip(kept, OFFLOADED, strict=True)
+        config_of(ODD, precision, train=train, offload=Offload(where), **stage) for where, stage in OFFLOADED
     ]
-    expected = ranks(2).run(all_trained, world=2, configs=kept, steps=6)
-    found = ranks(2).run(all_trained, world=2, configs=moved, steps=6)
-    for of_ranks, of_ranks_expected in zip(
-        zip(*found, strict=True), zip(*expected, strict=True), strict=True
-    ):
-        assert_same_bits(list(of_ranks), list(of_ranks_expected))
+    expected = trained_on(ranks(2), kept, steps=6)
+    for of_ranks, of_ranks_expected in zip(trained_on(ranks(2), moved, steps=6), expected, strict=True):
+        assert_same_bits(of_ranks, of_ranks_expected)
+
+
+# Global batch 12: 1, 2, 3 and 4 ranks can share it.
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "zero0 on 2": (2, {}),
+    "zero1 on 3": (3, {"zero": 1}),
+    "zero2 on 4": (4, {"zero": 2}),
+    "zero3 on 2": (2, {"zero": 3}),
+    "zero3 on 4": (4, {"zero": 3}),
+    "hybrid on 4": (4, {"zero": 3, "shard_degree": 2}),
+}
+
+
+def setting(name: str, precision: str = "fp32") -> tuple[int, Config]:
+    world, parallelism = LAYOUTS[name]
+    train = {"global_batch_size": 12, "micro_batch_size": 1}
+    return world, config_of(ODD, precision, train=train, **parallelism)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["zero1 on 3", "zero2 on 4", "zero3 on 2", "hybrid on 4"])
+def test_the_same_layout_goes_on_bit_for_bit(ranks: Ranks, tmp_path: Path, name: str, precision: str) -> None:
+    world, config = setting(name, precision)
+    assert_goes_on_bit_for_bit(ranks(world), config, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("saved")
+
+
+@pytest.mark.parametrize("source", ["one", "zero1 on 3", "zero3 on 4", "hybrid on 4"])
+def test_every_layout_restores_what_another_saved(ranks: Ranks, saved: Path, source: str) -> None:
+    world, config = setting(source)
+    place = saved / source
+    rows = ranks(world).run(save_and_go_on, config=config, place=place)[0][0]
+    for target in LAYOUTS:
+        if target == source:
+            continue
+        world, config = setting(target)
+        topic = target.replace(" ", "-")
+        found = ranks(world).run(restore_and_go_on, config=config, place=place, topic=topic)
+        for new_rows, _, restored_digest, saved_again in found:
+            assert saved_again == restored_digest, f"{source} → {target}"
+            assert new_rows == found[0][0]
+            for (loss, norm, _), (loss_expected, norm_expected, _) in zip(new_rows, rows, strict=True):
+                assert loss == pytest.approx(loss_expected, rel=1e-5)
+                assert norm == pytest.approx(norm_expected, rel=1e-5)

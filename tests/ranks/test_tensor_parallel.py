@@ -2,53 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 from cut_models import (
     BATCH,
     MODELS,
     SEQUENCE,
     assembled,
     config_of,
-    counted,
     cut_gradients,
     cut_model,
     gather_again,
     tokens_of,
     whole_gradients,
 )
-from pool import RankPool
+from pool import Ranks
 from torch import Tensor
 
 from conf.schema import Recompute
 from orchestra.model.transformer import Transformer
 from orchestra.sizes.activations import LayerActivations
 
-pytestmark = pytest.mark.ranks
-
-
-def all_gradients(rank: int, tp: int, sequence_parallel: bool) -> dict[str, object]:
-    return {
-        name: cut_gradients(rank, config_of(name, tp, sequence_parallel=sequence_parallel)) for name in MODELS
-    }
-
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("tp", [2, 4])
 def test_loss_gradients_and_logits_are_those_of_one_device(
-    ranks: Callable[[int], RankPool], tp: int, sequence_parallel: bool
+    ranks: Ranks, tp: int, sequence_parallel: bool
 ) -> None:
-    results = ranks(tp).run(all_gradients, tp=tp, sequence_parallel=sequence_parallel)
     for name in MODELS:
         loss, gradients, logits = whole_gradients(config_of(name, 1))
-        found = [result[name] for result in results]
-        for other_loss, _, other_logits in found:
-            assert other_loss == found[0][0] == pytest.approx(loss, rel=1e-6)
-            torch.testing.assert_close(other_logits, logits, rtol=1e-5, atol=1e-5)
+        config = config_of(name, tp, sequence_parallel=sequence_parallel)
+        found = ranks(tp).run(cut_gradients, config=config)
+        for loss_of_rank, _, logits_of_rank in found:
+            assert loss_of_rank == found[0][0] == pytest.approx(loss, rel=1e-6)
+            torch.testing.assert_close(logits_of_rank, logits, rtol=1e-5, atol=1e-5)
         total = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
         for key, gradient in assembled([parts for _, parts, _ in found], gradients).items():
             # A bias of keys shifts all scores alike: its gradient is zero but for rounding.
@@ -57,31 +47,31 @@ def test_loss_gradients_and_logits_are_those_of_one_device(
             assert error < 1e-5, f"{name}: {key} is off by {error:.1e}"
 
 
-def recomputed_gradients(rank: int, tp: int, sequence_parallel: bool) -> list[tuple[str, str, bool]]:
+def recomputed_gradients(rank: int, world: int, sequence_parallel: bool) -> list[tuple[str, str, bool]]:
     """Return, for models and kinds of recomputation, whether loss and gradients have the bits of keeping."""
     found = []
     for name in ("llama gqa 2", "gpt tied"):
-        config = config_of(name, tp, sequence_parallel=sequence_parallel)
-        loss, gradients, _ = cut_gradients(rank, config)
+        config = config_of(name, world, sequence_parallel=sequence_parallel)
+        loss, gradients, _ = cut_gradients(rank, world, config)
         for kind in (Recompute.selective, Recompute.full):
             train = replace(config.train, recompute=kind)
-            again, others, _ = cut_gradients(rank, replace(config, train=train))
-            equal = all(torch.equal(others[key][2], part) for key, (_, _, part) in gradients.items())
+            again, repeated, _ = cut_gradients(rank, world, replace(config, train=train))
+            equal = all(torch.equal(repeated[key][2], part) for key, (_, _, part) in gradients.items())
             found.append((name, kind.name, loss == again and equal))
     return found
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_recomputation_changes_no_bit(ranks: Callable[[int], RankPool], sequence_parallel: bool) -> None:
-    for result in ranks(4).run(recomputed_gradients, tp=4, sequence_parallel=sequence_parallel):
+def test_recomputation_changes_no_bit(ranks: Ranks, sequence_parallel: bool) -> None:
+    for result in ranks(4).run(recomputed_gradients, sequence_parallel=sequence_parallel):
         assert len(result) == 4
         for name, kind, is_equal in result:
             assert is_equal, f"{kind} recomputation changes the bits of {name}"
 
 
-def bytes_sent(rank: int, tp: int, sequence_parallel: bool, recompute: Recompute) -> dict[str, int]:
+def bytes_sent(rank: int, world: int, sequence_parallel: bool, recompute: Recompute) -> dict[str, int]:
     """Return what one micro-batch makes this rank send."""
-    config = config_of("llama mha", tp, sequence_parallel=sequence_parallel, recompute=recompute)
+    config = config_of("llama mha", world, sequence_parallel=sequence_parallel, recompute=recompute)
     model, _, mesh = cut_model(rank, config)
     tokens, targets = tokens_of(config.model)
     model(tokens, targets).backward()
@@ -90,9 +80,7 @@ def bytes_sent(rank: int, tp: int, sequence_parallel: bool, recompute: Recompute
 
 @pytest.mark.parametrize("recompute", list(Recompute), ids=lambda kind: kind.name)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_bytes_sent_are_those_of_theory(
-    ranks: Callable[[int], RankPool], sequence_parallel: bool, recompute: Recompute
-) -> None:
+def test_bytes_sent_are_those_of_theory(ranks: Ranks, sequence_parallel: bool, recompute: Recompute) -> None:
     model, tp = MODELS["llama mha"], 4
     num_tokens, layers = BATCH * SEQUENCE, model.num_hidden_layers
     passing = num_tokens * model.hidden_size * 4 * (tp - 1) // tp
@@ -106,8 +94,7 @@ def test_bytes_sent_are_those_of_theory(
         # A layer: two forward, two backward. The embedding's forward and the loss: one.
         sums = layers * (4 + again[0]) + 2
         expected = {"all_reduce": sums * 2 * passing, "all_gather": statistics}
-    arguments = {"tp": tp, "sequence_parallel": sequence_parallel, "recompute": recompute}
-    for sent in ranks(tp).run(bytes_sent, **arguments):
+    for sent in ranks(tp).run(bytes_sent, sequence_parallel=sequence_parallel, recompute=recompute):
         assert sent == expected
 
 
@@ -130,25 +117,25 @@ def kept_bytes(model: Transformer) -> int:
     return sum(size for size, _ in kept.values())
 
 
-def memory_and_gradients(rank: int, name: str) -> dict[str, tuple[int, list[Tensor], int]]:
+def memory_and_gradients(rank: int, world: int, name: str) -> dict[str, tuple[int, list[Tensor], int]]:
     """Return kept bytes, gradients and gathered bytes by how the input of products is treated."""
     found = {}
     for how in ("without", "kept", "again"):
-        config = config_of(name, 4, sequence_parallel=how != "without")
+        config = config_of(name, world, sequence_parallel=how != "without")
         model, _, mesh = cut_model(rank, config)
         if how == "again":
             gather_again(model)
         size = kept_bytes(model)
-        mesh.traffic.clear()
+        mesh.traffic.bytes_sent.clear()
         model(*tokens_of(config.model)).backward()
-        gradients = [it.grad for it in model.parameters() if it.grad is not None]
+        gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
         found[how] = size, gradients, mesh.traffic.bytes_sent["all_gather"]
     return found
 
 
 @pytest.mark.parametrize("name", ["llama mha", "llama gqa 2", "gpt"])
 def test_kept_bytes_are_those_of_the_formula_and_gathering_again_changes_no_bit(
-    ranks: Callable[[int], RankPool], name: str
+    ranks: Ranks, name: str
 ) -> None:
     model, tp = MODELS[name], 4
     without = LayerActivations(model, BATCH, SEQUENCE, element_bytes=4, tp=tp)
@@ -166,46 +153,21 @@ def test_kept_bytes_are_those_of_the_formula_and_gathering_again_changes_no_bit(
         assert found["again"][2] - found["kept"][2] == 2 * model.num_hidden_layers * passing
 
 
-def bf16_loss(rank: int, sequence_parallel: bool) -> float:
-    config = config_of("llama gqa tied", 2, sequence_parallel=sequence_parallel)
-    model, _, _ = cut_model(rank, config)
-    model.to(torch.bfloat16)
-    loss = model(*tokens_of(config.model))
-    loss.backward()
-    assert all(it.grad is not None and it.grad.isfinite().all() for it in model.parameters())
-    return float(loss.detach())
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_bf16_follows_fp32(ranks: Callable[[int], RankPool], sequence_parallel: bool) -> None:
-    loss, _, _ = whole_gradients(config_of("llama gqa tied", 1), scale=1.0)
-    first, second = ranks(2).run(bf16_loss, sequence_parallel=sequence_parallel)
-    assert first == second == pytest.approx(loss, rel=1e-2)
-
-
-def compiled_losses(rank: int) -> tuple[float, float, float]:
+def compiled_losses(rank: int, world: int) -> tuple[float, float, float]:
     """Return the loss of eager and of compiled blocks, and how far apart their gradients are."""
-    config = config_of("few words", 2, sequence_parallel=True, recompute=Recompute.selective)
-    loss, gradients, _ = cut_gradients(rank, config, scale=1.0)
-    model, places, _ = cut_model(rank, config)
-    for layer in model.layers:
-        # Traced and differentiated as always; to generate code would take most of the test's time.
-        layer.forward = torch.compile(layer.forward, backend="aot_eager")
-    found = model(*tokens_of(config.model))
-    found.backward()
-    worst = 0.0
-    for name, parameter in model.named_parameters():
-        place, gradient = places[name], parameter.grad
-        assert gradient is not None
-        if place.sum_group is not None:
-            dist.all_reduce(gradient, group=place.sum_group)
-        expected = gradients[name][2]
-        worst = max(worst, float((counted(gradient, place) - expected).norm() / expected.norm()))
-    return loss, float(found.detach()), worst
+    config = config_of("few words", world, sequence_parallel=True, recompute=Recompute.selective)
+    loss, gradients, _ = cut_gradients(rank, world, config)
+    # Traced and differentiated as always; to generate code would take most of the test's time.
+    backend = functools.partial(torch.compile, backend="aot_eager")
+    compiled_loss, compiled, _ = cut_gradients(rank, world, config, compiled_by=backend)
+    worst = max(
+        float((compiled[name][2] - part).norm() / part.norm()) for name, (_, _, part) in gradients.items()
+    )
+    return loss, compiled_loss, worst
 
 
 @pytest.mark.slow
-def test_compiled_blocks_agree_with_eager_ones_on_ranks(ranks: Callable[[int], RankPool]) -> None:
+def test_compiled_blocks_agree_with_eager_ones_on_ranks(ranks: Ranks) -> None:
     for loss, compiled, worst in ranks(2).run(compiled_losses):
         assert compiled == pytest.approx(loss, rel=1e-6)
         assert worst < 1e-5

@@ -3,47 +3,42 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from pool import RankPool
-from small_trainings import EVEN, ODD, Trained, all_trained, alone, config_of, joined, start, take_steps
+import torch.distributed as dist
+from pool import RankPool, Ranks
+from small_trainings import (
+    EVEN,
+    ODD,
+    SEQUENCE,
+    alone,
+    assert_same_bits,
+    assert_same_training,
+    config_of,
+    start,
+    take_steps,
+    trained_on,
+)
 
 from conf.schema import Config, DType, Family, ModelConfig, Recompute
 from orchestra.parallel.zero.buffers import SpareMemory, in_blocks, in_buckets
-from orchestra.precision.dtypes import policy
+from orchestra.precision.policies import policy
 from orchestra.sizes.flops import num_parameters
 
-pytestmark = pytest.mark.ranks
-
-Ranks = Callable[[int], RankPool]
 # Steps where the comparison does not sharpen with more; `make equivalence` takes twenty.
 FEW = 8
 # Stage and shard degree, by the number of ranks.
 STAGES: dict[int, list[dict[str, Any]]] = {
-    2: [{"zero": zero} for zero in (0, 1, 2, 3)],
-    3: [{"zero": zero} for zero in (1, 2, 3)],
+    2: [{"zero": 0, "bucket_mib": 0.001}, *({"zero": zero} for zero in (0, 1, 2, 3))],
+    3: [{"zero": 0, "bucket_mib": 100.0}, *({"zero": zero} for zero in (0, 1, 2, 3))],
     # Sharded over all four: test_equivalence.
     4: [{"zero": zero, "shard_degree": 2} for zero in (1, 2, 3)],
 }
-
-
-def assert_same_training(found: list[Trained], expected: Trained) -> None:
-    """Losses, norms and final parameters agree with the reference, and the ranks' rows bit for bit."""
-    for of_rank in found:
-        assert of_rank.rows == found[0].rows
-    for (loss, norm, _), (loss_expected, norm_expected, _) in zip(found[0].rows, expected.rows, strict=True):
-        assert loss == pytest.approx(loss_expected, rel=1e-5)
-        assert norm == pytest.approx(norm_expected, rel=1e-5)
-    whole = joined([of_rank.shards for of_rank in found])
-    for name, value in joined([expected.shards]).items():
-        if name.endswith("k_proj.bias"):
-            continue  # shifts all scores of a query alike: its gradient is rounding, which AdamW scales up
-        limit = 1e-5 if name.startswith("model.") else 1e-4  # moments are sums of squares of small numbers
-        assert (whole[name] - value).norm() <= limit * value.norm(), name
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
@@ -52,9 +47,8 @@ def test_every_stage_trains_like_one_process(ranks: Ranks, world: int, accumulat
     train = {"global_batch_size": world * accumulation, "micro_batch_size": 1}
     expected = alone(config_of(train=train), steps=FEW)
     configs = [config_of(train=train, **stage) for stage in STAGES[world]]
-    results = ranks(world).run(all_trained, world=world, configs=configs, steps=FEW)
-    for of_ranks in zip(*results, strict=True):
-        assert_same_training(list(of_ranks), expected)
+    for of_ranks in trained_on(ranks(world), configs, steps=FEW):
+        assert_same_training(of_ranks, expected)
 
 
 FAMILIES: dict[str, ModelConfig] = {
@@ -71,9 +65,8 @@ def test_tied_and_biased_models_train_like_one_process(ranks: Ranks, family: str
     expected = alone(config_of(FAMILIES[family], train=train), steps=FEW)
     train["recompute"] = Recompute(recompute)
     configs = [config_of(FAMILIES[family], train=train, zero=zero) for zero in (1, 2, 3)]
-    results = ranks(3).run(all_trained, world=3, configs=configs, steps=FEW)
-    for of_ranks in zip(*results, strict=True):
-        assert_same_training(list(of_ranks), expected)
+    for of_ranks in trained_on(ranks(3), configs, steps=FEW):
+        assert_same_training(of_ranks, expected)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -84,39 +77,59 @@ def test_every_stage_combines_with_tensor_parallelism(ranks: Ranks, sequence_par
     expected = alone(config_of(model, train=train), steps=FEW)
     split: dict[str, Any] = {"tp": 2, "sequence_parallel": sequence_parallel}
     configs = [config_of(model, train=train, zero=zero, **split) for zero in (0, 1, 2, 3)]
-    results = ranks(4).run(all_trained, world=4, configs=configs, steps=FEW)
-    for of_ranks in zip(*results, strict=True):
-        assert_same_training(list(of_ranks), expected)
+    for of_ranks in trained_on(ranks(4), configs, steps=FEW):
+        assert_same_training(of_ranks, expected)
 
 
 def test_compiled_blocks_train_with_the_hooks_around_them(ranks: Ranks) -> None:
     train = {"global_batch_size": 4}
     expected = alone(config_of(EVEN, train=train), steps=3)
     configs = [config_of(EVEN, train={**train, "compile": True}, zero=zero) for zero in (1, 3)]
-    results = ranks(2).run(all_trained, world=2, configs=configs, steps=3)
-    for of_ranks in zip(*results, strict=True):
-        assert_same_training(list(of_ranks), expected)
+    for of_ranks in trained_on(ranks(2), configs, steps=3):
+        assert_same_training(of_ranks, expected)
 
 
 @pytest.mark.parametrize("bucket_mib", [0.001, 1.0])
-def test_stages_one_and_two_follow_the_bits_of_stage_zero(ranks: Ranks, bucket_mib: float) -> None:
+def test_every_stage_on_two_ranks_follows_the_bits_of_one_rank_with_two_micro_batches(
+    ranks: Ranks, bucket_mib: float
+) -> None:
     """Two numbers have one sum. Unclipped: squares of ranges are summed in another order than of wholes."""
-    optim = {"clip_norm": None}
-    train = {"global_batch_size": 4}
-    configs = [
-        config_of(EVEN, optim=optim, train=train, zero=zero, bucket_mib=bucket_mib) for zero in (0, 1, 2, 3)
-    ]
-    results = ranks(2).run(all_trained, world=2, configs=configs)
-    zero, *others = ([of_rank[number] for of_rank in results] for number in range(4))
-    expected = joined([zero[0].shards])
-    for stage in others:
-        assert [row[0] for row in stage[0].rows] == [row[0] for row in zero[0].rows]
-        for name, value in joined([of_rank.shards for of_rank in stage]).items():
-            assert torch.equal(value, expected[name]), name
+    settings: dict[str, Any] = {"optim": {"clip_norm": None}, "train": {"global_batch_size": 4}}
+    configs = [config_of(EVEN, **settings, zero=zero, bucket_mib=bucket_mib) for zero in (0, 1, 2, 3)]
+    expected = alone(configs[0])
+    stages = trained_on(ranks(2), configs)
+    assert stages[0][0].rows == expected.rows
+    for stage in stages:
+        assert_same_bits(stage, [expected])
 
 
-@pytest.mark.parametrize("precision", ["bf16", "bf16_fp32_grad"])
-@pytest.mark.parametrize("reduce_dtype", [None, DType.fp32])
+def count_reductions(rank: int, world: int) -> list[int]:
+    """Return how many all-reduces had started when each backward pass of an accumulated step ended."""
+    training, _ = start(rank, world, config_of(EVEN, train={"global_batch_size": 4}, bucket_mib=0.02))
+    model, stage = training.parallelized.model, training.parallelized.stage
+    tokens = torch.randint(0, 64, (2, SEQUENCE + 1))
+    counts = []
+    with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduce:
+        for index in range(3):
+            stage.begin(is_first=index == 0, is_last=index == 2)
+            model(tokens[:, :-1], tokens[:, 1:]).backward()
+            counts.append(reduce.call_count)
+        stage.finish()
+    return [*counts, reduce.call_count]
+
+
+def test_only_the_last_micro_batch_reduces_and_it_does_so_inside_the_backward_pass(
+    ranks: Ranks,
+) -> None:
+    for first, second, after_last_backward, total in ranks(2).run(count_reductions):
+        assert first == second == 0
+        assert after_last_backward == total > 2
+
+
+@pytest.mark.parametrize(
+    ("precision", "reduce_dtype"),
+    [("bf16", None), ("bf16", DType.fp32), ("bf16_fp32_grad", None), ("bf16_fp32_grad", DType.bf16)],
+)
 def test_16_bit_stages_stay_as_close_to_fp32_as_one_process_does(
     ranks: Ranks, precision: str, reduce_dtype: DType | None
 ) -> None:
@@ -126,36 +139,13 @@ def test_16_bit_stages_stay_as_close_to_fp32_as_one_process_does(
     rounded = alone(config_of(**settings), steps=FEW)
     spread = [abs(a[0] - b[0]) for a, b in zip(rounded.rows, exact.rows, strict=True)]
     # Each stage, and a hybrid: with which stages that goes is shown in 32 bits.
-    stages: list[dict[str, Any]] = [{"zero": 1}, {"zero": 2, "shard_degree": 2}, {"zero": 3}]
+    stages: list[dict[str, Any]] = [{"zero": 0}, {"zero": 1}, {"zero": 2, "shard_degree": 2}, {"zero": 3}]
     configs = [config_of(**settings, **stage) for stage in stages]
-    results = ranks(4).run(all_trained, world=4, configs=configs, steps=FEW)
-    for of_ranks in zip(*results, strict=True):
+    for of_ranks in trained_on(ranks(4), configs, steps=FEW):
         assert all(of_rank.rows == of_ranks[0].rows for of_rank in of_ranks)
         assert all(shard.tensor.dtype == torch.float32 for shard in of_ranks[0].shards)
         off = [abs(a[0] - b[0]) for a, b in zip(of_ranks[0].rows, exact.rows, strict=True)]
         assert max(off) <= max(3 * max(spread), 2e-3 * exact.rows[0][0])
-
-
-def parameters_follow_masters(rank: int, world: int, config: Config) -> bool:
-    """Whether every parameter that this rank keeps whole is its masters' rounding, over all ranks."""
-    training, mesh = start(rank, world, config)
-    take_steps(config, training, mesh, range(1, 4))
-    training.parallelized.stage.settle()
-    found = []
-    for item in training.parallelized.trained:
-        part = item.parameter.detach().view(-1)[item.start : item.stop]
-        found.append(torch.equal(part, item.master.view(-1).to(part.dtype)))
-        copies = [torch.empty_like(item.parameter.detach()) for _ in range(world)]
-        torch.distributed.all_gather(copies, item.parameter.detach().contiguous())
-        found.append(all(torch.equal(copy, copies[0]) for copy in copies))
-    return all(found)
-
-
-@pytest.mark.parametrize("zero", [1, 2])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_all_ranks_have_the_same_parameters_behind_an_update(ranks: Ranks, zero: int, precision: str) -> None:
-    config = config_of(zero=zero, precision=precision)
-    assert all(ranks(3).run(parameters_follow_masters, world=3, config=config))
 
 
 # What a rank keeps of everything, behind a step.
@@ -184,11 +174,7 @@ class Kept:
     largest_unit: int
 
 
-def bytes_kept(rank: int, world: int, configs: Sequence[Config]) -> list[Kept]:
-    return [_bytes_kept(rank, world, config) for config in configs]
-
-
-def _bytes_kept(rank: int, world: int, config: Config) -> Kept:
+def bytes_kept(rank: int, world: int, config: Config) -> Kept:
     """Train two steps and look at all tensors of the process that were not there before."""
     gc.collect()
     before = _storages(_all_of(torch.Tensor))
@@ -200,7 +186,7 @@ def _bytes_kept(rank: int, world: int, config: Config) -> Kept:
     gc.collect()
     after = _storages(_all_of(torch.Tensor))
     added = sum(size for pointer, (size, _) in after.items() if pointer not in before)
-    passing = sum(it.num_bytes for it in _all_of(SpareMemory))
+    passing = sum(memory.num_bytes for memory in _all_of(SpareMemory))
     gc.unfreeze()
     parameters = [item.parameter for item in training.parallelized.trained]
     is_split = config.parallelism.zero == 3
@@ -238,18 +224,18 @@ def _unit_sizes(config: Config, parameters: Sequence[torch.Tensor], training: An
 def test_each_stage_keeps_the_bytes_of_its_formula(ranks: Ranks, precision: str) -> None:
     train = {"global_batch_size": 4, "micro_batch_size": 1}
     configs = [config_of(ODD_WIDE, precision=precision, zero=zero, train=train) for zero in (0, 1, 2, 3)]
-    for of_rank in ranks(4).run(bytes_kept, world=4, configs=configs):
-        for zero, kept in enumerate(of_rank):
+    for zero, config in enumerate(configs):
+        for kept in ranks(4).run(bytes_kept, config=config):
             whole, shared_out = FORMULAS[precision][zero]
             expected = (whole + shared_out / 4) * kept.num_parameters
             assert kept.state == pytest.approx(expected, rel=0.02), f"ZeRO-{zero}"
-            width = policy(configs[zero].precision).reduce.itemsize
+            width = policy(config.precision).reduce.itemsize
             unit_bytes = 1.05 * kept.largest_unit * width
             # Messages of one unit; and without whole gradients one unit on its way and two that fill, since
             # autograd begins the next one before it ends the first.
             assert kept.passing <= [0, 1, 4, 4][zero] * unit_bytes, f"ZeRO-{zero}"
             # Two layers, and the larger of what stands before and behind them.
-            width = policy(configs[zero].precision).parameter.itemsize
+            width = policy(config.precision).parameter.itemsize
             assert kept.gathered <= 3 * 1.05 * kept.largest_unit * width
 
 
@@ -258,17 +244,21 @@ def test_each_stage_keeps_the_bytes_of_its_formula(ranks: Ranks, precision: str)
 PLANE = ModelConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=6, vocab_size=64)
 
 
-def bytes_sent(rank: int, world: int, configs: Sequence[Config]) -> list[dict[str, int]]:
-    """Return what one step sends, behind a first one."""
-    found = []
-    for config in configs:
-        training, mesh = start(rank, world, config)
-        take_steps(config, training, mesh, [1])
-        mesh.traffic.clear()
-        take_steps(config, training, mesh, [2])
-        training.parallelized.stage.settle()
-        found.append(dict(mesh.traffic.bytes_sent))
-    return found
+def bytes_sent(rank: int, world: int, config: Config) -> dict[str, int]:
+    """Return what one step sends, after a first one."""
+    training, mesh = start(rank, world, config)
+    take_steps(config, training, mesh, [1])
+    mesh.traffic.bytes_sent.clear()
+    take_steps(config, training, mesh, [2])
+    training.parallelized.stage.settle()
+    return dict(mesh.traffic.bytes_sent)
+
+
+def sent_by_each(pool: RankPool, configs: Sequence[Config]) -> list[dict[str, int]]:
+    """Return for each configuration what a rank sends: all ranks the same."""
+    results = [pool.run(bytes_sent, config=config) for config in configs]
+    assert all(sent == of_ranks[0] for of_ranks in results for sent in of_ranks)
+    return [of_ranks[0] for of_ranks in results]
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
@@ -283,25 +273,22 @@ def test_each_stage_sends_the_bytes_of_theory(ranks: Ranks, world: int, accumula
     # nor at the next micro-batch; and the backward passes of the ends need no parameters.
     again = num_layers - 2
     gathered = size + again * layer + (accumulation - 1) * (size - 2 * layer + again * layer)
-    for first, second, third, fourth in ranks(world).run(bytes_sent, world=world, configs=configs):
-        assert first == {"all_reduce": pytest.approx(2 * size * share, rel=0.02)}
-        whole = pytest.approx(size * share, rel=0.02)
-        summed = pytest.approx(accumulation * size * share, rel=0.02)
-        assert second == {"reduce_scatter": whole, "all_gather": whole}
-        assert third == {"reduce_scatter": summed, "all_gather": whole}
-        assert fourth == {
-            "reduce_scatter": summed,
-            "all_gather": pytest.approx(gathered * share, rel=0.02),
-        }
-        assert sum(fourth.values()) <= 1.02 * 3 * accumulation * size * share
+    first, second, third, fourth = sent_by_each(ranks(world), configs)
+    assert first == {"all_reduce": pytest.approx(2 * size * share, rel=0.02)}
+    whole = pytest.approx(size * share, rel=0.02)
+    summed = pytest.approx(accumulation * size * share, rel=0.02)
+    assert second == {"reduce_scatter": whole, "all_gather": whole}
+    assert third == {"reduce_scatter": summed, "all_gather": whole}
+    assert fourth == {"reduce_scatter": summed, "all_gather": pytest.approx(gathered * share, rel=0.02)}
+    assert sum(fourth.values()) <= 1.02 * 3 * accumulation * size * share
 
 
 def test_hybrid_sharding_sends_one_sum_of_the_owned_ranges_more(ranks: Ranks) -> None:
     train = {"global_batch_size": 12, "micro_batch_size": 1}
     configs = [config_of(PLANE, train=train, zero=zero, shard_degree=2) for zero in (1, 2)]
     size = 4 * num_parameters(PLANE)
-    for first, second in ranks(4).run(bytes_sent, world=4, configs=configs):
-        half = pytest.approx(size / 2, rel=0.02)
-        assert first == {"reduce_scatter": half, "all_gather": half, "all_reduce": half}
-        summed = pytest.approx(3 * size / 2, rel=0.02)
-        assert second == {"reduce_scatter": summed, "all_gather": half, "all_reduce": half}
+    first, second = sent_by_each(ranks(4), configs)
+    half = pytest.approx(size / 2, rel=0.02)
+    assert first == {"reduce_scatter": half, "all_gather": half, "all_reduce": half}
+    summed = pytest.approx(3 * size / 2, rel=0.02)
+    assert second == {"reduce_scatter": summed, "all_gather": half, "all_reduce": half}

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from matrix_injections import LENGTH
+from matrix_oracle import References
 from passage import let_through
 from sites import ROOT, Site
 
@@ -57,6 +59,12 @@ def new_site(submitter: pwd.struct_passwd) -> Iterator[Callable[..., Site]]:
 def shared_cluster(new_site: Callable[..., Site]) -> Site:
     """Return the cluster of four nodes with accounting that all tests share."""
     return new_site("--nodes", "4", "--gpus", "4")
+
+
+@pytest.fixture(scope="session")
+def references(shared_cluster: Site) -> References:
+    """Return the uninterrupted runs that those with faults are compared with."""
+    return References(shared_cluster, LENGTH, "matrix")
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,8 @@
-"""The one oracle of the fault matrix and the soak: a run that was hurt ends as if nothing had happened.
+"""The one oracle of all that injects faults: such a run ends as if nothing had happened.
 
 Losses and the digest of the last state are those of an uninterrupted run on the same layout, each sample was
-trained once, a checkpoint that verifies is there, an older attempt published nothing behind a newer one's
-start, the accounts sum to the wall time, and no process and no job is left. It hurts nothing.
+trained once, a checkpoint that verifies is there, an older attempt published nothing after a newer one's
+start, the accounts sum to the wall time, and no process and no job is left.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from matrix_field import Field, Freeze, Subject, TooLateError, until
+from sites import Freeze, Site, SubmittedRun, TooLateError, wait_until
 
 from orchestra.recovery.accounting import Accounts, account
 from orchestra.run.events import read_events
@@ -29,11 +29,9 @@ _ACCOUNTS_MAY_DIFFER = 0.01
 
 @dataclass
 class References:
-    """Uninterrupted runs on the login node, one for each number of ranks; trained when they are first asked
-    for.
-    """
+    """Uninterrupted runs on the login node, one for each number of ranks, trained when first asked for."""
 
-    on: Field
+    site: Site
     overrides: tuple[str, ...]
     label: str
     timeout_s: float = 600
@@ -42,7 +40,7 @@ class References:
     def of(self, ranks: int) -> RunDir:
         if ranks not in self._trained:
             name = f"whole-{self.label}-{ranks}-{time.time_ns() // 1_000_000}"
-            self._trained[ranks] = self.on.train_here(
+            self._trained[ranks] = self.site.train_here(
                 name, *self.overrides, f"cluster.gpus_per_node={ranks}", timeout_s=self.timeout_s
             )
         return self._trained[ranks]
@@ -53,10 +51,10 @@ def losses(run: RunDir) -> list[Row]:
     return [(row["step"], row["loss"], row["grad_norm"]) for row in read_metrics(run)]
 
 
-def digest(on: Field, run: RunDir) -> str:
+def _digest(site: Site, run: RunDir) -> str:
     """Return the digest of the state in the last checkpoint."""
-    listed = json.loads(on.orchestra("checkpoint", "ls", str(run.path), "--json").stdout)
-    return str(max(listed, key=lambda it: it["step"])["state_digest"])
+    listed = json.loads(site.orchestra("checkpoint", "ls", str(run.path), "--json").stdout)
+    return str(max(listed, key=lambda checkpoint: checkpoint["step"])["state_digest"])
 
 
 def _unlike(own: list[Row], whole: list[Row]) -> list[tuple[Row | None, Row]]:
@@ -69,23 +67,26 @@ def _unlike(own: list[Row], whole: list[Row]) -> list[tuple[Row | None, Row]]:
 
 
 def samples(run: RunDir) -> dict[int, list[int]]:
-    """Return the samples of each step; of a step that was trained again those of the newest attempt."""
+    """Return the samples of each step; of a step that was trained again those of the newest attempt.
+
+    Read here and not by the product, which is what is judged.
+    """
     newest: dict[int, int] = {}
     rows: list[Record] = [row for file in run.samples.iterdir() for row in read_json_lines(file)]
     for row in rows:
         newest[row["step"]] = max(newest.get(row["step"], 0), row["attempt"])
-    found: dict[int, list[int]] = {step: [] for step in newest}
+    ids: dict[int, list[int]] = {step: [] for step in newest}
     for row in rows:
         if row["attempt"] == newest[row["step"]]:
-            found[row["step"]] += [sample for part in row["sample_ids"] for sample in part]
-    return {step: sorted(ids) for step, ids in found.items()}
+            ids[row["step"]] += [sample for part in row["sample_ids"] for sample in part]
+    return {step: sorted(of_step) for step, of_step in ids.items()}
 
 
 def accounts(run: RunDir) -> tuple[Accounts, float]:
     """Return a finished run's accounts, and the seconds from its first start to its last end."""
     events, rows = read_events(run), read_json_lines(run.metrics)
-    begins = [it["time"] for it in events if it["event"] in ("submitted", "attempt_started")]
-    ends = [it["time"] for it in events if it["event"] in ("finished", "node_ended")]
+    begins = [event["time"] for event in events if event["event"] in ("submitted", "attempt_started")]
+    ends = [event["time"] for event in events if event["event"] in ("finished", "node_ended")]
     return account(events, rows), max(ends) - min(begins)
 
 
@@ -127,57 +128,57 @@ def published_late(run: RunDir) -> list[LateCheckpoint]:
 
     A checkpoint that the newer attempt itself restored was there before: only the event of it came later.
     """
-    events = read_events(run)
-    found = []
-    for event in (it for it in events if it["event"] == "checkpoint_committed"):
-        saved = (event["step"], event["attempt"])
-        newer = [
-            it
-            for it in events
-            if it["event"] == "restored" and it["attempt"] > event["attempt"] and it["time"] < event["time"]
-        ]
-        if newer and (newer[0]["step"], newer[0]["generation"]) != saved:
-            found.append(
-                LateCheckpoint(
-                    event["attempt"],
-                    event["step"],
-                    event["host"],
-                    begun=event["time"] - event["seconds"],
-                    committed=event["time"],
-                    newer_attempt=newer[0]["attempt"],
-                    restored_step=newer[0]["step"],
-                    restored=newer[0]["time"],
-                )
+    events, late = read_events(run), []
+    restores = [event for event in events if event["event"] == "restored"]
+    for event in (event for event in events if event["event"] == "checkpoint_committed"):
+        after = [restored for restored in restores if restored["attempt"] > event["attempt"]]
+        newer = next((restored for restored in after if restored["time"] < event["time"]), None)
+        if newer is None or (newer["step"], newer["generation"]) == (event["step"], event["attempt"]):
+            continue
+        late.append(
+            LateCheckpoint(
+                event["attempt"],
+                event["step"],
+                event["host"],
+                begun=event["time"] - event["seconds"],
+                committed=event["time"],
+                newer_attempt=newer["attempt"],
+                restored_step=newer["step"],
+                restored=newer["time"],
             )
-    return found
+        )
+    return late
 
 
 def _clock(unix_s: float) -> str:
     return f"{time.strftime('%H:%M:%S', time.localtime(unix_s))}.{int(unix_s % 1 * 1000):03d}"
 
 
-def faults_of(
-    run: RunDir, whole: RunDir, on: Field, *, same_layout: bool = True, freeze: Freeze | None = None
+def differences(
+    run: RunDir, whole: RunDir, site: Site, *, same_layout: bool = True, freeze: Freeze | None = None
 ) -> list[str]:
     """Return in what a finished run differs from one that nothing happened to; empty: in nothing.
 
     With another layout the sums are added up in another order: losses and state are not compared then. What a
-    process published late because of a `freeze` is not counted: `cut_in_two` tells of it.
+    process published late because of a `freeze` is not counted: `known_races` tells of it.
     """
+    events = read_events(run)
+    if not any(
+        event["event"] == "finished" and "node" in event and event.get("code") == 0 for event in events
+    ):
+        last = [event for event in events if event["event"] in ("failed", "restarting", "requeued")]
+        return [f"it is not finished: {json.dumps(last[-1]) if last else 'nothing was written'}"]
     found = []
-    if not any("node" in it and it.get("code") == 0 for it in read_events(run) if it["event"] == "finished"):
-        found.append(f"it is not finished: {_last_words(run)}")
-        return found
     if same_layout and (unlike := _unlike(losses(run), losses(whole))):
         found.append(f"its losses differ: {unlike[:3]}")
-    if same_layout and digest(on, run) != digest(on, whole):
+    if same_layout and _digest(site, run) != _digest(site, whole):
         found.append("its last state differs")
     if samples(run) != samples(whole):
         found.append("its samples differ")
-    verified = on.orchestra("checkpoint", "verify", str(run.path), check=False)
+    verified = site.orchestra("checkpoint", "verify", str(run.path), check=False)
     if verified.returncode:
         found.append(f"a checkpoint does not verify: {verified.stdout}{verified.stderr}")
-    if late := [it for it in published_late(run) if not it.was_cut_in_two_by(freeze)]:
+    if late := [saved for saved in published_late(run) if not saved.was_cut_in_two_by(freeze)]:
         found.append(f"an older attempt published: {'; '.join(map(str, late))}")
     booked, wall_s = accounts(run)
     if abs(booked.wall_s - wall_s) > _ACCOUNTS_MAY_DIFFER * wall_s:
@@ -185,41 +186,40 @@ def faults_of(
     return found
 
 
-def cut_in_two(run: RunDir, freeze: Freeze | None) -> list[str]:
+def known_races(run: RunDir, freeze: Freeze | None) -> list[str]:
     """Return what a process published late because it stood still between its look and its commit.
 
     Known, and not mended yet: whoever restores must tell which attempt a checkpoint is of. The run must end
-    as if it had not happened all the same, which `faults_of` compares.
+    as if it had not happened all the same, which `differences` compares.
     """
     if freeze is None:
         return []
     times = f"it was frozen from {_clock(freeze.since)} to {_clock(freeze.until)}, its manifest written"
-    late = [it for it in published_late(run) if it.was_cut_in_two_by(freeze)]
-    return [f"known race: {it}; {times}" for it in late]
+    late = [saved for saved in published_late(run) if saved.was_cut_in_two_by(freeze)]
+    return [f"known race: {saved}; {times}" for saved in late]
 
 
-def left_behind(on: Field, run: Subject) -> list[str]:
+def left_over(run: SubmittedRun) -> list[str]:
     """Return what is left of a run that has ended, after it had time to go: processes and jobs."""
     found = []
     try:
-        until(lambda: not _processes(on, run.run), "no process", _GONE_WITHIN_S)
+        wait_until(lambda: not _processes(run), "no process", _GONE_WITHIN_S)
     except TooLateError:
-        found.append(f"processes are left: {_processes(on, run.run)}")
+        found.append(f"processes are left: {_processes(run)}")
     try:
-        until(run.is_over, "no job", _GONE_WITHIN_S)
+        wait_until(run.is_over, "no job", _GONE_WITHIN_S)
     except TooLateError:
         found.append("a job is left")
     return found
 
 
-def _processes(on: Field, run: RunDir) -> Mapping[str, dict[int, str]]:
-    path = str(run.path)
-    busy = {
-        host: {pid: line for pid, line in own.items() if path in line} for host, own in on.at_work().items()
-    }
-    return {host: own for host, own in busy.items() if own}
+def _processes(run: SubmittedRun) -> Mapping[str, dict[int, str]]:
+    """Return the processes of a run, on each node that has any."""
+    return {node: left for node in run.site.layout.nodes if (left := run.processes(node))}
 
 
-def _last_words(run: RunDir) -> str:
-    last = [it for it in read_events(run) if it["event"] in ("failed", "restarting", "requeued")]
-    return json.dumps(last[-1]) if last else "nothing was said"
+def assert_as_if_nothing_had_happened(run: SubmittedRun, whole: RunDir) -> None:
+    """Wait for a run's end, and hold it to all of the oracle."""
+    run.wait(lambda: run.is_finished() or run.is_over(), "it ends")
+    assert differences(run.dir, whole, run.site) == [], run.logs()
+    assert left_over(run) == []

@@ -7,9 +7,9 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from matrix_courses import LENGTH, Shown
-from matrix_field import TINY, Field
-from matrix_oracle import References, faults_of
+from matrix_injections import LENGTH, ShownRow
+from matrix_oracle import References, differences
+from sites import TINY, Site
 
 from orchestra.run.events import read_events
 from orchestra.run.paths import RunDir
@@ -27,7 +27,8 @@ class PolicyCase:
     inject: str
     code: int
     attempts: int
-    says: str = ""
+    # What the reason of a decision must hold.
+    reason: str = ""
     overrides: tuple[str, ...] = ()
     # Whether the run must end as if nothing had happened.
     heals: bool = False
@@ -35,7 +36,8 @@ class PolicyCase:
 
 def _each(attempts: int, fault: str, *, apart: int = 20) -> str:
     return ",".join(
-        f"{{attempt:{it},rank:{it % 2},at_step:{15 + apart * it},fault:{fault}}}" for it in range(attempts)
+        f"{{attempt:{attempt},rank:{attempt % 2},at_step:{15 + apart * attempt},fault:{fault}}}"
+        for attempt in range(attempts)
     )
 
 
@@ -47,7 +49,7 @@ POLICY_CASES = (
         "{attempt:all,rank:1,at_step:17,fault:exception}",
         code=93,
         attempts=2,
-        says="bad data or code",
+        reason="bad data or code",
     ),
     PolicyCase(
         "before-first",
@@ -56,7 +58,7 @@ POLICY_CASES = (
         "{attempt:all,rank:1,phase:setup,fault:exception}",
         code=93,
         attempts=2,
-        says="no node is blamed",
+        reason="no node is blamed",
     ),
     PolicyCase(
         "alternating",
@@ -66,12 +68,12 @@ POLICY_CASES = (
         "{attempt:2,rank:0,at_step:7,fault:exit,exit_code:7},{attempt:3,rank:1,at_step:8,fault:sigkill}",
         code=1,
         attempts=4,
-        says="recovery.max_restarts=3",
+        reason="recovery.max_restarts=3",
     ),
     PolicyCase(
         "progress",
         "13",
-        "a failure behind each progress, more often than max_restarts",
+        "a failure after each progress, more often than max_restarts",
         _each(6, "sigkill"),
         code=0,
         attempts=7,
@@ -102,7 +104,7 @@ POLICY_CASES = (
         "{attempt:0,rank:1,at_step:133,fault:spike}",
         code=0,
         attempts=2,
-        says="is left out",
+        reason="is left out",
         overrides=("recovery.loss_spike.action=roll_back",),
     ),
     PolicyCase(
@@ -112,7 +114,7 @@ POLICY_CASES = (
         "{attempt:0,rank:1,at_step:40,fault:flip}",
         code=0,
         attempts=2,
-        says="it goes back to",
+        reason="it goes back to",
         overrides=("recovery.replay_every_steps=10",),
         heals=True,
     ),
@@ -129,29 +131,27 @@ POLICY_CASES = (
 )
 
 
-def try_policy(case: PolicyCase, on: Field, references: References, seed: int) -> list[Shown]:
+def try_policy(case: PolicyCase, site: Site, references: References, seed: int) -> ShownRow:
     """Train a run with a case's plan and return what became of it."""
     name = f"{case.name}-{seed}-{time.time_ns() // 1_000_000}"
     words = ("run", *TINY, *LENGTH, *_QUICK, f"run.name={name}", f"recovery.inject=[{case.inject}]")
-    done = on.orchestra(*words, *case.overrides, check=False, timeout_s=300)
-    run = RunDir(on.site.shared / "runs" / name)
+    done = site.orchestra(*words, *case.overrides, check=False, timeout_s=300)
+    run = RunDir(site.runs / name)
     events = read_events(run)
-    starts = [it for it in events if it["event"] == "attempt_started"]
-    said = " ".join(str(it.get("reason")) for it in events if it["event"] == "restarting")
+    num_starts = sum(event["event"] == "attempt_started" for event in events)
+    reasons = " ".join(str(event.get("reason")) for event in events if event["event"] == "restarting")
     wrong = []
     if done.returncode != case.code:
         wrong.append(f"exit code {done.returncode}, not {case.code}: {done.stderr[-500:]}")
-    if len(starts) != case.attempts:
-        wrong.append(f"{len(starts)} attempts, not {case.attempts}")
-    if case.says not in said:
-        wrong.append(f"it said {said!r}")
+    if num_starts != case.attempts:
+        wrong.append(f"{num_starts} attempts, not {case.attempts}")
+    if case.reason not in reasons:
+        wrong.append(f"the decisions' reasons are {reasons!r}")
     if case.row == "33" and not any(
-        it["event"] == "straggler_found" and it.get("rank") == 1 for it in events
+        event["event"] == "straggler_found" and event.get("rank") == 1 for event in events
     ):
-        wrong.append("the slow rank is not told of")
+        wrong.append("the slow rank is not reported")
     if case.heals and not wrong:
-        wrong += faults_of(run, references.of(2), on)
-    result = (
-        f"FAILED: {'; '.join(wrong)}" if wrong else f"passed: exit code {case.code}, {len(starts)} attempts"
-    )
-    return [Shown(case.row, case.what, result)]
+        wrong += differences(run, references.of(2), site)
+    passed = f"passed: exit code {case.code}, {num_starts} attempts"
+    return ShownRow(case.row, case.what, f"FAILED: {'; '.join(wrong)}" if wrong else passed)

@@ -1,9 +1,9 @@
-"""A run that is hurt at random for half an hour and must end as if nothing had happened.
+"""A run with faults at random for half an hour, which must end as if nothing had happened.
 
-`python tests/slurm/soak.py --seconds 1800 --seed 7` (`make soak`): blows come as a Poisson process (a mean of
+`python tests/slurm/soak.py --seconds 1800 --seed 7` (`make soak`): faults are a Poisson process (a mean of
 60 s between two) to ranks, agents and nodes, the first one too, at whatever phase the run is in; lost nodes
 come back later. Then the run is left alone, and what it ends with is held to the oracle of the fault matrix.
-Each blow and each recovery is printed, and the accounts at the end. It needs root and Slurm's packages.
+Each fault and each recovery is printed, and the accounts at the end. It needs root and Slurm's packages.
 """
 
 from __future__ import annotations
@@ -17,17 +17,14 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))
-
-from matrix_field import Field, Subject, opened_at  # noqa: E402
-from matrix_oracle import References, accounts, faults_of, left_behind  # noqa: E402
+from matrix_oracle import References, accounts, differences, left_over
+from sites import Site, SubmittedRun, opened_at
 
 NODES, SPARES, HOSTS = 2, 1, 4
-# A blow that comes before the run made any progress since the last one is due like any other: a run that is
+# A fault that comes before the run made any progress since the last one is due like any other: a run that is
 # hit more often than it can save would end by the policy's rules, so that the mean is not made much shorter.
 MEAN_S = 60.0
 _HEALED_AFTER_S = 25.0
@@ -37,17 +34,15 @@ _POLL_S = 0.2
 
 @dataclass
 class Soak:
-    """One run under blows. `down`: hosts without power, and when they come back."""
+    """One run with its faults. `down`: hosts without power, and when they come back."""
 
-    on: Field
-    run: Subject
+    run: SubmittedRun
     chance: random.Random
     down: dict[str, float] = field(default_factory=dict)
-    last: str | None = None
-    num_blows: int = 0
+    num_faults: int = 0
 
-    def go_on_for(self, seconds: float, mean_s: float) -> None:
-        """Hurt the run for so long. Raises TooLateError where it does not come back."""
+    def inject_for(self, seconds: float, mean_s: float) -> None:
+        """Inject faults for so long. Raises TooLateError where it does not come back."""
         end = time.monotonic() + seconds
         due = time.monotonic() + self.chance.expovariate(1 / mean_s)
         heard = time.monotonic()
@@ -57,10 +52,10 @@ class Soak:
             if self.run.step() != step:
                 step, heard = self.run.step(), time.monotonic()
             if time.monotonic() - heard > _TRAINS_WITHIN_S:
-                self.run.wait(lambda: False, f"no step for {_TRAINS_WITHIN_S:g} s behind {step}", 0)
+                self.run.wait(lambda: False, f"no step for {_TRAINS_WITHIN_S:g} s after {step}", 0)
             if time.monotonic() >= due:
                 if self.run.is_finished():
-                    tell("it has finished before its time: use a smaller --step")
+                    write_line("it has finished before its time: use a smaller --step")
                     return
                 self._hit()
                 due = time.monotonic() + self.chance.expovariate(1 / mean_s)
@@ -71,98 +66,82 @@ class Soak:
 
     def _heal(self, now: float) -> None:
         for host in [host for host, at in self.down.items() if at <= now]:
-            self.on.heal(host)
+            self.run.site.heal(host)
             del self.down[host]
-            tell(f"{host} is back")
+            write_line(f"{host} is back")
 
     def _hit(self) -> None:
         """Do one of five things to a node of the attempt that is on, if there is one."""
         if self.run.attempt() < 0:
             return
-        what, do = self.chance.choice(BLOWS)
+        what, do = self.chance.choice(FAULTS)
         node = self.chance.randrange(len(self.run.hosts()))
         host = self.run.hosts()[node]
-        is_loss = do is _fail
+        is_loss = do is SubmittedRun.fail_node
         if is_loss and len(self.down) >= HOSTS - NODES - SPARES:
-            what, do, is_loss = "rank gets SIGKILL", _kill_rank, False
+            what, do, is_loss = "rank gets SIGKILL", SubmittedRun.hit_rank, False
         if host in self.down:
             return
         # The victim may have ended by itself, or not have begun.
         with contextlib.suppress(IndexError, ValueError, ProcessLookupError):
             do(self.run, node)
-            self.num_blows += 1
-            tell(f"step {self.run.step()}, attempt {self.run.attempt()}: {what} on {host}")
+            self.num_faults += 1
+            write_line(f"step {self.run.step()}, attempt {self.run.attempt()}: {what} on {host}")
         if is_loss:
             self.down[host] = time.monotonic() + _HEALED_AFTER_S
 
 
-def _kill_rank(run: Subject, node: int) -> None:
-    run.hit_rank(node)
-
-
-def _stop_rank(run: Subject, node: int) -> None:
-    run.hit_rank(node, signal.SIGSTOP)
-
-
-def _kill_agent(run: Subject, node: int) -> None:
-    run.hit_agent(node)
-
-
-def _fail(run: Subject, node: int) -> None:
-    run.fail_node(node)
-
-
-BLOWS: tuple[tuple[str, Callable[[Subject, int], None]], ...] = (
-    ("rank gets SIGKILL", _kill_rank),
-    ("rank gets SIGKILL", _kill_rank),
-    ("rank gets SIGSTOP", _stop_rank),
-    ("agent gets SIGKILL", _kill_agent),
-    ("node loses power", _fail),
+FAULTS: tuple[tuple[str, Callable[[SubmittedRun, int], object]], ...] = (
+    ("rank gets SIGKILL", SubmittedRun.hit_rank),
+    ("rank gets SIGKILL", SubmittedRun.hit_rank),
+    ("rank gets SIGSTOP", partial(SubmittedRun.hit_rank, number=signal.SIGSTOP)),
+    ("agent gets SIGKILL", SubmittedRun.hit_agent),
+    ("node loses power", SubmittedRun.fail_node),
 )
 
 
 def main() -> int:
-    """Run it, print all that befalls and the accounts; 1 where the run did not end as it must."""
+    """Run it, print all that happens and the accounts; 1 where the run did not end as it must."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=1800, help="how long there are blows (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=1800, help="how long there are faults (%(default)s)")
     parser.add_argument("--mean", type=float, default=MEAN_S, help="seconds between two (%(default)s)")
     parser.add_argument("--seed", type=int, default=None, help="chosen and printed where it is not given")
     parser.add_argument("--step", type=float, default=0.0105, help="seconds a step takes here (%(default)s)")
     parser.add_argument("--folder", type=Path, help="keep cluster and runs there; else all is removed")
     arguments = parser.parse_args()
     seed = random.randrange(10**6) if arguments.seed is None else arguments.seed
-    tell(f"seed {seed}, {arguments.seconds:g} s, a blow every {arguments.mean:g} s")
-    with opened_at(arguments.folder, HOSTS) as on:
-        return soak(on, arguments, seed)
+    write_line(f"seed {seed}, {arguments.seconds:g} s, a fault every {arguments.mean:g} s")
+    with opened_at(arguments.folder, HOSTS) as site:
+        return soak(site, arguments, seed)
 
 
-def soak(on: Field, arguments: argparse.Namespace, seed: int) -> int:
+def soak(site: Site, arguments: argparse.Namespace, seed: int) -> int:
     """Soak one run and hold it to the oracle; return the exit code."""
-    # Steps that would fill the time if nothing happened, and no fewer: the run outlives the blows.
+    # Steps that would fill the time if nothing happened, and no fewer: the run outlives the faults.
     steps = max(200, int(arguments.seconds / arguments.step))
     length = (f"train.steps={steps}", "checkpoint.every_steps=50", "train.log_every=10", "data.ledger=true")
     quick = ("cluster.gpus_per_node=1", "recovery.agent_timeout_s=5", "recovery.backoff_s=1")
     more = ("recovery.heartbeat_timeout_s=8", "recovery.exclude_hours=0", f"cluster.nodes={NODES}")
-    on.clear()
+    site.clear()
     name = f"soak-{seed}-{time.time_ns() // 1_000_000}"
-    run = on.submit(name, *length, *quick, *more, f"cluster.spare_nodes={SPARES}")
-    soaked = Soak(on, run, random.Random(seed))
+    run = site.submit_run(name, *length, *quick, *more, f"cluster.spare_nodes={SPARES}")
+    soaked = Soak(run, random.Random(seed))
     # Beside it: as many steps again would take as long again.
     aside = ThreadPoolExecutor(1)
-    reference = References(on, (*length,), "soak", timeout_s=3 * arguments.seconds + 600)
+    reference = References(site, (*length,), "soak", timeout_s=3 * arguments.seconds + 600)
     alone = aside.submit(reference.of, NODES)
     try:
         run.wait_for_step(5)
-        soaked.go_on_for(arguments.seconds, arguments.mean)
+        soaked.inject_for(arguments.seconds, arguments.mean)
         soaked.heal_all()
-        tell(f"{soaked.num_blows} blows; from step {run.step()} on it is left alone")
+        write_line(f"{soaked.num_faults} faults; from step {run.step()} on it is left alone")
         run.wait(lambda: run.is_finished() or run.is_over(), "it ends", 2 * arguments.seconds + 300)
     except AssertionError as error:
-        tell(f"FAILED: {error}")
+        write_line(f"FAILED: {error}")
         return 1
-    wrong = faults_of(run.run, alone.result(), on) + left_behind(on, run)
-    _tell_recoveries(run)
-    tell(
+    wrong = differences(run.dir, alone.result(), site) + left_over(run)
+    _write_recoveries(run)
+    write_line(
         f"FAILED: {'; '.join(wrong)}"
         if wrong
         else "passed: losses, state and samples are those of a run left alone"
@@ -170,17 +149,17 @@ def soak(on: Field, arguments: argparse.Namespace, seed: int) -> int:
     return int(bool(wrong))
 
 
-def _tell_recoveries(run: Subject) -> None:
-    for it in run.events("restarting", "requeued", "node_replaced", "hang_detected"):
-        facts = {key: it[key] for key in ("decision", "reason", "how", "by_host") if it.get(key)}
-        tell(f"attempt {it['attempt']} {it['event']}: {facts}")
-    booked, wall_s = accounts(run.run)
+def _write_recoveries(run: SubmittedRun) -> None:
+    for event in run.events("restarting", "requeued", "node_replaced", "hang_detected"):
+        facts = {key: event[key] for key in ("decision", "reason", "how", "by_host") if event.get(key)}
+        write_line(f"attempt {event['attempt']} {event['event']}: {facts}")
+    booked, wall_s = accounts(run.dir)
     for name, seconds in booked.to_json().items():
-        tell(f"{name}: {seconds:.3f}" if isinstance(seconds, float) else f"{name}: {seconds}")
-    tell(f"{run.attempt() + 1} attempts in {wall_s:.0f} s")
+        write_line(f"{name}: {seconds:.3f}" if isinstance(seconds, float) else f"{name}: {seconds}")
+    write_line(f"{run.attempt() + 1} attempts in {wall_s:.0f} s")
 
 
-def tell(words: str) -> None:
+def write_line(words: str) -> None:
     sys.stdout.write(f"{time.strftime('%H:%M:%S')} {words}\n")
     sys.stdout.flush()
 

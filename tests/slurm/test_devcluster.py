@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from sites import POLL_S, ROOT, Site, wait_until
+from sites import ROOT, Site, TooLateError, wait_until
 
 from slurm.cluster.hosts import NAMESPACES, host_state
 
@@ -41,10 +41,9 @@ def traces(state: Path) -> dict[str, set[str]]:
 
 def wait_until_only(before: dict[str, set[str]], state: Path) -> None:
     """Wait until nothing is on this machine that was not there before."""
-    deadline = time.monotonic() + 10
-    while (left := traces(state)) != before and time.monotonic() < deadline:
-        time.sleep(POLL_S)
-    assert left == before
+    with contextlib.suppress(TooLateError):
+        wait_until(lambda: traces(state) == before, "nothing is left", within_s=10)
+    assert traces(state) == before
 
 
 def commands_by_process() -> list[str]:
@@ -69,13 +68,10 @@ def num_running(cluster: Site, host: str, command: str) -> int:
     return sum(line == command or line.endswith(f"/{command}") for line in running)
 
 
-def test_new_cluster_is_healthy_and_anyone_may_ask(cluster: Site) -> None:
+def test_cluster_is_healthy_and_env_is_all_that_a_shell_needs(cluster: Site) -> None:
     status = cluster.run(str(ROOT / "slurm" / "devcluster"), "--state", str(cluster.state), "status")
     assert status.stdout.endswith("healthy\n")
     assert [line.split()[0] for line in status.stdout.splitlines()[:5]] == list(cluster.layout.hosts)
-
-
-def test_env_is_all_that_a_shell_needs(cluster: Site) -> None:
     command = f'eval "$({ROOT}/slurm/devcluster --state {cluster.state} env)" && sinfo --noheader --format=%D'
     done = subprocess.run(
         ["sh", "-c", command], env={"PATH": os.environ["PATH"]}, capture_output=True, text=True, check=True
@@ -83,33 +79,23 @@ def test_env_is_all_that_a_shell_needs(cluster: Site) -> None:
     assert done.stdout.split() == ["4"]
 
 
-def test_second_up_changes_nothing(cluster: Site) -> None:
+def test_second_up_changes_nothing_and_is_refused_with_other_settings(cluster: Site) -> None:
     before = first_processes(cluster)
     assert "already up" in cluster.devcluster("up", "--nodes", "4", "--gpus", "4").stdout
-    assert first_processes(cluster) == before
-
-
-def test_up_with_other_settings_is_refused_and_changes_nothing(cluster: Site) -> None:
-    before = first_processes(cluster)
     refused = cluster.devcluster("up", "--nodes", "3", check=False)
     assert (refused.returncode, "other settings" in refused.stderr) == (2, True)
     assert first_processes(cluster) == before
 
 
-def test_ordinary_users_tasks_run_on_three_hosts(cluster: Site) -> None:
+def test_ordinary_users_tasks_find_hosts_by_name_and_share_files_but_not_memory(cluster: Site) -> None:
     tasks = cluster.run("srun", "--nodes=3", "sh", "-c", "echo $(hostname) $(id -un)").stdout.splitlines()
     user = cluster.user.pw_name
     assert sorted(tasks) == [f"node{number} {user}" for number in (1, 2, 3)]
-
-
-def test_hosts_find_each_other_by_name_and_share_files_but_not_memory(cluster: Site) -> None:
     cluster.run("srun", "--nodelist=node1", "sh", "-c", "echo file > file; echo memory > /dev/shm/memory")
     command = "cat file; ls /dev/shm/memory 2>/dev/null; getent hosts node1"
     seen = cluster.run("srun", "--nodelist=node2", "sh", "-c", command).stdout.split()
     assert seen == ["file", str(cluster.layout.address("node1")), "node1"]
-
-
-def test_name_that_nobody_knows_fails_at_once(cluster: Site) -> None:
+    # A name that nobody knows fails at once.
     command = "timeout 3 getent hosts unknown.example; echo $?"
     assert cluster.run("srun", "sh", "-c", command).stdout.split() == ["2"]
 
@@ -129,14 +115,8 @@ def test_gpus_are_counted_and_given_to_one_job_at_a_time(cluster: Site) -> None:
 
 def test_accounting_knows_a_finished_job(cluster: Site) -> None:
     job = cluster.submit("--wrap", "exit 3")
-    query = [
-        "sacct",
-        "--noheader",
-        "--parsable2",
-        "--allocations",
-        f"--jobs={job}",
-        "--format=State,ExitCode,User",
-    ]
+    shape = ("--noheader", "--parsable2", "--allocations", "--format=State,ExitCode,User")
+    query = ("sacct", *shape, f"--jobs={job}")
     expected = f"FAILED|3:0|{cluster.user.pw_name}"
     wait_until(lambda: cluster.run(*query).stdout.strip() == expected, "sacct shows the job as failed")
 
@@ -153,14 +133,13 @@ def test_failed_node_goes_down_with_all_its_processes_and_heals(cluster: Site) -
     assert "node3 is off" in cluster.devcluster("status", check=False).stdout
     wait_until(lambda: cluster.is_node_down("node3"), "Slurm says that the node is down")
     wait_until(lambda: cluster.job_state(lost) == "NODE_FAIL", "Slurm says that the job lost its node")
-    wait_until(lambda: cluster.job_state(requeued) == "PENDING", "the other job is requeued")
-    cluster.devcluster("exec", "controller", "--", "scontrol", "update", f"JobId={requeued}", "StartTime=now")
+    cluster.start_again_now(requeued)
     wait_until(
         lambda: num_running(cluster, "node4", "sleep 2000"), "the requeued job runs on the other nodes"
     )
 
     cluster.devcluster("heal-node", "node3")
-    assert cluster.node_state("node3") == "idle"
+    assert cluster.about_node("node3", "%T") == "idle"
     assert cluster.run("srun", "--nodelist=node3", "hostname").stdout.strip() == "node3"
 
 
@@ -195,7 +174,7 @@ def test_interrupted_up_leaves_nothing(cluster: Site, short_path: Path) -> None:
 def test_wrong_use_is_refused_with_what_to_do(short_path: Path) -> None:
     (short_path / "foreign").touch()
     (short_path / "closed").mkdir(mode=0o700)
-    for arguments, said in (
+    for arguments, words in (
         (["--state", str(short_path), "up"], "name a new folder"),
         (["--state", str(short_path / "new"), "up", "--nodes", "0"], "use 1 to"),
         (["--state", str(short_path / "new"), "up", "--set", "MaxArraySize"], "KEY=VALUE"),
@@ -203,5 +182,5 @@ def test_wrong_use_is_refused_with_what_to_do(short_path: Path) -> None:
         (["--state", str(short_path / "closed" / "new"), "up"], "closed to other users"),
     ):
         done = subprocess.run([ROOT / "slurm" / "devcluster", *arguments], capture_output=True, text=True)
-        assert (done.returncode, said in done.stderr) == (2, True), done.stderr
+        assert (done.returncode, words in done.stderr) == (2, True), done.stderr
     assert sorted(path.name for path in short_path.rglob("*")) == ["closed", "foreign"]

@@ -8,11 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from matrix_courses import LENGTH, QUICK_COURSES, Course, Shown, go_through
-from matrix_field import Field, Freeze
+from matrix_injections import QUICK_RUN, ShownRow, train_with_faults
 from matrix_oracle import References, published_late
 from matrix_policy import POLICY_CASES, PolicyCase, try_policy
-from sites import Site
+from sites import Freeze, Site
 
 from orchestra.run.paths import RunDir
 
@@ -20,18 +19,9 @@ pytestmark = pytest.mark.slow
 
 SEED = 1
 _QUICK_CASES = [case for case in POLICY_CASES if case.name in ("same-step", "alternating", "progress")]
-_trained: dict[str, References] = {}
 
 
-def references(cluster: Site) -> References:
-    """Return the uninterrupted runs on a cluster: they are trained once."""
-    key = str(cluster.folder)
-    if key not in _trained:
-        _trained[key] = References(Field(cluster), LENGTH, "matrix")
-    return _trained[key]
-
-
-def assert_passed(lines: list[Shown]) -> None:
+def assert_passed(lines: list[ShownRow]) -> None:
     assert not [line for line in lines if line.result.startswith("FAILED")], lines
     for line in lines:
         if "known race" in line.result:
@@ -39,17 +29,14 @@ def assert_passed(lines: list[Shown]) -> None:
 
 
 @pytest.mark.timeout(420)
-@pytest.mark.parametrize("course", QUICK_COURSES, ids=lambda course: course.name)
-def test_run_that_is_hurt_ends_as_if_nothing_had_happened(cluster: Site, course: Course) -> None:
-    known = references(cluster)
-    assert_passed(go_through(course, known.on, known, SEED))
+def test_run_with_faults_ends_as_if_nothing_had_happened(cluster: Site, references: References) -> None:
+    assert_passed(train_with_faults(QUICK_RUN, cluster, references, SEED))
 
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("case", _QUICK_CASES, ids=lambda case: case.name)
-def test_failure_that_comes_back_is_judged(cluster: Site, case: PolicyCase) -> None:
-    known = references(cluster)
-    assert_passed(try_policy(case, known.on, known, SEED))
+def test_failure_that_comes_back_is_judged(cluster: Site, references: References, case: PolicyCase) -> None:
+    assert_passed([try_policy(case, cluster, references, SEED)])
 
 
 _FREEZE = Freeze("node1", [], since=105.0, publishing=frozenset({50}), until=115.0)

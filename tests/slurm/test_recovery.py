@@ -1,115 +1,193 @@
-"""Ranks, agents and nodes are killed, the first node too; the run ends with the uninterrupted run's numbers.
+"""Ranks, agents, nodes and srun are killed, the first node too; the run ends with the uninterrupted run's
+numbers. And such a loss is rehearsed.
 
-Each fault follows an event of the run, never a clock. The oracle is the same for all: the losses and the last
-checkpoint of a run on one host that nothing happened to, each sample once, no process left, no job left.
+Each fault follows an event of the run, never a clock. The oracle is that of the fault matrix.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
-import sys
 
 import pytest
-from matrix_oracle import losses, samples
-from sites import ROOT, Site, wait_until
-from test_submit import TINY, named, orchestra, said, state_of, submitted
-from test_survival import num_steps, wait_for_steps, wait_until_clean
+from matrix_injections import LENGTH
+from matrix_oracle import References, assert_as_if_nothing_had_happened, samples
+from sites import SLOW_FIRST_ATTEMPT, Site, SubmittedRun
 
 from orchestra.run.paths import RunDir
 
 pytestmark = pytest.mark.slow
 
-LENGTH = ("train.steps=400", "checkpoint.every_steps=10", "data.ledger=true", "cluster.gpus_per_node=1")
-QUICK = ("recovery.agent_timeout_s=5", "recovery.backoff_s=0.1")
-# So that the first attempt is not over before it is hurt, however fast the machine is.
-PACE = "recovery.inject=[{at_step: 1, rank: 0, fault: slow, seconds: 0.1}]"
+QUICK = ("cluster.gpus_per_node=1", "recovery.agent_timeout_s=5", "recovery.backoff_s=0.1")
+TWO_NODES = ("cluster.nodes=2", "cluster.gpus_per_node=1")
+HANG = "recovery.inject=[{at_step: 20, rank: 1, fault: hang, phase: reduce}]"
 
 
-def reference(cluster: Site, name: str, ranks: int) -> RunDir:
-    """Train the same run on one host without a fault."""
-    here = ("run", *TINY, *LENGTH, f"run.name={name}", f"cluster.gpus_per_node={ranks}")
-    cluster.run(sys.executable, "-m", "orchestra", *here, timeout_s=150, PYTHONPATH=str(ROOT))
-    return RunDir(cluster.shared / "runs" / name)
+def fork_server(cluster: Site, host: str) -> int:
+    """Return the youngest fork server on a host."""
+    lines = cluster.processes_on(host).items()
+    return max(pid for pid, line in lines if "launchers.fork_server.server" in line)
 
 
-def digest(cluster: Site, run: RunDir) -> str:
-    """Return the digest of the state in the last checkpoint."""
-    listed = json.loads(orchestra(cluster, "checkpoint", "ls", run.name, "--json").stdout)
-    return str(max(listed, key=lambda it: it["step"])["state_digest"])
-
-
-def process_on(cluster: Site, host: str, words: str) -> int:
-    """Return the youngest process on a host that has these words on its command line."""
-    return max(pid for pid, line in cluster.processes_on(host).items() if words in line)
-
-
-def trains_again(run: RunDir, attempt: int) -> None:
+def trains_again(run: SubmittedRun, attempt: int) -> None:
     """Wait until an attempt has made a new step."""
-    begun = f"attempt {attempt} begins: {said(run)}"
-    wait_until(lambda: any(it["attempt"] == attempt for it in named(run, "training_started")), begun, 60)
-    wait_for_steps(run, 3)
-
-
-def hosts_of(run: RunDir, attempt: int) -> list[str]:
-    (start,) = (it for it in named(run, "attempt_started") if it["attempt"] == attempt)
-    return list(start["hosts"])
-
-
-def assert_as_if_nothing_had_happened(cluster: Site, run: RunDir, whole: RunDir) -> None:
-    wait_until(lambda: named(run, "finished") or state_of(cluster, run.name)["state"] == "failed", "it ends")
-    assert state_of(cluster, run.name)["state"] == "finished", said(run)
-    assert losses(run) == losses(whole)
-    assert digest(cluster, run) == digest(cluster, whole)
-    assert samples(run) == samples(whole)
-    wait_until_clean(cluster)
-    wait_until(lambda: not cluster.run("squeue", "--noheader").stdout.strip(), "no job is left")
+    run.wait_for_attempt(attempt, 60)
+    run.wait_for_steps(3)
 
 
 @pytest.mark.timeout(300)
-def test_rank_agent_and_first_node_are_lost_one_after_another(cluster: Site) -> None:
-    nodes = ("cluster.nodes=3", "cluster.spare_nodes=1")
-    run, _ = submitted(cluster, "hunted", *LENGTH, *QUICK, PACE, *nodes)
-    wait_until(lambda: num_steps(run) > 12, f"it trains: {said(run)}")
-    first = hosts_of(run, 0)
-    os.kill(process_on(cluster, first[1], "orchestra.train"), signal.SIGKILL)
+def test_rank_agent_and_first_node_are_lost_one_after_another(cluster: Site, references: References) -> None:
+    shape = (*QUICK, SLOW_FIRST_ATTEMPT, "cluster.nodes=3", "cluster.spare_nodes=1")
+    run = cluster.submit_run("hunted", *LENGTH, *shape)
+    run.wait_for_step(13)
+    first = run.hosts(0)
+    run.hit_rank(1)
     trains_again(run, 1)
-    assert hosts_of(run, 1) == first
+    assert run.hosts(1) == first
 
-    warm = process_on(cluster, first[2], "launchers.fork_server.server")
-    os.kill(process_on(cluster, first[2], "orchestra.agents"), signal.SIGKILL)
+    warm = fork_server(cluster, first[2])
+    run.hit_agent(2)
     trains_again(run, 2)
-    assert hosts_of(run, 2) == first
+    assert run.hosts(2) == first
     # The next agent's ranks are forked from what the dead one's were.
-    assert process_on(cluster, first[2], "launchers.fork_server.server") == warm
+    assert fork_server(cluster, first[2]) == warm
 
-    cluster.devcluster("fail-node", first[0])
+    run.fail_node(0)
     trains_again(run, 3)
-    (replaced,) = named(run, "node_replaced")
+    (replaced,) = run.events("node_replaced")
     assert replaced["host"] == first[0]
-    assert hosts_of(run, 3) == [replaced["by_host"], *first[1:]]
-    assert_as_if_nothing_had_happened(cluster, run, reference(cluster, "whole-of-three", 3))
+    assert run.hosts(3) == [replaced["by_host"], *first[1:]]
+    assert_as_if_nothing_had_happened(run, references.of(3))
 
 
 @pytest.mark.timeout(300)
-def test_without_a_spare_it_shrinks_or_goes_on_in_another_job(cluster: Site) -> None:
-    shrinking, _ = submitted(
-        cluster, "shrinking", *LENGTH, *QUICK, PACE, "cluster.nodes=2", "recovery.min_nodes=1"
-    )
-    moving, job = submitted(cluster, "moving", *LENGTH, *QUICK, PACE, "cluster.nodes=2")
+def test_without_a_spare_it_shrinks_or_goes_on_in_another_job(cluster: Site, references: References) -> None:
+    shape = (*LENGTH, *QUICK, SLOW_FIRST_ATTEMPT, "cluster.nodes=2")
+    shrinking = cluster.submit_run("shrinking", *shape, "recovery.min_nodes=1")
+    moving = cluster.submit_run("moving", *shape)
     for run in (shrinking, moving):
-        wait_until(lambda run=run: num_steps(run) > 12, f"{run.name} trains: {said(run)}")  # type: ignore[misc]
-    gone = [hosts_of(run, 0)[1] for run in (shrinking, moving)]
+        run.wait_for_step(13)
+    gone = [run.hosts(0)[1] for run in (shrinking, moving)]
     for host in dict.fromkeys(gone):
-        cluster.devcluster("fail-node", host)
+        cluster.fail(host)
     trains_again(shrinking, 1)
-    assert hosts_of(shrinking, 1) == hosts_of(shrinking, 0)[:1]
-    wait_until(lambda: named(moving, "requeued"), f"it goes on in another job: {said(moving)}")
-    (requeued,) = named(moving, "requeued")
-    assert (requeued["how"], requeued["after"], requeued["exclude"]) == ("chain", job, [gone[1]])
+    assert shrinking.hosts(1) == shrinking.hosts(0)[:1]
+    requeued = moving.wait_for_event("requeued")
+    assert len(moving.events("requeued")) == 1
+    assert (requeued["how"], requeued["after"], requeued["exclude"]) == ("chain", moving.job, [gone[1]])
     trains_again(moving, 1)
-    assert gone[1] not in hosts_of(moving, 1)
-    assert_as_if_nothing_had_happened(cluster, moving, reference(cluster, "whole-of-two", 2))
-    wait_until(lambda: state_of(cluster, "shrinking")["state"] == "finished", said(shrinking))
-    assert samples(shrinking) == samples(RunDir(cluster.shared / "runs" / "whole-of-two"))
+    assert gone[1] not in moving.hosts(1)
+    assert_as_if_nothing_had_happened(moving, references.of(2))
+    shrinking.assert_state("finished")
+    assert samples(shrinking.dir) == samples(references.of(2))
+
+
+@pytest.mark.timeout(150)
+def test_a_rank_that_hangs_in_a_collective_is_found_before_the_outer_limit(cluster: Site) -> None:
+    """Where all nodes wait for each other, steps have taught how long is too long."""
+    length = ("train.steps=30", "checkpoint.every_steps=5")
+    run = cluster.submit_run("hangs-afar", *TWO_NODES, *length, HANG, "recovery.heartbeat_timeout_s=600")
+    run.wait_for_event("hang_detected", 80)
+    run.assert_job_ends("COMPLETED")
+    (hang,) = run.events("hang_detected")
+    # The other node's rank has come as far as the next step's gradients, and waits there.
+    assert (hang["rank"], hang["step"], hang["phase"], hang["limit"]) == (1, 20, "reduce", 20.0)
+    assert "loop_in_python" in run.dir.rank_stacks(0, 1).read_text()
+    assert run.steps() == list(range(1, 31))
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("is_noticed", [False, True], ids=["unnoticed", "noticed"])
+def test_a_node_lost_before_the_step_began_costs_the_run_one_job(cluster: Site, is_noticed: bool) -> None:
+    # The set-up lines are what a job does between its nodes' allocation and its step.
+    late = (*TWO_NODES, "cluster.setup=[sleep 8]", "train.steps=10")
+    run = cluster.submit_run("noticed" if is_noticed else "unnoticed", *late)
+    job = f"--jobs={run.job}"
+    run.wait(lambda: cluster.queue(job, "--states=R"), "the job runs")
+    listed = cluster.queue(job, "--format=%N")[0].strip()
+    lost = cluster.run("scontrol", "show", "hostnames", listed).stdout.split()[1]
+    cluster.fail(lost)
+    if is_noticed:
+        # As Slurm does after SlurmdTimeout: the job no longer has it when srun asks for the step.
+        cluster.as_root("scontrol", "update", f"nodename={lost}", "state=down", "reason=lost")
+    requeued = run.wait_for_event("requeued", 120)
+    assert len(run.events("requeued")) == 1
+    assert (requeued["rule"], requeued["after"], requeued["exclude"]) == ("step_not_started", run.job, [lost])
+    run.assert_state("finished", 120)
+    (started,) = run.events("attempt_started")
+    assert lost not in started["hosts"]
+    assert (started["job"], started["attempt"]) == (requeued["job"], 0)
+
+
+def training(cluster: Site, name: str, *overrides: str) -> SubmittedRun:
+    """Return a run over two nodes that trains; its first attempt takes its time."""
+    length = ("train.steps=150", "checkpoint.every_steps=20")
+    run = cluster.submit_run(name, *TWO_NODES, *length, SLOW_FIRST_ATTEMPT, *overrides)
+    run.wait_for_event("checkpoint_committed")
+    return run
+
+
+@pytest.mark.timeout(240)
+def test_an_srun_that_is_killed_ends_nothing(cluster: Site) -> None:
+    run = training(cluster, "without-srun")
+    lines = cluster.processes_on(run.hosts()[0]).items()
+    sruns = [pid for pid, line in lines if line.startswith("srun ")]
+    for pid in sruns:
+        # srun's own helper ends with it.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    assert sruns
+    run.wait_for_event("finished", 120)
+    run.assert_job_ends("COMPLETED")
+    assert len(run.events("attempt_started")) == 1
+
+
+@pytest.mark.timeout(300)
+def test_a_node_that_boots_again_at_once_costs_the_run_one_job(cluster: Site) -> None:
+    """srun then gives the step up on all nodes, `--no-kill` or not."""
+    run = training(cluster, "rebooted", "cluster.spare_nodes=1")
+    cluster.heal(run.fail_node(1))
+    run.wait_for_event("finished", 200)
+    (requeued,) = run.events("requeued")
+    assert (requeued["rule"], requeued["after"]) == ("step_lost", run.job)
+    run.assert_state("finished")
+
+
+def left_at_once(cluster: Site, *words: str) -> None:
+    """Run the command, and press Ctrl-C as soon as it does nothing any more but wait."""
+    process = cluster.start_orchestra(*words, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+    assert process.stderr is not None
+    assert any("Ctrl-C ends the waiting" in line for line in process.stderr)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert (process.returncode, "waits on and judges" in errors) == (130, True), errors
+
+
+@pytest.mark.timeout(240)
+def test_a_run_that_waits_in_the_queue_is_rehearsed_beside_it(cluster: Site) -> None:
+    # Submitted and never started: a rehearsal needs nothing but the frozen configuration.
+    waits = "cluster.slurm_extra.begin=now+1hour"
+    run = cluster.submit_run("precious", *QUICK, "cluster.nodes=2", "cluster.spare_nodes=1", waits)
+    faults = ("--fault", "agent_kill", "--fault", "node_down")
+    words = ("rehearse", "preci", "cluster.slurm_extra.begin=now", *faults)
+    planned = cluster.orchestra(*words, "--dry-run").stdout
+    assert "node_down at rank 1" in planned
+    assert "#SBATCH --nodes=3" in planned
+    faulty = SubmittedRun(cluster, RunDir(run.dir.path.with_name("rehearsal-precious-1-faults")), job="")
+    left_at_once(cluster, *words)
+    # The jobs go on, and whoever comes back waits for them.
+    judgement = json.loads(cluster.orchestra("rehearse", faulty.dir.name, "--json", timeout_s=200).stdout)
+    answers = [
+        (fault["fault"], fault["decision"], fault["rule"], fault["passed"]) for fault in judgement["faults"]
+    ]
+    assert answers == [
+        ("agent_kill", "restart", "start_again", True),
+        ("node_down", "replace", "node_is_gone", True),
+    ]
+    assert all(check["passed"] for check in judgement["checks"]), judgement["checks"]
+    assert len(faulty.events("fault_injected")) == 2
+    assert run.events("attempt_started") == []
+    again = cluster.orchestra("rehearse", faulty.dir.name)
+    assert "precious comes back from what was rehearsed" in again.stdout

@@ -1,110 +1,157 @@
-"""Runs that go on by themselves behind a time limit and a preemption, and jobs that must not train a run."""
+"""Runs that go on by themselves after a time limit, a preemption and a warning that came too early, or by
+`orchestra resume`: as a new job, once, or in the foreground. And jobs that must not train a run.
+"""
 
 from __future__ import annotations
 
-import sys
+import json
 
 import pytest
-from sites import ROOT, Site, wait_until
-from test_submit import PACE, TINY, ended, exit_code, named, orchestra, said, state_of, submitted
+from matrix_oracle import losses
+from sites import ENDLESS, HELD, Site, SubmittedRun, wait_until
 
-from orchestra.run.metrics_file import read_metrics
-from orchestra.run.paths import RunDir
+from orchestra.run.config_file import read_config
 
 pytestmark = pytest.mark.slow
 
-ENDLESS = ("train.steps=1000000", PACE)
+# In the first start of the job the second node comes too late for anything.
+LATE = """#!/bin/sh
+test "$SLURM_NODEID" = 0 || test "${SLURM_RESTART_COUNT:-0}" -gt 0 || sleep 600
+exec "$@"
+"""
 
 
-def trains_behind(run: RunDir, step: int) -> None:
-    """Wait until a run has trained steps after `step`."""
-    wait_until(
-        lambda: any(row["step"] > step for row in read_metrics(run)), f"{run.name} trains: {said(run)}"
-    )
-
-
-def last_step(run: RunDir) -> int:
-    return int(list(read_metrics(run))[-1]["step"])
-
-
-def starts_now(cluster: Site, job: str) -> None:
-    """Wait until a job was put back into the queue, and spare it the time that Slurm holds it there."""
-    wait_until(lambda: cluster.job_state(job) == "PENDING", f"job {job} is in the queue again")
-    cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now", check=False)
-
-
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(360)
 def test_a_run_survives_its_time_limit_bit_for_bit(cluster: Site) -> None:
     limited = ("cluster.nodes=3", "cluster.time_limit=2", "recovery.stop_timeout_s=5")
     # One slow rank, so that the limit comes in the midst whatever the machine's speed.
     slow = "recovery.inject=[{at_step: 5, rank: 1, fault: slow, seconds: 2, steps: 100000}]"
-    run, job = submitted(cluster, "limited", "train.steps=300", *limited, slow)
-    trains_behind(run, 2)
+    run = cluster.submit_run("limited", "train.steps=300", *limited, slow)
+    run.wait_for_step(3)
     # The same layout of six ranks, uninterrupted, while Slurm counts.
-    here = ("run", *TINY, "run.name=whole", "train.steps=300", "cluster.gpus_per_node=6")
-    words = (sys.executable, "-m", "orchestra", *here)
-    cluster.run(*words, timeout_s=120, PYTHONPATH=str(ROOT))
-    wait_until(lambda: named(run, "requeued"), f"the limit ends the attempt: {said(run)}")
-    starts_now(cluster, job)
-    assert ended(cluster, job) == "COMPLETED", said(run)
-    (event,) = named(run, "requeued")
-    assert (event["how"], event["reason"], event["job"]) == ("requeue", "time_limit", job)
-    starts = named(run, "attempt_started")
-    assert [(start["attempt"], start["job"], start["job_start"]) for start in starts] == [
-        (0, job, 0),
-        (1, job, 1),
-    ]
-    (restored,) = named(run, "restored")
+    whole = cluster.train_here("whole", "train.steps=300", "cluster.gpus_per_node=6")
+    run.wait_for_event("requeued", 110)
+    cluster.start_again_now(run.job)
+    run.assert_job_ends("COMPLETED")
+    (event,) = run.events("requeued")
+    assert (event["how"], event["reason"], event["job"]) == ("requeue", "time_limit", run.job)
+    starts = [(start["attempt"], start["job"], start["job_start"]) for start in run.events("attempt_started")]
+    assert starts == [(0, run.job, 0), (1, run.job, 1)]
+    (restored,) = run.events("restored")
     assert 2 < restored["step"] < 300
-    whole = RunDir(run.path.with_name("whole"))
-    losses = [[(row["step"], row["loss"]) for row in read_metrics(it)] for it in (run, whole)]
-    assert losses[0] == losses[1]
-    assert state_of(cluster, "limited")["attempts"] == 2
+    assert losses(run.dir) == losses(whole)
+    assert run.status()["attempts"] == 2
 
 
 def test_a_chained_job_goes_on_and_the_older_one_may_not_train_beside_it(cluster: Site) -> None:
-    run, first = submitted(cluster, "chained", *ENDLESS, "cluster.requeue=chain")
+    run = cluster.submit_run("chained", *ENDLESS, "cluster.requeue=chain")
     # Else it could not be started again by hand.
-    cluster.run("scontrol", "update", f"JobId={first}", "Requeue=1")
-    trains_behind(run, 0)
-    cluster.run("scancel", "--signal=USR2", first)
-    assert ended(cluster, first) == "FAILED", said(run)
-    assert exit_code(cluster, first) == "75:0"
-    (event,) = named(run, "requeued")
+    cluster.run("scontrol", "update", f"JobId={run.job}", "Requeue=1")
+    run.wait_for_step(1)
+    cluster.run("scancel", "--signal=USR2", run.job)
+    run.assert_job_ends("FAILED", "75:0")
+    (event,) = run.events("requeued")
     second = event["job"]
-    assert (event["how"], event["after"], second != first) == ("chain", first, True)
-    trains_behind(run, last_step(run))
-    cluster.run("scontrol", "requeue", first)
-    starts_now(cluster, first)
-    assert ended(cluster, first) == "FAILED"
-    assert exit_code(cluster, first) == "93:0"
-    (log,) = run.job_logs.glob(f"{first}_0_log.out")
-    wait_until(lambda: f"job {second} was submitted for it later" in log.read_text(), "its log says why")
-    state = state_of(cluster, "chained")
+    assert (event["how"], event["after"], second != run.job) == ("chain", run.job, True)
+    run.wait_for_steps(1)
+    cluster.run("scontrol", "requeue", run.job)
+    cluster.start_again_now(run.job)
+    run.assert_job_ends("FAILED", "93:0")
+    (log,) = run.dir.job_logs.glob(f"{run.job}_0_log.out")
+    run.wait(lambda: f"job {second} was submitted for it later" in log.read_text(), "its log says why")
+    state = run.status()
     assert (state["state"], state["attempts"], state["job"]) == ("running", 2, second)
 
 
 def test_preempted_and_requeued_by_hand_it_goes_on_until_it_is_cancelled(cluster: Site) -> None:
-    where = "cluster.slurm_extra={nodelist: node1, exclusive: true}"
-    run, job = submitted(cluster, "preempted", *ENDLESS, where)
-    trains_behind(run, 0)
+    run = cluster.submit_run("preempted", *ENDLESS, "cluster.slurm_extra={nodelist: node1, exclusive: true}")
+    run.wait_for_step(1)
     urgent = ("--partition=urgent", "--nodelist=node1", "--exclusive", "--wrap=sleep 2", "--output=/dev/null")
     cluster.submit(*urgent)
-    starts_now(cluster, job)
-    (event,) = named(run, "requeued")
-    assert (event["how"], event["reason"]) == ("requeue", "preempted"), said(run)
-    before = last_step(run)
-    trains_behind(run, before)
-    assert named(run, "restored")[-1]["step"] == before
+    wait_until(lambda: cluster.job_state(run.job) == "PENDING", "the job is in the queue again")
+    before = run.step()
+    cluster.start_again_now(run.job)
+    (event,) = run.events("requeued")
+    assert (event["how"], event["reason"]) == ("requeue", "preempted"), run.logs()
+    run.wait_for_steps(1)
+    assert run.events("restored")[-1]["step"] == before
 
-    cluster.run("scontrol", "requeue", job)
-    starts_now(cluster, job)
-    wait_until(lambda: len(named(run, "attempt_started")) == 3, "the third attempt starts")
-    trains_behind(run, last_step(run))
-    assert [start["job_start"] for start in named(run, "attempt_started")] == [0, 1, 2]
+    cluster.run("scontrol", "requeue", run.job)
+    cluster.start_again_now(run.job)
+    run.wait_for_attempt(2)
+    run.wait_for_steps(1)
+    assert [start["job_start"] for start in run.events("attempt_started")] == [0, 1, 2]
 
-    orchestra(cluster, "cancel", "preempted")
-    assert ended(cluster, job) == "FAILED", said(run)
-    assert exit_code(cluster, job) == "75:0"
-    assert state_of(cluster, "preempted")["state"] == "stopped"
-    assert [event["reason"] for event in named(run, "requeued")] == ["preempted", "requeued in Slurm"]
+    cluster.orchestra("cancel", "preempted")
+    run.assert_job_ends("FAILED", "75:0")
+    assert run.status()["state"] == "stopped"
+    assert [event["reason"] for event in run.events("requeued")] == ["preempted", "requeued in Slurm"]
+
+
+@pytest.mark.timeout(150)
+def test_a_warning_before_the_first_attempt_puts_the_job_back_into_the_queue(cluster: Site) -> None:
+    script = cluster.shared / "late.sh"
+    script.write_text(LATE)
+    script.chmod(0o755)
+    shape = ("cluster.nodes=2", "cluster.gpus_per_node=1", "train.steps=5")
+    run = cluster.submit_run("too-late", *shape, f"cluster.container.prefix={script}")
+    member = run.dir.control / f"job-{run.job}.start-0" / "member-000.json"
+    run.wait(member.exists, "the first node waits for the other one")
+    cluster.run("scancel", "--signal=USR2", run.job)
+    requeued = run.wait_for_event("requeued")
+    cluster.start_again_now(run.job)
+    run.assert_job_ends("COMPLETED")
+    assert (requeued["how"], requeued["reason"]) == ("requeue", "time_limit")
+    assert len(run.events("requeued")) == 1
+    (start,) = run.events("attempt_started")
+    assert (start["attempt"], start["job_start"]) == (0, 1)
+    assert run.status()["state"] == "finished"
+
+
+def test_a_cancelled_run_goes_on_as_a_new_job_on_another_number_of_nodes(cluster: Site) -> None:
+    run = cluster.submit_run("again", *ENDLESS, "cluster.nodes=2", "checkpoint.every_steps=1000")
+    cluster.refused(2, "", "resume", "again")
+    run.wait_for_step(1)
+    cluster.orchestra("cancel", "again")
+    run.assert_job_ends("FAILED")
+    step = run.step()
+    script = cluster.orchestra("resume", "again", "cluster.nodes=1", "--dry-run").stdout
+    assert "#SBATCH --nodes=1\n" in script
+    assert read_config(run.dir.config).cluster.nodes == 2
+
+    goes_on = ("resume", "again", "cluster.nodes=1", f"train.steps={step + 5}", HELD)
+    facts = json.loads(cluster.orchestra(*goes_on, "--json").stdout)
+    second = facts["job"]
+    assert (facts["attempt"], facts["checkpoint_step"]) == (1, step)
+    assert run.status()["state"] == "queued"
+    cluster.refused(2, f"job {second} waits", "resume", "again")
+    assert read_config(run.dir.config_of_attempt(0)).cluster.nodes == 2
+
+    cluster.run("scontrol", "release", second)
+    run.assert_job_ends("COMPLETED", job=second)
+    assert [start["nodes"] for start in run.events("attempt_started")] == [2, 1]
+    assert run.events("restored")[-1]["step"] == step
+    assert run.steps() == list(range(1, step + 6))
+    assert "is finished" in cluster.orchestra("resume", "again").stdout
+
+    here = ("cluster=local", "cluster.gpus_per_node=1", "cluster.device=cpu", f"train.steps={step + 7}")
+    cluster.orchestra("resume", "again", *here)
+    assert run.step() == step + 7
+    jobs = json.loads(run.dir.record.read_text())["jobs"]
+    assert [job["id"] for job in jobs] == [run.job, second]
+
+
+def test_a_run_of_this_machine_goes_on_in_a_job_and_never_without_slurms_word(cluster: Site) -> None:
+    run = SubmittedRun(cluster, cluster.train_here("local", "train.steps=2"), job="")
+    cpu = ("cluster=slurm", "cluster.device=cpu", "cluster.gpus_per_node=2", HELD)
+    facts = json.loads(cluster.orchestra("resume", "local", "train.steps=4", *cpu, "--json").stdout)
+    before = run.dir.record.read_text()
+    cluster.refused(1, "nothing was done", "resume", "local", **cluster.unreachable_controller())
+    assert run.dir.record.read_text() == before
+
+    # Taken out of the queue before it began.
+    cluster.run("scancel", facts["job"])
+    wait_until(lambda: cluster.job_state(facts["job"]) == "CANCELLED", "the job is cancelled")
+    again = cluster.orchestra("resume", "local", "cluster.slurm_extra.hold=false", "--json").stdout
+    run.assert_job_ends("COMPLETED", job=json.loads(again)["job"])
+    assert run.step() == 4

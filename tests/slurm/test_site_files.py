@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import shutil
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,8 +28,7 @@ def configuration() -> Iterator[Path]:
 
 def node(site: Site, name: str) -> tuple[str, str]:
     """Return Slurm's state of a node and the reason for it."""
-    query = ("sinfo", "--noheader", "--partition=main", f"--nodes={name}", "--format=%T|%E")
-    state, _, reason = site.run(*query).stdout.strip().partition("|")
+    state, _, reason = site.about_node(name, "%T|%E").partition("|")
     return state, reason
 
 
@@ -47,8 +44,8 @@ def test_node_with_a_full_disk_is_drained_by_slurmd_and_comes_back_when_it_is_no
         *("--nodes", "2", "--no-accounting"),
         *("--set", f"HealthCheckProgram={program}", "--set", "HealthCheckInterval=2"),
     )
-    site.devcluster("exec", "controller", "--", *drained("node2", "a fan is broken"))
-    free = free_in_memory(site)
+    site.as_root("scontrol", "update", "NodeName=node2", "State=DRAIN", "Reason=a fan is broken")
+    free = int(site.as_root("df", "--output=avail", "--block-size=1", "/dev/shm", host="node1").split()[-1])
     lines = [
         "gpus = 0  # there are none behind the pretended ones",
         "drain",
@@ -58,24 +55,14 @@ def test_node_with_a_full_disk_is_drained_by_slurmd_and_comes_back_when_it_is_no
         f"free = /dev/shm={(free - 64 * MIB) // MIB}M",
     ]
     configuration.write_text("\n".join(lines))
-    site.devcluster("exec", "node1", "--", "sh", "-c", "head -c 100M /dev/zero > /dev/shm/full")
+    site.as_root("sh", "-c", "head -c 100M /dev/zero > /dev/shm/full", host="node1")
     wait_until(lambda: node(site, "node1")[0] == "drained", "node1 is drained")
     assert node(site, "node1")[1].startswith("orchestra: free /dev/shm: ")
     assert node(site, "node2") == ("drained", "a fan is broken")
-    site.devcluster("exec", "node1", "--", "rm", "/dev/shm/full")
+    site.as_root("rm", "/dev/shm/full", host="node1")
     wait_until(lambda: node(site, "node1")[0] == "idle", "node1 is given jobs again")
     assert node(site, "node2") == ("drained", "a fan is broken")
     assert site.run("srun", "--nodelist=node1", "echo", "well").stdout == "well\n"
-
-
-def drained(name: str, reason: str) -> list[str]:
-    return ["scontrol", "update", f"NodeName={name}", "State=DRAIN", f"Reason={reason}"]
-
-
-def free_in_memory(site: Site) -> int:
-    """Return the bytes that are free in a host's /dev/shm."""
-    command = ["df", "--output=avail", "--block-size=1", "/dev/shm"]
-    return int(site.devcluster("exec", "node1", "--", *command).stdout.split()[-1])
 
 
 @pytest.fixture(scope="module")
@@ -88,11 +75,8 @@ def lab(new_site: Callable[..., Site]) -> Iterator[Site]:
     site = new_site("--nodes", "5", "--gpus", "8", "--no-accounting", "--set", partition)
     blocker = site.submit("--nodes=4", "--exclusive", "--partition=gpu", "--wrap", "srun sleep 1000")
     wait_until(lambda: site.job_state(blocker) == "RUNNING", "the nodes are busy")
-    tree = site.shared / "tree"
-    for package in ("conf", "orchestra", "launchers", "checkpointing"):
-        shutil.copytree(ROOT / package, tree / package, ignore=shutil.ignore_patterns("__pycache__"))
+    tree = site.copy_of_the_code("tree")
     (tree / "conf" / "cluster" / "lab.yaml").write_text(SITE_FILE)
-    site.devcluster("exec", "controller", "--", "chown", "-R", site.user.pw_name, str(tree))
     yield site
     site.cancel_all_jobs()
 
@@ -102,19 +86,18 @@ def typed(site: Site, command: str) -> str:
     words = shlex.split(command)
     assert words[0] == "orchestra"
     dry = ["--dry-run"] if words[1] == "bench" else []
-    module = (sys.executable, "-m", "orchestra", *words[1:], *dry)
-    return site.run(*module, PYTHONPATH=str(site.shared / "tree")).stdout
+    return site.orchestra(*words[1:], *dry, root=site.shared / "tree").stdout
 
 
 @pytest.mark.slow
 def test_commands_of_the_manual_work_on_a_cluster_in_their_order(lab: Site) -> None:
-    said = {command: typed(lab, command) for command in COMMANDS}
-    assert len(said) == len(COMMANDS) >= 10
-    scripts = [text for text in said.values() if text.startswith("#!/bin/bash")]
+    printed = {command: typed(lab, command) for command in COMMANDS}
+    assert len(printed) == len(COMMANDS) >= 10
+    scripts = [text for text in printed.values() if text.startswith("#!/bin/bash")]
     for line in ("#SBATCH --partition=gpu", "#SBATCH --gpus-per-node=8", "#SBATCH --exclusive"):
         assert all(f"{line}\n" in script for script in scripts)
     assert "export NCCL_DEBUG=WARN\n" in scripts[0]
-    waiting = lab.run("squeue", "--noheader", "--array", "--format=%j").stdout.split()
+    waiting = [name.strip() for name in lab.queue("--array", "--format=%j")]
     assert (waiting.count("big"), waiting.count("rates")) == (1, 4)
 
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import shutil
-import stat
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from sites import ROOT, Site, wait_until
-from test_submit import TINY, ended, orchestra
+from sites import HELD, TINY, Site, wait_until
 
 from orchestra.run.events import read_events
 from orchestra.run.files import Record
@@ -20,17 +17,16 @@ pytestmark = pytest.mark.slow
 
 SMALL = (*TINY, "cluster.gpus_per_node=1", "train.steps=2")
 # Nothing of it has to run.
-HELD = (*SMALL, "cluster.slurm_extra.hold=true")
+WAITING = (*SMALL, HELD)
 
 
 def swept(cluster: Site, *words: str, **environment: str) -> Record:
-    """Submit a sweep and return what the command says."""
-    done = orchestra(cluster, "submit", "-m", *words, "--json", root=ROOT, check=True, **environment)
-    return dict(json.loads(done.stdout))
+    """Submit a sweep and return what the command prints."""
+    return dict(json.loads(cluster.orchestra("submit", "-m", *words, "--json", **environment).stdout))
 
 
-def resumed(cluster: Site, name: str, *words: str, check: bool = True) -> Record:
-    return dict(json.loads(orchestra(cluster, "resume", name, *words, "--json", check=check).stdout))
+def resumed(cluster: Site, name: str, *, check: bool = True) -> Record:
+    return dict(json.loads(cluster.orchestra("resume", name, "--json", check=check).stdout))
 
 
 def members_of(facts: Record) -> list[list[int]]:
@@ -40,13 +36,11 @@ def members_of(facts: Record) -> list[list[int]]:
 
 def queued_jobs(cluster: Site, name: str) -> list[str]:
     """Return the jobs of a name in the queue, each task of an array for itself."""
-    words = ("squeue", "--noheader", "--array", f"--name={name}", "--format=%i", "--states=PENDING,RUNNING")
-    return sorted(cluster.run(*words).stdout.split())
+    return sorted(cluster.queue("--array", f"--name={name}", "--format=%i", "--states=PENDING,RUNNING"))
 
 
 def states(cluster: Site, name: str) -> list[str]:
-    (sweep,) = json.loads(orchestra(cluster, "status", name, "--json").stdout)
-    return [member["state"] for member in sweep["members"]]
+    return [member["state"] for member in cluster.status(name)["members"]]
 
 
 def attempts(facts: Record, index: int) -> list[int]:
@@ -64,12 +58,12 @@ def test_sweep_is_one_array_and_only_its_killed_member_is_run_again(cluster: Sit
     again = swept(cluster, *words, "train.seed=3,2,1")
     assert again["path"] == facts["path"]
     assert all(1 in members for members in members_of(again)), "the others are done or alive"
-    assert [ended(cluster, f"{array}_{task}") for task in (0, 2)] == ["COMPLETED", "COMPLETED"]
-    assert ended(cluster, f"{array}_1") != "COMPLETED"
+    assert [cluster.ended(f"{array}_{task}") for task in (0, 2)] == ["COMPLETED", "COMPLETED"]
+    assert cluster.ended(f"{array}_1") != "COMPLETED"
     if not again["arrays"]:
         again = resumed(cluster, "grid")
     assert members_of(again) == [[1]]
-    assert ended(cluster, f"{again['arrays'][0]['id']}_0") == "COMPLETED"
+    assert cluster.ended(f"{again['arrays'][0]['id']}_0") == "COMPLETED"
     assert states(cluster, "grid") == ["finished"] * 3
     assert [len(attempts(facts, index)) for index in range(3)] == [1, 2, 1]
     assert resumed(cluster, "grid")["arrays"] == swept(cluster, *words, "train.seed=1,2,3")["arrays"] == []
@@ -77,71 +71,49 @@ def test_sweep_is_one_array_and_only_its_killed_member_is_run_again(cluster: Sit
 
 def test_waiting_sweep_returns_every_members_result(cluster: Site) -> None:
     words = (*SMALL, "train.steps=1", "train.seed=1,2", "run.name=waited")
-    done = orchestra(cluster, "submit", "-m", *words, "--wait", "--json")
-    results = json.loads(done.stdout)["results"]
-    assert [(it["state"], it["metric"]) for it in results] == [("finished", "loss")] * 2
-    assert all(it["value"] > 0 for it in results)
+    results = swept(cluster, *words, "--wait")["results"]
+    assert [(result["state"], result["metric"]) for result in results] == [("finished", "loss")] * 2
+    assert all(result["value"] > 0 for result in results)
 
 
 def test_each_shape_of_job_has_an_array_and_other_sweeps_runs_are_taken_over(cluster: Site) -> None:
-    first = swept(cluster, *HELD, "train.seed=1,2", "cluster.nodes=1,2", "run.name=shapes")
+    first = swept(cluster, *WAITING, "train.seed=1,2", "cluster.nodes=1,2", "run.name=shapes")
     assert members_of(first) == [[0, 2], [1, 3]]
     assert len(queued_jobs(cluster, "shapes")) == 4
     larger = ("train.seed=1,2,3", "cluster.nodes=2", "run.name=larger")
-    second = swept(cluster, *HELD, *larger)
+    second = swept(cluster, *WAITING, *larger)
     assert members_of(second) == [[2]]
-    taken_over = [it["adopted"] for it in second["members"]]
+    taken_over = [member["adopted"] for member in second["members"]]
     assert taken_over == [f"{first['path']}/001", f"{first['path']}/003", None]
     assert states(cluster, "larger") == ["queued"] * 3
-    forced = swept(cluster, *HELD, *larger[:2], "run.name=forced", "--force")
+    forced = swept(cluster, *WAITING, *larger[:2], "run.name=forced", "--force")
     assert members_of(forced) == [[0, 1, 2]]
-    taken = orchestra(cluster, "submit", "-m", *HELD, "train.seed=7,8", "run.name=shapes", check=False)
-    assert (taken.returncode, "holds another sweep" in taken.stderr) == (2, True), taken.stderr
+    taken = ("submit", "-m", *WAITING, "train.seed=7,8", "run.name=shapes")
+    cluster.refused(2, "holds another sweep", *taken)
 
 
-def test_lost_answer_of_sbatch_submits_no_second_array(cluster: Site) -> None:
-    wrappers = cluster.shared / "lossy"
-    wrappers.mkdir(exist_ok=True)
-    sbatch = wrappers / "sbatch"
-    lost = "echo 'sbatch: error: Batch job submission failed: Socket timed out on send/recv operation' >&2"
-    sbatch.write_text(f'#!/bin/sh\n{shutil.which("sbatch")} "$@" > /dev/null 2>&1\n{lost}\nexit 1\n')
-    sbatch.chmod(sbatch.stat().st_mode | stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH)
-    path = f"{wrappers}:{cluster.environment['PATH']}"
-    facts = swept(cluster, *HELD, "train.seed=1,2", "run.name=lossy", PATH=path)
+def test_lost_answer_of_sbatch_and_silent_controller_submit_no_second_array(cluster: Site) -> None:
+    words = (*WAITING, "train.seed=1,2", "run.name=lossy")
+    facts = swept(cluster, *words, **cluster.lost_answer_of_sbatch())
     array = facts["arrays"][0]["id"]
     assert queued_jobs(cluster, "lossy") == [f"{array}_0", f"{array}_1"]
-    assert swept(cluster, *HELD, "train.seed=1,2")["arrays"] == []
-
-
-def test_silent_controller_submits_nothing_again(cluster: Site) -> None:
-    words = (*HELD, "train.seed=1,2", "run.name=silent")
-    swept(cluster, *words)
-    nowhere = cluster.shared / "nowhere.conf"
-    text = cluster.layout.slurm_conf.read_text()
-    line = next(line for line in text.splitlines() if line.startswith("SlurmctldHost="))
-    nowhere.write_text(text.replace(line, "SlurmctldHost=localhost\nSlurmctldPort=1\nMessageTimeout=2"))
-    for verb in (("resume", "silent"), ("submit", "-m", *words)):
-        refused = orchestra(cluster, *verb, check=False, SLURM_CONF=str(nowhere))
-        assert (refused.returncode, "nothing was submitted" in refused.stderr) == (1, True), refused.stderr
+    assert swept(cluster, *WAITING, "train.seed=1,2")["arrays"] == []
+    for verb in (("resume", "lossy"), ("submit", "-m", *words)):
+        cluster.refused(1, "nothing was submitted", *verb, **cluster.unreachable_controller())
 
 
 def test_sweep_is_cut_at_the_sites_limits_and_the_rest_submitted_later(new_site: Callable[..., Site]) -> None:
     limits = ("--set", "MaxArraySize=3", "--set", "AccountingStorageEnforce=limits")
     site = new_site("--nodes", "1", "--gpus", "0", *limits)
 
-    def manage(*words: str) -> None:
-        site.devcluster("exec", "controller", "--", "sacctmgr", "--immediate", *words)
-
-    user = site.user.pw_name
-    manage("add", "user", user, "account=root", "MaxSubmitJobs=5")
-    words = (*HELD, "train.seed=range(0,7)", "run.name=cut")
-    told = orchestra(site, "submit", "-m", *words, "--json", check=False)
-    assert (told.returncode, "2 of 7 members were not submitted" in told.stderr) == (1, True), told.stderr
-    facts = json.loads(told.stdout)
+    manage, user = ("sacctmgr", "--immediate"), site.user.pw_name
+    site.as_root(*manage, "add", "user", user, "account=root", "MaxSubmitJobs=5")
+    words = (*WAITING, "train.seed=range(0,7)", "run.name=cut")
+    facts = json.loads(site.refused(1, "2 of 7 members were not submitted", "submit", "-m", *words, "--json"))
     assert sorted(index for members in members_of(facts) for index in members) == [0, 1, 2, 3, 4]
     assert max(map(len, members_of(facts))) == 3
     assert states(site, "cut") == ["queued"] * 5 + ["not submitted"] * 2
-    manage("modify", "user", user, "set", "MaxSubmitJobs=-1")
+    site.as_root(*manage, "modify", "user", user, "set", "MaxSubmitJobs=-1")
     wait_until(lambda: members_of(resumed(site, "cut", check=False)) != [], "the limit is lifted")
     assert states(site, "cut") == ["queued"] * 7
     assert len(queued_jobs(site, "cut")) == 7

@@ -6,22 +6,17 @@ Jobs that are held cost nothing; one job fails before our code runs, one trains.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from sites import ROOT, Site, wait_until
-from test_submit import orchestra, submitted
+from sites import HELD, Site, wait_until
 
-from orchestra.run.files import Record
 from orchestra.run.paths import Sweep, SweepArray, SweepDir, SweepMember, to_json
 
 pytestmark = pytest.mark.slow
 
-HELD = "cluster.slurm_extra.hold=true"
 BROKEN = "cluster.setup=['echo the module is not there >&2', 'exit 3']"
 
 
@@ -36,95 +31,75 @@ def site(request: pytest.FixtureRequest) -> Iterator[Site]:
     site.cancel_all_jobs()
 
 
-def told(site: Site, *words: str) -> Record:
-    (state,) = json.loads(orchestra(site, "status", *words, "--json").stdout)
-    return dict(state)
-
-
 def test_a_job_that_waits_is_told_of_and_taken_out_of_the_queue(site_without_accounting: Site) -> None:
     site = site_without_accounting
-    _, job = submitted(site, "held", "train.steps=1", HELD)
-    lines = orchestra(site, "status", "held").stdout.splitlines()
+    job = site.submit_run("held", "train.steps=1", HELD).job
+    lines = site.orchestra("status", "held").stdout.splitlines()
     assert lines[1].split()[:2] == ["held", "queued"]
     assert lines[2] == f"reason  held by its user; `scontrol release {job}` lets it go"
     assert lines[3].startswith(f"job     {job}, PENDING")
     assert lines[-1] == "next    `orchestra logs held -f`"
-    assert "held by its user" in orchestra(site, "logs", "held").stderr
-    planned = orchestra(site, "cancel", "held", "--dry-run").stdout
+    assert "held by its user" in site.orchestra("logs", "held").stderr
+    planned = site.orchestra("cancel", "held", "--dry-run").stdout
     assert f"job {job} would be taken out of the queue" in planned
     assert site.job_state(job) == "PENDING"
-    assert f"job {job} was taken out of the queue" in orchestra(site, "cancel", "held").stdout
+    assert f"job {job} was taken out of the queue" in site.orchestra("cancel", "held").stdout
     assert site.job_state(job) == "CANCELLED"
-    assert told(site, "held")["state"] == "cancelled"
+    assert site.status("held")["state"] == "cancelled"
 
 
 def test_a_job_that_never_reached_our_code_says_why(site: Site) -> None:
-    run, job = submitted(site, "no-module", "train.steps=1", BROKEN)
-    follower = following(site, run.name)
+    run = site.submit_run("no-module", "train.steps=1", BROKEN)
+    follower = site.start_orchestra("logs", "no-module", "-f")
     out, err = follower.communicate(timeout=60)
     assert follower.returncode == 0
     assert "the module is not there" in out
-    assert f"no-module: failed (job {job})" in err
-    state = told(site, run.name)
+    assert f"no-module: failed (job {run.job})" in err
+    state = run.status()
     assert (state["state"], state["attempts"], state["job_state"]) == ("failed", 0, "FAILED")
-    why = orchestra(site, "why", run.name).stdout
-    assert f"job {job} failed" in why
+    why = site.orchestra("why", "no-module").stdout
+    assert f"job {run.job} failed" in why
     assert "  the module is not there\nlog: runs/no-module/logs/jobs/" in why
     assert "resume  `orchestra resume no-module`" in why
 
 
-def following(site: Site, run: str) -> subprocess.Popen[str]:
-    """Start `logs -f` as the ordinary user."""
-    return subprocess.Popen(
-        [sys.executable, "-u", "-m", "orchestra", "logs", run, "-f"],
-        cwd=site.shared,
-        env={**site.environment, "PYTHONPATH": str(ROOT)},
-        user=site.user.pw_uid,
-        group=site.user.pw_gid,
-        extra_groups=[],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
 def test_logs_are_followed_from_the_queue_to_the_end(site_without_accounting: Site) -> None:
     cluster = site_without_accounting
-    run, job = submitted(cluster, "followed", "train.steps=400", HELD)
-    follower = following(cluster, run.name)
-    time.sleep(1)
+    job = cluster.submit_run("followed", "train.steps=400", HELD).job
+    follower = cluster.start_orchestra("logs", "followed", "-f")
+    assert follower.stderr is not None
+    assert f"note: followed: queued (job {job}): held by its user" in follower.stderr.readline()
     cluster.run("scontrol", "release", job)
-    wait_until(lambda: told(cluster, "followed")["state"] == "running", "it runs")
-    assert told(cluster, "followed")["job_nodes"].startswith("node")
-    assert orchestra(cluster, "cancel", "followed").stdout.startswith("followed: attempt 0 asked to save")
+    wait_until(lambda: cluster.status("followed")["state"] == "running", "it runs")
+    assert cluster.status("followed")["job_nodes"].startswith("node")
+    assert cluster.orchestra("cancel", "followed").stdout.startswith("followed: attempt 0 asked to save")
     out, err = follower.communicate(timeout=60)
     assert follower.returncode == 0, err
-    assert f"note: followed: queued (job {job}): held by its user" in err
     assert "==> runs/followed/logs/attempt-000/node-000.log <==" in out
-    assert told(cluster, "followed")["state"] == "stopped"
+    assert cluster.status("followed")["state"] == "stopped"
 
 
 def test_members_of_an_array_are_found_by_task_and_cancelled_at_once(site: Site) -> None:
     array = array_of_sleepers(site, "sweep", num_members=6, throttle=2)
-    wait_until(lambda: told(site, "sweep")["counts"] == {"starting": 2, "queued": 4}, "two begin")
-    state = told(site, "sweep")
+    wait_until(lambda: site.status("sweep")["counts"] == {"starting": 2, "queued": 4}, "two begin")
+    state = site.status("sweep")
     jobs = [(member["job"], member["job_state"]) for member in state["members"]]
     assert jobs == [(f"{array}_{task}", "RUNNING" if task < 2 else "PENDING") for task in range(6)]
-    assert told(site, "sweep/4")["cause"] == "waits for other members of its sweep (the array's throttle)"
-    assert "taken out of the queue" in orchestra(site, "cancel", "sweep/5").stdout
-    assert told(site, "sweep")["counts"] == {"starting": 2, "queued": 3, "cancelled": 1}
-    asked = orchestra(site, "cancel", "sweep").stdout
+    assert site.status("sweep/4")["cause"] == "waits for other members of its sweep (the array's throttle)"
+    assert "taken out of the queue" in site.orchestra("cancel", "sweep/5").stdout
+    assert site.status("sweep")["counts"] == {"starting": 2, "queued": 3, "cancelled": 1}
+    asked = site.orchestra("cancel", "sweep").stdout
     assert "3 taken out of the queue" in asked
     assert "2 asked to save and stop" in asked
     assert site.job_state(f"{array}_1") == "RUNNING", "what has begun is asked, not killed"
-    ended = orchestra(site, "cancel", "sweep", "--now").stdout
+    ended = site.orchestra("cancel", "sweep", "--now").stdout
     assert "2 ended by Slurm" in ended
-    wait_until(lambda: told(site, "sweep")["counts"] == {"cancelled": 6}, "all are cancelled")
+    wait_until(lambda: site.status("sweep")["counts"] == {"cancelled": 6}, "all are cancelled")
 
 
 def array_of_sleepers(site: Site, name: str, num_members: int, throttle: int) -> str:
     """Submit an array that only sleeps, and record it as the sweep whose members it would train."""
-    sweep = SweepDir(site.shared / "runs" / name)
+    sweep = SweepDir(site.runs / name)
     token, user, now = f"orchestra:{name}{time.time_ns()}", site.user.pw_name, time.time()
     site.run("mkdir", "-p", *(str(sweep.member(index).path) for index in range(num_members)))
     options = (f"--array=0-{num_members - 1}%{throttle}", f"--comment={token}", f"--job-name={name}")
@@ -145,13 +120,8 @@ def put(site: Site, file: Path, text: str) -> None:
 
 
 def test_a_silent_controller_leaves_the_records_and_is_said(cluster: Site) -> None:
-    run, job = submitted(cluster, "unheard", "train.steps=1", HELD)
-    nowhere = cluster.shared / "silent.conf"
-    text = cluster.layout.slurm_conf.read_text()
-    line = next(line for line in text.splitlines() if line.startswith("SlurmctldHost="))
-    nowhere.write_text(text.replace(line, "SlurmctldHost=localhost\nSlurmctldPort=1\nMessageTimeout=2"))
-    refused = orchestra(cluster, "cancel", "unheard", check=False, SLURM_CONF=str(nowhere))
-    assert refused.returncode == 1
-    assert "may still wait in the queue" in refused.stdout
-    assert cluster.job_state(job) == "PENDING"
-    assert list(run.control.glob("attempt-000.stop-*.json"))
+    run = cluster.submit_run("unheard", "train.steps=1", HELD)
+    printed = cluster.refused(1, "", "cancel", "unheard", **cluster.unreachable_controller())
+    assert "may still wait in the queue" in printed
+    assert cluster.job_state(run.job) == "PENDING"
+    assert list(run.dir.control.glob("attempt-000.stop-*.json"))

@@ -12,8 +12,8 @@ import sys
 import time
 from pathlib import Path
 
+from launchers import LauncherError
 from launchers.host_network import free_port
-from launchers.launch_errors import LauncherError
 from launchers.node_agent import start_agent, supervise
 from launchers.slurm.this_job import JobSignals, job_task
 from orchestra.errors import EXIT_DONE, EXIT_FAILED, OrchestraError

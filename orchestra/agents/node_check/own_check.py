@@ -16,11 +16,12 @@ import hashlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,6 @@ from conf.schema import Config, Device
 from launchers.memory_store.store import folders_of
 from launchers.node_group import NodeGroup
 from orchestra.agents.node_check import probe
-from orchestra.agents.node_check.ring import Ring
 from orchestra.run.paths import RunDir
 
 # nvidia-smi takes some seconds where the driver is not kept loaded.
@@ -58,26 +58,6 @@ def copies_name(run: RunDir) -> str:
     return f"{run.name}-{hashlib.sha256(str(run.path).encode()).hexdigest()[:8]}"
 
 
-@dataclass(frozen=True)
-class ProbeFindings:
-    """What one run of the probe found."""
-
-    # What keeps it from training, and what speaks against it where there is another one.
-    unfit: tuple[str, ...] = ()
-    doubts: tuple[str, ...] = ()
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    seconds: float = 0.0
-
-    def facts_of_member(self) -> dict[str, Any]:
-        """Return it as the agent publishes it."""
-        checked = {"seconds": round(self.seconds, 3), **self.facts}
-        return {
-            "unfit": "; ".join(self.unfit) or None,
-            "doubt": "; ".join(self.doubts) or None,
-            "checked": checked,
-        }
-
-
 class ProbeProcess:
     """Runs the probe of this node, once at a time. All from the agent's own thread; it never blocks."""
 
@@ -89,7 +69,6 @@ class ProbeProcess:
         self._began = 0.0
         # One that even SIGKILL did not end: it hangs in the kernel, and a second one would hang beside it.
         self._stuck: subprocess.Popen[bytes] | None = None
-        self.last: ProbeFindings | None = None
 
     @property
     def is_running(self) -> bool:
@@ -114,7 +93,7 @@ class ProbeProcess:
             os.set_blocking(self._process.stdout.fileno(), False)
             self._output, self._began = b"", time.monotonic()
 
-    def look(self) -> ProbeFindings | None:
+    def look(self) -> dict[str, Any] | None:
         """Return the findings of the probe that runs, once, when it is over or took too long; else None."""
         process = self._process
         if process is None:
@@ -127,11 +106,9 @@ class ProbeProcess:
         self._end(process)
         # Without a line the program itself never ran, which says nothing of the node.
         silent = "" if is_over else f"no answer within {self._limit_s:g} s"
-        findings = _findings(self._output, self._expected, silent, seconds) if self._output else None
-        self.last = findings or self.last
-        return findings
+        return _findings(self._output, self._wishes, silent, seconds) if self._output else None
 
-    def settle(self, at_most_s: float = SETTLE_S) -> ProbeFindings | None:
+    def settle(self, at_most_s: float = SETTLE_S) -> dict[str, Any] | None:
         """Return the findings of the probe that runs within that time; None where it takes longer."""
         deadline = time.monotonic() + at_most_s
         while self.is_running and time.monotonic() < deadline:
@@ -146,10 +123,6 @@ class ProbeProcess:
         if self._process is not None:
             self._end(self._process)
             self._process = None
-
-    @property
-    def _expected(self) -> list[str]:
-        return [name for name, _ in probe.checks(self._wishes)]
 
     def _read(self, process: subprocess.Popen[bytes]) -> bool:
         """Take what it has written meanwhile; return whether that was all."""
@@ -174,9 +147,13 @@ class ProbeProcess:
         self._stuck = process if process.returncode is None else None
 
 
-def _findings(output: bytes, expected: Sequence[str], silent: str, seconds: float) -> ProbeFindings:
-    """Return what the lines say; `silent`: the reason for a check without one, empty where nothing hung."""
-    unfit, doubts, facts, missing = [], [], {}, list(expected)
+def _findings(output: bytes, wishes: dict[str, Any], silent: str, seconds: float) -> dict[str, Any]:
+    """Return what the lines say, as the agent publishes it: what keeps the node from training (`unfit`), what
+    speaks against it where there is another one (`doubt`), and what was measured (`checked`).
+
+    `silent`: the reason for a check without a line, empty where nothing hung.
+    """
+    unfit, doubts, facts, missing = [], [], {}, [name for name, _ in probe.checks(wishes)]
     for line in output.decode(errors="replace").splitlines():
         try:
             result = json.loads(line)
@@ -188,7 +165,8 @@ def _findings(output: bytes, expected: Sequence[str], silent: str, seconds: floa
         doubts += [result["doubt"]] if result.get("doubt") else []
         facts.update(result.get("facts", {}))
     unfit += [f"{name}: {silent}" for name in missing if silent]
-    return ProbeFindings(tuple(unfit), tuple(doubts), facts, seconds)
+    checked = {"seconds": round(seconds, 3), **facts}
+    return {"unfit": "; ".join(unfit) or None, "doubt": "; ".join(doubts) or None, "checked": checked}
 
 
 class NodeCheck:
@@ -227,7 +205,7 @@ class NodeCheck:
 
     def tick(self, *, is_idle: bool) -> None:
         """Publish what was found meanwhile; check again where the node has long been idle."""
-        self._take(self._probe.look())
+        self._unpublished.update(self._probe.look() or {})
         if self._ring is not None and (measured := self._ring.taken()) is not None:
             self._unpublished["ring"] = {"to": self._next_node, **measured}
         now = time.monotonic()
@@ -240,7 +218,7 @@ class NodeCheck:
         """Check the node after an attempt's end, and publish what is found within a moment."""
         self._begun_at = time.monotonic()
         self._probe.begin()
-        self._take(self._probe.settle(SETTLE_S))
+        self._unpublished.update(self._probe.settle() or {})
         self._publish()
 
     def close(self) -> None:
@@ -249,20 +227,12 @@ class NodeCheck:
         if self._ring is not None:
             self._ring.close()
 
-    def _take(self, findings: ProbeFindings | None) -> None:
-        if findings is None:
-            return
-        self._unpublished = {**self._unpublished, **findings.facts_of_member()}
-
     def _publish(self) -> None:
         member = self._group.member
         if not self._unpublished or member is None:
             return
-        news = {
-            key: value for key, value in self._unpublished.items() if not _is_old(key, value, member.facts)
-        }
         with contextlib.suppress(OSError):
-            if news:
+            if not all(_is_old(key, value, member.facts) for key, value in self._unpublished.items()):
                 self._group.tell(self._unpublished)
             self._unpublished = {}
 
@@ -285,3 +255,115 @@ def _is_old(key: str, value: Any, facts: Mapping[str, Any]) -> bool:
 def node_check_of(config: Config, run: RunDir, group: NodeGroup) -> NodeCheck | None:
     """Return the check of this node; None where it is not wanted (`recovery.preflight`)."""
     return NodeCheck(group, ProbeProcess(wishes_of(config, run))) if config.recovery.preflight else None
+
+
+# The way to the neighbour. Plain sockets, no torch: that finds an interface that fell back to a slower speed
+# or loses packets, not what NCCL makes of the network (`orchestra bench network` measures that).
+
+_CHUNK = bytes(1 << 18)
+# One measurement ends after that much, or that long.
+_MOST_BYTES, _MOST_S = 16 << 20, 0.1
+_MEASUREMENTS, _PINGS = 2, 5
+# Two rounds apart: what slowed down the first one may be over.
+_ROUNDS, _PAUSE_S = 2, 0.3
+_TIMEOUT_S = 5.0
+_LOOK_S = 0.5
+_PING, _DONE = b"p", b"d"
+
+
+class Ring:
+    """Answers the node before and measures the way to the next, on threads of its own; `close` ends them."""
+
+    def __init__(self, address: str) -> None:
+        """`address`: this node's, at which the others reach it. Raises OSError."""
+        self._listener = socket.create_server((address, 0), backlog=4)
+        self._listener.settimeout(_LOOK_S)
+        self._is_over = threading.Event()
+        self._result: dict[str, Any] | None = None
+        threading.Thread(target=self._answer, name="ring", daemon=True).start()
+
+    @property
+    def port(self) -> int:
+        """Where this node answers."""
+        return int(self._listener.getsockname()[1])
+
+    def measure(self, neighbour: Callable[[], tuple[str, int] | None], **facts: Any) -> None:
+        """Begin to measure the way to the neighbour, as soon as it is known where that is.
+
+        `facts` come back with what is measured.
+        """
+        threading.Thread(target=self._measure, args=(neighbour, facts), name="ring", daemon=True).start()
+
+    def taken(self) -> dict[str, Any] | None:
+        """Return what was measured, once: `bytes_per_s` of each round and `latency_s`, or an `error`."""
+        result, self._result = self._result, None
+        return result
+
+    def close(self) -> None:
+        """Answer and measure no more; the threads end within a second."""
+        self._is_over.set()
+
+    def _answer(self) -> None:
+        # Closed where it is used: its number could mean another socket by then.
+        with self._listener:
+            while not self._is_over.is_set():
+                with contextlib.suppress(OSError):
+                    connection, _ = self._listener.accept()
+                    # One at a time: there is one node before this one.
+                    with connection:
+                        connection.settimeout(_TIMEOUT_S)
+                        _swallow(connection)
+
+    def _measure(self, neighbour: Callable[[], tuple[str, int] | None], facts: dict[str, Any]) -> None:
+        while (place := neighbour()) is None:
+            if self._is_over.wait(_LOOK_S):
+                return
+        rounds: list[tuple[float, float]] = []
+        try:
+            for number in range(_ROUNDS):
+                self._is_over.wait(_PAUSE_S if number else 0.0)
+                rounds.append(_round(place))
+        except OSError as error:
+            self._result = {"error": str(error), **facts}
+            return
+        self._result = {
+            "bytes_per_s": [round(rate) for rate, _ in rounds],
+            "latency_s": round(min(seconds for _, seconds in rounds), 6),
+            **facts,
+        }
+
+
+def _swallow(connection: socket.socket) -> None:
+    """Take all that comes; where it ends with a ping or a mark of the end, send that byte back."""
+    buffer = bytearray(len(_CHUNK))
+    while num_bytes := connection.recv_into(buffer):
+        last = bytes(buffer[num_bytes - 1 : num_bytes])
+        if last in (_PING, _DONE):
+            connection.sendall(last)
+
+
+def _round(place: tuple[str, int]) -> tuple[float, float]:
+    """Return the best bytes per second and the shortest time to the neighbour and back. Raises OSError."""
+    with socket.create_connection(place, timeout=_TIMEOUT_S) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        pings = [_ping(connection, _PING) for _ in range(_PINGS)]
+        rates = [_rate(connection) for _ in range(_MEASUREMENTS)]
+    return max(rates), min(pings)
+
+
+def _ping(connection: socket.socket, word: bytes) -> float:
+    begin = time.perf_counter()
+    connection.sendall(word)
+    if connection.recv(1) != word:
+        raise OSError("the neighbour hung up")
+    return time.perf_counter() - begin
+
+
+def _rate(connection: socket.socket) -> float:
+    """Return the bytes per second of one stream, counted until the neighbour has taken the last one."""
+    begin, sent = time.perf_counter(), 0
+    while sent < _MOST_BYTES and time.perf_counter() - begin < _MOST_S:
+        connection.sendall(_CHUNK)
+        sent += len(_CHUNK)
+    _ping(connection, _DONE)
+    return sent / (time.perf_counter() - begin)

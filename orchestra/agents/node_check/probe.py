@@ -92,9 +92,6 @@ def _print_finding(name: str, check: Callable[[], Finding]) -> None:
     os.write(1, line.encode())
 
 
-# The checks.
-
-
 def keeps_a_file(folder: str) -> Finding:
     """Write a small file, have it stored, read it back; compare its time with this host's clock."""
     place = os.path.join(folder, f".fitness.{os.uname().nodename}.{os.getpid()}")  # noqa: PTH118

@@ -18,27 +18,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from conf.schema import Config
-from orchestra.config.compose import compose
+from orchestra.cli.plan import Mode, configuration, print_result
 from orchestra.config.machine import Situation
 from orchestra.config.rules.all_rules import not_yet
 from orchestra.errors import EXIT_DONE, EXIT_USAGE, ConfigError, OrchestraError
-from orchestra.plan.assemble import for_planning, shape_of
+from orchestra.plan.assemble import shape_of
 from orchestra.plan.frameworks import OWN
 from orchestra.run.config_file import write_config
 from orchestra.sizes.memory import rank_bytes
 from orchestra.sizes.training_shape import TrainingShape
+from orchestra.sizes.units import MIB
 from orchestra.submit.launch import source_root
 
-NAME = "exact"
-OPTIONS: tuple[str, ...] = ()
-
-EXPLAINED = """\
+_EXPLAINED = """\
 --exact counts one rank's tensors too: the modules, optimizer and collectives that would train are built with
 fake tensors (no memory, no GPU, no other ranks) and take two steps, with the recomputation that is asked for.
 Both counts are shown by component, and how far the closed form is off. It takes some seconds and loads torch.
 """
 
-_MIB = 1 << 20
 # Closed form's component and how the count calls it; activations and logits are alive at the same time.
 _TITLES = {
     "parameters": "parameters",
@@ -67,32 +64,31 @@ class Compared:
         return self.closed / self.counted - 1 if self.counted else None
 
 
-def add_arguments(parser: ArgumentParser) -> None:
-    """Add --exact."""
+def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--exact", action="store_true", help="count the tensors of the real modules too")
 
 
-def run(arguments: Namespace) -> int:
+def _run(arguments: Namespace) -> int:
     """Print both counts and return 0. Raises ConfigError for what the trainer does not have."""
     if arguments.framework not in (None, OWN):
         raise ConfigError(
             f"--exact counts orchestra's own modules, and there are none of {arguments.framework} here; "
             "leave --framework out, or --exact"
         )
-    config = compose(for_planning(arguments.overrides), Situation("plan")).config
+    config = configuration(arguments.overrides)
     missing = [f"{problem}, or plan without --exact" for problem in not_yet(config, Situation("run"))]
     if missing:
         raise ConfigError(missing)
     shape = shape_of(config)
-    compared = compare(shape, counted(config, shape))
-    if arguments.json:
-        print(json.dumps(facts(compared), indent=2))
-    else:
-        print("\n".join(lines(compared)))
+    compared = _compare(shape, _counted(config, shape))
+    print_result(arguments, lambda: _facts(compared), lambda: comparison_lines(compared))
     return EXIT_DONE
 
 
-def counted(config: Config, shape: TrainingShape) -> Mapping[str, int]:
+MODE = Mode("exact", _EXPLAINED, _add_arguments, _run)
+
+
+def _counted(config: Config, shape: TrainingShape) -> Mapping[str, int]:
     """Start the process that counts, on rank 0's place, and return its answer in bytes."""
     is_gpu = ["--as-gpu"] if shape.options.is_gpu else []
     environment = {**os.environ, "PYTHONPATH": str(source_root()), "PYTHONSAFEPATH": "1"}
@@ -100,14 +96,8 @@ def counted(config: Config, shape: TrainingShape) -> Mapping[str, int]:
         file = Path(folder) / "config.yaml"
         write_config(file, config)
         command = [sys.executable, "-m", "orchestra.train.dry_build", str(file), "--exact"]
-        world_size = str(shape.layout.world_size)
-        done = subprocess.run(
-            [*command, "--world-size", world_size, *is_gpu],
-            capture_output=True,
-            text=True,
-            check=False,
-            env=environment,
-        )
+        command += ["--world-size", str(shape.layout.world_size), *is_gpu]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode == EXIT_USAGE:
         raise ConfigError([line.removeprefix("error: ") for line in done.stderr.splitlines()])
     if done.returncode:
@@ -117,11 +107,10 @@ def counted(config: Config, shape: TrainingShape) -> Mapping[str, int]:
     return answer
 
 
-def compare(shape: TrainingShape, count: Mapping[str, int]) -> list[Compared]:
+def _compare(shape: TrainingShape, count: Mapping[str, int]) -> list[Compared]:
     """Return the components of a rank, those that neither side has left out."""
     own = rank_bytes(shape, shape.stages[0])
     step = own.step.activations + own.step.logits
-    states = own.parameters + own.gradients + own.masters + own.optimizer
     closed = {
         "parameters": own.parameters,
         "gradients": own.gradients,
@@ -130,14 +119,14 @@ def compare(shape: TrainingShape, count: Mapping[str, int]) -> list[Compared]:
         "gathered": own.first_buffers,
         "first_step": step + own.growing_buffers * (shape.accumulation > 1),
         "later_steps": step + own.growing_buffers,
-        "peak": states + step + own.buffers,
+        "peak": own.total,
         "host": own.host,
     }
     rows = [Compared(name, value, count[f"{name}_bytes"]) for name, value in closed.items()]
     return [row for row in rows if row.closed or row.counted]
 
 
-def facts(compared: list[Compared]) -> dict[str, object]:
+def _facts(compared: list[Compared]) -> dict[str, object]:
     """Return the comparison for programs: bytes, and differences as shares of what was counted."""
     return {
         row.name: {
@@ -149,18 +138,16 @@ def facts(compared: list[Compared]) -> dict[str, object]:
     }
 
 
-def lines(compared: list[Compared]) -> list[str]:
-    """Return the comparison as a table."""
-    header = f"{'one rank, MiB':<28}{'closed form':>14}{'counted':>14}{'difference':>12}"
-    return [header, *(_line(row) for row in compared), "", _NOTE]
-
-
 _NOTE = """\
 Counted are tensors, of rank 0's place; the libraries, the allocator's gaps and
 the driver come on top. A step's most holds activations, logits, messages and
 temporary tensors."""
 
 
-def _line(row: Compared) -> str:
-    off = "" if row.difference is None else f"{row.difference:+.1%}"
-    return f"{_TITLES[row.name]:<28}{row.closed / _MIB:>14,.1f}{row.counted / _MIB:>14,.1f}{off:>12}"
+def comparison_lines(compared: list[Compared]) -> list[str]:
+    """Return the comparison as a table."""
+    lines = [f"{'one rank, MiB':<28}{'closed form':>14}{'counted':>14}{'difference':>12}"]
+    for row in compared:
+        off = "" if row.difference is None else f"{row.difference:+.1%}"
+        lines.append(f"{_TITLES[row.name]:<28}{row.closed / MIB:>14,.1f}{row.counted / MIB:>14,.1f}{off:>12}")
+    return [*lines, "", _NOTE]

@@ -6,78 +6,110 @@ table for each key, at most 80 columns wide.
 
 from __future__ import annotations
 
-import json
-import textwrap
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from orchestra.cli.plan import layout_words, one_layout
+from orchestra.cli.plan import Mode, case_for, configuration, layout_words, one_layout, print_result
 from orchestra.cli.text import figures
-from orchestra.config.compose import compose
 from orchestra.config.keys import nearest
-from orchestra.config.machine import Situation
 from orchestra.errors import EXIT_DONE, ConfigError
-from orchestra.plan.assemble import case_of, for_planning
 from orchestra.plan.explain import Explanation, Option, explain, main_loss
 from orchestra.plan.predict import Prediction
-from orchestra.plan.space import KEYS, choice_of
+from orchestra.plan.space import DP_KEY, KEYS, Value, choice_of
 
-_WIDTH = 80
 _INDENT = "   "
-# Turns of a knob that are told where a step does not fit, and things that bind.
+# Turns of a knob that are listed where a step does not fit, and things that bind.
 _NUM_TURNS = 5
 _NUM_BOUNDS = 3
 # Values of a knob that are listed around the present and the best one.
 _NUM_OPTIONS = 12
 # Speeds this near are the same.
 _SAME = 5e-4
+_ALL = "all"
+_HEADER = ("value", "", "GiB", "tok/s", "vs now", "best with it", "GiB ")
+
+_EXPLAINED = """\
+--explain walks through the decisions of a configuration (fit a step in memory, reach the global batch, then
+throughput), and says for KEY, such as parallelism.tp or train.recompute, what each other value would do to
+memory and speed: with all else as it is, and with all else chosen anew. Without KEY it shows all of them.
+"""
 
 
-def lines(told: Explanation, knobs: Sequence[str]) -> list[str]:
-    """Return what a person reads about these knobs."""
-    text = [*one_layout.header(told.here.case), ""]
-    text += ["1  fit a step in memory", *_memory(told), ""]
-    text += ["2  reach the global batch", *_batch(told.here), ""]
-    text += ["3  throughput", *_throughput(told)]
-    for knob in knobs:
-        text += ["", *_knob(told, knob)]
-    return text
-
-
-def _wrapped(text: str) -> list[str]:
-    return textwrap.wrap(
-        text, _WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT, break_on_hyphens=False
+def _add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--explain", nargs="?", const=_ALL, metavar="KEY", help="what each value of a key would do, and why"
     )
 
 
-def _memory(told: Explanation) -> Iterator[str]:
-    usable, here, smallest = told.usable_bytes, told.here, told.smallest
-    size = here.case.micro_batch_size
+def _run(arguments: Namespace) -> int:
+    """Print the explanation and return 0. Raises ConfigError for a key that is none of them."""
+    key, overrides = arguments.explain, list(arguments.overrides)
+    if "=" in key:
+        # `--explain model=llama3_8b`: an override, not a key.
+        key, overrides = _ALL, [key, *overrides]
+    knobs = _knobs(key)
+    explanation = explain(case_for(configuration(overrides), arguments))
+    print_result(arguments, lambda: _facts(explanation, knobs), lambda: _lines(explanation, knobs))
+    return EXIT_DONE
+
+
+MODE = Mode("explain", _EXPLAINED, _add_arguments, _run)
+
+
+def _knobs(key: str) -> list[str]:
+    keys = {**KEYS, "dp": DP_KEY}
+    if key == _ALL:
+        return list(KEYS)
+    for knob, name in keys.items():
+        if key in (knob, name):
+            return [knob]
+    meant = nearest(key, [*keys.values()])
+    hint = f"did you mean {meant}? There are" if meant else "there are"
+    raise ConfigError(f"--explain {key}: the planner turns no such key; {hint} {', '.join(keys.values())}")
+
+
+def _lines(explanation: Explanation, knobs: Sequence[str]) -> list[str]:
+    lines = [*one_layout.header(explanation.here.case), ""]
+    lines += ["1  fit a step in memory", *_memory(explanation), ""]
+    lines += ["2  reach the global batch", *_batch(explanation.here), ""]
+    lines += ["3  throughput", *_throughput(explanation)]
+    for knob in knobs:
+        lines += ["", *_knob(explanation, knob)]
+    return lines
+
+
+def _wrapped(text: str) -> list[str]:
+    return figures.wrapped(text, _INDENT, _INDENT)
+
+
+def _memory(explanation: Explanation) -> Iterator[str]:
+    here, smallest = explanation.here, explanation.smallest
+    usable, size = here.case.device.usable_bytes, here.case.micro_batch_size
     if size > 1:
-        fits = "fits" if smallest.fits else "does not fit"
-        yield from _wrapped(f"A micro-batch of 1 sequence takes {_of(smallest, usable)}: {fits}.")
+        peak, fits = layout_words.of_usable(smallest, usable), _fits(smallest)
+        yield from _wrapped(f"A micro-batch of 1 sequence takes {peak}: {fits}.")
     parts = one_layout.components(here.peak)
-    largest = sorted(parts.items(), key=lambda it: -it[1])[:4]
-    words = ", ".join(f"{name} {layout_words.gib(value)}" for name, value in largest)
-    fits = "fits" if here.fits else "does not fit"
-    yield from _wrapped(f"A micro-batch of {size} takes {_of(here, usable)}: {fits}. Most of it: {words}.")
+    largest = sorted(parts, key=lambda name: -parts[name])[:4]
+    words = ", ".join(f"{name} {layout_words.gib(parts[name])}" for name in largest)
+    peak, fits = layout_words.of_usable(here, usable), _fits(here)
+    yield from _wrapped(f"A micro-batch of {size} takes {peak}: {fits}. Most of it: {words}.")
     if here.fits:
         return
-    if not told.fitting_turns:
-        instead = "; the search finds what fits together" if told.best else " on this cluster"
+    if not explanation.fitting_turns:
+        instead = "; the search finds what fits together" if explanation.best else " on this cluster"
         yield from _wrapped(f"No single turn of a knob makes it fit{instead}.")
         return
     yield from _wrapped("One turn makes it fit, the fastest first:")
-    for knob, turned in told.fitting_turns[:_NUM_TURNS]:
-        value = layout_words.value(choice_of(turned.case).value(knob))
+    for knob, turned in explanation.fitting_turns[:_NUM_TURNS]:
         speed = figures.quantity(turned.tokens_per_s_per_device)
         peak = f"{layout_words.gib(turned.peak.total)} GiB"
+        value = layout_words.value_in(turned, knob)
         yield f"{_INDENT}  {KEYS[knob]}={value}: {peak}, {speed} tokens/s per device"
 
 
-def _of(found: Prediction, usable: float) -> str:
-    return f"{layout_words.gib(found.peak.total)} of {layout_words.gib(usable)} usable GiB"
+def _fits(prediction: Prediction) -> str:
+    return "fits" if prediction.fits else "does not fit"
 
 
 def _batch(here: Prediction) -> Iterator[str]:
@@ -100,82 +132,77 @@ def _batch(here: Prediction) -> Iterator[str]:
         )
 
 
-def _throughput(told: Explanation) -> Iterator[str]:
-    here, best = told.here, told.best
+def _throughput(explanation: Explanation) -> Iterator[str]:
+    here, best = explanation.here, explanation.best
     speed = f"{here.tokens_per_s_per_device:,.0f} tokens/s per device, MFU {figures.percent(here.mfu)}"
     yield from _wrapped(f"{speed}{'' if here.fits else ', if it fitted'}.")
-    for bound in told.bounds[:_NUM_BOUNDS]:
-        yield from _wrapped(f"Bound by {layout_words.bound(bound, told.usable_bytes)}.")
+    for bound in explanation.bounds[:_NUM_BOUNDS]:
+        yield from _wrapped(f"Bound by {layout_words.bound(bound, here.case.device.usable_bytes)}.")
     if best is None:
         yield from _wrapped("No layout fits on this cluster; orchestra plan --search tells what would help.")
     elif choice_of(best.case) == choice_of(here.case):
         yield from _wrapped("No layout that fits is faster.")
     else:
         gain = best.tokens_per_s / here.tokens_per_s - 1
-        change = f"{100 * gain:+.1f}%" if here.fits else figures.quantity(best.tokens_per_s_per_device)
-        unit = "" if here.fits else " tokens/s per device"
-        yield from _wrapped(f"The best that fits: {layout_words.line(best)}; {change}{unit}.")
+        unfit_speed = f"{figures.quantity(best.tokens_per_s_per_device)} tokens/s per device"
+        change = f"{100 * gain:+.1f}%" if here.fits else unfit_speed
+        yield from _wrapped(f"The best that fits: {layout_words.line(best)}; {change}.")
 
 
-def _knob(told: Explanation, knob: str) -> list[str]:
-    header = ("value", "", "GiB", "tok/s", "vs now", "best with it", "GiB ")
-    now = choice_of(told.here.case).value(knob)
+def _knob(explanation: Explanation, knob: str) -> list[str]:
+    now = choice_of(explanation.here.case).value(knob)
     # Not None where nothing fits: that is a value too.
-    best = "" if told.best is None else choice_of(told.best.case).value(knob)
-    chosen = _near(told.options[knob], now, best)
-    rows = [_row(told, option, is_now=option.value == now, is_best=option.value == best) for option in chosen]
-    name = KEYS.get(knob, f"parallelism.{knob}")
-    table = figures.table(header, rows).splitlines()
-    has_unfit = any(it.turned is not None and not it.turned.fits for it in chosen)
+    best = "" if explanation.best is None else choice_of(explanation.best.case).value(knob)
+    chosen = _near(explanation.options[knob], (now, best))
+    rows = []
+    for option in chosen:
+        marks = ["now"] * (option.value == now) + ["best"] * (option.value == best)
+        rows.append((f"  {layout_words.value(option.value)}", ", ".join(marks), *_cells(explanation, option)))
+    has_unfit = any(option.turned is not None and not option.turned.fits for option in chosen)
     note = ["   ! does not fit"] if has_unfit else []
-    return [name, *table, *note, *_advice(told, knob, now, best)]
+    title = KEYS.get(knob, DP_KEY)
+    return [title, *figures.table(_HEADER, rows).splitlines(), *note, *_advice(explanation, knob, now, best)]
 
 
-def _near(options: Sequence[Option], now: object, best: object) -> list[Option]:
-    """Return at most a screenful: what lies next to the present and the best value."""
+def _near(options: Sequence[Option], wanted: tuple[object, ...]) -> list[Option]:
+    """Return at most a screenful: what lies next to the wanted values."""
     if len(options) <= _NUM_OPTIONS:
         return list(options)
-    places = [place for place, it in enumerate(options) if it.value in (now, best)]
-    distance = [min(abs(place - it) for it in places) for place in range(len(options))]
+    places = [place for place, option in enumerate(options) if option.value in wanted]
+    distance = [min(abs(place - other) for other in places) for place in range(len(options))]
     kept = sorted(range(len(options)), key=distance.__getitem__)[:_NUM_OPTIONS]
     return [options[place] for place in sorted(kept)]
 
 
-def _row(told: Explanation, option: Option, *, is_now: bool, is_best: bool) -> tuple[str, ...]:
-    marks = ", ".join([*(["now"] * is_now), *(["best"] * is_best)])
+def _cells(explanation: Explanation, option: Option) -> tuple[str, ...]:
+    """Return what a value does by itself (memory, speed, change), and the best layout with it."""
     turned, best = option.turned, option.best
-    if turned is None:
-        direct = ("-", "-", "-")
-    else:
-        change = turned.tokens_per_s / told.here.tokens_per_s - 1
-        peak = f"{layout_words.gib(turned.peak.total)}{'' if turned.fits else '!'}"
-        direct = (
-            peak,
+    alone: tuple[str, ...] = ("-", "-", "-")
+    if turned is not None:
+        change = turned.tokens_per_s / explanation.here.tokens_per_s - 1
+        alone = (
+            f"{layout_words.gib(turned.peak.total)}{'' if turned.fits else '!'}",
             figures.quantity(turned.tokens_per_s_per_device),
             "-" if abs(change) < _SAME else f"{100 * change:+.1f}%",
         )
-    rest = (
-        ("nothing fits", "-")
-        if best is None
-        else (figures.quantity(best.tokens_per_s_per_device), f"{layout_words.gib(best.peak.total)}")
-    )
-    return (f"  {layout_words.value(option.value)}", marks, *direct, *rest)
+    if best is None:
+        return (*alone, "nothing fits", "-")
+    return (*alone, figures.quantity(best.tokens_per_s_per_device), layout_words.gib(best.peak.total))
 
 
-def _advice(told: Explanation, knob: str, now: object, best: object) -> list[str]:
+def _advice(explanation: Explanation, knob: str, now: Value, best_value: object) -> list[str]:
     """Say which value is recommended, and why."""
-    options = {option.value: option for option in told.options[knob]}
-    if told.best is None:
+    options, best = explanation.options[knob], explanation.best
+    if best is None:
         return _wrapped("No value makes it fit on this cluster.")
-    others = [it.best for value, it in options.items() if value != best and it.best is not None]
-    second = min(others, key=lambda it: it.time.total, default=None)
-    word = layout_words.value(choice_of(told.best.case).value(knob))
-    start = f"Recommended: {word}" + (", as it is" if now == best else "")
+    others = [option.best for option in options if option.value != best_value and option.best is not None]
+    second = min(others, key=lambda layout: layout.time.total, default=None)
+    start = f"Recommended: {layout_words.value_in(best, knob)}" + (", as it is" if now == best_value else "")
     if second is None:
         other = "nothing fits with any other value" if len(options) > 1 else "there is no other value"
         return _wrapped(f"{start}; {other}.")
-    other = layout_words.value(choice_of(second.case).value(knob))
-    loss, most = 1 - told.best.time.total / second.time.total, main_loss(told.best, second)
+    other = layout_words.value_in(second, knob)
+    loss, most = 1 - best.time.total / second.time.total, main_loss(best, second)
     if loss < _SAME or most is None:
         return _wrapped(f"{start}; {other} is as fast, in {layout_words.gib(second.peak.total)} GiB.")
     return _wrapped(
@@ -184,15 +211,16 @@ def _advice(told: Explanation, knob: str, now: object, best: object) -> list[str
     )
 
 
-def facts(told: Explanation, knobs: Sequence[str]) -> dict[str, Any]:
+def _facts(explanation: Explanation, knobs: Sequence[str]) -> dict[str, Any]:
     """Return the same for programs: bytes, seconds, shares of 1."""
+    here, best = explanation.here, explanation.best
     return {
-        "here": layout_words.facts(told.here),
-        "usable_memory_bytes": round(told.usable_bytes),
-        "bound_by": [layout_words.bound_facts(bound) for bound in told.bounds],
-        "best": told.best and layout_words.facts(told.best),
+        "here": layout_words.facts(here),
+        "usable_memory_bytes": round(here.case.device.usable_bytes),
+        "bound_by": [layout_words.bound_facts(bound) for bound in explanation.bounds],
+        "best": best and layout_words.facts(best),
         "keys": {
-            KEYS.get(knob, f"parallelism.{knob}"): [_option_facts(it) for it in told.options[knob]]
+            KEYS.get(knob, DP_KEY): [_option_facts(option) for option in explanation.options[knob]]
             for knob in knobs
         },
     }
@@ -204,50 +232,3 @@ def _option_facts(option: Option) -> dict[str, Any]:
         "alone": option.turned and layout_words.facts(option.turned),
         "best_with_it": option.best and layout_words.facts(option.best),
     }
-
-
-NAME = "explain"
-OPTIONS: tuple[str, ...] = ()
-
-_ALL = "all"
-
-EXPLAINED = """\
---explain walks through the decisions of a configuration (fit a step in memory, reach the global batch, then
-throughput), and says for KEY, such as parallelism.tp or train.recompute, what each other value would do to
-memory and speed: with all else as it is, and with all else chosen anew. Without KEY it shows all of them.
-"""
-
-
-def add_arguments(parser: ArgumentParser) -> None:
-    """Add --explain."""
-    parser.add_argument(
-        "--explain", nargs="?", const=_ALL, metavar="KEY", help="what each value of a key would do, and why"
-    )
-
-
-def run(arguments: Namespace) -> int:
-    """Print the explanation and return 0. Raises ConfigError for a key that is none of them."""
-    key, overrides = arguments.explain, list(arguments.overrides)
-    if "=" in key:
-        # `--explain model=llama3_8b`: an override, not a key.
-        key, overrides = _ALL, [key, *overrides]
-    knobs = _knobs(key)
-    config = compose(for_planning(overrides), Situation("plan")).config
-    told = explain(case_of(config, arguments.framework or "orchestra"))
-    if arguments.json:
-        print(json.dumps(facts(told, knobs), indent=2))
-    else:
-        print("\n".join(lines(told, knobs)))
-    return EXIT_DONE
-
-
-def _knobs(key: str) -> list[str]:
-    keys = {**KEYS, "dp": "parallelism.dp"}
-    if key == _ALL:
-        return list(KEYS)
-    for knob, name in keys.items():
-        if key in (knob, name):
-            return [knob]
-    meant = nearest(key, [*keys.values()])
-    hint = f"did you mean {meant}? There are" if meant else "there are"
-    raise ConfigError(f"--explain {key}: the planner turns no such key; {hint} {', '.join(keys.values())}")

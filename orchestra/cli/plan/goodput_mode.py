@@ -6,22 +6,19 @@ Composes or reads a configuration, takes times from the prediction or from a run
 
 from __future__ import annotations
 
-import json
 import math
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from textwrap import wrap
 from typing import Any
 
 from conf.schema import Config
+from orchestra.cli.plan import Mode, case_for, configuration, option_of, print_result
 from orchestra.cli.text import figures
 from orchestra.cli.text.resolve import resolve
-from orchestra.config.compose import compose
-from orchestra.config.machine import Situation, world_size
+from orchestra.config.machine import world_size
 from orchestra.errors import EXIT_DONE, ConfigError
-from orchestra.plan.assemble import case_of, for_planning
 from orchestra.plan.goodput.expected_goodput import (
     ATTENDED_AFTER_S,
     GoodputStudy,
@@ -43,7 +40,7 @@ from orchestra.run.events import read_events
 from orchestra.run.files import read_json_lines
 from orchestra.sizes import save_interval
 
-_WIDTH = 80
+_INDENT = " " * 10
 _SIZES = (16, 128, 1_024, 16_384, 131_072)
 _TIMES = {
     "step_s": "a step",
@@ -54,6 +51,18 @@ _TIMES = {
 }
 
 
+# The times of a run that an option can say.
+_GIVEN = {"stall_s": "a save's stall", "restart_s": "restart", "restore_s": "restore"}
+
+_EXPLAINED = """\
+--goodput takes failures into account: how much of the wall time becomes work that lasts, over the steps
+between saves, the spare nodes, and the devices. DALY is his formula; SIMULATED draws failures of Llama 3's
+mix, and the recovery policy itself decides what follows. cluster.mtbf_device_hours says how often a device
+fails. Times are predicted or assumed, those of --like RUN are measured: it takes a run's own records, and
+without overrides its configuration.
+"""
+
+
 @dataclass(frozen=True)
 class GoodputRequest:
     """What is simulated: the configuration, the times, and where each of them comes from."""
@@ -62,11 +71,77 @@ class GoodputRequest:
     scenario: Scenario
     # By the names of `Times`: predicted, assumed, given, or the run that was measured.
     sources: dict[str, str]
-    seed: int
 
 
-def lines(request: GoodputRequest, result: GoodputStudy) -> list[str]:
-    """Return what a person reads, at most 80 columns wide."""
+def _add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--goodput", action="store_true", help="what failures cost, and how often to save")
+    parser.add_argument("--like", metavar="RUN", help="take its measured times of steps, saves and starts")
+    for name, what in _GIVEN.items():
+        parser.add_argument(option_of(name), type=float, metavar="S", help=f"seconds of {what}")
+    parser.add_argument("--queue-s", type=float, metavar="S", help="mean wait in the queue (default: 600)")
+    parser.add_argument("--mix-seed", type=int, metavar="N", help="which failures are drawn (default: 0)")
+
+
+def _run(arguments: Namespace) -> int:
+    """Print what failures cost and return 0. Raises ConfigError for times or runs that cannot be used."""
+    request = _ask(arguments)
+    rules = Rules.of(request.config.recovery)
+    result = study(request.scenario, rules, _SIZES, arguments.mix_seed or 0)
+    print_result(arguments, lambda: _facts(request, result), lambda: _lines(request, result))
+    return EXIT_DONE
+
+
+MODE = Mode(
+    "goodput",
+    _EXPLAINED,
+    _add_arguments,
+    _run,
+    ("like", "stall_s", "restart_s", "restore_s", "queue_s", "mix_seed"),
+)
+
+
+def _ask(arguments: Namespace) -> GoodputRequest:
+    """Return what the options mean. Raises ConfigError for a run without records, or a time that is none."""
+    for name in (*_GIVEN, "queue_s"):
+        value = getattr(arguments, name)
+        if value is not None and not 0 <= value < float("inf"):
+            raise ConfigError(f"{option_of(name)} {value}: expected seconds, 0 or more")
+    config, times, sources = _of_run(arguments) if arguments.like else _planned(arguments)
+    given = {name: getattr(arguments, name) for name in _GIVEN if getattr(arguments, name) is not None}
+    times = replace(times, **given)
+    scenario = scenario_of(config, times)
+    if arguments.queue_s is not None:
+        scenario = replace(scenario, queue_wait_s=arguments.queue_s)
+    assumed = dict.fromkeys(_TIMES, "assumed")
+    return GoodputRequest(config, scenario, {**assumed, **sources, **dict.fromkeys(given, "given")})
+
+
+def _planned(arguments: Namespace) -> tuple[Config, Times, dict[str, str]]:
+    config = configuration(arguments.overrides)
+    times = _assumed_times(config, predict(case_for(config, arguments)))
+    return config, times, {"step_s": "predicted"}
+
+
+def _of_run(arguments: Namespace) -> tuple[Config, Times, dict[str, str]]:
+    run_dir = resolve(arguments.like, Path("runs"), takes_dir=False)
+    known = measured(read_events(run_dir), read_json_lines(run_dir.metrics))
+    if not known:
+        raise ConfigError(
+            f"--like {arguments.like}: {run_dir.path} has no attempt yet; give a run that trained"
+        )
+    if arguments.overrides:
+        # Another model or layout: its own step time, the run's saves and starts.
+        config, times, sources = _planned(arguments)
+        known.pop("step_s", None)
+    else:
+        config, sources = read_config(run_dir.config), {}
+        if "step_s" not in known:
+            raise ConfigError(f"--like {arguments.like}: no step of {run_dir.name} is recorded yet")
+        times = assumed_times(config, known["step_s"], world_size(config) or 1)
+    return config, replace(times, **known), {**sources, **dict.fromkeys(known, f"measured in {run_dir.name}")}
+
+
+def _lines(request: GoodputRequest, result: GoodputStudy) -> list[str]:
     scenario = request.scenario
     return [
         *_header(request),
@@ -74,7 +149,7 @@ def lines(request: GoodputRequest, result: GoodputStudy) -> list[str]:
         *_accounts(result.run),
         "",
         *_save(scenario, result),
-        _table("SAVE EVERY", "STEPS", result.intervals, scenario.every_steps),
+        _interval_table(result.intervals, scenario.every_steps),
         "",
         *_spare(scenario, result),
         _spare_table(result.spares, scenario.spare_nodes),
@@ -91,24 +166,18 @@ def _header(request: GoodputRequest) -> list[str]:
     nodes = f"{scenario.num_nodes:,} node{'s' if scenario.num_nodes > 1 else ''}"
     spare = f" and {scenario.spare_nodes} spare" if scenario.spare_nodes else ""
     hours = scenario.mtbf_device_hours
-    told = f"{hours:,.0f}" if hours >= 10 else f"{hours:.2g}"
+    shown = f"{hours:,.0f}" if hours >= 10 else f"{hours:.2g}"
     whose = "as Llama 3 had it" if config.cluster.mtbf_device_hours is None else "given"
     rows = [
         f"run       {config.model.name} on {scenario.num_devices:,} devices, {nodes}{spare}",
-        f"failures  every {figures.duration(scenario.mttf_s)} (a device: {told} h, {whose})",
+        f"failures  every {figures.duration(scenario.mttf_s)} (a device: {shown} h, {whose})",
     ]
     for name, words in _TIMES.items():
-        source = request.sources.get(name, "assumed")
         title = "times" if name == "step_s" else ""
-        rows.append(f"{title:<10}{words:<15} {_seconds(getattr(scenario.times, name)):>9}  {source}")
-    indent = " " * 10
-    return [
-        part for row in rows for part in wrap(row, _WIDTH, subsequent_indent=indent, break_on_hyphens=False)
-    ]
-
-
-def _seconds(seconds: float) -> str:
-    return f"{1000 * seconds:.0f} ms" if seconds < 1 else f"{seconds:.3g} s"
+        seconds = getattr(scenario.times, name)
+        time = f"{1000 * seconds:.0f} ms" if seconds < 1 else f"{seconds:.3g} s"
+        rows.append(f"{title:<10}{words:<15} {time:>9}  {request.sources[name]}")
+    return [line for row in rows for line in figures.wrapped(row, indent=_INDENT)]
 
 
 def _accounts(run: SimulatedRun) -> list[str]:
@@ -121,14 +190,11 @@ def _accounts(run: SimulatedRun) -> list[str]:
         "queue": accounts.queue_s,
         "idle": accounts.idle_s,
     }
-    told = ", ".join(
-        f"{name} {figures.percent(part / accounts.wall_s)}" for name, part in shares.items() if part
-    )
+    words = [f"{name} {figures.percent(part / accounts.wall_s)}" for name, part in shares.items() if part]
     over = f"{run.num_failures:,} failures in {figures.duration(run.scenario.horizon_s)}"
-    indent = " " * 10
     return [
         f"goodput   {figures.percent(run.goodput)}, simulated over {over}",
-        *wrap(told, _WIDTH, initial_indent=indent, subsequent_indent=indent),
+        *figures.wrapped(", ".join(words), _INDENT, _INDENT),
     ]
 
 
@@ -139,18 +205,17 @@ def _save(scenario: Scenario, result: GoodputStudy) -> list[str]:
         f"{name} {figures.duration(seconds)}, {max(1, round(seconds / step_s)):,} steps"
         for name, seconds in (("Young", result.young_s), ("Daly", result.daly_s))
     )
-    told = f"save every: {young}; {daly}; simulated {best.value:,}"
-    return wrap(told, _WIDTH, subsequent_indent=" " * 12)
+    return figures.wrapped(f"save every: {young}; {daly}; simulated {best.value:,}", indent=" " * 12)
 
 
 def _spare(scenario: Scenario, result: GoodputStudy) -> list[str]:
     best = best_of(result.spares)
     waits = f"a job waits {figures.duration(scenario.queue_wait_s)} in the queue"
-    told = f"spares that pay: {best.value} (work per allocated device; {waits})"
-    return wrap(told, _WIDTH, subsequent_indent=" " * 17)
+    text = f"spares that pay: {best.value} (work per allocated device; {waits})"
+    return figures.wrapped(text, indent=" " * 17)
 
 
-def _table(title: str, unit: str, points: Sequence[Point], chosen: int) -> str:
+def _interval_table(points: Sequence[Point], chosen: int) -> str:
     best = best_of(points)
     rows = [
         (
@@ -162,7 +227,7 @@ def _table(title: str, unit: str, points: Sequence[Point], chosen: int) -> str:
         )
         for point in points
     ]
-    return figures.table((title, unit, "DALY", "SIMULATED", ""), rows)
+    return figures.table(("SAVE EVERY", "STEPS", "DALY", "SIMULATED", ""), rows)
 
 
 def _spare_table(points: Sequence[Point], chosen: int) -> str:
@@ -209,19 +274,15 @@ def _notes(config: Config, result: GoodputStudy) -> list[str]:
     points = [*result.intervals, *result.spares, *result.devices]
     if not any(point.num_given_up for point in points):
         return []
-    restarts = config.recovery.max_restarts
+    later = figures.age(ATTENDED_AFTER_S)
     return [
         "",
-        f"gives up: so often the policy ended it, and a person went on {_waited()} later;",
-        f"          so many failures take more than recovery.max_restarts={restarts}",
+        f"gives up: so often the policy ended it, and a person went on {later} later;",
+        f"          so many failures take more than recovery.max_restarts={config.recovery.max_restarts}",
     ]
 
 
-def _waited() -> str:
-    return figures.age(ATTENDED_AFTER_S)
-
-
-def facts(request: GoodputRequest, result: GoodputStudy) -> dict[str, Any]:
+def _facts(request: GoodputRequest, result: GoodputStudy) -> dict[str, Any]:
     """Return the same for programs: seconds, shares of 1."""
     scenario, run = request.scenario, result.run
     return {
@@ -232,7 +293,7 @@ def facts(request: GoodputRequest, result: GoodputStudy) -> dict[str, Any]:
         "mtbf_device_hours": scenario.mtbf_device_hours,
         "mttf_s": scenario.mttf_s,
         "times": asdict(scenario.times),
-        "sources": {name: request.sources.get(name, "assumed") for name in _TIMES},
+        "sources": {name: request.sources[name] for name in _TIMES},
         "every_steps": scenario.every_steps,
         "young_s": result.young_s,
         "daly_s": result.daly_s,
@@ -254,7 +315,7 @@ def facts(request: GoodputRequest, result: GoodputStudy) -> dict[str, Any]:
 
 def summary(config: Config, prediction: Prediction) -> str:
     """Return the line of a plain `orchestra plan`: goodput by Daly's formula, and the interval."""
-    scenario = _scenario(config, prediction)
+    scenario = scenario_of(config, _assumed_times(config, prediction))
     mttf = figures.duration(scenario.mttf_s)
     if config.checkpoint.every_steps is None:
         return f"goodput nothing is saved, and a failure is due every {mttf}"
@@ -264,12 +325,13 @@ def summary(config: Config, prediction: Prediction) -> str:
     is_near = 0.5 <= scenario.every_steps / best <= 2 or scenario.every_steps >= config.train.steps
     advice = "" if auto or is_near else f" (best {best:,})"
     share = figures.percent(expected(scenario))
-    return f"goodput {share}, a failure every {mttf}; a save every {every} steps{auto}{advice}"
+    saves = f"a save every {every} steps{auto}{advice}"
+    return f"goodput {share}, a failure every {mttf}; {saves}; by Daly's formula"
 
 
 def summary_facts(config: Config, prediction: Prediction) -> dict[str, Any]:
     """Return the same for programs."""
-    scenario = _scenario(config, prediction)
+    scenario = scenario_of(config, _assumed_times(config, prediction))
     return {
         "mttf_s": scenario.mttf_s if math.isfinite(scenario.mttf_s) else None,
         "goodput": None if config.checkpoint.every_steps is None else expected(scenario),
@@ -278,89 +340,5 @@ def summary_facts(config: Config, prediction: Prediction) -> dict[str, Any]:
     }
 
 
-def _scenario(config: Config, prediction: Prediction) -> Scenario:
-    case = prediction.case
-    return scenario_of(config, assumed_times(config, prediction.time.total, case.layout.world_size))
-
-
-NAME = "goodput"
-OPTIONS: tuple[str, ...] = ("like", "stall_s", "restart_s", "restore_s", "queue_s", "mix_seed")
-# The times of a run that an option can say.
-_GIVEN = {"stall_s": "a save's stall", "restart_s": "restart", "restore_s": "restore"}
-
-EXPLAINED = """\
---goodput takes failures into account: how much of the wall time becomes work that lasts, over the steps
-between saves, the spare nodes, and the devices. DALY is his formula; SIMULATED draws failures of Llama 3's
-mix, and the recovery policy itself decides what follows. cluster.mtbf_device_hours says how often a device
-fails. Times are predicted or assumed, those of --like RUN are measured: it takes a run's own records, and
-without overrides its configuration.
-"""
-
-
-def add_arguments(parser: ArgumentParser) -> None:
-    """Add --goodput and what belongs to it."""
-    parser.add_argument("--goodput", action="store_true", help="what failures cost, and how often to save")
-    parser.add_argument("--like", metavar="RUN", help="take its measured times of steps, saves and starts")
-    for name, what in _GIVEN.items():
-        parser.add_argument(_option(name), type=float, metavar="S", help=f"seconds of {what}")
-    parser.add_argument("--queue-s", type=float, metavar="S", help="mean wait in the queue (default: 600)")
-    parser.add_argument("--mix-seed", type=int, metavar="N", help="which failures are drawn (default: 0)")
-
-
-def _option(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def run(arguments: Namespace) -> int:
-    """Print what failures cost and return 0. Raises ConfigError for times or runs that cannot be used."""
-    request = ask(arguments)
-    rules = Rules.of(request.config.recovery)
-    result = study(request.scenario, rules, _SIZES, request.seed)
-    if arguments.json:
-        print(json.dumps(facts(request, result), indent=2))
-    else:
-        print("\n".join(lines(request, result)))
-    return EXIT_DONE
-
-
-def ask(arguments: Namespace) -> GoodputRequest:
-    """Return what the options mean. Raises ConfigError for a run without records, or a time that is none."""
-    for name in (*_GIVEN, "queue_s"):
-        value = getattr(arguments, name)
-        if value is not None and not 0 <= value < float("inf"):
-            raise ConfigError(f"{_option(name)} {value}: expected seconds, 0 or more")
-    config, times, sources = _of_run(arguments) if arguments.like else _planned(arguments)
-    given = {name: getattr(arguments, name) for name in _GIVEN if getattr(arguments, name) is not None}
-    times = replace(times, **given)
-    scenario = scenario_of(config, times)
-    if arguments.queue_s is not None:
-        scenario = replace(scenario, queue_wait_s=arguments.queue_s)
-    return GoodputRequest(
-        config, scenario, {**sources, **dict.fromkeys(given, "given")}, arguments.mix_seed or 0
-    )
-
-
-def _planned(arguments: Namespace) -> tuple[Config, Times, dict[str, str]]:
-    config = compose(for_planning(arguments.overrides), Situation("plan")).config
-    case = case_of(config, arguments.framework or "orchestra")
-    times = assumed_times(config, predict(case).time.total, case.layout.world_size)
-    return config, times, {"step_s": "predicted"}
-
-
-def _of_run(arguments: Namespace) -> tuple[Config, Times, dict[str, str]]:
-    run_dir = resolve(arguments.like, Path("runs"), takes_dir=False)
-    known = measured(read_events(run_dir), read_json_lines(run_dir.metrics)).known
-    if not known:
-        raise ConfigError(
-            f"--like {arguments.like}: {run_dir.path} has no attempt yet; give a run that trained"
-        )
-    if arguments.overrides:
-        # Another model or layout: its own step time, the run's saves and starts.
-        config, times, sources = _planned(arguments)
-        known.pop("step_s", None)
-    else:
-        config, sources = read_config(run_dir.config), {}
-        if "step_s" not in known:
-            raise ConfigError(f"--like {arguments.like}: no step of {run_dir.name} is recorded yet")
-        times = assumed_times(config, known["step_s"], world_size(config) or 1)
-    return config, replace(times, **known), {**sources, **dict.fromkeys(known, f"measured in {run_dir.name}")}
+def _assumed_times(config: Config, prediction: Prediction) -> Times:
+    return assumed_times(config, prediction.time.total, prediction.case.layout.world_size)

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from argparse import Namespace
 from collections.abc import Mapping
-from dataclasses import asdict, fields
-from textwrap import wrap
+from dataclasses import asdict
 from typing import Any
 
 from conf.schema import Config
-from orchestra.cli.plan import goodput_mode, layout_words
+from orchestra.cli.plan import case_for, configuration, goodput_mode, layout_words, print_result
 from orchestra.cli.text import figures
-from orchestra.config.compose import compose
 from orchestra.config.machine import Situation
 from orchestra.errors import EXIT_DONE
-from orchestra.plan.assemble import case_of, for_planning
 from orchestra.plan.case import PlanCase, has_idle_stage
-from orchestra.plan.predict import HostMemory, Prediction, StepTime, host_memory, over_time, predict
+from orchestra.plan.predict import Prediction, StepTime, host_memory, over_time, predict
 from orchestra.plan.stage_memory import Memory, fits
 from orchestra.sizes.flops import num_active_parameters, num_parameters
-from orchestra.sizes.memory import USABLE_SHARE
 from orchestra.sizes.units import GIB, MIB
-from orchestra.submit.memory_check import advice
+from orchestra.submit.submission import advice
 
 _HOUR_S = 3600
-_WIDTH = 80
 _BAR_WIDTH = 40
 _NAME_WIDTH = 26
 
@@ -52,11 +46,28 @@ _PARTS = {
 }
 
 
-def lines(config: Config, prediction: Prediction) -> list[str]:
-    """Return what a person reads, at most 80 columns wide."""
+def run(arguments: Namespace) -> int:
+    """Print the prediction and return 0. Raises ConfigError for what cannot be predicted."""
+    config = configuration(arguments.overrides)
+    prediction = predict(case_for(config, arguments))
+    print_result(arguments, lambda: _facts(config, prediction), lambda: _lines(config, prediction))
+    if arguments.json:
+        return EXIT_DONE
     case = prediction.case
+    # Where a stage is idle, no memory helps.
+    if not prediction.fits and not has_idle_stage(case.stages):
+        remedy = advice(config, Situation("plan"), case.framework.name)
+        if remedy is not None:
+            print(f"note: {remedy}", file=sys.stderr)
+    if not any(each.startswith(("cluster", "+cluster", "experiment=")) for each in arguments.overrides):
+        words = f"one node of {case.devices_per_node} {case.device.name}"
+        print(f"note: {words} assumed (cluster.nodes, cluster.hardware)", file=sys.stderr)
+    return EXIT_DONE
+
+
+def _lines(config: Config, prediction: Prediction) -> list[str]:
     return [
-        *header(case),
+        *header(prediction.case),
         "",
         *_memory(prediction),
         "",
@@ -64,18 +75,13 @@ def lines(config: Config, prediction: Prediction) -> list[str]:
         "",
         *_speed(prediction),
         *_cost(config, prediction),
-        *wrap(_goodput(config, prediction), _WIDTH, subsequent_indent=" " * 8),
-        *_sources(case),
+        *figures.wrapped(goodput_mode.summary(config, prediction), indent=" " * 8),
+        *_sources(prediction.case),
     ]
 
 
-def _goodput(config: Config, prediction: Prediction) -> str:
-    found = goodput_mode.summary(config, prediction)
-    return found if config.checkpoint.every_steps is None else f"{found}; by Daly's formula"
-
-
 def _sources(case: PlanCase) -> list[str]:
-    """Say what the figures rest on: what is measured or fitted, and what a data sheet says."""
+    """Return what the figures rest on: what is measured or fitted, and what a data sheet says."""
     device = case.device
     texts = [f"profile {case.framework.name}: {case.framework.source};", f"network: {case.network.source}"]
     # A measured profile has no data sheet.
@@ -86,17 +92,14 @@ def _sources(case: PlanCase) -> list[str]:
     return [
         line
         for number, text in enumerate(texts)
-        for line in wrap(text, _WIDTH, initial_indent=indent if number else "", subsequent_indent=indent)
+        for line in figures.wrapped(text, indent if number else "", indent)
     ]
 
 
 def header(case: PlanCase) -> list[str]:
     """Return what is predicted: model, layout, batch and devices."""
     model, mesh = case.model, case.layout
-    degrees = {"tp": mesh.tp, "pp": mesh.pp, "cp": mesh.cp, "ep": mesh.ep}
-    used = [f"dp {mesh.dp}", *(f"{axis} {size}" for axis, size in degrees.items() if size > 1)]
-    over = f" over {case.num_shards} ranks" if case.num_shards < mesh.dp * mesh.cp else ""
-    used += [f"zero {case.zero}{over}"] if case.zero else []
+    used = [*layout_words.degrees(mesh), *layout_words.zero(case)]
     used += ["sequence parallel"] if case.sequence_parallel and mesh.tp > 1 else []
     size = case.tokens_per_step // case.seq_len
     parts = f"micro-batch {case.micro_batch_size} × accumulation {case.accumulation} × dp {mesh.dp}"
@@ -115,59 +118,49 @@ def _memory(prediction: Prediction) -> list[str]:
     stage = prediction.stages.index(peak) + 1
     where = f", stage {stage} of {len(prediction.stages)}" if len(prediction.stages) > 1 else ""
     scale, unit = _scale(peak)
-    total, limit = peak.total / scale, device.memory_bytes / scale
+    total, limit, usable = (size / scale for size in (peak.total, device.memory_bytes, device.usable_bytes))
     suffices = fits(prediction.case, prediction.stages)
     verdict = "fits" if suffices else "does not fit"
+    shown = f"{total:,.1f} of {limit:,.1f} {unit}, {usable:,.1f} usable"
+    lines = [f"memory  {shown}{where}: {verdict}"]
+    if has_idle_stage(prediction.case.stages):
+        joint = "but" if suffices else "and"
+        lines.append(f"        {joint} a pipeline stage has nothing to do: use a smaller parallelism.pp")
     return [
-        f"memory  {total:,.1f} of {limit:,.1f} {unit}, {USABLE_SHARE * limit:,.1f} usable{where}: {verdict}",
-        *_idle(prediction.case, suffices),
+        *lines,
         *_bars({name: value / scale for name, value in components(peak).items()}, unit, total),
         *_over_time(prediction),
     ]
 
 
-def _idle(case: PlanCase, suffices: bool) -> list[str]:
-    """Say why a layout does not do whose memory may suffice."""
-    if not has_idle_stage(case.stages):
-        return []
-    joint = "but" if suffices else "and"
-    return [f"        {joint} a pipeline stage has nothing to do: use a smaller parallelism.pp"]
-
-
 def _over_time(prediction: Prediction) -> list[str]:
-    """What is there before training, in the first step and later; and what lies in host memory."""
-    case, index = prediction.case, prediction.stages.index(prediction.peak)
-    stage = case.stages[index]
-    times, host = over_time(case, stage, prediction.peak), host_memory(case, stage)
-    steps = [times.built, times.first_step, times.later_steps]
+    """Return what is there before training, in the first step and later; and what lies in host memory."""
+    times, host = over_time(prediction), host_memory(prediction)
     scale, unit = _scale(prediction.peak)
-    built, first, later = (_three_digits(value / scale) for value in steps)
-    found = [f"  over time: built {built}, first step {first}, later steps {later} {unit}"]
+    built, first, later = (_three_digits(value / scale) for value in asdict(times).values())
+    lines = [f"  over time: built {built}, first step {first}, later steps {later} {unit}"]
     if host.total:
-        each, node = (_three_digits(host.total * ranks / scale) for ranks in (1, case.devices_per_node))
-        found.append(f"  host memory: {each} {unit} a rank, {node} {unit} a node:")
-        found.append(f"    {_host_words(host)}")
-    return found
+        ranks = prediction.case.devices_per_node
+        each, node = (_three_digits(host.total * number / scale) for number in (1, ranks))
+        words = {"offloaded state": host.offloaded, "image of a checkpoint": host.checkpoint_image}
+        lines.append(f"  host memory: {each} {unit} a rank, {node} {unit} a node:")
+        lines.append(f"    {' and '.join(name for name, value in words.items() if value)}")
+    return lines
 
 
 def _scale(peak: Memory) -> tuple[int, str]:
-    """GiB, or MiB for what is less than one."""
+    """Return GiB, or MiB for what is less than one."""
     return (GIB, "GiB") if peak.total >= GIB else (MIB, "MiB")
-
-
-def _host_words(host: HostMemory) -> str:
-    words = {"offloaded state": host.offloaded, "image of a checkpoint": host.checkpoint_image}
-    return " and ".join(name for name, value in words.items() if value)
 
 
 def _time(time: StepTime) -> list[str]:
     scale, unit = (1.0, "s") if time.total >= 1 else (1e3, "ms")
-    parts = {name: scale * value for name, value in parts_of_time(time).items()}
+    parts = {title: scale * getattr(time, name) for name, title in _PARTS.items()}
     return [f"step    {_three_digits(scale * time.total)} {unit}", *_bars(parts, unit, scale * time.total)]
 
 
 def _bars(values: Mapping[str, float], unit: str, total: float) -> list[str]:
-    """One line for each value that is a thousandth of the total or more, with a bar by the largest."""
+    """Return one line for each value that is a thousandth of the total or more, with a bar by the largest."""
     largest = max([*values.values(), 1e-12])
     shown = {name: value for name, value in values.items() if value >= total / 1000}
     bars = {name: "█" * round(_BAR_WIDTH * value / largest) for name, value in shown.items()}
@@ -186,10 +179,6 @@ def components(memory: Memory) -> dict[str, float]:
     return {title: float(getattr(memory, name)) for name, title in _COMPONENTS.items()}
 
 
-def parts_of_time(time: StepTime) -> dict[str, float]:
-    return {title: float(getattr(time, name)) for name, title in _PARTS.items()}
-
-
 def _speed(prediction: Prediction) -> list[str]:
     each, whole = prediction.tokens_per_s_per_device, prediction.tokens_per_s
     shares = f"MFU {figures.percent(prediction.mfu)}, HFU {figures.percent(prediction.hfu)}"
@@ -204,7 +193,7 @@ def _cost(config: Config, prediction: Prediction) -> list[str]:
     return [f"cost    {config.train.steps:,} steps: {amount}, {_three_digits(hours)} GPU-hours"]
 
 
-def facts(config: Config, prediction: Prediction) -> dict[str, Any]:
+def _facts(config: Config, prediction: Prediction) -> dict[str, Any]:
     """Return the same for programs: bytes, seconds, shares of 1."""
     case, seconds = prediction.case, config.train.steps * prediction.time.total
     return {
@@ -226,8 +215,14 @@ def facts(config: Config, prediction: Prediction) -> dict[str, Any]:
         "device_memory_bytes": round(case.device.memory_bytes),
         "fits": prediction.fits,
         "peak_memory_bytes": round(prediction.peak.total),
-        "stages": [_whole_bytes(memory) for memory in prediction.stages],
-        "memory_over_time_bytes": _over_time_bytes(prediction),
+        "stages": [
+            {f"{name}_bytes": round(size) for name, size in asdict(memory).items()}
+            for memory in prediction.stages
+        ],
+        "memory_over_time_bytes": {
+            **{name: round(size) for name, size in asdict(over_time(prediction)).items()},
+            "host": round(host_memory(prediction).total),
+        },
         "step_time_s": prediction.time.total,
         "step_time_parts_s": {name: getattr(prediction.time, name) for name in _PARTS},
         "tokens_per_s": prediction.tokens_per_s,
@@ -239,51 +234,3 @@ def facts(config: Config, prediction: Prediction) -> dict[str, Any]:
         "gpu_hours": seconds / _HOUR_S * case.layout.world_size,
         "failures": goodput_mode.summary_facts(config, prediction),
     }
-
-
-def _over_time_bytes(prediction: Prediction) -> dict[str, int]:
-    case = prediction.case
-    stage = case.stages[prediction.stages.index(prediction.peak)]
-    times, host = over_time(case, stage, prediction.peak), host_memory(case, stage)
-    found = {name: round(value) for name, value in asdict(times).items()}
-    return {**found, "host": round(host.total)}
-
-
-def _whole_bytes(memory: Memory) -> dict[str, int]:
-    return {f"{field.name}_bytes": round(getattr(memory, field.name)) for field in fields(memory)}
-
-
-def run(arguments: Namespace) -> int:
-    """Print the prediction and return 0. Raises ConfigError for what cannot be predicted."""
-    config, prediction = predicted(arguments)
-    if arguments.json:
-        print(json.dumps(facts(config, prediction), indent=2))
-        return EXIT_DONE
-    for line in lines(config, prediction):
-        print(line)
-    if not prediction.fits:
-        _note_what_would_help(config, prediction)
-    _note_what_was_assumed(arguments.overrides, prediction)
-    return EXIT_DONE
-
-
-def predicted(arguments: Namespace) -> tuple[Config, Prediction]:
-    """Return the configuration that the command line gives, and what is predicted of it."""
-    config = compose(for_planning(arguments.overrides), Situation("plan")).config
-    return config, predict(case_of(config, arguments.framework or "orchestra"))
-
-
-def _note_what_would_help(config: Config, prediction: Prediction) -> None:
-    """Say what saves enough memory; where a stage is idle, no memory helps."""
-    case = prediction.case
-    found = None if has_idle_stage(case.stages) else advice(config, Situation("plan"), case.framework.name)
-    if found is not None:
-        print(f"note: {found}", file=sys.stderr)
-
-
-def _note_what_was_assumed(typed: list[str], prediction: Prediction) -> None:
-    if any(each.startswith(("cluster", "+cluster", "experiment=")) for each in typed):
-        return
-    case = prediction.case
-    words = f"one node of {case.devices_per_node} {case.device.name}"
-    print(f"note: {words} assumed (cluster.nodes, cluster.hardware)", file=sys.stderr)

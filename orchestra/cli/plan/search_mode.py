@@ -7,37 +7,36 @@ first one wins, what less memory costs, and the commands that submit them: for p
 
 from __future__ import annotations
 
-import json
+import shlex
 import sys
-import textwrap
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
 from typing import Any
 
-from conf.schema import Config, Offload
-from orchestra.cli.plan import layout_words
-from orchestra.cli.plan.layout_words import SearchRequest, command, overrides_of, runs_today
+from conf.schema import Config, LauncherName, Offload
+from orchestra.cli.plan import Mode, layout_words, print_result
 from orchestra.cli.text import figures
 from orchestra.config.compose import batch_said_twice, merge, settled
 from orchestra.config.compose import typed as typed_config
+from orchestra.config.keys import shown
 from orchestra.config.machine import Situation, world_size
 from orchestra.config.overrides import Checked, check_overrides
-from orchestra.config.rules.all_rules import problems_of
+from orchestra.config.rules.all_rules import TABLE, problems_of
 from orchestra.errors import EXIT_DONE, EXIT_FAILED, ConfigError
 from orchestra.plan.assemble import for_planning
-from orchestra.plan.explain import Bound, bounds, main_loss
+from orchestra.plan.case import PlanCase
+from orchestra.plan.explain import bounds, main_loss
+from orchestra.plan.frameworks import OWN
 from orchestra.plan.predict import Prediction
-from orchestra.plan.search import Found, remedies, search
-from orchestra.plan.space import KEYS, Fixed, choice_of, space_of
+from orchestra.plan.search import SearchResult, remedies, search
+from orchestra.plan.space import DP_KEY, KEYS, Fixed, choice_of, space_of
 from orchestra.sizes.flops import num_active_parameters, num_parameters
-from orchestra.sizes.memory import USABLE_SHARE
 from orchestra.sizes.topology import global_batch_size
 
-_WIDTH = 80
 _INDENT = " " * 8
-# Reasons told for a layout, and points of the curve of memory against speed.
+# Reasons given for a layout, and points of the curve of memory against speed.
 _NUM_BOUNDS = 3
 _NUM_POINTS = 8
 _BAR_WIDTH = 24
@@ -55,224 +54,9 @@ _SHORT = {
     "recomputation": "recompute",
     "work on the device": "work",
 }
-
-
-def lines(asked: SearchRequest, found: Found) -> list[str]:
-    """Return what a person reads."""
-    told = [*_header(asked, found), ""]
-    if not found.ranked:
-        return [*told, *_nothing_fits(asked, found)]
-    told += [*_ranked(found), "", *_best(asked, found), "", *_pareto(found)]
-    return told
-
-
-def _header(asked: SearchRequest, found: Found) -> list[str]:
-    base = found.space.base
-    device = base.device
-    nodes = f"{base.num_nodes:,} node{'s' if base.num_nodes > 1 else ''}"
-    usable = f"{layout_words.gib(_usable(found))} of {layout_words.gib(device.memory_bytes)} GiB usable"
-    return [
-        f"model   {layout_words.model(base.model)}, {base.precision.value}",
-        f"batch   {asked.num_sequences:,} × {base.seq_len:,} = {asked.num_sequences * base.seq_len:,} tokens",
-        f"device  {base.layout.world_size:,} × {device.name} on {nodes}, {usable}",
-        f"search  {found.num_layouts:,} layouts, {found.num_fitting:,} fit; profile {base.framework.name}",
-        *_kept(asked),
-        *(_wrapped("", _WIDER) if found.space.wide else []),
-    ]
-
-
-def _kept(asked: SearchRequest) -> list[str]:
-    kept = {name: value for name, value in vars(asked.fixed).items() if value is not None}
-    words = ", ".join(f"{name.replace('_', ' ')} {layout_words.value(value)}" for name, value in kept.items())
-    return _wrapped("kept", f"as given: {words}") if kept else []
-
-
-def _usable(found: Found) -> float:
-    return USABLE_SHARE * found.space.base.device.memory_bytes
-
-
-def _ranked(found: Found) -> list[str]:
-    first = found.ranked[0]
-    rows = []
-    for each in found.ranked:
-        slower = first.time.total / each.time.total - 1
-        cells = (
-            *layout_words.row(each),
-            _share(slower),
-            _SHORT.get(_binds(found, each), _binds(found, each)),
-        )
-        rows.append((_mark(each), *cells))
-    titles = ("", *layout_words.HEADER, "vs best", "bound by")
-    note = "* runs on orchestra's trainer today" if any(runs_today(it.case) for it in found.ranked) else ""
-    return [*layout_words.table(titles, rows), *([note] if note else [])]
-
-
-def _mark(found: Prediction) -> str:
-    return "*" if runs_today(found.case) else ""
-
-
-def _binds(found: Found, each: Prediction) -> str:
-    return bounds(found.space, each)[0].name
-
-
-def _share(value: float) -> str:
-    return "-" if abs(value) < _SAME else f"{100 * value:.1f}%"
-
-
-def _best(asked: SearchRequest, found: Found) -> list[str]:
-    best = found.ranked[0]
-    runs = found.chosen[0] if found.chosen else None
-    told = [*_portrait("best", found, best), *_why(found, best)]
-    if runs is not None and choice_of(runs.case) == choice_of(best.case):
-        return [*told, "", *command(asked, best.case)]
-    told += [
-        "",
-        "# orchestra's trainer cannot run this one yet; in full:",
-        *command(asked, best.case, "plan"),
-    ]
-    if runs is None:
-        missing = "pp, cp or ep" if not best.case.model.num_experts else "experts, which it does not have yet"
-        none = "no layout that fits runs on orchestra's trainer today"
-        return [*told, "", *_wrapped("today", f"{none}: all of them need {missing}")]
-    return [*told, "", *_portrait("today", found, runs), *_loses(best, runs), "", *command(asked, runs.case)]
-
-
-def _portrait(title: str, found: Found, each: Prediction) -> Iterator[str]:
-    yield from _wrapped(title, layout_words.line(each))
-    speed = f"{each.tokens_per_s_per_device:,.0f} tokens/s per device"
-    yield f"{_INDENT}{speed}, MFU {figures.percent(each.mfu)}, {layout_words.gib(each.peak.total)} GiB"
-    for bound in bounds(found.space, each)[:_NUM_BOUNDS]:
-        yield from _wrapped("", f"bound by {layout_words.bound(bound, _usable(found))}")
-
-
-def _loses(best: Prediction, other: Prediction) -> list[str]:
-    share = figures.percent(1 - best.time.total / other.time.total)
-    return _wrapped("", f"{share} less than the best, most by {main_loss(best, other) or 'nothing'}")
-
-
-def _why(found: Found, best: Prediction) -> Iterator[str]:
-    """Yield for each knob the best layout with another value: what it loses, and by what most."""
-    yield from _wrapped("why", "the best with another value of a knob, and what costs it most:")
-    for knob, at in found.by_value.items():
-        here = choice_of(best.case).value(knob)
-        if knob == "dp" or (knob == "sequence_parallel" and best.case.layout.tp == 1):
-            continue
-        others = [it for value, it in at.items() if value != here and it is not None]
-        unfit = [layout_words.value(value) for value, it in at.items() if it is None]
-        name = f"{_INDENT}{layout_words.knob(knob, here):<{_KNOB_WIDTH}}"
-        if others:
-            second = min(others, key=lambda it: it.time.total)
-            yield f"{name}{_instead(best, knob, second)}"
-            name = " " * len(name)
-        if unfit:
-            yield f"{name}{', '.join(unfit)}: nothing fits"[:_WIDTH]
-
-
-def _instead(best: Prediction, knob: str, second: Prediction) -> str:
-    value = layout_words.value(choice_of(second.case).value(knob))
-    loss, most = 1 - best.time.total / second.time.total, main_loss(best, second)
-    if loss < _SAME or most is None:
-        return f"{value}: as fast, in {layout_words.gib(second.peak.total)} GiB"
-    return f"{value}: {figures.percent(-loss)}, {most}"
-
-
-def _pareto(found: Found) -> list[str]:
-    """Return what less memory costs, the fastest first: some points, evenly spread over the memory."""
-    points = _spread(found.pareto)
-    fastest = points[0].tokens_per_s
-    rows = [
-        (
-            f"{layout_words.gib(it.peak.total)} GiB",
-            figures.quantity(it.tokens_per_s_per_device),
-            "█" * max(1, round(_BAR_WIDTH * it.tokens_per_s / fastest)),
-        )
-        for it in points
-    ]
-    told = [f"memory  what less of it costs, in tokens/s per device: {len(found.pareto)} layouts, of which"]
-    for cells, it in zip(rows, points, strict=True):
-        told.append(f"{cells[0]:>9}  {cells[1]:>6}  {cells[2]}")
-        told += textwrap.wrap(
-            layout_words.line(it), _WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT
-        )
-    return told
-
-
-def _spread(front: tuple[Prediction, ...]) -> list[Prediction]:
-    if len(front) <= _NUM_POINTS:
-        return list(front)
-    most, least = front[0].peak.total, front[-1].peak.total
-    wanted = [most + (least - most) * step / (_NUM_POINTS - 1) for step in range(_NUM_POINTS)]
-    near = [min(front, key=lambda it, at=at: abs(it.peak.total - at)) for at in wanted]  # type: ignore[misc]
-    return [it for it in front if any(it is each for each in near)]
-
-
-def _nothing_fits(asked: SearchRequest, found: Found) -> list[str]:
-    nearest = found.nearest
-    assert nearest is not None, "a space with layouts has one that takes the least memory"
-    peak = f"{layout_words.gib(nearest.peak.total)} of {layout_words.gib(_usable(found))} usable GiB"
-    told = _wrapped("none", f"of these layouts fits. The nearest takes {peak}:")
-    told += _wrapped("", layout_words.line(nearest))
-    helping = remedies(asked.config, found.space)
-    title = "helps"
-    for overrides, peak_bytes, why in helping:
-        told += _wrapped(title, f"{overrides}: {layout_words.gib(peak_bytes)} GiB, {why}")
-        title = ""
-    return told if helping else [*told, *_wrapped("helps", "a smaller model; nothing else that was tried")]
-
-
-def _wrapped(title: str, text: str) -> list[str]:
-    head = f"{title:<{len(_INDENT)}}"
-    return textwrap.wrap(text, _WIDTH, initial_indent=head, subsequent_indent=_INDENT, break_on_hyphens=False)
-
-
-def facts(asked: SearchRequest, found: Found) -> dict[str, Any]:
-    """Return the same for programs: bytes, seconds, shares of 1."""
-    base = found.space.base
-    return {
-        "model": base.model.name,
-        "num_parameters": num_parameters(base.model),
-        "num_active_parameters": num_active_parameters(base.model),
-        "precision": base.precision.value,
-        "framework": base.framework.name,
-        "device": base.device.name,
-        "num_devices": base.layout.world_size,
-        "devices_per_node": base.devices_per_node,
-        "usable_memory_bytes": round(_usable(found)),
-        "seq_len": base.seq_len,
-        "global_batch_size": asked.num_sequences,
-        "num_layouts": found.num_layouts,
-        "num_fitting": found.num_fitting,
-        "layouts": [_facts(asked, found, it) for it in found.ranked],
-        "runs_today": [_facts(asked, found, it) for it in found.chosen[:1]],
-        "pareto": [_facts(asked, found, it) for it in found.pareto],
-        "by_value": {
-            knob: {layout_words.value(value): it and it.tokens_per_s_per_device for value, it in at.items()}
-            for knob, at in found.by_value.items()
-        },
-        "nearest": found.nearest and layout_words.facts(found.nearest),
-        "remedies": [
-            {"override": overrides, "peak_memory_bytes": round(peak_bytes)}
-            for overrides, peak_bytes, _ in ([] if found.ranked else remedies(asked.config, found.space))
-        ],
-    }
-
-
-def _facts(asked: SearchRequest, found: Found, each: Prediction) -> dict[str, Any]:
-    told: list[Bound] = bounds(found.space, each)
-    return {
-        **layout_words.facts(each),
-        "runs_today": runs_today(each.case),
-        "bound_by": [layout_words.bound_facts(it) for it in told],
-        "overrides": overrides_of(asked, each.case),
-    }
-
-
-NAME = "search"
-OPTIONS: tuple[str, ...] = ("top",)
-
 _USUAL_TOP = 10
 
-EXPLAINED = """\
+_EXPLAINED = """\
 --search tries every layout: dp, tp, sequence parallelism, pp, cp, ZeRO's stage over all ranks or those of one
 node, micro-batch and accumulation (the global batch is met exactly), recomputation. A key of these that is
 given as KEY=VALUE stays as it is; what a preset says of them does not count. It lists the best layout of each
@@ -281,30 +65,50 @@ run, the command to submit it.
 """
 
 
-def add_arguments(parser: ArgumentParser) -> None:
-    """Add --search and what belongs to it."""
+def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--search", action="store_true", help="find the fastest layouts that fit")
     parser.add_argument("--top", type=int, metavar="N", help=f"how many to list (default: {_USUAL_TOP})")
 
 
-def run(arguments: Namespace) -> int:
+def _run(arguments: Namespace) -> int:
     """Print what was found and return 0, or 1 where nothing fits. Raises ConfigError for wrong overrides."""
     top = _USUAL_TOP if arguments.top is None else arguments.top
     if top < 1:
         raise ConfigError(f"--top {top}: expected 1 or more")
-    asked = ask(arguments.overrides)
-    profile = arguments.framework or "orchestra"
-    space = space_of(asked.config, profile, asked.num_sequences, asked.fixed)
-    found = search(space, top, runs_today)
-    if not found.num_layouts:
-        raise ConfigError(asked.broken or _no_layout(asked))
-    if arguments.json:
-        print(json.dumps(facts(asked, found), indent=2))
-    else:
-        print("\n".join(lines(asked, found)))
-        for note in asked.notes:
-            print(f"note: {note}", file=sys.stderr)
-    return EXIT_DONE if found.num_fitting else EXIT_FAILED
+    request = ask(arguments.overrides)
+    space = space_of(request.config, arguments.framework or OWN, request.num_sequences, request.fixed)
+    result = search(space, top, runs_today)
+    if not result.num_layouts:
+        raise ConfigError(request.broken or _no_layout(request))
+    print_result(arguments, lambda: _facts(request, result), lambda: _lines(request, result))
+    if request.is_batch_assumed and not arguments.json:
+        assumed = f"no global batch given, {request.num_sequences:,} sequences assumed"
+        keys = "train.global_batch_size or train.global_batch_tokens"
+        print(f"note: {assumed}; {keys} says how many", file=sys.stderr)
+    return EXIT_DONE if result.num_fitting else EXIT_FAILED
+
+
+MODE = Mode("search", _EXPLAINED, _add_arguments, _run, ("top",))
+
+
+@dataclass(frozen=True)
+class SearchRequest:
+    """What a search was asked for: the configuration and the overrides that a command needs to compose it,
+    the sequences of a step (`is_batch_assumed`: nobody said how many), what stays as it is, and what is wrong
+    with its own layout.
+    """
+
+    config: Config
+    overrides: tuple[str, ...]
+    num_sequences: int
+    is_batch_assumed: bool
+    fixed: Fixed
+    broken: list[str]
+
+    @property
+    def kept(self) -> dict[str, Any]:
+        """The values that stay as they are, by the names of the knobs."""
+        return {name: value for name, value in asdict(self.fixed).items() if value is not None}
 
 
 def ask(typed: list[str]) -> SearchRequest:
@@ -316,13 +120,21 @@ def ask(typed: list[str]) -> SearchRequest:
     checked = check_overrides(overrides)
     if checked.problems:
         raise ConfigError(checked.problems)
-    given = typed_config(merge(checked).values)
+    given = typed_config(merge(checked)[0])
     config, broken = settled(given, checked, Situation("plan"))
     lasting = [*batch_said_twice(given, checked.keys), *_lasting(config, broken)]
     if lasting:
         raise ConfigError(lasting)
-    size, notes = _num_sequences(given, config)
-    return SearchRequest(config, tuple(overrides), tuple(typed), size, _fixed(config, checked), broken, notes)
+    free = replace(given.train, micro_batch_size=None)
+    return SearchRequest(
+        config=config,
+        # What is trained on is up to whoever submits: planning alone needs none.
+        overrides=tuple(each for each in overrides if each in typed or each != "data=stdlib"),
+        num_sequences=global_batch_size(free, world_size(config) or 1),
+        is_batch_assumed=not (given.train.global_batch_size or given.train.global_batch_tokens),
+        fixed=_fixed(config, checked),
+        broken=broken,
+    )
 
 
 def _lasting(config: Config, broken: list[str]) -> list[str]:
@@ -342,29 +154,244 @@ def _lasting(config: Config, broken: list[str]) -> list[str]:
     return [problem for problem in broken if problem in still]
 
 
-def _num_sequences(given: Config, config: Config) -> tuple[int, list[str]]:
-    """Return the sequences of a step, and a note where nobody said how many."""
-    is_said = given.train.global_batch_size or given.train.global_batch_tokens
-    free = replace(given.train, micro_batch_size=None)
-    size = global_batch_size(free, world_size(config) or 1)
-    keys = "train.global_batch_size or train.global_batch_tokens"
-    return size, [] if is_said else [
-        f"no global batch given, {size:,} sequences assumed; {keys} says how many"
+def _fixed(config: Config, checked: Checked) -> Fixed:
+    """Return what was given as KEY=VALUE."""
+    keys = {**KEYS, "dp": DP_KEY}
+    given = {knob: attrgetter(key)(config) for knob, key in keys.items() if key in checked.keys}
+    return Fixed(**{knob: value for knob, value in given.items() if value not in ("auto", None)})
+
+
+def _no_layout(request: SearchRequest) -> str:
+    kept = ", ".join(f"{name}={layout_words.value(value)}" for name, value in request.kept.items())
+    ranks = request.config.cluster.nodes * int(request.config.cluster.gpus_per_node)
+    return (
+        f"no layout of {ranks:,} ranks shares out {request.num_sequences:,} sequences"
+        f"{f' with {kept}' if kept else ''}; give other values, or another train.global_batch_size"
+    )
+
+
+def _lines(request: SearchRequest, result: SearchResult) -> list[str]:
+    header = [*_header(request, result), ""]
+    if not result.ranked:
+        return [*header, *_nothing_fits(request, result)]
+    return [*header, *_ranked(result), "", *_best(request, result), "", *_pareto(result)]
+
+
+def _header(request: SearchRequest, result: SearchResult) -> list[str]:
+    base = result.space.base
+    device, num_tokens = base.device, request.num_sequences * base.seq_len
+    nodes = f"{base.num_nodes:,} node{'s' if base.num_nodes > 1 else ''}"
+    usable = f"{layout_words.gib(device.usable_bytes)} of {layout_words.gib(device.memory_bytes)} GiB usable"
+    kept = ", ".join(
+        f"{name.replace('_', ' ')} {layout_words.value(value)}" for name, value in request.kept.items()
+    )
+    return [
+        f"model   {layout_words.model(base.model)}, {base.precision.value}",
+        f"batch   {request.num_sequences:,} × {base.seq_len:,} = {num_tokens:,} tokens",
+        f"device  {base.layout.world_size:,} × {device.name} on {nodes}, {usable}",
+        f"search  {result.num_layouts:,} layouts, {result.num_fitting:,} fit; profile {base.framework.name}",
+        *(_wrapped("kept", f"as given: {kept}") if kept else []),
+        *(_wrapped("", _WIDER) if result.space.wide else []),
     ]
 
 
-def _fixed(config: Config, checked: Checked) -> Fixed:
-    """Return what was given as KEY=VALUE."""
-    keys = {**KEYS, "dp": "parallelism.dp"}
-    said = {knob: attrgetter(key)(config) for knob, key in keys.items() if key in checked.keys}
-    return Fixed(**{knob: value for knob, value in said.items() if value not in ("auto", None)})
+def _ranked(result: SearchResult) -> list[str]:
+    best_s = result.ranked[0].time.total
+    rows = []
+    for layout in result.ranked:
+        slower, binding = best_s / layout.time.total - 1, bounds(result.space, layout)[0].name
+        mark = "*" if runs_today(layout.case) else ""
+        share = "-" if abs(slower) < _SAME else f"{100 * slower:.1f}%"
+        rows.append((mark, *layout_words.row(layout), share, _SHORT.get(binding, binding)))
+    lines = layout_words.table(("", *layout_words.HEADER, "vs best", "bound by"), rows)
+    is_marked = any(mark for mark, *_ in rows)
+    return [*lines, "* runs on orchestra's trainer today"] if is_marked else lines
 
 
-def _no_layout(asked: SearchRequest) -> str:
-    kept = {name: value for name, value in vars(asked.fixed).items() if value is not None}
-    told = ", ".join(f"{name}={value}" for name, value in kept.items())
-    ranks = asked.config.cluster.nodes * int(asked.config.cluster.gpus_per_node)
-    return (
-        f"no layout of {ranks:,} ranks shares out {asked.num_sequences:,} sequences"
-        f"{f' with {told}' if told else ''}; give other values, or another train.global_batch_size"
-    )
+def _best(request: SearchRequest, result: SearchResult) -> list[str]:
+    best = result.ranked[0]
+    runs = result.chosen[0] if result.chosen else None
+    lines = [*_portrait("best", result, best), *_why(result, best), ""]
+    if runs is not None and choice_of(runs.case) == choice_of(best.case):
+        return [*lines, *_command(request, best.case)]
+    lines.append("# orchestra's trainer cannot run this one yet; in full:")
+    lines += [*_command(request, best.case, "plan"), ""]
+    if runs is None:
+        missing = "pp, cp or ep" if not best.case.model.num_experts else "experts, which it does not have yet"
+        none = "no layout that fits runs on orchestra's trainer today"
+        return [*lines, *_wrapped("today", f"{none}: all of them need {missing}")]
+    share = figures.percent(1 - best.time.total / runs.time.total)
+    loss = f"{share} less than the best, most by {main_loss(best, runs) or 'nothing'}"
+    lines += [*_portrait("today", result, runs), *_wrapped("", loss), ""]
+    return [*lines, *_command(request, runs.case)]
+
+
+def _portrait(title: str, result: SearchResult, layout: Prediction) -> Iterator[str]:
+    yield from _wrapped(title, layout_words.line(layout))
+    speed = f"{layout.tokens_per_s_per_device:,.0f} tokens/s per device"
+    yield f"{_INDENT}{speed}, MFU {figures.percent(layout.mfu)}, {layout_words.gib(layout.peak.total)} GiB"
+    usable_bytes = layout.case.device.usable_bytes
+    for bound in bounds(result.space, layout)[:_NUM_BOUNDS]:
+        yield from _wrapped("", f"bound by {layout_words.bound(bound, usable_bytes)}")
+
+
+def _why(result: SearchResult, best: Prediction) -> Iterator[str]:
+    """Yield for each knob the best layout with another value: what it loses, and by what most."""
+    yield from _wrapped("why", "the best with another value of a knob, and what costs it most:")
+    for knob, best_with in result.by_value.items():
+        here = choice_of(best.case).value(knob)
+        if knob == "dp" or (knob == "sequence_parallel" and best.case.layout.tp == 1):
+            continue
+        others = [layout for value, layout in best_with.items() if value != here and layout is not None]
+        unfit = [layout_words.value(value) for value, layout in best_with.items() if layout is None]
+        name = f"{_INDENT}{layout_words.knob(knob, here):<{_KNOB_WIDTH}}"
+        if others:
+            second = min(others, key=lambda layout: layout.time.total)
+            yield f"{name}{_instead(best, knob, second)}"
+            name = " " * len(name)
+        if unfit:
+            yield f"{name}{', '.join(unfit)}: nothing fits"[: figures.WIDTH]
+
+
+def _instead(best: Prediction, knob: str, second: Prediction) -> str:
+    value = layout_words.value_in(second, knob)
+    loss, most = 1 - best.time.total / second.time.total, main_loss(best, second)
+    if loss < _SAME or most is None:
+        return f"{value}: as fast, in {layout_words.gib(second.peak.total)} GiB"
+    return f"{value}: {figures.percent(-loss)}, {most}"
+
+
+def _pareto(result: SearchResult) -> list[str]:
+    """Return what less memory costs, the fastest first: some points, evenly spread over the memory."""
+    points = _spread(result.pareto)
+    fastest = points[0].tokens_per_s
+    lines = [f"memory  what less of it costs, in tokens/s per device: {len(result.pareto)} layouts, of which"]
+    for point in points:
+        peak = f"{layout_words.gib(point.peak.total)} GiB"
+        bar = "█" * max(1, round(_BAR_WIDTH * point.tokens_per_s / fastest))
+        lines.append(f"{peak:>9}  {figures.quantity(point.tokens_per_s_per_device):>6}  {bar}")
+        lines += _wrapped("", layout_words.line(point))
+    return lines
+
+
+def _spread(front: tuple[Prediction, ...]) -> list[Prediction]:
+    if len(front) <= _NUM_POINTS:
+        return list(front)
+    most, least = front[0].peak.total, front[-1].peak.total
+    nearest = set()
+    for step in range(_NUM_POINTS):
+        wanted = most + (least - most) * step / (_NUM_POINTS - 1)
+        distance = [abs(point.peak.total - wanted) for point in front]
+        nearest.add(distance.index(min(distance)))
+    return [front[place] for place in sorted(nearest)]
+
+
+def _nothing_fits(request: SearchRequest, result: SearchResult) -> list[str]:
+    nearest = result.nearest
+    assert nearest is not None, "a space with layouts has one that takes the least memory"
+    peak = layout_words.of_usable(nearest, nearest.case.device.usable_bytes)
+    lines = _wrapped("none", f"of these layouts fits. The nearest takes {peak}:")
+    lines += _wrapped("", layout_words.line(nearest))
+    helping = [
+        f"{overrides}: {layout_words.gib(peak_bytes)} GiB, {why}"
+        for overrides, peak_bytes, why in remedies(request.config, result.space)
+    ] or ["a smaller model; nothing else that was tried"]
+    for number, text in enumerate(helping):
+        lines += _wrapped("" if number else "helps", text)
+    return lines
+
+
+def _wrapped(title: str, text: str) -> list[str]:
+    return figures.wrapped(text, f"{title:<{len(_INDENT)}}", _INDENT)
+
+
+def _facts(request: SearchRequest, result: SearchResult) -> dict[str, Any]:
+    """Return the same for programs: bytes, seconds, shares of 1."""
+    base = result.space.base
+    helping = [] if result.ranked else remedies(request.config, result.space)
+    return {
+        "model": base.model.name,
+        "num_parameters": num_parameters(base.model),
+        "num_active_parameters": num_active_parameters(base.model),
+        "precision": base.precision.value,
+        "framework": base.framework.name,
+        "device": base.device.name,
+        "num_devices": base.layout.world_size,
+        "devices_per_node": base.devices_per_node,
+        "usable_memory_bytes": round(base.device.usable_bytes),
+        "seq_len": base.seq_len,
+        "global_batch_size": request.num_sequences,
+        "num_layouts": result.num_layouts,
+        "num_fitting": result.num_fitting,
+        "layouts": [_layout_facts(request, result, layout) for layout in result.ranked],
+        "runs_today": [_layout_facts(request, result, layout) for layout in result.chosen[:1]],
+        "pareto": [_layout_facts(request, result, layout) for layout in result.pareto],
+        "by_value": {
+            knob: {
+                layout_words.value(value): layout and layout.tokens_per_s_per_device
+                for value, layout in best_with.items()
+            }
+            for knob, best_with in result.by_value.items()
+        },
+        "nearest": result.nearest and layout_words.facts(result.nearest),
+        "remedies": [
+            {"override": overrides, "peak_memory_bytes": round(peak_bytes)}
+            for overrides, peak_bytes, _ in helping
+        ],
+    }
+
+
+def _layout_facts(request: SearchRequest, result: SearchResult, layout: Prediction) -> dict[str, Any]:
+    return {
+        **layout_words.facts(layout),
+        "runs_today": runs_today(layout.case),
+        "bound_by": [layout_words.bound_facts(bound) for bound in bounds(result.space, layout)],
+        "overrides": overrides_of(request, layout.case),
+    }
+
+
+# From a layout to the overrides that say it and the command that submits it.
+
+
+def runs_today(case: PlanCase) -> bool:
+    """Whether orchestra's trainer can run a layout: it uses nothing that `not_yet` lists."""
+    values = {f"parallelism.{axis}": getattr(case.layout, axis) for axis in ("pp", "cp", "ep")}
+    values["model.num_experts"] = case.model.num_experts
+    return not any(values[row.key] > row.most for row in TABLE if row.key in values)
+
+
+def overrides_of(request: SearchRequest, case: PlanCase) -> list[str]:
+    """Return the overrides that turn the configuration into a layout: those in which it differs."""
+    config, choice = request.config, choice_of(case)
+    wanted: dict[str, Any] = {key: choice.value(knob) for knob, key in KEYS.items()}
+    if config.parallelism.dp not in ("auto", case.layout.dp):
+        wanted[DP_KEY] = "auto"
+    wanted["train.recompute_every"] = 1
+    wanted["train.recompute_budget_gib"] = None
+    if config.train.global_batch_tokens is None:
+        wanted["train.global_batch_size"] = request.num_sequences
+    return [
+        f"{key}={shown(value)}"
+        for key, value in wanted.items()
+        if key == KEYS["micro_batch_size"] or attrgetter(key)(config) != value
+    ]
+
+
+def _command(request: SearchRequest, case: PlanCase, verb: str | None = None) -> list[str]:
+    """Return the command for a layout as lines for a shell, at most 80 columns wide where words allow.
+
+    Without a verb it is the one that trains: `submit`, on this machine `run`.
+    """
+    trains = "run" if request.config.cluster.launcher is LauncherName.local else "submit"
+    ours = overrides_of(request, case)
+    replaced = {each.partition("=")[0] for each in ours}
+    kept = [each for each in request.overrides if each.partition("=")[0].lstrip("+") not in replaced]
+    lines = ["orchestra"]
+    for word in [verb or trains, *map(shlex.quote, [*kept, *ours])]:
+        # Each line but the last ends in a backslash.
+        if len(lines[-1]) + len(word) + 3 > figures.WIDTH:
+            lines[-1] += " \\"
+            lines.append(f"  {word}")
+        else:
+            lines[-1] += f" {word}"
+    return lines

@@ -5,19 +5,18 @@ from __future__ import annotations
 import dataclasses
 import os
 import shlex
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from conf.schema import Device
 from orchestra.cli.text import figures
-from orchestra.cli.text.figures import chart
 from orchestra.errors import EXIT_DO_NOT_RESTART, EXIT_DONE, EXIT_STOPPED
-from orchestra.recovery.accounting import Accounts
 from orchestra.recovery.history import newest_checkpoint
 from orchestra.recovery.incidents import Verdict
-from orchestra.report.accounts import SlowRank, read_accounts, slow_ranks
-from orchestra.report.run_state import failed_save
+from orchestra.report.attempts import read_accounts, slow_ranks
+from orchestra.report.run_state import SweepState, failed_save
 from orchestra.run.files import Record
 from orchestra.run.paths import RunDir, SweepDir, is_sweep
 from orchestra.run.record import RunPhase
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
 
 _TRACEBACK_LINES = 12
 _LOG_BYTES = 1 << 14
-_CHART_HEIGHT = 8
 # Columns of a line's first word.
 _INDENT = 8
 
@@ -44,10 +42,10 @@ def header(config: Config, run: RunDir, attempt: int = 0, from_step: int | None 
 
     An attempt after the first says from which step it is expected to go on.
     """
-
     mesh = layout(config.parallelism, world_size(config))
     size = global_batch_size(config.train, mesh.dp)
     model, seq_len = config.model, config.train.seq_len
+    begins = "from step 1: nothing was committed" if from_step is None else f"from step {from_step}"
     return [
         f"run     {run.name}",
         f"model   {model.name}: {num_parameters(model):,} parameters, {config.precision.name.value}",
@@ -55,7 +53,7 @@ def header(config: Config, run: RunDir, attempt: int = 0, from_step: int | None 
         f"batch   {size} × {seq_len} = {size * seq_len:,} tokens per step",
         f"        {_shares(mesh, config)}",
         f"device  {_device(config)}",
-        *([_attempt(attempt, from_step)] if attempt else []),
+        *([f"attempt {attempt}, {begins}"] if attempt else []),
     ]
 
 
@@ -64,11 +62,6 @@ def _shares(mesh: Layout, config: Config) -> str:
         return f"micro-batch auto: the largest that fits, found when the ranks begin; dp {mesh.dp}"
     batch = batch_shape(config.train, mesh.dp)
     return f"micro-batch {batch.micro_batch_size} × accumulation {batch.accumulation} × dp {batch.dp}"
-
-
-def _attempt(attempt: int, from_step: int | None) -> str:
-    where = "from step 1: nothing was committed" if from_step is None else f"from step {from_step}"
-    return f"attempt {attempt}, {where}"
 
 
 def world_size(config: Config) -> int:
@@ -83,8 +76,7 @@ def _layout(mesh: Layout, config: Config) -> str:
         used.insert(1, "sequence parallel")
     if config.parallelism.zero and mesh.shard < mesh.dp:
         used[-1] += f" over {mesh.shard}"
-    ranks = f"{mesh.world_size} rank{'s' if mesh.world_size > 1 else ''}"
-    return f"{ranks}: {', '.join([f'dp {mesh.dp}', *used])}"
+    return f"{figures.number_of(mesh.world_size, 'rank')}: {', '.join([f'dp {mesh.dp}', *used])}"
 
 
 def _device(config: Config) -> str:
@@ -92,12 +84,11 @@ def _device(config: Config) -> str:
     if config.cluster.device is not Device.cpu:
         return f"{ranks} × {config.cluster.device.value}"
     threads = threads_per_rank(config, ranks, usable_cores())
-    return f"cpu, {ranks} × {threads} thread{'s' if threads > 1 else ''}"
+    return f"cpu, {ranks} × {figures.number_of(threads, 'thread')}"
 
 
 def summary_lines(run: RunDir, summary: Summary, verdict: Verdict) -> list[str]:
     """Return how it went, in numbers, and where everything lies."""
-
     step = summary.step or 0
     lines = ["", f"{verdict.state} after {step} of {summary.steps} steps, {figures.duration(summary.wall_s)}"]
     if verdict.code == EXIT_STOPPED:
@@ -175,12 +166,6 @@ def _mfu(summary: Summary) -> str:
     return f"MFU {figures.percent(summary.mfu)}{convention}{causal}"
 
 
-def loss_chart(losses: list[float], width: int) -> list[str]:
-    """Return the loss over the steps as a chart, nothing for fewer than two points."""
-
-    return ["", "loss", *chart(losses, width, _CHART_HEIGHT)] if len(losses) > 1 else []
-
-
 def shown(path: Path) -> str:
     """Return a path relative to the working directory where it lies below it."""
     try:
@@ -220,7 +205,6 @@ def end_of(log: Path) -> str:
         return ""
 
 
-_LABEL = 8
 # The words for the accounts, in the order they are shown.
 _WORDS = {
     "productive_s": "productive",
@@ -237,7 +221,19 @@ _NAMED = 4
 
 def spent_lines(run: RunDir, events: Sequence[Record], state: RunPhase, now: float) -> list[str]:
     """Return where the time of a run in `state` went and which ranks are slow, in at most 80 columns."""
-    return [*_accounts_lines(read_accounts(run, events, state, now)), *_slow_lines(slow_ranks(events))]
+    lines = []
+    accounts = read_accounts(run, events, state, now)
+    if accounts.wall_s > 0:
+        # What rounds to nothing says nothing.
+        spent = {word: getattr(accounts, key) for key, word in _WORDS.items()}
+        parts = ", ".join(f"{word} {_exact(seconds)}" for word, seconds in spent.items() if seconds >= 0.05)
+        goodput = figures.percent(accounts.goodput)
+        lines += _labelled("time", f"{_exact(accounts.wall_s)}, goodput {goodput}: {parts}")
+    if slow := slow_ranks(events):
+        named = [f"rank {each.rank} on {each.host}, {each.ratio:.1f} × the others" for each in slow[:_NAMED]]
+        more = [f"and {len(slow) - _NAMED} more"] if len(slow) > _NAMED else []
+        lines += _labelled("slow", "; ".join([*named, *more]))
+    return lines
 
 
 def spent_record(run: RunDir, events: Sequence[Record], state: RunPhase, now: float) -> Record:
@@ -247,29 +243,22 @@ def spent_record(run: RunDir, events: Sequence[Record], state: RunPhase, now: fl
     return {"goodput": accounts.goodput, "accounts": accounts.to_json(), "stragglers": slow}
 
 
-def _accounts_lines(accounts: Accounts) -> list[str]:
-    if accounts.wall_s <= 0:
-        return []
-    # What rounds to nothing says nothing.
-    parts = [
-        f"{word} {_exact(getattr(accounts, key))}"
-        for key, word in _WORDS.items()
-        if getattr(accounts, key) >= 0.05
-    ]
-    text = f"{_exact(accounts.wall_s)}, goodput {figures.percent(accounts.goodput)}: {', '.join(parts)}"
-    return _labelled("time", text)
-
-
 def _exact(seconds: float) -> str:
     """Return a duration; below a minute with one decimal, since restarts are counted in seconds."""
     return f"{seconds:.1f}s" if seconds < 59.95 else figures.duration(seconds)
 
 
-def _slow_lines(slow: Sequence[SlowRank]) -> list[str]:
-    named = [f"rank {each.rank} on {each.host}, {each.ratio:.1f} × the others" for each in slow[:_NAMED]]
-    more = [f"and {len(slow) - _NAMED} more"] if len(slow) > _NAMED else []
-    return _labelled("slow", "; ".join([*named, *more])) if slow else []
-
-
 def _labelled(label: str, text: str) -> list[str]:
-    return figures.wrapped(text, label.ljust(_LABEL), " " * _LABEL)
+    return figures.wrapped(text, label.ljust(_INDENT), " " * _INDENT)
+
+
+def sweep_summary(state: SweepState) -> str:
+    """Return "12 members: 8 finished, 2 running, 2 queued"."""
+    phases = f": {figures.counts(state.counts)}" if state.members else ""
+    return f"{figures.number_of(len(state.members), 'member')}{phases}"
+
+
+def note_unanswered(problems: Iterable[str]) -> None:
+    """Say on stderr why Slurm could not be asked, and what is printed in the place of its answer."""
+    for problem in problems:
+        print(f"note: {problem}; what follows are the runs' own records", file=sys.stderr)

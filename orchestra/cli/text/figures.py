@@ -6,8 +6,7 @@ import itertools
 import math
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
-
-from orchestra.run.record import RunPhase
+from typing import Any
 
 # Columns of a plain terminal.
 WIDTH = 80
@@ -68,24 +67,22 @@ def table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
 
     A row of two cells under more columns is a name and a text that goes over all the others.
     """
-    full = [row for row in (header, *rows) if len(row) == len(header)]
     names = max(len(row[0]) for row in (header, *rows))
-    widths = [max(len(row[column]) for row in full) for column in range(1, len(header))]
+    full = [row for row in (header, *rows) if len(row) == len(header)]
+    widths = [max(map(len, column)) for column in zip(*full, strict=True)][1:]
     lines = []
-    for row in (header, *rows):
-        is_full = len(row) == len(header)
-        others = (
-            [cell.rjust(width) for cell, width in zip(row[1:], widths, strict=True)] if is_full else row[1:]
-        )
-        lines.append("  ".join([row[0].ljust(names), *others]).rstrip())
+    for name, *cells in (header, *rows):
+        if len(cells) == len(widths):
+            cells = [cell.rjust(width) for cell, width in zip(cells, widths, strict=True)]
+        lines.append("  ".join([name.ljust(names), *cells]).rstrip())
     return "\n".join(lines)
 
 
-def without(table_: tuple[str, ...], header: tuple[str, ...], dropped: Collection[str]) -> tuple[str, ...]:
+def without(row: tuple[str, ...], header: tuple[str, ...], dropped: Collection[str]) -> tuple[str, ...]:
     """Return a row without the columns whose titles are dropped; rows of two cells stay as they are."""
-    if len(table_) != len(header):
-        return table_
-    return tuple(cell for cell, title in zip(table_, header, strict=True) if title not in dropped)
+    if len(row) != len(header):
+        return row
+    return tuple(cell for cell, title in zip(row, header, strict=True) if title not in dropped)
 
 
 def fitting_table(
@@ -104,14 +101,16 @@ def fitting_table(
     return shown
 
 
-def wrapped(text: str, head: str = "", indent: str = "", *, keeps_words: bool = False) -> list[str]:
-    """Return lines of at most 80 columns, the first one after `head`, the others after `indent`.
+def wrapped(
+    text: str, head: str = "", indent: str = "", *, width: int = WIDTH, keeps_words: bool = False
+) -> list[str]:
+    """Return lines of at most `width` columns, the first one after `head`, the others after `indent`.
 
     `keeps_words`: longer words, such as paths and commands to be copied, stay whole.
     """
     return textwrap.wrap(
         text,
-        WIDTH,
+        width,
         initial_indent=head,
         subsequent_indent=indent,
         break_long_words=not keeps_words,
@@ -119,7 +118,20 @@ def wrapped(text: str, head: str = "", indent: str = "", *, keeps_words: bool = 
     )
 
 
-def counts(numbers: Mapping[str, int] | Mapping[RunPhase, int]) -> str:
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a line for each row, all of its cells aligned to the left. Nothing is cut off."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
+
+
+def number_of(number: int, noun: str) -> str:
+    """Return "1 node" or "4 nodes"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def counts(numbers: Mapping[Any, int]) -> str:
     """Return "8 finished, 2 running"."""
     return ", ".join(f"{number} {word}" for word, number in numbers.items())
 

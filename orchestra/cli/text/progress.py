@@ -1,17 +1,34 @@
-"""Follows a run's metrics while they grow, and sums them up."""
+"""What a person sees of a run while it trains here: one live line on a terminal, plain lines anywhere else.
+
+`Progress` reads metrics.jsonl like anybody could; it has no part in the training and cannot slow it. A view
+whose output goes nowhere any more (a closed pipe, a full disk, a terminal that is gone) falls silent, one
+that fails says so in the end, and the training goes on.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
+import shutil
 import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, TextIO
 
+from orchestra.cli.text import figures
 from orchestra.report.run_state import failed_save, median_of, passed_over, seconds_left
-from orchestra.run.events import is_whole, rank_writer
+from orchestra.run.events import is_number, is_whole, rank_writer
 from orchestra.run.files import JsonLinesReader, Record
 from orchestra.run.metrics_file import rows_that_count, sound_row
 from orchestra.run.paths import RunDir
 
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+_PLAIN_LINES = 50
+_REFRESH_S = 0.5
+_SHORTEST_BAR = 4
 # What is remembered of each row: a run may have a million of them.
 _KEPT = ("step", "loss", "tokens_per_s", "mfu", "mfu_causal", "step_time_s")
 
@@ -78,11 +95,9 @@ class Progress:
                 continue
             if name == "checkpoint_started":
                 self.saving = step
-            elif name == "checkpoint_committed":
+            elif name in ("checkpoint_committed", "checkpoint_failed"):
                 self.saving = None
-            elif name == "checkpoint_failed":
-                self.saving = None
-                self._notices.append(failed_save(event))
+                self._notices += [failed_save(event)] if name == "checkpoint_failed" else []
             elif name == "stop_requested":
                 self._notices.append(f"stopping after step {step}: {event.get('reason', 'asked to')}")
             elif name == "restored":
@@ -96,7 +111,7 @@ class Progress:
     @property
     def losses(self) -> list[float]:
         """The finite losses so far."""
-        return [row["loss"] for row in self.rows if _is_finite(row["loss"])]
+        return [row["loss"] for row in self.rows if is_number(row["loss"])]
 
     @property
     def seconds_left(self) -> float | None:
@@ -150,5 +165,195 @@ def _restored(event: Record, step: int) -> str:
     return f"begins at step 1{f': {reason}' if isinstance(reason, str) else ''}"
 
 
-def _is_finite(value: object) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+class View(Protocol):
+    """Shows a run's progress."""
+
+    def tick(self, stops: int) -> None:
+        """Show what is new; called about ten times a second. `stops` counts the requests to stop so far."""
+
+    def close(self) -> None:
+        """Show the last state."""
+
+
+def open_view(progress: Progress, header: Iterable[str], waiting: str, stream: TextIO) -> GuardedView:
+    """Return the view that fits `stream`; `waiting` is shown until the first metric."""
+    is_terminal = stream.isatty() and os.environ.get("TERM") != "dumb"
+    for line in [*header] if is_terminal else [*header, waiting]:
+        _print(line, stream)
+
+    def make() -> View:
+        return TerminalView(progress, waiting, stream) if is_terminal else PlainView(progress, stream)
+
+    return GuardedView(make, stream)
+
+
+def speaks_unicode(stream: TextIO) -> bool:
+    """Tell whether blocks and braille dots can be written to `stream`."""
+    return (stream.encoding or "").lower().replace("-", "").startswith("utf")
+
+
+def silence(stream: TextIO) -> None:
+    """Send whatever is still written to `stream`, its buffer included, to nowhere."""
+    with contextlib.suppress(OSError, ValueError):  # a stream without a file cannot and need not
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+
+
+def _print(line: str, stream: TextIO) -> None:
+    """Print a line; the first one that cannot be written silences the stream."""
+    try:
+        print(line, file=stream, flush=True)
+    except OSError:
+        silence(stream)
+
+
+class GuardedView:
+    """A view whose failure ends the view, never the training, and what is said after it."""
+
+    def __init__(self, make: Callable[[], View], stream: TextIO) -> None:
+        self._stream = stream
+        self._view: View | None = None
+        self._problem: str | None = None
+        with self._guarded():
+            self._view = make()
+
+    def tick(self, stops: int) -> None:
+        """See `View.tick`."""
+        if self._view is not None and self._problem is None:
+            with self._guarded():
+                self._view.tick(stops)
+
+    def close(self, lines: Iterable[str]) -> None:
+        """Show the last state and then `lines`."""
+        if self._view is not None:
+            # After a failure too: a terminal is put back as it was.
+            with self._guarded():
+                self._view.close()
+        for line in [*([] if self._problem is None else [self._problem]), *lines]:
+            _print(line, self._stream)
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError:
+            silence(self._stream)
+        except (Exception, SystemExit) as error:  # noqa: BLE001  rich exits where a pipe is closed
+            self._problem = f"the progress could not be shown: {type(error).__name__}: {error}"
+
+
+class PlainView:
+    """At most about fifty lines over a whole run, each complete in itself."""
+
+    def __init__(self, progress: Progress, stream: TextIO) -> None:
+        self._progress = progress
+        self._stream = stream
+        self._every = max(1, math.ceil(progress.steps / _PLAIN_LINES))
+        self._next_step = 1
+        self._stops = 0
+
+    def tick(self, stops: int) -> None:
+        rows = self._progress.update()
+        for notice in self._progress.take_notices():
+            _print(notice, self._stream)
+        for row in rows:
+            if row["step"] >= self._next_step or row["step"] == self._progress.steps:
+                self._next_step = (row["step"] // self._every + 1) * self._every
+                step = f"step {row['step']:>{len(str(self._progress.steps))}}/{self._progress.steps}"
+                _print(f"{step}  {_measures(row)}  ETA {_eta(self._progress, row)}", self._stream)
+        if stops > self._stops:
+            self._stops = stops
+            _print("stopping", self._stream)
+
+    def close(self) -> None:
+        self.tick(self._stops)
+
+
+def _measures(row: Record, omitted: int = 0) -> str:
+    """Return loss, speed, MFU and gradient norm of a row, in that order, the last `omitted` left out."""
+    texts = [
+        f"loss {figures.loss(row.get('loss'))}",
+        f"{figures.quantity(row.get('tokens_per_s'))} tok/s",
+        f"MFU {figures.percent(row.get('mfu'))}",
+        f"|g| {figures.quantity(row.get('grad_norm'))}",
+    ]
+    return "  ".join(texts[: len(texts) - omitted])
+
+
+def _eta(progress: Progress, row: Record) -> str:
+    return "0:00" if row["step"] >= progress.steps else figures.duration(progress.seconds_left)
+
+
+class TerminalView:
+    """One line that stays in place, and the loss so far as a second one."""
+
+    def __init__(self, progress: Progress, waiting: str, stream: TextIO) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._progress = progress
+        self._waiting = waiting
+        self._stream = stream
+        self._drawn = 0.0
+        self._live = Live(console=Console(file=stream), auto_refresh=False)
+        self._live.start()
+
+    def tick(self, stops: int) -> None:
+        self._update()
+        if time.monotonic() - self._drawn >= _REFRESH_S:
+            self._drawn = time.monotonic()
+            self._live.update(self._drawing(stops), refresh=True)
+
+    def _update(self) -> None:
+        self._progress.update()
+        for notice in self._progress.take_notices():
+            # Above the line that stays in place.
+            self._live.console.print(notice, markup=False, highlight=False)
+
+    def _drawing(self, stops: int) -> RenderableType:
+        from rich.console import Group
+        from rich.text import Text
+
+        stopping = [Text("stopping (Ctrl-C again: at once)", style="yellow")] if stops else []
+        if not self._progress.has_begun:
+            return Group(Text(f"{self._waiting} {self._progress.wall_s:.0f} s", style="dim"), *stopping)
+        # Room for the "^C" that a terminal echoes: where it wraps, the lines above are not drawn over.
+        width = shutil.get_terminal_size((figures.WIDTH, 24)).columns - len("^C")
+        curve = Text(self._curve(width), style="cyan", no_wrap=True)
+        return Group(curve, self._bar(width), *stopping)
+
+    def _curve(self, width: int) -> str:
+        losses = self._progress.losses
+        first, last = (f"loss {losses[0]:.2f} ", f" {losses[-1]:.2f}") if losses else ("", "")
+        room = width - len(first) - len(last)
+        if not losses or room < 1 or not speaks_unicode(self._stream):
+            return ""
+        return first + figures.sparkline(losses, room) + last
+
+    def _bar(self, width: int) -> RenderableType:
+        from rich.text import Text
+
+        numbers = self._numbers(width)
+        room = width - len(numbers)
+        if room < _SHORTEST_BAR:
+            return Text(numbers.strip(), no_wrap=True)
+        done = min(room, room * self._progress.last["step"] // self._progress.steps)
+        full, empty = ("━", "─") if speaks_unicode(self._stream) else ("#", ".")
+        return Text.assemble((full * done, "green"), (empty * (room - done), "dim"), numbers, no_wrap=True)
+
+    def _numbers(self, width: int) -> str:
+        """Return as many numbers as fit, the least important left out first: |g|, MFU, tokens/s."""
+        row, eta = self._progress.last, _eta(self._progress, self._progress.last)
+        step = f" {row['step']}/{self._progress.steps}"
+        saving = "  saving" if self._progress.saving is not None else ""
+        texts = [f"{step}  {_measures(row, omitted)}  ETA {eta}{saving}" for omitted in range(4)]
+        return next((text for text in texts if len(text) <= width), texts[-1])
+
+    def close(self) -> None:
+        self._update()
+        try:
+            # Drawn by stop().
+            self._live.update(self._drawing(stops=0))
+        finally:
+            self._live.stop()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import difflib
 import os
 from argparse import ArgumentParser
-from collections.abc import Iterator
 from pathlib import Path
 
 from orchestra.errors import ConfigError
@@ -16,6 +15,8 @@ from orchestra.report.run_state import is_run
 from orchestra.run.paths import RunDir, SweepDir, is_sweep, read_sweep
 from orchestra.sizes.units import first_few
 
+# Help of a RUN that may be a sweep.
+TARGET_HELP = "name of a run or a sweep, unique start of one, path, or SWEEP/3"
 _NEAREST = 3
 _CANDIDATES = 8
 
@@ -36,25 +37,15 @@ def add_directory_option(parser: ArgumentParser) -> None:
 def all_targets(parent: Path) -> list[Target]:
     """Return the runs and sweeps in `parent`, newest first. Raises ConfigError when it cannot be read."""
     try:
-        found = [entry for name in _names(parent) if (entry := _dated(parent / name)) is not None]
+        with os.scandir(parent) as entries:
+            names = [entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir()]
     except FileNotFoundError:
         return []
     except OSError as error:
         raise ConfigError(f"--dir {parent}: cannot be listed: {error.strerror}") from error
-    newest_first = sorted(found, key=lambda entry: (entry[0], entry[1].name), reverse=True)
+    dated = [target for name in names if (target := _dated(parent / name)) is not None]
+    newest_first = sorted(dated, key=lambda entry: (entry[0], entry[1].name), reverse=True)
     return [target for _, target in newest_first]
-
-
-def all_sweeps(parent: Path) -> list[SweepDir]:
-    """Return the sweeps in `parent`, newest first. Raises ConfigError when it cannot be read."""
-    return [target for target in all_targets(parent) if isinstance(target, SweepDir)]
-
-
-def _names(parent: Path) -> Iterator[str]:
-    with os.scandir(parent) as entries:
-        for entry in entries:
-            if not entry.name.startswith(".") and entry.is_dir():
-                yield entry.name
 
 
 def _dated(path: Path) -> tuple[float, Target] | None:
@@ -76,7 +67,13 @@ def resolve(text: str, parent: Path, *, takes_dir: bool = True) -> RunDir:
     target = resolve_target(text, parent, takes_dir=takes_dir)
     if isinstance(target, RunDir):
         return target
-    raise ConfigError(_names_a_sweep(text, target))
+    members = read_sweep(target).members
+    names = [f"{target.name}/{member.index:03d}" for member in members]
+    listed = ", ".join(names if len(names) <= _NEAREST else [*names[:2], "…", names[-1]])
+    raise ConfigError(
+        f"RUN {text}: {target.name} is a sweep of {len(members)} runs; name one of them: {listed} "
+        f"(`orchestra status {target.name}` lists them)"
+    )
 
 
 def resolve_target(text: str, parent: Path, *, takes_dir: bool = True) -> Target:
@@ -97,8 +94,8 @@ def resolve_target(text: str, parent: Path, *, takes_dir: bool = True) -> Target
     head, _, last = text.rstrip("/").rpartition("/")
     if last.isdecimal() and (sweep := _sweep_called(head, parent)) is not None:
         return _member(text, sweep, int(last))
-    found = "has neither run.json, sweep.json nor config.yaml" if path.exists() else "does not exist"
-    raise ConfigError(f"RUN {text}: the directory {found}; give a run's name or its directory")
+    problem = "has neither run.json, sweep.json nor config.yaml" if path.exists() else "does not exist"
+    raise ConfigError(f"RUN {text}: the directory {problem}; give a run's name or its directory")
 
 
 def _named(text: str, parent: Path, takes_dir: bool) -> Target:
@@ -108,9 +105,14 @@ def _named(text: str, parent: Path, takes_dir: bool) -> Target:
     if len(matching) == 1:
         kind = type(matching[0])
         return kind((parent / matching[0].name).absolute())
+    if matching:
+        raise _several(text, [target.name for target in matching])
+    if not targets:
+        advice = "pass --dir if they lie elsewhere" if takes_dir else "give its path if it lies elsewhere"
+        raise ConfigError(f"RUN {text}: there is no run in {parent}; {advice}")
     names = [target.name for target in targets]
-    matches = [target.name for target in matching]
-    raise ConfigError(_several(text, matches) if matches else _none(text, names, parent, takes_dir))
+    near = difflib.get_close_matches(text, names, n=_NEAREST, cutoff=0.3) or names[:_NEAREST]
+    raise ConfigError(f"RUN {text}: no run in {parent} has this name; the nearest are {', '.join(near)}")
 
 
 def _sweep_called(text: str, parent: Path) -> SweepDir | None:
@@ -119,10 +121,10 @@ def _sweep_called(text: str, parent: Path) -> SweepDir | None:
         return SweepDir(Path(text).expanduser().absolute())
     if "/" in text or not text:
         return None
-    names = [sweep.name for sweep in all_sweeps(parent)]
+    names = [target.name for target in all_targets(parent) if isinstance(target, SweepDir)]
     matching = [text] if text in names else [name for name in names if name.startswith(text)]
     if len(matching) > 1:
-        raise ConfigError(_several(text, matching))
+        raise _several(text, matching)
     return SweepDir((parent / matching[0]).absolute()) if matching else None
 
 
@@ -138,24 +140,6 @@ def _member(text: str, sweep: SweepDir, index: int) -> RunDir:
     )
 
 
-def _names_a_sweep(text: str, sweep: SweepDir) -> str:
-    members = read_sweep(sweep).members
-    names = [f"{sweep.name}/{member.index:03d}" for member in members]
-    listed = ", ".join(names if len(names) <= _NEAREST else [*names[:2], "…", names[-1]])
-    return (
-        f"RUN {text}: {sweep.name} is a sweep of {len(members)} runs; name one of them: {listed} "
-        f"(`orchestra status {sweep.name}` lists them)"
-    )
-
-
-def _several(text: str, matching: list[str]) -> str:
+def _several(text: str, matching: list[str]) -> ConfigError:
     names = first_few(matching, _CANDIDATES)
-    return f"RUN {text}: {len(matching)} runs start so: {names}; type more of the name"
-
-
-def _none(text: str, names: list[str], parent: Path, takes_dir: bool) -> str:
-    if not names:
-        advice = "pass --dir if they lie elsewhere" if takes_dir else "give its path if it lies elsewhere"
-        return f"RUN {text}: there is no run in {parent}; {advice}"
-    near = difflib.get_close_matches(text, names, n=_NEAREST, cutoff=0.3) or names[:_NEAREST]
-    return f"RUN {text}: no run in {parent} is called so; the nearest are {', '.join(near)}"
+    return ConfigError(f"RUN {text}: {len(matching)} runs have names that start so: {names}; type more of it")

@@ -159,11 +159,3 @@ def _counted(config: Config) -> str:
 def _existing(folder: Path) -> Path:
     """Return the folder, or what is there of the path to it."""
     return next(path for path in (folder, *folder.parents) if path.exists())
-
-
-RULES = (
-    rule_checkpoint_steps,
-    rule_checkpoint_place,
-    rule_checkpoint_space,
-    rule_checkpoint_memory,
-)

@@ -1,23 +1,38 @@
-"""Rules about what a run finds where it runs: machines, devices and data files."""
+"""Rules about where a run trains, and what it finds there: machines, Slurm jobs, devices and data files."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
-from conf.schema import Config, DataConfig, Device, LauncherName, Offload, PrecisionName, Source, StateDType
+from conf.schema import Config, Device, LauncherName, Offload, PrecisionName, Source, StateDType
+from launchers.slurm.batch_script import option_problems
 from orchestra.config.machine import Situation, world_size
-from orchestra.data.index import check_size, local_prefix, read_index, token_file_prefix
+from orchestra.data.token_files import check_size, local_prefix, read_index, token_file_prefix
 from orchestra.errors import ConfigError, DataError
-from orchestra.huggingface.start import init_from_problems
+from orchestra.huggingface.folder import init_from_problems
 from orchestra.sizes.flops import num_parameters
 from orchestra.sizes.topology import layout
-from orchestra.sizes.units import MIB
+from orchestra.sizes.units import MIB, slurm_time_s
 
 # 256 byte values and the document separator.
 _STDLIB_VOCABULARY = 257
 # Ranks on CPU compute; a few per core are slow but can show how a layout behaves.
 _MAX_RANKS_PER_CORE = 8
+# Slurm's warning was seen up to 28 s off its time, and so was the time limit itself.
+SLACK_S = 30
+# Keys that say what an option of sbatch says.
+_SAID_BY = {
+    "partition": "cluster.partition",
+    "time": "cluster.time_limit",
+    "gpus_per_node": "cluster.gpus_per_node",
+    "nodes": "cluster.nodes",
+    "job_name": "run.name",
+    "requeue": "cluster.requeue",
+    "no_requeue": "cluster.requeue",
+    "signal": "recovery.stop_timeout_s",
+}
 
 
 def rule_nodes(config: Config, _: Situation) -> Iterator[str]:
@@ -160,7 +175,7 @@ def rule_data_files(config: Config, _: Situation) -> Iterator[str]:
                 f"data.source=stdlib (256 byte values, one separator); use {_STDLIB_VOCABULARY} or more"
             )
         return
-    for path in _data_paths(config.data):
+    for path in filter(None, (config.data.path, *(part.path for part in config.data.blend))):
         prefix = token_file_prefix(path)
         local = local_prefix(prefix)
         if local is not None:
@@ -194,20 +209,61 @@ def rule_init_from(config: Config, situation: Situation) -> Iterator[str]:
         yield from init_from_problems(config)
 
 
-def _data_paths(data: DataConfig) -> list[str]:
-    return [path for path in (data.path, *(part.path for part in data.blend)) if path]
+def warning_lead_s(config: Config) -> int:
+    """Return how long before its time limit a job is warned: long enough for the save that follows."""
+    return math.ceil(config.recovery.stop_timeout_s) + SLACK_S
 
 
-RULES = (
-    rule_nodes,
-    rule_ranks_per_node,
-    rule_gpus,
-    rule_cores,
-    rule_memory,
-    rule_precision_on_cpu,
-    rule_offload_on_cpu,
-    rule_local_folders,
-    rule_data_source,
-    rule_data_files,
-    rule_init_from,
-)
+def rule_launcher(config: Config, situation: Situation) -> Iterator[str]:
+    is_slurm = config.cluster.launcher is LauncherName.slurm
+    if is_slurm and situation.verb == "run":
+        yield (
+            "cluster.launcher=slurm: `orchestra run` trains on this machine; use `orchestra submit` for a "
+            "job on the cluster, or cluster=local"
+        )
+    elif not is_slurm and situation.verb == "submit":
+        yield (
+            "cluster.launcher=local is this machine alone; use cluster=slurm to submit a job, or "
+            "`orchestra run` to train here"
+        )
+
+
+def rule_time_for_warning(config: Config, _: Situation) -> Iterator[str]:
+    cluster = config.cluster
+    if cluster.launcher is not LauncherName.slurm or cluster.time_limit is None:
+        return
+    try:
+        limit_s = slurm_time_s(cluster.time_limit)
+    except ValueError:
+        return
+    stop_s, lead_s = config.recovery.stop_timeout_s, warning_lead_s(config)
+    least_s = lead_s + math.ceil(stop_s)
+    if limit_s is not None and limit_s < least_s:
+        yield (
+            f"cluster.time_limit={cluster.time_limit} leaves no time to train: the job is warned {lead_s} s "
+            f"before its end (recovery.stop_timeout_s={stop_s:g} for a save, {SLACK_S} s because Slurm is "
+            f"not exact), and a save takes up to that; use {math.ceil(least_s / 60)} minutes or more, or "
+            f"lower recovery.stop_timeout_s"
+        )
+
+
+def rule_slurm_extra(config: Config, _: Situation) -> Iterator[str]:
+    extra = config.cluster.slurm_extra
+    named = {name: _SAID_BY.get(name.removeprefix("--").replace("-", "_")) for name in extra}
+    for name, key in named.items():
+        if key is not None:
+            yield f"cluster.slurm_extra.{name}: {key} says that; set it there"
+    for problem in option_problems({name: extra[name] for name, key in named.items() if key is None}):
+        yield f"cluster.slurm_extra.{problem}; leave it out"
+
+
+def rule_array_throttle(config: Config, _: Situation) -> Iterator[str]:
+    throttle = config.cluster.array_throttle
+    if throttle is not None and throttle < 1:
+        yield f"cluster.array_throttle={throttle} lets no job of a sweep run; use 1 or more, or leave it out"
+
+
+def rule_cluster(config: Config, situation: Situation) -> Iterator[str]:
+    """Ask the cluster, where the command has one."""
+    if config.cluster.launcher is LauncherName.slurm and situation.cluster is not None:
+        yield from situation.cluster.problems(config)

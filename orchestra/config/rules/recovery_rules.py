@@ -1,6 +1,6 @@
 """Rules about failures: what a run may shrink to, who stands by, how long silence lasts, and going back.
 
-The bounds of single numbers stand in `rules_values`, planned failures in `rules_faults`.
+Planned failures too (`recovery.inject`): an entry that would never happen is refused at once.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 from conf.schema import Config, Device, Fault, FaultPhase, LauncherName, OnNonfinite, OnSpike
 from orchestra.config.keys import shown
-from orchestra.config.machine import Situation, world_size
+from orchestra.config.machine import Situation, data_parallel, world_size
 from orchestra.errors import ConfigError
 from orchestra.run.events import is_number, is_whole
 from orchestra.run.planned_faults import ALL, KEYS
@@ -71,17 +71,12 @@ def rule_agent_timeout(config: Config, _: Situation) -> Iterator[str]:
 
 def rule_roll_back(config: Config, _: Situation) -> Iterator[str]:
     """Going back takes somewhere to go back to, and another start of the ranks."""
-    asked = [
-        key
-        for key, is_asked in (
-            ("recovery.loss_spike.action", config.recovery.loss_spike.action is OnSpike.roll_back),
-            ("train.on_nonfinite", config.train.on_nonfinite is OnNonfinite.roll_back),
-        )
-        if is_asked
-    ]
-    if not asked:
+    if config.recovery.loss_spike.action is OnSpike.roll_back:
+        key = "recovery.loss_spike.action"
+    elif config.train.on_nonfinite is OnNonfinite.roll_back:
+        key = "train.on_nonfinite"
+    else:
         return
-    key = asked[0]
     if config.checkpoint.every_steps is None:
         yield (
             f"{key}=roll_back: with checkpoint.every_steps=null there is nothing to go back to; give "
@@ -120,33 +115,18 @@ def rule_replay(config: Config, _: Situation) -> Iterator[str]:
             f"recovery.replay_every_steps={every} compares bit for bit, and GPUs may compute differently "
             "each time; use train.deterministic=true, or give recovery.replay_tolerance, e.g. 0.01"
         )
-    ranks = world_size(config)
-    if ranks is not None and _data_parallel(config, ranks) == 1:
+    if data_parallel(config) == 1:
         yield (
             f"recovery.replay_every_steps={every}: the run has one data-parallel rank, and nobody else to "
             "compute its step; use more ranks, or null"
         )
 
 
-def _data_parallel(config: Config, num_ranks: int) -> int | None:
-    """Return the data-parallel degree; None where there is no such layout, which another rule says."""
-    try:
-        return layout(config.parallelism, num_ranks).dp
-    except ConfigError:
-        return None
-
-
-RULES = (rule_min_nodes, rule_spare_nodes, rule_agent_timeout, rule_roll_back, rule_replay)
-
-
-# Rules about planned failures (`recovery.inject`): an entry that would never strike is refused at once.
-
-
 # In these one rank acts for all.
 _OF_COORDINATOR = (FaultPhase.before_manifest.name, FaultPhase.before_prune.name)
 _OF_STEPS = (FaultPhase.step.name, FaultPhase.forward.name, FaultPhase.reduce.name)
 _NOT_OF_SAVES = (*_OF_STEPS, FaultPhase.setup.name, FaultPhase.restore.name)
-# Faults of a whole step, and the phases in which they can still befall it.
+# Faults that change a whole step, and the phases in which it is not too late for them.
 _PHASES = {
     Fault.nan.name: (FaultPhase.step.name, FaultPhase.forward.name),
     Fault.spike.name: (FaultPhase.step.name, FaultPhase.forward.name),
@@ -202,7 +182,8 @@ def _fault_problems(entry: dict[str, Any]) -> Iterator[str]:
     fault = str(entry.get("fault", Fault.sigkill.name))
     phase = str(entry.get("phase", FaultPhase.step.name))
     if fault in _PHASES and phase in FaultPhase.__members__ and phase not in _PHASES[fault]:
-        yield f"fault={fault} befalls a whole step, not phase={phase}; use {listed(list(_PHASES[fault]))}"
+        fitting = listed(list(_PHASES[fault]))
+        yield f"fault={fault} changes a whole step, and phase={phase} is too late for it; use {fitting}"
     for key, faults in _KEY_FAULTS.items():
         if key in entry and fault in Fault.__members__ and fault not in faults:
             yield f"{key} means nothing to fault={fault}; it is for {listed(list(faults))}"
@@ -242,6 +223,3 @@ def _save_problems(entry: dict[str, Any], step: int, config: Config) -> Iterator
             f"at_step={step} is not saved (checkpoint.every_steps={every}), so phase={phase} never comes "
             f"there; use e.g. {saved}"
         )
-
-
-FAULT_RULES = (rule_injected_faults,)

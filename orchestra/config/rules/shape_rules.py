@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from conf.schema import Config, Device, DType, Family, Offload, PrecisionName, Recompute
 from orchestra.config.keys import shown
-from orchestra.config.machine import Situation, world_size
+from orchestra.config.machine import Situation, data_parallel, world_size
 from orchestra.errors import ConfigError
 from orchestra.sizes.activations import budget_problems, layer_activations
 from orchestra.sizes.flops import head_dim, inner_widths
@@ -14,7 +14,6 @@ from orchestra.sizes.topology import (
     batch_problems,
     batch_shape,
     divisors,
-    layout,
     layout_problems,
     listed,
     nearest_multiples,
@@ -64,7 +63,8 @@ def rule_tensor_parallel(config: Config, _: Situation) -> Iterator[str]:
     sizes = {"num_attention_heads": heads, **inner_widths(model)}
     for name, size in sizes.items():
         if size % tp:
-            fitting = listed(_small_divisors(size))
+            # Beyond 64 nobody splits a layer.
+            fitting = listed([degree for degree in divisors(size) if degree <= 64])
             yield f"parallelism.tp={tp} does not divide model.{name}={size}; use {fitting}"
     if kv_heads % tp and tp % kv_heads:
         degrees = [degree for degree in divisors(heads) if kv_heads % degree == 0 or degree % kv_heads == 0]
@@ -150,7 +150,7 @@ def rule_layout(config: Config, _: Situation) -> Iterator[str]:
 
 
 def rule_sharding(config: Config, _: Situation) -> Iterator[str]:
-    parallelism, degree, dp = config.parallelism, config.parallelism.shard_degree, _dp(config)
+    parallelism, degree, dp = config.parallelism, config.parallelism.shard_degree, data_parallel(config)
     if degree is None or degree < 1:
         return
     if parallelism.zero == 0:
@@ -160,7 +160,7 @@ def rule_sharding(config: Config, _: Situation) -> Iterator[str]:
 
 
 def rule_offload(config: Config, _: Situation) -> Iterator[str]:
-    parallelism, dp = config.parallelism, _dp(config)
+    parallelism, dp = config.parallelism, data_parallel(config)
     if parallelism.offload is not Offload.all:
         return
     if parallelism.zero != 3:
@@ -202,7 +202,7 @@ def rule_fp8(config: Config, _: Situation) -> Iterator[str]:
 
 
 def _fp8_tokens(config: Config) -> dict[str, int]:
-    dp = _dp(config)
+    dp = data_parallel(config)
     if dp is None or config.train.micro_batch_size == "auto":
         return {}
     try:
@@ -236,7 +236,7 @@ def rule_batch(config: Config, _: Situation) -> Iterator[str]:
             )
         return
     # Where the layout is not known or itself wrong, what must hold for any is checked.
-    yield from batch_problems(train, _dp(config) or 1)
+    yield from batch_problems(train, data_parallel(config) or 1)
 
 
 def rule_recompute(config: Config, _: Situation) -> Iterator[str]:
@@ -248,19 +248,19 @@ def rule_recompute(config: Config, _: Situation) -> Iterator[str]:
         )
     if train.recompute_budget_gib is None:
         return
-    said = [f"train.recompute={train.recompute.name}"] if train.recompute is not Recompute.none else []
-    said += [f"train.recompute_every={train.recompute_every}"] if train.recompute_every > 1 else []
-    if said:
+    others = [f"train.recompute={train.recompute.name}"] if train.recompute is not Recompute.none else []
+    others += [f"train.recompute_every={train.recompute_every}"] if train.recompute_every > 1 else []
+    if others:
         yield (
             f"train.recompute_budget_gib={train.recompute_budget_gib:g} chooses what is recomputed, and so "
-            f"do{'' if len(said) > 1 else 'es'} {' with '.join(said)}; leave out one or the other"
+            f"do{'' if len(others) > 1 else 'es'} {' with '.join(others)}; leave out one or the other"
         )
     yield from _budget_problems(config, train.recompute_budget_gib)
 
 
 def _budget_problems(config: Config, budget_gib: float) -> Iterator[str]:
     """What no rank could hold; without a known layout or micro-batch the ranks say it when they begin."""
-    model, parallelism, dp = config.model, config.parallelism, _dp(config)
+    model, parallelism, dp = config.model, config.parallelism, data_parallel(config)
     sizes = (model.num_attention_heads, model.num_key_value_heads, config.train.seq_len, parallelism.tp)
     if dp is None or config.train.micro_batch_size == "auto" or not _positive(*sizes):
         return
@@ -283,39 +283,5 @@ def rule_profiled_ranks(config: Config, _: Situation) -> Iterator[str]:
         yield f"train.profile.ranks: no rank {listed(strangers)} in this run; use {within}"
 
 
-def _dp(config: Config) -> int | None:
-    ranks = world_size(config)
-    if ranks is None:
-        return None
-    try:
-        return layout(config.parallelism, ranks).dp
-    except ConfigError:
-        return None
-
-
 def _positive(*numbers: int) -> bool:
     return all(number > 0 for number in numbers)
-
-
-def _small_divisors(size: int) -> list[int]:
-    """Degrees that fit `size` and a machine: beyond 64 nobody splits a layer."""
-    return [degree for degree in divisors(size) if degree <= 64]
-
-
-RULES = (
-    rule_heads,
-    rule_positions,
-    rule_tensor_parallel,
-    rule_experts,
-    rule_sequence_parallel,
-    rule_context_parallel,
-    rule_pipeline,
-    rule_layout,
-    rule_sharding,
-    rule_offload,
-    rule_fp8,
-    rule_reduce_dtype,
-    rule_batch,
-    rule_recompute,
-    rule_profiled_ranks,
-)

@@ -14,98 +14,71 @@ from orchestra.run.metrics_file import NUMBER_KEYS
 from orchestra.sizes import hardware
 from orchestra.sizes.units import slurm_time_s
 
-# Smallest whole number of each key; null passes where the schema allows it.
-_AT_LEAST = {
-    "model.hidden_size": 1,
-    "model.intermediate_size": 1,
-    "model.num_hidden_layers": 1,
-    "model.num_attention_heads": 1,
-    "model.num_key_value_heads": 1,
-    "model.head_dim": 1,
-    "model.num_experts": 0,
-    "model.num_experts_per_tok": 1,
-    "model.moe_intermediate_size": 1,
-    "model.shared_expert_intermediate_size": 0,
-    "model.vocab_size": 2,
-    "model.max_position_embeddings": 1,
-    "model.rope_scaling.original_max_position_embeddings": 1,
-    "parallelism.shard_degree": 1,
-    "precision.loss_scale.initial": 1,
-    "precision.loss_scale.growth_steps": 1,
-    "precision.fp8_bf16_blocks": 0,
-    "data.prefetch_batches": 1,
-    "optim.warmup_steps": 0,
-    "train.steps": 1,
-    "train.seq_len": 1,
-    "train.global_batch_tokens": 1,
-    "train.log_every": 1,
-    "train.seed": 0,
-    "train.max_nonfinite_steps": 1,
-    "train.loss_chunk_tokens": 1,
-    "train.recompute_every": 1,
-    "checkpoint.every_steps": 1,
-    "checkpoint.keep_last": 1,
-    "checkpoint.keep_every_steps": 1,
-    "checkpoint.keep_best": 0,
-    "cluster.nodes": 1,
-    "cluster.threads_per_rank": 1,
-    "cluster.spare_nodes": 0,
-    "recovery.max_restarts": 0,
-    "recovery.min_nodes": 1,
-    "recovery.memory_copy_every_steps": 1,
-    "recovery.straggler_every_steps": 1,
-    "recovery.straggler_windows": 1,
-    "recovery.loss_spike.window": 8,
-    "recovery.roll_back.steps_before": 1,
-    "recovery.roll_back.skip_steps": 1,
-    "recovery.roll_back.max_in_a_row": 1,
-    "recovery.replay_every_steps": 1,
-}
-# Largest number of each key: far beyond any run, well below what overflows or never ends.
-_AT_MOST: dict[str, float] = {
-    "model.hidden_size": 2**20,
-    "model.intermediate_size": 2**24,
-    "model.num_hidden_layers": 2**16,
-    "model.num_attention_heads": 2**16,
-    "model.num_key_value_heads": 2**16,
-    "model.head_dim": 2**16,
-    "model.num_experts": 2**16,
-    "model.num_experts_per_tok": 2**16,
-    "model.moe_intermediate_size": 2**24,
-    "model.shared_expert_intermediate_size": 2**24,
+# Smallest and largest number of each key, null where there is none; where the schema allows null, it passes.
+# The largest are far beyond any run, and well below what overflows or never ends.
+_BOUNDS: dict[str, tuple[int | None, int | None]] = {
+    "model.hidden_size": (1, 2**20),
+    "model.intermediate_size": (1, 2**24),
+    "model.num_hidden_layers": (1, 2**16),
+    "model.num_attention_heads": (1, 2**16),
+    "model.num_key_value_heads": (1, 2**16),
+    "model.head_dim": (1, 2**16),
+    "model.num_experts": (0, 2**16),
+    "model.num_experts_per_tok": (1, 2**16),
+    "model.moe_intermediate_size": (1, 2**24),
+    "model.shared_expert_intermediate_size": (0, 2**24),
     # Token ids have 32 bits.
-    "model.vocab_size": 2**31 - 1,
-    "model.max_position_embeddings": 2**30,
-    "parallelism.bucket_mib": 2**20,
-    "precision.loss_scale.initial": 2**24,
-    "data.prefetch_batches": 2**16,
-    "train.steps": 10**12,
-    "train.seq_len": 2**30,
-    "train.global_batch_size": 2**30,
-    "train.global_batch_tokens": 2**40,
-    "train.micro_batch_size": 2**20,
-    "cluster.nodes": 2**20,
-    "cluster.gpus_per_node": 1024,
-    "cluster.threads_per_rank": 4096,
+    "model.vocab_size": (2, 2**31 - 1),
+    "model.max_position_embeddings": (1, 2**30),
+    "model.rope_scaling.original_max_position_embeddings": (1, None),
+    "parallelism.shard_degree": (1, None),
+    "parallelism.bucket_mib": (None, 2**20),
+    "precision.loss_scale.initial": (1, 2**24),
+    "precision.loss_scale.growth_steps": (1, None),
+    "precision.fp8_bf16_blocks": (0, None),
+    "data.prefetch_batches": (1, 2**16),
+    "optim.warmup_steps": (0, None),
+    "train.steps": (1, 10**12),
+    "train.seq_len": (1, 2**30),
+    "train.global_batch_tokens": (1, 2**40),
+    "train.log_every": (1, None),
+    "train.seed": (0, None),
+    "train.max_nonfinite_steps": (1, None),
+    "train.loss_chunk_tokens": (1, None),
+    "train.recompute_every": (1, None),
+    "train.global_batch_size": (None, 2**30),
+    "train.micro_batch_size": (None, 2**20),
+    "checkpoint.every_steps": (1, None),
+    "checkpoint.keep_last": (1, None),
+    "checkpoint.keep_every_steps": (1, None),
+    "checkpoint.keep_best": (0, None),
     # About four months.
-    "checkpoint.timeout_s": 10**7,
-    "recovery.max_restarts": 10**6,
-    "recovery.heartbeat_timeout_s": 10**7,
-    "recovery.setup_timeout_s": 10**7,
-    "recovery.agent_timeout_s": 10**7,
-    "recovery.backoff_s": 10**7,
+    "checkpoint.timeout_s": (None, 10**7),
+    "cluster.nodes": (1, 2**20),
+    "cluster.threads_per_rank": (1, 4096),
+    "cluster.spare_nodes": (0, None),
+    "cluster.gpus_per_node": (None, 1024),
+    "recovery.max_restarts": (0, 10**6),
+    "recovery.min_nodes": (1, None),
+    "recovery.memory_copy_every_steps": (1, None),
+    "recovery.straggler_every_steps": (1, None),
+    "recovery.straggler_windows": (1, 10**4),
+    "recovery.loss_spike.window": (8, 10**4),
+    "recovery.roll_back.steps_before": (1, 10**9),
+    "recovery.roll_back.skip_steps": (1, 10**9),
+    "recovery.roll_back.max_in_a_row": (1, 10**6),
+    "recovery.replay_every_steps": (1, None),
+    "recovery.heartbeat_timeout_s": (None, 10**7),
+    "recovery.setup_timeout_s": (None, 10**7),
+    "recovery.agent_timeout_s": (None, 10**7),
+    "recovery.backoff_s": (None, 10**7),
     # Ten years.
-    "recovery.exclude_hours": 87600,
-    "recovery.collective_timeout_s": 10**7,
-    "recovery.stop_timeout_s": 10**7,
-    "recovery.straggler_factor": 1000,
-    "recovery.straggler_windows": 10**4,
-    "recovery.loss_spike.window": 10**4,
-    "recovery.roll_back.steps_before": 10**9,
-    "recovery.roll_back.skip_steps": 10**9,
-    "recovery.roll_back.max_in_a_row": 10**6,
-    "recovery.replay_tolerance": 1,
-    "wandb.finish_timeout_s": 10**7,
+    "recovery.exclude_hours": (None, 87600),
+    "recovery.collective_timeout_s": (None, 10**7),
+    "recovery.stop_timeout_s": (None, 10**7),
+    "recovery.straggler_factor": (None, 1000),
+    "recovery.replay_tolerance": (None, 1),
+    "wandb.finish_timeout_s": (None, 10**7),
 }
 # Numbers that must be finite and larger than zero.
 _POSITIVE = (
@@ -159,15 +132,16 @@ _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 def rule_sizes(config: Config, _: Situation) -> Iterator[str]:
-    for name, least in _AT_LEAST.items():
+    for name, (least, most) in _BOUNDS.items():
         value = attrgetter(name)(config)
-        if isinstance(value, (int, float)) and value < least:
+        if not isinstance(value, (int, float)):
+            continue
+        if least is not None and value < least:
             yield f"{name}={value} is too small; use {least} or more"
-    for name in dict.fromkeys((*_AT_LEAST, *_AT_MOST)):
-        value, most = attrgetter(name)(config), _AT_MOST.get(name, _LARGEST_INTEGER)
+        limit = _LARGEST_INTEGER if most is None else most
         # Infinity is no number of any size; rule_numbers says so.
-        if isinstance(value, (int, float)) and most < value < math.inf:
-            yield f"{name}={value} is too large; use at most {most}"
+        if limit < value < math.inf:
+            yield f"{name}={value} is too large; use at most {limit}"
 
 
 def rule_numbers(config: Config, _: Situation) -> Iterator[str]:
@@ -295,22 +269,3 @@ def run_name_problems(name: str) -> Iterator[str]:
             f"run.name={name} cannot name a directory everywhere; use up to 100 letters (A to Z, a to z), "
             f"digits, dots, dashes and underscores, the first a letter or digit"
         )
-
-
-RULES = (
-    rule_sizes,
-    rule_numbers,
-    rule_texts,
-    rule_zero_stage,
-    rule_loss_scale,
-    rule_betas,
-    rule_learning_rates,
-    rule_schedule,
-    rule_profile,
-    rule_rope_scaling,
-    rule_hardware_name,
-    rule_time_limit,
-    rule_stragglers,
-    rule_run_name,
-    rule_metric,
-)

@@ -2,29 +2,41 @@
 
 The model keeps its parameters' names. It is cut on the meta device, before any value exists: a rank makes and
 restores no more than its own part, which the places tell.
+
+A layer's first product is cut by rows of the weights, its second one by columns. Between them every rank
+computes on its own heads or its own part of the inner width. In the backward pass the sum of the input's
+gradient over the ranks runs while the gradients of the weights are computed.
+
+Shape letters: B batch, S sequence, E hidden size, T tokens (B·S).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from conf.schema import Config, ModelConfig
-from orchestra.model.layers import Attention, GeluMLP, SwiGLU
+from orchestra.model.layers import Attention, GeluMLP, Products, SwiGLU
 from orchestra.model.transformer import Transformer
 from orchestra.parallel.mesh import Mesh, OpenGroup
-from orchestra.parallel.places import TensorPlace, whole_place, whole_places
-from orchestra.parallel.tensor.cuts import Cut, cut_of, num_sharing_kv
-from orchestra.parallel.tensor.parallel_layers import (
-    ColumnsProduct,
-    CutEmbedding,
-    CutHead,
-    CutPositions,
-    RowsProducts,
+from orchestra.parallel.places import Cut, TensorPlace, cut_of, num_sharing_kv, whole_place
+from orchestra.parallel.tensor.tensor_collectives import (
+    PendingGather,
+    PendingScatter,
+    TensorGroup,
+    entering,
+    gather_parts,
+    leaving,
+    start_sum,
+    tensor_group,
 )
-from orchestra.parallel.tensor.tensor_collectives import TensorGroup, tensor_group
-from orchestra.parallel.tensor.vocabulary_loss import CutLoss
+from orchestra.parallel.tensor.vocabulary import CutEmbedding, CutHead, CutLoss, CutPositions
 
 
 def split_tensors(model: Transformer, config: Config, mesh: Mesh) -> dict[str, TensorPlace]:
@@ -33,7 +45,7 @@ def split_tensors(model: Transformer, config: Config, mesh: Mesh) -> dict[str, T
     The values of parameters that are cut are lost. Without a group nothing changes.
     """
     if mesh.tp_group is None:
-        return whole_places(model)
+        return {name: whole_place(tuple(value.shape)) for name, value in model.named_parameters()}
     is_sequence_parallel = config.parallelism.sequence_parallel
     group = tensor_group(
         mesh.tp_group,
@@ -53,39 +65,31 @@ def _cut_parameters(
     sharing = _sharing_group(model.config, group, tp_group, open_group)
     places: dict[str, TensorPlace] = {}
     for name, parameter in list(model.named_parameters()):
+        whole = whole_place(tuple(parameter.shape))
         cut = cut_of(name, model.config, group.size, group.rank)
         if cut is None:
-            places[name] = _place_of_whole(parameter, group, tp_group)
+            # Every rank has it and computes the same with it, or the same on its own tokens.
+            sum_group = tp_group if group.is_sequence_parallel else None
+            places[name] = replace(whole, sum_group=sum_group, is_counted=group.rank == 0)
             continue
-        is_shared = sharing is not None and name.split(".")[-2] in ("k_proj", "v_proj")
-        places[name] = _place(parameter, cut, sharing if is_shared else None)
+        is_shared = name.split(".")[-2] in ("k_proj", "v_proj")
+        places[name] = _place(whole, cut, sharing if is_shared else None)
         _replace_parameter(model, name, places[name].padded)
     model.tie_weights()
     return places
 
 
-def _place_of_whole(parameter: Tensor, group: TensorGroup, tp_group: dist.ProcessGroup) -> TensorPlace:
-    """Every rank has it and computes the same with it, or the same on its own tokens."""
-    sum_group = tp_group if group.is_sequence_parallel else None
-    place = whole_place(tuple(parameter.shape))
-    return TensorPlace(place.shape, place.offsets, place.local, place.padded, sum_group, group.rank == 0)
-
-
-def _place(parameter: Tensor, cut: Cut, sum_group: dist.ProcessGroup | None) -> TensorPlace:
-    shape = tuple(parameter.shape)
-
+def _place(whole: TensorPlace, cut: Cut, sum_group: dist.ProcessGroup | None) -> TensorPlace:
     def with_cut(sizes: tuple[int, ...], size: int) -> tuple[int, ...]:
         return (*sizes[: cut.dim], size, *sizes[cut.dim + 1 :])
 
-    is_counted = sum_group is None or sum_group.rank() == 0
-    zeros = (0,) * len(shape)
     return TensorPlace(
-        shape,
-        with_cut(zeros, cut.begin),
-        with_cut(shape, cut.size),
-        with_cut(shape, cut.padded),
+        whole.shape,
+        with_cut(whole.offsets, cut.begin),
+        with_cut(whole.shape, cut.size),
+        with_cut(whole.shape, cut.padded),
         sum_group,
-        is_counted,
+        is_counted=sum_group is None or sum_group.rank() == 0,
     )
 
 
@@ -126,3 +130,79 @@ def _replace_modules(model: Transformer, group: TensorGroup) -> None:
         model.embed_positions = CutPositions(model.embed_positions, group)  # type: ignore[assignment]
     model.lm_head = CutHead(model.lm_head, model.config.vocab_size, group)  # type: ignore[assignment]
     model.loss = CutLoss(words, group)
+
+
+class _RowsProducts(torch.autograd.Function):
+    """Products of one full input with weights of which this rank has rows, and biases or none."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, group: TensorGroup, num_products: int, *parameters: Tensor
+    ) -> tuple[Tensor, ...]:
+        weights, biases = parameters[:num_products], parameters[num_products:]
+        full = gather_parts(x, group) if group.is_sequence_parallel else x
+        ctx.group, ctx.has_biases = group, bool(biases)
+        ctx.save_for_backward(x if group.gathers_again else full, *weights)
+        return tuple(map(F.linear, [full] * num_products, weights, biases or [None] * num_products))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        kept, *weights = ctx.saved_tensors
+        group: TensorGroup = ctx.group
+        gathers = group.is_sequence_parallel and group.gathers_again
+        gathering = PendingGather(kept, group) if gathers else None
+        flat = [grad.flatten(0, -2) for grad in grads]
+        grad_x = flat[0] @ weights[0]
+        for grad, weight in zip(flat[1:], weights[1:], strict=True):
+            grad_x.addmm_(grad, weight)
+        grad_x = grad_x.view(*grads[0].shape[:-1], -1)
+        pending = PendingScatter(grad_x, group) if group.is_sequence_parallel else start_sum(grad_x, group)
+        x_TE = (gathering.wait() if gathering is not None else kept).flatten(0, -2)
+        grad_weights = [grad.t() @ x_TE for grad in flat]
+        grad_biases = [grad.sum(0) for grad in flat] if ctx.has_biases else []
+        arrived = pending.wait()
+        total = arrived if isinstance(pending, PendingScatter) else grad_x
+        return total, None, None, *grad_weights, *grad_biases
+
+
+@dataclass(frozen=True)
+class RowsProducts:
+    """Takes the place of `products_of` where the linear layers have some rows of their weights only."""
+
+    group: TensorGroup
+    # Takes the products of the full input in another precision; sums and products then follow each other.
+    inner: Products | None = None
+
+    def __call__(self, x_BSE: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
+        """Return this rank's outputs [B, S, …] for an input [B, S, E] or this rank's part of one.
+        *Collective* in the backward pass, and under sequence parallelism in the forward pass.
+        """
+        if self.inner is not None:
+            return self.inner(entering(x_BSE, self.group), *linears)
+        if torch.compiler.is_compiling():
+            full = entering(x_BSE, self.group)
+            return tuple(F.linear(full, linear.weight, linear.bias) for linear in linears)
+        weights = [linear.weight for linear in linears]
+        biases = [linear.bias for linear in linears if linear.bias is not None]
+        products: tuple[Tensor, ...] = _RowsProducts.apply(  # type: ignore[no-untyped-call]
+            x_BSE, self.group, len(weights), *weights, *biases
+        )
+        return products
+
+
+class ColumnsProduct(nn.Module):
+    """Takes the place of a linear layer that has some columns of its weight only, and the whole bias."""
+
+    def __init__(self, linear: nn.Linear, group: TensorGroup) -> None:
+        super().__init__()
+        self.weight, self.bias = linear.weight, linear.bias
+        self.group = group
+        # The product of this rank's columns; another precision puts its own in this place.
+        self.product: Callable[[Tensor, Tensor], Tensor] = F.linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the sum over ranks [B, S, E] or this rank's part of it. *Collective*."""
+        # Two nodes and not one function: a recomputation that only needs the product's input ends before it.
+        # Summing one part of the tokens while the next is multiplied was not faster with gloo.
+        total = leaving(self.product(x, self.weight), self.group)
+        return total if self.bias is None else total + self.bias

@@ -23,6 +23,7 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
 from orchestra.parallel.marks import Traffic, marked
+from orchestra.parallel.mesh import collective_named
 from orchestra.sizes.step_shares import Part
 
 
@@ -31,7 +32,8 @@ class TensorGroup:
     """The ranks that share a layer, and how this one lays out what lies between the products."""
 
     process_group: dist.ProcessGroup
-    name: str
+    # torch's functional collectives take any string, and call the type of some of them a name.
+    name: Any
     size: int
     rank: int
     # Whether norms and the residual stream are on this rank's part of the tokens only.
@@ -55,9 +57,18 @@ def tensor_group(
 ) -> TensorGroup:
     """Return the tensor group over the ranks of a process group; `traffic` counts what they send."""
     name = group.group_name
-    made = TensorGroup(group, name, group.size(), group.rank(), is_sequence_parallel, gathers_again, traffic)
-    _GROUPS[name] = made
-    return made
+    _GROUPS[name] = TensorGroup(
+        group, name, group.size(), group.rank(), is_sequence_parallel, gathers_again, traffic
+    )
+    return _GROUPS[name]
+
+
+def _part_shape(full: Tensor, group: TensorGroup) -> tuple[int, ...]:
+    return (*full.shape[:-2], full.shape[-2] // group.size, full.shape[-1])
+
+
+def _full_shape(part: Tensor, group: TensorGroup) -> tuple[int, ...]:
+    return (*part.shape[:-2], part.shape[-2] * group.size, part.shape[-1])
 
 
 class _Work:
@@ -80,18 +91,17 @@ class PendingScatter:
     """A reduce-scatter under way; `wait` returns this rank's part of the sum."""
 
     def __init__(self, full: Tensor, group: TensorGroup) -> None:
-        self._part_shape = (*full.shape[:-2], full.shape[-2] // group.size, full.shape[-1])
+        self._part_shape = _part_shape(full, group)
         self._group = group
         group.traffic.add_reduce_scatter(full.nbytes, group.size)
         flat = full.contiguous().view(-1)
         if full.is_cuda:
             self._arrived = flat.new_empty(flat.numel() // group.size)
-            scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-            self._work = _started(scatter, self._arrived, flat, group=group.process_group)
+            scatter = collective_named("reduce_scatter_single", "reduce_scatter_tensor")
         else:
             self._arrived = torch.empty_like(flat)
-            exchange = dist.all_to_all_single
-            self._work = _started(exchange, self._arrived, flat, group=group.process_group)
+            scatter = dist.all_to_all_single
+        self._work = _started(scatter, self._arrived, flat, group=group.process_group)
 
     def wait(self) -> Tensor:
         self._work.wait()
@@ -108,8 +118,7 @@ class PendingGather:
     """An all-gather under way; `wait` returns the full tensor."""
 
     def __init__(self, part: Tensor, group: TensorGroup) -> None:
-        shape = (*part.shape[:-2], part.shape[-2] * group.size, part.shape[-1])
-        self._full = part.new_empty(shape)
+        self._full = part.new_empty(_full_shape(part, group))
         self._work = _gather_into(self._full.view(-1), part.contiguous().view(-1), group)
 
     def wait(self) -> Tensor:
@@ -119,8 +128,7 @@ class PendingGather:
 
 def _gather_into(out: Tensor, flat: Tensor, group: TensorGroup) -> _Work:
     group.traffic.add_all_gather(out.nbytes, group.size)
-    # torch 2.13 has renamed it.
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather = collective_named("all_gather_single", "all_gather_into_tensor")
     return _started(gather, out, flat, group=group.process_group)
 
 
@@ -167,24 +175,17 @@ SUM_SCATTERED = torch.ops.orchestra.sum_scattered.default
 
 
 def _traced_sum(tensor: Tensor, group: TensorGroup) -> Tensor:
-    return _arrived(functional.all_reduce(tensor, "sum", _traced_name(group)))
+    return _arrived(functional.all_reduce(tensor, "sum", group.name))
 
 
 def _traced_scatter(full: Tensor, group: TensorGroup) -> Tensor:
-    part = functional.reduce_scatter_tensor(full.flatten(0, -2), "sum", 0, _traced_name(group))
-    shape = (*full.shape[:-2], full.shape[-2] // group.size, full.shape[-1])
-    return _arrived(part).view(shape)
+    part = functional.reduce_scatter_tensor(full.flatten(0, -2), "sum", 0, group.name)
+    return _arrived(part).view(_part_shape(full, group))
 
 
 def _traced_gather(part: Tensor, group: TensorGroup) -> Tensor:
-    full = functional.all_gather_tensor(part.flatten(0, -2), 0, _traced_name(group))
-    shape = (*part.shape[:-2], part.shape[-2] * group.size, part.shape[-1])
-    return _arrived(full).view(shape)
-
-
-def _traced_name(group: TensorGroup) -> Any:
-    # torch takes any string, and calls the type of some of them a name.
-    return group.name
+    full = functional.all_gather_tensor(part.flatten(0, -2), 0, group.name)
+    return _arrived(full).view(_full_shape(part, group))
 
 
 def _arrived(pending: Tensor) -> Tensor:

@@ -16,21 +16,19 @@ import torch
 from torch import Tensor, nn
 
 from conf.schema import Config, Offload
-from orchestra.model.initial import fill_normal_, is_fake, parameter_key
-from orchestra.model.transformer import Transformer, initial_std
+from orchestra.model.initial import is_fake
+from orchestra.model.transformer import Transformer, fill_initial_part_
 from orchestra.optim.adamw import Trained
 from orchestra.parallel.mesh import Mesh
-from orchestra.parallel.offload import host_zeros
 from orchestra.parallel.places import TensorPlace, parts_of
-from orchestra.precision.dtypes import PrecisionPolicy
+from orchestra.precision.policies import PrecisionPolicy
 
-# How parameters lie in flat buffers and who owns which range of them. Integers only: no torch, no ranks.
+# How parameters lie in flat buffers and who owns which range of them: integers only.
 #
 # A unit is a group of parameters that is communicated as one: one after the other in a flat buffer, which is
 # cut into as many equal ranges as there are ranks to share it. Each parameter and each range begins at a
 # multiple of the alignment, so that no kernel meets memory that it has to treat in another way; the gaps hold
 # zeros that nobody trains.
-
 
 # Elements: 64 bytes of a 16-bit type, a line of the cache and more than any vector load.
 ALIGNMENT = 32
@@ -103,8 +101,8 @@ def in_blocks(sizes: Sequence[tuple[str, int]]) -> list[list[tuple[str, int]]]:
 
 
 def _block(name: str) -> str:
-    found = _BLOCK_NAME.search(name)
-    return found.group(1) if found else ""
+    match = _BLOCK_NAME.search(name)
+    return match.group(1) if match else ""
 
 
 def slots(units: Sequence[UnitLayout], *, share_ends: bool) -> list[int]:
@@ -113,19 +111,24 @@ def slots(units: Sequence[UnitLayout], *, share_ends: bool) -> list[int]:
     Layers take turns in two buffers, so that one can be filled while the other computes. What stands before
     the layers and what comes after them share a third, unless one needs the other's parameters (tied).
     """
-    found = []
+    numbers = []
     layers_before = 0
     for number, unit in enumerate(units):
         if _block(unit.members[0].name):
-            found.append(layers_before % 2)
+            numbers.append(layers_before % 2)
             layers_before += 1
         else:
-            found.append(2 if share_ends or number == 0 else 3)
-    return found
+            numbers.append(2 if share_ends or number == 0 else 3)
+    return numbers
 
 
 def _rounded_up(number: int, unit: int) -> int:
     return -(-number // unit) * unit
+
+
+def host_zeros(size: int, dtype: torch.dtype) -> Tensor:
+    """Return host memory that a GPU can copy from and to by itself (pinned), where there is a GPU."""
+    return torch.zeros(size, dtype=dtype, pin_memory=torch.cuda.is_available())
 
 
 @dataclass(frozen=True)
@@ -206,8 +209,8 @@ def place_units(
     parameters = _replaced(model, places, layouts, wholes)
     units = []
     for layout, whole in zip(layouts, wholes, strict=True):
-        flat = _flat(layout, whole, precision, mesh.shard_index, is_split, config.parallelism.offload)
-        units.append(_unit(layout, flat, parameters, mesh.shard_index))
+        offload = config.parallelism.offload
+        units.append(_unit(layout, whole, parameters, precision, mesh.shard_index, is_split, offload))
         _fill(units[-1], places, model, config.train.seed, is_split)
     by_name = {item.name: item for unit in units for item in unit.trained}
     return Units(units, [by_name[name] for name, _ in sizes], is_split)
@@ -216,9 +219,7 @@ def place_units(
 def _buffers(
     layouts: Sequence[UnitLayout], numbers: Sequence[int], precision: PrecisionPolicy, mesh: Mesh
 ) -> list[Tensor]:
-    """Return a flat buffer for each unit; units of equal number get the same memory, as large as the largest
-    needs.
-    """
+    """Return a flat buffer for each unit; units of equal number share memory that suffices for all."""
     sizes: dict[int, int] = {}
     for number, layout in zip(numbers, layouts, strict=True):
         sizes[number] = max(layout.size, sizes.get(number, 0))
@@ -236,62 +237,51 @@ def _replaced(
     wholes: Sequence[Tensor],
 ) -> dict[str, nn.Parameter]:
     """Put views of the buffers in the place of the model's parameters; return them by name."""
-    found = {}
+    replaced = {}
     for layout, whole in zip(layouts, wholes, strict=True):
         for at in layout.members:
             view = whole[at.begin : at.begin + at.size].view(places[at.name].padded)
-            found[at.name] = nn.Parameter(view)
-    by_old = {id(parameter): found[name] for name, parameter in model.named_parameters()}
+            replaced[at.name] = nn.Parameter(view)
+    by_old = {id(parameter): replaced[name] for name, parameter in model.named_parameters()}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 module._parameters[name] = by_old[id(parameter)]  # tied ones stay tied
-    return found
+    return replaced
 
 
-@dataclass(frozen=True)
-class _Flat:
-    """The memory of a unit; its names are those of `Unit`."""
-
-    whole: Tensor
-    owned: Tensor
-    masters: Tensor
-    outgoing: Tensor
-
-
-def _flat(
+def _unit(
     layout: UnitLayout,
     whole: Tensor,
+    parameters: Mapping[str, nn.Parameter],
     precision: PrecisionPolicy,
     index: int,
     is_split: bool,
     offload: Offload,
-) -> _Flat:
+) -> Unit:
+    """Make a unit's memory beside `whole`, and say what each of its parameters has in it."""
     begin, end = layout.range_of(index)
     is_same = precision.master is precision.parameter
-    size = layout.range_size
+
+    def on_device() -> Tensor:
+        return torch.zeros_like(whole[begin:end]) if is_split else whole[begin:end]
+
     if offload is Offload.none:
-        owned = torch.zeros_like(whole[begin:end]) if is_split else whole[begin:end]
+        owned = outgoing = on_device()
         masters = owned if is_same else torch.zeros_like(owned, dtype=precision.master)
-        return _Flat(whole, owned, masters, owned)
-    # What a forward pass gathers is copied from host memory where the owned range lies there.
-    masters = host_zeros(size, precision.master)
-    outgoing = masters if is_same else host_zeros(size, precision.parameter)
-    if is_split and offload is Offload.all:
-        return _Flat(whole, outgoing, masters, outgoing)
-    owned = torch.zeros_like(whole[begin:end]) if is_split else whole[begin:end]
-    return _Flat(whole, owned, masters, outgoing)
-
-
-def _unit(layout: UnitLayout, flat: _Flat, parameters: Mapping[str, nn.Parameter], index: int) -> Unit:
+    else:
+        masters = host_zeros(layout.range_size, precision.master)
+        outgoing = masters if is_same else host_zeros(layout.range_size, precision.parameter)
+        # What a forward pass gathers is copied from host memory where the owned range lies there.
+        owned = outgoing if is_split and offload is Offload.all else on_device()
     trained = []
-    for at, part in zip(layout.members, _owned_parts(flat.masters, layout, index), strict=True):
+    for at, part in zip(layout.members, _owned_parts(masters, layout, index), strict=True):
         parameter = parameters[at.name]
         start, stop = layout.part_of(at, index)
         # Where all of a parameter is this rank's, nothing is gained by taking its shape away.
         master = part.view(parameter.shape) if stop - start == at.size else part
         trained.append(Trained(at.name, parameter, master, start, stop))
-    return Unit(layout, flat.whole, flat.owned, flat.masters, flat.outgoing, tuple(trained), index)
+    return Unit(layout, whole, owned, masters, outgoing, tuple(trained), index)
 
 
 def _owned_parts(flat: Tensor, layout: UnitLayout, index: int) -> list[Tensor]:
@@ -331,23 +321,17 @@ def fill_part(out: Tensor, name: str, place: TensorPlace, start: int, model: Tra
     `start`; what is padding there becomes 0.
     """
     out.zero_()
-    is_matrix = len(place.padded) >= 2
-    key, std = parameter_key(seed, name), initial_std(model.config, name)
     for part in parts_of(out, place, start):
-        if not is_matrix:
-            part.tensor.fill_(1.0 if name.endswith("norm.weight") else 0.0)
-            continue
         dense = part.tensor.contiguous()
-        fill_normal_(dense, key, place.shape, part.offsets, std)
+        fill_initial_part_(dense, name, model.config, seed, place.shape, part.offsets)
         if dense is not part.tensor:
             part.tensor.copy_(dense)
 
 
-# Memory that is used again and again for a while: fresh memory of such sizes costs as much as filling it.
-
-
 class SpareMemory:
-    """Flat tensors of one dtype that nobody uses at the moment; whoever takes them decides how many."""
+    """Flat tensors of one dtype that nobody uses at the moment; whoever takes them decides how many. They are
+    used again and again for a while: fresh memory of such sizes costs as much as filling it.
+    """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from orchestra.parallel.zero.buffers import SpareMemory, Unit, Units
 from orchestra.parallel.zero.zero_collectives import Collectives, Pending
-from orchestra.precision.dtypes import PrecisionPolicy
+from orchestra.precision.policies import PrecisionPolicy
 
 # Sums under way that need memory beside the gradients: one that is sent while the next unit fills.
 _MAX_UNDER_WAY = 1

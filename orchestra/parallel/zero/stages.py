@@ -14,6 +14,7 @@ replicas.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -25,18 +26,13 @@ from orchestra.model.transformer import Transformer
 from orchestra.optim.adamw import Trained, squared_norm
 from orchestra.parallel.marks import Traffic, marked
 from orchestra.parallel.mesh import Mesh
-from orchestra.parallel.offload import GradientCarrier
 from orchestra.parallel.places import TensorPlace
-from orchestra.parallel.zero.buffers import Units, follow
+from orchestra.parallel.zero.buffers import Units, follow, host_zeros
 from orchestra.parallel.zero.gatherer import Arrivals, Gatherer
 from orchestra.parallel.zero.reducer import Reducer
 from orchestra.parallel.zero.zero_collectives import Collectives
-from orchestra.precision.dtypes import PrecisionPolicy
+from orchestra.precision.policies import PrecisionPolicy
 from orchestra.sizes.step_shares import Part
-
-# What a training step asks of whoever keeps parameters and gradients over the ranks, and the keeper of one
-# rank that is alone.
-
 
 # Updates some masters with their gradients, which have the masters' dtype and shape and may be overwritten.
 Update = Callable[[Sequence[Trained], Sequence[Tensor]], None]
@@ -117,6 +113,7 @@ def _gradient(parameter: Tensor) -> Tensor:
     return gradient
 
 
+@dataclass(frozen=True)
 class SharedGradients:
     """Gradients that are still partial sums beyond data parallelism, and which of them count here.
 
@@ -124,31 +121,23 @@ class SharedGradients:
     same layout.
     """
 
-    def __init__(self, places: Mapping[str, TensorPlace], traffic: Traffic) -> None:
-        self._places = places
-        self._traffic = traffic
+    places: Mapping[str, TensorPlace]
+    traffic: Traffic
 
     def sum_up(self, trained: Sequence[Trained], gradients: Sequence[Tensor]) -> list[Tensor]:
         """Sum over each parameter's `sum_group`, in place; return what counts in the norm on this rank.
 
         *Collective* over the groups.
         """
-        pairs = list(zip(trained, gradients, strict=True))
-        for group, parts in self._by_group(pairs):
-            _sum_together(parts, group, self._traffic)
-        return [
-            gradient for item, gradient in pairs if self._places[item.name].is_counted and gradient.numel()
-        ]
-
-    def _by_group(
-        self, pairs: Sequence[tuple[Trained, Tensor]]
-    ) -> Iterator[tuple[dist.ProcessGroup, list[Tensor]]]:
+        pairs = [pair for pair in zip(trained, gradients, strict=True) if pair[1].numel()]
         groups: dict[dist.ProcessGroup, list[Tensor]] = {}
         for item, gradient in pairs:
-            group = self._places[item.name].sum_group
-            if group is not None and gradient.numel():
+            group = self.places[item.name].sum_group
+            if group is not None:
                 groups.setdefault(group, []).append(gradient)
-        yield from groups.items()
+        for group, parts in groups.items():
+            _sum_together(parts, group, self.traffic)
+        return [gradient for item, gradient in pairs if self.places[item.name].is_counted]
 
 
 def _sum_together(parts: Sequence[Tensor], group: dist.ProcessGroup, traffic: Traffic) -> None:
@@ -191,11 +180,9 @@ def make_stage(
         return Alone(units, shared)
 
     def over(group: dist.ProcessGroup | None) -> Collectives | None:
-        return (
-            None
-            if group is None
-            else Collectives(group, precision.reduce, mesh.traffic, is_direct=not mesh.is_gpu)
-        )
+        if group is None:
+            return None
+        return Collectives(group, precision.reduce, mesh.traffic, is_direct=not mesh.is_gpu)
 
     shard = over(mesh.shard_group)
     # Without ranges to share out, all of data parallelism are replicas.
@@ -206,6 +193,61 @@ def make_stage(
     if units.is_split:
         return Gathered(units, reducer, shared, Gatherer(model, units, shard, reducer))
     return Updated(units, reducer, shared, Arrivals(model, units, shard))
+
+
+# Host memory for what a GPU has no room for. Masters and moments then lie there and are updated by torch's
+# fused kernel for the CPU; the parameters go back as `buffers.follow` sends them. On a machine without CUDA
+# everything is plain memory and plain copies.
+
+
+class GradientCarrier:
+    """Brings gradients to where their masters are. Its pinned memory is as large as two units and stays."""
+
+    def __init__(self) -> None:
+        self._buffers: list[Tensor] = []
+        self._stream: torch.cuda.Stream | None = None
+
+    def carried(self, gradients: Sequence[Tensor], masters: Sequence[Tensor]) -> Iterator[Tensor]:
+        """Yield each flat gradient in its masters' dtype and on their device.
+
+        It may be overwritten, and holds until the next one is asked for.
+        """
+        if not any(
+            gradient.is_cuda and not to.is_cuda for gradient, to in zip(gradients, masters, strict=True)
+        ):
+            # Where the dtypes differ, one of them exists twice.
+            for gradient, to in zip(gradients, masters, strict=True):
+                yield gradient.to(to.dtype)
+            return
+        yield from self._fetched(gradients, masters[0].dtype)
+
+    def _fetched(self, gradients: Sequence[Tensor], dtype: torch.dtype) -> Iterator[Tensor]:
+        self._make(max(gradient.numel() for gradient in gradients), gradients[0])
+        assert self._stream is not None
+        self._stream.wait_stream(torch.cuda.current_stream())
+        under_way = self._start(0, gradients)
+        for number in range(len(gradients)):
+            arrived, event = under_way
+            event.synchronize()
+            if number + 1 < len(gradients):
+                # Into the buffer whose gradients were used up before this one was asked for.
+                under_way = self._start(number + 1, gradients)
+            yield arrived.to(dtype)
+
+    def _start(self, number: int, gradients: Sequence[Tensor]) -> tuple[Tensor, torch.cuda.Event]:
+        gradient = gradients[number]
+        target = self._buffers[number % 2][: gradient.numel()]
+        with torch.cuda.stream(self._stream):
+            target.copy_(gradient, non_blocking=True)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+        return target, event
+
+    def _make(self, size: int, like: Tensor) -> None:
+        if not self._buffers or self._buffers[0].numel() < size:
+            self._buffers = [host_zeros(size, like.dtype) for _ in range(2)]
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(like.device)  # type: ignore[no-untyped-call]
 
 
 class Reduced:

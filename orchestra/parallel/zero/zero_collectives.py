@@ -8,7 +8,6 @@ are NCCL's.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from orchestra.parallel.marks import Traffic, marked
+from orchestra.parallel.mesh import collective_named
 from orchestra.parallel.zero.buffers import SpareMemory
 from orchestra.sizes.step_shares import Part
 
@@ -30,9 +30,6 @@ class Pending(Protocol):
     def finish(self) -> None:
         """Wait for it and put its result where it belongs; on a GPU the stream waits and not the host."""
 
-    def is_completed(self) -> bool:
-        """Whether `finish` would not have to wait."""
-
 
 @dataclass
 class _Works:
@@ -45,9 +42,6 @@ class _Works:
         with marked(Part.communication):
             for work in self.works:
                 work.wait()
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self.works)
 
 
 @dataclass
@@ -133,7 +127,7 @@ class Collectives:
                 memory=memory,
                 spare=self._spare,
             )
-        reduce_scatter = _named("reduce_scatter_single", "reduce_scatter_tensor")
+        reduce_scatter = collective_named("reduce_scatter_single", "reduce_scatter_tensor")
         with marked(Part.communication):
             work = reduce_scatter(parts[self.index], wired, group=self._group, async_op=True)
         assert work is not None
@@ -149,7 +143,7 @@ class Collectives:
         if self._is_direct(flat):
             others = [parts[peer] for peer in self._others()]
             return _Works(self._exchange([own] * self.size, others, _GATHER_TAG))
-        all_gather = _named("all_gather_single", "all_gather_into_tensor")
+        all_gather = collective_named("all_gather_single", "all_gather_into_tensor")
         with marked(Part.communication):
             work = all_gather(flat, own, group=self._group, async_op=True)
         assert work is not None
@@ -172,9 +166,3 @@ class Collectives:
                 peer = (self.index + step) % self.size
                 works.append(dist.isend(outgoing[peer], group=self._group, group_dst=peer, tag=tag))
         return [work for work in works if work is not None]
-
-
-def _named(new: str, old: str) -> Callable[..., dist.Work | None]:
-    """Return a collective by the name that this torch has for it: 2.13 renamed two of them."""
-    found: Callable[..., dist.Work | None] = getattr(dist, new, None) or getattr(dist, old)
-    return found

@@ -1,8 +1,7 @@
 """What failures cost a planned run: goodput, how often to save, how many spares pay.
 
 Times come from the prediction and from assumptions that are named, or from a run's own records. Closed forms
-are in `orchestra.sizes.save_interval`; `orchestra.plan.goodput` simulates, by the real recovery policy. It
-reads no file.
+are in `orchestra.sizes.save_interval`; `simulator` simulates, by the real recovery policy. It reads no file.
 """
 
 from __future__ import annotations
@@ -10,10 +9,10 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from conf.schema import Config, LauncherName, Requeue
-from orchestra.plan.goodput.scenario import Cause, Scenario, Times
+from orchestra.plan.goodput.scenario import Scenario, Times
 from orchestra.plan.goodput.simulator import SimulatedRun, simulate
 from orchestra.recovery.accounting import account, attempt_times
 from orchestra.recovery.policy import Action, Rules
@@ -41,25 +40,9 @@ _MOST_SPARE_COUNTS = 8
 _NEVER = 10**12
 
 
-@dataclass(frozen=True)
-class MeasuredTimes:
-    """Times that a run's own records tell, in seconds; None where they do not."""
-
-    step_s: float | None = None
-    stall_s: float | None = None
-    write_s: float | None = None
-    restart_s: float | None = None
-    restore_s: float | None = None
-
-    @property
-    def known(self) -> dict[str, float]:
-        """The ones that are told."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in values.items() if value is not None}
-
-
-def measured(events: Sequence[Record], rows: Iterable[Record]) -> MeasuredTimes:
-    """Read what a run's moves took: `events` ordered by time, `rows` of metrics.jsonl in the file's order.
+def measured(events: Sequence[Record], rows: Iterable[Record]) -> dict[str, float]:
+    """Return what a run's moves took, by the names of `Times`, as far as its records say: `events` ordered by
+    time, `rows` of metrics.jsonl in the file's order.
 
     A start's time is what `recovery.accounting` books to starts and restarts, failures' detection included,
     over the number of attempts.
@@ -67,22 +50,17 @@ def measured(events: Sequence[Record], rows: Iterable[Record]) -> MeasuredTimes:
     rows = list(rows)
     attempts = attempt_times(events, rows)
     if not attempts:
-        return MeasuredTimes()
-    accounts = account(events, rows)
-    saves = [save for each in attempts for save in each.saves]
+        return {}
+    saves = [save for each in attempts for save in each.attempt.saves]
     concluded = {step: time for each in attempts for step, time in each.attempt.concluded_saves}
-    written = [concluded[save.step] - save.time for save in saves if save.step in concluded]
-    return MeasuredTimes(
-        step_s=_middle([each.step_time_s for each in attempts if each.step_time_s is not None]),
-        stall_s=_middle([save.blocked_s for save in saves]),
-        write_s=_middle([max(0.0, seconds) for seconds in written]),
-        restart_s=accounts.restart_s / len(attempts),
-        restore_s=_middle([each.restore_s for each in attempts if each.restore_s > 0]),
-    )
-
-
-def _middle(values: Sequence[float]) -> float | None:
-    return statistics.median(values) if values else None
+    samples = {
+        "step_s": [each.step_time_s for each in attempts if each.step_time_s is not None],
+        "stall_s": [save.blocked_s for save in saves],
+        "write_s": [max(0.0, concluded[save.step] - save.time) for save in saves if save.step in concluded],
+        "restart_s": [account(events, rows).restart_s / len(attempts)],
+        "restore_s": [each.restore_s for each in attempts if each.restore_s > 0],
+    }
+    return {name: statistics.median(seconds) for name, seconds in samples.items() if seconds}
 
 
 def assumed_times(config: Config, step_s: float, world_size: int) -> Times:
@@ -103,11 +81,11 @@ def assumed_times(config: Config, step_s: float, world_size: int) -> Times:
     )
 
 
-def interval_of(config: Config, times: Times, source: str = "predicted") -> Interval:
+def interval_of(config: Config, times: Times) -> Interval:
     """Return the interval that `checkpoint.every_steps=auto` means for a configuration, by Daly's formula."""
     mttf = save_interval.mttf_s(_num_devices(config), config.cluster.mtbf_device_hours)
-    found = save_interval.chosen(times.step_s, times.stall_s, mttf, write_s=times.write_s, source=source)
-    return replace(found, every_steps=min(found.every_steps, config.train.steps))
+    best = save_interval.chosen(times.step_s, times.stall_s, mttf, write_s=times.write_s, source="predicted")
+    return replace(best, every_steps=min(best.every_steps, config.train.steps))
 
 
 def scenario_of(config: Config, times: Times) -> Scenario:
@@ -162,9 +140,7 @@ def expected(scenario: Scenario) -> float:
     and what was being written. Policy, queue and loss of nodes are left out.
     """
     times, mix = scenario.times, scenario.mix
-    notice = {Cause.hang: times.notice_hang_s, Cause.node: times.notice_node_s}
-    notice[Cause.switch] = times.notice_node_s
-    noticed_s = sum(mix[it] * notice.get(it, times.notice_exit_s) for it in mix) / sum(mix.values())
+    noticed_s = sum(share * times.notice_s(cause) for cause, share in mix.items()) / sum(mix.values())
     lost_s = noticed_s + times.restart_s + times.restore_s + times.write_s
     interval_s = scenario.saves_every_steps * times.step_s
     return save_interval.daly_goodput(interval_s, times.stall_s, lost_s, scenario.mttf_s)
@@ -233,14 +209,14 @@ def study(scenario: Scenario, rules: Rules, sizes: Sequence[int], seed: int = 0)
 
 
 def _point(value: int, scenario: Scenario, rules: Rules, seed: int) -> Point:
-    found = simulate(scenario, seed, rules)
+    run = simulate(scenario, seed, rules)
     return Point(
         value=value,
         seconds=scenario.every_steps * scenario.times.step_s,
         closed=expected(scenario),
-        simulated=found.goodput,
-        per_device=found.goodput_per_device,
-        num_given_up=found.actions[Action.give_up.name],
+        simulated=run.goodput,
+        per_device=run.goodput_per_device,
+        num_given_up=run.actions[Action.give_up.name],
     )
 
 

@@ -1,4 +1,8 @@
-"""What a simulated run is: its size, its times, its failures, and what there is to go on with. Seconds."""
+"""What a simulated run is: its size, its times, its failures, and what there is to go on with. Seconds.
+
+Every device fails at a constant rate, whatever its age and its neighbours: intervals are exponential. A
+switch takes its nodes with it.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +14,7 @@ from enum import Enum
 
 from orchestra.sizes.save_interval import HOUR_S, LLAMA3_MTBF_DEVICE_HOURS, mttf_s
 
-# What fails and how often: causes and their shares, rates with sources, and one run's failures, drawn.
-#
-# Every device fails at a constant rate, whatever its age and its neighbours: intervals are exponential. A
-# switch takes its nodes with it.
+DAY_S = 86_400.0
 
 
 class Cause(Enum):
@@ -39,22 +40,6 @@ LLAMA3_MIX: Mapping[Cause, float] = {
     Cause.switch: 35 / 419,
     Cause.node: 53 / 419,
 }
-LLAMA3_DEVICES = 16_384
-LLAMA3_FAILURES = 419
-LLAMA3_DAYS = 54
-
-# Kokolis et al. (arXiv:2410.21680, section III), A100 in nodes of eight: infrastructure failures per
-# node-day of large jobs on their cluster RSC-1. From it they project 1.8 h at 16,384 and 0.23 h at 131,072
-# devices. Their 7.9 h at 1,024 is no projection: what jobs of that size saw, all failures counted. By the
-# projection it would be 28.8 h.
-RSC1_FAILURES_PER_NODE_DAY = 6.50e-3
-RSC1_MEASURED_MTTF_H = (1_024, 7.9)
-DEVICES_PER_NODE = 8
-
-
-def device_hours(failures_per_node_day: float, devices_per_node: int = DEVICES_PER_NODE) -> float:
-    """Return the mean time between failures of one device, in hours, from a rate per node and day."""
-    return devices_per_node * 24 / failures_per_node_day
 
 
 @dataclass(frozen=True)
@@ -84,9 +69,6 @@ def failures(
         yield Failure(time, chance.randrange(num_nodes), cause)
 
 
-DAY_S = 86_400.0
-
-
 @dataclass(frozen=True)
 class Times:
     """What a run's own moves take, measured or assumed."""
@@ -105,6 +87,11 @@ class Times:
     notice_exit_s: float = 1.0
     notice_node_s: float = 10.0
     notice_hang_s: float = 60.0
+
+    def notice_s(self, cause: Cause) -> float:
+        """Return how long a failure goes unnoticed."""
+        by_silence = {Cause.hang: self.notice_hang_s, Cause.node: self.notice_node_s}
+        return {**by_silence, Cause.switch: self.notice_node_s}.get(cause, self.notice_exit_s)
 
 
 @dataclass(frozen=True)

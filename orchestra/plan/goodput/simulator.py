@@ -3,7 +3,7 @@
 Time passes between events in closed forms, so that the cost is per failure and not per device, step or
 second. What is assumed: failures strike only nodes that train or start to; spares and waiting jobs have none;
 a second failure while the first is being noticed changes nothing; steps of an attempt are alike, and on n of
-N nodes N/n times as long.
+N nodes N/n times as long; a save is committed a fixed time after the wait for it.
 """
 
 from __future__ import annotations
@@ -17,18 +17,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from orchestra.errors import EXIT_FAILED, EXIT_STOPPED
-from orchestra.plan.goodput.scenario import DAY_S, Cause, Failure, Repairs, Scenario, failures
+from orchestra.plan.goodput.scenario import DAY_S, Cause, Failure, Scenario, failures
 from orchestra.recovery import history, policy
 from orchestra.recovery.accounting import Account, Accounts
 from orchestra.recovery.incidents import Incident, incidents
 from orchestra.recovery.policy import Action, Decision, Resources, Rules
 from orchestra.run import stop_requests
 from orchestra.run.files import Record
-
-# How far an attempt came in a given time of training, and what of it was kept: saves and copies in memory.
-#
-# Closed forms: the simulator asks once per attempt, whatever number of steps lies between. A step is taken to
-# last as long as any other, and a save to be committed a fixed time after the wait for it.
 
 
 @dataclass(frozen=True)
@@ -56,14 +51,11 @@ class TrainingPace:
     copy_every: int | None = None
     copy_s: float = 0.0
 
-    @property
-    def unit_s(self) -> float:
-        """A step with its share of what copies in memory cost."""
-        return self.step_s + (self.copy_s / self.copy_every if self.copy_every else 0.0)
-
     def at(self, seconds: float) -> PaceProgress:
         """Return where it stands so many seconds after its first step began."""
-        unit, every = self.unit_s, self.every_steps
+        # A step with its share of what copies in memory cost.
+        unit = self.step_s + (self.copy_s / self.copy_every if self.copy_every else 0.0)
+        every = self.every_steps
         num_first = every - self.begin % every
         first_s = num_first * unit + self.stall_s
         done: float = num_first
@@ -97,9 +89,6 @@ class TrainingPace:
         return newest if newest > self.begin else None
 
 
-# Where a simulated run's seconds went, and which of its steps count: a rollback makes some void again.
-
-
 @dataclass
 class _Stretch:
     """Steps that were trained at one pace and are not committed yet."""
@@ -111,7 +100,9 @@ class _Stretch:
 
 @dataclass
 class TimeLedger:
-    """The accounts of `orchestra.recovery.accounting`, filled as time passes."""
+    """The accounts of `orchestra.recovery.accounting`, filled as time passes, and the steps that count: a
+    roll-back makes some void again.
+    """
 
     step: int = 0
     committed: int = 0
@@ -134,7 +125,7 @@ class TimeLedger:
     def commit(self, step: int) -> None:
         """Note a committed step: no roll-back goes further back."""
         self.committed = step
-        self._open = [it for it in self._open if it.last > step]
+        self._open = [stretch for stretch in self._open if stretch.last > step]
 
     def go_back(self, step: int) -> None:
         """Make the steps after `step` void: what they took is lost."""
@@ -152,9 +143,6 @@ class TimeLedger:
     def accounts(self) -> Accounts:
         """Return the seconds by account."""
         return Accounts(**{f"{name.value}_s": seconds for name, seconds in self._seconds.items()})
-
-
-# The nodes of a simulated run: who trains, who waits as a spare, who is broken, what the next job gets.
 
 
 class Nodes:
@@ -185,7 +173,10 @@ class Nodes:
     def leave(self, hosts: Collection[str], time: float) -> None:
         """Send hosts that are broken away for their repair."""
         for _ in hosts:
-            self._away_until.append(time + repair_s(self._scenario.repairs, self._chance))
+            repairs = self._scenario.repairs
+            is_slow = self._chance.random() < repairs.slow_share
+            mean_s = repairs.slow_s if is_slow else repairs.usual_s
+            self._away_until.append(time + self._chance.expovariate(1 / mean_s))
         self.broken.difference_update(hosts)
 
     def wait_s(self, time: float) -> float:
@@ -232,23 +223,15 @@ class Nodes:
         return [f"node{next(self._numbers)}" for _ in range(count)]
 
 
-def repair_s(repairs: Repairs, chance: random.Random) -> float:
-    """Draw how long one repair takes."""
-    mean_s = repairs.slow_s if chance.random() < repairs.slow_share else repairs.usual_s
-    return chance.expovariate(1 / mean_s)
-
-
-# The records of a simulated attempt, as leader, agents and ranks write them, and the incident they tell.
-#
-# The reading is the real one, `orchestra.recovery.history`. Of a long run it gets what it looks at: this
-# attempt, the one before it, and the one that made the newest checkpoint.
-
-
 _KILLED = "killed by SIGKILL"
 
 
 class SimulatedEvents:
-    """The newest records of a run."""
+    """The records of a run, as leader, agents and ranks write them, and the incidents that they mean.
+
+    The reading is the real one, `orchestra.recovery.history`. Of a long run it gets what it looks at: this
+    attempt, the one before it, and the one that made the newest checkpoint.
+    """
 
     def __init__(self) -> None:
         self._saving: list[Record] = []
@@ -279,8 +262,8 @@ class SimulatedEvents:
             for host in hosts:
                 self._add(time, "node_lost", host=host, cause="its agent is silent")
         elif cause is Cause.hang:
-            told = {} if step is None else {"step": step}
-            self._add(time, "hang_detected", rank=0, host=hosts[0], phase="reduce", **told)
+            evidence = {} if step is None else {"step": step}
+            self._add(time, "hang_detected", rank=0, host=hosts[0], phase="reduce", **evidence)
         else:
             self._add(time, "rank_failed", rank=0, host=hosts[0], cause=_KILLED, signal="SIGKILL", code=1)
         return self._concluded(time, EXIT_FAILED)
@@ -293,13 +276,13 @@ class SimulatedEvents:
 
     def decided(self, time: float, decision: Decision) -> None:
         """Write what follows."""
-        told = {"decision": decision.action.name, "rule": decision.rule, "reason": decision.reason}
-        self._add(time, "restarting", **told, exclude=list(decision.exclude), wait_s=decision.wait_s)
+        what = {"decision": decision.action.name, "rule": decision.rule, "reason": decision.reason}
+        self._add(time, "restarting", **what, exclude=list(decision.exclude), wait_s=decision.wait_s)
 
     def _concluded(self, time: float, code: int) -> Incident:
         self._add(time, "failed", node=0, code=code, cause="", message="")
-        known = {it["attempt"] for it in (*self._before, *self._own)}
-        saving = [it for it in self._saving if it["attempt"] not in known]
+        known = {record["attempt"] for record in (*self._before, *self._own)}
+        saving = [record for record in self._saving if record["attempt"] not in known]
         return incidents(history.read([*saving, *self._before, *self._own]))[-1]
 
     def _add(self, time: float, event: str, **evidence: Any) -> None:
@@ -351,8 +334,7 @@ class SimulatedRun:
 
 def simulate(scenario: Scenario, seed: int = 0, rules: Rules | None = None) -> SimulatedRun:
     """Return what becomes of a run by its horizon. The same for the same arguments."""
-    run = _Run(scenario, seed, rules or Rules())
-    return run.result()
+    return _Run(scenario, seed, rules or Rules()).result()
 
 
 @dataclass
@@ -393,10 +375,14 @@ class _Run:
     gave_up: str | None = None
 
     def __post_init__(self) -> None:
-        it = self.scenario
-        self.nodes = Nodes(it, self.seed)
+        scenario = self.scenario
+        self.nodes = Nodes(scenario, self.seed)
         self._stream: Iterator[Failure] = failures(
-            it.num_nodes, it.devices_per_node, it.mtbf_device_hours, it.mix, self.seed
+            scenario.num_nodes,
+            scenario.devices_per_node,
+            scenario.mtbf_device_hours,
+            scenario.mix,
+            self.seed,
         )
         self._next = next(self._stream)
         self._scheduler = random.Random(f"scheduler {self.seed}")
@@ -476,17 +462,17 @@ class _Run:
         if not self.begin.is_first:
             self.records.restored(self.clock, self.begin.step, from_memory=self.begin.from_memory)
         self.records.training(self.clock)
-        course = self._course()
-        stand = course.at(end - self.clock)
+        pace = self._pace()
+        progress = pace.at(end - self.clock)
         self.clock = end
-        self.ledger.train(stand.step, course.step_s, stand.training_s)
-        self.ledger.spend(stand.saving_s, Account.checkpoint)
-        self.reached, self.in_step = stand.step, True
-        self.copied = self.copied if stand.copied is None else stand.copied
-        if stand.committed is not None:
-            self._commit(stand.committed)
+        self.ledger.train(progress.step, pace.step_s, progress.training_s)
+        self.ledger.spend(progress.saving_s, Account.checkpoint)
+        self.reached, self.in_step = progress.step, True
+        self.copied = self.copied if progress.copied is None else progress.copied
+        if progress.committed is not None:
+            self._commit(progress.committed)
 
-    def _course(self) -> TrainingPace:
+    def _pace(self) -> TrainingPace:
         scenario, times = self.scenario, self.scenario.times
         return TrainingPace(
             begin=self.begin.step,
@@ -537,11 +523,9 @@ class _Run:
         return self.records.stopped(self.clock, self.reached, is_preempted=is_preempted)
 
     def _failed(self, ending: _AttemptEnd, failure: Failure) -> Incident:
-        times, cause = self.scenario.times, failure.cause
+        cause = failure.cause
         self.failures[cause.name] += 1
-        notice_s = {Cause.hang: times.notice_hang_s, Cause.node: times.notice_node_s}
-        notice_s[Cause.switch] = times.notice_node_s
-        self._spend(notice_s.get(cause, times.notice_exit_s), Account.restart)
+        self._spend(self.scenario.times.notice_s(cause), Account.restart)
         if cause is Cause.device:
             self.nodes.broken.update(ending.hosts)
         step = self.reached + 1 if self.in_step else None

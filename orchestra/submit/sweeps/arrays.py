@@ -113,7 +113,7 @@ def planned_arrays(
         for template, members in groups.items()
         for part in _parts(members, numbering.array_size)
     ]
-    total = len(templates)
+    throttle = numbering.throttle
     return [
         PlannedArray(
             SweepArray(
@@ -126,15 +126,11 @@ def planned_arrays(
                 submitted=numbering.now,
             ),
             template,
-            _share_of(numbering.throttle, len(members), total),
+            # Several arrays share what the sweep may run at a time, each at least one.
+            None if throttle is None else max(1, throttle * len(members) // len(templates)),
         )
         for template, members in parts
     ]
-
-
-def _share_of(throttle: int | None, members: int, total: int) -> int | None:
-    """Several arrays share what the sweep may run at a time, each at least one."""
-    return None if throttle is None else max(1, throttle * members // total)
 
 
 def _parts(members: Sequence[int], array_size: int) -> Iterator[list[int]]:
@@ -177,8 +173,8 @@ def _end_of_run(tasks: Sequence[int], begin: int) -> int:
 
 def num_nodes(script: str) -> int | None:
     """Return the nodes that each of a script's jobs gets; None where it does not say."""
-    found = _NODES.search(script)
-    return None if found is None else int(found[1])
+    match = _NODES.search(script)
+    return None if match is None else int(match[1])
 
 
 def job_of_run(config: Config, run: RunDir, share: Share, numbering: Numbering) -> PlannedArray:

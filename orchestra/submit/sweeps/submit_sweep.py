@@ -1,24 +1,64 @@
-"""Decides what is to be done about a sweep that somebody submits, and does it: a new one, or one that exists
-and goes on.
+"""Decides what is to be done about a sweep that somebody submits or resumes, and does it.
 
-The same members under the same name are the same sweep. Members of other sweeps that are done or alive are
-taken over.
+The same members under the same name are the same sweep, which goes on; members of other sweeps that are done
+or alive are taken over. Of a sweep that goes on, the members that are neither done nor alive get new arrays.
+They train on in the same run directories, with the code as it is now. Called by `orchestra submit -m` and
+`orchestra resume SWEEP`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 from conf.schema import Config
+from orchestra.config.compose import changed_config
 from orchestra.config.machine import Situation
-from orchestra.run.paths import RunDir, SweepDir
+from orchestra.errors import ConfigError
+from orchestra.recovery.history import last_attempt
+from orchestra.run.config_file import read_config
+from orchestra.run.events import read_events
+from orchestra.run.files import write_atomically
+from orchestra.run.paths import RunDir, Sweep, SweepDir, SweepMember, to_json
+from orchestra.run.record import read_record, write_record
 from orchestra.run.stop_requests import user_name
-from orchestra.submit.hand_over import SubmitOutcome, SweepLedger, submit
+from orchestra.sizes.units import first_few
+from orchestra.submit.claims import (
+    array_numbers,
+    next_attempt_number,
+    refuse_busy_sweep,
+    release_arrays,
+    take_array,
+    take_turn,
+)
+from orchestra.submit.hand_over import (
+    SubmitOutcome,
+    SweepLedger,
+    hand_over,
+    record_jobs,
+    submit,
+    write_member,
+)
+from orchestra.submit.job import Share
+from orchestra.submit.job_record import JobEntry, member_intent, number_of_jobs
+from orchestra.submit.new_run import code_revision, is_snapshot, made_as_one, renew_snapshot
+from orchestra.submit.resume_run import freeze_config, without_past_faults
 from orchestra.submit.site import Site
-from orchestra.submit.submission import Submission, parent_of_sweep, planned_sweep
-from orchestra.submit.sweeps import lock
-from orchestra.submit.sweeps.arrays import Numbering, PlacedSubmission, PlannedArray
+from orchestra.submit.submission import PlannedMember, Submission, parent_of_sweep, planned_sweep
+from orchestra.submit.sweeps.arrays import (
+    Numbering,
+    PlacedSubmission,
+    PlannedArray,
+    Templates,
+    planned_arrays,
+    template_of,
+    with_code,
+)
 from orchestra.submit.sweeps.members import (
     ExistingSweep,
     MemberRun,
@@ -26,13 +66,6 @@ from orchestra.submit.sweeps.members import (
     member_states,
     same_sweep,
     sweeps_in,
-)
-from orchestra.submit.sweeps.resume_sweep import (
-    MemberChanges,
-    SweepResume,
-    resumed_arrays,
-    resumed_members,
-    submit_resumed,
 )
 
 
@@ -67,7 +100,9 @@ def submit_action(submission: Submission, site: Site, now: float, *, force: bool
         return resume_action(same, site, composed=composed)
     sweep = planned_sweep(submission, now, is_forced=force)
     kept = adoptable_runs(submission, existing)
-    submission = submission.adopting({index: str(member.run.path) for index, member in kept.items()})
+    adopted = {index: str(member.run.path) for index, member in kept.items()}
+    members = (replace(member, adopted=adopted.get(member.index)) for member in submission.members)
+    submission = replace(submission, members=tuple(members))
     numbering = Numbering(sweep.name, user_name(), now, site.array_size(), submission.throttle)
     placed = PlacedSubmission(submission, sweep, numbering)
     return SweepAction(sweep, placed.arrays(), list(kept.values()), new=placed)
@@ -85,7 +120,7 @@ def resume_action(
     when another command is submitting it or overrides cannot be applied, LaunchError when Slurm is silent.
     """
     sweep, record = existing.sweep, existing.record
-    lock.refuse_busy(sweep, record)
+    refuse_busy_sweep(sweep, record)
     all_members = member_states(sweep, record)
     needing = [member for member in all_members if member.needs_job and not member.is_elsewhere]
     changes = MemberChanges(tuple(overrides), Situation("submit", cluster=site), composed or {})
@@ -114,3 +149,238 @@ def carry_out(action: SweepAction, command: Sequence[str]) -> tuple[SweepLedger,
 def runs_of(ledger: SweepLedger) -> list[RunDir]:
     """Return the runs of all members, those of other sweeps too, in the members' order."""
     return [ledger.record.run(ledger.sweep, member) for member in ledger.record.members]
+
+
+@dataclass(frozen=True)
+class ResumedMember:
+    """A member that gets a further job, and how it goes on."""
+
+    member: SweepMember
+    # The attempt that it goes on with.
+    attempt: int
+    # The configuration where overrides change it, or where the run is made anew; None: as it is frozen.
+    config: Config | None = None
+    # Whether it was another sweep's run, and gets a directory of its own now.
+    is_new: bool = False
+    # How many jobs it had when this was decided.
+    num_jobs: int = 0
+
+
+@dataclass(frozen=True)
+class SweepResume:
+    """The members of a sweep that get a further job."""
+
+    sweep: SweepDir
+    # As it was read, before its members' states were asked for.
+    record: Sweep
+    members: tuple[ResumedMember, ...]
+    share: Callable[[Config], Share]
+    array_size: int
+
+    @property
+    def attempts(self) -> dict[int, int]:
+        """The attempts that the members go on with, by their index."""
+        return {resumed.member.index: resumed.attempt for resumed in self.members}
+
+    def code(self, number: int) -> Path:
+        """Return the snapshot that the members train on with: the newest, or one of the code as it is now."""
+        newest = self.sweep.newest_code()
+        return newest if is_snapshot(newest) else self.sweep.code_of_array(number)
+
+    def templates(self, code: Path) -> dict[int, str]:
+        """Return the template of each member's script: the one it was submitted with unless it changes."""
+        made = Templates(self.sweep)
+        before = _templates_before(self.sweep, self.record)
+        templates = {}
+        for resumed in self.members:
+            index = resumed.member.index
+            if resumed.config is None and index in before:
+                templates[index] = before[index]
+            else:
+                config = resumed.config or read_config(self.sweep.member(index).config)
+                templates[index] = made.of(config, self.share(config))
+        return {index: with_code(template, self.sweep, code) for index, template in templates.items()}
+
+
+def _templates_before(sweep: SweepDir, record: Sweep) -> dict[int, str]:
+    """Return what members were submitted with last; without those whose script cannot be read."""
+    templates: dict[int, str] = {}
+    for array in record.arrays:
+        try:
+            template = template_of(sweep.script(array.number).read_text())
+        except OSError:
+            continue
+        templates.update(dict.fromkeys(array.members, template))
+    return templates
+
+
+@dataclass(frozen=True)
+class MemberChanges:
+    """What changes about members that go on."""
+
+    overrides: tuple[str, ...]
+    situation: Situation
+    # Configurations by signature, for members whose run another sweep made and somebody removed.
+    composed: Mapping[str, Config]
+
+
+def resumed_members(member_states: Sequence[MemberRun], changes: MemberChanges) -> tuple[ResumedMember, ...]:
+    """Return how members go on. Raises ConfigError with what they may not change, each problem once."""
+    problems: dict[str, list[str]] = {}
+    resumed = []
+    for existing in member_states:
+        try:
+            resumed.append(_resumed_member(existing, changes))
+        except ConfigError as error:
+            for problem in error.problems:
+                problems.setdefault(problem, []).append(f"{existing.member.index:03d}")
+    if problems:
+        raise ConfigError([f"member {first_few(members)}: {text}" for text, members in problems.items()])
+    return tuple(resumed)
+
+
+def _resumed_member(existing: MemberRun, changes: MemberChanges) -> ResumedMember:
+    member, run = existing.member, existing.run
+    attempt = next_attempt_number(run, last_attempt(read_events(run)))
+    is_new = member.adopted is not None
+    if not changes.overrides and not is_new:
+        return ResumedMember(member, attempt, num_jobs=existing.num_jobs)
+    before = changes.composed.get(member.signature) if is_new else None
+    if before is None and not run.path.exists():
+        raise ConfigError(
+            f"{run.path}, which this sweep took over, is gone; submit the sweep again with its own values "
+            f"(`orchestra submit -m …`)"
+        )
+    number = 0 if is_new else attempt
+    config = without_past_faults(before or read_config(run.config), number)
+    if changes.overrides:
+        config = changed_config(config, changes.overrides, changes.situation)
+    return ResumedMember(member, number, config, is_new, existing.num_jobs)
+
+
+def submit_resumed(resume: SweepResume, command: Sequence[str]) -> tuple[SweepLedger, SubmitOutcome]:
+    """Submit a further job for each member; return the sweep's records and what became of the arrays.
+
+    Raises ConfigError when another command is doing the same, `RefusedError` and LaunchError as `hand_over`
+    does.
+    """
+    sweep = resume.sweep
+    try:
+        # Until the record is written, what was claimed is given back where anything fails.
+        with ExitStack() as undo:
+            claimed = [take_array(sweep, resume.record)]
+            undo.callback(release_arrays, sweep, claimed)
+            _take_turns(resume, undo)
+            arrays = _planned(resume, claimed)
+            record = _written(resume, arrays, command)
+            undo.pop_all()
+    except OSError as error:
+        raise ConfigError(
+            f"{sweep.path}: cannot be written: {error.strerror}; nothing was submitted"
+        ) from error
+    ledger = SweepLedger(sweep, record, resume.attempts)
+    return ledger, hand_over(ledger, arrays)
+
+
+def _take_turns(resume: SweepResume, undo: ExitStack) -> None:
+    """Claim each member's next job. Raises ConfigError where somebody resumes, or resumed, one by itself."""
+    now = time.time()
+    for resumed in resume.members:
+        if resumed.is_new:
+            continue
+        run = resume.sweep.member(resumed.member.index)
+        if (turn := take_turn(run, resumed.num_jobs, now)) is not None:
+            undo.callback(turn.unlink, missing_ok=True)
+        if turn is None or number_of_jobs(run) != resumed.num_jobs:
+            name = f"{resume.sweep.name}/{run.name}"
+            raise ConfigError(
+                f"{name} is being resumed by another command, and nothing was submitted by this one: look at "
+                f"it (`orchestra status {name}`) and try again"
+            )
+
+
+def resumed_arrays(resume: SweepResume) -> list[PlannedArray]:
+    """Return the arrays that `submit_resumed` would submit, for a dry run."""
+    begin = max((array.number for array in resume.record.arrays), default=-1) + 1
+    templates = resume.templates(resume.code(begin))
+    return planned_arrays(templates, _numbering(resume), itertools.count(begin))
+
+
+def _planned(resume: SweepResume, claimed: list[int]) -> list[PlannedArray]:
+    def numbers() -> Iterator[int]:
+        yield claimed[0]
+        for number in array_numbers(resume.sweep, resume.record):
+            claimed.append(number)
+            yield number
+
+    code = resume.code(claimed[0])
+    renew_snapshot(code)
+    return planned_arrays(resume.templates(code), _numbering(resume), numbers())
+
+
+def _numbering(resume: SweepResume) -> Numbering:
+    changed = [resumed.config.cluster for resumed in resume.members if resumed.config is not None]
+    given = [cluster.array_throttle for cluster in changed if cluster.array_throttle is not None]
+    throttle = min(given, default=resume.record.facts.get("array_throttle"))
+    return Numbering(resume.sweep.name, user_name(), time.time(), resume.array_size, throttle)
+
+
+def _written(resume: SweepResume, arrays: Sequence[PlannedArray], command: Sequence[str]) -> Sweep:
+    """Write all that is to be on disk before sbatch; return the sweep's new record."""
+    sweep, record = resume.sweep, resume.record
+    jobs = {index: planned.array for planned in arrays for index in planned.array.members}
+    for resumed in resume.members:
+        index = resumed.member.index
+        if resumed.is_new:
+            _make_member(resumed, sweep, record, member_intent(jobs[index], index, resumed.attempt))
+        elif resumed.config is not None:
+            freeze_config(
+                sweep.member(index), resumed.config, resumed.attempt - 1 if resumed.attempt > 0 else None
+            )
+    made = {resumed.member.index for resumed in resume.members if resumed.is_new}
+    members = (replace(member, adopted=None) if member.index in made else member for member in record.members)
+    now = {"time": time.time(), "command": list(command), "code_revision": code_revision()}
+    resumes = [*record.facts.get("resumes", []), now]
+    new = replace(
+        record,
+        members=tuple(members),
+        arrays=(*record.arrays, *(planned.array for planned in arrays)),
+        facts={**record.facts, "resumes": resumes},
+    )
+    for planned in arrays:
+        sweep.script(planned.array.number).write_text(planned.script())
+    write_atomically(sweep.record, to_json(new))
+    for planned in arrays:
+        record_jobs(sweep, planned.array, resume.attempts, but=made)
+    for resumed in resume.members:
+        if resumed.config is not None and not resumed.is_new:
+            _record_change(
+                sweep.member(resumed.member.index), resumed.config, {**now, "attempt": resumed.attempt}
+            )
+    return new
+
+
+def _make_member(resumed: ResumedMember, sweep: SweepDir, record: Sweep, entry: JobEntry) -> None:
+    assert resumed.config is not None
+    member = PlannedMember(
+        resumed.member.index,
+        resumed.member.signature,
+        record.overrides,
+        resumed.member.overrides,
+        resumed.config,
+        Share(),
+    )
+
+    def write(draft: Path, _: Path) -> None:
+        # The draft of this one member's folder.
+        write_member(member, RunDir(draft), sweep, record, entry)
+
+    if made_as_one(sweep.member(resumed.member.index).path, write, may_rename=False) is None:
+        raise ConfigError(f"{sweep.member(resumed.member.index).path} is in the way; remove it")
+
+
+def _record_change(run: RunDir, config: Config, resume: dict[str, Any]) -> None:
+    record = read_record(run)
+    resumes = [*(record.get("resumes") or []), resume]
+    # sweep.json, which is synced, has what matters.
+    write_record(run, {**record, "steps": config.train.steps, "resumes": resumes}, is_synced=False)

@@ -28,11 +28,10 @@ if TYPE_CHECKING:
     from hydra.core.utils import JobReturn
 
     from conf.schema import RunConfig
-    from orchestra.config.machine import Situation
-    from orchestra.config.sweep import ComposedMember
+    from orchestra.config.compose import Composed
 
 # Submits the members of one batch as a sweep of this name, and returns their runs in the members' order.
-SubmitMembers = Callable[[list["ComposedMember"], str], list[RunDir]]
+SubmitMembers = Callable[[list["Composed"], str], list[RunDir]]
 
 _NAMES_SWEEPER = "hydra/sweeper="
 # Settings of Hydra's that are for the sweeper, and the one that is for the configuration tree.
@@ -94,7 +93,7 @@ def run_sweeper(overrides: Sequence[str], situation: Situation, submit_members: 
     session = _Session(name, situation, submit_members, run.metric, checked.fixed, checked.folders)
     token = _SESSION.set(session)
     try:
-        with _told_on_stderr():
+        with _logged_to_stderr():
             _sweep([*checked.for_hydra, "hydra/launcher=orchestra", f"hydra.sweep.dir='{quoted}'"])
     finally:
         _SESSION.reset(token)
@@ -141,7 +140,7 @@ def _run_section(checked: _Checked) -> RunConfig:
     from orchestra.config.compose import merge, typed
     from orchestra.config.overrides import check_overrides
 
-    config = typed(merge(check_overrides([*checked.folders, *checked.fixed.values()])).values)
+    config = typed(merge(check_overrides([*checked.folders, *checked.fixed.values()]))[0])
     situation = Situation()
     if problems := [*rule_run_name(config, situation), *rule_metric(config, situation)]:
         raise ConfigError(problems)
@@ -155,6 +154,7 @@ def _sweep(overrides: list[str]) -> None:
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
+    from orchestra.config.compose import in_one_line
     from orchestra.config.preset_files import own_folder
     from orchestra.run.config_file import writable_schema
 
@@ -164,14 +164,10 @@ def _sweep(overrides: list[str]) -> None:
         whole = GlobalHydra.instance().hydra
         assert whole is not None
         try:
-            whole.multirun("train", _no_task, overrides, with_log_configuration=False)
+            # What a trial does is the job's matter, and no function of Hydra's.
+            whole.multirun("train", lambda _: None, overrides, with_log_configuration=False)
         except (HydraException, OmegaConfBaseException) as error:
-            raise ConfigError(_in_one_line(error)) from error
-
-
-def _in_one_line(error: Exception) -> str:
-    lines = (line.strip() for line in str(error).partition("Config search path:")[0].splitlines())
-    return "; ".join(line for line in lines if line) or type(error).__name__
+            raise ConfigError(in_one_line(error)) from error
 
 
 def _register_launcher() -> None:
@@ -187,12 +183,8 @@ def _register_launcher() -> None:
     Plugins.instance().register(plugin.OrchestraLauncher)
 
 
-def _no_task(_: object) -> None:
-    """Stand in for Hydra's task function: what a trial does is the job's matter."""
-
-
 @contextlib.contextmanager
-def _told_on_stderr() -> Iterator[None]:
+def _logged_to_stderr() -> Iterator[None]:
     """Show what a sweeper logs: Hydra would set logging up, for standard output and a file."""
     logger, handler = logging.getLogger("hydra_plugins"), logging.StreamHandler(sys.stderr)
     level = logger.level
@@ -224,9 +216,9 @@ def launch_trials(batch: Sequence[Sequence[str]], first: int) -> list[JobReturn]
     results = iter(_results(session, accepted))
     returns = []
     for number, (member, (_, chosen)) in enumerate(zip(members, choices, strict=True), first):
-        result = None if isinstance(member, ConfigError) else next(results)
-        session.trials.append(Trial(chosen, result))
-        returns.append(_job_return(number, chosen, member if isinstance(member, ConfigError) else result))
+        end = member if isinstance(member, ConfigError) else next(results)
+        session.trials.append(Trial(chosen, None if isinstance(end, ConfigError) else end))
+        returns.append(_job_return(number, chosen, end))
     return returns
 
 
@@ -251,26 +243,26 @@ def _as_typed(session: _Session, overrides: Sequence[str]) -> tuple[list[str], t
 
 def _members(
     session: _Session, choices: Sequence[tuple[list[str], tuple[str, ...]]]
-) -> Sequence[ComposedMember | ConfigError]:
+) -> Sequence[Composed | ConfigError]:
     """Compose the trials; where some are refused each alone, so that the others can be tried."""
     from orchestra.config.sweep import compose_batch
 
     keys = {text.partition("=")[0] for _, chosen in choices for text in chosen}
 
-    def compose(some: Sequence[tuple[list[str], tuple[str, ...]]]) -> list[ComposedMember]:
+    def compose(some: Sequence[tuple[list[str], tuple[str, ...]]]) -> list[Composed]:
         return compose_batch([texts for texts, _ in some], keys, session.situation)
 
     try:
         return compose(choices)
     except ConfigError as all_problems:
-        members: list[ComposedMember | ConfigError] = []
+        members: list[Composed | ConfigError] = []
         for choice in choices:
             try:
                 members += compose([choice])
             except ConfigError as error:
                 members.append(error)
         # What is wrong with every trial from the first is no matter of the values.
-        if not session.trials and not any(map(_is_member, members)):
+        if not session.trials and all(isinstance(member, ConfigError) for member in members):
             raise all_problems
         for member, (_, chosen) in zip(members, choices, strict=True):
             if isinstance(member, ConfigError):
@@ -278,11 +270,7 @@ def _members(
         return members
 
 
-def _is_member(member: ComposedMember | ConfigError) -> bool:
-    return not isinstance(member, ConfigError)
-
-
-def _results(session: _Session, members: list[ComposedMember]) -> list[RunResult]:
+def _results(session: _Session, members: list[Composed]) -> list[RunResult]:
     if not members:
         return []
     name = f"{session.name}-batch-{session.batches}"
@@ -291,19 +279,14 @@ def _results(session: _Session, members: list[ComposedMember]) -> list[RunResult
     return wait_for(session.submit_members(members, name), session.metric)
 
 
-def _job_return(number: int, chosen: tuple[str, ...], end: RunResult | ConfigError | None) -> JobReturn:
+def _job_return(number: int, chosen: tuple[str, ...], end: RunResult | ConfigError) -> JobReturn:
     from hydra.core.utils import JobReturn, JobStatus
 
-    if isinstance(end, RunResult) and end.is_done:
-        where = str(end.run.path)
-        return JobReturn(chosen, None, None, where, f"trial {number}", JobStatus.COMPLETED, end.value)
-    error: OrchestraError
-    if isinstance(end, RunResult):
-        why = end.cause or f"code {end.code}"
-        name = name_of(end.run)
-        error = OrchestraError(
-            f"trial {number}: {name} {end.state} ({why}); `orchestra why {name}` tells more"
-        )
-    else:
-        error = end or OrchestraError(f"trial {number} did not run")
-    return JobReturn(chosen, None, None, None, f"trial {number}", JobStatus.FAILED, error)
+    trial = f"trial {number}"
+    if isinstance(end, ConfigError):
+        return JobReturn(chosen, None, None, None, trial, JobStatus.FAILED, end)
+    if end.is_done:
+        return JobReturn(chosen, None, None, str(end.run.path), trial, JobStatus.COMPLETED, end.value)
+    name, why = name_of(end.run), end.cause or f"code {end.code}"
+    error = OrchestraError(f"{trial}: {name} {end.state} ({why}); `orchestra why {name}` tells more")
+    return JobReturn(chosen, None, None, None, trial, JobStatus.FAILED, error)

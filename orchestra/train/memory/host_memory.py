@@ -1,9 +1,10 @@
-"""Whether a save will fit: in host memory, where it is staged, and on storage. Called by `checkpoints` and
-`memory_copies`; nothing is allocated here.
+"""How much host memory is free, and whether a save will fit: in host memory, where it is staged, and on
+storage. Called by `checkpoints`, `memory_copies` and `micro_batch`; nothing is allocated here.
 """
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 from checkpointing.options import Needs
@@ -57,24 +58,29 @@ def available_host_bytes() -> int | None:
 
 
 def _left_in_groups() -> list[int]:
-    """Return the bytes left in each of this process's control groups (version 2), innermost first."""
-    try:
+    """Return limit − use of each of this process's control groups that have a limit, without their
+    reclaimable file cache: of version 2 innermost first, then the container's of version 1.
+    """
+    entries: list[list[str]] = []
+    with contextlib.suppress(OSError):
         entries = [line.split(":", 2) for line in _OWN_GROUPS.read_text().splitlines()]
-    except OSError:
-        return []
-    inner = next((Path(path.lstrip("/")) for number, _, path in entries if number == "0"), None)
-    if inner is None:
-        return []
-    left = [_left(_GROUPS / group) for group in (inner, *inner.parents)]
-    return [number for number in left if number is not None]
+    inner = next((Path(path.lstrip("/")) for number, _, path in entries if number == "0"), Path())
+    groups = [(_GROUPS / group, "memory.max", "memory.current") for group in (inner, *inner.parents)]
+    groups.append((_GROUPS / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"))
+    left = []
+    for group, limit_name, used_name in groups:
+        # A group that has no such files, or "max" for a limit, has none.
+        with contextlib.suppress(OSError, ValueError):
+            limit, used = int((group / limit_name).read_text()), int((group / used_name).read_text())
+            left.append(max(0, limit - used + _reclaimable_bytes(group)))
+    return left
 
 
-def _left(group: Path) -> int | None:
-    """Return limit − use of one group, without its reclaimable file cache; None where it has no limit."""
+def _reclaimable_bytes(group: Path) -> int:
+    """Return a control group's file cache with that of the groups in it; 0 where the system does not tell."""
     try:
-        limit = int((group / "memory.max").read_text())
-        used = int((group / "memory.current").read_text())
         statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        return max(0, limit - used + int(statistics["inactive_file"]))
-    except (OSError, KeyError, ValueError):
-        return None
+        # Of version 1 only the total counts the groups inside, as the use does.
+        return int(statistics.get("total_inactive_file", statistics.get("inactive_file", "0")))
+    except (OSError, ValueError):
+        return 0

@@ -1,16 +1,12 @@
 """train.micro_batch_size=auto: finds the largest micro-batch that fits, before the training is built.
 
-The playbook's procedure is to grow it until memory runs out. Here each rank tries for itself, with the code
-that trains, in fake process groups: their collectives end at once and move nothing. So no rank waits for one
-that runs out, and after each trial all ranks exchange whether it fitted. Two steps are taken of each size,
-since the first one allocates what later ones keep.
+Each rank tries for itself, with the code that trains, in fake process groups: their collectives end at once
+and move nothing. So no rank waits for one that runs out, and after each trial all ranks exchange whether it
+fitted. Two steps are taken of each size, since the first one allocates what later ones keep.
 
 On a GPU the steps are real, within a share of the device's memory. On the CPU there is no error to catch: the
-kernel would end the process. There two sizes are counted with fake tensors, which have shapes and no memory,
-and the others follow, since activations grow with the number of sequences; the limit is what the machine, its
-container and the process' own limits leave to a rank.
-
-The choice is made once an attempt; the global batch stays what it is.
+kernel would end the process. There two sizes are counted with fake tensors, and the others follow, since
+activations grow with the number of sequences. The choice is made once an attempt; the global batch stays.
 """
 
 from __future__ import annotations
@@ -33,7 +29,14 @@ from orchestra.parallel.mesh import Mesh, RankEnvironment, make_mesh
 from orchestra.run.events import EventWriter
 from orchestra.sizes.topology import batch_shape, divisors
 from orchestra.train.build import build_training
-from orchestra.train.memory.dry_run import allow_fake_groups, held_bytes, step_bytes
+from orchestra.train.dry_build import (
+    MICRO_BATCHES,
+    allow_fake_groups,
+    held_bytes,
+    step_bytes,
+    take_step,
+)
+from orchestra.train.memory.host_memory import available_host_bytes
 from orchestra.train.memory.out_of_memory import is_out_of_memory
 
 # Of a GPU's memory; the rest is for what is in no tensor: buffers of NCCL, workspaces, fragments.
@@ -156,7 +159,8 @@ def _chosen_on_gpu(config: Config, fake_mesh: Mesh, sizes: Sequence[int]) -> Mic
                 raise
             peaks[size] = None
         # Outside of the handler: its traceback holds the frames, and these the tensors.
-        _free(device)
+        gc.collect()
+        torch.cuda.empty_cache()
         return _on_all_ranks(peaks[size] is not None, fake_mesh.world_size)
 
     try:
@@ -168,23 +172,13 @@ def _chosen_on_gpu(config: Config, fake_mesh: Mesh, sizes: Sequence[int]) -> Mic
 
 def _take_two_steps(config: Config, fake_mesh: Mesh) -> None:
     training = build_training(config, fake_mesh)
-    batch = training.batch
-    # Two micro-batches add up gradients, and more of them need no more.
-    shape = (min(2, batch.accumulation), batch.micro_batch_size, batch.seq_len + 1)
-    tokens_ABS = torch.zeros(shape, dtype=torch.int64, device=fake_mesh.device)
     try:
         for step in (1, 2):
-            training.step.run(step, tokens_ABS)
+            take_step(training, fake_mesh, step, MICRO_BATCHES)
         training.parallelized.stage.settle()
         torch.cuda.synchronize(fake_mesh.device)
     finally:
         training.parallelized.stage.close()
-
-
-def _free(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def _chosen_on_cpu(
@@ -230,29 +224,14 @@ def _dry_peak(config: Config, fake_mesh: Mesh) -> int | None:
 
 def host_limit_bytes(num_ranks: int) -> int:
     """Return the bytes of this host's memory that one of `num_ranks` ranks on it may take."""
-    free = min(_machine_bytes(), _container_bytes()) // num_ranks
+    free = available_host_bytes()
+    if free is None:
+        raise ConfigError(
+            "train.micro_batch_size=auto: this system does not say how much memory is free; use a number"
+        )
+    free //= num_ranks
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
-    return round(_CPU_SHARE * (free if soft == resource.RLIM_INFINITY else min(free, soft - _mapped_bytes())))
-
-
-def _machine_bytes() -> int:
-    rows = Path("/proc/meminfo").read_text().splitlines()
-    return next(int(row.split()[1]) * 1024 for row in rows if row.startswith("MemAvailable:"))
-
-
-def _container_bytes(root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return what the container's limit leaves (control groups of version 2, then 1); 2^62 where it has
-    none.
-    """
-    left = 1 << 62
-    for limit, used in (
-        (root / "memory.max", root / "memory.current"),
-        (root / "memory/memory.limit_in_bytes", root / "memory/memory.usage_in_bytes"),
-    ):
-        if limit.exists() and used.exists() and limit.read_text().strip().isdigit():
-            left = min(left, max(0, int(limit.read_text()) - int(used.read_text())))
-    return left
-
-
-def _mapped_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    if soft != resource.RLIM_INFINITY:
+        mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        free = min(free, soft - mapped)
+    return round(_CPU_SHARE * free)

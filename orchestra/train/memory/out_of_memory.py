@@ -7,8 +7,6 @@ libraries, kernels' workspaces and fragments of memory are not in them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 
 from conf.schema import Config
@@ -44,9 +42,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def out_of_memory(
     error: BaseException, config: Config, degrees: Layout, device: torch.device, *, step: int, begin: int
 ) -> OutOfMemoryError:
-    """Return the error that explains `error`, which ended a rank in `step` of an attempt that began after
-    step `begin`. *Any rank*.
-    """
+    """Return what explains `error`, the end of a rank in `step`; its attempt began after step `begin`."""
     had_trained = step > begin + 1
     words = str(error).strip().splitlines()
     where = f"step {step}" if step > begin else "the build, before the first step"
@@ -62,7 +58,10 @@ def out_of_memory(
         f"{batch.micro_batch_size} × {batch.seq_len} tokens:"
     )
     lines += [f"  {name:<22} {_gib(size):>12}" for name, size in need.components.items()]
-    lines += list(_device_lines(device))
+    if is_gpu:
+        free, total = torch.cuda.mem_get_info(device)
+        most = _gib(torch.cuda.max_memory_allocated(device))
+        lines.append(f"  the device has {_gib(total)}, {_gib(free)} free; tensors took at most {most}")
     lines.append("what would help most:")
     for remedy in best_remedies(config, degrees, is_gpu=is_gpu):
         note = f" ({remedy.way.note})" if remedy.way.note else ""
@@ -72,13 +71,6 @@ def out_of_memory(
 
 def _gib(num_bytes: float) -> str:
     return f"{num_bytes / GIB:,.2f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / 2**20:,.1f} MiB"
-
-
-def _device_lines(device: torch.device) -> Iterator[str]:
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        most = torch.cuda.max_memory_allocated(device)
-        yield f"  the device has {_gib(total)}, {_gib(free)} free; tensors took at most {_gib(most)}"
 
 
 def bytes_needed(config: Config, degrees: Layout, *, is_gpu: bool) -> RankBytes:

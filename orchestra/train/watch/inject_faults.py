@@ -205,18 +205,23 @@ def take_node_down() -> None:
         # It may be what kills this process: in a session of its own it gets to its end.
         with contextlib.suppress(subprocess.TimeoutExpired):
             subprocess.Popen(shlex.split(command), start_new_session=True).wait(_NODE_DOWN_TIMEOUT_S)
-    # The agent first: it would begin to clean up.
     agent = os.environ.get(AGENT_VARIABLE, "")
-    victims = ([int(agent)] if agent.isdigit() else []) + _of_this_node()
-    for pid in victims:
-        with contextlib.suppress(OSError):
-            os.kill(pid, signal.SIGKILL)
+    pids = ([int(agent)] if agent.isdigit() else []) + _of_this_node()
+    deadline = time.monotonic() + _NODE_DOWN_TIMEOUT_S
+    # Until none is left: what one of them started meanwhile, as an agent's guard starts a new agent, goes
+    # down too. They are stopped first, so that none answers to the end of another.
+    while pids and time.monotonic() < deadline:
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in pids:
+                with contextlib.suppress(OSError):
+                    os.kill(pid, number)
+        pids = _of_this_node()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _of_this_node() -> list[int]:
-    """Return the other processes of this user that belong to the same start of the job on the same node, or
-    without a job to the same node agent.
+    """Return the other living processes of this user that belong to the same start of the job on the same
+    node, or without a job to the same node agent.
     """
     names = _OF_THIS_NODE if "SLURM_JOB_ID" in os.environ else (_MARK_VARIABLE,)
     mine = {f"{name}={os.environ[name]}".encode() for name in names if name in os.environ}
@@ -224,7 +229,7 @@ def _of_this_node() -> list[int]:
     for entry in Path("/proc").iterdir():
         if not mine or not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
-        # Processes of other users cannot be read.
+        # Processes of other users cannot be read, and those that have ended have no environment any more.
         with contextlib.suppress(OSError):
             if mine <= set((entry / "environ").read_bytes().split(b"\0")):
                 processes.append(int(entry.name))

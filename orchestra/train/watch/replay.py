@@ -24,7 +24,6 @@ import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from checkpointing.peers import Peers
-from conf.schema import Config
+from conf.schema import RecoveryConfig
 from orchestra.errors import ConfigError, RollBackError
 from orchestra.parallel.apply import Parallelized
 from orchestra.parallel.marks import marked
@@ -42,6 +41,7 @@ from orchestra.run.rollback import BROKEN_DEVICE, BadSteps
 from orchestra.sizes.step_shares import Part
 from orchestra.sizes.topology import Layout
 from orchestra.train.hooks import StepHook
+from orchestra.train.metrics import cpu_name
 
 # How many places further in data parallelism the rank is that computes a rank's micro-batch again, and the
 # one that settles a difference.
@@ -101,45 +101,29 @@ def partner(layout: Layout, rank: int, shift: int) -> int | None:
 def differences(
     own: Sequence[ComputedMicroBatch],
     second: Sequence[ComputedMicroBatch],
+    third: Sequence[ComputedMicroBatch] | None,
     layout: Layout,
     tolerance: float | None,
 ) -> list[DifferingMicroBatch]:
-    """Return the micro-batches whose first and second computation differ.
+    """Return the micro-batches whose first and second computation differ, with the broken rank where a third
+    computation tells it.
 
-    `own` by rank; `second` by the rank that computed, which is the one next to whose micro-batch it was.
+    `own` by rank; `second` and `third` by the rank that computed, which is one and two places further in data
+    parallelism than the rank whose micro-batch it was. `third` is None before that was asked for.
     """
-    pairs = [(rank, partner(layout, rank, SECOND)) for rank in range(len(own))]
-    return [
-        DifferingMicroBatch(rank, by)
-        for rank, by in pairs
-        if by is not None and not agree(own[rank], second[by], tolerance)
-    ]
-
-
-def settled(
-    unsettled: Sequence[DifferingMicroBatch],
-    own: Sequence[ComputedMicroBatch],
-    second: Sequence[ComputedMicroBatch],
-    third: Sequence[ComputedMicroBatch],
-    layout: Layout,
-    tolerance: float | None,
-) -> list[DifferingMicroBatch]:
-    """Return the differences with the broken rank by the third computations, by the rank that computed."""
-
-    def broken(rank: int, by: int) -> int | None:
+    differing = []
+    for rank in range(len(own)):
+        by = partner(layout, rank, SECOND)
+        if by is None or agree(own[rank], second[by], tolerance):
+            continue
+        broken = None
         third_rank = partner(layout, rank, THIRD)
-        if third_rank is None:
-            return None
-        is_like_own = agree(third[third_rank], own[rank], tolerance)
-        is_like_second = agree(third[third_rank], second[by], tolerance)
-        if is_like_own == is_like_second:
-            return None
-        return by if is_like_own else rank
-
-    return [
-        DifferingMicroBatch(difference.rank, difference.by, broken(difference.rank, difference.by))
-        for difference in unsettled
-    ]
+        if third is not None and third_rank is not None:
+            is_like_own = agree(third[third_rank], own[rank], tolerance)
+            if is_like_own != agree(third[third_rank], second[by], tolerance):
+                broken = by if is_like_own else rank
+        differing.append(DifferingMicroBatch(rank, by, broken))
+    return differing
 
 
 # Elements that are looked at together: on a CPU as many as its caches hold, on a GPU enough to keep it busy.
@@ -211,21 +195,22 @@ class _ReplayedStep:
 class Replay(StepHook):
     """Computes a neighbour's micro-batch again, on one rank. *Collective*, in the same steps.
 
-    `events` is rank 0's; None on the others. `begin` is the step that the attempt began after. Raises
-    ConfigError where the ranks' devices are not alike and no tolerance is given.
+    `is_deterministic` is `train.deterministic`. `events` is rank 0's; None on the others. `begin` is the step
+    that the attempt began after. Raises ConfigError where devices differ and no tolerance is given.
     """
 
     def __init__(
         self,
-        config: Config,
+        config: RecoveryConfig,
+        is_deterministic: bool,
         parallelized: Parallelized,
         mesh: Mesh,
         peers: Peers,
         events: EventWriter | None,
         begin: int,
     ) -> None:
-        self._every_steps = config.recovery.replay_every_steps
-        self._tolerance = config.recovery.replay_tolerance
+        self._every_steps = config.replay_every_steps
+        self._tolerance = config.replay_tolerance
         self._model = parallelized.model
         self._parameters = [item.parameter for item in parallelized.trained]
         self._mesh = mesh
@@ -236,7 +221,7 @@ class Replay(StepHook):
         self._step: _ReplayedStep | None = None
         if self._every_steps is not None:
             devices = peers.exchange("replay/devices", _device(mesh.device))
-            _refuse_unlike(config, mesh, devices)
+            _refuse_unlike(config, is_deterministic, mesh, devices)
 
     def before_forward(self, step: int, tokens_ABS: Tensor, share: float | Tensor) -> None:
         """Compute the first micro-batch of the rank before this one, in a step that is due."""
@@ -285,14 +270,14 @@ class Replay(StepHook):
             return
         layout, tolerance = self._mesh.layout, self._tolerance
         own, second, hosts = self._exchanged(replayed, "second", replayed.second.computed())
-        differing = differences(own, second, layout, tolerance)
+        differing = differences(own, second, None, layout, tolerance)
         if not differing:
             self._last_agreed = step
             return
         if layout.dp > THIRD:
             computed = self._computed(replayed.tokens, replayed.share, THIRD).computed()
             _, third, _ = self._exchanged(replayed, "third", computed)
-            differing = settled(differing, own, second, third, layout, tolerance)
+            differing = differences(own, second, third, layout, tolerance)
         self._record(step, differing, hosts)
         words = _words(step, differing, hosts)
         raise ReplayError(BadSteps(self._last_agreed + 1, step, BROKEN_DEVICE, words, leaves_out=False))
@@ -342,7 +327,6 @@ class Replay(StepHook):
         if self._events is None:
             return
         for difference in differing:
-            is_settled = difference.broken is not None
             named = difference.rank if difference.broken is None else difference.broken
             # A full disk takes the record; the roll-back needs one too, and fails there.
             with contextlib.suppress(OSError):
@@ -351,7 +335,7 @@ class Replay(StepHook):
                     step=step,
                     rank=named,
                     host=hosts[named],
-                    is_settled=is_settled,
+                    is_settled=difference.broken is not None,
                     of_rank=difference.rank,
                     by_rank=difference.by,
                     hosts=[hosts[difference.rank], hosts[difference.by]],
@@ -362,16 +346,12 @@ def _device(device: torch.device) -> str:
     """Return what computes: ranks where this differs may differ in the last bits."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    try:
-        rows = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        rows = []
-    name = next((row.partition(":")[2].strip() for row in rows if row.startswith("model name")), "cpu")
-    return f"{name}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+    return f"{cpu_name()}, {torch.get_num_threads()} threads"
 
 
-def _refuse_unlike(config: Config, mesh: Mesh, devices: Sequence[str]) -> None:
-    recovery = config.recovery
+def _refuse_unlike(
+    recovery: RecoveryConfig, is_deterministic: bool, mesh: Mesh, devices: Sequence[str]
+) -> None:
     asked = f"recovery.replay_every_steps={recovery.replay_every_steps}"
     if mesh.layout.dp < SECOND + 1:
         raise ConfigError(
@@ -385,7 +365,7 @@ def _refuse_unlike(config: Config, mesh: Mesh, devices: Sequence[str]) -> None:
             f"{asked} compares bit for bit, and the ranks compute on {'; '.join(sorted(set(devices)))}; use "
             "like devices, or give recovery.replay_tolerance, e.g. 0.01"
         )
-    if mesh.device.type == "cuda" and not config.train.deterministic:
+    if mesh.device.type == "cuda" and not is_deterministic:
         raise ConfigError(
             f"{asked} compares bit for bit, and GPUs may compute differently each time; use "
             "train.deterministic=true, or give recovery.replay_tolerance, e.g. 0.01"

@@ -179,11 +179,6 @@ class DeviceClock:
         return max(0.0, whole - sum(parts)) / 1000.0
 
 
-def step_clock(device: torch.device) -> StepClock:
-    """Return the clock of ranks that compute on this device."""
-    return DeviceClock() if device.type == "cuda" else HostClock()
-
-
 def _event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
@@ -204,8 +199,9 @@ class StepTimes(StepHook):
         self._is_running = False
         self._reported: deque[tuple[int, float]] = deque(maxlen=_NUM_REPORTED)
         self._host = socket.gethostname()
-        is_watch = events is not None and self._every_steps is not None
-        self._watch = StragglerWatch(config, peers, events) if is_watch and events is not None else None
+        self._watch: StragglerWatch | None = None
+        if events is not None and self._every_steps is not None:
+            self._watch = StragglerWatch(config, peers, events)
 
     @contextlib.contextmanager
     def around_step(self, step: int) -> Iterator[None]:

@@ -68,11 +68,12 @@ class WandbMirror:
         """Start the process, or none with `wandb.mode=disabled`; a failure to start becomes an event."""
         if config.wandb.mode is WandbMode.disabled:
             return cls(run, config, events, None)
+        process: subprocess.Popen[bytes] | None = None
         try:
-            return cls(run, config, events, _spawn(run))
+            process = _spawn(run)
         except OSError as error:
             events.write("wandb_failed", cause=f"the mirror process could not be started: {error}")
-            return cls(run, config, events, None)
+        return cls(run, config, events, process)
 
     def close(self, timeout_s: float | None = None) -> None:
         """Let the mirror finish for at most `timeout_s` (None: `wandb.finish_timeout_s`), then kill it.
@@ -186,14 +187,21 @@ class _MirrorEnd:
         self._close()
 
     def lower_priority(self) -> None:
-        """Lower the priority for as long as the training goes on."""
-        _lower_priority()
+        """Lower the priority of this process and of wandb's service for as long as the training goes on: it
+        needs the processors.
+        """
+        if os.getsid(0) != os.getpid():
+            # Started by hand after the training: its caller would become slow, with all its group.
+            return
+        os.setpriority(os.PRIO_PGRP, 0, _NICE_WHILE_TRAINING)
+        _set_autogroup(_AUTOGROUP_WHILE_TRAINING)
         if self._closed.is_set():
-            _restore_priority()
+            _set_autogroup(0)
 
     def _close(self) -> None:
         self._closed.set()
-        _restore_priority()
+        # As far as a user may undo it: the training is over, and time to finish is limited.
+        _set_autogroup(0)
 
     def _give_up_late(self) -> None:
         self._closed.wait()
@@ -221,6 +229,7 @@ def _init(run: RunDir, config: WandbConfig, mode: Any) -> Any:
     import wandb
 
     record = json.loads(run.record.read_text())
+    frozen = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(run.config)))
     settings = wandb.Settings(
         console="off",
         quiet=True,
@@ -241,16 +250,12 @@ def _init(run: RunDir, config: WandbConfig, mode: Any) -> Any:
         entity=config.entity,
         group=config.group or record.get("sweep"),
         tags=config.tags,
-        config={**_as_dictionary(run.config), "mfu_convention": MFU_CONVENTION},
+        config={**frozen, "mfu_convention": MFU_CONVENTION},
         settings=settings,
     )
     wandb_run.define_metric("step")
     wandb_run.define_metric("*", step_metric="step")
     return wandb_run
-
-
-def _as_dictionary(frozen_config: Path) -> dict[str, Any]:
-    return cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(frozen_config)))
 
 
 def _log(wandb_run: Any, row: Record, index: int) -> None:
@@ -259,17 +264,6 @@ def _log(wandb_run: Any, row: Record, index: int) -> None:
     if "time" in row:
         values["_timestamp"] = row["time"]
     wandb_run.log(values, step=index)
-
-
-def _lower_priority() -> None:
-    """Lower the priority of this process and of wandb's service: the training needs the processors."""
-    os.setpriority(os.PRIO_PGRP, 0, _NICE_WHILE_TRAINING)
-    _set_autogroup(_AUTOGROUP_WHILE_TRAINING)
-
-
-def _restore_priority() -> None:
-    """Undo `_lower_priority` as far as a user may: the training is over, and time to finish is limited."""
-    _set_autogroup(0)
 
 
 def _set_autogroup(nice: int) -> None:

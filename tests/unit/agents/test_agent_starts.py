@@ -12,12 +12,26 @@ from pathlib import Path
 
 import pytest
 
-# The agent writes down that it lives, and is killed so often.
+# A node's first process, whose agent does this `work` instead of its own.
 _NODE = """
-import os, sys
+import os, signal, sys, time
 from pathlib import Path
-from orchestra.agents import __main__ as node
+from launchers import node_group
+from orchestra.agents import __main__ as node, agent
+{}
+node._work = work
+sys.exit(node.main([]))
+"""
 
+
+def ended(work: str, *words: object) -> subprocess.CompletedProcess[str]:
+    """Run a node's first process to its end."""
+    command = [sys.executable, "-c", _NODE.format(work), *map(str, words)]
+    return subprocess.run(command, env=os.environ, capture_output=True, text=True, check=False, timeout=120)
+
+
+# The agent writes down that it lives, and is killed so often.
+_KILLED = """
 place, num_deaths = Path(sys.argv[1]), int(sys.argv[2])
 node._LONG_LIFE_S = float(sys.argv[3])
 
@@ -27,9 +41,6 @@ def work(argv, signals, owner):
     if len(place.read_text()) <= num_deaths:
         os.kill(os.getpid(), 9)
     return 0
-
-node._work = work
-sys.exit(node.main([]))
 """
 
 
@@ -41,8 +52,7 @@ def test_deaths_count_until_an_agent_lives_for_long(
     tmp_path: Path, num_deaths: int, long_life_s: int, num_starts: int, code: int
 ) -> None:
     place = tmp_path / "lives"
-    words = [sys.executable, "-c", _NODE, str(place), str(num_deaths), str(long_life_s)]
-    done = subprocess.run(words, env=os.environ, capture_output=True, text=True, check=False, timeout=120)
+    done = ended(_KILLED, place, num_deaths, long_life_s)
     assert done.returncode == code, done.stderr
     assert len(place.read_text()) == num_starts
     assert ("is not started again" in done.stderr) == (code == 1)
@@ -50,12 +60,6 @@ def test_deaths_count_until_an_agent_lives_for_long(
 
 # The first agent never comes back from its work, though its other threads go on.
 _STANDING_STILL = """
-import sys, time
-from pathlib import Path
-from launchers import node_group
-from orchestra.agents import __main__ as node
-from orchestra.agents import agent
-
 place = Path(sys.argv[1])
 node_group._LEAST_STALL_S, node_group._STALL_TIMEOUTS = 1.0, 0
 
@@ -69,15 +73,11 @@ def work(argv, signals, owner):
         time.sleep(600)
     me.leave()
     return 0
-
-node._work = work
-sys.exit(node.main([]))
 """
 
 
 def test_an_agent_that_stands_still_ends_itself_and_is_started_again(tmp_path: Path) -> None:
-    words = [sys.executable, "-c", _STANDING_STILL, str(tmp_path / "crew")]
-    done = subprocess.run(words, env=os.environ, capture_output=True, text=True, check=False, timeout=120)
+    done = ended(_STANDING_STILL, tmp_path / "crew")
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "crew" / "lives").read_text() == "xx"
     assert "stands still" in done.stderr
@@ -88,21 +88,15 @@ def test_an_agent_that_stands_still_ends_itself_and_is_started_again(tmp_path: P
 
 # The job is warned while the node's first process still imports.
 _EARLY = """
-import os, signal, sys, time
-from orchestra.agents import __main__ as node
-
 def work(argv, signals, owner):
     deadline = time.monotonic() + 30
     while not signals.count() and time.monotonic() < deadline:
         time.sleep(0.01)
     return {"SIGUSR2": 7}.get(signals.first, 1)
 
-node._import_ahead = lambda: os.kill(os.getpid(), signal.SIGUSR2)
-node._work = work
-sys.exit(node.main([]))
+node.importlib.import_module = lambda name: os.kill(os.getpid(), signal.SIGUSR2)
 """
 
 
 def test_a_signal_that_comes_before_there_is_an_agent_is_handed_on() -> None:
-    done = subprocess.run([sys.executable, "-c", _EARLY], env=os.environ, check=False, timeout=120)
-    assert done.returncode == 7
+    assert ended(_EARLY).returncode == 7

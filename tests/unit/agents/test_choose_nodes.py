@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from launchers.node_group import GroupMember
+from conf.schema import ClusterConfig, Config, Device
+from launchers.node_agent import StopRequests
+from launchers.node_group import GroupMember, NodeGroup, Order
 from orchestra.agents.choose_nodes import (
+    Shrink,
     are_checked,
     by_preference,
     doubts,
+    next_nodes,
     preferred,
     slow,
     words_of,
     write_findings,
 )
+from orchestra.agents.context import END, AgentContext, Scheduler
+from orchestra.agents.leader import Leader
+from orchestra.agents.node_check.after_hang import without_links
+from orchestra.agents.wait_for_nodes import Preflight
+from orchestra.errors import LaunchError
+from orchestra.recovery.policy import Action, Decision
 from orchestra.run.events import EventWriter, read_events
 from orchestra.run.paths import RunDir
 
@@ -25,74 +37,62 @@ GB = 1e9
 
 
 def members(*facts: dict[str, Any]) -> dict[int, GroupMember]:
-    return {
-        node: GroupMember(node, f"node{node + 1}", "10.0.0.1", "x", 1, it) for node, it in enumerate(facts)
-    }
+    numbers = range(len(facts))
+    return {node: GroupMember(node, f"node{node + 1}", "10.0.0.1", "x", 1, facts[node]) for node in numbers}
 
 
-def in_ring(*rates: list[float]) -> dict[int, GroupMember]:
-    """Members of which node n measured rates[n] on the way to the next one."""
-    last = len(rates)
-    return members(*({"ring": {"to": (node + 1) % last, "bytes_per_s": it}} for node, it in enumerate(rates)))
+def in_ring(*rates: list[float] | str, **more: Any) -> dict[int, GroupMember]:
+    """Members of which node n measured rates[n] on the way to the next one, or an error."""
+    results = ({"error": rate} if isinstance(rate, str) else {"bytes_per_s": rate} for rate in rates)
+    rings = ({"to": (node + 1) % len(rates), **result, **more} for node, result in enumerate(results))
+    return members(*({"ring": ring} for ring in rings))
 
 
 def of_cores(*seconds: float) -> dict[int, GroupMember]:
-    return members(*({"checked": {"core_s": it}} for it in seconds))
+    return members(*({"checked": {"core_s": core_s}} for core_s in seconds))
 
 
-def test_a_node_whose_both_links_are_slow_is_named() -> None:
-    fast, bad = [1.1 * GB, 1.0 * GB], [0.11 * GB, 0.12 * GB]
-    found = slow(in_ring(fast, bad, bad, fast, fast))
-    assert list(found) == [2]
-    assert "120 MB/s" in found[2]
-
-
-def test_a_neighbour_of_a_slow_node_is_not_blamed() -> None:
-    fast, bad = [1.1 * GB] * 2, [0.05 * GB] * 2
-    assert list(slow(in_ring(bad, fast, fast, bad))) == [0]
-    # A single slow link has two ends.
-    assert slow(in_ring(bad, fast, fast, fast)) == {}
+FAST, BAD = [1.1 * GB, 1.0 * GB], [0.11 * GB, 0.12 * GB]
 
 
 @pytest.mark.parametrize(
-    "ring",
+    ("nodes", "slow_nodes"),
     [
+        # Both links of it are slow; its neighbours are not blamed.
+        (in_ring(FAST, BAD, BAD, FAST, FAST), [2]),
+        (in_ring(BAD, FAST, FAST, BAD), [0]),
+        # Nobody reaches it, and it reaches nobody.
+        (in_ring(FAST, "timed out", "timed out", FAST, FAST), [2]),
+        # A single slow link has two ends.
+        (in_ring(BAD, FAST, FAST, FAST), []),
         # One good round is enough.
-        in_ring([GB] * 2, [0.1 * GB, GB], [0.1 * GB, GB], [GB] * 2),
+        (in_ring(FAST, [0.1 * GB, GB], [0.1 * GB, GB], FAST), []),
         # Busy hosts that share cores: far apart, and none of them slow.
-        in_ring([2.1 * GB] * 2, [0.4 * GB, 0.6 * GB], [0.3 * GB] * 2, [1.7 * GB] * 2),
+        (in_ring([2.1 * GB] * 2, [0.4 * GB, 0.6 * GB], [0.3 * GB] * 2, [1.7 * GB] * 2), []),
         # Everything is slow: no single node is.
-        in_ring(*[[0.01 * GB] * 2] * 4),
+        (in_ring(*[[0.01 * GB] * 2] * 4), []),
         # Too few to compare.
-        in_ring([GB] * 2, [0.01 * GB] * 2, [GB] * 2),
-        in_ring(),
-        members({}, {"ring": None}, {"ring": {"to": "x"}}, {"ring": {"to": 9, "bytes_per_s": "many"}}),
+        (in_ring(FAST, [0.01 * GB] * 2, FAST), []),
+        (of_cores(0.002, 0.009, 0.002), []),
+        (in_ring(), []),
+        (members({}, {"ring": None}, {"ring": {"to": "x"}}, {"ring": {"to": 9, "bytes_per_s": "many"}}), []),
+        # A throttled processor is slow, an older one is not.
+        (of_cores(0.002, 0.002, 0.009, 0.0021), [2]),
+        (of_cores(0.002, 0.002, 0.004, 0.0021), []),
     ],
 )
-def test_no_node_is_slow_without_reason(ring: dict[int, GroupMember]) -> None:
-    assert slow(ring) == {}
+def test_who_is_far_slower_than_all_others_is_slow(
+    nodes: dict[int, GroupMember], slow_nodes: list[int]
+) -> None:
+    assert list(slow(nodes)) == slow_nodes
 
 
-def test_a_node_that_nobody_reaches_is_slow() -> None:
-    ring = in_ring([GB], [GB], [GB], [GB], [GB])
-    for node in (1, 2):
-        ring[node].facts["ring"].clear()  # type: ignore[attr-defined]
-        ring[node].facts["ring"].update({"to": node + 1, "error": "timed out"})  # type: ignore[attr-defined]
-    assert list(slow(ring)) == [2]
+def test_a_slow_node_is_named_with_its_better_rate() -> None:
+    assert "120 MB/s" in slow(in_ring(FAST, BAD, BAD, FAST))[2]
 
 
-def test_a_throttled_processor_is_named_and_an_older_one_is_not() -> None:
-    assert list(slow(of_cores(0.002, 0.002, 0.009, 0.0021))) == [2]
-    assert slow(of_cores(0.002, 0.002, 0.004, 0.0021)) == {}
-    assert slow(of_cores(0.002, 0.009, 0.002)) == {}
-
-
-def shrink_to(least: int | None, multiple: int = 1) -> Any:
-    def shrink(nodes: Any) -> tuple[int, ...] | None:
-        count = len(nodes) // multiple * multiple
-        return tuple(nodes[:count]) if least is not None and count >= least else None
-
-    return shrink
+def shrink_to(least: int | None) -> Shrink:
+    return lambda nodes: tuple(nodes) if least is not None and len(nodes) >= least else None
 
 
 @pytest.mark.parametrize(
@@ -130,15 +130,15 @@ def test_the_sound_spare_steps_in_first() -> None:
 
 
 def test_the_first_attempt_waits_for_the_looks_but_not_for_ever() -> None:
-    done = {"looks": True, "ring_port": 1, "checked": {}, "ring": {}}
+    no_ring = {"looks": True, "ring_port": 1, "checked": {}}
+    done = {**no_ring, "ring": {}}
     assert are_checked(members(done, done), 2, 0.0)
-    assert not are_checked(members(done, {"looks": True, "ring_port": 1, "checked": {}}), 2, 0.0)
+    assert not are_checked(members(done, no_ring), 2, 0.0)
     assert not are_checked(members(done, {"looks": True}), 2, 0.0)
     assert are_checked(members(done, {"looks": True}), 2, 11.0)
     # Who does not look, and who has no neighbour, is not waited for.
     assert are_checked(members({}, {}), 2, 0.0)
-    alone = {"looks": True, "ring_port": 1, "checked": {}}
-    assert are_checked(members(alone), 2, 0.0)
+    assert are_checked(members(no_ring), 2, 0.0)
 
 
 def test_the_events_and_the_words_say_who_is_left_out_and_why(tmp_path: Path) -> None:
@@ -161,3 +161,147 @@ def test_the_events_and_the_words_say_who_is_left_out_and_why(tmp_path: Path) ->
         "node3: its clock differs from the others' by 40.0 s",
     ]
     assert json.dumps(event)
+
+
+# Which nodes no other one reaches, from what the nodes of a ring measured after an attempt that hung.
+
+NUMBER = 3
+
+
+def linked(*links: bool | None, number: int = NUMBER) -> dict[int, GroupMember]:
+    """Members of which node n reached the next one or did not; None: it is gone."""
+    there = in_ring(*([GB] if carried else "timed out" for carried in links), order=number)
+    return {node: member for node, member in there.items() if links[node] is not None}
+
+
+@pytest.mark.parametrize(
+    ("links", "alone"),
+    [
+        # It is not heard: neither does it reach the next one, nor does it answer the one before.
+        ((False, False, True), [1]),
+        ((False, True, True, False), [0]),
+        ((True, False, False, True, True), [2]),
+        # Two of them side by side.
+        ((True, False, False, False, True), [2, 3]),
+        # One link has two ends.
+        ((True, False, True, True), []),
+        ((True, True, True), []),
+        # The network is away for all.
+        ((False, False, False), []),
+        # What a node that is gone does not answer says nothing.
+        ((True, False, None, True), []),
+        ((False, None, False, True, True), []),
+    ],
+)
+def test_a_node_without_any_link_that_carries_is_apart(
+    links: tuple[bool | None, ...], alone: list[int]
+) -> None:
+    assert without_links(linked(*links), NUMBER, len(links)) == alone
+
+
+def test_what_was_measured_at_another_time_says_nothing() -> None:
+    assert without_links(linked(False, False, True, number=NUMBER - 1), NUMBER, 3) == []
+    assert without_links(members(*[{"ring": None}] * 3), NUMBER, 3) == []
+
+
+def test_a_host_that_was_left_out_does_not_come_back_as_a_spare() -> None:
+    config = Config(cluster=ClusterConfig(nodes=2, spare_nodes=2, gpus_per_node=1))
+    there = linked(True, None, True, True)
+    decision = Decision(Action.replace, 1, "", exclude=("node2",))
+    order = Order(0, "start", (0, 1))
+    assert next_nodes(order, decision, there, config, {}) == (0, 2)
+    assert next_nodes(order, decision, there, config, {}, {"node3"}) == (0, 3)
+    assert next_nodes(order, decision, there, config, {}, {"node3", "node4"}) is None
+
+
+# A job whose nodes are not fit makes room for another one without them, and not for ever.
+
+ATTEMPT = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster(Scheduler):
+    """A cluster on which another job can follow; it keeps what it was told to leave out."""
+
+    left_out: list[tuple[str, ...]] = dataclasses.field(default_factory=list)
+    listed: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def can_requeue(self) -> bool:
+        return True
+
+    def excluded(self) -> Mapping[str, str]:
+        return self.listed
+
+    def requeue(self, decision: Decision, attempt: int, events: EventWriter, /) -> str:
+        self.left_out.append(decision.exclude)
+        events.write("requeued", job="8", rule=decision.rule, exclude=list(decision.exclude))
+        return f"job 8 goes on after attempt {attempt}"
+
+
+Join = Callable[..., list[NodeGroup]]
+
+
+@pytest.fixture
+def joined(run: RunDir) -> Iterator[Join]:
+    """Let agents join that say these things of their nodes; they leave at the end."""
+    groups: list[NodeGroup] = []
+
+    def join(*facts_of_nodes: Mapping[str, object]) -> list[NodeGroup]:
+        for node, facts in enumerate(facts_of_nodes):
+            groups.append(NodeGroup(run.control / "crew", node, len(facts_of_nodes), 15.0))
+            groups[-1].join(f"node{node + 1}", "127.0.0.1", {"port": 1, **facts})
+        return groups
+
+    yield join
+    for group in groups:
+        group.leave()
+
+
+def led(run: RunDir, group: NodeGroup, scheduler: Scheduler, said: list[str] | None = None) -> AgentContext:
+    config = Config(cluster=ClusterConfig(nodes=2, gpus_per_node=1, device=Device.cpu))
+    words = [] if said is None else said
+    return AgentContext(run, config, group, StopRequests(), scheduler, words.append)
+
+
+def test_another_job_follows_without_the_unfit_node(run: RunDir, joined: Join) -> None:
+    cluster, said = Cluster(), []
+    EventWriter(run, "test", ATTEMPT).write("attempt_started")
+    groups = joined({}, {"unfit": "nvidia-smi shows 7 devices, 8 are needed"})
+    Leader(led(run, groups[0], cluster, said)).look(None)
+    assert cluster.left_out == [("node2",)]
+    order = groups[1].newest_order()
+    assert order is not None
+    assert (order.action, order.facts["code"]) == (END, 1)
+    assert said == [f"job 8 goes on after attempt {ATTEMPT}"]
+    (checked,) = [event for event in read_events(run) if event["event"] == "node_checked"]
+    assert checked["unfit"] == {"node2": "nvidia-smi shows 7 devices, 8 are needed"}
+
+
+def test_what_no_job_finds_better_ends_the_run_with_the_reason(run: RunDir, joined: Join) -> None:
+    groups = joined({}, {"unfit": "/scratch is no folder here"})
+    context = led(run, groups[0], Cluster())
+    members = groups[0].members()
+    moved = [Preflight(context).go_elsewhere(members) is not None for _ in range(5)]
+    assert moved == [True, True, True, False, False]
+    with pytest.raises(LaunchError, match="node2: /scratch is no folder here"):
+        Leader(context).look(None)
+    # An attempt that began is a new chance.
+    EventWriter(run, "test", 0).write("attempt_started")
+    assert Preflight(context).go_elsewhere(members) is not None
+
+
+def test_where_no_job_may_follow_the_reason_is_said(run: RunDir, joined: Join) -> None:
+    groups = joined({"unfit": "no room"}, {})
+    with pytest.raises(LaunchError, match="node1: no room"):
+        Leader(led(run, groups[0], Scheduler())).look(None)
+
+
+def test_a_listed_node_is_left_out_where_a_spare_is_there(run: RunDir, joined: Join) -> None:
+    groups = joined({}, {}, {})
+    listed = Cluster(listed={"node1": "node1 failed twice"})
+    preflight = Preflight(led(run, groups[0], listed))
+    assert preflight.first_nodes(groups[0].members()) == (1, 2)
+    everybody = Cluster(listed=dict.fromkeys(("node1", "node2", "node3"), "failed twice"))
+    preflight = Preflight(led(run, groups[0], everybody))
+    assert preflight.first_nodes(groups[0].members()) == (0, 1)

@@ -1,4 +1,4 @@
-"""The hang watch of one node, with real processes: who hangs is found and shows its stacks, and nobody else.
+"""The hang watch of one node and that of all, with real processes: who hangs is found and shows its stacks.
 
 Time is the test's own: each look comes a second after the one before, on a clock that the test moves.
 """
@@ -11,25 +11,25 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from launchers import processes
-from orchestra.agents.hang_watch import Hang, HangWatch, WatchedRanks
+from orchestra.agents.hang_watch import Hang, HangWatch, HangWatchOfAllNodes, WatchedRanks
 from orchestra.recovery import history
-from orchestra.recovery.hangs import LimitRules, culprit
+from orchestra.recovery.hangs import LimitRules, RankPosition, culprit
 from orchestra.recovery.incidents import first_failure
-from orchestra.run.events import EventWriter, read_events
+from orchestra.run.events import EventWriter, node_writer, read_events
 from orchestra.run.heartbeat import FOLDER_VARIABLE, Phase, beat_file
 from orchestra.run.paths import RunDir
 
 ROOT = Path(__file__).resolve().parents[3]
 RULES = LimitRules(setup_s=300.0, silent_s=60.0, storage_s=600.0, closing_s=120.0)
 
-# Does what it reads, a line at a time: `beat PHASE STEP [MICRO_BATCH]`, or a way to hang.
+# Does what it reads, a line at a time: `beat PHASE STEP MICRO_BATCH`, or a way to hang.
 RANK = textwrap.dedent(
     """
     import sys, threading, time
@@ -38,22 +38,19 @@ RANK = textwrap.dedent(
     from orchestra.run.paths import RunDir
     from orchestra.train.watch.inject_faults import hold_the_lock, loop_in_python
 
-    def waiting_for_peers():
+    def waiting_for_peers(_):
         sys.stdin.readline()
 
     threading.Thread(target=threading.Event().wait, name="another", daemon=True).start()
     heart = open_heart(RunDir(Path(sys.argv[1])), 0, int(sys.argv[2]))
-    ways = {"hang": loop_in_python, "gil": hold_the_lock}
+    ways = {"hang": loop_in_python, "gil": hold_the_lock, "wait": waiting_for_peers}
     print("ready", flush=True)
     while words := sys.stdin.readline().split():
         if words[0] in ways:
             print("done", flush=True)
             ways[words[0]](3600)
-        elif words[0] == "wait":
-            print("done", flush=True)
-            waiting_for_peers()
         else:
-            heart.beat(Phase[words[1]], int(words[2]), int((words + ["0"])[3]))
+            heart.beat(Phase[words[1]], int(words[2]), int(words[3]))
             print("done", flush=True)
     """
 )
@@ -87,19 +84,25 @@ class Rank:
         while processes.state(process) != "T":
             pass
 
+    def end(self) -> None:
+        self.child.kill()
+        self.child.wait()
+        self.child.stdin.close()
+        self.child.stdout.close()
+
 
 class Node:
     """A node of some ranks, its watch, and the clock that both go by."""
 
-    def __init__(self, path: Path, num_ranks: int, world_size: int | None = None) -> None:
+    def __init__(self, path: Path, num_ranks: int, world_size: int | None = None, number: int = 0) -> None:
         self.run = RunDir(path / "run")
-        folder = path / "beats"
-        self.ranks = [Rank(self.run, folder, number) for number in range(num_ranks)]
+        folder, numbers = path / f"beats-{number}", tuple(range(number * num_ranks, (number + 1) * num_ranks))
+        self.ranks = [Rank(self.run, folder, rank) for rank in numbers]
         for rank in self.ranks:
             rank.await_word()
         self.now = 0.0
-        self.watched = WatchedRanks(self.run, 0, 0, tuple(range(num_ranks)), world_size or num_ranks, folder)
-        events = EventWriter(self.run, "agent", 0)
+        self.watched = WatchedRanks(self.run, 0, number, numbers, world_size or num_ranks, folder)
+        events = EventWriter(self.run, node_writer(0, number), 0)
         self.watch = HangWatch(self.watched, RULES, events, clock=lambda: self.now)
 
     def look(self, times: int = 1, every_s: float = 1.0) -> list[Hang]:
@@ -110,40 +113,59 @@ class Node:
                 return list(found)
         return []
 
-    def train(self, steps: range, every_s: float = 1.0) -> None:
+    def beat(self, phase: Phase, step: int) -> None:
+        for rank in self.ranks:
+            rank.beat(phase, step)
+
+    def train(self, steps: range) -> None:
         """Let all ranks make some steps, one per look."""
         for step in steps:
             for phase in (Phase.step, Phase.forward, Phase.backward):
-                for rank in self.ranks:
-                    rank.beat(phase, step)
-            assert self.look(every_s=every_s) == []
+                self.beat(phase, step)
+            assert self.look() == []
 
     def events(self, name: str) -> list[dict[str, Any]]:
         return [event for event in read_events(self.run) if event["event"] == name]
 
 
+Begin = Callable[..., Node]
+
+
 @pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[Any]:
-    made: list[Node] = []
+def node_of(tmp_path: Path) -> Iterator[Begin]:
+    """Begin a node with these arguments; its ranks end with the test."""
+    nodes: list[Node] = []
 
-    def make(num_ranks: int, world_size: int | None = None) -> Node:
-        made.append(Node(tmp_path, num_ranks, world_size))
-        return made[-1]
+    def begin(num_ranks: int, world_size: int | None = None, number: int = 0) -> Node:
+        nodes.append(Node(tmp_path, num_ranks, world_size, number))
+        return nodes[-1]
 
-    yield make
-    for rank in (rank for node in made for rank in node.ranks):
-        rank.child.kill()
-        rank.child.wait()
-        rank.child.stdin.close()
-        rank.child.stdout.close()
+    yield begin
+    for node in nodes:
+        for rank in node.ranks:
+            rank.end()
+
+
+@pytest.fixture
+def node(node_of: Begin) -> Node:
+    """A node with all ranks of the run, two, that has trained eleven steps of a second each."""
+    node = node_of(2)
+    node.train(range(1, 12))
+    return node
+
+
+@pytest.fixture
+def half(node_of: Begin) -> Node:
+    """The same, of a run that has two more ranks on another node."""
+    node = node_of(2, world_size=4)
+    node.train(range(1, 12))
+    return node
 
 
 @pytest.mark.parametrize(("way", "function"), [("hang", "loop_in_python"), ("gil", "hold_the_lock")])
 def test_a_rank_that_loops_or_holds_the_lock_is_found_with_its_stack(
-    nodes: Any, way: str, function: str
+    node: Node, way: str, function: str
 ) -> None:
-    node = nodes(2)
-    node.train(range(1, 12))
     node.ranks[0].beat(Phase.reduce, 12)
     node.ranks[0].tell("wait")
     node.ranks[1].beat(Phase.step, 12)
@@ -165,104 +187,88 @@ def test_a_rank_that_loops_or_holds_the_lock_is_found_with_its_stack(
     assert node.look(5) == []
 
 
-def test_a_stopped_rank_is_found_in_whatever_phase_and_its_silence_explained(nodes: Any) -> None:
-    node = nodes(2, world_size=4)
-    node.train(range(1, 12))
-    node.ranks[0].beat(Phase.reduce, 12)
-    node.ranks[1].beat(Phase.reduce, 12)
-    node.ranks[1].stop()
-    found = node.look(40)
+def test_a_stopped_rank_is_found_in_whatever_phase_and_its_silence_explained(half: Node) -> None:
+    half.beat(Phase.reduce, 12)
+    half.ranks[1].stop()
+    found = half.look(40)
     assert [(hang.rank, hang.position.state, hang.limit_s) for hang in found] == [(1, "T", 10.0)]
-    text = node.run.rank_stacks(0, 1).read_text()
+    text = half.run.rank_stacks(0, 1).read_text()
     assert "it is stopped (SIGSTOP)" in text
     assert "State: T (stopped)" in text
-    (event,) = node.events("hang_detected")
+    (event,) = half.events("hang_detected")
     assert (event["rank"], event["step"], event["phase"], event["state"]) == (1, 12, "reduce", "T")
-    assert event["stacks"] == str(node.run.rank_stacks(0, 1))
+    assert event["stacks"] == str(half.run.rank_stacks(0, 1))
     assert event["seconds"] > event["limit"] == 10.0
-    verdict = first_failure(history.attempt_of(read_events(node.run), 0))
+    verdict = first_failure(history.attempt_of(read_events(half.run), 0))
     assert verdict is not None
     assert (verdict["rank"], verdict["cause"]) == (1, "hang in reduce")
     assert "SIGSTOP" in verdict["message"]
-    named = culprit(read_events(node.run))
+    named = culprit(read_events(half.run))
     assert named is not None
     assert (named.rank, named.host) == (1, event["host"])
 
 
-def test_ranks_that_wait_for_another_node_are_left_alone_until_the_outer_limit(nodes: Any) -> None:
-    node = nodes(2, world_size=4)
-    node.train(range(1, 12))
-    for rank in node.ranks:
-        rank.beat(Phase.reduce, 12)
-    assert node.look(55) == []
-    (stall,) = node.events("step_stalled")
+def test_ranks_that_wait_for_another_node_are_left_alone_until_the_outer_limit(half: Node) -> None:
+    half.beat(Phase.reduce, 12)
+    assert half.look(55) == []
+    (stall,) = half.events("step_stalled")
     assert (stall["step"], stall["phase"], stall["limit"]) == (12, "reduce", 10.0)
-    assert [it["rank"] for it in stall["ranks"]] == [0, 1]
-    assert {hang.rank for hang in node.look(10)} == {0, 1}
+    assert [position["rank"] for position in stall["ranks"]] == [0, 1]
+    assert {hang.rank for hang in half.look(10)} == {0, 1}
 
 
-def test_a_stall_that_ends_is_told_once_and_the_next_one_again(nodes: Any) -> None:
-    node = nodes(2, world_size=4)
-    node.train(range(1, 12))
-    assert node.look(11) == []
-    assert len(node.events("step_stalled")) == 1
-    node.train(range(12, 16))
-    assert len(node.events("step_stalled")) == 1
-    assert node.look(40) == []
-    assert len(node.events("step_stalled")) == 2
+def test_a_stall_that_ends_is_told_once_and_the_next_one_again(half: Node) -> None:
+    assert half.look(11) == []
+    assert len(half.events("step_stalled")) == 1
+    half.train(range(12, 16))
+    assert len(half.events("step_stalled")) == 1
+    assert half.look(40) == []
+    assert len(half.events("step_stalled")) == 2
 
 
-def test_when_all_ranks_are_in_sight_the_one_behind_is_found_soon(nodes: Any) -> None:
-    node = nodes(3)
-    node.train(range(1, 12))
-    for rank in node.ranks:
-        rank.beat(Phase.backward, 12, 1 if rank.number != 1 else 0)
+def test_when_all_ranks_are_in_sight_the_one_behind_is_found_soon(node: Node) -> None:
+    node.ranks[0].beat(Phase.backward, 12, 1)
+    node.ranks[1].beat(Phase.backward, 12, 0)
     assert [(hang.rank, hang.limit_s) for hang in node.look(40)] == [(1, 10.0)]
 
 
-def test_slow_ranks_that_move_and_a_slow_first_step_are_no_hang(nodes: Any) -> None:
-    node = nodes(2)
-    for rank in node.ranks:
-        rank.beat(Phase.step, 1)
+def test_slow_ranks_that_move_and_a_slow_first_step_are_no_hang(node_of: Begin) -> None:
+    node = node_of(2)
+    node.beat(Phase.step, 1)
     assert node.look(250) == []
     # Steps of nine seconds, and then one of fifty.
     for step in range(2, 12):
-        for rank in node.ranks:
-            rank.beat(Phase.step, step)
+        node.beat(Phase.step, step)
         assert node.look(9) == []
     assert node.look(50) == []
     assert node.events("hang_detected") == []
 
 
-def test_steps_that_passed_before_anybody_looked_end_the_patience_with_the_first_one(nodes: Any) -> None:
-    node = nodes(1)
+def test_steps_that_passed_before_anybody_looked_end_the_patience_with_the_first_one(node_of: Begin) -> None:
+    node = node_of(1)
     for step in range(31, 37):
-        node.ranks[0].beat(Phase.step, step)
+        node.beat(Phase.step, step)
     assert node.look() == []
     (hang,) = node.look(62)
     assert (hang.rank, hang.position.step) == (0, 36)
 
 
-def test_a_rank_that_never_beats_is_found_after_the_time_for_setup(nodes: Any, tmp_path: Path) -> None:
-    node = nodes(1)
+def test_a_rank_that_never_beats_is_found_after_the_time_for_setup(node_of: Begin) -> None:
+    node = node_of(1)
     beat_file(node.watched.folder, 0, 0).unlink()
     assert node.look(299) == []
     (hang,) = node.look(3)
     assert (hang.rank, hang.position.phase, hang.process, hang.stacks) == (0, Phase.setup, None, None)
 
 
-def test_time_in_which_the_agent_did_not_run_is_no_silence(nodes: Any) -> None:
-    node = nodes(1)
-    node.train(range(1, 12))
+def test_time_in_which_the_agent_did_not_run_is_no_silence(node: Node) -> None:
     for _ in range(3):
         assert node.look(every_s=100_000.0) == []
     assert node.look(every_s=-5_000.0) == []
     node.train(range(12, 14))
 
 
-def test_ranks_that_have_ended_are_no_hang(nodes: Any) -> None:
-    node = nodes(2)
-    node.train(range(1, 12))
+def test_ranks_that_have_ended_are_no_hang(node: Node) -> None:
     node.ranks[1].child.kill()
     node.ranks[1].child.wait()
     for step in range(12, 80):
@@ -270,19 +276,108 @@ def test_ranks_that_have_ended_are_no_hang(nodes: Any) -> None:
         assert node.look() == []
 
 
-def test_the_summary_says_where_the_ranks_stand(nodes: Any) -> None:
-    node = nodes(2)
-    node.train(range(1, 12))
+def test_the_summary_says_where_the_ranks_stand_and_is_all_that_stays(node: Node) -> None:
     node.ranks[1].beat(Phase.save, 11)
     node.look(12)
     summary = json.loads(node.run.heartbeat(0).read_text())
     assert summary["step"] == {"min": 11, "max": 11}
     assert summary["phases"] == {"backward": [0], "save": [1]}
     assert summary["attempt"] == 0
-
-
-def test_the_records_are_removed_when_all_is_over(nodes: Any) -> None:
-    node = nodes(1)
-    node.train(range(1, 3))
     node.watch.close()
     assert not node.watched.folder.exists()
+
+
+# A rank of another node that hangs where its peers wait for it is found by the attempt's first node, at the
+# limit that steps have taught.
+
+TRAINED = 12
+
+
+class TwoNodes:
+    """Two nodes with two ranks each, and what the first one finds out."""
+
+    def __init__(self, node_of: Begin) -> None:
+        self.nodes = [node_of(2, 4, number) for number in range(2)]
+        self.run = self.nodes[0].run
+        self.ranks = [rank for node in self.nodes for rank in node.ranks]
+        self.watch = HangWatchOfAllNodes(self.run, 0, [1], 4, RULES)
+
+    def beat(self, phase: Phase, step: int, *but: int) -> None:
+        for rank in self.ranks:
+            if rank.number not in but:
+                rank.beat(phase, step)
+
+    def look(self, seconds: int) -> list[tuple[RankPosition, float]]:
+        """Let both nodes look once a second; return what the first one finds out, and stop there."""
+        for _ in range(seconds):
+            for node in self.nodes:
+                assert node.look() == []
+            if found := self.watch.look(self.nodes[0].watch.stall):
+                return found
+        return []
+
+    def train(self, steps: range) -> None:
+        for step in steps:
+            self.beat(Phase.step, step)
+            self.beat(Phase.reduce, step)
+            assert self.look(1) == []
+
+
+@pytest.fixture
+def two_nodes(node_of: Begin) -> TwoNodes:
+    two_nodes = TwoNodes(node_of)
+    two_nodes.train(range(1, TRAINED))
+    return two_nodes
+
+
+def test_who_hangs_in_a_collective_on_another_node_is_found_and_shows_its_stack(two_nodes: TwoNodes) -> None:
+    two_nodes.beat(Phase.reduce, TRAINED, 3)
+    two_nodes.ranks[3].beat(Phase.backward, TRAINED)
+    two_nodes.ranks[3].tell("wait")
+    began = two_nodes.nodes[0].now
+    ((found, limit_s),) = two_nodes.look(59)
+    assert (found.rank, found.phase, limit_s) == (3, Phase.backward, 20.0)
+    assert two_nodes.nodes[0].now - began <= 26.0
+    first, second = (node.watch for node in two_nodes.nodes)
+    assert first.record_hangs({3: limit_s}) == ()
+    (hang,) = second.record_hangs({3: limit_s})
+    assert hang.rank == 3
+    assert "waiting_for_peers" in two_nodes.run.rank_stacks(0, 3).read_text()
+    named = culprit(read_events(two_nodes.run))
+    assert named is not None
+    assert named.rank == 3
+    assert second.record_hangs({3: limit_s}) == (), "it is written once"
+
+
+def test_a_silence_that_ends_is_no_hang_however_often_it_comes(two_nodes: TwoNodes) -> None:
+    for step in range(TRAINED, TRAINED + 80, 20):
+        # All wait for the network, longer than a step's own limit; then they go on.
+        two_nodes.beat(Phase.reduce, step)
+        assert two_nodes.look(18) == []
+        two_nodes.train(range(step + 1, step + 20))
+    names = [event["event"] for event in read_events(two_nodes.run) if event["event"].startswith("step_")]
+    assert names.count("step_stalled") == names.count("step_went_on") > 0
+
+
+def test_what_a_node_said_of_an_earlier_silence_accuses_nobody(two_nodes: TwoNodes) -> None:
+    two_nodes.beat(Phase.reduce, TRAINED, 3)
+    two_nodes.ranks[3].beat(Phase.backward, TRAINED)
+    assert two_nodes.look(11) == []
+    two_nodes.train(range(TRAINED + 1, TRAINED + 10))
+    # Now the first node alone is silent for a while: the others have not said anything of it.
+    two_nodes.beat(Phase.reduce, TRAINED + 10, 2, 3)
+    for _ in range(14):
+        two_nodes.ranks[2].beat(Phase.backward, TRAINED + 10)
+        two_nodes.ranks[3].beat(Phase.backward, TRAINED + 10)
+        assert two_nodes.look(1) == []
+
+
+def test_who_moves_within_the_silence_is_not_taken_for_who_hangs_on_the_first_node(
+    two_nodes: TwoNodes,
+) -> None:
+    two_nodes.beat(Phase.reduce, TRAINED, 3, 1)
+    two_nodes.ranks[1].beat(Phase.backward, TRAINED)
+    two_nodes.ranks[3].beat(Phase.backward, TRAINED)
+    assert two_nodes.look(11) == []
+    two_nodes.ranks[3].beat(Phase.reduce, TRAINED)
+    assert [position.rank for position, _ in two_nodes.look(16)] == [1]

@@ -1,87 +1,295 @@
-"""How a run goes on in another Slurm job, and how a start of one is ended; Slurm's commands are stand-ins."""
+"""Whether and how a run goes on in Slurm after a stop or a lost node; Slurm's commands are stand-ins."""
 
 from __future__ import annotations
 
-import json
+import signal
 import time
+from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
-from support.fake_slurm import FakeSlurm
+from job_in_slurm import TASK, Slurm, job_of, jobs, options, record, requeued
+from support.signal_handlers import as_from_a_terminal, send_here
 
-from conf.schema import Config
-from launchers.launch_errors import LauncherError
-from launchers.slurm import sbatch
-from launchers.slurm.this_job import JobTask
+from conf.schema import ClusterConfig, Config, Requeue
+from launchers import LauncherError
+from launchers.node_group import NodeGroup
+from launchers.slurm.this_job import JobSignals, JobTask, OwnJob, parsed
 from orchestra.agents import slurm_job
-from orchestra.agents.slurm_job import SlurmJob
-from orchestra.errors import LaunchError
+from orchestra.agents.context import AgentContext
+from orchestra.agents.leader import Leader
+from orchestra.agents.slurm_job import GoOnBy, RunContinuation, SlurmJob, StopFacts, continuation, is_stalled
+from orchestra.agents.wait_for_nodes import called_off
+from orchestra.errors import EXIT_DO_NOT_RESTART, EXIT_STOPPED, LaunchError
 from orchestra.recovery.excluded_hosts import ExcludeList, Listed
+from orchestra.recovery.incidents import Verdict
 from orchestra.recovery.policy import Action, Decision
+from orchestra.run import stop_requests
 from orchestra.run.events import EventWriter, node_writer, read_events
 from orchestra.run.files import Record
 from orchestra.run.paths import RunDir
-from orchestra.submit import resubmit
+from orchestra.run.stop_requests import claimed_attempt
+from orchestra.submit.claims import take_next, upcoming_attempt
 
-TASK = JobTask("12", 0, 0, 2, "node1", None, "alps")
-SILENT = "Unable to contact slurm controller (connect failure)"
-FAILED = "JobState=FAILED Reason=BadConstraints"
-
-# $1 is the folder of what they say, and of what they were called with.
-COMMANDS = {
-    "sinfo": 'cat "{0}/nodes"',
-    "squeue": 'cat "{0}/queue" && exit 0; echo "{1}" >&2; exit 1',
-    "scancel": 'test -e "{0}/deaf" && rm "{0}/deaf" && echo "{1}" >&2 && exit 1; exit 0',
-    "scontrol": 'case "$*" in *config*) cat "{0}/config"; exit 0;; esac\nfor job; do :; done\n'
-    'test -e "{0}/silent" && rm "{0}/silent" && echo "{1}" >&2 && exit 1\n'
-    'cat "{0}/job-$job" && exit 0; echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1',
-    # With a list of nodes that it does not like the job is accepted and fails at once.
-    "sbatch": 'state="JobState=PENDING Reason=None"; job=20\n'
-    'case "$*" in *--exclude*) test -e "{0}/picky" && state="' + FAILED + '" && job=19;; esac\n'
-    'test -e "{0}/hopeless" && state="' + FAILED + '"\n'
-    'echo "JobId=$job $state Restarts=0" > "{0}/job-$job"; echo $job',
-}
+RUNNING, PREEMPTED = OwnJob("RUNNING"), OwnJob("RUNNING", is_preempted=True)
+LIMIT, TERM = stop_requests.TIME_LIMIT, "signal SIGTERM"
+STOPPED = Verdict(EXIT_STOPPED, "StopRequested", "time_limit, asked for by me on node1", step=7)
 
 
-class Slurm(FakeSlurm):
-    """A cluster of `nodes`, name by state, with one job that runs: 12."""
+@pytest.mark.parametrize(
+    ("policy", "reasons", "job", "how", "reason"),
+    [
+        # Warned of the limit.
+        ("requeue", {LIMIT}, RUNNING, GoOnBy.requeue, "time_limit"),
+        ("chain", {LIMIT}, RUNNING, GoOnBy.chain, "time_limit"),
+        ("never", {LIMIT}, RUNNING, GoOnBy.end, "cluster.requeue=never (time_limit)"),
+        # Slurm does not answer: the warning says enough, SIGTERM does not.
+        ("requeue", {LIMIT}, None, GoOnBy.requeue, "time_limit"),
+        ("requeue", {TERM}, None, GoOnBy.end, f"{TERM}, and Slurm could not be asked what that means"),
+        # The limit itself, without or after the warning.
+        ("requeue", {TERM}, OwnJob("COMPLETING", "TimeLimit"), GoOnBy.requeue, "time_limit"),
+        ("chain", {LIMIT}, OwnJob("COMPLETING", "TimeLimit"), GoOnBy.chain, "time_limit"),
+        # A job of more weight takes the nodes; sites may have it send the warning signal.
+        ("requeue", {TERM}, PREEMPTED, GoOnBy.requeue, "preempted"),
+        ("chain", {LIMIT}, PREEMPTED, GoOnBy.chain, "preempted"),
+        ("never", {TERM}, PREEMPTED, GoOnBy.end, "cluster.requeue=never (preempted)"),
+        # scancel, even after the warning.
+        ("requeue", {TERM}, OwnJob("COMPLETING"), GoOnBy.end, "Slurm ends the job (COMPLETING)"),
+        ("requeue", {LIMIT}, OwnJob("CANCELLED"), GoOnBy.end, "Slurm ends the job (CANCELLED)"),
+        # orchestra cancel is stronger than all else.
+        ("requeue", {LIMIT, stop_requests.CANCEL}, RUNNING, GoOnBy.end, "it was cancelled"),
+        # A signal to one process of the job.
+        ("requeue", {TERM}, RUNNING, GoOnBy.end, "signal SIGTERM"),
+        ("requeue", set(), RUNNING, GoOnBy.end, "it was asked to stop"),
+        # Slurm requeues it already: scontrol requeue by hand, preemption without a grace time.
+        ("never", {TERM}, OwnJob("COMPLETING", restarts=1), GoOnBy.leave, "requeued in Slurm"),
+        ("chain", {LIMIT}, OwnJob("COMPLETING", restarts=1), GoOnBy.leave, "time_limit"),
+    ],
+)
+def test_what_follows_a_stop(
+    policy: str, reasons: set[str], job: OwnJob | None, how: GoOnBy, reason: str
+) -> None:
+    found = continuation(StopFacts(Requeue(policy), frozenset(reasons), job, restart=0))
+    assert (found.how, found.reason) == (how, reason)
 
-    def __init__(self, folder: Path, nodes: dict[str, str]) -> None:
-        super().__init__(folder)
-        for name, text in COMMANDS.items():
-            self.put(name, text.format(folder, SILENT))
-        self.tell("nodes", "".join(f"{name}|main*|{state}\n" for name, state in nodes.items()))
-        self.tell("config", "ClusterName = alps\nSlurmdTimeout           = 300 sec\n")
-        self.tell("queue", "")
-        self.tell("job-12", "JobId=12 JobState=RUNNING Reason=None Restarts=0 Command=/job.sbatch\n")
 
-    def tell(self, name: str, text: str = "") -> None:
-        """Let the commands that read a file of this name read this text."""
-        (self.folder / name).write_text(text)
+def test_two_attempts_that_the_limit_ends_at_one_checkpoint_are_enough() -> None:
+    stop = StopFacts(Requeue.requeue, frozenset({LIMIT}), RUNNING, restart=1, is_stalled=True)
+    assert continuation(stop).how is GoOnBy.give_up
+    assert continuation(replace(stop, policy=Requeue.chain)).how is GoOnBy.give_up
+    # Who is preempted again and again has only bad luck.
+    assert continuation(replace(stop, job=PREEMPTED)).how is GoOnBy.requeue
+
+
+def test_progress_is_a_newer_checkpoint() -> None:
+    def event(attempt: int, name: str, **facts: object) -> Record:
+        return {"attempt": attempt, "event": name, "time": 0.0, **facts}
+
+    first = [event(0, "attempt_started"), event(0, "checkpoint_committed", step=5)]
+    went_on = [*first, event(0, "requeued", reason=LIMIT), event(1, "attempt_started")]
+    assert is_stalled(went_on, 1)
+    assert not is_stalled([*went_on, event(1, "checkpoint_committed", step=6)], 1)
+    assert not is_stalled([*first, event(0, "requeued", reason="preempted"), event(1, "attempt_started")], 1)
+    assert not is_stalled([*first, event(1, "attempt_started")], 1)
+    called_off = event(0, "requeued", reason=LIMIT, before_start=True)
+    assert not is_stalled([*first, called_off, event(1, "attempt_started")], 1), "a later start's limit"
+    assert not is_stalled(first, 0)
+    # Nothing was ever saved.
+    never = [event(0, "attempt_started"), event(0, "requeued", reason=LIMIT), event(1, "attempt_started")]
+    assert is_stalled(never, 1)
+
+
+def test_a_job_is_read_as_scontrol_shows_it() -> None:
+    text = (
+        "JobId=11 ArrayJobId=11 ArrayTaskId=5 JobName=a b JobState=RUNNING Reason=None Requeue=1 Restarts=2 "
+        "PreemptEligibleTime=2026-11-21T15:29:04 PreemptTime=2026-11-21T15:29:08 CPUs/Task=1 "
+        "Command=/shared/my runs/job.sbatch WorkDir=/shared Comment=orchestra:1a Power= \n"
+    )
+    word = OwnJob("RUNNING", "", 2, True, "orchestra:1a", "/shared/my runs/job.sbatch")
+    assert parsed(text) == word
+    assert parsed(text.replace("PreemptTime=2026-11-21T15:29:08", "PreemptTime=None")) == replace(
+        word, is_preempted=False
+    )
+    assert parsed("slurm_load_jobs error: Invalid job id specified\n") is None
+
+
+def going_on(run: RunDir, attempt: int = 0, task: JobTask = TASK, policy: str = "requeue") -> RunContinuation:
+    config = Config(cluster=ClusterConfig(requeue=Requeue(policy)))
+    events = EventWriter(run, node_writer(attempt, 0), attempt)
+    events.write("attempt_started", node=0, job=task.job)
+    stop_requests.write_request(run, attempt, LIMIT)
+    return RunContinuation(run, config, task, attempt, events)
+
+
+def test_a_job_is_requeued_by_its_own_name_and_the_event_stands_first(run: RunDir, slurm: Slurm) -> None:
+    slurm.has_job("11_5")
+    task = replace(TASK, job="11_5")
+    assert going_on(run, task=task).go_on(STOPPED) == "requeued (time_limit)"
+    assert [call for call in slurm.calls() if "show job" not in call] == ["scontrol requeue 11_5"]
+    (event,) = requeued(run)
+    assert (event["how"], event["reason"], event["job"]) == ("requeue", "time_limit", "11_5")
+    assert len(jobs(run)) == 1
+
+
+def test_what_may_not_be_requeued_is_chained(run: RunDir, slurm: Slurm) -> None:
+    slurm.tell("requeue", "echo Requested operation not supported >&2; exit 1")
+    assert "job 20 goes on (time_limit)" in going_on(run).go_on(STOPPED)
+    assert [event["how"] for event in requeued(run)] == ["requeue", "chain"]
+    first, second = jobs(run)
+    assert (first["id"], second["id"], second["after"], second["attempt"]) == ("12", "20", "12", 1)
+    (call,) = slurm.calls("sbatch")
+    options = f"--comment={second['token']} --dependency=afterany:12 /job.sbatch"
+    assert call == f"sbatch --parsable {options}"
+
+
+def test_a_task_of_an_array_is_chained_alone_whatever_the_cluster_is_called(
+    run: RunDir, slurm: Slurm
+) -> None:
+    slurm.has_job("11_5")
+    slurm.has_job("20_5", "PENDING")
+    going_on(run, task=replace(TASK, job="11_5", cluster=None), policy="chain").go_on(STOPPED)
+    assert "--dependency=afterany:11_5 --array=5 /job.sbatch" in slurm.calls("sbatch")[0]
+    assert [(job["id"], job.get("task")) for job in jobs(run)][-1] == ("20", 5)
+
+
+def test_a_chain_that_slurm_lets_fail_at_once_is_refused(run: RunDir, slurm: Slurm) -> None:
+    slurm.tell("hopeless")
+    assert "let job 20 fail at once" in going_on(run, policy="chain").go_on(STOPPED)
+    assert [job["id"] for job in jobs(run)] == ["12"]
+
+
+def test_a_refused_chain_leaves_a_stopped_run_without_a_job_that_is_none(run: RunDir, slurm: Slurm) -> None:
+    slurm.says("sbatch", complains="Batch job submission failed: Invalid account", code=1)
+    assert "does not go on by itself" in going_on(run, policy="chain").go_on(STOPPED)
+    assert len(jobs(run)) == 1
+    assert read_events(run)[-1]["event"] == "failed"
+    assert read_events(run)[-1]["code"] == EXIT_STOPPED
+
+
+def test_a_requeue_that_ends_who_asked_for_it_is_no_refusal(run: RunDir, slurm: Slurm) -> None:
+    slurm.tell("requeue", "kill -KILL $$")
+    slurm.has_job("12", "COMPLETING", restarts=1)
+    assert going_on(run)._requeued("time_limit") == "requeued (time_limit)"
+    assert slurm.calls("sbatch") == []
+
+
+def test_a_requeue_by_hand_that_ended_the_ranks_at_once_is_recorded(run: RunDir, slurm: Slurm) -> None:
+    slurm.has_job("12", "COMPLETING", restarts=1)
+    assert "starts the job again" in going_on(run).go_on(replace(STOPPED, code=130))
+    (event,) = requeued(run)
+    assert (event["how"], event["job"]) == ("requeue", "12")
+
+
+def test_no_progress_becomes_the_verdict(run: RunDir, slurm: Slurm) -> None:
+    assert going_on(run, 0).final_verdict(STOPPED) is STOPPED
+    going_on(run, 0).go_on(STOPPED)
+    verdict = going_on(run, 1).final_verdict(STOPPED)
+    assert (verdict.code, verdict.cause) == (EXIT_DO_NOT_RESTART, "no progress")
+    assert "cluster.time_limit" in verdict.message
+
+
+def test_failures_and_cancelled_runs_ask_nothing_of_slurm(run: RunDir, slurm: Slurm) -> None:
+    going = going_on(run)
+    for code in (0, 1, 93, 130):
+        assert going.go_on(replace(STOPPED, code=code)) == ""
+    stop_requests.write_request(run, 0, stop_requests.CANCEL)
+    assert "it was cancelled" in going.go_on(STOPPED)
+    assert [call for call in slurm.calls() if "show job" not in call] == []
+    assert requeued(run) == []
+
+
+# A warning that comes while a job's nodes are still gathering: the run goes on where one goes on that was
+# warned while it trained. Real signals, real files.
 
 
 @pytest.fixture
-def slurm(fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> Slurm:
-    for module in (sbatch, resubmit):
-        monkeypatch.setattr(module, "_LOOK_AGAIN_S", (0.0, 0.0))
-    monkeypatch.setattr(slurm_job, "_RELEASE_PAUSE_S", 0.0)
-    return Slurm(fake_slurm.folder, {f"node{number}": "allocated" for number in (1, 2, 3, 4)})
+def signals() -> Iterator[JobSignals]:
+    # They are left ignored after a task's end, which is not this process's.
+    with as_from_a_terminal(), JobSignals() as signals:
+        yield signals
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> RunDir:
-    run = RunDir(tmp_path / "runs" / "mine")
-    run.control.mkdir(parents=True)
-    run.record.write_text(json.dumps({"name": "mine", "jobs": [{"token": "orchestra:0", "id": "12"}]}))
-    return run
+def warned(
+    run: RunDir, signals: JobSignals, number: int = signal.SIGUSR2, policy: Requeue = Requeue.requeue
+) -> AgentContext:
+    """Return the context of a job's first node, whose agent has heard a signal."""
+    send_here(number)
+    job = job_of(run, 2, requeue=policy)
+    group = NodeGroup(run.control / "job-12.start-0", 0, 2, 5.0)
+    return AgentContext(run, job._config, group, signals, job, lambda _: None)
 
 
-def job_of(run: RunDir, nodes: int, spares: int = 0, **own: Any) -> SlurmJob:
-    config = Config()
-    cluster = replace(config.cluster, nodes=nodes, spare_nodes=spares, **own)
-    return SlurmJob(run, replace(config, cluster=cluster), TASK)
+def test_after_its_time_limit_the_job_is_started_again_and_trains_the_same_attempt(
+    run: RunDir, slurm: Slurm, signals: JobSignals
+) -> None:
+    code, said = called_off(warned(run, signals))
+    assert (code, said) == (EXIT_STOPPED, "SIGUSR2 came before the attempt began: requeued (time_limit)")
+    assert slurm.calls("scontrol requeue") == ["scontrol requeue 12"]
+    (event,) = requeued(run)
+    assert (event["how"], event["reason"], event["job"]) == ("requeue", "time_limit", "12")
+    # Nothing stands in the way of the next start: no claim that is waited for, no request that stops it.
+    assert claimed_attempt(run) is None
+    assert stop_requests.requested_attempt(run) is None
+    assert take_next(run) == 0
+
+
+def test_by_chain_another_job_is_submitted_for_it(run: RunDir, slurm: Slurm, signals: JobSignals) -> None:
+    code, said = called_off(warned(run, signals, policy=Requeue.chain))
+    assert (code, "job 20 goes on (time_limit)" in said) == (EXIT_STOPPED, True)
+    assert [(job["id"], job["attempt"]) for job in jobs(run)] == [("12", 0), ("20", 0)]
+
+
+def test_sigterm_ends_it_unless_it_means_a_preemption(run: RunDir, slurm: Slurm, signals: JobSignals) -> None:
+    code, said = called_off(warned(run, signals, signal.SIGTERM))
+    assert (code, requeued(run)) == (EXIT_STOPPED, [])
+    assert "signal SIGTERM" in said
+    slurm.has_job("12", PreemptTime="2026-01-01T00:00:00")
+    called_off(warned(run, signals, signal.SIGTERM))
+    assert [event["reason"] for event in requeued(run)] == ["preempted"]
+
+
+def test_where_no_start_may_follow_it_ends(run: RunDir, slurm: Slurm, signals: JobSignals) -> None:
+    code, said = called_off(warned(run, signals, policy=Requeue.never))
+    assert (code, requeued(run)) == (EXIT_STOPPED, [])
+    assert "cluster.requeue=never (time_limit)" in said
+
+
+def test_a_cancelled_run_does_not_go_on_until_somebody_resumes_it(
+    run: RunDir, slurm: Slurm, signals: JobSignals
+) -> None:
+    stop_requests.write_request(run, upcoming_attempt(run), stop_requests.CANCEL)
+    _, said = called_off(warned(run, signals))
+    assert "it was cancelled" in said
+    assert requeued(run) == []
+    # The newest job was submitted for attempt 1, after attempt 0 had been cancelled.
+    EventWriter(run, node_writer(0, 0), 0).write("attempt_started", node=0)
+    record(run, {"token": "orchestra:0", "id": "12", "attempt": 1})
+    called_off(warned(run, signals))
+    assert [(event["attempt"], event["reason"]) for event in requeued(run)] == [(0, "time_limit")]
+
+
+def test_jobs_that_are_over_before_anything_begins_are_not_started_for_ever(
+    run: RunDir, slurm: Slurm, signals: JobSignals
+) -> None:
+    codes = [called_off(warned(run, signals))[0] for _ in range(4)]
+    assert codes == [EXIT_STOPPED] * 3 + [EXIT_DO_NOT_RESTART]
+    assert len(slurm.calls("scontrol requeue")) == 3
+    EventWriter(run, node_writer(0, 0), 0).write("attempt_started", node=0)
+    assert called_off(warned(run, signals))[0] == EXIT_STOPPED, "an attempt that began is progress"
+
+
+def test_the_leader_ends_the_job_with_that_word(run: RunDir, slurm: Slurm, signals: JobSignals) -> None:
+    context = warned(run, signals)
+    context.group.join("node1", "127.0.0.1", {"port": 1})
+    Leader(context).look(None)
+    order = context.group.newest_order()
+    context.group.leave()
+    assert order is not None
+    assert (order.action, order.facts["code"]) == ("end", EXIT_STOPPED)
+    assert "requeued (time_limit)" in str(order.facts["said"])
+
+
+# After the loss of a node it goes on in another job, and this start of the job is ended.
 
 
 def requeue(job: SlurmJob, run: RunDir, *lost: str) -> str:
@@ -89,26 +297,30 @@ def requeue(job: SlurmJob, run: RunDir, *lost: str) -> str:
     return job.requeue(decision, 0, EventWriter(run, node_writer(0, 0), 0))
 
 
-def jobs(run: RunDir) -> list[Record]:
-    return list(json.loads(run.record.read_text())["jobs"])
+def forgotten(run: RunDir) -> RunDir:
+    """Forget the job that follows, as if nobody had submitted it."""
+    record(run)
+    return run
 
 
-def requeued(run: RunDir) -> list[Record]:
-    return [event for event in read_events(run) if event["event"] == "requeued"]
-
-
-def options(call: str, name: str) -> str | None:
-    return next((it.partition("=")[2] for it in call.split() if it.startswith(f"--{name}=")), None)
+def asked(slurm: Slurm) -> list[tuple[str | None, str | None]]:
+    """Return the nodes that each next job was to leave out, and when it was to begin."""
+    return [(options(call, "exclude"), options(call, "begin")) for call in slurm.calls("sbatch")]
 
 
 def test_the_lost_node_is_left_out_where_enough_others_are_there(run: RunDir, slurm: Slurm) -> None:
     assert requeue(job_of(run, 2), run, "node2") == "job 20 goes on (requeued without it)"
-    (call,) = slurm.calls("sbatch")
-    assert (options(call, "exclude"), options(call, "begin")) == ("node2", None)
-    assert "--dependency" not in call
+    assert asked(slurm) == [("node2", None)]
+    assert "--dependency" not in slurm.calls("sbatch")[0]
     (event,) = requeued(run)
     assert (event["job"], event["after"], event["exclude"]) == ("20", "12", ["node2"])
-    assert [(it["id"], it.get("after")) for it in jobs(run)] == [("12", None), ("20", "12")]
+    assert [(entry["id"], entry.get("after")) for entry in jobs(run)] == [("12", None), ("20", "12")]
+
+
+def test_without_room_the_job_waits_until_slurm_has_noticed_the_dead_node(run: RunDir, slurm: Slurm) -> None:
+    assert "it begins in 300 s" in requeue(job_of(run, 3, spares=1), run, "node2")
+    assert asked(slurm) == [(None, "now+300")]
+    assert requeued(run)[0]["exclude"] == []
 
 
 def test_lost_ones_come_before_listed_ones_and_spares_count_as_needed(run: RunDir, slurm: Slurm) -> None:
@@ -116,23 +328,8 @@ def test_lost_ones_come_before_listed_ones_and_spares_count_as_needed(run: RunDi
     listed = ExcludeList(run.path.parent, "alps")
     listed.add(Listed("node1", "failed twice", "runs/x", (1, 2), ("hang", "hang"), now - 60, now + 3600))
     requeue(job_of(run, 2, spares=1), run, "node2")
-    requeue(job_of(run, 2), replace_record(run), "node2")
-    excluded = [options(call, "exclude") for call in slurm.calls("sbatch")]
-    assert excluded == ["node2", "node2,node1"]
-
-
-def replace_record(run: RunDir) -> RunDir:
-    """Forget the job that follows, as if nobody had submitted it."""
-    run.record.write_text(json.dumps({"name": "mine", "jobs": [{"token": "orchestra:0", "id": "12"}]}))
-    return run
-
-
-def test_without_room_the_job_waits_until_slurm_has_noticed_the_dead_node(run: RunDir, slurm: Slurm) -> None:
-    said = requeue(job_of(run, 3, spares=1), run, "node2")
-    (call,) = slurm.calls("sbatch")
-    assert (options(call, "exclude"), options(call, "begin")) == (None, "now+300")
-    assert "it begins in 300 s" in said
-    assert requeued(run)[0]["exclude"] == []
+    requeue(job_of(forgotten(run), 2), run, "node2")
+    assert asked(slurm) == [("node2", None), ("node2,node1", None)]
 
 
 @pytest.mark.parametrize("text", ["ClusterName = alps\n", "SlurmdTimeout = 0 sec\n"])
@@ -141,24 +338,22 @@ def test_a_cluster_that_does_not_say_when_it_notices_is_given_a_minute(
 ) -> None:
     slurm.tell("config", text)
     requeue(job_of(run, 4), run, "node2")
-    assert options(slurm.calls("sbatch")[0], "begin") == "now+60"
+    assert asked(slurm) == [(None, "now+60")]
 
 
 def test_nodes_that_are_down_or_never_given_to_this_run_are_no_room(run: RunDir, slurm: Slurm) -> None:
-    slurm.tell("nodes", "node1|main*|idle\nnode2|main*|allocated\nnode3|main*|mixed\nnode4|main*|drained\n")
+    slurm.has_nodes(node1="idle", node2="allocated", node3="mixed", node4="drained")
     requeue(job_of(run, 3), run, "node2")
-    requeue(job_of(replace_record(run), 2, exclude=["node3"]), run, "node2")
-    assert [options(call, "exclude") for call in slurm.calls("sbatch")] == [None, None]
-    assert [options(call, "begin") for call in slurm.calls("sbatch")] == ["now+300", "now+300"]
+    requeue(job_of(forgotten(run), 2, exclude=["node3"]), run, "node2")
+    assert asked(slurm) == [(None, "now+300")] * 2
 
 
 def test_a_node_that_slurm_has_missed_already_is_not_waited_for(run: RunDir, slurm: Slurm) -> None:
-    slurm.tell("nodes", "node1|main*|idle\nnode2|main*|allocated*\nnode3|main*|down\n")
+    slurm.has_nodes(node1="idle", node2="allocated*", node3="down")
     requeue(job_of(run, 2), run, "node2")
-    assert [options(slurm.calls("sbatch")[0], name) for name in ("exclude", "begin")] == [None, None]
-    slurm.tell("nodes", "node1|main*|idle\nnode2|main*|down*\nnode3|main*|idle\n")
-    requeue(job_of(replace_record(run), 2), run, "node2")
-    assert options(slurm.calls("sbatch")[1], "exclude") == "node2"
+    slurm.has_nodes(node1="idle", node2="down*", node3="idle")
+    requeue(job_of(forgotten(run), 2), run, "node2")
+    assert asked(slurm) == [(None, None), ("node2", None)]
 
 
 def test_a_job_that_slurm_lets_fail_for_its_missing_nodes_is_submitted_with_them(
@@ -166,23 +361,21 @@ def test_a_job_that_slurm_lets_fail_for_its_missing_nodes_is_submitted_with_them
 ) -> None:
     slurm.tell("picky")
     assert "job 20 goes on" in requeue(job_of(run, 2), run, "node2")
-    first, second = slurm.calls("sbatch")
-    assert (options(first, "exclude"), options(second, "exclude")) == ("node2", None)
-    assert options(second, "begin") == "now+300"
-    assert [it["id"] for it in jobs(run)] == ["12", "20"]
+    assert asked(slurm) == [("node2", None), (None, "now+300")]
+    assert [entry["id"] for entry in jobs(run)] == ["12", "20"]
 
 
 def test_a_run_whose_next_job_fails_at_once_does_not_look_queued(run: RunDir, slurm: Slurm) -> None:
     slurm.tell("hopeless")
     with pytest.raises(LaunchError, match=r"let job 20 fail at once \(BadConstraints\)"):
         requeue(job_of(run, 2), run, "node2")
-    assert [it["id"] for it in jobs(run)] == ["12"]
+    assert [entry["id"] for entry in jobs(run)] == ["12"]
     assert requeued(run) == []
 
 
 def submitted_already(run: RunDir, job: str | None) -> None:
     entry = {"token": "orchestra:1", "id": job, "after": "12", "attempt": 1, "cluster": "alps"}
-    run.record.write_text(json.dumps({"jobs": [{"token": "orchestra:0", "id": "12"}, entry]}))
+    record(run, *jobs(run), entry)
 
 
 @pytest.mark.parametrize("known", ["20", None])
@@ -191,11 +384,11 @@ def test_a_job_that_a_dead_leader_submitted_is_taken_over(
 ) -> None:
     submitted_already(run, known)
     slurm.tell("queue", "20|PENDING|me|None||N/A|mine|orchestra:1\n")
-    slurm.tell("job-20", "JobId=20 JobState=PENDING Reason=Priority Restarts=0\n")
+    slurm.has_job("20", "PENDING", Reason="Priority")
     for _ in range(2):
         assert "job 20 goes on" in requeue(job_of(run, 2), run, "node2")
     assert slurm.calls("sbatch") == []
-    assert [it["id"] for it in jobs(run)] == ["12", "20"]
+    assert [entry["id"] for entry in jobs(run)] == ["12", "20"]
     assert len(requeued(run)) == 1
 
 
@@ -207,9 +400,7 @@ def test_a_dead_leaders_job_that_slurm_never_had_is_submitted(run: RunDir, slurm
     assert jobs(run)[-1]["token"] != "orchestra:1"
 
 
-def test_nothing_is_submitted_where_slurm_does_not_say_whether_it_has_the_job(
-    run: RunDir, slurm: Slurm
-) -> None:
+def test_nothing_is_submitted_where_slurm_does_not_say_if_it_has_the_job(run: RunDir, slurm: Slurm) -> None:
     submitted_already(run, None)
     (slurm.folder / "queue").unlink()
     with pytest.raises(LaunchError, match="may have been submitted already"):
@@ -227,19 +418,16 @@ def test_ending_the_job_is_tried_again_where_slurm_does_not_answer(
     assert len(slurm.calls("scontrol")) == 2
 
 
-def test_a_job_that_slurm_requeued_before_it_answered_is_not_cancelled(run: RunDir, slurm: Slurm) -> None:
-    slurm.tell("silent")
-    slurm.tell("job-12", "JobId=12 JobState=PENDING Reason=BeginTime Restarts=1\n")
-    job_of(run, 2).release([1])
-    assert slurm.calls("scancel") == []
-
-
-@pytest.mark.parametrize("state", ["COMPLETING", "CANCELLED", None])
-def test_a_job_that_is_being_ended_needs_no_end(run: RunDir, slurm: Slurm, state: str | None) -> None:
+@pytest.mark.parametrize("state", ["COMPLETING", "CANCELLED", "PENDING", None])
+def test_a_job_that_is_ended_requeued_or_forgotten_needs_no_end(
+    run: RunDir, slurm: Slurm, state: str | None
+) -> None:
     if state is None:
         (slurm.folder / "job-12").unlink()
     else:
-        slurm.tell("job-12", f"JobId=12 JobState={state} Reason=None Restarts=0\n")
+        slurm.has_job("12", state, restarts=int(state == "PENDING"))
+    # Slurm answers the second time only.
+    slurm.tell("silent")
     job_of(run, 2).release([1])
     assert slurm.calls("scancel") == []
 

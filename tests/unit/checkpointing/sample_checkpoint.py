@@ -1,7 +1,8 @@
-"""Writes small checkpoints without torch, by the library's own plan, images and commit."""
+"""Writes small checkpoints without torch, by the library's own plan, images and commit; and large files."""
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,14 +12,26 @@ import numpy.typing as npt
 from checkpointing import catalog, checksums
 from checkpointing.box import Box
 from checkpointing.manifest import Chunk, File, Manifest, Tensor
-from checkpointing.save import Image, images
+from checkpointing.plans import Image, TensorPiece, images, write_plan
 from checkpointing.shard_digest import part_digest
-from checkpointing.storage import Storage
-from checkpointing.write_plan import TensorPiece, write_plan
+from checkpointing.storage import Storage, open_storage
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 
 _DTYPES = {"float32": "F32", "uint16": "BF16", "int64": "I64", "uint8": "U8"}
+
+
+def memory() -> Storage:
+    """Return an empty storage in memory."""
+    return open_storage(f"memory://{uuid.uuid4()}/checkpoints")
+
+
+def send(storage: Storage, path: str, content: bytes | bytearray, block_bytes: int = 3 << 20) -> None:
+    """Write a large file, a block at a time."""
+    file = storage.create(path, len(content))
+    for begin in range(0, len(content), block_bytes):
+        file.write(memoryview(content)[begin : begin + block_bytes])
+    file.commit()
 
 
 def arrays(seed: int = 0) -> dict[str, npt.NDArray[Any]]:
@@ -35,18 +48,11 @@ def arrays(seed: int = 0) -> dict[str, npt.NDArray[Any]]:
 
 
 def write(
-    storage: Storage,
-    step: int,
-    values: Arrays | None = None,
-    *,
-    world_size: int = 2,
-    generation: int = 0,
-    index: int = 0,
-    state: Mapping[str, Any] | None = None,
+    storage: Storage, step: int, values: Arrays | None = None, *, generation: int = 0, **more: Any
 ) -> Manifest:
     """Write and commit the checkpoint of `step`: each rank holds its rows of every tensor."""
-    draft = catalog.draft(storage, step, generation, index)
-    manifest = write_draft(storage, draft, values, world_size, generation, state)
+    draft = catalog.draft(storage, step, generation, 0)
+    manifest = write_draft(storage, draft, values, generation=generation, **more)
     catalog.commit(storage, draft, manifest)
     return manifest
 
@@ -55,6 +61,7 @@ def write_draft(
     storage: Storage,
     draft: catalog.Draft,
     values: Arrays | None = None,
+    *,
     world_size: int = 2,
     generation: int = 0,
     state: Mapping[str, Any] | None = None,
@@ -68,9 +75,7 @@ def write_draft(
         for image in images(pieces, rank):
             name = draft.prefix + image.name
             content = _content(image, values)
-            file = storage.create(f"{draft.folder}/{name}", len(content))
-            file.write(memoryview(content))
-            file.commit()
+            send(storage, f"{draft.folder}/{name}", content)
             files[name] = File(len(content), checksums.of_file(content))
             for piece, begin in zip(image.pieces, image.begins, strict=True):
                 part = content[begin : begin + piece.num_bytes]
@@ -80,10 +85,10 @@ def write_draft(
         name: Tensor(
             _DTYPES[str(values[name].dtype)],
             values[name].shape,
-            checksums.written(checksums.combined(value for _, value in found)),
-            tuple(chunk for chunk, _ in found),
+            checksums.written(checksums.combined(digest for _, digest in chunks)),
+            tuple(chunk for chunk, _ in chunks),
         )
-        for name, found in parts.items()
+        for name, chunks in parts.items()
     }
     return Manifest(draft.step, generation, 1.5, {"dp": world_size}, tensors, files, dict(state or {}))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,6 +20,17 @@ def boxes(draw: st.DrawFn, shape: Sequence[int] = SHAPE) -> Box:
     """Draw a box inside `shape`, also an empty one."""
     spans = [sorted(draw(st.tuples(st.integers(0, size), st.integers(0, size)))) for size in shape]
     return Box(tuple(begin for begin, _ in spans), tuple(end - begin for begin, end in spans))
+
+
+def cut_into(shape: Sequence[int], rows: list[int], columns: list[int]) -> list[Box]:
+    """Return the cells of a grid with these inner borders."""
+    vertical, horizontal = (
+        itertools.pairwise([0, *sorted(cuts), end]) for cuts, end in zip((rows, columns), shape, strict=True)
+    )
+    return [
+        Box((top, left), (bottom - top, right - left))
+        for (top, bottom), (left, right) in itertools.product(vertical, horizontal)
+    ]
 
 
 def elements(box: Box, shape: Sequence[int] = SHAPE) -> set[int]:
@@ -84,7 +96,3 @@ def test_a_scalar_is_one_element_and_two_of_them_overlap() -> None:
 )
 def test_a_box_is_inside_only_with_all_its_elements_and_dims(box: Box, is_inside: bool) -> None:
     assert box.is_inside(SHAPE) == is_inside
-
-
-def test_a_label_reads_like_an_index() -> None:
-    assert Box((0, 64), (128, 32)).label() == "[0:128,64:96]"

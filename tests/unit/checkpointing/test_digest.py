@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from test_boxes import cut_into
 
 from checkpointing import shard_digest as part_digest_module
 from checkpointing.box import Box
@@ -30,15 +31,8 @@ def digest_of(values: np.ndarray, box: Box | None = None) -> int:
 
 def digest_of_cells(values: np.ndarray, rows: list[int], columns: list[int]) -> int:
     """Return the digest that the cells of a grid with these inner borders make up."""
-    parts = []
-    spans = [
-        list(itertools.pairwise([0, *sorted(cuts), end]))
-        for cuts, end in zip((rows, columns), values.shape, strict=True)
-    ]
-    for (top, bottom), (left, right) in itertools.product(*spans):
-        box = Box((top, left), (bottom - top, right - left))
-        parts.append(digest_of(values[top:bottom, left:right], box))
-    return combined(parts)
+    cells = cut_into(values.shape, rows, columns)
+    return combined(digest_of(values[box.within(Box.whole(values.shape))], box) for box in cells)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -105,11 +99,12 @@ def test_a_part_of_zeros_in_another_place_is_the_same_and_of_others_is_not() -> 
     assert digest_of(ones * 0, Box((0, 0), (2, 2))) == digest_of(ones * 0, Box((2, 0), (2, 2))) == 0
 
 
-def test_scalars_and_empty_parts_have_digests() -> None:
+def test_scalars_and_empty_parts_have_digests_written_with_leading_zeros() -> None:
     assert part_digest(b"\x01\x00\x00\x00\x00\x00\x00\x00", "I64", Box((), ())) != 0
     assert part_digest(b"", "F32", Box((3, 0), (0, 13))) == 0
     assert part_digest(b"", "I64", Box((0,), (0,))) == 0
     assert combined([]) == 0
+    assert written(0xAB) == "00000000000000ab"
 
 
 def test_random_tensors_have_different_digests_in_both_halves() -> None:
@@ -117,13 +112,9 @@ def test_random_tensors_have_different_digests_in_both_halves() -> None:
     assert len({value >> 32 for value in digests}) == len({value & 0xFFFFFFFF for value in digests}) == 1000
 
 
-def test_a_digest_is_written_with_its_leading_zeros() -> None:
-    assert written(0xAB) == "00000000000000ab"
-
-
 def test_a_state_digest_depends_on_names_shapes_and_dtypes_and_not_on_the_order() -> None:
     first, second = ("a", "F32", (2, 3), "0" * 16), ("b", "F32", (2, 3), "1" * 16)
-    others = [
+    other_states = [
         [first],
         [first, ("c", *second[1:])],
         [first, ("b", "I32", *second[2:])],
@@ -132,4 +123,4 @@ def test_a_state_digest_depends_on_names_shapes_and_dtypes_and_not_on_the_order(
     ]
     expected = state_digest([first, second])
     assert state_digest([second, first]) == expected
-    assert all(state_digest(other) != expected for other in others)
+    assert all(state_digest(other) != expected for other in other_states)

@@ -60,12 +60,6 @@ def sealed(document: Document) -> bytes:
     return json.dumps({**document, "checksum": checksums.of_file(plain)}).encode()
 
 
-def edited(content: bytes, edit: Callable[[Document], object]) -> bytes:
-    document = json.loads(content)
-    edit(document)
-    return sealed(document)
-
-
 def check_sound(manifest: Manifest) -> None:
     """Check what readers rely on, whatever the manifest says."""
     for tensor in manifest.tensors.values():
@@ -114,48 +108,41 @@ def test_every_flipped_byte_is_found(written: bytes) -> None:
                 decode(bytes(content))
 
 
-def test_an_edit_without_a_new_checksum_is_told_as_one(written: bytes) -> None:
-    document = json.loads(written)
-    document["state"]["samples"] += 1
-    with pytest.raises(DamagedError, match="it was edited or damaged"):
-        decode(json.dumps(document).encode())
-
-
 def rows(document: Document) -> Document:
     tensor: Document = document["tensors"]["model.rows"]
     return tensor
 
 
 EDITS: list[tuple[str, Callable[[Document], object]]] = [
-    ("schema_version is 2", lambda it: it.update(schema_version=2)),
-    ("schema_version is True", lambda it: it.update(schema_version=True)),
-    ("expected .*safetensors", lambda it: rows(it)["chunks"][0].update(file="../../etc/passwd")),
-    ("expected .*safetensors", lambda it: rows(it)["chunks"][0].update(file="manifest.json")),
-    ("expected .*safetensors", lambda it: it["files"].update({"a/b.safetensors": {}})),
-    ("expected .*safetensors", lambda it: it["files"].update({"x.safetensors\n": {}})),
-    ("outside the files", lambda it: rows(it)["chunks"][0].update(file="other.safetensors")),
-    ("outside the files", lambda it: rows(it)["chunks"][0].update(begin=10**9)),
-    ("at least 0", lambda it: rows(it)["chunks"][0].update(begin=-4)),
-    ("outside the shape", lambda it: rows(it)["chunks"][0]["offsets"].__setitem__(0, 30)),
-    ("each element", lambda it: rows(it)["chunks"].pop()),
-    ("each element", lambda it: rows(it)["shape"].__setitem__(0, 38)),
-    ("each element", lambda it: rows(it)["chunks"].__setitem__(1, rows(it)["chunks"][0])),
-    ("differ in length", lambda it: rows(it)["chunks"][0]["offsets"].append(0)),
-    ("not its size", lambda it: rows(it).update(dtype="BF16")),
-    ("dtype is 'pickle'", lambda it: rows(it).update(dtype="pickle")),
-    ("share bytes", lambda it: it["tensors"].update(copy=rows(it))),
-    ("state_digest", lambda it: rows(it).update(digest="0" * 16)),
-    ("digest of 'model.rows'", lambda it: rows(it).update(digest="0")),
-    ("checksum of a chunk", lambda it: rows(it)["chunks"][0].update(checksum="")),
-    ("not JSON", lambda it: it.update(created=math.nan)),
-    ("not JSON", lambda it: it["state"].update(score=math.inf)),
-    ("not JSON", lambda it: it["layout"].update(dp=[-math.inf])),
-    ("created", lambda it: it.update(created=True)),
-    ("step is -1", lambda it: it.update(step=-1)),
-    ("step is 1.0", lambda it: it.update(step=1.0)),
-    ("state is list", lambda it: it.update(state=[])),
-    ("tensors is NoneType", lambda it: it.pop("tensors")),
-    ("expected an object", lambda it: it["tensors"].update({"model.rows": 3})),
+    ("schema_version is 2", lambda doc: doc.update(schema_version=2)),
+    ("schema_version is True", lambda doc: doc.update(schema_version=True)),
+    ("expected .*safetensors", lambda doc: rows(doc)["chunks"][0].update(file="../../etc/passwd")),
+    ("expected .*safetensors", lambda doc: rows(doc)["chunks"][0].update(file="manifest.json")),
+    ("expected .*safetensors", lambda doc: doc["files"].update({"a/b.safetensors": {}})),
+    ("expected .*safetensors", lambda doc: doc["files"].update({"x.safetensors\n": {}})),
+    ("outside the files", lambda doc: rows(doc)["chunks"][0].update(file="other.safetensors")),
+    ("outside the files", lambda doc: rows(doc)["chunks"][0].update(begin=10**9)),
+    ("at least 0", lambda doc: rows(doc)["chunks"][0].update(begin=-4)),
+    ("outside the shape", lambda doc: rows(doc)["chunks"][0]["offsets"].__setitem__(0, 30)),
+    ("each element", lambda doc: rows(doc)["chunks"].pop()),
+    ("each element", lambda doc: rows(doc)["shape"].__setitem__(0, 38)),
+    ("each element", lambda doc: rows(doc)["chunks"].__setitem__(1, rows(doc)["chunks"][0])),
+    ("differ in length", lambda doc: rows(doc)["chunks"][0]["offsets"].append(0)),
+    ("not its size", lambda doc: rows(doc).update(dtype="BF16")),
+    ("dtype is 'pickle'", lambda doc: rows(doc).update(dtype="pickle")),
+    ("share bytes", lambda doc: doc["tensors"].update(copy=rows(doc))),
+    ("state_digest", lambda doc: rows(doc).update(digest="0" * 16)),
+    ("digest of 'model.rows'", lambda doc: rows(doc).update(digest="0")),
+    ("checksum of a chunk", lambda doc: rows(doc)["chunks"][0].update(checksum="")),
+    ("not JSON", lambda doc: doc.update(created=math.nan)),
+    ("not JSON", lambda doc: doc["state"].update(score=math.inf)),
+    ("not JSON", lambda doc: doc["layout"].update(dp=[-math.inf])),
+    ("created", lambda doc: doc.update(created=True)),
+    ("step is -1", lambda doc: doc.update(step=-1)),
+    ("step is 1.0", lambda doc: doc.update(step=1.0)),
+    ("state is list", lambda doc: doc.update(state=[])),
+    ("tensors is NoneType", lambda doc: doc.pop("tensors")),
+    ("expected an object", lambda doc: doc["tensors"].update({"model.rows": 3})),
 ]
 
 
@@ -163,8 +150,10 @@ EDITS: list[tuple[str, Callable[[Document], object]]] = [
 def test_an_edit_with_a_new_checksum_is_refused_by_what_it_says(
     written: bytes, words: str, edit: Callable[[Document], object]
 ) -> None:
+    document = json.loads(written)
+    edit(document)
     with pytest.raises(DamagedError, match=words) as caught:
-        decode(edited(written, edit))
+        decode(sealed(document))
     assert caught.value.file == MANIFEST
 
 
@@ -197,9 +186,8 @@ def test_mutated_bytes_are_refused_and_nothing_else_happens(written: bytes, data
     content = bytearray(written)
     for _ in range(data.draw(st.integers(1, 4))):
         begin = data.draw(st.integers(0, len(content)))
-        end = data.draw(
-            st.integers(begin, min(len(content), begin + data.draw(st.sampled_from([1, 8, 4000]))))
-        )
+        longest = data.draw(st.sampled_from([1, 8, 4000]))
+        end = data.draw(st.integers(begin, min(len(content), begin + longest)))
         content[begin:end] = data.draw(st.binary(max_size=12) | st.sampled_from(TOKENS))
     refused_or_sound(bytes(content))
 

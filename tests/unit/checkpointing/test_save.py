@@ -5,24 +5,25 @@ save uses no collective, and each has a connection of its own to a real store.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from safetensors import safe_open
+from support.waiting import eventually
 from test_peers import peers_of
 from torch import Tensor
 
 from checkpointing import catalog
-from checkpointing.box import Box
 from checkpointing.checkpoint_errors import MismatchError, SaveFailedError, StorageError
 from checkpointing.checksums import combined, written
-from checkpointing.options import Options, no_fault
+from checkpointing.options import Options
 from checkpointing.save import Saver
 from checkpointing.shard_digest import part_digest
 from checkpointing.shards import Shard, as_bytes, whole
@@ -44,15 +45,25 @@ class Ranks:
     def each(self, call: Callable[[int, Saver], Any]) -> list[Any]:
         """Call on all ranks at once and return what each gave."""
         calls = [self.pool.submit(call, rank, saver) for rank, saver in enumerate(self.savers)]
-        return [one.result(60) for one in calls]
+        return [future.result(60) for future in calls]
 
     def save(self, step: int, shards: Sequence[Sequence[Shard]], **state: Any) -> list[bool]:
         return self.each(lambda rank, saver: saver.save(step, shards[rank], state))
 
+    def save_whole(self, step: int, shards: Sequence[Sequence[Shard]], **state: Any) -> None:
+        """Save and wait for the commit."""
+        assert all(self.save(step, shards, **state))
+        self.wait()
+
+    def save_when_free(self, step: int, shards: Sequence[Sequence[Shard]]) -> None:
+        """Save as soon as the save before is over on all ranks (a moment after the commit), and wait."""
+        assert eventually(lambda: all(self.save(step, shards)), limit_s=20)
+        self.wait()
+
     def wait(self) -> None:
         self.each(lambda _, saver: saver.wait())
 
-    def told(self, rank: int, name: str) -> list[Mapping[str, Any]]:
+    def evidence_of(self, rank: int, name: str) -> list[Mapping[str, Any]]:
         return [evidence for event, evidence in self.events[rank] if event == name]
 
 
@@ -60,7 +71,7 @@ def ranks_on(
     storage: Any,
     world_size: int = 2,
     options: Options = OPTIONS,
-    at_phase: Callable[[int, str, int], None] | None = None,
+    at_phase: Callable[[int, str, int], None] = lambda *_: None,
 ) -> Ranks:
     events: list[list[tuple[str, Mapping[str, Any]]]] = [[] for _ in range(world_size)]
     savers = []
@@ -69,11 +80,7 @@ def ranks_on(
         def tell(name: str, evidence: Mapping[str, Any], rank: int = rank) -> None:
             events[rank].append((name, evidence))
 
-        def phase(name: str, step: int, rank: int = rank) -> None:
-            if at_phase is not None:
-                at_phase(rank, name, step)
-
-        savers.append(Saver(storage, peers, options, tell, phase if at_phase else no_fault))
+        savers.append(Saver(storage, peers, options, tell, partial(at_phase, rank)))
     return Ranks(savers, events, ThreadPoolExecutor(world_size))
 
 
@@ -111,30 +118,19 @@ def place(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_save_holds_every_element_once_and_any_reader_opens_it(place: Path, world_size: int) -> None:
-    ranks, shards = ranks_on(LocalStorage(place), world_size), state(world_size)
-    assert all(ranks.save(7, shards, samples=112))
-    ranks.wait()
-    found = read(place, 7)
-    pieces = sorted(key for key in found if key.startswith("rows"))
-    torch.testing.assert_close(found["shared"], shards[0][0].tensor, rtol=0, atol=0)
-    assert sum(found[key].numel() for key in pieces) == 37 * 13
-    manifest = catalog.read_manifest(LocalStorage(place), 7)
-    assert manifest.state == {"samples": 112}
-    assert manifest.layout == {"dp": 2}
-    assert verify(LocalStorage(place), 7).damages == ()
-    assert sorted(item.name for item in place.iterdir()) == ["step-00000007"]
-
-
-def test_the_stored_digest_is_that_of_the_whole_tensor_whatever_the_cut(place: Path) -> None:
-    for world_size in (1, 2, 3):
-        ranks = ranks_on(LocalStorage(place), world_size)
-        ranks.save(world_size, state(world_size))
-        ranks.wait()
-    manifests = [catalog.read_manifest(LocalStorage(place), step) for step in (1, 2, 3)]
-    assert len({manifest.state_digest for manifest in manifests}) == 1
-    rows = torch.cat([shards[1].tensor for shards in state(3)])
-    expected = part_digest(bytes(as_bytes(rows).numpy()), "F32", Box.whole((37, 13)))
-    assert manifests[2].tensors["rows"].digest == written(combined([expected]))
+    storage, shards = LocalStorage(place), state(world_size)
+    ranks_on(storage, world_size).save_whole(7, shards, samples=112)
+    tensors = read(place, 7)
+    torch.testing.assert_close(tensors["shared"], shards[0][0].tensor, rtol=0, atol=0)
+    assert sum(tensor.numel() for key, tensor in tensors.items() if key.startswith("rows")) == 37 * 13
+    manifest = catalog.read_manifest(storage, 7)
+    assert (manifest.state, manifest.layout) == ({"samples": 112}, {"dp": 2})
+    # The digest is that of the whole tensor, whatever the cut.
+    for shard in state(world_size=1)[0]:
+        expected = part_digest(bytes(as_bytes(shard.tensor).numpy()), shard.piece.dtype, shard.box)
+        assert manifest.tensors[shard.name].digest == written(combined([expected]))
+    assert verify(storage, 7).damages == ()
+    assert storage.names() == ["step-00000007"]
 
 
 def test_what_changes_after_save_returned_is_not_in_the_checkpoint(place: Path) -> None:
@@ -153,7 +149,7 @@ def test_what_changes_after_save_returned_is_not_in_the_checkpoint(place: Path) 
     torch.testing.assert_close(read(place, 1)["shared"], state()[0][0].tensor, rtol=0, atol=0)
 
 
-def test_a_busy_save_is_skipped_by_all_with_a_count_or_waited_for(place: Path) -> None:
+def test_a_busy_save_is_skipped_by_all_with_a_count_or_waited_for_and_old_ones_go(place: Path) -> None:
     go_on = threading.Event()
 
     def hold(rank: int, name: str, step: int) -> None:
@@ -164,47 +160,30 @@ def test_a_busy_save_is_skipped_by_all_with_a_count_or_waited_for(place: Path) -
     assert ranks.save(1, shards) == [True, True]
     assert ranks.save(2, shards) == [False, False]
     assert ranks.save(3, shards) == [False, False]
-    assert [it["count"] for it in ranks.told(0, "checkpoint_skipped")] == [1, 2]
+    assert [evidence["count"] for evidence in ranks.evidence_of(0, "checkpoint_skipped")] == [1, 2]
     go_on.set()
     ranks.wait()
-    _until_free(ranks, 4, shards)
-    ranks.wait()
+    ranks.save_when_free(4, shards)
     assert catalog.committed_steps(LocalStorage(place)) == [1, 4]
 
-    waiting = ranks_on(LocalStorage(place), options=replace(OPTIONS, when_busy="wait"))
-    assert waiting.save(5, shards) == waiting.save(6, shards) == [True, True]
+    options = replace(OPTIONS, when_busy="wait", keep_last=2, keep_every_steps=4)
+    waiting = ranks_on(LocalStorage(place), options=options)
+    for step in range(5, 8):
+        assert waiting.save(step, shards) == [True, True]
     waiting.wait()
-    assert catalog.committed_steps(LocalStorage(place)) == [4, 5, 6]
-
-
-def _until_free(ranks: Ranks, step: int, shards: Sequence[Sequence[Shard]]) -> None:
-    """Save as soon as the save before is over on all ranks (a moment after the commit)."""
-    deadline = time.monotonic() + 20
-    while not all(ranks.save(step, shards)):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-class FailingFile:
-    """A file on a disk that is full from the first byte on."""
-
-    def write(self, _content: memoryview) -> None:
-        raise StorageError("No space left on device")
-
-    def commit(self) -> None:
-        """Nothing was written."""
-
-    def discard(self) -> None:
-        """Nothing is held."""
+    assert catalog.committed_steps(LocalStorage(place)) == [4, 6, 7]
 
 
 class FullDisk(LocalStorage):
-    """A local folder that refuses one file as long as `is_full`."""
+    """A local folder that refuses the bytes of one file as long as `is_full`."""
 
     is_full = True
 
     def create(self, path: str, num_bytes: int) -> WritableFile:
-        return FailingFile() if self.is_full and "00001-00" in path else super().create(path, num_bytes)
+        file = super().create(path, num_bytes)
+        if self.is_full and "00001-00" in path:
+            file.write = Mock(side_effect=StorageError("No space left on device"))  # type: ignore[method-assign]
+        return file
 
 
 def test_a_failed_save_is_told_on_all_ranks_leaves_nothing_and_the_next_works(place: Path) -> None:
@@ -212,18 +191,13 @@ def test_a_failed_save_is_told_on_all_ranks_leaves_nothing_and_the_next_works(pl
     ranks, shards = ranks_on(storage), state()
     assert ranks.save(1, shards) == [True, True]
     for saver in ranks.savers:
-        with pytest.raises(
-            SaveFailedError, match=r"step 1 was not committed: rank 1: No space left on device"
-        ):
+        with pytest.raises(SaveFailedError, match="1 was not committed: rank 1: No space left on device"):
             saver.wait()
-    for rank in (0, 1):
-        assert ranks.told(rank, "checkpoint_failed") == [
-            {"step": 1, "reasons": {"1": "No space left on device"}}
-        ]
+    failure = {"step": 1, "reasons": {"1": "No space left on device"}}
+    assert ranks.evidence_of(0, "checkpoint_failed") == ranks.evidence_of(1, "checkpoint_failed") == [failure]
     assert storage.names() == []
     storage.is_full = False
-    _until_free(ranks, 2, shards)
-    ranks.wait()
+    ranks.save_when_free(2, shards)
     assert catalog.committed_steps(storage) == [2]
 
 
@@ -235,10 +209,8 @@ def test_a_rank_that_stalls_is_named_after_the_limit_and_its_files_do_not_stay(p
         if (rank, name, step) == (1, "mid_file", 1):
             thaw.wait(30)
 
-    ranks, shards = (
-        ranks_on(LocalStorage(place), options=replace(OPTIONS, limit_s=0.5), at_phase=stall),
-        state(),
-    )
+    ranks = ranks_on(LocalStorage(place), options=replace(OPTIONS, limit_s=0.5), at_phase=stall)
+    shards = state()
     ranks.save(1, shards)
     with pytest.raises(SaveFailedError, match=r"rank 1: save/1: no answer|rank 1: save/0: no answer"):
         ranks.savers[0].wait()
@@ -246,8 +218,7 @@ def test_a_rank_that_stalls_is_named_after_the_limit_and_its_files_do_not_stay(p
     thaw.set()
     with pytest.raises(SaveFailedError):
         ranks.savers[1].wait()
-    _until_free(ranks, 3, shards)
-    ranks.wait()
+    ranks.save_when_free(3, shards)
     assert sorted(item.name for item in place.iterdir()) == ["step-00000003"]
 
 
@@ -273,39 +244,15 @@ def test_ranks_that_hold_different_states_are_refused_before_anything_is_written
     assert not place.exists()
 
 
-def test_old_checkpoints_are_removed_after_the_new_one_is_committed(place: Path) -> None:
-    options = replace(OPTIONS, keep_last=2, keep_every_steps=4, when_busy="wait")
-    ranks, shards = ranks_on(LocalStorage(place), options=options), state()
-    for step in range(1, 8):
-        ranks.save(step, shards)
-    ranks.wait()
-    assert catalog.committed_steps(LocalStorage(place)) == [4, 6, 7]
-
-
 def test_a_checkpoint_that_was_found_damaged_pushes_no_intact_one_out(place: Path) -> None:
     options = replace(OPTIONS, keep_last=1, when_busy="wait")
     storage = LocalStorage(place)
     for step in (20, 30):
-        other = ranks_on(storage, options=replace(options, keep_last=9))
-        other.save(step, state())
-        other.wait()
+        ranks_on(storage, options=replace(options, keep_last=9)).save_whole(step, state())
     ranks = ranks_on(storage, options=options)
     for saver in ranks.savers:
         saver.distrust([30])
-    ranks.save(25, state())
-    ranks.wait()
+    ranks.save_whole(25, state())
     assert catalog.committed_steps(storage) == [25, 30]
-    ranks.save(30, state())
-    ranks.wait()
+    ranks.save_whole(30, state())
     assert catalog.committed_steps(storage) == [30]
-
-
-def test_a_step_that_is_saved_again_replaces_the_older_one(place: Path) -> None:
-    storage = LocalStorage(place)
-    for generation in (0, 1):
-        ranks = ranks_on(storage, options=replace(OPTIONS, generation=generation))
-        ranks.save(3, state(seed=generation))
-        ranks.wait()
-    assert catalog.read_manifest(storage, 3).generation == 1
-    assert verify(storage, 3).damages == ()
-    assert storage.names() == ["step-00000003"]

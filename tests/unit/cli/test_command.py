@@ -10,9 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
+from support.command_line import CommandLine
 
 from orchestra import __version__
-from orchestra.cli import VERBS, main
+from orchestra.cli import VERBS
 from orchestra.cli.text import describe
 from orchestra.errors import EXIT_USAGE
 from orchestra.run.events import EventWriter, node_writer, rank_writer
@@ -42,21 +43,15 @@ def failed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     return run
 
 
-def test_help_lists_every_verb_and_only_those_that_exist(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--help"]) == 0
-    text = capsys.readouterr().out
-    assert all(verb.name in text for verb in VERBS)
+def test_help_lists_every_verb_and_version_says_which(orchestra: CommandLine) -> None:
+    text = orchestra("--help").out
+    assert all(verb in text for verb in VERBS)
+    assert orchestra("--version").out.strip() == f"orchestra {__version__}"
 
 
-@pytest.mark.parametrize("verb", [verb.name.split() for verb in VERBS], ids=str)
-def test_every_verb_explains_itself(verb: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*verb, "--help"]) == 0
-    assert "usage: orchestra" in capsys.readouterr().out
-
-
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out.strip() == f"orchestra {__version__}"
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_explains_itself(verb: str, orchestra: CommandLine) -> None:
+    assert "usage: orchestra" in orchestra(*verb.split(), "--help").out
 
 
 @pytest.mark.parametrize(
@@ -75,15 +70,10 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_usage_errors_end_with_2_and_one_line(
-    words: list[str],
-    message: str,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, orchestra: CommandLine
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(words) == EXIT_USAGE
-    output = capsys.readouterr()
+    output = orchestra(*words, code=EXIT_USAGE)
     assert output.out == ""
     assert output.err.startswith("error: ")
     assert message in output.err
@@ -91,88 +81,46 @@ def test_usage_errors_end_with_2_and_one_line(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_status_shows_a_run_and_says_the_same_as_json(
-    failed_run: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["status"]) == 0
-    header, row = capsys.readouterr().out.splitlines()
-    assert header.split() == [
-        "RUN",
-        "STATE",
-        "STEP",
-        "LOSS",
-        "TOK/S",
-        "MFU",
-        "SAVED",
-        "ATTEMPTS",
-        "ETA",
-        "AGE",
-    ]
+def test_status_shows_a_run_and_says_the_same_as_json(failed_run: RunDir, orchestra: CommandLine) -> None:
+    header, row = orchestra("status").out.splitlines()
+    assert " ".join(header.split()) == "RUN STATE STEP LOSS TOK/S MFU SAVED ATTEMPTS ETA AGE"
     assert row.split()[:9] == ["broken-1", "failed", "3/?", "2.5000", "1.23k", "n/a", "-", "1", "-"]
-    assert main(["status", "--json", "bro"]) == 0
-    (state,) = json.loads(capsys.readouterr().out)
+    (state,) = orchestra.json("status", "bro")
     assert (state["name"], state["step"], state["mfu"], state["cause"]) == ("broken-1", 3, None, "ValueError")
 
 
-def test_why_names_rank_host_step_traceback_and_log(
-    failed_run: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["why", "broken-1"]) == 0
-    text = capsys.readouterr().out
+def test_why_names_rank_host_step_traceback_and_log(failed_run: RunDir, orchestra: CommandLine) -> None:
+    text = orchestra("why", "broken-1").out
     for words in ("exit code 1", "rank 1 on ", "at step 4", "ValueError: bad", "Traceback", "rank-00001.log"):
         assert words in text
-    assert main(["why", "broken-1", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["verdict"]["rank"] == 1
+    assert orchestra.json("why", "broken-1")["verdict"]["rank"] == 1
 
 
 def test_an_error_that_explains_itself_comes_without_its_traceback(
-    failed_run: RunDir, capsys: pytest.CaptureFixture[str]
+    failed_run: RunDir, orchestra: CommandLine
 ) -> None:
     failed_run.event_file(rank_writer(0, 1)).unlink()
     rank = EventWriter(failed_run, rank_writer(0, 1), 0, rank=1)
     trace = "Traceback (most recent call last):\n  …"
     found = {"code": 93, "cause": "UnusableCheckpointError", "message": "another model", "explained": True}
     rank.write("failed", step=0, traceback=trace, **found)
-    assert main(["why", "broken-1"]) == 0
-    text = capsys.readouterr().out
+    text = orchestra("why", "broken-1").out
     assert "UnusableCheckpointError: another model\nlog: " in text
     assert "Traceback" not in text
     assert "rank 1 says" not in text
-    assert main(["why", "broken-1", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["verdict"]["traceback"] == trace
+    assert orchestra.json("why", "broken-1")["verdict"]["traceback"] == trace
 
 
-def test_logs_show_node_rank_0_and_the_rank_that_failed(
-    failed_run: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["logs", "broken-1"]) == 0
-    text = capsys.readouterr().out
-    assert [line for line in text.splitlines() if line.endswith("says")] == [
-        "torchrun says",
-        "rank 0 says",
-        "rank 1 says",
-    ]
-    assert main(["logs", "broken-1", "--rank", "1", "-f"]) == 0
-    assert capsys.readouterr().out == "rank 1 says\n"
+def test_logs_show_node_rank_0_and_the_rank_that_failed(failed_run: RunDir, orchestra: CommandLine) -> None:
+    text = orchestra("logs", "broken-1").out
+    said = [line for line in text.splitlines() if line.endswith("says")]
+    assert said == ["torchrun says", "rank 0 says", "rank 1 says"]
+    assert orchestra("logs", "broken-1", "--rank", "1", "-f").out == "rank 1 says\n"
 
 
-def test_logs_of_a_run_without_an_attempt_are_what_its_job_wrote(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    run = RunDir(tmp_path / "runs" / "submitted")
-    run.job_logs.mkdir(parents=True)
-    run.record.write_text("{}")
-    (run.job_logs / "7_0_log.out").write_text("module: command not found\n")
-    assert main(["logs", "submitted"]) == 0
-    assert "module: command not found" in capsys.readouterr().out
-
-
-def test_logs_that_do_not_exist_say_which_do(failed_run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["logs", "broken-1", "--rank", "7"]) == EXIT_USAGE
-    assert "rank-00001.log" in capsys.readouterr().err
-    assert main(["logs", "broken-1", "--attempt", "2"]) == EXIT_USAGE
-    assert "attempt-000" in capsys.readouterr().err
+def test_logs_that_do_not_exist_say_which_do(failed_run: RunDir, orchestra: CommandLine) -> None:
+    assert "rank-00001.log" in orchestra("logs", "broken-1", "--rank", "7", code=EXIT_USAGE).err
+    assert "attempt-000" in orchestra("logs", "broken-1", "--attempt", "2", code=EXIT_USAGE).err
 
 
 def test_the_command_answers_from_a_bare_checkout_and_survives_a_closed_pipe(failed_run: RunDir) -> None:

@@ -8,15 +8,15 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.command_line import CommandLine
 
 from launchers.slurm.cluster import NodeKind, Partition
 from launchers.slurm.commands import parsed_settings
-from orchestra.cli import main
 from orchestra.doctor import host_checks, node_probe, slurm_checks
 from orchestra.doctor.check import Check, Finding, Mark, Subject, perform
 from orchestra.doctor.node_checks import judged
@@ -33,27 +33,19 @@ def _quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_checks, "SOFTWARE_CHECKS", host_checks.SOFTWARE_CHECKS[:-1])
 
 
-def findings(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, dict[str, str]]]:
-    code = main(["doctor", *words, "--json"])
-    record = json.loads(capsys.readouterr().out)
-    assert record["ok"] == (code == 0)
-    return code, {finding["name"]: finding for finding in record["findings"]}
+def findings(orchestra: CommandLine, *words: str, code: int = 0) -> dict[str, dict[str, str]]:
+    record = orchestra.json("doctor", *words, code=code)
+    assert record["ok"] == (code == 0), record
+    return {finding["name"]: finding for finding in record["findings"]}
 
 
 @pytest.mark.usefixtures("_quick")
-def test_healthy_machine_passes_and_nothing_is_left_behind(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, found = findings(capsys)
-    assert (code, found["slurm"]["mark"], found["run.dir"]["mark"]) == (0, "note", "ok"), found
+def test_healthy_machine_passes_and_nothing_is_left_behind(tmp_path: Path, orchestra: CommandLine) -> None:
+    found = findings(orchestra)
+    assert (found["slurm"]["mark"], found["run.dir"]["mark"]) == ("note", "ok"), found
     assert {"python", "orchestra", "imports", "libraries", "clock", "host name", "ports"} <= set(found)
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.usefixtures("_quick")
-def test_lines_fit_80_columns_and_end_with_a_count(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = orchestra("doctor").out.splitlines()
     assert all(len(line) <= 80 or "/" in line for line in lines)
     assert " ok, " in lines[-1]
 
@@ -69,19 +61,19 @@ def test_lines_fit_80_columns_and_end_with_a_count(capsys: pytest.CaptureFixture
     ],
 )
 def test_what_is_missing_fails_with_advice(
-    override: str, name: str, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    override: str, name: str, words: str, monkeypatch: pytest.MonkeyPatch, orchestra: CommandLine
 ) -> None:
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", "/nowhere")
-    code, found = findings(capsys, override)
-    assert (code, found[name]["mark"], words in found[name]["found"]) == (1, "failed", True), found[name]
-    assert found[name]["advice"]
+    finding = findings(orchestra, override, code=1)[name]
+    assert (finding["mark"], words in finding["found"]) == ("failed", True), finding
+    assert finding["advice"]
 
 
 @pytest.mark.usefixtures("_quick")
-def test_wrong_override_ends_with_2(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "cluster.nods=2"]) == 2
-    assert main(["doctor", "--nodes", "0"]) == 2
+def test_wrong_override_ends_with_2(orchestra: CommandLine) -> None:
+    orchestra("doctor", "cluster.nods=2", code=2)
+    orchestra("doctor", "--nodes", "0", code=2)
 
 
 def test_foreign_conf_in_the_working_directory_is_named(tmp_path: Path) -> None:
@@ -90,14 +82,8 @@ def test_foreign_conf_in_the_working_directory_is_named(tmp_path: Path) -> None:
     only = "from orchestra.doctor import host_checks as h; h.SOFTWARE_CHECKS = h.SOFTWARE_CHECKS[:-1]"
     code = f"{only}; from orchestra.cli import main; raise SystemExit(main(['doctor', '--json']))"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(["", str(ROOT)]), "PATH": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stderr
     found = {finding["name"]: finding for finding in json.loads(done.stdout)["findings"]}
     assert str(tmp_path / "conf") in found["imports"]["found"]
@@ -115,38 +101,22 @@ def test_broken_and_hanging_checks_are_failures_of_their_own() -> None:
         gate.wait()
         return []
 
-    def works(_: Subject) -> list[Finding]:
-        return [Finding("works", Mark.ok, "fine")]
-
-    checks = [Check("breaks", breaks), Check("hangs", hangs, limit_s=0.2), Check("works", works)]
-    found = list(perform(checks, Subject()))
+    works = Check("works", lambda _: [Finding("works", Mark.ok, "fine")])
+    first, *others = perform([Check("breaks", breaks), Check("hangs", hangs, limit_s=0.2), works], Subject())
     gate.set()
-    assert [(finding.name, finding.mark) for finding in found] == [
-        ("breaks", Mark.failed),
-        ("hangs", Mark.failed),
-        ("works", Mark.ok),
+    assert (first.name, first.mark, "no such luck" in first.found) == ("breaks", Mark.failed, True)
+    assert [(each.name, each.mark) for each in others] == [("hangs", Mark.failed), ("works", Mark.ok)]
+
+
+def probed(*folders: Path) -> list[dict[str, Any]]:
+    """Run one probe per folder at the same time, each a node with that run.dir; return their answers."""
+    probes = [
+        Probe({"folder": str(folder), "interface": "lo", "wait_s": 1.5}, node, len(folders))
+        for node, folder in enumerate(folders)
     ]
-    assert "no such luck" in found[0].found
-
-
-@pytest.fixture
-def probed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, Any]]]:
-    """Return a function that runs one probe per folder at the same time, each a node with that run.dir."""
-    monkeypatch.delenv("SLURMD_NODENAME", raising=False)
-
-    def run(*folders: Path) -> list[dict[str, Any]]:
-        probes = [
-            Probe({"folder": str(folder), "interface": "lo", "wait_s": 1.5}, node, len(folders))
-            for node, folder in enumerate(folders)
-        ]
-        threads = [threading.Thread(target=probe.look) for probe in probes]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return [{**probe.answer, "host": f"node{probe.node + 1}"} for probe in probes]
-
-    return run
+    with ThreadPoolExecutor(len(probes)) as pool:
+        answers = list(pool.map(Probe.look, probes))
+    return [{**answer, "host": f"node{number}"} for number, answer in enumerate(answers, start=1)]
 
 
 def marks(answers: list[dict[str, Any]], run_dir: Path) -> dict[str, Finding]:
@@ -154,7 +124,7 @@ def marks(answers: list[dict[str, Any]], run_dir: Path) -> dict[str, Finding]:
     return {finding.name: finding for finding in found}
 
 
-def test_nodes_that_share_a_folder_pass(tmp_path: Path, probed: Callable[..., list[dict[str, Any]]]) -> None:
+def test_nodes_that_share_a_folder_pass(tmp_path: Path) -> None:
     (tmp_path / node_probe.LOGIN).touch()
     found = marks(probed(tmp_path, tmp_path, tmp_path), tmp_path)
     assert {finding.mark for finding in found.values()} == {Mark.ok}, found
@@ -162,9 +132,7 @@ def test_nodes_that_share_a_folder_pass(tmp_path: Path, probed: Callable[..., li
 
 
 @pytest.mark.slow
-def test_node_with_a_folder_of_its_own_is_named(
-    tmp_path: Path, probed: Callable[..., list[dict[str, Any]]]
-) -> None:
+def test_node_with_a_folder_of_its_own_is_named(tmp_path: Path) -> None:
     shared, own, nowhere = tmp_path / "shared", tmp_path / "own", tmp_path / "nowhere"
     shared.mkdir()
     own.mkdir()
@@ -193,13 +161,12 @@ def test_unreachable_late_and_different_nodes_are_named(tmp_path: Path) -> None:
 
 
 def test_settings_of_a_cluster_that_matter_are_told() -> None:
-    found = parsed_settings(
-        "ClusterName = big\nJobRequeue = 0\nKillWait = 2 sec\nMaxArraySize = 1\n not a setting\n"
-    )
-    told = {finding.name: finding for finding in slurm_checks._rules(found)}
-    assert "cluster.requeue=chain" in told["requeueing"].advice
-    assert [told[name].mark for name in ("requeueing", "kill wait", "arrays")] == [Mark.note] * 3
-    assert slurm_checks._accounting(found).mark is Mark.note
+    lines = ("ClusterName = big", "JobRequeue = 0", "KillWait = 2 sec", "MaxArraySize = 1", " not a setting")
+    setup = parsed_settings("\n".join(lines))
+    found = {finding.name: finding for finding in slurm_checks._rules(setup)}
+    assert "cluster.requeue=chain" in found["requeueing"].advice
+    assert [found[name].mark for name in ("requeueing", "kill wait", "arrays")] == [Mark.note] * 3
+    assert slurm_checks._accounting(setup).mark is Mark.note
 
 
 def test_partitions_without_usable_nodes_and_unknown_ones_are_named() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -13,23 +14,19 @@ from orchestra.cli.text.figures import chart, resampled, sparkline
 
 
 @pytest.mark.parametrize(
-    ("value", "text"),
-    [(41234.3, "41.2k"), (999.96, "1.00k"), (0.8312, "0.83"), (1.5e6, "1.50M"), (16, "16"), (None, "-")],
+    ("text_of", "value", "text"),
+    [
+        *((figures.quantity, *pair) for pair in ((41234.3, "41.2k"), (999.96, "1.00k"), (0.8312, "0.83"))),
+        *((figures.quantity, *pair) for pair in ((1.5e6, "1.50M"), (16, "16"), (None, "-"))),
+        *((figures.duration, *pair) for pair in ((42, "0:42"), (59.6, "1:00"), (3723, "1:02:03"))),
+        *((figures.duration, *pair) for pair in ((273900, "3d 04:05"), (None, "-"))),
+        *((figures.percent, *pair) for pair in ((0.3121, "31.2%"), (None, "n/a"))),
+    ],
 )
-def test_quantities_have_three_digits(value: float | None, text: str) -> None:
-    assert figures.quantity(value) == text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(42, "0:42"), (59.6, "1:00"), (3723, "1:02:03"), (273900, "3d 04:05"), (None, "-")],
-)
-def test_durations(seconds: float | None, text: str) -> None:
-    assert figures.duration(seconds) == text
-
-
-def test_an_unknown_mfu_is_not_a_number() -> None:
-    assert (figures.percent(None), figures.percent(0.3121)) == ("n/a", "31.2%")
+def test_quantities_have_three_digits_and_what_is_unknown_none(
+    text_of: Callable[[float | None], str], value: float | None, text: str
+) -> None:
+    assert text_of(value) == text
 
 
 def test_a_table_is_aligned_and_cuts_nothing() -> None:
@@ -54,13 +51,10 @@ def test_drawings_fit_their_width(values: list[float], width: int) -> None:
     assert all(len(row) <= width for row in rows)
 
 
-def test_a_falling_series_falls_in_the_drawing() -> None:
+def test_a_falling_series_falls_in_the_drawing_and_a_flat_one_is_drawn() -> None:
     assert sparkline([8.0, 4.0, 1.0], 10) == "█▄▁"
     rows = chart([3.0, 1.0], 40, 4)
     assert (rows[0][:6], rows[-1][:6]) == ("3.00 ┤", "1.00 ┤")
     assert rows[0][6] != rows[-1][6]
-
-
-def test_a_flat_series_is_drawn() -> None:
     assert sparkline([2.0, 2.0], 10) == "▁▁"
     assert len(chart([2.0, 2.0], 40, 4)) == 4

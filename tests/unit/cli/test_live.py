@@ -6,13 +6,12 @@ import io
 import os
 import pty
 import re
-from collections.abc import Iterable
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 
-from orchestra.cli.foreground_view import GuardedView, PlainView, open_view
-from orchestra.cli.text.progress import Progress
+from orchestra.cli.text.progress import GuardedView, PlainView, Progress, open_view
 from orchestra.run.events import EventWriter, rank_writer
 from orchestra.run.files import JsonLinesWriter
 from orchestra.run.paths import RunDir
@@ -23,17 +22,37 @@ def _row(step: int, loss: float, mfu: float | None = 0.25) -> dict[str, object]:
     return {"step": step, "loss": loss, "mfu_convention": "palm", **speed}
 
 
-def _read_until(words: str, reader: int) -> str:
-    """Read a pseudo-terminal, which hands out what was written in pieces."""
-    read = b""
-    while words.encode() not in read:
-        read += os.read(reader, 1 << 16)
-    return read.decode()
+def _plain(progress: Progress, stream: TextIO) -> GuardedView:
+    return GuardedView(lambda: PlainView(progress, stream), stream)
+
+
+def _on_a_terminal(folder: Path, columns: int, rows: int, *, steps: int = 3000, stops: int = 0) -> str:
+    """Return what a terminal of so many columns was sent while a run logged `rows`, without its colours."""
+    reader, writer = pty.openpty()
+    run = RunDir(folder)
+    with pytest.MonkeyPatch.context() as patch, os.fdopen(writer, "w", encoding="utf-8") as stream:
+        patch.setenv("TERM", "xterm")
+        patch.setenv("COLUMNS", str(columns))
+        # Every tick draws.
+        patch.setattr("orchestra.cli.text.progress._REFRESH_S", 0.0)
+        view = open_view(Progress(run, steps), [], "starting 2 ranks …", stream)
+        view.tick(stops)
+        metrics = JsonLinesWriter(run.metrics)
+        for step in range(1, rows + 1):
+            metrics.write(_row(step, 6.0 - step / 4))
+        view.tick(stops)
+        view.close(["the end"])
+        shown = b""
+        while b"the end" not in shown:
+            # A pseudo-terminal hands out what was written in pieces.
+            shown += os.read(reader, 1 << 16)
+    os.close(reader)
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
 
 
 def test_a_long_run_is_told_in_about_fifty_lines_with_first_and_last(tmp_path: Path) -> None:
     run, stream = RunDir(tmp_path), io.StringIO()
-    metrics, view = JsonLinesWriter(run.metrics), PlainView(Progress(RunDir(tmp_path), 1003), stream)
+    metrics, view = JsonLinesWriter(run.metrics), _plain(Progress(run, 1003), stream)
     for step in range(1, 1004):
         metrics.write(_row(step, 5.0))
         view.tick(0)
@@ -43,11 +62,15 @@ def test_a_long_run_is_told_in_about_fifty_lines_with_first_and_last(tmp_path: P
     assert (lines[0][:14], lines[-2][:14], lines[-1]) == ("step    1/1003", "step 1003/1003", "the end")
 
 
-def test_an_unknown_mfu_is_said_to_be_unknown(tmp_path: Path) -> None:
-    stream = io.StringIO()
-    JsonLinesWriter(RunDir(tmp_path).metrics).write(_row(1, 5.0, mfu=None))
-    PlainView(Progress(RunDir(tmp_path), 4), stream).close([])
-    assert stream.getvalue() == "step 1/4  loss 5.0000  12.3k tok/s  MFU n/a  |g| 0.50  ETA 0:06\n"
+def test_the_micro_batch_that_was_found_and_an_unknown_mfu_are_told(tmp_path: Path) -> None:
+    run, stream = RunDir(tmp_path), io.StringIO()
+    EventWriter(run, rank_writer(0, 0), 0, rank=0).write("micro_batch_chosen", size=4, accumulation=3)
+    JsonLinesWriter(run.metrics).write(_row(1, 5.0, mfu=None))
+    _plain(Progress(run, 4), stream).close([])
+    assert stream.getvalue().splitlines() == [
+        "micro-batch 4 × accumulation 3: the largest that fits",
+        "step 1/4  loss 5.0000  12.3k tok/s  MFU n/a  |g| 0.50  ETA 0:06",
+    ]
 
 
 def test_the_summary_counts_what_was_trained_again_once(tmp_path: Path) -> None:
@@ -64,28 +87,11 @@ def test_the_summary_counts_what_was_trained_again_once(tmp_path: Path) -> None:
     assert (summary.step, summary.first_loss, summary.last_loss, summary.tokens) == (4, 5.0, 3.0, 40)
 
 
-def test_a_terminal_gets_one_line_that_fits_and_the_loss_as_blocks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "80")
-    reader, writer = pty.openpty()
-    run = RunDir(tmp_path)
-    with os.fdopen(writer, "w", encoding="utf-8") as stream:
-        progress = Progress(run, 20)
-        view = open_view(progress, ["run     x"], "starting 2 ranks …", stream)
-        view.tick(0)
-        metrics = JsonLinesWriter(run.metrics)
-        for step in range(1, 11):
-            metrics.write(_row(step, 6.0 - step / 4))
-        view.close(["the end"])
-        stream.flush()
-        shown = _read_until("the end", reader)
-    os.close(reader)
+def test_a_terminal_gets_one_line_that_fits_and_the_loss_as_blocks(tmp_path: Path) -> None:
     # Each line as it stands in the end: what comes before a return to its beginning was drawn over.
-    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown).replace("\r\n", "\n")
-    text = [line.split("\r")[-1] for line in plain.split("\n")]
-    assert "starting 2 ranks … 0 s" in plain
+    shown = _on_a_terminal(tmp_path, 80, 10, steps=20).replace("\r\n", "\n")
+    text = [line.split("\r")[-1] for line in shown.split("\n")]
+    assert re.search(r"starting 2 ranks … \d+ s", shown)
     (bar,) = [line for line in text if "10/20" in line]
     assert "loss 3.5000  12.3k tok/s  MFU 25.0%  |g| 0.50  ETA 0:20" in bar
     assert any("▇" in line and line.rstrip().endswith("3.50") for line in text)
@@ -97,7 +103,7 @@ def test_a_resumed_run_shows_only_what_is_new_and_what_was_restored(tmp_path: Pa
     metrics = JsonLinesWriter(run.metrics)
     for step in (1, 2, 3):
         metrics.write(_row(step, 5.0))
-    view = PlainView(Progress(run, 4, attempt=1), stream)
+    view = _plain(Progress(run, 4, attempt=1), stream)
     events = EventWriter(run, rank_writer(1, 0), 1, rank=0)
     skipped = [{"step": 3, "reason": "a file is too short"}]
     events.write("restored", step=2, skipped=skipped)
@@ -113,54 +119,18 @@ def test_a_resumed_run_shows_only_what_is_new_and_what_was_restored(tmp_path: Pa
     ]
 
 
-def test_the_micro_batch_that_the_ranks_have_found_is_told(tmp_path: Path) -> None:
-    run, stream = RunDir(tmp_path), io.StringIO()
-    view = PlainView(Progress(run, 4), stream)
-    EventWriter(run, rank_writer(0, 0), 0, rank=0).write("micro_batch_chosen", size=4, accumulation=3)
-    view.close(["the end"])
-    assert stream.getvalue().splitlines() == [
-        "micro-batch 4 × accumulation 3: the largest that fits",
-        "the end",
-    ]
-
-
-def test_a_terminal_says_when_a_checkpoint_is_being_saved(tmp_path: Path) -> None:
-    run = RunDir(tmp_path)
-    events = EventWriter(run, rank_writer(0, 0), 0, rank=0)
+def test_a_terminal_says_when_a_checkpoint_is_being_saved_and_that_a_stop_was_heard(tmp_path: Path) -> None:
+    events = EventWriter(RunDir(tmp_path), rank_writer(0, 0), 0, rank=0)
+    assert "stopping (Ctrl-C again: at once)" in _on_a_terminal(tmp_path, 80, 0, stops=1)
     events.write("checkpoint_started", step=2)
     assert "ETA 1:39:56  saving" in _on_a_terminal(tmp_path, 80, 2)
     events.write("checkpoint_committed", step=2)
     assert "saving" not in _on_a_terminal(tmp_path, 80, 2)
 
 
-def test_a_closed_pipe_silences_the_view(tmp_path: Path) -> None:
-    reader, writer = os.pipe()
-    os.close(reader)
-    with os.fdopen(writer, "w") as stream:
-        view = PlainView(Progress(RunDir(tmp_path), 2), stream)
-        view.close(["nobody reads this", "nor this"])
-
-
-def _on_a_terminal(tmp_path: Path, columns: int, rows: int, stops: int = 0) -> str:
-    """Return what a terminal of so many columns was sent, colours and movements left out."""
-    reader, writer = pty.openpty()
-    metrics = JsonLinesWriter(RunDir(tmp_path).metrics)
-    with pytest.MonkeyPatch.context() as patch, os.fdopen(writer, "w", encoding="utf-8") as stream:
-        patch.setenv("TERM", "xterm")
-        patch.setenv("COLUMNS", str(columns))
-        view = open_view(Progress(RunDir(tmp_path), 3000), [], "starting 2 ranks …", stream)
-        for step in range(1, rows + 1):
-            metrics.write(_row(step, 6.0))
-        view.tick(stops)
-        view.close(["the end"])
-        shown = _read_until("the end", reader)
-    os.close(reader)
-    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown)
-
-
 @pytest.mark.parametrize(
     ("columns", "kept", "dropped"),
-    [(70, "|g| 0.50", "?"), (60, "MFU 25.0%", "|g|"), (48, "tok/s", "MFU"), (36, "loss 6.0000", "tok")],
+    [(70, "|g| 0.50", "?"), (60, "MFU 25.0%", "|g|"), (48, "tok/s", "MFU"), (36, "loss 3.7500", "tok")],
 )
 def test_a_narrow_terminal_gets_fewer_figures_but_whole_ones(
     tmp_path: Path, columns: int, kept: str, dropped: str
@@ -173,28 +143,18 @@ def test_a_narrow_terminal_gets_fewer_figures_but_whole_ones(
     assert len(line) <= columns
 
 
-def test_a_stop_is_confirmed_before_the_first_step_too(tmp_path: Path) -> None:
-    assert "stopping (Ctrl-C again: at once)" in _on_a_terminal(tmp_path, 80, 0, stops=1)
-
-
-def test_a_full_disk_silences_the_view(tmp_path: Path) -> None:
-    JsonLinesWriter(RunDir(tmp_path).metrics).write(_row(1, 5.0))
-    with Path("/dev/full").open("w") as stream:
-        view = open_view(Progress(RunDir(tmp_path), 2), ["run     x"], "starting", stream)
-        view.tick(1)
-        view.close(["the end"])
-
-
-def test_a_terminal_that_is_gone_silences_the_view(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("what", ["a full disk", "a terminal that is gone", "a pipe that nobody reads"])
+def test_a_stream_that_fails_silences_the_view(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TERM", "xterm")
-    reader, writer = pty.openpty()
-    metrics = JsonLinesWriter(RunDir(tmp_path).metrics)
-    with os.fdopen(writer, "w") as stream:
+    reader, writer = os.pipe() if what == "a pipe that nobody reads" else pty.openpty()
+    with Path("/dev/full").open("w") if what == "a full disk" else os.fdopen(writer, "w") as stream:
         view = open_view(Progress(RunDir(tmp_path), 2), ["run     x"], "starting", stream)
         os.close(reader)
-        metrics.write(_row(1, 5.0))
-        view.tick(0)
-        view.close(["the end"])
+        JsonLinesWriter(RunDir(tmp_path).metrics).write(_row(1, 5.0))
+        view.tick(1)
+        view.close(["nobody reads this", "nor this"])
 
 
 def test_a_view_that_fails_says_so_and_ends_nothing() -> None:
@@ -202,8 +162,8 @@ def test_a_view_that_fails_says_so_and_ends_nothing() -> None:
         def tick(self, stops: int) -> None:  # noqa: ARG002  a View's
             raise ValueError("bad row")
 
-        def close(self, lines: Iterable[str]) -> None:
-            assert list(lines) == []
+        def close(self) -> None:
+            pass
 
     stream = io.StringIO()
     view = GuardedView(Failing, stream)

@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 
 import pytest
+from support.command_line import CommandLine
 
 from conf.schema import Config
-from orchestra.cli import main
 from orchestra.cli.text.describe import spent_lines
 from orchestra.run.config_file import write_config
 from orchestra.run.events import EventWriter, node_writer, rank_writer, read_events
@@ -39,24 +39,18 @@ def run(tmp_path: Path) -> RunDir:
 
 
 @pytest.mark.parametrize("verb", ["status", "why"])
-def test_a_run_says_where_its_time_went(verb: str, run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([verb, str(run.path)]) == 0
-    printed = capsys.readouterr().out
+def test_a_run_says_where_its_time_went(verb: str, run: RunDir, orchestra: CommandLine) -> None:
+    printed = orchestra(verb, str(run.path)).out
     assert "time    3:40, goodput 45.5%: productive 1:40, starts 20.0s, queue 1:40" in printed
     assert max(map(len, printed.splitlines())) <= 80 + len(str(run.path))
-
-
-@pytest.mark.parametrize("verb", ["status", "why"])
-def test_the_same_stands_in_json(verb: str, run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([verb, str(run.path), "--json"]) == 0
-    read = json.loads(capsys.readouterr().out)
-    told = read[0] if isinstance(read, list) else read
-    accounts = told["accounts"]
+    read = orchestra.json(verb, str(run.path))
+    state = read[0] if isinstance(read, list) else read
+    accounts = state["accounts"]
     assert accounts["wall_s"] == pytest.approx(220)
     seconds = [value for key, value in accounts.items() if key not in ("wall_s", "goodput")]
     assert sum(seconds) == pytest.approx(accounts["wall_s"])
-    assert told["goodput"] == accounts["goodput"] == pytest.approx(100 / 220)
-    assert told["stragglers"] == []
+    assert state["goodput"] == accounts["goodput"] == pytest.approx(100 / 220)
+    assert state["stragglers"] == []
 
 
 def test_slow_ranks_are_named_slowest_first_until_they_are_gone(run: RunDir) -> None:

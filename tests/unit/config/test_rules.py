@@ -1,39 +1,30 @@
-"""Every rule has a configuration that breaks it, and says what was found and what to do."""
+"""What a configuration meets: its rules, what the machine decides and can carry; and its signature."""
 
 from __future__ import annotations
 
+import math
+import re
+import shutil
+import typing
 from collections.abc import Sequence
+from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
-from omegaconf import OmegaConf
-from rule_cases import CASES, ELSEWHERE, Change
+from rule_cases import CASES, ELSEWHERE, Change, broken, changed
 
 from checkpointing.options import PHASES
-from conf.schema import Config, FaultPhase
-from orchestra.config.machine import Situation, resolved
+from conf.schema import Config, FaultPhase, OptimConfig, RunConfig, WandbConfig, WandbMode
+from orchestra.config.keys import known_keys
+from orchestra.config.machine import Situation, resolved, signature, this_machine, world_size
 from orchestra.config.rules import all_rules, value_rules
-from orchestra.config.rules.all_rules import RULES, check, problems_of
-from orchestra.data.pack.command import PackRequest, pack, plan_pack
-from orchestra.errors import ConfigError
-from orchestra.run.config_file import writable_schema
+from orchestra.config.rules.all_rules import RULES, problems_of
 
 CPU = Situation("run", num_gpus=0)
 PLAN = Situation("plan", num_gpus=0)
-
-
-def changed(changes: Change) -> Config:
-    """The default configuration with some keys changed."""
-    node = writable_schema()
-    for name, value in changes.items():
-        OmegaConf.update(node, name, value, force_add=True)
-    return cast(Config, OmegaConf.to_object(node))
-
-
-def broken(changes: Change, situation: Situation = PLAN) -> list[str]:
-    return problems_of(resolved(changed(changes), situation), situation)
+LAPTOP = Situation("run", num_gpus=0, num_cores=2, memory_bytes=16 * 2**30)
+WITH_A_LEAST = [name for name, (least, _) in value_rules._BOUNDS.items() if least is not None]
 
 
 @pytest.mark.parametrize(
@@ -46,7 +37,7 @@ def test_a_broken_rule_says_what_was_found_and_what_to_do(
     function = next(function for function in RULES if function.__name__ == rule)
     sentences = list(function(config, PLAN))
     assert any(all(word in sentence for word in words) for sentence in sentences), sentences
-    assert not any("\n" in sentence for sentence in broken(changes))
+    assert not any("\n" in sentence for sentence in broken(changes, PLAN))
 
 
 def test_every_rule_is_broken_by_some_case() -> None:
@@ -73,10 +64,6 @@ def test_each_command_says_where_it_trains(verb: str, launcher: str, advice: str
     assert advice is None or advice in problems[0]
 
 
-def test_the_default_configuration_breaks_no_rule() -> None:
-    check(resolved(Config(), CPU), CPU)
-
-
 @pytest.mark.parametrize(
     ("num_gpus", "changes", "words"),
     [
@@ -90,30 +77,47 @@ def test_gpus_that_are_not_there_are_missed(num_gpus: int, changes: Change, word
     assert not any(words in problem for problem in broken(on_cluster, Situation("run", num_gpus)))
 
 
-def test_numbers_that_no_float_can_hold_are_refused_like_others() -> None:
-    for name in value_rules._AT_LEAST:
-        assert problems_of(resolved(changed({name: 10**400}), CPU), CPU), name
-
-
-NOT_BUILT: dict[str, list[Any]] = {
-    "parallelism.pp": [2],
-    "parallelism.cp": [2],
-    "parallelism.ep": [2],
-    "model.num_experts": [8],
+# Numbers that have a rule of their own.
+OF_OTHER_RULES = {
+    *(f"parallelism.{axis}" for axis in ("dp", "zero", "tp", "pp", "cp", "ep")),
+    *("optim.betas", "optim.wsd_decay_fraction", "train.profile.steps", "train.profile.ranks"),
+    *("train.global_batch_size", "train.micro_batch_size", "cluster.gpus_per_node", "cluster.array_throttle"),
+    "recovery.straggler_factor",
 }
+
+
+def test_every_number_of_the_schema_has_a_least_value() -> None:
+    types = {name: typing.get_args(key.type) or (key.type,) for name, key in known_keys().items()}
+    numbers = {name for name, kinds in types.items() if int in kinds or float in kinds}
+    assert numbers - {*WITH_A_LEAST, *value_rules._POSITIVE, *value_rules._NOT_NEGATIVE} == OF_OTHER_RULES
+
+
+@pytest.mark.parametrize("name", value_rules._BOUNDS)
+def test_numbers_outside_their_bounds_are_refused_even_those_that_no_float_can_hold(name: str) -> None:
+    least, most = value_rules._BOUNDS[name]
+    too_large = (most or 2**63 - 1) + 1
+    (problem,) = value_rules.rule_sizes(changed({name: too_large}), PLAN)
+    assert problem.startswith(f"{name}={too_large}")
+    assert "is too large" in problem
+    if least is not None:
+        (problem,) = value_rules.rule_sizes(changed({name: least - 1}), PLAN)
+        assert problem == f"{name}={least - 1} is too small; use {least} or more"
+        assert problems_of(resolved(changed({name: 10**400}), CPU), CPU)
+
+
+@pytest.mark.parametrize("name", [*value_rules._POSITIVE, *value_rules._NOT_NEGATIVE])
+def test_numbers_that_are_not_finite_or_negative_are_refused(name: str) -> None:
+    for value in (-1.0, math.nan, math.inf, *([0.0] if name in value_rules._POSITIVE else [])):
+        (problem,) = value_rules.rule_numbers(changed({name: value}), PLAN)
+        assert problem.startswith(f"{name}={value} is not a ")
 
 
 @pytest.mark.parametrize("row", all_rules.TABLE, ids=lambda row: row.key)
 def test_what_is_not_built_is_refused_by_run_and_known_to_plan(row: all_rules.NotYet) -> None:
-    refused = 0
-    for value in NOT_BUILT[row.key]:
-        changes = {row.key: value}
-        if row.is_asked_for(attrgetter(row.key)(changed(changes))):
-            refused += 1
-            assert any(f"does not have {row.feature} yet" in problem for problem in broken(changes, CPU))
-            assert not any("does not have" in problem for problem in broken(changes, PLAN))
-    assert refused
-    assert not row.is_asked_for(attrgetter(row.key)(Config()))
+    changes = {row.key: row.most + 1}
+    assert any(f"does not have {row.feature} yet" in problem for problem in broken(changes, CPU))
+    assert not any("does not have" in problem for problem in broken(changes, PLAN))
+    assert attrgetter(row.key)(Config()) <= row.most
 
 
 def test_faults_can_strike_in_every_phase_that_the_library_has() -> None:
@@ -122,46 +126,153 @@ def test_faults_can_strike_in_every_phase_that_the_library_has() -> None:
         fault = {"attempt": 2, "rank": "all", "fault": "sigkill", "phase": phase.name}
         if phase is not FaultPhase.setup:
             fault["at_step"] = 100
-        assert broken({"recovery.inject": [fault]}) == []
-
-
-@pytest.mark.parametrize("phase", ["step", "forward", "reduce", "restore"])
-def test_faults_outside_of_saves_strike_at_any_step(phase: str) -> None:
-    fault = {"at_step": 7, "rank": 1, "phase": phase}
-    assert broken({"checkpoint.every_steps": 3, "recovery.inject": [fault]}) == []
-
-
-def test_all_violations_come_in_one_error() -> None:
-    config = resolved(changed({"train.steps": 0, "optim.lr": -1.0, "parallelism.tp": 3}), CPU)
-    with pytest.raises(ConfigError) as caught:
-        check(config, CPU)
-    for word in ("train.steps=0", "optim.lr=-1.0", "num_attention_heads=8", "intermediate_size=352"):
-        assert word in str(caught.value)
-    assert caught.value.exit_code == 2
+        assert broken({"recovery.inject": [fault]}, PLAN) == []
+    for phase_name in ("step", "forward", "reduce", "restore"):
+        fault = {"at_step": 7, "rank": 1, "phase": phase_name}
+        changes = {"checkpoint.every_steps": 3, "recovery.inject": [fault]}
+        assert broken(changes, PLAN) == [], "outside of saves at any step"
+    fault = {"at_step": 100, "rank": 0, "phase": "mid_file"}
+    changes = {"checkpoint.every_steps": "auto", "recovery.inject": [fault]}
+    assert broken(changes, PLAN) == [], "the last step is saved also where the ranks choose"
 
 
 def test_impossible_sizes_break_no_other_rule_by_accident() -> None:
-    names = [
-        *value_rules._AT_LEAST,
-        "parallelism.tp",
-        "parallelism.pp",
-        "parallelism.cp",
-        "parallelism.ep",
-    ]
+    names = [*WITH_A_LEAST, "parallelism.tp", "parallelism.pp", "parallelism.cp", "parallelism.ep"]
     for value in (0, -3):
         config = changed(dict.fromkeys(names, value))
         assert len(problems_of(config, CPU)) > len(names) / 2
 
 
-def test_packed_files_are_found_by_prefix_or_name_and_their_vocabulary_is_checked(tmp_path: Path) -> None:
-    prefix = tmp_path / "corpus"
-    (tmp_path / "text.txt").write_text("some text " * 100)
-    pack(plan_pack(PackRequest([str(tmp_path / "text.txt")], str(prefix))))
-    for path in (str(prefix), f"{prefix}.bin", f"file://{prefix}"):
-        changes = {"data.source": "tokens", "data.path": path}
-        assert any("257 tokens" in problem for problem in broken({**changes, "model.vocab_size": 256})), path
-        assert broken({**changes, "model.vocab_size": 257}) == []
+def met(changes: Change, situation: Situation) -> Config:
+    """The default configuration with some keys changed, where it is resolved."""
+    return resolved(changed(changes), situation)
 
 
-def test_remote_files_are_not_looked_for() -> None:
-    assert broken({"data.source": "tokens", "data.path": "s3://bucket/corpus"}) == []
+@pytest.mark.parametrize(
+    ("num_gpus", "changes", "device", "ranks"),
+    [
+        (0, {}, "cpu", 2),
+        (4, {}, "cuda", 4),
+        (4, {"cluster.device": "cpu"}, "cpu", 2),
+        (4, {"cluster.gpus_per_node": 1}, "cuda", 1),
+        (0, {"cluster.gpus_per_node": 5}, "cpu", 5),
+        (0, {"cluster.device": "cuda"}, "cuda", None),
+        (4, {"cluster.launcher": "slurm"}, "auto", None),
+    ],
+)
+def test_auto_becomes_what_this_machine_has(
+    num_gpus: int, changes: Change, device: str, ranks: int | None
+) -> None:
+    config = met(changes, Situation("run", num_gpus))
+    assert config.cluster.device.value == device
+    assert world_size(config) == ranks
+
+
+def test_what_cannot_run_on_this_machine_is_refused_where_it_would_start() -> None:
+    assert broken({}, LAPTOP) == []
+    for changes, words in (
+        ({"cluster.gpus_per_node": 17}, ["gpus_per_node=17", "2 usable core(s)", "use at most 16"]),
+        ({"model.vocab_size": 10**7}, ["2,560,738,432 parameters × 16 bytes", "78,147 MiB", "16,384 MiB"]),
+    ):
+        problems = broken(changes, LAPTOP)
+        assert any(all(word in problem for word in words) for problem in problems), problems
+        assert broken(changes, CPU) == []
+
+
+def test_a_machine_on_which_ranks_start_says_its_cores_and_memory() -> None:
+    machine = this_machine(starts=True)
+    assert (machine.num_cores or 0) >= 1
+    assert (machine.memory_bytes or 0) > 2**27
+    assert this_machine() == Situation("run", machine.num_gpus)
+
+
+@pytest.mark.parametrize(
+    ("changes", "size"),
+    [
+        ({}, 16),
+        ({"cluster.gpus_per_node": 3}, 18),
+        ({"cluster.gpus_per_node": 6, "parallelism.tp": 2}, 18),
+        ({"train.micro_batch_size": 5}, 20),
+        ({"train.global_batch_size": 6}, 6),
+        ({"train.global_batch_tokens": 1024}, None),
+        ({"cluster.launcher": "slurm"}, None),
+        ({"parallelism.tp": 3}, None),
+    ],
+)
+def test_a_batch_size_that_nobody_gave_is_written_down(changes: Change, size: int | None) -> None:
+    assert met(changes, PLAN).train.global_batch_size == size
+
+
+def test_a_checkpoint_must_fit_the_disk_it_goes_to(tmp_path: Path) -> None:
+    free = shutil.disk_usage(tmp_path).free
+    # Just enough tokens that 12 bytes for each of their parameters are more than what is free.
+    changes: Change = {"model.vocab_size": free // (12 * 256) + 1, "model.tie_word_embeddings": False}
+    huge = Situation("run", num_gpus=0, num_cores=2, memory_bytes=2**60)
+    on_disk: Change = {**changes, "run.dir": str(tmp_path)}
+    for of in (on_disk, {**changes, "checkpoint.dir": f"file://{tmp_path}/new"}):
+        (problem,) = (text for text in broken(of, huge) if "one checkpoint needs" in text)
+        name = "checkpoint.dir" if "checkpoint.dir" in of else "run.dir"
+        for word in (f"{name}=", "parameters × 12 bytes", "are free", "checkpoint.every_steps=null"):
+            assert word in problem
+    assert broken({**changes, "checkpoint.dir": "s3://bucket/x"}, huge) == []
+    assert broken({**on_disk, "checkpoint.every_steps": None}, huge) == []
+    assert broken(on_disk, CPU) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "each"),
+    [
+        ({}, 16),
+        ({"parallelism.zero": 1}, 8 + 8 / 4),
+        ({"parallelism.zero": 2}, 4 + 12 / 4),
+        ({"parallelism.zero": 3}, 16 / 4),
+        ({"parallelism.zero": 3, "parallelism.shard_degree": 2}, 16 / 2),
+        ({"parallelism.tp": 2}, 16 / 2),
+        ({"parallelism.tp": 2, "parallelism.zero": 3}, 16 / 4),
+        ({"precision.name": "bf16", "parallelism.zero": 1}, 4 + 12 / 4),
+        ({"optim.state_dtype": "bf16"}, 12),
+    ],
+    ids=str,
+)
+def test_training_on_cpu_must_fit_host_memory_as_its_layout_shares_it_out(
+    changes: Change, each: float
+) -> None:
+    on_cpu = {"cluster.device": "cpu", "cluster.gpus_per_node": 4, "checkpoint.every_steps": None, **changes}
+    needed = round(808_064 * 4 * each)
+    assert broken(on_cpu, replace(LAPTOP, memory_bytes=needed)) == []
+    (problem,) = broken(on_cpu, replace(LAPTOP, memory_bytes=needed - 1))
+    assert f"808,064 parameters × {each:g} bytes" in problem
+    assert ("or parallelism=zero3" in problem) is (changes.get("parallelism.zero") != 3)
+
+
+def test_a_checkpoint_must_fit_host_memory_beside_the_training() -> None:
+    # 808,064 parameters: 2 ranks × 16 bytes for training and 12 bytes for one staged copy.
+    just_enough = 808_064 * (2 * 16 + 12)
+    on_cpu = {"cluster.device": "cpu", "cluster.gpus_per_node": 2}
+    assert broken(on_cpu, replace(LAPTOP, memory_bytes=just_enough)) == []
+    too_small = replace(LAPTOP, memory_bytes=just_enough - 1)
+    (problem,) = broken(on_cpu, too_small)
+    staged = "808,064 parameters × 12 bytes = 9.25 MiB of host memory"
+    for word in (staged, "beside the 24.7 MiB", "every_steps=null"):
+        assert word in problem
+    assert broken({**on_cpu, "checkpoint.every_steps": None}, too_small) == []
+
+
+def test_a_folder_for_checkpoints_means_the_same_from_anywhere_and_must_be_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert met({"checkpoint.dir": "saved"}, PLAN).checkpoint.dir == str(tmp_path / "saved")
+    assert met({"checkpoint.dir": "s3://bucket/saved"}, PLAN).checkpoint.dir == "s3://bucket/saved"
+    Path("file").write_text("")
+    (problem,) = broken({"checkpoint.dir": "file/checkpoints"}, LAPTOP)
+    assert f"{tmp_path}/file is not a folder" in problem
+
+
+def test_a_signature_is_of_the_values_that_count() -> None:
+    mine = signature(Config())
+    assert re.fullmatch(r"[0-9a-f]{12,}", mine)
+    run, wandb = RunConfig(name="other", dir="elsewhere"), WandbConfig(mode=WandbMode.disabled)
+    assert signature(replace(Config(), run=run, wandb=wandb)) == mine
+    assert signature(replace(Config(), optim=OptimConfig(lr=1e-3))) != mine
+    assert signature(replace(Config(), optim=OptimConfig(betas=[0.9, 0.96]))) != mine

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from orchestra.data.index import TokenIndex, index_text
+from orchestra.data.token_files import TokenIndex, index_text
 
 WriteTokens = Callable[..., str]
 

@@ -1,4 +1,6 @@
-"""Batches: the same global batch for every world size, read ahead by a thread that never hides or hangs."""
+"""Batches: the same global batch for every world size, without what the run leaves out, and read ahead by a
+thread that never hides or hangs.
+"""
 
 from __future__ import annotations
 
@@ -8,24 +10,32 @@ import time
 import numpy as np
 import pytest
 import torch
+from support.waiting import eventually
 
-from orchestra.data.loader import Batch, BatchPlan, Loader
+from orchestra.data.loader import Batch, Loader
 from orchestra.data.order import Int64, sample_ids
 from orchestra.data.source import TokenSamples
 from orchestra.errors import DataError
+from orchestra.run.rollback import Stretch, merged
+from orchestra.sizes.topology import BatchShape
 
 SEQ_LEN = 4
 GLOBAL_BATCH = 8
 SOURCE = TokenSamples(np.arange(1001, dtype=np.uint32), SEQ_LEN, 2000, "array")
 
 
-def plan(micro_batch: int, dp_coordinate: int = 0, dp_size: int = 1) -> BatchPlan:
-    accumulation = GLOBAL_BATCH // (micro_batch * dp_size)
-    return BatchPlan(GLOBAL_BATCH, micro_batch, accumulation, dp_coordinate, dp_size, SEQ_LEN)
+OUT = merged([Stretch(GLOBAL_BATCH, 3 * GLOBAL_BATCH), Stretch(4 * GLOBAL_BATCH + 3, 4 * GLOBAL_BATCH + 5)])
 
 
-def batches(plan: BatchPlan, count: int, position: int = 0) -> list[Batch]:
-    loader = Loader(SOURCE, plan, seed=7, position=position)
+def share(micro_batch: int, dp_coordinate: int = 0, dp: int = 1) -> tuple[BatchShape, int]:
+    accumulation = GLOBAL_BATCH // (micro_batch * dp)
+    return BatchShape(GLOBAL_BATCH, micro_batch, accumulation, dp, SEQ_LEN), dp_coordinate
+
+
+def batches(
+    share: tuple[BatchShape, int], count: int, position: int = 0, left_out: tuple[Stretch, ...] = ()
+) -> list[Batch]:
+    loader = Loader(SOURCE, *share, seed=7, position=position, left_out=left_out)
     try:
         return [loader.next_batch() for _ in range(count)]
     finally:
@@ -53,7 +63,7 @@ class Slow:
 
 
 def test_batch_holds_the_samples_that_its_ids_name() -> None:
-    (batch,) = batches(plan(2), 1)
+    (batch,) = batches(share(2), 1)
     assert batch.tokens.dtype == torch.int64
     assert batch.tokens.shape == (4, 2, SEQ_LEN + 1)
     assert batch.sample_ids.shape == (4, 2)
@@ -63,38 +73,57 @@ def test_batch_holds_the_samples_that_its_ids_name() -> None:
 
 @pytest.mark.parametrize(("micro_batch", "dp_size"), [(8, 1), (1, 1), (1, 8), (2, 2), (4, 2), (1, 4)])
 def test_all_ranks_together_see_the_same_global_batch(micro_batch: int, dp_size: int) -> None:
-    ranks = [batches(plan(micro_batch, rank, dp_size), 3) for rank in range(dp_size)]
-    for step in range(3):
+    alone = batches(share(GLOBAL_BATCH), 3)
+    ranks = [batches(share(micro_batch, rank, dp_size), 3) for rank in range(dp_size)]
+    for step, whole in enumerate(alone):
+        expected = sample_ids(step * GLOBAL_BATCH, GLOBAL_BATCH, num_samples=SOURCE.num_samples, seed=7)
         # [A, dp, B]: micro-batch, then rank, then sequence is the order of the global batch.
         together = np.stack([rank[step].sample_ids for rank in ranks], axis=1).reshape(-1)
-        expected = sample_ids(step * GLOBAL_BATCH, GLOBAL_BATCH, num_samples=SOURCE.num_samples, seed=7)
         assert np.array_equal(together, expected)
-
-
-def test_two_ranks_see_the_micro_batches_of_one_rank_with_two() -> None:
-    alone = batches(plan(4), 2)
-    ranks = [batches(plan(4, rank, 2), 2) for rank in range(2)]
-    for step in range(2):
-        for rank in range(2):
-            assert torch.equal(alone[step].tokens[rank], ranks[rank][step].tokens[0])
-
-
-def test_position_resumes_where_a_batch_ended() -> None:
-    whole = batches(plan(2), 4)
-    assert [batch.position for batch in whole] == [8, 16, 24, 32]
-    resumed = batches(plan(2), 2, position=whole[1].position)
-    assert torch.equal(resumed[0].tokens, whole[2].tokens)
-    assert torch.equal(resumed[1].tokens, whole[3].tokens)
+        tokens = torch.stack([rank[step].tokens for rank in ranks], dim=1)
+        assert torch.equal(tokens.reshape(whole.tokens.shape), whole.tokens)
 
 
 def test_an_epoch_ends_inside_a_batch_without_losing_a_sample() -> None:
     num_batches = -(-SOURCE.num_samples // GLOBAL_BATCH)
-    seen = np.concatenate([batch.sample_ids.reshape(-1) for batch in batches(plan(8), num_batches)])
-    assert np.array_equal(np.sort(seen[: SOURCE.num_samples]), np.arange(SOURCE.num_samples))
+    seen = ids(batches(share(8), num_batches))
+    assert sorted(seen[: SOURCE.num_samples]) == list(range(SOURCE.num_samples))
+
+
+def ids(found: list[Batch]) -> list[int]:
+    return np.concatenate([batch.sample_ids.ravel() for batch in found]).tolist()
+
+
+def test_no_sample_that_is_left_out_is_read_and_every_other_one_is() -> None:
+    whole = ids(batches(share(8), 8))
+    is_out = [any(out.begin <= place < out.end for out in OUT) for place in range(len(whole))]
+    kept = [sample for sample, out in zip(whole, is_out, strict=True) if not out]
+    found = ids(batches(share(8), 5, left_out=OUT))
+    assert found == kept[: len(found)]
+
+
+def test_whole_steps_that_are_left_out_are_as_if_they_were_not_there() -> None:
+    whole = batches(share(8), 6)
+    found = batches(share(8), 4, left_out=(Stretch(GLOBAL_BATCH, 3 * GLOBAL_BATCH),))
+    for expected, batch in zip([whole[0], *whole[3:]], found, strict=True):
+        assert (batch.sample_ids == expected.sample_ids).all()
+        assert batch.position == expected.position
+
+
+@pytest.mark.parametrize("left_out", [(), OUT], ids=["everything", "left out"])
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_going_on_from_a_position_gives_and_passes_over_the_same(
+    steps: int, left_out: tuple[Stretch, ...]
+) -> None:
+    whole = batches(share(2), 5, left_out=left_out)
+    assert left_out or [batch.position for batch in whole] == [8, 16, 24, 32, 40]
+    rest = batches(share(2), 5 - steps, position=whole[steps - 1].position, left_out=left_out)
+    assert ids(rest) == ids(whole[steps:])
+    assert torch.equal(rest[0].tokens, whole[steps].tokens)
 
 
 def test_error_of_the_thread_is_raised_with_its_type_after_the_good_batches_and_again() -> None:
-    loader = Loader(Slow(DataError("corpus.bin: offset 17"), fails_from=GLOBAL_BATCH), plan(8), seed=0)
+    loader = Loader(Slow(DataError("corpus.bin: offset 17"), fails_from=GLOBAL_BATCH), *share(8), seed=0)
     loader.next_batch()
     for _ in range(2):
         with pytest.raises(DataError, match=r"corpus\.bin: offset 17"):
@@ -104,18 +133,16 @@ def test_error_of_the_thread_is_raised_with_its_type_after_the_good_batches_and_
 
 def test_reads_ahead_no_further_than_asked() -> None:
     source = Slow()
-    loader = Loader(source, plan(8), seed=0, prefetch_batches=2)
-    deadline = time.monotonic() + 5
-    while source.num_reads < 3 * GLOBAL_BATCH and time.monotonic() < deadline:
-        time.sleep(0.01)
-    time.sleep(0.05)
+    loader = Loader(source, *share(8), seed=0, prefetch_batches=2)
     # Two wait, and a third is ready in the thread's hands.
+    assert eventually(lambda: source.num_reads >= 3 * GLOBAL_BATCH, limit_s=60)
+    time.sleep(0.05)
     assert source.num_reads == 3 * GLOBAL_BATCH
     loader.close()
 
 
 def test_close_ends_the_thread_and_whoever_still_waits() -> None:
-    loader = Loader(Slow(), plan(8), seed=0, prefetch_batches=1)
+    loader = Loader(Slow(), *share(8), seed=0, prefetch_batches=1)
     loader.next_batch()
     loader.close()
     loader.close()

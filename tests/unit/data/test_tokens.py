@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
-import threading
+import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import fsspec
 import numpy as np
 import pytest
 
 from conf.schema import DataConfig, Source
-from orchestra.data import cache
-from orchestra.data.index import read_index
+from orchestra.data import token_files
 from orchestra.data.source import open_source, open_tokens
+from orchestra.data.token_files import read_index
 from orchestra.errors import DataError
 
 WriteTokens = Callable[..., str]
@@ -30,13 +32,16 @@ def bucket() -> Iterator[Any]:
     system.store.clear()
 
 
-@pytest.fixture
-def remote(bucket: Any, write_tokens: WriteTokens) -> str:
-    """URL of a token file of 5,000 tokens."""
-    prefix = write_tokens("corpus", np.arange(5000, dtype=np.uint16) % 257)
+def upload(bucket: Any, prefix: str) -> str:
     for suffix in (".bin", ".json"):
         bucket.pipe_file(f"/data/corpus{suffix}", Path(prefix + suffix).read_bytes())
     return "memory://data/corpus"
+
+
+@pytest.fixture
+def remote(bucket: Any, write_tokens: WriteTokens) -> str:
+    """URL of a token file of 5,000 tokens."""
+    return upload(bucket, write_tokens("corpus", np.arange(5000, dtype=np.uint16) % 257))
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
@@ -63,35 +68,25 @@ def test_token_outside_the_vocabulary_is_named_by_file_and_offset(write_tokens: 
         source.read(77, out)
 
 
-def test_size_that_disagrees_with_the_index_is_named(write_tokens: WriteTokens) -> None:
-    prefix = write_tokens("corpus", np.zeros(1000, dtype=np.uint16))
-    with Path(f"{prefix}.bin").open("ab") as file:
-        file.truncate(1500)
-    with pytest.raises(DataError, match=r"corpus\.bin: breaks off at offset 1500.*its index says 2000"):
-        open_tokens(prefix)
-    with Path(f"{prefix}.bin").open("ab") as file:
-        file.truncate(2002)
-    with pytest.raises(DataError, match=r"corpus\.bin: goes on at offset 2000"):
-        open_tokens(prefix)
-
-
-def test_missing_file_is_named_with_the_command_that_writes_it(
+def test_size_that_disagrees_with_the_index_and_missing_and_torn_files_are_named(
     write_tokens: WriteTokens, tmp_path: Path
 ) -> None:
-    with pytest.raises(DataError, match=r"nowhere\.json: no such file; write it with `orchestra data pack`"):
-        open_tokens(str(tmp_path / "nowhere"))
-    prefix = write_tokens("corpus", np.zeros(10, dtype=np.uint16))
+    prefix = write_tokens("corpus", np.zeros(1000, dtype=np.uint16))
+    os.truncate(f"{prefix}.bin", 1500)
+    with pytest.raises(DataError, match=r"corpus\.bin: breaks off at offset 1500.*its index says 2000"):
+        open_tokens(prefix)
+    os.truncate(f"{prefix}.bin", 2002)
+    with pytest.raises(DataError, match=r"corpus\.bin: goes on at offset 2000"):
+        open_tokens(prefix)
     Path(f"{prefix}.bin").unlink()
     with pytest.raises(DataError, match=r"corpus\.bin: no such file beside its index"):
         open_tokens(prefix)
-
-
-def test_torn_index_is_named_with_the_place_where_it_breaks_off(write_tokens: WriteTokens) -> None:
-    index = Path(write_tokens("corpus", np.zeros(10, dtype=np.uint16)) + ".json")
-    whole = index.read_text()
-    index.write_text(whole[:-30])
+    index = Path(f"{prefix}.json")
+    index.write_text(index.read_text()[:-30])
     with pytest.raises(DataError, match=r"corpus\.json: not whole JSON.* offset \d+ of \d+ bytes"):
         read_index(index)
+    with pytest.raises(DataError, match=r"nowhere\.json: no such file; write it with `orchestra data pack`"):
+        open_tokens(str(tmp_path / "nowhere"))
 
 
 @pytest.mark.parametrize(
@@ -118,76 +113,53 @@ def test_index_that_says_nonsense_is_refused(
         read_index(index)
 
 
-@pytest.mark.parametrize("content", [b"[]", b"", b"\xff\xfe", b"3"])
-def test_index_that_is_something_else_is_refused(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "x.json").write_bytes(content)
-    with pytest.raises(DataError, match=r"x\.json: "):
-        read_index(tmp_path / "x.json")
+def test_index_that_is_something_else_is_refused(tmp_path: Path) -> None:
+    for content in (b"[]", b"", b"\xff\xfe", b"3"):
+        (tmp_path / "x.json").write_bytes(content)
+        with pytest.raises(DataError, match=r"x\.json: "):
+            read_index(tmp_path / "x.json")
 
 
 def test_remote_file_is_read_from_a_copy_that_is_made_once(
     remote: str, bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copies = []
-    copy_tokens = cache._copy_tokens
-
-    def counted(*given: Any) -> None:
-        copies.append(given)
-        copy_tokens(*given)
-
-    monkeypatch.setattr(cache, "_copy_tokens", counted)
-    opened: list[Any] = []
-    threads = [
-        threading.Thread(target=lambda: opened.append(open_tokens(f"{remote}.bin", str(tmp_path / "cache"))))
-        for _ in range(6)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(opened) == 6
-    assert len(copies) == 1
+    counted = Mock(wraps=token_files._copy_tokens)
+    monkeypatch.setattr(token_files, "_copy_tokens", counted)
+    with ThreadPoolExecutor(6) as pool:
+        opened = list(pool.map(lambda _: open_tokens(f"{remote}.bin", str(tmp_path / "cache")), range(6)))
+    assert counted.call_count == 1
     assert all(np.array_equal(file.tokens, np.arange(5000) % 257) for file in opened)
     assert opened[0].name == "memory://data/corpus.bin"
     bucket.rm_file("/data/corpus.bin")
     assert len(open_tokens(remote, str(tmp_path / "cache")).tokens) == 5000
 
 
-def test_remote_file_that_changed_is_copied_again(
+def test_remote_file_that_changed_or_whose_copy_was_interrupted_is_copied_again(
     remote: str, bucket: Any, tmp_path: Path, write_tokens: WriteTokens
 ) -> None:
-    open_tokens(remote, str(tmp_path / "cache"))
-    prefix = write_tokens("changed", np.full(5000, 9, dtype=np.uint16))
-    for suffix in (".bin", ".json"):
-        bucket.pipe_file(f"/data/corpus{suffix}", Path(prefix + suffix).read_bytes())
-    assert open_tokens(remote, str(tmp_path / "cache")).tokens.min() == 9
-
-
-def test_copy_that_was_interrupted_is_made_again(remote: str, tmp_path: Path) -> None:
     open_tokens(remote, str(tmp_path / "cache"))
     (folder,) = (tmp_path / "cache").iterdir()
     (folder / "corpus.json").unlink()
     (folder / "corpus.bin").write_bytes(b"half")
     assert len(open_tokens(remote, str(tmp_path / "cache")).tokens) == 5000
+    upload(bucket, write_tokens("changed", np.full(5000, 9, dtype=np.uint16)))
+    assert open_tokens(remote, str(tmp_path / "cache")).tokens.min() == 9
 
 
-def test_damaged_remote_file_is_named_with_the_offset_and_leaves_no_copy(
+def test_damaged_or_missing_remote_file_is_named_with_the_offset_and_leaves_no_copy(
     remote: str, bucket: Any, tmp_path: Path
 ) -> None:
-    content = bytearray(bucket.cat_file("/data/corpus.bin"))
+    whole = bucket.cat_file("/data/corpus.bin")
+    content = bytearray(whole)
     content[4321] ^= 1
-    bucket.pipe_file("/data/corpus.bin", bytes(content))
-    for _ in range(2):
-        with pytest.raises(
-            DataError, match=r"memory://data/corpus\.bin: damaged .* offset 4000 on: checksum"
-        ):
-            open_tokens(remote, str(tmp_path / "cache"))
-
-
-def test_remote_file_that_breaks_off_or_is_missing_is_named(remote: str, bucket: Any, tmp_path: Path) -> None:
-    bucket.pipe_file("/data/corpus.bin", bucket.cat_file("/data/corpus.bin")[:999])
-    with pytest.raises(DataError, match=r"memory://data/corpus\.bin: breaks off at offset 999"):
-        open_tokens(remote, str(tmp_path))
+    for stored, message in (
+        (bytes(content), r"corpus\.bin: damaged .* offset 4000 on: checksum"),
+        (whole[:999], r"corpus\.bin: breaks off at offset 999"),
+    ):
+        bucket.pipe_file("/data/corpus.bin", stored)
+        for _ in range(2):
+            with pytest.raises(DataError, match=r"memory://data/" + message):
+                open_tokens(remote, str(tmp_path / "cache"))
     bucket.rm_file("/data/corpus.bin")
     with pytest.raises(DataError, match=r"memory://data/corpus\.bin: no such file beside its index"):
         open_tokens(remote, str(tmp_path))
@@ -195,12 +167,11 @@ def test_remote_file_that_breaks_off_or_is_missing_is_named(remote: str, bucket:
         open_tokens("memory://data/nowhere", str(tmp_path))
 
 
-def test_unknown_protocol_is_explained(tmp_path: Path) -> None:
+def test_unknown_protocol_and_a_cache_that_cannot_be_written_are_explained(
+    remote: str, tmp_path: Path
+) -> None:
     with pytest.raises(DataError, match="orchestra-train"):
         open_tokens("nonsense://bucket/corpus", str(tmp_path))
-
-
-def test_cache_that_cannot_be_written_is_explained(remote: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match=r"data\.cache_dir"):
         open_tokens(remote, str(tmp_path / "file"))

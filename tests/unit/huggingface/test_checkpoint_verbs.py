@@ -9,18 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llamas import save, small, transformer
+from llamas import flip, save, transformer
+from support.command_line import CommandLine
 
-from checkpointing.storage import open_storage
+from checkpointing.catalog import file_path, read_manifest
+from checkpointing.storage import Storage, open_storage
 from conf.schema import CheckpointConfig, Config, DataConfig, Family, RunConfig, Source
-from orchestra.cli import main
-from orchestra.cli.checkpoint.export_command import tokenizer_of
-from orchestra.cli.checkpoint.ls_command import layout_text
-from orchestra.data.pack.command import PackRequest, pack, plan_pack
-from orchestra.huggingface.folder import open_folder
+from orchestra.cli.checkpoint_export_command import tokenizer_of
+from orchestra.cli.checkpoint_ls_command import layout_text
+from orchestra.config.compose import compose
+from orchestra.data.pack import PackRequest, pack, plan_pack
+from orchestra.huggingface.folder import from_json, open_folder, to_json
 from orchestra.run.config_file import write_config
 from orchestra.run.paths import RunDir
+from tests.support.reference_llama import small
+from tests.support.s3_service import bucket, endpoint
 
+__all__ = ["bucket", "endpoint"]
 MODEL = small(vocab_size=257)
 
 
@@ -30,27 +35,15 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     monkeypatch.chdir(tmp_path)
     made = RunDir(tmp_path / "runs" / "llama-1")
     made.path.mkdir(parents=True)
-    write_config(made.config, config_of(made))
+    configure(made)
     for step in (10, 20):
         save(made.checkpoints, transformer(MODEL, seed=step), step, score=3.0 - step / 100)
     return made
 
 
-def config_of(run: RunDir, **changes: Any) -> Config:
+def configure(run: RunDir, **changes: Any) -> None:
     config = Config(model=MODEL, run=RunConfig(run.name, str(run.path.parent)))
-    return replace(config, **changes)
-
-
-def flip(run: RunDir, step: int, tensor: str = "model.norm.weight") -> None:
-    """Change one bit of a tensor."""
-    from checkpointing.catalog import file_path, read_manifest
-
-    manifest = read_manifest(open_storage(run.checkpoints), step)
-    chunk = manifest.tensors[tensor].chunks[0]
-    file = run.checkpoints / file_path(step, chunk.file)
-    content = bytearray(file.read_bytes())
-    content[chunk.begin + 5] ^= 1
-    file.write_bytes(content)
+    write_config(run.config, replace(config, **changes))
 
 
 def cut(run: RunDir, step: int) -> None:
@@ -58,15 +51,8 @@ def cut(run: RunDir, step: int) -> None:
     file.write_bytes(file.read_bytes()[:-3])
 
 
-def printed(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> tuple[str, str]:
-    found = main(["checkpoint", *words])
-    out, err = capsys.readouterr()
-    assert found == code, out + err
-    return out, err
-
-
-def test_ls_lists_every_checkpoint_within_80_columns(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    out, _ = printed(capsys, "ls", "lla")
+def test_ls_lists_every_checkpoint_within_80_columns(run: RunDir, orchestra: CommandLine) -> None:
+    out = orchestra("checkpoint", "ls", "lla").out
     header, *rows = out.splitlines()
     assert header.split() == ["STEP", "SIZE", "AGE", "LAYOUT", "LOSS", "CHECKED"]
     assert [row.split()[0] for row in rows[:2]] == ["10", "20"]
@@ -75,108 +61,149 @@ def test_ls_lists_every_checkpoint_within_80_columns(run: RunDir, capsys: pytest
     assert max(len(line) for line in out.splitlines() if not line.startswith("in ")) <= 80
 
 
-def test_ls_tells_what_is_damaged_and_what_it_did_not_read(
-    run: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
-    flip(run, 10)
+def test_ls_tells_what_is_damaged_and_what_it_did_not_read(run: RunDir, orchestra: CommandLine) -> None:
+    flip(run.checkpoints, 10)
     cut(run, 20)
     (run.checkpoints / "step-00000030").mkdir()
     (run.checkpoints / "step-00000030" / "manifest.json").write_text("{}")
-    records = json.loads(printed(capsys, "ls", "llama-1", "--json")[0])
-    assert [(it["step"], it["checked"]) for it in records] == [
-        (10, "sizes"),
-        (20, "damaged"),
-        (30, "damaged"),
-    ]
-    assert "00000-00.safetensors: it has" in records[1]["damage"]
-    assert "manifest.json" in records[2]["damage"]
-    out, _ = printed(capsys, "ls", "llama-1")
+    intact, short, empty = orchestra.json("checkpoint", "ls", "llama-1")
+    assert (intact["step"], intact["checked"]) == (10, "sizes")
+    assert (short["step"], short["checked"]) == (20, "damaged")
+    assert (empty["step"], empty["checked"]) == (30, "damaged")
+    assert "00000-00.safetensors: it has" in short["damage"]
+    assert "manifest.json" in empty["damage"]
+    out = orchestra("checkpoint", "ls", "llama-1").out
     assert "step 20 is damaged" in out
     assert "sizes were checked" in out
 
 
-def test_ls_of_a_run_without_checkpoints_says_why(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    write_config(run.config, config_of(run, checkpoint=CheckpointConfig(dir=str(run.path / "elsewhere"))))
-    assert "one is due every 1000 steps" in printed(capsys, "ls", "llama-1")[0]
-    write_config(run.config, config_of(run, checkpoint=CheckpointConfig(None, dir=str(run.path / "x"))))
-    assert "checkpoint.every_steps=null" in printed(capsys, "ls", "llama-1")[0]
-    assert "has no checkpoint in" in printed(capsys, "verify", "llama-1", code=1)[1]
+def test_ls_of_a_run_without_checkpoints_says_why(run: RunDir, orchestra: CommandLine) -> None:
+    configure(run, checkpoint=CheckpointConfig(dir=str(run.path / "elsewhere")))
+    assert "one is due every 1000 steps" in orchestra("checkpoint", "ls", "llama-1").out
+    configure(run, checkpoint=CheckpointConfig(None, dir=str(run.path / "x")))
+    assert "checkpoint.every_steps=null" in orchestra("checkpoint", "ls", "llama-1").out
+    assert "has no checkpoint in" in orchestra("checkpoint", "verify", "llama-1", code=1).err
 
 
-def test_checkpoints_at_a_url_are_found(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    place = f"file://{run.path}/elsewhere"
+def test_checkpoints_at_a_url_are_found(run: RunDir, orchestra: CommandLine) -> None:
     run.checkpoints.rename(run.path / "elsewhere")
-    write_config(run.config, config_of(run, checkpoint=CheckpointConfig(dir=place)))
-    assert len(json.loads(printed(capsys, "ls", "llama-1", "--json")[0])) == 2
-    write_config(run.config, config_of(run, checkpoint=CheckpointConfig(dir="nosuch://bucket/x")))
-    assert "nosuch" in printed(capsys, "ls", "llama-1", code=1)[1]
+    configure(run, checkpoint=CheckpointConfig(dir=f"file://{run.path}/elsewhere"))
+    assert len(orchestra.json("checkpoint", "ls", "llama-1")) == 2
+    configure(run, checkpoint=CheckpointConfig(dir="nosuch://bucket/x"))
+    assert "nosuch" in orchestra("checkpoint", "ls", "llama-1", code=1).err
 
 
-def test_verify_reads_all_and_names_file_and_tensor(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    out, _ = printed(capsys, "verify", "llama-1")
+def test_verify_reads_all_and_names_file_and_tensor(run: RunDir, orchestra: CommandLine) -> None:
+    out = orchestra("checkpoint", "verify", "llama-1").out
     assert [line.split(",")[0] for line in out.splitlines()] == ["step 10: intact", "step 20: intact"]
-    flip(run, 20, "model.layers.1.mlp.up_proj.weight")
-    out, _ = printed(capsys, "verify", "llama-1", code=1)
+    flip(run.checkpoints, 20, "model.layers.1.mlp.up_proj.weight")
+    out = orchestra("checkpoint", "verify", "llama-1", code=1).out
     assert "step 20: DAMAGED\n  00000-00.safetensors: model.layers.1.mlp.up_proj.weight: " in out
     assert max(map(len, out.splitlines())) <= 80
-    printed(capsys, "verify", "llama-1", "10")
-    (record,) = json.loads(printed(capsys, "verify", "llama-1", "20", "--json", code=1)[0])
+    orchestra("checkpoint", "verify", "llama-1", "10")
+    (record,) = orchestra.json("checkpoint", "verify", "llama-1", "20", code=1)
     (damage,) = record["damages"]
     assert (damage["file"], damage["tensor"]) == ("00000-00.safetensors", "model.layers.1.mlp.up_proj.weight")
 
 
-def test_a_step_that_is_not_there_is_refused_with_those_that_are(
-    run: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_step_that_is_not_there_is_refused_with_those_that_are(run: RunDir, orchestra: CommandLine) -> None:
     for words in (("verify", "llama-1", "15"), ("export", "llama-1", "15", "--to", "x")):
-        assert "there are 10, 20" in printed(capsys, *words, code=2)[1]
-    assert "'ten' is no step" in printed(capsys, "verify", "llama-1", "ten", code=2)[1]
+        assert "there are 10, 20" in orchestra("checkpoint", *words, code=2).err
+    assert "'ten' is no step" in orchestra("checkpoint", "verify", "llama-1", "ten", code=2).err
 
 
-def test_export_takes_the_newest_that_is_intact(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_takes_the_newest_that_is_intact(run: RunDir, orchestra: CommandLine) -> None:
+    export = ("checkpoint", "export", "llama-1")
     before = sorted(run.path.rglob("*"))
-    plan = json.loads(printed(capsys, "export", "llama-1", "--to", "out", "--dry-run", "--json")[0])
+    plan = orchestra.json(*export, "--to", "out", "--dry-run")
     assert (plan["step"], plan["written"], Path("out").exists()) == (20, False, False)
-    flip(run, 20)
-    out, err = printed(capsys, "export", "llama-1", "--to", "out", "--format", "hf")
-    assert err.startswith("passed over step 20: 00000-00.safetensors: model.norm.weight: ")
-    assert "step 10 of llama-1" in out
-    assert "no tokenizer is written: this model reads bytes" in out
+    flip(run.checkpoints, 20)
+    done = orchestra(*export, "--to", "out", "--format", "hf")
+    assert done.err.startswith("passed over step 20: 00000-00.safetensors: model.norm.weight: ")
+    assert "step 10 of llama-1" in done.out
+    assert "no tokenizer is written: this model reads bytes" in done.out
     assert open_folder("out").dtypes == ["F32"]
     assert sorted(run.path.rglob("*")) == before
-    err = printed(capsys, "export", "llama-1", "20", "--to", "out2", code=1)[1]
-    assert "step 20 is damaged" in err
+    assert "step 20 is damaged" in orchestra(*export, "20", "--to", "no", code=1).err
     cut(run, 10)
-    assert "none of llama-1's 2 checkpoints" in printed(capsys, "export", "llama-1", "--to", "o", code=1)[1]
-    assert not Path("out2").exists()
+    assert "none of llama-1's 2 checkpoints" in orchestra(*export, "--to", "no", code=1).err
+    assert not Path("no").exists()
 
 
-def test_export_refuses_what_it_cannot_write(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("export", "llama-1", "--to")
-    assert "copy it to its place" in printed(capsys, *words, "s3://bucket/x", code=2)[1]
-    assert "exists already" in printed(capsys, *words, "runs", code=2)[1]
-    assert "no size" in printed(capsys, *words, "x", "--max-shard-size", "5 apples", code=2)[1]
-    write_config(run.config, config_of(run, model=replace(MODEL, family=Family.gpt)))
-    assert "model.family=gpt has no Hugging Face form" in printed(capsys, *words, "x", code=1)[1]
+def test_export_refuses_what_it_cannot_write(run: RunDir, orchestra: CommandLine) -> None:
+    export = ("checkpoint", "export", "llama-1", "--to")
+    assert "copy it to its place" in orchestra(*export, "s3://bucket/x", code=2).err
+    assert "exists already" in orchestra(*export, "runs", code=2).err
+    assert "no size" in orchestra(*export, "x", "--max-shard-size", "5 apples", code=2).err
+    configure(run, model=replace(MODEL, family=Family.gpt))
+    assert "model.family=gpt has no Hugging Face form" in orchestra(*export, "x", code=1).err
 
 
-def test_import_prints_a_command_that_composes(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    from orchestra.config.compose import compose
-
-    printed(capsys, "export", "llama-1", "--to", "my model", "--max-shard-size", "50KB", "--dtype", "bf16")
-    out, _ = printed(capsys, "import", "my model")
+def test_import_prints_a_command_that_composes(run: RunDir, orchestra: CommandLine) -> None:
+    sizes = ("--max-shard-size", "50KB", "--dtype", "bf16")
+    orchestra("checkpoint", "export", "llama-1", "--to", "my model", *sizes)
+    out = orchestra("checkpoint", "import", "my model").out
     assert "BF16" in out
     assert max(len(line) for line in out.splitlines() if str(run.path.parents[1]) not in line) <= 80
     command = shlex.split(out[out.index("  orchestra run") :].replace("\\\n", " "))
     assert command[:2] == ["orchestra", "run"]
     assert compose(command[2:]).config.model.hidden_size == 48
-    record = json.loads(printed(capsys, "import", "my model", "--json")[0])
+    record = orchestra.json("checkpoint", "import", "my model")
     assert record["overrides"] == command[2:]
     assert record["model"]["family"] == "llama"
     (Path("my model") / "tokenizer.json").write_text("{}")
-    assert "data pack TEXT" in printed(capsys, "import", "my model")[0]
+    assert "data pack TEXT" in orchestra("checkpoint", "import", "my model").out
     (Path("my model") / "config.json").write_text('{"model_type": "gpt_neox"}')
-    assert "another architecture" in printed(capsys, "import", "my model", code=1)[1]
+    assert "another architecture" in orchestra("checkpoint", "import", "my model", code=1).err
+
+
+# The same on checkpoints and weights in an object store, spoken to over HTTP.
+
+
+@pytest.fixture
+def remote(run: RunDir, bucket: str) -> Storage:
+    """The place of a checkpoint of the run, of step 10, in a bucket."""
+    place = f"s3://{bucket}/checkpoints"
+    configure(run, checkpoint=CheckpointConfig(dir=place))
+    save(place, transformer(MODEL), 10)
+    return open_storage(place)
+
+
+@pytest.mark.slow
+def test_checkpoints_in_a_bucket_are_listed_verified_exported_and_started_from(
+    remote: Storage, orchestra: CommandLine
+) -> None:
+    (record,) = orchestra.json("checkpoint", "ls", "llama-1")
+    assert (record["step"], record["checked"]) == (10, "sizes")
+    (report,) = orchestra.json("checkpoint", "verify", "llama-1")
+    assert report["intact"]
+    size = ("--max-shard-size", "100KB")
+    written = orchestra.json("checkpoint", "export", "llama-1", "--to", "out", *size)
+    model = transformer(MODEL)
+    assert written["num_parameters"] == sum(parameter.numel() for parameter in model.parameters())
+
+    for file in Path("out").iterdir():
+        remote.put(f"published/llama/{file.name}", file.read_bytes())
+    place = f"{remote.place}/published/llama"
+    assert orchestra.json("checkpoint", "import", place)["overrides"][0] == f"model.init_from={place}"
+    # As one rank tells the others where the weights lie.
+    storage, name, manifest = from_json(json.loads(json.dumps(to_json(open_folder(place)))))
+    (chunk,) = manifest.tensors["model.norm.weight"].chunks
+    content = bytearray(chunk.num_bytes)
+    storage.read_into(f"{name}/{chunk.file}", chunk.begin, memoryview(content))
+    assert bytes(content) == model.norm.weight.detach().numpy().tobytes()
+
+
+def test_damage_in_a_bucket_is_found(remote: Storage, orchestra: CommandLine) -> None:
+    flip(remote.place, 10)
+    (report,) = orchestra.json("checkpoint", "verify", "llama-1", code=1)
+    assert report["damages"][0]["tensor"] == "model.norm.weight"
+    assert "passed over step 10" in orchestra("checkpoint", "export", "llama-1", "--to", "out", code=1).err
+    assert not Path("out").exists()
+    (file,) = read_manifest(remote, 10).files
+    remote.remove(file_path(10, file))
+    (record,) = orchestra.json("checkpoint", "ls", "llama-1")
+    assert record["damage"] == f"{file}: it is missing"
 
 
 def test_the_token_that_ends_a_document_comes_from_the_data(tmp_path: Path) -> None:
@@ -190,9 +217,7 @@ def test_the_token_that_ends_a_document_comes_from_the_data(tmp_path: Path) -> N
     assert tokenizer_of(DataConfig(source=Source.tokens, path="s3://bucket/x")).end_of_text is None
 
 
-@pytest.mark.parametrize(
-    ("layout", "text"),
-    [({"dp": 2, "tp": 1}, "dp2"), ({"dp": 4, "tp": 2, "zero": 3}, "dp4 tp2 zero3"), ({"dp": 1}, "1 rank")],
-)
-def test_layouts_are_short(layout: dict[str, int], text: str) -> None:
-    assert layout_text(layout) == text
+def test_layouts_are_short() -> None:
+    assert layout_text({"dp": 2, "tp": 1}) == "dp2"
+    assert layout_text({"dp": 4, "tp": 2, "zero": 3}) == "dp4 tp2 zero3"
+    assert layout_text({"dp": 1}) == "1 rank"

@@ -14,10 +14,10 @@ from launchers.fork_server.client import ForkServer
 from launchers.host_network import free_port
 from launchers.node_agent import NodeAgent, Patience, start_agent, supervise
 from launchers.processes import Process
-from launchers.spec import Ending, LaunchPlace, LaunchSpec
+from launchers.torchrun import Ending, LaunchPlace, LaunchSpec
 
 _ROOT = Path(__file__).resolve().parents[3]
-_WAIT_S = 20.0
+_WAIT_S = 30.0
 _SHORT = Patience(stop_s=1.0, failed_peer_s=1.0, linger_s=0.2)
 # Every rank writes its process id before anything else and waits for the other one's.
 _PROLOGUE = """
@@ -59,23 +59,32 @@ class Trial:
     def log(self) -> Path:
         return self.folder / "node.log"
 
+    @property
+    def spec(self) -> LaunchSpec:
+        return LaunchSpec(self.name, (str(self.folder),), environment(self.modules), 2, (self.log,))
+
     def start(self, fork_server: ForkServer | None, patience: Patience = _SHORT) -> NodeAgent:
-        spec = LaunchSpec(self.name, (str(self.folder),), environment(self.modules), 2, (self.log,))
-        return start_agent(spec, LaunchPlace(0, "127.0.0.1", free_port()), patience, fork_server)
+        starter = None if fork_server is None else fork_server.start_torchrun
+        return start_agent(self.spec, LaunchPlace(0, "127.0.0.1", free_port()), patience, starter)
 
     def run(
         self,
         fork_server: ForkServer | None,
         tick: Callable[[], None] = lambda: None,
         stops: Callable[[], int] = lambda: 0,
+        patience: Patience = _SHORT,
     ) -> Ending:
-        return supervise(self.start(fork_server), stops, tick)
+        return supervise(self.start(fork_server, patience), stops, tick)
 
     def pids(self) -> list[int]:
         return [int(file.read_text().split()[0]) for file in sorted(self.folder.glob("pid-*"))]
 
     def is_up(self) -> bool:
         return len(self.pids()) == 2
+
+    def files(self, name: str) -> list[Path]:
+        """Return the files that its ranks have written under this name."""
+        return sorted(self.folder.glob(f"{name}-*"))
 
     def remaining(self) -> list[Process]:
         """Return whatever lives that belongs to this attempt, whoever its parent is."""

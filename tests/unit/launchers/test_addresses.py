@@ -6,8 +6,8 @@ import socket
 
 import pytest
 
+from launchers import LauncherError
 from launchers.host_network import address_of_interface, address_towards, interface_of, reachable_address
-from launchers.launch_errors import LauncherError
 
 
 def test_interfaces_and_addresses_lead_to_each_other() -> None:

@@ -1,4 +1,6 @@
-"""The store of copies and its exchange between nodes: real files, TCP on loopback, and bad neighbours."""
+"""The store of copies, its exchange between nodes, and an agent's part in it through several attempts: real
+files, TCP on loopback, and bad neighbours.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +13,21 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
+from fork_trials import eventually
 
-from launchers.launch_errors import LauncherError
-from launchers.memory_store import store
+from launchers import LauncherError
+from launchers.memory_store import exchange, store
 from launchers.memory_store.exchange import (
     Address,
     CopyPusher,
     CopyServer,
-    WantedCopy,
+    NodeCopies,
+    NodeCopyPlan,
     bring_copies,
     connected,
     shared_secret,
@@ -34,19 +40,19 @@ SIZE = 300_000
 
 @pytest.fixture
 def stores(tmp_path: Path) -> Iterator[list[CopyStore]]:
-    found = [open_copy_store("run", f"node{number}", tmp_path) for number in range(2)]
-    yield found
-    for copy_store in found:
+    opened = [open_copy_store("run", f"node{number}", tmp_path) for number in range(2)]
+    yield opened
+    for copy_store in opened:
         copy_store.close()
 
 
-def content_of(step: int, rank: int, size: int = SIZE) -> bytes:
-    return bytes((step * 7 + rank * 3 + index) % 251 for index in range(997)) * (size // 997)
+def content_of(step: int, rank: int) -> bytes:
+    return bytes((step * 7 + rank * 3 + index) % 251 for index in range(997)) * (SIZE // 997)
 
 
-def put(copy_store: CopyStore, step: int, rank: int = 0, attempt: int = 0, slot: int | None = None) -> None:
+def put(copy_store: CopyStore, step: int, rank: int = 0, attempt: int = 0) -> None:
     """Leave a copy as a rank does."""
-    record = copy_store.folder / OWN / f"rank-{rank:05d}.slot-{step % 3 if slot is None else slot}.copy"
+    record = copy_store.folder / OWN / f"rank-{rank:05d}.slot-{step % 3}.copy"
     record.unlink(missing_ok=True)
     content = content_of(step, rank)
     record.with_suffix(".bin").write_bytes(content)
@@ -58,36 +64,35 @@ def put(copy_store: CopyStore, step: int, rank: int = 0, attempt: int = 0, slot:
 
 
 def held(copy_store: CopyStore, *kinds: str) -> list[tuple[int, int]]:
-    return sorted((it.copy.step, it.copy.rank) for it in copy_store.places(*kinds))
+    return sorted((place.copy.step, place.copy.rank) for place in copy_store.places(*kinds))
 
 
 def is_whole(copy_store: CopyStore, kind: str) -> bool:
     """Whether all copies have the bytes of their step and rank."""
     return all(
-        it.content.read_bytes() == content_of(it.copy.step, it.copy.rank) for it in copy_store.places(kind)
+        place.content.read_bytes() == content_of(place.copy.step, place.copy.rank)
+        for place in copy_store.places(kind)
     )
-
-
-def await_that(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10.0
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 @pytest.fixture
 def server(stores: list[CopyStore]) -> Iterator[CopyServer]:
-    found = CopyServer(stores[1], "127.0.0.1", SECRET)
-    found.expect(0)
-    yield found
-    found.close()
+    with closing(CopyServer(stores[1], "127.0.0.1", SECRET)) as opened:
+        opened.expect(0)
+        yield opened
+
+
+def pushing(
+    copy_store: CopyStore, address: Address, num_ranks: int = 1, secret: str = SECRET
+) -> closing[CopyPusher]:
+    """Send the copies of a node's ranks to a neighbour as long as the context lasts."""
+    return closing(CopyPusher(copy_store, range(num_ranks), 0, address, secret))
 
 
 @pytest.fixture
 def pusher(stores: list[CopyStore], server: CopyServer) -> Iterator[CopyPusher]:
-    found = CopyPusher(stores[0], range(2), 0, server.address, SECRET)
-    yield found
-    found.close()
+    with pushing(stores[0], server.address, num_ranks=2) as opened:
+        yield opened
 
 
 def test_a_step_is_sent_when_all_ranks_have_it_and_the_last_two_are_kept(
@@ -99,7 +104,7 @@ def test_a_step_is_sent_when_all_ranks_have_it_and_the_last_two_are_kept(
     for step in range(1, 6):
         put(stores[0], step, rank=0)
         put(stores[0], step, rank=1)
-        await_that(lambda step=step: pusher.pushed_step == step)
+        assert eventually(lambda step=step: pusher.pushed_step == step)
     assert held(stores[1], KEPT) == [(4, 0), (4, 1), (5, 0), (5, 1)]
     assert is_whole(stores[1], KEPT)
     assert len(list((stores[1].folder / KEPT).glob("*.bin"))) == 6
@@ -109,35 +114,29 @@ def test_a_sender_that_is_behind_skips_to_the_newest(stores: list[CopyStore], se
     for step in (1, 2, 3):
         for rank in (0, 1):
             put(stores[0], step, rank)
-    pusher = CopyPusher(stores[0], range(2), 0, server.address, SECRET)
-    await_that(lambda: pusher.pushed_step is not None)
-    pusher.close()
+    with pushing(stores[0], server.address, num_ranks=2) as pusher:
+        assert eventually(lambda: pusher.pushed_step is not None)
     assert held(stores[1], KEPT) == [(3, 0), (3, 1)]
 
 
-def test_copies_of_another_attempt_are_not_kept(stores: list[CopyStore], server: CopyServer) -> None:
-    server.expect(1)
-    put(stores[0], 1, rank=0)
-    pusher = CopyPusher(stores[0], range(1), 0, server.address, SECRET)
-    await_that(lambda: pusher.problem is not None)
-    pusher.close()
+@pytest.mark.parametrize(("attempt", "secret"), [(1, SECRET), (0, "another one")])
+def test_copies_of_another_attempt_or_secret_are_not_kept(
+    stores: list[CopyStore], server: CopyServer, attempt: int, secret: str
+) -> None:
+    server.expect(attempt)
+    put(stores[0], 1)
+    with pushing(stores[0], server.address, secret=secret) as pusher:
+        assert eventually(lambda: pusher.problem is not None)
     assert held(stores[1], KEPT) == []
 
 
-def test_who_does_not_know_the_secret_gets_and_leaves_nothing(
-    stores: list[CopyStore], server: CopyServer
-) -> None:
+def test_who_does_not_know_the_secret_gets_nothing(stores: list[CopyStore], server: CopyServer) -> None:
     put(stores[1], 1)
     peer = connected(server.address, "another one")
-    peer.ask(verb="get", rank=0, step=1, attempt=0)
-    with pytest.raises(OSError, match="left"):
-        peer.reply()
-    peer.connection.close()
-    put(stores[0], 1)
-    pusher = CopyPusher(stores[0], range(1), 0, server.address, "another one")
-    await_that(lambda: pusher.problem is not None)
-    pusher.close()
-    assert held(stores[1], KEPT) == []
+    with peer.connection:
+        peer.ask(verb="get", rank=0, step=1, attempt=0)
+        with pytest.raises(OSError, match="left"):
+            peer.reply()
 
 
 def test_a_request_cannot_be_sent_again_by_who_saw_it(stores: list[CopyStore], server: CopyServer) -> None:
@@ -145,12 +144,12 @@ def test_a_request_cannot_be_sent_again_by_who_saw_it(stores: list[CopyStore], s
     peer = connected(server.address, SECRET)
     body = json.dumps({"verb": "get", "rank": 0, "step": 9, "attempt": 0}).encode()
     line = peer._code(body) + b" " + body + b"\n"
-    peer.connection.sendall(line)
-    assert peer.reply() == {"is_there": False}
-    peer.connection.sendall(line)
-    with pytest.raises(OSError, match="left"):
-        peer.reply()
-    peer.connection.close()
+    with peer.connection:
+        peer.connection.sendall(line)
+        assert peer.reply() == {"is_there": False}
+        peer.connection.sendall(line)
+        with pytest.raises(OSError, match="left"):
+            peer.reply()
 
 
 def test_a_copy_that_changes_while_it_is_sent_is_not_kept(
@@ -161,12 +160,10 @@ def test_a_copy_that_changes_while_it_is_sent_is_not_kept(
     record = place.record.read_bytes()
     put(stores[0], 4)  # over the same memory
     peer = connected(server.address, SECRET)
-    peer.ask(
-        verb="put", copy={**place.copy.to_json(), "bytes": place.copy.num_bytes}, record_bytes=len(record)
-    )
-    assert not peer.send_copy(place, record)
-    assert peer.reply() == {"is_kept": False}
-    peer.connection.close()
+    with peer.connection:
+        peer.ask(verb="put", copy=place.copy.to_record(), record_bytes=len(record))
+        assert not peer.send_copy(place, record)
+        assert peer.reply() == {"is_kept": False}
     assert held(stores[1], KEPT) == []
 
 
@@ -184,18 +181,24 @@ def test_a_neighbour_that_reads_nothing_holds_up_neither_the_ranks_nor_the_end(
     assert pusher.pushed_step is None
 
 
-def test_a_neighbour_that_is_gone_is_tried_again(stores: list[CopyStore]) -> None:
+@pytest.fixture
+def short_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A neighbour that failed is tried again at once."""
+    monkeypatch.setattr(exchange, "_LONGEST_PAUSE_S", 0.05)
+
+
+def test_a_neighbour_that_is_gone_is_tried_again(stores: list[CopyStore], short_pause: None) -> None:
     first = CopyServer(stores[1], "127.0.0.1", SECRET)
     first.expect(0)
     pusher = CopyPusher(stores[0], range(1), 0, first.address, SECRET)
     put(stores[0], 1)
-    await_that(lambda: pusher.pushed_step == 1)
+    assert eventually(lambda: pusher.pushed_step == 1)
     first.close()
     put(stores[0], 2)
-    await_that(lambda: pusher.problem is not None)
+    assert eventually(lambda: pusher.problem is not None)
     pusher._neighbour = (second := CopyServer(stores[1], "127.0.0.1", SECRET)).address
     second.expect(0)
-    await_that(lambda: pusher.pushed_step == 2)
+    assert eventually(lambda: pusher.pushed_step == 2)
     pusher.close()
     second.close()
 
@@ -205,32 +208,31 @@ def test_copies_are_fetched_from_a_node_and_taken_over_from_the_neighbours_store
 ) -> None:
     for rank in (0, 1):
         put(stores[0], 3, rank)
-    await_that(lambda: pusher.pushed_step == 3)
+    assert eventually(lambda: pusher.pushed_step == 3)
     spare = open_copy_store("run", "spare", tmp_path)
-    bring_copies(spare, range(2), 3, 0, [WantedCopy(rank, server.address) for rank in (0, 1)], SECRET)
+    bring_copies(spare, range(2), 3, 0, dict.fromkeys((0, 1), server.address), SECRET)
     assert held(spare, OWN) == [(3, 0), (3, 1)]
     assert is_whole(spare, OWN)
-    bring_copies(stores[1], range(2), 3, 0, [], SECRET)
+    bring_copies(stores[1], range(2), 3, 0, {}, SECRET)
     assert held(stores[1], OWN) == [(3, 0), (3, 1)]
     assert is_whole(stores[1], OWN)
     with pytest.raises(LauncherError, match=r"rank 1's copy of step 9 cannot be fetched .* no such copy"):
-        bring_copies(spare, range(1, 2), 9, 0, [WantedCopy(1, server.address)], SECRET)
+        bring_copies(spare, range(1, 2), 9, 0, {1: server.address}, SECRET)
     spare.close()
 
 
-def test_files_of_other_ranks_go_when_an_attempt_has_begun_elsewhere(stores: list[CopyStore]) -> None:
-    for rank in (0, 1, 2):
+def test_torn_records_and_missing_bytes_are_no_copies_and_those_of_other_ranks_go(
+    stores: list[CopyStore],
+) -> None:
+    for rank in range(5):
         put(stores[0], 1, rank)
-    stores[0].keep_only(own=range(1, 3), kept=range(0))
-    assert held(stores[0]) == [(1, 1), (1, 2)]
-
-
-def test_a_torn_record_or_missing_bytes_are_no_copy(stores: list[CopyStore]) -> None:
-    for step in (1, 2, 3):
-        put(stores[0], step)
-    first, second, _ = sorted((stores[0].folder / OWN).glob("*.copy"))
-    first.write_text('{"step": 1')
-    second.with_suffix(".bin").write_bytes(b"short")
+    # As when an attempt has begun elsewhere.
+    stores[0].keep_only(own=range(1, 4), kept=range(0))
+    assert held(stores[0]) == [(1, 1), (1, 2), (1, 3)]
+    torn, short, _ = sorted((stores[0].folder / OWN).glob("*.copy"))
+    torn.write_text('{"step": 1')
+    short.with_suffix(".bin").write_bytes(b"short")
+    assert held(stores[0]) == [(1, 3)]
     assert len(stores[0].held()) == 1
 
 
@@ -260,7 +262,7 @@ def test_a_killed_agents_folder_is_gone_on_with_and_a_dead_runs_is_removed(
     monkeypatch.setattr(store, "_ORPHAN_S", 0.0)
     copy_store = open_copy_store("first", "node", tmp_path)
     assert (copy_store.folder / OWN / "it").exists()
-    assert [it.name for it in copy_store.folder.parent.iterdir()] == ["first.node"]
+    assert [path.name for path in copy_store.folder.parent.iterdir()] == ["first.node"]
     copy_store.close()
 
 
@@ -284,18 +286,18 @@ def test_folders_that_another_agent_removes_at_the_same_time_are_no_trouble(
 
 
 def test_all_nodes_get_the_same_secret(tmp_path: Path) -> None:
-    found: list[str] = []
-    threads = [
-        threading.Thread(target=lambda: found.append(shared_secret(tmp_path / "secret"))) for _ in range(8)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 8
-    assert len(set(found)) == 1
-    assert len(found[0]) == 64
-    assert [it.name for it in tmp_path.iterdir()] == ["secret"]
+    with ThreadPoolExecutor(8) as nodes:
+        # All at the same time, as agents of a job start.
+        start = threading.Barrier(8)
+
+        def agent(_: int) -> str:
+            start.wait(30)
+            return shared_secret(tmp_path / "secret")
+
+        secrets = list(nodes.map(agent, range(8)))
+    assert len(set(secrets)) == 1
+    assert len(secrets[0]) == 64
+    assert [path.name for path in tmp_path.iterdir()] == ["secret"]
     assert stat.S_IMODE((tmp_path / "secret").stat().st_mode) == 0o600
 
 
@@ -304,19 +306,104 @@ def test_no_thread_or_descriptor_stays_behind(tmp_path: Path) -> None:
         copy_store = open_copy_store("run", "node", tmp_path)
         server = CopyServer(copy_store, "127.0.0.1", SECRET)
         server.expect(0)
-        pusher = CopyPusher(copy_store, range(1), 0, server.address, SECRET)
-        put(copy_store, 1)
-        await_that(lambda: pusher.pushed_step == 1)
-        pusher.close()
+        with pushing(copy_store, server.address) as pusher:
+            put(copy_store, 1)
+            assert eventually(lambda: pusher.pushed_step == 1)
         server.close()
         copy_store.close()
 
     # Other tests may have left some of theirs.
     others = set(threading.enumerate())
     once()
-    await_that(lambda: set(threading.enumerate()) <= others)
+    assert eventually(lambda: set(threading.enumerate()) <= others)
     before = len(list(Path("/proc/self/fd").iterdir()))
     for _ in range(5):
         once()
-    await_that(lambda: set(threading.enumerate()) <= others)
-    await_that(lambda: len(list(Path("/proc/self/fd").iterdir())) <= before)
+    assert eventually(lambda: set(threading.enumerate()) <= others)
+    assert eventually(lambda: len(list(Path("/proc/self/fd").iterdir())) <= before)
+
+
+# An agent's part in the copies.
+
+
+def said(node: NodeCopies) -> list[tuple[int, int, int]]:
+    return [(copy["attempt"], copy["step"], copy["rank"]) for copy in node.held()]
+
+
+@pytest.fixture
+def node_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., NodeCopies]:
+    monkeypatch.setattr(exchange, "open_copy_store", lambda run, host: open_copy_store(run, host, tmp_path))
+    return lambda host, address="127.0.0.1": NodeCopies("run", host, address, tmp_path / "secret")
+
+
+def test_a_spare_goes_on_with_what_a_lost_node_had(node_copies: Callable[..., NodeCopies]) -> None:
+    nodes = [node_copies(f"node{number}") for number in range(3)]
+    for index in (0, 1):
+        other = 1 - index
+        own, kept = range(index, index + 1), range(other, other + 1)
+        nodes[index].begin(NodeCopyPlan(0, own, nodes[other].address, kept))
+    for rank in (0, 1):
+        put(nodes[rank]._store, 4, rank, attempt=0)
+    assert eventually(lambda: said(nodes[0]) == said(nodes[1]) == [(0, 4, 0), (0, 4, 1)])
+    nodes[1].close()
+    evidence = nodes[0].end()
+    assert (evidence["pushed_step"], evidence["push_problem"]) == (4, None)
+    nodes[2].fetch(range(1, 2), 4, 0, {1: nodes[0].address})
+    assert said(nodes[2]) == [(0, 4, 1)]
+    with pytest.raises(LauncherError, match="rank 1's copy of step 5 cannot be fetched"):
+        nodes[2].fetch(range(1, 2), 5, 0, {1: nodes[0].address})
+    for index, other in ((0, 2), (2, 0)):
+        rank, its = index // 2, other // 2
+        nodes[index].begin(NodeCopyPlan(1, range(rank, rank + 1), nodes[other].address, range(its, its + 1)))
+        put(nodes[index]._store, 5, rank, attempt=1)
+    assert eventually(lambda: (1, 5, 1) in said(nodes[0]) and (1, 5, 0) in said(nodes[2]))
+    for node in (nodes[0], nodes[2]):
+        folder = node._store.folder
+        node.close()
+        assert not folder.exists()
+
+
+def test_a_spare_keeps_what_a_node_has_that_trains_alone(node_copies: Callable[..., NodeCopies]) -> None:
+    alone, spare, other = map(node_copies, ("node1", "node2", "node3"))
+    spare.begin(NodeCopyPlan(3, range(0)))
+    alone.begin(NodeCopyPlan(3, range(2), spare.address))
+    for rank in (0, 1):
+        put(alone._store, 4, rank, attempt=3)
+    assert eventually(lambda: said(spare) == [(3, 4, 0), (3, 4, 1)])
+    alone.close()
+    # Whoever decides asks the spare: it had no part whose end it would report.
+    assert other.held_at(spare.address) == spare.held()
+    address = spare.address
+    spare.fetch(range(2), 4, 3, {})
+    assert [place.record.parent.name for place in spare._store.places()] == [OWN, OWN]
+    spare.close()
+    with pytest.raises(LauncherError, match="does not say which copies it has"):
+        other.held_at(address)
+    other.close()
+
+
+def test_copies_go_to_a_spares_next_agent_when_its_first_one_is_gone(
+    node_copies: Callable[..., NodeCopies], short_pause: None
+) -> None:
+    alone, first = map(node_copies, ("node1", "node2"))
+    addresses = [first.address]
+    first.begin(NodeCopyPlan(0, range(0)))
+    alone.begin(NodeCopyPlan(0, range(1), first.address, elsewhere=lambda: addresses[-1]))
+    put(alone._store, 1, 0, attempt=0)
+    assert eventually(lambda: said(first) == [(0, 1, 0)])
+    first.close()
+    second = node_copies("node2")
+    second.begin(NodeCopyPlan(0, range(0)))
+    addresses.append(second.address)
+    put(alone._store, 2, 0, attempt=0)
+    assert eventually(lambda: said(second) == [(0, 2, 0)])
+    for node in (alone, second):
+        node.close()
+
+
+def test_an_address_that_is_not_here_is_told_and_leaves_no_folder(
+    tmp_path: Path, node_copies: Callable[..., NodeCopies]
+) -> None:
+    with pytest.raises(LauncherError, match="cannot be exchanged"):
+        node_copies("node", "192.0.2.1")
+    assert list(next(tmp_path.glob("orchestra-*")).iterdir()) == []

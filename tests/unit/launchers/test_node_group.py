@@ -7,14 +7,13 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from fork_trials import eventually
 
-from launchers import node_group
-from launchers.launch_errors import LauncherError
+from launchers import LauncherError, node_group
 from launchers.node_group import NodeGroup, Order
 
 TIMEOUT_S = 2.5
@@ -30,21 +29,26 @@ time.sleep(600)
 """
 
 
-def joined(folder: Path, node: int, num_nodes: int = 3) -> NodeGroup:
-    group = NodeGroup(folder, node, num_nodes, TIMEOUT_S)
-    group.join(f"host{node}", "127.0.0.1", {"port": 1})
-    return group
+Join = Callable[..., NodeGroup]
 
 
-def wait_until(is_so: Callable[[], bool], within_s: float = 30.0) -> None:
-    deadline = time.monotonic() + within_s
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+@pytest.fixture
+def joined(tmp_path: Path) -> Iterator[Join]:
+    """Make agents of this process that join; they leave at the end."""
+    groups: list[NodeGroup] = []
+
+    def join(node: int, num_nodes: int = 3, stalled: Callable[[], None] = lambda: None) -> NodeGroup:
+        groups.append(NodeGroup(tmp_path, node, num_nodes, TIMEOUT_S, stalled))
+        groups[-1].join(f"host{node}", "127.0.0.1", {"port": 1})
+        return groups[-1]
+
+    yield join
+    for group in groups:
+        group.leave()
 
 
-def test_members_and_what_they_offer_are_seen_by_all(tmp_path: Path) -> None:
-    groups = [joined(tmp_path / "group", node) for node in (2, 0, 1)]
+def test_members_and_what_they_offer_are_seen_by_all_until_they_leave(joined: Join) -> None:
+    groups = [joined(node) for node in (2, 0, 1)]
     groups[0].tell({"disk": "small"})
     members = groups[1].members()
     assert list(members) == [0, 1, 2]
@@ -52,67 +56,52 @@ def test_members_and_what_they_offer_are_seen_by_all(tmp_path: Path) -> None:
     assert members[2].host == "host2"
     groups[0].leave()
     assert list(groups[1].members()) == [0, 1]
-    for group in groups[1:]:
-        group.leave()
+    assert groups[2].leader() == 0
+    groups[1].leave()
+    assert groups[2].leads
 
 
-def test_the_lowest_living_node_leads_and_a_stopped_one_is_silent(tmp_path: Path) -> None:
+def test_the_lowest_living_node_leads_and_a_stopped_one_is_silent(tmp_path: Path, joined: Join) -> None:
     first = subprocess.Popen([sys.executable, "-c", AGENT, tmp_path, "0"], stdout=subprocess.PIPE)
     assert first.stdout is not None
     assert first.stdout.readline() == b"joined\n"
-    second, third = joined(tmp_path, 1), joined(tmp_path, 2)
+    second, third = joined(1), joined(2)
     try:
         assert [group.leader() for group in (second, third)] == [0, 0]
         os.kill(first.pid, signal.SIGSTOP)
-        wait_until(lambda: second.leads)
-        wait_until(lambda: third.leader() == 1)
-        wait_until(lambda: second.silent([0, 1, 2]) == [0])
+        assert eventually(lambda: second.leads)
+        assert eventually(lambda: third.leader() == 1)
+        assert eventually(lambda: second.silent([0, 1, 2]) == [0])
         os.kill(first.pid, signal.SIGCONT)
-        wait_until(lambda: third.leader() == 0)
+        assert eventually(lambda: third.leader() == 0)
         assert not second.leads
-        wait_until(lambda: second.silent([0, 1, 2]) == [])
+        assert eventually(lambda: second.silent([0, 1, 2]) == [])
     finally:
         first.kill()
         first.wait()
-        second.leave()
-        third.leave()
 
 
 @pytest.mark.slow
 def test_an_agent_that_makes_no_progress_falls_silent_and_is_told_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    joined: Join, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(node_group, "_LEAST_STALL_S", 1.0)
     monkeypatch.setattr(node_group, "_STALL_TIMEOUTS", 0)
     told = threading.Event()
-    first = NodeGroup(tmp_path, 0, 2, TIMEOUT_S, told.set)
-    first.join("host0", "127.0.0.1", {})
-    second = joined(tmp_path, 1, 2)
-    try:
-        # Never before it has said once that it goes on, and not within what it said it needs.
-        assert second.silent([0]) == []
-        first.allow(8.0)
-        assert not told.wait(4.0)
-        # One beat may come late on a busy machine.
-        wait_until(lambda: second.silent([0]) == [])
-        assert told.wait(30)
-        wait_until(lambda: second.silent([0]) == [0])
-        assert second.leads
-        told.clear()
-        first.progress()
-        wait_until(lambda: second.silent([0]) == [])
-        assert second.leader() == 0
-    finally:
-        first.leave()
-        second.leave()
-
-
-def test_a_member_that_left_does_not_lead(tmp_path: Path) -> None:
-    first, second = joined(tmp_path, 0), joined(tmp_path, 1)
-    assert second.leader() == 0
-    first.leave()
+    first, second = joined(0, 2, told.set), joined(1, 2)
+    # Never before it has said once that it goes on, and not within what it said it needs.
+    assert second.silent([0]) == []
+    first.allow(8.0)
+    assert not told.wait(4.0)
+    # One beat may come late on a busy machine.
+    assert eventually(lambda: second.silent([0]) == [])
+    assert told.wait(30)
+    assert eventually(lambda: second.silent([0]) == [0])
     assert second.leads
-    second.leave()
+    told.clear()
+    first.progress()
+    assert eventually(lambda: second.silent([0]) == [])
+    assert second.leader() == 0
 
 
 def test_one_order_a_number_whoever_believes_to_lead(tmp_path: Path) -> None:
@@ -138,18 +127,16 @@ def test_one_order_a_number_whoever_believes_to_lead(tmp_path: Path) -> None:
     assert not [file for file in (tmp_path / "orders").iterdir() if file.name.startswith(".")]
 
 
-def test_an_order_is_for_the_agents_of_its_time_alone(tmp_path: Path) -> None:
-    before = joined(tmp_path, 1)
+def test_an_order_is_for_the_agents_of_its_time_alone(joined: Join) -> None:
+    before = joined(1)
     assert before.member is not None
     order = Order(0, "start", (1,), {"1": before.member.incarnation}, {"attempt": 4})
     assert before.publish(order)
-    again = joined(tmp_path, 1)
+    again = joined(1)
     assert again.member is not None
     assert again.newest_order() == order
     assert order.is_for(before.member)
     assert not order.is_for(again.member)
-    before.leave()
-    again.leave()
 
 
 def test_reports_and_the_first_word_about_a_broken_order_stand(tmp_path: Path) -> None:
@@ -164,14 +151,13 @@ def test_reports_and_the_first_word_about_a_broken_order_stand(tmp_path: Path) -
     assert groups[0].reports(1, [0, 1]) == {}
 
 
-def test_files_that_make_no_sense_are_passed_over(tmp_path: Path) -> None:
-    group = joined(tmp_path, 0)
+def test_files_that_make_no_sense_are_passed_over(tmp_path: Path, joined: Join) -> None:
+    group = joined(0)
     (tmp_path / "member-001.json").write_text("{")
     (tmp_path / "member-002.json").write_text('{"node": 2}')
     assert list(group.members()) == [0]
     (tmp_path / "orders" / "0000.json").write_text("[]")
     assert group.newest_order() is None
-    group.leave()
 
 
 def test_a_folder_that_cannot_be_made_is_a_clear_error(tmp_path: Path) -> None:

@@ -6,21 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
+from fork_trials import eventually
 
 from launchers import processes
-
-_WAIT_S = 10.0
-
-
-def _eventually(claim: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + _WAIT_S
-    while not claim() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return claim()
 
 
 @pytest.fixture
@@ -29,25 +20,23 @@ def family() -> Iterator[subprocess.Popen[bytes]]:
     process = subprocess.Popen(
         ["sh", "-c", "setsid sleep 60 & wait"], env={**os.environ, "TEST_MARK": str(os.getpid())}
     )
-    assert _eventually(lambda: len(processes.children(process.pid)) == 1)
+    assert eventually(lambda: len(processes.children(process.pid)) == 1)
     yield process
     processes.send(processes.children(process.pid), signal.SIGKILL)
     process.kill()
     process.wait()
 
 
-def test_a_child_is_found_in_a_session_of_its_own(family: subprocess.Popen[bytes]) -> None:
-    child = processes.children(family.pid)[0]
-    assert _eventually(lambda: os.getsid(child.pid) != os.getsid(family.pid))
-
-
-def test_the_mark_finds_a_process_whose_parent_is_gone(family: subprocess.Popen[bytes]) -> None:
+def test_a_child_is_found_in_a_session_of_its_own_and_by_its_mark_when_its_parent_is_gone(
+    family: subprocess.Popen[bytes],
+) -> None:
     orphan = processes.children(family.pid)[0]
+    assert eventually(lambda: os.getsid(orphan.pid) != os.getsid(family.pid))
     family.kill()
     family.wait()
     assert orphan in processes.marked(f"TEST_MARK={os.getpid()}")
     processes.send([orphan], signal.SIGKILL)
-    assert _eventually(lambda: not processes.is_alive(orphan))
+    assert eventually(lambda: not processes.is_alive(orphan))
     assert processes.marked(f"TEST_MARK={os.getpid()}") == []
 
 
@@ -57,7 +46,7 @@ def test_a_zombie_is_gone_and_a_reused_id_is_another_process() -> None:
     assert found is not None
     assert not processes.is_alive(processes.Process(found.pid, found.started - 1))
     process.kill()
-    assert _eventually(lambda: not processes.is_alive(found))
+    assert eventually(lambda: not processes.is_alive(found))
     process.wait()
 
 
@@ -66,7 +55,7 @@ def test_ignored_signals_are_seen() -> None:
     try:
         found = processes.find(process.pid)
         assert found is not None
-        assert _eventually(lambda: processes.ignores(found, signal.SIGTERM))
+        assert eventually(lambda: processes.ignores(found, signal.SIGTERM))
         # Not SIGINT: a shell without job control ignores it in whatever it starts with `&`, tests included.
         assert not processes.ignores(found, signal.SIGALRM)
     finally:
@@ -89,17 +78,16 @@ def test_a_tethered_command_dies_with_its_parent_and_ignores_the_schedulers_sign
         child = processes.find(int(parent.stdout.readline()))
     assert child is not None
     try:
-        assert _eventually(lambda: processes.ignores(child, signal.SIGUSR2))
+        assert eventually(lambda: processes.ignores(child, signal.SIGUSR2))
         assert processes.ignores(child, signal.SIGTERM)
         assert processes.ignores(child, signal.SIGUSR1)
     finally:
         parent.kill()
         parent.wait()
-    assert _eventually(lambda: not processes.is_alive(child))
+    assert eventually(lambda: not processes.is_alive(child))
 
 
 def test_a_tether_whose_parent_is_already_gone_starts_nothing() -> None:
     command = [sys.executable, "-m", "launchers.processes", "1", "/bin/echo", "started"]
     done = subprocess.run(command, capture_output=True)
-    assert done.returncode == 127
-    assert done.stdout == b""
+    assert (done.returncode, done.stdout) == (127, b"")

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.fake_slurm import ME, FakeSlurm
+from support.fake_slurm import ME, FakeSlurm, queue_line
 
-from launchers.launch_errors import LauncherError, SlurmMissing, SlurmRefused, SlurmSilent
+from launchers import LauncherError, SlurmMissing, SlurmRefused, SlurmSilent
 from launchers.slurm import queue, sbatch
 from launchers.slurm.cluster import parsed
-from launchers.slurm.commands import output_of
-from launchers.slurm.queue import GONE, UNKNOWN, SubmittedJob, job_states
+from launchers.slurm.commands import DEFAULT_ARRAY_SIZE, array_size, is_full, output_of
+from launchers.slurm.queue import GONE, UNKNOWN, Questions, SubmittedJob
 from launchers.slurm.this_job import job_task
 
 SILENCE = "squeue: error: slurm_receive_msg: Zero Bytes were transmitted or received"
@@ -25,51 +25,46 @@ def slurm(fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
     return fake_slurm
 
 
-def queue_line(job: str, state: str, name: str, comment: str, user: str = ME) -> str:
-    return f"{job}|{state}|{user}|Resources|node[1-2]|N/A|{name}|{comment}"
-
-
-def past_line(
-    job: str, state: str, name: str, user: str = ME, submitted: str = "2026-01-01T00:00:00", comment: str = ""
-) -> str:
-    return f"{job}|{state}|{user}|0:15|node1|{submitted}|{name}|{comment}"
+def past_line(job: str, state: str, name: str, user: str = ME) -> str:
+    return f"{job}|{state}|{user}|0:15|node1|2026-01-01T00:00:00|{name}|"
 
 
 def test_one_question_answers_for_all_jobs(slurm: FakeSlurm) -> None:
     lines = [
-        queue_line("11", "PENDING", "first", FIRST.token),
-        queue_line("12", "RUNNING", "lost", LOST.token),
+        queue_line("11", "PENDING", "first", token=FIRST.token),
+        queue_line("12", "RUNNING", "lost", token=LOST.token),
     ]
     slurm.says("squeue", prints="\n".join(lines))
-    found, problems = job_states([FIRST, LOST], past=[FIRST, LOST])
-    assert (found[FIRST].state, found[FIRST].reason) == ("PENDING", "Resources")
+    found, problems = Questions().states([FIRST, LOST], past=[FIRST, LOST])
+    assert (found[FIRST].state, found[FIRST].reason) == ("PENDING", "Priority")
     assert (found[LOST].job, found[LOST].state) == ("12", "RUNNING"), "found by its token alone"
     assert (problems, len(slurm.calls())) == ([], 1)
 
 
 def test_a_recycled_id_is_not_the_job(slurm: FakeSlurm) -> None:
-    slurm.says("squeue", prints=queue_line("11", "RUNNING", "first", "orchestra:cc"))
+    slurm.says("squeue", prints=queue_line("11", "RUNNING", "first", token="orchestra:cc"))
     others = [past_line("11", "COMPLETED", "first", user="somebody"), past_line("11", "FAILED", "other")]
     slurm.says("sacct", prints="\n".join(others))
-    found, _ = job_states([FIRST], past=[FIRST])
+    found, _ = Questions().states([FIRST], past=[FIRST])
     assert found[FIRST].state == GONE
 
 
 def test_accounting_is_asked_for_what_left_the_queue_and_may_be_missing(slurm: FakeSlurm) -> None:
     slurm.says("squeue")
     slurm.says("sacct", prints=past_line("11", "CANCELLED by 1000", "first"))
-    found, problems = job_states([FIRST, LOST], past=[FIRST, LOST])
+    found, problems = Questions().states([FIRST, LOST], past=[FIRST, LOST])
     assert (found[FIRST].state, found[LOST].state) == ("CANCELLED", GONE)
     slurm.says("sacct", complains="Slurm accounting storage is disabled", code=1)
-    found, problems = job_states([FIRST], past=[FIRST])
+    found, problems = Questions().states([FIRST], past=[FIRST])
     assert (found[FIRST].state, problems) == (GONE, [])
 
 
 def test_a_question_that_fails_is_no_answer(slurm: FakeSlurm) -> None:
     slurm.says("squeue", complains=SILENCE, code=1)
-    found, problems = job_states([FIRST], past=[FIRST])
+    found, problems = Questions().states([FIRST], past=[FIRST])
     assert found[FIRST].state == UNKNOWN
-    assert not found[FIRST].is_over
+    states = ("PENDING", "COMPLETING", "TIMEOUT", GONE, UNKNOWN)
+    assert [state for state in states if queue.JobState("1", state).is_over] == ["TIMEOUT", GONE]
     assert "Zero Bytes" in problems[0]
 
 
@@ -87,17 +82,13 @@ def test_refusal_silence_and_absence_are_told_apart(slurm: FakeSlurm) -> None:
         output_of(("squeue",), timeout_s=0.2)
 
 
-def test_a_job_whose_answer_was_lost_is_found_and_not_submitted_again(
+def test_a_job_whose_answer_was_lost_is_looked_for_and_not_submitted_again(
     slurm: FakeSlurm, tmp_path: Path
 ) -> None:
     slurm.says("sbatch", complains="sbatch: error: Socket timed out on send/recv operation", code=1)
-    slurm.says("squeue", prints=queue_line("77", "PENDING", "x", f"{LOST.token} of mine"))
+    slurm.says("squeue", prints=queue_line("77", "PENDING", "x", token=f"{LOST.token} of mine"))
     assert sbatch.submit(tmp_path / "script", LOST.token) == "77"
     assert len(slurm.calls()) == 2
-
-
-def test_a_job_that_slurm_does_not_have_was_not_submitted(slurm: FakeSlurm, tmp_path: Path) -> None:
-    slurm.says("sbatch", complains="sbatch: error: Socket timed out on send/recv operation", code=1)
     slurm.says("squeue")
     with pytest.raises(SlurmRefused, match="holds no such job"):
         sbatch.submit(tmp_path / "script", LOST.token)
@@ -123,13 +114,8 @@ cpu|inact|1-00:00:00|10|128|mixed|(null)
 slurm_load: something else
 """
     main, cpu = parsed(text)
-    assert (main.name, main.is_default, main.num_nodes(), main.num_nodes(8), main.most_gpus) == (
-        "main",
-        True,
-        4,
-        1,
-        8,
-    )
+    assert (main.name, main.is_default, main.most_gpus) == ("main", True, 8)
+    assert (main.num_nodes(), main.num_nodes(8)) == (4, 1)
     assert [kind.gpu_types for kind in main.kinds] == [frozenset(), {"h100"}]
     assert (cpu.is_up, cpu.time_limit, cpu.most_gpus) == (False, "1-00:00:00", 0)
 
@@ -146,18 +132,34 @@ def test_a_task_knows_its_place() -> None:
         job_task({**inside, "SLURM_NTASKS": "6"})
 
 
-def test_states_say_whether_a_job_is_over() -> None:
-    over = {
-        word: queue.JobState("1", word).is_over
-        for word in ("PENDING", "COMPLETING", "TIMEOUT", GONE, UNKNOWN)
-    }
-    assert over == {"PENDING": False, "COMPLETING": False, "TIMEOUT": True, GONE: True, UNKNOWN: False}
-
-
 def test_a_script_that_somebody_submitted_by_hand_is_another_job(slurm: FakeSlurm) -> None:
-    by_hand = queue_line("9", "FAILED", "first", FIRST.token)
-    slurm.says("squeue", prints="\n".join([by_hand, queue_line("11", "RUNNING", "first", FIRST.token)]))
-    assert job_states([FIRST], past=[FIRST])[0][FIRST].state == "RUNNING"
+    by_hand = queue_line("9", "FAILED", "first", token=FIRST.token)
+    slurm.says("squeue", prints="\n".join([by_hand, queue_line("11", "RUNNING", "first", token=FIRST.token)]))
+    assert Questions().states([FIRST], past=[FIRST])[0][FIRST].state == "RUNNING"
     slurm.says("squeue", prints=by_hand)
     slurm.says("sacct", code=1)
-    assert job_states([FIRST], past=[FIRST])[0][FIRST].state == GONE
+    assert Questions().states([FIRST], past=[FIRST])[0][FIRST].state == GONE
+
+
+def test_the_size_of_an_array_is_the_clusters_own(fake_slurm: FakeSlurm) -> None:
+    for config, size in (("MaxArraySize = 500", 500), ("ClusterName = alps", DEFAULT_ARRAY_SIZE)):
+        fake_slurm.says("scontrol", prints=config)
+        assert array_size() == size
+
+
+VIOLATED = "Batch job submission failed: Job violates accounting/QOS policy"
+
+
+# As sbatch of Slurm 22.05 says them.
+@pytest.mark.parametrize(
+    ("words", "is_passing"),
+    [
+        (f"sbatch: AssocMaxSubmitJobLimit; {VIOLATED} (job submit limit, user's size)", True),
+        (f"sbatch: QOSMaxSubmitJobPerUserLimit; {VIOLATED}", True),
+        ("sbatch: Slurm temporarily unable to accept job, sleeping and retrying", True),
+        ("sbatch: Batch job submission failed: Requested node configuration is not available", False),
+        ("sbatch: Batch job submission failed: Invalid account or account/partition combination", False),
+    ],
+)
+def test_too_many_jobs_are_a_refusal_that_passes_and_a_wrong_job_not(words: str, is_passing: bool) -> None:
+    assert is_full(words) == is_passing

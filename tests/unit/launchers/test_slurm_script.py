@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
 from submitit.slurm.slurm import SlurmExecutor
 
-from launchers.launch_errors import LauncherError
+from launchers import LauncherError
 from launchers.slurm.batch_script import BatchJob, rendered
 from launchers.slurm.commands import scrubbed
 
@@ -40,15 +38,6 @@ def srun_line(script: str) -> str:
 
 def changed(**fields: object) -> str:
     return rendered(dataclasses.replace(JOB, **fields))  # type: ignore[arg-type]
-
-
-def test_one_task_on_each_node_is_warned_and_its_job_found_again() -> None:
-    said = options(rendered(JOB))
-    assert (said["nodes"], said["ntasks-per-node"], said["signal"]) == ("3", "1", "USR2@150")
-    assert (said["comment"], said["job-name"]) == ("orchestra:0123", "first")
-    assert (said["open-mode"], said["requeue"]) == ("append", "")
-    assert "time" not in said, "without a limit the partition's own holds"
-    assert "wckey" not in said, "sites that check them refuse submitit's"
 
 
 class ExecutorOfAnyMachine(SlurmExecutor):  # type: ignore[misc]
@@ -107,31 +96,6 @@ def test_the_script_is_the_one_that_submitit_writes(array: str | None) -> None:
     assert rendered(job) == executor._make_submission_file_text(command, "") + "\n"
 
 
-def test_srun_is_told_what_it_does_not_take_from_the_job() -> None:
-    line = srun_line(changed(cpus_per_task=12))
-    for word in ("--kill-on-bad-exit=1", "--wait=180", "--cpus-per-task=12", "--open-mode=append"):
-        assert f" {word} " in line
-    assert line.endswith("python -u -m node '/runs/my first'")
-
-
-def test_set_up_comes_before_the_exports_and_they_before_the_command() -> None:
-    script = changed(setup=("module load cuda/13", "source /venv/bin/activate"))
-    order = ["module load cuda/13", "source /venv/bin/activate", "export PYTHONPATH=", "srun "]
-    places = [script.index(f"\n{words}") for words in order]
-    assert places == sorted(places)
-
-
-def test_the_snapshot_comes_first_in_the_search_path_and_keeps_the_rest(tmp_path: Path) -> None:
-    exports = [line for line in rendered(JOB).splitlines() if line.startswith("export PYTHON")]
-    shell = "\n".join([*exports, 'echo "$PYTHONPATH $PYTHONSAFEPATH"'])
-    for before, after in (("", ""), ("/site/packages", ":/site/packages")):
-        environment = {"PATH": os.environ["PATH"], **({"PYTHONPATH": before} if before else {})}
-        done = subprocess.run(
-            ["bash", "-c", shell], env=environment, capture_output=True, text=True, check=True
-        )
-        assert done.stdout == f"/runs/my first/code{after} 1\n"
-
-
 def test_every_option_of_sbatch_can_be_said_once() -> None:
     extra = {
         "reservation": "night",
@@ -159,12 +123,6 @@ def test_gpus_and_requeue_follow_the_job() -> None:
     said = options(changed(gpus_per_node=8, requeue=False))
     assert (said["gpus-per-node"], "no-requeue" in said, "requeue" in said) == ("8", True, False)
     assert "gpus-per-node" not in options(rendered(JOB))
-
-
-def test_bash_reads_the_script() -> None:
-    script = changed(setup=("module load 'a b'",), options={"constraint": "[a|b]*2", "begin": "now+1hour"})
-    done = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_the_callers_allocation_is_scrubbed_and_the_cluster_kept() -> None:

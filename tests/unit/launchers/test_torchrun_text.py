@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from launchers import torchrun
-from launchers.spec import LaunchPlace, LaunchSpec, RankFailure
+from launchers.torchrun import LaunchPlace, LaunchSpec, RankFailure
 
 
 def _spec(num_nodes: int = 1) -> LaunchSpec:
@@ -16,32 +16,24 @@ def _spec(num_nodes: int = 1) -> LaunchSpec:
 def test_torchruns_own_parser_reads_the_command_as_meant() -> None:
     from torch.distributed.run import get_args_parser
 
-    words = torchrun.command(_spec(num_nodes=2), LaunchPlace(1, "node-a", 20001))
+    place = LaunchPlace(1, "10.0.0.1", 20001, local_address="10.0.0.2", meeting_id="12.0-3")
+    words = torchrun.command(_spec(num_nodes=2), place)
     arguments = get_args_parser().parse_args(list(words[3:]))
     assert (arguments.nnodes, arguments.node_rank, arguments.nproc_per_node) == ("2", 1, "4")
-    assert (arguments.rdzv_backend, arguments.master_addr, arguments.master_port) == (
+    assert (arguments.rdzv_backend, arguments.rdzv_id, arguments.local_addr) == (
         "static",
-        "node-a",
-        20001,
+        "12.0-3",
+        "10.0.0.2",
     )
+    assert (arguments.master_addr, arguments.master_port) == ("10.0.0.1", 20001)
     assert (arguments.max_restarts, arguments.signals_to_handle) == (0, "SIGQUIT")
-    assert arguments.module
-    assert arguments.training_script == "some.worker"
+    assert (arguments.module, arguments.training_script) == (True, "some.worker")
     assert arguments.training_script_args == ["run", "--attempt", "3"]
 
 
 def test_a_single_node_is_not_looked_up_by_name() -> None:
     assert "--local-addr" in torchrun.command(_spec(), LaunchPlace(0, "127.0.0.1", 20001))
     assert "--local-addr" not in torchrun.command(_spec(2), LaunchPlace(0, "node-a", 20001))
-
-
-def test_nodes_of_one_attempt_meet_under_its_name_at_addresses_of_their_own() -> None:
-    from torch.distributed.run import get_args_parser
-
-    place = LaunchPlace(1, "10.0.0.1", 20001, local_address="10.0.0.2", meeting_id="12.0-3")
-    words = torchrun.command(_spec(num_nodes=2), place)
-    arguments = get_args_parser().parse_args(list(words[3:]))
-    assert (arguments.rdzv_id, arguments.local_addr) == ("12.0-3", "10.0.0.2")
 
 
 _REPORT = """\

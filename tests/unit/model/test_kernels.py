@@ -51,20 +51,14 @@ def test_shared_input_linear_gradient() -> None:
     assert torch.autograd.gradcheck(shared_input_linear, (x, first, second))
 
 
-def plain_cross_entropy_sum(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The loss as one writes it, with all logits at once."""
-    return F.cross_entropy(hidden @ weight.t(), target, ignore_index=IGNORED_TARGET, reduction="sum")
-
-
 def test_loss_in_chunks_equals_the_plain_loss_with_gradients() -> None:
     hidden, weight = drawn(11, 4), drawn(7, 4)
     target = torch.randint(0, 7, (11,))
     target[3] = IGNORED_TARGET
+    # As one writes it, with all logits at once.
+    plain = F.cross_entropy(hidden @ weight.t(), target, ignore_index=IGNORED_TARGET, reduction="sum")
     for chunk in (1, 4, 11, 50):
-        torch.testing.assert_close(
-            cross_entropy_sum(hidden, weight, target, chunk=chunk),
-            plain_cross_entropy_sum(hidden, weight, target),
-        )
+        torch.testing.assert_close(cross_entropy_sum(hidden, weight, target, chunk=chunk), plain)
     assert torch.autograd.gradcheck(
         lambda a, b: cross_entropy_sum(a, b, target, scale=0.3, chunk=4), (hidden, weight)
     )

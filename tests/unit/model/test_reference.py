@@ -6,50 +6,9 @@ import pytest
 import torch
 import transformers
 
-from conf.schema import Family, ModelConfig, RopeScaling
+from conf.schema import Family, ModelConfig
 from orchestra.model.transformer import Transformer, fill_initial_values
-
-
-def small_llama(**changes: object) -> ModelConfig:
-    values: dict[str, object] = {
-        "hidden_size": 48,
-        "intermediate_size": 100,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "vocab_size": 97,
-        "init_std": 0.2,
-    }
-    return ModelConfig(**{**values, **changes})  # type: ignore[arg-type]
-
-
-def reference_llama(model: ModelConfig) -> transformers.LlamaForCausalLM:
-    scaling = model.rope_scaling
-    rope = {"rope_type": "default", "rope_theta": model.rope_theta}
-    if scaling.enabled:
-        rope = {
-            "rope_type": "llama3",
-            "rope_theta": model.rope_theta,
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_max_position_embeddings,
-        }
-    config = transformers.LlamaConfig(
-        hidden_size=model.hidden_size,
-        intermediate_size=model.intermediate_size,
-        num_hidden_layers=model.num_hidden_layers,
-        num_attention_heads=model.num_attention_heads,
-        num_key_value_heads=model.num_key_value_heads,
-        head_dim=model.head_dim,
-        vocab_size=model.vocab_size,
-        rope_parameters=rope,
-        rms_norm_eps=model.norm_eps,
-        tie_word_embeddings=model.tie_word_embeddings,
-        max_position_embeddings=model.max_position_embeddings,
-        attn_implementation="sdpa",
-    )
-    return transformers.LlamaForCausalLM(config)
+from tests.support.reference_llama import MODELS, reference_llama, small
 
 
 def built(model: ModelConfig, seed: int = 3) -> Transformer:
@@ -58,23 +17,7 @@ def built(model: ModelConfig, seed: int = 3) -> Transformer:
     return transformer
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        pytest.param(small_llama(), id="grouped-query"),
-        pytest.param(small_llama(num_key_value_heads=1), id="multi-query"),
-        pytest.param(small_llama(num_key_value_heads=6), id="multi-head"),
-        pytest.param(small_llama(tie_word_embeddings=True), id="tied"),
-        pytest.param(small_llama(head_dim=16), id="own-head-width"),
-        pytest.param(
-            small_llama(
-                rope_theta=500.0,
-                rope_scaling=RopeScaling(enabled=True, original_max_position_embeddings=32, factor=4.0),
-            ),
-            id="scaled-rope",
-        ),
-    ],
-)
+@pytest.mark.parametrize("model", MODELS)
 def test_logits_and_gradients_equal_transformers_llama(model: ModelConfig) -> None:
     ours, reference = built(model), reference_llama(model)
     state = {
@@ -98,7 +41,7 @@ def test_logits_and_gradients_equal_transformers_llama(model: ModelConfig) -> No
 
 
 def test_gpt_family_equals_transformers_gpt2() -> None:
-    model = small_llama(
+    model = small(
         family=Family.gpt, num_key_value_heads=6, tie_word_embeddings=True, max_position_embeddings=64
     )
     ours = built(model)
@@ -141,14 +84,3 @@ def _copy_gpt2(ours: Transformer, reference: transformers.GPT2Model) -> None:
         for target, source in pairs:
             target.weight.copy_(source.weight.t())
             target.bias.copy_(source.bias)
-
-
-def test_a_position_sees_no_later_token() -> None:
-    model = small_llama()
-    transformer = built(model)
-    tokens = torch.randint(0, 97, (1, 40))
-    changed = tokens.clone()
-    changed[0, 25] = (changed[0, 25] + 1) % 97
-    before, after = transformer(tokens), transformer(changed)
-    assert torch.equal(before[:, :25], after[:, :25])
-    assert not torch.equal(before[:, 25:], after[:, 25:])

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from conf.schema import OptimConfig, Schedule, TrainConfig
-from orchestra.optim.schedule import learning_rate, min_learning_rate
+from orchestra.optim.schedule import learning_rate
 
 
 def rates(optim: OptimConfig, steps: int) -> list[float]:
@@ -29,6 +29,8 @@ def test_every_schedule_stays_positive_and_peaks_at_lr(schedule: Schedule, steps
 def test_the_last_step_has_the_lowest_rate(schedule: Schedule) -> None:
     optim = OptimConfig(lr=1e-3, min_lr=2e-5, schedule=schedule)
     assert rates(optim, 200)[-1] == pytest.approx(2e-5)
+    # A tenth where it is not given.
+    assert rates(OptimConfig(lr=1e-3, schedule=schedule), 200)[-1] == pytest.approx(1e-4)
 
 
 def test_warm_up_rises_linearly() -> None:
@@ -48,8 +50,3 @@ def test_wsd_is_constant_until_its_decay() -> None:
     values = rates(optim, 100)
     assert values[:80] == pytest.approx([1.0] * 80)
     assert values[89] == pytest.approx(0.5)
-
-
-def test_the_default_floor_is_a_tenth() -> None:
-    assert min_learning_rate(OptimConfig(lr=0.5)) == pytest.approx(0.05)
-    assert min_learning_rate(OptimConfig(lr=0.5, min_lr=0.0)) == 0.0

@@ -28,8 +28,9 @@ from orchestra.config.preset_files import Tree, own_folder
 from orchestra.errors import ConfigError
 from orchestra.run.config_file import write_config
 from orchestra.sizes.flops import num_parameters
+from orchestra.sizes.memory import RankBytes
 from orchestra.sizes.topology import layout
-from orchestra.train.memory.dry_run import dry_build, main
+from orchestra.train.dry_build import dry_build, main
 from orchestra.train.memory.out_of_memory import bytes_needed
 
 # 7.5 billion parameters, as in the paper (Rajbhandari and others, 2020, figure 1): 16 bytes of each are kept.
@@ -44,13 +45,19 @@ PAPER = ModelConfig(
     max_position_embeddings=1024,
     tie_word_embeddings=True,
 )
-CLUSTER = ["cluster=slurm", "cluster.gpus_per_node=8", "data=tokens", "data.path=s3://bucket/corpus"]
+CLUSTER = ["cluster=slurm", "cluster.gpus_per_node=8", "data=tokens"]
 PRESETS = [name for name in Tree((own_folder(),)).options("parallelism") if name != "tp8_pp4"]
 
 
-def of_preset(*overrides: str, nodes: int) -> tuple[Config, int]:
-    everything = [*CLUSTER, f"cluster.nodes={nodes}", *overrides]
-    return compose(everything, Situation("plan", num_gpus=8)).config, nodes * 8
+def composed(*overrides: str) -> tuple[Config, int]:
+    """Return a configuration and its number of ranks."""
+    everything = [*overrides, "data.path=s3://bucket/corpus"]
+    config = compose(everything, Situation("plan", num_gpus=8)).config
+    return config, config.cluster.nodes * int(config.cluster.gpus_per_node)
+
+
+def estimated(config: Config, world_size: int, *, is_gpu: bool = False) -> RankBytes:
+    return bytes_needed(config, layout(config.parallelism, world_size), is_gpu=is_gpu)
 
 
 @pytest.mark.parametrize(("zero", "gigabytes"), [(0, 120.0), (1, 31.4), (2, 16.6), (3, 1.9)])
@@ -64,57 +71,44 @@ def test_the_zero_papers_example_holds_what_the_paper_says(zero: int, gigabytes:
     )
     held = dry_build(config, 64)
     assert held.state == pytest.approx(gigabytes * 1e9, rel=0.02)
-    assert bytes_needed(config, layout(config.parallelism, 64), is_gpu=False).state == pytest.approx(
-        held.state, rel=0.02
-    )
+    assert estimated(config, 64).state == pytest.approx(held.state, rel=0.02)
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_parallel_preset_builds_at_its_real_size(preset: str) -> None:
-    config, world_size = of_preset(
-        f"parallelism={preset}",
-        "model=llama3_8b",
-        "precision=bf16",
-        "train=pretrain_8k",
-        "train.micro_batch_size=1",
-        "parallelism.bucket_mib=500",
-        nodes=2,
-    )
+    sizes = ["model=llama3_8b", "precision=bf16", "train=pretrain_8k", "train.micro_batch_size=1"]
+    layouts = [f"parallelism={preset}", "parallelism.bucket_mib=500", "cluster.nodes=2"]
+    config, world_size = composed(*CLUSTER, *sizes, *layouts)
     held = dry_build(config, world_size, rank=world_size - 1)
-    expected = bytes_needed(config, layout(config.parallelism, world_size), is_gpu=False)
+    expected = estimated(config, world_size)
     assert held.state == pytest.approx(expected.state, rel=0.02)
     assert held.gathered_units == pytest.approx(expected.first_buffers, rel=0.05)
 
 
 @pytest.mark.parametrize("experiment", ["llama3_8b", "llama3_70b", "llama_1b", "llama_125m"])
 def test_every_experiment_builds_at_its_real_size(experiment: str) -> None:
-    path = "data.path=s3://bucket/corpus"
-    overrides = [f"experiment={experiment}", path, "parallelism.bucket_mib=500"]
-    config = compose(overrides, Situation("plan", num_gpus=8)).config
-    world_size = config.cluster.nodes * int(config.cluster.gpus_per_node)
-    held = dry_build(config, world_size)
-    expected = bytes_needed(config, layout(config.parallelism, world_size), is_gpu=True)
-    assert held.state == pytest.approx(expected.state, rel=0.02)
+    config, world_size = composed(f"experiment={experiment}", "parallelism.bucket_mib=500")
+    expected = estimated(config, world_size, is_gpu=True)
+    assert dry_build(config, world_size).state == pytest.approx(expected.state, rel=0.02)
 
 
 def test_pipeline_stages_are_refused_until_the_trainer_has_them() -> None:
-    config, world_size = of_preset("parallelism=tp8_pp4", "train.global_batch_size=64", nodes=8)
+    config, world_size = composed(
+        *CLUSTER, "parallelism=tp8_pp4", "train.global_batch_size=64", "cluster.nodes=8"
+    )
     with pytest.raises(ConfigError, match="no pipeline"):
         dry_build(config, world_size)
 
 
 @pytest.mark.slow
 def test_the_405b_model_builds_on_1024_ranks_within_a_minute_and_8_gb(tmp_path: Path) -> None:
-    path = "data.path=s3://bucket/corpus"
-    config = compose(["experiment=llama3_405b", path], Situation("plan", num_gpus=8)).config
-    world_size = config.cluster.nodes * int(config.cluster.gpus_per_node)
+    config, world_size = composed("experiment=llama3_405b")
     assert world_size == 1024
     write_config(tmp_path / "config.yaml", config)
     command = [sys.executable, "-m", "orchestra.train.dry_build", str(tmp_path / "config.yaml")]
+    command += ["--world-size=1024", "--rank=1023"]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(
-        [*command, f"--world-size={world_size}", "--rank=1023"], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert used.ru_maxrss * 1024 < 8e9
     # The time of processors: on a busy machine the clock tells of others.
@@ -148,10 +142,10 @@ def test_the_estimate_for_messages_is_what_a_dry_step_takes(
         train=TrainConfig(seq_len=1024, global_batch_size=16, micro_batch_size=4),
     )
     held = dry_build(config, 4, with_step=True)
-    expected = bytes_needed(config, layout(config.parallelism, 4), is_gpu=False)
     assert held.passing is not None
-    assert held.state + held.gathered_units + held.passing == pytest.approx(expected.total, rel=0.15)
-    larger = dataclasses.replace(config.train, micro_batch_size=2)
-    smaller = dry_build(dataclasses.replace(config, train=larger), 4, with_step=True)
+    whole = held.state + held.gathered_units + held.passing
+    assert whole == pytest.approx(estimated(config, 4).total, rel=0.15)
+    halved = dataclasses.replace(config.train, micro_batch_size=2)
+    smaller = dry_build(dataclasses.replace(config, train=halved), 4, with_step=True)
     assert smaller.passing is not None
     assert smaller.passing < held.passing

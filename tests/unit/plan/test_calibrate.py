@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from plan_cases import PlanCommand
 
-from orchestra.cli import main
-from orchestra.cli.plan.calibrate_mode import lines
+from orchestra.cli.plan.file_modes import profile_lines
 from orchestra.config.compose import compose
 from orchestra.config.machine import Situation
-from orchestra.errors import EXIT_USAGE, ConfigError
+from orchestra.errors import ConfigError
 from orchestra.plan.assemble import case_of
 from orchestra.plan.calibrate import (
     calibrated,
@@ -97,64 +98,36 @@ def test_a_run_of_two_steps_is_too_short(tmp_path: Path) -> None:
 
 
 def test_calibrating_prints_residuals_and_writes_a_profile_to_plan_with(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, plan: PlanCommand
 ) -> None:
     runs = [str(written(tmp_path, name, overrides).path) for name, overrides in FIT.items()]
-    assert main(["plan", "--calibrate", *runs, "--output", str(tmp_path / "here.json")]) == 0
-    printed = capsys.readouterr().out
-    assert max(len(line) for line in printed.splitlines()) <= 80
+    printed = plan.text("--calibrate", *runs, "--output", str(tmp_path / "here.json"))
     assert "products in fp32" in printed
     assert all(name in printed for name in FIT)
-    sizes = ["cluster.gpus_per_node=2", "model.hidden_size=256", "--json"]
-    assert main(["plan", f"cluster.hardware={tmp_path}/here.json", *sizes]) == 0
-    assert json.loads(capsys.readouterr().out)["device"] == "cpu"
-    assert main(["plan", "--calibrate", runs[0], "--output", str(tmp_path / "here.csv")]) == EXIT_USAGE
-    assert main(["plan", "--calibrate", str(tmp_path / "nothing")]) == EXIT_USAGE
+    sizes = ["cluster.gpus_per_node=2", "model.hidden_size=256"]
+    assert plan.facts(f"cluster.hardware={tmp_path}/here.json", *sizes)["device"] == "cpu"
+    plan.refusal("--calibrate", str(tmp_path / "nothing"))
 
 
 def test_calibrating_fits_eighty_columns_with_long_names(tmp_path: Path) -> None:
     name = "a-run-whose-name-says-all-that-it-was-for"
     profile = calibrated([measured_run(written(tmp_path, name, FIT["small"]))], CORES, MEMORY)
-    slower = {"product_flops.bf16_fp32_grad": 1.234e9}
-    told = lines(
-        replace(
-            profile,
-            constants=profile.constants | slower,
-            peak_flops={"bf16_fp32_grad": 1.234e9},
-            undecided=[*profile.constants, *slower],
-        )
+    constants = profile.constants | {"product_flops.bf16_fp32_grad": 1.234e9}
+    peak_flops = {"bf16_fp32_grad": 1.234e9}
+    lines = profile_lines(
+        replace(profile, constants=constants, peak_flops=peak_flops, undecided=[*constants])
     )
-    assert max(len(line) for line in told) <= 80
-    assert name in told
-
-
-def test_calibrating_refuses_before_it_reads_a_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for words, told in (
-        (["x", "--output", "/nonexistent/x.json"], "there is no folder /nonexistent"),
-        (["x", "--framework", "megatron"], "leave out --framework megatron"),
-        (["x"], "there is no run in runs; give its path"),
-    ):
-        assert main(["plan", "--calibrate", *words]) == EXIT_USAGE
-        said = capsys.readouterr().err
-        assert told in said
-        assert "--dir" not in said
+    assert max(map(len, lines)) <= 80
+    assert name in lines
 
 
 def test_a_fit_of_a_power_law_finds_both_constants() -> None:
+    # Its first pivot is zero.
+    assert solved([[0.0, 2.0], [1.0, 1.0]], [4.0, 5.0]) == pytest.approx([3.0, 2.0])
     points = [(1.0, 3.0), (2.0, 12.0), (4.0, 48.0)]
 
     def residuals(constants: dict[str, float]) -> list[float]:
-        from math import log
-
-        return [log(constants["a"] * x ** constants["b"] / y) for x, y in points]
+        return [math.log(constants["a"] * x ** constants["b"] / y) for x, y in points]
 
     found = fitted(residuals, {"a": 1.0, "b": 1.0}, 0.1, {"a": 1e-6, "b": 1e-6})
-    assert found["a"] == pytest.approx(3, rel=1e-3)
-    assert found["b"] == pytest.approx(2, rel=1e-3)
-
-
-def test_linear_equations_with_a_zero_on_the_diagonal_are_solved() -> None:
-    assert solved([[0.0, 2.0], [1.0, 1.0]], [4.0, 5.0]) == pytest.approx([3.0, 2.0])
+    assert found == pytest.approx({"a": 3, "b": 2}, rel=1e-3)

@@ -1,105 +1,92 @@
-"""`orchestra plan` as it is typed."""
+"""`orchestra plan` as it is typed: one layout, tables, what --exact compares, and what is refused."""
 
 from __future__ import annotations
 
 import csv
-import json
-import subprocess
-import sys
+import re
 from pathlib import Path
 
 import pytest
-from plan_cases import row
+from plan_cases import PlanCommand, row, write_table
 
-from orchestra.cli import main
-from orchestra.errors import EXIT_USAGE
+from orchestra.cli.plan.exact_mode import Compared, comparison_lines
 
-
-def table(tmp_path: Path, *rows: dict[str, str]) -> Path:
-    file = tmp_path / "layouts.csv"
-    with file.open("w", newline="") as stream:
-        writer = csv.DictWriter(stream, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-    return file
+MODEL = ("model.hidden_size=256", "model.num_hidden_layers=2", "train.seq_len=128", "precision=bf16")
 
 
-def test_a_prediction_fits_eighty_columns(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_prediction_names_its_parts(plan: PlanCommand) -> None:
     layout = ["model=llama3_8b", "parallelism=tp8_pp4", "cluster.nodes=16", "train.micro_batch_size=1"]
-    assert main(["plan", *layout, "precision=bf16", "train.global_batch_size=512"]) == 0
-    text = capsys.readouterr().out
-    assert max(len(line) for line in text.splitlines()) <= 80
-    assert not any(line != line.rstrip() for line in text.splitlines())
+    text = plan.text(*layout, "precision=bf16", "train.global_batch_size=512")
     for word in ("optimizer state", "pipeline bubble", "MFU", "HFU", "GPU-hours", "fits"):
         assert word in text
 
 
-def test_json_has_bytes_seconds_and_shares(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "model=llama_1b", "precision=bf16", "train.steps=1000", "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
-    assert facts["num_parameters"] == 1_235_814_400
-    assert facts["stages"][0]["parameters_bytes"] == 2 * facts["num_parameters"]
-    assert sum(facts["step_time_parts_s"].values()) == pytest.approx(facts["step_time_s"])
-    assert facts["gpu_hours"] == pytest.approx(8 * facts["run_s"] / 3600)
-    assert 0 < facts["mfu"] < 1
-
-
 @pytest.mark.parametrize("experiment", ["llama3_70b", "llama3_8b", "llama_1b", "llama_125m"])
-def test_shipped_experiments_can_be_planned_without_their_data(
-    experiment: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_shipped_experiments_can_be_planned_without_their_data(experiment: str, plan: PlanCommand) -> None:
     sizes = ["cluster.hardware=h100", "cluster.gpus_per_node=8", "cluster.device=cuda"]
-    assert main(["plan", f"experiment={experiment}", *sizes]) == 0
-    assert "tokens/s per device" in capsys.readouterr().out
+    assert "tokens/s per device" in plan.text(f"experiment={experiment}", *sizes)
 
 
-def test_a_device_without_figures_is_told_with_the_key(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "cluster=slurm", "cluster.gpus_per_node=8"]) == EXIT_USAGE
-    assert "cluster.hardware=auto: the planner needs the device's name" in capsys.readouterr().err
+def test_usable_memory_stands_beside_all_of_it(plan: PlanCommand) -> None:
+    text = plan.text("model=llama3_405b", "parallelism=tp8_pp4", "cluster.nodes=4")
+    memory = r"^memory  .* of 79.6 GiB, 72.5 usable, stage \d of 4: does not fit$"
+    assert re.search(memory, text, re.MULTILINE)
+    assert plan.notes.startswith("note: ")
+    # Advised on too: a layout that submit refuses.
+    plan.text("model=llama3_8b", "parallelism.cp=2", "precision=bf16", "train.seq_len=8192")
+    assert "note: it would fit with " in plan.notes
 
 
-def test_a_table_is_written_beside_its_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source, target = table(tmp_path, row()), tmp_path / "predicted.csv"
+def test_an_idle_stage_is_named_and_no_memory_advised(plan: PlanCommand) -> None:
+    words = ("--framework", "nanotron", "model=llama_1b", "parallelism.pp=16", "cluster.nodes=2")
+    text = plan.text(*words)
+    assert "does not fit" not in text
+    assert "but a pipeline stage has nothing to do: use a smaller parallelism.pp" in text
+    assert plan.notes == ""
+
+
+def test_the_ranks_that_zero_shards_over_are_named(plan: PlanCommand) -> None:
+    words = ("model=llama3_8b", "parallelism=zero3", "cluster.nodes=2")
+    assert "layout  dp 16, zero 3\n" in plan.text(*words)
+    assert "layout  dp 16, zero 3 over 8 ranks\n" in plan.text(*words, "parallelism.shard_degree=8")
+
+
+def test_a_table_is_written_beside_its_input(tmp_path: Path, plan: PlanCommand) -> None:
+    source, target = write_table(tmp_path / "layouts.csv", row()), tmp_path / "predicted.csv"
     before = source.read_bytes()
-    assert main(["plan", "--table", str(source), "--output", str(target)]) == 0
+    plan.refusal("--table", str(source), "--output", str(source))
+    assert "never changed" in plan.notes
+    assert plan.written("--table", str(source), "--output", str(target)) == ""
     assert source.read_bytes() == before
     with target.open(newline="") as stream:
         [written] = csv.DictReader(stream)
     assert float(written["pred_peak_memory_gib"]) > 0
-    assert main(["plan", "--table", str(source)]) == 0
-    assert capsys.readouterr().out == target.read_text()
+    assert plan.written("--table", str(source)) == target.read_text()
     assert sorted(tmp_path.iterdir()) == [source, target]
 
 
-def test_nothing_is_written_for_a_bad_row_or_over_the_input(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source, target = table(tmp_path, row(), row(tp="x")), tmp_path / "predicted.csv"
-    assert main(["plan", "--table", str(source), "--output", str(target)]) == EXIT_USAGE
-    assert "line 3: tp=x: expected a whole number" in capsys.readouterr().err
+def test_nothing_is_written_for_a_bad_row(tmp_path: Path, plan: PlanCommand) -> None:
+    source, target = write_table(tmp_path / "layouts.csv", row(), row(tp="x")), tmp_path / "predicted.csv"
+    refusal = plan.refusal("--table", str(source), "--output", str(target))
+    assert "line 3: tp=x: expected a whole number" in refusal
     assert not target.exists()
-    assert main(["plan", "--table", str(source), "--output", str(source)]) == EXIT_USAGE
-    assert "never changed" in capsys.readouterr().err
-
-
-def test_options_that_do_not_belong_together_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["plan", "--table", str(table(tmp_path, row())), "train.steps=5"]) == EXIT_USAGE
-    assert "leave out train.steps=5" in capsys.readouterr().err
-    assert main(["plan", "--output", "x.csv"]) == EXIT_USAGE
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "reason"),
     [
+        (["cluster=slurm", "cluster.gpus_per_node=8"], "cluster.hardware=auto: the planner needs the device"),
         (["--top", "0"], "--top belongs to --search"),
+        (["--search", "--explain", "tp"], "give one of them"),
         (["--stall-s", "0"], "--stall-s belongs to --goodput"),
         (["--mix-seed", "0"], "--mix-seed belongs to --goodput"),
+        (["--like", "x"], "--like belongs to --goodput"),
         (["--output", "x.csv"], "--output belongs to --table or --calibrate"),
         (["--framework", ""], "--framework is empty"),
         (["--table", ""], "--table: it is empty"),
         (["--table", "missing.csv"], "--table missing.csv: No such file"),
+        (["--table", "missing.csv", "train.steps=5"], "leave out train.steps=5"),
+        (["--table", "missing.csv", "--json"], "leave out --json"),
         (["--table", "."], "--table .: Is a directory"),
         (["--table", "missing.csv", "--output", ""], "--output: it is empty"),
         (
@@ -107,32 +94,42 @@ def test_options_that_do_not_belong_together_are_refused(
             "--output none/o.csv: there is no folder none",
         ),
         (["--table", "missing.csv", "--output", "."], "--output .: it is a folder"),
+        (["--calibrate", "x", "--output", "x.csv"], "a profile's name ends in .json"),
+        (["--calibrate", "x", "--output", "none/x.json"], "there is no folder none"),
+        (["--calibrate", "x", "--framework", "megatron"], "leave out --framework megatron"),
+        (["--calibrate", "x"], "there is no run in runs; give its path if it lies elsewhere\n"),
+        (["--goodput", "--like", "x"], "there is no run in runs; give its path"),
+        (["--goodput", "--like", ""], "--like is empty"),
+        (["--goodput", "--stall-s", "-1"], "expected seconds, 0 or more"),
+        (["--goodput", "cluster.mtbf_device_hours=0"], "cluster.mtbf_device_hours=0"),
+        (["--goodput", "checkpoint.every_steps=often"], "use one, auto or null"),
+        (["--explain", "parallelism.tpp", "model=llama3_8b"], "did you mean parallelism.tp?"),
+        (["--exact", *MODEL, "parallelism.pp=2"], "plan without --exact"),
+        (["--exact", *MODEL, "--framework", "nanotron"], "there are none of nanotron here"),
     ],
 )
-def test_wrong_options_are_told_before_anything_is_read(
-    words: list[str],
-    told: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_wrong_options_are_refused_before_anything_is_read(
+    words: list[str], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plan: PlanCommand
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["plan", *words]) == EXIT_USAGE
-    assert told in capsys.readouterr().err
+    assert reason in plan.refusal(*words)
 
 
-def test_the_help_fits_eighty_columns(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_help_fits_eighty_columns(monkeypatch: pytest.MonkeyPatch, plan: PlanCommand) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    assert main(["plan", "--help"]) == 0
-    text = capsys.readouterr().out
-    assert max(len(line) for line in text.splitlines()) <= 80
-    assert "  orchestra plan --table layouts.csv --output predicted.csv" in text.splitlines()
+    assert "  orchestra plan --table layouts.csv --output predicted.csv\n" in plan.text("--help")
 
 
-def test_planning_loads_no_torch() -> None:
-    code = "import sys; from orchestra.cli import main; main(['plan']); print(sorted(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    loaded = done.stdout.splitlines()[-1]
-    assert not any(f"'{name}'" in loaded for name in ("torch", "scipy", "pandas", "matplotlib", "wandb"))
+@pytest.mark.slow
+def test_both_counts_and_their_difference_are_shown(plan: PlanCommand) -> None:
+    facts = plan.facts("--exact", *MODEL, "parallelism=zero3")
+    for name in ("parameters", "gradients", "masters", "optimizer", "gathered", "peak"):
+        component = facts[name]
+        ratio = component["closed_form_bytes"] / component["counted_bytes"]
+        assert component["difference"] == pytest.approx(ratio - 1, abs=1e-6)
+        assert abs(component["difference"]) < 0.02
+
+
+def test_the_comparison_fits_eighty_columns() -> None:
+    compared = [Compared("later_steps", 3e13, 2 * 10**13), Compared("gathered", 3e9, 0)]
+    assert max(map(len, "\n".join(comparison_lines(compared)).splitlines())) <= 80

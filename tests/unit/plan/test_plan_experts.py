@@ -2,45 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
-from plan_cases import LLAMA_8B, case
+from plan_cases import LLAMA_8B, PlanCommand, case
 
-from conf.schema import ModelConfig, Recompute
-from orchestra.cli import main
-from orchestra.errors import EXIT_USAGE
+from conf.schema import Recompute
+from orchestra.cli.plan import configuration
 from orchestra.plan.case import PlanCase, held_by_rank
 from orchestra.plan.devices import INFINIBAND_400, CollectiveGroup
 from orchestra.plan.predict import predict
 from orchestra.plan.search import search
 from orchestra.plan.space import Fixed, Space
 from orchestra.plan.stage_memory import llama_layer_bytes, states_of_rank
-from orchestra.sizes.flops import (
-    feed_forward_width,
-    model_flops_per_token,
-    num_active_layer_parameters,
-    num_active_parameters,
-    num_embedding_parameters,
-    num_layer_parameters,
-    num_parameters,
-)
+from orchestra.sizes import flops
 from orchestra.sizes.training_shape import MicroBatchTokens
 
-MIXTRAL = ModelConfig(
-    name="mixtral_8x7b",
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    vocab_size=32000,
-    num_experts=8,
-    num_experts_per_tok=2,
-)
+MIXTRAL = replace(LLAMA_8B, name="mixtral_8x7b", vocab_size=32000, num_experts=8, num_experts_per_tok=2)
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "num_key_value_heads": 8, "vocab_size": 32000}
-LINK = 450e9
 
 
 def mixture(**changes: object) -> PlanCase:
@@ -51,46 +30,32 @@ def mixture(**changes: object) -> PlanCase:
 
 def test_active_parameters_are_the_published_ones() -> None:
     # Mixtral: 12.9 B of 46.7 B (arXiv:2401.04088); Qwen3-30B-A3B: 3.3 B of 30.5 B (arXiv:2505.09388).
-    assert num_parameters(MIXTRAL) == 46_702_792_704
-    assert num_active_parameters(MIXTRAL) == pytest.approx(12.9e9, rel=0.002)
-    qwen = ModelConfig(
-        hidden_size=2048,
-        moe_intermediate_size=768,
-        num_hidden_layers=48,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        head_dim=128,
-        vocab_size=151936,
-        num_experts=128,
-        num_experts_per_tok=8,
-    )
-    assert num_parameters(qwen) == pytest.approx(30.5e9, rel=0.002)
-    assert num_active_parameters(qwen) == pytest.approx(3.3e9, rel=0.02)
-
-
-def test_a_token_costs_what_it_goes_through() -> None:
+    assert flops.num_parameters(MIXTRAL) == 46_702_792_704
+    assert flops.num_active_parameters(MIXTRAL) == pytest.approx(12.9e9, rel=0.002)
+    qwen = configuration(["model=qwen3_30b_a3b"]).model
+    assert flops.num_parameters(qwen) == pytest.approx(30.5e9, rel=0.002)
+    assert flops.num_active_parameters(qwen) == pytest.approx(3.3e9, rel=0.02)
+    # A token costs what it goes through.
     attention = 12 * MIXTRAL.num_hidden_layers * MIXTRAL.hidden_size * 4096
-    multiplied = num_active_parameters(MIXTRAL) - num_embedding_parameters(MIXTRAL)
-    assert model_flops_per_token(MIXTRAL, 4096) == 6 * multiplied + attention
+    multiplied = flops.num_active_parameters(MIXTRAL) - flops.num_embedding_parameters(MIXTRAL)
+    assert flops.model_flops_per_token(MIXTRAL, 4096) == 6 * multiplied + attention
 
 
 def test_one_expert_for_all_is_a_dense_layer_with_a_router() -> None:
     single = replace(LLAMA_8B, num_experts=1, num_experts_per_tok=1)
-    assert num_layer_parameters(single) == num_layer_parameters(LLAMA_8B) + LLAMA_8B.hidden_size
-    assert num_active_layer_parameters(single) == num_layer_parameters(single)
-    assert feed_forward_width(single) == LLAMA_8B.intermediate_size
-    none = Recompute.none
-    dense, routed = (
-        llama_layer_bytes(model, MicroBatchTokens(1, 4096), none) for model in (LLAMA_8B, single)
-    )
+    assert flops.num_layer_parameters(single) == flops.num_layer_parameters(LLAMA_8B) + LLAMA_8B.hidden_size
+    assert flops.num_active_layer_parameters(single) == flops.num_layer_parameters(single)
+    assert flops.feed_forward_width(single) == LLAMA_8B.intermediate_size
+    tokens, none = MicroBatchTokens(1, 4096), Recompute.none
+    dense, routed = (llama_layer_bytes(model, tokens, none) for model in (LLAMA_8B, single))
     assert routed - dense == 4 * 4096 * LLAMA_8B.hidden_size
 
 
 def test_a_shared_expert_is_met_by_every_token() -> None:
     shared = replace(MIXTRAL, shared_expert_intermediate_size=1024)
     more = 3 * 1024 * MIXTRAL.hidden_size
-    assert num_layer_parameters(shared) - num_layer_parameters(MIXTRAL) == more
-    assert num_active_layer_parameters(shared) - num_active_layer_parameters(MIXTRAL) == more
+    assert flops.num_layer_parameters(shared) - flops.num_layer_parameters(MIXTRAL) == more
+    assert flops.num_active_layer_parameters(shared) - flops.num_active_layer_parameters(MIXTRAL) == more
 
 
 @pytest.mark.parametrize("ep", [1, 2, 8])
@@ -98,18 +63,15 @@ def test_a_shared_expert_is_met_by_every_token() -> None:
 def test_all_ranks_together_hold_each_optimizer_state_once(ep: int, tp: int, pp: int) -> None:
     found = mixture(ep=ep, tp=tp, pp=pp, dp=64 // tp // pp, zero=1)
     held = [states_of_rank(found, held_by_rank(found.model, stage, found.layout)) for stage in found.stages]
-    ranks = found.layout.world_size // pp
-    assert ranks * sum(it.optimizer for it in held) == pytest.approx(8 * num_parameters(found.model))
+    kept = found.layout.world_size // pp * sum(states.optimizer for states in held)
+    assert kept == pytest.approx(8 * flops.num_parameters(found.model))
 
 
-def test_expert_parallelism_divides_the_experts_and_nothing_else() -> None:
+def test_expert_parallelism_divides_the_experts_alone_and_trades_memory_for_an_exchange() -> None:
     [stage] = mixture().stages
     whole, eighth = (held_by_rank(MIXTRAL, stage, mixture(ep=ep).layout) for ep in (1, 8))
     assert eighth.dense == whole.dense
     assert eighth.experts == whole.experts / 8 == 32 * 3 * 4096 * 14336
-
-
-def test_memory_is_traded_for_an_exchange() -> None:
     alone, shared = predict(mixture(zero=1)), predict(mixture(zero=1, ep=8))
     assert not alone.fits
     assert shared.peak.parameters < alone.peak.parameters / 4
@@ -124,11 +86,10 @@ def test_few_tokens_wait_for_the_weights_of_experts() -> None:
 
 
 def test_an_exchange_between_nodes_is_bound_by_each_ranks_own_adapter() -> None:
-    num_bytes = 1e9
-    inside = INFINIBAND_400.all_to_all_s(num_bytes, CollectiveGroup(8, 1), LINK)
-    rate = LINK * 250 / 450
-    assert inside == pytest.approx(num_bytes * 7 / 8 / rate + 20e-6)
-    between = INFINIBAND_400.all_to_all_s(num_bytes, CollectiveGroup(16, 2), LINK)
+    num_bytes, link = 1e9, 450e9
+    inside = INFINIBAND_400.all_to_all_s(num_bytes, CollectiveGroup(8, 1), link)
+    assert inside == pytest.approx(num_bytes * 7 / 8 / (link * 250 / 450) + 20e-6)
+    between = INFINIBAND_400.all_to_all_s(num_bytes, CollectiveGroup(16, 2), link)
     assert between == pytest.approx(num_bytes / 2 / (0.85 * 50e9), rel=0.01)
 
 
@@ -137,52 +98,39 @@ def test_search_turns_ep_where_there_are_experts() -> None:
     assert {mesh.ep for mesh in space.meshes()} == {1, 2, 4, 8}
     found = search(space, 4)
     assert found.ranked
-    assert all(it.case.model.num_experts % it.case.layout.ep == 0 for it in found.ranked)
+    assert all(8 % layout.case.layout.ep == 0 for layout in found.ranked)
     assert {mesh.ep for mesh in Space(mixture(), 256, Fixed(ep=4)).meshes()} == {4}
     assert {mesh.ep for mesh in Space(case(), 256, Fixed()).meshes()} == {1}
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "words"),
     [
-        (["model=llama3_8b", "parallelism.ep=4"], ("parallelism.ep=4", "model.num_experts=0")),
-        (["model=mixtral_8x7b", "parallelism.ep=3"], ("model.num_experts=8", "1, 2, 4 or 8")),
-        (["model=mixtral_8x7b", "model.num_experts_per_tok=9"], ("num_experts_per_tok=9", "at most 8")),
-        (["model=mixtral_8x7b", "parallelism.offload=optimizer"], ("parallelism.offload=none",)),
-        (["model=gpt2_xl", "model.num_experts=4"], ("model.family",)),
-        (["model=mixtral_8x7b", "--exact"], ("model.num_experts=8", "does not have mixtures of experts")),
+        (["model=mixtral_8x7b", "parallelism.ep=3"], "1, 2, 4 or 8"),
+        (["model=mixtral_8x7b", "parallelism.offload=optimizer"], "parallelism.offload=none"),
+        (["model=gpt2_xl", "model.num_experts=4"], "model.family"),
+        (["model=mixtral_8x7b", "--exact"], "does not have mixtures of experts"),
     ],
 )
 def test_what_cannot_be_is_refused_with_what_to_do(
-    overrides: list[str], said: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+    overrides: list[str], words: str, plan: PlanCommand
 ) -> None:
-    assert main(["plan", *overrides]) == EXIT_USAGE
-    told = capsys.readouterr().err
-    assert all(words in told for words in said)
+    assert words in plan.refusal(*overrides)
 
 
-def test_the_trainer_refuses_a_mixture(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", "model.num_experts=4"]) == EXIT_USAGE
-    assert "does not have mixtures of experts yet; use model.num_experts=0" in capsys.readouterr().err
-
-
-def test_plan_tells_what_is_active(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_shows_what_is_active(plan: PlanCommand) -> None:
     layout = ["parallelism.ep=8", "parallelism.zero=1", "cluster.nodes=8", "train.global_batch_size=256"]
-    typed = ["plan", "model=mixtral_8x7b", *layout, "train.recompute=full", "precision=bf16"]
-    assert main(typed) == 0
-    text = capsys.readouterr().out
+    typed = ["model=mixtral_8x7b", *layout, "train.recompute=full", "precision=bf16"]
+    text = plan.text(*typed)
     assert "12,879,925,248 active" in text
     assert "dp 64, ep 8, zero 1" in text
-    assert main([*typed, "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
-    assert facts["num_active_parameters"] == 12_879_925_248
-    assert facts["layout"]["ep"] == 8
+    assert plan.facts(*typed)["layout"]["ep"] == 8
 
 
 def test_what_only_orchestras_trainer_has_counts_for_mixtures_too() -> None:
     full = mixture(framework="orchestra", zero=1, ep=8, recompute="full")
     every_other = replace(full, options=replace(full.options, recompute_every=2))
-    kept, half = (predict(it).peak.activations for it in (full, every_other))
+    kept, half = (predict(each).peak.activations for each in (full, every_other))
     none = predict(replace(full, recompute=Recompute.none)).peak.activations
     assert kept < half < none
     narrow = replace(full, options=replace(full.options, moment_bytes=2))

@@ -14,11 +14,13 @@ from orchestra.plan.stage_memory import Memory, llama_layer_bytes
 from orchestra.sizes.flops import num_parameters
 from orchestra.sizes.training_shape import MicroBatchTokens
 
+# As the rows of a table without key-value heads have it.
+MULTI_HEAD = replace(LLAMA_8B, num_key_value_heads=32)
 # Saved-tensor bytes per token and hidden unit, measured with flash attention in bf16.
 MEASURED = [
-    (replace(LLAMA_8B, hidden_size=2048, intermediate_size=8192, num_key_value_heads=32), 48),
+    (replace(MULTI_HEAD, hidden_size=2048, intermediate_size=8192), 48),
     (LLAMA_8B, 41),
-    (replace(LLAMA_8B, intermediate_size=11008, num_key_value_heads=32), 37.5),
+    (replace(MULTI_HEAD, intermediate_size=11008), 37.5),
 ]
 
 
@@ -54,11 +56,9 @@ def test_stages_hold_every_layer_and_parameter_once(pp: int, by_cost: bool, tied
 
 
 def test_cutting_by_cost_gives_the_stage_with_a_large_output_fewer_layers() -> None:
-    small = replace(
-        LLAMA_8B, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, vocab_size=131072
-    )
-    assert [stage.num_layers for stage in stages(small, 4, by_cost=True)] == [5, 5, 5, 1]
-    assert [stage.num_layers for stage in stages(small, 4)] == [4, 4, 4, 4]
+    narrow = replace(LLAMA_8B, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16)
+    assert [stage.num_layers for stage in stages(narrow, 4, by_cost=True)] == [5, 5, 5, 1]
+    assert [stage.num_layers for stage in stages(narrow, 4)] == [4, 4, 4, 4]
 
 
 def total(**changes: object) -> float:
@@ -77,19 +77,15 @@ def test_recomputation_takes_less_the_more_is_repeated() -> None:
     assert none > selective > full
 
 
-def test_states_of_a_rank_add_up_to_twenty_bytes_a_parameter() -> None:
-    memory = predict(case(precision="bf16_fp32_grad", framework="nanotron")).peak
-    states = memory.parameters + memory.gradients + memory.accumulation + memory.masters + memory.optimizer
-    multi_head = replace(LLAMA_8B, num_key_value_heads=32)
-    assert states == 20 * num_parameters(multi_head)
-
-
-def test_components_add_up_and_none_is_negative() -> None:
-    changes = {"tp": 2, "pp": 2, "dp": 2, "zero": 1, "framework": "nanotron"}
-    for memory in predict(case(**changes)).stages:
+def test_components_add_up_and_states_take_twenty_bytes_a_parameter() -> None:
+    cut = predict(case(tp=2, pp=2, dp=2, zero=1, framework="nanotron")).stages
+    whole = predict(case(precision="bf16_fp32_grad", framework="nanotron")).peak
+    for memory in (*cut, whole):
         parts = [getattr(memory, name) for name in Memory.__dataclass_fields__]
         assert min(parts) >= 0
         assert memory.total == sum(parts)
+    states = whole.parameters + whole.gradients + whole.accumulation + whole.masters + whole.optimizer
+    assert states == 20 * num_parameters(MULTI_HEAD)
 
 
 def test_the_first_stage_holds_one_micro_batch_per_stage() -> None:
@@ -101,10 +97,9 @@ def test_the_first_stage_holds_one_micro_batch_per_stage() -> None:
 
 def test_nanotron_reports_the_first_stage_and_others_the_fullest() -> None:
     deep = {"pp": 8, "dp": 1, "grad_accum": 1, "micro_batch_size": 4, "vocab_size": 512000}
-    told = predict(case(framework="nanotron", **deep))
-    assert told.reported_peak == told.stages[0] != told.peak
-    other = predict(case(framework="megatron", **deep))
-    assert other.reported_peak == other.peak
+    nanotron, megatron = (predict(case(framework=name, **deep)) for name in ("nanotron", "megatron"))
+    assert nanotron.reported_peak == nanotron.stages[0] != nanotron.peak
+    assert megatron.reported_peak == megatron.peak
 
 
 def test_an_interleaved_pipeline_needs_micro_batches_that_its_stages_divide() -> None:
@@ -136,9 +131,7 @@ def test_a_full_device_does_not_fit() -> None:
 @pytest.mark.parametrize("framework", ["nanotron", "megatron", "llm-foundry"])
 def test_recomputation_takes_no_memory_even_with_a_layer_per_stage(framework: str, pp: int) -> None:
     changes = {"framework": framework, "num_gpus": 32, "pp": pp, "dp": 32 // pp, "grad_accum": 1}
-    kept, repeated = (
-        predict(case(recompute=how, gpu_memory_gib=1000, **changes)).peak.total for how in ("none", "full")
-    )
+    kept, repeated = (total(recompute=how, gpu_memory_gib=1000, **changes) for how in ("none", "full"))
     assert repeated <= kept
 
 
@@ -150,12 +143,8 @@ def test_recomputation_takes_no_memory_even_with_a_layer_per_stage(framework: st
 def test_a_pipeline_with_a_stage_that_has_nothing_does_not_fit(
     num_layers: int, hidden_size: int, pp: int, is_idle: bool
 ) -> None:
-    shape = {
-        "num_hidden_layers": num_layers,
-        "hidden_size": hidden_size,
-        "intermediate_size": 7 * hidden_size // 2,
-    }
-    deep = case(framework="nanotron", num_gpus=pp, pp=pp, dp=1, **shape)
+    widths = {"hidden_size": hidden_size, "intermediate_size": 7 * hidden_size // 2}
+    deep = case(framework="nanotron", num_gpus=pp, pp=pp, dp=1, num_hidden_layers=num_layers, **widths)
     assert has_idle_stage(deep.stages) is is_idle
     roomy = replace(deep, device=replace(deep.device, memory_bytes=1e13))
     assert predict(roomy).fits is not is_idle
@@ -166,30 +155,27 @@ def test_even_stages_are_idle_only_beyond_layers_and_both_ends() -> None:
     assert has_idle_stage(stages(replace(LLAMA_8B, num_hidden_layers=5), 8))
 
 
-def test_the_second_step_of_torchs_optimizers_takes_their_moments_more() -> None:
+def test_torchs_optimizers_make_their_moments_in_the_second_step_and_orchestra_before_it_trains() -> None:
     plan = predict(case(framework="torchtitan", zero=3))
-    found = over_time(plan.case, plan.case.stages[0], plan.peak)
-    assert found.growth == plan.peak.optimizer > 0
-    assert found.built < found.first_step < found.later_steps == plan.peak.total
-
-
-def test_orchestra_has_its_moments_before_it_trains() -> None:
+    times = over_time(plan)
+    assert times.later_steps - times.first_step == plan.peak.optimizer > 0
+    assert times.built < times.first_step < times.later_steps == plan.peak.total
     plan = predict(case(zero=2, grad_accum=1))
-    found = over_time(plan.case, plan.case.stages[0], plan.peak)
-    assert found.built > plan.peak.parameters + plan.peak.masters + plan.peak.optimizer
+    times = over_time(plan)
+    assert times.built > plan.peak.parameters + plan.peak.masters + plan.peak.optimizer
     # What grows are the buffers of sums over ranks.
-    assert 0 < found.growth < plan.peak.buffers + 1
+    assert 0 < times.later_steps - times.first_step < plan.peak.buffers + 1
 
 
 def test_offloaded_state_and_images_of_checkpoints_lie_in_host_memory() -> None:
     usual = case(zero=1)
     moved = replace(usual, options=replace(usual.options, offload=Offload.optimizer, saves=True))
-    assert host_memory(usual, usual.stages[0]).total == 0
-    host = host_memory(moved, moved.stages[0])
-    multi_head = num_parameters(replace(LLAMA_8B, num_key_value_heads=32))
+    assert host_memory(predict(usual)).total == 0
+    host = host_memory(predict(moved))
+    eighth = num_parameters(MULTI_HEAD) / 8
     # Masters, two moments and the rounded parameters of an eighth; masters and moments once over the ranks.
-    assert host.offloaded == pytest.approx(14 * multi_head / 8)
-    assert host.checkpoint_image == pytest.approx(12 * multi_head / 8)
+    assert host.offloaded == pytest.approx(14 * eighth)
+    assert host.checkpoint_image == pytest.approx(12 * eighth)
     assert predict(moved).peak.optimizer == predict(moved).peak.masters == 0
 
 

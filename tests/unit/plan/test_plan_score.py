@@ -17,12 +17,10 @@ def measured(
 
 
 def test_a_row_with_a_much_faster_twin_is_sick() -> None:
-    fast, near, slow = measured(90, 1, twin="a"), measured(61, 1, twin="a"), measured(59, 1, twin="a")
+    fast, near, slow = (measured(rate, 1, twin="a") for rate in (90, 61, 59))
     assert without_sick([fast, near, slow]) == [fast, near]
-
-
-def test_a_row_is_sick_by_a_twin_that_is_scored_elsewhere() -> None:
-    fast, slow, other = measured(90, 1, twin="a"), measured(50, 1, twin="a"), measured(70, 1)
+    # Also by a twin that is scored elsewhere.
+    other = measured(70, 1)
     assert without_sick([slow, other]) == [slow, other]
     assert without_sick([slow, other], [fast, slow, other]) == [other]
     assert score([slow, other, fast], [fast]).num_rows == 2
@@ -37,13 +35,8 @@ def test_errors_ranks_and_memory_of_a_small_table() -> None:
 
 
 def test_recall_and_precision_count_rows_that_failed() -> None:
-    rows = [
-        measured(None, 1, fits=False),
-        measured(None, 1, fits=True),
-        measured(5, 5, fits=False),
-        measured(5, 6),
-    ]
-    found = score(rows)
+    failed = [measured(None, 1, fits=False), measured(None, 1, fits=True)]
+    found = score([*failed, measured(5, 5, fits=False), measured(5, 6)])
     assert (found.out_of_memory_recall, found.out_of_memory_precision) == (0.5, 0.5)
 
 

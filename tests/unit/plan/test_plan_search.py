@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from plan_cases import case
@@ -15,16 +17,16 @@ from orchestra.plan.assemble import for_planning
 from orchestra.plan.devices import data_sheet_network
 from orchestra.plan.explain import MEMORY, bounds, differences
 from orchestra.plan.predict import Prediction, predict
-from orchestra.plan.search import Found, peak_that_fits, remedies, search
+from orchestra.plan.search import SearchResult, peak_that_fits, remedies, search
 from orchestra.plan.space import Fixed, LayoutChoice, MeshDegrees, Space, choice_of, space_of, turns
 
 # A quarter of an 8B model's layers on two nodes: everything fits or does not for several reasons.
 SMALL = {"num_hidden_layers": 8, "num_key_value_heads": 8, "num_gpus": 16, "dp": 16, "seq_len": 8192}
-TIGHT = {"gpu_memory_gib": 20}
+SMALL |= {"gpu_memory_gib": 20}
 
 
-def space(num_sequences: int = 24, fixed: Fixed | None = None, **changes: object) -> Space:
-    return Space(case(**{**SMALL, **TIGHT, **changes}), num_sequences, fixed or Fixed())
+def space(fixed: Fixed | None = None, **changes: object) -> Space:
+    return Space(case(**{**SMALL, **changes}), 24, fixed or Fixed())
 
 
 @pytest.fixture(scope="module")
@@ -38,116 +40,106 @@ def everything(whole: Space) -> list[Prediction]:
 
 
 @pytest.fixture(scope="module")
-def found(whole: Space) -> Found:
+def found(whole: Space) -> SearchResult:
     return search(whole, 5)
 
 
-def test_the_best_found_is_the_best_of_all(found: Found, everything: list[Prediction]) -> None:
-    fitting = [it for it in everything if it.fits]
+def test_the_best_found_is_the_best_of_all(found: SearchResult, everything: list[Prediction]) -> None:
+    fitting = [layout for layout in everything if layout.fits]
     assert (found.num_layouts, found.num_fitting) == (len(everything), len(fitting))
     assert 0 < len(fitting) < len(everything)
     meshes: dict[MeshDegrees, float] = {}
-    for it in fitting:
-        mesh = choice_of(it.case).mesh
-        meshes[mesh] = max(meshes.get(mesh, 0.0), it.tokens_per_s)
+    for layout in fitting:
+        mesh = choice_of(layout.case).mesh
+        meshes[mesh] = max(meshes.get(mesh, 0.0), layout.tokens_per_s)
     best = sorted(meshes.values(), reverse=True)
-    assert [it.tokens_per_s for it in found.ranked] == pytest.approx(best[:5])
+    assert [layout.tokens_per_s for layout in found.ranked] == pytest.approx(best[:5])
 
 
-def test_nothing_that_is_found_dominates_or_is_dominated(found: Found, everything: list[Prediction]) -> None:
-    points = {(it.time.total, it.peak.total) for it in everything if it.fits}
-    front = {
-        (time, peak)
-        for time, peak in points
-        if not any(t <= time and p <= peak and (t, p) != (time, peak) for t, p in points)
-    }
-    assert {(it.time.total, it.peak.total) for it in found.pareto} == front
-    speeds = [it.tokens_per_s for it in found.pareto]
+def test_nothing_that_is_found_dominates_or_is_dominated(
+    found: SearchResult, everything: list[Prediction]
+) -> None:
+    points = {(layout.time.total, layout.peak.total) for layout in everything if layout.fits}
+
+    def is_dominated(time: float, peak: float) -> bool:
+        return any(t <= time and p <= peak and (t, p) != (time, peak) for t, p in points)
+
+    front = {point for point in points if not is_dominated(*point)}
+    assert {(layout.time.total, layout.peak.total) for layout in found.pareto} == front
+    speeds = [layout.tokens_per_s for layout in found.pareto]
     assert speeds == sorted(speeds, reverse=True)
 
 
 def test_the_best_with_each_value_is_the_best_of_all_with_it(
-    found: Found, everything: list[Prediction]
+    found: SearchResult, everything: list[Prediction]
 ) -> None:
-    for knob, at in found.by_value.items():
-        for value, best in at.items():
-            others = [it for it in everything if it.fits and choice_of(it.case).value(knob) == value]
-            if best is None:
-                assert not others
-            else:
-                assert best.tokens_per_s == pytest.approx(max(it.tokens_per_s for it in others))
+    fitting = [layout for layout in everything if layout.fits]
+    for knob, best_with in found.by_value.items():
+        for value, best in best_with.items():
+            speeds = [
+                layout.tokens_per_s for layout in fitting if choice_of(layout.case).value(knob) == value
+            ]
+            assert (best is None) is (not speeds)
+            if best is not None:
+                assert best.tokens_per_s == pytest.approx(max(speeds))
 
 
-def config_of(choice: LayoutChoice, num_sequences: int) -> Config:
-    mesh = choice.mesh
-    base = case(**SMALL).model
+def config_of(choice: LayoutChoice) -> Config:
+    """Return the configuration of one layout of the whole space."""
+    degrees = {key: getattr(choice.mesh, key) for key in ("tp", "pp", "cp")}
+    size = {"seq_len": 8192, "global_batch_size": 24, "micro_batch_size": choice.micro_batch_size}
     return Config(
-        model=base,
+        model=case(**SMALL).model,
         parallelism=ParallelismConfig(
-            tp=mesh.tp,
-            pp=mesh.pp,
-            cp=mesh.cp,
-            zero=choice.zero,
-            sequence_parallel=choice.sequence_parallel,
+            zero=choice.zero, sequence_parallel=choice.sequence_parallel, **degrees
         ),
-        train=TrainConfig(
-            seq_len=8192,
-            global_batch_size=num_sequences,
-            micro_batch_size=choice.micro_batch_size,
-            recompute=choice.recompute,
-        ),
+        train=TrainConfig(recompute=choice.recompute, **size),
         cluster=ClusterConfig(nodes=2, gpus_per_node=8, launcher=LauncherName.slurm),
     )
 
 
-def test_the_space_is_what_the_rules_of_a_configuration_allow() -> None:
+def test_the_space_is_what_the_rules_of_a_configuration_allow(whole: Space) -> None:
     """Over all degrees that multiply out to the ranks, tp inside a node and cp with 4,096 tokens a rank."""
-    plan, whole = Situation("plan"), space()
-    possible = {
+    plan, ranks = Situation("plan"), range(1, 17)
+    possible = (
         MeshDegrees(dp, tp, pp, cp)
-        for tp in (1, 2, 3, 4, 5, 6, 7, 8)
-        for pp in range(1, 17)
-        for cp in (1, 2)
-        for dp in range(1, 17)
+        for dp, tp, pp, cp in itertools.product(ranks, range(1, 9), ranks, (1, 2))
         if dp * tp * pp * cp == 16
-    }
-    allowed = {
-        mesh
-        for mesh in possible
-        if not problems_of(config_of(LayoutChoice(mesh, 0, False, Recompute.none, 1), 24), plan)
-    }
+    )
+    plainest = [LayoutChoice(mesh, 0, False, Recompute.none, 1) for mesh in possible]
+    allowed = {choice.mesh for choice in plainest if not problems_of(config_of(choice), plan)}
     assert set(whole.meshes()) == allowed
     for choice in list(whole.choices())[::7]:
-        assert problems_of(config_of(choice, 24), plan) == []
-    for it in whole.choices():
-        made = whole.case(it)
-        assert made.tokens_per_step == 24 * 8192
-        assert made.layout.world_size == 16
-        assert choice_of(made) == it
+        assert problems_of(config_of(choice), plan) == []
+    for choice in whole.choices():
+        made = whole.case(choice)
+        assert (made.tokens_per_step, made.layout.world_size) == (24 * 8192, 16)
+        assert choice_of(made) == choice
 
 
 def test_values_that_are_given_stay() -> None:
-    kept = Fixed(tp=2, zero=1, recompute=Recompute.full, micro_batch_size=2)
-    found = search(space(fixed=kept), 3)
+    given: dict[str, Any] = {"tp": 2, "zero": 1, "recompute": Recompute.full, "micro_batch_size": 2}
+    found = search(space(fixed=Fixed(**given)), 3)
     assert found.num_fitting
-    for it in [*found.ranked, *found.pareto]:
-        choice = choice_of(it.case)
-        assert (choice.mesh.tp, choice.zero, choice.micro_batch_size) == (2, 1, 2)
-        assert choice.recompute is Recompute.full
+    for layout in [*found.ranked, *found.pareto]:
+        choice = choice_of(layout.case)
+        assert {knob: choice.value(knob) for knob in given} == given
 
 
 def test_only_chosen_layouts_are_ranked_apart(whole: Space, everything: list[Prediction]) -> None:
-    found = search(whole, 1, lambda it: it.layout.pp == 1)
-    best = max(it.tokens_per_s for it in everything if it.fits and it.case.layout.pp == 1)
+    found = search(whole, 1, lambda case: case.layout.pp == 1)
+    best = max(layout.tokens_per_s for layout in everything if layout.fits and layout.case.layout.pp == 1)
     assert found.chosen[0].tokens_per_s == pytest.approx(best)
-    assert all(it.case.layout.pp == 1 for it in found.chosen)
+    assert all(layout.case.layout.pp == 1 for layout in found.chosen)
 
 
-def test_where_nothing_fits_the_nearest_and_what_helps_are_told() -> None:
-    tight = space(gpu_memory_gib=3)
-    found = search(tight, 3)
-    assert not found.ranked
-    assert not found.pareto
+def test_where_nothing_fits_a_search_looks_further_and_tells_the_nearest(whole: Space) -> None:
+    roomy = search(whole, 1)
+    assert not roomy.space.wide
+    assert max(layout.case.layout.tp for layout in roomy.pareto) <= 8
+    found = search(space(gpu_memory_gib=3), 3)
+    assert found.space.wide
+    assert not [*found.ranked, *found.pareto]
     assert found.nearest is not None
     least = min(predict(found.space.case(choice)).peak.total for choice in found.space.choices())
     assert found.nearest.peak.total == pytest.approx(least)
@@ -166,22 +158,12 @@ def test_each_remedy_that_is_named_makes_something_fit() -> None:
         assert peak_that_fits(replace(roomy, wide=tight.wide)) == peak_bytes
 
 
-def test_a_search_looks_further_only_where_nothing_fits() -> None:
-    roomy = search(space(), 1)
-    assert not roomy.space.wide
-    assert max(it.case.layout.tp for it in roomy.pareto) <= 8
-    assert search(space(gpu_memory_gib=3), 1).space.wide
-
-
 def test_a_turn_changes_one_knob_and_what_must_go_along(whole: Space) -> None:
     here = whole.case(LayoutChoice(MeshDegrees(4, 2, 2, 1), 1, True, Recompute.none, 2))
-    for knob, other in turns(whole, here):
-        before, after = choice_of(here), choice_of(other)
-        changed = {
-            name
-            for name in ("tp", "pp", "cp", "zero", "sequence_parallel", "recompute", "micro_batch_size")
-            if before.value(name) != after.value(name)
-        }
+    knobs = ("tp", "pp", "cp", "zero", "sequence_parallel", "recompute", "micro_batch_size")
+    for knob, turned in turns(whole, here):
+        before, after = choice_of(here), choice_of(turned)
+        changed = {name for name in knobs if before.value(name) != after.value(name)}
         assert knob in changed
         along = {"micro_batch_size", "sequence_parallel", "zero"} if knob in ("tp", "pp", "cp") else set()
         assert changed <= {knob} | along
@@ -190,28 +172,24 @@ def test_a_turn_changes_one_knob_and_what_must_go_along(whole: Space) -> None:
 def test_memory_binds_where_a_turn_would_be_faster_if_it_fitted(whole: Space) -> None:
     repeated = predict(whole.case(LayoutChoice(MeshDegrees(8, 1, 1, 2), 1, False, Recompute.full, 1)))
     assert repeated.fits
-    bound = next(it for it in bounds(whole, repeated) if it.name == MEMORY)
+    bound = next(cost for cost in bounds(whole, repeated) if cost.name == MEMORY)
     assert bound.faster is not None
     assert not bound.faster.fits
     assert bound.share == pytest.approx(1 - bound.faster.time.total / repeated.time.total)
 
 
 def test_a_slow_network_makes_what_goes_over_it_bind(whole: Space) -> None:
-    slow = replace(whole.base, network=data_sheet_network(1e9))
-    between = predict(
-        replace(whole, base=slow).case(LayoutChoice(MeshDegrees(16, 1, 1, 1), 1, False, Recompute.none, 1))
-    )
-    assert bounds(replace(whole, base=slow), between)[0].name == "exposed reduction"
+    slow = replace(whole, base=replace(whole.base, network=data_sheet_network(1e9)))
+    between = predict(slow.case(LayoutChoice(MeshDegrees(16, 1, 1, 1), 1, False, Recompute.none, 1)))
+    assert bounds(slow, between)[0].name == "exposed reduction"
     idle = predict(whole.case(LayoutChoice(MeshDegrees(1, 2, 8, 1), 0, True, Recompute.none, 16)))
-    assert next(it for it in bounds(whole, idle) if it.name != MEMORY).name == "pipeline bubble"
+    assert next(cost for cost in bounds(whole, idle) if cost.name != MEMORY).name == "pipeline bubble"
 
 
-def test_differences_add_up_to_the_difference_of_the_step() -> None:
-    whole = space()
-    one, other = (
-        predict(whole.case(LayoutChoice(MeshDegrees(8, 2, 1, 1), 1, True, how, 1)))
-        for how in (Recompute.none, Recompute.full)
-    )
-    told = differences(one, other)
-    assert sum(it.seconds for it in told) == pytest.approx(other.time.total - one.time.total)
-    assert told[0].name == "recomputation"
+def test_differences_add_up_to_the_difference_of_the_step(whole: Space) -> None:
+    kept = LayoutChoice(MeshDegrees(8, 2, 1, 1), 1, True, Recompute.none, 1)
+    repeated = kept._replace(recompute=Recompute.full)
+    one, other = (predict(whole.case(choice)) for choice in (kept, repeated))
+    parts = differences(one, other)
+    assert sum(part.seconds for part in parts) == pytest.approx(other.time.total - one.time.total)
+    assert parts[0].name == "recomputation"

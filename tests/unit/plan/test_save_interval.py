@@ -6,19 +6,14 @@ import itertools
 
 import pytest
 
-from orchestra.plan.goodput.scenario import (
-    LLAMA3_DAYS,
-    LLAMA3_DEVICES,
-    LLAMA3_FAILURES,
-    LLAMA3_MIX,
-    RSC1_FAILURES_PER_NODE_DAY,
-    RSC1_MEASURED_MTTF_H,
-    device_hours,
-    failures,
-)
+from orchestra.plan.goodput.scenario import LLAMA3_MIX, failures
 from orchestra.sizes import save_interval
 
 MINUTE_S, HOUR_S = 60.0, 3600.0
+# Kokolis et al. (arXiv:2410.21680, section III), A100 in nodes of eight: infrastructure failures per
+# node-day of large jobs on their cluster RSC-1. From it they project 1.8 h at 16,384 and 0.23 h at 131,072
+# devices. Their 7.9 h at 1,024 is no projection: what jobs of that size saw, all failures counted.
+RSC1_FAILURES_PER_NODE_DAY = 6.50e-3
 
 
 @pytest.mark.parametrize(("mttf_h", "minutes"), [(24, "117"), (6, "57"), (0.25, "9.1")])
@@ -26,9 +21,7 @@ def test_intervals_are_those_of_dalys_figures(mttf_h: float, minutes: str) -> No
     """Captions of figures 3 to 5 of Daly (2006): a dump of five minutes."""
     found = save_interval.daly_s(5 * MINUTE_S, mttf_h * HOUR_S) / MINUTE_S
     assert f"{found:.{1 if '.' in minutes else 0}f}" == minutes
-
-
-def test_a_save_beyond_twice_the_mean_time_to_failure_is_made_once_in_it() -> None:
+    # A save beyond twice the mean time to failure is made once in it.
     assert save_interval.daly_s(100.0, 40.0) == 40.0
 
 
@@ -41,12 +34,9 @@ def test_dalys_interval_has_the_best_goodput_of_his_cost_function() -> None:
 
 
 def test_without_failures_goodput_is_what_saves_leave() -> None:
-    found = save_interval.daly_goodput(95.0, 5.0, 300.0, 1e12)
-    assert found == pytest.approx(0.95, rel=1e-6)
+    assert save_interval.daly_goodput(95.0, 5.0, 300.0, 1e12) == pytest.approx(0.95, rel=1e-6)
     assert save_interval.daly_goodput(1e6, 5.0, 300.0, 1.0) == 0.0
-
-
-def test_devices_that_never_fail_have_a_finite_interval() -> None:
+    # Devices that never fail have a finite interval.
     mttf = save_interval.mttf_s(8, 1e308)
     found = save_interval.chosen(1e-6, 5.0, mttf)
     assert found.every_steps > 1e9
@@ -54,46 +44,40 @@ def test_devices_that_never_fail_have_a_finite_interval() -> None:
 
 
 def test_llama_3_fails_every_three_hours() -> None:
-    found = save_interval.mttf_s(LLAMA3_DEVICES, None)
-    assert found * LLAMA3_FAILURES == pytest.approx(LLAMA3_DAYS * 24 * HOUR_S)
-    assert found / HOUR_S == pytest.approx(3.1, abs=0.05)
+    mttf_s = save_interval.mttf_s(16_384, None)
+    assert mttf_s * 419 == pytest.approx(54 * 24 * HOUR_S)
+    assert mttf_s / HOUR_S == pytest.approx(3.1, abs=0.05)
     assert sum(LLAMA3_MIX.values()) == pytest.approx(1)
-
-
-@pytest.mark.parametrize(("num_devices", "hours"), [(16_384, "1.8"), (131_072, "0.23")])
-def test_the_rate_of_rsc_1_gives_its_projections(num_devices: int, hours: str) -> None:
-    found = save_interval.mttf_s(num_devices, device_hours(RSC1_FAILURES_PER_NODE_DAY)) / HOUR_S
-    assert f"{found:.{len(hours) - 2}f}" == hours
-
-
-def test_what_rsc_1_measured_at_1024_devices_is_a_rate_of_its_own() -> None:
-    """Their figures are of two kinds: by the projection's rate it would be 28.8 h, not 7.9."""
-    num_devices, measured_h = RSC1_MEASURED_MTTF_H
-    projected = save_interval.mttf_s(num_devices, device_hours(RSC1_FAILURES_PER_NODE_DAY)) / HOUR_S
-    assert projected == pytest.approx(28.8, abs=0.1)
-    rate = 24 / measured_h / (num_devices / 8)
-    assert save_interval.mttf_s(num_devices, device_hours(rate)) / HOUR_S == pytest.approx(measured_h)
 
 
 @pytest.mark.parametrize(
     ("num_devices", "failures_per_node_day", "hours"),
-    [(1_024, 24 / 7.9 / 128, 7.9), (16_384, 6.50e-3, 1.8), (131_072, 6.50e-3, 0.23)],
+    [
+        (1_024, 24 / 7.9 / 128, "7.9"),
+        (16_384, RSC1_FAILURES_PER_NODE_DAY, "1.8"),
+        (131_072, RSC1_FAILURES_PER_NODE_DAY, "0.23"),
+    ],
 )
-def test_drawn_failures_have_the_published_mean_time(
-    num_devices: int, failures_per_node_day: float, hours: float
+def test_expected_and_drawn_failures_have_the_published_mean_time(
+    num_devices: int, failures_per_node_day: float, hours: str
 ) -> None:
-    drawn = failures(num_devices // 8, 8, device_hours(failures_per_node_day), LLAMA3_MIX, seed=1)
+    # The mean time between failures of one of a node's eight devices.
+    device_hours = 8 * 24 / failures_per_node_day
+    found = save_interval.mttf_s(num_devices, device_hours) / HOUR_S
+    assert f"{found:.{len(hours) - 2}f}" == hours
+    drawn = failures(num_devices // 8, 8, device_hours, LLAMA3_MIX, seed=1)
     number = 4000
     last = list(itertools.islice(drawn, number))[-1]
     # The mean of so many intervals strays by 1 / √4000 = 1.6 %.
-    assert last.time / number / HOUR_S == pytest.approx(hours, rel=0.05)
+    assert last.time / number / HOUR_S == pytest.approx(float(hours), rel=0.05)
 
 
 def test_causes_come_in_their_shares_and_strike_every_node_alike() -> None:
     drawn = list(itertools.islice(failures(16, 8, 1e4, LLAMA3_MIX, seed=3), 20_000))
     for cause, share in LLAMA3_MIX.items():
-        assert sum(it.cause is cause for it in drawn) / len(drawn) == pytest.approx(share, abs=0.012)
-    assert sum(it.place for it in drawn) / len(drawn) == pytest.approx(7.5, abs=0.15)
+        struck = sum(failure.cause is cause for failure in drawn)
+        assert struck / len(drawn) == pytest.approx(share, abs=0.012)
+    assert sum(failure.place for failure in drawn) / len(drawn) == pytest.approx(7.5, abs=0.15)
     assert drawn == list(itertools.islice(failures(16, 8, 1e4, LLAMA3_MIX, seed=3), 20_000))
 
 

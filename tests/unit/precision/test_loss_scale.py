@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from conf.schema import LossScale, PrecisionConfig, PrecisionName
-from orchestra.precision.loss_scale import MOST, DynamicLossScale, ScaleState, make_loss_scale
+from orchestra.precision.policies import MOST, DynamicLossScale, ScaleState, make_loss_scale
 
 CPU = torch.device("cpu")
 FINE, INFINITE = torch.tensor(1.0), torch.tensor(torch.inf)
@@ -19,15 +19,23 @@ def moved(scale: DynamicLossScale, loss: torch.Tensor, norm: torch.Tensor) -> bo
     return bool(has_overflowed)
 
 
-def test_an_overflow_halves_the_factor_and_good_steps_in_a_row_double_it() -> None:
-    scale = DynamicLossScale(LossScale(initial=8, growth_steps=3), CPU)
-    assert moved(scale, FINE, INFINITE)
-    assert scale.state == ScaleState(4.0, 0, 1)
-    for norm in (FINE, FINE, INFINITE, FINE, FINE):
-        moved(scale, FINE, norm)
-    assert scale.state == ScaleState(2.0, 2, 2)
-    moved(scale, FINE, FINE)
-    assert scale.state == ScaleState(4.0, 0, 2)
+@pytest.mark.parametrize(
+    ("before", "norms", "after"),
+    [
+        pytest.param((8.0, 0, 0), [INFINITE], (4.0, 0, 1), id="an overflow halves"),
+        pytest.param((4.0, 0, 1), [FINE, FINE, INFINITE, FINE, FINE], (2.0, 2, 2), id="not in a row"),
+        pytest.param((2.0, 2, 2), [FINE], (4.0, 0, 2), id="three good steps in a row double"),
+        pytest.param((4.0, 0, 0), [INFINITE] * 4, (1.0, 0, 2), id="at one it is not its doing"),
+        pytest.param((MOST, 2, 0), [FINE], (MOST, 0, 0), id="in the range of fp32"),
+    ],
+)
+def test_the_factor_follows_the_steps_from_any_state_on(
+    before: tuple[float, int, int], norms: list[torch.Tensor], after: tuple[float, int, int]
+) -> None:
+    scale = DynamicLossScale(LossScale(growth_steps=3), CPU, ScaleState(*before))
+    overflows = [moved(scale, FINE, norm) for norm in norms]
+    assert scale.state == ScaleState(*after)
+    assert sum(overflows) == after[2] - before[2]
 
 
 def test_a_loss_that_is_not_finite_is_no_overflow_and_moves_nothing() -> None:
@@ -37,29 +45,11 @@ def test_a_loss_that_is_not_finite_is_no_overflow_and_moves_nothing() -> None:
     assert scale.state == ScaleState(8.0, 1, 0)
 
 
-def test_gradients_that_stay_bad_at_a_factor_of_one_are_not_its_doing() -> None:
-    scale = DynamicLossScale(LossScale(initial=4), CPU)
-    assert [moved(scale, FINE, INFINITE) for _ in range(4)] == [True, True, False, False]
-    assert scale.state == ScaleState(1.0, 0, 2)
-
-
-def test_the_factor_stays_in_the_range_of_fp32() -> None:
-    scale = DynamicLossScale(LossScale(initial=int(MOST), growth_steps=1), CPU)
-    moved(scale, FINE, FINE)
-    assert scale.state.scale == MOST
-
-
 def test_a_result_keeps_the_factor_that_it_was_computed_with() -> None:
     scale = DynamicLossScale(LossScale(initial=8), CPU)
     before = scale.scale
     moved(scale, FINE, INFINITE)
     assert (float(before), float(scale.scale)) == (8.0, 4.0)
-
-
-def test_a_state_that_was_saved_goes_on() -> None:
-    scale = DynamicLossScale(LossScale(growth_steps=3), CPU, ScaleState(32.0, 2, 5))
-    moved(scale, FINE, FINE)
-    assert scale.state == ScaleState(64.0, 0, 5)
 
 
 @pytest.mark.parametrize("name", PrecisionName)

@@ -43,15 +43,14 @@ WITHOUT_FAILURE = [
 
 
 def test_a_run_without_a_failure_waits_starts_trains_and_saves() -> None:
-    accounts = account(WITHOUT_FAILURE, rows_of(120, range(1, 11)))
-    assert booked(accounts) == {"queue": 100, "restart": 23, "productive": 10, "checkpoint": 2}
+    rows = rows_of(120, range(1, 11))
+    accounts = account(WITHOUT_FAILURE, rows)
+    expected = {"queue": 100, "restart": 23, "productive": 10, "checkpoint": 2}
+    assert booked(accounts) == expected
     assert accounts.wall_s == pytest.approx(135)
     assert accounts.goodput == pytest.approx(10 / 135)
-
-
-def test_the_wait_of_a_sweeps_member_counts_from_its_submission_that_is_no_event() -> None:
-    accounts = account(WITHOUT_FAILURE[1:], rows_of(120, range(1, 11)), began=40)
-    assert booked(accounts) == {"queue": 60, "restart": 23, "productive": 10, "checkpoint": 2}
+    # The submission of a sweep's member is no event.
+    assert booked(account(WITHOUT_FAILURE[1:], rows, began=40)) == {**expected, "queue": 60}
 
 
 FAILED_AND_RESTARTED = [
@@ -73,39 +72,34 @@ def test_steps_that_are_trained_again_are_lost_work() -> None:
     rows = [*rows_of(10, range(1, 9)), *rows_of(36, range(6, 21))]
     accounts = account(FAILED_AND_RESTARTED, rows)
     # 3 s of detection, 1 to the verdict … until step 6 begins, less 3 s of restore; 10 s and 1 s at the ends.
-    assert booked(accounts) == {
-        "productive": 5 + 15,
-        "lost": 3,
-        "restart": 10 + 4 + 2 + 9 - 2 + 2 + 1,
-        "restore": 3,
-    }
+    restart_s = 10 + 4 + 2 + 9 - 2 + 2 + 1
+    assert booked(accounts) == {"productive": 5 + 15, "lost": 3, "restart": restart_s, "restore": 3}
     assert accounts.wall_s == pytest.approx(52)
 
 
 def test_a_row_of_many_steps_is_lost_only_as_far_as_it_is_trained_again() -> None:
     rows = [*rows_of(10, range(1, 9), every=4), *rows_of(36, range(6, 21), every=5)]
-    accounts = account(FAILED_AND_RESTARTED, rows)
-    assert booked(accounts)["lost"] == 3
-    assert booked(accounts)["productive"] == 20
+    accounts = booked(account(FAILED_AND_RESTARTED, rows))
+    assert (accounts["productive"], accounts["lost"]) == (20, 3)
 
 
 def test_steps_that_were_never_logged_are_known_from_saves_and_from_who_failed() -> None:
-    events = [it if it["event"] != "rank_failed" else {**it, "step": 10} for it in FAILED_AND_RESTARTED]
+    events = list(FAILED_AND_RESTARTED)
+    events[4] = {**events[4], "step": 10}
     # The row of step 100 was never reached; the failure came in step 10.
-    accounts = account(events, rows_of(36, range(6, 21), every=20))
-    assert booked(accounts)["productive"] == 20
-    assert booked(accounts)["lost"] == 4
+    accounts = booked(account(events, rows_of(36, range(6, 21), every=20)))
+    assert (accounts["productive"], accounts["lost"]) == (20, 4)
 
 
 def test_what_a_failed_run_would_train_again_is_lost_until_somebody_goes_on() -> None:
-    ended = [it for it in FAILED_AND_RESTARTED if it["attempt"] == 0 and it["event"] != "restarting"]
+    ended = FAILED_AND_RESTARTED[:6]
     rows = rows_of(10, range(1, 9))
     assert booked(account(ended, rows)) == {"productive": 5, "lost": 3, "restart": 14}
-    without_a_save = [it for it in ended if "checkpoint" not in it["event"]]
+    without_a_save = [record for record in ended if "checkpoint" not in record["event"]]
     assert booked(account(without_a_save, rows)) == {"lost": 8, "restart": 14}
 
 
-def test_going_back_behind_an_earlier_attempts_begin_makes_its_steps_lost_too() -> None:
+def test_going_back_before_an_earlier_attempts_begin_makes_its_steps_lost_too() -> None:
     events = [
         *FAILED_AND_RESTARTED[:-1],
         event(46, "failed", 1, code=1),
@@ -115,17 +109,20 @@ def test_going_back_behind_an_earlier_attempts_begin_makes_its_steps_lost_too() 
         event(67, "finished", 2, code=0),
     ]
     rows = [*rows_of(10, range(1, 9)), *rows_of(36, range(6, 16)), *rows_of(47, range(1, 21))]
-    accounts = account(events, rows)
-    assert booked(accounts)["lost"] == 8 + 10
-    assert booked(accounts)["productive"] == 20
+    accounts = booked(account(events, rows))
+    assert (accounts["productive"], accounts["lost"]) == (20, 8 + 10)
 
 
 def test_waiting_between_steps_is_checkpoint_stall() -> None:
     rows = [*rows_of(120, range(1, 6)), *rows_of(129, range(6, 11))]
-    events = [{**it, "time": it["time"] + 4} if it["time"] > 120 else it for it in WITHOUT_FAILURE]
+    events = [
+        {**record, "time": record["time"] + 4} if record["time"] > 120 else record
+        for record in WITHOUT_FAILURE
+    ]
     assert booked(account(events, rows)) == {"queue": 100, "restart": 23, "productive": 10, "checkpoint": 6}
 
 
+# Stopped at 24 s, and trained again from 124 s on.
 STOPPED = [
     event(0, "attempt_started", job="7", job_start=0),
     event(10, "training_started", rank=0),
@@ -140,53 +137,51 @@ CONTINUED = [
     event(141, "finished", 1, code=0),
 ]
 ROWS = [*rows_of(10, range(1, 11)), *rows_of(131, range(11, 21))]
-OTHERS = {"productive": 20, "checkpoint": 1, "restore": 1}
 
 
-def test_a_requeued_job_waits_in_the_queue() -> None:
-    start = event(124, "attempt_started", 1, job="7", job_start=1)
-    requeued = event(26, "requeued", job="7")
-    accounts = account([*STOPPED, requeued, start, *CONTINUED], ROWS)
-    assert booked(accounts) == {**OTHERS, "queue": 100, "restart": 10 + 3 + 6}
-    # Slurm may do it by itself, after the loss of a node: nobody writes an event then.
-    assert booked(account([*STOPPED, start, *CONTINUED], ROWS)) == booked(accounts)
+def submitted(time: float, job: str) -> Record:
+    return event(time, "submitted", 1, job=job)
 
 
-def test_a_run_that_a_person_went_on_with_was_idle_until_then() -> None:
-    start = event(124, "attempt_started", 1, job="8", job_start=0)
-    resubmitted = event(84, "submitted", 1, job="8")
-    accounts = account([*STOPPED, resubmitted, start, *CONTINUED], ROWS)
-    assert booked(accounts) == {**OTHERS, "idle": 60, "queue": 40, "restart": 10 + 3 + 6}
+def started(job: str, job_start: int = 0) -> Record:
+    return event(124, "attempt_started", 1, job=job, job_start=job_start)
 
 
-def test_a_job_that_was_cancelled_in_the_queue_leaves_the_run_idle() -> None:
-    start = event(124, "attempt_started", 1, job="9", job_start=0)
-    events = [event(84, "submitted", 1, job="8"), event(94, "cancelled", 1, job="8")]
-    accounts = account([*STOPPED, *events, event(104, "submitted", 1, job="9"), start, *CONTINUED], ROWS)
-    assert booked(accounts) == {**OTHERS, "idle": 70, "queue": 30, "restart": 10 + 3 + 6}
+@pytest.mark.parametrize(
+    ("between", "expected"),
+    [
+        # A requeued job waits in the queue.
+        ([event(26, "requeued", job="7"), started("7", 1)], {"queue": 100}),
+        # Slurm may do it by itself, after the loss of a node: nobody writes an event then.
+        ([started("7", 1)], {"queue": 100}),
+        # A run that a person went on with was idle until then.
+        ([submitted(84, "8"), started("8")], {"idle": 60, "queue": 40}),
+        # A job that was cancelled in the queue leaves the run idle.
+        (
+            [submitted(84, "8"), event(94, "cancelled", 1, job="8"), submitted(104, "9"), started("9")],
+            {"idle": 70, "queue": 30},
+        ),
+        # A new attempt in the same start of a job is a restart.
+        ([started("7")], {"restart": 100}),
+        # A job that was submitted before the end waits from the end on.
+        ([submitted(23, "8"), started("8")], {"queue": 100}),
+    ],
+)
+def test_the_time_between_two_attempts_is_that_of_the_queue_of_nobody_or_of_a_restart(
+    between: list[Record], expected: dict[str, float]
+) -> None:
+    events = sorted([*STOPPED, *between, *CONTINUED], key=lambda record: float(record["time"]))
+    restart_s = 10 + 3 + 6 + expected.get("restart", 0)
+    in_training = {"productive": 20, "checkpoint": 1, "restore": 1}
+    assert booked(account(events, ROWS)) == {**in_training, **expected, "restart": restart_s}
 
 
 def test_a_local_run_that_is_resumed_by_another_process_was_idle() -> None:
-    local = [{key: it[key] for key in it if key != "job"} for it in STOPPED]
+    local = [{key: record[key] for key in record if key != "job"} for record in STOPPED]
     local[0].update(pid=4, pid_started=1)
     start = event(124, "attempt_started", 1, pid=9, pid_started=2)
-    assert booked(account([*local, start, *CONTINUED], ROWS)) == {
-        **OTHERS,
-        "idle": 100,
-        "restart": 10 + 3 + 6,
-    }
-
-
-def test_a_new_attempt_in_the_same_start_of_a_job_is_a_restart() -> None:
-    start = event(124, "attempt_started", 1, job="7", job_start=0)
-    assert booked(account([*STOPPED, start, *CONTINUED], ROWS)) == {**OTHERS, "restart": 10 + 3 + 100 + 6}
-
-
-def test_a_job_that_was_submitted_before_the_end_waits_from_the_end_on() -> None:
-    start = event(124, "attempt_started", 1, job="8", job_start=0)
-    early = event(23, "submitted", 1, job="8")
-    events = sorted([*STOPPED, early, start, *CONTINUED], key=lambda it: float(it["time"]))
-    assert booked(account(events, ROWS)) == {**OTHERS, "queue": 100, "restart": 10 + 3 + 6}
+    found = booked(account([*local, start, *CONTINUED], ROWS))
+    assert (found["idle"], found["restart"]) == (100, 10 + 3 + 6)
 
 
 def test_a_living_run_trains_now_but_not_for_longer_than_its_steps_take() -> None:
@@ -230,13 +225,14 @@ def test_any_history_sums_to_the_wall_time(seed: int) -> None:
         )
         for _ in range(chance.randrange(40))
     ]
-    events.sort(key=lambda it: float(it["time"]))
+    events.sort(key=lambda record: float(record["time"]))
     rows = [
         {"step": chance.randrange(50), "time": chance.uniform(0, 1000), "step_time_s": chance.uniform(0, 9)}
         for _ in range(chance.randrange(30))
     ]
     began = min(
-        [it["time"] for it in events if it["event"] in ("submitted", "attempt_started")], default=None
+        [record["time"] for record in events if record["event"] in ("submitted", "attempt_started")],
+        default=None,
     )
     accounts = account(events, rows, now=1000.0)
     assert all(value >= 0 for value in booked(accounts).values())

@@ -19,37 +19,40 @@ ENTRY = Listed(
 )
 
 
+@pytest.fixture
+def known(tmp_path: Path) -> ExcludeList:
+    """A cluster's list with one entry, which ends at 2000."""
+    known = ExcludeList(tmp_path, "alps")
+    known.add(ENTRY)
+    return known
+
+
 def hosts(known: ExcludeList, now: float) -> list[str]:
     return [entry.host for entry in known.entries(now)]
 
 
-def test_an_entry_is_read_as_it_was_written_and_counts_for_its_cluster_alone(tmp_path: Path) -> None:
-    ExcludeList(tmp_path, "alps").add(ENTRY)
+def test_an_entry_is_read_as_it_was_written_and_counts_for_its_cluster_alone(
+    tmp_path: Path, known: ExcludeList
+) -> None:
     assert ExcludeList(tmp_path, "alps").entries(1500) == [ENTRY]
     assert ExcludeList(tmp_path, "jura").entries(1500) == []
     assert ExcludeList(tmp_path, None).entries(1500) == []
-    assert [it.cluster for it in all_lists(tmp_path)] == ["alps"]
+    assert [known.cluster for known in all_lists(tmp_path)] == ["alps"]
     assert all_lists(tmp_path / "nowhere") == []
 
 
-def test_what_is_over_is_forgotten_and_its_file_removed(tmp_path: Path) -> None:
-    known = ExcludeList(tmp_path, "alps")
-    known.add(ENTRY)
+def test_what_is_over_is_forgotten_and_its_file_removed(known: ExcludeList) -> None:
     known.add(replace(ENTRY, host="node8", expires=3000))
     assert hosts(known, 2000) == ["node8"]
-    assert [it.name for it in known.folder.iterdir()] == ["node8.json"]
+    assert [file.name for file in known.folder.iterdir()] == ["node8.json"]
 
 
-def test_removing_the_file_takes_a_host_off(tmp_path: Path) -> None:
-    known = ExcludeList(tmp_path, "alps")
-    known.add(ENTRY)
+def test_removing_the_file_takes_a_host_off(known: ExcludeList) -> None:
     known.file("node7").unlink()
     assert known.entries(1500) == []
 
 
-def test_the_longer_of_two_entries_stays(tmp_path: Path) -> None:
-    known = ExcludeList(tmp_path, "alps")
-    known.add(ENTRY)
+def test_the_longer_of_two_entries_stays(known: ExcludeList) -> None:
     known.add(replace(ENTRY, run="runs/other", expires=1800))
     assert known.entries(1500) == [ENTRY]
     longer = replace(ENTRY, run="runs/other", expires=2500)
@@ -57,35 +60,23 @@ def test_the_longer_of_two_entries_stays(tmp_path: Path) -> None:
     assert known.entries(1500) == [longer]
 
 
-def test_a_clock_far_ahead_keeps_nobody_out_for_ever(tmp_path: Path) -> None:
-    known = ExcludeList(tmp_path, "alps")
+def test_a_clock_far_ahead_keeps_nobody_out_for_ever(known: ExcludeList) -> None:
     known.add(replace(ENTRY, time=1e12, expires=1e12 + 1000))
     assert known.entries(1500) == []
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "{",
-        "[]",
-        "{}",
-        '{"host": "node7"}',
-        json.dumps({**ENTRY.__dict__, "expires": "never"}),
-        "\x00\xff",
-    ],
-)
-def test_a_file_that_says_nothing_leaves_nobody_out(tmp_path: Path, text: str) -> None:
-    known = ExcludeList(tmp_path, "alps")
+NEVER = json.dumps({**vars(ENTRY), "expires": "never"})
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"host": "node7"}', NEVER, "\x00\xff"])
+def test_a_file_that_says_nothing_leaves_nobody_out(known: ExcludeList, text: str) -> None:
     known.add(replace(ENTRY, host="node8"))
     known.file("node7").write_text(text)
     assert hosts(known, 1500) == ["node8"]
     assert known.unreadable() == [known.file("node7")]
 
 
-def test_a_file_under_another_hosts_name_leaves_nobody_out(tmp_path: Path) -> None:
-    known = ExcludeList(tmp_path, "alps")
-    known.add(ENTRY)
+def test_a_file_under_another_hosts_name_leaves_nobody_out(known: ExcludeList) -> None:
     known.file("node7").rename(known.file("node8"))
     assert known.entries(1500) == []
     assert known.unreadable() == [known.file("node8")]
@@ -106,8 +97,8 @@ def test_names_stay_inside_the_list(tmp_path: Path) -> None:
     known = ExcludeList(tmp_path / "runs", "../../evil")
     known.add(replace(ENTRY, host="../../../outside"))
     assert hosts(known, 1500) == ["../../../outside"]
-    assert [it for it in tmp_path.rglob("*.json") if known.folder not in it.parents] == []
-    assert [it.name for it in tmp_path.iterdir()] == ["runs"]
+    assert [file for file in tmp_path.rglob("*.json") if known.folder not in file.parents] == []
+    assert [file.name for file in tmp_path.iterdir()] == ["runs"]
 
 
 def _write_many(folder: Path, writer: int) -> None:
@@ -121,21 +112,21 @@ def _write_many(folder: Path, writer: int) -> None:
 
 def test_many_writers_and_removers_leave_whole_files_and_no_drafts(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
-    writers = [context.Process(target=_write_many, args=(tmp_path, it)) for it in range(4)]
-    for it in writers:
-        it.start()
-    for it in writers:
-        it.join(60)
-    assert [it.exitcode for it in writers] == [0] * 4
+    writers = [context.Process(target=_write_many, args=(tmp_path, number)) for number in range(4)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(60)
+    assert [writer.exitcode for writer in writers] == [0] * 4
     known = ExcludeList(tmp_path, "alps")
-    assert sorted(hosts(known, 1500)) == [f"node{it}" for it in range(5)]
+    assert sorted(hosts(known, 1500)) == [f"node{number}" for number in range(5)]
     assert known.unreadable() == []
-    assert sorted(it.name for it in known.folder.iterdir()) == [f"node{it}.json" for it in range(5)]
+    assert {file.name for file in known.folder.iterdir()} == {f"node{number}.json" for number in range(5)}
 
 
-def test_an_entry_renewed_while_it_is_removed_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    known = ExcludeList(tmp_path, "alps")
-    known.add(ENTRY)
+def test_an_entry_renewed_while_it_is_removed_stays(
+    known: ExcludeList, monkeypatch: pytest.MonkeyPatch
+) -> None:
     renewed = replace(ENTRY, expires=9000)
     rename = Path.rename
 
@@ -154,9 +145,7 @@ def incident(attempt: int, cause: str, *blamed: str) -> Incident:
 
 
 def test_entries_hold_the_evidence_of_the_last_two_incidents_against_the_host(tmp_path: Path) -> None:
-    decision = Decision(
-        Action.replace, 1, "node7 failed twice", exclude=("node7", "node9"), listed=("node7",)
-    )
+    decision = Decision(Action.replace, 1, "failed twice", exclude=("node7", "node9"), listed=("node7",))
     log = [incident(0, "old", "node7"), incident(1, "hang", "node7"), incident(2, "other", "node1")]
     log.append(incident(3, "SIGBUS", "node7", "node9"))
     run = RunDir(tmp_path / "runs" / "first")

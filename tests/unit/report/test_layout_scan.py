@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
+from support.command_line import CommandLine
 
 from conf.schema import Config
-from orchestra.cli import main
 from orchestra.config.compose import compose
 from orchestra.config.machine import Situation
 from orchestra.errors import EXIT_USAGE
@@ -17,6 +17,7 @@ from orchestra.plan.assemble import case_of
 from orchestra.plan.predict import predict
 from orchestra.report.layouts import ScannedRun, best_of, by_workload, read_run
 from orchestra.run.config_file import write_config
+from orchestra.run.files import JsonLinesWriter
 from orchestra.run.paths import RunDir, Sweep, SweepDir, SweepMember, to_json
 
 H100 = [
@@ -25,6 +26,7 @@ H100 = [
 ]
 
 
+@cache
 def config(*overrides: str) -> Config:
     return compose([*H100, *overrides], Situation("plan")).config
 
@@ -34,15 +36,13 @@ def leave(path: Path, of: Config, rates: list[float], *, begin: float = 100.0, *
     run = RunDir(path)
     path.mkdir(parents=True, exist_ok=True)
     write_config(run.config, of)
-    run.events.mkdir(exist_ok=True)
-    started = {"time": begin, "attempt": 0, "event": "attempt_started", "nodes": of.cluster.nodes}
-    started |= {"ranks_per_node": of.cluster.gpus_per_node, **event}
-    with (run.events / "agent.jsonl").open("a") as events:
-        events.write(json.dumps(started) + "\n")
-    with run.metrics.open("a") as metrics:
-        for step, rate in enumerate(rates, start=1):
-            row = {"step": step, "time": begin + step, "tokens_per_s_per_device": rate, "mfu": rate / 1e5}
-            metrics.write(json.dumps({**row, "memory_peak_bytes": (step + 10) << 30}) + "\n")
+    cluster = {"nodes": of.cluster.nodes, "ranks_per_node": of.cluster.gpus_per_node, **event}
+    started = {"time": begin, "attempt": 0, "event": "attempt_started", **cluster}
+    JsonLinesWriter(run.event_file("agent")).write(started)
+    metrics = JsonLinesWriter(run.metrics)
+    for step, rate in enumerate(rates, start=1):
+        row = {"step": step, "time": begin + step, "tokens_per_s_per_device": rate, "mfu": rate / 1e5}
+        metrics.write({**row, "memory_peak_bytes": (step + 10) << 30})
     return run
 
 
@@ -50,7 +50,7 @@ def read_at(run: RunDir) -> ScannedRun:
     return read_run(run, 1000.0)
 
 
-def test_a_run_is_measured_behind_its_first_rows_and_predicted_as_configured(tmp_path: Path) -> None:
+def test_a_run_is_measured_after_its_first_rows_and_predicted_as_configured(tmp_path: Path) -> None:
     of = config("parallelism.tp=2", "train.micro_batch_size=4")
     run = read_at(leave(tmp_path / "one", of, [1.0, 2.0, 3.0, 40.0, 60.0, 50.0]))
     assert run.tokens_per_s_per_device == 50.0
@@ -62,23 +62,29 @@ def test_a_run_is_measured_behind_its_first_rows_and_predicted_as_configured(tmp
 
 
 def test_only_the_last_attempt_counts_with_what_it_found_for_auto(tmp_path: Path) -> None:
-    cluster = config().cluster
-    auto = replace(config(), cluster=replace(cluster, gpus_per_node="auto"))
+    auto = replace(config(), cluster=replace(config().cluster, gpus_per_node="auto"))
     leave(tmp_path / "one", auto, [9.0] * 8, begin=100.0, ranks_per_node=8)
     run = read_at(leave(tmp_path / "one", auto, [5.0] * 8, begin=200.0, ranks_per_node=4))
     assert run.tokens_per_s_per_device == 5.0
     assert run.layout.mesh.dp == run.workload.num_devices == 4
 
 
-def test_what_cannot_be_predicted_or_never_trained_says_so(tmp_path: Path) -> None:
+def test_what_cannot_be_predicted_or_never_trained_says_so_in_eighty_columns(
+    tmp_path: Path, orchestra: CommandLine
+) -> None:
     unknown = replace(config(), cluster=replace(config().cluster, hardware="auto"))
-    run = read_at(leave(tmp_path / "one", unknown, [7.0]))
-    assert run.tokens_per_s_per_device == 7.0
-    assert run.prediction is None
+    trained = leave(tmp_path / "a-run-whose-name-says-all-that-it-was-for", unknown, [7.0])
+    run = read_at(trained)
+    assert (run.tokens_per_s_per_device, run.prediction) == (7.0, None)
     assert "cluster.hardware=auto" in (run.unpredicted or "")
-    silent = read_at(leave(tmp_path / "two", config(), []))
-    assert silent.tokens_per_s_per_device is None
-    assert (silent.problem or "").startswith("no step was logged")
+    silent = leave(tmp_path / "another-run-whose-name-says-all-that-it-was-for", unknown, [])
+    assert read_at(silent).tokens_per_s_per_device is None
+    assert (read_at(silent).problem or "").startswith("no step was logged")
+    text = orchestra("plan", "--scan", str(trained.path), str(silent.path)).out
+    assert max(len(line) for line in text.splitlines()) <= 80
+    words = " ".join(text.split())
+    assert "not predicted: cluster.hardware=auto" in words
+    assert "keys above count where a run is started" in words
 
 
 def test_layouts_are_compared_where_model_batch_and_devices_are_the_same(tmp_path: Path) -> None:
@@ -90,72 +96,43 @@ def test_layouts_are_compared_where_model_batch_and_devices_are_the_same(tmp_pat
         read_at(leave(tmp_path / "longer", config("train.seq_len=8192"), [90.0] * 5)),
     ]
     places = by_workload(runs)
-    assert [[run.name for run in each] for each in places.values()] == [
-        ["fast", "slow", "silent"],
-        ["more"],
-        ["longer"],
-    ]
+    names = [[run.name for run in runs] for runs in places.values()]
+    assert names == [["fast", "slow", "silent"], ["more"], ["longer"]]
     assert [run.name for run in best_of(places).values()] == ["fast", "more", "longer"]
 
 
 @pytest.fixture
 def sweep(tmp_path: Path) -> Path:
     """A sweep of four layouts, of which one never trained."""
-    variants = [
-        ("parallelism.zero=0",),
-        ("parallelism.zero=1",),
-        ("parallelism.tp=2",),
-        ("parallelism.tp=8",),
-    ]
+    variants = ["parallelism.zero=0", "parallelism.zero=1", "parallelism.tp=2", "parallelism.tp=8"]
     folder = SweepDir(tmp_path / "runs" / "layouts")
-    members = tuple(SweepMember(index, f"s{index}", each) for index, each in enumerate(variants))
-    for index, each in enumerate(variants):
+    members = tuple(SweepMember(index, f"s{index}", (key,)) for index, key in enumerate(variants))
+    for index, key in enumerate(variants):
         rates = [] if index == 3 else [1000.0 * (index + 1)] * 5
-        leave(folder.member(index).path, config(*each), rates)
+        leave(folder.member(index).path, config(key), rates)
     folder.record.write_text(to_json(Sweep("layouts", "s", (), members)))
     return tmp_path / "runs"
 
 
-def test_a_sweep_becomes_a_table_and_a_map(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sweep_becomes_a_table_and_a_map_and_json_has_measured_beside_predicted(
+    sweep: Path, orchestra: CommandLine
+) -> None:
+    (place,) = orchestra.json("plan", "--scan", str(sweep / "layouts"))["places"]
+    assert (place["num_devices"], len(place["runs"])) == (8, 4)
+    fastest = place["runs"][0]
+    assert (fastest["tokens_per_s_per_device"], fastest["tp"]) == (3000.0, 2)
+    assert fastest["predicted_tokens_per_s_per_device"] > 0
+    assert fastest["predicted_peak_memory_bytes"] > 0
     leave(sweep / "larger", config("cluster.nodes=2"), [2000.0] * 5)
-    assert main(["plan", "--scan", "layouts", "larger", "--dir", str(sweep)]) == 0
-    text = capsys.readouterr().out
+    text = orchestra("plan", "--scan", "layouts", "larger", "--dir", str(sweep)).out
     assert max(len(line) for line in text.splitlines()) <= 80
     rows = [line.split() for line in text.splitlines()]
     assert ["4", "2", "0", "8×2", "3.00k", "3.0%", "15.0"] in [row[:7] for row in rows]
-    assert "no step was logged" in text
-    assert "8 devices" in text
-    assert "16 devices" in text
+    for words in ("no step was logged", "8 devices", "16 devices"):
+        assert words in text
 
 
-def test_what_is_not_predicted_is_told_in_eighty_columns_and_so_that_it_can_be_done(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    unknown = replace(config(), cluster=replace(config().cluster, hardware="auto"))
-    run = leave(tmp_path / "a-run-whose-name-says-all-that-it-was-for", unknown, [7.0])
-    silent = leave(tmp_path / "another-run-whose-name-says-all-that-it-was-for", unknown, [])
-    assert main(["plan", "--scan", str(run.path), str(silent.path)]) == 0
-    text = capsys.readouterr().out
-    assert max(len(line) for line in text.splitlines()) <= 80
-    words = " ".join(text.split())
-    assert "not predicted: cluster.hardware=auto" in words
-    assert "keys above count where a run is started" in words
-
-
-def test_json_has_measured_beside_predicted(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--scan", str(sweep / "layouts"), "--json"]) == 0
-    [place] = json.loads(capsys.readouterr().out)["places"]
-    assert place["num_devices"] == 8
-    assert len(place["runs"]) == 4
-    fastest = place["runs"][0]
-    assert fastest["tokens_per_s_per_device"] == 3000.0
-    assert fastest["tp"] == 2
-    assert fastest["predicted_tokens_per_s_per_device"] > 0
-    assert fastest["predicted_peak_memory_bytes"] > 0
-
-
-def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--scan", "nothing", "--dir", str(tmp_path)]) == EXIT_USAGE
-    assert "there is no run in" in capsys.readouterr().err
-    assert main(["plan", "--dir", str(tmp_path)]) == EXIT_USAGE
-    assert "--dir belongs to --scan" in capsys.readouterr().err
+def test_what_is_no_run_is_refused(tmp_path: Path, orchestra: CommandLine) -> None:
+    scan = ("plan", "--scan", "nothing", "--dir", str(tmp_path))
+    assert "there is no run in" in orchestra(*scan, code=EXIT_USAGE).err
+    assert "--dir belongs to --scan" in orchestra("plan", "--dir", str(tmp_path), code=EXIT_USAGE).err

@@ -9,13 +9,16 @@ import socket
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from support.command_line import CommandLine
+from support.run_records import started_elsewhere
 
 from conf.schema import Config
 from launchers import processes
-from orchestra.cli import main
-from orchestra.report.run_state import RunState, read_state
+from orchestra.recovery.history import newest_checkpoint
+from orchestra.report.run_state import RunState, failed_save, passed_over, read_state
 from orchestra.run.config_file import write_config
 from orchestra.run.events import EventWriter, node_writer, rank_writer
 from orchestra.run.files import JsonLinesWriter
@@ -59,60 +62,40 @@ def test_a_run_whose_leader_lives_is_running_with_numbers_and_time_left(run: Run
     assert (state.state, state.step, state.steps, state.loss) == ("running", 3, 50, 2.0)
     assert (state.tokens_per_s, state.mfu, state.eta_s) == (100.0, 0.5, 94.0)
     assert state.age_s == pytest.approx(60, abs=5)
-
-
-def test_a_prepared_run_has_not_started(run: RunDir) -> None:
-    assert _state(run).state == "not started"
+    _train(run, 3000)
+    assert run.metrics.stat().st_size > 2 * (1 << 16), "more than is read of its end"
+    assert _state(run).step == 3000
 
 
 @pytest.mark.parametrize(
-    ("event", "code", "word"),
-    [
-        ("finished", 0, "finished"),
-        ("failed", 1, "failed"),
-        ("failed", 130, "interrupted"),
-        ("failed", 75, "stopped"),
-    ],
+    ("code", "word"), [(0, "finished"), (1, "failed"), (130, "interrupted"), (75, "stopped")]
 )
-def test_the_recorded_end_is_the_state(run: RunDir, event: str, code: int, word: str) -> None:
-    _start(run, os.getpid()).write(event, code=code, cause="x")
+def test_the_recorded_end_is_the_state(run: RunDir, code: int, word: str) -> None:
+    _start(run, os.getpid()).write("failed" if code else "finished", code=code, cause="x")
     state = _state(run)
     assert (state.state, state.code, state.eta_s) == (word, code, None)
 
 
-def test_a_run_whose_leader_is_gone_without_a_verdict_died(run: RunDir) -> None:
+@pytest.mark.parametrize("is_taken", [False, True], ids=["gone", "its id is another process's"])
+def test_a_run_whose_leader_is_gone_died_unless_its_ranks_wrote_why(run: RunDir, is_taken: bool) -> None:
     gone = subprocess.Popen(["true"])
     gone.wait()
-    _start(run, gone.pid, started=1)
+    _start(run, os.getpid() if is_taken else gone.pid, started=1)
     assert _state(run).state == "died"
-
-
-def test_a_process_that_got_the_leaders_id_later_is_not_the_leader(run: RunDir) -> None:
-    _start(run, os.getpid(), started=1)
-    assert _state(run).state == "died"
-
-
-def test_what_the_ranks_wrote_counts_when_the_leader_is_gone(run: RunDir) -> None:
-    _start(run, os.getpid(), started=1)
     rank = EventWriter(run, rank_writer(0, 0), 0, rank=0)
     rank.write("failed", code=93, cause="NonFiniteError", message="nan")
     state = _state(run)
     assert (state.state, state.code, state.cause) == ("failed", 93, "NonFiniteError")
 
 
-def test_a_run_of_another_host_is_running_while_its_files_grow(run: RunDir) -> None:
-    events = JsonLinesWriter(run.event_file(node_writer(0, 0)))
-    other = "not-" + socket.gethostname()
-    events.write({"time": time.time(), "attempt": 0, "event": "attempt_started", "host": other, "pid": 1})
-    assert _state(run).state == "running"
-    assert read_state(run, time.time() + 3600).state == "unknown"
-
-
-def test_the_last_attempt_counts(run: RunDir) -> None:
+def test_a_run_of_another_host_is_running_while_its_files_grow_and_the_last_attempt_counts(
+    run: RunDir,
+) -> None:
     _start(run, os.getpid()).write("failed", code=1, cause="x")
-    _start(run, os.getpid(), attempt=1)
+    started_elsewhere(run, attempt=1)
     state = _state(run)
     assert (state.state, state.attempts) == ("running", 2)
+    assert read_state(run, time.time() + 3600).state == "unknown"
 
 
 def test_damaged_records_make_unknowns_and_no_errors(run: RunDir) -> None:
@@ -123,21 +106,10 @@ def test_damaged_records_make_unknowns_and_no_errors(run: RunDir) -> None:
     assert (state.steps, state.step, state.loss, state.age_s) == (None, 1, 3.0, None)
 
 
-def test_only_the_end_of_long_metrics_is_read(run: RunDir) -> None:
-    _train(run, 3000)
-    assert run.metrics.stat().st_size > 2 * (1 << 16)
-    assert _state(run).step == 3000
-
-
-def _prepared_by(run: RunDir, pid: int, host: str) -> None:
-    run.record.write_text(json.dumps({"name": run.name, "pid": pid, "pid_started": 1, "host": host}))
-
-
-def test_a_run_that_was_prepared_by_a_process_that_is_gone_died(run: RunDir) -> None:
-    _prepared_by(run, os.getpid(), socket.gethostname())
-    assert _state(run).state == "died"
-    _prepared_by(run, os.getpid(), "not-" + socket.gethostname())
-    assert _state(run).state == "not started"
+@pytest.mark.parametrize(("host", "state"), [(socket.gethostname(), "died"), ("elsewhere", "not started")])
+def test_a_run_that_was_prepared_by_a_process_that_is_gone_died(run: RunDir, host: str, state: str) -> None:
+    run.record.write_text(json.dumps({"name": run.name, "pid": os.getpid(), "pid_started": 1, "host": host}))
+    assert _state(run).state == state
 
 
 _DAMAGED_EVENTS = (
@@ -158,45 +130,71 @@ _DAMAGED_EVENTS = (
 
 @pytest.mark.parametrize("damaged", _DAMAGED_EVENTS, ids=str)
 def test_a_damaged_event_changes_no_running_run_into_an_error(
-    run: RunDir, damaged: dict[str, object], capsys: pytest.CaptureFixture[str]
+    run: RunDir, damaged: dict[str, object], orchestra: CommandLine
 ) -> None:
     _start(run, os.getpid())
     with run.event_file("damaged").open("w") as file:
         file.write(json.dumps(damaged) + "\n")
     assert _state(run).name == run.name
     for verb in ("status", "why", "logs"):
-        assert main([verb, run.name, "--dir", str(run.path.parent)]) == 0
-    assert capsys.readouterr().err == ""
+        assert orchestra(verb, run.name, "--dir", str(run.path.parent)).err == ""
 
 
-def test_a_rank_that_is_no_number_does_not_end_the_run(run: RunDir) -> None:
-    events = _start(run, os.getpid())
-    events.write("failed", rank="zero", code=1)
-    assert _state(run).state == "running"
-
-
-def test_damaged_metrics_are_unknown(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    _start(run, os.getpid())
+def test_damaged_metrics_are_unknown_and_a_rank_that_is_no_number_does_not_end_the_run(
+    run: RunDir, orchestra: CommandLine
+) -> None:
+    _start(run, os.getpid()).write("failed", rank="zero", code=1)
     rows = ('{"step": 1, "loss": 3.0}', '{"step": 2, "loss": "high", "mfu": NaN, "step_time_s": 1e999}')
     run.metrics.write_text("\n".join([*rows, '{"step": -5, "loss": 1.0}', '{"step": true}', ""]))
     state = _state(run)
-    assert (state.step, state.loss, state.mfu, state.eta_s) == (2, None, None, None)
-    assert main(["status", "--dir", str(run.path.parent)]) == 0
-    assert "2/50" in capsys.readouterr().out
+    assert (state.state, state.step, state.loss, state.mfu, state.eta_s) == ("running", 2, None, None, None)
+    assert "2/50" in orchestra("status", "--dir", str(run.path.parent)).out
 
 
-@pytest.mark.parametrize("text", ["[]", "3", "train: 3", "a: b: c", "train: {steps: x}", "\0"])
-def test_a_damaged_configuration_is_unknown(run: RunDir, text: str) -> None:
-    run.config.write_text(text)
-    assert _state(run).steps is None
+def test_a_damaged_configuration_is_unknown(run: RunDir) -> None:
+    for text in ("train: [", "[]", "3", "train: 3", "a: b: c", "train: {steps: x}", "\0"):
+        run.config.write_text(text)
+        assert _state(run).steps is None, text
 
 
-def test_one_unreadable_run_does_not_hide_the_others(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_unreadable_run_does_not_hide_the_others(run: RunDir, orchestra: CommandLine) -> None:
     other = RunDir(run.path.with_name("other"))
     other.metrics.mkdir(parents=True)
     other.events.mkdir()
     (other.events / "node.jsonl").mkdir()
     other.record.write_text('{"created": NaN}')
-    assert main(["status", "--dir", str(run.path.parent)]) == 0
-    rows = {line.split()[0]: line.split()[1] for line in capsys.readouterr().out.splitlines()}
+    lines = orchestra("status", "--dir", str(run.path.parent)).out.splitlines()
+    rows = dict(line.split()[:2] for line in lines)
     assert rows == {"RUN": "STATE", "a-run": "not", "other": "unreadable"}
+
+
+def _event(name: str, step: object) -> dict[str, Any]:
+    return {"event": name, "step": step}
+
+
+@pytest.mark.parametrize(
+    ("events", "step"),
+    [
+        ([], None),
+        ([_event("checkpoint_started", 10)], None),
+        ([_event("checkpoint_committed", 10), _event("checkpoint_failed", 20)], 10),
+        ([_event("checkpoint_committed", 10), _event("checkpoint_committed", 20)], 20),
+        ([_event("checkpoint_committed", 20), _event("restored", 10)], 10),
+        ([_event("restored", 10), _event("checkpoint_committed", 20)], 20),
+        ([_event("restored", 0)], None),
+        ([_event("checkpoint_committed", "ten")], None),
+    ],
+)
+def test_a_run_goes_on_from_what_was_committed_or_restored_last(
+    events: list[dict[str, Any]], step: int | None
+) -> None:
+    assert newest_checkpoint(events) == step
+
+
+def test_checkpoints_that_failed_or_were_passed_over_say_why() -> None:
+    event = {**_event("checkpoint_failed", 4), "reasons": {"0": "full", "1": "full", "2": "stalled"}}
+    assert failed_save(event) == "the checkpoint of step 4 was not saved: full (rank 0, 1); stalled (rank 2)"
+    assert "no reason given" in failed_save(_event("checkpoint_failed", 4))
+    event = {**_event("restored", 2), "skipped": [{"step": 4, "reason": "a flipped bit"}, "nonsense"]}
+    assert passed_over(event) == ["the checkpoint of step 4 was passed over: a flipped bit"]
+    assert passed_over(_event("restored", 2)) == []

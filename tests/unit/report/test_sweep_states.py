@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 
 import pytest
 from support.fake_slurm import ME, FakeSlurm, queue_line
+from support.run_records import TOKEN, started_elsewhere, state_by_slurm, submitted_sweep
 
-from launchers.slurm.queue import (
-    GONE,
-    UNKNOWN,
-    JobState,
-    Questions,
-    SubmittedJob,
-    job_and_tasks,
-    job_states,
-    joined,
-)
-from orchestra.report.run_state import read_state
-from orchestra.report.scheduler import how_it_ended, why_it_waits, with_scheduler
-from orchestra.report.sweeps import SweepState, read_sweep_state, with_states
-from orchestra.run.events import EventWriter, node_writer
-from orchestra.run.paths import Sweep, SweepArray, SweepDir, SweepMember, to_json
-
-TOKEN = "orchestra:aa"
+from launchers.slurm.queue import GONE, UNKNOWN, JobState, Questions, SubmittedJob, job_and_tasks, joined
+from orchestra.report.run_state import SweepState, read_state
+from orchestra.report.scheduler import how_it_ended, read_states, why_it_waits, with_scheduler
+from orchestra.run.paths import SweepDir
 
 
 @pytest.fixture
@@ -35,68 +22,53 @@ def slurm(fake_slurm: FakeSlurm) -> FakeSlurm:
     return fake_slurm
 
 
-def sweep_of(parent: Path, num_members: int, array: str | None = "50") -> SweepDir:
-    sweep = SweepDir(parent / "runs" / "sweep")
-    now = time.time()
-    job = {"token": TOKEN, "id": None, "name": "sweep", "user": ME, "submitted": now}
-    for index in range(num_members):
-        run = sweep.member(index)
-        run.path.mkdir(parents=True)
-        record = {"sweep": "sweep", "member": index, "pid": None, "jobs": [{**job, "task": index}]}
-        run.record.write_text(json.dumps(record))
-    members = tuple(SweepMember(index, str(index), (f"optim.lr={index}",)) for index in range(num_members))
-    arrays = (SweepArray(0, TOKEN, 0, tuple(range(num_members)), "sweep", ME, now, array),)
-    sweep.record.write_text(to_json(Sweep("sweep", "x", (), members, arrays, now)))
-    return sweep
+def line(label: str, state: str, reason: str = "Priority", token: str = TOKEN) -> str:
+    return queue_line(label, state, "lr-sweep", reason=reason, token=token) + "\n"
 
 
-def line(label: str, state: str, reason: str = "Priority", comment: str = TOKEN) -> str:
-    return f"{label}|{state}|{ME}|{reason}|node1|N/A|sweep|{comment}\n"
-
-
-def told(sweep: SweepDir) -> SweepState:
-    own = read_sweep_state(sweep, time.time())
-    states, _ = with_scheduler([each.run for each in own.members], [each.state for each in own.members])
-    return with_states(own, states)
+def state_of(sweep: SweepDir) -> SweepState:
+    ((state,), _) = read_states([sweep], time.time())
+    assert isinstance(state, SweepState)
+    return state
 
 
 def test_each_member_is_its_task_whatever_became_of_the_comment(tmp_path: Path, slurm: FakeSlurm) -> None:
-    sweep = sweep_of(tmp_path, 4)
+    sweep = submitted_sweep(tmp_path, 4)
     for comment in (TOKEN, "(null)"):
-        lines = line("50_0", "RUNNING", comment=comment) + line("50_2", "PENDING", comment=comment)
+        lines = line("50_0", "RUNNING", token=comment) + line("50_2", "PENDING", token=comment)
         slurm.says("squeue", prints=lines)
-        states = told(sweep).members
+        states = state_of(sweep).members
         assert [each.state.state for each in states] == ["starting", "died", "queued", "died"]
         assert [each.state.job for each in states][::2] == ["50_0", "50_2"]
-    assert states[0].state.name == "sweep/000"
+    assert states[0].state.name == "lr-sweep/000"
     assert len(slurm.calls("squeue")) == 2
 
 
 def test_an_array_whose_id_was_lost_is_found_by_its_token(tmp_path: Path, slurm: FakeSlurm) -> None:
-    sweep = sweep_of(tmp_path, 2, array=None)
+    sweep = submitted_sweep(tmp_path, 2, array=None)
     slurm.says("squeue", prints=line("50_0", "RUNNING") + line("50_1", "PENDING"))
-    assert told(sweep).counts == {"starting": 1, "queued": 1}
+    assert state_of(sweep).counts == {"starting": 1, "queued": 1}
 
 
 def test_tasks_that_were_cancelled_before_they_began_are_one_line(tmp_path: Path, slurm: FakeSlurm) -> None:
-    sweep = sweep_of(tmp_path, 3)
+    sweep = submitted_sweep(tmp_path, 3)
     slurm.says("squeue", prints=line("50", "CANCELLED") + line("50_0", "RUNNING"))
-    assert told(sweep).counts == {"starting": 1, "cancelled": 2}
-    assert told(sweep).to_json()["members"][2]["overrides"] == ["optim.lr=2"]
+    assert state_of(sweep).counts == {"starting": 1, "cancelled": 2}
+    assert state_of(sweep).to_json()["members"][2]["overrides"] == ["optim.lr=2e-4", "parallelism.tp=2"]
 
 
 def test_accounting_is_asked_by_array_and_its_ranges_are_read(tmp_path: Path, slurm: FakeSlurm) -> None:
-    sweep = sweep_of(tmp_path, 1000)
+    sweep = submitted_sweep(tmp_path, 1000)
     lines = [
-        f"50_[5-999%2]|CANCELLED by 0|{ME}|0:0|None assigned|2999-01-01T00:00:00|sweep|",
-        f"50_0|OUT_OF_MEMORY|{ME}|0:125|node1|2999-01-01T00:00:00|sweep|",
-        f"50_1|RUNNING|{ME}|0:0|node1|2999-01-01T00:00:00|sweep|",
-        f"50_2|FAILED|{ME}|3:0|node1|1999-01-01T00:00:00|sweep|",
-        f"50_3|FAILED|{ME}|3:0|node1|2999-01-01T00:00:00|sweep|orchestra:bb",
-        f"50_4|FAILED|{ME}|3:0|node1|2999-01-01T00:00:00|sweep|",
+        f"50_[5-999%2]|CANCELLED by 0|{ME}|0:0|None assigned|2999-01-01T00:00:00|lr-sweep|",
+        f"50_0|OUT_OF_MEMORY|{ME}|0:125|node1|2999-01-01T00:00:00|lr-sweep|",
+        f"50_1|RUNNING|{ME}|0:0|node1|2999-01-01T00:00:00|lr-sweep|",
+        f"50_2|FAILED|{ME}|3:0|node1|1999-01-01T00:00:00|lr-sweep|",
+        f"50_3|FAILED|{ME}|3:0|node1|2999-01-01T00:00:00|lr-sweep|orchestra:bb",
+        f"50_4|FAILED|{ME}|3:0|node1|2999-01-01T00:00:00|lr-sweep|",
     ]
     slurm.says("sacct", prints="\n".join(lines))
-    state = told(sweep)
+    state = state_of(sweep)
     assert state.counts == {"cancelled": 995, "failed": 1, "died": 4}
     causes = [member.state.cause or "" for member in state.members]
     assert "the kernel killed it because its memory ran out" in causes[0]
@@ -133,59 +105,51 @@ def test_slurm_is_asked_again_only_after_a_pause_and_newer_jobs_are_unknown_unti
     eager.states([first], [])
     eager.states([first], [])
     assert len(slurm.calls("squeue")) == 3
-    assert job_states([], []) == ({}, [])
+    assert eager.states([], []) == ({}, [])
 
 
 def test_a_run_that_goes_on_by_itself_is_queued_until_its_next_attempt(
     tmp_path: Path, slurm: FakeSlurm
 ) -> None:
-    run = sweep_of(tmp_path, 1).member(0)
-    events = EventWriter(run, node_writer(0, 0), 0, host="node1")
-    events.write("attempt_started", pid=1, pid_started=1)
+    run = submitted_sweep(tmp_path, 1).member(0)
+    events = started_elsewhere(run)
     events.write("failed", node=0, code=75, cause="StopRequested")
     assert read_state(run, time.time()).state == "stopped"
     events.write("requeued", job="50_0", how="requeue", reason="time_limit")
     assert read_state(run, time.time()).state == "queued"
-    for word, state in (("COMPLETING", "queued"), ("PENDING", "queued"), ("RUNNING", "starting")):
+    for word, expected in (("COMPLETING", "queued"), ("PENDING", "queued"), ("RUNNING", "starting")):
         slurm.says("squeue", prints=line("50_0", word, "BeginTime"))
-        ((now,), _) = with_scheduler([run], [read_state(run, time.time())])
-        assert now.state == state
+        assert state_by_slurm(run).state == expected
     slurm.says("squeue")
-    ((now,), _) = with_scheduler([run], [read_state(run, time.time())])
-    assert (now.state, now.cause) == (
-        "died",
-        "Slurm does not have job 50_0 any more, and the run had not gone on",
-    )
+    state = state_by_slurm(run)
+    assert state.state == "died"
+    assert state.cause == "Slurm does not have job 50_0 any more, and the run had not gone on"
     slurm.says("squeue", code=1)
-    ((now,), problems) = with_scheduler([run], [read_state(run, time.time())])
-    assert (now.state, len(problems)) == ("queued", 1)
-    EventWriter(run, node_writer(1, 0), 1, host="node1").write("attempt_started", pid=1, pid_started=1)
+    ((state,), problems) = with_scheduler([run], [read_state(run, time.time())])
+    assert (state.state, len(problems)) == ("queued", 1)
+    started_elsewhere(run, attempt=1)
     assert read_state(run, time.time()).state == "running"
 
 
-@pytest.mark.parametrize(
-    ("state", "reason", "words"),
-    [
-        ("PENDING", "Resources", "nodes to become free"),
-        ("PENDING", "Priority", "higher priority"),
-        ("PENDING", "Dependency", "another job to end"),
-        ("PENDING", "BeginTime", "after it was requeued"),
-        ("PENDING", "JobHeldAdmin", "held by an administrator, who can let it go: `scontrol release 7`"),
-        ("PENDING", "QOSMaxCpuPerUserLimit", "a limit of its QOS (QOSMaxCpuPerUserLimit)"),
-        ("PENDING", "Something New", "waits (Something New)"),
-        ("REQUEUE_HOLD", "x", "scontrol release 7"),
-        ("SUSPENDED", "None", "stand still"),
-        ("CONFIGURING", "None", "being made ready"),
-        ("COMPLETING", "None", "cleaning its nodes up"),
-    ],
-)
-def test_reasons_are_told_in_words(state: str, reason: str, words: str) -> None:
-    assert words in why_it_waits(JobState("7", state, reason))
+def test_reasons_are_told_in_words() -> None:
+    for reason, words in {
+        "Resources": "nodes to become free",
+        "Priority": "higher priority",
+        "Dependency": "another job to end",
+        "BeginTime": "after it was requeued",
+        "JobHeldAdmin": "held by an administrator, who can let it go: `scontrol release 7`",
+        "QOSMaxCpuPerUserLimit": "a limit of its QOS (QOSMaxCpuPerUserLimit)",
+        "Something New": "waits (Something New)",
+    }.items():
+        assert words in why_it_waits(JobState("7", "PENDING", reason))
+    assert "scontrol release 7" in why_it_waits(JobState("7", "REQUEUE_HOLD", "x"))
+    assert "stand still" in why_it_waits(JobState("7", "SUSPENDED", "None"))
+    assert "being made ready" in why_it_waits(JobState("7", "CONFIGURING", "None"))
+    assert "cleaning its nodes up" in why_it_waits(JobState("7", "COMPLETING", "None"))
+    assert why_it_waits(JobState("7", "RUNNING", "None")) == "", "what trains waits for nothing"
 
 
-def test_what_trains_waits_for_nothing_and_ends_are_told_with_who_and_what() -> None:
-    assert why_it_waits(JobState("7", "RUNNING", "None")) == ""
-    cancelled = JobState("7", "CANCELLED", cancelled_by="12")
-    assert how_it_ended(cancelled, lambda number: f"user {number}") == "job 7 was cancelled by user 12"
-    assert how_it_ended(JobState("7", "TIMEOUT"), str) == "job 7 ended as TIMEOUT: it reached its time limit"
-    assert how_it_ended(JobState("7", "FAILED", exit_code="0:9"), str) == "job 7 failed by signal 9"
+def test_ends_are_told_with_who_and_what() -> None:
+    assert how_it_ended(JobState("7", "CANCELLED", cancelled_by="0")) == "job 7 was cancelled by root"
+    assert how_it_ended(JobState("7", "TIMEOUT")) == "job 7 ended as TIMEOUT: it reached its time limit"
+    assert how_it_ended(JobState("7", "FAILED", exit_code="0:9")) == "job 7 failed by signal 9"

@@ -11,7 +11,7 @@ import pytest
 
 from orchestra.run import stop_requests
 from orchestra.run.paths import RunDir
-from orchestra.run.stop_requests import StopRequest, read_request, read_requests, write_request
+from orchestra.run.stop_requests import read_request, read_requests, write_request
 
 
 @pytest.fixture
@@ -19,25 +19,15 @@ def run(tmp_path: Path) -> RunDir:
     return RunDir(tmp_path)
 
 
-def test_a_request_says_who_asks_from_where_and_why(run: RunDir) -> None:
+def test_a_request_says_who_asks_from_where_and_why_and_stops_no_other_attempt(run: RunDir) -> None:
+    assert read_request(run, 3) is None
+    assert list(run.path.iterdir()) == []
     written = write_request(run, 3, stop_requests.TIME_LIMIT)
     assert read_requests(run, 3) == [written]
     assert (written.attempt, written.reason, written.at_once) == (3, "time_limit", False)
-    assert (written.user, written.host, written.pid) == (
-        stop_requests.user_name(),
-        socket.gethostname(),
-        os.getpid(),
-    )
+    me = (stop_requests.user_name(), socket.gethostname(), os.getpid())
+    assert (written.user, written.host, written.pid) == me
     assert str(written) == f"time_limit, asked for by {written.user} on {written.host}"
-
-
-def test_without_a_request_and_without_the_folder_there_is_none(run: RunDir) -> None:
-    assert read_request(run, 0) is None
-    assert list(run.path.iterdir()) == []
-
-
-def test_a_request_stops_no_other_attempt(run: RunDir) -> None:
-    write_request(run, 3, stop_requests.CANCEL)
     assert [read_request(run, attempt) for attempt in (2, 4, 30, 1003)] == [None] * 4
 
 
@@ -53,25 +43,13 @@ def test_requests_that_nobody_finished_writing_or_somebody_damaged_are_passed_ov
     asked = write_request(run, 0, stop_requests.CANCEL)
     (file,) = run.control.glob("attempt-000.stop-*.json")
     text = file.read_text()
-    for number, wrong in enumerate(
-        (
-            "",
-            text[:20],
-            "[]",
-            text.replace('"attempt": 0', '"attempt": 1'),
-            text.replace('"pid"', '"process"'),
-        )
-    ):
+    changed = [text.replace('"attempt": 0', '"attempt": 1'), text.replace('"pid"', '"process"')]
+    for number, wrong in enumerate(["", "[]", "{}", text[:20], *changed]):
         run.stop_request(0, f"wrong-{number}").write_text(wrong)
     file.with_name(f".{file.name}").write_text(text)
     assert read_requests(run, 0) == [asked]
-
-
-def test_a_newer_version_may_say_more(run: RunDir) -> None:
-    asked = write_request(run, 0, stop_requests.CANCEL)
-    (file,) = run.control.iterdir()
-    file.write_text(json.dumps({**json.loads(file.read_text()), "colour": "red"}))
-    assert read_request(run, 0) == asked
+    file.write_text(json.dumps({**json.loads(text), "colour": "red"}))
+    assert read_requests(run, 0) == [asked], "a newer version may say more"
 
 
 def test_a_run_directory_that_is_gone_takes_no_request(run: RunDir) -> None:
@@ -79,13 +57,3 @@ def test_a_run_directory_that_is_gone_takes_no_request(run: RunDir) -> None:
     with pytest.raises(FileNotFoundError):
         write_request(gone, 0, stop_requests.CANCEL)
     assert not gone.path.exists()
-
-
-def test_a_signal_is_a_reason() -> None:
-    assert stop_requests.signal_reason("SIGTERM") == "signal SIGTERM"
-
-
-def test_a_request_survives_a_journey_as_json() -> None:
-    request = StopRequest(1, stop_requests.PREEMPTED, 2.5, "ann", "node-a", 7, at_once=True)
-    assert stop_requests.from_record(json.loads(json.dumps(request.__dict__))) == request
-    assert stop_requests.from_record({}) is None

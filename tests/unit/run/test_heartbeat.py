@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,56 +29,53 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     return RunDir(tmp_path / "run")
 
 
-def test_the_agent_reads_what_the_rank_wrote_last(run: RunDir, tmp_path: Path) -> None:
+@pytest.fixture
+def beat(tmp_path: Path) -> Callable[..., Beat]:
+    """Return the beat that the agent finds of a rank."""
+
+    def read(attempt: int = 0, rank: int = 0, folder: Path = tmp_path / "beats") -> Beat:
+        found = read_beat(beat_file(folder, attempt, rank))
+        assert found is not None
+        return found
+
+    return read
+
+
+def test_the_agent_reads_what_the_process_that_has_the_rank_wrote_last(
+    run: RunDir, beat: Callable[..., Beat]
+) -> None:
     heart = open_heart(run, attempt=2, rank=7)
-    path = beat_file(tmp_path / "beats", 2, 7)
-    first = read_beat(path)
-    assert first is not None
-    assert (first.phase, first.step) == (Phase.setup, 0)
+    first, mine = beat(2, 7), processes.find(os.getpid())
+    assert mine is not None
+    assert (first.phase, first.step, first.pid, first.started) == (Phase.setup, 0, mine.pid, mine.started)
     heart.beat(Phase.backward, 31, 3)
-    second = read_beat(path)
-    assert second is not None
+    second = beat(2, 7)
     assert (second.phase, second.step, second.micro_batch) == (Phase.backward, 31, 3)
-    assert second.count == first.count + 1
+    assert (second.count, second.pid) == (first.count + 1, mine.pid)
+    open_heart(run, attempt=2, rank=7).beat(Phase.step, 5)
+    heart.beat(Phase.step, 99)
+    assert beat(2, 7).step == 5, "a new process of the same rank takes a record of its own"
 
 
-def test_a_beat_names_the_first_step_of_the_attempt(run: RunDir, tmp_path: Path) -> None:
+def test_a_beat_names_the_first_step_of_the_attempt(run: RunDir, beat: Callable[..., Beat]) -> None:
     heart = open_heart(run, 0, 0)
-    path, found = beat_file(tmp_path / "beats", 0, 0), []
+    first_steps = []
     for phase, step in ((Phase.restore, 0), (Phase.step, 41), (Phase.data, 41), (Phase.step, 42)):
         heart.beat(phase, step)
-        beat = read_beat(path)
-        assert beat is not None
-        found.append(beat.first_step)
-    assert found == [0, 41, 41, 41]
+        first_steps.append(beat().first_step)
+    assert first_steps == [0, 41, 41, 41]
 
 
-def test_a_beat_names_its_process_for_good(run: RunDir, tmp_path: Path) -> None:
-    open_heart(run, 0, 0)
-    beat = read_beat(beat_file(tmp_path / "beats", 0, 0))
-    mine = processes.find(os.getpid())
-    assert beat is not None
-    assert mine is not None
-    assert (beat.pid, beat.started) == (mine.pid, mine.started)
-
-
-def test_without_a_listener_nothing_is_written(
-    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_without_a_listener_nothing_is_written_and_without_its_folder_in_the_runs(
+    run: RunDir, tmp_path: Path, beat: Callable[..., Beat], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(FOLDER_VARIABLE)
     open_heart(run, 0, 0).beat(Phase.step, 1)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_folder_that_cannot_be_written_gives_way_to_the_runs(
-    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "file" / "below"))
     open_heart(run, 1, 4).beat(Phase.step, 9)
-    beat = read_beat(beat_file(run.heartbeats, 1, 4))
-    assert beat is not None
-    assert beat.step == 9
+    assert beat(1, 4, run.heartbeats).step == 9
 
 
 @pytest.mark.parametrize("content", [b"", b"x" * 72, bytes(72), bytes(1000)])
@@ -86,32 +84,12 @@ def test_what_is_no_record_is_no_beat(tmp_path: Path, content: bytes) -> None:
     assert read_beat(tmp_path / "beat") is None
 
 
-def test_a_new_process_of_the_same_rank_takes_a_record_of_its_own(run: RunDir, tmp_path: Path) -> None:
-    before = open_heart(run, 0, 0)
-    after = open_heart(run, 0, 0)
-    after.beat(Phase.step, 5)
-    before.beat(Phase.step, 99)
-    beat = read_beat(beat_file(tmp_path / "beats", 0, 0))
-    assert beat is not None
-    assert beat.step == 5
-
-
 def test_positions_compare_like_progress() -> None:
-    ordered = [
-        (Phase.setup, 0, 0),
-        (Phase.restore, 0, 0),
-        (Phase.step, 4, 0),
-        (Phase.data, 4, 0),
-        (Phase.forward, 4, 0),
-        (Phase.backward, 4, 0),
-        (Phase.forward, 4, 1),
-        (Phase.backward, 4, 1),
-        (Phase.reduce, 4, 0),
-        (Phase.update, 4, 0),
-        (Phase.save, 4, 0),
-        (Phase.commit, 4, 0),
-        (Phase.step, 5, 0),
-    ]
+    micro_batches = [(Phase.forward, 0), (Phase.backward, 0), (Phase.forward, 1), (Phase.backward, 1)]
+    after = [(phase, 0) for phase in (Phase.reduce, Phase.update, Phase.save, Phase.commit)]
+    step = [(Phase.step, 0), (Phase.data, 0), *micro_batches, *after]
+    ordered = [(Phase.setup, 0, 0), (Phase.restore, 0, 0)]
+    ordered += [(phase, number, micro_batch) for number in (4, 5) for phase, micro_batch in step]
     positions = [Beat(0, phase, step, micro_batch, 1, 1, 1).position for phase, step, micro_batch in ordered]
     assert positions == sorted(positions)
 
@@ -120,7 +98,7 @@ def test_records_of_older_attempts_are_removed_and_of_newer_ones_kept(run: RunDi
     for attempt in range(4):
         open_heart(run, attempt, 0)
     remove_records(tmp_path / "beats", range(3))
-    assert {it.name[:11] for it in (tmp_path / "beats").iterdir()} == {"attempt-003"}
+    assert {file.name[:11] for file in (tmp_path / "beats").iterdir()} == {"attempt-003"}
     remove_records(tmp_path / "beats", range(4))
     assert not (tmp_path / "beats").exists()
 
@@ -128,19 +106,13 @@ def test_records_of_older_attempts_are_removed_and_of_newer_ones_kept(run: RunDi
 def test_the_folder_is_this_users_own_and_the_same_for_the_same_run(
     run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(heartbeat, "_SHARED_MEMORY", tmp_path / "shared")
-    (tmp_path / "shared").mkdir()
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    monkeypatch.setattr(heartbeat, "_SHARED_MEMORY", shared)
     folder = beats_folder(run)
     assert folder == beats_folder(run)
     assert folder != beats_folder(RunDir(tmp_path / "another"))
+    assert folder.parent == shared / f"orchestra-{os.getuid()}"
     assert folder.parent.stat().st_mode & 0o777 == 0o700
-
-
-def test_a_folder_that_others_can_write_is_not_used(
-    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(heartbeat, "_SHARED_MEMORY", tmp_path / "shared")
-    theirs = tmp_path / "shared" / f"orchestra-{os.getuid()}"
-    theirs.mkdir(parents=True)
-    theirs.chmod(0o777)
-    assert tmp_path / "shared" not in beats_folder(run).parents
+    folder.parent.chmod(0o777)
+    assert shared not in beats_folder(run).parents, "others can write there"

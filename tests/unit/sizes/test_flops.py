@@ -7,15 +7,7 @@ import torch
 
 from conf.schema import Family, ModelConfig, Recompute
 from orchestra.model.transformer import Transformer
-from orchestra.sizes.flops import (
-    attention_width,
-    hardware_flops_per_token,
-    model_flops_per_token,
-    model_flops_per_token_causal,
-    num_embedding_parameters,
-    num_layer_parameters,
-    num_parameters,
-)
+from orchestra.sizes import flops
 
 
 def llama(
@@ -64,16 +56,16 @@ LLAMA2_13B = llama(5120, 13824, 40, 40, 40, 32000)
 def test_counts_are_those_of_the_model_that_is_built(model: ModelConfig) -> None:
     with torch.device("meta"):
         built = Transformer(model)
-    assert num_parameters(model) == sum(parameter.numel() for parameter in built.parameters())
+    assert flops.num_parameters(model) == sum(parameter.numel() for parameter in built.parameters())
     looked_up = [] if model.tie_word_embeddings else [built.embed_tokens.weight]
     looked_up += [] if built.embed_positions is None else [built.embed_positions.weight]
-    assert num_embedding_parameters(model) == sum(table.numel() for table in looked_up)
-    assert num_layer_parameters(model) == sum(parameter.numel() for parameter in built.layers[0].parameters())
+    assert flops.num_embedding_parameters(model) == sum(table.numel() for table in looked_up)
+    in_a_layer = sum(parameter.numel() for parameter in built.layers[0].parameters())
+    assert flops.num_layer_parameters(model) == in_a_layer
 
 
-@pytest.mark.parametrize(
-    ("billions", "layers", "hidden", "heads"),
-    [
+def test_parameters_of_narayanan_table_1() -> None:
+    for billions, layers, hidden, heads in (
         (1.7, 24, 2304, 24),
         (3.6, 30, 3072, 32),
         (7.5, 36, 4096, 32),
@@ -84,90 +76,70 @@ def test_counts_are_those_of_the_model_that_is_built(model: ModelConfig) -> None
         (310.1, 96, 16384, 128),
         (529.6, 105, 20480, 128),
         (1008.0, 128, 25600, 160),
-    ],
-)
-def test_parameters_of_narayanan_table_1(billions: float, layers: int, hidden: int, heads: int) -> None:
-    assert num_parameters(gpt(layers, hidden, heads)) / 1e9 == pytest.approx(billions, abs=0.05)
+    ):
+        assert flops.num_parameters(gpt(layers, hidden, heads)) / 1e9 == pytest.approx(billions, abs=0.05)
 
 
-@pytest.mark.parametrize(
-    ("model", "tokens_per_s", "printed", "tolerance"),
-    [(LLAMA3_8B, 13812, 800, 0.001), (LLAMA3_70B, 1621, 780, 0.001), (LLAMA3_405B, 315, 834, 0.01)],
-)
-def test_tflops_of_megatron_llama_examples(
-    model: ModelConfig, tokens_per_s: float, printed: float, tolerance: float
-) -> None:
-    tflops = tokens_per_s * model_flops_per_token(model, 8192) / 1e12
-    assert tflops == pytest.approx(printed, rel=tolerance)
+def test_tflops_of_megatron_llama_examples() -> None:
+    def tflops(model: ModelConfig, tokens_per_s: float) -> float:
+        return tokens_per_s * flops.model_flops_per_token(model, 8192) / 1e12
+
+    assert tflops(LLAMA3_8B, 13812) == pytest.approx(800, rel=0.001)
+    assert tflops(LLAMA3_70B, 1621) == pytest.approx(780, rel=0.001)
+    assert tflops(LLAMA3_405B, 315) == pytest.approx(834, rel=0.01)
+    assert 1621 * flops.model_flops_per_token_causal(LLAMA3_70B, 8192) / 1e12 == pytest.approx(728, rel=0.001)
 
 
-def test_causal_convention_prints_728_tflops_where_the_full_one_prints_780() -> None:
-    assert 1621 * model_flops_per_token_causal(LLAMA3_70B, 8192) / 1e12 == pytest.approx(728, rel=0.001)
-
-
-@pytest.mark.parametrize(
-    ("model", "seq_len", "tokens_per_s", "mfu"),
-    [
+def test_mfu_of_torchtitan_in_2024_counts_the_lookup_too() -> None:
+    for model, seq_len, tokens_per_s, mfu in (
         (LLAMA3_8B, 8192, 2904, 56.8),
         (LLAMA3_8B, 8192, 2973, 58.2),
         (LLAMA3_70B, 8192, 331, 51.7),
         (LLAMA2_13B, 4096, 2162, 61.1),
         (LLAMA2_13B, 4096, 1904, 53.8),
-    ],
-)
-def test_mfu_of_torchtitan_in_2024_counts_the_lookup_too(
-    model: ModelConfig, seq_len: int, tokens_per_s: float, mfu: float
-) -> None:
-    flops = model_flops_per_token(model, seq_len) + 6 * num_embedding_parameters(model)
-    assert 100 * tokens_per_s * flops / 312e12 == pytest.approx(mfu, abs=0.07)
+    ):
+        per_token = flops.model_flops_per_token(model, seq_len) + 6 * flops.num_embedding_parameters(model)
+        assert 100 * tokens_per_s * per_token / 312e12 == pytest.approx(mfu, abs=0.07)
 
 
 def test_mfu_of_the_playbook_for_a_tied_model_without_pipeline() -> None:
     model = llama(2048, 8192, 16, 32, 32, 131072, tied=True)
-    assert 100 * 37628 * model_flops_per_token(model, 4096) / 989.5e12 == pytest.approx(36.7, abs=0.05)
+    assert 100 * 37628 * flops.model_flops_per_token(model, 4096) / 989.5e12 == pytest.approx(36.7, abs=0.05)
 
 
 @pytest.mark.parametrize(
-    ("layers", "hidden", "heads", "batch", "num_gpus", "seconds", "mfu", "hfu"),
+    ("model", "batch", "num_gpus", "seconds", "mfu", "hfu"),
     [
-        (48, 6144, 64, 4, 8, 1.10, 41.5, 43.7),
-        (96, 12288, 96, 64, 64, 13.75, 51.4, 52.8),
-        (105, 20480, 128, 280, 280, 37.83, 56.0, 57.0),
-        (128, 25600, 160, 512, 512, 71.49, 56.3, 57.0),
+        (gpt(48, 6144, 64), 4, 8, 1.10, 41.5, 43.7),
+        (gpt(96, 12288, 96), 64, 64, 13.75, 51.4, 52.8),
+        (gpt(105, 20480, 128), 280, 280, 37.83, 56.0, 57.0),
+        (gpt(128, 25600, 160), 512, 512, 71.49, 56.3, 57.0),
     ],
 )
 def test_mfu_and_hfu_of_korthikanti_table_5(
-    layers: int,
-    hidden: int,
-    heads: int,
-    batch: int,
-    num_gpus: int,
-    seconds: float,
-    mfu: float,
-    hfu: float,
+    model: ModelConfig, batch: int, num_gpus: int, seconds: float, mfu: float, hfu: float
 ) -> None:
-    model = gpt(layers, hidden, heads)
     tokens_per_s = batch * 2048 / seconds / num_gpus
-    flops = model_flops_per_token(model, 2048)
-    repeated = hardware_flops_per_token(model, 2048, Recompute.selective) - flops
-    assert 100 * tokens_per_s * flops / 312e12 == pytest.approx(mfu, abs=0.2)
+    per_token = flops.model_flops_per_token(model, 2048)
+    repeated = flops.hardware_flops_per_token(model, 2048, Recompute.selective) - per_token
+    assert 100 * tokens_per_s * per_token / 312e12 == pytest.approx(mfu, abs=0.2)
     # The paper counts the repeated attention three times (72·L·h²·s/6h for one forward pass).
-    assert 100 * tokens_per_s * (flops + 3 * repeated) / 312e12 == pytest.approx(hfu, abs=0.2)
+    assert 100 * tokens_per_s * (per_token + 3 * repeated) / 312e12 == pytest.approx(hfu, abs=0.2)
 
 
 def test_full_recomputation_is_narayanan_equation_3() -> None:
     model, seq_len = gpt(96, 12288, 96), 2048
     layers, hidden, vocab = model.num_hidden_layers, model.hidden_size, model.vocab_size
     equation = 96 * layers * hidden**2 * (1 + seq_len / (6 * hidden) + vocab / (16 * layers * hidden))
-    assert hardware_flops_per_token(model, seq_len, Recompute.full) == pytest.approx(equation, rel=0.001)
-
-
-def test_without_recomputation_hardware_flops_are_model_flops() -> None:
-    assert hardware_flops_per_token(LLAMA3_8B, 8192, Recompute.none) == model_flops_per_token(LLAMA3_8B, 8192)
+    none, full = (
+        flops.hardware_flops_per_token(model, seq_len, how) for how in (Recompute.none, Recompute.full)
+    )
+    assert full == pytest.approx(equation, rel=0.001)
+    assert none == flops.model_flops_per_token(model, seq_len)
 
 
 def test_attention_counts_heads_times_head_width_where_it_differs_from_hidden() -> None:
     model = ModelConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
-    assert attention_width(model) == 128
-    per_position = model_flops_per_token(model, 101) - model_flops_per_token(model, 100)
+    assert flops.attention_width(model) == 128
+    per_position = flops.model_flops_per_token(model, 101) - flops.model_flops_per_token(model, 100)
     assert per_position == 12 * model.num_hidden_layers * 128

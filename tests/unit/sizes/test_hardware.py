@@ -59,11 +59,9 @@ def test_every_row_has_a_source_and_plausible_figures() -> None:
         assert hardware.source
         if hardware is UNKNOWN:
             continue
-        assert hardware.memory_bytes is not None
-        assert 39e9 < hardware.memory_bytes < 210e9
-        assert hardware.memory_bytes_per_s is not None
+        assert 39e9 < (hardware.memory_bytes or 0) < 210e9
+        assert 1e12 < (hardware.memory_bytes_per_s or 0) < 10e12
         assert hardware.link_bytes_per_s is not None
-        assert 1e12 < hardware.memory_bytes_per_s < 10e12
         assert hardware.peak_flops["fp32"] < hardware.peak_flops["bf16"] == hardware.peak_flops["fp16"]
 
 

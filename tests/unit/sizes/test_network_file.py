@@ -19,7 +19,6 @@ from orchestra.sizes.network import (
     from_record,
     measured_file,
     read_measured,
-    to_record,
     with_measured,
     write_measured,
 )
@@ -29,11 +28,6 @@ FIGURES = {"intra_node_bytes_per_s": 4e11, "intra_node_latency_s": 1e-5}
 
 def measured(device: str = "cuda", **figures: float) -> Measured:
     return Measured(device, "nccl", "ib0", ("node1",), 8, 1.7e9, **figures)
-
-
-def link(kind: str, num_ranks: int, seconds: float, send_s: float | None) -> Link:
-    samples = tuple(Sample(size, seconds, send_s) for size in (8, 1024, 1 << 20))
-    return Link(kind, "some", num_ranks, samples)
 
 
 def test_figures_are_read_again_by_device(tmp_path: Path) -> None:
@@ -50,9 +44,7 @@ def test_a_measurement_on_one_node_keeps_what_was_measured_between_nodes(tmp_pat
     file = tmp_path / "mine.json"
     write_measured(file, measured(inter_node_bytes_per_s=5e10, intra_node_bytes_per_s=1.0))
     write_measured(file, measured(**FIGURES))
-    found = read_measured(file, "cuda")
-    assert found is not None
-    assert (found.inter_node_bytes_per_s, found.intra_node_bytes_per_s) == (5e10, 4e11)
+    assert read_measured(file, "cuda") == measured(**FIGURES, inter_node_bytes_per_s=5e10)
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"schema": 9}', '{"schema": 1, "measured": {"cuda": 3}}'])
@@ -71,9 +63,7 @@ def test_a_figure_that_is_no_positive_number_is_not_taken(tmp_path: Path, value:
     record = json.loads(file.read_text())
     record["measured"]["cuda"]["intra_node_bytes_per_s"] = value
     file.write_text(json.dumps(record))
-    found = read_measured(file, "cuda")
-    assert found is not None
-    assert (found.intra_node_bytes_per_s, found.intra_node_latency_s) == (None, 1e-5)
+    assert read_measured(file, "cuda") == measured(intra_node_latency_s=1e-5)
 
 
 def test_only_nulls_of_a_configuration_are_filled() -> None:
@@ -91,16 +81,26 @@ def test_files_lie_in_the_users_data_folder_whatever_a_cluster_is_called() -> No
 
 
 def test_bandwidth_is_that_of_all_devices_together_and_latency_that_of_one_pair() -> None:
-    links = (
-        link(INSIDE, 2, 1e-3, 1e-6),
-        link(INSIDE, 8, 2e-3, None),
-        link(BETWEEN, 2, 4e-3, 1e-5),
-        link(BETWEEN, 2, 8e-3, 9e-5),
-    )
+    def link(kind: str, num_ranks: int, seconds: float, send_s: float | None) -> Link:
+        samples = tuple(Sample(size, seconds, send_s) for size in (8, 1024, 1 << 20))
+        return Link(kind, "some", num_ranks, samples)
+
+    inside = (link(INSIDE, 2, 1e-3, 1e-6), link(INSIDE, 8, 2e-3, None))
+    between = (link(BETWEEN, 2, 4e-3, 1e-5), link(BETWEEN, 2, 8e-3, 9e-5))
+    links = (*inside, *between)
     whole = Measurement("cpu", "x86_64", "gloo", "eth0", ("a", "b"), 8, 0.0, links)
     figures = whole.figures()
     # A ring of n sends 2 (n - 1) / n of the bytes over each link.
     assert figures.intra_node_bytes_per_s == pytest.approx(2 * 7 / 8 * (1 << 20) / 2e-3)
     assert figures.inter_node_bytes_per_s == pytest.approx((1 << 20) / 8e-3)
     assert (figures.intra_node_latency_s, figures.inter_node_latency_s) == (1e-6, 1e-5)
-    assert from_record(json.loads(json.dumps(to_record(whole)))) == whole
+    assert from_record(json.loads(json.dumps(dataclasses.asdict(whole)))) == whole
+
+
+def test_keys_of_a_later_version_are_passed_over(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.json"
+    write_measured(file, measured(**FIGURES))
+    document = json.loads(file.read_text())
+    document["measured"]["cuda"]["added_later"] = 1
+    file.write_text(json.dumps(document))
+    assert read_measured(file, "cuda") == measured(**FIGURES)

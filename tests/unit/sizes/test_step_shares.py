@@ -35,18 +35,14 @@ def test_on_a_device_communication_is_exposed_where_nothing_computes() -> None:
         seconds((0, 10)), parts, in_flight=seconds((5, 8)), computing=seconds((0, 6), (7, 10))
     )
     assert communication == 3.0
-    assert found["communication"] == 1.0
-    assert (found["forward"], found["backward"]) == (6.0, 3.0)
+    assert (found["communication"], found["forward"], found["backward"]) == (1.0, 6.0, 3.0)
 
 
 def test_what_lies_between_the_steps_does_not_count() -> None:
+    assert without([(0, 10), (20, 30)], [(0, 2), (4, 5), (9, 21)]) == [(2, 4), (5, 9), (21, 30)]
     parts = {Part.forward: seconds((0, 10))}
     total, found, _ = shares_of(seconds((0, 2), (5, 6)), parts, in_flight=[])
     assert total == found["forward"] == 3.0
-
-
-def test_without_cuts_out_of_the_middle_and_at_the_ends() -> None:
-    assert without([(0, 10), (20, 30)], [(0, 2), (4, 5), (9, 21)]) == [(2, 4), (5, 9), (21, 30)]
 
 
 def test_a_record_comes_back_as_it_was_and_a_damaged_one_counts_as_none(tmp_path: Path) -> None:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
+from support.command_line import CommandLine
 
 from conf.schema import Config
-from orchestra.cli import main
 from orchestra.config.compose import compose
 from orchestra.config.machine import Situation
 from orchestra.errors import ConfigError
 from orchestra.plan.assemble import case_of
 from orchestra.plan.predict import predict
-from orchestra.submit.memory_check import advice, memory_problems
-from orchestra.submit.submission import with_cluster
+from orchestra.submit.submission import advice, memory_problem, with_cluster
 
 SITUATION = Situation("submit")
 NODE = ("cluster.device=cuda", "cluster.gpus_per_node=8", "cluster.hardware=h100", "data=stdlib")
@@ -27,7 +27,8 @@ def composed(*overrides: str) -> Config:
 
 
 def problem(*overrides: str) -> str:
-    (text,) = memory_problems(composed(*overrides), SITUATION)
+    text = memory_problem(composed(*overrides), SITUATION)
+    assert text is not None
     return text
 
 
@@ -53,13 +54,7 @@ def test_every_change_that_is_advised_makes_it_fit(overrides: Sequence[str]) -> 
     choices = advised(problem(*overrides))
     assert choices
     for changes in choices:
-        assert list(memory_problems(composed(*overrides, *changes), SITUATION)) == []
-
-
-def test_what_is_needed_and_what_is_there_are_said() -> None:
-    text = problem(*TOO_LARGE)
-    assert "of the h100's 79.6 GiB, 72.5 usable (optimizer " in text
-    assert text.endswith("--skip-memory-check submits it all the same")
+        assert memory_problem(composed(*overrides, *changes), SITUATION) is None
 
 
 @pytest.mark.parametrize(
@@ -76,16 +71,19 @@ def test_what_is_needed_and_what_is_there_are_said() -> None:
     ],
 )
 def test_nothing_is_said_where_it_fits_or_the_device_is_not_known(overrides: Sequence[str]) -> None:
-    assert list(memory_problems(composed(*overrides), SITUATION)) == []
+    assert memory_problem(composed(*overrides), SITUATION) is None
 
 
 def test_a_profile_that_cannot_be_read_is_an_error() -> None:
     config = composed(*TOO_LARGE, "cluster.hardware=nowhere.json")
     with pytest.raises(ConfigError, match=r"nowhere.json: No such file"):
-        list(memory_problems(config, SITUATION))
+        memory_problem(config, SITUATION)
 
 
-def test_advice_counts_as_the_framework_does() -> None:
+def test_what_is_needed_and_there_is_said_and_the_advice_counts_as_the_framework_does() -> None:
+    text = problem(*TOO_LARGE)
+    assert "of the h100's 79.6 GiB, 72.5 usable (optimizer " in text
+    assert text.endswith("--skip-memory-check submits it all the same")
     config = composed(*TOO_LARGE)
     told = {name: str(advice(config, SITUATION, name)) for name in ("orchestra", "nanotron")}
     assert told["orchestra"] != told["nanotron"]
@@ -100,19 +98,16 @@ def test_a_layout_that_only_the_planner_knows_is_advised_on() -> None:
     words = ("model=llama3_8b", "parallelism.cp=2", "precision=bf16", "train.seq_len=8192")
     config = compose(with_cluster([*NODE, *words]), Situation("plan")).config
     assert "it would fit with parallelism.tp=4" in str(advice(config, Situation("plan"), "orchestra"))
-
-
-def test_nothing_is_advised_where_nothing_can_be_predicted() -> None:
+    # And none where nothing can be predicted.
     assert advice(composed(*TOO_LARGE, "cluster.device=cpu"), SITUATION, "orchestra") is None
 
 
 @pytest.mark.parametrize("more", [(), ("-m", "train.seed=1,2")])
 def test_submit_refuses_it_unless_told_otherwise(
-    more: Sequence[str], tmp_path: object, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    more: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, orchestra: CommandLine
 ) -> None:
-    monkeypatch.chdir(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
     words = ["submit", *more, *NODE, *TOO_LARGE, "--dry-run"]
-    assert main(words) == 2
-    assert "it would fit with parallelism.zero=2" in capsys.readouterr().err
-    assert main([*words, "--skip-memory-check"]) == 0
+    assert "it would fit with parallelism.zero=2" in orchestra(*words, code=2).err
+    orchestra(*words, "--skip-memory-check")

@@ -7,44 +7,23 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-
-from orchestra.cli import main
+from support.command_line import CommandLine
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "slurm" / "example.sbatch"
 # What the example says in place of the two things that differ from one submission to the next.
 PYTHON = "/shared/ada/venv/bin/python"
 TOKEN = "orchestra:0123456789abcdef"
-SMALL = ("cluster.device=cpu", "cluster.gpus_per_node=2", "cluster.nodes=2", "run.name=mine")
+NODES = ("cluster.device=cpu", "cluster.gpus_per_node=2", "cluster.nodes=2")
+SMALL = ("submit", *NODES, "run.name=mine", "--dry-run")
 
 
 @pytest.fixture(autouse=True)
 def _no_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
-
-
-@pytest.fixture
-def printed(capsys: pytest.CaptureFixture[str]) -> Printed:
-    return Printed(capsys)
-
-
-class Printed:
-    """What `orchestra submit … --dry-run` prints."""
-
-    def __init__(self, captured: pytest.CaptureFixture[str]) -> None:
-        self._captured = captured
-
-    def script(self, *words: str) -> str:
-        assert main(["submit", *words, *(() if "--dry-run" in words else ("--dry-run",))]) == 0
-        return self._captured.readouterr().out
-
-    def refusal(self, *words: str) -> str:
-        assert main(["submit", *words, "--dry-run"]) == 2
-        return self._captured.readouterr().err
 
 
 def meant(script: str) -> list[str]:
@@ -57,22 +36,23 @@ def command_of(example: str) -> list[str]:
     """Return the words of the command that the example's head says it was printed by."""
     shown = re.search(r"^#   (orchestra submit .*?--dry-run)$", example, flags=re.MULTILINE | re.DOTALL)
     assert shown is not None
-    return shlex.split(shown[1].replace("\n#", " "))[2:]
+    return shlex.split(shown[1].replace("\n#", " "))[1:-1]
 
 
-def srun_words(script: str) -> Sequence[str]:
+def srun_words(script: str) -> list[str]:
+    """Return the words of the script's one line that starts srun."""
     (line,) = [line for line in script.splitlines() if line.startswith("srun ")]
     return shlex.split(line)
 
 
-def test_annotated_example_is_what_its_command_prints(printed: Printed) -> None:
+def test_annotated_example_is_what_its_command_prints(orchestra: CommandLine) -> None:
     example = EXAMPLE.read_text()
-    script = printed.script(*command_of(example)).replace(sys.executable, PYTHON)
+    script = orchestra(*command_of(example), "--dry-run").out.replace(sys.executable, PYTHON)
     assert meant(re.sub(r"orchestra:[0-9a-f]{16}", TOKEN, script)) == meant(example)
 
 
 def test_set_up_lines_are_the_shells_own_and_run_before_everything_of_ours(
-    printed: Printed, tmp_path: Path
+    orchestra: CommandLine, tmp_path: Path
 ) -> None:
     """With quotes, dollars and pipes, as a site writes them; the script is run with an srun that tells."""
     lines = [
@@ -81,7 +61,7 @@ def test_set_up_lines_are_the_shells_own_and_run_before_everything_of_ours(
         "export PYTHONPATH=/site/packages",
     ]
     quoted = ", ".join("'{}'".format(line.replace("'", "''")) for line in lines)
-    script = printed.script(*SMALL, f"cluster.setup=[{quoted}]")
+    script = orchestra(*SMALL, f"cluster.setup=[{quoted}]").out
     (tmp_path / "my env").mkdir()
     (tmp_path / "my env" / "activate").write_text("export FROM_ENV=yes\n")
     srun = tmp_path / "srun"
@@ -94,29 +74,27 @@ def test_set_up_lines_are_the_shells_own_and_run_before_everything_of_ours(
     assert done.stdout == f"yes IB0 {tmp_path}/runs/mine/code:/site/packages 1\n"
 
 
-def test_pyxis_image_sees_the_runs_the_mounts_and_our_search_path(printed: Printed, tmp_path: Path) -> None:
+def test_pyxis_image_sees_the_runs_the_mounts_and_our_search_path(
+    orchestra: CommandLine, tmp_path: Path
+) -> None:
     container = (
         "cluster.container.image='nvcr.io#nvidia/pytorch:26.05-py3'",
         "cluster.container.mounts=[/data:/data:ro]",
     )
-    words = srun_words(printed.script(*SMALL, *container))
+    words = srun_words(orchestra(*SMALL, *container).out)
     runs = tmp_path / "runs"
     assert "--container-image=nvcr.io#nvidia/pytorch:26.05-py3" in words
     assert f"--container-mounts={runs}:{runs},/data:/data:ro" in words
     inside = ["env", f"PYTHONPATH={runs}/mine/code", "PYTHONSAFEPATH=1", "python3"]
-    assert list(words[words.index("env") :][:4]) == inside
+    assert words[words.index("env") :][:4] == inside
     assert sys.executable not in words
 
 
 def test_apptainer_prefix_stands_before_the_command_and_keeps_its_quotes(
-    printed: Printed, tmp_path: Path
+    orchestra: CommandLine, tmp_path: Path
 ) -> None:
     prefix = "cluster.container.prefix='apptainer exec --nv --bind \"/data sets\" image.sif'"
-    words = list(srun_words(printed.script(*SMALL, prefix)))
-    begin = words.index("apptainer")
-    assert words[begin : begin + 6] == ["apptainer", "exec", "--nv", "--bind", "/data sets", "image.sif"]
-    assert words[begin + 6 : begin + 9] == [
-        "env",
-        f"PYTHONPATH={tmp_path}/runs/mine/code",
-        "PYTHONSAFEPATH=1",
-    ]
+    words = srun_words(orchestra(*SMALL, prefix).out)
+    inside = ["env", f"PYTHONPATH={tmp_path}/runs/mine/code", "PYTHONSAFEPATH=1"]
+    expected = ["apptainer", "exec", "--nv", "--bind", "/data sets", "image.sif", *inside]
+    assert words[words.index("apptainer") :][: len(expected)] == expected

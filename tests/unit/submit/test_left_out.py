@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 
 import pytest
+from support.command_line import CommandLine
 from support.fake_slurm import FakeSlurm
 
 from launchers.slurm.cluster import is_usable
-from orchestra.cli import main
+from orchestra.doctor import slurm_checks
+from orchestra.doctor.check import Mark, Subject, perform
 from orchestra.recovery.excluded_hosts import ExcludeList, Listed
 from orchestra.submit.hosts_to_avoid import NextJobHosts, bounded, chosen_to_leave_out, left_out
-from orchestra.submit.site import told_left_out
+from orchestra.submit.site import hosts_left_out
 
-WORDS = ["submit", "cluster.device=cpu", "cluster.gpus_per_node=2", "cluster.nodes=2", "run.name=mine"]
+WORDS = ["cluster.device=cpu", "cluster.gpus_per_node=2", "cluster.nodes=2", "run.name=mine"]
 NODES = [f"node{number}" for number in range(1, 5)]
 
 
@@ -37,7 +38,7 @@ def known(tmp_path: Path, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
     }
     for name, text in answers.items():
         fake_slurm.put(name, text)
-    told_left_out.cache_clear()
+    hosts_left_out.cache_clear()
     return ExcludeList(tmp_path / "runs", "alps")
 
 
@@ -46,67 +47,49 @@ def exclude_line(said: str) -> str | None:
 
 
 def test_a_listed_node_is_excluded_and_the_user_is_told_why(
-    known: ExcludeList, capsys: pytest.CaptureFixture[str]
+    known: ExcludeList, orchestra: CommandLine
 ) -> None:
     known.add(listed("node3"))
-    assert main([*WORDS, "cluster.exclude=[node1]", "--dry-run"]) == 0
-    said = capsys.readouterr()
+    said = orchestra("submit", *WORDS, "cluster.exclude=[node1]", "--dry-run")
     assert exclude_line(said.out) == "#SBATCH --exclude=node1,node3"
     assert "note: without node3: node3 failed twice (run first; until " in said.err
     assert "recovery.exclude_hours=0" in said.err
-
-
-def test_the_frozen_configuration_does_not_hold_the_list(
-    known: ExcludeList, capsys: pytest.CaptureFixture[str]
-) -> None:
-    known.add(listed("node3"))
-    assert main([*WORDS, "--dry-run", "--json"]) == 0
-    plan = json.loads(capsys.readouterr().out)
-    assert "node3" in plan["script"]
-    assert "node3" not in plan["config"]
-
-
-def test_the_list_can_be_passed_over(known: ExcludeList, capsys: pytest.CaptureFixture[str]) -> None:
-    known.add(listed("node3"))
-    assert main([*WORDS, "recovery.exclude_hours=0", "--dry-run"]) == 0
-    said = capsys.readouterr()
-    assert exclude_line(said.out) is None
-    assert "node3" not in said.err
+    plan = orchestra.json("submit", *WORDS, "--dry-run")
+    # Only the job leaves it out: the frozen configuration does not hold the list.
+    assert ("node3" in plan["script"], "node3" in plan["config"]) == (True, False)
+    said = orchestra("submit", *WORDS, "recovery.exclude_hours=0", "--dry-run")
+    assert "node3" not in said.out + said.err
 
 
 def test_nobody_is_excluded_without_a_list_or_by_another_clusters(
-    known: ExcludeList, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    known: ExcludeList, tmp_path: Path, orchestra: CommandLine
 ) -> None:
-    assert main([*WORDS, "--dry-run"]) == 0
-    told_left_out.cache_clear()
+    assert exclude_line(orchestra("submit", *WORDS, "--dry-run").out) is None
+    hosts_left_out.cache_clear()
     ExcludeList(tmp_path / "runs", "jura").add(listed("node3"))
-    assert main([*WORDS, "--dry-run"]) == 0
-    said = capsys.readouterr()
+    said = orchestra("submit", *WORDS, "--dry-run")
     assert exclude_line(said.out) is None
     assert "failed" not in said.err
 
 
 def test_members_of_a_sweep_are_submitted_without_it_too_and_the_user_is_told_once(
-    known: ExcludeList, capsys: pytest.CaptureFixture[str]
+    known: ExcludeList, orchestra: CommandLine
 ) -> None:
     known.add(listed("node3"))
-    assert main(["submit", "-m", *WORDS[1:], "optim.lr=1e-4,3e-4,1e-3", "--dry-run"]) == 0
-    said = capsys.readouterr()
+    said = orchestra("submit", "-m", *WORDS, "optim.lr=1e-4,3e-4,1e-3", "--dry-run")
     assert exclude_line(said.out) == "#SBATCH --exclude=node3"
     assert said.err.count("without node3") == 1
 
 
-def test_names_that_slurm_does_not_know_any_more_are_no_words_for_it() -> None:
-    entries = [listed("gone1"), listed("node2")]
-    assert chosen_to_leave_out(entries, frozenset(NODES), wanted=2).hosts == ("node2",)
-
-
 def test_so_many_nodes_stay_as_the_job_needs() -> None:
     entries = [listed("node1", 10.0), listed("node2", 20.0), listed("node3", 30.0)]
-    found = chosen_to_leave_out(entries, frozenset(NODES), wanted=3)
-    assert found.hosts == ("node1",)
-    assert found.notes[-1] == "node2, node3 failed before, and may be used: too few other nodes are there"
+    left = chosen_to_leave_out(entries, frozenset(NODES), wanted=3)
+    assert left.hosts == ("node1",)
+    assert left.notes[-1] == "node2, node3 failed before, and may be used: too few other nodes are there"
     assert chosen_to_leave_out(entries, frozenset(NODES), wanted=9).hosts == ()
+    # Names that Slurm does not know any more are no words for it.
+    entries = [listed("gone1"), listed("node2")]
+    assert chosen_to_leave_out(entries, frozenset(NODES), wanted=2).hosts == ("node2",)
 
 
 def test_nodes_that_the_user_leaves_out_are_no_room_for_others(known: ExcludeList, tmp_path: Path) -> None:
@@ -139,27 +122,22 @@ def test_whom_the_next_job_does_not_get(states: str, wanted: int, found: NextJob
     assert len(usable - set(found.exclude)) >= min(wanted, len(usable))
 
 
-def test_a_silent_cluster_is_a_note(known: ExcludeList, tmp_path: Path) -> None:
+def test_a_silent_cluster_is_a_note(known: ExcludeList, fake_slurm: FakeSlurm, tmp_path: Path) -> None:
     known.add(listed("node3"))
-    (tmp_path / "bin" / "sinfo").write_text("#!/bin/sh\necho 'slurm_load_partitions: refused' >&2\nexit 1\n")
-    found = left_out(tmp_path / "runs", "alps", None, 2)
-    assert found.hosts == ()
-    assert "are not left out: " in found.notes[0]
+    fake_slurm.says("sinfo", complains="slurm_load_partitions: refused", code=1)
+    left = left_out(tmp_path / "runs", "alps", None, 2)
+    assert left.hosts == ()
+    assert "are not left out: " in left.notes[0]
 
 
-def test_doctor_lists_them_with_evidence_and_how_to_take_one_off(
-    known: ExcludeList, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from orchestra.doctor import slurm_checks
-    from orchestra.doctor.check import Mark, Subject, perform
-
+def test_doctor_lists_them_with_evidence_and_how_to_take_one_off(known: ExcludeList) -> None:
     known.add(listed("node3"))
     known.file("node4").write_text("{")
-    found = list(perform(slurm_checks.EXCLUDED_CHECKS, Subject(run_dir=Path("runs"))))
-    assert [it.mark for it in found] == [Mark.warning, Mark.note]
-    assert "node3 of cluster alps until " in found[0].found
-    assert "attempts 1, 2 of run first (hang)" in found[0].found
-    assert f"rm {known.file('node3')}" in found[0].advice
+    findings = list(perform(slurm_checks.EXCLUDED_CHECKS, Subject(run_dir=Path("runs"))))
+    assert [finding.mark for finding in findings] == [Mark.warning, Mark.note]
+    assert "node3 of cluster alps until " in findings[0].found
+    assert "attempts 1, 2 of run first (hang)" in findings[0].found
+    assert f"rm {known.file('node3')}" in findings[0].advice
     known.file("node3").unlink()
     known.file("node4").unlink()
     (last,) = perform(slurm_checks.EXCLUDED_CHECKS, Subject(run_dir=Path("runs")))

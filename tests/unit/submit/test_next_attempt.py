@@ -11,13 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.run_records import led_here
 
-from launchers import processes
+from conf.schema import Config, RunConfig
 from orchestra.config.compose import compose
 from orchestra.config.machine import Situation, signature
 from orchestra.errors import ConfigError
 from orchestra.run.config_file import read_config, write_config
-from orchestra.run.events import EventWriter, node_writer, rank_writer
+from orchestra.run.events import EventWriter, rank_writer
 from orchestra.run.paths import RunDir
 from orchestra.submit.new_run import RunRequest, planned_run, prepare
 from orchestra.submit.resume_run import ResumePlan, claim, plan_resume
@@ -25,24 +26,28 @@ from orchestra.submit.resume_run import ResumePlan, claim, plan_resume
 CPU = Situation("run", num_gpus=0)
 
 
+OVERRIDES = ("train.steps=60", "checkpoint.every_steps=20")
+
+
+@pytest.fixture(scope="module")
+def config() -> Config:
+    return compose(OVERRIDES, CPU).config
+
+
 @pytest.fixture
-def run(tmp_path: Path) -> RunDir:
-    """A run of 60 steps that failed in attempt 0, after it had committed step 20."""
-    overrides = ["train.steps=60", "run.name=mine", f"run.dir={tmp_path}", "checkpoint.every_steps=20"]
-    config = compose(overrides, CPU).config
-    request = RunRequest(config, signature(config), overrides)
-    run = prepare(request, planned_run(request, 0.0))
-    _attempt(run, 0, ended=("failed", 1))
-    EventWriter(run, rank_writer(0, 0), 0, rank=0).write("checkpoint_committed", step=20)
-    return run
+def prepared(config: Config, tmp_path: Path) -> RunDir:
+    """A run of 60 steps that is about to be started by this process."""
+    config = replace(config, run=RunConfig("mine", str(tmp_path)))
+    request = RunRequest(config, signature(config), OVERRIDES)
+    return prepare(request, planned_run(request, 0.0))
 
 
-def _attempt(run: RunDir, number: int, ended: tuple[str, int] | None = None, pid: int | None = None) -> None:
-    events = EventWriter(run, node_writer(number, 0), number)
-    found = processes.find(pid or os.getpid())
-    events.write("attempt_started", pid=pid or os.getpid(), pid_started=found.started if found else 0)
-    if ended is not None:
-        events.write(ended[0], code=ended[1], cause="x")
+@pytest.fixture
+def run(prepared: RunDir) -> RunDir:
+    """A run that failed in attempt 0, after it had committed step 20."""
+    led_here(prepared, 0, ended=1)
+    EventWriter(prepared, rank_writer(0, 0), 0, rank=0).write("checkpoint_committed", step=20)
+    return prepared
 
 
 def planned(run: RunDir, *overrides: str) -> ResumePlan:
@@ -63,33 +68,29 @@ def test_the_next_attempt_goes_on_from_the_newest_commit(run: RunDir) -> None:
     assert {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()} == before
 
 
-def test_a_run_that_never_started_begins_with_attempt_0(tmp_path: Path) -> None:
-    request = RunRequest(compose([f"run.dir={tmp_path}", "run.name=new"], CPU).config, "0" * 16)
-    run = prepare(request, planned_run(request, 0.0))
-    assert "is being started" in refused(run)
-    record = json.loads(run.record.read_text())
-    run.record.write_text(json.dumps({**record, "pid_started": record["pid_started"] + 1}))
-    assert (planned(run).number, planned(run).checkpoint_step) == (0, None)
+def test_a_run_without_a_checkpoint_begins_with_attempt_0_and_cannot_be_trained_further(
+    prepared: RunDir,
+) -> None:
+    assert "is being started" in refused(prepared)
+    record = json.loads(prepared.record.read_text())
+    prepared.record.write_text(json.dumps({**record, "pid_started": record["pid_started"] + 1}))
+    plan = planned(prepared)
+    assert (plan.number, plan.checkpoint_step) == (0, None)
+    led_here(prepared, 0, ended=0)
+    assert "recorded no checkpoint" in refused(prepared, "train.steps=200")
 
 
 def test_a_run_that_is_alive_is_refused_with_its_process(run: RunDir) -> None:
-    _attempt(run, 1)
+    led_here(run, 1)
     assert f"mine is running, attempt 1: process {os.getpid()} on " in refused(run)
 
 
 def test_a_finished_run_is_finished_unless_more_steps_are_asked_for(run: RunDir) -> None:
-    _attempt(run, 1, ended=("finished", 0))
+    led_here(run, 1, ended=0)
     assert planned(run).is_finished
     assert planned(run, "checkpoint.keep_last=1").is_finished
     plan = planned(run, "train.steps=61")
     assert (plan.is_finished, plan.number, plan.config.train.steps) == (False, 2, 61)
-
-
-def test_a_finished_run_without_a_checkpoint_cannot_be_trained_further(tmp_path: Path) -> None:
-    request = RunRequest(compose([f"run.dir={tmp_path}", "run.name=new"], CPU).config, "0" * 16)
-    run = prepare(request, planned_run(request, 0.0))
-    _attempt(run, 0, ended=("finished", 0))
-    assert "recorded no checkpoint" in refused(run, "train.steps=200")
 
 
 def test_fewer_steps_than_are_committed_are_refused(run: RunDir) -> None:
@@ -103,7 +104,9 @@ def _put_checkpoint(folder: Path, step: int) -> None:
     (checkpoint / "manifest.json").write_text("{}")
 
 
-def test_a_new_place_without_checkpoints_is_refused_before_it_is_frozen(run: RunDir, tmp_path: Path) -> None:
+def test_a_new_place_is_refused_without_checkpoints_and_with_later_ones_than_asked_for(
+    run: RunDir, tmp_path: Path
+) -> None:
     place = tmp_path / "elsewhere"
     text = refused(run, f"checkpoint.dir={place}")
     assert f"checkpoint.dir={place} holds no checkpoint" in text
@@ -111,13 +114,15 @@ def test_a_new_place_without_checkpoints_is_refused_before_it_is_frozen(run: Run
     assert str(run.checkpoints) in text
     _put_checkpoint(place, 20)
     assert planned(run, f"checkpoint.dir={place}").config.checkpoint.dir == str(place)
-
-
-def test_a_new_place_that_holds_later_steps_than_asked_for_is_refused(run: RunDir, tmp_path: Path) -> None:
-    place = tmp_path / "elsewhere"
     _put_checkpoint(place, 80)
     assert "train.steps=60 ends before step 80" in refused(run, f"checkpoint.dir={place}")
     assert planned(run, f"checkpoint.dir={place}", "train.steps=80").config.train.steps == 80
+
+
+def _let_claim_die(run: RunDir) -> None:
+    """Let the claim of attempt 1 look like one of a process that is no more."""
+    content = json.loads(run.claim(1).read_text())
+    run.claim(1).write_text(json.dumps({**content, "pid_started": -1}))
 
 
 def test_a_claim_freezes_the_change_and_keeps_what_was(run: RunDir) -> None:
@@ -131,11 +136,15 @@ def test_a_claim_freezes_the_change_and_keeps_what_was(run: RunDir) -> None:
     assert not [path for path in run.path.iterdir() if path.name.startswith(".")]
 
 
-def test_without_overrides_the_configuration_is_left_alone(run: RunDir) -> None:
+def test_without_overrides_the_configuration_is_left_alone_and_a_dead_claim_is_passed_over(
+    run: RunDir,
+) -> None:
     before = run.config.stat().st_mtime_ns
     claim(planned(run), [])
     assert run.config.stat().st_mtime_ns == before
     assert not run.config_of_attempt(0).exists()
+    _let_claim_die(run)
+    assert planned(run).number == 2
 
 
 def test_of_two_that_planned_the_same_attempt_one_gets_it(run: RunDir) -> None:
@@ -145,16 +154,6 @@ def test_of_two_that_planned_the_same_attempt_one_gets_it(run: RunDir) -> None:
         claim(second, [])
     assert read_config(run.config).train.steps == 70
     assert "being resumed already" in refused(run), "its process lives, though nothing was heard of it"
-
-
-def test_a_claim_whose_process_died_is_passed_over(run: RunDir) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True
-    )
-    claim(planned(run), [])
-    content = json.loads(run.claim(1).read_text())
-    run.claim(1).write_text(json.dumps({**content, "pid": int(done.stdout)}))
-    assert planned(run).number == 2
 
 
 @pytest.mark.parametrize("content", ["", json.dumps({"host": "elsewhere", "pid": 1})])
@@ -170,9 +169,7 @@ def test_a_claim_that_nobody_can_check_counts_for_a_while(run: RunDir, content: 
 def test_the_configuration_of_an_attempt_that_trained_is_never_overwritten(run: RunDir) -> None:
     old = run.config.read_text()
     claim(planned(run, "train.steps=70"), [])
-    # The process died before the attempt began.
-    content = json.loads(run.claim(1).read_text())
-    run.claim(1).write_text(json.dumps({**content, "pid_started": -1}))
+    _let_claim_die(run)
     claim(planned(run, "train.steps=90"), [])
     assert run.config_of_attempt(0).read_text() == old
     assert read_config(run.config).train.steps == 90

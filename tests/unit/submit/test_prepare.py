@@ -14,6 +14,7 @@ from conf.schema import ClusterConfig, Config, Device, NetworkConfig, RunConfig
 from orchestra.errors import ConfigError
 from orchestra.run.config_file import read_config
 from orchestra.run.paths import RunDir
+from orchestra.submit import new_run
 from orchestra.submit.launch import launch_spec, source_root, worker_environment
 from orchestra.submit.new_run import RunRequest, code_revision, planned_run, prepare
 
@@ -24,15 +25,9 @@ def _request(parent: Path, name: str | None = "mine") -> RunRequest:
     return RunRequest(config, "0123456789abcdef", ["train.steps=3"], ["orchestra", "run"])
 
 
-def _prepared(parent: Path) -> RunDir:
-    request = _request(parent)
-    run = planned_run(request, now=0.0)
-    prepare(request, run)
-    return run
-
-
 def test_the_directory_holds_the_frozen_configuration_and_the_record(tmp_path: Path) -> None:
-    run = _prepared(tmp_path / "runs")
+    request = _request(tmp_path / "runs")
+    run = prepare(request, planned_run(request, now=0.0))
     assert sorted(path.name for path in run.path.iterdir()) == ["config.yaml", "run.json"]
     config = read_config(run.config)
     assert (config.run.name, config.cluster.gpus_per_node) == ("mine", 2)
@@ -43,19 +38,8 @@ def test_the_directory_holds_the_frozen_configuration_and_the_record(tmp_path: P
     assert {"created", "host", "user", "command", "code_revision", "versions"} <= set(record)
 
 
-def test_every_run_has_a_wandb_id_of_its_own(tmp_path: Path) -> None:
-    ids = {json.loads(_prepared(tmp_path / str(index)).record.read_text())["wandb_id"] for index in range(5)}
-    assert len(ids) == 5
-
-
-def test_a_name_is_made_of_model_time_and_signature(tmp_path: Path) -> None:
-    name = planned_run(_request(tmp_path, name=None), now=1e9).name
-    model, date, clock, signature = name.split("-")
-    assert (model, signature, len(date), len(clock)) == ("debug", "012345", 8, 6)
-
-
 def test_an_existing_name_is_refused_whatever_it_is(tmp_path: Path) -> None:
-    _prepared(tmp_path)
+    (tmp_path / "mine").mkdir()
     (tmp_path / "link").symlink_to("nowhere")
     for name in ("mine", "link"):
         with pytest.raises(ConfigError, match=f"run.name={name}.*exists already; choose another"):
@@ -73,14 +57,7 @@ def test_two_that_want_the_same_name_at_once_do_not_share_it(tmp_path: Path) -> 
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
-def test_a_parent_that_cannot_be_made_is_a_configuration_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    request = _request(tmp_path / "file")
-    with pytest.raises(ConfigError, match=r"run\.dir=.*choose another run\.dir"):
-        prepare(request, planned_run(request, 0.0))
-
-
-def test_the_environment_shares_the_cores_and_keeps_the_packages_importable() -> None:
+def test_the_environment_shares_the_cores_keeps_the_packages_importable_and_names_the_interface() -> None:
     config = _request(Path()).config
     root = str(source_root())
     environment = worker_environment(config, 2, cores=9, search_path=["/elsewhere", root])
@@ -90,10 +67,6 @@ def test_the_environment_shares_the_cores_and_keeps_the_packages_importable() ->
     assert worker_environment(config, 16, cores=2)["OMP_NUM_THREADS"] == "1"
     fixed = dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, threads_per_rank=3))
     assert worker_environment(fixed, 2, cores=64)["OMP_NUM_THREADS"] == "3"
-
-
-def test_a_configured_network_interface_is_used() -> None:
-    config = _request(Path()).config
     cluster = dataclasses.replace(config.cluster, network=NetworkConfig(interface="eth7"))
     environment = worker_environment(dataclasses.replace(config, cluster=cluster), 2, cores=2)
     assert (environment["GLOO_SOCKET_IFNAME"], environment["NCCL_SOCKET_IFNAME"]) == ("eth7", "eth7")
@@ -113,30 +86,37 @@ def _git(folder: Path, *words: str) -> None:
     subprocess.run(["git", "-C", str(folder), *identity, *words], check=True, capture_output=True)
 
 
-def test_the_revision_knows_a_clean_tree_from_a_changed_one_and_from_none(tmp_path: Path) -> None:
+def test_the_revision_knows_a_clean_tree_from_a_changed_one_and_from_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(new_run, "source_root", lambda: tmp_path)
     package = tmp_path / "orchestra"
     package.mkdir()
     (package / "__init__.py").write_text("")
-    assert code_revision(tmp_path) is None
+    assert code_revision() is None
     _git(tmp_path, "init")
-    assert code_revision(tmp_path) is None, "inside a repository, but not of it"
+    assert code_revision() is None, "inside a repository, but not of it"
     _git(tmp_path, "add", ".")
     _git(tmp_path, "commit", "-m", "first")
-    revision = code_revision(tmp_path)
+    revision = code_revision()
     assert revision is not None
-    assert (len(revision.commit), revision.dirty) == (40, False)
+    assert (len(revision["commit"]), revision["dirty"]) == (40, False)
     (package / "__init__.py").write_text("changed")
-    changed = code_revision(tmp_path)
+    changed = code_revision()
     assert changed is not None
-    assert changed.dirty
+    assert changed["dirty"]
 
 
-def test_unnamed_runs_of_the_same_second_get_names_of_their_own(tmp_path: Path) -> None:
+def test_unnamed_runs_of_the_same_second_get_names_and_wandb_ids_of_their_own(tmp_path: Path) -> None:
     request = _request(tmp_path, name=None)
     runs = [prepare(request, planned_run(request, now=1e9)) for _ in range(3)]
     first = runs[0].name
+    model, date, clock, signature = first.split("-")
+    assert (model, signature, len(date), len(clock)) == ("debug", "012345", 8, 6)
     assert [run.name for run in runs] == [first, f"{first}-2", f"{first}-3"]
-    assert [json.loads(run.record.read_text())["name"] for run in runs] == [run.name for run in runs]
+    records = [json.loads(run.record.read_text()) for run in runs]
+    assert [record["name"] for record in records] == [run.name for run in runs]
+    assert len({record["wandb_id"] for record in records}) == 3
     assert read_config(runs[1].config).run.name == f"{first}-2"
 
 
@@ -153,13 +133,21 @@ def test_a_full_disk_is_a_configuration_error_and_leaves_nothing(tmp_path: Path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_fails_for_another_reason_is_not_called_taken(tmp_path: Path) -> None:
-    request = _request(tmp_path, name="n" * 300)
-    with pytest.raises(ConfigError, match="too long") as caught:
+@pytest.mark.parametrize(
+    ("parent", "name", "words"),
+    [
+        ("file", "mine", r"run\.dir=.*choose another run\.dir"),
+        ("runs", "n" * 300, "too long"),
+        ("~nobody-here/runs", "mine", r"run\.dir=~nobody-here"),
+    ],
+    ids=["a file in the way", "a name that is too long", "a home that does not exist"],
+)
+def test_what_cannot_be_made_is_a_configuration_error_and_not_called_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parent: str, name: str, words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    request = _request(Path(parent), name)
+    with pytest.raises(ConfigError, match=words) as caught:
         prepare(request, planned_run(request, 0.0))
     assert "exists already" not in str(caught.value)
-
-
-def test_a_home_that_does_not_exist_is_a_configuration_error() -> None:
-    with pytest.raises(ConfigError, match=r"run\.dir=~nobody-here"):
-        planned_run(_request(Path("~nobody-here/runs")), 0.0)

@@ -1,11 +1,18 @@
-"""A further job for a run: its code, configuration and script, once, and nothing changed where it fails."""
+"""A further job for a run: its code, configuration and script, once, and nothing changed where it fails.
+
+First the copy of the code alone: what is in it, what is not, and how much it may be.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from support.fake_slurm import FakeSlurm
 
 from conf.schema import LauncherName
 from launchers.slurm import sbatch
@@ -15,7 +22,7 @@ from orchestra.errors import ConfigError, LaunchError
 from orchestra.run.config_file import read_config
 from orchestra.run.events import EventWriter, node_writer
 from orchestra.run.paths import RunDir
-from orchestra.submit import code_snapshot
+from orchestra.submit import new_run
 from orchestra.submit.job import Share
 from orchestra.submit.new_run import RunRequest, planned_run, prepare
 from orchestra.submit.resume_run import ResumeJob, plan_resume, resume_job, submit_resume
@@ -25,12 +32,14 @@ LOGIN = Situation("resume")
 
 @pytest.fixture
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the folder of a little code that is running, one file in each package."""
+    """Return the folder of a little code that is running, a file or two in each package."""
     root = tmp_path / "tree"
-    for package in code_snapshot.PACKAGES:
+    for package in new_run.PACKAGES:
         (root / package).mkdir(parents=True)
         (root / package / "__init__.py").write_text(f"# {package}\n")
-    monkeypatch.setattr(code_snapshot, "source_root", lambda: root)
+    (root / "conf" / "model").mkdir()
+    (root / "conf" / "model" / "debug.yaml").write_text("name: debug\n")
+    monkeypatch.setattr(new_run, "source_root", lambda: root)
     return root
 
 
@@ -41,7 +50,7 @@ def run(tmp_path: Path, tree: Path) -> RunDir:
     config = compose([*overrides, "run.name=mine", f"run.dir={tmp_path}"], Situation("submit")).config
     request = RunRequest(config, signature(config), overrides)
     run = prepare(request, planned_run(request, 0.0))
-    code_snapshot.take_snapshot(run.code)
+    new_run.take_snapshot(run.code)
     run.batch_script.write_text("the older script")
     record = json.loads(run.record.read_text())
     job = {"token": "orchestra:0", "id": "12", "name": "mine", "user": "me", "submitted": 1e9, "attempt": 0}
@@ -52,33 +61,58 @@ def run(tmp_path: Path, tree: Path) -> RunDir:
     return run
 
 
-def put_sbatch(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+@pytest.fixture
+def slurm(fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+    """A cluster that takes every job."""
     monkeypatch.setattr(sbatch, "_LOOK_AGAIN_S", (0.0,))
-    for name, content in (("sbatch", text), ("squeue", "exit 0")):
-        command = folder / name
-        command.write_text(f"#!/bin/sh\n{content}\n")
-        command.chmod(0o755)
+    fake_slurm.put("squeue")
+    fake_slurm.says("sbatch", prints="15")
+    return fake_slurm
 
 
 def planned(run: RunDir, *overrides: str) -> ResumeJob:
     return resume_job(plan_resume(run, overrides, LOGIN, 1e9), Share())
 
 
-def files(run: RunDir) -> dict[str, str]:
-    found = (file for file in run.path.rglob("*") if file.is_file() and file.parent != run.control)
-    return {str(file.relative_to(run.path)): file.read_text() for file in found}
+def files(folder: Path) -> dict[str, str]:
+    """Return the texts of all files below a folder but those of a run's control."""
+    found = (file for file in folder.rglob("*") if file.is_file() and file.parent.name != "control")
+    return {str(file.relative_to(folder)): file.read_text() for file in found}
 
 
-def test_a_new_job_gets_code_configuration_and_script(
-    run: RunDir, tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    put_sbatch(tmp_path, monkeypatch, "echo 15")
-    older = files(run)
+def test_a_snapshot_holds_the_packages_as_they_lie_and_nothing_else(tree: Path, tmp_path: Path) -> None:
+    packages = files(tree)
+    (tree / "data.bin").write_bytes(b"0" * 1000)
+    (tree / "conf" / "__pycache__").mkdir()
+    (tree / "conf" / "__pycache__" / "x.pyc").write_text("")
+    (tree / "conf" / ".hidden").write_text("")
+    new_run.take_snapshot(tmp_path / "code")
+    assert files(tmp_path / "code") == packages
+
+
+def test_what_is_too_large_is_named(tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(new_run, "_MAX_BYTES", 1 << 20)
+    (tree / "orchestra" / "weights.bin").write_bytes(b"0" * (3 << 20))
+    with pytest.raises(ConfigError, match=r"has 3 MiB, at most 1 MiB.*orchestra/weights\.bin \(3 MiB\)"):
+        new_run.take_snapshot(tmp_path / "code")
+    assert not (tmp_path / "code").exists()
+
+
+def test_a_copy_of_this_code_runs_by_itself(tmp_path: Path) -> None:
+    new_run.take_snapshot(tmp_path / "code")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "code"), "PYTHONSAFEPATH": "1"}
+    command = [sys.executable, "-c", "import orchestra.agents.agent as agent; print(agent.__file__)"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(str(tmp_path / "code"))
+
+
+@pytest.mark.usefixtures("slurm")
+def test_a_new_job_gets_code_configuration_and_script(run: RunDir, tree: Path) -> None:
+    older = files(run.path)
     (tree / "conf" / "__init__.py").write_text("# edited\n")
     plan = planned(run, "cluster.nodes=4")
     assert submit_resume(plan, ["orchestra", "resume"]) == "15"
-    now = files(run)
+    now = files(run.path)
     assert now["code/conf/__init__.py"] == "# edited\n"
     assert now["code.attempt-000/conf/__init__.py"] == "# conf\n"
     assert now["config.attempt-000.yaml"] == older["config.yaml"]
@@ -90,34 +124,21 @@ def test_a_new_job_gets_code_configuration_and_script(
     assert (record["pid"], record["resumes"][0]["overrides"]) == (None, ["cluster.nodes=4"])
 
 
-def test_the_same_code_is_kept_once(run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    put_sbatch(tmp_path, monkeypatch, "echo 15")
-    submit_resume(planned(run), [])
-    assert not run.code_of_attempt(0).exists()
-    assert not [path for path in run.path.iterdir() if path.name.startswith(".")]
-
-
-def test_what_slurm_refuses_changes_nothing(
-    run: RunDir, tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    put_sbatch(tmp_path, monkeypatch, "echo 'sbatch: error: invalid account' >&2; exit 1")
+def test_what_slurm_refuses_changes_nothing(run: RunDir, tree: Path, slurm: FakeSlurm) -> None:
+    slurm.says("sbatch", complains="sbatch: error: invalid account", code=1)
     (tree / "conf" / "__init__.py").write_text("# edited\n")
-    before = files(run)
+    before = files(run.path)
     with pytest.raises(ConfigError, match="Slurm refuses the job: sbatch: invalid account"):
         submit_resume(planned(run, "cluster.nodes=4"), [])
-    after = files(run)
-    kept = {name: text for name, text in after.items() if name != "config.attempt-000.yaml"}
+    kept = {name: text for name, text in files(run.path).items() if name != "config.attempt-000.yaml"}
     assert kept == before
-    put_sbatch(tmp_path, monkeypatch, "echo 15")
+    slurm.says("sbatch", prints="15")
     assert submit_resume(planned(run), []) == "15"
 
 
-def test_an_answer_that_is_lost_keeps_the_token(
-    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    put_sbatch(tmp_path, monkeypatch, "echo 'Socket timed out on send/recv operation' >&2; exit 1")
-    (tmp_path / "squeue").write_text("#!/bin/sh\necho 'Unable to contact slurm controller' >&2; exit 1\n")
-    (tmp_path / "squeue").chmod(0o755)
+def test_an_answer_that_is_lost_keeps_the_token(run: RunDir, slurm: FakeSlurm) -> None:
+    slurm.says("sbatch", complains="Socket timed out on send/recv operation", code=1)
+    slurm.says("squeue", complains="Unable to contact slurm controller", code=1)
     plan = planned(run)
     with pytest.raises(LaunchError, match="Slurm may have the job or not"):
         submit_resume(plan, [])
@@ -125,12 +146,12 @@ def test_an_answer_that_is_lost_keeps_the_token(
     assert run.batch_script.read_text() == plan.script()
 
 
-def test_of_two_that_planned_the_same_job_one_submits(
-    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    put_sbatch(tmp_path, monkeypatch, "echo 15")
+@pytest.mark.usefixtures("slurm")
+def test_of_two_that_planned_the_same_job_one_submits_and_keeps_the_same_code_once(run: RunDir) -> None:
     first, second = planned(run), planned(run, "cluster.nodes=4")
     submit_resume(first, [])
+    assert not run.code_of_attempt(0).exists()
+    assert not [path for path in run.path.iterdir() if path.name.startswith(".")]
     with pytest.raises(ConfigError, match="is being resumed already"):
         submit_resume(second, [])
     assert read_config(run.config).cluster.nodes == 2

@@ -62,14 +62,14 @@ def test_what_the_cluster_cannot_give_is_one_sentence(wishes: dict[str, Any], wo
     assert words is None or words in problems[0]
 
 
-def test_without_a_default_partition_one_must_be_named() -> None:
-    (problem,) = site_problems(asked(), (CPU,))
-    assert "no default one; there are cpu" in problem
-
-
-def test_closed_partitions_take_no_jobs() -> None:
-    (problem,) = site_problems(asked(), (dataclasses.replace(MAIN, is_up=False),))
-    assert "takes no jobs now" in problem
+@pytest.mark.parametrize(
+    ("partition", "words"),
+    [(CPU, "no default one; there are cpu"), (dataclasses.replace(MAIN, is_up=False), "takes no jobs now")],
+    ids=["no default", "closed"],
+)
+def test_a_partition_must_be_chosen_and_open(partition: Partition, words: str) -> None:
+    (problem,) = site_problems(asked(), (partition,))
+    assert words in problem
 
 
 @pytest.mark.parametrize(
@@ -104,10 +104,8 @@ def test_folders_in_memory_are_not_shared() -> None:
 
 def test_the_type_of_gpus_is_known_where_all_nodes_that_could_serve_have_it() -> None:
     h100, a100 = frozenset({"h100"}), frozenset({"a100"})
-    small, large = (
-        dataclasses.replace(GPU_NODES, gpu_types=a100),
-        dataclasses.replace(BIG_NODE, gpu_types=h100),
-    )
+    small = dataclasses.replace(GPU_NODES, gpu_types=a100)
+    large = dataclasses.replace(BIG_NODE, gpu_types=h100)
     mixed = (dataclasses.replace(MAIN, kinds=(small, large)),)
     assert gpu_type(asked(gpus_per_node=8), mixed) == "h100"
     assert gpu_type(asked(gpus_per_node=4), mixed) is None

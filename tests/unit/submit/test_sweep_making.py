@@ -1,11 +1,17 @@
-"""A sweep's directory and its claims: all at once or not at all, and one submitter at a time."""
+"""A sweep's arrays, its directory and its claims.
+
+Which members share an array, how it is cut and the script that follows; the directory is there all at once or
+not at all, and there is one submitter at a time.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import socket
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -15,27 +21,133 @@ from orchestra.config.machine import signature
 from orchestra.errors import ConfigError
 from orchestra.run.config_file import read_config
 from orchestra.run.paths import Sweep, SweepDir, read_sweep
-from orchestra.submit.code_snapshot import is_snapshot
+from orchestra.submit.claims import exclusively, refuse_busy_sweep, take_array
 from orchestra.submit.hand_over import SweepLedger, make
 from orchestra.submit.job import Share
+from orchestra.submit.new_run import is_snapshot
 from orchestra.submit.submission import PlannedMember, Submission, planned_sweep
-from orchestra.submit.sweeps import lock
-from orchestra.submit.sweeps.arrays import Numbering, PlacedSubmission
+from orchestra.submit.sweeps.arrays import (
+    Numbering,
+    PlacedSubmission,
+    PlannedArray,
+    Templates,
+    num_nodes,
+    planned_arrays,
+    task_ranges,
+    template_of,
+    with_code,
+)
 from orchestra.submit.sweeps.members import ExistingSweep, same_sweep, sweeps_in
 
+# No process of this machine has such a number.
+NOBODY = 2**22 + 1
 NUMBERING = Numbering("grid", "ada", 1.0, 1000)
+CLUSTER = ClusterConfig(launcher=LauncherName.slurm, device=Device.cpu, gpus_per_node=2)
+SWEEP = SweepDir(Path("/runs/my grid"))
+
+
+def config(nodes: int = 1) -> Config:
+    return dataclasses.replace(Config(), cluster=dataclasses.replace(CLUSTER, nodes=nodes))
+
+
+def planned(templates: dict[int, str], size: int = 1000, throttle: int | None = None) -> list[PlannedArray]:
+    numbering = Numbering("grid", "ada", 0.0, size, throttle)
+    return planned_arrays(templates, numbering, itertools.count())
+
+
+def expanded(text: str) -> list[int]:
+    """Read task numbers as Slurm does."""
+    numbers: list[int] = []
+    for word in text.split(","):
+        span, _, step = word.partition(":")
+        first, _, last = span.partition("-")
+        numbers += range(int(first), int(last or first) + 1, int(step or 1))
+    return numbers
+
+
+@pytest.mark.parametrize(
+    ("tasks", "text"),
+    [
+        ([0], "0"),
+        ([0, 1], "0-1"),
+        ([0, 1, 2, 7], "0-2,7"),
+        ([0, 2, 4, 6], "0-6:2"),
+        ([3, 9], "3,9"),
+        ([0, 2, 3, 4, 9, 12, 15], "0,2-4,9-15:3"),
+    ],
+)
+def test_task_numbers_are_said_in_ranges(tasks: list[int], text: str) -> None:
+    assert task_ranges(tasks) == text
+
+
+def test_ranges_mean_the_same_numbers_for_every_subset() -> None:
+    for bits in range(1, 1 << 9):
+        tasks = [number for number in range(9) if bits >> number & 1]
+        assert expanded(task_ranges(tasks)) == tasks
+
+
+def test_members_with_equal_jobs_share_an_array_and_others_do_not() -> None:
+    made = Templates(SWEEP)
+    arrays = planned({index: made.of(config(1 + index % 2), Share()) for index in range(6)})
+    assert [planned.array.members for planned in arrays] == [(0, 2, 4), (1, 3, 5)]
+    assert [num_nodes(part.script()) for part in arrays] == [1, 2]
+    assert len({part.array.token for part in arrays}) == 2
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 10, 11])
+def test_no_array_is_larger_than_the_cluster_takes_and_each_member_has_one_task(size: int) -> None:
+    members = [0, 1, 2, 5, 6, 8, 9, 10]
+    arrays = planned(dict.fromkeys(members, "same"), size)
+    assert [index for part in arrays for index in part.array.members] == members
+    assert all(0 <= task < size for part in arrays for task in part.array.tasks)
+
+
+def test_arrays_of_one_sweep_share_what_may_run_at_a_time() -> None:
+    assert [part.throttle for part in planned(dict.fromkeys(range(10), "same"), 5, throttle=4)] == [2, 2]
+    assert [part.throttle for part in planned({0: "a", 1: "b"}, throttle=1)] == [1, 1]
+
+
+def test_the_script_names_tasks_token_and_first_member_and_gives_its_template_back() -> None:
+    template = Templates(SWEEP).of(config(2), Share())
+    (_, second) = planned(dict.fromkeys(range(7), template), size=4, throttle=3)
+    script = second.script()
+    assert "#SBATCH --array=0-2%1\n" in script
+    assert f"#SBATCH --comment={second.array.token}\n" in script
+    assert "-m orchestra.agents '/runs/my grid' --first 4\n" in script
+    assert "-m orchestra.agents.srun_failed '/runs/my grid' --first 4 \"$code\"\n" in script
+    assert "%A_%a_%t_log.out" in script
+    assert "export PYTHONPATH='/runs/my grid/code'" in script
+    assert template_of(script) == template
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+
+
+def test_members_that_go_on_can_get_another_snapshot() -> None:
+    template = Templates(SWEEP).of(config(), Share())
+    other = with_code(template, SWEEP, SWEEP.code_of_array(3))
+    assert "export PYTHONPATH='/runs/my grid/code.array-003'$" in other
+    assert with_code(other, SWEEP, SWEEP.code) == template
+
+
+def test_a_split_array_keeps_its_token_and_its_rest_gets_another() -> None:
+    (whole,) = planned(dict.fromkeys(range(5), "same"))
+    head, rest = whole.split(2, 7)
+    assert (head.array.token, head.array.members) == (whole.array.token, (0, 1))
+    assert (rest.array.number, rest.array.members) == (7, (2, 3, 4))
+    assert rest.array.token != whole.array.token
+
+
+# The directory and its claims.
 
 
 def member(index: int, parent: Path, name: str | None, **cluster: object) -> PlannedMember:
-    base = ClusterConfig(launcher=LauncherName.slurm, device=Device.cpu, gpus_per_node=2)
-    config = dataclasses.replace(
+    own = dataclasses.replace(
         Config(),
         run=RunConfig(name=name, dir=str(parent)),
         optim=OptimConfig(lr=0.1 + index),
-        cluster=dataclasses.replace(base, **cluster),  # type: ignore[arg-type]
+        cluster=dataclasses.replace(CLUSTER, **cluster),  # type: ignore[arg-type]
     )
     chosen = (f"optim.lr={0.1 + index}",)
-    return PlannedMember(index, signature(config), chosen, chosen, config, Share())
+    return PlannedMember(index, signature(own), chosen, chosen, own, Share())
 
 
 def plan_of(parent: Path, indices: tuple[int, ...] = (0, 1, 2), name: str | None = "grid") -> Submission:
@@ -54,7 +166,7 @@ def made(parent: Path, **options: object) -> tuple[SweepDir, Sweep]:
 
 def forget_claim(sweep: SweepDir, number: int = 0) -> None:
     """Let a claim look like one of a process that is no more."""
-    sweep.claim(number).write_text(json.dumps({"host": socket.gethostname(), "pid": 1 << 22, "time": 0.0}))
+    sweep.claim(number).write_text(json.dumps({"host": socket.gethostname(), "pid": NOBODY, "time": 0.0}))
 
 
 def test_the_directory_holds_record_code_script_and_the_members_runs(tmp_path: Path) -> None:
@@ -65,18 +177,13 @@ def test_the_directory_holds_record_code_script_and_the_members_runs(tmp_path: P
     }
     assert (sweep.code / "orchestra" / "agents" / "__main__.py").is_file()
     run = sweep.member(2)
-    config = read_config(run.config)
-    assert (config.optim.lr, config.run.name, config.run.dir) == (2.1, "002", str(sweep.path))
-    told = json.loads(run.record.read_text())
-    assert (told["sweep"], told["member"], told["pid"], told["steps"]) == (
-        "grid",
-        2,
-        None,
-        config.train.steps,
-    )
-    (job,) = told["jobs"]
+    frozen = read_config(run.config)
+    assert (frozen.optim.lr, frozen.run.name, frozen.run.dir) == (2.1, "002", str(sweep.path))
+    facts = json.loads(run.record.read_text())
+    assert (facts["sweep"], facts["member"], facts["pid"]) == ("grid", 2, None)
+    assert (facts["steps"], facts["signature"]) == (frozen.train.steps, record.members[2].signature)
+    (job,) = facts["jobs"]
     assert (job["token"], job["task"], job["id"]) == (record.arrays[0].token, 2, None)
-    assert told["signature"] == record.members[2].signature
 
 
 def test_a_taken_name_is_refused_and_a_made_one_changed(tmp_path: Path) -> None:
@@ -90,7 +197,7 @@ def test_a_taken_name_is_refused_and_a_made_one_changed(tmp_path: Path) -> None:
 
 
 def test_a_full_snapshot_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("orchestra.submit.code_snapshot.take_snapshot.__defaults__", (None, 1))
+    monkeypatch.setattr("orchestra.submit.new_run._MAX_BYTES", 1)
     with pytest.raises(ConfigError, match="the code to be copied"):
         made(tmp_path / "runs")
     assert list(tmp_path.iterdir()) == []
@@ -113,10 +220,9 @@ def test_what_another_process_submits_is_left_to_it(tmp_path: Path) -> None:
     claim = {"host": socket.gethostname(), "pid": os.getppid(), "pid_started": None, "time": 0.0}
     sweep.claim(0).write_text(json.dumps(claim))
     with pytest.raises(ConfigError, match="is being submitted already: process"):
-        lock.refuse_busy(sweep, record)
+        refuse_busy_sweep(sweep, record)
     forget_claim(sweep)
-    lock.refuse_busy(sweep, record)
-    assert lock.take(sweep, record) == 1
+    refuse_busy_sweep(sweep, record)
 
 
 def test_a_snapshot_is_known_from_other_code(tmp_path: Path) -> None:
@@ -130,32 +236,51 @@ def test_a_snapshot_is_known_from_other_code(tmp_path: Path) -> None:
     assert not is_snapshot(sweep.code)
 
 
-def test_of_two_commands_that_go_on_with_a_sweep_one_submits(tmp_path: Path) -> None:
+def test_of_two_commands_that_go_on_with_a_sweep_one_submits_and_none_by_an_older_record(
+    tmp_path: Path,
+) -> None:
     sweep, record = made(tmp_path)
     forget_claim(sweep)
-    assert lock.take(sweep, record) == 1
+    with pytest.raises(ConfigError, match="changed by another command meanwhile"):
+        take_array(sweep, dataclasses.replace(record, arrays=()))
+    assert not sweep.claim(1).exists()
+    assert take_array(sweep, record) == 1
     claim = {"host": "elsewhere", "pid": 1, "time": 4e9}
     sweep.claim(1).write_text(json.dumps(claim))
     with pytest.raises(ConfigError, match="being submitted already"):
-        lock.take(sweep, record)
+        take_array(sweep, record)
 
 
-def test_a_decision_on_an_older_record_submits_nothing(tmp_path: Path) -> None:
-    sweep, record = made(tmp_path)
-    forget_claim(sweep)
-    older = dataclasses.replace(record, arrays=())
-    with pytest.raises(ConfigError, match="changed by another command meanwhile"):
-        lock.take(sweep, older)
-    assert not sweep.claim(1).exists()
+def lock_of(parent: Path, pid: int) -> Path:
+    """Leave the lock of a process of this host."""
+    claim = parent / ".sweep-abc.claim"
+    claim.write_text(json.dumps({"host": socket.gethostname(), "pid": pid, "pid_started": None, "time": 0.0}))
+    return claim
 
 
-def test_the_same_sweep_is_submitted_by_one_command_at_a_time(tmp_path: Path) -> None:
-    with lock.exclusively(tmp_path / "runs", "abc"):
-        (claim,) = (tmp_path / "runs").iterdir()
-        claim.write_text(json.dumps({"host": "elsewhere", "pid": 1, "time": 4e9}))
-        with (
-            pytest.raises(ConfigError, match="being submitted already"),
-            lock.exclusively(tmp_path / "runs", "abc"),
-        ):
-            pass
-    assert list((tmp_path / "runs").iterdir()) == []
+def test_lock_of_a_process_that_is_no_more_is_taken_over_and_ends_with_the_command(tmp_path: Path) -> None:
+    claim = lock_of(tmp_path, NOBODY)
+    with exclusively(tmp_path, "abc"):
+        assert json.loads(claim.read_text())["pid"] == os.getpid()
+    assert not claim.exists()
+
+
+def test_lock_of_a_living_process_is_respected_and_stays(tmp_path: Path) -> None:
+    claim = lock_of(tmp_path, os.getppid())
+    with pytest.raises(ConfigError, match="being submitted already"), exclusively(tmp_path, "abc"):
+        pytest.fail("two commands at a time")
+    assert claim.exists()
+
+
+def test_of_two_that_find_a_dead_lock_one_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock_of(tmp_path, NOBODY)
+    unlink = Path.unlink
+
+    def unlink_and_lose(self: Path, missing_ok: bool = False) -> None:
+        """Let the other command be faster by the time the lock is free."""
+        unlink(self, missing_ok)
+        lock_of(tmp_path, os.getppid())
+
+    monkeypatch.setattr(Path, "unlink", unlink_and_lose)
+    with pytest.raises(ConfigError, match="by another command"), exclusively(tmp_path, "abc"):
+        pytest.fail("two commands at a time")

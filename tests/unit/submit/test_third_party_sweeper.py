@@ -8,7 +8,6 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -97,6 +96,9 @@ print(json.dumps([[trial.chosen, trial.result and trial.result.value] for trial 
 """
 
 
+ROOT = Path(__file__).resolve().parents[3]
+
+
 @pytest.fixture
 def plugins(tmp_path: Path) -> Path:
     folder = tmp_path / "site" / "hydra_plugins"
@@ -107,17 +109,12 @@ def plugins(tmp_path: Path) -> Path:
 
 def sweep(plugins: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     """Run a sweeper in a process of its own: Hydra looks for plugins once."""
-    root = Path(__file__).resolve().parents[3]
-    environment = {**os.environ, "PYTHONPATH": f"{root}:{plugins}"}
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{plugins}"}
     fixed = ("cluster=slurm", "cluster.gpus_per_node=2", f"run.dir={plugins.parent / 'runs'}")
     command = [sys.executable, "-c", SCRIPT, *fixed, *overrides]
     return subprocess.run(
         command, env=environment, cwd=plugins.parent, capture_output=True, text=True, check=False
     )
-
-
-def facts(plugins: Path, place: str) -> Any:
-    return json.loads((plugins.parent / "runs" / place / "facts.json").read_text())
 
 
 def test_a_sweeper_gets_the_metric_of_its_trials_and_chooses_by_it(plugins: Path) -> None:
@@ -134,18 +131,13 @@ def test_a_sweeper_gets_the_metric_of_its_trials_and_chooses_by_it(plugins: Path
     )
     assert done.returncode == 0, done.stderr
     trials = json.loads(done.stdout)
-    assert [chosen for chosen, _ in trials] == [
-        ["optim.lr=0.25"],
-        ["optim.lr=0.75"],
-        ["optim.lr=0.25"],
-        ["optim.lr=0.5"],
-    ]
+    assert [chosen for chosen, _ in trials] == [[f"optim.lr={rate}"] for rate in (0.25, 0.75, 0.25, 0.5)]
     assert [value for _, value in trials] == pytest.approx([0.05, 0.45, 0.05, 0.2])
     runs = plugins.parent / "runs"
     assert sorted(path.name for path in runs.iterdir()) == ["search", "search-batch-0", "search-batch-1"]
     assert (runs / "search" / "best.txt").read_text() == "0.25 0.375"
     # What does not vary came back as Python prints it, and is what the user typed all the same.
-    member = facts(plugins, "search-batch-1/001")
+    member = json.loads((runs / "search-batch-1" / "001" / "facts.json").read_text())
     assert member["model"] == "1e5"
     assert {"model.name=1e5", "optim.min_lr=null"} <= set(member["overrides"])
     assert not list(plugins.parent.glob("multirun*"))
@@ -210,8 +202,7 @@ def test_the_launcher_says_where_it_belongs(tmp_path: Path) -> None:
         """
     )
     (tmp_path / "app.py").write_text(script)
-    root = Path(__file__).resolve().parents[3]
-    environment = {**os.environ, "PYTHONPATH": f"{root}:{root / 'launchers' / 'plugin'}"}
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'launchers' / 'plugin'}"}
     command = [sys.executable, "app.py", "-m", "hydra/launcher=orchestra"]
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode != 0

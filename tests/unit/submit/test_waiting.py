@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import os
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from support.fake_slurm import ME, FakeSlurm, queue_line
+from support.fake_slurm import FakeSlurm, queue_line
+from support.run_records import age_files, led_here, started_elsewhere, submitted
 
-from launchers import processes
 from orchestra.run.events import EventWriter, node_writer
 from orchestra.run.files import JsonLinesWriter
 from orchestra.run.paths import RunDir
@@ -25,23 +24,17 @@ from orchestra.submit.wait import RunResult, exit_code, wait_for
 
 @pytest.fixture
 def slurm(fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
-    monkeypatch.setattr(wait, "_ASK_S", 0.2)
+    monkeypatch.setattr(wait, "_ASK_S", 0.0)
+    monkeypatch.setattr(wait, "_SHORTEST_S", 0.05)
+    monkeypatch.setattr(wait, "_LONGEST_S", 0.1)
     fake_slurm.put("sacct", "exit 1")
     fake_slurm.put("squeue")
     return fake_slurm
 
 
-def begun(parent: Path, name: str, job: str | None = None, host: str | None = None) -> RunDir:
-    """Make a run whose first attempt has begun: led by this process, or on another host."""
-    run = RunDir(parent / name)
-    run.path.mkdir(parents=True)
-    intent = {"token": f"orchestra:{name}", "id": job, "name": name, "user": ME, "submitted": time.time()}
-    jobs = [{**intent, "attempt": 0, "task": None, "after": None}] if job else []
-    run.record.write_text(json.dumps({"name": name, "created": time.time(), "pid": None, "jobs": jobs}))
-    me = processes.find(os.getpid())
-    where = {} if host is None else {"host": host}
-    events = EventWriter(run, node_writer(0, 0), 0, **where)
-    events.write("attempt_started", pid=os.getpid(), pid_started=me.started if me else 0)
+def begun_elsewhere(parent: Path, name: str, job: str) -> RunDir:
+    run = submitted(parent, name, job)
+    started_elsewhere(run)
     return run
 
 
@@ -53,8 +46,19 @@ def ended(run: RunDir, code: int = 0, cause: str = "finished", **last_row: float
     return run
 
 
+def waited(runs: Sequence[RunDir], change: Callable[[], object]) -> list[RunResult]:
+    """Wait for runs that are over when something changes, after a while and not before."""
+    later = threading.Timer(0.7, change)
+    later.start()
+    began = time.monotonic()
+    results = wait_for(runs, "loss")
+    assert time.monotonic() - began >= 0.7
+    later.join()
+    return results
+
+
 def test_finished_runs_are_returned_in_order_with_the_last_value_of_the_metric(tmp_path: Path) -> None:
-    runs = [ended(begun(tmp_path, "b"), mfu=0.5), ended(begun(tmp_path, "a"))]
+    runs = [ended(led_here(RunDir(tmp_path / "b")), mfu=0.5), ended(led_here(RunDir(tmp_path / "a")))]
     assert wait_for(runs, "loss") == [RunResult(run, "finished", 0, "loss", 2.5, "finished") for run in runs]
     # The last row's, not the last that there was: without a number there is none.
     assert [result.value for result in wait_for(runs, "mfu")] == [0.5, None]
@@ -63,13 +67,8 @@ def test_finished_runs_are_returned_in_order_with_the_last_value_of_the_metric(t
 def test_a_run_that_trains_is_waited_for_and_its_steps_are_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = begun(tmp_path, "slow")
-    later = threading.Timer(0.7, ended, [run])
-    later.start()
-    began = time.monotonic()
-    (result,) = wait_for([run], "loss")
-    assert time.monotonic() - began >= 0.7
-    later.join()
+    run = led_here(RunDir(tmp_path / "slow"))
+    (result,) = waited([run], lambda: ended(run))
     assert (result.is_done, result.value) == (True, 2.5)
     shown = capsys.readouterr()
     assert shown.out == ""
@@ -79,47 +78,34 @@ def test_a_run_that_trains_is_waited_for_and_its_steps_are_shown(
 
 def test_an_end_without_a_job_in_slurm_needs_two_looks(tmp_path: Path, slurm: FakeSlurm) -> None:
     """A failed run whose job Slurm starts again goes on, until Slurm has it no more."""
-    run = ended(begun(tmp_path, "one", job="7", host="node1"), code=1, cause="OutOfMemory")
+    run = ended(begun_elsewhere(tmp_path, "one", "7"), code=1, cause="OutOfMemory")
     slurm.says("squeue", prints=queue_line("7", "PENDING", "one"))
-    gone = threading.Timer(1.5, slurm.put, ["squeue"])
-    gone.start()
-    began = time.monotonic()
-    (result,) = wait_for([run], "loss")
-    assert time.monotonic() - began >= 1.5
-    gone.join()
+    (result,) = waited([run], lambda: slurm.put("squeue"))
     assert (result.state, result.code, result.cause, result.value) == ("failed", 1, "OutOfMemory", 2.5)
 
 
 def test_a_question_that_fails_decides_nothing(
     tmp_path: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    runs = [
-        ended(begun(tmp_path, "one", job="7", host="node1"), code=75, cause="stopped"),
-        ended(begun(tmp_path, "two", job="8", host="node1")),
-    ]
-    slurm.put("squeue", "echo 'Unable to contact slurm controller' >&2; exit 1")
-    answers = threading.Timer(1.5, slurm.put, ["squeue"])
-    answers.start()
-    began = time.monotonic()
-    results = wait_for(runs, "loss")
-    assert time.monotonic() - began >= 1.5
-    answers.join()
+    one, two = (begun_elsewhere(tmp_path, name, job) for name, job in (("one", "7"), ("two", "8")))
+    slurm.says("squeue", complains="Unable to contact slurm controller", code=1)
+    runs = [ended(one, code=75, cause="stopped"), ended(two)]
+    results = waited(runs, lambda: slurm.put("squeue"))
     assert [(result.state, result.code) for result in results] == [("stopped", 75), ("finished", 0)]
     assert capsys.readouterr().err.count("Unable to contact") == 1
 
 
-def test_a_job_that_vanished_without_a_verdict_counts_as_failed(tmp_path: Path, slurm: FakeSlurm) -> None:
-    run = begun(tmp_path, "one", job="7", host="node1")
-    long_ago = time.time() - 120
-    for file in run.path.rglob("*"):
-        # Files that grew within the last minute would speak for a run that lives.
-        os.utime(file, (long_ago, long_ago))
+@pytest.mark.usefixtures("slurm")
+def test_a_job_that_vanished_without_a_verdict_counts_as_failed(tmp_path: Path) -> None:
+    run = begun_elsewhere(tmp_path, "one", "7")
+    # Files that grew within the last minute would speak for a run that lives.
+    age_files(run)
     (result,) = wait_for([run], "loss")
     assert (result.state, result.code, result.value) == ("died", 1, None)
 
 
 def test_ctrl_c_leaves_the_jobs_alone_and_says_so(tmp_path: Path) -> None:
-    run = begun(tmp_path, "long")
+    run = led_here(RunDir(tmp_path / "long"))
     script = textwrap.dedent(
         f"""\
         from pathlib import Path

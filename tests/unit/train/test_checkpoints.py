@@ -3,97 +3,44 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from one_rank_attempts import STEPS, Attempt, begun, config_of, context_of, events, steps_of
 
 from checkpointing import catalog
 from checkpointing.checkpointer import Checkpointer
-from checkpointing.storage import open_storage
-from conf.schema import CheckpointConfig, Config, ModelConfig, TrainConfig, WhenBusy
+from conf.schema import WhenBusy
 from orchestra.errors import TrainingError, UnusableCheckpointError
-from orchestra.parallel.mesh import Mesh, RankEnvironment, open_peers
-from orchestra.run.events import EventWriter, rank_writer, read_events
-from orchestra.run.files import Record
+from orchestra.run.events import EventWriter, read_events
 from orchestra.run.paths import RunDir
-from orchestra.sizes.topology import Layout
-from orchestra.train.build import Training, build_training
-from orchestra.train.checkpoints import Checkpoints, build_memory_copies
+from orchestra.sizes import save_interval
+from orchestra.sizes.flops import num_parameters
+from orchestra.train.checkpoints import SaveRhythm, fenced
 from orchestra.train.memory import host_memory
 from orchestra.train.metrics import Totals
-from orchestra.train.starting_point import CheckpointContext
-from orchestra.train.state import Position, TensorState
+from orchestra.train.state import Position
 from orchestra.train.watch.inject_faults import Faults
-
-ALONE = RankEnvironment()
-STEPS = 20
-
-
-def config_of(steps: int = STEPS, hidden_size: int = 16, **checkpoint: Any) -> Config:
-    sizes = {"hidden_size": hidden_size, "intermediate_size": 24, "num_hidden_layers": 1, "vocab_size": 64}
-    return Config(
-        model=ModelConfig(**sizes, num_attention_heads=2, num_key_value_heads=2),
-        train=TrainConfig(steps=steps, seq_len=8),
-        checkpoint=CheckpointConfig(**{"every_steps": 5, "timeout_s": 20.0, **checkpoint}),
-    )
-
-
-class Attempt:
-    """One attempt of a run on one rank, without a loop: the test says what was trained."""
-
-    def __init__(self, path: Path, number: int, config: Config, faults: Faults | None = None) -> None:
-        self.run = RunDir(path)
-        self.run.path.mkdir(parents=True, exist_ok=True)
-        if not self.run.record.exists():
-            self.run.record.write_text(json.dumps({"wandb_id": f"id-of-{path.name}"}))
-        degrees = Layout(dp=1)
-        mesh = Mesh(0, degrees, degrees.coordinates(0), torch.device("cpu"), None)
-        self.training: Training = build_training(config, mesh)
-        self.state = TensorState(self.training.parallelized, self.training.optimizer, mesh)
-        events = EventWriter(self.run, rank_writer(number, 0), number, rank=0)
-        peers = open_peers(mesh, ALONE, number, config.checkpoint.timeout_s)
-        context = CheckpointContext(config, self.run, number, ALONE, mesh, peers, events)
-        copies = build_memory_copies(context, self.state)
-        at_phase = (faults or Faults([], number, 0)).strike
-        self.checkpoints = Checkpoints(context, self.state, copies, at_phase)
-
-    def save(self, step: int, *, is_last: bool = False) -> None:
-        """Save with every element of the state set to `step`."""
-        for shard in self.state.snapshot():
-            if shard.name.startswith(("model.", "optimizer.")):
-                shard.tensor.fill_(step)
-        totals = Totals(1.0, step * 128, 0.5)
-        behind = Position(step=step, samples=step * 16, totals=totals, score=1.0 / step)
-        self.checkpoints.save(behind, is_last=is_last)
-
-    def holds(self, value: float) -> bool:
-        shards = (it for it in self.state.snapshot() if not it.name.startswith("rng."))
-        return all(bool((shard.tensor == value).all()) for shard in shards)
-
-
-def steps_of(path: Path) -> list[int]:
-    return catalog.committed_steps(open_storage(path / "checkpoints"))
-
-
-def events(path: Path, name: str) -> list[Record]:
-    return [event for event in read_events(RunDir(path)) if event["event"] == name]
 
 
 def test_a_save_is_due_every_so_many_steps_and_at_the_end(tmp_path: Path) -> None:
     attempt = Attempt(tmp_path / "run", 0, config_of(steps=12))
     assert [step for step in range(1, 13) if attempt.checkpoints.is_due(step)] == [5, 10, 12]
+    assert events(tmp_path / "run", "save_interval") == []
     never = Attempt(tmp_path / "other", 0, config_of(steps=12, every_steps=None))
     assert never.checkpoints.begin() == Position()
     assert not any(never.checkpoints.is_due(step) for step in range(1, 13))
+    assert not never.checkpoints.is_due(7, is_last=True)
     assert not (tmp_path / "other" / "checkpoints").exists()
 
 
 @pytest.mark.parametrize("async_save", [True, False])
-def test_the_next_attempt_continues_behind_the_newest_checkpoint(tmp_path: Path, async_save: bool) -> None:
+def test_the_next_attempt_continues_after_the_newest_checkpoint(tmp_path: Path, async_save: bool) -> None:
     first = Attempt(tmp_path / "run", 0, config_of(async_save=async_save, when_busy=WhenBusy.wait))
     assert first.checkpoints.begin() == Position()
     for step in (5, 10, STEPS):
@@ -106,130 +53,75 @@ def test_the_next_attempt_continues_behind_the_newest_checkpoint(tmp_path: Path,
     (event,) = events(tmp_path / "run", "restored")
     assert (event["step"], event["skipped"], event["generation"]) == (STEPS, [], 0)
     assert event["bytes_read"] > 0
-    assert [it["step"] for it in events(tmp_path / "run", "checkpoint_committed")] == [5, 10, STEPS]
-
-
-def test_a_synchronous_save_is_committed_when_it_returns(tmp_path: Path) -> None:
-    attempt = Attempt(tmp_path / "run", 0, config_of(async_save=False))
-    attempt.checkpoints.begin()
-    for step in (5, 10):
-        attempt.save(step)
-        assert steps_of(tmp_path / "run")[-1] == step
+    assert [event["step"] for event in events(tmp_path / "run", "checkpoint_committed")] == [5, 10, STEPS]
 
 
 def test_the_last_save_of_an_attempt_that_stops_early_is_committed_when_it_returns(tmp_path: Path) -> None:
-    attempt = Attempt(tmp_path / "run", 0, config_of(async_save=True))
-    attempt.checkpoints.begin()
-    attempt.save(5)
+    attempt = begun(tmp_path / "run", 0, config_of(async_save=True), (5,))
     assert attempt.checkpoints.is_due(7, is_last=True)
     attempt.save(7, is_last=True)
     assert steps_of(tmp_path / "run") == [5, 7]
     assert events(tmp_path / "run", "checkpoint_skipped") == []
-    never = Attempt(tmp_path / "other", 0, config_of(every_steps=None))
-    assert not never.checkpoints.is_due(7, is_last=True)
 
 
-def test_a_checkpoint_whose_manifest_is_gone_is_reported(tmp_path: Path) -> None:
-    first = Attempt(tmp_path / "run", 0, config_of(async_save=False))
-    first.checkpoints.begin()
-    for step in (5, 10):
-        first.save(step)
-    (tmp_path / "run" / "checkpoints" / "step-00000010" / "manifest.json").unlink()
-    assert Attempt(tmp_path / "run", 1, config_of()).checkpoints.begin().step == 5
-    (skipped,) = events(tmp_path / "run", "restored")[0]["skipped"]
-    assert skipped["step"] == 10
-    assert "manifest is not there any more" in skipped["reason"]
-
-
-def test_two_runs_that_begin_in_one_place_do_not_both_train(tmp_path: Path) -> None:
-    place = str(tmp_path / "shared")
-    Attempt(tmp_path / "first", 0, config_of(dir=place)).checkpoints.begin()
+def test_a_place_of_another_run_is_refused_with_and_without_checkpoints(tmp_path: Path) -> None:
+    settings = config_of(dir=str(tmp_path / "shared"), async_save=False)
+    first = begun(tmp_path / "first", 0, settings)
     with pytest.raises(UnusableCheckpointError, match=r"belongs to another run .*id-of-first"):
-        Attempt(tmp_path / "second", 0, config_of(dir=place)).checkpoints.begin()
-
-
-def test_a_new_run_refuses_a_folder_that_holds_checkpoints(tmp_path: Path) -> None:
-    place = str(tmp_path / "shared")
-    first = Attempt(tmp_path / "first", 0, config_of(dir=place, async_save=False))
-    first.checkpoints.begin()
+        begun(tmp_path / "second", 0, settings)
     first.save(5)
-    second = Attempt(tmp_path / "second", 0, config_of(dir=place))
     with pytest.raises(UnusableCheckpointError, match=r"newest: step 5.*orchestra resume"):
-        second.checkpoints.begin()
+        begun(tmp_path / "second", 0, settings)
     with pytest.raises(UnusableCheckpointError, match=r"id-of-first, this run's is id-of-second"):
-        Attempt(tmp_path / "second", 1, config_of(dir=place)).checkpoints.begin()
+        begun(tmp_path / "second", 1, settings)
 
 
-def test_an_attempt_without_any_checkpoint_begins_anew_and_says_so(tmp_path: Path) -> None:
-    Attempt(tmp_path / "run", 0, config_of()).checkpoints.begin()
-    assert Attempt(tmp_path / "run", 1, config_of()).checkpoints.begin() == Position()
-    (event,) = events(tmp_path / "run", "restored")
+def test_only_a_run_that_has_saved_nothing_begins_anew_and_says_so(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    begun(run)
+    second = begun(run, 1)
+    (event,) = events(run, "restored")
     assert (event["step"], event["reason"]) == (0, "no checkpoint was committed yet")
-
-
-def test_an_attempt_whose_checkpoints_are_gone_never_begins_anew(tmp_path: Path) -> None:
-    first = Attempt(tmp_path / "run", 0, config_of(async_save=False))
-    first.checkpoints.begin()
-    first.save(5)
-    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    second.save(5)
+    shutil.rmtree(run / "checkpoints")
     with pytest.raises(UnusableCheckpointError, match=r"a checkpoint of step 5.*holds none"):
-        Attempt(tmp_path / "run", 1, config_of()).checkpoints.begin()
+        begun(run, 2)
 
 
 def test_a_damaged_checkpoint_is_passed_over_with_its_reason(tmp_path: Path) -> None:
-    first = Attempt(tmp_path / "run", 0, config_of(async_save=False))
-    first.checkpoints.begin()
-    first.save(5)
-    first.save(10)
-    for step in (10, 5):
-        (file,) = (tmp_path / "run" / "checkpoints" / catalog.step_name(step)).glob("*.safetensors")
+    begun(tmp_path / "run", saves=(5, 10, 15))
+    folders = {step: tmp_path / "run" / "checkpoints" / catalog.step_name(step) for step in (5, 10, 15)}
+    (folders[15] / "manifest.json").unlink()
+
+    def flip_a_bit(step: int) -> str:
+        (file,) = folders[step].glob("*.safetensors")
         content = bytearray(file.read_bytes())
         content[-100] ^= 1
         file.write_bytes(content)
-        attempt = Attempt(tmp_path / "run", 1, config_of())
-        if step == 10:
-            assert attempt.checkpoints.begin().step == 5
-            assert attempt.holds(5)
-            (skipped,) = events(tmp_path / "run", "restored")[0]["skipped"]
-            assert skipped["step"] == 10
-            assert file.name in skipped["reason"]
-        else:
-            with pytest.raises(UnusableCheckpointError, match="step 5"):
-                attempt.checkpoints.begin()
+        return file.name
+
+    reasons = {15: "manifest is not there any more", 10: flip_a_bit(10)}
+    attempt = begun(tmp_path / "run", 1)
+    assert attempt.holds(5)
+    (event,) = events(tmp_path / "run", "restored")
+    assert (event["step"], [skipped["step"] for skipped in event["skipped"]]) == (5, [15, 10])
+    for skipped in event["skipped"]:
+        assert reasons[skipped["step"]] in skipped["reason"]
+    flip_a_bit(5)
+    with pytest.raises(UnusableCheckpointError, match="step 5"):
+        begun(tmp_path / "run", 1)
 
 
-@pytest.mark.parametrize(
-    ("other", "found"),
-    [
-        ({"hidden_size": 32}, r"model.hidden_size=16.*, this run has model.hidden_size=32"),
-        ({"num_attention_heads": 1, "num_key_value_heads": 1}, "model.num_attention_heads=2"),
-    ],
-)
-def test_a_checkpoint_of_another_model_is_refused_by_its_keys(
-    tmp_path: Path, other: dict[str, int], found: str
-) -> None:
-    first = Attempt(tmp_path / "run", 0, config_of(async_save=False))
-    first.checkpoints.begin()
-    first.save(5)
-    config = config_of()
-    with pytest.raises(UnusableCheckpointError, match=found):
-        Attempt(
-            tmp_path / "run", 1, replace(config, model=replace(config.model, **other))
-        ).checkpoints.begin()
-
-
-def test_another_order_of_samples_is_refused(tmp_path: Path) -> None:
-    first = Attempt(tmp_path / "run", 0, config_of(async_save=False))
-    first.checkpoints.begin()
-    first.save(5)
-    config = replace(config_of(), train=TrainConfig(steps=STEPS, seq_len=16))
-    with pytest.raises(UnusableCheckpointError, match=r"train\.seq_len=8 \(this run has 16\)"):
-        Attempt(tmp_path / "run", 1, config).checkpoints.begin()
+def test_a_checkpoint_of_another_model_is_refused_by_its_keys(tmp_path: Path) -> None:
+    begun(tmp_path / "run", saves=(5,))
+    # Its tensors have the same shapes.
+    other = replace(config_of().model, num_attention_heads=1, num_key_value_heads=1)
+    with pytest.raises(UnusableCheckpointError, match=r"model\.num_attention_heads=2"):
+        begun(tmp_path / "run", 1, replace(config_of(), model=other))
 
 
 def test_a_failed_save_is_an_event_and_the_next_one_works(tmp_path: Path) -> None:
-    attempt = Attempt(tmp_path / "run", 0, config_of(async_save=False))
-    attempt.checkpoints.begin()
+    attempt = begun(tmp_path / "run")
     place = tmp_path / "run" / "checkpoints"
     shutil.rmtree(place, ignore_errors=True)
     place.write_text("in the way")
@@ -255,31 +147,25 @@ class Failing(Faults):
             raise OSError(5, "Input/output error")
 
 
-def test_the_last_save_is_tried_again(tmp_path: Path) -> None:
-    attempt = Attempt(tmp_path / "run", 0, config_of(), Failing(times=1))
-    attempt.checkpoints.begin()
-    attempt.save(STEPS)
-    assert steps_of(tmp_path / "run") == [STEPS]
-    assert len(events(tmp_path / "run", "checkpoint_failed")) == 1
-
-
-def test_a_run_whose_last_save_fails_for_good_fails_clearly(tmp_path: Path) -> None:
-    attempt = Attempt(tmp_path / "run", 0, config_of(), Failing(times=2))
-    attempt.checkpoints.begin()
-    with pytest.raises(TrainingError, match=r"step 20 was trained, but .* Input/output error.*resume run"):
+def test_the_last_save_is_tried_again_once_and_then_the_run_fails_clearly(tmp_path: Path) -> None:
+    begun(tmp_path / "once", 0, config_of(), faults=Failing(times=1)).save(STEPS)
+    assert steps_of(tmp_path / "once") == [STEPS]
+    assert len(events(tmp_path / "once", "checkpoint_failed")) == 1
+    attempt = begun(tmp_path / "twice", 0, config_of(), faults=Failing(times=2))
+    with pytest.raises(TrainingError, match=r"step 20 was trained, but .* Input/output error.*resume twice"):
         attempt.save(STEPS)
-    assert steps_of(tmp_path / "run") == []
+    assert steps_of(tmp_path / "twice") == []
 
 
 def test_what_a_save_needs_is_known_and_checked_before_the_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Attempt(tmp_path / "run", 0, config_of()).checkpoints.begin()
+    begun(tmp_path / "run", 0, config_of())
     (needs,) = events(tmp_path / "run", "checkpoint_needs")
     assert 0 < needs["checkpoint_bytes"] <= needs["staging_bytes"] < needs["free_storage_bytes"]
     monkeypatch.setattr(host_memory, "available_host_bytes", lambda: 1000)
     with pytest.raises(TrainingError, match="of host memory on this node"):
-        Attempt(tmp_path / "other", 0, config_of()).checkpoints.begin()
+        begun(tmp_path / "other", 0, config_of())
 
 
 def test_storage_without_room_is_an_error_and_with_room_for_few_a_warning(
@@ -293,9 +179,9 @@ def test_storage_without_room_is_an_error_and_with_room_for_few_a_warning(
         lambda self, shards: replace(prepare(self, shards), free_storage_bytes=free),
     )
     with pytest.raises(TrainingError, match="0 bytes are free there"):
-        Attempt(tmp_path / "none", 0, config_of()).checkpoints.begin()
+        begun(tmp_path / "none", 0, config_of())
     free = 10**6
-    Attempt(tmp_path / "little", 0, config_of(keep_last=50)).checkpoints.begin()
+    begun(tmp_path / "little", 0, config_of(keep_last=50))
     (event,) = events(tmp_path / "little", "checkpoint_space_low")
     assert event["missing_bytes"] == 51 * event["checkpoint_bytes"] - 10**6
 
@@ -303,8 +189,7 @@ def test_storage_without_room_is_an_error_and_with_room_for_few_a_warning(
 def test_an_event_that_cannot_be_written_takes_no_checkpoint_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    attempt = Attempt(tmp_path / "run", 0, config_of(async_save=False))
-    attempt.checkpoints.begin()
+    attempt = begun(tmp_path / "run")
 
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -313,3 +198,64 @@ def test_an_event_that_cannot_be_written_takes_no_checkpoint_with_it(
     attempt.save(5)
     assert steps_of(tmp_path / "run") == [5]
     assert "checkpoint_committed" in capsys.readouterr().err
+
+
+def test_a_later_attempt_saves_as_often_as_the_times_of_earlier_ones_say(tmp_path: Path) -> None:
+    device_hours = 1.0
+
+    def begun_rhythm(attempt: int, steps: int = 10_000) -> SaveRhythm:
+        config = config_of(steps, every_steps=save_interval.AUTO)
+        context = context_of(tmp_path, attempt, config)
+        rhythm = SaveRhythm(context, num_parameters(config.model), device_hours)
+        rhythm.begin(10)
+        return rhythm
+
+    first = EventWriter(RunDir(tmp_path), "rank", 0)
+    first.write("checkpoint_started", step=10, blocked_s=8.0)
+    first.write("checkpoint_committed", step=10)
+    rows = [{"step": step, "time": float(step), "step_time_s": 2.0} for step in range(1, 11)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    begun_rhythm(1)
+    (decided,) = events(tmp_path, "save_interval")
+    assert (decided["source"], decided["step_time_s"], decided["stall_s"]) == ("measured", 2.0, 8.0)
+    expected = save_interval.chosen(2.0, 8.0, save_interval.mttf_s(1, device_hours)).every_steps
+    assert decided["every_steps"] == expected
+    # The interval is no longer than the run.
+    shorter = begun_rhythm(2, steps=expected - 1)
+    assert [step for step in range(11, expected) if shorter.is_due(step)] == [expected - 1]
+
+
+class ProcessEndedError(Exception):
+    """Stands for the end of this process, which takes all of its threads."""
+
+
+@pytest.mark.parametrize(
+    ("claims", "is_begun", "is_void"),
+    [((), True, False), ((2, 3), True, False), ((3, 4), True, True), ((3, 4), False, False)],
+)
+def test_a_rank_ends_before_it_publishes_when_a_newer_attempt_has_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, claims: tuple[int, ...], is_begun: bool, is_void: bool
+) -> None:
+    def end_process(code: int) -> None:
+        raise ProcessEndedError(code)
+
+    # Only this call ends a process from whatever thread: an error would end the saving thread alone.
+    monkeypatch.setattr(os, "_exit", end_process)
+    run = RunDir(tmp_path / "run")
+    for path in (run.control, run.events):
+        path.mkdir(parents=True)
+    for attempt in claims:
+        run.claim(attempt).write_text("{}")
+        if is_begun:
+            EventWriter(run, f"node-{attempt}", attempt).write("attempt_started")
+    passed: list[str] = []
+    look = fenced(run, 3, EventWriter(run, "rank", 3), lambda phase, _: passed.append(phase))
+    kept_local, published = ["staging", "mid_file", "before_vote"], ["before_manifest", "before_prune"]
+    for phase in kept_local + published:
+        ends_here = is_void and phase in published
+        with pytest.raises(ProcessEndedError, match=r"^1$") if ends_here else nullcontext():
+            look(phase, 10)
+    assert passed == kept_local + published
+    ends = [event for event in read_events(run) if event["event"] == "fenced"]
+    expected = [(4, phase) for phase in published] if is_void else []
+    assert [(event["newest"], event["phase"]) for event in ends] == expected

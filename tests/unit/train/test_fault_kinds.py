@@ -1,7 +1,8 @@
-"""What each planned fault does to a real process, and what is on record by then."""
+"""Planned faults: whom they strike, what each does to a real process, and what is on record by then."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import signal
@@ -72,9 +73,13 @@ def test_a_fault_that_ends_the_process_is_on_record_before(
     out, _ = child.communicate(timeout=60)
     assert (child.returncode, out.split()) == (code, ["1", "2", "3"])
     (event,) = read_events(RunDir(tmp_path))
-    told = (event["event"], event["rank"], event["step"], event["pid"])
-    assert told == ("fault_injected", 1, 4, child.pid)
-    assert (event["fault"], event["phase"]) == (entry["fault"], "step")
+    evidence = {"event": "fault_injected", "rank": 1, "step": 4, "pid": child.pid, "phase": "step"}
+    assert event.items() >= {**evidence, "fault": entry["fault"]}.items()
+
+
+def assert_goes_on(child: subprocess.Popen[str]) -> None:
+    out, _ = child.communicate("\n", timeout=60)
+    assert out.split() == ["1", "2", "3", "4", "alive"]
 
 
 def test_a_stopped_process_stands_still_until_it_is_continued(tmp_path: Path) -> None:
@@ -82,24 +87,26 @@ def test_a_stopped_process_stands_still_until_it_is_continued(tmp_path: Path) ->
     _, status = os.waitpid(child.pid, os.WUNTRACED)
     assert os.WIFSTOPPED(status)
     child.send_signal(signal.SIGCONT)
-    out, _ = child.communicate("\n", timeout=60)
-    assert out.split() == ["1", "2", "3", "4", "alive"]
+    assert_goes_on(child)
 
 
 @pytest.mark.parametrize("fault", ["hang", "gil"])
 def test_a_hang_ends_by_itself_only_after_its_time(tmp_path: Path, fault: str) -> None:
-    child = started(tmp_path, {"fault": fault, "seconds": 0.01})
-    out, _ = child.communicate("\n", timeout=60)
-    assert out.split() == ["1", "2", "3", "4", "alive"]
+    assert_goes_on(started(tmp_path, {"fault": fault, "seconds": 0.01}))
     (event,) = read_events(RunDir(tmp_path))
     assert event["seconds"] == 0.01
 
 
 @pytest.mark.parametrize(
-    ("fault", "error"), [("exception", "TrainingError: a planned fault of step 4"), ("oom", "memory")]
+    ("fault", "error"),
+    [
+        ("exception", "TrainingError: a planned fault of step 4"),
+        ("oom", "memory"),
+        ("agent_kill", f"needs the node agent's process id in {AGENT_VARIABLE}"),
+    ],
 )
 def test_an_error_is_raised_where_it_was_planned(tmp_path: Path, fault: str, error: str) -> None:
-    child = started(tmp_path, {"fault": fault})
+    child = started(tmp_path, {"fault": fault}, **{AGENT_VARIABLE: ""})
     out, words = child.communicate(timeout=60)
     assert (child.returncode, out.split()) == (1, ["1", "2", "3"])
     assert error in words
@@ -109,29 +116,47 @@ def test_the_agent_is_killed_and_the_rank_goes_on(tmp_path: Path) -> None:
     with subprocess.Popen(["sleep", "1000"]) as agent:
         child = started(tmp_path, {"fault": "agent_kill"}, **{AGENT_VARIABLE: str(agent.pid)})
         assert agent.wait(timeout=60) == -signal.SIGKILL
-        out, _ = child.communicate("\n", timeout=60)
-    assert out.split()[-1] == "alive"
-
-
-def test_without_the_agents_id_it_says_what_is_missing(tmp_path: Path) -> None:
-    child = started(tmp_path, {"fault": "agent_kill"}, **{AGENT_VARIABLE: ""})
-    _, words = child.communicate(timeout=60)
-    assert f"needs the node agent's process id in {AGENT_VARIABLE}" in words
+        assert_goes_on(child)
 
 
 def test_a_node_goes_down_with_all_that_belongs_to_the_job_there_and_nothing_else(tmp_path: Path) -> None:
     job = {"SLURM_JOB_ID": f"77{os.getpid()}", "SLURMD_NODENAME": "n1"}
-    others = {"SLURM_JOB_ID": job["SLURM_JOB_ID"], "SLURMD_NODENAME": "n2"}
+    other_node = {**job, "SLURMD_NODENAME": "n2"}
     with (
         subprocess.Popen(["sleep", "1000"], env={**os.environ, **job}) as of_the_job,
-        subprocess.Popen(["sleep", "1000"], env={**os.environ, **others}) as elsewhere,
+        subprocess.Popen(["sleep", "1000"], env={**os.environ, **other_node}) as elsewhere,
         subprocess.Popen(["sleep", "1000"]) as agent,
     ):
         child = started(tmp_path, {"fault": "node_down"}, **job, **{AGENT_VARIABLE: str(agent.pid)})
-        codes = [it.wait(timeout=60) for it in (child, agent, of_the_job)]
+        codes = [process.wait(timeout=60) for process in (child, agent, of_the_job)]
         assert codes == [-signal.SIGKILL] * 3
         assert elsewhere.poll() is None
         elsewhere.kill()
+
+
+# Starts processes all the time, as an agent's guard starts a new agent.
+SPAWNER = """
+import subprocess, time
+while True:
+    subprocess.Popen(["sleep", "100"], stdout=subprocess.DEVNULL)
+    print("started", flush=True)
+    time.sleep(0.001)
+"""
+
+
+def test_nothing_that_is_started_while_a_node_goes_down_outlives_it(tmp_path: Path) -> None:
+    mark = f"spawned-{os.getpid()}"
+    environment = {**os.environ, "LAUNCHERS_MARK": mark}
+    command = [sys.executable, "-c", SPAWNER]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as spawner:
+        assert spawner.stdout is not None
+        assert spawner.stdout.readline() == "started\n"
+        child = started(tmp_path, {"fault": "node_down"}, LAUNCHERS_MARK=mark)
+        spawner.stdout.read()
+        assert [process.wait(timeout=60) for process in (child, spawner)] == [-signal.SIGKILL] * 2
+    left = processes.marked(f"LAUNCHERS_MARK={mark}")
+    processes.send(left, signal.SIGKILL)
+    assert left == []
 
 
 def test_a_node_goes_down_by_the_command_that_was_given(tmp_path: Path) -> None:
@@ -173,22 +198,37 @@ def test_a_slow_rank_sleeps_in_each_of_its_steps(tmp_path: Path, monkeypatch: py
     assert len(read_events(RunDir(tmp_path))) == 1
 
 
-def test_a_fault_of_all_attempts_befalls_each_of_them() -> None:
-    (fault,) = planned_faults([{"at_step": 3, "rank": 1, "attempt": "all"}])
-    assert all(fault.strikes(attempt, 1) for attempt in range(5))
-    assert not fault.strikes(0, 0)
+def test_an_entry_becomes_a_value_with_the_defaults_filled_in() -> None:
+    entries: list[dict[str, Any]] = [
+        {"at_step": 3, "rank": 1},
+        {"at_step": 20, "rank": "all", "fault": "sigkill", "phase": "mid_file", "attempt": 2},
+        # What comes before all steps needs no step.
+        {"rank": "all", "phase": "setup", "fault": "exit", "exit_code": 3, "attempt": "all"},
+    ]
+    assert planned_faults(entries) == [
+        PlannedFault(at_step=3, rank=1, phase=FaultPhase.step, attempt=0, fault=Fault.sigkill),
+        PlannedFault(at_step=20, rank=None, phase=FaultPhase.mid_file, attempt=2),
+        PlannedFault(0, None, FaultPhase.setup, attempt=None, fault=Fault.exit, exit_code=3),
+    ]
 
 
-def test_what_comes_before_all_steps_needs_no_step() -> None:
-    (fault,) = planned_faults([{"rank": "all", "phase": "setup", "fault": "exit", "exit_code": 3}])
-    assert fault == PlannedFault(0, None, FaultPhase.setup, fault=Fault.exit, exit_code=3)
+@pytest.mark.parametrize(
+    ("of_rank", "of_attempt", "struck"),
+    [(1, 0, {(1, 0)}), (None, 1, {(0, 1), (1, 1)}), (1, None, {(1, 0), (1, 1), (1, 2)})],
+)
+def test_a_fault_befalls_its_ranks_in_its_attempts_alone(
+    of_rank: int | None, of_attempt: int | None, struck: set[tuple[int, int]]
+) -> None:
+    fault = PlannedFault(at_step=3, rank=of_rank, attempt=of_attempt)
+    moments = itertools.product(range(2), range(3))
+    assert {(rank, attempt) for rank, attempt in moments if fault.strikes(attempt, rank)} == struck
 
 
 def test_of_earlier_attempts_nothing_is_to_come() -> None:
-    later: list[dict[str, Any]] = [{"at_step": 2, "rank": 0, "attempt": it} for it in (1, 2, "all")]
+    later: list[dict[str, Any]] = [{"at_step": 2, "rank": 0, "attempt": number} for number in (1, 2, "all")]
     entries = [{"at_step": 1, "rank": 0}, *later]
-    assert [it.get("attempt") for it in still_to_come(entries, 0)] == [None, 1, 2, "all"]
-    assert [it.get("attempt") for it in still_to_come(entries, 2)] == [2, "all"]
+    assert still_to_come(entries, 0) == entries
+    assert still_to_come(entries, 2) == later[1:]
 
 
 def test_a_process_is_told_from_a_later_one_with_its_id() -> None:

@@ -1,24 +1,29 @@
-"""The rows of metrics.jsonl: rates, utilizations, goodput, and which rows count after a rollback."""
+"""The rows of metrics.jsonl, which of them count, and the peak that MFU is measured against."""
 
 from __future__ import annotations
 
 import json
+import os
 import time
+import timeit
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from conf.schema import Config, ModelConfig, Recompute, TrainConfig
-from orchestra.run.events import EventWriter, node_writer, read_events
+from conf.schema import ClusterConfig, Config, ModelConfig, Recompute, TrainConfig
+from orchestra.run.events import node_writer
 from orchestra.run.files import JsonLinesWriter, Record
 from orchestra.run.metrics_file import METRIC_KEYS, read_metrics, rows_that_count
 from orchestra.run.paths import RunDir
+from orchestra.sizes import hardware
 from orchestra.sizes.flops import (
     hardware_flops_per_token,
     model_flops_per_token,
     model_flops_per_token_causal,
 )
+from orchestra.train import metrics
 from orchestra.train.metrics import (
     Meter,
     MeterSettings,
@@ -47,12 +52,6 @@ def make_row(meter: Meter, step: int) -> Record:
     return meter.row(step, loss=2.5, grad_norm=0.7, lr=1e-3)
 
 
-def test_row_has_the_contracts_keys_in_order() -> None:
-    meter = make_meter()
-    meter.add_step(0.5, 0.01, 1000)
-    assert tuple(make_row(meter, 1)) == METRIC_KEYS
-
-
 def test_rates_are_means_over_the_steps_since_the_last_row() -> None:
     meter = make_meter()
     meter.add_step(9.0, 9.0, 1000)
@@ -60,6 +59,7 @@ def test_rates_are_means_over_the_steps_since_the_last_row() -> None:
     meter.add_step(0.2, 0.05, 1000)
     meter.add_step(0.3, 0.15, 1000)
     row = make_row(meter, 3)
+    assert tuple(row) == METRIC_KEYS
     assert row["step_time_s"] == pytest.approx(0.25)
     assert row["data_time_s"] == pytest.approx(0.1)
     assert row["tokens_per_s"] == pytest.approx(4000)
@@ -76,9 +76,7 @@ def test_utilization_is_flops_per_token_times_rate_over_peak() -> None:
     assert row["mfu_causal"] / row["mfu"] == pytest.approx(5 / 6)
     assert row["hfu"] / row["mfu"] == pytest.approx(8 / 6)
     assert row["mfu_convention"] == "palm"
-
-
-def test_utilization_is_null_without_a_known_peak() -> None:
+    # Null without a known peak.
     meter = make_meter(peak=None)
     meter.add_step(1.0, 0.0, 4000)
     row = make_row(meter, 1)
@@ -95,20 +93,28 @@ def test_settings_come_from_the_formulas_of_the_model() -> None:
     assert settings.hardware_flops > settings.model_flops > settings.model_flops_causal
 
 
-def test_goodput_is_time_in_steps_that_count_over_time_since_the_first_attempt() -> None:
-    meter = make_meter(past=Totals(started_at=time.time() - 100, tokens=7000, productive_s=30.0))
-    meter.add_step(20.0, 0.0, 1000)
-    row = make_row(meter, 8)
+def test_totals_and_goodput_go_on_where_an_earlier_attempt_s_stood() -> None:
+    past = Totals(started_at=time.time() - 100, tokens=7000, productive_s=30.0)
+    first = make_meter(past=past)
+    first.add_step(20.0, 0.0, 1000)
+    row = make_row(first, 8)
+    # The time in steps that count over the time since the first attempt.
     assert row["goodput"] == pytest.approx(0.5, rel=1e-3)
     assert row["tokens"] == 8000
+    assert first.totals() == Totals(past.started_at, tokens=8000, productive_s=50.0)
+    second = make_meter(past=first.totals())
+    second.add_step(0.5, 0.0, 1000)
+    assert make_row(second, 9)["tokens"] == 9000
+    assert second.totals().productive_s == 50.5
 
 
 def test_the_wall_time_begins_with_the_first_submission(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
-    JsonLinesWriter(run.event_file(node_writer(1, 0))).write(
-        {"time": 50.0, "attempt": 1, "event": "attempt_started"}
-    )
-    assert initial_totals(run).started_at == 50.0
+    # A run that begins late counts from its first attempt.
+    for time_s, attempt in ((50.0, 0), (60.0, 1)):
+        record = {"time": time_s, "attempt": attempt, "event": "attempt_started"}
+        JsonLinesWriter(run.event_file(node_writer(attempt, 0))).write(record)
+    assert initial_totals(run) == Totals(started_at=50.0, tokens=0, productive_s=0.0)
     JsonLinesWriter(run.event_file("submit.7")).write({"time": 40.0, "attempt": 0, "event": "submitted"})
     assert initial_totals(run).started_at == 40.0
     # A member of a sweep has no event of its submission.
@@ -116,34 +122,18 @@ def test_the_wall_time_begins_with_the_first_submission(tmp_path: Path) -> None:
     assert initial_totals(run).started_at == 30.0
 
 
-def test_floats_keep_full_precision_in_the_file(tmp_path: Path) -> None:
+def test_floats_keep_full_precision_in_the_file_and_a_torn_line_is_passed_over(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
+    assert read_metrics(run) == []
     meter = make_meter()
     meter.add_step(0.1, 0.0, 3)
     row = meter.row(1, loss=0.1 + 0.2, grad_norm=1 / 3, lr=2e-5 / 7)
     writer = JsonLinesWriter(run.metrics)
     writer.write(row)
     writer.close()
+    with run.metrics.open("a") as file:
+        file.write('{"step":2,"lo')
     assert read_metrics(run) == [row]
-
-
-def test_totals_go_on_where_an_earlier_attempt_s_stood() -> None:
-    first = make_meter(past=Totals(started_at=1.7e9, tokens=7000, productive_s=30.0))
-    first.add_step(0.25, 0.0, 1000)
-    assert first.totals() == Totals(started_at=1.7e9, tokens=8000, productive_s=30.25)
-    second = make_meter(past=first.totals())
-    second.add_step(0.5, 0.0, 1000)
-    assert make_row(second, 9)["tokens"] == 9000
-    assert second.totals().productive_s == 30.75
-
-
-def test_a_run_that_begins_late_counts_from_its_first_attempt(tmp_path: Path) -> None:
-    run = RunDir(tmp_path)
-    for attempt in range(2):
-        EventWriter(run, node_writer(attempt, 0), attempt).write("attempt_started")
-    totals = initial_totals(run)
-    assert (totals.tokens, totals.productive_s) == (0, 0.0)
-    assert totals.started_at == read_events(run)[0]["time"]
 
 
 def test_retrained_steps_replace_earlier_rows_and_void_the_later_ones() -> None:
@@ -152,13 +142,6 @@ def test_retrained_steps_replace_earlier_rows_and_void_the_later_ones() -> None:
     rows = rows_that_count([*before, *after])
     assert [row["step"] for row in rows] == list(range(1, 36))
     assert [row["loss"] for row in rows] == [1.0] * 30 + [2.0] * 5
-
-
-def test_a_missing_file_has_no_rows_and_a_torn_line_is_passed_over(tmp_path: Path) -> None:
-    run = RunDir(tmp_path)
-    assert read_metrics(run) == []
-    run.metrics.write_text('{"step":1,"loss":1.0}\n{"step":2,"lo')
-    assert [row["step"] for row in read_metrics(run)] == [1]
 
 
 def test_memory_of_a_cpu_rank_is_its_largest_resident_size() -> None:
@@ -177,3 +160,92 @@ def test_a_step_and_its_row_cost_less_than_a_hundredth_of_a_fifty_millisecond_st
         costs.append(time.perf_counter() - began)
     writer.close()
     assert sorted(costs)[len(costs) // 2] < 0.05 / 100
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(metrics, "_BUDGET_PER_SIZE_S", 0.02)  # enough for a test
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0,) * 3)  # whatever else runs beside the tests
+    return tmp_path / "orchestra" / "cpu_peak.json"
+
+
+def measured() -> float:
+    return metrics.measured_cpu_peak_flops(torch.float32, 1)
+
+
+@pytest.mark.usefixtures("cache")
+def test_measured_peak_is_not_below_a_product_timed_here() -> None:
+    # Half of it, at one of some times: other work comes and goes between the two.
+    assert any(metrics._measure(torch.float32, num_threads=1) > 0.5 * _timed_here() for _ in range(8))
+
+
+def _timed_here() -> float:
+    threads_before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        matrix = torch.rand(512, 512)
+        return 2 * 512**3 / min(timeit.repeat(lambda: matrix @ matrix, number=1, repeat=20))
+    finally:
+        torch.set_num_threads(threads_before)
+
+
+def test_the_measurement_is_kept_by_processor_type_threads_and_version(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads_before = torch.get_num_threads()
+    measured()
+    assert torch.get_num_threads() == threads_before
+    ((key, value),) = json.loads(cache.read_text()).items()
+    assert all(part in key for part in ("torch.float32", "1 threads", torch.__version__))
+    monkeypatch.delattr(metrics, "_measure")
+    assert measured() == value["flops"]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]", '{"key": "fast"}', "null", None])
+def test_a_cache_of_something_else_is_measured_again(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, content: str | None
+) -> None:
+    monkeypatch.setattr(metrics, "_measure", lambda *_: 5.0)
+    measured()
+    # None: the entry of this machine, with a number that no machine has.
+    (key,) = json.loads(cache.read_text())
+    wrong = json.dumps({key: {"flops": -1.0, "is_sure": True}})
+    cache.write_text(wrong if content is None else content)
+    assert measured() == 5.0
+    assert list(json.loads(cache.read_text())) == [key]
+
+
+def test_what_a_busy_machine_reached_serves_until_it_is_quiet(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured()
+    (key,) = json.loads(cache.read_text())
+    too_low = {"flops": 1.0, "is_sure": False}
+    cache.write_text(json.dumps({key: too_low}))
+    monkeypatch.setattr(os, "getloadavg", lambda: (1e3,) * 3)
+    assert measured() == 1.0
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0,) * 3)
+    assert measured() > 1e9
+    assert json.loads(cache.read_text())[key]["is_sure"]
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
+    assert measured() > 0
+
+
+def test_a_stated_peak_beats_the_table_and_that_beats_measuring(cache: Path) -> None:
+    def peak(device: torch.device = CPU, **cluster: Any) -> float | None:
+        return metrics.device_peak_flops(Config(cluster=ClusterConfig(**cluster)), device)
+
+    assert peak(peak_tflops=12.5, hardware="h100") == 12.5e12
+    assert peak(hardware="h100") == hardware.peak_flops("h100", "fp32")
+    assert not cache.exists()
+    assert peak() == metrics.measured_cpu_peak_flops(torch.float32, torch.get_num_threads())
+    assert cache.exists()
+    # Nobody knows such a device.
+    assert peak(torch.device("meta")) is None

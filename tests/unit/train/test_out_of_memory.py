@@ -1,6 +1,4 @@
-"""Running out of memory ends a rank with what took how much and what would help: really, and on a GPU's
-error.
-"""
+"""Running out of memory ends a rank with what took how much and what would help."""
 
 from __future__ import annotations
 
@@ -15,7 +13,6 @@ import torch
 from conf.schema import (
     CheckpointConfig,
     Config,
-    DataConfig,
     ModelConfig,
     ParallelismConfig,
     Recompute,
@@ -39,7 +36,7 @@ from orchestra.train.memory.out_of_memory import (
     is_out_of_memory,
     out_of_memory,
 )
-from orchestra.train.trainer import RankAttempt, TrainingProgress, train_on
+from orchestra.train.trainer import RankAttempt, train_on
 
 COMPONENTS = ("parameters", "gradients", "optimizer state", "activations", "communication buffers")
 SMALL = Config(
@@ -47,7 +44,6 @@ SMALL = Config(
     train=TrainConfig(steps=4, seq_len=64, global_batch_size=4, micro_batch_size=2),
     checkpoint=CheckpointConfig(every_steps=None),
     wandb=WandbConfig(mode=WandbMode.disabled),
-    data=DataConfig(),
 )
 # Runs a rank of a run that may map so many bytes more than it has when everything is imported.
 LIMITED = """
@@ -71,8 +67,9 @@ def run_of(tmp_path: Path, config: Config) -> RunDir:
     return run
 
 
-def ended_with_limit(run: RunDir, extra_bytes: int) -> tuple[int, str]:
-    command = [sys.executable, "-c", LIMITED, str(run.path), str(extra_bytes)]
+def said_with_little_memory(run: RunDir) -> str:
+    """Return the last words of a rank that may take 700 MiB, and needs more in its first step or before."""
+    command = [sys.executable, "-c", LIMITED, str(run.path), str(700 << 20)]
     environment = {
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(Path(__file__).parents[3]),
@@ -80,10 +77,11 @@ def ended_with_limit(run: RunDir, extra_bytes: int) -> tuple[int, str]:
     }
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=100)
     (verdict,) = [event for event in read_events(run) if event["event"] == "failed"]
-    assert verdict["code"] == done.returncode
     assert verdict["cause"] == "OutOfMemoryError", done.stderr[-2000:]
     assert verdict["explained"]
-    return done.returncode, verdict["message"]
+    # The first step needs no less the next time.
+    assert verdict["code"] == done.returncode == EXIT_DO_NOT_RESTART
+    return str(verdict["message"])
 
 
 @pytest.mark.slow
@@ -91,8 +89,7 @@ def test_a_rank_that_really_runs_out_of_memory_says_what_took_it(tmp_path: Path)
     # 0.4 GiB of activations in each layer, beside a model of a few MiB.
     train = replace(SMALL.train, seq_len=2048, micro_batch_size=32, global_batch_size=32)
     model = replace(SMALL.model, max_position_embeddings=2048)
-    code, message = ended_with_limit(run_of(tmp_path, replace(SMALL, model=model, train=train)), 700 << 20)
-    assert code == EXIT_DO_NOT_RESTART  # the first step needs no less the next time
+    message = said_with_little_memory(run_of(tmp_path, replace(SMALL, model=model, train=train)))
     assert "out of memory on cpu in step 1" in message
     assert all(component in message for component in COMPONENTS)
     knobs = message.split("what would help most:\n")[1].splitlines()
@@ -104,8 +101,7 @@ def test_a_rank_that_really_runs_out_of_memory_says_what_took_it(tmp_path: Path)
 @pytest.mark.slow
 def test_a_model_that_cannot_be_built_says_so_before_the_first_step(tmp_path: Path) -> None:
     wide = replace(SMALL.model, hidden_size=2048, intermediate_size=8192)
-    code, message = ended_with_limit(run_of(tmp_path, replace(SMALL, model=wide)), 700 << 20)
-    assert code == EXIT_DO_NOT_RESTART
+    message = said_with_little_memory(run_of(tmp_path, replace(SMALL, model=wide)))
     assert "in the build, before the first step" in message
 
 
@@ -123,7 +119,7 @@ def test_a_gpus_error_is_explained_wherever_it_comes_from(
 
     monkeypatch.setattr(training_step.TrainingStep, "run", run_out)
     run = run_of(tmp_path, SMALL)
-    rank = RankAttempt(run, 0, EventWriter(run, rank_writer(0, 0), 0, rank=0), TrainingProgress())
+    rank = RankAttempt(run, 0, EventWriter(run, rank_writer(0, 0), 0, rank=0))
     alone = RankEnvironment()
     with pytest.raises(OutOfMemoryError) as raised, open_mesh(SMALL, alone) as mesh:
         train_on(mesh, SMALL, alone, rank)
@@ -162,11 +158,8 @@ def test_each_remedy_is_one_of_this_layout_and_saves_memory(world_size: int) -> 
 def test_the_largest_component_of_a_large_model_is_what_the_advice_is_about() -> None:
     wide = replace(SMALL.model, hidden_size=4096, intermediate_size=16384, num_hidden_layers=32)
     config = replace(SMALL, model=wide, train=replace(SMALL.train, global_batch_size=16))
-    message = str(
-        out_of_memory(
-            MemoryError(), config, layout(config.parallelism, 8), torch.device("cpu"), step=1, begin=0
-        )
-    )
-    knobs = message.split("what would help most:\n")[1]
+    degrees = layout(config.parallelism, 8)
+    error = out_of_memory(MemoryError(), config, degrees, torch.device("cpu"), step=1, begin=0)
+    knobs = str(error).split("what would help most:\n")[1]
     assert "parallelism.zero=3" in knobs
     assert "recompute" not in knobs

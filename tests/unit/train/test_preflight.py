@@ -10,6 +10,7 @@ from checkpointing.options import Needs
 from orchestra.errors import TrainingError
 from orchestra.sizes.units import MIB
 from orchestra.train.memory import host_memory
+from orchestra.train.memory.micro_batch import host_limit_bytes
 
 GIB = 1024 * MIB
 
@@ -25,14 +26,12 @@ def needs(free: int | None) -> Needs:
     return Needs(checkpoint_bytes=2 * GIB, staging_bytes=GIB, free_storage_bytes=free)
 
 
-def test_one_checkpoint_must_fit_on_storage() -> None:
+def test_one_checkpoint_must_fit_on_storage_and_room_for_more_is_counted() -> None:
     host_memory.check_storage(needs(2 * GIB), "s3://bucket/run")
     host_memory.check_storage(needs(None), "s3://bucket/run")
     with pytest.raises(TrainingError, match=r"s3://bucket/run: .* 2 GiB, and 1 GiB are free there"):
         host_memory.check_storage(needs(GIB), "s3://bucket/run")
-
-
-def test_room_for_those_that_are_kept_is_counted() -> None:
+    # Room for those that are kept.
     assert host_memory.missing_storage_bytes(needs(8 * GIB), 4) == 0
     assert host_memory.missing_storage_bytes(needs(5 * GIB), 4) == 3 * GIB
     assert host_memory.missing_storage_bytes(needs(None), 4) == 0
@@ -49,17 +48,20 @@ def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def limit(folder: Path, maximum: int | str, used: int, inactive_file: int) -> None:
+def limit(folder: Path, maximum: int | str, used: int, inactive_file: int, version: int = 2) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "memory.max").write_text(f"{maximum}\n")
-    (folder / "memory.current").write_text(f"{used}\n")
+    names = ("max", "current") if version == 2 else ("limit_in_bytes", "usage_in_bytes")
+    for name, value in zip(names, (maximum, used), strict=True):
+        (folder / f"memory.{name}").write_text(f"{value}\n")
     (folder / "memory.stat").write_text(f"anon 5\ninactive_file {inactive_file}\n")
 
 
-def test_without_a_limit_the_machine_s_memory_counts(system: Path) -> None:
+def test_without_a_limit_the_machine_s_memory_counts_where_it_is_told(system: Path) -> None:
     assert host_memory.available_host_bytes() == 8 * GIB
     limit(system / "groups/slurm/job", "max", GIB, 0)
     assert host_memory.available_host_bytes() == 8 * GIB
+    (system / "meminfo").unlink()
+    assert host_memory.available_host_bytes() is None
 
 
 def test_the_tightest_group_counts_and_file_cache_is_no_use(system: Path) -> None:
@@ -69,6 +71,14 @@ def test_the_tightest_group_counts_and_file_cache_is_no_use(system: Path) -> Non
     assert host_memory.available_host_bytes() == GIB
 
 
-def test_a_system_that_does_not_tell_is_unknown(system: Path) -> None:
-    (system / "meminfo").unlink()
-    assert host_memory.available_host_bytes() is None
+def test_a_container_of_version_1_counts_too(system: Path) -> None:
+    limit(system / "groups/memory", 6 * GIB, 3 * GIB, GIB, version=1)
+    assert host_memory.available_host_bytes() == 4 * GIB
+
+
+def test_a_limit_counts_where_the_file_cache_is_not_told(system: Path) -> None:
+    limit(system / "groups/slurm/job", 6 * GIB, 3 * GIB, GIB)
+    (system / "groups/slurm/job/memory.stat").unlink()
+    assert host_memory.available_host_bytes() == 3 * GIB
+    # Two ranks share it, and none takes all.
+    assert host_limit_bytes(2) <= 3 * GIB // 2

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+import pytest
 import torch
 
 from conf.schema import ProfileConfig
@@ -46,26 +47,19 @@ def test_other_ranks_and_disabled_profiling_leave_nothing(tmp_path: Path) -> Non
     assert traced(run, ProfileConfig(enabled=False, steps=[1, 2]), rank=0, steps=range(1, 4)) == []
 
 
-def test_a_run_that_ends_inside_the_range_writes_on_close(tmp_path: Path) -> None:
-    config = ProfileConfig(enabled=True, steps=[2, 50])
-    files = traced(RunDir(tmp_path), config, rank=0, steps=range(1, 5))
-    assert files == ["rank-00000-steps-2-4.json.gz", "rank-00000-steps-2-4.txt", "summary.json"]
-
-
-def test_a_run_that_resumes_inside_the_range_traces_the_rest(tmp_path: Path) -> None:
-    config = ProfileConfig(enabled=True, steps=[2, 6])
-    files = traced(RunDir(tmp_path), config, rank=0, steps=range(5, 9))
-    assert files == ["rank-00000-steps-5-6.json.gz", "rank-00000-steps-5-6.txt", "summary.json"]
+def test_a_run_that_ends_or_resumes_inside_the_range_traces_its_part(tmp_path: Path) -> None:
+    for asked, trained, found in (([2, 50], range(1, 5), "2-4"), ([2, 6], range(5, 9), "5-6")):
+        config = ProfileConfig(enabled=True, steps=asked)
+        files = traced(RunDir(tmp_path / found), config, rank=0, steps=trained)
+        assert files == [f"rank-00000-steps-{found}.{kind}" for kind in ("json.gz", "txt")] + ["summary.json"]
 
 
 def test_an_error_in_a_traced_step_passes_through(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     profiler = StepProfiler(ProfileConfig(enabled=True, steps=[1, 3]), run, 0)
-    try:
-        with profiler.around_step(1):
-            raise ZeroDivisionError
-    except ZeroDivisionError:
-        profiler.close()
+    with pytest.raises(ZeroDivisionError), profiler.around_step(1):
+        raise ZeroDivisionError
+    profiler.close()
     assert (run.profile / "rank-00000-steps-1-1.json.gz").exists()
 
 

@@ -1,13 +1,13 @@
-"""Where a run goes back to, what it leaves out, and that nothing behind that is ever restored again."""
+"""Where a run goes back to, what it leaves out, and that nothing after that is ever restored again."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_checkpoints import Attempt, config_of, events, steps_of
+from one_rank_attempts import SIZE, Attempt, begun, config_of, events, steps_of
 
 from conf.schema import Config, RecoveryConfig, RollBackConfig
 from orchestra.errors import RollBackError
@@ -18,28 +18,13 @@ from orchestra.run.paths import RunDir
 from orchestra.run.rollback import BROKEN_DEVICE, SPIKE, BadSteps, Stretch
 from orchestra.train.starting_point import target
 
-# What `Attempt.save` says that a step consumes.
-SIZE = 16
 SPIKED = BadSteps(18, 18, SPIKE, "step 18: the loss rose")
 
 
 def config(steps_before: int = 1, skip_steps: int = 1, **checkpoint: Any) -> Config:
-    chosen = config_of(async_save=False, keep_last=5, **checkpoint)
     roll_back = RollBackConfig(steps_before=steps_before, skip_steps=skip_steps)
-    return Config(
-        model=chosen.model,
-        train=chosen.train,
-        checkpoint=chosen.checkpoint,
-        recovery=RecoveryConfig(roll_back=roll_back),
-    )
-
-
-def begun(path: Path, number: int, chosen: Config, saves: Sequence[int] = ()) -> Attempt:
-    attempt = Attempt(path, number, chosen)
-    attempt.checkpoints.begin()
-    for step in saves:
-        attempt.save(step)
-    return attempt
+    chosen = config_of(async_save=False, keep_last=5, **checkpoint)
+    return replace(chosen, recovery=RecoveryConfig(roll_back=roll_back))
 
 
 def rolled_back(path: Path, chosen: Config, bad: BadSteps = SPIKED) -> dict[str, Any]:
@@ -83,9 +68,13 @@ def test_the_data_from_there_on_is_left_out_and_always_that_of_the_bad_step(
     assert (event["step"], event["first_bad"], event["cause"]) == (18, 18, SPIKE)
 
 
-def test_the_next_attempt_begins_there_and_what_was_saved_behind_it_is_set_aside(tmp_path: Path) -> None:
+def test_the_next_attempt_begins_there_and_what_was_saved_after_it_is_set_aside(tmp_path: Path) -> None:
     path, chosen = tmp_path / "run", config(steps_before=6)
     rolled_back(path, chosen)
+    recorded = read_events(RunDir(path))
+    assert newest_checkpoint(recorded) == 10
+    # What attempt 0 has copied after step 10 is no history of the next attempt.
+    assert begins(recorded)[1] == 10
     second = Attempt(path, 1, chosen)
     begin = second.checkpoints.begin()
     assert (begin.step, begin.samples, begin.left_out) == (10, 10 * SIZE, (Stretch(10 * SIZE, 18 * SIZE),))
@@ -107,10 +96,8 @@ def test_the_next_attempt_begins_there_and_what_was_saved_behind_it_is_set_aside
 
 def test_retention_keeps_what_was_saved_since(tmp_path: Path) -> None:
     path = tmp_path / "run"
-    chosen = config(steps_before=100)
-    rolled_back(path, chosen)
-    few = config_of(async_save=False, keep_last=1)
-    begun(path, 1, few, (10,))
+    rolled_back(path, config(steps_before=100))
+    begun(path, 1, config_of(async_save=False, keep_last=1), (10,))
     assert steps_of(path) == [10]
 
 
@@ -118,14 +105,12 @@ def test_what_is_left_out_adds_up_and_is_in_every_later_checkpoint(tmp_path: Pat
     path, chosen = tmp_path / "run", config(steps_before=6)
     rolled_back(path, chosen)
     second = begun(path, 1, chosen, (15,))
-    # Behind step 15 its data stands 8 steps further on.
+    # After step 15 its data stands 8 steps further on.
     second.checkpoints.roll_back(BadSteps(17, 17, SPIKE, "again"), 25 * SIZE, SIZE)
-    out = (Stretch(10 * SIZE, 18 * SIZE),)
     third = Attempt(path, 2, chosen)
     begin = third.checkpoints.begin()
     assert begin.step == 10
-    assert begin.left_out[0].begin == out[0].begin
-    assert begin.left_out[0].end == 25 * SIZE
+    assert begin.left_out[0] == Stretch(10 * SIZE, 25 * SIZE)
     third.save(15)
     for file in (path / "events").iterdir():
         file.unlink()
@@ -142,26 +127,19 @@ def test_without_a_checkpoint_before_the_spike_it_begins_anew(tmp_path: Path) ->
     assert events(path, "restored")[-1]["reason"] == "it was rolled back"
 
 
-def test_a_broken_device_is_gone_back_behind_without_leaving_data_out(tmp_path: Path) -> None:
-    path, chosen = tmp_path / "run", config(steps_before=100)
-    bad = BadSteps(11, 18, BROKEN_DEVICE, "rank 1 is broken", leaves_out=False)
+@pytest.mark.parametrize(
+    ("first_bad", "steps_before", "to"),
+    # A device that is broken for longer costs no more than what is kept.
+    [(11, 100, 10), (3, 1, 5)],
+)
+def test_a_run_goes_back_before_a_broken_device_was_seen_without_leaving_data_out(
+    tmp_path: Path, first_bad: int, steps_before: int, to: int
+) -> None:
+    path, chosen = tmp_path / "run", config(steps_before)
+    bad = BadSteps(first_bad, 18, BROKEN_DEVICE, "rank 1 is broken", leaves_out=False)
     event = rolled_back(path, chosen, bad)
-    assert (event["to"], event["left_out"], event["data_steps"]) == (10, [], None)
+    assert (event["to"], event["left_out"], event["data_steps"]) == (to, [], None)
     assert Attempt(path, 1, chosen).checkpoints.begin().left_out == ()
-
-
-def test_a_device_that_is_broken_for_longer_costs_no_more_than_what_is_kept(tmp_path: Path) -> None:
-    bad = BadSteps(3, 18, BROKEN_DEVICE, "rank 1 is broken", leaves_out=False)
-    assert rolled_back(tmp_path / "run", config(), bad)["to"] == 5
-
-
-def test_nobody_goes_on_from_copies_or_checkpoints_behind_it(tmp_path: Path) -> None:
-    path = tmp_path / "run"
-    rolled_back(path, config(steps_before=6))
-    told = read_events(RunDir(path))
-    assert newest_checkpoint(told) == 10
-    # What attempt 0 has copied behind step 10 is no history of the next attempt.
-    assert begins(told)[1] == 10
 
 
 def test_a_damaged_checkpoint_is_not_chosen(tmp_path: Path) -> None:

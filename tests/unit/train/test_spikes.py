@@ -16,8 +16,7 @@ from orchestra.run.events import EventWriter, read_events
 from orchestra.run.paths import RunDir
 from orchestra.run.rollback import NOT_FINITE, SPIKE, BadSteps
 from orchestra.train.hooks import StepResult
-from orchestra.train.watch.loss_spikes import LossSpikes, make_loss_spikes
-from orchestra.train.watch.nonfinite import NonFiniteGuard, NonFiniteSteps
+from orchestra.train.watch.bad_losses import LossSpikes, NonFiniteGuard, NonFiniteSteps, make_loss_spikes
 
 CPU = torch.device("cpu")
 WINDOW, FACTOR = 9, 10.0
@@ -34,15 +33,12 @@ def noisy(number: int, seed: int = 0, level: float = 3.0) -> list[float]:
 
 
 def expected(losses: list[float]) -> list[bool]:
-    found = []
-    for index, loss in enumerate(losses):
-        window = losses[index - WINDOW : index] if index >= WINDOW else []
-        if not window:
-            found.append(False)
-            continue
+    found = [False] * WINDOW
+    for index in range(WINDOW, len(losses)):
+        window = losses[index - WINDOW : index]
         median = statistics.median(window)
         spread = 1.4826 * statistics.median(abs(value - median) for value in window)
-        found.append(loss > median + FACTOR * max(spread, 0.01 * median))
+        found.append(losses[index] > median + FACTOR * max(spread, 0.01 * median))
     return found
 
 
@@ -107,15 +103,11 @@ def test_a_spike_is_told_when_results_are_read_and_ends_nothing(action: OnSpike,
     assert guard.num_skipped == 0
 
 
-def test_stop_ends_at_the_spike_itself(tmp_path: Path) -> None:
-    guard = guard_of(RunDir(tmp_path), OnSpike.stop)
-    failure = guard.verdict(7, result(9.0, is_spike=True), must_read=False)
+def test_stop_ends_at_the_spike_itself_and_none_judges_nothing(tmp_path: Path) -> None:
+    failure = guard_of(RunDir(tmp_path), OnSpike.stop).verdict(7, result(9.0, is_spike=True), must_read=False)
     assert isinstance(failure, LossSpikeError)
     assert failure.exit_code == 93
     assert "step 7" in str(failure)
-
-
-def test_none_judges_nothing() -> None:
     assert make_loss_spikes(LossSpikeConfig(action=OnSpike.none), CPU, None) is None
 
 

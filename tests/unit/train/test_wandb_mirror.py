@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,13 @@ import pytest
 from wandb_records import recorded_rows
 
 from conf.schema import Config, WandbConfig, WandbMode
+from launchers import processes
 from orchestra.run.config_file import write_config
 from orchestra.run.events import EventWriter, read_events
 from orchestra.run.files import JsonLinesWriter, Record
 from orchestra.run.paths import RunDir
 from orchestra.train.watch.wandb_mirror import WandbMirror
+from tests.support.waiting import eventually
 
 CLOSED_PORT = "http://127.0.0.1:9"
 
@@ -46,6 +47,12 @@ class Trainer:
             self.metrics.write(
                 {"step": step, "time": 1.7e9 + step, "loss": 5.0 / step, "lr": None, "mfu": 0.25}
             )
+
+    def finish(self, steps: range) -> None:
+        """Take the last steps and end."""
+        self.train(steps)
+        self.mirror.close()
+        self.metrics.close()
 
 
 def begin(run: RunDir, **settings: Any) -> Trainer:
@@ -72,21 +79,6 @@ def failures(run: RunDir) -> list[Record]:
     return [event for event in read_events(run) if event["event"] == "wandb_failed"]
 
 
-def wait_until(is_done: Callable[[], object], limit_s: float = 20.0) -> None:
-    deadline = time.monotonic() + limit_s
-    while not is_done():
-        assert time.monotonic() < deadline, "not within the limit"
-        time.sleep(0.05)
-
-
-def has_ended(pid: int) -> bool:
-    """Whether a process is gone or only waits to be reaped."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
-    except OSError:
-        return True
-
-
 def environment() -> dict[str, str]:
     folders = (Path(__file__).parents[3], Path(__file__).parents[2])
     return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders))}
@@ -96,10 +88,14 @@ def offline_files(run: RunDir) -> list[Path]:
     return sorted(run.wandb.glob("offline-run-*/*.wandb"))
 
 
+def recorded_steps(run: RunDir) -> list[int]:
+    (file,) = offline_files(run)
+    return [row["step"] for row in recorded_rows(file)]
+
+
 def test_offline_run_holds_every_row_written_before_close(run: RunDir) -> None:
     trainer = begin(run, mode=WandbMode.offline, project="probe", tags=["one", "two"])
-    trainer.train(range(1, 301))
-    trainer.mirror.close()
+    trainer.finish(range(1, 301))
     (file,) = offline_files(run)
     assert file.name == "run-abcd1234.wandb"
     rows = recorded_rows(file)
@@ -113,10 +109,7 @@ def test_offline_run_holds_every_row_written_before_close(run: RunDir) -> None:
 @pytest.mark.slow
 def test_second_attempt_replays_the_rows_under_the_same_id(run: RunDir) -> None:
     for steps in (range(1, 6), range(4, 9)):
-        trainer = begin(run, mode=WandbMode.offline)
-        trainer.train(steps)
-        trainer.mirror.close()
-        trainer.metrics.close()
+        begin(run, mode=WandbMode.offline).finish(steps)
         time.sleep(1)  # wandb names its folders by the second
     first, second = offline_files(run)
     assert first.name == second.name == "run-abcd1234.wandb"
@@ -130,40 +123,41 @@ def test_run_that_ends_at_once_on_a_busy_machine_is_recorded(run: RunDir) -> Non
     cores = range(len(os.sched_getaffinity(0)))
     busy = [subprocess.Popen([sys.executable, "-c", loop], start_new_session=True) for _ in cores]
     try:
-        trainer = begin(run, mode=WandbMode.offline)
-        trainer.train(range(1, 4))
-        trainer.mirror.close()
+        begin(run, mode=WandbMode.offline).finish(range(1, 4))
     finally:
         for process in busy:
             process.kill()
             process.wait()
     assert failures(run) == []
-    assert len(recorded_rows(offline_files(run)[0])) == 3
+    assert recorded_steps(run) == [1, 2, 3]
 
 
-def test_an_open_mirror_leaves_the_processors_to_training(run: RunDir) -> None:
+def test_an_open_mirror_leaves_the_processors_to_training_and_ctrl_c_does_not_end_it(run: RunDir) -> None:
     trainer = begin(run, mode=WandbMode.offline)
-    wait_until(lambda: os.getpriority(os.PRIO_PROCESS, trainer.pid) == 10)
+    assert eventually(lambda: os.getpriority(os.PRIO_PROCESS, trainer.pid) == 10, 20)
     assert offline_files(run)
-    trainer.mirror.close()
+    os.killpg(trainer.pid, signal.SIGINT)
+    trainer.finish(range(1, 11))
+    assert failures(run) == []
+    assert recorded_steps(run) == list(range(1, 11))
 
 
 def test_a_mirror_that_recorded_nothing_can_be_made_up_for_by_hand(run: RunDir) -> None:
     trainer = begin(run, mode=WandbMode.offline)
     os.kill(trainer.pid, signal.SIGKILL)
-    trainer.train(range(1, 4))
-    trainer.mirror.close()
+    trainer.finish(range(1, 4))
     (failure,) = failures(run)
     command = failure["advice"].split("to do so now: ")[1]
+    own_priority = os.getpriority(os.PRIO_PROCESS, 0)
     subprocess.run(command.replace("python", sys.executable, 1), shell=True, check=True, env=environment())
-    assert len(recorded_rows(offline_files(run)[0])) == 3
+    assert os.getpriority(os.PRIO_PROCESS, 0) == own_priority, "it shares the caller's process group"
+    assert recorded_steps(run) == [1, 2, 3]
 
 
 def test_disabled_starts_no_process(run: RunDir) -> None:
     trainer = begin(run, mode=WandbMode.disabled)
-    trainer.train(range(1, 3))
     assert trainer.mirror._process is None
-    trainer.mirror.close()
+    trainer.finish(range(1, 3))
     assert not run.wandb.exists()
     assert failures(run) == []
 
@@ -181,25 +175,22 @@ def test_unreachable_server_is_given_up_in_time_and_the_rows_stay_here(run: RunD
     # On a busy machine wandb itself may not even be up by then.
     assert re.search("could not be reached|not finished within", failure["cause"])
     assert "wandb sync" in failure["advice"]
-    (file,) = offline_files(run)
-    assert [row["step"] for row in recorded_rows(file)] == list(range(1, 51))
+    assert recorded_steps(run) == list(range(1, 51))
 
 
 def test_online_without_a_key_is_kept_offline(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_BASE_URL", CLOSED_PORT)
     monkeypatch.setenv("HOME", str(run.path.parent))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    trainer = begin(run, mode=WandbMode.online)
-    trainer.train(range(1, 4))
-    trainer.mirror.close()
+    begin(run, mode=WandbMode.online).finish(range(1, 4))
     assert len(failures(run)) == 1
-    assert len(recorded_rows(offline_files(run)[0])) == 3
+    assert recorded_steps(run) == [1, 2, 3]
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_killed_or_stopped_mirror_leaves_training_alone(run: RunDir, number: signal.Signals) -> None:
     trainer = begin(run, mode=WandbMode.offline, finish_timeout_s=2.0)
-    wait_until(lambda: offline_files(run))
+    assert eventually(lambda: bool(offline_files(run)), 20)
     os.kill(trainer.pid, number)
     began = time.monotonic()
     trainer.train(range(1, 100))
@@ -225,26 +216,13 @@ def test_mirror_finishes_by_itself_when_the_trainer_is_killed(run: RunDir) -> No
     trainer.kill()
     trainer.wait()
     trainer.stdout.close()
-    wait_until(lambda: has_ended(mirror_pid))
-    (file,) = offline_files(run)
-    assert [row["step"] for row in recorded_rows(file)] == list(range(1, 21))
-
-
-def test_interrupt_from_the_terminal_does_not_end_the_mirror(run: RunDir) -> None:
-    trainer = begin(run, mode=WandbMode.offline)
-    wait_until(lambda: offline_files(run))
-    os.killpg(trainer.pid, signal.SIGINT)
-    trainer.train(range(1, 11))
-    trainer.mirror.close()
-    assert failures(run) == []
-    assert len(recorded_rows(offline_files(run)[0])) == 10
+    assert eventually(lambda: processes.find(mirror_pid) is None, 20)
+    assert recorded_steps(run) == list(range(1, 21))
 
 
 def test_a_mirror_that_cannot_start_is_an_event(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", str(run.path / "no-such-python"))
-    trainer = begin(run, mode=WandbMode.offline)
-    trainer.train(range(1, 3))
-    trainer.mirror.close()
+    begin(run, mode=WandbMode.offline).finish(range(1, 3))
     (failure,) = failures(run)
     assert "could not be started" in failure["cause"]
 

@@ -1,1 +1,0 @@
-"""`orchestra checkpoint ls | verify | export | import`, one file each."""

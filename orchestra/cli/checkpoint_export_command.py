@@ -1,0 +1,173 @@
+"""`orchestra checkpoint export RUN [STEP] --to FOLDER`: a run's model for Hugging Face. Reads the run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shlex
+import sys
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from checkpointing.checkpoint_errors import DamagedError
+from conf.schema import DataConfig, Source
+from orchestra.cli.checkpoint_ls_command import (
+    Place,
+    add_run_arguments,
+    chosen_steps,
+    explained,
+    first_look,
+    open_place,
+)
+from orchestra.cli.text import figures
+from orchestra.data.token_files import local_prefix, read_index, token_file_prefix
+from orchestra.errors import EXIT_DONE, ConfigError, DataError, OrchestraError
+
+if TYPE_CHECKING:
+    from orchestra.huggingface.export import ExportPlan, ExportRequest
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", re.IGNORECASE)
+_DECIMAL = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_EXPLAINED = """\
+Writes config.json and safetensors files that `transformers` loads:
+
+  orchestra checkpoint export RUN --to my-model
+  python -c 'from transformers import AutoModelForCausalLM as M; M.from_pretrained("my-model")'
+
+Every byte that is read is compared with its checksum. Where no STEP is given, the newest checkpoint that is
+intact is taken. --dtype fp32 keeps the numbers as they were trained; bf16 and fp16 round to nearest.
+"""
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    add_run_arguments(parser, step_help="default: the newest that is intact")
+    parser.add_argument("--format", choices=["hf"], default="hf", help="hf: Hugging Face Llama (default)")
+    parser.add_argument("--to", required=True, metavar="FOLDER", help="a new or empty folder")
+    parser.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], default="fp32", help="default: fp32")
+    parser.add_argument(
+        "--max-shard-size", type=_size, default=5 * 10**9, metavar="SIZE", help="largest file (default: 5GB)"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="say what would be written; write nothing")
+    parser.add_argument("--json", action="store_true", help="print the result (or the plan) as JSON")
+    parser.epilog = _EXPLAINED
+
+
+def _size(text: str) -> int:
+    match = _SIZE.fullmatch(text.strip())
+    if match is None or float(match[1]) <= 0:
+        raise ArgumentTypeError(f"{text!r} is no size; give e.g. 5GB or 500MB")
+    return max(1, int(float(match[1]) * _DECIMAL[match[2].upper()]))
+
+
+@dataclass(frozen=True)
+class ExportTokenizer:
+    """What turned the text into tokens: its name, and the token that ends a document; None: not known."""
+
+    name: str | None = None
+    end_of_text: int | None = None
+
+
+def run(arguments: Namespace) -> int:
+    """Export and return 0."""
+    from orchestra.huggingface.export import SAFETENSORS_NAMES, ExportRequest, refuse_target
+
+    place = open_place(arguments.run, arguments.dir)
+    tokenizer = tokenizer_of(place.config.data)
+    if "://" in arguments.to:
+        raise ConfigError(
+            f"--to {arguments.to}: give a folder on this machine and copy it to its place afterwards"
+        )
+    wanted = ExportRequest(
+        target=Path(arguments.to).expanduser().absolute(),
+        dtype=SAFETENSORS_NAMES[arguments.dtype],
+        max_file_bytes=arguments.max_shard_size,
+        end_of_text=tokenizer.end_of_text,
+    )
+    refuse_target(wanted.target)
+    with explained():
+        step, plan = _first_intact(place, arguments.step, wanted, is_dry_run=arguments.dry_run)
+    record = {
+        "run": place.run.name,
+        "step": step,
+        "folder": str(wanted.target),
+        "dtype": arguments.dtype,
+        "tokenizer": tokenizer.name,
+        "written": not arguments.dry_run,
+        "files": plan.names,
+        "num_bytes": plan.num_bytes,
+        "num_parameters": plan.num_parameters,
+    }
+    if arguments.json:
+        print(json.dumps(record))
+    else:
+        _print_result(record, tokenizer)
+    return EXIT_DONE
+
+
+def _first_intact(
+    place: Place, step: int | None, wanted: ExportRequest, *, is_dry_run: bool
+) -> tuple[int, ExportPlan]:
+    """Export the step that was asked for, else the newest that proves intact while it is read."""
+    from orchestra.huggingface.export import plan_export, write_export
+
+    steps = chosen_steps(place, step)
+    for each in steps:
+        look = first_look(place.storage, each)
+        damage = look.damage
+        if damage is None and look.manifest is not None:
+            plan = plan_export(look.manifest, place.config.model, wanted)
+            try:
+                if not is_dry_run:
+                    write_export(place.storage, look.manifest, plan)
+                return each, plan
+            except DamagedError as error:
+                damage = str(error)
+        if step is not None:
+            raise DataError(f"the checkpoint of step {each} is damaged: {damage}; nothing was written")
+        print(f"passed over step {each}: {damage}", file=sys.stderr)
+    raise OrchestraError(
+        f"none of {place.run.name}'s {len(steps)} checkpoints is intact; nothing was written"
+    )
+
+
+def tokenizer_of(data: DataConfig) -> ExportTokenizer:
+    """Return what a run's data says about its tokenizer, where the index of a token file can be read here."""
+    from orchestra.data.tokenizer import BYTES, ByteTokenizer
+
+    if data.source is Source.stdlib:
+        return ExportTokenizer(BYTES, ByteTokenizer.separator_id)
+    path = data.path or next((part.path for part in data.blend), None)
+    prefix = None if path is None else local_prefix(token_file_prefix(path))
+    if prefix is not None:
+        # The data may be gone by now; the weights do not need it.
+        with contextlib.suppress(DataError):
+            index = read_index(Path(f"{prefix}.json"))
+            return ExportTokenizer(index.tokenizer, index.separator_id)
+    return ExportTokenizer()
+
+
+def _print_result(record: dict[str, Any], tokenizer: ExportTokenizer) -> None:
+    size = figures.quantity(float(record["num_bytes"]))
+    print(f"{'wrote' if record['written'] else 'would write'} {record['folder']}")
+    print(f"step {record['step']} of {record['run']}, {record['num_parameters']:,} parameters")
+    print(f"{record['dtype']}, {size}B in {len(record['files'])} files")
+    print("\n".join(figures.wrapped(_about_tokenizer(tokenizer))))
+    if record["written"]:
+        print(f"start a run from it: orchestra checkpoint import {shlex.quote(record['folder'])}")
+
+
+def _about_tokenizer(tokenizer: ExportTokenizer) -> str:
+    if tokenizer.name == "bytes":
+        return (
+            "no tokenizer is written: this model reads bytes. Token i below 256 is the byte i of UTF-8, "
+            f"{tokenizer.end_of_text} ends a document (eos_token_id)"
+        )
+    if tokenizer.name is None:
+        return "no tokenizer is written, and eos_token_id is null: the run's token files cannot be read here"
+    return (
+        f"no tokenizer is written: copy {tokenizer.name}, which packed the data, beside the weights; "
+        f"eos_token_id is {tokenizer.end_of_text}"
+    )

@@ -1,0 +1,225 @@
+"""`orchestra checkpoint ls RUN`: the checkpoints that a run has, from their manifests. Read-only.
+
+A first look at a checkpoint reads the manifest and the sizes of the files; only verifying reads what is in
+them. The other checkpoint verbs find a run's checkpoints by what is here; it needs no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import time
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from checkpointing.catalog import check_sizes, committed_steps, owner, read_manifest
+from checkpointing.checkpoint_errors import CheckpointError
+from checkpointing.manifest import Manifest
+from checkpointing.storage import Storage, open_storage
+from conf.schema import Config
+from orchestra.cli.text import figures
+from orchestra.cli.text.resolve import add_directory_option, resolve
+from orchestra.errors import EXIT_DONE, ConfigError, OrchestraError
+from orchestra.report.run_state import was_verified
+from orchestra.run.config_file import read_config
+from orchestra.run.events import is_number, read_events
+from orchestra.run.files import Record
+from orchestra.run.paths import RunDir
+from orchestra.run.record import read_record
+from orchestra.sizes.save_interval import AUTO
+
+_NUM_LISTED = 8
+_HEADER = ("STEP", "SIZE", "AGE", "LAYOUT", "LOSS", "CHECKED")
+_EXPLAINED = """\
+CHECKED says `sizes` where the manifest is whole and every file has its size, else `DAMAGED`. That is a quick
+look: `orchestra checkpoint verify RUN` reads every byte, and `verified` says that it has once, since the
+checkpoint was written, and found all as it should be.
+"""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A run, its configuration, and the storage that its checkpoints lie in."""
+
+    run: RunDir
+    config: Config
+    storage: Storage
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a first look at one checkpoint found: its manifest where that can be read, and what is wrong."""
+
+    step: int
+    manifest: Manifest | None
+    damage: str | None
+
+
+def add_run_arguments(parser: ArgumentParser, *, step_help: str | None) -> None:
+    """Add RUN, --dir, and STEP where `step_help` says what it is for."""
+    parser.add_argument("run", metavar="RUN", help="name, unique start of one, or path")
+    if step_help is not None:
+        parser.add_argument("step", nargs="?", type=_step, metavar="STEP", help=step_help)
+    add_directory_option(parser)
+
+
+def _step(text: str) -> int:
+    if not text.isdecimal():
+        raise ArgumentTypeError(f"{text!r} is no step; give a number such as 100")
+    return int(text)
+
+
+def open_place(text: str, parent: Path) -> Place:
+    """Return the run that `text` means among those in `parent`, and where its checkpoints lie.
+
+    Raises ConfigError where there is no such run, none that can be read, or the place is another run's.
+    """
+    run = resolve(text, parent)
+    config = read_config(run.config)
+    with explained():
+        storage = open_storage(config.checkpoint.dir or run.checkpoints)
+        theirs, mine = owner(storage), read_record(run).get("wandb_id")
+    # The checkpoints of another run would pass for this run's.
+    if theirs is not None and mine is not None and theirs != mine:
+        raise ConfigError(
+            f"{storage.place} belongs to another run: its wandb id is {theirs}, that of {run.name} is {mine}"
+        )
+    return Place(run, config, storage)
+
+
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+    """Let what goes wrong with checkpoints end a command with 1 and its own words."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise OrchestraError(str(error)) from error
+
+
+def first_look(storage: Storage, step: int) -> Look:
+    """Read a checkpoint's manifest and compare the sizes of its files."""
+    manifest: Manifest | None = None
+    try:
+        manifest = read_manifest(storage, step)
+        check_sizes(storage, manifest)
+    except CheckpointError as error:
+        return Look(step, manifest, str(error))
+    return Look(step, manifest, None)
+
+
+def chosen_steps(place: Place, step: int | None) -> list[int]:
+    """Return the committed steps, newest first, or the one that was asked for.
+
+    Raises ConfigError with the steps that there are, OrchestraError where there are none.
+    """
+    steps = committed_steps(place.storage)
+    if not steps:
+        raise OrchestraError(f"{place.run.name} has no checkpoint in {place.storage.place}")
+    if step is None:
+        return steps[::-1]
+    if step not in steps:
+        earlier = "… " if len(steps) > _NUM_LISTED else ""
+        listed = ", ".join(map(str, steps[-_NUM_LISTED:]))
+        raise ConfigError(
+            f"STEP {step}: {place.run.name} has no checkpoint of it; there are {earlier}{listed}"
+        )
+    return [step]
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    add_run_arguments(parser, step_help=None)
+    parser.add_argument("--json", action="store_true", help="print a JSON list, one object per checkpoint")
+    parser.epilog = _EXPLAINED
+
+
+def run(arguments: Namespace) -> int:
+    """Print the checkpoints and return 0, damaged ones or not."""
+    place = open_place(arguments.run, arguments.dir)
+    with explained():
+        looks = [first_look(place.storage, step) for step in committed_steps(place.storage)]
+    events, now = read_events(place.run), time.time()
+    rows = [_row(look, _checked(look, events), now) for look in looks]
+    if arguments.json:
+        print(json.dumps(rows, indent=2))
+    elif rows:
+        _print_table(place, rows)
+    else:
+        print(f"{place.run.name} has no checkpoint in {place.storage.place}; {_when_one_is_due(place)}")
+    return EXIT_DONE
+
+
+def _when_one_is_due(place: Place) -> str:
+    every = place.config.checkpoint.every_steps
+    if every is None:
+        return "it saves none (checkpoint.every_steps=null)"
+    if every == AUTO:
+        return "one is due as often as the ranks decide (checkpoint.every_steps=auto)"
+    return f"one is due every {every} steps"
+
+
+def _checked(look: Look, events: list[Record]) -> str:
+    if look.damage is not None or look.manifest is None:
+        return "damaged"
+    return "verified" if was_verified(events, look.step, look.manifest.created) else "sizes"
+
+
+def _row(look: Look, checked: str, now: float) -> dict[str, Any]:
+    """Return a checkpoint for --json; what only the manifest knows is left out where it cannot be read."""
+    row = {"step": look.step, "checked": checked, "damage": look.damage}
+    manifest = look.manifest
+    if manifest is None:
+        return row
+    return {
+        **row,
+        "num_bytes": manifest.num_bytes,
+        "num_files": len(manifest.files),
+        "num_tensors": len(manifest.tensors),
+        "created": manifest.created,
+        "age_s": now - manifest.created,
+        "layout": dict(manifest.layout),
+        "generation": manifest.generation,
+        "score": _score(manifest.state),
+        "state_digest": manifest.state_digest,
+    }
+
+
+def _score(state: Mapping[str, Any]) -> float | None:
+    """Return the loss that a checkpoint was saved with, None where it says none."""
+    value = state.get("score")
+    return float(value) if is_number(value) and math.isfinite(value) else None
+
+
+def _print_table(place: Place, rows: list[dict[str, Any]]) -> None:
+    print(figures.table(_HEADER, [_cells(row) for row in rows]))
+    lines = [f"in {place.storage.place}"]
+    for row in rows:
+        if row["damage"] is not None:
+            lines += figures.wrapped(f"step {row['step']} is damaged: {row['damage']}", indent="  ")
+    lines += figures.wrapped(
+        f"manifests and sizes were checked now; `orchestra checkpoint verify {place.run.name}` reads all"
+    )
+    print("\n".join(lines))
+
+
+def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    checked = "DAMAGED" if row["checked"] == "damaged" else row["checked"]
+    if "num_bytes" not in row:
+        return (str(row["step"]), "-", "-", "-", "-", checked)
+    return (
+        str(row["step"]),
+        figures.quantity(float(row["num_bytes"])) + "B",
+        figures.age(row["age_s"]),
+        layout_text(row["layout"]),
+        figures.loss(row["score"]),
+        checked,
+    )
+
+
+def layout_text(layout: Mapping[str, Any]) -> str:
+    """Return the degrees of a layout that are not 1, and the ZeRO stage: `dp4 tp2 zero1`; `1 rank`."""
+    parts = [f"{name}{degree}" for name, degree in layout.items() if type(degree) is int and degree > 1]
+    return " ".join(part for part in parts if not part.startswith("world_size")) or "1 rank"

@@ -1,1 +1,0 @@
-"""`orchestra data pack`: from text files to token files."""

@@ -1,0 +1,239 @@
+"""Token files on disk: the JSON index beside the tokens, and local copies of remote ones. It opens no tokens.
+
+`PREFIX.bin` holds nothing but tokens, little-endian; `PREFIX.json` says the rest and is written last, so a
+token file exists if and only if its index does. Each document ends with the separator, so offsets of
+documents are not stored. Only the standard library is loaded, and fsspec for a URL: the rules of a
+configuration read the index too.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, cast
+
+from orchestra.errors import DataError
+from orchestra.sizes.units import MIB
+
+FORMAT = "orchestra tokens"
+VERSION = 1
+DTYPE_BYTES = {"uint16": 2, "uint32": 4}
+# One checksum for this many bytes: small enough to say where a file is damaged, and 15e12 tokens of 4 bytes
+# still need only 3 MB of index.
+BLOCK_BYTES = 256 * MIB
+
+
+@dataclass(frozen=True)
+class TokenIndex:
+    """What a token file holds."""
+
+    # `uint16` up to 65,536 tokens of vocabulary, else `uint32`.
+    dtype: str
+    num_tokens: int
+    num_documents: int
+    # Every token is below it.
+    vocab_size: int
+    # Follows each document.
+    separator_id: int
+    # `bytes`, or the file name of the tokenizer.json.
+    tokenizer: str
+    # Of the tokenizer.json; empty for `bytes`.
+    tokenizer_sha256: str
+    # zlib.crc32 of each block_bytes of the token file, the last one shorter.
+    block_bytes: int
+    block_crc32: list[int]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the token file."""
+        return self.num_tokens * DTYPE_BYTES[self.dtype]
+
+
+def token_file_prefix(path: str) -> str:
+    """Return the PREFIX that `path` (PREFIX, PREFIX.bin or PREFIX.json; a URL too) stands for."""
+    return path.removesuffix(".bin").removesuffix(".json")
+
+
+def local_prefix(prefix: str) -> str | None:
+    """Return `prefix` as a path on this machine, or None for a URL of somewhere else."""
+    if prefix.startswith(("file://", "local://")):
+        prefix = prefix.split("://", 1)[1]
+    elif "://" in prefix:
+        return None
+    return str(Path(prefix).expanduser())
+
+
+def dtype_for(vocab_size: int) -> str:
+    """Return the smallest type that holds every token."""
+    return "uint16" if vocab_size <= 1 << 16 else "uint32"
+
+
+def index_text(index: TokenIndex) -> str:
+    """Return the index as the JSON that `parse_index` takes."""
+    return json.dumps({"format": FORMAT, "version": VERSION, **asdict(index)}, indent=1) + "\n"
+
+
+def read_index(path: Path) -> TokenIndex:
+    """Read the index at `path`. Raises DataError naming the file when it is missing, torn or a stranger."""
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError as error:
+        raise DataError(f"{path}: no such file; write it with `orchestra data pack`") from error
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
+    return parse_index(text, str(path))
+
+
+def parse_index(text: bytes, name: str) -> TokenIndex:
+    """Return the index that `text` holds; errors are DataErrors that call it `name`."""
+    try:
+        record = json.loads(text.decode())
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{name}: byte {error.start} is not UTF-8, so this is no index; pack again"
+        ) from error
+    except ValueError as error:
+        position = getattr(error, "pos", len(text))
+        raise DataError(
+            f"{name}: not whole JSON, it breaks off or goes wrong at offset {position} of {len(text)} bytes; "
+            "copy it again or pack again"
+        ) from error
+    if not isinstance(record, dict) or record.get("format") != FORMAT:
+        raise DataError(f"{name}: not an index of `orchestra data pack` (no format {FORMAT!r})")
+    if record.get("version") != VERSION:
+        raise DataError(f"{name}: version {record.get('version')}, this program reads {VERSION}; pack again")
+    return _checked({key: record.get(key) for key in (field.name for field in fields(TokenIndex))}, name)
+
+
+def check_size(num_bytes: int, index: TokenIndex, name: str) -> None:
+    """Raise DataError when the token file `name` of `num_bytes` is not as long as its index says."""
+    if num_bytes != index.num_bytes:
+        offset = min(num_bytes, index.num_bytes)
+        where = "breaks off" if num_bytes < index.num_bytes else "goes on"
+        raise DataError(
+            f"{name}: {where} at offset {offset}: it has {num_bytes} bytes, its index says {index.num_bytes} "
+            f"({index.num_tokens} tokens of {index.dtype}); copy it again or pack again"
+        )
+
+
+def _checked(values: dict[str, Any], name: str) -> TokenIndex:
+    for key in ("num_tokens", "num_documents", "vocab_size", "separator_id", "block_bytes"):
+        if type(values[key]) is not int or values[key] < 0:
+            raise DataError(f"{name}: {key} is {values[key]!r}, expected a whole number; pack again")
+    for key in ("tokenizer", "tokenizer_sha256"):
+        if not isinstance(values[key], str):
+            raise DataError(f"{name}: {key} is {values[key]!r}, expected a string; pack again")
+    if values["dtype"] not in DTYPE_BYTES:
+        raise DataError(f"{name}: dtype is {values['dtype']!r}, expected one of {', '.join(DTYPE_BYTES)}")
+    index = TokenIndex(**values)
+    sums = index.block_crc32
+    num_blocks = -(-index.num_bytes // index.block_bytes) if index.block_bytes else -1
+    if not isinstance(sums, list) or len(sums) != num_blocks or any(type(crc) is not int for crc in sums):
+        raise DataError(
+            f"{name}: block_crc32 is not a checksum for each {index.block_bytes} bytes; pack again"
+        )
+    return index
+
+
+# Copies of remote token files on this node: made once, checked on the way, and visible only when whole.
+#
+# The folder of a copy is named by its URL and its index's bytes, so a file that changed gets a new one and an
+# old one never needs to be asked whether it is fresh. Ranks of a node take a lock on that folder; the kernel
+# drops it when its holder dies. Nothing here is ever deleted.
+
+_READ_BYTES = 8 * MIB
+
+
+def local_copy(prefix: str, cache_dir: str | None) -> str:
+    """Return the prefix of a whole local copy of the token file at the URL `prefix`. *Any rank.*"""
+    system, path = file_system(prefix)
+    text = _read_remote(system, f"{path}.json", f"{prefix}.json")
+    index = parse_index(text, f"{prefix}.json")
+    key = hashlib.blake2b(prefix.encode() + b"\x00" + text, digest_size=12).hexdigest()
+    folder = _folder(cache_dir) / key
+    copy = folder / Path(path).name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _locked(folder / "lock"):
+            # The index is written last, so where it stands the tokens were whole; somebody may have tidied
+            # up since.
+            if not (Path(f"{copy}.json").exists() and Path(f"{copy}.bin").exists()):
+                _copy_tokens(system, f"{path}.bin", f"{prefix}.bin", Path(f"{copy}.bin"), index)
+                unfinished = Path(f"{copy}.json.unfinished")
+                unfinished.write_bytes(text)
+                unfinished.replace(f"{copy}.json")
+    except OSError as error:
+        raise DataError(
+            f"{prefix}.bin: cannot be copied to {folder}: {error}; set data.cache_dir to a local folder with "
+            f"{index.num_bytes} free bytes"
+        ) from error
+    return str(copy)
+
+
+def file_system(url: str) -> tuple[Any, str]:
+    """Return fsspec's file system of `url` and the path in it. Raises DataError for an unknown protocol."""
+    import fsspec
+
+    try:
+        system, path = fsspec.core.url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        raise DataError(f"{url}: {error}; for s3:// install orchestra-train[s3]") from error
+    return system, str(path)
+
+
+def _folder(cache_dir: str | None) -> Path:
+    if cache_dir is not None:
+        return Path(cache_dir).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "orchestra" / "tokens"
+
+
+def _read_remote(system: Any, path: str, name: str) -> bytes:
+    try:
+        return bytes(system.cat_file(path))
+    except FileNotFoundError as error:
+        raise DataError(f"{name}: no such file; write it with `orchestra data pack`") from error
+    except Exception as error:  # drivers raise what their own libraries do: no credentials, no route …
+        raise DataError(f"{name}: cannot be read ({type(error).__name__}: {error})") from error
+
+
+def _copy_tokens(system: Any, path: str, name: str, target: Path, index: TokenIndex) -> None:
+    try:
+        check_size(int(system.size(path)), index, name)
+        source = system.open(path, "rb", block_size=_READ_BYTES)
+    except FileNotFoundError as error:
+        raise DataError(f"{name}: no such file beside its index; copy it again or pack again") from error
+    unfinished = target.with_name(f"{target.name}.unfinished")
+    with source, unfinished.open("wb") as file:
+        for number, expected in enumerate(index.block_crc32):
+            checksum, left = 0, min(index.block_bytes, index.num_bytes - number * index.block_bytes)
+            while left and (piece := _read(source, min(_READ_BYTES, left), name)):
+                file.write(piece)
+                checksum, left = zlib.crc32(piece, checksum), left - len(piece)
+            if left or checksum != expected:
+                offset = number * index.block_bytes
+                raise DataError(
+                    f"{name}: damaged in the {index.block_bytes} bytes from offset {offset} on: checksum "
+                    f"{checksum:08x}, its index says {expected:08x}; upload it again or pack again"
+                )
+    unfinished.replace(target)
+
+
+def _read(source: Any, count: int, name: str) -> bytes:
+    try:
+        return cast(bytes, source.read(count))
+    except Exception as error:
+        raise DataError(f"{name}: cannot be read: {type(error).__name__}: {error}") from error
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,153 @@
+"""What is done to the blocks of a model from outside: products of fp8, recomputation, compilation. `apply`
+says in which order.
+
+Products of fp8 take the place of the blocks' own, cut over ranks or not. What is sensitive stays in 16 bits
+or more: embedding, output matrix and loss, norms, the attention between its products, and on request whole
+blocks at both ends of the model.
+
+Recomputation computes activations of whole blocks again in the backward pass, instead of keeping them. A
+block's forward is wrapped, not its module: hooks of the module (which gather parameters, say) stand around
+what is recomputed and are not run again with it. Random numbers are drawn again as they were. A second
+forward pass ends as soon as it has what the backward pass needs: the last product of a block and the sum
+after it are never repeated. The selective kind keeps the results of matrix products and of sums over ranks,
+by torch's own contexts, and computes the rest again: norms, rotation, attention and the feed-forward's
+non-linearity. It sees the operators inside of the hand-written functions too.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from conf.schema import Config, PrecisionName, Recompute
+from orchestra.errors import TrainingError
+from orchestra.model.layers import Attention, GeluMLP, SwiGLU
+from orchestra.model.transformer import Transformer
+from orchestra.parallel.mesh import Mesh
+from orchestra.parallel.tensor.split import ColumnsProduct, RowsProducts
+from orchestra.parallel.tensor.tensor_collectives import SUM_IN_PLACE, SUM_SCATTERED
+from orchestra.precision.fp8 import LEAST_CAPABILITY, Fp8Products
+from orchestra.sizes.activations import kinds_of_layers
+
+_aten = torch.ops.aten
+_PRODUCTS = frozenset(
+    operator
+    for operator in (
+        _aten.mm.default,
+        _aten.addmm.default,
+        _aten.bmm.default,
+        _aten.baddbmm.default,
+        _aten.linear.default,
+        _aten._scaled_mm.default,
+    )
+)
+_traced = torch.ops._c10d_functional
+_SUMS = frozenset(
+    (SUM_IN_PLACE, SUM_SCATTERED, _traced.all_reduce.default, _traced.reduce_scatter_tensor.default)
+)
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+
+def recompute_blocks(model: Transformer, config: Config, mesh: Mesh) -> None:
+    """Wrap the blocks that the configuration wants recomputed; before they are compiled. *Any rank*.
+
+    Raises ConfigError where the budget is too small for any choice.
+    """
+    kinds = kinds_of_layers(config, mesh.layout.dp, is_gpu=mesh.is_gpu)
+    for layer, kind in zip(model.layers, kinds, strict=True):
+        if kind is not Recompute.none:
+            layer.forward = recomputed(layer, kind)
+
+
+def recomputed(block: nn.Module, kind: Recompute) -> Callable[..., Any]:
+    """Return the block's forward with its activations recomputed, fully or but for its products."""
+    options: dict[str, Any] = {"use_reentrant": False}
+    if kind is Recompute.selective:
+        num_sums = sum(isinstance(module, ColumnsProduct) for module in block.modules())
+        num_products = num_sums + sum(isinstance(module, nn.Linear) for module in block.modules())
+        options["context_fn"] = functools.partial(_contexts, num_products, num_sums)
+    return functools.partial(checkpoint, block.forward, **options)
+
+
+def _contexts(num_products: int, num_sums: int) -> Contexts:
+    """Return the contexts of one pass, which keeps all products and sums over ranks but the last of each.
+
+    The last ones are the block's output, which the next block keeps as its input.
+    """
+    left = {_PRODUCTS: num_products - 1, _SUMS: num_sums - 1}
+
+    def policy(_: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPolicy:
+        for kept in left:
+            if operator in kept and left[kept] > 0:
+                left[kept] -= 1
+                return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    # A sum over ranks is taken in the memory of the product that is kept.
+    return create_selective_checkpoint_contexts(  # type: ignore[no-any-return, no-untyped-call]
+        policy, allow_cache_entry_mutation=True
+    )
+
+
+def compile_blocks(model: Transformer, config: Config) -> None:
+    """Compile each block's forward in place (torch.compile); equal blocks share one compilation.
+
+    The forward and not the module: hooks of the module then run outside of what is compiled.
+    """
+    if config.train.compile:
+        for layer in model.layers:
+            layer.forward = torch.compile(layer.forward)
+
+
+def set_products(model: Transformer, config: Config) -> None:
+    """Let the blocks compute in fp8 where that is configured. *Any rank*, after tensors are cut."""
+    precision = config.precision
+    if precision.name is not PrecisionName.fp8:
+        return
+    products = Fp8Products(precision.fp8_scaling)
+    num_kept = precision.fp8_bf16_blocks
+    for block in list(model.layers)[num_kept : len(model.layers) - num_kept]:
+        for module in block.modules():
+            _set(module, products)
+
+
+def _set(module: nn.Module, products: Fp8Products) -> None:
+    if not isinstance(module, Attention | SwiGLU | GeluMLP):
+        return
+    entering = module.products
+    module.products = (
+        RowsProducts(entering.group, products) if isinstance(entering, RowsProducts) else products
+    )
+    leaving = module.o_proj if isinstance(module, Attention) else module.down_proj
+    if isinstance(leaving, ColumnsProduct):
+        leaving.product = products.linear
+    else:
+        leaving.forward = functools.partial(_through, leaving, products)  # type: ignore[method-assign]
+
+
+def _through(linear: nn.Linear, products: Fp8Products, x: torch.Tensor) -> torch.Tensor:
+    return products.linear(x, linear.weight, linear.bias)
+
+
+def refuse_missing_hardware(config: Config, device: torch.device) -> None:
+    """Raise TrainingError where this rank's device has no fast products in the configured precision."""
+    if config.precision.name is not PrecisionName.fp8:
+        return
+    needed = ".".join(map(str, LEAST_CAPABILITY))
+    if device.type != "cuda":
+        found = "this rank trains on the CPU"
+    elif torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
+        capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
+        found = f"{torch.cuda.get_device_name(device)} has {capability}"
+    else:
+        return
+    raise TrainingError(
+        f"precision=fp8 needs a GPU of compute capability {needed} or more (Ada, Hopper, Blackwell), and "
+        f"{found}; use precision=bf16"
+    )

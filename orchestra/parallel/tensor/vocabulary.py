@@ -1,0 +1,234 @@
+"""What a vocabulary that is cut over ranks changes: embedding, output matrix and loss.
+
+A word's row is on one rank only; the others add zeros. Rows after the last word are padding that nothing
+reads. Logits are gathered where somebody asks for them, and never by the loss, which goes by chunks of
+tokens.
+
+As in `orchestra.model.loss`, the gradients are computed in the forward pass while a chunk's logits are at
+hand. Each rank takes the largest of its own logits and the sum of their exponentials; these two and the
+target's logit, three numbers for each token, are gathered, and every rank puts them together in the same
+order. While they travel the next chunk's logits are computed, and while the hidden states' gradient of a
+chunk is summed over the ranks the next chunk goes on.
+
+Shape letters: B batch, S sequence, E hidden size, T tokens (B·S), V words of this rank (of all in `CutHead`),
+C tokens of one chunk, N ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from orchestra.model.layers import Positions
+from orchestra.model.loss import IGNORED_TARGET, ChunkGradients, is_surely_one
+from orchestra.parallel.places import Cut
+from orchestra.parallel.tensor.tensor_collectives import (
+    PendingScatter,
+    TensorGroup,
+    entering,
+    gather_parts,
+    gather_stacked,
+    leaving,
+    start_sum,
+)
+from orchestra.sizes.memory import chunk_tokens
+
+
+class CutEmbedding(nn.Module):
+    """Takes the place of the token embedding: looks up the words of this rank and sums over ranks."""
+
+    def __init__(self, embedding: nn.Embedding, words: Cut, group: TensorGroup) -> None:
+        super().__init__()
+        self.weight = embedding.weight
+        self.words, self.group = words, group
+
+    def forward(self, tokens_BS: Tensor) -> Tensor:
+        """Return the embedded tokens [B, S, E], or this rank's part of them. *Collective*."""
+        row = tokens_BS - self.words.begin
+        is_elsewhere = (row < 0) | (row >= self.words.size)
+        found: Tensor = F.embedding(row.masked_fill(is_elsewhere, 0), self.weight)
+        return leaving(found.masked_fill(is_elsewhere.unsqueeze(-1), 0.0), self.group)
+
+
+class CutPositions(nn.Module):
+    """Takes the place of learned positions under sequence parallelism: those of this rank's tokens."""
+
+    def __init__(self, positions: Positions, group: TensorGroup) -> None:
+        super().__init__()
+        self.weight = positions.weight
+        self.group = group
+
+    def forward(self, tokens_BS: Tensor) -> Tensor:
+        """Return the rows [B, S/N, E] that belong to this rank's run of the B·S tokens."""
+        batch, sequence = tokens_BS.shape
+        part = batch * sequence // self.group.size
+        begin = self.group.rank * part
+        index = torch.arange(begin, begin + part, device=tokens_BS.device) % sequence
+        rows: Tensor = F.embedding(index.view(batch, -1), self.weight)
+        return rows
+
+
+class _Joined(torch.autograd.Function):
+    """Forward: the logits of all words, put together from all ranks. Backward: those of this rank's words."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, vocab_size: int, group: TensorGroup) -> Tensor:
+        ctx.group, ctx.padded = group, logits.shape[-1]
+        stacked, work = gather_stacked(logits, group)
+        work.wait()
+        logits = stacked.movedim(0, -2).flatten(-2)
+        return logits[..., :vocab_size].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        missing = ctx.padded * ctx.group.size - grads[0].shape[-1]
+        begin = ctx.group.rank * ctx.padded
+        mine = F.pad(grads[0], (0, missing))[..., begin : begin + ctx.padded]
+        return mine.contiguous(), None, None
+
+
+class CutHead(nn.Module):
+    """Takes the place of the output matrix where somebody wants logits; training does not"""
+
+    def __init__(self, linear: nn.Linear, vocab_size: int, group: TensorGroup) -> None:
+        super().__init__()
+        self.weight = linear.weight
+        self.vocab_size, self.group = vocab_size, group
+
+    def forward(self, hidden_BSE: Tensor) -> Tensor:
+        """Return the logits [B, S, V] on every rank. *Collective*."""
+        logits = F.linear(entering(hidden_BSE, self.group), self.weight)
+        return _Joined.apply(logits, self.vocab_size, self.group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Chunk:
+    """One chunk between its logits and its gradient: what it waits for, and what it then makes of it."""
+
+    def __init__(self, logits_CV: Tensor, target_C: Tensor, words: Cut, group: TensorGroup) -> None:
+        self._is_taken = target_C != IGNORED_TARGET
+        row = torch.where(self._is_taken, target_C, -1) - words.begin
+        self._is_mine = (row >= 0) & (row < words.size)
+        self._index = torch.where(self._is_mine, row, 0).unsqueeze(1)
+        self._has_words = words.size > 0
+        self._target_logit, self._largest, self._exponentials = self._statistics(logits_CV)
+        sums = self._exponentials.sum(dim=1)
+        self._gathered, self._work = gather_stacked(
+            torch.stack([self._largest, sums, self._target_logit]), group
+        )
+
+    def _statistics(self, logits_CV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the target's logit (0 where another rank has it), the largest one and, in the logits'
+        memory, exp(logit − largest).
+        """
+        if not self._has_words:
+            nothing = logits_CV.new_zeros(len(logits_CV))
+            return nothing, nothing - torch.inf, logits_CV
+        target_logit = torch.where(self._is_mine, logits_CV.gather(1, self._index).squeeze(1), 0.0)
+        largest = logits_CV.amax(dim=1)
+        return target_logit, largest, logits_CV.sub_(largest.unsqueeze(1)).exp_()
+
+    def finish(self, scale: float | Tensor) -> tuple[Tensor, Tensor]:
+        """Return the scaled sum of the loss, the same bits on all ranks, and the gradient of the logits."""
+        self._work.wait()
+        largest_NC, sums_NC, targets_NC = self._gathered.unbind(1)
+        largest = largest_NC.amax(dim=0)
+        normalizer = (sums_NC * (largest_NC - largest).exp()).sum(dim=0)
+        # Masked and not multiplied: what is left out counts as zero, however bad its logits are.
+        losses = normalizer.log() + largest - targets_NC.sum(dim=0)
+        loss = (losses * self._is_taken).sum() * scale
+        factor = self._is_taken.to(normalizer.dtype) * scale
+        share = factor * (self._largest - largest).exp() / normalizer
+        gradient = self._exponentials.mul_(share.unsqueeze(1))
+        if self._has_words:
+            at_target = (factor * self._is_mine).unsqueeze(1)
+            gradient.scatter_(1, self._index, gradient.gather(1, self._index) - at_target)
+        return loss, gradient
+
+
+class _CutCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_TE: Tensor,
+        weight_VE: Tensor,
+        target_T: Tensor,
+        scale: float | Tensor,
+        chunk: int,
+        words: Cut,
+        group: TensorGroup,
+    ) -> Tensor:
+        wide = torch.promote_types(hidden_TE.dtype, torch.float32)
+        full_TE = gather_parts(hidden_TE, group) if group.is_sequence_parallel else hidden_TE
+        mine_VE = weight_VE[: words.size]
+        total = torch.zeros((), dtype=wide, device=hidden_TE.device)
+        grads = ChunkGradients(full_TE, mine_VE, wide) if any(ctx.needs_input_grad[:2]) else None
+        ctx.pending = []
+
+        def finish(begun: _Chunk, rows: slice) -> None:
+            loss, grad_logits = begun.finish(scale)
+            total.add_(loss)
+            if grads is not None:
+                grads.add(grad_logits.to(weight_VE.dtype), rows)
+                if not group.is_sequence_parallel:
+                    ctx.pending.append(start_sum(grads.hidden_TE[rows], group))
+
+        # Two chunks are under way at a time, each with memory of its own.
+        before: tuple[_Chunk, slice] | None = None
+        for start in range(0, len(full_TE), chunk):
+            rows = slice(start, start + chunk)
+            logits_CV = (full_TE[rows] @ mine_VE.t()).to(wide)
+            begun = _Chunk(logits_CV, target_T[rows], words, group)
+            if before is not None:
+                finish(*before)
+            before = begun, rows
+        if before is not None:
+            finish(*before)
+        if grads is not None:
+            if group.is_sequence_parallel:
+                ctx.pending.append(PendingScatter(grads.hidden_TE, group))
+            padding = (0, 0, 0, len(weight_VE) - words.size)
+            grad_weight = grads.weight_VE.to(weight_VE.dtype)
+            ctx.save_for_backward(grads.hidden_TE, F.pad(grad_weight, padding) if padding[3] else grad_weight)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        grad_hidden, grad_weight = ctx.saved_tensors
+        for pending in ctx.pending:
+            arrived = pending.wait()
+            if isinstance(pending, PendingScatter):
+                grad_hidden = arrived
+        if not is_surely_one(grad):
+            grad_hidden, grad_weight = grad_hidden * grad, grad_weight * grad
+        return grad_hidden, grad_weight, None, None, None, None, None
+
+
+@dataclass(frozen=True)
+class CutLoss:
+    """Takes the place of `cross_entropy_sum` where this rank has the rows of some words."""
+
+    words: Cut
+    group: TensorGroup
+
+    def __call__(
+        self,
+        hidden_TE: Tensor,
+        weight_VE: Tensor,
+        target_T: Tensor,
+        *,
+        scale: float | Tensor = 1.0,
+        chunk: int | None = None,
+    ) -> Tensor:
+        """Return `scale` times the summed cross-entropy in nats, equal on all ranks. *Collective*.
+
+        hidden: all tokens, or this rank's part of them under sequence parallelism. target: all T tokens.
+        """
+        rows = chunk or chunk_tokens(len(target_T), self.words.padded, hidden_TE.is_cuda)
+        return _CutCrossEntropy.apply(  # type: ignore[no-any-return, no-untyped-call]
+            hidden_TE, weight_VE, target_T, scale, rows, self.words, self.group
+        )

@@ -1,0 +1,83 @@
+"""Nodes of a real cluster: `orchestra doctor` and `orchestra bench network` try them, those that failed are
+left out of later jobs, and all look at themselves and each other first.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import time
+from collections.abc import Iterator
+
+import pytest
+from sites import TINY, Site
+
+from orchestra.recovery.excluded_hosts import ExcludeList, Listed, excluded_folder
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def listed(cluster: Site) -> Iterator[str]:
+    """Put the first node on the cluster's list, which is empty before and after."""
+    # Else it would be root's.
+    cluster.run("mkdir", "-p", str(cluster.runs))
+    host = cluster.run("sinfo", "--noheader", "--Node", "--format=%N").stdout.split()[0]
+    now = time.time()
+    name = cluster.run("scontrol", "show", "config").stdout.partition("ClusterName")[2].split()[1]
+    entry = Listed(host, f"{host} failed twice", "runs/before", (1, 2), ("hang", "hang"), now, now + 3600)
+    ExcludeList(cluster.runs, name).add(entry)
+    yield host
+    shutil.rmtree(excluded_folder(cluster.runs), ignore_errors=True)
+
+
+def test_a_listed_node_gets_no_part_in_a_job_until_its_file_is_removed(cluster: Site, listed: str) -> None:
+    shown = cluster.orchestra("submit", *TINY, "cluster.nodes=2", "run.name=avoiding", "--dry-run")
+    assert f"#SBATCH --exclude={listed}\n" in shown.stdout
+    assert f"without {listed}: {listed} failed twice" in shown.stderr
+    assert "expects to start it at" in shown.stderr
+    run = cluster.submit_run("avoiding", "cluster.nodes=2", "train.steps=3")
+    run.assert_job_ends("COMPLETED")
+    (start,) = run.events("attempt_started")
+    assert listed not in start["hosts"]
+    findings = cluster.orchestra("doctor", check=False).stdout
+    assert f"{listed} of cluster" in findings
+    assert "rm " in findings
+
+
+def test_all_nodes_look_at_themselves_and_none_is_found_wanting(cluster: Site) -> None:
+    nodes = ("cluster.nodes=3", "cluster.spare_nodes=1")
+    run = cluster.submit_run("looked-at", *nodes, "train.steps=3")
+    run.assert_job_ends("COMPLETED")
+    (checked,) = run.events("node_checked")
+    assert (checked["nodes"], checked["looked"]) == (4, 4), run.logs()
+    assert not {"unfit", "doubt", "left_out", "clock_off_s"} & set(checked), checked
+    assert run.events("node_slow") == []
+
+
+def test_doctor_finds_two_nodes_well_and_leaves_no_job(cluster: Site) -> None:
+    outer = {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "9"}
+    done = cluster.orchestra("doctor", "--nodes", "2", "--json", check=False, **outer)
+    record = json.loads(done.stdout)
+    findings = {finding["name"]: finding for finding in record["findings"]}
+    assert (done.returncode, record["ok"]) == (0, True), done.stdout
+    assert findings["nodes"]["found"].startswith("2 answered: node")
+    of_nodes = ("network", "orchestra", "python", "clocks")
+    names = ("slurm", "shared run.dir", *(f"nodes' {name}" for name in of_nodes))
+    assert {findings[name]["mark"] for name in names} == {"ok"}
+    assert not cluster.queue()
+    assert not list(cluster.shared.glob(".orchestra-doctor-*"))
+
+
+def test_network_inside_and_between_two_nodes_is_measured_and_kept(cluster: Site) -> None:
+    overrides = ("cluster=slurm", "cluster.device=cpu", "cluster.gpus_per_node=2", "cluster.nodes=2")
+    record = json.loads(cluster.orchestra("bench", "network", *overrides, "--json").stdout)
+    assert (len(record["hosts"]), record["ranks_per_node"], record["interface"]) == (2, 2, "eth0")
+    file = cluster.shared / ".local" / "share" / "orchestra" / "network" / "devcluster.json"
+    kept = json.loads(file.read_text())["measured"]["cpu"]
+    kinds = ("bytes_per_s", "latency_s")
+    for name in (f"{place}_node_{kind}" for place in ("intra", "inter") for kind in kinds):
+        assert 0 < kept[name] < math.inf
+        assert kept[name] == record["network"][name]
+    assert not list(cluster.runs.glob(".orchestra-network*"))
