@@ -37,7 +37,7 @@ Values = tuple[str, str, str, str, int]
 NUM_RANKS = 4
 IS_WHOLE = os.environ.get("ORCHESTRA_EQUIVALENCE") == "all"
 NUM_STEPS = 20 if IS_WHOLE else 8
-# With fewer what three trainings span says little.
+# With fewer, three trainings say little about how far rounding leads.
 SPREAD_STEPS = 20
 NUM_SEQUENCES = 12
 # Trainings of one test: what it takes stays well below the limit of a test.
@@ -214,9 +214,11 @@ BF16_CASES: tuple[Values, ...] = (
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16_fp32_grad"])
-def test_16_bit_trainings_stay_within_the_spread_of_single_processes(ranks: Ranks, precision: str) -> None:
-    """Processes that sum the same batch in another order differ. Ranks must not lose more: their losses lie
-    where those of single processes do, and their parameters no farther from the exact ones.
+def test_16_bit_trainings_stay_as_close_to_the_exact_one_as_single_processes(
+    ranks: Ranks, precision: str
+) -> None:
+    """Processes that sum the same batch in another order differ. Ranks must not lose more: neither their losses
+    nor their parameters lie much farther from those of 32 bits than the farthest of single processes.
     """
     singles = [
         alone(
@@ -225,14 +227,18 @@ def test_16_bit_trainings_stay_within_the_spread_of_single_processes(ranks: Rank
         )
         for size in (12, 4, 1)
     ]
-    losses = torch.tensor([[row[0] for row in single.rows] for single in singles])
-    spread = float((losses.amax(0) - losses.amin(0)).max())
-    exact = parameters([reference(SPREAD_STEPS)])
-    farthest = max(distance(parameters([single]), exact) for single in singles)
+    exact = reference(SPREAD_STEPS)
+    farthest_loss = max(farthest_row(single, exact) for single in singles)
+    farthest = max(distance(parameters([single]), parameters([exact])) for single in singles)
     configs = [config_with(values, precision=precision) for values in BF16_CASES]
     results = trained_on(ranks(NUM_RANKS), configs, steps=SPREAD_STEPS)
     for values, of_ranks in zip(BF16_CASES, results, strict=True):
-        found = torch.tensor([row[0] for row in of_ranks[0].rows])
-        off = max(float((found - losses.amax(0)).max()), float((losses.amin(0) - found).max()))
-        assert off <= spread, f"{values}: {off} beyond the losses that single processes span ({spread})"
-        assert distance(parameters(of_ranks), exact) <= 1.25 * farthest, str(values)
+        off = farthest_row(of_ranks[0], exact)
+        # Errors of rounding add up by chance: those of one training are at times twice another's.
+        assert off <= 2 * farthest_loss, f"{values}: a loss is off by {off}, of single processes {farthest_loss}"
+        assert distance(parameters(of_ranks), parameters([exact])) <= 1.25 * farthest, str(values)
+
+
+def farthest_row(done: Trained, exact: Trained) -> float:
+    """Return the largest difference of two trainings' losses at one step."""
+    return max(abs(row[0] - other[0]) for row, other in zip(done.rows, exact.rows, strict=True))
