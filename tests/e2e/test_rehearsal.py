@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from commands import TINY, events_of, orchestra, processes_of, run_of, start, state_of, train
 
-from orchestra.cli import main
 from orchestra.rehearsal.judge import judged
 from orchestra.rehearsal.prepare_rehearsal import RehearsalPair, read_pair
 from orchestra.run.config_file import read_config
@@ -143,24 +142,6 @@ def test_what_is_wrong_with_the_end_is_found_and_told_what_to_do(
     else:
         assert claim in [check.claim for check in wrong]
         assert all(check.advice for check in wrong)
-
-
-def test_a_dry_run_starts_nothing_and_what_cannot_be_is_refused(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    before = sorted((folder / "runs").iterdir())
-    monkeypatch.chdir(folder)
-    assert main(["rehearse", "fir", "--dry-run"]) == 0
-    assert "hang at rank 1" in capsys.readouterr().out
-    for words, message in (
-        (("--fault", "node_down@3"), "only node"),
-        (("train.steps=9",), "--steps"),
-        (("run.name=other",), "named after RUN"),
-        (("cluster.no_such=1",), "no_such"),
-    ):
-        assert main(["rehearse", "first", *words]) == 2
-        assert message in capsys.readouterr().err
-    assert sorted((folder / "runs").iterdir()) == before
 
 
 def test_ctrl_c_breaks_a_rehearsal_off_and_leaves_nothing_running(

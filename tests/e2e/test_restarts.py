@@ -1,5 +1,5 @@
 """A run in the foreground goes on by itself when ranks die or hang or torchrun is stopped, as if nothing had
-happened, and never for ever.
+happened.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from commands import (
     events_of,
     orchestra,
     processes_of,
-    run_of,
     start_run,
     state_of,
     train,
@@ -63,15 +62,6 @@ def test_a_killed_a_stopped_and_a_failing_rank_cost_nothing_but_time(
     state = state_of(folder, name)
     assert (state["state"], state["attempts"]) == ("finished", 4)
     assert orchestra(folder, "why", name).stdout.count("restarted") == 3
-
-
-def test_the_same_error_at_the_same_step_ends_the_run_with_93(folder: Path) -> None:
-    fault = "recovery.inject=[{attempt: all, at_step: 7, rank: 1, fault: exception}]"
-    done = orchestra(folder, "run", "run.name=bad", *TINY, *STEPS, fault, code=93)
-    assert "bad data or code" in done.stdout + done.stderr
-    state = state_of(folder, "bad")
-    assert (state["state"], state["code"], state["attempts"]) == ("failed", 93, 2)
-    assert processes_of(run_of(folder, "bad")) == []
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])

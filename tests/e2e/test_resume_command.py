@@ -1,4 +1,4 @@
-"""`orchestra resume` as a user types it: what it refuses, what it changes, what it continues."""
+"""`orchestra resume` as a user types it: what it says, what it changes, what it continues."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from commands import (
     state_of,
 )
 
-from orchestra.cli import main
 from orchestra.run.config_file import read_config
 from orchestra.run.metrics_file import read_metrics
 from orchestra.run.paths import RunDir
@@ -56,7 +55,8 @@ def test_a_failed_run_says_how_to_go_on_and_a_dry_run_of_it_writes_nothing(
 ) -> None:
     follow = "resume  `orchestra resume failed` goes on from step 8"
     assert follow in failed.stdout.splitlines()
-    assert "killed by SIGKILL" in failed.stderr
+    for words in ("error: rank 1 on ", "killed by SIGKILL", "rank-00001.log"):
+        assert words in failed.stderr
     assert follow in orchestra(folder, "why", "failed").stdout.splitlines()
     state = state_of(folder, "failed")
     assert (state["state"], state["checkpoint_step"], state["attempts"]) == ("failed", 8, 1)
@@ -67,39 +67,6 @@ def test_a_failed_run_says_how_to_go_on_and_a_dry_run_of_it_writes_nothing(
     assert (plan["attempt"], plan["checkpoint_step"], plan["command"][-2:]) == (1, 8, ["--attempt", "1"])
     assert "steps: 20" in plan["config"]
     assert "attempt 1, from step 8" in orchestra(folder, "resume", "failed", "--dry-run").stdout
-    assert _content(run) == before
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("nobody",), "no run in runs has this name"),
-        ((), "orchestra resume --help"),
-        (("failed", "model.hidden_size=32"), "keeps it"),
-        (("failed", "train.seed=3"), "which samples come next"),
-        (("failed", "optim.state_dtype=bf16"), "they are not converted"),
-        (("failed", "train.stepz=3"), "train.steps"),
-        (("failed", "train.steps=4"), "train.steps=4 ends before step 8"),
-        (("failed", "checkpoint.dir=nowhere"), "holds no checkpoint, but failed goes on from step 8"),
-        (("failed", "parallelism.pp=2"), "pipeline parallelism"),
-        (("failed", "-m"), "orchestra resume --help"),
-    ],
-)
-def test_what_cannot_be_continued_is_refused_and_changes_nothing(
-    failed: subprocess.CompletedProcess[str],
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    words: tuple[str, ...],
-    message: str,
-) -> None:
-    run = run_of(folder, "failed")
-    before = _content(run)
-    monkeypatch.chdir(folder)
-    assert main(["resume", *words]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert message in err
     assert _content(run) == before
 
 

@@ -94,14 +94,6 @@ def test_cancel_asks_once_saves_and_says_what_it_did(tmp_path: Path) -> None:
     assert "stopped, nothing runs that could be stopped" in orchestra(tmp_path, "cancel", "endless").stdout
 
 
-def test_cancel_now_ends_at_once(tmp_path: Path) -> None:
-    started = _start(tmp_path)
-    orchestra(tmp_path, "cancel", "endless", "--now")
-    out, _ = started.end(130)
-    assert "interrupted after" in out
-    assert str(started.verdict()["message"]).startswith("cancel, asked for by ")
-
-
 def test_ranks_that_do_not_stop_in_time_are_ended(tmp_path: Path) -> None:
     started = _start(tmp_path, "recovery.stop_timeout_s=0")
     started.process.send_signal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""What a trained run must show whatever its layout: the same losses, the same bits, every sample once."""
+"""What a trained run must show: falling losses, every sample once, its trace; or which step was bad."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from commands import events_of, orchestra, run_of, train, trained_rows
+from commands import events_of, orchestra, run_of, train
 
 from orchestra.data.order import read_ledger
 from orchestra.run.files import Record, read_json_lines
@@ -34,29 +34,8 @@ def two_ranks(folder: Path) -> RunDir:
     return train(folder, "two", *COMMON, "cluster.gpus_per_node=2", "train.deterministic=true", *traced)
 
 
-def losses(done: RunDir) -> list[float]:
-    return [row["loss"] for row in read_metrics(done)]
-
-
-def test_one_rank_with_two_micro_batches_has_the_losses_of_two_ranks(folder: Path, two_ranks: RunDir) -> None:
-    one = train(folder, "one", *COMMON, "cluster.gpus_per_node=1")  # and with twice the threads
-    assert len(losses(one)) == STEPS
-    assert losses(one) == pytest.approx(losses(two_ranks), rel=1e-6)
-    assert samples(one) == samples(two_ranks)
-
-
-def samples(run: RunDir) -> dict[int, list[int]]:
-    """Return the sorted sample ids of each step over all ranks."""
-    return {step: sorted(ids) for step, ids in read_ledger(run).items()}
-
-
-def test_two_runs_with_the_same_seed_are_bit_identical(folder: Path, two_ranks: RunDir) -> None:
-    again = train(folder, "again", *COMMON, "cluster.gpus_per_node=2", "train.deterministic=true")
-    assert trained_rows(again) == trained_rows(two_ranks)
-
-
 def test_the_loss_falls_every_row_has_every_key_and_no_sample_comes_twice(two_ranks: RunDir) -> None:
-    seen = [sample for ids in samples(two_ranks).values() for sample in ids]
+    seen = [sample for ids in read_ledger(two_ranks).values() for sample in ids]
     assert len(seen) == STEPS * 8 == len(set(seen))
     rows = read_metrics(two_ranks)
     assert all(set(METRIC_KEYS) <= row.keys() for row in rows)
@@ -102,9 +81,3 @@ def test_on_nonfinite_stop_ends_at_the_first_bad_step_with_the_verdict_of_the_wo
     # The advice in the message holds: the step's samples and its row are there.
     ledger = list(read_json_lines(run.samples / "rank-00000.jsonl"))
     assert ledger[-1]["step"] == read_metrics(run)[-1]["step"] == verdict(run)["step"]
-
-
-def test_a_gpt_with_tied_embeddings_trains_with_wsd(folder: Path) -> None:
-    shape = ("model.family=gpt", "model.num_key_value_heads=8", "model.tie_word_embeddings=true")
-    done = train(folder, "gpt", *COMMON, *shape, "optim.schedule=wsd", "cluster.gpus_per_node=1")
-    assert losses(done)[-1] < losses(done)[0] - 0.3

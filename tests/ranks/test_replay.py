@@ -109,12 +109,6 @@ def test_of_two_data_parallel_ranks_one_is_broken_and_nobody_says_which(ranks: R
     assert (event["of_rank"], event["by_rank"], event["is_settled"]) == (1, 3, False)
 
 
-def test_a_bit_that_is_flipped_in_another_step_goes_unseen(ranks: Ranks, tmp_path: Path) -> None:
-    results = ranks(2).run(trained, config=config(EVERY), folder=tmp_path, flip=(FLIPPED_AT + 1, 1))
-    assert all(len(rows) == STEPS for rows, _ in results)
-    assert read_events(RunDir(tmp_path)) == []
-
-
 def refusal(rank: int, world: int, attempt: int, folder: Path) -> str | None:
     """Return why one data-parallel rank's replays are refused, None where they are not."""
     alone = config(EVERY, tp=2)
