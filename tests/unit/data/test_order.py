@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestra.data.order import Ledger, read_ledger, sample_ids
-from orchestra.run.files import read_json_lines
 from orchestra.run.paths import RunDir
 
 BILLION = 1_000_000_007
@@ -155,16 +154,3 @@ def test_each_step_counts_once(tmp_path: Path, attempts: Trained, samples: dict[
     for attempt, num_ranks, steps in attempts:
         trained(RunDir(tmp_path), attempt, num_ranks, steps)
     assert read_ledger(RunDir(tmp_path)) == samples
-
-
-def test_ledger_holds_a_line_of_ids_for_each_step_and_mends_a_torn_one(tmp_path: Path) -> None:
-    run = RunDir(tmp_path)
-    Ledger(run, 3, attempt=0).write(1, np.array([[5, 6], [7, 8]]))
-    file = tmp_path / "samples" / "rank-00003.jsonl"
-    with file.open("a") as stream:
-        stream.write('{"step": 2, "samp')
-    Ledger(run, 3, attempt=1).write(2, np.array([[9, 10], [11, 12]]))
-    assert list(read_json_lines(file)) == [
-        {"step": 1, "attempt": 0, "sample_ids": [[5, 6], [7, 8]]},
-        {"step": 2, "attempt": 1, "sample_ids": [[9, 10], [11, 12]]},
-    ]

@@ -60,24 +60,10 @@ def test_the_series_are_exact_to_1e_10() -> None:
     torch.testing.assert_close(_cos_of_turns(turns), (2 * torch.pi * turns).cos(), rtol=0, atol=1e-11)
 
 
-def correlation(first: torch.Tensor, second: torch.Tensor) -> float:
-    return float(torch.corrcoef(torch.stack((first, second)))[0, 1])
-
-
 def test_seed_and_name_give_unrelated_values() -> None:
     keys = [random_key(0, "a"), random_key(1, "a"), random_key(0, "b")]
-    values = [standard_normal(torch.arange(20_000), key) for key in keys]
-    for first, second in [(0, 1), (0, 2), (1, 2)]:
-        assert abs(correlation(values[first], values[second])) < 0.03
-
-
-def test_values_are_standard_normal() -> None:
-    values = standard_normal(torch.arange(400_000), random_key(0, "w")).double()
-    assert abs(values.mean()) < 0.01
-    assert abs(values.std() - 1) < 0.01
-    assert abs((values**4).mean() - 3) < 0.1
-    assert 4.2 < values.abs().max() < 6.7
-    assert abs(correlation(values[:-1], values[1:])) < 0.01
+    correlation = torch.corrcoef(torch.stack([standard_normal(torch.arange(20_000), key) for key in keys]))
+    assert float((correlation - torch.eye(3)).abs().max()) < 0.03
 
 
 def test_building_on_the_meta_device_gives_the_same_tied_model() -> None:

@@ -25,7 +25,6 @@ from conf.schema import (
 from orchestra.config.compose import compose
 from orchestra.config.machine import Situation
 from orchestra.config.preset_files import Tree, own_folder
-from orchestra.errors import ConfigError
 from orchestra.run.config_file import write_config
 from orchestra.sizes.flops import num_parameters
 from orchestra.sizes.memory import RankBytes
@@ -90,14 +89,6 @@ def test_every_experiment_builds_at_its_real_size(experiment: str) -> None:
     config, world_size = composed(f"experiment={experiment}", "parallelism.bucket_mib=500")
     expected = estimated(config, world_size, is_gpu=True)
     assert dry_build(config, world_size).state == pytest.approx(expected.state, rel=0.02)
-
-
-def test_pipeline_stages_are_refused_until_the_trainer_has_them() -> None:
-    config, world_size = composed(
-        *CLUSTER, "parallelism=tp8_pp4", "train.global_batch_size=64", "cluster.nodes=8"
-    )
-    with pytest.raises(ConfigError, match="no pipeline"):
-        dry_build(config, world_size)
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 
-from orchestra.parallel.places import TensorPlace, boxes, parts_of, whole_place
+from orchestra.parallel.places import TensorPlace, boxes, parts_of
 from orchestra.parallel.zero.buffers import ALIGNMENT, in_blocks, in_buckets, lay_out, slots
 
 SIZES = [("embed_tokens.weight", 5 * 31), ("layers.0.norm.weight", 31), ("layers.0.up.weight", 31 * 64)]
@@ -104,9 +104,3 @@ def test_parts_of_a_cut_and_padded_parameter_are_its_elements_without_the_paddin
     assert torch.equal(found.nan_to_num(-7), expected.nan_to_num(-7))
     assert bool((memory[:rows, :columns] == -2).all())
     assert int((memory == -1).sum()) == memory.numel() - rows * columns
-
-
-def test_a_whole_parameter_is_one_part() -> None:
-    memory = torch.zeros(5, 3)
-    (part,) = parts_of(memory.view(-1), whole_place((5, 3)), 0)
-    assert (part.offsets, part.tensor.shape) == ((0, 0), (5, 3))

@@ -7,12 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from conf.schema import Config, Family, ModelConfig
+from conf.schema import Family, ModelConfig
 from orchestra.model.transformer import Transformer
-from orchestra.parallel.mesh import make_mesh
 from orchestra.parallel.places import cut_of, even_cut, num_sharing_kv
-from orchestra.parallel.tensor.split import split_tensors
-from orchestra.sizes.topology import Layout
 
 MODEL = ModelConfig(hidden_size=32, intermediate_size=48, num_attention_heads=8, num_key_value_heads=2)
 
@@ -60,13 +57,3 @@ def test_a_vocabulary_is_cut_into_equal_parts_and_a_rest() -> None:
     parts = [even_cut(0, 9, 4, part) for part in range(4)]
     assert [(cut.begin, cut.size) for cut in parts] == [(0, 3), (3, 3), (6, 3), (9, 0)]
     assert all(cut.padded == 3 for cut in parts)
-
-
-def test_without_a_group_the_model_stays_as_it_is() -> None:
-    model = Transformer(MODEL)
-    before = dict(model.named_parameters())
-    places = split_tensors(model, Config(model=MODEL), make_mesh(0, Layout(dp=1), torch.device("cpu")))
-    for name, parameter in model.named_parameters():
-        assert parameter is before[name]
-        assert places[name].local == places[name].padded == places[name].shape == tuple(parameter.shape)
-        assert places[name].is_counted

@@ -57,24 +57,6 @@ def test_the_next_samples_are_the_first_places_that_are_not_left_out(
     assert all(end < begin for end, (begin, _) in zip(ends, parts[1:], strict=False))
 
 
-@given(some_stretches, st.integers(1, 5), st.integers(0, 9))
-def test_steps_see_the_same_data_wherever_a_run_was_interrupted(
-    stretches: list[Stretch], size: int, interrupted: int
-) -> None:
-    out = merged(stretches)
-
-    def data(position: int, steps: int) -> tuple[list[list[tuple[int, int]]], int]:
-        found = []
-        for _ in range(steps):
-            found.append(kept(position, size, out))
-            position = sum(found[-1][-1])
-        return found, position
-
-    whole, _ = data(0, 10)
-    first, position = data(0, interrupted)
-    assert first + data(position, 10 - interrupted)[0] == whole
-
-
 @pytest.mark.parametrize("value", [None, 7, "x", [[1]], [["a", 2]], [[-1, 2]], [[3, 3]], [[1, 2, 3]], [None]])
 def test_what_is_no_stretch_is_passed_over(value: object) -> None:
     assert from_lists(value) == ()

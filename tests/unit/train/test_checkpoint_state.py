@@ -61,23 +61,6 @@ def test_the_state_is_masters_and_moments_by_parameter_and_a_generator_by_place(
     assert set(dtypes.values()) == {"F32"}
 
 
-def test_filled_shards_reach_masters_moments_parameters_and_updates() -> None:
-    training, state = state_of()
-    manifest = manifest_of(state.snapshot())
-    for number, shard in enumerate(state.wanted(manifest)):
-        if not shard.name.startswith("rng."):
-            shard.tensor.fill_(number + 1 / 3)
-    state.take_back(manifest, updates=17)
-    assert state.num_updates == 17
-    for number, item in enumerate(training.parallelized.trained):
-        assert bool((item.master == torch.tensor(number + 1 / 3)).all())
-        assert torch.equal(item.parameter, item.master.bfloat16())
-        moments = training.optimizer.state[item.master]
-        assert float(moments["exp_avg"].flatten()[0]) == pytest.approx(
-            number + 1 / 3 + len(training.parallelized.trained)
-        )
-
-
 def test_generators_come_back_where_the_checkpoint_has_this_place_s() -> None:
     _, state = state_of(rank=1)
     torch.manual_seed(7)

@@ -15,7 +15,7 @@ import torch
 from conf.schema import ClusterConfig, Config, ModelConfig, Recompute, TrainConfig
 from orchestra.run.events import node_writer
 from orchestra.run.files import JsonLinesWriter, Record
-from orchestra.run.metrics_file import METRIC_KEYS, read_metrics, rows_that_count
+from orchestra.run.metrics_file import METRIC_KEYS, rows_that_count
 from orchestra.run.paths import RunDir
 from orchestra.sizes import hardware
 from orchestra.sizes.flops import (
@@ -120,20 +120,6 @@ def test_the_wall_time_begins_with_the_first_submission(tmp_path: Path) -> None:
     # A member of a sweep has no event of its submission.
     run.record.write_text(json.dumps({"jobs": [{"submitted": 30.0}, {"submitted": 90.0}]}))
     assert initial_totals(run).started_at == 30.0
-
-
-def test_floats_keep_full_precision_in_the_file_and_a_torn_line_is_passed_over(tmp_path: Path) -> None:
-    run = RunDir(tmp_path)
-    assert read_metrics(run) == []
-    meter = make_meter()
-    meter.add_step(0.1, 0.0, 3)
-    row = meter.row(1, loss=0.1 + 0.2, grad_norm=1 / 3, lr=2e-5 / 7)
-    writer = JsonLinesWriter(run.metrics)
-    writer.write(row)
-    writer.close()
-    with run.metrics.open("a") as file:
-        file.write('{"step":2,"lo')
-    assert read_metrics(run) == [row]
 
 
 def test_retrained_steps_replace_earlier_rows_and_void_the_later_ones() -> None:
