@@ -179,12 +179,6 @@ def test_the_leader_refuses_for_all_agents_and_nothing_else_is_written(run: RunD
 # Which attempt comes next: none that was started, claimed, or asked to stop before it began.
 
 
-def test_first_attempt_is_0_and_a_claimed_one_is_passed_over(run: RunDir) -> None:
-    assert next_attempt_number(run, None) == 0
-    assert [take_next(run), take_next(run)] == [0, 1]
-    assert next_attempt_number(run, None) == 2
-
-
 def test_a_job_hears_that_it_was_cancelled_while_it_waited(run: RunDir) -> None:
     stop_requests.write_request(run, 0, stop_requests.CANCEL)
     assert stop_requests.read_request(run, take_next(run)) is not None

@@ -28,8 +28,7 @@ from orchestra.run import stop_requests
 from orchestra.run.events import EventWriter, node_writer, read_events
 from orchestra.run.files import Record
 from orchestra.run.paths import RunDir
-from orchestra.run.stop_requests import claimed_attempt
-from orchestra.submit.claims import take_next, upcoming_attempt
+from orchestra.submit.claims import upcoming_attempt
 
 RUNNING, PREEMPTED = OwnJob("RUNNING"), OwnJob("RUNNING", is_preempted=True)
 LIMIT, TERM = stop_requests.TIME_LIMIT, "signal SIGTERM"
@@ -219,20 +218,6 @@ def warned(
     return AgentContext(run, job._config, group, signals, job, lambda _: None)
 
 
-def test_after_its_time_limit_the_job_is_started_again_and_trains_the_same_attempt(
-    run: RunDir, slurm: Slurm, signals: JobSignals
-) -> None:
-    code, said = called_off(warned(run, signals))
-    assert (code, said) == (EXIT_STOPPED, "SIGUSR2 came before the attempt began: requeued (time_limit)")
-    assert slurm.calls("scontrol requeue") == ["scontrol requeue 12"]
-    (event,) = requeued(run)
-    assert (event["how"], event["reason"], event["job"]) == ("requeue", "time_limit", "12")
-    # Nothing stands in the way of the next start: no claim that is waited for, no request that stops it.
-    assert claimed_attempt(run) is None
-    assert stop_requests.requested_attempt(run) is None
-    assert take_next(run) == 0
-
-
 def test_by_chain_another_job_is_submitted_for_it(run: RunDir, slurm: Slurm, signals: JobSignals) -> None:
     code, said = called_off(warned(run, signals, policy=Requeue.chain))
     assert (code, "job 20 goes on (time_limit)" in said) == (EXIT_STOPPED, True)
@@ -246,12 +231,6 @@ def test_sigterm_ends_it_unless_it_means_a_preemption(run: RunDir, slurm: Slurm,
     slurm.has_job("12", PreemptTime="2026-01-01T00:00:00")
     called_off(warned(run, signals, signal.SIGTERM))
     assert [event["reason"] for event in requeued(run)] == ["preempted"]
-
-
-def test_where_no_start_may_follow_it_ends(run: RunDir, slurm: Slurm, signals: JobSignals) -> None:
-    code, said = called_off(warned(run, signals, policy=Requeue.never))
-    assert (code, requeued(run)) == (EXIT_STOPPED, [])
-    assert "cluster.requeue=never (time_limit)" in said
 
 
 def test_a_cancelled_run_does_not_go_on_until_somebody_resumes_it(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from collections import Counter
@@ -20,9 +19,6 @@ from checkpointing.plans import (
     TensorPiece,
     Transfer,
     busiest_sets,
-    check_fit,
-    declaration,
-    declared,
     images,
     read_plan,
     write_plan,
@@ -85,11 +81,6 @@ def test_overlapping_replica_groups_keep_their_loads_right() -> None:
     assert max(loads) - min(loads) <= 4 * MIB
 
 
-def test_a_plan_is_the_same_after_a_trip_through_json() -> None:
-    pieces = [piece("a", (3, 4), Box((1, 0), (2, 4))), piece("scalar", ()), piece("empty", (0, 4))]
-    assert declared(json.loads(json.dumps(declaration(pieces)))) == pieces
-
-
 TOP, BOTTOM = Box((0, 0), (2, 4)), Box((1, 0), (2, 4))
 
 
@@ -104,12 +95,6 @@ TOP, BOTTOM = Box((0, 0), (2, 4)), Box((1, 0), (2, 4))
 def test_shards_that_do_not_make_up_a_tensor_are_named(held: list[TensorPiece], words: str) -> None:
     with pytest.raises(MismatchError, match=words):
         write_plan([[part] for part in held])
-
-
-def test_empty_and_scalar_tensors_are_part_of_the_plan() -> None:
-    nothing = piece("shard", (4,), Box((4,), (0,)))
-    plan = write_plan([[piece("scalar", ()), piece("empty", (0, 4)), nothing], [piece("shard", (4,))]])
-    assert sorted(part.name for parts in plan for part in parts) == ["empty", "scalar", "shard"]
 
 
 def test_images_are_aligned_and_without_gaps() -> None:
@@ -277,18 +262,3 @@ def test_groups_are_for_sets_of_some_ranks_that_move_most() -> None:
     assert busiest_sets(some + others, 4) == [(0, 2, 3), (0, 1, 2), (1, 2, 3)]
     many = [transfer((0, 1, last), last) for last in range(2, 40)]
     assert busiest_sets(many, 50) == [(0, 1, last) for last in range(39, 23, -1)]
-
-
-@pytest.mark.parametrize(
-    ("wanted", "words"),
-    [
-        (piece("b", (4,)), "b: .*no such tensor"),
-        (piece("a", (4,), dtype="BF16"), r"a: .*F32 \[4\].*BF16 \[4\]"),
-        (piece("a", (5,)), r"a: .*F32 \[4\].*F32 \[5\]"),
-    ],
-)
-def test_what_does_not_fit_is_named_with_both(wanted: TensorPiece, words: str) -> None:
-    tensors = tensors_of({"a": ("F32", (4,))}, 4)
-    check_fit(tensors, [piece("a", (4,), Box((1,), (2,)))])
-    with pytest.raises(MismatchError, match=words):
-        check_fit(tensors, [wanted])

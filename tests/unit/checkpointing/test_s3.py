@@ -143,7 +143,6 @@ class Answers(BaseHTTPRequestHandler):
     ("status", "code", "num_failures", "num_requests"),
     [
         (500, "InternalError", 2, 3),
-        (503, "ServiceUnavailable", 2, 3),
         (503, "SlowDown", 2, 3),
         (500, "InternalError", 9, 3),
         (403, "AccessDenied", 9, 1),

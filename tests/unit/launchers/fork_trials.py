@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import textwrap
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from launchers.host_network import free_port
 from launchers.node_agent import NodeAgent, Patience, start_agent, supervise
 from launchers.processes import Process
 from launchers.torchrun import Ending, LaunchPlace, LaunchSpec
+from tests.support import waiting
 
 _ROOT = Path(__file__).resolve().parents[3]
 _WAIT_S = 30.0
@@ -32,10 +32,7 @@ while len(list(here.glob("pid-*"))) < 2: time.sleep(0.01)
 
 def eventually(claim: Callable[[], bool]) -> bool:
     """Wait until a claim holds; return whether it does."""
-    deadline = time.monotonic() + _WAIT_S
-    while not claim() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return claim()
+    return waiting.eventually(claim, _WAIT_S)
 
 
 def environment(folder: Path) -> dict[str, str]:

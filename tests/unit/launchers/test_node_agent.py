@@ -115,7 +115,9 @@ def test_failures_name_the_workers_own_process_and_how_it_ended(
     modules: Path, fork_server: ForkServer
 ) -> None:
     trial = written(modules, "segfault", "os.kill(os.getpid(), signal.SIGSEGV) if rank else time.sleep(60)")
+    began = time.monotonic()
     ending = trial.run(fork_server)
+    assert time.monotonic() - began < 30, "torchrun alone waits 30 s for the peer"
     assert ending.exit_code == 1
     assert [(one.rank, one.exit_code, one.pid) for one in ending.failures] == [
         (1, -signal.SIGSEGV, trial.pids()[1]),
@@ -363,16 +365,6 @@ def test_the_verdict_decides_the_code_and_sees_a_clean_end(tmp_path: Path) -> No
     assert "said by 1" in trial.log.read_text()
 
 
-def test_a_failing_rank_is_named_and_its_hanging_peer_does_not_hold_up_the_end(tmp_path: Path) -> None:
-    trial = written(tmp_path, "failing", "if rank == 1: sys.exit(3)\ntime.sleep(60)")
-    started = time.monotonic()
-    ending = trial.run(None)
-    assert time.monotonic() - started < 30, "torchrun alone waits 30 s for the peer"
-    first = ending.failures[0]
-    assert (ending.exit_code, first.rank, first.exit_code, first.cleaned_up) == (1, 1, 3, False)
-    assert trial.remaining() == []
-
-
 def test_a_stop_lets_workers_that_listen_finish(tmp_path: Path) -> None:
     body = """
         def finish(*_):
@@ -386,14 +378,6 @@ def test_a_stop_lets_workers_that_listen_finish(tmp_path: Path) -> None:
     ending = trial.run(None, stops=lambda: int(len(trial.files("listening")) == 2))
     assert len(trial.files("stopped")) == 2
     assert (ending.exit_code, ending.stops) == (0, 1)
-
-
-@pytest.mark.slow
-def test_a_killed_torchrun_takes_its_workers_along(tmp_path: Path) -> None:
-    body = "if rank == 0: os.kill(os.getppid(), signal.SIGKILL)\ntime.sleep(60)"
-    trial = written(tmp_path, "orphans", body)
-    assert trial.run(None).exit_code == -signal.SIGKILL
-    assert trial.remaining() == []
 
 
 @pytest.mark.parametrize(

@@ -47,10 +47,6 @@ def test_a_spare_fetches_the_lost_nodes_copies_from_its_neighbour(lost: int) -> 
     assert plan(held, NextNodes(order, 2), {}, 5) == FromMemory(11, 0, expected)
 
 
-def test_where_all_nodes_live_nothing_is_fetched() -> None:
-    assert plan(of_nodes(10, 11), SAME, {}, 5) == FromMemory(11, 0, {})
-
-
 def test_the_newest_step_that_all_ranks_have_is_taken() -> None:
     held = of_nodes(10, 11)
     held[2] = [copy for copy in held[2] if not (copy.step == 11 and copy.rank == 4)]

@@ -47,11 +47,6 @@ def test_what_is_over_is_forgotten_and_its_file_removed(known: ExcludeList) -> N
     assert [file.name for file in known.folder.iterdir()] == ["node8.json"]
 
 
-def test_removing_the_file_takes_a_host_off(known: ExcludeList) -> None:
-    known.file("node7").unlink()
-    assert known.entries(1500) == []
-
-
 def test_the_longer_of_two_entries_stays(known: ExcludeList) -> None:
     known.add(replace(ENTRY, run="runs/other", expires=1800))
     assert known.entries(1500) == [ENTRY]

@@ -29,7 +29,6 @@ from orchestra.recovery.policy import (
 from orchestra.run.rollback import BROKEN_DEVICE, SPIKE, RollBack, Stretch
 
 ROOT = Path(__file__).resolve().parents[3]
-FOREGROUND = Resources(wanted_nodes=1, min_nodes=None, hosts=("here",))
 KILLED = Incident(0, Kind.rank_failed, "killed by SIGKILL", 0.0, 1, rank=1, step=150, num_nodes=4)
 ERROR = replace(KILLED, cause="ValueError in a/b.py:f", step_is_exact=True)
 
@@ -179,12 +178,6 @@ def test_a_node_that_is_not_fit_any_more_is_replaced_but_a_shrunk_run_goes_on_as
     assert (decision.action, decision.charged) == (Action.replace, True)
     shrunk = replace(KILLED, num_nodes=3)
     assert after(shrunk, resources=replace(LEFT, min_nodes=2)).action is Action.restart
-
-
-def test_in_the_foreground_it_starts_again_here() -> None:
-    here = replace(KILLED, num_nodes=1, host="here")
-    assert after(here, resources=FOREGROUND).action is Action.restart
-    assert after(*[here] * 4, resources=FOREGROUND).code == EXIT_FAILED
 
 
 def test_no_restarts_means_none_but_slurm_may_take_a_job_and_bring_it_back() -> None:
