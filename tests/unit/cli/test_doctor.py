@@ -124,13 +124,6 @@ def marks(answers: list[dict[str, Any]], run_dir: Path) -> dict[str, Finding]:
     return {finding.name: finding for finding in found}
 
 
-def test_nodes_that_share_a_folder_pass(tmp_path: Path) -> None:
-    (tmp_path / node_probe.LOGIN).touch()
-    found = marks(probed(tmp_path, tmp_path, tmp_path), tmp_path)
-    assert {finding.mark for finding in found.values()} == {Mark.ok}, found
-    assert "127.0.0.1" in found["nodes' network"].found
-
-
 @pytest.mark.slow
 def test_node_with_a_folder_of_its_own_is_named(tmp_path: Path) -> None:
     shared, own, nowhere = tmp_path / "shared", tmp_path / "own", tmp_path / "nowhere"

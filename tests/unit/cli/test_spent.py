@@ -47,8 +47,6 @@ def test_a_run_says_where_its_time_went(verb: str, run: RunDir, orchestra: Comma
     state = read[0] if isinstance(read, list) else read
     accounts = state["accounts"]
     assert accounts["wall_s"] == pytest.approx(220)
-    seconds = [value for key, value in accounts.items() if key not in ("wall_s", "goodput")]
-    assert sum(seconds) == pytest.approx(accounts["wall_s"])
     assert state["goodput"] == accounts["goodput"] == pytest.approx(100 / 220)
     assert state["stragglers"] == []
 

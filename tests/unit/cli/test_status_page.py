@@ -257,14 +257,6 @@ def test_some_of_an_arrays_waiting_tasks_are_held_before_they_are_cancelled(
     assert slurm.calls("scancel") == ["scancel 50_[2]"], "a task that began meanwhile is not killed"
 
 
-def test_a_queue_that_cannot_be_reached_is_said_and_the_request_is_left(
-    first: RunDir, slurm: FakeSlurm, orchestra: CommandLine
-) -> None:
-    slurm.put("squeue", "echo 'squeue: error: Unable to contact slurm controller' >&2; exit 1")
-    assert "job 7 may still wait in the queue" in orchestra("cancel", "first", code=1).out
-    assert len(read_requests(first, 0)) == 1
-
-
 def test_a_run_that_is_only_being_started_is_asked_and_ended_with_now(
     first: RunDir, slurm: FakeSlurm, orchestra: CommandLine
 ) -> None:

@@ -103,13 +103,6 @@ def test_a_refused_value_is_not_blamed_for_being_missing() -> None:
     assert len(problems("data=tokens", "data.path=a(b")) == 1
 
 
-def test_three_different_mistakes_are_reported_together() -> None:
-    found = problems("train.stepz=3", "optim.lr=abc", "parallelism.tp=3")
-    assert found[0] == "train.stepz: no such key; did you mean train.steps?"
-    assert found[1] == "optim.lr=abc: found text, expected a number, e.g. optim.lr=0.0003"
-    assert any(problem.startswith("parallelism.tp=3 does not divide") for problem in found[2:])
-
-
 @pytest.mark.parametrize(
     ("override", "words"),
     [

@@ -65,13 +65,6 @@ def test_goodput_is_dalys_within_what_sampling_leaves(mttf: float, every: int) -
     assert mean_goodput(crashing(mttf, every)) == pytest.approx(expected, abs=0.006)
 
 
-@pytest.mark.slow
-def test_the_best_simulated_interval_is_near_dalys() -> None:
-    best = chosen(10.0, 60.0, 7200.0).every_steps
-    goodputs = {factor: mean_goodput(crashing(7200, round(factor * best))) for factor in (0.3, 1.0, 3.0)}
-    assert max(goodputs, key=goodputs.__getitem__) == 1.0
-
-
 def test_every_second_is_booked_and_the_same_seed_gives_the_same_run() -> None:
     for changes in ({}, {"spare_nodes": 2}, {"min_nodes": 4, "can_requeue": False}, {"time_limit_s": DAY_S}):
         scenario = small(**changes)

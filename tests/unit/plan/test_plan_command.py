@@ -14,13 +14,6 @@ from orchestra.cli.plan.exact_mode import Compared, comparison_lines
 MODEL = ("model.hidden_size=256", "model.num_hidden_layers=2", "train.seq_len=128", "precision=bf16")
 
 
-def test_a_prediction_names_its_parts(plan: PlanCommand) -> None:
-    layout = ["model=llama3_8b", "parallelism=tp8_pp4", "cluster.nodes=16", "train.micro_batch_size=1"]
-    text = plan.text(*layout, "precision=bf16", "train.global_batch_size=512")
-    for word in ("optimizer state", "pipeline bubble", "MFU", "HFU", "GPU-hours", "fits"):
-        assert word in text
-
-
 @pytest.mark.parametrize("experiment", ["llama3_70b", "llama3_8b", "llama_1b", "llama_125m"])
 def test_shipped_experiments_can_be_planned_without_their_data(experiment: str, plan: PlanCommand) -> None:
     sizes = ["cluster.hardware=h100", "cluster.gpus_per_node=8", "cluster.device=cuda"]
@@ -31,6 +24,8 @@ def test_usable_memory_stands_beside_all_of_it(plan: PlanCommand) -> None:
     text = plan.text("model=llama3_405b", "parallelism=tp8_pp4", "cluster.nodes=4")
     memory = r"^memory  .* of 79.6 GiB, 72.5 usable, stage \d of 4: does not fit$"
     assert re.search(memory, text, re.MULTILINE)
+    for word in ("optimizer state", "pipeline bubble", "MFU", "HFU", "GPU-hours"):
+        assert word in text
     assert plan.notes.startswith("note: ")
     # Advised on too: a layout that submit refuses.
     plan.text("model=llama3_8b", "parallelism.cp=2", "precision=bf16", "train.seq_len=8192")
@@ -89,10 +84,6 @@ def test_nothing_is_written_for_a_bad_row(tmp_path: Path, plan: PlanCommand) -> 
         (["--table", "missing.csv", "--json"], "leave out --json"),
         (["--table", "."], "--table .: Is a directory"),
         (["--table", "missing.csv", "--output", ""], "--output: it is empty"),
-        (
-            ["--table", "missing.csv", "--output", "none/o.csv"],
-            "--output none/o.csv: there is no folder none",
-        ),
         (["--table", "missing.csv", "--output", "."], "--output .: it is a folder"),
         (["--calibrate", "x", "--output", "x.csv"], "a profile's name ends in .json"),
         (["--calibrate", "x", "--output", "none/x.json"], "there is no folder none"),

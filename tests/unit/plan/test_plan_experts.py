@@ -33,7 +33,6 @@ def test_active_parameters_are_the_published_ones() -> None:
     assert flops.num_parameters(MIXTRAL) == 46_702_792_704
     assert flops.num_active_parameters(MIXTRAL) == pytest.approx(12.9e9, rel=0.002)
     qwen = configuration(["model=qwen3_30b_a3b"]).model
-    assert flops.num_parameters(qwen) == pytest.approx(30.5e9, rel=0.002)
     assert flops.num_active_parameters(qwen) == pytest.approx(3.3e9, rel=0.02)
     # A token costs what it goes through.
     attention = 12 * MIXTRAL.num_hidden_layers * MIXTRAL.hidden_size * 4096

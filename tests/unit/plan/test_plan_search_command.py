@@ -84,20 +84,6 @@ def test_a_layout_that_shards_inside_a_node_is_searched_and_named(plan: PlanComm
     assert "zero 3 over 8 ranks" in plan.text("--search", *typed, "parallelism.shard_degree=8")
 
 
-def test_json_lists_layouts_by_speed_with_what_binds_them(plan: PlanCommand) -> None:
-    facts = plan.facts("--search", *MODEL, *NODES, "--top", "4")
-    speeds = [layout["tokens_per_s"] for layout in facts["layouts"]]
-    assert len(speeds) == 4
-    assert speeds == sorted(speeds, reverse=True)
-    for row in [*facts["layouts"], *facts["pareto"], *facts["runs_today"]]:
-        assert row["dp"] * row["tp"] * row["pp"] * row["cp"] == facts["num_devices"] == 16
-        assert row["micro_batch_size"] * row["accumulation"] * row["dp"] == facts["global_batch_size"] == 64
-        assert row["peak_memory_bytes"] <= facts["usable_memory_bytes"]
-        assert row["bound_by"]
-        assert row["runs_today"] == (row["pp"] == row["cp"] == row["ep"] == 1)
-    assert facts["runs_today"][0]["runs_today"]
-
-
 OFFLOADED = ["experiment=llama3_70b", "cluster.nodes=4", "parallelism.offload=all", "train.seq_len=2048"]
 
 

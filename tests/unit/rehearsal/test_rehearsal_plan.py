@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 
-from conf.schema import Config, Device, Fault, LauncherName, Requeue, WandbMode
+from conf.schema import Config, Device, LauncherName, Requeue, WandbMode
 from orchestra.config.compose import compose
 from orchestra.config.machine import Situation, signature
 from orchestra.config.rules.all_rules import problems_of
 from orchestra.errors import ConfigError
 from orchestra.rehearsal.prepare_rehearsal import (
-    AskedFault,
     FaultSchedule,
     Rehearsal,
     RehearsalPair,
@@ -99,12 +98,6 @@ def test_what_is_asked_for_is_planned_as_it_was_typed_in_the_order_of_steps() ->
     assert schedule.steps == 100
     without_a_length = fault_schedule([asked_fault("sigkill@500:0")], config(), None)
     assert without_a_length.steps > 500
-
-
-def test_a_fault_is_typed_as_kind_step_and_rank() -> None:
-    assert asked_fault("sigkill@30:1") == AskedFault(Fault.sigkill, 30, 1)
-    assert asked_fault("node_down@7") == AskedFault(Fault.node_down, 7)
-    assert asked_fault("hang") == AskedFault(Fault.hang)
 
 
 @pytest.mark.parametrize(

@@ -74,22 +74,6 @@ def test_set_up_lines_are_the_shells_own_and_run_before_everything_of_ours(
     assert done.stdout == f"yes IB0 {tmp_path}/runs/mine/code:/site/packages 1\n"
 
 
-def test_pyxis_image_sees_the_runs_the_mounts_and_our_search_path(
-    orchestra: CommandLine, tmp_path: Path
-) -> None:
-    container = (
-        "cluster.container.image='nvcr.io#nvidia/pytorch:26.05-py3'",
-        "cluster.container.mounts=[/data:/data:ro]",
-    )
-    words = srun_words(orchestra(*SMALL, *container).out)
-    runs = tmp_path / "runs"
-    assert "--container-image=nvcr.io#nvidia/pytorch:26.05-py3" in words
-    assert f"--container-mounts={runs}:{runs},/data:/data:ro" in words
-    inside = ["env", f"PYTHONPATH={runs}/mine/code", "PYTHONSAFEPATH=1", "python3"]
-    assert words[words.index("env") :][:4] == inside
-    assert sys.executable not in words
-
-
 def test_apptainer_prefix_stands_before_the_command_and_keeps_its_quotes(
     orchestra: CommandLine, tmp_path: Path
 ) -> None:

@@ -80,11 +80,6 @@ def test_a_run_without_a_checkpoint_begins_with_attempt_0_and_cannot_be_trained_
     assert "recorded no checkpoint" in refused(prepared, "train.steps=200")
 
 
-def test_a_run_that_is_alive_is_refused_with_its_process(run: RunDir) -> None:
-    led_here(run, 1)
-    assert f"mine is running, attempt 1: process {os.getpid()} on " in refused(run)
-
-
 def test_a_finished_run_is_finished_unless_more_steps_are_asked_for(run: RunDir) -> None:
     led_here(run, 1, ended=0)
     assert planned(run).is_finished

@@ -25,19 +25,6 @@ def _request(parent: Path, name: str | None = "mine") -> RunRequest:
     return RunRequest(config, "0123456789abcdef", ["train.steps=3"], ["orchestra", "run"])
 
 
-def test_the_directory_holds_the_frozen_configuration_and_the_record(tmp_path: Path) -> None:
-    request = _request(tmp_path / "runs")
-    run = prepare(request, planned_run(request, now=0.0))
-    assert sorted(path.name for path in run.path.iterdir()) == ["config.yaml", "run.json"]
-    config = read_config(run.config)
-    assert (config.run.name, config.cluster.gpus_per_node) == ("mine", 2)
-    record = json.loads(run.record.read_text())
-    assert (record["name"], record["signature"]) == ("mine", "0123456789abcdef")
-    assert record["overrides"] == ["train.steps=3"]
-    assert len(record["wandb_id"]) == 8
-    assert {"created", "host", "user", "command", "code_revision", "versions"} <= set(record)
-
-
 def test_an_existing_name_is_refused_whatever_it_is(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "link").symlink_to("nowhere")
