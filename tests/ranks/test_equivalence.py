@@ -217,8 +217,8 @@ BF16_CASES: tuple[Values, ...] = (
 def test_16_bit_trainings_stay_as_close_to_the_exact_one_as_single_processes(
     ranks: Ranks, precision: str
 ) -> None:
-    """Processes that sum the same batch in another order differ. Ranks must not lose more: neither their losses
-    nor their parameters lie much farther from those of 32 bits than the farthest of single processes.
+    """Processes that sum the same batch in another order differ. Ranks must not lose more: neither their
+    losses nor their parameters lie much farther from those of 32 bits than the farthest of single processes.
     """
     singles = [
         alone(
@@ -235,7 +235,7 @@ def test_16_bit_trainings_stay_as_close_to_the_exact_one_as_single_processes(
     for values, of_ranks in zip(BF16_CASES, results, strict=True):
         off = farthest_row(of_ranks[0], exact)
         # Errors of rounding add up by chance: those of one training are at times twice another's.
-        assert off <= 2 * farthest_loss, f"{values}: a loss is off by {off}, of single processes {farthest_loss}"
+        assert off <= 2 * farthest_loss, f"{values}: off by {off}, single processes by {farthest_loss}"
         assert distance(parameters(of_ranks), parameters([exact])) <= 1.25 * farthest, str(values)
 
 
