@@ -458,7 +458,9 @@ class TrainConfig:
     # GiB that the layers' activations of a micro-batch may take on a rank; the cheapest choice of what to
     # recompute in which layers is made for it (train.recompute must then be none). null: as said above.
     recompute_budget_gib: float | None = None
-    compile: bool = False
+    # Compile the blocks (torch.compile): true, false, or `auto`: where ranks train on GPUs and their nodes
+    # have what compiling needs.
+    compile: bool | str = "auto"
     log_every: int = 1
     seed: int = 0
     # Bit-identical repeats: deterministic kernels, fixed reduction order.

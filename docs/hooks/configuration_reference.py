@@ -100,9 +100,9 @@ def _is_enum(hint: Any) -> bool:
 
 
 def _accepted(hint: Any) -> str:
-    """Return what a key takes, in words. Beside a number the schema's only text is `auto`."""
+    """Return what a key takes, in words. Beside numbers or truth values the schema's only text is `auto`."""
     alternatives = _alternatives(hint)
-    is_auto = str in alternatives and len([it for it in alternatives if it in (int, float, str)]) > 1
+    is_auto = str in alternatives and len([it for it in alternatives if it in (bool, int, float, str)]) > 1
     return ", ".join("`auto`" if it is str and is_auto else _accepted_alone(it) for it in alternatives)
 
 

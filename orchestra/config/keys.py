@@ -172,7 +172,7 @@ def _accepted(hint: Any) -> str:
         return "a list, each element " + _accepted(inner)
     if typing.get_origin(hint) is dict:
         return "names with values, {name: value}"
-    return "a whole number or auto"
+    return "true, false or auto" if bool in typing.get_args(hint) else "a whole number or auto"
 
 
 def _example(key: Key, hint: Any) -> str:

@@ -96,13 +96,15 @@ def _contexts(num_products: int, num_sums: int) -> Contexts:
 
 
 def compile_blocks(model: Transformer, config: Config) -> None:
-    """Compile each block's forward in place (torch.compile); equal blocks share one compilation.
+    """Compile each block's forward in place where train.compile is true; equal blocks share one compilation.
 
+    `auto` compiles nothing: where ranks train, `build.with_compilation` has put true or false in its place.
     The forward and not the module: hooks of the module then run outside of what is compiled.
     """
-    if config.train.compile:
+    if config.train.compile is True:
         for layer in model.layers:
-            layer.forward = torch.compile(layer.forward)
+            # Shapes are fixed for a run; what is compiled for any shape is slower.
+            layer.forward = torch.compile(layer.forward, dynamic=False)
 
 
 def set_products(model: Transformer, config: Config) -> None:
@@ -127,12 +129,26 @@ def _set(module: nn.Module, products: Fp8Products) -> None:
     leaving = module.o_proj if isinstance(module, Attention) else module.down_proj
     if isinstance(leaving, ColumnsProduct):
         leaving.product = products.linear
+    elif isinstance(module, Attention):
+        module.o_proj = _Fp8Linear(leaving, products)
     else:
-        leaving.forward = functools.partial(_through, leaving, products)  # type: ignore[method-assign]
+        module.down_proj = _Fp8Linear(leaving, products)
 
 
-def _through(linear: nn.Linear, products: Fp8Products, x: torch.Tensor) -> torch.Tensor:
-    return products.linear(x, linear.weight, linear.bias)
+class _Fp8Linear(nn.Linear):
+    """Takes the place of a linear layer, with its parameters.
+
+    A module of its own and no function put in the layer's place: torch.compile would ask of a function which
+    one it is, and compile every block by itself.
+    """
+
+    def __init__(self, linear: nn.Linear, products: Fp8Products) -> None:
+        super().__init__(linear.in_features, linear.out_features, device="meta")
+        self.weight, self.bias = linear.weight, linear.bias
+        self.products = products
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.products.linear(x, self.weight, self.bias)
 
 
 def refuse_missing_hardware(config: Config, device: torch.device) -> None:

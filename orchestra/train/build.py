@@ -7,27 +7,68 @@ tests and benchmarks.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from conf.schema import Config
 from orchestra.data.loader import Loader
 from orchestra.data.source import open_source
-from orchestra.errors import DataError
+from orchestra.errors import ConfigError, DataError
 from orchestra.model.transformer import Transformer
 from orchestra.optim.adamw import AdamW, Trained
 from orchestra.parallel.apply import Parallelized, parallelize
 from orchestra.parallel.mesh import Mesh
 from orchestra.parallel.places import global_index
 from orchestra.precision.policies import ScaleState, make_loss_scale
+from orchestra.run.events import EventWriter
 from orchestra.run.rollback import Stretch
+from orchestra.sizes.compilation import (
+    CompileTools,
+    advice,
+    is_wanted,
+    lacking_tools,
+    refusal,
+    tools_here,
+)
 from orchestra.sizes.topology import BatchShape, batch_shape
 from orchestra.train.hooks import StepHooks
 from orchestra.train.step import TrainingStep
 from orchestra.train.watch.bad_losses import make_loss_spikes
+
+
+def with_compilation(config: Config, mesh: Mesh, events: EventWriter) -> Config:
+    """Return the configuration with true or false where train.compile says auto. *Collective*: all ranks
+    compile, or none does.
+
+    Where `auto` would compile and a node lacks what that needs, rank 0 records and prints it. Raises
+    ConfigError, on all ranks, where train.compile=true.
+    """
+    chosen, device_type = config.train.compile, mesh.device.type
+    is_compiled = is_wanted(chosen, device_type)
+    if is_compiled and (lacking := _lacking_on_any_rank(device_type, mesh.world_size)):
+        if chosen is True:
+            raise ConfigError(refusal(lacking))
+        is_compiled = False
+        if mesh.rank == 0:
+            cause = advice(lacking)
+            events.write("compile_off", cause=cause)
+            sys.stderr.write(f"train.compile=auto: training without torch.compile: {cause}\n")
+    return replace(config, train=replace(config.train, compile=is_compiled))
+
+
+def _lacking_on_any_rank(device_type: str, num_ranks: int) -> tuple[str, ...]:
+    """Return what torch.compile needs and some rank does not find. *Collective*."""
+    everything = lacking_tools(device_type, CompileTools(*[False] * len(fields(CompileTools))))
+    here = lacking_tools(device_type, tools_here())
+    lacks = torch.tensor([int(name in here) for name in everything])
+    if num_ranks > 1:
+        dist.all_reduce(lacks, op=dist.ReduceOp.MAX)
+    return tuple(name for name, is_lacking in zip(everything, lacks.tolist(), strict=True) if is_lacking)
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,7 @@ from orchestra.train.build import (
     build_model_and_optimizer,
     build_step,
     set_numerics,
+    with_compilation,
 )
 from orchestra.train.checkpoints import Checkpoints, build_checkpoints
 from orchestra.train.hooks import HeartbeatHook, LedgerHook, StepHooks, TrainedStep
@@ -358,6 +359,7 @@ def _announced_peak_flops(config: Config, mesh: Mesh, built: BuiltModel, events:
         device=torch.cuda.get_device_name(mesh.device) if is_gpu else "cpu",
         threads=None if is_gpu else torch.get_num_threads(),
         torch=torch.__version__,
+        compiled=config.train.compile,
         world_size=mesh.world_size,
         accumulation=built.batch.accumulation,
         num_parameters=num_parameters(config.model),
@@ -440,6 +442,7 @@ def train_on(mesh: Mesh, config: Config, ranks: RankEnvironment, rank: RankAttem
     Raises StopRequested, on all ranks after the same step, where a stop was asked for before the end, and
     OutOfMemoryError on a rank whose memory does not suffice.
     """
+    config = with_compilation(config, mesh, rank.events)
     config = with_micro_batch_size(config, mesh, ranks, rank.events)
     try:
         trainer = assemble(config, mesh, ranks, rank)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -20,15 +22,21 @@ from small_trainings import (
     assert_same_bits,
     assert_same_training,
     config_of,
+    mesh_of,
     start,
     take_steps,
     trained_on,
 )
 
 from conf.schema import Config, DType, Family, ModelConfig, Recompute
+from orchestra.errors import ConfigError
 from orchestra.parallel.zero.buffers import SpareMemory, in_blocks, in_buckets
 from orchestra.precision.policies import policy
+from orchestra.run.events import EventWriter, rank_writer
+from orchestra.run.paths import RunDir
 from orchestra.sizes.flops import num_parameters
+from orchestra.sizes.topology import layout
+from orchestra.train.build import with_compilation
 
 # Steps where the comparison does not sharpen with more; `make equivalence` takes twenty.
 FEW = 8
@@ -87,6 +95,23 @@ def test_compiled_blocks_train_with_the_hooks_around_them(ranks: Ranks) -> None:
     configs = [config_of(EVEN, train={**train, "compile": True}, zero=zero) for zero in (1, 3)]
     for of_ranks in trained_on(ranks(2), configs, steps=3):
         assert_same_training(of_ranks, expected)
+
+
+def refused_compilation(rank: int, world: int, folder: Path) -> str:
+    """Return why a rank refuses to compile; only the second one has no compiler."""
+    config = config_of(EVEN, train={"global_batch_size": 4, "compile": True})
+    mesh = mesh_of(rank, layout(config.parallelism, world))
+    events = EventWriter(RunDir(folder), rank_writer(0, rank), 0, rank=rank)
+    without = {"CXX": "no-such-compiler"} if rank == 1 else {}
+    with patch.dict(os.environ, without), pytest.raises(ConfigError) as refused:
+        with_compilation(config, mesh, events)
+    return str(refused.value)
+
+
+def test_a_rank_without_a_compiler_is_heard_by_all(ranks: Ranks, tmp_path: Path) -> None:
+    first, second = ranks(2).run(refused_compilation, folder=tmp_path)
+    assert first == second
+    assert "a C++ compiler not found" in first
 
 
 @pytest.mark.parametrize("bucket_mib", [0.001, 1.0])

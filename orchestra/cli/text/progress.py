@@ -91,6 +91,8 @@ class Progress:
             if name == "micro_batch_chosen":
                 chosen = f"micro-batch {event.get('size')} × accumulation {event.get('accumulation')}"
                 self._notices.append(f"{chosen}: the largest that fits")
+            elif name == "compile_off":
+                self._notices.append(f"training without torch.compile: {event.get('cause')}")
             if not is_whole(step):
                 continue
             if name == "checkpoint_started":

@@ -12,6 +12,7 @@ from orchestra.config.machine import Situation, world_size
 from orchestra.data.token_files import check_size, local_prefix, read_index, token_file_prefix
 from orchestra.errors import ConfigError, DataError
 from orchestra.huggingface.folder import init_from_problems
+from orchestra.sizes.compilation import lacking_tools, refusal, tools_here
 from orchestra.sizes.flops import num_parameters
 from orchestra.sizes.topology import layout
 from orchestra.sizes.units import MIB, slurm_time_s
@@ -22,6 +23,8 @@ _STDLIB_VOCABULARY = 257
 _MAX_RANKS_PER_CORE = 8
 # Slurm's warning was seen up to 28 s off its time, and so was the time limit itself.
 SLACK_S = 30
+# Commands that train on this machine.
+_TRAINING_VERBS = ("run", "resume")
 # Keys that say what an option of sbatch says.
 _SAID_BY = {
     "partition": "cluster.partition",
@@ -134,6 +137,14 @@ def rule_precision_on_cpu(config: Config, _: Situation) -> Iterator[str]:
             "precision=fp8 needs a GPU of compute capability 8.9 or more; use precision=fp32 or bf16, or "
             "cluster.device=cuda"
         )
+
+
+def rule_compile_tools(config: Config, situation: Situation) -> Iterator[str]:
+    """What train.compile=true needs on this machine; the ranks look for themselves on the nodes of a job."""
+    if config.train.compile is not True or not situation.starts_here or situation.verb not in _TRAINING_VERBS:
+        return
+    if lacking := lacking_tools(config.cluster.device.name, tools_here()):
+        yield refusal(lacking)
 
 
 def rule_offload_on_cpu(config: Config, _: Situation) -> Iterator[str]:

@@ -12,6 +12,7 @@ from orchestra.config.keys import nearest, shown
 from orchestra.config.machine import Situation
 from orchestra.run.metrics_file import NUMBER_KEYS
 from orchestra.sizes import hardware
+from orchestra.sizes.compilation import AUTO
 from orchestra.sizes.units import slurm_time_s
 
 # Smallest and largest number of each key, null where there is none; where the schema allows null, it passes.
@@ -129,6 +130,12 @@ _NOT_EMPTY = (
 # What torch and the data files count with.
 _LARGEST_INTEGER = 2**63 - 1
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+def rule_compile(config: Config, _: Situation) -> Iterator[str]:
+    chosen = config.train.compile
+    if isinstance(chosen, str) and chosen != AUTO:
+        yield f"train.compile={chosen!r} is no choice; use auto, true or false, without quotes"
 
 
 def rule_sizes(config: Config, _: Situation) -> Iterator[str]:

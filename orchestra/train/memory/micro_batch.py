@@ -166,6 +166,9 @@ def _chosen_on_gpu(config: Config, fake_mesh: Mesh, sizes: Sequence[int]) -> Mic
     try:
         return MicroBatchChoice(largest_that_fits(sizes, fits), round(total * _GPU_SHARE), peaks)
     finally:
+        if config.train.compile is True:
+            # Dynamo keeps eight compilations of a block, and none for the ninth: these were of other sizes.
+            torch.compiler.reset()
         torch.cuda.set_per_process_memory_fraction(1.0, device)
         torch.cuda.reset_peak_memory_stats(device)
 

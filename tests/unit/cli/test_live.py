@@ -62,13 +62,16 @@ def test_a_long_run_is_told_in_about_fifty_lines_with_first_and_last(tmp_path: P
     assert (lines[0][:14], lines[-2][:14], lines[-1]) == ("step    1/1003", "step 1003/1003", "the end")
 
 
-def test_the_micro_batch_that_was_found_and_an_unknown_mfu_are_told(tmp_path: Path) -> None:
+def test_what_the_ranks_chose_and_an_unknown_mfu_are_told(tmp_path: Path) -> None:
     run, stream = RunDir(tmp_path), io.StringIO()
-    EventWriter(run, rank_writer(0, 0), 0, rank=0).write("micro_batch_chosen", size=4, accumulation=3)
+    events = EventWriter(run, rank_writer(0, 0), 0, rank=0)
+    events.write("micro_batch_chosen", size=4, accumulation=3)
+    events.write("compile_off", cause="Triton not found")
     JsonLinesWriter(run.metrics).write(_row(1, 5.0, mfu=None))
     _plain(Progress(run, 4), stream).close([])
     assert stream.getvalue().splitlines() == [
         "micro-batch 4 × accumulation 3: the largest that fits",
+        "training without torch.compile: Triton not found",
         "step 1/4  loss 5.0000  12.3k tok/s  MFU n/a  |g| 0.50  ETA 0:06",
     ]
 

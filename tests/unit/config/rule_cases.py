@@ -32,6 +32,9 @@ def broken(changes: Change, situation: Situation) -> list[str]:
 
 # The rule; below it `key=value  key=value -> words | more words`, a value as YAML has it.
 _TABLE = """
+rule_compile
+    train.compile=maybe -> train.compile='maybe' | auto, true or false
+    train.compile='true' -> train.compile='true' | without quotes
 rule_sizes
     train.steps=0 -> train.steps=0 | 1 or more
     train.seed=9223372036854775808 -> train.seed=9223372036854775808 | use at most 9223372036854775807
@@ -231,6 +234,7 @@ ELSEWHERE = {
     "rule_gpus",
     "rule_cores",
     "rule_memory",
+    "rule_compile_tools",
     "rule_checkpoint_space",
     "rule_checkpoint_memory",
     "rule_init_from",

@@ -97,6 +97,21 @@ def test_the_batch_fits_the_ranks_unless_its_size_was_given() -> None:
     assert (kept.global_batch_size, kept.global_batch_tokens) == (None, 524288)
 
 
+@pytest.mark.parametrize(("typed", "value"), [("auto", "auto"), ("true", True), ("false", False)])
+def test_compile_is_a_truth_value_or_auto_in_overrides_presets_and_frozen_runs(
+    tmp_path: Path, typed: str, value: bool | str
+) -> None:
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / "mine.yaml").write_text(f"compile: {typed}\n")
+    of_preset = compose([f"hydra.searchpath=[{tmp_path}]", "train=mine"], HERE).config
+    of_override = compose([f"train.compile={typed}"], HERE).config
+    assert of_preset.train.compile == of_override.train.compile == value
+    write_config(tmp_path / "config.yaml", of_override)
+    # As runs wrote it before there was `auto`, too.
+    assert f"compile: {typed}\n" in (tmp_path / "config.yaml").read_text()
+    assert read_config(tmp_path / "config.yaml") == of_override
+
+
 def test_a_refused_value_is_not_blamed_for_being_missing() -> None:
     found = problems("data=tokens", "data.blend=[{path: x, wieght: 2}]")
     assert found == ["data.blend[0].wieght: no such key; did you mean weight?"]
@@ -117,7 +132,8 @@ def test_a_refused_value_is_not_blamed_for_being_missing() -> None:
         ("train.steps=true", ["found true or false", "expected a whole number"]),
         ("train.steps=null", ["found null"]),
         ("train.steps=[1]", ["found a list"]),
-        ("train.compile=maybe", ["expected true or false"]),
+        ("train.compile=maybe", ["train.compile='maybe'", "use auto, true or false"]),
+        ("train.compile=1", ["expected true, false or auto, e.g. train.compile=auto"]),
         ("train.recompute=some", ["expected one of none, selective, full"]),
         ("precision.reduce_dtype=fp64", ["one of fp32, bf16, fp16 or null"]),
         ("optim.betas=0.9", ["expected a list, each element a number", "optim.betas=[0.9,0.95]"]),

@@ -143,6 +143,22 @@ def test_impossible_sizes_break_no_other_rule_by_accident() -> None:
         assert len(problems_of(config, CPU)) > len(names) / 2
 
 
+@pytest.mark.parametrize(
+    ("verb", "starts", "is_refused"),
+    [("run", True, True), ("resume", True, True), ("run", False, False), ("plan", False, False)],
+)
+def test_compiling_without_a_compiler_is_refused_where_it_would_start(
+    verb: str, starts: bool, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    situation = replace(LAPTOP if starts else CPU, verb=verb)
+    found = broken({"train.compile": True}, situation)
+    assert [problem.startswith("train.compile=true: a C++ compiler not") for problem in found] == (
+        [True] if is_refused else []
+    )
+    assert broken({"train.compile": "auto"}, situation) == []
+
+
 def met(changes: Change, situation: Situation) -> Config:
     """The default configuration with some keys changed, where it is resolved."""
     return resolved(changed(changes), situation)

@@ -1,0 +1,122 @@
+"""Equal blocks are compiled once, and nothing is compiled again while a run goes on.
+
+Compiled as far as graphs of torch's operators: what follows adds no graph, and takes a C++ compiler a minute.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+import torch.distributed as dist
+from torch._dynamo.utils import counters
+
+from conf.schema import (
+    Config,
+    Family,
+    ModelConfig,
+    ParallelismConfig,
+    PrecisionConfig,
+    PrecisionName,
+    Recompute,
+    TrainConfig,
+)
+from orchestra.parallel.mesh import make_mesh
+from orchestra.sizes.topology import layout
+from orchestra.train.build import build_training
+from orchestra.train.dry_build import allow_fake_groups, take_step
+
+LAYERS = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to train, and how many kinds of blocks it has."""
+
+    zero: int = 0
+    tp: int = 1
+    recompute: str = "none"
+    recompute_every: int = 1
+    precision: str = "fp32"
+    family: str = "llama"
+    ranks: int = 2
+    kinds: int = 1
+
+
+CASES = {
+    "zero 0": Case(),
+    "zero 1, selective": Case(zero=1, recompute="selective"),
+    "zero 2, full": Case(zero=2, recompute="full"),
+    "zero 3, selective": Case(zero=3, recompute="selective"),
+    "every second block": Case(ranks=1, recompute="full", recompute_every=2, kinds=2),
+    "tensor parallel, selective": Case(tp=2, recompute="selective"),
+    "gpt": Case(ranks=1, family="gpt", precision="bf16"),
+    "fp8, full": Case(ranks=1, precision="fp8", recompute="full"),
+}
+
+
+def config_of(case: Case) -> Config:
+    return Config(
+        model=ModelConfig(
+            family=Family(case.family),
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            vocab_size=64,
+        ),
+        parallelism=ParallelismConfig(zero=case.zero, tp=case.tp, bucket_mib=0.01),
+        precision=PrecisionConfig(PrecisionName(case.precision)),
+        train=TrainConfig(
+            seq_len=16,
+            micro_batch_size=2,
+            global_batch_size=6 * case.ranks // case.tp,
+            recompute=Recompute(case.recompute),
+            recompute_every=case.recompute_every,
+            compile=True,
+        ),
+    )
+
+
+@pytest.fixture
+def graphs_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Compile to graphs, and forget them afterwards."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    torch.compiler.reset()
+    counters.clear()
+    yield
+    torch.compiler.reset()
+    counters.clear()
+
+
+@pytest.fixture
+def case(request: pytest.FixtureRequest) -> Iterator[Case]:
+    """A case whose other ranks are not there: collectives end at once and move nothing."""
+    found: Case = CASES[request.param]
+    if found.ranks > 1:
+        allow_fake_groups()
+        store: Any = importlib.import_module("torch.testing._internal.distributed.fake_pg").FakeStore()
+        dist.init_process_group("fake", store=store, rank=0, world_size=found.ranks)
+    yield found
+    if found.ranks > 1:
+        dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("graphs_alone")
+@pytest.mark.parametrize("case", CASES, indirect=True)
+def test_equal_blocks_are_compiled_once_whatever_the_step_and_the_micro_batch(case: Case) -> None:
+    config = config_of(case)
+    mesh = make_mesh(0, layout(config.parallelism, case.ranks), torch.device("cpu"))
+    training = build_training(config, mesh)
+    for step, accumulation in enumerate((1, 1, 3, 3), start=1):
+        take_step(training, mesh, step, accumulation)
+        assert counters["stats"]["unique_graphs"] == case.kinds, f"step {step}"
+    training.parallelized.stage.settle()
+    training.parallelized.stage.close()
