@@ -367,6 +367,8 @@ class DataConfig:
     cache_dir: str | None = None
     # Batches that the loader's thread prepares ahead of the step.
     prefetch_batches: int = 4
+    # Attention stays inside of documents where a sample holds several: a token sees no other document's.
+    document_masks: bool = False
     # Write each step's sample ids to <run>/samples/.
     ledger: bool = False
 

@@ -21,7 +21,9 @@ from conf.schema import BlendPart, DataConfig, Source
 from orchestra.data.order import Int64, sample_ids
 from orchestra.data.token_files import (
     TokenIndex,
+    check_separator,
     check_size,
+    index_of,
     local_copy,
     local_prefix,
     read_index,
@@ -167,13 +169,17 @@ class Blend:
 
 def open_blend(data: DataConfig, seq_len: int) -> SampleSource:
     """Open data.path, or the parts of data.blend. Raises DataError for files that cannot be read together."""
-    parts = list(data.blend) or [BlendPart(path=str(data.path))]
+    parts = _parts(data)
     files = [open_tokens(part.path, data.cache_dir) for part in parts]
     _check_one_tokenizer(files)
     samples = [TokenSamples(file.tokens, seq_len, file.index.vocab_size, file.name) for file in files]
     if len(samples) == 1:
         return samples[0]
     return Blend(samples, [part.weight for part in parts])
+
+
+def _parts(data: DataConfig) -> list[BlendPart]:
+    return list(data.blend) or [BlendPart(path=str(data.path))]
 
 
 def _split(position: int, count: int, left: int, whole: int) -> tuple[int, npt.NDArray[np.bool_]]:
@@ -247,3 +253,15 @@ def open_source(data: DataConfig, seq_len: int) -> SampleSource:
     if data.source is Source.stdlib:
         return TokenSamples(stdlib_tokens(), seq_len, VOCAB_SIZE, "data.source=stdlib")
     return open_blend(data, seq_len)
+
+
+def separator_of(data: DataConfig) -> int:
+    """Return the token that ends each document. Reads an index and no tokens: parts that differ are refused
+    when the source is opened. Raises DataError where no token can be it.
+    """
+    if data.source is Source.stdlib:
+        return SEPARATOR
+    path = _parts(data)[0].path
+    index = index_of(path)
+    check_separator(index, path)
+    return index.separator_id

@@ -112,6 +112,26 @@ def parse_index(text: bytes, name: str) -> TokenIndex:
     return _checked({key: record.get(key) for key in (field.name for field in fields(TokenIndex))}, name)
 
 
+def index_of(path: str) -> TokenIndex:
+    """Read the index of the token file at `path`: PREFIX, PREFIX.bin, or any fsspec URL of one."""
+    prefix = token_file_prefix(path)
+    local = local_prefix(prefix)
+    if local is not None:
+        return read_index(Path(f"{local}.json"))
+    system, remote = file_system(prefix)
+    return parse_index(_read_remote(system, f"{remote}.json", f"{prefix}.json"), f"{prefix}.json")
+
+
+def check_separator(index: TokenIndex, name: str) -> None:
+    """Raise DataError when no token of the token file `name` can be its separator."""
+    if index.separator_id >= index.vocab_size:
+        raise DataError(
+            f"{name}: data.document_masks=true needs the token that ends each document, and separator_id="
+            f"{index.separator_id} is outside the file's vocabulary of {index.vocab_size}; pack it again "
+            "with a separator, or use data.document_masks=false"
+        )
+
+
 def check_size(num_bytes: int, index: TokenIndex, name: str) -> None:
     """Raise DataError when the token file `name` of `num_bytes` is not as long as its index says."""
     if num_bytes != index.num_bytes:

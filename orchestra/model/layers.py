@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from conf.schema import Family, ModelConfig, RopeScaling
+from orchestra.model.documents import attend_within
 from orchestra.model.kernels import rms_norm, rotate, shared_input_linear, swiglu
 from orchestra.sizes.flops import head_dim
 
@@ -80,8 +81,13 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(model.hidden_size, model.num_key_value_heads * width, bias=has_bias)
         self.o_proj = nn.Linear(model.num_attention_heads * width, model.hidden_size, bias=has_bias)
 
-    def forward(self, x_BSE: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
-        """Return the output [B, S, E]. `rotary`: cos [S, 1, D] and sin [S, 1, D/2]; None for family gpt."""
+    def forward(
+        self, x_BSE: Tensor, rotary: tuple[Tensor, Tensor] | None, documents: Tensor | None = None
+    ) -> Tensor:
+        """Return the output [B, S, E]. `rotary`: cos [S, 1, D] and sin [S, 1, D/2]; None for family gpt.
+
+        `documents`: what attention stays inside of, from `documents_for`; None: the samples.
+        """
         projected = self.products(x_BSE, self.q_proj, self.k_proj, self.v_proj)
         # The products say how long the sequence is: x may be only this rank's part of it.
         batch, sequence, _ = projected[0].shape
@@ -89,14 +95,17 @@ class Attention(nn.Module):
         q_BSHD, k_BSKD, v_BSKD = (each.view(heads) for each in projected)
         if rotary is not None:
             q_BSHD, k_BSKD = rotate(q_BSHD, *rotary), rotate(k_BSKD, *rotary)
-        out_BHSD = F.scaled_dot_product_attention(
-            q_BSHD.transpose(1, 2),
-            k_BSKD.transpose(1, 2),
-            v_BSKD.transpose(1, 2),
-            is_causal=True,
-            enable_gqa=q_BSHD.shape[2] != k_BSKD.shape[2],
-        )
-        out: Tensor = self.o_proj(out_BHSD.transpose(1, 2).reshape(batch, sequence, -1))
+        if documents is not None:
+            out_BSHD = attend_within(q_BSHD, k_BSKD, v_BSKD, documents)
+        else:
+            out_BSHD = F.scaled_dot_product_attention(
+                q_BSHD.transpose(1, 2),
+                k_BSKD.transpose(1, 2),
+                v_BSKD.transpose(1, 2),
+                is_causal=True,
+                enable_gqa=q_BSHD.shape[2] != k_BSKD.shape[2],
+            ).transpose(1, 2)
+        out: Tensor = self.o_proj(out_BSHD.reshape(batch, sequence, -1))
         return out
 
 
@@ -149,7 +158,9 @@ class Block(nn.Module):
         self.post_attention_layernorm = make_norm(model)
         self.mlp = GeluMLP(model) if model.family is Family.gpt else SwiGLU(model)
 
-    def forward(self, x_BSE: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
-        x_BSE = x_BSE + self.self_attn(self.input_layernorm(x_BSE), rotary)
+    def forward(
+        self, x_BSE: Tensor, rotary: tuple[Tensor, Tensor] | None, documents: Tensor | None = None
+    ) -> Tensor:
+        x_BSE = x_BSE + self.self_attn(self.input_layernorm(x_BSE), rotary, documents)
         out: Tensor = x_BSE + self.mlp(self.post_attention_layernorm(x_BSE))
         return out

@@ -12,22 +12,28 @@ import torch
 from torch import Tensor, nn
 
 from conf.schema import Family, ModelConfig
+from orchestra.model.documents import document_bounds, documents_for
 from orchestra.model.initial import fill_normal_, random_key
 from orchestra.model.layers import Block, Positions, make_norm, rotary_frequencies
 from orchestra.model.loss import Loss, cross_entropy_sum
+from orchestra.sizes.flops import head_dim
 
 
 class Transformer(nn.Module):
     """Token embeddings, a stack of blocks, a final norm and an output matrix (shared with the embedding if
     tied).
 
-    Built on the meta device it costs no memory; `fill_initial_values` then makes the weights.
+    Built on the meta device it costs no memory; `fill_initial_values` then makes the weights. With a
+    `separator_id`, the token that ends each document, attention stays inside of documents.
     """
 
-    def __init__(self, model: ModelConfig, loss_chunk_tokens: int | None = None) -> None:
+    def __init__(
+        self, model: ModelConfig, loss_chunk_tokens: int | None = None, separator_id: int | None = None
+    ) -> None:
         super().__init__()
         self.config = model
         self.loss_chunk_tokens = loss_chunk_tokens
+        self.separator_id = separator_id
         self.embed_tokens = nn.Embedding(model.vocab_size, model.hidden_size)
         has_positions = model.family is Family.gpt
         self.embed_positions = (
@@ -47,10 +53,17 @@ class Transformer(nn.Module):
             self.lm_head.weight = self.embed_tokens.weight
 
     def forward(
-        self, tokens_BS: Tensor, targets_BS: Tensor | None = None, loss_scale: float | Tensor = 1.0
+        self,
+        tokens_BS: Tensor,
+        targets_BS: Tensor | None = None,
+        loss_scale: float | Tensor = 1.0,
+        bounds: Tensor | None = None,
     ) -> Tensor:
-        """Return the logits [B, S, V], or with targets loss_scale · the summed cross-entropy (nats, fp32)."""
-        hidden_BSE = self.hidden(tokens_BS)
+        """Return the logits [B, S, V], or with targets loss_scale · the summed cross-entropy (nats, fp32).
+
+        `bounds` are what `document_bounds` returned for the same tokens, if somebody has them already.
+        """
+        hidden_BSE = self.hidden(tokens_BS, bounds)
         if targets_BS is None:
             logits_BSV: Tensor = self.lm_head(hidden_BSE)
             return logits_BSV
@@ -62,16 +75,29 @@ class Transformer(nn.Module):
             chunk=self.loss_chunk_tokens,
         )
 
-    def hidden(self, tokens_BS: Tensor) -> Tensor:
+    def document_bounds(self, tokens_BS: Tensor) -> Tensor | None:
+        """Return the bounds of the tokens' documents, on the tokens' device; None where they do not matter.
+
+        For tokens in host memory this waits for no device.
+        """
+        return None if self.separator_id is None else document_bounds(tokens_BS, self.separator_id)
+
+    def hidden(self, tokens_BS: Tensor, bounds: Tensor | None = None) -> Tensor:
         """Return the hidden states [B, S, E] after the final norm."""
         x_BSE: Tensor = self.embed_tokens(tokens_BS)
         if self.embed_positions is not None:
             x_BSE = x_BSE + self.embed_positions(tokens_BS)
         rotary = self._rotary_tables(tokens_BS.shape[1], x_BSE)
+        documents = self._documents(tokens_BS, bounds, x_BSE.dtype)
         for layer in self.layers:
-            x_BSE = layer(x_BSE, rotary)
+            x_BSE = layer(x_BSE, rotary, documents)
         out: Tensor = self.norm(x_BSE)
         return out
+
+    def _documents(self, tokens_BS: Tensor, bounds: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+        """Return what the layers' attention stays inside of; None: the samples."""
+        bounds = self.document_bounds(tokens_BS) if bounds is None else bounds
+        return None if bounds is None else documents_for(bounds, tokens_BS, dtype, head_dim(self.config))
 
     def _rotary_tables(self, sequence: int, like: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return cos [S, 1, D] and sin [S, 1, D/2] in the activations' dtype, computed in fp32 once."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from conf.schema import Config
 from orchestra.data.loader import Loader
-from orchestra.data.source import open_source
+from orchestra.data.source import open_source, separator_of
 from orchestra.errors import ConfigError, DataError
 from orchestra.model.transformer import Transformer
 from orchestra.optim.adamw import AdamW, Trained
@@ -95,9 +95,13 @@ def build_training(config: Config, mesh: Mesh) -> Training:
 
 
 def build_model_and_optimizer(config: Config, mesh: Mesh) -> BuiltModel:
-    """Build this rank's part of the model, its values from the seed, and the optimizer. *Collective*."""
+    """Build this rank's part of the model, its values from the seed, and the optimizer. *Collective*.
+
+    Raises DataError where documents are to be masked and nobody knows what ends them.
+    """
+    separator_id = separator_of(config.data) if config.data.document_masks else None
     with torch.device("meta"):  # no values and no memory yet
-        model = Transformer(config.model, config.train.loss_chunk_tokens)
+        model = Transformer(config.model, config.train.loss_chunk_tokens, separator_id)
     parallelized = parallelize(model, config, mesh)
     batch = batch_shape(config.train, mesh.layout.dp)
     return BuiltModel(parallelized, build_optimizer(config, parallelized), batch)

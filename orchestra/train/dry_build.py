@@ -192,6 +192,8 @@ def exact_bytes(config: Config, world_size: int, rank: int = 0, *, as_gpu: bool 
     are of axes that the trainer does not have, or a budget for activations is too small.
     """
     if as_gpu:
+        # A GPU's attention needs no mask to stay inside of documents.
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, document_masks=False))
         config = _with_chunk_of_gpu(config, layout(config.parallelism, world_size))
     with _one_of(world_size, rank, config) as mesh:
         mesh = dataclasses.replace(mesh, counts_as_gpu=as_gpu)

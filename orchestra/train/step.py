@@ -108,9 +108,11 @@ class TrainingStep:
                 share = share * factor
             is_last = index == num_micro_batches - 1
             self._parallel.stage.begin(is_first=index == 0, is_last=is_last)
+            # Where the tokens come from, so that nobody waits for them to arrive.
+            bounds = self._parallel.model.document_bounds(tokens_ABS[index, :, :-1])
             tokens_BS = tokens_ABS[index].to(self._mesh.device, non_blocking=True)
             with marked(Part.forward):
-                loss = self._parallel.model(tokens_BS[:, :-1], tokens_BS[:, 1:], share)
+                loss = self._parallel.model(tokens_BS[:, :-1], tokens_BS[:, 1:], share, bounds)
             total += loss.detach()
             if is_last and self._mesh.dp_group is not None:
                 # Every rank needs the global loss to agree on a skip; it is reduced during the backward pass.

@@ -14,6 +14,7 @@ import os
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,7 +32,8 @@ from small_trainings import (
     trained_on,
 )
 
-from conf.schema import Config, ModelConfig, Recompute
+from conf.schema import Config, DataConfig, ModelConfig, Recompute, Source
+from orchestra.data.token_files import TokenIndex, index_text
 
 Values = tuple[str, str, str, str, int]
 NUM_RANKS = 4
@@ -151,6 +153,28 @@ def test_every_combination_is_the_same_training(ranks: Ranks, combinations: list
     results = trained_on(ranks(NUM_RANKS), configs, steps=NUM_STEPS)
     for values, of_ranks in zip(combinations, results, strict=True):
         assert_equal_trainings(of_ranks, reference(), str(values))
+
+
+DOCUMENT_CASES: tuple[Values, ...] = (
+    ("3", "tp2", "sequence parallel", "selective", 3),
+    ("3", "tp1", "whole", "full", 1),
+    ("1", "tp4", "whole", "none", 1),
+)
+
+
+def test_masked_documents_are_the_same_training_on_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    words, separator_id = MODEL.vocab_size, 7
+    # Nothing is read of it but the separator, which is one token of 59: in every fourth sample or so.
+    index = TokenIndex("uint16", 1, 1, words, separator_id, "bytes", "", block_bytes=2, block_crc32=[0])
+    (tmp_path / "words.json").write_text(index_text(index))
+    data = DataConfig(Source.tokens, path=str(tmp_path / "words"), document_masks=True)
+    train = {"global_batch_size": NUM_SEQUENCES, "micro_batch_size": NUM_SEQUENCES}
+    expected = alone(replace(config_of(MODEL, train=train), data=data), NUM_STEPS)
+    assert expected.rows[0][0] != reference().rows[0][0]
+    configs = [replace(config_with(values), data=data) for values in DOCUMENT_CASES]
+    results = trained_on(ranks(NUM_RANKS), configs, steps=NUM_STEPS)
+    for values, of_ranks in zip(DOCUMENT_CASES, results, strict=True):
+        assert_equal_trainings(of_ranks, expected, str(values))
 
 
 # Nothing divides by three but heads, inner width and sequence: rows, words and elements are left over

@@ -9,7 +9,13 @@ from pathlib import Path
 from conf.schema import Config, Device, LauncherName, Offload, PrecisionName, Source, StateDType
 from launchers.slurm.batch_script import option_problems
 from orchestra.config.machine import Situation, world_size
-from orchestra.data.token_files import check_size, local_prefix, read_index, token_file_prefix
+from orchestra.data.token_files import (
+    check_separator,
+    check_size,
+    local_prefix,
+    read_index,
+    token_file_prefix,
+)
 from orchestra.errors import ConfigError, DataError
 from orchestra.huggingface.folder import init_from_problems
 from orchestra.sizes.compilation import lacking_tools, refusal, tools_here
@@ -201,6 +207,8 @@ def _problems_of_files(binary: Path, index_file: Path, config: Config) -> Iterat
     try:
         index = read_index(index_file)
         check_size(binary.stat().st_size, index, str(binary))
+        if config.data.document_masks:
+            check_separator(index, str(binary))
     except DataError as error:
         yield f"data: {error}"
         return

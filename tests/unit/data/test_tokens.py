@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -14,10 +15,12 @@ import fsspec
 import numpy as np
 import pytest
 
-from conf.schema import DataConfig, Source
+from conf.schema import BlendPart, Config, DataConfig, Source, TrainConfig
+from orchestra.config.machine import Situation
+from orchestra.config.rules.place_rules import rule_data_files
 from orchestra.data import token_files
-from orchestra.data.source import open_source, open_tokens
-from orchestra.data.token_files import read_index
+from orchestra.data.source import open_source, open_tokens, separator_of
+from orchestra.data.token_files import index_text, read_index
 from orchestra.errors import DataError
 
 WriteTokens = Callable[..., str]
@@ -55,6 +58,34 @@ def test_file_opens_by_prefix_name_or_url(
     assert np.array_equal(file.tokens, tokens)
     assert not file.tokens.flags.writeable
     assert file.name.endswith("corpus.bin")
+
+
+def test_separator_is_read_from_the_index_alone_of_local_and_remote_files(
+    write_tokens: WriteTokens, bucket: Any
+) -> None:
+    prefix = write_tokens("corpus", np.arange(3000, dtype=np.uint16) % 100, vocab_size=100)
+    Path(f"{prefix}.bin").unlink()
+    assert separator_of(DataConfig(Source.tokens, path=prefix)) == 99
+    bucket.pipe_file("/data/corpus.json", Path(f"{prefix}.json").read_bytes())
+    assert separator_of(DataConfig(Source.tokens, path="memory://data/corpus.bin")) == 99
+    blend = [BlendPart(path=prefix), BlendPart(path="nowhere")]
+    assert separator_of(DataConfig(Source.tokens, blend=blend)) == 99
+    assert separator_of(DataConfig()) == 256
+
+
+def test_a_separator_that_no_token_can_be_is_refused_where_documents_are_masked(
+    write_tokens: WriteTokens,
+) -> None:
+    prefix = write_tokens("corpus", np.arange(3000, dtype=np.uint16) % 100, vocab_size=100)
+    index = replace(read_index(Path(f"{prefix}.json")), separator_id=100)
+    Path(f"{prefix}.json").write_text(index_text(index))
+    with pytest.raises(DataError, match=r"separator_id=100 is outside .* data.document_masks=false"):
+        separator_of(DataConfig(Source.tokens, path=prefix))
+    config = Config(data=DataConfig(Source.tokens, path=prefix), train=TrainConfig(seq_len=64))
+    assert not list(rule_data_files(config, Situation()))
+    masked = replace(config, data=replace(config.data, document_masks=True))
+    (problem,) = rule_data_files(masked, Situation())
+    assert "separator_id=100" in problem
 
 
 def test_token_outside_the_vocabulary_is_named_by_file_and_offset(write_tokens: WriteTokens) -> None:

@@ -1,0 +1,93 @@
+"""Attention that stays inside of documents, where a sample is packed from several (`data.document_masks`).
+
+A sample's documents are found in its tokens: each ends with the separator, the last one with the sample.
+Variable-length flash attention takes where they end and never computes what is masked; where it does not run
+(CPUs, fp32, old GPUs), scaled dot-product attention gets an exact mask, at the cost of attention over whole
+samples.
+
+Shape letters: B batch, S sequence, T tokens (B·S), N documents of the batch, H query heads, K key-value
+heads, D head width.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+from orchestra.model.initial import is_fake
+
+# What torch's flash attention takes: 16-bit numbers on Ampere or later, heads of these widths.
+_FLASH_DTYPES = (torch.bfloat16, torch.float16)
+_FLASH_CAPABILITY = (8, 0)
+_FLASH_MOST_WIDTH, _FLASH_WIDTH_MULTIPLE = 256, 8
+# torch 2.11 has no such argument yet.
+_VARLEN_SHARES_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+def document_bounds(tokens_BS: Tensor, separator_id: int) -> Tensor:
+    """Return where the documents begin, and the end: int32 [N + 1], counted over all tokens of the batch.
+
+    No document goes on from one sample to the next, so there are at least B. How many there are is known on
+    the host afterwards: for tokens on a GPU it waits for them.
+    """
+    batch, sequence = tokens_BS.shape
+    if is_fake(tokens_BS):  # no values: one document a sample
+        return torch.arange(batch + 1, device=tokens_BS.device, dtype=torch.int32) * sequence
+    is_last = tokens_BS == separator_id
+    is_last[:, -1] = True
+    ends = is_last.flatten().nonzero().flatten() + 1
+    return torch.cat([ends.new_zeros(1), ends]).int()
+
+
+def documents_for(bounds: Tensor, tokens_BS: Tensor, dtype: torch.dtype, head_dim: int) -> Tensor:
+    """Return what `attend_within` takes on the tokens' device, for queries of this type and head width: the
+    bounds themselves, or a mask [B, 1, S, S] of that type, 0 where a query (third dim) sees a key, else −∞.
+    """
+    device = tokens_BS.device
+    if bounds.device != device:
+        bounds = bounds.pin_memory().to(device, non_blocking=True)
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    if has_varying_lengths(capability, dtype, head_dim):
+        return bounds
+    batch, sequence = tokens_BS.shape
+    place = torch.arange(batch * sequence, device=device)
+    document_BS = torch.bucketize(place, bounds, right=True).view(batch, sequence)
+    is_seen = (document_BS[:, None, :, None] == document_BS[:, None, None, :]).tril_()
+    # Numbers that are added to the scores: of bools each layer would make its own mask, and keep it.
+    return torch.zeros_like(is_seen, dtype=dtype).masked_fill_(~is_seen, -torch.inf)
+
+
+def has_varying_lengths(capability: tuple[int, int] | None, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether flash attention over documents of any length runs on a GPU of a compute capability (None: on a
+    CPU) for this type and head width. Not with ROCm, where nobody has tried it.
+    """
+    if capability is None or torch.version.hip is not None:
+        return False
+    is_width = head_dim <= _FLASH_MOST_WIDTH and head_dim % _FLASH_WIDTH_MULTIPLE == 0
+    return capability >= _FLASH_CAPABILITY and dtype in _FLASH_DTYPES and is_width
+
+
+def attend_within(q_BSHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, documents: Tensor) -> Tensor:
+    """Return causal attention inside of documents, [B, S, H, D]; `documents` is of `documents_for`."""
+    num_sharing = q_BSHD.shape[2] // k_BSKD.shape[2]
+    if documents.is_floating_point():
+        q_BHSD, k_BKSD, v_BKSD = (each.transpose(1, 2) for each in (q_BSHD, k_BSKD, v_BSKD))
+        out_BHSD = F.scaled_dot_product_attention(
+            q_BHSD, k_BKSD, v_BKSD, attn_mask=documents, enable_gqa=num_sharing > 1
+        )
+        return out_BHSD.transpose(1, 2)
+    sequence = q_BSHD.shape[1]
+    q_THD, k_TKD, v_TKD = (each.flatten(0, 1) for each in (q_BSHD, k_BSKD, v_BSKD))
+    options: dict[str, Any] = {"enable_gqa": num_sharing > 1} if _VARLEN_SHARES_HEADS else {}
+    if num_sharing > 1 and not _VARLEN_SHARES_HEADS:
+        k_TKD, v_TKD = (each.repeat_interleave(num_sharing, dim=1) for each in (k_TKD, v_TKD))
+    # No document is longer than a sample: no length has to be read back.
+    lengths = (documents, documents, sequence, sequence)
+    out = varlen_attn(q_THD, k_TKD, v_TKD, *lengths, window_size=(-1, 0), **options)
+    assert isinstance(out, Tensor)
+    return out.view(q_BSHD.shape)
