@@ -187,6 +187,7 @@ def _closing(
         *(["", "loss", *figures.chart(losses, figures.WIDTH, _CHART_HEIGHT)] if len(losses) > 1 else []),
         *describe.summary_lines(attempt.run, progress.summary(), verdict),
         *describe.checkpoint_lines(attempt.config, attempt.run, events),
+        *describe.attention_lines(events),
         *describe.mirror_lines(events),
         *describe.resume_lines(attempt.run, verdict, events),
     ]

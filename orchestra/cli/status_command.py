@@ -18,6 +18,7 @@ from typing import TypeVar
 
 from orchestra.cli.text import figures
 from orchestra.cli.text.describe import (
+    attention_lines,
     invocation,
     note_unanswered,
     resume_line,
@@ -133,7 +134,8 @@ def _of_run(state: RunState) -> list[str]:
         "back": _back(roll_backs(events)),
     }
     spent = spent_lines(run, events, state.state, now) if events else []
-    return [*(f"{word:<7} {text}" for word, text in facts.items() if text), *spent, *_next(state, run)]
+    lines = [f"{word:<7} {text}" for word, text in facts.items() if text]
+    return [*lines, *attention_lines(events), *spent, *_next(state, run)]
 
 
 def _reason(state: RunState, verdict: Verdict | None) -> str:

@@ -8,7 +8,9 @@ with that code.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
+import os
 import sys
 import time
 import traceback
@@ -32,9 +34,11 @@ from orchestra.errors import (
     TrainingError,
     UnusableCheckpointError,
 )
+from orchestra.model.attention_backend import attention_backend, loaded_cudnn, slow_attention
 from orchestra.parallel.blocks import refuse_missing_hardware
 from orchestra.parallel.marks import marked
 from orchestra.parallel.mesh import Mesh, RankEnvironment, open_mesh, open_peers, rank_environment
+from orchestra.precision.policies import policy
 from orchestra.run.config_file import read_config
 from orchestra.run.events import EventWriter, rank_writer
 from orchestra.run.files import JsonLinesWriter
@@ -249,6 +253,8 @@ def assemble(config: Config, mesh: Mesh, ranks: RankEnvironment, rank: RankAttem
     ledger = LedgerHook(Ledger(rank.run, mesh.rank, rank.attempt)) if config.data.ledger else None
     profiler = _profiler(config, mesh, built, stopping, rank)
     peak_flops = _announced_peak_flops(config, mesh, built, rank.events) if mesh.rank == 0 else None
+    if mesh.rank == 0 and mesh.device.type == "cuda":
+        announce_attention(config, mesh.device, rank.events)
     replay = build_replay(config, mesh, built, peers, events_of_rank_0, begin, rank.attempt)
     guard = _nonfinite_guard(config, built, rank.events, begin)
     hooks = StepHooks((step_times, heartbeat, faults, profiler, replay, copies, ledger, guard))
@@ -367,6 +373,25 @@ def _announced_peak_flops(config: Config, mesh: Mesh, built: BuiltModel, events:
         mfu_convention=MFU_CONVENTION,
     )
     return peak_flops_per_s
+
+
+def announce_attention(config: Config, device: torch.device, events: EventWriter) -> None:
+    """Record and print which kernel computes attention on a GPU, and what makes it slow. *Rank 0 only*."""
+    cudnn = loaded_cudnn()
+    backend = attention_backend(
+        config.model,
+        config.train.seq_len,
+        policy(config.precision).parameter,
+        device,
+        with_documents=config.data.document_masks,
+    )
+    capability = torch.cuda.get_device_capability(device)
+    slow = slow_attention(cudnn, capability, os.environ.get("LD_LIBRARY_PATH"))
+    evidence = {} if slow is None else dataclasses.asdict(slow)
+    events.write("attention", backend=backend, cudnn=cudnn.version, library=cudnn.library, **evidence)
+    sys.stderr.write(f"attention: {backend}, cuDNN {cudnn.words if cudnn.version else 'none'}\n")
+    if slow is not None:
+        sys.stderr.write(f"warning: {slow.cause}; {slow.advice}\n")
 
 
 def _metrics(

@@ -158,6 +158,14 @@ def mirror_lines(events: Iterable[Record]) -> list[str]:
     return figures.wrapped(text, indent=" " * _INDENT, keeps_words=True)
 
 
+def attention_lines(events: Iterable[Record]) -> list[str]:
+    """Return lines that say why the newest attempt's attention is slow and what to do; none if it is not."""
+    found = [event for event in events if event["event"] == "attention"][-1:]
+    words = [str(event[key]) for event in found for key in ("cause", "advice") if key in event]
+    text = f"warning {'; '.join(words)}"
+    return figures.wrapped(text, indent=" " * _INDENT, keeps_words=True) if words else []
+
+
 def _mfu(summary: Summary) -> str:
     if summary.mfu is None:
         return "MFU n/a (the device's peak is unknown: set cluster.peak_tflops)"

@@ -162,3 +162,10 @@ def test_what_the_mirror_missed_is_told_with_its_advice() -> None:
     *lines, last = describe.mirror_lines([{**failed, "cause": "it did not end " * 8, "advice": path}])
     assert max(map(len, lines)) <= 80
     assert last.split()[-1] == path
+
+
+def test_slow_attention_is_told_with_its_advice_until_an_attempt_has_none() -> None:
+    fast = {"event": "attention", "backend": "cudnn", "cudnn": 91501}
+    slow = {"event": "attention", "backend": "flash", "cudnn": 91002, "cause": "old", "advice": "unset it"}
+    assert describe.attention_lines([fast, slow, {"event": "finished"}]) == ["warning old; unset it"]
+    assert describe.attention_lines([slow, fast]) == describe.attention_lines([]) == []
