@@ -66,6 +66,9 @@ class ClusterConfig:
     # Ranks per node, on CPU too. `auto`: all GPUs of the node, or 2 CPU ranks.
     gpus_per_node: int | str = "auto"
     device: Device = Device.auto
+    # Lets several ranks use one GPU: rank r of this machine has GPU r mod their number. To try a layout on a
+    # workstation, not to be fast; on CPU it changes nothing, and a job on Slurm has a GPU for each rank.
+    share_devices: bool = False
     # Threads per rank on CPU; null: cores ÷ ranks.
     threads_per_rank: int | None = None
     spare_nodes: int = 0

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
-from conf.schema import LauncherName
+from conf.schema import Device, LauncherName
 from orchestra.cli.text.describe import shown
 from orchestra.cli.text.figures import table
 from orchestra.config.machine import Situation, this_machine
@@ -87,6 +87,10 @@ def _here(config: Config, arguments: Namespace) -> int:
         raise ConfigError(
             "cluster.gpus_per_node=1: one rank has no network to measure; use 2 or more, or cluster=slurm "
             "with cluster.nodes=2"
+        )
+    if config.cluster.share_devices and config.cluster.device is Device.cuda:
+        raise ConfigError(
+            "cluster.share_devices=true: ranks on one GPU have no network to measure; leave it out"
         )
     device = config.cluster.device.value
     if arguments.dry_run:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -17,9 +17,16 @@ import torch
 import torch.distributed as dist
 
 from checkpointing.peers import Peers
-from conf.schema import Config, Device
+from conf.schema import ClusterConfig, Config, Device
 from orchestra.errors import StopRequested, TrainingError
 from orchestra.parallel.marks import Traffic
+from orchestra.parallel.shared_devices import (
+    GLOO,
+    NCCL,
+    backend_of_shared,
+    nccl_version,
+    ranks_on_device,
+)
 from orchestra.sizes.topology import Coordinates, Layout, layout
 
 
@@ -72,6 +79,9 @@ class Mesh:
     model_group: dist.ProcessGroup | None = None
     # Bytes that this rank has sent for the training.
     traffic: Traffic = field(default_factory=Traffic)
+    # Ranks whose device this is too, this one included; and what carries their collectives on it.
+    ranks_on_device: int = 1
+    backend: str = GLOO
     # Whether it stands for a GPU's place in a count that runs without one (`train.dry_build`).
     counts_as_gpu: bool = False
     # For groups that are of no axis.
@@ -141,21 +151,29 @@ def open_mesh(config: Config, ranks: RankEnvironment) -> Iterator[Mesh]:
 
     All went well too where the ranks stopped on request. After any other exception the group is left
     standing: ending it waits for the other ranks (NCCL), which wait for this one. The process is to write its
-    verdict and exit. Raises TrainingError when the device that the configuration asks for is not there.
+    verdict and exit. Raises TrainingError when the device that the configuration asks for is not there, and
+    ConfigError when ranks are to share one and nothing carries their collectives.
     """
-    device = choose_device(config.cluster.device, ranks.local_rank)
+    device = choose_device(config.cluster, ranks.local_rank)
+    sharing, backend = 1, GLOO
+    if device.type == "cuda":
+        num_devices = torch.cuda.device_count()
+        sharing = ranks_on_device(ranks.local_rank, ranks.local_world_size, num_devices)
+        # Of all ranks alike, also of one that has its device for itself.
+        is_shared = ranks.local_world_size > num_devices
+        backend = backend_of_shared(config, nccl_version()) if is_shared else NCCL
     degrees = layout(config.parallelism, ranks.world_size)
     if ranks.world_size > 1:
-        is_gpu = device.type == "cuda"
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if is_gpu else "gloo",
+            "cpu:gloo,cuda:nccl" if backend == NCCL else GLOO,
             rank=ranks.rank,
             world_size=ranks.world_size,
             timeout=timedelta(seconds=config.recovery.collective_timeout_s),
-            device_id=device if is_gpu else None,
+            device_id=device if backend == NCCL else None,
         )
     try:
-        yield make_mesh(ranks.rank, degrees, device)
+        mesh = make_mesh(ranks.rank, degrees, device)
+        yield replace(mesh, ranks_on_device=sharing, backend=backend)
     except StopRequested:
         _leave()
         raise
@@ -167,9 +185,9 @@ def _leave() -> None:
         dist.destroy_process_group()
 
 
-def choose_device(wanted: Device, local_rank: int) -> torch.device:
+def choose_device(cluster: ClusterConfig, local_rank: int) -> torch.device:
     """Return this rank's device: its GPU, or the CPU where there is none or it was asked for."""
-    has_gpu = torch.cuda.is_available()
+    wanted, has_gpu = cluster.device, torch.cuda.is_available()
     if wanted is Device.cuda and not has_gpu:
         why = "see what `nvidia-smi` and CUDA_VISIBLE_DEVICES say"
         if torch.version.cuda is None:
@@ -180,12 +198,12 @@ def choose_device(wanted: Device, local_rank: int) -> torch.device:
         )
     if wanted is Device.cpu or not has_gpu:
         return torch.device("cpu")
-    if local_rank >= torch.cuda.device_count():
+    num_devices = torch.cuda.device_count()
+    if local_rank >= num_devices and not cluster.share_devices:
         raise TrainingError(
-            f"local rank {local_rank} has no GPU: this node shows {torch.cuda.device_count()}; "
-            "lower cluster.gpus_per_node"
+            f"local rank {local_rank} has no GPU: this node shows {num_devices}; lower cluster.gpus_per_node"
         )
-    device = torch.device("cuda", local_rank)
+    device = torch.device("cuda", local_rank % num_devices)
     torch.cuda.set_device(device)
     return device
 

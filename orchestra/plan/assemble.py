@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from orchestra.plan.case import PlanCase
 from orchestra.plan.devices import Accelerator, Network, device
 from orchestra.plan.frameworks import NANOTRON, Framework, framework
 from orchestra.plan.profiles import Profile, cpu_device, is_profile, read_profile, with_profile
+from orchestra.sizes.hardware import detect_gpus
 from orchestra.sizes.topology import layout
 from orchestra.sizes.training_shape import TrainingShape, training_shape
 from orchestra.sizes.units import TERA
@@ -93,11 +95,14 @@ def threads_of(config: Config, profile: Profile) -> int:
 
 def _device(config: Config, ranks: int, fitted: Profile | None) -> Accelerator:
     precision = config.precision.name
-    if fitted is None:
-        return device(config.cluster.hardware, precision)
-    if fitted.is_cpu:
+    if fitted is not None and fitted.is_cpu:
         return cpu_device(fitted, ranks, threads_of(config, fitted), precision)
-    return device(fitted.device, precision)
+    own = device(config.cluster.hardware if fitted is None else fitted.device, precision)
+    if not config.cluster.share_devices:
+        return own
+    # Without a GPU here, one that all ranks share. Times stay those of ranks with a device of their own.
+    sharing = math.ceil(ranks / max(1, detect_gpus()))
+    return replace(own, memory_bytes=own.memory_bytes / sharing)
 
 
 def network_of(profile: Framework, device_name: str) -> Network:

@@ -27,6 +27,8 @@ from orchestra.run.paths import RunDir
 # asks. Kept instead: half the system time of a step on CPU (benchmarks/RESULTS.md).
 _KEEP_FREED_MEMORY = "glibc.malloc.mmap_threshold=33554432:glibc.malloc.trim_threshold=100000000000"
 _LOOPBACK = "127.0.0.1"
+# What lets NCCL 2.30 take several ranks on one GPU; few blocks each, since they wait there for each other.
+_SHARED_DEVICES = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "2", "NCCL_NVLS_ENABLE": "0"}
 # Seconds that torchrun gives workers after its own closing signal before it kills them.
 _SHUTDOWN_TIMEOUT_S = 5
 
@@ -65,6 +67,7 @@ def worker_environment(
         "GLIBC_TUNABLES": _KEEP_FREED_MEMORY,
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(_SHUTDOWN_TIMEOUT_S),
         **_network(config),
+        **(_SHARED_DEVICES if config.cluster.share_devices else {}),
     }
 
 

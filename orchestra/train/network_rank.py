@@ -163,7 +163,7 @@ def main(argv: list[str]) -> NoReturn:
 def _measurement(folder: RunDir) -> Measurement | None:
     """Measure all that these ranks can. *Collective*. Return the result on rank 0, None on the others."""
     ranks = rank_environment()
-    device = choose_device(read_config(folder.config).cluster.device, ranks.local_rank)
+    device = choose_device(read_config(folder.config).cluster, ranks.local_rank)
     on_gpu = device.type == "cuda"
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",

@@ -38,6 +38,7 @@ from orchestra.model.attention_backend import attention_backend, loaded_cudnn, s
 from orchestra.parallel.blocks import refuse_missing_hardware
 from orchestra.parallel.marks import marked
 from orchestra.parallel.mesh import Mesh, RankEnvironment, open_mesh, open_peers, rank_environment
+from orchestra.parallel.shared_devices import nccl_version
 from orchestra.precision.policies import policy
 from orchestra.run.config_file import read_config
 from orchestra.run.events import EventWriter, rank_writer
@@ -394,6 +395,13 @@ def announce_attention(config: Config, device: torch.device, events: EventWriter
         sys.stderr.write(f"warning: {slow.cause}; {slow.advice}\n")
 
 
+def _announce_shared_devices(mesh: Mesh, events: EventWriter) -> None:
+    """Record that ranks share a GPU, and what carries their collectives. *Rank 0 only*."""
+    nccl = nccl_version()
+    version = None if nccl is None else ".".join(map(str, nccl))
+    events.write("devices_shared", ranks=mesh.ranks_on_device, backend=mesh.backend, nccl=version)
+
+
 def _metrics(
     config: Config,
     mesh: Mesh,
@@ -422,6 +430,8 @@ def run_rank(run: RunDir, attempt: int, from_memory: int | None = None, heart: H
             mirror = WandbMirror.start(run, config, events)
         # After an exception nothing is closed: that could wait for ranks that wait for this one.
         with open_mesh(config, ranks) as mesh:
+            if mesh.rank == 0 and mesh.ranks_on_device > 1:
+                _announce_shared_devices(mesh, events)
             refuse_missing_hardware(config, mesh.device)
             set_numerics(config, mesh.device)
             train_on(mesh, config, ranks, rank)

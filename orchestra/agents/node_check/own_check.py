@@ -48,7 +48,7 @@ def wishes_of(config: Config, run: RunDir) -> dict[str, Any]:
     return {
         "folder": str(run.control),
         "rooms": list(rooms),
-        "gpus": ranks if on_cuda else 0,
+        "gpus": (1 if config.cluster.share_devices else ranks) if on_cuda else 0,
         "copies": str(folders_of(copies_name(run))),
     }
 

@@ -93,6 +93,8 @@ class Progress:
                 self._notices.append(f"{chosen}: the largest that fits")
             elif name == "compile_off":
                 self._notices.append(f"training without torch.compile: {event.get('cause')}")
+            elif name == "devices_shared":
+                self._notices.append(_shared_devices(event))
             if not is_whole(step):
                 continue
             if name == "checkpoint_started":
@@ -158,6 +160,12 @@ class Summary:
     mfu_causal: float | None
     mfu_convention: str | None
     wall_s: float
+
+
+def _shared_devices(event: Record) -> str:
+    nccl = f"NCCL {event['nccl']}" if event.get("nccl") else "NCCL"
+    carrier = nccl if event.get("backend") == "nccl" else f"gloo, for want of a newer {nccl}"
+    return f"{event.get('ranks')} ranks share a GPU; their collectives go over {carrier}"
 
 
 def _restored(event: Record, step: int) -> str:

@@ -70,10 +70,19 @@ def rule_gpus(config: Config, situation: Situation) -> Iterator[str]:
     ranks = cluster.gpus_per_node
     if num_gpus == 0:
         yield "cluster.device=cuda, but no NVIDIA GPU is visible on this machine; use cluster.device=cpu"
-    elif isinstance(ranks, int) and ranks > num_gpus:
+    elif isinstance(ranks, int) and ranks > num_gpus and not cluster.share_devices:
         yield (
             f"cluster.gpus_per_node={ranks}, but {num_gpus} GPU(s) are visible on this machine; use at most "
-            f"{num_gpus}, or cluster.device=cpu"
+            f"{num_gpus}, or cluster.share_devices=true to put several ranks on one, or cluster.device=cpu"
+        )
+
+
+def rule_share_devices(config: Config, _: Situation) -> Iterator[str]:
+    cluster = config.cluster
+    if cluster.share_devices and cluster.launcher is LauncherName.slurm and cluster.device is not Device.cpu:
+        yield (
+            "cluster.share_devices=true is to try a layout on one machine: on Slurm each rank is given a GPU "
+            "of its own; leave it out, or use cluster=local"
         )
 
 

@@ -39,7 +39,8 @@ from orchestra.train.dry_build import (
 from orchestra.train.memory.host_memory import available_host_bytes
 from orchestra.train.memory.out_of_memory import is_out_of_memory
 
-# Of a GPU's memory; the rest is for what is in no tensor: buffers of NCCL, workspaces, fragments.
+# Of a GPU's memory, for all ranks on it together; the rest is for what is in no tensor: buffers of NCCL,
+# workspaces, fragments.
 _GPU_SHARE = 0.93
 # Of the host's memory that is free: the rest is for the loader, libraries and files in the cache.
 _CPU_SHARE = 0.8
@@ -86,7 +87,7 @@ def choose_micro_batch_size(config: Config, mesh: Mesh, ranks: RankEnvironment) 
     sizes = divisors(share)
     with _fake_mesh(mesh) as fake_mesh:
         if mesh.device.type == "cuda":
-            return _chosen_on_gpu(config, fake_mesh, sizes)
+            return _chosen_on_gpu(config, fake_mesh, sizes, _GPU_SHARE / mesh.ranks_on_device)
         return _chosen_on_cpu(config, fake_mesh, sizes, host_limit_bytes(ranks.local_world_size))
 
 
@@ -141,12 +142,12 @@ def _fake_mesh(mesh: Mesh) -> Iterator[Mesh]:
         dist.destroy_process_group(group)
 
 
-def _chosen_on_gpu(config: Config, fake_mesh: Mesh, sizes: Sequence[int]) -> MicroBatchChoice:
-    """Find the largest size by taking steps on the GPU."""
+def _chosen_on_gpu(config: Config, fake_mesh: Mesh, sizes: Sequence[int], share: float) -> MicroBatchChoice:
+    """Find the largest size by taking steps on the GPU, in this share of its memory."""
     device = fake_mesh.device
     peaks: dict[int, int | None] = {}
     total = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction(_GPU_SHARE, device)
+    torch.cuda.set_per_process_memory_fraction(share, device)
 
     def fits(size: int) -> bool:
         torch.cuda.reset_peak_memory_stats(device)
@@ -164,7 +165,7 @@ def _chosen_on_gpu(config: Config, fake_mesh: Mesh, sizes: Sequence[int]) -> Mic
         return _on_all_ranks(peaks[size] is not None, fake_mesh.world_size)
 
     try:
-        return MicroBatchChoice(largest_that_fits(sizes, fits), round(total * _GPU_SHARE), peaks)
+        return MicroBatchChoice(largest_that_fits(sizes, fits), round(total * share), peaks)
     finally:
         if config.train.compile is True:
             # Dynamo keeps eight compilations of a block, and none for the ninth: these were of other sizes.

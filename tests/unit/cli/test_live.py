@@ -76,6 +76,18 @@ def test_what_the_ranks_chose_and_an_unknown_mfu_are_told(tmp_path: Path) -> Non
     ]
 
 
+@pytest.mark.parametrize(
+    ("backend", "nccl", "told"),
+    [("nccl", "2.30.7", "NCCL 2.30.7"), ("gloo", "2.28.9", "gloo, for want of a newer NCCL 2.28.9")],
+)
+def test_ranks_that_share_a_gpu_are_told(tmp_path: Path, backend: str, nccl: str, told: str) -> None:
+    run, stream = RunDir(tmp_path), io.StringIO()
+    events = EventWriter(run, rank_writer(0, 0), 0, rank=0)
+    events.write("devices_shared", ranks=4, backend=backend, nccl=nccl)
+    _plain(Progress(run, 4), stream).close([])
+    assert stream.getvalue() == f"4 ranks share a GPU; their collectives go over {told}\n"
+
+
 def test_the_summary_counts_what_was_trained_again_once(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     metrics, progress = JsonLinesWriter(run.metrics), Progress(run, 4)

@@ -148,6 +148,8 @@ rule_agent_timeout
 rule_ranks_per_node
     cluster.gpus_per_node=many -> cluster.gpus_per_node=many | auto
     cluster.gpus_per_node=0 -> cluster.gpus_per_node=0
+rule_share_devices
+    cluster.share_devices=true  cluster.launcher=slurm -> leave it out | cluster=local
 rule_precision_on_cpu
     precision.name=fp8  cluster.device=cpu -> precision=fp8 | cluster.device=cuda
 rule_offload_on_cpu

@@ -68,13 +68,27 @@ def test_each_command_says_where_it_trains(verb: str, launcher: str, advice: str
     ("num_gpus", "changes", "words"),
     [
         (0, {"cluster.device": "cuda"}, "no NVIDIA GPU is visible"),
-        (2, {"cluster.gpus_per_node": 4}, "use at most 2, or cluster.device=cpu"),
+        (2, {"cluster.gpus_per_node": 4}, "use at most 2, or cluster.share_devices=true"),
     ],
 )
 def test_gpus_that_are_not_there_are_missed(num_gpus: int, changes: Change, words: str) -> None:
     assert any(words in problem for problem in broken(changes, Situation("run", num_gpus)))
     on_cluster = {**changes, "cluster.launcher": "slurm"}
     assert not any(words in problem for problem in broken(on_cluster, Situation("run", num_gpus)))
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "changes"),
+    [
+        (2, {"cluster.gpus_per_node": 4}),
+        (0, {"cluster.device": "cpu"}),
+        (2, {"cluster.launcher": "slurm", "cluster.device": "cpu", "cluster.gpus_per_node": 4}),
+    ],
+)
+def test_ranks_may_share_gpus_and_on_cpu_that_means_nothing(num_gpus: int, changes: Change) -> None:
+    shared: Change = {**changes, "cluster.share_devices": True}
+    verb = "submit" if "cluster.launcher" in changes else "run"
+    assert broken(shared, Situation(verb, num_gpus)) == []
 
 
 # Numbers that have a rule of their own.

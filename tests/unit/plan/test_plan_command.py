@@ -32,6 +32,13 @@ def test_usable_memory_stands_beside_all_of_it(plan: PlanCommand) -> None:
     assert "note: it would fit with " in plan.notes
 
 
+def test_ranks_that_share_a_device_share_its_memory(plan: PlanCommand) -> None:
+    words = ("model=llama_125m", "cluster=local", "cluster.device=cuda", "cluster.hardware=h100")
+    alone = plan.text(*words, "cluster.gpus_per_node=4")
+    shared = plan.text(*words, "cluster.gpus_per_node=4", "cluster.share_devices=true")
+    assert shared == alone.replace(" of 79.6 GiB, 72.5 usable", " of 19.9 GiB, 18.1 usable") != alone
+
+
 def test_an_idle_stage_is_named_and_no_memory_advised(plan: PlanCommand) -> None:
     words = ("--framework", "nanotron", "model=llama_1b", "parallelism.pp=16", "cluster.nodes=2")
     text = plan.text(*words)
