@@ -11,11 +11,15 @@ TORTURE_ARGS ?=
 SEEDS ?= 3
 MATRIX_ARGS ?=
 SOAK_ARGS ?= --seconds 1800
+SHAPE ?= 8b8
+GPU_ARGS ?=
+# A machine with a GPU may have no network to install from: its own Python then, where torch is.
+GPU_PYTHON = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
 # What an installation depends on: a change of these files installs again, a second call does nothing.
 PINS := pyproject.toml constraints.txt
 
-.PHONY: help demo test test-fast equivalence torture matrix soak lint format bench docs clean
+.PHONY: help demo test test-fast equivalence torture matrix soak lint format bench gpu docs clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -52,6 +56,13 @@ format: $(VENV)/installed-test ## rewrite the files as ruff wants them
 
 bench: $(VENV)/installed-bench ## time the training step against bare loops (benchmarks/RESULTS.md)
 	$(BIN)/python benchmarks/train_step.py
+
+gpu: ## on one GPU: SHAPE=8b8|llama_1b|llama_125m beside peers (GPU_ARGS), or SHAPE=tests; installs nothing
+ifeq ($(SHAPE),tests)
+	PYTHONPATH=$(CURDIR):$(CURDIR)/launchers/plugin $(GPU_PYTHON) -m pytest tests/gpu --must-run gpu $(PYTEST_ARGS)
+else
+	$(GPU_PYTHON) benchmarks/gpu.py $(SHAPE) --output $(or $(OUT),runs)/gpu-$(SHAPE).json $(GPU_ARGS)
+endif
 
 docs: $(VENV)/installed-docs ## build the manual from docs/ into site/; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet

@@ -98,11 +98,27 @@ def transformers_llama(model: ModelConfig) -> nn.Module:
             num_key_value_heads=model.num_key_value_heads,
             vocab_size=model.vocab_size,
             rms_norm_eps=model.norm_eps,
-            rope_parameters={"rope_type": "default", "rope_theta": model.rope_theta},
+            max_position_embeddings=model.max_position_embeddings,
+            rope_parameters=_rope_parameters(model),
+            tie_word_embeddings=model.tie_word_embeddings,
             attn_implementation="sdpa",
             use_cache=False,
         )
     )
+
+
+def _rope_parameters(model: ModelConfig) -> dict[str, Any]:
+    scaling = model.rope_scaling
+    if not scaling.enabled:
+        return {"rope_type": "default", "rope_theta": model.rope_theta}
+    return {
+        "rope_type": "llama3",
+        "rope_theta": model.rope_theta,
+        "factor": scaling.factor,
+        "low_freq_factor": scaling.low_freq_factor,
+        "high_freq_factor": scaling.high_freq_factor,
+        "original_max_position_embeddings": scaling.original_max_position_embeddings,
+    }
 
 
 class MeanLoss(Transformer):
@@ -145,7 +161,7 @@ def matrix_products(
     model: ModelConfig, num_tokens: int, device: torch.device, dtype: torch.dtype
 ) -> Callable[[], None]:
     """Return a function that does the step's matrix products and nothing else."""
-    shapes = _product_shapes(model)
+    shapes = product_shapes(model)
     operands = {
         shape: [torch.randn(size, device=device, dtype=dtype) for size in _operand_sizes(*shape, num_tokens)]
         for shape in shapes
@@ -167,7 +183,7 @@ def matrix_products(
     return products
 
 
-def _product_shapes(model: ModelConfig) -> dict[tuple[int, int], int]:
+def product_shapes(model: ModelConfig) -> dict[tuple[int, int], int]:
     """Return (inputs, outputs) of every linear layer and how often each comes."""
     width = model.hidden_size // model.num_attention_heads
     layers, key_values = model.num_hidden_layers, model.num_key_value_heads * width

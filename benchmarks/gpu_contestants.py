@@ -1,0 +1,314 @@
+"""The contestants of `gpu.py`: orchestra's step in several settings, its peers, and the limit.
+
+All train the same model from the same initial values on the same tokens: AdamW, clipping, several
+micro-batches a step, fp32 masters. The peers are written as their users write them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from peers import product_shapes, transformers_llama
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from conf.schema import (
+    Config,
+    ModelConfig,
+    OptimConfig,
+    PrecisionConfig,
+    PrecisionName,
+    Recompute,
+    TrainConfig,
+)
+from orchestra.errors import OrchestraError
+from orchestra.model.transformer import Transformer, fill_initial_values
+from orchestra.parallel.blocks import refuse_missing_hardware
+from orchestra.parallel.mesh import make_mesh
+from orchestra.sizes.topology import Layout
+from orchestra.train.build import build_training, set_numerics
+
+if TYPE_CHECKING:
+    from gpu import Shape
+
+# Trains a step and returns its loss.
+Step = Callable[[], Tensor]
+SEED = 0
+_WARMUP_STEPS = 2
+_CLIP_NORM = 1.0
+# Of one operation of the limit; the first calls choose its kernel.
+_TIMED_CALLS, _FIRST_CALLS = 10, 3
+
+
+class LeftOutError(Exception):
+    """Raised where a contestant cannot run here."""
+
+
+def serve(name: str, arguments: argparse.Namespace, shape: Shape) -> None:
+    """Be one contestant: take a turn for each line on standard input and answer it with a line of JSON."""
+    # Whatever libraries print goes to standard error.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    device = torch.device("cuda", 0) if arguments.device == "cuda" else torch.device("cpu")
+    for _ in sys.stdin:
+        try:
+            found = turn(name, arguments, shape, device)
+        except (LeftOutError, OrchestraError) as error:
+            found = {"error": str(error)}
+        except Exception as error:  # noqa: BLE001  whatever it is, the others go on
+            found = {"error": f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"}
+        # Outside of the handler: its traceback holds the tensors. What was compiled is read from the disk.
+        torch.compiler.reset()
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        answers.write(json.dumps(found) + "\n")
+        answers.flush()
+
+
+def turn(name: str, arguments: argparse.Namespace, shape: Shape, device: torch.device) -> dict[str, Any]:
+    """Build, warm up, time some steps; return what was measured."""
+    is_gpu = device.type == "cuda"
+    if is_gpu and not torch.cuda.is_available():
+        raise LeftOutError("torch sees no CUDA device; --device cpu shows whether it works at all")
+    if is_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    facts = {"device": torch.cuda.get_device_name() if is_gpu else "cpu", "torch": torch.__version__}
+    dtype = torch.bfloat16 if arguments.precision == "bf16" else torch.float32
+    if name == "limit":
+        seconds = limit_s(shape, device, dtype)
+        answer = {"seconds": seconds, "first_step_s": 0.0, "first_loss": None}
+    else:
+        step, close = builder(name)(name, config_of(name, arguments, shape), device, dtype)
+        try:
+            answer = timed(step, arguments.steps, device)
+        finally:
+            close()
+    return {**answer, "peak_bytes": torch.cuda.max_memory_allocated() if is_gpu else 0, "facts": facts}
+
+
+def timed(step: Step, num_steps: int, device: torch.device) -> dict[str, Any]:
+    """Return the seconds of a step, the mean of some that follow each other; and those of the first one,
+    which compiles, with its loss.
+    """
+
+    def now() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    began = now()
+    first_loss = float(step())
+    first_step_s = now() - began
+    for _ in range(_WARMUP_STEPS - 1):
+        step()
+    began = now()
+    for _ in range(num_steps):
+        step()
+    return {
+        "seconds": (now() - began) / num_steps,
+        "first_step_s": first_step_s,
+        "first_loss": first_loss,
+    }
+
+
+def config_of(name: str, arguments: argparse.Namespace, shape: Shape) -> Config:
+    """Return what orchestra is configured with; the peers take model, sizes and learning rate from it."""
+    precision = PrecisionName.fp8 if name == "fp8" else PrecisionName(arguments.precision)
+    recompute = Recompute(name) if name in ("selective", "full") else Recompute.none
+    return Config(
+        model=shape.model,
+        precision=PrecisionConfig(name=precision),
+        optim=OptimConfig(clip_norm=_CLIP_NORM),
+        train=replace(
+            TrainConfig(),
+            steps=1000,
+            seq_len=shape.seq_len,
+            micro_batch_size=shape.micro_batch,
+            global_batch_size=shape.micro_batch * shape.accumulation,
+            recompute=recompute,
+            compile=name != "eager",
+            seed=SEED,
+        ),
+    )
+
+
+def tokens_of(config: Config, device: torch.device) -> Tensor:
+    """Return the tokens that everybody trains on, in every step: [A, B, S + 1]."""
+    generator = torch.Generator().manual_seed(SEED)
+    train = config.train
+    size, micro_batch = train.global_batch_size, train.micro_batch_size
+    assert isinstance(size, int)
+    assert isinstance(micro_batch, int)
+    shape = (size // micro_batch, micro_batch, train.seq_len + 1)
+    return torch.randint(0, config.model.vocab_size, shape, generator=generator).to(device)
+
+
+Built = tuple[Step, Callable[[], None]]
+
+
+def builder(name: str) -> Callable[[str, Config, torch.device, torch.dtype], Built]:
+    """Return what builds a contestant: its step, and what ends it."""
+    peers = {"transformers": transformers_step, "fully_shard": fully_shard_step}
+    return peers.get(name, orchestra_step)
+
+
+def orchestra_step(_: str, config: Config, device: torch.device, __: torch.dtype) -> Built:
+    """Build orchestra's own step, as its trainer does."""
+    refuse_missing_hardware(config, device)
+    set_numerics(config, device)
+    training = build_training(config, make_mesh(0, Layout(dp=1), device))
+    tokens, count = tokens_of(config, device), iter(range(1, 1_000_000))
+    return lambda: training.step.run(next(count), tokens).loss, training.parallelized.stage.close
+
+
+def transformers_model(config: Config, device: torch.device) -> Any:
+    """Return transformers' Llama in fp32 with orchestra's initial values. Raises LeftOutError without it."""
+    try:
+        with device:
+            inner = transformers_llama(config.model)
+    except ImportError as error:
+        raise LeftOutError("transformers is not installed: pip install transformers") from error
+    values = initial_values(config.model, device).items()
+    inner.load_state_dict(
+        {name if name.startswith("lm_head") else f"model.{name}": value for name, value in values}
+    )
+    inner.train()
+    return inner
+
+
+def initial_values(model: ModelConfig, device: torch.device) -> dict[str, Tensor]:
+    """Return orchestra's initial values by their names."""
+    with device:
+        source = Transformer(model)
+    fill_initial_values(source, SEED)
+    return source.state_dict()
+
+
+def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean cross-entropy in fp32."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def plain_step(
+    module: nn.Module, logits_of: Callable[[Tensor], Tensor], config: Config, device: torch.device
+) -> Step:
+    """Return the plain loop's step: micro-batches, clipping, fused AdamW, gradients set to None."""
+    optimizer = torch.optim.AdamW(module.parameters(), lr=config.optim.lr, fused=True)
+    tokens, loss_of = tokens_of(config, device), torch.compile(mean_loss)
+    micro_batches = [(part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in tokens]
+
+    def step() -> Tensor:
+        total = torch.zeros((), device=device)
+        for inputs, targets in micro_batches:
+            loss = loss_of(logits_of(inputs), targets) / len(micro_batches)
+            loss.backward()
+            total += loss.detach()
+        nn.utils.clip_grad_norm_(module.parameters(), _CLIP_NORM, foreach=True)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return total
+
+    return step
+
+
+def nothing() -> None:
+    """End what needs no end."""
+
+
+def transformers_step(_: str, config: Config, device: torch.device, dtype: torch.dtype) -> Built:
+    """Build transformers' Llama under autocast with fp32 weights, each layer and the loss compiled."""
+    inner = transformers_model(config, device)
+    for layer in inner.model.layers:
+        layer.compile()
+
+    def logits_of(inputs: Tensor) -> Tensor:
+        with torch.autocast(device.type, torch.bfloat16, enabled=dtype is torch.bfloat16):
+            return inner(inputs).logits  # type: ignore[no-any-return]
+
+    return plain_step(inner, logits_of, config, device), nothing
+
+
+def fully_shard_step(_: str, config: Config, device: torch.device, dtype: torch.dtype) -> Built:
+    """Build the same under fully_shard and its mixed precision, on one rank."""
+    inner = transformers_model(config, device)
+    layers = inner.model.layers
+    for layer in layers:
+        layer.compile()
+    shard_over_one_rank(inner, layers, device, dtype)
+    return plain_step(inner, lambda inputs: inner(inputs).logits, config, device), dist.destroy_process_group
+
+
+def shard_over_one_rank(module: nn.Module, layers: Any, device: torch.device, dtype: torch.dtype) -> None:
+    """Apply fully_shard to each layer and to the whole, parameters in `dtype`, sums in fp32."""
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh(device.type, (1,))
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for part in (*layers, module):
+        fully_shard(part, mesh=mesh, mp_policy=policy)
+
+
+def limit_s(shape: Shape, device: torch.device, dtype: torch.dtype) -> float:
+    """Return the seconds of the step's matrix products and attention, each timed by itself."""
+    model, num_tokens = shape.model, shape.micro_batch * shape.seq_len
+    total = 0.0
+    for (inputs, outputs), count in product_shapes(model).items():
+        x, weight, grad = (
+            torch.randn(size, device=device, dtype=dtype)
+            for size in ((num_tokens, inputs), (outputs, inputs), (num_tokens, outputs))
+        )
+        y, grad_x, grad_weight = torch.empty_like(grad), torch.empty_like(x), torch.empty_like(weight)
+        for product in (
+            lambda x=x, weight=weight, y=y: torch.mm(x, weight.t(), out=y),
+            lambda grad=grad, weight=weight, out=grad_x: torch.mm(grad, weight, out=out),
+            lambda grad=grad, x=x, out=grad_weight: torch.mm(grad.t(), x, out=out),
+        ):
+            total += count * call_s(product, device)
+    total += model.num_hidden_layers * attention_s(shape, device, dtype)
+    return shape.accumulation * total
+
+
+def attention_s(shape: Shape, device: torch.device, dtype: torch.dtype) -> float:
+    """Return the seconds of one layer's attention, forward and backward."""
+    model = shape.model
+    width = model.hidden_size // model.num_attention_heads
+    q, k, v = (
+        torch.randn(
+            shape.micro_batch, heads, shape.seq_len, width, device=device, dtype=dtype, requires_grad=True
+        )
+        for heads in (model.num_attention_heads, model.num_key_value_heads, model.num_key_value_heads)
+    )
+    grad = torch.randn_like(q)
+
+    def attention() -> None:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        torch.autograd.grad(out, (q, k, v), grad)
+
+    return call_s(attention, device)
+
+
+def call_s(act: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds of one of several calls that follow each other."""
+    for _ in range(_FIRST_CALLS):
+        act()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    began = time.perf_counter()
+    for _ in range(_TIMED_CALLS):
+        act()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return (time.perf_counter() - began) / _TIMED_CALLS

@@ -1,0 +1,104 @@
+"""`benchmarks/gpu.py` on the CPU: everybody trains the same model, and the table and the JSON say what was
+measured.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.gpu import SHAPES, parsed
+from benchmarks.gpu_report import CONTESTANTS, Measured, rows_of, table
+from conf.schema import RopeScaling
+from orchestra.config.compose import compose
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+TINY = ("tiny", "--device", "cpu", "--precision", "fp32", "--steps", "1")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_every_contestant_trains_the_same_model(is_tied: bool) -> None:
+    # It imports its neighbours by their own names, as the script does.
+    from gpu_contestants import turn
+
+    model = replace(SHAPES["tiny"].model, tie_word_embeddings=is_tied, rope_scaling=RopeScaling(is_tied))
+    shape, names = replace(SHAPES["tiny"], model=model), [name for name in CONTESTANTS if name != "limit"]
+    names.remove("fp8")
+    # Compiling is for the GPU, and takes a minute here.
+    with torch.compiler.set_stance("force_eager"):
+        turns = {name: turn(name, parsed([*TINY]), shape, torch.device("cpu")) for name in names}
+    losses = [found["first_loss"] for found in turns.values()]
+    assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-5)
+    assert 5 < losses[0] < 6
+
+
+@pytest.mark.slow
+def test_the_command_takes_turns_and_writes_what_it_measured(tmp_path: Path) -> None:
+    output = tmp_path / "found.json"
+    words = (*TINY, "--rounds", "2", "--only", "eager", "fp8", "limit", "--output", str(output))
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), *words],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(output.read_text())
+    rows = {row["name"]: row for row in found["rows"]}
+    assert list(rows) == ["eager", "limit"]
+    assert "compute capability 8.9" in found["left_out"]["fp8"]
+    assert (found["rounds"], found["shape"]) == (2, "tiny")
+    for row in rows.values():
+        assert len(row["seconds"]) == 2
+        assert row["tokens_per_s"] == pytest.approx(2 * 2 * 32 / row["median_s"])
+        assert row["contestant"] in done.stdout
+    assert (rows["limit"]["of_limit"], rows["eager"]["of_best_peer"]) == (1, None)
+    assert f"left out: {CONTESTANTS['fp8']}" in done.stdout
+    assert "without a peer" in done.stdout
+
+
+@pytest.mark.parametrize("name", ["llama_1b", "llama_125m"])
+def test_shapes_are_the_presets_of_their_names(name: str) -> None:
+    assert SHAPES[name].model == compose([f"model={name}", "cluster.device=cpu"]).config.model
+
+
+def measured(*seconds: float) -> Measured:
+    found = Measured()
+    for each in seconds:
+        turn = {"seconds": each, "first_step_s": 9.0, "peak_bytes": 2**30, "first_loss": 5.0, "facts": {}}
+        found.add(turn)
+    return found
+
+
+def test_ratios_are_medians_over_rounds_against_the_best_peer_and_the_limit() -> None:
+    # The machine is twice as slow in the last round, which ended before the limit's turn.
+    found = {
+        "compiled": measured(1.0, 1.0, 2.0),
+        "transformers": measured(1.5, 1.5, 3.0),
+        "fully_shard": measured(2.0, 2.0, 4.0),
+        "limit": measured(0.5, 0.5),
+    }
+    rows = {row["name"]: row for row in rows_of(found, tokens=100, flops_per_token=10, peak_flops=4000.0)}
+    assert [row["name"] for row in rows.values() if row["is_best_peer"]] == ["transformers"]
+    assert (rows["compiled"]["of_best_peer"], rows["compiled"]["of_limit"]) == (1.5, 0.5)
+    assert (rows["transformers"]["of_best_peer"], rows["fully_shard"]["of_best_peer"]) == (1.0, 0.75)
+    assert (rows["compiled"]["tokens_per_s"], rows["compiled"]["mfu"]) == (100.0, 0.25)
+    lines = table(list(rows.values()))
+    assert lines[2].startswith("transformers, autocast, compiled    *")
+    assert len({len(line) for line in lines[:-1]}) == 1
+
+
+def test_without_peer_limit_and_peak_the_table_says_so() -> None:
+    rows = rows_of({"eager": measured(1.0)}, tokens=100, flops_per_token=10, peak_flops=None)
+    assert table(rows)[1].count("n/a") == 3
