@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from conf.schema import Family, ModelConfig
 from orchestra.model.initial import fill_normal_, random_key
-from orchestra.model.layers import Block, Positions, make_norm, rotary_frequencies
+from orchestra.model.layers import Block, Embedding, Positions, make_norm, rotary_frequencies
 from orchestra.model.loss import Loss, cross_entropy_sum
 
 
@@ -28,7 +28,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = model
         self.loss_chunk_tokens = loss_chunk_tokens
-        self.embed_tokens = nn.Embedding(model.vocab_size, model.hidden_size)
+        self.embed_tokens = Embedding(model.vocab_size, model.hidden_size)
         has_positions = model.family is Family.gpt
         self.embed_positions = (
             Positions(model.max_position_embeddings, model.hidden_size) if has_positions else None
