@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from orchestra.model.weight_gradients import give_product, ticket_of, tickets_of, weight_gradient
+from orchestra.model.weight_gradients import give_products, ticket_of, tickets_of, weight_gradient
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -128,19 +128,19 @@ class _Products(torch.autograd.Function):
         weights, tickets, biases = weights_tickets_biases(parameters, num_products)
         ctx.num_products, ctx.num_tickets, ctx.num_biases = num_products, len(tickets), len(biases)
         ctx.save_for_backward(x, *weights, *tickets)
-        return tuple(map(F.linear, [x] * num_products, weights, biases or [None] * num_products))
+        return tuple(map(F.linear, [x] * num_products, weights, biases or (None,) * num_products))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *others = ctx.saved_tensors
         weights = others[: ctx.num_products]
-        tickets = others[ctx.num_products :] or [None] * ctx.num_products
+        tickets = others[ctx.num_products :] or (None,) * ctx.num_products
         x_TE = x.flatten(0, -2)
         flat = [grad.flatten(0, -2) for grad in grads]
         grad_x = flat[0] @ weights[0]
         for grad, weight in zip(flat[1:], weights[1:], strict=True):
             grad_x.addmm_(grad, weight)
-        grad_weights = [give_product(ticket, grad, x_TE) for ticket, grad in zip(tickets, flat, strict=True)]
+        grad_weights = give_products(tickets, flat, x_TE)
         grad_biases = [grad.sum(0) for grad in flat] if ctx.num_biases else []
         return grad_x.view_as(x), None, *grad_weights, *[None] * ctx.num_tickets, *grad_biases
 
@@ -153,7 +153,7 @@ def products(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()
     """
     tickets = tickets_of(weights)
     if not tickets and (torch.compiler.is_compiling() or len(weights) == 1):
-        return tuple(map(F.linear, [x] * len(weights), weights, biases or [None] * len(weights)))
+        return tuple(map(F.linear, [x] * len(weights), weights, biases or (None,) * len(weights)))
     return _Products.apply(x, len(weights), *weights, *tickets, *biases)  # type: ignore[no-any-return, no-untyped-call]
 
 

@@ -14,12 +14,12 @@ Shape letters: T tokens, I inputs and O outputs of a product, V rows and E colum
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from weakref import WeakValueDictionary
 
-import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 _BY_TICKET: WeakValueDictionary[int, WeightGradient] = WeakValueDictionary()
 _ATTRIBUTE = "gradient_ticket"
@@ -34,8 +34,9 @@ class WeightGradient:
 
     def __init__(self, begin: Callable[[], tuple[Tensor, bool]], end: Callable[[], None]) -> None:
         self.begin, self.end = begin, end
-        # By numpy: a dry run's mode, which fakes tensors, leaves it a real one.
-        self.ticket = torch.from_numpy(np.zeros(1, dtype=np.int64))
+        # A real tensor, in a dry run too, whose mode fakes all others: fake ones have no place in memory.
+        with _disable_current_modes():
+            self.ticket = torch.zeros(1, dtype=torch.int64)
         _BY_TICKET[self.ticket.data_ptr()] = self
 
     def add_product(self, grad_TO: Tensor, x_TI: Tensor) -> None:
@@ -83,9 +84,9 @@ def add_product_(memory: Tensor, left: Tensor, right: Tensor, *, adds: bool) -> 
 
 
 def _add_row_sums_(memory: Tensor, row_T: Tensor, grad_TE: Tensor) -> None:
-    """Add to each row the sum over its tokens, which is taken first and in fp32: a word that is frequent would
-    lose small parts in 16 bits, and two micro-batches sum up like two ranks. The host never waits for the
-    number of different rows, and nothing is summed in a changing order.
+    """Add to each row the sum over its tokens, which is taken first and in fp32: a word that is frequent
+    would lose small parts in 16 bits, and two micro-batches sum up like two ranks. The host never waits for
+    the number of different rows, and nothing is summed in a changing order.
     """
     sorted_T, order = torch.sort(row_T, stable=True)
     is_new = torch.ones_like(sorted_T)
@@ -160,6 +161,17 @@ def give_product(ticket: Tensor | None, grad_TO: Tensor, x_TI: Tensor) -> Tensor
     else:
         weight_gradient(ticket).add_product(grad_TO, x_TI)
     return None
+
+
+def give_products(
+    tickets: Sequence[Tensor | None], grads: Sequence[Tensor], x_TI: Tensor
+) -> list[Tensor | None]:
+    """Return for autograd, as `give_product` does, the gradients of several weights of one input.
+
+    The last one's is made first: the memory that they go to is filled from the model's end.
+    """
+    pairs = list(zip(tickets, grads, strict=True))
+    return [give_product(ticket, grad_TO, x_TI) for ticket, grad_TO in reversed(pairs)][::-1]
 
 
 def give_gradient(ticket: Tensor | None, gradient: Tensor) -> Tensor | None:

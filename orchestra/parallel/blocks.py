@@ -74,15 +74,15 @@ def direct_weights(model: Transformer, config: Config, mesh: Mesh) -> dict[str, 
     """
     kinds = kinds_of_layers(config, mesh.layout.dp, is_gpu=mesh.is_gpu)
     repeated = {
-        id(layer.mlp.down_proj.weight)
-        for layer, kind in zip(model.layers, kinds, strict=True)
+        f"layers.{number}.mlp.down_proj.weight"
+        for number, kind in enumerate(kinds)
         if kind is not Recompute.none and not config.train.compile
     }
     users = [parameter for module in model.modules() for parameter in module._parameters.values()]
     return {
         name: sum(user is weight for user in users)
         for name, weight in model.named_parameters()
-        if weight.dim() == 2 and id(weight) not in repeated
+        if weight.dim() == 2 and name not in repeated
     }
 
 

@@ -25,7 +25,7 @@ from conf.schema import Config, ModelConfig
 from orchestra.model.kernels import product, weights_tickets_biases
 from orchestra.model.layers import Attention, GeluMLP, Products, SwiGLU, products_of
 from orchestra.model.transformer import Transformer
-from orchestra.model.weight_gradients import give_product, tickets_of
+from orchestra.model.weight_gradients import give_products, tickets_of
 from orchestra.parallel.mesh import Mesh, OpenGroup
 from orchestra.parallel.places import Cut, TensorPlace, cut_of, num_sharing_kv, whole_place
 from orchestra.parallel.tensor.tensor_collectives import (
@@ -146,13 +146,13 @@ class _RowsProducts(torch.autograd.Function):
         ctx.group, ctx.num_products = group, num_products
         ctx.num_tickets, ctx.num_biases = len(tickets), len(biases)
         ctx.save_for_backward(x if group.gathers_again else full, *weights, *tickets)
-        return tuple(map(F.linear, [full] * num_products, weights, biases or [None] * num_products))
+        return tuple(map(F.linear, [full] * num_products, weights, biases or (None,) * num_products))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         kept, *others = ctx.saved_tensors
         weights = others[: ctx.num_products]
-        tickets = others[ctx.num_products :] or [None] * ctx.num_products
+        tickets = others[ctx.num_products :] or (None,) * ctx.num_products
         group: TensorGroup = ctx.group
         gathers = group.is_sequence_parallel and group.gathers_again
         gathering = PendingGather(kept, group) if gathers else None
@@ -163,7 +163,7 @@ class _RowsProducts(torch.autograd.Function):
         grad_x = grad_x.view(*grads[0].shape[:-1], -1)
         pending = PendingScatter(grad_x, group) if group.is_sequence_parallel else start_sum(grad_x, group)
         x_TE = (gathering.wait() if gathering is not None else kept).flatten(0, -2)
-        grad_weights = [give_product(ticket, grad, x_TE) for ticket, grad in zip(tickets, flat, strict=True)]
+        grad_weights = give_products(tickets, flat, x_TE)
         grad_biases = [grad.sum(0) for grad in flat] if ctx.num_biases else []
         arrived = pending.wait()
         total = arrived if isinstance(pending, PendingScatter) else grad_x
