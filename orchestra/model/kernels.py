@@ -9,11 +9,14 @@ Shape letters: B batch, S sequence, H heads, D head width, E hidden size, T toke
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from orchestra.model.weight_gradients import give_products, ticket_of, tickets_of, weight_gradient
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -108,27 +111,98 @@ def rotate(x_BSHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return _Rotate.apply(x_BSHD, cos, sin)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class _SharedInputLinear(torch.autograd.Function):
+def weights_tickets_biases(
+    parameters: Sequence[Tensor], num_products: int
+) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]:
+    """Tell apart what a function over some products gets: their weights, tickets or none, biases or none."""
+    weights, others = parameters[:num_products], parameters[num_products:]
+    num_tickets = num_products if others and not others[0].is_floating_point() else 0
+    return weights, others[:num_tickets], others[num_tickets:]
+
+
+class _Products(torch.autograd.Function):
     """Several products of one input, whose gradients accumulate inside the products (beta = 1)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(x, *weights)
-        return tuple(F.linear(x, weight) for weight in weights)
+    def forward(ctx: Any, x: Tensor, num_products: int, *parameters: Tensor) -> tuple[Tensor, ...]:
+        weights, tickets, biases = weights_tickets_biases(parameters, num_products)
+        ctx.num_products, ctx.num_tickets, ctx.num_biases = num_products, len(tickets), len(biases)
+        ctx.save_for_backward(x, *weights, *tickets)
+        return tuple(map(F.linear, [x] * num_products, weights, biases or (None,) * num_products))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
-        x, *weights = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, *others = ctx.saved_tensors
+        weights = others[: ctx.num_products]
+        tickets = others[ctx.num_products :] or (None,) * ctx.num_products
         x_TE = x.flatten(0, -2)
         flat = [grad.flatten(0, -2) for grad in grads]
         grad_x = flat[0] @ weights[0]
         for grad, weight in zip(flat[1:], weights[1:], strict=True):
             grad_x.addmm_(grad, weight)
-        return grad_x.view_as(x), *(grad.t() @ x_TE for grad in flat)
+        grad_weights = give_products(tickets, flat, x_TE)
+        grad_biases = [grad.sum(0) for grad in flat] if ctx.num_biases else []
+        return grad_x.view_as(x), None, *grad_weights, *[None] * ctx.num_tickets, *grad_biases
 
 
-def shared_input_linear(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-    """Return x @ wᵀ for each weight; one tensor holds the input's gradient instead of a sum over several."""
-    if torch.compiler.is_compiling():
-        return tuple(F.linear(x, weight) for weight in weights)
-    return _SharedInputLinear.apply(x, *weights)  # type: ignore[no-any-return, no-untyped-call]
+def products(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
+    """Return x @ wᵀ + b for each weight [O, E]; one tensor holds the input's gradient instead of a sum over
+    several.
+
+    `biases`: one for each weight, or none.
+    """
+    tickets = tickets_of(weights)
+    if not tickets and (torch.compiler.is_compiling() or len(weights) == 1):
+        return tuple(map(F.linear, [x] * len(weights), weights, biases or (None,) * len(weights)))
+    return _Products.apply(x, len(weights), *weights, *tickets, *biases)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x @ wᵀ for a weight [O, E]."""
+    (out,) = products(x, [weight])
+    return out
+
+
+class _Lookup(torch.autograd.Function):
+    """Rows of a table, whose gradient its `WeightGradient` takes."""
+
+    @staticmethod
+    def forward(ctx: Any, row: Tensor, table_VE: Tensor, ticket: Tensor) -> Tensor:
+        ctx.save_for_backward(row, ticket)
+        return F.embedding(row, table_VE)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
+        row, ticket = ctx.saved_tensors
+        weight_gradient(ticket).add_rows(row.flatten(), grads[0].flatten(0, -2))
+        return None, None, None
+
+
+def lookup(row: Tensor, table_VE: Tensor) -> Tensor:
+    """Return the rows of a table [V, E] at indices of any shape (int64)."""
+    ticket = ticket_of(table_VE)
+    if ticket is None:
+        return F.embedding(row, table_VE)
+    return _Lookup.apply(row, table_VE, ticket)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _FirstRows(torch.autograd.Function):
+    """The first rows of a table, whose gradient its `WeightGradient` takes."""
+
+    @staticmethod
+    def forward(ctx: Any, table_VE: Tensor, number: int, ticket: Tensor) -> Tensor:
+        ctx.save_for_backward(ticket)
+        return table_VE[:number]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
+        weight_gradient(*ctx.saved_tensors).add(grads[0])
+        return None, None, None
+
+
+def first_rows(table_VE: Tensor, number: int) -> Tensor:
+    """Return the first rows of a table [V, E]."""
+    ticket = ticket_of(table_VE)
+    if ticket is None:
+        return table_VE[:number]
+    return _FirstRows.apply(table_VE, number, ticket)  # type: ignore[no-any-return, no-untyped-call]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from conf.schema import Family, ModelConfig, RopeScaling
 from orchestra.model.documents import attend_within
-from orchestra.model.kernels import rms_norm, rotate, shared_input_linear, swiglu
+from orchestra.model.kernels import first_rows, lookup, products, rms_norm, rotate, swiglu
 from orchestra.sizes.flops import head_dim
 
 
@@ -47,9 +47,23 @@ Products = Callable[..., tuple[Tensor, ...]]
 
 def products_of(x_BSE: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
     """Return linear(x) for each linear layer."""
-    if linears[0].bias is not None:
-        return tuple(linear(x_BSE) for linear in linears)
-    return shared_input_linear(x_BSE, *(linear.weight for linear in linears))
+    biases = [linear.bias for linear in linears if linear.bias is not None]
+    return products(x_BSE, [linear.weight for linear in linears], biases)
+
+
+class Linear(nn.Linear):
+    """torch's linear layer; its weight's gradient goes where the weight says."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        (out,) = products_of(x, self)
+        return out
+
+
+class Embedding(nn.Embedding):
+    """torch's table of rows to look up; its gradient goes where the table says."""
+
+    def forward(self, row: Tensor) -> Tensor:
+        return lookup(row, self.weight)
 
 
 def rotary_frequencies(model: ModelConfig) -> Tensor:
@@ -76,10 +90,10 @@ class Attention(nn.Module):
         width, has_bias = head_dim(model), model.family is Family.gpt
         self.head_dim = width
         self.products: Products = products_of
-        self.q_proj = nn.Linear(model.hidden_size, model.num_attention_heads * width, bias=has_bias)
-        self.k_proj = nn.Linear(model.hidden_size, model.num_key_value_heads * width, bias=has_bias)
-        self.v_proj = nn.Linear(model.hidden_size, model.num_key_value_heads * width, bias=has_bias)
-        self.o_proj = nn.Linear(model.num_attention_heads * width, model.hidden_size, bias=has_bias)
+        self.q_proj = Linear(model.hidden_size, model.num_attention_heads * width, bias=has_bias)
+        self.k_proj = Linear(model.hidden_size, model.num_key_value_heads * width, bias=has_bias)
+        self.v_proj = Linear(model.hidden_size, model.num_key_value_heads * width, bias=has_bias)
+        self.o_proj = Linear(model.num_attention_heads * width, model.hidden_size, bias=has_bias)
 
     def forward(
         self, x_BSE: Tensor, rotary: tuple[Tensor, Tensor] | None, documents: Tensor | None = None
@@ -114,7 +128,7 @@ class Positions(nn.Embedding):
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
         """Return what is added to the embedded tokens, broadcast over the batch: the rows [S, E]."""
-        return self.weight[: tokens_BS.shape[1]]
+        return first_rows(self.weight, tokens_BS.shape[1])
 
 
 class SwiGLU(nn.Module):
@@ -122,9 +136,9 @@ class SwiGLU(nn.Module):
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(model.hidden_size, model.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(model.hidden_size, model.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(model.intermediate_size, model.hidden_size, bias=False)
+        self.gate_proj = Linear(model.hidden_size, model.intermediate_size, bias=False)
+        self.up_proj = Linear(model.hidden_size, model.intermediate_size, bias=False)
+        self.down_proj = Linear(model.intermediate_size, model.hidden_size, bias=False)
         self.products: Products = products_of
 
     def forward(self, x_BSE: Tensor) -> Tensor:
@@ -138,8 +152,8 @@ class GeluMLP(nn.Module):
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
-        self.up_proj = nn.Linear(model.hidden_size, model.intermediate_size)
-        self.down_proj = nn.Linear(model.intermediate_size, model.hidden_size)
+        self.up_proj = Linear(model.hidden_size, model.intermediate_size)
+        self.down_proj = Linear(model.intermediate_size, model.hidden_size)
         self.products: Products = products_of
 
     def forward(self, x_BSE: Tensor) -> Tensor:

@@ -11,9 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from orchestra.model.initial import is_fake
+from orchestra.model.weight_gradients import add_product_, ticket_of, weight_gradient
 from orchestra.sizes.memory import chunk_tokens
 
 # Targets with this value take no part in the loss (torch's own default of cross_entropy).
@@ -29,7 +31,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         wide = torch.promote_types(hidden_TE.dtype, torch.float32)
         total = torch.zeros((), dtype=wide, device=hidden_TE.device)
-        grads = ChunkGradients(hidden_TE, weight_VE, wide) if any(ctx.needs_input_grad[:2]) else None
+        needs_gradients = any(ctx.needs_input_grad[:2])
+        grads = ChunkGradients(hidden_TE, weight_VE, weight_VE, chunk) if needs_gradients else None
         logits_CV = hidden_TE.new_empty((min(chunk, len(hidden_TE)), len(weight_VE)))
         for start in range(0, len(hidden_TE), chunk):
             rows = slice(start, start + chunk)
@@ -40,47 +43,75 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if grads is not None:
                 grads.add(grad_logits.to(weight_VE.dtype), rows)
         if grads is not None:
-            ctx.save_for_backward(grads.hidden_TE, grads.weight_VE.to(weight_VE.dtype))
+            ctx.save_for_backward(grads.hidden_TE, grads.finished())
         return total
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        (grad,) = grads
-        grad_hidden, grad_weight = ctx.saved_tensors
-        if not is_surely_one(grad):
-            grad_hidden, grad_weight = grad_hidden * grad, grad_weight * grad
-        return grad_hidden, grad_weight, None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return *scaled_gradients(grads[0], *ctx.saved_tensors), None, None, None
 
 
-def is_surely_one(grad: Tensor) -> bool:
-    """Whether the loss' own gradient, a scalar, is 1 and can be left out.
+def scaled_gradients(
+    grad: Tensor, grad_hidden: Tensor, grad_weight: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return the gradients of the hidden states and the output matrix, multiplied by the loss' own gradient.
 
-    The scale is in the gradients already, so it is 1 in training. Looking costs nothing on CPU and saves a
-    pass over the matrix; on a GPU looking would mean waiting for it, and in a dry run there is nothing to
-    see.
+    The scale is in them already, so that one is 1 in training. There the matrix' gradient has been taken
+    before anybody could know it: then None stands for it, and only 1 is right. Looking costs nothing on CPU;
+    on a GPU it would mean waiting for it, and in a dry run there is nothing to see.
     """
-    return not (grad.is_cuda or is_fake(grad)) and bool(grad == 1)
+    is_known = not (grad.is_cuda or is_fake(grad))
+    is_one = is_known and bool(grad == 1)
+    if grad_weight is None:
+        assert is_one or not is_known, "the output matrix' gradient was taken for a loss that nobody scales"
+        return grad_hidden, None
+    return (grad_hidden, grad_weight) if is_one else (grad_hidden * grad, grad_weight * grad)
 
 
 class ChunkGradients:
-    """The gradients of the summed loss, filled chunk by chunk; the output matrix's is summed in `wide`."""
+    """The gradients of the summed loss, filled chunk by chunk of at most `chunk` tokens.
 
-    def __init__(self, hidden_TE: Tensor, weight_VE: Tensor, wide: torch.dtype) -> None:
+    That of the output matrix goes to the `WeightGradient` of `owner` if it has one; `weight_VE` are its first
+    rows. The parts of several chunks are summed in fp32, and apart where it is kept in 16 bits.
+    """
+
+    def __init__(self, hidden_TE: Tensor, weight_VE: Tensor, owner: Tensor, chunk: int) -> None:
         self._inputs = hidden_TE, weight_VE
         self.hidden_TE = torch.empty_like(hidden_TE)
-        self.weight_VE = torch.empty_like(weight_VE, dtype=wide)
+        self._owner = owner
+        ticket = ticket_of(owner)
+        self._target = None if ticket is None else weight_gradient(ticket)
+        self._adds = self._is_direct = False
+        wide = torch.promote_types(hidden_TE.dtype, torch.float32)
+        if self._target is not None:
+            self._memory, self._adds = self._target.begin()
+            self._is_direct = self._memory.dtype is wide or len(hidden_TE) <= chunk
+        if self._is_direct:
+            self._sum_VE = self._memory[: len(weight_VE)]
+        else:
+            self._sum_VE = torch.empty_like(weight_VE, dtype=wide)
 
     def add(self, grad_logits_CV: Tensor, rows: slice) -> None:
+        """Take the gradients of a chunk whose logits have the gradient [C, V], in the weight's dtype."""
         hidden_TE, weight_VE = self._inputs
         torch.mm(grad_logits_CV, weight_VE, out=self.hidden_TE[rows])
-        if rows.start == 0 and grad_logits_CV.dtype == self.weight_VE.dtype:
-            torch.mm(grad_logits_CV.t(), hidden_TE[rows], out=self.weight_VE)
-        elif rows.start == 0:
-            self.weight_VE.copy_(grad_logits_CV.t() @ hidden_TE[rows])
-        elif grad_logits_CV.dtype == self.weight_VE.dtype:
-            self.weight_VE.addmm_(grad_logits_CV.t(), hidden_TE[rows])
-        else:
-            self.weight_VE += grad_logits_CV.t() @ hidden_TE[rows]
+        adds = rows.start > 0 or (self._is_direct and self._adds)
+        add_product_(self._sum_VE, grad_logits_CV.t(), hidden_TE[rows], adds=adds)
+
+    def finished(self) -> Tensor | None:
+        """Return the output matrix' gradient in its shape and dtype, or None where it has been taken."""
+        num_words = len(self._sum_VE)
+        if self._target is None:
+            grad_VE = self._sum_VE.to(self._owner.dtype)
+            missing = len(self._owner) - num_words
+            return F.pad(grad_VE, (0, 0, 0, missing)) if missing else grad_VE
+        if not self._is_direct:
+            head = self._memory[:num_words]
+            head.add_(self._sum_VE) if self._adds else head.copy_(self._sum_VE)
+        if not self._adds:
+            self._memory[num_words:].zero_()
+        self._target.end()
+        return None
 
 
 def _loss_and_gradient(logits_CV: Tensor, target_C: Tensor, scale: float | Tensor) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from conf.schema import Family, ModelConfig
 from orchestra.model.documents import document_bounds, documents_for
 from orchestra.model.initial import fill_normal_, random_key
-from orchestra.model.layers import Block, Positions, make_norm, rotary_frequencies
+from orchestra.model.layers import Block, Embedding, Positions, make_norm, rotary_frequencies
 from orchestra.model.loss import Loss, cross_entropy_sum
 from orchestra.sizes.flops import head_dim
 
@@ -34,7 +34,7 @@ class Transformer(nn.Module):
         self.config = model
         self.loss_chunk_tokens = loss_chunk_tokens
         self.separator_id = separator_id
-        self.embed_tokens = nn.Embedding(model.vocab_size, model.hidden_size)
+        self.embed_tokens = Embedding(model.vocab_size, model.hidden_size)
         has_positions = model.family is Family.gpt
         self.embed_positions = (
             Positions(model.max_position_embeddings, model.hidden_size) if has_positions else None

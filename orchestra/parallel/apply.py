@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from conf.schema import Config
 from orchestra.model.transformer import Transformer
 from orchestra.optim.adamw import Trained
-from orchestra.parallel.blocks import compile_blocks, recompute_blocks, set_products
+from orchestra.parallel.blocks import compile_blocks, direct_weights, recompute_blocks, set_products
 from orchestra.parallel.mesh import Mesh
 from orchestra.parallel.places import TensorPlace
 from orchestra.parallel.tensor.split import split_tensors
@@ -48,5 +48,6 @@ def parallelize(model: Transformer, config: Config, mesh: Mesh) -> Parallelized:
     units = place_units(model, places, precision, config, mesh)
     recompute_blocks(model, config, mesh)
     compile_blocks(model, config)
-    stage = make_stage(model, units, places, precision, config, mesh)
+    direct = direct_weights(model, config, mesh)
+    stage = make_stage(model, units, places, precision, direct, config, mesh)
     return Parallelized(model, units.trained, places, units, stage)

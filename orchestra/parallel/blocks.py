@@ -65,6 +65,27 @@ def recompute_blocks(model: Transformer, config: Config, mesh: Mesh) -> None:
             layer.forward = recomputed(layer, kind)
 
 
+def direct_weights(model: Transformer, config: Config, mesh: Mesh) -> dict[str, int]:
+    """Return the matrices whose gradients the model's functions give by themselves, with how often it uses
+    each.
+
+    Not the last one of a block that is recomputed and not compiled: there autograd's own product keeps its
+    input before it is taken, so that a second forward pass ends before it.
+    """
+    kinds = kinds_of_layers(config, mesh.layout.dp, is_gpu=mesh.is_gpu)
+    repeated = {
+        f"layers.{number}.mlp.down_proj.weight"
+        for number, kind in enumerate(kinds)
+        if kind is not Recompute.none and config.train.compile is not True
+    }
+    users = [parameter for module in model.modules() for parameter in module._parameters.values()]
+    return {
+        name: sum(user is weight for user in users)
+        for name, weight in model.named_parameters()
+        if weight.dim() == 2 and name not in repeated
+    }
+
+
 def recomputed(block: nn.Module, kind: Recompute) -> Callable[..., Any]:
     """Return the block's forward with its activations recomputed, fully or but for its products."""
     options: dict[str, Any] = {"use_reentrant": False}

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from conf.schema import Scaling
+from orchestra.model.weight_gradients import give_gradient, tickets_of
 
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
 # NVIDIA's Ada; Hopper is 9.0.
@@ -74,27 +75,34 @@ class _Products(torch.autograd.Function):
     """Products of one input [T, E] with weights [O, E], each rounded as the module's docstring says."""
 
     @staticmethod
-    def forward(ctx: Any, x_TE: Tensor, scaling: Scaling, *weights: Tensor) -> tuple[Tensor, ...]:
-        ctx.scaling, ctx.dtype = scaling, x_TE.dtype
+    def forward(
+        ctx: Any, x_TE: Tensor, scaling: Scaling, num_products: int, *parameters: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.scaling, ctx.dtype, ctx.num_products = scaling, x_TE.dtype, num_products
+        # After the weights come their tickets, or nothing.
+        weights = parameters[:num_products]
+        ctx.num_tickets = len(parameters) - num_products
         x = rounded(x_TE, FORWARD, scaling)
         if scaling is Scaling.tensor:
-            ctx.save_for_backward(x.values, x.scale, *weights)
+            ctx.save_for_backward(x.values, x.scale, *parameters)
         else:
-            ctx.save_for_backward(x_TE, *weights)
+            ctx.save_for_backward(x_TE, *parameters)
         return tuple(_product(x, rounded(weight, FORWARD, scaling), x_TE.dtype) for weight in weights)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         scaling: Scaling = ctx.scaling
         if scaling is Scaling.tensor:
-            values, scale, *weights = ctx.saved_tensors
+            values, scale, *parameters = ctx.saved_tensors
             by_columns = _turned(Rounded(values, scale))
         else:
-            x_TE, *weights = ctx.saved_tensors
+            x_TE, *parameters = ctx.saved_tensors
             by_columns = rounded(x_TE.t().contiguous(), FORWARD, scaling)
+        weights = parameters[: ctx.num_products]
+        tickets = parameters[ctx.num_products :] or [None] * ctx.num_products
         grad_x: Tensor | None = None
         grad_weights = []
-        for grad_TO, weight_OE in zip(grads, weights, strict=True):
+        for grad_TO, weight_OE, ticket in zip(grads, weights, tickets, strict=True):
             grad = rounded(grad_TO, BACKWARD, scaling)
             weight = rounded(weight_OE.t().contiguous(), FORWARD, scaling)
             part = _product(grad, weight, ctx.dtype)
@@ -103,8 +111,8 @@ class _Products(torch.autograd.Function):
                 turned = _turned(grad)
             else:
                 turned = rounded(grad_TO.t().contiguous(), BACKWARD, scaling)
-            grad_weights.append(_product(turned, by_columns, weight_OE.dtype))
-        return grad_x, None, *grad_weights
+            grad_weights.append(give_gradient(ticket, _product(turned, by_columns, weight_OE.dtype)))
+        return grad_x, None, None, *grad_weights, *[None] * ctx.num_tickets
 
 
 @dataclass(frozen=True)
@@ -125,5 +133,7 @@ class Fp8Products:
         return out if bias is None else out + bias
 
     def _of(self, x: Tensor, weights: list[Tensor]) -> tuple[Tensor, ...]:
-        outs = _Products.apply(x.flatten(0, -2), self.scaling, *weights)  # type: ignore[no-untyped-call]
+        outs = _Products.apply(  # type: ignore[no-untyped-call]
+            x.flatten(0, -2), self.scaling, len(weights), *weights, *tickets_of(weights)
+        )
         return tuple(out.view(*x.shape[:-1], -1) for out in outs)

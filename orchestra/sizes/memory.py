@@ -16,7 +16,6 @@ closed form and the code cannot disagree on them.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -230,7 +229,7 @@ def _update_bytes(shape: TrainingShape, stage: PipelineStage, parts: RankParamet
     moments of two bytes in fp32 with the random bits of their rounding, some elements at a time (of 2^24
     elements the count finds 42 bytes each).
     """
-    unit = _largest_units(shape, stage, parts)[0] / (max(1, shape.num_shards) if shape.zero else 1)
+    unit = max(_units(shape, stage, parts)) / (max(1, shape.num_shards) if shape.zero else 1)
     update = unit * _FP32 if widths(shape.precision).gradients < _FP32 else 0.0
     if shape.options.moment_bytes < _FP32:
         largest = min(unit, max(parts.before, parts.after, *parts.of_layer))
@@ -314,7 +313,8 @@ def loss_chunk_tokens(shape: TrainingShape) -> int:
 
 def _loss_bytes(shape: TrainingShape) -> float:
     """Return what the chunked loss adds: chunks of logits in the products' type and in fp32, the hidden
-    states' gradient, and the output matrix' gradient in fp32 beside its own type.
+    states' gradient, and where gradients are kept in 16 bits the output matrix' in fp32, unless one chunk is
+    all.
 
     One chunk's gradient is still alive when the next one's logits are made. Over cut vocabularies two chunks
     are under way.
@@ -334,14 +334,15 @@ def _loss_bytes(shape: TrainingShape) -> float:
         using = chunk * (_FP32 + narrow) if narrow else 0.0
         # The products' own memory serves all chunks; in fp32 it is the only one.
         kept = chunk * (narrow or _FP32)
-    matrix = words * hidden * _FP32
-    product = words * hidden * narrow
+    is_whole = shape.zero < 2 or shape.num_shards == 1
+    gradient = widths(shape.precision).gradients
+    made_in = gradient if is_whole else shape.options.reduce_bytes or gradient
+    is_direct = made_in == _FP32 or chunk >= tokens
+    matrix = 0.0 if is_direct else words * hidden * _FP32
+    product = words * hidden * narrow if made_in == _FP32 or not is_direct else 0.0
     whole = tokens * hidden * width
     gathered = 2 * whole if shape.tokens.outer > 1 else 0.0
-    first = kept * words + max(making * words, using * words + product) + matrix + whole + gathered
-    # On a GPU nobody looks whether the loss' own gradient is 1: both gradients are made once more.
-    again = 2 * (words * hidden * width + whole) if shape.options.is_gpu else 0.0
-    return max(first, again)
+    return kept * words + max(making * words, using * words + product) + matrix + whole + gathered
 
 
 def _gathered(parts: RankParameters, stage: PipelineStage) -> float:
@@ -357,40 +358,36 @@ def _messages(shape: TrainingShape, stage: PipelineStage, parts: RankParameters)
     num_ranks = shape.layout.dp * shape.layout.cp
     if num_ranks == 1 or shape.zero == 0 or shards == 1:
         return 0.0
-    largest, second = _largest_units(shape, stage, parts)
+    units = _units(shape, stage, parts)
     # gloo's ranks send each other their parts of a unit.
-    direct = 0.0 if options.is_gpu else largest * (shards - 1) / shards
-    # A unit that fills waits for the memory of the one that is summed, unless two fill at the same time: the
-    # gradients of one input's products come together.
-    has_two = shape.zero == 2 and options.bucket_bytes / width.gradients < parts.layer
-    filling = (largest + second * has_two) if shape.zero >= 2 else 0.0
+    direct = 0.0 if options.is_gpu else max(units) * (shards - 1) / shards
+    # A unit that fills waits for the memory of the one that is summed.
+    filling = max(units) if shape.zero >= 2 else 0.0
+    if shape.zero >= 2 and shape.model.tie_word_embeddings and stage.has_embedding and stage.has_head:
+        # The loss begins the unit of a tied table, and the embedding, last in the backward pass, ends it.
+        filling = max(filling, units[-1] + max(units[:-1], default=0.0))
     return (filling + direct) * reduce
 
 
-def _largest_units(shape: TrainingShape, stage: PipelineStage, parts: RankParameters) -> tuple[float, float]:
-    """Return the sizes of the two largest units that gradients are summed in: whole blocks with ZeRO-3, else
-    buckets of at least so many bytes, filled from the model's end.
+def _units(shape: TrainingShape, stage: PipelineStage, parts: RankParameters) -> tuple[float, ...]:
+    """Return the sizes of the units that gradients are summed in, from the model's end: whole blocks with
+    ZeRO-3, else buckets of at least so many bytes.
     """
     ends = (parts.after * stage.has_head, parts.before * stage.has_embedding)
     if shape.zero == 3:
-        return _two_largest([*ends, *[parts.layer] * min(2, stage.num_layers)])
+        return (ends[0], *(parts.layer,) * min(2, stage.num_layers), ends[1])
     least = shape.options.bucket_bytes / widths(shape.precision).gradients
-    return _largest_buckets(ends, parts.of_layer, stage.num_layers, least)
+    return _buckets(ends, parts.of_layer, stage.num_layers, least)
 
 
 @lru_cache(maxsize=1024)
-def _largest_buckets(
+def _buckets(
     ends: tuple[int, int], of_layer: tuple[int, ...], num_layers: int, least: float
-) -> tuple[float, float]:
+) -> tuple[float, ...]:
     sizes, filling = [], 0.0
     for size in (ends[0], *of_layer[::-1] * num_layers, ends[1]):
         filling += size
         if filling >= least:
             sizes.append(filling)
             filling = 0.0
-    return _two_largest([*sizes, filling])
-
-
-def _two_largest(sizes: Sequence[float]) -> tuple[float, float]:
-    largest, second, *_ = [*sorted(sizes, reverse=True), 0.0, 0.0]
-    return largest, second
+    return (*sizes, filling) if filling else tuple(sizes)

@@ -35,7 +35,6 @@ from torch.utils._pytree import tree_leaves
 from conf.schema import Config, Offload
 from orchestra.errors import ConfigError
 from orchestra.parallel.mesh import Mesh, make_mesh
-from orchestra.parallel.zero.stages import Alone
 from orchestra.run.config_file import read_config
 from orchestra.sizes.memory import chunk_tokens
 from orchestra.sizes.topology import Layout, batch_shape, layout
@@ -128,7 +127,7 @@ def held_bytes(training: Training) -> HeldBytes:
     ]
     return HeldBytes(
         parameters=bytes_of(owned if units.is_split else wholes),
-        gradients=training.parallelized.stage.gradient_bytes(),
+        gradients=training.parallelized.stage.gradients.num_bytes,
         optimizer=bytes_of([*masters, *moments]),
         gathered_units=bytes_of(wholes) if units.is_split else 0,
         masters=bytes_of(masters),
@@ -258,8 +257,8 @@ def _counted(config: Config, training: Training, watched: _LossWatch, first: int
         kept = [tensor for unit in units.units for tensor in (unit.masters, unit.outgoing)]
         on_host = moments + bytes_of(kept)
     is_all = offload is Offload.all and units.is_split
-    # Gradients that autograd itself makes in a step are counted as held.
-    made_in_step = held.gradients if isinstance(training.parallelized.stage, Alone) else 0
+    # One rank's gradients, which are made in a step, are counted as held.
+    made_in_step = held.gradients if training.parallelized.stage.gradients.is_alone else 0
     return ExactBytes(
         num_parameters=sum(parameter.numel() for parameter in training.parallelized.model.parameters()),
         parameters=0 if is_all else held.parameters,

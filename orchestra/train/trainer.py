@@ -280,7 +280,8 @@ def assemble(config: Config, mesh: Mesh, ranks: RankEnvironment, rank: RankAttem
 
 def _faults(config: Config, mesh: Mesh, built: BuiltModel, rank: RankAttempt) -> Faults:
     planned = planned_faults(config.recovery.inject)
-    flipped = built.parallelized.trained[-1].parameter
+    # One whose gradient comes from autograd, where it can be changed on its way.
+    flipped = built.parallelized.model.get_parameter("norm.weight")
     return Faults(planned, rank.attempt, mesh.rank, rank.events, mesh.device, flipped)
 
 

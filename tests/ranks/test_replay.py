@@ -51,7 +51,7 @@ def trained(rank: int, world: int, config: Config, folder: Path, flip: tuple[int
     mesh = mesh_of(rank, layout(config.parallelism, world))
     built = build_model_and_optimizer(config, mesh)
     planned = [] if flip is None else [{"at_step": flip[0], "rank": flip[1], "fault": "flip"}]
-    faults = Faults(planned_faults(planned), 0, rank, flipped=built.parallelized.trained[-1].parameter)
+    faults = Faults(planned_faults(planned), 0, rank, flipped=built.parallelized.model.norm.weight)
     replay = None
     if config.recovery.replay_every_steps is not None:
         events = EventWriter(RunDir(folder), "rank", 0) if rank == 0 else None

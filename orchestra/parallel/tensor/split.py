@@ -22,8 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from conf.schema import Config, ModelConfig
-from orchestra.model.layers import Attention, GeluMLP, Products, SwiGLU
+from orchestra.model.kernels import product, weights_tickets_biases
+from orchestra.model.layers import Attention, GeluMLP, Products, SwiGLU, products_of
 from orchestra.model.transformer import Transformer
+from orchestra.model.weight_gradients import give_products, tickets_of
 from orchestra.parallel.mesh import Mesh, OpenGroup
 from orchestra.parallel.places import Cut, TensorPlace, cut_of, num_sharing_kv, whole_place
 from orchestra.parallel.tensor.tensor_collectives import (
@@ -139,15 +141,18 @@ class _RowsProducts(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, group: TensorGroup, num_products: int, *parameters: Tensor
     ) -> tuple[Tensor, ...]:
-        weights, biases = parameters[:num_products], parameters[num_products:]
+        weights, tickets, biases = weights_tickets_biases(parameters, num_products)
         full = gather_parts(x, group) if group.is_sequence_parallel else x
-        ctx.group, ctx.has_biases = group, bool(biases)
-        ctx.save_for_backward(x if group.gathers_again else full, *weights)
-        return tuple(map(F.linear, [full] * num_products, weights, biases or [None] * num_products))
+        ctx.group, ctx.num_products = group, num_products
+        ctx.num_tickets, ctx.num_biases = len(tickets), len(biases)
+        ctx.save_for_backward(x if group.gathers_again else full, *weights, *tickets)
+        return tuple(map(F.linear, [full] * num_products, weights, biases or (None,) * num_products))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        kept, *weights = ctx.saved_tensors
+        kept, *others = ctx.saved_tensors
+        weights = others[: ctx.num_products]
+        tickets = others[ctx.num_products :] or (None,) * ctx.num_products
         group: TensorGroup = ctx.group
         gathers = group.is_sequence_parallel and group.gathers_again
         gathering = PendingGather(kept, group) if gathers else None
@@ -158,11 +163,11 @@ class _RowsProducts(torch.autograd.Function):
         grad_x = grad_x.view(*grads[0].shape[:-1], -1)
         pending = PendingScatter(grad_x, group) if group.is_sequence_parallel else start_sum(grad_x, group)
         x_TE = (gathering.wait() if gathering is not None else kept).flatten(0, -2)
-        grad_weights = [grad.t() @ x_TE for grad in flat]
-        grad_biases = [grad.sum(0) for grad in flat] if ctx.has_biases else []
+        grad_weights = give_products(tickets, flat, x_TE)
+        grad_biases = [grad.sum(0) for grad in flat] if ctx.num_biases else []
         arrived = pending.wait()
         total = arrived if isinstance(pending, PendingScatter) else grad_x
-        return total, None, None, *grad_weights, *grad_biases
+        return total, None, None, *grad_weights, *[None] * ctx.num_tickets, *grad_biases
 
 
 @dataclass(frozen=True)
@@ -180,14 +185,13 @@ class RowsProducts:
         if self.inner is not None:
             return self.inner(entering(x_BSE, self.group), *linears)
         if torch.compiler.is_compiling():
-            full = entering(x_BSE, self.group)
-            return tuple(F.linear(full, linear.weight, linear.bias) for linear in linears)
+            return products_of(entering(x_BSE, self.group), *linears)
         weights = [linear.weight for linear in linears]
         biases = [linear.bias for linear in linears if linear.bias is not None]
-        products: tuple[Tensor, ...] = _RowsProducts.apply(  # type: ignore[no-untyped-call]
-            x_BSE, self.group, len(weights), *weights, *biases
+        found: tuple[Tensor, ...] = _RowsProducts.apply(  # type: ignore[no-untyped-call]
+            x_BSE, self.group, len(weights), *weights, *tickets_of(weights), *biases
         )
-        return products
+        return found
 
 
 class ColumnsProduct(nn.Module):
@@ -198,7 +202,7 @@ class ColumnsProduct(nn.Module):
         self.weight, self.bias = linear.weight, linear.bias
         self.group = group
         # The product of this rank's columns; another precision puts its own in this place.
-        self.product: Callable[[Tensor, Tensor], Tensor] = F.linear
+        self.product: Callable[[Tensor, Tensor], Tensor] = product
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the sum over ranks [B, S, E] or this rank's part of it. *Collective*."""

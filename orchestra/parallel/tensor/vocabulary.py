@@ -23,8 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from orchestra.model.kernels import lookup
 from orchestra.model.layers import Positions
-from orchestra.model.loss import IGNORED_TARGET, ChunkGradients, is_surely_one
+from orchestra.model.loss import IGNORED_TARGET, ChunkGradients, scaled_gradients
 from orchestra.parallel.places import Cut
 from orchestra.parallel.tensor.tensor_collectives import (
     PendingScatter,
@@ -50,7 +51,7 @@ class CutEmbedding(nn.Module):
         """Return the embedded tokens [B, S, E], or this rank's part of them. *Collective*."""
         row = tokens_BS - self.words.begin
         is_elsewhere = (row < 0) | (row >= self.words.size)
-        found: Tensor = F.embedding(row.masked_fill(is_elsewhere, 0), self.weight)
+        found = lookup(row.masked_fill(is_elsewhere, 0), self.weight)
         return leaving(found.masked_fill(is_elsewhere.unsqueeze(-1), 0.0), self.group)
 
 
@@ -68,8 +69,7 @@ class CutPositions(nn.Module):
         part = batch * sequence // self.group.size
         begin = self.group.rank * part
         index = torch.arange(begin, begin + part, device=tokens_BS.device) % sequence
-        rows: Tensor = F.embedding(index.view(batch, -1), self.weight)
-        return rows
+        return lookup(index.view(batch, -1), self.weight)
 
 
 class _Joined(torch.autograd.Function):
@@ -165,7 +165,8 @@ class _CutCrossEntropy(torch.autograd.Function):
         full_TE = gather_parts(hidden_TE, group) if group.is_sequence_parallel else hidden_TE
         mine_VE = weight_VE[: words.size]
         total = torch.zeros((), dtype=wide, device=hidden_TE.device)
-        grads = ChunkGradients(full_TE, mine_VE, wide) if any(ctx.needs_input_grad[:2]) else None
+        needs_gradients = any(ctx.needs_input_grad[:2])
+        grads = ChunkGradients(full_TE, mine_VE, weight_VE, chunk) if needs_gradients else None
         ctx.pending = []
 
         def finish(begun: _Chunk, rows: slice) -> None:
@@ -190,9 +191,7 @@ class _CutCrossEntropy(torch.autograd.Function):
         if grads is not None:
             if group.is_sequence_parallel:
                 ctx.pending.append(PendingScatter(grads.hidden_TE, group))
-            padding = (0, 0, 0, len(weight_VE) - words.size)
-            grad_weight = grads.weight_VE.to(weight_VE.dtype)
-            ctx.save_for_backward(grads.hidden_TE, F.pad(grad_weight, padding) if padding[3] else grad_weight)
+            ctx.save_for_backward(grads.hidden_TE, grads.finished())
         return total
 
     @staticmethod
@@ -203,9 +202,7 @@ class _CutCrossEntropy(torch.autograd.Function):
             arrived = pending.wait()
             if isinstance(pending, PendingScatter):
                 grad_hidden = arrived
-        if not is_surely_one(grad):
-            grad_hidden, grad_weight = grad_hidden * grad, grad_weight * grad
-        return grad_hidden, grad_weight, None, None, None, None, None
+        return *scaled_gradients(grad, grad_hidden, grad_weight), None, None, None, None, None
 
 
 @dataclass(frozen=True)

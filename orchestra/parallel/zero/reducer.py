@@ -1,10 +1,14 @@
-"""Gradients in flat units: taken as autograd finishes them, accumulated over micro-batches, and summed over
-the data-parallel ranks while the backward pass still runs.
+"""Gradients in flat units: taken as the backward pass makes them, accumulated over micro-batches, and summed
+over the data-parallel ranks while it still runs.
+
+The products write those of matrices into the units themselves (`orchestra.model.weight_gradients`); the
+others come from autograd and are copied.
 
 Kept whole (ZeRO-0 and -1) they accumulate in full, and a unit's sum starts after its last gradient of the
 last micro-batch. Otherwise (ZeRO-2 and -3) a unit's gradients exist only from the first one of a micro-batch
 until they are summed into the ranges of their owners, and accumulate there; the memory then serves the next
-unit. Units start in a fixed order on every rank, whatever order autograd finishes in, so that the collectives
+unit. One rank alone takes a unit's memory with its first gradient of a step and lets it go with the update.
+Units start in a fixed order on every rank, whatever order autograd finishes in, so that the collectives
 always match.
 
 The sum is not divided: the loss is normalised by the global number of tokens before the backward pass.
@@ -13,29 +17,44 @@ The sum is not divided: the loss is normalised by the global number of tokens be
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from orchestra.model.weight_gradients import WeightGradient, attach, detach
 from orchestra.parallel.zero.buffers import SpareMemory, Unit, Units
 from orchestra.parallel.zero.zero_collectives import Collectives, Pending
 from orchestra.precision.policies import PrecisionPolicy
 
+# Called with a parameter's name and its gradient of a whole micro-batch.
+Watcher = Callable[[str, Tensor], None]
 # Sums under way that need memory beside the gradients: one that is sent while the next unit fills.
 _MAX_UNDER_WAY = 1
 
 
 @dataclass
 class _Gradients:
-    """One unit's gradients. `whole` is None where they are not kept and none of them has come yet."""
+    """One unit's gradients. `whole` is None where they are not kept and none of them has come yet.
+
+    `missing` says of each member how many parts of its gradient have not come in this micro-batch, one for
+    each use in the model, and `is_begun` whether one has.
+    """
 
     unit: Unit
-    owned: Tensor
+    owned: Tensor | None
     whole: Tensor | None
+    uses: list[int]
     views: list[Tensor] = field(default_factory=list)
-    num_missing: int = 0
+    missing: list[int] = field(default_factory=list)
+    is_begun: list[bool] = field(default_factory=list)
+
+    def begin(self) -> None:
+        """Expect the gradients of a micro-batch."""
+        self.missing = list(self.uses)
+        self.is_begun = [False] * len(self.uses)
 
 
 @dataclass(frozen=True)
@@ -53,7 +72,9 @@ class Reducer:
     """Takes the gradients of some units and sums them. *Collective* over both groups.
 
     `shard` sums each rank's range, `replicate` what is then still to be summed; either may be None. After
-    `finish`, `owned(number)` holds the sum of the range that this rank owns of unit `number`.
+    `finish`, `owned(number)` holds the sum of the range that this rank owns of unit `number`. `direct` are
+    the parameters whose gradients the model's functions give by themselves, with how often it uses each.
+    `is_alone`: nothing is kept from one step to the next.
     """
 
     def __init__(
@@ -62,31 +83,47 @@ class Reducer:
         precision: PrecisionPolicy,
         shard: Collectives | None,
         replicate: Collectives | None,
+        direct: Mapping[str, int],
         *,
         keeps_whole: bool,
+        is_alone: bool = False,
     ) -> None:
         self._shard, self._replicate = shard, replicate
         self._keeps_whole = keeps_whole or shard is None
+        self.is_alone = is_alone
+        self._dtype = precision.gradient
+        # What a micro-batch's gradients are made in: those that are kept whole accumulate there too.
+        self._made_in = precision.gradient if self._keeps_whole else precision.reduce
         self._is_first = self._is_last = True
         self._next_to_sum = 0
         self._under_way: deque[_UnderWay] = deque()
         self._of_replicas: list[Pending] = []
         self._spare = SpareMemory(precision.reduce)
-        self._units = [self._made(unit, precision.gradient) for unit in units.units]
-        self._hooks = [
-            item.parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                self._taker(gradients, number)
-            )
-            for gradients in self._units
-            for number, item in enumerate(gradients.unit.trained)
-        ]
+        self._watcher: Watcher | None = None
+        self._apart: dict[str, Tensor] | None = None
+        self._units = [self._made(unit, direct) for unit in units.units]
+        for gradients in self._units:
+            gradients.begin()
+        # Weights know them by their tickets only.
+        self._takers: list[WeightGradient] = []
+        self._attached: list[Tensor] = []
+        self._hooks = []
+        for gradients in self._units:
+            for number, item in enumerate(gradients.unit.trained):
+                taker = self._taker(gradients, number)
+                self._takers.append(taker)
+                if item.name in direct:
+                    attach(item.parameter, taker)
+                    self._attached.append(item.parameter)
+                hook = item.parameter.register_post_accumulate_grad_hook(_to(taker))  # type: ignore[no-untyped-call]
+                self._hooks.append(hook)
 
     def begin(self, *, is_first: bool, is_last: bool) -> None:
         """Expect the gradients of a micro-batch."""
         self._is_first, self._is_last = is_first, is_last
         self._next_to_sum = 0
         for gradients in self._units:
-            gradients.num_missing = len(gradients.unit.trained)
+            gradients.begin()
 
     def finish(self) -> None:
         """Wait for all sums."""
@@ -100,53 +137,103 @@ class Reducer:
 
     def owned(self, number: int) -> Tensor:
         """Return the flat gradients of the range that this rank owns of a unit."""
-        return self._units[number].owned
+        owned = self._units[number].owned
+        assert owned is not None, "no gradient has come yet"
+        return owned
+
+    def release(self, number: int) -> None:
+        """Let go of a unit's gradients, where the next step has others."""
+        if self.is_alone:
+            gradients = self._units[number]
+            gradients.owned = gradients.whole = None
+            gradients.views = []
 
     def is_taken(self, number: int) -> bool:
         """Whether the backward pass of this micro-batch is through with a unit."""
-        return self._units[number].num_missing == 0
+        return not any(self._units[number].missing)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the gradients that are kept from one micro-batch to the next."""
-        kept = (unit.whole if self._keeps_whole else unit.owned for unit in self._units)
-        return sum(flat.nbytes for flat in kept if flat is not None)
+        if self._keeps_whole:
+            return sum(unit.unit.layout.size for unit in self._units) * self._dtype.itemsize
+        return sum(unit.unit.layout.range_size for unit in self._units) * self._dtype.itemsize
+
+    @contextmanager
+    def watched(self, watcher: Watcher) -> Iterator[None]:
+        """Show `watcher` each parameter's gradient of the first micro-batch, as soon as all of it is in."""
+        self._watcher = watcher
+        try:
+            yield
+        finally:
+            self._watcher = None
+
+    @contextmanager
+    def apart(self, watcher: Watcher) -> Iterator[None]:
+        """Show `watcher` each parameter's gradient of one micro-batch that is none of the training's."""
+        self._apart = {}
+        for gradients in self._units:
+            gradients.begin()
+        try:
+            with self.watched(watcher):
+                yield
+        finally:
+            self._apart = None
 
     def close(self) -> None:
         """Take no more gradients."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        for weight in self._attached:
+            detach(weight)
 
-    def _made(self, unit: Unit, dtype: torch.dtype) -> _Gradients:
+    def _made(self, unit: Unit, direct: Mapping[str, int]) -> _Gradients:
+        uses = [direct.get(item.name, 1) for item in unit.trained]
+        if self.is_alone:
+            return _Gradients(unit, None, None, uses)
         if not self._keeps_whole:
-            return _Gradients(unit, torch.zeros_like(unit.owned, dtype=dtype, device=unit.whole.device), None)
-        whole = torch.zeros_like(unit.whole, dtype=dtype)
-        begin, end = unit.layout.range_of(unit.index)
-        return _Gradients(unit, whole[begin:end], whole, unit.whole_views(whole))
+            owned = torch.zeros_like(unit.owned, dtype=self._dtype, device=unit.whole.device)
+            return _Gradients(unit, owned, None, uses)
+        gradients = _Gradients(unit, None, None, uses)
+        _keep(gradients, torch.zeros_like(unit.whole, dtype=self._dtype))
+        return gradients
 
-    def _taker(self, gradients: _Gradients, number: int) -> Callable[[Tensor], None]:
-        def take(parameter: Tensor) -> None:
-            gradient = parameter.grad
-            assert gradient is not None
+    def _taker(self, gradients: _Gradients, number: int) -> WeightGradient:
+        name = gradients.unit.trained[number].name
+        shape, device = gradients.unit.trained[number].parameter.shape, gradients.unit.whole.device
+
+        def begin() -> tuple[Tensor, bool]:
+            adds, gradients.is_begun[number] = gradients.is_begun[number], True
+            if self._apart is not None:
+                if not adds:
+                    self._apart[name] = torch.empty(shape, dtype=self._made_in, device=device)
+                return self._apart[name], adds
             if gradients.whole is None:
                 self._give_memory(gradients)
-            if self._is_first or not self._keeps_whole:
-                gradients.views[number].copy_(gradient)
-            else:
-                gradients.views[number].add_(gradient)
-            parameter.grad = None
-            gradients.num_missing -= 1
-            if gradients.num_missing == 0:
+            return gradients.views[number], adds or (self._keeps_whole and not self._is_first)
+
+        def end() -> None:
+            gradients.missing[number] -= 1
+            if gradients.missing[number]:
+                return
+            is_apart = self._apart is not None
+            gradient = self._apart.pop(name) if self._apart is not None else gradients.views[number]
+            if self._watcher is not None:
+                self._watcher(name, gradient)
+            if not is_apart and not any(gradients.missing):
                 self._sum_ready()
 
-        return take
+        return WeightGradient(begin, end)
 
     def _give_memory(self, gradients: _Gradients) -> None:
         """Let a unit use memory that another one has left; gaps in it hold what they may."""
+        unit = gradients.unit
+        if self.is_alone:
+            _keep(gradients, torch.empty_like(unit.whole, dtype=self._dtype))
+            return
         while not self._spare and self._under_way:
             self._complete()
-        unit = gradients.unit
         memory = self._spare.take(unit.layout.size, unit.whole.device)
         gradients.whole = memory
         gradients.views = unit.whole_views(memory)
@@ -156,7 +243,7 @@ class Reducer:
         if self._keeps_whole and not self._is_last:
             return
         for gradients in self._units[self._next_to_sum :]:
-            if gradients.num_missing:
+            if any(gradients.missing):
                 return
             self._next_to_sum += 1
             self._sum(gradients)
@@ -181,6 +268,7 @@ class Reducer:
         done = self._under_way.popleft()
         done.pending.finish()
         owned = done.gradients.owned
+        assert owned is not None
         if not self._keeps_whole:
             begin, end = done.gradients.unit.layout.range_of(done.gradients.unit.index)
             if done.is_first:
@@ -190,3 +278,22 @@ class Reducer:
             self._spare.give(done.whole)
         if done.is_last and self._replicate is not None:
             self._of_replicas.append(self._replicate.sum_whole(owned))
+
+
+def _keep(gradients: _Gradients, whole: Tensor) -> None:
+    """Let a unit's gradients lie in `whole`."""
+    begin, end = gradients.unit.layout.range_of(gradients.unit.index)
+    gradients.whole, gradients.owned = whole, whole[begin:end]
+    gradients.views = gradients.unit.whole_views(whole)
+
+
+def _to(taker: WeightGradient) -> Callable[[Tensor], None]:
+    """Return a hook that hands what autograd has accumulated to a taker."""
+
+    def take(parameter: Tensor) -> None:
+        # It is called too where all parts were given by functions.
+        if parameter.grad is not None:
+            taker.add(parameter.grad)
+            parameter.grad = None
+
+    return take

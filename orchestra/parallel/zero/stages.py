@@ -60,57 +60,15 @@ class Stage(Protocol):
     def settle(self) -> None:
         """Wait until parameters can be read outside of the forward pass. With ZeRO-3 they never can."""
 
-    def gradient_bytes(self) -> int:
-        """Return the bytes of the gradients that are kept from one micro-batch to the next. *Any rank*."""
+    @property
+    def gradients(self) -> Reducer:
+        """What takes the gradients of each micro-batch."""
 
     def close(self) -> None:
         """Let go of the model: hooks that know their owner keep each other, and all memory, alive.
 
         *Any rank*, settled; nothing can be trained any more.
         """
-
-
-class Alone:
-    """Autograd's own accumulation: for one rank whose gradients have the parameters' dtype."""
-
-    def __init__(self, units: Units, shared: SharedGradients) -> None:
-        self._units = units
-        self._shared = shared
-
-    def begin(self, *, is_first: bool, is_last: bool) -> None:
-        """Nothing to prepare: `update` has released all gradients."""
-
-    def finish(self) -> list[Tensor]:
-        trained = self._units.trained
-        return self._shared.sum_up(trained, [_gradient(item.parameter) for item in trained])
-
-    def update(self, update: Update) -> None:
-        for unit in reversed(self._units.units):
-            gradients = [_gradient(item.parameter) for item in unit.trained]
-            update(unit.trained, [gradient.to(unit.masters.dtype) for gradient in gradients])
-            follow(unit)
-            for item in unit.trained:
-                item.parameter.grad = None
-
-    def copy_masters_to_parameters(self) -> None:
-        for unit in self._units.units:
-            follow(unit)
-
-    def settle(self) -> None:
-        """Nothing is ever under way."""
-
-    def gradient_bytes(self) -> int:
-        return sum(item.parameter.nbytes for item in self._units.trained)
-
-    def close(self) -> None:
-        """There are no hooks."""
-
-
-def _gradient(parameter: Tensor) -> Tensor:
-    gradient = parameter.grad
-    # A parameter that took no part in the loss would stay as it is, unnoticed.
-    assert gradient is not None, "a parameter got no gradient"
-    return gradient
 
 
 @dataclass(frozen=True)
@@ -170,14 +128,17 @@ def make_stage(
     units: Units,
     places: Mapping[str, TensorPlace],
     precision: PrecisionPolicy,
+    direct: Mapping[str, int],
     config: Config,
     mesh: Mesh,
 ) -> Stage:
-    """Return the stage that the configuration asks for, hooked to the model. *Any rank*."""
+    """Return the stage that the configuration asks for, hooked to the model. *Any rank*.
+
+    `direct`: the weights whose gradients the model's functions give by themselves, with their uses.
+    """
     shared = SharedGradients(places, mesh.traffic)
     is_on_device = config.parallelism.offload is Offload.none
-    if mesh.dp_group is None and precision.gradient is precision.parameter and is_on_device:
-        return Alone(units, shared)
+    is_alone = mesh.dp_group is None and precision.gradient is precision.parameter and is_on_device
 
     def over(group: dist.ProcessGroup | None) -> Collectives | None:
         if group is None:
@@ -187,7 +148,8 @@ def make_stage(
     shard = over(mesh.shard_group)
     # Without ranges to share out, all of data parallelism are replicas.
     replicate = over(mesh.dp_group if shard is None else mesh.replicate_group)
-    reducer = Reducer(units, precision, shard, replicate, keeps_whole=config.parallelism.zero < 2)
+    keeps_whole = config.parallelism.zero < 2
+    reducer = Reducer(units, precision, shard, replicate, direct, keeps_whole=keeps_whole, is_alone=is_alone)
     if shard is None:
         return Reduced(units, reducer, shared)
     if units.is_split:
@@ -282,6 +244,7 @@ class Reduced:
         )
         for number, gradients in zip(numbers, carried, strict=True):
             update(units[number].trained, units[number].owned_views(gradients))
+            self._reducer.release(number)
             self._follow(number)
 
     def copy_masters_to_parameters(self) -> None:
@@ -292,8 +255,9 @@ class Reduced:
     def settle(self) -> None:
         """Nothing is under way after an update."""
 
-    def gradient_bytes(self) -> int:
-        return self._reducer.num_bytes
+    @property
+    def gradients(self) -> Reducer:
+        return self._reducer
 
     def close(self) -> None:
         self._reducer.close()

@@ -21,8 +21,8 @@ from __future__ import annotations
 import contextlib
 import math
 import socket
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -36,6 +36,7 @@ from orchestra.errors import ConfigError, RollBackError
 from orchestra.parallel.apply import Parallelized
 from orchestra.parallel.marks import marked
 from orchestra.parallel.mesh import Mesh
+from orchestra.parallel.zero.reducer import Watcher
 from orchestra.run.events import EventWriter
 from orchestra.run.rollback import BROKEN_DEVICE, BadSteps
 from orchestra.sizes.step_shares import Part
@@ -212,13 +213,15 @@ class Replay(StepHook):
         self._every_steps = config.replay_every_steps
         self._tolerance = config.replay_tolerance
         self._model = parallelized.model
-        self._parameters = [item.parameter for item in parallelized.trained]
+        self._gradients = parallelized.stage.gradients
+        self._numbers = {item.name: number for number, item in enumerate(parallelized.trained)}
         self._mesh = mesh
         self._peers = peers
         self._events = events
         # The last step whose two computations agreed.
         self._last_agreed = begin
         self._step: _ReplayedStep | None = None
+        self._watching = contextlib.ExitStack()
         if self._every_steps is not None:
             devices = peers.exchange("replay/devices", _device(mesh.device))
             _refuse_unlike(config, is_deterministic, mesh, devices)
@@ -230,6 +233,8 @@ class Replay(StepHook):
         own = _GradientSums(self._mesh.device)
         second = self._computed(tokens_ABS[0], share, SECOND)
         self._step = _ReplayedStep(step, tokens_ABS[0], share, own, second)
+        # From here: the loss gives its gradients in the forward pass.
+        self._watching.enter_context(self._gradients.watched(self._adder(own)))
 
     def around_backward(
         self,
@@ -237,28 +242,14 @@ class Replay(StepHook):
         micro_batch: int,
         loss: Tensor,
     ) -> AbstractContextManager[object]:
-        """Keep the loss of this rank's own first micro-batch, and add up its gradients as the backward pass
-        finishes them.
-        """
+        """Keep the loss of this rank's own first micro-batch, and end the adding up of its gradients."""
         if self._step is None or micro_batch:
             return nullcontext()
         self._step.own.loss = loss.detach().clone()
-        return self._summing(self._step.own)
+        return self._watching
 
-    @contextmanager
-    def _summing(self, own: _GradientSums) -> Iterator[None]:
-        def adder(number: int) -> Any:
-            return lambda gradient: own.add(gradient, number)
-
-        handles = [
-            parameter.register_hook(adder(number))  # type: ignore[no-untyped-call]
-            for number, parameter in enumerate(self._parameters)
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+    def _adder(self, sums: _GradientSums) -> Watcher:
+        return lambda name, gradient: sums.add(gradient, self._numbers[name])
 
     def after_backward(self, step: int) -> None:
         """Compare what the ranks have computed, before anything is updated. Waits for the device.
@@ -286,11 +277,10 @@ class Replay(StepHook):
         """Compute the micro-batch of the rank `shift` places before this one."""
         tokens = self._received(tokens_BS, shift).to(self._mesh.device)
         sums = _GradientSums(self._mesh.device)
-        loss = self._model(tokens[:, :-1], tokens[:, 1:], share)
-        sums.loss = loss.detach().clone()
-        # Not by `backward`: hooks that wait for this step's own gradients must not take these.
-        for number, gradient in enumerate(torch.autograd.grad(loss, self._parameters)):
-            sums.add(gradient, number)
+        with self._gradients.apart(self._adder(sums)):
+            loss = self._model(tokens[:, :-1], tokens[:, 1:], share)
+            sums.loss = loss.detach().clone()
+            loss.backward()
         return sums
 
     def _received(self, tokens_BS: Tensor, shift: int) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from orchestra.model.kernels import rms_norm, rotate, shared_input_linear, swiglu
+from orchestra.model.kernels import products, rms_norm, rotate, swiglu
 from orchestra.model.loss import IGNORED_TARGET, cross_entropy_sum
 from orchestra.sizes.memory import chunk_tokens
 
@@ -44,11 +44,11 @@ def test_rotation_keeps_lengths_and_has_the_right_gradient() -> None:
     assert torch.autograd.gradcheck(lambda a: rotate(a, cos, angles.sin()), (x,))
 
 
-def test_shared_input_linear_gradient() -> None:
+def test_products_gradient() -> None:
     x, first, second = drawn(2, 3, 4), drawn(5, 4), drawn(2, 4)
-    for ours, weight in zip(shared_input_linear(x, first, second), (first, second), strict=True):
+    for ours, weight in zip(products(x, [first, second]), (first, second), strict=True):
         torch.testing.assert_close(ours, x @ weight.t())
-    assert torch.autograd.gradcheck(shared_input_linear, (x, first, second))
+    assert torch.autograd.gradcheck(lambda x, *weights: products(x, weights), (x, first, second))
 
 
 def test_loss_in_chunks_equals_the_plain_loss_with_gradients() -> None:

@@ -1,0 +1,185 @@
+"""Where the gradients of matrices go in training: straight into the memory that is kept for them.
+
+The backward pass makes a weight's gradient by one more product. Autograd would take it in fresh memory and
+then copy or add it to where it is kept: a pass over memory as large as the weights, in every micro-batch. The
+functions of this package give it to the weight's `WeightGradient` instead, where it has one: the product
+itself writes, or adds, into that memory, and autograd gets no gradient. A weight that has none is treated as
+in any model.
+
+Whoever keeps the gradients attaches them (`orchestra.parallel.zero.reducer`). What is compiled can't hold
+objects, and so a weight carries a ticket: a tensor, whose place in memory says which object it stands for.
+
+Shape letters: T tokens, I inputs and O outputs of a product, V rows and E columns of a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+_BY_TICKET: WeakValueDictionary[int, WeightGradient] = WeakValueDictionary()
+_ATTRIBUTE = "gradient_ticket"
+
+
+class WeightGradient:
+    """The gradient of one weight in the current micro-batch: a part for each use of the weight in the model.
+
+    `begin` returns where a part goes, in the weight's shape, and whether it adds to what is there; `end` is
+    called when the part is in.
+    """
+
+    def __init__(self, begin: Callable[[], tuple[Tensor, bool]], end: Callable[[], None]) -> None:
+        self.begin, self.end = begin, end
+        # A real tensor, in a dry run too, whose mode fakes all others: fake ones have no place in memory.
+        with _disable_current_modes():
+            self.ticket = torch.zeros(1, dtype=torch.int64)
+        _BY_TICKET[self.ticket.data_ptr()] = self
+
+    def add_product(self, grad_TO: Tensor, x_TI: Tensor) -> None:
+        """Take gradᵀ · x, the gradient of a product's weight [O, I]."""
+        memory, adds = self.begin()
+        add_product_(memory, grad_TO.t(), x_TI, adds=adds)
+        self.end()
+
+    def add(self, gradient: Tensor) -> None:
+        """Take a gradient that lies somewhere else, of the weight's first rows or of all; others get 0."""
+        memory, adds = self.begin()
+        head = memory[: len(gradient)]
+        if adds:
+            head.add_(gradient)
+        else:
+            head.copy_(gradient)
+            memory[len(gradient) :].zero_()
+        self.end()
+
+    def add_rows(self, row_T: Tensor, grad_TE: Tensor) -> None:
+        """Take the gradient of a table [V, E] whose rows `row_T` (int64) were looked up."""
+        memory, adds = self.begin()
+        if not adds:
+            memory.zero_()
+        _add_row_sums_(memory, row_T, grad_TE)
+        self.end()
+
+
+def add_product_(memory: Tensor, left: Tensor, right: Tensor, *, adds: bool) -> None:
+    """Write left · right into `memory`, or add it to what is there: inside the product where torch can."""
+    if memory.dtype == left.dtype:
+        if adds:
+            memory.addmm_(left, right)
+        else:
+            torch.mm(left, right, out=memory)
+    elif left.is_cuda and memory.dtype is torch.float32:
+        if adds:
+            torch.ops.aten.addmm.dtype_out(memory, left, right, torch.float32, out=memory)
+        else:
+            torch.ops.aten.mm.dtype_out(left, right, torch.float32, out=memory)
+    elif adds:
+        memory.add_(left @ right)
+    else:
+        memory.copy_(left @ right)
+
+
+def _add_row_sums_(memory: Tensor, row_T: Tensor, grad_TE: Tensor) -> None:
+    """Add to each row the sum over its tokens, which is taken first and in fp32: a word that is frequent
+    would lose small parts in 16 bits, and two micro-batches sum up like two ranks. The host never waits for
+    the number of different rows, and nothing is summed in a changing order.
+    """
+    sorted_T, order = torch.sort(row_T, stable=True)
+    is_new = torch.ones_like(sorted_T)
+    is_new[1:] = sorted_T[1:] != sorted_T[:-1]
+    # The sums of the different rows stand one after the other; what is left stays 0 and is added to row 0.
+    place_T = is_new.cumsum(0) - 1
+    rows = torch.zeros_like(row_T).scatter_(0, place_T, sorted_T)
+    wide = torch.promote_types(grad_TE.dtype, torch.float32)
+    sums_TE = torch.zeros_like(grad_TE, dtype=wide)
+    if memory.is_cuda:
+        # There it sums in a fixed order, and index_add_ does not.
+        sums_TE.index_put_((place_T,), grad_TE[order].to(wide), accumulate=True)
+        memory.index_put_((rows,), sums_TE.to(memory.dtype), accumulate=True)
+    else:
+        sums_TE.index_add_(0, place_T, grad_TE[order].to(wide))
+        memory.index_add_(0, rows, sums_TE.to(memory.dtype))
+
+
+def attach(weight: Tensor, gradient: WeightGradient) -> None:
+    """Let a weight's gradient go there from now on; the caller keeps the object alive."""
+    setattr(weight, _ATTRIBUTE, gradient.ticket)
+
+
+def detach(weight: Tensor) -> None:
+    """Leave a weight's gradient to autograd again."""
+    if hasattr(weight, _ATTRIBUTE):
+        delattr(weight, _ATTRIBUTE)
+
+
+def ticket_of(weight: Tensor) -> Tensor | None:
+    """Return what a backward pass gives the weight's gradient to by; None: autograd gets it."""
+    ticket: Tensor | None = getattr(weight, _ATTRIBUTE, None)
+    return ticket
+
+
+def tickets_of(weights: Iterable[Tensor]) -> list[Tensor]:
+    """Return the tickets of weights that all have one, or none of which has."""
+    return [ticket for ticket in map(ticket_of, weights) if ticket is not None]
+
+
+def weight_gradient(ticket: Tensor) -> WeightGradient:
+    """Return the object that a ticket stands for."""
+    return _BY_TICKET[ticket.data_ptr()]
+
+
+@torch.library.custom_op("orchestra::give_product", mutates_args=("ticket",))
+def _give_product(ticket: Tensor, grad_TO: Tensor, x_TI: Tensor) -> None:
+    weight_gradient(ticket).add_product(grad_TO, x_TI)
+
+
+@torch.library.custom_op("orchestra::give_gradient", mutates_args=("ticket",))
+def _give_gradient(ticket: Tensor, gradient: Tensor) -> None:
+    weight_gradient(ticket).add(gradient)
+
+
+@_give_product.register_fake
+def _(ticket: Tensor, grad_TO: Tensor, x_TI: Tensor) -> None:
+    """Nothing that a compiler can see comes of it but the change of the ticket."""
+
+
+@_give_gradient.register_fake
+def _(ticket: Tensor, gradient: Tensor) -> None:
+    """Nothing that a compiler can see comes of it but the change of the ticket."""
+
+
+def give_product(ticket: Tensor | None, grad_TO: Tensor, x_TI: Tensor) -> Tensor | None:
+    """Return the gradient gradᵀ · x of a weight for autograd, or None where the ticket's owner took it."""
+    if ticket is None:
+        return grad_TO.t() @ x_TI
+    if torch.compiler.is_compiling():
+        _give_product(ticket, grad_TO, x_TI)
+    else:
+        weight_gradient(ticket).add_product(grad_TO, x_TI)
+    return None
+
+
+def give_products(
+    tickets: Sequence[Tensor | None], grads: Sequence[Tensor], x_TI: Tensor
+) -> list[Tensor | None]:
+    """Return for autograd, as `give_product` does, the gradients of several weights of one input.
+
+    The last one's is made first: the memory that they go to is filled from the model's end.
+    """
+    pairs = list(zip(tickets, grads, strict=True))
+    return [give_product(ticket, grad_TO, x_TI) for ticket, grad_TO in reversed(pairs)][::-1]
+
+
+def give_gradient(ticket: Tensor | None, gradient: Tensor) -> Tensor | None:
+    """Return a weight's gradient for autograd, or None where the ticket's owner took it."""
+    if ticket is None:
+        return gradient
+    if torch.compiler.is_compiling():
+        _give_gradient(ticket, gradient)
+    else:
+        weight_gradient(ticket).add(gradient)
+    return None
