@@ -27,7 +27,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from conf.schema import Config, PrecisionName, Recompute
 from orchestra.errors import TrainingError
-from orchestra.model.layers import Attention, GeluMLP, SwiGLU
+from orchestra.model.layers import Attention, GeluMLP, Linear, SwiGLU
 from orchestra.model.transformer import Transformer
 from orchestra.parallel.mesh import Mesh
 from orchestra.parallel.tensor.split import ColumnsProduct, RowsProducts
@@ -156,7 +156,7 @@ def _set(module: nn.Module, products: Fp8Products) -> None:
         module.down_proj = _Fp8Linear(leaving, products)
 
 
-class _Fp8Linear(nn.Linear):
+class _Fp8Linear(Linear):
     """Takes the place of a linear layer, with its parameters.
 
     A module of its own and no function put in the layer's place: torch.compile would ask of a function which
