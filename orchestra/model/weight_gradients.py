@@ -7,7 +7,8 @@ itself writes, or adds, into that memory, and autograd gets no gradient. A weigh
 in any model.
 
 Whoever keeps the gradients attaches them (`orchestra.parallel.zero.reducer`). What is compiled can't hold
-objects, and so a weight carries a ticket: a tensor, whose place in memory says which object it stands for.
+objects, and so a weight carries a ticket: a tensor, whose place in memory says which object it stands for. It
+holds that place as a number too, for compiled code that gives a copy of it.
 
 Shape letters: T tokens, I inputs and O outputs of a product, V rows and E columns of a table.
 """
@@ -37,6 +38,7 @@ class WeightGradient:
         # A real tensor, in a dry run too, whose mode fakes all others: fake ones have no place in memory.
         with _disable_current_modes():
             self.ticket = torch.zeros(1, dtype=torch.int64)
+            self.ticket.fill_(self.ticket.data_ptr())
         _BY_TICKET[self.ticket.data_ptr()] = self
 
     def add_product(self, grad_TO: Tensor, x_TI: Tensor) -> None:
@@ -134,12 +136,12 @@ def weight_gradient(ticket: Tensor) -> WeightGradient:
 
 @torch.library.custom_op("orchestra::give_product", mutates_args=("ticket",))
 def _give_product(ticket: Tensor, grad_TO: Tensor, x_TI: Tensor) -> None:
-    weight_gradient(ticket).add_product(grad_TO, x_TI)
+    _BY_TICKET[int(ticket)].add_product(grad_TO, x_TI)
 
 
 @torch.library.custom_op("orchestra::give_gradient", mutates_args=("ticket",))
 def _give_gradient(ticket: Tensor, gradient: Tensor) -> None:
-    weight_gradient(ticket).add(gradient)
+    _BY_TICKET[int(ticket)].add(gradient)
 
 
 @_give_product.register_fake

@@ -71,7 +71,7 @@ def _turned(matrix: Rounded) -> Rounded:
     return Rounded(matrix.values.t().contiguous(), matrix.scale)
 
 
-class _Products(torch.autograd.Function):
+class _RoundedProducts(torch.autograd.Function):
     """Products of one input [T, E] with weights [O, E], each rounded as the module's docstring says."""
 
     @staticmethod
@@ -133,7 +133,7 @@ class Fp8Products:
         return out if bias is None else out + bias
 
     def _of(self, x: Tensor, weights: list[Tensor]) -> tuple[Tensor, ...]:
-        outs = _Products.apply(  # type: ignore[no-untyped-call]
+        outs = _RoundedProducts.apply(  # type: ignore[no-untyped-call]
             x.flatten(0, -2), self.scaling, len(weights), *weights, *tickets_of(weights)
         )
         return tuple(out.view(*x.shape[:-1], -1) for out in outs)

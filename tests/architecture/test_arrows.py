@@ -16,7 +16,7 @@ ORDER = (
     # shapes and bytes of published weights
     "huggingface",
     # one device
-    *("precision", "model", "data", "optim"),
+    *("model", "precision", "data", "optim"),
     "parallel",
     # the data plane
     "train",
@@ -25,7 +25,7 @@ ORDER = (
     *("config", "submit", "doctor", "agents", "rehearsal", "cli", "__main__"),
 )
 CONTROL_PLANE = set(ORDER[ORDER.index("recovery") :])
-WITHOUT_TORCH = CONTROL_PLANE | set(ORDER[: ORDER.index("precision")])
+WITHOUT_TORCH = CONTROL_PLANE | set(ORDER[: ORDER.index("model")])
 
 # Packages outside the standard library that each of ours may import; orchestra may import any of pyproject's.
 THIRD_PARTY = {
