@@ -30,7 +30,7 @@ demo: $(VENV)/installed ## install, then train a small Llama on this machine's o
 test: system-packages $(VENV)/installed-test lint ## install what tests need, lint, run all tests
 	@$(PYTHON) .ci/lanes $(BIN)/python --durations=15 $(PYTEST_ARGS)
 
-test-fast: $(VENV)/installed-test ## the quick unit tests (three to six minutes on two cores)
+test-fast: $(VENV)/installed-test ## the quick unit tests (two to six minutes on two cores)
 	@$(PYTHON) .ci/lanes $(BIN)/python --fast $(PYTEST_ARGS)
 
 equivalence: $(VENV)/installed-test ## compare every combination of the parallel methods with one process
