@@ -2,7 +2,8 @@
 make.
 
 Every one is an autograd function with the plain formula in its docstring, and is tested against that formula
-in float64. Under torch.compile the plain formulas are used instead, since the compiler fuses them itself.
+in float64. Under torch.compile the plain formulas are used instead, since the compiler fuses them itself, but
+for products whose weights' gradients have a place to go to (`weight_gradients`).
 
 Shape letters: B batch, S sequence, H heads, D head width, E hidden size, T tokens (B·S), V vocabulary.
 """

@@ -63,12 +63,17 @@ def backend_of_shared(config: Config, nccl: NcclVersion | None) -> str:
     return GLOO
 
 
+def compiled_over_gloo(config: Config) -> str | None:
+    """Return why blocks can't be compiled where gloo carries the collectives of GPUs; None: they can."""
+    if config.parallelism.tp == 1:
+        return None
+    return f"gloo has no collectives for the compiled blocks of parallelism.tp={config.parallelism.tp}"
+
+
 def _not_over_gloo(config: Config) -> Iterator[str]:
-    if config.train.compile and config.parallelism.tp > 1:
-        yield (
-            f"it has none for the compiled blocks of parallelism.tp={config.parallelism.tp}; use "
-            "train.compile=false"
-        )
+    # With train.compile=auto the ranks train eager then (`build.with_compilation`).
+    if config.train.compile is True and (problem := compiled_over_gloo(config)):
+        yield f"{problem}; use train.compile=false"
     if config.recovery.replay_every_steps is not None:
         yield (
             "it sends nothing from one GPU tensor to another, as a replay has to; use "

@@ -204,7 +204,7 @@ def over_time(prediction: Prediction) -> OverTime:
     if case.is_counted_in_full:
         own = rank_bytes(case, prediction.fullest_stage)
         first = peak.total - own.growing_buffers * (case.accumulation == 1)
-        # Alone, gradients are autograd's own and come with the first backward pass.
+        # One rank alone takes the memory of its gradients with the first backward pass.
         kept = peak.gradients + peak.accumulation if case.layout.dp * case.layout.cp > 1 else 0.0
         return OverTime(fixed + peak.optimizer + kept + own.first_buffers, first, peak.total)
     return OverTime(fixed, peak.total - peak.optimizer, peak.total)

@@ -24,6 +24,7 @@ from orchestra.optim.adamw import AdamW, Trained
 from orchestra.parallel.apply import Parallelized, parallelize
 from orchestra.parallel.mesh import Mesh
 from orchestra.parallel.places import global_index
+from orchestra.parallel.shared_devices import GLOO, compiled_over_gloo
 from orchestra.precision.policies import ScaleState, make_loss_scale
 from orchestra.run.events import EventWriter
 from orchestra.run.rollback import Stretch
@@ -45,20 +46,23 @@ def with_compilation(config: Config, mesh: Mesh, events: EventWriter) -> Config:
     """Return the configuration with true or false where train.compile says auto. *Collective*: all ranks
     compile, or none does.
 
-    Where `auto` would compile and a node lacks what that needs, rank 0 records and prints it. Raises
-    ConfigError, on all ranks, where train.compile=true.
+    Where `auto` would compile and a node lacks what that needs, or gloo has to carry what it lacks, rank 0
+    records and prints it. Raises ConfigError, on all ranks, where train.compile=true and a node lacks it.
     """
     chosen, device_type = config.train.compile, mesh.device.type
-    is_compiled = is_wanted(chosen, device_type)
-    if is_compiled and (lacking := _lacking_on_any_rank(device_type, mesh.world_size)):
-        if chosen is True:
+    cause = None
+    if is_compiled := is_wanted(chosen, device_type):
+        lacking = _lacking_on_any_rank(device_type, mesh.world_size)
+        if lacking and chosen is True:
             raise ConfigError(refusal(lacking))
-        is_compiled = False
-        if mesh.rank == 0:
+        if lacking:
             cause = advice(lacking)
-            events.write("compile_off", cause=cause)
-            sys.stderr.write(f"train.compile=auto: training without torch.compile: {cause}\n")
-    return replace(config, train=replace(config.train, compile=is_compiled))
+        elif mesh.is_gpu and mesh.backend == GLOO:
+            cause = compiled_over_gloo(config)
+    if cause is not None and mesh.rank == 0:
+        events.write("compile_off", cause=cause)
+        sys.stderr.write(f"train.compile=auto: training without torch.compile: {cause}\n")
+    return replace(config, train=replace(config.train, compile=is_compiled and cause is None))
 
 
 def _lacking_on_any_rank(device_type: str, num_ranks: int) -> tuple[str, ...]:

@@ -29,7 +29,7 @@ def test_a_new_nccl_carries_everything(nccl: NcclVersion) -> None:
 
 @pytest.mark.parametrize("nccl", [OLD, None])
 def test_gloo_takes_the_place_of_an_old_nccl(nccl: NcclVersion | None) -> None:
-    for tp, is_compiled in ((2, False), (1, True)):
+    for tp, is_compiled in ((2, False), (1, True), (2, "auto")):
         config = Config(
             parallelism=ParallelismConfig(tp=tp), train=replace(TrainConfig(), compile=is_compiled)
         )

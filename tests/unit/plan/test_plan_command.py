@@ -120,6 +120,7 @@ def test_the_help_fits_eighty_columns(monkeypatch: pytest.MonkeyPatch, plan: Pla
 
 @pytest.mark.slow
 def test_both_counts_and_their_difference_are_shown(plan: PlanCommand) -> None:
+    # So many words that the loss is the peak, and not what a norm of 256 numbers leaves uncounted.
     facts = plan.facts("--exact", *MODEL, "model.vocab_size=2048", "parallelism=zero3")
     for name in ("parameters", "gradients", "masters", "optimizer", "gathered", "peak"):
         component = facts[name]
