@@ -54,7 +54,9 @@ def test_auto_without_a_compiler_trains_eager_on_a_gpu_and_says_what_to_install(
     assert capsys.readouterr().err.count(cause) == 1
 
 
-@pytest.mark.parametrize(("tp", "backend", "expected"), [(2, "gloo", False), (1, "gloo", True), (2, "nccl", True)])
+@pytest.mark.parametrize(
+    ("tp", "backend", "expected"), [(2, "gloo", False), (1, "gloo", True), (2, "nccl", True)]
+)
 def test_auto_is_eager_on_gpus_whose_tensor_parallelism_gloo_carries(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tp: int, backend: str, expected: bool
 ) -> None:
