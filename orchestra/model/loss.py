@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from orchestra.model.initial import is_fake
+from orchestra.model.logits import EAGER, LogitsPasses, wide_type
 from orchestra.model.weight_gradients import add_product_, ticket_of, weight_gradient
-from orchestra.sizes.memory import chunk_tokens
+from orchestra.sizes.memory import chunk_tokens, logit_bytes
 
 # Targets with this value take no part in the loss (torch's own default of cross_entropy).
 IGNORED_TARGET = -100
@@ -27,10 +28,15 @@ Loss = Callable[..., Tensor]
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_TE: Tensor, weight_VE: Tensor, target_T: Tensor, scale: float | Tensor, chunk: int
+        ctx: Any,
+        hidden_TE: Tensor,
+        weight_VE: Tensor,
+        target_T: Tensor,
+        scale: float | Tensor,
+        chunk: int,
+        passes: LogitsPasses,
     ) -> Tensor:
-        wide = torch.promote_types(hidden_TE.dtype, torch.float32)
-        total = torch.zeros((), dtype=wide, device=hidden_TE.device)
+        total = torch.zeros((), dtype=wide_type(hidden_TE), device=hidden_TE.device)
         needs_gradients = any(ctx.needs_input_grad[:2])
         grads = ChunkGradients(hidden_TE, weight_VE, weight_VE, chunk) if needs_gradients else None
         logits_CV = hidden_TE.new_empty((min(chunk, len(hidden_TE)), len(weight_VE)))
@@ -38,17 +44,21 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             rows = slice(start, start + chunk)
             chunk_CV = logits_CV[: len(hidden_TE[rows])]
             torch.mm(hidden_TE[rows], weight_VE.t(), out=chunk_CV)
-            loss, grad_logits = _loss_and_gradient(chunk_CV.to(wide), target_T[rows], scale)
-            total += loss
+            taken = target_T[rows] != IGNORED_TARGET
+            index = torch.where(taken, target_T[rows], 0)
+            found = passes.statistics(chunk_CV, index)
+            total += ((found.sums.log() - (found.at_index - found.largest)) * taken).sum() * scale
             if grads is not None:
-                grads.add(grad_logits.to(weight_VE.dtype), rows)
+                factor = taken.to(found.sums.dtype) * scale
+                grad_logits = passes.gradient(found, index, factor / found.sums, factor, weight_VE.dtype)
+                grads.add(grad_logits, rows)
         if grads is not None:
             ctx.save_for_backward(grads.hidden_TE, grads.finished())
         return total
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return *scaled_gradients(grads[0], *ctx.saved_tensors), None, None, None
+        return *scaled_gradients(grads[0], *ctx.saved_tensors), None, None, None, None
 
 
 def scaled_gradients(
@@ -82,7 +92,7 @@ class ChunkGradients:
         ticket = ticket_of(owner)
         self._target = None if ticket is None else weight_gradient(ticket)
         self._adds = self._is_direct = False
-        wide = torch.promote_types(hidden_TE.dtype, torch.float32)
+        wide = wide_type(hidden_TE)
         if self._target is not None:
             self._memory, self._adds = self._target.begin()
             self._is_direct = self._memory.dtype is wide or len(hidden_TE) <= chunk
@@ -114,22 +124,6 @@ class ChunkGradients:
         return None
 
 
-def _loss_and_gradient(logits_CV: Tensor, target_C: Tensor, scale: float | Tensor) -> tuple[Tensor, Tensor]:
-    """Return the scaled sum of the loss and, in the logits' memory, scale · (softmax − one-hot)."""
-    taken = target_C != IGNORED_TARGET
-    index = torch.where(taken, target_C, 0).unsqueeze(1)
-    logits_CV.sub_(logits_CV.amax(dim=1, keepdim=True))
-    target_logit = logits_CV.gather(1, index).squeeze(1)
-    gradient = logits_CV.exp_()
-    normalizer = gradient.sum(dim=1, keepdim=True)
-    loss = ((normalizer.squeeze(1).log() - target_logit) * taken).sum() * scale
-    factor = taken.unsqueeze(1).to(gradient.dtype) * scale
-    gradient.mul_(factor / normalizer)
-    # Not scatter_add_, which has no deterministic form on a GPU.
-    gradient.scatter_(1, index, gradient.gather(1, index) - factor)
-    return loss, gradient
-
-
 def cross_entropy_sum(
     hidden_TE: Tensor,
     weight_VE: Tensor,
@@ -137,13 +131,19 @@ def cross_entropy_sum(
     *,
     scale: float | Tensor = 1.0,
     chunk: int | None = None,
+    passes: LogitsPasses = EAGER,
 ) -> Tensor:
     """Return `scale` times the summed cross-entropy of hidden @ weightᵀ against the targets, in nats, as a
     scalar of at least fp32.
 
     `scale` is a number, or one on the device. Targets equal to IGNORED_TARGET are left out. `chunk` is the
-    number of tokens whose logits exist at once.
+    number of tokens whose logits exist at once; `passes` go over them.
     """
-    num_tokens, vocab_size = hidden_TE.shape[0], weight_VE.shape[0]
-    rows = chunk or chunk_tokens(num_tokens, vocab_size, hidden_TE.is_cuda)
-    return _ChunkedCrossEntropy.apply(hidden_TE, weight_VE, target_T, scale, rows)  # type: ignore[no-any-return, no-untyped-call]
+    rows = chunk or default_chunk(hidden_TE, len(target_T), len(weight_VE), passes)
+    return _ChunkedCrossEntropy.apply(hidden_TE, weight_VE, target_T, scale, rows, passes)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def default_chunk(hidden_TE: Tensor, num_tokens: int, num_words: int, passes: LogitsPasses) -> int:
+    """Return how many tokens' logits of `num_words` exist at once where nobody says."""
+    bytes_each = logit_bytes(hidden_TE.element_size(), passes.is_compiled)
+    return chunk_tokens(num_tokens, num_words, bytes_each, on_gpu=hidden_TE.is_cuda)

@@ -15,6 +15,7 @@ from conf.schema import Family, ModelConfig
 from orchestra.model.documents import document_bounds, documents_for
 from orchestra.model.initial import fill_normal_, random_key
 from orchestra.model.layers import Block, Embedding, Positions, make_norm, rotary_frequencies
+from orchestra.model.logits import EAGER, LogitsPasses
 from orchestra.model.loss import Loss, cross_entropy_sum
 from orchestra.sizes.flops import head_dim
 
@@ -44,6 +45,7 @@ class Transformer(nn.Module):
         self.lm_head = nn.Linear(model.hidden_size, model.vocab_size, bias=False)
         # What cuts the output matrix over ranks puts its own loss in this place.
         self.loss: Loss = cross_entropy_sum
+        self.logits_passes: LogitsPasses = EAGER
         self._rotary: tuple[Tensor, Tensor] | None = None
         self.tie_weights()
 
@@ -73,6 +75,7 @@ class Transformer(nn.Module):
             targets_BS.flatten(),
             scale=loss_scale,
             chunk=self.loss_chunk_tokens,
+            passes=self.logits_passes,
         )
 
     def document_bounds(self, tokens_BS: Tensor) -> Tensor | None:

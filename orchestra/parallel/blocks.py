@@ -28,6 +28,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from conf.schema import Config, PrecisionName, Recompute
 from orchestra.errors import TrainingError
 from orchestra.model.layers import Attention, GeluMLP, Linear, SwiGLU
+from orchestra.model.logits import CompiledPasses
 from orchestra.model.transformer import Transformer
 from orchestra.parallel.mesh import Mesh
 from orchestra.parallel.tensor.split import ColumnsProduct, RowsProducts
@@ -117,12 +118,14 @@ def _contexts(num_products: int, num_sums: int) -> Contexts:
 
 
 def compile_blocks(model: Transformer, config: Config) -> None:
-    """Compile each block's forward in place where train.compile is true; equal blocks share one compilation.
+    """Compile each block's forward in place, and the loss' passes over the logits, where train.compile is
+    true; equal blocks share one compilation.
 
     `auto` compiles nothing: where ranks train, `build.with_compilation` has put true or false in its place.
     The forward and not the module: hooks of the module then run outside of what is compiled.
     """
     if config.train.compile is True:
+        model.logits_passes = CompiledPasses()
         for layer in model.layers:
             # Shapes are fixed for a run; what is compiled for any shape is slower.
             layer.forward = torch.compile(layer.forward, dynamic=False)

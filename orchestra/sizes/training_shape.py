@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from conf.schema import Config, DType, ModelConfig, Offload, PrecisionName, Recompute, Scaling, StateDType
+from orchestra.sizes.compilation import is_wanted
 from orchestra.sizes.topology import Layout, batch_shape
 from orchestra.sizes.units import GIB, MIB
 
@@ -49,6 +50,7 @@ class TrainerOptions:
     decides what is recomputed, None: `recompute` decides, in each `recompute_every`-th layer.
     `loss_chunk_tokens`: None: chosen from the vocabulary. `keeps_fp8_inputs`: of fp8 products the rounded
     inputs are kept. `saves`: images of the state are staged in host memory while training continues.
+    `is_compiled`: blocks and loss.
     """
 
     moment_bytes: int = 4
@@ -61,6 +63,7 @@ class TrainerOptions:
     offload: Offload = Offload.none
     saves: bool = False
     is_gpu: bool = True
+    is_compiled: bool = True
 
 
 @dataclass(frozen=True)
@@ -158,4 +161,5 @@ def trainer_options(config: Config, *, is_gpu: bool) -> TrainerOptions:
         offload=config.parallelism.offload,
         saves=config.checkpoint.async_save and is_saved,
         is_gpu=is_gpu,
+        is_compiled=is_wanted(train.compile, "cuda" if is_gpu else "cpu"),
     )

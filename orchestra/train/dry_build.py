@@ -34,9 +34,12 @@ from torch.utils._pytree import tree_leaves
 
 from conf.schema import Config, Offload
 from orchestra.errors import ConfigError
+from orchestra.model.logits import CompiledPasses
 from orchestra.parallel.mesh import Mesh, make_mesh
+from orchestra.precision.policies import policy
 from orchestra.run.config_file import read_config
-from orchestra.sizes.memory import chunk_tokens
+from orchestra.sizes.compilation import is_wanted
+from orchestra.sizes.memory import chunk_tokens, logit_bytes
 from orchestra.sizes.topology import Layout, batch_shape, layout
 from orchestra.train.build import Training, build_training
 
@@ -197,6 +200,8 @@ def exact_bytes(config: Config, world_size: int, rank: int = 0, *, as_gpu: bool 
     with _one_of(world_size, rank, config) as mesh:
         mesh = dataclasses.replace(mesh, counts_as_gpu=as_gpu)
         training = build_training(config, mesh)
+        if is_wanted(config.train.compile, "cuda" if as_gpu else "cpu"):
+            training.parallelized.model.logits_passes = CompiledPasses()
         watched = _LossWatch(training)
         peaks = []
         with LiveBytes() as live:
@@ -214,7 +219,9 @@ def _with_chunk_of_gpu(config: Config, degrees: Layout) -> Config:
         return config
     batch = batch_shape(config.train, degrees.dp)
     words = -(-config.model.vocab_size // degrees.tp)
-    chunk = chunk_tokens(batch.micro_batch_size * batch.seq_len, words, on_gpu=True)
+    width = policy(config.precision).parameter.itemsize
+    bytes_each = logit_bytes(width, is_wanted(config.train.compile, "cuda"))
+    chunk = chunk_tokens(batch.micro_batch_size * batch.seq_len, words, bytes_each, on_gpu=True)
     return dataclasses.replace(config, train=dataclasses.replace(config.train, loss_chunk_tokens=chunk))
 
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from pool import Ranks
 from torch import Tensor, nn
 
+from orchestra.model.logits import EAGER, CompiledPasses
 from orchestra.model.loss import IGNORED_TARGET, cross_entropy_sum
 from orchestra.parallel.marks import Traffic
 from orchestra.parallel.places import Cut, even_cut
@@ -93,21 +94,25 @@ def special_inputs() -> dict[str, tuple[Tensor, Tensor, Tensor]]:
     }
 
 
-def special_losses(rank: int, world: int) -> list[tuple[float, Tensor | None]]:
+def special_losses(rank: int, world: int, is_compiled: bool) -> list[tuple[float, Tensor | None]]:
     """Return the loss and the gradient of the hidden states for each special case."""
     words, group, found = even_cut(0, 11, RANKS, rank), group_of(), []
+    # What is compiled gives these numbers too: tests/unit/model/test_logits.py.
+    torch.compiler.set_stance("force_eager")
+    passes = CompiledPasses() if is_compiled else EAGER
     for hidden, weight, target in special_inputs().values():
         mine, loss = part_of(weight, words), CutLoss(words, group)
-        of_tokens = loss(hidden.requires_grad_(), mine, target)
+        of_tokens = loss(hidden.requires_grad_(), mine, target, chunk=7, passes=passes)
         torch.autograd.backward(of_tokens)
         with torch.no_grad():
-            assert torch.equal(loss(hidden, mine, target), of_tokens)
+            assert torch.equal(loss(hidden, mine, target, chunk=7, passes=passes), of_tokens)
         found.append((float(of_tokens.detach()), hidden.grad))
     return found
 
 
-def test_special_cases_are_those_of_one_device(ranks: Ranks) -> None:
-    results = ranks(RANKS).run(special_losses)
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_special_cases_are_those_of_one_device(ranks: Ranks, is_compiled: bool) -> None:
+    results = ranks(RANKS).run(special_losses, is_compiled=is_compiled)
     for number, (name, (hidden, weight, target)) in enumerate(special_inputs().items()):
         expected = cross_entropy_sum(hidden.requires_grad_(), weight, target)
         torch.autograd.backward(expected)

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 
 from orchestra.model.kernels import lookup
 from orchestra.model.layers import Positions
-from orchestra.model.loss import IGNORED_TARGET, ChunkGradients, scaled_gradients
+from orchestra.model.logits import EAGER, LogitsPasses, Statistics, wide_type
+from orchestra.model.loss import IGNORED_TARGET, ChunkGradients, default_chunk, scaled_gradients
 from orchestra.parallel.places import Cut
 from orchestra.parallel.tensor.tensor_collectives import (
     PendingScatter,
@@ -36,7 +37,6 @@ from orchestra.parallel.tensor.tensor_collectives import (
     leaving,
     start_sum,
 )
-from orchestra.sizes.memory import chunk_tokens
 
 
 class CutEmbedding(nn.Module):
@@ -108,30 +108,21 @@ class CutHead(nn.Module):
 class _Chunk:
     """One chunk between its logits and its gradient: what it waits for, and what it then makes of it."""
 
-    def __init__(self, logits_CV: Tensor, target_C: Tensor, words: Cut, group: TensorGroup) -> None:
+    def __init__(
+        self, logits_CV: Tensor, target_C: Tensor, words: Cut, group: TensorGroup, passes: LogitsPasses
+    ) -> None:
         self._is_taken = target_C != IGNORED_TARGET
         row = torch.where(self._is_taken, target_C, -1) - words.begin
         self._is_mine = (row >= 0) & (row < words.size)
-        self._index = torch.where(self._is_mine, row, 0).unsqueeze(1)
-        self._has_words = words.size > 0
-        self._target_logit, self._largest, self._exponentials = self._statistics(logits_CV)
-        sums = self._exponentials.sum(dim=1)
+        self._index = torch.where(self._is_mine, row, 0)
+        self._passes = passes
+        self._found = passes.statistics(logits_CV, self._index) if words.size else _nothing(logits_CV)
+        target_logit = torch.where(self._is_mine, self._found.at_index, 0.0)
         self._gathered, self._work = gather_stacked(
-            torch.stack([self._largest, sums, self._target_logit]), group
+            torch.stack([self._found.largest, self._found.sums, target_logit]), group
         )
 
-    def _statistics(self, logits_CV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the target's logit (0 where another rank has it), the largest one and, in the logits'
-        memory, exp(logit − largest).
-        """
-        if not self._has_words:
-            nothing = logits_CV.new_zeros(len(logits_CV))
-            return nothing, nothing - torch.inf, logits_CV
-        target_logit = torch.where(self._is_mine, logits_CV.gather(1, self._index).squeeze(1), 0.0)
-        largest = logits_CV.amax(dim=1)
-        return target_logit, largest, logits_CV.sub_(largest.unsqueeze(1)).exp_()
-
-    def finish(self, scale: float | Tensor) -> tuple[Tensor, Tensor]:
+    def finish(self, scale: float | Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return the scaled sum of the loss, the same bits on all ranks, and the gradient of the logits."""
         self._work.wait()
         largest_NC, sums_NC, targets_NC = self._gathered.unbind(1)
@@ -140,13 +131,18 @@ class _Chunk:
         # Masked and not multiplied: what is left out counts as zero, however bad its logits are.
         losses = normalizer.log() + largest - targets_NC.sum(dim=0)
         loss = (losses * self._is_taken).sum() * scale
+        found = self._found
+        if not found.kept.shape[1]:
+            return loss, found.kept
         factor = self._is_taken.to(normalizer.dtype) * scale
-        share = factor * (self._largest - largest).exp() / normalizer
-        gradient = self._exponentials.mul_(share.unsqueeze(1))
-        if self._has_words:
-            at_target = (factor * self._is_mine).unsqueeze(1)
-            gradient.scatter_(1, self._index, gradient.gather(1, self._index) - at_target)
-        return loss, gradient
+        share = factor * (found.largest - largest).exp() / normalizer
+        return loss, self._passes.gradient(found, self._index, share, factor * self._is_mine, dtype)
+
+
+def _nothing(logits_CV: Tensor) -> Statistics:
+    """Return what a rank without words adds."""
+    zeros = logits_CV.new_zeros(len(logits_CV), dtype=wide_type(logits_CV))
+    return Statistics(zeros - torch.inf, zeros, zeros, logits_CV)
 
 
 class _CutCrossEntropy(torch.autograd.Function):
@@ -160,20 +156,20 @@ class _CutCrossEntropy(torch.autograd.Function):
         chunk: int,
         words: Cut,
         group: TensorGroup,
+        passes: LogitsPasses,
     ) -> Tensor:
-        wide = torch.promote_types(hidden_TE.dtype, torch.float32)
         full_TE = gather_parts(hidden_TE, group) if group.is_sequence_parallel else hidden_TE
         mine_VE = weight_VE[: words.size]
-        total = torch.zeros((), dtype=wide, device=hidden_TE.device)
+        total = torch.zeros((), dtype=wide_type(hidden_TE), device=hidden_TE.device)
         needs_gradients = any(ctx.needs_input_grad[:2])
         grads = ChunkGradients(full_TE, mine_VE, weight_VE, chunk) if needs_gradients else None
         ctx.pending = []
 
         def finish(begun: _Chunk, rows: slice) -> None:
-            loss, grad_logits = begun.finish(scale)
+            loss, grad_logits = begun.finish(scale, weight_VE.dtype)
             total.add_(loss)
             if grads is not None:
-                grads.add(grad_logits.to(weight_VE.dtype), rows)
+                grads.add(grad_logits, rows)
                 if not group.is_sequence_parallel:
                     ctx.pending.append(start_sum(grads.hidden_TE[rows], group))
 
@@ -181,8 +177,7 @@ class _CutCrossEntropy(torch.autograd.Function):
         before: tuple[_Chunk, slice] | None = None
         for start in range(0, len(full_TE), chunk):
             rows = slice(start, start + chunk)
-            logits_CV = (full_TE[rows] @ mine_VE.t()).to(wide)
-            begun = _Chunk(logits_CV, target_T[rows], words, group)
+            begun = _Chunk(full_TE[rows] @ mine_VE.t(), target_T[rows], words, group, passes)
             if before is not None:
                 finish(*before)
             before = begun, rows
@@ -202,7 +197,7 @@ class _CutCrossEntropy(torch.autograd.Function):
             arrived = pending.wait()
             if isinstance(pending, PendingScatter):
                 grad_hidden = arrived
-        return *scaled_gradients(grad, grad_hidden, grad_weight), None, None, None, None, None
+        return *scaled_gradients(grad, grad_hidden, grad_weight), *[None] * 6
 
 
 @dataclass(frozen=True)
@@ -220,12 +215,13 @@ class CutLoss:
         *,
         scale: float | Tensor = 1.0,
         chunk: int | None = None,
+        passes: LogitsPasses = EAGER,
     ) -> Tensor:
         """Return `scale` times the summed cross-entropy in nats, equal on all ranks. *Collective*.
 
         hidden: all tokens, or this rank's part of them under sequence parallelism. target: all T tokens.
         """
-        rows = chunk or chunk_tokens(len(target_T), self.words.padded, hidden_TE.is_cuda)
+        rows = chunk or default_chunk(hidden_TE, len(target_T), self.words.padded, passes)
         return _CutCrossEntropy.apply(  # type: ignore[no-any-return, no-untyped-call]
-            hidden_TE, weight_VE, target_T, scale, rows, self.words, self.group
+            hidden_TE, weight_VE, target_T, scale, rows, self.words, self.group, passes
         )

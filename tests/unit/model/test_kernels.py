@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from orchestra.model.kernels import products, rms_norm, rotate, swiglu
 from orchestra.model.loss import IGNORED_TARGET, cross_entropy_sum
-from orchestra.sizes.memory import chunk_tokens
+from orchestra.sizes.memory import chunk_tokens, logit_bytes
 
 DOUBLE = torch.float64
 
@@ -92,7 +92,10 @@ def test_full_logits_never_exist() -> None:
 
 
 def test_chunk_size_follows_the_vocabulary() -> None:
-    assert chunk_tokens(10_000, 128_256, on_gpu=False) == 256
-    assert chunk_tokens(10_000, 8192, on_gpu=False) == 512
-    assert chunk_tokens(100, 272, on_gpu=False) == 100
-    assert chunk_tokens(10_000, 128_256, on_gpu=True) * 128_256 * 4 <= 256 << 20
+    assert chunk_tokens(10_000, 128_256, 4, on_gpu=False) == 256
+    assert chunk_tokens(10_000, 8192, 4, on_gpu=False) == 512
+    assert chunk_tokens(100, 272, 4, on_gpu=False) == 100
+    assert chunk_tokens(16_384, 128_256, 2, on_gpu=True) == 8192
+    assert chunk_tokens(9_000, 128_256, 2, on_gpu=True) == 4608, "as equal as tiles allow"
+    eager = logit_bytes(2, is_compiled=False)
+    assert chunk_tokens(16_384, 128_256, eager, on_gpu=True) == 2816

@@ -1,0 +1,107 @@
+"""The passes over a chunk of logits: what the loss needs of each token, and then the gradient in their place.
+
+Eager, a chunk of 16 bits is widened to fp32 once, and each operator passes over it. Compiled, one pass reads
+the logits and gives three numbers for each token, and a second one reads them again and writes their gradient
+over them, in their own dtype: what torch.compile fuses is never written. Both are for a vocabulary that one
+rank has and for one that is cut over ranks, which put their numbers together in between.
+
+Shape letters: V vocabulary (words of this rank), C tokens of one chunk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from orchestra.model.initial import is_fake
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Of each token, in fp32 at least, [C]: the largest logit, the sum of exp(logit − largest), and the logit
+    at the token's index.
+
+    `kept` is what the gradient is made of, in the logits' memory or in memory of its own.
+    """
+
+    largest: Tensor
+    sums: Tensor
+    at_index: Tensor
+    kept: Tensor
+
+
+class EagerPasses:
+    """Operators of torch one by one: the exponentials are taken once and kept in fp32."""
+
+    is_compiled = False
+
+    def statistics(self, logits_CV: Tensor, index_C: Tensor) -> Statistics:
+        """Read a chunk of logits; those of 32 bits or more are overwritten."""
+        wide_CV = logits_CV.to(wide_type(logits_CV))
+        at_index = wide_CV.gather(1, index_C.unsqueeze(1)).squeeze(1)
+        largest = wide_CV.amax(dim=1)
+        kept = wide_CV.sub_(largest.unsqueeze(1)).exp_()
+        return Statistics(largest, kept.sum(dim=1), at_index, kept)
+
+    def gradient(
+        self, of: Statistics, index_C: Tensor, share_C: Tensor, at_target_C: Tensor, dtype: torch.dtype
+    ) -> Tensor:
+        """Return share · exp(logit − largest), less `at_target` at each token's index, [C, V] in `dtype`."""
+        gradient, column = of.kept.mul_(share_C.unsqueeze(1)), index_C.unsqueeze(1)
+        # Not scatter_add_, which has no deterministic form on a GPU.
+        gradient.scatter_(1, column, gradient.gather(1, column) - at_target_C.unsqueeze(1))
+        return gradient.to(dtype)
+
+
+class CompiledPasses:
+    """Two fused passes: the logits are read twice, and their gradient is written over them once."""
+
+    is_compiled = True
+
+    def __init__(self) -> None:
+        # One graph each for whole chunks; a shorter last one adds one for any number of tokens.
+        self._statistics, self._gradient_ = torch.compile(_statistics), torch.compile(_gradient_)
+
+    def statistics(self, logits_CV: Tensor, index_C: Tensor) -> Statistics:
+        """Read a chunk of logits."""
+        if is_fake(logits_CV):
+            nothing = logits_CV.new_empty(len(logits_CV), dtype=wide_type(logits_CV))
+            return Statistics(nothing, nothing, nothing, logits_CV)
+        return Statistics(*self._statistics(logits_CV, index_C), logits_CV)
+
+    def gradient(
+        self, of: Statistics, index_C: Tensor, share_C: Tensor, at_target_C: Tensor, dtype: torch.dtype
+    ) -> Tensor:
+        """Return what `EagerPasses.gradient` does, in the logits' memory."""
+        assert of.kept.dtype is dtype, "logits have the dtype of the products"
+        if not is_fake(of.kept):
+            self._gradient_(of.kept, of.largest, index_C, share_C, at_target_C)
+        return of.kept
+
+
+LogitsPasses = EagerPasses | CompiledPasses
+EAGER = EagerPasses()
+
+
+def wide_type(logits: Tensor) -> torch.dtype:
+    """Return the dtype that a loss is computed in: fp32, or the logits' own where that is wider."""
+    return torch.promote_types(logits.dtype, torch.float32)
+
+
+def _statistics(logits_CV: Tensor, index_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    wide_CV = logits_CV.to(wide_type(logits_CV))
+    largest = wide_CV.amax(dim=1)
+    sums = (wide_CV - largest.unsqueeze(1)).exp().sum(dim=1)
+    return largest, sums, logits_CV.gather(1, index_C.unsqueeze(1)).squeeze(1).to(wide_CV.dtype)
+
+
+def _gradient_(
+    logits_CV: Tensor, largest_C: Tensor, index_C: Tensor, share_C: Tensor, at_target_C: Tensor
+) -> None:
+    exponentials = (logits_CV.to(wide_type(logits_CV)) - largest_C.unsqueeze(1)).exp()
+    # Compared and not scattered: a second kernel would read and write all of it again.
+    is_index = torch.arange(logits_CV.shape[1], device=logits_CV.device) == index_C.unsqueeze(1)
+    at_target = torch.where(is_index, at_target_C.unsqueeze(1), 0.0)
+    logits_CV.copy_(exponentials * share_C.unsqueeze(1) - at_target)
