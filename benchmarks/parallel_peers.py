@@ -292,14 +292,14 @@ def _parallel_transformers(inner: Any, mesh: DeviceMesh, is_sp: bool) -> nn.Modu
     return inner  # type: ignore[no-any-return]
 
 
-class OtherPeer(ImportError):
+class OtherPeerError(ImportError):
     """A library that would be measured under the name of something that it does not do."""
 
 
 def accelerated(config: Config, device: torch.device, tokens: Tensor, *, is_sharded: bool) -> Step:
     """accelerate's own loop around transformers' Llama, in DDP or in its FSDP2.
 
-    Raises OtherPeer where accelerate wraps the model in something else than was asked for.
+    Raises OtherPeerError where accelerate wraps the model in something else than was asked for.
     """
     from accelerate import Accelerator
     from accelerate.utils import FullyShardedDataParallelPlugin
@@ -318,7 +318,7 @@ def accelerated(config: Config, device: torch.device, tokens: Tensor, *, is_shar
     module, optimizer = accelerator.prepare(module, adamw(module, config))
     if any(isinstance(each, FSDPModule) for each in module.modules()) is not is_sharded:
         wanted = "FSDP2" if is_sharded else "DDP"
-        raise OtherPeer(f"accelerate wraps {type(module).__name__} here, and {wanted} was asked for")
+        raise OtherPeerError(f"accelerate wraps {type(module).__name__} here, and {wanted} was asked for")
     sum_only(module)
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
