@@ -10,12 +10,18 @@ from dataclasses import dataclass
 from conf.schema import Config
 from orchestra.model.transformer import Transformer
 from orchestra.optim.adamw import Trained
-from orchestra.parallel.blocks import compile_blocks, direct_weights, recompute_blocks, set_products
+from orchestra.parallel.blocks import (
+    compile_blocks,
+    direct_weights,
+    keep_rounded,
+    recompute_blocks,
+    set_products,
+)
 from orchestra.parallel.mesh import Mesh
 from orchestra.parallel.places import TensorPlace
 from orchestra.parallel.tensor.split import split_tensors
 from orchestra.parallel.zero.buffers import Units, place_units
-from orchestra.parallel.zero.stages import Stage, make_stage
+from orchestra.parallel.zero.stages import Rounding, Stage, make_stage
 from orchestra.precision.policies import policy
 
 
@@ -50,4 +56,8 @@ def parallelize(model: Transformer, config: Config, mesh: Mesh) -> Parallelized:
     compile_blocks(model, config)
     direct = direct_weights(model, config, mesh)
     stage = make_stage(model, units, places, precision, direct, config, mesh)
+    # Gathered parameters share their memory with those of other blocks: they are rounded at each use.
+    rounded = None if units.is_split else keep_rounded(model, config)
+    if rounded is not None:
+        stage = Rounding(stage, rounded)
     return Parallelized(model, units.trained, places, units, stage)

@@ -34,6 +34,7 @@ from orchestra.parallel.mesh import Mesh
 from orchestra.parallel.tensor.split import ColumnsProduct, RowsProducts
 from orchestra.parallel.tensor.tensor_collectives import SUM_IN_PLACE, SUM_SCATTERED
 from orchestra.precision.fp8 import LEAST_CAPABILITY, Fp8Products
+from orchestra.precision.rounded_weights import RoundedWeights
 from orchestra.sizes.activations import kinds_of_layers
 
 _aten = torch.ops.aten
@@ -137,10 +138,28 @@ def set_products(model: Transformer, config: Config) -> None:
     if precision.name is not PrecisionName.fp8:
         return
     products = Fp8Products(precision.fp8_scaling)
-    num_kept = precision.fp8_bf16_blocks
-    for block in list(model.layers)[num_kept : len(model.layers) - num_kept]:
+    for block in _blocks_in_fp8(model, config):
         for module in block.modules():
             _set(module, products)
+
+
+def _blocks_in_fp8(model: Transformer, config: Config) -> list[nn.Module]:
+    num_kept = config.precision.fp8_bf16_blocks
+    return list(model.layers)[num_kept : len(model.layers) - num_kept]
+
+
+def keep_rounded(model: Transformer, config: Config) -> RoundedWeights | None:
+    """Keep the weights of products in fp8 as they are rounded, once they exist; None in other precisions.
+    *Any rank*, where parameters are whole, and after the hooks that wait for them.
+    """
+    precision = config.precision
+    if precision.name is not PrecisionName.fp8:
+        return None
+    blocks = {
+        block: [weight for weight in block.parameters() if weight.dim() == 2]
+        for block in _blocks_in_fp8(model, config)
+    }
+    return RoundedWeights(blocks, precision.fp8_scaling)
 
 
 def _set(module: nn.Module, products: Fp8Products) -> None:

@@ -75,7 +75,7 @@ _WIDTHS = {
     PrecisionName.bf16: ElementBytes(2, 2, 4),
     PrecisionName.bf16_fp32_grad: ElementBytes(2, 4, 4),
     PrecisionName.fp16: ElementBytes(2, 2, 4),
-    # Weights are quantized for each product and not kept.
+    # Rounded weights are counted apart.
     PrecisionName.fp8: ElementBytes(2, 2, 4),
 }
 
@@ -191,6 +191,8 @@ def rank_bytes(shape: TrainingShape, stage: PipelineStage) -> RankBytes:
     is_split = shape.zero == 3 and shards > 1
     states = owned * (width.masters + 2 * options.moment_bytes)
     parameters = (owned if is_split else size) * width.parameters
+    if not is_split:
+        parameters += _rounded_bytes(shape, stage)
     host = 0.0
     masters, moments = owned * width.masters, 2 * owned * options.moment_bytes
     if options.offload is not Offload.none and options.is_gpu:
@@ -209,6 +211,22 @@ def rank_bytes(shape: TrainingShape, stage: PipelineStage) -> RankBytes:
         buffers=gathered + _messages(shape, stage, parts),
         host=host,
     )
+
+
+def _rounded_bytes(shape: TrainingShape, stage: PipelineStage) -> float:
+    """Return what is kept of a stage's matrices in fp8: by rows and by columns, one byte an element each."""
+    if shape.precision is not PrecisionName.fp8:
+        return 0.0
+    model, tp = shape.model, shape.layout.tp
+    widths_of_products = 2 * (attention_width(model) // tp)
+    widths_of_products += 2 * head_dim(model) * max(model.num_key_value_heads // tp, 1)
+    num_inner = 2 if model.family is Family.gpt else 3
+    widths_of_products += num_inner * math.ceil(model.intermediate_size / tp)
+    begin = sum(other.num_layers for other in shape.stages[: stage.index])
+    first = shape.options.fp8_bf16_blocks
+    last = model.num_hidden_layers - first
+    num_blocks = max(0, min(begin + stage.num_layers, last) - max(begin, first))
+    return 2.0 * num_blocks * model.hidden_size * widths_of_products
 
 
 def step_bytes(shape: TrainingShape, stage: PipelineStage, parts: RankParameters) -> StepBytes:
@@ -264,7 +282,11 @@ def _temporary_bytes(shape: TrainingShape) -> float:
     if tokens.outer > 1:
         temporary += 4 * (1 - 1 / tokens.tp) * tokens.count * model.hidden_size * tokens.width_bytes
     if shape.precision is PrecisionName.fp8:
-        temporary += 12 * max(inner, model.hidden_size * model.intermediate_size / tokens.tp)
+        if shape.zero == 3 and shape.num_shards > 1:
+            temporary += 12 * max(inner, model.hidden_size * model.intermediate_size / tokens.tp)
+        else:
+            # Weights are rounded outside of it: of a gradient the count finds about two copies in fp32.
+            temporary += 8 * inner
     return temporary
 
 

@@ -60,6 +60,7 @@ class TrainerOptions:
     activation_bytes: float | None = None
     loss_chunk_tokens: int | None = None
     keeps_fp8_inputs: bool = True
+    fp8_bf16_blocks: int = 0
     offload: Offload = Offload.none
     saves: bool = False
     is_gpu: bool = True
@@ -158,6 +159,7 @@ def trainer_options(config: Config, *, is_gpu: bool) -> TrainerOptions:
         activation_bytes=None if budget is None else budget * GIB,
         loss_chunk_tokens=train.loss_chunk_tokens,
         keeps_fp8_inputs=precision.fp8_scaling is Scaling.tensor,
+        fp8_bf16_blocks=precision.fp8_bf16_blocks,
         offload=config.parallelism.offload,
         saves=config.checkpoint.async_save and is_saved,
         is_gpu=is_gpu,

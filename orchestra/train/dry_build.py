@@ -52,8 +52,9 @@ MICRO_BATCHES = 2
 class HeldBytes:
     """The bytes that one rank holds between steps, and what a micro-batch adds to them.
 
-    `parameters`: those that it keeps, in the type of the products. `gradients`: those that are kept from one
-    micro-batch to the next. `optimizer`: masters where they are others than the parameters, and moments.
+    `parameters`: those that it keeps, in the type of the products, and their copies in fp8. `gradients`:
+    those that are kept from one micro-batch to the next. `optimizer`: masters where they are others than the
+    parameters, and moments.
     `gathered_units`: buffers into which ZeRO-3 gathers the parameters of others. `passing`: the most that
     activations, gradients on their way and messages take at a time in a step; null where none was tried.
     """
@@ -129,7 +130,7 @@ def held_bytes(training: Training) -> HeldBytes:
         if isinstance(moment, Tensor)
     ]
     return HeldBytes(
-        parameters=bytes_of(owned if units.is_split else wholes),
+        parameters=bytes_of(owned if units.is_split else wholes) + training.parallelized.stage.rounded_bytes,
         gradients=training.parallelized.stage.gradients.num_bytes,
         optimizer=bytes_of([*masters, *moments]),
         gathered_units=bytes_of(wholes) if units.is_split else 0,

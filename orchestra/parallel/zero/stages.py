@@ -32,6 +32,7 @@ from orchestra.parallel.zero.gatherer import Arrivals, Gatherer
 from orchestra.parallel.zero.reducer import Reducer
 from orchestra.parallel.zero.zero_collectives import Collectives
 from orchestra.precision.policies import PrecisionPolicy
+from orchestra.precision.rounded_weights import RoundedWeights
 from orchestra.sizes.step_shares import Part
 
 # Updates some masters with their gradients, which have the masters' dtype and shape and may be overwritten.
@@ -63,6 +64,10 @@ class Stage(Protocol):
     @property
     def gradients(self) -> Reducer:
         """What takes the gradients of each micro-batch."""
+
+    @property
+    def rounded_bytes(self) -> int:
+        """Bytes of the rounded copies of weights that are kept beside the parameters."""
 
     def close(self) -> None:
         """Let go of the model: hooks that know their owner keep each other, and all memory, alive.
@@ -259,6 +264,10 @@ class Reduced:
     def gradients(self) -> Reducer:
         return self._reducer
 
+    @property
+    def rounded_bytes(self) -> int:
+        return 0
+
     def close(self) -> None:
         self._reducer.close()
 
@@ -307,3 +316,40 @@ class Gathered(Reduced):
     def close(self) -> None:
         super().close()
         self._gatherer.close()
+
+
+class Rounding:
+    """A stage beside whose parameters their rounded copies are kept."""
+
+    def __init__(self, stage: Stage, rounded: RoundedWeights) -> None:
+        self._stage = stage
+        self._rounded = rounded
+
+    def begin(self, *, is_first: bool, is_last: bool) -> None:
+        self._stage.begin(is_first=is_first, is_last=is_last)
+
+    def finish(self) -> list[Tensor]:
+        return self._stage.finish()
+
+    def update(self, update: Update) -> None:
+        self._rounded.forget()
+        self._stage.update(update)
+
+    def copy_masters_to_parameters(self) -> None:
+        self._rounded.forget()
+        self._stage.copy_masters_to_parameters()
+
+    def settle(self) -> None:
+        self._stage.settle()
+
+    @property
+    def gradients(self) -> Reducer:
+        return self._stage.gradients
+
+    @property
+    def rounded_bytes(self) -> int:
+        return self._rounded.num_bytes
+
+    def close(self) -> None:
+        self._stage.close()
+        self._rounded.close()

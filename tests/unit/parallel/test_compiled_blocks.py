@@ -60,6 +60,7 @@ CASES = {
     "tensor parallel, selective": Case(tp=2, recompute="selective"),
     "gpt": Case(ranks=1, family="gpt", precision="bf16"),
     "fp8, full": Case(ranks=1, precision="fp8", recompute="full"),
+    "fp8, zero 1": Case(precision="fp8", zero=1),
 }
 
 

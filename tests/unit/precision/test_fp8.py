@@ -24,7 +24,15 @@ from conf.schema import (
 from orchestra.errors import TrainingError
 from orchestra.parallel.blocks import refuse_missing_hardware
 from orchestra.parallel.mesh import make_mesh
-from orchestra.precision.fp8 import BACKWARD, FORWARD, Fp8Products, Rounded, rounded
+from orchestra.precision.fp8 import (
+    BACKWARD,
+    FORWARD,
+    Fp8Products,
+    Rounded,
+    attach_rounded,
+    round_weight_,
+    rounded,
+)
 from orchestra.sizes.topology import Layout
 from orchestra.train.build import Training, build_training
 
@@ -175,6 +183,68 @@ def test_only_products_of_the_blocks_that_are_not_kept_change(monkeypatch: pytes
     # Queries, keys, values, the attention's output; gate, up, down: of one block, forward alone.
     assert len(counted) == 7
     assert all(parameter.dtype == torch.bfloat16 for parameter in training.parallelized.model.parameters())
+
+
+@pytest.mark.parametrize("recompute", [Recompute.none, Recompute.full])
+def test_each_weight_is_rounded_once_a_step_whatever_the_micro_batches(
+    recompute: Recompute, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(PrecisionName.fp8)
+    config = replace(config, train=replace(config.train, global_batch_size=3 * BATCH, recompute=recompute))
+    training = built(config)
+    weights = [value for name, value in training.parallelized.model.named_parameters() if "proj" in name]
+    places = {weight.data_ptr() for weight in weights}
+    counted: list[int] = []
+
+    def counting(matrix: Tensor, dtype: torch.dtype, scaling: Scaling) -> Rounded:
+        counted.append(matrix.data_ptr())
+        return rounded(matrix, dtype, scaling)
+
+    monkeypatch.setattr("orchestra.precision.fp8.rounded", counting)
+    tokens = torch.zeros((3, BATCH, SEQUENCE + 1), dtype=torch.int64)
+    for step in (1, 2):
+        counted.clear()
+        training.step.run(step, tokens)
+        of_weights = [place for place in counted if place in places]
+        assert len(of_weights) == len(places) == 14
+        assert set(of_weights) == places
+
+
+@pytest.mark.parametrize("scaling", Scaling)
+def test_kept_weights_give_the_bits_of_weights_rounded_at_each_use(scaling: Scaling) -> None:
+    weight = numbers(2, OUTPUTS, INPUTS).requires_grad_()
+    grad = numbers(3, TOKENS, OUTPUTS)
+    found = []
+    for is_kept in (False, True):
+        if is_kept:
+            attach_rounded(weight, scaling)
+            with torch.no_grad():
+                round_weight_(weight, scaling)
+        x = numbers(1, TOKENS, INPUTS).requires_grad_()
+        out = Fp8Products(scaling).linear(x, weight)
+        found.append((out, *torch.autograd.grad(out, (x, weight), grad)))
+    for kept, anew in zip(*found, strict=True):
+        assert torch.equal(kept, anew)
+
+
+def test_written_masters_are_rounded_again() -> None:
+    training = built(config_of(PrecisionName.fp8))
+    model = training.parallelized.model
+    tokens = torch.arange(16).view(1, 16)
+    with torch.no_grad():
+        before = model(tokens, tokens)
+        for item in training.parallelized.trained:
+            if "proj" in item.name:
+                item.master.mul_(-1.5)
+        assert torch.equal(model(tokens, tokens), before)
+        training.parallelized.stage.copy_masters_to_parameters()
+        assert not torch.equal(model(tokens, tokens), before)
+        for item in training.parallelized.trained:
+            copies = getattr(item.parameter, "fp8_values", None)
+            if copies is not None:
+                assert torch.equal(
+                    copies.float(), rounded(item.parameter, FORWARD, Scaling.tensor).values.float()
+                )
 
 
 def test_a_rank_without_fp8_says_so_before_anything_is_built() -> None:

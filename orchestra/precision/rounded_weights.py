@@ -1,0 +1,57 @@
+"""Weights in fp8, rounded once a step: kept beside the parameters, as the forward and the backward pass need
+them.
+
+A weight changes once a step, and is used in every micro-batch. Whoever updates it calls `forget`; the first
+forward pass after that rounds it, block by block, when its parameters have arrived. The memory is made once:
+two bytes an element. Where parameters are gathered on demand nothing is kept (see `fp8`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from conf.schema import Scaling
+from orchestra.precision.fp8 import attach_rounded, round_weight_
+
+
+class RoundedWeights:
+    """The rounded weights of some blocks, by block. *Any rank*."""
+
+    def __init__(self, blocks: Mapping[nn.Module, Sequence[Tensor]], scaling: Scaling) -> None:
+        self._scaling = scaling
+        self._stale = dict.fromkeys(blocks, True)
+        self._tensors: list[Tensor] = []
+        self._hooks = []
+        for block, weights in blocks.items():
+            for weight in weights:
+                self._tensors += attach_rounded(weight, scaling)
+            self._hooks.append(block.register_forward_pre_hook(self._refresher(block, list(weights))))
+
+    def forget(self) -> None:
+        """Let every weight be rounded again before its next use: it has changed, or is about to."""
+        self._stale = dict.fromkeys(self._stale, True)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of what is kept."""
+        return sum(tensor.nbytes for tensor in self._tensors)
+
+    def close(self) -> None:
+        """Watch the model no more."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _refresher(self, block: nn.Module, weights: Sequence[Tensor]) -> Callable[..., None]:
+        def refresh(*_: Any) -> None:
+            if self._stale[block]:
+                self._stale[block] = False
+                with torch.no_grad():
+                    for weight in weights:
+                        round_weight_(weight, self._scaling)
+
+        return refresh
