@@ -13,6 +13,7 @@ from operator import attrgetter
 from types import ModuleType
 
 from conf.schema import Config
+from orchestra.config.keys import shown
 from orchestra.config.machine import Situation
 from orchestra.config.rules import (
     checkpoint_rules,
@@ -25,7 +26,7 @@ from orchestra.config.rules import (
 
 @dataclass(frozen=True)
 class NotYet:
-    """A number that the configuration can say, the largest that is built, and the feature's name."""
+    """A number or choice of the configuration, the largest that is built, and the feature's name."""
 
     key: str
     most: int
@@ -38,6 +39,8 @@ TABLE = (
     NotYet("parallelism.cp", 1, "context parallelism"),
     NotYet("model.num_experts", 0, "mixtures of experts"),
     NotYet("parallelism.ep", 1, "expert parallelism"),
+    NotYet("precision.fp8_delayed_scaling", False, "delayed scaling"),
+    NotYet("precision.fp8_output", False, "the output product in fp8"),
 )
 
 
@@ -49,8 +52,8 @@ def not_yet(config: Config, situation: Situation) -> Iterator[str]:
         value = attrgetter(row.key)(config)
         if value > row.most:
             yield (
-                f"{row.key}={value}: orchestra's trainer does not have {row.feature} yet; use "
-                f"{row.key}={row.most}"
+                f"{row.key}={shown(value)}: orchestra's trainer does not have {row.feature} yet; use "
+                f"{row.key}={shown(row.most)}"
             )
 
 

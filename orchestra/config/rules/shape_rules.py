@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from conf.schema import Config, Device, DType, Family, Offload, PrecisionName, Recompute
+from conf.schema import Config, Device, DType, Family, Offload, PrecisionName, Recompute, Scaling
 from orchestra.config.keys import shown
 from orchestra.config.machine import Situation, data_parallel, world_size
 from orchestra.errors import ConfigError
@@ -199,6 +199,24 @@ def rule_fp8(config: Config, _: Situation) -> Iterator[str]:
                 f"precision=fp8 takes products of sizes that {_FP8_MULTIPLE} divides, and {name} = {size} is "
                 f"not one; use {listed(nearest_multiples(size, _FP8_MULTIPLE))}, or precision=bf16"
             )
+
+
+def rule_fp8_choices(config: Config, _: Situation) -> Iterator[str]:
+    """A row of tokens is another one in the next micro-batch, and has no largest number of the last step."""
+    precision = config.precision
+    keys = {"fp8_delayed_scaling": precision.fp8_delayed_scaling, "fp8_output": precision.fp8_output}
+    if precision.name is not PrecisionName.fp8:
+        for key in (key for key, is_chosen in keys.items() if is_chosen):
+            yield (
+                f"precision.{key}=true with precision={precision.name.name}, which has no products in fp8; "
+                f"use precision=fp8, or precision.{key}=false"
+            )
+    elif precision.fp8_delayed_scaling and precision.fp8_scaling is Scaling.row:
+        yield (
+            "precision.fp8_delayed_scaling=true with precision.fp8_scaling=row: rows of tokens have no "
+            "largest number of the last step; use precision.fp8_scaling=tensor, or "
+            "precision.fp8_delayed_scaling=false"
+        )
 
 
 def _fp8_tokens(config: Config) -> dict[str, int]:

@@ -163,6 +163,10 @@ rule_fp8
     precision.name=fp8  precision.fp8_bf16_blocks=2 -> precision.fp8_bf16_blocks=2 | num_hidden_layers=4
     precision.name=fp8  model.intermediate_size=344 -> parallelism.tp = 344 | 336 or 352
     precision.name=fp8  train.seq_len=100  train.micro_batch_size=1 -> micro_batch_size × train.seq_len = 100
+rule_fp8_choices
+    precision.fp8_delayed_scaling=true -> precision.fp8_delayed_scaling=true | precision=fp8
+    precision.fp8_output=true -> precision.fp8_output=true | precision=fp8
+    precision.name=fp8  precision.fp8_scaling=row  precision.fp8_delayed_scaling=true -> fp8_scaling=tensor
 rule_local_folders
     run.dir=s3://bucket/x -> run.dir=s3://bucket/x | is a URL
     data.cache_dir=gs://b -> data.cache_dir=gs://b | is a URL
