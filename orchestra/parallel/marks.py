@@ -1,8 +1,9 @@
 """Names the parts of a step for torch's profiler (forward, backward, optimizer, communication, data), and
 counts the bytes that a rank sends.
 
-A mark costs a fraction of a microsecond while nobody traces. What is compiled is not marked inside. Whoever
-wants to know how long a rank talks to others, or waits for them, can have communication timed.
+A mark costs a fraction of a microsecond while nobody traces. What is compiled is not marked inside: it
+belongs to the part that calls it. Whoever wants to know how long a rank talks to others, or waits for them,
+can have communication timed.
 """
 
 from __future__ import annotations

@@ -133,6 +133,12 @@ class PlanCase(TrainingShape):
         return self.framework.name == OWN and not self.model.num_experts
 
     @property
+    def counts_passes(self) -> bool:
+        """Whether memory traffic is counted from the trainer's code (`orchestra.plan.memory_passes`)."""
+        is_own = self.is_counted_in_full and self.options.is_gpu
+        return is_own and not self.framework.computes_on_host
+
+    @property
     def kept_zero(self) -> int:
         """ZeRO's stage by what a rank keeps from one micro-batch to the next."""
         is_kept = self.zero == _WHOLE_ZERO and self.framework.gathers_once and self.layout.pp > 1

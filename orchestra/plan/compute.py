@@ -16,6 +16,15 @@ from dataclasses import dataclass, fields, replace
 
 from conf.schema import Recompute
 from orchestra.plan.case import PlanCase, RankElements, held_of_layer
+from orchestra.plan.memory_passes import (
+    STREAM_SHARE,
+    half_flops,
+    layer_bytes,
+    layer_matrices,
+    loss_bytes,
+    rounding_bytes,
+    tile_ends,
+)
 from orchestra.sizes.flops import attention_width, head_dim, num_expert_parameters, num_layer_parameters
 from orchestra.sizes.memory import recomputed_kinds
 
@@ -36,6 +45,7 @@ _MERGE_BYTES = 12
 # Of the rate of attention that pieces of a ring reach: 0.7 to 0.77 on H100 (NeMo's long sequences, 32 k to
 # 1 M tokens), 0.75 to 1 in torchtitan's, 0.9 to 1 on B200.
 _RING_SHARE = 0.8
+_VENDOR_HEAD = 64
 
 
 @dataclass(frozen=True)
@@ -76,12 +86,16 @@ def layer_time(case: PlanCase, *, is_pressed: bool = False) -> LayerTime:
     of_all = num_layer_parameters(model) - num_expert_parameters(model)
     products = 2 * _PASSES * of_all * tokens.count / tokens.tp / device.product_flops
     products += _PASSES * _experts_products_s(case)
+    if case.counts_passes:
+        products *= tile_ends(case, layer_matrices(case))
     attention = _attention(case) * attention_again
     traffic = case.framework.elementwise_bytes * tokens.width_bytes / 2 * model.hidden_size * tokens.count
     traffic *= _OUTER_TRAFFIC / tokens.outer + (1 - _OUTER_TRAFFIC) / tokens.tp
     # Tokens are sorted by their experts, and put back.
     traffic += _PASSES_OF_COPIES * _copies_bytes(case)
     elementwise = traffic / device.memory_bytes_per_s * again
+    if case.counts_passes:
+        elementwise = _counted(case, again)
     elementwise += _merging(case) * attention_again
     is_busy_host = case.framework.computes_on_host
     if is_busy_host:
@@ -103,6 +117,13 @@ def layer_time(case: PlanCase, *, is_pressed: bool = False) -> LayerTime:
     )
 
 
+def _counted(case: PlanCase, again: float) -> float:
+    """Seconds of the passes that are counted from the trainer's code; gradients are not copied again."""
+    gradients = case.framework.passes.gradient * held_of_layer(case.model, case.layout).total
+    moved = (layer_bytes(case) + rounding_bytes(case)) * again + gradients
+    return moved / (STREAM_SHARE * case.device.memory_bytes_per_s)
+
+
 def _attention(case: PlanCase) -> float:
     """Seconds of the attention core: flash attention, or products whose scores pass through memory."""
     tokens, device, framework = case.tokens, case.device, case.framework
@@ -113,8 +134,18 @@ def _attention(case: PlanCase) -> float:
         traffic = framework.score_bytes * case.model.num_attention_heads * pairs
         return 2 * flops / device.product_flops + traffic / device.memory_bytes_per_s
     rate = device.attention_flops * framework.attention_rate
-    rate *= device.vendor_attention if framework.uses_vendor_attention else 1.0
+    rate *= _vendor_gain(case) if framework.uses_vendor_attention else 1.0
     return flops / rate / (_RING_SHARE if case.layout.cp > 1 else 1.0)
+
+
+def _vendor_gain(case: PlanCase) -> float:
+    """How much faster the vendor's attention is. Of orchestra's, whose kernels were timed on an H200: all of
+    it from heads of 128 on, nothing with heads of 64, where exponentials are the limit.
+    """
+    if not case.counts_passes:
+        return case.device.vendor_attention
+    share = min(1.0, max(0.0, head_dim(case.model) / _VENDOR_HEAD - 1))
+    return 1 + (case.device.vendor_attention - 1) * share
 
 
 def mean_layer_time(case: PlanCase, *, is_pressed: bool = False) -> LayerTime:
@@ -257,6 +288,8 @@ def head_time(case: PlanCase) -> float:
     """Return the seconds of the output product and the loss on one micro-batch, where they are."""
     model, device, tokens = case.model, case.device, case.tokens
     logits = tokens.count * model.vocab_size / tokens.tp
+    if case.counts_passes:
+        return _counted_head(case, logits)
     products = 2 * _PASSES * model.hidden_size * logits / device.product_flops
     seconds = products + logits * case.framework.loss_bytes / device.memory_bytes_per_s
     if case.framework.computes_on_host:
@@ -264,25 +297,35 @@ def head_time(case: PlanCase) -> float:
     return seconds
 
 
+def _counted_head(case: PlanCase, logits: float) -> float:
+    words, hidden = case.model.vocab_size / case.tokens.tp, case.model.hidden_size
+    rate = case.device.product_flops if case.options.fp8_output else half_flops(case)
+    products = 2 * _PASSES * hidden * logits / rate * tile_ends(case, [(hidden, words)])
+    moved = loss_bytes(case) + case.framework.passes.gradient * words * hidden
+    return products + moved / (STREAM_SHARE * case.device.memory_bytes_per_s)
+
+
 def waits_at_hand_over(case: PlanCase) -> bool:
     """Whether this is one of the pipelines that wait at every hand-over (see `frameworks.Stalls`)."""
     stalls = case.framework.stalls
     if stalls is None or case.layout.pp == 1 or case.num_nodes == 1:
         return False
-    is_large = case.model.hidden_size > stalls.above_hidden_size
-    has_more = is_large and case.micro_batch_size >= stalls.from_micro_batch_size
+    has_more = case.micro_batch_size >= stalls.from_micro_batch_size
     has_many_shards = case.zero > 0 and case.num_shards >= stalls.from_shards
     is_wide = case.num_nodes >= stalls.from_nodes and (has_more or has_many_shards)
     return case.layout.tp >= stalls.from_tp or is_wide
 
 
-def hand_over_time(case: PlanCase, *, is_pressed: bool = False) -> float:
-    """Return the seconds one micro-batch takes over one border between stages, there and back."""
+def hand_over_time(case: PlanCase, *, is_pressed: bool = False, waits: bool | None = None) -> float:
+    """Return the seconds one micro-batch takes over one border between stages, there and back; `waits` says
+    whether stages wait there, None: as is usual for such a run.
+    """
     if case.layout.pp == 1:
         return 0.0
     tokens, stalls = case.tokens, case.framework.stalls
     size = tokens.count * case.model.hidden_size * tokens.width_bytes / tokens.outer
-    waits = is_pressed or waits_at_hand_over(case)
+    if waits is None:
+        waits = is_pressed or waits_at_hand_over(case)
     waiting = stalls.hand_over_s if stalls is not None and waits else 0.0
     # One adapter of 400 Gbit/s per device where the network does not say.
     between = case.network.adapter_bytes_per_s or 50e9

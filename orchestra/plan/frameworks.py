@@ -27,15 +27,34 @@ class Stalls:
     hand_over_s: float
     # Tensor parallelism over at least so many ranks (four nodes): all of them wait.
     from_tp: int
-    # From so many nodes on, with several sequences in a micro-batch of more than so wide a model, or with
-    # ZeRO over so many ranks (12 of 13 such runs wait, and 1 of 9 under ZeRO 0).
+    # From so many nodes on, with several sequences in a micro-batch, or with ZeRO over so many ranks (12 of
+    # 13 such runs wait, and 1 of 9 under ZeRO 0).
     from_nodes: int
     from_shards: int
     from_micro_batch_size: int
-    above_hidden_size: int
     # Share of the device's memory from which the allocator has to free, and what that takes per layer.
     pressed_share: float
     pressed_layer_s: float
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Bytes that the kernels of orchestra's own trainer move on a GPU: for each logit in the loss, for each
+    element of the output matrix and each chunk of tokens after the first, and for each parameter: what
+    gradients are copied in each micro-batch, and what an update moves beside state, gradient and parameter.
+
+    Compiled, logits are read twice and their gradient is written once, in 16 bits. Eager, in fp32: cast 6,
+    maximum 4, subtraction 8, exponential 8, sum 4, division 8, cast 6. The product adds the matrix's gradient
+    to a sum in fp32 itself, and gradients lie where they are kept.
+    """
+
+    compiled_loss: float = 6.0
+    eager_loss: float = 44.0
+    chunk: float = 8.0
+    gradient: float = 0.0
+    update: float = 0.0
+    # Weights are rounded to fp8 once a step and kept so.
+    keeps_fp8_weights: bool = True
 
 
 @dataclass(frozen=True)
@@ -107,6 +126,8 @@ class Framework:
     experts_rate: float = 0.45
     # Whether the host's time comes on top because the host is what computes (CPUs).
     computes_on_host: bool = False
+    # What orchestra's own kernels move.
+    passes: Passes = Passes()
 
 
 # The trainer whose memory is counted in full (orchestra.sizes.memory) and not by the constants below.
@@ -131,7 +152,6 @@ NANOTRON = Framework(
         from_nodes=32,
         from_shards=32,
         from_micro_batch_size=2,
-        above_hidden_size=2048,
         pressed_share=0.925,
         pressed_layer_s=0.032,
     ),
@@ -181,7 +201,8 @@ FRAMEWORKS = {
             name=OWN,
             loss_chunk_tokens=1024,
             usual_sequence_parallel=False,
-            source="nanotron's device constants, host and overlap assumed",
+            uses_vendor_attention=True,
+            source="nanotron's device constants, passes over memory counted, host and overlap assumed",
         ),
         replace(
             _EFFICIENT,

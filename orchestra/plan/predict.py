@@ -18,12 +18,15 @@ from conf.schema import Offload
 from orchestra.plan.case import PlanCase, RankElements, has_idle_stage, held_by_rank, num_chunks
 from orchestra.plan.compute import LayerTime, hand_over_time, head_time, mean_layer_time, sharded_s
 from orchestra.plan.frameworks import OWN
+from orchestra.plan.memory_passes import BUSY_SHARE, STREAM_SHARE
 from orchestra.plan.stage_memory import Memory, fits, is_pressed, stage_memory, states_of_rank, widths_of
 from orchestra.sizes.flops import hardware_flops_per_token, model_flops_per_token
 from orchestra.sizes.memory import rank_bytes, rank_parameters, recomputed_kinds
 from orchestra.sizes.training_shape import PipelineStage
 
 _FP32 = 4
+# Of a micro-batch's time.
+_BACKWARD = 2 / 3
 
 
 @dataclass(frozen=True)
@@ -53,11 +56,14 @@ class StepTime:
         )
 
 
-def step_time(case: PlanCase, *, is_pressed: bool = False) -> StepTime:
-    """Return the time of one step and what it goes to; `is_pressed`: on a device that is nearly full."""
+def step_time(case: PlanCase, *, is_pressed: bool = False, waits: bool | None = None) -> StepTime:
+    """Return the time of one step and what it goes to; `is_pressed`: on a device that is nearly full;
+    `waits`: see `hand_over_time`.
+    """
     layer, head = mean_layer_time(case, is_pressed=is_pressed), head_time(case)
-    hand_over = hand_over_time(case, is_pressed=is_pressed)
-    times = [stage.num_layers * layer.total + head * stage.has_head for stage in case.stages]
+    hand_over = hand_over_time(case, is_pressed=is_pressed, waits=waits)
+    busy_share = BUSY_SHARE if case.counts_passes else 1.0
+    times = [(stage.num_layers * layer.total + head * stage.has_head) / busy_share for stage in case.stages]
     slowest = max(times)
     # The stage that is at work all the time decides what the time goes to.
     stage = case.stages[times.index(slowest)]
@@ -66,13 +72,14 @@ def step_time(case: PlanCase, *, is_pressed: bool = False) -> StepTime:
     layers = stage.num_layers * accumulation
     borders = case.layout.pp - 1
     busy_borders = min(2, borders)
+    idle = accumulation * slowest * (1 - busy_share)
     return StepTime(
         compute=layers * (layer.device - communicating) + accumulation * head * stage.has_head,
         tensor_parallel=layers * communicating,
-        host=layers * (layer.total - layer.device),
+        host=layers * (layer.total - layer.device) + idle,
         hand_over=accumulation * busy_borders * hand_over,
         bubble=(sum(times) - slowest) / num_chunks(case) + (borders - busy_borders) * hand_over,
-        reduction=_reduction(case),
+        reduction=_reduction(case, _BACKWARD * times[0]),
         optimizer=_optimizer(case),
         layer=layer,
     )
@@ -83,8 +90,12 @@ def _of_largest_stage(case: PlanCase) -> RankElements:
     return max(held, key=lambda elements: elements.total)
 
 
-def _reduction(case: PlanCase) -> float:
-    """Gradients over dp · cp ranks; beyond the ranks that ZeRO shards over, an all-reduce of the shards."""
+def _reduction(case: PlanCase, backward: float) -> float:
+    """Gradients over dp · cp ranks; beyond the ranks that ZeRO shards over, an all-reduce of the shards.
+
+    Where whole gradients are summed bucket by bucket, the last micro-batch's backward pass, of so many
+    seconds, hides all but the last bucket.
+    """
     mesh, held = case.layout, _of_largest_stage(case)
     num_ranks = mesh.dp * mesh.cp
     if num_ranks == 1:
@@ -94,6 +105,9 @@ def _reduction(case: PlanCase) -> float:
     if case.zero == 0 or case.num_shards == 1:
         moved = _summed(case, held.dense * gradients, num_ranks, mesh.tp)
         moved += _summed(case, held.experts * gradients, num_ranks // mesh.ep, mesh.tp * mesh.ep)
+        if case.counts_passes:
+            total = (held.dense + held.experts) * gradients
+            return max(moved * min(1.0, case.options.bucket_bytes / total), moved - backward)
         return case.framework.exposed_reduction * moved
     moved = 0.0
     if case.kept_zero < 3:
@@ -122,6 +136,11 @@ def _optimizer(case: PlanCase) -> float:
     count = held.total
     if case.zero:
         count = held.dense / case.num_shards + held.experts / case.num_expert_shards
+    if case.counts_passes:
+        # State is read and written; gradients are read for their norm and for the update.
+        moved = 2 * (updated.masters + updated.optimizer) + count * (width.parameters + 2 * width.gradients)
+        moved += case.framework.passes.update * count
+        return moved / (STREAM_SHARE * case.device.memory_bytes_per_s) + case.framework.step_s
     moved = updated.masters + updated.optimizer + count * (width.parameters + width.gradients)
     passes = case.framework.optimizer_passes
     return passes * moved / case.device.memory_bytes_per_s + case.framework.step_s
@@ -157,6 +176,17 @@ class Prediction:
     def reported_peak(self) -> Memory:
         """The memory that the trainer's benchmark would report: of the first stage, or of the fullest."""
         return self.stages[0] if self.case.framework.reports_first_stage else self.peak
+
+    @property
+    def time_if_nothing_waits(self) -> float:
+        """The seconds of a step in which no stage of the pipeline waits for another beyond the bubble."""
+        return min(self.time.total, step_time(self.case, waits=False).total)
+
+    @property
+    def time_if_stages_wait(self) -> float:
+        """The same where all of them wait at every hand-over (see `frameworks.Stalls`)."""
+        can_wait = self.case.layout.pp > 1 and self.case.num_nodes > 1
+        return max(self.time.total, step_time(self.case, waits=can_wait).total)
 
     @property
     def tokens_per_s_per_device(self) -> float:

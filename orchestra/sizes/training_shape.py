@@ -50,7 +50,7 @@ class TrainerOptions:
     decides what is recomputed, None: `recompute` decides, in each `recompute_every`-th layer.
     `loss_chunk_tokens`: None: chosen from the vocabulary. `keeps_fp8_inputs`: of fp8 products the rounded
     inputs are kept. `saves`: images of the state are staged in host memory while training continues.
-    `is_compiled`: blocks and loss.
+    `is_compiled`: blocks and loss. `fp8_scaling` and the two after it are precision=fp8's.
     """
 
     moment_bytes: int = 4
@@ -65,6 +65,9 @@ class TrainerOptions:
     saves: bool = False
     is_gpu: bool = True
     is_compiled: bool = True
+    fp8_scaling: Scaling = Scaling.tensor
+    fp8_delayed_scaling: bool = False
+    fp8_output: bool = False
 
 
 @dataclass(frozen=True)
@@ -164,4 +167,7 @@ def trainer_options(config: Config, *, is_gpu: bool) -> TrainerOptions:
         saves=config.checkpoint.async_save and is_saved,
         is_gpu=is_gpu,
         is_compiled=is_wanted(train.compile, "cuda" if is_gpu else "cpu"),
+        fp8_scaling=precision.fp8_scaling,
+        fp8_delayed_scaling=precision.fp8_delayed_scaling,
+        fp8_output=precision.fp8_output,
     )

@@ -22,9 +22,10 @@ from conf.schema import (
     ProfileConfig,
     TrainConfig,
 )
-from orchestra.parallel.mesh import Mesh, RankEnvironment, open_mesh
+from orchestra.parallel.mesh import Mesh, RankEnvironment, make_mesh, open_mesh
 from orchestra.run.paths import RunDir
-from orchestra.sizes.topology import divisors
+from orchestra.sizes.step_shares import OTHER, read_shares
+from orchestra.sizes.topology import Layout, divisors
 from orchestra.train.build import build_training
 from orchestra.train.memory.micro_batch import choose_micro_batch_size
 from orchestra.train.memory.out_of_memory import is_out_of_memory
@@ -98,3 +99,28 @@ def test_peak_memory_is_that_of_tensors_on_the_device() -> None:
     before = memory_peak_bytes(GPU)
     block = torch.empty(before + (64 << 20), dtype=torch.uint8, device=GPU)
     assert memory_peak_bytes(GPU) >= block.numel()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_parts_of_a_profiled_step_add_up_and_nearly_all_of_it_is_attributed(
+    tmp_path: Path, compiled: bool
+) -> None:
+    wide = replace(CONFIG.model, hidden_size=2048, intermediate_size=8192, num_hidden_layers=4)
+    sizes = replace(CONFIG.train, seq_len=2048, micro_batch_size=4, global_batch_size=8, compile=compiled)
+    config = replace(CONFIG, model=wide, train=sizes)
+    mesh = make_mesh(0, Layout(dp=1), torch.device("cuda", 0))
+    training = build_training(config, mesh)
+    run = RunDir(tmp_path)
+    profiler = StepProfiler(ProfileConfig(enabled=True, steps=[4, 6]), run, rank=0)
+    tokens = torch.zeros(2, 4, sizes.seq_len + 1, dtype=torch.int64)
+    try:
+        for step in range(1, 7):
+            with profiler.around_step(step):
+                training.step.run(step, tokens)
+    finally:
+        training.parallelized.stage.close()
+    shares = read_shares(run.profile)
+    assert shares is not None
+    assert sum(shares.parts_s.values()) == pytest.approx(shares.step_s, rel=1e-6)
+    assert shares.parts_s["backward"] > shares.parts_s["forward"] > 0 < shares.parts_s["optimizer"]
+    assert shares.parts_s[OTHER] < 0.1 * shares.step_s

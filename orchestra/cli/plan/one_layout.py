@@ -72,6 +72,7 @@ def _lines(config: Config, prediction: Prediction) -> list[str]:
         *_memory(prediction),
         "",
         *_time(prediction.time),
+        *_range(prediction),
         "",
         *_speed(prediction),
         *_cost(config, prediction),
@@ -179,6 +180,14 @@ def components(memory: Memory) -> dict[str, float]:
     return {title: float(getattr(memory, name)) for name, title in _COMPONENTS.items()}
 
 
+def _range(prediction: Prediction) -> list[str]:
+    """Return the times between which a step lies whose pipeline's stages may wait for each other."""
+    low, high = prediction.time_if_nothing_waits, prediction.time_if_stages_wait
+    if high <= low:
+        return []
+    return [f"        {low:,.2f} s if nothing waits, {high:,.2f} s if stages wait"]
+
+
 def _speed(prediction: Prediction) -> list[str]:
     each, whole = prediction.tokens_per_s_per_device, prediction.tokens_per_s
     shares = f"MFU {figures.percent(prediction.mfu)}, HFU {figures.percent(prediction.hfu)}"
@@ -224,6 +233,10 @@ def _facts(config: Config, prediction: Prediction) -> dict[str, Any]:
             "host": round(host_memory(prediction).total),
         },
         "step_time_s": prediction.time.total,
+        "step_time_range_s": {
+            "if_nothing_waits": prediction.time_if_nothing_waits,
+            "if_stages_wait": prediction.time_if_stages_wait,
+        },
         "step_time_parts_s": {name: getattr(prediction.time, name) for name in _PARTS},
         "tokens_per_s": prediction.tokens_per_s,
         "tokens_per_s_per_device": prediction.tokens_per_s_per_device,

@@ -20,7 +20,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from conf.schema import ProfileConfig
 from orchestra.parallel.marks import Traffic
 from orchestra.run.paths import RunDir
-from orchestra.sizes.step_shares import MARKS, SUMMARY_FILE, Interval, Part, StepShares, shares_of
+from orchestra.sizes.device_times import HOST_COLLECTIVES, TraceEvent, device_times
+from orchestra.sizes.step_shares import MARKS, SUMMARY_FILE, StepShares, shares_of
 from orchestra.train.hooks import StepHook
 
 _TABLE_ROWS = 40
@@ -28,9 +29,6 @@ _UNTRACED = nullcontext()
 # Allocations and frees that the memory history keeps; the oldest are dropped.
 _MEMORY_HISTORY_ENTRIES = 200_000
 _STEP = "orchestra: step"
-# What the process groups call their own work in a trace: on the host, and as kernels of a GPU.
-_HOST_COLLECTIVES = ("gloo:",)
-_DEVICE_COLLECTIVES = ("nccl",)
 
 
 class StepProfiler(StepHook):
@@ -121,11 +119,18 @@ class StepProfiler(StepHook):
 
     def _shares(self, tracing: profile) -> StepShares | None:
         """Return the shares of the traced steps; None where none of them came to its end."""
-        times = _Times(tracing)
-        num_steps = len(times.steps)
-        if not times.steps:
+        events = _events(tracing)
+        steps = [event.interval for event in events if event.name == _STEP and not event.is_on_device]
+        num_steps = len(steps)
+        if not steps:
             return None
-        seconds, parts, communication = shares_of(times.steps, times.parts, times.in_flight, times.computing)
+        if any(event.is_on_device for event in events):
+            device = device_times(events)
+            seconds, parts, communication = shares_of(steps, device.parts, device.in_flight, device.computing)
+        else:
+            marks = {part: [e.interval for e in events if e.name == name] for part, name in MARKS.items()}
+            in_flight = [e.interval for e in events if e.name.startswith(HOST_COLLECTIVES)]
+            seconds, parts, communication = shares_of(steps, marks, in_flight)
         return StepShares(
             rank=self._rank,
             first_step=self._began_at,
@@ -137,35 +142,22 @@ class StepProfiler(StepHook):
         )
 
 
-class _Times:
-    """What a trace says about steps, in nanoseconds.
-
-    On a GPU the parts are taken from its own time line, where torch's profiler repeats the host's marks; the
-    wait for data is always the host's. `computing` is None where there is no device beside the host.
-    """
-
-    def __init__(self, tracing: profile) -> None:
-        self.steps: list[Interval] = []
-        self.parts: dict[Part, list[Interval]] = {part: [] for part in Part}
-        self.in_flight: list[Interval] = []
-        self.computing: list[Interval] | None = [] if torch.cuda.is_available() else None
-        names = {name: part for part, name in MARKS.items()}
-        assert tracing.profiler is not None
-        assert tracing.profiler.kineto_results is not None
-        for event in tracing.profiler.kineto_results.events():
-            name, begin = event.name(), event.start_ns()
-            interval = (begin, begin + event.duration_ns())
-            is_host = event.device_type() == DeviceType.CPU
-            if name == _STEP and is_host:
-                self.steps.append(interval)
-            elif name in names:
-                part = names[name]
-                if is_host is (self.computing is None or part is Part.data):
-                    self.parts[part].append(interval)
-            elif name.startswith(_HOST_COLLECTIVES if is_host else _DEVICE_COLLECTIVES):
-                self.in_flight.append(interval)
-            elif not is_host and self.computing is not None and not event.is_user_annotation():
-                self.computing.append(interval)
+def _events(tracing: profile) -> list[TraceEvent]:
+    """Return what a trace says, host and device."""
+    assert tracing.profiler is not None
+    assert tracing.profiler.kineto_results is not None
+    return [
+        TraceEvent(
+            name=event.name(),
+            begin=event.start_ns(),
+            end=event.start_ns() + event.duration_ns(),
+            is_on_device=event.device_type() != DeviceType.CPU,
+            is_annotation=event.is_user_annotation(),
+            correlation=event.correlation_id(),
+            stream=event.device_resource_id(),
+        )
+        for event in tracing.profiler.kineto_results.events()
+    ]
 
 
 def _wait_for_device() -> None:

@@ -1,0 +1,97 @@
+"""Predicts what orchestra itself was measured at on one H200 on 2026-11-22, with what its kernels moved then.
+
+    python benchmarks/planner/gpu_rows.py
+
+Nothing is fitted to a row. Two rates come from that day's traces: of bandwidth (`memory_passes.STREAM_SHARE`)
+and of small products (`TILE_ENDS`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from orchestra.config.compose import compose
+from orchestra.config.machine import Situation
+from orchestra.plan.assemble import case_of, for_planning
+from orchestra.plan.case import PlanCase
+from orchestra.plan.frameworks import Passes
+from orchestra.plan.predict import predict
+from orchestra.sizes.units import GIB
+
+# The loss was never compiled: its chunks' matrices were added in fp32 (12 bytes), gradients were copied or
+# added in each micro-batch, and the optimizer made fp32 copies of gradients and copied masters.
+OLD = Passes(compiled_loss=44, eager_loss=44, chunk=12, gradient=6, update=12, keeps_fp8_weights=False)
+# A trial: the old loss under torch.compile reads and writes fp32 logits, cast before and after.
+OLD_COMPILED_LOSS = replace(OLD, compiled_loss=24)
+SHAPES = {
+    "8B8": "model=llama3_8b model.num_hidden_layers=8 train.seq_len=8192 train.micro_batch_size=1",
+    "llama_1b": "model=llama_1b train.seq_len=4096 train.micro_batch_size=4",
+    "llama_125m": "model=llama_125m train.seq_len=2048 train.micro_batch_size=16",
+    "gpt2_xl": "model=gpt2_xl train.seq_len=1024 train.micro_batch_size=4 train.recompute=full",
+}
+SEQUENCES = {"8B8": 4, "llama_1b": 16, "llama_125m": 64, "gpt2_xl": 32}
+# 256 MiB of fp32 logits.
+OLD_CHUNK = {"8B8": 512, "llama_1b": 512, "llama_125m": 1280, "gpt2_xl": 1280}
+
+
+@dataclass(frozen=True)
+class GpuRow:
+    """What was measured; memory where it was read."""
+
+    shape: str
+    overrides: str
+    tokens_per_s: float
+    memory_gib: float | None = None
+    chunk: int | None = None
+    passes: Passes = OLD
+
+
+COMPILED, FP8 = "train.compile=true", "train.compile=true precision=fp8"
+ROWS = (
+    GpuRow("8B8", "train.compile=false", 30155, 53.9),
+    GpuRow("8B8", COMPILED, 31470, 53.9),
+    GpuRow("8B8", COMPILED, 35640, 61.2, chunk=8192),
+    GpuRow("8B8", COMPILED, 36221, chunk=8192, passes=OLD_COMPILED_LOSS),
+    GpuRow("8B8", f"{COMPILED} train.recompute=selective", 29832),
+    GpuRow("8B8", f"{COMPILED} train.recompute=full", 26916),
+    GpuRow("8B8", FP8, 35261),
+    GpuRow("8B8", FP8, 42085, chunk=8192, passes=OLD_COMPILED_LOSS),
+    GpuRow("8B8", f"{FP8} precision.fp8_scaling=row", 42279, chunk=8192),
+    GpuRow("llama_1b", "train.compile=false", 49797, 39.2),
+    GpuRow("llama_1b", COMPILED, 54150, 39.2),
+    GpuRow("llama_1b", COMPILED, 62306, 57.7, chunk=16384, passes=OLD_COMPILED_LOSS),
+    GpuRow("llama_1b", FP8, 45155),
+    GpuRow("llama_125m", COMPILED, 371160, 11.9),
+    GpuRow("llama_125m", COMPILED, 399269, 23.6, chunk=32768),
+    GpuRow("gpt2_xl", "train.compile=false", 30953, 25.1),
+    GpuRow("gpt2_xl", "train.compile=false parallelism.offload=optimizer", 14984, 7.6),
+)
+
+
+def case(row: GpuRow) -> PlanCase:
+    one_gpu = "cluster.hardware=h200 cluster.nodes=1 cluster.gpus_per_node=1"
+    batch = f"train.global_batch_size={SEQUENCES[row.shape]}"
+    precision = "" if "precision=" in row.overrides else "precision=bf16"
+    words = f"{one_gpu} {SHAPES[row.shape]} {batch} {precision} {row.overrides}".split()
+    found = case_of(compose(for_planning(words), Situation("plan")).config)
+    options = replace(found.options, loss_chunk_tokens=row.chunk or OLD_CHUNK[row.shape])
+    return replace(found, options=options, framework=replace(found.framework, passes=row.passes))
+
+
+def main() -> None:
+    for row in ROWS:
+        here = case(row)
+        speed = predict(here).tokens_per_s
+        # The loss kept its logits in fp32 also where blocks were compiled.
+        eager = replace(here, options=replace(here.options, is_compiled=False))
+        peak = predict(eager).reported_peak.total / GIB
+        memory = f"{peak / row.memory_gib - 1:+.1%}" if row.memory_gib else ""
+        chunk = f" chunk {row.chunk}" if row.chunk else ""
+        loss = " loss compiled" if row.passes is OLD_COMPILED_LOSS else ""
+        name = f"{row.shape} {row.overrides}{chunk}{loss}"
+        off = f"{speed / row.tokens_per_s - 1:>+8.1%}"
+        print(f"{name:<75}{row.tokens_per_s:>9,.0f}{speed:>9,.0f}{off}{memory:>8}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""Bytes that orchestra's own trainer moves through a GPU's memory beside products and attention.
+
+Counted from what its code reads and writes, not fitted; `orchestra.plan.compute` divides them by bandwidth. A
+pass reads or writes each element of a tensor once. E hidden size, Q and K widths of queries and of keys, F
+feed-forward width, V words; activations and logits have 2 bytes (4 in fp32).
+
+| passes for each token    | E  | Q + K | F  | of which |
+|--------------------------|---:|------:|---:|----------|
+| compiled: norms, sums    | 20 |       |    | forward 2 + 4 (with a sum) + 3; backward 5 + 6 |
+| compiled: rotary, SwiGLU |    | 4     | 8  | forward 2 and 3; backward 2 and 5 |
+| eager: norms, sums       | 40 |       |    | sums, and the gradients of norms' weights, by themselves |
+| eager: rotary, SwiGLU    |    | 22    | 16 | forward 11 and 5; backward 11 and 11 |
+
+fp8 rounds inputs, weights and gradients of products: see `rounding_bytes`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from conf.schema import Family, PrecisionName, Scaling
+from orchestra.plan.case import PlanCase
+from orchestra.sizes.flops import attention_width, feed_forward_width, head_dim
+from orchestra.sizes.hardware import row
+from orchestra.sizes.memory import loss_chunk_tokens
+
+# Of the data sheet's bandwidth. The kernels of a step on one H200 that are neither products nor attention
+# (sums of gradients, the loss, the optimizer, norms and gates) moved 1,510 GB in 469 ms: 3.2 of 4.8 TB/s.
+STREAM_SHARE = 0.67
+# The share of a step in which the device works; from the same traces, 0.97 to 0.99.
+BUSY_SHARE = 0.98
+# A tile of a product takes so much longer, in numbers of the dim along which it sums, to load its first
+# blocks and write its result. Set on the products alone of three models on one H200 (738, 714, 651 TFLOP/s).
+TILE_ENDS = 192
+_COMPILED, _EAGER = (20, 4, 8), (40, 22, 16)
+# GELU in the place of rotary positions and SwiGLU: forward 2, backward 3, and the bias's gradient.
+_GELU = 6
+
+
+def layer_bytes(case: PlanCase) -> float:
+    """Return the bytes of norms, sums, positions and gates of one layer on one micro-batch."""
+    model, tokens = case.model, case.tokens
+    hidden, turned, gated = _COMPILED if case.options.is_compiled else _EAGER
+    if model.family is Family.gpt:
+        turned, gated = 0, _GELU
+    inner = turned * (_query_width(case) + _key_width(case)) + gated * feed_forward_width(model)
+    elements = hidden * model.hidden_size / tokens.outer + inner / tokens.tp
+    return elements * tokens.count * tokens.width_bytes
+
+
+def rounding_bytes(case: PlanCase) -> float:
+    """Return the bytes that rounding one layer to fp8 moves on one micro-batch; 0 in other precisions.
+
+    One scale for a tensor. Inputs and gradients: largest number 2 (not with the last step's scale), read 2,
+    write 1, transposed 2. Weights, once a step: largest number 2, rounded 3, copied to where they are kept 2
+    and transposed 2; at each use, where they are not kept: forward 2 + 3, backward a transposed copy in 16
+    bits 4 and again 5. A scale for each row. The row's largest number is found in the pass that rounds: forward 3, backward the
+    transposed copy 4 and rounded 3; gradients and weights alike. Where products share an input, the parts of
+    its gradient are added one by one: three times 3 passes in 16 bits, of which norms' own are 3 already.
+    """
+    if case.precision is not PrecisionName.fp8:
+        return 0.0
+    model, tokens = case.model, case.tokens
+    width, query = feed_forward_width(model), _query_width(case)
+    # Queries, keys and values share an input, and gate and up do.
+    inputs = (2 * model.hidden_size + query + width) / tokens.tp
+    gradients = sum(outputs for _, outputs in layer_matrices(case))
+    activation, weight = _bytes_each(case)
+    if case.framework.passes.keeps_fp8_weights and not (case.zero == 3 and case.num_shards > 1):
+        weight = (14.0 if case.options.fp8_scaling is Scaling.row else 9.0) / case.accumulation
+    sums = 12 * model.hidden_size * tokens.count / tokens.outer
+    return (
+        sums
+        + activation * (inputs + gradients) * tokens.count
+        + weight * sum(n * m for n, m in layer_matrices(case))
+    )
+
+
+def _bytes_each(case: PlanCase) -> tuple[float, float]:
+    if case.options.fp8_scaling is Scaling.row:
+        return 10.0, 10.0
+    return (5.0 if case.options.fp8_delayed_scaling else 7.0), 14.0
+
+
+def loss_bytes(case: PlanCase) -> float:
+    """Return the bytes of the loss on one micro-batch: of logits, of the output matrix's gradient, which
+    several chunks add up in fp32 (and is then cast to 16 bits), and of rounding an output product in fp8.
+    """
+    model, tokens, passes = case.model, case.tokens, case.framework.passes
+    words = model.vocab_size / tokens.tp
+    each = passes.compiled_loss * tokens.width_bytes / 2 if case.options.is_compiled else passes.eager_loss
+    moved = each * tokens.count * words
+    further = math.ceil(tokens.count / loss_chunk_tokens(case)) - 1
+    if further and tokens.width_bytes < 4:
+        moved += (passes.chunk * further + 6) * words * model.hidden_size
+    if case.precision is PrecisionName.fp8 and case.options.fp8_output:
+        activation, weight = _bytes_each(case)
+        moved += activation * tokens.count * (words + model.hidden_size) + weight * words * model.hidden_size
+    return moved
+
+
+def tile_ends(case: PlanCase, matrices: Iterable[tuple[float, float]]) -> float:
+    """Return how much longer the three products of some matrices [inputs, outputs] take for `TILE_ENDS`: they
+    sum along the inputs, the outputs, and the tokens.
+    """
+    sizes = list(matrices)
+    ends = sum(n * m * (1 / n + 1 / m + 1 / case.tokens.count) / 3 for n, m in sizes)
+    return 1 + TILE_ENDS * ends / sum(n * m for n, m in sizes)
+
+
+def layer_matrices(case: PlanCase) -> list[tuple[float, float]]:
+    """Return inputs and outputs of a rank's matrices of one layer."""
+    model, tp = case.model, case.tokens.tp
+    hidden, width = model.hidden_size, feed_forward_width(model) / tp
+    query, key = _query_width(case) / tp, _key_width(case) / tp
+    gates = [(hidden, width)] * (2 if model.family is Family.llama else 1)
+    return [(hidden, query), (hidden, key), (hidden, key), (query, hidden), *gates, (width, hidden)]
+
+
+def half_flops(case: PlanCase) -> float:
+    """Return the rate of products in 16 bits where the others are in fp8, else that of all products."""
+    peaks = row(case.device.name).peak_flops
+    if case.precision is not PrecisionName.fp8 or not peaks:
+        return case.device.product_flops
+    return case.device.product_flops * peaks["bf16"] / peaks["fp8"]
+
+
+def _query_width(case: PlanCase) -> float:
+    return attention_width(case.model)
+
+
+def _key_width(case: PlanCase) -> float:
+    return case.model.num_key_value_heads * head_dim(case.model)
