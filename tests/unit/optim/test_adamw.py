@@ -210,7 +210,7 @@ def update_of_whole_tensors(
     """What the optimizer does by blocks, with fp32 copies of whole tensors."""
     torch._fused_adamw_(
         [item.master],
-        [gradient.float()],
+        [gradient.to(torch.float32, copy=True)],
         [optimizer.state[item.master]["exp_avg"]],
         [optimizer.state[item.master]["exp_avg_sq"]],
         [],
