@@ -10,13 +10,16 @@ the first while the last are still to be done. The state is made with the optimi
 what a run needs is taken before it trains, and a restored state is written into it in place. It consists of
 two moments for each master and one count of updates for all of them.
 
-Moments may be kept in bf16. They are then updated in fp32, some elements at a time, and rounded
-stochastically. Masters may lie in host memory (`parallelism.offload`): the state lies where they do.
+Each element of state goes through memory once: what the kernel wants in fp32 (16-bit gradients, moments kept
+in bf16) is converted some elements at a time, and the new masters are rounded into the parameters while they
+are in the cache. Moments in bf16 are rounded stochastically. Masters may lie in host memory
+(`parallelism.offload`): the state lies where they do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,6 +55,8 @@ def round_stochastically_(out: Tensor, values: Tensor, bits: Tensor, number: int
 
 # torch's names of the state that has a master's shape.
 MOMENTS = ("exp_avg", "exp_avg_sq")
+# Elements: where copies begin, and a multiple of what the kernel takes at once.
+_ALIGNMENT = 32
 # Elements of one dot product of a norm.
 _DOT_LENGTH = 1 << 16
 
@@ -133,42 +138,62 @@ class AdamW:
         self._num_updates += 1.0 - self._found_inf
         self._step = step
 
-    def update(self, trained: Sequence[Trained], gradients: Sequence[Tensor]) -> None:
-        """Update some masters with their gradients, which have their dtype and are overwritten.
+    @torch.no_grad()
+    def update(
+        self, trained: Sequence[Trained], gradients: Sequence[Tensor], parameters: Sequence[Tensor]
+    ) -> None:
+        """Update some masters with their gradients, and round them into the memory of their parameters.
 
-        Each master once in a step; one without elements is left out.
+        Gradients and parameters have the masters' shapes and device and each a dtype of its own; a parameter
+        of the masters' dtype is the master's own memory. Gradients are overwritten. Each master once in a
+        step; one without elements is left out.
         """
+        given = list(zip(trained, gradients, parameters, strict=True))
         for has_decay in (True, False):
             chosen = [
-                (item, gradient)
-                for item, gradient in zip(trained, gradients, strict=True)
+                _Piece(
+                    item, 0, item.master.view(-1), gradient.reshape(-1), parameter.view(-1), self._of(item)
+                )
+                for item, gradient, parameter in given
                 if (item.parameter.dim() >= 2) is has_decay and gradient.numel()
             ]
-            weight_decay = self._weight_decay if has_decay else 0.0
-            if self._is_rounded:
-                for item, gradient in chosen:
-                    self._update_rounded(item, gradient, weight_decay)
-            elif chosen:
-                states = [self.state[item.master] for item, _ in chosen]
-                self._update(
-                    [item.master for item, _ in chosen],
-                    [gradient for _, gradient in chosen],
-                    ([state[MOMENTS[0]] for state in states], [state[MOMENTS[1]] for state in states]),
-                    weight_decay,
-                )
+            if chosen:
+                self._update_in_blocks(chosen, self._weight_decay if has_decay else 0.0)
 
-    @torch.no_grad()
+    def _of(self, item: Trained) -> tuple[Tensor, Tensor]:
+        first, second = (self.state[item.master][name].view(-1) for name in MOMENTS)
+        return first, second
+
+    def _update_in_blocks(self, chosen: Sequence[_Piece], weight_decay: float) -> None:
+        """Update some masters by blocks of a size whose fp32 copies stay in the cache: what is converted for
+        the kernel, or rounded after it, goes through memory once.
+        """
+        length = _block_length(chosen[0].master)
+        wide = _Wide(min(length, sum(_rounded_up(piece.master.numel()) for piece in chosen)))
+        for block in _blocks(chosen, length) if any(piece.is_converted for piece in chosen) else [chosen]:
+            moments = [[piece.moments[number] for piece in block] for number in range(len(MOMENTS))]
+            wide_moments = [wide.copies(moment, number) for number, moment in enumerate(moments)]
+            masters = [piece.master for piece in block]
+            gradients = wide.copies([piece.gradient for piece in block], len(MOMENTS))
+            self._update(masters, gradients, wide_moments, weight_decay)
+            if self._is_rounded:
+                self._round_moments(block, wide_moments)
+            if block[0].parameter.dtype is not masters[0].dtype:
+                torch._foreach_copy_([piece.parameter for piece in block], masters)
+
     def _update(
         self,
         masters: list[Tensor],
         gradients: list[Tensor],
-        moments: tuple[list[Tensor], list[Tensor]],
+        moments: list[list[Tensor]],
         weight_decay: float,
     ) -> None:
+        first, second = moments
         torch._fused_adamw_(
             masters,
             gradients,
-            *moments,
+            first,
+            second,
             [],
             [self._num_updates] * len(masters),
             lr=self.lr,
@@ -182,24 +207,91 @@ class AdamW:
             found_inf=self._found_inf,
         )
 
-    @torch.no_grad()
-    def _update_rounded(self, item: Trained, gradient: Tensor, weight_decay: float) -> None:
-        """Update one master whose moments are bf16, some elements at a time."""
-        # A dry run on the CPU takes large steps too: it is about a GPU, or has too many of the small ones.
-        is_large = item.master.is_cuda or is_fake(item.master)
-        length = ROUNDED_GPU if is_large else ROUNDED_CPU
-        key = random_key("rounding", self._seed, self._step, item.name)
-        master, flat_gradient = item.master.view(-1), gradient.reshape(-1)
-        moments = [self.state[item.master][name].view(-1) for name in MOMENTS]
-        for begin in range(0, master.numel(), length):
-            part = slice(begin, begin + length)
-            wide = [moment[part].float() for moment in moments]
-            self._update([master[part]], [flat_gradient[part]], ([wide[0]], [wide[1]]), weight_decay)
-            first = item.start + begin
-            index = self._global_index(item, first, first + wide[0].numel())
+    def _round_moments(self, block: Sequence[_Piece], wide_moments: Sequence[Sequence[Tensor]]) -> None:
+        for place, piece in enumerate(block):
+            key = random_key("rounding", self._seed, self._step, piece.item.name)
+            first = piece.item.start + piece.begin
+            index = self._global_index(piece.item, first, first + piece.master.numel())
             bits = mixed_bits(index, key, rounds=1)
-            for number, (moment, value) in enumerate(zip(moments, wide, strict=True)):
-                round_stochastically_(moment[part], value, bits, number)
+            for number, moment in enumerate(piece.moments):
+                round_stochastically_(moment, wide_moments[number][place], bits, number)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Some elements of a master, from `begin` on, and what belongs to them; flat and of one length."""
+
+    item: Trained
+    begin: int
+    master: Tensor
+    gradient: Tensor
+    parameter: Tensor
+    moments: tuple[Tensor, Tensor]
+
+    @property
+    def is_converted(self) -> bool:
+        """Whether anything has another dtype than the master."""
+        dtypes = {self.gradient.dtype, self.parameter.dtype, self.moments[0].dtype}
+        return dtypes != {self.master.dtype}
+
+    def cut(self, begin: int, end: int) -> _Piece:
+        """Return a part of the piece, counted from its own begin."""
+        tensors = (self.master, self.gradient, self.parameter, *self.moments)
+        master, gradient, parameter, *moments = (tensor[begin:end] for tensor in tensors)
+        return _Piece(self.item, self.begin + begin, master, gradient, parameter, (moments[0], moments[1]))
+
+
+def _block_length(master: Tensor) -> int:
+    # A dry run on the CPU takes large steps too: it is about a GPU, or has too many of the small ones.
+    if master.is_cuda or is_fake(master):
+        return ROUNDED_GPU
+    return ROUNDED_CPU * torch.get_num_threads()
+
+
+def _rounded_up(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _blocks(pieces: Sequence[_Piece], length: int) -> Iterator[list[_Piece]]:
+    """Yield the pieces, cut and put together so that each block has at most `length` elements, gaps counted.
+
+    Cuts are at multiples of the alignment: the kernel treats each element as it would in one call.
+    """
+    block: list[_Piece] = []
+    used = 0
+    for piece in pieces:
+        begin, size = 0, piece.master.numel()
+        while begin < size:
+            end = min(size, begin + length - used)
+            block.append(piece.cut(begin, end))
+            used, begin = used + _rounded_up(end - begin), end
+            if used == length:
+                yield block
+                block, used = [], 0
+    if block:
+        yield block
+
+
+class _Wide:
+    """Memory for fp32 copies of one block's tensors, filled again for each block."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+        self._memory: dict[int, Tensor] = {}
+
+    def copies(self, tensors: list[Tensor], number: int) -> list[Tensor]:
+        """Return the tensors in fp32: themselves where they are, else copies that hold until the next call of
+        the same `number`.
+        """
+        if tensors[0].dtype is torch.float32:
+            return tensors
+        if number not in self._memory:
+            self._memory[number] = tensors[0].new_empty(self._length, dtype=torch.float32)
+        begins = [0, *itertools.accumulate(_rounded_up(tensor.numel()) for tensor in tensors)]
+        memory = self._memory[number]
+        copies = [memory[at : at + tensor.numel()] for at, tensor in zip(begins, tensors, strict=False)]
+        torch._foreach_copy_(copies, tensors)
+        return copies
 
 
 def squared_norm(gradients: Sequence[Tensor]) -> Tensor:

@@ -34,7 +34,8 @@ _CHUNK_BYTES_GPU = 2 << 30
 _MIN_CHUNK_TOKENS = 256
 # Rows that a product on a GPU takes at a time, or a part of them.
 _TILE_TOKENS = 128
-# Elements of bf16 moments that AdamW holds in fp32 at a time; a multiple of what any kernel takes at once.
+# Elements of gradients and moments that AdamW holds in fp32 at a time, on CPU for each thread: they stay in
+# its cache. Multiples of what any kernel takes at once.
 ROUNDED_CPU, ROUNDED_GPU = 1 << 16, 1 << 24
 # Share of a device's memory that tensors can fill: the CUDA context, NCCL and fragmentation take the rest
 # before an allocation fails.
@@ -259,15 +260,16 @@ def num_in_flight(stage: int, pp: int, accumulation: int) -> int:
 
 
 def _update_bytes(shape: TrainingShape, stage: PipelineStage, parts: RankParameters) -> float:
-    """Return what the update needs: a unit's gradients in the masters' type, where theirs is narrower, and
-    moments of two bytes in fp32 with the random bits of their rounding, some elements at a time (of 2^24
-    elements the count finds 42 bytes each).
+    """Return what the update needs, for some elements of a unit at a time: gradients in fp32 where theirs is
+    narrower; moments of two bytes in fp32, with the random bits of their rounding (32 bytes an element of one
+    tensor, as counted).
     """
     unit = max(_units(shape, stage, parts)) / (max(1, shape.num_shards) if shape.zero else 1)
-    update = unit * _FP32 if widths(shape.precision).gradients < _FP32 else 0.0
+    block = min(unit, ROUNDED_GPU if shape.options.is_gpu else ROUNDED_CPU)
+    update = block * _FP32 if widths(shape.precision).gradients < _FP32 else 0.0
     if shape.options.moment_bytes < _FP32:
-        largest = min(unit, max(parts.before, parts.after, *parts.of_layer))
-        update += 42 * min(largest, ROUNDED_GPU if shape.options.is_gpu else ROUNDED_CPU)
+        largest = max(parts.before, parts.after, *parts.of_layer)
+        update += 2 * block * _FP32 + 32 * min(largest, block)
     return update
 
 

@@ -162,13 +162,17 @@ class Unit:
 
 
 def follow(unit: Unit) -> None:
-    """Round a unit's masters into the range of parameters that this rank owns, where the two differ.
+    """Round a unit's masters into `outgoing`, as each update does by itself."""
+    if unit.masters is not unit.outgoing:
+        unit.outgoing.copy_(unit.masters)
+
+
+def send(unit: Unit) -> None:
+    """Copy what leaves the masters' device into the range of parameters that this rank owns.
 
     A copy from host memory may still be under way afterwards; the masters are not written again before the
     host has waited for the device, as an update in host memory does.
     """
-    if unit.masters is not unit.outgoing:
-        unit.outgoing.copy_(unit.masters)
     if unit.outgoing is not unit.owned:
         unit.owned.copy_(unit.outgoing, non_blocking=True)
 
@@ -309,6 +313,7 @@ def _fill(
     for item in unit.trained:
         fill(item, item.master, item.start)
     follow(unit)
+    send(unit)
     if not is_split:
         for item, view in zip(unit.trained, unit.whole_views(unit.whole), strict=True):
             flat = view.view(-1)

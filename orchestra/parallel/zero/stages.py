@@ -27,7 +27,7 @@ from orchestra.optim.adamw import Trained, squared_norm
 from orchestra.parallel.marks import Traffic, marked
 from orchestra.parallel.mesh import Mesh
 from orchestra.parallel.places import TensorPlace
-from orchestra.parallel.zero.buffers import Units, follow, host_zeros
+from orchestra.parallel.zero.buffers import Units, follow, host_zeros, send
 from orchestra.parallel.zero.gatherer import Arrivals, Gatherer
 from orchestra.parallel.zero.reducer import Reducer
 from orchestra.parallel.zero.zero_collectives import Collectives
@@ -35,8 +35,9 @@ from orchestra.precision.policies import PrecisionPolicy
 from orchestra.precision.rounded_weights import RoundedWeights
 from orchestra.sizes.step_shares import Part
 
-# Updates some masters with their gradients, which have the masters' dtype and shape and may be overwritten.
-Update = Callable[[Sequence[Trained], Sequence[Tensor]], None]
+# Updates some masters with their gradients, which may be overwritten, and rounds them into their parameters'
+# memory. All have the masters' shape and device, and each a dtype of its own.
+Update = Callable[[Sequence[Trained], Sequence[Tensor], Sequence[Tensor]], None]
 
 
 class Stage(Protocol):
@@ -163,7 +164,7 @@ def make_stage(
 
 
 # Host memory for what a GPU has no room for. Masters and moments then lie there and are updated by torch's
-# fused kernel for the CPU; the parameters go back as `buffers.follow` sends them. On a machine without CUDA
+# fused kernel for the CPU; the parameters go back as `buffers.send` sends them. On a machine without CUDA
 # everything is plain memory and plain copies.
 
 
@@ -175,20 +176,18 @@ class GradientCarrier:
         self._stream: torch.cuda.Stream | None = None
 
     def carried(self, gradients: Sequence[Tensor], masters: Sequence[Tensor]) -> Iterator[Tensor]:
-        """Yield each flat gradient in its masters' dtype and on their device.
+        """Yield each flat gradient, in its own dtype, on its masters' device.
 
         It may be overwritten, and holds until the next one is asked for.
         """
         if not any(
             gradient.is_cuda and not to.is_cuda for gradient, to in zip(gradients, masters, strict=True)
         ):
-            # Where the dtypes differ, one of them exists twice.
-            for gradient, to in zip(gradients, masters, strict=True):
-                yield gradient.to(to.dtype)
+            yield from gradients
             return
-        yield from self._fetched(gradients, masters[0].dtype)
+        yield from self._fetched(gradients)
 
-    def _fetched(self, gradients: Sequence[Tensor], dtype: torch.dtype) -> Iterator[Tensor]:
+    def _fetched(self, gradients: Sequence[Tensor]) -> Iterator[Tensor]:
         self._make(max(gradient.numel() for gradient in gradients), gradients[0])
         assert self._stream is not None
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -199,7 +198,7 @@ class GradientCarrier:
             if number + 1 < len(gradients):
                 # Into the buffer whose gradients were used up before this one was asked for.
                 under_way = self._start(number + 1, gradients)
-            yield arrived.to(dtype)
+            yield arrived
 
     def _start(self, number: int, gradients: Sequence[Tensor]) -> tuple[Tensor, torch.cuda.Event]:
         gradient = gradients[number]
@@ -248,13 +247,15 @@ class Reduced:
             [self._reducer.owned(number) for number in numbers], [units[number].masters for number in numbers]
         )
         for number, gradients in zip(numbers, carried, strict=True):
-            update(units[number].trained, units[number].owned_views(gradients))
+            unit = units[number]
+            update(unit.trained, unit.owned_views(gradients), unit.owned_views(unit.outgoing))
             self._reducer.release(number)
-            self._follow(number)
+            self._send(number)
 
     def copy_masters_to_parameters(self) -> None:
         for number in reversed(range(len(self._units.units))):
-            self._follow(number)
+            follow(self._units.units[number])
+            self._send(number)
         self.settle()
 
     def settle(self) -> None:
@@ -271,8 +272,8 @@ class Reduced:
     def close(self) -> None:
         self._reducer.close()
 
-    def _follow(self, number: int) -> None:
-        follow(self._units.units[number])
+    def _send(self, number: int) -> None:
+        send(self._units.units[number])
 
 
 class Updated(Reduced):
@@ -289,8 +290,8 @@ class Updated(Reduced):
         super().close()
         self._arrivals.close()
 
-    def _follow(self, number: int) -> None:
-        super()._follow(number)
+    def _send(self, number: int) -> None:
+        super()._send(number)
         self._arrivals.start(number)
 
 

@@ -45,7 +45,7 @@ def take_step(
     optimizer: AdamW, trained: list[Trained], gradients: list[Tensor], step: int = 1, *, is_bad: bool = False
 ) -> None:
     optimizer.begin_step(step, norm_of(gradients), torch.tensor(is_bad))
-    optimizer.update(trained, gradients)
+    optimizer.update(trained, gradients, [item.master for item in trained])
 
 
 @pytest.mark.parametrize("scale", [0.01, 1.0, 100.0])
@@ -116,7 +116,8 @@ def test_a_matrix_in_parts_that_come_one_by_one_is_updated_and_rounded_like_the_
         take_step(expected, [whole], [gradient.clone()], step)
         optimizer.begin_step(step, norm_of([gradient]), torch.tensor(False))
         for part in parts:
-            optimizer.update([part], [gradient.view(-1)[part.start : part.stop].clone()])
+            of_part = gradient.view(-1)[part.start : part.stop].clone()
+            optimizer.update([part], [of_part], [part.master])
     torch.testing.assert_close(cut.master, whole.master, rtol=1e-6, atol=0)
     for name in MOMENTS:
         joined = torch.cat([optimizer.state[part.master][name] for part in parts])
@@ -198,6 +199,64 @@ def test_a_slow_second_moment_moves_where_rounding_to_nearest_would_stand_still(
     second.fill_(1.0)
     for step in range(1, 301):
         optimizer.begin_step(step, torch.ones(()), torch.tensor(False))
-        optimizer.update([item], [torch.zeros_like(item.master)])
+        optimizer.update([item], [torch.zeros_like(item.master)], [item.master])
     # One step takes 1/1000 of it away, and bf16 resolves 1/256: to nearest it would be 1 for ever.
     assert float(second.float().mean()) == pytest.approx(0.999**300, rel=0.01)
+
+
+def update_of_whole_tensors(
+    optimizer: AdamW, item: Trained, gradient: Tensor, parameter: Tensor, num_updates: Tensor, decay: float
+) -> None:
+    """What the optimizer does by blocks, with fp32 copies of whole tensors."""
+    torch._fused_adamw_(
+        [item.master],
+        [gradient.to(torch.float32, copy=True)],
+        [optimizer.state[item.master]["exp_avg"]],
+        [optimizer.state[item.master]["exp_avg_sq"]],
+        [],
+        [num_updates],
+        lr=EXACT.lr,
+        beta1=EXACT.betas[0],
+        beta2=EXACT.betas[1],
+        weight_decay=decay,
+        eps=EXACT.eps,
+        amsgrad=False,
+        maximize=False,
+        grad_scale=optimizer._grad_scale,
+        found_inf=optimizer._found_inf,
+    )
+    parameter.copy_(item.master)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_updates_by_blocks_equal_those_of_whole_tensors_bit_for_bit(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A block ends within each of the larger ones, and takes several of the smaller ones.
+    monkeypatch.setattr("orchestra.optim.adamw.ROUNDED_CPU", 1024)
+    shapes = [(64, 131), (7,), (3, 5), (64,), (70, 33), (0,), (1, 1)]
+    generator = torch.Generator().manual_seed(0)
+    ours, theirs = [], []
+    for index, shape in enumerate(shapes):
+        master = torch.randn(shape, generator=generator)
+        for items in (ours, theirs):
+            own = master.clone()
+            parameter = own if dtype is torch.float32 else own.to(dtype)
+            items.append(Trained(str(index), parameter, own, 0, own.numel()))
+    blocks, whole = optimizer_of(ours, EXACT), optimizer_of(theirs, EXACT)
+    num_updates = torch.zeros(())
+    for step in range(1, 5):
+        gradients = [gradient.to(dtype) for gradient in gradients_of(ours, step, 8.0)]
+        is_bad = torch.tensor(step == 3)
+        for optimizer in (blocks, whole):
+            optimizer.begin_step(step, norm_of(gradients), is_bad, torch.tensor(4.0))
+        num_updates += ~is_bad
+        for item, gradient in zip(theirs, gradients, strict=True):
+            decay = EXACT.weight_decay if len(item.parameter.shape) >= 2 else 0.0
+            update_of_whole_tensors(whole, item, gradient, item.parameter, num_updates, decay)
+        blocks.update(ours, [gradient.clone() for gradient in gradients], [item.parameter for item in ours])
+    for item, twin in zip(ours, theirs, strict=True):
+        assert torch.equal(item.master, twin.master)
+        assert torch.equal(item.parameter, twin.parameter)
+        for name in MOMENTS:
+            assert torch.equal(blocks.state[item.master][name], whole.state[twin.master][name])
