@@ -12,8 +12,8 @@ two moments for each master and one count of updates for all of them.
 
 Each element of state goes through memory once: what the kernel wants in fp32 (16-bit gradients, moments kept
 in bf16) is converted some elements at a time, and the new masters are rounded into the parameters while they
-are in the cache. Moments in bf16 are rounded stochastically. Masters may lie in host memory
-(`parallelism.offload`): the state lies where they do.
+are in the cache; on a GPU one compiled pass does both (`compiled_update`). Moments in bf16 are rounded
+stochastically. Masters may lie in host memory (`parallelism.offload`): the state lies where they do.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from conf.schema import OptimConfig, StateDType
 from orchestra.model.initial import is_fake, mixed_bits, random_key
+from orchestra.optim.compiled_update import ROW, CompiledUpdate
 from orchestra.sizes.memory import ROUNDED_CPU, ROUNDED_GPU
 
 # Stochastic rounding of fp32 to bf16: up or down with the probabilities that keep the mean.
@@ -85,11 +86,17 @@ class AdamW:
     """AdamW by torch's fused kernel: matrices with weight decay, norm gains and biases (one dim) without.
 
     `state` has the moments by master; `lr` is set before each step. `seed` and `global_index` choose the
-    random bits of rounded moments.
+    random bits of rounded moments. `is_compiled`: 16-bit gradients are taken by one compiled pass.
     """
 
     def __init__(
-        self, trained: Sequence[Trained], optim: OptimConfig, seed: int, global_index: GlobalIndex
+        self,
+        trained: Sequence[Trained],
+        optim: OptimConfig,
+        seed: int,
+        global_index: GlobalIndex,
+        *,
+        is_compiled: bool = False,
     ) -> None:
         device = trained[0].master.device
         self.lr = optim.lr
@@ -107,6 +114,8 @@ class AdamW:
         self._betas = optim.betas
         self._eps = optim.eps
         self._clip_norm = optim.clip_norm
+        betas = (optim.betas[0], optim.betas[1])
+        self._compiled = CompiledUpdate(betas, optim.eps) if is_compiled and not self._is_rounded else None
         self._grad_scale = torch.ones((), dtype=torch.float32, device=device)
         self._found_inf = torch.zeros((), dtype=torch.float32, device=device)
 
@@ -137,6 +146,8 @@ class AdamW:
         self._found_inf = is_bad.float().to(device)
         self._num_updates += 1.0 - self._found_inf
         self._step = step
+        if self._compiled is not None:
+            self._compiled.begin_step(self.lr, self._weight_decay, self._num_updates)
 
     @torch.no_grad()
     def update(
@@ -157,12 +168,23 @@ class AdamW:
                 for item, gradient, parameter in given
                 if (item.parameter.dim() >= 2) is has_decay and gradient.numel()
             ]
+            if has_decay:
+                # Vectors are few and short: one call for all of them is less than one each.
+                chosen = [piece for piece in chosen if not self._update_compiled(piece)]
             if chosen:
                 self._update_in_blocks(chosen, self._weight_decay if has_decay else 0.0)
 
     def _of(self, item: Trained) -> tuple[Tensor, Tensor]:
         first, second = (self.state[item.master][name].view(-1) for name in MOMENTS)
         return first, second
+
+    def _update_compiled(self, piece: _Piece) -> bool:
+        """Update a matrix by the compiled pass; return False where that is not for it."""
+        if self._compiled is None or not piece.is_converted or piece.master.numel() % ROW:
+            return False
+        state = (piece.master, *piece.moments)
+        self._compiled.update(state, piece.gradient, piece.parameter, self._grad_scale, self._found_inf)
+        return True
 
     def _update_in_blocks(self, chosen: Sequence[_Piece], weight_decay: float) -> None:
         """Update some masters by blocks of a size whose fp32 copies stay in the cache: what is converted for

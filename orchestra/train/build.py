@@ -139,7 +139,9 @@ def build_optimizer(config: Config, parallelized: Parallelized) -> AdamW:
     def index(item: Trained, start: int, stop: int) -> Tensor:
         return global_index(places[item.name], start, stop, item.master.device)
 
-    return AdamW(parallelized.trained, config.optim, config.train.seed, index)
+    is_compiled = config.train.compile is True and parallelized.trained[0].master.is_cuda
+    trained = parallelized.trained
+    return AdamW(trained, config.optim, config.train.seed, index, is_compiled=is_compiled)
 
 
 def build_loader(
