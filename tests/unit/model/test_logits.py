@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor
-from torch._inductor import compile_fx, config, metrics
 
 from orchestra.model.logits import EAGER, CompiledPasses, LogitsPasses
 from orchestra.model.loss import IGNORED_TARGET, cross_entropy_sum
+from tests.support.inductor_bytes import counted_bytes
 
 TOKENS, HIDDEN, WORDS = 96, 16, 1000
 
@@ -51,21 +50,13 @@ def test_compiled_passes_give_the_loss_and_the_gradients_of_eager_ones(
         )
 
 
-def test_logits_are_read_twice_and_their_gradient_is_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the compiler counts the bytes that its own kernels read and write, where it logs them."""
-    monkeypatch.setattr(compile_fx.inductor_metrics_log, "level", logging.INFO)
-    monkeypatch.setattr(compile_fx.inductor_metrics_log, "_cache", {})
-    # What comes out of a cache is not counted.
-    monkeypatch.setattr(config, "force_disable_caches", True)
-    torch.compiler.reset()
-    passes, logits = CompiledPasses(), torch.randn(TOKENS, WORDS).bfloat16()
-    size, numbers = logits.nbytes, 8 * TOKENS
-    index, factor = torch.zeros(TOKENS, dtype=torch.int64), torch.ones(TOKENS)
-    metrics.reset()
-    found = passes.statistics(logits, index)
-    assert size <= metrics.num_bytes_accessed <= size + 4 * numbers
-    metrics.reset()
-    gradient = passes.gradient(found, index, factor, factor, logits.dtype)
-    assert gradient.data_ptr() == logits.data_ptr()
-    assert 2 * size <= metrics.num_bytes_accessed <= 2 * size + 4 * numbers
-    torch.compiler.reset()
+def test_logits_are_read_twice_and_their_gradient_is_written_once() -> None:
+    with counted_bytes() as counted:
+        passes, logits = CompiledPasses(), torch.randn(TOKENS, WORDS).bfloat16()
+        size, numbers = logits.nbytes, 8 * TOKENS
+        index, factor = torch.zeros(TOKENS, dtype=torch.int64), torch.ones(TOKENS)
+        found = passes.statistics(logits, index)
+        assert size <= counted() <= size + 4 * numbers
+        gradient = passes.gradient(found, index, factor, factor, logits.dtype)
+        assert gradient.data_ptr() == logits.data_ptr()
+        assert 2 * size <= counted() <= 2 * size + 4 * numbers
