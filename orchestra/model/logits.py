@@ -10,7 +10,9 @@ Shape letters: V vocabulary (words of this rank), C tokens of one chunk.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -60,9 +62,15 @@ class CompiledPasses:
 
     is_compiled = True
 
-    def __init__(self) -> None:
-        # One graph each for whole chunks; a shorter last one adds one for any number of tokens.
-        self._statistics, self._gradient_ = torch.compile(_statistics), torch.compile(_gradient_)
+    # One graph each for whole chunks; a shorter last one adds one for any number of tokens. Made when first
+    # used: a dry run, which uses none, does without loading the compiler.
+    @cached_property
+    def _statistics(self) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
+        return torch.compile(_statistics)
+
+    @cached_property
+    def _gradient_(self) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]:
+        return torch.compile(_gradient_)
 
     def statistics(self, logits_CV: Tensor, index_C: Tensor) -> Statistics:
         """Read a chunk of logits."""
