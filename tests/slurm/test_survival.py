@@ -24,7 +24,7 @@ def test_silent_controller_and_requeue_and_a_signal_to_one_agent(cluster: Site) 
     """One run of three nodes: Slurm goes silent, then starts it again, then one agent is told to stop."""
     run = cluster.submit_run("survivor", "cluster.nodes=3", *LONG)
     run.wait_for_step(3)
-    for words in ("torch.distributed.run", "orchestra.agents", "orchestra.train"):
+    for words in ("launchers.bound_torchrun", "orchestra.agents", "orchestra.train"):
         assert len(cluster.nodes_with(words)) == 3, cluster.busy_nodes()
     first = pids_at_work(cluster)
 
