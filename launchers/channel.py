@@ -227,18 +227,15 @@ class Gate:
         """
         self._secret, self._purpose, self._serve = secret, purpose, serve
         self._listener = socket.create_server((host, 0), backlog=_GREETINGS_AT_ONCE)
+        host, port = self._listener.getsockname()[:2]
+        # Address and port at which the other nodes reach it.
+        self.place: tuple[str, int] = (host, port)
         self._max_served = max_served
         self._lock = threading.Lock()
         self._greeting: deque[socket.socket] = deque()
         self._served: set[Channel] = set()
         self._is_closed = False
         threading.Thread(target=self._accept, name=purpose, daemon=True).start()
-
-    @property
-    def place(self) -> tuple[str, int]:
-        """Address and port at which the other nodes reach it."""
-        host, port = self._listener.getsockname()[:2]
-        return host, port
 
     def close(self) -> None:
         """Listen no more, and end what is under way."""

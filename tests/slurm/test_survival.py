@@ -10,6 +10,7 @@ from sites import ENDLESS, Site, wait_until
 from wandb_records import recorded_rows
 
 from orchestra.run.metrics_file import read_metrics
+from tests.support import listening
 
 pytestmark = pytest.mark.slow
 
@@ -27,6 +28,10 @@ def test_silent_controller_and_requeue_and_a_signal_to_one_agent(cluster: Site) 
     for words in ("launchers.bound_torchrun", "orchestra.agents", "orchestra.train"):
         assert len(cluster.nodes_with(words)) == 3, cluster.busy_nodes()
     first = pids_at_work(cluster)
+    heard = {address for pid in first for address in listening.addresses(pid).values()}
+    # torchrun, rank 0's store, gloo on each node: each at its node's own address.
+    assert len(heard) == 3, heard
+    assert "*" not in heard
 
     with cluster.silent_controller():
         status = cluster.orchestra("status", "survivor")

@@ -77,7 +77,7 @@ def test_who_does_not_know_the_secret_or_wants_something_else_does_not_get_in(
     assert echo.num_taken == 0
 
 
-# A byte of the nonce, of the client's code, of the message's length, body and code, of the content and its code.
+# A byte of the nonce, of the client's code, of a message's length, body and code, of the content, its code.
 @pytest.mark.parametrize("at", [5, 40, 67, 70, 90, 5000, GREETING_BYTES + 4 + 17 + 32 + len(CONTENT) + 20])
 def test_what_is_altered_on_its_way_is_never_taken(gate: Gate, echo: Echo, at: int) -> None:
     with altering(Address(*gate.place), at) as address, pytest.raises(REFUSED):
