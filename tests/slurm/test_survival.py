@@ -28,7 +28,7 @@ def test_silent_controller_and_requeue_and_a_signal_to_one_agent(cluster: Site) 
     for words in ("launchers.bound_torchrun", "orchestra.agents", "orchestra.train"):
         assert len(cluster.nodes_with(words)) == 3, cluster.busy_nodes()
     first = pids_at_work(cluster)
-    ours = [pid for busy in cluster.busy_nodes().values() for pid, line in busy.items() if "python" in line]
+    ours = [pid for busy in cluster.busy_nodes().values() for pid, line in busy.items() if "srun" not in line]
     heard = {address for pid in ours for address in listening.addresses(pid).values()}
     # torchrun, rank 0's store, ring and gloo: each at its node's own address. srun itself listens at all.
     assert len(heard) == 3, heard
