@@ -6,6 +6,7 @@ CheckpointError
 ├── NoCheckpointError   nothing to restore from, or nothing intact
 ├── MismatchError       the ranks do not describe one whole state, or a checkpoint does not fit the request
 ├── MissingRanksError   ranks that did not answer within the limit
+├── FalseWordError      what lies in the ranks' store was not written by the run's ranks, or is torn
 └── SaveFailedError     a save that was not committed; carries the reason of each rank
 """
 
@@ -55,6 +56,10 @@ class MissingRanksError(CheckpointError):
         super().__init__(
             f"{topic}: no answer within {limit_s:g} s from rank{'s' if len(self.ranks) > 1 else ''} {names}"
         )
+
+
+class FalseWordError(CheckpointError):
+    """Raised where a word in the ranks' store is not one of the run's own."""
 
 
 class SaveFailedError(CheckpointError):

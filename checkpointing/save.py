@@ -21,7 +21,13 @@ import torch
 
 from checkpointing import catalog, checksums
 from checkpointing.catalog import CommittedCheckpoint, Draft, RetentionPolicy
-from checkpointing.checkpoint_errors import CheckpointError, MismatchError, MissingRanksError, SaveFailedError
+from checkpointing.checkpoint_errors import (
+    CheckpointError,
+    FalseWordError,
+    MismatchError,
+    MissingRanksError,
+    SaveFailedError,
+)
 from checkpointing.manifest import Chunk, File, Manifest, Tensor
 from checkpointing.options import Event, Needs, Options, Phase
 from checkpointing.peers import Peers
@@ -192,11 +198,18 @@ class Saver:
         if self._staging is None:
             self.reserve(shards)
         index, self._num_saves = self._num_saves, self._num_saves + 1
-        if not self._is_our_turn(index, step):
-            return False
+        error: str | None = None
+        try:
+            if not self._is_our_turn(index, step):
+                return False
+        except FalseWordError as false:
+            # The other ranks may have begun: they learn at once that this one cannot.
+            error = str(false)
         draft = catalog.draft(self._storage, step, self._options.generation, index)
-        save = _Save(index, step, dict(state), draft, began)
-        self._stage(save, shards)
+        save = _Save(index, step, dict(state), draft, began, error=error)
+        if error is None:
+            # Else the memory may still belong to the save before.
+            self._stage(save, shards)
         save.blocked_s = time.monotonic() - began
         save.thread = threading.Thread(target=self._finish, args=[save], name=f"save-{step}", daemon=True)
         self._current = save

@@ -3,6 +3,8 @@
     LaunchSpec ──► torchrun.command (pure) ──► NodeAgent (one per node) ──► Ending ──► the caller's verdict
 
 torchrun           what is started where; torchrun's command line and what it reports
+bound_torchrun     torchrun itself, its store at one address; a program, and the only one with torch
+channel            connections between nodes whose both ends know the job's secret
 node_agent         starts torchrun on one node, watches it, ends what is left of it
 node_group         how the agents of a job know each other, agree, and notice who is gone
 fork_server/       optional: torchrun and ranks forked from a process that has imported torch

@@ -7,6 +7,7 @@ beat-003               a counter that moves while that agent lives; clocks are n
 orders/0002.json       what all are to do next, numbered without gaps; taken by link(2), so that there is one
 orders/0002.broken     left by the first agent that saw that order broken
 end-0002-003.json      how node 3's part of order 2 ended
+secret                 what only this job's processes know: who does not is none of them
 
 The leader, who writes the orders, is the lowest node whose beat moves. Two agents may believe for a moment
 that they lead: an order number is taken once, and what a leader needs is in these files, so that any agent
@@ -29,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from launchers import LauncherError
+from launchers.channel import shared_secret
 from launchers.processes import waits_for_a_device
 
 # One small write a second and node is what a shared file system bears from thousands of nodes.
@@ -131,6 +133,15 @@ class NodeGroup:
             raise LauncherError(f"cannot write into {self.folder}: {error.strerror}") from error
         threading.Thread(target=self._keep_beating, name="beat", daemon=True).start()
         return self.member
+
+    @property
+    def secret_file(self) -> Path:
+        """Where the secret lies, once an agent has asked for it; of use to this job's own processes."""
+        return self.folder / "secret"
+
+    def secret(self) -> str:
+        """Return what only this job's own processes know, the same on all nodes. Raises OSError."""
+        return shared_secret(self.secret_file)
 
     def tell(self, facts: Mapping[str, Any]) -> None:
         """Change what this agent says of itself. Raises OSError."""

@@ -89,7 +89,7 @@ def command(spec: LaunchSpec, place: LaunchPlace, worker_launcher: tuple[str, ..
     meeting = ("--rdzv-id", place.meeting_id) if place.meeting_id is not None else ()
     return (
         sys.executable,
-        *("-m", "torch.distributed.run"),
+        *("-m", "launchers.bound_torchrun"),
         *("--nnodes", str(spec.num_nodes)),
         *("--node-rank", str(place.node)),
         *("--nproc-per-node", str(spec.ranks_per_node)),

@@ -23,7 +23,7 @@ from launchers.torchrun import LaunchPlace, LaunchSpec
 # What torchrun runs instead of `python -m MODULE`, in front of MODULE.
 WORKER_LAUNCHER = (sys.executable, "-I", "-S", str(Path(__file__).with_name("worker_launcher.py")))
 # torchrun first: every agent needs it, whatever its workers are.
-_ALWAYS = ("torch", "torch.distributed.run")
+_ALWAYS = ("torch", "launchers.bound_torchrun")
 # A fork takes milliseconds; a machine that swaps takes longer.
 _ANSWER_TIMEOUT_S = 20.0
 # A server that has imported everything answers at once: an agent that calls, and that a process has ended.
@@ -303,7 +303,7 @@ def _greeted(socket_name: str) -> socket.socket:
     try:
         # For the rest of a message that has begun: messages are short.
         channel.settimeout(_ANSWER_TIMEOUT_S)
-        channel.connect("\0" + socket_name)
+        wire.connect(channel, socket_name)
         wire.send(channel, {"agent": os.getpid()})
     except OSError:
         channel.close()

@@ -19,7 +19,6 @@ import select
 import selectors
 import signal
 import socket
-import struct
 import sys
 import time
 from collections.abc import Mapping
@@ -146,7 +145,6 @@ class Appearance:
 _REQUEST_TIMEOUT_S = 10.0
 # How long a server that cannot be forked from waits for its agent's call, to say why.
 _LAST_WORD_S = 10.0
-_PEER = struct.Struct("3i")
 # What `timeout` and `env` return for a command that cannot be started.
 _EXIT_NOT_STARTED = 127
 
@@ -212,7 +210,7 @@ class Server:
             return None
         try:
             caller.settimeout(_REQUEST_TIMEOUT_S)
-            if _peer(caller)[1] != os.getuid() or (received := wire.receive(caller)) is None:
+            if wire.peer(caller)[1] != os.getuid() or (received := wire.receive(caller)) is None:
                 caller.close()
                 return None
             if "agent" in received[0]:
@@ -299,7 +297,7 @@ class Server:
             return program
         self._children[pid] = _Child(pid, self._num_agents, 0, launcher, torchrun.pid)
         self._selector.register(launcher, selectors.EVENT_READ)
-        self._tell({"number": torchrun.number, "launcher": _peer(launcher)[0], "worker": pid})
+        self._tell({"number": torchrun.number, "launcher": wire.peer(launcher)[0], "worker": pid})
         # A launcher that is gone meanwhile is noticed by the end of its connection.
         with contextlib.suppress(OSError):
             wire.send_pair(launcher, wire.FORKED, pid)
@@ -396,12 +394,6 @@ def refusal() -> str | None:
             if (target := str(entry.readlink())).startswith(("/dev/nvidia", "/dev/kfd", "/dev/dri")):
                 return f"the fork server has opened {target}, and a device does not survive a fork"
     return None
-
-
-def _peer(channel: socket.socket) -> tuple[int, int]:
-    """Return the process and user id of who connected."""
-    pid, user, _ = _PEER.unpack(channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
-    return pid, user
 
 
 def _program(request: dict[str, Any], files: list[int]) -> ForkedProgram:

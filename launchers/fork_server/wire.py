@@ -7,6 +7,7 @@ are two numbers. The worker launcher imports this file at every start of a rank:
 from __future__ import annotations
 
 import json
+import os
 import socket
 import struct
 from typing import Any
@@ -21,9 +22,26 @@ ENDED = 3  # the worker's exit code, negative: a signal
 # What a worker launcher says after its request; the number that follows is a signal for the worker.
 SIGNAL = 4
 
+_PEER = struct.Struct("3i")
 _LENGTH = struct.Struct("!I")
 _PAIR = struct.Struct("!ii")
 _MAX_FILES = 3
+
+
+def peer(channel: socket.socket) -> tuple[int, int]:
+    """Return the process and user id of who is at the other end: of a listener, who began to listen."""
+    pid, user, _ = _PEER.unpack(channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    return pid, user
+
+
+def connect(channel: socket.socket, name: str) -> None:
+    """Reach the server of this name. Raises OSError, also where another user listens under it: a dead
+    server's name is anybody's.
+    """
+    channel.connect("\0" + name)
+    user = peer(channel)[1]
+    if user not in (os.getuid(), 0):
+        raise PermissionError(f"user {user} listens at the fork server's socket {name}")
 
 
 def send(channel: socket.socket, message: dict[str, Any], files: tuple[int, ...] = ()) -> None:

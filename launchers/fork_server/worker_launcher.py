@@ -40,7 +40,7 @@ def _asked(arguments: list[str]) -> socket.socket | None:
 
     try:
         channel = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        channel.connect("\0" + os.environ[wire.SOCKET_VARIABLE])
+        wire.connect(channel, os.environ[wire.SOCKET_VARIABLE])
         request = {
             "arguments": arguments,
             "environment": dict(os.environ),

@@ -7,26 +7,19 @@ and one whose copy changed while it was read says so at its end. `NodeCopies` is
 from __future__ import annotations
 
 import contextlib
-import hmac
 import json
-import os
-import secrets
-import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from launchers import LauncherError
+from launchers.channel import BLOCK_BYTES, WAIT_S, Channel, Gate
 from launchers.memory_store.store import KEPT, OWN, Copy, CopyPlace, CopyStore, copy_of, open_copy_store
 
-# How long a message may take, or some bytes of a copy.
-WAIT_S = 10.0
-_MAX_LINE_BYTES = 1 << 16
-_LOOK_BYTES = 1 << 12
+_PURPOSE = "copies"
 _MAX_RECORD_BYTES = 1 << 27
 _GOOD, _TORN = b"1", b"0"
 
@@ -39,133 +32,42 @@ class Address:
     port: int
 
 
-def shared_secret(file: Path) -> str:
-    """Return the secret that a file holds, made by whoever comes first. *Any node*. Raises OSError."""
-    draft = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
-    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as out:
-        out.write(secrets.token_hex(32))
-    try:
-        with contextlib.suppress(FileExistsError):
-            file.hardlink_to(draft)
-    finally:
-        draft.unlink()
-    return file.read_text()
+def _connected(address: Address, secret: str) -> Channel:
+    return Channel.connect(address.host, address.port, secret, _PURPOSE)
 
 
-class CopyConnection:
-    """One end of a TCP connection on which two nodes exchange copies.
+def _send_copy(channel: Channel, place: CopyPlace, record: bytes) -> None:
+    """Send record and bytes, and whether they were of one copy to the end."""
 
-    The server greets with a random line; each request is a line of JSON with a code made of that line and the
-    run's secret (HMAC-SHA256), so that nobody else can read or leave copies. The content is not encrypted.
-    """
-
-    def __init__(self, connection: socket.socket, secret: str) -> None:
-        connection.settimeout(WAIT_S)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.connection = connection
-        self._secret = secret.encode()
-        self._greeting = b""
-        self._number = 0
-
-    def greet(self) -> None:
-        """Send the random line that every code of this connection is made of. *Server*."""
-        self._greeting = secrets.token_hex(16).encode()
-        self.connection.sendall(self._greeting + b"\n")
-
-    def await_greeting(self) -> None:
-        self._greeting = self.line()
-
-    def ask(self, **request: Any) -> None:
-        """Send a request with its code."""
-        body = json.dumps(request).encode()
-        self.connection.sendall(self._code(body) + b" " + body + b"\n")
-
-    def next_request(self) -> dict[str, Any] | None:
-        """Return the next request; None where there is none any more, or none of the run's own."""
-        line = self.line(must=False)
-        code, _, body = line.partition(b" ")
-        if not line or not hmac.compare_digest(code, self._code(body)):
-            return None
-        request: dict[str, Any] = json.loads(body)
-        return request
-
-    def _code(self, body: bytes) -> bytes:
-        self._number += 1
-        words = b"%s %d %s" % (self._greeting, self._number, body)
-        return hmac.new(self._secret, words, "sha256").hexdigest().encode()
-
-    def answer(self, **record: Any) -> None:
-        """Send a line of JSON."""
-        self.connection.sendall(json.dumps(record).encode() + b"\n")
-
-    def reply(self) -> dict[str, Any]:
-        """Receive a line of JSON."""
-        record: dict[str, Any] = json.loads(self.line())
-        return record
-
-    def line(self, *, must: bool = True) -> bytes:
-        """Receive a line, without its end; empty where the other end has left and that is allowed."""
-        line = b""
-        while not line.endswith(b"\n"):
-            # Looked at first: what follows the line belongs to the copy.
-            seen = self.connection.recv(_LOOK_BYTES, socket.MSG_PEEK)
-            if not seen or len(line) > _MAX_LINE_BYTES:
-                if must or line:
-                    raise ConnectionError("the other end left in the middle of a line")
-                return b""
-            line += self.take(seen.find(b"\n") + 1 or len(seen))
-        return line[:-1]
-
-    def take(self, num_bytes: int) -> bytes:
-        """Receive exactly so many bytes."""
-        content = bytearray(num_bytes)
-        self.take_into(memoryview(content))
-        return bytes(content)
-
-    def take_into(self, memory: memoryview) -> None:
-        """Fill the memory with the next bytes. Raises ConnectionError where the other end leaves before."""
-        while len(memory):
-            count = self.connection.recv_into(memory)
-            if count == 0:
-                raise ConnectionError("the other end left in the middle of a copy")
-            memory = memory[count:]
-
-    def send_copy(self, place: CopyPlace, record: bytes) -> bool:
-        """Send record and bytes, and whether they were of one copy to the end; return that."""
-        self.connection.sendall(record)
+    def blocks() -> Iterator[bytes]:
+        yield record
+        left = place.copy.num_bytes
         with place.content.open("rb") as content:
-            sent = self.connection.sendfile(content, count=place.copy.num_bytes)
-        if sent != place.copy.num_bytes:
-            raise ConnectionError("the copy was cut off while it was sent")
-        is_good = place.is_unchanged()
-        self.connection.sendall(_GOOD if is_good else _TORN)
-        return is_good
+            while left:
+                block = content.read(min(left, BLOCK_BYTES))
+                if not block:
+                    raise ConnectionError("the copy was cut off while it was sent")
+                left -= len(block)
+                yield block
+        yield _GOOD if place.is_unchanged() else _TORN
 
-    def take_copy(self, store: CopyStore, where: str, copy: Copy, record_bytes: int) -> bool:
-        """Receive what `send_copy` sends; return whether it is there now. Raises OSError without room."""
-        if not 0 < record_bytes <= _MAX_RECORD_BYTES:
-            raise ConnectionError(f"a record of {record_bytes} bytes")
-        record = self.take(record_bytes)
-        if copy_of(record.split(b"\n", 1)[0]) != copy:
-            raise ConnectionError("the record is that of another copy")
-        incoming = store.receive(where, copy)
-        self.take_into(memoryview(incoming.memory)[: copy.num_bytes])
-        is_good = self.take(1) == _GOOD
-        if is_good:
-            incoming.commit(record)
-        return is_good
+    channel.send_content(blocks())
 
 
-def connected(address: Address, secret: str) -> CopyConnection:
-    connection = socket.create_connection((address.host, address.port), WAIT_S)
-    try:
-        peer = CopyConnection(connection, secret)
-        peer.await_greeting()
-    except BaseException:
-        connection.close()
-        raise
-    return peer
+def _take_copy(channel: Channel, store: CopyStore, where: str, copy: Copy, record_bytes: int) -> bool:
+    """Receive what `_send_copy` sends; return whether it is there now. Raises OSError without room."""
+    if not 0 < record_bytes <= _MAX_RECORD_BYTES:
+        raise ConnectionError(f"a record of {record_bytes} bytes")
+    incoming = store.receive(where, copy)
+    record, is_good = bytearray(record_bytes), bytearray(1)
+    content = memoryview(incoming.memory)[: copy.num_bytes]
+    channel.take_content(memoryview(record), content, memoryview(is_good))
+    if copy_of(bytes(record).split(b"\n", 1)[0]) != copy:
+        raise ConnectionError("the record is that of another copy")
+    if is_good != _GOOD:
+        return False
+    incoming.commit(bytes(record))
+    return True
 
 
 # The server's: one neighbour sends, some nodes fetch.
@@ -182,19 +84,14 @@ class CopyServer:
     def __init__(self, store: CopyStore, host: str, secret: str) -> None:
         """Listen on a free port of `host`, an address of this node. Raises OSError."""
         self._store = store
-        self._secret = secret
-        self._socket = socket.create_server((host, 0), backlog=_MAX_CONNECTIONS)
         self._attempt: int | None = None
-        self._connections: set[socket.socket] = set()
         self._is_keeping = threading.Lock()
-        self._is_closed = False
-        threading.Thread(target=self._accept, name="copies", daemon=True).start()
+        self._gate = Gate(host, secret, _PURPOSE, self._serve, max_served=_MAX_CONNECTIONS)
 
     @property
     def address(self) -> Address:
         """Where the other nodes reach it."""
-        host, port = self._socket.getsockname()[:2]
-        return Address(host, port)
+        return Address(*self._gate.place)
 
     def expect(self, attempt: int | None) -> None:
         """From now on keep copies of this attempt alone: a lost node may still send an older one's."""
@@ -202,49 +99,16 @@ class CopyServer:
 
     def close(self) -> None:
         """Listen no more, and end what is under way."""
-        self._is_closed = True
-        for connection in (self._socket, *self._connections.copy()):
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-            connection.close()
+        self._gate.close()
 
-    def _accept(self) -> None:
-        while not self._is_closed:
-            try:
-                connection, _ = self._socket.accept()
-            except OSError:
-                if self._is_closed:
-                    return
-                time.sleep(_LOOK_S)  # out of descriptors, perhaps
-                continue
-            if len(self._connections) >= _MAX_CONNECTIONS:
-                connection.close()
-                continue
-            self._connections.add(connection)
-            threading.Thread(target=self._serve, args=[connection], name="copies", daemon=True).start()
+    def _serve(self, channel: Channel) -> None:
+        # Between two copies a neighbour may be silent as long as it likes.
+        while channel.awaits_message():
+            self._answer(channel, channel.receive())
 
-    def _serve(self, connection: socket.socket) -> None:
-        try:
-            peer = CopyConnection(connection, self._secret)
-            peer.greet()
-            # Between two copies a neighbour may be silent as long as it likes.
-            while (request := peer.next_request()) is not None:
-                self._answer(peer, request)
-                connection.settimeout(None)
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                if not connection.recv(1, socket.MSG_PEEK):
-                    return
-                connection.settimeout(WAIT_S)
-        except (OSError, ValueError, KeyError, TypeError):
-            # Whoever asked learns it by the end of the connection, and asks again or elsewhere.
-            return
-        finally:
-            self._connections.discard(connection)
-            connection.close()
-
-    def _answer(self, peer: CopyConnection, request: dict[str, Any]) -> None:
+    def _answer(self, peer: Channel, request: dict[str, Any]) -> None:
         if request["verb"] == "list":
-            peer.answer(copies=[copy.to_json() for copy in self._store.held()])
+            peer.send(copies=[copy.to_json() for copy in self._store.held()])
             return
         if request["verb"] == "put":
             copy = copy_of(json.dumps(request["copy"]).encode())
@@ -255,17 +119,17 @@ class CopyServer:
             if not self._is_keeping.acquire(timeout=2 * WAIT_S):
                 raise ConnectionError("another copy is on its way")
             try:
-                peer.answer(is_kept=peer.take_copy(self._store, KEPT, copy, record_bytes))
+                peer.send(is_kept=_take_copy(peer, self._store, KEPT, copy, record_bytes))
             finally:
                 self._is_keeping.release()
             return
         place = self._store.find(request["rank"], request["step"], request["attempt"])
         if place is None:
-            peer.answer(is_there=False)
+            peer.send(is_there=False)
             return
         record = place.record.read_bytes()
-        peer.answer(is_there=True, copy=place.copy.to_record(), record_bytes=len(record))
-        peer.send_copy(place, record)
+        peer.send(is_there=True, copy=place.copy.to_record(), record_bytes=len(record))
+        _send_copy(peer, place, record)
 
 
 class CopyPusher:
@@ -290,7 +154,7 @@ class CopyPusher:
         self._store, self._ranks, self._attempt = store, ranks, attempt
         self._neighbour, self._secret = neighbour, secret
         self._begun, self._elsewhere = begun, elsewhere
-        self._peer: CopyConnection | None = None
+        self._peer: Channel | None = None
         self._is_closed = False
         self._failures = 0
         self._has_begun = False
@@ -344,14 +208,14 @@ class CopyPusher:
         if self._peer is None:
             if self._failures:
                 self._neighbour = self._elsewhere() or self._neighbour
-            self._peer = connected(self._neighbour, self._secret)
+            self._peer = _connected(self._neighbour, self._secret)
         peer = self._peer
         for place in places:
             with contextlib.suppress(FileNotFoundError):
                 record = place.record.read_bytes()
-                peer.ask(verb="put", copy=place.copy.to_record(), record_bytes=len(record))
-                peer.send_copy(place, record)
-                if peer.reply()["is_kept"]:
+                peer.send(verb="put", copy=place.copy.to_record(), record_bytes=len(record))
+                _send_copy(peer, place, record)
+                if peer.receive()["is_kept"]:
                     continue
             # A rank has begun to write over it: the next copy is whole again.
             return
@@ -360,9 +224,7 @@ class CopyPusher:
     def _hang_up(self) -> None:
         peer, self._peer = self._peer, None
         if peer is not None:
-            with contextlib.suppress(OSError):
-                peer.connection.shutdown(socket.SHUT_RDWR)
-            peer.connection.close()
+            peer.close()
 
 
 def bring_copies(
@@ -384,14 +246,14 @@ def bring_copies(
 
 def _fetch(store: CopyStore, rank: int, source: Address, step: int, attempt: int, secret: str) -> None:
     try:
-        peer = connected(source, secret)
-        with peer.connection:
-            peer.ask(verb="get", rank=rank, step=step, attempt=attempt)
-            answer = peer.reply()
+        peer = _connected(source, secret)
+        with contextlib.closing(peer):
+            peer.send(verb="get", rank=rank, step=step, attempt=attempt)
+            answer = peer.receive()
             if not answer["is_there"]:
                 raise ConnectionError("it has no such copy any more")
             copy = copy_of(json.dumps(answer["copy"]).encode())
-            if not peer.take_copy(store, OWN, copy, int(answer["record_bytes"])):
+            if not _take_copy(peer, store, OWN, copy, int(answer["record_bytes"])):
                 raise ConnectionError("the copy changed while it was read")
     except (OSError, ValueError, KeyError) as error:
         raise LauncherError(
@@ -422,14 +284,14 @@ class NodeCopyPlan:
 class NodeCopies:
     """One agent's store of copies, server and sender, used from its own thread. Close it at the run's end."""
 
-    def __init__(self, run: str, host: str, address: str, secret: Path) -> None:
-        """Open the folder and listen on `address`; `secret` is a file that all agents of the job share.
+    def __init__(self, run: str, host: str, address: str, secret: str) -> None:
+        """Open the folder and listen on `address`; all agents of the job know the `secret`.
 
         Raises LauncherError where either cannot be done: the run then has its checkpoints alone.
         """
         self._store = open_copy_store(run, host)
         try:
-            self._secret = shared_secret(secret)
+            self._secret = secret
             self._server = CopyServer(self._store, address, self._secret)
         except OSError as error:
             self._store.close()
@@ -454,10 +316,10 @@ class NodeCopies:
         """Return the complete copies on the node with this address, as JSON. Raises LauncherError."""
         source = Address(**address)
         try:
-            peer = connected(source, self._secret)
-            with peer.connection:
-                peer.ask(verb="list")
-                return list(peer.reply()["copies"])
+            peer = _connected(source, self._secret)
+            with contextlib.closing(peer):
+                peer.send(verb="list")
+                return list(peer.receive()["copies"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             where = f"{source.host}:{source.port}"
             raise LauncherError(f"{where} does not say which copies it has: {error}") from error

@@ -34,6 +34,7 @@ from orchestra.recovery.hangs import limit_rules
 from orchestra.recovery.incidents import Verdict
 from orchestra.run import stop_requests
 from orchestra.run.paths import RunDir
+from orchestra.run.secret import SECRET_VARIABLE
 from orchestra.run.stop_requests import StopRequest
 from orchestra.submit.launch import launch_spec, placed
 
@@ -114,7 +115,9 @@ def _launch(context: AgentContext, order: Order) -> tuple[LaunchSpec, LaunchPlac
     # Some hundred gigabytes may have to come from another node.
     context.group.allow(_FETCH_S)
     copied, arguments = prepare_copies(context, order)
-    environment = {**spec.environment, **heartbeat_environment(context.run), **copied}
+    context.group.secret()
+    secret = {SECRET_VARIABLE: str(context.group.secret_file)}
+    environment = {**spec.environment, **heartbeat_environment(context.run), **secret, **copied}
     arguments = (*spec.arguments, *arguments)
     spec = dataclasses.replace(spec, node_logs=logs, environment=environment, arguments=arguments)
     return placed(

@@ -32,10 +32,11 @@ def open_copies(context: AgentContext) -> NodeCopies | None:
     """Return this node's copies; None where none are asked for or there is no room for them."""
     if context.config.recovery.memory_copy_every_steps is None:
         return None
-    scheduler, secret = context.scheduler, context.group.folder / "copies.secret"
+    scheduler = context.scheduler
     try:
+        secret = context.group.secret()
         return NodeCopies(copies_name(context.run), scheduler.host, scheduler.own_address(), secret)
-    except LauncherError as error:
+    except (LauncherError, OSError) as error:
         context.say(f"no copies in memory: {error}")
         return None
 

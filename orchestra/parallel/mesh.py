@@ -7,6 +7,7 @@ model. A group of one rank is None: there is nobody to talk to.
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -53,6 +54,9 @@ def rank_environment() -> RankEnvironment:
         master_address=os.environ.get("MASTER_ADDR", "127.0.0.1"),
     )
 
+
+# As many ranks as may call at the same time.
+_BACKLOG = 4096
 
 # Opens the process group of some ranks, in their order; called by these ranks alone, two or more of them.
 OpenGroup = Callable[[Sequence[int]], dist.ProcessGroup]
@@ -208,24 +212,36 @@ def choose_device(cluster: ClusterConfig, local_rank: int) -> torch.device:
     return device
 
 
-def open_peers(mesh: Mesh, ranks: RankEnvironment, attempt: int, limit_s: float) -> Peers:
+def open_peers(
+    mesh: Mesh, ranks: RankEnvironment, attempt: int, limit_s: float, key: bytes | None = None
+) -> Peers:
     """Return this rank's end of a store that rank 0 hosts on a free port. *Collective* over all ranks.
 
-    The store ends with rank 0's process. `limit_s` bounds every wait.
+    The store ends with rank 0's process. `limit_s` bounds every wait. `key`: what only this attempt's ranks
+    know; without it nobody's word is checked.
     """
     if mesh.world_size == 1:
         return Peers.alone()
     timeout = timedelta(seconds=limit_s)
     # The store at MASTER_PORT belongs to torchrun and to the process groups: it is left to them.
-    host = _store(ranks.master_address, 0, timeout, is_host=True) if mesh.rank == 0 else None
+    host = _hosted(ranks.master_address, timeout) if mesh.rank == 0 else None
     port = torch.tensor([0 if host is None else host.port], dtype=torch.int64)
     dist.broadcast(port, src=0)
-    store = host or _store(ranks.master_address, int(port), timeout, is_host=False)
+    store = host or dist.TCPStore(  # type: ignore[attr-defined]
+        ranks.master_address, int(port), is_master=False, timeout=timeout, wait_for_workers=False
+    )
     prefixed = dist.PrefixStore(f"attempt-{attempt}", store)  # type: ignore[attr-defined]
-    return Peers(mesh.rank, mesh.world_size, prefixed, limit_s)
+    return Peers(mesh.rank, mesh.world_size, prefixed, limit_s, key)
 
 
-def _store(address: str, port: int, timeout: timedelta, *, is_host: bool) -> Any:
+def _hosted(address: str, timeout: timedelta) -> Any:
+    """Return a store that listens at one address of this node; by itself torch listens at all of them."""
+    listener = socket.create_server((address, 0), backlog=_BACKLOG)
     return dist.TCPStore(  # type: ignore[attr-defined]
-        address, port, is_master=is_host, timeout=timeout, wait_for_workers=False
+        address,
+        listener.getsockname()[1],
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
     )

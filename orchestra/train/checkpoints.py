@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from checkpointing.checkpoint_errors import SaveFailedError
+from checkpointing.checkpoint_errors import FalseWordError, SaveFailedError
 from checkpointing.checkpointer import Checkpointer
 from checkpointing.options import Options, no_fault
 from conf.schema import Config, RollBackConfig, WhenBusy
@@ -261,7 +261,10 @@ class Checkpoints:
             is_begun = self.checkpointer.save(position.step, self.state.snapshot(), self._document(position))
             failure = self._failure() if is_begun else "the save before it has not ended"
             # All ranks must agree on whether to try again.
-            reasons = self.context.peers.exchange(f"last/{number}", failure)
+            try:
+                reasons = self.context.peers.exchange(f"last/{number}", failure)
+            except FalseWordError as error:
+                reasons = [str(error)]
             reason = next((each for each in reasons if each is not None), None)
             if reason is None:
                 return

@@ -49,6 +49,8 @@ _FEWEST, _MOST = 3, 100
 # A size that takes longer is the last one, and is not repeated.
 _SLOW_S = 0.3
 _FLOAT_BYTES = 4
+# HOST_NAME_MAX is 64, without a domain.
+_NAME_BYTES = 256
 # A peer that is silent for so long will not answer.
 _TIMEOUT_S = 120.0
 
@@ -170,8 +172,7 @@ def _measurement(folder: RunDir) -> Measurement | None:
         timeout=timedelta(seconds=_TIMEOUT_S),
         device_id=device if on_gpu else None,
     )
-    hosts: list[str] = [""] * ranks.world_size
-    dist.all_gather_object(hosts, platform.node())
+    hosts = _hosts(ranks.world_size)
     links = [
         measure(scope, device)
         for scope in scopes(ranks.world_size // ranks.local_world_size, ranks.local_world_size)
@@ -190,6 +191,15 @@ def _measurement(folder: RunDir) -> Measurement | None:
         time=time.time(),
         links=tuple(links),
     )
+
+
+def _hosts(world_size: int) -> list[str]:
+    """Return every rank's host. *Collective* over all ranks, and without pickle, which runs what it reads."""
+    name = platform.node().encode()[:_NAME_BYTES]
+    own = torch.frombuffer(bytearray(name.ljust(_NAME_BYTES, b"\0")), dtype=torch.uint8)
+    gathered = [torch.empty_like(own) for _ in range(world_size)]
+    dist.all_gather(gathered, own)
+    return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in gathered]
 
 
 if __name__ == "__main__":

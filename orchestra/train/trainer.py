@@ -49,6 +49,7 @@ from orchestra.run.paths import RunDir
 from orchestra.run.planned_faults import planned_faults
 from orchestra.run.record import wandb_id
 from orchestra.run.rollback import BadSteps
+from orchestra.run.secret import key_of_attempt
 from orchestra.run.stop_requests import StopRequest
 from orchestra.sizes.flops import num_parameters
 from orchestra.sizes.step_shares import Part
@@ -238,7 +239,8 @@ def assemble(config: Config, mesh: Mesh, ranks: RankEnvironment, rank: RankAttem
     heartbeat = HeartbeatHook(rank.heart)
     before_steps = StepHooks((heartbeat, faults))
     before_steps.enter(Phase.setup)
-    peers = open_peers(mesh, ranks, rank.attempt, config.checkpoint.timeout_s)
+    key = key_of_attempt(rank.attempt)
+    peers = open_peers(mesh, ranks, rank.attempt, config.checkpoint.timeout_s, key)
     context = checkpoint_context(config, mesh, ranks, peers, rank)
     state = TensorState(built.parallelized, built.optimizer, mesh)
     copies = build_memory_copies(config.recovery.memory_copy_every_steps, context, state)

@@ -64,7 +64,7 @@ def test_a_run_ends_with_0_and_leaves_a_whole_run_directory_that_commands_tell_o
     state = state_of(folder, "fir")
     assert (state["state"], state["step"], state["steps"], state["attempts"]) == ("finished", 6, 6, 1)
     assert "finished at step 6" in orchestra(folder, "why", "first").stdout
-    assert "torch.distributed.run" in orchestra(folder, "logs", "first", "--node", "0").stdout
+    assert "launchers.bound_torchrun" in orchestra(folder, "logs", "first", "--node", "0").stdout
 
 
 def test_piped_output_is_plain_complete_and_within_80_columns(

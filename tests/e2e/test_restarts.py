@@ -97,7 +97,7 @@ SOME_STEPS = ("train.steps=300", "checkpoint.every_steps=50")
 
 
 def torchrun_of(run: RunDir) -> processes.Process:
-    (torchrun,) = processes.with_words("torch.distributed.run", str(run.path))
+    (torchrun,) = processes.with_words("launchers.bound_torchrun", str(run.path))
     return torchrun
 
 

@@ -426,7 +426,7 @@ class SubmittedRun:
 
     def rank_pids(self, host: str) -> list[int]:
         """Return its ranks on a host, lowest first."""
-        others = ("torch.distributed.run", "fork_server/worker_launcher.py", "srun")
+        others = ("launchers.bound_torchrun", "fork_server/worker_launcher.py", "srun")
         lines = self.processes(host).items()
         return sorted(
             pid

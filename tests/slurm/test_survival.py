@@ -10,6 +10,7 @@ from sites import ENDLESS, Site, wait_until
 from wandb_records import recorded_rows
 
 from orchestra.run.metrics_file import read_metrics
+from tests.support import listening
 
 pytestmark = pytest.mark.slow
 
@@ -24,9 +25,14 @@ def test_silent_controller_and_requeue_and_a_signal_to_one_agent(cluster: Site) 
     """One run of three nodes: Slurm goes silent, then starts it again, then one agent is told to stop."""
     run = cluster.submit_run("survivor", "cluster.nodes=3", *LONG)
     run.wait_for_step(3)
-    for words in ("torch.distributed.run", "orchestra.agents", "orchestra.train"):
+    for words in ("launchers.bound_torchrun", "orchestra.agents", "orchestra.train"):
         assert len(cluster.nodes_with(words)) == 3, cluster.busy_nodes()
     first = pids_at_work(cluster)
+    ours = [pid for busy in cluster.busy_nodes().values() for pid, line in busy.items() if "srun" not in line]
+    heard = {address for pid in ours for address in listening.addresses(pid).values()}
+    # torchrun, rank 0's store, ring and gloo: each at its node's own address. srun itself listens at all.
+    assert len(heard) == 3, heard
+    assert "*" not in heard
 
     with cluster.silent_controller():
         status = cluster.orchestra("status", "survivor")

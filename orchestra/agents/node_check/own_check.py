@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.schema import Config, Device
+from launchers.channel import Channel, Gate
 from launchers.memory_store.store import folders_of
 from launchers.node_group import NodeGroup
 from orchestra.agents.node_check import probe
@@ -189,7 +190,7 @@ class NodeCheck:
         if self._group.num_nodes > 1:
             # Without a ring no node is found slow, that is all.
             with contextlib.suppress(OSError):
-                self._ring = Ring(address)
+                self._ring = Ring(address, self._group.secret())
                 offered["ring_port"] = self._ring.port
         return offered
 
@@ -266,26 +267,29 @@ _MOST_BYTES, _MOST_S = 16 << 20, 0.1
 _MEASUREMENTS, _PINGS = 2, 5
 # Two rounds apart: what slowed down the first one may be over.
 _ROUNDS, _PAUSE_S = 2, 0.3
-_TIMEOUT_S = 5.0
+# For all of a round, and for what one end waits for in it.
+_TIMEOUT_S = 10.0
 _LOOK_S = 0.5
+_PURPOSE = "ring"
+# There is one node before this one; what it began and left may still be open.
+_NEIGHBOURS = 4
 _PING, _DONE = b"p", b"d"
 
 
 class Ring:
     """Answers the node before and measures the way to the next, on threads of its own; `close` ends them."""
 
-    def __init__(self, address: str) -> None:
-        """`address`: this node's, at which the others reach it. Raises OSError."""
-        self._listener = socket.create_server((address, 0), backlog=4)
-        self._listener.settimeout(_LOOK_S)
+    def __init__(self, address: str, secret: str) -> None:
+        """`address`: this node's, at which the others reach it; `secret`: the job's. Raises OSError."""
+        self._secret = secret
+        self._gate = Gate(address, secret, _PURPOSE, _swallow, max_served=_NEIGHBOURS)
         self._is_over = threading.Event()
         self._result: dict[str, Any] | None = None
-        threading.Thread(target=self._answer, name="ring", daemon=True).start()
 
     @property
     def port(self) -> int:
         """Where this node answers."""
-        return int(self._listener.getsockname()[1])
+        return self._gate.place[1]
 
     def measure(self, neighbour: Callable[[], tuple[str, int] | None], **facts: Any) -> None:
         """Begin to measure the way to the neighbour, as soon as it is known where that is.
@@ -302,17 +306,7 @@ class Ring:
     def close(self) -> None:
         """Answer and measure no more; the threads end within a second."""
         self._is_over.set()
-
-    def _answer(self) -> None:
-        # Closed where it is used: its number could mean another socket by then.
-        with self._listener:
-            while not self._is_over.is_set():
-                with contextlib.suppress(OSError):
-                    connection, _ = self._listener.accept()
-                    # One at a time: there is one node before this one.
-                    with connection:
-                        connection.settimeout(_TIMEOUT_S)
-                        _swallow(connection)
+        self._gate.close()
 
     def _measure(self, neighbour: Callable[[], tuple[str, int] | None], facts: dict[str, Any]) -> None:
         while (place := neighbour()) is None:
@@ -322,7 +316,7 @@ class Ring:
         try:
             for number in range(_ROUNDS):
                 self._is_over.wait(_PAUSE_S if number else 0.0)
-                rounds.append(_round(place))
+                rounds.append(_round(place, self._secret))
         except OSError as error:
             self._result = {"error": str(error), **facts}
             return
@@ -333,21 +327,26 @@ class Ring:
         }
 
 
-def _swallow(connection: socket.socket) -> None:
+def _swallow(channel: Channel) -> None:
     """Take all that comes; where it ends with a ping or a mark of the end, send that byte back."""
-    buffer = bytearray(len(_CHUNK))
-    while num_bytes := connection.recv_into(buffer):
+    buffer, connection = bytearray(len(_CHUNK)), channel.connection
+    deadline = time.monotonic() + _TIMEOUT_S
+    while (left_s := deadline - time.monotonic()) > 0:
+        connection.settimeout(left_s)
+        if not (num_bytes := connection.recv_into(buffer)):
+            return
         last = bytes(buffer[num_bytes - 1 : num_bytes])
         if last in (_PING, _DONE):
             connection.sendall(last)
 
 
-def _round(place: tuple[str, int]) -> tuple[float, float]:
+def _round(place: tuple[str, int], secret: str) -> tuple[float, float]:
     """Return the best bytes per second and the shortest time to the neighbour and back. Raises OSError."""
-    with socket.create_connection(place, timeout=_TIMEOUT_S) as connection:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        pings = [_ping(connection, _PING) for _ in range(_PINGS)]
-        rates = [_rate(connection) for _ in range(_MEASUREMENTS)]
+    channel = Channel.connect(*place, secret, _PURPOSE)
+    with contextlib.closing(channel):
+        channel.connection.settimeout(_TIMEOUT_S)
+        pings = [_ping(channel.connection, _PING) for _ in range(_PINGS)]
+        rates = [_rate(channel.connection) for _ in range(_MEASUREMENTS)]
     return max(rates), min(pings)
 
 

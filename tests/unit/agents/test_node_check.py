@@ -29,6 +29,7 @@ from orchestra.run.paths import RunDir
 
 GENEROUS_S = 60.0
 LOOPBACK = "127.0.0.1"
+SECRET = "of the test"
 Agent = tuple[NodeGroup, NodeCheck]
 Begin = Callable[..., Agent]
 
@@ -129,7 +130,7 @@ def taken(ring: Ring) -> dict[str, Any]:
 def test_a_neighbour_that_hangs_up_or_is_gone_is_an_error_and_no_rate() -> None:
     with socket.create_server((LOOPBACK, 0)) as gone:
         place = (LOOPBACK, int(gone.getsockname()[1]))
-    ring = Ring(LOOPBACK)
+    ring = Ring(LOOPBACK, SECRET)
     ring.measure(lambda: place)
     assert "error" in taken(ring)
     with socket.create_server((LOOPBACK, 0)) as server:
@@ -146,8 +147,19 @@ def test_a_neighbour_that_hangs_up_or_is_gone_is_an_error_and_no_rate() -> None:
         ring.close()
 
 
+def test_strangers_that_hold_a_node_keep_its_neighbour_from_nothing() -> None:
+    first, second = Ring(LOOPBACK, SECRET), Ring(LOOPBACK, SECRET)
+    held = [socket.create_connection((LOOPBACK, second.port)) for _ in range(8)]
+    first.measure(lambda: (LOOPBACK, second.port))
+    assert min(taken(first)["bytes_per_s"]) > 0
+    for ring in (first, second):
+        ring.close()
+    for connection in held:
+        connection.close()
+
+
 def test_garbage_sent_to_a_node_harms_nobody() -> None:
-    first, second = Ring(LOOPBACK), Ring(LOOPBACK)
+    first, second = Ring(LOOPBACK, SECRET), Ring(LOOPBACK, SECRET)
     with socket.create_connection((LOOPBACK, second.port)) as connection:
         connection.sendall(bytes(range(256)) * 100)
     first.measure(lambda: (LOOPBACK, second.port))

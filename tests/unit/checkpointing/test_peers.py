@@ -9,8 +9,10 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from checkpointing.checkpoint_errors import CheckpointError, MissingRanksError
+from checkpointing.checkpoint_errors import CheckpointError, FalseWordError, MissingRanksError
 from checkpointing.peers import Peers
+
+KEY = b"of the test"
 
 
 def peers_of(world_size: int, limit_s: float = 20.0) -> list[Peers]:
@@ -22,7 +24,7 @@ def peers_of(world_size: int, limit_s: float = 20.0) -> list[Peers]:
         dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
         for _ in range(world_size - 1)
     ]
-    return [Peers(rank, world_size, store, limit_s) for rank, store in enumerate(clients)]
+    return [Peers(rank, world_size, store, limit_s, KEY) for rank, store in enumerate(clients)]
 
 
 def test_an_exchange_gives_every_rank_all_values_by_rank() -> None:
@@ -60,6 +62,34 @@ def test_a_waiting_thread_does_not_hold_up_the_others_of_its_process() -> None:
     other.tell("late", 1)
     waiting.join(20)
     assert not waiting.is_alive()
+
+
+@pytest.mark.parametrize("how", ["garbage", "bare", "moved", "other key"])
+def test_a_word_that_no_rank_wrote_is_never_believed(how: str) -> None:
+    coordinator, other = peers_of(2)
+    for place in ("turn/1", "answer/answer"):
+        false = {"garbage": b"\xff{", "bare": b"true", "other key": b""}.get(how)
+        if how == "moved":
+            coordinator.tell("before", True)
+            false = coordinator._store.get("before/0")
+        elif how == "other key":
+            Peers(1, 2, other._store, 20.0, b"another one").tell("before", True)
+            false = other._store.get("before/1")
+        coordinator._store.set(place, false)
+    coordinator.tell("turn", True)
+    with pytest.raises(FalseWordError, match=r"turn/1 .* docs/security\.md"):
+        coordinator.hear_all("turn")
+    with pytest.raises(FalseWordError, match="answer/answer"):
+        other.await_answer("answer")
+
+
+def test_all_ranks_learn_of_a_false_word_in_an_exchange() -> None:
+    coordinator, other = peers_of(2)
+    with ThreadPoolExecutor(2) as pool:
+        mine = pool.submit(coordinator.exchange, "topic", 0)
+        coordinator._store.set("topic/1", b"true")
+        for error in (mine.exception(30), pool.submit(other.exchange, "topic", 1).exception(30)):
+            assert isinstance(error, FalseWordError)
 
 
 def test_what_was_read_leaves_the_store() -> None:

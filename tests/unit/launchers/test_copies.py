@@ -4,6 +4,7 @@ files, TCP on loopback, and bad neighbours.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import socket
@@ -13,12 +14,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 from fork_trials import eventually
+from strangers import altering
 
 from launchers import LauncherError
 from launchers.memory_store import exchange, store
@@ -28,9 +29,8 @@ from launchers.memory_store.exchange import (
     CopyServer,
     NodeCopies,
     NodeCopyPlan,
-    connected,
-    shared_secret,
 )
+from launchers.memory_store.exchange import _connected as connected
 from launchers.memory_store.store import KEPT, OWN, CopyStore, open_copy_store
 
 SECRET = "of the test"
@@ -131,24 +131,46 @@ def test_copies_of_another_attempt_or_secret_are_not_kept(
 
 def test_who_does_not_know_the_secret_gets_nothing(stores: list[CopyStore], server: CopyServer) -> None:
     put(stores[1], 1)
-    peer = connected(server.address, "another one")
-    with peer.connection:
-        peer.ask(verb="get", rank=0, step=1, attempt=0)
-        with pytest.raises(OSError, match="left"):
-            peer.reply()
+    with pytest.raises(ConnectionError):
+        connected(server.address, "another one")
+    connected(server.address, SECRET).close()
 
 
-def test_a_request_cannot_be_sent_again_by_who_saw_it(stores: list[CopyStore], server: CopyServer) -> None:
-    put(stores[1], 1)
-    peer = connected(server.address, SECRET)
-    body = json.dumps({"verb": "get", "rank": 0, "step": 9, "attempt": 0}).encode()
-    line = peer._code(body) + b" " + body + b"\n"
-    with peer.connection:
-        peer.connection.sendall(line)
-        assert peer.reply() == {"is_there": False}
-        peer.connection.sendall(line)
-        with pytest.raises(OSError, match="left"):
-            peer.reply()
+def test_a_server_that_does_not_know_the_secret_is_neither_believed_nor_given_anything(
+    stores: list[CopyStore], node_copies: Callable[..., NodeCopies]
+) -> None:
+    put(stores[0], 1)
+    heard: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as false:
+
+        def invent() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, _ = false.accept()
+                    with connection:
+                        connection.sendall(bytes(32))
+                        heard.append(connection.recv(1 << 16))
+                        connection.sendall(bytes(32) + json.dumps({"copies": [{"step": 9}]}).encode())
+
+        threading.Thread(target=invent, daemon=True).start()
+        host, port = false.getsockname()
+        node = node_copies("node9")
+        with pytest.raises(LauncherError, match="does not know this run's secret"):
+            node.held_at({"host": host, "port": port})
+        with pytest.raises(LauncherError, match="does not know this run's secret"):
+            node.fetch(range(1), 1, 0, {0: {"host": host, "port": port}})
+        with pushing(stores[0], Address(host, port)) as pusher:
+            assert eventually(lambda: "secret" in str(pusher.problem))
+        node.close()
+        assert {len(said) for said in heard} == {64}, "no more than the greeting"
+        false.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_copy_that_is_altered_on_its_way_is_not_kept(stores: list[CopyStore], server: CopyServer) -> None:
+    put(stores[0], 1)
+    with altering(server.address, at=SIZE // 2) as address, pushing(stores[0], address) as pusher:
+        assert eventually(lambda: pusher.problem is not None)
+    assert held(stores[1], KEPT) == []
 
 
 def test_a_copy_that_changes_while_it_is_sent_is_not_kept(
@@ -159,10 +181,10 @@ def test_a_copy_that_changes_while_it_is_sent_is_not_kept(
     record = place.record.read_bytes()
     put(stores[0], 4)  # over the same memory
     peer = connected(server.address, SECRET)
-    with peer.connection:
-        peer.ask(verb="put", copy=place.copy.to_record(), record_bytes=len(record))
-        assert not peer.send_copy(place, record)
-        assert peer.reply() == {"is_kept": False}
+    with closing(peer):
+        peer.send(verb="put", copy=place.copy.to_record(), record_bytes=len(record))
+        exchange._send_copy(peer, place, record)
+        assert peer.receive() == {"is_kept": False}
     assert held(stores[1], KEPT) == []
 
 
@@ -266,22 +288,6 @@ def test_folders_that_another_agent_removes_at_the_same_time_are_no_trouble(
     assert [path.name for path in tmp_path.iterdir()] == ["a file"]
 
 
-def test_all_nodes_get_the_same_secret(tmp_path: Path) -> None:
-    with ThreadPoolExecutor(8) as nodes:
-        # All at the same time, as agents of a job start.
-        start = threading.Barrier(8)
-
-        def agent(_: int) -> str:
-            start.wait(30)
-            return shared_secret(tmp_path / "secret")
-
-        secrets = list(nodes.map(agent, range(8)))
-    assert len(set(secrets)) == 1
-    assert len(secrets[0]) == 64
-    assert [path.name for path in tmp_path.iterdir()] == ["secret"]
-    assert stat.S_IMODE((tmp_path / "secret").stat().st_mode) == 0o600
-
-
 def test_no_thread_or_descriptor_stays_behind(tmp_path: Path) -> None:
     def once() -> None:
         copy_store = open_copy_store("run", "node", tmp_path)
@@ -314,7 +320,7 @@ def said(node: NodeCopies) -> list[tuple[int, int, int]]:
 @pytest.fixture
 def node_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., NodeCopies]:
     monkeypatch.setattr(exchange, "open_copy_store", lambda run, host: open_copy_store(run, host, tmp_path))
-    return lambda host, address="127.0.0.1": NodeCopies("run", host, address, tmp_path / "secret")
+    return lambda host, address="127.0.0.1": NodeCopies("run", host, address, SECRET)
 
 
 def test_a_spare_goes_on_with_what_a_lost_node_had(node_copies: Callable[..., NodeCopies]) -> None:

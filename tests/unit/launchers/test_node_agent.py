@@ -361,7 +361,7 @@ def test_the_verdict_decides_the_code_and_sees_a_clean_end(tmp_path: Path) -> No
 
     assert run_local(trial.spec, verdict=judge, stops=lambda: 0, tick=lambda: None) == 42
     assert endings == [Ending(exit_code=0)]
-    assert "torch.distributed.run" in trial.log.read_text()
+    assert "launchers.bound_torchrun" in trial.log.read_text()
     assert "said by 1" in trial.log.read_text()
 
 
