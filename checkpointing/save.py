@@ -48,7 +48,7 @@ class Staging:
         """Take the memory, touch all of it, and write the headers, which never change."""
         self.images = images
         self._begins = [staging_bytes(images[:index]) for index in range(len(images))]
-        self._memory = _aligned_memory(staging_bytes(images), pinned=pinned)
+        self._memory = aligned_memory(staging_bytes(images), pinned=pinned)
         self._pinned = pinned
         self._copies: list[tuple[torch.Tensor, int, tuple[slice, ...]]] = []
         for index, image in enumerate(images):
@@ -95,7 +95,8 @@ def _holder(piece: TensorPiece, holders: Mapping[str, Sequence[int]], shards: Se
     )
 
 
-def _aligned_memory(num_bytes: int, *, pinned: bool) -> torch.Tensor:
+def aligned_memory(num_bytes: int, *, pinned: bool) -> torch.Tensor:
+    """Return bytes (uint8) that begin where direct I/O needs it, all of them touched."""
     if num_bytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     if pinned:

@@ -216,12 +216,14 @@ class RecoveryConfig:
 
 class Offload(Enum):
     """What lies in host memory instead of the GPU's. `optimizer`: masters and moments, which are updated
-    there. `all`: also the ranges of parameters that a rank owns, with ZeRO-3.
+    there. `all`: also the ranges of parameters that a rank owns, with ZeRO-3. `optimizer_disk`: masters and
+    moments on a disk, on CPU too; the host updates them unit by unit, with two units in memory.
     """
 
     none = "none"
     optimizer = "optimizer"
     all = "all"
+    optimizer_disk = "optimizer_disk"
 
 
 @dataclass(frozen=True)
@@ -241,6 +243,9 @@ class ParallelismConfig:
     # Bytes of gradient in one all-reduce, in MiB (overlapped with the backward pass).
     bucket_mib: float = 25.0
     offload: Offload = Offload.none
+    # A folder on each node's own disk for optimizer_disk; variables in it, such as $SLURM_JOB_ID, are the
+    # node's.
+    offload_dir: str | None = None
 
 
 class PrecisionName(Enum):

@@ -62,6 +62,7 @@ class TensorState:
     def __init__(self, parallelized: Parallelized, optimizer: AdamW, mesh: Mesh) -> None:
         self._parallelized = parallelized
         self._optimizer = optimizer
+        self._state_file = parallelized.units.state_file
         self._generators = _generators(mesh)
         self._shards = self.masters
         for moment in MOMENTS:
@@ -78,8 +79,13 @@ class TensorState:
 
     @property
     def masters(self) -> list[Shard]:
-        """The shards of the parameters alone."""
+        """The shards of the parameters alone, to be filled."""
+        self._make_writable()
         return self._shards_of("model", [item.master for item in self._parallelized.trained])
+
+    def _make_writable(self) -> None:
+        if self._state_file is not None:
+            self._state_file.reopen()
 
     def _shards_of(self, prefix: str, tensors: Sequence[Tensor]) -> list[Shard]:
         """Return the boxes of the whole tensors that the masters, or what is shaped like them, consist of."""
@@ -97,6 +103,8 @@ class TensorState:
     def snapshot(self) -> list[Shard]:
         """Return the shards, with the generators as they are now. *Collective*."""
         self._parallelized.stage.settle()
+        if self._state_file is not None:
+            self._state_file.verify()
         return self.held()
 
     def held(self) -> list[Shard]:
@@ -113,6 +121,7 @@ class TensorState:
         Raises UnusableCheckpointError where the checkpoint is that of another model.
         """
         self._refuse_others(manifest)
+        self._make_writable()
         kept = [
             whole(name, kept)
             for name, kept in self._generators.items()
