@@ -82,6 +82,9 @@ class ClusterConfig:
     # H100 (50,700; arXiv:2407.21783). For checkpoint.every_steps=auto and `orchestra plan --goodput`.
     mtbf_device_hours: float | None = None
     network: NetworkConfig = field(default_factory=NetworkConfig)
+    # What a node's own disk reads and writes, for planning parallelism.offload=optimizer_disk; null: 2.5e9, a
+    # single NVMe drive.
+    disk_bytes_per_s: float | None = None
     setup: list[str] = field(default_factory=list)
     container: ContainerConfig = field(default_factory=ContainerConfig)
     partition: str | None = None

@@ -13,8 +13,8 @@ two moments for each master and one count of updates for all of them.
 Each element of state goes through memory once: what the kernel wants in fp32 (16-bit gradients, moments kept
 in bf16) is converted some elements at a time, and the new masters are rounded into the parameters while they
 are in the cache; on a GPU one compiled pass does both (`compiled_update`). Moments in bf16 are rounded
-stochastically. Masters may lie in host memory (`parallelism.offload`): the state lies where they do. With state
-on disk an update is given masters and moments that hold it for the moment.
+stochastically. Masters may lie in host memory (`parallelism.offload`): the state lies where they do. With
+state on disk each update is given masters and moments that are in memory for it.
 """
 
 from __future__ import annotations

@@ -176,6 +176,8 @@ class CheckpointContext:
     local_world_size: int
     # The step whose copies in memory are restored; None: the newest checkpoint is.
     from_memory: int | None = None
+    # Where saves are put together; None: in host memory.
+    staging_dir: str | None = None
 
     @property
     def saves(self) -> bool:

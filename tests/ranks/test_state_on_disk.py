@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import attempts
 import pytest
 from pool import Ranks
 from small_trainings import ODD, assert_same_bits, config_of, restore_and_go_on, save_and_go_on, trained_on
@@ -35,8 +36,8 @@ def on_disk(config: Config, folder: Path) -> Config:
 def test_state_on_disk_trains_with_the_same_bits(ranks: Ranks, tmp_path: Path, way: str) -> None:
     kept = [in_memory(way, zero=zero) for zero in (0, 1, 2, 3)]
     moved = [on_disk(config, tmp_path) for config in kept]
-    expected = trained_on(ranks(2), kept, steps=6)
-    for of_ranks, of_ranks_expected in zip(trained_on(ranks(2), moved, steps=6), expected, strict=True):
+    expected = trained_on(ranks(2), kept, steps=4)
+    for of_ranks, of_ranks_expected in zip(trained_on(ranks(2), moved, steps=4), expected, strict=True):
         assert_same_bits(of_ranks, of_ranks_expected)
     assert list(tmp_path.iterdir()) == []
 
@@ -62,4 +63,26 @@ def test_state_on_disk_is_saved_and_restored_like_any(ranks: Ranks, tmp_path: Pa
         for (rows, state, restored, again), expected in zip(going_on, found["kept"], strict=True):
             assert (rows, state) == expected, f"{source} → {target}"
             assert restored == again
+    assert list(folder.iterdir()) == []
+
+
+def test_a_run_on_disk_that_is_killed_goes_on_bit_for_bit(
+    ranks: Ranks, alone: tuple[Path, list[dict[str, str]]], tmp_path: Path
+) -> None:
+    """By attempts of the trainer, whose saves are put together on that disk too."""
+    path, expected = alone
+    folder, broken = tmp_path / "disk", tmp_path / "run"
+    folder.mkdir()
+    usual = attempts.config_of()
+    until_killed = on_disk(attempts.config_of(inject=attempts.kill_all(9)), folder)
+    ended = ranks(2).run(attempts.attempt_of, path=broken, attempt=0, config=until_killed)
+    assert ended == [None, None]
+    config = on_disk(usual, folder)
+    assert ranks(2).run(attempts.attempt_of, path=broken, attempt=1, config=config) == expected
+    assert attempts.rows(broken) == attempts.rows(path)
+    assert attempts.restored(broken)["step"] == attempts.EVERY
+    # And from there in memory again.
+    longer = attempts.with_steps(usual, attempts.STEPS + 2)
+    ranks(2).run(attempts.attempt_of, path=broken, attempt=2, config=longer)
+    assert attempts.rows(broken)[: attempts.STEPS] == attempts.rows(path)
     assert list(folder.iterdir()) == []

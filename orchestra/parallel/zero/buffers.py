@@ -7,7 +7,6 @@ holds. Nothing is communicated here.
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ from orchestra.parallel.mesh import Mesh
 from orchestra.parallel.places import TensorPlace, parts_of
 from orchestra.parallel.zero.state_file import StateFile, StateLayout, UnitState
 from orchestra.precision.policies import PrecisionPolicy
+from orchestra.run.paths import offload_folder
 
 # How parameters lie in flat buffers and who owns which range of them: integers only.
 #
@@ -193,8 +193,8 @@ class Units:
     state_file: StateFile | None = None
 
     def to_update(self) -> Iterator[tuple[int, Unit]]:
-        """Yield each unit with its number, in the order in which the next forward pass needs them; its state is
-        in memory until the next one is asked for.
+        """Yield each unit with its number, in the order in which the next forward pass needs them; its state
+        is in memory until the next one is asked for.
         """
         if self.state_file is None:
             yield from reversed(list(enumerate(self.units)))
@@ -241,11 +241,10 @@ def place_units(
 def _state_file(
     layouts: Sequence[UnitLayout], precision: PrecisionPolicy, config: Config, mesh: Mesh, *, is_dry: bool
 ) -> StateFile:
-    """Take the file of masters and moments. Raises TrainingError where the folder is not to be had, or full."""
-    folder = config.parallelism.offload_dir
+    """Take the file of masters and moments. Raises TrainingError where there is no room for it."""
+    folder = offload_folder(config.parallelism)
     assert folder is not None, "a rule asks for it"
-    is_gpu = mesh.device.type == "cuda"
-    leaves = is_gpu and precision.parameter is not precision.master
+    leaves = mesh.is_gpu and precision.parameter is not precision.master
     layout = StateLayout(
         sizes=tuple(layout.range_size for layout in layouts),
         titles=tuple(f"{layout.members[0].name} to {layout.members[-1].name}" for layout in layouts),
@@ -253,8 +252,7 @@ def _state_file(
         moment=torch.bfloat16 if config.optim.state_dtype is StateDType.bf16 else torch.float32,
         outgoing=precision.parameter if leaves else None,
     )
-    # Named by its variables where each job has another one.
-    return StateFile(os.path.expandvars(folder), layout, is_fake=is_dry, pinned=is_gpu)
+    return StateFile(folder, layout, is_fake=is_dry, pinned=mesh.device.type == "cuda")
 
 
 def _buffers(

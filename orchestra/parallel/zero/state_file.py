@@ -1,4 +1,4 @@
-"""The optimizer's state on disk (`parallelism.offload=optimizer_disk`): masters and moments of one rank in one
+"""The optimizer's state on disk (`parallelism.offload=optimizer_disk`): masters and moments of one rank in a
 file, of which memory holds two units at a time.
 
 An update passes over the units in one order. While a unit is updated in one buffer, a thread writes the last
@@ -17,11 +17,11 @@ import errno
 import mmap
 import os
 import sys
-import tempfile
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from checkpointing import checksums
 from checkpointing.save import aligned_memory
-from checkpointing.storage.local import ALIGNMENT
+from checkpointing.storage.local import ALIGNMENT, open_scratch
 from orchestra.errors import TrainingError
 from orchestra.sizes.units import binary
 
@@ -86,8 +86,9 @@ class StateLayout:
 class StateFile:
     """One rank's state on disk, and the two buffers through which it is updated. *Any rank*.
 
-    `mapped` may be written until the first `passes`, and after `reopen` until `seal`. Between `verify` and the
-    next `passes` it may be read. Raises TrainingError wherever the disk does not give back what it was given.
+    `mapped` may be written until the first `passes`, and after `reopen` until `seal`. Between `verify` and
+    the next `passes` it may be read. Raises TrainingError wherever the disk fails, or gives back other bytes
+    than it was given.
     """
 
     def __init__(self, folder: str, layout: StateLayout, *, is_fake: bool, pinned: bool) -> None:
@@ -215,14 +216,16 @@ class StateFile:
     # In the thread.
 
     def _write_now(self, slot: int, number: int) -> None:
-        assert self._file is not None and self._checksums is not None
+        assert self._file is not None
+        assert self._checksums is not None
         content = _bytes_of(self._buffers[slot])[: self._regions[number]]
         self._checksums[number] = checksums.of_chunk(content)
         with self._explained("cannot be written", number):
             self._file.write(content, self._begins[number])
 
     def _read(self, slot: int, number: int) -> None:
-        assert self._file is not None and self._checksums is not None
+        assert self._file is not None
+        assert self._checksums is not None
         content = _bytes_of(self._buffers[slot])[: self._regions[number]]
         with self._explained("cannot be read", number):
             self._file.read(content, self._begins[number])
@@ -275,23 +278,11 @@ class _ScratchFile:
         self._folder = folder
         self.title = f"the optimizer's state in {folder}"
         try:
-            self._descriptor, self._direct = _opened(folder)
+            self._descriptor = open_scratch(folder, num_bytes)
         except OSError as error:
-            raise TrainingError(
-                f"parallelism.offload_dir={folder}: no file can be made there: {error.strerror}; give a folder "
-                "of this node's own disk that every rank can write to"
-            ) from error
-        descriptors = {self._descriptor, self._direct}
-        self.close = weakref.finalize(self, _close_all, descriptors)
-        try:
-            os.posix_fallocate(self._descriptor, 0, num_bytes)
-        except OSError as error:
-            free = os.statvfs(folder)
-            raise TrainingError(
-                f"parallelism.offload_dir={folder}: this rank's state takes {binary(num_bytes)} there: "
-                f"{error.strerror} ({binary(free.f_bavail * free.f_frsize)} are free); free some of it, give "
-                "another folder, or share the state among more ranks (parallelism.zero, more nodes)"
-            ) from error
+            raise TrainingError(_not_made(folder, num_bytes, error)) from error
+        self._direct = _past_the_cache(self._descriptor)
+        self.close = weakref.finalize(self, _close_all, {self._descriptor, self._direct})
         if self._direct == self._descriptor:
             self._tell_cached()
         self.mapping = mmap.mmap(self._descriptor, num_bytes)
@@ -345,22 +336,32 @@ class _ScratchFile:
         sys.stderr.write(f"parallelism.offload_dir={self._folder}: {words}\n")
 
 
-def _opened(folder: str) -> tuple[int, int]:
-    """Open a new file without a name; return it for the page cache, and past it where that can be had."""
-    descriptor, path = tempfile.mkstemp(prefix=".orchestra-state-", dir=folder)
+def _past_the_cache(descriptor: int) -> int:
+    """Open a file again, past the page cache; return it as it is where the file system does not do that."""
     try:
-        direct = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
+        return os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
     except OSError as error:
         if error.errno != errno.EINVAL:
-            os.close(descriptor)
             raise
-        direct = descriptor
-    finally:
-        os.unlink(path)  # noqa: PTH108  a name, not a path
-    return descriptor, direct
+        return descriptor
 
 
-def _close_all(descriptors: Sequence[int]) -> None:
+def _not_made(folder: str, num_bytes: int, error: OSError) -> str:
+    """Return why there is no file, in words."""
+    found = (
+        f"parallelism.offload_dir={folder}: this rank's masters and moments take {binary(num_bytes)} there"
+    )
+    if not Path(folder).is_dir():
+        return f"{found}, and it is no folder of this node; give one on this node's own disk"
+    file_system = os.statvfs(folder)
+    free = binary(file_system.f_bavail * file_system.f_frsize)
+    return (
+        f"{found}: {error.strerror} ({free} are free); free some, give another folder, or share the state "
+        "among more ranks (a higher parallelism.zero, more nodes)"
+    )
+
+
+def _close_all(descriptors: Iterable[int]) -> None:
     for descriptor in descriptors:
         os.close(descriptor)
 
