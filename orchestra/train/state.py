@@ -64,7 +64,7 @@ class TensorState:
         self._optimizer = optimizer
         self._state_file = parallelized.units.state_file
         self._generators = _generators(mesh)
-        self._shards = self.masters
+        self._shards = self._masters()
         for moment in MOMENTS:
             moments = [optimizer.state[item.master][moment] for item in parallelized.trained]
             self._shards += self._shards_of(f"optimizer.{moment}", moments)
@@ -77,10 +77,12 @@ class TensorState:
         """Updates of the optimizer so far. Waits for the device."""
         return self._optimizer.num_updates
 
-    @property
-    def masters(self) -> list[Shard]:
-        """The shards of the parameters alone, to be filled."""
+    def wanted_masters(self) -> list[Shard]:
+        """Return the shards of the parameters alone, to be filled."""
         self._make_writable()
+        return self._masters()
+
+    def _masters(self) -> list[Shard]:
         return self._shards_of("model", [item.master for item in self._parallelized.trained])
 
     def _make_writable(self) -> None:
