@@ -7,7 +7,8 @@
 Modes and peers (each of these on transformers' Llama, and on orchestra's own model where that is fair):
 DistributedDataParallel beside ZeRO-0; DDP with ZeroRedundancyOptimizer beside ZeRO-1; FSDP2 that keeps
 parameters gathered beside ZeRO-1 and -2, and that releases them beside ZeRO-3; DTensor's `parallelize_module`
-beside tensor parallelism, with and without sequence parallelism; accelerate in DDP and FSDP2 (a variant whose
+beside tensor parallelism, with and without sequence parallelism; ZeRO-1 beside itself with its state on disk
+(`--modes disk`); accelerate in DDP and FSDP2 (a variant whose
 library is not there is left out, and said so).
 
 Every variant has processes of its own, one a rank with one thread, started as its user would start them:
@@ -47,6 +48,7 @@ MODES: dict[str, tuple[str, ...]] = {
     "zero2": (f"{OURS} zero2", "fsdp-keep ours", "fsdp-keep transformers"),
     "zero3": (f"{OURS} zero3", "fsdp ours", "fsdp transformers", "accelerate fsdp"),
     "tp": (f"{OURS} tp", "dtensor plain", "dtensor transformers"),
+    "disk": (f"{OURS} zero1", f"{OURS} zero1+disk"),
     "tp+sp": (f"{OURS} tp+sp", "dtensor+sp plain", "dtensor+sp transformers"),
 }
 
@@ -66,6 +68,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--sequence", type=int, default=256)
     parser.add_argument("--global-batch", type=int, default=8, help="sequences a step over both ranks")
     parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--disk", default=tempfile.gettempdir(), help="folder for the state of zero1+disk")
     parser.add_argument("--same-environment", action="store_true")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--variant", help=argparse.SUPPRESS)  # set in the processes that this script starts
@@ -220,6 +223,7 @@ def config_of(arguments: argparse.Namespace, variant: str):
         Config,
         Device,
         ModelConfig,
+        Offload,
         OptimConfig,
         ParallelismConfig,
         TrainConfig,
@@ -236,7 +240,11 @@ def config_of(arguments: argparse.Namespace, variant: str):
             vocab_size=arguments.vocab,
         ),
         parallelism=ParallelismConfig(
-            zero=int(mode[4:]) if mode.startswith("zero") else 0, tp=tp, sequence_parallel=mode == "tp+sp"
+            zero=int(mode[4]) if mode.startswith("zero") else 0,
+            tp=tp,
+            sequence_parallel=mode == "tp+sp",
+            offload=Offload.optimizer_disk if mode.endswith("+disk") else Offload.none,
+            offload_dir=arguments.disk,
         ),
         # Hardly any decay of the learning rate over the steps of a benchmark: the peers have none.
         optim=OptimConfig(lr=3e-4, min_lr=3e-4, warmup_steps=0),

@@ -23,6 +23,8 @@ class Options:
 
     `generation` numbers the attempt that writes, `layout` is written down as it is. `when_busy`: `skip` or
     `wait`; `restore`: `broadcast`, `rank0` or `direct`; `limit_s` bounds every wait of a save or restore.
+    `staging_dir`: a folder of this machine where each rank's save is put together in a file without a name;
+    None: in host memory.
     """
 
     generation: int = 0
@@ -33,11 +35,12 @@ class Options:
     when_busy: str = "skip"
     restore: str = "broadcast"
     limit_s: float = 600.0
+    staging_dir: str | None = None
 
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes that saving takes: the whole checkpoint on storage, this rank's staging buffer in host memory;
+    """Bytes that saving takes: the whole checkpoint on storage, this rank's staging buffer;
     and what is free on storage, None where it does not tell.
     """
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import mmap
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ from checkpointing.checkpoint_errors import (
     MismatchError,
     MissingRanksError,
     SaveFailedError,
+    StorageError,
 )
 from checkpointing.manifest import Chunk, File, Manifest, Tensor
 from checkpointing.options import Event, Needs, Options, Phase
@@ -35,11 +37,12 @@ from checkpointing.plans import Image, TensorPiece, declaration, declared, image
 from checkpointing.shard_digest import part_digest
 from checkpointing.shards import Shard, torch_dtype
 from checkpointing.storage import Storage
-from checkpointing.storage.local import ALIGNMENT
+from checkpointing.storage.local import ALIGNMENT, open_scratch
 
 # Host memory in which a save's files are put together: the only part of a save that training waits for.
 #
-# Taken once and used again by every save; page-locked where the tensors lie on a GPU.
+# Taken once and used again by every save; page-locked where the tensors lie on a GPU. With
+# `Options.staging_dir` it is a file's instead, which the kernel brings to the disk as it needs the memory.
 
 
 def staging_bytes(images: Sequence[Image]) -> int:
@@ -50,11 +53,12 @@ def staging_bytes(images: Sequence[Image]) -> int:
 class Staging:
     """The memory of a rank's files, each from an aligned address on."""
 
-    def __init__(self, images: Sequence[Image], *, pinned: bool) -> None:
+    def __init__(self, images: Sequence[Image], *, pinned: bool, folder: str | None = None) -> None:
         """Take the memory, touch all of it, and write the headers, which never change."""
         self.images = images
         self._begins = [staging_bytes(images[:index]) for index in range(len(images))]
-        self._memory = _aligned_memory(staging_bytes(images), pinned=pinned)
+        size = staging_bytes(images)
+        self._memory = aligned_memory(size, pinned=pinned) if folder is None else _file_memory(size, folder)
         self._pinned = pinned
         self._copies: list[tuple[torch.Tensor, int, tuple[slice, ...]]] = []
         for index, image in enumerate(images):
@@ -101,7 +105,8 @@ def _holder(piece: TensorPiece, holders: Mapping[str, Sequence[int]], shards: Se
     )
 
 
-def _aligned_memory(num_bytes: int, *, pinned: bool) -> torch.Tensor:
+def aligned_memory(num_bytes: int, *, pinned: bool) -> torch.Tensor:
+    """Return bytes (uint8) that begin where direct I/O needs it, all of them touched."""
     if num_bytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     if pinned:
@@ -113,6 +118,22 @@ def _aligned_memory(num_bytes: int, *, pinned: bool) -> torch.Tensor:
         pages.madvise(mmap.MADV_HUGEPAGE)
     # Touched now: a save is then a copy, and memory that is not there is missed before training starts.
     return torch.frombuffer(pages, dtype=torch.uint8).zero_()
+
+
+def _file_memory(num_bytes: int, folder: str) -> torch.Tensor:
+    if num_bytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    try:
+        descriptor = open_scratch(folder, num_bytes)
+        try:
+            return torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise StorageError(
+            f"{folder}: the file of {num_bytes:,} bytes in which this rank's saves are put together cannot "
+            f"be made: {error.strerror or error}; free some of that disk, or give another folder"
+        ) from error
 
 
 # Bytes handed to the storage at once: a multiple of every alignment, enough for a disk's bandwidth, and so
@@ -186,7 +207,8 @@ class Saver:
         """Take the staging memory, so that a save only copies; else the first one does. *Any rank*."""
         if not self._plan:
             self.prepare(shards)
-        self._staging = Staging(self._images, pinned=any(shard.tensor.is_cuda for shard in shards))
+        pinned = any(shard.tensor.is_cuda for shard in shards)
+        self._staging = Staging(self._images, pinned=pinned, folder=self._options.staging_dir)
 
     def save(self, step: int, shards: Sequence[Shard], state: Mapping[str, Any]) -> bool:
         """Copy the shards and return; threads write and commit. *Collective*.

@@ -82,6 +82,9 @@ class ClusterConfig:
     # H100 (50,700; arXiv:2407.21783). For checkpoint.every_steps=auto and `orchestra plan --goodput`.
     mtbf_device_hours: float | None = None
     network: NetworkConfig = field(default_factory=NetworkConfig)
+    # What a node's own disk reads and writes, for planning parallelism.offload=optimizer_disk; null: 2.5e9, a
+    # single NVMe drive.
+    disk_bytes_per_s: float | None = None
     setup: list[str] = field(default_factory=list)
     container: ContainerConfig = field(default_factory=ContainerConfig)
     partition: str | None = None
@@ -216,12 +219,14 @@ class RecoveryConfig:
 
 class Offload(Enum):
     """What lies in host memory instead of the GPU's. `optimizer`: masters and moments, which are updated
-    there. `all`: also the ranges of parameters that a rank owns, with ZeRO-3.
+    there. `all`: also the ranges of parameters that a rank owns, with ZeRO-3. `optimizer_disk`: masters and
+    moments on a disk, on CPU too; the host updates them unit by unit, with two units in memory.
     """
 
     none = "none"
     optimizer = "optimizer"
     all = "all"
+    optimizer_disk = "optimizer_disk"
 
 
 @dataclass(frozen=True)
@@ -241,6 +246,9 @@ class ParallelismConfig:
     # Bytes of gradient in one all-reduce, in MiB (overlapped with the backward pass).
     bucket_mib: float = 25.0
     offload: Offload = Offload.none
+    # A folder on each node's own disk for optimizer_disk; variables in it, such as $SLURM_JOB_ID, are the
+    # node's.
+    offload_dir: str | None = None
 
 
 class PrecisionName(Enum):

@@ -13,6 +13,7 @@ import os
 import secrets
 import shutil
 import stat
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -236,6 +237,21 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def open_scratch(folder: str, num_bytes: int) -> int:
+    """Open a new file without a name, all of its bytes taken on the disk; return the descriptor.
+
+    The disk has them back when the last process ends that has it open or mapped. Raises OSError.
+    """
+    descriptor, path = tempfile.mkstemp(prefix=".orchestra-", dir=folder)
+    try:
+        os.unlink(path)  # noqa: PTH108  a name, not a path
+        os.posix_fallocate(descriptor, 0, num_bytes)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def _unless_gone(_function: object, _path: str, failure: tuple[type, BaseException, object]) -> None:

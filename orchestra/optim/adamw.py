@@ -13,7 +13,8 @@ two moments for each master and one count of updates for all of them.
 Each element of state goes through memory once: what the kernel wants in fp32 (16-bit gradients, moments kept
 in bf16) is converted some elements at a time, and the new masters are rounded into the parameters while they
 are in the cache; on a GPU one compiled pass does both (`compiled_update`). Moments in bf16 are rounded
-stochastically. Masters may lie in host memory (`parallelism.offload`): the state lies where they do.
+stochastically. Masters may lie in host memory (`parallelism.offload`): the state lies where they do. With
+state on disk each update is given masters and moments that are in memory for it.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ class Trained:
     `master` holds the elements [start, stop) of the parameter as it lies in memory: in the parameter's shape
     where these are all of it, one-dimensional where they are fewer, empty where other ranks have them all. It
     shares the parameter's memory unless the model computes in 16 bits; then it is its fp32 original.
+    `moments` are the two of the master's shape where their memory is given; None: the optimizer makes them.
     """
 
     name: str
@@ -76,6 +78,7 @@ class Trained:
     master: Tensor
     start: int
     stop: int
+    moments: tuple[Tensor, Tensor] | None = None
 
 
 # Returns the int64 flat indices, in the whole parameter, of the elements [start, stop) of what a rank holds.
@@ -104,6 +107,8 @@ class AdamW:
         dtype = torch.bfloat16 if self._is_rounded else None
         self.state: dict[Tensor, dict[str, Tensor]] = {
             item.master: {name: torch.zeros_like(item.master, dtype=dtype) for name in MOMENTS}
+            if item.moments is None
+            else dict(zip(MOMENTS, item.moments, strict=True))
             for item in trained
         }
         self._seed, self._global_index = seed, global_index
@@ -175,8 +180,8 @@ class AdamW:
                 self._update_in_blocks(chosen, self._weight_decay if has_decay else 0.0)
 
     def _of(self, item: Trained) -> tuple[Tensor, Tensor]:
-        first, second = (self.state[item.master][name].view(-1) for name in MOMENTS)
-        return first, second
+        first, second = item.moments or (self.state[item.master][name] for name in MOMENTS)
+        return first.view(-1), second.view(-1)
 
     def _update_compiled(self, piece: _Piece) -> bool:
         """Update a matrix by the compiled pass; return False where that is not for it."""

@@ -80,7 +80,7 @@ def step_time(case: PlanCase, *, is_pressed: bool = False, waits: bool | None = 
         hand_over=accumulation * busy_borders * hand_over,
         bubble=(sum(times) - slowest) / num_chunks(case) + (borders - busy_borders) * hand_over,
         reduction=_reduction(case, _BACKWARD * times[0]),
-        optimizer=_optimizer(case),
+        optimizer=max(_optimizer(case), _disk_s(case)),
         layer=layer,
     )
 
@@ -128,6 +128,17 @@ def _summed(case: PlanCase, num_bytes: float, num_ranks: int, stride: int) -> fl
         return 0.0
     group = case.group(num_ranks, stride)
     return case.network.all_reduce_s(num_bytes, group, case.device.link_bytes_per_s)
+
+
+def _disk_s(case: PlanCase) -> float:
+    """Return the seconds in which state that lies on disk is read and written once, by all ranks of a node;
+    the update of what has come is hidden behind it.
+    """
+    if not _keeps_state_on_disk(case):
+        return 0.0
+    largest = max(rank_bytes(case, stage).disk for stage in case.stages)
+    ranks = min(case.devices_per_node, case.layout.world_size)
+    return 2 * largest * ranks / case.options.disk_bytes_per_s
 
 
 def _optimizer(case: PlanCase) -> float:
@@ -253,18 +264,39 @@ class HostMemory:
         return self.offloaded + self.checkpoint_image
 
 
-def host_memory(prediction: Prediction) -> HostMemory:
-    """Return what the fullest stage's rank offloads, and the image of masters and moments that is staged
-    while training goes on: every element once over the ranks that have it.
+def disk_bytes(prediction: Prediction) -> float:
+    """Return what a rank of the fullest stage keeps on its node's own disk: its masters and moments, and the
+    image in which a checkpoint is put together.
     """
     case, stage = prediction.case, prediction.fullest_stage
-    if case.framework.name != OWN:
-        return HostMemory(0.0, 0.0)
-    options, ranks = case.options, case.layout.dp * case.layout.cp
+    if not _keeps_state_on_disk(case):
+        return 0.0
+    return rank_bytes(case, stage).disk + _image_bytes(case, stage)
+
+
+def _keeps_state_on_disk(case: PlanCase) -> bool:
+    return case.is_counted_in_full and case.options.offload is Offload.optimizer_disk
+
+
+def _image_bytes(case: PlanCase, stage: PipelineStage) -> float:
+    """Return the image of a rank's masters and moments: every element once over the ranks that have it."""
+    if not case.options.saves:
+        return 0.0
+    ranks = case.layout.dp * case.layout.cp
     held = held_by_rank(case.model, stage, case.layout)
     count = held.dense / ranks + held.experts / max(1, ranks // case.layout.ep)
     if case.is_counted_in_full:
         count = rank_parameters(case.model, case.layout.tp).of(stage) / ranks
-    image = count * (_FP32 + 2 * options.moment_bytes) if options.saves else 0.0
-    offloaded = rank_bytes(case, stage).host if options.offload is not Offload.none else 0.0
+    return count * (_FP32 + 2 * case.options.moment_bytes)
+
+
+def host_memory(prediction: Prediction) -> HostMemory:
+    """Return what the fullest stage's rank offloads, and the image of masters and moments that is staged
+    while training goes on, unless it lies on disk.
+    """
+    case, stage = prediction.case, prediction.fullest_stage
+    if case.framework.name != OWN:
+        return HostMemory(0.0, 0.0)
+    image = 0.0 if _keeps_state_on_disk(case) else _image_bytes(case, stage)
+    offloaded = rank_bytes(case, stage).host if case.options.offload is not Offload.none else 0.0
     return HostMemory(offloaded, image)

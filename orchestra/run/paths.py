@@ -25,10 +25,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from conf.schema import Offload, ParallelismConfig
 from orchestra.errors import ConfigError
 
 
@@ -243,3 +245,12 @@ def _parsed(record: dict[str, Any]) -> Sweep:
     )
     arrays = tuple(SweepArray(**{**array, "tasks": tuple(array["tasks"])}) for array in record["arrays"])
     return Sweep(**{**record, "overrides": tuple(record["overrides"]), "members": members, "arrays": arrays})
+
+
+def offload_folder(parallelism: ParallelismConfig) -> str | None:
+    """Return the folder on this node where state lies on disk, variables of this node in its name; None where
+    none does.
+    """
+    if parallelism.offload is not Offload.optimizer_disk or parallelism.offload_dir is None:
+        return None
+    return os.path.expandvars(parallelism.offload_dir)

@@ -138,7 +138,7 @@ class StepBytes:
 
 @dataclass(frozen=True)
 class RankBytes:
-    """Bytes of one rank, on the device but for `host`.
+    """Bytes of one rank, on the device but for `host` and `disk`.
 
     `first_buffers` is what ZeRO-3 gathers units into, there from the start. `buffers` adds what the first sum
     of gradients over ranks takes and keeps.
@@ -152,6 +152,7 @@ class RankBytes:
     first_buffers: float
     buffers: float
     host: float
+    disk: float = 0.0
 
     @property
     def growing_buffers(self) -> float:
@@ -194,9 +195,16 @@ def rank_bytes(shape: TrainingShape, stage: PipelineStage) -> RankBytes:
     parameters = (owned if is_split else size) * width.parameters
     if not is_split:
         parameters += _rounded_bytes(shape, stage)
-    host = 0.0
+    host = disk = 0.0
     masters, moments = owned * width.masters, 2 * owned * options.moment_bytes
-    if options.offload is not Offload.none and options.is_gpu:
+    if options.offload is Offload.optimizer_disk:
+        each = _FP32 + 2 * options.moment_bytes
+        unit = max(_units(shape, stage, parts)) / (shards if shape.zero >= 1 else 1)
+        leaving = 1.0 * width.parameters if options.is_gpu and width.masters else 0.0
+        masters, disk, in_memory = 0.0, owned * each, 2 * unit * (each + leaving)
+        # On a CPU the host's memory is the device's.
+        host, moments = (in_memory, 0.0) if options.is_gpu else (0.0, in_memory)
+    elif options.offload is not Offload.none and options.is_gpu:
         # fp32 masters lie apart from the parameters there, and rounded ones leave from their own memory.
         leaving = owned * width.parameters if width.masters else owned * _FP32
         host, masters, moments = states + leaving, 0.0, 0.0
@@ -211,6 +219,7 @@ def rank_bytes(shape: TrainingShape, stage: PipelineStage) -> RankBytes:
         first_buffers=gathered,
         buffers=gathered + _messages(shape, stage, parts),
         host=host,
+        disk=disk,
     )
 
 

@@ -291,7 +291,7 @@ class Checkpoints:
         return {**position_to_json(full), **identity}
 
     def _prepare(self) -> None:
-        """Check that saves will fit, and allocate what they stage in host memory."""
+        """Check that saves will fit, and allocate what they are staged in."""
         context = self.context
         shards = self.state.snapshot()
         needs = self.checkpointer.prepare(shards)
@@ -299,7 +299,8 @@ class Checkpoints:
         # All ranks look before any takes.
         available = host_memory.available_host_bytes()
         self.context.peers.exchange("host memory", available)
-        host_memory.check_host_memory(needs.staging_bytes, context.local_world_size, available)
+        if context.staging_dir is None:
+            host_memory.check_host_memory(needs.staging_bytes, context.local_world_size, available)
         self.checkpointer.reserve(shards)
         if not self.context.peers.is_coordinator:
             return
@@ -333,6 +334,7 @@ def build_checkpoints(
         when_busy=settings.when_busy.name,
         restore=settings.restore.name,
         limit_s=settings.timeout_s,
+        staging_dir=context.staging_dir,
     )
     checkpointer = Checkpointer(
         context.place,

@@ -66,6 +66,8 @@ class HeldBytes:
     passing: int | None = None
     # How much of `optimizer` are masters.
     masters: int = 0
+    # Masters and moments that lie on disk; `optimizer` is then what memory holds of them.
+    on_disk: int = 0
 
     @property
     def state(self) -> int:
@@ -122,6 +124,7 @@ def held_bytes(training: Training) -> HeldBytes:
     units = training.parallelized.units
     wholes = [unit.whole for unit in units.units]
     owned = [unit.owned for unit in units.units]
+    state_file = units.state_file
     masters = [unit.masters for unit in units.units if unit.masters is not unit.owned]
     moments = [
         moment
@@ -132,9 +135,10 @@ def held_bytes(training: Training) -> HeldBytes:
     return HeldBytes(
         parameters=bytes_of(owned if units.is_split else wholes) + training.parallelized.stage.rounded_bytes,
         gradients=training.parallelized.stage.gradients.num_bytes,
-        optimizer=bytes_of([*masters, *moments]),
+        optimizer=bytes_of([*masters, *moments] if state_file is None else state_file.buffers),
         gathered_units=bytes_of(wholes) if units.is_split else 0,
-        masters=bytes_of(masters),
+        masters=bytes_of(masters) if state_file is None else 0,
+        on_disk=0 if state_file is None else bytes_of(moments),
     )
 
 
@@ -161,7 +165,7 @@ def take_step(training: Training, mesh: Mesh, step: int, num_micro_batches: int)
 
 @dataclass(frozen=True)
 class ExactBytes:
-    """Bytes of one rank on its device, but for `host`, which lies in host memory.
+    """Bytes of one rank on its device, but for `host`, which lies in host memory, and `disk`.
 
     `parameters`, `gradients`, `masters` and `optimizer` (moments) are held between steps, and so are
     `gathered` (buffers of ZeRO-3). `activations` are alive when the last layer ends, and `logits` are what
@@ -180,6 +184,7 @@ class ExactBytes:
     first_step: int
     later_steps: int
     host: int
+    disk: int = 0
 
     @property
     def peak(self) -> int:
@@ -211,7 +216,7 @@ def exact_bytes(config: Config, world_size: int, rank: int = 0, *, as_gpu: bool 
                 with watched.by(live, before):
                     take_step(training, mesh, step, MICRO_BATCHES)
                 peaks.append(live.most)
-        return _counted(config, training, watched, *peaks)
+        return _counted(config, training, watched, *peaks, as_gpu=as_gpu)
 
 
 def _with_chunk_of_gpu(config: Config, degrees: Layout) -> Config:
@@ -255,12 +260,16 @@ class _LossWatch:
             self._model.loss = loss
 
 
-def _counted(config: Config, training: Training, watched: _LossWatch, first: int, later: int) -> ExactBytes:
+def _counted(
+    config: Config, training: Training, watched: _LossWatch, first: int, later: int, *, as_gpu: bool
+) -> ExactBytes:
     held = held_bytes(training)
     units = training.parallelized.units
     offload = config.parallelism.offload
     moments, on_host = held.optimizer - held.masters, 0
-    if offload is not Offload.none:
+    if offload is Offload.optimizer_disk:
+        on_host = moments if as_gpu else 0
+    elif offload is not Offload.none:
         # Parameters leave the host from memory of their own where they are no masters.
         kept = [tensor for unit in units.units for tensor in (unit.masters, unit.outgoing)]
         on_host = moments + bytes_of(kept)
@@ -279,6 +288,7 @@ def _counted(config: Config, training: Training, watched: _LossWatch, first: int
         first_step=first - made_in_step,
         later_steps=later - made_in_step,
         host=on_host,
+        disk=held.on_disk,
     )
 
 

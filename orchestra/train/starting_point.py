@@ -133,7 +133,7 @@ class StartingPoint:
         if begin.step == 0 and self.model.init_from is not None:
             # In the place of the weights from the seed.
             how, peers = self.context.settings.restore.name, self.context.peers
-            evidence = load_weights(self.model, how, self.state.masters, peers, self.context.group)
+            evidence = load_weights(self.model, how, self.state.wanted_masters(), peers, self.context.group)
             self.state.copy_masters_to_parameters()
             if peers.is_coordinator:
                 self.context.record("weights_loaded", evidence)

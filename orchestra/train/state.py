@@ -62,8 +62,9 @@ class TensorState:
     def __init__(self, parallelized: Parallelized, optimizer: AdamW, mesh: Mesh) -> None:
         self._parallelized = parallelized
         self._optimizer = optimizer
+        self._state_file = parallelized.units.state_file
         self._generators = _generators(mesh)
-        self._shards = self.masters
+        self._shards = self._masters()
         for moment in MOMENTS:
             moments = [optimizer.state[item.master][moment] for item in parallelized.trained]
             self._shards += self._shards_of(f"optimizer.{moment}", moments)
@@ -76,10 +77,17 @@ class TensorState:
         """Updates of the optimizer so far. Waits for the device."""
         return self._optimizer.num_updates
 
-    @property
-    def masters(self) -> list[Shard]:
-        """The shards of the parameters alone."""
+    def wanted_masters(self) -> list[Shard]:
+        """Return the shards of the parameters alone, to be filled."""
+        self._make_writable()
+        return self._masters()
+
+    def _masters(self) -> list[Shard]:
         return self._shards_of("model", [item.master for item in self._parallelized.trained])
+
+    def _make_writable(self) -> None:
+        if self._state_file is not None:
+            self._state_file.reopen()
 
     def _shards_of(self, prefix: str, tensors: Sequence[Tensor]) -> list[Shard]:
         """Return the boxes of the whole tensors that the masters, or what is shaped like them, consist of."""
@@ -97,6 +105,8 @@ class TensorState:
     def snapshot(self) -> list[Shard]:
         """Return the shards, with the generators as they are now. *Collective*."""
         self._parallelized.stage.settle()
+        if self._state_file is not None:
+            self._state_file.verify()
         return self.held()
 
     def held(self) -> list[Shard]:
@@ -113,6 +123,7 @@ class TensorState:
         Raises UnusableCheckpointError where the checkpoint is that of another model.
         """
         self._refuse_others(manifest)
+        self._make_writable()
         kept = [
             whole(name, kept)
             for name, kept in self._generators.items()
@@ -167,6 +178,8 @@ class CheckpointContext:
     local_world_size: int
     # The step whose copies in memory are restored; None: the newest checkpoint is.
     from_memory: int | None = None
+    # Where saves are put together; None: in host memory.
+    staging_dir: str | None = None
 
     @property
     def saves(self) -> bool:

@@ -45,7 +45,7 @@ from orchestra.run.events import EventWriter, rank_writer
 from orchestra.run.files import JsonLinesWriter
 from orchestra.run.heartbeat import Heart, Phase, silent_heart
 from orchestra.run.metrics_file import MFU_CONVENTION
-from orchestra.run.paths import RunDir
+from orchestra.run.paths import RunDir, offload_folder
 from orchestra.run.planned_faults import planned_faults
 from orchestra.run.record import wandb_id
 from orchestra.run.rollback import BadSteps
@@ -303,6 +303,8 @@ def checkpoint_context(
         peers=peers,
         local_world_size=ranks.local_world_size,
         from_memory=rank.from_memory,
+        # What keeps state out of memory keeps its image out of it too.
+        staging_dir=offload_folder(config.parallelism),
     )
 
 

@@ -129,7 +129,7 @@ def rounded(rank: int, world: int, config: Config) -> list[tuple[str, torch.Tens
     state = TensorState(training.parallelized, training.optimizer, mesh)
     group = dist.group.WORLD if world > 1 else None
     among = peers(rank, world, f"rounded/{config}") if world > 1 else Peers.alone()
-    load_weights(config.model, config.checkpoint.restore.name, state.masters, among, group)
+    load_weights(config.model, config.checkpoint.restore.name, state.wanted_masters(), among, group)
     state.copy_masters_to_parameters()
     for item in training.parallelized.trained:
         part = item.parameter.detach().view(-1)[item.start : item.stop]

@@ -47,6 +47,7 @@ _TITLES = {
     "later_steps": "later steps, at their most",
     "peak": "peak of tensors",
     "host": "host memory of the state",
+    "disk": "disk of the state",
 }
 
 
@@ -121,6 +122,7 @@ def _compare(shape: TrainingShape, count: Mapping[str, int]) -> list[Compared]:
         "later_steps": step + own.growing_buffers,
         "peak": own.total,
         "host": own.host,
+        "disk": own.disk,
     }
     rows = [Compared(name, value, count[f"{name}_bytes"]) for name, value in closed.items()]
     return [row for row in rows if row.closed or row.counted]

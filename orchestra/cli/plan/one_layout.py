@@ -14,7 +14,7 @@ from orchestra.cli.text import figures
 from orchestra.config.machine import Situation
 from orchestra.errors import EXIT_DONE
 from orchestra.plan.case import PlanCase, has_idle_stage
-from orchestra.plan.predict import Prediction, StepTime, host_memory, over_time, predict
+from orchestra.plan.predict import Prediction, StepTime, disk_bytes, host_memory, over_time, predict
 from orchestra.plan.stage_memory import Memory, fits
 from orchestra.sizes.flops import num_active_parameters, num_parameters
 from orchestra.sizes.units import GIB, MIB
@@ -135,17 +135,21 @@ def _memory(prediction: Prediction) -> list[str]:
 
 
 def _over_time(prediction: Prediction) -> list[str]:
-    """Return what is there before training, in the first step and later; and what lies in host memory."""
+    """Return what is there before training, in the first step and later; and what lies beside the device."""
     times, host = over_time(prediction), host_memory(prediction)
     scale, unit = _scale(prediction.peak)
     built, first, later = (_three_digits(value / scale) for value in asdict(times).values())
     lines = [f"  over time: built {built}, first step {first}, later steps {later} {unit}"]
+    ranks = prediction.case.devices_per_node
     if host.total:
-        ranks = prediction.case.devices_per_node
         each, node = (_three_digits(host.total * number / scale) for number in (1, ranks))
         words = {"offloaded state": host.offloaded, "image of a checkpoint": host.checkpoint_image}
         lines.append(f"  host memory: {each} {unit} a rank, {node} {unit} a node:")
         lines.append(f"    {' and '.join(name for name, value in words.items() if value)}")
+    if disk := disk_bytes(prediction):
+        each, node = (_three_digits(disk * number / scale) for number in (1, ranks))
+        what = "state and image of a checkpoint" if prediction.case.options.saves else "state"
+        lines.append(f"  disk: {each} {unit} a rank, {node} {unit} a node: {what}")
     return lines
 
 
@@ -231,6 +235,7 @@ def _facts(config: Config, prediction: Prediction) -> dict[str, Any]:
         "memory_over_time_bytes": {
             **{name: round(size) for name, size in asdict(over_time(prediction)).items()},
             "host": round(host_memory(prediction).total),
+            "disk": round(disk_bytes(prediction)),
         },
         "step_time_s": prediction.time.total,
         "step_time_range_s": {

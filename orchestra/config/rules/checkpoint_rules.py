@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from conf.schema import Config, Device, LauncherName
+from conf.schema import Config, Device, LauncherName, Offload
 from orchestra.config.keys import nearest
 from orchestra.config.machine import Situation, absolute, world_size
 from orchestra.config.rules.place_rules import rule_memory, trained_bytes
@@ -124,6 +124,9 @@ def rule_checkpoint_memory(config: Config, situation: Situation) -> Iterator[str
     if any(rule_memory(config, situation)):
         return
     trained = trained_bytes(config, ranks) if cluster.device is Device.cpu else 0
+    if config.parallelism.offload is Offload.optimizer_disk:
+        # The image lies beside the state, on the disk.
+        return
     needed = trained + checkpoint_bytes(config)
     if needed > memory:
         beside = f" beside the {binary(trained)} that training takes" if trained else ""

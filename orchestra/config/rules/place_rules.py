@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 from conf.schema import Config, Device, LauncherName, Offload, PrecisionName, Source, StateDType
 from launchers.slurm.batch_script import option_problems
+from orchestra.config.keys import shown
 from orchestra.config.machine import Situation, world_size
 from orchestra.data.token_files import (
     check_separator,
@@ -18,10 +21,11 @@ from orchestra.data.token_files import (
 )
 from orchestra.errors import ConfigError, DataError
 from orchestra.huggingface.folder import init_from_problems
+from orchestra.run.paths import offload_folder
 from orchestra.sizes.compilation import lacking_tools, refusal, tools_here
 from orchestra.sizes.flops import num_parameters
 from orchestra.sizes.topology import layout
-from orchestra.sizes.units import MIB, slurm_time_s
+from orchestra.sizes.units import MIB, binary, slurm_time_s
 
 # 256 byte values and the document separator.
 _STDLIB_VOCABULARY = 257
@@ -136,6 +140,8 @@ def trained_bytes(config: Config, ranks: int) -> int:
         parameter, gradient, state = 2, 2, moments + 4
         if precision is PrecisionName.bf16_fp32_grad:
             gradient = 4
+    if config.parallelism.offload is Offload.optimizer_disk:
+        state = 0
     widths = ((parameter, 3), (gradient, 2), (state, 1))
     each = sum(width / (degrees.shard if zero >= stage else 1) for width, stage in widths)
     return round(num_parameters(config.model) * each * ranks / (degrees.tp * degrees.pp))
@@ -164,11 +170,68 @@ def rule_compile_tools(config: Config, situation: Situation) -> Iterator[str]:
 
 def rule_offload_on_cpu(config: Config, _: Situation) -> Iterator[str]:
     offload = config.parallelism.offload
-    if config.cluster.device is Device.cpu and offload is not Offload.none:
+    if config.cluster.device is Device.cpu and offload in (Offload.optimizer, Offload.all):
         yield (
             f"parallelism.offload={offload.name} moves state from GPUs to host memory, and with "
-            "cluster.device=cpu it lies there already; use parallelism.offload=none"
+            "cluster.device=cpu it lies there already; use parallelism.offload=none, or optimizer_disk to "
+            "keep it on a disk"
         )
+
+
+def rule_offload_disk(config: Config, situation: Situation) -> Iterator[str]:
+    """State on disk needs a folder; here it must have room, on other nodes the ranks look for themselves."""
+    parallelism, every_steps = config.parallelism, config.recovery.memory_copy_every_steps
+    if parallelism.offload is not Offload.optimizer_disk:
+        return
+    if every_steps is not None:
+        yield (
+            f"recovery.memory_copy_every_steps={every_steps} copies in memory the state that "
+            "parallelism.offload=optimizer_disk keeps out of it; use null, or parallelism.offload=none"
+        )
+    given = parallelism.offload_dir
+    if given is None or not given.startswith(("/", "$")):
+        yield (
+            f"parallelism.offload_dir={shown(given)} with parallelism.offload=optimizer_disk; give the "
+            "absolute path of a folder on each node's own disk, such as /scratch or '$TMPDIR'"
+        )
+    elif situation.starts_here and situation.verb in _TRAINING_VERBS:
+        yield from _problems_of_offload(config, given)
+
+
+def _problems_of_offload(config: Config, given: str) -> Iterator[str]:
+    folder = Path(offload_folder(config.parallelism) or given)
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        found = "cannot be written to" if folder.is_dir() else "is no folder of this machine"
+        yield f"parallelism.offload_dir={given} {found}; make it, or give another one"
+        return
+    ranks = world_size(config)
+    if ranks is None:
+        return
+    needed = state_on_disk_bytes(config, ranks)
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        yield (
+            f"parallelism.offload_dir={given}: masters, moments and the image of a checkpoint take "
+            f"{binary(needed)}, but {binary(free)} are free there; free some, give another folder, or share "
+            "the state among the ranks (parallelism.zero=1 or more)"
+        )
+
+
+def state_on_disk_bytes(config: Config, ranks: int) -> int:
+    """Return what all ranks together keep in `parallelism.offload_dir`, an image of a checkpoint included.
+
+    0 where the layout is wrong, which another rule says.
+    """
+    try:
+        degrees = layout(config.parallelism, ranks)
+    except ConfigError:
+        return 0
+    count = num_parameters(config.model)
+    copies = degrees.dp / (degrees.shard if config.parallelism.zero else 1)
+    images = 0 if config.checkpoint.every_steps is None else 1
+    # fp32 masters and two moments.
+    each = 8 if config.optim.state_dtype is StateDType.bf16 else 12
+    return round(count * each * (copies + images))
 
 
 def rule_local_folders(config: Config, _: Situation) -> Iterator[str]:

@@ -96,6 +96,7 @@ _POSITIVE = (
     "train.recompute_budget_gib",
     "cluster.peak_tflops",
     "cluster.mtbf_device_hours",
+    "cluster.disk_bytes_per_s",
     "cluster.network.intra_node_bytes_per_s",
     "cluster.network.inter_node_bytes_per_s",
     "checkpoint.timeout_s",

@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import torch
 from torch import Tensor, nn
 
-from conf.schema import Config, Offload
+from conf.schema import Config, Offload, StateDType
 from orchestra.model.initial import is_fake
 from orchestra.model.transformer import Transformer, fill_initial_part_
 from orchestra.optim.adamw import Trained
 from orchestra.parallel.mesh import Mesh
 from orchestra.parallel.places import TensorPlace, parts_of
+from orchestra.parallel.zero.state_file import StateFile, StateLayout, UnitState
 from orchestra.precision.policies import PrecisionPolicy
+from orchestra.run.paths import offload_folder
 
 # How parameters lie in flat buffers and who owns which range of them: integers only.
 #
@@ -182,11 +184,23 @@ class Units:
     """All units of a rank, in the order in which the backward pass finishes them.
 
     `trained` are all parameters in the model's order. `is_split`: no rank keeps whole parameters (ZeRO-3).
+    `state_file` holds masters and moments that lie on disk: those of `units` and `trained` are its mapping.
     """
 
     units: list[Unit]
     trained: list[Trained]
     is_split: bool
+    state_file: StateFile | None = None
+
+    def to_update(self) -> Iterator[tuple[int, Unit]]:
+        """Yield each unit with its number, in the order in which the next forward pass needs them; its state
+        is in memory until the next one is asked for.
+        """
+        if self.state_file is None:
+            yield from reversed(list(enumerate(self.units)))
+            return
+        for number, state in zip(self.state_file.order, self.state_file.passes(), strict=True):
+            yield number, _in_memory(self.units[number], state)
 
 
 def place_units(
@@ -211,13 +225,34 @@ def place_units(
     numbers = slots(layouts, share_ends=not model.config.tie_word_embeddings)
     wholes = _buffers(layouts, numbers if is_split else range(len(layouts)), precision, mesh)
     parameters = _replaced(model, places, layouts, wholes)
+    state_file = None
+    if config.parallelism.offload is Offload.optimizer_disk:
+        state_file = _state_file(layouts, precision, config, mesh, is_dry=is_fake(wholes[0]))
     units = []
-    for layout, whole in zip(layouts, wholes, strict=True):
+    for number, (layout, whole) in enumerate(zip(layouts, wholes, strict=True)):
         offload = config.parallelism.offload
-        units.append(_unit(layout, whole, parameters, precision, mesh.shard_index, is_split, offload))
+        state = None if state_file is None else state_file.mapped(number)
+        units.append(_unit(layout, whole, parameters, precision, mesh.shard_index, is_split, offload, state))
         _fill(units[-1], places, model, config.train.seed, is_split)
     by_name = {item.name: item for unit in units for item in unit.trained}
-    return Units(units, [by_name[name] for name, _ in sizes], is_split)
+    return Units(units, [by_name[name] for name, _ in sizes], is_split, state_file)
+
+
+def _state_file(
+    layouts: Sequence[UnitLayout], precision: PrecisionPolicy, config: Config, mesh: Mesh, *, is_dry: bool
+) -> StateFile:
+    """Take the file of masters and moments. Raises TrainingError where there is no room for it."""
+    folder = offload_folder(config.parallelism)
+    assert folder is not None, "a rule asks for it"
+    leaves = mesh.is_gpu and precision.parameter is not precision.master
+    layout = StateLayout(
+        sizes=tuple(layout.range_size for layout in layouts),
+        titles=tuple(f"{layout.members[0].name} to {layout.members[-1].name}" for layout in layouts),
+        master=precision.master,
+        moment=torch.bfloat16 if config.optim.state_dtype is StateDType.bf16 else torch.float32,
+        outgoing=precision.parameter if leaves else None,
+    )
+    return StateFile(folder, layout, is_fake=is_dry, pinned=mesh.device.type == "cuda")
 
 
 def _buffers(
@@ -262,6 +297,7 @@ def _unit(
     index: int,
     is_split: bool,
     offload: Offload,
+    state: UnitState | None,
 ) -> Unit:
     """Make a unit's memory beside `whole`, and say what each of its parameters has in it."""
     begin, end = layout.range_of(index)
@@ -270,7 +306,11 @@ def _unit(
     def on_device() -> Tensor:
         return torch.zeros_like(whole[begin:end]) if is_split else whole[begin:end]
 
-    if offload is Offload.none:
+    if state is not None:
+        owned = on_device()
+        masters = state.masters
+        outgoing = masters if is_same else owned
+    elif offload is Offload.none:
         owned = outgoing = on_device()
         masters = owned if is_same else torch.zeros_like(owned, dtype=precision.master)
     else:
@@ -285,7 +325,28 @@ def _unit(
         # Where all of a parameter is this rank's, nothing is gained by taking its shape away.
         master = part.view(parameter.shape) if stop - start == at.size else part
         trained.append(Trained(at.name, parameter, master, start, stop))
-    return Unit(layout, whole, owned, masters, outgoing, tuple(trained), index)
+    unit = Unit(layout, whole, owned, masters, outgoing, tuple(trained), index)
+    return unit if state is None else _with_state(unit, state)
+
+
+def _with_state(unit: Unit, state: UnitState) -> Unit:
+    """Return the unit with masters and moments in other memory."""
+    flat = (state.masters, *state.moments)
+    masters, first, second = (unit.owned_views(memory) for memory in flat)
+    trained = tuple(
+        replace(item, master=master, moments=moments)
+        for item, master, moments in zip(unit.trained, masters, zip(first, second, strict=True), strict=True)
+    )
+    return replace(unit, masters=state.masters, trained=trained)
+
+
+def _in_memory(unit: Unit, state: UnitState) -> Unit:
+    """Return a unit of a state file for an update in the memory of `state`."""
+    outgoing = state.outgoing
+    if outgoing is None:
+        # On a CPU the parameters are rounded where they are.
+        outgoing = state.masters if unit.outgoing is unit.masters else unit.owned
+    return replace(_with_state(unit, state), outgoing=outgoing)
 
 
 def _owned_parts(flat: Tensor, layout: UnitLayout, index: int) -> list[Tensor]:

@@ -27,7 +27,7 @@ from orchestra.optim.adamw import Trained, squared_norm
 from orchestra.parallel.marks import Traffic, marked
 from orchestra.parallel.mesh import Mesh
 from orchestra.parallel.places import TensorPlace
-from orchestra.parallel.zero.buffers import Units, follow, host_zeros, send
+from orchestra.parallel.zero.buffers import Unit, Units, follow, host_zeros, send
 from orchestra.parallel.zero.gatherer import Arrivals, Gatherer
 from orchestra.parallel.zero.reducer import Reducer
 from orchestra.parallel.zero.zero_collectives import Collectives
@@ -240,23 +240,23 @@ class Reduced:
         return self._shared.sum_up(trained, [views[item.name] for item in trained])
 
     def update(self, update: Update) -> None:
-        # In the order in which the next forward pass needs them.
         units = self._units.units
         numbers = list(reversed(range(len(units))))
         carried = self._carrier.carried(
             [self._reducer.owned(number) for number in numbers], [units[number].masters for number in numbers]
         )
-        for number, gradients in zip(numbers, carried, strict=True):
-            unit = units[number]
+        for (number, unit), gradients in zip(self._units.to_update(), carried, strict=True):
             update(unit.trained, unit.owned_views(gradients), unit.owned_views(unit.outgoing))
             self._reducer.release(number)
-            self._send(number)
+            self._send(number, unit)
 
     def copy_masters_to_parameters(self) -> None:
-        for number in reversed(range(len(self._units.units))):
-            follow(self._units.units[number])
-            self._send(number)
+        for number, unit in reversed(list(enumerate(self._units.units))):
+            follow(unit)
+            self._send(number, unit)
         self.settle()
+        if self._units.state_file is not None:
+            self._units.state_file.seal()
 
     def settle(self) -> None:
         """Nothing is under way after an update."""
@@ -271,9 +271,11 @@ class Reduced:
 
     def close(self) -> None:
         self._reducer.close()
+        if self._units.state_file is not None:
+            self._units.state_file.close()
 
-    def _send(self, number: int) -> None:
-        send(self._units.units[number])
+    def _send(self, number: int, unit: Unit) -> None:  # noqa: ARG002
+        send(unit)
 
 
 class Updated(Reduced):
@@ -290,8 +292,8 @@ class Updated(Reduced):
         super().close()
         self._arrivals.close()
 
-    def _send(self, number: int) -> None:
-        super()._send(number)
+    def _send(self, number: int, unit: Unit) -> None:
+        super()._send(number, unit)
         self._arrivals.start(number)
 
 

@@ -222,7 +222,8 @@ def _dry_peak(config: Config, fake_mesh: Mesh) -> int | None:
         held, passing = held_bytes(training), step_bytes(training, fake_mesh)
         training.parallelized.stage.close()
     is_staged = config.checkpoint.async_save and config.checkpoint.every_steps is not None
-    image = held.optimizer + held.parameters if is_staged else 0
+    # State on disk is staged there.
+    image = held.optimizer + held.parameters if is_staged and not held.on_disk else 0
     return held.state + held.gathered_units + passing + image
 
 

@@ -153,7 +153,12 @@ rule_share_devices
 rule_precision_on_cpu
     precision.name=fp8  cluster.device=cpu -> precision=fp8 | cluster.device=cuda
 rule_offload_on_cpu
-    parallelism.offload=optimizer  cluster.device=cpu -> use parallelism.offload=none
+    parallelism.offload=optimizer  cluster.device=cpu -> use parallelism.offload=none | optimizer_disk
+rule_offload_disk
+    parallelism.offload=optimizer_disk -> parallelism.offload_dir=null | absolute path
+    parallelism.offload=optimizer_disk  parallelism.offload_dir=scratch -> offload_dir=scratch | absolute path
+    parallelism.offload=optimizer_disk  parallelism.offload_dir=/tmp  recovery.memory_copy_every_steps=1
+        -> memory_copy_every_steps=1 | use null
 rule_offload
     parallelism.offload=all  parallelism.zero=2 -> parallelism.offload=all | parallelism.zero=3
     parallelism.offload=all  parallelism.zero=3  cluster.gpus_per_node=1 -> parallelism.offload=optimizer

@@ -64,6 +64,27 @@ def test_each_command_says_where_it_trains(verb: str, launcher: str, advice: str
     assert advice is None or advice in problems[0]
 
 
+def test_the_folder_for_state_on_disk_is_looked_at_where_ranks_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def problems(folder: str, situation: Situation = LAPTOP, **model: int) -> list[str]:
+        sizes = {f"model.{name}": value for name, value in model.items()}
+        changes = {"parallelism.offload": "optimizer_disk", "parallelism.offload_dir": folder, **sizes}
+        return [text for text in broken({**changes, "cluster.device": "cpu"}, situation) if "offload" in text]
+
+    assert problems(str(tmp_path)) == []
+    monkeypatch.setenv("NODE_DISK", str(tmp_path))
+    assert problems("$NODE_DISK") == []
+    gone = str(tmp_path / "gone")
+    assert problems(gone) == [
+        f"parallelism.offload_dir={gone} is no folder of this machine; make it, or give another one"
+    ]
+    # Other nodes have other disks.
+    assert problems(gone, PLAN) == []
+    (full,) = problems(str(tmp_path), num_hidden_layers=10_000_000)
+    assert re.search(r"take [\d.]+ TiB, but .* are free there; .*parallelism.zero=1 or more", full)
+
+
 @pytest.mark.parametrize(
     ("num_gpus", "changes", "words"),
     [

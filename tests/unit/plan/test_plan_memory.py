@@ -9,7 +9,7 @@ from plan_cases import LLAMA_8B, case
 
 from conf.schema import ModelConfig, Offload, Recompute
 from orchestra.plan.case import has_idle_stage, stage_parameters, stages
-from orchestra.plan.predict import host_memory, over_time, predict
+from orchestra.plan.predict import disk_bytes, host_memory, over_time, predict
 from orchestra.plan.stage_memory import Memory, llama_layer_bytes
 from orchestra.sizes.flops import num_parameters
 from orchestra.sizes.training_shape import MicroBatchTokens
@@ -165,6 +165,24 @@ def test_offloaded_state_and_images_of_checkpoints_lie_in_host_memory() -> None:
     assert host.offloaded == pytest.approx(14 * eighth)
     assert host.checkpoint_image == pytest.approx(12 * eighth)
     assert predict(moved).peak.optimizer == predict(moved).peak.masters == 0
+
+
+@pytest.mark.parametrize("is_gpu", [True, False])
+def test_state_on_disk_leaves_two_units_in_memory_and_takes_the_disk_s_time(is_gpu: bool) -> None:
+    usual = case(zero=1, precision="bf16")
+    usual = replace(usual, options=replace(usual.options, bucket_bytes=2**20, saves=True, is_gpu=is_gpu))
+    options = replace(usual.options, offload=Offload.optimizer_disk, disk_bytes_per_s=1e6)
+    plan, in_memory = predict(replace(usual, options=options)), predict(usual)
+    eighth = num_parameters(MULTI_HEAD) / 8
+    # Masters and two moments of an eighth, and as much for the image of a checkpoint.
+    assert disk_bytes(plan) == pytest.approx(2 * 12 * eighth)
+    assert disk_bytes(in_memory) == 0
+    held = host_memory(plan).total if is_gpu else plan.peak.optimizer
+    assert 0 < held < 12 * eighth
+    assert plan.peak.masters == 0
+    assert plan.peak.optimizer == (0 if is_gpu else held)
+    # Read and written once by each of the node's eight ranks.
+    assert plan.time.optimizer == pytest.approx(2 * 12 * eighth * 8 / 1e6)
 
 
 @pytest.mark.parametrize(("framework", "is_kept"), [("torchtitan", True), ("megatron", False)])

@@ -22,6 +22,7 @@ LAYERS = (
     *("train.seq_len=1024", "train.micro_batch_size=2", "train.global_batch_size=16"),
 )
 WORDS = (*LAYERS[:1], "model.num_hidden_layers=2", "model.vocab_size=65536", *LAYERS[3:])
+ON_DISK = ("parallelism.offload=optimizer_disk", "parallelism.offload_dir=/tmp")
 PRESETS = [name for name in Tree((own_folder(),)).options("parallelism") if name != "tp8_pp4"]
 
 
@@ -47,6 +48,7 @@ def assert_alike(own: RankBytes, counted: ExactBytes) -> None:
         "optimizer": (own.optimizer, counted.optimizer),
         "gathered": (own.first_buffers, counted.gathered),
         "host": (own.host, counted.host),
+        "disk": (own.disk, counted.disk),
     }
     for name, (closed, found) in pairs.items():
         assert closed == pytest.approx(found, rel=0.01), name
@@ -75,6 +77,8 @@ def test_closed_forms_meet_the_count_for_every_precision(precision: str, model: 
         ("precision.reduce_dtype=fp32",),
         ("parallelism=zero1", "parallelism.offload=optimizer"),
         ("parallelism=zero3", "parallelism.offload=all"),
+        ("parallelism=zero2", *ON_DISK),
+        ("parallelism=zero3", "optim.state_dtype=bf16", *ON_DISK),
         ("train.loss_chunk_tokens=128",),
         ("parallelism=tp2", "parallelism.sequence_parallel=false"),
         ("parallelism.bucket_mib=200", "parallelism=zero2"),
@@ -87,9 +91,16 @@ def test_closed_forms_meet_the_count_for_every_preset_and_what_saves_memory(choi
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("preset", ["ddp", "zero2", "zero3", "tp2"])
-def test_closed_forms_meet_the_count_on_cpus_too(preset: str) -> None:
-    assert_alike(*both(*LAYERS, f"parallelism={preset}", as_gpu=False))
+@pytest.mark.parametrize(
+    "choice",
+    [
+        *((f"parallelism={preset}",) for preset in ("ddp", "zero2", "zero3", "tp2")),
+        ("parallelism=zero1", *ON_DISK),
+    ],
+    ids=" ".join,
+)
+def test_closed_forms_meet_the_count_on_cpus_too(choice: tuple[str, ...]) -> None:
+    assert_alike(*both(*LAYERS, *choice, as_gpu=False))
 
 
 def test_a_second_step_of_zero_2_keeps_what_the_first_one_made() -> None:

@@ -1,0 +1,88 @@
+"""Masters and moments on a disk (`parallelism.offload=optimizer_disk`) train, save and restore with the same
+bits as in memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import attempts
+import pytest
+from pool import Ranks
+from small_trainings import ODD, assert_same_bits, config_of, restore_and_go_on, save_and_go_on, trained_on
+
+from conf.schema import Config, Offload, StateDType
+
+WAYS: dict[str, dict[str, Any]] = {
+    "fp32": {"precision": "fp32"},
+    "bf16": {"precision": "bf16"},
+    "bf16 moments": {"precision": "bf16_fp32_grad", "optim": {"state_dtype": StateDType.bf16}},
+}
+
+
+def in_memory(way: str, **parallelism: Any) -> Config:
+    train = {"global_batch_size": 4, "micro_batch_size": 1}
+    return config_of(ODD, train=train, **WAYS[way], **parallelism)
+
+
+def on_disk(config: Config, folder: Path) -> Config:
+    moved = replace(config.parallelism, offload=Offload.optimizer_disk, offload_dir=str(folder))
+    return replace(config, parallelism=moved)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_state_on_disk_trains_with_the_same_bits(ranks: Ranks, tmp_path: Path, way: str) -> None:
+    kept = [in_memory(way, zero=zero) for zero in (0, 1, 2, 3)]
+    moved = [on_disk(config, tmp_path) for config in kept]
+    expected = trained_on(ranks(2), kept, steps=4)
+    for of_ranks, of_ranks_expected in zip(trained_on(ranks(2), moved, steps=4), expected, strict=True):
+        assert_same_bits(of_ranks, of_ranks_expected)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_state_on_disk_is_saved_and_restored_like_any(ranks: Ranks, tmp_path: Path, way: str) -> None:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    kept = in_memory(way, zero=2)
+    moved = on_disk(kept, folder)
+    found = {}
+    for name, config in (("kept", kept), ("moved", moved)):
+        found[name] = ranks(2).run(save_and_go_on, config=config, place=tmp_path / name)
+    assert found["moved"] == found["kept"]
+    for source, target, config in (
+        ("moved", "moved", moved),
+        ("moved", "kept", kept),
+        ("kept", "moved", moved),
+    ):
+        going_on = ranks(2).run(
+            restore_and_go_on, config=config, place=tmp_path / source, topic=f"to {target}"
+        )
+        for (rows, state, restored, again), expected in zip(going_on, found["kept"], strict=True):
+            assert (rows, state) == expected, f"{source} → {target}"
+            assert restored == again
+    assert list(folder.iterdir()) == []
+
+
+def test_a_run_on_disk_that_is_killed_goes_on_bit_for_bit(
+    ranks: Ranks, alone: tuple[Path, list[dict[str, str]]], tmp_path: Path
+) -> None:
+    """By attempts of the trainer, whose saves are put together on that disk too."""
+    path, expected = alone
+    folder, broken = tmp_path / "disk", tmp_path / "run"
+    folder.mkdir()
+    usual = attempts.config_of()
+    until_killed = on_disk(attempts.config_of(inject=attempts.kill_all(9)), folder)
+    ended = ranks(2).run(attempts.attempt_of, path=broken, attempt=0, config=until_killed)
+    assert ended == [None, None]
+    config = on_disk(usual, folder)
+    assert ranks(2).run(attempts.attempt_of, path=broken, attempt=1, config=config) == expected
+    assert attempts.rows(broken) == attempts.rows(path)
+    assert attempts.restored(broken)["step"] == attempts.EVERY
+    # And from there in memory again.
+    longer = attempts.with_steps(usual, attempts.STEPS + 2)
+    ranks(2).run(attempts.attempt_of, path=broken, attempt=2, config=longer)
+    assert attempts.rows(broken)[: attempts.STEPS] == attempts.rows(path)
+    assert list(folder.iterdir()) == []
