@@ -49,7 +49,10 @@ class NetworkConfig:
 
 @dataclass(frozen=True)
 class ContainerConfig:
-    """Image the ranks run in: Pyxis (`image`, `mounts`) or a prefix such as `apptainer exec image.sif`."""
+    """Image the ranks run in: Pyxis (`image`, `mounts`) or a prefix such as `apptainer exec image.sif`.
+
+    Folders of the run, its data and its checkpoints that `mounts` leaves out are mounted too.
+    """
 
     image: str | None = None
     mounts: list[str] = field(default_factory=list)
@@ -82,7 +85,9 @@ class ClusterConfig:
     # H100 (50,700; arXiv:2407.21783). For checkpoint.every_steps=auto and `orchestra plan --goodput`.
     mtbf_device_hours: float | None = None
     network: NetworkConfig = field(default_factory=NetworkConfig)
+    # Lines of the batch script before anything of ours. One that fails ends the job, but with setup_may_fail.
     setup: list[str] = field(default_factory=list)
+    setup_may_fail: bool = False
     container: ContainerConfig = field(default_factory=ContainerConfig)
     partition: str | None = None
     account: str | None = None
