@@ -49,7 +49,10 @@ class NetworkConfig:
 
 @dataclass(frozen=True)
 class ContainerConfig:
-    """Image the ranks run in: Pyxis (`image`, `mounts`) or a prefix such as `apptainer exec image.sif`."""
+    """Image the ranks run in: Pyxis (`image`, `mounts`) or a prefix such as `apptainer exec image.sif`.
+
+    Folders of the run, its data and its checkpoints that `mounts` leaves out are mounted too.
+    """
 
     image: str | None = None
     mounts: list[str] = field(default_factory=list)
@@ -85,7 +88,9 @@ class ClusterConfig:
     # What a node's own disk reads and writes, for planning parallelism.offload=optimizer_disk; null: 2.5e9, a
     # single NVMe drive.
     disk_bytes_per_s: float | None = None
+    # Lines of the batch script before anything of ours. One that fails ends the job, but with setup_may_fail.
     setup: list[str] = field(default_factory=list)
+    setup_may_fail: bool = False
     container: ContainerConfig = field(default_factory=ContainerConfig)
     partition: str | None = None
     account: str | None = None

@@ -59,6 +59,11 @@ class BatchJob:
     gpus_per_node: int | None = None
     cpus_per_task: int | None = None
     setup: tuple[str, ...] = ()
+    # What the batch script becomes when one of them fails, its number (from 1) and its exit code as the last
+    # words. Empty: such a line is passed over.
+    setup_failed: tuple[str, ...] = ()
+    # What a reader of the script is told after Slurm's options.
+    notes: tuple[str, ...] = ()
     # Pyxis and the like: options of srun.
     srun_options: tuple[str, ...] = ()
     # Several such jobs, one for each task number: 0-11, 0,3-5. None: one job.
@@ -86,6 +91,7 @@ def rendered(job: BatchJob) -> str:
     options = _options(job)
     lines = ["#!/bin/bash", "", "# Parameters"]
     lines += [_directive(name, options[name]) for name in sorted(options)]
+    lines += [f"# {note}" for note in job.notes]
     lines += ["", "# setup", *_setup(job)]
     # With this variable `submitit.JobEnvironment()`, called by code in the job, describes the Slurm job.
     lines += ["", "# command", "export SUBMITIT_EXECUTOR=slurm"]
@@ -138,10 +144,35 @@ def _log_file(job: BatchJob) -> str:
 
 def _setup(job: BatchJob) -> list[str]:
     """Return the lines before srun: those of the configuration, then ours, which stay the stronger ones."""
-    lines = [*job.setup, *([""] if job.setup else []), *(_export(*pair) for pair in job.exports.items())]
+    exports = [_export(*pair) for pair in job.exports.items()]
+    lines = [*_watched(job), ""] if job.setup else []
+    lines += exports
     if job.beside_step:
         lines.append(f'{shlex.join(job.beside_step)} "$$" &')
     return lines
+
+
+def _watched(job: BatchJob) -> list[str]:
+    """Return the set-up lines of the configuration, between those that end the job when one of them fails.
+
+    What counts is how a line itself ends: commands inside of files that it sources, of functions and of
+    conditions may fail.
+    """
+    if not job.setup_failed:
+        return list(job.setup)
+    # Its interpreter needs what is exported only later.
+    exports = " ".join(f"{name}={shlex.quote(value)}" for name, value in job.exports.items())
+    return [
+        "setup_failed() {",
+        '  [ "${#BASH_SOURCE[@]}" -gt "$((setup_depth + 1))" ] && return',
+        '  echo "set-up line $2 failed with exit code $1" >&2',
+        f'  {exports} exec {shlex.join(job.setup_failed)} "$2" "$1"',
+        "}",
+        "setup_depth=${#BASH_SOURCE[@]}",
+        'setup_begin=$LINENO; trap \'setup_failed "$?" "$((LINENO - setup_begin))"\' ERR',
+        *job.setup,
+        "trap - ERR",
+    ]
 
 
 def _srun_line(job: BatchJob, cpus: object) -> str:
@@ -159,7 +190,11 @@ def _srun_line(job: BatchJob, cpus: object) -> str:
 
 
 def _export(name: str, value: str) -> str:
-    """Return the line that exports a variable; a search path keeps what the set-up lines put into it."""
+    """Return the line that exports a variable; a search path and a list of mounts keep what the set-up lines
+    put into them.
+    """
+    if name.endswith("_BIND"):
+        return f"export {name}={shlex.quote(value)}${{{name}:+,${name}}}"
     if name.endswith("PATH") and not name.endswith("SAFEPATH"):
         return f"export {name}={shlex.quote(value)}${{{name}:+:${name}}}"
     return f"export {name}={shlex.quote(value)}"

@@ -34,11 +34,13 @@ from orchestra.agents.node_check.own_check import node_check_of
 from orchestra.agents.node_copies import COPIES, open_copies
 from orchestra.agents.slurm_job import SlurmJob
 from orchestra.agents.wait_for_nodes import NODES_TIMEOUT_S
+from orchestra.data.block_checks import forget_blocks
 from orchestra.errors import EXIT_FAILED, LaunchError, RivalError
 from orchestra.recovery.history import attempt_of
 from orchestra.recovery.incidents import Verdict, node_verdict
 from orchestra.run.config_file import read_config
 from orchestra.run.events import read_events
+from orchestra.run.heartbeat import beats_folder
 from orchestra.run.paths import RunDir, SweepDir
 from orchestra.submit.launch import worker_environment
 
@@ -106,6 +108,8 @@ def attend(
             node_check.close()
         if context.fork_server is not None:
             context.fork_server.close()
+        with contextlib.suppress(OSError):
+            forget_blocks(beats_folder(context.run))
         context.group.leave()
 
 

@@ -25,6 +25,7 @@ from orchestra.run.files import read_last_lines
 from orchestra.run.metrics_file import sound_row
 from orchestra.run.paths import RunDir
 from orchestra.sizes.topology import batch_shape, has_open_micro_batch, layout
+from orchestra.submit.claims import upcoming_attempt
 
 # As much of the metrics as holds their last row.
 _ROW_BYTES = 1 << 14
@@ -145,6 +146,21 @@ def write_started(record: AttemptRecord, config: Config, spec: LaunchSpec, **con
         )
     except OSError as error:
         raise LaunchError(f"{record.run.events}: cannot be written: {error.strerror}") from error
+
+
+def write_start_failed(run: RunDir, crew: str, job: str | None, code: int, cause: str) -> None:
+    """Write down that a start of a job ended before its attempt began: nothing else would tell why.
+
+    `crew` names the start; without a `job` the command itself says it. Raises OSError.
+    """
+    if job is None:
+        return
+    # The attempt never was, and its number is free.
+    events = EventWriter(run, f"crew.{crew}", upcoming_attempt(run) - 1, before_start=True)
+    try:
+        events.write("start_failed", job=job, code=code, cause=cause)
+    finally:
+        events.close()
 
 
 class AttemptRecords:

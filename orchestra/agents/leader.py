@@ -21,7 +21,7 @@ from orchestra.agents.attempt_record import AttemptRecord, write_started
 from orchestra.agents.context import END, REFUSE, SCHEDULER_S, START, AgentContext, attempt_number, host_of
 from orchestra.agents.node_check.after_hang import RingAnswers, cut_off
 from orchestra.agents.node_copies import MEMORY, memory_of
-from orchestra.agents.wait_for_nodes import Preflight, WaitForNodes, called_off
+from orchestra.agents.wait_for_nodes import Preflight, WaitForNodes, called_off, start_failed
 from orchestra.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, LaunchError
 from orchestra.recovery import history
 from orchestra.recovery.incidents import Incident, Verdict, incidents, node_verdict
@@ -87,7 +87,9 @@ class Leader:
         if nodes is None:
             outcome = self._preflight.go_elsewhere(members)
             if outcome is None:
-                raise LaunchError(self._preflight.unfit_words(members) or self._wait.too_few(members))
+                words = self._preflight.unfit_words(members) or self._wait.too_few(members)
+                start_failed(context, EXIT_FAILED, words)
+                raise LaunchError(words)
             self._order_end(0, EXIT_FAILED, outcome)
             return
         self._start(0, nodes, members, wait_s=0.0)

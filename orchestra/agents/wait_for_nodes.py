@@ -14,6 +14,7 @@ from typing import Any
 from launchers.node_group import GroupMember
 from orchestra.agents import choose_nodes
 from orchestra.agents.attempt import requests_of
+from orchestra.agents.attempt_record import write_start_failed
 from orchestra.agents.choose_nodes import are_checked, doubts, preferred, slow, words_of, write_findings
 from orchestra.agents.context import AgentContext
 from orchestra.errors import EXIT_DO_NOT_RESTART, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, LaunchError
@@ -154,6 +155,13 @@ def moves(events: Iterable[Record], since: str = "attempt_started", **facts: Any
     return count
 
 
+def start_failed(context: AgentContext, code: int, cause: str) -> None:
+    """Write down why this start of the job ends before an attempt. *The leader only*. Raises OSError."""
+    write_start_failed(
+        context.run, context.group.folder.name, context.scheduler.facts().get("job"), code, cause
+    )
+
+
 def called_off(context: AgentContext) -> tuple[int, str]:
     """Let the run go on as after an attempt that was warned; return the exit code, and in a few words what
     was done. *The leader only*, before the first order. Raises OSError.
@@ -172,7 +180,9 @@ def called_off(context: AgentContext) -> tuple[int, str]:
         limit = context.config.cluster.time_limit
         starts = f"{_MOST_TOO_LATE} starts in a row ended before an attempt began"
         remedy = f"(cluster.time_limit={limit}); resume it with a longer time limit"
-        return EXIT_DO_NOT_RESTART, f"{words}: {starts} {remedy}"
+        cause = f"{words}: {starts} {remedy}"
+        start_failed(context, EXIT_DO_NOT_RESTART, cause)
+        return EXIT_DO_NOT_RESTART, cause
     # What follows the attempt before: this one never was, and its number is free.
     name = f"crew.{context.group.folder.name}"
     events = EventWriter(context.run, name, attempt - 1, before_start=True)

@@ -38,6 +38,7 @@ VERBS = {
     "checkpoint export": "write a checkpoint for Hugging Face",
     "checkpoint import": "check a Hugging Face folder to start from",
     "data pack": "turn text into token files",
+    "data verify": "check every byte of token files",
     "doctor": "check this machine and the cluster",
     "bench network": "measure bandwidth inside and between nodes",
 }

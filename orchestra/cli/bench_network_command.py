@@ -20,9 +20,8 @@ from orchestra.config.machine import Situation, this_machine
 from orchestra.errors import EXIT_DONE, ConfigError, LaunchError
 from orchestra.sizes.network import write_measured
 from orchestra.sizes.units import binary
-from orchestra.submit.job import Share
 from orchestra.submit.network_bench import file_of, measure_as_job, measure_here, planned_script
-from orchestra.submit.site import Site, ask, cpus_of_share
+from orchestra.submit.site import Site, ask
 
 if TYPE_CHECKING:
     from conf.schema import Config
@@ -102,7 +101,7 @@ def _here(config: Config, arguments: Namespace) -> int:
 
 
 def _in_a_job(config: Config, site: Site, arguments: Namespace) -> int:
-    share = Share(cpus_of_share(config, site.partitions or ()))
+    share = site.share_of_nodes(config)
     if config.cluster.nodes * int(config.cluster.gpus_per_node) < 2:
         raise ConfigError("one node with one rank has no network to measure; use cluster.nodes=2")
     if arguments.dry_run:

@@ -124,9 +124,9 @@ def _print_result(result: PackResult, *, as_json: bool) -> None:
         return
     megabytes = result.text_bytes / 1e6
     print(
-        f"{result.prefix}.bin: tokens {result.num_tokens:,} ({result.dtype}), documents "
+        f"{result.prefix}.bin: tokens {result.num_tokens:,} ({result.dtype}, vocabulary "
+        f"{result.vocab_size:,}), documents "
         f"{result.num_documents:,}, files {result.num_files:,}, text {megabytes:,.1f} MB in "
         f"{result.seconds:.1f} s ({megabytes / result.seconds:,.1f} MB/s)"
     )
-    keys = f"data=tokens data.path={result.prefix} model.vocab_size={result.vocab_size}"
-    print(f"train on it: orchestra run {keys}")
+    print(f"train on it: orchestra run data=tokens data.path={result.prefix}")

@@ -33,7 +33,7 @@ from orchestra.errors import EXIT_DONE, EXIT_FAILED, ConfigError
 from orchestra.recovery.history import last_attempt, newest_checkpoint
 from orchestra.recovery.incidents import Incident, Kind, Verdict
 from orchestra.report.attempts import GAVE_UP, EndedAttempt, ended_attempts
-from orchestra.report.run_state import MemberState, RunState, SweepState, read_ending
+from orchestra.report.run_state import MemberState, RunState, SweepState, read_ending, start_failure
 from orchestra.report.scheduler import job_logs, read_states
 from orchestra.run.events import read_events
 from orchestra.run.files import Record
@@ -83,7 +83,8 @@ def _of_run(state: RunState, arguments: Namespace) -> list[str]:
     attempt = last_attempt(events)
     _, verdict = read_ending(run, events, now)
     attempts = ended_attempts(events)
-    if verdict is not None and attempts and attempts[-1].code is not None:
+    began = start_failure(run, events) is None
+    if verdict is not None and began and attempts and attempts[-1].code is not None:
         # Why the run was given up is more than what ended its last attempt.
         verdict = dataclasses.replace(verdict, code=attempts[-1].code)
     if arguments.json:
@@ -101,6 +102,8 @@ def _of_run(state: RunState, arguments: Namespace) -> list[str]:
         }
         return [json.dumps(answer, indent=2)]
     before = [*attempt_lines(attempts), *node_lines(events), *spent_lines(run, events, state.state, now)]
+    if not began:
+        return [*_without_verdict(run, state), *before, *_how_to_go_on(run, state, verdict, events)]
     if verdict is None or attempt is None or state.state not in (RunPhase.failed, verdict.state):
         return [*_without_verdict(run, state), *before, *_how_to_go_on(run, state, None, events)]
     if verdict.state is RunPhase.failed:

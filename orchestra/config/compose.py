@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
+from pathlib import Path
 from typing import Any, cast
 
 import hydra
@@ -25,7 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError
 
-from conf.schema import Config
+from conf.schema import Config, ModelConfig, Source
 from orchestra.config.keys import shown
 from orchestra.config.machine import Situation, resolved, this_machine
 from orchestra.config.overrides import SEARCH_PATH, Checked, check_overrides
@@ -37,11 +38,14 @@ from orchestra.config.preset_files import (
     unquoted_times,
 )
 from orchestra.config.rules.all_rules import problems_of
-from orchestra.errors import ConfigError
+from orchestra.data.token_files import local_prefix, read_index, token_file_prefix
+from orchestra.errors import ConfigError, DataError
 from orchestra.run.config_file import to_yaml, writable_schema
 from orchestra.run.planned_faults import spelled
 
 _MAIN = "train"
+# A vocabulary's size is padded to it: matrices of other sizes are slow, and tensor parallelism cuts them.
+_VOCABULARY_MULTIPLE = 16
 # What goes wrong where Hydra or YAML cannot use what somebody wrote.
 _UNUSABLE = (HydraException, OmegaConfBaseException, YAMLError, OSError, ValueError, TypeError)
 
@@ -67,7 +71,9 @@ def compose(overrides: Sequence[str], situation: Situation | None = None) -> Com
     checked = check_overrides(overrides)
     try:
         values, presets = merge(checked)
-        config, broken = settled(typed(values), checked, situation or this_machine())
+        config, broken = settled(
+            with_vocabulary(typed(values), checked.keys), checked, situation or this_machine()
+        )
     except ConfigError as error:
         raise _refusal([*checked.problems, *error.problems]) from error
     if problems := [*checked.problems, *broken]:
@@ -172,6 +178,28 @@ def _tree_problems(checked: Checked) -> list[str]:
     except _UNUSABLE as error:
         problems.append(in_one_line(error))
     return problems
+
+
+def with_vocabulary(config: Config, keys: set[str]) -> Config:
+    """Return the configuration of a new run with the vocabulary of its token files, where none was given.
+
+    As by default it is padded to a multiple of 16. Remote files are not read here; of files that cannot be
+    read a rule tells.
+    """
+    model, data = config.model, config.data
+    is_given = "model.vocab_size" in keys or model.vocab_size != ModelConfig.vocab_size
+    if is_given or model.init_from is not None or data.source is not Source.tokens:
+        return config
+    paths = filter(None, (data.path, *(part.path for part in data.blend)))
+    prefixes = [local_prefix(token_file_prefix(path)) for path in paths]
+    try:
+        sizes = [read_index(Path(f"{prefix}.json")).vocab_size for prefix in prefixes if prefix is not None]
+    except DataError:
+        return config
+    if not sizes:
+        return config
+    size = -(-max(sizes) // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
+    return replace(config, model=replace(model, vocab_size=size))
 
 
 def batch_size_last_said(config: Config, keys: set[str]) -> Config:

@@ -23,7 +23,7 @@ from hydra.core.override_parser.types import Glob, Override, RangeSweep
 from hydra.errors import HydraException
 
 from conf.schema import Config
-from orchestra.config.compose import Composed, merge, put, settled, typed
+from orchestra.config.compose import Composed, merge, put, settled, typed, with_vocabulary
 from orchestra.config.keys import shown
 from orchestra.config.machine import Situation
 from orchestra.config.overrides import (
@@ -335,7 +335,8 @@ class _Composer:
         try:
             values = self._values(combination)
             put(values, (one for choice in combination if not choice.is_of_group for one in choice.accepted))
-            config, broken = settled(typed(values), checked, self._situation)
+            config = with_vocabulary(typed(values), checked.keys)
+            config, broken = settled(config, checked, self._situation)
         except ConfigError as error:
             return None, [*problems, *error.problems]
         return config, [*problems, *broken]

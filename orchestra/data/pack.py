@@ -296,9 +296,10 @@ class _TokenWriter:
 
 
 def _index(plan: PackPlan, writer: _TokenWriter) -> TokenIndex:
-    if writer.num_bytes == 0:
+    if writer.text_bytes == 0:
         raise DataError(
-            f"{', '.join(plan.request.inputs)}: no text in {len(plan.files)} files; nothing written"
+            f"{', '.join(plan.request.inputs)}: no text in {len(plan.files)} file(s), and nothing was "
+            f"written; give files with text"
         )
     return TokenIndex(
         dtype=dtype_for(plan.tokenizer.vocab_size),

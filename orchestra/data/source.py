@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from conf.schema import BlendPart, DataConfig, Source
+from orchestra.data.block_checks import BlockChecks
 from orchestra.data.order import Int64, sample_ids
 from orchestra.data.token_files import (
     TokenIndex,
@@ -43,14 +44,20 @@ class SampleSource(Protocol):
         """Return the sample ids at positions [position, position + count): a pure function."""
 
     def read(self, sample_id: int, out: Int64) -> None:
-        """Write the sample's seq_len + 1 tokens into `out`. Raises DataError for a token that cannot be."""
+        """Write the sample's seq_len + 1 tokens into `out`. Raises DataError for a token that cannot be, and
+        for a damaged file.
+        """
 
 
 class TokenSamples:
     """The samples of one array of tokens, in memory or mapped from a file."""
 
-    def __init__(self, tokens: Tokens, seq_len: int, vocab_size: int, name: str) -> None:
+    def __init__(
+        self, tokens: Tokens, seq_len: int, vocab_size: int, name: str, checks: BlockChecks | None = None
+    ) -> None:
+        """`checks` are those of the file that the tokens are mapped from."""
         self._tokens = tokens
+        self._checks = checks
         self._seq_len = seq_len
         self._name = name
         self.vocab_size = vocab_size
@@ -66,7 +73,10 @@ class TokenSamples:
 
     def read(self, sample_id: int, out: Int64) -> None:
         start = sample_id * self._seq_len
-        out[:] = self._tokens[start : start + self._seq_len + 1]
+        stop = start + self._seq_len + 1
+        if self._checks is not None:
+            self._checks.require(start * self._tokens.itemsize, stop * self._tokens.itemsize)
+        out[:] = self._tokens[start:stop]
         # A token beyond the vocabulary would index past the embedding: on a GPU an error without a place.
         if out.max() >= self.vocab_size:
             offset = start + int(np.flatnonzero(out >= self.vocab_size)[0])
@@ -79,11 +89,14 @@ class TokenSamples:
 
 @dataclass(frozen=True)
 class TokenFile:
-    """An open token file: the tokens [num_tokens] as a read-only view of the mapped file."""
+    """An open token file: the tokens [num_tokens] as a read-only view of the mapped file, and the checks of
+    its blocks, which come before they are read.
+    """
 
     name: str
     index: TokenIndex
     tokens: Tokens
+    checks: BlockChecks
 
 
 def open_tokens(path: str, cache_dir: str | None = None) -> TokenFile:
@@ -109,7 +122,8 @@ def open_tokens(path: str, cache_dir: str | None = None) -> TokenFile:
     except OSError as error:
         raise DataError(f"{binary}: cannot be opened ({error.strerror or error})") from error
     # Slices of a memmap carry Python attributes along; those of a plain view of it cost a third.
-    return TokenFile(f"{prefix}.bin", index, mapped.view(np.ndarray))
+    name = f"{prefix}.bin"
+    return TokenFile(name, index, mapped.view(np.ndarray), BlockChecks(binary, name, index))
 
 
 # Token files mixed by weight: which file a position reads is computed, and each file keeps its own order.
@@ -172,7 +186,9 @@ def open_blend(data: DataConfig, seq_len: int) -> SampleSource:
     parts = _parts(data)
     files = [open_tokens(part.path, data.cache_dir) for part in parts]
     _check_one_tokenizer(files)
-    samples = [TokenSamples(file.tokens, seq_len, file.index.vocab_size, file.name) for file in files]
+    samples = [
+        TokenSamples(file.tokens, seq_len, file.index.vocab_size, file.name, file.checks) for file in files
+    ]
     if len(samples) == 1:
         return samples[0]
     return Blend(samples, [part.weight for part in parts])

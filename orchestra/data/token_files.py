@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -25,9 +25,9 @@ from orchestra.sizes.units import MIB
 FORMAT = "orchestra tokens"
 VERSION = 1
 DTYPE_BYTES = {"uint16": 2, "uint32": 4}
-# One checksum for this many bytes: small enough to say where a file is damaged, and 15e12 tokens of 4 bytes
-# still need only 3 MB of index.
-BLOCK_BYTES = 256 * MIB
+# One checksum for this many bytes, which are read when the first of their samples is: small, so that the
+# first batches wait for few of them, and 1e12 tokens of 4 bytes still need only 11 MB of index.
+BLOCK_BYTES = 4 * MIB
 
 
 @dataclass(frozen=True)
@@ -143,6 +143,41 @@ def check_size(num_bytes: int, index: TokenIndex, name: str) -> None:
         )
 
 
+@dataclass(frozen=True)
+class DamagedBlock:
+    """A block whose bytes are not those that were packed."""
+
+    number: int
+    num_blocks: int
+    # Of its first byte in the token file.
+    offset: int
+    num_bytes: int
+    checksum: int
+    expected: int
+
+    def __str__(self) -> str:
+        return (
+            f"damaged in block {self.number} of {self.num_blocks} (the first is 0), the {self.num_bytes} "
+            f"bytes from offset {self.offset} on: checksum {self.checksum:08x}, its index says "
+            f"{self.expected:08x}"
+        )
+
+
+def damage_of(index: TokenIndex, number: int, checksum: int) -> DamagedBlock | None:
+    """Return what is wrong with a block that has this checksum; None where it is intact."""
+    expected = index.block_crc32[number]
+    if checksum == expected:
+        return None
+    offset, num_bytes = block_span(index, number)
+    return DamagedBlock(number, len(index.block_crc32), offset, num_bytes, checksum, expected)
+
+
+def block_span(index: TokenIndex, number: int) -> tuple[int, int]:
+    """Return a block's first byte in the token file, and how many it has."""
+    offset = number * index.block_bytes
+    return offset, min(index.block_bytes, index.num_bytes - offset)
+
+
 def _checked(values: dict[str, Any], name: str) -> TokenIndex:
     for key in ("num_tokens", "num_documents", "vocab_size", "separator_id", "block_bytes"):
         if type(values[key]) is not int or values[key] < 0:
@@ -224,25 +259,51 @@ def _read_remote(system: Any, path: str, name: str) -> bytes:
 
 
 def _copy_tokens(system: Any, path: str, name: str, target: Path, index: TokenIndex) -> None:
+    unfinished = target.with_name(f"{target.name}.unfinished")
+    with _opened(system, path, name, index) as source, unfinished.open("wb") as file:
+        for damage in _compared(source, name, index, file.write):
+            if damage is not None:
+                raise DataError(f"{name}: {damage}; upload it again or pack again")
+    unfinished.replace(target)
+
+
+def remote_blocks(prefix: str) -> tuple[TokenIndex, Iterator[DamagedBlock | None]]:
+    """Read the token file at the URL `prefix` once: its index, and for each block what is wrong with it.
+
+    Nothing is kept. Raises DataError, also while the blocks are read.
+    """
+    system, path = file_system(prefix)
+    index = parse_index(_read_remote(system, f"{path}.json", f"{prefix}.json"), f"{prefix}.json")
+    name = f"{prefix}.bin"
+
+    def blocks() -> Iterator[DamagedBlock | None]:
+        with _opened(system, f"{path}.bin", name, index) as source:
+            yield from _compared(source, name, index, lambda _: None)
+
+    return index, blocks()
+
+
+def _opened(system: Any, path: str, name: str, index: TokenIndex) -> Any:
     try:
         check_size(int(system.size(path)), index, name)
-        source = system.open(path, "rb", block_size=_READ_BYTES)
+        return system.open(path, "rb", block_size=_READ_BYTES)
     except FileNotFoundError as error:
         raise DataError(f"{name}: no such file beside its index; copy it again or pack again") from error
-    unfinished = target.with_name(f"{target.name}.unfinished")
-    with source, unfinished.open("wb") as file:
-        for number, expected in enumerate(index.block_crc32):
-            checksum, left = 0, min(index.block_bytes, index.num_bytes - number * index.block_bytes)
-            while left and (piece := _read(source, min(_READ_BYTES, left), name)):
-                file.write(piece)
-                checksum, left = zlib.crc32(piece, checksum), left - len(piece)
-            if left or checksum != expected:
-                offset = number * index.block_bytes
-                raise DataError(
-                    f"{name}: damaged in the {index.block_bytes} bytes from offset {offset} on: checksum "
-                    f"{checksum:08x}, its index says {expected:08x}; upload it again or pack again"
-                )
-    unfinished.replace(target)
+
+
+def _compared(
+    source: Any, name: str, index: TokenIndex, take: Callable[[bytes], object]
+) -> Iterator[DamagedBlock | None]:
+    """Yield for each block what is wrong with it, once `take` has its bytes."""
+    for number in range(len(index.block_crc32)):
+        checksum, left = 0, block_span(index, number)[1]
+        while left:
+            piece = _read(source, min(_READ_BYTES, left), name)
+            if not piece:
+                raise DataError(f"{name}: breaks off in block {number}; upload it again or pack again")
+            take(piece)
+            checksum, left = zlib.crc32(piece, checksum), left - len(piece)
+        yield damage_of(index, number, checksum)
 
 
 def _read(source: Any, count: int, name: str) -> bytes:

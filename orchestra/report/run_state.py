@@ -23,7 +23,7 @@ from typing import Any
 
 from launchers import processes
 from launchers.slurm.queue import SubmittedJob
-from orchestra.errors import EXIT_INTERRUPTED, EXIT_STOPPED, ConfigError
+from orchestra.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, ConfigError
 from orchestra.recovery.history import Attempt, newest_attempt, newest_checkpoint
 from orchestra.recovery.incidents import Verdict, first_failure, judge, node_verdict
 from orchestra.run.events import event_files, is_number, is_whole, read_events
@@ -167,7 +167,7 @@ _TAIL_BYTES = 1 << 15
 # The events that a state is made of.
 _EVENTS = (
     *("attempt_started", "restarting", "requeued", "cancelled", "finished", "failed", "rank_failed"),
-    *("checkpoint_committed", "restored"),
+    *("checkpoint_committed", "restored", "start_failed"),
 )
 # The writers of events that stand for a command, not for an attempt.
 _OF_COMMANDS = ("submit.", "cancel.", "verify.")
@@ -252,7 +252,9 @@ def _read_state(run: RunDir, now: float) -> RunState:
     steps = _steps(run, record)
     last = rows[-1] if rows else {}
     attempt = newest_attempt(events)
-    may_restart = state in (RunPhase.restarting, RunPhase.failed)
+    may_restart = (
+        state in (RunPhase.restarting, RunPhase.failed) and start_failure(run, events, record) is None
+    )
     restart = restart_to_come(attempt) if attempt is not None and may_restart else None
     created = record.get("created")
     return RunState(
@@ -379,6 +381,8 @@ def read_ending(
     attempt = newest_attempt(events)
     if _is_cancelled(record, events, None if attempt is None else attempt.number):
         return RunPhase.cancelled, None
+    if (failure := start_failure(run, events, record)) is not None:
+        return RunPhase.failed, failure
     if attempt is None:
         return (RunPhase.not_started if _may_still_start(record) else RunPhase.died), None
     verdict = node_verdict(attempt)
@@ -399,6 +403,20 @@ def read_ending(
     if leader_lives(attempt.start):
         return RunPhase.running, None
     return _without_leader(attempt)
+
+
+def start_failure(run: RunDir, events: list[Record], record: Record | None = None) -> Verdict | None:
+    """Return why the run's newest job ended before an attempt of it began; None where it did not.
+
+    `record` is the run's, where it was read already.
+    """
+    starts = [event for event in events if event["event"] in ("attempt_started", "start_failed")]
+    if not starts or starts[-1]["event"] != "start_failed":
+        return None
+    job = job_of_record(run, read_record(run) if record is None else record)
+    if job is None or job.label is None or job.label != starts[-1].get("job"):
+        return None
+    return Verdict(int(starts[-1].get("code", EXIT_FAILED)), str(starts[-1].get("cause")), explained=True)
 
 
 def _is_cancelled(record: Record, events: list[Record], attempt: int | None) -> bool:

@@ -1,4 +1,6 @@
-"""From a configuration to the description of the Slurm job that trains it: pure functions."""
+"""From a configuration to the description of the Slurm job that trains it. Reads nothing but which folders a
+container must be given.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +10,19 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from conf.schema import Config, ContainerConfig, Device, Requeue
+from conf.schema import Config, Device, Requeue
 from launchers.slurm.batch_script import BatchJob
 from orchestra.config.rules.place_rules import warning_lead_s
 from orchestra.run.paths import RunDir, SweepDir
+from orchestra.submit.container_mounts import image_mounts, prefix_variable
 
 NODE_MODULE = "orchestra.agents"
 _SRUN_FAILED_MODULE = "orchestra.agents.srun_failed"
 _SRUN_WATCH_MODULE = "orchestra.agents.srun_watch"
+_SETUP_FAILED_MODULE = "orchestra.agents.setup_failed"
 _TOKEN_BYTES = 8
 _GPU_OPTIONS = ("gres", "gpus", "gpus_per_task", "gpus_per_socket")
+_MEMORY_OPTIONS = ("mem", "mem_per_cpu", "mem_per_gpu")
 _TOKEN_PREFIX = "orchestra:"
 
 
@@ -34,6 +39,10 @@ class Share:
     cpus: int | None = None
     # Hosts on the cluster's list of those that failed.
     without: tuple[str, ...] = ()
+    # Whether the job takes all GPUs of each node that it could get.
+    has_whole_nodes: bool = False
+    # Whether the cluster could be asked.
+    is_asked: bool = True
 
 
 def batch_job(config: Config, run: RunDir, token: str, share: Share | None = None) -> BatchJob:
@@ -67,32 +76,54 @@ def _job(
         "exclude": list(dict.fromkeys([*cluster.exclude, *share.without])) or None,
         **cluster.slurm_extra,
     }
-    prefix, srun_options = _container(cluster.container, place)
+    cpus = _cpus(config, ranks, share)
+    on_gpus = cluster.device is not Device.cpu
+    says_memory = _names_any(options, _MEMORY_OPTIONS)
+    if on_gpus and not says_memory and (share.has_whole_nodes or options.get("exclusive") is True):
+        # Slurm gives what a site's default says, which may be little, and the rest to nobody.
+        options["mem"] = 0
+        says_memory = True
+    prefix, srun_options, exports = _container(config, place)
     return BatchJob(
         name=place.name,
         num_nodes=cluster.nodes + cluster.spare_nodes,
         survives_nodes=True,
-        command=(*prefix, _python(cluster.container), "-u", "-m", NODE_MODULE, *arguments),
+        command=(*prefix, _python(config), "-u", "-m", NODE_MODULE, *arguments),
         # On the first node itself, where a container's interpreter is not.
         beside_step=(sys.executable, "-m", _SRUN_WATCH_MODULE, *arguments),
         after_failure=(sys.executable, "-u", "-m", _SRUN_FAILED_MODULE, *arguments),
         log_folder=place.job_logs,
         directory=place.path,
         comment=token,
-        exports={"PYTHONPATH": str(place.code), "PYTHONSAFEPATH": "1"},
+        exports={"PYTHONPATH": str(place.code), "PYTHONSAFEPATH": "1", **exports},
         warning_lead_s=warning_lead_s(config),
         requeue=cluster.requeue is Requeue.requeue,
-        gpus_per_node=None if cluster.device is Device.cpu or _asks_for_gpus(options) else ranks,
-        cpus_per_task=_cpus(config, ranks, share),
+        # In a site's own words GPUs are asked for once: Slurm takes no second ones beside them.
+        gpus_per_node=ranks if on_gpus and not _names_any(options, _GPU_OPTIONS) else None,
+        cpus_per_task=cpus,
         setup=tuple(cluster.setup),
+        setup_failed=()
+        if cluster.setup_may_fail
+        else (sys.executable, "-u", "-m", _SETUP_FAILED_MODULE, *arguments),
+        notes=() if share.is_asked or not on_gpus else _missing(cpus is None, not says_memory),
         srun_options=srun_options,
         options=options,
     )
 
 
-def _asks_for_gpus(options: Mapping[str, object]) -> bool:
-    """Whether GPUs are asked for in a site's own words, beside which Slurm takes no second ones."""
-    return any(name.removeprefix("--").replace("-", "_") in _GPU_OPTIONS for name in options)
+def _names_any(options: Mapping[str, object], names: tuple[str, ...]) -> bool:
+    """Whether the site's own options say one of these."""
+    return any(name.removeprefix("--").replace("-", "_") in names for name in options)
+
+
+def _missing(lacks_cpus: bool, lacks_memory: bool) -> tuple[str, ...]:
+    """Return what a script says of the lines that it would have if Slurm had told what the nodes have."""
+    lines = []
+    if lacks_cpus:
+        lines.append("  --cpus-per-task  cores that go with the GPUs; cluster.threads_per_rank=N says them")
+    if lacks_memory:
+        lines.append("  --mem            all memory of whole nodes; cluster.slurm_extra.mem=0 says so")
+    return ("Missing, since Slurm could not be asked what the nodes have:", *lines) if lines else ()
 
 
 def _cpus(config: Config, ranks: int, share: Share) -> int | None:
@@ -103,22 +134,26 @@ def _cpus(config: Config, ranks: int, share: Share) -> int | None:
     return ranks if config.cluster.device is Device.cpu else share.cpus
 
 
-def _python(container: ContainerConfig) -> str:
+def _python(config: Config) -> str:
     """The interpreter of this machine is not the container's."""
+    container = config.cluster.container
     return "python3" if container.image or container.prefix else sys.executable
 
 
 def _container(
-    container: ContainerConfig, place: RunDir | SweepDir
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the words before the command, and the options of srun (Pyxis), that put it into a container."""
+    config: Config, place: RunDir | SweepDir
+) -> tuple[tuple[str, ...], tuple[str, ...], dict[str, str]]:
+    """Return the words before the command, the options of srun (Pyxis) and the variables that put it into a
+    container which shows what the ranks need.
+    """
+    container, parent = config.cluster.container, place.path.parent
     if container.image is None and container.prefix is None:
-        return (), ()
+        return (), (), {}
     # Said again inside: an image's own variables may be stronger than the job's.
     inside = ("env", f"PYTHONPATH={place.code}", "PYTHONSAFEPATH=1")
     words = (*shlex.split(container.prefix or ""), *inside)
     if container.image is None:
-        return words, ()
-    parent = place.path.parent
-    mounts = ",".join([f"{parent}:{parent}", *container.mounts])
-    return words, (f"--container-image={container.image}", f"--container-mounts={mounts}")
+        variable = prefix_variable(config, parent)
+        return words, (), dict([variable] if variable else [])
+    mounts = ",".join(image_mounts(config, parent))
+    return words, (f"--container-image={container.image}", f"--container-mounts={mounts}"), {}

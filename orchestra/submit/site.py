@@ -22,6 +22,7 @@ from orchestra.config.keys import nearest
 from orchestra.errors import ConfigError, LaunchError
 from orchestra.recovery.excluded_hosts import excluded_folder, shared_folder
 from orchestra.sizes.units import slurm_time_s
+from orchestra.submit.container_mounts import mount_problems
 from orchestra.submit.hosts_to_avoid import left_out
 from orchestra.submit.job import Share
 from orchestra.submit.new_run import parent_of_runs
@@ -89,6 +90,7 @@ class Site:
             yield from error.problems
         else:
             yield from folder_problems(folder, _mounts())
+            yield from mount_problems(config, folder)
         if self.silence is not None and not self.is_dry:
             # Of a Slurm that is silent `require` tells.
             if isinstance(self.silence, SlurmMissing):
@@ -110,8 +112,9 @@ class Site:
         """Return what the cluster adds where the configuration leaves it open; tell which nodes a job does
         not get because they failed before.
         """
+        share = self.share_of_nodes(config)
         if self.partitions is None:
-            return Share()
+            return share
         own = config.cluster
         without: tuple[str, ...] = ()
         if config.recovery.exclude_hours > 0:
@@ -119,7 +122,15 @@ class Site:
             recent = int(time.monotonic() / _ASK_AGAIN_S)
             wanted = own.nodes + own.spare_nodes
             without = hosts_left_out(runs, own.partition, wanted, tuple(own.exclude), recent)
-        return Share(cpus_of_share(config, self.partitions), without)
+        return replace(share, without=without)
+
+    def share_of_nodes(self, config: Config) -> Share:
+        """Return what of a node goes with the GPUs that a job takes of it, whichever nodes it gets."""
+        if self.partitions is None:
+            return Share(is_asked=False)
+        return Share(
+            cpus_of_share(config, self.partitions), has_whole_nodes=has_whole_nodes(config, self.partitions)
+        )
 
     def array_size(self) -> int:
         """Ask how many tasks an array may have. Raises ConfigError where the site takes no arrays."""
@@ -216,6 +227,13 @@ def cpus_of_share(config: Config, partitions: Sequence[Partition]) -> int | None
     if not fitting or not isinstance(ranks, int):
         return None
     return max(1, min(kind.num_cpus * ranks // kind.num_gpus for kind in fitting))
+
+
+def has_whole_nodes(config: Config, partitions: Sequence[Partition]) -> bool:
+    """Whether a job takes all GPUs of each node that it could get."""
+    ranks = config.cluster.gpus_per_node
+    counts = {kind.num_gpus for partition in chosen(config, partitions) for kind in partition.kinds}
+    return isinstance(ranks, int) and {count for count in counts if count >= ranks} == {ranks}
 
 
 def site_problems(config: Config, partitions: Sequence[Partition]) -> Iterator[str]:

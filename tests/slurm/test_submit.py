@@ -80,6 +80,19 @@ def test_neither_a_later_edit_of_the_source_nor_the_callers_own_allocation_reach
     assert "PMIX_RANK" not in inside
 
 
+def test_a_set_up_line_that_fails_ends_the_job_and_is_named(cluster: Site) -> None:
+    """A function as `module` is, with a command inside that fails; the second one fails itself."""
+    load = "load() { ls /nowhere; [ $1 = cuda ]; }"
+    setup = f"cluster.setup=['{load}','load cuda','load nosuch']"
+    run = cluster.submit_run("unset", "cluster.nodes=2", "train.steps=2", setup)
+    run.assert_job_ends("FAILED", "93:0")
+    words = "line 3 of cluster.setup `load nosuch` failed with exit code 1"
+    assert f"unset: failed: {words}" in cluster.orchestra("why", "unset").stdout
+    assert run.status()["code"] == 93
+    cluster.orchestra("resume", "unset", "cluster.setup_may_fail=true")
+    run.wait_for_step(2)
+
+
 def test_lost_answer_of_sbatch_submits_no_second_job(cluster: Site) -> None:
     run = cluster.submit_run("lost", "train.steps=1", HELD, **cluster.lost_answer_of_sbatch())
     assert cluster.queue("--name=lost", "--format=%i") == [run.job]

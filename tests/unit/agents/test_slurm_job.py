@@ -251,6 +251,8 @@ def test_jobs_that_are_over_before_anything_begins_are_not_started_for_ever(
     run: RunDir, slurm: Slurm, signals: JobSignals
 ) -> None:
     codes = [called_off(warned(run, signals))[0] for _ in range(4)]
+    (told,) = [event for event in read_events(run) if event["event"] == "start_failed"]
+    assert (told["job"], told["code"]) == (TASK.job, EXIT_DO_NOT_RESTART)
     assert codes == [EXIT_STOPPED] * 3 + [EXIT_DO_NOT_RESTART]
     assert len(slurm.calls("scontrol requeue")) == 3
     EventWriter(run, node_writer(0, 0), 0).write("attempt_started", node=0)

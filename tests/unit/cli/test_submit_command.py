@@ -63,3 +63,49 @@ def test_gpus_are_asked_for_with_their_share_of_the_cores(tmp_path: Path) -> Non
     assert "#SBATCH --gres=gpu:h100:4\n" in named
     assert "gpus-per-node" not in named
     assert "#SBATCH --cpus-per-task=12\n" in script(threads_per_rank=3)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "share", "line"),
+    [
+        ({}, Share(24, has_whole_nodes=True), "#SBATCH --mem=0\n"),
+        ({"slurm_extra": {"exclusive": True}}, Share(24), "#SBATCH --mem=0\n"),
+        ({}, Share(24), None),
+        ({"device": Device.cpu}, Share(24, has_whole_nodes=True), None),
+        ({"slurm_extra": {"mem": "200G"}}, Share(24, has_whole_nodes=True), "#SBATCH --mem=200G\n"),
+        ({"slurm_extra": {"mem-per-gpu": "20G"}}, Share(24, has_whole_nodes=True), None),
+        ({"slurm_extra": {"mem": None}}, Share(24, has_whole_nodes=True), None),
+    ],
+    ids=["whole nodes", "exclusive", "parts of nodes", "cpu", "said", "said per GPU", "left to the site"],
+)
+def test_whole_nodes_with_gpus_are_asked_for_with_all_their_memory(
+    tmp_path: Path, cluster: dict[str, Any], share: Share, line: str | None
+) -> None:
+    base = ClusterConfig(launcher=LauncherName.slurm, device=Device.cuda, gpus_per_node=4, nodes=2)
+    config = dataclasses.replace(Config(), cluster=dataclasses.replace(base, **cluster))
+    script = rendered(batch_job(config, RunDir(tmp_path / "mine"), "orchestra:1", share))
+    assert line is None or line in script
+    assert ("--mem=" in script) == (line is not None)
+
+
+def test_0_is_said_to_slurm(orchestra: CommandLine) -> None:
+    script = orchestra("submit", *CPU, "cluster.slurm_extra={mem: 0, nice: 0}", "--dry-run").out
+    assert "#SBATCH --mem=0\n#SBATCH --nice=0\n" in script
+
+
+def test_a_script_written_without_slurm_says_which_lines_are_missing(orchestra: CommandLine) -> None:
+    gpus = ("cluster.device=cuda", "cluster.gpus_per_node=8", "run.name=mine", "--dry-run")
+    script = orchestra("submit", *gpus).out
+    assert "# Missing, since Slurm could not be asked" in script
+    assert "#   --cpus-per-task " in script
+    assert "#   --mem " in script
+    full = ("cluster.threads_per_rank=4", "cluster.slurm_extra.mem=0")
+    assert "Missing" not in orchestra("submit", *gpus, *full).out
+    assert "Missing" not in orchestra("submit", *CPU, "--dry-run").out
+
+
+def test_a_set_up_line_may_fail_where_that_is_said(orchestra: CommandLine) -> None:
+    line = "cluster.setup=[module load nosuch]"
+    assert "trap 'setup_failed" in orchestra("submit", *CPU, line, "--dry-run").out
+    script = orchestra("submit", *CPU, line, "cluster.setup_may_fail=true", "--dry-run").out
+    assert "\n# setup\nmodule load nosuch\n\nexport PYTHONPATH=" in script

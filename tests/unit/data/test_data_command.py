@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from support.command_line import CommandLine
 
 from conf.schema import BlendPart, Config, DataConfig, ModelConfig, Source, TrainConfig
+from orchestra.config.compose import compose
 from orchestra.config.machine import Situation
 from orchestra.config.rules.place_rules import rule_data_files
+from orchestra.config.sweep import compose_members
 from orchestra.data.source import open_source
-from orchestra.errors import EXIT_FAILED, EXIT_USAGE
+from orchestra.errors import EXIT_FAILED, EXIT_USAGE, ConfigError
 
 
 @pytest.fixture
@@ -21,7 +26,7 @@ def packed(tmp_path: Path, orchestra: CommandLine) -> str:
     (tmp_path / "book.txt").write_text("ten chars\n" * 100)
     prefix = str(tmp_path / "out" / "book")
     printed = orchestra("data", "pack", str(tmp_path / "book.txt"), "--output", prefix, "--workers", "1").out
-    assert "tokens 1,001 (uint16), documents 1" in printed
+    assert "tokens 1,001 (uint16, vocabulary 257), documents 1" in printed
     return prefix
 
 
@@ -71,6 +76,64 @@ def test_wrong_requests_end_with_2_and_bad_files_with_1(tmp_path: Path, orchestr
     (tmp_path / "a.jsonl").write_text("{")
     failed = orchestra("data", "pack", str(tmp_path / "a.jsonl"), *output, code=EXIT_FAILED)
     assert "a.jsonl: line 1: not JSON" in failed.err
+
+
+def test_inputs_without_text_are_refused_and_an_empty_one_among_others_is_not(
+    tmp_path: Path, orchestra: CommandLine
+) -> None:
+    (tmp_path / "empty.txt").write_text("")
+    command = [
+        "data",
+        "pack",
+        "--workers",
+        "1",
+        "--output",
+        str(tmp_path / "out"),
+        str(tmp_path / "empty.txt"),
+    ]
+    assert "no text in 1 file(s), and nothing was written" in orchestra(*command, code=EXIT_FAILED).err
+    assert [path.name for path in tmp_path.iterdir()] == ["empty.txt"]
+    (tmp_path / "full.txt").write_text("text")
+    assert "documents 2" in orchestra(*command, str(tmp_path / "full.txt")).out
+
+
+def test_verify_reads_every_byte_and_names_each_damaged_block(packed: str, orchestra: CommandLine) -> None:
+    assert f"{packed}.bin: intact, 2.00kB in 1 block, " in orchestra("data", "verify", packed).out
+    content = bytearray(Path(f"{packed}.bin").read_bytes())
+    content[5] ^= 1
+    Path(f"{packed}.bin").write_bytes(content)
+    shown = orchestra("data", "verify", f"{packed}.bin", "--threads", "2", code=EXIT_FAILED).out
+    assert f"{packed}.bin: DAMAGED, 1 of 1 block\n" in shown
+    assert "the 2002 bytes from offset 0 on: checksum" in " ".join(shown.split())
+    done = orchestra("data", "verify", packed, "--json", code=EXIT_FAILED)
+    (record,) = json.loads(done.out)
+    assert (record["intact"], record["damages"][0]["offset"], record["num_blocks"]) == (False, 0, 1)
+    os.truncate(f"{packed}.bin", 1000)
+    assert "breaks off at offset 1000" in orchestra("data", "verify", packed, code=EXIT_FAILED).err
+    assert "no such file" in orchestra("data", "verify", packed + "x", code=EXIT_FAILED).err
+    assert "expected 1 or more" in orchestra("data", "verify", packed, "--threads", "0", code=EXIT_USAGE).err
+
+
+def test_the_vocabulary_is_that_of_the_files_where_none_is_given(
+    tmp_path: Path, packed: str, write_tokens: Callable[..., str]
+) -> None:
+    """Padded as the default is; two files need the larger one."""
+    large = write_tokens("large", np.zeros(3000, dtype=np.uint16), vocab_size=2000)
+    odd = write_tokens("odd", np.zeros(3000, dtype=np.uint16), vocab_size=2001)
+
+    def size(*overrides: str) -> int:
+        return compose(["data=tokens", *overrides], Situation("plan")).config.model.vocab_size
+
+    assert size(f"data.path={packed}") == 272
+    assert size(f"data.path={large}.bin") == 2000
+    assert size(f"data.path={odd}") == 2016
+    assert size(f"data.blend=[{{path: {packed}}},{{path: {large}}}]") == 2000
+    assert size(f"data.path={large}", "model.vocab_size=3000") == 3000
+    assert size(f"data.path={large}", "model=llama_1b") == 128256
+    with pytest.raises(ConfigError, match=r"model\.vocab_size=272 is below the 2000 tokens"):
+        size(f"data.path={large}", "model.vocab_size=272")
+    members = compose_members(["data=tokens", f"data.path={packed},{large}"], Situation("plan"))
+    assert [member.config.model.vocab_size for member in members] == [272, 2000]
 
 
 def test_rule_names_missing_and_damaged_files(packed: str) -> None:

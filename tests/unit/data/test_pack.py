@@ -296,7 +296,7 @@ GZIP, ZSTD = gzip.compress(TEXT), zstandard.compress(TEXT)
         ("a.txt.zst", ZSTD[:5000], "breaks off at offset 5000"),
         ("a.jsonl.gz", b"this is not compressed at all" * 10, "damaged"),
         ("a.jsonl.zst", b"this is not compressed at all" * 10, "damaged"),
-        ("a.jsonl", b"\n\n", "no text in 1 files; nothing written"),
+        ("a.jsonl", b"\n\n", "no text in 1 file(s), and nothing was written"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

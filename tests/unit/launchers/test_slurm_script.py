@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,17 @@ JOB = BatchJob(
     comment="orchestra:0123",
     exports={"PYTHONPATH": "/runs/my first/code", "PYTHONSAFEPATH": "1"},
     warning_lead_s=150,
+)
+
+# What stands before set-up lines, so that one that fails ends the job.
+WATCHED = (
+    "setup_failed() {",
+    '  [ "${#BASH_SOURCE[@]}" -gt "$((setup_depth + 1))" ] && return',
+    '  echo "set-up line $2 failed with exit code $1" >&2',
+    '  PYTHONPATH=\'/runs/my first/code\' PYTHONSAFEPATH=1 exec python -m setup_failed "$2" "$1"',
+    "}",
+    "setup_depth=${#BASH_SOURCE[@]}",
+    'setup_begin=$LINENO; trap \'setup_failed "$?" "$((LINENO - setup_begin))"\' ERR',
 )
 
 
@@ -56,6 +68,7 @@ def test_the_script_is_the_one_that_submitit_writes(array: str | None) -> None:
         cpus_per_task=4,
         gpus_per_node=2,
         setup=("module load 'a b'",),
+        setup_failed=("python", "-m", "setup_failed"),
         after_failure=("python", "-m", "failed"),
         options={"partition": "gpu", "constraint": "[a|b]*2", "exclude": ["n1", "n2"]},
     )
@@ -75,7 +88,9 @@ def test_the_script_is_the_one_that_submitit_writes(array: str | None) -> None:
         exclude="n1,n2",
         stderr_to_stdout=True,
         setup=[
-            *("module load 'a b'", ""),
+            *WATCHED,
+            "module load 'a b'",
+            *("trap - ERR", ""),
             "export PYTHONPATH='/runs/my first/code'${PYTHONPATH:+:$PYTHONPATH}",
             "export PYTHONSAFEPATH=1",
         ],
@@ -102,6 +117,8 @@ def test_every_option_of_sbatch_can_be_said_once() -> None:
         "mail_type": ["END", "FAIL"],
         "exclusive": True,
         "mem": 0,
+        "nice": "0",
+        "hold": False,
         "hint": None,
         "cpus-per-task": 9,
     }
@@ -109,14 +126,56 @@ def test_every_option_of_sbatch_can_be_said_once() -> None:
     said = options(script)
     assert (said["reservation"], said["mail-type"], said["exclusive"]) == ("night", "END,FAIL", "")
     assert (said["cpus-per-task"], "--cpus-per-task=9" in srun_line(script)) == ("9", True)
-    assert said["mem"] == "0", "all memory of a node"
-    assert "hint" not in said
+    assert (said["mem"], said["nice"]) == ("0", "0"), "0 is a value"
+    assert not {"hint", "hold"} & set(said)
 
 
 @pytest.mark.parametrize("name", ["signal", "--comment", "ntasks-per-node", "open_mode"])
 def test_options_that_the_script_depends_on_are_refused(name: str) -> None:
     with pytest.raises(LauncherError, match=name):
         changed(options={name: "x"})
+
+
+# What the script becomes when a set-up line failed: here it tells what it was started with.
+TELLS = ("/bin/sh", "-c", 'echo "line $1 code $2 $PYTHONSAFEPATH"', "tells")
+
+
+@pytest.mark.parametrize(
+    ("lines", "told"),
+    [
+        (["true", "nosuch_command"], "line 2 code 127 1\n"),
+        (["source /nonexistent/env.sh", "export A=1"], "line 1 code 1 1\n"),
+        (["source ./ends_well.sh", 'echo "srun has $SOURCED"'], "srun has yes\n"),
+        (["source ./ends_badly.sh"], "line 1 code 3 1\n"),
+        (["load() { false; return 4; }", "load cuda"], "line 2 code 4 1\n"),
+        (["load() { false; true; }", "load cuda"], ""),
+        (["if false; then", "  nosuch_command", "fi", "[ -z word ] && nosuch", "false || true"], ""),
+        (["for i in 1 2; do", "  false", "done"], "line 2 code 1 1\n"),
+        (["export A=1\nfalse", "true"], "line 2 code 1 1\n"),
+    ],
+    ids=["command", "source", "inside", "sourced", "function", "in function", "conditions", "loop", "block"],
+)
+@pytest.mark.parametrize("is_file", [True, False], ids=["as a file", "on standard input"])
+def test_a_set_up_line_that_fails_ends_the_script(
+    tmp_path: Path, lines: list[str], told: str, is_file: bool
+) -> None:
+    (tmp_path / "ends_well.sh").write_text("false\nexport SOURCED=yes\n")
+    (tmp_path / "ends_badly.sh").write_text("true\nfalse\nreturn 3\n")
+    (tmp_path / "srun").write_text("#!/bin/sh\nexit 0\n")
+    (tmp_path / "srun").chmod(0o755)
+    script = changed(setup=tuple(lines), setup_failed=TELLS)
+    (tmp_path / "script").write_text(script)
+    done = subprocess.run(
+        ["/bin/bash", *(["script"] if is_file else [])],
+        input=None if is_file else script,
+        cwd=tmp_path,
+        env={"PATH": f"{tmp_path}:/bin:/usr/bin"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == told
+    assert ("set-up line" in done.stderr) == told.startswith("line ")
 
 
 def test_gpus_and_requeue_follow_the_job() -> None:

@@ -19,6 +19,7 @@ from orchestra.submit.site import (
     file_system_of,
     folder_problems,
     gpu_type,
+    has_whole_nodes,
     site_problems,
 )
 
@@ -92,6 +93,14 @@ def test_cores_go_with_the_gpus() -> None:
     assert cpus_of_share(asked(gpus_per_node=2), SITE) == 24
     assert cpus_of_share(asked(gpus_per_node=8), SITE) == 96
     assert cpus_of_share(asked(partition="cpu"), SITE) is None
+
+
+def test_whole_nodes_are_those_of_which_no_gpu_is_left() -> None:
+    assert has_whole_nodes(asked(gpus_per_node=8), SITE)
+    assert not has_whole_nodes(asked(gpus_per_node=4), SITE), "the big node would keep 4"
+    assert has_whole_nodes(asked(gpus_per_node=4), (dataclasses.replace(MAIN, kinds=(GPU_NODES,)),))
+    assert not has_whole_nodes(asked(gpus_per_node=2), SITE)
+    assert not has_whole_nodes(asked(partition="cpu"), SITE)
 
 
 def test_folders_in_memory_are_not_shared() -> None:
