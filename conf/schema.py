@@ -531,6 +531,9 @@ class CheckpointConfig:
     dir: str | None = None
     # Longest wait of a save or a restore for other ranks or for the storage.
     timeout_s: float = 600.0
+    # How long the last save of an attempt is tried again, its state kept in memory: of ranks that were asked
+    # to stop, no longer than recovery.stop_timeout_s allows.
+    last_save_patience_s: float = 600.0
 
 
 class WandbMode(Enum):

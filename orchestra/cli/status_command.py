@@ -19,6 +19,7 @@ from typing import TypeVar
 from orchestra.cli.text import figures
 from orchestra.cli.text.describe import (
     attention_lines,
+    failed_saves_words,
     invocation,
     note_unanswered,
     resume_line,
@@ -130,6 +131,7 @@ def _of_run(state: RunState) -> list[str]:
         # Where Slurm names the nodes they stand with the job.
         "nodes": ", ".join(hosts) if state.state is RunPhase.running and not state.job_nodes else "",
         "saved": never_saved if state.checkpoint_step is None else f"step {state.checkpoint_step}",
+        "unsaved": "" if state.failed_saves is None else failed_saves_words(state.failed_saves),
         "starts": f"{state.attempts} attempts: {restarts}" if state.attempts > 1 else "",
         "back": _back(roll_backs(events)),
     }
@@ -231,12 +233,17 @@ def _cells(state: RunState, titles: Sequence[str]) -> tuple[str, ...]:
         "LOSS": figures.loss(state.loss),
         "TOK/S": figures.quantity(state.tokens_per_s),
         "MFU": figures.percent(state.mfu),
-        "SAVED": "-" if state.checkpoint_step is None else str(state.checkpoint_step),
+        "SAVED": _saved(state),
         "ATTEMPTS": str(state.attempts),
         "ETA": figures.duration(state.eta_s),
         "AGE": figures.age(state.age_s),
     }
     return tuple(cells[title] for title in titles)
+
+
+def _saved(state: RunState) -> str:
+    step = "-" if state.checkpoint_step is None else str(state.checkpoint_step)
+    return step if state.failed_saves is None else f"{step} ({state.failed_saves.count} failed)"
 
 
 def _of_sweep(state: SweepState, width: int | None) -> list[str]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from orchestra.cli.text import figures
 from orchestra.cli.text.describe import (
     end_of,
+    failed_saves_words,
     failure,
     invocation,
     last_lines_of,
@@ -93,6 +94,7 @@ def _of_run(state: RunState, arguments: Namespace) -> list[str]:
             "state": state.state,
             "attempt": attempt,
             "checkpoint_step": newest_checkpoint(events),
+            "failed_saves": None if state.failed_saves is None else dataclasses.asdict(state.failed_saves),
             "cause": state.cause,
             "job": state.job,
             "job_state": state.job_state,
@@ -101,7 +103,13 @@ def _of_run(state: RunState, arguments: Namespace) -> list[str]:
             "attempts": [ended.record() for ended in attempts],
         }
         return [json.dumps(answer, indent=2)]
-    before = [*attempt_lines(attempts), *node_lines(events), *spent_lines(run, events, state.state, now)]
+    unsaved = [] if state.failed_saves is None else [failed_saves_words(state.failed_saves)]
+    before = [
+        *unsaved,
+        *attempt_lines(attempts),
+        *node_lines(events),
+        *spent_lines(run, events, state.state, now),
+    ]
     if not began:
         return [*_without_verdict(run, state), *before, *_how_to_go_on(run, state, verdict, events)]
     if verdict is None or attempt is None or state.state not in (RunPhase.failed, verdict.state):

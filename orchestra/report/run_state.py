@@ -56,6 +56,32 @@ def failed_save(event: Record) -> str:
     return f"the checkpoint of step {event.get('step', '?')} was not saved: {why}"
 
 
+@dataclass(frozen=True)
+class FailedSaves:
+    """The saves since the last one that was committed: how many failed, since when (Unix seconds), and what
+    the newest says.
+    """
+
+    count: int
+    since: float
+    why: str
+
+
+def failed_saves(events: Iterable[Record]) -> FailedSaves | None:
+    """Return the saves in a row that failed at the end of a run's events; None where the newest did not."""
+    of_rank: dict[Any, list[Record]] = defaultdict(list)
+    for event in events:
+        if event.get("event") == "checkpoint_committed":
+            of_rank.clear()
+        elif event.get("event") == "checkpoint_failed" and is_number(event.get("time")):
+            of_rank[event.get("rank")].append(event)
+    if not of_rank:
+        return None
+    # Every rank tells of every save; one that was cut off tells of fewer.
+    failed = max(of_rank.values(), key=len)
+    return FailedSaves(len(failed), float(failed[0]["time"]), failed_save(failed[-1]))
+
+
 def passed_over(event: Record) -> list[str]:
     """Return a sentence for each newer checkpoint that a `restored` event says was not taken."""
     skipped = event.get("skipped")
@@ -167,7 +193,7 @@ _TAIL_BYTES = 1 << 15
 # The events that a state is made of.
 _EVENTS = (
     *("attempt_started", "restarting", "requeued", "cancelled", "finished", "failed", "rank_failed"),
-    *("checkpoint_committed", "restored", "start_failed"),
+    *("checkpoint_committed", "checkpoint_failed", "restored", "start_failed"),
 )
 # The writers of events that stand for a command, not for an attempt.
 _OF_COMMANDS = ("submit.", "cancel.", "verify.")
@@ -194,6 +220,8 @@ class RunState:
     cause: str | None = None
     # The step that a resume would go on from.
     checkpoint_step: int | None = None
+    # Saves in a row that failed since then.
+    failed_saves: FailedSaves | None = None
     # The scheduler's job, its word for it, where it runs, and since when or when it is expected to start, in
     # local time; where it was asked (orchestra.report.scheduler).
     job: str | None = None
@@ -272,6 +300,7 @@ def _read_state(run: RunDir, now: float) -> RunState:
         code=verdict.code if verdict is not None else None,
         cause=restart.reason if restart and state is RunPhase.restarting else _cause(state, verdict, events),
         checkpoint_step=newest_checkpoint(events),
+        failed_saves=failed_saves(events),
         submitted=_job_to_ask_about(run, record, events, state),
         restart=restart,
     )

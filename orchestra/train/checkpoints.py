@@ -7,12 +7,15 @@ attempt continues from is in `starting_point`. Called by the trainer, on all ran
 from __future__ import annotations
 
 import contextlib
+import itertools
+import math
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from checkpointing.checkpoint_errors import FalseWordError, SaveFailedError
@@ -41,8 +44,12 @@ _TIMED_STEPS = 20
 _RECENT = 20
 # Of each parameter: its fp32 master and Adam's two moments.
 _SAVED_BYTES = 12
-# How often the checkpoint of the last step is tried: no later one can make up for it.
+# How often the last checkpoint of an attempt is tried at least: no later one can make up for it.
 _LAST_TRIES = 2
+# Before the second try there is no pause, before the third one this, and then up to the longest.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 10.0
+# What is left of the time to stop when the last save is given up: for the records, and the ranks' end.
+_STOP_SLACK_S = 15.0
 
 
 def fenced(
@@ -164,6 +171,20 @@ class SaveRhythm:
 
 
 @dataclass
+class SaveHealth:
+    """How many saves in a row were not committed; None as long as none of this attempt failed."""
+
+    failed_in_a_row: int | None = None
+
+    def note(self, event: str) -> None:
+        """Count a save by the event that tells how it ended. Called from any thread."""
+        if event == "checkpoint_failed":
+            self.failed_in_a_row = (self.failed_in_a_row or 0) + 1
+        elif event == "checkpoint_committed" and self.failed_in_a_row is not None:
+            self.failed_in_a_row = 0
+
+
+@dataclass
 class Checkpoints:
     """One rank's saves, on storage and in memory, and its restore. All methods but `is_due`,
     `is_copy_due` and `close` are *collective*, in the same order.
@@ -176,6 +197,7 @@ class Checkpoints:
     start: StartingPoint
     rhythm: SaveRhythm
     copies: MemoryCopies | None
+    health: SaveHealth
     # What no step trains on.
     left_out: tuple[Stretch, ...] = ()
 
@@ -206,14 +228,23 @@ class Checkpoints:
         is_waited_for = not settings.async_save or settings.when_busy is WhenBusy.wait
         return is_waited_for or self._is_end(step, is_last)
 
-    def save(self, position: Position, *, is_last: bool = False) -> None:
+    def save(
+        self,
+        position: Position,
+        *,
+        is_last: bool = False,
+        limit_s: float = math.inf,
+        goes_on: Callable[[], None] = lambda: None,
+    ) -> None:
         """Save the state as it is now. A save that fails is recorded and does not end the training.
 
         Only with `checkpoint.async_save=false`, at the last step and where it `is_last` of the attempt it
-        waits until it is committed. Raises TrainingError where such a last one cannot be written.
+        waits until it is committed. A last one is tried again for `checkpoint.last_save_patience_s`, and for
+        no longer than rank 0's `limit_s`; `goes_on` is called before each try. Raises TrainingError where it
+        cannot be written.
         """
         if self._is_end(position.step, is_last):
-            self._save_last(position)
+            self._save_last(position, limit_s, goes_on)
             return
         self.checkpointer.save(position.step, self.state.snapshot(), self._document(position))
         if not self.context.settings.async_save:
@@ -255,24 +286,42 @@ class Checkpoints:
         if self.copies is not None:
             self.copies.close()
 
-    def _save_last(self, position: Position) -> None:
+    def _save_last(self, position: Position, limit_s: float, goes_on: Callable[[], None]) -> None:
         self._failure()  # of the save before: the last one must be neither skipped nor too late
-        for number in range(_LAST_TRIES):
-            is_begun = self.checkpointer.save(position.step, self.state.snapshot(), self._document(position))
-            failure = self._failure() if is_begun else "the save before it has not ended"
-            # All ranks must agree on whether to try again.
-            try:
-                reasons = self.context.peers.exchange(f"last/{number}", failure)
-            except FalseWordError as error:
-                reasons = [str(error)]
-            reason = next((each for each in reasons if each is not None), None)
+        began, pause_s = time.monotonic(), 0.0
+        patience_s = min(self.context.settings.last_save_patience_s, max(0.0, limit_s - _STOP_SLACK_S))
+        for number in itertools.count(1):
+            goes_on()
+            reason = self._tried_last(position, number)
             if reason is None:
                 return
+            is_over = number >= _LAST_TRIES and time.monotonic() + pause_s > began + patience_s
+            # By rank 0's clock.
+            if self.context.answered(f"last/{number}/is over", partial(bool, is_over)):
+                break
+            if number == _LAST_TRIES and self.context.peers.is_coordinator:
+                evidence = {"step": position.step, "patience_s": patience_s, "why": reason}
+                self.context.record("last_save_waits", evidence)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s or _FIRST_PAUSE_S, _LONGEST_PAUSE_S)
+        waited_s = time.monotonic() - began
         raise TrainingError(
-            f"step {position.step} was trained, but its checkpoint could not be written, tried {_LAST_TRIES} "
-            f"times: {reason}; repair {self.context.place}, then `orchestra resume "
-            f"{self.context.run.name}` trains again what comes after the newest checkpoint"
+            f"step {position.step} was trained, but its checkpoint could not be written, tried {number} "
+            f"times in {waited_s:.0f} s (checkpoint.last_save_patience_s): {reason}; repair "
+            f"{self.context.place}, then `orchestra resume {self.context.run.name}` trains again what comes "
+            "after the newest checkpoint"
         )
+
+    def _tried_last(self, position: Position, number: int) -> str | None:
+        """Try to save the last state; return why that failed on any rank, None where it did not."""
+        is_begun = self.checkpointer.save(position.step, self.state.snapshot(), self._document(position))
+        failure = self._failure() if is_begun else "the save before it has not ended"
+        # All ranks must agree on whether to try again.
+        try:
+            reasons = self.context.peers.exchange(f"last/{number}", failure)
+        except FalseWordError as error:
+            reasons = [str(error)]
+        return next((str(each) for each in reasons if each is not None), None)
 
     def _failure(self) -> str | None:
         """Wait for the save in flight; return why it was not committed, None where it was."""
@@ -336,14 +385,20 @@ def build_checkpoints(
         limit_s=settings.timeout_s,
         staging_dir=context.staging_dir,
     )
+    health = SaveHealth()
+
+    def on_event(event: str, evidence: Mapping[str, Any]) -> None:
+        health.note(event)
+        context.record(event, evidence)
+
     checkpointer = Checkpointer(
         context.place,
         context.peers,
         options,
         group=context.group,
-        on_event=context.record,
+        on_event=on_event,
         at_phase=fenced(context.run, context.attempt, context.events, at_phase),
     )
     start = StartingPoint(context, config.model, state, checkpointer, copies)
     rhythm = SaveRhythm(context, num_parameters(config.model), config.cluster.mtbf_device_hours)
-    return Checkpoints(context, config.recovery.roll_back, state, checkpointer, start, rhythm, copies)
+    return Checkpoints(context, config.recovery.roll_back, state, checkpointer, start, rhythm, copies, health)

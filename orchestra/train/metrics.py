@@ -161,8 +161,12 @@ class MetricsLog:
     overflows: OverflowLog
     tokens_per_step: int
 
-    def add(self, trained: TrainedStep, *, is_logged: bool, num_skipped: int) -> None:
-        """Count a step, and write its row where it is logged; `num_skipped` steps were skipped so far."""
+    def add(
+        self, trained: TrainedStep, *, is_logged: bool, num_skipped: int, failed_saves: int | None = None
+    ) -> None:
+        """Count a step, and write its row where it is logged; `num_skipped` steps were skipped so far, and
+        the last `failed_saves` saves failed (None: there is nothing to tell of saves).
+        """
         result = trained.result
         # Waits for the device: before the clock is read.
         loss = float(result.loss) if is_logged else math.nan
@@ -176,7 +180,8 @@ class MetricsLog:
                 lr=result.lr,
                 nonfinite_steps=num_skipped,
             )
-            self.file.write({**row, **self.overflows.columns(trained.step)})
+            saves = {} if failed_saves is None else {"failed_saves": failed_saves}
+            self.file.write({**row, **self.overflows.columns(trained.step), **saves})
 
     def totals(self) -> Totals:
         """Return the run's totals up to the last step that was added."""

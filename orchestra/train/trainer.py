@@ -102,6 +102,8 @@ class Trainer:
     """One rank's training from its first step to its last. `assemble` builds it."""
 
     config: TrainConfig
+    # recovery.stop_timeout_s
+    stop_timeout_s: float
     rank: RankAttempt
     begin: Position
     built: BuiltModel
@@ -135,7 +137,7 @@ class Trainer:
             is_stop = self.stopping.is_due(step) and step < last_step
             request = self._request(step) if is_stop else None
             self.hooks.enter(Phase.record, step)
-            self._record_and_save(trained, is_last=request is not None)
+            self._record_and_save(trained, request)
             if request is not None:
                 return request
         return None
@@ -153,12 +155,12 @@ class Trainer:
             raise self._roll_back(error.bad, step, batch) from error
         return TrainedStep(step, batch, result, began, data_time_s)
 
-    def _record_and_save(self, trained: TrainedStep, *, is_last: bool) -> None:
-        """Write the step's row and save the state, each where it is due; `is_last`: the attempt ends here.
+    def _record_and_save(self, trained: TrainedStep, request: StopRequest | None) -> None:
+        """Write the step's row and save the state, each where it is due; a `request` ends the attempt here.
 
         Raises the error that the hooks' verdict asks for: after the row is written, before anything is saved.
         """
-        step = trained.step
+        step, is_last = trained.step, request is not None
         is_logged = is_last or step % self.config.log_every == 0 or step == self.config.steps
         is_saved = self.checkpoints.is_due(step, is_last=is_last)
         is_copied = not is_last and self.checkpoints.is_copy_due(step)
@@ -166,7 +168,10 @@ class Trainer:
         verdict = self.hooks.verdict(step, trained.result, must_read=must_read)
         if self.metrics is not None:
             is_row = is_logged or verdict is not None
-            self.metrics.add(trained, is_logged=is_row, num_skipped=self.guard.num_skipped)
+            failed_saves = self.checkpoints.health.failed_in_a_row
+            self.metrics.add(
+                trained, is_logged=is_row, num_skipped=self.guard.num_skipped, failed_saves=failed_saves
+            )
         if verdict is not None:
             raise self._roll_back(verdict, step, trained.batch) if isinstance(verdict, BadSteps) else verdict
         if not (is_saved or is_copied):
@@ -175,7 +180,15 @@ class Trainer:
         self.hooks.enter(Phase.commit if waits else Phase.save, step)
         position = self._position(trained)
         if is_saved:
-            self.checkpoints.save(position, is_last=is_last)
+            limit_s = math.inf
+            if request is not None:
+                limit_s = self.stop_timeout_s - (time.time() - request.time)
+            self.checkpoints.save(
+                position,
+                is_last=is_last,
+                limit_s=limit_s,
+                goes_on=lambda: self.hooks.enter(Phase.commit, step),
+            )
         if is_copied:
             self.checkpoints.copy(position)
 
@@ -265,6 +278,7 @@ def assemble(config: Config, mesh: Mesh, ranks: RankEnvironment, rank: RankAttem
     metrics = _metrics(config, mesh, built, step, peak_flops, begin, rank) if mesh.rank == 0 else None
     return Trainer(
         config=config.train,
+        stop_timeout_s=config.recovery.stop_timeout_s,
         rank=rank,
         begin=begin,
         built=built,

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from commands import PACE, ROOT, TINY, Started, events_of, start_run
+from commands import PACE, ROOT, TINY, Started, events_of, orchestra, start_run
 
 from orchestra.run.files import Record
 from orchestra.run.metrics_file import read_metrics
@@ -139,6 +139,26 @@ def test_a_full_and_a_read_only_disk_cost_only_the_saves_they_refuse(
         assert all("Read-only file system" in reason for reason in reasons)
         _mount("-o", "remount,rw", str(small_disk))
         assert_trains_and_saves_again(started)
+
+
+@pytest.mark.mount
+def test_a_disk_that_is_full_at_the_last_save_loses_no_step_where_room_comes_back(
+    tmp_path: Path, small_disk: Path
+) -> None:
+    settings = (*TINY, "train.steps=30", "checkpoint.every_steps=10", f"checkpoint.dir={small_disk}", PACE)
+    started = start_run(tmp_path, "patient", *settings)
+    started.wait_for(lambda: events_of(started.run, "checkpoint_committed"))
+    _fill(small_disk / "ballast")
+    started.wait_for(lambda: events_of(started.run, "last_save_waits"), _SOON_S)
+    told = orchestra(tmp_path, "status", "patient").stdout
+    assert "saves in a row have failed since" in told
+    assert "No space left on device" in told
+    assert "saves in a row have failed since" in orchestra(tmp_path, "why", "patient").stdout
+    (small_disk / "ballast").unlink()
+    out, _ = started.end(0)
+    assert "its state is kept in memory" in " ".join(out.split())
+    assert events_of(started.run, "checkpoint_committed")[-1]["step"] == 30
+    assert read_metrics(started.run)[-1]["failed_saves"] >= 1
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import shlex
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +17,7 @@ from orchestra.errors import EXIT_DO_NOT_RESTART, EXIT_DONE, EXIT_STOPPED
 from orchestra.recovery.history import newest_checkpoint
 from orchestra.recovery.incidents import Verdict
 from orchestra.report.attempts import read_accounts, slow_ranks
-from orchestra.report.run_state import SweepState, failed_save
+from orchestra.report.run_state import FailedSaves, SweepState, failed_saves
 from orchestra.run.files import Record
 from orchestra.run.paths import RunDir, SweepDir, is_sweep
 from orchestra.run.record import RunPhase
@@ -108,15 +109,23 @@ def summary_lines(run: RunDir, summary: Summary, verdict: Verdict) -> list[str]:
 
 def checkpoint_lines(config: Config, run: RunDir, events: Iterable[Record]) -> list[str]:
     """Return what can be gone on from, and why a save failed where the newest one did."""
-    seen = [event for event in events if event["event"] in ("checkpoint_committed", "checkpoint_failed")]
-    step = newest_checkpoint(events)
+    events = list(events)
+    step, failed = newest_checkpoint(events), failed_saves(events)
     lines = []
     if step is not None:
         place = config.checkpoint.dir or shown(run.checkpoints)
         lines.append(f"saved   step {step} in {place}")
-    if seen and seen[-1]["event"] == "checkpoint_failed":
-        lines.append(f"warning {failed_save(seen[-1])}")
+    if failed is not None:
+        lines.append(f"warning {failed_saves_words(failed)}")
     return lines
+
+
+def failed_saves_words(failed: FailedSaves) -> str:
+    """Return in a sentence how many saves in a row failed, since when and why."""
+    if failed.count == 1:
+        return failed.why
+    since = time.strftime("%Y-%m-%d %H:%M", time.localtime(failed.since))
+    return f"{failed.count} saves in a row have failed since {since}; {failed.why}"
 
 
 def resume_lines(run: RunDir, verdict: Verdict, events: Iterable[Record]) -> list[str]:

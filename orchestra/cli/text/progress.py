@@ -102,6 +102,9 @@ class Progress:
             elif name in ("checkpoint_committed", "checkpoint_failed"):
                 self.saving = None
                 self._notices += [failed_save(event)] if name == "checkpoint_failed" else []
+            elif name == "last_save_waits":
+                patience = figures.duration(event.get("patience_s"))
+                self._notices.append(f"its state is kept in memory, and saving it tried again for {patience}")
             elif name == "stop_requested":
                 self._notices.append(f"stopping after step {step}: {event.get('reason', 'asked to')}")
             elif name == "restored":

@@ -18,7 +18,7 @@ from support.run_records import started_elsewhere
 from conf.schema import Config
 from launchers import processes
 from orchestra.recovery.history import newest_checkpoint
-from orchestra.report.run_state import RunState, failed_save, passed_over, read_state
+from orchestra.report.run_state import RunState, failed_save, failed_saves, passed_over, read_state
 from orchestra.run.config_file import write_config
 from orchestra.run.events import EventWriter, node_writer, rank_writer
 from orchestra.run.files import JsonLinesWriter
@@ -198,3 +198,22 @@ def test_checkpoints_that_failed_or_were_passed_over_say_why() -> None:
     event = {**_event("restored", 2), "skipped": [{"step": 4, "reason": "a flipped bit"}, "nonsense"]}
     assert passed_over(event) == ["the checkpoint of step 4 was passed over: a flipped bit"]
     assert passed_over(_event("restored", 2)) == []
+
+
+def test_saves_that_failed_since_the_last_commit_are_counted_once_for_all_ranks() -> None:
+    def failed(step: int, rank: int) -> dict[str, Any]:
+        return {
+            **_event("checkpoint_failed", step),
+            "rank": rank,
+            "time": 100.0 + step,
+            "reasons": {"0": "full"},
+        }
+
+    before = [failed(5, 0), failed(5, 1), _event("checkpoint_committed", 10)]
+    assert failed_saves(before) is None
+    after = [*before, failed(15, 0), failed(15, 1), failed(20, 1), failed(20, 0)]
+    found = failed_saves(after)
+    assert found is not None
+    assert (found.count, found.since) == (2, 115.0)
+    assert "step 20 was not saved: full" in found.why
+    assert failed_saves([*after, _event("checkpoint_committed", 25)]) is None

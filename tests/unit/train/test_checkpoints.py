@@ -21,6 +21,7 @@ from orchestra.run.events import EventWriter, read_events
 from orchestra.run.paths import RunDir
 from orchestra.sizes import save_interval
 from orchestra.sizes.flops import num_parameters
+from orchestra.train import checkpoints
 from orchestra.train.checkpoints import SaveRhythm, fenced
 from orchestra.train.memory import host_memory
 from orchestra.train.metrics import Totals
@@ -148,13 +149,50 @@ class Failing(Faults):
 
 
 def test_the_last_save_is_tried_again_once_and_then_the_run_fails_clearly(tmp_path: Path) -> None:
-    begun(tmp_path / "once", 0, config_of(), faults=Failing(times=1)).save(STEPS)
+    impatient = config_of(last_save_patience_s=0.0)
+    begun(tmp_path / "once", 0, impatient, faults=Failing(times=1)).save(STEPS)
     assert steps_of(tmp_path / "once") == [STEPS]
     assert len(events(tmp_path / "once", "checkpoint_failed")) == 1
-    attempt = begun(tmp_path / "twice", 0, config_of(), faults=Failing(times=2))
+    attempt = begun(tmp_path / "twice", 0, impatient, faults=Failing(times=2))
     with pytest.raises(TrainingError, match=r"step 20 was trained, but .* Input/output error.*resume twice"):
         attempt.save(STEPS)
     assert steps_of(tmp_path / "twice") == []
+
+
+def test_the_last_save_is_tried_as_long_as_the_patience_lasts_and_its_state_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoints, "_FIRST_PAUSE_S", 0.01)
+    attempt = begun(tmp_path / "run", 0, config_of(), faults=Failing(times=5))
+    tries: list[int] = []
+    attempt.save(STEPS, goes_on=lambda: tries.append(len(tries)))
+    assert (steps_of(tmp_path / "run"), len(tries)) == ([STEPS], 6)
+    (event,) = events(tmp_path / "run", "last_save_waits")
+    assert (event["step"], event["patience_s"]) == (STEPS, 600.0)
+    assert "Input/output error" in event["why"]
+    again = begun(tmp_path / "run", 1)
+    assert again.holds(STEPS)
+
+
+def test_ranks_that_were_asked_to_stop_give_up_before_they_are_killed(tmp_path: Path) -> None:
+    attempt = begun(tmp_path / "run", 0, config_of(), faults=Failing(times=2))
+    with pytest.raises(TrainingError, match="tried 2 times"):
+        attempt.save(STEPS, is_last=True, limit_s=14.0)
+
+
+def test_failed_saves_in_a_row_are_counted_until_one_is_committed(tmp_path: Path) -> None:
+    attempt = begun(tmp_path / "run")
+    health = attempt.checkpoints.health
+    assert health.failed_in_a_row is None
+    place = tmp_path / "run" / "checkpoints"
+    shutil.rmtree(place, ignore_errors=True)
+    place.write_text("in the way")
+    for step in (5, 10):
+        attempt.save(step)
+    assert health.failed_in_a_row == 2
+    place.unlink()
+    attempt.save(15)
+    assert health.failed_in_a_row == 0
 
 
 def test_what_a_save_needs_is_known_and_checked_before_the_first_step(
