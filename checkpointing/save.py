@@ -106,7 +106,7 @@ def _holder(piece: TensorPiece, holders: Mapping[str, Sequence[int]], shards: Se
 
 
 def aligned_memory(num_bytes: int, *, pinned: bool) -> torch.Tensor:
-    """Return bytes (uint8) that begin where direct I/O needs it, all of them touched."""
+    """Return bytes (uint8) that begin where direct I/O needs it, all of them there at once."""
     if num_bytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     if pinned:

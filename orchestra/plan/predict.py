@@ -80,7 +80,8 @@ def step_time(case: PlanCase, *, is_pressed: bool = False, waits: bool | None = 
         hand_over=accumulation * busy_borders * hand_over,
         bubble=(sum(times) - slowest) / num_chunks(case) + (borders - busy_borders) * hand_over,
         reduction=_reduction(case, _BACKWARD * times[0]),
-        optimizer=max(_optimizer(case), _disk_s(case)),
+        # The next forward pass hides as much of it as it takes.
+        optimizer=max(_optimizer(case), _disk_s(case) - (1 - _BACKWARD) * times[0]),
         layer=layer,
     )
 

@@ -86,6 +86,7 @@ class TensorState:
         return self._shards_of("model", [item.master for item in self._parallelized.trained])
 
     def _make_writable(self) -> None:
+        self._parallelized.stage.await_update()
         if self._state_file is not None:
             self._state_file.reopen()
 
@@ -113,6 +114,7 @@ class TensorState:
         """Return the same shards without waiting for the parameters that are being gathered: none of them
         belongs to this rank's state. *Any rank*.
         """
+        self._parallelized.stage.await_update()
         for name, kept in self._generators.items():
             kept.copy_(_generator_state(name))
         return [*self._shards, *(whole(name, kept) for name, kept in self._generators.items())]

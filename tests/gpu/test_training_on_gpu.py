@@ -186,15 +186,21 @@ def test_rounded_moments_stay_on_the_gpu_and_follow_exact_ones(expected: list[fl
     assert all(moment.is_cuda and moment.dtype == torch.bfloat16 for moment in moments)
 
 
+@pytest.mark.parametrize("offload", [Offload.optimizer, Offload.optimizer_disk])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_fp32_grad"])
-def test_state_in_host_memory_trains_like_state_on_the_gpu(precision: str) -> None:
+def test_state_in_host_memory_or_on_disk_trains_like_state_on_the_gpu(
+    precision: str, offload: Offload, tmp_path: Path
+) -> None:
     here = config_of(precision)
     training, expected = trained_on(GPU, here)
-    away = replace(here, parallelism=ParallelismConfig(offload=Offload.optimizer, bucket_mib=0.1))
+    there = ParallelismConfig(offload=offload, offload_dir=str(tmp_path), bucket_mib=0.1)
+    away = replace(here, parallelism=there)
     offloaded, losses = trained_on(GPU, away)
     assert losses == pytest.approx(expected, rel=1e-5 if precision == "fp32" else 0.01)
-    assert all(item.master.is_pinned() for item in offloaded.parallelized.trained)
+    if offload is Offload.optimizer:
+        assert all(item.master.is_pinned() for item in offloaded.parallelized.trained)
     assert all(item.parameter.is_cuda for item in offloaded.parallelized.trained)
+    TensorState(offloaded.parallelized, offloaded.optimizer, make_mesh(0, Layout(dp=1), GPU)).snapshot()
     torch.cuda.synchronize()
     for item in offloaded.parallelized.trained:
         # What went back is what is there.

@@ -4,6 +4,7 @@ bits as in memory.
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,20 @@ from typing import Any
 import attempts
 import pytest
 from pool import Ranks
-from small_trainings import ODD, assert_same_bits, config_of, restore_and_go_on, save_and_go_on, trained_on
+from small_trainings import (
+    ODD,
+    assert_same_bits,
+    bits,
+    config_of,
+    restore_and_go_on,
+    save_and_go_on,
+    start,
+    take_steps,
+    trained_on,
+)
 
 from conf.schema import Config, Offload, StateDType
+from orchestra.train.state import TensorState
 
 WAYS: dict[str, dict[str, Any]] = {
     "fp32": {"precision": "fp32"},
@@ -64,6 +76,43 @@ def test_state_on_disk_is_saved_and_restored_like_any(ranks: Ranks, tmp_path: Pa
             assert (rows, state) == expected, f"{source} → {target}"
             assert restored == again
     assert list(folder.iterdir()) == []
+
+
+def trained_with_slow_updates(rank: int, world: int, config: Config) -> tuple[list[Any], list[bool]]:
+    """Train like `trained`; return the rows and the bits, and of each step whether its update outlived it."""
+    training, mesh = start(rank, world, config)
+    update, units = training.optimizer.update, len(training.parallelized.units.units)
+    ended: list[float] = []
+
+    def slow(*arguments: Any) -> None:
+        time.sleep(0.01)
+        update(*arguments)
+        ended.append(time.monotonic())
+
+    training.optimizer.update = slow  # type: ignore[method-assign]
+    rows, outlived = [], []
+    for step in range(1, 5):
+        rows += take_steps(config, training, mesh, [step])
+        outlived.append(len(ended) < step * units)
+    state = TensorState(training.parallelized, training.optimizer, mesh)
+    found = [*rows, *bits(state)]
+    training.parallelized.stage.close()
+    return found, outlived
+
+
+@pytest.mark.parametrize("offload", [Offload.optimizer, Offload.optimizer_disk])
+def test_the_next_step_waits_for_what_it_needs_of_an_update(
+    ranks: Ranks, tmp_path: Path, offload: Offload
+) -> None:
+    for zero in (0, 1, 2, 3):
+        kept = in_memory("bf16", zero=zero)
+        there = replace(kept.parallelism, offload=offload, offload_dir=str(tmp_path))
+        moved = replace(kept, parallelism=there)
+        expected = ranks(2).run(trained_with_slow_updates, config=kept)
+        found = ranks(2).run(trained_with_slow_updates, config=moved)
+        assert [rows for rows, _ in found] == [rows for rows, _ in expected], zero
+        assert all(not any(outlived) for _, outlived in expected)
+        assert all(all(outlived) for _, outlived in found), zero
 
 
 def test_a_run_on_disk_that_is_killed_goes_on_bit_for_bit(

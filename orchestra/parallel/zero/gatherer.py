@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from orchestra.model.transformer import Transformer
 from orchestra.parallel.zero.buffers import Units
+from orchestra.parallel.zero.late_update import LateUpdate
 from orchestra.parallel.zero.reducer import Reducer
 from orchestra.parallel.zero.zero_collectives import Collectives, Pending
 
@@ -43,7 +44,15 @@ class Gatherer:
     after them.
     """
 
-    def __init__(self, model: Transformer, units: Units, shard: Collectives, reducer: Reducer) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        units: Units,
+        shard: Collectives,
+        reducer: Reducer,
+        late: LateUpdate | None = None,
+    ) -> None:
+        self._late = late
         self._units = units.units[::-1]
         self._shard = shard
         self._reducer = reducer
@@ -120,12 +129,18 @@ class Gatherer:
             self._start(number)
 
     def _is_through(self, number: int) -> bool:
-        return self._reducer.is_taken(len(self._units) - 1 - number)
+        return self._reducer.is_taken(self._number(number))
+
+    def _number(self, number: int) -> int:
+        """Return the number of a unit as the others count."""
+        return len(self._units) - 1 - number
 
     @torch.no_grad()
     def _start(self, number: int) -> None:
         unit, whole, buffer = self._units[number], self._wholes[number], self._buffers[number]
         buffer.settle()
+        if self._late is not None:
+            self._late.wait(self._number(number))
         begin, end = unit.layout.range_of(unit.index)
         whole[begin:end].copy_(unit.owned, non_blocking=True)
         buffer.pending = self._shard.gather(whole)
@@ -133,14 +148,23 @@ class Gatherer:
 
 
 # ZeRO-1 and -2: brings the updated ranges of parameters to all ranks, unit by unit, while others are still
-# updated; each block's forward pass waits for its own parameters and no others.
+# updated; each block's forward pass waits for its own parameters and no others. Where the update itself goes
+# on in a thread, whoever waits for a unit brings it, and those before it: all ranks in the same order.
 
 
 class Arrivals:
-    """Units under way to this rank. *Collective* over the shard group. Units by their number in `units`."""
+    """Units under way to this rank. *Collective* over the shard group. Units by their number in `units`.
 
-    def __init__(self, model: Transformer, units: Units, shard: Collectives) -> None:
+    Without a shard group (ZeRO-0) only the update in a thread is waited for.
+    """
+
+    def __init__(
+        self, model: Transformer, units: Units, shard: Collectives | None, late: LateUpdate | None
+    ) -> None:
         self._shard = shard
+        self._late = late
+        # Units that the thread updates, in its order, and that nobody has started to bring.
+        self._expected: list[int] = []
         self._wholes = [unit.whole for unit in units.units]
         self._pending: dict[int, Pending] = {}
         unit_of = {
@@ -154,11 +178,16 @@ class Arrivals:
 
     def start(self, number: int) -> None:
         """Start to bring a unit to all ranks; its owned range has its new values."""
-        self._pending[number] = self._shard.gather(self._wholes[number])
+        if self._shard is not None:
+            self._pending[number] = self._shard.gather(self._wholes[number])
+
+    def expect(self, numbers: Sequence[int]) -> None:
+        """Bring these units, which are being updated in this order, when they are waited for."""
+        self._expected = list(numbers)
 
     def settle(self) -> None:
         """Wait for all."""
-        self._wait(list(self._pending))
+        self._wait([*self._pending, *self._expected])
 
     def close(self) -> None:
         """Watch the model no more."""
@@ -168,12 +197,18 @@ class Arrivals:
 
     def _waiter(self, numbers: Sequence[int]) -> Callable[..., None]:
         def wait(*_: Any) -> None:
-            if self._pending:
+            if self._pending or self._expected:
                 self._wait(numbers)
 
         return wait
 
     def _wait(self, numbers: Sequence[int]) -> None:
+        wanted = set(numbers)
+        while not wanted.isdisjoint(self._expected):
+            number = self._expected.pop(0)
+            assert self._late is not None
+            self._late.wait(number)
+            self.start(number)
         for number in numbers:
             if number in self._pending:
                 self._pending.pop(number).finish()

@@ -22,13 +22,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from conf.schema import Config, Offload
+from orchestra.model.initial import is_fake
 from orchestra.model.transformer import Transformer
 from orchestra.optim.adamw import Trained, squared_norm
 from orchestra.parallel.marks import Traffic, marked
 from orchestra.parallel.mesh import Mesh
 from orchestra.parallel.places import TensorPlace
-from orchestra.parallel.zero.buffers import Unit, Units, follow, host_zeros, send
+from orchestra.parallel.zero.buffers import Units, follow, host_zeros, send
 from orchestra.parallel.zero.gatherer import Arrivals, Gatherer
+from orchestra.parallel.zero.late_update import LateUpdate
 from orchestra.parallel.zero.reducer import Reducer
 from orchestra.parallel.zero.zero_collectives import Collectives
 from orchestra.precision.policies import PrecisionPolicy
@@ -54,13 +56,20 @@ class Stage(Protocol):
         """
 
     def update(self, update: Update) -> None:
-        """Update all masters of this rank, some at a time, and let the parameters follow."""
+        """Update all masters of this rank, some at a time, and let the parameters follow.
+
+        Where masters lie in host memory or on disk it goes on until the next forward pass needs what comes
+        of it.
+        """
 
     def copy_masters_to_parameters(self) -> None:
         """Let the parameters follow masters that were written."""
 
     def settle(self) -> None:
         """Wait until parameters can be read outside of the forward pass. With ZeRO-3 they never can."""
+
+    def await_update(self) -> None:
+        """Wait until this rank's masters and moments can be read or written. *Any rank*."""
 
     @property
     def gradients(self) -> Reducer:
@@ -156,11 +165,15 @@ def make_stage(
     replicate = over(mesh.dp_group if shard is None else mesh.replicate_group)
     keeps_whole = config.parallelism.zero < 2
     reducer = Reducer(units, precision, shard, replicate, direct, keeps_whole=keeps_whole, is_alone=is_alone)
+    # A dry run counts what its own thread makes.
+    is_late = not is_on_device and not is_fake(units.units[0].whole)
+    late = LateUpdate(mesh.device) if is_late else None
     if shard is None:
-        return Reduced(units, reducer, shared)
+        arrivals = None if late is None else Arrivals(model, units, None, late)
+        return Reduced(units, reducer, shared, late, arrivals)
     if units.is_split:
-        return Gathered(units, reducer, shared, Gatherer(model, units, shard, reducer))
-    return Updated(units, reducer, shared, Arrivals(model, units, shard))
+        return Gathered(units, reducer, shared, late, Gatherer(model, units, shard, reducer, late))
+    return Reduced(units, reducer, shared, late, Arrivals(model, units, shard, late))
 
 
 # Host memory for what a GPU has no room for. Masters and moments then lie there and are updated by torch's
@@ -217,18 +230,32 @@ class GradientCarrier:
 
 
 class Reduced:
-    """Every rank keeps and updates all parameters (ZeRO-0)."""
+    """Every rank keeps all parameters, and updates them (ZeRO-0) or its range of them (ZeRO-1 and -2).
 
-    def __init__(self, units: Units, reducer: Reducer, shared: SharedGradients) -> None:
+    `late` is where the update may go on beside the next step; `arrivals` brings, or only awaits, what the
+    forward pass needs.
+    """
+
+    def __init__(
+        self,
+        units: Units,
+        reducer: Reducer,
+        shared: SharedGradients,
+        late: LateUpdate | None,
+        arrivals: Arrivals | None = None,
+    ) -> None:
         self._units = units
         self._reducer = reducer
         self._shared = shared
+        self._late = late
+        self._arrivals = arrivals
         self._carrier = GradientCarrier()
 
     def begin(self, *, is_first: bool, is_last: bool) -> None:
         self._reducer.begin(is_first=is_first, is_last=is_last)
 
     def finish(self) -> list[Tensor]:
+        self.await_update()
         self._reducer.finish()
         views: dict[str, Tensor] = {}
         for number, unit in enumerate(self._units.units):
@@ -240,6 +267,18 @@ class Reduced:
         return self._shared.sum_up(trained, [views[item.name] for item in trained])
 
     def update(self, update: Update) -> None:
+        numbers = list(reversed(range(len(self._units.units))))
+        if self._late is not None:
+            self._late.start(numbers, lambda: self._updated(update))
+            if self._arrivals is not None:
+                self._arrivals.expect(numbers)
+            return
+        for number in self._updated(update):
+            if self._arrivals is not None:
+                self._arrivals.start(number)
+
+    def _updated(self, update: Update) -> Iterator[int]:
+        """Update unit by unit, and yield each one's number when its parameters are this rank's new ones."""
         units = self._units.units
         numbers = list(reversed(range(len(units))))
         carried = self._carrier.carried(
@@ -248,18 +287,28 @@ class Reduced:
         for (number, unit), gradients in zip(self._units.to_update(), carried, strict=True):
             update(unit.trained, unit.owned_views(gradients), unit.owned_views(unit.outgoing))
             self._reducer.release(number)
-            self._send(number, unit)
+            send(unit)
+            yield number
 
     def copy_masters_to_parameters(self) -> None:
+        self.settle()
         for number, unit in reversed(list(enumerate(self._units.units))):
             follow(unit)
-            self._send(number, unit)
+            send(unit)
+            if self._arrivals is not None:
+                self._arrivals.start(number)
         self.settle()
         if self._units.state_file is not None:
             self._units.state_file.seal()
 
     def settle(self) -> None:
-        """Nothing is under way after an update."""
+        if self._arrivals is not None:
+            self._arrivals.settle()
+        self.await_update()
+
+    def await_update(self) -> None:
+        if self._late is not None:
+            self._late.wait_all()
 
     @property
     def gradients(self) -> Reducer:
@@ -271,37 +320,26 @@ class Reduced:
 
     def close(self) -> None:
         self._reducer.close()
+        if self._arrivals is not None:
+            self._arrivals.close()
+        if self._late is not None:
+            self._late.close()
         if self._units.state_file is not None:
             self._units.state_file.close()
-
-    def _send(self, number: int, unit: Unit) -> None:  # noqa: ARG002
-        send(unit)
-
-
-class Updated(Reduced):
-    """Every rank keeps all parameters and updates its range of them (ZeRO-1 and -2)."""
-
-    def __init__(self, units: Units, reducer: Reducer, shared: SharedGradients, arrivals: Arrivals) -> None:
-        super().__init__(units, reducer, shared)
-        self._arrivals = arrivals
-
-    def settle(self) -> None:
-        self._arrivals.settle()
-
-    def close(self) -> None:
-        super().close()
-        self._arrivals.close()
-
-    def _send(self, number: int, unit: Unit) -> None:
-        super()._send(number, unit)
-        self._arrivals.start(number)
 
 
 class Gathered(Reduced):
     """Every rank keeps its range of the parameters and fetches others while it needs them (ZeRO-3)."""
 
-    def __init__(self, units: Units, reducer: Reducer, shared: SharedGradients, gatherer: Gatherer) -> None:
-        super().__init__(units, reducer, shared)
+    def __init__(
+        self,
+        units: Units,
+        reducer: Reducer,
+        shared: SharedGradients,
+        late: LateUpdate | None,
+        gatherer: Gatherer,
+    ) -> None:
+        super().__init__(units, reducer, shared, late)
         self._gatherer = gatherer
 
     def begin(self, *, is_first: bool, is_last: bool) -> None:
@@ -344,6 +382,9 @@ class Rounding:
 
     def settle(self) -> None:
         self._stage.settle()
+
+    def await_update(self) -> None:
+        self._stage.await_update()
 
     @property
     def gradients(self) -> Reducer:

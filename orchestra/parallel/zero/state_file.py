@@ -136,8 +136,7 @@ class StateFile:
             slot = place % NUM_BUFFERS
             self._ask(slot, place)
             self._await(slot)
-            if place + 1 < len(self.order):
-                self._ask((place + 1) % NUM_BUFFERS, place + 1)
+            self._ask((place + 1) % NUM_BUFFERS, place + 1)
             outgoing = None if self._outgoing is None else self._outgoing[slot]
             yield self._layout.cut(self._buffers[slot], number, outgoing)
             # What follows in the same buffer, at the end the first units of the next update.
@@ -181,7 +180,7 @@ class StateFile:
             self._file.close()
 
     def _ask(self, slot: int, place: int) -> None:
-        """Start to read the unit at a place of the order, unless that is under way."""
+        """Start to read the unit at a place of the order, if there is one, unless that is under way."""
         if self._pool is None or place >= len(self.order) or self._under_way[slot] is not None:
             return
         self._under_way[slot] = self._pool.submit(self._read, slot, self.order[place])
@@ -250,8 +249,8 @@ class StateFile:
         assert self._file is not None
         return TrainingError(
             f"{self._file.title}: {self._place(number)}: what was read is not what was written: the disk or "
-            "the memory of this node is damaged; the run goes on from its newest checkpoint, on another node "
-            "(cluster.exclude) or with another parallelism.offload_dir"
+            "the memory of this node is damaged; the next attempt goes on from the newest checkpoint; if it "
+            "happens again, leave the node out (cluster.exclude) or give another parallelism.offload_dir"
         )
 
     @contextlib.contextmanager

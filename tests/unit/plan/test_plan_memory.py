@@ -182,7 +182,7 @@ def test_state_on_disk_leaves_two_units_in_memory_and_takes_the_disk_s_time(is_g
     assert plan.peak.masters == 0
     assert plan.peak.optimizer == (0 if is_gpu else held)
     # Read and written once by each of the node's eight ranks.
-    assert plan.time.optimizer == pytest.approx(2 * 12 * eighth * 8 / 1e6)
+    assert plan.time.optimizer == pytest.approx(2 * 12 * eighth * 8 / 1e6, rel=0.01)
 
 
 @pytest.mark.parametrize(("framework", "is_kept"), [("torchtitan", True), ("megatron", False)])
