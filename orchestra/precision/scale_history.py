@@ -19,10 +19,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from orchestra.precision.fp8 import attach_history
+from orchestra.precision.fp8 import BACKWARD, FORWARD, attach_history
 
 # Half an outlier is forgotten after 7 steps, less than a bit of fp8's range.
 DECAY = 0.9
+# Scales of what nothing is known of, because it was all zeros, or the first step was left out: e4m3 holds
+# activations as they are, and e5m2 with this one gradients from 1e-12 to 3e-3.
+_UNKNOWN = {FORWARD: 1.0, BACKWARD: 2.0**-24}
 
 
 class ScaleHistory:
@@ -36,18 +39,20 @@ class ScaleHistory:
         self._names: list[str] = []
         self._scales: list[Tensor] = []
         self._found: list[Tensor] = []
-        self._sizes = self._limits = torch.zeros(0)
+        self._sizes = self._limits = self._unknown = torch.zeros(0)
 
     def attach(self, products: Sequence[Mapping[str, Tensor]]) -> None:
         """Give the weights, by name and for each input the products of it, what they are scaled by."""
-        limits = []
+        limits, unknown = [], []
         for weights in products:
             for name, (scale, found, dtype) in attach_history(weights).items():
                 self._names.append(name)
                 self._scales.append(scale)
                 self._found.append(found)
                 limits.append(torch.finfo(dtype).max)
+                unknown.append(_UNKNOWN[dtype])
         self._limits = torch.tensor(limits, device=self._scales[0].device)
+        self._unknown = torch.tensor(unknown, device=self._limits.device)
         self._sizes = torch.zeros_like(self._limits)
 
     @property
@@ -75,6 +80,5 @@ class ScaleHistory:
 
     def _set(self, sizes: Tensor) -> None:
         self._sizes, self.is_known = sizes, True
-        # Of what was all zeros nothing is known; its numbers are counted all the same.
-        scales = torch.where(sizes > 0, sizes / self._limits, 1.0)
+        scales = torch.where(sizes > 0, sizes / self._limits, self._unknown)
         torch._foreach_copy_(self._scales, list(scales.unbind()))

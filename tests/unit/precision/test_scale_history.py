@@ -98,6 +98,16 @@ def test_steps_that_are_left_out_and_numbers_that_are_not_finite_change_no_size(
     assert after["w.input"] == before["w.input"]
 
 
+def test_after_a_first_step_that_was_left_out_gradients_are_not_lost() -> None:
+    history, weight, products = attached()
+    assert end_step(history, torch.tensor(True)) == {"w.input": 0.0, "w.gradient": 0.0}
+    x, grad = torch.randn(TOKENS, INPUTS).bfloat16().requires_grad_(), numbers(3, TOKENS, OUTPUTS) * 1e-8
+    torch.autograd.backward(products.linear(x, weight), grad)
+    assert x.grad is not None
+    exact = grad.float() @ weight.detach().float()
+    assert float((x.grad.float() - exact).norm()) < 0.1 * float(exact.norm())
+
+
 def test_the_first_step_scales_by_the_moment_and_later_ones_by_the_last() -> None:
     history, weight, products = attached()
     x, plain = numbers(1, TOKENS, INPUTS), Fp8Products(Scaling.tensor)
