@@ -303,11 +303,10 @@ class PrecisionConfig:
     fp8_scaling: Scaling = Scaling.tensor
     # Blocks at each end of the model whose products stay in bf16, with precision=fp8.
     fp8_bf16_blocks: int = 0
-    # Activations and gradients are scaled by their largest number of the last step, so that none is
-    # looked for before rounding (TransformerEngine's delayed scaling). Planned for; the trainer does not have
-    # it yet.
+    # Activations and gradients of the blocks are scaled by their largest numbers of the last steps, so that
+    # none is looked for before rounding (TransformerEngine's delayed scaling). With fp8_scaling=tensor.
     fp8_delayed_scaling: bool = False
-    # The output matrix's product and its gradients in fp8 too. Planned for; not in the trainer yet.
+    # The products with the output matrix in fp8 too: logits, and the gradients of both factors.
     fp8_output: bool = False
 
 

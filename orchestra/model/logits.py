@@ -2,8 +2,8 @@
 
 Eager, a chunk of 16 bits is widened to fp32 once, and each operator passes over it. Compiled, one pass reads
 the logits and gives three numbers for each token, and a second one reads them again and writes their gradient
-over them, in their own dtype: what torch.compile fuses is never written. Both are for a vocabulary that one
-rank has and for one that is cut over ranks, which put their numbers together in between.
+over them, or in fp8 beside them: what torch.compile fuses is never written. Both are for a vocabulary that
+one rank has and for one that is cut over ranks, which put their numbers together in between.
 
 Shape letters: V vocabulary (words of this rank), C tokens of one chunk.
 """
@@ -58,7 +58,7 @@ class EagerPasses:
 
 
 class CompiledPasses:
-    """Two fused passes: the logits are read twice, and their gradient is written over them once."""
+    """Two fused passes: the logits are read twice, and their gradient is written once."""
 
     is_compiled = True
 
@@ -69,7 +69,7 @@ class CompiledPasses:
         return torch.compile(_statistics)
 
     @cached_property
-    def _gradient_(self) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]:
+    def _gradient_(self) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]:
         return torch.compile(_gradient_)
 
     def statistics(self, logits_CV: Tensor, index_C: Tensor) -> Statistics:
@@ -82,11 +82,11 @@ class CompiledPasses:
     def gradient(
         self, of: Statistics, index_C: Tensor, share_C: Tensor, at_target_C: Tensor, dtype: torch.dtype
     ) -> Tensor:
-        """Return what `EagerPasses.gradient` does, in the logits' memory."""
-        assert of.kept.dtype is dtype, "logits have the dtype of the products"
+        """Return what `EagerPasses.gradient` does: in the logits' memory if that has the dtype."""
+        gradient = of.kept if of.kept.dtype is dtype else torch.empty_like(of.kept, dtype=dtype)
         if not is_fake(of.kept):
-            self._gradient_(of.kept, of.largest, index_C, share_C, at_target_C)
-        return of.kept
+            self._gradient_(of.kept, of.largest, index_C, share_C, at_target_C, gradient)
+        return gradient
 
 
 LogitsPasses = EagerPasses | CompiledPasses
@@ -106,10 +106,15 @@ def _statistics(logits_CV: Tensor, index_C: Tensor) -> tuple[Tensor, Tensor, Ten
 
 
 def _gradient_(
-    logits_CV: Tensor, largest_C: Tensor, index_C: Tensor, share_C: Tensor, at_target_C: Tensor
+    logits_CV: Tensor,
+    largest_C: Tensor,
+    index_C: Tensor,
+    share_C: Tensor,
+    at_target_C: Tensor,
+    gradient_CV: Tensor,
 ) -> None:
     exponentials = (logits_CV.to(wide_type(logits_CV)) - largest_C.unsqueeze(1)).exp()
     # Compared and not scattered: a second kernel would read and write all of it again.
     is_index = torch.arange(logits_CV.shape[1], device=logits_CV.device) == index_C.unsqueeze(1)
     at_target = torch.where(is_index, at_target_C.unsqueeze(1), 0.0)
-    logits_CV.copy_(exponentials * share_C.unsqueeze(1) - at_target)
+    gradient_CV.copy_(exponentials * share_C.unsqueeze(1) - at_target)

@@ -2,13 +2,15 @@
 
 The gradients of the hidden states and of the output matrix are computed chunk by chunk in the forward pass,
 while the chunk's logits are at hand: the same three matrix products as the plain loss, without keeping T·V
-numbers. Shape letters: T tokens, E hidden size, V vocabulary, C tokens of one chunk.
+numbers. Another precision puts products of its own in their place.
+
+Shape letters: T tokens, E hidden size, V vocabulary, C tokens of one chunk.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +27,48 @@ IGNORED_TARGET = -100
 Loss = Callable[..., Tensor]
 
 
+class OutputProducts(Protocol):
+    """The products with the output matrix for the tokens of one micro-batch.
+
+    The gradient of logits comes to them in `gradient_dtype` and for a loss that is multiplied by
+    `gradient_factor`, which the results make up for.
+    """
+
+    gradient_factor: float | Tensor
+    gradient_dtype: torch.dtype
+
+    def logits(self, rows: slice, out: Tensor | None = None) -> Tensor:
+        """Return the logits [C, V] of some tokens."""
+
+    def take_gradient(
+        self, grad_CV: Tensor, rows: slice, hidden_CE: Tensor, sum_VE: Tensor, *, adds: bool
+    ) -> None:
+        """Write the gradient of those tokens' hidden states, and write or add that of the matrix."""
+
+
+# Makes them of hidden states [T, E], a matrix, how many of its rows are words, and the loss' factor.
+MakeProducts = Callable[[Tensor, Tensor, int, float | Tensor], OutputProducts]
+
+
+class PlainProducts:
+    """Products in the dtype of the matrix."""
+
+    def __init__(
+        self, hidden_TE: Tensor, weight: Tensor, num_words: int, gradient_factor: float | Tensor
+    ) -> None:
+        self._hidden_TE, self._weight_VE = hidden_TE, weight[:num_words]
+        self.gradient_factor, self.gradient_dtype = gradient_factor, weight.dtype
+
+    def logits(self, rows: slice, out: Tensor | None = None) -> Tensor:
+        return torch.mm(self._hidden_TE[rows], self._weight_VE.t(), out=out)
+
+    def take_gradient(
+        self, grad_CV: Tensor, rows: slice, hidden_CE: Tensor, sum_VE: Tensor, *, adds: bool
+    ) -> None:
+        torch.mm(grad_CV, self._weight_VE, out=hidden_CE)
+        add_product_(sum_VE, grad_CV.t(), self._hidden_TE[rows], adds=adds)
+
+
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -35,30 +79,34 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         scale: float | Tensor,
         chunk: int,
         passes: LogitsPasses,
+        make_products: MakeProducts,
     ) -> Tensor:
         total = torch.zeros((), dtype=wide_type(hidden_TE), device=hidden_TE.device)
         needs_gradients = any(ctx.needs_input_grad[:2])
-        grads = ChunkGradients(hidden_TE, weight_VE, weight_VE, chunk) if needs_gradients else None
+        products = make_products(hidden_TE, weight_VE, len(weight_VE), scale)
+        grads = (
+            ChunkGradients(products, hidden_TE, weight_VE, len(weight_VE), chunk) if needs_gradients else None
+        )
         logits_CV = hidden_TE.new_empty((min(chunk, len(hidden_TE)), len(weight_VE)))
         for start in range(0, len(hidden_TE), chunk):
             rows = slice(start, start + chunk)
             chunk_CV = logits_CV[: len(hidden_TE[rows])]
-            torch.mm(hidden_TE[rows], weight_VE.t(), out=chunk_CV)
+            products.logits(rows, out=chunk_CV)
             taken = target_T[rows] != IGNORED_TARGET
             index = torch.where(taken, target_T[rows], 0)
             found = passes.statistics(chunk_CV, index)
             total += ((found.sums.log() - (found.at_index - found.largest)) * taken).sum() * scale
             if grads is not None:
-                factor = taken.to(found.sums.dtype) * scale
-                grad_logits = passes.gradient(found, index, factor / found.sums, factor, weight_VE.dtype)
-                grads.add(grad_logits, rows)
+                factor = taken.to(found.sums.dtype) * products.gradient_factor
+                dtype = products.gradient_dtype
+                grads.add(passes.gradient(found, index, factor / found.sums, factor, dtype), rows)
         if grads is not None:
             ctx.save_for_backward(grads.hidden_TE, grads.finished())
         return total
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return *scaled_gradients(grads[0], *ctx.saved_tensors), None, None, None, None
+        return *scaled_gradients(grads[0], *ctx.saved_tensors), *[None] * 5
 
 
 def scaled_gradients(
@@ -81,12 +129,14 @@ def scaled_gradients(
 class ChunkGradients:
     """The gradients of the summed loss, filled chunk by chunk of at most `chunk` tokens.
 
-    That of the output matrix goes to the `WeightGradient` of `owner` if it has one; `weight_VE` are its first
-    rows. The parts of several chunks are summed in fp32, and apart where it is kept in 16 bits.
+    That of the output matrix goes to the `WeightGradient` of `owner` if it has one; words are its first rows.
+    The parts of several chunks are summed in fp32, and apart where it is kept in 16 bits.
     """
 
-    def __init__(self, hidden_TE: Tensor, weight_VE: Tensor, owner: Tensor, chunk: int) -> None:
-        self._inputs = hidden_TE, weight_VE
+    def __init__(
+        self, products: OutputProducts, hidden_TE: Tensor, owner: Tensor, num_words: int, chunk: int
+    ) -> None:
+        self._products = products
         self.hidden_TE = torch.empty_like(hidden_TE)
         self._owner = owner
         ticket = ticket_of(owner)
@@ -97,16 +147,14 @@ class ChunkGradients:
             self._memory, self._adds = self._target.begin()
             self._is_direct = self._memory.dtype is wide or len(hidden_TE) <= chunk
         if self._is_direct:
-            self._sum_VE = self._memory[: len(weight_VE)]
+            self._sum_VE = self._memory[:num_words]
         else:
-            self._sum_VE = torch.empty_like(weight_VE, dtype=wide)
+            self._sum_VE = torch.empty_like(owner[:num_words], dtype=wide)
 
     def add(self, grad_logits_CV: Tensor, rows: slice) -> None:
-        """Take the gradients of a chunk whose logits have the gradient [C, V], in the weight's dtype."""
-        hidden_TE, weight_VE = self._inputs
-        torch.mm(grad_logits_CV, weight_VE, out=self.hidden_TE[rows])
+        """Take the gradients of a chunk whose logits have the gradient [C, V], as the products want it."""
         adds = rows.start > 0 or (self._is_direct and self._adds)
-        add_product_(self._sum_VE, grad_logits_CV.t(), hidden_TE[rows], adds=adds)
+        self._products.take_gradient(grad_logits_CV, rows, self.hidden_TE[rows], self._sum_VE, adds=adds)
 
     def finished(self) -> Tensor | None:
         """Return the output matrix' gradient in its shape and dtype, or None where it has been taken."""
@@ -132,15 +180,18 @@ def cross_entropy_sum(
     scale: float | Tensor = 1.0,
     chunk: int | None = None,
     passes: LogitsPasses = EAGER,
+    products: MakeProducts = PlainProducts,
 ) -> Tensor:
     """Return `scale` times the summed cross-entropy of hidden @ weightᵀ against the targets, in nats, as a
     scalar of at least fp32.
 
     `scale` is a number, or one on the device. Targets equal to IGNORED_TARGET are left out. `chunk` is the
-    number of tokens whose logits exist at once; `passes` go over them.
+    number of tokens whose logits exist at once; `passes` go over them, and `products` make them.
     """
     rows = chunk or default_chunk(hidden_TE, len(target_T), len(weight_VE), passes)
-    return _ChunkedCrossEntropy.apply(hidden_TE, weight_VE, target_T, scale, rows, passes)  # type: ignore[no-any-return, no-untyped-call]
+    return _ChunkedCrossEntropy.apply(  # type: ignore[no-any-return, no-untyped-call]
+        hidden_TE, weight_VE, target_T, scale, rows, passes, products
+    )
 
 
 def default_chunk(hidden_TE: Tensor, num_tokens: int, num_words: int, passes: LogitsPasses) -> int:

@@ -16,7 +16,7 @@ from orchestra.model.documents import document_bounds, documents_for
 from orchestra.model.initial import fill_normal_, random_key
 from orchestra.model.layers import Block, Embedding, Positions, make_norm, rotary_frequencies
 from orchestra.model.logits import EAGER, LogitsPasses
-from orchestra.model.loss import Loss, cross_entropy_sum
+from orchestra.model.loss import Loss, MakeProducts, PlainProducts, cross_entropy_sum
 from orchestra.sizes.flops import head_dim
 
 
@@ -46,6 +46,7 @@ class Transformer(nn.Module):
         # What cuts the output matrix over ranks puts its own loss in this place.
         self.loss: Loss = cross_entropy_sum
         self.logits_passes: LogitsPasses = EAGER
+        self.output_products: MakeProducts = PlainProducts
         self._rotary: tuple[Tensor, Tensor] | None = None
         self.tie_weights()
 
@@ -76,6 +77,7 @@ class Transformer(nn.Module):
             scale=loss_scale,
             chunk=self.loss_chunk_tokens,
             passes=self.logits_passes,
+            products=self.output_products,
         )
 
     def document_bounds(self, tokens_BS: Tensor) -> Tensor | None:

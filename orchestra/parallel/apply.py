@@ -13,6 +13,7 @@ from orchestra.optim.adamw import Trained
 from orchestra.parallel.blocks import (
     compile_blocks,
     direct_weights,
+    keep_history,
     keep_rounded,
     recompute_blocks,
     set_products,
@@ -23,6 +24,7 @@ from orchestra.parallel.tensor.split import split_tensors
 from orchestra.parallel.zero.buffers import Units, place_units
 from orchestra.parallel.zero.stages import Rounding, Stage, make_stage
 from orchestra.precision.policies import policy
+from orchestra.precision.scale_history import ScaleHistory
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class Parallelized:
 
     `trained` is what the optimizer updates, for every parameter in the model's order; `places` says where
     this rank's part of each lies in the whole one; `units` are the flat buffers that hold them; `stage` keeps
-    gradients and parameters over the ranks.
+    gradients and parameters over the ranks; `scale_history` is delayed scaling's, None without.
     """
 
     model: Transformer
@@ -39,6 +41,7 @@ class Parallelized:
     places: Mapping[str, TensorPlace]
     units: Units
     stage: Stage
+    scale_history: ScaleHistory | None = None
 
 
 def parallelize(model: Transformer, config: Config, mesh: Mesh) -> Parallelized:
@@ -50,7 +53,7 @@ def parallelize(model: Transformer, config: Config, mesh: Mesh) -> Parallelized:
     """
     precision = policy(config.precision)
     places = split_tensors(model, config, mesh)
-    set_products(model, config)
+    history = set_products(model, config)
     units = place_units(model, places, precision, config, mesh)
     recompute_blocks(model, config, mesh)
     compile_blocks(model, config)
@@ -60,4 +63,6 @@ def parallelize(model: Transformer, config: Config, mesh: Mesh) -> Parallelized:
     rounded = None if units.is_split else keep_rounded(model, config)
     if rounded is not None:
         stage = Rounding(stage, rounded)
-    return Parallelized(model, units.trained, places, units, stage)
+    if history is not None:
+        keep_history(history, model, config)
+    return Parallelized(model, units.trained, places, units, stage, history)

@@ -1,9 +1,9 @@
 """What is done to the blocks of a model from outside: products of fp8, recomputation, compilation. `apply`
 says in which order.
 
-Products of fp8 take the place of the blocks' own, cut over ranks or not. What is sensitive stays in 16 bits
-or more: embedding, output matrix and loss, norms, the attention between its products, and on request whole
-blocks at both ends of the model.
+Products of fp8 take the place of the blocks' own, cut over ranks or not, and on request of those with the
+output matrix. What is sensitive stays in 16 bits or more: embedding, loss, norms, the attention between its
+products, the output matrix if nobody asks for it, and on request whole blocks at both ends of the model.
 
 Recomputation computes activations of whole blocks again in the backward pass, instead of keeping them. A
 block's forward is wrapped, not its module: hooks of the module (which gather parameters, say) stand around
@@ -34,7 +34,9 @@ from orchestra.parallel.mesh import Mesh
 from orchestra.parallel.tensor.split import ColumnsProduct, RowsProducts
 from orchestra.parallel.tensor.tensor_collectives import SUM_IN_PLACE, SUM_SCATTERED
 from orchestra.precision.fp8 import LEAST_CAPABILITY, Fp8Products
+from orchestra.precision.fp8_output import Fp8OutputProducts
 from orchestra.precision.rounded_weights import RoundedWeights
+from orchestra.precision.scale_history import ScaleHistory
 from orchestra.sizes.activations import kinds_of_layers
 
 _aten = torch.ops.aten
@@ -132,15 +134,42 @@ def compile_blocks(model: Transformer, config: Config) -> None:
             layer.forward = torch.compile(layer.forward, dynamic=False)
 
 
-def set_products(model: Transformer, config: Config) -> None:
-    """Let the blocks compute in fp8 where that is configured. *Any rank*, after tensors are cut."""
+def set_products(model: Transformer, config: Config) -> ScaleHistory | None:
+    """Let the blocks, and the loss, compute in fp8 where that is configured. *Any rank*, after tensors are
+    cut. Return, for delayed scaling, the history that `keep_history` gives to the weights.
+    """
     precision = config.precision
     if precision.name is not PrecisionName.fp8:
-        return
-    products = Fp8Products(precision.fp8_scaling)
+        return None
+    if precision.fp8_output:
+        model.output_products = functools.partial(Fp8OutputProducts, precision.fp8_scaling)
+    history = ScaleHistory() if precision.fp8_delayed_scaling else None
+    products = Fp8Products(precision.fp8_scaling, history)
     for block in _blocks_in_fp8(model, config):
         for module in block.modules():
             _set(module, products)
+    return history
+
+
+def keep_history(history: ScaleHistory, model: Transformer, config: Config) -> None:
+    """Give the weights of products in fp8, once they exist, what they are scaled by. *Any rank*."""
+    products = []
+    for number, block in enumerate(_blocks_in_fp8(model, config), config.precision.fp8_bf16_blocks):
+        for name, module in block.named_modules():
+            products += [
+                {f"layers.{number}.{name}.{each}": getattr(module, each).weight for each in sharing}
+                for sharing in _sharing_inputs(module)
+            ]
+    history.attach(products)
+
+
+def _sharing_inputs(module: nn.Module) -> list[tuple[str, ...]]:
+    """Return the linear layers of a module, those of one input together."""
+    if isinstance(module, Attention):
+        return [("q_proj", "k_proj", "v_proj"), ("o_proj",)]
+    if isinstance(module, SwiGLU):
+        return [("gate_proj", "up_proj"), ("down_proj",)]
+    return [("up_proj",), ("down_proj",)] if isinstance(module, GeluMLP) else []
 
 
 def _blocks_in_fp8(model: Transformer, config: Config) -> list[nn.Module]:
@@ -155,11 +184,15 @@ def keep_rounded(model: Transformer, config: Config) -> RoundedWeights | None:
     precision = config.precision
     if precision.name is not PrecisionName.fp8:
         return None
-    blocks = {
+    blocks: dict[nn.Module, list[torch.Tensor]] = {
         block: [weight for weight in block.parameters() if weight.dim() == 2]
         for block in _blocks_in_fp8(model, config)
     }
-    return RoundedWeights(blocks, precision.fp8_scaling)
+    if precision.fp8_output:
+        # The module before which ZeRO waits for the output matrix.
+        blocks[model.norm] = [model.lm_head.weight]
+    is_compiled = config.train.compile is True and model.lm_head.weight.is_cuda
+    return RoundedWeights(blocks, precision.fp8_scaling, is_compiled=is_compiled)
 
 
 def _set(module: nn.Module, products: Fp8Products) -> None:

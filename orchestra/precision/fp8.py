@@ -1,10 +1,11 @@
 """Products in fp8: e4m3 numbers forward, e5m2 gradients, scaled by the largest number of the moment.
 
 Every product scales both of its factors anew (dynamic scaling: no history, no state), by one factor for a
-tensor or by one for each row along which it sums. Results are in the input's 16-bit type. A weight may have
-its rounded copies attached, which `rounded_weights` keeps up to date: then products use those. Other weights
-are rounded in each pass and need no memory of their own, so that what gathers parameters on demand may
-release them in between.
+tensor or by one for each row along which it sums. Under delayed scaling inputs and gradients take the scales
+that `scale_history` has for them, and leave their largest numbers there. Results are in the input's 16-bit
+type. A weight may have its rounded copies attached, which `rounded_weights` keeps up to date: then products
+use those. Other weights are rounded in each pass and need no memory of their own, so that what gathers
+parameters on demand may release them in between.
 
     y = x · wᵀ          x, w in e4m3
     dx = dy · w         dy in e5m2, w in e4m3
@@ -19,18 +20,22 @@ Shape letters: T tokens, E inputs, O outputs.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from conf.schema import Scaling
+from orchestra.model.initial import is_fake
 from orchestra.model.weight_gradients import give_gradient, tickets_of
 
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
 # NVIDIA's Ada; Hopper is 9.0.
 LEAST_CAPABILITY = (8, 9)
+# 64 MiB in fp32.
+_ELEMENTS_AT_ONCE = 2**24
 
 
 @dataclass(frozen=True)
@@ -45,15 +50,42 @@ def rounded(matrix: Tensor, dtype: torch.dtype, scaling: Scaling) -> Rounded:
     """Return a matrix [R, C] of 16 or 32 bits in fp8; all zeros stay zeros."""
     size = matrix.abs()
     largest = size.amax() if scaling is Scaling.tensor else size.amax(dim=1, keepdim=True)
-    limit = torch.finfo(dtype).max
+    scale = scale_of(largest, dtype)
+    return Rounded(rounded_by(scale, matrix, dtype), scale)
+
+
+def scale_of(largest: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the factor, in fp32, with which the largest number takes the whole range."""
     # A bound far below any number that matters, whose inverse is still finite.
-    scale = largest.float().clamp(min=1e-30) / limit
-    # What is beyond the limit by a rounding would become NaN.
-    values = (matrix.float() / scale).clamp(-limit, limit).to(dtype)
+    return largest.float().clamp(min=1e-30) / torch.finfo(dtype).max
+
+
+def rounded_by(scale: Tensor, matrix: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the fp8 numbers of a matrix for a scale; what is too large for it becomes the largest number."""
+    limit = torch.finfo(dtype).max
+    # What is beyond the limit, by a rounding too, would become infinite or NaN.
+    return (matrix.float() / scale).clamp(-limit, limit).to(dtype)
+
+
+def rounded_in_parts(matrix: Tensor, scaling: Scaling, values: Tensor | None = None) -> Rounded:
+    """Return, or write into `values`, what `rounded` returns of a weight, with fp32 copies of some rows at a
+    time: for what is large and not compiled.
+    """
+    if values is None:
+        values = torch.empty(matrix.shape, dtype=FORWARD, device=matrix.device)
+    is_row = scaling is Scaling.row
+    dims = 1 if is_row else (0, 1)
+    # Without a copy of the absolute numbers.
+    largest = torch.maximum(matrix.amax(dims, keepdim=is_row), -matrix.amin(dims, keepdim=is_row))
+    scale = scale_of(largest, FORWARD)
+    num_rows = max(1, _ELEMENTS_AT_ONCE // matrix.shape[1])
+    for begin in range(0, len(matrix), num_rows):
+        rows = slice(begin, begin + num_rows)
+        values[rows].copy_(rounded_by(scale[rows] if is_row else scale, matrix[rows], FORWARD))
     return Rounded(values, scale)
 
 
-def _turned(matrix: Rounded) -> Rounded:
+def turned(matrix: Rounded) -> Rounded:
     """Return the transposed matrix by rows, where one scale is for all of it."""
     return Rounded(matrix.values.t().contiguous(), matrix.scale)
 
@@ -80,31 +112,104 @@ def attach_rounded(weight: Tensor, scaling: Scaling) -> list[Tensor]:
 
 def round_weight_(weight: Tensor, scaling: Scaling) -> None:
     """Round a weight [O, E] into its attached copies."""
-    values = rounded(weight, FORWARD, scaling)
+    values, scale, turned_values, turned_scale = attached([weight])
+    scale.copy_(rounded_in_parts(weight, scaling, values).scale)
     if scaling is Scaling.tensor:
-        turned = Rounded(values.values.t(), values.scale)
+        turned_values.copy_(values.t())
+        turned_scale.copy_(scale)
     else:
-        turned = rounded(weight.t().contiguous(), FORWARD, scaling)
-    parts = (values.values, values.scale, turned.values, turned.scale)
-    for name, part in zip(_ATTRIBUTES, parts, strict=True):
-        getattr(weight, name).copy_(part)
+        turned_scale.copy_(rounded_in_parts(weight.t(), scaling, turned_values).scale)
 
 
-def _attached(weights: list[Tensor]) -> list[Tensor]:
+def round_whole_(
+    weight: Tensor,
+    scaling: Scaling,
+    values: Tensor,
+    scale: Tensor,
+    turned_values: Tensor,
+    turned_scale: Tensor,
+) -> None:
+    """Do what `round_weight_` does, in a form to be compiled."""
+    by_rows = rounded(weight, FORWARD, scaling)
+    by_columns = turned(by_rows) if scaling is Scaling.tensor else rounded(weight.t(), FORWARD, scaling)
+    for target, part in zip(
+        (values, scale, turned_values, turned_scale),
+        (by_rows.values, by_rows.scale, by_columns.values, by_columns.scale),
+        strict=True,
+    ):
+        target.copy_(part)
+
+
+# The scale of the next rounding and the largest number since the step began: of a product's input, at the
+# first weight that it is multiplied with, and of the gradient of each weight's result.
+_HISTORY = ("fp8_input_scale", "fp8_input_found", "fp8_gradient_scale", "fp8_gradient_found")
+
+
+def attach_history(weights: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor, torch.dtype]]:
+    """Make the scales of one input's products with some weights, by their names; return scale, largest number
+    and dtype of all that is rounded for them, by name.
+    """
+    made = {}
+
+    def make(name: str, weight: Tensor, attributes: Sequence[str], dtype: torch.dtype) -> None:
+        # Tensors of their own and no views: the compiler would take views of one memory for one tensor.
+        pair = torch.ones((), device=weight.device), torch.zeros((), device=weight.device)
+        for attribute, tensor in zip(attributes, pair, strict=True):
+            setattr(weight, attribute, tensor)
+        made[name] = (*pair, dtype)
+
+    for number, (name, weight) in enumerate(weights.items()):
+        if not number:
+            make(f"{name}.input", weight, _HISTORY[:2], FORWARD)
+        make(f"{name}.gradient", weight, _HISTORY[2:], BACKWARD)
+    return made
+
+
+def _history_of(weights: list[Tensor]) -> list[Tensor]:
+    """Return scale and largest number of the input, and then of each weight's gradient; none: no history."""
+    if getattr(weights[0], _HISTORY[0], None) is None:
+        return []
+    return [getattr(weights[0], name) for name in _HISTORY[:2]] + [
+        getattr(weight, name) for weight in weights for name in _HISTORY[2:]
+    ]
+
+
+def _noted(
+    matrix: Tensor, dtype: torch.dtype, scaling: Scaling, history: Sequence[Tensor], is_known: bool
+) -> Rounded:
+    """Return a matrix rounded by the history's scale, if that is known, whose largest number it notes."""
+    if not history:
+        return rounded(matrix, dtype, scaling)
+    scale, found = history
+    # In this order the compiler finds the largest number in the pass that rounds.
+    values = rounded_by(scale, matrix, dtype) if is_known else None
+    largest = matrix.abs().amax().float()
+    found.copy_(torch.maximum(found, largest))
+    if values is None:
+        scale = scale_of(largest, dtype)
+        values = rounded_by(scale, matrix, dtype)
+    return Rounded(values, scale)
+
+
+def attached(weights: list[Tensor]) -> list[Tensor]:
     """Return the attached copies, by weight; all weights of one input have them, or none has."""
     if getattr(weights[0], _ATTRIBUTES[0], None) is None:
         return []
     return [getattr(weight, name) for weight in weights for name in _ATTRIBUTES]
 
 
-def _product(left: Rounded, right: Rounded, out: torch.dtype) -> Tensor:
-    """Return left · rightᵀ for matrices [M, K] and [N, K] that lie by rows."""
+def scaled_product(left: Rounded, right: Rounded, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """Return left · rightᵀ for matrices [M, K] and [N, K] that lie by rows, in `out` if that is given."""
+    if out is not None and is_fake(out):
+        # torch does not know this form without memory, and would really compute it.
+        return out
     product: Tensor = torch._scaled_mm(
         left.values,
         right.values.t(),
         scale_a=left.scale,
         scale_b=right.scale.t() if right.scale.dim() else right.scale,
-        out_dtype=out,
+        out_dtype=dtype,
+        out=out,
         # Sums of gradients need all digits: there Hopper's fast sums are left out.
         use_fast_accum=left.values.dtype is FORWARD,
     )
@@ -114,59 +219,77 @@ def _product(left: Rounded, right: Rounded, out: torch.dtype) -> Tensor:
 class _RoundedProducts(torch.autograd.Function):
     """Products of one input [T, E] with weights [O, E], each rounded as the module's docstring says.
 
-    After the weights come their tickets, or nothing, and then the weights' rounded copies, or nothing.
+    After the weights come their tickets, or nothing, the weights' rounded copies, or nothing, and their
+    history, or nothing; `is_known` says whether that has scales.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x_TE: Tensor, scaling: Scaling, num_products: int, num_tickets: int, *parameters: Tensor
+        ctx: Any,
+        x_TE: Tensor,
+        scaling: Scaling,
+        num_products: int,
+        num_tickets: int,
+        num_copies: int,
+        is_known: bool,
+        *parameters: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.scaling, ctx.dtype, ctx.num_parameters = scaling, x_TE.dtype, len(parameters)
         ctx.num_products, ctx.num_tickets = num_products, num_tickets
         weights = parameters[:num_products]
-        copies = parameters[num_products + num_tickets :]
+        others = parameters[num_products + num_tickets :]
+        copies, history = others[:num_copies], others[num_copies:]
+        ctx.is_known, ctx.num_histories = is_known, len(history[2:])
         ctx.weight_dtype, ctx.has_copies = weights[0].dtype, bool(copies)
-        x = rounded(x_TE, FORWARD, scaling)
+        x = _noted(x_TE, FORWARD, scaling, history[:2], is_known)
         kept_x = (x.values, x.scale) if scaling is Scaling.tensor else (x_TE,)
         tickets = parameters[num_products : num_products + num_tickets]
         if copies:
-            ctx.save_for_backward(*kept_x, *tickets, *copies[2::4], *copies[3::4])
+            ctx.save_for_backward(*kept_x, *history[2:], *tickets, *copies[2::4], *copies[3::4])
             by_rows = [
                 Rounded(values, scale) for values, scale in zip(copies[::4], copies[1::4], strict=True)
             ]
         else:
-            ctx.save_for_backward(*kept_x, *tickets, *weights)
+            ctx.save_for_backward(*kept_x, *history[2:], *tickets, *weights)
             by_rows = [rounded(weight, FORWARD, scaling) for weight in weights]
-        return tuple(_product(x, weight, x_TE.dtype) for weight in by_rows)
+        return tuple(scaled_product(x, weight, x_TE.dtype) for weight in by_rows)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         scaling: Scaling = ctx.scaling
         if scaling is Scaling.tensor:
             values, scale, *others = ctx.saved_tensors
-            by_columns = _turned(Rounded(values, scale))
+            by_columns = turned(Rounded(values, scale))
         else:
             x_TE, *others = ctx.saved_tensors
             by_columns = rounded(x_TE.t().contiguous(), FORWARD, scaling)
+        history, others = others[: ctx.num_histories], others[ctx.num_histories :]
         tickets = others[: ctx.num_tickets] or [None] * ctx.num_products
         weights = others[ctx.num_tickets :]
         grad_x: Tensor | None = None
         grad_weights = []
         for number, (grad_TO, ticket) in enumerate(zip(grads, tickets, strict=True)):
-            grad = rounded(grad_TO, BACKWARD, scaling)
+            of_grad = history[2 * number : 2 * number + 2]
+            grad = _noted(grad_TO, BACKWARD, scaling, of_grad, ctx.is_known)
             if ctx.has_copies:
                 weight = Rounded(weights[number], weights[ctx.num_products + number])
             else:
                 weight = rounded(weights[number].t().contiguous(), FORWARD, scaling)
-            part = _product(grad, weight, ctx.dtype)
+            part = scaled_product(grad, weight, ctx.dtype)
             grad_x = part if grad_x is None else grad_x.add_(part)
             if scaling is Scaling.tensor:
-                turned = _turned(grad)
+                grad = turned(grad)
             else:
-                turned = rounded(grad_TO.t().contiguous(), BACKWARD, scaling)
-            grad_weights.append(give_gradient(ticket, _product(turned, by_columns, ctx.weight_dtype)))
+                grad = rounded(grad_TO.t().contiguous(), BACKWARD, scaling)
+            grad_weights.append(give_gradient(ticket, scaled_product(grad, by_columns, ctx.weight_dtype)))
         no_more = [None] * (ctx.num_parameters - ctx.num_products)
-        return grad_x, None, None, None, *grad_weights, *no_more
+        return grad_x, None, None, None, None, None, *grad_weights, *no_more
+
+
+class History(Protocol):
+    """Scales of what is rounded, which weights have attached; none is of use before `is_known`."""
+
+    is_known: bool
 
 
 @dataclass(frozen=True)
@@ -174,6 +297,7 @@ class Fp8Products:
     """Takes the place of `model.layers.products_of`, and by `linear` that of `F.linear`."""
 
     scaling: Scaling
+    history: History | None = None
 
     def __call__(self, x_BSE: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
         """Return linear(x) for each linear layer; the input is rounded once."""
@@ -187,8 +311,10 @@ class Fp8Products:
         return out if bias is None else out + bias
 
     def _of(self, x: Tensor, weights: list[Tensor]) -> tuple[Tensor, ...]:
-        tickets, copies = tickets_of(weights), _attached(weights)
+        tickets, copies, history = tickets_of(weights), attached(weights), _history_of(weights)
+        numbers = len(weights), len(tickets), len(copies)
+        is_known = self.history is not None and self.history.is_known
         outs = _RoundedProducts.apply(  # type: ignore[no-untyped-call]
-            x.flatten(0, -2), self.scaling, len(weights), len(tickets), *weights, *tickets, *copies
+            x.flatten(0, -2), self.scaling, *numbers, is_known, *weights, *tickets, *copies, *history
         )
         return tuple(out.view(*x.shape[:-1], -1) for out in outs)

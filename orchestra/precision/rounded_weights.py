@@ -3,7 +3,8 @@ them.
 
 A weight changes once a step, and is used in every micro-batch. Whoever updates it calls `forget`; the first
 forward pass after that rounds it, block by block, when its parameters have arrived. The memory is made once:
-two bytes an element. Where parameters are gathered on demand nothing is kept (see `fp8`).
+two bytes an element. The output matrix is among them where its products are in fp8. Where parameters are
+gathered on demand nothing is kept (see `fp8`).
 """
 
 from __future__ import annotations
@@ -15,14 +16,21 @@ import torch
 from torch import Tensor, nn
 
 from conf.schema import Scaling
-from orchestra.precision.fp8 import attach_rounded, round_weight_
+from orchestra.precision.fp8 import attach_rounded, attached, round_weight_, round_whole_
 
 
 class RoundedWeights:
-    """The rounded weights of some blocks, by block. *Any rank*."""
+    """The rounded weights of some blocks, by block. *Any rank*.
 
-    def __init__(self, blocks: Mapping[nn.Module, Sequence[Tensor]], scaling: Scaling) -> None:
+    `is_compiled`: by compiled code, which needs no memory besides.
+    """
+
+    def __init__(
+        self, blocks: Mapping[nn.Module, Sequence[Tensor]], scaling: Scaling, *, is_compiled: bool = False
+    ) -> None:
         self._scaling = scaling
+        # A few graphs for any sizes.
+        self._round_whole_ = torch.compile(round_whole_) if is_compiled else None
         self._stale = dict.fromkeys(blocks, True)
         self._tensors: list[Tensor] = []
         self._hooks = []
@@ -52,6 +60,9 @@ class RoundedWeights:
                 self._stale[block] = False
                 with torch.no_grad():
                     for weight in weights:
-                        round_weight_(weight, self._scaling)
+                        if self._round_whole_ is None:
+                            round_weight_(weight, self._scaling)
+                        else:
+                            self._round_whole_(weight.detach(), self._scaling, *attached([weight]))
 
         return refresh

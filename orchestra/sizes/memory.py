@@ -9,8 +9,8 @@ is made before the first step. A step adds the larger of two moments: the loss o
 layers keep their activations, and the backward pass of the last layer. Alignment of units, small vectors, and
 what libraries and the driver take are left out.
 
-The trainer takes its own block sizes from here (`chunk_tokens`, `ROUNDED_CPU`, `ROUNDED_GPU`), so that the
-closed form and the code cannot disagree on them.
+The trainer takes its own block sizes from here (`chunk_tokens`, `ROUNDED_CPU`, `ROUNDED_GPU`, `FP8_WORDS`),
+so that the closed form and the code cannot disagree on them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from conf.schema import Family, ModelConfig, Offload, PrecisionName, Recompute
+from conf.schema import Family, ModelConfig, Offload, PrecisionName, Recompute, Scaling
 from orchestra.sizes.activations import LayerActivations, cheapest_within, every_kth, peak_bytes
 from orchestra.sizes.flops import attention_width, head_dim
 from orchestra.sizes.training_shape import PipelineStage, TrainingShape
@@ -37,6 +37,8 @@ _TILE_TOKENS = 128
 # Elements of gradients and moments that AdamW holds in fp32 at a time, on CPU for each thread: they stay in
 # its cache. Multiples of what any kernel takes at once.
 ROUNDED_CPU, ROUNDED_GPU = 1 << 16, 1 << 24
+# Words whose gradients an output product in fp8 adds to earlier ones at a time.
+FP8_WORDS = 1 << 14
 # Share of a device's memory that tensors can fill: the CUDA context, NCCL and fragmentation take the rest
 # before an allocation fails.
 USABLE_SHARE = 0.91
@@ -236,7 +238,10 @@ def _rounded_bytes(shape: TrainingShape, stage: PipelineStage) -> float:
     first = shape.options.fp8_bf16_blocks
     last = model.num_hidden_layers - first
     num_blocks = max(0, min(begin + stage.num_layers, last) - max(begin, first))
-    return 2.0 * num_blocks * model.hidden_size * widths_of_products
+    rows = num_blocks * widths_of_products
+    if shape.options.fp8_output and stage.has_head:
+        rows += math.ceil(model.vocab_size / tp)
+    return 2.0 * rows * model.hidden_size
 
 
 def step_bytes(shape: TrainingShape, stage: PipelineStage, parts: RankParameters) -> StepBytes:
@@ -393,6 +398,19 @@ def _loss_bytes(shape: TrainingShape) -> float:
     product = words * hidden * width if width < _FP32 and (made_in == _FP32 or not is_direct) else 0.0
     whole = tokens * hidden * width
     gathered = 2 * whole if shape.tokens.outer > 1 else 0.0
+    if shape.precision is PrecisionName.fp8 and shape.options.fp8_output:
+        # The gradient by rows and by columns stands where one in 16 bits did, if that had memory of its own.
+        using += chunk * (2 - narrow)
+        is_row = shape.options.fp8_scaling is Scaling.row
+        product = min(words, FP8_WORDS) * hidden * (width if is_row else _FP32)
+        if chunk >= tokens and shape.accumulation == 1:
+            product = 0.0
+        if is_row:
+            # The hidden states of a chunk are rounded by columns: their copy and two in fp32.
+            product = max(product, (width + 2 * _FP32) * chunk * hidden)
+        whole += (tokens + chunk) * hidden
+        if shape.zero == 3 and shape.num_shards > 1:
+            whole += 2 * words * hidden
     return kept * words + max(making * words, using * words + product) + matrix + whole + gathered
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -118,8 +118,13 @@ def build_step(
     hooks: StepHooks,
     loss_scale: ScaleState | None = None,
     recent_losses: Sequence[float] = (),
+    fp8_sizes: Mapping[str, float] | None = None,
 ) -> TrainingStep:
-    """Build the optimizer step. A run that goes on has the state of the loss's factor and the last losses."""
+    """Build the optimizer step. A run that goes on has the state of the loss's factor, the last losses, and
+    the sizes of delayed scaling.
+    """
+    if built.parallelized.scale_history is not None and fp8_sizes:
+        built.parallelized.scale_history.restore(fp8_sizes)
     return TrainingStep(
         built.parallelized,
         built.optimizer,

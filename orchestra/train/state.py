@@ -307,8 +307,8 @@ class Position:
 
     `num_updates` counts the optimizer's updates (skipped steps left out). `score` is the last loss, None
     where it was not finite. `totals` is None before the first step, and on ranks that keep none.
-    `loss_scale` is None where the loss is not scaled. `recent_losses` are what spikes are judged by, and
-    `left_out` the data that no step trains on.
+    `loss_scale` is None where the loss is not scaled. `recent_losses` are what spikes are judged by,
+    `fp8_sizes` what delayed scaling scales by, and `left_out` the data that no step trains on.
     """
 
     step: int = 0
@@ -319,6 +319,7 @@ class Position:
     score: float | None = None
     loss_scale: ScaleState | None = None
     recent_losses: tuple[float, ...] = ()
+    fp8_sizes: Mapping[str, float] = field(default_factory=dict)
     left_out: tuple[Stretch, ...] = ()
 
 
@@ -329,6 +330,8 @@ def position_to_json(position: Position) -> dict[str, Any]:
     others: dict[str, Any] = {}
     if position.loss_scale is not None:
         others["loss_scale"] = asdict(position.loss_scale)
+    if position.fp8_sizes:
+        others["fp8_sizes"] = dict(position.fp8_sizes)
     if position.left_out:
         others["left_out"] = to_lists(position.left_out)
     return {
@@ -360,6 +363,7 @@ def position_from_json(state: Mapping[str, Any]) -> Position:
         score=score if is_number(score) else None,
         loss_scale=_loss_scale(state),
         recent_losses=tuple(map(float, losses)) if has_losses and losses else (),
+        fp8_sizes=_fp8_sizes(state),
         left_out=from_lists(state.get("left_out")),
     )
 
@@ -372,6 +376,12 @@ def _loss_scale(state: Mapping[str, Any]) -> ScaleState | None:
     return ScaleState(
         values.power_of_two("scale", MOST), values.whole("num_good_steps"), values.whole("num_overflows")
     )
+
+
+def _fp8_sizes(state: Mapping[str, Any]) -> dict[str, float]:
+    """Return the sizes of delayed scaling; none where the run that saved had none."""
+    values = _Reader(state, "fp8_sizes")
+    return {name: values.size(name) for name in _Reader(state).names("fp8_sizes")}
 
 
 class _Reader:
@@ -393,6 +403,20 @@ class _Reader:
         if not is_number(value):
             raise self._wrong(key, value)
         return float(value)
+
+    def names(self, key: str) -> list[str]:
+        """Return the names in a section that may be missing."""
+        value = self._values.get(key, {})
+        if not isinstance(value, Mapping):
+            raise self._wrong(key, value)
+        return list(value)
+
+    def size(self, key: str) -> float:
+        """Return a number of 0 or more."""
+        value = self.number(key)
+        if value < 0:
+            raise self._wrong(key, value)
+        return value
 
     def power_of_two(self, key: str, most: float) -> float:
         """Return a power of two from 1 to `most`."""

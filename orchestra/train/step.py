@@ -19,6 +19,7 @@ from orchestra.parallel.marks import marked
 from orchestra.parallel.mesh import Mesh
 from orchestra.parallel.zero.stages import norm_over_ranks
 from orchestra.precision.policies import DynamicLossScale
+from orchestra.precision.scale_history import ScaleHistory
 from orchestra.run.heartbeat import Phase
 from orchestra.sizes.step_shares import Part
 from orchestra.train.hooks import StepHooks, StepResult
@@ -29,7 +30,7 @@ class TrainingStep:
     """Runs optimizer steps on one rank's share of each global batch. *Collective* over all ranks.
 
     `loss_scale` is None where gradients have the range of fp32, `spikes` where loss spikes are not looked
-    for; the two may be read between steps.
+    for, `scale_history` without delayed scaling; the three may be read between steps.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class TrainingStep:
         self._share = 1.0 / tokens_per_step
         self._hooks = hooks
         self._leaves_out_spikes = config.recovery.loss_spike.action in LEAVES_OUT
+        self.scale_history = parallelized.scale_history
         self.loss_scale = loss_scale
         self.spikes = spikes
 
@@ -78,12 +80,22 @@ class TrainingStep:
         is_spike = None if self.spikes is None else self.spikes.is_spike(loss)
         is_left_out = is_bad | is_spike if is_spike is not None and self._leaves_out_spikes else is_bad
         self._hooks.enter(Phase.update, step)
+        if self.scale_history is not None:
+            self._follow_scales(self.scale_history, is_left_out)
         lr = self._update(step, grad_norm, is_left_out, scale)
         if self.loss_scale is None:
             return StepResult(loss, grad_norm, is_bad, lr, is_spike=is_spike)
         has_overflowed = self.loss_scale.overflowed(loss, grad_norm)
         self.loss_scale.follow(has_overflowed, ~is_bad)
         return StepResult(loss, grad_norm, is_bad & ~has_overflowed, lr, scale, has_overflowed, is_spike)
+
+    def _follow_scales(self, history: ScaleHistory, is_left_out: Tensor) -> None:
+        found = history.found()
+        if self._mesh.world_size > 1:
+            self._mesh.traffic.add_all_reduce(found.nbytes, self._mesh.world_size)
+            with marked(Part.communication):
+                dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        history.follow(found, is_left_out)
 
     def _update(self, step: int, grad_norm: Tensor, is_left_out: Tensor, scale: Tensor | None) -> float:
         """Update masters, moments and parameters; return the learning rate."""
@@ -102,6 +114,8 @@ class TrainingStep:
         # The loss takes its gradients in the forward pass: what scales them has to come in there.
         share = self._share if self.loss_scale is None else self.loss_scale.scale * self._share
         self._hooks.before_forward(step, tokens_ABS, share)
+        if self.scale_history is not None:
+            self.scale_history.begin_step()
         for index in range(num_micro_batches):
             self._hooks.enter(Phase.forward, step, index)
             if index == 0 and (factor := self._hooks.loss_factor(step)) != 1.0:

@@ -215,7 +215,7 @@ class Trainer:
     def _position(self, trained: TrainedStep) -> Position:
         """Return where the run stands after a step. The totals are rank 0's, which alone writes them down."""
         loss = float(trained.result.loss)
-        loss_scale, spikes = self.step.loss_scale, self.step.spikes
+        loss_scale, spikes, history = self.step.loss_scale, self.step.spikes, self.step.scale_history
         return Position(
             step=trained.step,
             samples=trained.batch.position,
@@ -224,6 +224,7 @@ class Trainer:
             score=loss if math.isfinite(loss) else None,
             loss_scale=None if loss_scale is None else loss_scale.state,
             recent_losses=() if spikes is None else tuple(spikes.recent),
+            fp8_sizes={} if history is None else history.state,
         )
 
     def stop_threads(self) -> None:
@@ -274,7 +275,7 @@ def assemble(config: Config, mesh: Mesh, ranks: RankEnvironment, rank: RankAttem
     replay = build_replay(config, mesh, built, peers, events_of_rank_0, begin, rank.attempt)
     guard = _nonfinite_guard(config, built, rank.events, begin)
     hooks = StepHooks((step_times, heartbeat, faults, profiler, replay, copies, ledger, guard))
-    step = build_step(config, mesh, built, hooks, begin.loss_scale, begin.recent_losses)
+    step = build_step(config, mesh, built, hooks, begin.loss_scale, begin.recent_losses, begin.fp8_sizes)
     metrics = _metrics(config, mesh, built, step, peak_flops, begin, rank) if mesh.rank == 0 else None
     return Trainer(
         config=config.train,

@@ -151,13 +151,24 @@ def test_fp16_overflows_are_left_out_without_asking_the_host() -> None:
     assert all(loss == loss for loss in losses)
 
 
-@pytest.mark.parametrize("scaling", Scaling)
+@pytest.mark.parametrize(
+    "choices",
+    [
+        {"fp8_scaling": Scaling.tensor},
+        {"fp8_scaling": Scaling.row},
+        {"fp8_scaling": Scaling.tensor, "fp8_output": True, "fp8_delayed_scaling": True},
+        {"fp8_scaling": Scaling.row, "fp8_output": True},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("is_compiled", [False, True])
-def test_fp8_losses_follow_those_of_fp32(expected: list[float], scaling: Scaling, is_compiled: bool) -> None:
+def test_fp8_losses_follow_those_of_fp32(
+    expected: list[float], choices: dict[str, Any], is_compiled: bool
+) -> None:
     needs_fp8()
     config = config_of("fp8", compile=is_compiled)
     refuse_missing_hardware(config, GPU)
-    config = replace(config, precision=replace(config.precision, fp8_scaling=scaling))
+    config = replace(config, precision=replace(config.precision, **choices))
     assert losses_on(GPU, config) == pytest.approx(expected, rel=0.03)
 
 

@@ -217,8 +217,13 @@ def save_and_go_on(
     training, mesh = start(rank, world, config)
     take_steps(config, training, mesh, range(1, saved + 1))
     state = TensorState(training.parallelized, training.optimizer, mesh)
+    history = training.step.scale_history
     behind = Position(
-        saved, num_updates=state.num_updates, totals=Totals(0.0, 0, 0.0), loss_scale=_scale(training)
+        saved,
+        num_updates=state.num_updates,
+        totals=Totals(0.0, 0, 0.0),
+        loss_scale=_scale(training),
+        fp8_sizes={} if history is None else history.state,
     )
     saver = checkpointer(rank, world, place, "save")
     saver.prepare(state.snapshot())
@@ -245,7 +250,7 @@ def restore_and_go_on(
     again.wait()
     saved = checkpointer(rank, world, place / "again" / topic, "read").restore(state.wanted)
     assert saved is not None
-    step = build_step(config, mesh, built, StepHooks(), begin.loss_scale)
+    step = build_step(config, mesh, built, StepHooks(), begin.loss_scale, fp8_sizes=begin.fp8_sizes)
     training = Training(built.parallelized, built.optimizer, built.batch, step)
     rows = take_steps(config, training, mesh, range(begin.step + 1, last + 1))
     return rows, (bits(state), _scale(training)), digest(restored.manifest), digest(saved.manifest)

@@ -18,7 +18,6 @@ from small_trainings import (
     EVEN,
     ODD,
     SEQUENCE,
-    Row,
     alone,
     assert_same_bits,
     assert_same_training,
@@ -26,7 +25,6 @@ from small_trainings import (
     mesh_of,
     start,
     take_steps,
-    trained,
     trained_on,
 )
 
@@ -128,20 +126,6 @@ def test_every_stage_on_two_ranks_follows_the_bits_of_one_rank_with_two_micro_ba
     assert stages[0][0].rows == expected.rows
     for stage in stages:
         assert_same_bits(stage, [expected])
-
-
-def kept_and_not(rank: int, world: int, config: Config) -> list[list[Row]]:
-    """Train with weights that are kept rounded, and with weights rounded at each use; return both's rows."""
-    kept = trained(rank, world, config, FEW)
-    with patch("orchestra.parallel.apply.keep_rounded", return_value=None):
-        return [kept.rows, trained(rank, world, config, FEW).rows]
-
-
-@pytest.mark.parametrize("zero", [0, 1, 2])
-def test_fp8_weights_that_are_kept_rounded_follow_each_update(ranks: Ranks, zero: int) -> None:
-    config = config_of(EVEN, precision="fp8", train={"global_batch_size": 8}, zero=zero)
-    for kept, anew in ranks(2).run(kept_and_not, config=config):
-        assert kept == anew
 
 
 def count_reductions(rank: int, world: int) -> list[int]:

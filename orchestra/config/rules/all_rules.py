@@ -39,8 +39,6 @@ TABLE = (
     NotYet("parallelism.cp", 1, "context parallelism"),
     NotYet("model.num_experts", 0, "mixtures of experts"),
     NotYet("parallelism.ep", 1, "expert parallelism"),
-    NotYet("precision.fp8_delayed_scaling", False, "delayed scaling"),
-    NotYet("precision.fp8_output", False, "the output product in fp8"),
 )
 
 

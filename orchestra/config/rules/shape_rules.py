@@ -192,6 +192,7 @@ def rule_fp8(config: Config, _: Situation) -> Iterator[str]:
         "the heads' width / parallelism.tp": head_dim(model) * heads // tp,
         "the key-value heads' width / parallelism.tp": head_dim(model) * max(1, kv_heads // tp),
         **_fp8_tokens(config),
+        **_fp8_output(config),
     }
     for name, size in sizes.items():
         if size % _FP8_MULTIPLE:
@@ -228,6 +229,15 @@ def _fp8_tokens(config: Config) -> dict[str, int]:
     except ConfigError:
         return {}
     return {"train.micro_batch_size × train.seq_len": batch.micro_batch_size * batch.seq_len}
+
+
+def _fp8_output(config: Config) -> dict[str, int]:
+    """Return the sizes of the output product: words of a rank, and tokens whose logits exist at once."""
+    if not config.precision.fp8_output:
+        return {}
+    words, chunk = -(-config.model.vocab_size // config.parallelism.tp), config.train.loss_chunk_tokens
+    sizes = {"model.vocab_size / parallelism.tp": words}
+    return sizes if chunk is None else {**sizes, "train.loss_chunk_tokens": chunk}
 
 
 def rule_reduce_dtype(config: Config, _: Situation) -> Iterator[str]:

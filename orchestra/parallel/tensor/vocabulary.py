@@ -26,7 +26,15 @@ from torch import Tensor, nn
 from orchestra.model.kernels import lookup
 from orchestra.model.layers import Positions
 from orchestra.model.logits import EAGER, LogitsPasses, Statistics, wide_type
-from orchestra.model.loss import IGNORED_TARGET, ChunkGradients, default_chunk, scaled_gradients
+from orchestra.model.loss import (
+    IGNORED_TARGET,
+    ChunkGradients,
+    MakeProducts,
+    OutputProducts,
+    PlainProducts,
+    default_chunk,
+    scaled_gradients,
+)
 from orchestra.parallel.places import Cut
 from orchestra.parallel.tensor.tensor_collectives import (
     PendingScatter,
@@ -122,8 +130,10 @@ class _Chunk:
             torch.stack([self._found.largest, self._found.sums, target_logit]), group
         )
 
-    def finish(self, scale: float | Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return the scaled sum of the loss, the same bits on all ranks, and the gradient of the logits."""
+    def finish(self, scale: float | Tensor, products: OutputProducts) -> tuple[Tensor, Tensor]:
+        """Return the scaled sum of the loss, the same bits on all ranks, and the gradient of the logits as
+        the products want it.
+        """
         self._work.wait()
         largest_NC, sums_NC, targets_NC = self._gathered.unbind(1)
         largest = largest_NC.amax(dim=0)
@@ -134,9 +144,10 @@ class _Chunk:
         found = self._found
         if not found.kept.shape[1]:
             return loss, found.kept
-        factor = self._is_taken.to(normalizer.dtype) * scale
+        factor = self._is_taken.to(normalizer.dtype) * products.gradient_factor
         share = factor * (found.largest - largest).exp() / normalizer
-        return loss, self._passes.gradient(found, self._index, share, factor * self._is_mine, dtype)
+        at_target, dtype = factor * self._is_mine, products.gradient_dtype
+        return loss, self._passes.gradient(found, self._index, share, at_target, dtype)
 
 
 def _nothing(logits_CV: Tensor) -> Statistics:
@@ -157,16 +168,17 @@ class _CutCrossEntropy(torch.autograd.Function):
         words: Cut,
         group: TensorGroup,
         passes: LogitsPasses,
+        make_products: MakeProducts,
     ) -> Tensor:
         full_TE = gather_parts(hidden_TE, group) if group.is_sequence_parallel else hidden_TE
-        mine_VE = weight_VE[: words.size]
+        products = make_products(full_TE, weight_VE, words.size, scale)
         total = torch.zeros((), dtype=wide_type(hidden_TE), device=hidden_TE.device)
         needs_gradients = any(ctx.needs_input_grad[:2])
-        grads = ChunkGradients(full_TE, mine_VE, weight_VE, chunk) if needs_gradients else None
+        grads = ChunkGradients(products, full_TE, weight_VE, words.size, chunk) if needs_gradients else None
         ctx.pending = []
 
         def finish(begun: _Chunk, rows: slice) -> None:
-            loss, grad_logits = begun.finish(scale, weight_VE.dtype)
+            loss, grad_logits = begun.finish(scale, products)
             total.add_(loss)
             if grads is not None:
                 grads.add(grad_logits, rows)
@@ -177,7 +189,7 @@ class _CutCrossEntropy(torch.autograd.Function):
         before: tuple[_Chunk, slice] | None = None
         for start in range(0, len(full_TE), chunk):
             rows = slice(start, start + chunk)
-            begun = _Chunk(full_TE[rows] @ mine_VE.t(), target_T[rows], words, group, passes)
+            begun = _Chunk(products.logits(rows), target_T[rows], words, group, passes)
             if before is not None:
                 finish(*before)
             before = begun, rows
@@ -197,7 +209,7 @@ class _CutCrossEntropy(torch.autograd.Function):
             arrived = pending.wait()
             if isinstance(pending, PendingScatter):
                 grad_hidden = arrived
-        return *scaled_gradients(grad, grad_hidden, grad_weight), *[None] * 6
+        return *scaled_gradients(grad, grad_hidden, grad_weight), *[None] * 7
 
 
 @dataclass(frozen=True)
@@ -216,6 +228,7 @@ class CutLoss:
         scale: float | Tensor = 1.0,
         chunk: int | None = None,
         passes: LogitsPasses = EAGER,
+        products: MakeProducts = PlainProducts,
     ) -> Tensor:
         """Return `scale` times the summed cross-entropy in nats, equal on all ranks. *Collective*.
 
@@ -223,5 +236,5 @@ class CutLoss:
         """
         rows = chunk or default_chunk(hidden_TE, len(target_T), self.words.padded, passes)
         return _CutCrossEntropy.apply(  # type: ignore[no-any-return, no-untyped-call]
-            hidden_TE, weight_VE, target_T, scale, rows, self.words, self.group, passes
+            hidden_TE, weight_VE, target_T, scale, rows, self.words, self.group, passes, products
         )

@@ -168,6 +168,8 @@ rule_fp8
     precision.name=fp8  precision.fp8_bf16_blocks=2 -> precision.fp8_bf16_blocks=2 | num_hidden_layers=4
     precision.name=fp8  model.intermediate_size=344 -> parallelism.tp = 344 | 336 or 352
     precision.name=fp8  train.seq_len=100  train.micro_batch_size=1 -> micro_batch_size × train.seq_len = 100
+    precision.name=fp8  precision.fp8_output=true  model.vocab_size=8190 -> = 8190 | 8176 or 8192
+    precision.name=fp8  precision.fp8_output=true  train.loss_chunk_tokens=100 -> tokens = 100 | 96 or 112
 rule_fp8_choices
     precision.fp8_delayed_scaling=true -> precision.fp8_delayed_scaling=true | precision=fp8
     precision.fp8_output=true -> precision.fp8_output=true | precision=fp8

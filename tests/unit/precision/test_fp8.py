@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 from conf.schema import (
     Config,
@@ -30,9 +31,13 @@ from orchestra.precision.fp8 import (
     Fp8Products,
     Rounded,
     attach_rounded,
+    attached,
     round_weight_,
     rounded,
+    rounded_by,
+    rounded_in_parts,
 )
+from orchestra.precision.rounded_weights import RoundedWeights
 from orchestra.sizes.topology import Layout
 from orchestra.train.build import Training, build_training
 
@@ -185,29 +190,47 @@ def test_only_products_of_the_blocks_that_are_not_kept_change(monkeypatch: pytes
     assert all(parameter.dtype == torch.bfloat16 for parameter in training.parallelized.model.parameters())
 
 
-@pytest.mark.parametrize("recompute", [Recompute.none, Recompute.full])
+@pytest.mark.parametrize(
+    ("recompute", "fp8_output"), [(Recompute.none, True), (Recompute.full, False), (Recompute.none, False)]
+)
 def test_each_weight_is_rounded_once_a_step_whatever_the_micro_batches(
-    recompute: Recompute, monkeypatch: pytest.MonkeyPatch
+    recompute: Recompute, fp8_output: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = config_of(PrecisionName.fp8)
-    config = replace(config, train=replace(config.train, global_batch_size=3 * BATCH, recompute=recompute))
+    config = config_of(PrecisionName.fp8, fp8_output=fp8_output)
+    # Two chunks of the loss for each of three micro-batches.
+    sizes = {"global_batch_size": 3 * BATCH, "loss_chunk_tokens": BATCH * SEQUENCE // 2}
+    config = replace(config, train=replace(config.train, recompute=recompute, **sizes))
     training = built(config)
-    weights = [value for name, value in training.parallelized.model.named_parameters() if "proj" in name]
+    model = training.parallelized.model
+    weights = [value for name, value in model.named_parameters() if "proj" in name]
+    weights += [model.lm_head.weight] * fp8_output
     places = {weight.data_ptr() for weight in weights}
     counted: list[int] = []
 
-    def counting(matrix: Tensor, dtype: torch.dtype, scaling: Scaling) -> Rounded:
+    def counting(scale: Tensor, matrix: Tensor, dtype: torch.dtype) -> Tensor:
         counted.append(matrix.data_ptr())
-        return rounded(matrix, dtype, scaling)
+        return rounded_by(scale, matrix, dtype)
 
-    monkeypatch.setattr("orchestra.precision.fp8.rounded", counting)
+    monkeypatch.setattr("orchestra.precision.fp8.rounded_by", counting)
     tokens = torch.zeros((3, BATCH, SEQUENCE + 1), dtype=torch.int64)
     for step in (1, 2):
         counted.clear()
         training.step.run(step, tokens)
         of_weights = [place for place in counted if place in places]
-        assert len(of_weights) == len(places) == 14
+        assert len(of_weights) == len(places) == 14 + fp8_output
         assert set(of_weights) == places
+
+
+@pytest.mark.parametrize("scaling", Scaling)
+def test_rounding_in_parts_gives_the_bits_of_rounding_at_once(
+    scaling: Scaling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("orchestra.precision.fp8._ELEMENTS_AT_ONCE", 5 * INPUTS)
+    weight = numbers(2, OUTPUTS, INPUTS)
+    for matrix in (weight, weight.t()):
+        whole, parts = rounded(matrix, FORWARD, scaling), rounded_in_parts(matrix, scaling)
+        assert torch.equal(parts.values.float(), whole.values.float())
+        assert torch.equal(parts.scale, whole.scale)
 
 
 @pytest.mark.parametrize("scaling", Scaling)
@@ -225,6 +248,28 @@ def test_kept_weights_give_the_bits_of_weights_rounded_at_each_use(scaling: Scal
         found.append((out, *torch.autograd.grad(out, (x, weight), grad)))
     for kept, anew in zip(*found, strict=True):
         assert torch.equal(kept, anew)
+
+
+@pytest.mark.parametrize("scaling", Scaling)
+def test_compiled_rounding_of_weights_gives_the_same_bits_in_few_graphs(scaling: Scaling) -> None:
+    torch.compiler.reset()
+    counters.clear()
+    blocks = {}
+    for number, sizes in enumerate([(64, 48), (64, 64), (128, 48), (96, 32), (1008, 64)]):
+        linear = nn.Linear(*sizes, bias=False)
+        linear.weight = nn.Parameter(numbers(number, *sizes).t().contiguous())
+        blocks[linear] = [linear.weight]
+    rounded_weights = RoundedWeights(blocks, scaling, is_compiled=True)
+    for linear, (weight,) in blocks.items():
+        linear(numbers(9, 16, weight.shape[1]))
+        found = [tensor.clone() for tensor in attached([weight])]
+        with torch.no_grad():
+            round_weight_(weight, scaling)
+        for ours, expected in zip(found, attached([weight]), strict=True):
+            assert torch.equal(ours.float(), expected.float())
+    assert 1 <= counters["stats"]["unique_graphs"] <= 4
+    rounded_weights.close()
+    torch.compiler.reset()
 
 
 def test_written_masters_are_rounded_again() -> None:

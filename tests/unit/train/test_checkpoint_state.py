@@ -126,15 +126,19 @@ POSITION = Position(
 
 
 SCALED = replace(POSITION, loss_scale=ScaleState(4096.0, 12, 3))
+DELAYED = replace(POSITION, fp8_sizes={"q.input": 0.1 + 0.2, "q.gradient": 0.0})
 # A loss that is not finite is no score.
 UNSCORED = Position(step=1, totals=POSITION.totals)
 
 
-@pytest.mark.parametrize("position", [POSITION, SCALED, UNSCORED], ids=["usual", "scaled", "unscored"])
+@pytest.mark.parametrize(
+    "position", [POSITION, SCALED, DELAYED, UNSCORED], ids=["usual", "scaled", "fp8", "unscored"]
+)
 def test_a_position_survives_json_bit_for_bit(position: Position) -> None:
     state = position_to_json(position)
     assert position_from_json(json.loads(json.dumps(state))) == position
     assert ("loss_scale" in state) is (position is SCALED)
+    assert ("fp8_sizes" in state) is (position is DELAYED)
     assert (state["score"] is None) is (position is UNSCORED)
 
 
@@ -177,3 +181,11 @@ def test_a_factor_that_no_run_has_is_refused(key: str, value: Any) -> None:
     state["loss_scale"][key] = value
     with pytest.raises(UnusableCheckpointError, match=key):
         position_from_json(state)
+
+
+@pytest.mark.parametrize(
+    "sizes", [None, [1.0], {"q.input": -1.0}, {"q.input": "1"}, {"q.input": float("inf")}]
+)
+def test_sizes_that_no_run_has_are_refused(sizes: Any) -> None:
+    with pytest.raises(UnusableCheckpointError, match="fp8_sizes"):
+        position_from_json({**position_to_json(POSITION), "fp8_sizes": sizes})

@@ -68,6 +68,20 @@ def test_closed_forms_meet_the_count_for_every_precision(precision: str, model: 
 @pytest.mark.parametrize(
     "choice",
     [
+        ("parallelism=zero1", "train.compile=true"),
+        ("parallelism=zero3", "train.loss_chunk_tokens=512"),
+        ("parallelism=tp2", "precision.fp8_scaling=row"),
+    ],
+    ids=" ".join,
+)
+def test_closed_forms_meet_the_count_with_an_output_product_in_fp8(choice: tuple[str, ...]) -> None:
+    assert_alike(*both(*WORDS, "precision=fp8", "precision.fp8_output=true", *choice))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "choice",
+    [
         *((f"parallelism={preset}",) for preset in PRESETS),
         ("train.recompute=selective",),
         ("train.recompute=full",),
