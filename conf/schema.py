@@ -562,6 +562,9 @@ class RunConfig:
 
     name: str | None = None
     dir: str = "runs"
+    # Unix group whose members may write the run's files, and so stop it, resume it and change its code; null:
+    # nobody but its user may, whatever the umask is.
+    group: str | None = None
     # Column of metrics.jsonl that `submit --wait` and the sweepers which choose values go by: its last row's.
     metric: str = "loss"
 

@@ -9,7 +9,8 @@ token before sbatch is called, and no pickle.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+import unicodedata
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -89,13 +90,17 @@ def rendered(job: BatchJob) -> str:
     if problems:
         raise LauncherError("; ".join(problems))
     options = _options(job)
-    lines = ["#!/bin/bash", "", "# Parameters"]
-    lines += [_directive(name, options[name]) for name in sorted(options)]
+    directives = [_directive(name, options[name]) for name in sorted(options)]
+    exports = [_export(*pair) for pair in job.exports.items()]
+    srun = _srun_line(job, options.get("cpus-per-task"))
+    programs = (*job.beside_step, *job.after_failure, *job.setup_failed)
+    _refuse_control_characters([*directives, *exports, *job.notes, *programs, srun])
+    lines = ["#!/bin/bash", "", "# Parameters", *directives]
     lines += [f"# {note}" for note in job.notes]
-    lines += ["", "# setup", *_setup(job)]
+    lines += ["", "# setup", *_setup(job, exports)]
     # With this variable `submitit.JobEnvironment()`, called by code in the job, describes the Slurm job.
     lines += ["", "# command", "export SUBMITIT_EXECUTOR=slurm"]
-    lines += [_srun_line(job, options.get("cpus-per-task")), "", ""]
+    lines += [srun, "", ""]
     if job.after_failure:
         failed = f'[ "$code" -eq 0 ] || exec {shlex.join(job.after_failure)} "$code"'
         lines += ["# teardown", "code=$?", failed, ""]
@@ -142,9 +147,15 @@ def _log_file(job: BatchJob) -> str:
     return str(job.log_folder / f"{'%j' if job.array is None else '%A_%a'}_%t_log.out")
 
 
-def _setup(job: BatchJob) -> list[str]:
+def _refuse_control_characters(lines: Iterable[str]) -> None:
+    """Raise LauncherError for a control character: quotes do not keep a line break in an #SBATCH line."""
+    for line in lines:
+        if any(unicodedata.category(sign) == "Cc" for sign in line):
+            raise LauncherError(f"{line!r} holds a control character, such as a line break; leave it out")
+
+
+def _setup(job: BatchJob, exports: Sequence[str]) -> list[str]:
     """Return the lines before srun: those of the configuration, then ours, which stay the stronger ones."""
-    exports = [_export(*pair) for pair in job.exports.items()]
     lines = [*_watched(job), ""] if job.setup else []
     lines += exports
     if job.beside_step:

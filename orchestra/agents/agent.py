@@ -42,6 +42,7 @@ from orchestra.run.config_file import read_config
 from orchestra.run.events import read_events
 from orchestra.run.heartbeat import beats_folder
 from orchestra.run.paths import RunDir, SweepDir
+from orchestra.run.permissions import open_to_group
 from orchestra.submit.launch import worker_environment
 
 _POLL_S = 0.2
@@ -267,6 +268,7 @@ def context_of_task(run: RunDir, signals: StopRequests, owner: ServerOwner) -> A
     """
     task = job_task(os.environ)
     config = read_config(run.config)
+    open_to_group(config.run.group)
     wanted = config.cluster.nodes + config.cluster.spare_nodes
     if task.num_nodes != wanted:
         raise LaunchError(
@@ -318,6 +320,7 @@ def train_here(
     called about ten times a second with the attempt (-1 between two) and the number of stop requests so far.
     Raises LaunchError when torchrun cannot be started or the run directory not be written.
     """
+    open_to_group(config.run.group)
     with StopRequests() as signals:
         try:
             group = NodeGroup(group_folder(run.control, f"here-{os.getpid()}", attempt), 0, 1, 60.0)

@@ -40,6 +40,7 @@ from orchestra.run.config_file import read_config
 from orchestra.run.events import EventWriter, read_events
 from orchestra.run.files import Record
 from orchestra.run.paths import RunDir
+from orchestra.run.permissions import open_to_group
 from orchestra.submit.claims import upcoming_attempt
 
 _UNSTARTED, _LOST = "step_not_started", "step_lost"
@@ -82,7 +83,10 @@ def of_batch_script(words: list[str]) -> tuple[RunDir, JobTask]:
     # As the step's first task would see them: one task on each node.
     of_step = {"SLURM_NTASKS": num_nodes, "SLURM_NNODES": num_nodes, "SLURM_PROCID": "0"}
     task = job_task({**os.environ, **of_step})
-    return run_of(words), task
+    run = run_of(words)
+    # Set-up lines may have changed the umask.
+    open_to_group(read_config(run.config).run.group)
+    return run, task
 
 
 def _group(run: RunDir, task: JobTask) -> NodeGroup:

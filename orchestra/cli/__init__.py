@@ -18,6 +18,7 @@ from typing import NoReturn
 
 from orchestra import __version__
 from orchestra.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, ConfigError, OrchestraError
+from orchestra.run.permissions import closed_to_others
 
 _ERROR = "error: "
 
@@ -63,7 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `orchestra ARGV…` and return its exit code (see orchestra.errors)."""
     _make_streams_safe()
     try:
-        code = _dispatch(list(sys.argv[1:] if argv is None else argv))
+        with closed_to_others():
+            code = _dispatch(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
         return code
     except OrchestraError as error:

@@ -117,12 +117,13 @@ def _configured(overrides: list[str]) -> Subject:
     return Subject(
         launcher=cluster.launcher.value,
         run_dir=Path(os.path.abspath(os.path.expanduser(config.run.dir))),  # noqa: PTH100,PTH111  may not exist
+        group=config.run.group,
         interface=cluster.network.interface,
         device=cluster.device.value,
         ranks_per_node=ranks if isinstance(ranks, int) else None,
         wandb_mode=config.wandb.mode.value,
         partition=cluster.partition,
-        slurm_options=tuple((name, value) for name, value in options.items() if value),
+        slurm_options=tuple((name, value) for name, value in options.items() if value or value == 0),
         setup=tuple(cluster.setup),
         in_container=bool(cluster.container.image or cluster.container.prefix),
     )

@@ -241,6 +241,7 @@ FIXED = {
     "optim.state_dtype": "the checkpoints hold its moments in this type, and they are not converted",
     "run.name": _PLACE,
     "run.dir": _PLACE,
+    "run.group": "its files were given to it",
 }
 
 

@@ -197,7 +197,7 @@ def _too_many(number: int) -> str:
 _MOST_SENTENCES = 12
 _MOST_MEMBERS = 3
 # What the members of a sweep have in common.
-_COMMON = ("run.name", "run.dir", "run.metric")
+_COMMON = ("run.name", "run.dir", "run.group", "run.metric")
 
 
 class SweepProblems:

@@ -46,6 +46,8 @@ class Subject:
     # Whether Slurm was asked for; where its commands merely lie about it may be missing.
     needs_slurm: bool = False
     run_dir: Path = Path("runs")
+    # The Unix group that may write there, beside the user.
+    group: str | None = None
     interface: str | None = None
     device: str = "auto"
     ranks_per_node: int | None = None

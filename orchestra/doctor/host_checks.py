@@ -21,6 +21,7 @@ from launchers import LauncherError
 from launchers.host_network import address_of_interface, free_port, interface_of
 from orchestra import __version__
 from orchestra.doctor.check import Check, Finding, Mark, Subject, bounded, graded
+from orchestra.run.permissions import loose_folders
 from orchestra.sizes.units import GIB, binary
 
 # Each of torch's look-ups of a peer waits as long.
@@ -364,6 +365,9 @@ def _run_dir(subject: Subject) -> Iterator[Finding]:
     speed = f", slowly: {seconds:.1f} s for 5 bytes" if is_slow else ""
     advice = "its server is busy or far away: another run.dir may be faster"
     yield graded("run.dir", f"{named}: can be written{speed}", is_bad=is_slow, advice=advice)
+    for sentence in loose_folders(place, subject.group):
+        found, _, advice = sentence.partition("; ")
+        yield Finding("run.dir", Mark.warning, found, advice)
     if subject.launcher == "slurm" and kind in ("tmpfs", "ramfs", "devtmpfs", "hugetlbfs"):
         advice = "use a folder on a file system that all nodes mount, such as your home"
         yield Finding("run.dir", Mark.failed, f"{place} is in this machine's memory: no node sees it", advice)

@@ -81,7 +81,7 @@ class JsonLinesWriter:
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         cut_torn_line(path)
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         # Two threads at once would be fine, were it not for the part of a record that is taken back.
         self._lock = threading.Lock()
 

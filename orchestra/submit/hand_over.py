@@ -24,6 +24,7 @@ from launchers.slurm.commands import is_full
 from orchestra.errors import ConfigError, LaunchError
 from orchestra.run.files import write_atomically
 from orchestra.run.paths import RunDir, Sweep, SweepArray, SweepDir, to_json
+from orchestra.run.permissions import give_to_group, open_to_group
 from orchestra.run.record import jobs_of, read_record, write_record
 from orchestra.run.stop_requests import claimed_attempt
 from orchestra.submit.claims import array_numbers, release_arrays, write_claim
@@ -178,6 +179,8 @@ def make(placed: PlacedSubmission) -> tuple[Ledger, list[PlannedArray]]:
     """
     submission, planned = placed.submission, placed.place
     made: list[tuple[Ledger, list[PlannedArray]]] = []
+    group = submission.members[0].config.run.group
+    open_to_group(group)
 
     def write(draft: Path, path: Path) -> None:
         facts = {**origin(), "pid": None, "pid_started": None}
@@ -190,6 +193,7 @@ def make(placed: PlacedSubmission) -> tuple[Ledger, list[PlannedArray]]:
         else:
             _write_run(submission, RunDir(draft), place, facts, arrays[0])
             made.append((RunLedger(place), arrays))
+        give_to_group(draft, group)
 
     path = made_as_one(planned.path, write, may_rename=submission.configured_name is None)
     if path is None:

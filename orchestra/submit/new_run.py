@@ -33,6 +33,7 @@ from launchers import processes
 from orchestra.errors import ConfigError
 from orchestra.run.config_file import write_config
 from orchestra.run.paths import RunDir, SweepDir, is_sweep
+from orchestra.run.permissions import give_to_group, open_to_group
 from orchestra.run.stop_requests import user_name
 from orchestra.sizes.units import MIB
 from orchestra.submit.launch import source_root
@@ -199,8 +200,10 @@ def prepare(request: RunRequest, planned: RunDir) -> RunDir:
 
     def write(draft: Path, place: Path) -> None:
         write_run(request, RunDir(draft), RunDir(place), origin())
+        give_to_group(draft, request.config.run.group)
 
     is_named = request.config.run.name is not None
+    open_to_group(request.config.run.group)
     path = made_as_one(planned.path, write, may_rename=not is_named)
     if path is None:
         raise ConfigError(name_taken(planned))

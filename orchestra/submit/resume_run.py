@@ -33,6 +33,7 @@ from orchestra.run.config_file import read_config, to_yaml
 from orchestra.run.events import read_events
 from orchestra.run.files import Record, write_atomically
 from orchestra.run.paths import RunDir, SweepDir, read_sweep
+from orchestra.run.permissions import close_to_others, open_to_group
 from orchestra.run.planned_faults import still_to_come
 from orchestra.run.record import RunPhase, jobs_of, read_record, write_record
 from orchestra.run.stop_requests import claimed_attempt, user_name
@@ -284,6 +285,7 @@ def claim(plan: ResumePlan, command: Sequence[str]) -> None:
     """
     run = plan.run
     try:
+        _close(run, plan.config)
         run.control.mkdir(exist_ok=True)
         if not take(run, plan.number):
             raise ConfigError(_being_resumed(run, plan.number))
@@ -404,6 +406,12 @@ def submit_resume(plan: ResumeJob, command: Sequence[str]) -> str:
         ) from error
 
 
+def _close(run: RunDir, config: Config) -> None:
+    """Let others write nothing that the next attempt executes or obeys: older runs took any umask."""
+    open_to_group(config.run.group)
+    close_to_others((run.path, run.control, run.code, run.batch_script, run.config), config.run.group)
+
+
 def _has_changed(plan: ResumePlan) -> bool:
     """Whether somebody else went on with the run since the plan was made."""
     pending = pending_attempt(plan.run, plan.last_attempt, time.time())
@@ -413,6 +421,7 @@ def _has_changed(plan: ResumePlan) -> bool:
 def _replace(plan: ResumeJob, undo: ExitStack) -> None:
     """Put code, configuration, script and record in place; `undo` brings back what was there."""
     run = plan.run
+    _close(run, plan.next.config)
     undo.callback(_restorer(run.record))
     undo.callback(_restorer(run.config))
     undo.callback(_restorer(run.batch_script))

@@ -30,6 +30,7 @@ from orchestra.plan.frameworks import OWN
 from orchestra.plan.predict import Prediction, predict
 from orchestra.plan.profiles import is_profile, read_profile
 from orchestra.run.paths import SweepDir, SweepMember, is_sweep
+from orchestra.run.permissions import loose_folders
 from orchestra.sizes.advice import BEFORE_SUBMIT, MemoryNeed, changed, what_helps
 from orchestra.sizes.memory import USABLE_SHARE
 from orchestra.sizes.topology import has_open_micro_batch
@@ -37,7 +38,7 @@ from orchestra.sizes.units import GIB
 from orchestra.submit.job import Share
 from orchestra.submit.network_bench import with_measured_network
 from orchestra.submit.new_run import RunRequest, name_taken, parent_of_runs
-from orchestra.submit.site import Site
+from orchestra.submit.site import Site, note
 
 if TYPE_CHECKING:
     from orchestra.config.compose import Composed
@@ -138,6 +139,9 @@ def plan_sweep(
     Raises ConfigError where a device's memory does not suffice, LaunchError where Slurm is silent.
     """
     site.require()
+    group = members[0].config.run.group
+    for sentence in loose_folders(parent_of_runs(members[0].config), group):
+        note(sentence)
     problems = SweepProblems([member.chosen for member in members], [])
     for index, member in enumerate(members if checks_memory else ()):
         # Where the configuration or Slurm names the device.

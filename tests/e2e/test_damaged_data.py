@@ -1,4 +1,4 @@
-"""A token file that was damaged after it was packed: the run that comes to it says where, and stops."""
+"""A token file that was damaged after it was packed: the run that comes to it says where, and ends."""
 
 from __future__ import annotations
 

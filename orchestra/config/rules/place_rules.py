@@ -22,6 +22,7 @@ from orchestra.data.token_files import (
 from orchestra.errors import ConfigError, DataError
 from orchestra.huggingface.folder import init_from_problems
 from orchestra.run.paths import offload_folder
+from orchestra.run.permissions import group_problem
 from orchestra.sizes.compilation import lacking_tools, refusal, tools_here
 from orchestra.sizes.flops import num_parameters
 from orchestra.sizes.topology import layout
@@ -238,6 +239,12 @@ def rule_local_folders(config: Config, _: Situation) -> Iterator[str]:
     for name, folder in (("run.dir", config.run.dir), ("data.cache_dir", config.data.cache_dir)):
         if folder is not None and "://" in folder:
             yield f"{name}={folder} is a URL; give the path of a folder, such as /tmp/orchestra"
+
+
+def rule_run_group(config: Config, situation: Situation) -> Iterator[str]:
+    group = config.run.group
+    if group is not None and situation.verb in ("run", "submit") and (problem := group_problem(group)):
+        yield problem
 
 
 def rule_data_source(config: Config, _: Situation) -> Iterator[str]:

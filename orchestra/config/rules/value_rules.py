@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import os
 import re
+import unicodedata
 from collections.abc import Iterator
 from operator import attrgetter
+from typing import Any
 
 from conf.schema import Config
 from orchestra.config.keys import nearest, shown
@@ -130,6 +134,8 @@ _NOT_EMPTY = (
     "run.dir",
     "wandb.project",
 )
+# What reaches batch scripts: options, and folders that a container is given.
+_SECTIONS_OF_SCRIPTS = ("cluster", "run", "data", "model", "checkpoint")
 # What torch and the data files count with.
 _LARGEST_INTEGER = 2**63 - 1
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -170,6 +176,33 @@ def rule_texts(config: Config, _: Situation) -> Iterator[str]:
         value = attrgetter(name)(config)
         if value is not None and not value.strip():
             yield f"{name} is empty; give a text or leave it out"
+
+
+def rule_control_characters(config: Config, _: Situation) -> Iterator[str]:
+    """Words of a batch script end with the line: what follows a newline would be another one's."""
+    sections = {name: getattr(config, name) for name in _SECTIONS_OF_SCRIPTS}
+    texts = [text for name, section in sections.items() for text in _texts(name, dataclasses.asdict(section))]
+    # A relative folder lies below the working directory.
+    texts.append(("run.dir", os.path.abspath(config.run.dir)))  # noqa: PTH100  text, not a file
+    for name, text in texts:
+        # A set-up line may be a block of several.
+        allowed = "\n\t" if name.startswith("cluster.setup[") else ""
+        if any(unicodedata.category(sign) == "Cc" and sign not in allowed for sign in text):
+            yield f"{name}={text!r} holds a control character, such as a line break; leave it out"
+            return
+
+
+def _texts(name: str, value: Any) -> Iterator[tuple[str, str]]:
+    """Yield each text at any depth of a value, and each key of a mapping, with the name of its place."""
+    if isinstance(value, str):
+        yield name, value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield name, str(key)
+            yield from _texts(f"{name}.{key}", item)
+    elif isinstance(value, list):
+        for number, item in enumerate(value):
+            yield from _texts(f"{name}[{number}]", item)
 
 
 def rule_zero_stage(config: Config, _: Situation) -> Iterator[str]:

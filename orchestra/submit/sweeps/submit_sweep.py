@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from orchestra.run.config_file import read_config
 from orchestra.run.events import read_events
 from orchestra.run.files import write_atomically
 from orchestra.run.paths import RunDir, Sweep, SweepDir, SweepMember, to_json
+from orchestra.run.permissions import close_to_others, open_to_group
 from orchestra.run.record import read_record, write_record
 from orchestra.run.stop_requests import user_name
 from orchestra.sizes.units import first_few
@@ -182,6 +183,13 @@ class SweepResume:
         """The attempts that the members go on with, by their index."""
         return {resumed.member.index: resumed.attempt for resumed in self.members}
 
+    def group(self) -> str | None:
+        """Return the Unix group that the members' files were given to; None where they were to none."""
+        resumed = self.members[0]
+        with suppress(ConfigError):
+            return (resumed.config or read_config(self.sweep.member(resumed.member.index).config)).run.group
+        return None
+
     def code(self, number: int) -> Path:
         """Return the snapshot that the members train on with: the newest, or one of the code as it is now."""
         newest = self.sweep.newest_code()
@@ -268,6 +276,8 @@ def submit_resumed(resume: SweepResume, command: Sequence[str]) -> tuple[SweepLe
     try:
         # Until the record is written, what was claimed is given back where anything fails.
         with ExitStack() as undo:
+            close_to_others((sweep.path, sweep.control, sweep.newest_code()), resume.group())
+            open_to_group(resume.group())
             claimed = [take_array(sweep, resume.record)]
             undo.callback(release_arrays, sweep, claimed)
             _take_turns(resume, undo)

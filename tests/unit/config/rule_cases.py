@@ -61,6 +61,13 @@ rule_stragglers
 rule_texts
     run.dir=' ' -> run.dir is empty
     checkpoint.dir=' ' -> checkpoint.dir is empty
+rule_control_characters
+    cluster.account="mine\\n#SBATCH --uid=0" -> cluster.account='mine\\n#SBATCH | a line break
+    cluster.slurm_extra={"mem\\n": 1} -> cluster.slurm_extra='mem\\n'
+    cluster.slurm_extra={reservation: "a\\rb"} -> cluster.slurm_extra.reservation='a\\rb'
+    cluster.container.mounts=["/a:/a", "/b\\x1b"] -> cluster.container.mounts[1]=
+    cluster.setup=["a\\tb\\nc", "d\\0"] -> cluster.setup[1]=
+    run.dir="runs\\nhere" -> run.dir='runs\\nhere'
 rule_zero_stage
     parallelism.zero=4 -> parallelism.zero=4 | 0, 1, 2 or 3
 rule_betas
@@ -251,6 +258,8 @@ ELSEWHERE = {
     "rule_checkpoint_space",
     "rule_checkpoint_memory",
     "rule_init_from",
+    # Groups of this machine: test_permissions.
+    "rule_run_group",
     "rule_launcher",
     # The cluster's own problems: test_site.
     "rule_cluster",

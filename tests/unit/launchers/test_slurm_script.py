@@ -178,6 +178,22 @@ def test_a_set_up_line_that_fails_ends_the_script(
     assert ("set-up line" in done.stderr) == told.startswith("line ")
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"options": {"account": "a\nb"}},
+        {"directory": Path("/runs/new\nline")},
+        {"exports": {"PYTHONPATH": "/a\n/b"}},
+        {"command": ("python", "a\x1b")},
+        {"setup_failed": ("python", "a\rb"), "setup": ("true",)},
+    ],
+    ids=["option", "directory", "export", "command", "what follows"],
+)
+def test_no_control_character_reaches_the_script(fields: dict[str, object]) -> None:
+    with pytest.raises(LauncherError, match="holds a control character"):
+        changed(**fields)
+
+
 def test_gpus_and_requeue_follow_the_job() -> None:
     said = options(changed(gpus_per_node=8, requeue=False))
     assert (said["gpus-per-node"], "no-requeue" in said, "requeue" in said) == ("8", True, False)
