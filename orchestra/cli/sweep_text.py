@@ -310,6 +310,11 @@ def resume_sweep(arguments: Namespace, sweep: SweepDir) -> int:
     site = ask(is_dry=arguments.dry_run, folder=sweep.path.parent)
     site.require()
     action = resume_action(ExistingSweep(sweep, read_sweep(sweep)), site, arguments.overrides)
+    if arguments.overrides and not action.arrays:
+        note(
+            f"{' '.join(arguments.overrides)} changes nothing: no member of {sweep.name} is to be submitted; "
+            f"`orchestra resume {sweep.name}/000 …` goes on with one that is finished"
+        )
     start = _tested(action.arrays, site)
     if arguments.dry_run:
         print_action(action, start, as_json=arguments.json)

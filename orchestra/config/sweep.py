@@ -265,10 +265,28 @@ def compose_members(overrides: Sequence[str], situation: Situation) -> list[Comp
     """Return the members of a sweep, in the order of Hydra's own sweeper; without a swept key, one.
 
     Each equals what `compose` makes of the member's overrides. Raises ConfigError with every problem found,
-    each with the values it is about: what a single run is refused for, sweeps of `run.*`, intervals.
+    each with the values it is about: what a single run is refused for, sweeps of `run.*`, intervals; then for
+    members that are equal.
     """
     reader, axes, problems = read_axes(overrides)
-    return _composed(list(itertools.product(*axes)), reader, situation, problems)
+    members = _composed(list(itertools.product(*axes)), reader, situation, problems)
+    _refuse_equal(members)
+    return members
+
+
+def _refuse_equal(members: Sequence[Composed]) -> None:
+    """Raise ConfigError where two members are equal, as with optim.lr=1e-3,0.001."""
+    seen: dict[str, int] = {}
+    problems = []
+    for index, member in enumerate(members):
+        first = seen.setdefault(repr(member.config), index)
+        if first != index:
+            one, other = " ".join(members[first].chosen), " ".join(member.chosen)
+            problems.append(f"members {first:03d} ({one}) and {index:03d} ({other}) are equal")
+    if problems:
+        more = len(problems) - _MOST_SENTENCES
+        told = [*problems[:_MOST_SENTENCES], *([f"and {more} more pairs"] if more > 0 else [])]
+        raise ConfigError([*told[:-1], f"{told[-1]}; give each value once"])
 
 
 def compose_batch(

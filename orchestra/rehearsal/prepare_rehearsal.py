@@ -20,6 +20,7 @@ from conf.schema import Config, Fault, LauncherName, Requeue, WandbMode, WhenBus
 from orchestra.config.compose import changed_config
 from orchestra.config.machine import Situation
 from orchestra.config.rules.all_rules import problems_of
+from orchestra.config.rules.value_rules import LONGEST_RUN_NAME
 from orchestra.errors import ConfigError
 from orchestra.report.run_state import name_of
 from orchestra.run.config_file import read_config
@@ -281,9 +282,12 @@ def _with_identity(config: Config, parent: Path, name: str) -> Config:
 
 
 def _free_stem(parent: Path, name: str) -> str:
-    """Return what both names begin with: not with RUN's own name, which would be no unique start any more."""
+    """Return what both names begin with: not with RUN's own name, which would be no unique start any more. Of
+    a long one as much as a run's name may have.
+    """
     for number in itertools.count(1):
-        stem = f"rehearsal-{name}-{number}"
+        room = LONGEST_RUN_NAME - len(f"rehearsal--{number}-") - max(map(len, _HALVES))
+        stem = f"rehearsal-{name[:room]}-{number}"
         if not any(os.path.lexists(parent / f"{stem}-{half}") for half in _HALVES):
             return stem
     raise AssertionError("unreachable")

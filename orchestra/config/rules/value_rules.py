@@ -138,7 +138,8 @@ _NOT_EMPTY = (
 _SECTIONS_OF_SCRIPTS = ("cluster", "run", "data", "model", "checkpoint")
 # What torch and the data files count with.
 _LARGEST_INTEGER = 2**63 - 1
-_RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+LONGEST_RUN_NAME = 100
+_RUN_NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{LONGEST_RUN_NAME - 1}}}")
 
 
 def rule_compile(config: Config, _: Situation) -> Iterator[str]:
@@ -309,6 +310,6 @@ def run_name_problems(name: str) -> Iterator[str]:
         yield "run.name is empty; give a name, or leave it out to have one made"
     elif not _RUN_NAME.fullmatch(name):
         yield (
-            f"run.name={name} cannot name a directory everywhere; use up to 100 letters (A to Z, a to z), "
-            f"digits, dots, dashes and underscores, the first a letter or digit"
+            f"run.name={name} cannot name a directory everywhere; use up to {LONGEST_RUN_NAME} letters "
+            f"(A to Z, a to z), digits, dots, dashes and underscores, the first a letter or digit"
         )

@@ -222,6 +222,20 @@ def test_why_of_a_sweep_groups_members_by_cause(
     assert orchestra.json("why", "lr-sweep")["failed"][0]["members"] == [0, 1]
 
 
+def test_resume_of_a_finished_sweep_says_that_it_changes_nothing(
+    tmp_path: Path, slurm: FakeSlurm, orchestra: CommandLine
+) -> None:
+    slurm.put("sinfo", 'echo "main*|up|infinite|4|8|idle|(null)"')
+    slurm.put("scontrol", 'echo "MaxArraySize = 1001"')
+    sweep = submitted_sweep(tmp_path, 2)
+    for index in range(2):
+        end(sweep.member(index), 0)
+    told, err = orchestra("resume", "lr-sweep", "cluster.time_limit=8:00:00")
+    assert "nothing is missing: nothing was submitted" in told
+    assert "note: cluster.time_limit=8:00:00 changes nothing: no member of lr-sweep is to be submitted" in err
+    assert "changes nothing" not in orchestra("resume", "lr-sweep").err
+
+
 def test_waiting_members_are_cancelled_in_one_and_recorded(
     tmp_path: Path, slurm: FakeSlurm, orchestra: CommandLine
 ) -> None:

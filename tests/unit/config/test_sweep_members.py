@@ -33,6 +33,16 @@ def problems(*overrides: str) -> list[str]:
     return caught.value.problems
 
 
+def test_members_that_are_equal_are_refused_and_named() -> None:
+    words = "members 000 (train.seed=1 optim.lr=0.001) and 001 (train.seed=1 optim.lr=0.001) are equal"
+    (first, second) = problems("train.seed=1,2", "optim.lr=1e-3,0.001")
+    assert first == words
+    assert second.startswith("members 002 (")
+    assert second.endswith("; give each value once")
+    assert "; give each value once" in problems("model=debug,llama_125m,debug")[0]
+    assert len(members("optim.lr=1e-3,2e-3")) == 2
+
+
 def hydras_own(overrides: Sequence[str]) -> list[list[str]]:
     """Expand overrides with nothing of ours: Hydra's parser, its loader and its sweeper."""
     with initialize_config_dir(str(own_folder()), job_name="test", version_base="1.3"):

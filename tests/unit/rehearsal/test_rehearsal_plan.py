@@ -178,6 +178,15 @@ def test_they_lie_beside_the_run_under_names_that_are_free_and_begin_with_anothe
     assert place_of(rehearsal(run).undisturbed).name == "rehearsal-first-2-undisturbed"
 
 
+def test_names_of_a_run_with_a_long_one_are_cut_to_what_a_name_may_have(tmp_path: Path) -> None:
+    run = RunDir(prepared(tmp_path).path.rename(tmp_path / ("long-" * 20)))
+    for number in (1, 2):
+        place = place_of(rehearsal(run).undisturbed)
+        assert len(place.name) == 100
+        assert place.name.endswith(f"-{number}-undisturbed")
+        place.mkdir()
+
+
 def test_the_member_of_a_sweep_is_rehearsed_outside_of_it(tmp_path: Path) -> None:
     run = prepared(tmp_path / "grid")
     record = json.loads(run.record.read_text())
