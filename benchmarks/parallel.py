@@ -306,7 +306,15 @@ def orchestra_step(config, mesh, tokens) -> Callable[[], object]:
 
     training = build_training(config, mesh)
     count = iter(range(1, 1_000_000))
-    return lambda: training.step.run(next(count), tokens.unsqueeze(0)).loss
+
+    def step() -> object:
+        loss = training.step.run(next(count), tokens.unsqueeze(0)).loss
+        if training.parallelized.units.state_file is not None:
+            # Else the update would go on while the other variant's step is timed.
+            training.parallelized.stage.settle()
+        return loss
+
+    return step
 
 
 def row_of(mode: str, name: str, times: dict[str, list[Timed]]) -> dict[str, object]:
