@@ -8,6 +8,8 @@ PYTEST_ARGS ?=
 OVERRIDES ?=
 KILLS ?= 200
 TORTURE_ARGS ?=
+INTERLEAVINGS ?= 100000
+LINEAGE_ARGS ?=
 SEEDS ?= 3
 MATRIX_ARGS ?=
 SOAK_ARGS ?= --seconds 1800
@@ -19,7 +21,7 @@ GPU_PYTHON = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 # What an installation depends on: a change of these files installs again, a second call does nothing.
 PINS := pyproject.toml constraints.txt
 
-.PHONY: help demo test test-fast equivalence torture matrix soak lint format bench gpu docs clean
+.PHONY: help demo test test-fast equivalence torture lineage matrix soak lint format bench gpu docs clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -38,6 +40,9 @@ equivalence: $(VENV)/installed-test ## compare every combination of the parallel
 
 torture: $(VENV)/installed-test ## kill one run KILLS times (200) at every phase of a save and a restore
 	$(BIN)/python tests/e2e/kill_points.py --kills $(KILLS) $(TORTURE_ARGS)
+
+lineage: $(VENV)/installed-test ## freeze and thaw attempts between any two acts of a save, INTERLEAVINGS times (100000)
+	$(BIN)/python tests/unit/checkpointing/lineage_model.py --interleavings $(INTERLEAVINGS) $(LINEAGE_ARGS)
 
 matrix: system-packages $(VENV)/installed-test ## hurt runs on a cluster in every way that can be shown here, SEEDS times (3)
 	$(BIN)/python tests/slurm/matrix.py --seeds $(SEEDS) $(MATRIX_ARGS)

@@ -2,6 +2,13 @@
 
 A checkpoint exists if and only if its manifest does. Nothing else is trusted: neither the names of folders
 nor their order in time. A save under way writes to a draft; `commit` makes it a checkpoint as one act.
+
+Any process may stand still between two acts and go on much later, when other attempts train the run. So no
+act here destroys what such an attempt published. A name that may be taken is taken by a rename that fails
+where something lies there, what has to make way goes to a name that is listed too, and what is removed goes
+through a name of its own that the next attempt can take back. On a storage without renames each save has a
+manifest of its own; `manifest.json` is a copy of one for other readers. Which of all those count, `split`
+says by the lineage.
 """
 
 from __future__ import annotations
@@ -9,65 +16,26 @@ from __future__ import annotations
 import contextlib
 import re
 import secrets
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from checkpointing.checkpoint_errors import DamagedError, StorageError
-from checkpointing.manifest import MANIFEST, Manifest, decode, encode
+from checkpointing.checkpoint_errors import DamagedError, StorageError, SupersededError
+from checkpointing.lineage import UNDIVIDED, Departure, Lineage
+from checkpointing.manifest import HEAD_BYTES, MANIFEST, Manifest, ManifestHead, decode, encode, head
 from checkpointing.storage import Storage
 
-# Which checkpoints may go: a pure function of those that are there.
-
-
-@dataclass(frozen=True)
-class CommittedCheckpoint:
-    """A committed checkpoint. `score` is what `keep_best` compares, lower is better; None: it has none.
-    `is_intact` is false where it is known to be damaged.
-    """
-
-    step: int
-    score: float | None = None
-    is_intact: bool = True
-
-
-@dataclass(frozen=True)
-class RetentionPolicy:
-    """Keep the newest `keep_last`, every one whose step is a multiple of `keep_every_steps`, and the
-    `keep_best` with the lowest scores.
-    """
-
-    keep_last: int = 3
-    keep_every_steps: int | None = None
-    keep_best: int = 0
-
-
-def to_remove(checkpoints: Sequence[CommittedCheckpoint], policy: RetentionPolicy) -> list[int]:
-    """Return the steps that no rule keeps, ascending. The newest intact one is always kept.
-
-    Damaged ones count for no rule, so that they cannot push an intact one out; they go once `keep_last`
-    intact ones are newer.
-    """
-    intact = [checkpoint for checkpoint in checkpoints if checkpoint.is_intact]
-    steps = sorted(checkpoint.step for checkpoint in intact)
-    keep = set(steps[-max(1, policy.keep_last) :])
-    if policy.keep_every_steps:
-        keep |= {step for step in steps if step % policy.keep_every_steps == 0}
-    scored = sorted(
-        (checkpoint.score, checkpoint.step) for checkpoint in intact if checkpoint.score is not None
-    )
-    keep |= {step for _, step in scored[: policy.keep_best]}
-    if not keep:
-        return []
-    damaged = {checkpoint.step for checkpoint in checkpoints if not checkpoint.is_intact}
-    return sorted({*steps} - keep | {step for step in damaged if step < min(keep)})
-
-
 _STEP = re.compile(r"step-(\d{8,})")
-# A file of a save on a storage without renames: of which generation, which save, and which rank.
-_OURS = re.compile(r"g\d{3,}-\d{2,}-\d{5,}-\d{2,}\.safetensors")
+# A checkpoint that made way for another one of its step, and one that is about to be removed.
+_MADE_WAY = re.compile(r"(step-\d{8,})\.kept-[0-9a-f]{8}")
+_LEAVING = re.compile(r"\.(step-\d{8,})\.(?:leaving|replaced)-[0-9a-f]{8}")
+# On a storage without renames: the prefix of a save's files (generation and number), a rank's file, and the
+# manifest of a save.
+_PREFIX = re.compile(r"(g(\d{3,})-\d{2,}-)")
+_OURS = re.compile(r"(g(\d{3,})-\d{2,}-)\d{5,}-\d{2,}\.safetensors")
+_OWN_MANIFEST = re.compile(r"(g(\d{3,})-\d{2,}-)manifest\.json")
 _OWNER = ".owner"
-# A checkpoint that was set aside, or on a storage without renames its manifest.
-_SET_ASIDE = "set-aside"
+# Others may take a name again and again, but hardly so often.
+_NUM_TRIES = 8
 
 
 @dataclass(frozen=True)
@@ -78,6 +46,31 @@ class Draft:
     prefix: str
     step: int
 
+    @property
+    def manifest(self) -> str:
+        """The path of its manifest: that of no other save."""
+        return f"{self.folder}/{self.prefix}{MANIFEST}"
+
+
+@dataclass(frozen=True)
+class StoredCheckpoint:
+    """One that has a manifest, whatever it is worth: who wrote it (None: it does not say), and where its
+    files and its manifest lie.
+    """
+
+    step: int
+    generation: int
+    attempt: int | None
+    folder: str
+    manifest: str
+
+    @property
+    def age(self) -> tuple[int, int, bool, bool]:
+        """What orders those of one step, the older first; of two alike the one with the step's name
+        counts.
+        """
+        return self.step, self.generation, self.attempt is not None, self.folder == step_name(self.step)
+
 
 def step_name(step: int) -> str:
     """Return `step-00000100`."""
@@ -85,16 +78,8 @@ def step_name(step: int) -> str:
 
 
 def file_path(step: int, file: str) -> str:
-    """Return the path of a file of a committed checkpoint."""
+    """Return the path of a file of the checkpoint that has its step's name."""
     return f"{step_name(step)}/{file}"
-
-
-def committed_steps(storage: Storage) -> list[int]:
-    """Return the steps that have a manifest, ascending. Nothing is said of their content."""
-    steps = (step_of(name) for name in storage.names())
-    return sorted(
-        step for step in steps if step is not None and storage.size(file_path(step, MANIFEST)) is not None
-    )
 
 
 def step_of(name: str) -> int | None:
@@ -104,23 +89,170 @@ def step_of(name: str) -> int | None:
     return int(match[1]) if match is not None and step_name(int(match[1])) == name else None
 
 
-def read_manifest(storage: Storage, step: int) -> Manifest:
-    """Return the manifest of a checkpoint. Raises DamagedError where it is not a whole one of that step."""
-    manifest = decode(storage.get(file_path(step, MANIFEST)))
-    if manifest.step != step:
-        raise DamagedError(f"it is that of step {manifest.step}, found in {step_name(step)}", file=MANIFEST)
+def named(step: int) -> StoredCheckpoint:
+    """Return the checkpoint that has its step's name, whoever wrote it."""
+    return StoredCheckpoint(step, 0, None, step_name(step), file_path(step, MANIFEST))
+
+
+def strays(storage: Storage, checkpoint: StoredCheckpoint, manifest: Manifest) -> list[str]:
+    """Return the files in a checkpoint's folder that belong to no checkpoint."""
+    names = storage.names(checkpoint.folder)
+    saves = {match[1] for name in names if (match := _OWN_MANIFEST.fullmatch(name)) is not None}
+    of_saves = {name for name in names if (match := _PREFIX.match(name)) is not None and match[1] in saves}
+    return sorted({*names} - {MANIFEST, *manifest.files} - of_saves)
+
+
+def stored(storage: Storage) -> list[StoredCheckpoint]:
+    """Return all that has a manifest, ascending by step. Nothing is said of their content."""
+    names: list[str] = []
+    found: list[StoredCheckpoint] = []
+    for _ in range(_NUM_TRIES):
+        before, names = names, storage.names()
+        if names == before:
+            break
+        found, is_whole = _listed(storage, names)
+        if is_whole:
+            break
+        # One took another name while this was looked at, or was never whole: then the names are the same
+        # again.
+    return sorted(found, key=lambda entry: entry.age)
+
+
+def _listed(storage: Storage, names: Iterable[str]) -> tuple[list[StoredCheckpoint], bool]:
+    """Return what has a manifest under some names, and whether each of them that may have one has."""
+    found, is_whole = [], True
+    for name in names:
+        match = _MADE_WAY.fullmatch(name) or _LEAVING.fullmatch(name)
+        step = step_of(name if match is None else match[1])
+        if step is None:
+            continue
+        for file in _manifests(storage, name):
+            entry = _entry(storage, step, name, file)
+            found += [] if entry is None else [entry]
+            is_whole = is_whole and entry is not None
+    return found, is_whole
+
+
+def _manifests(storage: Storage, folder: str) -> list[str]:
+    """Return the names of the manifests in a folder that count."""
+    if storage.renames:
+        return [MANIFEST]
+    names = storage.names(folder)
+    own = [name for name in names if _OWN_MANIFEST.fullmatch(name)]
+    return own or [name for name in names if name == MANIFEST]
+
+
+def _entry(storage: Storage, step: int, folder: str, file: str) -> StoredCheckpoint | None:
+    path = f"{folder}/{file}"
+    match = _OWN_MANIFEST.fullmatch(file)
+    if match is not None:
+        # A save that has a manifest of its own numbers the attempt.
+        return StoredCheckpoint(step, int(match[2]), int(match[2]), folder, path)
+    size = storage.size(path)
+    if size is None:
+        return None
+    found = _head(storage, path, size)
+    if found is None or found.step != step:
+        # Damaged: nobody restores it, and who wrote it cannot be told.
+        return StoredCheckpoint(step, 0, None, folder, path)
+    return StoredCheckpoint(step, found.generation, found.attempt, folder, path)
+
+
+def _head(storage: Storage, path: str, size: int) -> ManifestHead | None:
+    begin = bytearray(min(size, HEAD_BYTES))
+    try:
+        storage.read_into(path, 0, memoryview(begin))
+        if (found := head(bytes(begin))) is not None:
+            return found
+        # Written by somebody else, with other spaces or another order.
+        manifest = decode(storage.get(path))
+    except (StorageError, DamagedError):
+        return None
+    return ManifestHead(manifest.step, manifest.generation, manifest.attempt)
+
+
+@dataclass(frozen=True)
+class OffLine:
+    """A stored checkpoint that is none of the run's history; `departure` is None where a newer attempt saved
+    its step anew, and no record says where that one began.
+    """
+
+    checkpoint: StoredCheckpoint
+    departure: Departure | None
+
+    @property
+    def is_late(self) -> bool:
+        """Whether it was published after the attempt that made it void had begun."""
+        return self.departure is not None and self.departure.is_late
+
+    @property
+    def words(self) -> str:
+        """The reason, for people."""
+        if self.departure is not None:
+            return self.departure.words
+        return f"written by attempt {self.checkpoint.generation}; a newer one saved its step anew"
+
+
+def split(
+    found: Iterable[StoredCheckpoint], lineage: Lineage
+) -> tuple[list[StoredCheckpoint], list[OffLine]]:
+    """Return the checkpoints on the line, ascending, one of a step at most, and all others. Pure.
+
+    Whoever saves a step began before it: of two attempts that saved one, only the newer may be on the line.
+    """
+    on: dict[int, StoredCheckpoint] = {}
+    off = []
+    for checkpoint in sorted(found, key=lambda each: each.age):
+        departure = lineage.departure(checkpoint.step, checkpoint.attempt)
+        if departure is not None:
+            off.append(OffLine(checkpoint, departure))
+            continue
+        before = on.get(checkpoint.step)
+        if before is not None:
+            off.append(OffLine(before, None))
+        on[checkpoint.step] = checkpoint
+    return [on[step] for step in sorted(on)], sorted(off, key=lambda each: each.checkpoint.age)
+
+
+def on_line(storage: Storage, lineage: Lineage) -> list[StoredCheckpoint]:
+    """Return the checkpoints on the line, ascending by step."""
+    return split(stored(storage), lineage)[0]
+
+
+def committed_steps(storage: Storage, lineage: Lineage = UNDIVIDED) -> list[int]:
+    """Return the steps that have a manifest on the line, ascending. Nothing is said of their content."""
+    return [checkpoint.step for checkpoint in on_line(storage, lineage)]
+
+
+def read_manifest(storage: Storage, checkpoint: StoredCheckpoint | int) -> Manifest:
+    """Return the manifest of a checkpoint; of a step that of the one that has its name.
+
+    Raises DamagedError where it is not a whole one of that step and attempt.
+    """
+    checkpoint = named(checkpoint) if isinstance(checkpoint, int) else checkpoint
+    manifest = decode(storage.get(checkpoint.manifest))
+    if manifest.step != checkpoint.step:
+        raise DamagedError(f"it is that of step {manifest.step}, found in {checkpoint.folder}", file=MANIFEST)
+    if checkpoint.attempt is not None and manifest.attempt not in (None, checkpoint.attempt):
+        raise DamagedError(
+            f"it is that of attempt {manifest.attempt}, found where attempt {checkpoint.attempt} wrote",
+            file=MANIFEST,
+        )
     return manifest
 
 
-def check_sizes(storage: Storage, manifest: Manifest) -> None:
-    """Raise DamagedError for a file that is missing, too short or too long."""
-    sizes = storage.sizes(step_name(manifest.step))
+def check_sizes(storage: Storage, manifest: Manifest, folder: str | None = None) -> None:
+    """Raise DamagedError for a file that is missing, too short or too long. `folder`: None for its step's."""
+    sizes = storage.sizes(step_name(manifest.step) if folder is None else folder)
     for name, expected in manifest.files.items():
         num_bytes = sizes.get(name)
         if num_bytes is None:
             raise DamagedError("it is missing", file=name)
         if num_bytes != expected.num_bytes:
             raise DamagedError(f"it has {num_bytes} bytes, expected {expected.num_bytes}", file=name)
+
+
+# Making a draft a checkpoint.
 
 
 def draft(storage: Storage, step: int, generation: int, index: int) -> Draft:
@@ -132,48 +264,97 @@ def draft(storage: Storage, step: int, generation: int, index: int) -> Draft:
 
 
 def commit(storage: Storage, draft: Draft, manifest: Manifest) -> None:
-    """Make a draft, its files durable already, the checkpoint of its step, in place of an older one.
+    """Make a draft, its files durable already, the checkpoint of its step.
 
-    Once the manifest is in place nothing fails any more: what cannot be cleaned up then is left over.
+    An older attempt's of that step makes way and stays; one of the same attempt is replaced. Raises
+    SupersededError where a newer attempt has saved the step: then this one is void, and stays a draft. Once
+    the manifest is in place nothing fails any more: what cannot be cleaned up then is left over.
     """
     content = encode(manifest)
-    path = f"{draft.folder}/{MANIFEST}"
-    if not storage.renames:
-        try:
-            storage.put(path, content)
-        except StorageError:
-            # Where only the answer was lost, it is there.
-            if storage.size(path) is None or storage.get(path) != content:
-                raise
-        with contextlib.suppress(StorageError):
-            _remove_files(storage, draft.step, manifest.files)
-            _remove_set_aside(storage, draft.step)
+    if storage.renames:
+        _put(storage, draft.manifest, content)
+        _take_name(storage, draft, manifest.generation)
         return
-    storage.put(path, content)
-    target = step_name(draft.step)
-    aside = _move_aside(storage, target)
-    storage.rename(draft.folder, target)
     with contextlib.suppress(StorageError):
-        if aside is not None:
-            storage.remove(aside)
-        _remove_set_aside(storage, draft.step)
+        _refuse_older(storage, draft, manifest.generation)
+        _keep_lone_manifest(storage, draft.folder)
+    _put(storage, draft.manifest, content)
+    _put(storage, f"{draft.folder}/{MANIFEST}", content)
+    with contextlib.suppress(StorageError):
+        for name in storage.names(draft.folder):
+            match = _PREFIX.match(name)
+            if match is not None and int(match[2]) == manifest.generation and match[1] != draft.prefix:
+                storage.remove(f"{draft.folder}/{name}")
 
 
-def _move_aside(storage: Storage, target: str) -> str | None:
-    """Make way for a checkpoint; return the older one's new name where it is to be removed afterwards.
+def _put(storage: Storage, path: str, content: bytes) -> None:
+    try:
+        storage.put(path, content)
+    except StorageError:
+        # Where only the answer was lost, it is there.
+        if storage.size(path) != len(content) or storage.get(path) != content:
+            raise
 
-    A folder without a manifest is nothing that was written here, or has lost what makes it a checkpoint: it
-    is kept under another name.
+
+def _take_name(storage: Storage, draft: Draft, generation: int) -> None:
+    """Rename a draft to its step's name, which fails as long as something lies there."""
+    target, replaced = step_name(draft.step), []
+    for _ in range(_NUM_TRIES):
+        try:
+            storage.rename(draft.folder, target)
+            break
+        except StorageError:
+            if not storage.names(target):
+                raise
+        there = _entry(storage, draft.step, target, MANIFEST)
+        if there is not None and there.generation > generation:
+            raise SupersededError(_superseded(draft.step, there.generation))
+        way = _way_out(target, there, generation)
+        # Another process may have put another one there since: it stays listed under the new name.
+        with contextlib.suppress(StorageError):
+            storage.rename(target, way)
+            replaced.append(way)
+    else:
+        raise StorageError(f"{storage.place}/{target}: others take this name again and again")
+    with contextlib.suppress(StorageError):
+        for way in replaced:
+            there = _entry(storage, draft.step, way, MANIFEST)
+            if _LEAVING.fullmatch(way) and there is not None and there.generation == generation:
+                storage.remove(way)
+
+
+def _way_out(target: str, there: StoredCheckpoint | None, generation: int) -> str:
+    """Return the name to which what lies under a step's name makes way.
+
+    A folder without a manifest is nothing that was written here, or has lost what makes it a checkpoint.
     """
-    if not storage.names(target):
-        return None
     mark = secrets.token_hex(4)
-    if storage.size(f"{target}/{MANIFEST}") is None:
-        storage.rename(target, f"{target}.without-manifest-{mark}")
-        return None
-    aside = f".{target}.replaced-{mark}"
-    storage.rename(target, aside)
-    return aside
+    if there is None:
+        return f"{target}.without-manifest-{mark}"
+    return f".{target}.replaced-{mark}" if there.generation == generation else f"{target}.kept-{mark}"
+
+
+def _superseded(step: int, generation: int) -> str:
+    return f"attempt {generation} has saved step {step} already: the run goes on from other states"
+
+
+def _refuse_older(storage: Storage, draft: Draft, generation: int) -> None:
+    numbers = [_OWN_MANIFEST.fullmatch(name) for name in storage.names(draft.folder)]
+    newest = max((int(match[2]) for match in numbers if match is not None), default=0)
+    if newest > generation:
+        raise SupersededError(_superseded(draft.step, newest))
+
+
+def _keep_lone_manifest(storage: Storage, folder: str) -> None:
+    """Give a manifest that has the common name alone, as older saves have, one of its own."""
+    if _manifests(storage, folder) != [MANIFEST]:
+        return
+    content = storage.get(f"{folder}/{MANIFEST}")
+    with contextlib.suppress(DamagedError):
+        manifest = decode(content)
+        match = _PREFIX.match(next(iter(manifest.files), ""))
+        prefix = f"g{manifest.generation:03d}-00-" if match is None else match[1]
+        storage.put(f"{folder}/{prefix}{MANIFEST}", content)
 
 
 def discard(storage: Storage, draft: Draft) -> None:
@@ -182,70 +363,89 @@ def discard(storage: Storage, draft: Draft) -> None:
         storage.remove(draft.folder)
         return
     path = f"{draft.folder}/{MANIFEST}"
-    if storage.size(path) is not None and f'"{draft.prefix}' in storage.get(path).decode(errors="replace"):
+    if storage.size(draft.manifest) is not None and _are_equal(storage, path, draft.manifest):
         # It was committed after all, and only the answer was lost.
         return
-    for name in storage.names(draft.folder):
+    # The manifest first: without it the files belong to no checkpoint.
+    for name in sorted(storage.names(draft.folder), key=lambda name: not name.endswith(MANIFEST)):
         if name.startswith(draft.prefix):
             storage.remove(f"{draft.folder}/{name}")
 
 
-def remove_checkpoint(storage: Storage, step: int) -> None:
-    """Remove a checkpoint; half removed it is none. Where it is a link to a folder elsewhere, only the
-    link goes.
+def _are_equal(storage: Storage, one: str, other: str) -> bool:
+    size = storage.size(one)
+    return size is not None and size == storage.size(other) and storage.get(one) == storage.get(other)
+
+
+# Taking checkpoints away.
+
+
+def remove_checkpoint(
+    storage: Storage, checkpoint: StoredCheckpoint, is_still_due: Callable[[], bool] = lambda: True
+) -> bool:
+    """Remove a checkpoint; half removed it is none. Where it is a link to a folder elsewhere, only the link
+    goes.
+
+    `is_still_due` is asked once the name is free and nothing is lost yet: where it is false, or where another
+    checkpoint had taken the name, it is put back. Returns whether it was removed.
     """
     if storage.renames:
-        gone = f".{step_name(step)}.removed-{secrets.token_hex(4)}"
-        storage.rename(step_name(step), gone)
-        storage.remove(gone)
-        return
-    storage.remove(file_path(step, MANIFEST))
-    _remove_files(storage, step)
+        return _remove_folder(storage, checkpoint, is_still_due)
+    if not is_still_due():
+        return False
+    _remove_save(storage, checkpoint)
+    return True
 
 
-def set_aside(storage: Storage, step: int) -> str:
-    """Keep a checkpoint under a name that nobody takes for one; return that.
-
-    It stays until its step, or a later one, is saved anew. A storage without renames keeps only its
-    manifest: its files belong to no checkpoint from then on, and are removed as such.
-    """
-    mark = f"{_SET_ASIDE}-{secrets.token_hex(4)}"
-    if storage.renames:
-        name = f"{step_name(step)}.{mark}"
-        storage.rename(step_name(step), name)
-        return name
-    path = file_path(step, f"{mark}.json")
-    storage.put(path, storage.get(file_path(step, MANIFEST)))
-    storage.remove(file_path(step, MANIFEST))
-    return path
-
-
-def _remove_set_aside(storage: Storage, step: int) -> None:
-    """Remove what was set aside of a step that was saved anew, and of those before it: the interval may be
-    another one since. On a storage without renames only manifests were kept, of which those of other steps
-    stay.
-    """
-    if not storage.renames:
-        for name in storage.names(step_name(step)):
-            if name.startswith(f"{_SET_ASIDE}-"):
-                storage.remove(file_path(step, name))
-        return
-    for name in storage.names():
-        begin, mark, _ = name.partition(f".{_SET_ASIDE}-")
-        earlier = step_of(begin) if mark else None
-        if earlier is not None and earlier <= step:
-            storage.remove(name)
+def _remove_folder(storage: Storage, checkpoint: StoredCheckpoint, is_still_due: Callable[[], bool]) -> bool:
+    name, mark = step_name(checkpoint.step), secrets.token_hex(4)
+    leaving, gone = f".{name}.leaving-{mark}", f".{name}.removed-{mark}"
+    storage.rename(checkpoint.folder, leaving)
+    there = _entry(storage, checkpoint.step, leaving, MANIFEST)
+    is_same = there is not None and (there.generation, there.attempt) == (
+        checkpoint.generation,
+        checkpoint.attempt,
+    )
+    if not is_same or not is_still_due():
+        _give_name(storage, leaving, name)
+        return False
+    # From here on it is none. It fails where another attempt has taken it back meanwhile.
+    storage.rename(leaving, gone)
+    storage.remove(gone)
+    return True
 
 
-def _remove_files(storage: Storage, step: int, kept: Container[str] = ()) -> list[str]:
-    """Remove, on a storage without renames, what saves of this step wrote, but for the files that are kept;
-    return the paths. Files that no save named so are left alone.
-    """
-    names = storage.names(step_name(step))
-    removed = [file_path(step, name) for name in names if _OURS.fullmatch(name) and name not in kept]
-    for path in removed:
-        storage.remove(path)
-    return removed
+def _give_name(storage: Storage, folder: str, name: str) -> str:
+    """Rename a folder to its step's name, or where that is taken to one that is listed too; return it."""
+    try:
+        storage.rename(folder, name)
+    except StorageError:
+        if not storage.names(name):
+            raise
+        name = f"{name}.kept-{secrets.token_hex(4)}"
+        storage.rename(folder, name)
+    return name
+
+
+def _remove_save(storage: Storage, checkpoint: StoredCheckpoint) -> None:
+    """Remove one save's manifest and files on a storage without renames, and the copy of its manifest."""
+    folder, common = checkpoint.folder, f"{checkpoint.folder}/{MANIFEST}"
+    try:
+        files = set(decode(storage.get(checkpoint.manifest)).files)
+    except DamagedError:
+        files = set()
+    if _are_equal(storage, common, checkpoint.manifest):
+        storage.remove(common)
+    storage.remove(checkpoint.manifest)
+    own = _PREFIX.match(checkpoint.manifest.rpartition("/")[2])
+    for name in storage.names(folder):
+        is_own = _OURS.fullmatch(name) and own is not None and name.startswith(own[1])
+        if name in files or is_own or (not files and own is None and _OURS.fullmatch(name)):
+            storage.remove(f"{folder}/{name}")
+    # Another attempt's manifest may be there, whose copy was overwritten by this one's.
+    left = [name for name in _manifests(storage, folder) if name != MANIFEST]
+    if left and storage.size(common) is None:
+        storage.put(common, storage.get(f"{folder}/{max(left)}"))
 
 
 def claim(storage: Storage, owner: str) -> str:
@@ -263,77 +463,69 @@ def owner(storage: Storage) -> str | None:
     return None if storage.size(_OWNER) is None else storage.get(_OWNER).decode(errors="replace")
 
 
-def prune(
-    storage: Storage, policy: RetentionPolicy, known: dict[int, CommittedCheckpoint] | None = None
-) -> list[int]:
-    """Remove the checkpoints that the policy does not keep, and return their steps.
-
-    `known` holds what is known of checkpoints already, so that many that are kept for good are not
-    read again after every save; whoever writes one anew takes it out.
-    """
-    known = {} if known is None else known
-    steps = committed_steps(storage)
-    for step in steps:
-        if step not in known:
-            known[step] = _as_kept(storage, step)
-    removed = to_remove([known[step] for step in steps], policy)
-    for step in removed:
-        remove_checkpoint(storage, step)
-        del known[step]
-    return removed
-
-
-def _as_kept(storage: Storage, step: int) -> CommittedCheckpoint:
-    """Look at a checkpoint as far as that is cheap: its manifest, and the sizes of its files."""
-    try:
-        manifest = read_manifest(storage, step)
-        check_sizes(storage, manifest)
-    except DamagedError:
-        return CommittedCheckpoint(step, is_intact=False)
-    score = manifest.state.get("score")
-    return CommittedCheckpoint(step, float(score) if isinstance(score, int | float) else None)
-
-
 # What interrupted saves and removals left, found by its name: nothing that others wrote is touched.
 
 
-_DRAFT = re.compile(r"\.step-\d{8,}\.g\d{3,}-\d{2,}\.tmp")
+_DRAFT = re.compile(r"\.step-\d{8,}\.g(\d{3,})-\d{2,}\.tmp")
 _REMOVED = re.compile(r"\.step-\d{8,}\.removed-[0-9a-f]{8}")
-_REPLACED = re.compile(r"\.(step-\d{8,})\.replaced-[0-9a-f]{8}")
 
 
-def move_back(storage: Storage) -> list[str]:
-    """Bring back the checkpoints that were moved aside when the power went, with nothing put in their place;
-    return their names. *One process, before anything is looked for.*
+def move_back(storage: Storage, lineage: Lineage = UNDIVIDED) -> list[str]:
+    """Give each checkpoint on the line the name of its step, where another one has it or where it was about
+    to be removed; return the names. *One process, before anything is looked for.*
     """
+    if not storage.renames:
+        return []
+    found = stored(storage)
+    on, _ = split(found, lineage)
     back = []
-    for name in storage.names():
-        match = _REPLACED.fullmatch(name)
-        if match is not None and not storage.names(match[1]):
-            storage.rename(name, match[1])
-            back.append(match[1])
+    for checkpoint in found:
+        name, folder = step_name(checkpoint.step), checkpoint.folder
+        is_hidden = _LEAVING.fullmatch(folder) is not None
+        if folder == name or not (is_hidden or checkpoint in on):
+            continue
+        if checkpoint in on and storage.names(name):
+            storage.rename(name, f"{name}.kept-{secrets.token_hex(4)}")
+        back.append(_give_name(storage, folder, name))
     return back
 
 
-def remove_leftovers(storage: Storage) -> list[str]:
-    """Remove drafts and what is half removed, and return the paths. *One process, at the start.*"""
+def remove_leftovers(storage: Storage, generation: int | None = None) -> list[str]:
+    """Remove drafts and what is half removed, and return the paths. *One process, at the start.*
+
+    `generation` is the caller's: what newer ones write is theirs. None: of all.
+    """
     move_back(storage)
     removed = []
     for name in storage.names():
-        if any(pattern.fullmatch(name) for pattern in (_DRAFT, _REMOVED, _REPLACED)):
+        match = _DRAFT.fullmatch(name)
+        is_void = match is not None and (generation is None or int(match[1]) <= generation)
+        if is_void or _REMOVED.fullmatch(name):
             storage.remove(name)
             removed.append(name)
-        elif not storage.renames and (step := step_of(name)) is not None:
-            removed += _remove_uncommitted(storage, step)
+        elif not storage.renames and step_of(name) is not None:
+            removed += _remove_uncommitted(storage, name, generation)
     return removed
 
 
-def _remove_uncommitted(storage: Storage, step: int) -> list[str]:
-    """Remove the files of saves that were not committed: all of ours where there is no manifest."""
-    if storage.size(file_path(step, MANIFEST)) is None:
-        return _remove_files(storage, step)
-    try:
-        return _remove_files(storage, step, read_manifest(storage, step).files)
-    except DamagedError:
-        # Whatever can be told from it later, it is evidence now.
-        return []
+def _remove_uncommitted(storage: Storage, folder: str, generation: int | None) -> list[str]:
+    """Remove the files of saves that were not committed, on a storage without renames."""
+    names = storage.names(folder)
+    manifests = _manifests(storage, folder)
+    kept = {match[1] for name in manifests if (match := _OWN_MANIFEST.fullmatch(name)) is not None}
+    listed: set[str] = set()
+    if manifests == [MANIFEST]:
+        try:
+            listed = set(decode(storage.get(f"{folder}/{MANIFEST}")).files)
+        except DamagedError:
+            # Whatever can be told from it later, it is evidence now.
+            return []
+    removed = []
+    for name in names:
+        match = _OURS.fullmatch(name)
+        if match is None or match[1] in kept or name in listed:
+            continue
+        if generation is None or int(match[2]) <= generation:
+            removed.append(f"{folder}/{name}")
+            storage.remove(removed[-1])
+    return removed

@@ -4,6 +4,7 @@ CheckpointError
 ├── StorageError        the storage refuses or fails: full, read-only, unreachable
 ├── DamagedError        a checkpoint is not what its manifest says; names file and tensor
 ├── NoCheckpointError   nothing to restore from, or nothing intact
+├── SupersededError     a newer attempt has saved this step: what this one holds is void
 ├── MismatchError       the ranks do not describe one whole state, or a checkpoint does not fit the request
 ├── MissingRanksError   ranks that did not answer within the limit
 ├── FalseWordError      what lies in the ranks' store was not written by the run's ranks, or is torn
@@ -41,6 +42,10 @@ class NoCheckpointError(CheckpointError):
         self.skipped = list(skipped)
         reasons = "".join(f"\n  step {step}: {reason}" for step, reason in self.skipped)
         super().__init__(message + reasons)
+
+
+class SupersededError(CheckpointError):
+    """Raised when a newer attempt has saved the step: the run goes on from other states than the caller's."""
 
 
 class MismatchError(CheckpointError):

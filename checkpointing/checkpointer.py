@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 import torch.distributed as dist
 
 from checkpointing import catalog
-from checkpointing.catalog import move_back
-from checkpointing.checkpoint_errors import DamagedError, StorageError
+from checkpointing.checkpoint_errors import NoCheckpointError, StorageError, SupersededError
+from checkpointing.lineage import Base, Lineage
 from checkpointing.manifest import Manifest
 from checkpointing.options import Event, Options, Phase, no_event, no_fault
 from checkpointing.peers import Peers
@@ -34,50 +34,61 @@ class Checkpointer(Saver):
         group: dist.ProcessGroup | None = None,
         on_event: Event = no_event,
         at_phase: Phase = no_fault,
+        lineage: Callable[[], Lineage] = Lineage,
     ) -> None:
         """`group` carries the tensors' bytes on restore (None: world size 1); its backend must take tensors
-        of the shards' device. `on_event` may be called from a background thread.
+        of the shards' device. `on_event` may be called from a background thread, and so may `lineage`, which
+        returns where the attempts began as far as that is known now; as it stands everything is on the line.
         """
-        super().__init__(open_storage(place), peers, options, on_event, at_phase)
+        super().__init__(open_storage(place), peers, options, on_event, at_phase, lineage)
         self._group = group
 
     def committed_steps(self) -> list[int]:
-        """Return the steps of the committed checkpoints, ascending. *Any rank*; it looks at the storage."""
-        return catalog.committed_steps(self._storage)
+        """Return the steps of the committed checkpoints on the line, ascending. *Any rank*; it looks at the
+        storage.
+        """
+        return catalog.committed_steps(self._storage, self._lineage())
 
     def manifest(self, step: int) -> Manifest:
-        """Return the manifest of a committed checkpoint. *Any rank*; it looks at the storage.
+        """Return the manifest of a committed checkpoint on the line. *Any rank*; it looks at the storage.
 
-        Raises DamagedError or StorageError.
+        Raises NoCheckpointError, DamagedError or StorageError.
         """
-        return catalog.read_manifest(self._storage, step)
+        for checkpoint in catalog.on_line(self._storage, self._lineage()):
+            if checkpoint.step == step:
+                return catalog.read_manifest(self._storage, checkpoint)
+        raise NoCheckpointError(f"{self._storage.place}: no checkpoint of step {step} is committed")
 
-    def set_aside(self, after: int, is_void: Callable[[Manifest], bool]) -> list[tuple[int, str]]:
-        """Keep the checkpoints of steps later than `after` that are void under other names, so that none of
-        them is restored, listed or counted any more; return their steps and new names, ascending.
+    def stored_after(self, step: int) -> list[tuple[int, int | None]]:
+        """Return step and attempt of all that lies there of later steps, on the line or not. *Any rank*."""
+        found = catalog.stored(self._storage)
+        return [(checkpoint.step, checkpoint.attempt) for checkpoint in found if checkpoint.step > step]
 
-        *One rank only*, before `restore`. What cannot be read is left to `restore` to pass over.
+    def begin_from(self, base: Base) -> None:
+        """Note what the states to be saved go on from. *Each rank*, once that is on record.
+
+        What an attempt that stood still has begun to remove since is taken back.
         """
-        move_back(self._storage)
-        done = []
-        for step in (step for step in self.committed_steps() if step > after):
-            with contextlib.suppress(DamagedError):
-                if is_void(self.manifest(step)):
-                    done.append((step, catalog.set_aside(self._storage, step)))
-        return done
+        self.base = base
+        if self._peers.is_coordinator:
+            self._move_back()
+
+    def _move_back(self) -> None:
+        # What cannot be brought back is not there to be listed either.
+        with contextlib.suppress(StorageError, SupersededError):
+            catalog.move_back(self._storage, self._lineage())
 
     def restore(
         self, wanted: Callable[[Manifest], Sequence[Shard]], step: int | None = None
     ) -> RestoredCheckpoint | None:
-        """Fill the wanted shards from the newest intact checkpoint, or from that of `step`. *Collective*.
+        """Fill the wanted shards from the newest intact checkpoint on the line, or from that of `step`.
+        *Collective*.
 
         `wanted` is called with the manifest of each checkpoint that is tried. Returns None where the place
-        holds no committed checkpoint at all; raises NoCheckpointError where none is intact.
+        holds no committed checkpoint of the line; raises NoCheckpointError where none is intact.
         """
         if self._peers.is_coordinator:
-            # What cannot be brought back is not there to be listed either.
-            with contextlib.suppress(StorageError):
-                move_back(self._storage)
+            self._move_back()
         restored = restore(
             self._storage,
             self._peers,
@@ -85,9 +96,11 @@ class Checkpointer(Saver):
             wanted,
             how=self._options.restore,
             step=step,
+            lineage=self._lineage,
             at_phase=self._at_phase,
         )
         if restored is not None:
+            self.base = Base(restored.step, restored.manifest.attempt)
             self.distrust(step for step, _ in restored.skipped)
         return restored
 

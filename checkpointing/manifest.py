@@ -19,6 +19,7 @@ from typing import Any
 from checkpointing import checksums
 from checkpointing.box import ITEM_BYTES, Box, overlapping
 from checkpointing.checkpoint_errors import DamagedError
+from checkpointing.lineage import Base
 
 MANIFEST = "manifest.json"
 SCHEMA_VERSION = 1
@@ -71,7 +72,10 @@ class File:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A whole checkpoint; `layout` (the mesh that wrote it) and `state` are the user's own JSON."""
+    """A whole checkpoint; `layout` (the mesh that wrote it) and `state` are the user's own JSON.
+
+    `attempt` wrote it, which went on from `base`; older manifests say neither.
+    """
 
     step: int
     generation: int
@@ -80,6 +84,8 @@ class Manifest:
     tensors: Mapping[str, Tensor]
     files: Mapping[str, File]
     state: Mapping[str, Any]
+    attempt: int | None = None
+    base: Base | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -105,6 +111,7 @@ def encode(manifest: Manifest) -> bytes:
         "schema_version": SCHEMA_VERSION,
         "step": manifest.step,
         "generation": manifest.generation,
+        **_origin_document(manifest),
         "created": manifest.created,
         "layout": dict(manifest.layout),
         "state_digest": manifest.state_digest,
@@ -116,6 +123,44 @@ def encode(manifest: Manifest) -> bytes:
         "tensors": {name: _tensor_document(tensor) for name, tensor in manifest.tensors.items()},
     }
     return json.dumps({**document, "checksum": _checksum(document)}, indent=1, allow_nan=False).encode()
+
+
+def _origin_document(manifest: Manifest) -> dict[str, Any]:
+    """Return who wrote it, near the front of the document: `head` reads no more than that."""
+    if manifest.attempt is None:
+        return {}
+    base = manifest.base
+    went_on = {} if base is None else {"base": {"step": base.step, "attempt": base.attempt}}
+    return {"attempt": manifest.attempt, **went_on}
+
+
+@dataclass(frozen=True)
+class ManifestHead:
+    """What the first bytes of a manifest say, unchecked: step, generation, and its attempt where it has
+    one.
+    """
+
+    step: int
+    generation: int
+    attempt: int | None
+
+
+# As much of a manifest as holds its head.
+HEAD_BYTES = 256
+_HEAD = re.compile(
+    rb'\{\s*"schema_version": *\d+,\s*"step": *(\d+),\s*"generation": *(\d+),\s*(?:"attempt": *(\d+),)?\s*"'
+)
+
+
+def head(begin: bytes) -> ManifestHead | None:
+    """Return the head of a manifest from its first bytes; None where they are not as `encode` writes them.
+
+    The manifest of a large model takes a second to read and check, its head none.
+    """
+    match = _HEAD.match(begin)
+    if match is None:
+        return None
+    return ManifestHead(int(match[1]), int(match[2]), None if match[3] is None else int(match[3]))
 
 
 def _tensor_document(tensor: Tensor) -> dict[str, Any]:
@@ -176,10 +221,22 @@ def _decoded(document: dict[str, Any]) -> Manifest:
         tensors=tensors,
         files=files,
         state=_field(document, "state", dict),
+        attempt=None if document.get("attempt") is None else _count(document["attempt"], "attempt"),
+        base=None if document.get("base") is None else _base(_mapping(document["base"], "base")),
     )
+    if manifest.base is not None and manifest.attempt is None:
+        raise _damaged("it has a base and no attempt")
     if document.get("state_digest") != manifest.state_digest:
         raise _damaged("state_digest is not that of its tensors")
     return manifest
+
+
+def _base(document: Mapping[str, Any]) -> Base:
+    attempt = document.get("attempt")
+    return Base(
+        _count(document.get("step"), "step of base"),
+        None if attempt is None else _count(attempt, "attempt of base"),
+    )
 
 
 def _tensor(value: Any, name: str, files: Mapping[str, File]) -> Tensor:

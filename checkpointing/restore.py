@@ -19,7 +19,15 @@ import torch.distributed as dist
 
 from checkpointing import catalog, checksums
 from checkpointing import manifest as manifests
-from checkpointing.checkpoint_errors import DamagedError, MismatchError, NoCheckpointError, StorageError
+from checkpointing.catalog import StoredCheckpoint
+from checkpointing.checkpoint_errors import (
+    DamagedError,
+    MismatchError,
+    NoCheckpointError,
+    StorageError,
+    SupersededError,
+)
+from checkpointing.lineage import Lineage
 from checkpointing.manifest import Manifest
 from checkpointing.options import Phase, no_fault
 from checkpointing.peers import Peers
@@ -35,13 +43,15 @@ WantedShards = Callable[[Manifest], Sequence[Shard]]
 @dataclass(frozen=True)
 class RestoredCheckpoint:
     """What was restored: the checkpoint's manifest (its state is in `manifest.state`), the bytes that this
-    rank read from storage, the seconds since the ranks met, and why newer checkpoints were skipped.
+    rank read from storage, the seconds since the ranks met, why newer checkpoints were skipped, and why later
+    ones are off the line.
     """
 
     manifest: Manifest
     bytes_read: int
     seconds: float
     skipped: Sequence[tuple[int, str]]
+    off_line: Sequence[tuple[int, str]] = ()
 
     @property
     def step(self) -> int:
@@ -60,11 +70,14 @@ def restore(
     *,
     how: str = "broadcast",
     step: int | None = None,
+    lineage: Callable[[], Lineage] = Lineage,
     at_phase: Phase = no_fault,
 ) -> RestoredCheckpoint | None:
-    """Fill the wanted shards from the newest intact checkpoint, or from that of `step`. *Collective*.
+    """Fill the wanted shards from the newest intact checkpoint on the line, or from that of `step`.
+    *Collective*.
 
-    Returns None where the place holds no committed checkpoint at all and no step is asked for. Raises, on
+    Returns None where the place holds no committed checkpoint of the line and no step is asked for. `lineage`
+    is asked on the coordinator alone. Raises, on
     every rank, MissingRanksError (a rank did not come), NoCheckpointError (none is intact, or not the one of
     `step`), MismatchError (the checkpoint does not fit what is wanted), StorageError (the place cannot be
     listed). After an error the shards hold anything.
@@ -72,17 +85,18 @@ def restore(
     topic = peers.unused("restore")
     peers.exchange(f"{topic}/here", None)
     began = time.monotonic()
-    offers = _offers(storage, step)
+    offers = _offers(storage, step, lineage)
     skipped: list[tuple[int, str]] = []
     while True:
-        manifest = _offered(peers, peers.unused(topic), offers, skipped, storage.place)
-        if manifest is None:
+        offer = _offered(peers, peers.unused(topic), offers, skipped, storage.place)
+        if offer is None:
             return None
-        folder = catalog.step_name(manifest.step)
+        manifest, folder = manifests.decode(offer["manifest"].encode()), offer["folder"]
         task = _RestoreTask(storage, folder, manifest, peers, group, how, peers.unused(topic), at_phase)
         num_bytes, damage = _filled(task, functools.partial(wanted, manifest))
         if damage is None:
-            return RestoredCheckpoint(manifest, num_bytes, time.monotonic() - began, skipped)
+            off_line = [(each, words) for each, words in offer["off_line"] if each > manifest.step]
+            return RestoredCheckpoint(manifest, num_bytes, time.monotonic() - began, skipped, off_line)
         skipped.append((manifest.step, str(damage)))
 
 
@@ -123,15 +137,16 @@ class _RestoreTask:
     at_phase: Phase = no_fault
 
 
-def _offers(storage: Storage, step: int | None) -> Iterator[dict[str, Any]]:
-    """Yield, as JSON, the checkpoints whose manifest and files' sizes are right, the newest first, each with
-    those that were skipped before it; and where there is none (any more) why. *Coordinator.*
+def _offers(storage: Storage, step: int | None, lineage: Callable[[], Lineage]) -> Iterator[dict[str, Any]]:
+    """Yield, as JSON, the checkpoints of the line whose manifest and files' sizes are right, the newest
+    first, each with those that were skipped before it; and where there is none (any more) why. *Coordinator.*
     """
     try:
-        steps = catalog.committed_steps(storage)
-    except StorageError as error:
+        on, off = catalog.split(catalog.stored(storage), lineage())
+    except (StorageError, SupersededError) as error:
         yield {"unreachable": str(error)}
         return
+    steps = [checkpoint.step for checkpoint in on]
     if step is not None and step not in steps:
         yield {"absent": step, "there": steps}
         return
@@ -139,16 +154,34 @@ def _offers(storage: Storage, step: int | None) -> Iterator[dict[str, Any]]:
         yield {"empty": True}
         return
     skipped: list[tuple[int, str]] = []
-    for candidate in reversed(steps) if step is None else [step]:
-        try:
-            manifest = catalog.read_manifest(storage, candidate)
-            catalog.check_sizes(storage, manifest)
-        except (DamagedError, StorageError) as error:
-            skipped.append((candidate, str(error)))
-            continue
-        yield {"skipped": skipped, "manifest": manifests.encode(manifest).decode()}
-        skipped = []
+    off_line = [(each.checkpoint.step, each.words) for each in off]
+    for candidate in reversed(on) if step is None else [on[steps.index(step)]]:
+        place: StoredCheckpoint | None = candidate
+        while place is not None:
+            try:
+                manifest = catalog.read_manifest(storage, place)
+                catalog.check_sizes(storage, manifest, place.folder)
+            except (DamagedError, StorageError) as error:
+                skipped.append((candidate.step, str(error)))
+            else:
+                content = manifests.encode(manifest).decode()
+                offer = {"skipped": skipped, "off_line": off_line, "folder": place.folder}
+                yield {**offer, "manifest": content}
+                skipped = []
+            # Asked again: it is damaged, unless it only made way to another name while it was read.
+            place = _moved(storage, place)
     yield {"skipped": skipped}
+
+
+def _moved(storage: Storage, checkpoint: StoredCheckpoint) -> StoredCheckpoint | None:
+    """Return where a checkpoint lies now, None where that is where it lay, or nowhere."""
+    try:
+        found = catalog.stored(storage)
+    except StorageError:
+        return None
+    origin = (checkpoint.step, checkpoint.generation, checkpoint.attempt)
+    same = [each for each in found if (each.step, each.generation, each.attempt) == origin]
+    return None if checkpoint in same else next(iter(same), None)
 
 
 def _offered(
@@ -157,14 +190,14 @@ def _offered(
     offers: Iterator[dict[str, Any]],
     skipped: list[tuple[int, str]],
     place: str,
-) -> Manifest | None:
-    """Return the manifest that the coordinator offers next; None where there are no checkpoints at all."""
+) -> dict[str, Any] | None:
+    """Return the checkpoint that the coordinator offers next; None where there are none on the line."""
     if peers.is_coordinator:
         peers.answer(topic, next(offers))
-    offer = peers.await_answer(topic, 2 * peers.limit_s)
+    offer: dict[str, Any] = peers.await_answer(topic, 2 * peers.limit_s)
     skipped.extend((step, reason) for step, reason in offer.get("skipped", ()))
     if "manifest" in offer:
-        return manifests.decode(offer["manifest"].encode())
+        return offer
     if "empty" in offer:
         return None
     if "unreachable" in offer:

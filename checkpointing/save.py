@@ -20,8 +20,8 @@ from typing import Any, cast
 
 import torch
 
-from checkpointing import catalog, checksums
-from checkpointing.catalog import CommittedCheckpoint, Draft, RetentionPolicy
+from checkpointing import catalog, checksums, retention
+from checkpointing.catalog import Draft
 from checkpointing.checkpoint_errors import (
     CheckpointError,
     FalseWordError,
@@ -30,6 +30,7 @@ from checkpointing.checkpoint_errors import (
     SaveFailedError,
     StorageError,
 )
+from checkpointing.lineage import Base, Lineage
 from checkpointing.manifest import Chunk, File, Manifest, Tensor
 from checkpointing.options import Event, Needs, Options, Phase
 from checkpointing.peers import Peers
@@ -170,20 +171,29 @@ class Saver:
     """Saves this rank's part of a state, one save at a time."""
 
     def __init__(
-        self, storage: Storage, peers: Peers, options: Options, on_event: Event, at_phase: Phase
+        self,
+        storage: Storage,
+        peers: Peers,
+        options: Options,
+        on_event: Event,
+        at_phase: Phase,
+        lineage: Callable[[], Lineage] = Lineage,
     ) -> None:
         self._storage = storage
         self._peers = peers
         self._options = options
         self._on_event = on_event
         self._at_phase = at_phase
+        self._lineage = lineage
+        # What the states that are saved went on from; manifests say it.
+        self.base = Base(0)
         self._num_saves = 0
         self._num_skipped = 0
         self._plan: list[list[TensorPiece]] = []
         self._images: list[Image] = []
         self._staging: Staging | None = None
         self._current: _Save | None = None
-        self._known: dict[int, CommittedCheckpoint] = {}
+        self._known: dict[int, retention.CommittedCheckpoint] = {}
 
     def prepare(self, shards: Sequence[Shard]) -> Needs:
         """Agree on who writes what, and return what a save takes; nothing is taken yet. *Collective*.
@@ -192,7 +202,7 @@ class Saver:
         `save`. Raises MismatchError where the ranks' shards do not make up each tensor once.
         """
         if self._peers.is_coordinator:
-            catalog.remove_leftovers(self._storage)
+            catalog.remove_leftovers(self._storage, self._options.generation)
         held = declaration(shard.piece for shard in shards)
         values = self._peers.exchange(self._peers.unused("prepare"), held)
         self._plan = write_plan([declared(value) for value in values])
@@ -257,7 +267,7 @@ class Saver:
 
     def distrust(self, steps: Iterable[int]) -> None:
         """Count these checkpoints for damaged from now on, whatever their files' sizes say."""
-        self._known.update({step: CommittedCheckpoint(step, is_intact=False) for step in steps})
+        self._known.update({step: retention.CommittedCheckpoint(step, is_intact=False) for step in steps})
 
     def _is_our_turn(self, index: int, step: int) -> bool:
         """Decide for all ranks alike whether the save before is over. The coordinator's word counts."""
@@ -416,7 +426,15 @@ class Saver:
             tensors[name] = Tensor(pieces[0].dtype, pieces[0].shape, digest, parts)
         options = self._options
         return Manifest(
-            save.step, options.generation, time.time(), options.layout, tensors, files, save.state
+            step=save.step,
+            generation=options.generation,
+            created=time.time(),
+            layout=options.layout,
+            tensors=tensors,
+            files=files,
+            state=save.state,
+            attempt=options.generation,
+            base=self.base,
         )
 
     def _announce_and_prune(self, save: _Save) -> None:
@@ -433,9 +451,9 @@ class Saver:
 
     def _prune(self, save: _Save) -> None:
         options = self._options
-        policy = RetentionPolicy(options.keep_last, options.keep_every_steps, options.keep_best)
+        policy = retention.RetentionPolicy(options.keep_last, options.keep_every_steps, options.keep_best)
         self._known.pop(save.step, None)
-        catalog.prune(self._storage, policy, self._known)
+        retention.prune(self._storage, policy, self._lineage, self._known)
 
     def _quietly(self, act: Callable[[], object]) -> None:
         """Clean up as far as the storage lets us: what is left is found by `remove_leftovers`."""

@@ -16,8 +16,9 @@ from queue import SimpleQueue
 
 from checkpointing import catalog, checksums
 from checkpointing.box import ITEM_BYTES, Box, contiguous_parts
+from checkpointing.catalog import StoredCheckpoint
 from checkpointing.checkpoint_errors import DamagedError, NoCheckpointError, StorageError
-from checkpointing.manifest import MANIFEST, Manifest
+from checkpointing.manifest import Manifest
 from checkpointing.plans import NamedChunk, grouped
 from checkpointing.shard_digest import part_digest
 from checkpointing.storage import Storage
@@ -113,24 +114,26 @@ class VerifyReport:
         return not self.damages
 
 
-def verify(storage: Storage, step: int, num_threads: int = 4) -> VerifyReport:
-    """Read all of the checkpoint of `step` and report each damage. *One process.*
+def verify(storage: Storage, checkpoint: StoredCheckpoint | int, num_threads: int = 4) -> VerifyReport:
+    """Read all of a checkpoint and report each damage; of a step: the one that has its name. *One process.*
 
-    Raises NoCheckpointError where there is none of that step (any more), StorageError where not even its
-    folder can be read; a file that cannot be read counts as damaged.
+    Raises NoCheckpointError where it is not there (any more), StorageError where not even its folder can be
+    read; a file that cannot be read counts as damaged.
     """
-    if storage.size(catalog.file_path(step, MANIFEST)) is None:
+    place = catalog.named(checkpoint) if isinstance(checkpoint, int) else checkpoint
+    step = place.step
+    if storage.size(place.manifest) is None:
         raise NoCheckpointError(f"{storage.place}: no checkpoint of step {step} is committed")
     try:
-        manifest = catalog.read_manifest(storage, step)
+        manifest = catalog.read_manifest(storage, place)
     except DamagedError as error:
         return VerifyReport(step, 0, 0, 0, (Damage(error.file, error.tensor, error.what),))
-    findings = _Verification(storage, manifest, num_threads).run()
+    findings = _Verification(storage, place.folder, manifest, num_threads).run()
     damages = [
         *itertools.chain.from_iterable(file.damages for file in findings),
         *_wrong_digests(manifest, findings),
     ]
-    if damages and storage.size(catalog.file_path(step, MANIFEST)) is None:
+    if damages and storage.size(place.manifest) is None:
         raise NoCheckpointError(f"{storage.place}: the checkpoint of step {step} was removed meanwhile")
     return VerifyReport(
         step=step,
@@ -138,7 +141,7 @@ def verify(storage: Storage, step: int, num_threads: int = 4) -> VerifyReport:
         num_tensors=len(manifest.tensors),
         num_bytes=sum(file.num_bytes for file in findings),
         damages=tuple(damages),
-        strays=tuple(sorted({*storage.names(catalog.step_name(step))} - {MANIFEST, *manifest.files})),
+        strays=tuple(catalog.strays(storage, place, manifest)),
     )
 
 
@@ -159,8 +162,9 @@ class _FileFindings:
 class _Verification:
     """Reads the files of one checkpoint, several at once; digests are taken while the next block is read."""
 
-    def __init__(self, storage: Storage, manifest: Manifest, num_threads: int) -> None:
+    def __init__(self, storage: Storage, folder: str, manifest: Manifest, num_threads: int) -> None:
         self._storage = storage
+        self._folder = folder
         self._manifest = manifest
         self._num_threads = max(1, num_threads)
         self._parts_of: dict[str, list[NamedChunk]] = {name: [] for name in manifest.files}
@@ -184,7 +188,7 @@ class _Verification:
         file = _FileFindings(name)
         parts = sorted(self._parts_of[name], key=lambda part: (part.chunk.begin, part.chunk.num_bytes))
         try:
-            size = self._storage.size(catalog.file_path(self._manifest.step, name))
+            size = self._storage.size(f"{self._folder}/{name}")
             if size is None:
                 file.damages.append(Damage(name, None, f"it is missing{_held(parts)}"))
                 return file
@@ -221,7 +225,7 @@ class _Verification:
             if len(memory) < num_bytes:
                 memory = bytearray(num_bytes)
             block = memoryview(memory)[:num_bytes]
-            path = catalog.file_path(self._manifest.step, file.name)
+            path = f"{self._folder}/{file.name}"
             self._storage.read_into(path, spans[0].begin, block)
         except BaseException:
             self._memory.put(memory)

@@ -27,7 +27,8 @@ from orchestra.run.paths import RunDir
 from orchestra.sizes.topology import batch_shape, has_open_micro_batch, layout
 from orchestra.submit.claims import upcoming_attempt
 
-# As much of the metrics as holds their last row.
+# As much of the metrics as holds an attempt's last row, also where one that was replaced logged after it.
+_NUM_ROWS = 16
 _ROW_BYTES = 1 << 14
 
 # What most often sends these signals to a worker.
@@ -94,9 +95,13 @@ class AttemptRecord:
     def _last_logged_step(self) -> int | None:
         """Return the newest step that this attempt logged; None where it logged none."""
         began = min((float(start["time"]) for start in self.seen().starts), default=math.inf)
-        rows = (sound_row(row) for row in read_last_lines(self.run.metrics, 1, _ROW_BYTES))
-        steps = [int(row["step"]) for row in rows if row is not None and _time_of(row) >= began]
-        return next(iter(steps), None)
+        rows = (sound_row(row) for row in read_last_lines(self.run.metrics, _NUM_ROWS, _ROW_BYTES))
+        steps = [
+            int(row["step"])
+            for row in rows
+            if row is not None and row.get("attempt", self.number) == self.number and _time_of(row) >= began
+        ]
+        return steps[-1] if steps else None
 
     def write_failed(self, error: Exception) -> None:
         """Write that the attempt failed before torchrun could say anything; a full disk is passed over."""

@@ -19,9 +19,9 @@ from launchers.node_group import GroupMember, Order
 from orchestra.agents.choose_nodes import is_fit
 from orchestra.agents.context import AgentContext, attempt_number
 from orchestra.agents.node_check.own_check import copies_name
-from orchestra.recovery.copies import FromMemory, NextNodes, begins, held_copies, neighbour, plan
-from orchestra.recovery.history import newest_checkpoint
+from orchestra.recovery.copies import FromMemory, NextNodes, held_copies, neighbour, plan
 from orchestra.run.events import read_events
+from orchestra.run.run_lineage import lineage_of, newest_checkpoint
 
 # Keys: in an order, the step to begin from; in what an agent publishes and reports, where its copies are.
 MEMORY = "memory"
@@ -136,7 +136,7 @@ def memory_of(
     held = {node: held_copies(published[node]) for node in published if node in living}
     events = read_events(context.run)
     upcoming = NextNodes(nodes, int(context.config.cluster.gpus_per_node))
-    beginning = plan(held, upcoming, begins(events), newest_checkpoint(events))
+    beginning = plan(held, upcoming, lineage_of(events), newest_checkpoint(events))
     if not isinstance(beginning, FromMemory):
         return None, beginning.reason
     fetches = {

@@ -28,7 +28,6 @@ from orchestra.agents.context import Reasons, Scheduler
 from orchestra.agents.rival_jobs import refusal
 from orchestra.errors import EXIT_DO_NOT_RESTART, EXIT_INTERRUPTED, EXIT_STOPPED, LaunchError
 from orchestra.recovery.excluded_hosts import ExcludeList, entries_of, shared_folder
-from orchestra.recovery.history import newest_checkpoint
 from orchestra.recovery.incidents import Incident, Verdict
 from orchestra.recovery.policy import Decision
 from orchestra.run import stop_requests
@@ -36,6 +35,7 @@ from orchestra.run.events import EventWriter, read_events
 from orchestra.run.files import Record
 from orchestra.run.paths import RunDir
 from orchestra.run.record import newest_job, read_record
+from orchestra.run.run_lineage import newest_checkpoint
 from orchestra.submit.hosts_to_avoid import hosts_of_next_job, hosts_without, words
 from orchestra.submit.job_record import chain
 from orchestra.submit.launch import own_address

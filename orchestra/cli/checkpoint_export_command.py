@@ -17,7 +17,7 @@ from conf.schema import DataConfig, Source
 from orchestra.cli.checkpoint_ls_command import (
     Place,
     add_run_arguments,
-    chosen_steps,
+    chosen_checkpoints,
     explained,
     first_look,
     open_place,
@@ -113,15 +113,15 @@ def _first_intact(
     """Export the step that was asked for, else the newest that proves intact while it is read."""
     from orchestra.huggingface.export import plan_export, write_export
 
-    steps = chosen_steps(place, step)
-    for each in steps:
-        look = first_look(place.storage, each)
+    found = chosen_checkpoints(place, step)
+    for checkpoint in found:
+        look, each = first_look(place.storage, checkpoint), checkpoint.step
         damage = look.damage
         if damage is None and look.manifest is not None:
             plan = plan_export(look.manifest, place.config.model, wanted)
             try:
                 if not is_dry_run:
-                    write_export(place.storage, look.manifest, plan)
+                    write_export(place.storage, look.manifest, plan, checkpoint.folder)
                 return each, plan
             except DamagedError as error:
                 damage = str(error)
@@ -129,7 +129,7 @@ def _first_intact(
             raise DataError(f"the checkpoint of step {each} is damaged: {damage}; nothing was written")
         print(f"passed over step {each}: {damage}", file=sys.stderr)
     raise OrchestraError(
-        f"none of {place.run.name}'s {len(steps)} checkpoints is intact; nothing was written"
+        f"none of {place.run.name}'s {len(found)} checkpoints is intact; nothing was written"
     )
 
 

@@ -1,4 +1,5 @@
-"""`orchestra checkpoint ls RUN`: the checkpoints that a run has, from their manifests. Read-only.
+"""`orchestra checkpoint ls RUN`: the checkpoints that a run has, from their manifests. Read-only, but for
+`--prune`, which removes what lies off the run's line.
 
 A first look at a checkpoint reads the manifest and the sizes of the files; only verifying reads what is in
 them. The other checkpoint verbs find a run's checkpoints by what is here; it needs no torch.
@@ -9,16 +10,27 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import sys
 import time
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from checkpointing.catalog import check_sizes, committed_steps, owner, read_manifest
+from checkpointing.catalog import (
+    OffLine,
+    StoredCheckpoint,
+    check_sizes,
+    owner,
+    read_manifest,
+    split,
+    stored,
+)
 from checkpointing.checkpoint_errors import CheckpointError
+from checkpointing.lineage import Lineage
 from checkpointing.manifest import Manifest
+from checkpointing.retention import remove_off_line
 from checkpointing.storage import Storage, open_storage
 from conf.schema import Config
 from orchestra.cli.text import figures
@@ -30,6 +42,7 @@ from orchestra.run.events import is_number, read_events
 from orchestra.run.files import Record
 from orchestra.run.paths import RunDir
 from orchestra.run.record import read_record
+from orchestra.run.run_lineage import read_lineage
 from orchestra.sizes.save_interval import AUTO
 
 _NUM_LISTED = 8
@@ -37,26 +50,37 @@ _HEADER = ("STEP", "SIZE", "AGE", "LAYOUT", "LOSS", "CHECKED")
 _EXPLAINED = """\
 CHECKED says `sizes` where the manifest is whole and every file has its size, else `DAMAGED`. That is a quick
 look: `orchestra checkpoint verify RUN` reads every byte, and `verified` says that it has once, since the
-checkpoint was written, and found all as it should be.
+checkpoint was written, and found all as it should be. `off line` are those that no attempt goes on from any
+more: the run went back to an earlier step since. They stay until --prune, but for those that an attempt wrote
+after the next one had begun, which the next save removes.
 """
 
 
 @dataclass(frozen=True)
 class Place:
-    """A run, its configuration, and the storage that its checkpoints lie in."""
+    """A run, its configuration, its lineage, and the storage that its checkpoints lie in."""
 
     run: RunDir
     config: Config
     storage: Storage
+    lineage: Lineage
 
 
 @dataclass(frozen=True)
 class Look:
-    """What a first look at one checkpoint found: its manifest where that can be read, and what is wrong."""
+    """What a first look at one checkpoint found: its manifest where that can be read, and what is wrong.
 
-    step: int
+    `off_line`: why it is not one of the run's line; None where it is.
+    """
+
+    checkpoint: StoredCheckpoint
     manifest: Manifest | None
     damage: str | None
+    off_line: OffLine | None = None
+
+    @property
+    def step(self) -> int:
+        return self.checkpoint.step
 
 
 def add_run_arguments(parser: ArgumentParser, *, step_help: str | None) -> None:
@@ -88,7 +112,7 @@ def open_place(text: str, parent: Path) -> Place:
         raise ConfigError(
             f"{storage.place} belongs to another run: its wandb id is {theirs}, that of {run.name} is {mine}"
         )
-    return Place(run, config, storage)
+    return Place(run, config, storage, read_lineage(run))
 
 
 @contextlib.contextmanager
@@ -100,39 +124,45 @@ def explained() -> Iterator[None]:
         raise OrchestraError(str(error)) from error
 
 
-def first_look(storage: Storage, step: int) -> Look:
+def first_look(storage: Storage, checkpoint: StoredCheckpoint, off_line: OffLine | None = None) -> Look:
     """Read a checkpoint's manifest and compare the sizes of its files."""
     manifest: Manifest | None = None
     try:
-        manifest = read_manifest(storage, step)
-        check_sizes(storage, manifest)
+        manifest = read_manifest(storage, checkpoint)
+        check_sizes(storage, manifest, checkpoint.folder)
     except CheckpointError as error:
-        return Look(step, manifest, str(error))
-    return Look(step, manifest, None)
+        return Look(checkpoint, manifest, str(error), off_line)
+    return Look(checkpoint, manifest, None, off_line)
 
 
-def chosen_steps(place: Place, step: int | None) -> list[int]:
-    """Return the committed steps, newest first, or the one that was asked for.
+def chosen_checkpoints(place: Place, step: int | None) -> list[StoredCheckpoint]:
+    """Return the checkpoints on the run's line, newest first, or that of the step that was asked for.
 
     Raises ConfigError with the steps that there are, OrchestraError where there are none.
     """
-    steps = committed_steps(place.storage)
-    if not steps:
+    on, off = split(stored(place.storage), place.lineage)
+    if not on:
         raise OrchestraError(f"{place.run.name} has no checkpoint in {place.storage.place}")
     if step is None:
-        return steps[::-1]
-    if step not in steps:
+        return on[::-1]
+    found = [checkpoint for checkpoint in on if checkpoint.step == step]
+    if not found:
+        steps = [checkpoint.step for checkpoint in on]
         earlier = "… " if len(steps) > _NUM_LISTED else ""
         listed = ", ".join(map(str, steps[-_NUM_LISTED:]))
-        raise ConfigError(
-            f"STEP {step}: {place.run.name} has no checkpoint of it; there are {earlier}{listed}"
+        void = next(
+            (f" that counts ({each.words})" for each in off if each.checkpoint.step == step), " of it"
         )
-    return [step]
+        raise ConfigError(
+            f"STEP {step}: {place.run.name} has no checkpoint{void}; there are {earlier}{listed}"
+        )
+    return found
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     add_run_arguments(parser, step_help=None)
     parser.add_argument("--json", action="store_true", help="print a JSON list, one object per checkpoint")
+    parser.add_argument("--prune", action="store_true", help="remove what is off the run's line, then list")
     parser.epilog = _EXPLAINED
 
 
@@ -140,7 +170,13 @@ def run(arguments: Namespace) -> int:
     """Print the checkpoints and return 0, damaged ones or not."""
     place = open_place(arguments.run, arguments.dir)
     with explained():
-        looks = [first_look(place.storage, step) for step in committed_steps(place.storage)]
+        if arguments.prune:
+            for gone in remove_off_line(place.storage, place.lineage):
+                print(f"removed step {gone.checkpoint.step}: {gone.words}", file=sys.stderr)
+        on, off = split(stored(place.storage), place.lineage)
+        looks = [first_look(place.storage, checkpoint) for checkpoint in on]
+        looks += [first_look(place.storage, each.checkpoint, each) for each in off]
+    looks.sort(key=lambda look: look.checkpoint.age)
     events, now = read_events(place.run), time.time()
     rows = [_row(look, _checked(look, events), now) for look in looks]
     if arguments.json:
@@ -162,6 +198,8 @@ def _when_one_is_due(place: Place) -> str:
 
 
 def _checked(look: Look, events: list[Record]) -> str:
+    if look.off_line is not None:
+        return "off line"
     if look.damage is not None or look.manifest is None:
         return "damaged"
     return "verified" if was_verified(events, look.step, look.manifest.created) else "sizes"
@@ -169,7 +207,11 @@ def _checked(look: Look, events: list[Record]) -> str:
 
 def _row(look: Look, checked: str, now: float) -> dict[str, Any]:
     """Return a checkpoint for --json; what only the manifest knows is left out where it cannot be read."""
-    row = {"step": look.step, "checked": checked, "damage": look.damage}
+    row: dict[str, Any] = {"step": look.step, "checked": checked, "damage": look.damage}
+    row |= {
+        "on_line": look.off_line is None,
+        "off_line": None if look.off_line is None else look.off_line.words,
+    }
     manifest = look.manifest
     if manifest is None:
         return row
@@ -182,6 +224,8 @@ def _row(look: Look, checked: str, now: float) -> dict[str, Any]:
         "age_s": now - manifest.created,
         "layout": dict(manifest.layout),
         "generation": manifest.generation,
+        "attempt": manifest.attempt,
+        "base": None if manifest.base is None else asdict(manifest.base),
         "score": _score(manifest.state),
         "state_digest": manifest.state_digest,
     }
@@ -197,7 +241,9 @@ def _print_table(place: Place, rows: list[dict[str, Any]]) -> None:
     print(figures.table(_HEADER, [_cells(row) for row in rows]))
     lines = [f"in {place.storage.place}"]
     for row in rows:
-        if row["damage"] is not None:
+        if not row["on_line"]:
+            lines += figures.wrapped(f"step {row['step']} is off the line: {row['off_line']}", indent="  ")
+        elif row["damage"] is not None:
             lines += figures.wrapped(f"step {row['step']} is damaged: {row['damage']}", indent="  ")
     lines += figures.wrapped(
         f"manifests and sizes were checked now; `orchestra checkpoint verify {place.run.name}` reads all"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from orchestra.cli.checkpoint_ls_command import (
     Place,
     add_run_arguments,
-    chosen_steps,
+    chosen_checkpoints,
     explained,
     first_look,
     open_place,
@@ -26,6 +26,7 @@ from orchestra.errors import EXIT_DONE, EXIT_FAILED, ConfigError
 from orchestra.run.events import EventWriter
 
 if TYPE_CHECKING:
+    from checkpointing.catalog import StoredCheckpoint
     from checkpointing.verify import VerifyReport
 
 _MAX_THREADS = 8
@@ -33,7 +34,8 @@ _MAX_THREADS = 8
 _MAX_SHOWN = 12
 _EXPLAINED = """\
 Checks the manifest, the size and checksum of every file, the checksum of every chunk and the digest of every
-tensor, and names file and tensor of each damage. Exit code 1 where anything is damaged.
+tensor, and names file and tensor of each damage. Exit code 1 where anything is damaged. What is off the run's
+line (`checkpoint ls` names it) is left out.
 """
 
 
@@ -56,12 +58,12 @@ def run(arguments: Namespace) -> int:
     place = open_place(arguments.run, arguments.dir)
     records = []
     with explained():
-        for step in reversed(chosen_steps(place, arguments.step)):
+        for checkpoint in reversed(chosen_checkpoints(place, arguments.step)):
             began = time.monotonic()
-            report = verify(place.storage, step, threads)
+            report = verify(place.storage, checkpoint, threads)
             seconds = time.monotonic() - began
             records.append(_record(report, seconds))
-            _keep_verdict(place, report)
+            _keep_verdict(place, checkpoint, report)
             if not arguments.json:
                 _print(report, seconds)
     if arguments.json:
@@ -69,8 +71,8 @@ def run(arguments: Namespace) -> int:
     return EXIT_DONE if all(record["intact"] for record in records) else EXIT_FAILED
 
 
-def _keep_verdict(place: Place, report: VerifyReport) -> None:
-    manifest = first_look(place.storage, report.step).manifest
+def _keep_verdict(place: Place, checkpoint: StoredCheckpoint, report: VerifyReport) -> None:
+    manifest = first_look(place.storage, checkpoint).manifest
     # Somebody else's run may be read and not written.
     with contextlib.suppress(OSError):
         EventWriter(place.run, "verify", 0).write(

@@ -37,6 +37,7 @@ from orchestra.report.run_state import recent_rows
 from orchestra.run.config_file import read_config, to_yaml
 from orchestra.run.paths import RunDir
 from orchestra.run.planned_faults import NODE_DOWN_VARIABLE
+from orchestra.run.run_lineage import read_lineage
 from orchestra.submit import wait
 from orchestra.submit.hand_over import RunLedger, submit
 from orchestra.submit.network_bench import with_measured_network
@@ -72,7 +73,7 @@ class Follower:
         """Say now and then how far it is; called about ten times a second."""
         if time.monotonic() - self._said_at >= _SHOW_S:
             self._said_at = time.monotonic()
-            rows = recent_rows(self._run)
+            rows = recent_rows(self._run, read_lineage(self._run))
             self.say(f"step {rows[-1]['step']} of {self._steps}" if rows else "starts its ranks")
 
 

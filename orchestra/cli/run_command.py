@@ -23,12 +23,12 @@ from orchestra.cli.text import describe, figures
 from orchestra.cli.text.progress import Progress, open_view, silence, speaks_unicode
 from orchestra.config.machine import signature, this_machine
 from orchestra.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_STOPPED
-from orchestra.recovery.history import newest_checkpoint
 from orchestra.recovery.incidents import Verdict
 from orchestra.run.config_file import to_yaml
 from orchestra.run.events import read_events
 from orchestra.run.files import Record
 from orchestra.run.paths import RunDir
+from orchestra.run.run_lineage import newest_checkpoint
 from orchestra.submit.launch import launch_spec, source_root
 from orchestra.submit.network_bench import with_measured_network
 from orchestra.submit.new_run import RunRequest, frozen_config, planned_run, prepare

@@ -31,7 +31,7 @@ from orchestra.cli.text.describe import (
 )
 from orchestra.cli.text.resolve import TARGET_HELP, add_directory_option, resolve_target
 from orchestra.errors import EXIT_DONE, EXIT_FAILED, ConfigError
-from orchestra.recovery.history import last_attempt, newest_checkpoint
+from orchestra.recovery.history import last_attempt
 from orchestra.recovery.incidents import Incident, Kind, Verdict
 from orchestra.report.attempts import GAVE_UP, EndedAttempt, ended_attempts
 from orchestra.report.run_state import MemberState, RunState, SweepState, read_ending, start_failure
@@ -40,6 +40,7 @@ from orchestra.run.events import read_events
 from orchestra.run.files import Record
 from orchestra.run.paths import RunDir
 from orchestra.run.record import RunPhase
+from orchestra.run.run_lineage import newest_checkpoint
 from orchestra.sizes.units import first_few
 
 # Members named for each cause.

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from orchestra.run.files import JsonLinesWriter, Record, read_json_lines
 from orchestra.run.paths import RunDir
+from orchestra.run.run_lineage import read_lineage
 
 Int64 = npt.NDArray[np.int64]
 _UInt64 = npt.NDArray[np.uint64]
@@ -99,13 +100,16 @@ class Ledger:
 def read_ledger(run: RunDir) -> dict[int, list[int]]:
     """Return the ids of each step that counts, over all ranks.
 
-    A later attempt makes void what earlier ones recorded from its first step on, on whatever ranks: the run
-    was rolled back to before that step, and may have gone on with fewer ranks.
+    Those count that are on the run's line. A later attempt makes void what earlier ones recorded from its
+    first step on, on whatever ranks: the run was rolled back to before that step, and may have gone on with
+    fewer.
     """
+    lineage = read_lineage(run)
     by_attempt: dict[int, list[Record]] = {}
     for file in sorted(run.samples.glob("rank-*.jsonl")):
         for record in read_json_lines(file):
-            by_attempt.setdefault(record["attempt"], []).append(record)
+            if lineage.is_on_line(record["step"], record["attempt"]):
+                by_attempt.setdefault(record["attempt"], []).append(record)
     samples: dict[int, list[int]] = {}
     first_void: float = math.inf
     for _, records in sorted(by_attempt.items(), reverse=True):

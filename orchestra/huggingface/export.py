@@ -13,7 +13,7 @@ import math
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from checkpointing import checksums
 from checkpointing.box import ITEM_BYTES, Box
-from checkpointing.catalog import file_path
+from checkpointing.catalog import step_name
 from checkpointing.checkpoint_errors import DamagedError
 from checkpointing.checksums import Buffer
 from checkpointing.manifest import Chunk, Manifest
@@ -145,12 +145,12 @@ def index_document(files: Sequence[Image], total_bytes: int, num_parameters: int
 
 @dataclass(frozen=True)
 class ChunkCopy:
-    """A chunk of tensor `name` (of `shape` as a whole) from the checkpoint of `step`, its numbers from type
+    """A chunk of tensor `name` (of `shape` as a whole) from the checkpoint in `folder`, its numbers from type
     `source` to type `target`, into a file in which the tensor begins at byte `begin`.
     """
 
     name: str
-    step: int
+    folder: str
     chunk: Chunk
     shape: tuple[int, ...]
     source: str
@@ -158,7 +158,7 @@ class ChunkCopy:
     begin: int
 
 
-def copies_into(file: Image, manifest: Manifest) -> Iterator[ChunkCopy]:
+def copies_into(file: Image, manifest: Manifest, folder: str) -> Iterator[ChunkCopy]:
     """Yield what fills a planned file."""
     names = (name for name in manifest.tensors if name.startswith(CHECKPOINT_PREFIX))
     in_checkpoint = {hugging_face_name(name.removeprefix(CHECKPOINT_PREFIX)): name for name in names}
@@ -167,7 +167,7 @@ def copies_into(file: Image, manifest: Manifest) -> Iterator[ChunkCopy]:
         tensor = manifest.tensors[name]
         for chunk in tensor.chunks:
             if chunk.num_bytes:
-                yield ChunkCopy(name, manifest.step, chunk, tensor.shape, tensor.dtype, target.dtype, begin)
+                yield ChunkCopy(name, folder, chunk, tensor.shape, tensor.dtype, target.dtype, begin)
 
 
 def copy_chunk(copy: ChunkCopy, storage: Storage, descriptor: int) -> None:
@@ -178,7 +178,7 @@ def copy_chunk(copy: ChunkCopy, storage: Storage, descriptor: int) -> None:
     """
     chunk = copy.chunk
     content = bytearray(chunk.num_bytes)
-    storage.read_into(file_path(copy.step, chunk.file), chunk.begin, memoryview(content))
+    storage.read_into(f"{copy.folder}/{chunk.file}", chunk.begin, memoryview(content))
     checksum = checksums.of_chunk(content)
     if checksum != chunk.checksum:
         what = f"the bytes from {chunk.begin} on have checksum {checksum}, the manifest says {chunk.checksum}"
@@ -297,8 +297,8 @@ def plan_export(manifest: Manifest, model: ModelConfig, wanted: ExportRequest) -
     return ExportPlan(wanted, files, texts, num_parameters)
 
 
-def write_export(storage: Storage, manifest: Manifest, plan: ExportPlan) -> None:
-    """Write what was planned, verifying each chunk of the checkpoint.
+def write_export(storage: Storage, manifest: Manifest, plan: ExportPlan, folder: str | None = None) -> None:
+    """Write what was planned, verifying each chunk of the checkpoint (in `folder`; None: that of its step).
 
     Raises DamagedError where a chunk is not what the manifest says, DataError where a number leaves the range
     of the new type, ConfigError where the target is taken or does not have the room, StorageError or OSError
@@ -309,7 +309,8 @@ def write_export(storage: Storage, manifest: Manifest, plan: ExportPlan) -> None
     with _draft(target) as draft:
         _refuse_small_disk(draft, plan.num_bytes)
         for file in plan.files:
-            _write_file(draft / file.name, file, storage, manifest)
+            copies = copies_into(file, manifest, folder or step_name(manifest.step))
+            _write_file(draft / file.name, file, copies, storage)
         for name, content in plan.texts.items():
             LocalStorage(draft).put(name, f"{json.dumps(content, indent=2)}\n".encode())
 
@@ -349,14 +350,12 @@ def _refuse_small_disk(folder: Path, num_bytes: int) -> None:
         )
 
 
-def _write_file(path: Path, file: Image, storage: Storage, manifest: Manifest) -> None:
+def _write_file(path: Path, file: Image, copies: Iterable[ChunkCopy], storage: Storage) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         write_at(descriptor, file.header, 0)
         with ThreadPoolExecutor(_NUM_THREADS) as threads:
-            jobs = [
-                threads.submit(copy_chunk, copy, storage, descriptor) for copy in copies_into(file, manifest)
-            ]
+            jobs = [threads.submit(copy_chunk, copy, storage, descriptor) for copy in copies]
             try:
                 for job in jobs:
                     job.result()

@@ -201,7 +201,10 @@ def attempt_times(events: Iterable[Record], rows: Iterable[Record]) -> list[Atte
     starts = [attempt.started for attempt in times]
     for row in rows:
         if is_whole(row.get("step")) and is_number(row.get("time")):
-            times[max(0, bisect.bisect_right(starts, row["time"]) - 1)].rows.append(row)
+            then = times[max(0, bisect.bisect_right(starts, row["time"]) - 1)]
+            # One that had been replaced may have logged beside it.
+            if row.get("attempt", then.attempt.number) == then.attempt.number:
+                then.rows.append(row)
     for before, following in itertools.pairwise(times):
         if before.ended is None or before.ended > following.started:
             before.ended = min(before.end, following.started)

@@ -1,8 +1,7 @@
 """Which step can be continued from the nodes' memory, and who has to fetch what for it. Pure.
 
 Called by the leader of a job between two attempts, with what each living node says it holds. Only a whole
-step of one attempt counts: a copy of every rank, all of the same layout, and not of steps before which the
-run has gone back since.
+step of one attempt counts: a copy of every rank, all of the same layout, and on the run's line.
 """
 
 from __future__ import annotations
@@ -12,9 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from checkpointing.lineage import Lineage
 from orchestra.run.events import is_whole
-from orchestra.run.files import Record
-from orchestra.run.rollback import roll_backs
 from orchestra.sizes.units import first_few
 
 
@@ -64,27 +62,6 @@ def held_copies(records: object) -> list[HeldCopy]:
     ]
 
 
-def begins(events: Iterable[Record]) -> dict[int, int]:
-    """Return the step after which each attempt began, for those that restored something; after a roll-back
-    the next one counts, which has not begun yet.
-    """
-    events = list(events)
-    began = {
-        event["attempt"]: event["step"]
-        for event in events
-        if event.get("event") == "restored" and is_whole(event.get("step"))
-    }
-    for roll_back in roll_backs(events):
-        following = roll_back.attempt + 1
-        began[following] = min(roll_back.to, began.get(following, roll_back.to))
-    return began
-
-
-def is_of_history(copy: HeldCopy, begins: Mapping[int, int]) -> bool:
-    """Whether no later attempt began before the copy's step: then the run trained on from other states."""
-    return all(step >= copy.step for attempt, step in begins.items() if attempt > copy.attempt)
-
-
 @dataclass(frozen=True)
 class NextNodes:
     """What the next attempt will be: its nodes by their numbers, in the order of their ranks."""
@@ -102,7 +79,7 @@ class NextNodes:
 def plan(
     held: Mapping[int, Sequence[HeldCopy]],
     upcoming: NextNodes,
-    begins: Mapping[int, int],
+    lineage: Lineage,
     committed_step: int | None,
 ) -> FromMemory | NotFromMemory:
     """Return where the next attempt continues from: the newest step that the living nodes hold completely.
@@ -110,7 +87,7 @@ def plan(
     `held` by node number, the lost nodes left out. `committed_step` is the newest committed checkpoint, which
     is preferred where it is as new.
     """
-    groups = _groups(held, upcoming, begins)
+    groups = _groups(held, upcoming, lineage)
     complete = [key for key, found in groups.items() if len(found) == upcoming.world_size]
     if not complete:
         return NotFromMemory(_why_none(held, upcoming, groups))
@@ -135,14 +112,15 @@ _Key = tuple[int, int, str]
 
 
 def _groups(
-    held: Mapping[int, Sequence[HeldCopy]], upcoming: NextNodes, begins: Mapping[int, int]
+    held: Mapping[int, Sequence[HeldCopy]], upcoming: NextNodes, lineage: Lineage
 ) -> dict[_Key, _Group]:
     wanted = None if upcoming.layout is None else json.dumps(dict(upcoming.layout), sort_keys=True)
     groups: dict[_Key, _Group] = {}
     for node in sorted(held):
         for copy in held[node]:
             is_wanted = wanted in (None, copy.layout) and _size_of(copy.layout) == upcoming.world_size
-            if is_wanted and copy.rank < upcoming.world_size and is_of_history(copy, begins):
+            is_counted = lineage.is_on_line(copy.step, copy.attempt)
+            if is_wanted and is_counted and copy.rank < upcoming.world_size:
                 group = groups.setdefault((copy.step, copy.attempt, copy.layout), {})
                 group.setdefault(copy.rank, []).append(node)
     return groups

@@ -13,7 +13,6 @@ from functools import cached_property
 
 from orchestra.run.events import is_number, is_whole
 from orchestra.run.files import Record
-from orchestra.run.rollback import EVENT as ROLL_BACK
 from orchestra.run.rollback import RollBack, roll_backs
 
 # The events that say what was decided after an attempt: decision, rule, reason, wait_s and exclude.
@@ -179,20 +178,6 @@ def last_attempt(events: Iterable[Record]) -> int | None:
     """Return the number of the newest attempt that was started; None before the first one."""
     started = (int(event["attempt"]) for event in events if event.get("event") == "attempt_started")
     return max(started, default=None)
-
-
-def newest_checkpoint(events: Iterable[Record]) -> int | None:
-    """Return the step that the run would go on from: what was committed last, restored or gone back to since.
-
-    None where nothing was committed.
-    """
-    step = 0
-    for event in events:
-        if event.get("event") == ROLL_BACK and is_whole(event.get("to")):
-            step = event["to"]
-        else:
-            step = stored_step(event, step)
-    return step or None
 
 
 def stored_step(event: Record, before: int) -> int:

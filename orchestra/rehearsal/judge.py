@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from checkpointing.catalog import committed_steps, read_manifest
+from checkpointing.catalog import on_line, read_manifest
 from checkpointing.checkpoint_errors import CheckpointError
 from checkpointing.manifest import Manifest
 from checkpointing.storage import Storage, open_storage
@@ -30,6 +30,7 @@ from orchestra.run.metrics_file import read_metrics
 from orchestra.run.paths import RunDir
 from orchestra.run.planned_faults import PlannedFault, planned_faults
 from orchestra.run.record import RunPhase
+from orchestra.run.run_lineage import lineage_of, read_lineage
 from orchestra.sizes.units import first_few
 
 # Of the wall time.
@@ -126,10 +127,10 @@ def _same_state(run: RunDir, whole: RunDir, layouts: set[str]) -> list[Rehearsal
 
 def _newest(run: RunDir) -> tuple[Storage, Manifest]:
     storage = open_storage(read_config(run.config).checkpoint.dir or run.checkpoints)
-    steps = committed_steps(storage)
-    if not steps:
+    found = on_line(storage, read_lineage(run))
+    if not found:
         raise CheckpointError(f"{run.name} has no checkpoint in {storage.place}")
-    return storage, read_manifest(storage, steps[-1])
+    return storage, read_manifest(storage, found[-1])
 
 
 def _compared(ours: Manifest, theirs: Manifest, layouts: set[str]) -> RehearsalCheck:
@@ -160,12 +161,14 @@ def _layouts(events: Iterable[Record]) -> set[str]:
 def _published_in_order(events: Sequence[Record]) -> RehearsalCheck:
     restored = {event["attempt"]: event["time"] for event in events if event["event"] == "restored"}
     committed = [event for event in events if event["event"] == "checkpoint_committed"]
+    lineage = lineage_of(events)
     late = [
         event.get("step")
         for event in committed
         if any(number > event["attempt"] and time < event["time"] for number, time in restored.items())
+        if lineage.is_on_line(event.get("step", 0), event["attempt"])
     ]
-    claim = "no attempt saved anything after the start of a newer one"
+    claim = "no attempt saved anything that counts after the start of a newer one"
     found = f"steps {first_few(late)}" if late else f"{len(committed)} checkpoints"
     return RehearsalCheck(claim, not late, found, "report it, with the run's events/")
 

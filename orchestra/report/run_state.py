@@ -21,16 +21,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from checkpointing.lineage import Lineage
 from launchers import processes
 from launchers.slurm.queue import SubmittedJob
 from orchestra.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, ConfigError
-from orchestra.recovery.history import Attempt, newest_attempt, newest_checkpoint
+from orchestra.recovery.history import Attempt, newest_attempt
 from orchestra.recovery.incidents import Verdict, first_failure, judge, node_verdict
 from orchestra.run.events import event_files, is_number, is_whole, read_events
 from orchestra.run.files import Record, read_last_lines
 from orchestra.run.metrics_file import rows_that_count
 from orchestra.run.paths import RunDir, Sweep, SweepDir, SweepMember, read_sweep
 from orchestra.run.record import RunPhase, newest_job, read_record
+from orchestra.run.run_lineage import EVENTS as OF_LINEAGE
+from orchestra.run.run_lineage import lineage_of, newest_checkpoint
 
 
 def was_verified(events: Iterable[Record], step: int, created: float) -> bool:
@@ -190,10 +193,12 @@ _SILENCE_S = 600.0
 # read for them: independent of the run's length.
 _RECENT_ROWS = 20
 _TAIL_BYTES = 1 << 15
+_MANY_ROWS, _MANY_BYTES = 2_000, 1 << 20
 # The events that a state is made of.
 _EVENTS = (
     *("attempt_started", "restarting", "requeued", "cancelled", "finished", "failed", "rank_failed"),
-    *("checkpoint_committed", "checkpoint_failed", "restored", "start_failed"),
+    *("checkpoint_committed", "checkpoint_failed", "start_failed"),
+    *OF_LINEAGE,
 )
 # The writers of events that stand for a command, not for an attempt.
 _OF_COMMANDS = ("submit.", "cancel.", "verify.")
@@ -275,7 +280,7 @@ def read_state(run: RunDir, now: float) -> RunState:
 def _read_state(run: RunDir, now: float) -> RunState:
     record = read_record(run)
     events = read_events(run, _EVENTS)
-    rows = recent_rows(run)
+    rows = recent_rows(run, lineage_of(events))
     state, verdict = read_ending(run, events, now, record)
     steps = _steps(run, record)
     last = rows[-1] if rows else {}
@@ -380,12 +385,17 @@ def _array_ids(sweep: SweepDir, _modified: int) -> dict[str, str]:
     return {array.token: array.id for array in read_sweep(sweep).arrays if array.id is not None}
 
 
-def recent_rows(run: RunDir) -> list[Record]:
+def recent_rows(run: RunDir, lineage: Lineage) -> list[Record]:
     """Return the last rows of metrics.jsonl that count."""
-    try:
-        return rows_that_count(read_last_lines(run.metrics, _RECENT_ROWS, _TAIL_BYTES))
-    except OSError:
-        return []
+    # Where a run went back further than the first rows tell, more are read.
+    for num_rows, num_bytes in ((_RECENT_ROWS, _TAIL_BYTES), (_MANY_ROWS, _MANY_BYTES)):
+        try:
+            rows = rows_that_count(read_last_lines(run.metrics, num_rows, num_bytes), lineage)
+        except OSError:
+            return []
+        if rows:
+            break
+    return rows[-_RECENT_ROWS:]
 
 
 def median_of(rows: Sequence[Record], key: str) -> float | None:

@@ -1,17 +1,21 @@
 """The rows of `metrics.jsonl` as both planes read them: their keys, and which of them still count.
 
 The trainer appends one row per logged step and never edits the file. A run that was rolled back trains some
-steps again and appends their rows a second time; reading keeps the newer ones. Standard library only.
+steps again and appends their rows a second time; reading keeps the newer ones, and only what lies on the
+run's line: an attempt that stood still may append its rows when a newer one has long gone on. Standard
+library only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+from checkpointing.lineage import UNDIVIDED, Lineage
 from orchestra.run.events import is_number, is_whole
 from orchestra.run.files import Record, read_json_lines
 from orchestra.run.paths import RunDir
 from orchestra.run.record import jobs_of
+from orchestra.run.run_lineage import read_lineage
 
 # What `mfu` and `hfu` mean, written beside them in every row: PaLM, appendix B (arXiv:2204.02311):
 # 6·(N − embedding lookup) + 12·L·h·s FLOPs per token. `mfu_causal` counts attention at half, 6·L·h·s.
@@ -36,25 +40,29 @@ METRIC_KEYS = (
     "memory_peak_bytes",
     "goodput",
     "nonfinite_steps",
+    "attempt",
 )
 
 # Those that are numbers, and of which a run can have a last one.
-NUMBER_KEYS = tuple(key for key in METRIC_KEYS if key not in ("step", "mfu_convention"))
+NUMBER_KEYS = tuple(key for key in METRIC_KEYS if key not in ("step", "mfu_convention", "attempt"))
 
 
 def read_metrics(run: RunDir) -> list[Record]:
     """Return the rows that count, by rising step; a run without metrics yet has none."""
-    return rows_that_count(read_json_lines(run.metrics))
+    return rows_that_count(read_json_lines(run.metrics), read_lineage(run))
 
 
-def rows_that_count(rows: Iterable[Record]) -> list[Record]:
-    """Drop what a rollback made void: a row ends the validity of all earlier rows of its step and later ones.
+def rows_that_count(rows: Iterable[Record], lineage: Lineage = UNDIVIDED) -> list[Record]:
+    """Drop what is off the line, and what was trained again: a row ends the validity of all rows of its step
+    and later ones that its attempt or an earlier one has written before.
 
-    The rows come out as `sound_row` makes them; those that have no step are passed over.
+    The rows come out as `sound_row` makes them; those that have no step are passed over. Older ones do not
+    say their attempt: their order counts.
     """
     kept: list[Record] = []
-    for row in map(sound_row, rows):
-        if row is None:
+    # By attempt, each one's in the order of the file.
+    for row in sorted(filter(None, map(sound_row, rows)), key=lambda row: row.get("attempt", -1)):
+        if not lineage.is_on_line(row["step"], row.get("attempt")):
             continue
         while kept and kept[-1]["step"] >= row["step"]:
             kept.pop()
@@ -63,8 +71,10 @@ def rows_that_count(rows: Iterable[Record]) -> list[Record]:
 
 
 def sound_row(row: Record) -> Record | None:
-    """Return a row in which every metric is a finite number or None; None for one without a step ≥ 0."""
-    if not is_whole(row.get("step")) or row["step"] < 0:
+    """Return a row in which every metric is a finite number or None; None for one without a step ≥ 0, or with
+    an attempt that is none.
+    """
+    if not is_whole(row.get("step")) or row["step"] < 0 or not is_whole(row.get("attempt", 0)):
         return None
     wrong = {key: None for key in NUMBER_KEYS if key in row and not is_number(row[key])}
     if not isinstance(row.get("mfu_convention", ""), str):

@@ -1,11 +1,11 @@
 """To which step a run went back, as its events record it, and the data that it leaves out since. Pure.
 
 A roll-back is one event, `roll_back`, on the disk before the attempt that asks for it ends: whatever happens
-then, every later attempt reads the same. It names the step after which the run goes on, which makes void all
-that the attempts so far saved or copied after it, and a stretch of data that nobody trains on any more. The
-order of samples is an endless sequence (`orchestra.data.order`); what is left out are places in it, so that
-neither the world size nor the batch size plays a part. With n sequences in each global batch, data step s is
-the places from (s − 1) · n on.
+then, every later attempt reads the same. It names the step after which the run goes on, which takes off the
+line all that the attempts so far saved or copied after it (`orchestra.run.run_lineage`), and a stretch of
+data that nobody trains on any more. The order of samples is an endless sequence (`orchestra.data.order`);
+what is left out are places in it, so that neither the world size nor the batch size plays a part. With n
+sequences in each global batch, data step s is the places from (s − 1) · n on.
 
 The ranks decide on a roll-back (`orchestra.train`) and pass over what is void. Standard library only.
 """
@@ -139,8 +139,3 @@ def roll_backs(events: Iterable[Record]) -> list[RollBack]:
             )
         )
     return found
-
-
-def is_void(found: Iterable[RollBack], step: int, attempt: int) -> bool:
-    """Whether any of some roll-backs makes a state after `step` void that `attempt` kept."""
-    return any(step > roll_back.to and attempt <= roll_back.attempt for roll_back in found)

@@ -21,13 +21,14 @@ from pathlib import Path
 
 from checkpointing.catalog import committed_steps
 from checkpointing.checkpoint_errors import CheckpointError
+from checkpointing.lineage import Lineage
 from checkpointing.storage import open_storage
 from conf.schema import Config
 from launchers import LauncherError, processes
 from orchestra.config.compose import changed_config
 from orchestra.config.machine import Situation
 from orchestra.errors import ConfigError, LaunchError
-from orchestra.recovery.history import last_attempt, newest_checkpoint
+from orchestra.recovery.history import last_attempt
 from orchestra.report.run_state import RunState, job_of_record, name_of, read_ending, read_state
 from orchestra.run.config_file import read_config, to_yaml
 from orchestra.run.events import read_events
@@ -36,6 +37,7 @@ from orchestra.run.paths import RunDir, SweepDir, read_sweep
 from orchestra.run.permissions import close_to_others, open_to_group
 from orchestra.run.planned_faults import still_to_come
 from orchestra.run.record import RunPhase, jobs_of, read_record, write_record
+from orchestra.run.run_lineage import lineage_of, newest_checkpoint
 from orchestra.run.stop_requests import claimed_attempt, user_name
 from orchestra.submit.claims import is_held, next_attempt_number, read_claim, take, take_turn
 from orchestra.submit.hand_over import RunLedger, hand_over
@@ -116,7 +118,7 @@ def plan_resume(
     if not is_finished:
         _refuse_impossible(run, config, step, is_finished_before=state is RunPhase.finished)
         if step is not None and config.checkpoint.dir != before.checkpoint.dir:
-            _refuse_empty_place(run, before, config, step)
+            _refuse_empty_place(run, before, config, step, lineage_of(events))
     return ResumePlan(run, number, before, config, tuple(overrides), step, last, is_finished, answer.num_jobs)
 
 
@@ -220,11 +222,11 @@ def _refuse_impossible(run: RunDir, config: Config, step: int | None, *, is_fini
         )
 
 
-def _refuse_empty_place(run: RunDir, before: Config, config: Config, step: int) -> None:
+def _refuse_empty_place(run: RunDir, before: Config, config: Config, step: int, lineage: Lineage) -> None:
     """Look into a new checkpoint.dir before it is frozen: a run that goes on needs its checkpoints there."""
     old, new = (each.checkpoint.dir or str(run.checkpoints) for each in (before, config))
     try:
-        newest = max(committed_steps(open_storage(new)), default=None)
+        newest = max(committed_steps(open_storage(new), lineage), default=None)
     except CheckpointError as error:
         raise ConfigError(f"checkpoint.dir={new}: it cannot be looked into: {error}") from error
     if newest is None:

@@ -20,6 +20,7 @@ from orchestra.report.scheduler import OPEN, elsewhere, with_scheduler
 from orchestra.run.events import is_number
 from orchestra.run.paths import RunDir
 from orchestra.run.record import RunPhase
+from orchestra.run.run_lineage import read_lineage
 
 # Looks at the records: soon after something happened, rarely where nothing does.
 _SHORTEST_S = 0.5
@@ -141,7 +142,7 @@ class _WaitedRuns:
             self._doubtful[run] = state.state
 
     def _end(self, run: RunDir, state: RunState) -> None:
-        rows = recent_rows(run)
+        rows = recent_rows(run, read_lineage(run))
         value = rows[-1].get(self._metric) if rows else None
         code = EXIT_FAILED if state.code is None else state.code
         number = float(value) if is_number(value) else None

@@ -28,6 +28,7 @@ from orchestra.run.events import EventWriter, is_number, read_events
 from orchestra.run.metrics_file import read_metrics
 from orchestra.run.paths import RunDir
 from orchestra.run.rollback import BadSteps, Stretch
+from orchestra.run.run_lineage import last_started
 from orchestra.sizes import save_interval
 from orchestra.sizes.flops import num_parameters
 from orchestra.sizes.save_interval import Interval
@@ -55,25 +56,28 @@ _STOP_SLACK_S = 15.0
 def fenced(
     run: RunDir, attempt: int, events: EventWriter, at_phase: Callable[[str, int], None]
 ) -> Callable[[str, int], None]:
-    """Return a function that calls `at_phase` and then, where this attempt is about to publish, looks for a
-    newer attempt. Where there is one it ends this process at once. Called from any thread.
+    """Return a function that looks for a newer attempt where this one is about to publish, and ends this
+    process at once where there is one; then it calls `at_phase`. Called from any thread.
 
     An attempt's number is claimed once in a run's life. A higher claim means that another attempt trains the
     run, and that this process was stopped or cut off and went on later: what it holds is void, and so is what
-    its peers hold.
+    its peers hold. A courtesy, which spares the others its work: it may stand still between this look and
+    what follows, and whoever reads goes by the lineage.
     """
 
     def look(phase: str, step: int) -> None:
+        if phase in _FENCED_PHASES:
+            end_if_replaced(phase, step)
+        # A rehearsed failure strikes between the look and what follows: there it hurts most.
         at_phase(phase, step)
-        if phase not in _FENCED_PHASES:
-            return
+
+    def end_if_replaced(phase: str, step: int) -> None:
         # A file system that cannot be asked now cannot take the manifest either.
         newest = stop_requests.claimed_attempt(run)
         if newest is None or newest <= attempt:
             return
         # A claim alone may be a dead leader's.
-        started = read_events(run, ("attempt_started",))
-        if any(event["event"] == "attempt_started" and event["attempt"] > attempt for event in started):
+        if last_started(run) > attempt:
             with contextlib.suppress(OSError):
                 events.write("fenced", step=step, phase=phase, newest=newest, cause="a newer attempt began")
             sys.stderr.write(f"attempt {newest} has begun: this process of attempt {attempt} ends\n")
@@ -398,6 +402,7 @@ def build_checkpoints(
         group=context.group,
         on_event=on_event,
         at_phase=fenced(context.run, context.attempt, context.events, at_phase),
+        lineage=context.lineage,
     )
     start = StartingPoint(context, config.model, state, checkpointer, copies)
     rhythm = SaveRhythm(context, num_parameters(config.model), config.cluster.mtbf_device_hours)

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from checkpointing.checkpoint_errors import CheckpointError
 from checkpointing.shards import Shard
 from orchestra.run.heartbeat import Phase
 from orchestra.sizes.units import binary
@@ -332,8 +333,13 @@ class MemoryCopies(StepHook):
             for key in ("run", "rank", "world_size", "layout", "facts"):
                 if head.get(key) != mine[key]:
                     raise UnusableCopyError(f"its {key} is {head.get(key)}, not {mine[key]}")
+            # The ranks agree on one attempt: one of them looks for all.
+            if self._context.peers.is_coordinator:
+                departure = self._context.lineage().departure(step, head.get("attempt"))
+                if departure is not None:
+                    raise UnusableCopyError(f"it is off the run's line: {departure.words}")
             slot.check(table)
-        except (UnusableCopyError, OSError) as error:
+        except (UnusableCopyError, CheckpointError, OSError) as error:
             return None, {"problem": f"rank {rank}'s copy of step {step}: {error}"}
         document = head.get("document") if self._context.peers.is_coordinator else None
         report = {"problem": None, "attempt": head.get("attempt"), "bytes": table.num_bytes}

@@ -54,6 +54,8 @@ class MeterSettings:
     # Dense peak of one device in FLOP/s; null: unknown, and then MFU and HFU are null.
     peak_flops_per_s: float | None
     device: torch.device
+    # Whose rows they are: readers drop those of an attempt that another one has replaced.
+    attempt: int = 0
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class Totals:
 
 
 def meter_settings(
-    config: Config, num_devices: int, peak_flops_per_s: float | None, device: torch.device
+    config: Config, num_devices: int, peak_flops_per_s: float | None, device: torch.device, attempt: int = 0
 ) -> MeterSettings:
     """Derive the settings of a meter from a configuration; `num_devices` is the world size."""
     model, seq_len = config.model, config.train.seq_len
@@ -79,6 +81,7 @@ def meter_settings(
         num_devices=num_devices,
         peak_flops_per_s=peak_flops_per_s,
         device=device,
+        attempt=attempt,
     )
 
 
@@ -143,6 +146,7 @@ class Meter:
             "memory_peak_bytes": memory_peak_bytes(self._settings.device),
             "goodput": _ratio(self._productive_s, now - self._started_at),
             "nonfinite_steps": nonfinite_steps,
+            "attempt": self._settings.attempt,
         }
 
     def _utilization(self, flops_per_token: int, tokens_per_s_per_device: float | None) -> float | None:

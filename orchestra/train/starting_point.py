@@ -1,12 +1,13 @@
 """Where an attempt begins: at step 0, there perhaps with given weights (`model.init_from`), with copies in
 memory, or with a checkpoint; and where a run goes back to that is rolled back. Called by `checkpoints`.
 
-Checkpoints that a roll-back made void are set aside before anything is restored, so that no later attempt
-finds them.
+Only what lies on the run's line is begun with (`orchestra.run.run_lineage`). Where an attempt begins is on
+the disk before it trains: from then on no earlier one can publish a later step that counts.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ import torch.distributed as dist
 
 from checkpointing.checkpoint_errors import CheckpointError, NoCheckpointError
 from checkpointing.checkpointer import Checkpointer
+from checkpointing.lineage import Base
 from checkpointing.manifest import Manifest
 from checkpointing.peers import Peers
 from checkpointing.plans import grouped
@@ -26,10 +28,10 @@ from checkpointing.shards import Shard, torch_dtype
 from conf.schema import ModelConfig, RollBackConfig
 from orchestra.errors import DataError, TrainingError, UnusableCheckpointError
 from orchestra.huggingface.folder import from_json, open_folder, problems_of_folder, to_json
-from orchestra.run import rollback
+from orchestra.run import rollback, run_lineage
 from orchestra.run.events import is_whole, read_events
-from orchestra.run.paths import RunDir
 from orchestra.run.rollback import BadSteps, RollBack, Stretch, kept, merged
+from orchestra.run.run_lineage import newest_checkpoint, obeyed_roll_backs
 from orchestra.train.memory_copies import MemoryCopies
 from orchestra.train.state import (
     CheckpointContext,
@@ -40,8 +42,7 @@ from orchestra.train.state import (
     position_from_json,
 )
 
-# The value of `source` in the event `restored` where no storage was read.
-MEMORY_SOURCE = "memory"
+_BEGINNING = Base(0)
 # Weights of another type than the masters' are read into a buffer: at most so many bytes at a time.
 _BYTES_AT_ONCE = 1 << 30
 
@@ -167,24 +168,17 @@ class StartingPoint:
 
     def _restored(self) -> Position:
         self._claim()
-        left_out = rollback.from_lists(self.context.answered("roll backs", self._set_aside))
+        left_out = rollback.from_lists(self.context.answered("roll backs", self._left_out))
         begin = self._restored_position()
         return replace(begin, left_out=merged((*begin.left_out, *left_out)))
 
-    def _set_aside(self) -> list[list[int]]:
-        """Set aside checkpoints that roll-backs made void; return the data left out. *Rank 0 only*."""
-        roll_backs = _roll_backs_of(self.context.run)
+    def _left_out(self) -> list[list[int]]:
+        """Return the data that roll-backs leave out. *Rank 0 only*."""
+        found = self._roll_backs()
+        return rollback.to_lists(merged(stretch for turn in found for stretch in turn.left_out))
 
-        def is_void(manifest: Manifest) -> bool:
-            return self._is_own(manifest) and rollback.is_void(roll_backs, manifest.step, manifest.generation)
-
-        if roll_backs:
-            void = self.checkpointer.set_aside(min(each.to for each in roll_backs), is_void)
-            for step, name in void:
-                self.context.record(
-                    "checkpoint_set_aside", {"step": step, "name": name, "cause": "a roll-back"}
-                )
-        return rollback.to_lists(merged(stretch for turn in roll_backs for stretch in turn.left_out))
+    def _roll_backs(self) -> list[RollBack]:
+        return obeyed_roll_backs(read_events(self.context.run, run_lineage.EVENTS))
 
     def _restored_position(self) -> Position:
         from_memory = self._from_memory()
@@ -217,12 +211,13 @@ class StartingPoint:
         if self.context.peers.is_coordinator:
             layout = asdict(self.context.mesh.layout)
             self._record(
-                MEMORY_SOURCE,
+                run_lineage.MEMORY,
                 begin.step,
                 restored.seconds,
                 restored.num_bytes,
                 layout_saved=layout,
                 layout=layout,
+                base=Base(begin.step, restored.attempt),
                 generation=restored.attempt,
                 changes={},
             )
@@ -251,20 +246,19 @@ class StartingPoint:
                 "bring the folder back, or begin a new run"
             )
         if self.context.peers.is_coordinator:
-            is_back = bool(_roll_backs_of(self.context.run))
+            is_back = bool(self._roll_backs())
             reason = "it was rolled back" if is_back else "no checkpoint was committed yet"
             self._record("beginning", 0, 0.0, 0, not_from_memory=not_from_memory, reason=reason)
         return Position()
 
     def _step_that_was_committed(self) -> int | None:
-        events = read_events(self.context.run)
-        void = rollback.roll_backs(events)
+        found = self.context.lineage()
         steps = [
             event["step"]
-            for event in events
+            for event in read_events(self.context.run, ("checkpoint_committed",))
             if event["event"] == "checkpoint_committed"
             and "step" in event
-            and not rollback.is_void(void, event["step"], event["attempt"])
+            and found.is_on_line(event["step"], event["attempt"])
         ]
         return max(steps, default=None)
 
@@ -272,8 +266,9 @@ class StartingPoint:
         bytes_read = sum(self.context.peers.exchange("bytes read", restored.bytes_read))
         if not self.context.peers.is_coordinator:
             return
-        skipped = [{"step": step, "reason": reason} for step, reason in restored.skipped]
-        expected = _newest_recorded(self.context.run)
+        passed_over = (*restored.off_line[::-1], *restored.skipped)
+        skipped = [{"step": step, "reason": reason} for step, reason in passed_over]
+        expected = newest_checkpoint(read_events(self.context.run)) or 0
         if expected > max([restored.step, *(step for step, _ in restored.skipped)]):
             reason = "its manifest is not there any more, though it was committed"
             skipped.insert(0, {"step": expected, "reason": reason})
@@ -286,31 +281,41 @@ class StartingPoint:
             not_from_memory=not_from_memory,
             layout_saved=dict(restored.manifest.layout),
             layout=asdict(self.context.mesh.layout),
+            base=Base(restored.step, restored.manifest.attempt),
             generation=restored.manifest.generation,
             digest=digest(restored.manifest),
             changes=changes(_saved_facts(restored.manifest), self.context.facts),
         )
 
-    def _record(self, source: str, step: int, seconds: float, bytes_read: int, **others: Any) -> None:
-        """Record what the attempt begins with. *Rank 0 only*."""
-        evidence = {"source": source, "step": step, "seconds": seconds, "bytes_read": bytes_read}
-        self.context.record("restored", {"skipped": [], **evidence, **others})
-
-
-def _roll_backs_of(run: RunDir) -> list[RollBack]:
-    return rollback.roll_backs(read_events(run, (rollback.EVENT,)))
-
-
-def _newest_recorded(run: RunDir) -> int:
-    """Return the step that the run's events expect to be restored: committed last, or gone back to since."""
-    last = 0
-    for event in read_events(run):
-        is_of_storage = event.get("source") != MEMORY_SOURCE
-        if event["event"] in ("checkpoint_committed", "restored") and is_of_storage:
-            last = event.get("step", last)
-        elif event["event"] == rollback.EVENT:
-            last = min(last, event.get("to", last))
-    return last
+    def _record(
+        self,
+        source: str,
+        step: int,
+        seconds: float,
+        bytes_read: int,
+        base: Base = _BEGINNING,
+        **others: Any,
+    ) -> None:
+        """Record on the disk what the attempt begins with, which makes void what earlier ones publish of
+        later steps. *Rank 0 only*. Raises TrainingError where it cannot be written.
+        """
+        evidence: dict[str, Any] = {"source": source, "step": step, "seconds": seconds}
+        context = self.context
+        # Where the storage does not say so, nothing counts as late.
+        with contextlib.suppress(CheckpointError):
+            evidence[run_lineage.LATER] = self.checkpointer.stored_after(step)
+        try:
+            context.events.write(
+                run_lineage.BEGIN, **{"skipped": [], **evidence, "bytes_read": bytes_read, **others}
+            )
+            context.events.sync()
+        except OSError as error:
+            raise TrainingError(
+                f"{context.run.events}: where attempt {context.attempt} begins cannot be recorded: "
+                f"{error.strerror}; make room there and resume the run"
+            ) from error
+        context.lineage.forget()
+        self.checkpointer.begin_from(base)
 
 
 def _saved_facts(manifest: Manifest) -> Mapping[str, Any]:

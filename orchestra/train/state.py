@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
+from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
@@ -37,6 +38,7 @@ from orchestra.precision.policies import MOST, ScaleState
 from orchestra.run.events import EventWriter, is_number, is_whole
 from orchestra.run.paths import RunDir
 from orchestra.run.rollback import Stretch, from_lists, to_lists
+from orchestra.run.run_lineage import AttemptLineage
 from orchestra.sizes.flops import head_dim
 from orchestra.train.metrics import Totals
 from orchestra.train.watch.bad_losses import NonFiniteSteps
@@ -182,6 +184,11 @@ class CheckpointContext:
     from_memory: int | None = None
     # Where saves are put together; None: in host memory.
     staging_dir: str | None = None
+
+    @cached_property
+    def lineage(self) -> AttemptLineage:
+        """Where the run's attempts began. *Rank 0* asks, the others follow it."""
+        return AttemptLineage(self.run, self.attempt)
 
     @property
     def saves(self) -> bool:

@@ -431,7 +431,7 @@ def _metrics(
     begin: Position,
     rank: RankAttempt,
 ) -> MetricsLog:
-    settings = meter_settings(config, mesh.world_size, peak_flops, mesh.device)
+    settings = meter_settings(config, mesh.world_size, peak_flops, mesh.device, rank.attempt)
     meter = Meter(settings, begin.totals or initial_totals(rank.run))
     overflows = OverflowLog(step.loss_scale, rank.events)
     return MetricsLog(meter, JsonLinesWriter(rank.run.metrics), overflows, built.batch.tokens_per_step)

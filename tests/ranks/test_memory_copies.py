@@ -21,9 +21,9 @@ from conf.schema import StateDType
 from launchers.memory_store.exchange import CopyPusher, CopyServer, bring_copies
 from launchers.memory_store.store import OWN, CopyStore, open_copy_store
 from orchestra.data.order import read_ledger
-from orchestra.recovery.copies import FromMemory, NextNodes, begins, held_copies, plan
-from orchestra.run.events import read_events
+from orchestra.recovery.copies import FromMemory, NextNodes, held_copies, plan
 from orchestra.run.paths import RunDir
+from orchestra.run.run_lineage import read_lineage
 from tests.support.waiting import eventually
 
 # Two updates come after the last copy: had one of them not waited for it, it would hold other values.
@@ -84,7 +84,7 @@ def gone_on(pool: RankPool, path: Path, folders: Sequence[Path], **settings: Any
 def next_plan(nodes: list[Node], alive: Sequence[int], order: Sequence[int], path: Path, world: int) -> Any:
     held = {number: held_copies([copy.to_json() for copy in nodes[number].store.held()]) for number in alive}
     upcoming = NextNodes(order, world // len(order))
-    return plan(held, upcoming, begins(read_events(RunDir(path))), committed_step=EVERY)
+    return plan(held, upcoming, read_lineage(RunDir(path)), committed_step=EVERY)
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,14 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from sites import Freeze, Site, SubmittedRun, TooLateError, wait_until
+from sites import Site, SubmittedRun, TooLateError, wait_until
 
 from orchestra.recovery.accounting import Accounts, account
 from orchestra.run.events import read_events
 from orchestra.run.files import Record, read_json_lines
 from orchestra.run.metrics_file import read_metrics
 from orchestra.run.paths import RunDir
+from orchestra.run.run_lineage import read_lineage
 
 _GONE_WITHIN_S = 60.0
 # Step, loss and gradient norm.
@@ -54,7 +55,8 @@ def losses(run: RunDir) -> list[Row]:
 def _digest(site: Site, run: RunDir) -> str:
     """Return the digest of the state in the last checkpoint."""
     listed = json.loads(site.orchestra("checkpoint", "ls", str(run.path), "--json").stdout)
-    return str(max(listed, key=lambda checkpoint: checkpoint["step"])["state_digest"])
+    counting = [checkpoint for checkpoint in listed if checkpoint["on_line"]]
+    return str(max(counting, key=lambda checkpoint: checkpoint["step"])["state_digest"])
 
 
 def _unlike(own: list[Row], whole: list[Row]) -> list[tuple[Row | None, Row]]:
@@ -111,17 +113,6 @@ class LateCheckpoint:
             f"{self.newer_attempt} had restored step {self.restored_step} at {_clock(self.restored)}"
         )
 
-    def was_cut_in_two_by(self, freeze: Freeze | None) -> bool:
-        """Tell whether its process stood still between its last look for a newer attempt and the commit.
-
-        That no look can prevent. A look that is made after the freeze, or not at all, is another matter.
-        """
-        return (
-            freeze is not None
-            and (self.host, self.step in freeze.publishing) == (freeze.host, True)
-            and self.begun < freeze.since < self.restored < freeze.until < self.committed
-        )
-
 
 def published_late(run: RunDir) -> list[LateCheckpoint]:
     """Return the checkpoints that an attempt committed after a newer one had restored another state.
@@ -154,13 +145,10 @@ def _clock(unix_s: float) -> str:
     return f"{time.strftime('%H:%M:%S', time.localtime(unix_s))}.{int(unix_s % 1 * 1000):03d}"
 
 
-def differences(
-    run: RunDir, whole: RunDir, site: Site, *, same_layout: bool = True, freeze: Freeze | None = None
-) -> list[str]:
+def differences(run: RunDir, whole: RunDir, site: Site, *, same_layout: bool = True) -> list[str]:
     """Return in what a finished run differs from one that nothing happened to; empty: in nothing.
 
-    With another layout the sums are added up in another order: losses and state are not compared then. What a
-    process published late because of a `freeze` is not counted: `known_races` tells of it.
+    With another layout the sums are added up in another order: losses and state are not compared then.
     """
     events = read_events(run)
     if not any(
@@ -178,25 +166,22 @@ def differences(
     verified = site.orchestra("checkpoint", "verify", str(run.path), check=False)
     if verified.returncode:
         found.append(f"a checkpoint does not verify: {verified.stdout}{verified.stderr}")
-    if late := [saved for saved in published_late(run) if not saved.was_cut_in_two_by(freeze)]:
-        found.append(f"an older attempt published: {'; '.join(map(str, late))}")
+    lineage = read_lineage(run)
+    if late := [each for each in published_late(run) if lineage.is_on_line(each.step, each.attempt)]:
+        found.append(f"an older attempt published what counts: {'; '.join(map(str, late))}")
     booked, wall_s = accounts(run)
     if abs(booked.wall_s - wall_s) > _ACCOUNTS_MAY_DIFFER * wall_s:
         found.append(f"{booked.wall_s:.2f} s are booked of {wall_s:.2f} s")
     return found
 
 
-def known_races(run: RunDir, freeze: Freeze | None) -> list[str]:
-    """Return what a process published late because it stood still between its look and its commit.
-
-    Known, and not mended yet: whoever restores must tell which attempt a checkpoint is of. The run must end
-    as if it had not happened all the same, which `differences` compares.
+def void_saves(run: RunDir) -> list[str]:
+    """Return what an older attempt committed off the run's line: it stood still before, and nobody reads
+    it.
     """
-    if freeze is None:
-        return []
-    times = f"it was frozen from {_clock(freeze.since)} to {_clock(freeze.until)}, its manifest written"
-    late = [saved for saved in published_late(run) if saved.was_cut_in_two_by(freeze)]
-    return [f"known race: {saved}; {times}" for saved in late]
+    lineage = read_lineage(run)
+    departures = (lineage.departure(saved.step, saved.attempt) for saved in published_late(run))
+    return [f"step {each.step} off the line: {each.words}" for each in departures if each is not None]
 
 
 def left_over(run: SubmittedRun) -> list[str]:

@@ -350,15 +350,11 @@ def opened_at(folder: Path | None, nodes: int = 4) -> Iterator[Site]:
 
 @dataclass
 class Freeze:
-    """All processes of a run on a host, stopped and later continued (Unix seconds).
-
-    `publishing`: the steps whose save had made its last look for a newer attempt, and was not committed yet.
-    """
+    """All processes of a run on a host, stopped and later continued (Unix seconds)."""
 
     host: str
     pids: list[int]
     since: float
-    publishing: frozenset[int] = frozenset()
     until: float = math.inf
 
 

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 from conf.schema import Device
 from orchestra.cli.text import figures
 from orchestra.errors import EXIT_DO_NOT_RESTART, EXIT_DONE, EXIT_STOPPED
-from orchestra.recovery.history import newest_checkpoint
 from orchestra.recovery.incidents import Verdict
 from orchestra.report.attempts import read_accounts, slow_ranks
 from orchestra.report.run_state import FailedSaves, SweepState, failed_saves
 from orchestra.run.files import Record
 from orchestra.run.paths import RunDir, SweepDir, is_sweep
 from orchestra.run.record import RunPhase
+from orchestra.run.run_lineage import newest_checkpoint
 from orchestra.sizes.flops import num_parameters
 from orchestra.sizes.step_shares import read_shares
 from orchestra.sizes.topology import batch_shape, global_batch_size, has_open_micro_batch, layout

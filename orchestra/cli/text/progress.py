@@ -30,7 +30,7 @@ _PLAIN_LINES = 50
 _REFRESH_S = 0.5
 _SHORTEST_BAR = 4
 # What is remembered of each row: a run may have a million of them.
-_KEPT = ("step", "loss", "tokens_per_s", "mfu", "mfu_causal", "step_time_s")
+_KEPT = ("step", "attempt", "loss", "tokens_per_s", "mfu", "mfu_causal", "step_time_s")
 
 
 class Progress:
@@ -77,12 +77,14 @@ class Progress:
         self._follow_checkpoints()
         if new:
             self.has_begun = True
-            rows = [{key: row.get(key) for key in _KEPT} for row in new]
+            rows = [{"attempt": -1} | {key: row[key] for key in _KEPT if key in row} for row in new]
             if self.rows and rows[0]["step"] <= self.rows[-1]["step"]:
                 self.rows = rows_that_count([*self.rows, *rows])
             else:
                 self.rows += rows_that_count(rows)
-            self.last = new[-1]
+            newest = self.last.get("attempt", -1)
+            # Of one that was replaced none counts any more.
+            self.last = next((row for row in new[::-1] if row.get("attempt", newest) >= newest), self.last)
         return new
 
     def _follow_checkpoints(self) -> None:
@@ -118,7 +120,7 @@ class Progress:
     @property
     def losses(self) -> list[float]:
         """The finite losses so far."""
-        return [row["loss"] for row in self.rows if is_number(row["loss"])]
+        return [row["loss"] for row in self.rows if is_number(row.get("loss"))]
 
     @property
     def seconds_left(self) -> float | None:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from checkpointing import catalog, checksums
 from checkpointing.box import Box
+from checkpointing.lineage import Base
 from checkpointing.manifest import Chunk, File, Manifest, Tensor
 from checkpointing.plans import Image, TensorPiece, images, write_plan
 from checkpointing.shard_digest import part_digest
@@ -90,7 +91,10 @@ def write_draft(
         )
         for name, chunks in parts.items()
     }
-    return Manifest(draft.step, generation, 1.5, {"dp": world_size}, tensors, files, dict(state or {}))
+    layout, state = {"dp": world_size}, dict(state or {})
+    return Manifest(
+        draft.step, generation, 1.5, layout, tensors, files, state, attempt=generation, base=Base(0)
+    )
 
 
 def _held(values: Arrays, rank: int, world_size: int) -> Sequence[TensorPiece]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,12 +15,17 @@ from hypothesis import strategies as st
 from sample_checkpoint import arrays, memory, write, write_draft
 
 from checkpointing import catalog
-from checkpointing.catalog import CommittedCheckpoint, RetentionPolicy, remove_leftovers, to_remove
-from checkpointing.checkpoint_errors import DamagedError, StorageError
-from checkpointing.checkpointer import Checkpointer
-from checkpointing.manifest import MANIFEST
-from checkpointing.options import Options
-from checkpointing.peers import Peers
+from checkpointing.catalog import StoredCheckpoint, remove_leftovers
+from checkpointing.checkpoint_errors import DamagedError, StorageError, SupersededError
+from checkpointing.lineage import AttemptBegin, Base, Lineage
+from checkpointing.manifest import MANIFEST, Manifest, encode
+from checkpointing.retention import (
+    CommittedCheckpoint,
+    RetentionPolicy,
+    prune,
+    remove_off_line,
+    to_remove,
+)
 from checkpointing.storage import Storage
 from checkpointing.storage.local import LocalStorage
 from checkpointing.storage.remote import RemoteStorage
@@ -83,11 +89,62 @@ def test_a_discarded_draft_leaves_nothing_and_spares_the_checkpoint_of_its_step(
     catalog.discard(storage, draft)
 
 
-def test_a_new_save_of_a_step_replaces_the_older_one_whole(storage: Storage) -> None:
+def all_files_of(storage: Storage, manifest: Manifest) -> set[str]:
+    """Return the paths of a checkpoint's files, and where nothing is renamed those of both manifests."""
+    names = {MANIFEST, *manifest.files}
+    if not storage.renames:
+        names.add(catalog.draft(storage, manifest.step, manifest.generation, 0).manifest.rpartition("/")[2])
+    return {catalog.file_path(manifest.step, name) for name in names}
+
+
+def the(storage: Storage, step: int, generation: int = 0) -> StoredCheckpoint:
+    (found,) = [
+        each for each in catalog.stored(storage) if (each.step, each.generation) == (step, generation)
+    ]
+    return found
+
+
+def test_a_new_save_of_a_step_by_its_own_attempt_replaces_the_older_one_whole(storage: Storage) -> None:
     write(storage, 7, world_size=4)
-    newer = write(storage, 7, arrays(seed=1), world_size=2, generation=1)
+    draft = catalog.draft(storage, 7, 0, 1)
+    newer = write_draft(storage, draft, arrays(seed=1), world_size=2)
+    catalog.commit(storage, draft, newer)
     assert catalog.read_manifest(storage, 7) == newer
-    assert files_of(storage) == {catalog.file_path(7, name) for name in (MANIFEST, *newer.files)}
+    (left,) = catalog.stored(storage)
+    kept = {left.manifest, catalog.file_path(7, MANIFEST), *(f"{left.folder}/{name}" for name in newer.files)}
+    assert files_of(storage) == kept
+    assert verify(storage, 7).is_intact
+
+
+def test_a_save_of_an_older_attempts_step_takes_its_name_and_the_older_one_stays(storage: Storage) -> None:
+    old = write(storage, 7, generation=1)
+    new = write(storage, 7, arrays(seed=1), generation=3)
+    assert catalog.read_manifest(storage, 7) == new
+    on, off = catalog.split(catalog.stored(storage), Lineage())
+    assert [(each.step, each.generation) for each in on] == [(7, 3)]
+    (left,) = off
+    assert catalog.read_manifest(storage, left.checkpoint) == old
+    assert verify(storage, left.checkpoint).is_intact
+    assert verify(storage, on[0]) == verify(storage, 7)
+    assert not left.is_late
+    assert "attempt 1; a newer one saved its step anew" in left.words
+    # No save and no tidying takes it, a person does.
+    prune(storage, RetentionPolicy(keep_last=1))
+    remove_leftovers(storage)
+    assert len(catalog.stored(storage)) == 2
+    assert remove_off_line(storage, Lineage()) == off
+    assert files_of(storage) == all_files_of(storage, new)
+    assert verify(storage, 7).is_intact
+
+
+def test_a_save_of_a_step_that_a_newer_attempt_has_saved_is_refused(storage: Storage) -> None:
+    newer = write(storage, 7, generation=3)
+    draft = catalog.draft(storage, 7, 1, 0)
+    manifest = write_draft(storage, draft, arrays(seed=1), generation=1)
+    with pytest.raises(SupersededError, match="attempt 3 has saved step 7 already"):
+        catalog.commit(storage, draft, manifest)
+    catalog.discard(storage, draft)
+    assert files_of(storage) == all_files_of(storage, newer)
     assert verify(storage, 7).is_intact
 
 
@@ -96,8 +153,16 @@ def test_leftovers_go_and_checkpoints_stay(storage: Storage) -> None:
     for step, generation in ((7, 1), (8, 0)):
         write_draft(storage, catalog.draft(storage, step, generation, 3))
     assert len(remove_leftovers(storage)) >= 2
-    assert files_of(storage) == {catalog.file_path(7, name) for name in (MANIFEST, *kept.files)}
+    assert files_of(storage) == all_files_of(storage, kept)
     assert remove_leftovers(storage) == []
+
+
+def test_what_a_newer_attempt_is_writing_is_no_leftover_of_an_older_ones(storage: Storage) -> None:
+    draft = catalog.draft(storage, 7, 3, 0)
+    manifest = write_draft(storage, draft)
+    assert remove_leftovers(storage, 2) == []
+    catalog.commit(storage, draft, manifest)
+    assert verify(storage, 7).is_intact
 
 
 def test_what_is_not_ours_is_left_alone(storage: Storage) -> None:
@@ -115,7 +180,7 @@ def test_another_tools_step_folder_is_never_removed(storage: Storage) -> None:
     assert remove_leftovers(storage) == []
     assert storage.get(foreign) == b"weeks of work"
     write(storage, 7)
-    catalog.prune(storage, RetentionPolicy(keep_last=1))
+    prune(storage, RetentionPolicy(keep_last=1))
     assert verify(storage, 7).is_intact
     kept = [name for name in storage.names() if storage.size(f"{name}/lit_model.pth") is not None]
     assert len(kept) == 1
@@ -127,7 +192,7 @@ def test_a_checkpoint_behind_a_link_loses_only_the_link(tmp_path: Path) -> None:
         write(storage, step)
     (tmp_path / "place" / "step-00000001").rename(tmp_path / "archived")
     (tmp_path / "place" / "step-00000001").symlink_to(tmp_path / "archived")
-    assert catalog.prune(storage, RetentionPolicy(keep_last=1)) == [1]
+    assert prune(storage, RetentionPolicy(keep_last=1)) == [1]
     assert (tmp_path / "archived" / MANIFEST).is_file()
     assert storage.names() == ["step-00000002"]
 
@@ -171,6 +236,9 @@ def test_a_place_has_one_owner(storage: Storage) -> None:
 
 def test_the_files_of_a_damaged_checkpoint_stay_as_evidence(storage: Storage) -> None:
     write(storage, 7)
+    if not storage.renames:
+        # As older saves left it.
+        storage.remove(the(storage, 7).manifest)
     storage.put(catalog.file_path(7, MANIFEST), b"{}")
     before = files_of(storage)
     remove_leftovers(storage)
@@ -203,8 +271,8 @@ def power_for(num_acts: int, storage: Storage) -> Iterator[None]:
 
 def test_a_half_removed_checkpoint_is_none(storage: Storage) -> None:
     write(storage, 7)
-    with power_for(1, storage):
-        catalog.remove_checkpoint(storage, 7)
+    with power_for(2, storage):
+        catalog.remove_checkpoint(storage, the(storage, 7))
     assert storage.names() != []
     assert catalog.committed_steps(storage) == []
     remove_leftovers(storage)
@@ -221,19 +289,21 @@ def test_power_lost_at_any_act_of_a_commit_leaves_the_old_or_the_new_one(
     with power_for(num_acts, storage):
         catalog.commit(storage, draft, new)
     remove_leftovers(storage)
-    assert catalog.committed_steps(storage) == [7]
-    found = catalog.read_manifest(storage, 7)
+    (there,) = catalog.on_line(storage, Lineage())
+    found = catalog.read_manifest(storage, there)
     assert found in (old, new)
-    assert verify(storage, 7).is_intact
-    assert files_of(storage) == {catalog.file_path(7, name) for name in (MANIFEST, *found.files)}
+    assert verify(storage, there).is_intact
+    remove_off_line(storage, Lineage())
+    assert verify(storage, there).is_intact
+    assert len({each.generation for each in catalog.stored(storage)}) == 1
 
 
 def test_pruning_removes_by_the_policy_and_counts_only_intact_ones(storage: Storage) -> None:
     for step in range(1, 6):
         write(storage, step, state={"score": abs(step - 2.0)})
-    storage.put(catalog.file_path(5, MANIFEST), b"torn")
+    storage.put(the(storage, 5).manifest, b"torn")
     storage.remove(catalog.file_path(4, min(catalog.read_manifest(storage, 4).files)))
-    assert catalog.prune(storage, RetentionPolicy(keep_last=1, keep_best=1)) == [1]
+    assert prune(storage, RetentionPolicy(keep_last=1, keep_best=1)) == [1]
     assert catalog.committed_steps(storage) == [2, 3, 4, 5]
 
 
@@ -246,67 +316,93 @@ def test_pruning_reads_a_checkpoint_that_stays_only_once(
     known: dict[int, CommittedCheckpoint] = {}
     for step in (1, 2, 3):
         write(storage, step)
-        catalog.prune(storage, RetentionPolicy(keep_last=2), known)
+        prune(storage, RetentionPolicy(keep_last=2), known=known)
     assert catalog.committed_steps(storage) == sorted(known) == [2, 3]
     assert get.call_args_list.count(call(catalog.file_path(2, MANIFEST))) == 1
 
 
-# A checkpoint that is set aside is none any more, and goes when its step is saved anew.
+# What is off the line: an attempt went on from an earlier state.
 
 
-def aside(storage: Storage, name: str) -> str:
-    """Return where the manifest of a checkpoint lies that was set aside under a name."""
-    return f"{name}/{MANIFEST}" if storage.renames else name
+def lineage(**begins: tuple[int, set[tuple[int, int]] | None]) -> Lineage:
+    """Return attempts (`a4=(40, {(50, 3)})`): the step each began after, and what was there of later ones."""
+    return Lineage.of(
+        AttemptBegin(int(name[1:]), Base(step), None if seen is None else frozenset(seen))
+        for name, (step, seen) in begins.items()
+    )
 
 
-def test_only_what_is_void_and_after_the_step_is_set_aside(storage: Storage) -> None:
-    for step, generation in ((5, 0), (10, 0), (15, 0), (20, 1), (25, 0)):
-        write(storage, step, generation=generation)
-    # What cannot be read is left where it is.
-    storage.put(catalog.file_path(25, MANIFEST), b"{")
-    checkpointer = Checkpointer(storage.place, Peers.alone(), Options())
-    done = checkpointer.set_aside(5, lambda manifest: manifest.generation == 0)
-    assert [step for step, _ in done] == [10, 15]
-    assert checkpointer.committed_steps() == [5, 20, 25]
-    assert checkpointer.set_aside(5, lambda manifest: manifest.generation == 0) == []
+def test_what_an_attempt_publishes_after_the_next_one_has_begun_is_named_and_removed(
+    storage: Storage,
+) -> None:
+    for step in (30, 40):
+        write(storage, step, generation=3)
+    begun = lineage(a4=(40, set()))
+    write(storage, 50, generation=3)
+    on, off = catalog.split(catalog.stored(storage), begun)
+    assert [each.step for each in on] == [30, 40]
+    (late,) = off
+    assert late.words == "written by attempt 3 after attempt 4 had begun at step 40"
+    assert catalog.committed_steps(storage, begun) == [30, 40]
+    assert prune(storage, RetentionPolicy(keep_last=2), lambda: begun) == [50]
+    assert [each.step for each in catalog.stored(storage)] == [30, 40]
 
 
-def test_a_manifest_that_was_set_aside_stays_and_no_tidying_takes_it(storage: Storage) -> None:
-    for step in (5, 10):
+def test_what_was_there_when_the_next_attempt_began_stays_and_counts_for_no_rule(storage: Storage) -> None:
+    for step in (30, 40, 50):
+        write(storage, step, generation=3)
+    begun = lineage(a4=(30, {(40, 3), (50, 3)}))
+    assert prune(storage, RetentionPolicy(keep_last=1), lambda: begun) == []
+    _, off = catalog.split(catalog.stored(storage), begun)
+    assert {each.words for each in off} == {"written by attempt 3; attempt 4 began at step 30"}
+    write(storage, 40, arrays(seed=1), generation=4)
+    assert prune(storage, RetentionPolicy(keep_last=1), lambda: begun) == [30]
+    assert len(remove_off_line(storage, begun)) == 2
+    assert [(each.step, each.generation) for each in catalog.stored(storage)] == [(40, 4)]
+    assert verify(storage, 40).is_intact
+
+
+def test_an_older_manifest_that_names_no_attempt_is_on_the_line(storage: Storage) -> None:
+    draft = catalog.draft(storage, 50, 3, 0)
+    manifest = dataclasses.replace(write_draft(storage, draft), attempt=None, base=None)
+    storage.put(f"{draft.folder}/{MANIFEST}", encode(manifest))
+    if storage.renames:
+        storage.rename(draft.folder, catalog.step_name(50))
+    assert catalog.committed_steps(storage, lineage(a4=(40, set()))) == [50]
+    # Saved anew, it gives way and stays whole.
+    write(storage, 50, arrays(seed=1), generation=4)
+    on, (old,) = catalog.split(catalog.stored(storage), lineage(a4=(40, {(50, 3)})))
+    assert [each.generation for each in on] == [4]
+    assert verify(storage, old.checkpoint).is_intact
+
+
+def test_a_removal_that_stood_still_is_taken_back_by_the_next_attempt(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    for step in (30, 40):
         write(storage, step)
-    before = storage.get(catalog.file_path(10, MANIFEST))
-    name = catalog.set_aside(storage, 10)
-    remove_leftovers(storage)
-    catalog.prune(storage, RetentionPolicy(keep_last=1))
-    assert catalog.committed_steps(storage) == [5]
-    assert storage.get(aside(storage, name)) == before
-    if storage.renames:
-        assert len(storage.names(name)) > 1
+    leaving = the(storage, 30)
+
+    def is_due() -> bool:
+        # Meanwhile another attempt begins there.
+        assert catalog.committed_steps(storage) == [30, 40]
+        assert catalog.move_back(storage) == ["step-00000030"]
+        return True
+
+    with pytest.raises(StorageError):
+        catalog.remove_checkpoint(storage, leaving, is_due)
+    assert verify(storage, 30).is_intact
+    # One that learns of it in time puts it back by itself.
+    assert not catalog.remove_checkpoint(storage, leaving, lambda: False)
+    assert verify(storage, 30).is_intact
 
 
-def test_a_step_saved_anew_takes_the_place_of_what_was_set_aside(storage: Storage) -> None:
-    write(storage, 10)
-    names = [catalog.set_aside(storage, 10)]
-    write(storage, 10, generation=1)
-    names.append(catalog.set_aside(storage, 10))
-    manifest = write(storage, 10, generation=2)
-    assert catalog.read_manifest(storage, 10) == manifest
-    catalog.check_sizes(storage, manifest)
-    assert [storage.size(aside(storage, name)) for name in names] == [None, None]
-    assert len(storage.names("")) == 1
-
-
-def test_a_later_save_ends_what_was_set_aside_too(storage: Storage) -> None:
-    """The interval of saves may have changed: the very step may never come again. An earlier one says
-    nothing.
-    """
-    write(storage, 10)
-    name = catalog.set_aside(storage, 10)
-    write(storage, 1, generation=1)
-    assert storage.size(aside(storage, name)) is not None
-    write(storage, 12, generation=1)
-    if storage.renames:
-        assert storage.names(name) == []
+def test_a_name_that_another_attempt_took_meanwhile_is_not_removed(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    write(storage, 30, generation=1)
+    meant = the(storage, 30, 1)
+    newer = write(storage, 30, arrays(seed=1), generation=3)
+    assert not catalog.remove_checkpoint(storage, meant)
+    assert catalog.read_manifest(storage, 30) == newer
 
 
 # Which checkpoints go: pure rules, and the newest intact one never.

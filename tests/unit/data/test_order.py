@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestra.data.order import Ledger, read_ledger, sample_ids
+from orchestra.run.events import EventWriter
 from orchestra.run.paths import RunDir
 
 BILLION = 1_000_000_007
@@ -154,3 +155,12 @@ def test_each_step_counts_once(tmp_path: Path, attempts: Trained, samples: dict[
     for attempt, num_ranks, steps in attempts:
         trained(RunDir(tmp_path), attempt, num_ranks, steps)
     assert read_ledger(RunDir(tmp_path)) == samples
+
+
+def test_what_a_replaced_attempt_trains_after_the_next_one_began_counts_for_nothing(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    trained(run, 0, 1, range(1, 8))
+    EventWriter(run, "rank", 1).write("restored", step=4, generation=0)
+    assert sorted(read_ledger(run)) == [1, 2, 3, 4]
+    trained(run, 1, 1, range(5, 7))
+    assert sorted(read_ledger(run)) == [1, 2, 3, 4, 5, 6]

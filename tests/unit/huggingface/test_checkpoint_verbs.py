@@ -13,6 +13,8 @@ from llamas import flip, save, transformer
 from support.command_line import CommandLine
 
 from checkpointing.catalog import file_path, read_manifest
+from checkpointing.lineage import Base
+from checkpointing.manifest import MANIFEST, decode, encode
 from checkpointing.storage import Storage, open_storage
 from conf.schema import CheckpointConfig, Config, DataConfig, Family, RunConfig, Source
 from orchestra.cli.checkpoint_export_command import tokenizer_of
@@ -21,6 +23,7 @@ from orchestra.config.compose import compose
 from orchestra.data.pack import PackRequest, pack, plan_pack
 from orchestra.huggingface.folder import from_json, open_folder, to_json
 from orchestra.run.config_file import write_config
+from orchestra.run.events import EventWriter
 from orchestra.run.paths import RunDir
 from tests.support.reference_llama import small
 from tests.support.s3_service import bucket, endpoint
@@ -75,6 +78,34 @@ def test_ls_tells_what_is_damaged_and_what_it_did_not_read(run: RunDir, orchestr
     out = orchestra("checkpoint", "ls", "llama-1").out
     assert "step 20 is damaged" in out
     assert "sizes were checked" in out
+
+
+def test_what_is_off_the_line_is_named_left_out_and_removed_when_asked_for(
+    run: RunDir, orchestra: CommandLine
+) -> None:
+    storage = open_storage(run.checkpoints)
+    for step in (10, 20):
+        document = json.loads(storage.get(file_path(step, MANIFEST)))
+        written = replace(decode(json.dumps(document).encode()), attempt=0, base=Base(0))
+        storage.put(file_path(step, MANIFEST), encode(written))
+    late = "written by attempt 0 after attempt 1 had begun at step 10"
+    EventWriter(run, "rank", 1).write("restored", step=10, generation=0, later_checkpoints=[])
+    on, off = orchestra.json("checkpoint", "ls", "llama-1")
+    assert (on["step"], on["on_line"], on["attempt"]) == (10, True, 0)
+    assert on["base"] == {"step": 0, "attempt": None}
+    assert (off["step"], off["on_line"], off["off_line"]) == (20, False, late)
+    assert off["checked"] == "off line"
+    told = " ".join(orchestra("checkpoint", "ls", "llama-1").out.split())
+    assert f"step 20 is off the line: {late}" in told
+    assert [each["step"] for each in orchestra.json("checkpoint", "verify", "llama-1")] == [10]
+    refused = " ".join(orchestra("checkpoint", "verify", "llama-1", "20", code=2).err.split())
+    assert late in refused
+    exported = orchestra.json("checkpoint", "export", "llama-1", "--to", "out")
+    assert exported["step"] == 10
+    answer = orchestra("checkpoint", "ls", "llama-1", "--prune")
+    assert f"removed step 20: {late}" in answer.err
+    assert [each["step"] for each in orchestra.json("checkpoint", "ls", "llama-1")] == [10]
+    assert storage.names() == ["step-00000010"]
 
 
 def test_ls_of_a_run_without_checkpoints_says_why(run: RunDir, orchestra: CommandLine) -> None:

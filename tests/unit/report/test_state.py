@@ -17,12 +17,12 @@ from support.run_records import started_elsewhere
 
 from conf.schema import Config
 from launchers import processes
-from orchestra.recovery.history import newest_checkpoint
 from orchestra.report.run_state import RunState, failed_save, failed_saves, passed_over, read_state
 from orchestra.run.config_file import write_config
 from orchestra.run.events import EventWriter, node_writer, rank_writer
 from orchestra.run.files import JsonLinesWriter
 from orchestra.run.paths import RunDir
+from orchestra.run.run_lineage import newest_checkpoint
 
 
 @pytest.fixture
@@ -168,8 +168,8 @@ def test_one_unreadable_run_does_not_hide_the_others(run: RunDir, orchestra: Com
     assert rows == {"RUN": "STATE", "a-run": "not", "other": "unreadable"}
 
 
-def _event(name: str, step: object) -> dict[str, Any]:
-    return {"event": name, "step": step}
+def _event(name: str, step: object, attempt: int = 0) -> dict[str, Any]:
+    return {"event": name, "step": step, "attempt": attempt}
 
 
 @pytest.mark.parametrize(
@@ -179,8 +179,10 @@ def _event(name: str, step: object) -> dict[str, Any]:
         ([_event("checkpoint_started", 10)], None),
         ([_event("checkpoint_committed", 10), _event("checkpoint_failed", 20)], 10),
         ([_event("checkpoint_committed", 10), _event("checkpoint_committed", 20)], 20),
-        ([_event("checkpoint_committed", 20), _event("restored", 10)], 10),
-        ([_event("restored", 10), _event("checkpoint_committed", 20)], 20),
+        ([_event("checkpoint_committed", 20), _event("restored", 10, 1)], 10),
+        # Published late.
+        ([_event("restored", 10, 1), _event("checkpoint_committed", 20)], 10),
+        ([_event("restored", 10, 1), _event("checkpoint_committed", 20, 1)], 20),
         ([_event("restored", 0)], None),
         ([_event("checkpoint_committed", "ten")], None),
     ],

@@ -15,12 +15,12 @@ from orchestra.run.rollback import (
     RollBack,
     Stretch,
     from_lists,
-    is_void,
     kept,
     merged,
     roll_backs,
     to_lists,
 )
+from orchestra.run.run_lineage import lineage_of
 
 some_stretches = st.lists(
     st.tuples(st.integers(0, 60), st.integers(0, 12)).map(lambda pair: Stretch(pair[0], sum(pair))),
@@ -80,4 +80,5 @@ def test_a_roll_back_is_read_from_its_event() -> None:
 def test_what_was_kept_after_the_step_before_the_roll_back_is_void(
     step: int, attempt: int, void: bool
 ) -> None:
-    assert is_void([RollBack(2, 18, 10, "loss spike")], step, attempt) is void
+    found = lineage_of([{"event": EVENT, "attempt": 2, "step": 18, "to": 10, "cause": "loss spike"}])
+    assert found.is_on_line(step, attempt) is not void

@@ -16,6 +16,7 @@ from orchestra.parallel.mesh import Mesh, RankEnvironment, open_peers
 from orchestra.run.events import EventWriter, rank_writer, read_events
 from orchestra.run.files import Record
 from orchestra.run.paths import RunDir
+from orchestra.run.run_lineage import read_lineage
 from orchestra.sizes.topology import Layout
 from orchestra.train.build import build_training
 from orchestra.train.checkpoints import build_checkpoints
@@ -89,7 +90,7 @@ def begun(
 
 
 def steps_of(path: Path) -> list[int]:
-    return catalog.committed_steps(open_storage(path / "checkpoints"))
+    return catalog.committed_steps(open_storage(path / "checkpoints"), read_lineage(RunDir(path)))
 
 
 def events(path: Path, name: str) -> list[Record]:

@@ -15,6 +15,7 @@ from one_rank_attempts import STEPS, Attempt, begun, config_of, context_of, even
 
 from checkpointing import catalog
 from checkpointing.checkpointer import Checkpointer
+from checkpointing.lineage import Base
 from conf.schema import WhenBusy
 from orchestra.errors import TrainingError, UnusableCheckpointError
 from orchestra.run.events import EventWriter, read_events
@@ -111,6 +112,30 @@ def test_a_damaged_checkpoint_is_passed_over_with_its_reason(tmp_path: Path) -> 
     flip_a_bit(5)
     with pytest.raises(UnusableCheckpointError, match="step 5"):
         begun(tmp_path / "run", 1)
+
+
+def test_what_an_attempt_publishes_after_the_next_one_has_begun_is_never_restored(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    frozen = begun(run, saves=(5, 10))
+    second = begun(run, 1)
+    # Nothing has told it that it was replaced: it goes on in the midst of its save.
+    frozen.save(15)
+    assert frozen.checkpoints.checkpointer.base == Base(0)
+    words = "written by attempt 0 after attempt 1 had begun at step 10"
+    third = begun(run, 2)
+    assert third.holds(10)
+    restored = events(run, "restored")[-1]
+    assert (restored["step"], restored["skipped"]) == (10, [{"step": 15, "reason": words}])
+    third.save(15)
+    assert begun(run, 3).holds(15)
+    assert [step.name for step in sorted((run / "checkpoints").iterdir())][-1] == "step-00000015"
+    assert second.checkpoints.checkpointer.committed_steps() == [5, 10, 15]
+    assert events(run, "checkpoint_failed") == []
+    # And none of a newer attempt is ever replaced.
+    frozen.save(15)
+    (failed,) = events(run, "checkpoint_failed")
+    assert "attempt 2 has saved step 15 already" in failed["reasons"]["0"]
+    assert begun(run, 4).holds(15)
 
 
 def test_a_checkpoint_of_another_model_is_refused_by_its_keys(tmp_path: Path) -> None:
@@ -293,7 +318,7 @@ def test_a_rank_ends_before_it_publishes_when_a_newer_attempt_has_begun(
         ends_here = is_void and phase in published
         with pytest.raises(ProcessEndedError, match=r"^1$") if ends_here else nullcontext():
             look(phase, 10)
-    assert passed == kept_local + published
+    assert passed == (kept_local if is_void else kept_local + published)
     ends = [event for event in read_events(run) if event["event"] == "fenced"]
     expected = [(4, phase) for phase in published] if is_void else []
     assert [(event["newest"], event["phase"]) for event in ends] == expected

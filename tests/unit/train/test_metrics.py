@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from checkpointing.lineage import AttemptBegin, Base, Lineage
 from conf.schema import ClusterConfig, Config, ModelConfig, Recompute, TrainConfig
 from orchestra.run.events import node_writer
 from orchestra.run.files import JsonLinesWriter, Record
@@ -128,6 +129,17 @@ def test_retrained_steps_replace_earlier_rows_and_void_the_later_ones() -> None:
     rows = rows_that_count([*before, *after])
     assert [row["step"] for row in rows] == list(range(1, 36))
     assert [row["loss"] for row in rows] == [1.0] * 30 + [2.0] * 5
+
+
+def test_rows_that_a_replaced_attempt_logs_late_change_nothing() -> None:
+    before = [{"step": step, "loss": 1.0, "attempt": 0} for step in range(1, 41)]
+    after = [{"step": step, "loss": 2.0, "attempt": 1} for step in range(31, 36)]
+    late = [{"step": step, "loss": 3.0, "attempt": 0} for step in range(33, 50)]
+    begun = Lineage.of([AttemptBegin(1, Base(30, 0))])
+    expected = [1.0] * 30 + [2.0] * 5
+    assert [row["loss"] for row in rows_that_count([*before, *after, *late], begun)] == expected
+    # Before the new attempt has logged anything the run stands where that began.
+    assert [row["step"] for row in rows_that_count([*before, *late], begun)] == list(range(1, 31))
 
 
 def test_memory_of_a_cpu_rank_is_its_largest_resident_size() -> None:

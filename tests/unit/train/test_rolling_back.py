@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,10 @@ from one_rank_attempts import SIZE, Attempt, begun, config_of, events, steps_of
 
 from conf.schema import Config, RecoveryConfig, RollBackConfig
 from orchestra.errors import RollBackError
-from orchestra.recovery.copies import begins
-from orchestra.recovery.history import newest_checkpoint
 from orchestra.run.events import read_events
 from orchestra.run.paths import RunDir
 from orchestra.run.rollback import BROKEN_DEVICE, SPIKE, BadSteps, Stretch
+from orchestra.run.run_lineage import lineage_of, newest_checkpoint
 from orchestra.train.starting_point import target
 
 SPIKED = BadSteps(18, 18, SPIKE, "step 18: the loss rose")
@@ -68,27 +68,29 @@ def test_the_data_from_there_on_is_left_out_and_always_that_of_the_bad_step(
     assert (event["step"], event["first_bad"], event["cause"]) == (18, 18, SPIKE)
 
 
-def test_the_next_attempt_begins_there_and_what_was_saved_after_it_is_set_aside(tmp_path: Path) -> None:
+def test_the_next_attempt_begins_there_and_what_was_saved_after_it_counts_no_more(tmp_path: Path) -> None:
     path, chosen = tmp_path / "run", config(steps_before=6)
     rolled_back(path, chosen)
     recorded = read_events(RunDir(path))
     assert newest_checkpoint(recorded) == 10
     # What attempt 0 has copied after step 10 is no history of the next attempt.
-    assert begins(recorded)[1] == 10
+    assert not lineage_of(recorded).is_on_line(11, 0)
     second = Attempt(path, 1, chosen)
     begin = second.checkpoints.begin()
     assert (begin.step, begin.samples, begin.left_out) == (10, 10 * SIZE, (Stretch(10 * SIZE, 18 * SIZE),))
     assert second.holds(10)
     assert steps_of(path) == [5, 10]
-    (aside,) = events(path, "checkpoint_set_aside")
-    assert aside["step"] == 15
-    folder = path / "checkpoints" / aside["name"]
-    assert (folder / "manifest.json").exists()
-    assert events(path, "restored")[-1]["skipped"] == []
-    # Saved anew, the other one goes.
+    (restored,) = events(path, "restored")
+    assert restored["later_checkpoints"] == [[15, 0]]
+    (passed,) = restored["skipped"]
+    assert passed == {"step": 15, "reason": "written by attempt 0, before the run went back to step 10"}
+    # Saved anew, the other one stays under another name.
     second.save(15)
     assert steps_of(path) == [5, 10, 15]
-    assert not folder.exists()
+    (manifest,) = (path / "checkpoints").glob("step-00000015.kept-*/manifest.json")
+    assert json.loads(manifest.read_text())["attempt"] == 0
+    newer = json.loads((path / "checkpoints" / "step-00000015" / "manifest.json").read_text())
+    assert (newer["attempt"], newer["base"]) == (1, {"step": 10, "attempt": 0})
     third = Attempt(path, 2, chosen)
     assert third.checkpoints.begin().step == 15
     assert steps_of(path) == [5, 10, 15]

@@ -1,0 +1,126 @@
+"""Which checkpoints may go: a pure rule of those on the line, and the acts that follow it. No torch.
+
+What is off the line counts for no rule. Retention removes of it what was published after a newer attempt had
+begun, which nobody can miss; all else stays until a person asks for it (`remove_off_line`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from checkpointing.catalog import (
+    OffLine,
+    StoredCheckpoint,
+    check_sizes,
+    read_manifest,
+    remove_checkpoint,
+    split,
+    stored,
+)
+from checkpointing.checkpoint_errors import DamagedError
+from checkpointing.lineage import Lineage
+from checkpointing.storage import Storage
+
+# What older versions kept of checkpoints that a roll-back had made void.
+_SET_ASIDE = re.compile(r"step-\d{8,}\.set-aside-[0-9a-f]{8}")
+
+
+@dataclass(frozen=True)
+class CommittedCheckpoint:
+    """A committed checkpoint. `score` is what `keep_best` compares, lower is better; None: it has none.
+    `is_intact` is false where it is known to be damaged.
+    """
+
+    step: int
+    score: float | None = None
+    is_intact: bool = True
+
+
+@dataclass(frozen=True)
+class RetentionPolicy:
+    """Keep the newest `keep_last`, every one whose step is a multiple of `keep_every_steps`, and the
+    `keep_best` with the lowest scores.
+    """
+
+    keep_last: int = 3
+    keep_every_steps: int | None = None
+    keep_best: int = 0
+
+
+def to_remove(checkpoints: Sequence[CommittedCheckpoint], policy: RetentionPolicy) -> list[int]:
+    """Return the steps that no rule keeps, ascending. The newest intact one is always kept.
+
+    Damaged ones count for no rule, so that they cannot push an intact one out; they go once `keep_last`
+    intact ones are newer.
+    """
+    intact = [checkpoint for checkpoint in checkpoints if checkpoint.is_intact]
+    steps = sorted(checkpoint.step for checkpoint in intact)
+    keep = set(steps[-max(1, policy.keep_last) :])
+    if policy.keep_every_steps:
+        keep |= {step for step in steps if step % policy.keep_every_steps == 0}
+    scored = sorted(
+        (checkpoint.score, checkpoint.step) for checkpoint in intact if checkpoint.score is not None
+    )
+    keep |= {step for _, step in scored[: policy.keep_best]}
+    if not keep:
+        return []
+    damaged = {checkpoint.step for checkpoint in checkpoints if not checkpoint.is_intact}
+    return sorted({*steps} - keep | {step for step in damaged if step < min(keep)})
+
+
+def prune(
+    storage: Storage,
+    policy: RetentionPolicy,
+    lineage: Callable[[], Lineage] = Lineage,
+    known: dict[int, CommittedCheckpoint] | None = None,
+) -> list[int]:
+    """Remove the checkpoints of the line that the policy does not keep, and those that were published off it
+    after a newer attempt had begun; return their steps.
+
+    What else is off the line stays, and counts for no rule. `lineage` is asked again before each is lost.
+    `known` holds what is known of the line's checkpoints already, so that many that are kept for good are not
+    read again after every save; whoever writes one anew takes it out.
+    """
+    known = {} if known is None else known
+    judged_by = lineage()
+    on, off = split(stored(storage), judged_by)
+    for checkpoint in on:
+        if checkpoint.step not in known:
+            known[checkpoint.step] = _as_kept(storage, checkpoint)
+    policy_says = set(to_remove([known[checkpoint.step] for checkpoint in on], policy))
+    leaving = [checkpoint for checkpoint in on if checkpoint.step in policy_says]
+    late = [each.checkpoint for each in off if each.is_late]
+    removed = []
+    for checkpoint in (*leaving, *late):
+        if not remove_checkpoint(storage, checkpoint, lambda: lineage() == judged_by):
+            break
+        removed.append(checkpoint.step)
+        if checkpoint in leaving:
+            del known[checkpoint.step]
+    return sorted(removed)
+
+
+def _as_kept(storage: Storage, checkpoint: StoredCheckpoint) -> CommittedCheckpoint:
+    """Look at a checkpoint as far as that is cheap: its manifest, and the sizes of its files."""
+    try:
+        manifest = read_manifest(storage, checkpoint)
+        check_sizes(storage, manifest, checkpoint.folder)
+    except DamagedError:
+        return CommittedCheckpoint(checkpoint.step, is_intact=False)
+    score = manifest.state.get("score")
+    return CommittedCheckpoint(checkpoint.step, float(score) if isinstance(score, int | float) else None)
+
+
+def remove_off_line(storage: Storage, lineage: Lineage) -> list[OffLine]:
+    """Remove all that is off the line, as a person asks for; return it.
+
+    What older versions set aside goes too.
+    """
+    _, off = split(stored(storage), lineage)
+    gone = [each for each in off if remove_checkpoint(storage, each.checkpoint)]
+    for name in storage.names():
+        if _SET_ASIDE.fullmatch(name):
+            storage.remove(name)
+    return gone
