@@ -75,10 +75,13 @@ def prune(
     policy: RetentionPolicy,
     lineage: Callable[[], Lineage] = Lineage,
     known: dict[int, CommittedCheckpoint] | None = None,
+    upcoming: int | None = None,
 ) -> list[int]:
     """Remove the checkpoints of the line that the policy does not keep, and those that were published off it
     after a newer attempt had begun; return their steps.
 
+    `upcoming`: a step that has no room; what would go once it is saved goes now, but never the newest intact
+    one.
     What else is off the line stays, and counts for no rule. `lineage` is asked again before each is lost.
     `known` holds what is known of the line's checkpoints already, so that many that are kept for good are not
     read again after every save; whoever writes one anew takes it out.
@@ -89,7 +92,8 @@ def prune(
     for checkpoint in on:
         if checkpoint.step not in known:
             known[checkpoint.step] = _as_kept(storage, checkpoint)
-    policy_says = set(to_remove([known[checkpoint.step] for checkpoint in on], policy))
+    there = [known[checkpoint.step] for checkpoint in on]
+    policy_says = set(to_remove(there, policy) if upcoming is None else _outdated(there, upcoming, policy))
     leaving = [checkpoint for checkpoint in on if checkpoint.step in policy_says]
     late = [each.checkpoint for each in off if each.is_late]
     removed = []
@@ -100,6 +104,14 @@ def prune(
         if checkpoint in leaving:
             del known[checkpoint.step]
     return sorted(removed)
+
+
+def _outdated(there: Sequence[CommittedCheckpoint], upcoming: int, policy: RetentionPolicy) -> list[int]:
+    """Return the steps that go once `upcoming` is saved, but for the newest intact one."""
+    others = [checkpoint for checkpoint in there if checkpoint.step != upcoming]
+    newest = max((checkpoint.step for checkpoint in others if checkpoint.is_intact), default=None)
+    removed = to_remove([*others, CommittedCheckpoint(upcoming)], policy)
+    return [step for step in removed if newest is not None and step != newest]
 
 
 def _as_kept(storage: Storage, checkpoint: StoredCheckpoint) -> CommittedCheckpoint:

@@ -8,6 +8,7 @@ save is new.
 
 from __future__ import annotations
 
+import errno
 import itertools
 import mmap
 import os
@@ -331,7 +332,7 @@ class Saver:
         try:
             outcome = {"error": save.error} if save.error else {"files": self._write(save)}
         except Exception as error:  # noqa: BLE001  whatever failed here, all ranks are to learn of it
-            outcome = {"error": str(error) or type(error).__name__}
+            outcome = {"error": str(error) or type(error).__name__, "is_full": _is_full(error)}
         self._at_phase("before_vote", save.step)
         self._peers.tell(save.topic, outcome)
         if self._peers.is_coordinator:
@@ -383,11 +384,13 @@ class Saver:
     def _conclude(self, save: _Save) -> dict[str, Any]:
         """Hear all ranks and commit, or clean up; return the verdict for all."""
         reasons: dict[str, str]
+        is_full = False
         try:
             outcomes = self._peers.hear_all(save.topic, self._options.limit_s)
             reasons = {
                 str(rank): outcome["error"] for rank, outcome in enumerate(outcomes) if "error" in outcome
             }
+            is_full = any(outcome.get("is_full") for outcome in outcomes)
             if not reasons:
                 self._storage.sync(save.draft.folder)
                 manifest = self._manifest(save, outcomes)
@@ -398,7 +401,10 @@ class Saver:
             reasons = {str(rank): str(error) for rank in error.ranks}
         except Exception as error:  # noqa: BLE001  as above
             reasons = {"0": str(error) or type(error).__name__}
+            is_full = _is_full(error)
         self._quietly(lambda: catalog.discard(self._storage, save.draft))
+        if is_full:
+            self._quietly(lambda: self._prune(save, upcoming=save.step))
         return {"reasons": reasons}
 
     def _manifest(self, save: _Save, outcomes: Sequence[Mapping[str, Any]]) -> Manifest:
@@ -449,11 +455,13 @@ class Saver:
         self._at_phase("before_prune", save.step)
         self._quietly(lambda: self._prune(save))
 
-    def _prune(self, save: _Save) -> None:
+    def _prune(self, save: _Save, upcoming: int | None = None) -> None:
         options = self._options
         policy = retention.RetentionPolicy(options.keep_last, options.keep_every_steps, options.keep_best)
         self._known.pop(save.step, None)
-        retention.prune(self._storage, policy, self._lineage, self._known)
+        removed = retention.prune(self._storage, policy, self._lineage, self._known, upcoming)
+        if upcoming is not None and removed:
+            self._on_event("checkpoint_room_made", {"step": upcoming, "removed": removed})
 
     def _quietly(self, act: Callable[[], object]) -> None:
         """Clean up as far as the storage lets us: what is left is found by `remove_leftovers`."""
@@ -461,6 +469,15 @@ class Saver:
             act()
         except CheckpointError as error:
             self._on_event("checkpoint_cleanup_failed", {"message": str(error)})
+
+
+def _is_full(error: BaseException | None) -> bool:
+    """Whether it was for want of room that something failed."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _sums(image: Image, content: memoryview) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -203,6 +204,32 @@ def test_ranks_that_were_asked_to_stop_give_up_before_they_are_killed(tmp_path: 
     attempt = begun(tmp_path / "run", 0, config_of(), faults=Failing(times=2))
     with pytest.raises(TrainingError, match="tried 2 times"):
         attempt.save(STEPS, is_last=True, limit_s=14.0)
+
+
+class Full(Faults):
+    """The first write of step 15 finds no room."""
+
+    def strike(self, phase: str, step: int) -> None:
+        if (phase, step) == ("mid_file", 15):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_disk_removes_first_what_would_go_anyway(tmp_path: Path) -> None:
+    config = config_of(async_save=False, keep_last=2)
+    attempt = begun(tmp_path / "run", 0, config, saves=(5, 10), faults=Full([], 0, 0))
+    attempt.save(15)
+    assert steps_of(tmp_path / "run") == [10]
+    (event,) = events(tmp_path / "run", "checkpoint_room_made")
+    assert (event["step"], event["removed"]) == (15, [5])
+    attempt.save(16)
+    assert steps_of(tmp_path / "run") == [10, 16]
+
+
+def test_a_full_disk_never_costs_the_only_checkpoint(tmp_path: Path) -> None:
+    config = config_of(async_save=False, keep_last=1)
+    begun(tmp_path / "run", 0, config, saves=(10,), faults=Full([], 0, 0)).save(15)
+    assert steps_of(tmp_path / "run") == [10]
+    assert events(tmp_path / "run", "checkpoint_room_made") == []
 
 
 def test_failed_saves_in_a_row_are_counted_until_one_is_committed(tmp_path: Path) -> None:
