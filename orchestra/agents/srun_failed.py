@@ -76,7 +76,7 @@ def main(argv: list[str]) -> int:
 
 
 def of_batch_script(words: list[str]) -> tuple[RunDir, JobTask]:
-    """Return the run that a batch script is to train, by what it passes on, and its job. Raises
+    """Return the run that a batch script is to train, by what it passes on, and its job. Raises ConfigError,
     LauncherError and OSError.
     """
     num_nodes = os.environ.get("SLURM_JOB_NUM_NODES", os.environ.get("SLURM_NNODES", "1"))

@@ -163,8 +163,11 @@ def test_srun_failing_is_told_by_its_own_code(
 
 def test_a_member_of_a_sweep_is_found_by_its_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "2")
+    member = SweepDir(tmp_path).member(5)
+    member.path.mkdir()
+    member.config.write_text(to_yaml(Config()))
     run, task = srun_failed.of_batch_script([str(tmp_path), "--first", "3"])
-    assert (run, task.job) == (SweepDir(tmp_path).member(5), "12")
+    assert (run, task.job) == (member, "12")
 
 
 # A batch script in short: the watch beside it, an srun that asks for ever, and its exit code.
