@@ -155,7 +155,9 @@ def test_a_stop_comes_behind_a_save_under_way_and_makes_none_in_a_run_that_saves
 
 
 def test_a_stop_whose_save_fails_ends_all_ranks_with_the_reason(ranks: Ranks, tmp_path: Path) -> None:
-    config = config_of(inject=[{"at_step": 7, "rank": 1, "phase": FaultPhase.mid_file.name}])
+    impatient = {"every_steps": 5, "last_save_patience_s": 0.0}
+    inject = [{"at_step": 7, "rank": 1, "phase": FaultPhase.mid_file.name}]
+    config = config_of(inject=inject, checkpoint=impatient)
     ended = ranks(2).run(stopped_attempt, path=tmp_path, config=config, ask_at=7)
     assert all(end.startswith("TrainingError: step 7 was trained, but its checkpoint") for end in ended)
     assert committed(tmp_path) == [5]
