@@ -41,6 +41,9 @@ _CLIENT, _SERVER = b"client", b"server"
 
 def shared_secret(file: Path) -> str:
     """Return the secret that a file holds, made by whoever comes first. *Any node*. Raises OSError."""
+    with contextlib.suppress(FileNotFoundError):
+        # Whole from its first moment on: each attempt of each node asks for it.
+        return file.read_text()
     draft = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w") as out:
@@ -222,8 +225,8 @@ class Gate:
     ) -> None:
         """Listen on a free port of `host`, an address of this node. Raises OSError.
 
-        `serve` is called with each channel, which is closed after it; OSError and ValueError from it end that
-        channel alone.
+        `serve` is called with each channel, which is closed after it. What a broken connection or a message
+        of another kind raises there ends that channel alone.
         """
         self._secret, self._purpose, self._serve = secret, purpose, serve
         self._listener = socket.create_server((host, 0), backlog=_GREETINGS_AT_ONCE)
@@ -277,10 +280,11 @@ class Gate:
                     if channel is not None and len(self._served) < self._max_served and not self._is_closed:
                         self._served.add(channel)
             if channel in self._served:
-                self._serve(channel)
-        if channel is not None:
-            with self._lock:
-                self._served.discard(channel)
+                try:
+                    self._serve(channel)
+                finally:
+                    with self._lock:
+                        self._served.discard(channel)
 
 
 def _let_go(connection: socket.socket) -> None:

@@ -1,9 +1,8 @@
 """A run's lineage from its events: where each attempt began, and where the run went back to since.
 
 The event `restored` is an attempt's record of its begin: on the disk before it trains, with the step it goes
-on
-from, whose state that was, and which checkpoints of later steps lay there then. The one function that decides
-what counts is `checkpointing.lineage.Lineage`. Read by both planes. Standard library only.
+on from, whose state that was, and which checkpoints of later steps lay there then. The one function that
+decides what counts is `checkpointing.lineage.Lineage`. Read by both planes. Standard library only.
 """
 
 from __future__ import annotations
