@@ -99,10 +99,15 @@ def read_lineage(run: RunDir) -> Lineage:
     return lineage_of(read_events(run, EVENTS))
 
 
-def last_started(run: RunDir) -> int:
-    """Return the newest attempt that was started; −1 before the first one."""
-    started = read_events(run, (_STARTED,))
-    return max((event["attempt"] for event in started if event["event"] == _STARTED), default=-1)
+def newer_attempt(run: RunDir, attempt: int) -> int | None:
+    """Return the newest attempt that was started after this one; None where none was. Raises OSError."""
+    claimed = stop_requests.claimed_attempt(run)
+    if claimed is None or claimed <= attempt:
+        return None
+    # A claim alone may be a dead leader's.
+    events = read_events(run, (_STARTED,))
+    started = [event["attempt"] for event in events if event["event"] == _STARTED]
+    return max((number for number in started if number > attempt), default=None)
 
 
 class AttemptLineage:
@@ -122,12 +127,8 @@ class AttemptLineage:
         StorageError where the run directory cannot be read.
         """
         try:
-            claimed = stop_requests.claimed_attempt(self._run)
-            # A claim alone may be a dead leader's.
-            if claimed is not None and claimed > self._attempt:
-                started = last_started(self._run)
-                if started > self._attempt:
-                    raise SupersededError(f"attempt {started} has begun: it judges what counts")
+            if (newer := newer_attempt(self._run, self._attempt)) is not None:
+                raise SupersededError(f"attempt {newer} has begun: it judges what counts")
             read = self._read
             if read is None:
                 read = self._read = read_lineage(self._run)

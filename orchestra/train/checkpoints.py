@@ -23,12 +23,11 @@ from checkpointing.checkpointer import Checkpointer
 from checkpointing.options import Options, no_fault
 from conf.schema import Config, RollBackConfig, WhenBusy
 from orchestra.errors import EXIT_FAILED, RollBackError, TrainingError
-from orchestra.run import stop_requests
 from orchestra.run.events import EventWriter, is_number, read_events
 from orchestra.run.metrics_file import read_metrics
 from orchestra.run.paths import RunDir
 from orchestra.run.rollback import BadSteps, Stretch
-from orchestra.run.run_lineage import last_started
+from orchestra.run.run_lineage import newer_attempt
 from orchestra.sizes import save_interval
 from orchestra.sizes.flops import num_parameters
 from orchestra.sizes.save_interval import Interval
@@ -73,16 +72,14 @@ def fenced(
 
     def end_if_replaced(phase: str, step: int) -> None:
         # A file system that cannot be asked now cannot take the manifest either.
-        newest = stop_requests.claimed_attempt(run)
-        if newest is None or newest <= attempt:
+        newest = newer_attempt(run, attempt)
+        if newest is None:
             return
-        # A claim alone may be a dead leader's.
-        if last_started(run) > attempt:
-            with contextlib.suppress(OSError):
-                events.write("fenced", step=step, phase=phase, newest=newest, cause="a newer attempt began")
-            sys.stderr.write(f"attempt {newest} has begun: this process of attempt {attempt} ends\n")
-            sys.stderr.flush()
-            os._exit(EXIT_FAILED)
+        with contextlib.suppress(OSError):
+            events.write("fenced", step=step, phase=phase, newest=newest, cause="a newer attempt began")
+        sys.stderr.write(f"attempt {newest} has begun: this process of attempt {attempt} ends\n")
+        sys.stderr.flush()
+        os._exit(EXIT_FAILED)
 
     return look
 
