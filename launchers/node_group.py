@@ -4,6 +4,7 @@ Each agent makes a `NodeGroup`. They communicate by files in a folder that all n
 
 member-003.json        who the agent of node 3 is: host, address, what it offers
 beat-003               a counter that moves while that agent lives; clocks are never compared
+                       (whose stands still for too long: launchers/silence.py)
 orders/0002.json       what all are to do next, numbered without gaps; taken by link(2), so that there is one
 orders/0002.broken     left by the first agent that saw that order broken
 end-0002-003.json      how node 3's part of order 2 ended
@@ -22,6 +23,7 @@ import json
 import math
 import os
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -32,9 +34,12 @@ from typing import Any
 from launchers import LauncherError
 from launchers.channel import shared_secret
 from launchers.processes import waits_for_a_device
+from launchers.silence import SilenceWatch, answers
 
-# One small write a second and node is what a shared file system bears from thousands of nodes.
-_BEAT_S = 1.0
+# One small write a second and node is what a shared file system bears from thousands of nodes; some dozen
+# nodes may write twice.
+_BEAT_S, _BEAT_OF_FEW_S = 1.0, 0.5
+_FEW_NODES = 64
 # How many nodes' beats the leader reads in a second.
 _BEATS_READ_PER_S = 500
 # An agent that makes no progress for so many time-outs stands still, and its beat with it; never less than a
@@ -56,6 +61,8 @@ class GroupMember:
     pid: int
     # What it offers and what it measured of its node, as JSON.
     facts: Mapping[str, Any] = field(default_factory=dict)
+    # Taken, and nobody listens there: a host that lives refuses connections to it. 0: it has none.
+    deaf_port: int = 0
 
 
 @dataclass(frozen=True)
@@ -74,14 +81,6 @@ class Order:
         return member.node in self.nodes and self.incarnations.get(str(member.node)) == member.incarnation
 
 
-@dataclass
-class _Seen:
-    """A beat as last read, and how often this agent's own had moved then."""
-
-    value: bytes | None
-    own_beats: int
-
-
 class NodeGroup:
     """One agent's view of the others. `join` first, `leave` at last; all else from the agent's own thread."""
 
@@ -93,21 +92,23 @@ class NodeGroup:
         timeout_s: float,
         stalled: Callable[[], None] = lambda: None,
     ) -> None:
-        """`timeout_s`: a node whose beat stands still for so long is silent. `stalled` is called, from
-        another thread, when this agent has made no `progress` for so long that its beat stands still.
-        Raises LauncherError where the folder cannot be made.
+        """`timeout_s`: a node whose beat stands still for so long is silent, and sooner where its host does
+        not answer either. `stalled` is called, from another thread, when this agent has made no `progress`
+        for so long that its beat stands still. Raises LauncherError where the folder cannot be made.
         """
         self.folder = folder
         self._orders = folder / "orders"
         self.node = node
         self.num_nodes = num_nodes
-        self._patience = max(1, round(timeout_s / _BEAT_S))
-        # Those that were really written. Silence is counted in them: while the file system stands still for
-        # everybody, or this agent itself does, nobody is silent.
+        self._beat_s = _BEAT_OF_FEW_S if num_nodes <= _FEW_NODES else _BEAT_S
+        # Those that were really written: what silence is counted in.
         self._own_beats = 0
         self._last_order: Order | None = None
-        self._seen: dict[int, _Seen] = {}
-        self._looked_at = -float(num_nodes)
+        # How often the beats of others are read.
+        self.look_s = max(self._beat_s, num_nodes / _BEATS_READ_PER_S)
+        self._watch = SilenceWatch(timeout_s, self._beat_s, self._host_answers)
+        self._looked_at = -math.inf
+        self._deaf: socket.socket | None = None
         self._is_over = threading.Event()
         self._stall_s = max(_LEAST_STALL_S, _STALL_TIMEOUTS * timeout_s)
         self._stalled = stalled
@@ -125,7 +126,9 @@ class NodeGroup:
 
     def join(self, host: str, address: str, facts: Mapping[str, Any]) -> GroupMember:
         """Say who this node's agent is, and let its beat move from now on. Raises LauncherError."""
-        self.member = GroupMember(self.node, host, address, secrets.token_hex(6), os.getpid(), dict(facts))
+        port = self._take_deaf_port(address) if self.num_nodes > 1 else 0
+        who = (secrets.token_hex(6), os.getpid(), dict(facts), port)
+        self.member = GroupMember(self.node, host, address, *who)
         try:
             self._beat(0)
             self._write(self._member_file(self.node), dataclasses.asdict(self.member))
@@ -133,6 +136,20 @@ class NodeGroup:
             raise LauncherError(f"cannot write into {self.folder}: {error.strerror}") from error
         threading.Thread(target=self._keep_beating, name="beat", daemon=True).start()
         return self.member
+
+    def _take_deaf_port(self, address: str) -> int:
+        """Take a port of this host on which nobody listens; 0 where the address has none to give."""
+        self._deaf = socket.socket()
+        try:
+            self._deaf.bind((address, 0))
+        except OSError:
+            return 0
+        return int(self._deaf.getsockname()[1])
+
+    def _host_answers(self, node: int) -> bool:
+        """Tell whether a node's host answers over the network. From any thread; takes a second at most."""
+        member = self.member_of(node)
+        return member is not None and member.deaf_port > 0 and answers(member.address, member.deaf_port)
 
     @property
     def secret_file(self) -> Path:
@@ -155,22 +172,25 @@ class NodeGroup:
 
     def allow(self, seconds: float) -> None:
         """Let what the agent's own thread does next take so long; the next `progress` ends that."""
-        self._progress_due = self._num_turns + max(seconds, self._stall_s) / _BEAT_S
+        self._progress_due = self._num_turns + max(seconds, self._stall_s) / self._beat_s
 
     def leave(self) -> None:
         """Let the beat stand still and take the name off the list; the others' orders stay."""
         self._is_over.set()
+        self._watch.close()
+        if self._deaf is not None:
+            self._deaf.close()
         for file in (self._member_file(self.node), self._beat_file(self.node)):
             with contextlib.suppress(OSError):
                 file.unlink()
 
     def _keep_beating(self) -> None:
         count = 0
-        while not self._is_over.wait(_BEAT_S):
+        while not self._is_over.wait(self._beat_s):
             self._num_turns += 1
             # An agent gets more turns whose thread waits for storage that does not answer.
             storage_s = _STORAGE_S if waits_for_a_device(os.getpid()) else 0.0
-            if self._num_turns > self._progress_due + storage_s / _BEAT_S:
+            if self._num_turns > self._progress_due + storage_s / self._beat_s:
                 # What moves by itself would say nothing of an agent that hangs.
                 self._stalled()
                 continue
@@ -211,29 +231,22 @@ class NodeGroup:
         return self.leader() == self.node
 
     def silent(self, nodes: Iterable[int]) -> list[int]:
-        """Return those of `nodes` whose beat has stood still, or was never there, for the time-out.
+        """Return those of `nodes` whose beat has stood still, or was never there, for too long.
 
         A node counts from the first call that names it. Reads at most some hundred beats a second.
         """
         now = time.monotonic()
-        if now - self._looked_at < max(_BEAT_S, self.num_nodes / _BEATS_READ_PER_S):
-            return [node for node in nodes if self._was_silent(node)]
-        self._looked_at = now
-        return [node for node in nodes if node != self.node and self._is_silent(node)]
+        is_due = now - self._looked_at >= self.look_s
+        self._looked_at = now if is_due else self._looked_at
+        return [node for node in nodes if node != self.node and self._is_silent(node, is_read=is_due)]
 
-    def _was_silent(self, node: int) -> bool:
-        seen = self._seen.get(node)
-        return node != self.node and seen is not None and self._own_beats - seen.own_beats > self._patience
-
-    def _is_silent(self, node: int) -> bool:
-        value = None
-        with contextlib.suppress(OSError):
-            value = self._beat_file(node).read_bytes() or None
-        seen = self._seen.get(node)
-        if seen is None or (value is not None and value != seen.value):
-            self._seen[node] = _Seen(value, self._own_beats)
-            return False
-        return self._was_silent(node)
+    def _is_silent(self, node: int, *, is_read: bool = True) -> bool:
+        if is_read:
+            value = None
+            with contextlib.suppress(OSError):
+                value = self._beat_file(node).read_bytes() or None
+            self._watch.see(node, value, self._own_beats)
+        return self._watch.is_silent(node, self._own_beats)
 
     # What comes next.
 

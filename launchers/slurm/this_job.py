@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from launchers import LauncherError, SlurmRefused
@@ -20,6 +20,7 @@ from launchers.slurm.commands import output_of
 # Slurm kills 30 s after it has asked a job to end (KillWait): who asks then must not wait for long.
 QUERY_TIMEOUT_S = 5.0
 _REQUEUE_TIMEOUT_S = 10.0
+_NAMES_TIMEOUT_S = 30.0
 # Values may hold spaces, names do not.
 _FIELD = re.compile(r"(?:^|\s)(\w+)=(.*?)(?=\s+[\w/:&]+=|\s*$)")
 _NOTHING = ("None", "(null)", "N/A", "Unknown")
@@ -41,6 +42,8 @@ class OwnJob:
     script: str | None = None
     # The nodes that it has now, as Slurm writes them; empty: unknown or none.
     nodes: str = ""
+    # Where its batch script runs, and srun.
+    batch_host: str = ""
 
     @property
     def is_ending(self) -> bool:
@@ -72,7 +75,31 @@ def parsed(text: str) -> OwnJob | None:
         comment=fields.get("Comment", ""),
         script=fields.get("Command"),
         nodes=fields.get("NodeList", ""),
+        batch_host=fields.get("BatchHost", ""),
     )
+
+
+def names_of(nodes: str) -> list[str]:
+    """Return the hosts in a list as Slurm writes it. Raises LauncherError."""
+    words = ("scontrol", "show", "hostnames", nodes)
+    return output_of(words, timeout_s=_NAMES_TIMEOUT_S).split()
+
+
+def without(job: str, hosts: Iterable[str]) -> tuple[str, ...]:
+    """Take lost hosts out of a job; return those that were. Its step goes on with what is left.
+
+    Slurm ends what runs on them where it reaches them. The host of the batch script stays: Slurm lets a job
+    go on without it, but not at our wish. Raises LauncherError, SlurmRefused where the cluster does not let
+    jobs shrink.
+    """
+    own = own_job(job)
+    has = names_of(own.nodes) if own.nodes else []
+    gone = [host for host in has if host in frozenset(hosts) and host != own.batch_host]
+    left = [host for host in has if host not in gone]
+    if gone and left:
+        output_of(("scontrol", "update", f"JobId={job}", f"NodeList={','.join(left)}"))
+        return tuple(gone)
+    return ()
 
 
 def requeue(job: str) -> None:

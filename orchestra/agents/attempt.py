@@ -49,8 +49,8 @@ _OWN_VERDICT_S = 1.5
 _REPORT_TIMEOUT_S = 60.0
 # How long it may take to bring the copies here that this node's ranks begin from.
 _FETCH_S = 900.0
-# How often a node looks whether the attempt broke on another one.
-_LOOK_S = 1.0
+# How long it waits before it tries once more.
+_RETRY_S = 1.0
 # How often the folder of requests to stop is looked into.
 _STOP_LOOK_S = 0.5
 # torchrun ends within a second of its ranks; on a machine that swaps, several.
@@ -288,7 +288,9 @@ class IdleTorchrun:
 
 
 class _AttemptWatch:
-    """Looks once a second whether the attempt broke somewhere, and, where this node leads, which is lost."""
+    """Looks every now and then whether the attempt broke somewhere, and, where this node leads, which node is
+    lost.
+    """
 
     def __init__(
         self, context: AgentContext, order: Order, record: AttemptRecord, spec: LaunchSpec, own: range
@@ -298,7 +300,7 @@ class _AttemptWatch:
         self._order = order
         # Why the attempt broke; None while it has not.
         self.broken: dict[str, Any] | None = None
-        self._looked_at = -_LOOK_S
+        self._looked_at = -context.group.look_s
         config = config_of(context.config, order)
         self._hangs = open_hang_watch(config, record, spec, own)
         others = order.nodes[1:] if context.node == order.nodes[0] else ()
@@ -328,7 +330,7 @@ class _AttemptWatch:
             self.broken = {"cause": "hang", "ranks": ranks, "host": context.member.host}
             context.group.mark_broken(self._order.number, self.broken)
         now = time.monotonic()
-        if context.is_alone or self.broken is not None or now - self._looked_at < _LOOK_S:
+        if context.is_alone or self.broken is not None or now - self._looked_at < context.group.look_s:
             return
         self._looked_at = now
         self._look_at_all_nodes()
@@ -352,6 +354,8 @@ def mark_lost(context: AgentContext, order: Order) -> list[int]:
     """Return the nodes of an order that are silent, and let all know that it is broken. *The leader only*."""
     # Spares too: one that died long ago must not be chosen.
     silent = context.group.silent(range(context.group.num_nodes))
+    members = context.group.members() if silent else {}
+    context.scheduler.let_go([members[node].host for node in silent if node in members])
     lost = [node for node in order.nodes if node in silent]
     if lost and order.action == START:
         hosts = [host_of(order, node) for node in lost]
@@ -378,7 +382,7 @@ def _report(context: AgentContext, order: Order, ended: dict[str, Any]) -> None:
             # A full or silent file system may answer the next time.
             if time.monotonic() >= deadline:
                 raise
-            time.sleep(_LOOK_S)
+            time.sleep(_RETRY_S)
 
 
 def ending_of(report: Mapping[str, Any]) -> Ending:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,6 +87,11 @@ class Scheduler:
 
     def exclude(self, decision: Decision, log: Sequence[Incident], /) -> None:
         """Put the hosts that a decision lists onto the cluster's list. Raises OSError."""
+
+    def let_go(self, hosts: Collection[str], /) -> None:
+        """Give back lost hosts, whatever becomes of them: this start of the job goes on without. It takes no
+        time, and may be asked again and again.
+        """
 
     def release(self, lost: Sequence[int], /) -> None:
         """Give back what nobody else does, when all is over. `lost`: nodes that are gone."""

@@ -56,6 +56,8 @@ class Leader:
 
     def look(self, order: Order | None) -> None:
         """Do what is due. Raises LaunchError and OSError."""
+        # Whom it has seen alive it misses sooner.
+        self._group.silent(range(self._group.num_nodes))
         if self._next is not None and order is not None and order.number >= self._next[1].number:
             # Another agent went on while this one stood still.
             self._next = None

@@ -12,8 +12,9 @@ from __future__ import annotations
 import contextlib
 import socket
 import sys
+import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -270,6 +271,7 @@ class SlurmJob(Scheduler):
         self._run = run
         self._config = config
         self._task = task
+        self._let_go: frozenset[str] = frozenset()
 
     @property
     def host(self) -> str:
@@ -355,6 +357,30 @@ class SlurmJob(Scheduler):
     def _cluster(self) -> str | None:
         return self._task.cluster or asked_cluster()
 
+    def let_go(self, hosts: Collection[str]) -> None:
+        """Take lost hosts out of the job. One of them that boots again before Slurm has noticed that it was
+        gone would otherwise let srun give the whole step up, and wait half a minute for the dead one.
+        """
+        new, self._let_go = frozenset(hosts) - self._let_go, self._let_go.union(hosts)
+        if new:
+            threading.Thread(target=self._shrink, args=(new,), name="lets-go", daemon=True).start()
+
+    def _shrink(self, hosts: Collection[str]) -> None:
+        deadline = time.monotonic() + _RELEASE_TIMEOUT_S
+        while True:
+            try:
+                if gone := this_job.without(self._task.job, hosts):
+                    _say(f"given back to Slurm: {', '.join(gone)}")
+                return
+            except SlurmSilent:
+                if time.monotonic() > deadline:
+                    return
+            except LauncherError as refusal:
+                # Then Slurm finds out by itself.
+                _say(f"{', '.join(hosts)} stays in the job: {refusal}")
+                return
+            time.sleep(_RELEASE_PAUSE_S)
+
     def release(self, lost: Sequence[int]) -> None:
         """End this start of the job where a node of it is gone. Raises LauncherError after a minute.
 
@@ -381,6 +407,11 @@ class SlurmJob(Scheduler):
         # It is asked anew each time, since a question that got no answer may have been heard.
         if own.restarts <= self._task.restart and not own.is_ending:
             sbatch.cancel([self._task.job], only_waiting=False)
+
+
+def _say(words: str) -> None:
+    sys.stdout.write(words + "\n")
+    sys.stdout.flush()
 
 
 def _noticed_s() -> int:

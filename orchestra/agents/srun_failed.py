@@ -27,8 +27,7 @@ from launchers import LauncherError
 from launchers.node_group import NodeGroup
 from launchers.slurm import this_job
 from launchers.slurm.cluster import is_usable, node_states
-from launchers.slurm.commands import output_of
-from launchers.slurm.this_job import JobTask, job_task
+from launchers.slurm.this_job import JobTask, job_task, names_of
 from orchestra.agents.agent import group_folder, run_of
 from orchestra.agents.context import END, REFUSE
 from orchestra.agents.slurm_job import SlurmJob
@@ -46,7 +45,6 @@ from orchestra.submit.claims import upcoming_attempt
 _UNSTARTED, _LOST = "step_not_started", "step_lost"
 # Agents that live write a beat every second.
 _BEATS_S = 5.0
-_QUESTION_TIMEOUT_S = 30.0
 _LAUNCH_FAILED = re.compile(r"Task launch for \S+ failed on node ([^\s:]+)")
 # What srun writes is in the output of the batch script, which is that of this process too.
 _OUTPUT = Path("/proc/self/fd/1")
@@ -162,11 +160,6 @@ def _missing(group: NodeGroup, nodes: str, left: str, output: Path, config: Conf
     return tuple(host for host in hosts if host in states and not is_usable(states[host]))
 
 
-def names_of(nodes: str) -> list[str]:
-    """Return the hosts in a list as Slurm writes it. Raises LauncherError."""
-    return output_of(("scontrol", "show", "hostnames", nodes), timeout_s=_QUESTION_TIMEOUT_S).split()
-
-
 def taken_nodes(nodes: str, left: str) -> list[str]:
     """Return the hosts of `nodes`, a job's as it began, that it does not have any more; `left`: what it has,
     none where that is not known. Raises LauncherError.
@@ -187,15 +180,16 @@ def _named_by_srun(output: Path) -> frozenset[str]:
 
 def is_alive(group: NodeGroup) -> bool:
     """Tell whether any agent is alive: what this job started goes on without srun. Takes some seconds."""
-    before = _beats(group)
+    before = beats_in(group.folder)
     if before:
         time.sleep(_BEATS_S)
-    return _beats(group) != before
+    return beats_in(group.folder) != before
 
 
-def _beats(group: NodeGroup) -> dict[str, bytes]:
+def beats_in(folder: Path) -> dict[str, bytes]:
+    """Return the beats of the agents that meet there, by file."""
     beats = {}
-    for file in group.folder.glob("beat-*"):
+    for file in folder.glob("beat-*"):
         # An agent that leaves removes its own.
         with contextlib.suppress(OSError):
             beats[file.name] = file.read_bytes()

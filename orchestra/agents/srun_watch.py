@@ -1,9 +1,13 @@
-"""`python -m orchestra.agents.srun_watch RUN_DIR SHELL`: runs beside srun until the first agent has come.
+"""`python -m orchestra.agents.srun_watch RUN_DIR SHELL`: runs beside srun, and ends it where it waits for
+nothing. The batch script runs `orchestra.agents.srun_failed` then.
 
-Where Slurm has taken a lost node out of the job before srun asks for the step, srun asks for ever for nodes
-that the job no longer has ("step creation temporarily disabled, retrying"). It is ended then, and the batch
-script runs `orchestra.agents.srun_failed`. SHELL: the process id of the batch script, whose child srun is.
-For an array of a sweep the arguments are `SWEEP_DIR --first F SHELL`.
+- Where Slurm has taken a lost node out of the job before srun asks for the step, srun asks for ever for nodes
+  that the job no longer has ("step creation temporarily disabled, retrying").
+- Where a node boots again before Slurm has noticed that it was gone, srun gives the step up, and waits half a
+  minute for the task of the dead one while no agent lives any more.
+
+SHELL: the process id of the batch script, whose child srun is. For an array of a sweep the arguments are
+`SWEEP_DIR --first F SHELL`.
 """
 
 from __future__ import annotations
@@ -18,27 +22,33 @@ from pathlib import Path
 from launchers import LauncherError
 from launchers.slurm import this_job
 from orchestra.agents.agent import group_folder
-from orchestra.agents.srun_failed import of_batch_script, taken_nodes
+from orchestra.agents.srun_failed import beats_in, of_batch_script, taken_nodes
 from orchestra.errors import OrchestraError
 
 _LOOK_S = 1.0
 # Agents come within seconds; a controller that serves thousands of jobs is not asked before that.
 _ASK_EVERY_S = 15.0
+# So many looks without a beat: only those count in which the file system took a word of this process's.
+_LOOKS_WITHOUT_BEAT = 5
 
 
 def main(argv: list[str]) -> int:
-    """Watch until an agent has come, srun was ended, or the batch script is over."""
+    """Watch until srun was ended or the batch script is over."""
     try:
         run, task = of_batch_script(argv[:-1])
-        _watch(int(argv[-1]), group_folder(run.control, task.job, task.restart), task.job)
+        folder, shell = group_folder(run.control, task.job, task.restart), int(argv[-1])
+        if not _is_step_refused(shell, folder, task.job):
+            _await_end_of_agents(shell, folder, argv[:-1])
+        _end_srun(shell)
     except (OrchestraError, LauncherError, OSError) as error:
         sys.stderr.write(f"warning: it is not watched whether the job's step begins: {error}\n")
     return 0
 
 
-def _watch(shell: int, group: Path, job: str) -> None:
+def _is_step_refused(shell: int, folder: Path, job: str) -> bool:
+    """Wait until an agent has come or the batch script is over; return True where none can come any more."""
     asked_at = time.monotonic()
-    while os.getppid() == shell and not any(group.glob("member-*")):
+    while os.getppid() == shell and not any(folder.glob("member-*")):
         time.sleep(_LOOK_S)
         if time.monotonic() - asked_at < _ASK_EVERY_S:
             continue
@@ -46,10 +56,41 @@ def _watch(shell: int, group: Path, job: str) -> None:
         # A controller that is silent is asked again.
         with contextlib.suppress(LauncherError):
             if gone := taken_nodes(os.environ["SLURM_JOB_NODELIST"], this_job.own_job(job).nodes):
-                sys.stdout.write(f"{', '.join(gone)} lost before the job's step began; srun is ended\n")
-                sys.stdout.flush()
-                _end_srun(shell)
-                return
+                _say(f"{', '.join(gone)} lost before the job's step began; srun is ended")
+                return True
+    return False
+
+
+def _await_end_of_agents(shell: int, folder: Path, words: list[str]) -> None:
+    """Return when no agent lives any more that did not leave, or the batch script is over."""
+    before, num_looks = beats_in(folder), 0
+    while os.getppid() == shell and num_looks < _LOOKS_WITHOUT_BEAT:
+        time.sleep(_LOOK_S)
+        try:
+            (folder / "srun-watch").write_text(f"{os.getpid()}\n")
+        except OSError:
+            continue
+        now = beats_in(folder)
+        # The first node's agent is on this host: as long as it lives it is only slow.
+        is_still = bool(now) and now == before and not _is_agent_here(words)
+        num_looks = num_looks + 1 if is_still else 0
+        before = now
+    if num_looks:
+        _say("no agent of the job lives any more; srun is ended")
+
+
+def _is_agent_here(words: list[str]) -> bool:
+    agent = os.fsencode("\0".join(["", "-m", "orchestra.agents", *words, ""]))
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if file.read_bytes().endswith(agent):
+                return True
+    return False
+
+
+def _say(words: str) -> None:
+    sys.stdout.write(words + "\n")
+    sys.stdout.flush()
 
 
 def _end_srun(shell: int) -> None:
@@ -57,6 +98,9 @@ def _end_srun(shell: int) -> None:
         with contextlib.suppress(OSError):
             if Path(f"/proc/{pid}/comm").read_text().strip() == "srun":
                 os.kill(int(pid), signal.SIGTERM)
+                time.sleep(_LOOK_S)
+                # It may still wait for the dead.
+                os.kill(int(pid), signal.SIGKILL)
 
 
 if __name__ == "__main__":

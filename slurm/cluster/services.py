@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 
 from slurm.cluster.configuration import DAEMON_USER
@@ -46,6 +47,8 @@ class HostPlan:
     memory: str
     folders: list[str]
     services: list[Service]
+    # Of the machine's processor cores; empty: all.
+    cores: list[int] = dataclasses.field(default_factory=list)
 
     def save(self, path: Path) -> None:
         path.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
@@ -70,7 +73,18 @@ def host_plan(layout: ClusterLayout, host: str) -> HostPlan:
         memory=str(layout.memory) if is_controller else "",
         folders=[str(layout.memory / folder) for folder in folders],
         services=controller_services(layout) if is_controller else node_services(layout),
+        cores=[] if is_controller else cores_of(int(host.removeprefix("node")), layout.settings.nodes),
     )
+
+
+def cores_of(node: int, num_nodes: int) -> list[int]:
+    """Return node `node`'s share of this machine's cores, of 1 to `num_nodes`: one at least, and no two nodes
+    the same while there are enough.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    share = max(1, len(cores) // num_nodes)
+    first = (node - 1) * share
+    return [cores[(first + index) % len(cores)] for index in range(share)]
 
 
 def controller_services(layout: ClusterLayout) -> list[Service]:

@@ -155,6 +155,20 @@ def test_a_node_that_boots_again_at_once_costs_the_run_one_job(cluster: Site) ->
     run.assert_state("finished")
 
 
+@pytest.mark.timeout(240)
+def test_a_lost_node_that_comes_back_costs_nothing(cluster: Site) -> None:
+    """The job has given it back: what Slurm does with it is its own."""
+    run = training(cluster, "comes-back", "cluster.spare_nodes=1")
+    lost = run.fail_node(1)
+    trains_again(run, 1)
+    cluster.heal(lost)
+    run.wait(lambda: cluster.about_node(lost, "%T") == "idle", "it is free for other jobs")
+    run.wait_for_event("finished", 120)
+    assert run.events("requeued") == []
+    assert len(run.events("attempt_started")) == 2
+    run.assert_state("finished")
+
+
 def left_at_once(cluster: Site, *words: str) -> None:
     """Run the command, and press Ctrl-C as soon as it does nothing any more but wait."""
     process = cluster.start_orchestra(*words, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))

@@ -1,0 +1,137 @@
+"""Decides which nodes are silent, from beats that stand still and hosts that do not answer.
+
+Two limits. A beat that stands still for the whole time-out is one of a lost node, whatever else is known.
+Much earlier, after twice the longest pause that any beat made lately and no less than three seconds, a node
+is lost whose host does not answer over the network either: storage that stalls for one node and a busy
+machine delay beats, but the kernel of a host that lives refuses a connection at once. Hosts behind something
+that drops such connections are found out while their beats move, and have the long limit alone.
+
+Silence is counted in the watcher's own beats, those that were really written: while the file system stands
+still for everybody, or the watcher itself does, nobody is silent.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+# A host that does not answer is lost after so long at the earliest.
+LEAST_S = 3.0
+# How often the longest pause of late must fit into a silence.
+_SAFETY = 2.0
+_LATELY_S = 60.0
+# After so long a host is asked, and so often while its beat stands still.
+_ASK_AFTER_S = 1.5
+_ASK_EVERY_S = 1.0
+_ANSWER_TIMEOUT_S = 1.0
+_ASKED_AT_ONCE = 16
+
+
+def answers(address: str, port: int) -> bool:
+    """Tell whether a host answers at all, be it that nobody listens there. Takes a second at most."""
+    try:
+        with socket.create_connection((address, port), _ANSWER_TIMEOUT_S):
+            return True
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+
+
+@dataclass
+class _Watched:
+    """A node's beat as it was read last, and what its host said."""
+
+    value: bytes | None
+    # The watcher's own beats when it was seen to move, and when it was last seen not to have moved since.
+    moved_at: int
+    still_at: int
+    # Whether the host answered while its beat moved; None: it was not asked.
+    is_answering: bool | None = None
+    # What it said last since its beat stands still; None: nothing yet.
+    last_answer: bool | None = None
+    question: Future[bool] | None = None
+    asked_at: int = 0
+
+
+class SilenceWatch:
+    """One agent's watch over the beats of others. All from one thread; `ask` is called from threads of its
+    own, and tells whether a node's host answers.
+    """
+
+    def __init__(self, timeout_s: float, beat_s: float, ask: Callable[[int], bool]) -> None:
+        """`timeout_s`: the long limit; `beat_s`: how often a beat moves."""
+        self._timeout_s = timeout_s
+        self._beat_s = beat_s
+        self._ask = ask
+        self._watched: dict[int, _Watched] = {}
+        # Pauses of all nodes that are longer than a beat's: when they ended, and how long they were.
+        self._pauses: deque[tuple[int, float]] = deque()
+        self._threads: ThreadPoolExecutor | None = None
+
+    def see(self, node: int, value: bytes | None, now: int) -> None:
+        """Take note of a beat that was just read (None: it could not be); `now`: the watcher's own beats.
+
+        A node counts from the first time that it is named.
+        """
+        watched = self._watched.get(node)
+        if watched is None:
+            self._watched[node] = _Watched(value, now, now)
+            return
+        if value is None or value == watched.value:
+            watched.still_at = now
+            return
+        # What is known of the pause: while nobody looked the beat may have moved.
+        pause_s = (watched.still_at - watched.moved_at) * self._beat_s
+        # An agent that was started again was not late: it was not there.
+        is_same = watched.value is not None and value.split()[0] == watched.value.split()[0]
+        if is_same and pause_s > self._beat_s:
+            self._pauses.append((now, pause_s))
+        watched.value, watched.last_answer = value, None
+        watched.moved_at = watched.still_at = now
+        self._take_answer(watched)
+        if watched.is_answering is None and watched.question is None:
+            self._begin_to_ask(node, watched, now)
+
+    def is_silent(self, node: int, now: int) -> bool:
+        """Tell whether a node is lost, as far as is known at `now`."""
+        watched = self._watched.get(node)
+        if watched is None:
+            return False
+        still_s = (now - watched.moved_at) * self._beat_s
+        self._take_answer(watched)
+        is_to_be_asked = still_s >= _ASK_AFTER_S and bool(watched.is_answering) and watched.question is None
+        if is_to_be_asked and (now - watched.asked_at) * self._beat_s >= _ASK_EVERY_S:
+            self._begin_to_ask(node, watched, now)
+        if still_s > self._timeout_s:
+            return True
+        return watched.last_answer is False and still_s >= self.limit_s(now)
+
+    def limit_s(self, now: int) -> float:
+        """Return after how long a node is lost whose host does not answer, in seconds."""
+        while self._pauses and (now - self._pauses[0][0]) * self._beat_s > _LATELY_S:
+            self._pauses.popleft()
+        longest_s = max((pause_s for _, pause_s in self._pauses), default=0.0)
+        return min(self._timeout_s, max(LEAST_S, _SAFETY * longest_s))
+
+    def _begin_to_ask(self, node: int, watched: _Watched, now: int) -> None:
+        self._threads = self._threads or ThreadPoolExecutor(_ASKED_AT_ONCE, "asks-hosts")
+        watched.question, watched.asked_at = self._threads.submit(self._ask, node), now
+
+    @staticmethod
+    def _take_answer(watched: _Watched) -> None:
+        if watched.question is None or not watched.question.done():
+            return
+        answer, watched.question = watched.question.result(), None
+        if watched.is_answering is None:
+            watched.is_answering = answer
+        elif watched.asked_at > watched.moved_at:
+            watched.last_answer = answer
+
+    def close(self) -> None:
+        """Ask nobody any more."""
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
