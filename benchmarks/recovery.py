@@ -52,6 +52,10 @@ def lose_first_node(run: SubmittedRun) -> None:
     run.fail_node(0)
 
 
+def boot_node(run: SubmittedRun) -> None:
+    run.site.heal(run.fail_node(1))
+
+
 # Name, what happens, the run's own overrides. Each begins with all four hosts up.
 CASES: dict[str, tuple[str, Fault, tuple[str, ...]]] = {
     "rank": ("rank SIGKILL", kill_rank, ("cluster.nodes=2",)),
@@ -67,6 +71,11 @@ CASES: dict[str, tuple[str, Fault, tuple[str, ...]]] = {
         "the only node lost, its copies are with a spare",
         lose_first_node,
         ("cluster.nodes=1", "cluster.spare_nodes=1", "recovery.memory_copy_every_steps=1"),
+    ),
+    "boot": (
+        "node boots again within a second",
+        boot_node,
+        ("cluster.nodes=2", "cluster.spare_nodes=1"),
     ),
     "shrink": ("node lost, min_nodes=1", lose_node, ("cluster.nodes=2", "recovery.min_nodes=1")),
     "requeue": ("node lost, another job without it", lose_node, ("cluster.nodes=2",)),
