@@ -16,12 +16,13 @@ from __future__ import annotations
 import contextlib
 import re
 import secrets
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from checkpointing.checkpoint_errors import DamagedError, StorageError, SupersededError
 from checkpointing.lineage import UNDIVIDED, Departure, Lineage
 from checkpointing.manifest import HEAD_BYTES, MANIFEST, Manifest, ManifestHead, decode, encode, head
+from checkpointing.outages import is_passing
 from checkpointing.storage import Storage
 
 _STEP = re.compile(r"step-(\d{8,})")
@@ -55,7 +56,9 @@ class Draft:
 @dataclass(frozen=True)
 class StoredCheckpoint:
     """One that has a manifest, whatever it is worth: who wrote it (None: it does not say), and where its
-    files and its manifest lie.
+    files and its manifest lie. `place` is 1 in a run's second place, its fallback.
+
+    `unread`: why the storage does not give the manifest out now, so that nobody knows who wrote it.
     """
 
     step: int
@@ -63,13 +66,16 @@ class StoredCheckpoint:
     attempt: int | None
     folder: str
     manifest: str
+    place: int = 0
+    unread: str | None = None
 
     @property
-    def age(self) -> tuple[int, int, bool, bool]:
+    def age(self) -> tuple[int, int, bool, bool, int]:
         """What orders those of one step, the older first; of two alike the one with the step's name
-        counts.
+        counts, and that of the first place.
         """
-        return self.step, self.generation, self.attempt is not None, self.folder == step_name(self.step)
+        is_named = self.folder == step_name(self.step)
+        return self.step, self.generation, self.attempt is not None, is_named, -self.place
 
 
 def step_name(step: int) -> str:
@@ -100,6 +106,16 @@ def strays(storage: Storage, checkpoint: StoredCheckpoint, manifest: Manifest) -
     saves = {match[1] for name in names if (match := _OWN_MANIFEST.fullmatch(name)) is not None}
     of_saves = {name for name in names if (match := _PREFIX.match(name)) is not None and match[1] in saves}
     return sorted({*names} - {MANIFEST, *manifest.files} - of_saves)
+
+
+def stored_in(storages: Sequence[Storage]) -> list[StoredCheckpoint]:
+    """Return what `stored` does, of all places of a run; `storages[checkpoint.place]` holds it."""
+    found = [
+        replace(checkpoint, place=place)
+        for place, storage in enumerate(storages)
+        for checkpoint in stored(storage)
+    ]
+    return sorted(found, key=lambda entry: entry.age)
 
 
 def stored(storage: Storage) -> list[StoredCheckpoint]:
@@ -151,7 +167,10 @@ def _entry(storage: Storage, step: int, folder: str, file: str) -> StoredCheckpo
     size = storage.size(path)
     if size is None:
         return None
-    found = _head(storage, path, size)
+    try:
+        found = _head(storage, path, size)
+    except StorageError as error:
+        return StoredCheckpoint(step, 0, None, folder, path, unread=str(error) if is_passing(error) else None)
     if found is None or found.step != step:
         # Damaged: nobody restores it, and who wrote it cannot be told.
         return StoredCheckpoint(step, 0, None, folder, path)
@@ -160,13 +179,13 @@ def _entry(storage: Storage, step: int, folder: str, file: str) -> StoredCheckpo
 
 def _head(storage: Storage, path: str, size: int) -> ManifestHead | None:
     begin = bytearray(min(size, HEAD_BYTES))
+    storage.read_into(path, 0, memoryview(begin))
+    if (found := head(bytes(begin))) is not None:
+        return found
+    # Written by somebody else, with other spaces or another order.
     try:
-        storage.read_into(path, 0, memoryview(begin))
-        if (found := head(bytes(begin))) is not None:
-            return found
-        # Written by somebody else, with other spaces or another order.
         manifest = decode(storage.get(path))
-    except (StorageError, DamagedError):
+    except DamagedError:
         return None
     return ManifestHead(manifest.step, manifest.generation, manifest.attempt)
 
@@ -453,7 +472,8 @@ def claim(storage: Storage, owner: str) -> str:
 
     Of two that come at the same moment to a local place, one gets the other's name.
     """
-    if storage.put_new(_OWNER, owner.encode()):
+    # Asked first: a disk that is full or read-only now can still be read.
+    if storage.size(_OWNER) is None and storage.put_new(_OWNER, owner.encode()):
         return owner
     return storage.get(_OWNER).decode(errors="replace")
 

@@ -2,6 +2,7 @@
 
 CheckpointError
 ├── StorageError        the storage refuses or fails: full, read-only, unreachable
+│   └── UnreachableError    it did not answer for as long as a restore waits; says nothing of what it holds
 ├── DamagedError        a checkpoint is not what its manifest says; names file and tensor
 ├── NoCheckpointError   nothing to restore from, or nothing intact
 ├── SupersededError     a newer attempt has saved this step: what this one holds is void
@@ -22,6 +23,12 @@ class CheckpointError(Exception):
 
 class StorageError(CheckpointError):
     """Raised when the storage refuses or fails an operation, after its retries."""
+
+
+class UnreachableError(StorageError):
+    """Raised by a restore whose storage did not answer for as long as it waits: nothing is known to be
+    damaged.
+    """
 
 
 class DamagedError(CheckpointError):

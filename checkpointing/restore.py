@@ -2,7 +2,7 @@
 
 The coordinator alone lists checkpoints and reads manifests; chunks are read by the ranks that a plan names,
 each checked while it passes. What one rank finds damaged, all ranks learn, and all walk back to the next
-older one.
+older one. Where the storage only does not answer, all wait and ask for the same one again.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,17 +19,19 @@ import torch.distributed as dist
 
 from checkpointing import catalog, checksums
 from checkpointing import manifest as manifests
-from checkpointing.catalog import StoredCheckpoint
+from checkpointing.catalog import OffLine, StoredCheckpoint
 from checkpointing.checkpoint_errors import (
     DamagedError,
     MismatchError,
     NoCheckpointError,
     StorageError,
     SupersededError,
+    UnreachableError,
 )
 from checkpointing.lineage import Lineage
 from checkpointing.manifest import Manifest
 from checkpointing.options import Phase, no_fault
+from checkpointing.outages import OutagePatience, is_passing, may_be_damage
 from checkpointing.peers import Peers
 from checkpointing.plans import NamedChunk, Transfer, check_fit, declaration, declared, read_plan
 from checkpointing.shards import Shard
@@ -38,13 +40,14 @@ from checkpointing.transfer import Mover, Placement, Routes
 
 MODES = ("broadcast", "rank0", "direct")
 WantedShards = Callable[[Manifest], Sequence[Shard]]
+_Split = tuple[list[StoredCheckpoint], list[OffLine]]
 
 
 @dataclass(frozen=True)
 class RestoredCheckpoint:
     """What was restored: the checkpoint's manifest (its state is in `manifest.state`), the bytes that this
-    rank read from storage, the seconds since the ranks met, why newer checkpoints were skipped, and why later
-    ones are off the line.
+    rank read from storage, the seconds since the ranks met, why newer checkpoints were skipped, why later
+    ones are off the line, and the fallback's place where it lies there.
     """
 
     manifest: Manifest
@@ -52,6 +55,7 @@ class RestoredCheckpoint:
     seconds: float
     skipped: Sequence[tuple[int, str]]
     off_line: Sequence[tuple[int, str]] = ()
+    fallback: str | None = None
 
     @property
     def step(self) -> int:
@@ -62,42 +66,68 @@ class RestoredCheckpoint:
         return self.manifest.state
 
 
+@dataclass(frozen=True)
+class Places:
+    """Where a run's checkpoints lie, and how long a storage that does not answer is waited for.
+
+    `storages`: the place, and the fallback where there is one. `expected`: of a place's number the newest
+    step on the line that is known to have been committed there. The coordinator alone uses all but the
+    storages.
+    """
+
+    storages: Sequence[Storage]
+    lineage: Callable[[], Lineage] = Lineage
+    patience: OutagePatience = field(default_factory=OutagePatience)
+    expected: Mapping[int, int] = field(default_factory=dict)
+
+    @property
+    def words(self) -> str:
+        return " and ".join(storage.place for storage in self.storages)
+
+
 def restore(
-    storage: Storage,
+    places: Places,
     peers: Peers,
     group: dist.ProcessGroup | None,
     wanted: WantedShards,
     *,
     how: str = "broadcast",
     step: int | None = None,
-    lineage: Callable[[], Lineage] = Lineage,
     at_phase: Phase = no_fault,
+    goes_on: Callable[[], None] = lambda: None,
 ) -> RestoredCheckpoint | None:
     """Fill the wanted shards from the newest intact checkpoint on the line, or from that of `step`.
     *Collective*.
 
-    Returns None where the place holds no committed checkpoint of the line and no step is asked for. `lineage`
-    is asked on the coordinator alone. Raises, on
-    every rank, MissingRanksError (a rank did not come), NoCheckpointError (none is intact, or not the one of
-    `step`), MismatchError (the checkpoint does not fit what is wanted), StorageError (the place cannot be
-    listed). After an error the shards hold anything.
+    Returns None where the places hold no committed checkpoint of the line and no step is asked for. A storage
+    that does not answer is waited for, and `goes_on` called before each try. Raises, on every rank,
+    MissingRanksError (a rank did not come), NoCheckpointError (none is intact, or not the one of `step`),
+    MismatchError (the checkpoint does not fit what is wanted), UnreachableError (a storage did not answer
+    within the patience), StorageError (the place cannot be listed). After an error the shards hold anything.
     """
     topic = peers.unused("restore")
     peers.exchange(f"{topic}/here", None)
     began = time.monotonic()
-    offers = _offers(storage, step, lineage)
+    offers = _offers(places, step)
     skipped: list[tuple[int, str]] = []
+    failure: ReadFailure | None = None
     while True:
-        offer = _offered(peers, peers.unused(topic), offers, skipped, storage.place)
+        offer = _offered(peers, peers.unused(topic), offers, failure, skipped, places)
         if offer is None:
             return None
+        goes_on()
+        failure = None
+        if "manifest" not in offer:
+            continue
         manifest, folder = manifests.decode(offer["manifest"].encode()), offer["folder"]
+        storage = places.storages[offer["place"]]
         task = _RestoreTask(storage, folder, manifest, peers, group, how, peers.unused(topic), at_phase)
-        num_bytes, damage = _filled(task, functools.partial(wanted, manifest))
-        if damage is None:
+        num_bytes, failure = _filled(task, functools.partial(wanted, manifest))
+        if failure is None:
             off_line = [(each, words) for each, words in offer["off_line"] if each > manifest.step]
-            return RestoredCheckpoint(manifest, num_bytes, time.monotonic() - began, skipped, off_line)
-        skipped.append((manifest.step, str(damage)))
+            fallback = storage.place if offer["place"] else None
+            seconds = time.monotonic() - began
+            return RestoredCheckpoint(manifest, num_bytes, seconds, skipped, off_line, fallback)
 
 
 def fetch(
@@ -117,9 +147,9 @@ def fetch(
     every rank, DamagedError or MismatchError.
     """
     task = _RestoreTask(storage, folder, manifest, peers, group, how, peers.unused(topic))
-    num_bytes, damage = _filled(task, lambda: shards)
-    if damage is not None:
-        raise damage
+    num_bytes, failure = _filled(task, lambda: shards)
+    if failure is not None:
+        raise failure.damage
     return num_bytes
 
 
@@ -137,15 +167,44 @@ class _RestoreTask:
     at_phase: Phase = no_fault
 
 
-def _offers(storage: Storage, step: int | None, lineage: Callable[[], Lineage]) -> Iterator[dict[str, Any]]:
-    """Yield, as JSON, the checkpoints of the line whose manifest and files' sizes are right, the newest
-    first, each with those that were skipped before it; and where there is none (any more) why. *Coordinator.*
+@dataclass(frozen=True)
+class ReadFailure:
+    """Why a checkpoint could not be read. `is_outage`: the storage did not answer, which says nothing of what
+    it holds; `may_be_damage`: unless other checkpoints there can be read.
     """
-    try:
-        on, off = catalog.split(catalog.stored(storage), lineage())
-    except (StorageError, SupersededError) as error:
-        yield {"unreachable": str(error)}
+
+    what: str
+    file: str | None = None
+    tensor: str | None = None
+    is_outage: bool = False
+    may_be_damage: bool = False
+
+    @staticmethod
+    def of(error: Exception, file: str | None = None, tensor: str | None = None) -> ReadFailure:
+        """Return the failure that an exception tells."""
+        what = str(error) or type(error).__name__
+        return ReadFailure(what, file, tensor, is_passing(error), may_be_damage(error))
+
+    @property
+    def damage(self) -> DamagedError:
+        return DamagedError(self.what, file=self.file, tensor=self.tensor)
+
+
+Offers = Generator[dict[str, Any], ReadFailure | None, None]
+
+
+def _offers(places: Places, step: int | None) -> Offers:
+    """Yield, as JSON, the checkpoints of the line whose manifest and files' sizes are right, the newest
+    first, each with those that were skipped before it; where there is none (any more) why; and `waits` before
+    a storage is asked again. What is sent back is why the one that was offered could not be read.
+    *Coordinator.*
+    """
+    patience = places.patience
+    found = yield from _found(places)
+    if isinstance(found, dict):
+        yield found
         return
+    on, off = found
     steps = [checkpoint.step for checkpoint in on]
     if step is not None and step not in steps:
         yield {"absent": step, "there": steps}
@@ -155,22 +214,95 @@ def _offers(storage: Storage, step: int | None, lineage: Callable[[], Lineage]) 
         return
     skipped: list[tuple[int, str]] = []
     off_line = [(each.checkpoint.step, each.words) for each in off]
+    outage: ReadFailure | None = None
     for candidate in reversed(on) if step is None else [on[steps.index(step)]]:
         place: StoredCheckpoint | None = candidate
         while place is not None:
+            storage = places.storages[place.place]
+            offer = {"skipped": skipped, "off_line": off_line, "folder": place.folder, "place": place.place}
             try:
                 manifest = catalog.read_manifest(storage, place)
                 catalog.check_sizes(storage, manifest, place.folder)
             except (DamagedError, StorageError) as error:
-                skipped.append((candidate.step, str(error)))
+                failure: ReadFailure | None = ReadFailure.of(error)
             else:
-                content = manifests.encode(manifest).decode()
-                offer = {"skipped": skipped, "off_line": off_line, "folder": place.folder}
-                yield {**offer, "manifest": content}
+                if place.unread is not None:
+                    # It can be read now: who wrote it says whether it counts.
+                    yield from _offers(places, step)
+                    return
+                failure = yield {**offer, "manifest": manifests.encode(manifest).decode()}
                 skipped = []
+            assert failure is not None
+            if failure.is_outage or _is_gone(storage):
+                if patience.lasts(failure.what):
+                    yield {"waits": True}
+                    patience.pause()
+                    continue
+                outage = failure
+                if not failure.may_be_damage:
+                    break
+            skipped.append((candidate.step, str(failure.damage)))
             # Asked again: it is damaged, unless it only made way to another name while it was read.
             place = _moved(storage, place)
-    yield {"skipped": skipped}
+        if outage is not None and not outage.may_be_damage:
+            break
+    yield {"skipped": skipped} if outage is None else _unreachable(places, outage.what)
+
+
+def _found(places: Places) -> Generator[dict[str, Any], Any, dict[str, Any] | _Split]:
+    """Return what lies on the line and what does not, once all places could be listed, or why that cannot be
+    told; a fallback that does not answer is passed by where nothing newer is known to lie there.
+    """
+    patience = places.patience
+    while True:
+        found: list[StoredCheckpoint] = []
+        failures: dict[int, Exception] = {}
+        on: list[StoredCheckpoint] = []
+        off: list[OffLine] = []
+        for number, storage in enumerate(places.storages):
+            try:
+                found += [replace(each, place=number) for each in catalog.stored(storage)]
+            except StorageError as error:
+                failures[number] = error
+        try:
+            on, off = catalog.split(found, places.lineage())
+        except (StorageError, SupersededError) as error:
+            failures[0] = error
+        newest = max((checkpoint.step for checkpoint in on), default=0)
+        # A folder that is not mounted now looks like an empty one.
+        gone = {
+            number: f"{places.storages[number].place}: nothing is there, though step {step} was committed"
+            for number, step in places.expected.items()
+            if step > newest and number not in failures and all(each.place != number for each in found)
+        }
+        passing = [str(error) for error in failures.values() if is_passing(error)]
+        unread = [each.unread for each in found if each.unread is not None]
+        reasons = [*passing, *gone.values(), *unread]
+        if not reasons or not patience.lasts(reasons[0]):
+            break
+        yield {"waits": True}
+        patience.pause()
+    if (failure := failures.get(0)) is not None:
+        return _unreachable(places, str(failure)) if is_passing(failure) else {"unlisted": str(failure)}
+    if gone and found:
+        return _unreachable(places, next(iter(gone.values())))
+    for number, failure in failures.items():
+        if places.expected.get(number, 0) > newest:
+            return _unreachable(places, str(failure))
+        patience.tell("fallback_unreachable", {"why": str(failure)})
+    return on, off
+
+
+def _is_gone(storage: Storage) -> bool:
+    """Whether nothing is in a place any more, as where its file system is not mounted."""
+    try:
+        return not storage.names()
+    except StorageError as error:
+        return is_passing(error)
+
+
+def _unreachable(places: Places, why: str) -> dict[str, Any]:
+    return {"unreachable": f"the storage did not answer for {places.patience.waited_s:.0f} s: {why}"}
 
 
 def _moved(storage: Storage, checkpoint: StoredCheckpoint) -> StoredCheckpoint | None:
@@ -179,6 +311,7 @@ def _moved(storage: Storage, checkpoint: StoredCheckpoint) -> StoredCheckpoint |
         found = catalog.stored(storage)
     except StorageError:
         return None
+    found = [replace(each, place=checkpoint.place) for each in found]
     origin = (checkpoint.step, checkpoint.generation, checkpoint.attempt)
     same = [each for each in found if (each.step, each.generation, each.attempt) == origin]
     return None if checkpoint in same else next(iter(same), None)
@@ -187,29 +320,36 @@ def _moved(storage: Storage, checkpoint: StoredCheckpoint) -> StoredCheckpoint |
 def _offered(
     peers: Peers,
     topic: str,
-    offers: Iterator[dict[str, Any]],
+    offers: Offers,
+    failure: ReadFailure | None,
     skipped: list[tuple[int, str]],
-    place: str,
+    places: Places,
 ) -> dict[str, Any] | None:
-    """Return the checkpoint that the coordinator offers next; None where there are none on the line."""
+    """Return the checkpoint that the coordinator offers next, or its word that it waits; None where there are
+    none on the line. `failure`: of the one that was offered before.
+    """
     if peers.is_coordinator:
-        peers.answer(topic, next(offers))
+        peers.answer(topic, offers.send(failure))
     offer: dict[str, Any] = peers.await_answer(topic, 2 * peers.limit_s)
     skipped.extend((step, reason) for step, reason in offer.get("skipped", ()))
-    if "manifest" in offer:
+    if "manifest" in offer or "waits" in offer:
         return offer
     if "empty" in offer:
         return None
     if "unreachable" in offer:
-        raise StorageError(offer["unreachable"])
+        raise UnreachableError(offer["unreachable"])
+    if "unlisted" in offer:
+        raise StorageError(offer["unlisted"])
     if "absent" in offer:
         there = ", ".join(map(str, offer["there"])) or "none"
-        raise NoCheckpointError(f"{place}: no checkpoint of step {offer['absent']}; there are: {there}")
-    raise NoCheckpointError(f"{place}: no committed checkpoint is intact", skipped)
+        raise NoCheckpointError(
+            f"{places.words}: no checkpoint of step {offer['absent']}; there are: {there}"
+        )
+    raise NoCheckpointError(f"{places.words}: no committed checkpoint is intact", skipped)
 
 
-def _filled(task: _RestoreTask, ask: Callable[[], Sequence[Shard]]) -> tuple[int, DamagedError | None]:
-    """Fill what this rank asks for; return the bytes that it read, and what any rank found damaged."""
+def _filled(task: _RestoreTask, ask: Callable[[], Sequence[Shard]]) -> tuple[int, ReadFailure | None]:
+    """Fill what this rank asks for; return the bytes that it read, and what any rank could not read."""
     shards, words = _agreed(task, ask)
     rank = task.peers.rank
     transfers = _planned(task, words)
@@ -227,10 +367,12 @@ def _filled(task: _RestoreTask, ask: Callable[[], Sequence[Shard]]) -> tuple[int
     routes = Routes(transfers, None if task.how == "direct" else task.group)
     mover = Mover(transfers, Placement(shards), routes, rank, device, task.peers.limit_s)
     mover.move(reader.read, after_read)
-    verdicts = task.peers.exchange(f"{task.topic}/read", reader.verdict)
+    verdict = None if reader.verdict is None else asdict(reader.verdict)
+    verdicts = task.peers.exchange(f"{task.topic}/read", verdict)
     routes.close()
-    damage = next((verdict for verdict in verdicts if verdict is not None), None)
-    return reader.num_bytes, None if damage is None else DamagedError(**damage)
+    failures = [ReadFailure(**verdict) for verdict in verdicts if verdict is not None]
+    # What one rank found damaged is not waited for because another one was not answered.
+    return reader.num_bytes, min(failures, key=lambda failure: failure.is_outage, default=None)
 
 
 def _agreed(
@@ -280,7 +422,7 @@ class _CheckedReader:
         self._folder = folder
         self._lock = threading.Lock()
         self.num_bytes = 0
-        self.verdict: dict[str, str | None] | None = None
+        self.verdict: ReadFailure | None = None
 
     def read(self, transfer: Transfer, memory: memoryview) -> None:
         """Fill the memory; called by several threads. Nothing more is read after a damage."""
@@ -294,7 +436,7 @@ class _CheckedReader:
             for part in transfer.parts:
                 self._check(transfer, part, memory)
         except Exception as error:  # noqa: BLE001  whatever failed here, all ranks are to learn of it
-            self._note(str(error) or type(error).__name__, transfer.file, transfer.parts[0].name)
+            self._note(ReadFailure.of(error, transfer.file, transfer.parts[0].name))
 
     def _check(self, transfer: Transfer, part: NamedChunk, memory: memoryview) -> None:
         begin = part.chunk.begin - transfer.begin
@@ -302,9 +444,9 @@ class _CheckedReader:
         if part.chunk.checksum and checksum != part.chunk.checksum:
             where, expected = part.chunk.box.label(), part.chunk.checksum
             what = f"the chunk {where} has the checksum {checksum}, expected {expected}"
-            self._note(what, transfer.file, part.name)
+            self._note(ReadFailure(what, transfer.file, part.name))
 
-    def _note(self, what: str, file: str, tensor: str) -> None:
+    def _note(self, failure: ReadFailure) -> None:
         with self._lock:
             if self.verdict is None:
-                self.verdict = {"what": what, "file": file, "tensor": tensor}
+                self.verdict = failure

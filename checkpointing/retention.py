@@ -18,8 +18,9 @@ from checkpointing.catalog import (
     remove_checkpoint,
     split,
     stored,
+    stored_in,
 )
-from checkpointing.checkpoint_errors import DamagedError
+from checkpointing.checkpoint_errors import DamagedError, StorageError
 from checkpointing.lineage import Lineage
 from checkpointing.storage import Storage
 
@@ -76,6 +77,7 @@ def prune(
     lineage: Callable[[], Lineage] = Lineage,
     known: dict[int, CommittedCheckpoint] | None = None,
     upcoming: int | None = None,
+    fallback: Storage | None = None,
 ) -> list[int]:
     """Remove the checkpoints of the line that the policy does not keep, and those that were published off it
     after a newer attempt had begun; return their steps.
@@ -84,26 +86,41 @@ def prune(
     one.
     What else is off the line stays, and counts for no rule. `lineage` is asked again before each is lost.
     `known` holds what is known of the line's checkpoints already, so that many that are kept for good are not
-    read again after every save; whoever writes one anew takes it out.
+    read again after every save; whoever writes one anew takes it out. What lies in `fallback`, the run's
+    second place, counts and goes like the rest; where that does not answer, its StorageError is raised when
+    the rest is done.
     """
+    storages = [storage] if fallback is None else [storage, fallback]
     known = {} if known is None else known
     judged_by = lineage()
-    on, off = split(stored(storage), judged_by)
+    found, failure = _stored(storages)
+    on, off = split(found, judged_by)
     for checkpoint in on:
         if checkpoint.step not in known:
-            known[checkpoint.step] = _as_kept(storage, checkpoint)
+            known[checkpoint.step] = _as_kept(storages[checkpoint.place], checkpoint)
     there = [known[checkpoint.step] for checkpoint in on]
     policy_says = set(to_remove(there, policy) if upcoming is None else _outdated(there, upcoming, policy))
     leaving = [checkpoint for checkpoint in on if checkpoint.step in policy_says]
     late = [each.checkpoint for each in off if each.is_late]
     removed = []
     for checkpoint in (*leaving, *late):
-        if not remove_checkpoint(storage, checkpoint, lambda: lineage() == judged_by):
+        place = storages[checkpoint.place]
+        if not remove_checkpoint(place, checkpoint, lambda: lineage() == judged_by):
             break
         removed.append(checkpoint.step)
         if checkpoint in leaving:
             del known[checkpoint.step]
+    if failure is not None:
+        raise failure
     return sorted(removed)
+
+
+def _stored(storages: Sequence[Storage]) -> tuple[list[StoredCheckpoint], StorageError | None]:
+    """Return what lies there. A fallback that does not answer must not let the place itself fill up."""
+    try:
+        return stored_in(storages), None
+    except StorageError as error:
+        return stored(storages[0]), error
 
 
 def _outdated(there: Sequence[CommittedCheckpoint], upcoming: int, policy: RetentionPolicy) -> list[int]:
@@ -125,13 +142,14 @@ def _as_kept(storage: Storage, checkpoint: StoredCheckpoint) -> CommittedCheckpo
     return CommittedCheckpoint(checkpoint.step, float(score) if isinstance(score, int | float) else None)
 
 
-def remove_off_line(storage: Storage, lineage: Lineage) -> list[OffLine]:
+def remove_off_line(storage: Storage, lineage: Lineage, fallback: Storage | None = None) -> list[OffLine]:
     """Remove all that is off the line, as a person asks for; return it.
 
     What older versions set aside goes too.
     """
-    _, off = split(stored(storage), lineage)
-    gone = [each for each in off if remove_checkpoint(storage, each.checkpoint)]
+    storages = [storage] if fallback is None else [storage, fallback]
+    _, off = split(stored_in(storages), lineage)
+    gone = [each for each in off if remove_checkpoint(storages[each.checkpoint.place], each.checkpoint)]
     for name in storage.names():
         if _SET_ASIDE.fullmatch(name):
             storage.remove(name)

@@ -8,6 +8,7 @@ save is new.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import mmap
@@ -17,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -154,6 +156,7 @@ class _Save:
     index: int
     step: int
     state: Mapping[str, Any]
+    storage: Storage
     draft: Draft
     began: float
     blocked_s: float = 0.0
@@ -179,8 +182,12 @@ class Saver:
         on_event: Event,
         at_phase: Phase,
         lineage: Callable[[], Lineage] = Lineage,
+        fallback: Storage | None = None,
     ) -> None:
         self._storage = storage
+        self._fallback = fallback
+        # Only then it is asked after each save: its storage may stand still.
+        self._is_fallback_used = False
         self._peers = peers
         self._options = options
         self._on_event = on_event
@@ -203,7 +210,9 @@ class Saver:
         `save`. Raises MismatchError where the ranks' shards do not make up each tensor once.
         """
         if self._peers.is_coordinator:
-            catalog.remove_leftovers(self._storage, self._options.generation)
+            for storage in self._used_places:
+                # What cannot be removed now is removed later.
+                self._quietly(partial(catalog.remove_leftovers, storage, self._options.generation))
         held = declaration(shard.piece for shard in shards)
         values = self._peers.exchange(self._peers.unused("prepare"), held)
         self._plan = write_plan([declared(value) for value in values])
@@ -221,25 +230,46 @@ class Saver:
         pinned = any(shard.tensor.is_cuda for shard in shards)
         self._staging = Staging(self._images, pinned=pinned, folder=self._options.staging_dir)
 
-    def save(self, step: int, shards: Sequence[Shard], state: Mapping[str, Any]) -> bool:
+    @property
+    def _places(self) -> list[Storage]:
+        return [self._storage] if self._fallback is None else [self._storage, self._fallback]
+
+    @property
+    def _used_places(self) -> list[Storage]:
+        """Where checkpoints lie, as far as is known."""
+        return self._places if self._is_fallback_used else [self._storage]
+
+    def _look_into_fallback(self) -> None:
+        """Find out whether the fallback holds any. *Coordinator.*"""
+        if self._fallback is not None:
+            with contextlib.suppress(StorageError):
+                self._is_fallback_used = bool(catalog.stored(self._fallback))
+
+    def save(
+        self, step: int, shards: Sequence[Shard], state: Mapping[str, Any], *, in_fallback: bool = False
+    ) -> bool:
         """Copy the shards and return; threads write and commit. *Collective*.
 
-        Returns False where the save before is still under way and `when_busy` is skip. Never raises for a
-        failing storage: the event `checkpoint_failed` tells, on every rank, and the next save tries again.
+        `in_fallback`: in the second place, which must have been given. Returns False where the save before is
+        still under way and `when_busy` is skip. Never raises for a failing storage: the event
+        `checkpoint_failed` tells, on every rank, and the next save tries again.
         """
         began = time.monotonic()
         if self._staging is None:
             self.reserve(shards)
         index, self._num_saves = self._num_saves, self._num_saves + 1
         error: str | None = None
+        # One that is stuck in its storage writes what this one would copy over it: the same state.
+        is_same = in_fallback and self._current is not None and self._current.step == step
         try:
-            if not self._is_our_turn(index, step):
+            if not (is_same or self._is_our_turn(index, step)):
                 return False
         except FalseWordError as false:
             # The other ranks may have begun: they learn at once that this one cannot.
             error = str(false)
-        draft = catalog.draft(self._storage, step, self._options.generation, index)
-        save = _Save(index, step, dict(state), draft, began, error=error)
+        storage = self._places[int(in_fallback)]
+        draft = catalog.draft(storage, step, self._options.generation, index)
+        save = _Save(index, step, dict(state), storage, draft, began, error=error)
         if error is None:
             # Else the memory may still belong to the save before.
             self._stage(save, shards)
@@ -251,12 +281,15 @@ class Saver:
         save.thread.start()
         return True
 
-    def wait(self) -> None:
-        """Wait for the save in flight. *Collective*. Raises SaveFailedError when it was not committed."""
+    def wait(self, limit_s: float | None = None) -> None:
+        """Wait for the save in flight. *Collective*. Raises SaveFailedError when it was not committed, or not
+        within `limit_s`.
+        """
         save = self._current
         if save is None:
             return
-        if not save.is_concluded.wait(self._options.limit_s + 2 * _SLACK_S):
+        longest_s = self._options.limit_s + 2 * _SLACK_S
+        if not save.is_concluded.wait(longest_s if limit_s is None else min(limit_s, longest_s)):
             raise SaveFailedError(save.step, {self._peers.rank: "its storage has not answered for too long"})
         # Until the other ranks have learnt the verdict too: a save that follows at once is then not skipped.
         assert save.thread is not None
@@ -316,7 +349,7 @@ class Saver:
         if reasons:
             if str(self._peers.rank) in reasons:
                 # Also where this rank was late and the coordinator has cleaned up long ago.
-                self._quietly(lambda: catalog.discard(self._storage, save.draft))
+                self._quietly(lambda: catalog.discard(save.storage, save.draft))
             self._on_event("checkpoint_failed", {"step": save.step, "reasons": reasons})
         save.is_concluded.set()
         try:
@@ -368,7 +401,7 @@ class Saver:
             return [future.result() for future in sums]
 
     def _write_file(self, save: _Save, image: Image, content: memoryview) -> None:
-        file = self._storage.create(f"{save.draft.folder}/{save.draft.prefix}{image.name}", len(content))
+        file = save.storage.create(f"{save.draft.folder}/{save.draft.prefix}{image.name}", len(content))
         try:
             for begin in range(0, len(content), _BLOCK_BYTES):
                 if begin <= len(content) // 2 < begin + _BLOCK_BYTES:
@@ -392,17 +425,17 @@ class Saver:
             }
             is_full = any(outcome.get("is_full") for outcome in outcomes)
             if not reasons:
-                self._storage.sync(save.draft.folder)
+                save.storage.sync(save.draft.folder)
                 manifest = self._manifest(save, outcomes)
                 self._at_phase("before_manifest", save.step)
-                catalog.commit(self._storage, save.draft, manifest)
+                catalog.commit(save.storage, save.draft, manifest)
                 return {"reasons": {}, "bytes": manifest.num_bytes}
         except MissingRanksError as error:
             reasons = {str(rank): str(error) for rank in error.ranks}
         except Exception as error:  # noqa: BLE001  as above
             reasons = {"0": str(error) or type(error).__name__}
             is_full = _is_full(error)
-        self._quietly(lambda: catalog.discard(self._storage, save.draft))
+        self._quietly(lambda: catalog.discard(save.storage, save.draft))
         if is_full:
             self._quietly(lambda: self._prune(save, upcoming=save.step))
         return {"reasons": reasons}
@@ -412,7 +445,7 @@ class Saver:
         files: dict[str, File] = {}
         chunks: dict[TensorPiece, Chunk] = {}
         digests: dict[str, list[int]] = {}
-        sizes = self._storage.sizes(save.draft.folder)
+        sizes = save.storage.sizes(save.draft.folder)
         for rank, outcome in enumerate(outcomes):
             for image, sums in zip(images(self._plan[rank], rank), outcome["files"], strict=True):
                 name = save.draft.prefix + image.name
@@ -451,6 +484,9 @@ class Saver:
             "seconds": time.monotonic() - save.began,
             "blocked_s": save.blocked_s,
         }
+        if save.storage is self._fallback:
+            self._is_fallback_used = True
+            evidence["fallback"] = save.storage.place
         self._on_event("checkpoint_committed", evidence)
         self._at_phase("before_prune", save.step)
         self._quietly(lambda: self._prune(save))
@@ -459,7 +495,8 @@ class Saver:
         options = self._options
         policy = retention.RetentionPolicy(options.keep_last, options.keep_every_steps, options.keep_best)
         self._known.pop(save.step, None)
-        removed = retention.prune(self._storage, policy, self._lineage, self._known, upcoming)
+        fallback = self._fallback if self._is_fallback_used else None
+        removed = retention.prune(self._storage, policy, self._lineage, self._known, upcoming, fallback)
         if upcoming is not None and removed:
             self._on_event("checkpoint_room_made", {"step": upcoming, "removed": removed})
 

@@ -533,6 +533,11 @@ class CheckpointConfig:
     # How long the last save of an attempt is tried again, its state kept in memory: of ranks that were asked
     # to stop, no longer than recovery.stop_timeout_s allows.
     last_save_patience_s: float = 600.0
+    # Where the last save goes when that patience is over: a folder that all nodes see, on another storage, or
+    # any fsspec URL. Runs may share one, each writes to <fallback_dir>/<run>-<id>; null: nowhere else.
+    fallback_dir: str | None = None
+    # How long the begin of an attempt waits for a storage that does not answer, before it fails.
+    restore_patience_s: float = 300.0
 
 
 class WandbMode(Enum):

@@ -11,6 +11,8 @@ OrchestraError            1   anything below; catch this to catch all
 │   ├── NonFiniteError   93   the loss or gradient stays non-finite: starting again would not help
 │   ├── LossSpikeError   93   the loss rose far above the last ones, and the policy is to stop
 │   ├── RollBackError     1   training is to go on from an earlier step: bad losses, or a broken device
+│   ├── UnsavedError      1   the last step was trained, and its checkpoint could not be written anywhere
+│   ├── StorageOutageError 1  storage did not answer for as long as an attempt's begin waits for it
 │   └── UnusableCheckpointError   93   what lies in the run's place of checkpoints is not the run's own
 └── StopRequested        75   stopped on request; to be continued
 """
@@ -83,6 +85,16 @@ class LossSpikeError(TrainingError):
 
 class RollBackError(TrainingError):
     """Raised when training is to go on from an earlier step; the next attempt does, if the policy lets it."""
+
+
+class UnsavedError(TrainingError):
+    """Raised when the last state of an attempt could be written nowhere."""
+
+
+class StorageOutageError(TrainingError):
+    """Raised when an attempt cannot begin because storage does not answer. Nothing says that a checkpoint is
+    damaged, or that the code is wrong: the next attempt may find it there again.
+    """
 
 
 class UnusableCheckpointError(TrainingError):

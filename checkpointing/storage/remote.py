@@ -22,36 +22,7 @@ from fsspec.core import url_to_fs
 from fsspec.spec import AbstractBufferedFile
 
 from checkpointing.checkpoint_errors import StorageError
-
-# Which failures of a storage may pass, and trying again until they do.
-#
-# Clients of object stores raise types of their own packages; they are distinguished by what they carry (an
-# errno, an HTTP status, a class name), so that none of the packages is needed here.
-
-
-_PERMANENT_TYPES = (
-    *(FileNotFoundError, PermissionError, FileExistsError),
-    *(IsADirectoryError, NotADirectoryError, NotImplementedError),
-)
-_PASSING_TYPES = (TimeoutError, ConnectionError, InterruptedError, BlockingIOError)
-_PASSING_NUMBERS = {
-    getattr(errno, name)
-    for name in (
-        *("EIO", "EREMOTEIO", "EAGAIN", "ESTALE", "EBUSY", "EINTR", "EPIPE", "ENOBUFS", "ETIMEDOUT"),
-        *("ECONNRESET", "ECONNABORTED", "ECONNREFUSED", "ENETDOWN", "ENETRESET", "ENETUNREACH"),
-        *("EHOSTDOWN", "EHOSTUNREACH", "ENOTCONN", "ESHUTDOWN"),
-    )
-    if hasattr(errno, name)
-}
-# Connections that broke, as botocore, aiohttp, urllib3, azure-core and http.client call them.
-_PASSING_NAMES = {
-    *("HTTPClientError", "ConnectionError", "ResponseStreamingError", "IncompleteReadError"),
-    *("ResponseParserError", "ClientConnectionError", "ClientPayloadError", "ProtocolError"),
-    *("IncompleteRead", "ServiceRequestError", "ServiceResponseError"),
-}
-# Too slow or too many requests; of the server's own failures all pass but `not implemented`.
-_LARGEST_STATUS = 599
-_PASSING_STATUSES = {408, 429, *range(500, _LARGEST_STATUS + 1)} - {501}
+from checkpointing.outages import causes, error_number, is_passing
 
 
 @dataclass(frozen=True)
@@ -82,42 +53,6 @@ class Retries:
             yield random.uniform(0, min(self.longest_delay_s, self.first_delay_s * 2**number))
 
 
-def is_passing(error: BaseException) -> bool:
-    """Whether the same request may work a moment later."""
-    chain = list(causes(error))
-    if any(isinstance(cause, _PERMANENT_TYPES) for cause in chain):
-        return False
-    statuses = {status for status in map(_http_status, chain) if status is not None}
-    if statuses:
-        return not statuses.isdisjoint(_PASSING_STATUSES)
-    return any(_is_passing_alone(cause) for cause in chain)
-
-
-def _is_passing_alone(error: BaseException) -> bool:
-    if isinstance(error, _PASSING_TYPES):
-        return True
-    if isinstance(error, OSError) and error_number(error) in _PASSING_NUMBERS:
-        return True
-    return any(kind.__name__ in _PASSING_NAMES for kind in type(error).__mro__)
-
-
-def causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and those that it was raised from."""
-    seen: set[int] = set()
-    cause: BaseException | None = error
-    while cause is not None and id(cause) not in seen:
-        seen.add(id(cause))
-        yield cause
-        cause = cause.__cause__
-
-
-def error_number(error: OSError) -> int | None:
-    """Return an OSError's number, also where it is the only argument (`OSError(errno.EIO)`)."""
-    if error.errno is None and len(error.args) == 1 and isinstance(error.args[0], int):
-        return error.args[0]
-    return error.errno
-
-
 def reason(error: BaseException) -> str:
     """Return what failed in a few words: what the client says, or the system's words for the number."""
     if isinstance(error, FileNotFoundError) and service_code(error) is None:
@@ -141,21 +76,6 @@ def service_code(error: BaseException) -> str | None:
         response: Any = getattr(cause, "response", None)
         if isinstance(response, dict):
             return str(response.get("Error", {}).get("Code"))
-    return None
-
-
-def _http_status(error: BaseException) -> int | None:
-    """Return the HTTP status that an error of botocore, aiohttp, gcsfs or azure-core carries."""
-    response: Any = getattr(error, "response", None)
-    if isinstance(response, dict):
-        status: Any = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-        return status if isinstance(status, int) else None
-    for name in ("status", "status_code", "code"):
-        status = getattr(error, name, None)
-        if isinstance(status, str) and status.isdecimal():
-            status = int(status)
-        if isinstance(status, int) and 100 <= status <= _LARGEST_STATUS:
-            return status
     return None
 
 

@@ -115,13 +115,14 @@ def _first_intact(
 
     found = chosen_checkpoints(place, step)
     for checkpoint in found:
-        look, each = first_look(place.storage, checkpoint), checkpoint.step
+        storage, each = place.storage_of(checkpoint), checkpoint.step
+        look = first_look(storage, checkpoint)
         damage = look.damage
         if damage is None and look.manifest is not None:
             plan = plan_export(look.manifest, place.config.model, wanted)
             try:
                 if not is_dry_run:
-                    write_export(place.storage, look.manifest, plan, checkpoint.folder)
+                    write_export(storage, look.manifest, plan, checkpoint.folder)
                 return each, plan
             except DamagedError as error:
                 damage = str(error)

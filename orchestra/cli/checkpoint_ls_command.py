@@ -25,7 +25,7 @@ from checkpointing.catalog import (
     owner,
     read_manifest,
     split,
-    stored,
+    stored_in,
 )
 from checkpointing.checkpoint_errors import CheckpointError
 from checkpointing.lineage import Lineage
@@ -41,7 +41,7 @@ from orchestra.run.config_file import read_config
 from orchestra.run.events import is_number, read_events
 from orchestra.run.files import Record
 from orchestra.run.paths import RunDir
-from orchestra.run.record import read_record
+from orchestra.run.record import fallback_place, read_record
 from orchestra.run.run_lineage import read_lineage
 from orchestra.sizes.save_interval import AUTO
 
@@ -58,12 +58,29 @@ after the next one had begun, which the next save removes.
 
 @dataclass(frozen=True)
 class Place:
-    """A run, its configuration, its lineage, and the storage that its checkpoints lie in."""
+    """A run, its configuration, its lineage, and the storage that its checkpoints lie in; `fallback` where it
+    has one and something lies there.
+    """
 
     run: RunDir
     config: Config
     storage: Storage
     lineage: Lineage
+    fallback: Storage | None = None
+
+    @property
+    def words(self) -> str:
+        places = [self.storage] if self.fallback is None else [self.storage, self.fallback]
+        return " and ".join(storage.place for storage in places)
+
+    def storage_of(self, checkpoint: StoredCheckpoint) -> Storage:
+        """Return the storage that holds a checkpoint of `split`."""
+        return self.storage if self.fallback is None or checkpoint.place == 0 else self.fallback
+
+    def split(self) -> tuple[list[StoredCheckpoint], list[OffLine]]:
+        """Return what lies on the run's line, ascending, and what does not. Raises StorageError."""
+        places = [self.storage] if self.fallback is None else [self.storage, self.fallback]
+        return split(stored_in(places), self.lineage)
 
 
 @dataclass(frozen=True)
@@ -106,13 +123,25 @@ def open_place(text: str, parent: Path) -> Place:
     config = read_config(run.config)
     with explained():
         storage = open_storage(config.checkpoint.dir or run.checkpoints)
+        second = fallback_place(run, config.checkpoint.fallback_dir)
+        fallback = None if second is None else _fallback(second)
         theirs, mine = owner(storage), read_record(run).get("wandb_id")
     # The checkpoints of another run would pass for this run's.
     if theirs is not None and mine is not None and theirs != mine:
         raise ConfigError(
             f"{storage.place} belongs to another run: its wandb id is {theirs}, that of {run.name} is {mine}"
         )
-    return Place(run, config, storage, read_lineage(run))
+    return Place(run, config, storage, read_lineage(run), fallback)
+
+
+def _fallback(place: str) -> Storage | None:
+    """Return a run's second place where something lies there."""
+    try:
+        storage = open_storage(place)
+        return storage if storage.names() else None
+    except CheckpointError as error:
+        print(f"checkpoint.fallback_dir is left out: {error}", file=sys.stderr)
+        return None
 
 
 @contextlib.contextmanager
@@ -140,9 +169,9 @@ def chosen_checkpoints(place: Place, step: int | None) -> list[StoredCheckpoint]
 
     Raises ConfigError with the steps that there are, OrchestraError where there are none.
     """
-    on, off = split(stored(place.storage), place.lineage)
+    on, off = place.split()
     if not on:
-        raise OrchestraError(f"{place.run.name} has no checkpoint in {place.storage.place}")
+        raise OrchestraError(f"{place.run.name} has no checkpoint in {place.words}")
     if step is None:
         return on[::-1]
     found = [checkpoint for checkpoint in on if checkpoint.step == step]
@@ -171,20 +200,20 @@ def run(arguments: Namespace) -> int:
     place = open_place(arguments.run, arguments.dir)
     with explained():
         if arguments.prune:
-            for gone in remove_off_line(place.storage, place.lineage):
+            for gone in remove_off_line(place.storage, place.lineage, place.fallback):
                 print(f"removed step {gone.checkpoint.step}: {gone.words}", file=sys.stderr)
-        on, off = split(stored(place.storage), place.lineage)
-        looks = [first_look(place.storage, checkpoint) for checkpoint in on]
-        looks += [first_look(place.storage, each.checkpoint, each) for each in off]
+        on, off = place.split()
+        looks = [first_look(place.storage_of(checkpoint), checkpoint) for checkpoint in on]
+        looks += [first_look(place.storage_of(each.checkpoint), each.checkpoint, each) for each in off]
     looks.sort(key=lambda look: look.checkpoint.age)
     events, now = read_events(place.run), time.time()
-    rows = [_row(look, _checked(look, events), now) for look in looks]
+    rows = [_row(look, place, _checked(look, events), now) for look in looks]
     if arguments.json:
         print(json.dumps(rows, indent=2))
     elif rows:
         _print_table(place, rows)
     else:
-        print(f"{place.run.name} has no checkpoint in {place.storage.place}; {_when_one_is_due(place)}")
+        print(f"{place.run.name} has no checkpoint in {place.words}; {_when_one_is_due(place)}")
     return EXIT_DONE
 
 
@@ -205,10 +234,11 @@ def _checked(look: Look, events: list[Record]) -> str:
     return "verified" if was_verified(events, look.step, look.manifest.created) else "sizes"
 
 
-def _row(look: Look, checked: str, now: float) -> dict[str, Any]:
+def _row(look: Look, place: Place, checked: str, now: float) -> dict[str, Any]:
     """Return a checkpoint for --json; what only the manifest knows is left out where it cannot be read."""
     row: dict[str, Any] = {"step": look.step, "checked": checked, "damage": look.damage}
     row |= {
+        "place": place.storage_of(look.checkpoint).place,
         "on_line": look.off_line is None,
         "off_line": None if look.off_line is None else look.off_line.words,
     }
@@ -241,6 +271,9 @@ def _print_table(place: Place, rows: list[dict[str, Any]]) -> None:
     print(figures.table(_HEADER, [_cells(row) for row in rows]))
     lines = [f"in {place.storage.place}"]
     for row in rows:
+        if row["place"] != place.storage.place:
+            where = f"step {row['step']} is in {row['place']}"
+            lines += figures.wrapped(where, indent="  ", keeps_words=True)
         if not row["on_line"]:
             lines += figures.wrapped(f"step {row['step']} is off the line: {row['off_line']}", indent="  ")
         elif row["damage"] is not None:

@@ -60,7 +60,7 @@ def run(arguments: Namespace) -> int:
     with explained():
         for checkpoint in reversed(chosen_checkpoints(place, arguments.step)):
             began = time.monotonic()
-            report = verify(place.storage, checkpoint, threads)
+            report = verify(place.storage_of(checkpoint), checkpoint, threads)
             seconds = time.monotonic() - began
             records.append(_record(report, seconds))
             _keep_verdict(place, checkpoint, report)
@@ -72,7 +72,7 @@ def run(arguments: Namespace) -> int:
 
 
 def _keep_verdict(place: Place, checkpoint: StoredCheckpoint, report: VerifyReport) -> None:
-    manifest = first_look(place.storage, checkpoint).manifest
+    manifest = first_look(place.storage_of(checkpoint), checkpoint).manifest
     # Somebody else's run may be read and not written.
     with contextlib.suppress(OSError):
         EventWriter(place.run, "verify", 0).write(

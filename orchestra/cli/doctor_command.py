@@ -117,6 +117,8 @@ def _configured(overrides: list[str]) -> Subject:
     return Subject(
         launcher=cluster.launcher.value,
         run_dir=Path(os.path.abspath(os.path.expanduser(config.run.dir))),  # noqa: PTH100,PTH111  may not exist
+        fallback_dir=config.checkpoint.fallback_dir,
+        own_checkpoints=config.checkpoint.dir is not None,
         group=config.run.group,
         interface=cluster.network.interface,
         device=cluster.device.value,

@@ -31,7 +31,7 @@ from orchestra.cli.text.resolve import TARGET_HELP, add_directory_option, all_ta
 from orchestra.errors import EXIT_DO_NOT_RESTART, EXIT_DONE
 from orchestra.recovery.history import newest_attempt
 from orchestra.recovery.incidents import Verdict, node_verdict
-from orchestra.report.run_state import MemberState, RunState, SweepState, by_phase
+from orchestra.report.run_state import MemberState, RunState, SweepState, by_phase, waits_for_storage
 from orchestra.report.scheduler import read_states
 from orchestra.run.events import read_events
 from orchestra.run.paths import RunDir
@@ -130,7 +130,8 @@ def _of_run(state: RunState) -> list[str]:
         "job": _job(state),
         # Where Slurm names the nodes they stand with the job.
         "nodes": ", ".join(hosts) if state.state is RunPhase.running and not state.job_nodes else "",
-        "saved": never_saved if state.checkpoint_step is None else f"step {state.checkpoint_step}",
+        "saved": never_saved if state.checkpoint_step is None else _where_saved(state),
+        "waits": (attempt and state.state is RunPhase.running and waits_for_storage(attempt)) or "",
         "unsaved": "" if state.failed_saves is None else failed_saves_words(state.failed_saves),
         "starts": f"{state.attempts} attempts: {restarts}" if state.attempts > 1 else "",
         "back": _back(roll_backs(events)),
@@ -244,6 +245,11 @@ def _cells(state: RunState, titles: Sequence[str]) -> tuple[str, ...]:
 def _saved(state: RunState) -> str:
     step = "-" if state.checkpoint_step is None else str(state.checkpoint_step)
     return step if state.failed_saves is None else f"{step} ({state.failed_saves.count} failed)"
+
+
+def _where_saved(state: RunState) -> str:
+    place = "" if state.checkpoint_fallback is None else f" in {state.checkpoint_fallback}"
+    return f"step {state.checkpoint_step}{place}"
 
 
 def _of_sweep(state: SweepState, width: int | None) -> list[str]:

@@ -95,6 +95,7 @@ def _of_run(state: RunState, arguments: Namespace) -> list[str]:
             "state": state.state,
             "attempt": attempt,
             "checkpoint_step": newest_checkpoint(events),
+            "checkpoint_fallback": state.checkpoint_fallback,
             "failed_saves": None if state.failed_saves is None else dataclasses.asdict(state.failed_saves),
             "cause": state.cause,
             "job": state.job,
@@ -105,6 +106,8 @@ def _of_run(state: RunState, arguments: Namespace) -> list[str]:
         }
         return [json.dumps(answer, indent=2)]
     unsaved = [] if state.failed_saves is None else [failed_saves_words(state.failed_saves)]
+    if state.checkpoint_fallback is not None:
+        unsaved.append(f"the checkpoint of step {state.checkpoint_step} is in {state.checkpoint_fallback}")
     before = [
         *unsaved,
         *attempt_lines(attempts),

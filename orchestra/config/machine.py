@@ -102,7 +102,11 @@ def _with_absolute_paths(config: Config) -> Config:
         data=data,
         cluster=cluster,
         model=replace(model, init_from=model.init_from and absolute(model.init_from)),
-        checkpoint=replace(checkpoint, dir=checkpoint.dir and absolute(checkpoint.dir)),
+        checkpoint=replace(
+            checkpoint,
+            dir=checkpoint.dir and absolute(checkpoint.dir),
+            fallback_dir=checkpoint.fallback_dir and absolute(checkpoint.fallback_dir),
+        ),
     )
 
 

@@ -46,6 +46,9 @@ class Subject:
     # Whether Slurm was asked for; where its commands merely lie about it may be missing.
     needs_slurm: bool = False
     run_dir: Path = Path("runs")
+    # checkpoint.fallback_dir, and whether checkpoints have a place of their own (checkpoint.dir).
+    fallback_dir: str | None = None
+    own_checkpoints: bool = False
     # The Unix group that may write there, beside the user.
     group: str | None = None
     interface: str | None = None

@@ -375,6 +375,31 @@ def _run_dir(subject: Subject) -> Iterator[Finding]:
     yield _clock(begin, begin + seconds, written)
 
 
+def _fallback(subject: Subject) -> Iterator[Finding]:
+    from checkpointing.checkpoint_errors import CheckpointError
+    from checkpointing.storage import open_storage
+
+    place = subject.fallback_dir
+    if place is None:
+        return
+    try:
+        storage, probe = open_storage(place), f".orchestra-doctor-{secrets.token_hex(4)}"
+        is_new = not storage.names()
+        storage.put(probe, b"probe")
+        storage.remove(probe)
+        if is_new and "://" not in place:
+            Path(place).rmdir()
+    except (CheckpointError, OSError) as error:
+        advice = "choose another checkpoint.fallback_dir, or make it writable"
+        yield Finding("fallback", Mark.failed, f"{place}: cannot write: {error}", advice)
+        return
+    folders = [nearest_folder(path) for path in (Path(place), subject.run_dir)] if "://" not in place else []
+    is_same = len(folders) == 2 and folders[0].stat().st_dev == folders[1].stat().st_dev
+    same = ", but it is on the file system of run.dir" if is_same and not subject.own_checkpoints else ""
+    advice = "what fills up or goes away there does so here: give a folder on another storage"
+    yield graded("fallback", f"{place}: can be written{same}", is_bad=bool(same), advice=advice)
+
+
 def _kind(folder: Path) -> str | None:
     from orchestra.submit.site import file_system_of
 
@@ -405,6 +430,7 @@ def _clock(begin: float, end: float, written: float) -> Finding:
 
 CHECKS = (
     Check("run.dir", _run_dir),
+    Check("fallback", _fallback),
     Check("host name", _host_name, limit_s=2 * _LOOKUP_LIMIT_S + 5),
     Check("ports", _ports),
     Check("limits", _limits),

@@ -20,7 +20,7 @@ slow disk, a busy core) or rises above what the configuration says:
 less, else recovery.heartbeat_timeout_s: the rank may wait for one that does not hang yet |
 | data, record | recovery.heartbeat_timeout_s: the pace is the storage's, not the rank's |
 | save (its blocking part), restore | learned: 10 × the longest so far; at least 60 s, at most \
-checkpoint.timeout_s |
+checkpoint.timeout_s; a restore that waits for its storage beats at each try |
 | commit | 2 × checkpoint.timeout_s: the last save is tried twice |
 | stop | the longest of the times that closing may take |
 

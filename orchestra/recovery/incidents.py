@@ -42,10 +42,12 @@ _SIGNALS_FROM_OUTSIDE = frozenset(
 # What a file system or a network does that is away for a while. Missing files are none of these.
 _ERRORS_FROM_OUTSIDE = frozenset(
     (
-        *("OSError", "TimeoutError", "BlockingIOError", "BrokenPipeError", "StorageError"),
+        *("OSError", "TimeoutError", "BlockingIOError", "BrokenPipeError", "StorageError", "UnsavedError"),
         *("ConnectionError", "ConnectionResetError", "ConnectionRefusedError", "ConnectionAbortedError"),
     )
 )
+# What a rank raises that waited in vain for its storage to answer.
+_STORAGE_OUTAGE = "StorageOutageError"
 # What a broken connection to another rank looks like (gloo, NCCL, the store): that rank failed first.
 _WORDS_OF_BROKEN_PEER = re.compile(
     r"connection (closed|reset|refused) by peer|connection (closed|reset|refused)\b|broken pipe|pair closure"
@@ -91,6 +93,8 @@ class Kind(Enum):
     loss = "loss"
     # A step was computed twice with different results.
     replay = "replay"
+    # A storage did not answer for as long as the begin of an attempt waits for it.
+    storage = "storage"
     rank_failed = "rank_failed"
     hang = "hang"
     node_lost = "node_lost"
@@ -180,6 +184,8 @@ def evidence_of(attempt: Attempt) -> Evidence | None:
         return Evidence(Kind.replay if rolled.cause == BROKEN_DEVICE else Kind.loss, failures)
     if first is None:
         return None
+    if first.get("cause") == _STORAGE_OUTAGE:
+        return Evidence(Kind.storage, failures)
     return Evidence(Kind.loss if first.get("cause") in _LOSS_ERRORS else Kind.rank_failed, failures)
 
 
@@ -447,6 +453,8 @@ def _failure(attempt: Attempt, code: int) -> _End:
     if (rolled := attempt.roll_back) is not None:
         return _roll_back(attempt, rolled)
     first = evidence.events[0]
+    if evidence.kind is Kind.storage:
+        return _End(Kind.storage, "the storage did not answer", *_rank_and_host(first))
     return _End(evidence.kind, fingerprint(first), *_rank_and_host(first), _host_to_blame(attempt, first))
 
 

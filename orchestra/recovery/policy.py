@@ -115,7 +115,11 @@ class RecoveryCase:
 # Fewer steps than that, restored from memory, are no progress: a run that fails three steps after each start
 # would creep on for days.
 FEWEST_STEPS_OF_PROGRESS = 10
-_NOT_CHARGED = (Kind.stopped, Kind.preempted, Kind.time_limit, Kind.node_lost, Kind.lost)
+_NOT_CHARGED = (
+    *(Kind.stopped, Kind.preempted, Kind.time_limit, Kind.node_lost, Kind.lost),
+    # Each waited for minutes already; the code is not to blame.
+    Kind.storage,
+)
 
 
 def since_started_by_hand(incidents: Sequence[Incident]) -> Sequence[Incident]:

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from checkpointing.catalog import on_line, read_manifest
+from checkpointing.catalog import read_manifest, split, stored_in
 from checkpointing.checkpoint_errors import CheckpointError
 from checkpointing.manifest import Manifest
 from checkpointing.storage import Storage, open_storage
@@ -29,7 +29,7 @@ from orchestra.run.files import Record, read_json_lines
 from orchestra.run.metrics_file import read_metrics
 from orchestra.run.paths import RunDir
 from orchestra.run.planned_faults import PlannedFault, planned_faults
-from orchestra.run.record import RunPhase
+from orchestra.run.record import RunPhase, fallback_place
 from orchestra.run.run_lineage import lineage_of, read_lineage
 from orchestra.sizes.units import first_few
 
@@ -126,10 +126,13 @@ def _same_state(run: RunDir, whole: RunDir, layouts: set[str]) -> list[Rehearsal
 
 
 def _newest(run: RunDir) -> tuple[Storage, Manifest]:
-    storage = open_storage(read_config(run.config).checkpoint.dir or run.checkpoints)
-    found = on_line(storage, read_lineage(run))
+    settings = read_config(run.config).checkpoint
+    second = fallback_place(run, settings.fallback_dir)
+    storages = [open_storage(each) for each in (settings.dir or run.checkpoints, second) if each is not None]
+    found, _ = split(stored_in(storages), read_lineage(run))
     if not found:
-        raise CheckpointError(f"{run.name} has no checkpoint in {storage.place}")
+        raise CheckpointError(f"{run.name} has no checkpoint in {storages[0].place}")
+    storage = storages[found[-1].place]
     return storage, read_manifest(storage, found[-1])
 
 

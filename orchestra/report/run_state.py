@@ -85,6 +85,28 @@ def failed_saves(events: Iterable[Record]) -> FailedSaves | None:
     return FailedSaves(len(failed), float(failed[0]["time"]), failed_save(failed[-1]))
 
 
+def outage(event: Record) -> str:
+    """Return in a sentence what an event tells of a storage that does not answer, or of a fallback."""
+    why = str(event.get("why", "no reason given"))
+    if event.get("event") == "restore_waits":
+        return f"waits for the storage of its checkpoints, {event.get('patience_s', 0):g} s at most: {why}"
+    return f"checkpoint.fallback_dir cannot be used as it is now: {why}"
+
+
+def waits_for_storage(attempt: Attempt) -> str | None:
+    """Return what a run waits for whose attempt has not come to restore yet; None where it does not wait."""
+    waits = attempt.named("restore_waits")
+    is_over = attempt.restored is not None or attempt.training_started is not None
+    return None if not waits or is_over or attempt.verdict is not None else outage(waits[-1])
+
+
+def fallback_of(events: Iterable[Record], step: int | None) -> str | None:
+    """Return where the checkpoint of `step` lies, if that is in checkpoint.fallback_dir."""
+    commits = [event for event in events if event.get("event") == "checkpoint_committed"]
+    newest = next((event for event in reversed(commits) if event.get("step") == step), {})
+    return str(newest["fallback"]) if "fallback" in newest else None
+
+
 def passed_over(event: Record) -> list[str]:
     """Return a sentence for each newer checkpoint that a `restored` event says was not taken."""
     skipped = event.get("skipped")
@@ -225,6 +247,8 @@ class RunState:
     cause: str | None = None
     # The step that a resume would go on from.
     checkpoint_step: int | None = None
+    # Where that checkpoint lies, if in checkpoint.fallback_dir.
+    checkpoint_fallback: str | None = None
     # Saves in a row that failed since then.
     failed_saves: FailedSaves | None = None
     # The scheduler's job, its word for it, where it runs, and since when or when it is expected to start, in
@@ -305,6 +329,7 @@ def _read_state(run: RunDir, now: float) -> RunState:
         code=verdict.code if verdict is not None else None,
         cause=restart.reason if restart and state is RunPhase.restarting else _cause(state, verdict, events),
         checkpoint_step=newest_checkpoint(events),
+        checkpoint_fallback=fallback_of(events, newest_checkpoint(events)),
         failed_saves=failed_saves(events),
         submitted=_job_to_ask_about(run, record, events, state),
         restart=restart,

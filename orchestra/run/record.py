@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from enum import StrEnum
@@ -107,3 +108,14 @@ def wandb_id(run: RunDir) -> str | None:
     """Return the id under which Weights & Biases knows the run; None where the record has none."""
     known = read_record(run).get("wandb_id")
     return known if isinstance(known, str) else None
+
+
+def fallback_place(run: RunDir, fallback_dir: str | None) -> str | None:
+    """Return where in `checkpoint.fallback_dir` a run's checkpoints go: no two runs share it, and a run that
+    was moved still finds it. None where there is no such folder.
+    """
+    if fallback_dir is None:
+        return None
+    record = read_record(run)
+    own = wandb_id(run) or hashlib.sha256(str(run.path).encode()).hexdigest()[:8]
+    return f"{fallback_dir.rstrip('/')}/{record.get('name') or run.name}-{own}"

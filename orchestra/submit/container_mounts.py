@@ -111,18 +111,20 @@ def _left_out(config: Config, mounted: Sequence[_Mount]) -> list[_Folder]:
 
 def _needed(config: Config) -> Iterator[_Folder]:
     """Yield the folders of this machine that the configuration names beside run.dir."""
-    data, init_from, checkpoints = config.data, config.model.init_from, config.checkpoint.dir
+    data, init_from = config.data, config.model.init_from
     for key, path in [("data.path", data.path), *(("data.blend", part.path) for part in data.blend)]:
         prefix = None if path is None else local_prefix(token_file_prefix(path))
         if prefix is not None:
             yield from _of_files(key, [Path(f"{prefix}.bin"), Path(f"{prefix}.json")])
     if init_from is not None and Path(init_from).is_dir():
         yield from _of_files("model.init_from", sorted(Path(init_from).iterdir()))
-    if checkpoints is not None and (local := local_prefix(checkpoints)) is not None:
-        # It is made by the ranks: the nearest folder that exists is mounted, to make it in.
-        place = Path(local)
-        above = next(folder for folder in (place, *place.parents) if folder.is_dir())
-        yield _Folder(above, "checkpoint.dir", is_written=True)
+    saved = config.checkpoint
+    for key, given in (("checkpoint.dir", saved.dir), ("checkpoint.fallback_dir", saved.fallback_dir)):
+        if given is not None and (local := local_prefix(given)) is not None:
+            # It is made by the ranks: the nearest folder that exists is mounted, to make it in.
+            place = Path(local)
+            above = next(folder for folder in (place, *place.parents) if folder.is_dir())
+            yield _Folder(above, key, is_written=True)
 
 
 def _of_files(key: str, files: Iterable[Path]) -> Iterator[_Folder]:

@@ -19,7 +19,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from checkpointing.catalog import committed_steps
+from checkpointing.catalog import committed_steps, split, stored_in
 from checkpointing.checkpoint_errors import CheckpointError
 from checkpointing.lineage import Lineage
 from checkpointing.storage import open_storage
@@ -36,7 +36,7 @@ from orchestra.run.files import Record, write_atomically
 from orchestra.run.paths import RunDir, SweepDir, read_sweep
 from orchestra.run.permissions import close_to_others, open_to_group
 from orchestra.run.planned_faults import still_to_come
-from orchestra.run.record import RunPhase, jobs_of, read_record, write_record
+from orchestra.run.record import RunPhase, fallback_place, jobs_of, read_record, write_record
 from orchestra.run.run_lineage import lineage_of, newest_checkpoint
 from orchestra.run.stop_requests import claimed_attempt, user_name
 from orchestra.submit.claims import is_held, next_attempt_number, read_claim, take, take_turn
@@ -119,6 +119,8 @@ def plan_resume(
         _refuse_impossible(run, config, step, is_finished_before=state is RunPhase.finished)
         if step is not None and config.checkpoint.dir != before.checkpoint.dir:
             _refuse_empty_place(run, before, config, step, lineage_of(events))
+        if config.checkpoint.fallback_dir != before.checkpoint.fallback_dir:
+            _refuse_lost_fallback(run, before, config, lineage_of(events))
     return ResumePlan(run, number, before, config, tuple(overrides), step, last, is_finished, answer.num_jobs)
 
 
@@ -226,7 +228,7 @@ def _refuse_empty_place(run: RunDir, before: Config, config: Config, step: int, 
     """Look into a new checkpoint.dir before it is frozen: a run that goes on needs its checkpoints there."""
     old, new = (each.checkpoint.dir or str(run.checkpoints) for each in (before, config))
     try:
-        newest = max(committed_steps(open_storage(new), lineage), default=None)
+        newest = max(_steps_in(run, config, lineage), default=None)
     except CheckpointError as error:
         raise ConfigError(f"checkpoint.dir={new}: it cannot be looked into: {error}") from error
     if newest is None:
@@ -239,6 +241,31 @@ def _refuse_empty_place(run: RunDir, before: Config, config: Config, step: int, 
             f"train.steps={config.train.steps} ends before step {newest}, which checkpoint.dir={new} holds; "
             f"use more than {newest}"
         )
+
+
+def _refuse_lost_fallback(run: RunDir, before: Config, config: Config, lineage: Lineage) -> None:
+    """Look whether the newest checkpoint lies in the fallback that the run is no longer to have."""
+    old, new = (fallback_place(run, each.checkpoint.fallback_dir) for each in (before, config))
+    # One that cannot be looked into may be given up.
+    with contextlib.suppress(CheckpointError):
+        there = committed_steps(open_storage(old), lineage) if old is not None else []
+        if there and there[-1] > max(_steps_in(run, config, lineage), default=0):
+            given, target = config.checkpoint.fallback_dir, new or config.checkpoint.dir or run.checkpoints
+            raise ConfigError(
+                f"checkpoint.fallback_dir={given or 'null'}: the newest checkpoint of {name_of(run)}, step "
+                f"{there[-1]}, lies in {old}; copy what is in that folder to {target} first, or leave "
+                "checkpoint.fallback_dir as it is"
+            )
+
+
+def _steps_in(run: RunDir, config: Config, lineage: Lineage) -> list[int]:
+    """Return the steps on the line in all places of a run, ascending."""
+    places = (
+        config.checkpoint.dir or str(run.checkpoints),
+        fallback_place(run, config.checkpoint.fallback_dir),
+    )
+    found = stored_in([open_storage(place) for place in places if place is not None])
+    return [checkpoint.step for checkpoint in split(found, lineage)[0]]
 
 
 def _alive(run: RunDir, events: list[Record], state: RunPhase) -> str:

@@ -12,6 +12,7 @@ import math
 import os
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -22,7 +23,7 @@ from checkpointing.checkpoint_errors import FalseWordError, SaveFailedError
 from checkpointing.checkpointer import Checkpointer
 from checkpointing.options import Options, no_fault
 from conf.schema import Config, RollBackConfig, WhenBusy
-from orchestra.errors import EXIT_FAILED, RollBackError, TrainingError
+from orchestra.errors import EXIT_FAILED, RollBackError, UnsavedError
 from orchestra.run.events import EventWriter, is_number, read_events
 from orchestra.run.metrics_file import read_metrics
 from orchestra.run.paths import RunDir
@@ -50,6 +51,10 @@ _LAST_TRIES = 2
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 10.0
 # What is left of the time to stop when the last save is given up: for the records, and the ranks' end.
 _STOP_SLACK_S = 15.0
+# What is kept of it for a save in the fallback: this, or so many times the longest save, at most half of it.
+_FALLBACK_S, _FALLBACK_FACTOR = 30.0, 2.0
+# So long a save under way is waited for before the fallback is used, whatever the time to stop.
+_SHORTEST_WAIT_S = 10.0
 
 
 def fenced(
@@ -173,12 +178,16 @@ class SaveRhythm:
 
 @dataclass
 class SaveHealth:
-    """How many saves in a row were not committed; None as long as none of this attempt failed."""
+    """How many saves in a row were not committed, None as long as none of this attempt failed; and the
+    seconds that the longest of the others took (*rank 0*).
+    """
 
     failed_in_a_row: int | None = None
+    longest_s: float = 0.0
 
-    def note(self, event: str) -> None:
+    def note(self, event: str, evidence: Mapping[str, Any]) -> None:
         """Count a save by the event that tells how it ended. Called from any thread."""
+        self.longest_s = max(self.longest_s, evidence.get("seconds", 0.0))
         if event == "checkpoint_failed":
             self.failed_in_a_row = (self.failed_in_a_row or 0) + 1
         elif event == "checkpoint_committed" and self.failed_in_a_row is not None:
@@ -202,11 +211,12 @@ class Checkpoints:
     # What no step trains on.
     left_out: tuple[Stretch, ...] = ()
 
-    def begin(self) -> Position:
-        """Return where to continue from, the state filled, and make ready to save. Raises what
-        `StartingPoint.find` raises, and TrainingError where a save will not fit.
+    def begin(self, goes_on: Callable[[], None] = lambda: None) -> Position:
+        """Return where to continue from, the state filled, and make ready to save. `goes_on` is called before
+        each try to restore. Raises what `StartingPoint.find` raises, and TrainingError where a save will not
+        fit.
         """
-        begin = self.start.find()
+        begin = self.start.find(goes_on)
         self.left_out = begin.left_out
         self.rhythm.begin(begin.step)
         if self.context.saves:
@@ -234,18 +244,18 @@ class Checkpoints:
         position: Position,
         *,
         is_last: bool = False,
-        limit_s: float = math.inf,
+        left_s: Callable[[], float] = lambda: math.inf,
         goes_on: Callable[[], None] = lambda: None,
     ) -> None:
         """Save the state as it is now. A save that fails is recorded and does not end the training.
 
         Only with `checkpoint.async_save=false`, at the last step and where it `is_last` of the attempt it
         waits until it is committed. A last one is tried again for `checkpoint.last_save_patience_s`, and for
-        no longer than rank 0's `limit_s`; `goes_on` is called before each try. Raises TrainingError where it
-        cannot be written.
+        no longer than rank 0's `left_s()` seconds from then; in the end once in the run's fallback. `goes_on`
+        is called before each try. Raises UnsavedError where it can be written nowhere.
         """
         if self._is_end(position.step, is_last):
-            self._save_last(position, limit_s, goes_on)
+            self._save_last(position, left_s, goes_on)
             return
         self.checkpointer.save(position.step, self.state.snapshot(), self._document(position))
         if not self.context.settings.async_save:
@@ -287,36 +297,73 @@ class Checkpoints:
         if self.copies is not None:
             self.copies.close()
 
-    def _save_last(self, position: Position, limit_s: float, goes_on: Callable[[], None]) -> None:
-        self._failure()  # of the save before: the last one must be neither skipped nor too late
+    def _save_last(
+        self, position: Position, left_s: Callable[[], float], goes_on: Callable[[], None]
+    ) -> None:
         began, pause_s = time.monotonic(), 0.0
-        patience_s = min(self.context.settings.last_save_patience_s, max(0.0, limit_s - _STOP_SLACK_S))
+        until = began + self.context.settings.last_save_patience_s
+
+        def wait_s() -> float | None:
+            return self._longest_wait_s(left_s())
+
+        # Of the save before: the last one must be neither skipped nor too late.
+        self._failure(self.context.answered("last/wait", wait_s))
         for number in itertools.count(1):
             goes_on()
-            reason = self._tried_last(position, number)
+            limit_s = self.context.answered(f"last/{number}/wait", wait_s)
+            reason = self._tried_last(position, number, limit_s)
             if reason is None:
                 return
-            is_over = number >= _LAST_TRIES and time.monotonic() + pause_s > began + patience_s
+            room_s = min(until - time.monotonic(), self._room_s(left_s()))
+            is_over = number >= _LAST_TRIES and pause_s > room_s
             # By rank 0's clock.
             if self.context.answered(f"last/{number}/is over", partial(bool, is_over)):
                 break
             if number == _LAST_TRIES and self.context.peers.is_coordinator:
-                evidence = {"step": position.step, "patience_s": patience_s, "why": reason}
+                patience_s = min(self.context.settings.last_save_patience_s, self._room_s(left_s()))
+                evidence = {"step": position.step, "patience_s": max(0.0, patience_s), "why": reason}
                 self.context.record("last_save_waits", evidence)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s or _FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         waited_s = time.monotonic() - began
-        raise TrainingError(
+        places = self.context.place
+        if (fallback := self.context.fallback) is not None:
+            goes_on()
+            failure = self._tried_last(position, number + 1, None, in_fallback=True)
+            if failure is None:
+                return
+            reason, places = f"{reason}; nor in checkpoint.fallback_dir: {failure}", f"{places} or {fallback}"
+        raise UnsavedError(
             f"step {position.step} was trained, but its checkpoint could not be written, tried {number} "
             f"times in {waited_s:.0f} s (checkpoint.last_save_patience_s): {reason}; repair "
-            f"{self.context.place}, then `orchestra resume {self.context.run.name}` trains again what comes "
+            f"{places}, then `orchestra resume {self.context.run.name}` trains again what comes "
             "after the newest checkpoint"
         )
 
-    def _tried_last(self, position: Position, number: int) -> str | None:
+    def _room_s(self, left_s: float) -> float:
+        """Return how much of the seconds that are left may go by before the last save is given up, or goes to
+        the fallback.
+        """
+        room_s = left_s - _STOP_SLACK_S
+        if self.context.fallback is not None and room_s < math.inf:
+            kept_s = max(_FALLBACK_S, _FALLBACK_FACTOR * self.health.longest_s)
+            room_s -= min(room_s / 2, kept_s)
+        return room_s
+
+    def _longest_wait_s(self, left_s: float) -> float | None:
+        """Return for how long a storage that stands still is waited for; None: until it fails."""
+        room_s = self._room_s(left_s)
+        if self.context.fallback is None or room_s == math.inf:
+            return None
+        return max(_SHORTEST_WAIT_S, _FALLBACK_FACTOR * self.health.longest_s, room_s)
+
+    def _tried_last(
+        self, position: Position, number: int, limit_s: float | None, *, in_fallback: bool = False
+    ) -> str | None:
         """Try to save the last state; return why that failed on any rank, None where it did not."""
-        is_begun = self.checkpointer.save(position.step, self.state.snapshot(), self._document(position))
-        failure = self._failure() if is_begun else "the save before it has not ended"
+        shards, document = self.state.snapshot(), self._document(position)
+        is_begun = self.checkpointer.save(position.step, shards, document, in_fallback=in_fallback)
+        failure = self._failure(limit_s) if is_begun else "the save before it has not ended"
         # All ranks must agree on whether to try again.
         try:
             reasons = self.context.peers.exchange(f"last/{number}", failure)
@@ -324,10 +371,10 @@ class Checkpoints:
             reasons = [str(error)]
         return next((str(each) for each in reasons if each is not None), None)
 
-    def _failure(self) -> str | None:
+    def _failure(self, limit_s: float | None = None) -> str | None:
         """Wait for the save in flight; return why it was not committed, None where it was."""
         try:
-            self.checkpointer.wait()
+            self.checkpointer.wait(limit_s)
         except SaveFailedError as error:
             return str(error)
         return None
@@ -356,12 +403,22 @@ class Checkpoints:
             return
         evidence = {**asdict(needs), "place": context.place, "host_available_bytes": available}
         context.record("checkpoint_needs", evidence)
+        if context.fallback is not None:
+            # Beside the training: a storage that stands still must not hold up its begin.
+            look = partial(self._look_at_fallback, needs.checkpoint_bytes)
+            threading.Thread(target=look, name="fallback", daemon=True).start()
         kept = self.context.settings.keep_last + 1
         to_come = max(1, kept - len(self.checkpointer.committed_steps()))
         missing = host_memory.missing_storage_bytes(needs, to_come)
         if missing:
             cause = f"{to_come} more checkpoints are to lie there before the first one is removed"
             context.record("checkpoint_space_low", {**evidence, "missing_bytes": missing, "cause": cause})
+
+    def _look_at_fallback(self, num_bytes: int) -> None:
+        """Tell where the last save could not be written to the fallback, as it looks now."""
+        problem = self.checkpointer.fallback_problem(num_bytes)
+        if problem is not None:
+            self.context.record("fallback_unusable", {"place": self.context.fallback, "why": problem})
 
 
 def build_checkpoints(
@@ -385,11 +442,12 @@ def build_checkpoints(
         restore=settings.restore.name,
         limit_s=settings.timeout_s,
         staging_dir=context.staging_dir,
+        restore_patience_s=settings.restore_patience_s,
     )
     health = SaveHealth()
 
     def on_event(event: str, evidence: Mapping[str, Any]) -> None:
-        health.note(event)
+        health.note(event, evidence)
         context.record(event, evidence)
 
     checkpointer = Checkpointer(
@@ -400,6 +458,7 @@ def build_checkpoints(
         on_event=on_event,
         at_phase=fenced(context.run, context.attempt, context.events, at_phase),
         lineage=context.lineage,
+        fallback=context.fallback,
     )
     start = StartingPoint(context, config.model, state, checkpointer, copies)
     rhythm = SaveRhythm(context, num_parameters(config.model), config.cluster.mtbf_device_hours)

@@ -10,14 +10,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from checkpointing.checkpoint_errors import CheckpointError, NoCheckpointError
+from checkpointing.checkpoint_errors import CheckpointError, NoCheckpointError, UnreachableError
 from checkpointing.checkpointer import Checkpointer
 from checkpointing.lineage import Base
 from checkpointing.manifest import Manifest
@@ -30,6 +30,7 @@ from orchestra.errors import DataError, TrainingError, UnusableCheckpointError
 from orchestra.huggingface.folder import from_json, open_folder, problems_of_folder, to_json
 from orchestra.run import rollback, run_lineage
 from orchestra.run.events import is_whole, read_events
+from orchestra.run.files import Record
 from orchestra.run.rollback import BadSteps, RollBack, Stretch, kept, merged
 from orchestra.run.run_lineage import newest_checkpoint, obeyed_roll_backs
 from orchestra.train.memory_copies import MemoryCopies
@@ -123,14 +124,16 @@ class StartingPoint:
     checkpointer: Checkpointer
     copies: MemoryCopies | None
 
-    def find(self) -> Position:
-        """Return where to continue from, the state filled. *Collective*.
+    def find(self, goes_on: Callable[[], None] = lambda: None) -> Position:
+        """Return where to continue from, the state filled. *Collective*. A storage that does not answer is
+        waited for; `goes_on` is called before each try.
 
         The first attempt of a run begins at 0, any other one with the copies in memory that the agent named
         or with the newest intact checkpoint. Raises UnusableCheckpointError where the place holds another
-        run's, where the run's own are gone, or where they are of another model, or where none is intact.
+        run's, where the run's own are gone, or where they are of another model, or where none is intact; and
+        StorageOutageError where a storage does not answer for `checkpoint.restore_patience_s`.
         """
-        begin = self._restored() if self.context.attempt > 0 else self._fresh()
+        begin = self._restored(goes_on) if self.context.attempt > 0 else self._fresh(goes_on)
         if begin.step == 0 and self.model.init_from is not None:
             # In the place of the weights from the seed.
             how, peers = self.context.settings.restore.name, self.context.peers
@@ -140,36 +143,45 @@ class StartingPoint:
                 self.context.record("weights_loaded", evidence)
         return begin
 
-    def _claim(self) -> None:
-        """Make a place outside the run's directory this run's own: two would remove each other's files."""
+    def _claim(self, goes_on: Callable[[], None], *, only_look: bool = False) -> None:
+        """Make a place outside the run's directory this run's own: two would remove each other's files.
+
+        `only_look`: refuse another's place and write nothing.
+        """
         context = self.context
         if context.settings.dir is None or not self.context.saves:
             return
         mine = context.wandb_id or context.run.name
-        owner = context.answered("owner", lambda: self.checkpointer.claim(mine))
+
+        def owner_of_place() -> str:
+            return self.checkpointer.owner() or mine if only_look else self.checkpointer.claim(mine)
+
+        owner = context.answered_in_time(context.peers.unused("owner"), owner_of_place, goes_on)
         if owner != mine:
             raise UnusableCheckpointError(
                 f"{context.place} belongs to another run (its wandb id is {owner}, this run's is {mine}); "
                 "give this run a folder of its own (checkpoint.dir)"
             )
 
-    def _fresh(self) -> Position:
+    def _fresh(self, goes_on: Callable[[], None]) -> Position:
         if not self.context.saves:
             return Position()
-        committed = self.context.answered("committed", self.checkpointer.committed_steps)
+        committed = self.context.answered_in_time("committed", self.checkpointer.committed_steps, goes_on)
         if committed:
             raise UnusableCheckpointError(
                 f"{self.context.place} holds checkpoints already (newest: step {committed[-1]}), and this "
                 "run has only begun: they are another run's; continue that one with `orchestra resume RUN`, "
                 "or give this run a folder of its own (checkpoint.dir)"
             )
-        self._claim()
+        self._claim(goes_on)
         return Position()
 
-    def _restored(self) -> Position:
-        self._claim()
-        left_out = rollback.from_lists(self.context.answered("roll backs", self._left_out))
-        begin = self._restored_position()
+    def _restored(self, goes_on: Callable[[], None]) -> Position:
+        # A folder that is not mounted now is not this run's to write to.
+        self._claim(goes_on, only_look=True)
+        left_out = rollback.from_lists(self.context.answered_in_time("roll backs", self._left_out, goes_on))
+        begin = self._restored_position(goes_on)
+        self._claim(goes_on)
         return replace(begin, left_out=merged((*begin.left_out, *left_out)))
 
     def _left_out(self) -> list[list[int]]:
@@ -180,12 +192,15 @@ class StartingPoint:
     def _roll_backs(self) -> list[RollBack]:
         return obeyed_roll_backs(read_events(self.context.run, run_lineage.EVENTS))
 
-    def _restored_position(self) -> Position:
+    def _restored_position(self, goes_on: Callable[[], None]) -> Position:
         from_memory = self._from_memory()
         if isinstance(from_memory, Position):
             return from_memory
         try:
-            restored = self.checkpointer.restore(self._wanted)
+            expected = self._expected() if self.context.peers.is_coordinator else None
+            restored = self.checkpointer.restore(self._wanted, expected=expected, goes_on=goes_on)
+        except UnreachableError as error:
+            raise self.context.outage(str(error)) from error
         except NoCheckpointError as error:
             # A restart would find the same.
             raise UnusableCheckpointError(str(error)) from error
@@ -251,16 +266,29 @@ class StartingPoint:
             self._record("beginning", 0, 0.0, 0, not_from_memory=not_from_memory, reason=reason)
         return Position()
 
-    def _step_that_was_committed(self) -> int | None:
+    def _expected(self) -> dict[int, int]:
+        """Return by place (1: the fallback) the newest step on the line that was committed there, as far as
+        the run directory can be read now. *Rank 0 only*.
+        """
+        expected: dict[int, int] = {}
+        with contextlib.suppress(CheckpointError, OSError):
+            for event in self._commits():
+                place = int(self.context.fallback is not None and "fallback" in event)
+                expected[place] = max(event["step"], expected.get(place, 0))
+        return expected
+
+    def _commits(self) -> list[Record]:
         found = self.context.lineage()
-        steps = [
-            event["step"]
+        return [
+            event
             for event in read_events(self.context.run, ("checkpoint_committed",))
             if event["event"] == "checkpoint_committed"
             and "step" in event
             and found.is_on_line(event["step"], event["attempt"])
         ]
-        return max(steps, default=None)
+
+    def _step_that_was_committed(self) -> int | None:
+        return max((event["step"] for event in self._commits()), default=None)
 
     def _announce(self, restored: RestoredCheckpoint, not_from_memory: str | None) -> None:
         bytes_read = sum(self.context.peers.exchange("bytes read", restored.bytes_read))
@@ -284,6 +312,7 @@ class StartingPoint:
             base=Base(restored.step, restored.manifest.attempt),
             generation=restored.manifest.generation,
             digest=digest(restored.manifest),
+            **({} if restored.fallback is None else {"fallback": restored.fallback}),
             changes=changes(_saved_facts(restored.manifest), self.context.facts),
         )
 

@@ -11,6 +11,7 @@ rng.cuda.<coordinates>              keyed by place and not by rank, so that no r
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -26,10 +27,11 @@ from torch import Tensor
 
 from checkpointing.checkpoint_errors import CheckpointError
 from checkpointing.manifest import Manifest
+from checkpointing.outages import OutagePatience, is_passing
 from checkpointing.peers import Peers
 from checkpointing.shards import Shard, whole
 from conf.schema import CheckpointConfig, Config, Family
-from orchestra.errors import TrainingError, UnusableCheckpointError
+from orchestra.errors import StorageOutageError, TrainingError, UnusableCheckpointError
 from orchestra.optim.adamw import MOMENTS, AdamW
 from orchestra.parallel.apply import Parallelized
 from orchestra.parallel.mesh import Mesh
@@ -184,6 +186,8 @@ class CheckpointContext:
     from_memory: int | None = None
     # Where saves are put together; None: in host memory.
     staging_dir: str | None = None
+    # This run's folder in checkpoint.fallback_dir.
+    fallback: str | None = None
 
     @cached_property
     def lineage(self) -> AttemptLineage:
@@ -220,12 +224,47 @@ class CheckpointContext:
         if self.peers.is_coordinator:
             try:
                 self.peers.answer(topic, {"is": question()})
-            except CheckpointError as error:
+            except (CheckpointError, OSError) as error:
                 self.peers.answer(topic, {"failed": str(error)})
         answer = self.peers.await_answer(topic)
         if "failed" in answer:
             raise TrainingError(answer["failed"])
         return answer["is"]
+
+    def answered_in_time(self, topic: str, question: Callable[[], Any], goes_on: Callable[[], None]) -> Any:
+        """Return what `answered` does; a storage that does not answer is waited for as in a restore, and
+        `goes_on` called before each try. *Collective*. Raises StorageOutageError when the patience is over.
+        """
+        patience = OutagePatience(self.settings.restore_patience_s, self.record)
+
+        def once() -> dict[str, Any]:
+            try:
+                return {"is": question()}
+            except (CheckpointError, OSError) as error:
+                if not is_passing(error):
+                    raise
+                return {"waits": patience.lasts(str(error)), "why": str(error)}
+
+        for number in itertools.count():
+            goes_on()
+            answer = self.answered(f"{topic}/{number}", once)
+            if "is" in answer:
+                return answer["is"]
+            if not answer["waits"]:
+                raise self.outage(
+                    f"the storage did not answer for {patience.waited_s:.0f} s: {answer['why']}"
+                )
+            if self.peers.is_coordinator:
+                patience.pause()
+        raise AssertionError("unreachable")
+
+    def outage(self, what: str) -> StorageOutageError:
+        """Return the error of an attempt that cannot begin because a storage does not answer."""
+        return StorageOutageError(
+            f"{what} (checkpoint.restore_patience_s). Nothing says that a checkpoint is damaged: see that "
+            f"the nodes reach the storage, then `orchestra resume {self.run.name}`; one that can never be "
+            "read again is left out once its folder is moved away"
+        )
 
 
 def facts(config: Config) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import threading
 import time
 
@@ -146,6 +147,13 @@ class Stopping:
             request = stop_requests.StopRequest(0, f"unknown: {error}", time.time(), "unknown", "unknown", 0)
         assert request is not None
         return request
+
+    def seconds_left(self, stop_timeout_s: float) -> float:
+        """Return for how long this rank may still work: until the ranks that were asked to stop are killed.
+        *Rank 0*; infinite where nobody has asked, and on the other ranks.
+        """
+        request = None if self._watch is None else self._watch.seen
+        return math.inf if request is None else stop_timeout_s - (time.time() - request.time)
 
     def leave(self) -> None:
         """Wait until all ranks have come here: the store, which some may still read, ends with rank 0.

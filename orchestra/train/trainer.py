@@ -47,7 +47,7 @@ from orchestra.run.heartbeat import Heart, Phase, silent_heart
 from orchestra.run.metrics_file import MFU_CONVENTION
 from orchestra.run.paths import RunDir, offload_folder
 from orchestra.run.planned_faults import planned_faults
-from orchestra.run.record import wandb_id
+from orchestra.run.record import fallback_place, wandb_id
 from orchestra.run.rollback import BadSteps
 from orchestra.run.secret import key_of_attempt
 from orchestra.run.stop_requests import StopRequest
@@ -180,13 +180,10 @@ class Trainer:
         self.hooks.enter(Phase.commit if waits else Phase.save, step)
         position = self._position(trained)
         if is_saved:
-            limit_s = math.inf
-            if request is not None:
-                limit_s = self.stop_timeout_s - (time.time() - request.time)
             self.checkpoints.save(
                 position,
                 is_last=is_last,
-                limit_s=limit_s,
+                left_s=lambda: self.stopping.seconds_left(self.stop_timeout_s),
                 goes_on=lambda: self.hooks.enter(Phase.commit, step),
             )
         if is_copied:
@@ -260,7 +257,7 @@ def assemble(config: Config, mesh: Mesh, ranks: RankEnvironment, rank: RankAttem
     copies = build_memory_copies(config.recovery.memory_copy_every_steps, context, state)
     checkpoints = build_checkpoints(config, context, state, copies, faults.strike)
     before_steps.enter(Phase.restore)
-    begin = checkpoints.begin()
+    begin = checkpoints.begin(lambda: before_steps.enter(Phase.restore))
     _refuse_past_end(config.train.steps, begin)
     loader = build_loader(config, mesh, built.batch, begin.samples, begin.left_out)
     stopping = Stopping(peers, RequestWatch(rank.run, rank.attempt) if mesh.rank == 0 else None)
@@ -320,6 +317,7 @@ def checkpoint_context(
         from_memory=rank.from_memory,
         # What keeps state out of memory keeps its image out of it too.
         staging_dir=offload_folder(config.parallelism),
+        fallback=fallback_place(rank.run, config.checkpoint.fallback_dir),
     )
 
 

@@ -89,6 +89,6 @@ def test_without_an_intact_checkpoint_nothing_is_trained_or_begun_anew(folder: P
     for step in _checkpoints(run):
         assert f"step {step}: " in done.stderr
     shutil.rmtree(run.checkpoints)
-    done = orchestra(folder, "resume", str(run.path), code=93)
+    done = orchestra(folder, "resume", str(run.path), "checkpoint.restore_patience_s=0.5", code=93)
     assert f"record a checkpoint of step {_STEPS - 2}" in done.stderr
     assert run.metrics.read_bytes() == rows

@@ -10,7 +10,20 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from commands import PACE, ROOT, TINY, Started, events_of, orchestra, start_run
+from commands import (
+    PACE,
+    ROOT,
+    TINY,
+    Started,
+    events_of,
+    newest_manifest,
+    orchestra,
+    start,
+    start_run,
+    train,
+    trained_digest,
+    trained_rows,
+)
 
 from orchestra.run.files import Record
 from orchestra.run.metrics_file import read_metrics
@@ -159,6 +172,53 @@ def test_a_disk_that_is_full_at_the_last_save_loses_no_step_where_room_comes_bac
     assert "its state is kept in memory" in " ".join(out.split())
     assert events_of(started.run, "checkpoint_committed")[-1]["step"] == 30
     assert read_metrics(started.run)[-1]["failed_saves"] >= 1
+
+
+@pytest.fixture
+def bound_folder(tmp_path: Path) -> Iterator[Path]:
+    """A folder that is mounted, so that it can be away: what it holds is in `content` beside it."""
+    place, content = tmp_path / "mounted", tmp_path / "content"
+    place.mkdir()
+    content.mkdir()
+    _mount("--bind", str(content), str(place))
+    yield place
+    subprocess.run(["umount", "--lazy", str(place)], check=False, capture_output=True)
+
+
+@pytest.mark.mount
+def test_the_fallback_takes_the_last_save_and_is_waited_for_and_the_training_is_bit_identical(
+    tmp_path: Path, small_disk: Path, bound_folder: Path
+) -> None:
+    # The rate of a step must not depend on where the run ends.
+    settings = (*TINY, "optim.schedule=constant", "optim.warmup_steps=2", "checkpoint.every_steps=5")
+    places = (f"checkpoint.dir={small_disk}", f"checkpoint.fallback_dir={bound_folder}")
+    impatient = "checkpoint.last_save_patience_s=0.5"
+    started = start_run(tmp_path, "first", *settings, *places, impatient, "train.steps=18", PACE)
+    started.wait_for(lambda: events_of(started.run, "checkpoint_committed"))
+    _fill(small_disk / "ballast")
+    out, _ = started.end(0)
+    (second,) = bound_folder.iterdir()
+    assert f"step 18 in {second}" in out
+
+    # Room comes back, but the fallback is away.
+    (small_disk / "ballast").unlink()
+    subprocess.run(["umount", str(bound_folder)], check=True)
+    started = start(tmp_path, "first", "resume", "first", "train.steps=36")
+    started.wait_for(lambda: events_of(started.run, "restore_waits"))
+    told = " ".join(orchestra(tmp_path, "status", "first").stdout.split())
+    assert f"step 18 in {second}" in told
+    assert "waits for the storage of its checkpoints, 300 s at most" in told
+    assert not list(bound_folder.iterdir())
+    _mount("--bind", str(tmp_path / "content"), str(bound_folder))
+    started.wait_for(lambda: events_of(started.run, "checkpoint_committed", 1))
+    _mount("-o", "remount,ro", str(small_disk))
+    started.end(0)
+    (restored,) = events_of(started.run, "restored")
+    assert (restored["step"], restored["fallback"], restored["skipped"]) == (18, str(second), [])
+    assert events_of(started.run, "checkpoint_committed")[-1]["fallback"] == str(second)
+    alone = train(tmp_path, "alone", *settings, "train.steps=36")
+    assert trained_rows(started.run) == trained_rows(alone)
+    assert trained_digest(newest_manifest(second)) == trained_digest(newest_manifest(alone.checkpoints))
 
 
 @pytest.fixture

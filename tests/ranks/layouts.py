@@ -18,8 +18,9 @@ from torch import Tensor
 from checkpointing.box import Box
 from checkpointing.manifest import MANIFEST
 from checkpointing.options import Options
+from checkpointing.outages import OutagePatience
 from checkpointing.peers import Peers
-from checkpointing.restore import RestoredCheckpoint, WantedShards, restore
+from checkpointing.restore import Places, RestoredCheckpoint, WantedShards, restore
 from checkpointing.save import Saver
 from checkpointing.shards import Shard, as_bytes
 from checkpointing.storage.local import LocalStorage
@@ -143,11 +144,13 @@ def restored(
     *,
     storage: Any = None,
     limit_s: float = 30.0,
+    patience_s: float = 0.0,
     **options: Any,
 ) -> RestoredCheckpoint | None:
     """Restore what is wanted from a place, in a conversation of its own."""
     among, group = peers(rank, world, f"{topic}/{place}", limit_s), dist.group.WORLD if world > 1 else None
-    return restore(storage or LocalStorage(place), among, group, wanted, **options)
+    places = Places([storage or LocalStorage(place)], patience=OutagePatience(patience_s))
+    return restore(places, among, group, wanted, **options)
 
 
 def save(rank: int, world: int, place: Path, layout: str, states: dict[int, dict[str, Tensor]]) -> None:

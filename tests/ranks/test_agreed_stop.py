@@ -159,5 +159,5 @@ def test_a_stop_whose_save_fails_ends_all_ranks_with_the_reason(ranks: Ranks, tm
     inject = [{"at_step": 7, "rank": 1, "phase": FaultPhase.mid_file.name}]
     config = config_of(inject=inject, checkpoint=impatient)
     ended = ranks(2).run(stopped_attempt, path=tmp_path, config=config, ask_at=7)
-    assert all(end.startswith("TrainingError: step 7 was trained, but its checkpoint") for end in ended)
+    assert all(end.startswith("UnsavedError: step 7 was trained, but its checkpoint") for end in ended)
     assert committed(tmp_path) == [5]

@@ -9,6 +9,7 @@ import errno
 import itertools
 import os
 import pickle
+import re
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ from checkpointing.checkpoint_errors import (
     StorageError,
 )
 from checkpointing.manifest import Manifest, decode
-from checkpointing.restore import MODES, restore
+from checkpointing.restore import MODES, Places, restore
 from checkpointing.shards import Shard, whole
 from checkpointing.storage.local import LocalStorage
 from checkpointing.verify import verify
@@ -110,7 +111,9 @@ def restored_in_place(rank: int, world: int, place: Path) -> tuple[bool, list[in
 
     for _ in range(2):
         parameter.data.zero_()
-        found = restore(LocalStorage(place), among, dist.group.WORLD, lambda _: both, at_phase=at_phase)
+        found = restore(
+            Places([LocalStorage(place)]), among, dist.group.WORLD, lambda _: both, at_phase=at_phase
+        )
         assert found is not None
         assert found.state == {"step": 8}
     return torch.equal(parameter, tied), steps
@@ -183,11 +186,34 @@ class Unreadable(LocalStorage):
         super().read_into(path, begin, buffer)
 
 
+class Away(LocalStorage):
+    """A folder that does not answer the first `times` reads of the newer checkpoint's tensors."""
+
+    def __init__(self, place: Path, times: int) -> None:
+        super().__init__(place)
+        self.times = times
+
+    def read_into(self, path: str, begin: int, buffer: memoryview) -> None:
+        if f"step-{NEW:08d}/0" in path and self.times:
+            self.times -= 1
+            raise StorageError(f"{path}: not now") from TimeoutError()
+        super().read_into(path, begin, buffer)
+
+
 def attempt(
-    rank: int, world: int, place: Path, topic: str, failing_rank: int | None = None, **options: Any
+    rank: int,
+    world: int,
+    place: Path,
+    topic: str,
+    failing_rank: int | None = None,
+    times: int | None = None,
+    **options: Any,
 ) -> Outcome:
-    """Restore onto whole replicas and say what came of it. `failing_rank`: of which the storage fails."""
-    storage = Unreadable(place) if rank == failing_rank else None
+    """Restore onto whole replicas and say what came of it. `failing_rank`: of which the storage fails; with
+    `times` it does not answer so often.
+    """
+    failing = Unreadable(place) if times is None else Away(place, times)
+    storage = failing if rank == failing_rank else None
     mine = layouts.shards(layouts.state(), "replicated", rank, world, is_filled=False)
     try:
         found = layouts.restored(rank, world, place, topic, lambda _: mine, storage=storage, **options)
@@ -300,6 +326,19 @@ def test_what_one_rank_cannot_read_sends_all_back(ranks: Ranks, place: Path) -> 
     assert len(set(outcomes)) == 1
     assert outcomes[0].step == OLD
     assert os.strerror(errno.EIO) in outcomes[0].skipped[0][1]
+
+
+def test_all_ranks_wait_for_the_storage_of_one(ranks: Ranks, place: Path) -> None:
+    options: dict[str, Any] = {"place": place, "how": "direct", "failing_rank": 1}
+    outcomes = ranks(WORLD).run(attempt, topic="passes", times=1, patience_s=20.0, **options)
+    assert outcomes == [Outcome(NEW, (), is_right=True)] * WORLD
+    outcomes = ranks(WORLD).run(attempt, topic="stays", times=10**6, patience_s=0.5, **options)
+    assert len(set(outcomes)) == 1
+    assert re.match(r"UnreachableError: the storage did not answer for .* s: .*not now", outcomes[0].error)
+    # What another rank finds damaged is not waited for.
+    flip_a_bit(place)
+    outcomes = ranks(WORLD).run(attempt, topic="damaged", times=1, patience_s=20.0, **options)
+    assert outcomes[0].step == OLD
 
 
 def test_with_none_intact_every_reason_is_told(ranks: Ranks, place: Path) -> None:

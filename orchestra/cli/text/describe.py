@@ -16,7 +16,7 @@ from orchestra.cli.text import figures
 from orchestra.errors import EXIT_DO_NOT_RESTART, EXIT_DONE, EXIT_STOPPED
 from orchestra.recovery.incidents import Verdict
 from orchestra.report.attempts import read_accounts, slow_ranks
-from orchestra.report.run_state import FailedSaves, SweepState, failed_saves
+from orchestra.report.run_state import FailedSaves, SweepState, failed_saves, fallback_of
 from orchestra.run.files import Record
 from orchestra.run.paths import RunDir, SweepDir, is_sweep
 from orchestra.run.record import RunPhase
@@ -113,7 +113,7 @@ def checkpoint_lines(config: Config, run: RunDir, events: Iterable[Record]) -> l
     step, failed = newest_checkpoint(events), failed_saves(events)
     lines = []
     if step is not None:
-        place = config.checkpoint.dir or shown(run.checkpoints)
+        place = fallback_of(events, step) or config.checkpoint.dir or shown(run.checkpoints)
         lines.append(f"saved   step {step} in {place}")
     if failed is not None:
         lines.append(f"warning {failed_saves_words(failed)}")

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TextIO
 
 from orchestra.cli.text import figures
-from orchestra.report.run_state import failed_save, median_of, passed_over, seconds_left
+from orchestra.report.run_state import failed_save, median_of, outage, passed_over, seconds_left
 from orchestra.run.events import is_number, is_whole, rank_writer
 from orchestra.run.files import JsonLinesReader, Record
 from orchestra.run.metrics_file import rows_that_count, sound_row
@@ -97,6 +97,8 @@ class Progress:
                 self._notices.append(f"training without torch.compile: {event.get('cause')}")
             elif name == "devices_shared":
                 self._notices.append(_shared_devices(event))
+            elif name in ("restore_waits", "fallback_unusable", "fallback_unreachable"):
+                self._notices.append(outage(event))
             if not is_whole(step):
                 continue
             if name == "checkpoint_started":
@@ -104,6 +106,8 @@ class Progress:
             elif name in ("checkpoint_committed", "checkpoint_failed"):
                 self.saving = None
                 self._notices += [failed_save(event)] if name == "checkpoint_failed" else []
+                if "fallback" in event:
+                    self._notices.append(f"the checkpoint of step {step} is in {event['fallback']}")
             elif name == "last_save_waits":
                 patience = figures.duration(event.get("patience_s"))
                 self._notices.append(f"its state is kept in memory, and saving it tried again for {patience}")

@@ -21,6 +21,8 @@ from orchestra.sizes.units import binary
 # The fp32 master of a parameter and Adam's two moments.
 _BYTES_SAVED = 12
 _LOCAL_PROTOCOLS = ("file", "local")
+# Folders that each node has for itself.
+_OF_A_NODE = ("/tmp", "/var/tmp", "/dev/shm", "/run")
 # Protocols whose files fsspec only reads, or reads as parts of one.
 _ONLY_READ = (
     *("http", "https", "data", "git", "github", "gist", "dvc", "pyscript"),
@@ -55,42 +57,68 @@ def rule_checkpoint_steps(config: Config, _: Situation) -> Iterator[str]:
 
 def rule_checkpoint_place(config: Config, situation: Situation) -> Iterator[str]:
     """A URL's protocol must be known here and one to write to; a local folder one that can be written."""
-    place = config.checkpoint.dir
+    yield from _place_problems("checkpoint.dir", config.checkpoint.dir, situation)
+
+
+def rule_fallback_place(config: Config, situation: Situation) -> Iterator[str]:
+    """The fallback must be a place too, another one, and one that all nodes of a job see."""
+    place = config.checkpoint.fallback_dir
+    if place is None or not place.strip():
+        return
+    yield from _place_problems("checkpoint.fallback_dir", place, situation)
+    own, folder = config.checkpoint.dir, local_folder(place)
+    if own is not None and f"{place.rstrip('/')}/".startswith(f"{own.rstrip('/')}/"):
+        yield (
+            f"checkpoint.fallback_dir={place} lies in checkpoint.dir={own} itself: what fails there fails "
+            "here; give a folder on another storage"
+        )
+    if folder is None or config.cluster.launcher is not LauncherName.slurm:
+        return
+    of_node = next((root for root in _OF_A_NODE if folder.is_relative_to(root)), None)
+    # Where the runs lie there, all nodes see it.
+    if of_node is not None and not Path(absolute(config.run.dir)).is_relative_to(of_node):
+        yield (
+            f"checkpoint.fallback_dir={place}: {of_node} is each node's own, and no other node or later job "
+            "would find a checkpoint there; give a folder that all nodes see, or a URL such as s3://bucket/x"
+        )
+
+
+def _place_problems(key: str, place: str | None, situation: Situation) -> Iterator[str]:
     if place is None or not place.strip():
         return
     protocols = place.rpartition("://")[0].split("::") if "://" in place else []
     for protocol in protocols:
-        yield from _protocol_problems(place, protocol.partition("://")[0])
+        yield from _protocol_problems(f"{key}={place}", protocol.partition("://")[0])
     folder = local_folder(place)
     if folder is None or not situation.starts_here:
         return
     existing = _existing(folder)
     if not existing.is_dir():
-        yield f"checkpoint.dir={place}: {existing} is not a folder; give the path of one"
+        yield f"{key}={place}: {existing} is not a folder; give the path of one"
     elif not os.access(existing, os.W_OK | os.X_OK):
-        yield f"checkpoint.dir={place}: nothing can be written in {existing}; choose another folder"
+        yield f"{key}={place}: nothing can be written in {existing}; choose another folder"
 
 
-def _protocol_problems(place: str, protocol: str) -> Iterator[str]:
+def _protocol_problems(named: str, protocol: str) -> Iterator[str]:
     import fsspec
 
     if protocol == "memory":
-        yield f"checkpoint.dir={place} lies in each process's own memory and ends with it; give a folder"
+        yield f"{named} lies in each process's own memory and ends with it; give a folder"
         return
     if protocol in _ONLY_READ:
         yield (
-            f"checkpoint.dir={place}: {protocol}:// cannot hold checkpoints, it is only read from; use e.g. "
+            f"{named}: {protocol}:// cannot hold checkpoints, it is only read from; use e.g. "
             f"s3://, gs:// or the path of a folder"
         )
         return
     try:
         fsspec.get_filesystem_class(protocol)
     except ImportError as error:
-        yield f"checkpoint.dir={place}: {protocol}:// needs a package that is not installed here: {error}"
+        yield f"{named}: {protocol}:// needs a package that is not installed here: {error}"
     except ValueError:
         meant = nearest(protocol, list(fsspec.available_protocols()))
         hint = f"did you mean {meant}://?" if meant else "use e.g. s3://, gs:// or the path of a folder"
-        yield f"checkpoint.dir={place}: fsspec knows no protocol {protocol}://; {hint}"
+        yield f"{named}: fsspec knows no protocol {protocol}://; {hint}"
 
 
 def rule_checkpoint_space(config: Config, situation: Situation) -> Iterator[str]:

@@ -60,6 +60,7 @@ _BOUNDS: dict[str, tuple[int | None, int | None]] = {
     # About four months.
     "checkpoint.timeout_s": (None, 10**7),
     "checkpoint.last_save_patience_s": (None, 10**7),
+    "checkpoint.restore_patience_s": (None, 10**7),
     "cluster.nodes": (1, 2**20),
     "cluster.threads_per_rank": (1, 4096),
     "cluster.spare_nodes": (0, None),
@@ -119,6 +120,7 @@ _NOT_NEGATIVE = (
     "cluster.network.intra_node_latency_s",
     "cluster.network.inter_node_latency_s",
     "checkpoint.last_save_patience_s",
+    "checkpoint.restore_patience_s",
     "recovery.stop_timeout_s",
     "recovery.backoff_s",
     "recovery.exclude_hours",
@@ -131,6 +133,7 @@ _NOT_EMPTY = (
     "data.path",
     "data.cache_dir",
     "checkpoint.dir",
+    "checkpoint.fallback_dir",
     "run.dir",
     "wandb.project",
 )

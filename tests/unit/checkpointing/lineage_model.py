@@ -33,7 +33,7 @@ from checkpointing.catalog import StoredCheckpoint
 from checkpointing.checkpoint_errors import CheckpointError, SupersededError
 from checkpointing.lineage import AttemptBegin, Base, Lineage
 from checkpointing.manifest import File, Manifest
-from checkpointing.restore import _offers
+from checkpointing.restore import Places, ReadFailure, _offers
 from checkpointing.retention import RetentionPolicy
 from checkpointing.storage import Storage, open_storage
 from checkpointing.storage.local import LocalStorage
@@ -273,20 +273,24 @@ class ModelAttempt:
             return found
 
         there = {(each.step, each.attempt) for each, _ in world.intact()}
-        offers = _offers(self.storage, None, lineage)
+        offers = _offers(Places([self.storage], lineage), None)
         taken: Manifest | None = None
-        for offer in offers:
-            if "unreachable" in offer:
-                raise CheckpointError(offer["unreachable"])
+        failure: ReadFailure | None = None
+        while taken is None:
+            offer = offers.send(failure)
+            if "unlisted" in offer:
+                raise CheckpointError(offer["unlisted"])
             if "manifest" not in offer:
                 break
             candidate = manifest.decode(offer["manifest"].encode())
-            with contextlib.suppress(CheckpointError):
+            try:
                 catalog.check_sizes(self.storage, candidate, offer["folder"])
                 for name in candidate.files:
                     self.storage.get(f"{offer['folder']}/{name}")
+            except CheckpointError as error:
+                failure = ReadFailure.of(error)
+            else:
                 taken = candidate
-                break
         if known[-1] != (world.newest, world.truth):
             # The run went on elsewhere meanwhile: what was judged is no more.
             world.count("begins overtaken")

@@ -21,8 +21,9 @@ from s3fs.errors import translate_boto_error
 from sample_checkpoint import send
 
 from checkpointing.checkpoint_errors import StorageError
+from checkpointing.outages import is_passing
 from checkpointing.storage import Storage
-from checkpointing.storage.remote import RemoteStorage, Retries, is_passing, reason
+from checkpointing.storage.remote import RemoteStorage, Retries, reason
 
 AT_ONCE = Retries(num_tries=3, first_delay_s=0.0)
 

@@ -51,6 +51,17 @@ def test_healthy_machine_passes_and_nothing_is_left_behind(tmp_path: Path, orche
 
 
 @pytest.mark.usefixtures("_quick")
+def test_a_fallback_on_the_file_system_of_the_runs_is_warned_of(
+    tmp_path: Path, orchestra: CommandLine
+) -> None:
+    found = findings(orchestra, f"checkpoint.fallback_dir={tmp_path}/second")["fallback"]
+    assert (found["mark"], "file system of run.dir" in found["found"]) == ("warning", True)
+    assert list(tmp_path.iterdir()) == []
+    words = (f"checkpoint.fallback_dir={tmp_path}/second", f"checkpoint.dir={tmp_path}/first")
+    assert findings(orchestra, *words)["fallback"]["mark"] == "ok"
+
+
+@pytest.mark.usefixtures("_quick")
 @pytest.mark.parametrize(
     ("override", "name", "words"),
     [
@@ -58,6 +69,7 @@ def test_healthy_machine_passes_and_nothing_is_left_behind(tmp_path: Path, orche
         ("wandb.mode=online", "wandb", "WANDB_API_KEY"),
         ("cluster.network.interface=nowhere0", "ports", "no IPv4 address"),
         ("run.dir=/proc/nowhere", "run.dir", "cannot write"),
+        ("checkpoint.fallback_dir=/proc/nowhere", "fallback", "cannot write"),
     ],
 )
 def test_what_is_missing_fails_with_advice(

@@ -204,6 +204,10 @@ rule_checkpoint_place
     checkpoint.dir=https://b/c -> https:// cannot hold | s3://
     checkpoint.dir=zip:///tmp/a.zip -> zip:// cannot hold checkpoints
     checkpoint.dir=zip://a.zip::s3://b/c -> zip:// cannot hold
+rule_fallback_place
+    checkpoint.fallback_dir=s4://b -> checkpoint.fallback_dir=s4://b | no protocol s4://
+    checkpoint.dir=/a/b  checkpoint.fallback_dir=/a/b/c -> checkpoint.dir=/a/b itself | another storage
+    cluster.launcher=slurm  run.dir=/shared  checkpoint.fallback_dir=/tmp/x -> each node's own | all nodes
 rule_injected_faults
     recovery.inject=[{at_step: 0, rank: 0}] -> at_step=0 | 1 to 100
     checkpoint.every_steps=3  recovery.inject=[{at_step: 3, rank: 1, phase: before_manifest}]

@@ -46,6 +46,7 @@ _REPLAY = replace(
 )
 _LIMIT = replace(_ERROR, kind=Kind.time_limit, cause="time limit", code=EXIT_STOPPED, host=None)
 _LEADER = replace(_NODE, kind=Kind.lost, cause="its leader went away", blamed=(), host=None)
+_OUTAGE = replace(_EARLY, kind=Kind.storage, cause="the storage did not answer")
 
 
 def _at(step: int, incident: Incident, host: str = "node3") -> Incident:
@@ -169,6 +170,11 @@ ROWS: Sequence[Row] = (
         "the leader and all who could have judged the attempt are gone",
         "restarts",
         *(Action.restart, FOUR, _LEADER),
+    ),
+    _moves(
+        "a storage does not answer for `checkpoint.restore_patience_s`",
+        "restarts, and waits for it again",
+        *(Action.restart, FOUR, _OUTAGE),
     ),
     _moves(
         "the time limit comes, or a job of more weight",

@@ -179,6 +179,12 @@ def test_damaged_records_end_nothing() -> None:
     assert log.last.kind is Kind.hang
 
 
+def test_a_storage_that_does_not_answer_is_nobodys_fault() -> None:
+    found = Log().start(0).fail(0, cause="StorageOutageError").end(0).last
+    assert (found.kind, found.cause) == (Kind.storage, "the storage did not answer")
+    assert found.blamed == ()
+
+
 def rolled(cause: str, **evidence: object) -> Log:
     log = Log().start(0).write(0, EVENT, **{"step": 150, "to": 100, "cause": cause, **evidence})
     return log.fail(0, cause="RollBackError")

@@ -117,6 +117,10 @@ def test_submit_mounts_and_refuses(
     elsewhere = f"checkpoint.dir={weights}"
     image = orchestra(*small, "run.dir=runs", elsewhere, "cluster.container.image=x").out
     assert f"--container-mounts={tmp_path}/runs:{tmp_path}/runs,{weights}:{weights}" in image
+    (tmp_path / "second").mkdir()
+    fallback = f"checkpoint.fallback_dir={tmp_path}/second"
+    image = orchestra(*small, "run.dir=runs", fallback, "cluster.container.image=x").out
+    assert f"--container-mounts={tmp_path}/runs:{tmp_path}/runs,{tmp_path}/second:{tmp_path}/second" in image
     prefix = "cluster.container.prefix='apptainer exec x.sif'"
     bound = orchestra(*small, elsewhere, prefix).out
     runs = f"{tmp_path}/runs:{tmp_path}/runs"

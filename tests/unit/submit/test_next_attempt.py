@@ -20,6 +20,7 @@ from orchestra.errors import ConfigError
 from orchestra.run.config_file import read_config, write_config
 from orchestra.run.events import EventWriter, rank_writer
 from orchestra.run.paths import RunDir
+from orchestra.run.record import fallback_place
 from orchestra.submit.new_run import RunRequest, planned_run, prepare
 from orchestra.submit.resume_run import ResumePlan, claim, plan_resume
 
@@ -112,6 +113,24 @@ def test_a_new_place_is_refused_without_checkpoints_and_with_later_ones_than_ask
     _put_checkpoint(place, 80)
     assert "train.steps=60 ends before step 80" in refused(run, f"checkpoint.dir={place}")
     assert planned(run, f"checkpoint.dir={place}", "train.steps=80").config.train.steps == 80
+
+
+def test_a_run_may_not_lose_the_fallback_that_holds_its_newest_checkpoint(
+    run: RunDir, tmp_path: Path
+) -> None:
+    config = read_config(run.config)
+    saved = replace(config.checkpoint, fallback_dir=str(tmp_path / "second"))
+    run.config.unlink()
+    write_config(run.config, replace(config, checkpoint=saved))
+    assert planned(run, "checkpoint.fallback_dir=null").config.checkpoint.fallback_dir is None
+    second = fallback_place(run, saved.fallback_dir)
+    assert second is not None
+    _put_checkpoint(Path(second), 20)
+    text = refused(run, "checkpoint.fallback_dir=null")
+    assert f"step 20, lies in {second}; copy what is in that folder to {run.checkpoints} first" in text
+    assert planned(run, "train.steps=70").config.checkpoint.fallback_dir == saved.fallback_dir
+    _put_checkpoint(run.checkpoints, 20)
+    assert planned(run, f"checkpoint.fallback_dir={tmp_path / 'third'}").checkpoint_step == 20
 
 
 def _let_claim_die(run: RunDir) -> None:

@@ -35,7 +35,9 @@ def config_of(steps: int = STEPS, hidden_size: int = 16, **checkpoint: Any) -> C
     return Config(
         model=ModelConfig(**sizes, num_attention_heads=2, num_key_value_heads=2),
         train=TrainConfig(steps=steps, seq_len=8),
-        checkpoint=CheckpointConfig(**{"every_steps": 5, "timeout_s": 20.0, **checkpoint}),
+        checkpoint=CheckpointConfig(
+            **{"every_steps": 5, "timeout_s": 20.0, "restore_patience_s": 0.2, **checkpoint}
+        ),
     )
 
 

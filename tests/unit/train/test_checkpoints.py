@@ -203,7 +203,7 @@ def test_the_last_save_is_tried_as_long_as_the_patience_lasts_and_its_state_is_k
 def test_ranks_that_were_asked_to_stop_give_up_before_they_are_killed(tmp_path: Path) -> None:
     attempt = begun(tmp_path / "run", 0, config_of(), faults=Failing(times=2))
     with pytest.raises(TrainingError, match="tried 2 times"):
-        attempt.save(STEPS, is_last=True, limit_s=14.0)
+        attempt.save(STEPS, is_last=True, left_s=lambda: 14.0)
 
 
 class Full(Faults):

@@ -1,0 +1,128 @@
+"""Failures of a storage that may pass: told from damage, and waited for. No torch.
+
+A storage tries again by itself for seconds (`checkpointing.storage.remote`), a restore for minutes. Clients
+of object stores raise types of their own packages; they are distinguished by what they carry (an errno, an
+HTTP status, a class name), so that none of the packages is needed here.
+"""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from checkpointing.options import Event, no_event
+
+_PERMANENT_TYPES = (
+    *(FileNotFoundError, PermissionError, FileExistsError),
+    *(IsADirectoryError, NotADirectoryError, NotImplementedError),
+)
+_PASSING_TYPES = (TimeoutError, ConnectionError, InterruptedError, BlockingIOError)
+_PASSING_NUMBERS = {
+    getattr(errno, name)
+    for name in (
+        *("EIO", "EREMOTEIO", "EAGAIN", "ESTALE", "EBUSY", "EINTR", "EPIPE", "ENOBUFS", "ETIMEDOUT"),
+        *("ECONNRESET", "ECONNABORTED", "ECONNREFUSED", "ENETDOWN", "ENETRESET", "ENETUNREACH"),
+        *("EHOSTDOWN", "EHOSTUNREACH", "ENOTCONN", "ESHUTDOWN"),
+    )
+    if hasattr(errno, name)
+}
+# Connections that broke, as botocore, aiohttp, urllib3, azure-core and http.client call them.
+_PASSING_NAMES = {
+    *("HTTPClientError", "ConnectionError", "ResponseStreamingError", "IncompleteReadError"),
+    *("ResponseParserError", "ClientConnectionError", "ClientPayloadError", "ProtocolError"),
+    *("IncompleteRead", "ServiceRequestError", "ServiceResponseError"),
+}
+# Too slow or too many requests; of the server's own failures all pass but `not implemented`.
+_LARGEST_STATUS = 599
+_PASSING_STATUSES = {408, 429, *range(500, _LARGEST_STATUS + 1)} - {501}
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 10.0
+
+
+def is_passing(error: BaseException) -> bool:
+    """Whether the same request may work a moment later."""
+    chain = list(causes(error))
+    if any(isinstance(cause, _PERMANENT_TYPES) for cause in chain):
+        return False
+    statuses = {status for status in map(_http_status, chain) if status is not None}
+    if statuses:
+        return not statuses.isdisjoint(_PASSING_STATUSES)
+    return any(_is_passing_alone(cause) for cause in chain)
+
+
+def _is_passing_alone(error: BaseException) -> bool:
+    if isinstance(error, _PASSING_TYPES):
+        return True
+    if isinstance(error, OSError) and error_number(error) in _PASSING_NUMBERS:
+        return True
+    return any(kind.__name__ in _PASSING_NAMES for kind in type(error).__mro__)
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error and those that it was raised from."""
+    seen: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        yield cause
+        cause = cause.__cause__
+
+
+def error_number(error: OSError) -> int | None:
+    """Return an OSError's number, also where it is the only argument (`OSError(errno.EIO)`)."""
+    if error.errno is None and len(error.args) == 1 and isinstance(error.args[0], int):
+        return error.args[0]
+    return error.errno
+
+
+def _http_status(error: BaseException) -> int | None:
+    """Return the HTTP status that an error of botocore, aiohttp, gcsfs or azure-core carries."""
+    response: Any = getattr(error, "response", None)
+    if isinstance(response, dict):
+        status: Any = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+        return status if isinstance(status, int) else None
+    for name in ("status", "status_code", "code"):
+        status = getattr(error, name, None)
+        if isinstance(status, str) and status.isdecimal():
+            status = int(status)
+        if isinstance(status, int) and 100 <= status <= _LARGEST_STATUS:
+            return status
+    return None
+
+
+def may_be_damage(error: BaseException) -> bool:
+    """Whether an outage that does not end may be a device that has lost these bytes (EIO)."""
+    numbers = [error_number(cause) for cause in causes(error) if isinstance(cause, OSError)]
+    return errno.EIO in numbers
+
+
+class OutagePatience:
+    """How long one process waits for storages that do not answer: `limit_s` from the first failure on.
+
+    `on_event` hears `restore_waits` once, before the first wait, and of all else that is to be told.
+    """
+
+    def __init__(self, limit_s: float = 0.0, on_event: Event = no_event) -> None:
+        self._limit_s = limit_s
+        self._since: float | None = None
+        self._pause_s = _FIRST_PAUSE_S
+        self.tell = on_event
+
+    @property
+    def waited_s(self) -> float:
+        """The seconds since the first failure; 0 where there was none."""
+        return 0.0 if self._since is None else time.monotonic() - self._since
+
+    def lasts(self, why: str) -> bool:
+        """Note a failure; return whether the storage is to be asked once more, after a `pause`."""
+        if self._since is None:
+            self._since = time.monotonic()
+            if self._limit_s > 0:
+                self.tell("restore_waits", {"why": why, "patience_s": self._limit_s})
+        return self.waited_s < self._limit_s
+
+    def pause(self) -> None:
+        """Wait, ever longer, and at the end of the patience no longer than it lasts."""
+        time.sleep(max(0.0, min(self._pause_s, self._limit_s - self.waited_s)))
+        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
