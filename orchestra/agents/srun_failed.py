@@ -44,7 +44,7 @@ from orchestra.submit.claims import upcoming_attempt
 
 _UNSTARTED, _LOST = "step_not_started", "step_lost"
 # Agents that live write a beat every second.
-_BEATS_S = 5.0
+_BEATS_S = 3.0
 _LAUNCH_FAILED = re.compile(r"Task launch for \S+ failed on node ([^\s:]+)")
 # What srun writes is in the output of the batch script, which is that of this process too.
 _OUTPUT = Path("/proc/self/fd/1")

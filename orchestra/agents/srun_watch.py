@@ -29,7 +29,7 @@ _LOOK_S = 1.0
 # Agents come within seconds; a controller that serves thousands of jobs is not asked before that.
 _ASK_EVERY_S = 15.0
 # So many looks without a beat: only those count in which the file system took a word of this process's.
-_LOOKS_WITHOUT_BEAT = 5
+_LOOKS_WITHOUT_BEAT = 4
 
 
 def main(argv: list[str]) -> int:
@@ -83,7 +83,9 @@ def _is_agent_here(words: list[str]) -> bool:
     agent = os.fsencode("\0".join(["", "-m", "orchestra.agents", *words, ""]))
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
-            if file.read_bytes().endswith(agent):
+            command = file.read_bytes()
+            # srun's own ends with the same words.
+            if command.endswith(agent) and Path(os.fsdecode(command.split(b"\0", 1)[0])).name != "srun":
                 return True
     return False
 
