@@ -190,7 +190,7 @@ class RecoveryConfig:
     heartbeat_timeout_s: float = 60.0
     # The same before an attempt's first step: imports, connections, compilation.
     setup_timeout_s: float = 900.0
-    # A node whose agent is silent for so long counts as lost.
+    # A node whose agent is silent for so long counts as lost; three seconds where its host is silent too.
     agent_timeout_s: float = 10.0
     collective_timeout_s: float = 600.0
     # How long ranks that were asked to stop may take to save, before they are killed.

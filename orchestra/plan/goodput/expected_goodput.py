@@ -38,6 +38,9 @@ _QUEUE_WAIT_S = 600.0
 _MOST_SPARE_COUNTS = 8
 # A run that never saves.
 _NEVER = 10**12
+# A lost node, as measured on the development cluster; of thousands not all beats are read at once.
+_NOTICED_S = 3.5
+_BEATS_READ_PER_S = 500
 
 
 def measured(events: Sequence[Record], rows: Iterable[Record]) -> dict[str, float]:
@@ -76,7 +79,7 @@ def assumed_times(config: Config, step_s: float, world_size: int) -> Times:
         write_s=write_s,
         # Read as fast as written, and ten seconds to find and check what is there.
         restore_s=10.0 + write_s,
-        notice_node_s=recovery.agent_timeout_s,
+        notice_node_s=min(recovery.agent_timeout_s, _NOTICED_S + config.cluster.nodes / _BEATS_READ_PER_S),
         notice_hang_s=recovery.heartbeat_timeout_s,
     )
 

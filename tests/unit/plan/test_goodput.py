@@ -100,7 +100,9 @@ def test_a_scenario_is_what_the_configuration_says() -> None:
     assert (found.num_nodes, found.devices_per_node, found.spare_nodes, found.min_nodes) == (128, 8, 3, 100)
     assert (found.every_steps, found.memory_copy_every_steps, found.can_requeue) == (250, 5, False)
     assert (found.time_limit_s, found.mtbf_device_hours) == (86_400.0, 1000.0)
-    assert (times.step_s, times.notice_node_s) == (3.0, 20.0)
+    assert (times.step_s, times.notice_node_s) == (3.0, pytest.approx(3.756))
+    hurried = replace(config, recovery=replace(config.recovery, agent_timeout_s=2.0))
+    assert assumed_times(hurried, 3.0, 1024).notice_node_s == 2.0
     assert found.mttf_s == pytest.approx(1000 * 3600 / 1024)
     saves_nothing = replace(config_of(), checkpoint=CheckpointConfig(every_steps=None))
     assert expected(scenario_of(saves_nothing, TIMES)) < 1e-6
