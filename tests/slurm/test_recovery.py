@@ -16,6 +16,7 @@ from matrix_injections import LENGTH
 from matrix_oracle import References, assert_as_if_nothing_had_happened, samples
 from sites import SLOW_FIRST_ATTEMPT, Site, SubmittedRun
 
+from orchestra.agents.agent import group_folder
 from orchestra.run.paths import RunDir
 
 pytestmark = pytest.mark.slow
@@ -129,19 +130,47 @@ def training(cluster: Site, name: str, *overrides: str) -> SubmittedRun:
     return run
 
 
+def sruns(cluster: Site, host: str) -> list[int]:
+    """Return the srun of a job and its helper, which kills the step as soon as srun is gone."""
+    return [pid for pid, line in sorted(cluster.processes_on(host).items()) if line.startswith("srun ")]
+
+
 @pytest.mark.timeout(240)
 def test_an_srun_that_is_killed_ends_nothing(cluster: Site) -> None:
     run = training(cluster, "without-srun")
-    lines = cluster.processes_on(run.hosts()[0]).items()
-    sruns = [pid for pid, line in lines if line.startswith("srun ")]
-    for pid in sruns:
+    killed = sruns(cluster, run.hosts()[0])
+    for pid in killed:
         # srun's own helper ends with it.
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    assert sruns
+    assert killed
     run.wait_for_event("finished", 120)
     run.assert_job_ends("COMPLETED")
     assert len(run.events("attempt_started")) == 1
+
+
+@pytest.mark.timeout(240)
+def test_an_srun_whose_helper_ends_the_step_costs_the_run_one_job(cluster: Site) -> None:
+    """Of srun alone, as the kernel kills it for want of memory: before the first attempt, and in it."""
+
+    def kill_srun(host: str) -> None:
+        srun, *helpers = sruns(cluster, host)
+        assert helpers
+        os.kill(srun, signal.SIGKILL)
+
+    length = ("train.steps=60", "checkpoint.every_steps=20")
+    run = cluster.submit_run("srun-alone", *TWO_NODES, *length, SLOW_FIRST_ATTEMPT)
+    folder = group_folder(run.dir.control, run.job, 0)
+    run.wait(lambda: len(list(folder.glob("member-*"))) == 2, "both agents have come")
+    kill_srun(min(json.loads(file.read_text())["host"] for file in folder.glob("member-*")))
+    first = run.wait_for_event("requeued", 60)
+    assert (first["rule"], first["after"], first["exclude"]) == ("step_not_started", run.job, [])
+
+    run.wait_for_event("checkpoint_committed")
+    kill_srun(run.hosts()[0])
+    run.assert_state("finished")
+    (_, second) = run.events("requeued")
+    assert (second["rule"], second["after"], second["attempt"]) == ("step_lost", first["job"], 0)
 
 
 @pytest.mark.timeout(300)
