@@ -135,42 +135,38 @@ def sruns(cluster: Site, host: str) -> list[int]:
     return [pid for pid, line in sorted(cluster.processes_on(host).items()) if line.startswith("srun ")]
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(300)
 def test_an_srun_that_is_killed_ends_nothing(cluster: Site) -> None:
-    run = training(cluster, "without-srun")
-    killed = sruns(cluster, run.hosts()[0])
-    for pid in killed:
-        # srun's own helper ends with it.
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    assert killed
-    run.wait_for_event("finished", 120)
-    run.assert_job_ends("COMPLETED")
-    assert len(run.events("attempt_started")) == 1
+    """Alone, as the kernel kills it for want of memory, before the first attempt and in it: its helper kills
+    the step, and that costs a job. With its helper: the agents do not even notice.
+    """
 
-
-@pytest.mark.timeout(240)
-def test_an_srun_whose_helper_ends_the_step_costs_the_run_one_job(cluster: Site) -> None:
-    """Of srun alone, as the kernel kills it for want of memory: before the first attempt, and in it."""
-
-    def kill_srun(host: str) -> None:
+    def kill(host: str, *, with_helper: bool) -> None:
         srun, *helpers = sruns(cluster, host)
         assert helpers
-        os.kill(srun, signal.SIGKILL)
+        for pid in (*helpers, srun) if with_helper else (srun,):
+            # One may end with the other.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
-    length = ("train.steps=60", "checkpoint.every_steps=20")
-    run = cluster.submit_run("srun-alone", *TWO_NODES, *length, SLOW_FIRST_ATTEMPT)
+    slow = "recovery.inject=[{at_step: 1, rank: 0, fault: slow, seconds: 0.1, attempt: all}]"
+    run = cluster.submit_run("srun-killed", *TWO_NODES, "train.steps=60", "checkpoint.every_steps=10", slow)
     folder = group_folder(run.dir.control, run.job, 0)
     run.wait(lambda: len(list(folder.glob("member-*"))) == 2, "both agents have come")
-    kill_srun(min(json.loads(file.read_text())["host"] for file in folder.glob("member-*")))
+    kill(min(json.loads(file.read_text())["host"] for file in folder.glob("member-*")), with_helper=False)
     first = run.wait_for_event("requeued", 60)
     assert (first["rule"], first["after"], first["exclude"]) == ("step_not_started", run.job, [])
 
     run.wait_for_event("checkpoint_committed")
-    kill_srun(run.hosts()[0])
-    run.assert_state("finished")
+    kill(run.hosts()[0], with_helper=False)
+    run.wait_for_attempt(1)
     (_, second) = run.events("requeued")
     assert (second["rule"], second["after"], second["attempt"]) == ("step_lost", first["job"], 0)
+
+    kill(run.hosts()[0], with_helper=True)
+    run.assert_state("finished")
+    run.assert_job_ends("COMPLETED", job=second["job"])
+    assert len(run.events("attempt_started")) == 2
 
 
 @pytest.mark.timeout(300)
