@@ -18,6 +18,7 @@ from conf.schema import Config
 from launchers.node_group import GroupMember, Order
 from orchestra.agents.context import AgentContext
 from orchestra.errors import ConfigError
+from orchestra.recovery.history import Attempt
 from orchestra.recovery.policy import Action, Decision, Resources, node_is_gone
 from orchestra.run.events import EventWriter, is_number
 from orchestra.run.files import Record
@@ -301,13 +302,38 @@ def next_nodes(
     return shrunk(nodes, config)
 
 
-def without_unfit(order: Order, decision: Decision, members: Mapping[int, GroupMember]) -> Decision:
-    """Return a decision that also leaves out the nodes of an attempt whose check found them unfit, unless all
-    were: then no node is to blame.
+def found_unfit(order: Order, members: Mapping[int, GroupMember]) -> dict[int, str]:
+    """Return the nodes of an attempt whose check found them unfit, and why. None where all were: then no node
+    is to blame, but a single one whose device is broken.
     """
-    taking_part = [members[node] for node in order.nodes if node in members]
-    unfit = {member.host: member.facts["unfit"] for member in taking_part if not is_fit(member)}
-    if not unfit or len(unfit) == len(order.nodes) or decision.action in (Action.give_up, Action.end):
+    unfit = {
+        node: str(members[node].facts["unfit"])
+        for node in order.nodes
+        if node in members and not is_fit(members[node])
+    }
+    is_alone = len(order.nodes) == 1 and any(members[node].facts.get("broken_device") for node in unfit)
+    return unfit if is_alone or len(unfit) < len(order.nodes) else {}
+
+
+def write_found(
+    order: Order, members: Mapping[int, GroupMember], attempt: Attempt, events: EventWriter
+) -> None:
+    """Write down which nodes an attempt left unfit: that it ended is then no fault of the code where a device
+    is broken. The leader before this one may have done so.
+    """
+    known = {event.get("host") for event in attempt.named("node_unfit")}
+    for node, words in found_unfit(order, members).items():
+        member = members[node]
+        if member.host not in known:
+            facts = {"host": member.host, "cause": words, "device": bool(member.facts.get("broken_device"))}
+            with contextlib.suppress(OSError):
+                events.write("node_unfit", node=node, **facts)
+
+
+def without_unfit(order: Order, decision: Decision, members: Mapping[int, GroupMember]) -> Decision:
+    """Return a decision that also leaves out the nodes of an attempt that their check found unfit."""
+    unfit = {members[node].host: words for node, words in found_unfit(order, members).items()}
+    if not unfit or decision.action in (Action.give_up, Action.end):
         return decision
     reason = "; ".join([decision.reason, *(f"{host} cannot train: {words}" for host, words in unfit.items())])
     exclude = tuple(dict.fromkeys([*decision.exclude, *unfit]))

@@ -246,6 +246,7 @@ class Leader:
         members = {node: member for node, member in self._group.members().items() if node not in lost}
         silent = self._group.silent(members)
         members = {node: member for node, member in members.items() if node not in silent}
+        choose_nodes.write_found(order, members, record.seen(), record.events)
         events = read_events(context.run)
         resources = choose_nodes.resources(order, members, context, events)
         log = incidents(history.read(events))

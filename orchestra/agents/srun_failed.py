@@ -8,6 +8,10 @@ one that they agreed on. Where all are gone without one, the run goes on in anot
   nodes that never came (rule step_not_started).
 - srun gives up a whole step that runs, `--no-kill` or not, when a node of it boots again before Slurm has
   noticed that it was gone ("Aborting, step missing and io error") (rule step_lost).
+- srun is killed: its helper process, where that lives, kills the whole step at once. Before the first attempt
+  that is rule step_not_started, with no node to blame, and after it step_lost.
+
+Where the run does not go on the records say why, and nobody's code is blamed.
 
 For an array of a sweep the arguments are `SWEEP_DIR --first F CODE`.
 """
@@ -32,7 +36,8 @@ from orchestra.agents.agent import group_folder, run_of
 from orchestra.agents.context import END, REFUSE
 from orchestra.agents.slurm_job import SlurmJob
 from orchestra.agents.wait_for_nodes import MOST_MOVES, moves
-from orchestra.errors import EXIT_FAILED, OrchestraError
+from orchestra.errors import EXIT_FAILED, LaunchError, OrchestraError
+from orchestra.recovery.history import attempt_of
 from orchestra.recovery.policy import Action, Decision
 from orchestra.run import stop_requests
 from orchestra.run.config_file import read_config
@@ -102,44 +107,66 @@ def _agreed(group: NodeGroup) -> int | None:
 def move_run(run: RunDir, task: JobTask, nodes: str, output: Path) -> str | None:
     """Submit the run again; return what was done, None where that is not to be: somebody decided already, or
     the step ended by itself. No agent lives any more. `nodes`: the job's, as Slurm writes them; `output`:
-    where srun wrote. Raises LauncherError, LaunchError and OSError.
+    where srun wrote. Raises LauncherError, LaunchError and OSError; what keeps the run from going on is
+    written down before.
     """
     config = read_config(run.config)
     slurm, group, own = SlurmJob(run, config, task), _group(run, task), this_job.own_job(task.job)
     order, attempt = group.newest_order(), upcoming_attempt(run) - 1
     # Slurm ends it, or starts it again by itself.
-    if own.is_ending or own.restarts > task.restart or not slurm.can_requeue:
+    if own.is_ending or own.restarts > task.restart:
         return None
     if order is None:
-        decision = _of_unstarted(read_events(run), _missing(group, nodes, own.nodes, output, config))
+        missing = _missing(group, nodes, own.nodes, output, config)
+        decision = _of_unstarted(missing, has_agents=bool(group.members()))
     else:
-        decision = None if order.action in (END, REFUSE) else _of_lost(run, attempt)
-    if decision is None:
+        decision = None if order.action in (END, REFUSE) else _OF_LOST
+    # Where no attempt began, requests name the one to come.
+    asked = stop_requests.read_requests(run, attempt + (order is None))
+    if decision is None or any(request.reason == stop_requests.CANCEL for request in asked):
         return None
     # Where no attempt began, this follows the one before, and the number is free.
     writer = EventWriter(run, f"crew.{group.folder.name}", attempt, before_start=order is None)
+    events = read_events(run)
     try:
+        _refuse_to_move(slurm, decision, events)
         return slurm.requeue(decision, attempt, writer)
+    except (LauncherError, LaunchError) as error:
+        why = f"{decision.reason}, and the run does not go on by itself: {error}"
+        if order is not None and attempt_of(events, attempt).starts:
+            writer.write("failed", node=0, code=EXIT_FAILED, cause=decision.reason, message=why)
+        else:
+            writer.write("start_failed", job=task.job, code=EXIT_FAILED, cause=why)
+        raise
     finally:
         writer.close()
 
 
-def _of_unstarted(events: Sequence[Record], missing: tuple[str, ...]) -> Decision | None:
-    if not missing or moves(events, rule=_UNSTARTED) >= MOST_MOVES:
+_OF_LOST = Decision(Action.requeue, EXIT_FAILED, "srun gave up the job's step", rule=_LOST)
+
+
+def _of_unstarted(missing: tuple[str, ...], *, has_agents: bool) -> Decision | None:
+    """Return what follows where no attempt began; None where the step ended by itself. Agents that end by
+    themselves take their names off the list: those on it were killed with the step.
+    """
+    if missing:
+        reason = f"lost while the job's step was starting: {', '.join(missing)}"
+    elif has_agents:
+        reason = "srun gave up the job's step before an attempt began"
+    else:
         return None
-    reason = f"lost while the job's step was starting: {', '.join(missing)}"
     return Decision(Action.requeue, EXIT_FAILED, reason, rule=_UNSTARTED, exclude=missing)
 
 
-def _of_lost(run: RunDir, attempt: int) -> Decision | None:
-    """Return what follows an attempt whose agents all ended with srun; None where it was to be cancelled, or
-    where that happened several times and nothing was saved in between.
-    """
-    if any(request.reason == stop_requests.CANCEL for request in stop_requests.read_requests(run, attempt)):
-        return None
-    if moves(read_events(run), "checkpoint_committed", rule=_LOST) >= MOST_MOVES:
-        return None
-    return Decision(Action.requeue, EXIT_FAILED, "srun gave up the job's step", rule=_LOST)
+def _refuse_to_move(slurm: SlurmJob, decision: Decision, events: Sequence[Record]) -> None:
+    """Raise LaunchError where no job may follow, or several of them got no further."""
+    if not slurm.can_requeue:
+        raise LaunchError("no other job may follow (cluster.requeue=never)")
+    since = "checkpoint_committed" if decision.rule == _LOST else "attempt_started"
+    if moves(events, since, rule=decision.rule) >= MOST_MOVES:
+        raise LaunchError(
+            f"that happened {MOST_MOVES + 1} times with no {since.replace('_', ' ')} in between"
+        )
 
 
 def _missing(group: NodeGroup, nodes: str, left: str, output: Path, config: Config) -> tuple[str, ...]:

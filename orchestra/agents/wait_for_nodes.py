@@ -117,8 +117,9 @@ class Preflight:
         events = read_events(context.run)
         if not unfit or not context.scheduler.can_requeue or moves(events, rule=_RULE) >= MOST_MOVES:
             return None
-        attempt = max((int(event["attempt"]) for event in events), default=0)
-        writer = EventWriter(context.run, f"crew.{context.group.folder.name}", attempt)
+        # No attempt began: this follows the one before, which it says nothing of, and the number is free.
+        attempt = upcoming_attempt(context.run) - 1
+        writer = EventWriter(context.run, f"crew.{context.group.folder.name}", attempt, before_start=True)
         write_findings(writer, members, self.listed, taken=())
         words = self.unfit_words(members)
         decision = Decision(Action.requeue, EXIT_FAILED, words, rule=_RULE, exclude=unfit)

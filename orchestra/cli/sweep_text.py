@@ -97,6 +97,12 @@ def print_action(action: SweepAction, start: str | None, *, as_json: bool) -> No
     for row in rows:
         what = f"array {row['array']}" if row["array"] is not None else f"{row['state']}, left alone"
         note(f"{row['index']:03d}  {' '.join(row['overrides'])}  ({what})")
+    before: dict[int | None, str] = {}
+    for planned in action.arrays:
+        if awaited := before.get(planned.lane, ", ".join(f"job {job}" for job in planned.after)):
+            note(f"array {planned.array.number} begins when {awaited} is over (cluster.array_throttle)")
+        if planned.lane is not None:
+            before[planned.lane] = f"array {planned.array.number}"
     if start is not None:
         note(f"Slurm would accept the jobs and expects to start the first one at {start}")
 

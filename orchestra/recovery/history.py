@@ -111,9 +111,22 @@ class Attempt:
 
     @property
     def excluded_hosts(self) -> tuple[str, ...]:
-        """The hosts that what was decided after it left out."""
-        listed = [event["exclude"] for event in self.decisions if isinstance(event.get("exclude"), list)]
+        """The hosts that what was decided after it left out; not what a later start left out that ended
+        before its attempt began, and is written under this number.
+        """
+        decided = [event for event in self.decisions if not event.get("before_start")]
+        listed = [event["exclude"] for event in decided if isinstance(event.get("exclude"), list)]
         return tuple(dict.fromkeys(host for hosts in listed for host in hosts if isinstance(host, str)))
+
+    @property
+    def unfit_hosts(self) -> tuple[str, ...]:
+        """The hosts that took part, and found afterwards that they cannot train."""
+        return tuple(dict.fromkeys(str(event.get("host")) for event in self.named("node_unfit")))
+
+    @property
+    def has_broken_device(self) -> bool:
+        """Whether one of them found that a device of it is broken."""
+        return any(event.get("device") is True for event in self.named("node_unfit"))
 
     @cached_property
     def restored(self) -> Record | None:

@@ -336,6 +336,10 @@ class Incident:
     by_hand: bool = False
     # Hosts that what followed left out.
     excluded: tuple[str, ...] = ()
+    # Hosts that found afterwards that they cannot train, and whether because of a device: neither code nor
+    # data is suspected then.
+    unfit: tuple[str, ...] = ()
+    of_device: bool = False
     # Whether somebody had planned a failure (recovery.inject): it says nothing of the machines.
     rehearsed: bool = False
     # Where the run goes on and without which data, where the attempt said so.
@@ -391,6 +395,8 @@ def _incident(attempt: Attempt, began: int, committed: int, logged: int | None, 
         num_nodes=attempt.num_nodes,
         by_hand=by_hand,
         excluded=attempt.excluded_hosts,
+        unfit=attempt.unfit_hosts,
+        of_device=attempt.has_broken_device,
         rehearsed=bool(attempt.named("fault_injected")),
         roll_back=attempt.roll_back,
     )

@@ -142,7 +142,7 @@ def without_progress(series: Sequence[Incident]) -> Sequence[Incident]:
 
 def is_charged(incident: Incident) -> bool:
     """Tell whether an incident counts against recovery.max_restarts."""
-    return incident.kind not in _NOT_CHARGED and not incident.excluded
+    return incident.kind not in _NOT_CHARGED and not incident.excluded and not incident.unfit
 
 
 # Each wait is this many times the one before it, up to ten minutes, and a fifth more or less: runs that a
@@ -369,15 +369,18 @@ RULES: tuple[Rule, ...] = (
 
 
 def _is_suspect(incident: Incident) -> bool:
-    return incident.kind in _OF_CODE_OR_DATA and not is_from_outside(incident.cause)
+    is_outside = incident.of_device or is_from_outside(incident.cause)
+    return incident.kind in _OF_CODE_OR_DATA and not is_outside
 
 
 def _twin(now: Incident, others: Iterable[Incident]) -> Incident | None:
-    """Return the newest earlier incident of the same kind and cause."""
+    """Return the newest earlier incident of the same kind and cause, and with no broken device."""
     same = [
         incident
         for incident in others
-        if incident is not now and (incident.kind, incident.cause) == (now.kind, now.cause)
+        if incident is not now
+        and not incident.of_device
+        and (incident.kind, incident.cause) == (now.kind, now.cause)
     ]
     return same[-1] if same else None
 

@@ -37,6 +37,10 @@ _TILE_TOKENS = 128
 # Elements of gradients and moments that AdamW holds in fp32 at a time, on CPU for each thread: they stay in
 # its cache. Multiples of what any kernel takes at once.
 ROUNDED_CPU, ROUNDED_GPU = 1 << 16, 1 << 24
+# Elements of a gradient that a replay looks at together, on CPU as many as its caches hold, and what it takes
+# for each: its bits, factors and products in 64 bits.
+REPLAYED_CPU, REPLAYED_GPU = 1 << 16, 1 << 22
+_REPLAYED_BYTES = 32
 # Words whose gradients an output product in fp8 adds to earlier ones at a time.
 FP8_WORDS = 1 << 14
 # Share of a device's memory that tensors can fill: the CUDA context, NCCL and fragmentation take the rest
@@ -256,16 +260,62 @@ def step_bytes(shape: TrainingShape, stage: PipelineStage, parts: RankParameters
     # The final norm's input and output; the latter gathered for the loss.
     ends = (2 * hidden / shape.tokens.outer) * stage.has_head
     fewer = _kept_in_fp8(shape) * sum(kind is Recompute.none for kind in kinds)
-    backward = peak_bytes(layer, kinds) - fewer + _temporary_bytes(shape)
+    replayed = _replayed_bytes(shape, stage, parts)
+    temporary = max(_temporary_bytes(shape), replayed.in_layer)
+    backward = peak_bytes(layer, kinds) - fewer + temporary + replayed.in_backward
+    backward = max(backward, replayed.at_the_end)
     if _is_summed_in_another_type(shape) and stage.num_layers:
         # All copies together, when the first layer's backward pass ends.
         copies = parts.of(stage) * (shape.options.reduce_bytes or 0)
         backward = max(backward, copies + _temporary_bytes(shape))
     backward = max(backward, _update_bytes(shape, stage, parts) - ends)
-    loss = _loss_bytes(shape) if stage.has_head else 0.0
+    loss = _loss_bytes(shape) + replayed.in_loss if stage.has_head else 0.0
     if kept - fewer + loss >= backward:
         return StepBytes(waiting + kept - fewer + ends, loss)
     return StepBytes(waiting + backward + ends, 0.0)
+
+
+@dataclass(frozen=True)
+class _Replayed:
+    """What the gradients of a micro-batch that is computed again take (`recovery.replay_every_steps`), each
+    until it has been looked at: those of the training have memory of their own.
+
+    `in_layer`: with the gradient of the feed-forward's inner width, beside what layers keep. `in_backward`:
+    to its end, of a tied table that the loss begins. `at_the_end`: with the embedding's from autograd.
+    """
+
+    in_loss: float = 0.0
+    in_layer: float = 0.0
+    in_backward: float = 0.0
+    at_the_end: float = 0.0
+
+
+def _replayed_bytes(shape: TrainingShape, stage: PipelineStage, parts: RankParameters) -> _Replayed:
+    """Return what a replay takes; nothing where there is none."""
+    if not shape.options.replays or shape.layout.dp == 1:
+        return _Replayed()
+    model, tokens, made_in = shape.model, shape.tokens, _made_in(shape)
+    chunk = REPLAYED_GPU if shape.options.is_gpu else REPLAYED_CPU
+    inner = math.ceil(model.intermediate_size / tokens.tp)
+    matrix, table = inner * model.hidden_size, math.ceil(model.vocab_size / tokens.tp) * model.hidden_size
+    # Products whose results have another type than gradients have memory for them too.
+    product = tokens.width_bytes if made_in != tokens.width_bytes else 0
+    is_tied = model.tie_word_embeddings and stage.has_embedding and stage.has_head
+    embedding = parts.before * (tokens.width_bytes + made_in) * stage.has_embedding
+    return _Replayed(
+        in_loss=table * made_in,
+        in_layer=tokens.count * inner * tokens.width_bytes
+        + matrix * made_in
+        + max(matrix * product, min(chunk, matrix) * _REPLAYED_BYTES),
+        in_backward=table * made_in if is_tied else 0.0,
+        at_the_end=embedding + min(chunk, parts.before) * _REPLAYED_BYTES,
+    )
+
+
+def _made_in(shape: TrainingShape) -> int:
+    """Return the bytes of an element of the gradients as a micro-batch makes them."""
+    gradient, is_whole = widths(shape.precision).gradients, shape.zero < 2 or shape.num_shards == 1
+    return gradient if is_whole else shape.options.reduce_bytes or gradient
 
 
 def num_in_flight(stage: int, pp: int, accumulation: int) -> int:
@@ -390,9 +440,7 @@ def _loss_bytes(shape: TrainingShape) -> float:
         using = chunk * (wide + narrow) if narrow else 0.0
         # The products' own memory serves all chunks; in fp32 or compiled it is the only one.
         kept = chunk * (narrow or wide)
-    is_whole = shape.zero < 2 or shape.num_shards == 1
-    gradient = widths(shape.precision).gradients
-    made_in = gradient if is_whole else shape.options.reduce_bytes or gradient
+    made_in = _made_in(shape)
     is_direct = made_in == _FP32 or chunk >= tokens
     matrix = 0.0 if is_direct else words * hidden * _FP32
     product = words * hidden * width if width < _FP32 and (made_in == _FP32 or not is_direct) else 0.0

@@ -55,7 +55,8 @@ class TrainerOptions:
     `loss_chunk_tokens`: None: chosen from the vocabulary. `keeps_fp8_inputs`: of fp8 products the rounded
     inputs are kept. `saves`: images of the state are staged in host memory while training continues.
     `is_compiled`: blocks and loss. `fp8_scaling` and the two after it are precision=fp8's.
-    `disk_bytes_per_s`: what a node's disk reads and writes, for state that lies there.
+    `disk_bytes_per_s`: what a node's disk reads and writes, for state that lies there. `replays`: other
+    ranks' micro-batches are computed again.
     """
 
     moment_bytes: int = 4
@@ -74,6 +75,7 @@ class TrainerOptions:
     fp8_delayed_scaling: bool = False
     fp8_output: bool = False
     disk_bytes_per_s: float = _DISK_BYTES_PER_S
+    replays: bool = False
 
 
 @dataclass(frozen=True)
@@ -177,4 +179,5 @@ def trainer_options(config: Config, *, is_gpu: bool) -> TrainerOptions:
         fp8_delayed_scaling=precision.fp8_delayed_scaling,
         fp8_output=precision.fp8_output,
         disk_bytes_per_s=config.cluster.disk_bytes_per_s or _DISK_BYTES_PER_S,
+        replays=config.recovery.replay_every_steps is not None,
     )

@@ -289,10 +289,14 @@ def hand_over(ledger: Ledger, arrays: Sequence[PlannedArray]) -> SubmitOutcome:
     """
     outcome = SubmitOutcome()
     waiting = list(arrays)
+    # The last array of each lane.
+    newest: dict[int | None, tuple[str, ...]] = {}
     while waiting:
         planned, *others = waiting
+        after = newest.get(planned.lane, planned.after)
+        options = [f"--dependency=afterany:{':'.join(after)}"] if after else []
         try:
-            job = sbatch.submit(ledger.script(planned.array), planned.array.token)
+            job = sbatch.submit(ledger.script(planned.array), planned.array.token, options)
         except SlurmRefused as error:
             halves = ledger.halves(planned) if is_full(str(error)) else []
             if halves:
@@ -315,6 +319,8 @@ def hand_over(ledger: Ledger, arrays: Sequence[PlannedArray]) -> SubmitOutcome:
         # A lost answer that was found in the queue: 12_[0-99].
         accepted = replace(planned.array, id=job.partition("_")[0])
         outcome.accepted.append(accepted)
+        if planned.lane is not None:
+            newest[planned.lane] = (job.partition("_")[0],)
         ledger.accept(accepted)
         waiting = others
     return outcome

@@ -86,16 +86,18 @@ class BuiltModel:
 
 @dataclass(frozen=True)
 class Training(BuiltModel):
-    """What is trained on one rank, and how a step of it is taken."""
+    """What is trained on one rank, how a step of it is taken, and whether steps are computed again."""
 
     step: TrainingStep
+    replays: bool = False
 
 
 def build_training(config: Config, mesh: Mesh) -> Training:
     """Build model, optimizer and step for one rank, of a run that begins and has no hooks. *Collective*."""
     built = build_model_and_optimizer(config, mesh)
     step = build_step(config, mesh, built, StepHooks())
-    return Training(built.parallelized, built.optimizer, built.batch, step)
+    replays = config.recovery.replay_every_steps is not None and mesh.layout.dp > 1
+    return Training(built.parallelized, built.optimizer, built.batch, step, replays)
 
 
 def build_model_and_optimizer(config: Config, mesh: Mesh) -> BuiltModel:

@@ -42,6 +42,7 @@ from orchestra.sizes.compilation import is_wanted
 from orchestra.sizes.memory import chunk_tokens, logit_bytes
 from orchestra.sizes.topology import Layout, batch_shape, layout
 from orchestra.train.build import Training, build_training
+from orchestra.train.watch.replay import rehearse
 
 _FAKE_GROUP = "torch.testing._internal.distributed.fake_pg"
 # The second one adds to the first one's gradients; more of them need no more.
@@ -156,11 +157,16 @@ def step_bytes(training: Training, mesh: Mesh) -> int:
 
 
 def take_step(training: Training, mesh: Mesh, step: int, num_micro_batches: int) -> None:
-    """Take a step of at most so many micro-batches, all of whose tokens are 0. *Collective*."""
+    """Take a step of at most so many micro-batches, all of whose tokens are 0, and where the run computes
+    steps again one more that is. *Collective*.
+    """
     batch = training.batch
     num = min(num_micro_batches, batch.accumulation)
     shape = (num, batch.micro_batch_size, batch.seq_len + 1)
-    training.step.run(step, torch.zeros(shape, dtype=torch.int64).to(mesh.device))
+    tokens = torch.zeros(shape, dtype=torch.int64).to(mesh.device)
+    if training.replays:
+        rehearse(training.parallelized, tokens[0], as_gpu=mesh.counts_as_gpu)
+    training.step.run(step, tokens)
 
 
 @dataclass(frozen=True)

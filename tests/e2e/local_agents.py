@@ -1,8 +1,8 @@
 """Agents whose nodes are processes of this machine: tests start them with `train_on_nodes`, and each is
 `python local_agents.py RUN_DIR NODE NUM_NODES`.
 
-Each finds in its own environment what makes nodes differ: TMPDIR is one of the places that a node looks at,
-and with LOSE_TMPDIR it goes away as soon as an attempt is on.
+Each finds in its own environment what makes nodes differ: TMPDIR is one of the places that a node looks at.
+With NUM_GPUS it looks for so many devices too, which are those that the nvidia-smi found there tells of.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from launchers.node_agent import StopRequests
 from launchers.node_group import NodeGroup
 from orchestra.agents.agent import attend, group_folder
 from orchestra.agents.context import AgentContext, Scheduler
-from orchestra.agents.node_check.own_check import node_check_of
+from orchestra.agents.node_check.own_check import NodeCheck, ProbeProcess, node_check_of, wishes_of
 from orchestra.config.compose import compose
 from orchestra.config.machine import Situation, signature
 from orchestra.run.config_file import read_config
@@ -77,18 +77,16 @@ def main() -> int:
     with StopRequests() as signals:
         group = NodeGroup(group_folder(run.control, "here", 0), node, num_nodes, 15.0)
         node_check = node_check_of(config, run, group)
+        if node_check is not None and "NUM_GPUS" in os.environ:
+            wishes = {**wishes_of(config, run), "gpus": int(os.environ["NUM_GPUS"])}
+            node_check = NodeCheck(group, ProbeProcess(wishes))
         context = AgentContext(run, config, group, signals, Node(), _say, node_check=node_check)
-        return attend(context, tick=_tick).code
+        return attend(context).code
 
 
 def _say(words: str) -> None:
     sys.stdout.write(f"{words}\n")
     sys.stdout.flush()
-
-
-def _tick(attempt: int) -> None:
-    if attempt >= 0 and "LOSE_TMPDIR" in os.environ and (place := Path(os.environ["TMPDIR"])).exists():
-        place.rmdir()
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from the copies of the state in its own memory.
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 from commands import TINY, events_of
 from local_agents import prepared, train_on_nodes
+from support.fake_slurm import FakeSlurm
 
 from launchers.memory_store.store import folders_of
 from orchestra.agents.node_check.own_check import copies_name
@@ -38,19 +40,27 @@ def test_a_spare_takes_the_place_of_a_node_that_found_itself_unfit(tmp_path: Pat
     assert events_of(run, "finished")
 
 
-def test_a_node_that_became_unfit_in_an_attempt_has_no_part_in_the_next(tmp_path: Path) -> None:
-    place = tmp_path / "scratch"
-    place.mkdir()
-    losing = {"TMPDIR": str(place), "LOSE_TMPDIR": "1"}
-    fault = "recovery.inject=[{at_step: 2, rank: 0, fault: sigkill}]"
-    run, _ = train(tmp_path / "runs", fault, environments={1: losing})
-    hosts = [event["hosts"] for event in events_of(run, "attempt_started")]
-    assert hosts == [["node1", "node2"], ["node1", "node3"]]
-    (decided,) = events_of(run, "restarting")
-    assert (decided["decision"], decided["exclude"]) == ("replace", ["node2"])
-    assert f"node2 cannot train: {place} is no folder here" in decided["reason"]
+def test_a_node_whose_device_broke_in_an_attempt_has_no_part_in_the_next(tmp_path: Path) -> None:
+    """And the error is not the first of two: the same one at the same step twice is a bug."""
+    # One device of two is gone after the first look.
+    smi = FakeSlurm(tmp_path / "bin")
+    device = "echo 0, 81559, 4, 0, No, No, No, Not Active, 16, 16"
+    smi.put("nvidia-smi", f"{device}; mkdir {smi.folder}/first && {device}; exit 0")
+    broken = {"NUM_GPUS": "2", "PATH": f"{smi.folder}:{os.environ['PATH']}"}
+    at = "at_step: 2, rank: 0, fault: exception"
+    faults = f"recovery.inject=[{{{at}}}, {{{at}, attempt: 1}}]"
+    run, _ = train(tmp_path / "runs", faults, "recovery.max_restarts=1", environments={1: broken})
+    (unfit,) = events_of(run, "node_unfit")
+    words = "nvidia-smi shows 1 devices, 2 are needed"
+    assert (unfit["host"], unfit["cause"], unfit["device"]) == ("node2", words, True)
     (replaced,) = events_of(run, "node_replaced")
     assert (replaced["host"], replaced["by_host"]) == ("node2", "node3")
+    restarts = events_of(run, "restarting")
+    assert f"node2 cannot train: {words}" in restarts[0]["reason"]
+    decided = [(it["decision"], it["charged"], it["exclude"]) for it in restarts]
+    assert decided == [("replace", False, ["node2"]), ("restart", True, [])]
+    hosts = [event["hosts"] for event in events_of(run, "attempt_started")]
+    assert hosts == [["node1", "node2"], ["node1", "node3"], ["node1", "node3"]]
     assert events_of(run, "finished")
 
 

@@ -72,6 +72,18 @@ def test_all_ranks_take_what_fits_the_one_with_the_least_memory(ranks: Ranks) ->
     assert [size for size, _ in none] == [1, 1, 1, 1]
 
 
+def test_a_run_that_computes_steps_again_counts_that_too(ranks: Ranks) -> None:
+    plain = auto(zero=1)
+    replays = replace(plain, recovery=replace(plain.recovery, replay_every_steps=4))
+    peaks = [ranks(2).run(chosen, config=it, limits=[1 << 40] * 2)[0][1] for it in (plain, replays)]
+    for size in peaks[0].keys() & peaks[1].keys():
+        assert peaks[1][size] > peaks[0][size]
+    # It fitted, and does no more.
+    limits = [max(peak for peak in peaks[0].values() if peak is not None)] * 2
+    sizes = [ranks(2).run(chosen, config=it, limits=limits)[0][0] for it in (plain, replays)]
+    assert sizes[1] < sizes[0]
+
+
 def recorded(rank: int, world: int, config: Config, folder: Path) -> int:
     run = RunDir(folder)
     mesh = mesh_of(rank, layout(config.parallelism, world))

@@ -16,6 +16,7 @@ from matrix_injections import LENGTH
 from matrix_oracle import References, assert_as_if_nothing_had_happened, samples
 from sites import SLOW_FIRST_ATTEMPT, Site, SubmittedRun
 
+from orchestra.agents.agent import group_folder
 from orchestra.run.paths import RunDir
 
 pytestmark = pytest.mark.slow
@@ -129,19 +130,43 @@ def training(cluster: Site, name: str, *overrides: str) -> SubmittedRun:
     return run
 
 
-@pytest.mark.timeout(240)
+def sruns(cluster: Site, host: str) -> list[int]:
+    """Return the srun of a job and its helper, which kills the step as soon as srun is gone."""
+    return [pid for pid, line in sorted(cluster.processes_on(host).items()) if line.startswith("srun ")]
+
+
+@pytest.mark.timeout(300)
 def test_an_srun_that_is_killed_ends_nothing(cluster: Site) -> None:
-    run = training(cluster, "without-srun")
-    lines = cluster.processes_on(run.hosts()[0]).items()
-    sruns = [pid for pid, line in lines if line.startswith("srun ")]
-    for pid in sruns:
-        # srun's own helper ends with it.
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    assert sruns
-    run.wait_for_event("finished", 120)
-    run.assert_job_ends("COMPLETED")
-    assert len(run.events("attempt_started")) == 1
+    """Alone, as the kernel kills it for want of memory, before the first attempt and in it: its helper kills
+    the step, and that costs a job. With its helper: the agents do not even notice.
+    """
+
+    def kill(host: str, *, with_helper: bool) -> None:
+        srun, *helpers = sruns(cluster, host)
+        assert helpers
+        for pid in (*helpers, srun) if with_helper else (srun,):
+            # One may end with the other.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    slow = "recovery.inject=[{at_step: 1, rank: 0, fault: slow, seconds: 0.1, attempt: all}]"
+    run = cluster.submit_run("srun-killed", *TWO_NODES, "train.steps=60", "checkpoint.every_steps=10", slow)
+    folder = group_folder(run.dir.control, run.job, 0)
+    run.wait(lambda: len(list(folder.glob("member-*"))) == 2, "both agents have come")
+    kill(min(json.loads(file.read_text())["host"] for file in folder.glob("member-*")), with_helper=False)
+    first = run.wait_for_event("requeued", 60)
+    assert (first["rule"], first["after"], first["exclude"]) == ("step_not_started", run.job, [])
+
+    run.wait_for_event("checkpoint_committed")
+    kill(run.hosts()[0], with_helper=False)
+    run.wait_for_attempt(1)
+    (_, second) = run.events("requeued")
+    assert (second["rule"], second["after"], second["attempt"]) == ("step_lost", first["job"], 0)
+
+    kill(run.hosts()[0], with_helper=True)
+    run.assert_state("finished")
+    run.assert_job_ends("COMPLETED", job=second["job"])
+    assert len(run.events("attempt_started")) == 2
 
 
 @pytest.mark.timeout(300)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -37,6 +39,15 @@ def members_of(facts: Record) -> list[list[int]]:
 def queued_jobs(cluster: Site, name: str) -> list[str]:
     """Return the jobs of a name in the queue, each task of an array for itself."""
     return sorted(cluster.queue("--array", f"--name={name}", "--format=%i", "--states=PENDING,RUNNING"))
+
+
+def waits_for(cluster: Site, name: str) -> dict[str, str]:
+    """Return the jobs that each array of a name begins after."""
+    lines = cluster.queue(f"--name={name}", "--format=%F|%E")
+    return {
+        array: " ".join(sorted(re.findall(r"afterany:(\d+)", jobs)))
+        for array, _, jobs in (line.partition("|") for line in lines)
+    }
 
 
 def states(cluster: Site, name: str) -> list[str]:
@@ -108,13 +119,19 @@ def test_sweep_is_cut_at_the_sites_limits_and_the_rest_submitted_later(new_site:
 
     manage, user = ("sacctmgr", "--immediate"), site.user.pw_name
     site.as_root(*manage, "add", "user", user, "account=root", "MaxSubmitJobs=5")
-    words = (*WAITING, "train.seed=range(0,7)", "run.name=cut")
+    words = (*WAITING, "train.seed=range(0,7)", "run.name=cut", "cluster.array_throttle=2")
     facts = json.loads(site.refused(1, "2 of 7 members were not submitted", "submit", "-m", *words, "--json"))
     assert sorted(index for members in members_of(facts) for index in members) == [0, 1, 2, 3, 4]
     assert max(map(len, members_of(facts))) == 3
     assert states(site, "cut") == ["queued"] * 5 + ["not submitted"] * 2
+    # Two lanes of one job at a time; the second array was cut, and its halves stay in its lane.
+    first, *halves = (array["id"] for array in facts["arrays"])
+    awaited = {first: "", halves[0]: "", **{later: job for job, later in itertools.pairwise(halves)}}
+    assert waits_for(site, "cut") == awaited
     site.as_root(*manage, "modify", "user", user, "set", "MaxSubmitJobs=-1")
     wait_until(lambda: members_of(resumed(site, "cut", check=False)) != [], "the limit is lifted")
     assert states(site, "cut") == ["queued"] * 7
     assert len(queued_jobs(site, "cut")) == 7
+    (last,) = (jobs for array, jobs in waits_for(site, "cut").items() if array not in awaited)
+    assert last == " ".join(sorted(awaited))
     site.cancel_all_jobs()

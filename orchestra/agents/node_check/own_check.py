@@ -34,8 +34,9 @@ from orchestra.run.paths import RunDir
 
 # nvidia-smi takes some seconds where the driver is not kept loaded.
 LIMIT_S = 20.0
-# What a restart may wait for the newest result about a node.
-SETTLE_S = 0.3
+# What a restart may wait for the newest result about a node; longer with devices, since nvidia-smi takes its
+# time, and who is blamed for the attempt depends on it.
+SETTLE_S, DEVICES_SETTLE_S = 0.3, 2.0
 _POLL_S = 0.01
 # How often an idle node checks itself.
 _IDLE_EVERY_S = 60.0
@@ -109,8 +110,12 @@ class ProbeProcess:
         silent = "" if is_over else f"no answer within {self._limit_s:g} s"
         return _findings(self._output, self._wishes, silent, seconds) if self._output else None
 
-    def settle(self, at_most_s: float = SETTLE_S) -> dict[str, Any] | None:
-        """Return the findings of the probe that runs within that time; None where it takes longer."""
+    def settle(self, at_most_s: float | None = None) -> dict[str, Any] | None:
+        """Return the findings of the probe that runs within that time (default: what a restart may wait);
+        None where it takes longer.
+        """
+        if at_most_s is None:
+            at_most_s = DEVICES_SETTLE_S if self._wishes.get("gpus") else SETTLE_S
         deadline = time.monotonic() + at_most_s
         while self.is_running and time.monotonic() < deadline:
             findings = self.look()
@@ -149,12 +154,14 @@ class ProbeProcess:
 
 
 def _findings(output: bytes, wishes: dict[str, Any], silent: str, seconds: float) -> dict[str, Any]:
-    """Return what the lines say, as the agent publishes it: what keeps the node from training (`unfit`), what
-    speaks against it where there is another one (`doubt`), and what was measured (`checked`).
+    """Return what the lines say, as the agent publishes it: what keeps the node from training (`unfit`;
+    `broken_device`: that of it which devices do), what speaks against it where there is another one
+    (`doubt`), and what was measured (`checked`).
 
     `silent`: the reason for a check without a line, empty where nothing hung.
     """
-    unfit, doubts, facts, missing = [], [], {}, [name for name, _ in probe.checks(wishes)]
+    unfit: dict[str, str] = {}
+    doubts, facts, missing = [], {}, [name for name, _ in probe.checks(wishes)]
     for line in output.decode(errors="replace").splitlines():
         try:
             result = json.loads(line)
@@ -162,12 +169,16 @@ def _findings(output: bytes, wishes: dict[str, Any], silent: str, seconds: float
             continue
         if result["check"] in missing:
             missing.remove(result["check"])
-        unfit += [result["unfit"]] if result.get("unfit") else []
+        unfit |= {result["check"]: result["unfit"]} if result.get("unfit") else {}
         doubts += [result["doubt"]] if result.get("doubt") else []
         facts.update(result.get("facts", {}))
-    unfit += [f"{name}: {silent}" for name in missing if silent]
-    checked = {"seconds": round(seconds, 3), **facts}
-    return {"unfit": "; ".join(unfit) or None, "doubt": "; ".join(doubts) or None, "checked": checked}
+    unfit |= {name: f"{name}: {silent}" for name in missing if silent}
+    return {
+        "unfit": "; ".join(unfit.values()) or None,
+        "broken_device": unfit.get(probe.DEVICES),
+        "doubt": "; ".join(doubts) or None,
+        "checked": {"seconds": round(seconds, 3), **facts},
+    }
 
 
 class NodeCheck:

@@ -27,6 +27,8 @@ from collections.abc import Callable
 from typing import Any
 
 GIB = 1 << 30
+# The check of them.
+DEVICES = "devices"
 # What must be left of a place, unless that is small as a whole.
 LEAST_ROOM_BYTES, LEAST_ROOM_SHARE = GIB, 0.05
 # Above that somebody else computes on the device: a context without work holds less.
@@ -76,7 +78,7 @@ def checks(wishes: dict[str, Any]) -> list[tuple[str, Callable[[], Finding]]]:
     if wishes.get("folder"):
         named.append(("run directory", lambda: keeps_a_file(wishes["folder"])))
     if wishes.get("gpus"):
-        named.append(("devices", lambda: devices(int(wishes["gpus"]))))
+        named.append((DEVICES, lambda: devices(int(wishes["gpus"]))))
     return named
 
 

@@ -3,11 +3,15 @@
 Members of a sweep whose batch scripts are equal share an array; the job of a single run is an array of one,
 without a task number. A template is such a script without what differs from array to array: its tasks, its
 token and the index of its first member.
+
+Slurm's throttle (`--array=0-9%4`) is that of one array. Where a sweep has several, they are put into lanes
+(`_lanes`): the lanes' throttles add up to the sweep's, and the arrays of a lane run one after another.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -69,6 +73,10 @@ class PlannedArray:
     template: str
     # How many of its tasks may run at a time.
     throttle: int | None = None
+    # It begins when the array before it in the same lane is over, in the first place when the jobs in `after`
+    # are; None: at once.
+    lane: int | None = None
+    after: tuple[str, ...] = ()
 
     def script(self) -> str:
         """Return its batch script, word for word."""
@@ -96,6 +104,8 @@ class Numbering:
     array_size: int = 1
     # Jobs of the sweep that may run at a time.
     throttle: int | None = None
+    # Of these the jobs that it has already, waiting or running, one for each member.
+    living: tuple[str, ...] = ()
 
 
 def planned_arrays(
@@ -113,7 +123,14 @@ def planned_arrays(
         for template, members in groups.items()
         for part in _parts(members, numbering.array_size)
     ]
-    throttle = numbering.throttle
+    shared: list[_Share] = [_Share(None, None)] * len(parts)
+    after: tuple[str, ...] = ()
+    if numbering.throttle is not None:
+        free = numbering.throttle - len(numbering.living)
+        if free < 1:
+            # Those that live have all that may run: of an array's tasks (12_3) the whole array is waited for.
+            after = tuple(dict.fromkeys(job.partition("_")[0] for job in numbering.living))
+        shared = _lanes([len(members) for _, members in parts], free if free >= 1 else numbering.throttle)
     return [
         PlannedArray(
             SweepArray(
@@ -126,11 +143,52 @@ def planned_arrays(
                 submitted=numbering.now,
             ),
             template,
-            # Several arrays share what the sweep may run at a time, each at least one.
-            None if throttle is None else max(1, throttle * len(members) // len(templates)),
+            share.throttle,
+            share.lane,
+            after,
         )
-        for template, members in parts
+        for (template, members), share in zip(parts, shared, strict=True)
     ]
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What an array gets of the sweep's throttle."""
+
+    throttle: int | None
+    lane: int | None
+
+
+def _lanes(sizes: Sequence[int], throttle: int) -> list[_Share]:
+    """Return each array's share of a throttle, by the arrays' numbers of tasks.
+
+    Of all numbers of lanes the one with the fewest rounds, where a round is the time of one task; of equals
+    the most lanes, since a late task keeps nothing but its own lane waiting. Two arrays of 500 with 4 at a
+    time are two lanes of 2; one of 1,000 and one of 10 with 2 at a time are one lane: 505 rounds, not 1,000.
+    """
+    throttle = min(throttle, sum(sizes))
+    plans = [_in_lanes(sizes, throttle, count) for count in range(1, min(len(sizes), throttle) + 1)]
+    fewest = min((rounds for rounds, _ in plans), default=0)
+    return next((shares for rounds, shares in reversed(plans) if rounds == fewest), [])
+
+
+def _in_lanes(sizes: Sequence[int], throttle: int, count: int) -> tuple[int, list[_Share]]:
+    """Return the rounds and the shares with so many lanes: the largest arrays first, each into the lane with
+    the fewest tasks, and each job that may run to the lane with the most rounds.
+    """
+    lanes: list[list[int]] = [[] for _ in range(count)]
+    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
+        min(lanes, key=lambda lane: sum(sizes[place] for place in lane)).append(place)
+    throttles = [1] * count
+
+    def rounds(lane: int) -> int:
+        return sum(math.ceil(sizes[place] / throttles[lane]) for place in lanes[lane])
+
+    for _ in range(throttle - count):
+        throttles[max(range(count), key=rounds)] += 1
+    lane_of = {place: lane for lane, places in enumerate(lanes) for place in places}
+    shares = [_Share(throttles[lane_of[place]], lane_of[place]) for place in range(len(sizes))]
+    return max(map(rounds, range(count))), shares
 
 
 def _parts(members: Sequence[int], array_size: int) -> Iterator[list[int]]:

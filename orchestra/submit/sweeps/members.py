@@ -51,6 +51,11 @@ class MemberRun:
         return self.state.state not in (*_LEFT_ALONE, _BEING_ENDED)
 
     @property
+    def is_own_and_alive(self) -> bool:
+        """Whether it is this sweep's own run and has, or may have, a job that waits or runs."""
+        return not self.needs_job and self.state.state != DONE and self.member.adopted is None
+
+    @property
     def is_elsewhere(self) -> bool:
         """Whether it is another sweep's run, which goes on from its checkpoints when that one is resumed."""
         return self.member.adopted is not None and self.run.path.exists()

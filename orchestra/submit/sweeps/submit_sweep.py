@@ -126,8 +126,9 @@ def resume_action(
     needing = [member for member in all_members if member.needs_job and not member.is_elsewhere]
     changes = MemberChanges(tuple(overrides), Situation("submit", cluster=site), composed or {})
     members = resumed_members(needing, changes)
-    resume = SweepResume(sweep, record, members, site.share, site.array_size())
     kept = [member for member in all_members if member not in needing]
+    living = tuple(member.state.job for member in kept if member.is_own_and_alive and member.state.job)
+    resume = SweepResume(sweep, record, members, site.share, site.array_size(), living)
     return SweepAction(sweep, resumed_arrays(resume), kept, resume=resume)
 
 
@@ -177,6 +178,8 @@ class SweepResume:
     members: tuple[ResumedMember, ...]
     share: Callable[[Config], Share]
     array_size: int
+    # The jobs of members that need no other one.
+    living: tuple[str, ...] = ()
 
     @property
     def attempts(self) -> dict[int, int]:
@@ -332,7 +335,7 @@ def _numbering(resume: SweepResume) -> Numbering:
     changed = [resumed.config.cluster for resumed in resume.members if resumed.config is not None]
     given = [cluster.array_throttle for cluster in changed if cluster.array_throttle is not None]
     throttle = min(given, default=resume.record.facts.get("array_throttle"))
-    return Numbering(resume.sweep.name, user_name(), time.time(), resume.array_size, throttle)
+    return Numbering(resume.sweep.name, user_name(), time.time(), resume.array_size, throttle, resume.living)
 
 
 def _written(resume: SweepResume, arrays: Sequence[PlannedArray], command: Sequence[str]) -> Sweep:

@@ -3,9 +3,10 @@ and reports no error.
 
 In a step of every so many each rank also takes the first micro-batch of the rank before it in data
 parallelism, with the same parameters, and the loss and the local gradients of the two are compared: their
-bits, before any reduction. Nothing of the training changes by it; it costs a micro-batch's time and the
-memory of one more set of gradients. Where two differ all ranks take one more micro-batch, that of two places
-before, to find out which rank is broken, and nothing is updated.
+bits, before any reduction. Nothing of the training changes by it; it costs a micro-batch's time and memory
+(`orchestra.sizes.memory`): each gradient exists besides until it has been looked at. Where two differ all
+ranks take one more micro-batch, that of two places before, to find out which rank is broken, and nothing is
+updated.
 
 Each rank's micro-batch is computed by itself and by the rank that comes next to it in data parallelism, which
 holds the same part of the model. Where the two differ a third rank, the one after that, computes it too: of
@@ -39,6 +40,7 @@ from orchestra.parallel.mesh import Mesh
 from orchestra.parallel.zero.reducer import Watcher
 from orchestra.run.events import EventWriter
 from orchestra.run.rollback import BROKEN_DEVICE, BadSteps
+from orchestra.sizes.memory import REPLAYED_CPU, REPLAYED_GPU
 from orchestra.sizes.step_shares import Part
 from orchestra.sizes.topology import Layout
 from orchestra.train.hooks import StepHook
@@ -127,8 +129,8 @@ def differences(
     return differing
 
 
-# Elements that are looked at together: on a CPU as many as its caches hold, on a GPU enough to keep it busy.
-_CHUNK = {"cpu": 1 << 16, "cuda": 1 << 22}
+# Elements that are looked at together.
+_CHUNK = {"cpu": REPLAYED_CPU, "cuda": REPLAYED_GPU}
 # Odd: splitmix64's increment (Steele, Lea and Flood, OOPSLA 2014), as a signed number.
 _FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -144,10 +146,13 @@ class ReplayError(RollBackError):
         self.bad = bad
 
 
-def digest(tensor: Tensor, number: int) -> Tensor:
-    """Return the digest of a tensor's bits as an int64 scalar on its device; `number` says which it is of."""
+def digest(tensor: Tensor, number: int, chunk: int | None = None) -> Tensor:
+    """Return the digest of a tensor's bits as an int64 scalar on its device; `number` says which it is of.
+
+    `chunk`: elements that are looked at together, which changes nothing of it; None: what suits the device.
+    """
     bits = tensor.detach().reshape(-1).view(_BITS[tensor.element_size()])
-    size = min(bits.numel(), _CHUNK[tensor.device.type])
+    size = min(bits.numel(), chunk or _CHUNK[tensor.device.type])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     factors = (torch.arange(size, device=tensor.device) * 2 + 1) * _FACTOR
     for begin in range(0, bits.numel(), max(1, size)):
@@ -166,15 +171,18 @@ def _signed(value: int) -> int:
 class _GradientSums:
     """Adds up the digests and squares of one micro-batch's gradients, on the device."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, chunk: int | None = None) -> None:
+        self._chunk = chunk or _CHUNK[device.type]
         self._digest = torch.zeros((), dtype=torch.int64, device=device)
         self._squares = torch.zeros((), dtype=torch.float64, device=device)
         self.loss = torch.zeros((), device=device)
 
     @torch.no_grad()
     def add(self, gradient: Tensor, number: int) -> None:
-        self._digest += digest(gradient, number + 1)
-        self._squares += torch.linalg.vector_norm(gradient, dtype=torch.float32).double().square()
+        self._digest += digest(gradient, number + 1, self._chunk)
+        # On a CPU the norm of a 16-bit tensor is taken of a copy in fp32.
+        for part in torch.split(gradient.reshape(-1), self._chunk):
+            self._squares += torch.linalg.vector_norm(part, dtype=torch.float32).double().square()
 
     def computed(self) -> ComputedMicroBatch:
         """Return the digest, the loss and the norm. Waits for the device."""
@@ -191,6 +199,27 @@ class _ReplayedStep:
     share: float | Tensor
     own: _GradientSums
     second: _GradientSums
+
+
+def _loss_apart(
+    parallelized: Parallelized, tokens_BS: Tensor, share: float | Tensor, watcher: Watcher
+) -> Tensor:
+    """Compute a micro-batch that is none of the training's; return its loss. Nothing else of it is kept."""
+    with parallelized.stage.gradients.apart(watcher):
+        loss = parallelized.model(tokens_BS[:, :-1], tokens_BS[:, 1:], share)
+        kept: Tensor = loss.detach().clone()
+        loss.backward()
+    return kept
+
+
+def rehearse(parallelized: Parallelized, tokens_BS: Tensor, *, as_gpu: bool = False) -> None:
+    """Take the memory that computing a micro-batch [B, S + 1] again takes, without comparing anything;
+    `as_gpu`: as much as on a GPU. *Any rank*.
+    """
+    chunk = REPLAYED_GPU if as_gpu else _CHUNK[tokens_BS.device.type]
+    sums = _GradientSums(tokens_BS.device, chunk)
+    # One chunk takes as much as all.
+    _loss_apart(parallelized, tokens_BS, 1.0, lambda _, it: sums.add(it.reshape(-1)[:chunk], 0))
 
 
 class Replay(StepHook):
@@ -212,7 +241,7 @@ class Replay(StepHook):
     ) -> None:
         self._every_steps = config.replay_every_steps
         self._tolerance = config.replay_tolerance
-        self._model = parallelized.model
+        self._parallelized = parallelized
         self._gradients = parallelized.stage.gradients
         self._numbers = {item.name: number for number, item in enumerate(parallelized.trained)}
         self._mesh = mesh
@@ -277,10 +306,7 @@ class Replay(StepHook):
         """Compute the micro-batch of the rank `shift` places before this one."""
         tokens = self._received(tokens_BS, shift).to(self._mesh.device)
         sums = _GradientSums(self._mesh.device)
-        with self._gradients.apart(self._adder(sums)):
-            loss = self._model(tokens[:, :-1], tokens[:, 1:], share)
-            sums.loss = loss.detach().clone()
-            loss.backward()
+        sums.loss = _loss_apart(self._parallelized, tokens, share, self._adder(sums))
         return sums
 
     def _received(self, tokens_BS: Tensor, shift: int) -> Tensor:

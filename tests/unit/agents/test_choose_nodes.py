@@ -18,6 +18,7 @@ from orchestra.agents.choose_nodes import (
     are_checked,
     by_preference,
     doubts,
+    found_unfit,
     next_nodes,
     preferred,
     slow,
@@ -29,6 +30,7 @@ from orchestra.agents.leader import Leader
 from orchestra.agents.node_check.after_hang import without_links
 from orchestra.agents.wait_for_nodes import Preflight
 from orchestra.errors import LaunchError
+from orchestra.recovery.history import attempt_of
 from orchestra.recovery.policy import Action, Decision
 from orchestra.run.events import EventWriter, read_events
 from orchestra.run.paths import RunDir
@@ -276,6 +278,26 @@ def test_another_job_follows_without_the_unfit_node(run: RunDir, joined: Join) -
     assert said == [f"job 8 goes on after attempt {ATTEMPT}"]
     (checked,) = [event for event in read_events(run) if event["event"] == "node_checked"]
     assert checked["unfit"] == {"node2": "nvidia-smi shows 7 devices, 8 are needed"}
+    # Of the attempt before it nothing is said.
+    assert checked["before_start"] is True
+    assert attempt_of(read_events(run), ATTEMPT).excluded_hosts == ()
+
+
+@pytest.mark.parametrize(
+    ("facts", "nodes"),
+    [
+        (({"unfit": "no room"}, {}), [0]),
+        (({"unfit": "no room"}, {"unfit": "no room"}), []),
+        (({"unfit": "no room"},), []),
+        (({"unfit": "7 devices", "broken_device": "7 devices"},), [0]),
+        (({"unfit": "7 devices", "broken_device": "7 devices"},) * 2, []),
+    ],
+)
+def test_what_all_nodes_lack_is_no_nodes_fault_but_a_single_ones_broken_device_is(
+    joined: Join, facts: tuple[dict[str, str], ...], nodes: list[int]
+) -> None:
+    members = joined(*facts)[0].members()
+    assert list(found_unfit(Order(0, "start", tuple(range(len(facts)))), members)) == nodes
 
 
 def test_what_no_job_finds_better_ends_the_run_with_the_reason(run: RunDir, joined: Join) -> None:

@@ -211,6 +211,7 @@ def test_a_place_that_is_missing_or_forbidden_makes_a_node_unfit(tmp_path: Path)
     reasons = found["unfit"].split("; ")
     assert [reason.partition(" ")[0].rstrip(":") for reason in reasons] == [str(missing)] * 2
     assert "is no folder here" in found["unfit"]
+    assert found["broken_device"] is None
     assert "unfit" in probe.keeps_a_file("/proc"), "writing is forbidden there"
 
 
@@ -254,7 +255,7 @@ def test_what_hangs_is_found_out_and_does_not_hang_the_agent(tmp_path: Path, fak
     fake_slurm.put("nvidia-smi", f"read line < {tmp_path}/pipe")
     check = ProbeProcess({"folder": str(tmp_path), "rooms": [], "gpus": 2}, limit_s=2.0)
     found = found_by(check)
-    assert found["unfit"] == "devices: no answer within 2 s"
+    assert found["unfit"] == found["broken_device"] == "devices: no answer within 2 s"
     assert "core_s" in found["checked"]
     assert not check.is_running
     # What it called is gone as well.

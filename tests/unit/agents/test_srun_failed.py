@@ -16,14 +16,17 @@ import pytest
 from job_in_slurm import NODES, TASK, Slurm, jobs, options, requeued
 from support.waiting import eventually
 
-from conf.schema import Config
+from conf.schema import ClusterConfig, Config, Requeue
 from launchers.node_group import NodeGroup, Order
 from orchestra.agents import srun_failed
 from orchestra.agents.agent import group_folder
 from orchestra.agents.context import END, REFUSE, START
+from orchestra.errors import LaunchError
+from orchestra.recovery.history import attempt_of
+from orchestra.recovery.incidents import node_verdict
 from orchestra.run import stop_requests
 from orchestra.run.config_file import to_yaml
-from orchestra.run.events import EventWriter, node_writer
+from orchestra.run.events import EventWriter, node_writer, read_events
 from orchestra.run.paths import RunDir, SweepDir
 
 
@@ -82,6 +85,51 @@ def test_what_an_agent_decided_is_left_alone(run: RunDir, slurm: Slurm, action: 
     assert requeued(run) == []
 
 
+@pytest.mark.parametrize("nodes", [(0, 1), (0,)])
+def test_agents_that_were_all_killed_before_an_attempt_leave_no_node_out(
+    run: RunDir, slurm: Slurm, nodes: tuple[int, ...]
+) -> None:
+    """srun was killed, and its helper ended the step; a job of one node has one agent."""
+    came(run, *nodes)
+    allocated = NODES if len(nodes) == 2 else "node1"
+    slurm.tell("job-node1", "node1\n")
+    said = srun_failed.move_run(run, TASK, allocated, run.path / "output")
+    assert said == "job 20 goes on (srun gave up the job's step before an attempt began)"
+    (event,) = requeued(run)
+    assert (event["rule"], event["exclude"], event["before_start"]) == ("step_not_started", [], True)
+
+
+def test_agents_that_ended_by_themselves_before_an_attempt_are_not_followed(
+    run: RunDir, slurm: Slurm
+) -> None:
+    came(run, 0).leave()
+    came(run, 1).leave()
+    assert moved(run) is None
+
+
+def test_a_run_that_may_not_go_on_says_why(run: RunDir, slurm: Slurm) -> None:
+    """Never an attempt without an end, or a start without a word."""
+    run.config.write_text(to_yaml(Config(cluster=ClusterConfig(requeue=Requeue.never))))
+    came(run, 0, 1)
+    with pytest.raises(LaunchError, match=r"cluster\.requeue=never"):
+        moved(run)
+    EventWriter(run, node_writer(0, 0), 0).write("attempt_started")
+    NodeGroup(group_folder(run.control, TASK.job, TASK.restart), 0, 2, 60.0).publish(Order(0, START, (0, 1)))
+    with pytest.raises(LaunchError, match=r"cluster\.requeue=never"):
+        moved(run)
+    events = read_events(run)
+    start, attempt = (next(it for it in events if it["event"] == name) for name in ("start_failed", "failed"))
+    assert (start["job"], start["before_start"], "step before an attempt" in start["cause"]) == (
+        "12",
+        True,
+        True,
+    )
+    verdict = node_verdict(attempt_of(events, 0))
+    assert verdict is not None
+    assert (attempt["code"], verdict.cause) == (1, "srun gave up the job's step")
+    assert "cluster.requeue=never" in verdict.message
+
+
 def attempted(run: RunDir) -> None:
     """Let an attempt begin, and all agents go in it."""
     run.attempt_logs(0).mkdir(parents=True)
@@ -102,7 +150,8 @@ def test_an_srun_that_gives_up_again_and_again_is_no_loop(run: RunDir, slurm: Sl
     lost = EventWriter(run, "crew.before", 0)
     for number in range(3):
         lost.write("requeued", rule="step_lost", job=str(number))
-    assert moved(run) is None
+    with pytest.raises(LaunchError, match="4 times with no checkpoint committed in between"):
+        moved(run)
     EventWriter(run, node_writer(0, 1), 0).write("checkpoint_committed", step=10)
     assert moved(run) is not None
 
@@ -145,7 +194,8 @@ def test_three_jobs_in_a_row_are_enough_until_an_attempt_begins(run: RunDir, slu
     before = EventWriter(run, "crew.before", -1, before_start=True)
     for _ in range(3):
         before.write("requeued", rule="step_not_started")
-    assert moved(run) is None
+    with pytest.raises(LaunchError, match="4 times with no attempt started in between"):
+        moved(run)
     EventWriter(run, node_writer(0, 0), 0).write("attempt_started")
     assert moved(run) is not None
 

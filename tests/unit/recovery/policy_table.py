@@ -36,6 +36,7 @@ _ERROR = Incident(
     num_nodes=4,
 )
 _KILLED = replace(_ERROR, cause="killed by SIGKILL", blamed=("node2",), step_is_exact=False)
+_BROKEN = replace(_ERROR, unfit=("node2",), of_device=True)
 _EARLY = replace(_ERROR, step=100, before_first_step=True)
 _HANG = replace(_KILLED, kind=Kind.hang, cause="hang in forward", step_is_exact=True)
 _NODE = replace(_KILLED, kind=Kind.node_lost, cause="node lost")
@@ -160,6 +161,16 @@ ROWS: Sequence[Row] = (
         "a node is lost, no spare, fewer are not allowed",
         "another job, without that node",
         *(Action.requeue, _LEFT, _NODE),
+    ),
+    _moves(
+        "an error, and the check of a node then finds that it cannot train (`recovery.preflight`)",
+        "left out; a spare, fewer nodes or another job, as above",
+        *(Action.replace, replace(_LEFT, spares=("node5",)), replace(_ERROR, unfit=("node2",))),
+    ),
+    _moves(
+        "the same error at the same step, twice, and each time a node's check finds a broken device",
+        "as above: neither code nor data is suspected",
+        *(Action.replace, replace(_LEFT, spares=("node5",)), _BROKEN, _BROKEN),
     ),
     _moves(
         "the same host twice in a row: signal, hang, broken device, agent or node lost",

@@ -8,6 +8,7 @@ import pytest
 from incident_logs import TRACEBACK, Log
 
 from orchestra.recovery.incidents import BROKEN_PEER, Kind, fingerprint
+from orchestra.recovery.policy import is_charged
 from orchestra.run.rollback import BROKEN_DEVICE, EVENT, NOT_FINITE, SPIKE, RollBack, Stretch
 
 
@@ -171,6 +172,14 @@ def test_excluded_hosts_and_rehearsals_are_remembered() -> None:
     log.kill(0).end(0, decision=None).write(0, "restarting", decision="replace", exclude=["node2", 7])
     found = log.last
     assert (found.excluded, found.rehearsed, found.step) == (("node2",), True, 30)
+
+
+def test_what_the_next_job_found_before_its_attempt_says_nothing_of_the_one_before() -> None:
+    log = Log().start(0).fail(0).end(0)
+    log.write(0, "requeued", rule="nodes_unfit", exclude=["node9"], before_start=True)
+    assert (log.last.excluded, is_charged(log.last)) == ((), True)
+    log.write(0, "node_unfit", host="node2", cause="nvidia-smi shows 7 devices, 8 are needed", device=True)
+    assert (log.last.unfit, log.last.of_device, is_charged(log.last)) == (("node2",), True, False)
 
 
 def test_damaged_records_end_nothing() -> None:

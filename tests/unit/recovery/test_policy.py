@@ -93,6 +93,18 @@ def test_the_same_error_at_the_same_step_is_found_over_other_failures_between() 
     assert after(ERROR, replace(KILLED, step=120), ERROR).rule == "fails_at_same_step"
 
 
+def test_a_broken_device_uses_up_no_restart_and_hides_no_bug() -> None:
+    broken = replace(ERROR, unfit=("node2",), of_device=True)
+    assert after(*[replace(broken, step=step) for step in range(101, 110)]).charged is False
+    # The same error without a broken device: only two of those are a bug.
+    for early in (False, True):
+        ours, theirs = (replace(it, before_first_step=early) for it in (ERROR, broken))
+        assert after(ours, theirs).rule == after(theirs, ours).rule == "start_again"
+        assert after(ours, theirs, ours).action is Action.give_up
+    # What is no device may be what the code did, such as a disk that it filled.
+    assert after(*[replace(ERROR, unfit=("node2",))] * 2).rule == "fails_at_same_step"
+
+
 @pytest.mark.parametrize(
     "other",
     [

@@ -15,6 +15,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from support.fake_slurm import FakeSlurm
 
 from conf.schema import ClusterConfig, Config, Device, LauncherName, OptimConfig, RunConfig
 from orchestra.config.machine import signature
@@ -22,7 +23,7 @@ from orchestra.errors import ConfigError
 from orchestra.run.config_file import read_config
 from orchestra.run.paths import Sweep, SweepDir, read_sweep
 from orchestra.submit.claims import exclusively, refuse_busy_sweep, take_array
-from orchestra.submit.hand_over import SweepLedger, make
+from orchestra.submit.hand_over import SweepLedger, make, submit
 from orchestra.submit.job import Share
 from orchestra.submit.new_run import is_snapshot
 from orchestra.submit.submission import PlannedMember, Submission, planned_sweep
@@ -92,6 +93,57 @@ def test_no_array_is_larger_than_the_cluster_takes_and_each_member_has_one_task(
 def test_arrays_of_one_sweep_share_what_may_run_at_a_time() -> None:
     assert [part.throttle for part in planned(dict.fromkeys(range(10), "same"), 5, throttle=4)] == [2, 2]
     assert [part.throttle for part in planned({0: "a", 1: "b"}, throttle=1)] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "throttle", "lanes"),
+    [
+        # (throttle, lane) of each array: one after another in a lane, whose sum is the throttle.
+        ((5, 5, 5), 3, [(1, 0), (1, 1), (1, 2)]),
+        ((5, 5, 5), 1, [(1, 0), (1, 0), (1, 0)]),
+        ((3, 3, 1), 2, [(1, 0), (1, 1), (1, 0)]),
+        ((4, 4, 2), 2, [(2, 0), (2, 0), (2, 0)]),
+        ((5, 5), 5, [(5, 0), (5, 0)]),
+        ((1000, 10), 2, [(2, 0), (2, 0)]),
+        ((1000, 10), 101, [(100, 0), (1, 1)]),
+        ((2, 1), 99, [(2, 0), (1, 1)]),
+    ],
+)
+def test_lanes_never_run_more_than_the_throttle_and_take_the_fewest_rounds(
+    sizes: tuple[int, ...], throttle: int, lanes: list[tuple[int, int]]
+) -> None:
+    names = [name for name, size in zip("abc", sizes, strict=False) for _ in range(size)]
+    parts = planned(dict(enumerate(names)), throttle=throttle)
+    assert [(part.throttle, part.lane) for part in parts] == lanes
+    assert sum({part.lane: part.throttle or 0 for part in parts}.values()) <= throttle
+
+
+def test_arrays_that_come_later_run_beside_the_jobs_that_live_or_after_them() -> None:
+    living = ("7_0", "7_1", "9_0")
+    for throttle, shares in ((5, [(2, ())]), (3, [(3, ("7", "9"))])):
+        numbering = Numbering("grid", "ada", 0.0, 1000, throttle, living)
+        parts = planned_arrays(dict.fromkeys(range(8), "same"), numbering, itertools.count())
+        assert [(part.throttle, part.after) for part in parts] == shares
+
+
+def test_an_array_is_submitted_to_begin_after_the_one_before_it_in_its_lane(
+    tmp_path: Path, fake_slurm: FakeSlurm
+) -> None:
+    """Also where it is one of the halves of an array that a user's limit did not let in."""
+    # Jobs 10, 11, 13, 14; the third one is refused.
+    script = """cd {0}; echo >> count; n=$(wc -l < count); [ $n = 3 ] || {{ echo $((n + 9)); exit; }}
+echo "sbatch: error: QOSMaxSubmitJobPerUserLimit" >&2; exit 1"""
+    fake_slurm.put("sbatch", script.format(fake_slurm.folder))
+    fake_slurm.put("squeue")
+    plan = plan_of(tmp_path, tuple(range(9)))
+    placed = PlacedSubmission(plan, planned_sweep(plan, 0.0), Numbering("grid", "ada", 1.0, 3, 2))
+    assert [part.lane for part in placed.arrays()] == [0, 1, 0]
+    _, outcome = submit(placed)
+    calls = [call.split() for call in fake_slurm.calls("sbatch")]
+    after = [next((word for word in call if "dependency" in word), "")[-2:] for call in calls]
+    # The refused one, and its halves.
+    assert after == ["", "", "10", "10", "13"]
+    assert [array.id for array in outcome.accepted] == ["10", "11", "13", "14"]
 
 
 def test_the_script_names_tasks_token_and_first_member_and_gives_its_template_back() -> None:

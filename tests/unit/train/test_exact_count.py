@@ -106,6 +106,30 @@ def test_closed_forms_meet_the_count_for_every_preset_and_what_saves_memory(choi
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
+    ("model", "choice", "as_gpu"),
+    [
+        (LAYERS, ("parallelism=zero1", "precision=bf16"), False),
+        (LAYERS, ("parallelism=zero2", "precision=bf16_fp32_grad"), True),
+        (LAYERS, ("parallelism=zero2", "precision=bf16_fp32_grad"), False),
+        (WORDS, ("parallelism=zero1", "precision=bf16"), True),
+    ],
+)
+def test_closed_forms_meet_the_count_where_steps_are_computed_again(
+    model: tuple[str, ...], choice: tuple[str, ...], as_gpu: bool
+) -> None:
+    replays = ("recovery.replay_every_steps=10", "train.deterministic=true")
+    own, counted = both(*model, *choice, *replays, as_gpu=as_gpu)
+    assert_alike(own, counted)
+    plain, plain_count = both(*model, *choice, replays[1], as_gpu=as_gpu)
+    added = counted.peak - plain_count.peak
+    assert own.total - plain.total == pytest.approx(added, rel=0.1)
+    if model is WORDS:
+        # The gradient of the output matrix, which the training has memory for.
+        assert added == pytest.approx(65536 * 2048 * 2, rel=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
     "choice",
     [
         *((f"parallelism={preset}",) for preset in ("ddp", "zero2", "zero3", "tp2")),
