@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -223,7 +224,7 @@ def test_a_member_of_a_sweep_is_found_by_its_task(tmp_path: Path, monkeypatch: p
 # A batch script in short: the watch beside it, an srun that asks for ever, and its exit code.
 SCRIPT = """
 "$PYTHON" -c "import sys; from orchestra.agents import srun_watch as watch
-watch._LOOK_S, watch._ASK_EVERY_S = 0.05, 0.1; sys.exit(watch.main(sys.argv[1:]))" "$RUN" "$$" &
+watch._LOOK_S, watch._ASK_EVERY_S, watch._LOOKS_WITHOUT_BEAT = 0.05, 0.1, 40; sys.exit(watch.main(sys.argv[1:]))" "$RUN" "$$" &
 srun 60
 code=$?
 exit "$code"
@@ -247,25 +248,58 @@ def test_an_srun_that_waits_for_a_lost_node_is_ended(run: RunDir, slurm: Slurm) 
     assert script.returncode == 128 + signal.SIGTERM
 
 
-@pytest.mark.parametrize("state", ["whole", "silent", "agents"])
+@pytest.mark.parametrize("state", ["whole", "silent"])
 def test_any_other_srun_is_left_alone(run: RunDir, slurm: Slurm, state: str) -> None:
-    slurm.has_job("12", NodeList="node1" if state == "agents" else NODES)
+    slurm.has_job("12", NodeList=NODES)
     if state == "silent":
         slurm.tell("silent")
-    if state == "agents":
-        group = group_folder(run.control, TASK.job, TASK.restart)
-        group.mkdir()
-        (group / "member-000.json").write_text("{}")
     script = batch_script(run, slurm)
-    children = Path(f"/proc/{script.pid}/task/{script.pid}/children")
+    assert eventually(lambda: len(slurm.calls("scontrol")) >= 6, 60)
+    assert is_left_alone(script)
 
-    def has_looked() -> bool:
-        """Whether the watch has asked often enough, or nothing but srun is left, once an agent has come."""
-        if state == "agents":
-            return len(children.read_text().split()) == 1
-        return len(slurm.calls("scontrol")) >= 6
 
-    assert eventually(has_looked, 60)
-    assert script.poll() is None
+def is_left_alone(script: subprocess.Popen[str]) -> bool:
+    """End a batch script; tell whether it still ran, and nothing was said."""
+    is_running = script.poll() is None
     os.killpg(script.pid, signal.SIGTERM)
-    assert script.communicate(timeout=60)[0] == ""
+    return is_running and script.communicate(timeout=60)[0] == ""
+
+
+def looks(run: RunDir) -> int:
+    """Return when the watch last looked for beats, in nanoseconds; 0 before."""
+    file = group_folder(run.control, TASK.job, TASK.restart) / "srun-watch"
+    return file.stat().st_mtime_ns if file.exists() else 0
+
+
+def test_an_srun_is_ended_when_no_agent_lives_and_not_before(run: RunDir, slurm: Slurm) -> None:
+    folder = came(run, 0).folder
+    # As the agent's process looks to the kernel; its beat stands still.
+    words = ("-c", "import time; time.sleep(600)", "-m", "orchestra.agents", str(run.path))
+    agent = subprocess.Popen([sys.executable, *words])
+    try:
+        script = batch_script(run, slurm)
+        assert eventually(lambda: looks(run), 60)
+        first = looks(run)
+        assert eventually(lambda: looks(run) > first + 3 * 10**9, 60)
+        assert script.poll() is None
+    finally:
+        agent.kill()
+        agent.wait()
+    assert script.communicate(timeout=60)[0] == "no agent of the job lives any more; srun is ended\n"
+    assert script.returncode == 128 + signal.SIGTERM
+    assert (folder / "beat-000").exists()
+
+
+def test_an_srun_is_left_alone_while_a_beat_moves_and_after_all_have_left(run: RunDir, slurm: Slurm) -> None:
+    group = came(run, 0)
+    script = batch_script(run, slurm)
+    beat = group.folder / "beat-000"
+    assert eventually(lambda: looks(run), 60)
+    for number in range(70):
+        beat.write_text(f"another {number}\n")
+        time.sleep(0.05)
+    assert script.poll() is None
+    group.leave()
+    first = looks(run)
+    assert eventually(lambda: looks(run) > first + 3 * 10**9, 60)
+    assert is_left_alone(script)
