@@ -224,7 +224,8 @@ def test_a_member_of_a_sweep_is_found_by_its_task(tmp_path: Path, monkeypatch: p
 # A batch script in short: the watch beside it, an srun that asks for ever, and its exit code.
 SCRIPT = """
 "$PYTHON" -c "import sys; from orchestra.agents import srun_watch as watch
-watch._LOOK_S, watch._ASK_EVERY_S, watch._LOOKS_WITHOUT_BEAT = 0.05, 0.1, 40; sys.exit(watch.main(sys.argv[1:]))" "$RUN" "$$" &
+watch._LOOK_S, watch._ASK_EVERY_S, watch._LOOKS_WITHOUT_BEAT = 0.05, 0.1, 40
+sys.exit(watch.main(sys.argv[1:]))" "$RUN" "$$" &
 srun 60
 code=$?
 exit "$code"
