@@ -29,7 +29,8 @@ from sites import Site, SubmittedRun, opened_at, wait_until  # noqa: E402
 LONG = ("train.steps=1000000", "checkpoint.every_steps=10", "cluster.gpus_per_node=1")
 LIMIT_S = 240.0
 
-Fault = Callable[[SubmittedRun], None]
+# Returns when it befell the run (Unix seconds), None: when it was called.
+Fault = Callable[[SubmittedRun], float | None]
 
 
 def kill_rank(run: SubmittedRun) -> None:
@@ -52,6 +53,15 @@ def lose_first_node(run: SubmittedRun) -> None:
     run.fail_node(0)
 
 
+def first_node_returns(run: SubmittedRun) -> float:
+    """Return when Slurm asked the job's processes to end, some seconds after the node is back."""
+    host = run.fail_node(0)
+    run.wait_for_attempt(1, LIMIT_S)
+    run.wait_for_steps(3)
+    run.site.heal(host)
+    return float(run.wait_for_event("stop_requested", LIMIT_S)["time"])
+
+
 def boot_node(run: SubmittedRun) -> None:
     run.site.heal(run.fail_node(1))
 
@@ -65,6 +75,11 @@ CASES: dict[str, tuple[str, Fault, tuple[str, ...]]] = {
     "first": (
         "first node lost, a spare is there",
         lose_first_node,
+        ("cluster.nodes=2", "cluster.spare_nodes=1"),
+    ),
+    "return": (
+        "the lost first node comes back, and Slurm requeues the job",
+        first_node_returns,
         ("cluster.nodes=2", "cluster.spare_nodes=1"),
     ),
     "copies": (
@@ -133,7 +148,7 @@ def measure(site: Site, name: str, repeats: int, overrides: tuple[str, ...]) -> 
 def _recovery(run: SubmittedRun, what: str, fault: Fault, births: Births) -> Recovery:
     load = os.getloadavg()[0]
     since = time.time()
-    fault(run)
+    since = fault(run) or since
     wait_until(lambda: new_step(run.dir, since) is not None, f"{what}: a new step", LIMIT_S)
     births.run_once()
     back = recovery(run.dir, what, since, births, load)

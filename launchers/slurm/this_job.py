@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from launchers import LauncherError, SlurmRefused
@@ -85,16 +85,16 @@ def names_of(nodes: str) -> list[str]:
     return output_of(words, timeout_s=_NAMES_TIMEOUT_S).split()
 
 
-def without(job: str, hosts: Iterable[str]) -> tuple[str, ...]:
-    """Take lost hosts out of a job; return those that were. Its step goes on with what is left.
+def take_out(job: str, own: OwnJob, hosts: Collection[str]) -> tuple[str, ...]:
+    """Take lost hosts out of a job as Slurm described it; return those that were. Its step goes on with what
+    is left.
 
     Slurm ends what runs on them where it reaches them. The host of the batch script stays: Slurm lets a job
     go on without it, but not at our wish. Raises LauncherError, SlurmRefused where the cluster does not let
     jobs shrink.
     """
-    own = own_job(job)
     has = names_of(own.nodes) if own.nodes else []
-    gone = [host for host in has if host in frozenset(hosts) and host != own.batch_host]
+    gone = [host for host in has if host in hosts and host != own.batch_host]
     left = [host for host in has if host not in gone]
     if gone and left:
         output_of(("scontrol", "update", f"JobId={job}", f"NodeList={','.join(left)}"))

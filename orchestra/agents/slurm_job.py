@@ -179,8 +179,10 @@ class RunContinuation:
             step=verdict.step,
         )
 
-    def go_on(self, verdict: Verdict) -> str:
-        """Do what lets the run go on, and return in a few words what was done."""
+    def go_on(self, verdict: Verdict, *, is_first_lost: bool = False) -> str:
+        """Do what lets the run go on, and return in a few words what was done. `is_first_lost`: the node of
+        the batch script was, and Slurm requeues the job because it came back.
+        """
         if verdict.code not in (EXIT_STOPPED, EXIT_INTERRUPTED):
             return ""
         plan = continuation(self._stop(stalled=False))
@@ -188,14 +190,30 @@ class RunContinuation:
             return ""
         if plan.how is GoOnBy.end:
             return f"it does not go on by itself: {plan.reason}"
-        if plan.how is GoOnBy.leave:
-            self._write_requeued("requeue", plan.reason)
-            return f"Slurm starts the job again ({plan.reason})"
+        if plan.how is GoOnBy.leave and not is_first_lost:
+            return self._left_to_slurm(plan.reason)
         try:
+            if plan.how is GoOnBy.leave:
+                return self._instead_of_requeue()
             done = self._requeued(plan.reason) if plan.how is GoOnBy.requeue else self._chained(plan.reason)
             return self._cancelled_meanwhile() or done
         except (LauncherError, LaunchError, OSError) as error:
             return self._left_stopped(verdict, str(error))
+
+    def _left_to_slurm(self, reason: str) -> str:
+        self._write_requeued("requeue", reason)
+        return f"Slurm starts the job again ({reason})"
+
+    def _instead_of_requeue(self) -> str:
+        """Let a job of its own go on: one that Slurm requeues is kept back for the life of its credential."""
+        try:
+            done = self._chained("its first node was lost and came back", at_once=True)
+        except SlurmRefused:
+            return self._left_to_slurm("its first node was lost and came back")
+        with contextlib.suppress(LauncherError):
+            # Else it finds the run trained, and ends.
+            sbatch.cancel([self._task.job], only_waiting=False)
+        return self._cancelled_meanwhile() or done
 
     def _stop(self, *, stalled: bool) -> StopFacts:
         policy, restart = self._config.cluster.requeue, self._task.restart
@@ -230,11 +248,11 @@ class RunContinuation:
                 raise
         return f"requeued ({reason})"
 
-    def _chained(self, reason: str) -> str:
+    def _chained(self, reason: str, *, at_once: bool = False) -> str:
         own = self._own_job()
         script = None if own is None else own.script
         without = hosts_without(self._config, self._run, self._task.cluster)
-        self._next_job = chain(self._run, self._task, self._attempt + 1, script, without)
+        self._next_job = chain(self._run, self._task, self._attempt + 1, script, without, at_once=at_once)
         self._write_requeued("chain", reason, self._next_job)
         return f"job {self._next_job} goes on ({reason})"
 
@@ -272,6 +290,8 @@ class SlurmJob(Scheduler):
         self._config = config
         self._task = task
         self._let_go: frozenset[str] = frozenset()
+        # Then Slurm requeues the job when that node comes back without the batch script.
+        self._is_first_lost = False
 
     @property
     def host(self) -> str:
@@ -296,7 +316,8 @@ class SlurmJob(Scheduler):
     def go_on(
         self, verdict: Verdict, attempt: int, events: EventWriter, reasons: Reasons | None = None
     ) -> str:
-        return RunContinuation(self._run, self._config, self._task, attempt, events, reasons).go_on(verdict)
+        continuation = RunContinuation(self._run, self._config, self._task, attempt, events, reasons)
+        return continuation.go_on(verdict, is_first_lost=self._is_first_lost)
 
     def requeue(self, decision: Decision, attempt: int, events: EventWriter) -> str:
         """Submit the run's job again without the nodes that failed; this one starts nothing any more.
@@ -369,7 +390,9 @@ class SlurmJob(Scheduler):
         deadline = time.monotonic() + _RELEASE_TIMEOUT_S
         while True:
             try:
-                if gone := this_job.without(self._task.job, hosts):
+                own = this_job.own_job(self._task.job)
+                self._is_first_lost = self._is_first_lost or own.batch_host in hosts
+                if gone := this_job.take_out(self._task.job, own, hosts):
                     _say(f"given back to Slurm: {', '.join(gone)}")
                 return
             except SlurmSilent:

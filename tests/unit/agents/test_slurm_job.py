@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from job_in_slurm import TASK, Slurm, job_of, jobs, options, record, requeued
+from job_in_slurm import NODES, TASK, Slurm, job_of, jobs, options, record, requeued
 from support.signal_handlers import as_from_a_terminal, send_here
 
 from conf.schema import ClusterConfig, Config, Requeue
@@ -139,6 +140,62 @@ def test_what_may_not_be_requeued_is_chained(run: RunDir, slurm: Slurm) -> None:
     (call,) = slurm.calls("sbatch")
     options = f"--comment={second['token']} --dependency=afterany:12 /job.sbatch"
     assert call == f"sbatch --parsable {options}"
+
+
+def test_a_job_whose_first_node_came_back_is_followed_by_one_that_is_not_held(
+    run: RunDir, slurm: Slurm
+) -> None:
+    slurm.has_job("12", "COMPLETING", restarts=1)
+    said = going_on(run).go_on(STOPPED, is_first_lost=True)
+    assert said == "job 20 goes on (its first node was lost and came back)"
+    (call,) = slurm.calls("sbatch")
+    assert "--dependency" not in call
+    assert slurm.calls("scancel") == ["scancel 12"]
+    assert [event["how"] for event in requeued(run)] == ["chain"]
+
+
+def test_without_such_a_job_slurm_starts_this_one_again(run: RunDir, slurm: Slurm) -> None:
+    slurm.has_job("12", "COMPLETING", restarts=1)
+    slurm.says("sbatch", complains="Batch job submission failed: Invalid account", code=1)
+    said = going_on(run).go_on(STOPPED, is_first_lost=True)
+    assert said == "Slurm starts the job again (its first node was lost and came back)"
+    assert slurm.calls("scancel") == []
+    assert [event["how"] for event in requeued(run)] == ["requeue"]
+
+
+def let_go(job: SlurmJob, *hosts: str) -> None:
+    job.let_go(hosts)
+    for thread in threading.enumerate():
+        if thread.name == "lets-go":
+            thread.join(30)
+
+
+def updates(slurm: Slurm) -> list[str]:
+    return [call for call in slurm.calls("scontrol") if " update " in call]
+
+
+def test_lost_hosts_are_given_back_once_and_never_that_of_the_batch_script(
+    run: RunDir, slurm: Slurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slurm.has_job("12", NodeList=NODES, BatchHost="node1")
+    slurm.tell("job-NodeList=node1")
+    job = job_of(run, 2)
+    let_go(job, "node1")
+    assert updates(slurm) == []
+    slurm.tell("silent")
+    let_go(job, "node1", "node2")
+    let_go(job, "node2")
+    assert updates(slurm) == ["scontrol update JobId=12 NodeList=node1"]
+    assert capsys.readouterr().out == "given back to Slurm: node2\n"
+
+
+def test_a_cluster_that_does_not_let_jobs_shrink_keeps_the_host(
+    run: RunDir, slurm: Slurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slurm.has_job("12", NodeList=NODES, BatchHost="node1")
+    slurm.tell("otherwise", "Requested operation is presently disabled")
+    let_go(job_of(run, 2), "node2")
+    assert capsys.readouterr().out.startswith("node2 stays in the job: ")
 
 
 def test_a_task_of_an_array_is_chained_alone_whatever_the_cluster_is_called(
