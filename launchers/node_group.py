@@ -109,6 +109,8 @@ class NodeGroup:
         self._watch = SilenceWatch(timeout_s, self._beat_s, self._host_answers)
         self._looked_at = -math.inf
         self._deaf: socket.socket | None = None
+        # Those that `gone` has named.
+        self._gone: set[int] = set()
         self._is_over = threading.Event()
         self._stall_s = max(_LEAST_STALL_S, _STALL_TIMEOUTS * timeout_s)
         self._stalled = stalled
@@ -146,10 +148,12 @@ class NodeGroup:
             return 0
         return int(self._deaf.getsockname()[1])
 
-    def _host_answers(self, node: int) -> bool:
-        """Tell whether a node's host answers over the network. From any thread; takes a second at most."""
+    def _host_answers(self, node: int) -> bool | None:
+        """Tell whether a node's host answers over the network, None where that is not known. From any
+        thread; takes a second at most.
+        """
         member = self.member_of(node)
-        return member is not None and member.deaf_port > 0 and answers(member.address, member.deaf_port)
+        return answers(member.address, member.deaf_port) if member is not None and member.deaf_port else None
 
     @property
     def secret_file(self) -> Path:
@@ -239,6 +243,13 @@ class NodeGroup:
         is_due = now - self._looked_at >= self.look_s
         self._looked_at = now if is_due else self._looked_at
         return [node for node in nodes if node != self.node and self._is_silent(node, is_read=is_due)]
+
+    def gone(self, nodes: Iterable[int]) -> list[GroupMember]:
+        """Return those of `nodes` that are silent and whose hosts do not answer either, each once."""
+        found = {node for node in nodes if self._watch.is_gone(node, self._own_beats)}
+        new = found - self._gone
+        self._gone |= found
+        return [member for node in sorted(new) if (member := self.member_of(node)) is not None]
 
     def _is_silent(self, node: int, *, is_read: bool = True) -> bool:
         if is_read:

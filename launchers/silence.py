@@ -12,6 +12,7 @@ still for everybody, or the watcher itself does, nobody is silent.
 
 from __future__ import annotations
 
+import errno
 import socket
 from collections import deque
 from collections.abc import Callable
@@ -23,22 +24,31 @@ LEAST_S = 3.0
 # How often the longest pause of late must fit into a silence.
 _SAFETY = 2.0
 _LATELY_S = 60.0
-# After so long a host is asked, and so often while its beat stands still.
-_ASK_AFTER_S = 1.5
-_ASK_EVERY_S = 1.0
+# After so long a host is asked, and again while its beat stands still; it must miss so many in a row.
+_ASK_AFTER_S = 1.0
+_ASK_EVERY_S = 0.5
+_MISSES = 2
 _ANSWER_TIMEOUT_S = 1.0
 _ASKED_AT_ONCE = 16
 
 
-def answers(address: str, port: int) -> bool:
-    """Tell whether a host answers at all, be it that nobody listens there. Takes a second at most."""
+# What the network says of a host that is not there; every other error is this host's own.
+_NO_ANSWER = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN)
+
+
+def answers(address: str, port: int) -> bool | None:
+    """Tell whether a host answers at all, be it that nobody listens there; None where that is not known.
+    Takes a second at most.
+    """
     try:
         with socket.create_connection((address, port), _ANSWER_TIMEOUT_S):
             return True
-    except ConnectionRefusedError:
+    except (ConnectionRefusedError, ConnectionResetError):
         return True
-    except OSError:
+    except TimeoutError:
         return False
+    except OSError as error:
+        return False if error.errno in _NO_ANSWER else None
 
 
 @dataclass
@@ -49,11 +59,11 @@ class _Watched:
     # The watcher's own beats when it was seen to move, and when it was last seen not to have moved since.
     moved_at: int
     still_at: int
-    # Whether the host answered while its beat moved; None: it was not asked.
+    # Whether the host answered while its beat moved; None: that is not known.
     is_answering: bool | None = None
-    # What it said last since its beat stands still; None: nothing yet.
-    last_answer: bool | None = None
-    question: Future[bool] | None = None
+    # How many questions in a row it left without an answer since its beat stands still.
+    num_misses: int = 0
+    question: Future[bool | None] | None = None
     asked_at: int = 0
 
 
@@ -62,7 +72,7 @@ class SilenceWatch:
     own, and tells whether a node's host answers.
     """
 
-    def __init__(self, timeout_s: float, beat_s: float, ask: Callable[[int], bool]) -> None:
+    def __init__(self, timeout_s: float, beat_s: float, ask: Callable[[int], bool | None]) -> None:
         """`timeout_s`: the long limit; `beat_s`: how often a beat moves."""
         self._timeout_s = timeout_s
         self._beat_s = beat_s
@@ -90,7 +100,7 @@ class SilenceWatch:
         is_same = watched.value is not None and value.split()[0] == watched.value.split()[0]
         if is_same and pause_s > self._beat_s:
             self._pauses.append((now, pause_s))
-        watched.value, watched.last_answer = value, None
+        watched.value, watched.num_misses = value, 0
         watched.moved_at = watched.still_at = now
         self._take_answer(watched)
         if watched.is_answering is None and watched.question is None:
@@ -101,14 +111,22 @@ class SilenceWatch:
         watched = self._watched.get(node)
         if watched is None:
             return False
-        still_s = (now - watched.moved_at) * self._beat_s
+        # As of the last reading: while nobody looks nobody falls silent.
+        still_s = (watched.still_at - watched.moved_at) * self._beat_s
         self._take_answer(watched)
         is_to_be_asked = still_s >= _ASK_AFTER_S and bool(watched.is_answering) and watched.question is None
         if is_to_be_asked and (now - watched.asked_at) * self._beat_s >= _ASK_EVERY_S:
             self._begin_to_ask(node, watched, now)
-        if still_s > self._timeout_s:
-            return True
-        return watched.last_answer is False and still_s >= self.limit_s(now)
+        return still_s > self._timeout_s or (still_s >= self.limit_s(now) and self._is_mute(watched))
+
+    def is_gone(self, node: int, now: int) -> bool:
+        """Tell whether a node is silent and its host does not answer: not its agent alone is lost."""
+        watched = self._watched.get(node)
+        return watched is not None and self._is_mute(watched) and self.is_silent(node, now)
+
+    @staticmethod
+    def _is_mute(watched: _Watched) -> bool:
+        return watched.num_misses >= _MISSES
 
     def limit_s(self, now: int) -> float:
         """Return after how long a node is lost whose host does not answer, in seconds."""
@@ -128,8 +146,8 @@ class SilenceWatch:
         answer, watched.question = watched.question.result(), None
         if watched.is_answering is None:
             watched.is_answering = answer
-        elif watched.asked_at > watched.moved_at:
-            watched.last_answer = answer
+        elif watched.asked_at > watched.moved_at and answer is not None:
+            watched.num_misses = 0 if answer else watched.num_misses + 1
 
     def close(self) -> None:
         """Ask nobody any more."""

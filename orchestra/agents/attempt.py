@@ -354,8 +354,8 @@ def mark_lost(context: AgentContext, order: Order) -> list[int]:
     """Return the nodes of an order that are silent, and let all know that it is broken. *The leader only*."""
     # Spares too: one that died long ago must not be chosen.
     silent = context.group.silent(range(context.group.num_nodes))
-    members = context.group.members() if silent else {}
-    context.scheduler.let_go([members[node].host for node in silent if node in members])
+    if gone := context.group.gone(silent):
+        context.scheduler.let_go([member.host for member in gone])
     lost = [node for node in order.nodes if node in silent]
     if lost and order.action == START:
         hosts = [host_of(order, node) for node in lost]

@@ -89,8 +89,8 @@ class Scheduler:
         """Put the hosts that a decision lists onto the cluster's list. Raises OSError."""
 
     def let_go(self, hosts: Collection[str], /) -> None:
-        """Give back lost hosts, whatever becomes of them: this start of the job goes on without. It takes no
-        time, and may be asked again and again.
+        """Give back lost hosts, whatever becomes of them: this start of the job goes on without. Returns at
+        once.
         """
 
     def release(self, lost: Sequence[int], /) -> None:

@@ -289,7 +289,9 @@ class SlurmJob(Scheduler):
         self._run = run
         self._config = config
         self._task = task
-        self._let_go: frozenset[str] = frozenset()
+        self._letting_go = threading.Lock()
+        self._to_let_go: set[str] = set()
+        self._shrinks: threading.Thread | None = None
         # Then Slurm requeues the job when that node comes back without the batch script.
         self._is_first_lost = False
 
@@ -382,27 +384,37 @@ class SlurmJob(Scheduler):
         """Take lost hosts out of the job. One of them that boots again before Slurm has noticed that it was
         gone would otherwise let srun give the whole step up, and wait half a minute for the dead one.
         """
-        new, self._let_go = frozenset(hosts) - self._let_go, self._let_go.union(hosts)
-        if new:
-            threading.Thread(target=self._shrink, args=(new,), name="lets-go", daemon=True).start()
+        with self._letting_go:
+            self._to_let_go.update(hosts)
+            if self._shrinks is None or not self._shrinks.is_alive():
+                # One at a time: each says which nodes are left.
+                self._shrinks = threading.Thread(target=self._shrink, name="lets-go", daemon=True)
+                self._shrinks.start()
 
-    def _shrink(self, hosts: Collection[str]) -> None:
-        deadline = time.monotonic() + _RELEASE_TIMEOUT_S
+    def _shrink(self) -> None:
+        num_refusals = 0
         while True:
+            with self._letting_go:
+                hosts = frozenset(self._to_let_go)
+                if not hosts or num_refusals > 1:
+                    self._to_let_go.clear()
+                    self._shrinks = None
+                    return
             try:
                 own = this_job.own_job(self._task.job)
                 self._is_first_lost = self._is_first_lost or own.batch_host in hosts
                 if gone := this_job.take_out(self._task.job, own, hosts):
                     _say(f"given back to Slurm: {', '.join(gone)}")
-                return
             except SlurmSilent:
-                if time.monotonic() > deadline:
-                    return
+                time.sleep(_RELEASE_PAUSE_S)
+                continue
             except LauncherError as refusal:
-                # Then Slurm finds out by itself.
-                _say(f"{', '.join(hosts)} stays in the job: {refusal}")
-                return
-            time.sleep(_RELEASE_PAUSE_S)
+                # Slurm may have taken one itself in this moment.
+                num_refusals += 1
+                _say(f"{', '.join(sorted(hosts))} not given back to Slurm: {refusal}")
+                continue
+            with self._letting_go:
+                self._to_let_go -= hosts
 
     def release(self, lost: Sequence[int]) -> None:
         """End this start of the job where a node of it is gone. Raises LauncherError after a minute.

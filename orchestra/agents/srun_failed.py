@@ -18,7 +18,6 @@ For an array of a sweep the arguments are `SWEEP_DIR --first F CODE`.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import sys
@@ -48,8 +47,11 @@ from orchestra.run.permissions import open_to_group
 from orchestra.submit.claims import upcoming_attempt
 
 _UNSTARTED, _LOST = "step_not_started", "step_lost"
-# Agents that live write a beat every second.
-_BEATS_S = 3.0
+_LOOK_S = 1.0
+# So many looks in a row without a beat: agents that live write one a second.
+_LOOKS_WITHOUT_BEAT = 4
+# So many looks in a row may fail: no job is held for ever.
+_MOST_FAILURES = 600
 _LAUNCH_FAILED = re.compile(r"Task launch for \S+ failed on node ([^\s:]+)")
 # What srun writes is in the output of the batch script, which is that of this process too.
 _OUTPUT = Path("/proc/self/fd/1")
@@ -64,9 +66,10 @@ def main(argv: list[str]) -> int:
     try:
         run, task = of_batch_script(argv[:-1])
         group = _group(run, task)
-        while (agreed := _agreed(group)) is None and is_alive(group):
-            # A run is not over because srun is.
-            pass
+        agents = Agents(group.folder, argv[:-1])
+        # A run is not over because srun is.
+        while (agreed := _agreed(group)) is None and not agents.are_over():
+            time.sleep(_LOOK_S)
         if agreed is not None:
             return agreed
         outcome = move_run(run, task, os.environ["SLURM_JOB_NODELIST"], _OUTPUT)
@@ -205,22 +208,65 @@ def _named_by_srun(output: Path) -> frozenset[str]:
         return frozenset()
 
 
-def is_alive(group: NodeGroup) -> bool:
-    """Tell whether any agent is alive: what this job started goes on without srun. Takes some seconds."""
-    before = beats_in(group.folder)
-    if before:
-        time.sleep(_BEATS_S)
-    return beats_in(group.folder) != before
+class Agents:
+    """The agents of a start of a job, seen from the host of its batch script, where the first one lives too.
 
+    It is asked once a second.
+    """
 
-def beats_in(folder: Path) -> dict[str, bytes]:
-    """Return the beats of the agents that meet there, by file."""
-    beats = {}
-    for file in folder.glob("beat-*"):
-        # An agent that leaves removes its own.
-        with contextlib.suppress(OSError):
-            beats[file.name] = file.read_bytes()
-    return beats
+    def __init__(self, folder: Path, words: Sequence[str]) -> None:
+        """`folder`: where they meet; `words`: what names the run on the command line of each."""
+        self._folder = folder
+        self._ending = os.fsencode("\0".join(["", "-m", "orchestra.agents", *words, ""]))
+        self._job = os.fsencode(f"SLURM_JOB_ID={os.environ.get('SLURM_JOB_ID')}")
+        self._process: Path | None = None
+        self._before: dict[str, bytes] | None = None
+        self._num_looks = 0
+        self._num_failures = 0
+
+    def are_dead(self) -> bool:
+        """Tell whether the beats of some that did not leave stand still, those of the others too."""
+        return bool(self._still_beats())
+
+    def are_over(self) -> bool:
+        """Tell whether none lives any more, whether it left or not."""
+        return self._still_beats() is not None
+
+    def _still_beats(self) -> dict[str, bytes] | None:
+        """Return the beats where none has moved lately; None: not known yet. A look counts only when the file
+        system takes a word of this process's, and when the first node's agent is not here.
+        """
+        try:
+            if self._is_here():
+                self._num_looks = 0
+                return None
+            (self._folder / "srun-watch").touch()
+            files = [file for file in self._folder.iterdir() if file.name.startswith("beat-")]
+            now = {file.name: file.read_bytes() for file in files}
+        except OSError:
+            # One left in this moment, or no beat can be written either.
+            self._num_failures += 1
+            return {} if self._num_failures > _MOST_FAILURES else None
+        self._num_looks = self._num_looks + 1 if now == self._before else 0
+        self._before, self._num_failures = now, 0
+        return now if self._num_looks >= (_LOOKS_WITHOUT_BEAT if now else 1) else None
+
+    def _is_here(self) -> bool:
+        if self._process is not None and self._is_agent(self._process):
+            return True
+        folders = (file.parent for file in Path("/proc").glob("[0-9]*/cmdline"))
+        self._process = next((folder for folder in folders if self._is_agent(folder)), None)
+        return self._process is not None
+
+    def _is_agent(self, process: Path) -> bool:
+        try:
+            command = (process / "cmdline").read_bytes()
+            # srun's own ends with the same words, and so do the agents of an array's other members.
+            name = Path(os.fsdecode(command.split(b"\0", 1)[0])).name
+            is_ours = command.endswith(self._ending) and name != "srun"
+            return is_ours and self._job in (process / "environ").read_bytes().split(b"\0")
+        except OSError:
+            return False
 
 
 if __name__ == "__main__":

@@ -22,14 +22,12 @@ from pathlib import Path
 from launchers import LauncherError
 from launchers.slurm import this_job
 from orchestra.agents.agent import group_folder
-from orchestra.agents.srun_failed import beats_in, of_batch_script, taken_nodes
+from orchestra.agents.srun_failed import Agents, of_batch_script, taken_nodes
 from orchestra.errors import OrchestraError
 
 _LOOK_S = 1.0
 # Agents come within seconds; a controller that serves thousands of jobs is not asked before that.
 _ASK_EVERY_S = 15.0
-# So many looks without a beat: only those count in which the file system took a word of this process's.
-_LOOKS_WITHOUT_BEAT = 4
 
 
 def main(argv: list[str]) -> int:
@@ -37,9 +35,9 @@ def main(argv: list[str]) -> int:
     try:
         run, task = of_batch_script(argv[:-1])
         folder, shell = group_folder(run.control, task.job, task.restart), int(argv[-1])
-        if not _is_step_refused(shell, folder, task.job):
-            _await_end_of_agents(shell, folder, argv[:-1])
-        _end_srun(shell)
+        agents = Agents(folder, argv[:-1])
+        if _is_step_refused(shell, folder, task.job) or _are_agents_dead(shell, agents):
+            _end_srun(shell)
     except (OrchestraError, LauncherError, OSError) as error:
         sys.stderr.write(f"warning: it is not watched whether the job's step begins: {error}\n")
     return 0
@@ -61,32 +59,13 @@ def _is_step_refused(shell: int, folder: Path, job: str) -> bool:
     return False
 
 
-def _await_end_of_agents(shell: int, folder: Path, words: list[str]) -> None:
-    """Return when no agent lives any more that did not leave, or the batch script is over."""
-    before, num_looks = beats_in(folder), 0
-    while os.getppid() == shell and num_looks < _LOOKS_WITHOUT_BEAT:
+def _are_agents_dead(shell: int, agents: Agents) -> bool:
+    """Return True when no agent lives any more that did not leave, False when the batch script is over."""
+    while os.getppid() == shell:
         time.sleep(_LOOK_S)
-        try:
-            (folder / "srun-watch").write_text(f"{os.getpid()}\n")
-        except OSError:
-            continue
-        now = beats_in(folder)
-        # The first node's agent is on this host: as long as it lives it is only slow.
-        is_still = bool(now) and now == before and not _is_agent_here(words)
-        num_looks = num_looks + 1 if is_still else 0
-        before = now
-    if num_looks:
-        _say("no agent of the job lives any more; srun is ended")
-
-
-def _is_agent_here(words: list[str]) -> bool:
-    agent = os.fsencode("\0".join(["", "-m", "orchestra.agents", *words, ""]))
-    for file in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            command = file.read_bytes()
-            # srun's own ends with the same words.
-            if command.endswith(agent) and Path(os.fsdecode(command.split(b"\0", 1)[0])).name != "srun":
-                return True
+        if agents.are_dead() and os.getppid() == shell:
+            _say("no agent of the job lives any more; srun is ended")
+            return True
     return False
 
 

@@ -19,7 +19,7 @@ def slurm(fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> Slurm:
     for module in (sbatch, job_record):
         monkeypatch.setattr(module, "_LOOK_AGAIN_S", (0.0, 0.0))
     monkeypatch.setattr(slurm_job, "_RELEASE_PAUSE_S", 0.0)
-    monkeypatch.setattr(srun_failed, "_BEATS_S", 0.01)
+    monkeypatch.setattr(srun_failed, "_LOOK_S", 0.3)
     monkeypatch.setattr(rival_jobs, "_POLL_S", 0.02)
     monkeypatch.setattr(rival_jobs, "_COMPLETING_S", 0.1)
     return Slurm(fake_slurm.folder)

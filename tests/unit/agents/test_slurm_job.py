@@ -184,6 +184,8 @@ def test_lost_hosts_are_given_back_once_and_never_that_of_the_batch_script(
     assert updates(slurm) == []
     slurm.tell("silent")
     let_go(job, "node1", "node2")
+    slurm.has_job("12", NodeList="node1", BatchHost="node1")
+    slurm.tell("job-node1", "node1\n")
     let_go(job, "node2")
     assert updates(slurm) == ["scontrol update JobId=12 NodeList=node1"]
     assert capsys.readouterr().out == "given back to Slurm: node2\n"
@@ -195,7 +197,7 @@ def test_a_cluster_that_does_not_let_jobs_shrink_keeps_the_host(
     slurm.has_job("12", NodeList=NODES, BatchHost="node1")
     slurm.tell("otherwise", "Requested operation is presently disabled")
     let_go(job_of(run, 2), "node2")
-    assert capsys.readouterr().out.startswith("node2 stays in the job: ")
+    assert capsys.readouterr().out.startswith("node2 not given back to Slurm: ")
 
 
 def test_a_task_of_an_array_is_chained_alone_whatever_the_cluster_is_called(

@@ -167,7 +167,6 @@ def test_an_attempt_that_was_to_be_cancelled_is_not_followed(run: RunDir, slurm:
 def test_the_job_is_held_for_an_agent_that_lives_and_ends_with_its_word(
     run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(srun_failed, "_BEATS_S", 2.0)
     group = NodeGroup(group_folder(run.control, TASK.job, TASK.restart), 0, 2, 60.0)
     group.join("node1", "127.0.0.1", {})
     group.publish(Order(0, START, (0, 1)))
@@ -223,8 +222,8 @@ def test_a_member_of_a_sweep_is_found_by_its_task(tmp_path: Path, monkeypatch: p
 
 # A batch script in short: the watch beside it, an srun that asks for ever, and its exit code.
 SCRIPT = """
-"$PYTHON" -c "import sys; from orchestra.agents import srun_watch as watch
-watch._LOOK_S, watch._ASK_EVERY_S, watch._LOOKS_WITHOUT_BEAT = 0.05, 0.1, 40
+"$PYTHON" -c "import sys; from orchestra.agents import srun_failed, srun_watch as watch
+watch._LOOK_S, watch._ASK_EVERY_S, srun_failed._LOOKS_WITHOUT_BEAT = 0.05, 0.1, 40
 sys.exit(watch.main(sys.argv[1:]))" "$RUN" "$$" &
 srun 60
 code=$?
@@ -279,9 +278,8 @@ def test_an_srun_is_ended_when_no_agent_lives_and_not_before(run: RunDir, slurm:
     agent = subprocess.Popen([sys.executable, *words])
     try:
         script = batch_script(run, slurm)
-        assert eventually(lambda: looks(run), 60)
-        first = looks(run)
-        assert eventually(lambda: looks(run) > first + 3 * 10**9, 60)
+        # Longer than it takes where no agent's process is here.
+        time.sleep(6)
         assert script.poll() is None
     finally:
         agent.kill()

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -79,6 +80,16 @@ def test_the_lowest_living_node_leads_and_a_stopped_one_is_silent(tmp_path: Path
     finally:
         first.kill()
         first.wait()
+
+
+def test_a_look_at_some_nodes_says_nothing_of_the_others(joined: Join) -> None:
+    first, second = joined(0, 2), joined(1, 2)
+    assert second.silent([0]) == []
+    time.sleep(TIMEOUT_S + 1)
+    assert second.silent([]) == []
+    assert second.silent([0]) == []
+    assert second.gone([0]) == []
+    assert first.leads
 
 
 @pytest.mark.slow

@@ -15,9 +15,9 @@ TIMEOUT_S, BEAT_S = 10.0, 0.5
 class Node:
     """A node with a watcher beside it, who has written `now` beats."""
 
-    def __init__(self, ask: Callable[[], bool] = lambda: True) -> None:
+    def __init__(self, ask: Callable[[], bool | None] = lambda: True) -> None:
         self.is_up = True
-        self.watch = SilenceWatch(TIMEOUT_S, BEAT_S, lambda _: ask() and self.is_up)
+        self.watch = SilenceWatch(TIMEOUT_S, BEAT_S, lambda _: self.is_up and ask())
         self.now = self.count = 0
 
     def live(self, seconds: float, *, is_beating: bool = True) -> float | None:
@@ -40,6 +40,7 @@ def test_a_host_that_is_gone_is_silent_after_three_seconds() -> None:
     assert node.live(20) is None
     node.is_up = False
     assert node.live(20, is_beating=False) in (LEAST_S, LEAST_S + BEAT_S)
+    assert node.watch.is_gone(1, node.now)
 
 
 def test_an_agent_whose_host_answers_has_the_whole_time_out() -> None:
@@ -47,7 +48,30 @@ def test_an_agent_whose_host_answers_has_the_whole_time_out() -> None:
     node.live(20)
     assert node.live(TIMEOUT_S, is_beating=False) is None
     assert node.live(1, is_beating=False) == BEAT_S
+    assert not node.watch.is_gone(1, node.now)
     # It was only late, and beats on: nobody holds it against it.
+    assert node.live(5) is None
+
+
+def test_one_question_that_is_lost_and_what_is_not_known_say_nothing() -> None:
+    said: list[bool | None] = [True]
+    node = Node(ask=lambda: said[0])
+    node.live(20)
+    for number in range(15):
+        said[0] = (False, True, None)[number % 3]
+        assert node.live(0.5, is_beating=False) is None
+    said[0] = False
+    found = node.live(5, is_beating=False)
+    assert found in (2 * BEAT_S, 3 * BEAT_S)
+
+
+def test_while_nobody_looks_nobody_falls_silent() -> None:
+    """As the leader does while it fetches copies, or reads the beats of some nodes alone."""
+    node = Node()
+    node.live(20)
+    node.now += 100
+    assert not node.watch.is_silent(1, node.now)
+    node.count += 100
     assert node.live(5) is None
 
 
