@@ -126,11 +126,11 @@ def timed(step: Step, num_steps: int, device: torch.device) -> dict[str, Any]:
 
 def config_of(name: str, arguments: argparse.Namespace, shape: Shape) -> Config:
     """Return what orchestra is configured with; the peers take model, sizes and learning rate from it."""
-    precision = PrecisionName.fp8 if name == "fp8" else PrecisionName(arguments.precision)
+    precision = PrecisionName.fp8 if name.startswith("fp8") else PrecisionName(arguments.precision)
     recompute = Recompute(name) if name in ("selective", "full") else Recompute.none
     return Config(
         model=shape.model,
-        precision=PrecisionConfig(name=precision),
+        precision=PrecisionConfig(name=precision, fp8_output=name == "fp8_output"),
         optim=OptimConfig(clip_norm=_CLIP_NORM),
         train=replace(
             TrainConfig(),

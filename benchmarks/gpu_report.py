@@ -12,6 +12,7 @@ CONTESTANTS = {
     "eager": "orchestra, eager",
     "compiled": "orchestra, compiled",
     "fp8": "orchestra, fp8, compiled",
+    "fp8_output": "orchestra, fp8 and its output product, compiled",
     "selective": "orchestra, selective recomputation",
     "full": "orchestra, full recomputation",
     "transformers": "transformers, autocast, compiled",

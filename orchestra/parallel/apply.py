@@ -13,6 +13,7 @@ from orchestra.optim.adamw import Trained
 from orchestra.parallel.blocks import (
     compile_blocks,
     direct_weights,
+    gathered_in_fp8,
     keep_history,
     keep_rounded,
     recompute_blocks,
@@ -58,8 +59,9 @@ def parallelize(model: Transformer, config: Config, mesh: Mesh) -> Parallelized:
     recompute_blocks(model, config, mesh)
     compile_blocks(model, config)
     direct = direct_weights(model, config, mesh)
-    stage = make_stage(model, units, places, precision, direct, config, mesh)
-    # Gathered parameters share their memory with those of other blocks: they are rounded at each use.
+    in_fp8 = gathered_in_fp8(model, config)
+    stage = make_stage(model, units, places, precision, direct, config, mesh, in_fp8)
+    # Gathered parameters share their memory with those of other blocks: nothing is kept beside them.
     rounded = None if units.is_split else keep_rounded(model, config)
     if rounded is not None:
         stage = Rounding(stage, rounded)

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from conf.schema import Config, PrecisionName, Recompute
+from conf.schema import Config, Offload, PrecisionName, Recompute, Scaling
 from orchestra.errors import TrainingError
 from orchestra.model.layers import Attention, GeluMLP, Linear, SwiGLU
 from orchestra.model.logits import CompiledPasses
@@ -181,18 +181,35 @@ def keep_rounded(model: Transformer, config: Config) -> RoundedWeights | None:
     """Keep the weights of products in fp8 as they are rounded, once they exist; None in other precisions.
     *Any rank*, where parameters are whole, and after the hooks that wait for them.
     """
-    precision = config.precision
-    if precision.name is not PrecisionName.fp8:
+    if config.precision.name is not PrecisionName.fp8:
         return None
-    blocks: dict[nn.Module, list[torch.Tensor]] = {
+    is_compiled = config.train.compile is True and model.lm_head.weight.is_cuda
+    return RoundedWeights(_matrices(model, config), config.precision.fp8_scaling, is_compiled=is_compiled)
+
+
+def gathered_in_fp8(model: Transformer, config: Config) -> list[torch.Tensor]:
+    """Return the matrices, once they exist, that ZeRO-3 gathers as the numbers their products take.
+
+    Where rows have scales none: a rank's range may end inside of one. None where parameters come from host
+    memory, or while others are still updated: their largest numbers are then not known. And no tied table,
+    which is looked up in 16 bits.
+    """
+    precision, is_there = config.precision, config.parallelism.offload is Offload.none
+    if precision.name is not PrecisionName.fp8 or precision.fp8_scaling is Scaling.row or not is_there:
+        return []
+    weights = [weight for of_block in _matrices(model, config).values() for weight in of_block]
+    return [weight for weight in weights if weight is not model.embed_tokens.weight]
+
+
+def _matrices(model: Transformer, config: Config) -> dict[nn.Module, list[torch.Tensor]]:
+    """Return the weights of products in fp8, by the modules before which ZeRO waits for them."""
+    matrices: dict[nn.Module, list[torch.Tensor]] = {
         block: [weight for weight in block.parameters() if weight.dim() == 2]
         for block in _blocks_in_fp8(model, config)
     }
-    if precision.fp8_output:
-        # The module before which ZeRO waits for the output matrix.
-        blocks[model.norm] = [model.lm_head.weight]
-    is_compiled = config.train.compile is True and model.lm_head.weight.is_cuda
-    return RoundedWeights(blocks, precision.fp8_scaling, is_compiled=is_compiled)
+    if config.precision.fp8_output:
+        matrices[model.norm] = [model.lm_head.weight]
+    return matrices
 
 
 def _set(module: nn.Module, products: Fp8Products) -> None:

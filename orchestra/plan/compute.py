@@ -252,14 +252,18 @@ def _merging(case: PlanCase) -> float:
 
 
 def _gathered_parameters(case: PlanCase, busy: float) -> float:
-    """ZeRO-3 gathers a layer for the forward and for the backward pass and scatters its gradients.
+    """ZeRO-3 gathers a layer for the forward and for the backward pass and scatters its gradients. A layer
+    that orchestra computes in fp8 it gathers in one byte an element.
 
     Hidden behind the layer's own work but for the framework's exposed share.
     """
     if case.kept_zero < 3 or case.num_shards == 1:
         return 0.0
     held = held_of_layer(case.model, case.layout)
-    moved = _PASSES * sharded_s(case, held, case.tokens.width_bytes)
+    width = gathered = float(case.tokens.width_bytes)
+    if case.is_counted_in_full and case.gathers_fp8:
+        gathered -= 1 - 2 * case.options.fp8_bf16_blocks / case.model.num_hidden_layers
+    moved = 2 * sharded_s(case, held, gathered) + sharded_s(case, held, width)
     hidden = busy * (1 - case.framework.exposed_reduction)
     return max(case.framework.exposed_reduction * moved, moved - hidden)
 

@@ -52,13 +52,14 @@ def layer_bytes(case: PlanCase) -> float:
 def rounding_bytes(case: PlanCase) -> float:
     """Return the bytes that rounding one layer to fp8 moves on one micro-batch; 0 in other precisions.
 
-    One scale for a tensor. Inputs and gradients: largest number 2 (not with the last step's scale), read
-    2, write 1, transposed 2. Weights, once a step: largest number 2, rounded 3, copied to where they are
-    kept 2 and transposed 2; at each use, where they are not kept: forward 2 + 3, backward a transposed
-    copy in 16 bits 4 and again 5. A scale for each row. The row's largest number is found in the pass
-    that rounds: forward 3, backward the transposed copy 4 and rounded 3; gradients and weights alike.
-    Where products share an input, the parts of its gradient are added one by one: three times 3 passes in
-    16 bits, of which norms' own are 3 already.
+    One scale for a tensor. Inputs and gradients: largest number 2 (not with the last step's scale), read 2,
+    write 1, transposed 2. Weights, once a step: largest number 2, rounded 3, copied to where they are kept 2
+    and transposed 2; at each use, where they are not kept: forward 2 + 3, backward a transposed copy in 16
+    bits 4 and again 5. Where they are gathered in fp8: backward transposed 2, and of a rank's own range once
+    a step largest number 2, and rounded 3 at each of two gathers. A scale for each row. The row's largest
+    number is found in the pass that rounds: forward 3, backward the transposed copy 4 and rounded 3;
+    gradients and weights alike. Where products share an input, the parts of its gradient are added one by
+    one: three times 3 passes in 16 bits, of which norms' own are 3 already.
     """
     if case.precision is not PrecisionName.fp8:
         return 0.0
@@ -82,6 +83,8 @@ def _bytes_each(case: PlanCase) -> tuple[float, float]:
     activation = 10.0 if is_row else 5.0 if case.options.fp8_delayed_scaling else 7.0
     if case.framework.passes.keeps_fp8_weights and not (case.zero == 3 and case.num_shards > 1):
         return activation, (14.0 if is_row else 9.0) / case.accumulation
+    if case.gathers_fp8:
+        return activation, 2 + (2 / case.accumulation + 2 * 3) / case.num_shards
     return activation, 10.0 if is_row else 14.0
 
 

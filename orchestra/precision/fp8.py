@@ -4,8 +4,9 @@ Every product scales both of its factors anew (dynamic scaling: no history, no s
 tensor or by one for each row along which it sums. Under delayed scaling inputs and gradients take the scales
 that `scale_history` has for them, and leave their largest numbers there. Results are in the input's 16-bit
 type. A weight may have its rounded copies attached, which `rounded_weights` keeps up to date: then products
-use those. Other weights are rounded in each pass and need no memory of their own, so that what gathers
-parameters on demand may release them in between.
+use those. Or it has its numbers in fp8 alone, as they were gathered from the ranks, which are transposed in
+the backward pass. Other weights are rounded in each pass and need no memory of their own, so that what
+gathers parameters on demand may release them in between.
 
     y = x · wᵀ          x, w in e4m3
     dx = dy · w         dy in e5m2, w in e4m3
@@ -85,6 +86,18 @@ def rounded_in_parts(matrix: Tensor, scaling: Scaling, values: Tensor | None = N
     return Rounded(values, scale)
 
 
+def round_by(numbers: Tensor, scale: Tensor, values: Tensor) -> None:
+    """Write the fp8 numbers of 16-bit ones into `values`, by a scale that is known; to be compiled."""
+    values.copy_(rounded_by(scale, numbers, FORWARD))
+
+
+def round_by_(numbers: Tensor, scale: Tensor, values: Tensor) -> None:
+    """Do what `round_by` does, with fp32 copies of some of the flat numbers at a time."""
+    for begin in range(0, len(numbers), _ELEMENTS_AT_ONCE):
+        some = slice(begin, begin + _ELEMENTS_AT_ONCE)
+        round_by(numbers[some], scale, values[some])
+
+
 def turned(matrix: Rounded) -> Rounded:
     """Return the transposed matrix by rows, where one scale is for all of it."""
     return Rounded(matrix.values.t().contiguous(), matrix.scale)
@@ -93,6 +106,7 @@ def turned(matrix: Rounded) -> Rounded:
 # Compiled code takes tensors as the attributes of a weight, and would compile anew for objects: values and
 # scale by rows, values and scale of the transposed weight by rows.
 _ATTRIBUTES = ("fp8_values", "fp8_scale", "fp8_turned_values", "fp8_turned_scale")
+_NUM_BY_ROWS = 2
 
 
 def attach_rounded(weight: Tensor, scaling: Scaling) -> list[Tensor]:
@@ -108,6 +122,12 @@ def attach_rounded(weight: Tensor, scaling: Scaling) -> list[Tensor]:
     for name, tensor in zip(_ATTRIBUTES, tensors, strict=True):
         setattr(weight, name, tensor)
     return tensors
+
+
+def attach_numbers(weight: Tensor, values: Tensor, scale: Tensor) -> None:
+    """Let products use these numbers of a weight, and their one scale, which somebody else fills in."""
+    for name, tensor in zip(_ATTRIBUTES[:_NUM_BY_ROWS], (values, scale), strict=True):
+        setattr(weight, name, tensor)
 
 
 def round_weight_(weight: Tensor, scaling: Scaling) -> None:
@@ -192,10 +212,11 @@ def _noted(
 
 
 def attached(weights: list[Tensor]) -> list[Tensor]:
-    """Return the attached copies, by weight; all weights of one input have them, or none has."""
-    if getattr(weights[0], _ATTRIBUTES[0], None) is None:
-        return []
-    return [getattr(weight, name) for weight in weights for name in _ATTRIBUTES]
+    """Return the attached copies, by weight: four each, or values and scale by rows; all weights of one
+    input have as many, or none.
+    """
+    names = [name for name in _ATTRIBUTES if getattr(weights[0], name, None) is not None]
+    return [getattr(weight, name) for weight in weights for name in names]
 
 
 def scaled_product(left: Rounded, right: Rounded, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
@@ -240,15 +261,15 @@ class _RoundedProducts(torch.autograd.Function):
         others = parameters[num_products + num_tickets :]
         copies, history = others[:num_copies], others[num_copies:]
         ctx.is_known, ctx.num_histories = is_known, len(history[2:])
-        ctx.weight_dtype, ctx.has_copies = weights[0].dtype, bool(copies)
+        ctx.weight_dtype, ctx.num_copies = weights[0].dtype, num_copies // num_products
         x = _noted(x_TE, FORWARD, scaling, history[:2], is_known)
         kept_x = (x.values, x.scale) if scaling is Scaling.tensor else (x_TE,)
         tickets = parameters[num_products : num_products + num_tickets]
         if copies:
-            ctx.save_for_backward(*kept_x, *history[2:], *tickets, *copies[2::4], *copies[3::4])
-            by_rows = [
-                Rounded(values, scale) for values, scale in zip(copies[::4], copies[1::4], strict=True)
-            ]
+            of_each = [copies[number :: ctx.num_copies] for number in range(ctx.num_copies)]
+            # By columns, or where there are none by rows.
+            ctx.save_for_backward(*kept_x, *history[2:], *tickets, *of_each[-2], *of_each[-1])
+            by_rows = [Rounded(values, scale) for values, scale in zip(*of_each[:2], strict=True)]
         else:
             ctx.save_for_backward(*kept_x, *history[2:], *tickets, *weights)
             by_rows = [rounded(weight, FORWARD, scaling) for weight in weights]
@@ -271,8 +292,9 @@ class _RoundedProducts(torch.autograd.Function):
         for number, (grad_TO, ticket) in enumerate(zip(grads, tickets, strict=True)):
             of_grad = history[2 * number : 2 * number + 2]
             grad = _noted(grad_TO, BACKWARD, scaling, of_grad, ctx.is_known)
-            if ctx.has_copies:
+            if ctx.num_copies:
                 weight = Rounded(weights[number], weights[ctx.num_products + number])
+                weight = turned(weight) if ctx.num_copies == _NUM_BY_ROWS else weight
             else:
                 weight = rounded(weights[number].t().contiguous(), FORWARD, scaling)
             part = scaled_product(grad, weight, ctx.dtype)

@@ -45,9 +45,14 @@ class Fp8OutputProducts:
         self._hidden_TE = hidden_TE
         self._rounded_hidden = rounded(hidden_TE, FORWARD, scaling)
         self._weight_VE = weight[:num_words]
-        copies = attached([weight]) if num_words == len(weight) else []
-        self._by_words = Rounded(*copies[:2]) if copies else rounded_in_parts(self._weight_VE, scaling)
-        self._by_inputs = Rounded(*copies[2:]) if copies else None
+        copies, is_whole = attached([weight]), num_words == len(weight)
+        # Rows of padding are zeros, whose size counts in no scale.
+        self._by_words = (
+            _some(Rounded(*copies[:2]), slice(num_words))
+            if copies
+            else rounded_in_parts(self._weight_VE, scaling)
+        )
+        self._by_inputs = Rounded(*copies[2:]) if copies[2:] and is_whole else None
 
     def logits(self, rows: slice, out: Tensor | None = None) -> Tensor:
         """Return the logits [C, V] of some tokens, in the dtype of the hidden states."""

@@ -4,7 +4,7 @@ them.
 A weight changes once a step, and is used in every micro-batch. Whoever updates it calls `forget`; the first
 forward pass after that rounds it, block by block, when its parameters have arrived. The memory is made once:
 two bytes an element. The output matrix is among them where its products are in fp8. Where parameters are
-gathered on demand nothing is kept (see `fp8`).
+gathered on demand nothing is kept: they arrive rounded, or are rounded at each use (see `fp8`).
 """
 
 from __future__ import annotations

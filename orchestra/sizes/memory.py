@@ -340,7 +340,8 @@ def _update_bytes(shape: TrainingShape, stage: PipelineStage, parts: RankParamet
 def _temporary_bytes(shape: TrainingShape) -> float:
     """Return what the backward pass of a layer needs at its worst beside what was kept: two gradients of the
     feed-forward's inner width; under sequence parallelism four gathered tensors less this rank's parts; in
-    fp8 the copies in which a matrix is rounded (one of 2 bytes and two of fp32, and what comes of it).
+    fp8 the copies in which a matrix is rounded (one of 2 bytes and two of fp32, and what comes of it), or
+    the transposed one of a matrix that was gathered so.
     """
     model, tokens = shape.model, shape.tokens
     inner = tokens.count * model.intermediate_size / tokens.tp
@@ -348,7 +349,9 @@ def _temporary_bytes(shape: TrainingShape) -> float:
     if tokens.outer > 1:
         temporary += 4 * (1 - 1 / tokens.tp) * tokens.count * model.hidden_size * tokens.width_bytes
     if shape.precision is PrecisionName.fp8:
-        if shape.zero == 3 and shape.num_shards > 1:
+        if shape.gathers_fp8:
+            temporary += 8 * inner + model.hidden_size * model.intermediate_size / tokens.tp
+        elif shape.zero == 3 and shape.num_shards > 1:
             temporary += 12 * max(inner, model.hidden_size * model.intermediate_size / tokens.tp)
         else:
             # Weights are rounded outside of it: of a gradient the count finds about two copies in fp32.
@@ -458,7 +461,9 @@ def _loss_bytes(shape: TrainingShape) -> float:
             product = max(product, (width + 2 * _FP32) * chunk * hidden)
         whole += (tokens + chunk) * hidden
         if shape.zero == 3 and shape.num_shards > 1:
-            whole += 2 * words * hidden
+            # By words and by inputs; by words it was gathered, but for a table that is looked up.
+            is_gathered = shape.gathers_fp8 and not shape.model.tie_word_embeddings
+            whole += (1 if is_gathered else 2) * words * hidden
     return kept * words + max(making * words, using * words + product) + matrix + whole + gathered
 
 

@@ -127,6 +127,14 @@ class TrainingShape:
         )
 
     @property
+    def gathers_fp8(self) -> bool:
+        """Whether ZeRO-3 gathers the matrices of products in fp8 as their numbers of one byte."""
+        options = self.options
+        is_split = self.zero == 3 and self.num_shards > 1
+        is_rounded = self.precision is PrecisionName.fp8 and options.fp8_scaling is Scaling.tensor
+        return is_split and is_rounded and options.offload is Offload.none
+
+    @property
     def tokens_per_step(self) -> int:
         """Tokens of one optimizer step over all ranks."""
         return self.seq_len * self.micro_batch_size * self.accumulation * self.layout.dp

@@ -138,6 +138,16 @@ def trained(rank: int, world: int, config: Config, steps: int = 20) -> Trained:
     return Trained(rows, shards)
 
 
+def bytes_sent(rank: int, world: int, config: Config) -> dict[str, int]:
+    """Return what one step sends, after a first one."""
+    training, mesh = start(rank, world, config)
+    take_steps(config, training, mesh, [1])
+    mesh.traffic.bytes_sent.clear()
+    take_steps(config, training, mesh, [2])
+    training.parallelized.stage.settle()
+    return dict(mesh.traffic.bytes_sent)
+
+
 def alone(config: Config, steps: int = 20) -> Trained:
     """Train in this process, on one thread as the ranks: two would also wait for each other beside them."""
     threads = torch.get_num_threads()

@@ -12,8 +12,11 @@ from pool import Ranks
 from small_trainings import (
     EVEN,
     Row,
+    Trained,
     alone,
     assert_goes_on_bit_for_bit,
+    assert_same_bits,
+    bytes_sent,
     config_of,
     start,
     take_steps,
@@ -21,7 +24,8 @@ from small_trainings import (
     trained_on,
 )
 
-from conf.schema import Config
+from conf.schema import Config, Family, ModelConfig, Recompute, Scaling
+from orchestra.sizes.flops import num_parameters
 
 FEW = 5
 
@@ -47,6 +51,65 @@ def kept_and_not(rank: int, world: int, config: Config) -> list[list[Row]]:
 def test_weights_that_are_kept_rounded_follow_each_update(ranks: Ranks, zero: int) -> None:
     for kept, anew in ranks(2).run(kept_and_not, config=fp8({"global_batch_size": 8}, zero=zero)):
         assert kept == anew
+
+
+# Layers are gathered again for the backward pass, in buffers of two.
+DEEP = replace(EVEN, num_hidden_layers=4)
+GATHERED: dict[str, tuple[int, ModelConfig, dict[str, Any]]] = {
+    "two micro-batches": (2, DEEP, {}),
+    "recomputed, biases": (2, replace(DEEP, family=Family.gpt), {"recompute": Recompute.full}),
+    "four ranks": (4, DEEP, {}),
+    "tied, with replicas": (4, replace(DEEP, tie_word_embeddings=True), {"shard_degree": 2}),
+    "tensor parallel, padding": (4, replace(DEEP, vocab_size=63), {"tp": 2}),
+}
+
+
+def gathered_fp8(
+    model: ModelConfig, world: int, recompute: Recompute = Recompute.none, **others: Any
+) -> Config:
+    train = {"global_batch_size": 4 * world // others.get("tp", 1), "recompute": recompute}
+    config = fp8(train, zero=3, **others)
+    return replace(config, model=model)
+
+
+def rounded_before_and_after(rank: int, world: int, config: Config) -> list[Trained]:
+    """Train with matrices that travel in fp8, and with such as are rounded where they are used."""
+    before = trained(rank, world, config, FEW)
+    with patch("orchestra.parallel.apply.gathered_in_fp8", return_value=[]):
+        return [before, trained(rank, world, config, FEW)]
+
+
+@pytest.mark.parametrize("name", GATHERED)
+def test_matrices_that_travel_in_fp8_train_the_same_bits(ranks: Ranks, name: str) -> None:
+    world, model, others = GATHERED[name]
+    config = gathered_fp8(model, world, **others)
+    found = ranks(world).run(rounded_before_and_after, config=config)
+    before, after = zip(*found, strict=True)
+    assert [of_rank.rows for of_rank in before] == [of_rank.rows for of_rank in after]
+    assert_same_bits(before, after)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_matrices_travel_in_one_byte_an_element(ranks: Ranks, world: int) -> None:
+    """But the embedding, the blocks that stay in 16 bits, and all with scales by row."""
+    config = gathered_fp8(replace(DEEP, hidden_size=64, intermediate_size=128), world)
+    by_row = replace(config.precision, fp8_scaling=Scaling.row)
+    some = replace(config.precision, fp8_bf16_blocks=1)
+    gathered = []
+    for precision in (by_row, config.precision, some):
+        sent = ranks(world).run(bytes_sent, config=replace(config, precision=precision))
+        assert sent[0] == sent[-1]
+        gathered.append(sent[0]["all_gather"] * world / (world - 1))
+    model = config.model
+    size, table = num_parameters(model), model.vocab_size * model.hidden_size
+    layer = (size - num_parameters(replace(model, num_hidden_layers=1))) / 3
+    # Two micro-batches of four layers, of which the turns and the second one find two in place.
+    num_layers, num_tables = 4 + 2 + 2 + 2, 2
+    layers = num_layers * layer
+    assert gathered[0] == pytest.approx(2 * (layers + 2 * num_tables * table), rel=0.02)
+    assert gathered[1] == pytest.approx(layers + (2 + 1) * num_tables * table, rel=0.02)
+    # The first layer and the last one.
+    assert gathered[1] < gathered[2] < gathered[0]
 
 
 @pytest.mark.parametrize("is_delayed", [False, True])

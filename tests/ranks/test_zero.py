@@ -21,6 +21,7 @@ from small_trainings import (
     alone,
     assert_same_bits,
     assert_same_training,
+    bytes_sent,
     config_of,
     mesh_of,
     start,
@@ -267,16 +268,6 @@ def test_each_stage_keeps_the_bytes_of_its_formula(ranks: Ranks, precision: str)
 # Bytes on the way.
 
 PLANE = ModelConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=6, vocab_size=64)
-
-
-def bytes_sent(rank: int, world: int, config: Config) -> dict[str, int]:
-    """Return what one step sends, after a first one."""
-    training, mesh = start(rank, world, config)
-    take_steps(config, training, mesh, [1])
-    mesh.traffic.bytes_sent.clear()
-    take_steps(config, training, mesh, [2])
-    training.parallelized.stage.settle()
-    return dict(mesh.traffic.bytes_sent)
 
 
 def sent_by_each(pool: RankPool, configs: Sequence[Config]) -> list[dict[str, int]]:

@@ -21,6 +21,7 @@ from orchestra.model.transformer import Transformer
 from orchestra.parallel.zero.buffers import Units
 from orchestra.parallel.zero.late_update import LateUpdate
 from orchestra.parallel.zero.reducer import Reducer
+from orchestra.parallel.zero.rounded_units import RoundedUnits
 from orchestra.parallel.zero.zero_collectives import Collectives, Pending
 
 
@@ -41,7 +42,7 @@ class Gatherer:
     """Fills the parameters of a model by blocks. *Collective* over the shard group.
 
     Units are counted in the model's order here: 0 is what comes before the layers, the last one what comes
-    after them.
+    after them. `rounded` brings the units that it contains.
     """
 
     def __init__(
@@ -50,12 +51,14 @@ class Gatherer:
         units: Units,
         shard: Collectives,
         reducer: Reducer,
+        rounded: RoundedUnits,
         late: LateUpdate | None = None,
     ) -> None:
         self._late = late
         self._units = units.units[::-1]
         self._shard = shard
         self._reducer = reducer
+        self._rounded = rounded
         self._is_backward = False
         memories = {unit.whole.untyped_storage()._cdata: _Buffer() for unit in self._units}
         self._buffers = [memories[unit.whole.untyped_storage()._cdata] for unit in self._units]
@@ -81,9 +84,15 @@ class Gatherer:
 
     def forget(self) -> None:
         """Let nothing count as gathered any more: the parameters are about to change."""
+        self._rounded.forget()
         for buffer in self._buffers:
             buffer.settle()
             buffer.holder = None
+
+    @property
+    def rounded_bytes(self) -> int:
+        """Bytes that are kept because matrices travel rounded."""
+        return self._rounded.num_bytes
 
     def close(self) -> None:
         """Watch the model no more."""
@@ -141,9 +150,12 @@ class Gatherer:
         buffer.settle()
         if self._late is not None:
             self._late.wait(self._number(number))
-        begin, end = unit.layout.range_of(unit.index)
-        whole[begin:end].copy_(unit.owned, non_blocking=True)
-        buffer.pending = self._shard.gather(whole)
+        if self._number(number) in self._rounded:
+            buffer.pending = self._rounded.gather(self._number(number))
+        else:
+            begin, end = unit.layout.range_of(unit.index)
+            whole[begin:end].copy_(unit.owned, non_blocking=True)
+            buffer.pending = self._shard.gather(whole)
         buffer.holder = number
 
 

@@ -7,6 +7,7 @@
 | 2     | whole      | owned range      | owned range      | Ψ(N−1)/N a micro-batch, and once a step   |
 | 3     | owned range| owned range      | owned range      | 3Ψ(N−1)/N a micro-batch, less what stays  |
 
+Of matrices that ZeRO-3 gathers in fp8 (`rounded_units`) it is 2Ψ: gathers bring half the bytes.
 With hybrid sharding N is the shard degree, and a step adds one all-reduce of the owned range over the
 replicas.
 """
@@ -32,6 +33,7 @@ from orchestra.parallel.zero.buffers import Units, follow, host_zeros, send
 from orchestra.parallel.zero.gatherer import Arrivals, Gatherer
 from orchestra.parallel.zero.late_update import LateUpdate
 from orchestra.parallel.zero.reducer import Reducer
+from orchestra.parallel.zero.rounded_units import RoundedUnits
 from orchestra.parallel.zero.zero_collectives import Collectives
 from orchestra.precision.policies import PrecisionPolicy
 from orchestra.precision.rounded_weights import RoundedWeights
@@ -77,7 +79,7 @@ class Stage(Protocol):
 
     @property
     def rounded_bytes(self) -> int:
-        """Bytes of the rounded copies of weights that are kept beside the parameters."""
+        """Bytes that are kept beside the parameters because weights are rounded."""
 
     def close(self) -> None:
         """Let go of the model: hooks that know their owner keep each other, and all memory, alive.
@@ -146,10 +148,12 @@ def make_stage(
     direct: Mapping[str, int],
     config: Config,
     mesh: Mesh,
+    rounded: Sequence[Tensor] = (),
 ) -> Stage:
     """Return the stage that the configuration asks for, hooked to the model. *Any rank*.
 
     `direct`: the weights whose gradients the model's functions give by themselves, with their uses.
+    `rounded`: the weights that ZeRO-3 gathers in fp8.
     """
     shared = SharedGradients(places, mesh.traffic)
     is_on_device = config.parallelism.offload is Offload.none
@@ -172,7 +176,10 @@ def make_stage(
         arrivals = None if late is None else Arrivals(model, units, None, late)
         return Reduced(units, reducer, shared, late, arrivals)
     if units.is_split:
-        return Gathered(units, reducer, shared, late, Gatherer(model, units, shard, reducer, late))
+        is_compiled = config.train.compile is True and mesh.is_gpu
+        travelling = RoundedUnits(units.units, rounded, shard, is_compiled=is_compiled)
+        gatherer = Gatherer(model, units, shard, reducer, travelling, late)
+        return Gathered(units, reducer, shared, late, gatherer)
     return Reduced(units, reducer, shared, late, Arrivals(model, units, shard, late))
 
 
@@ -353,6 +360,10 @@ class Gathered(Reduced):
     def copy_masters_to_parameters(self) -> None:
         self._gatherer.forget()
         super().copy_masters_to_parameters()
+
+    @property
+    def rounded_bytes(self) -> int:
+        return self._gatherer.rounded_bytes
 
     def close(self) -> None:
         super().close()

@@ -1,4 +1,4 @@
-"""The three collectives of ZeRO on flat buffers, in place: sum of all, sum of each one's range, gathering.
+"""The collectives of ZeRO on flat buffers, in place: sum of all, sum of each one's range, gathering, maximum.
 
 gloo's reduce-scatter is an all-reduce in disguise, and its all-gather copies through a buffer of its own; on
 it both are made of direct messages between the ranks here, from and into the memory where the data lies: half
@@ -148,6 +148,12 @@ class Collectives:
             work = all_gather(flat, own, group=self._group, async_op=True)
         assert work is not None
         return _Works([work])
+
+    def take_largest(self, flat: Tensor) -> None:
+        """Take the largest of the ranks' numbers for each of `flat`, in place, and wait for them."""
+        self._traffic.add_all_reduce(flat.nbytes, self.size)
+        with marked(Part.communication):
+            dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=self._group)
 
     def _is_direct(self, flat: Tensor) -> bool:
         return self._may_be_direct and not flat.is_cuda

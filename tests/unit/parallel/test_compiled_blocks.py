@@ -62,6 +62,7 @@ CASES = {
     "gpt": Case(ranks=1, family="gpt", precision="bf16"),
     "fp8, full": Case(ranks=1, precision="fp8", recompute="full"),
     "fp8, zero 1": Case(precision="fp8", zero=1),
+    "fp8, zero 3, full": Case(precision="fp8", zero=3, recompute="full"),
     "fp8 delayed": Case(ranks=1, precision="fp8", is_delayed=True),
     "fp8 delayed, full": Case(ranks=1, precision="fp8", recompute="full", is_delayed=True),
 }

@@ -9,6 +9,8 @@ from plan_cases import case
 
 from benchmarks.planner.gpu_rows import FP8, ROWS, GpuRow
 from benchmarks.planner.gpu_rows import case as gpu_case
+from conf.schema import Offload, PrecisionName, Scaling
+from orchestra.plan.compute import layer_time
 from orchestra.plan.devices import EFA_H100, INFINIBAND_400, CollectiveGroup
 from orchestra.plan.predict import predict, step_time
 
@@ -159,6 +161,22 @@ def test_what_rounds_less_is_faster_and_the_output_product_is_in_16_bits_unless_
     # The product itself takes half the time; gradients as large as the logits are rounded for it.
     product = 6 * 4096 * 8192 * 128256 * 4 / (own.device.product_flops / 2)
     assert 0 < step_s() - step_s(fp8_output=True) < 0.5 * product
+
+
+def test_layers_in_fp8_are_gathered_in_one_byte_an_element_but_not_by_row_nor_from_the_host() -> None:
+    usual = case(zero=3, num_gpus=64, dp=64)
+    shown = replace(usual, framework=replace(usual.framework, exposed_reduction=1.0))
+
+    def sharded_s(**options: object) -> float:
+        precision = PrecisionName.fp8 if options else PrecisionName.bf16
+        changed = replace(shown.options, **options)  # type: ignore[arg-type]
+        return layer_time(replace(shown, precision=precision, options=changed)).sharded
+
+    assert sharded_s(fp8_scaling=Scaling.row) == sharded_s(offload=Offload.all) == sharded_s()
+    # Two gathers of half the bytes, and the gradients as before; latency stays.
+    in_fp8, half = (sharded_s(fp8_bf16_blocks=number) for number in (0, 8))
+    assert in_fp8 == pytest.approx(4 / 6 * sharded_s(), rel=0.04)
+    assert half == pytest.approx(5 / 6 * sharded_s(), rel=0.04)
 
 
 def test_sums_that_the_backward_pass_hides_cost_one_bucket() -> None:

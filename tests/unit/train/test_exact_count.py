@@ -70,6 +70,7 @@ def test_closed_forms_meet_the_count_for_every_precision(precision: str, model: 
     [
         ("parallelism=zero1", "train.compile=true"),
         ("parallelism=zero3", "train.loss_chunk_tokens=512"),
+        ("parallelism=zero3", "model.tie_word_embeddings=false"),
         ("parallelism=tp2", "precision.fp8_scaling=row"),
     ],
     ids=" ".join,
