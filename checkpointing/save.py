@@ -147,6 +147,8 @@ _BLOCK_BYTES = 64 << 20
 _SLACK_S = 30.0
 # How long `wait` gives the other ranks to learn of a verdict that is known here.
 _SETTLING_S = 5.0
+# How long it waits until older checkpoints are removed.
+_PRUNING_S = 30.0
 
 
 @dataclass
@@ -162,6 +164,7 @@ class _Save:
     blocked_s: float = 0.0
     error: str | None = None
     verdict: dict[str, Any] = field(default_factory=dict)
+    staging: Staging | None = None
     thread: threading.Thread | None = None
     # Set once the verdict is known; the thread may go on, to wait for the other ranks' threads.
     is_concluded: threading.Event = field(default_factory=threading.Event)
@@ -246,23 +249,28 @@ class Saver:
                 self._is_fallback_used = bool(catalog.stored(self._fallback))
 
     def save(
-        self, step: int, shards: Sequence[Shard], state: Mapping[str, Any], *, in_fallback: bool = False
+        self,
+        step: int,
+        shards: Sequence[Shard],
+        state: Mapping[str, Any],
+        *,
+        in_fallback: bool = False,
+        limit_s: float | None = None,
     ) -> bool:
         """Copy the shards and return; threads write and commit. *Collective*.
 
-        `in_fallback`: in the second place, which must have been given. Returns False where the save before is
-        still under way and `when_busy` is skip. Never raises for a failing storage: the event
-        `checkpoint_failed` tells, on every rank, and the next save tries again.
+        `in_fallback`: in the second place, which must have been given, whatever the save before does. Else it
+        returns False where that is still under way and `when_busy` is skip, or has not ended in `limit_s`.
+        Never raises for a failing storage: the event `checkpoint_failed` tells, on every rank, and the next
+        save tries again.
         """
         began = time.monotonic()
         if self._staging is None:
             self.reserve(shards)
         index, self._num_saves = self._num_saves, self._num_saves + 1
         error: str | None = None
-        # One that is stuck in its storage writes what this one would copy over it: the same state.
-        is_same = in_fallback and self._current is not None and self._current.step == step
         try:
-            if not (is_same or self._is_our_turn(index, step)):
+            if not (in_fallback or self._is_our_turn(index, step, limit_s)):
                 return False
         except FalseWordError as false:
             # The other ranks may have begun: they learn at once that this one cannot.
@@ -272,7 +280,7 @@ class Saver:
         save = _Save(index, step, dict(state), storage, draft, began, error=error)
         if error is None:
             # Else the memory may still belong to the save before.
-            self._stage(save, shards)
+            self._stage(save, shards, is_stuck=in_fallback and self._is_stuck(step))
         save.blocked_s = time.monotonic() - began
         save.thread = threading.Thread(target=self._finish, args=[save], name=f"save-{step}", daemon=True)
         self._current = save
@@ -292,8 +300,10 @@ class Saver:
         if not save.is_concluded.wait(longest_s if limit_s is None else min(limit_s, longest_s)):
             raise SaveFailedError(save.step, {self._peers.rank: "its storage has not answered for too long"})
         # Until the other ranks have learnt the verdict too: a save that follows at once is then not skipped.
+        # And until older ones are removed, where nobody is in a hurry and the storage lets us.
+        has_time = limit_s is None and not save.verdict.get("reasons")
         assert save.thread is not None
-        save.thread.join(_SETTLING_S)
+        save.thread.join(_PRUNING_S if has_time else _SETTLING_S)
         if save.verdict.get("reasons"):
             raise SaveFailedError(
                 save.step, {int(rank): why for rank, why in save.verdict["reasons"].items()}
@@ -303,13 +313,21 @@ class Saver:
         """Count these checkpoints for damaged from now on, whatever their files' sizes say."""
         self._known.update({step: retention.CommittedCheckpoint(step, is_intact=False) for step in steps})
 
-    def _is_our_turn(self, index: int, step: int) -> bool:
+    def _is_stuck(self, step: int) -> bool:
+        """Whether this rank still writes another state. The same one may be copied over itself."""
+        before = self._current
+        if before is None or before.step == step or before.thread is None:
+            return False
+        return before.thread.is_alive()
+
+    def _is_our_turn(self, index: int, step: int, limit_s: float | None) -> bool:
         """Decide for all ranks alike whether the save before is over. The coordinator's word counts."""
         topic = f"save/{index}/turn"
         if self._peers.is_coordinator:
             thread = self._current.thread if self._current else None
             if thread is not None and self._options.when_busy == "wait":
-                thread.join(self._options.limit_s + _SLACK_S)
+                longest_s = self._options.limit_s + _SLACK_S
+                thread.join(longest_s if limit_s is None else min(limit_s, longest_s))
             is_busy = thread is not None and thread.is_alive()
             self._peers.answer(topic, not is_busy)
             if is_busy:
@@ -326,10 +344,14 @@ class Saver:
             why = f"the save of step {self._current.step} is still being written"
             self._on_event("checkpoint_skipped", {"step": step, "count": self._num_skipped, "why": why})
 
-    def _stage(self, save: _Save, shards: Sequence[Shard]) -> None:
-        assert self._staging is not None
+    def _stage(self, save: _Save, shards: Sequence[Shard], *, is_stuck: bool) -> None:
+        """Copy the shards, where the save before `is_stuck` into other memory than it reads."""
         try:
-            self._staging.copy_in(shards)
+            if is_stuck:
+                self.reserve(shards)
+            assert self._staging is not None
+            save.staging = self._staging
+            save.staging.copy_in(shards)
             self._at_phase("staging", save.step)
         except Exception as error:  # noqa: BLE001
             # The other ranks count on this one's word: it goes on, to say that it failed.
@@ -352,6 +374,10 @@ class Saver:
                 self._quietly(lambda: catalog.discard(save.storage, save.draft))
             self._on_event("checkpoint_failed", {"step": save.step, "reasons": reasons})
         save.is_concluded.set()
+        if self._peers.is_coordinator and not reasons and save.storage is self._storage:
+            # The place need not answer any more, and nothing here changes what was committed. After a save in
+            # the fallback it is left alone: it failed a moment ago.
+            self._quietly(lambda: self._prune_older(save))
         try:
             self._peers.tell(f"{save.topic}/over", True)
             if self._peers.is_coordinator:
@@ -373,7 +399,7 @@ class Saver:
             # A rank that is stuck in its storage reads it when that answers, many skipped saves later.
             self._peers.answer(save.topic, save.verdict, until_forgotten=True)
             if not save.verdict["reasons"]:
-                self._announce_and_prune(save)
+                self._announce(save)
         else:
             save.verdict = self._peers.await_answer(save.topic, self._options.limit_s + _SLACK_S)
 
@@ -389,8 +415,8 @@ class Saver:
 
     def _write(self, save: _Save) -> list[dict[str, Any]]:
         """Write this rank's files; return what the coordinator needs to know of each."""
-        assert self._staging is not None
-        staging = self._staging
+        staging = save.staging
+        assert staging is not None
         with ThreadPoolExecutor(1, thread_name_prefix="checksums") as pool:
             sums = [
                 pool.submit(_sums, image, staging.content(index))
@@ -427,7 +453,9 @@ class Saver:
             if not reasons:
                 save.storage.sync(save.draft.folder)
                 manifest = self._manifest(save, outcomes)
-                self._at_phase("before_manifest", save.step)
+                if save.storage is self._storage:
+                    # Whoever is called may ask a place that does not answer, the reason for this save.
+                    self._at_phase("before_manifest", save.step)
                 catalog.commit(save.storage, save.draft, manifest)
                 return {"reasons": {}, "bytes": manifest.num_bytes}
         except MissingRanksError as error:
@@ -476,7 +504,7 @@ class Saver:
             base=self.base,
         )
 
-    def _announce_and_prune(self, save: _Save) -> None:
+    def _announce(self, save: _Save) -> None:
         evidence = {
             "step": save.step,
             "generation": self._options.generation,
@@ -488,8 +516,10 @@ class Saver:
             self._is_fallback_used = True
             evidence["fallback"] = save.storage.place
         self._on_event("checkpoint_committed", evidence)
+
+    def _prune_older(self, save: _Save) -> None:
         self._at_phase("before_prune", save.step)
-        self._quietly(lambda: self._prune(save))
+        self._prune(save)
 
     def _prune(self, save: _Save, upcoming: int | None = None) -> None:
         options = self._options
@@ -504,7 +534,7 @@ class Saver:
         """Clean up as far as the storage lets us: what is left is found by `remove_leftovers`."""
         try:
             act()
-        except CheckpointError as error:
+        except (CheckpointError, OSError) as error:
             self._on_event("checkpoint_cleanup_failed", {"message": str(error)})
 
 

@@ -53,8 +53,9 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 10.0
 _STOP_SLACK_S = 15.0
 # What is kept of it for a save in the fallback: this, or so many times the longest save, at most half of it.
 _FALLBACK_S, _FALLBACK_FACTOR = 30.0, 2.0
-# So long a save under way is waited for before the fallback is used, whatever the time to stop.
-_SHORTEST_WAIT_S = 10.0
+# So long a save under way is waited for before the fallback is used, where the time to stop lets it, and for
+# so much of that at least.
+_SHORTEST_WAIT_S, _LEAST_SHARE = 10.0, 0.1
 
 
 def fenced(
@@ -355,14 +356,18 @@ class Checkpoints:
         room_s = self._room_s(left_s)
         if self.context.fallback is None or room_s == math.inf:
             return None
-        return max(_SHORTEST_WAIT_S, _FALLBACK_FACTOR * self.health.longest_s, room_s)
+        wait_s = max(_SHORTEST_WAIT_S, _FALLBACK_FACTOR * self.health.longest_s, room_s)
+        # One in the fallback must fit into what is left; a place that answers is given a chance all the same.
+        return min(wait_s, max(left_s - _STOP_SLACK_S - self.health.longest_s, left_s * _LEAST_SHARE, 0.0))
 
     def _tried_last(
         self, position: Position, number: int, limit_s: float | None, *, in_fallback: bool = False
     ) -> str | None:
         """Try to save the last state; return why that failed on any rank, None where it did not."""
         shards, document = self.state.snapshot(), self._document(position)
-        is_begun = self.checkpointer.save(position.step, shards, document, in_fallback=in_fallback)
+        is_begun = self.checkpointer.save(
+            position.step, shards, document, in_fallback=in_fallback, limit_s=limit_s
+        )
         failure = self._failure(limit_s) if is_begun else "the save before it has not ended"
         # All ranks must agree on whether to try again.
         try:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
@@ -56,6 +57,8 @@ _ORDER_KEYS = ("train.seed", "train.seq_len", "data.source", "data.path")
 # What the optimizer's moments are kept in: a checkpoint holds their bits.
 _STATE_KEY = "optim.state_dtype"
 _OTHER_KEYS = ("model.rope_theta", "model.norm_eps", _STATE_KEY)
+# So long the record of an event is waited for, where the run directory stands still.
+_EVENT_S = 2.0
 # How many names an error lists.
 _MAX_LISTED = 5
 
@@ -210,7 +213,14 @@ class CheckpointContext:
         return dist.group.WORLD if self.mesh.world_size > 1 else None
 
     def record(self, event: str, evidence: Mapping[str, Any]) -> None:
-        """Write an event, from any thread; a full disk may take the record, never the checkpoint."""
+        """Write an event, from any thread; a disk that is full or stands still may take the record, never the
+        checkpoint.
+        """
+        writer = threading.Thread(target=self._write_event, args=[event, dict(evidence)], daemon=True)
+        writer.start()
+        writer.join(_EVENT_S)
+
+    def _write_event(self, event: str, evidence: Mapping[str, Any]) -> None:
         try:
             self.events.write(event, **evidence)
         except OSError as error:

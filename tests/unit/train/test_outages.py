@@ -18,10 +18,13 @@ from checkpointing import catalog, outages
 from checkpointing.checkpoint_errors import StorageError
 from checkpointing.storage import open_storage
 from checkpointing.storage.local import LocalStorage
-from conf.schema import Config
+from conf.schema import Config, WhenBusy
 from orchestra.errors import StorageOutageError, UnsavedError
+from orchestra.run import run_lineage
+from orchestra.run.events import EventWriter
 from orchestra.run.paths import RunDir
 from orchestra.run.record import fallback_place
+from orchestra.train import checkpoints
 from orchestra.train.watch.inject_faults import Faults
 from tests.support.waiting import eventually
 
@@ -85,31 +88,66 @@ def test_where_no_place_takes_the_last_save_both_are_named(tmp_path: Path) -> No
 
 
 class Stalling(Faults):
-    """The run's own place stands still at the last step, until `goes_on` is set."""
+    """The run directory, the run's own place in it, stands still from `phase` of a save on, until `goes_on`
+    is set.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, phase: str, step: int) -> None:
         super().__init__([], 0, 0)
-        self.goes_on, self.has_stalled = threading.Event(), False
+        self.goes_on, self.has_stalled, self.folder = threading.Event(), threading.Event(), str(folder)
+        self.phase, self.step = phase, step
+        for name in ("create", "put", "names", "size", "sizes", "remove"):
+            monkeypatch.setattr(LocalStorage, name, self._stalling(getattr(LocalStorage, name)))
+        for where, name in ((checkpoints, "newer_attempt"), (run_lineage, "newer_attempt")):
+            monkeypatch.setattr(where, name, self._stalling(getattr(where, name)))
+        monkeypatch.setattr(EventWriter, "write", self._stalling(EventWriter.write))
+        monkeypatch.setattr("orchestra.train.state._EVENT_S", 0.1)
+        monkeypatch.setattr("orchestra.train.checkpoints._SHORTEST_WAIT_S", 0.3)
+
+    def _stalling(self, act: Any) -> Any:
+        def stalling(of: Any, *others: Any, **named: Any) -> Any:
+            if self.has_stalled.is_set() and getattr(of, "place", self.folder).startswith(self.folder):
+                self.goes_on.wait()
+            return act(of, *others, **named)
+
+        return stalling
 
     def strike(self, phase: str, step: int) -> None:
-        if (phase, step) == ("mid_file", STEPS) and not self.has_stalled:
-            self.has_stalled = True
+        if (phase, step) == (self.phase, self.step) and not self.has_stalled.is_set():
+            self.has_stalled.set()
             self.goes_on.wait()
 
 
+@pytest.mark.parametrize("step", [10, STEPS])
+@pytest.mark.parametrize("when_busy", WhenBusy)
 def test_a_place_that_stands_still_does_not_keep_the_last_save_from_the_fallback(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, when_busy: WhenBusy
 ) -> None:
-    monkeypatch.setattr("orchestra.train.checkpoints._SHORTEST_WAIT_S", 0.3)
-    faults = Stalling()
-    attempt = begun(tmp_path / "run", 0, with_fallback(tmp_path), faults=faults)
+    run = tmp_path / "run"
+    faults = Stalling(monkeypatch, run, "mid_file", step)
+    # One of the rhythm, in the background, or the last one itself.
+    attempt = begun(run, 0, with_fallback(tmp_path, async_save=True, when_busy=when_busy), faults=faults)
+    attempt.save(10)
+    assert step == STEPS or faults.has_stalled.wait(10)
     began = time.monotonic()
     attempt.save(STEPS, is_last=True, left_s=lambda: 15.0)
     assert time.monotonic() - began < 10
     assert steps_in_fallback(tmp_path) == [STEPS]
     faults.goes_on.set()
-    again = begun(tmp_path / "run", 1, with_fallback(tmp_path))
+    again = begun(run, 1, with_fallback(tmp_path))
     assert again.holds(STEPS)
+
+
+def test_a_place_that_stands_still_after_the_commit_does_not_undo_the_last_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults = Stalling(monkeypatch, tmp_path / "run", "before_prune", STEPS)
+    attempt = begun(tmp_path / "run", 0, with_fallback(tmp_path), faults=faults)
+    monkeypatch.setattr("checkpointing.save._SETTLING_S", 0.2)
+    attempt.save(STEPS, is_last=True, left_s=lambda: 15.0)
+    assert steps_in_fallback(tmp_path) == []
+    faults.goes_on.set()
+    assert steps_of(tmp_path / "run") == [STEPS]
 
 
 def test_runs_of_one_name_never_share_a_folder_of_the_fallback(tmp_path: Path) -> None:
