@@ -70,6 +70,11 @@ class StoredCheckpoint:
     unread: str | None = None
 
     @property
+    def origin(self) -> tuple[int, int, int | None]:
+        """What is the same of one that lies in two places."""
+        return self.step, self.generation, self.attempt
+
+    @property
     def age(self) -> tuple[int, int, bool, bool, int]:
         """What orders those of one step, the older first; of two alike the one with the step's name
         counts, and that of the first place.
@@ -215,7 +220,8 @@ class OffLine:
 def split(
     found: Iterable[StoredCheckpoint], lineage: Lineage
 ) -> tuple[list[StoredCheckpoint], list[OffLine]]:
-    """Return the checkpoints on the line, ascending, one of a step at most, and all others. Pure.
+    """Return the checkpoints on the line, ascending, one of a step at most, and all others but the same ones
+    in the second place. Pure.
 
     Whoever saves a step began before it: of two attempts that saved one, only the newer may be on the line.
     """
@@ -227,7 +233,7 @@ def split(
             off.append(OffLine(checkpoint, departure))
             continue
         before = on.get(checkpoint.step)
-        if before is not None:
+        if before is not None and (before.origin != checkpoint.origin or before.place == checkpoint.place):
             off.append(OffLine(before, None))
         on[checkpoint.step] = checkpoint
     return [on[step] for step in sorted(on)], sorted(off, key=lambda each: each.checkpoint.age)

@@ -8,10 +8,14 @@ HTTP status, a class name), so that none of the packages is needed here.
 from __future__ import annotations
 
 import errno
+import threading
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotDoneError
+from typing import Any, TypeVar
 
+from checkpointing.checkpoint_errors import StorageError
 from checkpointing.options import Event, no_event
 
 _PERMANENT_TYPES = (
@@ -38,6 +42,9 @@ _PASSING_NAMES = {
 _LARGEST_STATUS = 599
 _PASSING_STATUSES = {408, 429, *range(500, _LARGEST_STATUS + 1)} - {501}
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 10.0
+# How long a place that can be done without may take to be listed.
+_LISTING_S = 20.0
+_Result = TypeVar("_Result")
 
 
 def is_passing(error: BaseException) -> bool:
@@ -97,10 +104,30 @@ def may_be_damage(error: BaseException) -> bool:
     return errno.EIO in numbers
 
 
+def in_time(act: Callable[[], _Result], place: str) -> _Result:
+    """Return what `act` does with a place that may stand still: it goes on in a thread, and StorageError is
+    raised where it is not done in time.
+    """
+    done: Future[_Result] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(act())
+        except Exception as error:  # noqa: BLE001  raised below
+            done.set_exception(error)
+
+    threading.Thread(target=run, name=f"listing {place}", daemon=True).start()
+    try:
+        return done.result(_LISTING_S)
+    except NotDoneError as error:
+        raise StorageError(f"{place}: it did not answer in {_LISTING_S:.0f} s") from error
+
+
 class OutagePatience:
     """How long one process waits for storages that do not answer: `limit_s` from the first failure on.
 
-    `on_event` hears `restore_waits` once, before the first wait, and of all else that is to be told.
+    `on_event` hears `restore_waits` once in each outage, before the first wait, and of all else that is to be
+    told.
     """
 
     def __init__(self, limit_s: float = 0.0, on_event: Event = no_event) -> None:
@@ -111,7 +138,7 @@ class OutagePatience:
 
     @property
     def waited_s(self) -> float:
-        """The seconds since the first failure; 0 where there was none."""
+        """The seconds since the outage's first failure; 0 where there was none."""
         return 0.0 if self._since is None else time.monotonic() - self._since
 
     def lasts(self, why: str) -> bool:
@@ -121,6 +148,10 @@ class OutagePatience:
             if self._limit_s > 0:
                 self.tell("restore_waits", {"why": why, "patience_s": self._limit_s})
         return self.waited_s < self._limit_s
+
+    def end_outage(self) -> None:
+        """Note that the storage answers: what fails later is another outage."""
+        self._since, self._pause_s = None, _FIRST_PAUSE_S
 
     def pause(self) -> None:
         """Wait, ever longer, and at the end of the patience no longer than it lasts."""

@@ -31,7 +31,7 @@ from checkpointing.checkpoint_errors import (
 from checkpointing.lineage import Lineage
 from checkpointing.manifest import Manifest
 from checkpointing.options import Phase, no_fault
-from checkpointing.outages import OutagePatience, is_passing, may_be_damage
+from checkpointing.outages import OutagePatience, in_time, is_passing, may_be_damage
 from checkpointing.peers import Peers
 from checkpointing.plans import NamedChunk, Transfer, check_fit, declaration, declared, read_plan
 from checkpointing.shards import Shard
@@ -217,6 +217,8 @@ def _offers(places: Places, step: int | None) -> Offers:
     outage: ReadFailure | None = None
     for candidate in reversed(on) if step is None else [on[steps.index(step)]]:
         place: StoredCheckpoint | None = candidate
+        damaged: list[StoredCheckpoint] = []
+        is_offered = False
         while place is not None:
             storage = places.storages[place.place]
             offer = {"skipped": skipped, "off_line": off_line, "folder": place.folder, "place": place.place}
@@ -230,6 +232,10 @@ def _offers(places: Places, step: int | None) -> Offers:
                     # It can be read now: who wrote it says whether it counts.
                     yield from _offers(places, step)
                     return
+                if not is_offered and outage is None:
+                    # Reading takes its time; only what fails then again and again is one outage.
+                    patience.end_outage()
+                is_offered = True
                 failure = yield {**offer, "manifest": manifests.encode(manifest).decode()}
                 skipped = []
             assert failure is not None
@@ -242,8 +248,10 @@ def _offers(places: Places, step: int | None) -> Offers:
                 if not failure.may_be_damage:
                     break
             skipped.append((candidate.step, str(failure.damage)))
-            # Asked again: it is damaged, unless it only made way to another name while it was read.
-            place = _moved(storage, place)
+            # Asked again: it is damaged, unless it only made way to another name while it was read, or lies
+            # in the other place too.
+            damaged.append(place)
+            place = _elsewhere(places, damaged)
         if outage is not None and not outage.may_be_damage:
             break
     yield {"skipped": skipped} if outage is None else _unreachable(places, outage.what)
@@ -261,22 +269,29 @@ def _found(places: Places) -> Generator[dict[str, Any], Any, dict[str, Any] | _S
         off: list[OffLine] = []
         for number, storage in enumerate(places.storages):
             try:
-                found += [replace(each, place=number) for each in catalog.stored(storage)]
+                list_it = functools.partial(catalog.stored, storage)
+                listed = in_time(list_it, storage.place) if number else list_it()
+                found += [replace(each, place=number) for each in listed]
             except StorageError as error:
                 failures[number] = error
         try:
             on, off = catalog.split(found, places.lineage())
         except (StorageError, SupersededError) as error:
             failures[0] = error
-        newest = max((checkpoint.step for checkpoint in on), default=0)
+        newest = max((each.step for each in on), default=0)
+        readable = max((each.step for each in on if each.unread is None), default=0)
         # A folder that is not mounted now looks like an empty one.
         gone = {
             number: f"{places.storages[number].place}: nothing is there, though step {step} was committed"
             for number, step in places.expected.items()
             if step > newest and number not in failures and all(each.place != number for each in found)
         }
-        passing = [str(error) for error in failures.values() if is_passing(error)]
-        unread = [each.unread for each in found if each.unread is not None]
+        passing = [
+            str(error)
+            for number, error in failures.items()
+            if is_passing(error) and (number == 0 or places.expected.get(number, 0) > newest)
+        ]
+        unread = [each.unread for each in found if each.unread is not None and each.step > readable]
         reasons = [*passing, *gone.values(), *unread]
         if not reasons or not patience.lasts(reasons[0]):
             break
@@ -305,16 +320,17 @@ def _unreachable(places: Places, why: str) -> dict[str, Any]:
     return {"unreachable": f"the storage did not answer for {places.patience.waited_s:.0f} s: {why}"}
 
 
-def _moved(storage: Storage, checkpoint: StoredCheckpoint) -> StoredCheckpoint | None:
-    """Return where a checkpoint lies now, None where that is where it lay, or nowhere."""
-    try:
-        found = catalog.stored(storage)
-    except StorageError:
-        return None
-    found = [replace(each, place=checkpoint.place) for each in found]
-    origin = (checkpoint.step, checkpoint.generation, checkpoint.attempt)
-    same = [each for each in found if (each.step, each.generation, each.attempt) == origin]
-    return None if checkpoint in same else next(iter(same), None)
+def _elsewhere(places: Places, damaged: Sequence[StoredCheckpoint]) -> StoredCheckpoint | None:
+    """Return where a checkpoint lies besides, None where it does nowhere; `damaged`: where it was tried."""
+    for number, storage in enumerate(places.storages):
+        try:
+            found = in_time(functools.partial(catalog.stored, storage), storage.place)
+        except StorageError:
+            continue
+        for each in (replace(each, place=number) for each in found):
+            if each.origin == damaged[0].origin and each not in damaged:
+                return each
+    return None
 
 
 def _offered(
@@ -436,7 +452,9 @@ class _CheckedReader:
             for part in transfer.parts:
                 self._check(transfer, part, memory)
         except Exception as error:  # noqa: BLE001  whatever failed here, all ranks are to learn of it
-            self._note(ReadFailure.of(error, transfer.file, transfer.parts[0].name))
+            failure = ReadFailure.of(error, transfer.file, transfer.parts[0].name)
+            # This node may be the only one that has not mounted the place.
+            self._note(replace(failure, is_outage=failure.is_outage or _is_gone(self._storage)))
 
     def _check(self, transfer: Transfer, part: NamedChunk, memory: memoryview) -> None:
         begin = part.chunk.begin - transfer.begin

@@ -253,7 +253,8 @@ class CheckpointContext:
             except (CheckpointError, OSError) as error:
                 if not is_passing(error):
                     raise
-                return {"waits": patience.lasts(str(error)), "why": str(error)}
+                waits = patience.lasts(str(error))
+                return {"waits": waits, "waited_s": patience.waited_s, "why": str(error)}
 
         for number in itertools.count():
             goes_on()
@@ -261,9 +262,8 @@ class CheckpointContext:
             if "is" in answer:
                 return answer["is"]
             if not answer["waits"]:
-                raise self.outage(
-                    f"the storage did not answer for {patience.waited_s:.0f} s: {answer['why']}"
-                )
+                waited_s, why = answer["waited_s"], answer["why"]
+                raise self.outage(f"the storage did not answer for {waited_s:.0f} s: {why}")
             if self.peers.is_coordinator:
                 patience.pause()
         raise AssertionError("unreachable")
