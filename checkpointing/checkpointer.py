@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -23,6 +24,7 @@ from checkpointing.restore import Places, RestoredCheckpoint, restore
 from checkpointing.save import Saver
 from checkpointing.shards import Shard
 from checkpointing.storage import open_storage
+from checkpointing.storage.local import LocalStorage
 
 
 class Checkpointer(Saver):
@@ -70,7 +72,10 @@ class Checkpointer(Saver):
         raise NoCheckpointError(f"{self._storage.place}: no checkpoint of step {step} is committed")
 
     def stored_after(self, step: int) -> list[tuple[int, int | None]]:
-        """Return step and attempt of all that lies there of later steps, on the line or not. *Any rank*."""
+        """Return step and attempt of all that lies there of later steps, on the line or not.
+        *Coordinator*.
+        """
+        self._look_into_fallback()
         found = catalog.stored_in(self._used_places)
         return [(checkpoint.step, checkpoint.attempt) for checkpoint in found if checkpoint.step > step]
 
@@ -81,7 +86,6 @@ class Checkpointer(Saver):
         """
         self.base = base
         if self._peers.is_coordinator:
-            self._look_into_fallback()
             self._move_back()
 
     def _move_back(self) -> None:
@@ -137,8 +141,10 @@ class Checkpointer(Saver):
             self._fallback.put(probe := f".probe-{secrets.token_hex(4)}", b"")
             self._fallback.remove(probe)
             free = self._fallback.free_bytes()
-            if not self._fallback.names():
-                self._fallback.remove("")
+            if isinstance(self._fallback, LocalStorage):
+                # Only an empty folder: a newer attempt may have saved there since.
+                with contextlib.suppress(OSError):
+                    Path(self._fallback.place).rmdir()
         except StorageError as error:
             return str(error)
         if free is not None and free < num_bytes:

@@ -8,7 +8,6 @@ save is new.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import itertools
 import mmap
@@ -36,6 +35,7 @@ from checkpointing.checkpoint_errors import (
 from checkpointing.lineage import Base, Lineage
 from checkpointing.manifest import Chunk, File, Manifest, Tensor
 from checkpointing.options import Event, Needs, Options, Phase
+from checkpointing.outages import in_time
 from checkpointing.peers import Peers
 from checkpointing.plans import Image, TensorPiece, declaration, declared, images, write_plan
 from checkpointing.shard_digest import part_digest
@@ -242,11 +242,16 @@ class Saver:
         """Where checkpoints lie, as far as is known."""
         return self._places if self._is_fallback_used else [self._storage]
 
-    def _look_into_fallback(self) -> None:
-        """Find out whether the fallback holds any. *Coordinator.*"""
-        if self._fallback is not None:
-            with contextlib.suppress(StorageError):
-                self._is_fallback_used = bool(catalog.stored(self._fallback))
+    def _look_into_fallback(self) -> Storage | None:
+        """Find out whether the fallback holds any; return it where it does, and answers. *Coordinator.*"""
+        if self._fallback is None:
+            return None
+        try:
+            found = in_time(partial(catalog.stored, self._fallback), self._fallback.place)
+        except StorageError:
+            return None
+        self._is_fallback_used = bool(found)
+        return self._fallback if found else None
 
     def save(
         self,
@@ -525,7 +530,7 @@ class Saver:
         options = self._options
         policy = retention.RetentionPolicy(options.keep_last, options.keep_every_steps, options.keep_best)
         self._known.pop(save.step, None)
-        fallback = self._fallback if self._is_fallback_used else None
+        fallback = self._look_into_fallback() if self._is_fallback_used else None
         removed = retention.prune(self._storage, policy, self._lineage, self._known, upcoming, fallback)
         if upcoming is not None and removed:
             self._on_event("checkpoint_room_made", {"step": upcoming, "removed": removed})

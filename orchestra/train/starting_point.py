@@ -267,15 +267,16 @@ class StartingPoint:
         return Position()
 
     def _expected(self) -> dict[int, int]:
-        """Return by place (1: the fallback) the newest step on the line that was committed there, as far as
-        the run directory can be read now. *Rank 0 only*.
+        """Return the place (1: the fallback) where the newest step on the line was committed, and that step,
+        as far as the run directory can be read now; nothing where that place is not used any more.
+        *Rank 0 only*.
         """
-        expected: dict[int, int] = {}
         with contextlib.suppress(CheckpointError, OSError):
-            for event in self._commits():
-                place = int(self.context.fallback is not None and "fallback" in event)
-                expected[place] = max(event["step"], expected.get(place, 0))
-        return expected
+            # Of two of one step the later one.
+            newest = max(reversed(self._commits()), key=lambda event: event["step"], default=None)
+            if newest is not None and newest.get("fallback") in (None, self.context.fallback):
+                return {int("fallback" in newest): newest["step"]}
+        return {}
 
     def _commits(self) -> list[Record]:
         found = self.context.lineage()

@@ -87,6 +87,9 @@ def test_where_no_place_takes_the_last_save_both_are_named(tmp_path: Path) -> No
     assert steps_in_fallback(tmp_path) == []
 
 
+written = EventWriter.write
+
+
 class Stalling(Faults):
     """The run directory, the run's own place in it, stands still from `phase` of a save on, until `goes_on`
     is set.
@@ -263,6 +266,39 @@ def test_a_folder_that_is_not_there_for_a_moment_is_waited_for(tmp_path: Path) -
     back.join()
     (event,) = events(tmp_path / "run", "restore_waits")
     assert "nothing is there, though step 10 was committed" in event["why"]
+
+
+def test_one_of_two_places_is_enough_where_the_other_one_is_damaged_or_stands_still(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = with_fallback(tmp_path)
+    begun(tmp_path / "run", 0, config, saves=(5, 10))
+    own, second = tmp_path / "run" / "checkpoints", fallback_of(tmp_path)
+    shutil.copytree(own / "step-00000010", second / "step-00000010")
+    next((own / "step-00000010").glob("*.safetensors")).unlink()
+    assert begun(tmp_path / "run", 1, config).holds(10)
+    (event,) = events(tmp_path / "run", "restored")
+    assert event["fallback"] == str(second)
+    shutil.copytree(second / "step-00000010", own / "step-00000010", dirs_exist_ok=True)
+    faults = Stalling(monkeypatch, second, "", 0)
+    for where in (checkpoints, run_lineage):
+        monkeypatch.setattr(where, "newer_attempt", lambda *_: None)
+    monkeypatch.setattr(EventWriter, "write", written)
+    monkeypatch.setattr(outages, "_LISTING_S", 0.2)
+    faults.has_stalled.set()
+    try:
+        assert begun(tmp_path / "run", 2, config).holds(10)
+    finally:
+        faults.goes_on.set()
+
+
+def test_the_patience_begins_anew_once_a_checkpoint_could_be_offered() -> None:
+    patience = outages.OutagePatience(0.1)
+    assert patience.lasts("away")
+    time.sleep(0.15)
+    assert not patience.lasts("away")
+    patience.end_outage()
+    assert (patience.waited_s, patience.lasts("away again")) == (0.0, True)
 
 
 def test_a_fallback_that_is_away_is_missed_only_where_the_newest_lies_there(tmp_path: Path) -> None:
