@@ -222,11 +222,9 @@ def _offers(places: Places, step: int | None) -> Offers:
         while place is not None:
             storage = places.storages[place.place]
             offer = {"skipped": skipped, "off_line": off_line, "folder": place.folder, "place": place.place}
-            try:
-                manifest = catalog.read_manifest(storage, place)
-                catalog.check_sizes(storage, manifest, place.folder)
-            except (DamagedError, StorageError) as error:
-                failure: ReadFailure | None = ReadFailure.of(error)
+            read = _whole_manifest(storage, place)
+            if isinstance(read, ReadFailure):
+                failure: ReadFailure | None = read
             else:
                 if place.unread is not None:
                     # It can be read now: who wrote it says whether it counts.
@@ -236,7 +234,7 @@ def _offers(places: Places, step: int | None) -> Offers:
                     # Reading takes its time; only what fails then again and again is one outage.
                     patience.end_outage()
                 is_offered = True
-                failure = yield {**offer, "manifest": manifests.encode(manifest).decode()}
+                failure = yield {**offer, "manifest": manifests.encode(read).decode()}
                 skipped = []
             assert failure is not None
             if failure.is_outage or _is_gone(storage):
@@ -306,6 +304,16 @@ def _found(places: Places) -> Generator[dict[str, Any], Any, dict[str, Any] | _S
             return _unreachable(places, str(failure))
         patience.tell("fallback_unreachable", {"why": str(failure)})
     return on, off
+
+
+def _whole_manifest(storage: Storage, checkpoint: StoredCheckpoint) -> Manifest | ReadFailure:
+    """Return the manifest of a checkpoint whose files have their sizes, or what is wrong with one."""
+    try:
+        manifest = catalog.read_manifest(storage, checkpoint)
+        catalog.check_sizes(storage, manifest, checkpoint.folder)
+    except (DamagedError, StorageError) as error:
+        return ReadFailure.of(error)
+    return manifest
 
 
 def _is_gone(storage: Storage) -> bool:
