@@ -113,7 +113,7 @@ def in_time(act: Callable[[], _Result], place: str) -> _Result:
     def run() -> None:
         try:
             done.set_result(act())
-        except Exception as error:  # noqa: BLE001  raised below
+        except BaseException as error:  # noqa: BLE001  raised below
             done.set_exception(error)
 
     threading.Thread(target=run, name=f"listing {place}", daemon=True).start()
