@@ -334,6 +334,8 @@ def opened_at(folder: Path | None, nodes: int = 4) -> Iterator[Site]:
 
     Whoever starts a cluster is root, and needs no other user then.
     """
+    # A cluster outlives whoever is ended by a signal that nobody handles.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with tempfile.TemporaryDirectory(prefix="orchestra-") as temporary:
         place = folder or Path(temporary)
         place.mkdir(parents=True, exist_ok=True)
