@@ -109,7 +109,7 @@ class NodeGroup:
         self._watch = SilenceWatch(timeout_s, self._beat_s, self._host_answers)
         self._looked_at = -math.inf
         self._deaf: socket.socket | None = None
-        # Those that `gone` has named.
+        # Those that `gone` has named and that are still gone.
         self._gone: set[int] = set()
         self._is_over = threading.Event()
         self._stall_s = max(_LEAST_STALL_S, _STALL_TIMEOUTS * timeout_s)
@@ -245,10 +245,11 @@ class NodeGroup:
         return [node for node in nodes if node != self.node and self._is_silent(node, is_read=is_due)]
 
     def gone(self, nodes: Iterable[int]) -> list[GroupMember]:
-        """Return those of `nodes` that are silent and whose hosts do not answer either, each once."""
+        """Return those of `nodes` that are silent and whose hosts do not answer either, each once until it is
+        back. `nodes`: all that are silent.
+        """
         found = {node for node in nodes if self._watch.is_gone(node, self._own_beats)}
-        new = found - self._gone
-        self._gone |= found
+        new, self._gone = found - self._gone, found
         return [member for node in sorted(new) if (member := self.member_of(node)) is not None]
 
     def _is_silent(self, node: int, *, is_read: bool = True) -> bool:

@@ -30,8 +30,6 @@ _ASK_EVERY_S = 0.5
 _MISSES = 2
 _ANSWER_TIMEOUT_S = 1.0
 _ASKED_AT_ONCE = 16
-
-
 # What the network says of a host that is not there; every other error is this host's own.
 _NO_ANSWER = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN)
 
@@ -117,7 +115,7 @@ class SilenceWatch:
         is_to_be_asked = still_s >= _ASK_AFTER_S and bool(watched.is_answering) and watched.question is None
         if is_to_be_asked and (now - watched.asked_at) * self._beat_s >= _ASK_EVERY_S:
             self._begin_to_ask(node, watched, now)
-        return still_s > self._timeout_s or (still_s >= self.limit_s(now) and self._is_mute(watched))
+        return still_s > self._timeout_s or (self._is_mute(watched) and still_s >= self.limit_s(now))
 
     def is_gone(self, node: int, now: int) -> bool:
         """Tell whether a node is silent and its host does not answer: not its agent alone is lost."""

@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
         if _is_step_refused(shell, folder, task.job) or _are_agents_dead(shell, agents):
             _end_srun(shell)
     except (OrchestraError, LauncherError, OSError) as error:
-        sys.stderr.write(f"warning: it is not watched whether the job's step begins: {error}\n")
+        sys.stderr.write(f"warning: nobody ends an srun that waits for nothing: {error}\n")
     return 0
 
 
@@ -80,7 +80,7 @@ def _end_srun(shell: int) -> None:
             if Path(f"/proc/{pid}/comm").read_text().strip() == "srun":
                 os.kill(int(pid), signal.SIGTERM)
                 time.sleep(_LOOK_S)
-                # It may still wait for the dead.
+                # Asked once it may go on waiting for the dead.
                 os.kill(int(pid), signal.SIGKILL)
 
 
