@@ -23,7 +23,8 @@ from orchestra.run.permissions import closed_to_others
 _ERROR = "error: "
 
 
-# What each verb does. The verb `data pack` is the module data_pack_command.
+# What each verb does. The verb `data pack` is the module data/data_pack_command: where several begin with a
+# word they share its folder.
 VERBS = {
     "run": "train on this machine, in the foreground",
     "submit": "check, freeze and submit a Slurm job, and exit",
@@ -117,7 +118,7 @@ def _dispatch(argv: list[str]) -> int:
         print(f"orchestra {__version__}")
         return EXIT_DONE
     verb, rest = _find(argv)
-    module = importlib.import_module(f"orchestra.cli.{verb.replace(' ', '_')}_command")
+    module = importlib.import_module(module_of(verb))
     parser = Parser(f"orchestra {verb}", VERBS[verb][0].upper() + VERBS[verb][1:] + ".")
     module.add_arguments(parser)
     try:
@@ -127,6 +128,13 @@ def _dispatch(argv: list[str]) -> int:
         # Only --help ends the parser: errors are ConfigErrors.
         return EXIT_DONE
     return int(module.run(arguments))
+
+
+def module_of(verb: str) -> str:
+    """Return the name of the module of a verb."""
+    first = verb.split()[0]
+    folder = f"{first}." if sum(each.startswith(f"{first} ") for each in VERBS) > 1 else ""
+    return f"orchestra.cli.{folder}{verb.replace(' ', '_')}_command"
 
 
 def _find(argv: list[str]) -> tuple[str, list[str]]:

@@ -17,8 +17,8 @@ from checkpointing.lineage import Base
 from checkpointing.manifest import MANIFEST, decode, encode
 from checkpointing.storage import Storage, open_storage
 from conf.schema import CheckpointConfig, Config, DataConfig, Family, RunConfig, Source
-from orchestra.cli.checkpoint_export_command import tokenizer_of
-from orchestra.cli.checkpoint_ls_command import layout_text
+from orchestra.cli.checkpoint.checkpoint_export_command import tokenizer_of
+from orchestra.cli.checkpoint.checkpoint_ls_command import layout_text
 from orchestra.config.compose import compose
 from orchestra.data.pack import PackRequest, pack, plan_pack
 from orchestra.huggingface.folder import from_json, open_folder, to_json

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from checkpointing.checkpoint_errors import DamagedError
 from conf.schema import DataConfig, Source
-from orchestra.cli.checkpoint_ls_command import (
+from orchestra.cli.checkpoint.checkpoint_ls_command import (
     Place,
     add_run_arguments,
     chosen_checkpoints,

@@ -13,7 +13,7 @@ import time
 from argparse import ArgumentParser, Namespace
 from typing import TYPE_CHECKING, Any
 
-from orchestra.cli.checkpoint_ls_command import (
+from orchestra.cli.checkpoint.checkpoint_ls_command import (
     Place,
     add_run_arguments,
     chosen_checkpoints,

@@ -1,0 +1,1 @@
+"""The verbs that make and check token files."""
