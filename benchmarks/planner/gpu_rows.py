@@ -19,8 +19,17 @@ from orchestra.plan.predict import predict
 from orchestra.sizes.units import GIB
 
 # The loss was never compiled: its chunks' matrices were added in fp32 (12 bytes), gradients were copied or
-# added in each micro-batch, and the optimizer made fp32 copies of gradients and copied masters.
-OLD = Passes(compiled_loss=44, eager_loss=44, chunk=12, gradient=6, update=12, keeps_fp8_weights=False)
+# added in each micro-batch, and the optimizer made fp32 copies of gradients and copied masters; nothing hid
+# an update on the host.
+OLD = Passes(
+    compiled_loss=44,
+    eager_loss=44,
+    chunk=12,
+    gradient=6,
+    update=12,
+    updates_late=False,
+    keeps_fp8_weights=False,
+)
 # A trial: the old loss under torch.compile reads and writes fp32 logits, cast before and after.
 OLD_COMPILED_LOSS = replace(OLD, compiled_loss=24)
 SHAPES = {
