@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 _EXPLAINED = """\
   orchestra resume first                              go on where the newest checkpoint is
-  orchestra resume first train.steps=2000             train a finished run further
+  orchestra resume first train.steps=2000 --accept-jump   train a finished run further, on the longer schedule
   orchestra resume first cluster.gpus_per_node=4      on another number of ranks
   orchestra resume first cluster.nodes=4 cluster.time_limit=8:00:00
   orchestra resume first cluster=local                a run of the cluster here in the foreground
@@ -51,16 +51,21 @@ _EXPLAINED = """\
 A run that was submitted is submitted again: a new job for the same run, with the code as it is now.
 KEY=VALUE changes the run's frozen configuration; GROUP=NAME replaces that whole section by a preset.
 The model, the seed, the data and the sequence length stay what they are.
+What changes is told, with the learning rate before and after. Where a schedule would let that jump by more
+than half nothing is started, unless --accept-jump is given, or the rate itself is set (optim.lr).
 A checkpoint that turns out to be damaged is passed over for the one before.
 Of a sweep what is missing or failed is submitted again.
 """
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.usage = "orchestra resume RUN [overrides] [--dry-run] [--json] [--dir DIR]"
+    parser.usage = "orchestra resume RUN [overrides] [--accept-jump] [--dry-run] [--json] [--dir DIR]"
     parser.add_argument("run", metavar="RUN", help="name, unique start of one, or path")
     parser.add_argument("overrides", nargs="*", metavar="overrides", help="KEY=VALUE or GROUP=NAME")
     add_output_options(parser)
+    parser.add_argument(
+        "--accept-jump", action="store_true", help="let a changed schedule move the rate at once"
+    )
     add_directory_option(parser)
     parser.epilog = _EXPLAINED
 
@@ -88,14 +93,22 @@ def goes_to_cluster(run: RunDir, overrides: Sequence[str]) -> bool:
     return read_config(run.config).cluster.launcher is LauncherName.slurm
 
 
+def _planned(
+    arguments: Namespace, target: RunDir, situation: Situation, answer: SchedulerAnswer
+) -> ResumePlan:
+    overrides, accepts_jump = arguments.overrides, arguments.accept_jump
+    return plan_resume(target, overrides, situation, time.time(), answer, accepts_jump=accepts_jump)
+
+
 def _train_here(arguments: Namespace, target: RunDir, answer: SchedulerAnswer) -> int:
     situation = this_machine("resume", starts=not arguments.dry_run)
-    plan = plan_resume(target, arguments.overrides, situation, time.time(), answer)
+    plan = _planned(arguments, target, situation, answer)
     if plan.is_finished:
         return _say_finished(plan, as_json=arguments.json)
-    attempt = ForegroundAttempt(plan.config, plan.run, plan.number, plan.checkpoint_step)
+    notes = tuple(plan.changes.lines())
+    attempt = ForegroundAttempt(plan.config, plan.run, plan.number, plan.checkpoint_step, notes)
     if arguments.dry_run:
-        facts = {"attempt": plan.number, "checkpoint_step": plan.checkpoint_step}
+        facts = {"attempt": plan.number, "checkpoint_step": plan.checkpoint_step, **plan.changes.facts()}
         print_plan(attempt, facts, as_json=arguments.json)
         return EXIT_DONE
     claim(plan, sys.argv)
@@ -105,7 +118,7 @@ def _train_here(arguments: Namespace, target: RunDir, answer: SchedulerAnswer) -
 def _submit(arguments: Namespace, target: RunDir, answer: SchedulerAnswer) -> int:
     site = ask(is_dry=arguments.dry_run, folder=target.path.parent)
     situation = Situation("resume", cluster=site)
-    plan = plan_resume(target, arguments.overrides, situation, time.time(), answer)
+    plan = _planned(arguments, target, situation, answer)
     if plan.is_finished:
         return _say_finished(plan, as_json=arguments.json)
     site.require()
@@ -117,6 +130,7 @@ def _submit(arguments: Namespace, target: RunDir, answer: SchedulerAnswer) -> in
         return EXIT_DONE
     if arguments.dry_run:
         print_job_script(planned.script(), estimate)
+        print("".join(f"# {line}\n" for line in plan.changes.lines()), end="", file=sys.stderr)
         return EXIT_DONE
     job = submit_resume(planned, sys.argv)
     if arguments.json:
@@ -124,7 +138,7 @@ def _submit(arguments: Namespace, target: RunDir, answer: SchedulerAnswer) -> in
         return EXIT_DONE
     step = plan.checkpoint_step
     goes_on = f"goes on {'from the start' if step is None else f'from step {step}'}"
-    print(f"run     {name_of(plan.run)}, attempt {plan.number}")
+    print("\n".join([f"run     {name_of(plan.run)}, attempt {plan.number}", *plan.changes.lines()]))
     print("\n".join(job_lines(plan.run, job, plan.config.cluster, estimate, goes_on)))
     return EXIT_DONE
 
@@ -137,6 +151,7 @@ def _facts(planned: ResumeJob, estimate: Estimate | None) -> dict[str, object]:
         "attempt": plan.number,
         "checkpoint_step": plan.checkpoint_step,
         "estimated_start": None if estimate is None else estimate.start,
+        **plan.changes.facts(),
     }
 
 
@@ -156,5 +171,5 @@ def _say_finished(plan: ResumePlan, *, as_json: bool) -> int:
         return EXIT_DONE
     ignored = "; the overrides were not applied" if plan.overrides else ""
     print(f"{name_of(plan.run)} is finished: {steps} of {steps} steps are trained{ignored}")
-    print(f"to train it further: {invocation('resume', plan.run)} train.steps={2 * steps}")
+    print(f"to train it further: {invocation('resume', plan.run)} train.steps={2 * steps} --accept-jump")
     return EXIT_DONE

@@ -91,6 +91,13 @@ class ForegroundAttempt:
     run: RunDir
     number: int = 0
     from_step: int | None = None
+    # What a person should see before it begins.
+    notes: tuple[str, ...] = ()
+
+    @property
+    def header(self) -> list[str]:
+        """What is about to be trained, in lines."""
+        return [*describe.header(self.config, self.run, self.number, self.from_step), *self.notes]
 
 
 def add_output_options(parser: ArgumentParser) -> None:
@@ -122,7 +129,7 @@ def print_plan(attempt: ForegroundAttempt, facts: Record, *, as_json: bool) -> N
         print(json.dumps(plan, indent=2))
         return
     environment = " ".join(f"{name}={shlex.quote(value)}" for name, value in sorted(spec.environment.items()))
-    print("\n".join(describe.header(attempt.config, run, attempt.number, attempt.from_step)))
+    print("\n".join(attempt.header))
     print(f"\n# would be started as\n{environment} {shlex.join(words)}")
     print(f"\n# {describe.shown(run.config)}\n{frozen}", end="")
 
@@ -135,8 +142,7 @@ def train(attempt: ForegroundAttempt, *, as_json: bool) -> int:
     stream = sys.stderr if as_json else sys.stdout
     progress = Progress(run, config.train.steps, attempt.number)
     waiting = f"starting {figures.number_of(describe.world_size(config), 'rank')} …"
-    header = describe.header(config, run, attempt.number, attempt.from_step)
-    view = open_view(progress, header, waiting, stream)
+    view = open_view(progress, attempt.header, waiting, stream)
     verdict: Verdict | None = None
 
     def tick(number: int, stops: int) -> None:

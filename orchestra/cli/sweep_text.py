@@ -315,7 +315,8 @@ def resume_sweep(arguments: Namespace, sweep: SweepDir) -> int:
 
     site = ask(is_dry=arguments.dry_run, folder=sweep.path.parent)
     site.require()
-    action = resume_action(ExistingSweep(sweep, read_sweep(sweep)), site, arguments.overrides)
+    existing = ExistingSweep(sweep, read_sweep(sweep))
+    action = resume_action(existing, site, arguments.overrides, accepts_jump=arguments.accept_jump)
     if arguments.overrides and not action.arrays:
         note(
             f"{' '.join(arguments.overrides)} changes nothing: no member of {sweep.name} is to be submitted; "

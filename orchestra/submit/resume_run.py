@@ -45,6 +45,7 @@ from orchestra.submit.job import Share
 from orchestra.submit.job_record import add_intent, intent, number_of_jobs
 from orchestra.submit.launch import WORKER_MODULE
 from orchestra.submit.new_run import code_revision, renew_snapshot
+from orchestra.submit.resume_changes import ResumeChanges
 from orchestra.submit.sweeps.arrays import Numbering, PlannedArray, job_of_run
 from orchestra.submit.wait import is_being_ended, settled, unclear
 
@@ -73,6 +74,11 @@ class ResumePlan:
     # Jobs that were submitted for it so far.
     num_jobs: int = 0
 
+    @property
+    def changes(self) -> ResumeChanges:
+        """What it will do otherwise than before."""
+        return ResumeChanges(without_past_faults(self.before, self.number), self.config, self.checkpoint_step)
+
 
 @dataclass(frozen=True)
 class SchedulerAnswer:
@@ -90,12 +96,14 @@ def plan_resume(
     situation: Situation,
     now: float,
     answer: SchedulerAnswer | None = None,
+    *,
+    accepts_jump: bool = False,
 ) -> ResumePlan:
     """Return how `run` would go on. Reads only.
 
-    `answer` is from `ask_scheduler`, for a run that may have been submitted. `is_finished` says that nothing
-    is left to train. Raises ConfigError when the run is alive, when overrides cannot be applied, or when the
-    rules refuse the result on this machine.
+    `answer` is from `ask_scheduler`, for a run that may have been submitted. `accepts_jump`: of the learning
+    rate, by a changed schedule. `is_finished` says that nothing is left to train. Raises ConfigError when the
+    run is alive, when overrides cannot be applied, or when the rules refuse the result on this machine.
     """
     answer = answer or SchedulerAnswer(None, number_of_jobs(run))
     _refuse_being_submitted(run, now)
@@ -121,7 +129,10 @@ def plan_resume(
             _refuse_empty_place(run, before, config, step, lineage_of(events))
         if config.checkpoint.fallback_dir != before.checkpoint.fallback_dir:
             _refuse_lost_fallback(run, before, config, lineage_of(events))
-    return ResumePlan(run, number, before, config, tuple(overrides), step, last, is_finished, answer.num_jobs)
+    plan = ResumePlan(run, number, before, config, tuple(overrides), step, last, is_finished, answer.num_jobs)
+    if not is_finished:
+        plan.changes.refuse_jump(accepts_jump)
+    return plan
 
 
 def ask_scheduler(run: RunDir, now: float) -> SchedulerAnswer:

@@ -203,7 +203,7 @@ def test_the_fallback_takes_the_last_save_and_is_waited_for_and_the_training_is_
     # Room comes back, but the fallback is away.
     (small_disk / "ballast").unlink()
     subprocess.run(["umount", str(bound_folder)], check=True)
-    started = start(tmp_path, "first", "resume", "first", "train.steps=36")
+    started = start(tmp_path, "first", "resume", "first", "train.steps=36", "--accept-jump")
     started.wait_for(lambda: events_of(started.run, "restore_waits"))
     told = " ".join(orchestra(tmp_path, "status", "first").stdout.split())
     assert f"step 18 in {second}" in told

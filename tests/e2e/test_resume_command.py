@@ -63,7 +63,16 @@ def test_a_failed_run_says_how_to_go_on_and_a_dry_run_of_it_writes_nothing(
 
     run = run_of(folder, "failed")
     before = _content(run)
-    plan = json.loads(orchestra(folder, "resume", "failed", "train.steps=20", "--dry-run", "--json").stdout)
+    more = ("train.steps=20", "--dry-run")
+    refused = orchestra(folder, "resume", "failed", *more, code=2).stderr
+    assert "train.steps=20: the learning rate would jump at step 9, " in refused
+    plan = json.loads(orchestra(folder, "resume", "failed", *more, "--accept-jump", "--json").stdout)
+    assert plan["changed"] == {"train.steps": ["12", "20"]}
+    assert plan["learning_rate"]["before"] < plan["learning_rate"]["now"]
+    told = orchestra(folder, "resume", "failed", *more, "optim.schedule=constant", "optim.lr=1e-5").stdout
+    assert "changed optim.schedule: cosine → constant\n" in told
+    assert " → 1e-05\n" in told
+    assert " tokens left\n" in told
     assert (plan["attempt"], plan["checkpoint_step"], plan["command"][-2:]) == (1, 8, ["--attempt", "1"])
     assert "steps: 20" in plan["config"]
     assert "attempt 1, from step 8" in orchestra(folder, "resume", "failed", "--dry-run").stdout
@@ -105,7 +114,7 @@ def test_a_finished_run_says_so_and_can_be_trained_further_on_another_layout(
 
     # Two micro-batches on one rank, in 16 bits with a loss scale that no checkpoint has yet.
     further = ("train.steps=14", "cluster.gpus_per_node=1", "train.micro_batch_size=2", "precision.name=fp16")
-    result = json.loads(orchestra(folder, "resume", "alone", *further, "--json").stdout)
+    result = json.loads(orchestra(folder, "resume", "alone", *further, "--accept-jump", "--json").stdout)
     assert (result["attempt"], result["step"], result["checkpoint_step"]) == (1, 14, 14)
     rows = read_metrics(alone)
     assert [row["step"] for row in rows] == list(range(1, 15))

@@ -27,6 +27,7 @@ from orchestra.run.files import write_atomically
 from orchestra.run.paths import RunDir, Sweep, SweepDir, SweepMember, to_json
 from orchestra.run.permissions import close_to_others, open_to_group
 from orchestra.run.record import read_record, write_record
+from orchestra.run.run_lineage import newest_checkpoint
 from orchestra.run.stop_requests import user_name
 from orchestra.sizes.units import first_few
 from orchestra.submit.claims import (
@@ -48,6 +49,7 @@ from orchestra.submit.hand_over import (
 from orchestra.submit.job import Share
 from orchestra.submit.job_record import JobEntry, member_intent, number_of_jobs
 from orchestra.submit.new_run import code_revision, is_snapshot, made_as_one, renew_snapshot
+from orchestra.submit.resume_changes import ResumeChanges
 from orchestra.submit.resume_run import freeze_config, without_past_faults
 from orchestra.submit.site import Site
 from orchestra.submit.submission import PlannedMember, Submission, parent_of_sweep, planned_sweep
@@ -114,17 +116,20 @@ def resume_action(
     site: Site,
     overrides: Sequence[str] = (),
     composed: Mapping[str, Config] | None = None,
+    *,
+    accepts_jump: bool = False,
 ) -> SweepAction:
     """Return how a sweep that exists goes on: its members that are neither done nor alive are submitted.
 
-    `composed` are the members' configurations by signature, where the command has them. Raises ConfigError
+    `composed` are the members' configurations by signature, where the command has them; `accepts_jump`: of
+    the learning rate, by a changed schedule. Raises ConfigError
     when another command is submitting it or overrides cannot be applied, LaunchError when Slurm is silent.
     """
     sweep, record = existing.sweep, existing.record
     refuse_busy_sweep(sweep, record)
     all_members = member_states(sweep, record)
     needing = [member for member in all_members if member.needs_job and not member.is_elsewhere]
-    changes = MemberChanges(tuple(overrides), Situation("submit", cluster=site), composed or {})
+    changes = MemberChanges(tuple(overrides), Situation("submit", cluster=site), composed or {}, accepts_jump)
     members = resumed_members(needing, changes)
     kept = [member for member in all_members if member not in needing]
     living = tuple(member.state.job for member in kept if member.is_own_and_alive and member.state.job)
@@ -233,6 +238,7 @@ class MemberChanges:
     situation: Situation
     # Configurations by signature, for members whose run another sweep made and somebody removed.
     composed: Mapping[str, Config]
+    accepts_jump: bool
 
 
 def resumed_members(member_states: Sequence[MemberRun], changes: MemberChanges) -> tuple[ResumedMember, ...]:
@@ -263,9 +269,11 @@ def _resumed_member(existing: MemberRun, changes: MemberChanges) -> ResumedMembe
             f"(`orchestra submit -m …`)"
         )
     number = 0 if is_new else attempt
-    config = without_past_faults(before or read_config(run.config), number)
+    frozen = config = without_past_faults(before or read_config(run.config), number)
     if changes.overrides:
-        config = changed_config(config, changes.overrides, changes.situation)
+        config = changed_config(frozen, changes.overrides, changes.situation)
+        step = None if is_new else newest_checkpoint(read_events(run))
+        ResumeChanges(frozen, config, step).refuse_jump(changes.accepts_jump)
     return ResumedMember(member, number, config, is_new, existing.num_jobs)
 
 
