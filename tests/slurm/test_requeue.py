@@ -144,7 +144,9 @@ def test_a_cancelled_run_goes_on_as_a_new_job_on_another_number_of_nodes(cluster
 def test_a_run_of_this_machine_goes_on_in_a_job_and_never_without_slurms_word(cluster: Site) -> None:
     run = SubmittedRun(cluster, cluster.train_here("local", "train.steps=2"), job="")
     cpu = ("cluster=slurm", "cluster.device=cpu", "cluster.gpus_per_node=2", HELD)
-    facts = json.loads(cluster.orchestra("resume", "local", "train.steps=4", "--accept-jump", *cpu, "--json").stdout)
+    facts = json.loads(
+        cluster.orchestra("resume", "local", "train.steps=4", "--accept-jump", *cpu, "--json").stdout
+    )
     before = run.dir.record.read_text()
     cluster.refused(1, "nothing was done", "resume", "local", **cluster.unreachable_controller())
     assert run.dir.record.read_text() == before
