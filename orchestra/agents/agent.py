@@ -314,8 +314,8 @@ def train_here(
 ) -> tuple[int, Verdict]:
     """Train to the end on this machine; return the last attempt and its verdict. No process of it is left.
 
-    A failure that may pass begins another attempt, as `orchestra.recovery.policy` says. SIGTERM, SIGHUP and
-    requests in control/ stop it after a step, with a checkpoint; SIGINT and a second signal end it at once
+    A failure that may pass begins another attempt, as `orchestra.recovery.policy` says. SIGINT, SIGTERM,
+    SIGHUP and requests in control/ stop it after a step, with a checkpoint; a second signal ends it at once
     (`orchestra.agents.attempt.StopDeadline`). Main thread only. `config` is resolved; `tick` is
     called about ten times a second with the attempt (-1 between two) and the number of stop requests so far.
     Raises LaunchError when torchrun cannot be started or the run directory not be written.

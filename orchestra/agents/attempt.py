@@ -171,8 +171,8 @@ def _supervised(
 class StopDeadline:
     """What the requests to stop one attempt ask for: time to save, or an end at once.
 
-    Signals to the agent and files in control/ are the same kind of request. Ctrl-C, a second signal, a
-    request that says so, and a save that takes longer than recovery.stop_timeout_s end the ranks at once.
+    Signals to the agent (Ctrl-C is one) and files in control/ are the same kind of request. A second signal,
+    a request that says so, and a save that takes longer than recovery.stop_timeout_s end the ranks at once.
     Called from the agent's thread, about ten times a second.
     """
 
@@ -214,8 +214,6 @@ class StopDeadline:
     def _reason_to_interrupt(self) -> str | None:
         """Return why the ranks are to be ended at once, None where they are not."""
         first = self._signals.first
-        if first == "SIGINT":
-            return "SIGINT received"
         if self._signals.count() > 1:
             return f"{first} received, and a second signal after it"
         at_once = next((request for request in self._requests if request.at_once), None)

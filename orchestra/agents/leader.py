@@ -162,7 +162,7 @@ class Leader:
         requests = self._asked(before)
         if first is None and not requests:
             return False
-        is_urgent = first == "SIGINT" or any(request.at_once for request in requests)
+        is_urgent = self._is_hurried or any(request.at_once for request in requests)
         words = f"{first} received" if first is not None else str(requests[0])
         cause = "interrupted" if is_urgent else "StopRequested"
         verdict = Verdict(EXIT_INTERRUPTED if is_urgent else EXIT_STOPPED, cause, words)
@@ -175,6 +175,11 @@ class Leader:
         self._order_end(number, verdict.code, outcome or words)
         return True
 
+    @property
+    def _is_hurried(self) -> bool:
+        """Whether a second signal said that nothing is to be waited for."""
+        return self._context.signals.count() > 1
+
     def _asked(self, attempt: int) -> list[StopRequest]:
         """Return the requests to stop an attempt; a signal that no rank was left to hear is one of them.
 
@@ -186,7 +191,7 @@ class Leader:
             with contextlib.suppress(OSError):
                 reason = stop_requests.signal_reason(first)
                 requests = [
-                    stop_requests.write_request(context.run, attempt, reason, at_once=first == "SIGINT")
+                    stop_requests.write_request(context.run, attempt, reason, at_once=self._is_hurried)
                 ]
         return requests
 

@@ -17,7 +17,7 @@ from orchestra.agents.attempt import requests_of
 from orchestra.agents.attempt_record import write_start_failed
 from orchestra.agents.choose_nodes import are_checked, doubts, preferred, slow, words_of, write_findings
 from orchestra.agents.context import AgentContext
-from orchestra.errors import EXIT_DO_NOT_RESTART, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, LaunchError
+from orchestra.errors import EXIT_DO_NOT_RESTART, EXIT_FAILED, EXIT_STOPPED, LaunchError
 from orchestra.recovery.incidents import Verdict
 from orchestra.recovery.policy import Action, Decision
 from orchestra.run import stop_requests
@@ -171,8 +171,6 @@ def called_off(context: AgentContext) -> tuple[int, str]:
     """
     first = context.signals.first or ""
     words = f"{first} came before the attempt began"
-    if first == "SIGINT":
-        return EXIT_INTERRUPTED, words
     attempt = upcoming_attempt(context.run)
     reason = stop_requests.signal_reason(first)
     # Starts since the last attempt that were called off because of the time limit.

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,6 +134,13 @@ def start(
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     return Started(run_of(folder, name), process)
+
+
+def press_ctrl_c_twice(started: Started) -> None:
+    """Ask a command to end at once. Two signals in one instant would be one."""
+    os.killpg(started.process.pid, signal.SIGINT)
+    time.sleep(0.3)
+    os.killpg(started.process.pid, signal.SIGINT)
 
 
 def start_run(folder: Path, name: str, *overrides: str, **options: Any) -> Started:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from commands import (
     events_of,
     newest_manifest,
     orchestra,
+    press_ctrl_c_twice,
     start,
     start_run,
     train,
@@ -99,12 +99,12 @@ def assert_trains_and_saves_again(started: Started) -> None:
 
 @contextmanager
 def endless(folder: Path, *overrides: str, extra: dict[str, str] | None = None) -> Iterator[Started]:
-    """Start an endless run, wait for its first checkpoint, and end it by Ctrl-C."""
+    """Start an endless run, wait for its first checkpoint, and end it at once."""
     started = start_run(folder, "endless", *_ENDLESS, *overrides, extra=extra)
     try:
         started.wait_for(lambda: events_of(started.run, "checkpoint_committed"))
         yield started
-        started.process.send_signal(signal.SIGINT)
+        press_ctrl_c_twice(started)
         _, err = started.end(130)
         assert err == ""
     finally:

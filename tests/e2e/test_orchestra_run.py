@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -19,6 +18,7 @@ from commands import (
     environment,
     events_of,
     orchestra,
+    press_ctrl_c_twice,
     processes_of,
     run_of,
     start_run,
@@ -87,14 +87,14 @@ def test_a_dry_run_prints_the_command_and_writes_nothing(tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == []
 
 
-def test_ctrl_c_ends_every_process_with_130(tmp_path: Path) -> None:
+def test_ctrl_c_twice_ends_every_process_with_130(tmp_path: Path) -> None:
     started = _start(tmp_path)
     assert len(processes_of(started.run)) >= 3, "torchrun and two workers"
-    os.killpg(started.process.pid, signal.SIGINT)
+    press_ctrl_c_twice(started)
     out, err = started.end(130, _END_S)
     assert "Traceback" not in out + err
     assert "interrupted after" in out
-    assert events_of(started.run, "failed")[-1]["message"] == "SIGINT received"
+    assert events_of(started.run, "failed")[-1]["message"] == "SIGINT received, and a second signal after it"
 
 
 def test_nothing_outlives_a_command_that_is_killed(tmp_path: Path) -> None:

@@ -130,7 +130,9 @@ def test_a_run_that_trains_is_left_alone_and_ctrl_c_tells_how_to_go_on(tmp_path:
     refused = orchestra(tmp_path, "resume", "endless", code=2)
     assert f"endless is running, attempt 0: process {started.process.pid} on " in refused.stderr
     started.process.send_signal(signal.SIGINT)
-    out, err = started.end(130)
+    out, err = started.end(75)
     assert err == ""
+    assert "stopping after this step, with a checkpoint (Ctrl-C again: at once)" in out
+    assert read_metrics(started.run)[-1]["step"] == newest_manifest(started.run.checkpoints).step
     newest = newest_manifest(started.run.checkpoints).step
     assert out.splitlines()[-1] == f"resume  `orchestra resume endless` goes on from step {newest}"

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 _PLAIN_LINES = 50
 _REFRESH_S = 0.5
 _SHORTEST_BAR = 4
+_STOPPING = "stopping after this step, with a checkpoint (Ctrl-C again: at once)"
 # What is remembered of each row: a run may have a million of them.
 _KEPT = ("step", "attempt", "loss", "tokens_per_s", "mfu", "mfu_causal", "step_time_s")
 
@@ -283,7 +284,7 @@ class PlainView:
                 _print(f"{step}  {_measures(row)}  ETA {_eta(self._progress, row)}", self._stream)
         if stops > self._stops:
             self._stops = stops
-            _print("stopping", self._stream)
+            _print(_STOPPING if stops == 1 else "stopping at once", self._stream)
 
     def close(self) -> None:
         self.tick(self._stops)
@@ -334,7 +335,7 @@ class TerminalView:
         from rich.console import Group
         from rich.text import Text
 
-        stopping = [Text("stopping (Ctrl-C again: at once)", style="yellow")] if stops else []
+        stopping = [Text(_STOPPING, style="yellow")] if stops else []
         if not self._progress.has_begun:
             return Group(Text(f"{self._waiting} {self._progress.wall_s:.0f} s", style="dim"), *stopping)
         # Room for the "^C" that a terminal echoes: where it wraps, the lines above are not drawn over.

@@ -39,7 +39,7 @@ def test_nobody_asks(run: RunDir, stop: StopDeadline) -> None:
     assert (stop.level(), stop.interruption) == (0, None)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_becomes_one_request_and_the_ranks_get_time(
     run: RunDir, stop: StopDeadline, number: signal.Signals
 ) -> None:
@@ -50,7 +50,7 @@ def test_a_signal_becomes_one_request_and_the_ranks_get_time(
     assert stop.interruption is None
 
 
-def test_ctrl_c_and_a_second_signal_end_at_once_and_one_more_hurries(
+def test_a_second_signal_ends_at_once_and_one_more_hurries(
     run: RunDir, signals: StopRequests, stop: StopDeadline
 ) -> None:
     pressed = StopDeadline(run, 2, signals, 1000.0)
@@ -63,14 +63,6 @@ def test_ctrl_c_and_a_second_signal_end_at_once_and_one_more_hurries(
     assert stop.level() == 2
     # Both at once, before anybody looked.
     assert pressed.level() == 1
-
-
-def test_ctrl_c_asks_no_rank_to_save(run: RunDir, stop: StopDeadline) -> None:
-    send_here(signal.SIGINT)
-    assert (stop.level(), stop.interruption) == (1, "SIGINT received")
-    assert stop_requests.read_requests(run, 2) == []
-    send_here(signal.SIGINT)
-    assert stop.level() == 2
 
 
 def test_a_request_of_somebody_else_gives_time_too_and_one_that_presses_does_not(

@@ -136,7 +136,7 @@ def test_a_resumed_run_shows_only_what_is_new_and_what_was_restored(tmp_path: Pa
 
 def test_a_terminal_says_when_a_checkpoint_is_being_saved_and_that_a_stop_was_heard(tmp_path: Path) -> None:
     events = EventWriter(RunDir(tmp_path), rank_writer(0, 0), 0, rank=0)
-    assert "stopping (Ctrl-C again: at once)" in _on_a_terminal(tmp_path, 80, 0, stops=1)
+    assert "with a checkpoint (Ctrl-C again: at once)" in _on_a_terminal(tmp_path, 80, 0, stops=1)
     events.write("checkpoint_started", step=2)
     assert "ETA 1:39:56  saving" in _on_a_terminal(tmp_path, 80, 2)
     events.write("checkpoint_committed", step=2)

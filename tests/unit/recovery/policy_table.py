@@ -194,13 +194,13 @@ ROWS: Sequence[Row] = (
     ),
     _ends("the last step was trained", "done", EXIT_DONE, _asked(Kind.finished, "finished", EXIT_DONE)),
     _ends(
-        "stopped on request: `orchestra cancel`, SIGTERM",
+        "stopped on request: `orchestra cancel`, SIGTERM, Ctrl-C",
         "saved and ended; `orchestra resume` goes on",
         EXIT_STOPPED,
         _asked(Kind.stopped, "cancel", EXIT_STOPPED),
     ),
     _ends(
-        "Ctrl-C",
+        "a second signal (Ctrl-C twice), `orchestra cancel --now`",
         "ended at once",
         EXIT_INTERRUPTED,
         _asked(Kind.stopped, "asked to stop", EXIT_INTERRUPTED),
