@@ -103,6 +103,8 @@ class ClusterConfig:
     exclude: list[str] = field(default_factory=list)
     # Any other sbatch option by its long name: {reservation: maintenance}.
     slurm_extra: dict[str, Any] = field(default_factory=dict)
+    # Any other srun option by its long name: {cpu-bind: none, mpi: none, no-container-mount-home: true}.
+    srun_extra: dict[str, Any] = field(default_factory=dict)
 
 
 class Fault(Enum):

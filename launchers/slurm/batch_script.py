@@ -8,6 +8,7 @@ token before sbatch is called, and no pickle.
 
 from __future__ import annotations
 
+import re
 import shlex
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,9 +34,30 @@ _OWN = {
     "requeue": "it is said elsewhere",
     "no_requeue": "it is said elsewhere",
 }
+# Options of srun that the script says itself, or that would part a step from what the agents count on.
+_OWN_OF_SRUN = {
+    **{name: _OWN[name] for name in ("nodes", "ntasks", "ntasks_per_node", "output", "error", "open_mode")},
+    **{name: _OWN[name] for name in ("job_name", "comment", "chdir", "signal")},
+    "no_kill": "the step outlives a lost node",
+    "kill_on_bad_exit": "the step outlives a failed task",
+    "wait": "the step outlives a failed task",
+    "export": "the ranks need all of the job's variables",
+    "unbuffered": "it is said already",
+    "label": "logs are read by line",
+    "cpus_per_task": "the job says it",
+    "nodelist": "the job has its nodes",
+    "exclude": "the job has its nodes",
+    "relative": "the job has its nodes",
+    "container_image": "cluster.container.image says it",
+    "container_mounts": "cluster.container.mounts says it",
+    "multi_prog": "every node starts the same",
+    "pty": "nobody sits at it",
+    "time": "the job's limit is the step's",
+}
 # How long srun lets other tasks go on after the first has ended.
 _WAIT_S = 180
 # The step outlives a lost node and a failed task; without a limit on how long.
+_VARIABLE = re.compile(r"\$\w+|\$\{\w+\}")
 _SURVIVING = ("--no-kill", "--kill-on-bad-exit=0", "--wait=0")
 
 
@@ -67,6 +89,10 @@ class BatchJob:
     notes: tuple[str, ...] = ()
     # Pyxis and the like: options of srun.
     srun_options: tuple[str, ...] = ()
+    # Any other option of srun by its long name; None and False leave it out.
+    srun_extra: Mapping[str, Any] = field(default_factory=dict)
+    # Words before the command, in which the shell expands variables ($NAME, ${NAME}) and nothing else.
+    prefix: tuple[str, ...] = ()
     # Several such jobs, one for each task number: 0-11, 0,3-5. None: one job.
     array: str | None = None
     # The job goes on when nodes of it are lost or tasks fail: what it starts looks after itself.
@@ -84,9 +110,14 @@ def option_problems(options: Mapping[str, Any]) -> list[str]:
     return [f"{name}: {_OWN[key]}" for name in options if (key := _key(name)) in _OWN]
 
 
+def srun_option_problems(options: Mapping[str, Any]) -> list[str]:
+    """Return the same for options of srun."""
+    return [f"{name}: {_OWN_OF_SRUN[key]}" for name in options if (key := _key(name)) in _OWN_OF_SRUN]
+
+
 def rendered(job: BatchJob) -> str:
     """Return the batch script. Raises LauncherError for options that may not be set."""
-    problems = option_problems(job.options)
+    problems = [*option_problems(job.options), *srun_option_problems(job.srun_extra)]
     if problems:
         raise LauncherError("; ".join(problems))
     options = _options(job)
@@ -126,14 +157,16 @@ def _options(job: BatchJob) -> dict[str, object]:
         "output": _log_file(job).replace("%t", "0"),
         "requeue" if job.requeue else "no-requeue": True,
         "signal": f"USR2@{job.warning_lead_s}",
-        **{
-            _key(name).replace("_", "-"): _text(value)
-            for name, value in job.options.items()
-            # Not `in (None, False)`, which holds for 0 too: mem=0 asks for all memory of a node.
-            if value is not None and value is not False
-        },
+        **_given(job.options),
     }
     return {name: value for name, value in options.items() if value is not None and value is not False}
+
+
+def _given(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options by their long names, without those that are left out."""
+    # Not `in (None, False)`, which holds for 0 too: mem=0 asks for all memory of a node.
+    given = {name: value for name, value in options.items() if value is not None and value is not False}
+    return {_key(name).replace("_", "-"): _text(value) for name, value in given.items()}
 
 
 def _directive(name: str, value: object) -> str:
@@ -190,14 +223,27 @@ def _srun_line(job: BatchJob, cpus: object) -> str:
     """Return the line that starts the command; srun is told again what it does not take from the job
     (cpus-per-task since Slurm 22.05) and what sites change by variables.
     """
+    srun_extra = _given(job.srun_extra)
     words = [
         *("srun", "--unbuffered", "--output", _log_file(job), "--open-mode=append", "--export=ALL"),
         *(_SURVIVING if job.survives_nodes else ("--kill-on-bad-exit=1", f"--wait={_WAIT_S}")),
         *([] if cpus is None else [f"--cpus-per-task={cpus}"]),
         *job.srun_options,
-        *job.command,
+        *(f"--{name}" if value is True else f"--{name}={value}" for name, value in srun_extra.items()),
     ]
-    return shlex.join(words)
+    return " ".join([shlex.join(words), *map(_with_variables, job.prefix), shlex.join(job.command)])
+
+
+def _with_variables(word: str) -> str:
+    """Return a word for the shell, which puts in the values of variables as they are, spaces and all."""
+    if not _VARIABLE.search(word):
+        return shlex.quote(word)
+    parts = re.split(f"({_VARIABLE.pattern})", word)
+    # Every second part is a variable.
+    quoted = [
+        part if number % 2 else re.sub(r'([\\"`$])', r"\\\1", part) for number, part in enumerate(parts)
+    ]
+    return f'"{"".join(quoted)}"'
 
 
 def _export(name: str, value: str) -> str:

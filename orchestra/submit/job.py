@@ -88,7 +88,8 @@ def _job(
         name=place.name,
         num_nodes=cluster.nodes + cluster.spare_nodes,
         survives_nodes=True,
-        command=(*prefix, _python(config), "-u", "-m", NODE_MODULE, *arguments),
+        command=(_python(config), "-u", "-m", NODE_MODULE, *arguments),
+        prefix=prefix,
         # On the first node itself, where a container's interpreter is not.
         beside_step=(sys.executable, "-m", _SRUN_WATCH_MODULE, *arguments),
         after_failure=(sys.executable, "-u", "-m", _SRUN_FAILED_MODULE, *arguments),
@@ -107,6 +108,7 @@ def _job(
         else (sys.executable, "-u", "-m", _SETUP_FAILED_MODULE, *arguments),
         notes=() if share.is_asked or not on_gpus else _missing(cpus is None, not says_memory),
         srun_options=srun_options,
+        srun_extra=cluster.srun_extra,
         options=options,
     )
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from conf.schema import Config, Device, LauncherName, Offload, PrecisionName, Source, StateDType
-from launchers.slurm.batch_script import option_problems
+from launchers.slurm.batch_script import option_problems, srun_option_problems
 from orchestra.config.keys import shown
 from orchestra.config.machine import Situation, world_size
 from orchestra.data.token_files import (
@@ -353,6 +353,11 @@ def rule_slurm_extra(config: Config, _: Situation) -> Iterator[str]:
             yield f"cluster.slurm_extra.{name}: {key} says that; set it there"
     for problem in option_problems({name: extra[name] for name, key in named.items() if key is None}):
         yield f"cluster.slurm_extra.{problem}; leave it out"
+
+
+def rule_srun_extra(config: Config, _: Situation) -> Iterator[str]:
+    for problem in srun_option_problems(config.cluster.srun_extra):
+        yield f"cluster.srun_extra.{problem}; leave it out"
 
 
 def rule_array_throttle(config: Config, _: Situation) -> Iterator[str]:

@@ -92,6 +92,9 @@ rule_time_for_warning
 rule_slurm_extra
     cluster.slurm_extra={nodes: 3} -> slurm_extra.nodes | cluster.nodes
     cluster.slurm_extra={array: 0-3} -> slurm_extra.array | sweep
+rule_srun_extra
+    cluster.srun_extra={kill-on-bad-exit: 1} -> srun_extra.kill-on-bad-exit | outlives
+    cluster.srun_extra={container_image: x} -> srun_extra.container_image | cluster.container.image
 rule_run_name
     run.name=../x -> run.name=../x | letters
     run.name='' -> run.name is empty | leave it out

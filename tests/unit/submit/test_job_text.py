@@ -74,6 +74,25 @@ def test_set_up_lines_are_the_shells_own_and_run_before_everything_of_ours(
     assert done.stdout == f"yes IB0 {tmp_path}/runs/mine/code:/site/packages 1\n"
 
 
+def test_options_of_srun_and_variables_in_a_prefix_reach_srun_as_they_are(
+    orchestra: CommandLine, tmp_path: Path
+) -> None:
+    extra = "cluster.srun_extra={cpu-bind: none, no_container_mount_home: true, mpi: null, network: [a, b]}"
+    prefix = "cluster.container.prefix='run --name \"a `b` $(c)\" $SITE_IMAGE'"
+    setup = 'cluster.setup=["export SITE_IMAGE=\\"/images/of the site.sif\\""]'
+    script = orchestra(*SMALL, extra, prefix, setup).out
+    srun = tmp_path / "srun"
+    srun.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    srun.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/bin:/usr/bin", "HOME": str(tmp_path)}
+    done = subprocess.run(["bash"], input=script, env=environment, capture_output=True, text=True, check=True)
+    words = done.stdout.splitlines()
+    assert {"--cpu-bind=none", "--no-container-mount-home", "--network=a,b"} <= set(words)
+    assert not any(word.startswith("--mpi") for word in words)
+    begin = words.index("run")
+    assert words[begin : begin + 4] == ["run", "--name", "a `b` $(c)", "/images/of the site.sif"]
+
+
 def test_apptainer_prefix_stands_before_the_command_and_keeps_its_quotes(
     orchestra: CommandLine, tmp_path: Path
 ) -> None:
