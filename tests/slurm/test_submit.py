@@ -10,9 +10,11 @@ from sites import HELD, TINY, Site
 
 pytestmark = pytest.mark.slow
 
+SRUN_EXTRA = "cluster.srun_extra={cpu-bind: none, mpi: none, exact: true}"
+
 
 def test_three_nodes_train_as_one_run(cluster: Site) -> None:
-    run = cluster.submit_run("three", "cluster.nodes=3", "train.steps=5")
+    run = cluster.submit_run("three", "cluster.nodes=3", "train.steps=5", SRUN_EXTRA)
     run.assert_job_ends("COMPLETED")
     assert run.steps() == [1, 2, 3, 4, 5]
     (start,) = run.events("attempt_started")
