@@ -363,7 +363,9 @@ class ModelConfig:
 
 
 class Source(Enum):
-    """`stdlib`: the running interpreter's own *.py as bytes. `tokens`: files of `orchestra data pack`."""
+    """`stdlib`: the running interpreter's own *.py as bytes, less some that are held out. `tokens`: files of
+    `orchestra data pack`.
+    """
 
     stdlib = "stdlib"
     tokens = "tokens"
@@ -394,6 +396,22 @@ class DataConfig:
     document_masks: bool = False
     # Write each step's sample ids to <run>/samples/.
     ledger: bool = False
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """The loss on held-out data while a run trains: columns eval/NAME/loss of metrics.jsonl."""
+
+    # After every so many steps, and after the last one; null: never.
+    every_steps: int | None = None
+    # Global batches of each source, the same ones every time; null: each of its samples once.
+    steps: int | None = 10
+    # What is evaluated: {wiki: {path: PREFIX}, code: {blend: [{path: PREFIX, weight: 2}]}}, or one source
+    # alone, which is then called held_out. null or {}: with data.source=stdlib, its files that no run trains
+    # on.
+    data: dict[str, Any] | None = field(default_factory=dict)
+    # Before a run's first step too: columns eval/NAME/loss_at_start of its first row.
+    at_start: bool = False
 
 
 class Schedule(Enum):
@@ -573,6 +591,8 @@ class RunConfig:
     # nobody but its user may, whatever the umask is.
     group: str | None = None
     # Column of metrics.jsonl that `submit --wait` and the sweepers which choose values go by: its last row's.
+    # One of eval (eval/wiki/loss) is also what status and checkpoint.keep_best compare, in the place of the
+    # training's loss.
     metric: str = "loss"
 
 
@@ -584,6 +604,7 @@ class Config:
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

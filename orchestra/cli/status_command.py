@@ -28,12 +28,14 @@ from orchestra.cli.text.describe import (
     sweep_summary,
 )
 from orchestra.cli.text.resolve import TARGET_HELP, add_directory_option, all_targets, resolve_target
-from orchestra.errors import EXIT_DO_NOT_RESTART, EXIT_DONE
+from orchestra.errors import EXIT_DO_NOT_RESTART, EXIT_DONE, ConfigError
 from orchestra.recovery.history import newest_attempt
 from orchestra.recovery.incidents import Verdict, node_verdict
 from orchestra.report.run_state import MemberState, RunState, SweepState, by_phase, waits_for_storage
 from orchestra.report.scheduler import read_states
+from orchestra.run.config_file import read_config
 from orchestra.run.events import read_events
+from orchestra.run.metrics_file import eval_column
 from orchestra.run.paths import RunDir
 from orchestra.run.record import RunPhase
 from orchestra.run.rollback import RollBack, roll_backs
@@ -127,6 +129,7 @@ def _of_run(state: RunState) -> list[str]:
     facts = {
         "reason": _reason(state, None if attempt is None else node_verdict(attempt)),
         "restart": _restart(state, now),
+        "eval": figures.named_losses(state.eval),
         "job": _job(state),
         # Where Slurm names the nodes they stand with the job.
         "nodes": ", ".join(hosts) if state.state is RunPhase.running and not state.job_nodes else "",
@@ -295,10 +298,29 @@ def _values(member: MemberState, keys: Sequence[str]) -> list[str]:
 
 
 def _best(state: SweepState) -> list[str]:
-    """Name the finished member with the lowest last loss, where there are several to compare."""
-    finished = (each for each in state.members if each.state.state is RunPhase.finished)
-    losses = [(each.state.loss, each) for each in finished if each.state.loss is not None]
+    """Name the finished member with the lowest last loss, where there are several to compare: on held-out
+    data where the members go by that (run.metric), else in training.
+    """
+    finished = [each for each in state.members if each.state.state is RunPhase.finished]
+    source = _source_to_compare(finished)
+    of_members = [
+        (each.state.loss if source is None else each.state.eval.get(source), each) for each in finished
+    ]
+    losses = [(loss, each) for loss, each in of_members if loss is not None]
     if len(losses) < 2:
         return []
     loss, best = min(losses, key=lambda pair: pair[0])
-    return [f"lowest  {best.state.name} ({' '.join(best.member.overrides)}): loss {figures.loss(loss)}"]
+    word = "loss" if source is None else eval_column(source)
+    return [f"lowest  {best.state.name} ({' '.join(best.member.overrides)}): {word} {figures.loss(loss)}"]
+
+
+def _source_to_compare(finished: Sequence[MemberState]) -> str | None:
+    """Return the held-out source whose loss the members' run.metric is; None where it is none."""
+    evaluated = [each.state for each in finished if each.state.eval]
+    if not evaluated:
+        return None
+    try:
+        metric = read_config(RunDir(Path(evaluated[0].path)).config).run.metric
+    except ConfigError:
+        return None
+    return next((name for name in evaluated[0].eval if eval_column(name) == metric), None)

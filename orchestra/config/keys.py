@@ -33,9 +33,14 @@ class Key:
         return dataclasses.is_dataclass(self.type)
 
     @property
+    def takes_null(self) -> bool:
+        """Whether null is a value of this key."""
+        return type(None) in typing.get_args(self.type)
+
+    @property
     def is_free(self) -> bool:
         """Whether anything may stand below this key (a dictionary)."""
-        return typing.get_origin(self.type) is dict
+        return typing.get_origin(_without_none(self.type)) is dict
 
 
 @cache

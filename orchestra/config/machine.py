@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from conf.schema import Config, Device, LauncherName
+from orchestra.data.held_out import mapped_paths
 from orchestra.errors import ConfigError
 from orchestra.sizes.hardware import detect_gpus
 from orchestra.sizes.topology import global_batch_size, layout
@@ -100,6 +101,7 @@ def _with_absolute_paths(config: Config) -> Config:
     return replace(
         config,
         data=data,
+        eval=replace(config.eval, data=mapped_paths(config.eval.data, absolute)),
         cluster=cluster,
         model=replace(model, init_from=model.init_from and absolute(model.init_from)),
         checkpoint=replace(

@@ -75,7 +75,8 @@ class Scratch:
         if key is None:
             yield unknown_key(name)
         elif key.is_free:
-            if key.name == name and not isinstance(value, dict):
+            is_whole = isinstance(value, dict) or (value is None and key.takes_null)
+            if key.name == name and not is_whole:
                 yield wrong_type(key, name, value)
         elif key.is_section and isinstance(value, dict):
             for child, inner in value.items():

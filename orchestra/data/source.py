@@ -39,6 +39,8 @@ class SampleSource(Protocol):
     """Samples by id, and the ids by position of the endless training order."""
 
     vocab_size: int
+    # Ids are 0 … num_samples − 1.
+    num_samples: int
 
     def ids_at(self, position: int, count: int, seed: int) -> Int64:
         """Return the sample ids at positions [position, position + count): a pure function."""
@@ -149,6 +151,7 @@ class Blend:
         self._parts = list(parts)
         self._weights = [max(1, round(weight / sum(weights) * _RESOLUTION)) for weight in weights]
         self._offsets = np.cumsum([0] + [part.num_samples for part in parts])
+        self.num_samples = int(self._offsets[-1])
         self.vocab_size = max(part.vocab_size for part in parts)
 
     def ids_at(self, position: int, count: int, seed: int) -> Int64:
@@ -226,7 +229,8 @@ def _tokenizer(file: TokenFile) -> str:
 #
 # All *.py files of the standard library in the order of their names, as bytes, each followed by SEPARATOR.
 # Tests, site-packages and IDLE are left out. The text depends on the version of Python, so a run resumed
-# under another one would see other samples.
+# under another one would see other samples. One file in twenty, chosen by its name alone, is held out: no run
+# trains on it, whether it evaluates or not.
 
 
 # The id after the 256 byte values; follows each document.
@@ -236,25 +240,39 @@ VOCAB_SIZE = 257
 _LEFT_OUT = {"test", "tests", "idle_test", "idlelib", "site-packages", "dist-packages", "__pycache__"}
 
 
-def stdlib_files() -> list[Path]:
-    """Return the library's source files, sorted by their path below the library."""
+# Of so many files one is held out.
+_HELD_OUT_OF = 20
+
+
+def is_held_out(name: str) -> bool:
+    """Whether the file of this path below the library is kept from training, on every machine alike."""
+    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+    return int.from_bytes(digest) % _HELD_OUT_OF == 0
+
+
+def stdlib_files(*, held_out: bool = False) -> list[Path]:
+    """Return the library's source files, or those of it that are held out, sorted by their path below the
+    library.
+    """
     root = Path(sysconfig.get_path("stdlib"))
     files = []
     for folder, children, names in os.walk(root):
         children[:] = [child for child in children if child not in _LEFT_OUT]
         files += [Path(folder, name) for name in names if name.endswith(".py")]
-    return sorted(files, key=lambda path: path.relative_to(root).as_posix())
+    by_name = {path.relative_to(root).as_posix(): path for path in files}
+    return [by_name[name] for name in sorted(by_name) if is_held_out(name) is held_out]
 
 
-def stdlib_tokens() -> npt.NDArray[np.uint16]:
-    """Return the text as tokens (uint16): bytes, with SEPARATOR after each file. About 12 million.
+def stdlib_tokens(*, held_out: bool = False) -> npt.NDArray[np.uint16]:
+    """Return the text as tokens (uint16): bytes, with SEPARATOR after each file. About 11 million, and
+    half a million that are held out.
 
     Raises DataError where the library cannot be read.
     """
     parts = []
     separator = np.array([SEPARATOR], dtype=np.uint16)
     try:
-        for path in stdlib_files():
+        for path in stdlib_files(held_out=held_out):
             parts += [np.frombuffer(path.read_bytes(), dtype=np.uint8).astype(np.uint16), separator]
     except OSError as error:
         raise DataError(f"data.source=stdlib: cannot read {error.filename} ({error.strerror})") from error
@@ -264,10 +282,13 @@ def stdlib_tokens() -> npt.NDArray[np.uint16]:
     return np.concatenate(parts)
 
 
-def open_source(data: DataConfig, seq_len: int) -> SampleSource:
-    """Open the source that a checked configuration names. Raises DataError where it cannot be read."""
+def open_source(data: DataConfig, seq_len: int, *, held_out: bool = False) -> SampleSource:
+    """Open the source that a checked configuration names; of the standard library the files to train on, or
+    those that are `held_out`. Raises DataError where it cannot be read.
+    """
     if data.source is Source.stdlib:
-        return TokenSamples(stdlib_tokens(), seq_len, VOCAB_SIZE, "data.source=stdlib")
+        tokens = stdlib_tokens(held_out=held_out)
+        return TokenSamples(tokens, seq_len, VOCAB_SIZE, "data.source=stdlib")
     return open_blend(data, seq_len)
 
 

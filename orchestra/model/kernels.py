@@ -152,8 +152,9 @@ def products(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()
 
     `biases`: one for each weight, or none.
     """
-    tickets = tickets_of(weights)
-    if not tickets and (torch.compiler.is_compiling() or len(weights) == 1):
+    has_backward = torch.is_grad_enabled()
+    tickets = tickets_of(weights) if has_backward else []
+    if not tickets and (torch.compiler.is_compiling() or len(weights) == 1 or not has_backward):
         return tuple(map(F.linear, [x] * len(weights), weights, biases or (None,) * len(weights)))
     return _Products.apply(x, len(weights), *weights, *tickets, *biases)  # type: ignore[no-any-return, no-untyped-call]
 

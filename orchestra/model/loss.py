@@ -80,9 +80,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         chunk: int,
         passes: LogitsPasses,
         make_products: MakeProducts,
+        has_backward: bool,
     ) -> Tensor:
         total = torch.zeros((), dtype=wide_type(hidden_TE), device=hidden_TE.device)
-        needs_gradients = any(ctx.needs_input_grad[:2])
+        # That a parameter needs its gradient a Function hears even where gradients are switched off.
+        needs_gradients = has_backward and any(ctx.needs_input_grad[:2])
         products = make_products(hidden_TE, weight_VE, len(weight_VE), scale)
         grads = (
             ChunkGradients(products, hidden_TE, weight_VE, len(weight_VE), chunk) if needs_gradients else None
@@ -106,7 +108,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return *scaled_gradients(grads[0], *ctx.saved_tensors), *[None] * 5
+        return *scaled_gradients(grads[0], *ctx.saved_tensors), *[None] * 6
 
 
 def scaled_gradients(
@@ -190,7 +192,7 @@ def cross_entropy_sum(
     """
     rows = chunk or default_chunk(hidden_TE, len(target_T), len(weight_VE), passes)
     return _ChunkedCrossEntropy.apply(  # type: ignore[no-any-return, no-untyped-call]
-        hidden_TE, weight_VE, target_T, scale, rows, passes, products
+        hidden_TE, weight_VE, target_T, scale, rows, passes, products, torch.is_grad_enabled()
     )
 
 

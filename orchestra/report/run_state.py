@@ -16,8 +16,8 @@ import re
 import socket
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -219,7 +219,7 @@ _MANY_ROWS, _MANY_BYTES = 2_000, 1 << 20
 # The events that a state is made of.
 _EVENTS = (
     *("attempt_started", "restarting", "requeued", "cancelled", "finished", "failed", "rank_failed"),
-    *("checkpoint_committed", "checkpoint_failed", "start_failed"),
+    *("checkpoint_committed", "checkpoint_failed", "start_failed", "evaluated"),
     *OF_LINEAGE,
 )
 # The writers of events that stand for a command, not for an attempt.
@@ -239,6 +239,8 @@ class RunState:
     steps: int | None = None
     step: int | None = None
     loss: float | None = None
+    # The newest held-out losses by source; empty where nothing was evaluated.
+    eval: Mapping[str, float] = field(default_factory=dict)
     tokens_per_s: float | None = None
     mfu: float | None = None
     eta_s: float | None = None
@@ -268,6 +270,8 @@ class RunState:
         """Return what `--json` prints: all but how the job is found again."""
         record = dataclasses.asdict(dataclasses.replace(self, submitted=None))
         record.pop("submitted")
+        if not self.eval:
+            record.pop("eval")
         if self.state is not RunPhase.restarting:
             record["restart"] = None
         return record
@@ -322,6 +326,7 @@ def _read_state(run: RunDir, now: float) -> RunState:
         steps=steps,
         step=last.get("step"),
         loss=last.get("loss"),
+        eval=held_out_losses(events),
         tokens_per_s=median_of(rows, "tokens_per_s"),
         mfu=median_of(rows, "mfu"),
         eta_s=seconds_left(rows, steps) if state is RunPhase.running else None,
@@ -334,6 +339,18 @@ def _read_state(run: RunDir, now: float) -> RunState:
         submitted=_job_to_ask_about(run, record, events, state),
         restart=restart,
     )
+
+
+def held_out_losses(events: Sequence[Record]) -> dict[str, float]:
+    """Return the newest held-out losses on the run's line, by source."""
+    lineage = lineage_of([*events])
+    for event in reversed(events):
+        losses = event.get("losses")
+        if event["event"] != "evaluated" or not isinstance(losses, dict) or not is_whole(event.get("step")):
+            continue
+        if lineage.is_on_line(event["step"], event["attempt"]):
+            return {str(name): loss for name, loss in losses.items() if is_number(loss)}
+    return {}
 
 
 def _job_to_ask_about(

@@ -45,6 +45,24 @@ METRIC_KEYS = (
 
 # Those that are numbers, and of which a run can have a last one.
 NUMBER_KEYS = tuple(key for key in METRIC_KEYS if key not in ("step", "mfu_convention", "attempt"))
+# What the names of held-out losses begin with: eval/NAME/loss, in the rows of the steps that they follow.
+_EVAL = "eval/"
+
+
+def eval_column(name: str) -> str:
+    """Return the column of the mean loss on the held-out source `name`, in nats per token."""
+    return f"{_EVAL}{name}/loss"
+
+
+def is_eval_column(key: str) -> bool:
+    """Whether a column is one of held-out data."""
+    return key.startswith(_EVAL)
+
+
+def eval_losses(row: Record) -> dict[str, float]:
+    """Return the held-out losses of a row by the names of their sources."""
+    named = {key.removeprefix(_EVAL).removesuffix("/loss"): key for key in row if is_eval_column(key)}
+    return {name: row[key] for name, key in named.items() if key == eval_column(name) and is_number(row[key])}
 
 
 def read_metrics(run: RunDir) -> list[Record]:
@@ -76,7 +94,8 @@ def sound_row(row: Record) -> Record | None:
     """
     if not is_whole(row.get("step")) or row["step"] < 0 or not is_whole(row.get("attempt", 0)):
         return None
-    wrong = {key: None for key in NUMBER_KEYS if key in row and not is_number(row[key])}
+    numbers = (key for key in row if key in NUMBER_KEYS or is_eval_column(key))
+    wrong = {key: None for key in numbers if not is_number(row[key])}
     if not isinstance(row.get("mfu_convention", ""), str):
         wrong["mfu_convention"] = None
     return {**row, **wrong} if wrong else row

@@ -13,7 +13,7 @@ import resource
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -164,17 +164,26 @@ class MetricsLog:
     file: JsonLinesWriter
     overflows: OverflowLog
     tokens_per_step: int
+    # Columns of the next row beside a row's own: held-out losses.
+    beside: dict[str, float] = field(default_factory=dict)
 
     def add(
-        self, trained: TrainedStep, *, is_logged: bool, num_skipped: int, failed_saves: int | None = None
+        self,
+        trained: TrainedStep,
+        *,
+        is_logged: bool,
+        num_skipped: int,
+        failed_saves: int | None = None,
+        elsewhere_s: float = 0.0,
     ) -> None:
         """Count a step, and write its row where it is logged; `num_skipped` steps were skipped so far, and
-        the last `failed_saves` saves failed (None: there is nothing to tell of saves).
+        the last `failed_saves` saves failed (None: there is nothing to tell of saves). `elsewhere_s` of the
+        seconds since its begin were not the step's.
         """
         result = trained.result
         # Waits for the device: before the clock is read.
         loss = float(result.loss) if is_logged else math.nan
-        step_time_s = time.perf_counter() - trained.began
+        step_time_s = time.perf_counter() - trained.began - elsewhere_s
         self.meter.add_step(step_time_s, trained.data_time_s, self.tokens_per_step)
         if is_logged:
             row = self.meter.row(
@@ -185,7 +194,8 @@ class MetricsLog:
                 nonfinite_steps=num_skipped,
             )
             saves = {} if failed_saves is None else {"failed_saves": failed_saves}
-            self.file.write({**row, **self.overflows.columns(trained.step), **saves})
+            self.file.write({**row, **self.overflows.columns(trained.step), **saves, **self.beside})
+            self.beside.clear()
 
     def totals(self) -> Totals:
         """Return the run's totals up to the last step that was added."""

@@ -14,6 +14,7 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -44,7 +45,7 @@ from orchestra.run.config_file import read_config
 from orchestra.run.events import EventWriter, rank_writer
 from orchestra.run.files import JsonLinesWriter
 from orchestra.run.heartbeat import Heart, Phase, silent_heart
-from orchestra.run.metrics_file import MFU_CONVENTION
+from orchestra.run.metrics_file import MFU_CONVENTION, is_eval_column
 from orchestra.run.paths import RunDir, offload_folder
 from orchestra.run.planned_faults import planned_faults
 from orchestra.run.record import fallback_place, wandb_id
@@ -63,6 +64,7 @@ from orchestra.train.build import (
 )
 from orchestra.train.checkpoints import Checkpoints, build_checkpoints
 from orchestra.train.hooks import HeartbeatHook, LedgerHook, StepHooks, TrainedStep
+from orchestra.train.inference.evaluation import Evaluated, Evaluation, build_evaluation
 from orchestra.train.memory.micro_batch import with_micro_batch_size
 from orchestra.train.memory.out_of_memory import is_out_of_memory, out_of_memory
 from orchestra.train.memory_copies import build_memory_copies
@@ -117,6 +119,10 @@ class Trainer:
     profiler: StepProfiler
     # Rank 0's; None on the others.
     metrics: MetricsLog | None
+    # None without held-out data.
+    evaluation: Evaluation | None
+    # run.metric
+    metric: str
 
     def train(self) -> StopRequest | None:
         """Train up to train.steps, or until a stop is asked for. *Collective*.
@@ -128,6 +134,9 @@ class Trainer:
         self.rank.step = self.rank.begin = begin
         if begin < last_step and self.stopping.begin(begin):
             return self._request(begin)
+        if begin < last_step and self.evaluation is not None:
+            at_start = self.evaluation.begin(begin, lambda: self.hooks.enter(Phase.setup))
+            self._show(at_start.columns("_at_start"))
         for step in range(begin + 1, last_step + 1):
             self.rank.step = step
             with self.hooks.around_step(step):
@@ -161,16 +170,23 @@ class Trainer:
         Raises the error that the hooks' verdict asks for: after the row is written, before anything is saved.
         """
         step, is_last = trained.step, request is not None
-        is_logged = is_last or step % self.config.log_every == 0 or step == self.config.steps
+        # Who was asked to stop saves first: time may be short.
+        is_evaluated = not is_last and self.evaluation is not None and self.evaluation.is_due(step)
+        is_logged = is_last or is_evaluated or step % self.config.log_every == 0 or step == self.config.steps
         is_saved = self.checkpoints.is_due(step, is_last=is_last)
         is_copied = not is_last and self.checkpoints.is_copy_due(step)
         must_read = is_logged or is_saved or is_copied
         verdict = self.hooks.verdict(step, trained.result, must_read=must_read)
+        evaluated = self._evaluated(step) if is_evaluated and verdict is None else Evaluated()
         if self.metrics is not None:
             is_row = is_logged or verdict is not None
             failed_saves = self.checkpoints.health.failed_in_a_row
             self.metrics.add(
-                trained, is_logged=is_row, num_skipped=self.guard.num_skipped, failed_saves=failed_saves
+                trained,
+                is_logged=is_row,
+                num_skipped=self.guard.num_skipped,
+                failed_saves=failed_saves,
+                elsewhere_s=evaluated.seconds,
             )
         if verdict is not None:
             raise self._roll_back(verdict, step, trained.batch) if isinstance(verdict, BadSteps) else verdict
@@ -178,7 +194,7 @@ class Trainer:
             return
         waits = is_saved and self.checkpoints.waits_for_storage(step, is_last=is_last)
         self.hooks.enter(Phase.commit if waits else Phase.save, step)
-        position = self._position(trained)
+        position = self._position(trained, evaluated)
         if is_saved:
             self.checkpoints.save(
                 position,
@@ -188,6 +204,20 @@ class Trainer:
             )
         if is_copied:
             self.checkpoints.copy(position)
+
+    def _evaluated(self, step: int) -> Evaluated:
+        """Evaluate the model after a step whose result has been read. *Collective*."""
+        assert self.evaluation is not None
+        # Each micro-batch beats: however long the whole takes, it is no hang. Its limit is that of a record,
+        # which the storage may hold up too.
+        found = self.evaluation.run(step, lambda: self.hooks.enter(Phase.record, step))
+        self._show(found.columns())
+        return found
+
+    def _show(self, columns: Mapping[str, float]) -> None:
+        """Give the next row of metrics some more columns."""
+        if self.metrics is not None:
+            self.metrics.beside.update(columns)
 
     def _roll_back(self, bad: BadSteps, step: int, batch: Batch) -> TrainingError:
         """Decide where the run goes back to; return the error that ends the attempt. *Collective*."""
@@ -209,9 +239,11 @@ class Trainer:
                 self.rank.events.write("stop_requested", step=step, **evidence, **since)
         return request
 
-    def _position(self, trained: TrainedStep) -> Position:
+    def _position(self, trained: TrainedStep, evaluated: Evaluated) -> Position:
         """Return where the run stands after a step. The totals are rank 0's, which alone writes them down."""
         loss = float(trained.result.loss)
+        if is_eval_column(self.metric):
+            loss = evaluated.columns().get(self.metric, math.nan)
         loss_scale, spikes, history = self.step.loss_scale, self.step.spikes, self.step.scale_history
         return Position(
             step=trained.step,
@@ -274,6 +306,10 @@ def assemble(config: Config, mesh: Mesh, ranks: RankEnvironment, rank: RankAttem
     hooks = StepHooks((step_times, heartbeat, faults, profiler, replay, copies, ledger, guard))
     step = build_step(config, mesh, built, hooks, begin.loss_scale, begin.recent_losses, begin.fp8_sizes)
     metrics = _metrics(config, mesh, built, step, peak_flops, begin, rank) if mesh.rank == 0 else None
+    parallel = built.parallelized
+    evaluation = build_evaluation(
+        config, parallel.model, built.batch, mesh, parallel.stage.begin_forward, events_of_rank_0
+    )
     return Trainer(
         config=config.train,
         stop_timeout_s=config.recovery.stop_timeout_s,
@@ -289,6 +325,8 @@ def assemble(config: Config, mesh: Mesh, ranks: RankEnvironment, rank: RankAttem
         step_times=step_times,
         profiler=profiler,
         metrics=metrics,
+        evaluation=evaluation,
+        metric=config.run.metric,
     )
 
 

@@ -34,6 +34,11 @@ def loss(value: float | None) -> str:
     return _UNKNOWN if value is None else f"{value:.4f}"
 
 
+def named_losses(losses: Mapping[str, float]) -> str:
+    """Return "wiki 2.7183, code 1.6180"; nothing for none."""
+    return ", ".join(f"{name} {loss(value)}" for name, value in losses.items())
+
+
 def percent(share: float | None) -> str:
     """Return a share as a percentage with one decimal: 0.3121 → "31.2%"."""
     return "n/a" if share is None else f"{100 * share:.1f}%"

@@ -12,7 +12,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TextIO
 
@@ -20,7 +20,7 @@ from orchestra.cli.text import figures
 from orchestra.report.run_state import failed_save, median_of, outage, passed_over, seconds_left
 from orchestra.run.events import is_number, is_whole, rank_writer
 from orchestra.run.files import JsonLinesReader, Record
-from orchestra.run.metrics_file import rows_that_count, sound_row
+from orchestra.run.metrics_file import eval_losses, rows_that_count, sound_row
 from orchestra.run.paths import RunDir
 
 if TYPE_CHECKING:
@@ -46,6 +46,9 @@ class Progress:
         # The newest row, whole; empty before the first.
         self.last: Record = {}
         self.began = time.monotonic()
+        # The newest held-out losses by source, and the step they were taken after.
+        self.held_out: dict[str, float] = {}
+        self.evaluated_at = 0
         # Whether anything was trained since this object was made.
         self.has_begun = False
         # The step whose checkpoint is being written.
@@ -83,6 +86,9 @@ class Progress:
                 self.rows = rows_that_count([*self.rows, *rows])
             else:
                 self.rows += rows_that_count(rows)
+            for row in new:
+                if found := eval_losses(row):
+                    self.held_out, self.evaluated_at = found, row["step"]
             newest = self.last.get("attempt", -1)
             # Of one that was replaced none counts any more.
             self.last = next((row for row in new[::-1] if row.get("attempt", newest) >= newest), self.last)
@@ -147,6 +153,7 @@ class Progress:
             steps=self.steps,
             first_loss=losses[0] if losses else None,
             last_loss=losses[-1] if losses else None,
+            eval=self.held_out,
             tokens=self.last.get("tokens"),
             tokens_per_s=median_of(steady, "tokens_per_s"),
             mfu=median_of(steady, "mfu"),
@@ -164,6 +171,8 @@ class Summary:
     steps: int
     first_loss: float | None
     last_loss: float | None
+    # The newest held-out losses by source.
+    eval: Mapping[str, float]
     tokens: int | None
     tokens_per_s: float | None
     mfu: float | None
@@ -271,6 +280,7 @@ class PlainView:
         self._stream = stream
         self._every = max(1, math.ceil(progress.steps / _PLAIN_LINES))
         self._next_step = 1
+        self._evaluated_at = 0
         self._stops = 0
 
     def tick(self, stops: int) -> None:
@@ -281,10 +291,19 @@ class PlainView:
             if row["step"] >= self._next_step or row["step"] == self._progress.steps:
                 self._next_step = (row["step"] // self._every + 1) * self._every
                 step = f"step {row['step']:>{len(str(self._progress.steps))}}/{self._progress.steps}"
-                _print(f"{step}  {_measures(row)}  ETA {_eta(self._progress, row)}", self._stream)
+                _print(
+                    f"{step}  {_measures(row)}{self._eval()}  ETA {_eta(self._progress, row)}", self._stream
+                )
         if stops > self._stops:
             self._stops = stops
             _print(_STOPPING if stops == 1 else "stopping at once", self._stream)
+
+    def _eval(self) -> str:
+        """Return the held-out losses that no line had yet."""
+        if self._evaluated_at == self._progress.evaluated_at:
+            return ""
+        self._evaluated_at = self._progress.evaluated_at
+        return f"  eval {figures.named_losses(self._progress.held_out)}"
 
     def close(self) -> None:
         self.tick(self._stops)
@@ -367,7 +386,9 @@ class TerminalView:
         row, eta = self._progress.last, _eta(self._progress, self._progress.last)
         step = f" {row['step']}/{self._progress.steps}"
         saving = "  saving" if self._progress.saving is not None else ""
-        texts = [f"{step}  {_measures(row, omitted)}  ETA {eta}{saving}" for omitted in range(4)]
+        held_out = figures.named_losses(self._progress.held_out)
+        texts = [f"{step}  {_measures(row)}  eval {held_out}  ETA {eta}{saving}"] if held_out else []
+        texts += [f"{step}  {_measures(row, omitted)}  ETA {eta}{saving}" for omitted in range(4)]
         return next((text for text in texts if len(text) <= width), texts[-1])
 
     def close(self) -> None:

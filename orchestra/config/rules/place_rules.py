@@ -272,16 +272,20 @@ def rule_data_files(config: Config, _: Situation) -> Iterator[str]:
             )
         return
     for path in filter(None, (config.data.path, *(part.path for part in config.data.blend))):
-        prefix = token_file_prefix(path)
-        local = local_prefix(prefix)
-        if local is not None:
-            yield from _problems_of_files(Path(f"{local}.bin"), Path(f"{local}.json"), config)
+        yield from problems_of_token_file(path, config, "data")
 
 
-def _problems_of_files(binary: Path, index_file: Path, config: Config) -> Iterator[str]:
+def problems_of_token_file(path: str, config: Config, section: str) -> Iterator[str]:
+    """Yield what keeps a model from reading the token file at `path`, which a section of the configuration
+    names; nothing of one that is somewhere else.
+    """
+    local = local_prefix(token_file_prefix(path))
+    if local is None:
+        return
+    binary, index_file = Path(f"{local}.bin"), Path(f"{local}.json")
     missing = [str(name) for name in (binary, index_file) if not name.is_file()]
     if missing:
-        yield f"data: no file {' and no file '.join(missing)}; write them with `orchestra data pack`"
+        yield f"{section}: no file {' and no file '.join(missing)}; write them with `orchestra data pack`"
         return
     try:
         index = read_index(index_file)
@@ -289,7 +293,7 @@ def _problems_of_files(binary: Path, index_file: Path, config: Config) -> Iterat
         if config.data.document_masks:
             check_separator(index, str(binary))
     except DataError as error:
-        yield f"data: {error}"
+        yield f"{section}: {error}"
         return
     vocab_size, seq_len = config.model.vocab_size, config.train.seq_len
     if index.vocab_size > vocab_size:

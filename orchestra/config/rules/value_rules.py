@@ -14,7 +14,9 @@ from typing import Any
 from conf.schema import Config
 from orchestra.config.keys import nearest, shown
 from orchestra.config.machine import Situation
-from orchestra.run.metrics_file import NUMBER_KEYS
+from orchestra.data.held_out import held_out_data
+from orchestra.errors import ConfigError
+from orchestra.run.metrics_file import NUMBER_KEYS, eval_column, is_eval_column
 from orchestra.sizes import hardware
 from orchestra.sizes.compilation import AUTO
 from orchestra.sizes.units import slurm_time_s
@@ -42,6 +44,8 @@ _BOUNDS: dict[str, tuple[int | None, int | None]] = {
     "precision.loss_scale.growth_steps": (1, None),
     "precision.fp8_bf16_blocks": (0, None),
     "data.prefetch_batches": (1, 2**16),
+    "eval.every_steps": (1, None),
+    "eval.steps": (1, 2**40),
     "optim.warmup_steps": (0, None),
     "train.steps": (1, 10**12),
     "train.seq_len": (1, 2**30),
@@ -301,10 +305,18 @@ def rule_run_name(config: Config, _: Situation) -> Iterator[str]:
 
 def rule_metric(config: Config, _: Situation) -> Iterator[str]:
     metric = config.run.metric
-    if metric not in NUMBER_KEYS:
-        meant = nearest(metric, list(NUMBER_KEYS))
+    if is_eval_column(metric) and config.eval.every_steps is None:
+        yield f"run.metric={metric}: nothing is evaluated; set eval.every_steps, e.g. eval.every_steps=100"
+        return
+    try:
+        held_out = [] if config.eval.every_steps is None else [*held_out_data(config)]
+    except ConfigError:
+        return
+    columns = [*NUMBER_KEYS, *map(eval_column, held_out)]
+    if metric not in columns:
+        meant = nearest(metric, columns)
         hint = f"did you mean {meant}? There are" if meant else "there are"
-        yield f"run.metric={metric}: metrics.jsonl has no such number; {hint} {', '.join(NUMBER_KEYS)}"
+        yield f"run.metric={metric}: metrics.jsonl has no such number; {hint} {', '.join(columns)}"
 
 
 def run_name_problems(name: str) -> Iterator[str]:

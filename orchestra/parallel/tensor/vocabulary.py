@@ -169,11 +169,12 @@ class _CutCrossEntropy(torch.autograd.Function):
         group: TensorGroup,
         passes: LogitsPasses,
         make_products: MakeProducts,
+        has_backward: bool,
     ) -> Tensor:
         full_TE = gather_parts(hidden_TE, group) if group.is_sequence_parallel else hidden_TE
         products = make_products(full_TE, weight_VE, words.size, scale)
         total = torch.zeros((), dtype=wide_type(hidden_TE), device=hidden_TE.device)
-        needs_gradients = any(ctx.needs_input_grad[:2])
+        needs_gradients = has_backward and any(ctx.needs_input_grad[:2])
         grads = ChunkGradients(products, full_TE, weight_VE, words.size, chunk) if needs_gradients else None
         ctx.pending = []
 
@@ -209,7 +210,7 @@ class _CutCrossEntropy(torch.autograd.Function):
             arrived = pending.wait()
             if isinstance(pending, PendingScatter):
                 grad_hidden = arrived
-        return *scaled_gradients(grad, grad_hidden, grad_weight), *[None] * 7
+        return *scaled_gradients(grad, grad_hidden, grad_weight), *[None] * 8
 
 
 @dataclass(frozen=True)
@@ -236,5 +237,14 @@ class CutLoss:
         """
         rows = chunk or default_chunk(hidden_TE, len(target_T), self.words.padded, passes)
         return _CutCrossEntropy.apply(  # type: ignore[no-any-return, no-untyped-call]
-            hidden_TE, weight_VE, target_T, scale, rows, self.words, self.group, passes, products
+            hidden_TE,
+            weight_VE,
+            target_T,
+            scale,
+            rows,
+            self.words,
+            self.group,
+            passes,
+            products,
+            torch.is_grad_enabled(),
         )

@@ -52,6 +52,9 @@ class Stage(Protocol):
         later ones add; after the last they are complete.
         """
 
+    def begin_forward(self) -> None:
+        """Announce a forward pass whose gradients nobody wants; between steps."""
+
     def finish(self) -> list[Tensor]:
         """Wait for the gradients, summed over the ranks; return those that count in the norm on this rank:
         over all ranks of the model group each element once.
@@ -261,6 +264,9 @@ class Reduced:
     def begin(self, *, is_first: bool, is_last: bool) -> None:
         self._reducer.begin(is_first=is_first, is_last=is_last)
 
+    def begin_forward(self) -> None:
+        """Nothing: the blocks wait for their parameters by themselves."""
+
     def finish(self) -> list[Tensor]:
         self.await_update()
         self._reducer.finish()
@@ -353,6 +359,9 @@ class Gathered(Reduced):
         super().begin(is_first=is_first, is_last=is_last)
         self._gatherer.begin()
 
+    def begin_forward(self) -> None:
+        self._gatherer.begin()
+
     def update(self, update: Update) -> None:
         self._gatherer.forget()
         super().update(update)
@@ -379,6 +388,9 @@ class Rounding:
 
     def begin(self, *, is_first: bool, is_last: bool) -> None:
         self._stage.begin(is_first=is_first, is_last=is_last)
+
+    def begin_forward(self) -> None:
+        self._stage.begin_forward()
 
     def finish(self) -> list[Tensor]:
         return self._stage.finish()

@@ -236,6 +236,11 @@ rule_injected_faults
         -> at_step=10 | give a number of steps
 rule_metric
     run.metric=los -> run.metric=los | did you mean loss?
+rule_eval_data
+    eval.data={wiki: {pth: x}} -> eval.data.wiki.pth: no such key | source, path
+rule_best_by_eval
+    eval.every_steps=5  run.metric=eval/held_out/loss  checkpoint.keep_best=1  checkpoint.every_steps=12
+        -> keep_best=1 by run.metric | make it one
 rule_array_throttle
     cluster.array_throttle=0 -> cluster.array_throttle=0 | 1 or more
 """

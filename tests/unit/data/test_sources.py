@@ -20,6 +20,7 @@ from orchestra.data.source import (
     Blend,
     TokenSamples,
     open_blend,
+    open_source,
     stdlib_files,
     stdlib_tokens,
 )
@@ -56,8 +57,24 @@ def test_stdlib_is_the_interpreters_text_with_a_separator_after_each_file() -> N
     assert tokens.max() < VOCAB_SIZE
     assert np.array_equal(tokens, stdlib_tokens())
     names = [path.as_posix() for path in files]
-    assert any(name.endswith("/argparse.py") for name in names)
+    assert any(name.endswith("/ast.py") for name in names)
     assert not any("site-packages" in name or "/test/" in name or "__pycache__" in name for name in names)
+
+
+def test_no_run_trains_on_what_stdlib_holds_out() -> None:
+    kept, held_out = stdlib_files(), stdlib_files(held_out=True)
+    assert not set(kept) & set(held_out)
+    assert 0.01 < len(held_out) / len(kept) < 0.1
+    # By their names alone: the same ones on every machine that has them.
+    assert any(path.name == "argparse.py" for path in held_out)
+    source = open_source(DataConfig(source=Source.stdlib), 256, held_out=True)
+    assert source.num_samples > 1000
+    opened = open_source(DataConfig(source=Source.stdlib), 256)
+    out, kept_text = np.empty(257, dtype=np.int64), stdlib_tokens().astype(np.uint8).tobytes()
+    source.read(7, out)
+    assert out.astype(np.uint8).tobytes() not in kept_text
+    opened.read(7, out)
+    assert out.astype(np.uint8).tobytes() in kept_text
 
 
 def test_python_without_its_library_is_explained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,0 +1,80 @@
+"""Rules about held-out data: what is evaluated, when, and what goes by it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from conf.schema import Config, DataConfig, Source
+from orchestra.config.machine import Situation
+from orchestra.config.rules.place_rules import problems_of_token_file
+from orchestra.data.held_out import evaluates, held_out_data
+from orchestra.data.token_files import TokenIndex, local_prefix, read_index, token_file_prefix
+from orchestra.errors import ConfigError, DataError
+from orchestra.run.metrics_file import is_eval_column
+
+# The tokenizer of data.source=stdlib, as an index names it.
+_BYTES = ("bytes", "")
+
+
+def rule_eval_data(config: Config, _: Situation) -> Iterator[str]:
+    """The sources must be there, and mean by a token what the training's data mean by it."""
+    try:
+        sources = held_out_data(config)
+    except ConfigError as error:
+        yield from error.problems
+        return
+    if not sources and evaluates(config):
+        every = config.eval.every_steps
+        asked = "eval.at_start=true" if every is None else f"eval.every_steps={every}"
+        yield (
+            f"{asked} needs data that training does not read, and data.source=tokens names none; give "
+            "eval.data={NAME:{path:PREFIX}}, with files of `orchestra data pack`"
+        )
+    if not config.eval.data:
+        return
+    tokenizer = _tokenizer_of(config.data)
+    for name, data in sources.items():
+        for path in _paths(data):
+            yield from problems_of_token_file(path, config, f"eval.data.{name}")
+        if None not in (tokenizer, _tokenizer_of(data)) and _tokenizer_of(data) != tokenizer:
+            yield (
+                f"eval.data.{name} was packed with another tokenizer than the training's data; pack it "
+                "with the same one"
+            )
+
+
+def rule_best_by_eval(config: Config, _: Situation) -> Iterator[str]:
+    """Checkpoints are compared by held-out losses where each has one."""
+    every, saves = config.eval.every_steps, config.checkpoint.every_steps
+    goes_by_it = is_eval_column(config.run.metric) and config.checkpoint.keep_best > 0
+    if not goes_by_it or not every or saves is None:
+        return
+    if isinstance(saves, str) or saves % every:
+        yield (
+            f"checkpoint.keep_best={config.checkpoint.keep_best} by run.metric={config.run.metric} needs an "
+            f"evaluation at each save: checkpoint.every_steps={saves} is no multiple of "
+            f"eval.every_steps={every}; make it one"
+        )
+
+
+def _paths(data: DataConfig) -> list[str]:
+    if data.source is Source.stdlib:
+        return []
+    return [path for path in (data.path, *(part.path for part in data.blend)) if path is not None]
+
+
+def _tokenizer_of(data: DataConfig) -> tuple[str, str] | None:
+    """Return name and checksum of what made the tokens; None where no index can be read here."""
+    if data.source is Source.stdlib:
+        return _BYTES
+    for path in _paths(data):
+        local = local_prefix(token_file_prefix(path))
+        try:
+            index: TokenIndex | None = None if local is None else read_index(Path(f"{local}.json"))
+        except DataError:
+            index = None
+        if index is not None:
+            # Of a file alone its content counts: it may have another name.
+            return ("" if index.tokenizer_sha256 else index.tokenizer, index.tokenizer_sha256)
+    return None

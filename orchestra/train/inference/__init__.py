@@ -1,0 +1,1 @@
+"""Forward passes without gradients: held-out losses, and samples from a checkpoint."""

@@ -1,0 +1,216 @@
+"""The loss on held-out data: forward passes of the model as it stands, between two steps.
+
+It leaves nothing behind: no gradient is made, no random number drawn, and the samples are the same ones every
+time, whatever the layout. Called by the trainer, and on one rank by `orchestra eval`.
+
+Shape letters: B sequences of one micro-batch, S sequence length, N samples.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from conf.schema import Config, DataConfig, EvalConfig
+from orchestra.data.held_out import evaluates, held_out_data
+from orchestra.data.order import Int64
+from orchestra.data.source import SampleSource, open_source
+from orchestra.errors import DataError
+from orchestra.model.loss import IGNORED_TARGET
+from orchestra.model.transformer import Transformer
+from orchestra.parallel.mesh import Mesh
+from orchestra.run.events import EventWriter
+from orchestra.run.metrics_file import eval_column
+from orchestra.sizes.topology import BatchShape
+
+# Of the order in which a source's samples are chosen. Not the run's: runs are compared.
+_SEED = 0
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """The mean losses in nats per token by source, and the seconds that they took."""
+
+    losses: Mapping[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    def columns(self, suffix: str = "") -> dict[str, float]:
+        """Return what a row of metrics.jsonl says of it."""
+        if not self.losses:
+            return {}
+        losses = {f"{eval_column(name)}{suffix}": loss for name, loss in self.losses.items()}
+        return losses if suffix else {**losses, "eval_time_s": self.seconds}
+
+
+class HeldOutLoss:
+    """The mean loss over the held-out samples of each source. *Collective* over all ranks.
+
+    Micro-batches have the training's shape, so that nothing is compiled again for other sizes; without
+    gradients they need less memory than in training, and no size of their own is looked for. `forward` is
+    called before each: what the layout does before a forward pass whose gradients nobody wants.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, SampleSource],
+        limit: int | None,
+        model: Transformer,
+        batch: BatchShape,
+        mesh: Mesh,
+        forward: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`limit` is the largest number of samples of each source; None: all of them."""
+        self._sources = sources
+        self._ids = {name: _chosen(source, limit) for name, source in sources.items()}
+        self._model = model
+        self._batch = batch
+        self._mesh = mesh
+        self._forward = forward
+
+    @property
+    def num_tokens(self) -> dict[str, int]:
+        """The tokens whose losses are averaged, by source."""
+        return {name: len(ids) * self._batch.seq_len for name, ids in self._ids.items()}
+
+    @torch.no_grad()
+    def compute(self, beat: Callable[[], None] = lambda: None) -> dict[str, float]:
+        """Return the losses in nats per token, the same on all ranks. Waits for the device.
+
+        `beat` is called before each micro-batch.
+        """
+        totals = []
+        for name in self._sources:
+            # Sums of fp32 numbers are exact enough in fp64 to be the same in any order.
+            total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
+            for tokens_BS, targets_BS in self._micro_batches(name):
+                beat()
+                total += self._loss(tokens_BS, targets_BS)
+            totals.append(total)
+        sums = torch.stack(totals)
+        if self._mesh.dp_group is not None:
+            dist.all_reduce(sums, group=self._mesh.dp_group)
+        pairs = zip(self.num_tokens.items(), sums.tolist(), strict=True)
+        return {name: total / count for (name, count), total in pairs}
+
+    @torch.no_grad()
+    def warm_up(self) -> None:
+        """Take one forward pass: what is compiled for it is compiled now."""
+        self._loss(*next(self._micro_batches(next(iter(self._sources)))))
+
+    def _loss(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
+        self._forward()
+        bounds = self._model.document_bounds(tokens_BS)
+        device = self._mesh.device
+        loss: Tensor = self._model(tokens_BS.to(device), targets_BS.to(device), 1.0, bounds)
+        return loss
+
+    def _micro_batches(self, name: str) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield this rank's tokens and targets [B, S] (int64, host): equally many on every rank, the last
+        ones filled up with sequences that do not count.
+        """
+        source, ids, batch = self._sources[name], self._ids[name], self._batch
+        size, seq_len = batch.micro_batch_size, batch.seq_len
+        for begin in range(0, len(ids), size * batch.dp):
+            mine = ids[begin + self._mesh.coordinates.dp * size :][:size]
+            samples = np.zeros((size, seq_len + 1), dtype=np.int64)
+            for place, sample_id in enumerate(mine):
+                source.read(int(sample_id), samples[place])
+            tokens = torch.from_numpy(samples)
+            targets = tokens[:, 1:].clone()
+            targets[len(mine) :] = IGNORED_TARGET
+            yield tokens[:, :-1], targets
+
+
+def _chosen(source: SampleSource, limit: int | None) -> Int64:
+    """Return the ids [N] of the samples to evaluate: all in their order, or some spread over the source."""
+    if limit is None or limit >= source.num_samples:
+        return np.arange(source.num_samples, dtype=np.int64)
+    return source.ids_at(0, limit, _SEED)
+
+
+def open_held_out(sources: Mapping[str, DataConfig], config: Config) -> dict[str, SampleSource]:
+    """Open the sources of `held_out_data`. Raises DataError where the model cannot read one."""
+    opened = {}
+    for name, data in sources.items():
+        source = open_source(data, config.train.seq_len, held_out=True)
+        if source.vocab_size > config.model.vocab_size:
+            raise DataError(
+                f"eval.data.{name} has {source.vocab_size} tokens in its vocabulary, the model "
+                f"model.vocab_size={config.model.vocab_size}; pack it as the training's data"
+            )
+        opened[name] = source
+    return opened
+
+
+class Evaluation:
+    """When a run is evaluated, and what is written of it. *Collective*, the training thread's."""
+
+    def __init__(
+        self,
+        config: EvalConfig,
+        last_step: int,
+        loss: HeldOutLoss,
+        events: EventWriter | None,
+        *,
+        compiles: bool,
+    ) -> None:
+        """`events` are rank 0's. `compiles`: the first forward pass takes as long as a compiler."""
+        self._config = config
+        self._last_step = last_step
+        self._loss = loss
+        self._events = events
+        self._compiles = compiles
+
+    def begin(self, step: int, beat: Callable[[], None]) -> Evaluated:
+        """Make ready, before the first step of an attempt that goes on from `step`; return what is known of
+        the model that a run begins with, where that is asked for.
+        """
+        if step == 0 and self._config.at_start:
+            return self.run(step, beat)
+        if self._compiles and self._config.every_steps is not None:
+            # In the midst of training so long a silence would pass for a hang.
+            self._loss.warm_up()
+        return Evaluated()
+
+    def is_due(self, step: int) -> bool:
+        """Whether the model after `step` is evaluated."""
+        every = self._config.every_steps
+        return every is not None and (step % every == 0 or step == self._last_step)
+
+    def run(self, step: int, beat: Callable[[], None]) -> Evaluated:
+        """Evaluate the model as it is after `step`."""
+        began = time.perf_counter()
+        losses = self._loss.compute(beat)
+        found = Evaluated(losses, time.perf_counter() - began)
+        if self._events is not None:
+            known = {name: loss if math.isfinite(loss) else None for name, loss in losses.items()}
+            self._events.write("evaluated", step=step, losses=known, seconds=found.seconds)
+        return found
+
+
+def build_evaluation(
+    config: Config,
+    model: Transformer,
+    batch: BatchShape,
+    mesh: Mesh,
+    forward: Callable[[], None],
+    events: EventWriter | None,
+) -> Evaluation | None:
+    """Return the evaluation of a run that trains; None where it has none. Raises DataError, ConfigError."""
+    if not evaluates(config):
+        return None
+    sources = open_held_out(held_out_data(config), config)
+    loss = HeldOutLoss(sources, num_samples(config.eval, batch), model, batch, mesh, forward)
+    return Evaluation(config.eval, config.train.steps, loss, events, compiles=config.train.compile is True)
+
+
+def num_samples(config: EvalConfig, batch: BatchShape) -> int | None:
+    """Return how many samples of each source are evaluated at most."""
+    return None if config.steps is None else config.steps * batch.global_batch_size

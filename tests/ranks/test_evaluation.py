@@ -1,0 +1,173 @@
+"""Held-out losses between the steps: no bit of the training changes, and every layout finds the same."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import attempts
+import numpy as np
+import pytest
+import torch
+from pool import Ranks
+from small_trainings import (
+    EVEN,
+    SEQUENCE,
+    Row,
+    assert_same_bits,
+    config_of,
+    start,
+    take_steps,
+    trained,
+)
+from small_trainings import Trained as Whole
+from torch._dynamo.utils import counters
+
+from checkpointing.catalog import read_manifest
+from checkpointing.storage import open_storage
+from conf.schema import Config, EvalConfig, Offload, Recompute, RunConfig
+from orchestra.data.source import TokenSamples
+from orchestra.model.loss import cross_entropy_sum
+from orchestra.model.weight_gradients import WeightGradient, attach
+from orchestra.run.metrics_file import eval_column, read_metrics
+from orchestra.run.paths import RunDir
+from orchestra.train.inference.evaluation import HeldOutLoss
+from orchestra.train.state import TensorState
+
+COLUMN = eval_column("held_out")
+TRAIN: dict[str, Any] = {"global_batch_size": 8, "micro_batch_size": 2}
+LAYOUTS: list[dict[str, Any]] = [
+    *({"zero": zero} for zero in (0, 1, 3)),
+    {"tp": 2, "sequence_parallel": True},
+]
+
+
+def config(**parallelism: Any) -> Config:
+    return config_of(EVEN, train=TRAIN, **parallelism)
+
+
+def samples(num_samples: int, seed: int) -> TokenSamples:
+    tokens = np.random.default_rng(seed).integers(0, EVEN.vocab_size, num_samples * SEQUENCE + 1)
+    return TokenSamples(tokens.astype(np.uint16), SEQUENCE, EVEN.vocab_size, "array")
+
+
+def evaluated(rank: int, world: int, config: Config, steps: int = 4) -> tuple[Whole, list[dict[str, float]]]:
+    """Train, evaluating before the first step and after each; return the training and the losses."""
+    training, mesh = start(rank, world, config)
+    # 13 samples are no multiple of anything; 3 leave ranks without any.
+    sources = {"odd": samples(13, 1), "few": samples(3, 2), "many": samples(200, 3)}
+    parallel = training.parallelized
+    loss = HeldOutLoss(sources, 16, parallel.model, training.batch, mesh, parallel.stage.begin_forward)
+    found, rows = [loss.compute()], list[Row]()
+    for step in range(1, steps + 1):
+        rows += take_steps(config, training, mesh, [step])
+        before = torch.random.get_rng_state()
+        found.append(loss.compute())
+        assert torch.equal(before, torch.random.get_rng_state())
+    state = TensorState(parallel, training.optimizer, mesh)
+    shards = [shard for shard in state.snapshot() if not shard.name.startswith("rng.")]
+    parallel.stage.settle()
+    parallel.stage.close()
+    return Whole(rows, shards), found
+
+
+@pytest.mark.parametrize("parallelism", LAYOUTS, ids=str)
+def test_no_bit_changes_and_layouts_agree(ranks: Ranks, parallelism: dict[str, Any]) -> None:
+    alone = ranks(1).run(evaluated, config=config())[0]
+    found = ranks(2).run(evaluated, config=config(**parallelism))
+    plain = ranks(2).run(trained, config=config(**parallelism), steps=4)
+    assert_same_bits([whole for whole, _ in found], plain)
+    for _, losses in found:
+        assert losses == found[0][1]
+        for mine, expected in zip(losses, alone[1], strict=True):
+            assert mine == pytest.approx(expected, rel=1e-6)
+    losses = alone[1]
+    assert losses[0]["odd"] != losses[-1]["odd"]
+
+
+def test_offloaded_and_recomputed_trainings_keep_their_bits(ranks: Ranks, tmp_path: Path) -> None:
+    disk = config(zero=1, offload=Offload.optimizer_disk, offload_dir=str(tmp_path))
+    again = config(zero=3)
+    again = replace(again, train=replace(again.train, recompute=Recompute.selective))
+    for each in (disk, again):
+        found = ranks(2).run(evaluated, config=each)
+        assert_same_bits([whole for whole, _ in found], ranks(2).run(trained, config=each, steps=4))
+
+
+def test_blocks_are_compiled_once_more_and_not_after_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    # What is traced is the same; only the code that is made of it is left out.
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    compiled = replace(config(), train=replace(config().train, compile=True))
+
+    def rows_and_graphs(*, evaluates: bool) -> tuple[list[Row], list[int]]:
+        torch._dynamo.reset()
+        counters.clear()
+        training, mesh = start(0, 1, compiled)
+        parallel = training.parallelized
+        sources = {"odd": samples(13, 1), "many": samples(200, 3)}
+        loss = HeldOutLoss(sources, 16, parallel.model, training.batch, mesh, parallel.stage.begin_forward)
+        if evaluates:
+            loss.warm_up()
+        rows, graphs = list[Row](), list[int]()
+        for step in (1, 2, 3):
+            rows += take_steps(compiled, training, mesh, [step])
+            if evaluates:
+                loss.compute()
+            graphs.append(counters["stats"]["unique_graphs"])
+        return rows, graphs
+
+    plain, (without, *_) = rows_and_graphs(evaluates=False)
+    found, graphs = rows_and_graphs(evaluates=True)
+    assert found == plain
+    assert graphs == [without + 1] * 3
+
+
+def test_no_gradient_is_made_where_they_are_switched_off() -> None:
+    weight = torch.nn.Parameter(torch.randn(7, 4))
+    begun: list[int] = []
+
+    def begin() -> tuple[torch.Tensor, bool]:
+        begun.append(1)
+        return torch.empty(7, 4), False
+
+    gradient = WeightGradient(begin, lambda: None)
+    attach(weight, gradient)
+    hidden, target = torch.randn(5, 4), torch.tensor([0, 3, -100, 6, 1])
+    with torch.no_grad():
+        found = cross_entropy_sum(hidden, weight, target)
+    assert not begun
+    assert float(found) == float(cross_entropy_sum(hidden, weight, target).detach())
+    assert begun
+
+
+def with_evaluations(config: Config) -> Config:
+    evaluation = EvalConfig(every_steps=3, steps=1, at_start=True)
+    best = replace(config.checkpoint, keep_best=1)
+    return replace(config, eval=evaluation, checkpoint=best, run=RunConfig(metric="eval/held_out/loss"))
+
+
+def test_a_run_that_evaluates_and_resumes_has_the_bits_of_one_that_does_not(
+    ranks: Ranks, alone: tuple[Path, list[dict[str, str]]], tmp_path: Path
+) -> None:
+    plain, expected = alone
+    # Killed in step 8, after the checkpoint of step 5: steps 6 to 12 are trained again.
+    first = with_evaluations(attempts.config_of(inject=attempts.kill_all(8)))
+    path = tmp_path / "run"
+    assert ranks(2).run(attempts.attempt_of, path=path, attempt=0, config=first) == [None, None]
+    found = ranks(2).run(attempts.attempt_of, path=path, attempt=1, config=first)
+    assert found == expected
+    assert attempts.rows(path) == attempts.rows(plain)
+    rows = read_metrics(RunDir(path))
+    told = {row["step"]: row[COLUMN] for row in rows if COLUMN in row}
+    # The last step too, and the start of the run once.
+    assert list(told) == [3, 6, 9, 12]
+    assert [row["step"] for row in rows if f"{COLUMN}_at_start" in row] == [1]
+    assert rows[0][f"{COLUMN}_at_start"] > told[3] > told[12]
+    assert all(row["eval_time_s"] > 0 for row in rows if COLUMN in row)
+    assert [event["step"] for event in attempts.events_of(path, "evaluated")] == [0, 3, 6, 6, 9, 12]
+    # Compared by what was evaluated at that step, and by nothing where nothing was.
+    storage = open_storage(path / "checkpoints")
+    scores = {step: read_manifest(storage, step).state["score"] for step in attempts.committed(path)}
+    assert scores == {5: None, 10: None, 12: told[12]}

@@ -1,0 +1,83 @@
+"""Which held-out data a configuration has, and what is refused of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from conf.schema import Config, Source
+from orchestra.cli import main
+from orchestra.config.compose import compose
+from orchestra.config.machine import Situation
+from orchestra.data.held_out import HELD_OUT, held_out_data
+from orchestra.errors import ConfigError
+
+RUN = Situation(verb="run")
+
+
+def config_of(*overrides: str) -> Config:
+    return compose(["cluster.device=cpu", "cluster.gpus_per_node=1", *overrides], RUN).config
+
+
+def problems(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as refused:
+        config_of(*overrides)
+    return "\n".join(refused.value.problems)
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("packed")
+    (folder / "text.txt").write_text("What is held out is never trained on. " * 50)
+    assert main(["data", "pack", str(folder / "text.txt"), "--output", str(folder / "text")]) == 0
+    return folder / "text"
+
+
+def test_the_library_holds_files_out_by_itself() -> None:
+    assert list(held_out_data(config_of("eval.every_steps=10"))) == [HELD_OUT]
+    assert list(held_out_data(config_of())) == [HELD_OUT]
+
+
+def test_named_sources_one_without_a_name_and_blends(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(packed.parent)
+    tokens = ("data=tokens", "data.path=text", "train.seq_len=16", "eval.every_steps=10")
+    named = held_out_data(config_of(*tokens, "eval.data={wiki:{path:text},code:{source:stdlib}}"))
+    # Absolute: a frozen run means the same from any folder.
+    assert named["wiki"].path == str(packed)
+    assert (named["wiki"].source, named["code"].source) == (Source.tokens, Source.stdlib)
+    one = held_out_data(config_of(*tokens, "eval.data={path:text}"))
+    assert [(name, data.path) for name, data in one.items()] == [(HELD_OUT, str(packed))]
+    dotted = held_out_data(config_of(*tokens, "eval.data.wiki.path=text"))
+    assert dotted["wiki"].path == str(packed)
+    blended = held_out_data(config_of(*tokens, "eval.data={mix:{blend:[{path:text},{path:text,weight:2}]}}"))
+    assert [(part.path, part.weight) for part in blended["mix"].blend] == [
+        (str(packed), 1.0),
+        (str(packed), 2.0),
+    ]
+    assert Path(str(named["wiki"].path)).is_absolute()
+
+
+def test_what_is_refused_says_what_to_write(packed: Path) -> None:
+    tokens = ("data=tokens", f"data.path={packed}", "train.seq_len=16")
+    assert "give eval.data={NAME:{path:PREFIX}}" in problems(*tokens, "eval.every_steps=10")
+    assert "give eval.data={NAME:{path:PREFIX}}" in problems(*tokens, "eval.at_start=true")
+    every = (*tokens, "eval.every_steps=10")
+    assert "eval.data.wiki: no file" in problems(*every, "eval.data={wiki:{path:nowhere}}")
+    assert "eval.data.wiki.pth: no such key" in problems(*every, "eval.data={wiki:{pth:x}}")
+    assert "expected stdlib or tokens" in problems(*every, "eval.data={wiki:{source:web}}")
+    assert "give either path" in problems(*every, "eval.data={wiki:{source:tokens}}")
+    assert "expected a section" in problems(*every, "eval.data={wiki:3}")
+    assert "give eval.data=" in problems(*every, "eval.data=null")
+    assert "a name has" in problems(*every, "eval.data={_a:{source:stdlib}}")
+    assert "expected {path: PREFIX" in problems(*every, "eval.data={a:{blend:[{path:x,weight:-1}]}}")
+    assert "eval.steps" in problems("eval.steps=0")
+
+
+def test_a_metric_is_one_of_the_held_out_losses() -> None:
+    assert config_of("eval.every_steps=5", "run.metric=eval/held_out/loss").run.metric == "eval/held_out/loss"
+    assert "set eval.every_steps" in problems("run.metric=eval/held_out/loss")
+    assert "did you mean eval/held_out/loss" in problems("eval.every_steps=5", "run.metric=eval/heldout/loss")
+    best = ("eval.every_steps=5", "run.metric=eval/held_out/loss", "checkpoint.keep_best=1")
+    assert "no multiple of eval.every_steps=5" in problems(*best, "checkpoint.every_steps=12")
+    assert config_of(*best, "checkpoint.every_steps=10").checkpoint.every_steps == 10
