@@ -28,6 +28,8 @@ help: ## show this list
 
 demo: $(VENV)/installed ## install, then train a small Llama on this machine's own Python files (two minutes)
 	$(BIN)/orchestra run experiment=demo $(OVERRIDES)
+	@echo && echo 'what it writes after "import ":'
+	-@$(BIN)/orchestra generate "$$(ls -td runs/*/ | head -1)" "import " --temperature 0.7 --max-tokens 150
 
 test: system-packages $(VENV)/installed-test lint ## install what tests need, lint, run all tests
 	@$(PYTHON) .ci/lanes $(BIN)/python --durations=15 $(PYTEST_ARGS)

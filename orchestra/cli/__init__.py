@@ -35,6 +35,8 @@ VERBS = {
     "logs": "print or follow the logs of a run",
     "why": "tell what ended a run: first failing rank, host, traceback",
     "rehearse": "inject faults into a short copy of a run, and judge it",
+    "eval": "measure a checkpoint's loss on held-out data",
+    "generate": "sample text from a checkpoint",
     "checkpoint ls": "list the checkpoints of a run",
     "checkpoint verify": "check every byte of a checkpoint",
     "checkpoint export": "write a checkpoint for Hugging Face",

@@ -37,6 +37,9 @@ class Tokenizer(Protocol):
     def encode(self, texts: Sequence[str]) -> list[Encoded]:
         """Return the tokens of each text, without any that mark its beginning or end."""
 
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of some tokens; what is no character yet becomes U+FFFD."""
+
 
 class ByteTokenizer:
     """The 256 byte values of UTF-8, and the separator after them."""
@@ -49,6 +52,9 @@ class ByteTokenizer:
     def encode(self, texts: Sequence[str]) -> list[Encoded]:
         return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
 
+    def decode(self, tokens: Sequence[int]) -> str:
+        return bytes(token for token in tokens if token < self.separator_id).decode(errors="replace")
+
 
 class HuggingFaceTokenizer:
     """A tokenizer.json, with what it would add, cut off or fill up switched off.
@@ -56,7 +62,8 @@ class HuggingFaceTokenizer:
     Text that spells a special token is encoded as the text it is, so that no document holds a separator.
     """
 
-    def __init__(self, path: Path, separator: str | None) -> None:
+    def __init__(self, path: Path, separator: str | int | None) -> None:
+        """`separator`: the token that ends a document, or its id where that is known."""
         content = _read(path)
         self.name = path.name
         self.sha256 = hashlib.sha256(content).hexdigest()
@@ -66,13 +73,18 @@ class HuggingFaceTokenizer:
         self._tokenizer.encode_special_tokens = True
         vocabulary: dict[str, int] = self._tokenizer.get_vocab()
         self.vocab_size = max(vocabulary.values()) + 1
-        self.separator_id = _separator_id(vocabulary, separator, path)
+        self.separator_id: int = (
+            separator if isinstance(separator, int) else _separator_id(vocabulary, separator, path)
+        )
 
     def encode(self, texts: Sequence[str]) -> list[Encoded]:
         parts_of_texts = [_parts(text) for text in texts]
         flat = list(itertools.chain(*parts_of_texts))
         encodings = iter(self._tokenizer.encode_batch_fast(flat, add_special_tokens=False))
         return [_joined(next(encodings).ids for _ in parts) for parts in parts_of_texts]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(tokens)))
 
 
 def open_tokenizer(name: str, separator: str | None = None) -> Tokenizer:

@@ -131,7 +131,13 @@ def failed_saves_words(failed: FailedSaves) -> str:
 
 
 def resume_lines(run: RunDir, verdict: Verdict, events: Iterable[Record]) -> list[str]:
-    """Return how to go on with a run that is not finished; nothing where starting again would not help."""
+    """Return what to type next: what uses a finished run's model, or goes on with another one; nothing where
+    starting again would not help.
+    """
+    events = list(events)
+    if verdict.code == EXIT_DONE and newest_checkpoint(events) is not None:
+        uses = (f"{invocation('generate', run)} TEXT", f"{invocation('checkpoint export', run)} --to FOLDER")
+        return [f"next    `{uses[0]}`", f"        `{uses[1]}`"]
     if verdict.code in (EXIT_DONE, EXIT_DO_NOT_RESTART):
         return []
     return [resume_line(run, newest_checkpoint(events))]

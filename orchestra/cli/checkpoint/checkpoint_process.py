@@ -1,0 +1,65 @@
+"""Asks a process of the data plane for what takes a checkpoint's model: `orchestra eval` and `generate`.
+
+A command loads no torch: `python -m orchestra.train.inference.use_checkpoint` reads the weights and computes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from orchestra.cli.checkpoint.checkpoint_ls_command import Place, chosen_checkpoints, explained, first_look
+from orchestra.errors import DataError, OrchestraError
+from orchestra.run.record import fallback_place
+from orchestra.submit.launch import source_root
+
+# The module's own.
+_EXIT_DAMAGED = 3
+
+
+def ask(place: Place, step: int | None, act: str, request: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
+    """Do `act` with the model of a checkpoint: of `step`, else of the newest that proves intact while it is
+    read. Return the step and the answer.
+
+    Raises ConfigError with the steps there are, DataError for a damaged checkpoint that was asked for, and
+    OrchestraError with the words of the process.
+    """
+    with explained():
+        found = chosen_checkpoints(place, step)
+    for checkpoint in found:
+        storage = place.config.checkpoint.dir or str(place.run.checkpoints)
+        if checkpoint.place:
+            storage = str(fallback_place(place.run, place.config.checkpoint.fallback_dir))
+        damage = first_look(place.storage_of(checkpoint), checkpoint).damage
+        if damage is None:
+            whole = {
+                **request,
+                "act": act,
+                "config": str(place.run.config.absolute()),
+                "storage": str(storage),
+                "checkpoint": dataclasses.asdict(checkpoint),
+            }
+            done = _run(whole)
+            if done.returncode == 0:
+                return checkpoint.step, json.loads(done.stdout.splitlines()[-1])
+            damage = done.stderr.strip()
+            if done.returncode != _EXIT_DAMAGED:
+                last = damage.splitlines()[-1:] or [f"exit code {done.returncode}"]
+                raise OrchestraError(f"the model of step {checkpoint.step} could not be used: {last[0]}")
+        if step is not None:
+            raise DataError(f"the checkpoint of step {step} is damaged: {damage}")
+        print(f"passed over step {checkpoint.step}: {damage}", file=sys.stderr)
+    raise OrchestraError(f"none of {place.run.name}'s {len(found)} checkpoints is intact")
+
+
+def _run(request: Mapping[str, Any]) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(source_root()), "PYTHONSAFEPATH": "1"}
+    command = [sys.executable, "-m", "orchestra.train.inference.use_checkpoint"]
+    return subprocess.run(
+        command, input=json.dumps(request), capture_output=True, text=True, check=False, env=environment
+    )

@@ -1,0 +1,120 @@
+"""`orchestra generate RUN TEXT`: a sample from a checkpoint, to see what was learned. Reads the run."""
+
+from __future__ import annotations
+
+import json
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Callable
+from pathlib import Path
+
+from conf.schema import DataConfig, Source
+from orchestra.cli.checkpoint.checkpoint_ls_command import add_run_arguments, open_place
+from orchestra.cli.checkpoint.checkpoint_process import ask
+from orchestra.data.token_files import TokenIndex, index_of, local_prefix, token_file_prefix
+from orchestra.data.tokenizer import BYTES, ByteTokenizer, HuggingFaceTokenizer, Tokenizer
+from orchestra.errors import EXIT_DONE, ConfigError, DataError
+
+_EXPLAINED = """\
+  orchestra generate RUN "def main("                    a sample that may be another one with each --seed
+  orchestra generate RUN "def main(" --greedy           the likeliest token each time
+  orchestra generate RUN "Once" --temperature 0.7 --top-p 0.9 --max-tokens 200
+
+The text is taken as the beginning of a document. The tokenizer is that of the run's data; where its file was
+moved, --tokenizer says where it is now.
+"""
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    add_run_arguments(parser, step_help=None)
+    parser.add_argument("text", metavar="TEXT", help="what the sample goes on from")
+    parser.add_argument(
+        "--step", type=_number(int, 0), metavar="STEP", help="default: the newest that is intact"
+    )
+    parser.add_argument("--max-tokens", type=_number(int, 1), default=200, metavar="N", help="default: 200")
+    parser.add_argument(
+        "--temperature", type=_number(float, 0), default=1.0, metavar="T", help="0: greedy (default: 1)"
+    )
+    parser.add_argument(
+        "--top-p",
+        type=_number(float, 0, 1),
+        default=1.0,
+        metavar="P",
+        help="of the likeliest only (default: 1)",
+    )
+    parser.add_argument("--greedy", action="store_true", help="the same as --temperature 0")
+    parser.add_argument("--seed", type=_number(int, 0), default=0, help="equal seeds give equal samples")
+    parser.add_argument("--tokenizer", metavar="FILE", help="the tokenizer.json that packed the data")
+    parser.add_argument("--json", action="store_true", help="print text and tokens as JSON")
+    parser.epilog = _EXPLAINED
+
+
+def _number(kind: type[int] | type[float], least: float, most: float = 2**62) -> Callable[[str], float]:
+    def read(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not least <= value <= most:
+            limits = f"{least} or more" if most == 2**62 else f"{least} to {most}"
+            raise ArgumentTypeError(f"{text!r}: give a number, {limits}")
+        return value
+
+    return read
+
+
+def run(arguments: Namespace) -> int:
+    """Sample and return 0. Raises ConfigError where the tokenizer is not known."""
+    place = open_place(arguments.run, arguments.dir)
+    tokenizer = tokenizer_of(place.config.data, arguments.tokenizer)
+    (encoded,) = tokenizer.encode([arguments.text])
+    request = {
+        # What stands before each document in training, but the first.
+        "tokens": [tokenizer.separator_id, *encoded.tolist()],
+        "end_id": tokenizer.separator_id,
+        "vocab_size": max(tokenizer.vocab_size, tokenizer.separator_id + 1),
+        "max_tokens": arguments.max_tokens,
+        "temperature": 0.0 if arguments.greedy else arguments.temperature,
+        "top_p": arguments.top_p,
+        "seed": arguments.seed,
+    }
+    step, found = ask(place, arguments.step, "generate", request)
+    text = tokenizer.decode(found["tokens"])
+    if arguments.json:
+        facts = {"run": place.run.name, "step": step, "prompt": arguments.text, "text": text}
+        print(json.dumps({**facts, **found}))
+    else:
+        print(arguments.text + text)
+    return EXIT_DONE
+
+
+def tokenizer_of(data: DataConfig, given: str | None) -> Tokenizer:
+    """Return the tokenizer of a run's data: `given`, or beside the token file. Raises ConfigError."""
+    if data.source is Source.stdlib:
+        return ByteTokenizer()
+    path = data.path or data.blend[0].path
+    try:
+        index = index_of(path)
+    except (DataError, OSError) as error:
+        raise ConfigError(f"the tokenizer is not known: {error}") from error
+    if index.tokenizer == BYTES:
+        return ByteTokenizer()
+    file = Path(given).expanduser() if given else _beside(path, index)
+    if file is not None and file.is_dir():
+        file /= "tokenizer.json"
+    if file is None or not file.exists():
+        raise ConfigError(
+            f"the data was packed with {index.tokenizer} (sha256 {index.tokenizer_sha256[:16]}), and there "
+            f"is no file{f' {file}' if file else ''}; give --tokenizer FILE"
+        )
+    tokenizer = HuggingFaceTokenizer(file, index.separator_id)
+    if tokenizer.sha256 != index.tokenizer_sha256:
+        raise ConfigError(
+            f"{file} has sha256 {tokenizer.sha256[:16]}, the data was packed with "
+            f"{index.tokenizer_sha256[:16]}; give the one that packed it with --tokenizer FILE"
+        )
+    return tokenizer
+
+
+def _beside(path: str, index: TokenIndex) -> Path | None:
+    local = local_prefix(token_file_prefix(path))
+    return None if local is None else Path(local).parent / index.tokenizer

@@ -1,0 +1,64 @@
+"""The tokenizer of a run's data: bytes, the file that packed it and no other; and text from tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from conf.schema import DataConfig, Source
+from orchestra.cli import main
+from orchestra.cli.generate_command import tokenizer_of
+from orchestra.data.tokenizer import BYTES
+from orchestra.errors import ConfigError
+
+TEXT = "def generate(text): return text + text\n" * 30
+
+
+def write_tokenizer(path: Path, vocab_size: int) -> None:
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    # An end of text with a name that nobody guesses.
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=["<fin>"], initial_alphabet=alphabet)
+    made.train_from_iterator([TEXT], trainer)
+    made.save(str(path))
+
+
+@pytest.fixture
+def packed(tmp_path: Path) -> DataConfig:
+    (tmp_path / "text.txt").write_text(TEXT)
+    write_tokenizer(tmp_path / "tokenizer.json", 300)
+    arguments = ["--output", str(tmp_path / "packed"), "--tokenizer", str(tmp_path / "tokenizer.json")]
+    assert main(["data", "pack", str(tmp_path / "text.txt"), *arguments, "--separator", "<fin>"]) == 0
+    return DataConfig(source=Source.tokens, path=str(tmp_path / "packed"))
+
+
+def test_text_goes_through_the_tokenizer_that_packed_the_data_and_back(packed: DataConfig) -> None:
+    tokenizer = tokenizer_of(packed, None)
+    (encoded,) = tokenizer.encode(["return text é"])
+    assert tokenizer.decode(encoded.tolist()) == "return text é"
+    assert tokenizer.separator_id == 0
+
+
+def test_bytes_that_are_no_character_do_not_fail() -> None:
+    tokenizer = tokenizer_of(DataConfig(), None)
+    assert tokenizer.name == BYTES
+    assert tokenizer.decode([104, 105, 0xC3, 256]) == "hi\ufffd"
+
+
+def test_a_tokenizer_that_is_gone_or_another_one_is_refused(packed: DataConfig, tmp_path: Path) -> None:
+    file, other = tmp_path / "tokenizer.json", tmp_path / "other.json"
+    write_tokenizer(other, 265)
+    with pytest.raises(ConfigError, match="give the one that packed it with --tokenizer FILE"):
+        tokenizer_of(packed, str(other))
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    file.rename(moved / "tokenizer.json")
+    with pytest.raises(ConfigError, match=r"no file .*; give --tokenizer FILE"):
+        tokenizer_of(packed, None)
+    assert tokenizer_of(packed, str(moved)).separator_id == 0
+    with pytest.raises(ConfigError, match="the tokenizer is not known"):
+        tokenizer_of(DataConfig(source=Source.tokens, path=str(tmp_path / "nowhere")), None)

@@ -1,0 +1,66 @@
+"""Sampling from a small model with random weights: as a naive loop does, and the same for equal seeds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from conf.schema import ModelConfig
+from orchestra.model.transformer import Transformer, fill_initial_values
+from orchestra.train.inference.sampling import Choice, chosen, sampled
+
+PADDED, VOCABULARY, CONTEXT = 32, 23, 8
+
+
+@pytest.fixture(scope="module")
+def model() -> Transformer:
+    config = ModelConfig(
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        vocab_size=PADDED,
+        init_std=0.5,
+    )
+    made = Transformer(config)
+    fill_initial_values(made, 3)
+    return made
+
+
+def sample(model: Transformer, choice: Choice, end_id: int | None = None) -> list[int]:
+    return sampled(
+        model, [1, 2, 3], choice, max_tokens=20, vocab_size=VOCABULARY, context=CONTEXT, end_id=end_id
+    )
+
+
+def test_greedy_is_a_naive_loop_over_whole_forward_passes(model: Transformer) -> None:
+    tokens = [1, 2, 3]
+    for _ in range(20):
+        logits = model(torch.tensor([tokens[-CONTEXT:]]))[0, -1, :VOCABULARY]
+        tokens.append(int(logits.argmax()))
+    assert sample(model, Choice(temperature=0)) == tokens[3:]
+    # The end is not part of what is returned.
+    end = tokens[5]
+    assert sample(model, Choice(temperature=0), end) == tokens[3 : tokens.index(end, 3)]
+
+
+def test_equal_seeds_give_equal_samples_and_no_padding_is_chosen(model: Transformer) -> None:
+    samples = [sample(model, Choice(seed=seed)) for seed in range(6)]
+    assert samples == [sample(model, Choice(seed=seed)) for seed in range(6)]
+    assert len({tuple(each) for each in samples}) > 1
+    assert max(max(each) for each in samples) < VOCABULARY
+
+
+def test_top_p_keeps_the_fewest_tokens_that_reach_the_share() -> None:
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(top_p: float, temperature: float = 1.0) -> set[int]:
+        return {chosen(logits, Choice(temperature, top_p), generator) for _ in range(300)}
+
+    assert drawn(1.0) == {0, 1, 2, 3}
+    assert drawn(0.79) == {0, 1}
+    assert drawn(0.81) == {0, 1, 2}
+    assert drawn(1e-6) == {0}
+    assert drawn(1.0, temperature=0.01) == {0}
