@@ -18,7 +18,7 @@ from typing import Any
 from conf.schema import Config, LauncherName, Offload
 from orchestra.cli.plan import Mode, layout_words, print_result
 from orchestra.cli.text import figures
-from orchestra.config.compose import batch_said_twice, merge, settled
+from orchestra.config.compose import merge, said_twice, settled
 from orchestra.config.compose import typed as typed_config
 from orchestra.config.keys import shown
 from orchestra.config.machine import Situation, world_size
@@ -122,7 +122,7 @@ def ask(typed: list[str]) -> SearchRequest:
         raise ConfigError(checked.problems)
     given = typed_config(merge(checked)[0])
     config, broken = settled(given, checked, Situation("plan"))
-    lasting = [*batch_said_twice(given, checked.keys), *_lasting(config, broken)]
+    lasting = [*said_twice(given, checked.keys), *_lasting(config, broken)]
     if lasting:
         raise ConfigError(lasting)
     free = replace(given.train, micro_batch_size=None)
