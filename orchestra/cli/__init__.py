@@ -41,6 +41,7 @@ VERBS = {
     "checkpoint import": "check a Hugging Face folder to start from",
     "data pack": "turn text into token files",
     "data verify": "check every byte of token files",
+    "config": "explain the keys and presets of a configuration",
     "doctor": "check this machine and the cluster",
     "bench network": "measure bandwidth inside and between nodes",
 }
