@@ -561,6 +561,9 @@ class WandbConfig:
     entity: str | None = None
     group: str | None = None
     tags: list[str] = field(default_factory=list)
+    # What the run is about, and what it is in its group (train, eval).
+    notes: str | None = None
+    job_type: str | None = None
     # How long the end of a run waits for the last upload.
     finish_timeout_s: float = 30.0
 

@@ -13,7 +13,7 @@ import importlib
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from orchestra import __version__
@@ -44,6 +44,30 @@ VERBS = {
     "config": "explain the keys and presets of a configuration",
     "doctor": "check this machine and the cluster",
     "bench network": "measure bandwidth inside and between nodes",
+}
+
+
+# Verbs of other tools, and what to type instead.
+INSTEAD = {
+    **dict.fromkeys(("list", "ls", "ps", "squeue", "runs"), "`orchestra status` lists runs"),
+    **dict.fromkeys(("show", "compare", "info", "diff"), "`orchestra status RUN…` shows runs together"),
+    **dict.fromkeys(
+        ("train", "start", "fit", "launch"), "`orchestra run` trains here, `orchestra submit` in a job"
+    ),
+    **dict.fromkeys(("sweep", "multirun", "agent"), "`orchestra submit -m KEY=A,B` submits a sweep"),
+    **dict.fromkeys(("sbatch", "srun", "queue"), "`orchestra submit` submits a job"),
+    **dict.fromkeys(("stop", "kill", "scancel"), "`orchestra cancel RUN` stops a run with a checkpoint"),
+    **dict.fromkeys(("restart", "continue", "requeue"), "`orchestra resume RUN` goes on with a run"),
+    **dict.fromkeys(("tail", "log"), "`orchestra logs RUN -f` follows a run"),
+    **dict.fromkeys(("explain", "debug", "diagnose"), "`orchestra why RUN` tells what ended a run"),
+    **dict.fromkeys(("keys", "cfg", "presets"), "`orchestra config` explains keys and presets"),
+    **dict.fromkeys(
+        ("test", "check"), "`orchestra doctor` checks the machine, `orchestra rehearse RUN` a run"
+    ),
+    **dict.fromkeys(
+        ("eval", "evaluate", "validate", "generate", "sample", "export"),
+        "`orchestra checkpoint export RUN` writes a model for Hugging Face",
+    ),
 }
 
 
@@ -112,9 +136,14 @@ def _complain(problems: Sequence[str]) -> None:
 
 
 def _dispatch(argv: list[str]) -> int:
-    if not argv or argv[0] in ("-h", "--help", "help"):
+    if not argv or argv[0] in ("-h", "--help") or argv == ["help"]:
         print(_help())
         return EXIT_DONE if argv else EXIT_USAGE
+    if argv[0] == "help":
+        return _dispatch([*argv[1:], "--help"])
+    if argv[1:] in (["-h"], ["--help"]) and (verbs := _verbs_of(argv[0])) and argv[0] not in VERBS:
+        print(_help(argv[0], verbs))
+        return EXIT_DONE
     if argv[0] in ("-V", "--version", "version"):
         print(f"orchestra {__version__}")
         return EXIT_DONE
@@ -147,19 +176,26 @@ def _find(argv: list[str]) -> tuple[str, list[str]]:
 
     if argv[0].startswith("-"):
         raise ConfigError(f"orchestra takes a verb first, found {argv[0]}; see `orchestra --help`")
-    longer = " or ".join(f"`orchestra {verb}`" for verb in VERBS if verb.split()[0] == argv[0])
+    longer = " or ".join(f"`orchestra {verb}`" for verb in _verbs_of(argv[0]))
     if longer:
         raise ConfigError(f"orchestra {' '.join(argv[:2])}: expected {longer}")
+    if argv[0] in INSTEAD:
+        raise ConfigError(f"orchestra has no verb {argv[0]!r}; {INSTEAD[argv[0]]}")
     near = difflib.get_close_matches(argv[0], VERBS, n=1, cutoff=0.5)
     advice = f"did you mean `orchestra {near[0]}`?" if near else f"the verbs are {', '.join(VERBS)}"
     raise ConfigError(f"orchestra has no verb {argv[0]!r}; {advice}")
 
 
-def _help() -> str:
-    width = max(map(len, VERBS))
-    verbs = "\n".join(f"  {verb:<{width}}  {summary}" for verb, summary in VERBS.items())
+def _verbs_of(word: str) -> dict[str, str]:
+    """Return the verbs that begin with a word, and what each does."""
+    return {verb: summary for verb, summary in VERBS.items() if verb.split()[0] == word}
+
+
+def _help(first: str = "VERB", listed: Mapping[str, str] = VERBS) -> str:
+    width = max(map(len, listed))
+    verbs = "\n".join(f"  {verb:<{width}}  {summary}" for verb, summary in listed.items())
     return (
-        "usage: orchestra VERB [arguments]\n\n"
+        f"usage: orchestra {first} [arguments]\n\n"
         "Trains language models; every verb explains itself with --help.\n\n"
         f"{verbs}\n\n"
         "A RUN is the name of a run, the unique start of one, or a path.\n"

@@ -19,12 +19,13 @@ from dataclasses import dataclass
 
 from conf.schema import Config
 from launchers.torchrun import LaunchPlace, command
+from orchestra.cli.hydra_options import add_hydra_options, answered
 from orchestra.cli.text import describe, figures
 from orchestra.cli.text.progress import Progress, open_view, silence, speaks_unicode
 from orchestra.config.machine import signature, this_machine
 from orchestra.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_STOPPED
 from orchestra.recovery.incidents import Verdict
-from orchestra.run.config_file import to_yaml
+from orchestra.run.config_file import plain_values, to_yaml
 from orchestra.run.events import read_events
 from orchestra.run.files import Record
 from orchestra.run.paths import RunDir
@@ -46,9 +47,10 @@ Overrides are Hydra's: KEY=VALUE sets a value, GROUP=NAME takes a preset of a gr
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.usage = "orchestra run [overrides] [--dry-run] [--json]"
+    parser.usage = "orchestra run [overrides] [--dry-run] [--json] [--cfg job] [--info] [--config-dir DIR]"
     parser.add_argument("overrides", nargs="*", metavar="overrides", help="KEY=VALUE or GROUP=NAME")
     add_output_options(parser)
+    add_hydra_options(parser)
     parser.add_argument("-m", "--multirun", action=_RefuseSweep, nargs=0, help=SUPPRESS)
     parser.epilog = _EXPLAINED + "Presets (files of conf/):\n" + _presets()
 
@@ -69,6 +71,8 @@ def _presets() -> str:
 
 def run(arguments: Namespace) -> int:
     """Train and return the exit code of the verdict. Raises ConfigError before anything is started."""
+    if answered(arguments, "run"):
+        return EXIT_DONE
     from orchestra.config.compose import compose
 
     config = compose(arguments.overrides, this_machine(starts=not arguments.dry_run)).config
@@ -116,7 +120,6 @@ def print_plan(attempt: ForegroundAttempt, facts: Record, *, as_json: bool) -> N
     spec = launch_spec(attempt.config, run, attempt.number, search_path())
     # The port is looked for when torchrun is really started.
     words = command(spec, LaunchPlace(node=0, master_address="127.0.0.1", master_port=0))
-    frozen = to_yaml(attempt.config)
     if as_json:
         plan = {
             "name": run.name,
@@ -124,14 +127,14 @@ def print_plan(attempt: ForegroundAttempt, facts: Record, *, as_json: bool) -> N
             **facts,
             "command": list(words),
             "environment": dict(spec.environment),
-            "config": frozen,
+            "config": plain_values(attempt.config),
         }
         print(json.dumps(plan, indent=2))
         return
     environment = " ".join(f"{name}={shlex.quote(value)}" for name, value in sorted(spec.environment.items()))
     print("\n".join(attempt.header))
     print(f"\n# would be started as\n{environment} {shlex.join(words)}")
-    print(f"\n# {describe.shown(run.config)}\n{frozen}", end="")
+    print(f"\n# {describe.shown(run.config)}\n{to_yaml(attempt.config)}", end="")
 
 
 def train(attempt: ForegroundAttempt, *, as_json: bool) -> int:

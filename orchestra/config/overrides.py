@@ -64,7 +64,8 @@ def parse_overrides(overrides: Sequence[str], loader: ConfigLoader | None = None
     parser = OverridesParser.create()
     for text in overrides:
         try:
-            override = parser.parse_override(text)
+            # Whoever deletes the watcher wants none.
+            override = parser.parse_override("wandb=disabled" if text.strip() == "~wandb" else text)
             override.config_loader = loader
             parsed.overrides.append(override)
         except (HydraException, ValueError, RecursionError) as error:
