@@ -29,6 +29,7 @@ from orchestra.run.config_file import plain_values, to_yaml
 from orchestra.run.events import read_events
 from orchestra.run.files import Record
 from orchestra.run.paths import RunDir
+from orchestra.run.run_folders import remember
 from orchestra.run.run_lineage import newest_checkpoint
 from orchestra.submit.launch import launch_spec, source_root
 from orchestra.submit.network_bench import with_measured_network
@@ -84,6 +85,7 @@ def run(arguments: Namespace) -> int:
         planned = ForegroundAttempt(frozen_config(request, target), target)
         print_plan(planned, {"signature": request.signature}, as_json=arguments.json)
         return EXIT_DONE
+    remember(target.path.parent)
     return train(ForegroundAttempt(request.config, prepare(request, target)), as_json=arguments.json)
 
 

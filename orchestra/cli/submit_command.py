@@ -17,6 +17,7 @@ from orchestra.cli.run_command import add_output_options
 from orchestra.cli.text import describe, figures
 from orchestra.errors import EXIT_DONE, ConfigError
 from orchestra.run.paths import RunDir
+from orchestra.run.run_folders import remember
 
 if TYPE_CHECKING:
     from conf.schema import ClusterConfig
@@ -140,6 +141,7 @@ def _submit(placed: PlacedSubmission, estimate: Estimate | None, arguments: Name
     assert isinstance(ledger, RunLedger)
     config = placed.submission.members[0].config
     run, job = ledger.run, str(outcome.accepted[0].id)
+    remember(run.path.parent)
     if arguments.json:
         start = None if estimate is None else estimate.start
         facts = {"name": run.name, "path": str(run.path), "job": job, "estimated_start": start}

@@ -53,6 +53,11 @@ def home_file() -> Path:
     return Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "orchestra" / FILE
 
 
+def run_folder() -> Path:
+    """Return where runs lie where no command says otherwise: the file's run_dir, else ./runs."""
+    return Path(read_home().run_dir or "runs")
+
+
 def read_home() -> Home:
     """Return the user's defaults; those of no file are empty. Raises ConfigError for a file that is wrong."""
     file = home_file()
