@@ -14,6 +14,7 @@ import io
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from types import ModuleType
 from typing import NoReturn
 
 from orchestra import __version__
@@ -21,6 +22,8 @@ from orchestra.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAG
 from orchestra.run.permissions import closed_to_others
 
 _ERROR = "error: "
+# What a shell's completion asks; no verb for people.
+_COMPLETE = "__complete"
 
 
 # What each verb does. The verb `data pack` is the module data/data_pack_command: where several begin with a
@@ -42,6 +45,7 @@ VERBS = {
     "data pack": "turn text into token files",
     "data verify": "check every byte of token files",
     "config": "explain the keys and presets of a configuration",
+    "completion": "print a script that completes commands in bash, zsh or fish",
     "doctor": "check this machine and the cluster",
     "bench network": "measure bandwidth inside and between nodes",
 }
@@ -147,10 +151,12 @@ def _dispatch(argv: list[str]) -> int:
     if argv[0] in ("-V", "--version", "version"):
         print(f"orchestra {__version__}")
         return EXIT_DONE
+    if argv[0] == _COMPLETE:
+        completion = importlib.import_module(module_of("completion"))
+        print("\n".join(completion.candidates(" ".join(argv[1:]), VERBS, lambda verb: _parser(verb)[0])))
+        return EXIT_DONE
     verb, rest = _find(argv)
-    module = importlib.import_module(module_of(verb))
-    parser = Parser(f"orchestra {verb}", VERBS[verb][0].upper() + VERBS[verb][1:] + ".")
-    module.add_arguments(parser)
+    parser, module = _parser(verb)
     try:
         # Options and positional arguments in any order.
         arguments = parser.parse_intermixed_args(rest)
@@ -158,6 +164,14 @@ def _dispatch(argv: list[str]) -> int:
         # Only --help ends the parser: errors are ConfigErrors.
         return EXIT_DONE
     return int(module.run(arguments))
+
+
+def _parser(verb: str) -> tuple[Parser, ModuleType]:
+    """Return the parser of a verb, and its module."""
+    module = importlib.import_module(module_of(verb))
+    parser = Parser(f"orchestra {verb}", VERBS[verb][0].upper() + VERBS[verb][1:] + ".")
+    module.add_arguments(parser)
+    return parser, module
 
 
 def module_of(verb: str) -> str:
