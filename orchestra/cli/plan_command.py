@@ -18,11 +18,13 @@ from orchestra.cli.plan import (
     option_of,
     scan_mode,
     search_mode,
+    tokens_mode,
 )
 from orchestra.cli.text import figures
 from orchestra.errors import EXIT_DONE, ConfigError
 
 _EXPLAINED = """\
+  orchestra plan model=llama3_8b --tokens 1e12
   orchestra plan model=llama3_8b parallelism=zero3 train.seq_len=8192
   orchestra plan experiment=llama3_70b cluster.nodes=128 --json
   orchestra plan --table layouts.csv --output predicted.csv
@@ -103,7 +105,7 @@ def _print_script(arguments: Namespace) -> int:
 
 
 MODES = (
-    *(search_mode.MODE, explain_mode.MODE, goodput_mode.MODE, scan_mode.MODE),
+    *(search_mode.MODE, tokens_mode.MODE, explain_mode.MODE, goodput_mode.MODE, scan_mode.MODE),
     *(file_modes.TABLE, exact_mode.MODE, file_modes.CALIBRATE),
     Mode("script", _SCRIPT_EXPLAINED, _add_script, _print_script),
 )
