@@ -35,6 +35,8 @@ _BOUNDS: dict[str, tuple[int | None, int | None]] = {
     # Token ids have 32 bits.
     "model.vocab_size": (2, 2**31 - 1),
     "model.max_position_embeddings": (1, 2**30),
+    "model.norm_eps": (None, 1),
+    "model.init_std": (None, 100),
     "model.rope_scaling.original_max_position_embeddings": (1, None),
     "parallelism.shard_degree": (1, None),
     "parallelism.bucket_mib": (None, 2**20),
@@ -43,6 +45,10 @@ _BOUNDS: dict[str, tuple[int | None, int | None]] = {
     "precision.fp8_bf16_blocks": (0, None),
     "data.prefetch_batches": (1, 2**16),
     "optim.warmup_steps": (0, None),
+    # Nothing is trained with more, and 1e20 is a slip.
+    "optim.lr": (None, 100),
+    "optim.eps": (None, 1),
+    "optim.weight_decay": (None, 100),
     "train.steps": (1, 10**12),
     "train.tokens": (1, None),
     "train.seq_len": (1, 2**30),

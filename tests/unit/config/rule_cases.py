@@ -37,6 +37,9 @@ rule_compile
     train.compile='true' -> train.compile='true' | without quotes
 rule_sizes
     train.steps=0 -> train.steps=0 | 1 or more
+    optim.lr=1.0e+20 -> optim.lr=1e+20 | use at most 100
+    model.norm_eps=1.0e+20 -> model.norm_eps=1e+20 | use at most 1
+    model.init_std=1.0e+20 -> model.init_std=1e+20 | use at most 100
     train.seed=9223372036854775808 -> train.seed=9223372036854775808 | use at most 9223372036854775807
     model.vocab_size=2147483648 -> model.vocab_size=2147483648 | use at most 2147483647
     recovery.exclude_hours=87601 -> recovery.exclude_hours=87601 | use at most 87600
