@@ -95,7 +95,7 @@ class ClusterConfig:
     partition: str | None = None
     account: str | None = None
     qos: str | None = None
-    # Slurm's own forms: minutes, H:MM:SS or D-HH:MM:SS.
+    # Slurm's own forms, minutes, H:MM:SS or D-HH:MM:SS, or a duration such as 4h or 1d12h.
     time_limit: str | None = None
     constraint: str | None = None
     # Jobs of one sweep that run at the same time; null: as many as the site allows.
@@ -486,6 +486,8 @@ class TrainConfig:
     """Length, batch, and how a step is computed. GBS = MBS × GA × DP; the accumulation GA is derived."""
 
     steps: int = 100
+    # Tokens to train on: as many steps as that takes, the last one begun counted. Give steps or tokens.
+    tokens: int | None = None
     seq_len: int = 256
     # Sequences in one optimizer step over all ranks; null (without global_batch_tokens): 16, rounded up to a
     # multiple of MBS × DP.
@@ -538,6 +540,8 @@ class CheckpointConfig:
     # `auto`: as often as loses least between saves and failures (orchestra/sizes/save_interval.py). The ranks
     # decide whenever an attempt begins, by measured times once there are some.
     every_steps: int | str | None = 1000
+    # Seconds between saves by rank 0's clock (checkpoint.every_s=1h); takes the place of every_steps.
+    every_s: float | None = None
     # What stays: the newest so many, one every so many steps, and the best so many by their loss.
     keep_last: int = 3
     keep_every_steps: int | None = None
@@ -577,6 +581,9 @@ class WandbConfig:
     entity: str | None = None
     group: str | None = None
     tags: list[str] = field(default_factory=list)
+    # What the run is about, and what it is in its group (train, eval).
+    notes: str | None = None
+    job_type: str | None = None
     # How long the end of a run waits for the last upload.
     finish_timeout_s: float = 30.0
 

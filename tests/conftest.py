@@ -5,6 +5,7 @@ A test's folder names its stage, and the folders that need something of the mach
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -32,6 +33,18 @@ settings.load_profile("unhurried")
 # command that a test starts would hear Ctrl-C. A handler, even one that does nothing, is not inherited.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, lambda *_: None)
+
+
+# No test reads the user's own defaults, or finds another test's runs by their names.
+os.environ["ORCHESTRA_CONFIG_DIR"] = f"{tempfile.gettempdir()}/no-orchestra-home"
+_NUMBERS = itertools.count()
+
+
+@pytest.fixture(autouse=True)
+def run_folders_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Let each test remember its own folders of runs alone."""
+    cache = tmp_path_factory.getbasetemp() / "caches" / str(next(_NUMBERS))
+    monkeypatch.setenv("ORCHESTRA_CACHE_DIR", str(cache))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

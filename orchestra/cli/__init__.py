@@ -13,7 +13,8 @@ import importlib
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import ModuleType
 from typing import NoReturn
 
 from orchestra import __version__
@@ -21,6 +22,8 @@ from orchestra.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAG
 from orchestra.run.permissions import closed_to_others
 
 _ERROR = "error: "
+# What a shell's completion asks; no verb for people.
+_COMPLETE = "__complete"
 
 
 # What each verb does. The verb `data pack` is the module data/data_pack_command: where several begin with a
@@ -43,8 +46,33 @@ VERBS = {
     "checkpoint import": "check a Hugging Face folder to start from",
     "data pack": "turn text into token files",
     "data verify": "check every byte of token files",
+    "config": "explain the keys and presets of a configuration",
+    "completion": "print a script that completes commands in bash, zsh or fish",
     "doctor": "check this machine and the cluster",
     "bench network": "measure bandwidth inside and between nodes",
+}
+
+
+# Verbs of other tools, and what to type instead.
+INSTEAD = {
+    **dict.fromkeys(("list", "ls", "ps", "squeue", "runs"), "`orchestra status` lists runs"),
+    **dict.fromkeys(("show", "compare", "info", "diff"), "`orchestra status RUN…` shows runs together"),
+    **dict.fromkeys(
+        ("train", "start", "fit", "launch"), "`orchestra run` trains here, `orchestra submit` in a job"
+    ),
+    **dict.fromkeys(("sweep", "multirun", "agent"), "`orchestra submit -m KEY=A,B` submits a sweep"),
+    **dict.fromkeys(("sbatch", "srun", "queue"), "`orchestra submit` submits a job"),
+    **dict.fromkeys(("stop", "kill", "scancel"), "`orchestra cancel RUN` stops a run with a checkpoint"),
+    **dict.fromkeys(("restart", "continue", "requeue"), "`orchestra resume RUN` goes on with a run"),
+    **dict.fromkeys(("tail", "log"), "`orchestra logs RUN -f` follows a run"),
+    **dict.fromkeys(("explain", "debug", "diagnose"), "`orchestra why RUN` tells what ended a run"),
+    **dict.fromkeys(("keys", "cfg", "presets"), "`orchestra config` explains keys and presets"),
+    **dict.fromkeys(
+        ("test", "check"), "`orchestra doctor` checks the machine, `orchestra rehearse RUN` a run"
+    ),
+    **dict.fromkeys(("evaluate", "validate"), "`orchestra eval RUN` measures a checkpoint's held-out loss"),
+    **dict.fromkeys(("sample", "chat", "infer"), "`orchestra generate RUN TEXT` samples from a checkpoint"),
+    "export": "`orchestra checkpoint export RUN` writes a model for Hugging Face",
 }
 
 
@@ -113,16 +141,23 @@ def _complain(problems: Sequence[str]) -> None:
 
 
 def _dispatch(argv: list[str]) -> int:
-    if not argv or argv[0] in ("-h", "--help", "help"):
+    if not argv or argv[0] in ("-h", "--help") or argv == ["help"]:
         print(_help())
         return EXIT_DONE if argv else EXIT_USAGE
+    if argv[0] == "help":
+        return _dispatch([*argv[1:], "--help"])
+    if argv[1:] in (["-h"], ["--help"]) and (verbs := _verbs_of(argv[0])) and argv[0] not in VERBS:
+        print(_help(argv[0], verbs))
+        return EXIT_DONE
     if argv[0] in ("-V", "--version", "version"):
         print(f"orchestra {__version__}")
         return EXIT_DONE
+    if argv[0] == _COMPLETE:
+        completion = importlib.import_module(module_of("completion"))
+        print("\n".join(completion.candidates(" ".join(argv[1:]), VERBS, lambda verb: _parser(verb)[0])))
+        return EXIT_DONE
     verb, rest = _find(argv)
-    module = importlib.import_module(module_of(verb))
-    parser = Parser(f"orchestra {verb}", VERBS[verb][0].upper() + VERBS[verb][1:] + ".")
-    module.add_arguments(parser)
+    parser, module = _parser(verb)
     try:
         # Options and positional arguments in any order.
         arguments = parser.parse_intermixed_args(rest)
@@ -130,6 +165,14 @@ def _dispatch(argv: list[str]) -> int:
         # Only --help ends the parser: errors are ConfigErrors.
         return EXIT_DONE
     return int(module.run(arguments))
+
+
+def _parser(verb: str) -> tuple[Parser, ModuleType]:
+    """Return the parser of a verb, and its module."""
+    module = importlib.import_module(module_of(verb))
+    parser = Parser(f"orchestra {verb}", VERBS[verb][0].upper() + VERBS[verb][1:] + ".")
+    module.add_arguments(parser)
+    return parser, module
 
 
 def module_of(verb: str) -> str:
@@ -148,19 +191,26 @@ def _find(argv: list[str]) -> tuple[str, list[str]]:
 
     if argv[0].startswith("-"):
         raise ConfigError(f"orchestra takes a verb first, found {argv[0]}; see `orchestra --help`")
-    longer = " or ".join(f"`orchestra {verb}`" for verb in VERBS if verb.split()[0] == argv[0])
+    longer = " or ".join(f"`orchestra {verb}`" for verb in _verbs_of(argv[0]))
     if longer:
         raise ConfigError(f"orchestra {' '.join(argv[:2])}: expected {longer}")
+    if argv[0] in INSTEAD:
+        raise ConfigError(f"orchestra has no verb {argv[0]!r}; {INSTEAD[argv[0]]}")
     near = difflib.get_close_matches(argv[0], VERBS, n=1, cutoff=0.5)
     advice = f"did you mean `orchestra {near[0]}`?" if near else f"the verbs are {', '.join(VERBS)}"
     raise ConfigError(f"orchestra has no verb {argv[0]!r}; {advice}")
 
 
-def _help() -> str:
-    width = max(map(len, VERBS))
-    verbs = "\n".join(f"  {verb:<{width}}  {summary}" for verb, summary in VERBS.items())
+def _verbs_of(word: str) -> dict[str, str]:
+    """Return the verbs that begin with a word, and what each does."""
+    return {verb: summary for verb, summary in VERBS.items() if verb.split()[0] == word}
+
+
+def _help(first: str = "VERB", listed: Mapping[str, str] = VERBS) -> str:
+    width = max(map(len, listed))
+    verbs = "\n".join(f"  {verb:<{width}}  {summary}" for verb, summary in listed.items())
     return (
-        "usage: orchestra VERB [arguments]\n\n"
+        f"usage: orchestra {first} [arguments]\n\n"
         "Trains language models; every verb explains itself with --help.\n\n"
         f"{verbs}\n\n"
         "A RUN is the name of a run, the unique start of one, or a path.\n"

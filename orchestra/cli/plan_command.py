@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 
+from orchestra.cli.hydra_options import add_hydra_options, answered
 from orchestra.cli.plan import (
     Mode,
     exact_mode,
@@ -17,11 +18,13 @@ from orchestra.cli.plan import (
     option_of,
     scan_mode,
     search_mode,
+    tokens_mode,
 )
 from orchestra.cli.text import figures
-from orchestra.errors import ConfigError
+from orchestra.errors import EXIT_DONE, ConfigError
 
 _EXPLAINED = """\
+  orchestra plan model=llama3_8b --tokens 1e12
   orchestra plan model=llama3_8b parallelism=zero3 train.seq_len=8192
   orchestra plan experiment=llama3_70b cluster.nodes=128 --json
   orchestra plan --table layouts.csv --output predicted.csv
@@ -40,6 +43,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="overrides", help="KEY=VALUE or GROUP=NAME")
     parser.add_argument("--framework", metavar="NAME", help="whose kernels and habits (default: orchestra)")
     parser.add_argument("--json", action="store_true", help="print one JSON object, in bytes and seconds")
+    add_hydra_options(parser)
     for mode in MODES:
         mode.add_arguments(parser)
     parser.epilog = _wrapped("\n".join([_EXPLAINED, *(mode.explained for mode in MODES)]))
@@ -47,6 +51,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Print the prediction, or do what an option asks for, and return the exit code."""
+    if answered(arguments, "plan"):
+        return EXIT_DONE
     empty = [option_of(name) for name, value in vars(arguments).items() if value == ""]
     if empty:
         raise ConfigError([f"{option} is empty; give a value, or leave it out" for option in empty])
@@ -99,7 +105,7 @@ def _print_script(arguments: Namespace) -> int:
 
 
 MODES = (
-    *(search_mode.MODE, explain_mode.MODE, goodput_mode.MODE, scan_mode.MODE),
+    *(search_mode.MODE, tokens_mode.MODE, explain_mode.MODE, goodput_mode.MODE, scan_mode.MODE),
     *(file_modes.TABLE, exact_mode.MODE, file_modes.CALIBRATE),
     Mode("script", _SCRIPT_EXPLAINED, _add_script, _print_script),
 )

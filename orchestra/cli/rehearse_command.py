@@ -34,7 +34,7 @@ from orchestra.rehearsal.prepare_rehearsal import (
     write_pair,
 )
 from orchestra.report.run_state import recent_rows
-from orchestra.run.config_file import read_config, to_yaml
+from orchestra.run.config_file import plain_values, read_config
 from orchestra.run.paths import RunDir
 from orchestra.run.planned_faults import NODE_DOWN_VARIABLE
 from orchestra.run.run_lineage import read_lineage
@@ -325,7 +325,9 @@ def _announce(plan: Rehearsal) -> None:
 def _print_plan(plan: Rehearsal, scripts: dict[str, str], *, as_json: bool) -> None:
     if as_json:
         faults = plan.with_faults.recovery.inject
-        configs = {str(config.run.name): to_yaml(config) for config in (plan.undisturbed, plan.with_faults)}
+        configs = {
+            str(config.run.name): plain_values(config) for config in (plan.undisturbed, plan.with_faults)
+        }
         facts = {"of": plan.of, "steps": plan.schedule.steps, "faults": faults}
         print(json.dumps({**facts, "scripts": scripts, "configs": configs}, indent=2))
         return

@@ -22,7 +22,7 @@ from orchestra.cli.text.resolve import add_directory_option, resolve_target
 from orchestra.config.machine import Situation, this_machine
 from orchestra.errors import EXIT_DONE
 from orchestra.report.run_state import name_of
-from orchestra.run.config_file import read_config, to_yaml
+from orchestra.run.config_file import plain_values, read_config
 from orchestra.run.paths import RunDir
 from orchestra.run.record import RunPhase
 from orchestra.submit.resume_run import (
@@ -125,7 +125,7 @@ def _submit(arguments: Namespace, target: RunDir, answer: SchedulerAnswer) -> in
     planned = resume_job(plan, site.share(plan.config))
     estimate = site.tested(planned.script())
     if arguments.dry_run and arguments.json:
-        script = {"script": planned.script(), "config": to_yaml(planned.next.config)}
+        script = {"script": planned.script(), "config": plain_values(planned.next.config)}
         print(json.dumps({**_facts(planned, estimate), **script}, indent=2))
         return EXIT_DONE
     if arguments.dry_run:

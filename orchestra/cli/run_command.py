@@ -19,15 +19,17 @@ from dataclasses import dataclass
 
 from conf.schema import Config
 from launchers.torchrun import LaunchPlace, command
+from orchestra.cli.hydra_options import add_hydra_options, answered
 from orchestra.cli.text import describe, figures
 from orchestra.cli.text.progress import Progress, open_view, silence, speaks_unicode
 from orchestra.config.machine import signature, this_machine
 from orchestra.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_STOPPED
 from orchestra.recovery.incidents import Verdict
-from orchestra.run.config_file import to_yaml
+from orchestra.run.config_file import plain_values, to_yaml
 from orchestra.run.events import read_events
 from orchestra.run.files import Record
 from orchestra.run.paths import RunDir
+from orchestra.run.run_folders import remember
 from orchestra.run.run_lineage import newest_checkpoint
 from orchestra.submit.launch import launch_spec, source_root
 from orchestra.submit.network_bench import with_measured_network
@@ -46,9 +48,10 @@ Overrides are Hydra's: KEY=VALUE sets a value, GROUP=NAME takes a preset of a gr
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.usage = "orchestra run [overrides] [--dry-run] [--json]"
+    parser.usage = "orchestra run [overrides] [--dry-run] [--json] [--cfg job] [--info] [--config-dir DIR]"
     parser.add_argument("overrides", nargs="*", metavar="overrides", help="KEY=VALUE or GROUP=NAME")
     add_output_options(parser)
+    add_hydra_options(parser)
     parser.add_argument("-m", "--multirun", action=_RefuseSweep, nargs=0, help=SUPPRESS)
     parser.epilog = _EXPLAINED + "Presets (files of conf/):\n" + _presets()
 
@@ -69,6 +72,8 @@ def _presets() -> str:
 
 def run(arguments: Namespace) -> int:
     """Train and return the exit code of the verdict. Raises ConfigError before anything is started."""
+    if answered(arguments, "run"):
+        return EXIT_DONE
     from orchestra.config.compose import compose
 
     config = compose(arguments.overrides, this_machine(starts=not arguments.dry_run)).config
@@ -80,6 +85,7 @@ def run(arguments: Namespace) -> int:
         planned = ForegroundAttempt(frozen_config(request, target), target)
         print_plan(planned, {"signature": request.signature}, as_json=arguments.json)
         return EXIT_DONE
+    remember(target.path.parent)
     return train(ForegroundAttempt(request.config, prepare(request, target)), as_json=arguments.json)
 
 
@@ -116,7 +122,6 @@ def print_plan(attempt: ForegroundAttempt, facts: Record, *, as_json: bool) -> N
     spec = launch_spec(attempt.config, run, attempt.number, search_path())
     # The port is looked for when torchrun is really started.
     words = command(spec, LaunchPlace(node=0, master_address="127.0.0.1", master_port=0))
-    frozen = to_yaml(attempt.config)
     if as_json:
         plan = {
             "name": run.name,
@@ -124,14 +129,14 @@ def print_plan(attempt: ForegroundAttempt, facts: Record, *, as_json: bool) -> N
             **facts,
             "command": list(words),
             "environment": dict(spec.environment),
-            "config": frozen,
+            "config": plain_values(attempt.config),
         }
         print(json.dumps(plan, indent=2))
         return
     environment = " ".join(f"{name}={shlex.quote(value)}" for name, value in sorted(spec.environment.items()))
     print("\n".join(attempt.header))
     print(f"\n# would be started as\n{environment} {shlex.join(words)}")
-    print(f"\n# {describe.shown(run.config)}\n{frozen}", end="")
+    print(f"\n# {describe.shown(run.config)}\n{to_yaml(attempt.config)}", end="")
 
 
 def train(attempt: ForegroundAttempt, *, as_json: bool) -> int:

@@ -27,7 +27,13 @@ from orchestra.cli.text.describe import (
     spent_record,
     sweep_summary,
 )
-from orchestra.cli.text.resolve import TARGET_HELP, add_directory_option, all_targets, resolve_target
+from orchestra.cli.text.resolve import (
+    TARGET_HELP,
+    add_directory_option,
+    all_targets,
+    elsewhere,
+    resolve_target,
+)
 from orchestra.errors import EXIT_DO_NOT_RESTART, EXIT_DONE, ConfigError
 from orchestra.recovery.history import newest_attempt
 from orchestra.recovery.incidents import Verdict, node_verdict
@@ -75,7 +81,7 @@ def run(arguments: Namespace) -> int:
     if arguments.runs:
         chosen = [resolve_target(text, arguments.dir) for text in arguments.runs]
     else:
-        chosen = all_targets(arguments.dir)
+        chosen = all_targets(arguments.dir) or elsewhere(arguments.dir)
     states, problems = read_states(list(dict.fromkeys(chosen)), time.time())
     note_unanswered(problems)
     if arguments.json:

@@ -12,10 +12,12 @@ import time
 from argparse import ArgumentParser, Namespace
 from typing import TYPE_CHECKING
 
+from orchestra.cli.hydra_options import add_hydra_options, answered
 from orchestra.cli.run_command import add_output_options
 from orchestra.cli.text import describe, figures
 from orchestra.errors import EXIT_DONE, ConfigError
 from orchestra.run.paths import RunDir
+from orchestra.run.run_folders import remember
 
 if TYPE_CHECKING:
     from conf.schema import ClusterConfig
@@ -41,7 +43,7 @@ in run.dir that compute the same are taken over.
 def add_arguments(parser: ArgumentParser) -> None:
     parser.usage = (
         "orchestra submit [-m] [overrides] [--dry-run] [--json] [--wait] [--force]\n"
-        "                        [--skip-memory-check]"
+        "                        [--skip-memory-check] [--cfg job] [--info] [--config-dir DIR]"
     )
     parser.add_argument("overrides", nargs="*", metavar="overrides", help="KEY=VALUE or GROUP=NAME")
     parser.add_argument("-m", "--multirun", action="store_true", help="sweep: submit every combination")
@@ -57,6 +59,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--skip-memory-check", action="store_true", help="submit even what the planner says does not fit"
     )
     add_output_options(parser)
+    add_hydra_options(parser)
     parser.epilog = _EXPLAINED
 
 
@@ -65,6 +68,8 @@ def run(arguments: Namespace) -> int:
 
     Raises ConfigError before anything exists, LaunchError when Slurm is silent.
     """
+    if answered(arguments, "submit"):
+        return EXIT_DONE
     if arguments.wait and arguments.dry_run:
         raise ConfigError("--wait and --dry-run: nothing is submitted, so there is nothing to wait for")
     if arguments.multirun:
@@ -100,7 +105,7 @@ def _planned(arguments: Namespace, *, is_dry: bool) -> tuple[PlacedSubmission, E
 
 
 def _print_plan(placed: PlacedSubmission, estimate: Estimate | None, *, as_json: bool) -> None:
-    from orchestra.run.config_file import to_yaml
+    from orchestra.run.config_file import plain_values
     from orchestra.submit.new_run import frozen_config
 
     (job,), run = placed.arrays(), placed.place
@@ -115,7 +120,7 @@ def _print_plan(placed: PlacedSubmission, estimate: Estimate | None, *, as_json:
         "signature": member.signature,
         "script": job.script(),
         "estimated_start": None if estimate is None else estimate.start,
-        "config": to_yaml(frozen_config(member.request(()), run)),
+        "config": plain_values(frozen_config(member.request(()), run)),
     }
     print(json.dumps(plan, indent=2))
 
@@ -136,6 +141,7 @@ def _submit(placed: PlacedSubmission, estimate: Estimate | None, arguments: Name
     assert isinstance(ledger, RunLedger)
     config = placed.submission.members[0].config
     run, job = ledger.run, str(outcome.accepted[0].id)
+    remember(run.path.parent)
     if arguments.json:
         start = None if estimate is None else estimate.start
         facts = {"name": run.name, "path": str(run.path), "job": job, "estimated_start": start}

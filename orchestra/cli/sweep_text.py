@@ -12,6 +12,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from orchestra.cli.text import describe, figures
@@ -20,6 +21,7 @@ from orchestra.config.machine import Situation
 from orchestra.errors import EXIT_DONE, EXIT_FAILED, ConfigError, LaunchError
 from orchestra.report.run_state import name_of
 from orchestra.run.paths import SweepDir, read_sweep
+from orchestra.run.run_folders import remember
 from orchestra.sizes.units import first_few
 from orchestra.submit import wait as waiting
 from orchestra.submit.claims import exclusively
@@ -241,6 +243,7 @@ def submit_sweep(arguments: Namespace) -> int:
         print_action(action, start, as_json=arguments.json)
         return EXIT_DONE
     action, start, ledger, outcome = _submitted(submission, site, force=arguments.force)
+    remember(Path(members[0].config.run.dir))
     # With --wait the JSON on standard output is the results'.
     stream = sys.stderr if arguments.json and arguments.wait else sys.stdout
     code = tell(action, ledger, outcome, start, as_json=arguments.json, stream=stream)

@@ -26,9 +26,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError
 
-from conf.schema import Config, ModelConfig, Source
+from conf.schema import CheckpointConfig, Config, ModelConfig, Source
 from orchestra.config.keys import shown
-from orchestra.config.machine import Situation, resolved, this_machine
+from orchestra.config.machine import Situation, resolved, this_machine, tokens_per_step
 from orchestra.config.overrides import SEARCH_PATH, Checked, check_overrides
 from orchestra.config.preset_files import (
     GROUPS,
@@ -88,16 +88,42 @@ def _refusal(problems: Sequence[str]) -> ConfigError:
 
 def settled(config: Config, checked: Checked, situation: Situation) -> tuple[Config, list[str]]:
     """Return a typed configuration resolved for a situation, and a sentence for each rule that it breaks."""
-    problems = batch_said_twice(config, checked.keys)
-    config = resolved(batch_size_last_said(config, checked.keys), situation)
+    problems = said_twice(config, checked.keys)
+    open_config = last_said(config, checked.keys)
+    config = resolved(open_config, situation)
     if not checked.lacks_preset:
-        problems += [problem for problem in problems_of(config, situation) if not is_about(problem, checked)]
+        broken = [
+            problem for problem in problems_of(config, situation) if not is_about(problem, checked.refused)
+        ]
+        problems += _with_binary(broken, open_config, checked, situation)
     return config, problems
 
 
-def is_about(problem: str, checked: Checked) -> bool:
-    """Whether a rule's sentence names a key whose given value was refused: its default was not meant."""
-    return any(re.search(rf"(?<![\w.]){re.escape(key)}(?![\w.])", problem) for key in checked.refused if key)
+def is_about(problem: str, keys: Iterable[str]) -> bool:
+    """Whether a rule's sentence names one of `keys`."""
+    return any(re.search(rf"(?<![\w.]){re.escape(key)}(?![\w.])", problem) for key in keys if key)
+
+
+def _with_binary(
+    problems: Sequence[str], config: Config, checked: Checked, situation: Situation
+) -> Iterator[str]:
+    """Yield the sentences; where a number was written as 4M and 4Mi breaks no rule, with that as advice."""
+    for problem in problems:
+        fitting = [
+            f"{key}={written}"
+            for key, written in checked.binary.items()
+            if is_about(problem, (key,)) and not _breaks_rules(config, key, written, situation)
+        ]
+        yield f"{problem}, or {fitting[0]}" if fitting else problem
+
+
+def _breaks_rules(config: Config, key: str, written: str, situation: Situation) -> bool:
+    """Whether a rule's sentence names `key` where it has the value that is written."""
+    node = cast(DictConfig, OmegaConf.merge(writable_schema(), OmegaConf.create(to_yaml(config))))
+    put(node, OverridesParser.create().parse_overrides(check_overrides([f"{key}={written}"]).accepted))
+    return any(
+        is_about(problem, (key,)) for problem in problems_of(resolved(typed(node), situation), situation)
+    )
 
 
 def merge(checked: Checked) -> tuple[Any, dict[str, str]]:
@@ -202,23 +228,39 @@ def with_vocabulary(config: Config, keys: set[str]) -> Config:
     return replace(config, model=replace(model, vocab_size=size))
 
 
-def batch_size_last_said(config: Config, keys: set[str]) -> Config:
-    """Keep one global batch size: an override's, else the number of tokens where there is one."""
-    train = config.train
-    size_said = "train.global_batch_size" in keys and train.global_batch_size is not None
-    if size_said and "train.global_batch_tokens" not in keys:
-        return replace(config, train=replace(train, global_batch_tokens=None))
+# Of each pair one key counts: the first is what the second, where it is given, takes the place of.
+_ONE_OF = (
+    ("train.global_batch_size", "train.global_batch_tokens"),
+    ("train.steps", "train.tokens"),
+    ("checkpoint.every_steps", "checkpoint.every_s"),
+)
+
+
+def last_said(config: Config, keys: set[str]) -> Config:
+    """Keep one of each pair: an override's, else the second where there is one. Steps are counted from tokens
+    later, and a number of steps between saves that does not count stays what it is.
+    """
+    for first, second in _ONE_OF:
+        if first in keys and second not in keys and attrgetter(first)(config) is not None:
+            section, name = second.split(".")
+            without: dict[str, Any] = {section: replace(getattr(config, section), **{name: None})}
+            config = replace(config, **without)
+    train, checkpoint = config.train, config.checkpoint
     if train.global_batch_tokens is not None:
-        return replace(config, train=replace(train, global_batch_size=None))
-    return config
+        train = replace(train, global_batch_size=None)
+    if checkpoint.every_s is not None and checkpoint.every_steps is None:
+        # Null saves nothing at all.
+        checkpoint = replace(checkpoint, every_steps=CheckpointConfig.every_steps)
+    return replace(config, train=train, checkpoint=checkpoint)
 
 
-def batch_said_twice(config: Config, keys: set[str]) -> list[str]:
-    size, tokens = config.train.global_batch_size, config.train.global_batch_tokens
-    both_said = {"train.global_batch_size", "train.global_batch_tokens"} <= keys
-    if both_said and size is not None and tokens is not None:
-        return ["train.global_batch_size and train.global_batch_tokens are both given; give one of them"]
-    return []
+def said_twice(config: Config, keys: set[str]) -> list[str]:
+    """Return a sentence for each pair of which both keys are given."""
+    return [
+        f"{first} and {second} are both given; give one of them"
+        for first, second in _ONE_OF
+        if {first, second} <= keys and None not in (attrgetter(first)(config), attrgetter(second)(config))
+    ]
 
 
 def in_one_line(error: Exception) -> str:
@@ -262,9 +304,20 @@ def changed_config(
         config, broken = settled(_applied(frozen, checked), checked, situation)
     except ConfigError as error:
         raise _refusal([*problems, *error.problems]) from error
-    if problems := [*problems, *_fixed_problems(frozen, config, fixed), *broken]:
+    problems += [*_fixed_problems(frozen, config, fixed), *_tokens_problems(frozen, config), *broken]
+    if problems:
         raise _refusal(problems)
     return config
+
+
+def _tokens_problems(before: Config, after: Config) -> Iterator[str]:
+    """Steps that were trained took the tokens of their own batch: how many are left is not known here."""
+    old, new = tokens_per_step(before), tokens_per_step(after)
+    if after.train.tokens is not None and old != new:
+        yield (
+            f"train.tokens={after.train.tokens}: the steps trained so far had {old} tokens each and the next "
+            f"ones have {new}; give train.steps, the number of the last one"
+        )
 
 
 def _fixed_problems(before: Config, after: Config, fixed: Mapping[str, str]) -> Iterator[str]:

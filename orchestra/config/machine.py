@@ -20,6 +20,7 @@ from orchestra.data.held_out import mapped_paths
 from orchestra.errors import ConfigError
 from orchestra.sizes.hardware import detect_gpus
 from orchestra.sizes.topology import global_batch_size, layout
+from orchestra.sizes.units import as_slurm_time
 
 # Ranks of a run on CPU when nothing is configured: the fewest that show data parallelism.
 _CPU_RANKS = 2
@@ -74,9 +75,9 @@ def _memory_bytes() -> int:
 
 def resolved(config: Config, situation: Situation) -> Config:
     """Put what is known here in the place of what depends on it: the machine's numbers, the global batch
-    size that follows from them, and the working directory.
+    size and the steps that follow from them, and the working directory. A time limit gets Slurm's form.
     """
-    return _with_absolute_paths(_with_batch_size(_with_machine(config, situation)))
+    return _with_absolute_paths(_with_steps(_with_batch_size(_with_machine(config, situation))))
 
 
 def absolute(path: str) -> str:
@@ -91,6 +92,8 @@ def _with_absolute_paths(config: Config) -> Config:
     cluster = config.cluster
     if cluster.hardware.endswith(".json"):
         cluster = replace(cluster, hardware=absolute(cluster.hardware))
+    if cluster.time_limit is not None:
+        cluster = replace(cluster, time_limit=as_slurm_time(cluster.time_limit))
     blend = [replace(part, path=absolute(part.path)) for part in data.blend]
     data = replace(
         data,
@@ -163,6 +166,24 @@ def data_parallel(config: Config) -> int | None:
         return None if ranks is None else layout(config.parallelism, ranks).dp
     except ConfigError:
         return None
+
+
+def tokens_per_step(config: Config) -> int | None:
+    """Return the tokens of the global batch; None while its size is not known."""
+    train = config.train
+    if train.global_batch_tokens is not None:
+        return train.global_batch_tokens
+    return None if train.global_batch_size is None else train.global_batch_size * train.seq_len
+
+
+def _with_steps(config: Config) -> Config:
+    """Write down the steps that train.tokens takes, the last one begun counted; a rule tells where the batch
+    is not known.
+    """
+    tokens, each = config.train.tokens, tokens_per_step(config)
+    if tokens is None or each is None or each < 1:
+        return config
+    return replace(config, train=replace(config.train, steps=max(1, -(-tokens // each))))
 
 
 def _name(value: object) -> str:

@@ -17,6 +17,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from orchestra.config.keys import Key, empty, find_key, nearest, shown, takes_text, takes_texts, unknown_key
+from orchestra.config.numbers import binary_instead, plain_number
 from orchestra.config.preset_files import GROUPS, Scratch, Tree, own_folder
 from orchestra.config.rules.value_rules import run_name_problems
 
@@ -40,6 +41,8 @@ class Checked:
     lacks_preset: bool = False
     # Keys whose value was refused: what a rule says about their default is not what was meant.
     refused: set[str] = field(default_factory=set)
+    # By key the binary number (4Mi) beside a decimal one that was written (4M).
+    binary: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,8 @@ def parse_overrides(overrides: Sequence[str], loader: ConfigLoader | None = None
     parser = OverridesParser.create()
     for text in overrides:
         try:
-            override = parser.parse_override(text)
+            # Whoever deletes the watcher wants none.
+            override = parser.parse_override("wandb=disabled" if text.strip() == "~wandb" else text)
             override.config_loader = loader
             parsed.overrides.append(override)
         except (HydraException, ValueError, RecursionError) as error:
@@ -113,6 +117,7 @@ def combined(tree: Tree, parts: Iterable[Checked]) -> Checked:
         whole.keys |= part.keys
         whole.lacks_preset |= part.lacks_preset
         whole.refused |= part.refused
+        whole.binary |= part.binary
     return whole
 
 
@@ -123,6 +128,8 @@ def _sort_in(checked: Checked, override: Override, problems: list[str]) -> None:
     else:
         checked.keys.add(override.key_or_group)
         checked.accepted.append(accepted_text(override))
+        if _plain(override) is not None and (binary := binary_instead(_raw(override))) is not None:
+            checked.binary[override.key_or_group] = binary
 
 
 def accepted_text(override: Override) -> str:
@@ -143,6 +150,8 @@ def _as_typed(override: Override, key: Key | None) -> str:
     if override.is_delete() or override.is_sweep_override():
         return text
     value, before = override.value(), text.partition("=")[0]
+    if (plain := _plain(override)) is not None:
+        return f"{before}={plain}"
     if _is_number(value) and _PLAIN.fullmatch(raw):
         is_text = override.key_or_group in GROUPS or (key is not None and takes_text(key))
         return f"{before}='{raw}'" if is_text else text
@@ -153,6 +162,14 @@ def _as_typed(override: Override, key: Key | None) -> str:
             quoted = (f"'{typed}'" if _is_number(element) else typed for element, typed in pairs)
             return f"{before}=[{','.join(quoted)}]"
     return text
+
+
+def _plain(override: Override) -> int | float | None:
+    """Return a number that is written with a unit or an exponent; None for other values."""
+    key = find_key(override.key_or_group)
+    if key is None or override.is_delete() or override.is_sweep_override():
+        return None
+    return plain_number(key, _raw(override))
 
 
 def _is_number(value: object) -> bool:
@@ -247,7 +264,8 @@ def _value_problems(override: Override, scratch: Scratch) -> Iterator[str]:
     elif not _raw(override) and not key.is_free and not takes_text(key):
         yield empty(key, name)
     else:
-        yield from scratch.problems(name, override.value())
+        plain = _plain(override)
+        yield from scratch.problems(name, override.value() if plain is None else plain)
 
 
 def hydra_setting(text: str) -> str:

@@ -31,6 +31,8 @@ _WHERE_ABSENT: Mapping[str, Any] = {
 }
 # What our Llama does; a config.json that says otherwise is another model.
 _FIXED: Mapping[str, Any] = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+# Sizes beyond it are no model's.
+_LARGEST = 2**31 - 1
 _SCALING_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor")
 
 
@@ -164,8 +166,8 @@ def _rope_scaling(rope: Mapping[str, Any], source: str) -> RopeScaling:
 
 def _whole(values: Mapping[str, Any], key: str, source: str) -> int:
     value = values.get(key)
-    if type(value) is not int or not 0 < value < 1 << 31:
-        raise DataError(f"{source}: {key} is {value!r}, expected a whole number above 0")
+    if type(value) is not int or not 0 < value <= _LARGEST:
+        raise DataError(f"{source}: {key} is {value!r}, expected a whole number from 1 to {_LARGEST}")
     return value
 
 

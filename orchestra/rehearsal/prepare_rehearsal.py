@@ -265,9 +265,9 @@ def _short(config: Config, schedule: FaultSchedule) -> Config:
     warmup = None if warmup is None else min(warmup, schedule.steps)
     return dataclasses.replace(
         config,
-        train=dataclasses.replace(config.train, steps=schedule.steps),
+        train=dataclasses.replace(config.train, steps=schedule.steps, tokens=None),
         optim=dataclasses.replace(config.optim, warmup_steps=warmup),
-        checkpoint=dataclasses.replace(config.checkpoint, every_steps=schedule.every_steps),
+        checkpoint=dataclasses.replace(config.checkpoint, every_steps=schedule.every_steps, every_s=None),
     )
 
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import json
 from enum import Enum
+from operator import attrgetter
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -31,10 +33,22 @@ def write_config(path: Path, config: Config) -> None:
 
 def to_yaml(config: Config) -> str:
     """Return every value of `config`, defaults too, as YAML."""
+    return values_to_yaml(dataclasses.asdict(config))
+
+
+def plain_values(config: Config) -> dict[str, Any]:
+    """Return every value of `config` as JSON has it: sections by name, enums by their names."""
+    return cast(
+        dict[str, Any], json.loads(json.dumps(dataclasses.asdict(config), default=attrgetter("name")))
+    )
+
+
+def values_to_yaml(values: Any) -> str:
+    """Return values of a configuration, or one of them, as YAML."""
     # What OmegaConf.to_yaml writes, twenty times as fast: sweeps freeze a configuration for each member.
     return str(
         yaml.dump(
-            dataclasses.asdict(config),
+            values,
             Dumper=_Dumper,
             default_flow_style=False,
             sort_keys=False,

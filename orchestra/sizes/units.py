@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from fractions import Fraction
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -13,6 +14,18 @@ TERA = 1e12
 _MINUTES = re.compile(r"(\d+)(?::(\d+))?")
 _CLOCK = re.compile(r"(\d+):(\d+):(\d+)")
 _DAYS = re.compile(r"(\d+)-(\d+)(?::(\d+))?(?::(\d+))?")
+# Longest units first: 5ms is no 5 m.
+_UNIT_S = {
+    "ms": Fraction(1, 10**3),
+    "us": Fraction(1, 10**6),
+    "min": Fraction(60),
+    "s": Fraction(1),
+    "m": Fraction(60),
+    "h": Fraction(3600),
+    "d": Fraction(86400),
+}
+_PART = re.compile(rf"(\d+(?:\.\d+)?)({'|'.join(_UNIT_S)})")
+_DURATION = re.compile(rf"(?:{_PART.pattern})+")
 
 
 def binary(num_bytes: int) -> str:
@@ -48,3 +61,19 @@ def slurm_time_s(text: str) -> int | None:
     else:
         raise ValueError(f"{text!r} is not a time limit; use minutes, H:MM:SS or D-HH:MM:SS")
     return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+def duration_s(text: str) -> Fraction | None:
+    """Return the seconds of a duration as people write it (90s, 1h30m, 2.5d, 20us); None for other text."""
+    if not _DURATION.fullmatch(text):
+        return None
+    return sum((Fraction(number) * _UNIT_S[unit] for number, unit in _PART.findall(text)), Fraction())
+
+
+def as_slurm_time(text: str) -> str:
+    """Return a duration as people write it in Slurm's form, 4h as 4:00:00; any other text as it is."""
+    seconds = duration_s(text.strip())
+    if seconds is None:
+        return text
+    minutes, rest = divmod(-(-seconds // 1), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"

@@ -104,7 +104,8 @@ class SaveRhythm:
         self._context = context
         self._num_parameters = num_parameters
         self._mtbf_device_hours = mtbf_device_hours
-        chosen = context.settings.every_steps
+        # Steps that are saved by the clock are agreed on where the ranks agree on when to stop.
+        chosen = context.settings.every_steps if context.settings.every_s is None else None
         self._is_open = chosen == save_interval.AUTO
         self._every_steps = chosen if isinstance(chosen, int) else None
         self._begin = 0
@@ -226,9 +227,11 @@ class Checkpoints:
             self.copies.prepare(begin.step)
         return begin
 
-    def is_due(self, step: int, *, is_last: bool = False) -> bool:
-        """Whether the state after `step` is to be saved; `is_last`: this attempt ends there."""
-        is_due = self.rhythm.is_due(step)
+    def is_due(self, step: int, *, is_last: bool = False, by_clock: bool = False) -> bool:
+        """Whether the state after `step` is to be saved. `is_last`: this attempt ends there; `by_clock`: all
+        ranks have agreed to save it by rank 0's clock.
+        """
+        is_due = self.rhythm.is_due(step) or by_clock
         return self.context.saves and (is_due or self._is_end(step, is_last))
 
     def _is_end(self, step: int, is_last: bool) -> bool:

@@ -1,4 +1,4 @@
-"""How all ranks of a run agree on one step to stop after, without waiting for a device.
+"""How all ranks agree on one step to stop after, or to save by the clock, without waiting for a device.
 
 Rank 0 alone looks for requests, in a thread, so that a slow file system holds up no step. It answers in
 rounds: after a step it starts to broadcast "stop" or "go on" (two integers from host to host, in the
@@ -63,15 +63,36 @@ class RequestWatch:
         self._is_over.set()
 
 
-class Stopping:
-    """Agrees with the other ranks on when to stop. All ranks call its methods after the same steps.
+class SaveClock:
+    """Says when `every_s` seconds have passed since it last said so, or was made. *Rank 0 only*."""
 
-    `watch` is rank 0's. Waits are limited by the process group's time-out and by that of `peers`.
+    def __init__(self, every_s: float) -> None:
+        self._every_s = every_s
+        self._since = time.monotonic()
+
+    def has_passed(self) -> bool:
+        """Return whether a save is due by the clock, and begin anew where it is."""
+        now = time.monotonic()
+        if now - self._since < self._every_s:
+            return False
+        self._since = now
+        return True
+
+
+class Stopping:
+    """Agrees with the other ranks on when to stop and which steps to save by the clock. All ranks call its
+    methods after the same steps.
+
+    `watch` is rank 0's, and so is `clock`, where checkpoint.every_s is given. Waits are limited by the
+    process group's time-out and by that of `peers`.
     """
 
-    def __init__(self, peers: Peers, watch: RequestWatch | None) -> None:
+    def __init__(self, peers: Peers, watch: RequestWatch | None, clock: SaveClock | None = None) -> None:
         self._peers = peers
         self._watch = watch
+        self._clock = clock
+        # Whether the step that `is_due` was last asked about is to be saved by the clock.
+        self.is_save_due = False
         self._answer: torch.Tensor | None = None
         self._work: dist.Work | None = None
         self._read_at = 0
@@ -91,11 +112,12 @@ class Stopping:
 
         It waits for rank 0's host where steps are slow, or where this rank is a whole round ahead of it.
         """
+        self.is_save_due = False
         if step < self._read_at:
             return False
         if self._answer is None:
             self._send(step, span=0)
-        is_stop, span = self._read()
+        is_stop, span, self.is_save_due = self._read()
         if is_stop:
             return True
         self._read_at = step + max(1, span)
@@ -110,21 +132,23 @@ class Stopping:
 
     def _send(self, step: int, span: int) -> None:
         """Start a round of `span` steps; 0: it is read at once, and so is the next, one step later."""
-        self._answer = torch.zeros(2, dtype=torch.int64)
+        self._answer = torch.zeros(3, dtype=torch.int64)
         if self._watch is not None:
             self._answer[0] = int(self._watch.seen is not None)
             self._answer[1] = self._next_span(step, span)
+            self._answer[2] = int(self._clock is not None and self._clock.has_passed())
         if self._peers.world_size > 1:
             self._work = dist.broadcast(self._answer, src=0, async_op=True)
 
-    def _read(self) -> tuple[bool, int]:
-        """Return rank 0's answer: whether to stop, and the span of the next round."""
+    def _read(self) -> tuple[bool, int, bool]:
+        """Return rank 0's answer: whether to stop, the span of the next round, whether to save."""
         answer, self._answer = self._answer, None
         assert answer is not None
         if self._work is not None:
             self._work.wait()
             self._work = None
-        return bool(answer[0]), int(answer[1])
+        is_stop, span, is_save = answer.tolist()
+        return bool(is_stop), span, bool(is_save)
 
     def _next_span(self, step: int, span: int) -> int:
         """Return how many steps the round after this one is to span: as many as fit, growing step by step."""

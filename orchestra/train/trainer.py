@@ -71,7 +71,7 @@ from orchestra.train.memory_copies import build_memory_copies
 from orchestra.train.metrics import Meter, MetricsLog, device_peak_flops, initial_totals, meter_settings
 from orchestra.train.state import CheckpointContext, Position, TensorState, facts
 from orchestra.train.step import TrainingStep
-from orchestra.train.stopping import RequestWatch, Stopping
+from orchestra.train.stopping import RequestWatch, SaveClock, Stopping
 from orchestra.train.watch.bad_losses import NonFiniteGuard, OverflowLog
 from orchestra.train.watch.inject_faults import Faults
 from orchestra.train.watch.profile import StepProfiler
@@ -173,7 +173,7 @@ class Trainer:
         # Who was asked to stop saves first: time may be short.
         is_evaluated = not is_last and self.evaluation is not None and self.evaluation.is_due(step)
         is_logged = is_last or is_evaluated or step % self.config.log_every == 0 or step == self.config.steps
-        is_saved = self.checkpoints.is_due(step, is_last=is_last)
+        is_saved = self.checkpoints.is_due(step, is_last=is_last, by_clock=self.stopping.is_save_due)
         is_copied = not is_last and self.checkpoints.is_copy_due(step)
         must_read = is_logged or is_saved or is_copied
         verdict = self.hooks.verdict(step, trained.result, must_read=must_read)
@@ -292,7 +292,7 @@ def assemble(config: Config, mesh: Mesh, ranks: RankEnvironment, rank: RankAttem
     begin = checkpoints.begin(lambda: before_steps.enter(Phase.restore))
     _refuse_past_end(config.train.steps, begin)
     loader = build_loader(config, mesh, built.batch, begin.samples, begin.left_out)
-    stopping = Stopping(peers, RequestWatch(rank.run, rank.attempt) if mesh.rank == 0 else None)
+    stopping = _stopping(config, mesh, peers, rank)
     events_of_rank_0 = rank.events if mesh.rank == 0 else None
     clock = DeviceClock() if mesh.device.type == "cuda" else HostClock()
     step_times = StepTimes(config.recovery, peers, clock, events_of_rank_0)
@@ -357,6 +357,14 @@ def checkpoint_context(
         staging_dir=offload_folder(config.parallelism),
         fallback=fallback_place(rank.run, config.checkpoint.fallback_dir),
     )
+
+
+def _stopping(config: Config, mesh: Mesh, peers: Peers, rank: RankAttempt) -> Stopping:
+    if mesh.rank != 0:
+        return Stopping(peers, None)
+    every_s = config.checkpoint.every_s
+    clock = None if every_s is None else SaveClock(every_s)
+    return Stopping(peers, RequestWatch(rank.run, rank.attempt), clock)
 
 
 def _refuse_past_end(last_step: int, begin: Position) -> None:

@@ -74,7 +74,7 @@ def test_a_failed_run_says_how_to_go_on_and_a_dry_run_of_it_writes_nothing(
     assert " → 1e-05\n" in told
     assert " tokens left\n" in told
     assert (plan["attempt"], plan["checkpoint_step"], plan["command"][-2:]) == (1, 8, ["--attempt", "1"])
-    assert "steps: 20" in plan["config"]
+    assert plan["config"]["train"]["steps"] == 20
     assert "attempt 1, from step 8" in orchestra(folder, "resume", "failed", "--dry-run").stdout
     assert _content(run) == before
 

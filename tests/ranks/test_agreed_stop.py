@@ -161,3 +161,14 @@ def test_a_stop_whose_save_fails_ends_all_ranks_with_the_reason(ranks: Ranks, tm
     ended = ranks(2).run(stopped_attempt, path=tmp_path, config=config, ask_at=7)
     assert all(end.startswith("UnsavedError: step 7 was trained, but its checkpoint") for end in ended)
     assert committed(tmp_path) == [5]
+
+
+def test_all_ranks_save_the_same_steps_by_the_clock_of_rank_0(ranks: Ranks, tmp_path: Path) -> None:
+    pool, run = ranks(2), tmp_path / "run"
+    config = config_of(checkpoint={"every_s": 1e-3, "keep_last": STEPS})
+    assert pool.run(stopped_attempt, path=run, ask_at=STEPS + 1, config=config) == ["finished"] * 2
+    # At each round's end, which is not after every step, and at the last step; not every five steps.
+    saved = [event["step"] for event in events_of(run, "checkpoint_committed")]
+    assert saved[-1] == STEPS
+    assert len(saved) > 2
+    assert not events_of(run, "checkpoint_failed")

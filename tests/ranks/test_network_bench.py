@@ -69,7 +69,7 @@ def test_command_measures_here_and_keeps_the_figures(
     assert [path.name for path in tmp_path.iterdir()] == ["data"]
     # From here on they stand where a configuration says nothing.
     config = orchestra.json("run", *words, "--dry-run")["config"]
-    assert f"intra_node_bytes_per_s: {figures.intra_node_bytes_per_s}" in config
+    assert config["cluster"]["network"]["intra_node_bytes_per_s"] == figures.intra_node_bytes_per_s
 
 
 @pytest.mark.parametrize(

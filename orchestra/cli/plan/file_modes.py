@@ -16,6 +16,7 @@ from pathlib import Path
 from orchestra.cli.plan import Mode, check_target, path_argument, print_result, refuse_configuration
 from orchestra.cli.text import figures
 from orchestra.cli.text.resolve import resolve
+from orchestra.config.home import run_folder
 from orchestra.errors import EXIT_DONE, ConfigError
 from orchestra.plan.calibrate import calibrated, measured_run
 from orchestra.plan.profiles import SUFFIX, Profile, write_profile
@@ -126,7 +127,7 @@ def _calibrate(arguments: Namespace) -> int:
         if target.suffix != SUFFIX:
             raise ConfigError(f"--output {target}: a profile's name ends in {SUFFIX}; give such a name")
         check_target("--output", target)
-    runs = [measured_run(resolve(text, Path("runs"), takes_dir=False)) for text in arguments.calibrate]
+    runs = [measured_run(resolve(text, run_folder(), takes_dir=False)) for text in arguments.calibrate]
     memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     profile = calibrated(runs, len(os.sched_getaffinity(0)), memory)
     print_result(arguments, lambda: asdict(profile), lambda: profile_lines(profile))

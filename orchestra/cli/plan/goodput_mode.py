@@ -10,13 +10,13 @@ import math
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from conf.schema import Config
 from orchestra.cli.plan import Mode, case_for, configuration, option_of, print_result
 from orchestra.cli.text import figures
 from orchestra.cli.text.resolve import resolve
+from orchestra.config.home import run_folder
 from orchestra.config.machine import world_size
 from orchestra.errors import EXIT_DONE, ConfigError
 from orchestra.plan.goodput.expected_goodput import (
@@ -123,7 +123,7 @@ def _planned(arguments: Namespace) -> tuple[Config, Times, dict[str, str]]:
 
 
 def _of_run(arguments: Namespace) -> tuple[Config, Times, dict[str, str]]:
-    run_dir = resolve(arguments.like, Path("runs"), takes_dir=False)
+    run_dir = resolve(arguments.like, run_folder(), takes_dir=False)
     known = measured(read_events(run_dir), read_json_lines(run_dir.metrics))
     if not known:
         raise ConfigError(

@@ -12,7 +12,7 @@ from conf.schema import Config
 from orchestra.cli.plan import case_for, configuration, goodput_mode, layout_words, print_result
 from orchestra.cli.text import figures
 from orchestra.config.machine import Situation
-from orchestra.errors import EXIT_DONE
+from orchestra.errors import EXIT_DONE, EXIT_FAILED
 from orchestra.plan.case import PlanCase, has_idle_stage
 from orchestra.plan.predict import Prediction, StepTime, disk_bytes, host_memory, over_time, predict
 from orchestra.plan.stage_memory import Memory, fits
@@ -47,12 +47,13 @@ _PARTS = {
 
 
 def run(arguments: Namespace) -> int:
-    """Print the prediction and return 0. Raises ConfigError for what cannot be predicted."""
+    """Print the prediction and return 0, or 1 where it does not fit. Raises ConfigError for what is wrong."""
     config = configuration(arguments.overrides)
     prediction = predict(case_for(config, arguments))
     print_result(arguments, lambda: _facts(config, prediction), lambda: _lines(config, prediction))
+    code = EXIT_DONE if fits(prediction.case, prediction.stages) else EXIT_FAILED
     if arguments.json:
-        return EXIT_DONE
+        return code
     case = prediction.case
     # Where a stage is idle, no memory helps.
     if not prediction.fits and not has_idle_stage(case.stages):
@@ -62,7 +63,7 @@ def run(arguments: Namespace) -> int:
     if not any(each.startswith(("cluster", "+cluster", "experiment=")) for each in arguments.overrides):
         words = f"one node of {case.devices_per_node} {case.device.name}"
         print(f"note: {words} assumed (cluster.nodes, cluster.hardware)", file=sys.stderr)
-    return EXIT_DONE
+    return code
 
 
 def _lines(config: Config, prediction: Prediction) -> list[str]:

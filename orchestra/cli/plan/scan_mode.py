@@ -23,6 +23,7 @@ from orchestra.cli.plan import (
 )
 from orchestra.cli.text import figures
 from orchestra.cli.text.resolve import resolve_target
+from orchestra.config.home import run_folder
 from orchestra.errors import EXIT_DONE, ConfigError
 from orchestra.report.layouts import ScannedRun, Workload, best_of, by_workload, read_run
 from orchestra.report.run_state import runs_of
@@ -61,7 +62,7 @@ def _add_arguments(parser: ArgumentParser) -> None:
 def _run(arguments: Namespace) -> int:
     """Print the comparison and return 0. Raises ConfigError when a RUN means none, or no run has a layout."""
     refuse_configuration("--scan", "the runs", arguments)
-    runs, problems = _read(_runs(arguments.scan, arguments.dir or Path("runs")))
+    runs, problems = _read(_runs(arguments.scan, arguments.dir or run_folder()))
     if not runs:
         raise ConfigError(problems or ["--scan: there is no run in what was named"])
     workloads = by_workload(runs)

@@ -18,7 +18,7 @@ from typing import Any
 from conf.schema import Config, LauncherName, Offload
 from orchestra.cli.plan import Mode, layout_words, print_result
 from orchestra.cli.text import figures
-from orchestra.config.compose import batch_said_twice, merge, settled
+from orchestra.config.compose import merge, said_twice, settled
 from orchestra.config.compose import typed as typed_config
 from orchestra.config.keys import shown
 from orchestra.config.machine import Situation, world_size
@@ -122,7 +122,7 @@ def ask(typed: list[str]) -> SearchRequest:
         raise ConfigError(checked.problems)
     given = typed_config(merge(checked)[0])
     config, broken = settled(given, checked, Situation("plan"))
-    lasting = [*batch_said_twice(given, checked.keys), *_lasting(config, broken)]
+    lasting = [*said_twice(given, checked.keys), *_lasting(config, broken)]
     if lasting:
         raise ConfigError(lasting)
     free = replace(given.train, micro_batch_size=None)
@@ -213,9 +213,9 @@ def _best(request: SearchRequest, result: SearchResult) -> list[str]:
     runs = result.chosen[0] if result.chosen else None
     lines = [*_portrait("best", result, best), *_why(result, best), ""]
     if runs is not None and choice_of(runs.case) == choice_of(best.case):
-        return [*lines, *_command(request, best.case)]
+        return [*lines, *command(request, best.case)]
     lines.append("# orchestra's trainer cannot run this one yet; in full:")
-    lines += [*_command(request, best.case, "plan"), ""]
+    lines += [*command(request, best.case, "plan"), ""]
     if runs is None:
         missing = "pp, cp or ep" if not best.case.model.num_experts else "experts, which it does not have yet"
         none = "no layout that fits runs on orchestra's trainer today"
@@ -223,7 +223,7 @@ def _best(request: SearchRequest, result: SearchResult) -> list[str]:
     share = figures.percent(1 - best.time.total / runs.time.total)
     loss = f"{share} less than the best, most by {main_loss(best, runs) or 'nothing'}"
     lines += [*_portrait("today", result, runs), *_wrapped("", loss), ""]
-    return [*lines, *_command(request, runs.case)]
+    return [*lines, *command(request, runs.case)]
 
 
 def _portrait(title: str, result: SearchResult, layout: Prediction) -> Iterator[str]:
@@ -377,7 +377,7 @@ def overrides_of(request: SearchRequest, case: PlanCase) -> list[str]:
     ]
 
 
-def _command(request: SearchRequest, case: PlanCase, verb: str | None = None) -> list[str]:
+def command(request: SearchRequest, case: PlanCase, verb: str | None = None) -> list[str]:
     """Return the command for a layout as lines for a shell, at most 80 columns wide where words allow.
 
     Without a verb it is the one that trains: `submit`, on this machine `run`.

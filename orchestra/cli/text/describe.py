@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from conf.schema import Device
 from orchestra.cli.text import figures
+from orchestra.config.home import run_folder
 from orchestra.errors import EXIT_DO_NOT_RESTART, EXIT_DONE, EXIT_STOPPED
 from orchestra.recovery.incidents import Verdict
 from orchestra.report.attempts import read_accounts, slow_ranks
@@ -155,8 +156,8 @@ def invocation(verb: str, run: RunDir | SweepDir) -> str:
 
 
 def typed_name(run: RunDir | SweepDir) -> str:
-    """Return what to type for a run or a sweep: its name where it lies in ./runs, else its path."""
-    named = Path.cwd() / "runs"
+    """Return what to type for a run or a sweep: its name where it lies in the usual folder, else its path."""
+    named = Path.cwd() / run_folder()
     if run.path.parent == named:
         return run.name
     if run.path.parent.parent == named and is_sweep(run.path.parent):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -31,6 +32,7 @@ _REFRESH_S = 0.5
 _SHORTEST_BAR = 4
 _STOPPING = "stopping after this step, with a checkpoint (Ctrl-C again: at once)"
 # What is remembered of each row: a run may have a million of them.
+_OF_CLOSING = re.compile(r"(attempt \d+ finished: )?finished")
 _KEPT = ("step", "attempt", "loss", "tokens_per_s", "mfu", "mfu_causal", "step_time_s")
 
 
@@ -72,8 +74,9 @@ class Progress:
         self._events = JsonLinesReader(self._run.event_file(rank_writer(attempt, 0)))
 
     def notice(self, words: str) -> None:
-        """Add what a person should read."""
-        self._notices.append(words)
+        """Add what a person should read, but for what the closing lines say."""
+        if not _OF_CLOSING.fullmatch(words):
+            self._notices.append(words)
 
     def update(self) -> list[Record]:
         """Read the rows written since the last call and return them."""

@@ -5,14 +5,18 @@ SWEEP/3 is the sweep's member with index 3. It reads no records but a sweep's, f
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
 from argparse import ArgumentParser
+from collections.abc import Sequence
 from pathlib import Path
 
+from orchestra.config.home import run_folder
 from orchestra.errors import ConfigError
 from orchestra.report.run_state import is_run
 from orchestra.run.paths import RunDir, SweepDir, is_sweep, read_sweep
+from orchestra.run.run_folders import remember, remembered
 from orchestra.sizes.units import first_few
 
 # Help of a RUN that may be a sweep.
@@ -28,10 +32,22 @@ def add_directory_option(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--dir",
         type=Path,
-        default=Path("runs"),
+        default=run_folder(),
         metavar="DIR",
         help="where the runs lie: the run.dir they were started with (default: %(default)s)",
     )
+
+
+def elsewhere(parent: Path) -> list[Target]:
+    """Return the runs and sweeps in other folders that are remembered, where `parent` is the usual one."""
+    if parent.absolute() != run_folder().absolute():
+        return []
+    found: list[Target] = []
+    for folder in remembered():
+        # One that cannot be read now is none of this question's.
+        with contextlib.suppress(ConfigError):
+            found += all_targets(folder) if folder != parent.absolute() else []
+    return found
 
 
 def all_targets(parent: Path) -> list[Target]:
@@ -100,13 +116,16 @@ def resolve_target(text: str, parent: Path, *, takes_dir: bool = True) -> Target
 
 def _named(text: str, parent: Path, takes_dir: bool) -> Target:
     targets = all_targets(parent)
-    exact = [target for target in targets if target.name == text]
-    matching = exact or [target for target in targets if target.name.startswith(text)]
-    if len(matching) == 1:
+    if matching := _matching(text, targets):
+        if len(matching) > 1:
+            raise _several(text, [target.name for target in matching])
+        remember(parent)
         kind = type(matching[0])
         return kind((parent / matching[0].name).absolute())
-    if matching:
-        raise _several(text, [target.name for target in matching])
+    if matching := _matching(text, elsewhere(parent)):
+        if len(matching) > 1:
+            raise _several(text, [str(target.path) for target in matching])
+        return matching[0]
     if not targets:
         advice = "pass --dir if they lie elsewhere" if takes_dir else "give its path if it lies elsewhere"
         raise ConfigError(f"RUN {text}: there is no run in {parent}; {advice}")
@@ -115,17 +134,25 @@ def _named(text: str, parent: Path, takes_dir: bool) -> Target:
     raise ConfigError(f"RUN {text}: no run in {parent} has this name; the nearest are {', '.join(near)}")
 
 
+def _matching(text: str, targets: Sequence[Target]) -> list[Target]:
+    """Return the targets of this name, else those whose names begin so."""
+    exact = [target for target in targets if target.name == text]
+    return exact or [target for target in targets if target.name.startswith(text)]
+
+
 def _sweep_called(text: str, parent: Path) -> SweepDir | None:
     """Return the sweep that the part before a member's number means; None where it means none."""
     if is_sweep(Path(text).expanduser()):
         return SweepDir(Path(text).expanduser().absolute())
     if "/" in text or not text:
         return None
-    names = [target.name for target in all_targets(parent) if isinstance(target, SweepDir)]
-    matching = [text] if text in names else [name for name in names if name.startswith(text)]
-    if len(matching) > 1:
-        raise _several(text, matching)
-    return SweepDir((parent / matching[0]).absolute()) if matching else None
+    for targets in (all_targets(parent), elsewhere(parent)):
+        sweeps = [target for target in targets if isinstance(target, SweepDir)]
+        if matching := _matching(text, sweeps):
+            if len(matching) > 1:
+                raise _several(text, [target.name for target in matching])
+            return SweepDir(matching[0].path.absolute())
+    return None
 
 
 def _member(text: str, sweep: SweepDir, index: int) -> RunDir:

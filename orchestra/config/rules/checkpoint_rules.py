@@ -16,7 +16,7 @@ from orchestra.config.machine import Situation, absolute, world_size
 from orchestra.config.rules.place_rules import rule_memory, trained_bytes
 from orchestra.sizes.flops import num_parameters
 from orchestra.sizes.save_interval import AUTO
-from orchestra.sizes.units import binary
+from orchestra.sizes.units import binary, duration_s
 
 # The fp32 master of a parameter and Adam's two moments.
 _BYTES_SAVED = 12
@@ -32,8 +32,17 @@ _ONLY_READ = (
 
 def rule_checkpoint_steps(config: Config, _: Situation) -> Iterator[str]:
     every, kept = config.checkpoint.every_steps, config.checkpoint.keep_every_steps
+    if config.checkpoint.every_s is not None:
+        if kept is not None:
+            yield (
+                f"checkpoint.keep_every_steps={kept} needs a number in checkpoint.every_steps that it is a "
+                f"multiple of: with checkpoint.every_s nobody knows beforehand which are saved; use null"
+            )
+        return
     if isinstance(every, str):
-        if every != AUTO:
+        if duration_s(every) is not None:
+            yield f"checkpoint.every_steps={every} is a time and no number; use checkpoint.every_s={every}"
+        elif every != AUTO:
             yield f"checkpoint.every_steps={every} is no number of steps; use one, {AUTO} or null"
         elif kept is not None:
             yield (

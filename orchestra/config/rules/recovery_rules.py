@@ -205,17 +205,19 @@ def _number_problems(entry: dict[str, Any], *, is_slow: bool) -> Iterator[str]:
 def _save_problems(entry: dict[str, Any], step: int, config: Config) -> Iterator[str]:
     """Say why a fault in the midst of a save would never strike."""
     phase, rank, every = str(entry.get("phase")), entry.get("rank"), config.checkpoint.every_steps
+    every_s = config.checkpoint.every_s
     if phase not in FaultPhase.__members__ or phase in _NOT_OF_SAVES:
         return
     if phase in _OF_COORDINATOR and rank not in (0, ALL):
         yield f"rank={shown(rank)}: phase={phase} is of rank 0 alone; use rank: 0"
     if every is None:
         yield f"phase={phase} is part of a save, and checkpoint.every_steps=null saves nothing"
-    elif isinstance(every, str):
+    elif isinstance(every, str) or every_s is not None:
         if step != config.train.steps:
+            rhythm = f"every_steps={every}" if every_s is None else f"every_s={every_s}"
             yield (
-                f"phase={phase} is part of a save, and with checkpoint.every_steps={every} nobody knows "
-                f"beforehand whether at_step={step} is saved; give a number of steps"
+                f"phase={phase} is part of a save, and with checkpoint.{rhythm} nobody knows beforehand "
+                f"whether at_step={step} is saved; give a number of steps"
             )
     elif every >= 1 and step % every and step != config.train.steps:
         saved = min(max(1, round(step / every)) * every, config.train.steps)

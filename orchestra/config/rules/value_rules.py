@@ -13,7 +13,7 @@ from typing import Any
 
 from conf.schema import Config
 from orchestra.config.keys import nearest, shown
-from orchestra.config.machine import Situation
+from orchestra.config.machine import Situation, tokens_per_step, world_size
 from orchestra.data.held_out import held_out_data
 from orchestra.errors import ConfigError
 from orchestra.run.metrics_file import NUMBER_KEYS, eval_column, is_eval_column
@@ -37,6 +37,8 @@ _BOUNDS: dict[str, tuple[int | None, int | None]] = {
     # Token ids have 32 bits.
     "model.vocab_size": (2, 2**31 - 1),
     "model.max_position_embeddings": (1, 2**30),
+    "model.norm_eps": (None, 1),
+    "model.init_std": (None, 100),
     "model.rope_scaling.original_max_position_embeddings": (1, None),
     "parallelism.shard_degree": (1, None),
     "parallelism.bucket_mib": (None, 2**20),
@@ -47,7 +49,12 @@ _BOUNDS: dict[str, tuple[int | None, int | None]] = {
     "eval.every_steps": (1, None),
     "eval.steps": (1, 2**40),
     "optim.warmup_steps": (0, None),
+    # Nothing is trained with more, and 1e20 is a slip.
+    "optim.lr": (None, 100),
+    "optim.eps": (None, 1),
+    "optim.weight_decay": (None, 100),
     "train.steps": (1, 10**12),
+    "train.tokens": (1, None),
     "train.seq_len": (1, 2**30),
     "train.global_batch_tokens": (1, 2**40),
     "train.log_every": (1, None),
@@ -58,6 +65,7 @@ _BOUNDS: dict[str, tuple[int | None, int | None]] = {
     "train.global_batch_size": (None, 2**30),
     "train.micro_batch_size": (None, 2**20),
     "checkpoint.every_steps": (1, None),
+    "checkpoint.every_s": (None, 10**7),
     "checkpoint.keep_last": (1, None),
     "checkpoint.keep_every_steps": (1, None),
     "checkpoint.keep_best": (0, None),
@@ -110,6 +118,7 @@ _POSITIVE = (
     "cluster.network.intra_node_bytes_per_s",
     "cluster.network.inter_node_bytes_per_s",
     "checkpoint.timeout_s",
+    "checkpoint.every_s",
     "recovery.heartbeat_timeout_s",
     "recovery.setup_timeout_s",
     "recovery.agent_timeout_s",
@@ -252,6 +261,16 @@ def rule_schedule(config: Config, _: Situation) -> Iterator[str]:
         yield f"optim.wsd_decay_fraction={share} is not a share of the steps; use one above 0 and up to 1"
 
 
+def rule_tokens(config: Config, _: Situation) -> Iterator[str]:
+    """Where a layout is impossible, its own rule tells; here the ranks are not known yet."""
+    tokens = config.train.tokens
+    if tokens is not None and tokens_per_step(config) is None and world_size(config) is None:
+        yield (
+            f"train.tokens={tokens}: the steps follow from the global batch, and that from the ranks, not "
+            f"known here; give train.global_batch_tokens (or cluster.gpus_per_node), or train.steps instead"
+        )
+
+
 def rule_profile(config: Config, _: Situation) -> Iterator[str]:
     profile, steps = config.train.profile, config.train.steps
     if len(profile.steps) != 2:
@@ -289,7 +308,7 @@ def rule_time_limit(config: Config, _: Situation) -> Iterator[str]:
     try:
         slurm_time_s(limit)
     except ValueError:
-        yield f"cluster.time_limit={limit} is no time limit of Slurm's; use minutes, H:MM:SS or D-HH:MM:SS"
+        yield f"cluster.time_limit={limit} is no time limit; use minutes, H:MM:SS, D-HH:MM:SS or e.g. 4h"
 
 
 def rule_stragglers(config: Config, _: Situation) -> Iterator[str]:

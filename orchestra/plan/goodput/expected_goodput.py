@@ -95,7 +95,9 @@ def scenario_of(config: Config, times: Times) -> Scenario:
     """Return the run that a configuration describes, to be simulated over some hundred failures."""
     cluster, recovery = config.cluster, config.recovery
     limit_s = None if cluster.time_limit is None else slurm_time_s(cluster.time_limit)
-    chosen = config.checkpoint.every_steps
+    chosen: int | str | None = config.checkpoint.every_steps
+    if config.checkpoint.every_s is not None:
+        chosen = max(1, round(config.checkpoint.every_s / times.step_s))
     every = interval_of(config, times).every_steps if chosen == save_interval.AUTO else chosen
     scenario = Scenario(
         num_nodes=cluster.nodes,

@@ -250,6 +250,8 @@ def _init(run: RunDir, config: WandbConfig, mode: Any) -> Any:
         entity=config.entity,
         group=config.group or record.get("sweep"),
         tags=config.tags,
+        notes=config.notes,
+        job_type=config.job_type,
         config={**frozen, "mfu_convention": MFU_CONVENTION},
         settings=settings,
     )

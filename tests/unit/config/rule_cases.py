@@ -37,6 +37,9 @@ rule_compile
     train.compile='true' -> train.compile='true' | without quotes
 rule_sizes
     train.steps=0 -> train.steps=0 | 1 or more
+    optim.lr=1.0e+20 -> optim.lr=1e+20 | use at most 100
+    model.norm_eps=1.0e+20 -> model.norm_eps=1e+20 | use at most 1
+    model.init_std=1.0e+20 -> model.init_std=1e+20 | use at most 100
     train.seed=9223372036854775808 -> train.seed=9223372036854775808 | use at most 9223372036854775807
     model.vocab_size=2147483648 -> model.vocab_size=2147483648 | use at most 2147483647
     recovery.exclude_hours=87601 -> recovery.exclude_hours=87601 | use at most 87600
@@ -78,6 +81,8 @@ rule_learning_rates
 rule_schedule
     optim.warmup_steps=101 -> optim.warmup_steps=101 | train.steps=100
     optim.wsd_decay_fraction=0.0 -> optim.wsd_decay_fraction=0.0
+rule_tokens
+    train.tokens=5000  cluster.launcher=slurm -> train.tokens=5000 | train.global_batch_tokens
 rule_profile
     train.profile.steps=[3] -> train.profile.steps=[3]
     train.profile.enabled=true  train.steps=3 -> train.profile.steps=[5,7] | steps 1 to 3 | [3,3]
@@ -86,7 +91,7 @@ rule_rope_scaling
 rule_hardware_name
     cluster.hardware=H100s -> cluster.hardware=H100s | did you mean h100?
 rule_time_limit
-    cluster.time_limit=4h -> cluster.time_limit=4h | D-HH:MM:SS
+    cluster.time_limit=4x -> cluster.time_limit=4x | D-HH:MM:SS
 rule_time_for_warning
     cluster.launcher=slurm  cluster.time_limit='4' -> 150 s before its end | use 5 minutes or more
 rule_slurm_extra

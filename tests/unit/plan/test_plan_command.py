@@ -21,14 +21,14 @@ def test_shipped_experiments_can_be_planned_without_their_data(experiment: str, 
 
 
 def test_usable_memory_stands_beside_all_of_it(plan: PlanCommand) -> None:
-    text = plan.text("model=llama3_405b", "parallelism=tp8_pp4", "cluster.nodes=4")
+    text = plan.text("model=llama3_405b", "parallelism=tp8_pp4", "cluster.nodes=4", code=1)
     memory = r"^memory  .* of 79.6 GiB, 72.5 usable, stage \d of 4: does not fit$"
     assert re.search(memory, text, re.MULTILINE)
     for word in ("optimizer state", "pipeline bubble", "MFU", "HFU", "GPU-hours"):
         assert word in text
     assert plan.notes.startswith("note: ")
     # Advised on too: a layout that submit refuses.
-    plan.text("model=llama3_8b", "parallelism.cp=2", "precision=bf16", "train.seq_len=8192")
+    plan.text("model=llama3_8b", "parallelism.cp=2", "precision=bf16", "train.seq_len=8192", code=1)
     assert "note: it would fit with " in plan.notes
 
 

@@ -11,7 +11,7 @@ from checkpointing.peers import Peers
 from orchestra.run import stop_requests
 from orchestra.run.paths import RunDir
 from orchestra.train import stopping
-from orchestra.train.stopping import RequestWatch, Stopping
+from orchestra.train.stopping import RequestWatch, SaveClock, Stopping
 
 
 def test_a_run_of_fast_steps_looks_ever_less_often_and_stops_all_the_same(
@@ -36,4 +36,22 @@ def test_a_run_of_fast_steps_looks_ever_less_often_and_stops_all_the_same(
     # It ends when it has seen the request.
     watch._thread.join(10)
     assert any(alone.is_due(step) for step in range(100, 1000))
+    alone.close()
+
+
+def test_the_clock_asks_for_a_save_each_time_its_seconds_have_passed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stopping, "ROUND_S", 0.0)
+    seconds = [0.0]
+    monkeypatch.setattr(stopping.time, "monotonic", lambda: seconds[0])
+    alone = Stopping(Peers.alone(), RequestWatch(RunDir(tmp_path), 1), SaveClock(10.0))
+    alone.begin(0)
+    saved = []
+    for step in range(1, 31):
+        seconds[0] += 3.0
+        assert not alone.is_due(step)
+        saved += [step] if alone.is_save_due else []
+    # After 12, 24, 36 … seconds: each time the first step that ends when 10 seconds have passed.
+    assert saved == list(range(4, 31, 4))
     alone.close()

@@ -1,0 +1,125 @@
+"""The options that users of Hydra type, for `run`, `submit` and `plan`: --cfg, --info, --config-dir and more.
+
+Here too the user's own defaults (`orchestra.config.home`) come in front of what is typed.
+"""
+
+from __future__ import annotations
+
+from argparse import SUPPRESS, Action, ArgumentParser, Namespace
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from orchestra.config.descriptions import group_names
+from orchestra.config.home import Home, chooses_cluster, home_file, read_home
+from orchestra.errors import ConfigError
+
+if TYPE_CHECKING:
+    from orchestra.config.compose import Composed
+
+_SEARCH_PATH = "hydra.searchpath="
+# Options of Hydra's that mean something else here, and what to type.
+_INSTEAD = {
+    "--hydra-help": "Hydra itself is no part of it; `orchestra {verb} --help` and `orchestra config` explain",
+    "--config-name": "take a preset of a group instead: experiment=NAME, model=NAME",
+    "-cn": "take a preset of a group instead: experiment=NAME, model=NAME",
+    "--config-path": "use --config-dir DIR for a folder of presets",
+    "-cp": "use --config-dir DIR for a folder of presets",
+    "--shell-completion": "`orchestra completion bash` (or zsh, fish) prints the script",
+    "-sc": "`orchestra completion bash` (or zsh, fish) prints the script",
+    "--install-completion": "`orchestra completion bash` (or zsh, fish) prints the script",
+    "--experimental-rerun": "`orchestra resume RUN` goes on with a run",
+}
+
+
+class _Refused(Action):
+    """An option of Hydra's that is refused with what to type instead."""
+
+    def __call__(self, parser: ArgumentParser, _: Namespace, __: Any, option: str | None = None) -> None:
+        assert option is not None
+        verb = parser.prog.split()[-1]
+        raise ConfigError(f"{option} is no option here: {_INSTEAD[option].format(verb=verb)}")
+
+
+def add_hydra_options(parser: ArgumentParser) -> None:
+    """Add --cfg, --resolve, --package, --info and --config-dir, and refuse others with what to type."""
+    parser.add_argument(
+        "-c", "--cfg", choices=("job",), help="print the configuration (job) as YAML; start nothing"
+    )
+    parser.add_argument("--resolve", action="store_true", help="with --cfg: all values are resolved always")
+    parser.add_argument("-p", "--package", metavar="KEY", help="with --cfg: print this part alone")
+    parser.add_argument("--info", action="store_true", help="print where values come from; start nothing")
+    parser.add_argument("--config-dir", "-cd", action="append", metavar="DIR", help="a folder with presets")
+    for option in _INSTEAD:
+        parser.add_argument(option, action=_Refused, nargs="?", help=SUPPRESS)
+
+
+def answered(arguments: Namespace, verb: str) -> bool:
+    """Put the user's defaults in front of the overrides; print what --cfg or --info ask for and return True
+    where they are given.
+
+    Raises ConfigError for what is wrong with the configuration or with the user's file.
+    """
+    home = read_home()
+    for option, value in (("--resolve", arguments.resolve), ("--package", arguments.package)):
+        if value and not arguments.cfg:
+            raise ConfigError(f"{option} belongs to --cfg job; add that, or leave it out")
+    typed = with_search_path(arguments.overrides, [*(arguments.config_dir or ()), *home.searchpath])
+    arguments.overrides = home.overrides(typed, verb)
+    if not (arguments.cfg or arguments.info):
+        return False
+    composed = _composed(arguments.overrides, verb)
+    if arguments.info:
+        print("\n".join(_info(composed, home, arguments)))
+    else:
+        print(_shown(composed, arguments), end="")
+    return True
+
+
+def with_search_path(overrides: Sequence[str], folders: Sequence[str]) -> list[str]:
+    """Return overrides whose hydra.searchpath has `folders` after its own."""
+    if not folders:
+        return list(overrides)
+    own = [text for text in overrides if text.startswith(_SEARCH_PATH)]
+    inside = own[-1].removeprefix(_SEARCH_PATH).strip("[]") if own else ""
+    quoted = ["'" + str(Path(folder).expanduser().absolute()).replace("'", "\\'") + "'" for folder in folders]
+    path = ",".join([*filter(None, [inside]), *quoted])
+    return [f"{_SEARCH_PATH}[{path}]", *(text for text in overrides if text not in own)]
+
+
+def _composed(overrides: list[str], verb: str) -> Composed:
+    from orchestra.config.compose import compose
+    from orchestra.config.machine import Situation, this_machine
+    from orchestra.plan.assemble import for_planning
+
+    if verb == "plan":
+        overrides = for_planning(overrides)
+    elif verb == "submit" and not any(map(chooses_cluster, overrides)):
+        overrides = ["cluster=slurm", *overrides]
+    return compose(overrides, this_machine() if verb == "run" else Situation(verb))
+
+
+def _shown(composed: Composed, arguments: Namespace) -> str:
+    from orchestra.run.config_file import plain_values, values_to_yaml
+
+    values: Any = plain_values(composed.config)
+    for name in (arguments.package or "").split(".") if arguments.package else ():
+        if not isinstance(values, dict) or name not in values:
+            raise ConfigError(f"--package {arguments.package}: no such key; `orchestra config` lists all")
+        values = values[name]
+    return values_to_yaml(values)
+
+
+def _info(composed: Composed, home: Home, arguments: Namespace) -> Iterable[str]:
+    file = home_file()
+    said = "says nothing" if home == Home() else ", ".join(_said(home))
+    path = next((text for text in arguments.overrides if text.startswith(_SEARCH_PATH)), None)
+    yield f"home       {file}{f': {said}' if file.exists() else ' is not there'}"
+    yield f"presets    {'those of orchestra' if path is None else f'those of orchestra, then {path}'}"
+    groups = (group for group in group_names() if group in composed.presets)
+    yield f"taken      {' '.join(f'{group}={composed.presets[group]}' for group in groups)}"
+    yield f"overrides  {' '.join(arguments.overrides) or 'none'}"
+
+
+def _said(home: Home) -> Iterable[str]:
+    yield from (f"{name}={value}" for name, value in vars(home).items() if value)

@@ -1,0 +1,95 @@
+"""What users of Hydra, submitit and wandb type first: it works, or the answer says what to type instead."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from support.command_line import CommandLine
+
+from orchestra.cli import INSTEAD, VERBS
+from orchestra.errors import EXIT_DONE, EXIT_USAGE
+
+CFG = "--cfg job"
+# What is typed -> the exit code, and words of what is printed or, where it is refused, of the error.
+TABLE = f"""
+run --cfg job -> 0 hidden_size: 128
+run -c job --resolve train.steps=7 -> 0 steps: 7
+run --cfg job --package optim.lr -> 0 0.0003
+run --cfg hydra -> 2 choose from 'job'
+run --resolve -> 2 --cfg job
+run --info -> 0 model=debug
+submit --cfg job -p cluster.launcher -> 0 slurm
+plan --cfg job -p cluster.hardware -> 0 h100
+run --config-dir PRESETS model=mine {CFG} -p model.hidden_size -> 0 64
+plan --config-dir PRESETS model=mine {CFG} -p model.hidden_size -> 0 64
+run --config-dir nowhere {CFG} -> 2 is not a folder
+run --config-name train -> 2 experiment=NAME
+run --config-path x -> 2 --config-dir
+run --hydra-help -> 2 orchestra config
+run --install-completion -> 2 orchestra completion bash
+run --shell-completion install=bash -> 2 orchestra completion bash
+config train.steps -> 0 train.steps=100
+checkpoint --help -> 0 checkpoint verify
+data --help -> 0 data pack
+bench -h -> 0 bench network
+help status -> 0 orchestra status
+run train.steps=1e6 {CFG} -p train.steps -> 0 1000000
+run train.seq_len=8k {CFG} -p train.seq_len -> 0 8000
+run train.global_batch_tokens=4M {CFG} -> 2 train.global_batch_tokens=4Mi
+run train.global_batch_tokens=4Mi {CFG} -p train.global_batch_tokens -> 0 4194304
+run train.tokens=1e9 {CFG} -p train.steps -> 0 244141
+run cluster.time_limit=4h {CFG} -p cluster.time_limit -> 0 4:00:00
+run checkpoint.every_steps=1h {CFG} -> 2 checkpoint.every_s=1h
+run checkpoint.every_s=1h {CFG} -p checkpoint.every_s -> 0 3600
+submit -m run.name=a,b --dry-run -> 2 members of a sweep share one name
+run hydra/launcher=submitit_slurm -> 2 Hydra's own settings
+run hydra.run.dir=x -> 2 Hydra's own settings
+run hydra.verbose=true -> 2 Hydra's own settings
+run hydra.mode=MULTIRUN -> 2 Hydra's own settings
+run +train.foo=1 -> 2 train.foo: no such key
+run +train.steps=3 -> 2 write train.steps=3
+run ++train.steps=3 {CFG} -p train.steps -> 0 3
+run ~wandb {CFG} -p wandb.mode -> 0 disabled
+run ~wandb.tags -> 2 cannot be deleted
+run run.name=${{oc.env:NOT_SET,given}} {CFG} -p run.name -> 0 given
+run run.name=x${{train.steps}} {CFG} -p run.name -> 0 x100
+run run.name=${{now:%Y}} {CFG} -p run.name -> 0 20
+run wandb.notes=why wandb.job_type=train {CFG} -p wandb -> 0 notes: why
+run wandb.name=x -> 2 wandb.name: no such key
+run --dry-run --json -> 0 "hidden_size": 128
+show -> 2 orchestra status RUN
+list -> 2 orchestra status
+ls -> 2 orchestra status
+compare a b -> 2 orchestra status RUN
+train -> 2 orchestra run
+sweep -> 2 orchestra submit -m
+evaluate first -> 2 orchestra eval RUN
+export first -> 2 orchestra checkpoint export
+sample first -> 2 orchestra generate RUN
+"""
+ROWS = [tuple(re.split(" -> ", line)) for line in TABLE.strip().splitlines()]
+
+
+@pytest.mark.parametrize(("typed", "expected"), ROWS, ids=[row[0] for row in ROWS])
+def test_what_is_typed_by_habit_works_or_is_answered_with_what_to_type(
+    typed: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, orchestra: CommandLine
+) -> None:
+    monkeypatch.setenv("ORCHESTRA_CONFIG_DIR", str(tmp_path / "no home"))
+    monkeypatch.chdir(tmp_path)
+    presets = tmp_path / "presets"
+    (presets / "model").mkdir(parents=True)
+    (presets / "model" / "mine.yaml").write_text("hidden_size: 64\n")
+    code, _, words = expected.partition(" ")
+    said = orchestra(*typed.replace("PRESETS", str(presets)).split(), code=int(code))
+    assert words in (said.out if int(code) == EXIT_DONE else said.err)
+    assert int(code) in (EXIT_DONE, EXIT_USAGE)
+    assert [path.name for path in tmp_path.iterdir()] == ["presets"]
+
+
+def test_every_verb_of_another_tool_names_a_verb_that_there_is() -> None:
+    for verb, advice in INSTEAD.items():
+        named = re.findall(r"`orchestra ([a-z ]+?)(?: [A-Z-].*?)?`", advice)
+        assert named, verb
+        assert set(named) <= set(VERBS), verb

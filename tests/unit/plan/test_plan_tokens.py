@@ -1,0 +1,39 @@
+"""`orchestra plan --tokens N`: the fewest GPUs that fit, the time on 64, and what is assumed for it."""
+
+from __future__ import annotations
+
+import pytest
+from support.command_line import CommandLine
+
+from orchestra.errors import EXIT_FAILED, EXIT_USAGE
+
+
+def test_a_model_and_tokens_are_enough_to_know_how_many_gpus_and_how_long(orchestra: CommandLine) -> None:
+    text = orchestra("plan", "model=llama3_8b", "--tokens", "1e12").out
+    assert "assumed precision=bf16, train.seq_len=8192, train.global_batch_tokens=4194304" in text
+    assert "1.00T = 238,419 steps of 4,194,304 in sequences of 8,192" in text
+    assert "fewest GPUs that fit: 2 × h100" in text
+    assert "on 64 × h100, " in text
+    facts = orchestra.json("plan", "model=llama3_8b", "--tokens", "1T")
+    assert (facts["fewest"]["gpus"], facts["asked"]["gpus"], facts["steps"]) == (2, 64, 238419)
+    # What it found is what the plan of that very layout says.
+    command = orchestra("plan", "model=llama3_8b", "--tokens", "1T").out.split("\n\n")[-1]
+    words = command.replace("\\\n", " ").split()[2:]
+    alone = orchestra.json("plan", *words)
+    assert alone["run_s"] == pytest.approx(facts["asked"]["run_s"])
+    assert alone["fits"] is True
+
+
+def test_what_is_said_is_not_assumed(orchestra: CommandLine) -> None:
+    words = ["model=llama_1b", "precision=fp32", "train.seq_len=4096", "cluster.nodes=2"]
+    facts = orchestra.json("plan", *words, "--tokens", "100B")
+    assert [each.partition("=")[0] for each in facts["assumed"]] == ["train.global_batch_tokens"]
+    assert facts["asked"]["gpus"] == 16
+    error = orchestra("plan", "model=debug", "train.steps=5", "--tokens", "1T", code=EXIT_USAGE).err
+    assert "--tokens 1T says the same as train.steps" in error
+
+
+def test_a_plan_ends_with_1_where_nothing_fits(orchestra: CommandLine) -> None:
+    huge = ["model=llama3_405b", "cluster.nodes=1", "cluster.hardware=a100_40"]
+    assert "does not fit" in orchestra("plan", *huge, "--tokens", "1T", code=EXIT_FAILED).out
+    assert "does not fit" in orchestra("plan", *huge, code=EXIT_FAILED).out
