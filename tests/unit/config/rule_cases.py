@@ -46,6 +46,14 @@ rule_numbers
     recovery.replay_every_steps=5  recovery.replay_tolerance=0.0 -> recovery.replay_tolerance=0.0
     optim.lr=0.0 -> optim.lr=0.0 | above 0
     optim.weight_decay=-0.1 -> optim.weight_decay=-0.1 | 0 or more
+rule_plugins
+    optim.target=torch.optim.SGD -> names no plug-in | package.module:name
+    optim.target=torch.optim:SDG -> did you mean SGD?
+rule_optimizer
+    optim.options.momentum=0.9 -> without optim.target
+    optim.target=sgd  optim.betas=[0.8,0.9] -> optim.betas=[0.8,0.9] | optim.options.betas
+    optim.target=sgd  parallelism.offload=optimizer_disk -> use parallelism.offload=none
+    optim.target=orchestra.optim.muon:Muon  parallelism.tp=2 -> parallelism.tp=2 | whole matrices
 rule_roll_back
     recovery.loss_spike.action=roll_back  checkpoint.every_steps=null -> checkpoint.every_steps=null | skip
     train.on_nonfinite=roll_back  recovery.max_restarts=0 -> roll_back | max_restarts=0
