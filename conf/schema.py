@@ -520,6 +520,14 @@ class TrainConfig:
     max_nonfinite_steps: int = 10
     # Rows of logits that exist at once in the loss; null: chosen from the vocabulary.
     loss_chunk_tokens: int | None = None
+    # Another loss in the place of cross-entropy: package.module:name, called as name(logits, targets,
+    # **loss_options), which returns the loss of each token; null: cross-entropy.
+    loss: str | None = None
+    loss_options: dict[str, Any] = field(default_factory=dict)
+    # What looks at each row of metrics on rank 0 and may add to it: package.module:name, called as
+    # name(**options) once; the options of each stand in callbacks_options by its name.
+    callbacks: list[str] = field(default_factory=list)
+    callbacks_options: dict[str, Any] = field(default_factory=dict)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
 
 

@@ -43,6 +43,15 @@ def named_in(config: Config) -> list[Plugin]:
     if config.optim.target is not None:
         options = config.optim.options
         found.append(Plugin("optim.target", config.optim.target, options, "optim.options", 1, ("lr",)))
+    train = config.train
+    if train.loss is not None:
+        found.append(Plugin("train.loss", train.loss, train.loss_options, "train.loss_options", 2))
+    for target in train.callbacks:
+        name = target.rpartition(":")[2]
+        options = train.callbacks_options.get(name, {})
+        # A rule tells of what are no options.
+        options = options if isinstance(options, dict) else {}
+        found.append(Plugin("train.callbacks", target, options, f"train.callbacks_options.{name}", 0))
     return found
 
 

@@ -11,12 +11,12 @@ import os
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import orchestra
-from conf.schema import Config
+from conf.schema import Config, OptimConfig, TrainConfig
 from orchestra.plugins import named_in, spelling_problem
 from orchestra.run.config_file import write_config
 
@@ -42,8 +42,15 @@ def plugin_facts(config: Config) -> PluginFacts:
     if misspelt := [problem for problem in map(spelling_problem, plugins) if problem is not None]:
         return PluginFacts(tuple(misspelt))
     # All that a plug-in is told: nothing else of the configuration can change what is found.
-    only = replace(
-        Config(), optim=replace(Config().optim, target=config.optim.target, options=config.optim.options)
+    optim, train = config.optim, config.train
+    only = Config(
+        optim=OptimConfig(target=optim.target, options=optim.options),
+        train=TrainConfig(
+            loss=train.loss,
+            loss_options=train.loss_options,
+            callbacks=train.callbacks,
+            callbacks_options=train.callbacks_options,
+        ),
     )
     return _asked(
         json.dumps([[each.key, each.target, each.options] for each in plugins], default=str), _Kept(only)

@@ -23,6 +23,7 @@ from orchestra.data.loader import Loader
 from orchestra.data.source import open_source, separator_of
 from orchestra.errors import ConfigError, DataError
 from orchestra.model.initial import is_fake
+from orchestra.model.plugged_loss import PluggedLoss
 from orchestra.model.transformer import Transformer
 from orchestra.optim.adamw import AdamW, Trained
 from orchestra.optim.plugged import Gather, Optimizer, PluggedOptimizer, gather_nothing
@@ -47,6 +48,7 @@ from orchestra.sizes.topology import BatchShape, batch_shape
 from orchestra.train.hooks import StepHooks
 from orchestra.train.step import TrainingStep
 from orchestra.train.watch.bad_losses import make_loss_spikes
+from orchestra.train.watch.callbacks import Callbacks, made
 
 
 def with_compilation(config: Config, mesh: Mesh, events: EventWriter) -> Config:
@@ -115,6 +117,9 @@ def build_model_and_optimizer(config: Config, mesh: Mesh) -> BuiltModel:
     separator_id = separator_of(config.data) if config.data.document_masks else None
     with torch.device("meta"):  # no values and no memory yet
         model = Transformer(config.model, config.train.loss_chunk_tokens, separator_id)
+    for plugin in named_in(config):
+        if plugin.key == "train.loss":
+            model.loss = PluggedLoss(loaded(plugin))
     parallelized = parallelize(model, config, mesh)
     batch = batch_shape(config.train, mesh.layout.dp)
     return BuiltModel(parallelized, build_optimizer(config, parallelized, mesh), batch)
@@ -204,6 +209,12 @@ def loaded(plugin: Plugin) -> Callable[..., Any]:
     if problems := list(option_problems(plugin, called)):
         raise ConfigError(problems)
     return functools.partial(called, **plugin.options)
+
+
+def build_callbacks(config: Config, states: Mapping[str, Any]) -> Callbacks:
+    """Make the callbacks, each with its state in `states` if it is there. *Rank 0 only*."""
+    plugins = [plugin for plugin in named_in(config) if plugin.key == "train.callbacks"]
+    return Callbacks([made(plugin.target, loaded(plugin)) for plugin in plugins], states)
 
 
 def build_loader(

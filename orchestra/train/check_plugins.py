@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from conf.schema import Config, OptimConfig
-from orchestra.errors import ConfigError
+from orchestra.errors import ConfigError, OrchestraError
 from orchestra.optim.adamw import Trained
 from orchestra.optim.plugged import PluggedOptimizer, gather_nothing
 from orchestra.plugins import Plugin, load, named_in, one_line, option_problems
 from orchestra.run.config_file import read_config
+from orchestra.train.watch.callbacks import made, state_of
 
 # The parameters that an optimizer is tried on: a block's matrix, whose elements two ranks share in the middle
 # of a row, and a gain.
@@ -60,8 +61,14 @@ def look_at(config: Config) -> PluginFinding:
             continue
         wrong = list(option_problems(plugin, called))
         problems += wrong
-        if plugin.key == "optim.target" and not wrong:
+        if wrong:
+            continue
+        if plugin.key == "optim.target":
             finding = _tried(plugin, called, config.optim)
+        elif plugin.key == "train.loss":
+            problems += _loss_problems(plugin, called)
+        elif plugin.key == "train.callbacks":
+            problems += _callback_problems(plugin, called)
     return dataclasses.replace(finding, problems=[*problems, *finding.problems])
 
 
@@ -93,6 +100,32 @@ def _tried(plugin: Plugin, called: Callable[..., Any], optim: OptimConfig) -> Pl
             found, parts_problem="its updates of the parts of one differ from the whole's"
         )
     return found
+
+
+def _loss_problems(plugin: Plugin, called: Callable[..., Any]) -> list[str]:
+    said = f"{plugin.key}={plugin.target}"
+    logits = torch.randn(4, 7, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    try:
+        losses = called(logits, torch.arange(4), **plugin.options)
+        if not isinstance(losses, Tensor) or losses.shape != (4,):
+            found = list(losses.shape) if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
+            return [f"{said} returned {found} for logits of [4, 7]; return one loss for each token, [4]"]
+        torch.autograd.grad(losses.sum(), logits)
+    except Exception as error:  # noqa: BLE001  a plug-in may raise anything
+        return [f"{said}: the loss of four tokens failed: {one_line(error)}"]
+    return []
+
+
+def _callback_problems(plugin: Plugin, called: Callable[..., Any]) -> list[str]:
+    try:
+        named = made(plugin.target, lambda: called(**plugin.options))
+        if hasattr(named.callback, "state_dict"):
+            state_of(named)
+    except OrchestraError as error:
+        return [str(error)]
+    except Exception as error:  # noqa: BLE001
+        return [f"{plugin.key}={plugin.target}: making it failed: {one_line(error)}"]
+    return []
 
 
 def _updated(

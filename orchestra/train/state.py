@@ -411,6 +411,8 @@ class Position:
     left_out: tuple[Stretch, ...] = ()
     # What an optimizer of optim.target keeps beside its tensors, by group of parameters.
     optimizer_values: tuple[Mapping[str, Any], ...] = ()
+    # The states of train.callbacks by their targets, rank 0's.
+    callbacks: Mapping[str, Any] = field(default_factory=dict)
 
 
 def position_to_json(position: Position) -> dict[str, Any]:
@@ -423,6 +425,8 @@ def position_to_json(position: Position) -> dict[str, Any]:
         others["loss_scale"] = asdict(position.loss_scale)
     if position.fp8_sizes:
         others["fp8_sizes"] = dict(position.fp8_sizes)
+    if position.callbacks:
+        others["callbacks"] = dict(position.callbacks)
     if position.left_out:
         others["left_out"] = to_lists(position.left_out)
     return {
@@ -457,6 +461,7 @@ def position_from_json(state: Mapping[str, Any]) -> Position:
         fp8_sizes=_fp8_sizes(state),
         left_out=from_lists(state.get("left_out")),
         optimizer_values=_optimizer_values(state),
+        callbacks=state["callbacks"] if isinstance(state.get("callbacks"), Mapping) else {},
     )
 
 

@@ -18,6 +18,46 @@ def rule_plugins(config: Config, _: Situation) -> Iterator[str]:
     yield from plugin_facts(config).problems
 
 
+def rule_loss(config: Config, _: Situation) -> Iterator[str]:
+    train = config.train
+    if train.loss is None:
+        if train.loss_options:
+            yield (
+                f"train.loss_options={shown(train.loss_options)} without train.loss; name the loss, or "
+                "leave them out"
+            )
+        return
+    if config.parallelism.tp > 1:
+        yield (
+            f"parallelism.tp={config.parallelism.tp} divides the words over ranks, and train.loss="
+            f"{train.loss} takes logits of all words; use parallelism.tp=1"
+        )
+    if config.precision.fp8_output:
+        yield (
+            f"precision.fp8_output=true rounds cross-entropy's gradients, and train.loss={train.loss} is "
+            "another loss; use precision.fp8_output=false"
+        )
+
+
+def rule_callbacks(config: Config, _: Situation) -> Iterator[str]:
+    train = config.train
+    names = [target.rpartition(":")[2] for target in train.callbacks]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield (
+            f"train.callbacks={shown(train.callbacks)} has {name} twice, and options go by the name; "
+            "give one another name where it is defined"
+        )
+    for name, options in train.callbacks_options.items():
+        if name not in names:
+            known = f"use one of {', '.join(names)}" if names else "name callbacks in train.callbacks"
+            yield f"train.callbacks_options.{name}: no callback has this name; {known}"
+        elif not isinstance(options, dict):
+            yield (
+                f"train.callbacks_options.{name}={shown(options)} are no options; use "
+                f"train.callbacks_options.{name}.OPTION=VALUE"
+            )
+
+
 def rule_optimizer(config: Config, _: Situation) -> Iterator[str]:
     optim, parallelism = config.optim, config.parallelism
     if optim.target is None:

@@ -1,4 +1,4 @@
-"""Optimizers of optim.target on several ranks: the training of one rank, whatever each rank holds."""
+"""Plug-ins on several ranks: the training of one rank, whatever each rank holds."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ MUON: dict[str, Any] = {"target": "orchestra.optim.muon:Muon"}
 STEPS = 6
 
 
-@pytest.mark.parametrize("optim", [SGD, MUON], ids=["sgd", "muon"])
-def test_two_ranks_train_as_one(ranks: Ranks, optim: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("optim", "stages"), [(SGD, (0, 1)), (MUON, (0, 1, 2, 3))], ids=["sgd", "muon"])
+def test_two_ranks_train_as_one(ranks: Ranks, optim: dict[str, Any], stages: tuple[int, ...]) -> None:
     expected = alone(config_of(optim=optim), STEPS)
-    configs = [config_of(optim=optim, zero=stage) for stage in (0, 1, 2, 3)]
+    configs = [config_of(optim=optim, zero=stage) for stage in stages]
     for found in trained_on(ranks(2), configs, STEPS):
         assert_same_training(found, expected)
 
@@ -58,6 +58,16 @@ def test_state_restores_on_other_layouts(ranks: Ranks, tmp_path: Path, optim: di
             assert saved == restored
             for row, row_expected in zip(rows, expected[0][0][-3:], strict=True):
                 assert row[:2] == pytest.approx(row_expected[:2], rel=1e-5)
+
+
+def test_cross_entropy_as_a_loss_of_somebody_else_trains_as_our_own(ranks: Ranks) -> None:
+    train = {"loss": "torch.nn.functional:cross_entropy", "loss_options": {"reduction": "none"}}
+    # In two chunks, of which the second is shorter.
+    configs = [config_of(train={**more, "loss_chunk_tokens": 20}, zero=3) for more in (train, {})]
+    found, expected = trained_on(ranks(2), configs, STEPS)
+    for of_rank, of_rank_expected in zip(found, expected, strict=True):
+        for row, row_expected in zip(of_rank.rows, of_rank_expected.rows, strict=True):
+            assert row[:2] == pytest.approx(row_expected[:2], rel=1e-5)
 
 
 def test_sixteen_bit_parameters_follow_their_masters(ranks: Ranks) -> None:
