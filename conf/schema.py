@@ -432,7 +432,7 @@ class StateDType(Enum):
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """AdamW and its learning-rate schedule."""
+    """The optimizer, AdamW unless `target` names another, and its learning-rate schedule."""
 
     lr: float = 3e-4
     # Learning rate at the last step; null: a tenth of lr.
@@ -450,6 +450,13 @@ class OptimConfig:
     wsd_decay_fraction: float = 0.2
     # Data type of both moments; bf16 is rounded stochastically. Masters are fp32 always.
     state_dtype: StateDType = StateDType.fp32
+    # Another optimizer in AdamW's place: package.module:name, called as name(params, lr=lr, **options), which
+    # returns a torch.optim.Optimizer; then weight_decay, betas, eps and state_dtype are not used.
+    target: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    # Bytes of state that it keeps for each parameter, for planning; null: 8, as two moments in fp32, or what
+    # a try on a small matrix showed when the run was checked.
+    state_bytes_per_parameter: float | None = None
 
 
 class Recompute(Enum):
@@ -515,6 +522,14 @@ class TrainConfig:
     max_nonfinite_steps: int = 10
     # Rows of logits that exist at once in the loss; null: chosen from the vocabulary.
     loss_chunk_tokens: int | None = None
+    # Another loss in the place of cross-entropy: package.module:name, called as name(logits, targets,
+    # **loss_options), which returns the loss of each token; null: cross-entropy.
+    loss: str | None = None
+    loss_options: dict[str, Any] = field(default_factory=dict)
+    # What looks at each row of metrics on rank 0 and may add to it: package.module:name, called as
+    # name(**options) once; the options of each stand in callbacks_options by its name.
+    callbacks: list[str] = field(default_factory=list)
+    callbacks_options: dict[str, Any] = field(default_factory=dict)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
 
 

@@ -281,6 +281,7 @@ FIXED = {
     "data.path": f"{_ORDER}; where the same files were moved, leave a link behind",
     "data.blend": _ORDER,
     "optim.state_dtype": "the checkpoints hold its moments in this type, and they are not converted",
+    "optim.target": "the checkpoints hold its state and no other's",
     "run.name": _PLACE,
     "run.dir": _PLACE,
     "run.group": "its files were given to it",

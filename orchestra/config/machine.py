@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from conf.schema import Config, Device, LauncherName
+from orchestra.config.plugin_facts import plugin_facts
 from orchestra.data.held_out import mapped_paths
 from orchestra.errors import ConfigError
 from orchestra.sizes.hardware import detect_gpus
@@ -77,7 +78,12 @@ def resolved(config: Config, situation: Situation) -> Config:
     """Put what is known here in the place of what depends on it: the machine's numbers, the global batch
     size and the steps that follow from them, and the working directory. A time limit gets Slurm's form.
     """
-    return _with_absolute_paths(_with_steps(_with_batch_size(_with_machine(config, situation))))
+    known = _with_absolute_paths(_with_steps(_with_batch_size(_with_machine(config, situation))))
+    optim = known.optim
+    if optim.target is None or optim.state_bytes_per_parameter is not None:
+        return known
+    found = plugin_facts(known).state_bytes
+    return replace(known, optim=replace(optim, state_bytes_per_parameter=found))
 
 
 def absolute(path: str) -> str:

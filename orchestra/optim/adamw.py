@@ -20,8 +20,9 @@ state on disk each update is given masters and moments that are in memory for it
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -92,6 +93,8 @@ class AdamW:
     random bits of rounded moments. `is_compiled`: 16-bit gradients are taken by one compiled pass.
     """
 
+    takes_all_at_once = False
+
     def __init__(
         self,
         trained: Sequence[Trained],
@@ -105,11 +108,15 @@ class AdamW:
         self.lr = optim.lr
         self._is_rounded = optim.state_dtype is StateDType.bf16
         dtype = torch.bfloat16 if self._is_rounded else None
-        self.state: dict[Tensor, dict[str, Tensor]] = {
+        self.state: Mapping[Tensor, Mapping[str, Tensor]] = {
             item.master: {name: torch.zeros_like(item.master, dtype=dtype) for name in MOMENTS}
             if item.moments is None
             else dict(zip(MOMENTS, item.moments, strict=True))
             for item in trained
+        }
+        # Both moments of every parameter have its shape.
+        self.kinds: dict[str, dict[str, tuple[int, ...] | None]] = {
+            item.name: dict.fromkeys(MOMENTS) for item in trained
         }
         self._seed, self._global_index = seed, global_index
         self._step = 0
@@ -153,6 +160,13 @@ class AdamW:
         self._step = step
         if self._compiled is not None:
             self._compiled.begin_step(self.lr, self._weight_decay, self._num_updates)
+
+    def values(self) -> list[dict[str, Any]]:
+        """Return what else belongs to the state: nothing."""
+        return []
+
+    def restored(self, values: Sequence[Mapping[str, Any]]) -> None:
+        """Go on from a state that was filled."""
 
     @torch.no_grad()
     def update(

@@ -328,7 +328,10 @@ def _update_bytes(shape: TrainingShape, stage: PipelineStage, parts: RankParamet
     narrower; moments of two bytes in fp32, with the random bits of their rounding (32 bytes an element of one
     tensor, as counted).
     """
-    unit = max(_units(shape, stage, parts)) / (max(1, shape.num_shards) if shape.zero else 1)
+    shards = max(1, shape.num_shards) if shape.zero else 1
+    if shape.options.is_plugged:
+        return parts.of(stage) / shards * _FP32 if widths(shape.precision).gradients < _FP32 else 0.0
+    unit = max(_units(shape, stage, parts)) / shards
     block = min(unit, ROUNDED_GPU if shape.options.is_gpu else ROUNDED_CPU)
     update = block * _FP32 if widths(shape.precision).gradients < _FP32 else 0.0
     if shape.options.moment_bytes < _FP32:

@@ -8,7 +8,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from conf.schema import Config, DType, ModelConfig, Offload, PrecisionName, Recompute, Scaling, StateDType
+from conf.schema import (
+    Config,
+    DType,
+    ModelConfig,
+    Offload,
+    OptimConfig,
+    PrecisionName,
+    Recompute,
+    Scaling,
+    StateDType,
+)
 from orchestra.sizes.compilation import is_wanted
 from orchestra.sizes.topology import Layout, batch_shape
 from orchestra.sizes.units import GIB, MIB
@@ -49,7 +59,8 @@ def even_stages(num_layers: int, pp: int) -> tuple[PipelineStage, ...]:
 class TrainerOptions:
     """What only orchestra's own trainer can be told; the defaults are the schema's.
 
-    `moment_bytes`: of an element of each of the optimizer's two moments. `reduce_bytes`: of an element of the
+    `moment_bytes`: of an element of each of the optimizer's two moments, or half of what another one keeps;
+    `is_plugged`: it is another one, and takes all gradients in fp32. `reduce_bytes`: of an element of the
     gradients while they are summed over ranks, None: as they accumulate. `activation_bytes`: the budget that
     decides what is recomputed, None: `recompute` decides, in each `recompute_every`-th layer.
     `loss_chunk_tokens`: None: chosen from the vocabulary. `keeps_fp8_inputs`: of fp8 products the rounded
@@ -59,7 +70,8 @@ class TrainerOptions:
     ranks' micro-batches are computed again.
     """
 
-    moment_bytes: int = 4
+    moment_bytes: float = 4
+    is_plugged: bool = False
     reduce_bytes: int | None = None
     bucket_bytes: float = 25 * MIB
     recompute_every: int = 1
@@ -163,6 +175,12 @@ def training_shape(config: Config, degrees: Layout, *, is_gpu: bool) -> Training
     )
 
 
+def _moment_bytes(optim: OptimConfig) -> float:
+    if optim.target is not None and optim.state_bytes_per_parameter is not None:
+        return optim.state_bytes_per_parameter / 2
+    return 2 if optim.state_dtype is StateDType.bf16 else 4
+
+
 def trainer_options(config: Config, *, is_gpu: bool) -> TrainerOptions:
     """Return what a configuration says that only orchestra's own trainer has."""
     train, precision = config.train, config.precision
@@ -171,7 +189,8 @@ def trainer_options(config: Config, *, is_gpu: bool) -> TrainerOptions:
     # A save at the last step alone has no training beside it.
     is_saved = every is not None and (isinstance(every, str) or every < train.steps)
     return TrainerOptions(
-        moment_bytes=2 if config.optim.state_dtype is StateDType.bf16 else 4,
+        moment_bytes=_moment_bytes(config.optim),
+        is_plugged=config.optim.target is not None,
         reduce_bytes=None if reduce is None else 4 if reduce is DType.fp32 else 2,
         bucket_bytes=config.parallelism.bucket_mib * MIB,
         recompute_every=train.recompute_every,

@@ -6,10 +6,13 @@ tests and benchmarks.
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,12 +22,17 @@ from conf.schema import Config
 from orchestra.data.loader import Loader
 from orchestra.data.source import open_source, separator_of
 from orchestra.errors import ConfigError, DataError
+from orchestra.model.initial import is_fake
+from orchestra.model.plugged_loss import PluggedLoss
 from orchestra.model.transformer import Transformer
 from orchestra.optim.adamw import AdamW, Trained
+from orchestra.optim.plugged import Gather, Optimizer, PluggedOptimizer, gather_nothing
 from orchestra.parallel.apply import Parallelized, parallelize
 from orchestra.parallel.mesh import Mesh
 from orchestra.parallel.places import global_index
 from orchestra.parallel.shared_devices import GLOO, compiled_over_gloo
+from orchestra.parallel.zero.whole_matrices import WholeMatrices
+from orchestra.plugins import Plugin, load, named_in, option_problems
 from orchestra.precision.policies import ScaleState, make_loss_scale
 from orchestra.run.events import EventWriter
 from orchestra.run.rollback import Stretch
@@ -40,6 +48,7 @@ from orchestra.sizes.topology import BatchShape, batch_shape
 from orchestra.train.hooks import StepHooks
 from orchestra.train.step import TrainingStep
 from orchestra.train.watch.bad_losses import make_loss_spikes
+from orchestra.train.watch.callbacks import Callbacks, made
 
 
 def with_compilation(config: Config, mesh: Mesh, events: EventWriter) -> Config:
@@ -80,7 +89,7 @@ class BuiltModel:
     """What is trained on one rank: its part of the model, the optimizer, and the shape of a global batch."""
 
     parallelized: Parallelized
-    optimizer: AdamW
+    optimizer: Optimizer
     batch: BatchShape
 
 
@@ -108,9 +117,12 @@ def build_model_and_optimizer(config: Config, mesh: Mesh) -> BuiltModel:
     separator_id = separator_of(config.data) if config.data.document_masks else None
     with torch.device("meta"):  # no values and no memory yet
         model = Transformer(config.model, config.train.loss_chunk_tokens, separator_id)
+    for plugin in named_in(config):
+        if plugin.key == "train.loss":
+            model.loss = PluggedLoss(loaded(plugin))
     parallelized = parallelize(model, config, mesh)
     batch = batch_shape(config.train, mesh.layout.dp)
-    return BuiltModel(parallelized, build_optimizer(config, parallelized), batch)
+    return BuiltModel(parallelized, build_optimizer(config, parallelized, mesh), batch)
 
 
 def build_step(
@@ -139,8 +151,13 @@ def build_step(
     )
 
 
-def build_optimizer(config: Config, parallelized: Parallelized) -> AdamW:
-    """Build the optimizer of what this rank trains."""
+def build_optimizer(config: Config, parallelized: Parallelized, mesh: Mesh) -> Optimizer:
+    """Build the optimizer of what this rank trains. *Collective*.
+
+    Raises ConfigError where optim.target is nothing that can be used.
+    """
+    if config.optim.target is not None:
+        return _plugged(config, parallelized, mesh)
     places = parallelized.places
 
     def index(item: Trained, start: int, stop: int) -> Tensor:
@@ -149,6 +166,55 @@ def build_optimizer(config: Config, parallelized: Parallelized) -> AdamW:
     is_compiled = config.train.compile is True and parallelized.trained[0].master.is_cuda
     trained = parallelized.trained
     return AdamW(trained, config.optim, config.train.seed, index, is_compiled=is_compiled)
+
+
+def _plugged(config: Config, parallelized: Parallelized, mesh: Mesh) -> PluggedOptimizer:
+    called = loaded(next(plugin for plugin in named_in(config) if plugin.key == "optim.target"))
+    optimizer = PluggedOptimizer(
+        parallelized.trained,
+        config.optim,
+        called,
+        is_whole=mesh.tp_group is None and mesh.shard_group is None,
+        fake_bytes=config.optim.state_bytes_per_parameter or 8.0,
+    )
+    if is_fake(parallelized.trained[0].master):
+        return optimizer
+
+    def gather(names: set[str]) -> Gather:
+        if mesh.shard_group is None:
+            return gather_nothing
+        return WholeMatrices(parallelized.units, frozenset(names), mesh.shard_group, mesh.traffic)
+
+    optimizer.prepare(gather, functools.partial(_of_all_ranks, mesh))
+    return optimizer
+
+
+def _of_all_ranks(mesh: Mesh, value: Any) -> list[Any]:
+    """Return the ranks' values (JSON), by rank. *Collective*."""
+    if mesh.world_size == 1:
+        return [value]
+    text = json.dumps(value).encode()
+    size = torch.tensor(len(text), device=mesh.device)
+    dist.all_reduce(size, op=dist.ReduceOp.MAX)
+    # JSON may end with spaces.
+    own = torch.tensor(list(text.ljust(int(size))), dtype=torch.uint8, device=mesh.device)
+    of_ranks = [torch.empty_like(own) for _ in range(mesh.world_size)]
+    dist.all_gather(of_ranks, own)
+    return [json.loads(bytes(each.tolist())) for each in of_ranks]
+
+
+def loaded(plugin: Plugin) -> Callable[..., Any]:
+    """Return a plug-in with its options given. Raises ConfigError where it cannot be had."""
+    called = load(plugin)
+    if problems := list(option_problems(plugin, called)):
+        raise ConfigError(problems)
+    return functools.partial(called, **plugin.options)
+
+
+def build_callbacks(config: Config, states: Mapping[str, Any]) -> Callbacks:
+    """Make the callbacks, each with its state in `states` if it is there. *Rank 0 only*."""
+    plugins = [plugin for plugin in named_in(config) if plugin.key == "train.callbacks"]
+    return Callbacks([made(plugin.target, loaded(plugin)) for plugin in plugins], states)
 
 
 def build_loader(

@@ -391,7 +391,12 @@ class Checkpoints:
         """Return the state that is no tensor. Rank 0's is written; the other ranks have no totals."""
         if position.totals is None:
             return {}
-        full = replace(position, num_updates=self.state.num_updates, left_out=self.left_out)
+        full = replace(
+            position,
+            num_updates=self.state.num_updates,
+            left_out=self.left_out,
+            optimizer_values=tuple(self.state.optimizer_values),
+        )
         identity = {"wandb_id": self.context.wandb_id, "config": self.context.facts}
         return {**position_to_json(full), **identity}
 

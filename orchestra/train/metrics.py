@@ -35,6 +35,7 @@ from orchestra.sizes.flops import (
 from orchestra.sizes.topology import layout
 from orchestra.train.hooks import TrainedStep
 from orchestra.train.watch.bad_losses import OverflowLog
+from orchestra.train.watch.callbacks import Callbacks
 
 # Sizes of the square products that are tried, up to the first that takes _PRODUCT_S. The fastest differs:
 # one core of a Xeon with AMX makes 1.5 TFLOP/s in bf16 at 768 and 1.3 at 2048; two cores do best at 1536.
@@ -164,6 +165,7 @@ class MetricsLog:
     file: JsonLinesWriter
     overflows: OverflowLog
     tokens_per_step: int
+    callbacks: Callbacks
     # Columns of the next row beside a row's own: held-out losses.
     beside: dict[str, float] = field(default_factory=dict)
 
@@ -194,8 +196,9 @@ class MetricsLog:
                 nonfinite_steps=num_skipped,
             )
             saves = {} if failed_saves is None else {"failed_saves": failed_saves}
-            self.file.write({**row, **self.overflows.columns(trained.step), **saves, **self.beside})
+            row = {**row, **self.overflows.columns(trained.step), **saves, **self.beside}
             self.beside.clear()
+            self.file.write({**row, **self.callbacks.columns(trained.step, row)})
 
     def totals(self) -> Totals:
         """Return the run's totals up to the last step that was added."""

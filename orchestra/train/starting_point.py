@@ -207,7 +207,7 @@ class StartingPoint:
         if restored is None:
             return self._from_the_beginning(from_memory)
         begin = position_from_json(restored.state)
-        self.state.take_back(restored.manifest, begin.num_updates)
+        self.state.take_back(restored.manifest, begin)
         self._announce(restored, from_memory)
         return begin
 
@@ -222,7 +222,7 @@ class StartingPoint:
         if isinstance(restored, str):
             return restored
         begin = position_from_json(restored.document)
-        self.state.take_back(None, begin.num_updates)
+        self.state.take_back(None, begin)
         if self.context.peers.is_coordinator:
             layout = asdict(self.context.mesh.layout)
             self._record(

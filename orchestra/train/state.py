@@ -1,7 +1,8 @@
 """The tensors of a training run's state, as shards by name, and how they are taken back from a checkpoint.
 
 model.<parameter>                   the fp32 master; 16-bit parameters are rounded from it again
-optimizer.exp_avg.<parameter>       AdamW's first moment, and exp_avg_sq its second
+optimizer.exp_avg.<parameter>       AdamW's first moment, and exp_avg_sq its second; another optimizer's state
+                                    by the names it gives, cut as the parameter is, or a number
 rng.cpu.<coordinates>               torch's generator (uint8) of the rank at these coordinates of the mesh,
 rng.cuda.<coordinates>              keyed by place and not by rank, so that no rank gets another one's
 
@@ -33,7 +34,8 @@ from checkpointing.peers import Peers
 from checkpointing.shards import Shard, whole
 from conf.schema import CheckpointConfig, Config, Family
 from orchestra.errors import StorageOutageError, TrainingError, UnusableCheckpointError
-from orchestra.optim.adamw import MOMENTS, AdamW
+from orchestra.optim.adamw import Trained
+from orchestra.optim.plugged import Optimizer
 from orchestra.parallel.apply import Parallelized
 from orchestra.parallel.mesh import Mesh
 from orchestra.parallel.places import parts_of
@@ -66,23 +68,28 @@ _MAX_LISTED = 5
 class TensorState:
     """The tensors of one rank's part of the state. The shards are the live tensors: a restore fills them."""
 
-    def __init__(self, parallelized: Parallelized, optimizer: AdamW, mesh: Mesh) -> None:
+    def __init__(self, parallelized: Parallelized, optimizer: Optimizer, mesh: Mesh) -> None:
         self._parallelized = parallelized
         self._optimizer = optimizer
         self._state_file = parallelized.units.state_file
         self._generators = _generators(mesh)
         self._shards = self._masters()
-        for moment in MOMENTS:
-            moments = [optimizer.state[item.master][moment] for item in parallelized.trained]
-            self._shards += self._shards_of(f"optimizer.{moment}", moments)
-        prefixes = ["model", *(f"optimizer.{moment}" for moment in MOMENTS)]
+        self._shards += self._state_of_optimizer()
         places = parallelized.places
-        self._shapes = {f"{prefix}.{name}": places[name].shape for prefix in prefixes for name in places}
+        self._shapes = {f"model.{name}": place.shape for name, place in places.items()}
+        for name, kinds in optimizer.kinds.items():
+            for kind, shape in kinds.items():
+                self._shapes[f"optimizer.{kind}.{name}"] = places[name].shape if shape is None else shape
 
     @property
     def num_updates(self) -> int:
         """Updates of the optimizer so far. Waits for the device."""
         return self._optimizer.num_updates
+
+    @property
+    def optimizer_values(self) -> list[dict[str, Any]]:
+        """What the optimizer keeps beside its tensors, as JSON."""
+        return self._optimizer.values()
 
     def wanted_masters(self) -> list[Shard]:
         """Return the shards of the parameters alone, to be filled."""
@@ -92,6 +99,20 @@ class TensorState:
     def _masters(self) -> list[Shard]:
         return self._shards_of("model", [item.master for item in self._parallelized.trained])
 
+    def _state_of_optimizer(self) -> list[Shard]:
+        """Return the shards of the optimizer's state: shaped like the masters, or whole."""
+        trained, shards = self._parallelized.trained, []
+        names = dict.fromkeys(name for kinds in self._optimizer.kinds.values() for name in kinds)
+        for name in names:
+            having = [item for item in trained if name in self._optimizer.state[item.master]]
+            for item in having:
+                tensor = self._optimizer.state[item.master][name]
+                if self._optimizer.kinds[item.name][name] is None:
+                    shards += self._shards_of_one(f"optimizer.{name}", item, tensor)
+                else:
+                    shards.append(whole(f"optimizer.{name}.{item.name}", tensor))
+        return shards
+
     def _make_writable(self) -> None:
         self._parallelized.stage.await_update()
         if self._state_file is not None:
@@ -99,11 +120,14 @@ class TensorState:
 
     def _shards_of(self, prefix: str, tensors: Sequence[Tensor]) -> list[Shard]:
         """Return the boxes of the whole tensors that the masters, or what is shaped like them, consist of."""
-        places = self._parallelized.places
+        pairs = zip(self._parallelized.trained, tensors, strict=True)
+        return [shard for item, tensor in pairs for shard in self._shards_of_one(prefix, item, tensor)]
+
+    def _shards_of_one(self, prefix: str, item: Trained, tensor: Tensor) -> list[Shard]:
+        place = self._parallelized.places[item.name]
         return [
-            Shard(f"{prefix}.{item.name}", places[item.name].shape, part.offsets, part.tensor)
-            for item, tensor in zip(self._parallelized.trained, tensors, strict=True)
-            for part in parts_of(tensor.view(-1), places[item.name], item.start)
+            Shard(f"{prefix}.{item.name}", place.shape, part.offsets, part.tensor)
+            for part in parts_of(tensor.view(-1), place, item.start)
         ]
 
     def copy_masters_to_parameters(self) -> None:
@@ -140,12 +164,13 @@ class TensorState:
         ]
         return [*self._shards, *kept]
 
-    def take_back(self, manifest: Manifest | None, updates: int) -> None:
+    def take_back(self, manifest: Manifest | None, begin: Position) -> None:
         """Compute the rest of the state from shards that were filled: those that a checkpoint has, or with
         None all of them. *Collective*.
         """
         self.copy_masters_to_parameters()
-        self._optimizer.num_updates = updates
+        self._optimizer.num_updates = begin.num_updates
+        self._optimizer.restored(begin.optimizer_values)
         for name, kept in self._generators.items():
             if manifest is None or name in manifest.tensors:
                 _set_generator_state(name, kept)
@@ -153,6 +178,13 @@ class TensorState:
     def _refuse_others(self, manifest: Manifest) -> None:
         saved = {name: tuple(tensor.shape) for name, tensor in manifest.tensors.items() if not _is_rng(name)}
         if self._shapes != saved:
+            differing = self._shapes.items() ^ saved.items()
+            if all(name.startswith("optimizer.") for name, _ in differing):
+                raise UnusableCheckpointError(
+                    f"the checkpoint of step {manifest.step} is that of another optimizer: "
+                    f"{_difference(self._shapes, saved)}; use the optim.target and optim.options that wrote "
+                    "it, or another checkpoint.dir"
+                )
             raise UnusableCheckpointError(
                 f"the checkpoint of step {manifest.step} is that of another model: "
                 f"{_difference(self._shapes, saved)}; use that run's model.* or another checkpoint.dir"
@@ -377,6 +409,10 @@ class Position:
     recent_losses: tuple[float, ...] = ()
     fp8_sizes: Mapping[str, float] = field(default_factory=dict)
     left_out: tuple[Stretch, ...] = ()
+    # What an optimizer of optim.target keeps beside its tensors, by group of parameters.
+    optimizer_values: tuple[Mapping[str, Any], ...] = ()
+    # The states of train.callbacks by their targets, rank 0's.
+    callbacks: Mapping[str, Any] = field(default_factory=dict)
 
 
 def position_to_json(position: Position) -> dict[str, Any]:
@@ -384,17 +420,20 @@ def position_to_json(position: Position) -> dict[str, Any]:
     assert position.totals is not None
     totals = asdict(position.totals)
     others: dict[str, Any] = {}
+    groups = {"groups": list(position.optimizer_values)} if position.optimizer_values else {}
     if position.loss_scale is not None:
         others["loss_scale"] = asdict(position.loss_scale)
     if position.fp8_sizes:
         others["fp8_sizes"] = dict(position.fp8_sizes)
+    if position.callbacks:
+        others["callbacks"] = dict(position.callbacks)
     if position.left_out:
         others["left_out"] = to_lists(position.left_out)
     return {
         "step": position.step,
         "samples": position.samples,
         "tokens": totals.pop("tokens"),
-        "optimizer": {"step": position.num_updates},
+        "optimizer": {"step": position.num_updates, **groups},
         "nonfinite": asdict(position.nonfinite),
         "metrics": totals,
         "score": position.score,
@@ -421,7 +460,16 @@ def position_from_json(state: Mapping[str, Any]) -> Position:
         recent_losses=tuple(map(float, losses)) if has_losses and losses else (),
         fp8_sizes=_fp8_sizes(state),
         left_out=from_lists(state.get("left_out")),
+        optimizer_values=_optimizer_values(state),
+        callbacks=state["callbacks"] if isinstance(state.get("callbacks"), Mapping) else {},
     )
+
+
+def _optimizer_values(state: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+    optimizer = state.get("optimizer")
+    groups = optimizer.get("groups", []) if isinstance(optimizer, Mapping) else []
+    is_good = isinstance(groups, list) and all(isinstance(group, Mapping) for group in groups)
+    return tuple(groups) if is_good else ()
 
 
 def _loss_scale(state: Mapping[str, Any]) -> ScaleState | None:

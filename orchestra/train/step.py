@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from conf.schema import Config
-from orchestra.optim.adamw import AdamW
+from orchestra.optim.plugged import Optimizer
 from orchestra.optim.schedule import learning_rate
 from orchestra.parallel.apply import Parallelized
 from orchestra.parallel.marks import marked
@@ -36,7 +36,7 @@ class TrainingStep:
     def __init__(
         self,
         parallelized: Parallelized,
-        optimizer: AdamW,
+        optimizer: Optimizer,
         config: Config,
         mesh: Mesh,
         tokens_per_step: int,
@@ -103,7 +103,8 @@ class TrainingStep:
         self._optimizer.lr = lr
         self._optimizer.begin_step(step, grad_norm, is_left_out, scale)
         with marked(Part.optimizer):
-            self._parallel.stage.update(self._optimizer.update)
+            optimizer = self._optimizer
+            self._parallel.stage.update(optimizer.update, at_once=optimizer.takes_all_at_once)
         return lr
 
     def _forward_backward(self, step: int, tokens_ABS: Tensor) -> tuple[Tensor, dist.Work | None]:

@@ -56,6 +56,7 @@ from orchestra.sizes.flops import num_parameters
 from orchestra.sizes.step_shares import Part
 from orchestra.train.build import (
     BuiltModel,
+    build_callbacks,
     build_loader,
     build_model_and_optimizer,
     build_step,
@@ -254,6 +255,7 @@ class Trainer:
             loss_scale=None if loss_scale is None else loss_scale.state,
             recent_losses=() if spikes is None else tuple(spikes.recent),
             fp8_sizes={} if history is None else history.state,
+            callbacks={} if self.metrics is None else self.metrics.callbacks.states(),
         )
 
     def stop_threads(self) -> None:
@@ -478,7 +480,9 @@ def _metrics(
     settings = meter_settings(config, mesh.world_size, peak_flops, mesh.device, rank.attempt)
     meter = Meter(settings, begin.totals or initial_totals(rank.run))
     overflows = OverflowLog(step.loss_scale, rank.events)
-    return MetricsLog(meter, JsonLinesWriter(rank.run.metrics), overflows, built.batch.tokens_per_step)
+    callbacks = build_callbacks(config, begin.callbacks)
+    file = JsonLinesWriter(rank.run.metrics)
+    return MetricsLog(meter, file, overflows, built.batch.tokens_per_step, callbacks)
 
 
 def run_rank(run: RunDir, attempt: int, from_memory: int | None = None, heart: Heart | None = None) -> int:

@@ -12,7 +12,7 @@ from source_tree import PACKAGES, ancestors, imports, modules, reached, trail
 # Inside orchestra each part imports only parts that stand before it.
 ORDER = (
     # what both planes know: errors, a run on disk, arithmetic
-    *("errors", "sizes", "run"),
+    *("errors", "plugins", "sizes", "run"),
     # shapes and bytes of published weights
     "huggingface",
     # one device

@@ -33,7 +33,7 @@ from orchestra.parallel.mesh import make_mesh
 from orchestra.precision.fp8 import LEAST_CAPABILITY, Fp8Products
 from orchestra.sizes.topology import Layout
 from orchestra.train.build import Training, build_training, set_numerics
-from orchestra.train.state import TensorState, digest
+from orchestra.train.state import Position, TensorState, digest
 from tests.unit.precision.test_fp8 import emulated
 
 STEPS, SEQUENCE, BATCH = 10, 64, 4
@@ -121,7 +121,7 @@ def test_training_goes_on_from_a_restored_state_bit_for_bit(tmp_path: Path) -> N
 
         restored = Checkpointer(str(tmp_path), Peers.alone(), Options()).restore(filled.wanted)
         assert restored is not None
-        filled.take_back(restored.manifest, updates)
+        filled.take_back(restored.manifest, Position(num_updates=updates))
         assert updates == filled.num_updates == 3
         assert "rng.cuda.pp0-dp0-cp0-tp0" in restored.manifest.tensors
         assert digest(restored.manifest)

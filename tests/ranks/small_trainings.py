@@ -254,7 +254,7 @@ def restore_and_go_on(
     restored = checkpointer(rank, world, place, topic).restore(state.wanted)
     assert restored is not None
     begin = position_from_json(restored.state)
-    state.take_back(restored.manifest, begin.num_updates)
+    state.take_back(restored.manifest, begin)
     again = checkpointer(rank, world, place / "again" / topic, "save")
     again.save(9, state.snapshot(), {})
     again.wait()

@@ -88,7 +88,10 @@ def accounts(run: RunDir) -> tuple[Accounts, float]:
     """Return a finished run's accounts, and the seconds from its first start to its last end."""
     events, rows = read_events(run), read_json_lines(run.metrics)
     begins = [event["time"] for event in events if event["event"] in ("submitted", "attempt_started")]
-    ends = [event["time"] for event in events if event["event"] in ("finished", "node_ended")]
+    newest = max(event["attempt"] for event in events if event["event"] == "attempt_started")
+    # A node that was frozen may end its part of an older attempt long after the run.
+    last = [event for event in events if event.get("attempt") == newest]
+    ends = [event["time"] for event in last if event["event"] in ("finished", "node_ended")]
     return account(events, rows), max(ends) - min(begins)
 
 

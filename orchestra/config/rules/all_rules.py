@@ -19,6 +19,7 @@ from orchestra.config.rules import (
     checkpoint_rules,
     eval_rules,
     place_rules,
+    plugin_rules,
     recovery_rules,
     shape_rules,
     value_rules,
@@ -65,7 +66,15 @@ def _rules_of(module: ModuleType) -> list[Rule]:
     return [function for function in own if function.__name__.startswith("rule_")]
 
 
-_MODULES = (value_rules, shape_rules, place_rules, eval_rules, checkpoint_rules, recovery_rules)
+_MODULES = (
+    value_rules,
+    shape_rules,
+    place_rules,
+    eval_rules,
+    checkpoint_rules,
+    recovery_rules,
+    plugin_rules,
+)
 RULES: tuple[Rule, ...] = (*(rule for module in _MODULES for rule in _rules_of(module)), not_yet)
 
 

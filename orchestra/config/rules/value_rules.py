@@ -130,6 +130,7 @@ _POSITIVE = (
 _NOT_NEGATIVE = (
     "optim.min_lr",
     "optim.weight_decay",
+    "optim.state_bytes_per_parameter",
     "cluster.network.intra_node_latency_s",
     "cluster.network.inter_node_latency_s",
     "checkpoint.last_save_patience_s",

@@ -60,8 +60,9 @@ class Stage(Protocol):
         over all ranks of the model group each element once.
         """
 
-    def update(self, update: Update) -> None:
-        """Update all masters of this rank, some at a time, and let the parameters follow.
+    def update(self, update: Update, *, at_once: bool = False) -> None:
+        """Update all masters of this rank, some at a time or with `at_once` in one call, and let the
+        parameters follow.
 
         Where masters lie in host memory or on disk it goes on until the next forward pass needs what comes
         of it.
@@ -279,8 +280,12 @@ class Reduced:
         # ranks follow the very bits of one rank with two micro-batches.
         return self._shared.sum_up(trained, [views[item.name] for item in trained])
 
-    def update(self, update: Update) -> None:
+    def update(self, update: Update, *, at_once: bool = False) -> None:
         numbers = list(reversed(range(len(self._units.units))))
+        if at_once:
+            self._update_at_once(update)
+            # Then each unit is only let go, in the order in which the next forward pass needs them.
+            update = _leave
         if self._late is not None:
             self._late.start(numbers, lambda: self._updated(update))
             if self._arrivals is not None:
@@ -289,6 +294,19 @@ class Reduced:
         for number in self._updated(update):
             if self._arrivals is not None:
                 self._arrivals.start(number)
+
+    def _update_at_once(self, update: Update) -> None:
+        # A rule keeps masters that lie elsewhere, which come some at a time, from here.
+        assert self._late is None
+        assert self._units.state_file is None
+        trained: list[Trained] = []
+        gradients: list[Tensor] = []
+        parameters: list[Tensor] = []
+        for number, unit in enumerate(self._units.units):
+            trained += unit.trained
+            gradients += unit.owned_views(self._reducer.owned(number))
+            parameters += unit.owned_views(unit.outgoing)
+        update(trained, gradients, parameters)
 
     def _updated(self, update: Update) -> Iterator[int]:
         """Update unit by unit, and yield each one's number when its parameters are this rank's new ones."""
@@ -341,6 +359,10 @@ class Reduced:
             self._units.state_file.close()
 
 
+def _leave(trained: Sequence[Trained], gradients: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
+    """Update nothing."""
+
+
 class Gathered(Reduced):
     """Every rank keeps its range of the parameters and fetches others while it needs them (ZeRO-3)."""
 
@@ -362,9 +384,9 @@ class Gathered(Reduced):
     def begin_forward(self) -> None:
         self._gatherer.begin()
 
-    def update(self, update: Update) -> None:
+    def update(self, update: Update, *, at_once: bool = False) -> None:
         self._gatherer.forget()
-        super().update(update)
+        super().update(update, at_once=at_once)
 
     def copy_masters_to_parameters(self) -> None:
         self._gatherer.forget()
@@ -395,9 +417,9 @@ class Rounding:
     def finish(self) -> list[Tensor]:
         return self._stage.finish()
 
-    def update(self, update: Update) -> None:
+    def update(self, update: Update, *, at_once: bool = False) -> None:
         self._rounded.forget()
-        self._stage.update(update)
+        self._stage.update(update, at_once=at_once)
 
     def copy_masters_to_parameters(self) -> None:
         self._rounded.forget()

@@ -49,6 +49,21 @@ rule_numbers
     recovery.replay_every_steps=5  recovery.replay_tolerance=0.0 -> recovery.replay_tolerance=0.0
     optim.lr=0.0 -> optim.lr=0.0 | above 0
     optim.weight_decay=-0.1 -> optim.weight_decay=-0.1 | 0 or more
+rule_plugins
+    optim.target=torch.optim.SGD -> names no plug-in | package.module:name
+rule_loss
+    train.loss_options.size=1 -> without train.loss
+    train.loss=mine  parallelism.tp=2 -> parallelism.tp=2 | use parallelism.tp=1
+    train.loss=mine  precision.fp8_output=true -> use precision.fp8_output=false
+rule_callbacks
+    train.callbacks=['a:Hook', 'b:Hook'] -> has Hook twice
+    train.callbacks_options.Hook.every=3 -> callbacks_options.Hook | name callbacks
+    train.callbacks=['a Hook:Hook']  train.callbacks_options.Hook=3 -> are no options
+rule_optimizer
+    optim.options.momentum=0.9 -> without optim.target
+    optim.target=sgd  optim.betas=[0.8,0.9] -> optim.betas=[0.8,0.9] | optim.options.betas
+    optim.target=sgd  parallelism.offload=optimizer_disk -> use parallelism.offload=none
+    optim.target=orchestra.optim.muon:Muon  parallelism.tp=2 -> parallelism.tp=2 | whole matrices
 rule_roll_back
     recovery.loss_spike.action=roll_back  checkpoint.every_steps=null -> checkpoint.every_steps=null | skip
     train.on_nonfinite=roll_back  recovery.max_restarts=0 -> roll_back | max_restarts=0

@@ -67,12 +67,12 @@ def test_generators_come_back_where_the_checkpoint_has_this_place_s() -> None:
     saved = [shard for shard in state.snapshot() if shard.name.startswith("rng.")]
     expected = torch.rand(3)
     torch.manual_seed(8)
-    state.take_back(manifest_of(saved), updates=0)
+    state.take_back(manifest_of(saved), Position())
     assert torch.equal(torch.rand(3), expected)
     torch.manual_seed(8)
     untouched = torch.rand(3)
     torch.manual_seed(8)
-    state.take_back(manifest_of([]), updates=0)
+    state.take_back(manifest_of([]), Position())
     assert torch.equal(torch.rand(3), untouched)
 
 

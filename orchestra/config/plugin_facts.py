@@ -1,0 +1,95 @@
+"""What a configuration's plug-ins are like, asked of a process that imports them, once for each choice.
+
+Called when a configuration is resolved and checked. A configuration without plug-ins starts no process.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orchestra
+from conf.schema import Config, OptimConfig, TrainConfig
+from orchestra.plugins import named_in, spelling_problem
+from orchestra.run.config_file import write_config
+
+# Importing torch from a slow file system takes a minute at worst, and a plug-in may import more.
+_LIMIT_S = 180.0
+
+
+@dataclass(frozen=True)
+class PluginFacts:
+    """As `orchestra.train.check_plugins.PluginFinding`, which says what the fields are."""
+
+    problems: tuple[str, ...] = ()
+    state_bytes: float | None = None
+    parts_problem: str | None = None
+    gathers: bool = False
+
+
+def plugin_facts(config: Config) -> PluginFacts:
+    """Return what was found of a configuration's plug-ins."""
+    plugins = named_in(config)
+    if not plugins:
+        return PluginFacts()
+    if misspelt := [problem for problem in map(spelling_problem, plugins) if problem is not None]:
+        return PluginFacts(tuple(misspelt))
+    # All that a plug-in is told: nothing else of the configuration can change what is found.
+    optim, train = config.optim, config.train
+    only = Config(
+        optim=OptimConfig(target=optim.target, options=optim.options),
+        train=TrainConfig(
+            loss=train.loss,
+            loss_options=train.loss_options,
+            callbacks=train.callbacks,
+            callbacks_options=train.callbacks_options,
+        ),
+    )
+    return _asked(
+        json.dumps([[each.key, each.target, each.options] for each in plugins], default=str), _Kept(only)
+    )
+
+
+class _Kept:
+    """A value that is equal to any other: what it is made of stands in a key beside it."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Kept)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+@functools.lru_cache(maxsize=256)
+def _asked(_: str, kept: _Kept) -> PluginFacts:
+    # As the ranks are started: our own packages first, then PYTHONPATH, and not the working directory.
+    own = str(Path(orchestra.__file__).parents[1])
+    path = [own, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1"}
+    names = " and ".join(plugin.target for plugin in named_in(kept.config))
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "config.yaml"
+        write_config(file, kept.config)
+        command = [sys.executable, "-m", "orchestra.train.check_plugins", str(file)]
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, check=False, env=environment, timeout=_LIMIT_S
+            )
+        except subprocess.TimeoutExpired:
+            return PluginFacts((f"{names}: importing and trying it took longer than {_LIMIT_S:.0f} s",))
+    try:
+        answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+        return PluginFacts((f"{names}: the process that tried it ended without an answer: {last[0]}",))
+    return PluginFacts(**{**answer, "problems": tuple(answer["problems"])})

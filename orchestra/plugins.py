@@ -1,0 +1,129 @@
+"""Plug-ins: code that a configuration names as `package.module:name`, with options that it is called with.
+
+`named_in` lists those of a configuration, `load` imports one, and `option_problems` compares its options with
+its signature. Called by the ranks, and by the process that looks at plug-ins before anything starts
+(`orchestra.train.check_plugins`): the commands themselves import no plug-in.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from conf.schema import Config
+from orchestra.errors import ConfigError
+
+_TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+# Similarity below which a suggestion would rather mislead (difflib's ratio).
+_LIKENESS = 0.6
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """A plug-in as the configuration names it: the key, `module:name`, the options and their key; and what
+    it is called with: so many arguments by position, then some by name.
+    """
+
+    key: str
+    target: str
+    options: Mapping[str, Any]
+    options_key: str
+    num_positional: int
+    named: tuple[str, ...] = ()
+
+
+def named_in(config: Config) -> list[Plugin]:
+    """Return the plug-ins of a configuration."""
+    found = []
+    if config.optim.target is not None:
+        options = config.optim.options
+        found.append(Plugin("optim.target", config.optim.target, options, "optim.options", 1, ("lr",)))
+    train = config.train
+    if train.loss is not None:
+        found.append(Plugin("train.loss", train.loss, train.loss_options, "train.loss_options", 2))
+    for target in train.callbacks:
+        name = target.rpartition(":")[2]
+        options = train.callbacks_options.get(name, {})
+        # A rule tells of what are no options.
+        options = options if isinstance(options, dict) else {}
+        found.append(Plugin("train.callbacks", target, options, f"train.callbacks_options.{name}", 0))
+    return found
+
+
+def spelling_problem(plugin: Plugin) -> str | None:
+    """Return what is wrong with how a target is written; None: nothing."""
+    if _TARGET.fullmatch(plugin.target):
+        return None
+    return f"{plugin.key}={plugin.target!r} names no plug-in; write package.module:name"
+
+
+def load(plugin: Plugin) -> Callable[..., Any]:
+    """Import what a plug-in names. Raises ConfigError where there is no such thing, or it cannot be called.
+
+    Whatever the module raises while it is imported becomes a ConfigError too.
+    """
+    if problem := spelling_problem(plugin):
+        raise ConfigError(problem)
+    module_name, _, name = plugin.target.partition(":")
+    said = f"{plugin.key}={plugin.target}"
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise ConfigError(f"{said}: importing {module_name} failed: {error}") from error
+        raise ConfigError(
+            f"{said}: there is no module {error.name}; ranks find what is installed and what PYTHONPATH "
+            "names: install the package, or export PYTHONPATH=<its folder>"
+        ) from error
+    except Exception as error:
+        raise ConfigError(f"{said}: importing {module_name} failed: {one_line(error)}") from error
+    if not hasattr(module, name):
+        raise ConfigError(f"{said}: {module_name} has no {name}{_meant(name, dir(module))}")
+    found = getattr(module, name)
+    if not callable(found):
+        raise ConfigError(
+            f"{said} is a {type(found).__name__} and cannot be called; name a function or class"
+        )
+    return found  # type: ignore[no-any-return]
+
+
+def option_problems(plugin: Plugin, called: Callable[..., Any]) -> Iterator[str]:
+    """Yield a sentence for each option that the signature does not take, and for each that it lacks."""
+    try:
+        parameters = list(inspect.signature(called).parameters.values())
+    except (TypeError, ValueError):
+        return  # of something built in; a call tells
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    by_place = [parameter.name for parameter in parameters if parameter.kind in positional]
+    given = {*by_place[: plugin.num_positional], *plugin.named}
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    left = {each.name: each for each in parameters if each.kind in by_name and each.name not in given}
+    said = f"{plugin.target} takes {', '.join(left) or 'no options'}"
+    for name in plugin.options:
+        if name in given:
+            yield f"{plugin.options_key}.{name}: orchestra gives this itself; leave it out"
+        elif name not in left and not takes_any:
+            yield f"{plugin.options_key}.{name}: no such option{_meant(name, left)}; {said}"
+    for name, parameter in left.items():
+        if parameter.default is parameter.empty and name not in plugin.options:
+            yield f"{plugin.options_key}.{name} is missing: {plugin.target} needs it; set it"
+    for name in plugin.named:
+        if not takes_any and name not in [parameter.name for parameter in parameters]:
+            yield f"{plugin.key}={plugin.target}: it is called with {name}= and takes none; add that argument"
+
+
+def one_line(error: BaseException) -> str:
+    """Return the kind of an error and the first line of what it says."""
+    first = str(error).strip().splitlines()[:1]
+    return ": ".join([type(error).__name__, *first])
+
+
+def _meant(name: str, options: Any) -> str:
+    near = difflib.get_close_matches(name, list(options), n=1, cutoff=_LIKENESS)
+    return f"; did you mean {near[0]}?" if near else ""

@@ -1,0 +1,192 @@
+"""optim.target: what another optimizer is given, what of it is saved, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from conf.schema import Config, OptimConfig
+from orchestra.errors import ConfigError
+from orchestra.optim.adamw import Trained
+from orchestra.optim.muon import Muon, orthogonalized
+from orchestra.optim.plugged import PluggedOptimizer, gather_nothing
+from orchestra.plugins import Plugin, load, option_problems
+from orchestra.train.check_plugins import look_at
+
+NO = torch.zeros((), dtype=torch.bool)
+YES = torch.ones((), dtype=torch.bool)
+
+
+def trained_of(*shapes: tuple[int, ...]) -> list[Trained]:
+    torch.manual_seed(0)
+    tensors = [torch.randn(shape) for shape in shapes]
+    return [Trained(f"layers.0.{n}.weight", x, x, 0, x.numel()) for n, x in enumerate(tensors)]
+
+
+def plugged(make: Callable[..., Any], trained: list[Trained], **optim: Any) -> PluggedOptimizer:
+    optimizer = PluggedOptimizer(trained, OptimConfig(target="test:make", **optim), make)
+    optimizer.prepare(lambda _: gather_nothing, lambda value: [value])
+    return optimizer
+
+
+def step(optimizer: PluggedOptimizer, trained: list[Trained], seed: int, is_bad: Tensor = NO) -> None:
+    torch.manual_seed(seed)
+    gradients = [torch.randn_like(item.master) for item in trained]
+    norm = torch.sqrt(sum((gradient.square().sum() for gradient in gradients), torch.zeros(())))
+    optimizer.begin_step(seed, norm, is_bad)
+    optimizer.update(trained, gradients, [item.master for item in trained])
+
+
+def test_it_is_torchs_own_training_with_clipping_and_a_bad_step_left_out() -> None:
+    trained = trained_of((4, 6), (5,))
+    own = [torch.nn.Parameter(item.master.clone()) for item in trained]
+    groups = [{"params": own[:1]}, {"params": own[1:], "weight_decay": 0.0}]
+    reference = torch.optim.Adam(groups, lr=0.01, weight_decay=0.1)
+    optimizer = plugged(lambda params, lr: torch.optim.Adam(params, lr=lr, weight_decay=0.1), trained)
+    for seed in range(1, 5):
+        optimizer.lr = 0.01 * seed
+        step(optimizer, trained, seed, YES if seed == 2 else NO)
+        if seed == 2:
+            continue
+        torch.manual_seed(seed)
+        for parameter in own:
+            parameter.grad = torch.randn_like(parameter)
+        torch.nn.utils.clip_grad_norm_(own, 1.0)
+        for group in reference.param_groups:
+            group["lr"] = 0.01 * seed
+        reference.step()
+    assert optimizer.num_updates == 3
+    for item, parameter in zip(trained, own, strict=True):
+        torch.testing.assert_close(item.master, parameter.data, rtol=1e-5, atol=1e-7)
+    assert optimizer.kinds["layers.0.0.weight"] == {"step": (), "exp_avg": None, "exp_avg_sq": None}
+
+
+class Counting(torch.optim.Optimizer):
+    """SGD whose steps shrink with a count in its groups, and whose state is made anew in each step."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr, "count": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # noqa: ARG002
+        for group in self.param_groups:
+            group["count"] += 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    state["mean"] = 0.5 * state.get("mean", torch.zeros_like(parameter)) + parameter.grad
+                    state["steps"] = state.get("steps", 0) + 1
+                    parameter.data = parameter - group["lr"] * state["mean"] / group["count"]
+
+
+def test_numbers_groups_and_state_made_anew_go_on_as_they_were() -> None:
+    trained, others = trained_of((4, 6), (5,)), trained_of((4, 6), (5,))
+    optimizer, resumed = plugged(Counting, trained), plugged(Counting, others)
+    memory = [tensor.data_ptr() for item in trained for tensor in optimizer.state[item.master].values()]
+    for seed in (1, 2):
+        step(optimizer, trained, seed)
+    for item, other in zip(trained, others, strict=True):
+        other.master.copy_(item.master)
+        for name, tensor in optimizer.state[item.master].items():
+            resumed.state[other.master][name].copy_(tensor)
+    resumed.num_updates = optimizer.num_updates
+    assert optimizer.values() == [{"count": 2}, {"count": 2}]
+    resumed.restored(optimizer.values())
+    for seed in (3, 4):
+        step(optimizer, trained, seed)
+        step(resumed, others, seed)
+    assert memory == [t.data_ptr() for item in trained for t in optimizer.state[item.master].values()]
+    for item, other in zip(trained, others, strict=True):
+        assert torch.equal(item.master, other.master)
+        assert optimizer.torch_optimizer.state[optimizer._parameters[item.name]]["steps"] == 4
+
+
+def test_muon_makes_matrices_about_orthogonal_and_trains_the_rest_by_adamw() -> None:
+    for shape in ((20, 48), (48, 20)):
+        values = torch.linalg.svdvals(orthogonalized(torch.randn(shape)))
+        assert values.min() > 0.5
+        assert values.max() < 1.3
+    trained = trained_of((8, 6), (5,))
+    reference = torch.nn.Parameter(trained[1].master.clone())
+    own = torch.optim.AdamW([reference], lr=0.01, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = plugged(Muon, trained, lr=0.01, clip_norm=None)
+    for seed in (1, 2, 3):
+        torch.manual_seed(seed)
+        torch.randn(8, 6)
+        reference.grad = torch.randn(5)
+        step(optimizer, trained, seed)
+        own.step()
+    torch.testing.assert_close(trained[1].master, reference.data, rtol=1e-5, atol=1e-7)
+
+
+def not_an_optimizer(params: Any, lr: float) -> int:
+    return len(params)
+
+
+def leaves_out(params: Any, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params[0]["params"], lr=lr)
+
+
+NOT_CALLABLE = 3
+HERE = __name__
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "sentence"),
+    [
+        ("no_such_package.module:name", {}, "there is no module no_such_package"),
+        ("torch.optim:SDG", {}, "torch.optim has no SDG; did you mean SGD?"),
+        (f"{HERE}:NOT_CALLABLE", {}, "is a int and cannot be called"),
+        (f"{HERE}:not_an_optimizer", {}, "returned a int, no torch.optim.Optimizer"),
+        (f"{HERE}:leaves_out", {}, "leaves out layers.0.input_norm.weight"),
+        ("torch.optim:SGD", {"momentun": 0.9}, "did you mean momentum?"),
+        ("torch.optim:SGD", {"lr": 0.9}, "optim.options.lr: orchestra gives this itself"),
+        ("torch.optim:LBFGS", {}, "a step on small parameters failed: ValueError"),
+        ("orchestra.optim.muon:Muon", {"momentum": 2}, "momentum=2 is not from 0 to below 1"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_with_the_reason(
+    target: str, options: dict[str, Any], sentence: str
+) -> None:
+    found = look_at(Config(optim=OptimConfig(target=target, options=options)))
+    assert len(found.problems) == 1
+    assert sentence in found.problems[0]
+
+
+def needs_more(params: Any, lr: float, *, depth: int) -> None: ...
+
+
+def test_a_missing_option_is_named() -> None:
+    plugin = Plugin("optim.target", f"{HERE}:needs_more", {}, "optim.options", 1, ("lr",))
+    (problem,) = option_problems(plugin, load(plugin))
+    assert problem.startswith("optim.options.depth is missing")
+
+
+@pytest.mark.parametrize(
+    ("target", "state_bytes", "is_parted", "gathers"),
+    [
+        ("torch.optim:Adagrad", 4.0, True, False),
+        ("torch.optim:AdamW", 8.0, True, False),
+        ("torch.optim:Adafactor", 64 / 60, False, False),
+        ("orchestra.optim.muon:Muon", 4.0, True, True),
+    ],
+)
+def test_a_try_tells_the_state_and_whether_parameters_may_be_parted(
+    target: str, state_bytes: float, is_parted: bool, gathers: bool
+) -> None:
+    found = look_at(Config(optim=OptimConfig(target=target)))
+    assert found.problems == []
+    assert found.state_bytes == pytest.approx(state_bytes)
+    assert (found.parts_problem is None) is is_parted
+    assert found.gathers is gathers
+
+
+def test_a_state_of_another_shape_is_refused_where_ranks_have_parts() -> None:
+    trained, optim = trained_of((4, 6)), OptimConfig(target="torch.optim:Adafactor")
+    optimizer = PluggedOptimizer(trained, optim, torch.optim.Adafactor, is_whole=False)
+    with pytest.raises(ConfigError, match=r"row_var of layers.0.0.weight has the shape \[4, 1\]"):
+        optimizer.prepare(lambda _: gather_nothing, lambda value: [value])
