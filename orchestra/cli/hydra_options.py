@@ -5,11 +5,13 @@ Here too the user's own defaults (`orchestra.config.home`) come in front of what
 
 from __future__ import annotations
 
+import textwrap
 from argparse import SUPPRESS, Action, ArgumentParser, Namespace
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from orchestra.cli.text import figures
 from orchestra.config.descriptions import group_names
 from orchestra.config.home import Home, chooses_cluster, home_file, read_home
 from orchestra.errors import ConfigError
@@ -117,7 +119,8 @@ def _info(composed: Composed, home: Home, arguments: Namespace) -> Iterable[str]
     yield f"home       {file}{f': {said}' if file.exists() else ' is not there'}"
     yield f"presets    {'those of orchestra' if path is None else f'those of orchestra, then {path}'}"
     groups = (group for group in group_names() if group in composed.presets)
-    yield f"taken      {' '.join(f'{group}={composed.presets[group]}' for group in groups)}"
+    taken = " ".join(f"{group}={composed.presets[group]}" for group in groups)
+    yield textwrap.fill(f"taken      {taken}", figures.WIDTH, subsequent_indent=" " * 11)
     yield f"overrides  {' '.join(arguments.overrides) or 'none'}"
 
 

@@ -8,13 +8,16 @@ node.
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
-from conf.schema import Config
+from conf.schema import Config, DataConfig
+from orchestra.data.held_out import evaluates, held_out_data
 from orchestra.data.token_files import local_prefix, token_file_prefix
+from orchestra.errors import ConfigError
 
 # Programs that take further mounts in a variable, with commas between.
 _VARIABLES = {"apptainer": "APPTAINER_BIND", "singularity": "SINGULARITY_BIND"}
@@ -111,8 +114,13 @@ def _left_out(config: Config, mounted: Sequence[_Mount]) -> list[_Folder]:
 
 def _needed(config: Config) -> Iterator[_Folder]:
     """Yield the folders of this machine that the configuration names beside run.dir."""
-    data, init_from = config.data, config.model.init_from
-    for key, path in [("data.path", data.path), *(("data.blend", part.path) for part in data.blend)]:
+    init_from = config.model.init_from
+    sources = {"data": config.data}
+    # What is wrong with eval.data a rule of its own says.
+    with contextlib.suppress(ConfigError):
+        held_out = held_out_data(config) if evaluates(config) else {}
+        sources |= {f"eval.data.{name}": data for name, data in held_out.items()}
+    for key, path in ((key, path) for name, data in sources.items() for key, path in _paths(name, data)):
         prefix = None if path is None else local_prefix(token_file_prefix(path))
         if prefix is not None:
             yield from _of_files(key, [Path(f"{prefix}.bin"), Path(f"{prefix}.json")])
@@ -125,6 +133,10 @@ def _needed(config: Config) -> Iterator[_Folder]:
             place = Path(local)
             above = next(folder for folder in (place, *place.parents) if folder.is_dir())
             yield _Folder(above, key, is_written=True)
+
+
+def _paths(name: str, data: DataConfig) -> list[tuple[str, str | None]]:
+    return [(f"{name}.path", data.path), *((f"{name}.blend", part.path) for part in data.blend)]
 
 
 def _of_files(key: str, files: Iterable[Path]) -> Iterator[_Folder]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.command_line import CommandLine
 
-from conf.schema import BlendPart, Config, ContainerConfig
+from conf.schema import BlendPart, Config, ContainerConfig, EvalConfig
 from orchestra.submit.container_mounts import image_mounts, mount_problems, prefix_variable
 
 RUNS = Path("/shared/ada/runs")
@@ -49,6 +49,10 @@ def test_what_no_mount_shows_is_mounted_and_data_for_reading_only(tmp_path: Path
     of_data = dataclasses.replace(config, checkpoint=Config().checkpoint)
     assert image_mounts(of_data, RUNS)[3:] == [f"{data}:{data}:ro", f"{weights}:{weights}:ro"]
     assert list(mount_problems(of_data, RUNS)) == []
+    held_out = folder_of(tmp_path / "held", "wiki.bin", "wiki.json")
+    evaluated = EvalConfig(every_steps=5, data={"wiki": {"path": str(held_out / "wiki")}})
+    of_data = dataclasses.replace(of_data, eval=evaluated)
+    assert f"{held_out}:{held_out}:ro" in image_mounts(of_data, RUNS)
 
 
 def test_a_place_to_write_is_not_what_is_mounted_for_reading(tmp_path: Path) -> None:
