@@ -9,10 +9,15 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.metadata
 import inspect
+import os
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
+from pathlib import Path
 from typing import Any
 
 from conf.schema import Config
@@ -60,6 +65,45 @@ def spelling_problem(plugin: Plugin) -> str | None:
     if _TARGET.fullmatch(plugin.target):
         return None
     return f"{plugin.key}={plugin.target!r} names no plug-in; write package.module:name"
+
+
+@dataclass(frozen=True)
+class PluginSource:
+    """Where the top-level module of a plug-in lies: a file or a package's folder that nobody installed, or a
+    distribution with its version.
+    """
+
+    module: str
+    place: Path | None
+    version: str | None = None
+
+
+def sources_of(config: Config) -> list[PluginSource]:
+    """Return where the plug-ins of a configuration lie, as ranks would find them; nothing is imported. Those
+    that are orchestra's or Python's own are left out, and of a package in two folders the first one counts.
+    """
+    tops = dict.fromkeys(plugin.target.partition(":")[0].partition(".")[0] for plugin in named_in(config))
+    path = [folder for folder in (*_search_path(), *sys.path) if folder]
+    found = []
+    for top in tops:
+        if top == __name__.partition(".")[0] or top in sys.stdlib_module_names:
+            continue
+        spec = PathFinder.find_spec(top, path)
+        folders = list(spec.submodule_search_locations or ()) if spec is not None else []
+        if spec is None or not (folders or spec.origin):
+            continue
+        place = Path(folders[0] if folders else str(spec.origin))
+        if {"site-packages", "dist-packages"} & set(place.parts):
+            names = importlib.metadata.packages_distributions().get(top, [])
+            version = f"{names[0]} {importlib.metadata.version(names[0])}" if names else "unknown"
+            found.append(PluginSource(top, None, version))
+        else:
+            found.append(PluginSource(top, place))
+    return found
+
+
+def _search_path() -> list[str]:
+    return os.environ.get("PYTHONPATH", "").split(os.pathsep)
 
 
 def load(plugin: Plugin) -> Callable[..., Any]:

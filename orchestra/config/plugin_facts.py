@@ -19,6 +19,7 @@ import orchestra
 from conf.schema import Config, OptimConfig, TrainConfig
 from orchestra.plugins import named_in, spelling_problem
 from orchestra.run.config_file import write_config
+from orchestra.run.paths import RunDir, SweepDir
 
 # Importing torch from a slow file system takes a minute at worst, and a plug-in may import more.
 _LIMIT_S = 180.0
@@ -53,8 +54,18 @@ def plugin_facts(config: Config) -> PluginFacts:
         ),
     )
     return _asked(
-        json.dumps([[each.key, each.target, each.options] for each in plugins], default=str), _Kept(only)
+        json.dumps([[each.key, each.target, each.options] for each in plugins], default=str),
+        _Kept(only),
+        _copies(config),
     )
+
+
+def _copies(config: Config) -> tuple[str, ...]:
+    """Return the folder of a submitted run, or of its sweep, that holds the plug-ins it goes on with."""
+    if config.run.name is None:
+        return ()
+    run = RunDir(Path(config.run.dir).expanduser() / config.run.name)
+    return tuple(str(place.plugins) for place in (run, SweepDir(run.path.parent)) if place.plugins.is_dir())
 
 
 class _Kept:
@@ -71,10 +82,10 @@ class _Kept:
 
 
 @functools.lru_cache(maxsize=256)
-def _asked(_: str, kept: _Kept) -> PluginFacts:
+def _asked(_: str, kept: _Kept, copies: tuple[str, ...]) -> PluginFacts:
     # As the ranks are started: our own packages first, then PYTHONPATH, and not the working directory.
     own = str(Path(orchestra.__file__).parents[1])
-    path = [own, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    path = [own, *copies, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1"}
     names = " and ".join(plugin.target for plugin in named_in(kept.config))
     with tempfile.TemporaryDirectory() as folder:

@@ -10,6 +10,7 @@ runs/<name>/
 │                            rank-00000.stacks (of ranks that hung)
 ├── logs/jobs/               what Slurm's jobs wrote themselves: <job>_<node>_log.out
 ├── code/                    snapshot of the packages, for a run that was submitted
+├── plugins/                 copies of the plug-ins' packages, as they were when it was submitted
 ├── code.attempt-000/        what code/ was up to that attempt, where a resume brought another
 ├── job.sbatch               the batch script, word for word
 ├── checkpoints/             step-00000100/ with manifest.json, unless checkpoint.dir says another place
@@ -68,6 +69,7 @@ class RunDir:
     logs = _Below("logs")
     job_logs = _Below("logs/jobs")
     code = _Below("code")
+    plugins = _Below("plugins")
     batch_script = _Below("job.sbatch")
 
     def config_of_attempt(self, attempt: int) -> Path:
@@ -116,6 +118,7 @@ class RunDir:
 # runs/<sweep>/
 # ├── sweep.json            name, signature, overrides, members, arrays; written as one act
 # ├── code/                 snapshot of the packages, for all members
+# ├── plugins/              copies of the plug-ins' packages, for all members
 # ├── code.array-002/       what later arrays are trained with, where the packages had changed by then
 # ├── array-000.sbatch      the batch scripts, word for word
 # ├── logs/jobs/            what Slurm's jobs wrote themselves: <array>_<task>_<node>_log.out
@@ -138,6 +141,7 @@ class SweepDir:
 
     record = _Below("sweep.json")
     code = _Below("code")
+    plugins = _Below("plugins")
     job_logs = _Below("logs/jobs")
     control = _Below("control")
 

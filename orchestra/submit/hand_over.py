@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from conf.schema import Config
 from launchers import LauncherError, SlurmRefused
 from launchers.slurm import sbatch
 from launchers.slurm.commands import is_full
@@ -29,7 +30,7 @@ from orchestra.run.record import jobs_of, read_record, write_record
 from orchestra.run.stop_requests import claimed_attempt
 from orchestra.submit.claims import array_numbers, release_arrays, write_claim
 from orchestra.submit.job_record import JobEntry, intent, member_intent, number_of_jobs, record_id
-from orchestra.submit.new_run import made_as_one, name_taken, origin, take_snapshot, write_run
+from orchestra.submit.new_run import made_as_one, name_taken, origin, take_plugins, take_snapshot, write_run
 from orchestra.submit.submission import PlannedMember, Submission
 from orchestra.submit.sweeps.arrays import PlacedSubmission, PlannedArray, arrays_of
 
@@ -207,7 +208,7 @@ def _write_run(
     entry = intent(run.name, planned.array.token, _FIRST_ATTEMPT)
     request = submission.members[0].request(submission.command)
     write_run(request, draft, run, {**facts, "jobs": [entry]})
-    _write_folders(draft)
+    _write_folders(draft, [request.config])
     draft.batch_script.write_text(planned.script())
     # Whoever resumes the run meanwhile finds that it is being submitted.
     write_claim(draft.turn(_FIRST_JOB, 0))
@@ -216,7 +217,7 @@ def _write_run(
 def _write_sweep(
     submission: Submission, draft: SweepDir, sweep: SweepDir, record: Sweep, arrays: Sequence[PlannedArray]
 ) -> None:
-    _write_folders(draft)
+    _write_folders(draft, [member.config for member in submission.members])
     tasks = {index: planned.array for planned in arrays for index in planned.array.members}
     for member in submission.members:
         if member.adopted is None:
@@ -228,8 +229,9 @@ def _write_sweep(
     draft.record.write_text(to_json(record))
 
 
-def _write_folders(draft: RunDir | SweepDir) -> None:
+def _write_folders(draft: RunDir | SweepDir, configs: Sequence[Config]) -> None:
     take_snapshot(draft.code)
+    take_plugins(configs, draft.plugins)
     draft.job_logs.mkdir(parents=True)
     draft.control.mkdir()
 

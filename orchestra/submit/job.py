@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from conf.schema import Config, Device, Requeue
 from launchers.slurm.batch_script import BatchJob
 from orchestra.config.rules.place_rules import warning_lead_s
+from orchestra.plugins import named_in
 from orchestra.run.paths import RunDir, SweepDir
 from orchestra.submit.container_mounts import image_mounts, prefix_variable
 
@@ -96,7 +97,7 @@ def _job(
         log_folder=place.job_logs,
         directory=place.path,
         comment=token,
-        exports={"PYTHONPATH": str(place.code), "PYTHONSAFEPATH": "1", **exports},
+        exports={"PYTHONPATH": _search_path(config, place), "PYTHONSAFEPATH": "1", **exports},
         warning_lead_s=warning_lead_s(config),
         requeue=cluster.requeue is Requeue.requeue,
         # In a site's own words GPUs are asked for once: Slurm takes no second ones beside them.
@@ -142,6 +143,11 @@ def _python(config: Config) -> str:
     return "python3" if container.image or container.prefix else sys.executable
 
 
+def _search_path(config: Config, place: RunDir | SweepDir) -> str:
+    # The copies of plug-ins come before what PYTHONPATH has of them.
+    return f"{place.code}:{place.plugins}" if named_in(config) else str(place.code)
+
+
 def _container(
     config: Config, place: RunDir | SweepDir
 ) -> tuple[tuple[str, ...], tuple[str, ...], dict[str, str]]:
@@ -152,7 +158,7 @@ def _container(
     if container.image is None and container.prefix is None:
         return (), (), {}
     # Said again inside: an image's own variables may be stronger than the job's.
-    inside = ("env", f"PYTHONPATH={place.code}", "PYTHONSAFEPATH=1")
+    inside = ("env", f"PYTHONPATH={_search_path(config, place)}", "PYTHONSAFEPATH=1")
     words = (*shlex.split(container.prefix or ""), *inside)
     if container.image is None:
         variable = prefix_variable(config, parent)

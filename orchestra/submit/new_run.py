@@ -22,7 +22,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ import orchestra
 from conf.schema import Config
 from launchers import processes
 from orchestra.errors import ConfigError
+from orchestra.plugins import sources_of
 from orchestra.run.config_file import write_config
 from orchestra.run.paths import RunDir, SweepDir, is_sweep
 from orchestra.run.permissions import give_to_group, open_to_group
@@ -96,6 +97,32 @@ def take_snapshot(target: Path) -> None:
         shutil.copyfile(root / file, copy)
 
 
+def take_plugins(configs: Iterable[Config], target: Path) -> None:
+    """Copy the plug-ins' packages that nobody installed into the new folder `target`, if there are any.
+
+    They stay as they are for the run's whole life: a resume goes on with them. Raises ConfigError when they
+    are too large.
+    """
+    sources = [source for config in configs for source in sources_of(config)]
+    for place in sorted({source.place for source in sources if source.place is not None}):
+        files = [place / file for file in _files_below(place)] if place.is_dir() else [place]
+        total = sum(file.stat().st_size for file in files)
+        if total > _MAX_BYTES:
+            raise ConfigError(
+                f"the plug-in in {place} has {total / MIB:,.0f} MiB, at most {_MAX_BYTES / MIB:,.0f} MiB are "
+                "copied into a run; move its data elsewhere, or install it"
+            )
+        for file in files:
+            copy = target / file.relative_to(place.parent)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, copy)
+
+
+def plugin_facts_of(config: Config) -> dict[str, str]:
+    """Return, for run.json, each plug-in's module with its version, or that it was copied."""
+    return {source.module: source.version or "copied" for source in sources_of(config)}
+
+
 def is_snapshot(folder: Path) -> bool:
     """Tell whether a folder holds the packages that are running, byte for byte, and nothing else that could
     be imported.
@@ -132,13 +159,17 @@ def renew_snapshot(code: Path, older: Path | None = None) -> bool:
 
 def _files_of_packages(root: Path) -> list[Path]:
     """Return the files that a snapshot holds, by their paths below `root`."""
+    return [package / file for package in map(Path, PACKAGES) for file in _files_below(root / package)]
+
+
+def _files_below(folder: Path) -> list[Path]:
+    """Return the files of a package that are copied, by their paths below its folder."""
     files: list[Path] = []
-    for package in PACKAGES:
-        for parent, folders, names in os.walk(root / package):
-            ignored = _left_out(parent, [*folders, *names])
-            folders[:] = sorted(set(folders) - ignored)
-            paths = (Path(parent, name) for name in sorted(set(names) - ignored))
-            files += [path.relative_to(root) for path in paths if path.is_file()]
+    for parent, folders, names in os.walk(folder):
+        ignored = _left_out(parent, [*folders, *names])
+        folders[:] = sorted(set(folders) - ignored)
+        paths = (Path(parent, name) for name in sorted(set(names) - ignored))
+        files += [path.relative_to(folder) for path in paths if path.is_file()]
     return files
 
 
@@ -224,6 +255,8 @@ def write_run(request: RunRequest, draft: RunDir, run: RunDir, facts: Mapping[st
         "steps": request.config.train.steps,
         "wandb_id": secrets.token_hex(_WANDB_ID_BYTES),
     }
+    if plugins := plugin_facts_of(request.config):
+        own["plugins"] = plugins
     draft.record.write_text(json.dumps({**own, **facts}, indent=2) + "\n")
 
 
