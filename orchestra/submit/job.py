@@ -144,8 +144,9 @@ def _python(config: Config) -> str:
 
 
 def _search_path(config: Config, place: RunDir | SweepDir) -> str:
-    # The copies of plug-ins come before what PYTHONPATH has of them.
-    return f"{place.code}:{place.plugins}" if named_in(config) else str(place.code)
+    # The copies of plug-ins come before what PYTHONPATH has of them. Of a sweep any member may have some.
+    has_copies = isinstance(place, SweepDir) or named_in(config)
+    return f"{place.code}:{place.plugins}" if has_copies else str(place.code)
 
 
 def _container(

@@ -155,7 +155,7 @@ def test_the_script_names_tasks_token_and_first_member_and_gives_its_template_ba
     assert "-m orchestra.agents '/runs/my grid' --first 4\n" in script
     assert "-m orchestra.agents.srun_failed '/runs/my grid' --first 4 \"$code\"\n" in script
     assert "%A_%a_%t_log.out" in script
-    assert "export PYTHONPATH='/runs/my grid/code'" in script
+    assert "export PYTHONPATH='/runs/my grid/code:/runs/my grid/plugins'" in script
     assert template_of(script) == template
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
 
@@ -163,7 +163,7 @@ def test_the_script_names_tasks_token_and_first_member_and_gives_its_template_ba
 def test_members_that_go_on_can_get_another_snapshot() -> None:
     template = Templates(SWEEP).of(config(), Share())
     other = with_code(template, SWEEP, SWEEP.code_of_array(3))
-    assert "export PYTHONPATH='/runs/my grid/code.array-003'$" in other
+    assert "export PYTHONPATH='/runs/my grid/code.array-003:/runs/my grid/plugins'" in other
     assert with_code(other, SWEEP, SWEEP.code) == template
 
 

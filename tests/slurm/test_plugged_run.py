@@ -1,0 +1,73 @@
+"""A submitted run with somebody else's optimizer, loss and callback goes on with the copies that it took."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from sites import ROOT, TINY, Site, SubmittedRun
+
+from orchestra.run.metrics_file import read_metrics
+from orchestra.run.paths import RunDir
+
+pytestmark = pytest.mark.slow
+
+PACKAGE = """
+import torch
+import torch.nn.functional as F
+
+
+def optimizer(params, lr, *, momentum=0.0):
+    return torch.optim.SGD(params, lr=lr, momentum=momentum)
+
+
+def loss(logits, targets):
+    return F.cross_entropy(logits, targets, reduction="none")
+
+
+class Version:
+    def on_step(self, step, metrics):
+        return {"version": 1}
+"""
+SETTINGS = (
+    *("cluster.nodes=2", "cluster.spare_nodes=1", "cluster.gpus_per_node=1", "parallelism.zero=1"),
+    *("train.steps=100000", "train.log_every=1", "checkpoint.every_steps=5", "run.name=plugged"),
+    *("optim.target=mine.parts:optimizer", "optim.options.momentum=0.5", "train.loss=mine.parts:loss"),
+    'train.callbacks=["mine.parts:Version"]',
+    "recovery.inject=[{at_step: 1, rank: 0, fault: slow, seconds: 0.05, attempt: all}]",
+)
+
+
+@pytest.mark.timeout(240)
+def test_plug_ins_stay_what_they_were_through_a_lost_node_and_a_resume(cluster: Site) -> None:
+    package = cluster.shared / "elsewhere" / "mine"
+    package.mkdir(parents=True)
+    package.parent.chmod(0o755)
+    (package / "__init__.py").write_text("")
+    (package / "parts.py").write_text(PACKAGE)
+
+    def orchestra(*words: str) -> str:
+        path = {"PYTHONPATH": f"{ROOT}:{package.parent}"}
+        return cluster.run(sys.executable, "-m", "orchestra", *words, timeout_s=120, **path).stdout
+
+    facts = json.loads(orchestra("submit", *TINY, *SETTINGS, "--json"))
+    run = SubmittedRun(cluster, RunDir(Path(facts["path"])), str(facts["job"]))
+    run.wait_for_step(6)
+    (package / "parts.py").write_text("raise RuntimeError('edited meanwhile')\n")
+    run.fail_node(1)
+    run.wait_for_attempt(1)
+    run.wait_for_steps(3)
+    orchestra("cancel", "plugged")
+    # A job that lost a node is given back by scancel.
+    assert (cluster.ended(run.job), run.status()["code"]) == ("CANCELLED", 75), run.logs()
+    step = run.step()
+
+    more = (f"train.steps={step + 5}", "--accept-jump", "--json")
+    job = str(json.loads(orchestra("resume", "plugged", *more))["job"])
+    run.assert_job_ends("COMPLETED", job=job)
+    rows = read_metrics(run.dir)
+    assert [row["step"] for row in rows] == list(range(1, step + 6))
+    assert {row["version"] for row in rows} == {1}
+    assert (run.dir.plugins / "mine" / "parts.py").read_text() == PACKAGE
