@@ -60,7 +60,12 @@ def verdict(run: RunDir) -> Record:
 
 
 def test_a_loss_that_stays_non_finite_ends_with_93_and_names_the_step(folder: Path) -> None:
-    exploding = ("optim.lr=1e30", "optim.warmup_steps=0", "train.max_nonfinite_steps=3")
+    exploding = (
+        "optim.lr=100",
+        "optim.weight_decay=100",
+        "optim.warmup_steps=0",
+        "train.max_nonfinite_steps=3",
+    )
     run = train(folder, "exploding", *COMMON, *exploding, "cluster.gpus_per_node=2", code=93)
     assert verdict(run)["cause"] == "NonFiniteError"
     assert "3 steps in a row" in verdict(run)["message"]
@@ -70,7 +75,7 @@ def test_a_loss_that_stays_non_finite_ends_with_93_and_names_the_step(folder: Pa
 
 def test_on_nonfinite_stop_ends_at_the_first_bad_step_with_the_verdict_of_the_worker(folder: Path) -> None:
     """torchrun itself turns every failure into 1."""
-    exploding = ("optim.lr=1e30", "optim.warmup_steps=0", "train.on_nonfinite=stop")
+    exploding = ("optim.lr=100", "optim.weight_decay=100", "optim.warmup_steps=0", "train.on_nonfinite=stop")
     words = ("run.name=stopping", *COMMON, *exploding, "cluster.gpus_per_node=1")
     done = orchestra(folder, "run", *words, "--json", code=93)
     result, run = json.loads(done.stdout), run_of(folder, "stopping")

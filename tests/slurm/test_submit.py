@@ -33,8 +33,8 @@ def test_three_nodes_train_as_one_run(cluster: Site) -> None:
 
 
 def test_failing_run_is_failed_in_slurm_with_its_exit_code(cluster: Site) -> None:
-    overrides = ("cluster.nodes=2", "train.steps=20", "train.on_nonfinite=stop", "optim.lr=1e30")
-    run = cluster.submit_run("diverging", *overrides, "optim.clip_norm=null", "optim.warmup_steps=0")
+    overrides = ("cluster.nodes=2", "train.steps=20", "train.on_nonfinite=stop")
+    run = cluster.submit_run("diverging", *overrides, "recovery.inject=[{at_step: 3, rank: 1, fault: nan}]")
     run.assert_job_ends("FAILED", "93:0")
     state = run.status()
     assert (state["state"], state["code"]) == ("failed", 93)
