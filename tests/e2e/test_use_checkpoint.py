@@ -37,7 +37,7 @@ def test_a_sample_is_of_the_newest_checkpoint_and_a_missing_one_is_told(
 ) -> None:
     options = ("--max-tokens", "12", "--seed", "1", "--json")
     found = json.loads(orchestra(folder, "generate", finished.name, "import ", *options).stdout)
-    # It may end its text before: what it has learned differs from machine to machine.
-    assert (found["step"], 1 <= len(found["tokens"]) <= 12) == (6, True)
+    # It may end its text before, even at once: what it has learned differs from machine to machine.
+    assert (found["step"], len(found["tokens"]) <= 12) == (6, True)
     refused = orchestra(folder, "generate", finished.name, "x", "--step", "5", code=2)
     assert "there are 4, 6" in refused.stderr
