@@ -60,6 +60,18 @@ def plugin_facts(config: Config) -> PluginFacts:
     )
 
 
+def import_path(config: Config) -> str:
+    """Return PYTHONPATH for a process that imports a configuration's plug-ins as its ranks do: our own
+    packages first, then what a submitted run took with it, and not the working directory.
+    """
+    return _joined(_copies(config))
+
+
+def _joined(copies: tuple[str, ...]) -> str:
+    own = str(Path(orchestra.__file__).parents[1])
+    return os.pathsep.join([own, *copies, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))])
+
+
 def _copies(config: Config) -> tuple[str, ...]:
     """Return the folder of a submitted run, or of its sweep, that holds the plug-ins it goes on with."""
     if config.run.name is None:
@@ -83,10 +95,7 @@ class _Kept:
 
 @functools.lru_cache(maxsize=256)
 def _asked(_: str, kept: _Kept, copies: tuple[str, ...]) -> PluginFacts:
-    # As the ranks are started: our own packages first, then PYTHONPATH, and not the working directory.
-    own = str(Path(orchestra.__file__).parents[1])
-    path = [own, *copies, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1"}
+    environment = {**os.environ, "PYTHONPATH": _joined(copies), "PYTHONSAFEPATH": "1"}
     names = " and ".join(plugin.target for plugin in named_in(kept.config))
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "config.yaml"

@@ -49,7 +49,7 @@ class PluggedLoss:
         """Return `scale` times the summed losses, as `cross_entropy_sum` does."""
         rows = chunk or default_chunk(hidden_TE, len(target_T), len(weight_VE), passes)
         return _ChunkedLoss.apply(  # type: ignore[no-any-return, no-untyped-call]
-            hidden_TE, weight_VE, target_T, scale, rows, products, self._token_losses
+            hidden_TE, weight_VE, target_T, scale, rows, products, self._token_losses, torch.is_grad_enabled()
         )
 
 
@@ -64,11 +64,13 @@ class _ChunkedLoss(torch.autograd.Function):
         chunk: int,
         make_products: MakeProducts,
         token_losses: TokenLosses,
+        has_backward: bool,
     ) -> Tensor:
         total = torch.zeros((), dtype=wide_type(hidden_TE), device=hidden_TE.device)
         products = make_products(hidden_TE, weight_VE, len(weight_VE), scale)
         grads = None
-        if any(ctx.needs_input_grad[:2]):
+        # As in cross-entropy's: a Function hears of parameters' needs where gradients are switched off too.
+        if has_backward and any(ctx.needs_input_grad[:2]):
             grads = ChunkGradients(products, hidden_TE, weight_VE, len(weight_VE), chunk)
         for start in range(0, len(hidden_TE), chunk):
             rows = slice(start, start + chunk)
@@ -92,4 +94,4 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return *scaled_gradients(grads[0], *ctx.saved_tensors), *[None] * 5
+        return *scaled_gradients(grads[0], *ctx.saved_tensors), *[None] * 6

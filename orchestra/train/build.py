@@ -114,13 +114,7 @@ def build_model_and_optimizer(config: Config, mesh: Mesh) -> BuiltModel:
 
     Raises DataError where documents are to be masked and nobody knows what ends them.
     """
-    separator_id = separator_of(config.data) if config.data.document_masks else None
-    with torch.device("meta"):  # no values and no memory yet
-        model = Transformer(config.model, config.train.loss_chunk_tokens, separator_id)
-    for plugin in named_in(config):
-        if plugin.key == "train.loss":
-            model.loss = PluggedLoss(loaded(plugin))
-    parallelized = parallelize(model, config, mesh)
+    parallelized = parallelize(meta_model(config), config, mesh)
     batch = batch_shape(config.train, mesh.layout.dp)
     return BuiltModel(parallelized, build_optimizer(config, parallelized, mesh), batch)
 
@@ -201,6 +195,21 @@ def _of_all_ranks(mesh: Mesh, value: Any) -> list[Any]:
     of_ranks = [torch.empty_like(own) for _ in range(mesh.world_size)]
     dist.all_gather(of_ranks, own)
     return [json.loads(bytes(each.tolist())) for each in of_ranks]
+
+
+def meta_model(config: Config) -> Transformer:
+    """Return the model with the loss it is trained by, on the meta device: no values and no memory yet.
+
+    Raises DataError where documents are to be masked and nobody knows what ends them, ConfigError for a loss
+    that cannot be had.
+    """
+    separator_id = separator_of(config.data) if config.data.document_masks else None
+    with torch.device("meta"):
+        model = Transformer(config.model, config.train.loss_chunk_tokens, separator_id)
+    for plugin in named_in(config):
+        if plugin.key == "train.loss":
+            model.loss = PluggedLoss(loaded(plugin))
+    return model
 
 
 def loaded(plugin: Plugin) -> Callable[..., Any]:

@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from orchestra.cli.checkpoint.checkpoint_ls_command import Place, chosen_checkpoints, explained, first_look
+from orchestra.config.plugin_facts import import_path
 from orchestra.errors import DataError, OrchestraError
 from orchestra.run.record import fallback_place
-from orchestra.submit.launch import source_root
 
 # The module's own.
 _EXIT_DAMAGED = 3
@@ -44,7 +44,7 @@ def ask(place: Place, step: int | None, act: str, request: Mapping[str, Any]) ->
                 "storage": str(storage),
                 "checkpoint": dataclasses.asdict(checkpoint),
             }
-            done = _run(whole)
+            done = _run(whole, import_path(place.config))
             if done.returncode == 0:
                 return checkpoint.step, json.loads(done.stdout.splitlines()[-1])
             damage = done.stderr.strip()
@@ -57,8 +57,8 @@ def ask(place: Place, step: int | None, act: str, request: Mapping[str, Any]) ->
     raise OrchestraError(f"none of {place.run.name}'s {len(found)} checkpoints is intact")
 
 
-def _run(request: Mapping[str, Any]) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(source_root()), "PYTHONSAFEPATH": "1"}
+def _run(request: Mapping[str, Any], path: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
     command = [sys.executable, "-m", "orchestra.train.inference.use_checkpoint"]
     return subprocess.run(
         command, input=json.dumps(request), capture_output=True, text=True, check=False, env=environment

@@ -24,13 +24,13 @@ from checkpointing.manifest import Manifest
 from checkpointing.storage import Storage, open_storage
 from conf.schema import Config, Device, PrecisionConfig, PrecisionName
 from orchestra.data.held_out import held_out_data
-from orchestra.data.source import separator_of
 from orchestra.errors import EXIT_DONE, EXIT_FAILED, DataError, OrchestraError
 from orchestra.model.transformer import Transformer
 from orchestra.parallel.mesh import make_mesh
 from orchestra.precision.policies import policy
 from orchestra.run.config_file import read_config
 from orchestra.sizes.topology import BatchShape, Layout, global_batch_size
+from orchestra.train.build import meta_model
 from orchestra.train.inference.evaluation import HeldOutLoss, num_samples, open_held_out
 from orchestra.train.inference.sampling import Choice, sampled
 
@@ -50,9 +50,7 @@ def load_model(
     Every byte is compared with its checksum. Raises DamagedError, StorageError, and DataError for a
     checkpoint of another model.
     """
-    separator_id = separator_of(config.data) if config.data.document_masks else None
-    with torch.device("meta"):
-        model = Transformer(config.model, config.train.loss_chunk_tokens, separator_id)
+    model = meta_model(config)
     model.to_empty(device=device).to(policy(_without_fp8(config.precision)).parameter)
     model.tie_weights()
     for name, parameter in model.named_parameters():

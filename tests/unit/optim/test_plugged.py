@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from conf.schema import Config, OptimConfig
 from orchestra.errors import ConfigError
+from orchestra.model.plugged_loss import PluggedLoss
 from orchestra.optim.adamw import Trained
 from orchestra.optim.muon import Muon, orthogonalized
 from orchestra.optim.plugged import PluggedOptimizer, gather_nothing
@@ -190,3 +192,18 @@ def test_a_state_of_another_shape_is_refused_where_ranks_have_parts() -> None:
     optimizer = PluggedOptimizer(trained, optim, torch.optim.Adafactor, is_whole=False)
     with pytest.raises(ConfigError, match=r"row_var of layers.0.0.weight has the shape \[4, 1\]"):
         optimizer.prepare(lambda _: gather_nothing, lambda value: [value])
+
+
+def test_a_plugged_loss_makes_no_gradients_where_none_are_wanted() -> None:
+    """Evaluation must not write into the gradients of the training."""
+    wants: list[bool] = []
+
+    def losses(logits: Tensor, targets: Tensor) -> Tensor:
+        wants.append(logits.requires_grad)
+        return F.cross_entropy(logits, targets, reduction="none")
+
+    hidden, weight = torch.randn(4, 8), torch.randn(16, 8, requires_grad=True)
+    with torch.no_grad():
+        evaluated = PluggedLoss(losses)(hidden, weight, torch.arange(4))
+    trained = PluggedLoss(losses)(hidden, weight, torch.arange(4))
+    assert (wants, float(evaluated)) == ([False, True], float(trained))
