@@ -153,13 +153,17 @@ def _on_host(case: PlanCase) -> tuple[float, float, float]:
     which the host reads and writes the state, reads the gradients and writes the parameters.
     """
     held, width = _of_largest_stage(case), widths_of(case)
-    updated = states_of_rank(case, held)
-    count = held.total
-    if case.zero:
-        count = held.dense / case.num_shards + held.experts / case.num_expert_shards
+    updated, count = states_of_rank(case, held), _updated_elements(case, held)
     gradients, parameters = count * width.gradients, count * width.parameters
     moved = 2 * (updated.masters + updated.optimizer) + gradients + parameters
     return gradients, parameters, moved / HOST_BYTES_PER_S + case.framework.step_s
+
+
+def _updated_elements(case: PlanCase, held: RankElements) -> float:
+    """Return how many parameters a rank updates."""
+    if not case.zero:
+        return held.total
+    return held.dense / case.num_shards + held.experts / case.num_expert_shards
 
 
 def _disk_s(case: PlanCase) -> float:
@@ -173,10 +177,7 @@ def _disk_s(case: PlanCase) -> float:
 
 def _optimizer(case: PlanCase) -> float:
     held, width = _of_largest_stage(case), widths_of(case)
-    updated = states_of_rank(case, held)
-    count = held.total
-    if case.zero:
-        count = held.dense / case.num_shards + held.experts / case.num_expert_shards
+    updated, count = states_of_rank(case, held), _updated_elements(case, held)
     if case.counts_passes:
         # State is read and written; gradients are read for their norm and for the update.
         moved = 2 * (updated.masters + updated.optimizer) + count * (width.parameters + 2 * width.gradients)

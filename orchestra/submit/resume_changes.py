@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
-from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from conf.schema import Config
-from orchestra.config.keys import shown
+from orchestra.config.keys import known_keys, shown
+from orchestra.config.machine import tokens_per_step
 from orchestra.errors import ConfigError
 from orchestra.optim.schedule import learning_rate
-from orchestra.sizes.topology import global_batch_size, layout
 
 # A rate that grows or shrinks more than this between two steps is no schedule's own doing, but for a warm-up.
 _MAX_JUMP = 1.5
@@ -32,8 +31,8 @@ class ResumeChanges:
 
     @property
     def keys(self) -> dict[str, tuple[str, str]]:
-        old, new = dict(_leaves(self.before)), dict(_leaves(self.now))
-        pairs = {name: (shown(old[name]), shown(value)) for name, value in new.items()}
+        names = (name for name, key in known_keys().items() if not key.is_section)
+        pairs = {name: (_written(self.before, name), _written(self.now, name)) for name in names}
         return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
     @property
@@ -47,10 +46,7 @@ class ResumeChanges:
     @property
     def tokens_left(self) -> int:
         """Tokens from `step` to the end, with the new batches."""
-        train, cluster = self.now.train, self.now.cluster
-        mesh = layout(self.now.parallelism, cluster.nodes * int(cluster.gpus_per_node))
-        each = global_batch_size(train, mesh.dp) * train.seq_len
-        return max(0, train.steps - (self.step or 0)) * each
+        return max(0, self.now.train.steps - (self.step or 0)) * (tokens_per_step(self.now) or 0)
 
     def refuse_jump(self, accepted: bool) -> None:
         """Raise ConfigError where a schedule would let the rate jump that nobody asked for by `optim.lr`."""
@@ -94,13 +90,8 @@ def _moves_schedule(name: str) -> bool:
     return name.startswith("optim.") or name in ("train.steps", "train.tokens")
 
 
-def _leaves(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for field in dataclasses.fields(section):
-        value = getattr(section, field.name)
-        name = f"{prefix}{field.name}"
-        if dataclasses.is_dataclass(value) and not isinstance(value, enum.Enum):
-            yield from _leaves(value, f"{name}.")
-        elif isinstance(value, list) and any(dataclasses.is_dataclass(each) for each in value):
-            yield name, [dataclasses.asdict(each) for each in value]
-        else:
-            yield name, value
+def _written(config: Config, name: str) -> str:
+    value = attrgetter(name)(config)
+    if isinstance(value, list):
+        value = [dataclasses.asdict(each) if dataclasses.is_dataclass(each) else each for each in value]  # type: ignore[arg-type]
+    return shown(value)
