@@ -56,13 +56,15 @@ def test_plug_ins_stay_what_they_were_through_a_lost_node_and_a_resume(cluster: 
     run = SubmittedRun(cluster, RunDir(Path(facts["path"])), str(facts["job"]))
     run.wait_for_step(6)
     (package / "parts.py").write_text("raise RuntimeError('edited meanwhile')\n")
-    run.fail_node(1)
+    lost = run.fail_node(1)
     run.wait_for_attempt(1)
     run.wait_for_steps(3)
     orchestra("cancel", "plugged")
     # A job that lost a node is given back by scancel.
     assert (cluster.ended(run.job), run.status()["code"]) == ("CANCELLED", 75), run.logs()
     step = run.step()
+    # Until Slurm has found out that the node is gone it would give it to the next job.
+    cluster.heal(lost)
 
     more = (f"train.steps={step + 5}", "--accept-jump", "--json")
     job = str(json.loads(orchestra("resume", "plugged", *more))["job"])
