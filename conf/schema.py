@@ -100,6 +100,9 @@ class ClusterConfig:
     constraint: str | None = None
     # Jobs of one sweep that run at the same time; null: as many as the site allows.
     array_throttle: int | None = None
+    # Members of a sweep on this machine (`orchestra run -m`) that train at the same time; each gets its
+    # share of the cores, and GPUs of its own.
+    members_at_once: int = 1
     exclude: list[str] = field(default_factory=list)
     # Any other sbatch option by its long name: {reservation: maintenance}.
     slurm_extra: dict[str, Any] = field(default_factory=dict)

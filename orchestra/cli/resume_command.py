@@ -23,7 +23,7 @@ from orchestra.config.machine import Situation, this_machine
 from orchestra.errors import EXIT_DONE
 from orchestra.report.run_state import name_of
 from orchestra.run.config_file import plain_values, read_config
-from orchestra.run.paths import RunDir
+from orchestra.run.paths import RunDir, SweepDir, read_sweep
 from orchestra.run.record import RunPhase
 from orchestra.submit.resume_run import (
     ResumePlan,
@@ -54,7 +54,7 @@ The model, the seed, the data and the sequence length stay what they are.
 What changes is told, with the learning rate before and after. Where a schedule would let that jump by more
 than half nothing is started, unless --accept-jump is given, or the rate itself is set (optim.lr).
 A checkpoint that turns out to be damaged is passed over for the one before.
-Of a sweep what is missing or failed is submitted again.
+Of a sweep what is missing or failed is submitted, or trained here, again.
 """
 
 
@@ -77,20 +77,35 @@ def run(arguments: Namespace) -> int:
     """
     target = resolve_target(arguments.run, arguments.dir)
     if not isinstance(target, RunDir):
-        return resume_sweep(arguments, target)
+        return _resume_sweep(arguments, target)
     answer = ask_scheduler(target, time.time())
     if goes_to_cluster(target, arguments.overrides):
         return _submit(arguments, target, answer)
     return _train_here(arguments, target, answer)
 
 
+def _resume_sweep(arguments: Namespace, sweep: SweepDir) -> int:
+    on_cluster = _typed_place(arguments.overrides)
+    if bool(read_sweep(sweep).arrays) if on_cluster is None else on_cluster:
+        return resume_sweep(arguments, sweep)
+    from orchestra.cli.sweep_here import resume_sweep_here
+
+    return resume_sweep_here(arguments, sweep)
+
+
 def goes_to_cluster(run: RunDir, overrides: Sequence[str]) -> bool:
     """Tell whether a run is to go on in Slurm: as typed, else where it was frozen for."""
+    on_cluster = _typed_place(overrides)
+    return (
+        read_config(run.config).cluster.launcher is LauncherName.slurm if on_cluster is None else on_cluster
+    )
+
+
+def _typed_place(overrides: Sequence[str]) -> bool | None:
+    """Tell whether overrides choose a cluster (True) or this machine; None where they say neither."""
     typed = [override.lstrip("+").partition("=") for override in overrides]
     places = [value for key, _, value in typed if key in ("cluster", "cluster.launcher")]
-    if places:
-        return places[-1] != LauncherName.local.value
-    return read_config(run.config).cluster.launcher is LauncherName.slurm
+    return places[-1] != LauncherName.local.value if places else None
 
 
 def _planned(

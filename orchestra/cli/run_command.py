@@ -14,7 +14,7 @@ import shlex
 import sys
 import textwrap
 import time
-from argparse import SUPPRESS, Action, ArgumentParser, Namespace
+from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass
 
 from conf.schema import Config
@@ -23,7 +23,7 @@ from orchestra.cli.hydra_options import add_hydra_options, answered
 from orchestra.cli.text import describe, figures
 from orchestra.cli.text.progress import Progress, open_view, silence, speaks_unicode
 from orchestra.config.machine import signature, this_machine
-from orchestra.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_STOPPED
+from orchestra.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_STOPPED, ConfigError
 from orchestra.recovery.incidents import Verdict
 from orchestra.run.config_file import plain_values, to_yaml
 from orchestra.run.events import read_events
@@ -43,24 +43,26 @@ Overrides are Hydra's: KEY=VALUE sets a value, GROUP=NAME takes a preset of a gr
   orchestra run train.steps=300 optim.lr=3e-3 run.name=first
   orchestra run model=llama_125m data=tokens data.path=corpus.bin precision=bf16
   orchestra run experiment=demo cluster.gpus_per_node=1
+  orchestra run -m optim.lr=1e-3,3e-3 model.num_hidden_layers=2,4 cluster.members_at_once=2 run.name=grid
 
 """
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.usage = "orchestra run [overrides] [--dry-run] [--json] [--cfg job] [--info] [--config-dir DIR]"
+    parser.usage = (
+        "orchestra run [-m] [overrides] [--dry-run] [--json] [--force]\n"
+        "                     [--cfg job] [--info] [--config-dir DIR]"
+    )
     parser.add_argument("overrides", nargs="*", metavar="overrides", help="KEY=VALUE or GROUP=NAME")
     add_output_options(parser)
     add_hydra_options(parser)
-    parser.add_argument("-m", "--multirun", action=_RefuseSweep, nargs=0, help=SUPPRESS)
+    parser.add_argument(
+        "-m", "--multirun", action="store_true", help="sweep: train every combination, one after another"
+    )
+    parser.add_argument(
+        "--force", action="store_true", help="with -m: train every member again, also those that are done"
+    )
     parser.epilog = _EXPLAINED + "Presets (files of conf/):\n" + _presets()
-
-
-class _RefuseSweep(Action):
-    """Hydra's multirun, which users will try."""
-
-    def __call__(self, parser: ArgumentParser, *_: object) -> None:
-        parser.error("-m (multirun) is for sweeps, but this trains one run: give each key one value")
 
 
 def _presets() -> str:
@@ -74,6 +76,12 @@ def run(arguments: Namespace) -> int:
     """Train and return the exit code of the verdict. Raises ConfigError before anything is started."""
     if answered(arguments, "run"):
         return EXIT_DONE
+    if arguments.multirun:
+        from orchestra.cli.sweep_here import run_sweep
+
+        return run_sweep(arguments)
+    if arguments.force:
+        raise ConfigError("--force is about the members of a sweep (-m); a single run is always a new one")
     from orchestra.config.compose import compose
 
     config = compose(arguments.overrides, this_machine(starts=not arguments.dry_run)).config

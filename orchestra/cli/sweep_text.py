@@ -42,24 +42,24 @@ if TYPE_CHECKING:
 
 def _trial(trial: Trial) -> dict[str, Any]:
     row = {"overrides": list(trial.chosen), "state": "refused"}
-    return row if trial.result is None else {**row, **_result(trial.result)}
+    return row if trial.result is None else {**row, **result_facts(trial.result)}
 
 
 def wait(runs: Sequence[RunDir], metric: str, *, as_json: bool) -> int:
     """Wait for runs, print how each ended, and return the code of the worst end."""
     results = waiting.wait_for(runs, metric)
-    rows = [_result(result) for result in results]
-    print(json.dumps({"results": rows}, indent=2) if as_json else _table(rows))
+    rows = [result_facts(result) for result in results]
+    print(json.dumps({"results": rows}, indent=2) if as_json else results_table(rows))
     return waiting.exit_code(results)
 
 
-def _result(result: RunResult) -> dict[str, Any]:
+def result_facts(result: RunResult) -> dict[str, Any]:
     identity = {"name": name_of(result.run), "path": str(result.run.path), "state": result.state}
     value = {"metric": result.metric, "value": result.value, "cause": result.cause}
     return {**identity, "code": result.code, **value}
 
 
-def _table(rows: Sequence[dict[str, Any]]) -> str:
+def results_table(rows: Sequence[dict[str, Any]]) -> str:
     cells = [
         (row.get("name", "–"), row["state"], _value(row), " ".join(row.get("overrides", ()))) for row in rows
     ]
@@ -80,7 +80,7 @@ def print_action(action: SweepAction, start: str | None, *, as_json: bool) -> No
         members: Sequence[SweepMember] = [member.record for member in action.new.submission.members]
     else:
         members = read_sweep(action.sweep).members
-    rows = [{**row, "array": arrays.get(row["index"])} for row in _member_rows(action, members)]
+    rows = [{**row, "array": arrays.get(row["index"])} for row in member_rows(action, members)]
     if as_json:
         plan = {
             "name": action.sweep.name,
@@ -109,7 +109,7 @@ def print_action(action: SweepAction, start: str | None, *, as_json: bool) -> No
         note(f"Slurm would accept the jobs and expects to start the first one at {start}")
 
 
-def _member_rows(action: SweepAction, members: Iterable[SweepMember]) -> list[dict[str, Any]]:
+def member_rows(action: SweepAction, members: Iterable[SweepMember]) -> list[dict[str, Any]]:
     """Return the members for --json; those that are left as they are with their states."""
     states = _kept_states(action)
     return [
@@ -181,7 +181,7 @@ def _facts(
         "num_not_submitted": outcome.num_refused,
         "limit": outcome.limit,
         "estimated_start": start,
-        "members": [{**row, "path": paths[row["index"]]} for row in _member_rows(action, members)],
+        "members": [{**row, "path": paths[row["index"]]} for row in member_rows(action, members)],
     }
 
 
@@ -293,17 +293,21 @@ def _submit_sweeper(arguments: Namespace, overrides: Sequence[str]) -> int:
     site, checks_memory = ask(), not arguments.skip_memory_check
     site.require()
 
-    def submit_members(members: list[Composed], name: str) -> list[RunDir]:
+    def train_members(members: list[Composed], name: str) -> list[RunResult]:
         submission = plan_sweep(members, overrides, site, sys.argv, name=name, checks_memory=checks_memory)
         _, _, ledger, outcome = _submitted(submission, site, force=arguments.force)
         if outcome.limit is not None:
             raise LaunchError(limited(ledger, outcome))
-        return runs_of(ledger)
+        return waiting.wait_for(runs_of(ledger), members[0].config.run.metric)
 
-    trials = run_sweeper(overrides, Situation("submit", cluster=site), submit_members)
+    return tell_trials(run_sweeper(overrides, Situation("submit", cluster=site), train_members), arguments)
+
+
+def tell_trials(trials: Sequence[Trial], arguments: Namespace) -> int:
+    """Print a sweeper's trials; return 0 when all are done."""
     results = [trial.result for trial in trials if trial.result is not None]
     rows = [_trial(trial) for trial in trials]
-    print(json.dumps({"trials": rows}, indent=2) if arguments.json else _table(rows))
+    print(json.dumps({"trials": rows}, indent=2) if arguments.json else results_table(rows))
     return waiting.exit_code(results) if len(results) == len(trials) else EXIT_FAILED
 
 

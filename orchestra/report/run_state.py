@@ -465,7 +465,10 @@ def read_ending(
     if (failure := start_failure(run, events, record)) is not None:
         return RunPhase.failed, failure
     if attempt is None:
-        return (RunPhase.not_started if _may_still_start(record) else RunPhase.died), None
+        if _may_still_start(record):
+            return RunPhase.not_started, None
+        # The sweep on this machine ended before it was this member's turn.
+        return (RunPhase.interrupted if record.get("jobs") == [] else RunPhase.died), None
     verdict = node_verdict(attempt)
     meant = (newest_job(record) or {}).get("attempt")
     if is_whole(meant) and meant > attempt.number:

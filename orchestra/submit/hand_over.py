@@ -184,7 +184,8 @@ def make(placed: PlacedSubmission) -> tuple[Ledger, list[PlannedArray]]:
     open_to_group(group)
 
     def write(draft: Path, path: Path) -> None:
-        facts = {**origin(), "pid": None, "pid_started": None}
+        # What waits for Slurm waits for no process; what trains here is started by this one.
+        facts = origin() if submission.is_here else {**origin(), "pid": None, "pid_started": None}
         place = SweepDir(path) if submission.is_sweep else RunDir(path)
         arrays = arrays_of(submission, place, replace(placed.numbering, name=place.name))
         if isinstance(place, SweepDir):
@@ -221,7 +222,8 @@ def _write_sweep(
     tasks = {index: planned.array for planned in arrays for index in planned.array.members}
     for member in submission.members:
         if member.adopted is None:
-            entry = member_intent(tasks[member.index], member.index, _FIRST_ATTEMPT)
+            array = tasks.get(member.index)
+            entry = None if array is None else member_intent(array, member.index, _FIRST_ATTEMPT)
             write_member(member, draft.member(member.index), sweep, record, entry)
     for planned in arrays:
         draft.script(planned.array.number).write_text(planned.script())
@@ -252,11 +254,18 @@ def _sweep_record(
 
 
 def write_member(
-    member: PlannedMember, draft: RunDir, sweep: SweepDir, record: Sweep, entry: JobEntry
+    member: PlannedMember, draft: RunDir, sweep: SweepDir, record: Sweep, entry: JobEntry | None
 ) -> None:
-    """Write the run directory of a sweep's member into the folder `draft`, with the intent to submit it."""
+    """Write the run directory of a sweep's member into the folder `draft`, with the intent to submit it; None
+    for one that trains on this machine.
+    """
     facts = {key: value for key, value in record.facts.items() if key not in _OF_THE_SWEEP}
-    own = {"created": record.created, "sweep": sweep.name, "member": member.index, "jobs": [entry]}
+    own = {
+        "created": record.created,
+        "sweep": sweep.name,
+        "member": member.index,
+        "jobs": [entry] if entry else [],
+    }
     request = member.request(record.facts.get("command", ()))
     write_run(request, draft, sweep.member(member.index), {**facts, **own})
 

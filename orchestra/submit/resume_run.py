@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import shutil
 import socket
 import time
@@ -111,7 +112,7 @@ def plan_resume(
     state = _state(read_ending(run, events, now)[0], events, answer.state)
     if state in _OF_A_JOB and answer.state is not None:
         raise ConfigError(_has_job(run, answer.state))
-    if state in _ALIVE:
+    if state in _ALIVE and not _is_started_by_parent(run, state):
         raise ConfigError(_alive(run, events, state))
     last = last_attempt(events)
     if (pending := pending_attempt(run, last, now)) is not None:
@@ -173,6 +174,11 @@ def _state(own: RunPhase, events: list[Record], answer: RunState | None) -> RunP
     starts = [event for event in events if event["event"] == "attempt_started" and event["attempt"] == last]
     is_in_foreground = bool(starts) and "job" not in starts[-1]
     return own if own in _ALIVE and is_in_foreground and answer.state not in _OF_A_JOB else answer.state
+
+
+def _is_started_by_parent(run: RunDir, state: RunPhase) -> bool:
+    """Whether this process is how a sweep on this machine starts the run for the first time."""
+    return state is RunPhase.not_started and read_record(run).get("pid") == os.getppid()
 
 
 def _has_job(run: RunDir, state: RunState) -> str:

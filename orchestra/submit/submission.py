@@ -14,12 +14,12 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from conf.schema import Config, Device
+from conf.schema import Config, Device, LauncherName
 from orchestra.config.compose import compose
 from orchestra.config.machine import Situation, signature
 from orchestra.config.rules.all_rules import problems_of
@@ -88,6 +88,11 @@ class Submission:
         return hashlib.sha256(signatures.encode()).hexdigest()[:_HEX_DIGITS]
 
     @property
+    def is_here(self) -> bool:
+        """Whether its members train on this machine, without jobs."""
+        return self.members[0].config.cluster.launcher is LauncherName.local
+
+    @property
     def configured_name(self) -> str | None:
         return self.members[0].config.run.name
 
@@ -139,6 +144,7 @@ def plan_sweep(
     Raises ConfigError where a device's memory does not suffice, LaunchError where Slurm is silent.
     """
     site.require()
+    submission = planned_members(members, overrides, command, site.share, name=name)
     group = members[0].config.run.group
     for sentence in loose_folders(parent_of_runs(members[0].config), group):
         note(sentence)
@@ -149,15 +155,29 @@ def plan_sweep(
             problems.add(index, [problem])
     if sentences := problems.sentences():
         raise ConfigError(sentences)
+    return submission
+
+
+def planned_members(
+    members: Sequence[Composed],
+    overrides: Sequence[str],
+    command: Sequence[str],
+    share: Callable[[Config], Share] = lambda _: Share(),
+    *,
+    name: str | None = None,
+) -> Submission:
+    """Return the sweep of composed members; `share` is what a cluster adds to each, `name` is in the place
+    of run.name. Raises ConfigError where its members disagree on their folder.
+    """
     planned = []
     for index, member in enumerate(members):
         config = member.config
         if name is not None:
             config = replace(config, run=replace(config.run, name=name))
         # Measured figures of the network are no part of what was asked for: the signature is without them.
-        complete, share = with_measured_network(config), site.share(config)
+        complete = with_measured_network(config)
         texts = (member.overrides, member.chosen)
-        planned.append(PlannedMember(index, signature(config), *texts, complete, share))
+        planned.append(PlannedMember(index, signature(config), *texts, complete, share(config)))
     submission = Submission(tuple(planned), tuple(overrides), tuple(command))
     parent_of_sweep(submission.members)
     return submission

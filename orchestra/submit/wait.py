@@ -73,6 +73,15 @@ def wait_for(runs: Sequence[RunDir], metric: str) -> list[RunResult]:
     return [watch.ended[run] for run in runs]
 
 
+def result_of(run: RunDir, state: RunState, metric: str) -> RunResult:
+    """Return how a run ended that is in this state."""
+    rows = recent_rows(run, read_lineage(run))
+    value = rows[-1].get(metric) if rows else None
+    code = EXIT_FAILED if state.code is None else state.code
+    number = float(value) if is_number(value) else None
+    return RunResult(run, state.state, code, metric, number, state.cause)
+
+
 def exit_code(results: Sequence[RunResult]) -> int:
     """Return 0 when all are done, else the code of the worst end: 93, 1 and unknown ones, 130, then 75."""
 
@@ -142,11 +151,7 @@ class _WaitedRuns:
             self._doubtful[run] = state.state
 
     def _end(self, run: RunDir, state: RunState) -> None:
-        rows = recent_rows(run, read_lineage(run))
-        value = rows[-1].get(self._metric) if rows else None
-        code = EXIT_FAILED if state.code is None else state.code
-        number = float(value) if is_number(value) else None
-        result = RunResult(run, state.state, code, self._metric, number, state.cause)
+        result = result_of(run, state, self._metric)
         self.ended[run] = result
         self._states[run] = state.state
         self._show.end(result)

@@ -17,7 +17,7 @@ from orchestra.config.home import run_folder
 from orchestra.errors import EXIT_DO_NOT_RESTART, EXIT_DONE, EXIT_STOPPED
 from orchestra.recovery.incidents import Verdict
 from orchestra.report.attempts import read_accounts, slow_ranks
-from orchestra.report.run_state import FailedSaves, SweepState, failed_saves, fallback_of
+from orchestra.report.run_state import FailedSaves, SweepState, failed_saves, fallback_of, name_of
 from orchestra.run.files import Record
 from orchestra.run.paths import RunDir, SweepDir, is_sweep
 from orchestra.run.record import RunPhase
@@ -49,7 +49,7 @@ def header(config: Config, run: RunDir, attempt: int = 0, from_step: int | None 
     model, seq_len = config.model, config.train.seq_len
     begins = "from step 1: nothing was committed" if from_step is None else f"from step {from_step}"
     return [
-        f"run     {run.name}",
+        f"run     {name_of(run)}",
         f"model   {model.name}: {num_parameters(model):,} parameters, {config.precision.name.value}",
         f"layout  {_layout(mesh, config)}",
         f"batch   {size} × {seq_len} = {size * seq_len:,} tokens per step",

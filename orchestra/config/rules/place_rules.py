@@ -370,6 +370,24 @@ def rule_array_throttle(config: Config, _: Situation) -> Iterator[str]:
         yield f"cluster.array_throttle={throttle} lets no job of a sweep run; use 1 or more, or leave it out"
 
 
+def rule_members_at_once(config: Config, situation: Situation) -> Iterator[str]:
+    cluster, number = config.cluster, config.cluster.members_at_once
+    if number < 1:
+        yield f"cluster.members_at_once={number} lets no member of a sweep train; use 1 or more"
+    elif number > 1 and cluster.launcher is LauncherName.slurm:
+        yield (
+            f"cluster.members_at_once={number} is for sweeps on this machine (`orchestra run -m`); on Slurm "
+            f"cluster.array_throttle={number} limits how many members train at a time"
+        )
+    elif number > 1 and cluster.device is Device.cuda and situation.num_gpus:
+        each, visible = cluster.gpus_per_node, situation.num_gpus
+        if isinstance(each, int) and each * number > visible and not cluster.share_devices:
+            yield (
+                f"cluster.members_at_once={number} members × {each} GPU(s) of their own, but {visible} "
+                f"GPU(s) are visible on this machine; use fewer, or a smaller cluster.gpus_per_node"
+            )
+
+
 def rule_cluster(config: Config, situation: Situation) -> Iterator[str]:
     """Ask the cluster, where the command has one."""
     if config.cluster.launcher is LauncherName.slurm and situation.cluster is not None:

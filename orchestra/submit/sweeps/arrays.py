@@ -243,7 +243,9 @@ def job_of_run(config: Config, run: RunDir, share: Share, numbering: Numbering) 
 
 
 def arrays_of(submission: Submission, place: RunDir | SweepDir, numbering: Numbering) -> list[PlannedArray]:
-    """Return the jobs that train the members which the submission does not adopt."""
+    """Return the jobs that train the members which the submission does not adopt; none on this machine."""
+    if submission.is_here:
+        return []
     if isinstance(place, RunDir):
         (member,) = submission.members
         return [job_of_run(member.config, place, member.share, numbering)]

@@ -18,7 +18,7 @@ from typing import Any
 
 from conf.schema import Config
 from orchestra.config.compose import changed_config
-from orchestra.config.machine import Situation
+from orchestra.config.machine import Situation, this_machine
 from orchestra.errors import ConfigError
 from orchestra.recovery.history import last_attempt
 from orchestra.run.config_file import read_config
@@ -48,7 +48,7 @@ from orchestra.submit.hand_over import (
 )
 from orchestra.submit.job import Share
 from orchestra.submit.job_record import JobEntry, member_intent, number_of_jobs
-from orchestra.submit.new_run import code_revision, is_snapshot, made_as_one, renew_snapshot
+from orchestra.submit.new_run import code_revision, is_snapshot, made_as_one, origin, renew_snapshot
 from orchestra.submit.resume_changes import ResumeChanges
 from orchestra.submit.resume_run import freeze_config, without_past_faults
 from orchestra.submit.site import Site
@@ -90,8 +90,11 @@ class SweepAction:
         return self.new is not None
 
 
-def submit_action(submission: Submission, site: Site, now: float, *, force: bool = False) -> SweepAction:
-    """Return what to do about a sweep that is submitted; `force`: all members anew, whatever there is.
+def submit_action(
+    submission: Submission, site: Site | None, now: float, *, force: bool = False
+) -> SweepAction:
+    """Return what to do about a sweep that is submitted to `site`, or trained on this machine (None);
+    `force`: all members anew, whatever there is.
 
     Reads and asks only. Raises ConfigError when something else has the configured name, LaunchError when
     Slurm cannot be asked about members that exist.
@@ -106,20 +109,22 @@ def submit_action(submission: Submission, site: Site, now: float, *, force: bool
     adopted = {index: str(member.run.path) for index, member in kept.items()}
     members = (replace(member, adopted=adopted.get(member.index)) for member in submission.members)
     submission = replace(submission, members=tuple(members))
-    numbering = Numbering(sweep.name, user_name(), now, site.array_size(), submission.throttle)
+    array_size = 1 if site is None else site.array_size()
+    numbering = Numbering(sweep.name, user_name(), now, array_size, submission.throttle)
     placed = PlacedSubmission(submission, sweep, numbering)
     return SweepAction(sweep, placed.arrays(), list(kept.values()), new=placed)
 
 
 def resume_action(
     existing: ExistingSweep,
-    site: Site,
+    site: Site | None,
     overrides: Sequence[str] = (),
     composed: Mapping[str, Config] | None = None,
     *,
     accepts_jump: bool = False,
 ) -> SweepAction:
-    """Return how a sweep that exists goes on: its members that are neither done nor alive are submitted.
+    """Return how a sweep that exists goes on: its members that are neither done nor alive are submitted to
+    `site`, or train on this machine (None).
 
     `composed` are the members' configurations by signature, where the command has them; `accepts_jump`: of
     the learning rate, by a changed schedule. Raises ConfigError
@@ -129,10 +134,13 @@ def resume_action(
     refuse_busy_sweep(sweep, record)
     all_members = member_states(sweep, record)
     needing = [member for member in all_members if member.needs_job and not member.is_elsewhere]
-    changes = MemberChanges(tuple(overrides), Situation("submit", cluster=site), composed or {}, accepts_jump)
+    situation = this_machine("resume", starts=True) if site is None else Situation("submit", cluster=site)
+    changes = MemberChanges(tuple(overrides), situation, composed or {}, accepts_jump)
     members = resumed_members(needing, changes)
     kept = [member for member in all_members if member not in needing]
     living = tuple(member.state.job for member in kept if member.is_own_and_alive and member.state.job)
+    if site is None:
+        return SweepAction(sweep, [], kept, resume=SweepResume(sweep, record, members, is_here=True))
     resume = SweepResume(sweep, record, members, site.share, site.array_size(), living)
     return SweepAction(sweep, resumed_arrays(resume), kept, resume=resume)
 
@@ -146,6 +154,8 @@ def carry_out(action: SweepAction, command: Sequence[str]) -> tuple[SweepLedger,
     if action.resume is not None:
         if not action.resume.members:
             return SweepLedger(action.sweep, action.resume.record), SubmitOutcome()
+        if action.resume.is_here:
+            return go_on_here(action.resume, command), SubmitOutcome()
         return submit_resumed(action.resume, command)
     assert action.new is not None
     ledger, outcome = submit(action.new)
@@ -156,6 +166,13 @@ def carry_out(action: SweepAction, command: Sequence[str]) -> tuple[SweepLedger,
 def runs_of(ledger: SweepLedger) -> list[RunDir]:
     """Return the runs of all members, those of other sweeps too, in the members' order."""
     return [ledger.record.run(ledger.sweep, member) for member in ledger.record.members]
+
+
+def runs_to_train(action: SweepAction, ledger: SweepLedger) -> list[RunDir]:
+    """Return the runs of the members that an action on this machine is about, in their order."""
+    if action.resume is not None:
+        return [ledger.sweep.member(resumed.member.index) for resumed in action.resume.members]
+    return [ledger.sweep.member(member.index) for member in ledger.record.members if member.adopted is None]
 
 
 @dataclass(frozen=True)
@@ -181,10 +198,12 @@ class SweepResume:
     # As it was read, before its members' states were asked for.
     record: Sweep
     members: tuple[ResumedMember, ...]
-    share: Callable[[Config], Share]
-    array_size: int
+    share: Callable[[Config], Share] = lambda _: Share()
+    array_size: int = 1
     # The jobs of members that need no other one.
     living: tuple[str, ...] = ()
+    # Whether its members train on this machine, without jobs.
+    is_here: bool = False
 
     @property
     def attempts(self) -> dict[int, int]:
@@ -303,6 +322,28 @@ def submit_resumed(resume: SweepResume, command: Sequence[str]) -> tuple[SweepLe
     return ledger, hand_over(ledger, arrays)
 
 
+def go_on_here(resume: SweepResume, command: Sequence[str]) -> SweepLedger:
+    """Write how members go on that this process is about to train; return the sweep's records.
+
+    Raises ConfigError where they cannot be written.
+    """
+    sweep = resume.sweep
+    try:
+        close_to_others((sweep.path, sweep.control, sweep.newest_code()), resume.group())
+        open_to_group(resume.group())
+        renew_snapshot(resume.code(0))
+        record = _written(resume, (), command)
+        starter = {key: origin()[key] for key in ("host", "pid", "pid_started")}
+        for resumed in resume.members:
+            run = sweep.member(resumed.member.index)
+            write_record(run, {**read_record(run), **starter}, is_synced=False)
+    except OSError as error:
+        raise ConfigError(
+            f"{sweep.path}: cannot be written: {error.strerror}; nothing was started"
+        ) from error
+    return SweepLedger(sweep, record)
+
+
 def _take_turns(resume: SweepResume, undo: ExitStack) -> None:
     """Claim each member's next job. Raises ConfigError where somebody resumes, or resumed, one by itself."""
     now = time.time()
@@ -353,7 +394,9 @@ def _written(resume: SweepResume, arrays: Sequence[PlannedArray], command: Seque
     for resumed in resume.members:
         index = resumed.member.index
         if resumed.is_new:
-            _make_member(resumed, sweep, record, member_intent(jobs[index], index, resumed.attempt))
+            array = jobs.get(index)
+            entry = None if array is None else member_intent(array, index, resumed.attempt)
+            _make_member(resumed, sweep, record, entry)
         elif resumed.config is not None:
             freeze_config(
                 sweep.member(index), resumed.config, resumed.attempt - 1 if resumed.attempt > 0 else None
@@ -381,7 +424,7 @@ def _written(resume: SweepResume, arrays: Sequence[PlannedArray], command: Seque
     return new
 
 
-def _make_member(resumed: ResumedMember, sweep: SweepDir, record: Sweep, entry: JobEntry) -> None:
+def _make_member(resumed: ResumedMember, sweep: SweepDir, record: Sweep, entry: JobEntry | None) -> None:
     assert resumed.config is not None
     member = PlannedMember(
         resumed.member.index,

@@ -21,8 +21,7 @@ from orchestra.config.machine import Situation
 from orchestra.config.rules.value_rules import rule_metric, rule_run_name
 from orchestra.errors import ConfigError, OrchestraError
 from orchestra.report.run_state import name_of
-from orchestra.run.paths import RunDir
-from orchestra.submit.wait import RunResult, wait_for
+from orchestra.submit.wait import RunResult
 
 if TYPE_CHECKING:
     from hydra.core.utils import JobReturn
@@ -30,8 +29,8 @@ if TYPE_CHECKING:
     from conf.schema import RunConfig
     from orchestra.config.compose import Composed
 
-# Submits the members of one batch as a sweep of this name, and returns their runs in the members' order.
-SubmitMembers = Callable[[list["Composed"], str], list[RunDir]]
+# Trains the members of one batch as a sweep of this name, and returns in the members' order how each ended.
+TrainMembers = Callable[[list["Composed"], str], list[RunResult]]
 
 _NAMES_SWEEPER = "hydra/sweeper="
 # Settings of Hydra's that are for the sweeper, and the one that is for the configuration tree.
@@ -60,8 +59,7 @@ class _Session:
 
     name: str
     situation: Situation
-    submit_members: SubmitMembers
-    metric: str
+    train_members: TrainMembers
     fixed: dict[str, str]
     folders: tuple[str, ...]
     trials: list[Trial] = field(default_factory=list)
@@ -71,8 +69,8 @@ class _Session:
 _SESSION: ContextVar[_Session] = ContextVar("orchestra_sweeper")
 
 
-def run_sweeper(overrides: Sequence[str], situation: Situation, submit_members: SubmitMembers) -> list[Trial]:
-    """Let the sweeper that `overrides` name choose, submit and wait until it has enough; return its trials.
+def run_sweeper(overrides: Sequence[str], situation: Situation, train_members: TrainMembers) -> list[Trial]:
+    """Let the sweeper that `overrides` name choose, and train, until it has enough; return its trials.
 
     Batch number b is the sweep NAME-batch-b; what the sweeper itself writes goes to the folder NAME beside
     them. Raises ConfigError for overrides that are wrong and for an unknown sweeper, OrchestraError when the
@@ -90,7 +88,7 @@ def run_sweeper(overrides: Sequence[str], situation: Situation, submit_members: 
     # Hydra's own launchers make it, and sweepers write their results there.
     place.mkdir(parents=True, exist_ok=True)
     quoted = str(place).replace("'", "\\'")
-    session = _Session(name, situation, submit_members, run.metric, checked.fixed, checked.folders)
+    session = _Session(name, situation, train_members, checked.fixed, checked.folders)
     token = _SESSION.set(session)
     try:
         with _logged_to_stderr():
@@ -276,7 +274,7 @@ def _results(session: _Session, members: list[Composed]) -> list[RunResult]:
     name = f"{session.name}-batch-{session.batches}"
     session.batches += 1
     sys.stderr.write(f"{name}: {len(members)} trial{'' if len(members) == 1 else 's'}\n")
-    return wait_for(session.submit_members(members, name), session.metric)
+    return session.train_members(members, name)
 
 
 def _job_return(number: int, chosen: tuple[str, ...], end: RunResult | ConfigError) -> JobReturn:

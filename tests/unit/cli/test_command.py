@@ -56,8 +56,9 @@ def test_version_says_which(orchestra: CommandLine) -> None:
         (["status", "--jsn"], "unrecognized arguments: --jsn"),
         (["why"], "required: RUN"),
         (["logs", "nothing"], "there is no run"),
-        (["run", "--multirun", "train.seed=1,2"], "one run"),
-        (["run", "-m"], "one run"),
+        (["run", "--multirun", "train.seed=1,2", "cluster=slurm"], "`orchestra submit`"),
+        (["run", "-m", "train.seed=1,2", "run.name=a,b"], "run.name"),
+        (["run", "--force"], "single run"),
         (["run", "--dry"], "unrecognized arguments: --dry"),
     ],
 )

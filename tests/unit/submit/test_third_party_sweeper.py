@@ -69,6 +69,7 @@ from orchestra.run.events import EventWriter, node_writer
 from orchestra.run.files import JsonLinesWriter
 from orchestra.run.paths import RunDir
 from orchestra.submit.sweeps.sweeper import run_sweeper
+from orchestra.submit.wait import wait_for
 
 def submit(members, name):
     runs = []
@@ -85,7 +86,7 @@ def submit(members, name):
         code = 1 if config.optim.lr > 0.9 else 0
         events.write("failed" if code else "finished", code=code, cause="test", step=1)
         runs.append(run)
-    return runs
+    return wait_for(runs, members[0].config.run.metric)
 
 try:
     trials = run_sweeper(sys.argv[1:], Situation("submit"), submit)
