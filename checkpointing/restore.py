@@ -57,6 +57,13 @@ class RestoredCheckpoint:
     off_line: Sequence[tuple[int, str]] = ()
     fallback: str | None = None
 
+    def __repr__(self) -> str:
+        """Return the outcome without the manifest, which is as long as the model has tensors."""
+        return (
+            f"RestoredCheckpoint(step={self.step}, bytes_read={self.bytes_read}, seconds={self.seconds:.3f}, "
+            f"skipped={self.skipped!r}, off_line={self.off_line!r}, fallback={self.fallback!r})"
+        )
+
     @property
     def step(self) -> int:
         return self.manifest.step

@@ -1,0 +1,216 @@
+"""A plain torch loop's state: one process here; processes that are killed, and other world sizes, below."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial
+from torch.nn.parallel import DistributedDataParallel
+
+from checkpointing import catalog
+from checkpointing.checkpoint_errors import MismatchError, NoCheckpointError
+from checkpointing.storage import open_storage
+from checkpointing.torch_state import LoopCheckpointer, restore, save
+from launchers.host_network import free_port
+from tests.support.pages import DOCS, ROOT, blocks
+
+
+def network(seed: int = 0, width: int = 7) -> nn.Sequential:
+    """A network with buffers and a tied weight."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(
+        nn.Linear(5, width), nn.BatchNorm1d(width), nn.Linear(width, 5), nn.Linear(5, width)
+    )
+    model[3].weight = model[0].weight
+    return model
+
+
+def adamw(model: nn.Module, **options: object) -> torch.optim.AdamW:
+    decayed = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    others = [parameter for parameter in model.parameters() if parameter.dim() == 1]
+    groups = [{"params": decayed, "lr": 0.1}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, **options)  # type: ignore[arg-type]
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        inputs = torch.randn(8, 5, generator=torch.Generator().manual_seed(step))
+        loss = model(inputs).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd", "bf16"])
+def test_a_restored_loop_goes_on_bit_for_bit(tmp_path: Path, kind: str) -> None:
+    def made(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = network(seed)
+        if kind == "sgd":
+            return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        return model, adamw(model, amsgrad=True)
+
+    model, optimizer = made(0)
+    assert restore(str(tmp_path), model, optimizer) is None
+    train(model, optimizer, range(3))
+    optimizer.param_groups[0]["lr"] = 0.05
+    if kind == "bf16":
+        # The state in another dtype than the parameter's, which torch itself would round.
+        for parameter in model.parameters():
+            state = optimizer.state[parameter]
+            state.update({key: value.double() + 1e-12 for key, value in state.items() if value.dim()})
+        model.to(torch.float64).to(torch.float32)
+    save(str(tmp_path), model, optimizer, 3, extra={"epoch": 2})
+    other, its_optimizer = made(1)
+    extra = {"epoch": 0, "kept": True}
+    assert restore(str(tmp_path), other, its_optimizer, extra=extra) == 3
+    assert extra == {"epoch": 2, "kept": True}
+    assert its_optimizer.param_groups[0]["lr"] == 0.05
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert_same(optimizer.state[one], its_optimizer.state[two])
+    if kind != "bf16":
+        assert train(other, its_optimizer, range(3, 6)) == train(model, optimizer, range(3, 6))
+    assert all(torch.equal(one, two) for one, two in zip(model.buffers(), other.buffers(), strict=True))
+
+
+def assert_same(one: dict[str, Tensor], two: dict[str, Tensor]) -> None:
+    assert one.keys() == two.keys()
+    for key, value in one.items():
+        assert value.dtype == two[key].dtype, key
+        assert torch.equal(value, two[key]), key
+
+
+def test_names_hold_not_indices_and_a_damaged_checkpoint_is_skipped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = network()
+    optimizer = adamw(model)
+    with LoopCheckpointer(str(tmp_path), model, optimizer) as checkpointer:
+        for step in range(1, 5):
+            train(model, optimizer, range(step, step + 1))
+            assert checkpointer.save(step, wait=False)
+    # Three are kept; none was skipped, and the last one was waited for.
+    assert catalog.committed_steps(open_storage(str(tmp_path))) == [2, 3, 4]
+    (file,) = (tmp_path / "step-00000004").glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-1])
+    other = network(1)
+    turned = torch.optim.AdamW(
+        [group | {"params": group["params"][::-1]} for group in adamw(other).param_groups[::-1]]
+    )
+    assert restore(str(tmp_path), other, turned) == 3
+    assert "the checkpoint of step 4 was skipped" in caplog.text
+    train(other, turned, range(4, 5))
+    assert all(torch.equal(one, two) for one, two in zip(model.parameters(), other.parameters(), strict=True))
+    file.unlink()
+    for manifest in tmp_path.glob("step-*/manifest.json"):
+        manifest.write_text("{}")
+    with pytest.raises(NoCheckpointError, match="step 4"):
+        restore(str(tmp_path), other, turned)
+
+
+def test_what_does_not_fit_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    model = network()
+    optimizer = adamw(model)
+    train(model, optimizer, range(1))
+    save(str(tmp_path), model, optimizer, 1)
+    with pytest.raises(MismatchError, match=r"the checkpoint has F32 \[7, 5\], wanted is F32 \[8, 5\]"):
+        restore(str(tmp_path), network(width=8))
+    deeper = nn.Sequential(*network(), nn.Linear(7, 7))
+    with pytest.raises(MismatchError, match=r"2 only here: 4.bias, 4.weight"):
+        restore(str(tmp_path), deeper)
+    with pytest.raises(MismatchError, match=r"2 groups of .* this one 1"):
+        restore(str(tmp_path), model, torch.optim.AdamW(model.parameters()))
+    with pytest.raises(MismatchError, match="make the optimizer from the parameters of this model"):
+        save(str(tmp_path), network(), optimizer, 2)
+    with pytest.raises(MismatchError, match="extra is not JSON"):
+        save(str(tmp_path), model, optimizer, 2, extra={"weights": torch.ones(2)})
+    save(str(tmp_path), model, None, 2)
+    with pytest.raises(MismatchError, match="optimizer=None"):
+        restore(str(tmp_path), model, optimizer)
+    assert restore(str(tmp_path), model) == 2
+
+
+def test_ddp_saves_for_a_plain_model_and_partial_sums_are_refused(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    try:
+        model = network()
+        wrapped = DistributedDataParallel(model)
+        optimizer = adamw(wrapped)
+        train(wrapped, optimizer, range(2))
+        save(str(tmp_path / "saved"), wrapped, optimizer, 2)
+        mesh = init_device_mesh("cpu", (1,))
+        partial = nn.Module()
+        partial.register_buffer("sum", DTensor.from_local(torch.ones(2), mesh, [Partial()]))
+        with pytest.raises(MismatchError, match=r"model.sum has the placements .*redistribute"):
+            save(str(tmp_path / "other"), partial, None, 1)
+    finally:
+        dist.destroy_process_group()
+    other = network(1)
+    its_optimizer = adamw(other)
+    assert restore(str(tmp_path / "saved"), other, its_optimizer) == 2
+    assert train(other, its_optimizer, range(2, 4)) == train(model, optimizer, range(2, 4))
+
+
+def start(
+    folder: Path, world_size: int, steps: int, program: str = "my_loop.py"
+) -> list[subprocess.Popen[str]]:
+    """Start the ranks of a program; what rank 0 prints is piped."""
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world_size)}
+    environment = {**os.environ, **place, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return [
+        subprocess.Popen(
+            [sys.executable, "my_loop.py", "checkpoints", str(steps)],
+            cwd=folder,
+            env={**environment, "RANK": str(rank)},
+            stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
+            text=True,
+        )
+        for rank in range(world_size)
+    ]
+
+
+def printed(ranks: list[subprocess.Popen[str]]) -> str:
+    output, _ = ranks[0].communicate(timeout=100)
+    assert [rank.wait(100) for rank in ranks] == [0] * len(ranks), output
+    return output
+
+
+def losses(output: str) -> dict[int, float]:
+    return {int(step): float(loss) for step, loss in re.findall(r"step (\d+) loss (\S+)", output)}
+
+
+@pytest.mark.timeout(300)
+def test_the_page_s_loop_is_killed_and_goes_on_with_other_numbers_of_ranks(tmp_path: Path) -> None:
+    (source,) = blocks(DOCS / "library.md", "python")
+    (tmp_path / "my_loop.py").write_text(source)
+    ranks = start(tmp_path, 2, 100000)
+    assert ranks[0].stdout is not None
+    seen = ""
+    for line in ranks[0].stdout:
+        seen += line
+        if line.startswith("step 8 "):
+            break
+    for rank in ranks:
+        rank.send_signal(signal.SIGKILL)
+        rank.wait()
+    saved = max(catalog.committed_steps(open_storage(str(tmp_path / "checkpoints"))))
+    assert saved >= 5
+    on_three = printed(start(tmp_path, 3, saved + 5))
+    assert f"begins after step {saved}, {24 * saved} samples" in on_three
+    (tmp_path / "checkpoints").rename(tmp_path / "restored")
+    whole = losses(printed(start(tmp_path, 1, saved + 5)))
+    parts = losses(on_three)
+    assert sorted(parts) == list(range(saved + 1, saved + 6))
+    assert parts == pytest.approx({step: whole[step] for step in parts}, rel=1e-4)
