@@ -182,8 +182,12 @@ def start(
 
 
 def printed(ranks: list[subprocess.Popen[str]]) -> str:
-    output, _ = ranks[0].communicate(timeout=100)
-    assert [rank.wait(100) for rank in ranks] == [0] * len(ranks), output
+    try:
+        output, _ = ranks[0].communicate(timeout=100)
+        assert [rank.wait(100) for rank in ranks] == [0] * len(ranks), output
+    finally:
+        for rank in ranks:
+            rank.kill()
     return output
 
 
@@ -197,14 +201,12 @@ def test_the_page_s_loop_is_killed_and_goes_on_with_other_numbers_of_ranks(tmp_p
     (tmp_path / "my_loop.py").write_text(source)
     ranks = start(tmp_path, 2, 100000)
     assert ranks[0].stdout is not None
-    seen = ""
-    for line in ranks[0].stdout:
-        seen += line
-        if line.startswith("step 8 "):
-            break
-    for rank in ranks:
-        rank.send_signal(signal.SIGKILL)
-        rank.wait()
+    try:
+        next(line for line in ranks[0].stdout if line.startswith("step 8 "))
+    finally:
+        for rank in ranks:
+            rank.send_signal(signal.SIGKILL)
+            rank.wait()
     saved = max(catalog.committed_steps(open_storage(str(tmp_path / "checkpoints"))))
     assert saved >= 5
     on_three = printed(start(tmp_path, 3, saved + 5))
