@@ -10,7 +10,7 @@ from hydra import initialize_config_dir
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hypothesis import given, settings
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from orchestra.config.compose import Composed, compose
@@ -131,7 +131,13 @@ def sweeps(draw: st.DrawFn) -> list[str]:
 @settings(max_examples=4)
 @given(sweeps(), st.data())
 def test_any_member_of_any_sweep_equals_a_run_of_its_own(overrides: list[str], data: st.DataObject) -> None:
-    made = members(*overrides)
+    try:
+        made = members(*overrides)
+    except ConfigError as error:
+        # Two values may come to the same: null is what follows from the ranks, a later key overrides a part.
+        if not all(" are equal" in problem for problem in error.problems):
+            raise
+        reject()
     member = data.draw(st.sampled_from(made))
     assert member.config == compose(member.overrides, ON_CLUSTER).config
 
