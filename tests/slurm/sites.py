@@ -50,6 +50,8 @@ _POLL_S = 0.05
 # Between two looks, as a multiple of what a look takes.
 _LOOK_SHARE = 4
 _POLL_AT_MOST_S = 3.0
+# Long enough that the clock's whole second is another one.
+_PAST_THE_SECOND_S = 1.1
 # A host's own first process and its daemon.
 _OF_THE_HOST = ("slurm.cluster.host", "slurmd -D")
 _JOB_IS_OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
@@ -260,6 +262,9 @@ class Site:
             wait_until(lambda: self.job_state(job) == "PENDING", f"job {job} is in the queue again", 150)
         except TooLateError as error:
             raise TooLateError(f"{error}; it is {self.job_state(job)}") from None
+        # Slurm's daemons count in whole seconds: a start in the second in which the nodes were cleared is
+        # taken for the attempt that ended then, and fails.
+        time.sleep(_PAST_THE_SECOND_S)
 
         def is_started() -> bool:
             # Refused or written over while the job is still taken off its nodes: said until it counts.
@@ -267,6 +272,8 @@ class Site:
             return self.job_state(job) != "PENDING"
 
         wait_until(is_started, f"job {job} starts again")
+        if (state := self.job_state(job)) in ("FAILED", "NODE_FAIL"):
+            raise AssertionError(f"job {job} started again and ended at once as {state}")
 
     def cancel_all_jobs(self) -> None:
         """End all of the user's jobs, and wait until no node holds any of them."""
