@@ -226,12 +226,13 @@ class HangWatch:
         positions = []
         for number, rank in self._ranks.items():
             if not rank.has_ended:
-                beat = rank.progress.beat or Beat(0, Phase.setup, 0, 0, 0, 0, 0)
+                beat = rank.progress.beat or Beat(0, Phase.setup, 0, 0, 0, 0, 0, 0)
                 silent_s, place = (
                     self._now - rank.progress.changed_at,
                     (beat.phase, beat.step, beat.micro_batch),
                 )
-                positions.append(RankPosition(number, self._host, *place, silent_s, rank.state))
+                position = RankPosition(number, self._host, *place, silent_s, rank.state, beat.turn)
+                positions.append(position)
         return positions
 
     # Writing.

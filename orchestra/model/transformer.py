@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,21 @@ from orchestra.model.layers import Block, Embedding, Positions, make_norm, rotar
 from orchestra.model.logits import EAGER, LogitsPasses
 from orchestra.model.loss import Loss, MakeProducts, PlainProducts, cross_entropy_sum
 from orchestra.sizes.flops import head_dim
+
+
+@dataclass(frozen=True)
+class ModelPart:
+    """Consecutive layers of a model, by their numbers in it. The first part begins with the embedding, and
+    the last one ends with the final norm, the output matrix and the loss.
+    """
+
+    layers: range
+    is_first: bool
+    is_last: bool
+
+
+class Elsewhere(nn.Module):
+    """Stands for a module that is in a part of the model which this process does not have."""
 
 
 class Transformer(nn.Module):
@@ -48,6 +64,8 @@ class Transformer(nn.Module):
         self.logits_passes: LogitsPasses = EAGER
         self.output_products: MakeProducts = PlainProducts
         self._rotary: tuple[Tensor, Tensor] | None = None
+        # All that this process has of the model, in its order.
+        self.parts = (ModelPart(range(model.num_hidden_layers), is_first=True, is_last=True),)
         self.tie_weights()
 
     def tie_weights(self) -> None:
@@ -70,6 +88,10 @@ class Transformer(nn.Module):
         if targets_BS is None:
             logits_BSV: Tensor = self.lm_head(hidden_BSE)
             return logits_BSV
+        return self.loss_of(hidden_BSE, targets_BS, loss_scale)
+
+    def loss_of(self, hidden_BSE: Tensor, targets_BS: Tensor, loss_scale: float | Tensor) -> Tensor:
+        """Return loss_scale · the summed cross-entropy of normed hidden states (nats, fp32)."""
         return self.loss(
             hidden_BSE.flatten(0, 1),
             self.lm_head.weight,
@@ -80,6 +102,38 @@ class Transformer(nn.Module):
             products=self.output_products,
         )
 
+    def keep_only(self, parts: Sequence[ModelPart]) -> None:
+        """Drop the modules of all other parts; layers keep their numbers, and so parameters their names.
+
+        The matrix of a tied model stays where its first or its last part is, called as in the embedding.
+        """
+        kept = nn.ModuleList()
+        for number in (number for part in parts for number in part.layers):
+            kept.add_module(str(number), self.layers[number])
+        self.layers, self.parts = kept, tuple(parts)
+        is_first, is_last = self.has_embedding, self.has_output
+        if not (is_first or (is_last and self.config.tie_word_embeddings)):
+            self.embed_tokens = Elsewhere()  # type: ignore[assignment]
+        if not is_first and self.embed_positions is not None:
+            self.embed_positions = Elsewhere()  # type: ignore[assignment]
+        if not is_last:
+            self.norm, self.lm_head = Elsewhere(), Elsewhere()  # type: ignore[assignment]
+
+    @property
+    def has_embedding(self) -> bool:
+        """Whether the first part of the model is here."""
+        return any(part.is_first for part in self.parts)
+
+    @property
+    def has_output(self) -> bool:
+        """Whether the last part of the model is here."""
+        return any(part.is_last for part in self.parts)
+
+    def numbered_layers(self, part: ModelPart | None = None) -> list[tuple[int, nn.Module]]:
+        """Return the layers that are here, or those of one part, with their numbers in the model."""
+        layers = [(int(number), layer) for number, layer in self.layers.named_children()]
+        return layers if part is None else [pair for pair in layers if pair[0] in part.layers]
+
     def document_bounds(self, tokens_BS: Tensor) -> Tensor | None:
         """Return the bounds of the tokens' documents, on the tokens' device; None where they do not matter.
 
@@ -89,14 +143,30 @@ class Transformer(nn.Module):
 
     def hidden(self, tokens_BS: Tensor, bounds: Tensor | None = None) -> Tensor:
         """Return the hidden states [B, S, E] after the final norm."""
-        x_BSE: Tensor = self.embed_tokens(tokens_BS)
-        if self.embed_positions is not None:
-            x_BSE = x_BSE + self.embed_positions(tokens_BS)
+        x_BSE = None
+        for part in self.parts:
+            x_BSE = self.through(part, tokens_BS, x_BSE, bounds)
+        assert x_BSE is not None
+        return x_BSE
+
+    def through(
+        self, part: ModelPart, tokens_BS: Tensor, x_BSE: Tensor | None, bounds: Tensor | None = None
+    ) -> Tensor:
+        """Return what a part makes [B, S, E] of what the one before it made; the first one takes the tokens.
+
+        The last one ends with the final norm.
+        """
+        if part.is_first:
+            x_BSE = self.embed_tokens(tokens_BS)
+            if self.embed_positions is not None:
+                x_BSE = x_BSE + self.embed_positions(tokens_BS)
+        assert x_BSE is not None, "only the first part begins by itself"
         rotary = self._rotary_tables(tokens_BS.shape[1], x_BSE)
         documents = self._documents(tokens_BS, bounds, x_BSE.dtype)
-        for layer in self.layers:
+        for _, layer in self.numbered_layers(part):
             x_BSE = layer(x_BSE, rotary, documents)
-        out: Tensor = self.norm(x_BSE)
+        assert x_BSE is not None
+        out: Tensor = self.norm(x_BSE) if part.is_last else x_BSE
         return out
 
     def _documents(self, tokens_BS: Tensor, bounds: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -26,15 +26,40 @@ _BY_TICKET: WeakValueDictionary[int, WeightGradient] = WeakValueDictionary()
 _ATTRIBUTE = "gradient_ticket"
 
 
+class LaterGradients:
+    """Gradients that are not taken when a backward pass gives them but afterwards, when somebody has time for
+    their products: what they are made of is kept until then.
+    """
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self._kept: list[Callable[[], None]] = []
+
+    def put(self, take: Callable[[], None]) -> None:
+        """Keep one."""
+        self._kept.append(take)
+
+    def kept(self) -> list[Callable[[], None]]:
+        """Return what was kept since the last call, to be called in this order."""
+        kept, self._kept = self._kept, []
+        return kept
+
+
 class WeightGradient:
     """The gradient of one weight in the current micro-batch: a part for each use of the weight in the model.
 
     `begin` returns where a part goes, in the weight's shape, and whether it adds to what is there; `end` is
-    called when the part is in.
+    called when the part is in. While `later` is open, it keeps the parts.
     """
 
-    def __init__(self, begin: Callable[[], tuple[Tensor, bool]], end: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        begin: Callable[[], tuple[Tensor, bool]],
+        end: Callable[[], None],
+        later: LaterGradients | None = None,
+    ) -> None:
         self.begin, self.end = begin, end
+        self._later = LaterGradients() if later is None else later
         # A real tensor, in a dry run too, whose mode fakes all others: fake ones have no place in memory.
         with _disable_current_modes():
             self.ticket = torch.zeros(1, dtype=torch.int64)
@@ -43,12 +68,24 @@ class WeightGradient:
 
     def add_product(self, grad_TO: Tensor, x_TI: Tensor) -> None:
         """Take gradᵀ · x, the gradient of a product's weight [O, I]."""
+        if self._later.is_open:
+            self._later.put(lambda: self._add_product(grad_TO, x_TI))
+        else:
+            self._add_product(grad_TO, x_TI)
+
+    def _add_product(self, grad_TO: Tensor, x_TI: Tensor) -> None:
         memory, adds = self.begin()
         add_product_(memory, grad_TO.t(), x_TI, adds=adds)
         self.end()
 
     def add(self, gradient: Tensor) -> None:
         """Take a gradient that lies somewhere else, of the weight's first rows or of all; others get 0."""
+        if self._later.is_open:
+            self._later.put(lambda: self._add(gradient))
+        else:
+            self._add(gradient)
+
+    def _add(self, gradient: Tensor) -> None:
         memory, adds = self.begin()
         head = memory[: len(gradient)]
         if adds:
@@ -60,6 +97,12 @@ class WeightGradient:
 
     def add_rows(self, row_T: Tensor, grad_TE: Tensor) -> None:
         """Take the gradient of a table [V, E] whose rows `row_T` (int64) were looked up."""
+        if self._later.is_open:
+            self._later.put(lambda: self._add_rows(row_T, grad_TE))
+        else:
+            self._add_rows(row_T, grad_TE)
+
+    def _add_rows(self, row_T: Tensor, grad_TE: Tensor) -> None:
         memory, adds = self.begin()
         if not adds:
             memory.zero_()

@@ -20,7 +20,7 @@ state on disk each update is given masters and moments that are in memory for it
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,7 +90,8 @@ class AdamW:
     """AdamW by torch's fused kernel: matrices with weight decay, norm gains and biases (one dim) without.
 
     `state` has the moments by master; `lr` is set before each step. `seed` and `global_index` choose the
-    random bits of rounded moments. `is_compiled`: 16-bit gradients are taken by one compiled pass.
+    random bits of rounded moments. `is_compiled`: 16-bit gradients are taken by one compiled pass. `names`
+    are those of all the model's parameters, where this rank trains some of them.
     """
 
     takes_all_at_once = False
@@ -103,6 +104,7 @@ class AdamW:
         global_index: GlobalIndex,
         *,
         is_compiled: bool = False,
+        names: Iterable[str] | None = None,
     ) -> None:
         device = trained[0].master.device
         self.lr = optim.lr
@@ -116,7 +118,8 @@ class AdamW:
         }
         # Both moments of every parameter have its shape.
         self.kinds: dict[str, dict[str, tuple[int, ...] | None]] = {
-            item.name: dict.fromkeys(MOMENTS) for item in trained
+            name: dict.fromkeys(MOMENTS)
+            for name in (names or [item.name for item in trained])
         }
         self._seed, self._global_index = seed, global_index
         self._step = 0

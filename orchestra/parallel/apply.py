@@ -20,6 +20,8 @@ from orchestra.parallel.blocks import (
     set_products,
 )
 from orchestra.parallel.mesh import Mesh
+from orchestra.parallel.pipeline.own_stages import keep_own_stages
+from orchestra.parallel.pipeline.passes import Pipeline
 from orchestra.parallel.places import TensorPlace
 from orchestra.parallel.tensor.split import split_tensors
 from orchestra.parallel.zero.buffers import Units, place_units
@@ -34,7 +36,9 @@ class Parallelized:
 
     `trained` is what the optimizer updates, for every parameter in the model's order; `places` says where
     this rank's part of each lies in the whole one; `units` are the flat buffers that hold them; `stage` keeps
-    gradients and parameters over the ranks; `scale_history` is delayed scaling's, None without.
+    gradients and parameters over the ranks; `scale_history` is delayed scaling's, None without. `shapes` are
+    those of all parameters of the model, whichever rank has them, and `pipeline` runs the passes where the
+    model is cut into stages.
     """
 
     model: Transformer
@@ -42,18 +46,23 @@ class Parallelized:
     places: Mapping[str, TensorPlace]
     units: Units
     stage: Stage
+    shapes: Mapping[str, tuple[int, ...]]
     scale_history: ScaleHistory | None = None
+    pipeline: Pipeline | None = None
 
 
 def parallelize(model: Transformer, config: Config, mesh: Mesh) -> Parallelized:
     """Give a model on the meta device its values, this rank's part of them, and make it train. *Collective*.
 
-    The order matters: tensors are cut before they exist, so that no rank ever makes what it does not hold;
+    The order matters: tensors are cut, and those of other stages dropped, before they exist, so that no rank
+    ever makes what it does not hold;
     masters are made with the parameters; blocks are compiled in their final dtype and with what they
     recompute; the hooks of ZeRO stand around the compiled blocks, and so come last.
     """
     precision = policy(config.precision)
     places = split_tensors(model, config, mesh)
+    shapes = {name: place.shape for name, place in places.items()}
+    places = keep_own_stages(model, places, config, mesh)
     history = set_products(model, config)
     units = place_units(model, places, precision, config, mesh)
     recompute_blocks(model, config, mesh)
@@ -67,4 +76,5 @@ def parallelize(model: Transformer, config: Config, mesh: Mesh) -> Parallelized:
         stage = Rounding(stage, rounded)
     if history is not None:
         keep_history(history, model, config)
-    return Parallelized(model, units.trained, places, units, stage, history)
+    pipeline = Pipeline(model, stage, config, mesh) if mesh.layout.pp > 1 else None
+    return Parallelized(model, units.trained, places, units, stage, shapes, history, pipeline)

@@ -64,9 +64,9 @@ def recompute_blocks(model: Transformer, config: Config, mesh: Mesh) -> None:
     Raises ConfigError where the budget is too small for any choice.
     """
     kinds = kinds_of_layers(config, mesh.layout.dp, is_gpu=mesh.is_gpu)
-    for layer, kind in zip(model.layers, kinds, strict=True):
-        if kind is not Recompute.none:
-            layer.forward = recomputed(layer, kind)
+    for number, layer in model.numbered_layers():
+        if kinds[number] is not Recompute.none:
+            layer.forward = recomputed(layer, kinds[number])
 
 
 def direct_weights(model: Transformer, config: Config, mesh: Mesh) -> dict[str, int]:
@@ -82,7 +82,10 @@ def direct_weights(model: Transformer, config: Config, mesh: Mesh) -> dict[str, 
         for number, kind in enumerate(kinds)
         if kind is not Recompute.none and config.train.compile is not True
     }
-    users = [parameter for module in model.modules() for parameter in module._parameters.values()]
+    # Where the embedding is another rank's, its module only holds the matrix for the output.
+    idle = None if model.has_embedding else model.embed_tokens
+    modules = [module for module in model.modules() if module is not idle]
+    users = [parameter for module in modules for parameter in module._parameters.values()]
     return {
         name: sum(user is weight for user in users)
         for name, weight in model.named_parameters()
@@ -145,7 +148,7 @@ def set_products(model: Transformer, config: Config) -> ScaleHistory | None:
         model.output_products = functools.partial(Fp8OutputProducts, precision.fp8_scaling)
     history = ScaleHistory() if precision.fp8_delayed_scaling else None
     products = Fp8Products(precision.fp8_scaling, history)
-    for block in _blocks_in_fp8(model, config):
+    for _, block in _blocks_in_fp8(model, config):
         for module in block.modules():
             _set(module, products)
     return history
@@ -154,7 +157,7 @@ def set_products(model: Transformer, config: Config) -> ScaleHistory | None:
 def keep_history(history: ScaleHistory, model: Transformer, config: Config) -> None:
     """Give the weights of products in fp8, once they exist, what they are scaled by. *Any rank*."""
     products = []
-    for number, block in enumerate(_blocks_in_fp8(model, config), config.precision.fp8_bf16_blocks):
+    for number, block in _blocks_in_fp8(model, config):
         for name, module in block.named_modules():
             products += [
                 {f"layers.{number}.{name}.{each}": getattr(module, each).weight for each in sharing}
@@ -172,9 +175,11 @@ def _sharing_inputs(module: nn.Module) -> list[tuple[str, ...]]:
     return [("up_proj",), ("down_proj",)] if isinstance(module, GeluMLP) else []
 
 
-def _blocks_in_fp8(model: Transformer, config: Config) -> list[nn.Module]:
+def _blocks_in_fp8(model: Transformer, config: Config) -> list[tuple[int, nn.Module]]:
+    """Return the blocks that compute in fp8, of those that are here, with their numbers in the model."""
     num_kept = config.precision.fp8_bf16_blocks
-    return list(model.layers)[num_kept : len(model.layers) - num_kept]
+    in_fp8 = range(num_kept, config.model.num_hidden_layers - num_kept)
+    return [(number, block) for number, block in model.numbered_layers() if number in in_fp8]
 
 
 def keep_rounded(model: Transformer, config: Config) -> RoundedWeights | None:
@@ -183,7 +188,7 @@ def keep_rounded(model: Transformer, config: Config) -> RoundedWeights | None:
     """
     if config.precision.name is not PrecisionName.fp8:
         return None
-    is_compiled = config.train.compile is True and model.lm_head.weight.is_cuda
+    is_compiled = config.train.compile is True and next(model.parameters()).is_cuda
     return RoundedWeights(_matrices(model, config), config.precision.fp8_scaling, is_compiled=is_compiled)
 
 
@@ -198,16 +203,17 @@ def gathered_in_fp8(model: Transformer, config: Config) -> list[torch.Tensor]:
     if precision.name is not PrecisionName.fp8 or precision.fp8_scaling is Scaling.row or not is_there:
         return []
     weights = [weight for of_block in _matrices(model, config).values() for weight in of_block]
-    return [weight for weight in weights if weight is not model.embed_tokens.weight]
+    tied = model.embed_tokens.weight if config.model.tie_word_embeddings and model.has_output else None
+    return [weight for weight in weights if weight is not tied]
 
 
 def _matrices(model: Transformer, config: Config) -> dict[nn.Module, list[torch.Tensor]]:
     """Return the weights of products in fp8, by the modules before which ZeRO waits for them."""
     matrices: dict[nn.Module, list[torch.Tensor]] = {
         block: [weight for weight in block.parameters() if weight.dim() == 2]
-        for block in _blocks_in_fp8(model, config)
+        for _, block in _blocks_in_fp8(model, config)
     }
-    if config.precision.fp8_output:
+    if config.precision.fp8_output and model.has_output:
         matrices[model.norm] = [model.lm_head.weight]
     return matrices
 

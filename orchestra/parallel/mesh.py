@@ -69,7 +69,8 @@ class Mesh:
     `dp_group`: ranks with other samples and the same part of the model. `tp_group`: ranks that share each
     layer. `shard_group`: those of `dp_group` over which ZeRO shards. `replicate_group`: those of `dp_group`
     that hold the same shards, with hybrid sharding only. `model_group`: ranks that hold one copy of the
-    training state together, each a part of its own or a replica over tp.
+    training state together, each a part of its own or a replica over tp. `pp_group`: the stages of one
+    pipeline. `loss_group`: ranks whose losses of a step add up.
     """
 
     rank: int
@@ -81,6 +82,8 @@ class Mesh:
     shard_group: dist.ProcessGroup | None = None
     replicate_group: dist.ProcessGroup | None = None
     model_group: dist.ProcessGroup | None = None
+    pp_group: dist.ProcessGroup | None = None
+    loss_group: dist.ProcessGroup | None = None
     # Bytes that this rank has sent for the training.
     traffic: Traffic = field(default_factory=Traffic)
     # Ranks whose device this is too, this one included; and what carries their collectives on it.
@@ -104,6 +107,10 @@ class Mesh:
     def shard_index(self) -> int:
         """This rank's place in its shard group, which says what range of everything it owns."""
         return self.coordinates.dp % self.layout.shard
+
+    def rank_on(self, axis: str, coordinate: int) -> int:
+        """Return the rank at another place on one axis (dp, tp, pp or cp) and at this one's on all others."""
+        return self.layout.rank(replace(self.coordinates, **{axis: coordinate}))
 
 
 def make_mesh(rank: int, degrees: Layout, device: torch.device, open_group: OpenGroup | None = None) -> Mesh:
@@ -129,6 +136,8 @@ def make_mesh(rank: int, degrees: Layout, device: torch.device, open_group: Open
         shard_group=group("shard"),
         replicate_group=group("replicate") if degrees.shard > 1 else None,
         model_group=group("shard", "tp", "pp", "cp"),
+        pp_group=group("pp"),
+        loss_group=group("replicate", "shard", "pp"),
         open_group=open_group,
     )
 

@@ -5,7 +5,8 @@ on the first one, both in `orchestra.agents.hang_watch`); no clock is read here 
 
 **Whom to blame.** One hanging rank stalls all others in a collective within a step, so silence alone names
 nobody. To blame is a rank whose process is stopped, else the one that has advanced least: the others wait
-for it.
+for it. In a pipeline ranks are in different micro-batches all the time, and go back to earlier ones; there
+the passes of a step count by their turns in the schedule (`pipeline_check.turns`).
 
 **How long a rank may be silent** depends on its phase, and is learned from its own history: a rank whose
 steps take 0.2 s is not waited for as long as one whose steps take a minute. No limit falls below a floor (a
@@ -59,6 +60,7 @@ class RankPosition:
     """How far one rank has come, and for how long it has been silent, as its node's agent sees it.
 
     `state` is the process's letter in /proc: T and t mean stopped; None: nothing is known of the process.
+    `turn` is the place of the micro-batch's pass among those of the step; None: the micro-batch's number.
     """
 
     rank: int
@@ -68,6 +70,7 @@ class RankPosition:
     micro_batch: int
     silent_s: float
     state: str | None
+    turn: int | None = None
 
     @property
     def is_stopped(self) -> bool:
@@ -75,7 +78,8 @@ class RankPosition:
 
     @property
     def position(self) -> tuple[int, int, int, int]:
-        return Beat(0, self.phase, self.step, self.micro_batch, 0, 0, 0).position
+        turn = self.micro_batch if self.turn is None else self.turn
+        return Beat(0, self.phase, self.step, self.micro_batch, turn, 0, 0, 0).position
 
     def record(self) -> dict[str, Any]:
         """Return what an event says of it."""
@@ -84,6 +88,7 @@ class RankPosition:
             "phase": self.phase.name,
             "step": self.step,
             "micro_batch": self.micro_batch,
+            "turn": self.turn,
             "seconds": round(self.silent_s, 1),
             "state": self.state,
         }
@@ -110,7 +115,9 @@ def positions_in(event: Mapping[str, Any]) -> list[RankPosition]:
         place = (Phase[record["phase"]], record["step"], record["micro_batch"], float(record["seconds"]))
         state = record.get("state")
         known_state = state if isinstance(state, str) else None
-        positions.append(RankPosition(record["rank"], str(host), *place, known_state))
+        turn = record.get("turn")
+        known_turn = turn if is_whole(turn) else None
+        positions.append(RankPosition(record["rank"], str(host), *place, known_state, known_turn))
     return positions
 
 

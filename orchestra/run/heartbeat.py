@@ -58,14 +58,16 @@ class Phase(IntEnum):
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank wrote last. `first_step`: of this attempt, 0 before it. `started` (clock ticks since boot)
-    tells its process from a later one.
+    """What a rank wrote last. `turn`: the place of the micro-batch's pass among the step's passes, over all
+    ranks. `first_step`: of this attempt, 0 before it. `started` (clock ticks since boot) tells its process
+    from a later one.
     """
 
     count: int
     phase: Phase
     step: int
     micro_batch: int
+    turn: int
     first_step: int
     pid: int
     started: int
@@ -75,12 +77,12 @@ class Beat:
         """Where the rank stands; tuples of different ranks compare like their progress."""
         is_micro_batch = self.phase in (Phase.forward, Phase.backward)
         coarse = Phase.forward if is_micro_batch else self.phase
-        return self.step, coarse, self.micro_batch if is_micro_batch else 0, self.phase
+        return self.step, coarse, self.turn if is_micro_batch else 0, self.phase
 
 
-# Magic, count, phase, step, micro-batch, first step, pid, start, and the count again: a reader that finds the
+# Magic, count, phase, step, micro-batch, turn, first step, pid, start, and the count again: a reader that finds the
 # two different came in the midst of a beat.
-_RECORD = struct.Struct("<8sqqqqqqqq")
+_RECORD = struct.Struct("<8sqqqqqqqqq")
 _MAGIC = b"orchbeat"
 
 
@@ -92,12 +94,12 @@ class Heart:
         self._count = self._first_step = 0
         self._pid, self._started = os.getpid(), _started()
 
-    def beat(self, phase: Phase, step: int = 0, micro_batch: int = 0) -> None:
+    def beat(self, phase: Phase, step: int = 0, micro_batch: int = 0, turn: int = 0) -> None:
         """Say where this rank stands. Never waits, never fails."""
         self._count = count = self._count + 1
         if not self._first_step and phase is Phase.step:
             self._first_step = step
-        place = (phase, step, micro_batch, self._first_step, self._pid, self._started)
+        place = (phase, step, micro_batch, turn, self._first_step, self._pid, self._started)
         _RECORD.pack_into(self._memory, 0, _MAGIC, count, *place, count)
 
 

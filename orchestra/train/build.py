@@ -159,7 +159,8 @@ def build_optimizer(config: Config, parallelized: Parallelized, mesh: Mesh) -> O
 
     is_compiled = config.train.compile is True and parallelized.trained[0].master.is_cuda
     trained = parallelized.trained
-    return AdamW(trained, config.optim, config.train.seed, index, is_compiled=is_compiled)
+    names = parallelized.shapes
+    return AdamW(trained, config.optim, config.train.seed, index, is_compiled=is_compiled, names=names)
 
 
 def _plugged(config: Config, parallelized: Parallelized, mesh: Mesh) -> PluggedOptimizer:

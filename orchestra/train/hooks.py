@@ -65,9 +65,11 @@ class StepHook:
         """Return the context of the whole step, its wait for data included; a failure leaves it too."""
         return nullcontext()
 
-    def enter(self, phase: Phase, step: int, micro_batch: int) -> None:
+    def enter(self, phase: Phase, step: int, micro_batch: int, turn: int) -> None:
         """Hear that this rank begins `phase` of a step (0: before the first), before it does anything of it.
 
+        `turn` is the place of a micro-batch's pass in the order of the step's passes, over all ranks: its
+        number, but in a pipeline.
         Gradients are complete, and parameters and moments unchanged, at `Phase.update`.
         """
 
@@ -127,9 +129,9 @@ class StepHooks:
                 stack.enter_context(hook.around_step(step))
             yield
 
-    def enter(self, phase: Phase, step: int = 0, micro_batch: int = 0) -> None:
+    def enter(self, phase: Phase, step: int = 0, micro_batch: int = 0, turn: int | None = None) -> None:
         for hook in self._enter:
-            hook.enter(phase, step, micro_batch)
+            hook.enter(phase, step, micro_batch, micro_batch if turn is None else turn)
 
     def before_forward(self, step: int, tokens_ABS: Tensor, share: float | Tensor) -> None:
         for hook in self._before_forward:
@@ -165,11 +167,11 @@ class HeartbeatHook(StepHook):
         self._heart = heart
 
     def around_step(self, step: int) -> AbstractContextManager[object]:
-        self.enter(Phase.step, step, 0)
+        self.enter(Phase.step, step, 0, 0)
         return nullcontext()
 
-    def enter(self, phase: Phase, step: int, micro_batch: int) -> None:
-        self._heart.beat(phase, step, micro_batch)
+    def enter(self, phase: Phase, step: int, micro_batch: int, turn: int) -> None:
+        self._heart.beat(phase, step, micro_batch, turn)
 
 
 class LedgerHook(StepHook):

@@ -75,11 +75,11 @@ class TensorState:
         self._generators = _generators(mesh)
         self._shards = self._masters()
         self._shards += self._state_of_optimizer()
-        places = parallelized.places
-        self._shapes = {f"model.{name}": place.shape for name, place in places.items()}
-        for name, kinds in optimizer.kinds.items():
-            for kind, shape in kinds.items():
-                self._shapes[f"optimizer.{kind}.{name}"] = places[name].shape if shape is None else shape
+        shapes = parallelized.shapes
+        self._shapes = {f"model.{name}": shape for name, shape in shapes.items()}
+        for name in shapes:
+            for kind, shape in optimizer.kinds[name].items():
+                self._shapes[f"optimizer.{kind}.{name}"] = shapes[name] if shape is None else shape
 
     @property
     def num_updates(self) -> int:

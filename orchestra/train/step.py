@@ -7,6 +7,8 @@ B sequences of one micro-batch, S sequence length.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -17,10 +19,12 @@ from orchestra.optim.schedule import learning_rate
 from orchestra.parallel.apply import Parallelized
 from orchestra.parallel.marks import marked
 from orchestra.parallel.mesh import Mesh
+from orchestra.parallel.pipeline.passes import PassHooks, Pipeline
 from orchestra.parallel.zero.stages import norm_over_ranks
 from orchestra.precision.policies import DynamicLossScale
 from orchestra.precision.scale_history import ScaleHistory
 from orchestra.run.heartbeat import Phase
+from orchestra.sizes.pipeline_schedule import Action, Pass
 from orchestra.sizes.step_shares import Part
 from orchestra.train.hooks import StepHooks, StepResult
 from orchestra.train.watch.bad_losses import LEAVES_OUT, LossSpikes
@@ -108,15 +112,17 @@ class TrainingStep:
         return lr
 
     def _forward_backward(self, step: int, tokens_ABS: Tensor) -> tuple[Tensor, dist.Work | None]:
-        """Return the loss, summed over micro-batches and, once the work is done, over data parallelism."""
-        num_micro_batches = tokens_ABS.shape[0]
-        total = torch.zeros((), device=self._mesh.device)
-        work: dist.Work | None = None
+        """Return the loss, summed over micro-batches and, once the work is done, over the ranks."""
         # The loss takes its gradients in the forward pass: what scales them has to come in there.
         share = self._share if self.loss_scale is None else self.loss_scale.scale * self._share
         self._hooks.before_forward(step, tokens_ABS, share)
         if self.scale_history is not None:
             self.scale_history.begin_step()
+        if self._parallel.pipeline is not None:
+            return self._through_pipeline(self._parallel.pipeline, step, tokens_ABS, share)
+        num_micro_batches = tokens_ABS.shape[0]
+        total = torch.zeros((), device=self._mesh.device)
+        work: dist.Work | None = None
         for index in range(num_micro_batches):
             self._hooks.enter(Phase.forward, step, index)
             if index == 0 and (factor := self._hooks.loss_factor(step)) != 1.0:
@@ -129,10 +135,25 @@ class TrainingStep:
             with marked(Part.forward):
                 loss = self._parallel.model(tokens_BS[:, :-1], tokens_BS[:, 1:], share, bounds)
             total += loss.detach()
-            if is_last and self._mesh.dp_group is not None:
+            if is_last and self._mesh.loss_group is not None:
                 # Every rank needs the global loss to agree on a skip; it is reduced during the backward pass.
-                work = dist.all_reduce(total, group=self._mesh.dp_group, async_op=True)
+                work = dist.all_reduce(total, group=self._mesh.loss_group, async_op=True)
             self._hooks.enter(Phase.backward, step, index)
             with marked(Part.backward), self._hooks.around_backward(step, index, loss):
                 loss.backward()
         return total, work
+
+    def _through_pipeline(
+        self, pipeline: Pipeline, step: int, tokens_ABS: Tensor, share: float | Tensor
+    ) -> tuple[Tensor, dist.Work | None]:
+        def enter(action: Action, turn: int) -> None:
+            phase = Phase.forward if action.kind is Pass.forward else Phase.backward
+            self._hooks.enter(phase, step, action.micro_batch, turn)
+
+        def around_backward(micro_batch: int, loss: Tensor) -> AbstractContextManager[object]:
+            return self._hooks.around_backward(step, micro_batch, loss)
+
+        if (factor := self._hooks.loss_factor(step)) != 1.0:
+            share = share * factor
+        total = pipeline.run(tokens_ABS, share, PassHooks(enter, around_backward))
+        return total, dist.all_reduce(total, group=self._mesh.loss_group, async_op=True)

@@ -335,7 +335,8 @@ def assemble(config: Config, mesh: Mesh, ranks: RankEnvironment, rank: RankAttem
 def _faults(config: Config, mesh: Mesh, built: BuiltModel, rank: RankAttempt) -> Faults:
     planned = planned_faults(config.recovery.inject)
     # One whose gradient comes from autograd, where it can be changed on its way.
-    flipped = built.parallelized.model.get_parameter("norm.weight")
+    vectors = [item for item in built.parallelized.trained if item.parameter.dim() == 1]
+    flipped = vectors[-1].parameter
     return Faults(planned, rank.attempt, mesh.rank, rank.events, mesh.device, flipped)
 
 

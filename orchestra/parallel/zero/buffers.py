@@ -17,13 +17,14 @@ from torch import Tensor, nn
 
 from conf.schema import Config, Offload, StateDType
 from orchestra.model.initial import is_fake
-from orchestra.model.transformer import Transformer, fill_initial_part_
+from orchestra.model.transformer import ModelPart, Transformer, fill_initial_part_
 from orchestra.optim.adamw import Trained
 from orchestra.parallel.mesh import Mesh
 from orchestra.parallel.places import TensorPlace, parts_of
 from orchestra.parallel.zero.state_file import StateFile, StateLayout, UnitState
 from orchestra.precision.policies import PrecisionPolicy
 from orchestra.run.paths import offload_folder
+from orchestra.sizes.pipeline_schedule import splits_backward
 
 # How parameters lie in flat buffers and who owns which range of them: integers only.
 #
@@ -34,6 +35,8 @@ from orchestra.run.paths import offload_folder
 
 # Elements: 64 bytes of a 16-bit type, a line of the cache and more than any vector load.
 ALIGNMENT = 32
+# Stands for the number of a part of the model where a unit's gradients are of no part's micro-batch.
+OF_STEP = -1
 _BLOCK_NAME = re.compile(r"layers\.(\d+)\.")
 
 
@@ -141,7 +144,8 @@ class Unit:
     `owned` is this rank's range: a part of `whole`, or with ZeRO-3 memory of its own. `masters` is the same
     range in the masters' data type: `owned` itself where that is the parameters' own. `outgoing` is where
     updated parameters leave the masters' device from: `owned` itself unless that is another one. `trained`
-    are the members in their order, and `index` says which range it is.
+    are the members in their order, and `index` says which range it is. `part`: the part of the model whose
+    micro-batches its gradients come with, or OF_STEP.
     """
 
     layout: UnitLayout
@@ -151,6 +155,7 @@ class Unit:
     outgoing: Tensor
     trained: tuple[Trained, ...]
     index: int
+    part: int = 0
 
     def whole_views(self, flat: Tensor) -> list[Tensor]:
         """Return each member's part of a flat buffer of the whole unit, in the parameter's shape."""
@@ -216,13 +221,16 @@ def place_units(
     """
     sizes = [(name, math.prod(places[name].padded)) for name, _ in model.named_parameters()]
     is_split = config.parallelism.zero == 3 and mesh.layout.shard > 1
-    if is_split:
-        grouped = in_blocks(sizes)[::-1]
-    else:
-        bucket_bytes = config.parallelism.bucket_mib * 2**20
-        grouped = in_buckets(sizes, math.ceil(bucket_bytes / precision.gradient.itemsize))
+    bucket_bytes = config.parallelism.bucket_mib * 2**20
+    min_elements = None if is_split else math.ceil(bucket_bytes / precision.gradient.itemsize)
+    alone = own_unit(model, config)
+    parts, grouped = zip(*_grouped(model, sizes, min_elements, alone), strict=True)
     layouts = [lay_out(group, mesh.layout.shard) for group in grouped]
-    numbers = slots(layouts, share_ends=not model.config.tie_word_embeddings)
+    # The output's parameters are used again after other parts were, in the backward pass.
+    share_ends = not (model.config.tie_word_embeddings or len(model.parts) > 1)
+    numbers = slots(layouts, share_ends=share_ends)
+    if OF_STEP in parts:
+        numbers[parts.index(OF_STEP)] = max(numbers) + 1
     wholes = _buffers(layouts, numbers if is_split else range(len(layouts)), precision, mesh)
     parameters = _replaced(model, places, layouts, wholes)
     state_file = None
@@ -232,10 +240,51 @@ def place_units(
     for number, (layout, whole) in enumerate(zip(layouts, wholes, strict=True)):
         offload = config.parallelism.offload
         state = None if state_file is None else state_file.mapped(number)
-        units.append(_unit(layout, whole, parameters, precision, mesh.shard_index, is_split, offload, state))
+        unit = _unit(layout, whole, parameters, precision, mesh.shard_index, is_split, offload, state)
+        units.append(replace(unit, part=parts[number]))
         _fill(units[-1], places, model, config.train.seed, is_split)
     by_name = {item.name: item for unit in units for item in unit.trained}
     return Units(units, [by_name[name] for name, _ in sizes], is_split, state_file)
+
+
+def own_unit(model: Transformer, config: Config) -> str | None:
+    """Return the parameter that has a unit for itself; None mostly.
+
+    In a pipeline a tied matrix has one: the ranks that share it then own the same ranges of it. So has the
+    output matrix where gradients of weights are taken later: the loss gives its own at once.
+    """
+    if config.parallelism.pp == 1:
+        return None
+    if model.config.tie_word_embeddings:
+        return "embed_tokens.weight" if model.has_embedding or model.has_output else None
+    is_split = splits_backward(config.parallelism.schedule)
+    return "lm_head.weight" if is_split and model.has_output else None
+
+
+def _grouped(
+    model: Transformer, sizes: Sequence[tuple[str, int]], min_elements: int | None, alone: str | None
+) -> Iterator[tuple[int, list[tuple[str, int]]]]:
+    """Yield what goes into each unit, with its part of the model, in about the order of the backward pass:
+    blocks, or buckets of at least so many elements.
+    """
+    others = [entry for entry in sizes if entry[0] != alone]
+    lonely = [entry for entry in sizes if entry[0] == alone]
+    if lonely and not model.has_embedding:
+        yield OF_STEP, lonely
+    for number, part in reversed(list(enumerate(model.parts))):
+        own = [entry for entry in others if _is_in(entry[0], part)]
+        for group in in_blocks(own)[::-1] if min_elements is None else in_buckets(own, min_elements):
+            yield number, group
+    if lonely and model.has_embedding:
+        yield OF_STEP, lonely
+
+
+def _is_in(name: str, part: ModelPart) -> bool:
+    """Whether a parameter that only one part of the model uses is in this one."""
+    match = _BLOCK_NAME.match(name)
+    if match:
+        return int(match.group(1)) in part.layers
+    return part.is_first if name.startswith("embed_") else part.is_last
 
 
 def _state_file(

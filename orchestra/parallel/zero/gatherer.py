@@ -65,22 +65,29 @@ class Gatherer:
         # Collectives write through an alias that counts no versions: autograd must not take the refilling of
         # a buffer for a change of what it has kept.
         self._wholes = [unit.whole.data for unit in self._units]
-        blocks = [model.embed_tokens, *model.layers, model.norm]
-        assert len(blocks) == len(self._units)
-        self._hooks = [
-            block.register_forward_pre_hook(self._before_forward(number))
-            for number, block in enumerate(blocks)
-        ]
-        self._hooks += [
-            block.register_forward_hook(self._after_forward(number))
-            for number, block in enumerate(model.layers, 1)
-        ]
+        # Of the part after it nothing is fetched in advance: another rank may come first.
+        self._parts = [unit.part for unit in self._units]
+        unit_of = {
+            id(item.parameter): number for number, unit in enumerate(self._units) for item in unit.trained
+        }
+        # The embedding's backward pass needs no parameters.
+        self._with_backward: set[int] = set()
+        self._hooks = []
+        for block, users in _blocks(model):
+            parameters = [parameter for user in users for parameter in user.parameters()]
+            numbers = sorted({unit_of[id(parameter)] for parameter in parameters})
+            self._hooks.append(block.register_forward_pre_hook(self._before_forward(numbers)))
+            if block not in (model.embed_tokens, model.norm):
+                (number,) = numbers
+                self._with_backward.add(number)
+                self._hooks.append(block.register_forward_hook(self._after_forward(number)))
 
-    def begin(self) -> None:
+    def begin(self, part: int = 0) -> None:
         """Start to fetch what a forward pass needs first."""
         self._is_backward = False
-        self._prefetch(0)
-        self._prefetch(1)
+        first = self._parts.index(part)
+        self._prefetch(first, part)
+        self._prefetch(first + 1, part)
 
     def forget(self) -> None:
         """Let nothing count as gathered any more: the parameters are about to change."""
@@ -100,11 +107,12 @@ class Gatherer:
             hook.remove()
         self._hooks.clear()
 
-    def _before_forward(self, number: int) -> Callable[..., None]:
+    def _before_forward(self, numbers: Sequence[int]) -> Callable[..., None]:
         def gather(*_: Any) -> None:
-            self._need(number)
+            for number in numbers:
+                self._need(number)
             if not self._is_backward:  # a block that is recomputed needs no other one
-                self._prefetch(number + 1)
+                self._prefetch(numbers[-1] + 1, self._parts[numbers[-1]])
 
         return gather
 
@@ -112,9 +120,8 @@ class Gatherer:
         def before_backward(_: Tensor) -> None:
             self._is_backward = True
             self._need(number)
-            # The embedding's backward pass needs no parameters.
-            if number > 1:
-                self._prefetch(number - 1)
+            if number - 1 in self._with_backward:
+                self._prefetch(number - 1, self._parts[number])
 
         def watch(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
             if output.requires_grad and not self._is_backward:
@@ -128,9 +135,9 @@ class Gatherer:
             self._start(number)
         self._buffers[number].settle()
 
-    def _prefetch(self, number: int) -> None:
-        """Start to gather a unit, unless its buffer is in use."""
-        if number == len(self._units):
+    def _prefetch(self, number: int, part: int) -> None:
+        """Start to gather a unit of a part, unless its buffer is in use."""
+        if number == len(self._units) or self._parts[number] != part:
             return
         holder = self._buffers[number].holder
         is_busy = holder is not None and self._is_backward and not self._is_through(holder)
@@ -228,9 +235,13 @@ class Arrivals:
 
 def _blocks(model: Transformer) -> list[tuple[nn.Module, list[nn.Module]]]:
     """Return the modules before which parameters are waited for, each with those that use them from there."""
-    first: list[nn.Module] = [model.embed_tokens]
-    if model.embed_positions is not None:
-        first.append(model.embed_positions)
-    blocks: list[tuple[nn.Module, list[nn.Module]]] = [(model.embed_tokens, first)]
+    blocks: list[tuple[nn.Module, list[nn.Module]]] = []
+    if model.has_embedding:
+        first: list[nn.Module] = [model.embed_tokens]
+        if model.embed_positions is not None:
+            first.append(model.embed_positions)
+        blocks.append((model.embed_tokens, first))
     blocks += [(layer, [layer]) for layer in model.layers]
-    return [*blocks, (model.norm, [model.norm, model.lm_head])]
+    if model.has_output:
+        blocks.append((model.norm, [model.norm, model.lm_head]))
+    return blocks

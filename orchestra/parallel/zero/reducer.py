@@ -11,6 +11,10 @@ unit. One rank alone takes a unit's memory with its first gradient of a step and
 Units start in a fixed order on every rank, whatever order autograd finishes in, so that the collectives
 always match.
 
+A pipeline's parts of the model take turns: each has its own micro-batch, and its own order. A matrix that
+several parts use, or whose gradient comes at another time than its part's, is `of_step`: its gradients
+accumulate in full until all of the step are in.
+
 The sum is not divided: the loss is normalised by the global number of tokens before the backward pass.
 """
 
@@ -19,13 +23,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from orchestra.model.weight_gradients import WeightGradient, attach, detach
-from orchestra.parallel.zero.buffers import SpareMemory, Unit, Units
+from orchestra.model.weight_gradients import LaterGradients, WeightGradient, attach, detach
+from orchestra.parallel.zero.buffers import OF_STEP, SpareMemory, Unit, Units
 from orchestra.parallel.zero.zero_collectives import Collectives, Pending
 from orchestra.precision.policies import PrecisionPolicy
 
@@ -47,14 +51,26 @@ class _Gradients:
     owned: Tensor | None
     whole: Tensor | None
     uses: list[int]
+    keeps_whole: bool
     views: list[Tensor] = field(default_factory=list)
     missing: list[int] = field(default_factory=list)
     is_begun: list[bool] = field(default_factory=list)
 
-    def begin(self) -> None:
-        """Expect the gradients of a micro-batch."""
-        self.missing = list(self.uses)
+    def begin(self, num_micro_batches: int = 1) -> None:
+        """Expect the gradients of a micro-batch, or of several together."""
+        self.missing = [num_micro_batches * number for number in self.uses]
         self.is_begun = [False] * len(self.uses)
+
+
+@dataclass(frozen=True)
+class _MicroBatch:
+    """Which of a step's micro-batches a part of the model is in, and how many of the part's units are summed
+    or being summed.
+    """
+
+    is_first: bool = True
+    is_last: bool = True
+    num_summed: int = 0
 
 
 @dataclass(frozen=True)
@@ -64,8 +80,7 @@ class _UnderWay:
     gradients: _Gradients
     whole: Tensor
     pending: Pending
-    is_first: bool
-    is_last: bool
+    micro_batch: _MicroBatch
 
 
 class Reducer:
@@ -94,8 +109,8 @@ class Reducer:
         self._dtype = precision.gradient
         # What a micro-batch's gradients are made in: those that are kept whole accumulate there too.
         self._made_in = precision.gradient if self._keeps_whole else precision.reduce
-        self._is_first = self._is_last = True
-        self._next_to_sum = 0
+        # Keeps what comes while it is open, of all units.
+        self.later = LaterGradients()
         self._under_way: deque[_UnderWay] = deque()
         self._of_replicas: list[Pending] = []
         self._spare = SpareMemory(precision.reduce)
@@ -104,6 +119,7 @@ class Reducer:
         self._units = [self._made(unit, direct) for unit in units.units]
         for gradients in self._units:
             gradients.begin()
+        self._micro_batches = {unit.part: _MicroBatch() for unit in units.units}
         # Weights know them by their tickets only.
         self._takers: list[WeightGradient] = []
         self._attached: list[Tensor] = []
@@ -118,12 +134,20 @@ class Reducer:
                 hook = item.parameter.register_post_accumulate_grad_hook(_to(taker))  # type: ignore[no-untyped-call]
                 self._hooks.append(hook)
 
-    def begin(self, *, is_first: bool, is_last: bool) -> None:
-        """Expect the gradients of a micro-batch."""
-        self._is_first, self._is_last = is_first, is_last
-        self._next_to_sum = 0
-        for gradients in self._units:
+    def begin(self, *, is_first: bool, is_last: bool, part: int = 0) -> None:
+        """Expect the gradients of a micro-batch in one part of the model."""
+        self._micro_batches[part] = _MicroBatch(is_first, is_last)
+        for gradients in self._of_part(part):
             gradients.begin()
+
+    def begin_step(self, num_micro_batches: int) -> None:
+        """Expect the gradients of a step in the units that are `of_step`."""
+        self._micro_batches[OF_STEP] = _MicroBatch()
+        for gradients in self._of_part(OF_STEP):
+            gradients.begin(num_micro_batches)
+
+    def _of_part(self, part: int) -> list[_Gradients]:
+        return [gradients for gradients in self._units if gradients.unit.part == part]
 
     def finish(self) -> None:
         """Wait for all sums."""
@@ -155,9 +179,9 @@ class Reducer:
     @property
     def num_bytes(self) -> int:
         """Bytes of the gradients that are kept from one micro-batch to the next."""
-        if self._keeps_whole:
-            return sum(unit.unit.layout.size for unit in self._units) * self._dtype.itemsize
-        return sum(unit.unit.layout.range_size for unit in self._units) * self._dtype.itemsize
+        layouts = [(unit.unit.layout, unit.keeps_whole) for unit in self._units]
+        sizes = [layout.size if keeps_whole else layout.range_size for layout, keeps_whole in layouts]
+        return sum(sizes) * self._dtype.itemsize
 
     @contextmanager
     def watched(self, watcher: Watcher) -> Iterator[None]:
@@ -190,12 +214,13 @@ class Reducer:
 
     def _made(self, unit: Unit, direct: Mapping[str, int]) -> _Gradients:
         uses = [direct.get(item.name, 1) for item in unit.trained]
+        keeps_whole = self._keeps_whole or unit.part == OF_STEP
         if self.is_alone:
-            return _Gradients(unit, None, None, uses)
-        if not self._keeps_whole:
+            return _Gradients(unit, None, None, uses, keeps_whole)
+        if not keeps_whole:
             owned = torch.zeros_like(unit.owned, dtype=self._dtype, device=unit.whole.device)
-            return _Gradients(unit, owned, None, uses)
-        gradients = _Gradients(unit, None, None, uses)
+            return _Gradients(unit, owned, None, uses, keeps_whole)
+        gradients = _Gradients(unit, None, None, uses, keeps_whole)
         _keep(gradients, torch.zeros_like(unit.whole, dtype=self._dtype))
         return gradients
 
@@ -211,7 +236,8 @@ class Reducer:
                 return self._apart[name], adds
             if gradients.whole is None:
                 self._give_memory(gradients)
-            return gradients.views[number], adds or (self._keeps_whole and not self._is_first)
+            is_first = self._micro_batches[gradients.unit.part].is_first
+            return gradients.views[number], adds or (gradients.keeps_whole and not is_first)
 
         def end() -> None:
             gradients.missing[number] -= 1
@@ -222,9 +248,9 @@ class Reducer:
             if self._watcher is not None:
                 self._watcher(name, gradient)
             if not is_apart and not any(gradients.missing):
-                self._sum_ready()
+                self._sum_ready(gradients.unit.part)
 
-        return WeightGradient(begin, end)
+        return WeightGradient(begin, end, self.later)
 
     def _give_memory(self, gradients: _Gradients) -> None:
         """Let a unit use memory that another one has left; gaps in it hold what they may."""
@@ -238,17 +264,17 @@ class Reducer:
         gradients.whole = memory
         gradients.views = unit.whole_views(memory)
 
-    def _sum_ready(self) -> None:
-        """Start the sums of finished units, in their fixed order."""
-        if self._keeps_whole and not self._is_last:
-            return
-        for gradients in self._units[self._next_to_sum :]:
-            if any(gradients.missing):
+    def _sum_ready(self, part: int) -> None:
+        """Start the sums of a part's finished units, in their fixed order."""
+        micro_batch = self._micro_batches[part]
+        for gradients in self._of_part(part)[micro_batch.num_summed :]:
+            if any(gradients.missing) or (gradients.keeps_whole and not micro_batch.is_last):
                 return
-            self._next_to_sum += 1
-            self._sum(gradients)
+            micro_batch = replace(micro_batch, num_summed=micro_batch.num_summed + 1)
+            self._micro_batches[part] = micro_batch
+            self._sum(gradients, micro_batch)
 
-    def _sum(self, gradients: _Gradients) -> None:
+    def _sum(self, gradients: _Gradients, micro_batch: _MicroBatch) -> None:
         assert gradients.whole is not None
         if self._shard is None:
             if self._replicate is not None:
@@ -258,8 +284,8 @@ class Reducer:
             self._complete()
         whole = gradients.whole
         pending = self._shard.sum_range(whole[: gradients.unit.layout.size])
-        self._under_way.append(_UnderWay(gradients, whole, pending, self._is_first, self._is_last))
-        if not self._keeps_whole:
+        self._under_way.append(_UnderWay(gradients, whole, pending, micro_batch))
+        if not gradients.keeps_whole:
             gradients.whole = None
             gradients.views = []
 
@@ -269,14 +295,14 @@ class Reducer:
         done.pending.finish()
         owned = done.gradients.owned
         assert owned is not None
-        if not self._keeps_whole:
+        if not done.gradients.keeps_whole:
             begin, end = done.gradients.unit.layout.range_of(done.gradients.unit.index)
-            if done.is_first:
+            if done.micro_batch.is_first:
                 owned.copy_(done.whole[begin:end])
             else:
                 owned.add_(done.whole[begin:end])
             self._spare.give(done.whole)
-        if done.is_last and self._replicate is not None:
+        if done.micro_batch.is_last and self._replicate is not None:
             self._of_replicas.append(self._replicate.sum_whole(owned))
 
 

@@ -52,8 +52,14 @@ class Stage(Protocol):
         later ones add; after the last they are complete.
         """
 
-    def begin_forward(self) -> None:
-        """Announce a forward pass whose gradients nobody wants; between steps."""
+    def begin_step(self, num_micro_batches: int) -> None:
+        """Announce the passes of so many micro-batches through a pipeline's parts of the model."""
+
+    def begin_forward(self, part: int = 0) -> None:
+        """Announce a forward pass through one of the parts that this rank has of the model."""
+
+    def begin_backward(self, *, is_first: bool, is_last: bool, part: int) -> None:
+        """Announce the gradients of one micro-batch in a part, as `begin` does."""
 
     def finish(self) -> list[Tensor]:
         """Wait for the gradients, summed over the ranks; return those that count in the norm on this rank:
@@ -265,8 +271,14 @@ class Reduced:
     def begin(self, *, is_first: bool, is_last: bool) -> None:
         self._reducer.begin(is_first=is_first, is_last=is_last)
 
-    def begin_forward(self) -> None:
+    def begin_step(self, num_micro_batches: int) -> None:
+        self._reducer.begin_step(num_micro_batches)
+
+    def begin_forward(self, part: int = 0) -> None:
         """Nothing: the blocks wait for their parameters by themselves."""
+
+    def begin_backward(self, *, is_first: bool, is_last: bool, part: int) -> None:
+        self._reducer.begin(is_first=is_first, is_last=is_last, part=part)
 
     def finish(self) -> list[Tensor]:
         self.await_update()
@@ -381,8 +393,8 @@ class Gathered(Reduced):
         super().begin(is_first=is_first, is_last=is_last)
         self._gatherer.begin()
 
-    def begin_forward(self) -> None:
-        self._gatherer.begin()
+    def begin_forward(self, part: int = 0) -> None:
+        self._gatherer.begin(part)
 
     def update(self, update: Update, *, at_once: bool = False) -> None:
         self._gatherer.forget()
@@ -411,8 +423,14 @@ class Rounding:
     def begin(self, *, is_first: bool, is_last: bool) -> None:
         self._stage.begin(is_first=is_first, is_last=is_last)
 
-    def begin_forward(self) -> None:
-        self._stage.begin_forward()
+    def begin_step(self, num_micro_batches: int) -> None:
+        self._stage.begin_step(num_micro_batches)
+
+    def begin_forward(self, part: int = 0) -> None:
+        self._stage.begin_forward(part)
+
+    def begin_backward(self, *, is_first: bool, is_last: bool, part: int) -> None:
+        self._stage.begin_backward(is_first=is_first, is_last=is_last, part=part)
 
     def finish(self) -> list[Tensor]:
         return self._stage.finish()

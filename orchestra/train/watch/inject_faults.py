@@ -77,7 +77,7 @@ class Faults(StepHook):
         self.enter(Phase.step, step, 0)
         return nullcontext()
 
-    def enter(self, phase: Phase, step: int, micro_batch: int) -> None:
+    def enter(self, phase: Phase, step: int, micro_batch: int, turn: int) -> None:  # noqa: ARG002
         """Fail where that is planned for the phase; of micro-batches it is the first one."""
         if micro_batch == 0:
             self.strike(phase.name, step)
