@@ -118,8 +118,7 @@ class AdamW:
         }
         # Both moments of every parameter have its shape.
         self.kinds: dict[str, dict[str, tuple[int, ...] | None]] = {
-            name: dict.fromkeys(MOMENTS)
-            for name in (names or [item.name for item in trained])
+            name: dict.fromkeys(MOMENTS) for name in (names or [item.name for item in trained])
         }
         self._seed, self._global_index = seed, global_index
         self._step = 0

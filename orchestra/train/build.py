@@ -101,10 +101,10 @@ class Training(BuiltModel):
     replays: bool = False
 
 
-def build_training(config: Config, mesh: Mesh) -> Training:
-    """Build model, optimizer and step for one rank, of a run that begins and has no hooks. *Collective*."""
+def build_training(config: Config, mesh: Mesh, hooks: StepHooks | None = None) -> Training:
+    """Build model, optimizer and step for one rank, of a run that begins. *Collective*."""
     built = build_model_and_optimizer(config, mesh)
-    step = build_step(config, mesh, built, StepHooks())
+    step = build_step(config, mesh, built, hooks or StepHooks())
     replays = config.recovery.replay_every_steps is not None and mesh.layout.dp > 1
     return Training(built.parallelized, built.optimizer, built.batch, step, replays)
 

@@ -32,21 +32,24 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from conf.schema import Config, Offload
+from conf.schema import Config, Offload, PipelineSchedule
 from orchestra.errors import ConfigError
 from orchestra.model.logits import CompiledPasses
 from orchestra.parallel.mesh import Mesh, make_mesh
 from orchestra.precision.policies import policy
 from orchestra.run.config_file import read_config
+from orchestra.run.heartbeat import Phase
 from orchestra.sizes.compilation import is_wanted
 from orchestra.sizes.memory import chunk_tokens, logit_bytes
+from orchestra.sizes.pipeline_schedule import pipeline_shape
 from orchestra.sizes.topology import Layout, batch_shape, layout
 from orchestra.train.build import Training, build_training
+from orchestra.train.hooks import StepHook, StepHooks
 from orchestra.train.watch.replay import rehearse
 
 _FAKE_GROUP = "torch.testing._internal.distributed.fake_pg"
 # The second one adds to the first one's gradients; more of them need no more.
-MICRO_BATCHES = 2
+_MICRO_BATCHES = 2
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,7 @@ def dry_build(config: Config, world_size: int, rank: int = 0, *, with_step: bool
     with _one_of(world_size, rank, config) as mesh:
         training = build_training(config, mesh)
         held = held_bytes(training)
-        return dataclasses.replace(held, passing=step_bytes(training, mesh)) if with_step else held
+        return dataclasses.replace(held, passing=step_bytes(training, mesh, 1)) if with_step else held
 
 
 @contextmanager
@@ -95,11 +98,11 @@ def _one_of(world_size: int, rank: int, config: Config) -> Iterator[Mesh]:
     Its process group has no other members: its collectives end at once and move nothing.
     """
     degrees = layout(config.parallelism, world_size)
-    others = [f"{axis}={getattr(degrees, axis)}" for axis in ("pp", "cp", "ep") if getattr(degrees, axis) > 1]
+    others = [f"{axis}={getattr(degrees, axis)}" for axis in ("cp", "ep") if getattr(degrees, axis) > 1]
     if others:
         raise ConfigError(
-            f"parallelism.{' and parallelism.'.join(others)}: the trainer has no pipeline, context or expert "
-            "parallelism yet, so there is nothing to count; use pp=cp=ep=1"
+            f"parallelism.{' and parallelism.'.join(others)}: the trainer has no context or expert "
+            "parallelism yet, so there is nothing to count; use cp=ep=1"
         )
     if world_size > 1:
         allow_fake_groups()
@@ -149,11 +152,22 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
     return sum(storage.nbytes() for storage in storages.values())
 
 
-def step_bytes(training: Training, mesh: Mesh) -> int:
-    """Take one step with one micro-batch of fake tensors; return the most bytes that it added at a time."""
+def step_bytes(training: Training, mesh: Mesh, num_micro_batches: int) -> int:
+    """Take one step with so many micro-batches of fake tensors; return the most bytes that it added at a
+    time.
+    """
     with LiveBytes() as live:
-        take_step(training, mesh, 1, num_micro_batches=1)
+        take_step(training, mesh, 1, num_micro_batches)
     return int(live.most)
+
+
+def enough_micro_batches(config: Config) -> int:
+    """Return with how many micro-batches a step takes as much memory as with any number of them."""
+    if config.parallelism.pp == 1:
+        return _MICRO_BATCHES
+    if config.parallelism.schedule is PipelineSchedule.afab:
+        return sys.maxsize
+    return 2 * pipeline_shape(config.parallelism).num_stages
 
 
 def take_step(training: Training, mesh: Mesh, step: int, num_micro_batches: int) -> None:
@@ -211,18 +225,22 @@ def exact_bytes(config: Config, world_size: int, rank: int = 0, *, as_gpu: bool 
         config = _with_chunk_of_gpu(config, layout(config.parallelism, world_size))
     with _one_of(world_size, rank, config) as mesh:
         mesh = dataclasses.replace(mesh, counts_as_gpu=as_gpu)
-        training = build_training(config, mesh)
+        moment = _FirstBackward()
+        training = build_training(config, mesh, StepHooks((moment,)))
         if is_wanted(config.train.compile, "cuda" if as_gpu else "cpu"):
             training.parallelized.model.logits_passes = CompiledPasses()
         watched = _LossWatch(training)
         peaks = []
         with LiveBytes() as live:
+            moment.live = live
             for step in (1, 2):
                 live.most = before = live.now
                 with watched.by(live, before):
-                    take_step(training, mesh, step, MICRO_BATCHES)
+                    take_step(training, mesh, step, enough_micro_batches(config))
                 peaks.append(live.most)
-        return _counted(config, training, watched, *peaks, as_gpu=as_gpu)
+        # A pipeline's ranks keep what several micro-batches need, most of them without a loss.
+        activations = moment.at_first if mesh.layout.pp > 1 else watched.activations
+        return _counted(config, training, activations, watched.logits, *peaks, as_gpu=as_gpu)
 
 
 def _with_chunk_of_gpu(config: Config, degrees: Layout) -> Config:
@@ -235,6 +253,18 @@ def _with_chunk_of_gpu(config: Config, degrees: Layout) -> Config:
     bytes_each = logit_bytes(width, is_wanted(config.train.compile, "cuda"))
     chunk = chunk_tokens(batch.micro_batch_size * batch.seq_len, words, bytes_each, on_gpu=True)
     return dataclasses.replace(config, train=dataclasses.replace(config.train, loss_chunk_tokens=chunk))
+
+
+class _FirstBackward(StepHook):
+    """Records how many bytes are alive where the first backward pass begins."""
+
+    def __init__(self) -> None:
+        self.live: LiveBytes | None = None
+        self.at_first = 0
+
+    def enter(self, phase: Phase, step: int, micro_batch: int, turn: int) -> None:  # noqa: ARG002
+        if phase is Phase.backward and self.live is not None:
+            self.at_first = self.at_first or self.live.now
 
 
 class _LossWatch:
@@ -267,7 +297,7 @@ class _LossWatch:
 
 
 def _counted(
-    config: Config, training: Training, watched: _LossWatch, first: int, later: int, *, as_gpu: bool
+    config: Config, training: Training, activations: int, logits: int, first: int, later: int, *, as_gpu: bool
 ) -> ExactBytes:
     held = held_bytes(training)
     units = training.parallelized.units
@@ -289,8 +319,8 @@ def _counted(
         masters=0 if on_host else held.masters,
         optimizer=0 if on_host else moments,
         gathered=held.gathered_units,
-        activations=watched.activations,
-        logits=watched.logits,
+        activations=activations,
+        logits=logits,
         first_step=first - made_in_step,
         later_steps=later - made_in_step,
         host=on_host,

@@ -269,6 +269,8 @@ class Trainer:
         self.hooks.enter(Phase.stop, self.rank.step)
         self.profiler.close()
         self.built.parallelized.stage.settle()
+        if self.built.parallelized.pipeline is not None:
+            self.built.parallelized.pipeline.close()
         self.loader.close()
         self.stopping.leave()
 
@@ -297,7 +299,7 @@ def assemble(config: Config, mesh: Mesh, ranks: RankEnvironment, rank: RankAttem
     stopping = _stopping(config, mesh, peers, rank)
     events_of_rank_0 = rank.events if mesh.rank == 0 else None
     clock = DeviceClock() if mesh.device.type == "cuda" else HostClock()
-    step_times = StepTimes(config.recovery, peers, clock, events_of_rank_0)
+    step_times = StepTimes(config.recovery, peers, clock, events_of_rank_0, mesh.layout.pp)
     ledger = LedgerHook(Ledger(rank.run, mesh.rank, rank.attempt)) if config.data.ledger else None
     profiler = _profiler(config, mesh, built, stopping, rank)
     peak_flops = _announced_peak_flops(config, mesh, built, rank.events) if mesh.rank == 0 else None
@@ -308,10 +310,7 @@ def assemble(config: Config, mesh: Mesh, ranks: RankEnvironment, rank: RankAttem
     hooks = StepHooks((step_times, heartbeat, faults, profiler, replay, copies, ledger, guard))
     step = build_step(config, mesh, built, hooks, begin.loss_scale, begin.recent_losses, begin.fp8_sizes)
     metrics = _metrics(config, mesh, built, step, peak_flops, begin, rank) if mesh.rank == 0 else None
-    parallel = built.parallelized
-    evaluation = build_evaluation(
-        config, parallel.model, built.batch, mesh, parallel.stage.begin_forward, events_of_rank_0
-    )
+    evaluation = build_evaluation(config, built.parallelized, built.batch, mesh, events_of_rank_0)
     return Trainer(
         config=config.train,
         stop_timeout_s=config.recovery.stop_timeout_s,

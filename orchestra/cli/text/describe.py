@@ -24,6 +24,7 @@ from orchestra.run.record import RunPhase
 from orchestra.run.run_lineage import newest_checkpoint
 from orchestra.sizes.flops import num_parameters
 from orchestra.sizes.step_shares import read_shares
+from orchestra.sizes.pipeline_schedule import pipeline_shape
 from orchestra.sizes.topology import batch_shape, global_batch_size, has_open_micro_batch, layout
 from orchestra.submit.launch import threads_per_rank, usable_cores
 
@@ -54,6 +55,7 @@ def header(config: Config, run: RunDir, attempt: int = 0, from_step: int | None 
         f"layout  {_layout(mesh, config)}",
         f"batch   {size} × {seq_len} = {size * seq_len:,} tokens per step",
         f"        {_shares(mesh, config)}",
+        *_pipeline(config),
         f"device  {_device(config)}",
         *([f"attempt {attempt}, {begins}"] if attempt else []),
     ]
@@ -64,6 +66,23 @@ def _shares(mesh: Layout, config: Config) -> str:
         return f"micro-batch auto: the largest that fits, found when the ranks begin; dp {mesh.dp}"
     batch = batch_shape(config.train, mesh.dp)
     return f"micro-batch {batch.micro_batch_size} × accumulation {batch.accumulation} × dp {batch.dp}"
+
+
+def _pipeline(config: Config) -> list[str]:
+    """Say how the passes of a pipeline follow each other, and what ZeRO-3 costs there."""
+    shape = pipeline_shape(config.parallelism)
+    if shape.num_ranks == 1:
+        return []
+    words = config.parallelism.schedule.name
+    if shape.num_chunks > 1:
+        words += f", {shape.num_chunks} stages on each rank"
+    lines = [f"pipeline {words}"]
+    if config.parallelism.zero == 3:
+        lines.append(
+            "warning ZeRO-3 in a pipeline gathers the parameters of a stage twice for every micro-batch; "
+            "parallelism.zero=1 or 2 does not"
+        )
+    return lines
 
 
 def world_size(config: Config) -> int:

@@ -139,6 +139,29 @@ def rule_pipeline(config: Config, _: Situation) -> Iterator[str]:
         yield f"parallelism.pp={pp} is more than model.num_hidden_layers={layers}; use at most {layers}"
 
 
+def rule_in_pipeline(config: Config, _: Situation) -> Iterator[str]:
+    """What a rank cannot do that has some stages of the model only."""
+    if config.parallelism.pp == 1:
+        return
+    found = f"with parallelism.pp={config.parallelism.pp}"
+    if config.recovery.replay_every_steps is not None:
+        yield (
+            f"recovery.replay_every_steps={config.recovery.replay_every_steps} {found}: a micro-batch goes "
+            "through all ranks of a pipeline, and no other one could compute it again; use null"
+        )
+    if config.precision.fp8_delayed_scaling:
+        yield (
+            f"precision.fp8_delayed_scaling=true {found}: stages of unequal lengths do not share their "
+            "history of sizes; use false"
+        )
+    if config.train.recompute_budget_gib is not None:
+        yield (
+            f"train.recompute_budget_gib={config.train.recompute_budget_gib:g} {found}: each rank keeps the "
+            "activations of another number of micro-batches; use train.recompute=selective or full, with "
+            "train.recompute_every if some layers suffice"
+        )
+
+
 def rule_layout(config: Config, _: Situation) -> Iterator[str]:
     """World size ≠ nodes × gpus_per_node; where ranks per node are unknown, only what is wrong anyway."""
     parallelism = config.parallelism

@@ -114,7 +114,9 @@ class Pipeline:
                 targets_BS = tokens_ABS[action.micro_batch, :, 1:]
                 is_split = action.kind is Pass.input_gradient
                 total += self._backward(place, targets_BS, share, hooks, is_split=is_split)
-        assert not (self._kept or self._later or self._handed or self._arriving), "the schedule left something over"
+        assert not (self._kept or self._later or self._handed or self._arriving), (
+            "the schedule left something over"
+        )
         self._links.finish()
         return total
 

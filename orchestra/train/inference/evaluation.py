@@ -25,7 +25,9 @@ from orchestra.data.source import SampleSource, open_source
 from orchestra.errors import DataError
 from orchestra.model.loss import IGNORED_TARGET
 from orchestra.model.transformer import Transformer
+from orchestra.parallel.apply import Parallelized
 from orchestra.parallel.mesh import Mesh
+from orchestra.parallel.pipeline.passes import Pipeline
 from orchestra.run.events import EventWriter
 from orchestra.run.metrics_file import eval_column
 from orchestra.sizes.topology import BatchShape
@@ -65,6 +67,7 @@ class HeldOutLoss:
         batch: BatchShape,
         mesh: Mesh,
         forward: Callable[[], None] = lambda: None,
+        pipeline: Pipeline | None = None,
     ) -> None:
         """`limit` is the largest number of samples of each source; None: all of them."""
         self._sources = sources
@@ -73,6 +76,7 @@ class HeldOutLoss:
         self._batch = batch
         self._mesh = mesh
         self._forward = forward
+        self._pipeline = pipeline
 
     @property
     def num_tokens(self) -> dict[str, int]:
@@ -94,8 +98,8 @@ class HeldOutLoss:
                 total += self._loss(tokens_BS, targets_BS)
             totals.append(total)
         sums = torch.stack(totals)
-        if self._mesh.dp_group is not None:
-            dist.all_reduce(sums, group=self._mesh.dp_group)
+        if self._mesh.loss_group is not None:
+            dist.all_reduce(sums, group=self._mesh.loss_group)
         pairs = zip(self.num_tokens.items(), sums.tolist(), strict=True)
         return {name: total / count for (name, count), total in pairs}
 
@@ -105,6 +109,8 @@ class HeldOutLoss:
         self._loss(*next(self._micro_batches(next(iter(self._sources)))))
 
     def _loss(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
+        if self._pipeline is not None:
+            return self._pipeline.evaluate(tokens_BS, targets_BS)
         self._forward()
         bounds = self._model.document_bounds(tokens_BS)
         device = self._mesh.device
@@ -197,17 +203,18 @@ class Evaluation:
 
 def build_evaluation(
     config: Config,
-    model: Transformer,
+    parallel: Parallelized,
     batch: BatchShape,
     mesh: Mesh,
-    forward: Callable[[], None],
     events: EventWriter | None,
 ) -> Evaluation | None:
     """Return the evaluation of a run that trains; None where it has none. Raises DataError, ConfigError."""
     if not evaluates(config):
         return None
     sources = open_held_out(held_out_data(config), config)
-    loss = HeldOutLoss(sources, num_samples(config.eval, batch), model, batch, mesh, forward)
+    forward, pipeline = parallel.stage.begin_forward, parallel.pipeline
+    limit = num_samples(config.eval, batch)
+    loss = HeldOutLoss(sources, limit, parallel.model, batch, mesh, forward, pipeline)
     return Evaluation(config.eval, config.train.steps, loss, events, compiles=config.train.compile is True)
 
 

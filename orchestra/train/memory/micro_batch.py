@@ -30,8 +30,8 @@ from orchestra.run.events import EventWriter
 from orchestra.sizes.topology import batch_shape, divisors
 from orchestra.train.build import build_training
 from orchestra.train.dry_build import (
-    MICRO_BATCHES,
     allow_fake_groups,
+    enough_micro_batches,
     held_bytes,
     step_bytes,
     take_step,
@@ -178,7 +178,7 @@ def _take_two_steps(config: Config, fake_mesh: Mesh) -> None:
     training = build_training(config, fake_mesh)
     try:
         for step in (1, 2):
-            take_step(training, fake_mesh, step, MICRO_BATCHES)
+            take_step(training, fake_mesh, step, enough_micro_batches(config))
         training.parallelized.stage.settle()
         torch.cuda.synchronize(fake_mesh.device)
     finally:
@@ -218,8 +218,10 @@ def _dry_peak(config: Config, fake_mesh: Mesh) -> int | None:
             training = build_training(config, fake_mesh)
         except ConfigError:
             return None
-        step_bytes(training, fake_mesh)
-        held, passing = held_bytes(training), step_bytes(training, fake_mesh)
+        # Of one rank's micro-batches one takes as much as several: what adds to gradients is there already.
+        number = 1 if config.parallelism.pp == 1 else enough_micro_batches(config)
+        step_bytes(training, fake_mesh, number)
+        held, passing = held_bytes(training), step_bytes(training, fake_mesh, number)
         training.parallelized.stage.close()
     is_staged = config.checkpoint.async_save and config.checkpoint.every_steps is not None
     # State on disk is staged there.

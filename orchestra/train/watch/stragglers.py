@@ -54,7 +54,12 @@ class StragglerChanges:
 
 
 def straggler_changes(
-    history: Sequence[Sequence[float]], known: Collection[int], *, factor: float, windows: int
+    history: Sequence[Sequence[float]],
+    known: Collection[int],
+    *,
+    factor: float,
+    windows: int,
+    num_stages: int = 1,
 ) -> StragglerChanges:
     """Return what the newest `windows` of a history change about the ranks that are `known` to be slow.
 
@@ -63,11 +68,12 @@ def straggler_changes(
     straggler after `windows` such windows in a row, and is none any more after as many in which it was not
     slow. A single slow step, or noise on every rank, makes no straggler: with a noise of 10 % (one standard
     deviation) one window reaches 1.3 times the median once in a thousand times, five in a row never do. With
-    fewer windows, or one rank, nothing changes.
+    fewer windows, or one rank, nothing changes. In a pipeline a rank's others are those of its stage, which
+    have the same work; one that has a stage for itself is never slow.
     """
     if len(history) < windows or len(history[-1]) < 2:
         return StragglerChanges()
-    ratios = [ratios_to_others(window) for window in history[-windows:]]
+    ratios = [_ratios_in_stages(window, num_stages) for window in history[-windows:]]
     found, gone = [], []
     for rank, of_rank in enumerate(zip(*ratios, strict=True)):
         if rank not in known and min(of_rank) > factor:
@@ -75,6 +81,15 @@ def straggler_changes(
         elif rank in known and max(of_rank) <= factor:
             gone.append(rank)
     return StragglerChanges(tuple(found), tuple(gone))
+
+
+def _ratios_in_stages(window: Sequence[float], num_stages: int) -> list[float]:
+    """Return the ratios of ranks that are numbered by stages."""
+    size = len(window) // num_stages
+    if size == 1 and num_stages > 1:
+        return [1.0] * len(window)
+    stages = [window[begin : begin + size] for begin in range(0, len(window), size)]
+    return [ratio for stage in stages for ratio in ratios_to_others(stage)]
 
 
 def ratios_to_others(window: Sequence[float]) -> list[float]:
@@ -190,7 +205,12 @@ class StepTimes(StepHook):
     """
 
     def __init__(
-        self, config: RecoveryConfig, peers: Peers, clock: StepClock, events: EventWriter | None
+        self,
+        config: RecoveryConfig,
+        peers: Peers,
+        clock: StepClock,
+        events: EventWriter | None,
+        num_stages: int = 1,
     ) -> None:
         self._every_steps = config.straggler_every_steps if peers.world_size > 1 else None
         self._peers = peers
@@ -201,7 +221,7 @@ class StepTimes(StepHook):
         self._host = socket.gethostname()
         self._watch: StragglerWatch | None = None
         if events is not None and self._every_steps is not None:
-            self._watch = StragglerWatch(config, peers, events)
+            self._watch = StragglerWatch(config, peers, events, num_stages)
 
     @contextlib.contextmanager
     def around_step(self, step: int) -> Iterator[None]:
@@ -250,8 +270,8 @@ class StepTimes(StepHook):
 class StragglerWatch:
     """Reads what all ranks have reported, whenever there is something new, and judges it. *Rank 0 only*."""
 
-    def __init__(self, config: RecoveryConfig, peers: Peers, events: EventWriter) -> None:
-        self._config = config
+    def __init__(self, config: RecoveryConfig, peers: Peers, events: EventWriter, num_stages: int) -> None:
+        self._config, self._num_stages = config, num_stages
         self._peers = peers
         self._events = events
         self._history: deque[list[float]] = deque(maxlen=config.straggler_windows)
@@ -299,7 +319,9 @@ class StragglerWatch:
     def _announce(self, step: int, reports: list[dict[str, Any]]) -> None:
         config = self._config
         factor, windows = config.straggler_factor, config.straggler_windows
-        changes = straggler_changes(list(self._history), self._slow, factor=factor, windows=windows)
+        changes = straggler_changes(
+            list(self._history), self._slow, factor=factor, windows=windows, num_stages=self._num_stages
+        )
         num_steps = windows * (config.straggler_every_steps or 1)
         # A full disk takes the record; the next one is tried again.
         with contextlib.suppress(OSError):
