@@ -239,6 +239,24 @@ class Offload(Enum):
     optimizer_disk = "optimizer_disk"
 
 
+# The functional form: Python's class syntax has no member of the name 1f1b.
+PipelineSchedule = Enum(
+    "PipelineSchedule",
+    [
+        ("afab", "afab"),
+        ("1f1b", "1f1b"),
+        ("interleaved", "interleaved"),
+        ("zero_bubble", "zero_bubble"),
+        ("zbv", "zbv"),
+    ],
+)
+PipelineSchedule.__doc__ = """`afab`: all forward passes, then all backward passes. `1f1b`: one forward, one
+backward, with the activations of at most pp micro-batches. `interleaved`: 1f1b with several stages on each
+rank. `zero_bubble`: 1f1b whose gradients of weights fill the bubble. `zbv`: the same with two stages on each
+rank, placed as a V.
+"""
+
+
 @dataclass(frozen=True)
 class ParallelismConfig:
     """Degrees of the mesh axes. World size = dp × tp × pp × cp; ep lies inside dp."""
@@ -251,6 +269,12 @@ class ParallelismConfig:
     tp: int = 1
     sequence_parallel: bool = False
     pp: int = 1
+    # The order of a pipeline's forward and backward passes.
+    schedule: PipelineSchedule = PipelineSchedule["1f1b"]
+    # Stages on each rank of the pipeline: 2 or more for interleaved; zbv has 2 and takes 1 for that.
+    virtual_stages: int = 1
+    # Layers of each stage in order, pp × virtual_stages numbers; null: cut so that all take equally long.
+    stages: list[int] | None = None
     cp: int = 1
     ep: int = 1
     # Bytes of gradient in one all-reduce, in MiB (overlapped with the backward pass).

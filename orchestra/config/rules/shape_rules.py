@@ -10,6 +10,8 @@ from orchestra.config.machine import Situation, data_parallel, world_size
 from orchestra.errors import ConfigError
 from orchestra.sizes.activations import budget_problems, layer_activations
 from orchestra.sizes.flops import head_dim, inner_widths
+from orchestra.sizes.pipeline_schedule import pipeline_shape, shape_problem
+from orchestra.sizes.stage_cut import stages_problems
 from orchestra.sizes.topology import (
     batch_problems,
     batch_shape,
@@ -134,9 +136,30 @@ def rule_context_parallel(config: Config, _: Situation) -> Iterator[str]:
 
 
 def rule_pipeline(config: Config, _: Situation) -> Iterator[str]:
-    pp, layers = config.parallelism.pp, config.model.num_hidden_layers
-    if _positive(pp, layers) and pp > layers:
+    """Stages that the schedule can order, each with a layer of its own, of which a cut by hand has all."""
+    parallelism, layers = config.parallelism, config.model.num_hidden_layers
+    pp, each = parallelism.pp, parallelism.virtual_stages
+    if not _positive(pp, layers, each):
+        return
+    if pp == 1 and each > 1:
+        yield (
+            f"parallelism.virtual_stages={each} with parallelism.pp=1, which is no pipeline; use "
+            "virtual_stages=1, or a larger pp"
+        )
+        return
+    shape = pipeline_shape(parallelism)
+    if pp > 1 and (problem := shape_problem(parallelism.schedule, shape, each)):
+        yield problem
+    elif pp > layers:
         yield f"parallelism.pp={pp} is more than model.num_hidden_layers={layers}; use at most {layers}"
+    elif shape.num_stages > layers:
+        yield (
+            f"parallelism.pp={pp} with {shape.num_chunks} stages on each rank are {shape.num_stages} stages, "
+            f"more than model.num_hidden_layers={layers}; use fewer of either, or another "
+            "parallelism.schedule"
+        )
+    elif parallelism.stages is not None:
+        yield from stages_problems(parallelism.stages, shape, layers)
 
 
 def rule_in_pipeline(config: Config, _: Situation) -> Iterator[str]:

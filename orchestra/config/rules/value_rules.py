@@ -34,6 +34,7 @@ _BOUNDS: dict[str, tuple[int | None, int | None]] = {
     "model.num_experts_per_tok": (1, 2**16),
     "model.moe_intermediate_size": (1, 2**24),
     "model.shared_expert_intermediate_size": (0, 2**24),
+    "parallelism.virtual_stages": (1, 2**16),
     # Token ids have 32 bits.
     "model.vocab_size": (2, 2**31 - 1),
     "model.max_position_embeddings": (1, 2**30),

@@ -141,6 +141,14 @@ rule_context_parallel
     parallelism.cp=2  train.seq_len=255 -> train.seq_len=255 | parallelism.cp=2 | 254 or 256
 rule_pipeline
     parallelism.pp=8  cluster.gpus_per_node=8 -> parallelism.pp=8 | layers=4
+    parallelism.virtual_stages=2 -> virtual_stages=2 | parallelism.pp=1
+    parallelism.pp=2  parallelism.virtual_stages=2 -> schedule=1f1b | one stage on each rank | interleaved
+    parallelism.pp=2  parallelism.schedule=interleaved -> virtual_stages=1 interleaves nothing | 2 or more
+    parallelism.pp=2  parallelism.schedule=zbv  parallelism.virtual_stages=3 -> a V has 2 stages
+    parallelism.pp=2  parallelism.schedule=interleaved  parallelism.virtual_stages=3 -> 6 stages | layers=4
+    parallelism.pp=2  parallelism.stages=[1,1,2] -> [1,1,2] has 3 stages | parallelism.pp=2 × 1
+    parallelism.pp=2  parallelism.stages=[4,0] -> [4,0]: stage 1 has no layer | 1 or more
+    parallelism.pp=2  parallelism.stages=[2,3] -> [2,3] has 5 layers | num_hidden_layers=4
 rule_layout
     parallelism.tp=4 -> does not divide the world size 2 | multiple of 4
     parallelism.dp=4 -> parallelism.dp=4 | world size 2 | parallelism.dp=2 or auto

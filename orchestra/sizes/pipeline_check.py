@@ -1,0 +1,188 @@
+"""Proves that the lists of a pipeline schedule can be run, and says what running them takes.
+
+`check` goes through the lists as ranks would, each in order: sends are asynchronous, receives block. Tests
+prove every schedule with it, the planner takes its times from it, and `held_bytes` is what it takes memory
+from.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from orchestra.sizes.pipeline_schedule import Pass, PipelineShape, RankOrder, StagePass
+
+_RELEASING = (Pass.backward, Pass.input_gradient)
+
+
+class ScheduleError(ValueError):
+    """Raised for lists of actions that are no schedule: missing, twice, out of order or stuck."""
+
+
+@dataclass(frozen=True)
+class PassTimes:
+    """Seconds of each stage's passes on one micro-batch (B is I and W), and of a message between ranks."""
+
+    forward: Sequence[float]
+    input_gradient: Sequence[float]
+    weight_gradient: Sequence[float]
+    message: float = 0.0
+
+    def of(self, action: StagePass) -> float:
+        """Return the seconds of an action."""
+        stage, kind = action.stage, action.kind
+        if kind is Pass.forward:
+            return self.forward[stage]
+        inputs = self.input_gradient[stage] if kind is not Pass.weight_gradient else 0.0
+        return inputs + (self.weight_gradient[stage] if kind is not Pass.input_gradient else 0.0)
+
+
+def unit_times(shape: PipelineShape) -> PassTimes:
+    """Return times in which F, I and W take one each, and messages nothing."""
+    ones = (1.0,) * shape.num_stages
+    return PassTimes(ones, ones, ones)
+
+
+@dataclass(frozen=True)
+class CheckedSchedule:
+    """What a schedule takes. `live` of each rank: the most passes through a stage whose activations are held
+    at one time, forward done or under way and the gradient of inputs not; `waiting`: the most whose gradient
+    of inputs is done and that of weights not. `idle_s`: of each rank, out of `makespan_s`.
+    """
+
+    live: tuple[int, ...]
+    waiting: tuple[int, ...]
+    makespan_s: float
+    idle_s: tuple[float, ...]
+
+    @property
+    def bubble(self) -> float:
+        """The share of all ranks' time in which they wait."""
+        return sum(self.idle_s) / (len(self.idle_s) * self.makespan_s)
+
+
+def check(
+    lists: Sequence[RankOrder], shape: PipelineShape, num_micro_batches: int, times: PassTimes | None = None
+) -> CheckedSchedule:
+    """Prove that every stage has every micro-batch once forward and once backward, in order, that no rank
+    waits for ever, and that between two ranks activations arrive in the order in which they are wanted, and
+    gradients too. Raises ScheduleError naming the first action that is wrong.
+    """
+    for stage in range(shape.num_stages):
+        _check_stage(lists[shape.rank_of(stage)], stage, num_micro_batches)
+    _check_channels(lists, shape)
+    makespan, idle = _run(lists, shape, times or unit_times(shape))
+    ones, zeros = (1.0,) * shape.num_stages, (0.0,) * shape.num_stages
+    return CheckedSchedule(
+        live=tuple(int(held_bytes(actions, ones, zeros)) for actions in lists),
+        waiting=tuple(int(held_bytes(actions, zeros, ones)) for actions in lists),
+        makespan_s=makespan,
+        idle_s=idle,
+    )
+
+
+def held_bytes(actions: RankOrder, live: Sequence[float], waiting: Sequence[float]) -> float:
+    """Return the most that a rank holds at one time where a micro-batch in a stage holds `live[stage]` from
+    its forward pass to the gradient of its inputs, and `waiting[stage]` from there to that of its weights.
+    """
+    most = now = 0.0
+    for action in actions:
+        if action.kind is Pass.forward:
+            now += live[action.stage]
+        most = max(most, now)
+        if action.kind in _RELEASING:
+            now -= live[action.stage]
+        if action.kind is Pass.input_gradient:
+            now += waiting[action.stage]
+        most = max(most, now)
+        if action.kind is Pass.weight_gradient:
+            now -= waiting[action.stage]
+    return most
+
+
+def needed_first(action: StagePass, shape: PipelineShape, *, is_split: bool) -> StagePass | None:
+    """Return the action of another stage that makes what this one takes in; None where nothing comes in."""
+    stage, index = action.stage, action.micro_batch
+    if action.kind is Pass.forward:
+        return StagePass(Pass.forward, stage - 1, index) if stage else None
+    if action.kind is Pass.weight_gradient or stage == shape.num_stages - 1:
+        return None
+    return StagePass(Pass.input_gradient if is_split else Pass.backward, stage + 1, index)
+
+
+def _check_stage(actions: RankOrder, stage: int, num_micro_batches: int) -> None:
+    """Each micro-batch has F and then B, or F, I and W, and each of them goes through them in order."""
+    own = [action for action in actions if action.stage == stage]
+    places = {action: place for place, action in enumerate(own)}
+    if len(places) != len(own):
+        raise ScheduleError(f"stage {stage}: a pass stands in the list twice")
+    last_of: dict[Pass, int] = {}
+    for index in range(num_micro_batches):
+        is_split = StagePass(Pass.input_gradient, stage, index) in places
+        backward = [Pass.input_gradient, Pass.weight_gradient] if is_split else [Pass.backward]
+        before = -1
+        for kind in (Pass.forward, *backward):
+            place = places.pop(action := StagePass(kind, stage, index), None)
+            if place is None:
+                raise ScheduleError(f"{action} is missing")
+            if place < max(before, last_of.get(kind, -1)):
+                raise ScheduleError(f"{action} comes too early in its rank's list")
+            before = last_of[kind] = place
+    if places:
+        raise ScheduleError(f"{next(iter(places))} is too much")
+
+
+def _check_channels(lists: Sequence[RankOrder], shape: PipelineShape) -> None:
+    """What one rank sends another, in the order of its list, is what that one takes in, in the order of its.
+
+    Activations and gradients have channels of their own: (from, to, whether forward).
+    """
+    sent: dict[tuple[int, int, bool], list[StagePass]] = defaultdict(list)
+    taken: dict[tuple[int, int, bool], list[StagePass]] = defaultdict(list)
+    for rank, actions in enumerate(lists):
+        for action in actions:
+            is_forward = action.kind is Pass.forward
+            next_stage = action.stage + (1 if is_forward else -1)
+            if action.kind is not Pass.weight_gradient and 0 <= next_stage < shape.num_stages:
+                sent[rank, shape.rank_of(next_stage), is_forward].append(action)
+            source = needed_first(action, shape, is_split=action.kind is Pass.input_gradient)
+            if source is not None:
+                taken[shape.rank_of(source.stage), rank, is_forward].append(source)
+    for channel, actions_sent in sent.items():
+        for source, wanted in zip(actions_sent, taken[channel], strict=True):
+            if source != wanted and channel[0] != channel[1]:
+                raise ScheduleError(
+                    f"rank {channel[1]} waits for {wanted} while rank {channel[0]} sends {source}"
+                )
+
+
+def _run(
+    lists: Sequence[RankOrder], shape: PipelineShape, times: PassTimes
+) -> tuple[float, tuple[float, ...]]:
+    """Return when the last rank ends, and how long each one waits until then."""
+    ends: dict[StagePass, float] = {}
+    places, clocks, busy = [0] * len(lists), [0.0] * len(lists), [0.0] * len(lists)
+    is_moving = True
+    while is_moving:
+        is_moving = False
+        for rank, actions in enumerate(lists):
+            while places[rank] < len(actions):
+                action = actions[places[rank]]
+                source = needed_first(action, shape, is_split=action.kind is Pass.input_gradient)
+                if source is not None:
+                    if source not in ends:
+                        break
+                    is_sent = shape.rank_of(source.stage) != rank
+                    clocks[rank] = max(clocks[rank], ends[source] + times.message * is_sent)
+                clocks[rank] += times.of(action)
+                busy[rank] += times.of(action)
+                ends[action] = clocks[rank]
+                places[rank] += 1
+                is_moving = True
+    stuck = [rank for rank, actions in enumerate(lists) if places[rank] < len(actions)]
+    if stuck:
+        waits = ", ".join(f"rank {rank} at {lists[rank][places[rank]]}" for rank in stuck)
+        raise ScheduleError(f"deadlock: {waits}")
+    makespan = max(clocks)
+    return makespan, tuple(makespan - each for each in busy)
