@@ -65,7 +65,9 @@ class Transformer(nn.Module):
         self.output_products: MakeProducts = PlainProducts
         self._rotary: tuple[Tensor, Tensor] | None = None
         # All that this process has of the model, in its order.
-        self.parts = (ModelPart(range(model.num_hidden_layers), is_first=True, is_last=True),)
+        self.parts: tuple[ModelPart, ...] = (
+            ModelPart(range(model.num_hidden_layers), is_first=True, is_last=True),
+        )
         self.tie_weights()
 
     def tie_weights(self) -> None:

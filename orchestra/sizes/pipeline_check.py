@@ -161,8 +161,25 @@ def _run(
     lists: Sequence[RankOrder], shape: PipelineShape, times: PassTimes
 ) -> tuple[float, tuple[float, ...]]:
     """Return when the last rank ends, and how long each one waits until then."""
+    makespan = max(_ends(lists, shape, times).values())
+    return makespan, tuple(makespan - sum(map(times.of, actions)) for actions in lists)
+
+
+def turns(lists: Sequence[RankOrder], shape: PipelineShape) -> tuple[tuple[int, ...], ...]:
+    """Return for each rank when its passes begin, counted in passes that all take equally long (B: two).
+
+    What waits for a pass, directly or through others, comes in a later turn: of ranks that wait for one that
+    hangs, all are ahead of it.
+    """
+    times = unit_times(shape)
+    ends = _ends(lists, shape, times)
+    return tuple(tuple(round(ends[action] - times.of(action)) for action in actions) for actions in lists)
+
+
+def _ends(lists: Sequence[RankOrder], shape: PipelineShape, times: PassTimes) -> dict[StagePass, float]:
+    """Return when each pass ends."""
     ends: dict[StagePass, float] = {}
-    places, clocks, busy = [0] * len(lists), [0.0] * len(lists), [0.0] * len(lists)
+    places, clocks = [0] * len(lists), [0.0] * len(lists)
     is_moving = True
     while is_moving:
         is_moving = False
@@ -176,7 +193,6 @@ def _run(
                     is_sent = shape.rank_of(source.stage) != rank
                     clocks[rank] = max(clocks[rank], ends[source] + times.message * is_sent)
                 clocks[rank] += times.of(action)
-                busy[rank] += times.of(action)
                 ends[action] = clocks[rank]
                 places[rank] += 1
                 is_moving = True
@@ -184,5 +200,4 @@ def _run(
     if stuck:
         waits = ", ".join(f"rank {rank} at {lists[rank][places[rank]]}" for rank in stuck)
         raise ScheduleError(f"deadlock: {waits}")
-    makespan = max(clocks)
-    return makespan, tuple(makespan - each for each in busy)
+    return ends

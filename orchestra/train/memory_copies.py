@@ -225,7 +225,7 @@ class MemoryCopies(StepHook):
         ready = self._device.ready()
         self._under_way = self._pool.submit(self._copy, slot, targets, facts, ready, self._is_copied)
 
-    def enter(self, phase: Phase, step: int, micro_batch: int) -> None:  # noqa: ARG002
+    def enter(self, phase: Phase, step: int, micro_batch: int, turn: int) -> None:  # noqa: ARG002
         """Wait before an update until the copy under way has read the state. On a GPU its stream waits."""
         if phase is Phase.update and self._under_way is not None:
             self._is_copied.wait()

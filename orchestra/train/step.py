@@ -24,7 +24,7 @@ from orchestra.parallel.zero.stages import norm_over_ranks
 from orchestra.precision.policies import DynamicLossScale
 from orchestra.precision.scale_history import ScaleHistory
 from orchestra.run.heartbeat import Phase
-from orchestra.sizes.pipeline_schedule import Action, Pass
+from orchestra.sizes.pipeline_schedule import Pass, StagePass
 from orchestra.sizes.step_shares import Part
 from orchestra.train.hooks import StepHooks, StepResult
 from orchestra.train.watch.bad_losses import LEAVES_OUT, LossSpikes
@@ -146,7 +146,7 @@ class TrainingStep:
     def _through_pipeline(
         self, pipeline: Pipeline, step: int, tokens_ABS: Tensor, share: float | Tensor
     ) -> tuple[Tensor, dist.Work | None]:
-        def enter(action: Action, turn: int) -> None:
+        def enter(action: StagePass, turn: int) -> None:
             phase = Phase.forward if action.kind is Pass.forward else Phase.backward
             self._hooks.enter(phase, step, action.micro_batch, turn)
 

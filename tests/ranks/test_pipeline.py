@@ -52,5 +52,4 @@ def test_two_stages(ranks: Ranks, tied: bool) -> None:
     for kind, pp, virtual, accumulation, more in CASES:
         config = config_with(kind, pp, virtual, accumulation, model=model, **more)
         (found,) = trained_on(ranks(pp), [config], STEPS)
-        print(kind, pp, virtual, accumulation)
         assert_same_training(found, reference(model))

@@ -23,8 +23,8 @@ from orchestra.run.paths import RunDir, SweepDir, is_sweep
 from orchestra.run.record import RunPhase
 from orchestra.run.run_lineage import newest_checkpoint
 from orchestra.sizes.flops import num_parameters
-from orchestra.sizes.step_shares import read_shares
 from orchestra.sizes.pipeline_schedule import pipeline_shape
+from orchestra.sizes.step_shares import read_shares
 from orchestra.sizes.topology import batch_shape, global_batch_size, has_open_micro_batch, layout
 from orchestra.submit.launch import threads_per_rank, usable_cores
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from orchestra.parallel.marks import Traffic, marked
+from orchestra.parallel.marks import marked
 from orchestra.parallel.mesh import Mesh
 from orchestra.parallel.shared_devices import NCCL
 from orchestra.sizes.pipeline_schedule import PipelineShape

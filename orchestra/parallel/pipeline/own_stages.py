@@ -13,7 +13,8 @@ from conf.schema import Config
 from orchestra.model.transformer import ModelPart, Transformer
 from orchestra.parallel.mesh import Mesh
 from orchestra.parallel.places import TensorPlace
-from orchestra.sizes.pipeline_schedule import pipeline_shape, stage_layers
+from orchestra.sizes.pipeline_schedule import pipeline_shape
+from orchestra.sizes.stage_cut import stage_layers
 
 
 def keep_own_stages(

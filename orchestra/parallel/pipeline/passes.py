@@ -29,7 +29,7 @@ from orchestra.parallel.pipeline.links import Arriving, Links
 from orchestra.parallel.zero.stages import Stage
 from orchestra.precision.policies import policy
 from orchestra.sizes.pipeline_check import turns
-from orchestra.sizes.pipeline_schedule import Action, Pass, PipelineShape, pipeline_shape, schedule
+from orchestra.sizes.pipeline_schedule import Pass, PipelineShape, StagePass, pipeline_shape, schedule
 from orchestra.sizes.step_shares import Part
 from orchestra.sizes.topology import batch_shape
 
@@ -50,7 +50,7 @@ class PassHooks:
     the micro-batch and its loss (0 on ranks without the last stage).
     """
 
-    enter: Callable[[Action, int], None]
+    enter: Callable[[StagePass, int], None]
     around_backward: Callable[[int, Tensor], AbstractContextManager[object]]
 
 
@@ -78,7 +78,7 @@ class Pipeline:
         self._arriving: dict[tuple[int, int, bool], Arriving] = {}
 
     @functools.cache  # noqa: B019  it lives as long as the training
-    def actions(self, num_micro_batches: int) -> list[tuple[Action, int]]:
+    def actions(self, num_micro_batches: int) -> list[tuple[StagePass, int]]:
         """Return this rank's actions in a step of so many micro-batches, each with its turn."""
         lists = schedule(self._kind, self.shape, num_micro_batches)
         return list(zip(lists[self._here], turns(lists, self.shape)[self._here], strict=True))
@@ -139,7 +139,7 @@ class Pipeline:
     def _is_last(self, stage: int) -> bool:
         return stage == self.shape.num_stages - 1
 
-    def _ask_for(self, action: Action) -> None:
+    def _ask_for(self, action: StagePass) -> None:
         """Start to receive what an action needs from another rank."""
         if action.kind is Pass.weight_gradient:
             return
@@ -173,7 +173,7 @@ class Pipeline:
         stage, number = place[0], self._stages.index(place[0])
         given: Tensor | None = None
         if stage > 0:
-            self._ask_for(Action(Pass.forward, *place))
+            self._ask_for(StagePass(Pass.forward, *place))
             given = self._taken(place, is_onward=True)
             given.requires_grad_(torch.is_grad_enabled())
         # Where the tokens come from, so that nobody waits for them to arrive.

@@ -74,7 +74,7 @@ class Faults(StepHook):
 
     def around_step(self, step: int) -> AbstractContextManager[object]:
         """Fail where that is planned for the step's begin."""
-        self.enter(Phase.step, step, 0)
+        self.enter(Phase.step, step, 0, 0)
         return nullcontext()
 
     def enter(self, phase: Phase, step: int, micro_batch: int, turn: int) -> None:  # noqa: ARG002

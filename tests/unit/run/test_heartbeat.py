@@ -90,10 +90,8 @@ def test_positions_compare_like_progress() -> None:
     step = [(Phase.step, 0), (Phase.data, 0), *micro_batches, *after]
     ordered = [(Phase.setup, 0, 0), (Phase.restore, 0, 0)]
     ordered += [(phase, number, micro_batch) for number in (4, 5) for phase, micro_batch in step]
-    positions = [
-        Beat(0, phase, step, micro_batch, micro_batch, 1, 1, 1).position
-        for phase, step, micro_batch in ordered
-    ]
+    beats = [Beat(0, phase, step, number, number, 1, 1, 1) for phase, step, number in ordered]
+    positions = [beat.position for beat in beats]
     assert positions == sorted(positions)
 
 
