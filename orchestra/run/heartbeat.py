@@ -80,8 +80,8 @@ class Beat:
         return self.step, coarse, self.turn if is_micro_batch else 0, self.phase
 
 
-# Magic, count, phase, step, micro-batch, turn, first step, pid, start, and the count again: a reader that finds the
-# two different came in the midst of a beat.
+# Magic, count, phase, step, micro-batch, turn, first step, pid, start, and the count again: a reader that
+# finds the two different came in the midst of a beat.
 _RECORD = struct.Struct("<8sqqqqqqqqq")
 _MAGIC = b"orchbeat"
 

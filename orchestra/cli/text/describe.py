@@ -23,7 +23,8 @@ from orchestra.run.paths import RunDir, SweepDir, is_sweep
 from orchestra.run.record import RunPhase
 from orchestra.run.run_lineage import newest_checkpoint
 from orchestra.sizes.flops import num_parameters
-from orchestra.sizes.pipeline_schedule import pipeline_shape
+from orchestra.sizes.pipeline_check import check
+from orchestra.sizes.pipeline_schedule import pipeline_shape, schedule
 from orchestra.sizes.step_shares import read_shares
 from orchestra.sizes.topology import batch_shape, global_batch_size, has_open_micro_batch, layout
 from orchestra.submit.launch import threads_per_rank, usable_cores
@@ -55,7 +56,7 @@ def header(config: Config, run: RunDir, attempt: int = 0, from_step: int | None 
         f"layout  {_layout(mesh, config)}",
         f"batch   {size} × {seq_len} = {size * seq_len:,} tokens per step",
         f"        {_shares(mesh, config)}",
-        *_pipeline(config),
+        *_pipeline(mesh, config),
         f"device  {_device(config)}",
         *([f"attempt {attempt}, {begins}"] if attempt else []),
     ]
@@ -68,20 +69,19 @@ def _shares(mesh: Layout, config: Config) -> str:
     return f"micro-batch {batch.micro_batch_size} × accumulation {batch.accumulation} × dp {batch.dp}"
 
 
-def _pipeline(config: Config) -> list[str]:
-    """Say how the passes of a pipeline follow each other, and what ZeRO-3 costs there."""
-    shape = pipeline_shape(config.parallelism)
-    if shape.num_ranks == 1:
+def _pipeline(mesh: Layout, config: Config) -> list[str]:
+    """Say how the passes of a pipeline follow each other, how long ranks wait, and what ZeRO-3 costs there."""
+    if mesh.pp == 1:
         return []
-    words = config.parallelism.schedule.name
-    if shape.num_chunks > 1:
-        words += f", {shape.num_chunks} stages on each rank"
-    lines = [f"pipeline {words}"]
+    kind, shape = config.parallelism.schedule, pipeline_shape(config.parallelism)
+    words = [kind.name, *([f"{shape.num_chunks} stages on each rank"] if shape.num_chunks > 1 else [])]
+    if not has_open_micro_batch(config.train):
+        count = batch_shape(config.train, mesh.dp).accumulation
+        bubble = check(schedule(kind, shape, count), shape, count).bubble
+        words.append(f"idle for {bubble:.0%} of a step (less with more micro-batches)")
+    lines = [f"stages  {', '.join(words)}"]
     if config.parallelism.zero == 3:
-        lines.append(
-            "warning ZeRO-3 in a pipeline gathers the parameters of a stage twice for every micro-batch; "
-            "parallelism.zero=1 or 2 does not"
-        )
+        lines.append("warning ZeRO-3 gathers a stage's parameters twice for each micro-batch; zero=2 does not")
     return lines
 
 

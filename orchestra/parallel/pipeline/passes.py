@@ -35,7 +35,7 @@ from orchestra.sizes.topology import batch_shape
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _InFlight:
     """What a rank keeps of a micro-batch between a stage's passes."""
 
     given: Tensor | None
@@ -70,7 +70,7 @@ class Pipeline:
             num_parts *= config.parallelism.tp
         self._message = (batch.micro_batch_size, batch.seq_len // num_parts, config.model.hidden_size)
         self._dtype = policy(config.precision).parameter
-        self._kept: dict[tuple[int, int], _Kept] = {}
+        self._kept: dict[tuple[int, int], _InFlight] = {}
         self._later: dict[tuple[int, int], list[Callable[[], None]]] = {}
         # What a stage made for another one of this rank, and what is being received, by stage, micro-batch
         # and whether it goes to a forward pass.
@@ -114,9 +114,8 @@ class Pipeline:
                 targets_BS = tokens_ABS[action.micro_batch, :, 1:]
                 is_split = action.kind is Pass.input_gradient
                 total += self._backward(place, targets_BS, share, hooks, is_split=is_split)
-        assert not (self._kept or self._later or self._handed or self._arriving), (
-            "the schedule left something over"
-        )
+        left = (self._kept, self._later, self._handed, self._arriving)
+        assert not any(left), "the schedule left something over"
         self._links.finish()
         return total
 
@@ -186,9 +185,9 @@ class Pipeline:
     def _forward(self, place: tuple[int, int], tokens_BS: Tensor) -> None:
         given, made = self._through(place, tokens_BS[:, :-1])
         if self._is_last(place[0]):
-            self._kept[place] = _Kept(given, made)
+            self._kept[place] = _InFlight(given, made)
             return
-        self._kept[place] = _Kept(given, get_gradient_edge(made))
+        self._kept[place] = _InFlight(given, get_gradient_edge(made))
         self._pass_on(made, place, is_onward=True)
 
     def _backward(
