@@ -70,7 +70,7 @@ def _shares(mesh: Layout, config: Config) -> str:
 
 
 def _pipeline(mesh: Layout, config: Config) -> list[str]:
-    """Say how the passes of a pipeline follow each other, how long ranks wait, and what ZeRO-3 costs there."""
+    """Say how a pipeline's passes follow each other, how long ranks wait, and what ZeRO-3 costs there."""
     if mesh.pp == 1:
         return []
     kind, shape = config.parallelism.schedule, pipeline_shape(config.parallelism)
@@ -81,7 +81,7 @@ def _pipeline(mesh: Layout, config: Config) -> list[str]:
         words.append(f"idle for {bubble:.0%} of a step (less with more micro-batches)")
     lines = [f"stages  {', '.join(words)}"]
     if config.parallelism.zero == 3:
-        lines.append("warning ZeRO-3 gathers a stage's parameters twice for each micro-batch; zero=2 does not")
+        lines.append("warning ZeRO-3 gathers a stage twice for each micro-batch; zero=2 does not")
     return lines
 
 
