@@ -38,7 +38,10 @@ from orchestra.precision.fp8_output import Fp8OutputProducts
 from orchestra.precision.rounded_weights import RoundedWeights
 from orchestra.precision.scale_history import ScaleHistory
 from orchestra.sizes.activations import kinds_of_layers
+from orchestra.sizes.pipeline_schedule import splits_backward
 
+# What products of gradients are made of later must not be overwritten by what is compiled.
+_KEEPS_ITS_BUFFERS = {"allow_buffer_reuse": False, "inplace_buffers": False}
 _aten = torch.ops.aten
 _PRODUCTS = frozenset(
     operator
@@ -132,9 +135,11 @@ def compile_blocks(model: Transformer, config: Config) -> None:
     """
     if config.train.compile is True:
         model.logits_passes = CompiledPasses()
+        is_split = config.parallelism.pp > 1 and splits_backward(config.parallelism.schedule)
         for layer in model.layers:
             # Shapes are fixed for a run; what is compiled for any shape is slower.
-            layer.forward = torch.compile(layer.forward, dynamic=False)
+            options = _KEEPS_ITS_BUFFERS if is_split else None
+            layer.forward = torch.compile(layer.forward, dynamic=False, options=options)
 
 
 def set_products(model: Transformer, config: Config) -> ScaleHistory | None:

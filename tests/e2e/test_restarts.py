@@ -120,3 +120,30 @@ def test_a_rank_killed_under_a_stopped_torchrun_is_followed_by_another_attempt(t
     os.kill(rank.pid, signal.SIGKILL)
     started.end(0, limit_s=100)
     assert len(events_of(started.run, "attempt_started", 1)) == 1
+
+
+PIPELINE = (
+    "parallelism.pp=4",
+    "parallelism.schedule=zero_bubble",
+    "cluster.gpus_per_node=4",
+    "model.num_hidden_layers=5",
+    "train.micro_batch_size=1",
+    "train.global_batch_size=6",
+    "train.steps=14",
+    "checkpoint.every_steps=5",
+    "recovery.memory_copy_every_steps=1",
+)
+
+
+def test_in_a_pipeline_the_stage_that_hangs_is_named_and_not_those_that_wait(tmp_path: Path) -> None:
+    undisturbed = train(tmp_path, "undisturbed", *TINY, *PIPELINE)
+    faults = (
+        "recovery.inject=[{at_step: 6, rank: 2, fault: sigkill},"
+        "{attempt: 1, at_step: 10, rank: 1, phase: forward, fault: hang}]"
+    )
+    limits = ("recovery.heartbeat_timeout_s=10",)
+    run = train(tmp_path, "disturbed", *TINY, *PIPELINE, *limits, faults, limit_s=200)
+    assert_same_training(run, undisturbed)
+    (hang,) = events_of(run, "hang_detected", 1)
+    assert (hang["rank"], hang["phase"]) == (1, "forward")
+    assert processes_of(run) == []

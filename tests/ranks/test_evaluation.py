@@ -41,6 +41,7 @@ TRAIN: dict[str, Any] = {"global_batch_size": 8, "micro_batch_size": 2}
 LAYOUTS: list[dict[str, Any]] = [
     *({"zero": zero} for zero in (0, 1, 3)),
     {"tp": 2, "sequence_parallel": True},
+    {"pp": 2},
 ]
 
 
@@ -59,7 +60,8 @@ def evaluated(rank: int, world: int, config: Config, steps: int = 4) -> tuple[Wh
     # 13 samples are no multiple of anything; 3 leave ranks without any.
     sources = {"odd": samples(13, 1), "few": samples(3, 2), "many": samples(200, 3)}
     parallel = training.parallelized
-    loss = HeldOutLoss(sources, 16, parallel.model, training.batch, mesh, parallel.stage.begin_forward)
+    forward, pipeline = parallel.stage.begin_forward, parallel.pipeline
+    loss = HeldOutLoss(sources, 16, parallel.model, training.batch, mesh, forward, pipeline)
     found, rows = [loss.compute()], list[Row]()
     for step in range(1, steps + 1):
         rows += take_steps(config, training, mesh, [step])

@@ -211,7 +211,8 @@ class Pipeline:
             loss = made.detach()
         else:
             root, gradient = kept.made, self._taken(place, is_onward=False)
-        with marked(Part.backward), hooks.around_backward(place[1], loss):
+        passing = self._stage.gradients.passing()
+        with marked(Part.backward), hooks.around_backward(place[1], loss), passing:
             torch.autograd.backward(root, gradient)
         later.is_open = False
         if is_split:

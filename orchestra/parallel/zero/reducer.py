@@ -133,6 +133,7 @@ class Reducer:
                     self._attached.append(item.parameter)
                 hook = item.parameter.register_post_accumulate_grad_hook(_to(taker))  # type: ignore[no-untyped-call]
                 self._hooks.append(hook)
+        self._tickets = tuple(taker.ticket for taker in self._takers)
 
     def begin(self, *, is_first: bool, is_last: bool, part: int = 0) -> None:
         """Expect the gradients of a micro-batch in one part of the model."""
@@ -171,6 +172,16 @@ class Reducer:
             gradients = self._units[number]
             gradients.owned = gradients.whole = None
             gradients.views = []
+
+    @contextmanager
+    def passing(self) -> Iterator[None]:
+        """Let a backward pass run while the graphs of other micro-batches wait for theirs.
+
+        Compiled code says that it changes a weight's ticket; autograd must not take that for a change of what
+        those graphs have kept.
+        """
+        with torch.autograd._unsafe_preserve_version_counter(self._tickets):
+            yield
 
     def is_taken(self, number: int) -> bool:
         """Whether the backward pass of this micro-batch is through with a unit."""
