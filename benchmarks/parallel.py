@@ -7,9 +7,9 @@
 Modes and peers (each of these on transformers' Llama, and on orchestra's own model where that is fair):
 DistributedDataParallel beside ZeRO-0; DDP with ZeroRedundancyOptimizer beside ZeRO-1; FSDP2 that keeps
 parameters gathered beside ZeRO-1 and -2, and that releases them beside ZeRO-3; DTensor's `parallelize_module`
-beside tensor parallelism, with and without sequence parallelism; ZeRO-1 beside itself with its state on disk
-(`--modes disk`); accelerate in DDP and FSDP2 (a variant whose
-library is not there is left out, and said so).
+beside tensor parallelism, with and without sequence parallelism; torch.distributed.pipelining beside two
+stages, or two on each rank, of our modules and cut as ours; ZeRO-1 beside itself with its state on disk
+(`--modes disk`); accelerate in DDP and FSDP2 (a variant whose library is not there is left out, and said so).
 
 Every variant has processes of its own, one a rank with one thread, started as its user would start them:
 orchestra's with the environment that `orchestra run` gives its workers, the peers with none of it
@@ -50,6 +50,8 @@ MODES: dict[str, tuple[str, ...]] = {
     "tp": (f"{OURS} tp", "dtensor plain", "dtensor transformers"),
     "disk": (f"{OURS} zero1", f"{OURS} zero1+disk"),
     "tp+sp": (f"{OURS} tp+sp", "dtensor+sp plain", "dtensor+sp transformers"),
+    "pp": (f"{OURS} pp 1f1b", "pipelining 1f1b", f"{OURS} pp zero_bubble", f"{OURS} pp zbv"),
+    "pp v": (f"{OURS} pp interleaved", "pipelining interleaved"),
 }
 
 
@@ -67,6 +69,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--vocab", type=int, default=8192)
     parser.add_argument("--sequence", type=int, default=256)
     parser.add_argument("--global-batch", type=int, default=8, help="sequences a step over both ranks")
+    parser.add_argument("--micro-batches", type=int, default=4, help="of a pipeline's step")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--disk", default=tempfile.gettempdir(), help="folder for the state of zero1+disk")
     parser.add_argument("--same-environment", action="store_true")
@@ -226,11 +229,19 @@ def config_of(arguments: argparse.Namespace, variant: str):
         Offload,
         OptimConfig,
         ParallelismConfig,
+        PipelineSchedule,
         TrainConfig,
     )
 
     mode = variant.removeprefix(OURS).strip()
     tp = RANKS if "tp" in mode else 1
+    micro_batch_size = arguments.global_batch * tp // RANKS
+    pipeline = {}
+    if is_pipeline(variant):
+        kind = mode.split(" ")[-1]
+        chunks = 2 if kind == "interleaved" else 1
+        pipeline = {"pp": RANKS, "schedule": PipelineSchedule[kind], "virtual_stages": chunks}
+        micro_batch_size = arguments.global_batch // arguments.micro_batches
     return Config(
         model=ModelConfig(
             name="bench",
@@ -243,6 +254,7 @@ def config_of(arguments: argparse.Namespace, variant: str):
             zero=int(mode[4]) if mode.startswith("zero") else 0,
             tp=tp,
             sequence_parallel=mode == "tp+sp",
+            **pipeline,
             offload=Offload.optimizer_disk if mode.endswith("+disk") else Offload.none,
             offload_dir=arguments.disk,
         ),
@@ -251,11 +263,15 @@ def config_of(arguments: argparse.Namespace, variant: str):
         train=TrainConfig(
             steps=100_000,
             seq_len=arguments.sequence,
-            micro_batch_size=arguments.global_batch * tp // RANKS,
+            micro_batch_size=micro_batch_size,
             global_batch_size=arguments.global_batch,
         ),
         cluster=ClusterConfig(device=Device.cpu),
     )
+
+
+def is_pipeline(variant: str) -> bool:
+    return variant.startswith((f"{OURS} pp", "pipelining"))
 
 
 def serve(arguments: argparse.Namespace) -> None:
@@ -269,7 +285,7 @@ def serve(arguments: argparse.Namespace) -> None:
     with open_mesh(config, rank_environment()) as mesh:
         shape = (arguments.global_batch, arguments.sequence + 1)
         whole = torch.randint(0, arguments.vocab, shape, generator=torch.Generator().manual_seed(1))
-        is_cut = "tp" in arguments.variant or "dtensor" in arguments.variant
+        is_cut = any(word in arguments.variant for word in ("tp", "dtensor", "pp", "pipelining"))
         tokens = (whole if is_cut else whole.chunk(RANKS)[mesh.rank]).contiguous()
         try:
             step = built(arguments.variant, config, mesh, tokens)
@@ -294,6 +310,8 @@ def built(variant: str, config, mesh, tokens) -> Callable[[], object]:
     arguments = (kind, config, mesh.device, tokens)
     if how == "accelerate":
         return peers.accelerated(config, mesh.device, tokens, is_sharded=kind == "fsdp")
+    if how == "pipelining":
+        return peers.pipelined(config, mesh.device, tokens)
     if how.startswith("ddp"):
         return peers.ddp(*arguments, is_sharded=how == "ddp+zro")
     if how.startswith("fsdp"):
@@ -306,9 +324,10 @@ def orchestra_step(config, mesh, tokens) -> Callable[[], object]:
 
     training = build_training(config, mesh)
     count = iter(range(1, 1_000_000))
+    tokens_ABS = tokens.view(training.batch.accumulation, -1, tokens.shape[1])
 
     def step() -> object:
-        loss = training.step.run(next(count), tokens.unsqueeze(0)).loss
+        loss = training.step.run(next(count), tokens_ABS).loss
         if training.parallelized.units.state_file is not None:
             # Else the update would go on while the other variant's step is timed.
             training.parallelized.stage.settle()

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -29,7 +30,9 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from conf.schema import Config
-from orchestra.model.transformer import Transformer, fill_initial_values
+from orchestra.model.transformer import ModelPart, Transformer, fill_initial_values
+from orchestra.sizes.pipeline_schedule import pipeline_shape
+from orchestra.sizes.stage_cut import stage_layers
 
 Step = Callable[[], Tensor]
 # The plain model's names for orchestra's modules.
@@ -290,6 +293,71 @@ def _parallel_transformers(inner: Any, mesh: DeviceMesh, is_sp: bool) -> nn.Modu
             }
         parallelize_module(layer, mesh, of_layer)
     return inner  # type: ignore[no-any-return]
+
+
+class _StageModule(nn.Module):
+    """One stage of orchestra's model, cut as orchestra cuts it, for torch's pipelines."""
+
+    def __init__(self, config: Config, stage: int) -> None:
+        super().__init__()
+        self.model = Transformer(config.model)
+        fill_initial_values(self.model, config.train.seed)
+        layers = stage_layers(config)
+        self.part = ModelPart(layers[stage], is_first=stage == 0, is_last=stage == len(layers) - 1)
+        self.model.keep_only([self.part])
+        self.seen = torch.zeros((config.train.micro_batch_size, config.train.seq_len), dtype=torch.int64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.part.is_first:
+            return self.model.through(self.part, x, None)
+        return self.model.through(self.part, self.seen, x)
+
+
+def pipelined(config: Config, device: torch.device, tokens: Tensor) -> Step:
+    """torch.distributed.pipelining: 1F1B or interleaved 1F1B, with static shapes."""
+    shape, rank = pipeline_shape(config.parallelism), dist.get_rank()
+    num_micro_batches = config.train.global_batch_size // config.train.micro_batch_size
+    share = 1.0 / (tokens.shape[0] * config.train.seq_len)
+    modules, stages = [], []
+    for number in shape.stages_of(rank):
+        module = _StageModule(config, number).to(device)
+        hidden = torch.zeros((*module.seen.shape, config.model.hidden_size), requires_grad=True)
+        given = module.seen if number == 0 else hidden
+        modules.append(module)
+        stages.append(
+            PipelineStage(module, number, shape.num_stages, device, input_args=given, output_args=hidden)
+        )
+    last = modules[-1].model
+
+    def loss_of(hidden: Tensor, targets: Tensor) -> Tensor:
+        return last.loss_of(hidden, targets, share)
+
+    schedule: Any
+    if shape.num_chunks == 1:
+        schedule = Schedule1F1B(stages[0], num_micro_batches, loss_fn=loss_of, scale_grads=False)
+    else:
+        schedule = ScheduleInterleaved1F1B(stages, num_micro_batches, loss_fn=loss_of, scale_grads=False)
+    whole = nn.ModuleList(modules)
+    optimizer = adamw(whole, config)
+    limit = config.optim.clip_norm or torch.inf
+    inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    def step() -> Tensor:
+        losses: list[Tensor] = []
+        given = (inputs,) if rank == 0 else ()
+        is_last = shape.rank_of(shape.num_stages - 1) == rank
+        schedule.step(*given, **({"target": targets, "losses": losses} if is_last else {}))
+        total = torch.stack(losses).sum().detach() if losses else torch.zeros(())
+        gradients = [parameter.grad for parameter in whole.parameters() if parameter.grad is not None]
+        squares = torch.nn.utils.get_total_norm(gradients).square()
+        both = torch.stack([total, squares])
+        dist.all_reduce(both)
+        torch.nn.utils.clip_grads_with_norm_(whole.parameters(), limit, both[1].sqrt())
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return both[0]
+
+    return step
 
 
 class OtherPeerError(ImportError):
