@@ -94,3 +94,26 @@ def test_a_v_has_a_tied_matrix_on_one_rank() -> None:
     }
     matrix = 2 * model.vocab_size * model.hidden_size
     assert sum(parameters["1f1b"]) - sum(parameters["zbv"]) == pytest.approx(matrix)
+
+
+def with_context(cp: int, **changes: Any) -> PlanCase:
+    usual = case(num_gpus=8 * cp, dp=8, cp=cp, zero=2, seq_len=32768, num_key_value_heads=8)
+    return replace(usual, **changes)
+
+
+def test_context_parallelism_divides_activations_and_is_slower_by_what_it_gathers() -> None:
+    alone = predict(with_context(1))
+    for cp in (2, 4, 8):
+        found = predict(with_context(cp))
+        assert found.peak.activations == pytest.approx(alone.peak.activations / cp, rel=0.05)
+        layer, whole = found.time.layer, alone.time.layer
+        assert layer.attention == pytest.approx(whole.attention / cp)
+        gathering = replace(found.case, recompute=Recompute.full)
+        assert 0 < layer.context <= step_time(gathering).layer.context
+        assert alone.time.total < found.time.total * cp < 1.3 * alone.time.total
+
+
+def test_a_ring_is_slower_than_gathered_keys_and_values() -> None:
+    gathered = with_context(4)
+    ring = replace(gathered, framework=replace(gathered.framework, gathers_context=False))
+    assert step_time(gathered).total < step_time(ring).total
