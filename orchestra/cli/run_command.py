@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from conf.schema import Config
 from launchers.torchrun import LaunchPlace, command
 from orchestra.cli.hydra_options import add_hydra_options, answered
-from orchestra.cli.text import describe, figures
+from orchestra.cli.text import axis_links, describe, figures
 from orchestra.cli.text.progress import Progress, open_view, silence, speaks_unicode
 from orchestra.config.machine import signature, this_machine
 from orchestra.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_STOPPED, ConfigError
@@ -31,6 +31,7 @@ from orchestra.run.files import Record
 from orchestra.run.paths import RunDir
 from orchestra.run.run_folders import remember
 from orchestra.run.run_lineage import newest_checkpoint
+from orchestra.sizes.topology import layout
 from orchestra.submit.launch import launch_spec, source_root
 from orchestra.submit.network_bench import with_measured_network
 from orchestra.submit.new_run import RunRequest, frozen_config, planned_run, prepare
@@ -142,7 +143,8 @@ def print_plan(attempt: ForegroundAttempt, facts: Record, *, as_json: bool) -> N
         print(json.dumps(plan, indent=2))
         return
     environment = " ".join(f"{name}={shlex.quote(value)}" for name, value in sorted(spec.environment.items()))
-    print("\n".join(attempt.header))
+    mesh = layout(attempt.config.parallelism, describe.world_size(attempt.config))
+    print("\n".join([*attempt.header, *axis_links.of_cluster(mesh, attempt.config.cluster)]))
     print(f"\n# would be started as\n{environment} {shlex.join(words)}")
     print(f"\n# {describe.shown(run.config)}\n{to_yaml(attempt.config)}", end="")
 

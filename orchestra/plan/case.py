@@ -2,7 +2,8 @@
 
 Also which layers a pipeline stage holds, and how many parameters one of its ranks has: integers only. Layers
 are divided evenly, as most trainers do, or by cost with the output product counted as a block (nanotron),
-which gives the last stage fewer layers when the vocabulary is large.
+which gives the last stage fewer layers when the vocabulary is large. orchestra's own trainer cuts as
+`orchestra.sizes.stage_cut` says.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ _WHOLE_ZERO = 3
 
 @lru_cache(maxsize=4096)
 def stages(model: ModelConfig, pp: int, *, by_cost: bool = False) -> tuple[PipelineStage, ...]:
-    """Return the stages in order. More stages than layers leave some without any."""
+    """Return the stages of other trainers than orchestra's, in order. More stages than layers leave some
+    without any.
+    """
     if not by_cost:
         return even_stages(model.num_hidden_layers, pp)
     layers, head = _by_cost(model, pp)
@@ -38,6 +41,8 @@ def has_idle_stage(cut: tuple[PipelineStage, ...]) -> bool:
     """Whether a stage has nothing at all to do, which a trainer refuses or trips over: of 74 such runs of the
     playbook's one got through, whatever their memory.
     """
+    if all(each.chunks for each in cut):
+        return any(not layers for each in cut for layers in each.chunks)
     head = next(each.index for each in cut if each.has_head)
     is_bare = any(not (each.num_layers or each.has_embedding) for each in cut[:head])
     return is_bare or len(cut) - 1 - head > _BLOCKS_AFTER_HEAD
@@ -125,6 +130,8 @@ class PlanCase(TrainingShape):
     @property
     def stages(self) -> tuple[PipelineStage, ...]:
         """The pipeline stages as this trainer cuts them."""
+        if self.framework.name == OWN:
+            return super().stages
         return stages(self.model, self.layout.pp, by_cost=self.framework.cuts_by_cost)
 
     @property

@@ -42,6 +42,9 @@ _COLLECTIVES = 8
 _OUTER_TRAFFIC = 1 / 6
 # A number in 16 bits written and read, and the sum in 32 bits read and written.
 _MERGE_BYTES = 12
+# Of gathered keys and values: written, read and written in their places, forward and backward; of their
+# gradients: zeros, two sums, and a copy by ranks.
+_GATHERED_PASSES = 15
 # Of the rate of attention that pieces of a ring reach: 0.7 to 0.77 on H100 (NeMo's long sequences, 32 k to
 # 1 M tokens), 0.75 to 1 in torchtitan's, 0.9 to 1 on B200.
 _RING_SHARE = 0.8
@@ -100,7 +103,7 @@ def layer_time(case: PlanCase, *, is_pressed: bool = False) -> LayerTime:
     is_busy_host = case.framework.computes_on_host
     if is_busy_host:
         elementwise += _host(case) * again + _weights_time(case, held_of_layer(model, case.layout).total)
-    ring = _ring_attention(case)
+    ring = 0.0 if case.framework.gathers_context else _ring_attention(case)
     moved_again = 1.5 if case.recompute is Recompute.full else 1
     # What hides the ring of context parallelism hides nothing else.
     busy = products + max(0.0, attention - ring) + elementwise
@@ -110,7 +113,7 @@ def layer_time(case: PlanCase, *, is_pressed: bool = False) -> LayerTime:
         elementwise=elementwise,
         collectives=_tensor_collectives(case) * moved_again,
         exchange=_exchange_s(case) * moved_again,
-        context=max(0.0, ring - attention),
+        context=_context_s(case, attention / attention_again, ring - attention),
         sharded=_gathered_parameters(case, busy),
         host=0.0 if is_busy_host else _host(case) * again,
         pressed=stalls.pressed_layer_s if is_pressed and stalls is not None else 0.0,
@@ -135,7 +138,8 @@ def _attention(case: PlanCase) -> float:
         return 2 * flops / device.product_flops + traffic / device.memory_bytes_per_s
     rate = device.attention_flops * framework.attention_rate
     rate *= _vendor_gain(case) if framework.uses_vendor_attention else 1.0
-    return flops / rate / (_RING_SHARE if case.layout.cp > 1 else 1.0)
+    is_ring = case.layout.cp > 1 and not case.framework.gathers_context
+    return flops / rate / (_RING_SHARE if is_ring else 1.0)
 
 
 def _vendor_gain(case: PlanCase) -> float:
@@ -231,22 +235,49 @@ def _tensor_collectives(case: PlanCase) -> float:
     return around_each * (once + copies)
 
 
+def _context_s(case: PlanCase, attention: float, beyond_attention: float) -> float:
+    """Return the seconds of context parallelism that nothing hides, of one layer whose attention takes so
+    long without recomputation.
+
+    A ring passes while pieces attend. orchestra gathers keys and values in two halves, of which the second
+    comes while the first piece of queries attends: of the rank with the least to hide, one of 2·cp + 1 equal
+    parts. It gathers for each of two passes (forward and backward, or forward twice), and its sum of
+    gradients is not hidden.
+    """
+    if case.layout.cp == 1 or not case.framework.gathers_context:
+        return max(0.0, beyond_attention)
+    gathering = _keys_and_values_s(case)
+    forward = attention / _PASSES / (2 * case.layout.cp + 1)
+    hiding = (forward, forward if case.recompute is not Recompute.none else 2 * forward)
+    return gathering + sum(gathering / 2 + max(0.0, gathering / 2 - hidden) for hidden in hiding)
+
+
 def _ring_attention(case: PlanCase) -> float:
     """Keys and values go round once forward, and with their gradients twice as much backward."""
-    cp, tokens, model = case.layout.cp, case.tokens, case.model
-    if cp == 1:
-        return 0.0
+    return 0.0 if case.layout.cp == 1 else _PASSES * _keys_and_values_s(case)
+
+
+def _keys_and_values_bytes(case: PlanCase) -> float:
+    """Return what keys and values of whole sequences take, of one layer and a rank's heads."""
+    tokens, model = case.tokens, case.model
     width = 2 * attention_width(model) / model.num_attention_heads * model.num_key_value_heads / tokens.tp
-    block = tokens.count * width * tokens.width_bytes
-    group = case.group(cp, tokens.tp)
-    return _PASSES * case.network.all_gather_s(block * cp, group, case.device.link_bytes_per_s)
+    return tokens.count * width * tokens.width_bytes * case.layout.cp
+
+
+def _keys_and_values_s(case: PlanCase) -> float:
+    """Return the seconds to gather keys and values, or to reduce and scatter their gradients."""
+    group = case.group(case.layout.cp, case.tokens.tp)
+    return case.network.all_gather_s(_keys_and_values_bytes(case), group, case.device.link_bytes_per_s)
 
 
 def _merging(case: PlanCase) -> float:
     """Each block that came round the ring gives a part of attention's output, and backward of the gradients
-    of queries, keys and values: written and read in 16 bits, added to a sum in 32.
+    of queries, keys and values: written and read in 16 bits, added to a sum in 32. Gathered keys and values
+    are put in their places instead, and the gradients of two pieces of queries added up.
     """
     model, tokens, further = case.model, case.tokens, case.layout.cp - 1
+    if further and case.framework.gathers_context:
+        return _GATHERED_PASSES * _keys_and_values_bytes(case) / case.device.memory_bytes_per_s
     widths = 2 * attention_width(model) + 2 * model.num_key_value_heads * head_dim(model)
     return further * tokens.count * widths / tokens.tp * _MERGE_BYTES / case.device.memory_bytes_per_s
 

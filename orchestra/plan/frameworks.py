@@ -128,6 +128,9 @@ class Framework:
     experts_rate: float = 0.45
     # Whether the host's time comes on top because the host is what computes (CPUs).
     computes_on_host: bool = False
+    # Whether context parallelism gathers keys and values and gives each rank a head and a tail of a sequence,
+    # or passes them round a ring.
+    gathers_context: bool = False
     # What orchestra's own kernels move.
     passes: Passes = Passes()
 
@@ -204,6 +207,7 @@ FRAMEWORKS = {
             loss_chunk_tokens=1024,
             usual_sequence_parallel=False,
             uses_vendor_attention=True,
+            gathers_context=True,
             source="nanotron's device constants, passes over memory counted, host and overlap assumed",
         ),
         replace(

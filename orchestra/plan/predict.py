@@ -6,22 +6,32 @@ The time of one optimizer step is the pipeline's micro-batches, the gradients' r
 
 which for equal stages is (m + (p − 1)/v)·stage, v parts of the model on each rank. A stage inside the
 pipeline has two borders, so m micro-batches hand over 2·m times; the first one passes all p − 1 borders,
-which adds p − 3 (with two stages they hand over m times). The reduction is what the backward pass of the
-last micro-batch does not hide; ZeRO-1 reduces and scatters the gradients and gathers the parameters instead.
+which adds p − 3 (with two stages they hand over m times). Of orchestra's own trainer the schedule itself is
+run instead (`orchestra.plan.pipeline_time`). The reduction is what the backward pass of the last micro-batch
+does not hide; ZeRO-1 reduces and scatters the gradients and gathers the parameters instead.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from conf.schema import Offload
+from conf.schema import Offload, Recompute
 from orchestra.plan.case import PlanCase, RankElements, has_idle_stage, held_by_rank, num_chunks
-from orchestra.plan.compute import LayerTime, hand_over_time, head_time, mean_layer_time, sharded_s
+from orchestra.plan.compute import (
+    LayerTime,
+    hand_over_time,
+    head_time,
+    layer_time,
+    mean_layer_time,
+    sharded_s,
+)
 from orchestra.plan.frameworks import OWN
 from orchestra.plan.memory_passes import BUSY_SHARE, STREAM_SHARE
+from orchestra.plan.pipeline_time import pipeline_time
 from orchestra.plan.stage_memory import Memory, fits, is_pressed, stage_memory, states_of_rank, widths_of
 from orchestra.sizes.flops import hardware_flops_per_token, model_flops_per_token
 from orchestra.sizes.memory import rank_bytes, rank_parameters, recomputed_kinds
+from orchestra.sizes.pipeline_check import PassTimes
 from orchestra.sizes.training_shape import PipelineStage
 
 _FP32 = 4
@@ -65,7 +75,6 @@ def step_time(case: PlanCase, *, is_pressed: bool = False, waits: bool | None = 
     `waits`: see `hand_over_time`.
     """
     layer, head = mean_layer_time(case, is_pressed=is_pressed), head_time(case)
-    hand_over = hand_over_time(case, is_pressed=is_pressed, waits=waits)
     busy_share = BUSY_SHARE if case.counts_passes else 1.0
     times = [(stage.num_layers * layer.total + head * stage.has_head) / busy_share for stage in case.stages]
     slowest = max(times)
@@ -74,23 +83,56 @@ def step_time(case: PlanCase, *, is_pressed: bool = False, waits: bool | None = 
     accumulation = case.accumulation
     communicating = layer.communicating
     layers = stage.num_layers * accumulation
-    borders = case.layout.pp - 1
-    busy_borders = min(2, borders)
+    hand_over = hand_over_time(case, is_pressed=is_pressed, waits=waits)
+    if case.layout.pp > 1 and case.framework.name == OWN:
+        passes = _pass_times(case, layer, head / busy_share, hand_over / 2)
+        run = pipeline_time(case.schedule, case.pipeline, accumulation, passes)
+        handed, bubble = run.hand_over, run.bubble
+    else:
+        borders = case.layout.pp - 1
+        busy_borders = min(2, borders)
+        handed = accumulation * busy_borders * hand_over
+        bubble = (sum(times) - slowest) / num_chunks(case) + (borders - busy_borders) * hand_over
     idle = accumulation * slowest * (1 - busy_share)
     return StepTime(
         compute=layers * (layer.device - communicating) + accumulation * head * stage.has_head,
         tensor_parallel=layers * communicating,
         host=layers * (layer.total - layer.device) + idle,
-        hand_over=accumulation * busy_borders * hand_over,
-        bubble=(sum(times) - slowest) / num_chunks(case) + (borders - busy_borders) * hand_over,
+        hand_over=handed,
+        bubble=bubble,
         reduction=_reduction(case, _BACKWARD * times[0]),
         optimizer=_exposed_update(case, (1 - _BACKWARD) * times[0]),
         layer=layer,
     )
 
 
+def _pass_times(case: PlanCase, layer: LayerTime, head: float, message: float) -> PassTimes:
+    """Return what a micro-batch's passes through each stage take. A layer's forward pass is a third of what
+    it takes without recomputation, and its weights' gradients are a third of its products. Output product
+    and loss go with the last stage's backward pass.
+    """
+    busy_share = BUSY_SHARE if case.counts_passes else 1.0
+    once = layer if case.recompute is Recompute.none else layer_time(replace(case, recompute=Recompute.none))
+    whole, forward, weights = (each / busy_share for each in (layer.total, once.total / 3, once.products / 3))
+    pipeline, ranks = case.pipeline, case.stages
+    num_layers = [
+        len(ranks[pipeline.rank_of(stage)].chunks[stage // pipeline.num_ranks])
+        for stage in range(pipeline.num_stages)
+    ]
+    ends = [0.0] * (len(num_layers) - 1) + [head]
+    return PassTimes(
+        forward=[count * forward for count in num_layers],
+        input_gradient=[
+            count * (whole - forward - weights) + end for count, end in zip(num_layers, ends, strict=True)
+        ],
+        weight_gradient=[count * weights for count in num_layers],
+        message=message,
+    )
+
+
 def _of_largest_stage(case: PlanCase) -> RankElements:
-    held = [held_by_rank(case.model, stage, case.layout) for stage in case.stages]
+    different = {(stage.num_layers, stage.has_embedding, stage.has_head): stage for stage in case.stages}
+    held = [held_by_rank(case.model, stage, case.layout) for stage in different.values()]
     return max(held, key=lambda elements: elements.total)
 
 

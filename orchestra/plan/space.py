@@ -2,10 +2,12 @@
 
 A layout here is a mesh (dp × tp × pp × cp), ZeRO's stage and the ranks that it shards over (all, or without
 cp those of one node: hybrid sharding), how the batch is shared out, whether norms are sequence parallel, and
-what is recomputed. What must hold: tp divides heads and feed-forward width, and
-divides or is divided by the key-value heads; pp is at most the number of layers; cp and, with sequence
-parallelism, tp divide the sequence; ep divides dp and the experts, and is 1 without any; dp divides the
-global batch, which is met exactly; parameters in host memory need ZeRO 3.
+what is recomputed. What must hold: tp divides heads and feed-forward width, and divides or is divided by the
+key-value heads; a stage of a pipeline has a layer at least; cp and, with sequence parallelism, tp divide the
+sequence; ep divides dp and the experts, and is 1 without any; dp divides the global batch, which is met
+exactly; parameters in host memory need ZeRO 3.
+
+A pipeline's schedule is not searched but given; `other_schedules` has what others make of a layout.
 
 Two limits hold unless a space is `wide`: tp stays inside a node, and cp leaves each rank 4,096 tokens of a
 sequence. Beyond them there is next to nothing measured, and predictions are too good: products are taken to
@@ -19,11 +21,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from conf.schema import Config, Offload, Recompute
+from conf.schema import Config, Offload, PipelineSchedule, Recompute
 from orchestra.plan.assemble import case_of
 from orchestra.plan.case import PlanCase
 from orchestra.plan.frameworks import OWN
 from orchestra.sizes.flops import head_splits, tensor_splits
+from orchestra.sizes.pipeline_schedule import shape_of_pipeline
 from orchestra.sizes.topology import Layout, divisors
 
 ZERO_STAGES = (0, 1, 2, 3)
@@ -44,6 +47,8 @@ DP_KEY = "parallelism.dp"
 _LEAST_TOKENS = 4096
 # Matrices of a gated feed-forward: three of width 8/3·h are as large as a GPT's two of 4·h.
 _GATES = 3
+# What is tried, with the stages on each rank. All forward, all backward is as fast as 1f1b and holds more.
+_SCHEDULES = (("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zero_bubble", 1), ("zbv", 2))
 # By what they leave in memory, the least first.
 RECOMPUTES = (Recompute.full, Recompute.selective, Recompute.none)
 
@@ -111,9 +116,10 @@ class Space:
         """Yield every mesh that fills the devices, shares out the batch and has a stage of ZeRO."""
         base, fixed = self.base, self.fixed
         ranks, num_experts = base.layout.world_size, base.model.num_experts or 1
+        most_stages = base.model.num_hidden_layers
         for tp in self._degrees(fixed.tp, self._tensor_degrees(ranks)):
             for pp in self._degrees(fixed.pp, divisors(ranks // tp)):
-                if pp > base.model.num_hidden_layers:
+                if shape_of_pipeline(base.schedule, pp, base.virtual_stages).num_stages > most_stages:
                     continue
                 for cp in self._degrees(fixed.cp, self._context_degrees(ranks // tp // pp)):
                     dp = ranks // tp // pp // cp
@@ -204,6 +210,18 @@ class Space:
         )
 
 
+def other_schedules(case: PlanCase) -> Iterator[PlanCase]:
+    """Yield a pipeline of orchestra's trainer with each other schedule, and with more stages on each rank."""
+    if case.layout.pp == 1 or case.framework.name != OWN:
+        return
+    here = case.schedule, case.pipeline.num_chunks
+    for name, chunks in _SCHEDULES:
+        kind = PipelineSchedule[name]
+        is_possible = case.layout.pp * chunks <= case.model.num_hidden_layers
+        if is_possible and (kind, chunks) != here:
+            yield replace(case, schedule=kind, virtual_stages=chunks, cut=None)
+
+
 def within(degree: int | None, mesh: MeshDegrees) -> int | None:
     """Return a shard degree as it is on a mesh: None, all ranks, where it does not divide dp or is dp."""
     return None if degree is None or mesh.dp % degree or degree >= mesh.dp * mesh.cp else degree
@@ -215,7 +233,7 @@ def space_of(config: Config, framework_name: str, num_sequences: int, fixed: Fix
     Raises ConfigError where the device's figures or the number of ranks are not known.
     """
     given = config.parallelism
-    whole = replace(given, dp="auto", tp=1, pp=1, cp=1, ep=1, zero=0, shard_degree=None)
+    whole = replace(given, dp="auto", tp=1, pp=1, cp=1, ep=1, zero=0, shard_degree=None, stages=None)
     train = replace(config.train, global_batch_size=None, global_batch_tokens=None, micro_batch_size=1)
     # What is recomputed is chosen for all layers alike.
     train = replace(train, recompute_budget_gib=None, recompute_every=1)

@@ -46,8 +46,10 @@ from dataclasses import astuple, dataclass, replace
 from conf.schema import Family, ModelConfig, PrecisionName, Recompute
 from orchestra.plan.case import PlanCase, RankElements, held_by_rank, held_of_layer, num_chunks
 from orchestra.plan.compute import LayerTime, waits_at_hand_over
+from orchestra.plan.frameworks import OWN
 from orchestra.sizes.flops import attention_width, feed_forward_width, head_dim
-from orchestra.sizes.memory import num_in_flight, rank_bytes, recomputed_kinds
+from orchestra.sizes.memory import rank_bytes, recomputed_kinds, schedule_states
+from orchestra.sizes.pipeline_schedule import splits_backward
 from orchestra.sizes.training_shape import MicroBatchTokens, PipelineStage
 
 
@@ -140,13 +142,15 @@ def stage_memory(case: PlanCase, layer: LayerTime, *, is_pressed: bool = False) 
 
 def fullest_stage_bytes(case: PlanCase, layer: LayerTime) -> float:
     """Return the peak of the fullest stage alone, in less time: of stages alike the first holds the most
-    micro-batches.
+    micro-batches, and the last one the most whose weights' gradients are taken later.
     """
-    firsts = {
-        (stage.num_layers, stage.has_embedding, stage.has_head): stage for stage in reversed(case.stages)
-    }
+    alike = {(stage.num_layers, stage.has_embedding, stage.has_head): stage for stage in case.stages[::-1]}
+    firsts = [*alike.values()]
+    if case.framework.name == OWN and splits_backward(case.schedule):
+        lasts = {(stage.num_layers, stage.has_embedding, stage.has_head): stage for stage in case.stages}
+        firsts += lasts.values()
     kept = _gathered_bytes(case, layer, is_pressed=False)
-    return max(_of_stage(case, stage, kept).total for stage in firsts.values())
+    return max(_of_stage(case, stage, kept).total for stage in firsts)
 
 
 def fits(case: PlanCase, memory: tuple[Memory, ...]) -> bool:
@@ -186,8 +190,7 @@ def _of_stage(case: PlanCase, stage: PipelineStage, gathered: float) -> Memory:
     hidden = tokens.count * model.hidden_size * tokens.width_bytes
     layer, working = _mean_kept(case), _kept(case, Recompute.none)
     per_layer = layer + gathered * hidden / tokens.width_bytes * (1 - 1 / tokens.tp)
-    in_flight = num_in_flight_interleaved(stage.index, case.layout.pp, case.accumulation, num_chunks(case))
-    activations = stage.num_layers * per_layer * in_flight
+    activations = per_layer * _held_layers(case, stage)
     activations += framework.layer_temporaries * working
     if case.recompute is Recompute.full and stage.num_layers:
         # One layer is whole again, its input among it.
@@ -201,13 +204,29 @@ def _of_stage(case: PlanCase, stage: PipelineStage, gathered: float) -> Memory:
     )
 
 
+def _held_layers(case: PlanCase, stage: PipelineStage) -> float:
+    """Return how many times a rank holds what a layer keeps of one micro-batch."""
+    pp = case.layout.pp
+    if pp == 1 or case.framework.name != OWN:
+        in_flight = num_in_flight_interleaved(stage.index, pp, case.accumulation, num_chunks(case))
+        return stage.num_layers * in_flight
+    lengths = [len(layers) for layers in stage.chunks]
+    return max(
+        sum(
+            (live + waiting) * length
+            for live, waiting, length in zip(state.live, state.waiting, lengths, strict=True)
+        )
+        for state in schedule_states(case, stage)
+    )
+
+
 def num_in_flight_interleaved(stage: int, pp: int, accumulation: int, chunks: int) -> float:
-    """Return the micro-batches that a stage holds at once, in wholes, where each rank has `chunks` parts of
-    the model: interleaving begins (p − 1)/v more of them (Korthikanti et al., section 4.2.3), but never more
-    than there are.
+    """Return the micro-batches that a stage (from 0) of a 1F1B pipeline holds at once, in wholes, where each
+    rank has `chunks` parts of the model: interleaving begins (p − 1)/v more of them (Korthikanti et al.,
+    section 4.2.3), but never more than there are.
     """
     ahead = (pp - 1) / chunks if chunks > 1 else 0.0
-    return min(num_in_flight(stage, pp, accumulation) + ahead, accumulation)
+    return min(min(pp - stage, accumulation) + ahead, accumulation)
 
 
 def _mean_kept(case: PlanCase) -> float:

@@ -19,9 +19,11 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from conf.schema import Family, ModelConfig, Offload, PrecisionName, Recompute, Scaling
+from conf.schema import Family, ModelConfig, Offload, PipelineSchedule, PrecisionName, Recompute, Scaling
 from orchestra.sizes.activations import LayerActivations, cheapest_within, every_kth, peak_bytes
 from orchestra.sizes.flops import attention_width, head_dim
+from orchestra.sizes.pipeline_check import HeldState, fewer_micro_batches, held_states
+from orchestra.sizes.pipeline_schedule import splits_backward
 from orchestra.sizes.training_shape import PipelineStage, TrainingShape
 
 _FP32 = 4
@@ -193,7 +195,9 @@ class RankBytes:
 def rank_bytes(shape: TrainingShape, stage: PipelineStage) -> RankBytes:
     """Return what a rank of a stage takes in orchestra's trainer."""
     width, options = widths(shape.precision), shape.options
-    parts = rank_parameters(shape.model, shape.layout.tp, has_both_ends=shape.layout.pp == 1)
+    pipeline = shape.pipeline
+    has_both_ends = pipeline.rank_of(0) == pipeline.rank_of(pipeline.num_stages - 1)
+    parts = rank_parameters(shape.model, shape.layout.tp, has_both_ends=has_both_ends)
     size, shards = parts.of(stage), max(1, shape.num_shards)
     owned = size / (shards if shape.zero >= 1 else 1)
     is_split = shape.zero == 3 and shards > 1
@@ -238,10 +242,9 @@ def _rounded_bytes(shape: TrainingShape, stage: PipelineStage) -> float:
     widths_of_products += 2 * head_dim(model) * max(model.num_key_value_heads // tp, 1)
     num_inner = 2 if model.family is Family.gpt else 3
     widths_of_products += num_inner * math.ceil(model.intermediate_size / tp)
-    begin = sum(other.num_layers for other in shape.stages[: stage.index])
     first = shape.options.fp8_bf16_blocks
     last = model.num_hidden_layers - first
-    num_blocks = max(0, min(begin + stage.num_layers, last) - max(begin, first))
+    num_blocks = sum(first <= layer < last for layers in stage.chunks for layer in layers)
     rows = num_blocks * widths_of_products
     if shape.options.fp8_output and stage.has_head:
         rows += math.ceil(model.vocab_size / tp)
@@ -249,30 +252,92 @@ def _rounded_bytes(shape: TrainingShape, stage: PipelineStage) -> float:
 
 
 def step_bytes(shape: TrainingShape, stage: PipelineStage, parts: RankParameters) -> StepBytes:
-    """Return the larger of the two moments of a step: the loss, or the backward pass of a layer."""
-    width = shape.tokens.width_bytes
-    layer, kinds = layer_of(shape), _kinds(shape, stage)
-    each = {kind: layer.kept_bytes(kind) for kind in set(kinds)}
-    kept = sum(each[kind] for kind in kinds)
-    others = num_in_flight(stage.index, shape.layout.pp, shape.accumulation) - 1
-    waiting = kept * others
-    hidden = shape.tokens.count * shape.model.hidden_size * width
+    """Return the largest of the moments of a step: the loss, the backward pass of a layer, or what comes when
+    all micro-batches are done. In a pipeline other micro-batches are held besides.
+    """
+    hidden = shape.tokens.count * shape.model.hidden_size * shape.tokens.width_bytes / shape.tokens.outer
     # The final norm's input and output; the latter gathered for the loss.
-    ends = (2 * hidden / shape.tokens.outer) * stage.has_head
+    ends = 2 * hidden * stage.has_head
+    done = 0.0
+    if _is_summed_in_another_type(shape) and stage.num_layers:
+        # All copies together, when the first layer's backward pass ends.
+        done = parts.of(stage) * (shape.options.reduce_bytes or 0) + _temporary_bytes(shape)
+    done = max(done, _update_bytes(shape, stage, parts) - ends)
+    works = [_work_of(shape, stage, layers, parts) for layers in stage.chunks]
+    if shape.layout.pp == 1:
+        (only,) = works
+        return only.at_most(0.0, ends, done)
+    # What arrives is asked for one pass ahead: a message of each kind.
+    ends += 2 * hidden
+    moments = []
+    for state in schedule_states(shape, stage):
+        held = sum(count * work.kept for count, work in zip(state.live, works, strict=True))
+        held += sum(count * work.waiting for count, work in zip(state.waiting, works, strict=True))
+        at_work = _NO_WORK if state.at_work is None else works[state.at_work]
+        moments.append(at_work.at_most(held, ends, done))
+    return max(moments, key=lambda moment: moment.activations + moment.logits)
+
+
+@dataclass(frozen=True)
+class _StageWork:
+    """Bytes of one micro-batch in one stage. `kept`: activations between forward and backward pass.
+    `waiting`: what the gradients of weights need after that of the input. `fewer`: how much less the loss
+    finds kept. `loss`: what it adds. `backward`: activations and all else while gradients are computed.
+    """
+
+    kept: float
+    waiting: float
+    fewer: float
+    loss: float
+    backward: float
+
+    def at_most(self, held: float, ends: float, done: float) -> StepBytes:
+        """Return the larger moment of this work beside what else is held; `done`: what comes after it."""
+        backward = max(self.backward, self.waiting, done - held)
+        if self.kept - self.fewer + self.loss >= backward:
+            return StepBytes(held + self.kept - self.fewer + ends, self.loss)
+        return StepBytes(held + backward + ends, 0.0)
+
+
+_NO_WORK = _StageWork(0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+def _work_of(shape: TrainingShape, stage: PipelineStage, layers: range, parts: RankParameters) -> _StageWork:
+    layer, kinds = layer_of(shape), recomputed_kinds(shape)[layers.start : layers.stop]
+    each = {kind: layer.kept_bytes(kind) for kind in set(kinds)}
     fewer = _kept_in_fp8(shape) * sum(kind is Recompute.none for kind in kinds)
     replayed = _replayed_bytes(shape, stage, parts)
     temporary = max(_temporary_bytes(shape), replayed.in_layer)
     backward = peak_bytes(layer, kinds) - fewer + temporary + replayed.in_backward
-    backward = max(backward, replayed.at_the_end)
-    if _is_summed_in_another_type(shape) and stage.num_layers:
-        # All copies together, when the first layer's backward pass ends.
-        copies = parts.of(stage) * (shape.options.reduce_bytes or 0)
-        backward = max(backward, copies + _temporary_bytes(shape))
-    backward = max(backward, _update_bytes(shape, stage, parts) - ends)
-    loss = _loss_bytes(shape) + replayed.in_loss if stage.has_head else 0.0
-    if kept - fewer + loss >= backward:
-        return StepBytes(waiting + kept - fewer + ends, loss)
-    return StepBytes(waiting + backward + ends, 0.0)
+    has_loss = stage.has_head and layers.stop == shape.model.num_hidden_layers
+    return _StageWork(
+        kept=sum(each[kind] for kind in kinds),
+        waiting=len(layers) * _waiting_bytes(shape),
+        fewer=fewer,
+        loss=_loss_bytes(shape) + replayed.in_loss if has_loss else 0.0,
+        backward=max(backward, replayed.at_the_end),
+    )
+
+
+def _waiting_bytes(shape: TrainingShape) -> float:
+    """Return what the gradients of a layer's weights are made of where they are taken later, whatever is
+    recomputed: inputs of products, whole under tensor parallelism, and gradients of their outputs.
+    """
+    if shape.layout.pp == 1 or not splits_backward(shape.schedule):
+        return 0.0
+    model, tokens = shape.model, shape.tokens
+    kv = head_dim(model) * max(model.num_key_value_heads // tokens.tp, 1)
+    inner = (2 if model.family is Family.gpt else 3) * model.intermediate_size / tokens.tp
+    split = 2 * attention_width(model) / tokens.tp + 2 * kv + inner
+    return tokens.count * tokens.width_bytes * (4 * model.hidden_size + split)
+
+
+def schedule_states(shape: TrainingShape, stage: PipelineStage) -> tuple[HeldState, ...]:
+    """Return what a rank of a pipeline holds at its fullest moments."""
+    kind, count = shape.schedule, shape.accumulation
+    if kind is not PipelineSchedule["afab"]:
+        count = fewer_micro_batches(kind, shape.pipeline, count)
+    return held_states(kind, shape.pipeline, count)[stage.index]
 
 
 @dataclass(frozen=True)
@@ -318,11 +383,6 @@ def _made_in(shape: TrainingShape) -> int:
     return gradient if is_whole else shape.options.reduce_bytes or gradient
 
 
-def num_in_flight(stage: int, pp: int, accumulation: int) -> int:
-    """Return how many micro-batches stage `stage` (from 0) of a 1F1B pipeline holds at once."""
-    return min(pp - stage, accumulation)
-
-
 def _update_bytes(shape: TrainingShape, stage: PipelineStage, parts: RankParameters) -> float:
     """Return what the update needs, for some elements of a unit at a time: gradients in fp32 where theirs is
     narrower; moments of two bytes in fp32, with the random bits of their rounding (32 bytes an element of one
@@ -344,7 +404,8 @@ def _temporary_bytes(shape: TrainingShape) -> float:
     """Return what the backward pass of a layer needs at its worst beside what was kept: two gradients of the
     feed-forward's inner width; under sequence parallelism four gathered tensors less this rank's parts; in
     fp8 the copies in which a matrix is rounded (one of 2 bytes and two of fp32, and what comes of it), or
-    the transposed one of a matrix that was gathered so.
+    the transposed one of a matrix that was gathered so. Context parallelism gathers keys and values and sums
+    their gradients over whole sequences, when the feed-forward's activations are gone.
     """
     model, tokens = shape.model, shape.tokens
     inner = tokens.count * model.intermediate_size / tokens.tp
@@ -359,6 +420,10 @@ def _temporary_bytes(shape: TrainingShape) -> float:
         else:
             # Weights are rounded outside of it: of a gradient the count finds about two copies in fp32.
             temporary += 8 * inner
+    if shape.layout.cp > 1:
+        kv = head_dim(model) * max(model.num_key_value_heads / tokens.tp, 1)
+        whole = 4 * kv * tokens.count * shape.layout.cp * tokens.width_bytes
+        temporary = max(temporary, whole - 3 * inner * tokens.width_bytes)
     return temporary
 
 
@@ -392,13 +457,6 @@ def layer_of(shape: TrainingShape) -> LayerActivations:
         is_sequence_parallel=tokens.sequence_parallel,
         gathers_again=shape.options.is_gpu,
     )
-
-
-def _kinds(shape: TrainingShape, stage: PipelineStage) -> tuple[Recompute, ...]:
-    """Return what is recomputed of the stage's layers."""
-    chosen = recomputed_kinds(shape)
-    begin = sum(other.num_layers for other in shape.stages[: stage.index])
-    return chosen[begin : begin + stage.num_layers]
 
 
 def recomputed_kinds(shape: TrainingShape) -> tuple[Recompute, ...]:

@@ -7,12 +7,17 @@ from.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
-from orchestra.sizes.pipeline_schedule import Pass, PipelineShape, RankOrder, StagePass
+from conf.schema import PipelineSchedule
+from orchestra.sizes.pipeline_schedule import Pass, PipelineShape, RankOrder, StagePass, schedule
 
+# So many micro-batches a rank, and the pipeline has begun, is at work as usual, and ends.
+_ENOUGH = 4
 _RELEASING = (Pass.backward, Pass.input_gradient)
 
 
@@ -99,6 +104,65 @@ def held_bytes(actions: RankOrder, live: Sequence[float], waiting: Sequence[floa
         if action.kind is Pass.weight_gradient:
             now -= waiting[action.stage]
     return most
+
+
+@dataclass(frozen=True)
+class HeldState:
+    """What a rank holds beside a pass that is at work: for each of its stages the micro-batches from their
+    forward pass to the gradient of inputs, and from there to that of weights. `at_work`: the place among the
+    rank's stages of a backward pass, whose own micro-batch is not counted; None of a forward pass, whose is.
+    """
+
+    at_work: int | None
+    live: tuple[int, ...]
+    waiting: tuple[int, ...]
+
+    def is_within(self, other: HeldState) -> bool:
+        """Whether another one holds as much or more of everything."""
+        is_same = self.at_work == other.at_work
+        pairs = zip((*self.live, *self.waiting), (*other.live, *other.waiting), strict=True)
+        return is_same and all(mine <= others for mine, others in pairs)
+
+
+@lru_cache(maxsize=1024)
+def held_states(
+    kind: PipelineSchedule, shape: PipelineShape, num_micro_batches: int
+) -> tuple[tuple[HeldState, ...], ...]:
+    """Return for each rank the states in which it holds most: no other one holds as much of everything."""
+    lists = schedule(kind, shape, num_micro_batches)
+    return tuple(_largest(lists[rank], shape.stages_of(rank)) for rank in range(shape.num_ranks))
+
+
+def fewer_micro_batches(kind: PipelineSchedule, shape: PipelineShape, count: int) -> int:
+    """Return a number of micro-batches that fills the pipeline as `count` does, and its groups likewise: from
+    there on each further p micro-batches take equally long, and but for afab ranks hold no more.
+    """
+    num_ranks = shape.num_ranks
+    if count <= _ENOUGH * num_ranks:
+        return count
+    groups, rest = divmod(count, num_ranks)
+    if kind is PipelineSchedule["interleaved"] and rest:
+        rest = (_ENOUGH - 1) * (math.ceil(rest / groups) - 1) + 1
+    return (_ENOUGH - 1) * num_ranks + rest
+
+
+def _largest(actions: RankOrder, stages: tuple[int, ...]) -> tuple[HeldState, ...]:
+    place = {stage: number for number, stage in enumerate(stages)}
+    live, waiting = [0] * len(stages), [0] * len(stages)
+    found: dict[HeldState, None] = {}
+    for action in actions:
+        here = place[action.stage]
+        if action.kind is Pass.weight_gradient:
+            waiting[here] -= 1
+            continue
+        live[here] += 1 if action.kind is Pass.forward else -1
+        at_work = None if action.kind is Pass.forward else here
+        found[HeldState(at_work, tuple(live), tuple(waiting))] = None
+        waiting[here] += action.kind is Pass.input_gradient
+    states = list(found)
+    return tuple(
+        state for state in states if not any(state.is_within(other) for other in states if other is not state)
+    )
 
 
 def needed_first(action: StagePass, shape: PipelineShape, *, is_split: bool) -> StagePass | None:

@@ -75,14 +75,23 @@ class PipelineShape:
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Return the stages of a rank, in their order in the model."""
-        return tuple(stage for stage in range(self.num_stages) if self.rank_of(stage) == rank)
+        back = self.num_ranks - 1 - rank if self.is_v else rank
+        places = ((rank, back)[chunk % 2] for chunk in range(self.num_chunks))
+        return tuple(chunk * self.num_ranks + place for chunk, place in enumerate(places))
 
 
 def pipeline_shape(parallelism: ParallelismConfig) -> PipelineShape:
-    """Return where the stages of a configuration are; without a pipeline, one stage on one rank."""
-    if parallelism.schedule is PipelineSchedule["zbv"] and parallelism.pp > 1:
-        return PipelineShape(parallelism.pp, _CHUNKS_OF_V, is_v=True)
-    return PipelineShape(parallelism.pp, parallelism.virtual_stages)
+    """Return where the stages of a configuration are."""
+    return shape_of_pipeline(parallelism.schedule, parallelism.pp, parallelism.virtual_stages)
+
+
+def shape_of_pipeline(kind: PipelineSchedule, num_ranks: int, virtual_stages: int) -> PipelineShape:
+    """Return where a schedule has its stages; without a pipeline, one stage on one rank."""
+    if num_ranks == 1:
+        return PipelineShape(1)
+    if kind is PipelineSchedule["zbv"]:
+        return PipelineShape(num_ranks, _CHUNKS_OF_V, is_v=True)
+    return PipelineShape(num_ranks, virtual_stages)
 
 
 def splits_backward(kind: PipelineSchedule) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from conf.schema import Config, ModelConfig, Recompute
@@ -28,14 +29,19 @@ def stage_layers(config: Config) -> tuple[range, ...]:
     parallelism.stages decides, else `cut_layers`; the rules of a configuration have checked both.
     """
     shape = pipeline_shape(config.parallelism)
-    counts = config.parallelism.stages
-    if counts is None:
-        counts = cut_layers(config.model, config.train.seq_len, config.train.recompute, shape.num_stages)
-    ends = list(accumulate(counts, initial=0))
-    return tuple(range(begin, end) for begin, end in pairwise(ends))
+    by_hand = config.parallelism.stages
+    if by_hand is not None:
+        return ranges_of(by_hand)
+    return ranges_of(cut_layers(config.model, config.train.seq_len, config.train.recompute, shape.num_stages))
 
 
-def cut_layers(model: ModelConfig, seq_len: int, recompute: Recompute, num_stages: int) -> list[int]:
+def ranges_of(counts: Sequence[int]) -> tuple[range, ...]:
+    """Return the layers of stages that have so many each."""
+    return tuple(range(begin, end) for begin, end in pairwise(accumulate(counts, initial=0)))
+
+
+@lru_cache(maxsize=4096)
+def cut_layers(model: ModelConfig, seq_len: int, recompute: Recompute, num_stages: int) -> tuple[int, ...]:
     """Return how many layers each stage has, at least one, so that the slowest stage is as fast as can be.
 
     The first stage has the embedding besides, the last one the output product and the loss. Of stages that
@@ -53,7 +59,7 @@ def cut_layers(model: ModelConfig, seq_len: int, recompute: Recompute, num_stage
         flops, place = longer[0]
         counts[-place] += 1
         heapq.heapreplace(longer, (flops + layer, place))
-    return counts
+    return tuple(counts)
 
 
 def _layer_flops(model: ModelConfig, seq_len: int, recompute: Recompute) -> float:

@@ -248,3 +248,27 @@ def listed(numbers: Sequence[int | str]) -> str:
     if len(words) > 12:
         words = [*words[:6], "…", *words[-5:]]
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+@dataclass(frozen=True)
+class AxisLinks:
+    """Over how many nodes the ranks of one group of an axis lie: their messages leave a node where it is more
+    than one.
+    """
+
+    axis: str
+    degree: int
+    num_nodes: int
+
+
+def axis_links(mesh: Layout, ranks_per_node: int) -> list[AxisLinks]:
+    """Return which links each axis of more than one rank uses, the innermost first."""
+    inner = mesh.tp * mesh.cp
+    strides = {"tp": 1, "cp": mesh.tp, "ep": inner, "dp": inner, "pp": inner * mesh.dp}
+    found = []
+    for axis, stride in strides.items():
+        degree = getattr(mesh, axis)
+        if degree > 1:
+            nodes = {index * stride // ranks_per_node for index in range(degree)}
+            found.append(AxisLinks(axis, degree, len(nodes)))
+    return found

@@ -7,6 +7,7 @@ adds the device, the network and the trainer.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from conf.schema import (
     Config,
@@ -14,12 +15,15 @@ from conf.schema import (
     ModelConfig,
     Offload,
     OptimConfig,
+    PipelineSchedule,
     PrecisionName,
     Recompute,
     Scaling,
     StateDType,
 )
 from orchestra.sizes.compilation import is_wanted
+from orchestra.sizes.pipeline_schedule import PipelineShape, shape_of_pipeline
+from orchestra.sizes.stage_cut import cut_layers, ranges_of
 from orchestra.sizes.topology import Layout, batch_shape
 from orchestra.sizes.units import GIB, MIB
 
@@ -30,12 +34,16 @@ _DISK_BYTES_PER_S = 2.5e9
 
 @dataclass(frozen=True)
 class PipelineStage:
-    """One pipeline stage: its layers, and whether token embedding and output product are on it."""
+    """What one rank of a pipeline has: layers, and whether token embedding and output product are among it.
+
+    `chunks`: which layers, of each of its stages, as orchestra's trainer cuts them; empty for other trainers.
+    """
 
     index: int
     num_layers: int
     has_embedding: bool
     has_head: bool
+    chunks: tuple[range, ...] = ()
 
 
 def even_stages(num_layers: int, pp: int) -> tuple[PipelineStage, ...]:
@@ -129,6 +137,10 @@ class TrainingShape:
     recompute: Recompute
     precision: PrecisionName
     options: TrainerOptions = TrainerOptions()
+    # Of a pipeline; `cut`: layers of each stage, None: by their cost.
+    schedule: PipelineSchedule = PipelineSchedule["1f1b"]
+    virtual_stages: int = 1
+    cut: tuple[int, ...] | None = None
 
     @property
     def tokens(self) -> MicroBatchTokens:
@@ -152,9 +164,31 @@ class TrainingShape:
         return self.seq_len * self.micro_batch_size * self.accumulation * self.layout.dp
 
     @property
+    def pipeline(self) -> PipelineShape:
+        """Which rank of the pipeline has which stages."""
+        return shape_of_pipeline(self.schedule, self.layout.pp, self.virtual_stages)
+
+    @property
     def stages(self) -> tuple[PipelineStage, ...]:
-        """The pipeline stages as orchestra's trainer divides the layers."""
-        return even_stages(self.model.num_hidden_layers, self.layout.pp)
+        """What each rank of the pipeline has in orchestra's trainer."""
+        cut = self.cut or cut_layers(self.model, self.seq_len, self.recompute, self.pipeline.num_stages)
+        return _stages_of_ranks(self.pipeline, cut)
+
+
+@lru_cache(maxsize=4096)
+def _stages_of_ranks(shape: PipelineShape, cut: tuple[int, ...]) -> tuple[PipelineStage, ...]:
+    layers, last = ranges_of(cut), shape.num_stages - 1
+    own = [shape.stages_of(rank) for rank in range(shape.num_ranks)]
+    return tuple(
+        PipelineStage(
+            rank,
+            sum(len(layers[stage]) for stage in stages),
+            has_embedding=0 in stages,
+            has_head=last in stages,
+            chunks=tuple(layers[stage] for stage in stages),
+        )
+        for rank, stages in enumerate(own)
+    )
 
 
 def training_shape(config: Config, degrees: Layout, *, is_gpu: bool) -> TrainingShape:
@@ -172,6 +206,9 @@ def training_shape(config: Config, degrees: Layout, *, is_gpu: bool) -> Training
         recompute=config.train.recompute,
         precision=config.precision.name,
         options=trainer_options(config, is_gpu=is_gpu),
+        schedule=parallelism.schedule,
+        virtual_stages=parallelism.virtual_stages,
+        cut=None if parallelism.stages is None else tuple(parallelism.stages),
     )
 
 

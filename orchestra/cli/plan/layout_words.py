@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from conf.schema import ModelConfig, Recompute
+from conf.schema import ModelConfig, PipelineSchedule, Recompute
 from orchestra.cli.text import figures
 from orchestra.plan.case import PlanCase
 from orchestra.plan.explain import MEMORY, PARTS, Bound
+from orchestra.plan.frameworks import OWN
 from orchestra.plan.predict import Prediction
 from orchestra.plan.space import MeshDegrees, Value, choice_of
 from orchestra.sizes.flops import num_active_parameters, num_parameters
@@ -76,6 +77,24 @@ def degrees(mesh: Layout | MeshDegrees, tp_suffix: str = "") -> list[str]:
     return [f"dp {mesh.dp}", *used]
 
 
+def schedule(case: PlanCase) -> list[str]:
+    """Return a pipeline's schedule in orchestra's trainer, with the stages on each rank where they are more
+    than one; nothing without a pipeline, and of other trainers.
+    """
+    if case.layout.pp == 1 or case.framework.name != OWN:
+        return []
+    chunks = case.pipeline.num_chunks
+    return [f"{case.schedule.name}{f' with {chunks} stages a rank' if chunks > 1 else ''}"]
+
+
+def schedule_keys(case: PlanCase) -> dict[str, str]:
+    """Return the values of a configuration that say a case's schedule."""
+    keys = {"parallelism.schedule": case.schedule.name}
+    if case.schedule is PipelineSchedule["interleaved"]:
+        keys["parallelism.virtual_stages"] = str(case.virtual_stages)
+    return keys
+
+
 def zero(case: PlanCase) -> list[str]:
     """Return ZeRO's stage, with the ranks that it shards over where they are not all; nothing for stage 0."""
     is_whole = case.num_shards >= case.layout.dp * case.layout.cp
@@ -86,7 +105,7 @@ def line(prediction: Prediction) -> str:
     """Return a layout in one line: dp 4, tp 8 with sequence parallelism, zero 1, micro-batch 2 × 8, …"""
     case, choice = prediction.case, choice_of(prediction.case)
     words = degrees(choice.mesh, "+sp" if choice.sequence_parallel else "")
-    words += [*zero(case), f"micro-batch {choice.micro_batch_size} × {case.accumulation}"]
+    words += [*schedule(case), *zero(case), f"micro-batch {choice.micro_batch_size} × {case.accumulation}"]
     words += [f"recompute {choice.recompute.value}"] if choice.recompute is not Recompute.none else []
     return ", ".join(words)
 

@@ -10,12 +10,13 @@ from typing import Any
 
 from conf.schema import Config
 from orchestra.cli.plan import case_for, configuration, goodput_mode, layout_words, print_result
-from orchestra.cli.text import figures
+from orchestra.cli.text import axis_links, figures
 from orchestra.config.machine import Situation
 from orchestra.errors import EXIT_DONE, EXIT_FAILED
 from orchestra.plan.case import PlanCase, has_idle_stage
 from orchestra.plan.predict import Prediction, StepTime, disk_bytes, host_memory, over_time, predict
 from orchestra.plan.stage_memory import Memory, fits
+from orchestra.sizes import topology
 from orchestra.sizes.flops import num_active_parameters, num_parameters
 from orchestra.sizes.units import GIB, MIB
 from orchestra.submit.submission import advice
@@ -109,9 +110,13 @@ def header(case: PlanCase) -> list[str]:
     return [
         f"model   {layout_words.model(model)}, {case.precision.value}",
         f"layout  {', '.join(used)}",
+        *(f"        schedule {words}" for words in layout_words.schedule(case)),
         f"batch   {size:,} × {case.seq_len:,} = {case.tokens_per_step:,} tokens",
         f"        {parts}, recompute {case.recompute.value}",
         f"device  {mesh.world_size:,} × {case.device.name} on {nodes}",
+        *axis_links.lines(
+            mesh, case.devices_per_node, case.device.link_bytes_per_s, case.network.adapter_bytes_per_s
+        ),
     ]
 
 
@@ -215,6 +220,9 @@ def _facts(config: Config, prediction: Prediction) -> dict[str, Any]:
         "num_parameters": num_parameters(case.model),
         "num_active_parameters": num_active_parameters(case.model),
         "layout": asdict(case.layout),
+        "schedule": case.schedule.name,
+        "virtual_stages": case.pipeline.num_chunks,
+        "links": [asdict(link) for link in topology.axis_links(case.layout, case.devices_per_node)],
         "zero": case.zero,
         "sequence_parallel": case.sequence_parallel,
         "recompute": case.recompute.value,

@@ -29,11 +29,11 @@ from orchestra.plan.assemble import for_planning
 from orchestra.plan.case import PlanCase
 from orchestra.plan.explain import bounds, main_loss
 from orchestra.plan.frameworks import OWN
-from orchestra.plan.predict import Prediction
+from orchestra.plan.predict import Prediction, predict
 from orchestra.plan.search import SearchResult, remedies, search
-from orchestra.plan.space import DP_KEY, KEYS, Fixed, choice_of, space_of
+from orchestra.plan.space import DP_KEY, KEYS, Fixed, choice_of, other_schedules, space_of
 from orchestra.sizes.flops import num_active_parameters, num_parameters
-from orchestra.sizes.topology import global_batch_size
+from orchestra.sizes.topology import global_batch_size, listed
 
 _INDENT = " " * 8
 # Reasons given for a layout, and points of the curve of memory against speed.
@@ -143,7 +143,7 @@ def _lasting(config: Config, broken: list[str]) -> list[str]:
         return []
     # ZeRO's stage stays: one that does not exist is wrong for any layout.
     whole = replace(config.parallelism, dp="auto", tp=1, pp=1, cp=1, ep=1, sequence_parallel=False)
-    whole = replace(whole, shard_degree=None, offload=Offload.none)
+    whole = replace(whole, shard_degree=None, offload=Offload.none, virtual_stages=1, stages=None)
     alone = replace(
         config,
         cluster=replace(config.cluster, nodes=1, gpus_per_node=1),
@@ -217,7 +217,8 @@ def _best(request: SearchRequest, result: SearchResult) -> list[str]:
     lines.append("# orchestra's trainer cannot run this one yet; in full:")
     lines += [*command(request, best.case, "plan"), ""]
     if runs is None:
-        missing = "pp, cp or ep" if not best.case.model.num_experts else "experts, which it does not have yet"
+        axes = listed([row.key.removeprefix("parallelism.") for row in TABLE if "parallelism" in row.key])
+        missing = axes if not best.case.model.num_experts else "experts, which it does not have yet"
         none = "no layout that fits runs on orchestra's trainer today"
         return [*lines, *_wrapped("today", f"{none}: all of them need {missing}")]
     share = figures.percent(1 - best.time.total / runs.time.total)
@@ -233,6 +234,17 @@ def _portrait(title: str, result: SearchResult, layout: Prediction) -> Iterator[
     usable_bytes = layout.case.device.usable_bytes
     for bound in bounds(result.space, layout)[:_NUM_BOUNDS]:
         yield from _wrapped("", f"bound by {layout_words.bound(bound, usable_bytes)}")
+    for other in _better_schedules(layout):
+        words = " ".join(f"{key}={value}" for key, value in layout_words.schedule_keys(other.case).items())
+        gain = figures.percent(other.tokens_per_s / layout.tokens_per_s - 1)
+        yield from _wrapped("", f"with {words} {gain} faster, in {layout_words.gib(other.peak.total)} GiB")
+
+
+def _better_schedules(layout: Prediction) -> list[Prediction]:
+    """Return the same layout with other schedules that fit and are faster, the fastest first."""
+    others = [other for other in map(predict, other_schedules(layout.case)) if other.fits]
+    faster = [other for other in others if other.time.total < layout.time.total * (1 - _SAME)]
+    return sorted(faster, key=lambda other: other.time.total)
 
 
 def _why(result: SearchResult, best: Prediction) -> Iterator[str]:
@@ -325,6 +337,7 @@ def _facts(request: SearchRequest, result: SearchResult) -> dict[str, Any]:
         "num_fitting": result.num_fitting,
         "layouts": [_layout_facts(request, result, layout) for layout in result.ranked],
         "runs_today": [_layout_facts(request, result, layout) for layout in result.chosen[:1]],
+        "better_schedules": _schedule_facts(result.ranked[0]) if result.ranked else [],
         "pareto": [_layout_facts(request, result, layout) for layout in result.pareto],
         "by_value": {
             knob: {
@@ -350,6 +363,13 @@ def _layout_facts(request: SearchRequest, result: SearchResult, layout: Predicti
     }
 
 
+def _schedule_facts(best: Prediction) -> list[dict[str, Any]]:
+    return [
+        {**layout_words.schedule_keys(other.case), **layout_words.facts(other)}
+        for other in _better_schedules(best)
+    ]
+
+
 # From a layout to the overrides that say it and the command that submits it.
 
 
@@ -366,6 +386,9 @@ def overrides_of(request: SearchRequest, case: PlanCase) -> list[str]:
     wanted: dict[str, Any] = {key: choice.value(knob) for knob, key in KEYS.items()}
     if config.parallelism.dp not in ("auto", case.layout.dp):
         wanted[DP_KEY] = "auto"
+    if case.layout.pp == 1:
+        wanted["parallelism.virtual_stages"] = 1
+    wanted["parallelism.stages"] = None
     wanted["train.recompute_every"] = 1
     wanted["train.recompute_budget_gib"] = None
     if config.train.global_batch_tokens is None:

@@ -59,6 +59,7 @@ run run.name=${{now:%Y}} {CFG} -p run.name -> 0 20
 run wandb.notes=why wandb.job_type=train {CFG} -p wandb -> 0 notes: why
 run wandb.name=x -> 2 wandb.name: no such key
 run --dry-run --json -> 0 "hidden_size": 128
+run --dry-run cluster.gpus_per_node=4 parallelism.tp=2 -> 0 links   tp 2: inside a node
 show -> 2 orchestra status RUN
 list -> 2 orchestra status
 ls -> 2 orchestra status

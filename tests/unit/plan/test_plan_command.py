@@ -32,6 +32,19 @@ def test_usable_memory_stands_beside_all_of_it(plan: PlanCommand) -> None:
     assert "note: it would fit with " in plan.notes
 
 
+def test_each_axis_is_shown_with_the_links_that_it_uses(plan: PlanCommand) -> None:
+    words = ("model=llama3_8b", "parallelism=tp8_pp4", "cluster.nodes=8", "precision=bf16")
+    text = plan.text(*words, "parallelism.schedule=interleaved", "parallelism.virtual_stages=2")
+    assert "zero 1, sequence parallel\n        schedule interleaved with 2 stages a rank\n" in text
+    links = [line[8:] for line in text.splitlines() if " a device" in line]
+    assert links == [
+        "tp 8: inside a node, 450 GB/s a device",
+        "dp 2: across 2 nodes, 42.5 GB/s a device",
+        "pp 4: across 4 nodes, 42.5 GB/s a device",
+    ]
+    assert plan.facts(*words)["links"][-1] == {"axis": "pp", "degree": 4, "num_nodes": 4}
+
+
 def test_ranks_that_share_a_device_share_its_memory(plan: PlanCommand) -> None:
     words = ("model=llama_125m", "cluster=local", "cluster.device=cuda", "cluster.hardware=h100")
     alone = plan.text(*words, "cluster.gpus_per_node=4")

@@ -84,6 +84,21 @@ def test_a_layout_that_shards_inside_a_node_is_searched_and_named(plan: PlanComm
     assert "zero 3 over 8 ranks" in plan.text("--search", *typed, "parallelism.shard_degree=8")
 
 
+def test_schedules_that_make_the_best_layout_faster_are_named(plan: PlanCommand) -> None:
+    typed = [*MODEL, *NODES, "parallelism.tp=2", "parallelism.pp=8", "parallelism.cp=1"]
+    best = plan.facts("--search", *typed)
+    named = best["better_schedules"]
+    assert [each["parallelism.schedule"] for each in named].count("interleaved") >= 1
+    fastest = named[0]
+    keys = ("parallelism.schedule", "parallelism.virtual_stages")
+    given = [f"{key}={fastest[key]}" for key in keys if key in fastest]
+    assert f"with {' '.join(given)} " in " ".join(plan.text("--search", *typed).split())
+    # With that schedule the search finds at least as good a layout, and its command says the schedule.
+    again = plan.facts("--search", *typed, *given)
+    assert again["layouts"][0]["step_time_s"] <= fastest["step_time_s"] * (1 + 1e-9)
+    assert again["layouts"][0]["step_time_s"] < best["layouts"][0]["step_time_s"]
+
+
 OFFLOADED = ["experiment=llama3_70b", "cluster.nodes=4", "parallelism.offload=all", "train.seq_len=2048"]
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from plan_cases import case
 
-from conf.schema import PrecisionName, Recompute
+from conf.schema import PipelineSchedule, PrecisionName, Recompute
 from orchestra.plan.predict import step_time
 from orchestra.plan.stage_memory import (
     PER_PARAMETER,
@@ -99,8 +99,10 @@ def bubble(row: Row) -> float:
     assert match
     # Equal stages: an output of one word, and links that take no time.
     usual = case(num_hidden_layers=64, vocab_size=1, pp=number(row, "pp"), dp=1, grad_accum=int(match[1]))
-    trainer = replace(usual.framework, pipeline_chunks=int(match[2]))
-    time = step_time(replace(usual, framework=trainer, device=replace(usual.device, link_bytes_per_s=1e30)))
+    chunks = int(match[2])
+    kind = PipelineSchedule["interleaved" if chunks > 1 else "1f1b"]
+    usual = replace(usual, schedule=kind, virtual_stages=chunks)
+    time = step_time(replace(usual, device=replace(usual.device, link_bytes_per_s=1e30)))
     return time.bubble / (time.compute + time.host)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -84,6 +86,20 @@ def test_micro_batches_that_fill_no_group_leave_interleaving_better_than_one_sta
         interleaved = check(schedule(PipelineSchedule["interleaved"], two, count), two, count)
         plain = check(schedule(PipelineSchedule["1f1b"], one, count), one, count)
         assert interleaved.bubble < plain.bubble
+
+
+def test_the_manuals_table_is_that_of_the_schedules() -> None:
+    page = Path(__file__).parents[3] / "docs" / "pipeline.md"
+    rows = re.findall(r"^\| `(\w+)`[^|]*\| (\d) \| (.*) \|$", page.read_text(), flags=re.MULTILINE)
+    assert {name for name, *_ in rows} == set(NAMES)
+    for name, chunks, numbers in rows:
+        shape = PipelineShape(4, int(chunks), is_v=name == "zbv")
+        few, many = (schedule(PipelineSchedule[name], shape, count) for count in (8, 32))
+        bubbles = [check(lists, shape, count).bubble for lists, count in ((few, 8), (many, 32))]
+        each = (1 / shape.num_chunks,) * shape.num_stages
+        held = [held_bytes(many[rank], each, each) for rank in (0, 3)]
+        expected = [*(f"{100 * bubble:.1f} %" for bubble in bubbles), *(f"{count:g}" for count in held)]
+        assert numbers.split(" | ") == expected, name
 
 
 def test_gradients_are_summed_in_the_order_of_micro_batches() -> None:

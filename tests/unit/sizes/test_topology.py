@@ -13,6 +13,7 @@ from orchestra.errors import ConfigError
 from orchestra.sizes.topology import (
     Coordinates,
     Layout,
+    axis_links,
     batch_shape,
     divisors,
     global_batch_size,
@@ -54,6 +55,21 @@ def test_auto_takes_what_the_other_axes_leave_and_zero_shards_over_it_unless_tol
     assert layout(ParallelismConfig(zero=1), 8) == Layout(dp=8, shard=8)
     assert layout(ParallelismConfig(zero=3, tp=2), 8) == Layout(dp=4, tp=2, shard=4)
     assert layout(ParallelismConfig(zero=2, shard_degree=4), 8) == Layout(dp=8, shard=4)
+
+
+@given(dp=degrees, tp=degrees, pp=degrees, cp=degrees, per_node=st.sampled_from([1, 2, 4, 8]))
+def test_an_axis_uses_the_links_between_nodes_where_its_ranks_lie_on_several(
+    dp: int, tp: int, pp: int, cp: int, per_node: int
+) -> None:
+    mesh = Layout(dp=dp, tp=tp, pp=pp, cp=cp)
+    found = {link.axis: (link.degree, link.num_nodes) for link in axis_links(mesh, per_node)}
+    axes = {"tp": ("tp",), "cp": ("cp",), "dp": ("replicate", "shard"), "pp": ("pp",)}
+    expected = {}
+    for axis, names in axes.items():
+        ranks = mesh.neighbours(0, names)
+        if len(ranks) > 1:
+            expected[axis] = (len(ranks), len({rank // per_node for rank in ranks}))
+    assert found == expected
 
 
 @pytest.mark.parametrize(
