@@ -19,6 +19,7 @@ from orchestra.parallel.blocks import (
     recompute_blocks,
     set_products,
 )
+from orchestra.parallel.context.cut_sequences import cut_sequences
 from orchestra.parallel.mesh import Mesh
 from orchestra.parallel.places import TensorPlace
 from orchestra.parallel.tensor.split import split_tensors
@@ -54,6 +55,7 @@ def parallelize(model: Transformer, config: Config, mesh: Mesh) -> Parallelized:
     """
     precision = policy(config.precision)
     places = split_tensors(model, config, mesh)
+    cut_sequences(model, config, mesh)
     history = set_products(model, config)
     units = place_units(model, places, precision, config, mesh)
     recompute_blocks(model, config, mesh)

@@ -64,3 +64,7 @@ class Traffic:
     def add_all_gather(self, num_bytes: int, num_ranks: int) -> None:
         """Count putting together `num_bytes` of the ranks' parts on all of them: (N − 1)/N of it."""
         self.bytes_sent["all_gather"] += num_bytes * (num_ranks - 1) // num_ranks
+
+    def add_all_to_all(self, num_bytes: int, num_ranks: int) -> None:
+        """Count sending each rank its part of `num_bytes`: (N − 1)/N of it."""
+        self.bytes_sent["all_to_all"] += num_bytes * (num_ranks - 1) // num_ranks

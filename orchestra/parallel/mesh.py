@@ -67,9 +67,10 @@ class Mesh:
     """One rank's place and its groups, each None where it would have one rank.
 
     `dp_group`: ranks with other samples and the same part of the model. `tp_group`: ranks that share each
-    layer. `shard_group`: those of `dp_group` over which ZeRO shards. `replicate_group`: those of `dp_group`
-    that hold the same shards, with hybrid sharding only. `model_group`: ranks that hold one copy of the
-    training state together, each a part of its own or a replica over tp.
+    layer. `cp_group`: ranks with other parts of the same sequences. `loss_group`: ranks whose losses add up
+    to that of the global batch, over dp and cp. Over the same ranks gradients are summed: `shard_group` are
+    those over which ZeRO shards, `replicate_group` those that hold the same shards. `model_group`: ranks that
+    hold one copy of the training state together, each a part of its own or a replica over tp.
     """
 
     rank: int
@@ -78,6 +79,8 @@ class Mesh:
     device: torch.device
     dp_group: dist.ProcessGroup | None = None
     tp_group: dist.ProcessGroup | None = None
+    cp_group: dist.ProcessGroup | None = None
+    loss_group: dist.ProcessGroup | None = None
     shard_group: dist.ProcessGroup | None = None
     replicate_group: dist.ProcessGroup | None = None
     model_group: dist.ProcessGroup | None = None
@@ -103,7 +106,7 @@ class Mesh:
     @property
     def shard_index(self) -> int:
         """This rank's place in its shard group, which says what range of everything it owns."""
-        return self.coordinates.dp % self.layout.shard
+        return self.layout.shard_index(self.coordinates)
 
 
 def make_mesh(rank: int, degrees: Layout, device: torch.device, open_group: OpenGroup | None = None) -> Mesh:
@@ -124,11 +127,13 @@ def make_mesh(rank: int, degrees: Layout, device: torch.device, open_group: Open
         layout=degrees,
         coordinates=degrees.coordinates(rank),
         device=device,
-        dp_group=group("replicate", "shard"),
+        dp_group=group("dp"),
         tp_group=group("tp"),
+        cp_group=group("cp"),
+        loss_group=group("dp", "cp"),
         shard_group=group("shard"),
-        replicate_group=group("replicate") if degrees.shard > 1 else None,
-        model_group=group("shard", "tp", "pp", "cp"),
+        replicate_group=group("replicate"),
+        model_group=group("shard", "tp", "pp"),
         open_group=open_group,
     )
 

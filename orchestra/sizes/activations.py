@@ -117,7 +117,7 @@ def layer_activations(config: Config, dp: int, *, is_gpu: bool) -> LayerActivati
     return LayerActivations(
         model=config.model,
         num_sequences=batch.micro_batch_size,
-        seq_len=batch.seq_len,
+        seq_len=batch.seq_len // parallelism.cp,
         element_bytes=4 if config.precision.name is PrecisionName.fp32 else 2,
         tp=parallelism.tp,
         is_sequence_parallel=parallelism.sequence_parallel,

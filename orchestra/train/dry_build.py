@@ -95,11 +95,11 @@ def _one_of(world_size: int, rank: int, config: Config) -> Iterator[Mesh]:
     Its process group has no other members: its collectives end at once and move nothing.
     """
     degrees = layout(config.parallelism, world_size)
-    others = [f"{axis}={getattr(degrees, axis)}" for axis in ("pp", "cp", "ep") if getattr(degrees, axis) > 1]
+    others = [f"{axis}={getattr(degrees, axis)}" for axis in ("pp", "ep") if getattr(degrees, axis) > 1]
     if others:
         raise ConfigError(
-            f"parallelism.{' and parallelism.'.join(others)}: the trainer has no pipeline, context or expert "
-            "parallelism yet, so there is nothing to count; use pp=cp=ep=1"
+            f"parallelism.{' and parallelism.'.join(others)}: the trainer has no pipeline or expert "
+            "parallelism yet, so there is nothing to count; use pp=ep=1"
         )
     if world_size > 1:
         allow_fake_groups()
@@ -233,7 +233,8 @@ def _with_chunk_of_gpu(config: Config, degrees: Layout) -> Config:
     words = -(-config.model.vocab_size // degrees.tp)
     width = policy(config.precision).parameter.itemsize
     bytes_each = logit_bytes(width, is_wanted(config.train.compile, "cuda"))
-    chunk = chunk_tokens(batch.micro_batch_size * batch.seq_len, words, bytes_each, on_gpu=True)
+    num_tokens = batch.micro_batch_size * batch.seq_len // degrees.cp
+    chunk = chunk_tokens(num_tokens, words, bytes_each, on_gpu=True)
     return dataclasses.replace(config, train=dataclasses.replace(config.train, loss_chunk_tokens=chunk))
 
 

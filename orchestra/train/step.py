@@ -108,7 +108,9 @@ class TrainingStep:
         return lr
 
     def _forward_backward(self, step: int, tokens_ABS: Tensor) -> tuple[Tensor, dist.Work | None]:
-        """Return the loss, summed over micro-batches and, once the work is done, over data parallelism."""
+        """Return the loss, summed over micro-batches and, once the work is done, over ranks with other
+        tokens.
+        """
         num_micro_batches = tokens_ABS.shape[0]
         total = torch.zeros((), device=self._mesh.device)
         work: dist.Work | None = None
@@ -129,9 +131,9 @@ class TrainingStep:
             with marked(Part.forward):
                 loss = self._parallel.model(tokens_BS[:, :-1], tokens_BS[:, 1:], share, bounds)
             total += loss.detach()
-            if is_last and self._mesh.dp_group is not None:
+            if is_last and self._mesh.loss_group is not None:
                 # Every rank needs the global loss to agree on a skip; it is reduced during the backward pass.
-                work = dist.all_reduce(total, group=self._mesh.dp_group, async_op=True)
+                work = dist.all_reduce(total, group=self._mesh.loss_group, async_op=True)
             self._hooks.enter(Phase.backward, step, index)
             with marked(Part.backward), self._hooks.around_backward(step, index, loss):
                 loss.backward()

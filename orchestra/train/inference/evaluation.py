@@ -94,8 +94,8 @@ class HeldOutLoss:
                 total += self._loss(tokens_BS, targets_BS)
             totals.append(total)
         sums = torch.stack(totals)
-        if self._mesh.dp_group is not None:
-            dist.all_reduce(sums, group=self._mesh.dp_group)
+        if self._mesh.loss_group is not None:
+            dist.all_reduce(sums, group=self._mesh.loss_group)
         pairs = zip(self.num_tokens.items(), sums.tolist(), strict=True)
         return {name: total / count for (name, count), total in pairs}
 
