@@ -41,6 +41,7 @@ TRAIN: dict[str, Any] = {"global_batch_size": 8, "micro_batch_size": 2}
 LAYOUTS: list[dict[str, Any]] = [
     *({"zero": zero} for zero in (0, 1, 3)),
     {"tp": 2, "sequence_parallel": True},
+    {"zero": 3, "cp": 2},
 ]
 
 

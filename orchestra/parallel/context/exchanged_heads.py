@@ -40,7 +40,9 @@ def _exchange(parts: Tensor, group: str) -> Tensor:
 
 for _device in ("CPU", "CUDA"):
     _LIBRARY.impl("exchange", _exchange, _device)
-torch.library.register_fake("orchestra::exchange", lambda parts, _: parts.new_empty(parts.shape), lib=_LIBRARY)
+torch.library.register_fake(
+    "orchestra::exchange", lambda parts, _: parts.new_empty(parts.shape), lib=_LIBRARY
+)
 
 
 def _exchanged(parts: Tensor, group: TensorGroup) -> Tensor:
