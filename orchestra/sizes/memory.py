@@ -19,7 +19,7 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from conf.schema import Family, ModelConfig, Offload, PrecisionName, Recompute, Scaling
+from conf.schema import ContextMethod, Family, ModelConfig, Offload, PrecisionName, Recompute, Scaling
 from orchestra.sizes.activations import LayerActivations, cheapest_within, every_kth, peak_bytes
 from orchestra.sizes.flops import attention_width, head_dim
 from orchestra.sizes.training_shape import PipelineStage, TrainingShape
@@ -261,7 +261,7 @@ def step_bytes(shape: TrainingShape, stage: PipelineStage, parts: RankParameters
     ends = (2 * hidden / shape.tokens.outer) * stage.has_head
     fewer = _kept_in_fp8(shape) * sum(kind is Recompute.none for kind in kinds)
     replayed = _replayed_bytes(shape, stage, parts)
-    temporary = max(_temporary_bytes(shape), replayed.in_layer)
+    temporary = max(_temporary_bytes(shape), replayed.in_layer, _gathered_keys_bytes(shape))
     backward = peak_bytes(layer, kinds) - fewer + temporary + replayed.in_backward
     backward = max(backward, replayed.at_the_end)
     if _is_summed_in_another_type(shape) and stage.num_layers:
@@ -362,6 +362,17 @@ def _temporary_bytes(shape: TrainingShape) -> float:
     return temporary
 
 
+def _gathered_keys_bytes(shape: TrainingShape) -> float:
+    """Return what the backward pass of attention takes whose keys and values are gathered from the ranks of a
+    sequence: these, the sum of their gradients, and those of one piece.
+    """
+    model, tokens, cp = shape.model, shape.tokens, shape.layout.cp
+    if cp == 1 or shape.options.cp_method is ContextMethod.ulysses:
+        return 0.0
+    width = head_dim(model) * max(model.num_key_value_heads / tokens.tp, 1)
+    return 3 * 2 * tokens.count * cp * width * tokens.width_bytes
+
+
 def _kept_in_fp8(shape: TrainingShape) -> float:
     """Return how much less a layer keeps whose products' inputs are kept in one byte: the norms' outputs and
     the feed-forward's; the attention's is kept besides, for itself.
@@ -391,6 +402,8 @@ def layer_of(shape: TrainingShape) -> LayerActivations:
         tp=tokens.tp,
         is_sequence_parallel=tokens.sequence_parallel,
         gathers_again=shape.options.is_gpu,
+        cp=shape.layout.cp,
+        exchanges_heads=shape.layout.cp > 1 and shape.options.cp_method is ContextMethod.ulysses,
     )
 
 

@@ -20,7 +20,7 @@ width, N ranks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -38,29 +38,35 @@ from orchestra.parallel.tensor.tensor_collectives import (
 )
 
 
-class _Gathering:
-    """The keys and values of whole sequences on their way, the first half of each and then the second."""
+@dataclass
+class _Keys:
+    """The keys and values of whole sequences `both` [2, B, S, K, D], of which halves may be on their way."""
 
-    def __init__(self, k_BPKD: Tensor, v_BPKD: Tensor, group: TensorGroup) -> None:
-        batch, num, num_heads, width = k_BPKD.shape
-        self._group = group
-        self._message_shape = (2, batch, num // 2, num_heads, width)
-        self.both = k_BPKD.new_empty(2, batch, group.size * num, num_heads, width)
-        self._under_way: list[PendingGather | None] = []
-        for half in (slice(num // 2), slice(num // 2, num)):
-            message = torch.stack([k_BPKD[:, half], v_BPKD[:, half]])
-            self._under_way.append(PendingGather(message.view(-1, width), group))
+    both: Tensor
+    group: TensorGroup
+    under_way: list[PendingGather | None] = field(default_factory=lambda: [None, None])
+
+    @classmethod
+    def gathered(cls, k_BPKD: Tensor, v_BPKD: Tensor, group: TensorGroup) -> _Keys:
+        """Begin to gather those of all ranks. *Collective*."""
+        batch, num, *rest = k_BPKD.shape
+        keys = cls(k_BPKD.new_empty(2, batch, group.size * num, *rest), group)
+        for half in range(2):
+            message = torch.stack([_piece(k_BPKD, half), _piece(v_BPKD, half)])
+            keys.under_way[half] = PendingGather(message.view(-1, rest[-1]), group)
+        return keys
 
     def take(self, half: int) -> None:
         """Wait for a half, 0 or 1, and put it in its places."""
-        pending, self._under_way[half] = self._under_way[half], None
+        pending, self.under_way[half] = self.under_way[half], None
         if pending is None:
             return
-        degree = self._group.size
-        parts = pending.wait().view(degree, *self._message_shape)
-        pieces = self.both.view(*self.both.shape[:2], 2 * degree, *self._message_shape[2:])
-        target = pieces[:, :, half * degree : (half + 1) * degree]
-        target.copy_((parts.flip(0) if half else parts).movedim(0, 2))
+        degree, (_, batch, num, *rest) = self.group.size, self.both.shape
+        pieces = self.both.view(2, batch, 2 * degree, num // (2 * degree), *rest)
+        arrived = pending.wait().view(degree, 2, batch, *pieces.shape[3:])
+        # Tails come in the reverse order of the ranks.
+        ordered = arrived.flip(0) if half else arrived
+        pieces[:, :, half * degree : (half + 1) * degree] = ordered.movedim(0, 2)
 
 
 def _piece(tensor: Tensor, half: int) -> Tensor:
@@ -82,13 +88,13 @@ def _ends(num: int, group: TensorGroup) -> tuple[int, ...]:
 
 
 def _attend(
-    q_BPHD: Tensor, gathering: _Gathering, mask: Tensor | None, group: TensorGroup
+    q_BPHD: Tensor, keys: _Keys, mask: Tensor | None, group: TensorGroup
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the attention [B, P, H, D] and the log-sum-exps of the two pieces."""
     outs, sums = [], []
     for half, end in enumerate(_ends(q_BPHD.shape[1], group)):
-        gathering.take(half)
-        k_BEKD, v_BEKD = gathering.both[:, :, :end]
+        keys.take(half)
+        k_BEKD, v_BEKD = keys.both[:, :, :end]
         out, lse = piece_forward(_piece(q_BPHD, half), k_BEKD, v_BEKD, _mask_of(mask, half, end))
         outs.append(out)
         sums.append(lse)
@@ -105,25 +111,20 @@ class _Kept:
     mask: Tensor | None
 
 
-def _gradients(
-    grad: Tensor, kept: _Kept, gathering: _Gathering | None, both: Tensor, group: TensorGroup
-) -> tuple[Tensor, PendingScatter]:
-    """Return the queries' gradient, and those of keys and values [2, B, P, K, D] on their way."""
+def _gradients(grad: Tensor, kept: _Kept, keys: _Keys, group: TensorGroup) -> tuple[Tensor, Tensor]:
+    """Return the gradient of the queries, and those of the whole sequences' keys and values, one after the
+    other by ranks, of this rank's queries alone.
+    """
     grads_q = []
-    summed = torch.zeros_like(both)
+    summed = torch.zeros_like(keys.both)
     for half, end in enumerate(_ends(kept.query.shape[1], group)):
-        if gathering is not None:
-            gathering.take(half)
+        keys.take(half)
         grad_of_piece, query, out = (_piece(each, half) for each in (grad, kept.query, kept.out))
-        keys, values = both[:, :, :end]
-        grad_q, grad_k, grad_v = piece_backward(
-            grad_of_piece, query, keys, values, out, kept.sums[half], _mask_of(kept.mask, half, end)
-        )
-        grads_q.append(grad_q)
-        summed[0, :, :end] += grad_k
-        summed[1, :, :end] += grad_v
-    parts = by_rank(summed.flatten(0, 1), group.size)
-    return torch.cat(grads_q, dim=1), PendingScatter(parts.view(-1, parts.shape[-1]), group)
+        key, value = keys.both[:, :, :end]
+        sums = (summed[0, :, :end], summed[1, :, :end])
+        mask = _mask_of(kept.mask, half, end)
+        grads_q.append(piece_backward(grad_of_piece, query, key, value, out, kept.sums[half], mask, sums))
+    return torch.cat(grads_q, dim=1), by_rank(summed.flatten(0, 1), group.size)
 
 
 class _GatheredAttention(torch.autograd.Function):
@@ -141,25 +142,28 @@ class _GatheredAttention(torch.autograd.Function):
     ) -> Tensor:
         if cos is not None and sin is not None:
             k_BPKD = rotate(k_BPKD, cos, sin)
-        gathering = _Gathering(k_BPKD, v_BPKD, group)
+        keys = _Keys.gathered(k_BPKD, v_BPKD, group)
         if cos is not None and sin is not None:
             q_BPHD = rotate(q_BPHD, cos, sin)
-        out, *sums = _attend(q_BPHD, gathering, mask, group)
-        ctx.group, ctx.gathers_again = group, gathers_again
-        keys = (k_BPKD, v_BPKD) if gathers_again else (gathering.both,)
-        ctx.save_for_backward(q_BPHD, out, *sums, mask, cos, sin, *keys)
+        out, *sums = _attend(q_BPHD, keys, mask, group)
+        ctx.group = group
+        kept = (k_BPKD, v_BPKD) if gathers_again else (keys.both,)
+        ctx.save_for_backward(q_BPHD, out, *sums, mask, cos, sin, *kept)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q_BPHD, out, head_sums, tail_sums, mask, cos, sin, *keys = ctx.saved_tensors
-        gathering = _Gathering(keys[0], keys[1], ctx.group) if ctx.gathers_again else None
-        both = keys[0] if gathering is None else gathering.both
+        q_BPHD, out, head_sums, tail_sums, mask, cos, sin, key, *values = ctx.saved_tensors
+        group: TensorGroup = ctx.group
         kept = _Kept(q_BPHD, out, (head_sums, tail_sums), mask)
-        grad_q, pending = _gradients(grads[0], kept, gathering, both, ctx.group)
+        # Held by nobody else: what was gathered is gone when the sums begin to travel.
+        grad_q, parts = _gradients(
+            grads[0], kept, _Keys.gathered(key, values[0], group) if values else _Keys(key, group), group
+        )
+        pending = PendingScatter(parts.view(-1, parts.shape[-1]), group)
         if cos is not None:
             grad_q = rotate(grad_q, cos, -sin)
-        grad_k, grad_v = pending.wait().view(2, *q_BPHD.shape[:2], *both.shape[-2:])
+        grad_k, grad_v = pending.wait().view(2, *q_BPHD.shape[:2], *parts.shape[-2:])
         if cos is not None:
             grad_k = rotate(grad_k, cos, -sin)
         return grad_q, grad_k, grad_v, *[None] * 5
@@ -180,7 +184,7 @@ def _operator(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, group: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     over = group_named(group)
-    out, *sums = _attend(q, _Gathering(k, v, over), mask, over)
+    out, *sums = _attend(q, _Keys.gathered(k, v, over), mask, over)
     return out, sums[0].contiguous(), sums[1].contiguous()
 
 
@@ -196,14 +200,13 @@ def _operator_backward(
     group: str,
 ) -> tuple[Tensor, Tensor]:
     over = group_named(group)
-    gathering = _Gathering(k, v, over)
     kept = _Kept(q, out, (head_sums, tail_sums), mask)
-    grad_q, pending = _gradients(grad, kept, gathering, gathering.both, over)
-    return grad_q, pending.wait().view(2, *k.shape)
+    grad_q, parts = _gradients(grad, kept, _Keys.gathered(k, v, over), over)
+    return grad_q, PendingScatter(parts.view(-1, parts.shape[-1]), over).wait().view(2, *k.shape)
 
 
 def _fake(q: Tensor, _: Tensor, __: Tensor, mask: Tensor | None, ___: str) -> tuple[Tensor, Tensor, Tensor]:
-    batch, num, num_heads, _ = q.shape
+    batch, num, num_heads = q.shape[:3]
     sums = (batch, num_heads, num // 2) if has_sums(q, mask) else (0,)
     dtype = torch.float32 if has_sums(q, mask) else q.dtype
     head_sums, tail_sums = (q.new_empty(sums, dtype=dtype) for _ in range(2))

@@ -25,7 +25,6 @@ from torch import Tensor
 from orchestra.model.documents import has_varying_lengths
 
 _aten = torch.ops.aten
-Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 def piece_forward(
@@ -59,19 +58,24 @@ def piece_backward(
     out: Tensor,
     lse: Tensor,
     mask: Tensor | None,
-) -> Gradients:
-    """Return the gradients of queries, keys and values, each in the shape of its own."""
+    sums: tuple[Tensor, Tensor],
+) -> Tensor:
+    """Return the gradient of the queries, and add those of keys and values to `sums`, of their shapes."""
     if q_BCHD.device.type != "cuda":
-        return _backward_on_cpu(grad, q_BCHD, k_BEKD, v_BEKD, out, lse, mask)
+        return _backward_on_cpu(grad, q_BCHD, k_BEKD, v_BEKD, out, lse, mask, sums)
     if has_sums(q_BCHD, mask):
         lengths = (q_BCHD.shape[1], k_BEKD.shape[1])
         # Without dropout nothing is read of the state of random numbers.
         state = q_BCHD.new_empty(2, dtype=torch.int64)
-        found: Gradients = _aten._flash_attention_backward(
+        found = _aten._flash_attention_backward(
             grad.contiguous(), q_BCHD, k_BEKD, v_BEKD, out, lse, None, None, *lengths, 0.0, True, state, state
         )
-        return found
-    return masked_backward(grad, q_BCHD, k_BEKD, v_BEKD, mask)
+    else:
+        found = masked_backward(grad, q_BCHD, k_BEKD, v_BEKD, mask)
+    grad_q: Tensor = found[0]
+    for total, gradient in zip(sums, found[1:], strict=True):
+        total += gradient
+    return grad_q
 
 
 def _has_flash(query: Tensor) -> bool:
@@ -101,24 +105,35 @@ def _forward_on_cpu(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tup
 
 
 def _backward_on_cpu(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None
-) -> Gradients:
-    backward: Any = _aten._scaled_dot_product_flash_attention_for_cpu_backward
-    grad, q, k, v, out = _heads_first(grad, q, k, v, out)
-    if mask is not None:
-        found = backward(grad, q, k, v, out, lse, 0.0, False, attn_mask=mask)
-    else:
-        start = k.shape[2] - q.shape[2]
-        found = backward(grad, q, k[:, :, start:], v[:, :, start:], out, lse, 0.0, True)
-        if start:
-            # With the results and sums over all keys each part's probabilities are those of the whole.
-            before = backward(grad, q, k[:, :, :start], v[:, :, :start], out, lse, 0.0, False)
-            keys, values = (
-                torch.cat([before[i].transpose(1, 2), found[i].transpose(1, 2)], 1) for i in (1, 2)
-            )
-            return found[0].add_(before[0]).transpose(1, 2), keys, values
-    grad_q, grad_k, grad_v = _heads_first(*found)
-    return grad_q, grad_k, grad_v
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Tensor | None,
+    sums: tuple[Tensor, Tensor],
+) -> Tensor:
+    start = 0 if mask is not None else k.shape[1] - q.shape[1]
+    grad, q, k, v, out, *totals = _heads_first(grad, q, k, v, out, *sums)
+
+    def added(keys: slice, *, is_causal: bool) -> Tensor:
+        """Add the gradients of some keys and values; return the queries'.
+
+        With results and log-sum-exps of all keys each part's probabilities are those of the whole.
+        """
+        backward: Any = _aten._scaled_dot_product_flash_attention_for_cpu_backward
+        grad_q, *found = backward(
+            grad, q, k[:, :, keys], v[:, :, keys], out, lse, 0.0, is_causal, attn_mask=mask
+        )
+        for total, gradient in zip(totals, found, strict=True):
+            total[:, :, keys] += gradient
+        return grad_q  # type: ignore[no-any-return]
+
+    grad_q = added(slice(start, None), is_causal=mask is None)
+    if start:
+        grad_q += added(slice(start), is_causal=False)
+    return grad_q.transpose(1, 2)
 
 
 def masked(q_BCHD: Tensor, k_BEKD: Tensor, v_BEKD: Tensor, mask: Tensor | None) -> Tensor:
@@ -133,8 +148,8 @@ def masked(q_BCHD: Tensor, k_BEKD: Tensor, v_BEKD: Tensor, mask: Tensor | None) 
 
 def masked_backward(
     grad: Tensor, q_BCHD: Tensor, k_BEKD: Tensor, v_BEKD: Tensor, mask: Tensor | None
-) -> Gradients:
-    """Return the gradients of `masked`, which is computed again."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of queries, keys and values for `masked`, which is computed again."""
     query, key, value = (each.detach().requires_grad_() for each in (q_BCHD, k_BEKD, v_BEKD))
     with torch.enable_grad():
         out = masked(query, key, value, mask)
