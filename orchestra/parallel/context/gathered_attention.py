@@ -102,7 +102,7 @@ def _attend(
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _ForwardPass:
     """What the backward pass starts from."""
 
     query: Tensor
@@ -111,7 +111,7 @@ class _Kept:
     mask: Tensor | None
 
 
-def _gradients(grad: Tensor, kept: _Kept, keys: _Keys, group: TensorGroup) -> tuple[Tensor, Tensor]:
+def _gradients(grad: Tensor, kept: _ForwardPass, keys: _Keys, group: TensorGroup) -> tuple[Tensor, Tensor]:
     """Return the gradient of the queries, and those of the whole sequences' keys and values, one after the
     other by ranks, of this rank's queries alone.
     """
@@ -155,7 +155,7 @@ class _GatheredAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q_BPHD, out, head_sums, tail_sums, mask, cos, sin, key, *values = ctx.saved_tensors
         group: TensorGroup = ctx.group
-        kept = _Kept(q_BPHD, out, (head_sums, tail_sums), mask)
+        kept = _ForwardPass(q_BPHD, out, (head_sums, tail_sums), mask)
         # Held by nobody else: what was gathered is gone when the sums begin to travel.
         grad_q, parts = _gradients(
             grads[0], kept, _Keys.gathered(key, values[0], group) if values else _Keys(key, group), group
@@ -200,7 +200,7 @@ def _operator_backward(
     group: str,
 ) -> tuple[Tensor, Tensor]:
     over = group_named(group)
-    kept = _Kept(q, out, (head_sums, tail_sums), mask)
+    kept = _ForwardPass(q, out, (head_sums, tail_sums), mask)
     grad_q, parts = _gradients(grad, kept, _Keys.gathered(k, v, over), over)
     return grad_q, PendingScatter(parts.view(-1, parts.shape[-1]), over).wait().view(2, *k.shape)
 

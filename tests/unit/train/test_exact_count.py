@@ -100,7 +100,6 @@ def test_closed_forms_meet_the_count_with_an_output_product_in_fp8(choice: tuple
         ("model.tie_word_embeddings=true", "parallelism=zero3"),
         ("parallelism.cp=2", "parallelism=zero3", "train.micro_batch_size=4"),
         ("parallelism.cp=4", "train.recompute=full"),
-        ("parallelism.cp=8", "parallelism=zero2"),
         ("parallelism=tp2", "parallelism.cp=2", "parallelism.cp_method=ulysses"),
     ],
     ids=" ".join,
