@@ -1,15 +1,18 @@
-"""Measures orchestra's ZeRO stages and tensor parallelism beside their peers on 2 ranks of gloo, interleaved.
+"""Measures orchestra's ways to train in parallel beside their peers on 2 ranks of gloo, interleaved.
 
     python benchmarks/parallel.py                      all modes
     python benchmarks/parallel.py --modes zero3 tp     some of them
+    python benchmarks/parallel.py --modes cp --sequence 2048 --global-batch 1
     python benchmarks/parallel.py --repeats 15 --same-environment
 
 Modes and peers (each of these on transformers' Llama, and on orchestra's own model where that is fair):
 DistributedDataParallel beside ZeRO-0; DDP with ZeroRedundancyOptimizer beside ZeRO-1; FSDP2 that keeps
 parameters gathered beside ZeRO-1 and -2, and that releases them beside ZeRO-3; DTensor's `parallelize_module`
 beside tensor parallelism, with and without sequence parallelism; torch.distributed.pipelining beside two
-stages, or two on each rank, of our modules and cut as ours; ZeRO-1 beside itself with its state on disk
-(`--modes disk`); accelerate in DDP and FSDP2 (a variant whose library is not there is left out, and said so).
+stages, or two on each rank, of our modules and cut as ours; keys and values from a plain all-gather, with
+torch's attention and DDP, beside both methods of context parallelism; ZeRO-1 beside itself with its state on
+disk (`--modes disk`); accelerate in DDP and FSDP2 (a variant whose library is not there is left out, and said
+so).
 
 Every variant has processes of its own, one a rank with one thread, started as its user would start them:
 orchestra's with the environment that `orchestra run` gives its workers, the peers with none of it
@@ -49,6 +52,7 @@ MODES: dict[str, tuple[str, ...]] = {
     "zero3": (f"{OURS} zero3", "fsdp ours", "fsdp transformers", "accelerate fsdp"),
     "tp": (f"{OURS} tp", "dtensor plain", "dtensor transformers"),
     "disk": (f"{OURS} zero1", f"{OURS} zero1+disk"),
+    "cp": (f"{OURS} cp", f"{OURS} cp+ulysses", "gathered-kv ours"),
     "tp+sp": (f"{OURS} tp+sp", "dtensor+sp plain", "dtensor+sp transformers"),
     "pp": (f"{OURS} pp 1f1b", "pipelining 1f1b", f"{OURS} pp zero_bubble", f"{OURS} pp zbv"),
     "pp v": (f"{OURS} pp interleaved", "pipelining interleaved"),
@@ -66,6 +70,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--intermediate", type=int, default=1408)
     parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--kv-heads", type=int, default=4, help="of 8 heads")
     parser.add_argument("--vocab", type=int, default=8192)
     parser.add_argument("--sequence", type=int, default=256)
     parser.add_argument("--global-batch", type=int, default=8, help="sequences a step over both ranks")
@@ -224,6 +229,7 @@ def config_of(arguments: argparse.Namespace, variant: str):
     from conf.schema import (
         ClusterConfig,
         Config,
+        ContextMethod,
         Device,
         ModelConfig,
         Offload,
@@ -234,8 +240,8 @@ def config_of(arguments: argparse.Namespace, variant: str):
     )
 
     mode = variant.removeprefix(OURS).strip()
-    tp = RANKS if "tp" in mode else 1
-    micro_batch_size = arguments.global_batch * tp // RANKS
+    tp, cp = (RANKS if mode.startswith(axis) else 1 for axis in ("tp", "cp"))
+    micro_batch_size = arguments.global_batch * tp * cp // RANKS
     pipeline = {}
     if is_pipeline(variant):
         kind = mode.split(" ")[-1]
@@ -249,12 +255,15 @@ def config_of(arguments: argparse.Namespace, variant: str):
             intermediate_size=arguments.intermediate,
             num_hidden_layers=arguments.layers,
             vocab_size=arguments.vocab,
+            num_key_value_heads=arguments.kv_heads,
         ),
         parallelism=ParallelismConfig(
             zero=int(mode[4]) if mode.startswith("zero") else 0,
             tp=tp,
             sequence_parallel=mode == "tp+sp",
             **pipeline,
+            cp=cp,
+            cp_method=ContextMethod.ulysses if mode.endswith("ulysses") else ContextMethod.all_gather,
             offload=Offload.optimizer_disk if mode.endswith("+disk") else Offload.none,
             offload_dir=arguments.disk,
         ),
@@ -285,7 +294,8 @@ def serve(arguments: argparse.Namespace) -> None:
     with open_mesh(config, rank_environment()) as mesh:
         shape = (arguments.global_batch, arguments.sequence + 1)
         whole = torch.randint(0, arguments.vocab, shape, generator=torch.Generator().manual_seed(1))
-        is_cut = any(word in arguments.variant for word in ("tp", "dtensor", "pp", "pipelining"))
+        whole_on = ("tp", "dtensor", "cp", "gathered-kv", "pp", "pipelining")
+        is_cut = any(word in arguments.variant for word in whole_on)
         tokens = (whole if is_cut else whole.chunk(RANKS)[mesh.rank]).contiguous()
         try:
             step = built(arguments.variant, config, mesh, tokens)
@@ -312,6 +322,8 @@ def built(variant: str, config, mesh, tokens) -> Callable[[], object]:
         return peers.accelerated(config, mesh.device, tokens, is_sharded=kind == "fsdp")
     if how == "pipelining":
         return peers.pipelined(config, mesh.device, tokens)
+    if how == "gathered-kv":
+        return peers.gathered_keys(*arguments)
     if how.startswith("ddp"):
         return peers.ddp(*arguments, is_sharded=how == "ddp+zro")
     if how.startswith("fsdp"):

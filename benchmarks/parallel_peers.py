@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from peers import MeanLoss, PlainLlama, TransformersLoss, transformers_llama
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.nn.functional import all_gather
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -30,6 +32,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from conf.schema import Config
+from orchestra.model.kernels import rotate
 from orchestra.model.transformer import ModelPart, Transformer, fill_initial_values
 from orchestra.sizes.pipeline_schedule import pipeline_shape
 from orchestra.sizes.stage_cut import stage_layers
@@ -157,6 +160,32 @@ def fsdp(kind: str, config: Config, device: torch.device, tokens: Tensor, *, res
     sum_only(root)
     optimizer = adamw(module, config)
     return bare_step(module, tokens, optimizer, config.optim.clip_norm or torch.inf)
+
+
+def gathered_keys(kind: str, config: Config, device: torch.device, tokens: Tensor) -> Step:
+    """Sequences in as many parts as ranks: each gathers all keys and values (torch.distributed.nn) and gives
+    torch's attention a mask, under DistributedDataParallel.
+    """
+    module = module_of(kind, config, device)
+    assert isinstance(module, MeanLoss)
+    rank, size = dist.get_rank(), config.train.seq_len // dist.get_world_size()
+    own = torch.arange(rank * size, (rank + 1) * size, device=device)
+    mask = own[:, None] >= torch.arange(config.train.seq_len, device=device)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, rotary: Any, _: Any) -> Tensor:
+        q, k = rotate(q, *rotary), rotate(k, *rotary)
+        k, v = (torch.cat(all_gather(each.contiguous()), dim=1).transpose(1, 2) for each in (k, v))
+        out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask, enable_gqa=True)
+        return out.transpose(1, 2)
+
+    for layer in module.layers:
+        layer.self_attn.attend = attend
+    module.sequences.places = lambda *_: own
+    module_on_ranks = DistributedDataParallel(module, gradient_as_bucket_view=True)
+    part = tokens[:, rank * size : (rank + 1) * size + 1]
+    return bare_step(
+        module_on_ranks, part, adamw(module_on_ranks, config), config.optim.clip_norm or torch.inf
+    )
 
 
 def sum_only(module: nn.Module) -> None:

@@ -257,6 +257,13 @@ rank, placed as a V.
 """
 
 
+class ContextMethod(Enum):
+    """How attention sees whole sequences whose places are cut over ranks."""
+
+    all_gather = "all_gather"
+    ulysses = "ulysses"
+
+
 @dataclass(frozen=True)
 class ParallelismConfig:
     """Degrees of the mesh axes. World size = dp × tp × pp × cp; ep lies inside dp."""
@@ -264,7 +271,7 @@ class ParallelismConfig:
     # `auto`: whatever the world size leaves over.
     dp: int | str = "auto"
     zero: int = 0
-    # Ranks over which ZeRO shards; null: all of dp. Smaller than dp: hybrid sharding.
+    # Ranks over which ZeRO shards; null: all of dp × cp. Smaller than that: hybrid sharding.
     shard_degree: int | None = None
     tp: int = 1
     sequence_parallel: bool = False
@@ -275,7 +282,11 @@ class ParallelismConfig:
     virtual_stages: int = 1
     # Layers of each stage in order, pp × virtual_stages numbers; null: cut so that all take equally long.
     stages: list[int] | None = None
+    # Ranks that each have a part of every sequence; 2·cp must divide train.seq_len.
     cp: int = 1
+    # all_gather: keys and values come from all ranks, for any number of heads. ulysses: ranks exchange places
+    # for heads; tp × cp must divide model.num_attention_heads and model.num_key_value_heads.
+    cp_method: ContextMethod = ContextMethod.all_gather
     ep: int = 1
     # Bytes of gradient in one all-reduce, in MiB (overlapped with the backward pass).
     bucket_mib: float = 25.0

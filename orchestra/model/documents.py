@@ -44,20 +44,32 @@ def document_bounds(tokens_BS: Tensor, separator_id: int) -> Tensor:
     return torch.cat([ends.new_zeros(1), ends]).int()
 
 
+def on_device(bounds: Tensor, device: torch.device) -> Tensor:
+    """Return bounds on a device; no host waits for it."""
+    return bounds if bounds.device == device else bounds.pin_memory().to(device, non_blocking=True)
+
+
 def documents_for(bounds: Tensor, tokens_BS: Tensor, dtype: torch.dtype, head_dim: int) -> Tensor:
     """Return what `attend_within` takes on the tokens' device, for queries of this type and head width: the
     bounds themselves, or a mask [B, 1, S, S] of that type, 0 where a query (third dim) sees a key, else −∞.
     """
     device = tokens_BS.device
-    if bounds.device != device:
-        bounds = bounds.pin_memory().to(device, non_blocking=True)
+    bounds = on_device(bounds, device)
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     if has_varying_lengths(capability, dtype, head_dim):
         return bounds
+    return document_mask(bounds, tokens_BS, dtype, torch.arange(tokens_BS.shape[1], device=device))
+
+
+def document_mask(bounds: Tensor, tokens_BS: Tensor, dtype: torch.dtype, place_Q: Tensor) -> Tensor:
+    """Return the mask [B, 1, Q, S] of the queries at some places of each sample: 0 where one sees a key, else
+    −∞. `bounds`, `tokens_BS` and `place_Q` are on one device.
+    """
     batch, sequence = tokens_BS.shape
-    place = torch.arange(batch * sequence, device=device)
+    place = torch.arange(batch * sequence, device=bounds.device)
     document_BS = torch.bucketize(place, bounds, right=True).view(batch, sequence)
-    is_seen = (document_BS[:, None, :, None] == document_BS[:, None, None, :]).tril_()
+    is_seen = document_BS[:, None, place_Q, None] == document_BS[:, None, None, :]
+    is_seen &= place_Q[:, None] >= place[:sequence]
     # Numbers that are added to the scores: of bools each layer would make its own mask, and keep it.
     return torch.zeros_like(is_seen, dtype=dtype).masked_fill_(~is_seen, -torch.inf)
 

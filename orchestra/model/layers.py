@@ -82,6 +82,34 @@ def _llama3_scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     return (1 - blend) * frequencies / scaling.factor + blend * frequencies
 
 
+# cos [S, 1, D] and sin [S, 1, D/2] of rotary positions; None for family gpt.
+Rotary = tuple[Tensor, Tensor] | None
+# What is called like `attend`: whatever cuts sequences over ranks puts its own in that place.
+Attend = Callable[..., Tensor]
+
+
+def attend(
+    q_BSHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, rotary: Rotary, documents: Tensor | None = None
+) -> Tensor:
+    """Return causal attention [B, S, H, D] over queries and keys that positions have not turned yet."""
+    if rotary is not None:
+        q_BSHD, k_BSKD = rotate(q_BSHD, *rotary), rotate(k_BSKD, *rotary)
+    return causal_attention(q_BSHD, k_BSKD, v_BSKD, documents)
+
+
+def causal_attention(q_BSHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, documents: Tensor | None) -> Tensor:
+    """Return causal attention [B, S, H, D]. `documents`: what it stays inside of, from `documents_for`."""
+    if documents is not None:
+        return attend_within(q_BSHD, k_BSKD, v_BSKD, documents)
+    return F.scaled_dot_product_attention(
+        q_BSHD.transpose(1, 2),
+        k_BSKD.transpose(1, 2),
+        v_BSKD.transpose(1, 2),
+        is_causal=True,
+        enable_gqa=q_BSHD.shape[2] != k_BSKD.shape[2],
+    ).transpose(1, 2)
+
+
 class Attention(nn.Module):
     """Causal self-attention; H query heads share K key-value heads (K = H: multi-head, K = 1: MQA)."""
 
@@ -90,15 +118,14 @@ class Attention(nn.Module):
         width, has_bias = head_dim(model), model.family is Family.gpt
         self.head_dim = width
         self.products: Products = products_of
+        self.attend: Attend = attend
         self.q_proj = Linear(model.hidden_size, model.num_attention_heads * width, bias=has_bias)
         self.k_proj = Linear(model.hidden_size, model.num_key_value_heads * width, bias=has_bias)
         self.v_proj = Linear(model.hidden_size, model.num_key_value_heads * width, bias=has_bias)
         self.o_proj = Linear(model.num_attention_heads * width, model.hidden_size, bias=has_bias)
 
-    def forward(
-        self, x_BSE: Tensor, rotary: tuple[Tensor, Tensor] | None, documents: Tensor | None = None
-    ) -> Tensor:
-        """Return the output [B, S, E]. `rotary`: cos [S, 1, D] and sin [S, 1, D/2]; None for family gpt.
+    def forward(self, x_BSE: Tensor, rotary: Rotary, documents: Tensor | None = None) -> Tensor:
+        """Return the output [B, S, E].
 
         `documents`: what attention stays inside of, from `documents_for`; None: the samples.
         """
@@ -107,18 +134,7 @@ class Attention(nn.Module):
         batch, sequence, _ = projected[0].shape
         heads = (batch, sequence, -1, self.head_dim)
         q_BSHD, k_BSKD, v_BSKD = (each.view(heads) for each in projected)
-        if rotary is not None:
-            q_BSHD, k_BSKD = rotate(q_BSHD, *rotary), rotate(k_BSKD, *rotary)
-        if documents is not None:
-            out_BSHD = attend_within(q_BSHD, k_BSKD, v_BSKD, documents)
-        else:
-            out_BSHD = F.scaled_dot_product_attention(
-                q_BSHD.transpose(1, 2),
-                k_BSKD.transpose(1, 2),
-                v_BSKD.transpose(1, 2),
-                is_causal=True,
-                enable_gqa=q_BSHD.shape[2] != k_BSKD.shape[2],
-            ).transpose(1, 2)
+        out_BSHD = self.attend(q_BSHD, k_BSKD, v_BSKD, rotary, documents)
         out: Tensor = self.o_proj(out_BSHD.reshape(batch, sequence, -1))
         return out
 
@@ -172,9 +188,7 @@ class Block(nn.Module):
         self.post_attention_layernorm = make_norm(model)
         self.mlp = GeluMLP(model) if model.family is Family.gpt else SwiGLU(model)
 
-    def forward(
-        self, x_BSE: Tensor, rotary: tuple[Tensor, Tensor] | None, documents: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, x_BSE: Tensor, rotary: Rotary, documents: Tensor | None = None) -> Tensor:
         x_BSE = x_BSE + self.self_attn(self.input_layernorm(x_BSE), rotary, documents)
         out: Tensor = x_BSE + self.mlp(self.post_attention_layernorm(x_BSE))
         return out

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,32 @@ from orchestra.model.layers import Block, Embedding, Positions, make_norm, rotar
 from orchestra.model.logits import EAGER, LogitsPasses
 from orchestra.model.loss import Loss, MakeProducts, PlainProducts, cross_entropy_sum
 from orchestra.sizes.flops import head_dim
+
+
+class Sequences(Protocol):
+    """What the model has of each sequence: all of it, or a rank's part."""
+
+    def cut(self, whole_BS: Tensor) -> Tensor:
+        """Return what there is of tokens or targets [B, S] that are whole."""
+
+    def places(self, num: int, device: torch.device) -> Tensor:
+        """Return the places in the sequence (int64) of `num` tokens of which the model has each sequence."""
+
+    def documents(self, bounds: Tensor, whole_BS: Tensor, dtype: torch.dtype, head_dim: int) -> Tensor:
+        """Return what attention takes, as `documents_for` does."""
+
+
+class WholeSequences:
+    """Sequences that nobody has cut."""
+
+    def cut(self, whole_BS: Tensor) -> Tensor:
+        return whole_BS
+
+    def places(self, num: int, device: torch.device) -> Tensor:
+        return torch.arange(num, device=device)
+
+    def documents(self, bounds: Tensor, whole_BS: Tensor, dtype: torch.dtype, head_dim: int) -> Tensor:
+        return documents_for(bounds, whole_BS, dtype, head_dim)
 
 
 @dataclass(frozen=True)
@@ -63,6 +90,8 @@ class Transformer(nn.Module):
         self.loss: Loss = cross_entropy_sum
         self.logits_passes: LogitsPasses = EAGER
         self.output_products: MakeProducts = PlainProducts
+        # What cuts sequences over ranks puts its own in this place.
+        self.sequences: Sequences = WholeSequences()
         self._rotary: tuple[Tensor, Tensor] | None = None
         # All that this process has of the model, in its order.
         self.parts: tuple[ModelPart, ...] = (
@@ -84,6 +113,7 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """Return the logits [B, S, V], or with targets loss_scale · the summed cross-entropy (nats, fp32).
 
+        Of sequences that are cut tokens and targets are whole, and the result is of this rank's part.
         `bounds` are what `document_bounds` returned for the same tokens, if somebody has them already.
         """
         hidden_BSE = self.hidden(tokens_BS, bounds)
@@ -97,7 +127,7 @@ class Transformer(nn.Module):
         return self.loss(
             hidden_BSE.flatten(0, 1),
             self.lm_head.weight,
-            targets_BS.flatten(),
+            self.sequences.cut(targets_BS).flatten(),
             scale=loss_scale,
             chunk=self.loss_chunk_tokens,
             passes=self.logits_passes,
@@ -158,12 +188,13 @@ class Transformer(nn.Module):
 
         The last one ends with the final norm.
         """
+        own_BS = self.sequences.cut(tokens_BS)
         if part.is_first:
-            x_BSE = self.embed_tokens(tokens_BS)
+            x_BSE = self.embed_tokens(own_BS)
             if self.embed_positions is not None:
-                x_BSE = x_BSE + self.embed_positions(tokens_BS)
+                x_BSE = x_BSE + self.embed_positions(own_BS)
         assert x_BSE is not None, "only the first part begins by itself"
-        rotary = self._rotary_tables(tokens_BS.shape[1], x_BSE)
+        rotary = self._rotary_tables(own_BS.shape[1], x_BSE)
         documents = self._documents(tokens_BS, bounds, x_BSE.dtype)
         for _, layer in self.numbered_layers(part):
             x_BSE = layer(x_BSE, rotary, documents)
@@ -174,7 +205,9 @@ class Transformer(nn.Module):
     def _documents(self, tokens_BS: Tensor, bounds: Tensor | None, dtype: torch.dtype) -> Tensor | None:
         """Return what the layers' attention stays inside of; None: the samples."""
         bounds = self.document_bounds(tokens_BS) if bounds is None else bounds
-        return None if bounds is None else documents_for(bounds, tokens_BS, dtype, head_dim(self.config))
+        if bounds is None:
+            return None
+        return self.sequences.documents(bounds, tokens_BS, dtype, head_dim(self.config))
 
     def _rotary_tables(self, sequence: int, like: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return cos [S, 1, D] and sin [S, 1, D/2] in the activations' dtype, computed in fp32 once."""
@@ -183,7 +216,8 @@ class Transformer(nn.Module):
         kept = self._rotary
         if kept is None or kept[0].shape[0] != sequence or kept[0].dtype != like.dtype:
             frequencies = rotary_frequencies(self.config).to(like.device)
-            angles = torch.arange(sequence, device=like.device).float()[:, None, None] * frequencies
+            places = self.sequences.places(sequence, like.device)
+            angles = places.float()[:, None, None] * frequencies
             cos = angles.cos().repeat(1, 1, 2)
             kept = self._rotary = (cos.to(like.dtype), angles.sin().to(like.dtype))
         return kept

@@ -19,6 +19,7 @@ from orchestra.parallel.blocks import (
     recompute_blocks,
     set_products,
 )
+from orchestra.parallel.context.cut_sequences import cut_sequences
 from orchestra.parallel.mesh import Mesh
 from orchestra.parallel.pipeline.own_stages import keep_own_stages
 from orchestra.parallel.pipeline.passes import Pipeline
@@ -61,6 +62,7 @@ def parallelize(model: Transformer, config: Config, mesh: Mesh) -> Parallelized:
     """
     precision = policy(config.precision)
     places = split_tensors(model, config, mesh)
+    cut_sequences(model, config, mesh)
     shapes = {name: place.shape for name, place in places.items()}
     places = keep_own_stages(model, places, config, mesh)
     history = set_products(model, config)

@@ -41,7 +41,7 @@ from orchestra.sizes.activations import kinds_of_layers
 from orchestra.sizes.pipeline_schedule import splits_backward
 
 # What products of gradients are made of later must not be overwritten by what is compiled.
-_KEEPS_ITS_BUFFERS = {"allow_buffer_reuse": False, "inplace_buffers": False}
+_KEEPS_ITS_BUFFERS: dict[str, Any] = {"allow_buffer_reuse": False, "inplace_buffers": False}
 _aten = torch.ops.aten
 _PRODUCTS = frozenset(
     operator

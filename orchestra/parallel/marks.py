@@ -65,6 +65,10 @@ class Traffic:
         """Count putting together `num_bytes` of the ranks' parts on all of them: (N − 1)/N of it."""
         self.bytes_sent["all_gather"] += num_bytes * (num_ranks - 1) // num_ranks
 
+    def add_all_to_all(self, num_bytes: int, num_ranks: int) -> None:
+        """Count sending each rank its part of `num_bytes`: (N − 1)/N of it."""
+        self.bytes_sent["all_to_all"] += num_bytes * (num_ranks - 1) // num_ranks
+
     def add_message(self, num_bytes: int) -> None:
         """Count what is sent to one rank."""
         self.bytes_sent["message"] += num_bytes

@@ -67,10 +67,11 @@ class Mesh:
     """One rank's place and its groups, each None where it would have one rank.
 
     `dp_group`: ranks with other samples and the same part of the model. `tp_group`: ranks that share each
-    layer. `shard_group`: those of `dp_group` over which ZeRO shards. `replicate_group`: those of `dp_group`
-    that hold the same shards, with hybrid sharding only. `model_group`: ranks that hold one copy of the
-    training state together, each a part of its own or a replica over tp. `pp_group`: the stages of one
-    pipeline. `loss_group`: ranks whose losses of a step add up.
+    layer. `cp_group`: ranks with other parts of the same sequences. `pp_group`: the stages of one pipeline.
+    `loss_group`: ranks whose losses add up to that of the global batch. Over those of them that have the same
+    stage gradients are summed: `shard_group` are those over which ZeRO shards, `replicate_group` those that
+    hold the same shards. `model_group`: ranks that hold one copy of the training state together, each a part
+    of its own or a replica over tp.
     """
 
     rank: int
@@ -79,11 +80,12 @@ class Mesh:
     device: torch.device
     dp_group: dist.ProcessGroup | None = None
     tp_group: dist.ProcessGroup | None = None
+    cp_group: dist.ProcessGroup | None = None
+    loss_group: dist.ProcessGroup | None = None
     shard_group: dist.ProcessGroup | None = None
     replicate_group: dist.ProcessGroup | None = None
     model_group: dist.ProcessGroup | None = None
     pp_group: dist.ProcessGroup | None = None
-    loss_group: dist.ProcessGroup | None = None
     # Bytes that this rank has sent for the training.
     traffic: Traffic = field(default_factory=Traffic)
     # Ranks whose device this is too, this one included; and what carries their collectives on it.
@@ -106,7 +108,7 @@ class Mesh:
     @property
     def shard_index(self) -> int:
         """This rank's place in its shard group, which says what range of everything it owns."""
-        return self.coordinates.dp % self.layout.shard
+        return self.layout.shard_index(self.coordinates)
 
     def rank_on(self, axis: str, coordinate: int) -> int:
         """Return the rank at another place on one axis (dp, tp, pp or cp) and at this one's on all others."""
@@ -131,13 +133,14 @@ def make_mesh(rank: int, degrees: Layout, device: torch.device, open_group: Open
         layout=degrees,
         coordinates=degrees.coordinates(rank),
         device=device,
-        dp_group=group("replicate", "shard"),
+        dp_group=group("dp"),
         tp_group=group("tp"),
+        cp_group=group("cp"),
+        loss_group=group("dp", "cp", "pp"),
         shard_group=group("shard"),
-        replicate_group=group("replicate") if degrees.shard > 1 else None,
-        model_group=group("shard", "tp", "pp", "cp"),
+        replicate_group=group("replicate"),
+        model_group=group("shard", "tp", "pp"),
         pp_group=group("pp"),
-        loss_group=group("replicate", "shard", "pp"),
         open_group=open_group,
     )
 

@@ -9,6 +9,9 @@ silu(gate) is computed again here instead of being kept. A GPT layer keeps 2F.
 Over N tensor-parallel ranks all but the norms is cut; with sequence parallelism those are too. The outputs of
 the norms are then gathered: they count in full unless they are gathered again in the backward pass.
 
+Ranks of context parallelism have parts of the sequences, and so of everything. Where they exchange places for
+heads the attention's output is kept twice, as it comes and as it goes back.
+
 - selective: products are kept (queries, keys, values, the attention's projection, gate and up) beside the
   layer's input; norms, rotation, attention and silu are computed again.
 - full: the layer's input alone is kept.
@@ -23,7 +26,7 @@ import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from conf.schema import Config, Family, ModelConfig, PrecisionName, Recompute
+from conf.schema import Config, ContextMethod, Family, ModelConfig, PrecisionName, Recompute
 from orchestra.errors import ConfigError
 from orchestra.sizes.flops import attention_width, head_dim
 from orchestra.sizes.topology import batch_shape
@@ -35,7 +38,10 @@ _STATISTIC_BYTES = 4
 
 @dataclass(frozen=True)
 class LayerActivations:
-    """One layer's activations on one rank, for a micro-batch of `num_sequences` × `seq_len` tokens."""
+    """One layer's activations on one rank, for a micro-batch of `num_sequences` × `seq_len` tokens.
+
+    With `cp` ranks to a sequence `seq_len` is the part of one; `exchanges_heads`: by `cp_method=ulysses`.
+    """
 
     model: ModelConfig
     num_sequences: int
@@ -44,6 +50,8 @@ class LayerActivations:
     tp: int = 1
     is_sequence_parallel: bool = False
     gathers_again: bool = True
+    cp: int = 1
+    exchanges_heads: bool = False
 
     def kept_bytes(self, kind: Recompute) -> int:
         """Return what the layer keeps from its forward pass to its backward pass."""
@@ -64,7 +72,7 @@ class LayerActivations:
         """
         if kind is Recompute.none:
             return 0
-        each = 4 * self.seq_len * attention_width(self.model)
+        each = 4 * self.seq_len * self.cp * attention_width(self.model)
         if kind is Recompute.full:
             kv_width = self.model.num_key_value_heads * head_dim(self.model)
             num_rows = 2 * attention_width(self.model) + 2 * kv_width
@@ -98,7 +106,7 @@ class LayerActivations:
 
     @property
     def _all(self) -> float:
-        out = attention_width(self.model) / self.tp
+        out = attention_width(self.model) / self.tp * (2 if self.exchanges_heads else 1)
         inner = (2 if self._is_gpt else 3) * self.model.intermediate_size / self.tp
         return 2 * self._input + 2 * self._gathered + self._of_heads + out + inner
 
@@ -117,12 +125,14 @@ def layer_activations(config: Config, dp: int, *, is_gpu: bool) -> LayerActivati
     return LayerActivations(
         model=config.model,
         num_sequences=batch.micro_batch_size,
-        seq_len=batch.seq_len,
+        seq_len=batch.seq_len // parallelism.cp,
         element_bytes=4 if config.precision.name is PrecisionName.fp32 else 2,
         tp=parallelism.tp,
         is_sequence_parallel=parallelism.sequence_parallel,
         # A GPU gathers while a product runs; on CPU nothing would hide the second gather.
         gathers_again=is_gpu,
+        cp=parallelism.cp,
+        exchanges_heads=parallelism.cp > 1 and parallelism.cp_method is ContextMethod.ulysses,
     )
 
 

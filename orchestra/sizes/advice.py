@@ -200,9 +200,10 @@ def _offload(config: Config, _: int) -> list[Changes]:
 
 
 def _loss_chunk(config: Config, num_ranks: int) -> list[Changes]:
-    batch = batch_shape(config.train, layout(config.parallelism, num_ranks).dp)
+    degrees = layout(config.parallelism, num_ranks)
+    batch = batch_shape(config.train, degrees.dp)
     now = config.train.loss_chunk_tokens or _LONGEST_CHUNK_ADVISED
-    half = min(batch.micro_batch_size * batch.seq_len, now) // 2
+    half = min(batch.micro_batch_size * batch.seq_len // degrees.cp, now) // 2
     return [{"train.loss_chunk_tokens": half}] if half else []
 
 

@@ -19,7 +19,16 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from conf.schema import Family, ModelConfig, Offload, PipelineSchedule, PrecisionName, Recompute, Scaling
+from conf.schema import (
+    ContextMethod,
+    Family,
+    ModelConfig,
+    Offload,
+    PipelineSchedule,
+    PrecisionName,
+    Recompute,
+    Scaling,
+)
 from orchestra.sizes.activations import LayerActivations, cheapest_within, every_kth, peak_bytes
 from orchestra.sizes.flops import attention_width, head_dim
 from orchestra.sizes.pipeline_check import HeldState, fewer_micro_batches, held_states
@@ -307,7 +316,7 @@ def _work_of(shape: TrainingShape, stage: PipelineStage, layers: range, parts: R
     each = {kind: layer.kept_bytes(kind) for kind in set(kinds)}
     fewer = _kept_in_fp8(shape) * sum(kind is Recompute.none for kind in kinds)
     replayed = _replayed_bytes(shape, stage, parts)
-    temporary = max(_temporary_bytes(shape), replayed.in_layer)
+    temporary = max(_temporary_bytes(shape), replayed.in_layer, _gathered_keys_bytes(shape))
     backward = peak_bytes(layer, kinds) - fewer + temporary + replayed.in_backward
     has_loss = stage.has_head and layers.stop == shape.model.num_hidden_layers
     return _StageWork(
@@ -427,6 +436,17 @@ def _temporary_bytes(shape: TrainingShape) -> float:
     return temporary
 
 
+def _gathered_keys_bytes(shape: TrainingShape) -> float:
+    """Return what the backward pass of attention takes whose keys and values are gathered from the ranks of a
+    sequence: these, the sum of their gradients, and those of one piece.
+    """
+    model, tokens, cp = shape.model, shape.tokens, shape.layout.cp
+    if cp == 1 or shape.options.cp_method is ContextMethod.ulysses:
+        return 0.0
+    width = head_dim(model) * max(model.num_key_value_heads / tokens.tp, 1)
+    return 3 * 2 * tokens.count * cp * width * tokens.width_bytes
+
+
 def _kept_in_fp8(shape: TrainingShape) -> float:
     """Return how much less a layer keeps whose products' inputs are kept in one byte: the norms' outputs and
     the feed-forward's; the attention's is kept besides, for itself.
@@ -456,6 +476,8 @@ def layer_of(shape: TrainingShape) -> LayerActivations:
         tp=tokens.tp,
         is_sequence_parallel=tokens.sequence_parallel,
         gathers_again=shape.options.is_gpu,
+        cp=shape.layout.cp,
+        exchanges_heads=shape.layout.cp > 1 and shape.options.cp_method is ContextMethod.ulysses,
     )
 
 

@@ -4,7 +4,10 @@ Ranks are numbered with `tp` fastest, then `cp`, then `dp`, and `pp` slowest (Me
 torchrun numbers the ranks of a node consecutively, so the axis that talks most, several times per layer,
 stays inside a node; `cp` talks once per layer, `dp` once per step after the backward pass, and `pp`
 sends one activation per micro-batch, which the slowest link carries. Expert parallelism (`ep`) divides `dp`
-and has no coordinate here. `dp` itself is `replicate` × `shard`: ZeRO shards over neighbours, which with
+and has no coordinate here.
+
+Ranks of `cp` have parts of the same sequences and the same parameters, so gradients are summed over `dp` ×
+`cp`. That product is `replicate` × `shard` too: ZeRO shards over neighbours, those of `cp` first, which with
 hybrid sharding are the ranks of a node, and replicates over the rest.
 """
 
@@ -42,9 +45,10 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class Layout:
-    """Degrees of the mesh axes, all resolved to integers. `ep` and `shard` each divide `dp`.
+    """Degrees of the mesh axes, all resolved to integers. `ep` divides `dp`, `shard` divides `dp` · `cp`.
 
-    `shard` is the number of ranks over which ZeRO shards: 1 without ZeRO, all of `dp` unless it is hybrid.
+    `shard` is the number of ranks over which ZeRO shards: 1 without ZeRO, all of `dp` · `cp` unless it is
+    hybrid.
     """
 
     dp: int
@@ -61,8 +65,12 @@ class Layout:
 
     @property
     def replicate(self) -> int:
-        """Number of replicas of each shard over data parallelism."""
-        return self.dp // self.shard
+        """Number of replicas of each shard over data and context parallelism."""
+        return self.dp * self.cp // self.shard
+
+    def shard_index(self, place: Coordinates) -> int:
+        """Return which of the shards the rank at `place` owns."""
+        return (place.dp * self.cp + place.cp) % self.shard
 
     def coordinates(self, rank: int) -> Coordinates:
         """Return the place of `rank`; IndexError outside 0 … world size − 1."""
@@ -83,17 +91,20 @@ class Layout:
     def neighbours(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
         """Return the ranks, in order, whose places differ from that of `rank` on no other axes than these.
 
-        Axes: tp, cp, pp, and the two of which dp consists: replicate and shard.
+        Axes: tp, pp, and either dp and cp, or the two of which these consist together: replicate and shard.
         """
-        here = self._split(rank)
+        by_shards = not {"replicate", "shard"}.isdisjoint(axes)
+        here = self._split(rank, by_shards=by_shards)
         fixed = [(axis, index) for axis, index in here.items() if axis not in axes]
-        places = ((other, self._split(other)) for other in range(self.world_size))
+        places = ((other, self._split(other, by_shards=by_shards)) for other in range(self.world_size))
         return tuple(other for other, place in places if all(place[axis] == at for axis, at in fixed))
 
-    def _split(self, rank: int) -> dict[str, int]:
+    def _split(self, rank: int, *, by_shards: bool) -> dict[str, int]:
         place = self.coordinates(rank)
-        replicate, shard = divmod(place.dp, self.shard)
-        return {"replicate": replicate, "shard": shard, "tp": place.tp, "pp": place.pp, "cp": place.cp}
+        if not by_shards:
+            return {"dp": place.dp, "cp": place.cp, "tp": place.tp, "pp": place.pp}
+        replicate = (place.dp * self.cp + place.cp) // self.shard
+        return {"replicate": replicate, "shard": self.shard_index(place), "tp": place.tp, "pp": place.pp}
 
 
 def layout(parallelism: ParallelismConfig, world_size: int) -> Layout:
@@ -103,7 +114,7 @@ def layout(parallelism: ParallelismConfig, world_size: int) -> Layout:
         raise ConfigError(problems)
     inner = parallelism.tp * parallelism.pp * parallelism.cp
     dp = world_size // inner if isinstance(parallelism.dp, str) else parallelism.dp
-    shard = 1 if parallelism.zero == 0 else parallelism.shard_degree or dp
+    shard = 1 if parallelism.zero == 0 else parallelism.shard_degree or dp * parallelism.cp
     return Layout(dp, parallelism.tp, parallelism.pp, parallelism.cp, parallelism.ep, shard)
 
 

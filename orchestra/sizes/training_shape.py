@@ -11,6 +11,7 @@ from functools import lru_cache
 
 from conf.schema import (
     Config,
+    ContextMethod,
     DType,
     ModelConfig,
     Offload,
@@ -75,7 +76,7 @@ class TrainerOptions:
     inputs are kept. `saves`: images of the state are staged in host memory while training continues.
     `is_compiled`: blocks and loss. `fp8_scaling` and the two after it are precision=fp8's.
     `disk_bytes_per_s`: what a node's disk reads and writes, for state that lies there. `replays`: other
-    ranks' micro-batches are computed again.
+    ranks' micro-batches are computed again. `cp_method`: what context parallelism sends.
     """
 
     moment_bytes: float = 4
@@ -96,6 +97,7 @@ class TrainerOptions:
     fp8_output: bool = False
     disk_bytes_per_s: float = _DISK_BYTES_PER_S
     replays: bool = False
+    cp_method: ContextMethod = ContextMethod.all_gather
 
 
 @dataclass(frozen=True)
@@ -244,4 +246,5 @@ def trainer_options(config: Config, *, is_gpu: bool) -> TrainerOptions:
         fp8_output=precision.fp8_output,
         disk_bytes_per_s=config.cluster.disk_bytes_per_s or _DISK_BYTES_PER_S,
         replays=config.recovery.replay_every_steps is not None,
+        cp_method=config.parallelism.cp_method,
     )

@@ -98,11 +98,10 @@ def _one_of(world_size: int, rank: int, config: Config) -> Iterator[Mesh]:
     Its process group has no other members: its collectives end at once and move nothing.
     """
     degrees = layout(config.parallelism, world_size)
-    others = [f"{axis}={getattr(degrees, axis)}" for axis in ("cp", "ep") if getattr(degrees, axis) > 1]
-    if others:
+    if degrees.ep > 1:
         raise ConfigError(
-            f"parallelism.{' and parallelism.'.join(others)}: the trainer has no context or expert "
-            "parallelism yet, so there is nothing to count; use cp=ep=1"
+            f"parallelism.ep={degrees.ep}: the trainer has no expert parallelism yet, so there is nothing to "
+            "count; use ep=1"
         )
     if world_size > 1:
         allow_fake_groups()
@@ -251,7 +250,8 @@ def _with_chunk_of_gpu(config: Config, degrees: Layout) -> Config:
     words = -(-config.model.vocab_size // degrees.tp)
     width = policy(config.precision).parameter.itemsize
     bytes_each = logit_bytes(width, is_wanted(config.train.compile, "cuda"))
-    chunk = chunk_tokens(batch.micro_batch_size * batch.seq_len, words, bytes_each, on_gpu=True)
+    num_tokens = batch.micro_batch_size * batch.seq_len // degrees.cp
+    chunk = chunk_tokens(num_tokens, words, bytes_each, on_gpu=True)
     return dataclasses.replace(config, train=dataclasses.replace(config.train, loss_chunk_tokens=chunk))
 
 

@@ -300,7 +300,9 @@ def assemble(config: Config, mesh: Mesh, ranks: RankEnvironment, rank: RankAttem
     events_of_rank_0 = rank.events if mesh.rank == 0 else None
     clock = DeviceClock() if mesh.device.type == "cuda" else HostClock()
     step_times = StepTimes(config.recovery, peers, clock, events_of_rank_0, mesh.layout.pp)
-    ledger = LedgerHook(Ledger(rank.run, mesh.rank, rank.attempt)) if config.data.ledger else None
+    # One of the ranks that share samples writes them down.
+    has_ledger = config.data.ledger and mesh.coordinates.tp == mesh.coordinates.cp == mesh.coordinates.pp == 0
+    ledger = LedgerHook(Ledger(rank.run, mesh.rank, rank.attempt)) if has_ledger else None
     profiler = _profiler(config, mesh, built, stopping, rank)
     peak_flops = _announced_peak_flops(config, mesh, built, rank.events) if mesh.rank == 0 else None
     if mesh.rank == 0 and mesh.device.type == "cuda":

@@ -23,6 +23,7 @@ from commands import (
 )
 
 from launchers import processes
+from orchestra.data.order import read_ledger
 from orchestra.report.run_state import read_state
 from orchestra.run.paths import RunDir
 
@@ -62,6 +63,17 @@ def test_a_killed_a_stopped_and_a_failing_rank_cost_nothing_but_time(
     state = state_of(folder, name)
     assert (state["state"], state["attempts"]) == ("finished", 4)
     assert orchestra(folder, "why", name).stdout.count("restarted") == 3
+
+
+def test_ranks_that_share_sequences_go_on_bit_for_bit_after_one_is_killed(folder: Path) -> None:
+    cut = ("parallelism.cp=2", "parallelism.zero=1", "checkpoint.every_steps=5", "data.ledger=true")
+    other = train(folder, "cut-alone", *TINY, *cut, "train.steps=12")
+    fault = "recovery.inject=[{at_step: 8, rank: 1, fault: sigkill}]"
+    run = train(folder, "cut", *TINY, *cut, "train.steps=12", fault)
+    assert_same_training(run, other)
+    assert [event["step"] for event in events_of(run, "restored", 1)] == [5]
+    seen = [sample for ids in read_ledger(run).values() for sample in ids]
+    assert len(seen) == len(set(seen)) == 12 * 4
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

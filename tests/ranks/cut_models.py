@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from conf.schema import Config, Family, ModelConfig, ParallelismConfig, TrainConfig
+from conf.schema import Config, ContextMethod, Family, ModelConfig, ParallelismConfig, TrainConfig
 from orchestra.model.loss import IGNORED_TARGET
 from orchestra.model.transformer import Transformer, fill_initial_values
 from orchestra.parallel.blocks import recompute_blocks
+from orchestra.parallel.context.cut_sequences import cut_sequences
 from orchestra.parallel.mesh import Mesh, make_mesh
 from orchestra.parallel.places import TensorPlace
 from orchestra.parallel.tensor.split import RowsProducts, split_tensors
@@ -45,10 +46,20 @@ MODELS = {
 Gradients = dict[str, tuple[tuple[int, ...], bool, Tensor]]
 
 
-def config_of(name: str, tp: int, *, sequence_parallel: bool = False, **train: Any) -> Config:
+def config_of(
+    name: str,
+    tp: int,
+    *,
+    sequence_parallel: bool = False,
+    cp: int = 1,
+    method: str = "all_gather",
+    **train: Any,
+) -> Config:
     return Config(
         model=MODELS[name],
-        parallelism=ParallelismConfig(tp=tp, sequence_parallel=sequence_parallel),
+        parallelism=ParallelismConfig(
+            tp=tp, sequence_parallel=sequence_parallel, cp=cp, cp_method=ContextMethod(method)
+        ),
         train=TrainConfig(seq_len=SEQUENCE, loss_chunk_tokens=6, **train),
     )
 
@@ -62,8 +73,8 @@ def tokens_of(model: ModelConfig) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1], targets
 
 
-def whole_model(config: Config) -> Transformer:
-    model = Transformer(config.model, config.train.loss_chunk_tokens)
+def whole_model(config: Config, separator_id: int | None = None) -> Transformer:
+    model = Transformer(config.model, config.train.loss_chunk_tokens, separator_id)
     fill_initial_values(model, 0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -72,12 +83,16 @@ def whole_model(config: Config) -> Transformer:
     return model
 
 
-def cut_model(rank: int, config: Config) -> tuple[Transformer, dict[str, TensorPlace], Mesh]:
+def cut_model(
+    rank: int, config: Config, separator_id: int | None = None
+) -> tuple[Transformer, dict[str, TensorPlace], Mesh]:
     """Build this rank's part of the model of `whole_model`."""
-    mesh = make_mesh(rank, Layout(dp=1, tp=config.parallelism.tp), torch.device("cpu"))
+    degrees = Layout(dp=1, tp=config.parallelism.tp, cp=config.parallelism.cp)
+    mesh = make_mesh(rank, degrees, torch.device("cpu"))
     with torch.device("meta"):
-        model = Transformer(config.model, config.train.loss_chunk_tokens)
+        model = Transformer(config.model, config.train.loss_chunk_tokens, separator_id)
     places = split_tensors(model, config, mesh)
+    cut_sequences(model, config, mesh)
     model.to_empty(device="cpu")
     model.tie_weights()
     whole = dict(whole_model(config).named_parameters())
@@ -112,10 +127,16 @@ def counted(tensor: Tensor, place: TensorPlace) -> Tensor:
 
 
 def cut_gradients(
-    rank: int, world: int, config: Config, compiled_by: Callable[..., Any] | None = None
+    rank: int,
+    world: int,
+    config: Config,
+    compiled_by: Callable[..., Any] | None = None,
+    separator_id: int | None = None,
 ) -> tuple[float, Gradients, Tensor]:
-    """Return the loss, this rank's parts of all gradients with their offsets, and the logits."""
-    model, places, _ = cut_model(rank, config)
+    """Return the loss, this rank's parts of all gradients with their offsets, and the logits; of sequences
+    that are cut the sum of the ranks' losses and gradients, and the logits of this rank's places.
+    """
+    model, places, mesh = cut_model(rank, config, separator_id)
     if compiled_by is not None:
         for layer in model.layers:
             layer.forward = compiled_by(layer.forward)
@@ -126,17 +147,23 @@ def cut_gradients(
     for name, parameter in model.named_parameters():
         place, gradient = places[name], parameter.grad
         assert gradient is not None, name
-        if place.sum_group is not None:
-            dist.all_reduce(gradient, group=place.sum_group)
+        for group in (place.sum_group, mesh.cp_group):
+            if group is not None:
+                dist.all_reduce(gradient, group=group)
         padding = gradient.abs().sum() - counted(gradient, place).abs().sum()
         assert padding == 0, f"{name} has a gradient in its padding"
-        gradients[name] = (place.offsets, place.is_counted, counted(gradient, place).clone())
+        is_counted = place.is_counted and mesh.coordinates.cp == 0
+        gradients[name] = (place.offsets, is_counted, counted(gradient, place).clone())
+    if mesh.cp_group is not None:
+        dist.all_reduce(loss.detach(), group=mesh.cp_group)
     with torch.no_grad():
         return float(loss.detach()), gradients, model(tokens)
 
 
-def whole_gradients(config: Config) -> tuple[float, dict[str, Tensor], Tensor]:
-    model = whole_model(config)
+def whole_gradients(
+    config: Config, separator_id: int | None = None
+) -> tuple[float, dict[str, Tensor], Tensor]:
+    model = whole_model(config, separator_id)
     tokens, targets = tokens_of(config.model)
     loss = model(tokens, targets, 0.5)
     loss.backward()

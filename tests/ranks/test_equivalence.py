@@ -32,10 +32,10 @@ from small_trainings import (
     trained_on,
 )
 
-from conf.schema import Config, DataConfig, ModelConfig, Recompute, Source
+from conf.schema import Config, ContextMethod, DataConfig, ModelConfig, Recompute, Source
 from orchestra.data.token_files import TokenIndex, index_text
 
-Values = tuple[str, str, str, str, int]
+Values = tuple[str, str, str, str, int, str]
 NUM_RANKS = 4
 IS_WHOLE = os.environ.get("ORCHESTRA_EQUIVALENCE") == "all"
 NUM_STEPS = 20 if IS_WHOLE else 8
@@ -60,17 +60,20 @@ AXES: tuple[tuple[Any, ...], ...] = (
     ("whole", "sequence parallel"),
     ("none", "selective", "full"),
     (1, 3),
+    ("cp1", "cp2", "cp4", "cp2 ulysses"),
 )
 
 
 def combines(values: Sequence[Any]) -> bool:
-    """Whether four ranks can do it: two shards in two replicas need all of them, and parts of a sequence need
-    tensor parallelism. `values` may be the first few.
+    """Whether four ranks can do it: two shards in two replicas need all of them, sequence parallelism needs
+    tensor parallelism, and two key-value heads are exchanged by two ranks at most.
     """
-    zero, tp, sequence = (*values, None, None, None)[:3]
-    return not (zero == "hybrid" and tp in ("tp2", "tp4")) and not (
-        sequence == "sequence parallel" and (tp == "tp1" or zero == "hybrid")
-    )
+    zero, tp, sequence, _, _, cp = values
+    if tp == "tp1":
+        return bool(sequence == "whole")
+    if zero == "hybrid":
+        return False
+    return bool(cp == "cp1" or (tp, cp) == ("tp2", "cp2"))
 
 
 def product() -> list[Values]:
@@ -104,19 +107,22 @@ def together() -> Iterator[list[Values]]:
 
 
 def config_with(values: Values, **settings: Any) -> Config:
-    zero, tp, sequence, recompute, accumulation = values
+    zero, tp, sequence, recompute, accumulation, context = values
+    cp, _, method = context.removeprefix("cp").partition(" ")
     degree = int(tp.removeprefix("tp"))
     return config_of(
         MODEL,
         train={
             "global_batch_size": NUM_SEQUENCES,
-            "micro_batch_size": NUM_SEQUENCES * degree // (NUM_RANKS * accumulation),
+            "micro_batch_size": NUM_SEQUENCES * degree * int(cp) // (NUM_RANKS * accumulation),
             "recompute": Recompute(recompute),
         },
         zero=3 if zero == "hybrid" else int(zero),
         shard_degree=2 if zero == "hybrid" else None,
         tp=degree,
         sequence_parallel=sequence == "sequence parallel",
+        cp=int(cp),
+        cp_method=ContextMethod(method or "all_gather"),
         **settings,
     )
 
@@ -156,9 +162,12 @@ def test_every_combination_is_the_same_training(ranks: Ranks, combinations: list
 
 
 DOCUMENT_CASES: tuple[Values, ...] = (
-    ("3", "tp2", "sequence parallel", "selective", 3),
-    ("3", "tp1", "whole", "full", 1),
-    ("1", "tp4", "whole", "none", 1),
+    ("3", "tp2", "sequence parallel", "selective", 3, "cp1"),
+    ("3", "tp1", "whole", "full", 1, "cp1"),
+    ("1", "tp4", "whole", "none", 1, "cp1"),
+    ("1", "tp1", "whole", "selective", 3, "cp4"),
+    ("2", "tp2", "sequence parallel", "none", 1, "cp2"),
+    ("3", "tp1", "whole", "full", 1, "cp2 ulysses"),
 )
 
 
@@ -178,9 +187,9 @@ def test_masked_documents_are_the_same_training_on_ranks(ranks: Ranks, tmp_path:
 
 
 # Nothing divides by three but heads, inner width and sequence: rows, words and elements are left over
-# everywhere.
+# everywhere. Six pieces of a sequence have three places each.
 ODD_MODEL = replace(ODD, intermediate_size=39)
-ODD_BATCH: dict[str, Any] = {"global_batch_size": 9, "seq_len": 15}
+ODD_BATCH: dict[str, Any] = {"global_batch_size": 9, "seq_len": 18}
 ODD_CASES: dict[str, tuple[tuple[dict[str, Any], str], ...]] = {
     "zero": (
         ({"zero": 0}, "selective"),
@@ -192,6 +201,11 @@ ODD_CASES: dict[str, tuple[tuple[dict[str, Any], str], ...]] = {
         ({"tp": 3}, "none"),
         ({"tp": 3, "sequence_parallel": True}, "full"),
         ({"tp": 3, "sequence_parallel": True}, "selective"),
+    ),
+    "cp": (
+        ({"cp": 3}, "none"),
+        ({"cp": 3, "zero": 2}, "selective"),
+        ({"cp": 3, "zero": 3}, "full"),
     ),
 }
 
@@ -230,10 +244,11 @@ def test_a_training_that_is_closed_leaves_no_memory(ranks: Ranks) -> None:
 
 
 BF16_CASES: tuple[Values, ...] = (
-    ("0", "tp1", "whole", "none", 1),
-    ("1", "tp2", "sequence parallel", "selective", 3),
-    ("3", "tp4", "whole", "none", 1),
-    ("hybrid", "tp1", "whole", "full", 1),
+    ("0", "tp1", "whole", "none", 1, "cp1"),
+    ("1", "tp2", "sequence parallel", "selective", 3, "cp1"),
+    ("3", "tp4", "whole", "none", 1, "cp1"),
+    ("hybrid", "tp1", "whole", "full", 1, "cp1"),
+    ("1", "tp1", "whole", "none", 1, "cp4"),
 )
 
 

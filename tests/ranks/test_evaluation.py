@@ -42,6 +42,7 @@ LAYOUTS: list[dict[str, Any]] = [
     *({"zero": zero} for zero in (0, 1, 3)),
     {"tp": 2, "sequence_parallel": True},
     {"pp": 2},
+    {"zero": 3, "cp": 2},
 ]
 
 

@@ -51,6 +51,7 @@ CASES: list[dict[str, Any]] = [
     {"zero": 0},
     {"zero": 3, "shard_degree": 2},
     {"zero": 1, "tp": 2, "sequence_parallel": True},
+    {"zero": 2, "cp": 2},
 ]
 
 

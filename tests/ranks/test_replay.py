@@ -35,6 +35,7 @@ LAYOUTS: list[dict[str, Any]] = [
     {"zero": 1, "tp": 2},
     {"zero": 2, "tp": 2, "sequence_parallel": True, "precision": "bf16"},
     {"zero": 1, "train": {"recompute": Recompute.selective}},
+    {"zero": 1, "cp": 2},
 ]
 
 

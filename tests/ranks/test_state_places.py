@@ -94,6 +94,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "zero3 on 2": (2, {"zero": 3}),
     "zero3 on 4": (4, {"zero": 3}),
     "hybrid on 4": (4, {"zero": 3, "shard_degree": 2}),
+    "cp2 on 2": (2, {"zero": 1, "cp": 2}),
+    "cp2 zero3 on 4": (4, {"zero": 3, "cp": 2}),
 }
 
 
@@ -104,7 +106,7 @@ def setting(name: str, precision: str = "fp32") -> tuple[int, Config]:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", ["zero1 on 3", "zero2 on 4", "zero3 on 2", "hybrid on 4"])
+@pytest.mark.parametrize("name", ["zero1 on 3", "zero2 on 4", "zero3 on 2", "hybrid on 4", "cp2 zero3 on 4"])
 def test_the_same_layout_goes_on_bit_for_bit(ranks: Ranks, tmp_path: Path, name: str, precision: str) -> None:
     world, config = setting(name, precision)
     assert_goes_on_bit_for_bit(ranks(world), config, tmp_path)
@@ -115,7 +117,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("saved")
 
 
-@pytest.mark.parametrize("source", ["one", "zero1 on 3", "zero3 on 4", "hybrid on 4"])
+@pytest.mark.parametrize("source", ["one", "zero1 on 3", "zero3 on 4", "hybrid on 4", "cp2 on 2"])
 def test_every_layout_restores_what_another_saved(ranks: Ranks, saved: Path, source: str) -> None:
     world, config = setting(source)
     place = saved / source

@@ -95,7 +95,7 @@ def _layout(mesh: Layout, config: Config) -> str:
     used = [f"{axis} {degree}" for axis, degree in degrees.items() if degree > (0 if axis == "zero" else 1)]
     if config.parallelism.sequence_parallel:
         used.insert(1, "sequence parallel")
-    if config.parallelism.zero and mesh.shard < mesh.dp:
+    if config.parallelism.zero and mesh.replicate > 1:
         used[-1] += f" over {mesh.shard}"
     return f"{figures.number_of(mesh.world_size, 'rank')}: {', '.join([f'dp {mesh.dp}', *used])}"
 

@@ -37,7 +37,6 @@ class NotYet:
 
 # Who builds a feature deletes its row. The planner knows all of it; `run` and `submit` refuse it at once.
 TABLE = (
-    NotYet("parallelism.cp", 1, "context parallelism"),
     NotYet("model.num_experts", 0, "mixtures of experts"),
     NotYet("parallelism.ep", 1, "expert parallelism"),
 )

@@ -228,11 +228,10 @@ def state_on_disk_bytes(config: Config, ranks: int) -> int:
     except ConfigError:
         return 0
     count = num_parameters(config.model)
-    copies = degrees.dp / (degrees.shard if config.parallelism.zero else 1)
     images = 0 if config.checkpoint.every_steps is None else 1
     # fp32 masters and two moments.
     each = 8 if config.optim.state_dtype is StateDType.bf16 else 12
-    return round(count * each * (copies + images))
+    return round(count * each * (degrees.replicate + images))
 
 
 def rule_local_folders(config: Config, _: Situation) -> Iterator[str]:

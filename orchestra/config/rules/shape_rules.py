@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
-from conf.schema import Config, Device, DType, Family, Offload, PrecisionName, Recompute, Scaling
+from conf.schema import (
+    Config,
+    ContextMethod,
+    Device,
+    DType,
+    Family,
+    Offload,
+    PrecisionName,
+    Recompute,
+    Scaling,
+)
 from orchestra.config.keys import shown
 from orchestra.config.machine import Situation, data_parallel, world_size
 from orchestra.errors import ConfigError
@@ -119,7 +130,7 @@ def rule_sequence_parallel(config: Config, _: Situation) -> Iterator[str]:
             "parallelism.sequence_parallel=true needs parallelism.tp of 2 or more; set "
             "parallelism.sequence_parallel=false or choose tp"
         )
-    elif seq_len % tp:
+    elif seq_len % tp and config.parallelism.cp == 1:
         yield (
             f"train.seq_len={seq_len} is not divisible by parallelism.tp={tp}, as sequence_parallel=true "
             f"needs; use {listed(nearest_multiples(seq_len, tp))}"
@@ -127,12 +138,38 @@ def rule_sequence_parallel(config: Config, _: Situation) -> Iterator[str]:
 
 
 def rule_context_parallel(config: Config, _: Situation) -> Iterator[str]:
-    cp, seq_len = config.parallelism.cp, config.train.seq_len
-    if _positive(cp, seq_len) and seq_len % cp:
+    """Each rank has two pieces of a sequence, and tp cuts the two together again."""
+    parallelism, seq_len = config.parallelism, config.train.seq_len
+    cp, tp = parallelism.cp, parallelism.tp
+    if not _positive(cp, tp, seq_len) or cp == 1:
+        return
+    unit, why = 2 * cp, f"2·cp pieces (parallelism.cp={cp})"
+    if parallelism.sequence_parallel and (tp_unit := cp * math.lcm(2, tp)) != unit:
+        unit, why = tp_unit, f"{why}, and each rank's two by parallelism.tp={tp} again"
+    if seq_len % unit:
         yield (
-            f"train.seq_len={seq_len} is not divisible by parallelism.cp={cp}; use "
-            f"{listed(nearest_multiples(seq_len, cp))}"
+            f"train.seq_len={seq_len} cannot be cut into {why}; use "
+            f"{listed(nearest_multiples(seq_len, unit))}"
         )
+
+
+def rule_context_method(config: Config, _: Situation) -> Iterator[str]:
+    model, parallelism = config.model, config.parallelism
+    cp, tp = parallelism.cp, parallelism.tp
+    heads = {
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.num_key_value_heads,
+    }
+    if parallelism.cp_method is not ContextMethod.ulysses or not _positive(cp, tp, *heads.values()):
+        return
+    if cp == 1:
+        return
+    for name, number in heads.items():
+        if number % (tp * cp):
+            yield (
+                f"parallelism.cp_method=ulysses shares out heads over tp·cp = {tp}·{cp} ranks, and that does "
+                f"not divide model.{name}={number}; use parallelism.cp_method=all_gather"
+            )
 
 
 def rule_pipeline(config: Config, _: Situation) -> Iterator[str]:
@@ -197,12 +234,14 @@ def rule_layout(config: Config, _: Situation) -> Iterator[str]:
 
 def rule_sharding(config: Config, _: Situation) -> Iterator[str]:
     parallelism, degree, dp = config.parallelism, config.parallelism.shard_degree, data_parallel(config)
+    cp = parallelism.cp
     if degree is None or degree < 1:
         return
     if parallelism.zero == 0:
         yield f"parallelism.shard_degree={degree} needs parallelism.zero=1, 2 or 3; set it, or use null"
-    if dp is not None and dp % degree:
-        yield f"parallelism.shard_degree={degree} does not divide dp={dp}; use {listed(divisors(dp))}"
+    if dp is not None and dp * cp % degree:
+        product = f"dp={dp}" if cp == 1 else f"dp·cp = {dp}·{cp}"
+        yield f"parallelism.shard_degree={degree} does not divide {product}; use {listed(divisors(dp * cp))}"
 
 
 def rule_offload(config: Config, _: Situation) -> Iterator[str]:
@@ -214,7 +253,7 @@ def rule_offload(config: Config, _: Situation) -> Iterator[str]:
             f"parallelism.offload=all needs parallelism.zero=3, not {parallelism.zero}: other stages keep "
             "whole parameters on each GPU; set it, or use parallelism.offload=optimizer"
         )
-    elif 1 in (dp, parallelism.shard_degree):
+    elif parallelism.shard_degree == 1 or (dp == 1 and parallelism.cp == 1):
         yield (
             "parallelism.offload=all with one rank to shard over: all parameters are its own and on its GPU; "
             "use parallelism.offload=optimizer"
@@ -274,7 +313,10 @@ def _fp8_tokens(config: Config) -> dict[str, int]:
         batch = batch_shape(config.train, dp)
     except ConfigError:
         return {}
-    return {"train.micro_batch_size × train.seq_len": batch.micro_batch_size * batch.seq_len}
+    name, cp = "train.micro_batch_size × train.seq_len", config.parallelism.cp
+    if cp > 1:
+        name = f"{name} / parallelism.cp"
+    return {name: batch.micro_batch_size * batch.seq_len // cp}
 
 
 def _fp8_output(config: Config) -> dict[str, int]:

@@ -63,6 +63,11 @@ def tensor_group(
     return _GROUPS[name]
 
 
+def group_named(name: str) -> TensorGroup:
+    """Return the tensor group that was last made of the process group of this name."""
+    return _GROUPS[name]
+
+
 def _part_shape(full: Tensor, group: TensorGroup) -> tuple[int, ...]:
     return (*full.shape[:-2], full.shape[-2] // group.size, full.shape[-1])
 

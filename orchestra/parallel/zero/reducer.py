@@ -27,6 +27,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from orchestra.model.weight_gradients import LaterGradients, WeightGradient, attach, detach
 from orchestra.parallel.zero.buffers import OF_STEP, SpareMemory, Unit, Units
@@ -180,7 +181,7 @@ class Reducer:
         Compiled code says that it changes a weight's ticket; autograd must not take that for a change of what
         those graphs have kept.
         """
-        with torch.autograd._unsafe_preserve_version_counter(self._tickets):
+        with _unsafe_preserve_version_counter(self._tickets):
             yield
 
     def is_taken(self, number: int) -> bool:

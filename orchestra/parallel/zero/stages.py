@@ -167,7 +167,8 @@ def make_stage(
     """
     shared = SharedGradients(places, mesh.traffic)
     is_on_device = config.parallelism.offload is Offload.none
-    is_alone = mesh.dp_group is None and precision.gradient is precision.parameter and is_on_device
+    is_one = mesh.shard_group is None and mesh.replicate_group is None
+    is_alone = is_one and precision.gradient is precision.parameter and is_on_device
 
     def over(group: dist.ProcessGroup | None) -> Collectives | None:
         if group is None:
@@ -175,8 +176,7 @@ def make_stage(
         return Collectives(group, precision.reduce, mesh.traffic, is_direct=not mesh.is_gpu)
 
     shard = over(mesh.shard_group)
-    # Without ranges to share out, all of data parallelism are replicas.
-    replicate = over(mesh.dp_group if shard is None else mesh.replicate_group)
+    replicate = over(mesh.replicate_group)
     keeps_whole = config.parallelism.zero < 2
     reducer = Reducer(units, precision, shard, replicate, direct, keeps_whole=keeps_whole, is_alone=is_alone)
     # A dry run counts what its own thread makes.

@@ -49,7 +49,7 @@ from orchestra.train.metrics import cpu_name
 # How many places further in data parallelism the rank is that computes a rank's micro-batch again, and the
 # one that settles a difference.
 SECOND, THIRD = 1, 2
-_DATA_PARALLEL = ("replicate", "shard")
+_DATA_PARALLEL = ("dp",)
 
 
 @dataclass(frozen=True)

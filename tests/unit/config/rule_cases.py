@@ -138,7 +138,12 @@ rule_sequence_parallel
     parallelism.sequence_parallel=true -> sequence_parallel=true | 2 or more
     parallelism.sequence_parallel=true  parallelism.tp=2  train.seq_len=255 -> tp=2 | 254 or 256
 rule_context_parallel
-    parallelism.cp=2  train.seq_len=255 -> train.seq_len=255 | parallelism.cp=2 | 254 or 256
+    parallelism.cp=2  train.seq_len=254 -> train.seq_len=254 | 2·cp pieces (parallelism.cp=2) | 252 or 256
+    parallelism={cp: 2, tp: 4, sequence_parallel: true}  cluster.gpus_per_node=8  train.seq_len=252
+        -> each rank's two by parallelism.tp=4 again | 248 or 256
+rule_context_method
+    parallelism.cp=2  parallelism.cp_method=ulysses  model.num_key_value_heads=1
+        -> tp·cp = 1·2 ranks | model.num_key_value_heads=1 | parallelism.cp_method=all_gather
 rule_pipeline
     parallelism.pp=8  cluster.gpus_per_node=8 -> parallelism.pp=8 | layers=4
     parallelism.virtual_stages=2 -> virtual_stages=2 | parallelism.pp=1
@@ -155,6 +160,7 @@ rule_layout
     parallelism.dp=all  cluster.launcher=slurm -> parallelism.dp=all | auto
 rule_sharding
     parallelism.zero=1  parallelism.shard_degree=4 -> shard_degree=4 does not divide dp=2; use 1 or 2
+    parallelism={zero: 1, shard_degree: 4, cp: 2} -> does not divide dp·cp = 1·2; use 1 or 2
     parallelism.shard_degree=2 -> needs parallelism.zero=1, 2 or 3
 rule_reduce_dtype
     precision.reduce_dtype=fp16 -> precision.reduce_dtype=fp16 | precision=fp32 | bf16, fp32 or null

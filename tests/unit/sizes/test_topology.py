@@ -144,13 +144,15 @@ def test_absurd_batches_are_shared_out_or_refused_at_once() -> None:
             batch_shape(TrainConfig(global_batch_size=prime, micro_batch_size=micro), 1)
 
 
-@given(replicate=degrees, shard=degrees, tp=st.integers(1, 2), pp=st.integers(1, 2), data=st.data())
+@given(dp=degrees, cp=degrees, tp=st.integers(1, 2), pp=st.integers(1, 2), data=st.data())
 def test_groups_of_axes_part_the_ranks_and_agree_on_their_members(
-    replicate: int, shard: int, tp: int, pp: int, data: st.DataObject
+    dp: int, cp: int, tp: int, pp: int, data: st.DataObject
 ) -> None:
-    mesh = Layout(dp=replicate * shard, tp=tp, pp=pp, shard=shard)
-    assert mesh.replicate == replicate
-    degree = {"replicate": replicate, "shard": shard, "tp": tp, "pp": pp, "cp": 1}
+    shard = data.draw(st.sampled_from(divisors(dp * cp)))
+    mesh = Layout(dp=dp, tp=tp, pp=pp, cp=cp, shard=shard)
+    assert mesh.replicate == dp * cp // shard
+    parts = data.draw(st.sampled_from(({"replicate": mesh.replicate, "shard": shard}, {"dp": dp, "cp": cp})))
+    degree = {**parts, "tp": tp, "pp": pp}
     axes = data.draw(st.lists(st.sampled_from(list(degree)), unique=True))
     for rank in range(mesh.world_size):
         members = mesh.neighbours(rank, axes)
@@ -167,6 +169,14 @@ def test_shards_are_neighbours_behind_tp_and_replicas_are_far_apart() -> None:
     assert mesh.neighbours(0, ["replicate"]) == (0, 4)
     assert mesh.neighbours(5, ["shard", "tp"]) == (4, 5, 6, 7)
     assert mesh.neighbours(5, ["replicate", "shard"]) == (1, 3, 5, 7)
+
+
+def test_shards_are_the_ranks_of_a_sequence_before_those_of_other_samples() -> None:
+    mesh = Layout(dp=4, tp=2, cp=2, shard=4)
+    assert mesh.neighbours(0, ["cp"]) == (0, 2)
+    assert mesh.neighbours(0, ["dp"]) == (0, 4, 8, 12)
+    assert mesh.neighbours(0, ["shard"]) == (0, 2, 4, 6)
+    assert mesh.neighbours(0, ["replicate"]) == (0, 8)
 
 
 @given(number=st.integers(1, 5000), limit=st.integers(1, 60))

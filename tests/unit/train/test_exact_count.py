@@ -98,6 +98,9 @@ def test_closed_forms_meet_the_count_with_an_output_product_in_fp8(choice: tuple
         ("parallelism=tp2", "parallelism.sequence_parallel=false"),
         ("parallelism.bucket_mib=200", "parallelism=zero2"),
         ("model.tie_word_embeddings=true", "parallelism=zero3"),
+        ("parallelism.cp=2", "parallelism=zero3", "train.micro_batch_size=4"),
+        ("parallelism.cp=4", "train.recompute=full"),
+        ("parallelism=tp2", "parallelism.cp=2", "parallelism.cp_method=ulysses"),
     ],
     ids=" ".join,
 )
@@ -135,6 +138,7 @@ def test_closed_forms_meet_the_count_where_steps_are_computed_again(
     [
         *((f"parallelism={preset}",) for preset in ("ddp", "zero2", "zero3", "tp2")),
         ("parallelism=zero1", *ON_DISK),
+        ("parallelism.cp=2",),
     ],
     ids=" ".join,
 )
@@ -157,7 +161,7 @@ def test_a_gpt_rank_holds_the_parameters_that_the_closed_form_says() -> None:
         assert parts.before + 2 * parts.layer + parts.after == counted.num_parameters
 
 
-@pytest.mark.parametrize("axis", ["pp", "cp"])
+@pytest.mark.parametrize("axis", ["pp"])
 def test_axes_that_the_trainer_lacks_are_refused(axis: str) -> None:
     config = config_of(*LAYERS, f"parallelism.{axis}=2")
     with pytest.raises(ConfigError, match=rf"parallelism.{axis}=2: the trainer has no pipeline"):
