@@ -61,8 +61,9 @@ def pipelined(
     recompute: str = "none",
     **settings: Any,
 ) -> Config:
-    """Return a configuration of a pipeline on `num_ranks` ranks (pp · tp where nobody says)."""
-    dp = 1 if num_ranks is None else num_ranks // pp // settings.get("tp", 1)
+    """Return a configuration of a pipeline on `num_ranks` ranks (dp 1 where nobody says)."""
+    inner = pp * settings.get("tp", 1) * settings.get("cp", 1)
+    dp = 1 if num_ranks is None else num_ranks // inner
     train = {
         "global_batch_size": NUM_SEQUENCES,
         "micro_batch_size": NUM_SEQUENCES // accumulation // dp,
@@ -112,12 +113,20 @@ OF_FOUR: tuple[Config, ...] = (
 )
 
 
+# Five ways of cutting at once.
+MANY_HEADED = replace(TIED, num_attention_heads=4, num_key_value_heads=4)
+OF_EIGHT: tuple[Config, ...] = (
+    pipelined("1f1b", MANY_HEADED, tp=2, sequence_parallel=True, cp=2, accumulation=4),
+    pipelined("zbv", MANY_HEADED, num_ranks=8, cp=2, zero=2),
+)
+
+
 def name_of(config: Config) -> str:
     shape = config.parallelism
     return f"{shape.schedule.name} pp {shape.pp} tp {shape.tp} zero {shape.zero}: {config.model}"
 
 
-@pytest.mark.parametrize(("num_ranks", "configs"), [(2, OF_TWO), (4, OF_FOUR)])
+@pytest.mark.parametrize(("num_ranks", "configs"), [(2, OF_TWO), (4, OF_FOUR), (8, OF_EIGHT)])
 def test_every_pipeline_is_the_same_training(ranks: Ranks, num_ranks: int, configs: Sequence[Config]) -> None:
     for config, found in zip(configs, trained_on(ranks(num_ranks), configs, STEPS), strict=True):
         assert_same_rows(found, reference(config.model), name_of(config))
@@ -195,6 +204,13 @@ def test_a_save_goes_on_bit_for_bit_and_is_the_same_on_any_layout(ranks: Ranks, 
             assert of_rank[2] == of_rank[3] == again[0][2]
             for row, expected in zip(of_rank[0], rows[0], strict=True):
                 assert row[0] == pytest.approx(expected[0], rel=2e-3)
+
+
+def test_compiled_blocks_let_go_of_nothing_that_later_products_need(ranks: Ranks) -> None:
+    model = replace(MODEL, num_hidden_layers=2)
+    compiled = pipelined("zero_bubble", model, train={"compile": True})
+    (found,) = trained_on(ranks(2), [compiled], STEPS)
+    assert_same_training(found, reference(model))
 
 
 def test_messages_are_as_many_as_arithmetic_says(ranks: Ranks) -> None:

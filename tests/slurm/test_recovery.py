@@ -64,6 +64,21 @@ def test_rank_agent_and_first_node_are_lost_one_after_another(cluster: Site, ref
 
 
 @pytest.mark.timeout(300)
+def test_a_spare_takes_the_place_of_a_stage_in_the_midst_of_a_pipeline(cluster: Site) -> None:
+    stages = ("parallelism.pp=3", "parallelism.zero=1", "model.num_hidden_layers=4")
+    stages += ("train.steps=60", "checkpoint.every_steps=10", "data.ledger=true", "train.micro_batch_size=1")
+    shape = (*QUICK, SLOW_FIRST_ATTEMPT, "cluster.nodes=3", "cluster.spare_nodes=1")
+    run = cluster.submit_run("staged", *stages, *shape)
+    run.wait_for_step(13)
+    gone = run.hosts(0)[1]
+    run.fail_node(1)
+    trains_again(run, 1)
+    (replaced,) = run.events("node_replaced")
+    assert (replaced["host"], replaced["by_host"]) == (gone, run.hosts(1)[1])
+    assert_as_if_nothing_had_happened(run, References(cluster, stages, "staged").of(3))
+
+
+@pytest.mark.timeout(300)
 def test_without_a_spare_it_shrinks_or_goes_on_in_another_job(cluster: Site, references: References) -> None:
     shape = (*LENGTH, *QUICK, SLOW_FIRST_ATTEMPT, "cluster.nodes=2")
     shrinking = cluster.submit_run("shrinking", *shape, "recovery.min_nodes=1")
