@@ -186,6 +186,25 @@ def assert_same_rows(found: Sequence[Trained], expected: Trained, name: str = ""
         assert not row[2], f"{name}: step {step} was skipped"
 
 
+def assert_equal_trainings(found: Sequence[Trained], expected: Trained, name: str) -> None:
+    """Compare losses and gradient norms, step by step, and the parameters after the last one."""
+    assert_same_rows(found, expected, name)
+    assert distance(parameters(found), parameters([expected])) <= 1e-5, name
+
+
+def parameters(found: Sequence[Trained]) -> Tensor:
+    """Return all masters one after the other."""
+    whole = joined(found)
+    masters = {name: value for name, value in whole.items() if name.startswith("model.")}
+    assert masters
+    return torch.cat([masters[name].flatten() for name in sorted(masters)])
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    """Return ‖Δ‖/‖θ‖."""
+    return float((found - expected).norm() / expected.norm())
+
+
 def assert_same_training(found: Sequence[Trained], expected: Trained) -> None:
     """Rows and the final state agree with the reference."""
     assert_same_rows(found, expected)

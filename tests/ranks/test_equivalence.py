@@ -18,15 +18,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from pool import Ranks
 from small_trainings import (
     ODD,
     Trained,
     alone,
-    assert_same_rows,
+    assert_equal_trainings,
     config_of,
-    joined,
+    distance,
+    parameters,
     start,
     take_steps,
     trained_on,
@@ -132,25 +132,6 @@ def reference(steps: int = NUM_STEPS) -> Trained:
     """Train in one process, each batch in one pass."""
     train = {"global_batch_size": NUM_SEQUENCES, "micro_batch_size": NUM_SEQUENCES}
     return alone(config_of(MODEL, train=train), steps)
-
-
-def assert_equal_trainings(found: Sequence[Trained], expected: Trained, name: str) -> None:
-    """Compare losses and gradient norms, step by step, and the parameters after the last one."""
-    assert_same_rows(found, expected, name)
-    assert distance(parameters(found), parameters([expected])) <= 1e-5, name
-
-
-def parameters(found: Sequence[Trained]) -> torch.Tensor:
-    """Return all masters one after the other."""
-    whole = joined(found)
-    masters = {name: value for name, value in whole.items() if name.startswith("model.")}
-    assert masters
-    return torch.cat([masters[name].flatten() for name in sorted(masters)])
-
-
-def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return ‖Δ‖/‖θ‖."""
-    return float((found - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize("combinations", list(together()), ids=lambda these: f"{these[0][0]}-{len(these)}")
