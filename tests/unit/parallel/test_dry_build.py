@@ -84,9 +84,16 @@ def test_every_parallel_preset_builds_at_its_real_size(preset: str) -> None:
     assert held.gathered_units == pytest.approx(expected.first_buffers, rel=0.05)
 
 
-@pytest.mark.parametrize("experiment", ["llama3_8b", "llama3_70b", "llama_1b", "llama_125m"])
-def test_every_experiment_builds_at_its_real_size(experiment: str) -> None:
-    config, world_size = composed(f"experiment={experiment}", "parallelism.bucket_mib=500")
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        *([f"experiment={name}"] for name in ("llama3_8b", "llama3_70b", "llama_1b", "llama_125m")),
+        ["experiment=llama3_70b", "parallelism=tp8_pp4"],
+    ],
+    ids="+".join,
+)
+def test_every_experiment_builds_at_its_real_size(overrides: list[str]) -> None:
+    config, world_size = composed(*overrides, "parallelism.bucket_mib=500")
     expected = estimated(config, world_size, is_gpu=True)
     assert dry_build(config, world_size).state == pytest.approx(expected.state, rel=0.02)
 
