@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, fields, replace
 
-from conf.schema import Recompute
+from conf.schema import ContextMethod, Recompute
 from orchestra.plan.case import PlanCase, RankElements, held_of_layer
 from orchestra.plan.memory_passes import (
     STREAM_SHARE,
@@ -45,6 +45,8 @@ _MERGE_BYTES = 12
 # Of gathered keys and values: written, read and written in their places, forward and backward; of their
 # gradients: zeros, two sums, and a copy by ranks.
 _GATHERED_PASSES = 15
+# Of what is exchanged for heads, forward and backward: put in order, sent, received, put in order.
+_EXCHANGED_PASSES = 12
 # Of the rate of attention that pieces of a ring reach: 0.7 to 0.77 on H100 (NeMo's long sequences, 32 k to
 # 1 M tokens), 0.75 to 1 in torchtitan's, 0.9 to 1 on B200.
 _RING_SHARE = 0.8
@@ -242,10 +244,14 @@ def _context_s(case: PlanCase, attention: float, beyond_attention: float) -> flo
     A ring passes while pieces attend. orchestra gathers keys and values in two halves, of which the second
     comes while the first piece of queries attends: of the rank with the least to hide, one of 2·cp + 1 equal
     parts. It gathers for each of two passes (forward and backward, or forward twice), and its sum of
-    gradients is not hidden.
+    gradients is not hidden. Nor is the exchange of places for heads and back, once a pass.
     """
     if case.layout.cp == 1 or not case.framework.gathers_context:
         return max(0.0, beyond_attention)
+    if case.options.cp_method is ContextMethod.ulysses:
+        group = case.group(case.layout.cp, case.tokens.tp)
+        once = case.network.all_to_all_s(_exchanged_bytes(case), group, case.device.link_bytes_per_s)
+        return once * (2 if case.recompute is Recompute.none else 3)
     gathering = _keys_and_values_s(case)
     forward = attention / _PASSES / (2 * case.layout.cp + 1)
     hiding = (forward, forward if case.recompute is not Recompute.none else 2 * forward)
@@ -270,13 +276,23 @@ def _keys_and_values_s(case: PlanCase) -> float:
     return case.network.all_gather_s(_keys_and_values_bytes(case), group, case.device.link_bytes_per_s)
 
 
+def _exchanged_bytes(case: PlanCase) -> float:
+    """Return what one pass of a layer's attention exchanges: queries, keys and values, and the output."""
+    model, tokens = case.model, case.tokens
+    widths = 2 * attention_width(model) + 2 * model.num_key_value_heads * head_dim(model)
+    return tokens.count * widths / tokens.tp * tokens.width_bytes
+
+
 def _merging(case: PlanCase) -> float:
     """Each block that came round the ring gives a part of attention's output, and backward of the gradients
     of queries, keys and values: written and read in 16 bits, added to a sum in 32. Gathered keys and values
-    are put in their places instead, and the gradients of two pieces of queries added up.
+    are put in their places instead, and the gradients of two pieces of queries added up; what is exchanged is
+    put in order before and after.
     """
     model, tokens, further = case.model, case.tokens, case.layout.cp - 1
     if further and case.framework.gathers_context:
+        if case.options.cp_method is ContextMethod.ulysses:
+            return _EXCHANGED_PASSES * _exchanged_bytes(case) / case.device.memory_bytes_per_s
         return _GATHERED_PASSES * _keys_and_values_bytes(case) / case.device.memory_bytes_per_s
     widths = 2 * attention_width(model) + 2 * model.num_key_value_heads * head_dim(model)
     return further * tokens.count * widths / tokens.tp * _MERGE_BYTES / case.device.memory_bytes_per_s

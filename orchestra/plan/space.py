@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from conf.schema import Config, Offload, PipelineSchedule, Recompute
+from conf.schema import Config, ContextMethod, Offload, PipelineSchedule, Recompute
 from orchestra.plan.assemble import case_of
 from orchestra.plan.case import PlanCase
 from orchestra.plan.frameworks import OWN
@@ -93,7 +93,7 @@ class Fixed:
     cp: int | None = None
     ep: int | None = None
     zero: int | None = None
-    # Where it does not divide dp all ranks are taken.
+    # Where it does not divide dp · cp all ranks are taken.
     shard_degree: int | None = None
     sequence_parallel: bool | None = None
     recompute: Recompute | None = None
@@ -121,7 +121,7 @@ class Space:
             for pp in self._degrees(fixed.pp, divisors(ranks // tp)):
                 if shape_of_pipeline(base.schedule, pp, base.virtual_stages).num_stages > most_stages:
                     continue
-                for cp in self._degrees(fixed.cp, self._context_degrees(ranks // tp // pp)):
+                for cp in self._degrees(fixed.cp, self._context_degrees(ranks // tp // pp, tp)):
                     dp = ranks // tp // pp // cp
                     mesh = MeshDegrees(dp, tp, pp, cp)
                     if self.num_sequences % dp == 0 and fixed.dp in (None, dp) and self.zero_stages(mesh):
@@ -136,10 +136,19 @@ class Space:
         most = ranks if self.wide or self.fixed.tp is not None else self.base.devices_per_node
         return [tp for tp in tensor_splits(self.base.model) if tp <= most and ranks % tp == 0]
 
-    def _context_degrees(self, ranks: int) -> list[int]:
+    def _context_degrees(self, ranks: int, tp: int) -> list[int]:
         seq_len = self.base.seq_len
         most = seq_len if self.wide or self.fixed.cp is not None else max(1, seq_len // _LEAST_TOKENS)
-        return [cp for cp in divisors(ranks) if cp <= most and seq_len % cp == 0]
+        return [cp for cp in divisors(ranks) if cp <= most and seq_len % cp == 0 and self._can_cut(cp, tp)]
+
+    def _can_cut(self, cp: int, tp: int) -> bool:
+        """Whether orchestra's trainer can give ranks heads and tails of sequences, or exchange heads."""
+        model = self.base.model
+        if cp == 1 or self.base.framework.name != OWN:
+            return True
+        exchanges = self.base.options.cp_method is ContextMethod.ulysses
+        heads = (model.num_attention_heads, model.num_key_value_heads) if exchanges else ()
+        return self.base.seq_len % (2 * cp) == 0 and not any(number % (tp * cp) for number in heads)
 
     def zero_stages(self, mesh: MeshDegrees) -> list[int]:
         """Return the stages that differ: all are the same where nobody holds the same parameters.
@@ -148,7 +157,7 @@ class Space:
         """
         kept = self.fixed.zero
         if self.base.options.offload is Offload.all:
-            is_shared = 1 not in (mesh.dp, self.fixed.shard_degree)
+            is_shared = mesh.dp * mesh.cp > 1 and self.fixed.shard_degree != 1
             return list(ZERO_STAGES[-1:]) if is_shared and kept in (None, ZERO_STAGES[-1]) else []
         if kept is not None:
             return [kept]
@@ -169,7 +178,10 @@ class Space:
     def kinds(self, mesh: MeshDegrees) -> Iterator[tuple[bool, Recompute]]:
         """Yield what else changes activations: sequence parallelism, and what is recomputed."""
         fixed = self.fixed
-        can_split = mesh.tp > 1 and self.base.seq_len % (mesh.tp * mesh.cp) == 0
+        # Each rank of a sequence has two pieces of it in orchestra's trainer.
+        is_halved = mesh.cp > 1 and self.base.framework.name == OWN
+        pieces = mesh.cp * (math.lcm(2, mesh.tp) if is_halved else mesh.tp)
+        can_split = mesh.tp > 1 and self.base.seq_len % pieces == 0
         for split in (False, True) if can_split else (False,):
             for recompute in RECOMPUTES:
                 if fixed.sequence_parallel in (None, split) and fixed.recompute in (None, recompute):
@@ -197,7 +209,7 @@ class Space:
     def case(self, choice: LayoutChoice) -> PlanCase:
         """Return the case of a choice."""
         mesh, zero, degree = choice.mesh, choice.zero, choice.shard_degree
-        shard = 1 if zero == 0 else degree or mesh.dp
+        shard = 1 if zero == 0 else degree or mesh.dp * mesh.cp
         return replace(
             self.base,
             layout=Layout(*mesh, shard=shard),
@@ -223,8 +235,9 @@ def other_schedules(case: PlanCase) -> Iterator[PlanCase]:
 
 
 def within(degree: int | None, mesh: MeshDegrees) -> int | None:
-    """Return a shard degree as it is on a mesh: None, all ranks, where it does not divide dp or is dp."""
-    return None if degree is None or mesh.dp % degree or degree >= mesh.dp * mesh.cp else degree
+    """Return a shard degree as it is on a mesh: None, all ranks, where it does not divide them or is all."""
+    ranks = mesh.dp * mesh.cp
+    return None if degree is None or ranks % degree or degree >= ranks else degree
 
 
 def space_of(config: Config, framework_name: str, num_sequences: int, fixed: Fixed) -> Space:

@@ -413,8 +413,7 @@ def _temporary_bytes(shape: TrainingShape) -> float:
     """Return what the backward pass of a layer needs at its worst beside what was kept: two gradients of the
     feed-forward's inner width; under sequence parallelism four gathered tensors less this rank's parts; in
     fp8 the copies in which a matrix is rounded (one of 2 bytes and two of fp32, and what comes of it), or
-    the transposed one of a matrix that was gathered so. Context parallelism gathers keys and values and sums
-    their gradients over whole sequences, when the feed-forward's activations are gone.
+    the transposed one of a matrix that was gathered so.
     """
     model, tokens = shape.model, shape.tokens
     inner = tokens.count * model.intermediate_size / tokens.tp
@@ -429,10 +428,6 @@ def _temporary_bytes(shape: TrainingShape) -> float:
         else:
             # Weights are rounded outside of it: of a gradient the count finds about two copies in fp32.
             temporary += 8 * inner
-    if shape.layout.cp > 1:
-        kv = head_dim(model) * max(model.num_key_value_heads / tokens.tp, 1)
-        whole = 4 * kv * tokens.count * shape.layout.cp * tokens.width_bytes
-        temporary = max(temporary, whole - 3 * inner * tokens.width_bytes)
     return temporary
 
 

@@ -374,7 +374,13 @@ def _schedule_facts(best: Prediction) -> list[dict[str, Any]]:
 
 
 def runs_today(case: PlanCase) -> bool:
-    """Whether orchestra's trainer can run a layout: it uses nothing that `not_yet` lists."""
+    """Whether orchestra's trainer can run a layout: it uses nothing that `not_yet` lists, and no pipeline
+    with what `rule_in_pipeline` refuses.
+    """
+    options = case.options
+    is_refused = options.replays or options.fp8_delayed_scaling
+    if case.layout.pp > 1 and is_refused:
+        return False
     values = {f"parallelism.{axis}": getattr(case.layout, axis) for axis in ("pp", "cp", "ep")}
     values["model.num_experts"] = case.model.num_experts
     return not any(values[row.key] > row.most for row in TABLE if row.key in values)

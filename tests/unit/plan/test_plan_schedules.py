@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from plan_cases import case
 
-from conf.schema import PipelineSchedule, Recompute
+from conf.schema import ContextMethod, PipelineSchedule, Recompute
 from orchestra.plan.case import PlanCase
 from orchestra.plan.pipeline_time import pipeline_time
 from orchestra.plan.predict import predict, step_time
@@ -117,3 +117,15 @@ def test_a_ring_is_slower_than_gathered_keys_and_values() -> None:
     gathered = with_context(4)
     ring = replace(gathered, framework=replace(gathered.framework, gathers_context=False))
     assert step_time(gathered).total < step_time(ring).total
+
+
+def test_heads_that_are_exchanged_send_less_the_more_ranks_share_a_sequence() -> None:
+    """What is gathered stays as much, what is exchanged is divided by the ranks."""
+    contexts = {}
+    for cp in (2, 8):
+        gathered = with_context(cp)
+        exchanged = replace(gathered, options=replace(gathered.options, cp_method=ContextMethod.ulysses))
+        contexts[cp] = [step_time(each).layer.context for each in (gathered, exchanged)]
+    assert contexts[8][0] > contexts[2][0] > 0
+    assert 0 < contexts[8][1] < contexts[2][1]
+    assert contexts[8][1] < contexts[8][0]

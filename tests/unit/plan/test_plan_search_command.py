@@ -106,7 +106,7 @@ def test_parameters_in_host_memory_are_searched_with_zero_3_alone() -> None:
     asked = ask(OFFLOADED)
     space = space_of(asked.config, "orchestra", asked.num_sequences, asked.fixed)
     assert {choice.zero for choice in space.choices()} == {3}
-    assert min(choice.mesh.dp for choice in space.choices()) > 1
+    assert min(choice.mesh.dp * choice.mesh.cp for choice in space.choices()) > 1
     best = search(space, 1).ranked[0].case
     again = case_of(configuration([*asked.overrides, *overrides_of(asked, best)]))
     assert again.options.offload is Offload.all
