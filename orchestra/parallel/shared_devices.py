@@ -4,7 +4,8 @@ From 2.30 on NCCL takes several ranks on one device where its environment says s
 `orchestra.submit.launch` does. With an older one gloo carries the collectives through host memory. It has all
 that an eager step of any layout calls with tensors on a GPU: all_reduce, all_gather, all_gather_into_tensor
 and reduce_scatter_tensor (an all-reduce in disguise). What it lacks there is refused before any rank waits:
-sends between two ranks, and the coalesced collectives to which compiled blocks are traced.
+sends between two ranks, exchanges among all, and the coalesced collectives to which compiled blocks are
+traced.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import ctypes
 import os
 from collections.abc import Iterator
 
-from conf.schema import Config
+from conf.schema import Config, ContextMethod
 from orchestra.errors import ConfigError
 
 LEAST_NCCL = (2, 30)
@@ -74,6 +75,11 @@ def _not_over_gloo(config: Config) -> Iterator[str]:
     # With train.compile=auto the ranks train eager then (`build.with_compilation`).
     if config.train.compile is True and (problem := compiled_over_gloo(config)):
         yield f"{problem}; use train.compile=false"
+    if config.parallelism.cp > 1 and config.parallelism.cp_method is ContextMethod.ulysses:
+        yield (
+            "it exchanges no parts of GPU tensors, as parallelism.cp_method=ulysses has to; use "
+            "parallelism.cp_method=all_gather"
+        )
     if config.recovery.replay_every_steps is not None:
         yield (
             "it sends nothing from one GPU tensor to another, as a replay has to; use "

@@ -21,7 +21,7 @@ import torch
 
 from checkpointing.checkpoint_errors import CheckpointError
 from checkpointing.peers import Peers
-from conf.schema import Config, TrainConfig
+from conf.schema import Config, ContextMethod, TrainConfig
 from orchestra.data.loader import Batch, Loader
 from orchestra.data.order import Ledger
 from orchestra.errors import (
@@ -37,6 +37,7 @@ from orchestra.errors import (
 )
 from orchestra.model.attention_backend import attention_backend, loaded_cudnn, slow_attention
 from orchestra.parallel.blocks import refuse_missing_hardware
+from orchestra.parallel.context.piece_attention import piece_backend
 from orchestra.parallel.marks import marked
 from orchestra.parallel.mesh import Mesh, RankEnvironment, open_mesh, open_peers, rank_environment
 from orchestra.parallel.shared_devices import nccl_version
@@ -52,7 +53,7 @@ from orchestra.run.record import fallback_place, wandb_id
 from orchestra.run.rollback import BadSteps
 from orchestra.run.secret import key_of_attempt
 from orchestra.run.stop_requests import StopRequest
-from orchestra.sizes.flops import num_parameters
+from orchestra.sizes.flops import head_dim, num_parameters
 from orchestra.sizes.step_shares import Part
 from orchestra.train.build import (
     BuiltModel,
@@ -447,13 +448,13 @@ def _announced_peak_flops(config: Config, mesh: Mesh, built: BuiltModel, events:
 def announce_attention(config: Config, device: torch.device, events: EventWriter) -> None:
     """Record and print which kernel computes attention on a GPU, and what makes it slow. *Rank 0 only*."""
     cudnn = loaded_cudnn()
-    backend = attention_backend(
-        config.model,
-        config.train.seq_len,
-        policy(config.precision).parameter,
-        device,
-        with_documents=config.data.document_masks,
-    )
+    dtype, with_documents = policy(config.precision).parameter, config.data.document_masks
+    if config.parallelism.cp > 1 and config.parallelism.cp_method is ContextMethod.all_gather:
+        backend = piece_backend(device, dtype, head_dim(config.model), with_documents=with_documents)
+    else:
+        backend = attention_backend(
+            config.model, config.train.seq_len, dtype, device, with_documents=with_documents
+        )
     capability = torch.cuda.get_device_capability(device)
     slow = slow_attention(cudnn, capability, os.environ.get("LD_LIBRARY_PATH"))
     evidence = {} if slow is None else dataclasses.asdict(slow)

@@ -32,6 +32,8 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "hybrid": ("cluster.gpus_per_node=4", "parallelism.zero=3", "parallelism.shard_degree=2"),
     "tp": ("cluster.gpus_per_node=2", "parallelism.tp=2"),
     "tp-sequence": ("cluster.gpus_per_node=2", *SEQUENCE_PARALLEL),
+    "cp": ("cluster.gpus_per_node=2", "parallelism.cp=2", "parallelism.zero=1"),
+    "cp-exchanging": ("cluster.gpus_per_node=2", "parallelism.cp=2", "parallelism.cp_method=ulysses"),
     "zero-3-tp-sequence": ("cluster.gpus_per_node=4", "parallelism.zero=3", *SEQUENCE_PARALLEL),
 }
 SAVES = ("checkpoint.every_steps=3", "checkpoint.async_save=false")

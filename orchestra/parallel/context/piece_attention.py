@@ -45,6 +45,12 @@ def piece_forward(
     return masked(q_BCHD, k_BEKD, v_BEKD, mask), q_BCHD.new_empty(0)
 
 
+def piece_backend(device: torch.device, dtype: torch.dtype, width: int, *, with_documents: bool) -> str:
+    """Return which kernel computes pieces on a GPU: `flash`, or `masked`, torch's own choice with a mask."""
+    has_flash = has_varying_lengths(torch.cuda.get_device_capability(device), dtype, width)
+    return "flash" if has_flash and not with_documents else "masked"
+
+
 def has_sums(query: Tensor, mask: Tensor | None) -> bool:
     """Whether the backward pass starts from log-sum-exps [B, H, C] (fp32) of `piece_forward`."""
     return query.device.type != "cuda" or (mask is None and _has_flash(query))

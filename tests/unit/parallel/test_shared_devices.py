@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from conf.schema import Config, ParallelismConfig, RecoveryConfig, TrainConfig
+from conf.schema import Config, ContextMethod, ParallelismConfig, RecoveryConfig, TrainConfig
 from orchestra.errors import ConfigError
 from orchestra.parallel.shared_devices import GLOO, NCCL, NcclVersion, backend_of_shared, ranks_on_device
 
@@ -38,14 +38,14 @@ def test_gloo_takes_the_place_of_an_old_nccl(nccl: NcclVersion | None) -> None:
 
 def test_what_gloo_lacks_is_refused_with_what_to_do() -> None:
     config = Config(
-        parallelism=ParallelismConfig(tp=2),
+        parallelism=ParallelismConfig(tp=2, cp=2, cp_method=ContextMethod.ulysses),
         train=replace(TrainConfig(), compile=True),
         recovery=RecoveryConfig(replay_every_steps=5),
     )
     with pytest.raises(ConfigError) as raised:
         backend_of_shared(config, OLD)
-    blocks, replay = raised.value.problems
-    for problem, remedy in ((blocks, "train.compile=false"), (replay, "replay_every_steps=null")):
+    remedies = ("train.compile=false", "cp_method=all_gather", "replay_every_steps=null")
+    for problem, remedy in zip(raised.value.problems, remedies, strict=True):
         assert "NCCL 2.28.9" in problem
         assert remedy in problem
         assert "NCCL 2.30 or newer" in problem
