@@ -185,6 +185,8 @@ def attention_lines(events: Iterable[Record]) -> list[str]:
 
 
 def _mfu(summary: Summary) -> str:
+    if summary.mfu is None and summary.mfu_convention is None:
+        return "MFU n/a (the work of layers that are a plug-in is unknown)"
     if summary.mfu is None:
         return "MFU n/a (the device's peak is unknown: set cluster.peak_tflops)"
     convention = f" ({summary.mfu_convention})" if summary.mfu_convention else ""
