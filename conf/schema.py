@@ -9,7 +9,7 @@ Rules that span fields live in `orchestra.config.rules.all_rules`, and reading a
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, StrEnum
 from typing import Any
 
 
@@ -394,13 +394,19 @@ class ModelConfig:
     # Inner width of one expert, null: intermediate_size; and of one that every token goes through, 0: none.
     moe_intermediate_size: int | None = None
     shared_expert_intermediate_size: int = 0
+    # Another decoder layer in the place of the family's: package.module:name, called for each as name(model,
+    # **block_options), and with layer_number=0, 1, … where it has that argument; it returns an nn.Module.
+    block: str | None = None
+    block_options: dict[str, Any] = field(default_factory=dict, hash=False)
+    # The parameters of all these layers together; they are counted when the configuration is checked.
+    block_parameters: int | None = None
     # Standard deviation of the initial weights; residual projections get it divided by sqrt(2 · layers).
     init_std: float = 0.02
     # Folder with a Hugging Face Llama checkpoint to start from; null: initial values from train.seed.
     init_from: str | None = None
 
 
-class Source(Enum):
+class Source(StrEnum):
     """`stdlib`: the running interpreter's own *.py as bytes, less some that are held out. `tokens`: files of
     `orchestra data pack`.
     """
@@ -421,7 +427,12 @@ class BlendPart:
 class DataConfig:
     """Where the text comes from. The order of samples is a function of (train.seed, step) alone."""
 
-    source: Source = Source.stdlib
+    # Or a plug-in, package.module:name, called as name(seq_len=seq_len, **source_options), which returns what
+    # has num_samples, vocab_size, identity and sample(index).
+    source: Source | str = Source.stdlib
+    source_options: dict[str, Any] = field(default_factory=dict)
+    # What a plug-in says that it reads, which a run keeps; null: it is asked when the run is checked.
+    source_identity: str | None = None
     # Prefix or .bin file written by `orchestra data pack`, or any fsspec URL of one. Only for source=tokens.
     path: str | None = None
     # Several files with weights instead of one path.

@@ -1,13 +1,14 @@
 """Plug-ins: code that a configuration names as `package.module:name`, with options that it is called with.
 
-`named_in` lists those of a configuration, `load` imports one, and `option_problems` compares its options with
-its signature. Called by the ranks, and by the process that looks at plug-ins before anything starts
-(`orchestra.train.check_plugins`): the commands themselves import no plug-in.
+`named_in` lists those of a configuration, `load` imports one, `option_problems` compares its options with its
+signature, and `loaded` gives it them. Called by the ranks, and by the process that looks at plug-ins before
+anything starts (`orchestra.train.check_plugins`): the commands themselves import no plug-in.
 """
 
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
 import importlib.metadata
 import inspect
@@ -20,7 +21,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from conf.schema import Config
+from conf.schema import Config, DataConfig
 from orchestra.errors import ConfigError
 
 _TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
@@ -40,11 +41,19 @@ class Plugin:
     options_key: str
     num_positional: int
     named: tuple[str, ...] = ()
+    # What is given by name where it is asked for.
+    offered: tuple[str, ...] = ()
 
 
 def named_in(config: Config) -> list[Plugin]:
     """Return the plug-ins of a configuration."""
     found = []
+    if config.model.block is not None:
+        options = config.model.block_options
+        offered = ("layer_number",)
+        found.append(
+            Plugin("model.block", config.model.block, options, "model.block_options", 1, (), offered)
+        )
     if config.optim.target is not None:
         options = config.optim.options
         found.append(Plugin("optim.target", config.optim.target, options, "optim.options", 1, ("lr",)))
@@ -57,7 +66,30 @@ def named_in(config: Config) -> list[Plugin]:
         # A rule tells of what are no options.
         options = options if isinstance(options, dict) else {}
         found.append(Plugin("train.callbacks", target, options, f"train.callbacks_options.{name}", 0))
-    return found
+    return [*found, *_sources(config)]
+
+
+def source_plugin(target: str, options: Mapping[str, Any], section: str) -> Plugin:
+    """Return a source of data as a plug-in; `section` of the configuration names it."""
+    return Plugin(f"{section}.source", target, options, f"{section}.source_options", 0, ("seq_len",))
+
+
+def is_plugin(source: str) -> bool:
+    """Whether a source of data is meant to be a plug-in."""
+    return ":" in source
+
+
+def _sources(config: Config) -> Iterator[Plugin]:
+    """Yield the sources of data that are plug-ins; a rule tells of what is written otherwise in eval.data."""
+    if is_plugin(config.data.source):
+        yield source_plugin(config.data.source, config.data.source_options, "data")
+    held_out: Mapping[str, Any] = config.eval.data or {}
+    named = {"": held_out} if "source" in held_out else {f".{name}": each for name, each in held_out.items()}
+    for name, entry in named.items():
+        source = entry.get("source") if isinstance(entry, Mapping) else None
+        options = entry.get("source_options", {}) if isinstance(entry, Mapping) else {}
+        if isinstance(source, str) and is_plugin(source) and isinstance(options, Mapping):
+            yield source_plugin(source, options, f"eval.data{name}")
 
 
 def spelling_problem(plugin: Plugin) -> str | None:
@@ -145,7 +177,7 @@ def option_problems(plugin: Plugin, called: Callable[..., Any]) -> Iterator[str]
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     by_place = [parameter.name for parameter in parameters if parameter.kind in positional]
-    given = {*by_place[: plugin.num_positional], *plugin.named}
+    given = {*by_place[: plugin.num_positional], *plugin.named, *plugin.offered}
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     left = {each.name: each for each in parameters if each.kind in by_name and each.name not in given}
     said = f"{plugin.target} takes {', '.join(left) or 'no options'}"
@@ -160,6 +192,30 @@ def option_problems(plugin: Plugin, called: Callable[..., Any]) -> Iterator[str]
     for name in plugin.named:
         if not takes_any and name not in [parameter.name for parameter in parameters]:
             yield f"{plugin.key}={plugin.target}: it is called with {name}= and takes none; add that argument"
+
+
+def loaded(plugin: Plugin) -> Callable[..., Any]:
+    """Return a plug-in with its options given. Raises ConfigError where it cannot be had."""
+    called = load(plugin)
+    if problems := list(option_problems(plugin, called)):
+        raise ConfigError(problems)
+    return functools.partial(called, **plugin.options)
+
+
+def names_taken(called: Callable[..., Any]) -> set[str]:
+    """Return the names of the parameters of something that is called; none of something built in."""
+    try:
+        return set(inspect.signature(called).parameters)
+    except (TypeError, ValueError):
+        return set()
+
+
+def other_source(data: DataConfig, identity: str) -> str:
+    """Return the sentence for a source of data that has other ones than its run began with."""
+    return (
+        f"data.source={data.source} has {identity}, and the run began with {data.source_identity}: other "
+        "samples would come next; bring those back, or begin a new run with data.source_identity=null"
+    )
 
 
 def one_line(error: BaseException) -> str:

@@ -13,6 +13,7 @@ from orchestra.cli.checkpoint.checkpoint_process import ask
 from orchestra.data.token_files import TokenIndex, index_of, local_prefix, token_file_prefix
 from orchestra.data.tokenizer import BYTES, ByteTokenizer, HuggingFaceTokenizer, Tokenizer
 from orchestra.errors import EXIT_DONE, ConfigError, DataError
+from orchestra.plugins import is_plugin
 
 _EXPLAINED = """\
   orchestra generate RUN "def main("                    a sample that may be another one with each --seed
@@ -89,8 +90,13 @@ def run(arguments: Namespace) -> int:
 
 def tokenizer_of(data: DataConfig, given: str | None) -> Tokenizer:
     """Return the tokenizer of a run's data: `given`, or beside the token file. Raises ConfigError."""
-    if data.source is Source.stdlib:
+    if data.source == Source.stdlib:
         return ByteTokenizer()
+    if is_plugin(data.source):
+        raise ConfigError(
+            f"data.source={data.source} gives tokens, and says nothing of the text that they stand for: "
+            "orchestra generate needs a run on token files, or on data=stdlib"
+        )
     path = data.path or data.blend[0].path
     try:
         index = index_of(path)

@@ -210,7 +210,7 @@ def _closing(
         *describe.checkpoint_lines(attempt.config, attempt.run, events),
         *describe.attention_lines(events),
         *describe.mirror_lines(events),
-        *describe.resume_lines(attempt.run, verdict, events),
+        *describe.resume_lines(attempt.run, verdict, events, attempt.config),
     ]
 
 

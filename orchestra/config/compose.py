@@ -30,6 +30,7 @@ from conf.schema import CheckpointConfig, Config, ModelConfig, Source
 from orchestra.config.keys import shown
 from orchestra.config.machine import Situation, resolved, this_machine, tokens_per_step
 from orchestra.config.overrides import SEARCH_PATH, Checked, check_overrides
+from orchestra.config.plugin_facts import plugin_facts
 from orchestra.config.preset_files import (
     GROUPS,
     file_problems,
@@ -40,6 +41,7 @@ from orchestra.config.preset_files import (
 from orchestra.config.rules.all_rules import problems_of
 from orchestra.data.token_files import local_prefix, read_index, token_file_prefix
 from orchestra.errors import ConfigError, DataError
+from orchestra.plugins import is_plugin
 from orchestra.run.config_file import to_yaml, writable_schema
 from orchestra.run.planned_faults import spelled
 
@@ -207,25 +209,30 @@ def _tree_problems(checked: Checked) -> list[str]:
 
 
 def with_vocabulary(config: Config, keys: set[str]) -> Config:
-    """Return the configuration of a new run with the vocabulary of its token files, where none was given.
+    """Return the configuration of a new run with the vocabulary of its data, where none was given.
 
-    As by default it is padded to a multiple of 16. Remote files are not read here; of files that cannot be
-    read a rule tells.
+    As by default it is padded to a multiple of 16. Remote files are not read here; of what cannot be read a
+    rule tells.
     """
     model, data = config.model, config.data
     is_given = "model.vocab_size" in keys or model.vocab_size != ModelConfig.vocab_size
-    if is_given or model.init_from is not None or data.source is not Source.tokens:
+    if is_given or model.init_from is not None or data.source == Source.stdlib:
         return config
+    if is_plugin(data.source):
+        size = plugin_facts(config).vocabularies.get("data.source")
+        return config if size is None else _with_vocabulary_of(config, size)
     paths = filter(None, (data.path, *(part.path for part in data.blend)))
     prefixes = [local_prefix(token_file_prefix(path)) for path in paths]
     try:
         sizes = [read_index(Path(f"{prefix}.json")).vocab_size for prefix in prefixes if prefix is not None]
     except DataError:
         return config
-    if not sizes:
-        return config
-    size = -(-max(sizes) // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
-    return replace(config, model=replace(model, vocab_size=size))
+    return _with_vocabulary_of(config, max(sizes)) if sizes else config
+
+
+def _with_vocabulary_of(config: Config, size: int) -> Config:
+    padded = -(-size // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
+    return replace(config, model=replace(config.model, vocab_size=padded))
 
 
 # Of each pair one key counts: the first is what the second, where it is given, takes the place of.
@@ -278,6 +285,7 @@ FIXED = {
     "train.seed": _ORDER,
     "train.seq_len": _ORDER,
     "data.source": _ORDER,
+    "data.source_identity": _ORDER,
     "data.path": f"{_ORDER}; where the same files were moved, leave a link behind",
     "data.blend": _ORDER,
     "optim.state_dtype": "the checkpoints hold its moments in this type, and they are not converted",

@@ -19,6 +19,7 @@ from conf.schema import Config, Device, LauncherName
 from orchestra.config.plugin_facts import plugin_facts
 from orchestra.data.held_out import mapped_paths
 from orchestra.errors import ConfigError
+from orchestra.plugins import is_plugin
 from orchestra.sizes.hardware import detect_gpus
 from orchestra.sizes.topology import global_batch_size, layout
 from orchestra.sizes.units import as_slurm_time
@@ -79,11 +80,21 @@ def resolved(config: Config, situation: Situation) -> Config:
     size and the steps that follow from them, and the working directory. A time limit gets Slurm's form.
     """
     known = _with_absolute_paths(_with_steps(_with_batch_size(_with_machine(config, situation))))
-    optim = known.optim
-    if optim.target is None or optim.state_bytes_per_parameter is not None:
-        return known
-    found = plugin_facts(known).state_bytes
-    return replace(known, optim=replace(optim, state_bytes_per_parameter=found))
+    return _with_plugins(known)
+
+
+def _with_plugins(config: Config) -> Config:
+    """Write down what is asked of plug-ins, where it is not written down yet."""
+    model, optim, data = config.model, config.optim, config.data
+    # Counted anew: nobody says it, and it changes with the model's sizes.
+    counted = None if model.block is None else plugin_facts(config).block_parameters
+    if optim.target is not None and optim.state_bytes_per_parameter is None:
+        optim = replace(optim, state_bytes_per_parameter=plugin_facts(config).state_bytes)
+    if not is_plugin(data.source):
+        data = replace(data, source_identity=None)
+    elif data.source_identity is None:
+        data = replace(data, source_identity=plugin_facts(config).identity)
+    return replace(config, model=replace(model, block_parameters=counted), optim=optim, data=data)
 
 
 def absolute(path: str) -> str:

@@ -11,14 +11,23 @@ import os
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import orchestra
-from conf.schema import Config, OptimConfig, TrainConfig
+from conf.schema import (
+    Config,
+    DataConfig,
+    EvalConfig,
+    ModelConfig,
+    OptimConfig,
+    PrecisionConfig,
+    TrainConfig,
+)
 from orchestra.plugins import named_in, spelling_problem
-from orchestra.run.config_file import write_config
+from orchestra.run.config_file import plain_values, write_config
 from orchestra.run.paths import RunDir, SweepDir
 
 # Importing torch from a slow file system takes a minute at worst, and a plug-in may import more.
@@ -33,6 +42,9 @@ class PluginFacts:
     state_bytes: float | None = None
     parts_problem: str | None = None
     gathers: bool = False
+    vocabularies: Mapping[str, int] = field(default_factory=dict)
+    identity: str | None = None
+    block_parameters: int | None = None
 
 
 def plugin_facts(config: Config) -> PluginFacts:
@@ -42,21 +54,27 @@ def plugin_facts(config: Config) -> PluginFacts:
         return PluginFacts()
     if misspelt := [problem for problem in map(spelling_problem, plugins) if problem is not None]:
         return PluginFacts(tuple(misspelt))
-    # All that a plug-in is told: nothing else of the configuration can change what is found.
-    optim, train = config.optim, config.train
-    only = Config(
+    only = _told(config, {plugin.key for plugin in plugins})
+    return _asked(json.dumps(plain_values(only), default=str), _Kept(only), _copies(config))
+
+
+def _told(config: Config, keys: set[str]) -> Config:
+    """Return all that plug-ins of these keys are told: nothing else can change what is found."""
+    optim, train, data = config.optim, config.train, config.data
+    reads, has_block = any(key.endswith(".source") for key in keys), "model.block" in keys
+    return Config(
+        model=config.model if has_block else ModelConfig(),
+        precision=config.precision if has_block else PrecisionConfig(),
         optim=OptimConfig(target=optim.target, options=optim.options),
+        data=DataConfig(source=data.source, source_options=data.source_options),
+        eval=EvalConfig(data=config.eval.data) if reads else EvalConfig(),
         train=TrainConfig(
             loss=train.loss,
             loss_options=train.loss_options,
             callbacks=train.callbacks,
             callbacks_options=train.callbacks_options,
+            seq_len=train.seq_len if reads or has_block else TrainConfig.seq_len,
         ),
-    )
-    return _asked(
-        json.dumps([[each.key, each.target, each.options] for each in plugins], default=str),
-        _Kept(only),
-        _copies(config),
     )
 
 

@@ -13,11 +13,12 @@ from typing import Any
 
 from conf.schema import BlendPart, Config, DataConfig, Source
 from orchestra.errors import ConfigError
+from orchestra.plugins import is_plugin
 
 # The name of a source that was given none.
 HELD_OUT = "held_out"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
-_KEYS = ("source", "path", "blend", "cache_dir")
+_KEYS = ("source", "path", "blend", "cache_dir", "source_options")
 _EXAMPLE = "eval.data={wiki:{path:PREFIX}}"
 
 
@@ -33,7 +34,7 @@ def held_out_data(config: Config) -> dict[str, DataConfig]:
     """
     given = config.eval.data
     if not given:
-        return {HELD_OUT: config.data} if config.data.source is Source.stdlib else {}
+        return {HELD_OUT: config.data} if config.data.source == Source.stdlib else {}
     sources = {HELD_OUT: given} if any(key in _KEYS for key in given) else given
     problems: list[str] = []
     found = {name: _data(name, entry, config.data, problems) for name, entry in sources.items()}
@@ -82,19 +83,29 @@ def _data(name: Any, entry: Any, of_training: DataConfig, problems: list[str]) -
     ]
     blend = _blend(key, entry.get("blend") or [], problems)
     word = entry.get("source", Source.tokens.name if path or blend else None)
-    if isinstance(word, Source):
-        word = word.name
-    if word not in Source.__members__:
-        choices = " or ".join(Source.__members__)
+    is_plugged, options = isinstance(word, str) and is_plugin(word), entry.get("source_options") or {}
+    if not is_plugged and word not in Source.__members__:
+        choices = f"{', '.join(Source.__members__)} or package.module:name"
         problems.append(f"{key}.source={word}: expected {choices}; e.g. {_EXAMPLE}")
-    elif word == Source.stdlib.name and (path or blend):
+    elif word != Source.tokens and (path or blend):
         problems.append(f"{key}: path and blend are for source=tokens; leave them out")
-    elif word == Source.tokens.name and bool(path) == bool(blend):
+    elif not is_plugged and options:
+        problems.append(f"{key}.source_options are for a plug-in, source=package.module:name; leave them out")
+    elif not isinstance(options, Mapping):
+        problems.append(f"{key}.source_options={options}: expected options by name, {{OPTION: VALUE}}")
+    elif word == Source.tokens and bool(path) == bool(blend):
         problems.append(f"{key}: give either path=PREFIX, what `orchestra data pack` wrote, or blend")
     if len(problems) > before:
         return of_training
     return dataclasses.replace(
-        of_training, source=Source[str(word)], path=path, blend=blend, cache_dir=cache_dir, ledger=False
+        of_training,
+        source=str(word),
+        source_options=dict(options),
+        source_identity=None,
+        path=path,
+        blend=blend,
+        cache_dir=cache_dir,
+        ledger=False,
     )
 
 

@@ -1,4 +1,4 @@
-"""Sources of token samples: token files, blends of them, and the standard library as text.
+"""Sources of token samples: token files, blends of them, the standard library as text, and plug-ins.
 
 A sample is `seq_len + 1` consecutive tokens: sample i of a token array starts at token i · seq_len, so that
 each token is a target exactly once; what is left at the end is dropped.
@@ -20,6 +20,7 @@ import numpy.typing as npt
 from conf.schema import BlendPart, DataConfig, Source
 from orchestra.data.block_checks import BlockChecks
 from orchestra.data.order import Int64, sample_ids
+from orchestra.data.plugged_source import open_plugged
 from orchestra.data.token_files import (
     TokenIndex,
     check_separator,
@@ -31,6 +32,7 @@ from orchestra.data.token_files import (
     token_file_prefix,
 )
 from orchestra.errors import DataError
+from orchestra.plugins import is_plugin
 
 Tokens = npt.NDArray[np.generic]
 
@@ -286,9 +288,11 @@ def open_source(data: DataConfig, seq_len: int, *, held_out: bool = False) -> Sa
     """Open the source that a checked configuration names; of the standard library the files to train on, or
     those that are `held_out`. Raises DataError where it cannot be read.
     """
-    if data.source is Source.stdlib:
+    if data.source == Source.stdlib:
         tokens = stdlib_tokens(held_out=held_out)
         return TokenSamples(tokens, seq_len, VOCAB_SIZE, "data.source=stdlib")
+    if is_plugin(data.source):
+        return open_plugged(data, seq_len)
     return open_blend(data, seq_len)
 
 
@@ -296,7 +300,7 @@ def separator_of(data: DataConfig) -> int:
     """Return the token that ends each document. Reads an index and no tokens: parts that differ are refused
     when the source is opened. Raises DataError where no token can be it.
     """
-    if data.source is Source.stdlib:
+    if data.source == Source.stdlib:
         return SEPARATOR
     path = _parts(data)[0].path
     index = index_of(path)

@@ -41,8 +41,13 @@ def config_document(model: ModelConfig, dtype: str, end_of_text: int | None) -> 
 
     `end_of_text` is the token that ends a document.
 
-    Raises DataError for a family that is no Llama.
+    Raises DataError for a model that is no Llama.
     """
+    if model.block is not None:
+        raise DataError(
+            f"model.block={model.block} has no Hugging Face form: only the layers of model.family=llama are "
+            "exported"
+        )
     if model.family is not Family.llama:
         raise DataError(
             f"model.family={model.family.name} has no Hugging Face form here: only llama is exported"

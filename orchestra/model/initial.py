@@ -97,7 +97,7 @@ def standard_normal(index: Tensor, key: int) -> Tensor:
 
 
 def fill_normal_(
-    out: Tensor, key: int, global_shape: Sequence[int], offsets: Sequence[int], std: float
+    out: Tensor, key: int, global_shape: Sequence[int], offsets: Sequence[int], std: float, mean: float = 0.0
 ) -> None:
     """Fill `out` with its slice, which begins at `offsets`, of a normal tensor of `global_shape`.
 
@@ -108,7 +108,7 @@ def fill_normal_(
     for start in range(0, flat.numel(), block):
         local = torch.arange(start, min(start + block, flat.numel()), device=out.device)
         values = standard_normal(global_flat_index(local, global_shape, offsets, out.shape), key)
-        flat[start : start + block].copy_(values * std)
+        flat[start : start + block].copy_(values * std + mean if mean else values * std)
 
 
 def global_flat_index(

@@ -6,7 +6,8 @@ Shape letters: B batch, S sequence, E hidden size, V vocabulary, T = B·S tokens
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,6 +21,14 @@ from orchestra.model.layers import Block, Embedding, Positions, make_norm, rotar
 from orchestra.model.logits import EAGER, LogitsPasses
 from orchestra.model.loss import Loss, MakeProducts, PlainProducts, cross_entropy_sum
 from orchestra.sizes.flops import head_dim
+
+# Makes the layer of a number, counted from 0 on.
+MakeBlock = Callable[[ModelConfig, int], nn.Module]
+
+
+def own_block(model: ModelConfig, _: int) -> nn.Module:
+    """Return the layer of the model's family."""
+    return Block(model)
 
 
 class Sequences(Protocol):
@@ -72,7 +81,11 @@ class Transformer(nn.Module):
     """
 
     def __init__(
-        self, model: ModelConfig, loss_chunk_tokens: int | None = None, separator_id: int | None = None
+        self,
+        model: ModelConfig,
+        loss_chunk_tokens: int | None = None,
+        separator_id: int | None = None,
+        make_block: MakeBlock = own_block,
     ) -> None:
         super().__init__()
         self.config = model
@@ -83,7 +96,7 @@ class Transformer(nn.Module):
         self.embed_positions = (
             Positions(model.max_position_embeddings, model.hidden_size) if has_positions else None
         )
-        self.layers = nn.ModuleList(Block(model) for _ in range(model.num_hidden_layers))
+        self.layers = nn.ModuleList(make_block(model, number) for number in range(model.num_hidden_layers))
         self.norm = make_norm(model)
         self.lm_head = nn.Linear(model.hidden_size, model.vocab_size, bias=False)
         # What cuts the output matrix over ranks puts its own loss in this place.
@@ -229,18 +242,42 @@ def initial_std(model: ModelConfig, name: str) -> float:
     return model.init_std / math.sqrt(2 * model.num_hidden_layers) if is_residual_output else model.init_std
 
 
+def initial_normal(model: Transformer, name: str, num_dims: int) -> tuple[float, float]:
+    """Return mean and standard deviation of a parameter's initial values: what its layer says, which may be a
+    plug-in, else matrices normal, the gains of norms 1, biases 0.
+    """
+    layer = re.match(r"layers\.\d+", name)
+    own = layer and initial_normal_of(model.get_submodule(layer[0]), name[layer.end() + 1 :])
+    if own:
+        return own
+    if num_dims >= 2:
+        return 0.0, initial_std(model.config, name)
+    return (1.0 if name.endswith(".weight") else 0.0), 0.0
+
+
+def initial_normal_of(layer: nn.Module, name: str) -> tuple[float, float] | None:
+    """Return what a layer's method `initial_normal` says of its parameter `name`; None: nothing."""
+    ask = getattr(layer, "initial_normal", None)
+    found = None if ask is None else ask(name)
+    if found is None:
+        return None
+    mean, std = found
+    return float(mean), float(std)
+
+
 def fill_initial_part_(
-    out: Tensor, name: str, model: ModelConfig, seed: int, shape: Sequence[int], offsets: Sequence[int]
+    out: Tensor, name: str, model: Transformer, seed: int, shape: Sequence[int], offsets: Sequence[int]
 ) -> None:
-    """Fill `out`, the part of a parameter of `shape` that begins at `offsets`, with its initial values:
-    matrices normal, norm gains 1, biases 0. Any device, any dtype.
+    """Fill `out`, the part of a parameter of `shape` that begins at `offsets`, with its initial values. Any
+    device, any dtype.
 
     Values are a pure function of (seed, parameter name, global index) and rounded from fp32 last.
     """
-    if len(shape) >= 2:
-        fill_normal_(out, random_key(seed, name), shape, offsets, initial_std(model, name))
+    mean, std = initial_normal(model, name, len(shape))
+    if std == 0.0:
+        out.fill_(mean)
     else:
-        out.fill_(1.0 if name.endswith("norm.weight") else 0.0)
+        fill_normal_(out, random_key(seed, name), shape, offsets, std, mean)
 
 
 @torch.no_grad()
@@ -248,4 +285,4 @@ def fill_initial_values(transformer: Transformer, seed: int) -> None:
     """Set every parameter of a model that nobody has cut to its initial value."""
     for name, parameter in transformer.named_parameters():
         shape = parameter.shape
-        fill_initial_part_(parameter, name, transformer.config, seed, shape, (0,) * len(shape))
+        fill_initial_part_(parameter, name, transformer, seed, shape, (0,) * len(shape))

@@ -77,7 +77,8 @@ def direct_weights(model: Transformer, config: Config, mesh: Mesh) -> dict[str, 
     each.
 
     Not the last one of a block that is recomputed and not compiled: there autograd's own product keeps its
-    input before it is taken, so that a second forward pass ends before it.
+    input before it is taken, so that a second forward pass ends before it. And none of blocks that are a
+    plug-in, which may use a weight as often and by whatever functions they like.
     """
     kinds = kinds_of_layers(config, mesh.layout.dp, is_gpu=mesh.is_gpu)
     repeated = {
@@ -85,6 +86,7 @@ def direct_weights(model: Transformer, config: Config, mesh: Mesh) -> dict[str, 
         for number, kind in enumerate(kinds)
         if kind is not Recompute.none and config.train.compile is not True
     }
+    is_plugged = config.model.block is not None
     # Where the embedding is another rank's, its module only holds the matrix for the output.
     idle = None if model.has_embedding else model.embed_tokens
     modules = [module for module in model.modules() if module is not idle]
@@ -92,7 +94,7 @@ def direct_weights(model: Transformer, config: Config, mesh: Mesh) -> dict[str, 
     return {
         name: sum(user is weight for user in users)
         for name, weight in model.named_parameters()
-        if weight.dim() == 2 and name not in repeated
+        if weight.dim() == 2 and name not in repeated and not (is_plugged and name.startswith("layers."))
     }
 
 

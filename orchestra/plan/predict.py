@@ -233,7 +233,8 @@ def _optimizer(case: PlanCase) -> float:
 @dataclass(frozen=True)
 class Prediction:
     """What a case takes. MFU and HFU in PaLM's convention (see `orchestra.sizes.flops`), as shares of the
-    peak.
+    peak; None where layers are a plug-in, whose work nobody knows: time and activations are then those of the
+    family's own layers.
 
     `fits`: memory suffices and every pipeline stage has something to do.
     """
@@ -243,8 +244,8 @@ class Prediction:
     time: StepTime
     fits: bool
     tokens_per_s: float
-    mfu: float
-    hfu: float
+    mfu: float | None
+    hfu: float | None
 
     @property
     def peak(self) -> Memory:
@@ -286,14 +287,17 @@ def predict(case: PlanCase) -> Prediction:
         memory, time = stage_memory(case, time.layer, is_pressed=True), step_time(case, is_pressed=True)
     rate = case.tokens_per_step / time.total
     share = rate / case.layout.world_size / case.device.peak_flops
+    is_known = case.model.block is None
     return Prediction(
         case=case,
         stages=memory,
         time=time,
         fits=fits(case, memory) and not has_idle_stage(case.stages),
         tokens_per_s=rate,
-        mfu=share * model_flops_per_token(case.model, case.seq_len),
-        hfu=share * hardware_flops_per_token(case.model, case.seq_len, recomputed_kinds(case)),
+        mfu=share * model_flops_per_token(case.model, case.seq_len) if is_known else None,
+        hfu=share * hardware_flops_per_token(case.model, case.seq_len, recomputed_kinds(case))
+        if is_known
+        else None,
     )
 
 

@@ -283,7 +283,7 @@ def predicted_cells(prediction: Prediction) -> dict[str, str]:
     fits = prediction.fits and is_possible(prediction.case)
     values = (
         f"{prediction.tokens_per_s_per_device:.2f}",
-        f"{100 * prediction.mfu:.3f}",
+        "" if prediction.mfu is None else f"{100 * prediction.mfu:.3f}",
         f"{prediction.reported_peak.total / GIB:.3f}",
         str(int(fits)),
     )

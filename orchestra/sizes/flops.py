@@ -38,16 +38,25 @@ def num_parameters(model: ModelConfig) -> int:
     """Return the number of trainable parameters, a tied embedding counted once."""
     num_tables = 1 if model.tie_word_embeddings else 2
     tables = num_tables * model.vocab_size * model.hidden_size + _num_position_parameters(model)
-    return tables + model.num_hidden_layers * num_layer_parameters(model) + _num_norm_parameters(model)
+    layers = model.block_parameters
+    if layers is None:
+        layers = model.num_hidden_layers * num_layer_parameters(model)
+    return tables + layers + _num_norm_parameters(model)
 
 
 def num_layer_parameters(model: ModelConfig) -> int:
-    """Return the parameters of one decoder layer: attention, feed-forward or experts, and its two norms."""
+    """Return the parameters of one decoder layer: attention, feed-forward or experts, and its two norms. Of
+    layers that are a plug-in it is the mean.
+    """
+    if model.block_parameters is not None:
+        return model.block_parameters // model.num_hidden_layers
     return _num_parameters_of_all_tokens(model) + num_expert_parameters(model)
 
 
 def num_active_layer_parameters(model: ModelConfig) -> int:
     """Return the parameters of one decoder layer that a token goes through: all of them but for experts."""
+    if model.block_parameters is not None:
+        return num_layer_parameters(model)
     routed = num_expert_parameters(model)
     share = routed // model.num_experts * model.num_experts_per_tok if model.num_experts else 0
     return _num_parameters_of_all_tokens(model) + share
@@ -86,7 +95,11 @@ def inner_widths(model: ModelConfig) -> dict[str, int]:
 
 
 def head_splits(model: ModelConfig) -> list[int]:
-    """Return the degrees of tensor parallelism by which a model's heads can be divided."""
+    """Return the degrees of tensor parallelism by which a model's heads can be divided; layers that are a
+    plug-in are not cut.
+    """
+    if model.block is not None:
+        return [1]
     heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
     return [tp for tp in divisors(heads) if kv_heads % tp == 0 or tp % kv_heads == 0]
 

@@ -141,6 +141,8 @@ def rank_parameters(model: ModelConfig, tp: int, *, has_both_ends: bool = True) 
     else:
         tensors = (*norm, hidden * query, hidden * kv, hidden * kv, hidden * query)
         tensors += (*norm, *(hidden * wide,) * 3)
+    if model.block_parameters is not None:
+        tensors = (model.block_parameters // model.num_hidden_layers,)
     head = 0 if model.tie_word_embeddings and has_both_ends else table
     return RankParameters(table + positions, sum(tensors), sum(norm) + head, tensors)
 

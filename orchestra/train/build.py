@@ -10,7 +10,7 @@ import functools
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from orchestra.data.source import open_source, separator_of
 from orchestra.errors import ConfigError, DataError
 from orchestra.model.initial import is_fake
 from orchestra.model.plugged_loss import PluggedLoss
-from orchestra.model.transformer import Transformer
+from orchestra.model.transformer import MakeBlock, Transformer, own_block
 from orchestra.optim.adamw import AdamW, Trained
 from orchestra.optim.plugged import Gather, Optimizer, PluggedOptimizer, gather_nothing
 from orchestra.parallel.apply import Parallelized, parallelize
@@ -32,7 +32,7 @@ from orchestra.parallel.mesh import Mesh
 from orchestra.parallel.places import global_index
 from orchestra.parallel.shared_devices import GLOO, compiled_over_gloo
 from orchestra.parallel.zero.whole_matrices import WholeMatrices
-from orchestra.plugins import Plugin, load, named_in, option_problems
+from orchestra.plugins import load, loaded, named_in, names_taken
 from orchestra.precision.policies import ScaleState, make_loss_scale
 from orchestra.run.events import EventWriter
 from orchestra.run.rollback import Stretch
@@ -202,23 +202,24 @@ def meta_model(config: Config) -> Transformer:
     """Return the model with the loss it is trained by, on the meta device: no values and no memory yet.
 
     Raises DataError where documents are to be masked and nobody knows what ends them, ConfigError for a loss
-    that cannot be had.
+    or a layer that cannot be had.
     """
     separator_id = separator_of(config.data) if config.data.document_masks else None
     with torch.device("meta"):
-        model = Transformer(config.model, config.train.loss_chunk_tokens, separator_id)
+        model = Transformer(config.model, config.train.loss_chunk_tokens, separator_id, make_block(config))
     for plugin in named_in(config):
         if plugin.key == "train.loss":
             model.loss = PluggedLoss(loaded(plugin))
     return model
 
 
-def loaded(plugin: Plugin) -> Callable[..., Any]:
-    """Return a plug-in with its options given. Raises ConfigError where it cannot be had."""
-    called = load(plugin)
-    if problems := list(option_problems(plugin, called)):
-        raise ConfigError(problems)
-    return functools.partial(called, **plugin.options)
+def make_block(config: Config) -> MakeBlock:
+    """Return what makes the layers. Raises ConfigError for a plug-in that cannot be had."""
+    plugin = next((each for each in named_in(config) if each.key == "model.block"), None)
+    if plugin is None:
+        return own_block
+    make, takes_number = loaded(plugin), "layer_number" in names_taken(load(plugin))
+    return lambda model, number: make(model, **({"layer_number": number} if takes_number else {}))
 
 
 def build_callbacks(config: Config, states: Mapping[str, Any]) -> Callbacks:

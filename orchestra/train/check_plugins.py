@@ -2,28 +2,37 @@
 
 `python -m orchestra.train.check_plugins CONFIG.yaml` imports each, compares its options with its signature,
 and tries the optimizer on small parameters: whether a step can be taken, what its state takes, and whether
-its updates of parts of a parameter are those of the whole. It prints the answer as JSON, the last line of its
-output. Called by `orchestra.config.plugin_facts`, so that the commands import neither torch nor a plug-in.
+its updates of parts of a parameter are those of the whole. Of a source of data it reads samples, of a layer
+it takes the passes without values. It prints the answer as JSON, the last line of its output. Called by
+`orchestra.config.plugin_facts`, so that the commands import neither torch nor a plug-in.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from conf.schema import Config, OptimConfig
-from orchestra.errors import ConfigError, OrchestraError
+from conf.schema import Config, Family, OptimConfig
+from orchestra.data.plugged_source import PluggedSamples, samples_of
+from orchestra.errors import ConfigError, DataError, OrchestraError
+from orchestra.model.transformer import MakeBlock, initial_normal_of
 from orchestra.optim.adamw import Trained
 from orchestra.optim.plugged import PluggedOptimizer, gather_nothing
 from orchestra.plugins import Plugin, load, named_in, one_line, option_problems
+from orchestra.precision.policies import policy
 from orchestra.run.config_file import read_config
+from orchestra.sizes.flops import head_dim
+from orchestra.train.build import make_block
 from orchestra.train.watch.callbacks import made, state_of
 
 # The parameters that an optimizer is tried on: a block's matrix, whose elements two ranks share in the middle
@@ -41,18 +50,24 @@ _RTOL, _ATOL = 1e-4, 1e-6
 class PluginFinding:
     """What was found. `state_bytes`: of the optimizer, for each element of a block's matrix. `parts_problem`:
     why it cannot be given parts of parameters; `gathers`: it puts whole ones together by itself.
+    `vocabularies`: of sources of data, by their keys; `identity`: which data the training's source has.
+    `block_parameters`: of all layers together.
     """
 
     problems: list[str] = dataclasses.field(default_factory=list)
     state_bytes: float | None = None
     parts_problem: str | None = None
     gathers: bool = False
+    vocabularies: dict[str, int] = dataclasses.field(default_factory=dict)
+    identity: str | None = None
+    block_parameters: int | None = None
 
 
 def look_at(config: Config) -> PluginFinding:
     """Return what is wrong with the plug-ins of a configuration, and what the optimizer is like."""
     problems: list[str] = []
     finding = PluginFinding()
+    opened: dict[str, PluggedSamples] = {}
     for plugin in named_in(config):
         try:
             called = load(plugin)
@@ -63,13 +78,120 @@ def look_at(config: Config) -> PluginFinding:
         problems += wrong
         if wrong:
             continue
-        if plugin.key == "optim.target":
+        if plugin.key == "model.block":
+            problems += _layer_problems(plugin, config)
+        elif plugin.key == "optim.target":
             finding = _tried(plugin, called, config.optim)
+        elif plugin.key.endswith(".source"):
+            try:
+                opened[plugin.key] = _read(plugin, config.train.seq_len)
+            except OrchestraError as error:
+                problems.append(str(error))
         elif plugin.key == "train.loss":
             problems += _loss_problems(plugin, called)
         elif plugin.key == "train.callbacks":
             problems += _callback_problems(plugin, called)
-    return dataclasses.replace(finding, problems=[*problems, *finding.problems])
+    return dataclasses.replace(
+        finding,
+        problems=[*problems, *finding.problems],
+        vocabularies={key: samples.vocab_size for key, samples in opened.items()},
+        identity=opened["data.source"].identity if "data.source" in opened else None,
+        block_parameters=None if problems or config.model.block is None else _num_parameters(config),
+    )
+
+
+def _layer_problems(plugin: Plugin, config: Config) -> list[str]:
+    """Make all layers on the meta device, as ranks do, and try the first and the last one on tensors that
+    have shapes and no values.
+    """
+    said, num_layers = f"{plugin.key}={plugin.target}", config.model.num_hidden_layers
+    make, known = make_block(config), set[Tensor]()
+    try:
+        for number in range(num_layers):
+            with torch.device("meta"):
+                layer = make(config.model, number)
+            if wrong := _wrong_tensors(layer, known):
+                return [f"{said}: layer {number} {wrong}"]
+            known |= set(layer.parameters())
+    except Exception as error:  # noqa: BLE001  a plug-in may raise anything
+        return [f"{said}: making a layer failed: {one_line(error)}"]
+    for number in sorted({0, num_layers - 1}):
+        try:
+            wrong = _wrong_passes(make, number, config)
+        except Exception as error:  # noqa: BLE001
+            wrong = f"failed in its forward or backward pass: {one_line(error)}"
+        if wrong is not None:
+            return [f"{said}: layer {number} {wrong}"]
+    return []
+
+
+def _wrong_tensors(layer: Any, of_others: set[Tensor]) -> str | None:
+    """Return what of a layer cannot be trained, divided over ranks and saved as other layers are."""
+    if not isinstance(layer, nn.Module):
+        return f"is a {type(layer).__name__}; return a torch.nn.Module"
+    if not any(True for _ in layer.parameters()):
+        return "has no parameters; a layer without any is not needed"
+    for name, _ in layer.named_buffers():
+        return f"has the buffer {name}, which nobody fills or saves; make it in forward, or a parameter of it"
+    for name, parameter in layer.named_parameters():
+        if parameter in of_others:
+            return f"shares the parameter {name} with another layer; each layer needs its own"
+        if not parameter.dim():
+            return f"has the parameter {name} without dims; give it the shape [1]"
+        if not parameter.is_floating_point() or not parameter.requires_grad:
+            return f"has the parameter {name}, which is not trained; all parameters are"
+        mean, std = initial_normal_of(layer, name) or (0.0, 0.0)
+        if not (math.isfinite(mean) and math.isfinite(std) and std >= 0):
+            return f"gives {name} the mean {mean} and the standard deviation {std}; return two such numbers"
+    return None
+
+
+def _wrong_passes(make: MakeBlock, number: int, config: Config) -> str | None:
+    """Return what is wrong with a layer's passes over two samples, in the precision of its products."""
+    model, sequence = config.model, config.train.seq_len
+    dtype = policy(config.precision).parameter
+    with FakeTensorMode():
+        with torch.device("meta"):
+            layer = make(model, number)
+        for module in layer.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    module._parameters[name] = nn.Parameter(torch.empty(parameter.shape, dtype=dtype))
+        rotary = None
+        if model.family is Family.llama:
+            width = head_dim(model)
+            rotary = tuple(torch.empty(sequence, 1, size, dtype=dtype) for size in (width, width // 2))
+        x_BSE = torch.empty(2, sequence, model.hidden_size, dtype=dtype, requires_grad=True)
+        out = layer(x_BSE, rotary, None)
+        if not isinstance(out, Tensor) or out.shape != x_BSE.shape or out.dtype is not dtype:
+            found = f"{list(out.shape)} of {out.dtype}" if isinstance(out, Tensor) else type(out).__name__
+            return f"returned {found} for {list(x_BSE.shape)} of {dtype}; return the like"
+        names, parameters = zip(*layer.named_parameters(), strict=True)
+        grads = torch.autograd.grad(out.sum(), [x_BSE, *parameters], allow_unused=True)
+    unused = [name for name, grad in zip(("its input", *names), grads, strict=True) if grad is None]
+    return f"does not use {', '.join(unused)}; leave out what is not trained" if unused else None
+
+
+def _num_parameters(config: Config) -> int:
+    with torch.device("meta"):
+        layers = [
+            make_block(config)(config.model, number) for number in range(config.model.num_hidden_layers)
+        ]
+    return sum(parameter.numel() for layer in layers for parameter in layer.parameters())
+
+
+def _read(plugin: Plugin, seq_len: int) -> PluggedSamples:
+    """Read some samples, the first one twice; return their source. Raises ConfigError, DataError."""
+    samples = samples_of(plugin, seq_len)
+    out = np.empty((3, seq_len + 1), dtype=np.int64)
+    for row, index in enumerate((0, samples.num_samples - 1, 0)):
+        samples.read(index, out[row])
+    if (out[0] != out[2]).any():
+        raise DataError(
+            f"{plugin.key}={plugin.target}: sample(0) returned other tokens when it was asked again; an "
+            "index has to mean the same sample for ever"
+        )
+    return samples
 
 
 def _tried(plugin: Plugin, called: Callable[..., Any], optim: OptimConfig) -> PluginFinding:

@@ -48,9 +48,9 @@ _BUDGET_PER_SIZE_S = 0.1
 class MeterSettings:
     """What stays the same through an attempt. FLOPs are per token, forward and backward together."""
 
-    model_flops: int
-    model_flops_causal: int
-    hardware_flops: int
+    model_flops: int | None
+    model_flops_causal: int | None
+    hardware_flops: int | None
     num_devices: int
     # Dense peak of one device in FLOP/s; null: unknown, and then MFU and HFU are null.
     peak_flops_per_s: float | None
@@ -75,10 +75,12 @@ def meter_settings(
     model, seq_len = config.model, config.train.seq_len
     dp = layout(config.parallelism, num_devices).dp
     kinds = kinds_of_layers(config, dp, is_gpu=device.type == "cuda")
+    # What layers that are a plug-in compute nobody knows.
+    is_known = model.block is None
     return MeterSettings(
-        model_flops=model_flops_per_token(model, seq_len),
-        model_flops_causal=model_flops_per_token_causal(model, seq_len),
-        hardware_flops=hardware_flops_per_token(model, seq_len, kinds),
+        model_flops=model_flops_per_token(model, seq_len) if is_known else None,
+        model_flops_causal=model_flops_per_token_causal(model, seq_len) if is_known else None,
+        hardware_flops=hardware_flops_per_token(model, seq_len, kinds) if is_known else None,
         num_devices=num_devices,
         peak_flops_per_s=peak_flops_per_s,
         device=device,
@@ -141,7 +143,7 @@ class Meter:
             "mfu": self._utilization(self._settings.model_flops, per_device),
             "mfu_causal": self._utilization(self._settings.model_flops_causal, per_device),
             "hfu": self._utilization(self._settings.hardware_flops, per_device),
-            "mfu_convention": MFU_CONVENTION,
+            "mfu_convention": None if self._settings.model_flops is None else MFU_CONVENTION,
             "step_time_s": _ratio(window.step_time_s, window.num_steps),
             "data_time_s": _ratio(window.data_time_s, window.num_steps),
             "memory_peak_bytes": memory_peak_bytes(self._settings.device),
@@ -150,9 +152,11 @@ class Meter:
             "attempt": self._settings.attempt,
         }
 
-    def _utilization(self, flops_per_token: int, tokens_per_s_per_device: float | None) -> float | None:
+    def _utilization(
+        self, flops_per_token: int | None, tokens_per_s_per_device: float | None
+    ) -> float | None:
         peak = self._settings.peak_flops_per_s
-        if peak is None or tokens_per_s_per_device is None:
+        if peak is None or flops_per_token is None or tokens_per_s_per_device is None:
             return None
         return flops_per_token * tokens_per_s_per_device / peak
 

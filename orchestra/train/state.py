@@ -52,10 +52,12 @@ _RNG_PREFIX = "rng."
 # Choices that decide what a tensor of the state means, beyond its name and shape.
 _SHAPE_KEYS = (
     *("family", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-    *("num_key_value_heads", "vocab_size", "tie_word_embeddings"),
+    *("num_key_value_heads", "vocab_size", "tie_word_embeddings", "block", "block_options"),
 )
 # Choices that decide which samples come next: a run keeps them, as `orchestra resume` says too.
-_ORDER_KEYS = ("train.seed", "train.seq_len", "data.source", "data.path")
+_ORDER_KEYS = ("train.seed", "train.seq_len", "data.source", "data.path", "data.source_identity")
+# Of plug-ins: only where there are some.
+_PLUGGED_KEYS = ("model.block", "model.block_options", "data.source_identity")
 # What the optimizer's moments are kept in: a checkpoint holds their bits.
 _STATE_KEY = "optim.state_dtype"
 _OTHER_KEYS = ("model.rope_theta", "model.norm_eps", _STATE_KEY)
@@ -315,6 +317,7 @@ def facts(config: Config) -> dict[str, Any]:
     if config.model.family is Family.gpt:
         keys.append("model.max_position_embeddings")
     values = {key: attrgetter(key)(config) for key in keys}
+    values = {key: value for key, value in values.items() if value or key not in _PLUGGED_KEYS}
     named = {key: value.name if isinstance(value, Enum) else value for key, value in values.items()}
     return {**named, "model.head_dim": head_dim(config.model), "precision": config.precision.name.name}
 

@@ -8,17 +8,20 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.support.pages import DOCS, ROOT, blocks
 
 PAGE = DOCS / "plug-ins.md"
-FILES = ("lion.py", "losses.py", "smoothing.py")
+FILES = ("lion.py", "losses.py", "arrays.py", "layers.py", "smoothing.py")
 SMALL = (
     *("experiment=demo", "run.name=mine", "run.dir=runs", "wandb=disabled", "optim.warmup_steps=1"),
     "optim.schedule=constant",
     *("model.num_hidden_layers=1", "model.hidden_size=16", "model.intermediate_size=32", "train.seq_len=32"),
     *("optim.target=lion:Lion", "optim.options.weight_decay=0.3", "parallelism=zero1"),
+    *("data.source=arrays:Array", "data.source_options.path=mine/corpus.npy"),
+    *("model.block=layers:Parallel", "model.block_options.gain=0.5"),
     *("train.loss=losses:with_z_loss", "train.loss_options.weight=1e-3"),
     *('train.callbacks=["smoothing:Smoothed"]', "train.callbacks_options.Smoothed.factor=0.5"),
 )
@@ -38,6 +41,7 @@ def folder(tmp_path: Path) -> Path:
     for name, text in zip(FILES, blocks(PAGE, "python"), strict=True):
         assert f"`{name}`" in PAGE.read_text()
         (tmp_path / "mine" / name).write_text(text)
+    np.save(tmp_path / "mine" / "corpus.npy", np.arange(20_000, dtype=np.uint8) % 251)
     return tmp_path
 
 

@@ -138,7 +138,7 @@ def tokenizer_of(data: DataConfig) -> ExportTokenizer:
     """Return what a run's data says about its tokenizer, where the index of a token file can be read here."""
     from orchestra.data.tokenizer import BYTES, ByteTokenizer
 
-    if data.source is Source.stdlib:
+    if data.source == Source.stdlib:
         return ExportTokenizer(BYTES, ByteTokenizer.separator_id)
     path = data.path or next((part.path for part in data.blend), None)
     prefix = None if path is None else local_prefix(token_file_prefix(path))

@@ -20,6 +20,7 @@ from pathlib import Path
 from conf.schema import Config
 from orchestra.cli.plan import Mode, configuration, print_result
 from orchestra.config.machine import Situation
+from orchestra.config.plugin_facts import import_path
 from orchestra.config.rules.all_rules import not_yet
 from orchestra.errors import EXIT_DONE, EXIT_USAGE, ConfigError, OrchestraError
 from orchestra.plan.assemble import shape_of
@@ -28,7 +29,6 @@ from orchestra.run.config_file import write_config
 from orchestra.sizes.memory import rank_bytes
 from orchestra.sizes.training_shape import TrainingShape
 from orchestra.sizes.units import MIB
-from orchestra.submit.launch import source_root
 
 _EXPLAINED = """\
 --exact counts one rank's tensors too: the modules, optimizer and collectives that would train are built with
@@ -92,7 +92,7 @@ MODE = Mode("exact", _EXPLAINED, _add_arguments, _run)
 def _counted(config: Config, shape: TrainingShape) -> Mapping[str, int]:
     """Start the process that counts, on rank 0's place, and return its answer in bytes."""
     is_gpu = ["--as-gpu"] if shape.options.is_gpu else []
-    environment = {**os.environ, "PYTHONPATH": str(source_root()), "PYTHONSAFEPATH": "1"}
+    environment = {**os.environ, "PYTHONPATH": import_path(config), "PYTHONSAFEPATH": "1"}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "config.yaml"
         write_config(file, config)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from conf.schema import Config
+from conf.schema import Config, ModelConfig
 from orchestra.cli.plan import case_for, configuration, goodput_mode, layout_words, print_result
 from orchestra.cli.text import axis_links, figures
 from orchestra.config.machine import Situation
@@ -70,6 +70,7 @@ def run(arguments: Namespace) -> int:
 def _lines(config: Config, prediction: Prediction) -> list[str]:
     return [
         *header(prediction.case),
+        *_about_block(prediction.case.model),
         "",
         *_memory(prediction),
         "",
@@ -81,6 +82,14 @@ def _lines(config: Config, prediction: Prediction) -> list[str]:
         *figures.wrapped(goodput_mode.summary(config, prediction), indent=" " * 8),
         *_sources(prediction.case),
     ]
+
+
+def _about_block(model: ModelConfig) -> list[str]:
+    """Return what of layers that are a plug-in is not known."""
+    if model.block is None:
+        return []
+    said = f"{model.block}: its parameters are counted; activations and time are those of the family's own"
+    return figures.wrapped(f"layers  {said} layers of these sizes", "", " " * 8)
 
 
 def _sources(case: PlanCase) -> list[str]:

@@ -150,17 +150,28 @@ def failed_saves_words(failed: FailedSaves) -> str:
     return f"{failed.count} saves in a row have failed since {since}; {failed.why}"
 
 
-def resume_lines(run: RunDir, verdict: Verdict, events: Iterable[Record]) -> list[str]:
+def resume_lines(
+    run: RunDir, verdict: Verdict, events: Iterable[Record], config: Config | None = None
+) -> list[str]:
     """Return what to type next: what uses a finished run's model, or goes on with another one; nothing where
-    starting again would not help.
+    starting again would not help. Without a configuration it counts as one without plug-ins.
     """
     events = list(events)
     if verdict.code == EXIT_DONE and newest_checkpoint(events) is not None:
-        uses = (f"{invocation('generate', run)} TEXT", f"{invocation('checkpoint export', run)} --to FOLDER")
-        return [f"next    `{uses[0]}`", f"        `{uses[1]}`"]
+        return [
+            f"{'        ' if number else 'next    '}`{use}`" for number, use in enumerate(_uses(run, config))
+        ]
     if verdict.code in (EXIT_DONE, EXIT_DO_NOT_RESTART):
         return []
     return [resume_line(run, newest_checkpoint(events))]
+
+
+def _uses(run: RunDir, config: Config | None) -> list[str]:
+    """Return what can be done with a model: without plug-ins also what needs its text, or Llama's layers."""
+    has_text = config is None or config.data.source_identity is None
+    has_form = config is None or config.model.block is None
+    uses = [f"{invocation('generate', run)} TEXT"] if has_text else []
+    return [*uses, f"{invocation('checkpoint export', run)} --to FOLDER"] if has_form else uses
 
 
 def resume_line(run: RunDir, step: int | None) -> str:
@@ -204,6 +215,8 @@ def attention_lines(events: Iterable[Record]) -> list[str]:
 
 
 def _mfu(summary: Summary) -> str:
+    if summary.mfu is None and summary.mfu_convention is None:
+        return "MFU n/a (the work of layers that are a plug-in is unknown)"
     if summary.mfu is None:
         return "MFU n/a (the device's peak is unknown: set cluster.peak_tflops)"
     convention = f" ({summary.mfu_convention})" if summary.mfu_convention else ""

@@ -28,8 +28,8 @@ def rule_eval_data(config: Config, _: Situation) -> Iterator[str]:
         every = config.eval.every_steps
         asked = "eval.at_start=true" if every is None else f"eval.every_steps={every}"
         yield (
-            f"{asked} needs data that training does not read, and data.source=tokens names none; give "
-            "eval.data={NAME:{path:PREFIX}}, with files of `orchestra data pack`"
+            f"{asked} needs data that training does not read, and data.source={config.data.source} names "
+            "none; give eval.data={NAME:{path:PREFIX}}, with files of `orchestra data pack`"
         )
     if not config.eval.data:
         return
@@ -59,14 +59,14 @@ def rule_best_by_eval(config: Config, _: Situation) -> Iterator[str]:
 
 
 def _paths(data: DataConfig) -> list[str]:
-    if data.source is Source.stdlib:
+    if data.source != Source.tokens:
         return []
     return [path for path in (data.path, *(part.path for part in data.blend)) if path is not None]
 
 
 def _tokenizer_of(data: DataConfig) -> tuple[str, str] | None:
     """Return name and checksum of what made the tokens; None where no index can be read here."""
-    if data.source is Source.stdlib:
+    if data.source == Source.stdlib:
         return _BYTES
     for path in _paths(data):
         local = local_prefix(token_file_prefix(path))

@@ -21,6 +21,7 @@ from orchestra.data.token_files import (
 )
 from orchestra.errors import ConfigError, DataError
 from orchestra.huggingface.folder import init_from_problems
+from orchestra.plugins import is_plugin
 from orchestra.run.paths import offload_folder
 from orchestra.run.permissions import group_problem
 from orchestra.sizes.compilation import lacking_tools, refusal, tools_here
@@ -248,9 +249,15 @@ def rule_run_group(config: Config, situation: Situation) -> Iterator[str]:
 
 def rule_data_source(config: Config, _: Situation) -> Iterator[str]:
     data = config.data
-    if data.source is Source.stdlib:
+    if not is_plugin(data.source) and data.source not in Source.__members__:
+        yield (
+            f"data.source={data.source}: expected {', '.join(Source.__members__)} or a plug-in, "
+            "package.module:name"
+        )
+    if data.source != Source.tokens:
         if data.path is not None or data.blend:
-            yield "data.path and data.blend are for data=tokens; choose it, or leave them out for data=stdlib"
+            said = "data=stdlib" if data.source == Source.stdlib else f"data.source={data.source}"
+            yield f"data.path and data.blend are for data=tokens; choose it, or leave them out for {said}"
     elif data.path is None and not data.blend:
         yield "data.source=tokens needs files of `orchestra data pack`; give data.path=PREFIX or data.blend"
     elif data.path is not None and data.blend:
@@ -263,7 +270,7 @@ def rule_data_source(config: Config, _: Situation) -> Iterator[str]:
 def rule_data_files(config: Config, _: Situation) -> Iterator[str]:
     """Local files must be there, and the model must know every token in them."""
     vocab_size = config.model.vocab_size
-    if config.data.source is Source.stdlib:
+    if config.data.source == Source.stdlib:
         if vocab_size < _STDLIB_VOCABULARY:
             yield (
                 f"model.vocab_size={vocab_size} is below the {_STDLIB_VOCABULARY} tokens of "

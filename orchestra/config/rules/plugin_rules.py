@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from operator import attrgetter
 
-from conf.schema import Config, Offload, OptimConfig
+from conf.schema import Config, Offload, OptimConfig, PrecisionName
 from orchestra.config.keys import shown
 from orchestra.config.machine import Situation
 from orchestra.config.plugin_facts import plugin_facts
+from orchestra.plugins import is_plugin, other_source
 
 # What AdamW alone reads, and where another optimizer is told the same.
 _ADAMW_ALONE = ("weight_decay", "betas", "eps", "state_dtype")
@@ -56,6 +57,65 @@ def rule_callbacks(config: Config, _: Situation) -> Iterator[str]:
                 f"train.callbacks_options.{name}={shown(options)} are no options; use "
                 f"train.callbacks_options.{name}.OPTION=VALUE"
             )
+
+
+def rule_block(config: Config, _: Situation) -> Iterator[str]:
+    """What goes by the names, products or sizes of the family's own layers."""
+    model, parallelism = config.model, config.parallelism
+    if model.block is None:
+        if model.block_options:
+            yield (
+                f"model.block_options={shown(model.block_options)} without model.block; name the layer, or "
+                "leave them out"
+            )
+        return
+    said = f"model.block={model.block}"
+    if parallelism.tp > 1:
+        yield (
+            f"parallelism.tp={parallelism.tp} cuts the matrices of the family's own layers, and {said} may "
+            "compute anything with its own; use parallelism.tp=1"
+        )
+    if parallelism.cp > 1:
+        yield (
+            f"parallelism.cp={parallelism.cp} divides sequences, and {said} may mix their tokens anywhere; "
+            "use parallelism.cp=1"
+        )
+    if config.precision.name is PrecisionName.fp8:
+        yield f"precision=fp8 puts products in the family's own layers, and {said}; use precision=bf16"
+    if config.train.recompute_budget_gib is not None:
+        yield (
+            f"train.recompute_budget_gib={config.train.recompute_budget_gib:g} counts activations of the "
+            f"family's own layers, and {said}; use train.recompute"
+        )
+    if model.init_from is not None:
+        yield (
+            f"model.init_from={model.init_from} holds a Llama's layers, and {said}; use model.init_from=null"
+        )
+
+
+def rule_source(config: Config, _: Situation) -> Iterator[str]:
+    """The model must know every token of a plug-in's data, and a run keeps those that it began with."""
+    data, facts = config.data, plugin_facts(config)
+    for key, size in facts.vocabularies.items():
+        if size > config.model.vocab_size:
+            yield (
+                f"model.vocab_size={config.model.vocab_size} is below the {size} tokens of {key}; use {size} "
+                "or more"
+            )
+    if not is_plugin(data.source):
+        if data.source_options:
+            yield (
+                f"data.source_options={shown(data.source_options)} without a plug-in as data.source; name "
+                "it, or leave them out"
+            )
+        return
+    if None not in (facts.identity, data.source_identity) and facts.identity != data.source_identity:
+        yield other_source(data, str(facts.identity))
+    if data.document_masks:
+        yield (
+            f"data.document_masks=true goes by the token that ends each document, and data.source="
+            f"{data.source} names none; use data.document_masks=false"
+        )
 
 
 def rule_optimizer(config: Config, _: Situation) -> Iterator[str]:

@@ -438,7 +438,7 @@ def fill_part(out: Tensor, name: str, place: TensorPlace, start: int, model: Tra
     out.zero_()
     for part in parts_of(out, place, start):
         dense = part.tensor.contiguous()
-        fill_initial_part_(dense, name, model.config, seed, place.shape, part.offsets)
+        fill_initial_part_(dense, name, model, seed, place.shape, part.offsets)
         if dense is not part.tensor:
             part.tensor.copy_(dense)
 

@@ -55,6 +55,16 @@ rule_loss
     train.loss_options.size=1 -> without train.loss
     train.loss=mine  parallelism.tp=2 -> parallelism.tp=2 | use parallelism.tp=1
     train.loss=mine  precision.fp8_output=true -> use precision.fp8_output=false
+rule_block
+    model.block_options.width=3 -> without model.block
+    model.block=mine  parallelism.tp=2 -> parallelism.tp=2 | use parallelism.tp=1
+    model.block=mine  parallelism.cp=2 -> parallelism.cp=2 | use parallelism.cp=1
+    model.block=mine  precision.name=fp8 -> precision=fp8 | use precision=bf16
+    model.block=mine  train.recompute_budget_gib=1.0 -> use train.recompute
+    model.block=mine  model.init_from=x -> use model.init_from=null
+rule_source
+    data.source_options.path=x -> without a plug-in as data.source
+    data.source='mine:'  data.document_masks=true -> use data.document_masks=false
 rule_callbacks
     train.callbacks=['a:Hook', 'b:Hook'] -> has Hook twice
     train.callbacks_options.Hook.every=3 -> callbacks_options.Hook | name callbacks
@@ -224,6 +234,8 @@ rule_local_folders
 rule_data_source
     data.path=corpus -> data=tokens
     data.source=tokens -> data.path=PREFIX
+    data.source=jsonl -> expected stdlib, tokens or a plug-in
+    data.source='mine:'  data.path=s3://b/a -> leave them out for data.source=mine:
     data.source=tokens  data.path=s3://b/a  data.blend=[{path: 's3://b/c'}] -> both given
     data.source=tokens  data.blend=[{path: 's3://b/c', weight: 0.0}] -> weight 0.0 of s3://b/c
 rule_data_files

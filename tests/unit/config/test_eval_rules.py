@@ -65,7 +65,9 @@ def test_what_is_refused_says_what_to_write(packed: Path) -> None:
     every = (*tokens, "eval.every_steps=10")
     assert "eval.data.wiki: no file" in problems(*every, "eval.data={wiki:{path:nowhere}}")
     assert "eval.data.wiki.pth: no such key" in problems(*every, "eval.data={wiki:{pth:x}}")
-    assert "expected stdlib or tokens" in problems(*every, "eval.data={wiki:{source:web}}")
+    assert "expected stdlib, tokens or package.module:name" in problems(
+        *every, "eval.data={wiki:{source:web}}"
+    )
     assert "give either path" in problems(*every, "eval.data={wiki:{source:tokens}}")
     assert "expected a section" in problems(*every, "eval.data={wiki:3}")
     assert "give eval.data=" in problems(*every, "eval.data=null")

@@ -71,7 +71,7 @@ def test_models_have_exactly_the_published_parameters(preset: str) -> None:
 
 def test_the_demo_runs_here() -> None:
     config = compose(["experiment=demo"], Situation("run", num_gpus=0)).config
-    place = (config.model.name, config.cluster.gpus_per_node, config.data.source.value)
+    place = (config.model.name, config.cluster.gpus_per_node, config.data.source)
     assert place == ("debug", 2, "stdlib")
 
 

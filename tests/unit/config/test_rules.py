@@ -119,6 +119,8 @@ OF_OTHER_RULES = {
     *("train.global_batch_size", "train.micro_batch_size", "cluster.gpus_per_node", "cluster.array_throttle"),
     "cluster.members_at_once",
     "recovery.straggler_factor",
+    # Counted, whatever is given.
+    "model.block_parameters",
 }
 
 
