@@ -154,7 +154,7 @@ class DcpFolder:
         return self._loaded(name, self.values[name])
 
     def _loaded(self, name: str, place: DcpChunk) -> Any:
-        # The buffer is filled in place: a part is in memory twice at most.
+        # Filled in place: torch.load makes copies enough.
         stream = io.BytesIO()
         stream.seek(place.num_bytes - 1)
         stream.write(b"\0")

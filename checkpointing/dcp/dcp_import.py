@@ -3,7 +3,7 @@
     python -m checkpointing.dcp.dcp_import  < request.json  > answer.json
 
 It is a process of its own since what it reads was written by others: whatever that does to it, it does to
-nobody else. Parts are read and written one after the other, so its memory is that of the largest one, twice.
+nobody else. Parts are read and written one after the other, so its memory is a few times the largest one.
 The answer is one line of JSON; where the folder cannot be taken, a sentence on stderr and exit code 3.
 
 The request: `act` (`describe`: what the model's tensors are; `import`: write it), `source`, `target`, `step`,
