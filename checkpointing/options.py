@@ -32,7 +32,7 @@ class Options:
     keep_last: int = 3
     keep_every_steps: int | None = None
     keep_best: int = 0
-    when_busy: str = "skip"
+    when_busy: str = "wait"
     restore: str = "broadcast"
     limit_s: float = 600.0
     staging_dir: str | None = None

@@ -75,6 +75,11 @@ def torch_dtype(name: str) -> torch.dtype:
     return next(dtype for dtype, known in _SAFETENSORS_NAMES.items() if known == name)
 
 
+def safetensors_dtype(name: str) -> str | None:
+    """Return safetensors' name of a dtype by torch's (`float32`), None where it has none."""
+    return next((known for dtype, known in _SAFETENSORS_NAMES.items() if str(dtype) == f"torch.{name}"), None)
+
+
 def as_bytes(tensor: Tensor) -> Tensor:
     """Return a contiguous tensor's memory as a flat uint8 tensor (a view)."""
     return tensor.reshape(-1).view(torch.uint8)

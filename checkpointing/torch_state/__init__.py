@@ -41,8 +41,7 @@ def save(
     `extra` is JSON of the loop's own, rank 0's counts. The newest `keep_last` checkpoints stay. Raises
     SaveFailedError where it was not committed, MismatchError where the state cannot be described.
     """
-    options = Options(when_busy="wait", keep_last=keep_last)
-    with LoopCheckpointer(path, model, optimizer, options, group=group) as checkpointer:
+    with LoopCheckpointer(path, model, optimizer, Options(keep_last=keep_last), group=group) as checkpointer:
         checkpointer.save(step, extra)
 
 

@@ -44,10 +44,10 @@ class LoopCheckpointer:
         *,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        """`options`: by default a save waits for the one before. Its `generation` is chosen here: newer than
-        all that lies there. `group`: None for the default one; its backend takes the parameters' tensors.
+        """`options`: its `generation` is chosen here, newer than all that lies there. `group`: None for the
+        default one; its backend takes the parameters' tensors.
         """
-        options = Options(when_busy="wait") if options is None else options
+        options = Options() if options is None else options
         group = default_group() if group is None else group
         device = next((each.device for each in model.parameters()), torch.device("cpu"))
         self._state = NamedState(model, optimizer)

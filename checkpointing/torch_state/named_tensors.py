@@ -26,9 +26,10 @@ from checkpointing.manifest import Manifest
 from checkpointing.shards import Shard, torch_dtype, whole
 
 # How an optimizer computes, not what: those of the optimizer that goes on count.
-_HOW = ("foreach", "fused", "capturable", "differentiable")
-# torch.compile's wrapper is in the names.
-_COMPILED = "_orig_mod."
+HOW = ("foreach", "fused", "capturable", "differentiable")
+# Wrappers in a module's place are in the names: torch.compile's, and that of recomputed activations where its
+# own hook has not taken it out.
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 _MAX_LISTED = 5
 
 
@@ -69,12 +70,21 @@ def shards_of(name: str, tensor: Tensor) -> list[Shard]:
     return [Shard(name, tuple(tensor.shape), tuple(offsets), local)]
 
 
+def plain_name(name: str) -> str:
+    """Return a tensor's name without the wrappers around its modules, as `state_dict` spells it."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
 class NamedState:
     """The tensors of a model and its optimizer by name. The shards are the live tensors."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         """`model` may be wrapped by DDP or torch.compile, and have FSDP2 units."""
-        self._model = model.module if isinstance(model, DistributedDataParallel) else model
+        # A compiled DDP, whose names have both wrappers, is one too.
+        inner = getattr(model, _WRAPPERS[0].rstrip("."), model)
+        self._model: nn.Module = inner.module if isinstance(inner, DistributedDataParallel) else inner
         self._optimizer = optimizer
 
     def model_tensors(self) -> dict[str, Tensor]:
@@ -89,7 +99,7 @@ class NamedState:
                 raise MismatchError(
                     f"model.{key} is a {type(value).__name__}: only tensors are saved; put it into `extra`"
                 )
-            tensors.setdefault(id(value), (key.replace(_COMPILED, ""), value))
+            tensors.setdefault(id(value), (plain_name(key), value))
         return dict(tensors.values())
 
     def saved(self, *, is_first: bool) -> list[Shard]:
@@ -126,7 +136,10 @@ class NamedState:
         those. Raises MismatchError where the checkpoint is that of another model or optimizer.
         """
         tensors = self.model_tensors()
-        _refuse_others("model", tensors, _names_of(manifest, "model."), "the model that was saved")
+        # Others write a tied tensor under all of its names.
+        aliases = set(map(plain_name, self._model.state_dict(keep_vars=True))).difference(tensors)
+        saved = _names_of(manifest, "model.") - aliases
+        _refuse_others("model", tensors, saved, "the model that was saved")
         shards = [shard for name, tensor in tensors.items() for shard in shards_of(f"model.{name}", tensor)]
         if self._optimizer is None:
             return shards, {}
@@ -255,7 +268,7 @@ def _made(parameter: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tens
 
 
 def _value_keys(group: Mapping[str, Any]) -> list[str]:
-    return [key for key in group if key != "params" and key not in _HOW]
+    return [key for key in group if key != "params" and key not in HOW]
 
 
 def _checked(key: Any) -> str:

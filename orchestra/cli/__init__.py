@@ -43,7 +43,7 @@ VERBS = {
     "checkpoint ls": "list the checkpoints of a run",
     "checkpoint verify": "check every byte of a checkpoint",
     "checkpoint export": "write a checkpoint for Hugging Face",
-    "checkpoint import": "check a Hugging Face folder to start from",
+    "checkpoint import": "start from Hugging Face weights, or a checkpoint of torch (DCP)",
     "data pack": "turn text into token files",
     "data verify": "check every byte of token files",
     "config": "explain the keys and presets of a configuration",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import graphlib
 import re
 import sys
@@ -87,6 +88,40 @@ def test_packages_import_only_what_the_house_allows() -> None:
             if not is_allowed and (module.name, top) != (IS_TORCHRUN, "torch"):
                 wrong.append(f"{module.name} imports {target}")
     assert wrong == []
+
+
+def test_the_library_uses_no_private_names_of_torch() -> None:
+    """Users keep its checkpoints longer than a version of torch."""
+    found = [
+        f"{module.name}: {name}"
+        for module in LIBRARY
+        if module.name.split(".")[0] == "checkpointing"
+        for name in private_names(module.tree)
+    ]
+    assert found == []
+    assert private_names(ast.parse("from torch._C import Size\nimport torch.a._b")) == [
+        "torch._C.Size",
+        "torch.a._b",
+    ]
+    assert private_names(ast.parse("import torch.distributed as dist\ndist.x._y()")) == ["dist.x._y"]
+    assert private_names(ast.parse("from torch.distributed import _functional")) == [
+        "torch.distributed._functional"
+    ]
+
+
+def private_names(tree: ast.Module) -> list[str]:
+    """Return the private names of torch that a module imports, or reads from what it imported."""
+    imported: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            imported |= {each.asname or each.name.split(".")[0]: each.name for each in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            imported |= {each.asname or each.name: f"{node.module}.{each.name}" for each in node.names}
+    of_torch = {name for name, target in imported.items() if target.split(".")[0] == "torch"}
+    used = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    read = [name for name in used if name.split(".")[0] in of_torch]
+    names = [*(target for target in imported.values() if target.split(".")[0] == "torch"), *read]
+    return [name for name in names if re.search(r"\._(?!_)", name)]
 
 
 def test_only_the_control_plane_imports_launchers() -> None:

@@ -1,12 +1,18 @@
-"""Nothing that the product reads is unpickled: a pickle runs whatever its writer wants."""
+"""Nothing that a run reads is unpickled: a pickle runs whatever its writer wants.
+
+One module reads checkpoints of torch.distributed.checkpoint, with an allow-list, in a process of its own.
+"""
 
 from __future__ import annotations
 
 import ast
 
 import pytest
-from source_tree import modules
+from source_tree import modules, reached, trail
 
+# The only exception, and what it uses of pickle: an unpickler that makes nothing, and weights_only=True.
+READS_DCP = "checkpointing.dcp.dcp_folder"
+ALLOWED = {READS_DCP: ["pickle", "load"]}
 _PICKLING = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 
 
@@ -34,9 +40,24 @@ def _unpickles(name: str) -> bool:
     )
 
 
-def test_no_module_unpickles() -> None:
+def test_one_module_unpickles_and_no_other() -> None:
     found = {name: found_in(module.path.read_text()) for name, module in modules().items()}
-    assert {name: names for name, names in found.items() if names} == {}
+    assert {name: names for name, names in found.items() if names} == ALLOWED
+    calls = [
+        node
+        for node in ast.walk(modules()[READS_DCP].tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load"
+    ]
+    assert ["weights_only=True" in ast.unparse(call) for call in calls] == [True]
+
+
+def test_no_run_and_no_restore_imports_that_module() -> None:
+    """Nobody does but the process that reads DCP's checkpoints, which nobody imports."""
+    package = READS_DCP.rpartition(".")[0]
+    others = [name for name in modules() if not f"{name}.".startswith(f"{package}.")]
+    importer = reached(*others)
+    assert "checkpointing.restore" in importer
+    assert [trail(importer, name) for name in importer if f"{name}.".startswith(f"{package}.")] == []
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import re
 import shlex
@@ -29,6 +30,7 @@ from orchestra.errors import EXIT_DONE, ConfigError, DataError, OrchestraError
 if TYPE_CHECKING:
     from orchestra.huggingface.export import ExportPlan, ExportRequest
 
+_TOKENIZER = "tokenizer.json"
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", re.IGNORECASE)
 _DECIMAL = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _EXPLAINED = """\
@@ -39,6 +41,7 @@ Writes config.json and safetensors files that `transformers` loads:
 
 Every byte that is read is compared with its checksum. Where no STEP is given, the newest checkpoint that is
 intact is taken. --dtype fp32 keeps the numbers as they were trained; bf16 and fp16 round to nearest.
+The tokenizer.json that packed the data goes along where it lies beside the token file, or is named.
 """
 
 
@@ -49,6 +52,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], default="fp32", help="default: fp32")
     parser.add_argument(
         "--max-shard-size", type=_size, default=5 * 10**9, metavar="SIZE", help="largest file (default: 5GB)"
+    )
+    parser.add_argument(
+        "--tokenizer", metavar="FILE", help="the tokenizer.json that packed the data (default: beside it)"
     )
     parser.add_argument("--dry-run", action="store_true", help="say what would be written; write nothing")
     parser.add_argument("--json", action="store_true", help="print the result (or the plan) as JSON")
@@ -64,10 +70,13 @@ def _size(text: str) -> int:
 
 @dataclass(frozen=True)
 class ExportTokenizer:
-    """What turned the text into tokens: its name, and the token that ends a document; None: not known."""
+    """What turned the text into tokens: its name, the token that ends a document, and its file here; None:
+    not known.
+    """
 
     name: str | None = None
     end_of_text: int | None = None
+    file: Path | None = None
 
 
 def run(arguments: Namespace) -> int:
@@ -75,7 +84,7 @@ def run(arguments: Namespace) -> int:
     from orchestra.huggingface.export import SAFETENSORS_NAMES, ExportRequest, refuse_target
 
     place = open_place(arguments.run, arguments.dir)
-    tokenizer = tokenizer_of(place.config.data)
+    tokenizer = tokenizer_of(place.config.data, arguments.tokenizer)
     if "://" in arguments.to:
         raise ConfigError(
             f"--to {arguments.to}: give a folder on this machine and copy it to its place afterwards"
@@ -85,6 +94,7 @@ def run(arguments: Namespace) -> int:
         dtype=SAFETENSORS_NAMES[arguments.dtype],
         max_file_bytes=arguments.max_shard_size,
         end_of_text=tokenizer.end_of_text,
+        tokenizer=tokenizer.file,
     )
     refuse_target(wanted.target)
     with explained():
@@ -134,11 +144,15 @@ def _first_intact(
     )
 
 
-def tokenizer_of(data: DataConfig) -> ExportTokenizer:
-    """Return what a run's data says about its tokenizer, where the index of a token file can be read here."""
+def tokenizer_of(data: DataConfig, given: str | None = None) -> ExportTokenizer:
+    """Return what a run's data says about its tokenizer, where the index of a token file can be read here;
+    its file is the one that is `given`, else beside the token file. Raises ConfigError where a given one is
+    not that which packed the data.
+    """
     from orchestra.data.tokenizer import BYTES, ByteTokenizer
 
-    if data.source == Source.stdlib:
+    index, beside = None, Path()
+    if data.source == Source.stdlib and given is None:
         return ExportTokenizer(BYTES, ByteTokenizer.separator_id)
     path = data.path or next((part.path for part in data.blend), None)
     prefix = None if path is None else local_prefix(token_file_prefix(path))
@@ -146,8 +160,23 @@ def tokenizer_of(data: DataConfig) -> ExportTokenizer:
         # The data may be gone by now; the weights do not need it.
         with contextlib.suppress(DataError):
             index = read_index(Path(f"{prefix}.json"))
-            return ExportTokenizer(index.tokenizer, index.separator_id)
-    return ExportTokenizer()
+            beside = Path(prefix).parent / index.tokenizer
+    file = beside if given is None else Path(given).expanduser()
+    file = file / _TOKENIZER if file.is_dir() else file
+    is_same = index is not None and file.is_file() and _sha256(file) == index.tokenizer_sha256
+    if given is not None and not is_same:
+        expected = (
+            "this run's data has none" if index is None else f"expected is {index.tokenizer_sha256[:16]}"
+        )
+        raise ConfigError(f"--tokenizer {given}: is not the file that packed the run's data: {expected}")
+    if index is None:
+        return ExportTokenizer()
+    return ExportTokenizer(index.tokenizer, index.separator_id, file if is_same else None)
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def _print_result(record: dict[str, Any], tokenizer: ExportTokenizer) -> None:
@@ -166,9 +195,11 @@ def _about_tokenizer(tokenizer: ExportTokenizer) -> str:
             "no tokenizer is written: this model reads bytes. Token i below 256 is the byte i of UTF-8, "
             f"{tokenizer.end_of_text} ends a document (eos_token_id)"
         )
+    if tokenizer.file is not None:
+        return f"with the tokenizer of its data, {tokenizer.file}; eos_token_id is {tokenizer.end_of_text}"
     if tokenizer.name is None:
         return "no tokenizer is written, and eos_token_id is null: the run's token files cannot be read here"
     return (
-        f"no tokenizer is written: copy {tokenizer.name}, which packed the data, beside the weights; "
-        f"eos_token_id is {tokenizer.end_of_text}"
+        f"no tokenizer is written: {tokenizer.name}, which packed the data, does not lie beside it; name it "
+        f"with --tokenizer FILE; eos_token_id is {tokenizer.end_of_text}"
     )

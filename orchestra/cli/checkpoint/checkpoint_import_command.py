@@ -1,4 +1,7 @@
-"""`orchestra checkpoint import FOLDER`: how to start a run from Hugging Face weights. Reads headers only."""
+"""`orchestra checkpoint import FOLDER`: how to start a run from Hugging Face weights. Reads headers only.
+
+With `--from dcp` it writes what a checkpoint of torch.distributed.checkpoint holds (`import_from_dcp`).
+"""
 
 from __future__ import annotations
 
@@ -11,36 +14,109 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orchestra.cli.text import figures
-from orchestra.errors import EXIT_DONE
+from orchestra.errors import EXIT_DONE, ConfigError
 
 if TYPE_CHECKING:
     from orchestra.huggingface.folder import Folder
 
 _TOKENIZER = "tokenizer.json"
+_HUGGING_FACE, _DCP = "hf", "dcp"
 _EXPLAINED = """\
 FOLDER holds config.json and *.safetensors of a Llama, as `transformers` and `orchestra checkpoint export`
 write them; a fsspec URL works too. Pickled weights (*.bin) are refused.
 Nothing is copied: the run reads the weights from FOLDER when it starts (model.init_from).
+
+  orchestra checkpoint import --from dcp FOLDER TARGET
+  orchestra checkpoint import --from dcp FOLDER TARGET model=llama3_8b
+
+--from dcp: FOLDER is that of one step of torch.distributed.checkpoint (FSDP2 loops, torchtitan). The first
+form writes model and optimizer as a checkpoint at TARGET, which checkpointing.torch_state restores in a loop
+of your own; the second writes the model as a Llama of Hugging Face to the folder TARGET, for model.init_from.
+The names of torchtitan and Hugging Face are known. FOLDER's pickle is read with an allow-list: it executes
+nothing.
 """
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="FOLDER", help="config.json and *.safetensors of a Llama")
+    parser.add_argument("folder", metavar="FOLDER", help="a Llama's; with --from dcp a checkpoint's")
+    parser.add_argument("rest", nargs="*", metavar="TARGET [model=…]", help="with --from dcp: what to write")
+    parser.add_argument(
+        "--from", dest="source", choices=[_HUGGING_FACE, _DCP], default=_HUGGING_FACE, help="default: hf"
+    )
+    parser.add_argument("--step", type=int, metavar="N", help="dcp: where it does not say its step")
+    parser.add_argument("--model", metavar="KEY", help="dcp: the key of the model's state dict in it")
+    parser.add_argument("--model-only", action="store_true", help="dcp: leave the optimizer's state out")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="dcp: say what would be written; write nothing"
+    )
     parser.add_argument("--json", action="store_true", help="print what was found as JSON")
     parser.epilog = _EXPLAINED
 
 
 def run(arguments: Namespace) -> int:
-    """Check the folder, print the overrides that start from it, and return 0. Raises DataError."""
+    """Import and return 0. Raises ConfigError for the words, DataError for what the folder holds."""
     from orchestra.huggingface.folder import open_folder, overrides_for
 
-    folder = open_folder(arguments.folder)
+    place = arguments.folder
+    if arguments.source == _DCP:
+        place = _imported(arguments)
+        if place is None:
+            return EXIT_DONE
+    elif arguments.rest or any((arguments.step, arguments.model, arguments.model_only, arguments.dry_run)):
+        raise ConfigError(
+            "only --from dcp takes more than a FOLDER: a Hugging Face folder is read where it is"
+        )
+    folder = open_folder(place)
     overrides = overrides_for(folder)
     if arguments.json:
         print(json.dumps(_record(folder, overrides), indent=2))
     else:
         _print(folder, overrides)
     return EXIT_DONE
+
+
+def _imported(arguments: Namespace) -> str | None:
+    """Import from DCP; return the Hugging Face folder that was written, None where all is said."""
+    from orchestra.cli.checkpoint.import_from_dcp import DcpSource, import_llama, import_loop, model_of
+
+    target, *overrides = arguments.rest or [""]
+    if not target or "=" in target:
+        raise ConfigError("--from dcp needs a TARGET: orchestra checkpoint import --from dcp FOLDER TARGET")
+    if arguments.step is not None and arguments.step < 0:
+        raise ConfigError(f"--step {arguments.step}: expected 0 or more")
+    if overrides:
+        source = DcpSource(arguments.folder, arguments.model, step=arguments.step or 0)
+        folder = import_llama(source, target, model_of(overrides), is_dry_run=arguments.dry_run)
+        if not arguments.dry_run:
+            return folder
+        print(json.dumps({"folder": folder, "written": False}) if arguments.json else f"would write {folder}")
+        return None
+    record = import_loop(
+        DcpSource(arguments.folder, arguments.model, arguments.step),
+        target,
+        model_only=arguments.model_only,
+        is_dry_run=arguments.dry_run,
+    )
+    if arguments.json:
+        print(json.dumps(record))
+    else:
+        _print_loop(record)
+    return None
+
+
+def _print_loop(record: dict[str, Any]) -> None:
+    what = "model and optimizer" if record["has_optimizer"] else "the model alone"
+    print(f"{'wrote' if record['written'] else 'would write'} {record['target']}")
+    size = figures.quantity(float(record["num_bytes"]))
+    print(f"step {record['step']}: {what}, {figures.number_of(record['num_tensors'], 'tensor')}, {size}B")
+    if record["extra"]:
+        print("\n".join(figures.wrapped(f"for `extra`: {', '.join(record['extra'])}")))
+    if record["left_out"]:
+        print("\n".join(figures.wrapped(f"left out, no JSON: {', '.join(record['left_out'])}")))
+    print("\nrestore it in your own loop:")
+    print("  from checkpointing.torch_state import restore")
+    optimizer = ", optimizer" if record["has_optimizer"] else ""
+    print(f"  step = restore({record['target']!r}, model{optimizer})")
 
 
 def _record(folder: Folder, overrides: Sequence[str]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from checkpointing.storage import WritableFile
 from checkpointing.storage.local import LocalStorage
 from checkpointing.verify import verify
 
-OPTIONS = Options(layout={"dp": 2}, limit_s=20.0)
+OPTIONS = Options(layout={"dp": 2}, limit_s=20.0, when_busy="skip")
 
 
 @dataclass

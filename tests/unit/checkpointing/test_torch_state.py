@@ -22,7 +22,10 @@ from checkpointing.checkpoint_errors import MismatchError, NoCheckpointError
 from checkpointing.storage import open_storage
 from checkpointing.torch_state import LoopCheckpointer, restore, save
 from launchers.host_network import free_port
+from tests.support.command_line import CommandLine, orchestra
 from tests.support.pages import DOCS, ROOT, blocks
+
+__all__ = ["orchestra"]
 
 
 def network(seed: int = 0, width: int = 7) -> nn.Sequential:
@@ -195,10 +198,30 @@ def losses(output: str) -> dict[int, float]:
     return {int(step): float(loss) for step, loss in re.findall(r"step (\d+) loss (\S+)", output)}
 
 
+# The loop's save, and what writes the same with torch alone.
+SAVE = "        save(path, model, optimizer, step, extra=extra)\n"
+SAVE_WITH_DCP = """\
+        weights, state = get_state_dict(model, optimizer)
+        content = {"model": weights, "optimizer": state, "step": step, **extra}
+        dcp.save(content, checkpoint_id=f"dcp/step-{step}")
+"""
+IMPORTS = """\
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict
+"""
+
+
 @pytest.mark.timeout(300)
-def test_the_page_s_loop_is_killed_and_goes_on_with_other_numbers_of_ranks(tmp_path: Path) -> None:
+def test_the_page_s_loop_is_killed_and_goes_on_with_other_numbers_of_ranks(
+    tmp_path: Path, orchestra: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (source,) = blocks(DOCS / "library.md", "python")
-    (tmp_path / "my_loop.py").write_text(source)
+    assert SAVE in source
+    program = source.replace(SAVE, SAVE + SAVE_WITH_DCP).replace(
+        "import torch\n", f"import torch\n{IMPORTS}", 1
+    )
+    (tmp_path / "my_loop.py").write_text(program)
+    monkeypatch.chdir(tmp_path)
     ranks = start(tmp_path, 2, 100000)
     assert ranks[0].stdout is not None
     try:
@@ -207,12 +230,19 @@ def test_the_page_s_loop_is_killed_and_goes_on_with_other_numbers_of_ranks(tmp_p
         for rank in ranks:
             rank.send_signal(signal.SIGKILL)
             rank.wait()
-    saved = max(catalog.committed_steps(open_storage(str(tmp_path / "checkpoints"))))
-    assert saved >= 5
+    storage = open_storage("checkpoints")
+    saved = max(catalog.committed_steps(storage))
+    with_dcp = max(int(file.parent.name[5:]) for file in Path("dcp").glob("step-*/.metadata"))
+    assert saved >= with_dcp >= 5
+    orchestra("checkpoint", "import", "--from", "dcp", f"dcp/step-{with_dcp}", "imported")
+    imported = catalog.read_manifest(open_storage("imported"), with_dcp)
+    assert imported.state_digest == catalog.read_manifest(storage, with_dcp).state_digest
     on_three = printed(start(tmp_path, 3, saved + 5))
     assert f"begins after step {saved}, {24 * saved} samples" in on_three
-    (tmp_path / "checkpoints").rename(tmp_path / "restored")
-    whole = losses(printed(start(tmp_path, 1, saved + 5)))
-    parts = losses(on_three)
+    Path("checkpoints").rename("restored")
+    Path("imported").rename("checkpoints")
+    alone = printed(start(tmp_path, 1, saved + 5))
+    assert f"begins after step {with_dcp}, {24 * with_dcp} samples" in alone
+    parts, whole = losses(on_three), losses(alone)
     assert sorted(parts) == list(range(saved + 1, saved + 6))
     assert parts == pytest.approx({step: whole[step] for step in parts}, rel=1e-4)

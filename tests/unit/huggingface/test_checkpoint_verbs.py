@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from llamas import flip, save, transformer
 from support.command_line import CommandLine
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from checkpointing.catalog import file_path, read_manifest
 from checkpointing.lineage import Base
@@ -184,6 +186,28 @@ def test_export_takes_the_newest_that_is_intact(run: RunDir, orchestra: CommandL
     cut(run, 10)
     assert "none of llama-1's 2 checkpoints" in orchestra(*export, "--to", "no", code=1).err
     assert not Path("no").exists()
+
+
+def test_export_takes_the_tokenizer_of_the_data_along(run: RunDir, orchestra: CommandLine) -> None:
+    file, export = Path("tokenizer.json"), ("checkpoint", "export", "llama-1", "--to")
+    tokenizer = Tokenizer(WordLevel({"<|endoftext|>": 0, "a": 1, "b": 2}, unk_token="a"))
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    tokenizer.save(str(file))
+    Path("a.txt").write_text("a b\n" * 100)
+    pack(plan_pack(PackRequest(["a.txt"], "packed", str(file), None, "text", 1)))
+    configure(run, data=DataConfig(source=Source.tokens, path=str(Path("packed").absolute())))
+    assert "with the tokenizer of its data" in orchestra(*export, "out").out
+    assert Path("out/tokenizer.json").read_bytes() == file.read_bytes()
+    assert json.loads(Path("out/generation_config.json").read_text())["eos_token_id"] == 0
+    assert "tokenizer.json" in orchestra.json(*export, "dry", "--dry-run")["files"]
+    Path("moved.json").write_bytes(file.read_bytes())
+    file.write_text("{}")
+    # One that did not pack the data is not taken for it.
+    assert "name it with --tokenizer FILE" in " ".join(orchestra(*export, "without").out.split())
+    assert not Path("without/tokenizer.json").exists()
+    assert "is not the file that packed" in orchestra(*export, "x", "--tokenizer", str(file), code=2).err
+    orchestra(*export, "named", "--tokenizer", "moved.json")
+    assert Path("named/tokenizer.json").read_bytes() == Path("moved.json").read_bytes()
 
 
 def test_export_refuses_what_it_cannot_write(run: RunDir, orchestra: CommandLine) -> None:
