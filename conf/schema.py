@@ -380,6 +380,8 @@ class BlendPart:
 
     path: str
     weight: float = 1.0
+    # Of its column train/NAME/loss; null: the end of its path.
+    name: str | None = None
 
 
 @dataclass(frozen=True)

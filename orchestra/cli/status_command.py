@@ -135,6 +135,7 @@ def _of_run(state: RunState) -> list[str]:
     facts = {
         "reason": _reason(state, None if attempt is None else node_verdict(attempt)),
         "restart": _restart(state, now),
+        "train": figures.named_losses(state.train),
         "eval": figures.named_losses(state.eval),
         "job": _job(state),
         # Where Slurm names the nodes they stand with the job.
