@@ -104,7 +104,8 @@ def _record(state: RunState | SweepState, *, with_accounts: bool) -> dict[str, o
         run = RunDir(Path(state.path))
         events = read_events(run)
         processes = [dataclasses.asdict(each) for each in _processes(state, run, newest_attempt(events))]
-        more = {"processes": processes, **spent_record(run, events, state.state, time.time())}
+        more = {"processes": processes} if processes else {}
+        more |= spent_record(run, events, state.state, time.time())
     return {"kind": "run", **state.to_json(), **more}
 
 
