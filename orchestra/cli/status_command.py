@@ -55,7 +55,7 @@ _MEMBER_HEADER = ("STATE", "STEP", "LOSS", "TOK/S", "SAVED", "ATTEMPTS", "ETA")
 # Rows on a terminal.
 _LIMIT = 20
 
-# Nodes whose processes are named.
+# Nodes whose processes are named, and folders.
 _HOSTS = 4
 
 # By the decision that another attempt follows: on which nodes.
@@ -85,8 +85,11 @@ def run(arguments: Namespace) -> int:
     """Print the states and return 0."""
     if arguments.runs:
         chosen = [resolve_target(text, arguments.dir) for text in arguments.runs]
-    else:
-        chosen = all_targets(arguments.dir) or elsewhere(arguments.dir)
+    elif not (chosen := all_targets(arguments.dir)) and (chosen := elsewhere(arguments.dir)):
+        folders = list(dict.fromkeys(str(target.path.parent) for target in chosen))
+        more = f" and {len(folders) - _HOSTS} more folders" if folders[_HOSTS:] else ""
+        where = f"{', '.join(folders[:_HOSTS])}{more}"
+        print(f"note: no runs in {arguments.dir}; these lie in {where}", file=sys.stderr)
     states, problems = read_states(list(dict.fromkeys(chosen)), time.time())
     note_unanswered(problems)
     if arguments.json:

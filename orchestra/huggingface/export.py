@@ -224,17 +224,22 @@ DEFAULT_MAX_FILE_BYTES = 5 * 10**9
 _GENERATION_CONFIG = "generation_config.json"
 
 
+_TOKENIZER = "tokenizer.json"
+
+
 @dataclass(frozen=True)
 class ExportRequest:
     """What to write: where to, numbers of which type (safetensors' name), and the largest file.
 
-    `end_of_text` is the token that ends a document, None where that is not known.
+    `end_of_text` is the token that ends a document, None where that is not known; `tokenizer` the
+    tokenizer.json that comes along.
     """
 
     target: Path
     dtype: str = "F32"
     max_file_bytes: int = DEFAULT_MAX_FILE_BYTES
     end_of_text: int | None = None
+    tokenizer: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -249,7 +254,8 @@ class ExportPlan:
     @property
     def names(self) -> list[str]:
         """The names of all files."""
-        return sorted([*self.texts, *(file.name for file in self.files)])
+        tokenizer = [] if self.wanted.tokenizer is None else [_TOKENIZER]
+        return sorted([*self.texts, *tokenizer, *(file.name for file in self.files)])
 
     @property
     def num_bytes(self) -> int:
@@ -313,6 +319,8 @@ def write_export(storage: Storage, manifest: Manifest, plan: ExportPlan, folder:
             _write_file(draft / file.name, file, copies, storage)
         for name, content in plan.texts.items():
             LocalStorage(draft).put(name, f"{json.dumps(content, indent=2)}\n".encode())
+        if plan.wanted.tokenizer is not None:
+            LocalStorage(draft).put(_TOKENIZER, plan.wanted.tokenizer.read_bytes())
 
 
 @contextlib.contextmanager

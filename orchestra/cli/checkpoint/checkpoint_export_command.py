@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import re
 import shlex
@@ -23,7 +24,7 @@ from orchestra.cli.checkpoint.checkpoint_ls_command import (
     open_place,
 )
 from orchestra.cli.text import figures
-from orchestra.data.token_files import local_prefix, read_index, token_file_prefix
+from orchestra.data.token_files import TokenIndex, local_prefix, read_index, token_file_prefix
 from orchestra.errors import EXIT_DONE, ConfigError, DataError, OrchestraError
 
 if TYPE_CHECKING:
@@ -68,6 +69,8 @@ class ExportTokenizer:
 
     name: str | None = None
     end_of_text: int | None = None
+    # Beside the token file, where it is the one that packed it.
+    file: Path | None = None
 
 
 def run(arguments: Namespace) -> int:
@@ -85,6 +88,7 @@ def run(arguments: Namespace) -> int:
         dtype=SAFETENSORS_NAMES[arguments.dtype],
         max_file_bytes=arguments.max_shard_size,
         end_of_text=tokenizer.end_of_text,
+        tokenizer=tokenizer.file,
     )
     refuse_target(wanted.target)
     with explained():
@@ -146,8 +150,16 @@ def tokenizer_of(data: DataConfig) -> ExportTokenizer:
         # The data may be gone by now; the weights do not need it.
         with contextlib.suppress(DataError):
             index = read_index(Path(f"{prefix}.json"))
-            return ExportTokenizer(index.tokenizer, index.separator_id)
+            return ExportTokenizer(index.tokenizer, index.separator_id, _file_of(index, Path(prefix).parent))
     return ExportTokenizer()
+
+
+def _file_of(index: TokenIndex, folder: Path) -> Path | None:
+    file = folder / index.tokenizer
+    with contextlib.suppress(OSError):
+        if index.tokenizer_sha256 and hashlib.sha256(file.read_bytes()).hexdigest() == index.tokenizer_sha256:
+            return file
+    return None
 
 
 def _print_result(record: dict[str, Any], tokenizer: ExportTokenizer) -> None:
@@ -168,6 +180,10 @@ def _about_tokenizer(tokenizer: ExportTokenizer) -> str:
         )
     if tokenizer.name is None:
         return "no tokenizer is written, and eos_token_id is null: the run's token files cannot be read here"
+    if tokenizer.file is not None:
+        return (
+            f"{tokenizer.name}, which packed the data, is among them; eos_token_id is {tokenizer.end_of_text}"
+        )
     return (
         f"no tokenizer is written: copy {tokenizer.name}, which packed the data, beside the weights; "
         f"eos_token_id is {tokenizer.end_of_text}"
