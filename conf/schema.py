@@ -108,6 +108,9 @@ class ClusterConfig:
     slurm_extra: dict[str, Any] = field(default_factory=dict)
     # Any other srun option by its long name: {cpu-bind: none, mpi: none, no-container-mount-home: true}.
     srun_extra: dict[str, Any] = field(default_factory=dict)
+    # What a job ends with whose run was stopped: 75 is FAILED in Slurm, and 0, for sites that mail on
+    # failures, COMPLETED. The run's own records say 75.
+    stop_exit_code: int = 75
 
 
 class Fault(Enum):
@@ -421,6 +424,8 @@ class BlendPart:
 
     path: str
     weight: float = 1.0
+    # Of its column train/NAME/loss; null: the end of its path.
+    name: str | None = None
 
 
 @dataclass(frozen=True)

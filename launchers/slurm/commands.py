@@ -42,6 +42,8 @@ _SILENCE = re.compile(
     r"|transport endpoint|insane message|broken pipe|unspecified error",
     re.IGNORECASE,
 )
+# What all commands say, in four lines, where Slurm is installed and nothing of a cluster is configured.
+_NO_CLUSTER = "establish a configuration source"
 
 
 def output_of(words: Sequence[str], *, stdin: str = "", timeout_s: float = QUERY_TIMEOUT_S) -> str:
@@ -88,6 +90,8 @@ def both_outputs_of(
 
 
 def _last_words(stderr: str, name: str) -> str:
+    if _NO_CLUSTER in stderr:
+        return "Slurm is installed on this machine, but no cluster: it finds no slurm.conf"
     lines = [
         re.sub(rf"^{re.escape(name)}:\s*(error|fatal):\s*", "", line.strip()) for line in stderr.splitlines()
     ]

@@ -167,11 +167,12 @@ def _end_leftovers(mark: str, server: OwnServer) -> None:
 
 def _work(argv: list[str], signals: JobSignals, owner: ServerOwner) -> int:
     from launchers import LauncherError
-    from orchestra.agents.agent import attend, context_of_task, run_of
+    from orchestra.agents.agent import attend, code_for_slurm, context_of_task, run_of
     from orchestra.errors import EXIT_FAILED, OrchestraError
 
     try:
-        return attend(context_of_task(run_of(argv), signals, owner)).code
+        context = context_of_task(run_of(argv), signals, owner)
+        return code_for_slurm(attend(context).code, context.config)
     except OrchestraError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code

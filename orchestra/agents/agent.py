@@ -35,7 +35,7 @@ from orchestra.agents.node_copies import COPIES, open_copies
 from orchestra.agents.slurm_job import SlurmJob
 from orchestra.agents.wait_for_nodes import NODES_TIMEOUT_S
 from orchestra.data.block_checks import forget_blocks
-from orchestra.errors import EXIT_FAILED, LaunchError, RivalError
+from orchestra.errors import EXIT_FAILED, EXIT_STOPPED, LaunchError, RivalError
 from orchestra.recovery.history import attempt_of
 from orchestra.recovery.incidents import Verdict, node_verdict
 from orchestra.run.config_file import read_config
@@ -112,6 +112,11 @@ def attend(
         with contextlib.suppress(OSError):
             forget_blocks(beats_folder(context.run))
         context.group.leave()
+
+
+def code_for_slurm(code: int, config: Config) -> int:
+    """Return what a job ends with whose agents ended with `code`."""
+    return config.cluster.stop_exit_code if code == EXIT_STOPPED else code
 
 
 class _Agent:

@@ -161,6 +161,8 @@ class HangWatch:
         self.stall: NodeStall | None = None
         self._found_hanging: set[int] = set()
         self._summary_at = 0.0
+        # The processes that the last summary names.
+        self._told: dict[int, Process | None] = {}
 
     def look(self) -> tuple[Hang, ...]:
         """Return the ranks that were found to hang just now, each once; their stacks are written by then.
@@ -176,8 +178,9 @@ class HangWatch:
         self._read()
         positions = self._positions()
         self._write_stall(positions)
-        if self._now >= self._summary_at:
-            self._summary_at = self._now + _SUMMARY_S
+        alive = {number: rank.process for number, rank in self._ranks.items() if not rank.has_ended}
+        if self._now >= self._summary_at or alive != self._told:
+            self._summary_at, self._told = self._now + _SUMMARY_S, alive
             self._write_summary(positions)
         limits = limits_on_node(positions, self._times, self._rules, is_whole=self._watched.is_whole)
         new = [rank for rank in hanging(positions, limits) if rank.rank not in self._found_hanging]
@@ -338,6 +341,9 @@ class HangWatch:
             "step": {"min": min(steps, default=None), "max": max(steps, default=None)},
             "phases": phases,
             "longest_silence_s": round(max((rank.silent_s for rank in positions), default=0.0), 1),
+            "processes": {
+                number: process.pid for number, process in self._told.items() if process is not None
+            },
             "ended": [number for number, rank in self._ranks.items() if rank.has_ended],
         }
         path = self._watched.run.heartbeat(self._watched.node)

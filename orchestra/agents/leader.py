@@ -362,8 +362,17 @@ def conclude(context: AgentContext, order: Order) -> tuple[Verdict, list[int]]:
         lambda verdict: context.scheduler.final_verdict(verdict, attempt, record.events),
         decides=lambda verdict: _is_for_the_policy(context, record, verdict),
     )
-    context.say(f"attempt {attempt} {verdict.state}: {verdict.message or verdict.cause}")
+    context.say(f"attempt {attempt} {verdict.state}: {_in_words(verdict)}")
     return verdict, lost
+
+
+def _in_words(verdict: Verdict) -> str:
+    """Return what ended an attempt, and of a rank that failed which one it was and where."""
+    if verdict.state != "failed" or verdict.explained or verdict.rank is None:
+        return verdict.message or verdict.cause
+    where = f" on {verdict.host}" if verdict.host else ""
+    message = f": {verdict.message}" if verdict.message else ""
+    return f"{verdict.cause} (rank {verdict.rank}{where}){message}"
 
 
 def _is_for_the_policy(context: AgentContext, record: AttemptRecord, verdict: Verdict) -> bool:

@@ -31,7 +31,7 @@ from launchers.node_group import NodeGroup
 from launchers.slurm import this_job
 from launchers.slurm.cluster import is_usable, node_states
 from launchers.slurm.this_job import JobTask, job_task, names_of
-from orchestra.agents.agent import group_folder, run_of
+from orchestra.agents.agent import code_for_slurm, group_folder, run_of
 from orchestra.agents.context import END, REFUSE
 from orchestra.agents.slurm_job import SlurmJob
 from orchestra.agents.wait_for_nodes import MOST_MOVES, moves
@@ -71,7 +71,7 @@ def main(argv: list[str]) -> int:
         while (agreed := _agreed(group)) is None and not agents.are_over():
             time.sleep(_LOOK_S)
         if agreed is not None:
-            return agreed
+            return code_for_slurm(agreed, read_config(run.config))
         outcome = move_run(run, task, os.environ["SLURM_JOB_NODELIST"], _OUTPUT)
     except (OrchestraError, LauncherError, OSError) as error:
         sys.stderr.write(f"error: srun failed, and the run does not go on by itself: {error}\n")

@@ -60,7 +60,10 @@ INSTEAD = {
     **dict.fromkeys(
         ("train", "start", "fit", "launch"), "`orchestra run` trains here, `orchestra submit` in a job"
     ),
-    **dict.fromkeys(("sweep", "multirun", "agent"), "`orchestra submit -m KEY=A,B` submits a sweep"),
+    **dict.fromkeys(
+        ("sweep", "multirun", "agent"),
+        "`orchestra run -m KEY=A,B` trains a sweep here, `orchestra submit -m KEY=A,B` in jobs",
+    ),
     **dict.fromkeys(("sbatch", "srun", "queue"), "`orchestra submit` submits a job"),
     **dict.fromkeys(("stop", "kill", "scancel"), "`orchestra cancel RUN` stops a run with a checkpoint"),
     **dict.fromkeys(("restart", "continue", "requeue"), "`orchestra resume RUN` goes on with a run"),

@@ -6,6 +6,7 @@ for all.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import sys
@@ -35,8 +36,9 @@ from orchestra.cli.text.resolve import (
     resolve_target,
 )
 from orchestra.errors import EXIT_DO_NOT_RESTART, EXIT_DONE, ConfigError
-from orchestra.recovery.history import newest_attempt
+from orchestra.recovery.history import Attempt, newest_attempt
 from orchestra.recovery.incidents import Verdict, node_verdict
+from orchestra.report.attempts import RankProcess, rank_processes
 from orchestra.report.run_state import MemberState, RunState, SweepState, by_phase, waits_for_storage
 from orchestra.report.scheduler import read_states
 from orchestra.run.config_file import read_config
@@ -52,6 +54,9 @@ _DROPPED = ("MFU", "ATTEMPTS", "SAVED", "TOK/S", "LOSS")
 _MEMBER_HEADER = ("STATE", "STEP", "LOSS", "TOK/S", "SAVED", "ATTEMPTS", "ETA")
 # Rows on a terminal.
 _LIMIT = 20
+
+# Nodes whose processes are named, and folders.
+_HOSTS = 4
 
 # By the decision that another attempt follows: on which nodes.
 _NODES = {"replace": ", on other nodes where these failed", "shrink": ", on fewer nodes"}
@@ -80,8 +85,11 @@ def run(arguments: Namespace) -> int:
     """Print the states and return 0."""
     if arguments.runs:
         chosen = [resolve_target(text, arguments.dir) for text in arguments.runs]
-    else:
-        chosen = all_targets(arguments.dir) or elsewhere(arguments.dir)
+    elif not (chosen := all_targets(arguments.dir)) and (chosen := elsewhere(arguments.dir)):
+        folders = list(dict.fromkeys(str(target.path.parent) for target in chosen))
+        more = f" and {len(folders) - _HOSTS} more folders" if folders[_HOSTS:] else ""
+        where = f"{', '.join(folders[:_HOSTS])}{more}"
+        print(f"note: no runs in {arguments.dir}; these lie in {where}", file=sys.stderr)
     states, problems = read_states(list(dict.fromkeys(chosen)), time.time())
     note_unanswered(problems)
     if arguments.json:
@@ -94,11 +102,14 @@ def run(arguments: Namespace) -> int:
 def _record(state: RunState | SweepState, *, with_accounts: bool) -> dict[str, object]:
     if isinstance(state, SweepState):
         return state.to_json()
-    spent: dict[str, object] = {}
+    more: dict[str, object] = {}
     if with_accounts and state.state is not RunPhase.unreadable:
         run = RunDir(Path(state.path))
-        spent = spent_record(run, read_events(run), state.state, time.time())
-    return {"kind": "run", **state.to_json(), **spent}
+        events = read_events(run)
+        processes = [dataclasses.asdict(each) for each in _processes(state, run, newest_attempt(events))]
+        more = {"processes": processes} if processes else {}
+        more |= spent_record(run, events, state.state, time.time())
+    return {"kind": "run", **state.to_json(), **more}
 
 
 def _page(states: Sequence[RunState | SweepState], arguments: Namespace) -> list[str]:
@@ -135,10 +146,12 @@ def _of_run(state: RunState) -> list[str]:
     facts = {
         "reason": _reason(state, None if attempt is None else node_verdict(attempt)),
         "restart": _restart(state, now),
+        "train": figures.named_losses(state.train),
         "eval": figures.named_losses(state.eval),
         "job": _job(state),
         # Where Slurm names the nodes they stand with the job.
         "nodes": ", ".join(hosts) if state.state is RunPhase.running and not state.job_nodes else "",
+        "pids": _pids(_processes(state, run, attempt)),
         "saved": never_saved if state.checkpoint_step is None else _where_saved(state),
         "waits": (attempt and state.state is RunPhase.running and waits_for_storage(attempt)) or "",
         "unsaved": "" if state.failed_saves is None else failed_saves_words(state.failed_saves),
@@ -148,6 +161,21 @@ def _of_run(state: RunState) -> list[str]:
     spent = spent_lines(run, events, state.state, now) if events else []
     lines = [f"{word:<7} {text}" for word, text in facts.items() if text]
     return [*lines, *attention_lines(events), *spent, *_next(state, run)]
+
+
+def _processes(state: RunState, run: RunDir, attempt: Attempt | None) -> list[RankProcess]:
+    return rank_processes(run, attempt.number) if attempt and state.state is RunPhase.running else []
+
+
+def _pids(processes: Sequence[RankProcess]) -> str:
+    """Return the processes of the ranks, in their order, by host."""
+    by_host: dict[str, list[str]] = {}
+    for each in processes:
+        by_host.setdefault(each.host, []).append(str(each.pid))
+    hosts = [f"{' '.join(pids)} on {host}" for host, pids in by_host.items()]
+    return "; ".join(
+        [*hosts[:_HOSTS], *([f"{len(hosts) - _HOSTS} more nodes: --json"] if hosts[_HOSTS:] else [])]
+    )
 
 
 def _reason(state: RunState, verdict: Verdict | None) -> str:

@@ -7,6 +7,7 @@ exceptions leaves this module.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -222,11 +223,10 @@ def with_vocabulary(config: Config, keys: set[str]) -> Config:
         size = plugin_facts(config).vocabularies.get("data.source")
         return config if size is None else _with_vocabulary_of(config, size)
     paths = filter(None, (data.path, *(part.path for part in data.blend)))
-    prefixes = [local_prefix(token_file_prefix(path)) for path in paths]
-    try:
-        sizes = [read_index(Path(f"{prefix}.json")).vocab_size for prefix in prefixes if prefix is not None]
-    except DataError:
-        return config
+    sizes = []
+    for prefix in filter(None, (local_prefix(token_file_prefix(path)) for path in paths)):
+        with contextlib.suppress(DataError):
+            sizes.append(read_index(Path(f"{prefix}.json")).vocab_size)
     return _with_vocabulary_of(config, max(sizes)) if sizes else config
 
 

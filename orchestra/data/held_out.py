@@ -7,17 +7,16 @@ no torch.
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from conf.schema import BlendPart, Config, DataConfig, Source
+from orchestra.data.token_files import NAMES_OF_SOURCES, SOURCE_NAME
 from orchestra.errors import ConfigError
 from orchestra.plugins import is_plugin
 
 # The name of a source that was given none.
 HELD_OUT = "held_out"
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _KEYS = ("source", "path", "blend", "cache_dir", "source_options")
 _EXAMPLE = "eval.data={wiki:{path:PREFIX}}"
 
@@ -65,8 +64,8 @@ def _data(name: Any, entry: Any, of_training: DataConfig, problems: list[str]) -
     """Return one entry as a data section; what is wrong with it is added to `problems`."""
     key = f"eval.data.{name}"
     before = len(problems)
-    if not _NAME.fullmatch(str(name)):
-        problems.append(f"{key}: a name has up to 64 letters, digits, dots, dashes and underscores")
+    if not SOURCE_NAME.fullmatch(str(name)):
+        problems.append(f"{key}: {NAMES_OF_SOURCES}")
     if not isinstance(entry, Mapping):
         problems.append(f"{key}={entry}: expected a section of {', '.join(_KEYS)}, e.g. {_EXAMPLE}")
         return of_training

@@ -56,7 +56,7 @@ class Loader:
         prefetch_batches: int = 4,
         pin_memory: bool = False,
     ) -> None:
-        self._source = source
+        self.source = source
         self._left_out = left_out
         self._batch = batch
         micro_batches = np.arange(batch.accumulation)[:, None] * batch.dp + dp_coordinate
@@ -99,13 +99,13 @@ class Loader:
 
     def _read(self, position: int) -> Batch:
         parts = kept(position, self._batch.global_batch_size, self._left_out)
-        of_parts = [self._source.ids_at(begin, count, self._seed) for begin, count in parts]
+        of_parts = [self.source.ids_at(begin, count, self._seed) for begin, count in parts]
         ids = np.concatenate(of_parts)[self._rows]
         shape = (*ids.shape, self._batch.seq_len + 1)
         tokens = torch.empty(shape, dtype=torch.int64, pin_memory=self._pin_memory)
         view = tokens.numpy()
         for place, sample_id in np.ndenumerate(ids):
-            self._source.read(int(sample_id), view[place])
+            self.source.read(int(sample_id), view[place])
         begin, count = parts[-1]
         return Batch(tokens, ids, begin + count)
 

@@ -250,6 +250,8 @@ def pack(plan: PackPlan, on_progress: OnProgress = lambda _bytes, _tokens: None)
                     writer.write(block)
                     on_progress(writer.input_bytes, writer.num_tokens)
             index = _index(plan, writer)
+            if plan.tokenizer.name != BYTES:
+                _copy_tokenizer(plan, unfinished)
         _publish(unfinished, index, plan.prefix)
     return PackResult(
         prefix=plan.prefix,
@@ -261,6 +263,20 @@ def pack(plan: PackPlan, on_progress: OnProgress = lambda _bytes, _tokens: None)
         dtype=index.dtype,
         seconds=time.perf_counter() - began,
     )
+
+
+def _copy_tokenizer(plan: PackPlan, unfinished: Path) -> None:
+    """Put the tokenizer beside the tokens, where `generate` and `export` look; one that is there stays."""
+    local, given = local_prefix(plan.prefix), Path(plan.request.tokenizer).expanduser()
+    if local is None:
+        return
+    target = Path(local).parent / plan.tokenizer.name
+    if target.exists() or target == Path(f"{local}.json"):
+        return
+    source = given / plan.tokenizer.name if given.is_dir() else given
+    draft = unfinished.with_name(plan.tokenizer.name)
+    draft.write_bytes(source.read_bytes())
+    draft.replace(target)
 
 
 class _TokenWriter:

@@ -28,6 +28,7 @@ from orchestra.data.token_files import (
     index_of,
     local_copy,
     local_prefix,
+    names_of_parts,
     read_index,
     token_file_prefix,
 )
@@ -149,8 +150,12 @@ class Blend:
     `weights` are positive and need not sum to 1; a share below 1e-9 of the whole counts as that much.
     """
 
-    def __init__(self, parts: Sequence[TokenSamples], weights: Sequence[float]) -> None:
+    def __init__(
+        self, parts: Sequence[TokenSamples], weights: Sequence[float], names: Sequence[str] = ()
+    ) -> None:
+        """`names` are the parts' own; without them they are numbers."""
         self._parts = list(parts)
+        self.names = list(names) or [str(number) for number in range(len(parts))]
         self._weights = [max(1, round(weight / sum(weights) * _RESOLUTION)) for weight in weights]
         self._offsets = np.cumsum([0] + [part.num_samples for part in parts])
         self.num_samples = int(self._offsets[-1])
@@ -162,8 +167,12 @@ class Blend:
         return ids
 
     def read(self, sample_id: int, out: Int64) -> None:
-        number = int(np.searchsorted(self._offsets, sample_id, side="right")) - 1
+        number = int(self.parts_of(sample_id))
         self._parts[number].read(sample_id - int(self._offsets[number]), out)
+
+    def parts_of(self, ids: Int64 | int) -> npt.NDArray[np.intp]:
+        """Return the number of the part that each sample is of, in the shape of `ids`."""
+        return np.searchsorted(self._offsets, ids, side="right") - 1
 
     def _fill(
         self, ids: Int64, places: npt.NDArray[np.intp], position: int, among: tuple[int, int], seed: int
@@ -196,7 +205,7 @@ def open_blend(data: DataConfig, seq_len: int) -> SampleSource:
     ]
     if len(samples) == 1:
         return samples[0]
-    return Blend(samples, [part.weight for part in parts])
+    return Blend(samples, [part.weight for part in parts], names_of_parts(parts))
 
 
 def _parts(data: DataConfig) -> list[BlendPart]:

@@ -12,13 +12,15 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, cast
 
+from conf.schema import BlendPart
 from orchestra.errors import DataError
 from orchestra.sizes.units import MIB
 
@@ -28,6 +30,10 @@ DTYPE_BYTES = {"uint16": 2, "uint32": 4}
 # One checksum for this many bytes, which are read when the first of their samples is: small, so that the
 # first batches wait for few of them, and 1e12 tokens of 4 bytes still need only 11 MB of index.
 BLOCK_BYTES = 4 * MIB
+# What a source has as its name, and what no such name holds.
+SOURCE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+NAMES_OF_SOURCES = "a name has up to 64 letters, digits, dots, dashes and underscores"
+_NO_NAME = re.compile(r"[^A-Za-z0-9_.-]+")
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,22 @@ class TokenIndex:
 def token_file_prefix(path: str) -> str:
     """Return the PREFIX that `path` (PREFIX, PREFIX.bin or PREFIX.json; a URL too) stands for."""
     return path.removesuffix(".bin").removesuffix(".json")
+
+
+def names_of_parts(parts: Sequence[BlendPart]) -> list[str]:
+    """Return the names of a blend's parts: those given, else the ends of their paths, as long as it takes to
+    tell them apart (a-train and b-train of a/train and b/train; a file that comes twice has its number).
+    """
+    paths = [_NO_NAME.split(token_file_prefix(part.path)) for part in parts]
+
+    def end(number: int) -> str:
+        for length in range(1, len(paths[number]) + 1):
+            ends = ["-".join(path[-length:]) for path in paths]
+            if ends.count(ends[number]) == 1:
+                return ends[number]
+        return str(number)
+
+    return [part.name or end(number) for number, part in enumerate(parts)]
 
 
 def local_prefix(prefix: str) -> str | None:

@@ -81,6 +81,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         passes: LogitsPasses,
         make_products: MakeProducts,
         has_backward: bool,
+        token_losses_T: Tensor | None,
     ) -> Tensor:
         total = torch.zeros((), dtype=wide_type(hidden_TE), device=hidden_TE.device)
         # That a parameter needs its gradient a Function hears even where gradients are switched off.
@@ -97,7 +98,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             taken = target_T[rows] != IGNORED_TARGET
             index = torch.where(taken, target_T[rows], 0)
             found = passes.statistics(chunk_CV, index)
-            total += ((found.sums.log() - (found.at_index - found.largest)) * taken).sum() * scale
+            losses_C = (found.sums.log() - (found.at_index - found.largest)) * taken
+            total += losses_C.sum() * scale
+            if token_losses_T is not None:
+                token_losses_T[rows] = losses_C
             if grads is not None:
                 factor = taken.to(found.sums.dtype) * products.gradient_factor
                 dtype = products.gradient_dtype
@@ -108,7 +112,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return *scaled_gradients(grads[0], *ctx.saved_tensors), *[None] * 6
+        return *scaled_gradients(grads[0], *ctx.saved_tensors), *[None] * 7
 
 
 def scaled_gradients(
@@ -183,16 +187,26 @@ def cross_entropy_sum(
     chunk: int | None = None,
     passes: LogitsPasses = EAGER,
     products: MakeProducts = PlainProducts,
+    token_losses: Tensor | None = None,
 ) -> Tensor:
     """Return `scale` times the summed cross-entropy of hidden @ weightᵀ against the targets, in nats, as a
     scalar of at least fp32.
 
     `scale` is a number, or one on the device. Targets equal to IGNORED_TARGET are left out. `chunk` is the
-    number of tokens whose logits exist at once; `passes` go over them, and `products` make them.
+    number of tokens whose logits exist at once; `passes` go over them, and `products` make them. The loss of
+    each token, without `scale`, is written to `token_losses` [T], which changes no bit of anything else.
     """
     rows = chunk or default_chunk(hidden_TE, len(target_T), len(weight_VE), passes)
     return _ChunkedCrossEntropy.apply(  # type: ignore[no-any-return, no-untyped-call]
-        hidden_TE, weight_VE, target_T, scale, rows, passes, products, torch.is_grad_enabled()
+        hidden_TE,
+        weight_VE,
+        target_T,
+        scale,
+        rows,
+        passes,
+        products,
+        torch.is_grad_enabled(),
+        token_losses,
     )
 
 

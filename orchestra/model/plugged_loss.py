@@ -45,11 +45,20 @@ class PluggedLoss:
         chunk: int | None = None,
         passes: LogitsPasses = EAGER,
         products: MakeProducts = PlainProducts,
+        token_losses: Tensor | None = None,
     ) -> Tensor:
         """Return `scale` times the summed losses, as `cross_entropy_sum` does."""
         rows = chunk or default_chunk(hidden_TE, len(target_T), len(weight_VE), passes)
         return _ChunkedLoss.apply(  # type: ignore[no-any-return, no-untyped-call]
-            hidden_TE, weight_VE, target_T, scale, rows, products, self._token_losses, torch.is_grad_enabled()
+            hidden_TE,
+            weight_VE,
+            target_T,
+            scale,
+            rows,
+            products,
+            self._token_losses,
+            torch.is_grad_enabled(),
+            token_losses,
         )
 
 
@@ -65,6 +74,7 @@ class _ChunkedLoss(torch.autograd.Function):
         make_products: MakeProducts,
         token_losses: TokenLosses,
         has_backward: bool,
+        token_losses_T: Tensor | None,
     ) -> Tensor:
         total = torch.zeros((), dtype=wide_type(hidden_TE), device=hidden_TE.device)
         products = make_products(hidden_TE, weight_VE, len(weight_VE), scale)
@@ -83,8 +93,11 @@ class _ChunkedLoss(torch.autograd.Function):
                         f"train.loss returned the shape {list(losses_C.shape)} for logits of "
                         f"{list(wide_CV.shape)}; return one loss for each token, {list(taken.shape)}"
                     )
-                summed = torch.where(taken, losses_C, 0.0).sum()
+                losses_C = torch.where(taken, losses_C, 0.0)
+                summed = losses_C.sum()
             total += summed.detach() * scale
+            if token_losses_T is not None:
+                token_losses_T[rows] = losses_C.detach()
             if grads is not None:
                 (grad_CV,) = torch.autograd.grad(summed, wide_CV)
                 grads.add((grad_CV * products.gradient_factor).to(products.gradient_dtype), rows)
@@ -94,4 +107,4 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return *scaled_gradients(grads[0], *ctx.saved_tensors), *[None] * 6
+        return *scaled_gradients(grads[0], *ctx.saved_tensors), *[None] * 7

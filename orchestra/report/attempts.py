@@ -15,12 +15,33 @@ from orchestra.recovery.accounting import Accounts, account
 from orchestra.recovery.history import Attempt, newest_attempt
 from orchestra.recovery.incidents import Incident, incidents
 from orchestra.run.events import is_number, is_whole
-from orchestra.run.files import Record, read_json_lines
+from orchestra.run.files import Record, read_json, read_json_lines
 from orchestra.run.metrics_file import wall_begin
 from orchestra.run.paths import RunDir
 from orchestra.run.record import RunPhase, read_record
 
 GAVE_UP = "give_up"
+
+
+@dataclass(frozen=True)
+class RankProcess:
+    """A rank's process, on the host that it runs on."""
+
+    rank: int
+    host: str
+    pid: int
+
+
+def rank_processes(run: RunDir, attempt: int) -> list[RankProcess]:
+    """Return the processes of an attempt's ranks, by rank, as their nodes wrote them down last."""
+    found = []
+    for path in run.heartbeats.glob("node-*.json"):
+        summary = read_json(path) or {}
+        pids = summary.get("processes")
+        if summary.get("attempt") == attempt and isinstance(pids, dict):
+            host = str(summary.get("host"))
+            found += [RankProcess(int(rank), host, pid) for rank, pid in pids.items() if is_whole(pid)]
+    return sorted(found, key=lambda each: each.rank)
 
 
 @dataclass(frozen=True)

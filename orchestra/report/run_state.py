@@ -29,7 +29,7 @@ from orchestra.recovery.history import Attempt, newest_attempt
 from orchestra.recovery.incidents import Verdict, first_failure, judge, node_verdict
 from orchestra.run.events import event_files, is_number, is_whole, read_events
 from orchestra.run.files import Record, read_last_lines
-from orchestra.run.metrics_file import rows_that_count
+from orchestra.run.metrics_file import rows_that_count, train_losses
 from orchestra.run.paths import RunDir, Sweep, SweepDir, SweepMember, read_sweep
 from orchestra.run.record import RunPhase, newest_job, read_record
 from orchestra.run.run_lineage import EVENTS as OF_LINEAGE
@@ -241,6 +241,8 @@ class RunState:
     loss: float | None = None
     # The newest held-out losses by source; empty where nothing was evaluated.
     eval: Mapping[str, float] = field(default_factory=dict)
+    # The training losses of a blend's parts in the last row; empty without a blend.
+    train: Mapping[str, float] = field(default_factory=dict)
     tokens_per_s: float | None = None
     mfu: float | None = None
     eta_s: float | None = None
@@ -270,8 +272,9 @@ class RunState:
         """Return what `--json` prints: all but how the job is found again."""
         record = dataclasses.asdict(dataclasses.replace(self, submitted=None))
         record.pop("submitted")
-        if not self.eval:
-            record.pop("eval")
+        for name in ("eval", "train"):
+            if not record[name]:
+                record.pop(name)
         if self.state is not RunPhase.restarting:
             record["restart"] = None
         return record
@@ -327,6 +330,7 @@ def _read_state(run: RunDir, now: float) -> RunState:
         step=last.get("step"),
         loss=last.get("loss"),
         eval=held_out_losses(events),
+        train=train_losses(last),
         tokens_per_s=median_of(rows, "tokens_per_s"),
         mfu=median_of(rows, "mfu"),
         eta_s=seconds_left(rows, steps) if state is RunPhase.running else None,

@@ -45,8 +45,9 @@ METRIC_KEYS = (
 
 # Those that are numbers, and of which a run can have a last one.
 NUMBER_KEYS = tuple(key for key in METRIC_KEYS if key not in ("step", "mfu_convention", "attempt"))
-# What the names of held-out losses begin with: eval/NAME/loss, in the rows of the steps that they follow.
-_EVAL = "eval/"
+# What the names of losses by source begin with: eval/NAME/loss is held-out, in the row of the step that it
+# follows, and train/NAME/loss that of a blend's part in the step of its row.
+_EVAL, _TRAIN = "eval/", "train/"
 
 
 def eval_column(name: str) -> str:
@@ -59,10 +60,24 @@ def is_eval_column(key: str) -> bool:
     return key.startswith(_EVAL)
 
 
+def train_column(name: str) -> str:
+    """Return the column of the mean training loss on the part `name` of a blend, in nats per token."""
+    return f"{_TRAIN}{name}/loss"
+
+
 def eval_losses(row: Record) -> dict[str, float]:
     """Return the held-out losses of a row by the names of their sources."""
-    named = {key.removeprefix(_EVAL).removesuffix("/loss"): key for key in row if is_eval_column(key)}
-    return {name: row[key] for name, key in named.items() if key == eval_column(name) and is_number(row[key])}
+    return _losses(row, _EVAL)
+
+
+def train_losses(row: Record) -> dict[str, float]:
+    """Return the training losses of a row by the names of a blend's parts."""
+    return _losses(row, _TRAIN)
+
+
+def _losses(row: Record, prefix: str) -> dict[str, float]:
+    columns = [key for key in row if key.startswith(prefix) and key.endswith("/loss") and is_number(row[key])]
+    return {key[len(prefix) : -len("/loss")]: row[key] for key in columns}
 
 
 def read_metrics(run: RunDir) -> list[Record]:
@@ -94,7 +109,7 @@ def sound_row(row: Record) -> Record | None:
     """
     if not is_whole(row.get("step")) or row["step"] < 0 or not is_whole(row.get("attempt", 0)):
         return None
-    numbers = (key for key in row if key in NUMBER_KEYS or is_eval_column(key))
+    numbers = (key for key in row if key in NUMBER_KEYS or key.startswith((_EVAL, _TRAIN)))
     wrong = {key: None for key in numbers if not is_number(row[key])}
     if not isinstance(row.get("mfu_convention", ""), str):
         wrong["mfu_convention"] = None

@@ -78,6 +78,7 @@ from orchestra.train.watch.bad_losses import NonFiniteGuard, OverflowLog
 from orchestra.train.watch.inject_faults import Faults
 from orchestra.train.watch.profile import StepProfiler
 from orchestra.train.watch.replay import Replay, ReplayError
+from orchestra.train.watch.source_losses import SourceLosses, build_source_losses
 from orchestra.train.watch.stragglers import DeviceClock, HostClock, StepTimes
 from orchestra.train.watch.wandb_mirror import WandbMirror
 
@@ -119,6 +120,8 @@ class Trainer:
     stopping: Stopping
     step_times: StepTimes
     profiler: StepProfiler
+    # None where the data has one source alone.
+    sources: SourceLosses | None
     # Rank 0's; None on the others.
     metrics: MetricsLog | None
     # None without held-out data.
@@ -180,8 +183,10 @@ class Trainer:
         must_read = is_logged or is_saved or is_copied
         verdict = self.hooks.verdict(step, trained.result, must_read=must_read)
         evaluated = self._evaluated(step) if is_evaluated and verdict is None else Evaluated()
+        is_row = is_logged or verdict is not None
+        if is_row and self.sources is not None:
+            self._show(self.sources.columns(trained))
         if self.metrics is not None:
-            is_row = is_logged or verdict is not None
             failed_saves = self.checkpoints.health.failed_in_a_row
             self.metrics.add(
                 trained,
@@ -310,7 +315,8 @@ def assemble(config: Config, mesh: Mesh, ranks: RankEnvironment, rank: RankAttem
         announce_attention(config, mesh.device, rank.events)
     replay = build_replay(config, mesh, built, peers, events_of_rank_0, begin, rank.attempt)
     guard = _nonfinite_guard(config, built, rank.events, begin)
-    hooks = StepHooks((step_times, heartbeat, faults, profiler, replay, copies, ledger, guard))
+    sources = build_source_losses(loader.source, built.parallelized.model, mesh)
+    hooks = StepHooks((step_times, heartbeat, faults, profiler, replay, sources, copies, ledger, guard))
     step = build_step(config, mesh, built, hooks, begin.loss_scale, begin.recent_losses, begin.fp8_sizes)
     metrics = _metrics(config, mesh, built, step, peak_flops, begin, rank) if mesh.rank == 0 else None
     evaluation = build_evaluation(config, built.parallelized, built.batch, mesh, events_of_rank_0)
@@ -328,6 +334,7 @@ def assemble(config: Config, mesh: Mesh, ranks: RankEnvironment, rank: RankAttem
         stopping=stopping,
         step_times=step_times,
         profiler=profiler,
+        sources=sources,
         metrics=metrics,
         evaluation=evaluation,
         metric=config.run.metric,

@@ -118,6 +118,8 @@ def summary_lines(run: RunDir, summary: Summary, verdict: Verdict) -> list[str]:
         lines.append(
             f"loss    {figures.loss(summary.first_loss)} → {figures.loss(summary.last_loss)} nats per token"
         )
+        if summary.train:
+            lines.append(f"train   {figures.named_losses(summary.train)}")
         if summary.eval:
             lines.append(f"eval    {figures.named_losses(summary.eval)}")
         lines.append(f"speed   {figures.quantity(summary.tokens_per_s)} tokens/s (median), {_mfu(summary)}")

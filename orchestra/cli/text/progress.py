@@ -21,7 +21,7 @@ from orchestra.cli.text import figures
 from orchestra.report.run_state import failed_save, median_of, outage, passed_over, seconds_left
 from orchestra.run.events import is_number, is_whole, rank_writer
 from orchestra.run.files import JsonLinesReader, Record
-from orchestra.run.metrics_file import eval_losses, rows_that_count, sound_row
+from orchestra.run.metrics_file import eval_losses, rows_that_count, sound_row, train_losses
 from orchestra.run.paths import RunDir
 
 if TYPE_CHECKING:
@@ -156,6 +156,7 @@ class Progress:
             steps=self.steps,
             first_loss=losses[0] if losses else None,
             last_loss=losses[-1] if losses else None,
+            train=train_losses(self.last),
             eval=self.held_out,
             tokens=self.last.get("tokens"),
             tokens_per_s=median_of(steady, "tokens_per_s"),
@@ -174,7 +175,8 @@ class Summary:
     steps: int
     first_loss: float | None
     last_loss: float | None
-    # The newest held-out losses by source.
+    # The training losses of a blend's parts in the last row, and the newest held-out losses by source.
+    train: Mapping[str, float]
     eval: Mapping[str, float]
     tokens: int | None
     tokens_per_s: float | None

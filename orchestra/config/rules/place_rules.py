@@ -13,9 +13,12 @@ from launchers.slurm.batch_script import option_problems, srun_option_problems
 from orchestra.config.keys import shown
 from orchestra.config.machine import Situation, world_size
 from orchestra.data.token_files import (
+    NAMES_OF_SOURCES,
+    SOURCE_NAME,
     check_separator,
     check_size,
     local_prefix,
+    names_of_parts,
     read_index,
     token_file_prefix,
 )
@@ -265,6 +268,11 @@ def rule_data_source(config: Config, _: Situation) -> Iterator[str]:
     for part in data.blend:
         if not 0 < part.weight < float("inf"):
             yield f"data.blend: weight {part.weight} of {part.path} is not a positive number; use one above 0"
+        if part.name is not None and not SOURCE_NAME.fullmatch(part.name):
+            yield f"data.blend: name {part.name} of {part.path}: {NAMES_OF_SOURCES}"
+    names = names_of_parts(data.blend)
+    for name in sorted(name for name in set(names) if names.count(name) > 1):
+        yield f"data.blend: {names.count(name)} parts are called {name}; give each a name, name: NAME"
 
 
 def rule_data_files(config: Config, _: Situation) -> Iterator[str]:

@@ -130,24 +130,23 @@ class _Chunk:
             torch.stack([self._found.largest, self._found.sums, target_logit]), group
         )
 
-    def finish(self, scale: float | Tensor, products: OutputProducts) -> tuple[Tensor, Tensor]:
-        """Return the scaled sum of the loss, the same bits on all ranks, and the gradient of the logits as
-        the products want it.
+    def finish(self, products: OutputProducts) -> tuple[Tensor, Tensor]:
+        """Return the loss of each token, the same bits on all ranks, and the gradient of the logits as the
+        products want it.
         """
         self._work.wait()
         largest_NC, sums_NC, targets_NC = self._gathered.unbind(1)
         largest = largest_NC.amax(dim=0)
         normalizer = (sums_NC * (largest_NC - largest).exp()).sum(dim=0)
         # Masked and not multiplied: what is left out counts as zero, however bad its logits are.
-        losses = normalizer.log() + largest - targets_NC.sum(dim=0)
-        loss = (losses * self._is_taken).sum() * scale
+        losses = (normalizer.log() + largest - targets_NC.sum(dim=0)) * self._is_taken
         found = self._found
         if not found.kept.shape[1]:
-            return loss, found.kept
+            return losses, found.kept
         factor = self._is_taken.to(normalizer.dtype) * products.gradient_factor
         share = factor * (found.largest - largest).exp() / normalizer
         at_target, dtype = factor * self._is_mine, products.gradient_dtype
-        return loss, self._passes.gradient(found, self._index, share, at_target, dtype)
+        return losses, self._passes.gradient(found, self._index, share, at_target, dtype)
 
 
 def _nothing(logits_CV: Tensor) -> Statistics:
@@ -170,6 +169,7 @@ class _CutCrossEntropy(torch.autograd.Function):
         passes: LogitsPasses,
         make_products: MakeProducts,
         has_backward: bool,
+        token_losses_T: Tensor | None,
     ) -> Tensor:
         full_TE = gather_parts(hidden_TE, group) if group.is_sequence_parallel else hidden_TE
         products = make_products(full_TE, weight_VE, words.size, scale)
@@ -179,8 +179,10 @@ class _CutCrossEntropy(torch.autograd.Function):
         ctx.pending = []
 
         def finish(begun: _Chunk, rows: slice) -> None:
-            loss, grad_logits = begun.finish(scale, products)
-            total.add_(loss)
+            losses_C, grad_logits = begun.finish(products)
+            total.add_(losses_C.sum() * scale)
+            if token_losses_T is not None:
+                token_losses_T[rows] = losses_C
             if grads is not None:
                 grads.add(grad_logits, rows)
                 if not group.is_sequence_parallel:
@@ -210,7 +212,7 @@ class _CutCrossEntropy(torch.autograd.Function):
             arrived = pending.wait()
             if isinstance(pending, PendingScatter):
                 grad_hidden = arrived
-        return *scaled_gradients(grad, grad_hidden, grad_weight), *[None] * 8
+        return *scaled_gradients(grad, grad_hidden, grad_weight), *[None] * 9
 
 
 @dataclass(frozen=True)
@@ -230,6 +232,7 @@ class CutLoss:
         chunk: int | None = None,
         passes: LogitsPasses = EAGER,
         products: MakeProducts = PlainProducts,
+        token_losses: Tensor | None = None,
     ) -> Tensor:
         """Return `scale` times the summed cross-entropy in nats, equal on all ranks. *Collective*.
 
@@ -247,4 +250,5 @@ class CutLoss:
             passes,
             products,
             torch.is_grad_enabled(),
+            token_losses,
         )

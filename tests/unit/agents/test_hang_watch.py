@@ -283,6 +283,11 @@ def test_the_summary_says_where_the_ranks_stand_and_is_all_that_stays(node: Node
     assert summary["step"] == {"min": 11, "max": 11}
     assert summary["phases"] == {"backward": [0], "save": [1]}
     assert summary["attempt"] == 0
+    assert summary["processes"] == {str(rank.number): rank.child.pid for rank in node.ranks}
+    # Of what ended it tells at once.
+    node.ranks[1].end()
+    node.look()
+    assert json.loads(node.run.heartbeat(0).read_text())["processes"] == {"0": node.ranks[0].child.pid}
     node.watch.close()
     assert not node.watched.folder.exists()
 

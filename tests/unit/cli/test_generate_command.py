@@ -9,6 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from conf.schema import DataConfig, Source
 from orchestra.cli import main
+from orchestra.cli.checkpoint.checkpoint_export_command import tokenizer_of as tokenizer_to_export
 from orchestra.cli.generate_command import tokenizer_of
 from orchestra.data.tokenizer import BYTES
 from orchestra.errors import ConfigError
@@ -47,6 +48,24 @@ def test_bytes_that_are_no_character_do_not_fail() -> None:
     tokenizer = tokenizer_of(DataConfig(), None)
     assert tokenizer.name == BYTES
     assert tokenizer.decode([104, 105, 0xC3, 256]) == "hi\ufffd"
+
+
+def test_the_tokenizer_comes_along_with_the_tokens_and_with_an_export(tmp_path: Path) -> None:
+    (tmp_path / "own").mkdir()
+    write_tokenizer(tmp_path / "own" / "mine.json", 300)
+    (tmp_path / "a.txt").write_text(TEXT)
+    own = ("--tokenizer", str(tmp_path / "own" / "mine.json"), "--separator", "<fin>")
+    pack = ("data", "pack", str(tmp_path / "a.txt"), *own, "--output")
+    assert main([*pack, str(tmp_path / "packed" / "a")]) == 0
+    copy = tmp_path / "packed" / "mine.json"
+    data = DataConfig(source=Source.tokens, path=str(tmp_path / "packed" / "a"))
+    assert tokenizer_to_export(data).file == copy
+    assert tokenizer_of(data, None).sha256
+    # Another one of that name stays what it is, and does not pass for it.
+    copy.write_text("{}")
+    assert main([*pack, str(tmp_path / "packed" / "b")]) == 0
+    assert copy.read_text() == "{}"
+    assert tokenizer_to_export(data).file is None
 
 
 def test_a_tokenizer_that_is_gone_or_another_one_is_refused(packed: DataConfig, tmp_path: Path) -> None:

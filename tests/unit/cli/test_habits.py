@@ -58,6 +58,17 @@ run run.name=x${{train.steps}} {CFG} -p run.name -> 0 x100
 run run.name=${{now:%Y}} {CFG} -p run.name -> 0 20
 run wandb.notes=why wandb.job_type=train {CFG} -p wandb -> 0 notes: why
 run wandb.name=x -> 2 wandb.name: no such key
+run wandb.id=x -> 2 wandb.id: no such key
+run wandb.resume=allow -> 2 wandb.resume: no such key
+run wandb.tags=[a,b] wandb.group=g wandb.entity=e wandb.project=p {CFG} -p wandb -> 0 entity: e
+run experiment=mine --config-dir PRESETS {CFG} -p train.seq_len -> 0 32
+run -m optim.lr=1e-3,3e-3 train.seed=1,2 --dry-run -> 0 4 members
+run -m optim.lr=choice(1e-3,3e-3) --dry-run -> 0 2 members
+run -m train.seed=range(0,3) --dry-run -> 0 3 members
+run -m train.seed=shuffle(1,2,3) --dry-run -> 0 3 members
+run -m model=glob(llama_*) cluster.gpus_per_node=8 train.micro_batch_size=1 --dry-run -> 0 members
+submit -m cluster.nodes=1,2 cluster.gpus_per_node=8 --dry-run -> 0 #SBATCH --nodes=2
+submit -m cluster.partition=a,b cluster.gpus_per_node=8 --dry-run -> 0 #SBATCH --partition=b
 run --dry-run --json -> 0 "hidden_size": 128
 run --dry-run cluster.gpus_per_node=4 parallelism.tp=2 -> 0 links   tp 2: inside a node
 show -> 2 orchestra status RUN
@@ -65,7 +76,8 @@ list -> 2 orchestra status
 ls -> 2 orchestra status
 compare a b -> 2 orchestra status RUN
 train -> 2 orchestra run
-sweep -> 2 orchestra submit -m
+sweep -> 2 orchestra run -m
+agent -> 2 orchestra run -m
 evaluate first -> 2 orchestra eval RUN
 export first -> 2 orchestra checkpoint export
 sample first -> 2 orchestra generate RUN
@@ -82,6 +94,8 @@ def test_what_is_typed_by_habit_works_or_is_answered_with_what_to_type(
     presets = tmp_path / "presets"
     (presets / "model").mkdir(parents=True)
     (presets / "model" / "mine.yaml").write_text("hidden_size: 64\n")
+    (presets / "experiment").mkdir()
+    (presets / "experiment" / "mine.yaml").write_text("# @package _global_\ntrain:\n  seq_len: 32\n")
     code, _, words = expected.partition(" ")
     said = orchestra(*typed.replace("PRESETS", str(presets)).split(), code=int(code))
     assert words in (said.out if int(code) == EXIT_DONE else said.err)

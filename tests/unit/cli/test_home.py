@@ -105,6 +105,9 @@ def test_a_run_is_found_by_its_name_from_anywhere(
         assert "first" in orchestra(*words).out
     assert orchestra.json("status", "first")[0]["path"] == str(first.path)
     assert {state["name"] for state in orchestra.json("status")} == {"first", "second"}
+    said = orchestra("status").err
+    assert "no runs in runs; these lie in " in said
+    assert str(first.path.parent) in said
     # What was asked for is not looked for elsewhere, and two of a name are told apart by their paths.
     assert "there is no run in" in orchestra("why", "first", "--dir", str(away), code=EXIT_USAGE).err
     made(home.parent / "other" / "runs" / "first")

@@ -238,6 +238,8 @@ rule_data_source
     data.source='mine:'  data.path=s3://b/a -> leave them out for data.source=mine:
     data.source=tokens  data.path=s3://b/a  data.blend=[{path: 's3://b/c'}] -> both given
     data.source=tokens  data.blend=[{path: 's3://b/c', weight: 0.0}] -> weight 0.0 of s3://b/c
+    data.source=tokens  data.blend=[{path: 's3://b/c', name: a/b}] -> name a/b of s3://b/c: a name has
+    data.source=tokens  data.blend=[{path: 's3://b/c'}, {path: 's3://b/d', name: c}] -> 2 parts are called c
 rule_data_files
     data.source=tokens  data.path=nowhere/corpus -> /nowhere/corpus.bin | orchestra data pack
     model.vocab_size=256 -> model.vocab_size=256 | 257

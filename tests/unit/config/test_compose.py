@@ -138,7 +138,7 @@ def test_a_refused_value_is_not_blamed_for_being_missing() -> None:
         ("precision.reduce_dtype=fp64", ["one of fp32, bf16, fp16 or null"]),
         ("optim.betas=0.9", ["expected a list, each element a number", "optim.betas=[0.9,0.95]"]),
         ("data.blend=[{pth: x}]", ["data.blend[0].pth: no such key; did you mean path?"]),
-        ("data.blend=[x]", ["a list of {path, weight}"]),
+        ("data.blend=[x]", ["a list of {path, weight, name}"]),
         ("train.steps=", ["train.steps is empty; expected a whole number, e.g. train.steps=100"]),
         ("cluster.gpus_per_node=", ["cluster.gpus_per_node is empty; expected a whole number or auto"]),
         ("run.name=", ["run.name is empty"]),

@@ -24,6 +24,7 @@ from orchestra.data.source import (
     stdlib_files,
     stdlib_tokens,
 )
+from orchestra.data.token_files import names_of_parts
 from orchestra.errors import DataError
 
 
@@ -180,6 +181,21 @@ def test_configuration_opens_one_file_or_a_blend(write_tokens: WriteTokens) -> N
         mixed.read(int(sample_id), out)
         found.append(int(out[0]))
     assert (found.count(1), found.count(2)) == (300, 100)
+    assert isinstance(mixed, Blend)
+    assert (mixed.names, np.bincount(mixed.parts_of(mixed.ids_at(0, 400, 0))).tolist()) == (
+        ["first", "second"],
+        [300, 100],
+    )
+
+
+def test_parts_are_named_by_what_tells_their_paths_apart() -> None:
+    def names(*parts: str) -> list[str]:
+        return names_of_parts([BlendPart(path) for path in parts])
+
+    assert names("/data/wiki.bin", "s3://bucket/code") == ["wiki", "code"]
+    assert names("/a/wiki/train", "/a/code/train", "books") == ["wiki-train", "code-train", "books"]
+    assert names("x/a", "x/a") == ["0", "1"]
+    assert names_of_parts([BlendPart("x/a", name="mine"), BlendPart("y/a")]) == ["mine", "y-a"]
 
 
 def test_files_of_different_tokenizers_are_not_mixed(write_tokens: WriteTokens) -> None:

@@ -56,9 +56,13 @@ def test_loss_in_chunks_equals_the_plain_loss_with_gradients() -> None:
     target = torch.randint(0, 7, (11,))
     target[3] = IGNORED_TARGET
     # As one writes it, with all logits at once.
-    plain = F.cross_entropy(hidden @ weight.t(), target, ignore_index=IGNORED_TARGET, reduction="sum")
+    logits = hidden @ weight.t()
+    of_tokens = F.cross_entropy(logits, target, ignore_index=IGNORED_TARGET, reduction="none")
     for chunk in (1, 4, 11, 50):
-        torch.testing.assert_close(cross_entropy_sum(hidden, weight, target, chunk=chunk), plain)
+        kept = torch.full_like(of_tokens, torch.nan)
+        found = cross_entropy_sum(hidden, weight, target, scale=0.3, chunk=chunk, token_losses=kept)
+        torch.testing.assert_close(found, 0.3 * of_tokens.sum())
+        torch.testing.assert_close(kept, of_tokens.detach())
     assert torch.autograd.gradcheck(
         lambda a, b: cross_entropy_sum(a, b, target, scale=0.3, chunk=4), (hidden, weight)
     )

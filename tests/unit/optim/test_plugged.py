@@ -205,5 +205,7 @@ def test_a_plugged_loss_makes_no_gradients_where_none_are_wanted() -> None:
     hidden, weight = torch.randn(4, 8), torch.randn(16, 8, requires_grad=True)
     with torch.no_grad():
         evaluated = PluggedLoss(losses)(hidden, weight, torch.arange(4))
-    trained = PluggedLoss(losses)(hidden, weight, torch.arange(4))
-    assert (wants, float(evaluated)) == ([False, True], float(trained))
+    of_tokens = torch.empty(4)
+    trained = PluggedLoss(losses)(hidden, weight, torch.arange(4), token_losses=of_tokens)
+    assert (wants, float(evaluated)) == ([False, True], float(trained.detach()))
+    assert torch.equal(of_tokens, F.cross_entropy(hidden @ weight.T, torch.arange(4), reduction="none"))
