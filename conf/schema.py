@@ -36,6 +36,18 @@ class Requeue(Enum):
     never = "never"
 
 
+class NumaBinding(Enum):
+    """Which cores a rank may run on, in the words of torchrun's --numa-binding. `node`: those of the NUMA
+    node of its GPU. `exclusive`: its own part of them. `auto`: exclusive in a job that has its cores for
+    itself, else node. `none`: all. Cores that Slurm or a container does not give are never taken.
+    """
+
+    auto = "auto"
+    none = "none"
+    node = "node"
+    exclusive = "exclusive"
+
+
 @dataclass(frozen=True)
 class NetworkConfig:
     """Bandwidth (bytes per second, per direction and device) and latency; null: unknown."""
@@ -74,6 +86,8 @@ class ClusterConfig:
     share_devices: bool = False
     # Threads per rank on CPU; null: cores ÷ ranks.
     threads_per_rank: int | None = None
+    # Keeps each rank, and so its memory, beside its GPU; `orchestra doctor` shows the map.
+    numa_binding: NumaBinding = NumaBinding.auto
     spare_nodes: int = 0
     requeue: Requeue = Requeue.requeue
     # Row of orchestra/sizes/hardware.py that names the device, or a profile FILE.json that `orchestra plan

@@ -20,6 +20,7 @@ from launchers import LauncherError
 from launchers.host_network import free_port
 from launchers.node_agent import NodeAgent, Patience, StopRequests, start_agent, supervise
 from launchers.node_group import Order
+from launchers.numa import as_list
 from launchers.torchrun import Ending, LaunchPlace, LaunchSpec, RankFailure
 from orchestra.agents.attempt_record import AttemptRecord
 from orchestra.agents.context import START, AgentContext, attempt_number, host_of
@@ -36,7 +37,7 @@ from orchestra.run import stop_requests
 from orchestra.run.paths import RunDir
 from orchestra.run.secret import SECRET_VARIABLE
 from orchestra.run.stop_requests import StopRequest
-from orchestra.submit.launch import launch_spec, placed
+from orchestra.submit.launch import binding_here, launch_spec, placed
 
 # Imports from a file system that many nodes read at once take that long.
 _IMPORT_TIMEOUT_S = 300.0
@@ -71,7 +72,7 @@ def perform(context: AgentContext, order: Order, tick: Callable[[int], None]) ->
     try:
         spec, place = _launch(context, order)
         with contextlib.suppress(OSError):
-            record.events.write("node_started", node=context.node, pid=os.getpid())
+            record.events.write("node_started", node=context.node, pid=os.getpid(), **_bound(context.config))
         stop = StopDeadline(context.run, attempt, context.signals, context.config.recovery.stop_timeout_s)
         agent = _started(context, spec, place)
         own = range(place.node * spec.ranks_per_node, (place.node + 1) * spec.ranks_per_node)
@@ -110,7 +111,8 @@ def config_of(config: Config, order: Order) -> Config:
 
 def _launch(context: AgentContext, order: Order) -> tuple[LaunchSpec, LaunchPlace]:
     attempt = attempt_number(order)
-    spec = launch_spec(config_of(context.config, order), context.run, attempt, context.search_path)
+    config, binding = config_of(context.config, order), binding_here(context.config)
+    spec = launch_spec(config, context.run, attempt, context.search_path, binding)
     logs = tuple(context.run.node_log(attempt, node) for node in order.nodes)
     # Some hundred gigabytes may have to come from another node.
     context.group.allow(_FETCH_S)
@@ -127,6 +129,12 @@ def _launch(context: AgentContext, order: Order) -> tuple[LaunchSpec, LaunchPlac
         order.facts["port"],
         order.facts["meeting"],
     )
+
+
+def _bound(config: Config) -> dict[str, Any]:
+    """Return what the record of a start says of the ranks' cores."""
+    binding = binding_here(config)
+    return {"cores": [as_list(cores) for cores in binding.cores], "unbound": binding.reason or None}
 
 
 def _started(context: AgentContext, spec: LaunchSpec, place: LaunchPlace) -> NodeAgent:
