@@ -30,6 +30,7 @@ from orchestra.agents.hang_watch import (
     open_hang_watch,
 )
 from orchestra.agents.node_copies import COPIES, prepare_copies
+from orchestra.agents.stalled_ranks import recorder_environment
 from orchestra.errors import EXIT_DONE, EXIT_FAILED, LaunchError
 from orchestra.recovery.hangs import limit_rules
 from orchestra.recovery.incidents import Verdict
@@ -45,6 +46,7 @@ _IMPORT_TIMEOUT_S = 300.0
 _PATIENCE = Patience(failed_peer_s=1.5, failed_linger_s=2.0)
 # Why an order broke where ranks ended by themselves; how long others of them are given to say the same.
 _RANKS_FAILED = "ranks failed"
+_HANG = "hang"
 _OWN_VERDICT_S = 1.5
 # How long an agent tries to report how its part ended.
 _REPORT_TIMEOUT_S = 60.0
@@ -119,7 +121,8 @@ def _launch(context: AgentContext, order: Order) -> tuple[LaunchSpec, LaunchPlac
     copied, arguments = prepare_copies(context, order)
     context.group.secret()
     secret = {SECRET_VARIABLE: str(context.group.secret_file)}
-    environment = {**spec.environment, **heartbeat_environment(context.run), **secret, **copied}
+    recorder = recorder_environment(context.run, attempt, os.environ)
+    environment = {**spec.environment, **heartbeat_environment(context.run), **recorder, **secret, **copied}
     arguments = (*spec.arguments, *arguments)
     spec = dataclasses.replace(spec, node_logs=logs, environment=environment, arguments=arguments)
     return placed(
@@ -333,7 +336,7 @@ class _AttemptWatch:
         context = self._context
         if self.broken is None and (hangs := self._hangs.look()):
             ranks = [hang.rank for hang in hangs]
-            self.broken = {"cause": "hang", "ranks": ranks, "host": context.member.host}
+            self.broken = {"cause": _HANG, "ranks": ranks, "host": context.member.host}
             context.group.mark_broken(self._order.number, self.broken)
         now = time.monotonic()
         if context.is_alone or self.broken is not None or now - self._looked_at < context.group.look_s:
@@ -343,6 +346,9 @@ class _AttemptWatch:
         if context.group.leads:
             mark_lost(context, self._order)
         self.broken = context.group.broken(self._order.number)
+        if self.broken is not None and self.broken.get("cause") == _HANG:
+            # Ranks of this node may be what the hanging one did not meet.
+            self._hangs.keep_collectives()
         limits = {} if self.broken is None else self.broken.get("limits")
         if isinstance(limits, dict):
             self._hangs.record_hangs({int(rank): float(limit_s) for rank, limit_s in limits.items()})
@@ -352,7 +358,7 @@ class _AttemptWatch:
         if hanging := self._hangs_of_all_nodes.look(self._hangs.stall):
             hosts = list(dict.fromkeys(rank.host for rank, _ in hanging))
             limits = {str(rank.rank): limit_s for rank, limit_s in hanging}
-            evidence = {"cause": "hang", "ranks": [rank.rank for rank, _ in hanging], "hosts": hosts}
+            evidence = {"cause": _HANG, "ranks": [rank.rank for rank, _ in hanging], "hosts": hosts}
             self._context.group.mark_broken(self._order.number, {**evidence, "limits": limits})
 
 

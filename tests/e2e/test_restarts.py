@@ -14,7 +14,7 @@ from commands import (
     TINY,
     assert_same_training,
     events_of,
-    orchestra,
+    printed,
     processes_of,
     start_run,
     state_of,
@@ -58,10 +58,12 @@ def test_a_killed_a_stopped_and_a_failing_rank_cost_nothing_but_time(
         assert ({event["source"] for event in restored}, lost) == ({"checkpoint"}, [2, 2, 3])
     (hang,) = events_of(run, "hang_detected", 1)
     assert (hang["rank"], hang["state"]) == (0, "T")
+    why = printed(folder, "why", name)
+    assert "rank 1 waits there; rank 0 left no record" in why
+    assert why.count("restarted") == 3
     assert processes_of(run) == []
     state = state_of(folder, name)
     assert (state["state"], state["attempts"]) == ("finished", 4)
-    assert orchestra(folder, "why", name).stdout.count("restarted") == 3
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
