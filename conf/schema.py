@@ -90,6 +90,9 @@ class ClusterConfig:
     numa_binding: NumaBinding = NumaBinding.auto
     spare_nodes: int = 0
     requeue: Requeue = Requeue.requeue
+    # Exit code of a job that stopped on request with a checkpoint, 75 or 0: Slurm calls 75 FAILED, and some
+    # sites mail then. The run's own records say "stopped" and 75 in either case.
+    stop_exit_code: int = 75
     # Row of orchestra/sizes/hardware.py that names the device, or a profile FILE.json that `orchestra plan
     # --calibrate` wrote (for planning); `auto`: asked of the device itself.
     hardware: str = "auto"

@@ -35,7 +35,7 @@ from orchestra.agents.agent import group_folder, run_of
 from orchestra.agents.context import END, REFUSE
 from orchestra.agents.slurm_job import SlurmJob
 from orchestra.agents.wait_for_nodes import MOST_MOVES, moves
-from orchestra.errors import EXIT_FAILED, LaunchError, OrchestraError
+from orchestra.errors import EXIT_FAILED, EXIT_STOPPED, LaunchError, OrchestraError
 from orchestra.recovery.history import attempt_of
 from orchestra.recovery.policy import Action, Decision
 from orchestra.run import stop_requests
@@ -60,7 +60,7 @@ _OUTPUT_BYTES = 1 << 16
 
 def main(argv: list[str]) -> int:
     """Wait for the agents, and let the run go on in another job where none of them could; return the code
-    that the agents agreed on, else the given one.
+    that the agents agreed on, else the given one. For a stop on request it is cluster.stop_exit_code.
     """
     code = int(argv[-1])
     try:
@@ -71,7 +71,7 @@ def main(argv: list[str]) -> int:
         while (agreed := _agreed(group)) is None and not agents.are_over():
             time.sleep(_LOOK_S)
         if agreed is not None:
-            return agreed
+            return read_config(run.config).cluster.stop_exit_code if agreed == EXIT_STOPPED else agreed
         outcome = move_run(run, task, os.environ["SLURM_JOB_NODELIST"], _OUTPUT)
     except (OrchestraError, LauncherError, OSError) as error:
         sys.stderr.write(f"error: srun failed, and the run does not go on by itself: {error}\n")

@@ -130,7 +130,8 @@ def network_findings(
         down = "look at `ibstat`, or leave it out of NCCL_IB_HCA"
         kind = {"Ethernet": "RoCE", "efa": "EFA"}.get(port.kind, port.kind or "kind unknown")
         state = "active" if port.is_active else "not active"
-        found = f"{port.adapter}: {kind}, {port.rate or 'rate unknown'}, {state}"
+        gid = "" if port.gid_index is None else f", RoCE v2 address at GID {port.gid_index}"
+        found = f"{port.adapter}: {kind}, {port.rate or 'rate unknown'}, {state}{gid}"
         yield graded("adapter", found, is_bad=not port.is_active, advice=down, mark=Mark.note)
     active = [port for port in ports if port.is_active]
     if words := nccl_settings(active):
@@ -146,11 +147,7 @@ def nccl_settings(ports: list[RdmaPort]) -> list[str]:
     fast = [port for port in ports if port.kind == "InfiniBand"] or ports
     if not fast:
         return []
-    words = [f"NCCL_IB_HCA=={','.join(port.adapter for port in fast)}"]
-    indices = {port.gid_index for port in fast}
-    if fast[0].kind == "Ethernet" and len(indices) == 1 and None not in indices:
-        words.append(f"NCCL_IB_GID_INDEX={indices.pop()}")
-    return words
+    return [f"NCCL_IB_HCA=={','.join(port.adapter for port in fast)}"]
 
 
 CHECKS = (

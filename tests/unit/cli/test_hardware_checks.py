@@ -72,7 +72,7 @@ ROCE = {
             {"mlx5_0": "InfiniBand", "mlx5_1": "InfiniBand", "mlx5_2": "Ethernet"},
             ["NCCL_IB_HCA==mlx5_0,mlx5_1"],
         ),
-        ({"mlx5_0": "Ethernet", "mlx5_1": "Ethernet"}, ["NCCL_IB_HCA==mlx5_0,mlx5_1", "NCCL_IB_GID_INDEX=3"]),
+        ({"mlx5_0": "Ethernet", "mlx5_1": "Ethernet"}, ["NCCL_IB_HCA==mlx5_0,mlx5_1"]),
     ],
 )
 def test_nccl_is_told_the_adapters_that_are_fast(
@@ -86,6 +86,9 @@ def test_nccl_is_told_the_adapters_that_are_fast(
     findings = list(network_findings(ports, {"eth0": "10.0.0.1", "ib0": "10.1.0.1"}, None))
     assert findings[-1].found == f"in cluster.setup: export {' '.join(words)}"
     assert "cluster.network.interface=eth0" in findings[1].advice
+    roce = [finding.found for finding in findings if "RoCE" in finding.found]
+    assert all(found.endswith("active, RoCE v2 address at GID 3") for found in roce)
+    assert len(roce) == list(adapters.values()).count("Ethernet")
     assert [finding.mark for finding in findings if "mlx5_9" in finding.found] == [Mark.note]
 
 
