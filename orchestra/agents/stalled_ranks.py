@@ -60,23 +60,31 @@ class RecordRequest:
 
 def keep_records(requests: Mapping[int, RecordRequest]) -> None:
     """Ask ranks for their records and keep what they answer within two seconds."""
-    asked = {}
+    asked, before = {}, {}
     for rank, request in requests.items():
-        # One that is stopped cannot answer, and one that does not block the signal would die of it.
+        # One that is stopped cannot answer, and one that does not block the signal would die of it. The file
+        # is there, and empty, from when somebody waits to be asked.
         can_answer = processes.state(request.process) not in ("T", "t", "Z", None)
-        if can_answer and processes.blocks(request.process, COLLECTIVES_SIGNAL):
-            with contextlib.suppress(OSError):
-                request.answer.unlink(missing_ok=True)
-                asked[rank] = request
+        before[rank] = _file_number(request.answer)
+        if can_answer and before[rank] and processes.blocks(request.process, COLLECTIVES_SIGNAL):
+            asked[rank] = request
     processes.send([request.process for request in asked.values()], COLLECTIVES_SIGNAL)
     deadline = time.monotonic() + _ANSWER_S
     while asked and time.monotonic() < deadline:
         time.sleep(_POLL_S)
         for rank, request in list(asked.items()):
-            # The rank puts it there as a whole.
-            if os.path.exists(request.answer):  # noqa: PTH110
+            # The rank replaces it as a whole.
+            if _file_number(request.answer) not in (0, before[rank]):
                 del asked[rank]
                 # A full disk takes the record, not the agent.
                 with contextlib.suppress(OSError):
                     request.target.parent.mkdir(parents=True, exist_ok=True)
                     write_atomically(request.target, request.answer.read_text(), is_synced=False)
+
+
+def _file_number(path: Path) -> int:
+    """Return what tells a file from one that replaced it; 0 where there is none."""
+    try:
+        return os.stat(path).st_ino  # noqa: PTH116
+    except OSError:
+        return 0

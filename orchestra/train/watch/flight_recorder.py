@@ -34,6 +34,9 @@ def answer_for_collectives(mesh: Mesh, target: Path | None) -> None:
     """
     if target is None or mesh.world_size == 1:
         return
+    # By it the agent knows that somebody waits to be asked.
+    with contextlib.suppress(OSError):
+        target.touch()
     arguments = (_groups(mesh), target)
     threading.Thread(target=_answer, args=arguments, name="flight recorder", daemon=True).start()
 
