@@ -36,6 +36,18 @@ class Requeue(Enum):
     never = "never"
 
 
+class NumaBinding(Enum):
+    """Which cores a rank may run on, in the words of torchrun's --numa-binding. `node`: those of the NUMA
+    node of its GPU. `exclusive`: its own part of them. `auto`: exclusive in a job that has its cores for
+    itself, else node. `none`: all. Cores that Slurm or a container does not give are never taken.
+    """
+
+    auto = "auto"
+    none = "none"
+    node = "node"
+    exclusive = "exclusive"
+
+
 @dataclass(frozen=True)
 class NetworkConfig:
     """Bandwidth (bytes per second, per direction and device) and latency; null: unknown."""
@@ -74,8 +86,13 @@ class ClusterConfig:
     share_devices: bool = False
     # Threads per rank on CPU; null: cores ÷ ranks.
     threads_per_rank: int | None = None
+    # Keeps each rank, and so its memory, beside its GPU; `orchestra doctor` shows the map.
+    numa_binding: NumaBinding = NumaBinding.auto
     spare_nodes: int = 0
     requeue: Requeue = Requeue.requeue
+    # Exit code of a job that stopped on request with a checkpoint, 75 or 0: Slurm calls 75 FAILED, and some
+    # sites mail then. The run's own records say "stopped" and 75 in either case.
+    stop_exit_code: int = 75
     # Row of orchestra/sizes/hardware.py that names the device, or a profile FILE.json that `orchestra plan
     # --calibrate` wrote (for planning); `auto`: asked of the device itself.
     hardware: str = "auto"
@@ -108,9 +125,6 @@ class ClusterConfig:
     slurm_extra: dict[str, Any] = field(default_factory=dict)
     # Any other srun option by its long name: {cpu-bind: none, mpi: none, no-container-mount-home: true}.
     srun_extra: dict[str, Any] = field(default_factory=dict)
-    # What a job ends with whose run was stopped: 75 is FAILED in Slurm, and 0, for sites that mail on
-    # failures, COMPLETED. The run's own records say 75.
-    stop_exit_code: int = 75
 
 
 class Fault(Enum):

@@ -121,6 +121,11 @@ def catches(process: Process, number: signal.Signals | int) -> bool:
     return bool((masks.get(b"SigCgt", 0) & ~masks.get(b"SigBlk", 0)) >> (number - 1) & 1)
 
 
+def blocks(process: Process, number: signal.Signals | int) -> bool:
+    """Tell whether the process's main thread blocks a signal, so that it waits for whoever takes it."""
+    return bool((_signal_masks(process) or {}).get(b"SigBlk", 0) >> (number - 1) & 1)
+
+
 def _signal_masks(process: Process) -> dict[bytes, int] | None:
     """Return the masks in /proc/<pid>/status by their names there; None where the process is gone."""
     text = _read(process.pid, "status")

@@ -34,8 +34,8 @@ from launchers.processes import MARK_VARIABLE, PARENT_VARIABLE, die_with_parent
 
 # Read when a process or a library starts: a fork cannot have another value than its first parent.
 _READ_AT_START = ("LD_", "GLIBC_", "MALLOC_", "PYTHON", "OMP_", "GOMP_", "KMP_", "MKL_", "TORCH_")
-# … but not by whoever starts: torchrun sets these for its workers.
-_READ_LATER = ("TORCH_NCCL_",)
+# … but not by whoever starts: torchrun sets these for its workers, or they are read when a group is made.
+_READ_LATER = ("TORCH_NCCL_", "TORCH_FR_")
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,10 @@ _SILENCE = re.compile(
 # What all commands say, in four lines, where Slurm is installed and nothing of a cluster is configured.
 _NO_CLUSTER = "establish a configuration source"
 
+_UNCONFIGURED = "establish a configuration source"
+# What a command says on a machine that has Slurm's programs and belongs to no cluster.
+NO_CLUSTER = "no configuration of a Slurm cluster (SLURM_CONF, or a name server that knows one)"
+
 
 def output_of(words: Sequence[str], *, stdin: str = "", timeout_s: float = QUERY_TIMEOUT_S) -> str:
     """Run a command of Slurm's and return what it printed.
@@ -82,6 +86,9 @@ def both_outputs_of(
         raise SlurmSilent(f"{name} was ended by signal {-done.returncode}")
     if done.returncode != 0:
         reason = _last_words(done.stderr, name) or f"exit code {done.returncode}"
+        if _UNCONFIGURED in reason:
+            # Slurm says it in four sentences of name servers.
+            raise SlurmSilent(f"{name} finds {NO_CLUSTER}")
         # Slurm says why it refuses; a command that ends without a word may have reached the controller.
         is_silent = not done.stderr.strip() or _SILENCE.search(done.stderr)
         kind = SlurmSilent if is_silent else SlurmRefused

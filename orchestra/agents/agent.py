@@ -43,7 +43,7 @@ from orchestra.run.events import read_events
 from orchestra.run.heartbeat import beats_folder
 from orchestra.run.paths import RunDir, SweepDir
 from orchestra.run.permissions import open_to_group
-from orchestra.submit.launch import worker_environment
+from orchestra.submit.launch import binding_here, worker_environment
 
 _POLL_S = 0.2
 # Agents that have nothing to do look less often: there may be thousands of them.
@@ -261,7 +261,7 @@ def fork_server_of(
     if not config.recovery.warm_start:
         return None
     ranks = int(config.cluster.gpus_per_node)
-    environment = worker_environment(config, ranks, search_path=search_path)
+    environment = worker_environment(config, ranks, search_path=search_path, binding=binding_here(config))
     return ForkServer(_WORKER_MODULES, environment, run.logs / "warm.log", owner)
 
 

@@ -20,6 +20,7 @@ from launchers import LauncherError
 from launchers.host_network import free_port
 from launchers.node_agent import NodeAgent, Patience, StopRequests, start_agent, supervise
 from launchers.node_group import Order
+from launchers.numa import as_list
 from launchers.torchrun import Ending, LaunchPlace, LaunchSpec, RankFailure
 from orchestra.agents.attempt_record import AttemptRecord
 from orchestra.agents.context import START, AgentContext, attempt_number, host_of
@@ -29,6 +30,7 @@ from orchestra.agents.hang_watch import (
     open_hang_watch,
 )
 from orchestra.agents.node_copies import COPIES, prepare_copies
+from orchestra.agents.stalled_ranks import recorder_environment
 from orchestra.errors import EXIT_DONE, EXIT_FAILED, LaunchError
 from orchestra.recovery.hangs import limit_rules
 from orchestra.recovery.incidents import Verdict
@@ -36,7 +38,7 @@ from orchestra.run import stop_requests
 from orchestra.run.paths import RunDir
 from orchestra.run.secret import SECRET_VARIABLE
 from orchestra.run.stop_requests import StopRequest
-from orchestra.submit.launch import launch_spec, placed
+from orchestra.submit.launch import binding_here, launch_spec, placed
 
 # Imports from a file system that many nodes read at once take that long.
 _IMPORT_TIMEOUT_S = 300.0
@@ -44,6 +46,7 @@ _IMPORT_TIMEOUT_S = 300.0
 _PATIENCE = Patience(failed_peer_s=1.5, failed_linger_s=2.0)
 # Why an order broke where ranks ended by themselves; how long others of them are given to say the same.
 _RANKS_FAILED = "ranks failed"
+_HANG = "hang"
 _OWN_VERDICT_S = 1.5
 # How long an agent tries to report how its part ended.
 _REPORT_TIMEOUT_S = 60.0
@@ -71,7 +74,7 @@ def perform(context: AgentContext, order: Order, tick: Callable[[int], None]) ->
     try:
         spec, place = _launch(context, order)
         with contextlib.suppress(OSError):
-            record.events.write("node_started", node=context.node, pid=os.getpid())
+            record.events.write("node_started", node=context.node, pid=os.getpid(), **_bound(context.config))
         stop = StopDeadline(context.run, attempt, context.signals, context.config.recovery.stop_timeout_s)
         agent = _started(context, spec, place)
         own = range(place.node * spec.ranks_per_node, (place.node + 1) * spec.ranks_per_node)
@@ -110,14 +113,16 @@ def config_of(config: Config, order: Order) -> Config:
 
 def _launch(context: AgentContext, order: Order) -> tuple[LaunchSpec, LaunchPlace]:
     attempt = attempt_number(order)
-    spec = launch_spec(config_of(context.config, order), context.run, attempt, context.search_path)
+    config, binding = config_of(context.config, order), binding_here(context.config)
+    spec = launch_spec(config, context.run, attempt, context.search_path, binding)
     logs = tuple(context.run.node_log(attempt, node) for node in order.nodes)
     # Some hundred gigabytes may have to come from another node.
     context.group.allow(_FETCH_S)
     copied, arguments = prepare_copies(context, order)
     context.group.secret()
     secret = {SECRET_VARIABLE: str(context.group.secret_file)}
-    environment = {**spec.environment, **heartbeat_environment(context.run), **secret, **copied}
+    recorder = recorder_environment(context.run, attempt, os.environ)
+    environment = {**spec.environment, **heartbeat_environment(context.run), **recorder, **secret, **copied}
     arguments = (*spec.arguments, *arguments)
     spec = dataclasses.replace(spec, node_logs=logs, environment=environment, arguments=arguments)
     return placed(
@@ -127,6 +132,12 @@ def _launch(context: AgentContext, order: Order) -> tuple[LaunchSpec, LaunchPlac
         order.facts["port"],
         order.facts["meeting"],
     )
+
+
+def _bound(config: Config) -> dict[str, Any]:
+    """Return what the record of a start says of the ranks' cores."""
+    binding = binding_here(config)
+    return {"cores": [as_list(cores) for cores in binding.cores], "unbound": binding.reason or None}
 
 
 def _started(context: AgentContext, spec: LaunchSpec, place: LaunchPlace) -> NodeAgent:
@@ -325,7 +336,7 @@ class _AttemptWatch:
         context = self._context
         if self.broken is None and (hangs := self._hangs.look()):
             ranks = [hang.rank for hang in hangs]
-            self.broken = {"cause": "hang", "ranks": ranks, "host": context.member.host}
+            self.broken = {"cause": _HANG, "ranks": ranks, "host": context.member.host}
             context.group.mark_broken(self._order.number, self.broken)
         now = time.monotonic()
         if context.is_alone or self.broken is not None or now - self._looked_at < context.group.look_s:
@@ -335,6 +346,9 @@ class _AttemptWatch:
         if context.group.leads:
             mark_lost(context, self._order)
         self.broken = context.group.broken(self._order.number)
+        if self.broken is not None and self.broken.get("cause") == _HANG:
+            # Ranks of this node may be what the hanging one did not meet.
+            self._hangs.keep_collectives()
         limits = {} if self.broken is None else self.broken.get("limits")
         if isinstance(limits, dict):
             self._hangs.record_hangs({int(rank): float(limit_s) for rank, limit_s in limits.items()})
@@ -344,7 +358,7 @@ class _AttemptWatch:
         if hanging := self._hangs_of_all_nodes.look(self._hangs.stall):
             hosts = list(dict.fromkeys(rank.host for rank, _ in hanging))
             limits = {str(rank.rank): limit_s for rank, limit_s in hanging}
-            evidence = {"cause": "hang", "ranks": [rank.rank for rank, _ in hanging], "hosts": hosts}
+            evidence = {"cause": _HANG, "ranks": [rank.rank for rank, _ in hanging], "hosts": hosts}
             self._context.group.mark_broken(self._order.number, {**evidence, "limits": limits})
 
 

@@ -27,6 +27,7 @@ from launchers.process_stacks import StackRequest, write_stacks
 from launchers.processes import Process
 from launchers.torchrun import LaunchSpec
 from orchestra.agents.attempt_record import AttemptRecord
+from orchestra.agents.stalled_ranks import RecordRequest, keep_records
 from orchestra.errors import EXIT_FAILED
 from orchestra.recovery.hangs import (
     LOOK_S,
@@ -51,6 +52,7 @@ from orchestra.run.heartbeat import (
     Phase,
     beat_file,
     beats_folder,
+    collectives_file,
     read_beat,
     remove_records,
     stacks_file,
@@ -196,6 +198,20 @@ class HangWatch:
         new = [rank for rank in positions if rank.rank in limits and rank.rank not in self._found_hanging]
         return self._write_hangs(new, positions, limits) if new else ()
 
+    def keep_collectives(self) -> None:
+        """Keep what the collectives of this node's ranks did last, in the attempt's logs. Takes up to two
+        seconds where a rank does not answer.
+        """
+        watched, requests = self._watched, {}
+        for number, rank in self._ranks.items():
+            if rank.process is not None and rank.folder is not None:
+                requests[number] = RecordRequest(
+                    rank.process,
+                    answer=collectives_file(rank.folder, watched.attempt, number),
+                    target=watched.run.rank_collectives(watched.attempt, number),
+                )
+        keep_records(requests)
+
     def close(self) -> None:
         """Remove the records of this attempt and of older ones. *After the ranks have ended.*"""
         with contextlib.suppress(OSError):
@@ -255,6 +271,7 @@ class HangWatch:
         now = {rank.rank: rank.position for rank in positions}
         if now != self._written:
             self._written = dict(now)
+            self.keep_collectives()
             self._write(STALLED, first, step_limit(times, self._rules), positions)
             self._write_for_other_nodes()
 
@@ -270,6 +287,7 @@ class HangWatch:
         self, new: list[RankPosition], positions: list[RankPosition], limits: Mapping[int, float]
     ) -> tuple[Hang, ...]:
         files = self._write_stacks({rank.rank for rank in new}, positions)
+        self.keep_collectives()
         hangs = []
         for rank in new:
             self._found_hanging.add(rank.rank)

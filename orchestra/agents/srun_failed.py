@@ -60,7 +60,7 @@ _OUTPUT_BYTES = 1 << 16
 
 def main(argv: list[str]) -> int:
     """Wait for the agents, and let the run go on in another job where none of them could; return the code
-    that the agents agreed on, else the given one.
+    that the agents agreed on, else the given one. For a stop on request it is cluster.stop_exit_code.
     """
     code = int(argv[-1])
     try:

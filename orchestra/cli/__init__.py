@@ -49,6 +49,7 @@ VERBS = {
     "config": "explain the keys and presets of a configuration",
     "completion": "print a script that completes commands in bash, zsh or fish",
     "doctor": "check this machine and the cluster",
+    "site init": "write a site file from what Slurm and this machine say",
     "bench network": "measure bandwidth inside and between nodes",
 }
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from orchestra.cli.text.figures import WIDTH, number_of
 from orchestra.cli.text.figures import wrapped as wrapped_to
-from orchestra.doctor import host_checks, slurm_checks
+from orchestra.doctor import hardware_checks, host_checks, slurm_checks
 from orchestra.doctor.check import Check, Finding, Mark, Subject, perform
 from orchestra.errors import EXIT_DONE, EXIT_FAILED, ConfigError
 
@@ -71,7 +71,8 @@ def run(arguments: Namespace) -> int:
 
 
 def _checks(num_nodes: int | None) -> list[Check]:
-    checks = [*host_checks.SOFTWARE_CHECKS, *host_checks.CHECKS, *slurm_checks.CHECKS]
+    here = (*host_checks.SOFTWARE_CHECKS, *host_checks.CHECKS, *hardware_checks.CHECKS)
+    checks = [*here, *slurm_checks.CHECKS]
     if num_nodes is None:
         return checks
     from orchestra.doctor.node_checks import check_nodes
@@ -123,6 +124,8 @@ def _configured(overrides: list[str]) -> Subject:
         interface=cluster.network.interface,
         device=cluster.device.value,
         ranks_per_node=ranks if isinstance(ranks, int) else None,
+        numa_binding=cluster.numa_binding.value,
+        threads_per_rank=cluster.threads_per_rank,
         wandb_mode=config.wandb.mode.value,
         partition=cluster.partition,
         slurm_options=tuple((name, value) for name, value in options.items() if value or value == 0),

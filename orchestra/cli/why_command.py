@@ -36,6 +36,7 @@ from orchestra.recovery.incidents import Incident, Kind, Verdict
 from orchestra.report.attempts import GAVE_UP, EndedAttempt, ended_attempts
 from orchestra.report.run_state import MemberState, RunState, SweepState, read_ending, start_failure
 from orchestra.report.scheduler import job_logs, read_states
+from orchestra.report.stalled import stalled_words
 from orchestra.run.events import read_events
 from orchestra.run.files import Record
 from orchestra.run.paths import RunDir
@@ -102,6 +103,7 @@ def _of_run(state: RunState, arguments: Namespace) -> list[str]:
             "job_state": state.job_state,
             **spent_record(run, events, state.state, now),
             "verdict": None if verdict is None else dataclasses.asdict(verdict),
+            "stalled_collectives": (stalled_words(run, events) or (None, []))[1],
             "attempts": [ended.record() for ended in attempts],
         }
         return [json.dumps(answer, indent=2)]
@@ -111,6 +113,7 @@ def _of_run(state: RunState, arguments: Namespace) -> list[str]:
     before = [
         *unsaved,
         *attempt_lines(attempts),
+        *_stalled_lines(run, events),
         *node_lines(events),
         *spent_lines(run, events, state.state, now),
     ]
@@ -125,6 +128,16 @@ def _of_run(state: RunState, arguments: Namespace) -> list[str]:
         step = "" if verdict.step is None else f" at step {verdict.step}"
         lines = [f"{state.name}: {verdict.state}{step}{': ' + verdict.message if verdict.message else ''}"]
     return [*lines, *before, *_how_to_go_on(run, state, verdict, events)]
+
+
+def _stalled_lines(run: RunDir, events: Sequence[Record]) -> list[str]:
+    """Return which collectives stalled in the newest attempt that hung in one."""
+    found = stalled_words(run, events)
+    if found is None:
+        return []
+    attempt, words = found
+    wrapped = [line for text in words for line in figures.wrapped(text, _INDENT, f"{_INDENT}  ")]
+    return [f"collectives that stalled in attempt {attempt}", *wrapped]
 
 
 def _without_verdict(run: RunDir, state: RunState) -> list[str]:

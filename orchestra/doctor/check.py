@@ -54,6 +54,9 @@ class Subject:
     interface: str | None = None
     device: str = "auto"
     ranks_per_node: int | None = None
+    # cluster.numa_binding and cluster.threads_per_rank.
+    numa_binding: str = "auto"
+    threads_per_rank: int | None = None
     wandb_mode: str = "offline"
     partition: str | None = None
     # Options of sbatch and srun by their long names.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from launchers import LauncherError, SlurmMissing
 from launchers.slurm.cluster import Partition, partitions
-from launchers.slurm.commands import output_of, settings
+from launchers.slurm.commands import NO_CLUSTER, output_of, settings
 from orchestra.doctor.check import Check, Finding, Mark, Subject, graded
 
 if TYPE_CHECKING:
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 _COMMANDS = ("sbatch", "srun", "squeue", "scontrol", "scancel", "sinfo")
 _SLOW_S = 5.0
-# In scontrol's words.
-_UNCONFIGURED = "establish a configuration source"
 # Below it SIGKILL comes before a process that heard SIGTERM could write its last words.
 _SHORT_KILL_WAIT_S = 10
 _UNUSABLE = re.compile(r"down|drain|fail|maint|unknown|not_?resp|power|\*$", re.IGNORECASE)
@@ -56,7 +54,7 @@ def _missing(missing: Sequence[str], subject: Subject) -> Finding:
 
 
 def _silent(problem: str, subject: Subject) -> Finding:
-    if _UNCONFIGURED in problem:
+    if NO_CLUSTER in problem:
         mark = Mark.failed if subject.needs_slurm else Mark.note
         unset = "Slurm's commands are here, but no configuration of a cluster"
         return Finding("slurm", mark, unset, "set SLURM_CONF where there is one")

@@ -29,6 +29,8 @@ from orchestra.run.paths import RunDir
 FOLDER_VARIABLE = "ORCHESTRA_BEATS"
 # Asks a rank for the stacks of its threads. Python, torch and NCCL use no real-time signal.
 STACKS_SIGNAL = signal.SIGRTMIN + 3
+# Asks it what its collectives did last. Blocked in all threads but for the one that waits for it.
+COLLECTIVES_SIGNAL = signal.SIGRTMIN + 4
 _SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -84,12 +86,16 @@ class Beat:
 # finds the two different came in the midst of a beat.
 _RECORD = struct.Struct("<8sqqqqqqqqq")
 _MAGIC = b"orchbeat"
+# The endings of the files that a rank leaves.
+_RECORDS = ("beat", "stacks", "collectives")
 
 
 class Heart:
     """Writes one rank's record. *Training thread only*; made by `open_heart`, or `silent_heart`."""
 
-    def __init__(self, memory: mmap.mmap | bytearray) -> None:
+    def __init__(self, memory: mmap.mmap | bytearray, collectives: Path | None = None) -> None:
+        """`collectives`: where this rank writes what its collectives did last when it is asked to."""
+        self.collectives = collectives
         self._memory = memory
         self._count = self._first_step = 0
         self._pid, self._started = os.getpid(), _started()
@@ -118,8 +124,11 @@ def open_heart(run: RunDir, attempt: int, rank: int) -> Heart:
         return silent_heart()
     for folder in (Path(os.environ[FOLDER_VARIABLE]), run.heartbeats):
         with contextlib.suppress(OSError):
-            heart = Heart(_mapped(beat_file(folder, attempt, rank)))
+            place = collectives_file(folder, attempt, rank)
+            heart = Heart(_mapped(beat_file(folder, attempt, rank)), place)
             heart.beat(Phase.setup)
+            # Before there are other threads, which take on what is blocked here.
+            signal.pthread_sigmask(signal.SIG_BLOCK, {COLLECTIVES_SIGNAL})
             # faulthandler keeps the file open for as long as the process lives.
             stacks = stacks_file(folder, attempt, rank).open("ab", buffering=0)
             # Written in the handler itself, whoever has the interpreter's lock.
@@ -158,6 +167,11 @@ def beat_file(folder: Path, attempt: int, rank: int) -> Path:
 def stacks_file(folder: Path, attempt: int, rank: int) -> Path:
     """Return where a rank shows its stacks when it is asked to."""
     return folder / f"attempt-{attempt:03d}.rank-{rank:05d}.stacks"
+
+
+def collectives_file(folder: Path, attempt: int, rank: int) -> Path:
+    """Return where a rank writes what its collectives did last, each time as a whole."""
+    return folder / f"attempt-{attempt:03d}.rank-{rank:05d}.collectives"
 
 
 def read_beat(path: Path) -> Beat | None:
@@ -207,7 +221,7 @@ def _own_folder(parent: Path, name: str) -> Path:
 
 def remove_records(folder: Path, attempts: range) -> None:
     """Remove what these attempts left. Whoever still has a record mapped is not disturbed."""
-    for path in (*folder.glob("attempt-*.rank-*.beat"), *folder.glob("attempt-*.rank-*.stacks")):
+    for path in (path for kind in _RECORDS for path in folder.glob(f"attempt-*.rank-*.{kind}")):
         number = path.name.partition(".")[0].removeprefix("attempt-")
         if number.isdigit() and int(number) in attempts:
             path.unlink(missing_ok=True)

@@ -7,7 +7,8 @@ runs/<name>/
 ├── metrics.jsonl            rank 0, one line per logged step
 ├── events/<writer>.jsonl    append-only, one writer per file
 ├── logs/attempt-000/        node-000.log (agent and torchrun), rank-00000.log (each worker),
-│                            rank-00000.stacks (of ranks that hung)
+│                            rank-00000.stacks (of ranks that hung), rank-00000.collectives.json (of
+│                            collectives that stalled), nccl-0 (a dump of NCCL's own watchdog)
 ├── logs/jobs/               what Slurm's jobs wrote themselves: <job>_<node>_log.out
 ├── code/                    snapshot of the packages, for a run that was submitted
 ├── plugins/                 copies of the plug-ins' packages, as they were when it was submitted
@@ -107,6 +108,14 @@ class RunDir:
     def rank_stacks(self, attempt: int, rank: int) -> Path:
         """What the threads of a rank were doing when it, or one that it waited for, was found to hang."""
         return self.attempt_logs(attempt) / f"rank-{rank:05d}.stacks"
+
+    def rank_collectives(self, attempt: int, rank: int) -> Path:
+        """What a rank's collectives had done last when one of them stalled."""
+        return self.attempt_logs(attempt) / f"rank-{rank:05d}.collectives.json"
+
+    def nccl_dumps(self, attempt: int) -> Path:
+        """How the dumps of NCCL's watchdog begin; torch adds the rank."""
+        return self.attempt_logs(attempt) / "nccl-"
 
     def heartbeat(self, node: int) -> Path:
         """How far a node's ranks have come, every ten seconds anew."""

@@ -6,18 +6,21 @@ Called by the node agents, and by commands that print what would be started.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import orchestra
-from conf.schema import Config, LauncherName, NetworkConfig
+from conf.schema import Config, Device, LauncherName, NetworkConfig, NumaBinding
 from launchers import LauncherError
 from launchers.host_network import address_towards, interface_of, reachable_address
+from launchers.numa import BindingWish, RankBinding, bound, read_topology, visible_gpus
 from launchers.slurm.this_job import JobTask
 from launchers.torchrun import LaunchPlace, LaunchSpec
 from orchestra.errors import LaunchError
 from orchestra.run.paths import RunDir
+from orchestra.run.rank_cores import cores_environment
 
 # The environment variables of torchrun and the workers follow from the configuration alone: one that the
 # user's shell happens to hold is replaced, since no environment variable beats an explicit setting.
@@ -48,16 +51,51 @@ def threads_per_rank(config: Config, ranks_per_node: int, cores: int) -> int:
     return config.cluster.threads_per_rank or max(1, cores // ranks_per_node)
 
 
+def binding_wish(config: Config, environment: Mapping[str, str]) -> BindingWish:
+    """Return what cluster.numa_binding asks for the ranks of one node, in a process with this environment."""
+    cluster = config.cluster
+    # Where Slurm gives a job part of a node but does not keep it there (TaskPlugin), others use these cores.
+    given = environment.get("SLURM_CPUS_ON_NODE", "")
+    return BindingWish(
+        cluster.numa_binding.value,
+        int(cluster.gpus_per_node),
+        cluster.threads_per_rank,
+        owns_cores=given.isdecimal() and usable_cores() <= int(given),
+        on_gpu=cluster.device is not Device.cpu,
+    )
+
+
+def binding_here(config: Config) -> RankBinding:
+    """Return where this node's ranks run. *The node agent*; it may take seconds, the first time."""
+    return _binding(binding_wish(config, os.environ), os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+@functools.cache
+def _binding(wish: BindingWish, visible_devices: str | None) -> RankBinding:
+    if wish.kind == NumaBinding.none.value:
+        return RankBinding(reason="cluster.numa_binding=none")
+    gpus = visible_gpus(visible_devices) if wish.on_gpu else ()
+    return bound(read_topology(gpus), os.sched_getaffinity(0), wish)
+
+
 def worker_environment(
-    config: Config, ranks_per_node: int, *, cores: int | None = None, search_path: Sequence[str] = ()
+    config: Config,
+    ranks_per_node: int,
+    *,
+    cores: int | None = None,
+    search_path: Sequence[str] = (),
+    binding: RankBinding | None = None,
 ) -> dict[str, str]:
     """Return what is added to the environment of torchrun and the workers of one node.
 
     `cores` are the node's (default: those usable here). `search_path` follows the packages' own folder in
-    PYTHONPATH.
+    PYTHONPATH. `binding`: the cores of each rank; None: nobody is bound.
     """
     threads = threads_per_rank(config, ranks_per_node, usable_cores() if cores is None else cores)
+    binding = binding or RankBinding()
+    threads = binding.threads or threads
     return {
+        **cores_environment(binding.cores),
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
         # Keeps a `conf` or `orchestra` in the working directory from shadowing the real ones.
@@ -84,17 +122,23 @@ def _network(config: Config) -> dict[str, str]:
 WORKER_MODULE = "orchestra.train"
 
 
-def launch_spec(config: Config, run: RunDir, attempt: int, search_path: Sequence[str] = ()) -> LaunchSpec:
+def launch_spec(
+    config: Config,
+    run: RunDir,
+    attempt: int,
+    search_path: Sequence[str] = (),
+    binding: RankBinding | None = None,
+) -> LaunchSpec:
     """Return what starts `attempt` of `run`: the same worker module on every rank.
 
     `config` is resolved: `cluster.gpus_per_node` is a number. `search_path` follows the packages' own folder
-    in PYTHONPATH.
+    in PYTHONPATH. `binding`: the cores of each of the node's ranks.
     """
     ranks_per_node = int(config.cluster.gpus_per_node)
     return LaunchSpec(
         module=WORKER_MODULE,
         arguments=(str(run.path), "--attempt", str(attempt)),
-        environment=worker_environment(config, ranks_per_node, search_path=search_path),
+        environment=worker_environment(config, ranks_per_node, search_path=search_path, binding=binding),
         ranks_per_node=ranks_per_node,
         node_logs=tuple(run.node_log(attempt, node) for node in range(config.cluster.nodes)),
     )

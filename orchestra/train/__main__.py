@@ -18,6 +18,7 @@ from typing import NoReturn
 from orchestra.errors import EXIT_DONE, EXIT_STOPPED
 from orchestra.run.heartbeat import open_heart
 from orchestra.run.paths import RunDir
+from orchestra.run.rank_cores import take_own_cores
 
 _PR_SET_PDEATHSIG = 1
 # The parent's process id: torchrun, or the process that this one was forked from (launchers/processes.py).
@@ -79,6 +80,7 @@ def main() -> NoReturn:
     if is_under_torchrun:
         redirect_output(run.rank_log(arguments.attempt, int(os.environ["RANK"])))
     faulthandler.enable()  # a crash in native code leaves its stacks in the rank's log
+    take_own_cores()
     heart = open_heart(run, arguments.attempt, int(os.environ.get("RANK", "0")))
 
     from orchestra.train.trainer import run_rank

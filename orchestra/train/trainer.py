@@ -75,6 +75,7 @@ from orchestra.train.state import CheckpointContext, Position, TensorState, fact
 from orchestra.train.step import TrainingStep
 from orchestra.train.stopping import RequestWatch, SaveClock, Stopping
 from orchestra.train.watch.bad_losses import NonFiniteGuard, OverflowLog
+from orchestra.train.watch.flight_recorder import answer_for_collectives
 from orchestra.train.watch.inject_faults import Faults
 from orchestra.train.watch.profile import StepProfiler
 from orchestra.train.watch.replay import Replay, ReplayError
@@ -510,6 +511,7 @@ def run_rank(run: RunDir, attempt: int, from_memory: int | None = None, heart: H
         with open_mesh(config, ranks) as mesh:
             if mesh.rank == 0 and mesh.ranks_on_device > 1:
                 _announce_shared_devices(mesh, events)
+            answer_for_collectives(mesh, rank.heart.collectives)
             refuse_missing_hardware(config, mesh.device)
             set_numerics(config, mesh.device)
             train_on(mesh, config, ranks, rank)

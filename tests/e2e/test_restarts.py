@@ -14,7 +14,7 @@ from commands import (
     TINY,
     assert_same_training,
     events_of,
-    orchestra,
+    printed,
     processes_of,
     start_run,
     state_of,
@@ -22,7 +22,7 @@ from commands import (
     trained_rows,
 )
 
-from launchers import processes
+from launchers import numa, processes
 from orchestra.data.order import read_ledger
 from orchestra.report.run_state import read_state
 from orchestra.run.paths import RunDir
@@ -59,10 +59,12 @@ def test_a_killed_a_stopped_and_a_failing_rank_cost_nothing_but_time(
         assert ({event["source"] for event in restored}, lost) == ({"checkpoint"}, [2, 2, 3])
     (hang,) = events_of(run, "hang_detected", 1)
     assert (hang["rank"], hang["state"]) == (0, "T")
+    why = printed(folder, "why", name)
+    assert "rank 1 waits there; rank 0 left no record" in why
+    assert why.count("restarted") == 3
     assert processes_of(run) == []
     state = state_of(folder, name)
     assert (state["state"], state["attempts"]) == ("finished", 4)
-    assert orchestra(folder, "why", name).stdout.count("restarted") == 3
 
 
 def test_ranks_that_share_sequences_go_on_bit_for_bit_after_one_is_killed(folder: Path) -> None:
@@ -111,10 +113,29 @@ def torchrun_of(run: RunDir) -> processes.Process:
     return torchrun
 
 
+def ranks_of(run: RunDir) -> set[processes.Process]:
+    path = str(run.path)
+    not_ranks = {torchrun_of(run), *processes.with_words("-S", path)}
+    return set(processes.with_words("orchestra.train", path)) - not_ranks
+
+
+def assert_each_rank_has_cores_of_its_own(run: RunDir) -> None:
+    cores = [os.sched_getaffinity(rank.pid) for rank in ranks_of(run)]
+    (started,) = events_of(run, "node_started")
+    if len(os.sched_getaffinity(0)) < len(cores):
+        assert (started["cores"], "needs 1" in started["unbound"]) == ([], True)
+        return
+    assert set.union(*cores) == os.sched_getaffinity(0)
+    assert set.intersection(*cores) == set()
+    assert sorted(map(numa.parsed_cores, started["cores"])) == sorted(tuple(sorted(own)) for own in cores)
+
+
 @pytest.mark.parametrize("warm", ["true", "false"])
 def test_ranks_that_finish_under_a_stopped_torchrun_end_the_run_well(tmp_path: Path, warm: str) -> None:
-    started = start_run(tmp_path, "unheard", *TINY, *SOME_STEPS, f"recovery.warm_start={warm}")
+    bound = ("cluster.numa_binding=exclusive", f"recovery.warm_start={warm}")
+    started = start_run(tmp_path, "unheard", *TINY, *SOME_STEPS, *bound)
     started.wait_for_steps(3)
+    assert_each_rank_has_cores_of_its_own(started.run)
     os.kill(torchrun_of(started.run).pid, signal.SIGSTOP)
     out, err = started.end(0, limit_s=100)
     assert "torchrun is ended: all its ranks ended" in out + err
@@ -125,10 +146,8 @@ def test_ranks_that_finish_under_a_stopped_torchrun_end_the_run_well(tmp_path: P
 def test_a_rank_killed_under_a_stopped_torchrun_is_followed_by_another_attempt(tmp_path: Path) -> None:
     started = start_run(tmp_path, "deaf", *TINY, *SOME_STEPS, "cluster.gpus_per_node=1")
     started.wait_for_steps(3)
-    path, torchrun = str(started.run.path), torchrun_of(started.run)
-    not_ranks = {torchrun, *processes.with_words("-S", path)}
-    (rank,) = set(processes.with_words("orchestra.train", path)) - not_ranks
-    os.kill(torchrun.pid, signal.SIGSTOP)
+    (rank,) = ranks_of(started.run)
+    os.kill(torchrun_of(started.run).pid, signal.SIGSTOP)
     os.kill(rank.pid, signal.SIGKILL)
     started.end(0, limit_s=100)
     assert len(events_of(started.run, "attempt_started", 1)) == 1

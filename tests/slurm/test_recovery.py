@@ -111,6 +111,10 @@ def test_a_rank_that_hangs_in_a_collective_is_found_before_the_outer_limit(clust
     # The other node's rank has come as far as the next step's gradients, and waits there.
     assert (hang["rank"], hang["step"], hang["phase"], hang["limit"]) == (1, 20, "reduce", 20.0)
     assert "loop_in_python" in run.dir.rank_stacks(0, 1).read_text()
+    (stall,) = json.loads(cluster.orchestra("why", run.dir.name, "--json").stdout)["stalled_collectives"]
+    assert stall.startswith("rank 1 has not entered all_reduce "), stall
+    assert "of group dp (2 ranks, fp32[" in stall
+    assert stall.endswith("; rank 0 waits there")
     assert run.steps() == list(range(1, 31))
 
 

@@ -101,6 +101,25 @@ def test_commands_of_the_manual_work_on_a_cluster_in_their_order(lab: Site) -> N
     assert (waiting.count("big"), waiting.count("rates")) == (1, 4)
 
 
+def test_a_site_file_from_what_slurm_says_submits(cluster: Site) -> None:
+    mine, user = {"ORCHESTRA_CONFIG_DIR": str(cluster.shared / "mine")}, cluster.user.pw_name
+    manage = ("sacctmgr", "--immediate")
+    cluster.as_root(*manage, "add", "account", "physics")
+    cluster.as_root(*manage, "add", "user", user, "account=physics")
+    try:
+        cluster.orchestra("site", "init", "found", **mine)
+    finally:
+        cluster.as_root(*manage, "delete", "user", user)
+        cluster.as_root(*manage, "delete", "account", "physics")
+    text = (cluster.shared / "mine" / "presets" / "cluster" / "found.yaml").read_text()
+    assert '# sacctmgr: your default account.\naccount: "physics"\n' in text
+    words = ("cluster=found", "cluster.account=null", "run.name=by-site")
+    planned = cluster.orchestra("submit", *words, "--dry-run", **mine)
+    (partition,) = [line for line in text.splitlines() if line.startswith("partition: ")]
+    assert f"#SBATCH --partition={partition.split()[1].strip(chr(34))}\n" in planned.stdout
+    assert "Slurm would accept the job" in planned.stderr
+
+
 def test_site_file_may_lie_in_a_folder_of_ones_own(lab: Site) -> None:
     folder = lab.shared / "sites" / "cluster"
     folder.mkdir(parents=True, exist_ok=True)

@@ -22,7 +22,7 @@ from orchestra.data.token_files import (
     read_index,
     token_file_prefix,
 )
-from orchestra.errors import ConfigError, DataError
+from orchestra.errors import EXIT_DONE, EXIT_STOPPED, ConfigError, DataError
 from orchestra.huggingface.folder import init_from_problems
 from orchestra.plugins import is_plugin
 from orchestra.run.paths import offload_folder
@@ -382,6 +382,15 @@ def rule_array_throttle(config: Config, _: Situation) -> Iterator[str]:
     throttle = config.cluster.array_throttle
     if throttle is not None and throttle < 1:
         yield f"cluster.array_throttle={throttle} lets no job of a sweep run; use 1 or more, or leave it out"
+
+
+def rule_stop_exit_code(config: Config, _: Situation) -> Iterator[str]:
+    code = config.cluster.stop_exit_code
+    if code not in (EXIT_DONE, EXIT_STOPPED):
+        yield (
+            f"cluster.stop_exit_code={code}: a stopped job ends with {EXIT_STOPPED}, which Slurm calls "
+            f"FAILED, or with {EXIT_DONE}"
+        )
 
 
 def rule_members_at_once(config: Config, situation: Situation) -> Iterator[str]:

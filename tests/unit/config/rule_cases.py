@@ -291,6 +291,8 @@ rule_best_by_eval
         -> keep_best=1 by run.metric | make it one
 rule_array_throttle
     cluster.array_throttle=0 -> cluster.array_throttle=0 | 1 or more
+rule_stop_exit_code
+    cluster.stop_exit_code=1 -> cluster.stop_exit_code=1 | 75
 rule_members_at_once
     cluster.members_at_once=0 -> cluster.members_at_once=0 | 1 or more
     cluster.launcher=slurm  cluster.members_at_once=2 -> orchestra run -m | cluster.array_throttle=2
