@@ -10,7 +10,7 @@ import ast
 import pytest
 from source_tree import modules, reached, trail
 
-# The only exceptions, and what they use of pickle: an unpickler that makes nothing, and weights_only=True; and
+# The only exceptions, and what they use of pickle: an unpickler that makes nothing and weights_only=True; and
 # for dumps of NCCL's watchdog an unpickler that makes plain values only (unit/recovery proves it).
 READS_DCP = "checkpointing.dcp.dcp_folder"
 ALLOWED = {READS_DCP: ["pickle", "load"], "orchestra.recovery.collectives": ["pickle"]}
