@@ -259,13 +259,13 @@ class Offload(Enum):
 # The functional form: Python's class syntax has no member of the name 1f1b.
 PipelineSchedule = Enum(
     "PipelineSchedule",
-    [
-        ("afab", "afab"),
-        ("1f1b", "1f1b"),
-        ("interleaved", "interleaved"),
-        ("zero_bubble", "zero_bubble"),
-        ("zbv", "zbv"),
-    ],
+    {
+        "afab": "afab",
+        "1f1b": "1f1b",
+        "interleaved": "interleaved",
+        "zero_bubble": "zero_bubble",
+        "zbv": "zbv",
+    },
 )
 PipelineSchedule.__doc__ = """`afab`: all forward passes, then all backward passes. `1f1b`: one forward, one
 backward, with the activations of at most pp micro-batches. `interleaved`: 1f1b with several stages on each
