@@ -40,7 +40,7 @@ class SourceLosses(StepHook):
         self._num_taken = self._num_targets = 0
 
     def before_forward(self, step: int, tokens_ABS: Tensor, share: float | Tensor) -> None:  # noqa: ARG002
-        """Forget the last step."""
+        """Forget the last step. Of a pipeline the ranks without the loss keep nothing."""
         self._sums_AB = self._sums_AB.new_zeros(tokens_ABS.shape[:2])
         self._num_taken = self._num_targets = 0
 
@@ -63,8 +63,8 @@ class SourceLosses(StepHook):
         sums = np.bincount(parts, self._sums_AB.cpu().numpy().ravel(), minlength=len(names))
         counts = np.bincount(parts, minlength=len(names)) * self._num_targets
         sums_2K = torch.from_numpy(np.stack([sums, counts.astype(np.float64)])).to(self._mesh.device)
-        if self._mesh.dp_group is not None:
-            dist.all_reduce(sums_2K, group=self._mesh.dp_group)
+        if self._mesh.loss_group is not None:
+            dist.all_reduce(sums_2K, group=self._mesh.loss_group)
         found = zip(names, *sums_2K.tolist(), strict=True)
         return {train_column(name): total / count for name, total, count in found if count}
 
