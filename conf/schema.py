@@ -257,20 +257,12 @@ class Offload(Enum):
 
 
 # The functional form: Python's class syntax has no member of the name 1f1b.
-PipelineSchedule = Enum(
-    "PipelineSchedule",
-    {
-        "afab": "afab",
-        "1f1b": "1f1b",
-        "interleaved": "interleaved",
-        "zero_bubble": "zero_bubble",
-        "zbv": "zbv",
-    },
+PipelineSchedule = Enum(  # type: ignore[misc]  # mypy wants a literal
+    "PipelineSchedule", [(it, it) for it in ("afab", "1f1b", "interleaved", "zero_bubble", "zbv")]
 )
 PipelineSchedule.__doc__ = """`afab`: all forward passes, then all backward passes. `1f1b`: one forward, one
-backward, with the activations of at most pp micro-batches. `interleaved`: 1f1b with several stages on each
-rank. `zero_bubble`: 1f1b whose gradients of weights fill the bubble. `zbv`: the same with two stages on each
-rank, placed as a V.
+backward. `interleaved`: 1f1b with several stages on each rank. `zero_bubble`: 1f1b whose gradients of weights
+fill the bubble. `zbv`: the same with two stages on each rank, placed as a V.
 """
 
 

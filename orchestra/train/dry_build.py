@@ -164,7 +164,7 @@ def enough_micro_batches(config: Config) -> int:
     """Return with how many micro-batches a step takes as much memory as with any number of them."""
     if config.parallelism.pp == 1:
         return _MICRO_BATCHES
-    if config.parallelism.schedule is PipelineSchedule.afab:
+    if config.parallelism.schedule is PipelineSchedule["afab"]:
         return sys.maxsize
     return 2 * pipeline_shape(config.parallelism).num_stages
 
