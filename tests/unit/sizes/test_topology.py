@@ -63,7 +63,7 @@ def test_an_axis_uses_the_links_between_nodes_where_its_ranks_lie_on_several(
 ) -> None:
     mesh = Layout(dp=dp, tp=tp, pp=pp, cp=cp)
     found = {link.axis: (link.degree, link.num_nodes) for link in axis_links(mesh, per_node)}
-    axes = {"tp": ("tp",), "cp": ("cp",), "dp": ("replicate", "shard"), "pp": ("pp",)}
+    axes = {"tp": ("tp",), "cp": ("cp",), "dp": ("dp",), "pp": ("pp",)}
     expected = {}
     for axis, names in axes.items():
         ranks = mesh.neighbours(0, names)

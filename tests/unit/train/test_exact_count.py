@@ -10,7 +10,6 @@ from conf.schema import Config
 from orchestra.config.compose import compose
 from orchestra.config.machine import Situation
 from orchestra.config.preset_files import Tree, own_folder
-from orchestra.errors import ConfigError
 from orchestra.plan.assemble import case_of
 from orchestra.sizes.memory import RankBytes, rank_bytes, rank_parameters
 from orchestra.train.dry_build import ExactBytes, exact_bytes
@@ -161,8 +160,16 @@ def test_a_gpt_rank_holds_the_parameters_that_the_closed_form_says() -> None:
         assert parts.before + 2 * parts.layer + parts.after == counted.num_parameters
 
 
-@pytest.mark.parametrize("axis", ["pp"])
-def test_axes_that_the_trainer_lacks_are_refused(axis: str) -> None:
-    config = config_of(*LAYERS, f"parallelism.{axis}=2")
-    with pytest.raises(ConfigError, match=rf"parallelism.{axis}=2: the trainer has no pipeline"):
-        exact_bytes(config, RANKS)
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("parallelism.schedule=1f1b",),
+        ("parallelism.schedule=interleaved", "parallelism.virtual_stages=2"),
+        ("parallelism.schedule=zero_bubble",),
+        ("parallelism.schedule=zbv",),
+    ],
+    ids=lambda words: words[0].partition("=")[2],
+)
+def test_the_first_rank_of_a_pipeline_holds_what_its_schedule_says(words: tuple[str, ...]) -> None:
+    """Activations that wait, and what gradients of weights that wait need."""
+    assert_alike(*both(*LAYERS, "model.num_hidden_layers=8", "parallelism.pp=2", *words))
