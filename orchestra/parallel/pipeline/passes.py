@@ -12,7 +12,6 @@ Shape letters: A accumulated micro-batches, B sequences of one micro-batch, S se
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -70,6 +69,7 @@ class Pipeline:
             num_parts *= config.parallelism.tp
         self._message = (batch.micro_batch_size, batch.seq_len // num_parts, config.model.hidden_size)
         self._dtype = policy(config.precision).parameter
+        self._actions: dict[int, list[tuple[StagePass, int]]] = {}
         self._kept: dict[tuple[int, int], _InFlight] = {}
         self._later: dict[tuple[int, int], list[Callable[[], None]]] = {}
         # What a stage made for another one of this rank, and what is being received, by stage, micro-batch
@@ -77,11 +77,13 @@ class Pipeline:
         self._handed: dict[tuple[int, int, bool], Tensor] = {}
         self._arriving: dict[tuple[int, int, bool], Arriving] = {}
 
-    @functools.cache  # noqa: B019  it lives as long as the training
     def actions(self, num_micro_batches: int) -> list[tuple[StagePass, int]]:
         """Return this rank's actions in a step of so many micro-batches, each with its turn."""
-        lists = schedule(self._kind, self.shape, num_micro_batches)
-        return list(zip(lists[self._here], turns(lists, self.shape)[self._here], strict=True))
+        if num_micro_batches not in self._actions:
+            lists = schedule(self._kind, self.shape, num_micro_batches)
+            own = zip(lists[self._here], turns(lists, self.shape)[self._here], strict=True)
+            self._actions[num_micro_batches] = list(own)
+        return self._actions[num_micro_batches]
 
     def run(self, tokens_ABS: Tensor, share: float | Tensor, hooks: PassHooks) -> Tensor:
         """Run the passes of a step over micro-batches [A, B, S + 1] (int64, any device); return the summed
