@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from commands import (
+    START_S,
     TINY,
     assert_same_training,
     events_of,
@@ -181,7 +182,13 @@ class Torture:
     def _blow(self, kill: Kill, before: int) -> None:
         """Kill the command from outside: every rank must go with it."""
         started = start(self._folder, "tortured", *self._words(kill, before))
-        started.wait_for(lambda: events_of(self.run, "attempt_started", kill.attempt))
+
+        # On a busy machine the attempt may come to its planned end before anybody has seen it begin.
+        def has_begun() -> bool:
+            began = events_of(self.run, "attempt_started", kill.attempt)
+            return bool(began) or started.process.poll() is not None
+
+        assert eventually(has_begun, START_S), "the attempt has not begun"
         time.sleep(kill.delay_s)
         started.process.kill()
         started.process.communicate()
